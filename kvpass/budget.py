@@ -1,0 +1,38 @@
+"""From what users write as a budget to whole slots."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+from kvpass.errors import BudgetError
+from kvpass.policies.base import Policy
+
+Budget = int | float | None
+SPARE = 256  # slots that an unbounded cache has to grow into before it is compiled again
+
+
+def check(policy: Policy, budget: Budget) -> None:
+    """Raise BudgetError for a budget that can never work with the policy."""
+    if budget is None:
+        if policy.evicts:
+            raise BudgetError(f"policy {policy.name!r} needs a budget: the slots to keep, or a share of the prompt")
+        return
+    if isinstance(budget, bool) or not isinstance(budget, (int, float)):
+        raise BudgetError(f"budget={budget!r} is neither a number of slots nor a share of the prompt")
+    if isinstance(budget, float):
+        if not 0 < budget <= 1:
+            raise BudgetError(f"budget={budget!r}: a share of the prompt lies above 0 and is at most 1.0")
+        return
+    policy.check_budget(budget)
+
+
+def slots_for(policy: Policy, budget: Budget, prompt: int) -> int:
+    """Tokens to keep between steps for a prompt of `prompt` tokens; exact, however the share was written."""
+    if budget is None:
+        return 1 << (prompt + SPARE - 1).bit_length()
+    if isinstance(budget, int):
+        return budget
+    slots = max(policy.minimum_budget(), math.floor(Fraction(str(budget)) * prompt))
+    policy.check_budget(slots)
+    return slots

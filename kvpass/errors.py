@@ -1,0 +1,23 @@
+"""Every error that kvpass raises, under one base class."""
+
+from __future__ import annotations
+
+
+class KVPassError(Exception):
+    """Base of every error that kvpass raises on purpose."""
+
+
+class PolicyError(KVPassError, ValueError):
+    """An unknown policy, or an option of a policy or of the backend that cannot be."""
+
+
+class BudgetError(KVPassError, ValueError):
+    """A budget that the policy cannot work with, or one that a policy that never evicts has used up."""
+
+
+class UnsupportedGraph(KVPassError):
+    """An attention call whose cache update cannot be rewritten; names the line and the reason."""
+
+
+class CacheHandleError(KVPassError):
+    """A cache that was changed, continued elsewhere, or built in a way that its slots cannot follow."""

@@ -1,0 +1,1 @@
+"""The two attention primitives; all else in a rewritten graph is plain torch."""

@@ -1,0 +1,58 @@
+"""Attention of a few queries over slots, with the probabilities that policies live on.
+
+Two grouped matrix products and a float32 softmax: the query heads of a KV head are rows of one product,
+so K and V are read once and never repeated.  With a rotary embedding applied at read, the first product
+is spelled as multiply and sum: the compiler then fuses the rotation into the reduction and no rotated
+copy of the keys is ever written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+LOWEST = torch.finfo(torch.float32).min
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    mask: Tensor,
+    bias: Tensor | None = None,
+    rotate: Callable[[Tensor], Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend to the slots that `mask` allows.
+
+    Args:
+        query: [B, Hkv, G, q, D].
+        key, value: [B, Hkv, C, D] and [B, Hkv, C, Dv].
+        scale: multiplies the logits.
+        mask: bool, broadcastable to [B, Hkv, G, q, C].
+        bias: added to the logits, broadcastable likewise.
+        rotate: applied to the keys at read, pointwise in the slots.
+
+    Returns:
+        output [B, Hkv, G, q, Dv] in the dtype of `value`, and the probabilities, float32 [B, Hkv, G, q, C].
+        A query that may attend to nothing gets a finite output that means nothing.
+    """
+    logits = _logits(query, key, rotate).float() * scale
+    if bias is not None:
+        logits = logits + bias.float()
+    logits = torch.where(mask, logits, LOWEST)
+    probabilities = torch.softmax(logits, -1)
+    rows = probabilities.to(value.dtype).flatten(2, 3)  # [B, Hkv, G*q, C]
+    output = torch.matmul(rows, value).unflatten(2, query.shape[2:4])
+    return output, probabilities
+
+
+def _logits(query: Tensor, key: Tensor, rotate: Callable[[Tensor], Tensor] | None) -> Tensor:
+    """[B, Hkv, G, q, C] in the dtype of the model, as the model's own attention has them."""
+    if rotate is None:
+        return torch.matmul(query.flatten(2, 3), key.transpose(-1, -2)).unflatten(2, query.shape[2:4])
+    rotated = rotate(key)[:, :, None, None]  # [B, Hkv, 1, 1, C, D]
+    return (query[..., None, :].float() * rotated.float()).sum(-1)

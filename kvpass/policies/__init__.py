@@ -1,0 +1,82 @@
+"""The registry of policies: `names`, `get`, `register`, and `resolve` for what users pass.
+
+Looking a policy up imports its module and nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from typing import TypeVar
+
+from kvpass.errors import PolicyError
+from kvpass.policies.base import Attention, Policy, Tokens
+
+__all__ = ["Attention", "Policy", "Tokens", "get", "names", "register", "resolve"]
+
+_BUILT_IN = {
+    "full": "Full",
+    "h2o": "H2O",
+    "random": "Random",
+    "streaming": "Streaming",
+    "window": "Window",
+}
+_registered: dict[str, type[Policy]] = {}
+
+P = TypeVar("P", bound=type[Policy])
+
+
+def names() -> list[str]:
+    """The names of all policies, sorted."""
+    return sorted({*_BUILT_IN, *_registered})
+
+
+def get(name: str) -> type[Policy]:
+    """The class of a policy.
+
+    Raises:
+        PolicyError: no policy has that name.
+    """
+    if name in _registered:
+        return _registered[name]
+    if name not in _BUILT_IN:
+        raise PolicyError(f"unknown policy {name!r}; known are {', '.join(names())}")
+    policy: type[Policy] = getattr(importlib.import_module(f"kvpass.policies.{name}"), _BUILT_IN[name])
+    return policy
+
+
+def register(cls: P) -> P:
+    """Make a policy of your own known by its `name`; usable as a decorator.
+
+    Raises:
+        PolicyError: it is not a frozen dataclass derived from `Policy`, or the name is taken.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, Policy) and dataclasses.is_dataclass(cls)):
+        raise PolicyError(f"{cls!r} is not a dataclass derived from kvpass.policies.Policy")
+    taken = _registered.get(cls.name)
+    if cls.name in _BUILT_IN or (taken is not None and taken.__qualname__ != cls.__qualname__):
+        raise PolicyError(f"the policy name {cls.name!r} is taken")
+    _registered[cls.name] = cls
+    return cls
+
+
+def resolve(policy: str | Policy, options: dict[str, object]) -> Policy:
+    """A policy object from a name and its options, or the object itself.
+
+    Raises:
+        PolicyError: an unknown name or option, options beside an object, or a value that cannot be.
+    """
+    if isinstance(policy, Policy):
+        if options:
+            raise PolicyError(f"{', '.join(options)}: set on the policy object {policy}, not beside it")
+        return policy
+    cls = get(policy)
+    known = [field.name for field in dataclasses.fields(cls)]
+    for option in options:
+        if option not in known:
+            listed = ", ".join(known) or "none"
+            raise PolicyError(f"unknown option {option!r} of policy {policy!r}; its options: {listed}")
+    try:
+        return cls(**options)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise PolicyError(f"policy {policy!r} with {options}: {error}") from error

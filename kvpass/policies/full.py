@@ -1,0 +1,23 @@
+"""Keep everything: the cache that every other policy is compared with.
+
+Without a budget the slots double whenever they run out, and the decode graph is compiled again for the
+larger layout.  With a budget, the token that no longer fits is a BudgetError.  A chunk is simply kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvpass.policies.base import Policy, Tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Full(Policy):
+    name: ClassVar[str] = "full"
+    evicts: ClassVar[bool] = False
+
+    def worth(self, tokens: Tokens) -> Tensor:
+        return tokens.position

@@ -1,0 +1,45 @@
+"""Heavy-hitter oracle (Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference").
+
+A token's score is the sum, over every query so far, of the attention it was paid by the G query heads of
+its KV head.  The most recent tokens are safe; of the others the `heavy` share with the highest scores
+stays, for each KV head on its own.  The score is a sum and not a mean: an early token that has been
+looked at more often may keep its place (averaging is a different policy, see `roco`).  The queries of a
+chunk are summed before anything is evicted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvpass.policies.base import Attention, Policy, Statistic, Tokens, require
+
+
+@dataclasses.dataclass(frozen=True)
+class H2O(Policy):
+    """Options: `heavy`, the share of the budget that goes to heavy hitters; the rest is recent."""
+
+    heavy: float = 0.5
+    name: ClassVar[str] = "h2o"
+    heads: ClassVar[Literal["shared", "kv"]] = "kv"
+    statistics: ClassVar[frozenset[Statistic]] = frozenset({"total"})
+
+    def __post_init__(self) -> None:
+        require(0 <= self.heavy <= 1, "heavy", self.heavy, "must lie between 0 and 1")
+
+    def minimum_budget(self) -> int:
+        return 2
+
+    def state(self) -> dict[str, torch.dtype]:
+        return {"score": torch.float32}
+
+    def observe(self, tokens: Tokens, attention: Attention) -> dict[str, Tensor]:
+        assert attention.total is not None
+        return {"score": tokens.state["score"] + attention.total.sum(2)}  # [B, Hkv, N]
+
+    def worth(self, tokens: Tokens) -> Tensor:
+        recent = tokens.budget - int(tokens.budget * self.heavy)
+        return torch.where(tokens.newest(recent), torch.inf, tokens.state["score"])

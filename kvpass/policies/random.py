@@ -1,0 +1,36 @@
+"""The control: a uniformly random subset of all tokens seen, which every score must beat.
+
+Each token draws a number when it arrives, a hash of its position, its KV head and `seed`; the highest
+stay.  The survivors of any prefix are then a uniform sample of it, the newest token not excepted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvpass.policies.base import Policy, Tokens, require
+
+PRIME = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Random(Policy):
+    """Options: `seed`, any integer from 0 to 2**31 - 2."""
+
+    seed: int = 0
+    name: ClassVar[str] = "random"
+    heads: ClassVar[Literal["shared", "kv"]] = "kv"
+
+    def __post_init__(self) -> None:
+        require(0 <= self.seed < PRIME, "seed", self.seed, f"must lie between 0 and {PRIME - 1}")
+
+    def worth(self, tokens: Tokens) -> Tensor:
+        heads = torch.arange(tokens.position.shape[1], device=tokens.position.device)[:, None]  # [H', 1]
+        drawn = (tokens.position * 48271 + heads * 69621 + self.seed) % PRIME
+        for factor, shift in ((16807, 15), (39373, 13), (742938, 16)):
+            drawn = (drawn ^ (drawn >> shift)) * factor % PRIME  # below 2**51: no overflow
+        return drawn

@@ -1,0 +1,35 @@
+"""Attention sinks and a recent window (Xiao et al., "Efficient Streaming Language Models with Attention Sinks").
+
+The first `sinks` real tokens of a row and its most recent ones are kept.  Keys are stored before their
+rotary embedding and numbered 0..n-1 at read (`positions="cache"`), so a stream may be longer than the
+trained range; `positions="absolute"` keeps the original numbers.  A chunk attends to all held tokens and
+causally to itself, and then leaves sinks and its most recent tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvpass.policies.base import Policy, Tokens, require
+
+
+@dataclasses.dataclass(frozen=True)
+class Streaming(Policy):
+    """Options: `sinks`, the number of first tokens that always stay (default 4, as in the paper)."""
+
+    sinks: int = 4
+    name: ClassVar[str] = "streaming"
+    positions: ClassVar[Literal["absolute", "cache"]] = "cache"
+
+    def __post_init__(self) -> None:
+        require(self.sinks >= 0, "sinks", self.sinks, "must not be negative")
+
+    def minimum_budget(self) -> int:
+        return self.sinks + 1
+
+    def worth(self, tokens: Tokens) -> Tensor:
+        return torch.where(tokens.position < self.sinks, torch.iinfo(torch.int64).max, tokens.position)

@@ -1,0 +1,21 @@
+"""Keep the last `budget` tokens, wherever the text began.
+
+The plain sliding window that attention-sink papers compare with.  A chunk keeps its last tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvpass.policies.base import Policy, Tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Window(Policy):
+    name: ClassVar[str] = "window"
+
+    def worth(self, tokens: Tokens) -> Tensor:
+        return tokens.position

@@ -1,0 +1,32 @@
+"""Literal eager transcriptions of the policies, over Python lists of tokens.
+
+They share nothing with the compiled path but the options, and exist so that the two can be held together.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+from kvpass.errors import PolicyError
+from kvpass.policies.base import Policy
+from kvpass.reference.base import Reference, ReferenceLayer, Token
+
+__all__ = ["Reference", "ReferenceLayer", "Token", "reference_of"]
+
+
+def reference_of(policy: Policy) -> Reference:
+    """The reference of a policy: `kvpass.reference.<name>`, or what the policy's `reference()` returns.
+
+    Raises:
+        PolicyError: the policy has none.
+    """
+    own = getattr(policy, "reference", None)
+    if own is not None:
+        reference: Reference = own()
+        return reference
+    try:
+        module = importlib.import_module(f"kvpass.reference.{policy.name}")
+    except ModuleNotFoundError as error:
+        raise PolicyError(f"policy {policy.name!r} has no eager reference: give it a method reference()") from error
+    built: Reference = module.reference(policy)
+    return built

@@ -1,0 +1,30 @@
+"""Reference of `h2o`: accumulated attention; the recent half is safe, the lowest of the others goes."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kvpass.policies.h2o import H2O
+from kvpass.reference.base import Reference, Token
+
+
+class H2OReference(Reference):
+    def __init__(self, heavy: float) -> None:
+        self.heavy = heavy
+
+    def observe(self, tokens: list[Token], rows: Tensor) -> None:
+        for token, paid in zip(tokens, rows.sum((0, 1)).tolist(), strict=True):
+            token.score += paid
+
+    def evict(self, tokens: list[Token], head: int, seen: int, budget: int) -> list[Token]:
+        if len(tokens) <= budget:
+            return tokens
+        heavy = int(budget * self.heavy)
+        recent = budget - heavy
+        older, newer = tokens[: len(tokens) - recent], tokens[len(tokens) - recent :]
+        hitters = sorted(older, key=lambda token: (-token.score, token.position))[:heavy]
+        return sorted(hitters, key=lambda token: token.position) + newer
+
+
+def reference(policy: H2O) -> Reference:
+    return H2OReference(policy.heavy)

@@ -1,0 +1,20 @@
+"""Reference of `streaming`: append, attend over all, keep [0, sinks) and the last budget - sinks."""
+
+from __future__ import annotations
+
+from kvpass.policies.streaming import Streaming
+from kvpass.reference.base import Reference, Token
+
+
+class StreamingReference(Reference):
+    def __init__(self, sinks: int) -> None:
+        self.sinks = sinks
+
+    def evict(self, tokens: list[Token], head: int, seen: int, budget: int) -> list[Token]:
+        if len(tokens) <= budget:
+            return tokens
+        return tokens[: self.sinks] + tokens[len(tokens) - (budget - self.sinks) :]
+
+
+def reference(policy: Streaming) -> Reference:
+    return StreamingReference(policy.sinks)
