@@ -1,0 +1,23 @@
+"""Bounded KV caches for any PyTorch language model, through torch.compile.
+
+    torch.compile(model, backend=kvpass.backend(policy="h2o", budget=1024))
+"""
+
+from kvpass import policies
+from kvpass.backend import Backend, backend, compile
+from kvpass.errors import BudgetError, CacheHandleError, KVPassError, PolicyError, UnsupportedGraph
+from kvpass.simulate import Trace, simulate
+
+__all__ = [
+    "Backend",
+    "BudgetError",
+    "CacheHandleError",
+    "KVPassError",
+    "PolicyError",
+    "Trace",
+    "UnsupportedGraph",
+    "backend",
+    "compile",
+    "policies",
+    "simulate",
+]

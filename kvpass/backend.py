@@ -1,34 +1,198 @@
-"""The backend that users hand to torch.compile."""
+"""The backend that users hand to torch.compile, and the ways to name it."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar
 
 import torch
+import torch.fx as fx
 
 from kvpass import budget as budgets
-from kvpass import policies
-from kvpass.errors import PolicyError
+from kvpass import cache_key, compat, graphs, match, policies
+from kvpass.errors import BudgetError, KVPassError, PolicyError, UnsupportedGraph
+from kvpass.handle import Handle
 from kvpass.policies.base import Policy
+from kvpass.report import Recorder, SiteReport
+from kvpass.runtime import PromptRunner, StepRunner
+
+Positions = Literal["absolute", "cache"]
+Inner = str | Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+M = TypeVar("M", bound=torch.nn.Module)
 
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
+    """A torch.compile backend; made by `backend`, equal to another with equal settings."""
+
     policy: Policy
     budget: int | float | None
-    positions: Literal["absolute", "cache"] | None
-    inner: Any
+    positions: Positions | None
+    inner: Inner
     mode: str | None
-    options: tuple
+    options: tuple[tuple[str, Any], ...]
     strict: bool
+    recorder: Recorder | None = dataclasses.field(default=None, compare=False, repr=False)
 
-    @property
-    def ranked(self) -> bool:
-        return (self.positions or self.policy.positions) == "cache"
+    def __call__(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        """Compile one graph of Dynamo's.
+
+        A refusal is raised when the graph is run and not here, where Dynamo would wrap it.
+        """
+        try:
+            return self._compile(gm, examples)
+        except KVPassError as error:
+            return _refusal(error)
+
+    def _compile(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        carried = {n for n, e in zip(graphs.placeholders(gm.graph), examples, strict=True) if isinstance(e, Handle)}
+        found = match.find(gm, carried)
+        sites = [f.site for f in found if f.site is not None]
+        self._record(found, sites, carried)
+        self._check(found, carried)
+        if not sites:
+            return self.compile_inner(gm, examples)
+        self._check_inference(sites, examples)
+        if carried:
+            return StepRunner(self, gm, sites)
+        return PromptRunner(self, gm, sites, examples, self._ranked(gm, sites))
+
+    def _record(self, found: list[match.Found], sites: list[match.AttentionSite], carried: set[fx.Node]) -> None:
+        if self.recorder is None:
+            return
+        self.recorder.graphs.append("prompt" if sites and not carried else "step" if carried else "no cache")
+        for f in found:
+            verdict = "rewritten" if f.site else "refused" if f.refusal else "left alone"
+            reason = f.refusal or ("" if f.site else "it updates no cache")
+            self.recorder.sites.append(SiteReport(len(self.recorder.graphs), graphs.source_line(f.node), verdict, reason))
+
+    def _check(self, found: list[match.Found], carried: set[fx.Node]) -> None:
+        """Refuse what cannot be rewritten, or with strict=False warn and leave it as it was."""
+        refused = [f for f in found if f.refusal]
+        if not refused:
+            return
+        lines = "\n".join(f"  {graphs.source_line(f.node)}\n    {f.refusal}" for f in refused)
+        message = f"{len(refused)} cache-updating operation(s) cannot be rewritten:\n{lines}"
+        if self.strict or carried:
+            raise UnsupportedGraph(f"{message}\nPass strict=False to leave such layers as they are.")
+        warnings.warn(f"kvpass leaves {message}", stacklevel=2)
+
+    def _check_inference(self, sites: list[match.AttentionSite], examples: Sequence[Any]) -> None:
+        if torch.is_grad_enabled() and any(isinstance(e, torch.Tensor) and e.requires_grad for e in examples):
+            raise UnsupportedGraph(
+                f"{graphs.source_line(sites[0].call)}: the graph needs gradients, and a bounded cache has none; "
+                "call model.eval() and decode under torch.no_grad() or torch.inference_mode()"
+            )
+
+    def _ranked(self, gm: fx.GraphModule, sites: list[match.AttentionSite]) -> bool:
+        """Whether keys are stored before their rotary embedding, which must then be found in every layer."""
+        if (self.positions or self.policy.positions) == "absolute":
+            return False
+        without = [site for site in sites if match.find_rotary(gm, site) is None]
+        if not without:
+            return True
+        if self.positions == "cache":
+            raise UnsupportedGraph(
+                f"{graphs.source_line(without[0].call)}: positions='cache' needs a rotary embedding that can be told "
+                "apart from the key; use positions='absolute'"
+            )
+        if self.recorder is not None:
+            self.recorder.notes.append("the keys carry no rotary embedding that can be told apart: positions are absolute")
+        return False
+
+    def check_room(self, budget: int, prompt: int) -> None:
+        """Raise BudgetError when a policy that never evicts is given a prompt beyond its budget."""
+        if not self.policy.evicts and prompt > budget:
+            raise BudgetError(f"policy {self.policy.name!r} keeps every token: a prompt of {prompt} exceeds its budget of {budget}")
+
+    def compile_inner(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        """Hand a graph to what compiles it in the end."""
+        if callable(self.inner):
+            return self.inner(gm, examples)
+        if self.inner in ("eager", "reference"):
+            return gm.forward
+        if self.inner == "inductor":
+            return compat.inductor(gm, examples, self._patches())
+        return compat.registered_backend(self.inner)(gm, examples)
+
+    def _patches(self) -> dict[str, Any]:
+        patches = compat.inductor_mode(self.mode) if self.mode else {}
+        return patches | dict(self.options) | {"post_grad_custom_pre_pass": compat.cache_stamp(cache_key.digest(self.policy))}
 
 
-def backend(policy="full", *, budget=None, positions=None, inner="inductor", mode=None, options=None, strict=True, **policy_options):
-    p = policies.resolve(policy, policy_options)
-    budgets.check(p, budget)
-    return Backend(p, budget, positions, inner, mode, tuple(sorted((options or {}).items())), strict)
+def _refusal(error: KVPassError) -> Callable[..., Any]:
+    def refuse(*_: Any) -> Any:
+        raise error
+
+    return refuse
+
+
+def backend(
+    policy: str | Policy = "full",
+    *,
+    budget: int | float | None = None,
+    positions: Positions | None = None,
+    inner: Inner = "inductor",
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+    strict: bool = True,
+    **policy_options: Any,
+) -> Backend:
+    """A backend for torch.compile(model, backend=...) that bounds the model's KV cache.
+
+    Args:
+        policy: what stays: a name of `kvpass.policies.names()`, or a policy object.
+        budget: slots kept per layer and KV head between steps, sinks and recent tokens included; a float
+            in (0, 1] is that share of the prompt. None is for policies that keep everything.
+        positions: "absolute" leaves tokens the positions that they came with; "cache" numbers the held
+            ones 0..n-1 and applies the rotary embedding at read. By default the policy decides.
+        inner: what compiles the rewritten graphs: "inductor", "aot_eager", "eager" (nothing does),
+            "reference" (the policy's eager reference), another backend's name, or a backend.
+        mode, options: as of torch.compile, for Inductor.
+        strict: raise UnsupportedGraph for a cache update that cannot be rewritten; with False it is left as
+            it was and warned about.
+        policy_options: the policy's own, by name.
+
+    Raises:
+        PolicyError: an unknown policy or option, or a value that cannot be.
+        BudgetError: a budget that the policy cannot work with.
+    """
+    chosen = policies.resolve(policy, policy_options)
+    budgets.check(chosen, budget)
+    _check_settings(positions, inner, mode, options)
+    return Backend(chosen, budget, positions, inner, mode, tuple(sorted((options or {}).items())), strict)
+
+
+def _check_settings(positions: Any, inner: Any, mode: Any, options: dict[str, Any] | None) -> None:
+    policies.base.require(positions in (None, "absolute", "cache"), "positions", positions, "is 'absolute', 'cache' or None")
+    if isinstance(inner, str) and inner not in ("inductor", "eager", "reference"):
+        known = ["eager", "reference", *torch.compiler.list_backends(exclude_tags=())]
+        policies.base.require(inner in known, "inner", inner, f"is one of {', '.join(known)}")
+    if mode is not None:
+        try:
+            compat.inductor_mode(mode)
+        except (RuntimeError, KeyError) as error:
+            raise PolicyError(f"mode={mode!r}: {error}") from error
+    for name in options or {}:
+        policies.base.require(name in compat.inductor_options(), "options", name, "is no setting of Inductor's")
+
+
+def compile(model: M, policy: str | Policy = "full", **settings: Any) -> M:
+    """Compile a model in place, so that `model.generate` runs compiled too; returns the model.
+
+    Takes what `backend` takes.
+    """
+    model.compile(backend=backend(policy, **settings))
+    return model
+
+
+def by_name(gm: fx.GraphModule, examples: Sequence[Any], *, mode: str | None = None, options: dict[str, Any] | None = None) -> Any:
+    """What torch.compile(model, backend="kvpass", options={...}) calls; the options are `backend`'s."""
+    settings: dict[str, Any] = {"mode": mode, **(options or {})} if mode else dict(options or {})
+    try:
+        chosen = backend(**settings)
+    except KVPassError as error:
+        return _refusal(error)
+    return chosen(gm, examples)

@@ -1,0 +1,136 @@
+"""Every private name of torch that kvpass relies on, in one place.
+
+Tested on torch 2.11 and 2.13.  Nothing else in the package imports from a private module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+Compiled = Callable[..., Sequence[Any]]
+
+
+def is_sdpa(node: fx.Node) -> bool:
+    """A call of torch.nn.functional.scaled_dot_product_attention."""
+    return node.op == "call_function" and node.target is torch.nn.functional.scaled_dot_product_attention
+
+
+def is_log_only(node: fx.Node) -> bool:
+    """torch's own usage logging, which Dynamo leaves in graphs."""
+    return node.target is torch._C._log_api_usage_once
+
+
+def without_torch_function() -> contextlib.AbstractContextManager[None]:
+    """Tensor subclasses behave as plain tensors inside."""
+    context: contextlib.AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return context
+
+
+def mark_growing(handle: Tensor) -> None:
+    """Tell Dynamo that dimension 2 changes from call to call, which saves one wasted static trace."""
+    torch._dynamo.maybe_mark_dynamic(handle, 2)
+
+
+def mark_in_place(buffer: Tensor) -> None:
+    """Tell the compiler that the buffer keeps its address, so that CUDA graphs may write to it."""
+    torch._dynamo.mark_static_address(buffer, guard=False)
+
+
+def expression(value: torch.SymInt) -> Any:
+    """The sympy expression behind a symbolic size."""
+    return value.node.expr
+
+
+def copy_graph_module(gm: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
+    """A copy that may be rewritten, and where each node of the original went.
+
+    Dynamo goes on reading the original after a backend returns, so it must stay as it is.
+    """
+    graph = fx.Graph()
+    moved: dict[fx.Node, fx.Node] = {}
+    result = graph.graph_copy(gm.graph, moved)
+    graph.output(result)
+    for node, copied in moved.items():
+        if node.op == "placeholder" and hasattr(node, "_dynamo_source"):
+            copied._dynamo_source = node._dynamo_source  # type: ignore[attr-defined]
+    copy = fx.GraphModule(gm, graph)
+    copy.meta.update(gm.meta)
+    for name in ("_param_name_to_source", "_source_to_user_stacks"):
+        if hasattr(gm, name):
+            setattr(copy, name, getattr(gm, name))
+    return copy, moved
+
+
+def as_new_input(node: fx.Node, example: Tensor, *, in_place: bool) -> None:
+    """Describe a placeholder that Dynamo knows nothing of; `in_place` buffers keep their address."""
+    node.meta["example_value"] = example
+    node._dynamo_source = None  # type: ignore[attr-defined]
+    if in_place:
+        node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+
+
+@contextlib.contextmanager
+def fake_mode() -> Iterator[Callable[[Tensor], Tensor]]:
+    """A mode in which tensors have shapes and no data; yields what makes a static fake of a real tensor."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with torch.inference_mode(False), torch.no_grad(), FakeTensorMode() as mode:
+        yield lambda tensor: mode.from_tensor(tensor, static_shapes=True)
+
+
+def trace(function: Callable[..., Any], examples: Sequence[Tensor]) -> fx.GraphModule:
+    """The aten graph of a function; call inside `fake_mode` with its tensors."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    return make_fx(function)(*examples)
+
+
+def inductor(gm: fx.GraphModule, examples: Sequence[Any], patches: dict[str, Any]) -> Compiled:
+    """Compile with Inductor under the given configuration."""
+    from torch._inductor.compile_fx import compile_fx
+
+    compiled: Compiled = compile_fx(gm, list(examples), config_patches=patches)
+    return compiled
+
+
+def inductor_mode(mode: str) -> dict[str, Any]:
+    """The configuration behind a mode of torch.compile; raises RuntimeError for an unknown one."""
+    from torch._inductor import list_mode_options
+
+    options: dict[str, Any] = list_mode_options(mode)
+    return options
+
+
+def inductor_options() -> set[str]:
+    """The names of all of Inductor's settings."""
+    from torch._inductor import config
+
+    return set(config.get_config_copy())
+
+
+def registered_backend(name: str) -> Callable[[fx.GraphModule, Sequence[Any]], Compiled]:
+    """A torch.compile backend by its name."""
+    from torch._dynamo.backends.registry import lookup_backend
+
+    found: Callable[[fx.GraphModule, Sequence[Any]], Compiled] = lookup_backend(name)
+    return found
+
+
+def cache_stamp(digest: bytes) -> Any:
+    """A graph pass that does nothing but put `digest` into the key of Inductor's caches."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class Stamp(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            pass
+
+        def uuid(self) -> bytes:
+            return digest
+
+    return Stamp()

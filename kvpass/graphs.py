@@ -1,0 +1,219 @@
+"""Small tools on FX graphs: values and sizes of nodes, walks, and cutting a subgraph out."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import sympy
+import torch
+import torch.fx as fx
+from torch.fx.node import map_arg
+
+from kvpass import compat
+from kvpass.errors import UnsupportedGraph
+
+
+def value(node: fx.Node) -> Any:
+    """The fake tensor, symbolic size or constant that Dynamo recorded for a node."""
+    return node.meta.get("example_value")
+
+
+def is_tensor(node: Any) -> bool:
+    return isinstance(node, fx.Node) and isinstance(value(node), torch.Tensor)
+
+
+def is_size(node: Any) -> bool:
+    """A node that stands for a size and not for a tensor."""
+    return isinstance(node, fx.Node) and isinstance(value(node), (torch.SymInt, int)) and not isinstance(value(node), bool)
+
+
+def expr(size: Any) -> sympy.Expr:
+    """A size, symbolic or not, as a sympy expression."""
+    if isinstance(size, fx.Node):
+        size = value(size)
+    return compat.expression(size) if isinstance(size, torch.SymInt) else sympy.Integer(size)
+
+
+def placeholders(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op == "placeholder"]
+
+
+def results(graph: fx.Graph) -> list[Any]:
+    """What the graph returns, in order."""
+    return list(graph.output_node().args[0])  # type: ignore[arg-type]
+
+
+def ancestors(node: fx.Node, stop: Iterable[fx.Node] = ()) -> set[fx.Node]:
+    """The node and all that it is computed from, not walking into `stop`."""
+    halted, seen, todo = set(stop), set(), [node]
+    while todo:
+        current = todo.pop()
+        if current not in seen and current not in halted:
+            seen.add(current)
+            todo.extend(current.all_input_nodes)
+    return seen
+
+
+def name_of(node: fx.Node) -> str:
+    """The bare name of what a node calls."""
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+
+
+def source_line(node: fx.Node) -> str:
+    """The innermost line of user code that made a node, as `file:line: code`."""
+    trace = (node.meta.get("stack_trace") or node.stack_trace or "").strip().splitlines()
+    for place, code in zip(reversed(trace[:-1]), reversed(trace[1:]), strict=True):
+        if place.strip().startswith("File "):
+            file, line = place.split('"')[1], place.split("line ")[1].split(",")[0]
+            return f"{file}:{line}: {code.strip()}"
+    return "an unknown line"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """How the symbolic sizes of a step graph are to be read.
+
+    Attributes:
+        growing: the symbols that stand for the cache's length.
+        known: what every other symbol is in this call.
+        queries: q, the number of new tokens.
+    """
+
+    growing: frozenset[sympy.Symbol]
+    known: dict[sympy.Symbol, int]
+    queries: int
+
+    def grows(self, size: Any) -> bool:
+        """Whether a size depends on the cache's length."""
+        return bool(expr(size).free_symbols & self.growing)
+
+    def grown(self, tensor: Any) -> bool:
+        """Whether any dimension of a fake tensor depends on the cache's length."""
+        return isinstance(tensor, torch.Tensor) and any(self.grows(size) for size in tensor.shape)
+
+    def fixed(self, size: Any) -> int:
+        """A size that does not depend on the cache's length, as a number."""
+        return int(expr(size).subs(self.known))
+
+    def is_total(self, size: Any) -> bool:
+        """Whether a size is the cache's length plus the new tokens."""
+        difference = sympy.simplify(expr(size).subs(self.known) - self.queries)
+        return difference in self.growing
+
+    def on_length(self, size: Any, length: fx.Node, graph: fx.Graph) -> Any:
+        """Emit nodes that compute a size from the length, a tensor; returns the node or a number."""
+
+        def emit(part: sympy.Expr) -> Any:
+            if part in self.growing:
+                return length
+            if not part.free_symbols & self.growing:
+                return int(part.subs(self.known))
+            operations = {sympy.Add: operator.add, sympy.Mul: operator.mul}
+            if part.func not in operations:
+                raise UnsupportedGraph(f"position arithmetic {part} over the cache's length is neither a sum nor a product")
+            terms = [emit(term) for term in part.args]
+            made = terms[0]
+            for term in terms[1:]:
+                made = graph.call_function(operations[part.func], (made, term))
+                made.meta["example_value"] = value(length)
+            return made
+
+        return emit(expr(size))
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice:
+    """A subgraph cut out: `module(*replaced, *bound)` computes what `result` stood for.
+
+    Attributes:
+        module: the operations.
+        bound: nodes of the original graph that it also reads.
+        key: equal for slices that compute the same.
+    """
+
+    module: fx.GraphModule
+    bound: tuple[fx.Node, ...]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return (self.module.code, *((n.name, str(value(n))) for n in self.bound))
+
+
+Resolve = Callable[[fx.Node], int]
+
+
+def cut(gm: fx.GraphModule, result: fx.Node, replaced: list[fx.Node], resolve: Resolve, keep: Callable[[fx.Node], bool]) -> Slice:
+    """Cut out what computes `result` from `replaced`.
+
+    Args:
+        replaced: become the first inputs, in order.
+        resolve: the number to put in place of a node that is a size.
+        keep: whether a node that does not depend on `replaced` must be cut out too and not bound.
+    """
+    needed = ancestors(result, stop=replaced)
+    moving = _dependent(gm.graph, needed, replaced)
+    graph, env = fx.Graph(), {}
+    for node in replaced:
+        env[node] = graph.placeholder(node.name)
+    bound: list[fx.Node] = []
+
+    def place(node: fx.Node) -> Any:
+        if node in env:
+            return env[node]
+        if is_size(node):
+            env[node] = resolve(node)
+        elif node.op == "placeholder" or (node not in moving and not keep(node)):
+            env[node] = graph.placeholder(node.name)
+            bound.append(node)
+        else:
+            for parent in node.all_input_nodes:
+                place(parent)
+            env[node] = graph.node_copy(node, lambda parent: env[parent])
+        return env[node]
+
+    result_node = place(result)
+    graph.output(result_node)
+    _placeholders_first(graph)
+    return Slice(fx.GraphModule(gm, graph), tuple(bound))
+
+
+def _dependent(graph: fx.Graph, among: set[fx.Node], roots: list[fx.Node]) -> set[fx.Node]:
+    """Those of `among` that are computed from `roots`."""
+    found = set(roots)
+    for node in graph.nodes:
+        if node in among and found.intersection(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _placeholders_first(graph: fx.Graph) -> None:
+    last = None
+    for node in list(graph.nodes):
+        if node.op != "placeholder":
+            continue
+        if last is not None and last.next is not node:
+            last.append(node)
+        elif last is None and next(iter(graph.nodes)) is not node:
+            next(iter(graph.nodes)).prepend(node)
+        last = node
+
+
+def splice(
+    gm: fx.GraphModule, traced: fx.GraphModule, inputs: list[fx.Node], before: fx.Node, prefix: str
+) -> list[Any]:
+    """Copy a traced function into a graph before a node; returns what it outputs."""
+    env: dict[fx.Node, Any] = dict(zip(placeholders(traced.graph), inputs, strict=True))
+    with gm.graph.inserting_before(before):
+        for node in traced.graph.nodes:
+            if node.op == "get_attr":
+                name = f"{prefix}_{node.target}"
+                setattr(gm, name, getattr(traced, node.target))
+                env[node] = gm.graph.get_attr(name)
+            elif node.op not in ("placeholder", "output"):
+                env[node] = gm.graph.node_copy(node, lambda parent: env[parent])
+                env[node].meta["example_value"] = node.meta.get("val")
+    returned = traced.graph.output_node().args[0]
+    return list(map_arg(returned if isinstance(returned, (list, tuple)) else [returned], lambda node: env[node]))

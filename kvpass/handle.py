@@ -1,0 +1,214 @@
+"""What the model's own cache object holds after a rewritten forward.
+
+A handle has the shape that the model believes in, [B, Hkv, tokens seen, D], and no data: it is a
+zero-stride view of one NaN that carries the layer's slots.  Whatever the model computes from the cache's
+shape stays right, an uncompiled use of the cache gives NaN and not a plausible answer, and operations
+that people apply to caches between forwards act on the slots or raise `CacheHandleError`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpass import compat
+from kvpass.errors import CacheHandleError
+from kvpass.slots import Layout, Slots
+
+
+@dataclasses.dataclass
+class LayerCache:
+    """The slots of one layer and one conversation, shared by the handles of K and V.
+
+    Attributes:
+        backend: what made it; another backend refuses to go on with it.
+        layout, slots: the buffers; `slots` is a ReferenceLayer with `inner="reference"`.
+        seen: tokens seen, padding included; the host's copy of `slots.length`.
+        broken: set while a step runs, so that one that was interrupted is noticed.
+        notes: facts to report, such as an adopted prompt.
+    """
+
+    backend: Any
+    layout: Layout
+    slots: Any
+    seen: int
+    broken: bool = False
+    notes: tuple[str, ...] = ()
+    _reordered: tuple[Any, LayerCache] | None = None
+
+    def handles(self) -> tuple[Handle, Handle]:
+        """The handles of K and V as of now."""
+        return Handle.of(self, self.layout.key_dim), Handle.of(self, self.layout.value_dim)
+
+    def select(self, operation: str, argument: Any, apply: Callable[[Tensor], Tensor]) -> LayerCache:
+        """The conversation with its rows picked anew; asked for K and then for V, it is made once.
+
+        Asked a third time for the same, it is made again: somebody wants a second copy.
+        """
+        token = (operation, id(argument), self.seen)
+        if self._reordered is not None and self._reordered[0][:3] == token:
+            made, self._reordered = self._reordered[1], None
+            return made
+        if not isinstance(self.slots, Slots):
+            raise CacheHandleError(f"{operation} on a cache that runs with inner='reference'")
+        slots = self.slots.map(apply)
+        made = dataclasses.replace(
+            self,
+            layout=dataclasses.replace(self.layout, rows=slots.key.shape[0], device=slots.key.device),
+            slots=slots,
+            _reordered=None,
+        )
+        self._reordered = ((*token, argument), made)  # keeps the argument alive, so that its id stays its own
+        return made
+
+
+class Handle(Tensor):
+    """[B, Hkv, seen, D] of NaN, carrying a `LayerCache`; see the module's docstring."""
+
+    cache: LayerCache
+    seen: int
+
+    @staticmethod
+    def of(cache: LayerCache, dim: int) -> Handle:
+        layout = cache.layout
+        nothing = torch.full((1,), torch.nan, dtype=layout.dtype, device=layout.device)
+        handle = nothing.expand(layout.rows, layout.heads, cache.seen, dim).as_subclass(Handle)
+        handle.cache, handle.seen = cache, cache.seen
+        compat.mark_growing(handle)
+        return handle
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not torch.compiler.is_compiling():
+            action = _ACTIONS.get(getattr(func, "__name__", ""))
+            if action is not None:
+                return action(*args, **(kwargs or {}))
+            if not _only_asks(func):
+                raise CacheHandleError(
+                    f"{getattr(func, '__name__', func)} on a cache of kvpass: its {args[0].seen if _is(args) else ''} tokens "
+                    "live in slots and not in this tensor. Reordering rows, copying and moving work; anything "
+                    "else needs kvpass.inspect(cache) or an uncompiled model."
+                )
+        with compat.without_torch_function():
+            return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
+        _check_current(self)
+        key = id(self.cache)
+        if key not in memo:
+            memo[key] = self.cache.select("deepcopy", object(), torch.clone)
+        return _like(self, memo[key])
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise CacheHandleError("a cache of kvpass cannot be pickled: its slots belong to a running conversation")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Handle(shape={tuple(self.shape)}, policy={self.cache.layout.policy}, capacity={self.cache.layout.capacity})"
+
+
+_QUESTIONS = frozenset(
+    "size dim numel nelement element_size stride is_contiguous data_ptr storage_offset ndimension type "
+    "is_floating_point is_complex get_device has_names __len__ __repr__ __hash__ is_inference __format__ "
+    "is_same_size is_pinned is_shared __dir__ _is_view is_signed".split()
+)
+
+
+def _only_asks(func: Any) -> bool:
+    """Whether the function reads nothing but shape, dtype and the like."""
+    name = getattr(func, "__name__", "")
+    return name in _QUESTIONS or name in ("__get__", "__set__", "__delete__", "as_subclass", "requires_grad_")
+
+
+def _is(args: Any) -> bool:
+    return bool(args) and isinstance(args[0], Handle)
+
+
+def _like(handle: Handle, cache: LayerCache) -> Handle:
+    return Handle.of(cache, handle.shape[-1])
+
+
+def _check_current(handle: Handle) -> None:
+    if handle.seen != handle.cache.seen:
+        raise CacheHandleError(
+            f"this cache stood at {handle.seen} tokens and has since gone on to {handle.cache.seen}: "
+            "copy a cache (copy.deepcopy) before continuing it in two ways"
+        )
+
+
+def _rows(operation: str, handle: Handle, argument: Any, apply: Callable[[Tensor], Tensor]) -> Handle:
+    _check_current(handle)
+    return _like(handle, handle.cache.select(operation, argument, apply))
+
+
+def _index_select(handle: Handle, dim: int, index: Tensor) -> Handle:
+    if dim != 0:
+        raise CacheHandleError(f"index_select over dimension {dim} of a cache: only rows (dimension 0) can be picked")
+    return _rows("index_select", handle, index, lambda tensor: tensor.index_select(0, index.to(tensor.device)))
+
+
+def _getitem(handle: Handle, index: Any) -> Handle:
+    first = index[0] if isinstance(index, tuple) else index
+    rest = index[1:] if isinstance(index, tuple) else ()
+    if isinstance(first, (Tensor, slice, list)) and all(part is Ellipsis or part == slice(None) for part in rest):
+        return _rows("getitem", handle, first, lambda tensor: tensor[first].clone())
+    raise CacheHandleError(f"cache[{index}]: only whole rows of a cache of kvpass can be picked; its tokens cannot be cropped")
+
+
+def _repeat_interleave(handle: Handle, repeats: Any, dim: int | None = None, **_: Any) -> Handle:
+    if dim != 0:
+        raise CacheHandleError("repeat_interleave of a cache: only rows (dim=0) can be repeated")
+    return _rows("repeat_interleave", handle, repeats, lambda tensor: tensor.repeat_interleave(repeats, 0))
+
+
+def _clone(handle: Handle, **_: Any) -> Handle:
+    return _rows("clone", handle, None, torch.clone)
+
+
+def _same(handle: Handle, *_: Any, **__: Any) -> Handle:
+    return handle
+
+
+def _to(handle: Handle, *args: Any, **kwargs: Any) -> Handle:
+    with compat.without_torch_function():
+        wanted = torch.empty(0, dtype=handle.dtype, device=handle.device).to(*args, **kwargs)
+    if wanted.dtype != handle.dtype:
+        raise CacheHandleError(f"a cache of kvpass in {handle.dtype} cannot be converted to {wanted.dtype}")
+    if wanted.device == handle.device:
+        return handle
+    return _rows("to", handle, str(wanted.device), lambda tensor: tensor.to(wanted.device))
+
+
+_ACTIONS: dict[str, Callable[..., Any]] = {
+    "index_select": _index_select,
+    "__getitem__": _getitem,
+    "repeat_interleave": _repeat_interleave,
+    "clone": _clone,
+    "contiguous": _same,
+    "detach": _same,
+    "to": _to,
+    "cpu": lambda handle: _to(handle, "cpu"),
+    "cuda": lambda handle, *args, **kwargs: _to(handle, "cuda"),
+}
+
+
+def current(value: Any, backend: Any) -> LayerCache:
+    """The layer's cache behind a handle that a graph was given.
+
+    Raises:
+        CacheHandleError: it is not a handle, or one that cannot be gone on with; says which and why.
+    """
+    if not isinstance(value, Handle):
+        raise CacheHandleError("a layer's cache was replaced by an ordinary tensor in the middle of a conversation")
+    _check_current(value)
+    cache = value.cache
+    if cache.broken:
+        raise CacheHandleError("an earlier step on this cache was interrupted by an error; start again from the prompt")
+    if tuple(value.shape[:3]) != (cache.layout.rows, cache.layout.heads, cache.seen):
+        raise CacheHandleError(f"a cache handle of shape {tuple(value.shape)} does not fit its slots {cache.layout}")
+    if cache.backend != backend:
+        raise CacheHandleError(f"this cache was made by {cache.backend} and cannot go on under {backend}")
+    return cache

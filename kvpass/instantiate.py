@@ -1,0 +1,197 @@
+"""The model's own mask and rotary embedding, asked about slots.
+
+No formula is recognised.  The subgraph that computes the mask from the key index, and the one that
+computes the cached key from positions, are cut out and fed other tensors under `vmap`: inside, every slot
+looks like the one key that was traced, so that whatever sizes the model's code spells out stay valid.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from kvpass import graphs, match
+from kvpass.errors import UnsupportedGraph
+from kvpass.graphs import Sizes, Slice, value
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskSlice:
+    """The mask as a function of the key.
+
+    Attributes:
+        slice: inputs are the key's index [1], the index to look its columns up at [1], then one [B, 1]
+            tensor for each of `columns`.
+        columns: placeholders [B, past + new] that the mask reads, such as a padding mask.
+        shape: of the mask that one key gives, [B or 1, Hq or 1, q, 1].
+    """
+
+    slice: Slice
+    columns: tuple[fx.Node, ...]
+
+    def on_slots(self, index: Tensor, heads: int, ones: list[Tensor], bound: list[Tensor]) -> Tensor:
+        """The mask of slots: index [B, H', N] -> [B, Hkv or 1, G or 1, q, N]; padding counts as absent."""
+
+        def one(place: Tensor) -> Tensor:
+            storage = torch.zeros_like(place[None])
+            return self.slice.module(place[None], storage, *ones, *bound)[..., 0]  # [b, h, q]
+
+        inner = torch.vmap(torch.vmap(torch.vmap(one)))(index)  # [B, H', N, b, h, q]
+        return _by_row_and_head(inner, heads).movedim(2, -1)  # [B, Hkv or 1, G or 1, q, N]
+
+    def of_new(self, length: Tensor, queries: int, columns: list[Tensor], bound: list[Tensor]) -> Tensor:
+        """Which new tokens are real: bool [B or 1, q], the mask of each one for itself.
+
+        Args:
+            length: the tokens seen before, a number.
+            columns: the new tokens' part of each of `columns`, [B, q].
+        """
+        real = []
+        for i in range(queries):
+            place = (length + i)[None]
+            mask = self.slice.module(place, torch.zeros_like(place), *[c[:, i : i + 1] for c in columns], *bound)
+            real.append(as_allowed(mask[:, 0, min(i, mask.shape[2] - 1), 0]))
+        return torch.stack(real, -1)
+
+
+def as_allowed(mask: Tensor) -> Tensor:
+    """A mask, boolean or additive, as booleans."""
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+
+
+def _by_row_and_head(inner: Tensor, heads: int) -> Tensor:
+    """[B, H', N, b, h, ...] with b in (1, B) and h in (1, Hkv, Hq) -> [B, Hkv or 1, N, G or 1, ...].
+
+    The rows and heads that the model's code made inside and those that the slots have outside are the
+    same ones, so only the diagonals are taken; a compiler computes no more than those.
+    """
+    rows, groups = inner.shape[:2]
+    if inner.shape[3] == 1:
+        inner = inner[:, :, :, 0]  # [B, H', N, h, ...]
+    else:
+        inner = inner.diagonal(0, 0, 3).movedim(-1, 0)
+    assert inner.shape[0] == rows
+    if inner.shape[3] == 1:
+        return inner
+    inner = inner.unflatten(3, (heads, -1))  # [B, H', N, Hkv, G, ...]
+    if groups == 1:
+        return inner[:, 0].movedim(2, 1)
+    return inner.diagonal(0, 1, 3).movedim(-1, 1)
+
+
+def cut_mask(
+    gm: fx.GraphModule, mask: fx.Node, sizes: Sizes, columns: list[fx.Node], scaffold: fx.Graph
+) -> MaskSlice:
+    """Cut the mask out as a function of the key index.
+
+    Raises:
+        UnsupportedGraph: it is not a function of the key index.
+    """
+    behind = graphs.ancestors(mask)
+    counts = match.iotas(behind, sizes)
+    if not counts and not columns:
+        raise UnsupportedGraph("the attention mask grows with the cache but is not computed from a key index")
+    return MaskSlice(_KeyCutter(gm, sizes, counts, columns).cut(mask), tuple(columns))
+
+
+class _KeyCutter:
+    """Copies the mask's subgraph, with the key index, and the cache's length standing at one key."""
+
+    def __init__(self, gm: fx.GraphModule, sizes: Sizes, counts: list[fx.Node], columns: list[fx.Node]) -> None:
+        self.gm, self.sizes = gm, sizes
+        self.graph = fx.Graph()
+        self.index, self.storage = self.graph.placeholder("index"), self.graph.placeholder("storage")
+        self.places = [{node: self.index for node in counts}, {node: self.storage for node in counts}]
+        inputs = {node: self.graph.placeholder(node.name) for node in columns}
+        for env in self.places:
+            env.update(inputs)
+        self.on_key = {*counts, *columns}
+        self.on_column = set(columns)
+        for node in gm.graph.nodes:
+            if self.on_key.intersection(node.all_input_nodes):
+                self.on_key.add(node)
+            if self.on_column.intersection(node.all_input_nodes):
+                self.on_column.add(node)
+        self.bound: list[fx.Node] = []
+
+    def cut(self, mask: fx.Node) -> Slice:
+        self.graph.output(self.copy(mask, 0))
+        graphs._placeholders_first(self.graph)
+        return Slice(fx.GraphModule(self.gm, self.graph), tuple(self.bound))
+
+    def copy(self, node: fx.Node, storage: int) -> Any:
+        """The node's copy; with `storage`, key indices count the columns that are at hand, which is one."""
+        env = self.places[storage]
+        if node in env:
+            return env[node]
+        if graphs.is_size(node):
+            env[node] = 1 if self.sizes.is_total(node) else self.number(node)
+        elif node not in self.on_key and not self.sizes.grown(value(node)):
+            env[node] = self.places[1 - storage][node] = self.graph.placeholder(node.name)
+            self.bound.append(node)
+        else:
+            looks_up = node.target in (operator.getitem, "gather", torch.gather, "index_select", torch.index_select)
+            base = node.args[0]
+            into_columns = looks_up and isinstance(base, fx.Node) and base in self.on_column
+            for parent in node.all_input_nodes:
+                self.copy(parent, 1 if into_columns and parent is not base else storage)
+            inner = self.places[1] if into_columns else env
+            merged = {**env, **{p: inner[p] for p in node.all_input_nodes if p is not base and p in inner}}
+            env[node] = self.graph.node_copy(node, lambda parent: merged[parent])
+        return env[node]
+
+    def number(self, node: fx.Node) -> int:
+        if self.sizes.grows(node):
+            raise UnsupportedGraph(f"the mask uses the cache's length as a size, {value(node)}, at {graphs.source_line(node)}")
+        return self.sizes.fixed(node)
+
+
+@dataclasses.dataclass(frozen=True)
+class RotarySlice:
+    """The rotary embedding as a function of the key before it and of its position.
+
+    Attributes:
+        slice: inputs are the key [B, Hkv, q, D] and the positions, shaped as `position`.
+        position: the shape of the positions that the model's code expects.
+        queries: q.
+    """
+
+    slice: Slice
+    position: tuple[int, ...]
+    queries: int
+
+    def on_slots(self, keys: Tensor, rank: Tensor, bound: list[Tensor]) -> Tensor:
+        """Keys [B, Hkv, N, D] at positions [B, H', N] -> rotated, [B, Hkv, N, D]."""
+        by_row = self.position[0] == keys.shape[0] and len(self.position) > 1
+
+        def one(key: Tensor, place: Tensor) -> Tensor:
+            """One slot's keys [B, Hkv, D] at a position, a number or one for each row."""
+            repeated = key[:, :, None].expand(-1, -1, self.queries, -1)
+            shaped = place.view(-1, *[1] * (len(self.position) - 1)) if by_row else place
+            return self.slice.module(repeated, shaped.expand(self.position), *bound)[:, :, 0]
+
+        slots = torch.vmap(one, in_dims=(2, -1), out_dims=2)  # over N
+        if by_row:
+            turned = torch.vmap(lambda place: slots(keys, place), in_dims=1, out_dims=1)(rank)  # [B, H', Hkv, N, D]
+            return turned[:, 0] if rank.shape[1] == 1 else turned.diagonal(0, 1, 2).movedim(-1, 1)
+        turned = torch.vmap(torch.vmap(lambda place: slots(keys, place)))(rank)  # [B, H', B, Hkv, N, D]
+        turned = turned.diagonal(0, 0, 2).movedim(-1, 0)  # [B, H', Hkv, N, D]
+        return turned[:, 0] if rank.shape[1] == 1 else turned.diagonal(0, 1, 2).movedim(-1, 1)
+
+
+def cut_rotary(gm: fx.GraphModule, site: match.AttentionSite, rotary: match.Rotary, sizes: Sizes) -> RotarySlice:
+    """Cut the rotary embedding of a site's key out."""
+
+    def number(node: fx.Node) -> int:
+        if sizes.grows(node):
+            raise UnsupportedGraph(f"the rotary embedding uses the cache's length, {value(node)}, as a size")
+        return sizes.fixed(node)
+
+    piece = graphs.cut(gm, site.key, [rotary.raw, rotary.position], number, lambda node: False)
+    shape = tuple(sizes.fixed(size) for size in value(rotary.position).shape)
+    return RotarySlice(piece, shape, sizes.queries)

@@ -1,0 +1,276 @@
+"""Find the attention calls of a traced graph and the cache updates that feed them.
+
+The anchor is scaled_dot_product_attention.  From its key and value we walk back through operations that
+only change the shape to the concatenation that grew the past.  Nothing is recognised by the name of a
+model, a module or an argument.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from kvpass import compat, graphs
+from kvpass.graphs import ancestors, expr, is_tensor, value
+
+_SHAPE_ONLY = frozenset({"reshape", "view", "expand", "contiguous", "getitem", "to", "repeat_interleave", "unsqueeze", "flatten"})
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSite:
+    """One attention call and its cache update.
+
+    Attributes:
+        call: the attention node.
+        query: [B, Hq, q, D].
+        key, value: the new tokens', [B, Hkv, q, D].
+        past_key, past_value: the placeholders of the past, None when there is none (a prompt).
+        grown_key, grown_value: what the model stores again: past and new tokens together.
+        mask: the node of the mask, or None.
+        scale: multiplies the logits.
+        causal: the call's own is_causal.
+        keys_out, values_out: where the graph returns the grown key and value.
+    """
+
+    call: fx.Node
+    query: fx.Node
+    key: fx.Node
+    value: fx.Node
+    past_key: fx.Node | None
+    past_value: fx.Node | None
+    grown_key: fx.Node
+    grown_value: fx.Node
+    mask: fx.Node | None
+    scale: float
+    causal: bool
+    keys_out: int
+    values_out: int
+
+    @property
+    def queries(self) -> Any:
+        """q, possibly symbolic."""
+        return value(self.query).shape[2]
+
+    def moved(self, to: dict[fx.Node, fx.Node]) -> AttentionSite:
+        """The same site in a copy of the graph."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return AttentionSite(**{name: to[v] if isinstance(v, fx.Node) else v for name, v in fields.items()})
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What became of one attention call or cache update: a site, or why it is none.
+
+    Attributes:
+        node: the attention call, or the cache update that feeds none.
+        site: what can be rewritten.
+        refusal: why an update cannot be rewritten; None beside no site means that no cache is involved.
+    """
+
+    node: fx.Node
+    site: AttentionSite | None = None
+    refusal: str | None = None
+
+
+class _Refused(Exception):
+    pass
+
+
+def find(gm: fx.GraphModule, carried: set[fx.Node]) -> list[Found]:
+    """Every attention call of the graph, and every cache update that feeds none.
+
+    Args:
+        carried: the placeholders whose value is a cache handle of ours.
+    """
+    outputs = {node: place for place, node in enumerate(graphs.results(gm.graph)) if isinstance(node, fx.Node)}
+    calls = [node for node in gm.graph.nodes if compat.is_sdpa(node)]
+    updates = [node for node in gm.graph.nodes if node in outputs and _grows_a_cache(node)]
+    found = [_examine(call, calls, outputs, updates, carried) for call in calls]
+    used = {node for f in found if f.site for node in (f.site.grown_key, f.site.grown_value)}
+    refused_at = {f.node for f in found if f.refusal}
+    for update in updates:
+        if update not in used and not any(update in ancestors(call) for call in refused_at):
+            found.append(Found(update, refusal="the cache that is grown here feeds no scaled_dot_product_attention call that can be followed"))
+    found += _unused_handles(found, carried)
+    return found
+
+
+def _unused_handles(found: list[Found], carried: set[fx.Node]) -> list[Found]:
+    used = {past for f in found if f.site for past in (f.site.past_key, f.site.past_value)}
+    if any(f.refusal for f in found):
+        return []
+    lost = [node for node in carried - used if any(not _about_shape(user) for user in node.users)]
+    return [Found(next(iter(node.users)), refusal="a kvpass cache is used here in a way that is not an attention call") for node in lost[:1]]
+
+
+def _about_shape(node: fx.Node) -> bool:
+    return not isinstance(value(node), torch.Tensor)
+
+
+def _grows_a_cache(node: fx.Node) -> bool:
+    """A concatenation of a past and new tokens along dimension -2 of [B, H, S, D]."""
+    return _cat_parts(node) is not None
+
+
+def _cat_parts(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """The past and the new tokens of a concatenation that grows a cache."""
+    if node.target not in (torch.cat, torch.concat) or not is_tensor(node):
+        return None
+    bound = dict(zip(("tensors", "dim"), node.args, strict=False)) | dict(node.kwargs)
+    tensors, dim = bound["tensors"], bound.get("dim", bound.get("axis", 0))
+    if len(tensors) != 2 or value(node).ndim != 4 or dim not in (-2, 2):
+        return None
+    past, new = tensors
+    is_past = past.op == "placeholder" or value(past).ndim == 1
+    return (past, new) if is_past else None
+
+
+def _examine(
+    call: fx.Node, calls: list[fx.Node], outputs: dict[fx.Node, int], updates: list[fx.Node], carried: set[fx.Node]
+) -> Found:
+    bound = inspect.signature(_sdpa).bind(*call.args, **call.kwargs)
+    bound.apply_defaults()
+    key, val = bound.arguments["key"], bound.arguments["value"]
+    behind = ancestors(key, stop=set(calls)) | ancestors(val, stop=set(calls))
+    cached = behind.intersection(updates) or behind & carried
+    try:
+        site = _site(call, bound.arguments, outputs)
+    except _Refused as why:
+        return Found(call, refusal=str(why)) if cached else Found(call)
+    return Found(call, site=site)
+
+
+def _sdpa(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False, scale: Any = None, enable_gqa: bool = False) -> None:
+    """The signature of scaled_dot_product_attention."""
+
+
+def _site(call: fx.Node, given: dict[str, Any], outputs: dict[fx.Node, int]) -> AttentionSite:
+    query = given["query"]
+    grown_key, past_key, key = _origin(given["key"], outputs)
+    grown_value, past_value, val = _origin(given["value"], outputs)
+    if (past_key is None) != (past_value is None):
+        raise _Refused("the key has a past and the value has none, or the other way round")
+    _check(call, given, query, key, past_key)
+    scale = given["scale"]
+    return AttentionSite(
+        call, query, key, val, past_key, past_value, grown_key, grown_value, given["attn_mask"],
+        1 / math.sqrt(value(query).shape[-1]) if scale is None else float(scale),
+        bool(given["is_causal"]), outputs[grown_key], outputs[grown_value],
+    )  # fmt: skip
+
+
+def _check(call: fx.Node, given: dict[str, Any], query: fx.Node, key: fx.Node, past: fx.Node | None) -> None:
+    if given["dropout_p"]:
+        raise _Refused(f"attention with dropout {given['dropout_p']}: the model is in training mode")
+    if not value(key).is_floating_point():
+        raise _Refused(f"the cache holds {value(key).dtype}, which is not floating-point")
+    if value(query).ndim != 4 or value(key).ndim != 4:
+        raise _Refused(f"queries of shape {tuple(value(query).shape)} are not [B, Hq, q, D]")
+    if expr(value(query).shape[2]) != expr(value(key).shape[2]):
+        raise _Refused("there are not as many new keys as queries")
+    if past is not None and given["is_causal"] and expr(value(query).shape[2]) != 1:
+        raise _Refused("is_causal with a past and several queries aligns the mask to the first key")
+
+
+def _origin(node: fx.Node, outputs: dict[fx.Node, int]) -> tuple[fx.Node, fx.Node | None, fx.Node]:
+    """What is stored, the past in it (None for an empty one) and the new tokens."""
+    rows, width = value(node).shape[2], value(node).shape[-1]
+    seen_output = None
+    while True:
+        parts = _cat_parts(node)
+        if parts is not None:
+            break
+        if node in outputs and value(node).ndim == 4:
+            seen_output = node
+        if seen_output is not None and graphs.name_of(node) not in _SHAPE_ONLY:
+            break
+        if graphs.name_of(node) not in _SHAPE_ONLY or not is_tensor(node.args[0]):
+            break
+        node = node.args[0]  # type: ignore[assignment]
+    if parts is None:
+        if seen_output is None:
+            raise _Refused(f"its key or value comes from {graphs.name_of(node)!r} ({graphs.source_line(node)}), which is not a concatenation with the past")
+        return seen_output, None, seen_output
+    if node not in outputs:
+        raise _Refused("the grown cache is not returned by the graph")
+    if expr(value(node).shape[2]) != expr(rows) or expr(value(node).shape[-1]) != expr(width):
+        raise _Refused(f"keys or values of shape {tuple(value(node).shape)} are cached, others are attended to")
+    past, new = parts
+    return node, past if value(past).ndim == 4 and past.op == "placeholder" else None, new
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotary:
+    """The rotary embedding of a key: `key` = R(`raw`, `position`).
+
+    Attributes:
+        raw: the key before it, [B, Hkv, q, D].
+        position: the integer tensor of positions that R reads.
+    """
+
+    raw: fx.Node
+    position: fx.Node
+
+
+def find_rotary(gm: fx.GraphModule, site: AttentionSite) -> Rotary | None:
+    """The rotary embedding of a site's key, or None if its key does not depend on positions.
+
+    `raw` is the latest key on the way such that all that follows it depends on positions and on nothing
+    else that the tokens have a say in.
+    """
+    order = {node: place for place, node in enumerate(gm.graph.nodes)}
+    calls = {node for node in gm.graph.nodes if compat.is_sdpa(node)}
+    behind = ancestors(site.key, stop=calls - {site.call})
+    shape = [expr(size) for size in value(site.key).shape]
+    candidates = [n for n in behind if is_tensor(n) and n is not site.key and [expr(s) for s in value(n).shape] == shape]
+    for raw in sorted(candidates, key=order.__getitem__, reverse=True):
+        rest = ancestors(site.key, stop={raw, *calls})
+        positions = [n for n in rest if _turns_into_an_angle(n, rest)]
+        if len(positions) == 1 and not _carries_tokens(ancestors(site.key, stop={raw}) - ancestors(positions[0]), calls):
+            return Rotary(raw, positions[0])
+    return None
+
+
+def _turns_into_an_angle(node: fx.Node, among: set[fx.Node]) -> bool:
+    """An integer tensor whose next use is no longer one."""
+    if not is_tensor(node) or value(node).is_floating_point() or value(node).dtype == torch.bool:
+        return False
+    return any(user in among and is_tensor(user) and value(user).is_floating_point() for user in node.users)
+
+
+def _carries_tokens(nodes: set[fx.Node], calls: set[fx.Node]) -> bool:
+    """Whether any of the nodes brings in hidden states: attention outputs, embeddings, or inputs of rank 3 and more."""
+    for node in nodes:
+        if node in calls or node.target is torch.nn.functional.embedding:
+            return True
+        if node.op == "placeholder" and is_tensor(node) and value(node).is_floating_point():
+            if value(node).ndim >= 3:
+                return True
+    return False
+
+
+def iotas(nodes: set[fx.Node], sizes: graphs.Sizes) -> list[fx.Node]:
+    """The aranges that count the keys: past and new tokens, from zero."""
+    return [n for n in nodes if n.target is torch.arange and len(n.args) == 1 and sizes.is_total(n.args[0])]
+
+
+def key_columns(nodes: set[fx.Node], actual: dict[fx.Node, Any], rows: int, total: int) -> list[fx.Node]:
+    """The inputs [B, past and new tokens], such as a padding mask, among the nodes.
+
+    Args:
+        actual: the value of each placeholder in this call.
+        rows, total: B, and the tokens seen, the new ones included.
+    """
+    return [
+        node
+        for node in nodes
+        if node.op == "placeholder"
+        and isinstance(actual.get(node), torch.Tensor)
+        and not isinstance(actual[node], torch.nn.Parameter)
+        and tuple(actual[node].shape) == (rows, total)
+    ]

@@ -1,0 +1,512 @@
+"""Rewrite a traced graph: a prompt hands out what its policy needs, a step works on slots.
+
+Both start from a copy of Dynamo's graph.  The prompt graph keeps its own attention and gains outputs; in
+a step graph every attention call becomes `kvpass.step.decode_step` (or `extend_step`), traced and
+spliced in, and everything that was a function of the growing cache is asked about slots or dies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from kvpass import compat, graphs, match
+from kvpass.errors import UnsupportedGraph
+from kvpass.graphs import Sizes, placeholders, value
+from kvpass.instantiate import MaskSlice, RotarySlice, as_allowed, cut_mask, cut_rotary
+from kvpass.lowering import column_scores as _  # registers the operator that prompts call
+from kvpass.match import AttentionSite
+from kvpass.policies.base import Policy
+from kvpass.slots import Layout, Slots
+from kvpass.step import Site, decode_step, extend_step
+
+NAMES = ("key", "value", "position", "index", "free", "seen", "length", "rank")
+
+
+@dataclasses.dataclass
+class PromptRewrite:
+    """A prompt graph with more outputs.
+
+    Attributes:
+        gm: the rewritten graph.
+        sites: in the order of the graph.
+        raw: for each site, the place among the outputs of its keys before their rotary embedding; the
+            place of the keys themselves where they are stored as they are.
+        real: for each site, the place of bool [B, q], or None when no token is padding.
+        statistics: for each site, the places of the four column statistics; empty when none are needed.
+    """
+
+    gm: fx.GraphModule
+    sites: list[AttentionSite]
+    raw: list[int]
+    real: list[int | None]
+    statistics: list[list[int]]
+
+
+def rewrite_prompt(gm: fx.GraphModule, sites: list[AttentionSite], policy: Policy, ranked: bool) -> PromptRewrite:
+    """Add to a prompt graph the outputs that its policy needs; its own computation stays as it is."""
+    copy, moved = compat.copy_graph_module(gm)
+    output = copy.graph.output_node()
+    outputs: list[Any] = graphs.results(copy.graph)
+    done = PromptRewrite(copy, sites, [], [], [])
+    known: dict[fx.Node, int] = {}
+
+    def emit(node: fx.Node) -> int:
+        outputs.append(node)
+        return len(outputs) - 1
+
+    with copy.graph.inserting_before(output):
+        for site in sites:
+            real = _real_tokens(copy.graph, site, moved)
+            if real is not None and site.mask not in known:
+                known[site.mask] = emit(real)  # type: ignore[index]
+            done.real.append(None if real is None else known[site.mask])  # type: ignore[index]
+            rotary = match.find_rotary(gm, site) if ranked else None
+            done.raw.append(emit(moved[rotary.raw]) if rotary else site.keys_out)
+            done.statistics.append([])
+            if policy.statistics:
+                sums = _statistics(copy.graph, site, moved, real, policy)
+                done.statistics[-1] = [emit(copy.graph.call_function(operator.getitem, (sums, i))) for i in range(4)]
+    output.args = (tuple(outputs),)
+    copy.recompile()
+    return done
+
+
+def _real_tokens(graph: fx.Graph, site: AttentionSite, moved: dict[fx.Node, fx.Node]) -> fx.Node | None:
+    """Which tokens of the prompt are not padding, from what the mask lets each see of itself."""
+    if site.mask is None or graphs.expr(value(site.mask).shape[2]) != graphs.expr(site.queries):
+        return None
+    offset = _past_length(site)
+    diagonal = graph.call_function(torch.diagonal, (moved[site.mask], offset, -2, -1))
+    first = graph.call_function(operator.getitem, (diagonal, (slice(None), 0)))
+    dtype = value(site.mask).dtype
+    return first if dtype == torch.bool else graph.call_function(operator.gt, (first, torch.finfo(dtype).min / 2))
+
+
+def _past_length(site: AttentionSite) -> int:
+    return 0 if site.past_key is None else int(value(site.past_key).shape[2])
+
+
+def _statistics(
+    graph: fx.Graph, site: AttentionSite, moved: dict[fx.Node, fx.Node], real: fx.Node | None, policy: Policy
+) -> fx.Node:
+    query = moved[site.query]
+    if real is None:
+        shape = graph.call_function(operator.getitem, (query, (slice(None), 0, slice(None), 0)))
+        real = graph.call_function(torch.ones_like, (shape,), {"dtype": torch.bool})
+    else:
+        rows = graph.call_function(operator.getitem, (query, (slice(None), 0, slice(None), 0)))
+        real = graph.call_function(torch.logical_and, (real, graph.call_function(torch.ones_like, (rows,), {"dtype": torch.bool})))
+    mask = None if site.mask is None else moved[site.mask]
+    arguments = (query, moved[site.grown_key], mask, real, site.causal, site.scale, policy.window)
+    return graph.call_function(torch.ops.kvpass.column_scores.default, arguments)
+
+
+@dataclasses.dataclass
+class StepRewrite:
+    """A step graph on slots.
+
+    Attributes:
+        gm: takes the slots' tensors of every layer, then `columns`, then the `inputs`.
+        inputs: which of Dynamo's arguments it still takes.
+        loose: which of those came with strides that may change from call to call.
+        columns: which of Dynamo's arguments it takes the last q columns of.
+        outputs: for each output of the original graph its place in the rewritten one's, None for a cache.
+        chunks: for each site of an extend graph the places of stored key, value, real and statistics.
+    """
+
+    gm: fx.GraphModule
+    inputs: list[int]
+    loose: set[int]
+    columns: list[int]
+    queries: int
+    outputs: list[int | None]
+    chunks: list[list[int]]
+
+    def flat(self, slots: list[Slots], arguments: tuple[Any, ...]) -> list[Any]:
+        """The rewritten graph's arguments, from the slots and from Dynamo's arguments."""
+        dense = torch.contiguous_format
+        flat: list[Any] = [tensor for layer in slots for tensor in layer.tensors()]
+        flat += [arguments[place][:, -self.queries :].clone(memory_format=dense) for place in self.columns]
+        for place in self.inputs:
+            flat.append(arguments[place].clone(memory_format=dense) if place in self.loose else arguments[place])
+        return flat
+
+
+class StepRewriter:
+    """Rewrites one step graph for layouts and arguments that are at hand."""
+
+    def __init__(self, gm: fx.GraphModule, sites: list[AttentionSite], layouts: list[Layout], slots: list[Slots], arguments: tuple[Any, ...], seen: int) -> None:
+        copy, moved = compat.copy_graph_module(gm)
+        self.gm, self.graph = copy, copy.graph
+        self.sites = [site.moved(moved) for site in sites]
+        self.layouts, self.slots = layouts, slots
+        self.holders = placeholders(self.graph)
+        self.actual = dict(zip(self.holders, arguments, strict=True))
+        self.rows, self.seen = layouts[0].rows, seen
+        self.queries = self._queries()
+        self.sizes = self._sizes()
+        self.ranked = layouts[0].ranked
+        self.rotaries = [match.find_rotary(self.gm, site) for site in self.sites] if self.ranked else []
+        self._masks: dict[fx.Node, MaskSlice] = {}
+        self._traced: dict[Any, fx.GraphModule] = {}
+        self._columns: dict[fx.Node, fx.Node] = {}
+        self._real: dict[fx.Node, fx.Node] = {}
+
+    def _queries(self) -> int:
+        size = self.sites[0].queries
+        return size if isinstance(size, int) else int(graphs.expr(size).subs(self._known()))
+
+    def _known(self) -> dict[Any, int]:
+        """What every symbol is in this call, the growing ones included."""
+        known = {}
+        for node, actual in self.actual.items():
+            if isinstance(actual, Tensor):
+                for size, number in zip(value(node).shape, actual.shape, strict=True):
+                    known |= {symbol: number for symbol in [graphs.expr(size)] if symbol.is_Symbol}
+            elif graphs.is_size(node) and graphs.expr(node).is_Symbol:
+                known[graphs.expr(node)] = int(actual)
+        return known
+
+    def _sizes(self) -> Sizes:
+        growing = frozenset(
+            symbol
+            for site in self.sites
+            for past in (site.past_key, site.past_value)
+            for symbol in graphs.expr(value(past).shape[2]).free_symbols
+        )
+        known = {symbol: number for symbol, number in self._known().items() if symbol not in growing}
+        return Sizes(growing, known, self.queries)
+
+    def run(self) -> StepRewrite:
+        """Rewrite everything; see the class of the result."""
+        first = self.holders[0]
+        with self.graph.inserting_before(first):
+            self.inputs = [[self.graph.placeholder(f"slots_{i}_{n}") for n in self._names(i)] for i in range(len(self.sites))]
+        for nodes, slots in zip(self.inputs, self.slots, strict=True):
+            for node, tensor in zip(nodes, slots.tensors(), strict=True):
+                compat.as_new_input(node, tensor, in_place=True)
+        with self.graph.inserting_after(self.holders[-1]):
+            self.length = self.graph.call_function(operator.getitem, (self.inputs[0][6], 0))
+        self.length.meta["example_value"] = torch.empty((), dtype=torch.int64, device="meta")
+        self._positions_on_length()
+        self.pieces = self._cut_rotaries()
+        chunks = [self._replace(i) for i in range(len(self.sites))]
+        return self._finish(chunks)
+
+    def _names(self, layer: int) -> list[str]:
+        return [*NAMES, *self.slots[layer].state]
+
+    # -- position arithmetic ---------------------------------------------------------------------------
+
+    def _positions_on_length(self) -> None:
+        """Arithmetic of tensors on the cache's length: from a symbolic size to the counter on the device."""
+        for node in list(self.graph.nodes):
+            if not graphs.is_tensor(node) or node.op == "placeholder":
+                continue
+            growing = [arg for arg in node.args if graphs.is_size(arg) and self.sizes.grows(arg)]
+            if not growing:
+                continue
+            if node.target is torch.arange:
+                self._arange_on_length(node)
+            elif any(graphs.is_tensor(arg) for arg in node.args) and graphs.name_of(node) in _ARITHMETIC:
+                with self.graph.inserting_before(node):
+                    node.args = tuple(
+                        self.sizes.on_length(arg, self.length, self.graph) if arg in growing else arg for arg in node.args
+                    )
+
+    def _arange_on_length(self, node: fx.Node) -> None:
+        """arange(past, past + q) becomes past + arange(q)."""
+        if len(node.args) != 2:
+            return
+        start, end = node.args
+        count = graphs.expr(end) - graphs.expr(start)
+        if count.free_symbols & self.sizes.growing:
+            return
+        with self.graph.inserting_before(node):
+            steps = self.graph.call_function(torch.arange, (self.sizes.fixed(count),), dict(node.kwargs))
+            offset = self.sizes.on_length(start, self.length, self.graph)
+            shifted = self.graph.call_function(operator.add, (steps, offset))
+        for made in (steps, shifted):
+            made.meta.update(node.meta)
+        node.replace_all_uses_with(shifted)
+
+    # -- sites -----------------------------------------------------------------------------------------
+
+    def _replace(self, layer: int) -> list[fx.Node]:
+        """Splice a layer's step in, in place of its attention call."""
+        site, layout = self.sites[layer], self.layouts[layer]
+        mask, mask_key = self._mask(site)
+        rotary = self.pieces[layer] if self.pieces else None
+        real = self._real_now(site, mask)
+        stored = self._rotary(layer).raw if self.ranked else site.key
+        bound = [*(mask.nodes if mask else []), *(rotary.slice.bound if rotary else [])]
+        nodes = [*self.inputs[layer], site.query, stored if self.queries == 1 else site.key, site.value, real, *bound]
+        key = (layout, mask_key, rotary and rotary.slice.key, site.scale, *(str((self._shape(n), value(n).stride())) for n in nodes))
+        if key not in self._traced:
+            self._traced[key] = self._trace(layout, site, mask, rotary, nodes, len(self.inputs[layer]))
+        with self.graph.inserting_before(site.call):
+            out, *more = graphs.splice(self.gm, self._traced[key], nodes, site.call, f"kvpass_{layer}")
+        out.meta["example_value"] = value(site.call)
+        site.call.replace_all_uses_with(out)
+        if self.queries == 1:
+            return []
+        return [stored, site.value, real, *more]
+
+    def _trace(self, layout: Layout, site: AttentionSite, mask: _Mask | None, rotary: RotarySlice | None, nodes: list[fx.Node], state: int) -> fx.GraphModule:
+        masks = len(mask.nodes) if mask else 0
+        step = decode_step if self.queries == 1 else extend_step
+        template, heads = self.slots[0], layout.heads
+
+        def function(*tensors: Tensor) -> Any:
+            slots = dataclasses.replace(template, state=dict.fromkeys(layout.policy.state(), tensors[0])).rebuild(list(tensors[:state]))
+            query, key, new_value, real = tensors[state : state + 4]
+            on_mask = list(tensors[state + 4 : state + 4 + masks])
+            on_rotary = list(tensors[state + 4 + masks :])
+            here = Site(
+                site.scale,
+                None if mask is None else lambda index: mask.on_slots(index, heads, on_mask),
+                None if rotary is None else lambda keys, rank: rotary.on_slots(keys, rank, on_rotary),
+            )
+            result = step(layout, here, slots, query, key, new_value, real[:, 0] if self.queries == 1 else real)
+            return result if isinstance(result, Tensor) else [result[0], *result[1]]
+
+        with compat.fake_mode() as fake:
+            examples = [fake(self._example(n)) for n in nodes]
+            return compat.trace(function, examples)
+
+    def _shape(self, node: fx.Node) -> tuple[int, ...]:
+        return tuple(size if isinstance(size, int) else self.sizes.fixed(size) for size in value(node).shape)
+
+    def _example(self, node: fx.Node) -> Tensor:
+        """A tensor like the one that the node will be, strides included."""
+        kind = dict(dtype=value(node).dtype, device=self._device(node))
+        if _loose(value(node)):
+            return torch.empty(self._shape(node), **kind)
+        return torch.empty_strided(self._shape(node), value(node).stride(), **kind)
+
+    def _device(self, node: fx.Node) -> torch.device:
+        return self.layouts[0].device if value(node).device.type == "meta" else value(node).device
+
+    # -- masks -----------------------------------------------------------------------------------------
+
+    def _mask(self, site: AttentionSite) -> tuple[_Mask | None, Any]:
+        """The site's mask on slots and what identifies it."""
+        if site.mask is None:
+            return None, None
+        if not self.sizes.grown(value(site.mask)):
+            return _ColumnMask([site.mask], self.queries), "columns"
+        if site.mask not in self._masks:
+            behind = graphs.ancestors(site.mask)
+            columns = match.key_columns(behind, self.actual, self.rows, self.seen + self.queries)
+            self._masks[site.mask] = cut_mask(self.gm, site.mask, self.sizes, columns, self.graph)
+        piece = self._masks[site.mask]
+        for column in piece.columns:
+            self._column(column)
+        nodes = [*(self._columns[c] for c in piece.columns), *piece.slice.bound]
+        return _SlicedMask(nodes, self.queries, piece), piece.slice.key
+
+    def _column(self, holder: fx.Node) -> fx.Node:
+        """A new input: the last q columns of one that runs over all tokens."""
+        if holder not in self._columns:
+            with self.graph.inserting_after(self.holders[-1]):
+                node = self.graph.placeholder(f"{holder.name}_now")
+            example = torch.empty((self.rows, self.queries), dtype=value(holder).dtype, device="meta")
+            compat.as_new_input(node, example, in_place=False)
+            self._columns[holder] = node
+        return self._columns[holder]
+
+    def _real_now(self, site: AttentionSite, mask: _Mask | None) -> fx.Node:
+        """bool [B, q]: which of the new tokens are not padding."""
+        key = site.mask if mask is not None and mask.tells_padding else self.length
+        if key not in self._real:
+            self._real[key] = self._emit_real(site, mask if key is site.mask else None)
+        return self._real[key]
+
+    def _emit_real(self, site: AttentionSite, mask: _Mask | None) -> fx.Node:
+        rows, queries, device = self.rows, self.queries, self.layouts[0].device
+
+        def function(length: Tensor, *tensors: Tensor) -> Tensor:
+            everyone = torch.ones((rows, queries), dtype=torch.bool, device=device)
+            return everyone if mask is None else everyone & mask.of_new(length, list(tensors))
+
+        nodes = [self.length, *(mask.nodes if mask else [])]
+        with compat.fake_mode() as fake:
+            examples = [fake(self._example(n)) for n in nodes]
+            traced = compat.trace(function, examples)
+        before = self.sites[0].call
+        node: fx.Node = graphs.splice(self.gm, traced, nodes, before, f"kvpass_real_{len(self._real)}")[0]
+        node.meta["example_value"] = torch.empty((rows, queries), dtype=torch.bool, device="meta")
+        return node
+
+    # -- rotary embeddings -----------------------------------------------------------------------------
+
+    def _cut_rotaries(self) -> list[RotarySlice]:
+        """Cut all of them out, and only then let the queries stand where they stand among the held tokens."""
+        if not self.ranked:
+            return []
+        pieces = [cut_rotary(self.gm, site, self._rotary(i), self.sizes) for i, site in enumerate(self.sites)]
+        for position in dict.fromkeys(self._rotary(i).position for i in range(len(self.sites))):
+            self._rank_positions(position)
+        return pieces
+
+    def _rotary(self, layer: int) -> match.Rotary:
+        rotary = self.rotaries[layer]
+        if rotary is None:
+            raise UnsupportedGraph(
+                f"{graphs.source_line(self.sites[layer].call)}: the keys had a rotary embedding in the prompt and have none here"
+            )
+        return rotary
+
+    def _rank_positions(self, position: fx.Node) -> None:
+        """Let the queries stand behind the held tokens: positions become live slots + 0, 1, ..."""
+        shape, queries = self._shape(position), self.queries
+        along = next((d for d in range(len(shape) - 1, -1, -1) if shape[d] == queries and (d or len(shape) == 1)), len(shape) - 1)
+        rows = self.rows
+
+        def function(held: Tensor) -> Tensor:
+            first = (held[:, 0] >= 0).sum(-1)  # [B]
+            ranks = first[:, None] + torch.arange(queries, device=held.device)  # [B, q]
+            if len(shape) == 1:
+                return ranks[0]
+            full = [1] * len(shape)
+            full[0], full[along] = rows, queries
+            return ranks.view(full).to(value(position).dtype)
+
+        with compat.fake_mode() as fake:
+            held = self.inputs[0][2]
+            traced = compat.trace(function, [fake(value(held))])
+        ranks = graphs.splice(self.gm, traced, [held], position.next, f"kvpass_rank_{position.name}")[0]
+        ranks.meta["example_value"] = value(position)
+        position.replace_all_uses_with(ranks)
+
+    # -- finishing -------------------------------------------------------------------------------------
+
+    def _finish(self, chunks: list[list[fx.Node]]) -> StepRewrite:
+        output = self.graph.output_node()
+        originals = graphs.results(self.graph)
+        caches = {place for site in self.sites for place in (site.keys_out, site.values_out)}
+        kept = [out for place, out in enumerate(originals) if place not in caches]
+        places = iter(range(len(kept)))
+        mapping = [None if place in caches else next(places) for place in range(len(originals))]
+        chunk_places = []
+        for chunk in chunks:
+            chunk_places.append(list(range(len(kept), len(kept) + len(chunk))))
+            kept += chunk
+        output.args = (tuple(kept),)
+        self._sweep()
+        inputs = [place for place, holder in enumerate(self.holders) if holder in set(placeholders(self.graph))]
+        columns = [self.holders.index(holder) for holder in self._columns]
+        loose = {place for place in inputs if _loose(value(self.holders[place]))}
+        self.gm.recompile()
+        return StepRewrite(
+            self.gm, inputs, loose, columns, self.queries, mapping, chunk_places if self.queries > 1 else []
+        )
+
+    def _sweep(self) -> None:
+        """Remove what is dead, turn the remaining sizes into numbers, and check that nothing grows any more."""
+        for node in list(self.graph.nodes):
+            if compat.is_log_only(node):
+                self.graph.erase_node(node)
+        self.graph.eliminate_dead_code()
+        for node in list(self.graph.nodes):
+            if graphs.is_size(node) and node.users:
+                if self.sizes.grows(node):
+                    self._refuse_growth(node)
+                number = self.sizes.fixed(node)
+                for user in list(node.users):
+                    user.args = fx.node.map_arg(user.args, lambda n, old=node, new=number: new if n is old else n)
+                    user.kwargs = fx.node.map_arg(user.kwargs, lambda n, old=node, new=number: new if n is old else n)
+        self.graph.eliminate_dead_code()
+        for holder in self.holders:
+            if not holder.users:
+                self.graph.erase_node(holder)
+            elif self.sizes.grown(value(holder)):
+                self._refuse_growth(next(iter(holder.users)))
+        self._order_inputs()
+
+    def _order_inputs(self) -> None:
+        """Slots first, then columns, then what is left of the original inputs."""
+        wanted = [*(n for nodes in self.inputs for n in nodes), *self._columns.values()]
+        wanted += [holder for holder in self.holders if holder in set(placeholders(self.graph))]
+        first = next(iter(self.graph.nodes))
+        for node in wanted:
+            if node is not first:
+                first.prepend(node)
+            else:
+                first = first.next
+
+    def _refuse_growth(self, node: fx.Node) -> None:
+        raise UnsupportedGraph(
+            f"{graphs.source_line(node)}: {graphs.name_of(node)!r} still depends on the length of the cache "
+            f"({value(node) if graphs.is_size(node) else 'a tensor that grows with it'}); it is not a mask, a rotary "
+            "embedding or position arithmetic that kvpass can express on slots"
+        )
+
+
+def _loose(tensor: Any) -> bool:
+    return isinstance(tensor, Tensor) and any(isinstance(stride, torch.SymInt) for stride in tensor.stride())
+
+
+_ARITHMETIC = frozenset({"add", "sub", "mul", "rsub", "iadd", "isub", "lt", "le", "gt", "ge", "eq", "ne", "clamp", "maximum", "minimum"})
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mask:
+    """A mask on slots: the nodes that it reads and how."""
+
+    nodes: list[fx.Node]
+    queries: int
+
+    @property
+    def tells_padding(self) -> bool:
+        return True
+
+    def on_slots(self, index: Tensor, heads: int, tensors: list[Tensor]) -> Tensor:
+        raise NotImplementedError
+
+    def of_new(self, length: Tensor, tensors: list[Tensor]) -> Tensor:
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class _SlicedMask(_Mask):
+    piece: MaskSlice
+
+    @property
+    def tells_padding(self) -> bool:
+        return bool(self.piece.columns)
+
+    def on_slots(self, index: Tensor, heads: int, tensors: list[Tensor]) -> Tensor:
+        count = len(self.piece.columns)
+        ones = [torch.ones_like(column[:, :1]) for column in tensors[:count]]
+        return self.piece.on_slots(index, heads, ones, tensors[count:])
+
+    def of_new(self, length: Tensor, tensors: list[Tensor]) -> Tensor:
+        count = len(self.piece.columns)
+        return self.piece.of_new(length, self.queries, tensors[:count], tensors[count:])
+
+
+@dataclasses.dataclass(frozen=True)
+class _ColumnMask(_Mask):
+    """A mask whose size does not grow (the length was traced as a number): its columns are picked."""
+
+    def on_slots(self, index: Tensor, heads: int, tensors: list[Tensor]) -> Tensor:
+        mask = tensors[0]  # [B or 1, Hq or 1, q, S]
+        rows, groups, count = index.shape
+        mask = mask.expand(rows, -1, self.queries, -1)
+        mask = mask[:, :, None] if mask.shape[1] == 1 else mask.unflatten(1, (heads, -1))  # [B, h, g, q, S]
+        mask = mask.expand(-1, max(mask.shape[1], groups), -1, -1, -1)
+        chosen = index.clamp(0, mask.shape[-1] - 1).expand(-1, mask.shape[1], -1)[:, :, None, None]
+        return mask.gather(-1, chosen.expand(-1, -1, mask.shape[2], self.queries, -1))
+
+    def of_new(self, length: Tensor, tensors: list[Tensor]) -> Tensor:
+        mask = tensors[0]
+        offset = mask.shape[-1] - self.queries
+        mask = mask.expand(-1, -1, self.queries, -1)
+        return as_allowed(mask[:, 0].diagonal(offset, -2, -1))
