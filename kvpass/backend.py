@@ -86,9 +86,14 @@ class Backend:
                 "call model.eval() and decode under torch.no_grad() or torch.inference_mode()"
             )
 
+    @property
+    def prefers_ranks(self) -> bool:
+        """Whether held tokens are to be numbered 0..n-1, where the model allows it."""
+        return (self.positions or self.policy.positions) == "cache"
+
     def _ranked(self, gm: fx.GraphModule, sites: list[match.AttentionSite]) -> bool:
         """Whether keys are stored before their rotary embedding, which must then be found in every layer."""
-        if (self.positions or self.policy.positions) == "absolute":
+        if not self.prefers_ranks:
             return False
         without = [site for site in sites if match.find_rotary(gm, site) is None]
         if not without:
@@ -107,14 +112,16 @@ class Backend:
         if not self.policy.evicts and prompt > budget:
             raise BudgetError(f"policy {self.policy.name!r} keeps every token: a prompt of {prompt} exceeds its budget of {budget}")
 
-    def compile_inner(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        """Hand a graph to what compiles it in the end."""
+    def compile_inner(
+        self, gm: fx.GraphModule, examples: Sequence[Any], patches: dict[str, Any] | None = None
+    ) -> Callable[..., Any]:
+        """Hand a graph to what compiles it in the end; `patches` are settings of Inductor's that users may override."""
         if callable(self.inner):
             return self.inner(gm, examples)
         if self.inner in ("eager", "reference"):
             return gm.forward
         if self.inner == "inductor":
-            return compat.inductor(gm, examples, self._patches())
+            return compat.inductor(gm, examples, (patches or {}) | self._patches())
         return compat.registered_backend(self.inner)(gm, examples)
 
     def _patches(self) -> dict[str, Any]:

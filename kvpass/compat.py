@@ -16,6 +16,15 @@ from torch import Tensor
 Compiled = Callable[..., Sequence[Any]]
 
 
+FUSE_INTO_REDUCTIONS = {
+    # A rotary embedding at read is one long pointwise expression over the slots.  Past these thresholds
+    # Inductor would write it to memory, which is the copy of the slots that there must never be.
+    "realize_opcount_threshold": 200,
+    "realize_acc_reads_threshold": 32,
+    "realize_reads_threshold": 32,
+}
+
+
 def is_sdpa(node: fx.Node) -> bool:
     """A call of torch.nn.functional.scaled_dot_product_attention."""
     return node.op == "call_function" and node.target is torch.nn.functional.scaled_dot_product_attention

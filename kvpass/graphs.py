@@ -145,16 +145,16 @@ class Slice:
 Resolve = Callable[[fx.Node], int]
 
 
-def cut(gm: fx.GraphModule, result: fx.Node, replaced: list[fx.Node], resolve: Resolve, keep: Callable[[fx.Node], bool]) -> Slice:
-    """Cut out what computes `result` from `replaced`.
+def cut(gm: fx.GraphModule, results: list[fx.Node], replaced: list[fx.Node], resolve: Resolve, *, unpack: bool = False) -> Slice:
+    """Cut out what computes `results` from `replaced`; nodes that do not depend on `replaced` are bound.
 
     Args:
         replaced: become the first inputs, in order.
         resolve: the number to put in place of a node that is a size.
-        keep: whether a node that does not depend on `replaced` must be cut out too and not bound.
+        unpack: return the one result itself and not a tuple.
     """
-    needed = ancestors(result, stop=replaced)
-    moving = _dependent(gm.graph, needed, replaced)
+    needed = set().union(*(ancestors(result, stop=replaced) for result in results))
+    moving = dependent(gm.graph, needed, replaced)
     graph, env = fx.Graph(), {}
     for node in replaced:
         env[node] = graph.placeholder(node.name)
@@ -165,7 +165,7 @@ def cut(gm: fx.GraphModule, result: fx.Node, replaced: list[fx.Node], resolve: R
             return env[node]
         if is_size(node):
             env[node] = resolve(node)
-        elif node.op == "placeholder" or (node not in moving and not keep(node)):
+        elif node not in moving:
             env[node] = graph.placeholder(node.name)
             bound.append(node)
         else:
@@ -174,14 +174,14 @@ def cut(gm: fx.GraphModule, result: fx.Node, replaced: list[fx.Node], resolve: R
             env[node] = graph.node_copy(node, lambda parent: env[parent])
         return env[node]
 
-    result_node = place(result)
-    graph.output(result_node)
-    _placeholders_first(graph)
+    made = tuple(place(result) for result in results)
+    graph.output(made[0] if unpack else made)
+    placeholders_first(graph)
     return Slice(fx.GraphModule(gm, graph), tuple(bound))
 
 
-def _dependent(graph: fx.Graph, among: set[fx.Node], roots: list[fx.Node]) -> set[fx.Node]:
-    """Those of `among` that are computed from `roots`."""
+def dependent(graph: fx.Graph, among: set[fx.Node], roots: list[fx.Node]) -> set[fx.Node]:
+    """The roots and those of `among` that are computed from them."""
     found = set(roots)
     for node in graph.nodes:
         if node in among and found.intersection(node.all_input_nodes):
@@ -189,7 +189,7 @@ def _dependent(graph: fx.Graph, among: set[fx.Node], roots: list[fx.Node]) -> se
     return found
 
 
-def _placeholders_first(graph: fx.Graph) -> None:
+def placeholders_first(graph: fx.Graph) -> None:
     last = None
     for node in list(graph.nodes):
         if node.op != "placeholder":

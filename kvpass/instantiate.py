@@ -18,6 +18,7 @@ from torch import Tensor
 from kvpass import graphs, match
 from kvpass.errors import UnsupportedGraph
 from kvpass.graphs import Sizes, Slice, value
+from kvpass.pieces import InPieces
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +122,7 @@ class _KeyCutter:
 
     def cut(self, mask: fx.Node) -> Slice:
         self.graph.output(self.copy(mask, 0))
-        graphs._placeholders_first(self.graph)
+        graphs.placeholders_first(self.graph)
         return Slice(fx.GraphModule(self.gm, self.graph), tuple(self.bound))
 
     def copy(self, node: fx.Node, storage: int) -> Any:
@@ -153,35 +154,55 @@ class _KeyCutter:
 
 @dataclasses.dataclass(frozen=True)
 class RotarySlice:
-    """The rotary embedding as a function of the key before it and of its position.
+    """The rotary embedding as a function of the key before it and of its position, in two parts.
+
+    The first depends on positions alone (cosines and sines, say).  It is evaluated once for the ranks
+    0, 1, ... and gives a table that all layers share; the second turns a key with a row of the table.
 
     Attributes:
-        slice: inputs are the key [B, Hkv, q, D] and the positions, shaped as `position`.
+        angles: from positions, shaped as `position`, to what the key is turned with.
+        turn: inputs are the key [B, Hkv, q, D] and the results of `angles`.
         position: the shape of the positions that the model's code expects.
         queries: q.
     """
 
-    slice: Slice
+    angles: Slice
+    turn: Slice
     position: tuple[int, ...]
     queries: int
 
-    def on_slots(self, keys: Tensor, rank: Tensor, bound: list[Tensor]) -> Tensor:
-        """Keys [B, Hkv, N, D] at positions [B, H', N] -> rotated, [B, Hkv, N, D]."""
-        by_row = self.position[0] == keys.shape[0] and len(self.position) > 1
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return (self.angles.key, self.turn.key, self.position)
 
-        def one(key: Tensor, place: Tensor) -> Tensor:
-            """One slot's keys [B, Hkv, D] at a position, a number or one for each row."""
+    def table(self, count: int, bound: list[Tensor], device: torch.device) -> list[Tensor]:
+        """What keys at positions 0 .. count - 1 are turned with, each [count, ...]."""
+
+        def at(place: Tensor) -> tuple[Tensor, ...]:
+            result: tuple[Tensor, ...] = self.angles.module(place.expand(self.position), *bound)
+            return result
+
+        return list(torch.vmap(at)(torch.arange(count, device=device)))
+
+    def on_slots(self, keys: Tensor, rank: Tensor, table: list[Tensor], bound: list[Tensor]) -> list[Tensor]:
+        """Keys [B, Hkv, N, D] at positions [B, H', N] -> rotated, in pieces [B, Hkv, N, d] of D."""
+        turn = InPieces(self.turn.module)
+
+        def one(key: Tensor, place: Tensor) -> tuple[Tensor, ...]:
+            """One slot's keys [B, Hkv, D] at one position."""
             repeated = key[:, :, None].expand(-1, -1, self.queries, -1)
-            shaped = place.view(-1, *[1] * (len(self.position) - 1)) if by_row else place
-            return self.slice.module(repeated, shaped.expand(self.position), *bound)[:, :, 0]
+            pieces = turn.run_on(repeated, *(rows[place] for rows in table), *bound)
+            return tuple(piece[:, :, 0] for piece in pieces)
 
-        slots = torch.vmap(one, in_dims=(2, -1), out_dims=2)  # over N
-        if by_row:
-            turned = torch.vmap(lambda place: slots(keys, place), in_dims=1, out_dims=1)(rank)  # [B, H', Hkv, N, D]
-            return turned[:, 0] if rank.shape[1] == 1 else turned.diagonal(0, 1, 2).movedim(-1, 1)
-        turned = torch.vmap(torch.vmap(lambda place: slots(keys, place)))(rank)  # [B, H', B, Hkv, N, D]
-        turned = turned.diagonal(0, 0, 2).movedim(-1, 0)  # [B, H', Hkv, N, D]
-        return turned[:, 0] if rank.shape[1] == 1 else turned.diagonal(0, 1, 2).movedim(-1, 1)
+        slots = torch.vmap(one, in_dims=(2, 0), out_dims=2)  # over N
+        turned = torch.vmap(torch.vmap(lambda place: slots(keys, place)))(rank)
+        return [_diagonals(piece) for piece in turned]
+
+
+def _diagonals(turned: Tensor) -> Tensor:
+    """[B, H', B, Hkv, N, d] -> [B, Hkv, N, d]: each row and head at its own positions."""
+    turned = turned.diagonal(0, 0, 2).movedim(-1, 0)  # [B, H', Hkv, N, d]
+    return turned[:, 0] if turned.shape[1] == 1 else turned.diagonal(0, 1, 2).movedim(-1, 1)
 
 
 def cut_rotary(gm: fx.GraphModule, site: match.AttentionSite, rotary: match.Rotary, sizes: Sizes) -> RotarySlice:
@@ -192,6 +213,21 @@ def cut_rotary(gm: fx.GraphModule, site: match.AttentionSite, rotary: match.Rota
             raise UnsupportedGraph(f"the rotary embedding uses the cache's length, {value(node)}, as a size")
         return sizes.fixed(node)
 
-    piece = graphs.cut(gm, site.key, [rotary.raw, rotary.position], number, lambda node: False)
+    angles = _angles(gm, site.key, rotary)
+    turn = graphs.cut(gm, [site.key], [rotary.raw, *angles], number, unpack=True)
     shape = tuple(sizes.fixed(size) for size in value(rotary.position).shape)
-    return RotarySlice(piece, shape, sizes.queries)
+    return RotarySlice(
+        graphs.cut(gm, angles, [rotary.position], number),
+        turn,
+        shape,
+        sizes.queries,
+    )
+
+
+def _angles(gm: fx.GraphModule, key: fx.Node, rotary: match.Rotary) -> list[fx.Node]:
+    """The tensors that depend on positions alone and that the key is turned with."""
+    rest = graphs.ancestors(key, stop={rotary.raw})
+    on_position = graphs.dependent(gm.graph, rest, [rotary.position])
+    on_key = graphs.dependent(gm.graph, rest | {rotary.raw}, [rotary.raw])
+    return [n for n in gm.graph.nodes if n in on_position - on_key and any(user in on_key for user in n.users)]
+

@@ -157,6 +157,7 @@ class StepRewriter:
         self._traced: dict[Any, fx.GraphModule] = {}
         self._columns: dict[fx.Node, fx.Node] = {}
         self._real: dict[fx.Node, fx.Node] = {}
+        self._tables: dict[Any, list[fx.Node]] = {}
 
     def _queries(self) -> int:
         size = self.sites[0].queries
@@ -245,11 +246,12 @@ class StepRewriter:
         rotary = self.pieces[layer] if self.pieces else None
         real = self._real_now(site, mask)
         stored = self._rotary(layer).raw if self.ranked else site.key
-        bound = [*(mask.nodes if mask else []), *(rotary.slice.bound if rotary else [])]
+        table = self._table(rotary, layout.capacity) if rotary else []
+        bound = [*(mask.nodes if mask else []), *table, *(rotary.turn.bound if rotary else [])]
         nodes = [*self.inputs[layer], site.query, stored if self.queries == 1 else site.key, site.value, real, *bound]
-        key = (layout, mask_key, rotary and rotary.slice.key, site.scale, *(str((self._shape(n), value(n).stride())) for n in nodes))
+        key = (layout, mask_key, rotary and rotary.key, site.scale, *(str((self._shape(n), value(n).stride())) for n in nodes))
         if key not in self._traced:
-            self._traced[key] = self._trace(layout, site, mask, rotary, nodes, len(self.inputs[layer]))
+            self._traced[key] = self._trace(layout, site, mask, rotary, nodes, len(self.inputs[layer]), len(table))
         with self.graph.inserting_before(site.call):
             out, *more = graphs.splice(self.gm, self._traced[key], nodes, site.call, f"kvpass_{layer}")
         out.meta["example_value"] = value(site.call)
@@ -258,7 +260,7 @@ class StepRewriter:
             return []
         return [stored, site.value, real, *more]
 
-    def _trace(self, layout: Layout, site: AttentionSite, mask: _Mask | None, rotary: RotarySlice | None, nodes: list[fx.Node], state: int) -> fx.GraphModule:
+    def _trace(self, layout: Layout, site: AttentionSite, mask: _Mask | None, rotary: RotarySlice | None, nodes: list[fx.Node], state: int, angles: int) -> fx.GraphModule:
         masks = len(mask.nodes) if mask else 0
         step = decode_step if self.queries == 1 else extend_step
         template, heads = self.slots[0], layout.heads
@@ -267,11 +269,12 @@ class StepRewriter:
             slots = dataclasses.replace(template, state=dict.fromkeys(layout.policy.state(), tensors[0])).rebuild(list(tensors[:state]))
             query, key, new_value, real = tensors[state : state + 4]
             on_mask = list(tensors[state + 4 : state + 4 + masks])
-            on_rotary = list(tensors[state + 4 + masks :])
+            table = list(tensors[state + 4 + masks : state + 4 + masks + angles])
+            on_rotary = list(tensors[state + 4 + masks + angles :])
             here = Site(
                 site.scale,
                 None if mask is None else lambda index: mask.on_slots(index, heads, on_mask),
-                None if rotary is None else lambda keys, rank: rotary.on_slots(keys, rank, on_rotary),
+                None if rotary is None else lambda keys, rank: rotary.on_slots(keys, rank, table, on_rotary),
             )
             result = step(layout, here, slots, query, key, new_value, real[:, 0] if self.queries == 1 else real)
             return result if isinstance(result, Tensor) else [result[0], *result[1]]
@@ -362,6 +365,20 @@ class StepRewriter:
                 f"{graphs.source_line(self.sites[layer].call)}: the keys had a rotary embedding in the prompt and have none here"
             )
         return rotary
+
+    def _table(self, rotary: RotarySlice, capacity: int) -> list[fx.Node]:
+        """The nodes of the table of angles for ranks 0 .. capacity - 1, shared by the layers."""
+        key = (rotary.angles.key, rotary.position, capacity)
+        if key not in self._tables:
+            nodes = [self.length, *rotary.angles.bound]  # the length only stands for the device
+
+            def function(length: Tensor, *bound: Tensor) -> list[Tensor]:
+                return rotary.table(capacity, list(bound), length.device)
+
+            with compat.fake_mode() as fake:
+                traced = compat.trace(function, [fake(self._example(n)) for n in nodes])
+            self._tables[key] = graphs.splice(self.gm, traced, nodes, self.sites[0].call, f"kvpass_table_{len(self._tables)}")
+        return self._tables[key]
 
     def _rank_positions(self, position: fx.Node) -> None:
         """Let the queries stand behind the held tokens: positions become live slots + 0, 1, ..."""

@@ -143,7 +143,8 @@ class StepRunner:
         layouts, slots = [cache.layout for cache in caches], [cache.slots for cache in caches]
         rewriter = StepRewriter(self.gm, self.sites, layouts, slots, arguments, caches[0].seen)
         rewrite = rewriter.run()
-        return rewrite, self.backend.compile_inner(rewrite.gm, rewrite.flat(slots, arguments))
+        fused = compat.FUSE_INTO_REDUCTIONS if layouts[0].ranked else {}
+        return rewrite, self.backend.compile_inner(rewrite.gm, rewrite.flat(slots, arguments), fused)
 
     def _admit(self, cache: LayerCache, results: list[Any]) -> None:
         key, value, real, *sums = results

@@ -108,7 +108,7 @@ class _Layer:
 
     @property
     def ranked(self) -> bool:
-        return self.theta is not None and self.backend.ranked
+        return self.theta is not None and self.backend.prefers_ranks
 
     @property
     def layout(self) -> Layout:
@@ -126,7 +126,7 @@ class _Layer:
 
     @property
     def rotate(self) -> Rotate | None:
-        return self.rotated if self.ranked else None
+        return (lambda keys, rank: [self.rotated(keys, rank)]) if self.ranked else None
 
     def tokens(self, chosen: slice, first: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys at positions first, first + 1, ... [B, 1, n], and values."""

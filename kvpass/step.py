@@ -26,8 +26,8 @@ class Mask(Protocol):
         """index int64 [B, H', N] -> bool or additive [B, Hkv or 1, G or 1, q, N]."""
 
 
-Rotate = Callable[[Tensor, Tensor], Tensor]
-"""The model's own rotary embedding: keys [B, Hkv, N, D] at positions int64 [B, H', N]."""
+Rotate = Callable[[Tensor, Tensor], list[Tensor]]
+"""The model's own rotary embedding: keys [B, Hkv, N, D] at positions int64 [B, H', N], in pieces of D."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +162,7 @@ def extend_step(
     live = (slots.position >= 0)[:, :, None, None].expand(-1, -1, -1, count, -1)
     mask = torch.cat([live, causal.expand(-1, layout.groups, -1, -1, -1)], -1)  # [B, H', 1, q, C + q]
     mask, bias = with_mask(mask, site.mask(index) if site.mask else None)
-    held = slots.key if site.rotate is None else site.rotate(slots.key, slots.rank)
+    held = slots.key if site.rotate is None else torch.cat(site.rotate(slots.key, slots.rank), -1)
     keys = torch.cat([held, key.to(held.dtype)], 2)
     values = torch.cat([slots.value, value.to(held.dtype)], 2)
     full = _per_query_head(mask, bias, query.shape[1], layout.heads, query.dtype)

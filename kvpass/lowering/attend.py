@@ -3,11 +3,12 @@
 Two grouped matrix products and a float32 softmax: the query heads of a KV head are rows of one product,
 so K and V are read once and never repeated.  With a rotary embedding applied at read, the first product
 is spelled as multiply and sum: the compiler then fuses the rotation into the reduction and no rotated
-copy of the keys is ever written.
+copy of the keys is ever written.  The rotated keys come in pieces of D for the same reason.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -24,7 +25,7 @@ def attend(
     scale: float,
     mask: Tensor,
     bias: Tensor | None = None,
-    rotate: Callable[[Tensor], Tensor] | None = None,
+    rotate: Callable[[Tensor], list[Tensor]] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend to the slots that `mask` allows.
 
@@ -34,7 +35,7 @@ def attend(
         scale: multiplies the logits.
         mask: bool, broadcastable to [B, Hkv, G, q, C].
         bias: added to the logits, broadcastable likewise.
-        rotate: applied to the keys at read, pointwise in the slots.
+        rotate: applied to the keys at read, pointwise in the slots; gives pieces [B, Hkv, C, d] of D.
 
     Returns:
         output [B, Hkv, G, q, Dv] in the dtype of `value`, and the probabilities, float32 [B, Hkv, G, q, C].
@@ -50,9 +51,17 @@ def attend(
     return output, probabilities
 
 
-def _logits(query: Tensor, key: Tensor, rotate: Callable[[Tensor], Tensor] | None) -> Tensor:
+def _logits(query: Tensor, key: Tensor, rotate: Callable[[Tensor], list[Tensor]] | None) -> Tensor:
     """[B, Hkv, G, q, C] in the dtype of the model, as the model's own attention has them."""
     if rotate is None:
         return torch.matmul(query.flatten(2, 3), key.transpose(-1, -2)).unflatten(2, query.shape[2:4])
-    rotated = rotate(key)[:, :, None, None]  # [B, Hkv, 1, 1, C, D]
-    return (query[..., None, :].float() * rotated.float()).sum(-1)
+    by_width: dict[int, Tensor] = {}
+    start = 0
+    for piece in rotate(key):
+        part = query[..., start : start + piece.shape[-1]]  # [B, Hkv, G, q, d]
+        product = part[..., None, :].float() * piece[:, :, None, None].float()  # [B, Hkv, G, q, C, d]
+        width = piece.shape[-1]
+        by_width[width] = by_width[width] + product if width in by_width else product
+        start += width
+    sums = [products.sum(-1) for products in by_width.values()]
+    return functools.reduce(torch.add, sums)

@@ -1,0 +1,153 @@
+"""Run a traced function on a tensor that is kept in pieces along its last dimension.
+
+Rotary embeddings cut a key in halves and concatenate them again, turned.  A compiler for CPUs writes
+every concatenation to memory, which for the keys in the slots would be a copy of the whole buffer at
+every step.  Attention only sums over that dimension, so the pieces never have to be joined: slices pick
+pieces, concatenations list them, and everything pointwise works on each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from kvpass import graphs
+
+
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """A tensor as consecutive pieces of its last dimension."""
+
+    parts: tuple[Tensor, ...]
+
+    @property
+    def width(self) -> int:
+        return sum(part.shape[-1] for part in self.parts)
+
+    @property
+    def ends(self) -> list[int]:
+        """Where each piece ends."""
+        widths = [part.shape[-1] for part in self.parts]
+        return [sum(widths[: i + 1]) for i in range(len(widths))]
+
+    def cut_at(self, places: set[int]) -> Pieces:
+        """The same tensor with further cuts."""
+        parts, start = [], 0
+        for part, end in zip(self.parts, self.ends, strict=True):
+            cuts = [start, *sorted(p for p in places if start < p < end), end]
+            parts += [part[..., a - start : b - start] for a, b in zip(cuts, cuts[1:], strict=False)]
+            start = end
+        return Pieces(tuple(parts))
+
+    def between(self, start: int, stop: int) -> Pieces:
+        """The piece of the tensor from `start` up to `stop`."""
+        cut = self.cut_at({start, stop})
+        ends = cut.ends
+        chosen = [p for p, end in zip(cut.parts, ends, strict=True) if start < end <= stop]
+        return Pieces(tuple(chosen))
+
+    def joined(self) -> Tensor:
+        """One tensor, as a sum of tensors padded with zeros, which compilers fuse."""
+        before, total = 0, None
+        for part in self.parts:
+            padded = torch.nn.functional.pad(part, [before, self.width - before - part.shape[-1]])
+            total = padded if total is None else total + padded
+            before += part.shape[-1]
+        assert total is not None
+        return total
+
+
+class InPieces(fx.Interpreter):
+    """Interprets a graph whose first input is kept in pieces; returns pieces."""
+
+    def run_on(self, first: Tensor, *others: Any) -> tuple[Tensor, ...]:
+        result = self.run(Pieces((first,)), *others)
+        return result.parts if isinstance(result, Pieces) else (result,)
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op not in ("call_function", "call_method"):
+            return super().run_node(n)
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        if not any(isinstance(arg, Pieces) for arg in _flat(args)):
+            return super().run_node(n)
+        name = graphs.name_of(n)
+        apply = getattr(self, n.op)
+        call = lambda new: apply(n.target, tuple(new), kwargs)  # noqa: E731
+        if name in _POINTWISE:
+            return _pointwise(call, args)
+        if n.target is operator.getitem and _slices_last(args):
+            return _sliced(args[0], args[1][-1])
+        if name in ("cat", "concat") and _along_last(args, kwargs):
+            return Pieces(tuple(part for piece in args[0] for part in _pieces(piece).parts))
+        if name in ("chunk", "split") and _along_last(args, kwargs):
+            return _divided(args[0], args[1], name == "chunk")
+        if n.target is operator.getitem and isinstance(args[0], tuple):
+            return args[0][args[1]]
+        return call(fx.node.map_aggregate(args, lambda arg: arg.joined() if isinstance(arg, Pieces) else arg))
+
+
+_POINTWISE = frozenset({"add", "sub", "mul", "neg", "to", "float", "type_as", "iadd", "contiguous", "clone", "half", "bfloat16"})
+
+
+def _flat(args: Any) -> list[Any]:
+    return [leaf for arg in args for leaf in (_flat(arg) if isinstance(arg, (tuple, list)) else [arg])]
+
+
+def _pieces(x: Any) -> Pieces:
+    return x if isinstance(x, Pieces) else Pieces((x,))
+
+
+def _pointwise(call: Callable[[Any], Any], args: tuple[Any, ...]) -> Pieces:
+    """Apply piece by piece, cutting the other operands alike; those that broadcast stay whole."""
+    width = max(arg.width for arg in args if isinstance(arg, Pieces))
+    split = [_pieces(a) if _as_wide(a, width) else None for a in args]
+    places = {end for s in split if s is not None for end in s.ends}
+    cut = [None if s is None else s.cut_at(places) for s in split]
+    count = max(len(c.parts) for c in cut if c is not None)
+    return Pieces(
+        tuple(call([a if c is None else c.parts[i] for a, c in zip(args, cut, strict=True)]) for i in range(count))
+    )
+
+
+def _as_wide(arg: Any, width: int) -> bool:
+    if isinstance(arg, Pieces):
+        return arg.width == width
+    return isinstance(arg, Tensor) and arg.ndim > 0 and arg.shape[-1] == width and width > 1
+
+
+def _slices_last(args: tuple[Any, ...]) -> bool:
+    """x[..., a:b]: only the last dimension is cut, without a step."""
+    if not isinstance(args[0], Pieces) or not isinstance(args[1], tuple):
+        return False
+    *others, last = args[1]
+    reaches_last = Ellipsis in others or len(args[1]) == args[0].parts[0].ndim
+    whole = all(o is Ellipsis or o == slice(None) for o in others)
+    return reaches_last and whole and isinstance(last, slice) and last.step in (None, 1)
+
+
+def _sliced(x: Pieces, where: slice) -> Pieces:
+    start, stop, _ = where.indices(x.width)
+    return x.between(start, stop)
+
+
+def _along_last(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    place = 1 if isinstance(args[0], (list, tuple)) else 2
+    dim = kwargs.get("dim", args[place] if len(args) > place else 0)
+    sample = _pieces(_flat(args)[0]).parts[0]
+    return isinstance(dim, int) and dim in (-1, sample.ndim - 1)
+
+
+def _divided(x: Pieces, size: Any, chunk: bool) -> tuple[Pieces, ...]:
+    if isinstance(size, int):
+        step = -(-x.width // size) if chunk else size
+        sizes = [min(step, x.width - at) for at in range(0, x.width, step)]
+    else:
+        sizes = list(size)
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    return tuple(x.between(end - width, end) for end, width in zip(ends, sizes, strict=True))
