@@ -178,7 +178,8 @@ def _compiled(layer: _Layer) -> Trace:
     )
     attention = Attention()
     if policy.statistics:
-        attention = as_attention(policy, statistics(policy, q, k, None, real, True, layer.scale), real)
+        sums = statistics(policy, q, k, None, real, True, layer.scale, layer.budget)
+        attention = as_attention(policy, sums, real)
     plan = policy.plan([attention], real, layer.budget)[0]
     layout = layer.layout(plan.capacity)
     slots = admit(layout, None, Chunk(stored, v, real, attention), plan.budget)

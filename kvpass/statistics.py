@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 from torch import Tensor
 
+from kvpass.budget import Budget
 from kvpass.lowering.column_scores import column_scores, row_scan
 from kvpass.policies import specify
 from kvpass.policies.base import Attention, Policy, Statistic
@@ -17,15 +20,22 @@ def wanted(policy: Policy) -> list[Statistic]:
 
 
 def statistics(
-    policy: Policy, query: Tensor, key: Tensor, mask: Tensor | None, real: Tensor, causal: bool, scale: float
+    policy: Policy,
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    real: Tensor,
+    causal: bool,
+    scale: float,
+    budget: Budget,
 ) -> list[Tensor]:
-    """The tensors that the policy asks for; the arguments are those of `column_scores`."""
+    """The tensors that the policy asks for; `budget` as users write it, the others as for `column_scores`."""
     made: dict[Statistic, Tensor] = {}
     if not policy.statistics.isdisjoint(_SUMS):
         sums = column_scores(query, key, mask, real, causal, scale, policy.observation)
         made = dict(zip(_SUMS, sums, strict=True))
     if "scan" in policy.statistics:
-        made["scan"] = row_scan(query, key, mask, real, causal, scale, specify(policy))
+        made["scan"] = row_scan(query, key, mask, real, causal, scale, specify(policy), json.dumps(budget))
     return [made[name] for name in wanted(policy)]
 
 

@@ -251,7 +251,7 @@ def extend_step(
     )
     if not policy.statistics:
         return output, []
-    return output, statistics(policy, query, keys, full, real, False, site.scale)
+    return output, statistics(policy, query, keys, full, real, False, site.scale, layout.budget)
 
 
 def _chunk_mask(layout: Layout, site: Site, slots: Slots, real: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -43,9 +43,35 @@ TABLE = [
     Row("streaming", st.fixed_dictionaries({"sinks": st.integers(0, 3)})),
     Row("random", st.fixed_dictionaries({"seed": st.integers(0, 100)})),
     Row("h2o", st.fixed_dictionaries({"heavy": st.sampled_from([0.0, 0.3, 0.5, 0.75, 1.0])}), scored=True),
+    Row(
+        "cascade",
+        st.fixed_dictionaries(
+            {
+                "cascades": st.integers(1, 5),
+                "sinks": st.integers(0, 3),
+                "growth": st.sampled_from(["pow2", "pow3", "pow4", "linear"]),
+                "reduce": st.sampled_from(["mean", "max", "median"]),
+                "gamma": st.none() | st.sampled_from([0.0, 0.5, 0.95]),
+                "order": st.sampled_from(["write_first", "attend_first"]),
+                "eager_fill": st.booleans(),
+                "heads": st.sampled_from(["shared", "kv"]),
+            }
+        ),
+        scored=True,
+    ),
     Row("tova", scored=True),
     Row("knorm", scored=True),
     Row("roco", scored=True),
+    Row(
+        "sage",
+        st.fixed_dictionaries(
+            {
+                "share": st.sampled_from(["union", "concat", "private"]),
+                "refresh_interval": st.none() | st.integers(1, 6),
+            }
+        ),
+        scored=True,
+    ),
     Row(
         "snapkv",
         st.fixed_dictionaries({"window": st.integers(1, 4), "kernel": st.sampled_from([1, 3, 5])}),

@@ -6,12 +6,14 @@ opaque to the compiler so that one compiled prompt graph serves every prompt len
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from kvpass import policies
+from kvpass.budget import slots_for
 
 CHUNK = 1 << 22  # logits alive at a time: 16 MB in float32
 LOWEST = torch.finfo(torch.float32).min
@@ -86,19 +88,38 @@ def _(
 
 @torch.library.custom_op("kvpass::row_scan", mutates_args=())
 def row_scan(
-    query: Tensor, key: Tensor, mask: Tensor | None, real: Tensor, causal: bool, scale: float, policy: str
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    real: Tensor,
+    causal: bool,
+    scale: float,
+    policy: str,
+    budget: str,
 ) -> Tensor:
-    """What the policy of that specification (`kvpass.policies.specify`) makes of the rows, float32 [B, H', S].
+    """What a policy makes of the rows, float32 [B, H', S], when it must see one query after the other.
 
-    For policies that must see one query after the other.  The other arguments are as for `column_scores`.
+    Args:
+        policy: its specification, see `kvpass.policies.specify`.
+        budget: as users write it: a number of slots, or a share of the prompt.
+        The others are as for `column_scores`.
     """
+    chosen, held = policies.specified(policy), key.shape[2] - query.shape[2]
+    slots = slots_for(chosen, json.loads(budget), query.shape[2])
     pieces = (torch.softmax(piece, -1) for _, piece in _pieces(query, key, mask, causal, scale))
-    return policies.specified(policy).scan(pieces, real, key.shape[2] - query.shape[2])
+    return chosen.scan(pieces, real, held, slots)
 
 
 @row_scan.register_fake
 def _(
-    query: Tensor, key: Tensor, mask: Tensor | None, real: Tensor, causal: bool, scale: float, policy: str
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    real: Tensor,
+    causal: bool,
+    scale: float,
+    policy: str,
+    budget: str,
 ) -> Tensor:
     groups = 1 if policies.specified(policy).heads == "shared" else key.shape[1]
     return query.new_empty((key.shape[0], groups, key.shape[2]), dtype=torch.float32)

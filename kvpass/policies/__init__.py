@@ -16,11 +16,13 @@ from kvpass.policies.base import Attention, Policy, Tokens
 __all__ = ["Attention", "Policy", "Tokens", "get", "names", "register", "resolve", "specified", "specify"]
 
 _BUILT_IN = {
+    "cascade": "Cascade",
     "full": "Full",
     "h2o": "H2O",
     "knorm": "KNorm",
     "random": "Random",
     "roco": "RoCo",
+    "sage": "Sage",
     "snapkv": "SnapKV",
     "streaming": "Streaming",
     "tova": "Tova",

@@ -227,8 +227,8 @@ class Policy:
         """What changes after a prompt or chunk, or in a step with the sweep; by default as `observe` has it."""
         return self.observe(tokens, attention)
 
-    def scan(self, rows: Iterable[Tensor], real: Tensor, held: int) -> Tensor:
-        """`Attention.scan` from attention rows, for what sums over queries cannot say.
+    def scan(self, rows: Iterable[Tensor], real: Tensor, held: int, budget: int) -> Tensor:
+        """`Attention.scan` from attention rows, for what sums over queries cannot say; never traced.
 
         Args:
             rows: consecutive queries, float32 [B, Hkv, G, n, held + q]; all pieces together have q queries.

@@ -39,6 +39,7 @@ class Stream:
         head: the KV head, 0 if they are shared.
         budget: tokens to keep between steps.
         seen: real tokens seen, those that are being taken in included.
+        step: what is being taken in is a single token on held ones, not a prompt or chunk.
         notes: what the policy remembers for the stream, by name.
         gone: tokens that have just left, for `Reference.settle`.
     """
@@ -47,6 +48,7 @@ class Stream:
     budget: int
     tokens: list[Token] = dataclasses.field(default_factory=list)
     seen: int = 0
+    step: bool = False
     notes: dict[str, Any] = dataclasses.field(default_factory=dict)
     gone: list[Token] = dataclasses.field(default_factory=list)
 
@@ -166,6 +168,7 @@ class ReferenceLayer:
                 tokens = [self._token(stream, chunk, b, place, j) for place, j in enumerate(new)]
                 seen = [part[b, self._queries(stream, rows)][:, new][:, :, columns] for part in (rows, logits)]
                 stream.seen += len(new)
+                stream.step = self.length > 0 and chunk.real.shape[1] == 1
                 self.reference.take(stream, tokens, *(part.transpose(0, 1) for part in seen))
             self.reference.settle(row)
         self.length += chunk.real.shape[1]

@@ -14,9 +14,8 @@ class SnapKVReference(Reference):
         self.kernel = kernel
 
     def take(self, stream: Stream, new: list[Token], rows: Tensor, logits: Tensor) -> None:
-        step = len(new) == 1 and bool(stream.tokens)
         tokens = stream.tokens + new
-        if new and not step:
+        if new and not stream.step:
             self.vote(tokens, rows, stream.seen)
         stream.tokens = self.evict(tokens, stream.head, stream.seen, stream.budget)
 
