@@ -33,6 +33,6 @@ def slots_for(policy: Policy, budget: Budget, prompt: int) -> int:
         return 1 << (prompt + SPARE - 1).bit_length()
     if isinstance(budget, int):
         return budget
-    slots = max(policy.minimum_budget(), math.floor(Fraction(str(budget)) * prompt))
+    slots = policy.fitting_budget(math.floor(Fraction(str(budget)) * prompt))
     policy.check_budget(slots)
     return slots

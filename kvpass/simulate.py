@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from kvpass import budget as budgets
-from kvpass import policies
-from kvpass.errors import KVPassError
-from kvpass.lowering.column_scores import column_scores
+from kvpass.errors import BudgetError, KVPassError
 from kvpass.policies.base import Attention, Policy
 from kvpass.reference import ReferenceLayer, reference_of
-from kvpass.reference.base import attention_rows
-from kvpass.slots import FREE, Chunk, Layout, Slots, admit
-from kvpass.step import Rotate, Site, decode_step
+from kvpass.reference.base import attention_logits
+from kvpass.slots import FREE, Chunk, Layout, Slots, admit, gathered_rows, rows_in_order
+from kvpass.statistics import as_attention, statistics
+from kvpass.step import Rotate, Site, decode_step, extend_step, tempered
 
 if TYPE_CHECKING:
     from kvpass.backend import Backend
@@ -71,7 +70,9 @@ def simulate(
     # Imported late: the backend draws in the whole compiler.
     from kvpass.backend import Backend, backend
 
-    chosen = policy if isinstance(policy, Backend) else backend(policy, budget=budget, positions=positions, **policy_options)
+    chosen = policy
+    if not isinstance(chosen, Backend):
+        chosen = backend(chosen, budget=budget, positions=positions, **policy_options)
     _check_shapes(q, k, v, prompt)
     layer = _Layer(chosen, q, k, v, prompt, rope_theta, 1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     return _compiled(layer) if compiled else _reference(layer)
@@ -107,18 +108,36 @@ class _Layer:
     scale: float
 
     @property
+    def policy(self) -> Policy:
+        return self.backend.policy.for_layer(0, 1)
+
+    @property
     def ranked(self) -> bool:
         return self.theta is not None and self.backend.prefers_ranks
 
     @property
-    def layout(self) -> Layout:
-        policy, (rows, heads, tokens, dim) = self.backend.policy, self.k.shape
-        if self.backend.budget is None:
-            kept = tokens
-        else:
-            kept = budgets.slots_for(policy, self.backend.budget, self.prompt)
+    def budget(self) -> int:
+        """Tokens to keep between steps; all of them for a policy that never evicts."""
+        budget, tokens = self.backend.budget, self.k.shape[2]
+        own = self.policy is self.backend.policy
+        kept = budgets.slots_for(self.policy, budget, self.prompt) if own and budget is not None else tokens
+        if not self.policy.evicts and kept < tokens:
+            raise BudgetError(f"budget={budget}: {self.policy.name!r} cannot hold {tokens} tokens")
+        return kept
+
+    def layout(self, capacity: int) -> Layout:
+        rows, heads, _, dim = self.k.shape
         return Layout(
-            policy, kept, kept + policy.evicts, rows, heads, dim, self.v.shape[-1], self.k.dtype, self.k.device, self.ranked
+            policy=self.policy,
+            budget=self.budget,
+            capacity=capacity,
+            rows=rows,
+            heads=heads,
+            key_dim=dim,
+            value_dim=self.v.shape[-1],
+            dtype=self.k.dtype,
+            device=self.k.device,
+            ranked=self.ranked,
         )
 
     def rotated(self, x: Tensor, position: Tensor) -> Tensor:
@@ -134,84 +153,115 @@ class _Layer:
         position = first + torch.arange(q.shape[2], device=q.device).expand(q.shape[0], 1, -1)
         return self.rotated(q, position), self.rotated(k, position), self.v[:, :, chosen]
 
+    def step(self, t: int, rank: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Query, attended key, value and stored key of token t, whose rank is `rank` [B, 1, 1]."""
+        q, k, v = self.tokens(slice(t, t + 1), rank if self.ranked else torch.full_like(rank, t))
+        return q, k, v, self.k[:, :, t : t + 1] if self.ranked else k
+
     def real(self, count: int) -> Tensor:
         return torch.ones(self.q.shape[0], count, dtype=torch.bool, device=self.q.device)
 
 
-def _prompt(layer: _Layer) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Attended and stored keys of the prompt, its queries and values, and its output."""
-    q, k, v = layer.tokens(slice(0, layer.prompt), torch.zeros(layer.q.shape[0], 1, 1, dtype=torch.int64, device=layer.q.device))
-    stored = layer.k[:, :, : layer.prompt] if layer.ranked else k
-    output = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=layer.scale, enable_gqa=True)
-    return q, k, v, stored, output
+def _prompt(layer: _Layer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Queries, attended keys, values and stored keys of the prompt."""
+    start = torch.zeros(layer.q.shape[0], 1, 1, dtype=torch.int64, device=layer.q.device)
+    q, k, v = layer.tokens(slice(0, layer.prompt), start)
+    return q, k, v, layer.k[:, :, : layer.prompt] if layer.ranked else k
 
 
 def _compiled(layer: _Layer) -> Trace:
-    layout, policy = layer.layout, layer.backend.policy
-    q, k, v, stored, output = _prompt(layer)
-    real = layer.real(layer.prompt)
+    policy, real = layer.policy, layer.real(layer.prompt)
+    q, k, v, stored = _prompt(layer)
+    q = tempered(policy, q, real.sum(-1, keepdim=True))
+    output = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, scale=layer.scale, enable_gqa=True
+    )
     attention = Attention()
     if policy.statistics:
-        sums = column_scores(q, k, None, real, True, layer.scale, policy.window)
-        attention = Attention(*sums, queries=real.sum(-1)[:, None, None])
-    slots = admit(layout, None, Chunk(stored, v, real, attention))
+        sums = statistics(policy, q, k, None, real, True, layer.scale, layer.budget)
+        attention = as_attention(policy, sums, real)
+    plan = policy.plan([attention], real, layer.budget)[0]
+    layout = layer.layout(plan.capacity)
+    slots = admit(layout, None, Chunk(stored, v, real, attention), plan.budget)
+    clock = policy.clock((), layer.prompt, plan.budget)
     outputs, held = [output], [_positions(layout, slots)]
-    site = Site(layer.scale, None, layer.rotate)
     for t in range(layer.prompt, layer.q.shape[2]):
-        live = (slots.position[:, :1] >= 0).sum(-1, keepdim=True)
-        q, k, v = layer.tokens(slice(t, t + 1), live if layer.ranked else slots.length[:, None, None])
-        stored = layer.k[:, :, t : t + 1] if layer.ranked else k
-        outputs.append(decode_step(layout, site, slots, q, stored, v, layer.real(1)[:, 0]))
+        sweep, clock = policy.tick(clock, plan.budget)
+        new, slots = _compiled_step(layer, layout, slots, t, sweep)
+        outputs.append(new)
         held.append(_positions(layout, slots))
-    keys, values = (_in_order(layout, slots, rows) for rows in (slots.key, slots.value))
-    return Trace(torch.stack(held), torch.cat(outputs, 2), keys, values)
+    width = max(layout.budget, *(int((p >= 0).sum(-1).max()) for p in held))
+    positions = torch.stack([_fitted(p, width, FREE) for p in held])
+    keys, values = (_fitted_rows(_in_order(slots, rows), width) for rows in (slots.key, slots.value))
+    return Trace(positions, torch.cat(outputs, 2), keys, values)
+
+
+def _compiled_step(layer: _Layer, layout: Layout, slots: Slots, t: int, sweep: bool) -> tuple[Tensor, Slots]:
+    site, real = Site(layer.scale, None, layer.rotate), layer.real(1)
+    q, k, v, stored = layer.step(t, slots.next_rank())
+    if slots.capacity == layout.capacity:
+        return decode_step(layout, site, slots, q, stored, v, real[:, 0], sweep), slots
+    output, sums = extend_step(layout, site, slots, q, k, v, real)
+    return output, admit(layout, slots, Chunk(stored, v, real, as_attention(layout.policy, sums, real)))
 
 
 def _positions(layout: Layout, slots: Slots) -> Tensor:
-    """Held positions [B, Hkv, budget], sorted, -1 after the last."""
-    late = torch.where(slots.position < 0, torch.iinfo(torch.int64).max, slots.position).sort(-1).values
-    late = torch.where(late == torch.iinfo(torch.int64).max, FREE, late)[..., : layout.budget]
-    return late.expand(-1, layout.heads, -1).clone()
+    """Held positions [B, Hkv, C], sorted, -1 after the last."""
+    order = rows_in_order(slots.position)
+    return slots.position.gather(-1, order).expand(-1, layout.heads, -1).clone()
 
 
-def _in_order(layout: Layout, slots: Slots, rows: Tensor) -> Tensor:
-    """Rows [B, Hkv, budget, D] sorted by position, zero after the last."""
-    order = torch.where(slots.position < 0, torch.iinfo(torch.int64).max, slots.position).argsort(-1)[..., : layout.budget]
-    live = (slots.position.gather(-1, order) >= 0).expand(-1, layout.heads, -1)[..., None]
-    chosen = order.expand(-1, layout.heads, -1)[..., None].expand(-1, -1, -1, rows.shape[-1])
-    return torch.where(live, rows.gather(2, chosen), 0)
+def _in_order(slots: Slots, rows: Tensor) -> Tensor:
+    """Rows [B, Hkv, C, D] sorted by position, zero after the last."""
+    order = rows_in_order(slots.position)
+    live = (slots.position.gather(-1, order) >= 0)[..., None]
+    return torch.where(live, gathered_rows(rows, order), 0)
 
 
 def _reference(layer: _Layer) -> Trace:
-    layout = layer.layout
-    reference = ReferenceLayer(layout, reference_of(layer.backend.policy))
-    q, k, v, stored, output = _prompt(layer)
+    q, k, v, stored = _prompt(layer)
+    causal = torch.ones(layer.prompt, layer.prompt, dtype=torch.bool, device=q.device).tril()
+    reference = ReferenceLayer(layer.layout(0), reference_of(layer.policy))
     real = layer.real(layer.prompt)
-    causal = torch.ones(layer.prompt, layer.prompt, dtype=torch.bool, device=q.device).tril().expand(q.shape[0], 1, -1, -1)
-    reference.take(Chunk(stored, v, real, Attention()), attention_rows(q, k, causal, None, layer.scale))
-    outputs, held = [output], [reference.positions()]
+    logits = attention_logits(q * reference.temper(real), k, causal.expand(q.shape[0], 1, -1, -1), None, layer.scale)
+    reference.take(Chunk(stored, v, real, Attention()), logits.softmax(-1), logits)
+    outputs, held = [_weighted(logits.softmax(-1), v)], [reference.positions()]
     for t in range(layer.prompt, layer.q.shape[2]):
         outputs.append(_reference_step(layer, reference, t))
         held.append(reference.positions())
-    positions = torch.stack([_widened(p, layout.budget).expand(-1, layout.heads, -1) for p in held])
-    keys, values = (_widened(reference.rows(name).transpose(2, 3), layout.budget, 0.0).transpose(2, 3) for name in ("key", "value"))
+    width = max(layer.budget, *(p.shape[-1] for p in held))
+    positions = torch.stack([_fitted(p, width, FREE).expand(-1, layer.k.shape[1], -1) for p in held])
+    keys, values = (_fitted_rows(reference.rows(name), width) for name in ("key", "value"))
     return Trace(positions, torch.cat(outputs, 2), keys, values)
 
 
 def _reference_step(layer: _Layer, reference: ReferenceLayer, t: int) -> Tensor:
+    real = layer.real(1)
+    reference.prepare(real)
     held, ranks = reference.positions(), reference.ranks()
-    first = ranks.amax(-1)[:, :1, None] + 1 if layer.ranked else torch.full((layer.q.shape[0], 1, 1), t, device=layer.q.device)
-    q, k, v = layer.tokens(slice(t, t + 1), first)
+    q, k, v, stored = layer.step(t, ranks.amax(-1)[:, :1, None] + 1)
+    q = q * reference.temper(real)
     keys = reference.rows("key")
     attended = torch.cat([layer.rotated(keys, ranks) if layer.ranked else keys, k], 2)
     live = torch.nn.functional.pad(held >= 0, (0, 1), value=True)[:, :, None]
     mask = live.repeat_interleave(q.shape[1] // live.shape[1], 1)
-    rows = attention_rows(q, attended, mask, None, layer.scale)  # [B, Hq, 1, N + 1]
-    values = torch.cat([reference.rows("value"), v], 2).repeat_interleave(q.shape[1] // v.shape[1], 1)
-    stored = layer.k[:, :, t : t + 1] if layer.ranked else k
-    reference.take(Chunk(stored, v, layer.real(1), Attention()), rows)
-    return rows.to(values.dtype) @ values
+    logits = attention_logits(q, attended, mask, None, layer.scale)  # [B, Hq, 1, N + 1]
+    bias = reference.bias(q.shape[1] // k.shape[1])
+    rows = (logits if bias is None else logits + torch.nn.functional.pad(bias, (0, 1))).softmax(-1)
+    output = _weighted(rows, torch.cat([reference.rows("value"), v], 2))
+    reference.take(Chunk(stored, v, real, Attention()), rows, logits)
+    return output
 
 
-def _widened(x: Tensor, width: int, fill: float = FREE) -> Tensor:
+def _weighted(rows: Tensor, values: Tensor) -> Tensor:
+    """Probabilities [B, Hq, q, N] over values [B, Hkv, N, Dv]: [B, Hq, q, Dv]."""
+    return rows.to(values.dtype) @ values.repeat_interleave(rows.shape[1] // values.shape[1], 1)
+
+
+def _fitted(x: Tensor, width: int, fill: float) -> Tensor:
+    """The last dimension cut, or filled, to `width`."""
     return torch.nn.functional.pad(x, (0, width - x.shape[-1]), value=fill)
+
+
+def _fitted_rows(x: Tensor, width: int) -> Tensor:
+    return _fitted(x.transpose(2, 3), width, 0.0).transpose(2, 3)

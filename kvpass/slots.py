@@ -12,9 +12,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kvpass.policies.base import Attention, Policy, Tokens
+from kvpass.policies.base import LATE, Attention, Merge, Policy, State, Tokens, rank_of
 
 FREE = -1
+PIECE = 1024  # evicted rows that are merged at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +47,11 @@ class Layout:
         """H': how many sets of metadata the layer has."""
         return 1 if self.policy.heads == "shared" else self.heads
 
+    @property
+    def tracks_rank(self) -> bool:
+        """Whether decode steps keep `Slots.rank` up."""
+        return self.ranked or self.policy.ranks
+
 
 @dataclasses.dataclass
 class Slots:
@@ -58,8 +64,8 @@ class Slots:
         free: int64 [B, H'], the slot that the next token is written to.
         seen: int64 [B], real tokens seen.
         length: int64 [B], tokens seen, padding included.
-        rank: int64 [B, H', C], the place among the held tokens; only read when the layout is ranked.
-        state: what the policy remembers, each [B, H', C].
+        rank: int64 [B, H', C], the place among the held tokens, if the layout tracks it.
+        state: what the policy remembers, each [B, H', C], or [B, H', 1] for its `row_state`.
     """
 
     key: Tensor
@@ -93,11 +99,22 @@ class Slots:
             seen=integers(rows),
             length=integers(rows),
             rank=integers(*meta),
-            state={
-                name: torch.zeros(meta, dtype=dtype, device=layout.device)
-                for name, dtype in layout.policy.state().items()
-            },
+            state=_first_state(layout),
         )
+
+    def tokens(self, layout: Layout) -> Tokens:
+        """What the policy sees of the slots."""
+        rank = self.rank if layout.tracks_rank else None
+        return Tokens(self.position, self.seen[:, None, None], self.state, layout.budget, self.capacity, rank)
+
+    @property
+    def capacity(self) -> int:
+        return self.position.shape[-1]
+
+    def next_rank(self) -> Tensor:
+        """int64 [B, 1, 1]: the place among the held tokens that the next token of each row will have."""
+        live = self.position >= 0
+        return (live.sum(-1, keepdim=True) - live.gather(-1, self.free[..., None]).long())[:, :1]
 
     def tensors(self) -> list[Tensor]:
         """All of them, in a fixed order; `rebuild` is the inverse."""
@@ -106,7 +123,9 @@ class Slots:
 
     def rebuild(self, tensors: list[Tensor]) -> Slots:
         """The same structure over other tensors."""
-        return Slots(*tensors[:8], dict(zip(self.state, tensors[8:], strict=True)))
+        key, value, position, index, free, seen, length, rank, *state = tensors
+        named = dict(zip(self.state, state, strict=True))
+        return Slots(key, value, position, index, free, seen, length, rank, named)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Slots:
         return self.rebuild([function(tensor) for tensor in self.tensors()])
@@ -132,76 +151,133 @@ class Chunk:
     attention: Attention
 
 
-def admit(layout: Layout, held: Slots | None, chunk: Chunk) -> Slots:
-    """Take in a chunk: of the held tokens and the chunk's, the `layout.budget` worth most stay.
-
-    The survivors are written to slots 0, 1, ... in the order of their positions; `held` is overwritten in
-    place when given.  Runs once per prompt or turn, uncompiled.
-    """
-    slots = held if held is not None else Slots.empty(layout)
-    count = chunk.real.cumsum(-1)  # [B, q]
-    fresh = slots.seen[:, None] + count - 1
-    position = _joined(layout, held and held.position, fresh.masked_fill(~chunk.real, FREE))
-    running = slots.length[:, None] + torch.arange(chunk.real.shape[1], device=layout.device)
-    index = _joined(layout, held and held.index, running)
-    seen = slots.seen + count[:, -1]
-    state = {
-        name: _joined(layout, held and held.state[name], torch.zeros_like(fresh, dtype=tensor.dtype))
-        for name, tensor in slots.state.items()
+def _first_state(layout: Layout) -> State:
+    shape, device = (layout.rows, layout.groups), layout.device
+    tokens = {
+        name: torch.zeros(*shape, layout.capacity, dtype=dtype, device=device)
+        for name, dtype in layout.policy.state().items()
     }
-    tokens = Tokens(position, seen[:, None, None], state, layout.budget)
-    tokens = dataclasses.replace(tokens, state=layout.policy.observe(tokens, chunk.attention))
-    kept = best(layout.policy.worth(tokens), position, layout.budget)  # [B, H', n]
-    length = slots.length + chunk.real.shape[1]
+    rows = {
+        name: torch.full((*shape, 1), first, dtype=torch.float32 if isinstance(first, float) else None, device=device)
+        for name, first in layout.policy.row_state().items()
+    }
+    return {**tokens, **rows}
+
+
+def admit(layout: Layout, held: Slots | None, chunk: Chunk, limit: int | None = None) -> Slots:
+    """Take in a chunk: the policy says which of the held tokens and the chunk's stay.
+
+    The survivors are written to slots 0, 1, ... in the order of their positions.  `held` is overwritten in
+    place if it has the layout's capacity.  Runs once per prompt or turn, uncompiled.
+
+    Args:
+        limit: the layer's own budget, if the policy's plan gives layers different ones; else the layout's.
+
+    Returns:
+        Slots of the layout's capacity; of more when the policy defers and this is the prompt.
+    """
+    past = Slots.empty(_roomy(layout, chunk)) if held is None else held
+    tokens, index = _candidates(layout, past, chunk, held is None)
+    tokens = dataclasses.replace(tokens, budget=layout.budget if limit is None else limit)
+    tokens = tokens.updated(layout.policy.absorb(tokens, chunk.attention))
+    stays, changes = layout.policy.sweep(tokens)
+    tokens = tokens.updated(changes)
     key = chunk.key if held is None else torch.cat([held.key, chunk.key], 2)
     value = chunk.value if held is None else torch.cat([held.value, chunk.value], 2)
-    _fill(slots, kept, key, value, position, index, tokens.state)
-    slots.seen.copy_(seen)
-    slots.length.copy_(length)
+    slots = past if held is None or held.capacity == layout.capacity else Slots.empty(layout)
+    _fill(layout, slots, tokens, stays, index, key, value)
+    slots.seen.copy_(tokens.seen[:, 0, 0])
+    slots.length.copy_(index[:, 0, -1] + 1)
+    if layout.policy.merges:
+        _merge_gone(layout, slots, tokens, tokens.live & ~stays, key, value)
+    slots.free.copy_(layout.policy.victim(slots.tokens(layout)))
     return slots
 
 
-def best(worth: Tensor, position: Tensor, count: int) -> Tensor:
-    """The places [B, H', min(count, N)] of the live tokens worth most, in the order of their positions.
-
-    Of two tokens of equal worth the earlier one stays.  Places that hold no token come last.
-    """
-    by_position = torch.where(position < 0, torch.iinfo(torch.int64).max, position).argsort(-1)
-    worth = torch.where(position < 0, _lowest(worth), worth).gather(-1, by_position)
-    dead = (position < 0).gather(-1, by_position)
-    order = worth.argsort(dim=-1, descending=True, stable=True)
-    order = order.gather(-1, dead.gather(-1, order).int().argsort(dim=-1, stable=True))[..., :count]
-    kept = by_position.gather(-1, order.sort(-1).values)
-    return kept
+def _roomy(layout: Layout, chunk: Chunk) -> Layout:
+    """The layout for a prompt, which a policy that defers holds whole."""
+    prompt = chunk.real.shape[1] if layout.policy.defers else 0
+    return dataclasses.replace(layout, capacity=max(layout.capacity, prompt))
 
 
-def _lowest(worth: Tensor) -> Tensor:
-    lowest = -torch.inf if worth.is_floating_point() else torch.iinfo(worth.dtype).min
-    return torch.full_like(worth, lowest)
+def _candidates(layout: Layout, past: Slots, chunk: Chunk, prompt: bool) -> tuple[Tokens, Tensor]:
+    """The tokens of [held slots, chunk], N = C + q, and their places in the padded sequence [B, H', N]."""
+    policy, count = layout.policy, chunk.real.cumsum(-1)  # [B, q]
+    fresh = past.seen[:, None] + count - 1
+    running = past.length[:, None] + torch.arange(chunk.real.shape[1], device=layout.device)
 
+    def joined(old: Tensor, new: Tensor) -> Tensor:
+        new = new.expand(-1, layout.groups, -1)
+        return new if prompt else torch.cat([old, new], -1)
 
-def _joined(layout: Layout, held: Tensor | None, fresh: Tensor) -> Tensor:
-    """Metadata of [held slots, chunk], [B, H', C + q], from that of the chunk, [B, q]."""
-    new = fresh[:, None].expand(-1, layout.groups, -1)
-    return new if held is None else torch.cat([held, new], -1)
+    arriving, state = policy.arrive(chunk.key), dict(past.state)
+    for name, dtype in policy.state().items():
+        state[name] = joined(past.state[name], arriving.get(name, torch.zeros_like(fresh, dtype=dtype)[:, None]))
+    position = joined(past.position, fresh.masked_fill(~chunk.real, FREE)[:, None])
+    tokens = Tokens(
+        position=position,
+        seen=(past.seen + count[:, -1])[:, None, None],
+        state=state,
+        budget=layout.budget,
+        held=0 if prompt else past.capacity,
+        rank=rank_of(position) if policy.ranks else None,
+    )
+    return tokens, joined(past.index, running[:, None])
 
 
 def _fill(
-    slots: Slots, kept: Tensor, key: Tensor, value: Tensor, position: Tensor, index: Tensor, state: dict[str, Tensor]
+    layout: Layout, slots: Slots, tokens: Tokens, stays: Tensor, index: Tensor, key: Tensor, value: Tensor
 ) -> None:
-    """Write the kept tokens to the first slots and free the others."""
+    """Write the tokens that stay to the first slots and free the others."""
+    position = torch.where(stays, tokens.position, FREE)
+    kept = rows_in_order(position)[..., : slots.capacity]  # [B, H', n]
     count = kept.shape[-1]
     for buffer, rows in ((slots.key, key), (slots.value, value)):
-        chosen = kept.expand(-1, rows.shape[1], -1)[..., None].expand(-1, -1, -1, rows.shape[-1])
-        buffer[:, :, :count] = rows.gather(2, chosen)
-    for buffer, values in ((slots.position, position), (slots.index, index.masked_fill(position < 0, FREE))):
-        gathered = values.gather(-1, kept)
+        buffer[:, :, :count] = gathered_rows(rows, kept)
+    for buffer, values in ((slots.position, position), (slots.index, index.masked_fill(~stays, FREE))):
+        chosen = values.gather(-1, kept)
         buffer.fill_(FREE)
-        buffer[..., :count] = gathered
-    for name, buffer in slots.state.items():
-        gathered = state[name].gather(-1, kept)
-        buffer.zero_()
-        buffer[..., :count] = gathered
-    live = slots.position >= 0
-    slots.rank.copy_(live.cumsum(-1) - 1)
-    slots.free.copy_(live.sum(-1).clamp(max=slots.position.shape[-1] - 1))
+        buffer[..., :count] = chosen
+    for name in layout.policy.state():
+        chosen = tokens.state[name].gather(-1, kept)
+        slots.state[name].zero_()
+        slots.state[name][..., :count] = chosen
+    for name in layout.policy.row_state():
+        slots.state[name].copy_(tokens.state[name])
+    slots.rank.copy_((slots.position >= 0).cumsum(-1) - 1)
+
+
+def rows_in_order(position: Tensor) -> Tensor:
+    """The places of the tokens sorted by position, free ones last."""
+    return torch.where(position < 0, LATE, position).argsort(-1)
+
+
+def gathered_rows(rows: Tensor, chosen: Tensor) -> Tensor:
+    """Keys or values [B, Hkv, N, D] at places [B, H', n]: [B, Hkv, n, D]."""
+    places = chosen.expand(-1, rows.shape[1], -1)[..., None].expand(-1, -1, -1, rows.shape[-1])
+    return rows.gather(2, places)
+
+
+def _merge_gone(layout: Layout, slots: Slots, tokens: Tokens, gone: Tensor, key: Tensor, value: Tensor) -> None:
+    """Let the policy merge the tokens that go into the filled slots."""
+    count = int(gone.sum(-1).max())
+    places = rows_in_order(torch.where(gone, tokens.position, FREE))[..., :count]  # [B, H', E]
+    merge = layout.policy.merge(slots.tokens(layout), slots.key, gathered_rows(key, places), gone.gather(-1, places))
+    for buffer, rows in ((slots.key, key), (slots.value, value)):
+        _mix(buffer, rows, places, merge)
+    for name, changed in merge.state.items():
+        slots.state[name].copy_(changed)
+
+
+def _mix(buffer: Tensor, rows: Tensor, places: Tensor, merge: Merge) -> None:
+    """buffer [B, Hkv, C, D] with the rows [B, Hkv, N, D] at `places` [B, H', E] merged into it, a piece at a time."""
+    heads = buffer.shape[1]
+    into = merge.into.expand(-1, heads, -1)
+    share = torch.zeros(buffer.shape[:3], device=buffer.device)
+    share = share.scatter_add(-1, into, merge.share.expand(-1, heads, -1))[..., None]
+    total = merge.own * buffer.float()
+    for start in range(0, places.shape[-1], PIECE):
+        piece = slice(start, start + PIECE)
+        weighted = gathered_rows(rows, places[..., piece]).float() * merge.weight[..., piece, None]
+        total.scatter_add_(2, into[..., piece, None].expand_as(weighted), weighted)
+    buffer.copy_(torch.where(share > 0, total / (merge.own + share), buffer.float()))

@@ -13,10 +13,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvpass.lowering.attend import attend
-from kvpass.lowering.column_scores import column_scores
-from kvpass.policies.base import Attention, Policy, Tokens
+from kvpass.lowering.attend import LOWEST, attend, scores
+from kvpass.policies.base import LATE, Attention, Policy, State, Tokens, rank_of
 from kvpass.slots import FREE, Layout, Slots
+from kvpass.statistics import statistics
 
 
 class Mask(Protocol):
@@ -46,7 +46,14 @@ class Site:
 
 
 def decode_step(
-    layout: Layout, site: Site, slots: Slots, query: Tensor, key: Tensor, value: Tensor, real: Tensor
+    layout: Layout,
+    site: Site,
+    slots: Slots,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    real: Tensor,
+    sweep: bool = False,
 ) -> Tensor:
     """Write one token to the free slot, attend, let the policy observe and free the next slot.
 
@@ -54,24 +61,48 @@ def decode_step(
         slots: overwritten in place.
         query: [B, Hq, 1, D]; key: [B, Hkv, 1, D], as it is stored; value: [B, Hkv, 1, Dv].
         real: bool [B], false for a row whose token is padding.
+        sweep: the other decode graph, which the host runs when `Policy.tick` says so.
 
     Returns:
         The attention output [B, Hq, 1, Dv].
     """
+    policy = layout.policy
+    tokens, index = _arrived(layout, slots, key, real)
+    _write(slots, key, value, real if policy.overwrites else None)
+    grouped = query.view(query.shape[0], layout.heads, -1, *query.shape[2:])  # [B, Hkv, G, 1, D]
+    grouped = tempered(policy, grouped, tokens.live.sum(-1)[:, :1])
+    live = tokens.live[:, :, None, None]  # [B, H', 1, 1, C]
+    mask, bias = with_mask(live, site.mask(index) if site.mask else None)
+    own = policy.bias(tokens, grouped.shape[2])
+    both = added(bias, own)
+    rotate = _rotation(site, tokens)
+    output, probabilities = attend(
+        grouped, slots.key, slots.value, scale=site.scale, mask=mask, bias=both, rotate=rotate
+    )
+    attention = _one_query(probabilities, real)
+    if sweep and "logits" in policy.statistics:
+        logits = scores(grouped, slots.key, scale=site.scale, rotate=rotate)
+        logits = torch.where(mask, logits if bias is None else logits + bias.float(), LOWEST)
+        attention = dataclasses.replace(attention, logits=logits[..., 0, :])
+    tokens, victim = _swept(layout, tokens, attention) if sweep else _stepped(layout, slots, tokens, attention)
+    _commit(layout, slots, tokens, index, victim)
+    return output.flatten(1, 2)
+
+
+def _arrived(layout: Layout, slots: Slots, key: Tensor, real: Tensor) -> tuple[Tokens, Tensor]:
+    """The slots' metadata with the new token in the free slot, and the indices [B, H', C] with it."""
     fresh = _here(slots.free, layout.capacity) & real[:, None, None]  # [B, H', C]
     position = torch.where(fresh, slots.seen[:, None, None], slots.position)
     index = torch.where(fresh, slots.length[:, None, None], slots.index)
-    rank = torch.where(fresh, slots.position.ge(0).sum(-1, keepdim=True), slots.rank) if layout.ranked else slots.rank
-    state = {name: torch.where(fresh, torch.zeros_like(old), old) for name, old in slots.state.items()}
-    _write(slots, key, value)
-    grouped = query.unflatten(1, (layout.heads, -1))  # [B, Hkv, G, 1, D]
-    output, probabilities = _attend(site, slots, grouped, position, index, rank)
-    seen = slots.seen + real
-    tokens = Tokens(position, seen[:, None, None], state, layout.budget)
-    tokens = dataclasses.replace(tokens, state=layout.policy.observe(tokens, _one_query(probabilities, real)))
-    victim = first_to_go(layout.policy, tokens)  # [B, H']
-    _commit(layout, slots, tokens, index, rank, victim, seen)
-    return output.flatten(1, 2)
+    arriving, state = layout.policy.arrive(key), dict(slots.state)
+    for name in layout.policy.state():
+        state[name] = torch.where(fresh, arriving.get(name, torch.zeros_like(state[name])), state[name])
+    rank = None
+    if layout.tracks_rank:
+        rank = _without(slots.rank, fresh & (slots.position >= 0)) if layout.policy.overwrites else slots.rank
+        rank = torch.where(fresh, (position >= 0).sum(-1, keepdim=True) - 1, rank)
+    seen = (slots.seen + real)[:, None, None]
+    return Tokens(position, seen, state, layout.budget, layout.capacity, rank), index
 
 
 def _here(slot: Tensor, capacity: int) -> Tensor:
@@ -79,22 +110,41 @@ def _here(slot: Tensor, capacity: int) -> Tensor:
     return torch.arange(capacity, device=slot.device) == slot[..., None]
 
 
-def _write(slots: Slots, key: Tensor, value: Tensor) -> None:
-    """One row of K and one of V, in place, at the free slot of each head."""
-    rows, heads = key.shape[:2]
-    row = torch.arange(rows, device=key.device)[:, None]
-    head = torch.arange(heads, device=key.device)[None]
-    where = (row, head, slots.free.expand(-1, heads))
-    slots.key.index_put_(where, key[:, :, 0].to(slots.key.dtype))
-    slots.value.index_put_(where, value[:, :, 0].to(slots.value.dtype))
+def _without(rank: Tensor, gone: Tensor) -> Tensor:
+    """Ranks [B, H', C] after the token at `gone`, at most one of each head, has left."""
+    left = torch.where(gone, rank, LATE).amin(-1, keepdim=True)
+    return torch.where(rank > left, rank - 1, rank)
 
 
-def _attend(site: Site, slots: Slots, query: Tensor, position: Tensor, index: Tensor, rank: Tensor) -> tuple[Tensor, Tensor]:
-    mask = (position >= 0)[:, :, None, None]  # [B, H', 1, 1, C]
-    mask, bias = with_mask(mask, site.mask(index) if site.mask else None)
-    rotate = site.rotate
-    rotated = None if rotate is None else lambda keys: rotate(keys, rank)
-    return attend(query, slots.key, slots.value, scale=site.scale, mask=mask, bias=bias, rotate=rotated)
+Rows = tuple[Tensor, Tensor, Tensor]
+
+
+def _rows_at(slot: Tensor, heads: int) -> Rows:
+    """Indices of one row for each head: `slot` [B, H'] of every head [B, Hkv]."""
+    row = torch.arange(slot.shape[0], device=slot.device)[:, None]
+    head = torch.arange(heads, device=slot.device)[None]
+    return row, head, slot.expand(-1, heads)
+
+
+def _write(slots: Slots, key: Tensor, value: Tensor, only: Tensor | None) -> None:
+    """One row of K and one of V, in place, at the free slot of each head; of `only` these rows [B] if given."""
+    where = _rows_at(slots.free, key.shape[1])
+    for buffer, new in ((slots.key, key[:, :, 0]), (slots.value, value[:, :, 0])):
+        new = new.to(buffer.dtype)
+        buffer.index_put_(where, new if only is None else torch.where(only[:, None, None], new, buffer[where]))
+
+
+def tempered(policy: Policy, query: Tensor, count: Tensor) -> Tensor:
+    """Queries [B, ...] with the policy's factor on their logits, as they attend to `count` [B, 1] tokens."""
+    factor = policy.temper(count)
+    return query if factor is None else (query * factor.view(-1, *[1] * (query.ndim - 1))).to(query.dtype)
+
+
+def _rotation(site: Site, tokens: Tokens) -> Callable[[Tensor], list[Tensor]] | None:
+    rotate, rank = site.rotate, tokens.rank
+    if rotate is None or rank is None:
+        return None
+    return lambda keys: rotate(keys, rank)
 
 
 def with_mask(live: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -104,38 +154,68 @@ def with_mask(live: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]
     return (live & mask, None) if mask.dtype == torch.bool else (live, mask)
 
 
+def added(bias: Tensor | None, own: Tensor | None) -> Tensor | None:
+    """The model's bias [B, ., ., q, N] and the policy's [B, ., ., N]."""
+    if own is None:
+        return bias
+    return own[..., None, :] if bias is None else bias.float() + own[..., None, :]
+
+
 def _one_query(probabilities: Tensor, real: Tensor) -> Attention:
     row = probabilities[..., 0, :] * real[:, None, None, None]  # [B, Hkv, G, C]
-    return Attention(row, row.square(), row, row, real.long()[:, None, None])
+    return Attention(row, row.square(), row, row, queries=real.long()[:, None, None])
 
 
-def first_to_go(policy: Policy, tokens: Tokens) -> Tensor:
-    """The slot [B, H'] to be overwritten next: a free one, else that of the token worth least.
-
-    Of tokens of equal worth the latest goes.
-    """
-    if policy.evicts:
-        worth = policy.worth(tokens)
-        lowest = -torch.inf if worth.is_floating_point() else torch.iinfo(worth.dtype).min
-        worth = torch.where(tokens.live, worth, lowest)
-        least = worth == worth.amin(-1, keepdim=True)
-    else:
-        least = ~tokens.live
-    age = torch.where(tokens.live, tokens.position, torch.iinfo(torch.int64).max)
-    return torch.where(least, age, FREE).argmax(-1)
-
-
-def _commit(layout: Layout, slots: Slots, tokens: Tokens, index: Tensor, rank: Tensor, victim: Tensor, seen: Tensor) -> None:
-    """Store the metadata, with the victim's slot freed."""
+def _stepped(layout: Layout, slots: Slots, tokens: Tokens, attention: Attention) -> tuple[Tokens, Tensor]:
+    """The policy's ordinary step: what is left, and the slot [B, H'] that the next token is written to."""
+    policy = layout.policy
+    tokens = tokens.updated(policy.observe(tokens, attention))
+    victim = policy.victim(tokens)
+    if policy.overwrites or not policy.evicts:
+        return tokens, victim
     gone = _here(victim, layout.capacity)
-    gone = gone if layout.policy.evicts else torch.zeros_like(gone)
-    if layout.ranked:
-        left = torch.where(gone & tokens.live, rank, torch.iinfo(torch.int64).max).amin(-1, keepdim=True)
-        slots.rank.copy_(torch.where(rank > left, rank - 1, rank))
-    slots.position.copy_(torch.where(gone, FREE, tokens.position))
-    slots.index.copy_(torch.where(gone, FREE, index))
+    left = dataclasses.replace(
+        tokens,
+        position=torch.where(gone, FREE, tokens.position),
+        rank=None if tokens.rank is None else _without(tokens.rank, gone & tokens.live),
+    )
+    if policy.merges:
+        left = left.updated(_merge_victim(policy, slots, left, victim, (gone & tokens.live).any(-1, keepdim=True)))
+    return left, victim
+
+
+def _merge_victim(policy: Policy, slots: Slots, left: Tokens, victim: Tensor, valid: Tensor) -> State:
+    """Merge the victim's K and V into one row of each head, in place; what changes in the state."""
+    heads = slots.key.shape[1]
+    gone = _rows_at(victim, heads)
+    merge = policy.merge(left, slots.key, slots.key[gone][:, :, None], valid)
+    into = _rows_at(merge.into[..., 0], heads)
+    for buffer in (slots.key, slots.value):
+        own = buffer[into].float()
+        mixed = (merge.own * own + merge.weight * buffer[gone].float()) / (merge.own + merge.share)
+        buffer.index_put_(into, torch.where(merge.share > 0, mixed, own).to(buffer.dtype))
+    return merge.state
+
+
+def _swept(layout: Layout, tokens: Tokens, attention: Attention) -> tuple[Tokens, Tensor]:
+    """The policy's step with the sweep."""
+    policy = layout.policy
+    tokens = tokens.updated(policy.absorb(tokens, attention))
+    stays, changes = policy.sweep(tokens)
+    position = torch.where(stays, tokens.position, FREE)
+    rank = rank_of(position) if layout.tracks_rank else None
+    left = dataclasses.replace(tokens.updated(changes), position=position, rank=rank)
+    return left, policy.victim(left)
+
+
+def _commit(layout: Layout, slots: Slots, tokens: Tokens, index: Tensor, victim: Tensor) -> None:
+    """Store the metadata."""
+    if tokens.rank is not None:
+        slots.rank.copy_(tokens.rank)
+    slots.position.copy_(tokens.position)
+    slots.index.copy_(torch.where(tokens.live, index, FREE))
     slots.free.copy_(victim)
-    slots.seen.copy_(seen)
+    slots.seen.copy_(tokens.seen[:, 0, 0])
     slots.length.add_(1)
     for name, old in slots.state.items():
         old.copy_(tokens.state[name])
@@ -151,27 +231,40 @@ def extend_step(
         real: bool [B, q].
 
     Returns:
-        The attention output [B, Hq, q, Dv] and the column statistics [B, Hkv, G, C + q], an empty list
-        if the policy asks for none.
+        The attention output [B, Hq, q, Dv] and the `kvpass.statistics` of the chunk, whose columns are
+        [held slots, chunk].  They leave the policy's own bias out.
     """
-    count = query.shape[2]
-    step = torch.arange(count, device=query.device)
+    policy, chunk = layout.policy, query.shape[2]
+    held, rotate = slots.tokens(layout), site.rotate
+    query = tempered(policy, query, held.live.sum(-1)[:, :1] + real.sum(-1, keepdim=True))
+    mask, bias = _chunk_mask(layout, site, slots, real)
+    kept = slots.key if rotate is None else torch.cat(rotate(slots.key, slots.rank), -1)
+    keys = torch.cat([kept, key.to(kept.dtype)], 2)
+    values = torch.cat([slots.value, value.to(slots.value.dtype)], 2)
+    full = _per_query_head(mask, bias, query.shape[1], layout.heads, query.dtype)
+    own = policy.bias(held, query.shape[1] // layout.heads)
+    seen = full
+    if own is not None:
+        own = torch.nn.functional.pad(own, (0, chunk))  # [B, ., ., C + q]
+        seen = _per_query_head(mask, added(bias, own), query.shape[1], layout.heads, query.dtype)
+    output = torch.nn.functional.scaled_dot_product_attention(
+        query, keys, values, attn_mask=seen, scale=site.scale, enable_gqa=True
+    )
+    if not policy.statistics:
+        return output, []
+    return output, statistics(policy, query, keys, full, real, False, site.scale, layout.budget)
+
+
+def _chunk_mask(layout: Layout, site: Site, slots: Slots, real: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Mask bool [B, H', 1 or G, q, C + q] and bias of a chunk on [held slots, chunk]."""
+    count = real.shape[1]
+    step = torch.arange(count, device=real.device)
     causal = (step <= step[:, None])[None, None, None] & real[:, None, None, None]  # [B, 1, 1, q, q]
     running = slots.length[:, None] + step
     index = torch.cat([slots.index, running[:, None].expand(-1, layout.groups, -1)], -1)
     live = (slots.position >= 0)[:, :, None, None].expand(-1, -1, -1, count, -1)
-    mask = torch.cat([live, causal.expand(-1, layout.groups, -1, -1, -1)], -1)  # [B, H', 1, q, C + q]
-    mask, bias = with_mask(mask, site.mask(index) if site.mask else None)
-    held = slots.key if site.rotate is None else torch.cat(site.rotate(slots.key, slots.rank), -1)
-    keys = torch.cat([held, key.to(held.dtype)], 2)
-    values = torch.cat([slots.value, value.to(held.dtype)], 2)
-    full = _per_query_head(mask, bias, query.shape[1], layout.heads, query.dtype)
-    output = torch.nn.functional.scaled_dot_product_attention(
-        query, keys, values, attn_mask=full, scale=site.scale, enable_gqa=True
-    )
-    if not layout.policy.statistics:
-        return output, []
-    return output, column_scores(query, keys, full, real, False, site.scale, layout.policy.window)
+    mask = torch.cat([live, causal.expand(-1, layout.groups, -1, -1, -1)], -1)
+    return with_mask(mask, site.mask(index) if site.mask else None)
 
 
 def _per_query_head(mask: Tensor, bias: Tensor | None, query_heads: int, heads: int, dtype: torch.dtype) -> Tensor:

@@ -41,27 +41,30 @@ def attend(
         output [B, Hkv, G, q, Dv] in the dtype of `value`, and the probabilities, float32 [B, Hkv, G, q, C].
         A query that may attend to nothing gets a finite output that means nothing.
     """
-    logits = _logits(query, key, rotate).float() * scale
+    logits = scores(query, key, scale=scale, rotate=rotate)
     if bias is not None:
         logits = logits + bias.float()
     logits = torch.where(mask, logits, LOWEST)
     probabilities = torch.softmax(logits, -1)
     rows = probabilities.to(value.dtype).flatten(2, 3)  # [B, Hkv, G*q, C]
-    output = torch.matmul(rows, value).unflatten(2, query.shape[2:4])
+    output = torch.matmul(rows, value).view(*query.shape[:4], value.shape[-1])
     return output, probabilities
 
 
-def _logits(query: Tensor, key: Tensor, rotate: Callable[[Tensor], list[Tensor]] | None) -> Tensor:
-    """[B, Hkv, G, q, C] in the dtype of the model, as the model's own attention has them."""
+def scores(
+    query: Tensor, key: Tensor, *, scale: float, rotate: Callable[[Tensor], list[Tensor]] | None = None
+) -> Tensor:
+    """The logits before any mask or bias, float32 [B, Hkv, G, q, C]; the products in the dtype of the model."""
     if rotate is None:
-        return torch.matmul(query.flatten(2, 3), key.transpose(-1, -2)).unflatten(2, query.shape[2:4])
+        products = torch.matmul(query.flatten(2, 3), key.transpose(-1, -2))
+        return products.view(*query.shape[:4], key.shape[2]).float() * scale
     by_width: dict[int, Tensor] = {}
     start = 0
     for piece in rotate(key):
-        part = query[..., start : start + piece.shape[-1]]  # [B, Hkv, G, q, d]
-        product = part[..., None, :].float() * piece[:, :, None, None].float()  # [B, Hkv, G, q, C, d]
         width = piece.shape[-1]
+        part = query[..., start : start + width]  # [B, Hkv, G, q, d]
+        product = part[..., None, :].float() * piece[:, :, None, None].float()  # [B, Hkv, G, q, C, d]
         by_width[width] = by_width[width] + product if width in by_width else product
         start += width
     sums = [products.sum(-1) for products in by_width.values()]
-    return functools.reduce(torch.add, sums)
+    return functools.reduce(torch.add, sums) * scale

@@ -7,18 +7,25 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
 from typing import TypeVar
 
 from kvpass.errors import PolicyError
 from kvpass.policies.base import Attention, Policy, Tokens
 
-__all__ = ["Attention", "Policy", "Tokens", "get", "names", "register", "resolve"]
+__all__ = ["Attention", "Policy", "Tokens", "get", "names", "register", "resolve", "specified", "specify"]
 
 _BUILT_IN = {
+    "cascade": "Cascade",
     "full": "Full",
     "h2o": "H2O",
+    "knorm": "KNorm",
     "random": "Random",
+    "roco": "RoCo",
+    "sage": "Sage",
+    "snapkv": "SnapKV",
     "streaming": "Streaming",
+    "tova": "Tova",
     "window": "Window",
 }
 _registered: dict[str, type[Policy]] = {}
@@ -77,6 +84,17 @@ def resolve(policy: str | Policy, options: dict[str, object]) -> Policy:
             listed = ", ".join(known) or "none"
             raise PolicyError(f"unknown option {option!r} of policy {policy!r}; its options: {listed}")
     try:
-        return cls(**options)  # type: ignore[arg-type]
+        return cls(**options)
     except TypeError as error:
         raise PolicyError(f"policy {policy!r} with {options}: {error}") from error
+
+
+def specify(policy: Policy) -> str:
+    """The policy as text, for operators, which take no objects; `specified` is the inverse."""
+    return json.dumps([policy.name, dataclasses.asdict(policy)], sort_keys=True)
+
+
+def specified(text: str) -> Policy:
+    """The policy that `specify` wrote down."""
+    name, options = json.loads(text)
+    return resolve(name, {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()})

@@ -1,16 +1,19 @@
 """What a policy is: pure tensor functions over the metadata of the held tokens.
 
 A policy knows nothing of graphs, kernels or models.  It says what it needs (`statistics`, `heads`), what
-it remembers for each token (`state`), how it learns from attention (`observe`) and what each held token
-is worth (`worth`).  The token that is worth least goes first; the same function ranks the tokens of a
-prompt and names the victim of a decode step, so a policy cannot disagree with itself.
+it remembers (`state`, `row_state`), how it learns from attention (`observe`, `absorb`) and what each held
+token is worth (`worth`).  The token that is worth least goes first; the same function ranks the tokens of
+a prompt and names the victim of a decode step, so a policy cannot disagree with itself.  The other hooks
+have defaults that most policies leave alone.
 
 Shapes: B rows, H' = 1 (`heads = "shared"`) or Hkv (`heads = "kv"`), G query heads per KV head, N tokens.
+All hooks that take tensors but `scan` are traced into the decode graph: static shapes, no host reads.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Sequence
 from typing import ClassVar, Literal
 
 import torch
@@ -18,27 +21,36 @@ from torch import Tensor
 
 from kvpass.errors import BudgetError, PolicyError
 
-Statistic = Literal["total", "squares", "last", "window"]
+Statistic = Literal["total", "squares", "last", "window", "logits", "scan"]
+State = dict[str, Tensor]
+Clock = tuple[int, ...]
+"""What the host knows of one row from counting tokens; () before the first."""
+
+LATE = torch.iinfo(torch.int64).max
 
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
     """What the newest queries paid to each token; a field is None unless the policy asked for it.
 
-    All are float32 [B, Hkv, G, N].  In a decode step there is one query, and the fields coincide.
+    All but `scan` are float32 [B, Hkv, G, N].  In a decode step there is one query, and the fields coincide.
 
     Attributes:
         total: probabilities summed over the queries.
         squares: squared probabilities summed over the queries.
         last: the probabilities of the last real query of each row.
-        window: probabilities averaged over the last `Policy.window` real queries.
-        queries: int64 [B, 1, 1], how many real queries were summed.
+        window: probabilities averaged over the last `Policy.observation` real queries.
+        logits: the scaled logits of the last real query, the model's mask included, the policy's bias not.
+        scan: float32 [B, H', N], what `Policy.scan` made of the rows; None in a decode step.
+        queries: int64 [B, 1, 1], how many real queries there were.
     """
 
     total: Tensor | None = None
     squares: Tensor | None = None
     last: Tensor | None = None
     window: Tensor | None = None
+    logits: Tensor | None = None
+    scan: Tensor | None = None
     queries: Tensor | None = None
 
 
@@ -49,23 +61,64 @@ class Tokens:
     Attributes:
         position: int64 [B, H', N], the token's place among the real tokens of its row; -1 is a free slot.
         seen: int64 [B, 1, 1], real tokens seen so far, the newest included.
-        state: what the policy remembers, by name, each [B, H', N].
+        state: what the policy remembers, by name: each [B, H', N], or [B, H', 1] for its `row_state`.
         budget: tokens to keep between steps.
+        held: how many of the N places are slots; the others are the new tokens of a prompt (held = 0) or chunk.
+        rank: int64 [B, H', N], the place among the live tokens, if it is kept up.
     """
 
     position: Tensor
     seen: Tensor
-    state: dict[str, Tensor]
+    state: State
     budget: int
+    held: int = 0
+    rank: Tensor | None = None
 
     @property
     def live(self) -> Tensor:
         """bool [B, H', N]: holds a token."""
         return self.position >= 0
 
-    def newest(self, count: int) -> Tensor:
+    @property
+    def order(self) -> Tensor:
+        """int64 [B, H', N]: the place among the live tokens, 0 for the earliest; means nothing on free slots."""
+        return rank_of(self.position) if self.rank is None else self.rank
+
+    def newest(self, count: int | Tensor) -> Tensor:
         """bool [B, H', N]: among the last `count` real tokens seen."""
         return self.position >= self.seen - count
+
+    def updated(self, changes: State) -> Tokens:
+        """The same tokens with part of the state replaced."""
+        return dataclasses.replace(self, state={**self.state, **changes})
+
+
+@dataclasses.dataclass(frozen=True)
+class Merge:
+    """How E tokens that go live on in slots that stay, K and V alike.
+
+    A slot's row x becomes (own * x + sum of weight * x_gone) / (own + sum of share) over the tokens merged into it.
+
+    Attributes:
+        into: int64 [B, H', E], the slot that each is merged into.
+        weight, share: float32 [B, H', E]; a share of zero leaves the slot as it was.
+        own: the slot's own weight.
+        state: changes to the policy's state.
+    """
+
+    into: Tensor
+    weight: Tensor
+    share: Tensor
+    own: float
+    state: State
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What one layer gets: `budget` tokens between steps, in `capacity` slots."""
+
+    budget: int
+    capacity: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,17 +129,36 @@ class Policy:
         name: what `kvpass.backend(policy=...)` calls it.
         heads: "shared" when all KV heads of a layer keep the same tokens, "kv" when each chooses its own.
         positions: the default of `positions=`; "cache" numbers the held tokens 0..n-1 at read.
-        statistics: the fields of `Attention` that `observe` reads.
-        window: how many queries `Attention.window` averages over.
+        statistics: the fields of `Attention` that the policy reads.
         evicts: False for a policy that never lets go of a token.
+        ranks: keep `Tokens.rank` up in decode steps; costs two passes over the metadata.
+        overwrites: the victim is chosen before the next token is written, and keeps its slot until then.
+        merges: `merge` is called for the tokens that go.
     """
 
     name: ClassVar[str]
     heads: ClassVar[Literal["shared", "kv"]] = "shared"
     positions: ClassVar[Literal["absolute", "cache"]] = "absolute"
     statistics: ClassVar[frozenset[Statistic]] = frozenset()
-    window: ClassVar[int] = 1
     evicts: ClassVar[bool] = True
+    ranks: ClassVar[bool] = False
+    merges: ClassVar[bool] = False
+
+    @property
+    def overwrites(self) -> bool:
+        return False
+
+    @property
+    def defers(self) -> bool:
+        """Whether a prompt is held whole until the next token has attended to it."""
+        return False
+
+    @property
+    def observation(self) -> int:
+        """How many queries `Attention.window` averages over."""
+        return 1
+
+    # Budgets: whole numbers on the host.
 
     def minimum_budget(self) -> int:
         """The smallest budget that makes sense."""
@@ -98,13 +170,84 @@ class Policy:
         if budget < least:
             raise BudgetError(f"budget={budget} is too small for {self.name!r} with {self}: it needs at least {least}")
 
+    def fitting_budget(self, budget: int) -> int:
+        """The largest budget up to `budget` that the policy can work with, at least its smallest."""
+        return max(budget, self.minimum_budget())
+
+    def capacity(self, budget: int, prompt: int = 0) -> int:
+        """Slots of a layer, those that attention needs beyond the budget included, for a prompt of that length."""
+        return budget + (self.evicts and not self.overwrites)
+
+    def for_layer(self, layer: int, layers: int) -> Policy:
+        """The policy of one of the model's layers."""
+        return self
+
+    def plan(
+        self, attention: Sequence[Attention], real: Tensor, budget: int, earlier: Sequence[Plan] | None = None
+    ) -> list[Plan]:
+        """What each layer gets, once the statistics of all of them are known at the end of a prompt.
+
+        Args:
+            attention: of the layers that this policy governs.
+            real: bool [B, q], false for padding.
+            budget: the mean over the layers.
+            earlier: what an earlier prompt on the same model was given, if any.
+        """
+        return [Plan(budget, self.capacity(budget, real.shape[1]))] * len(attention)
+
+    # The host's count of steps, for work that is done once in a while.
+
+    def clock(self, clock: Clock, new: int, budget: int) -> Clock:
+        """What the host knows of a row after a prompt or chunk with `new` real tokens."""
+        return ()
+
+    def tick(self, clock: Clock, budget: int) -> tuple[bool, Clock]:
+        """Whether the next token of a row needs the decode graph with the `sweep`, and the clock after it."""
+        return False, clock
+
+    # What is remembered, and how attention changes it.
+
     def state(self) -> dict[str, torch.dtype]:
-        """Names and dtypes of what is remembered for each token; a new token starts at zero."""
+        """Names and dtypes of what is remembered for each token; a new token starts at zero, but see `arrive`."""
         return {}
 
-    def observe(self, tokens: Tokens, attention: Attention) -> dict[str, Tensor]:
-        """The state after the newest queries have attended; by default it does not change."""
-        return tokens.state
+    def row_state(self) -> dict[str, int | float]:
+        """Names and first values of what is remembered for each row and head: int64 or float32 [B, H', 1]."""
+        return {}
+
+    def arrive(self, key: Tensor) -> State:
+        """First values [B, H', n] of the state of new tokens whose stored keys are `key` [B, Hkv, n, D]."""
+        return {}
+
+    def observe(self, tokens: Tokens, attention: Attention) -> State:
+        """What changes in the state after one new token has attended; by default nothing."""
+        return {}
+
+    def absorb(self, tokens: Tokens, attention: Attention) -> State:
+        """What changes after a prompt or chunk, or in a step with the sweep; by default as `observe` has it."""
+        return self.observe(tokens, attention)
+
+    def scan(self, rows: Iterable[Tensor], real: Tensor, held: int, budget: int) -> Tensor:
+        """`Attention.scan` from attention rows, for what sums over queries cannot say; never traced.
+
+        Args:
+            rows: consecutive queries, float32 [B, Hkv, G, n, held + q]; all pieces together have q queries.
+            real: bool [B, q], false for padding.
+            held: how many of the columns are slots.
+        """
+        raise NotImplementedError
+
+    # Attention.
+
+    def bias(self, tokens: Tokens, groups: int) -> Tensor | None:
+        """Added to the logits of later queries: float32, broadcastable to [B, Hkv, G = groups, N]."""
+        return None
+
+    def temper(self, count: Tensor) -> Tensor | None:
+        """Multiplies the logits of queries that attend to `count` tokens, int64 of any shape; None for one."""
+        return None
+
+    # Who goes.
 
     def worth(self, tokens: Tokens) -> Tensor:
         """[B, H', N] int64 or float32: the token worth least is evicted first; of two equals the later one.
@@ -112,6 +255,60 @@ class Policy:
         What it says about free slots does not matter.
         """
         raise NotImplementedError
+
+    def victim(self, tokens: Tokens) -> Tensor:
+        """The slot [B, H'] to be overwritten next: by default a free one, else that of the token worth least."""
+        if not self.evicts:
+            return (~tokens.live).int().argmax(-1)
+        worth = self.worth(tokens)
+        worth = torch.where(tokens.live, worth, lowest(worth.dtype))
+        least = worth == worth.amin(-1, keepdim=True)
+        age = torch.where(tokens.live, tokens.position, LATE)
+        return torch.where(least, age, -1).argmax(-1)
+
+    def sweep(self, tokens: Tokens) -> tuple[Tensor, State]:
+        """Who stays after a prompt or chunk, or a step with the sweep, bool [B, H', N], and what else changes.
+
+        By default the `budget` tokens worth most.
+        """
+        return highest(self.worth(tokens), tokens.position, tokens.budget), {}
+
+    def merge(self, tokens: Tokens, held: Tensor, gone: Tensor, valid: Tensor) -> Merge:
+        """Where the tokens that go live on; called if `merges`.
+
+        Args:
+            tokens: the slots, with those that go already freed.
+            held: the stored keys of the slots [B, Hkv, C, D].
+            gone: the stored keys of the tokens that go [B, Hkv, E, D], by position.
+            valid: bool [B, H', E], false where there is none.
+        """
+        raise NotImplementedError
+
+
+def lowest(dtype: torch.dtype) -> float | int:
+    """The least value of a dtype."""
+    return -torch.inf if dtype.is_floating_point else torch.iinfo(dtype).min
+
+
+def rank_of(position: Tensor) -> Tensor:
+    """The place of each token among the live ones of `position` [..., N]; free slots come last."""
+    by_position = torch.where(position < 0, LATE, position).argsort(dim=-1, stable=True)
+    return _inverse(by_position)
+
+
+def highest(score: Tensor, position: Tensor, count: int | Tensor) -> Tensor:
+    """bool [..., N]: the `count` live tokens of highest score; of two equals the earlier one is taken."""
+    order = torch.where(position < 0, LATE, position).argsort(-1)
+    score = torch.where(position < 0, lowest(score.dtype), score).gather(-1, order)
+    order = order.gather(-1, score.argsort(dim=-1, descending=True, stable=True))
+    dead = (position < 0).gather(-1, order)
+    order = order.gather(-1, dead.int().argsort(dim=-1, stable=True))
+    return (_inverse(order) < count) & (position >= 0)
+
+
+def _inverse(order: Tensor) -> Tensor:
+    places = torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    return torch.empty_like(order).scatter(-1, order, places)
 
 
 def require(condition: bool, option: str, value: object, why: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from kvpass.slots import FREE, Chunk, Layout
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Token:
     """One held token.
 
@@ -19,6 +20,7 @@ class Token:
         index: its place in the padded sequence.
         key, value: [h, D] and [h, Dv]; h = Hkv when the heads keep the same tokens, else 1.
         score: whatever the policy accumulates.
+        notes: what else it remembers, by name.
     """
 
     position: int
@@ -26,10 +28,44 @@ class Token:
     key: Tensor
     value: Tensor
     score: float = 0.0
+    notes: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class Stream:
+    """The tokens held for one row and KV head (or for all heads of a row, if they keep the same).
+
+    Attributes:
+        head: the KV head, 0 if they are shared.
+        budget: tokens to keep between steps.
+        seen: real tokens seen, those that are being taken in included.
+        step: what is being taken in is a single token on held ones, not a prompt or chunk.
+        notes: what the policy remembers for the stream, by name.
+        gone: tokens that have just left, for `Reference.settle`.
+    """
+
+    head: int
+    budget: int
+    tokens: list[Token] = dataclasses.field(default_factory=list)
+    seen: int = 0
+    step: bool = False
+    notes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    gone: list[Token] = dataclasses.field(default_factory=list)
 
 
 class Reference:
     """What a policy's reference says; one object serves every stream of a layer."""
+
+    def prepare(self, stream: Stream) -> None:
+        """Make room before a single new token attends; by default nothing goes before it has."""
+
+    def bias(self, stream: Stream, group: int) -> Tensor | None:
+        """What later queries add to their logits, [h, G = group, tokens]; None for nothing."""
+        return None
+
+    def temper(self, count: int) -> float:
+        """What the logits of queries that attend to `count` tokens are multiplied with."""
+        return 1.0
 
     def observe(self, tokens: list[Token], rows: Tensor) -> None:
         """Learn from new attention: probabilities float32 [queries, heads, tokens], padding queries left out."""
@@ -38,65 +74,114 @@ class Reference:
         """The tokens to keep of the stream of KV head `head` (0 if shared), `seen` real tokens so far."""
         raise NotImplementedError
 
+    def take(self, stream: Stream, new: list[Token], rows: Tensor, logits: Tensor) -> None:
+        """Take new tokens in, after they have attended.
+
+        Args:
+            rows: probabilities float32 [queries, heads, held + new], padding queries left out.
+            logits: likewise, before the softmax and without the policy's own bias.
+        """
+        tokens = stream.tokens + new
+        self.observe(tokens, rows)
+        stream.tokens = self.evict(tokens, stream.head, stream.seen, stream.budget)
+
+    def settle(self, row: list[Stream]) -> None:
+        """Called when all KV heads of a row have taken their tokens in."""
+
 
 class ReferenceLayer:
     """The streams of one layer; takes prompts, chunks and single tokens alike."""
 
-    def __init__(self, layout: Layout, reference: Reference) -> None:
+    def __init__(self, layout: Layout, reference: Reference, limit: int | None = None) -> None:
+        """`limit` is the layer's own budget, if the policy's plan gives layers different ones."""
         self.layout = layout
         self.reference = reference
-        self.streams: list[list[list[Token]]] = [[[] for _ in range(layout.groups)] for _ in range(layout.rows)]
-        self.seen = [0] * layout.rows
+        budget = layout.budget if limit is None else limit
+        self.streams = [[Stream(head, budget) for head in range(layout.groups)] for _ in range(layout.rows)]
         self.length = 0
+
+    def prepare(self, real: Tensor) -> None:
+        """To be called before the tokens `real` [B, q] attend; lets the policy make room for a single one."""
+        if real.shape[1] > 1 or not self.length:
+            return
+        for row, counts in zip(self.streams, real[:, 0].tolist(), strict=True):
+            for stream in row if counts else []:
+                self.reference.prepare(stream)
+
+    def bias(self, groups: int) -> Tensor | None:
+        """What queries add to their logits on the held tokens, float32 [B, Hq, 1, N], or None."""
+        held = self.positions()
+        out = torch.zeros(self.layout.rows, self.layout.heads, groups, held.shape[-1])
+        some = False
+        for b, row in enumerate(self.streams):
+            for stream in row:
+                bias = self.reference.bias(stream, groups)
+                some = some or bias is not None
+                if bias is not None:
+                    out[b, self._heads(stream.head), :, : len(stream.tokens)] = bias
+        return out.flatten(1, 2)[:, :, None].to(self.layout.device) if some else None
+
+    def temper(self, real: Tensor) -> Tensor:
+        """What the logits of the tokens `real` [B, q] are multiplied with, float32 [B, 1, 1, 1]."""
+        counts = [len(row[0].tokens) + int(new) for row, new in zip(self.streams, real.sum(-1).tolist(), strict=True)]
+        return torch.tensor([self.reference.temper(n) for n in counts], device=real.device).view(-1, 1, 1, 1)
 
     def index(self) -> Tensor:
         """int64 [B, H', N]: places of the held tokens in the padded sequence, -1 after the last."""
-        return self._padded([[[t.index for t in stream] for stream in row] for row in self.streams])
+        return self._padded([[[t.index for t in stream.tokens] for stream in row] for row in self.streams])
 
     def positions(self) -> Tensor:
         """int64 [B, H', N], sorted, -1 after the last."""
-        return self._padded([[[t.position for t in stream] for stream in row] for row in self.streams])
+        return self._padded([[[t.position for t in stream.tokens] for stream in row] for row in self.streams])
 
     def ranks(self) -> Tensor:
         """int64 [B, H', N]: 0, 1, 2, ... over the held tokens."""
-        return self._padded([[list(range(len(stream))) for stream in row] for row in self.streams])
+        return self._padded([[list(range(len(stream.tokens))) for stream in row] for row in self.streams])
 
     def rows(self, name: str) -> Tensor:
         """[B, Hkv, N, D]: the held keys or values, zero after the last."""
         dim = self.layout.key_dim if name == "key" else self.layout.value_dim
-        longest = max(len(stream) for row in self.streams for stream in row)
+        longest = max(len(stream.tokens) for row in self.streams for stream in row)
         out = torch.zeros(
             self.layout.rows, self.layout.heads, longest, dim, dtype=self.layout.dtype, device=self.layout.device
         )
         for b, row in enumerate(self.streams):
             for h, stream in enumerate(row):
-                for n, token in enumerate(stream):
+                for n, token in enumerate(stream.tokens):
                     out[b, self._heads(h), n] = getattr(token, name)
         return out
 
-    def take(self, chunk: Chunk, rows: Tensor) -> None:
+    def take(self, chunk: Chunk, rows: Tensor, logits: Tensor | None = None) -> None:
         """Take in new tokens and evict.
 
         Args:
             chunk: the keys as they are stored; its `attention` is not looked at.
             rows: probabilities float32 [B, Hq, q, N + q] of the chunk's queries over [held, chunk].
+            logits: likewise, before the softmax and the policy's bias; the logarithm of `rows` will do for
+                policies that have no bias.
         """
-        held = rows.shape[-1] - chunk.real.shape[1]
-        for b in range(self.layout.rows):
+        logits = rows.log() if logits is None else logits
+        for b, row in enumerate(self.streams):
             new = torch.nonzero(chunk.real[b]).flatten().tolist()
-            for h, stream in enumerate(self.streams[b]):
-                columns = list(range(len(stream))) + [held + j for j in new]
-                heads = self._heads(h)
-                for place, j in enumerate(new):
-                    key, value = chunk.key[b, heads, j].clone(), chunk.value[b, heads, j].clone()
-                    stream.append(Token(self.seen[b] + place, self.length + j, key, value))
-                group = rows.shape[1] // self.layout.heads
-                queries = slice(heads.start * group, heads.stop * group)
-                seen = rows[b, queries][:, new][:, :, columns].transpose(0, 1)  # [queries, heads, tokens]
-                self.reference.observe(stream, seen)
-                self.streams[b][h] = self.reference.evict(stream, h, self.seen[b] + len(new), self.layout.budget)
-            self.seen[b] += len(new)
+            for stream in row:
+                columns = list(range(len(stream.tokens))) + [rows.shape[-1] - chunk.real.shape[1] + j for j in new]
+                tokens = [self._token(stream, chunk, b, place, j) for place, j in enumerate(new)]
+                seen = [part[b, self._queries(stream, rows)][:, new][:, :, columns] for part in (rows, logits)]
+                stream.seen += len(new)
+                stream.step = self.length > 0 and chunk.real.shape[1] == 1
+                self.reference.take(stream, tokens, *(part.transpose(0, 1) for part in seen))
+            self.reference.settle(row)
         self.length += chunk.real.shape[1]
+
+    def _token(self, stream: Stream, chunk: Chunk, b: int, place: int, j: int) -> Token:
+        heads = self._heads(stream.head)
+        key, value = chunk.key[b, heads, j].clone(), chunk.value[b, heads, j].clone()
+        return Token(stream.seen + place, self.length + j, key, value)
+
+    def _queries(self, stream: Stream, rows: Tensor) -> slice:
+        """The query heads of a stream."""
+        group, heads = rows.shape[1] // self.layout.heads, self._heads(stream.head)
+        return slice(heads.start * group, heads.stop * group)
 
     def _heads(self, group: int) -> slice:
         """The KV heads of a stream."""
@@ -111,7 +196,12 @@ class ReferenceLayer:
 
 
 def attention_rows(query: Tensor, key: Tensor, mask: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """Probabilities float32 [B, Hq, q, N], head by head, the way a textbook writes it.
+    """Probabilities float32 [B, Hq, q, N], head by head, the way a textbook writes it."""
+    return torch.nan_to_num(attention_logits(query, key, mask, bias, scale).softmax(-1))
+
+
+def attention_logits(query: Tensor, key: Tensor, mask: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """Logits float32 [B, Hq, q, N], minus infinity where the mask is false.
 
     Args:
         query: [B, Hq, q, D]; key: [B, Hkv, N, D].
@@ -123,6 +213,5 @@ def attention_rows(query: Tensor, key: Tensor, mask: Tensor, bias: Tensor | None
         logits = (query[:, head] @ keys.transpose(1, 2)).float() * scale
         if bias is not None:
             logits = logits + bias[:, head % bias.shape[1]].float()
-        logits = logits.masked_fill(~mask[:, head % mask.shape[1]], -torch.inf)
-        out.append(torch.nan_to_num(logits.softmax(-1)))
+        out.append(logits.masked_fill(~mask[:, head % mask.shape[1]], -torch.inf))
     return torch.stack(out, 1)

@@ -1,0 +1,165 @@
+"""Cascading KV cache ("Training-Free Exponential Extension of Sliding Window Context with Cascading KV Cache").
+
+Beside the sinks, N sub-caches of W slots.  Sub-cache i accepts every f_i-th token (f_i = 2^i); what it
+accepts pushes its oldest on to the next; of what it does not accept and its own newest, the one with the
+higher score mu stays.  So old tokens thin out, and the better ones stay.  With sbar_j the attention that
+token j is paid, reduced over the query heads, after every token
+
+    mu_j = gamma mu_j + (1 - gamma) sbar_j,    gamma = exp(-ln(100) / W).
+
+No token ever moves: ordered by age, sub-cache i is the ranks [iW, (i+1)W) from the newest.  For token
+number n (sinks not counted) let b be the first i >= 1 whose sub-cache holds something and for which
+n mod f_i is not zero: of the ranks bW - 1 and bW the one of lower score goes (the newer one, if it is
+strictly lower), and the new token takes its slot.  If there is no such b the oldest goes, once the cache
+is full.  b depends on counts alone, and a step costs a few passes over the metadata.
+
+A prompt attends as the model does, and its rows are then taken one token at a time, as in decoding.  A
+chunk of q queries attends to [sinks, cache, chunk]; mu_j = gamma^q mu_j + (1 - gamma) sum_r gamma^(q-1-r)
+sbar_rj, and then its tokens are inserted one at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvpass.errors import BudgetError
+from kvpass.policies.base import Attention, Policy, State, Statistic, Tokens, require
+from kvpass.policies.cascade_line import BASES, Rule, averaged, intervals
+
+
+def approximate_context(slots: int, cascades: int = 4, growth: str = "pow2") -> int:
+    """How far back `slots` slots, sinks not counted, reach: (|C| / N) * sum of f_i.
+
+    >>> approximate_context(2048, 4), approximate_context(2048, 8)
+    (7680, 65280)
+    """
+    return slots * sum(intervals(cascades, growth)) // cascades
+
+
+@dataclasses.dataclass(frozen=True)
+class Cascade(Policy):
+    """Options.
+
+    cascades, sinks: N, and the first tokens that always stay; (budget - sinks) must divide by cascades.
+    growth: of f_i: "pow2", "pow3", "pow4", or "linear" for i + 1.
+    reduce: over the query heads: "mean", "max" or "median" (of an even number the lower of the two).
+    gamma: the decay of the scores; None for exp(-ln(100) / W).
+    order: "write_first" as in the paper, or "attend_first", which needs one more slot.
+    eager_fill: every sub-cache accepts as long as t <= |C| + sinks.
+    heads: "shared", or "kv" for a choice of each KV head by its own query heads.
+    """
+
+    cascades: int = 4
+    sinks: int = 4
+    growth: Literal["pow2", "pow3", "pow4", "linear"] = "pow2"
+    reduce: Literal["mean", "max", "median"] = "mean"
+    gamma: float | None = None
+    order: Literal["write_first", "attend_first"] = "write_first"
+    eager_fill: bool = False
+    heads: Literal["shared", "kv"] = "shared"  # type: ignore[misc]
+    name: ClassVar[str] = "cascade"
+    positions: ClassVar[Literal["absolute", "cache"]] = "cache"
+    statistics: ClassVar[frozenset[Statistic]] = frozenset({"scan"})
+    ranks: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        require(self.cascades >= 1, "cascades", self.cascades, "must be at least 1")
+        require(self.sinks >= 0, "sinks", self.sinks, "must not be negative")
+        require(self.gamma is None or 0 <= self.gamma < 1, "gamma", self.gamma, "must be None or lie in [0, 1)")
+        choices = {
+            "growth": (*BASES, "linear"),
+            "reduce": ("mean", "max", "median"),
+            "order": ("write_first", "attend_first"),
+            "heads": ("shared", "kv"),
+        }
+        for option, known in choices.items():
+            value = getattr(self, option)
+            require(value in known, option, value, f"must be one of {', '.join(known)}")
+
+    @property
+    def overwrites(self) -> bool:
+        return self.order == "write_first"
+
+    def minimum_budget(self) -> int:
+        return self.sinks + self.cascades
+
+    def fitting_budget(self, budget: int) -> int:
+        return self.sinks + max(1, (budget - self.sinks) // self.cascades) * self.cascades
+
+    def check_budget(self, budget: int) -> None:
+        super().check_budget(budget)
+        if (budget - self.sinks) % self.cascades:
+            below = self.fitting_budget(budget)
+            nearest = min(below, below + self.cascades, key=lambda fits: abs(fits - budget))
+            why = f"without its {self.sinks} sinks it does not divide by cascades={self.cascades}"
+            raise BudgetError(f"budget={budget}: {why}; the nearest that does is {nearest}")
+
+    def state(self) -> dict[str, torch.dtype]:
+        return {"score": torch.float32}
+
+    def row_state(self) -> dict[str, int | float]:
+        return {"arrived": 0}  # tokens of the last step, 0 for padding
+
+    def observe(self, tokens: Tokens, attention: Attention) -> State:
+        assert attention.last is not None
+        assert attention.queries is not None
+        paid, decay = self._reduced(attention.last[..., None, :])[:, :, 0], self._decay(tokens.budget)
+        score = decay * tokens.state["score"] + (1 - decay) * paid
+        scored = (attention.queries > 0) & tokens.live & (tokens.position >= self.sinks)
+        arrived = attention.queries.expand_as(tokens.state["arrived"])
+        return {"score": torch.where(scored, score, tokens.state["score"]), "arrived": arrived}
+
+    def _decay(self, budget: int) -> float:
+        return math.exp(-math.log(100) * self.cascades / (budget - self.sinks)) if self.gamma is None else self.gamma
+
+    def _reduced(self, rows: Tensor) -> Tensor:
+        """[B, Hkv, G, n, N] over the query heads: [B, H', n, N]."""
+        heads = rows.flatten(1, 2)[:, None] if self.heads == "shared" else rows
+        if self.reduce == "median":
+            return heads.median(2).values
+        return heads.mean(2) if self.reduce == "mean" else heads.amax(2)
+
+    def victim(self, tokens: Tokens) -> Tensor:
+        # To be inserted is the next token, or the newest one if it attended first (and is no padding).
+        late = torch.zeros_like(tokens.state["arrived"]) if self.overwrites else tokens.state["arrived"]
+        scored = tokens.live & (tokens.position >= self.sinks)
+        age = tokens.live.sum(-1, keepdim=True) - 1 - tokens.order - late  # [B, H', C]
+
+        def score_at(rank: Tensor) -> Tensor:
+            return torch.where(scored & (age == rank), tokens.state["score"], 0).sum(-1, keepdim=True)
+
+        held = scored.sum(-1, keepdim=True) - late  # [B, H', 1]
+        leaving = self._rule(tokens.budget).leaving(tokens.seen - self.sinks - late, held, score_at)
+        goes = scored & (age == leaving) & (self.overwrites | (late > 0))
+        return torch.where(goes.any(-1, keepdim=True), goes, ~tokens.live).int().argmax(-1)
+
+    def _rule(self, budget: int) -> Rule:
+        return Rule(budget - self.sinks, intervals(self.cascades, self.growth), self.eager_fill)
+
+    def scan(self, rows: Iterable[Tensor], real: Tensor, held: int, budget: int) -> Tensor:
+        """The scores when a prompt ends, LOST for tokens that were dropped; for a chunk what its rows add."""
+        pieces = averaged(map(self._reduced, rows), real, self._decay(budget))
+        if held:
+            return [after[:, :, -1] for after in pieces][-1]
+        number = torch.where(real, real.cumsum(-1) - 1 - self.sinks, -1)  # [B, q]
+        score = self._rule(budget).replay(pieces, number, self.overwrites)
+        return torch.where(number[:, None] < 0, 0, score)
+
+    def absorb(self, tokens: Tokens, attention: Attention) -> State:
+        assert attention.scan is not None
+        assert attention.queries is not None
+        score = attention.scan
+        if tokens.held:
+            score = score + self._decay(tokens.budget) ** attention.queries * tokens.state["score"]
+            number = tokens.position - self.sinks  # negative for sinks and padding
+            score = torch.where(number < 0, 0, self._rule(tokens.budget).extend(number, tokens.held, score))
+        return {"score": score, "arrived": torch.zeros_like(tokens.state["arrived"])}
+
+    def sweep(self, tokens: Tokens) -> tuple[Tensor, State]:
+        return tokens.live & (tokens.state["score"] >= 0), {}

@@ -1,0 +1,128 @@
+"""The sub-caches of `cascade` as one line of tokens by age: who makes room for a token, and the line after that."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+BASES = {"pow2": 2, "pow3": 3, "pow4": 4}
+NOBODY = -2
+LOST = -1.0  # the score of a token that was dropped; scores are never negative
+
+
+def intervals(cascades: int, growth: str) -> list[int]:
+    """f_i: how often each sub-cache accepts."""
+    return [i + 1 if growth == "linear" else BASES[growth] ** i for i in range(cascades)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """Who makes room.
+
+    Attributes:
+        size: |C|, the slots of all sub-caches.
+        accepts: f_i for each sub-cache.
+        eager: all accept as long as no more than |C| tokens came before.
+    """
+
+    size: int
+    accepts: list[int]
+    eager: bool
+
+    def border(self, number: Tensor, held: Tensor) -> Tensor:
+        """The rank b W from the newest at which token `number` stops pushing; `held` if every sub-cache accepts.
+
+        Args:
+            number: int64, counted from the first token that is no sink.
+            held: int64, tokens in the line.
+        """
+        rank = held
+        for i in reversed(range(1, len(self.accepts))):
+            start = i * self.size // len(self.accepts)
+            refuses = (number % self.accepts[i] != 0) & (start < held)
+            rank = torch.where(refuses & (number > self.size) if self.eager else refuses, start, rank)
+        return rank
+
+    def leaving(self, number: Tensor, held: Tensor, score_at: Callable[[Tensor], Tensor]) -> Tensor:
+        """The rank from the newest of the token that makes room for token `number`, or NOBODY."""
+        rank = self.border(number, held)
+        loser = torch.where(score_at(rank - 1) >= score_at(rank), rank, rank - 1)
+        return torch.where(rank < held, loser, torch.where(held < self.size, NOBODY, held - 1))
+
+    def insert(self, line: Tensor, token: int, number: Tensor, score: Tensor) -> Tensor:
+        """The line with one more token, unless its number is negative.
+
+        Args:
+            line: int64 [B, H', |C|], tokens by age, the newest first and -1 after the last.
+            number: int64 [B, 1 or H', 1].
+            score: [B, H', N] of every token.
+        """
+
+        def score_at(rank: Tensor) -> Tensor:
+            there = line.gather(-1, rank.clamp(0, self.size - 1))
+            return score.gather(-1, there.clamp(min=0))
+
+        leaving = self.leaving(number, (line >= 0).sum(-1, keepdim=True), score_at)
+        last = torch.where(leaving == NOBODY, self.size, leaving)
+        longer = torch.where(torch.arange(self.size, device=line.device) <= last, line.roll(1, -1), line)
+        longer[..., 0] = token
+        return torch.where(number < 0, line, longer)
+
+    def replay(self, pieces: Iterable[Tensor], number: Tensor, early: bool) -> Tensor:
+        """The scores [B, H', N] after a prompt whose tokens were inserted one after the other, or LOST.
+
+        Args:
+            pieces: the scores after each token, [B, H', n, N].
+            number: int64 [B, q], negative for sinks and padding.
+            early: a token is inserted before its own query has changed the scores.
+        """
+        line, before, token = torch.empty(0), torch.empty(0), 0
+        for after in pieces:
+            if token == 0:
+                line = number.new_full((*after.shape[:2], self.size), -1)
+                before = torch.zeros_like(after[:, :, 0])
+            for n in range(after.shape[2]):
+                score = before if early else after[:, :, n]
+                line = self.insert(line, token, number[:, None, token, None], score)
+                before, token = after[:, :, n], token + 1
+        return survivors(line, before)
+
+    def extend(self, number: Tensor, held: int, score: Tensor) -> Tensor:
+        """The scores [B, H', N] after the tokens from place `held` on were inserted one after the other, or LOST.
+
+        Args:
+            number: int64 [B, H', N], negative for sinks and for places that hold no token.
+        """
+        by_age = torch.where(number < 0, -1, number)[..., :held].sort(dim=-1, descending=True)
+        line = torch.where(by_age.values < 0, -1, by_age.indices)[..., : self.size]
+        for token in range(held, number.shape[-1]):
+            line = self.insert(line, token, number[..., token, None], score)
+        return survivors(line, score)
+
+
+def averaged(pieces: Iterable[Tensor], real: Tensor, decay: float) -> Iterator[Tensor]:
+    """The moving average mu <- decay mu + (1 - decay) s after each query; padding changes nothing.
+
+    Args:
+        pieces: s for consecutive queries, [B, H', n, N].
+        real: bool [B, q].
+    """
+    start, score = 0, torch.zeros(1, device=real.device)
+    for paid in pieces:
+        arrived = real[:, start : start + paid.shape[2]]
+        start, count = start + paid.shape[2], arrived.cumsum(-1)
+        passed = (count[:, :, None] - count[:, None]).clamp(min=0)  # [B, n, n], real queries in between
+        weight = ((1 - decay) * decay**passed * arrived[:, None]).tril()
+        after = weight[:, None] @ paid + decay ** count[:, None, :, None] * score[..., None, :]
+        score = after[:, :, -1]
+        yield after
+
+
+def survivors(line: Tensor, score: Tensor) -> Tensor:
+    """The scores [B, H', N] of the tokens in the line, LOST for the others."""
+    kept = torch.nn.functional.pad(torch.full_like(score, LOST), (0, 1))
+    place = torch.where(line < 0, score.shape[-1], line)  # a place of its own for what is not there
+    return kept.scatter(-1, place, score.gather(-1, line.clamp(min=0)))[..., :-1]

@@ -1,0 +1,31 @@
+"""Keys of small norm (Devoto et al., "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression").
+
+The keys of smallest L2 norm tend to be those that are attended to: the largest goes, for each KV head on
+its own.  No attention is looked at, and no token is safe for being recent.  A rotary embedding leaves the
+norm alone, so it does not matter whether keys are stored before it.  A chunk is judged like a prompt.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvpass.policies.base import Policy, State, Tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class KNorm(Policy):
+    name: ClassVar[str] = "knorm"
+    heads: ClassVar[Literal["shared", "kv"]] = "kv"
+
+    def state(self) -> dict[str, torch.dtype]:
+        return {"norm": torch.float32}
+
+    def arrive(self, key: Tensor) -> State:
+        return {"norm": key.float().square().sum(-1).sqrt()}  # [B, Hkv, n]
+
+    def worth(self, tokens: Tokens) -> Tensor:
+        return -tokens.state["norm"]

@@ -1,0 +1,62 @@
+"""Robust cache omission (Ren and Zhu, "On the Efficacy of Eviction Policy for Key-Value Constrained
+Generative Language Model Inference").
+
+A token's score is the mean attention it was paid: the sum over all queries that saw it, and over the G
+query heads of its KV head, divided by their number.  A mean, unlike the sum of `h2o`, does not favour
+those that have been around longest.  Safe are the most recent half of the budget, and of the older tokens
+those whose attention varied most (standard deviation over the same queries), a quarter of the budget; of
+the rest the lowest mean goes, for each KV head on its own.  The queries of a chunk are counted before
+anything is evicted.  Costs one top-k over the slots per step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvpass.policies.base import Attention, Policy, State, Statistic, Tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class RoCo(Policy):
+    name: ClassVar[str] = "roco"
+    heads: ClassVar[Literal["shared", "kv"]] = "kv"
+    statistics: ClassVar[frozenset[Statistic]] = frozenset({"total", "squares"})
+
+    def minimum_budget(self) -> int:
+        return 2
+
+    def state(self) -> dict[str, torch.dtype]:
+        return {"total": torch.float32, "squares": torch.float32}
+
+    def observe(self, tokens: Tokens, attention: Attention) -> State:
+        assert attention.total is not None
+        assert attention.squares is not None
+        return {
+            "total": tokens.state["total"] + attention.total.mean(2),  # [B, Hkv, N]
+            "squares": tokens.state["squares"] + attention.squares.mean(2),
+        }
+
+    def worth(self, tokens: Tokens) -> Tensor:
+        saw = tokens.seen - tokens.position  # every query since it came, its own included
+        mean = tokens.state["total"] / saw
+        variance = tokens.state["squares"] / saw - mean.square()
+        safe = tokens.newest(recent(tokens.budget))
+        older = torch.where(tokens.live & ~safe, variance, -torch.inf)
+        count = min(varied(tokens.budget), older.shape[-1])
+        if count:
+            safe = safe | (older >= older.topk(count, -1).values[..., -1:])
+        return torch.where(safe, torch.inf, mean)
+
+
+def recent(budget: int) -> int:
+    """How many of the last tokens are safe."""
+    return budget - budget // 2
+
+
+def varied(budget: int) -> int:
+    """How many of the older tokens are safe for the spread of their attention."""
+    return budget // 4

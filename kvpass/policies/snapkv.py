@@ -1,0 +1,70 @@
+"""SnapKV (Li et al., "SnapKV: LLM Knows What You are Looking for Before Generation").
+
+Once, at the end of the prompt: the attention of its last `window` queries, averaged over them, is smoothed
+along the text by an average over `kernel` neighbours (beyond either end counts as zero) and averaged over
+the G query heads of a KV head.  The highest scores stay, for each KV head on its own, and the window
+itself.  From then on the window is a ring: the oldest of the tokens that were not selected makes room for
+each new one, and nothing is scored.  A prompt that fits is kept whole; all of it but its window counts as
+selected.  A chunk is a prompt: the selection is made again, among the held tokens and the chunk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvpass.policies.base import Attention, Policy, State, Statistic, Tokens, require
+
+
+@dataclasses.dataclass(frozen=True)
+class SnapKV(Policy):
+    """Options: `window`, the queries that vote and the tokens that are safe; `kernel`, the width of the smoothing."""
+
+    window: int = 64
+    kernel: int = 5
+    name: ClassVar[str] = "snapkv"
+    heads: ClassVar[Literal["shared", "kv"]] = "kv"
+    statistics: ClassVar[frozenset[Statistic]] = frozenset({"window"})
+
+    def __post_init__(self) -> None:
+        require(self.window >= 1, "window", self.window, "must be at least 1")
+        require(self.kernel >= 1 and self.kernel % 2 == 1, "kernel", self.kernel, "must be odd and at least 1")
+
+    @property
+    def observation(self) -> int:
+        return self.window
+
+    def minimum_budget(self) -> int:
+        return self.window + 1
+
+    def state(self) -> dict[str, torch.dtype]:
+        return {"score": torch.float32, "selected": torch.bool}
+
+    def observe(self, tokens: Tokens, attention: Attention) -> State:
+        return {}
+
+    def absorb(self, tokens: Tokens, attention: Attention) -> State:
+        assert attention.window is not None
+        assert attention.queries is not None
+        judged = (attention.queries > 0) & tokens.live & ~tokens.newest(self.window)
+        paid = torch.where(judged[:, :, None], attention.window, 0.0)  # [B, Hkv, G, N]
+        score = self._smoothed(paid.mean(2), tokens)
+        return {
+            "score": torch.where(judged, score, tokens.state["score"]),
+            "selected": judged | tokens.state["selected"],
+        }
+
+    def _smoothed(self, paid: Tensor, tokens: Tokens) -> Tensor:
+        """The average over `kernel` neighbours in the text, [B, Hkv, N]."""
+        in_order = torch.empty_like(paid).scatter(-1, tokens.order, paid)
+        pooled = torch.nn.functional.avg_pool1d(in_order, self.kernel, stride=1, padding=self.kernel // 2)
+        return pooled.gather(-1, tokens.order)
+
+    def worth(self, tokens: Tokens) -> Tensor:
+        """The window is safe, then come the selected by score, then the others, below zero, by age."""
+        age = tokens.position - tokens.seen
+        worth = torch.where(tokens.state["selected"], tokens.state["score"], age)
+        return torch.where(tokens.newest(self.window), torch.inf, worth)

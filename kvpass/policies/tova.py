@@ -1,0 +1,34 @@
+"""Token omission via attention (Oren et al., "Transformers are Multi-State RNNs").
+
+A token's score is the attention that the last query pays it, averaged over all query heads of the layer;
+nothing is accumulated.  The lowest goes, for all heads together, at every step; the last token always
+stays.  A prompt and a chunk are judged by their last token alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvpass.policies.base import Attention, Policy, State, Statistic, Tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Tova(Policy):
+    name: ClassVar[str] = "tova"
+    statistics: ClassVar[frozenset[Statistic]] = frozenset({"last"})
+
+    def state(self) -> dict[str, torch.dtype]:
+        return {"score": torch.float32}
+
+    def observe(self, tokens: Tokens, attention: Attention) -> State:
+        assert attention.last is not None
+        assert attention.queries is not None
+        paid = attention.last.mean((1, 2))[:, None]  # [B, 1, N]
+        return {"score": torch.where(attention.queries > 0, paid, tokens.state["score"])}
+
+    def worth(self, tokens: Tokens) -> Tensor:
+        return torch.where(tokens.newest(1), torch.inf, tokens.state["score"])

@@ -1,0 +1,110 @@
+"""Reference of `cascade`: sub-caches as lists, newest last, with the recursion spelled out token by token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from statistics import median_low
+
+import torch
+from torch import Tensor
+
+from kvpass.policies.cascade import Cascade
+from kvpass.reference.base import Reference, Stream, Token
+
+GROWTH: dict[str, Callable[[int], int]] = {
+    "pow2": lambda i: 2**i,
+    "pow3": lambda i: 3**i,
+    "pow4": lambda i: 4**i,
+    "linear": lambda i: i + 1,
+}
+REDUCE: dict[str, Callable[[list[float]], float]] = {
+    "mean": lambda paid: sum(paid) / len(paid),
+    "max": max,
+    "median": median_low,
+}
+
+
+class CascadeReference(Reference):
+    def __init__(self, policy: Cascade) -> None:
+        self.policy = policy
+
+    def caches(self, stream: Stream) -> list[list[Token]]:
+        if "caches" not in stream.notes:
+            stream.notes["caches"] = [[] for _ in range(self.policy.cascades)]
+        caches: list[list[Token]] = stream.notes["caches"]
+        return caches
+
+    def insert(self, stream: Stream, item: Token) -> None:
+        """One token into the sub-caches, the paper's scan."""
+        policy, caches = self.policy, self.caches(stream)
+        if item.position < policy.sinks:
+            stream.notes.setdefault("sinks", []).append(item)
+            return
+        number, width = item.position - policy.sinks, (stream.budget - policy.sinks) // policy.cascades
+        eager = policy.eager_fill and item.position <= stream.budget  # t <= |C| + s
+        for i, cache in enumerate(caches):
+            accepts = eager or number % GROWTH[policy.growth](i) == 0
+            if accepts and len(cache) < width:
+                cache.append(item)
+                return
+            if accepts:
+                cache.append(item)
+                item = cache.pop(0)
+            elif not cache:
+                cache.append(item)
+                return
+            else:
+                if item.score >= cache[-1].score:
+                    cache[-1] = item
+                return
+
+    def held(self, stream: Stream) -> list[Token]:
+        tokens = stream.notes.get("sinks", []) + [token for cache in self.caches(stream) for token in cache]
+        return sorted(tokens, key=lambda token: token.position)
+
+    def prepare(self, stream: Stream) -> None:
+        if self.policy.order == "write_first":
+            nothing = torch.zeros(0)
+            stream.notes["next"] = Token(stream.seen, -1, nothing, nothing)
+            self.insert(stream, stream.notes["next"])
+            stream.tokens = [token for token in self.held(stream) if token is not stream.notes["next"]]
+
+    def score(self, tokens: list[Token], row: Tensor, decay: float) -> None:
+        """mu <- gamma mu + (1 - gamma) sbar; row [heads, tokens]."""
+        for token, paid in zip(tokens, row.T.tolist(), strict=True):
+            token.score = decay * token.score + (1 - decay) * REDUCE[self.policy.reduce](paid)
+
+    def take(self, stream: Stream, new: list[Token], rows: Tensor, logits: Tensor) -> None:
+        tokens, policy = stream.tokens + new, self.policy
+        width = (stream.budget - policy.sinks) // policy.cascades
+        decay = math.exp(-math.log(100) / width) if policy.gamma is None else policy.gamma
+        prompt = not stream.step and stream.seen == len(new)
+        if stream.step and new and policy.order == "write_first":
+            self.arrive(stream, new[0])
+            self.score(tokens, rows[0], decay)
+        elif prompt and policy.order == "write_first":
+            for token, row in zip(new, rows, strict=True):
+                self.insert(stream, token)
+                self.score(tokens, row, decay)
+        elif prompt:
+            for token, row in zip(new, rows, strict=True):
+                self.score(tokens, row, decay)
+                self.insert(stream, token)
+        else:
+            for row in rows:
+                self.score(tokens, row, decay)
+            for token in new:
+                self.insert(stream, token)
+        stream.tokens = self.held(stream)
+
+    def arrive(self, stream: Stream, token: Token) -> None:
+        """Put the token where `prepare` made room for it."""
+        for tokens in [stream.notes.get("sinks", []), *self.caches(stream)]:
+            for n, held in enumerate(tokens):
+                if held is stream.notes["next"]:
+                    tokens[n] = token
+
+
+def reference(policy: Cascade) -> Reference:
+    return CascadeReference(policy)

@@ -1,0 +1,16 @@
+"""Reference of `knorm`: the keys of smallest L2 norm stay."""
+
+from __future__ import annotations
+
+from kvpass.policies.knorm import KNorm
+from kvpass.reference.base import Reference, Token
+
+
+class KNormReference(Reference):
+    def evict(self, tokens: list[Token], head: int, seen: int, budget: int) -> list[Token]:
+        smallest = sorted(tokens, key=lambda token: (float(token.key.float().norm()), token.position))[:budget]
+        return sorted(smallest, key=lambda token: token.position)
+
+
+def reference(policy: KNorm) -> Reference:
+    return KNormReference()

@@ -1,0 +1,40 @@
+"""Reference of `roco`: every attention value that a token was paid is remembered, mean and spread are taken of them."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kvpass.policies.roco import RoCo
+from kvpass.reference.base import Reference, Token
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def variance(values: list[float]) -> float:
+    return mean([(value - mean(values)) ** 2 for value in values])
+
+
+class RoCoReference(Reference):
+    def observe(self, tokens: list[Token], rows: Tensor) -> None:
+        first = tokens[-1].position - len(rows) + 1 if tokens else 0  # the position of the first of these queries
+        for token, paid in zip(tokens, rows.permute(2, 0, 1).tolist(), strict=True):
+            for query, values in enumerate(paid):
+                if first + query >= token.position:
+                    token.notes.setdefault("paid", []).extend(values)
+
+    def evict(self, tokens: list[Token], head: int, seen: int, budget: int) -> list[Token]:
+        if len(tokens) <= budget:
+            return tokens
+        recent = budget - budget // 2
+        older, newer = tokens[:-recent], tokens[-recent:]
+        by_spread = sorted(older, key=lambda token: (-variance(token.notes["paid"]), token.position))
+        spread, others = by_spread[: budget // 4], by_spread[budget // 4 :]
+        by_mean = sorted(others, key=lambda token: (-mean(token.notes["paid"]), token.position))
+        kept = spread + by_mean[: budget - recent - len(spread)]
+        return sorted(kept, key=lambda token: token.position) + newer
+
+
+def reference(policy: RoCo) -> Reference:
+    return RoCoReference()

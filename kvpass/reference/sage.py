@@ -1,0 +1,71 @@
+"""Reference of `sage`: each query head takes its top k of the prompt; sinks, what was taken and a ring stay."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from kvpass.policies.sage import Sage
+from kvpass.reference.base import Reference, Stream, Token
+
+
+class SageReference(Reference):
+    """`takers` of a token is the set of query heads that took it, or "all" if it stays without being taken."""
+
+    def __init__(self, share: str, every: int | None) -> None:
+        self.share = share
+        self.every = every
+
+    def take(self, stream: Stream, new: list[Token], rows: Tensor, logits: Tensor) -> None:
+        tokens, budget, group = stream.tokens + new, stream.budget, rows.shape[1]
+        sinks, k = budget // 4, budget // (2 * group)
+        recent = budget - sinks - group * k
+        stream.notes["since"] = stream.notes.get("since", 0) + len(new) if stream.step else 0
+        if stream.seen <= budget + 1:
+            for token in tokens:
+                if token.position < sinks + group * k:
+                    token.notes["takers"] = "all"
+        if new and stream.step and self.every is not None and stream.notes["since"] >= self.every:
+            stream.notes["since"] = 0
+            recent = max(recent - self.every, 0)
+            self.select(tokens, logits[-1], stream, sinks, k, recent)
+        elif new and not stream.step:
+            self.select(tokens, logits[-1], stream, sinks, k, recent)
+        stream.tokens = self.ring(tokens, budget, sinks)
+
+    def select(self, tokens: list[Token], last: Tensor, stream: Stream, sinks: int, k: int, recent: int) -> None:
+        if stream.seen <= stream.budget + 1:
+            return
+        last_token = stream.seen - 1
+        candidates = [n for n, token in enumerate(tokens) if sinks <= token.position < last_token - recent]
+        for token in tokens:
+            token.notes["takers"] = set()
+        for head, row in enumerate(last.tolist()):
+            for n in sorted(candidates, key=lambda n: (-row[n], tokens[n].position))[:k]:
+                tokens[n].notes["takers"].add(head)
+
+    def ring(self, tokens: list[Token], budget: int, sinks: int) -> list[Token]:
+        while len(tokens) > budget:
+            tokens.remove(next(t for t in tokens if t.position >= sinks and not t.notes.get("takers")))
+        return tokens
+
+    def bias(self, stream: Stream, group: int) -> Tensor | None:
+        if self.share == "union":
+            return None
+        rows = [[self.counted(token, head) for token in stream.tokens] for head in range(group)]
+        return torch.tensor(rows)[None]
+
+    def counted(self, token: Token, head: int) -> float:
+        """The logarithm of how often the query head sees the token."""
+        takers = token.notes.get("takers")
+        if not takers or takers == "all":
+            return 0.0
+        if self.share == "concat":
+            return math.log(len(takers))
+        return 0.0 if head in takers else -math.inf
+
+
+def reference(policy: Sage) -> Reference:
+    return SageReference(policy.share, policy.refresh_interval)

@@ -1,0 +1,44 @@
+"""Reference of `snapkv`: the last queries of a prompt vote, the vote is smoothed, the rest is a ring."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kvpass.policies.snapkv import SnapKV
+from kvpass.reference.base import Reference, Stream, Token
+
+
+class SnapKVReference(Reference):
+    def __init__(self, window: int, kernel: int) -> None:
+        self.window = window
+        self.kernel = kernel
+
+    def take(self, stream: Stream, new: list[Token], rows: Tensor, logits: Tensor) -> None:
+        tokens = stream.tokens + new
+        if new and not stream.step:
+            self.vote(tokens, rows, stream.seen)
+        stream.tokens = self.evict(tokens, stream.head, stream.seen, stream.budget)
+
+    def vote(self, tokens: list[Token], rows: Tensor, seen: int) -> None:
+        prefix = [n for n, token in enumerate(tokens) if token.position < seen - self.window]
+        votes = rows[-self.window :].mean((0, 1))[prefix].tolist()  # over queries and query heads
+        side = self.kernel // 2
+        for place, n in enumerate(prefix):
+            near = votes[max(0, place - side) : place + side + 1]
+            tokens[n].score = sum(near) / self.kernel  # what lies beyond either end counts as zero
+            tokens[n].notes["selected"] = True
+
+    def evict(self, tokens: list[Token], head: int, seen: int, budget: int) -> list[Token]:
+        if len(tokens) <= budget:
+            return tokens
+        window = [token for token in tokens if token.position >= seen - self.window]
+        selected = [token for token in tokens if "selected" in token.notes]
+        ring = [token for token in tokens if "selected" not in token.notes and token not in window]
+        selected.sort(key=lambda token: (-token.score, token.position))
+        ring.sort(key=lambda token: -token.position)
+        kept = (window + selected + ring)[:budget]
+        return sorted(kept, key=lambda token: token.position)
+
+
+def reference(policy: SnapKV) -> Reference:
+    return SnapKVReference(policy.window, policy.kernel)

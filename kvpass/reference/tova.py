@@ -1,0 +1,26 @@
+"""Reference of `tova`: the token that the last query attends to least goes, the last one excepted."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kvpass.policies.tova import Tova
+from kvpass.reference.base import Reference, Token
+
+
+class TovaReference(Reference):
+    def observe(self, tokens: list[Token], rows: Tensor) -> None:
+        if len(rows) == 0:
+            return
+        for token, paid in zip(tokens, rows[-1].mean(0).tolist(), strict=True):
+            token.score = paid
+
+    def evict(self, tokens: list[Token], head: int, seen: int, budget: int) -> list[Token]:
+        while len(tokens) > budget:
+            older = tokens[:-1] if tokens[-1].position == seen - 1 else tokens
+            tokens.remove(min(older or tokens, key=lambda token: (token.score, -token.position)))
+        return tokens
+
+
+def reference(policy: Tova) -> Reference:
+    return TovaReference()

@@ -1,0 +1,45 @@
+"""The statistics that a policy asks of a prompt or chunk: as tensors for a graph, and as `Attention`."""
+
+from __future__ import annotations
+
+import json
+
+from torch import Tensor
+
+from kvpass.budget import Budget
+from kvpass.lowering.column_scores import column_scores, row_scan
+from kvpass.policies import specify
+from kvpass.policies.base import Attention, Policy, Statistic
+
+_SUMS: tuple[Statistic, ...] = ("total", "squares", "last", "window", "logits")
+
+
+def wanted(policy: Policy) -> list[Statistic]:
+    """What `statistics` returns for the policy, in its order."""
+    return sorted(policy.statistics)
+
+
+def statistics(
+    policy: Policy,
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    real: Tensor,
+    causal: bool,
+    scale: float,
+    budget: Budget,
+) -> list[Tensor]:
+    """The tensors that the policy asks for; `budget` as users write it, the others as for `column_scores`."""
+    made: dict[Statistic, Tensor] = {}
+    if not policy.statistics.isdisjoint(_SUMS):
+        sums = column_scores(query, key, mask, real, causal, scale, policy.observation)
+        made = dict(zip(_SUMS, sums, strict=True))
+    if "scan" in policy.statistics:
+        made["scan"] = row_scan(query, key, mask, real, causal, scale, specify(policy), json.dumps(budget))
+    return [made[name] for name in wanted(policy)]
+
+
+def as_attention(policy: Policy, tensors: list[Tensor], real: Tensor) -> Attention:
+    """What `statistics` returned, by name; real is bool [B, q]."""
+    named = dict(zip(wanted(policy), tensors, strict=True))
+    return Attention(**named, queries=real.sum(-1)[:, None, None])

@@ -1,0 +1,154 @@
+"""Attention layers for property tests, and the table of policies that all generic tests run over."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvpass import policies
+from kvpass.errors import BudgetError
+from kvpass.policies import Policy
+
+settings.register_profile(
+    "kvpass", deadline=None, max_examples=30, derandomize=True, suppress_health_check=list(HealthCheck)
+)
+settings.load_profile("kvpass")
+torch.set_num_threads(1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One policy in the table: its name, what its options may be, and how good its choice must be.
+
+    Attributes:
+        options: a strategy of option dictionaries.
+        least: the smallest budget drawn.
+        scored: whether it looks at what is worth keeping, and so must beat `random`.
+    """
+
+    name: str
+    options: st.SearchStrategy[dict[str, Any]] = dataclasses.field(default_factory=lambda: st.just({}))
+    least: int = 4
+    scored: bool = False
+
+
+TABLE = [
+    Row("window"),
+    Row("full"),
+    Row("streaming", st.fixed_dictionaries({"sinks": st.integers(0, 3)})),
+    Row("random", st.fixed_dictionaries({"seed": st.integers(0, 100)})),
+    Row("h2o", st.fixed_dictionaries({"heavy": st.sampled_from([0.0, 0.3, 0.5, 0.75, 1.0])}), scored=True),
+    Row(
+        "cascade",
+        st.fixed_dictionaries(
+            {
+                "cascades": st.integers(1, 5),
+                "sinks": st.integers(0, 3),
+                "growth": st.sampled_from(["pow2", "pow3", "pow4", "linear"]),
+                "reduce": st.sampled_from(["mean", "max", "median"]),
+                "gamma": st.none() | st.sampled_from([0.0, 0.5, 0.95]),
+                "order": st.sampled_from(["write_first", "attend_first"]),
+                "eager_fill": st.booleans(),
+                "heads": st.sampled_from(["shared", "kv"]),
+            }
+        ),
+        scored=True,
+    ),
+    Row("tova", scored=True),
+    Row("knorm", scored=True),
+    Row("roco", scored=True),
+    Row(
+        "sage",
+        st.fixed_dictionaries(
+            {
+                "share": st.sampled_from(["union", "concat", "private"]),
+                "refresh_interval": st.none() | st.integers(1, 6),
+            }
+        ),
+        scored=True,
+    ),
+    Row(
+        "snapkv",
+        st.fixed_dictionaries({"window": st.integers(1, 4), "kernel": st.sampled_from([1, 3, 5])}),
+        least=5,
+        scored=True,
+    ),
+]
+ROWS = {row.name: row for row in TABLE}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One layer: all that `kvpass.simulate` needs to know."""
+
+    name: str
+    options: dict[str, Any]
+    seed: int
+    rows: int
+    heads: int
+    groups: int
+    dim: int
+    budget: int | None
+    prompt: int
+    steps: int
+    positions: str
+    theta: float | None
+
+    def layer(self, sharpness: float = 2.0) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of normal numbers; never arbitrary floats, so that no ties arise by accident."""
+        drawn = torch.Generator().manual_seed(self.seed)
+        tokens = self.prompt + self.steps
+        q = torch.randn(self.rows, self.heads * self.groups, tokens, self.dim, generator=drawn) * sharpness
+        k = torch.randn(self.rows, self.heads, tokens, self.dim, generator=drawn)
+        return q, k, torch.randn(self.rows, self.heads, tokens, self.dim, generator=drawn)
+
+    @property
+    def policy(self) -> Policy:
+        return policies.resolve(self.name, self.options)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {
+            "prompt": self.prompt,
+            "budget": self.budget,
+            "positions": self.positions,
+            "rope_theta": self.theta,
+            **self.options,
+        }
+
+
+@st.composite
+def cases(draw: st.DrawFn, row: Row, **fixed: Any) -> Case:
+    """Any layer for the policy of a row; prompts lie around the budget as often as not."""
+    options = fixed.pop("options", None)
+    options = draw(row.options) if options is None else options
+    policy = policies.resolve(row.name, options)
+    budget = fixed.pop("budget", None) or fitting(policy, draw(st.integers(row.least, row.least + 12)))
+    near = st.sampled_from([max(1, budget - 1), budget, budget + 1])
+    values = {
+        "seed": draw(st.integers(0, 2**20)),
+        "rows": draw(st.integers(1, 2)),
+        "heads": draw(st.integers(1, 2)),
+        "groups": draw(st.integers(1, 3)),
+        "dim": draw(st.sampled_from([2, 8])),
+        "prompt": draw(near | st.integers(1, 30)),
+        "steps": draw(st.integers(0, 16)),
+        "positions": draw(st.sampled_from(["absolute", "cache"])),
+        "theta": draw(st.sampled_from([1e4, None])),
+    }
+    return Case(row.name, options, budget=budget if policy.evicts else None, **{**values, **fixed})
+
+
+def fitting(policy: Policy, budget: int) -> int:
+    """The smallest budget from `budget` on that the policy takes."""
+    while True:
+        try:
+            policy.check_budget(budget)
+            return budget
+        except BudgetError:
+            budget += 1
