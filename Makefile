@@ -4,9 +4,10 @@ INSTALLED := .venv/.installed
 
 .PHONY: demo test slow lint clean
 
-# The main job: tables, pictures and completions in out/ (about ten minutes on two cores).
+# The main job: tables, pictures and completions in out/.  One thread: so small a model gains little from a
+# second one, and loses a great deal when the machine has other things to do; the compiler uses all cores.
 demo: $(INSTALLED)
-	$(BIN)/kvpass demo
+	$(BIN)/kvpass demo --threads 1
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -q

@@ -38,6 +38,7 @@ def parser() -> argparse.ArgumentParser:
     job.add_argument("--documents", metavar="N", type=at_least(1), default=4, help="documents, one batch" + shown)
     job.add_argument("--length", metavar="N", type=at_least(8), default=2048, help="tokens of each document" + shown)
     job.add_argument("--stream", metavar="N", type=at_least(8), default=8000, help="tokens of the long stream" + shown)
+    job.add_argument("--threads", metavar="N", type=at_least(1), help="threads of torch (default: its own choice)")
     return whole
 
 
@@ -72,6 +73,7 @@ def demo(parsed: argparse.Namespace) -> None:
             documents=parsed.documents,
             length=parsed.length,
             stream=parsed.stream,
+            threads=parsed.threads,
         )
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -36,6 +37,7 @@ class Settings:
         stream: tokens of the unbroken stream.
         new_tokens: length of a completion.
         every: steps between two snapshots of the held positions.
+        threads: of torch; None leaves them as they are.
     """
 
     model: str | None = None
@@ -48,6 +50,7 @@ class Settings:
     stream: int = 8000
     new_tokens: int = 48
     every: int = 16
+    threads: int | None = None
 
     @property
     def chosen(self) -> list[str]:
@@ -96,7 +99,7 @@ def main(settings: Settings) -> None:
         policies.get(name)
     _make_folder(settings.out)
     job = prepare(settings)
-    with torch.inference_mode():
+    with torch.inference_mode(), _threads(settings.threads):
         show_documents(job)
         show_stream(job)
         show_completions(job)
@@ -108,6 +111,17 @@ def _make_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise KVPassError(f"cannot write to the folder {path}: {error}") from error
+
+
+@contextlib.contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    """Run with `count` threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def prepare(settings: Settings) -> Job:

@@ -88,6 +88,13 @@ def test_full_gets_no_budget(monkeypatch):
     assert budgets == {"full": None, "window": 32}
 
 
+def test_threads_are_put_back():
+    before = torch.get_num_threads()
+    with run._threads(before + 1):
+        assert torch.get_num_threads() == before + 1
+    assert torch.get_num_threads() == before
+
+
 def llama() -> torch.nn.Module:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 128}
@@ -121,7 +128,7 @@ def test_the_whole_demo(tmp_path, capsys):
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     text.write_text(corpus.read(corpus.held_out_files())[0][:4000])
-    sizes = ["--budget", "16", "--documents", "2", "--length", "64", "--stream", "200"]
+    sizes = ["--budget", "16", "--documents", "2", "--length", "64", "--stream", "200", "--threads", "1"]
     where = ["--model", str(tmp_path / "model"), "--text", str(text), "--out", str(out)]
     assert cli.main(["demo", *where, *sizes, "--policy", *POLICIES]) == 0
 
