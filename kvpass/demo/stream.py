@@ -14,6 +14,8 @@ from torch import Tensor
 import kvpass
 from kvpass.demo import meter
 
+PROMPT = 2  # tokens of the first step: sizes of one are special to torch.compile and cost a graph of their own
+
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
@@ -29,12 +31,12 @@ class Run:
 
     Attributes:
         losses: float32 [B, T - 1], the negative log-likelihood of each token but the first, in nats.
-        seconds: [T], the time of each step, from the token to the loss on the host.
-        busy: [T], True where something was compiled during the step.
+        seconds: [T - PROMPT], the time of each decode step, from the token to the loss on the host.
+        busy: [T - PROMPT], True where something was compiled during the step.
         snapshots: which positions were held, every few steps.
         cache_bytes, full_bytes: of all rows at the end, and of a cache that kept everything.
-        decode_graphs: graphs captured after the first token.
-        graph_breaks: from the first token on.
+        decode_graphs: graphs captured after the prompt.
+        graph_breaks: from the prompt on.
     """
 
     losses: Tensor
@@ -67,28 +69,31 @@ class Recorder:
         self.busy: list[bool] = []
         self.snapshots: list[Snapshot] = []
 
-    def step(self, column: Tensor, target: Tensor | None) -> None:
-        """Feed tokens [B, 1] and judge what the model expects next by `target` [B]."""
+    def prompt(self, tokens: Tensor, targets: Tensor) -> None:
+        """Feed the first tokens [B, PROMPT]; the targets [B, PROMPT] are what follows each of them."""
+        self._feed(tokens, targets)
+        self.after_prompt = meter.Mark.now()
+
+    def step(self, tokens: Tensor, targets: Tensor) -> None:
+        """Feed tokens [B, 1]; the targets [B, 1] are what follows, [B, 0] at the end."""
         before, start = meter.activity(), time.perf_counter()
-        past = {} if self.cache is None else {"past_key_values": self.cache}
-        output = self.model(input_ids=column, use_cache=True, **past)
-        self.cache = output.past_key_values
-        if target is not None:
-            self.losses.append(negative_log_likelihood(output.logits[:, -1], target).cpu())
+        self._feed(tokens, targets)
         self.seconds.append(time.perf_counter() - start)
         self.busy.append(meter.activity() != before)
-        self._after(len(self.seconds))
+        seen = PROMPT + len(self.seconds)
+        if seen % self.every == 0:
+            self.snapshots.append(Snapshot(seen, held_positions(self.cache)))
 
-    def _after(self, step: int) -> None:
-        if step == 1:
-            self.after_prompt = meter.Mark.now()
-        if step % self.every == 0:
-            self.snapshots.append(Snapshot(step, held_positions(self.cache)))
+    def _feed(self, tokens: Tensor, targets: Tensor) -> None:
+        past = {} if self.cache is None else {"past_key_values": self.cache}
+        output = self.model(input_ids=tokens, use_cache=True, **past)
+        self.cache = output.past_key_values
+        self.losses.append(negative_log_likelihood(output.logits[:, : targets.shape[1]], targets).cpu())
 
     def finish(self) -> Run:
         report, end = kvpass.inspect(self.cache), meter.Mark.now()
         return Run(
-            losses=torch.stack(self.losses, 1),
+            losses=torch.cat(self.losses, 1),
             seconds=self.seconds,
             busy=self.busy,
             snapshots=self.snapshots,
@@ -100,23 +105,24 @@ class Recorder:
 
 
 def run(model: Any, tokens: Tensor, *, every: int, tick: Callable[[], object]) -> Run:
-    """Stream tokens [B, T] from an empty cache, one column per step, through a compiled causal model.
+    """Stream tokens [B, T] from an empty cache through a compiled causal model, one by one after `PROMPT`.
 
     Args:
-        every: take a snapshot of the held positions after this many steps.
+        every: take a snapshot of the held positions after this many tokens.
         tick: called after every step.
     """
-    recorder = Recorder(model, every)
-    for step in range(tokens.shape[1]):
-        following = tokens[:, step + 1] if step + 1 < tokens.shape[1] else None
-        recorder.step(tokens[:, step : step + 1], following)
+    recorder, following = Recorder(model, every), tokens[:, 1:]
+    recorder.prompt(tokens[:, :PROMPT], following[:, :PROMPT])
+    for place in range(PROMPT, tokens.shape[1]):
+        one = slice(place, place + 1)
+        recorder.step(tokens[:, one], following[:, one])
         tick()
     return recorder.finish()
 
 
-def negative_log_likelihood(logits: Tensor, target: Tensor) -> Tensor:
-    """float32 [B] in nats, from logits [B, V] and targets [B]."""
-    return torch.nn.functional.cross_entropy(logits.float(), target, reduction="none")
+def negative_log_likelihood(logits: Tensor, targets: Tensor) -> Tensor:
+    """float32 [B, n] in nats, from logits [B, n, V] and targets [B, n]."""
+    return torch.nn.functional.cross_entropy(logits.float().transpose(1, 2), targets, reduction="none")
 
 
 def held_positions(cache: Any) -> list[int]:

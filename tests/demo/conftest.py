@@ -17,8 +17,8 @@ def make_run():
     def make(loss: float = 1.0, tokens: int = 32) -> Run:
         return Run(
             losses=torch.full((2, tokens - 1), loss),
-            seconds=[9.0] + [0.5] * (tokens - 1),
-            busy=[True] + [False] * (tokens - 1),
+            seconds=[9.0] + [0.5] * (tokens - 3),
+            busy=[True] + [False] * (tokens - 3),
             snapshots=[Snapshot(step, list(range(max(0, step - 8), step))) for step in range(4, tokens + 1, 4)],
             cache_bytes=2**20,
             full_bytes=4 * 2**20,
