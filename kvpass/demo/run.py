@@ -168,8 +168,9 @@ def show_stream(job: Job) -> None:
 
 def show_completions(job: Job) -> None:
     settings, prompt = job.settings, job.prompt
-    outcomes = _each(job, "completions", settings.chosen, 1, lambda tick: complete(job))
-    caption = f"Greedy completions of a prompt of {prompt.shape[1]} tokens, {_budgets(settings)}."
+    # Inductor would take half a minute per policy for the few tokens of a completion.
+    outcomes = _each(job, "completions", settings.chosen, 1, lambda tick: complete(job), inner="eager")
+    caption = f"Greedy completions of a prompt of {prompt.shape[1]} tokens, {_budgets(settings)}, inner='eager'."
     rows: list[tables.Row] = [
         {"policy": policy, "error": str(outcome)}
         if isinstance(outcome, KVPassError)
@@ -207,24 +208,29 @@ def _streams(job: Job, name: str, chosen: list[str], tokens: Tensor) -> dict[str
 
 
 def _each(
-    job: Job, name: str, chosen: list[str], ticks: int, action: Callable[[Callable[[], object]], T]
+    job: Job,
+    name: str,
+    chosen: list[str],
+    ticks: int,
+    action: Callable[[Callable[[], object]], T],
+    inner: str = "inductor",
 ) -> dict[str, T | KVPassError]:
     """The outcome of `action(tick)` under each policy, on a bar that expects `ticks` for each."""
     outcomes: dict[str, T | KVPassError] = {}
     with tqdm(total=ticks * len(chosen), unit="step", smoothing=0.05, dynamic_ncols=True) as bar:
         for done, policy in enumerate(chosen, 1):
             bar.set_description(f"{name}: {policy}")
-            outcomes[policy] = _attempt(job, policy, lambda: action(bar.update))
+            outcomes[policy] = _attempt(job, policy, inner, lambda: action(bar.update))
             bar.update(ticks * done - bar.n)
     return outcomes
 
 
-def _attempt(job: Job, policy: str, action: Callable[[], T]) -> T | KVPassError:
+def _attempt(job: Job, policy: str, inner: str, action: Callable[[], T]) -> T | KVPassError:
     """`action()` with the model compiled for the policy; the reason if kvpass refuses."""
     meter.forget_compiled_code()
     try:
         budget = job.settings.budget if policies.get(policy).evicts else None
-        kvpass.compile(job.subject.model, policy=policy, budget=budget)
+        kvpass.compile(job.subject.model, policy=policy, budget=budget, inner=inner)
         return action()
     except Exception as error:
         refusals = [reason for reason in _reasons(error) if isinstance(reason, KVPassError)]

@@ -61,7 +61,7 @@ class Wrapped(Exception):
 
 @pytest.mark.parametrize("error", [PolicyError("needs aligner"), Wrapped(PolicyError("needs aligner"))])
 def test_a_refusal_is_an_outcome_and_the_others_go_on(monkeypatch, error):
-    def compile(model, *, policy, budget):
+    def compile(model, *, policy, **settings):
         if policy == "h2o":
             raise error
 
@@ -82,7 +82,7 @@ def test_other_errors_are_not_hidden(monkeypatch):
 def test_full_gets_no_budget(monkeypatch):
     budgets = {}
     monkeypatch.setattr(
-        kvpass, "compile", lambda model, *, policy, budget: budgets.update({policy: budget}), raising=False
+        kvpass, "compile", lambda model, *, policy, budget, inner: budgets.update({policy: budget}), raising=False
     )
     run._each(job(Settings(budget=32)), "test", ["full", "window"], 1, lambda tick: "done")
     assert budgets == {"full": None, "window": 32}
