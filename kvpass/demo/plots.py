@@ -49,8 +49,8 @@ def kept_image(snapshots: Sequence[Snapshot], length: int) -> npt.NDArray[np.flo
 
 def kept_figure(snapshots: Mapping[str, Sequence[Snapshot]], length: int, title: str) -> Figure:
     """Which positions were held over time, one panel per policy."""
-    across = min(4, len(snapshots))
-    down = math.ceil(len(snapshots) / across)
+    down = math.ceil(len(snapshots) / 4)
+    across = math.ceil(len(snapshots) / down)
     figure = Figure(figsize=(3.2 * across + 0.8, 3.2 * down + 0.6), layout="constrained")
     panels = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False).flat
     for (policy, taken), axes in zip(snapshots.items(), panels, strict=False):
@@ -75,6 +75,7 @@ def _kept_panel(axes: Axes, policy: str, snapshots: Sequence[Snapshot], length: 
         extent=(0, last, 0, image.shape[0] * BAND),
     )
     axes.set(title=policy, xlabel="step", ylabel="position kept", ylim=(0, length))
+    axes.tick_params(labelbottom=True)  # the panel below may be empty
 
 
 def save(figure: Figure, path: Path, title: str) -> None:
