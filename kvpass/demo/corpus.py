@@ -8,7 +8,10 @@ differ a little between Python versions.
 from __future__ import annotations
 
 import sysconfig
+from itertools import chain, count
 from pathlib import Path
+
+from kvpass.errors import KVPassError
 
 HELD_OUT = (
     "argparse.py",
@@ -53,3 +56,37 @@ def read(paths: list[Path]) -> list[str]:
         except UnicodeDecodeError:
             continue
     return texts
+
+
+def documents(texts: list[list[int]], number: int, length: int, bos: int) -> list[list[int]]:
+    """`number` documents of `length` tokens, `bos` first in each.
+
+    They are the first piece of every text, then the second of every text, and so on, so that a few
+    documents come from many files.
+
+    Raises:
+        KVPassError: the texts are too short.
+    """
+    body, found = length - 1, []
+    for piece in count():
+        cut = [text[piece * body : (piece + 1) * body] for text in texts]
+        whole = [[bos, *part] for part in cut if len(part) == body]
+        found += whole
+        if len(found) >= number:
+            return found[:number]
+        if not whole:
+            tokens = sum(map(len, texts))
+            raise KVPassError(f"a text of {tokens} tokens makes {len(found)} of {number} documents of {length} tokens")
+    raise AssertionError("count() never ends")
+
+
+def unbroken(texts: list[list[int]], length: int, bos: int) -> list[int]:
+    """The texts one after the other, `bos` before each, cut off after `length` tokens.
+
+    Raises:
+        KVPassError: the texts are too short.
+    """
+    tokens = list(chain.from_iterable([bos, *text] for text in texts))
+    if len(tokens) < length:
+        raise KVPassError(f"a text of {len(tokens)} tokens is too short for a stream of {length}")
+    return tokens[:length]

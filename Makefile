@@ -1,0 +1,31 @@
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.PHONY: demo test slow lint clean
+
+# The main job: tables, pictures and completions in out/.  One thread: so small a model gains little from a
+# second one, and loses a great deal when the machine has other things to do; the compiler uses all cores.
+demo: $(INSTALLED)
+	$(BIN)/kvpass demo --threads 1
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -q
+
+# 5 is pytest's way to say that nothing was collected.
+slow: $(INSTALLED)
+	$(BIN)/python -m pytest -q -m slow || [ $$? -eq 5 ]
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -c constraints.txt -e '.[demo,test,dev]'
+	touch $@
+
+clean:
+	rm -rf .venv out build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	find kvpass tests examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,82 @@
+"""The command `kvpass`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from kvpass.errors import KVPassError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status, 2 for anything that the caller got wrong."""
+    parsed = parser().parse_args(arguments)
+    try:
+        demo(parsed)
+    except KVPassError as error:
+        print(f"kvpass: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    whole = argparse.ArgumentParser(prog="kvpass", description="Bounded KV caches through torch.compile.")
+    commands = whole.add_subparsers(dest="command", required=True)
+    job = commands.add_parser(
+        "demo",
+        help="perplexity, speed and memory of every policy on real text",
+        description="Streams text through a model under each policy, and writes tables and pictures.",
+    )
+    shown = " (default: %(default)s)"
+    job.add_argument("--model", metavar="NAME_OR_PATH", help="a Hugging Face causal model (default: the bundled one)")
+    job.add_argument("--policy", metavar="P", nargs="+", default=[], help="policies to run (default: all)")
+    job.add_argument("--budget", metavar="N", type=at_least(1), default=256, help="tokens kept" + shown)
+    job.add_argument("--text", metavar="FILE", type=Path, help="UTF-8 text (default: standard-library source)")
+    job.add_argument("--out", metavar="DIR", type=Path, default=Path("out"), help="where results go" + shown)
+    job.add_argument("--documents", metavar="N", type=at_least(1), default=4, help="documents, one batch" + shown)
+    job.add_argument("--length", metavar="N", type=at_least(8), default=2048, help="tokens of each document" + shown)
+    job.add_argument("--stream", metavar="N", type=at_least(8), default=8000, help="tokens of the long stream" + shown)
+    job.add_argument("--threads", metavar="N", type=at_least(1), help="threads of torch (default: its own choice)")
+    return whole
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """A converter for argparse that takes whole numbers from `least` on."""
+
+    def convert(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        if number < least:
+            raise argparse.ArgumentTypeError(f"{text} is less than {least}")
+        return number
+
+    return convert
+
+
+def demo(parsed: argparse.Namespace) -> None:
+    """The main job; its imports are heavy and need the extra `demo`."""
+    try:
+        from kvpass.demo import run
+    except ModuleNotFoundError as error:
+        raise KVPassError(f"the demo needs {error.name}: pip install 'kvpass[demo]'") from error
+    run.main(
+        run.Settings(
+            model=parsed.model,
+            policies=tuple(parsed.policy),
+            budget=parsed.budget,
+            text=parsed.text,
+            out=parsed.out,
+            documents=parsed.documents,
+            length=parsed.length,
+            stream=parsed.stream,
+            threads=parsed.threads,
+        )
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
