@@ -6,18 +6,23 @@
 from kvpass import policies
 from kvpass.backend import Backend, backend, compile
 from kvpass.errors import BudgetError, CacheHandleError, KVPassError, PolicyError, UnsupportedGraph
+from kvpass.report import CacheReport, ExplainReport, explain, inspect
 from kvpass.simulate import Trace, simulate
 
 __all__ = [
     "Backend",
     "BudgetError",
     "CacheHandleError",
+    "CacheReport",
+    "ExplainReport",
     "KVPassError",
     "PolicyError",
     "Trace",
     "UnsupportedGraph",
     "backend",
     "compile",
+    "explain",
+    "inspect",
     "policies",
     "simulate",
 ]

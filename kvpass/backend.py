@@ -12,10 +12,11 @@ import torch.fx as fx
 
 from kvpass import budget as budgets
 from kvpass import cache_key, compat, graphs, match, policies
-from kvpass.errors import BudgetError, KVPassError, PolicyError, UnsupportedGraph
+from kvpass.errors import KVPassError, PolicyError, UnsupportedGraph
 from kvpass.handle import Handle
-from kvpass.policies.base import Policy
+from kvpass.policies.base import Plan, Policy
 from kvpass.report import Recorder, SiteReport
+from kvpass.rewrite import StepRewriter
 from kvpass.runtime import PromptRunner, StepRunner
 
 Positions = Literal["absolute", "cache"]
@@ -35,6 +36,8 @@ class Backend:
     options: tuple[tuple[str, Any], ...]
     strict: bool
     recorder: Recorder | None = dataclasses.field(default=None, compare=False, repr=False)
+    plans: dict[Any, list[Plan]] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    """What the layers of a model were given first, for policies that keep to it."""
 
     def __call__(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         """Compile one graph of Dynamo's.
@@ -53,7 +56,7 @@ class Backend:
         self._record(found, sites, carried)
         self._check(found, carried)
         if not sites:
-            return self.compile_inner(gm, examples)
+            return self.compile_prompt(gm, examples)
         self._check_inference(sites, examples)
         if carried:
             return StepRunner(self, gm, sites)
@@ -66,7 +69,8 @@ class Backend:
         for f in found:
             verdict = "rewritten" if f.site else "refused" if f.refusal else "left alone"
             reason = f.refusal or ("" if f.site else "it updates no cache")
-            self.recorder.sites.append(SiteReport(len(self.recorder.graphs), graphs.source_line(f.node), verdict, reason))
+            where = (len(self.recorder.graphs), graphs.module_of(f.node), graphs.source_line(f.node))
+            self.recorder.sites.append(SiteReport(*where, verdict, reason))
 
     def _check(self, found: list[match.Found], carried: set[fx.Node]) -> None:
         """Refuse what cannot be rewritten, or with strict=False warn and leave it as it was."""
@@ -107,26 +111,34 @@ class Backend:
             self.recorder.notes.append("the keys carry no rotary embedding that can be told apart: positions are absolute")
         return False
 
-    def check_room(self, budget: int, prompt: int) -> None:
-        """Raise BudgetError when a policy that never evicts is given a prompt beyond its budget."""
-        if not self.policy.evicts and prompt > budget:
-            raise BudgetError(f"policy {self.policy.name!r} keeps every token: a prompt of {prompt} exceeds its budget of {budget}")
+    def compile_prompt(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        """Compile a prompt graph; what it does for the policy is all in the graph, so policies share the caches."""
+        return self._compile_inner(gm, examples, {}, None)
 
-    def compile_inner(
-        self, gm: fx.GraphModule, examples: Sequence[Any], patches: dict[str, Any] | None = None
+    def compile_step(self, gm: fx.GraphModule, examples: Sequence[Any], ranked: bool) -> Callable[..., Any]:
+        """Compile a rewritten step graph."""
+        return self._compile_inner(gm, examples, compat.FUSE_INTO_REDUCTIONS if ranked else {}, self.policy)
+
+    def rewriter(self, *arguments: Any) -> StepRewriter:
+        """What rewrites step graphs: onto slots, or onto the eager reference."""
+        if self.inner != "reference":
+            return StepRewriter(*arguments)
+        from kvpass.reference.layer import ReferenceRewriter  # the compiled path knows nothing of references
+
+        return ReferenceRewriter(*arguments)
+
+    def _compile_inner(
+        self, gm: fx.GraphModule, examples: Sequence[Any], patches: dict[str, Any], policy: Policy | None
     ) -> Callable[..., Any]:
-        """Hand a graph to what compiles it in the end; `patches` are settings of Inductor's that users may override."""
         if callable(self.inner):
             return self.inner(gm, examples)
         if self.inner in ("eager", "reference"):
             return gm.forward
-        if self.inner == "inductor":
-            return compat.inductor(gm, examples, (patches or {}) | self._patches())
-        return compat.registered_backend(self.inner)(gm, examples)
-
-    def _patches(self) -> dict[str, Any]:
-        patches = compat.inductor_mode(self.mode) if self.mode else {}
-        return patches | dict(self.options) | {"post_grad_custom_pre_pass": compat.cache_stamp(cache_key.digest(self.policy))}
+        if self.inner != "inductor":
+            return compat.registered_backend(self.inner)(gm, examples)
+        modes = compat.inductor_mode(self.mode) if self.mode else {}
+        stamp = {"post_grad_custom_pre_pass": compat.cache_stamp(cache_key.digest(policy))}
+        return compat.inductor(gm, examples, patches | modes | dict(self.options) | stamp)
 
 
 def _refusal(error: KVPassError) -> Callable[..., Any]:

@@ -24,8 +24,10 @@ def _sources() -> bytes:
     return digest.digest()
 
 
-def digest(policy: Policy) -> bytes:
+def digest(policy: Policy | None) -> bytes:
     """Differs whenever our sources, the policy's source, or one of its options differs."""
+    if policy is None:
+        return _sources()
     try:
         source = inspect.getsource(type(policy))
     except (OSError, TypeError):

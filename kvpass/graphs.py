@@ -72,48 +72,67 @@ def source_line(node: fx.Node) -> str:
     return "an unknown line"
 
 
+def module_of(node: fx.Node) -> str:
+    """The path of the module whose code made a node, empty if it is not known."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    path = str(stack[-1][0]) if stack else ""
+    return path.replace("L['self'].", "").replace("L['fn'].", "").replace("_modules['", "").replace("']", "")
+
+
 @dataclasses.dataclass(frozen=True)
 class Sizes:
     """How the symbolic sizes of a step graph are to be read.
 
     Attributes:
-        growing: the symbols that stand for the cache's length.
-        known: what every other symbol is in this call.
+        lengths: the expressions that stand for the cache's length, in each layer.
+        known: what the symbols that do not grow are in this call.
         queries: q, the number of new tokens.
     """
 
-    growing: frozenset[sympy.Symbol]
+    lengths: tuple[sympy.Expr, ...]
     known: dict[sympy.Symbol, int]
     queries: int
 
     def grows(self, size: Any) -> bool:
-        """Whether a size depends on the cache's length."""
-        return bool(expr(size).free_symbols & self.growing)
+        """Whether a size is not the same at every step."""
+        return bool(expr(size).free_symbols - self.known.keys())
 
     def grown(self, tensor: Any) -> bool:
-        """Whether any dimension of a fake tensor depends on the cache's length."""
+        """Whether any dimension of a fake tensor is not the same at every step."""
         return isinstance(tensor, torch.Tensor) and any(self.grows(size) for size in tensor.shape)
 
     def fixed(self, size: Any) -> int:
-        """A size that does not depend on the cache's length, as a number."""
+        """A size that does not grow, as a number."""
         return int(expr(size).subs(self.known))
 
     def is_total(self, size: Any) -> bool:
         """Whether a size is the cache's length plus the new tokens."""
-        difference = sympy.simplify(expr(size).subs(self.known) - self.queries)
-        return difference in self.growing
+        return any(
+            sympy.expand(expr(size) - length).subs(self.known) == self.queries and length.free_symbols
+            for length in self.lengths
+        )
+
+    def in_length(self, size: Any) -> sympy.Expr:
+        """A size as an expression of one symbol, the cache's length."""
+        expression = expr(size).subs(self.known)
+        for length in self.lengths:
+            for symbol in length.free_symbols:
+                expression = expression.subs(symbol, LENGTH - (length - symbol))
+        if expression.free_symbols - {LENGTH}:
+            raise UnsupportedGraph(f"the size {size} depends on more than the cache's length")
+        return sympy.expand(expression)
 
     def on_length(self, size: Any, length: fx.Node, graph: fx.Graph) -> Any:
         """Emit nodes that compute a size from the length, a tensor; returns the node or a number."""
 
         def emit(part: sympy.Expr) -> Any:
-            if part in self.growing:
+            if part == LENGTH:
                 return length
-            if not part.free_symbols & self.growing:
-                return int(part.subs(self.known))
+            if part.is_Integer:
+                return int(part)
             operations = {sympy.Add: operator.add, sympy.Mul: operator.mul}
             if part.func not in operations:
-                raise UnsupportedGraph(f"position arithmetic {part} over the cache's length is neither a sum nor a product")
+                raise UnsupportedGraph(f"position arithmetic {part} on the cache's length is neither a sum nor a product")
             terms = [emit(term) for term in part.args]
             made = terms[0]
             for term in terms[1:]:
@@ -121,7 +140,10 @@ class Sizes:
                 made.meta["example_value"] = value(length)
             return made
 
-        return emit(expr(size))
+        return emit(self.in_length(size))
+
+
+LENGTH = sympy.Symbol("length", integer=True)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,6 +28,8 @@ class LayerCache:
         backend: what made it; another backend refuses to go on with it.
         layout, slots: the buffers; `slots` is a ReferenceLayer with `inner="reference"`.
         seen: tokens seen, padding included; the host's copy of `slots.length`.
+        limit: the layer's own budget.
+        clocks: what the host counts for each row, see `Policy.clock`; empty for most policies.
         broken: set while a step runs, so that one that was interrupted is noticed.
         notes: facts to report, such as an adopted prompt.
     """
@@ -36,6 +38,8 @@ class LayerCache:
     layout: Layout
     slots: Any
     seen: int
+    limit: int = 0
+    clocks: tuple[Any, ...] = ()
     broken: bool = False
     notes: tuple[str, ...] = ()
     _reordered: tuple[Any, LayerCache] | None = None

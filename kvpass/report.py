@@ -3,6 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from kvpass.errors import CacheHandleError, KVPassError
+from kvpass.handle import Handle, LayerCache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -11,12 +21,14 @@ class SiteReport:
 
     Attributes:
         graph: number of the graph it is in, from 1.
+        module: the module of the model that it belongs to, as far as it is known.
         line: file, line and code of the user's source.
         verdict: "rewritten", "left alone" or "refused".
         reason: why, unless it was rewritten.
     """
 
     graph: int
+    module: str
     line: str
     verdict: str
     reason: str
@@ -29,3 +41,171 @@ class Recorder:
     graphs: list[str] = dataclasses.field(default_factory=list)
     sites: list[SiteReport] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExplainReport:
+    """What became of a model's attention calls; printable as a table.
+
+    Attributes:
+        graphs: for each graph of Dynamo's, "prompt", "step" or "no cache".
+        sites: every attention call, and every cache update that feeds none.
+        notes: further facts.
+        error: what running the model raised, if it did.
+    """
+
+    graphs: tuple[str, ...]
+    sites: tuple[SiteReport, ...]
+    notes: tuple[str, ...]
+    error: str | None = None
+
+    @property
+    def rewritten(self) -> list[SiteReport]:
+        return [site for site in self.sites if site.verdict == "rewritten"]
+
+    @property
+    def refused(self) -> list[SiteReport]:
+        return [site for site in self.sites if site.verdict == "refused"]
+
+    def __str__(self) -> str:
+        rows = [[str(s.graph), s.verdict, s.module, s.line, s.reason] for s in self.sites]
+        lines = table(["graph", "verdict", "module", "line", "reason"], rows)
+        summary = f"{len(self.rewritten)} of {len(self.sites)} attention calls rewritten in {len(self.graphs)} graph(s)"
+        more = [*self.notes, *([f"stopped by: {self.error}"] if self.error else [])]
+        return "\n".join([lines, summary, *more])
+
+
+def explain(model: torch.nn.Module, policy: Any = "full", **settings: Any) -> Callable[..., ExplainReport]:
+    """Say what the backend would make of a model: `explain(model, policy=..., budget=...)(*args, **kwargs)`.
+
+    The model is traced for one call with the arguments and nothing is compiled.  Give `past_key_values` from
+    an earlier call under the same settings to see a decode step.  Takes what `kvpass.backend` takes.
+    """
+    # Imported late: the backend reports to this module.
+    from kvpass.backend import backend
+
+    recorder = Recorder()
+    chosen = backend(policy, **{"inner": "eager", **settings, "strict": False})
+    chosen = dataclasses.replace(chosen, recorder=recorder)
+
+    def run(*args: Any, **kwargs: Any) -> ExplainReport:
+        error = None
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            try:
+                torch.compile(model.forward, backend=chosen)(*args, **kwargs)
+            except KVPassError as raised:
+                error = str(raised)
+        return ExplainReport(tuple(recorder.graphs), tuple(recorder.sites), tuple(recorder.notes), error)
+
+    return run
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerReport:
+    """One layer of a cache.
+
+    Attributes:
+        policy: what decides, with its options.
+        capacity: slots, the one for the next token included; budget: tokens kept between steps.
+        seen: tokens seen, padding included.
+        positions: int64 [B, Hkv, n], the places of the held tokens in the (padded) sequence, sorted, -1
+            after the last.
+        nbytes: bytes held, metadata included; full_nbytes: what a cache of all tokens would hold.
+    """
+
+    policy: str
+    budget: int
+    capacity: int
+    seen: int
+    positions: Tensor
+    nbytes: int
+    full_nbytes: int
+    notes: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheReport:
+    """What a cache holds; printable as a table."""
+
+    layers: tuple[LayerReport, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.nbytes for layer in self.layers)
+
+    @property
+    def full_nbytes(self) -> int:
+        return sum(layer.full_nbytes for layer in self.layers)
+
+    @property
+    def ratio(self) -> float:
+        """Bytes held beside those of a full cache."""
+        return self.nbytes / max(1, self.full_nbytes)
+
+    @property
+    def seen(self) -> int:
+        return max(layer.seen for layer in self.layers)
+
+    def __str__(self) -> str:
+        rows = [
+            [str(i), x.policy, str(x.capacity), str(x.seen), spans(x.positions[0, 0]), str(x.nbytes), f"{x.nbytes / max(1, x.full_nbytes):.3f}"]
+            for i, x in enumerate(self.layers)
+        ]  # fmt: skip
+        header = ["layer", "policy", "slots", "seen", "held (row 0, head 0)", "bytes", "of full"]
+        notes = sorted({note for layer in self.layers for note in layer.notes})
+        return "\n".join([table(header, rows), f"{self.nbytes} bytes, {self.ratio:.3f} of a full cache", *notes])
+
+
+def inspect(cache: Any) -> CacheReport:
+    """What a cache holds: a model's cache object, its tensors, or nested tuples of them.
+
+    Raises:
+        CacheHandleError: there is no kvpass cache in it.
+    """
+    found = {id(handle.cache): handle.cache for handle in _handles(cache)}
+    if not found:
+        raise CacheHandleError(f"there is no kvpass cache in this {type(cache).__name__}: was the model compiled when it made it?")
+    return CacheReport(tuple(_layer(layer) for layer in found.values()))
+
+
+def _handles(cache: Any) -> Iterator[Handle]:
+    """Every handle in a cache object (anything with `layers` that have `keys`) or in nested containers."""
+    for attribute in ("self_attention_cache", "layers"):
+        inner = getattr(cache, attribute, None)
+        if inner is not None:
+            yield from _handles(inner)
+            return
+    for leaf in optree.tree_leaves(cache):
+        keys = leaf if isinstance(leaf, Tensor) else getattr(leaf, "keys", None)
+        if isinstance(keys, Handle):
+            yield keys
+
+
+def _layer(cache: LayerCache) -> LayerReport:
+    layout = cache.layout
+    row = layout.heads * (layout.key_dim + layout.value_dim) * layout.dtype.itemsize
+    positions = cache.slots.held(layout)
+    return LayerReport(
+        repr(layout.policy), layout.budget, layout.capacity, cache.seen, positions,
+        cache.slots.nbytes, layout.rows * cache.seen * row, cache.notes,
+    )  # fmt: skip
+
+
+def spans(positions: Tensor) -> str:
+    """Positions as ranges: "0-3 28-39"."""
+    numbers = [n for n in positions.tolist() if n >= 0]
+    parts: list[list[int]] = []
+    for n in numbers:
+        if parts and parts[-1][1] == n - 1:
+            parts[-1][1] = n
+        else:
+            parts.append([n, n])
+    written = [str(a) if a == b else f"{a}-{b}" for a, b in parts]
+    return " ".join(written if len(written) <= 6 else [*written[:3], "...", *written[-3:]])
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns padded to their widest entry."""
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in [header, *rows])

@@ -8,6 +8,7 @@ spliced in, and everything that was a function of the growing cache is asked abo
 from __future__ import annotations
 
 import dataclasses
+import json
 import operator
 from typing import Any
 
@@ -15,12 +16,13 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass import compat, graphs, match
+from kvpass import compat, graphs, match, statistics
+from kvpass.budget import Budget
 from kvpass.errors import UnsupportedGraph
 from kvpass.graphs import Sizes, placeholders, value
 from kvpass.instantiate import MaskSlice, RotarySlice, as_allowed, cut_mask, cut_rotary
-from kvpass.lowering import column_scores as _  # registers the operator that prompts call
 from kvpass.match import AttentionSite
+from kvpass.policies import specify
 from kvpass.policies.base import Policy
 from kvpass.slots import Layout, Slots
 from kvpass.step import Site, decode_step, extend_step
@@ -38,7 +40,9 @@ class PromptRewrite:
         raw: for each site, the place among the outputs of its keys before their rotary embedding; the
             place of the keys themselves where they are stored as they are.
         real: for each site, the place of bool [B, q], or None when no token is padding.
-        statistics: for each site, the places of the four column statistics; empty when none are needed.
+        statistics: for each site, the places of what `kvpass.statistics` gives; empty when none are needed.
+        extras: for each site, the places of its query, its attended keys and its mask (None if it has
+            none), which only the eager reference asks for.
     """
 
     gm: fx.GraphModule
@@ -46,14 +50,17 @@ class PromptRewrite:
     raw: list[int]
     real: list[int | None]
     statistics: list[list[int]]
+    extras: list[tuple[int, int, int | None]]
 
 
-def rewrite_prompt(gm: fx.GraphModule, sites: list[AttentionSite], policy: Policy, ranked: bool) -> PromptRewrite:
+def rewrite_prompt(
+    gm: fx.GraphModule, sites: list[AttentionSite], policies: list[Policy], budget: Budget, ranked: bool, extras: bool
+) -> PromptRewrite:
     """Add to a prompt graph the outputs that its policy needs; its own computation stays as it is."""
     copy, moved = compat.copy_graph_module(gm)
     output = copy.graph.output_node()
     outputs: list[Any] = graphs.results(copy.graph)
-    done = PromptRewrite(copy, sites, [], [], [])
+    done = PromptRewrite(copy, sites, [], [], [], [])
     known: dict[fx.Node, int] = {}
 
     def emit(node: fx.Node) -> int:
@@ -61,17 +68,18 @@ def rewrite_prompt(gm: fx.GraphModule, sites: list[AttentionSite], policy: Polic
         return len(outputs) - 1
 
     with copy.graph.inserting_before(output):
-        for site in sites:
+        for site, policy in zip(sites, policies, strict=True):
             real = _real_tokens(copy.graph, site, moved)
             if real is not None and site.mask not in known:
                 known[site.mask] = emit(real)  # type: ignore[index]
             done.real.append(None if real is None else known[site.mask])  # type: ignore[index]
             rotary = match.find_rotary(gm, site) if ranked else None
             done.raw.append(emit(moved[rotary.raw]) if rotary else site.keys_out)
-            done.statistics.append([])
-            if policy.statistics:
-                sums = _statistics(copy.graph, site, moved, real, policy)
-                done.statistics[-1] = [emit(copy.graph.call_function(operator.getitem, (sums, i))) for i in range(4)]
+            made = [] if extras else _statistics(copy.graph, site, moved, real, policy, budget)
+            done.statistics.append([emit(node) for node in made])
+            if extras:
+                mask = None if site.mask is None else emit(moved[site.mask])
+                done.extras.append((emit(moved[site.query]), site.keys_out, mask))
     output.args = (tuple(outputs),)
     copy.recompile()
     return done
@@ -93,18 +101,26 @@ def _past_length(site: AttentionSite) -> int:
 
 
 def _statistics(
-    graph: fx.Graph, site: AttentionSite, moved: dict[fx.Node, fx.Node], real: fx.Node | None, policy: Policy
-) -> fx.Node:
-    query = moved[site.query]
-    if real is None:
-        shape = graph.call_function(operator.getitem, (query, (slice(None), 0, slice(None), 0)))
-        real = graph.call_function(torch.ones_like, (shape,), {"dtype": torch.bool})
-    else:
-        rows = graph.call_function(operator.getitem, (query, (slice(None), 0, slice(None), 0)))
-        real = graph.call_function(torch.logical_and, (real, graph.call_function(torch.ones_like, (rows,), {"dtype": torch.bool})))
-    mask = None if site.mask is None else moved[site.mask]
-    arguments = (query, moved[site.grown_key], mask, real, site.causal, site.scale, policy.window)
-    return graph.call_function(torch.ops.kvpass.column_scores.default, arguments)
+    graph: fx.Graph, site: AttentionSite, moved: dict[fx.Node, fx.Node], real: fx.Node | None, policy: Policy, budget: Budget
+) -> list[fx.Node]:
+    """Nodes of what the policy asks for, as `kvpass.statistics.statistics` would make it."""
+    if not policy.statistics:
+        return []
+    query, mask = moved[site.query], None if site.mask is None else moved[site.mask]
+    rows = graph.call_function(operator.getitem, (query, (slice(None), 0, slice(None), 0)))
+    everyone = graph.call_function(torch.ones_like, (rows,), {"dtype": torch.bool})  # [B, q]
+    real = everyone if real is None else graph.call_function(torch.logical_and, (real, everyone))
+    common = (query, moved[site.grown_key], mask, real, site.causal, site.scale)
+    made: dict[str, fx.Node] = {}
+    if not policy.statistics.isdisjoint(statistics.SUMS):
+        sums = graph.call_function(torch.ops.kvpass.column_scores.default, (*common, policy.observation))
+        for place, name in enumerate(statistics.SUMS):
+            if name in policy.statistics:
+                made[name] = graph.call_function(operator.getitem, (sums, place))
+    if "scan" in policy.statistics:
+        written = (specify(policy), json.dumps(budget))
+        made["scan"] = graph.call_function(torch.ops.kvpass.row_scan.default, (*common, *written))
+    return [made[name] for name in statistics.wanted(policy)]
 
 
 @dataclasses.dataclass
@@ -141,7 +157,18 @@ class StepRewrite:
 class StepRewriter:
     """Rewrites one step graph for layouts and arguments that are at hand."""
 
-    def __init__(self, gm: fx.GraphModule, sites: list[AttentionSite], layouts: list[Layout], slots: list[Slots], arguments: tuple[Any, ...], seen: int) -> None:
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        sites: list[AttentionSite],
+        layouts: list[Layout],
+        slots: list[Slots],
+        arguments: tuple[Any, ...],
+        known: dict[Any, int],
+        seen: int,
+        sweep: bool = False,
+    ) -> None:
+        """`known` holds what the sizes that do not grow are in this call, `seen` the tokens before it."""
         copy, moved = compat.copy_graph_module(gm)
         self.gm, self.graph = copy, copy.graph
         self.sites = [site.moved(moved) for site in sites]
@@ -149,8 +176,12 @@ class StepRewriter:
         self.holders = placeholders(self.graph)
         self.actual = dict(zip(self.holders, arguments, strict=True))
         self.rows, self.seen = layouts[0].rows, seen
-        self.queries = self._queries()
-        self.sizes = self._sizes()
+        self.queries = int(graphs.expr(self.sites[0].queries).subs(known))
+        self.sweep = sweep
+        # A prompt that is still held whole takes its first token in as a chunk.
+        self.decodes = self.queries == 1 and all(s.capacity == x.capacity for s, x in zip(slots, layouts, strict=True))
+        pasts = [past for site in self.sites for past in (site.past_key, site.past_value)]
+        self.sizes = Sizes(tuple({graphs.expr(value(past).shape[2]) for past in pasts}), known, self.queries)
         self.ranked = layouts[0].ranked
         self.rotaries = [match.find_rotary(self.gm, site) for site in self.sites] if self.ranked else []
         self._masks: dict[fx.Node, MaskSlice] = {}
@@ -158,31 +189,6 @@ class StepRewriter:
         self._columns: dict[fx.Node, fx.Node] = {}
         self._real: dict[fx.Node, fx.Node] = {}
         self._tables: dict[Any, list[fx.Node]] = {}
-
-    def _queries(self) -> int:
-        size = self.sites[0].queries
-        return size if isinstance(size, int) else int(graphs.expr(size).subs(self._known()))
-
-    def _known(self) -> dict[Any, int]:
-        """What every symbol is in this call, the growing ones included."""
-        known = {}
-        for node, actual in self.actual.items():
-            if isinstance(actual, Tensor):
-                for size, number in zip(value(node).shape, actual.shape, strict=True):
-                    known |= {symbol: number for symbol in [graphs.expr(size)] if symbol.is_Symbol}
-            elif graphs.is_size(node) and graphs.expr(node).is_Symbol:
-                known[graphs.expr(node)] = int(actual)
-        return known
-
-    def _sizes(self) -> Sizes:
-        growing = frozenset(
-            symbol
-            for site in self.sites
-            for past in (site.past_key, site.past_value)
-            for symbol in graphs.expr(value(past).shape[2]).free_symbols
-        )
-        known = {symbol: number for symbol, number in self._known().items() if symbol not in growing}
-        return Sizes(growing, known, self.queries)
 
     def run(self) -> StepRewrite:
         """Rewrite everything; see the class of the result."""
@@ -226,11 +232,11 @@ class StepRewriter:
         if len(node.args) != 2:
             return
         start, end = node.args
-        count = graphs.expr(end) - graphs.expr(start)
-        if count.free_symbols & self.sizes.growing:
+        count = self.sizes.in_length(end) - self.sizes.in_length(start)
+        if not count.is_Integer:
             return
         with self.graph.inserting_before(node):
-            steps = self.graph.call_function(torch.arange, (self.sizes.fixed(count),), dict(node.kwargs))
+            steps = self.graph.call_function(torch.arange, (int(count),), dict(node.kwargs))
             offset = self.sizes.on_length(start, self.length, self.graph)
             shifted = self.graph.call_function(operator.add, (steps, offset))
         for made in (steps, shifted):
@@ -248,25 +254,24 @@ class StepRewriter:
         stored = self._rotary(layer).raw if self.ranked else site.key
         table = self._table(rotary, layout.capacity) if rotary else []
         bound = [*(mask.nodes if mask else []), *table, *(rotary.turn.bound if rotary else [])]
-        nodes = [*self.inputs[layer], site.query, stored if self.queries == 1 else site.key, site.value, real, *bound]
-        key = (layout, mask_key, rotary and rotary.key, site.scale, *(str((self._shape(n), value(n).stride())) for n in nodes))
+        nodes = [*self.inputs[layer], site.query, stored if self.decodes else site.key, site.value, real, *bound]
+        key = (layout, self.slots[layer].capacity, mask_key, rotary and rotary.key, site.scale, *(str((self._shape(n), value(n).stride())) for n in nodes))
         if key not in self._traced:
             self._traced[key] = self._trace(layout, site, mask, rotary, nodes, len(self.inputs[layer]), len(table))
         with self.graph.inserting_before(site.call):
             out, *more = graphs.splice(self.gm, self._traced[key], nodes, site.call, f"kvpass_{layer}")
         out.meta["example_value"] = value(site.call)
         site.call.replace_all_uses_with(out)
-        if self.queries == 1:
+        if self.decodes:
             return []
         return [stored, site.value, real, *more]
 
-    def _trace(self, layout: Layout, site: AttentionSite, mask: _Mask | None, rotary: RotarySlice | None, nodes: list[fx.Node], state: int, angles: int) -> fx.GraphModule:
+    def _trace(self, layout: Layout, site: AttentionSite, mask: MaskOnSlots | None, rotary: RotarySlice | None, nodes: list[fx.Node], state: int, angles: int) -> fx.GraphModule:
         masks = len(mask.nodes) if mask else 0
-        step = decode_step if self.queries == 1 else extend_step
-        template, heads = self.slots[0], layout.heads
+        names, heads, sweep = list(self.slots[self.layouts.index(layout)].state), layout.heads, self.sweep
 
         def function(*tensors: Tensor) -> Any:
-            slots = dataclasses.replace(template, state=dict.fromkeys(layout.policy.state(), tensors[0])).rebuild(list(tensors[:state]))
+            slots = Slots.of(list(tensors[:state]), names)
             query, key, new_value, real = tensors[state : state + 4]
             on_mask = list(tensors[state + 4 : state + 4 + masks])
             table = list(tensors[state + 4 + masks : state + 4 + masks + angles])
@@ -276,8 +281,10 @@ class StepRewriter:
                 None if mask is None else lambda index: mask.on_slots(index, heads, on_mask),
                 None if rotary is None else lambda keys, rank: rotary.on_slots(keys, rank, table, on_rotary),
             )
-            result = step(layout, here, slots, query, key, new_value, real[:, 0] if self.queries == 1 else real)
-            return result if isinstance(result, Tensor) else [result[0], *result[1]]
+            if self.decodes:
+                return [decode_step(layout, here, slots, query, key, new_value, real[:, 0], sweep)]
+            output, sums = extend_step(layout, here, slots, query, key, new_value, real)
+            return [output, *sums]
 
         with compat.fake_mode() as fake:
             examples = [fake(self._example(n)) for n in nodes]
@@ -298,7 +305,7 @@ class StepRewriter:
 
     # -- masks -----------------------------------------------------------------------------------------
 
-    def _mask(self, site: AttentionSite) -> tuple[_Mask | None, Any]:
+    def _mask(self, site: AttentionSite) -> tuple[MaskOnSlots | None, Any]:
         """The site's mask on slots and what identifies it."""
         if site.mask is None:
             return None, None
@@ -324,14 +331,14 @@ class StepRewriter:
             self._columns[holder] = node
         return self._columns[holder]
 
-    def _real_now(self, site: AttentionSite, mask: _Mask | None) -> fx.Node:
+    def _real_now(self, site: AttentionSite, mask: MaskOnSlots | None) -> fx.Node:
         """bool [B, q]: which of the new tokens are not padding."""
         key = site.mask if mask is not None and mask.tells_padding else self.length
         if key not in self._real:
             self._real[key] = self._emit_real(site, mask if key is site.mask else None)
         return self._real[key]
 
-    def _emit_real(self, site: AttentionSite, mask: _Mask | None) -> fx.Node:
+    def _emit_real(self, site: AttentionSite, mask: MaskOnSlots | None) -> fx.Node:
         rows, queries, device = self.rows, self.queries, self.layouts[0].device
 
         def function(length: Tensor, *tensors: Tensor) -> Tensor:
@@ -384,21 +391,24 @@ class StepRewriter:
         """Let the queries stand behind the held tokens: positions become live slots + 0, 1, ..."""
         shape, queries = self._shape(position), self.queries
         along = next((d for d in range(len(shape) - 1, -1, -1) if shape[d] == queries and (d or len(shape) == 1)), len(shape) - 1)
-        rows = self.rows
+        rows, decodes, dtype = self.rows, self.decodes, value(position).dtype
 
-        def function(held: Tensor) -> Tensor:
-            first = (held[:, 0] >= 0).sum(-1)  # [B]
-            ranks = first[:, None] + torch.arange(queries, device=held.device)  # [B, q]
+        def function(position: Tensor, free: Tensor) -> Tensor:
+            live = position[:, 0] >= 0
+            first = live.sum(-1)  # [B]
+            if decodes:
+                first = first - live.gather(-1, free[:, :1])[:, 0].long()  # the token that will be overwritten
+            ranks = first[:, None] + torch.arange(queries, device=position.device)  # [B, q]
             if len(shape) == 1:
                 return ranks[0]
             full = [1] * len(shape)
             full[0], full[along] = rows, queries
-            return ranks.view(full).to(value(position).dtype)
+            return ranks.view(full).to(dtype)
 
         with compat.fake_mode() as fake:
-            held = self.inputs[0][2]
-            traced = compat.trace(function, [fake(value(held))])
-        ranks = graphs.splice(self.gm, traced, [held], position.next, f"kvpass_rank_{position.name}")[0]
+            held = [self.inputs[0][2], self.inputs[0][4]]
+            traced = compat.trace(function, [fake(value(node)) for node in held])
+        ranks = graphs.splice(self.gm, traced, held, position.next, f"kvpass_rank_{position.name}")[0]
         ranks.meta["example_value"] = value(position)
         position.replace_all_uses_with(ranks)
 
@@ -422,7 +432,7 @@ class StepRewriter:
         loose = {place for place in inputs if _loose(value(self.holders[place]))}
         self.gm.recompile()
         return StepRewrite(
-            self.gm, inputs, loose, columns, self.queries, mapping, chunk_places if self.queries > 1 else []
+            self.gm, inputs, loose, columns, self.queries, mapping, chunk_places if any(chunk_places) else []
         )
 
     def _sweep(self) -> None:
@@ -474,7 +484,7 @@ _ARITHMETIC = frozenset({"add", "sub", "mul", "rsub", "iadd", "isub", "lt", "le"
 
 
 @dataclasses.dataclass(frozen=True)
-class _Mask:
+class MaskOnSlots:
     """A mask on slots: the nodes that it reads and how."""
 
     nodes: list[fx.Node]
@@ -492,7 +502,7 @@ class _Mask:
 
 
 @dataclasses.dataclass(frozen=True)
-class _SlicedMask(_Mask):
+class _SlicedMask(MaskOnSlots):
     piece: MaskSlice
 
     @property
@@ -510,7 +520,7 @@ class _SlicedMask(_Mask):
 
 
 @dataclasses.dataclass(frozen=True)
-class _ColumnMask(_Mask):
+class _ColumnMask(MaskOnSlots):
     """A mask whose size does not grow (the length was traced as a number): its columns are picked."""
 
     def on_slots(self, index: Tensor, heads: int, tensors: list[Tensor]) -> Tensor:

@@ -13,66 +13,127 @@ from torch import Tensor
 from kvpass import budget as budgets
 from kvpass import compat, graphs
 from kvpass.errors import BudgetError, CacheHandleError
-from kvpass.handle import Handle, LayerCache, current
+from kvpass.handle import LayerCache, current
 from kvpass.match import AttentionSite
-from kvpass.policies.base import Attention
-from kvpass.rewrite import PromptRewrite, StepRewrite, StepRewriter, rewrite_prompt
-from kvpass.slots import Chunk, Layout, Slots, admit
+from kvpass.policies.base import Attention, Plan, Policy
+from kvpass.rewrite import StepRewrite, rewrite_prompt
+from kvpass.slots import Chunk, Layout, admit
+from kvpass.statistics import as_attention
 
 if TYPE_CHECKING:
     from kvpass.backend import Backend
+
+ADOPTED = "adopted: the prompt ran uncompiled, so nothing is known of its attention"
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptLayer:
+    """What a prompt leaves of one layer: all its tokens, and the query, keys and mask that a reference wants."""
+
+    policy: Policy
+    chunk: Chunk
+    extras: tuple[Tensor, Tensor, Tensor | None] | None
 
 
 class PromptRunner:
     """Runs a prompt: the model's own attention, after which each layer's cache becomes slots."""
 
-    def __init__(self, backend: Backend, gm: fx.GraphModule, sites: list[AttentionSite], examples: Sequence[Any], ranked: bool) -> None:
-        self.backend, self.ranked = backend, ranked
-        holders = graphs.placeholders(gm.graph)
-        self.pasts = [holders.index(past) for site in sites for past in (site.past_key,) if past is not None]
-        self.rewrite: PromptRewrite = rewrite_prompt(gm, sites, backend.policy, ranked)
-        self.inner = backend.compile_inner(self.rewrite.gm, examples)
+    def __init__(
+        self, backend: Backend, gm: fx.GraphModule, sites: list[AttentionSite], examples: Sequence[Any], ranked: bool
+    ) -> None:
+        self.backend, self.sites, self.ranked = backend, sites, ranked
+        self.policies = [backend.policy.for_layer(i, len(sites)) for i in range(len(sites))]
+        self.adopts = any(site.past_key is not None for site in sites)
+        self.rewrite = rewrite_prompt(gm, sites, self.policies, backend.budget, ranked, backend.inner == "reference")
+        self.inner = backend.compile_prompt(self.rewrite.gm, examples)
         self.outputs = len(graphs.results(gm.graph))
 
     def __call__(self, *arguments: Any) -> tuple[Any, ...]:
         results = list(self.inner(*arguments))
-        notes = self._notes()
-        for layer, site in enumerate(self.rewrite.sites):
-            cache = self._fill(results, layer)
-            cache.notes = notes
+        layers = [self._layer(results, i) for i in range(len(self.sites))]
+        del results[self.outputs :]
+        plans = self._plans(layers)
+        for i, site in enumerate(self.sites):
+            cache = self._store(layers[i], plans[i])
             results[site.keys_out], results[site.values_out] = cache.handles()
-        return tuple(results[: self.outputs])
+            layers[i] = None  # type: ignore[call-overload]  # lets go of the layer's full cache
+        return tuple(results)
 
-    def _notes(self) -> tuple[str, ...]:
-        return ("adopted: the prompt ran uncompiled, so nothing is known of its attention",) if self.pasts else ()
+    def _layer(self, results: list[Any], i: int) -> PromptLayer:
+        site, places = self.sites[i], self.rewrite
+        key, value = results[places.raw[i]], results[site.values_out]
+        real = self._real(results, i, key)
+        sums = [results[place] for place in places.statistics[i]]
+        attention = as_attention(self.policies[i], sums, real) if sums else Attention()
+        extras = None
+        if places.extras:
+            query, keys, mask = places.extras[i]
+            extras = (results[query], results[keys], None if mask is None else results[mask])
+        return PromptLayer(self.policies[i], Chunk(key, value, real, attention), extras)
 
-    def _fill(self, results: list[Any], layer: int) -> LayerCache:
-        site, places = self.rewrite.sites[layer], self.rewrite
-        key, value = results[places.raw[layer]], results[site.values_out]
-        rows, heads, count, dim = key.shape
-        kept = budgets.slots_for(self.backend.policy, self.backend.budget, count)
-        self.backend.check_room(kept, count)
-        layout = Layout(
-            self.backend.policy, kept, kept + self.backend.policy.evicts, rows, heads, dim, value.shape[-1],
-            key.dtype, key.device, self.ranked,
-        )  # fmt: skip
-        real = self._real(results, layer, rows, count, key.device)
-        attention = Attention()
-        if places.statistics[layer]:
-            sums = [results[place] for place in places.statistics[layer]]
-            attention = Attention(*sums, queries=real.sum(-1)[:, None, None])
-        slots = admit(layout, None, Chunk(key, value, real, attention))
-        for tensor in slots.tensors():
-            compat.mark_in_place(tensor)
-        return LayerCache(self.backend, layout, slots, count)
-
-    def _real(self, results: list[Any], layer: int, rows: int, count: int, device: torch.device) -> Tensor:
+    def _real(self, results: list[Any], i: int, key: Tensor) -> Tensor:
         """bool [B, S]; tokens of an adopted past count as real."""
-        place = self.rewrite.real[layer]
+        rows, _, count, _ = key.shape
+        place = self.rewrite.real[i]
         if place is None:
-            return torch.ones(rows, count, dtype=torch.bool, device=device)
+            return torch.ones(rows, count, dtype=torch.bool, device=key.device)
         new = results[place].expand(rows, -1)
         return torch.nn.functional.pad(new, (count - new.shape[1], 0), value=True)
+
+    def _plans(self, layers: list[PromptLayer]) -> list[tuple[int, Plan]]:
+        """For each layer the budget that users gave and what the policy makes of it."""
+        prompt = layers[0].chunk.real.shape[1]
+        governed = [layer for layer in layers if layer.policy is self.backend.policy]
+        budget = budgets.slots_for(self.backend.policy, self.backend.budget, prompt)
+        self._check_room(budget, prompt)
+        attention, key = [layer.chunk.attention for layer in governed], (len(layers), layers[0].chunk.key.shape[1:2])
+        made = self.backend.policy.plan(attention, layers[0].chunk.real, budget, self.backend.plans.get(key))
+        self.backend.plans.setdefault(key, made)
+        mine = iter(made)
+        whole = budgets.slots_for(self.backend.policy, None, prompt)
+        return [(budget, next(mine)) if x.policy is self.backend.policy else (whole, Plan(whole, whole)) for x in layers]
+
+    def _check_room(self, budget: int, prompt: int) -> None:
+        if not self.backend.policy.evicts and prompt > budget:
+            raise BudgetError(
+                f"policy {self.backend.policy.name!r} keeps every token: a prompt of {prompt} exceeds its budget of {budget}"
+            )
+
+    def _store(self, layer: PromptLayer, planned: tuple[int, Plan]) -> LayerCache:
+        budget, plan = planned
+        chunk = layer.chunk
+        rows, heads, count, dim = chunk.key.shape
+        layout = Layout(
+            policy=layer.policy,
+            budget=budget,
+            capacity=plan.capacity,
+            rows=rows,
+            heads=heads,
+            key_dim=dim,
+            value_dim=chunk.value.shape[-1],
+            dtype=chunk.key.dtype,
+            device=chunk.key.device,
+            ranked=self.ranked,
+        )
+        notes = (ADOPTED,) if self.adopts else ()
+        if layer.extras is not None:
+            from kvpass.reference.layer import take_prompt  # the compiled path knows nothing of references
+
+            store: Any = take_prompt(layout, layer, self.sites[0].scale, plan.budget)
+            return LayerCache(self.backend, layout, store, count, notes=notes)
+        slots = admit(layout, None, chunk, plan.budget)
+        for tensor in slots.tensors():
+            compat.mark_in_place(tensor)
+        clocks = tuple(layer.policy.clock((), n, plan.budget) for n in _counts(layer.policy, chunk.real))
+        return LayerCache(self.backend, layout, slots, count, limit=plan.budget, clocks=clocks, notes=notes)
+
+
+def _counts(policy: Policy, real: Tensor) -> list[int]:
+    """Real tokens of each row, for policies that keep a clock; reading them waits for the device."""
+    if not policy.clock((), 1, 1 << 30):
+        return []
+    counts: list[int] = real.sum(-1).tolist()
+    return counts
 
 
 class StepRunner:
@@ -84,23 +145,27 @@ class StepRunner:
         self.sites = [site.moved(moved) for site in sites]
         holders = graphs.placeholders(self.gm.graph)
         self.pasts = [(holders.index(s.past_key), holders.index(s.past_value)) for s in self.sites]  # type: ignore[arg-type]
-        self.query = None
+        self.sizes = _free_sizes(self.gm, self.sites)
         self.compiled: dict[Any, tuple[StepRewrite, compat.Compiled]] = {}
 
     def __call__(self, *arguments: Any) -> tuple[Any, ...]:
-        caches = [self._cache(arguments, place) for place in self.pasts]
-        queries = self._queries(arguments, caches[0].seen)
-        self._make_room(caches, queries)
-        key = (queries, *(cache.layout for cache in caches), *self._other_sizes(arguments))
+        caches = [self._cache(arguments, places) for places in self.pasts]
+        numbers = tuple(_size(arguments, place) for place in self.sizes.values())
+        known = dict(zip(self.sizes, numbers, strict=True))
+        queries = int(graphs.expr(self.sites[0].queries).subs(known))
+        for cache in caches:
+            _make_room(cache, queries)
+        sweep = _tick(caches) if queries == 1 else False
+        key = (numbers, sweep, *((cache.layout, cache.slots.capacity) for cache in caches))
         if key not in self.compiled:
-            self.compiled[key] = self._specialise(caches, arguments)
+            self.compiled[key] = self._specialise(caches, arguments, known, sweep)
         rewrite, run = self.compiled[key]
         flat = rewrite.flat([cache.slots for cache in caches], arguments)
         for cache in caches:
             cache.broken = True
         results = run(*flat)
         for layer, places in enumerate(rewrite.chunks):
-            self._admit(caches[layer], [results[place] for place in places])
+            _admit(caches[layer], [results[place] for place in places])
         for cache in caches:
             cache.broken = False
             cache.seen += queries
@@ -112,44 +177,14 @@ class StepRunner:
             raise CacheHandleError("the keys and the values of a layer come from different conversations")
         return cache
 
-    def _queries(self, arguments: tuple[Any, ...], seen: int) -> int:
-        size = self.sites[0].queries
-        if isinstance(size, int):
-            return size
-        return _bindings(self.gm, arguments)[graphs.expr(size)]
-
-    def _other_sizes(self, arguments: tuple[Any, ...]) -> tuple[int, ...]:
-        """What the graph was traced with as a symbol and is compiled for as a number, such as the rows."""
-        return tuple(arguments[place] for place, size in self._free_sizes)
-
-    @property
-    def _free_sizes(self) -> list[tuple[int, Any]]:
-        return []
-
-    def _make_room(self, caches: list[LayerCache], queries: int) -> None:
-        """A policy that never evicts needs a slot for every token: double the slots, or say that the budget is spent."""
-        if self.backend.policy.evicts:
-            return
-        for cache in caches:
-            if cache.seen + queries > cache.layout.capacity:
-                if self.backend.budget is not None:
-                    raise BudgetError(
-                        f"policy {self.backend.policy.name!r} keeps every token and its budget of {cache.layout.budget} is full; "
-                        "give it more, or none, or choose a policy that evicts"
-                    )
-                _grow(cache, cache.seen + queries)
-
-    def _specialise(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> tuple[StepRewrite, compat.Compiled]:
+    def _specialise(
+        self, caches: list[LayerCache], arguments: tuple[Any, ...], known: dict[Any, int], sweep: bool
+    ) -> tuple[StepRewrite, compat.Compiled]:
         layouts, slots = [cache.layout for cache in caches], [cache.slots for cache in caches]
-        rewriter = StepRewriter(self.gm, self.sites, layouts, slots, arguments, caches[0].seen)
+        rewriter = self.backend.rewriter(self.gm, self.sites, layouts, slots, arguments, known, caches[0].seen, sweep)
         rewrite = rewriter.run()
-        fused = compat.FUSE_INTO_REDUCTIONS if layouts[0].ranked else {}
-        return rewrite, self.backend.compile_inner(rewrite.gm, rewrite.flat(slots, arguments), fused)
-
-    def _admit(self, cache: LayerCache, results: list[Any]) -> None:
-        key, value, real, *sums = results
-        attention = Attention(*sums, queries=real.sum(-1)[:, None, None]) if sums else Attention()
-        admit(cache.layout, cache.slots, Chunk(key, value, real, attention))
+        flat = rewrite.flat(slots, arguments)
+        return rewrite, self.backend.compile_step(rewrite.gm, flat, layouts[0].ranked)
 
     def _outputs(self, rewrite: StepRewrite, results: Sequence[Any], caches: list[LayerCache]) -> tuple[Any, ...]:
         outputs = [None if place is None else results[place] for place in rewrite.outputs]
@@ -158,36 +193,57 @@ class StepRunner:
         return tuple(outputs)
 
 
-def _bindings(gm: fx.GraphModule, arguments: tuple[Any, ...]) -> dict[Any, int]:
-    """What each symbol of the graph is in this call."""
-    known: dict[Any, int] = {}
-    for node, actual in zip(graphs.placeholders(gm.graph), arguments, strict=True):
-        if isinstance(actual, Tensor):
-            for size, number in zip(graphs.value(node).shape, actual.shape, strict=True):
-                if isinstance(size, torch.SymInt):
-                    known[graphs.expr(size)] = number
-        elif graphs.is_size(node):
-            known[graphs.expr(node)] = int(actual)
-    return known
+def _free_sizes(gm: fx.GraphModule, sites: list[AttentionSite]) -> dict[Any, tuple[int, int | None]]:
+    """Symbols that a step graph is compiled for as numbers, such as the rows, and where to read them.
+
+    Each is an argument's place and the dimension to look at, None for an argument that is the size itself.
+    What grows with the cache is left out: a padding mask's length, and the past's.
+    """
+    known: dict[Any, tuple[int, int | None]] = {}
+    for place, node in enumerate(graphs.placeholders(gm.graph)):
+        if not graphs.is_tensor(node):
+            continue
+        for dim, size in enumerate(graphs.value(node).shape):
+            if isinstance(size, torch.SymInt):
+                known.setdefault(graphs.expr(size), (place, dim))
+    wanted = {symbol for site in sites for size in graphs.value(site.query).shape for symbol in graphs.expr(size).free_symbols}
+    return {symbol: known[symbol] for symbol in known if symbol in wanted}
 
 
-def _grow(cache: LayerCache, needed: int) -> None:
-    """Move a layer into twice as many slots (or more), which the decode graph is compiled for anew."""
-    layout = cache.layout
-    capacity = budgets.slots_for(layout.policy, None, needed)
+def _size(arguments: tuple[Any, ...], place: tuple[int, int | None]) -> int:
+    argument, dim = place
+    return int(arguments[argument] if dim is None else arguments[argument].shape[dim])
+
+
+def _make_room(cache: LayerCache, queries: int) -> None:
+    """A policy that never evicts needs a slot for every token: double the slots, or say that the budget is spent."""
+    layout, backend = cache.layout, cache.backend
+    if layout.policy.evicts or cache.seen + queries <= layout.capacity:
+        return
+    if layout.policy is backend.policy and backend.budget is not None:
+        raise BudgetError(
+            f"policy {layout.policy.name!r} keeps every token and its budget of {layout.budget} is full; "
+            "give it more, or none, or choose a policy that evicts"
+        )
+    capacity = budgets.slots_for(layout.policy, None, cache.seen + queries)
     cache.layout = dataclasses.replace(layout, budget=capacity, capacity=capacity)
-    old, new = cache.slots, Slots.empty(cache.layout)
-    count = layout.capacity
-    new.key[:, :, :count], new.value[:, :, :count] = old.key, old.value
-    for name in ("position", "index", "rank"):
-        getattr(new, name)[..., :count] = getattr(old, name)
-    for name, state in new.state.items():
-        state[..., :count] = old.state[name]
-    new.seen.copy_(old.seen)
-    new.length.copy_(old.length)
-    new.free.copy_((new.position >= 0).sum(-1))
-    cache.slots = new
+    cache.slots = cache.slots.grown(cache.layout)
 
 
-def is_handle(value: Any) -> bool:
-    return isinstance(value, Handle)
+def _tick(caches: list[LayerCache]) -> bool:
+    """Whether this step is one with the policy's sweep, from the hosts' counts."""
+    sweep = False
+    for cache in caches:
+        ticked = [cache.layout.policy.tick(clock, cache.limit) for clock in cache.clocks]
+        cache.clocks = tuple(clock for _, clock in ticked)
+        sweep = sweep or any(due for due, _ in ticked)
+    return sweep
+
+
+def _admit(cache: LayerCache, results: list[Any]) -> None:
+    key, value, real, *sums = results
+    policy = cache.layout.policy
+    attention = as_attention(policy, sums, real) if sums else Attention()
+    cache.slots = admit(cache.layout, cache.slots, Chunk(key, value, real, attention), cache.limit)
+    counts = _counts(policy, real)
+    cache.clocks = tuple(policy.clock(c, n, cache.limit) for c, n in zip(cache.clocks, counts, strict=False))

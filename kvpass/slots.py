@@ -7,7 +7,7 @@ Everything is batch-first, so that one index over rows reorders a conversation.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -117,18 +117,40 @@ class Slots:
         return (live.sum(-1, keepdim=True) - live.gather(-1, self.free[..., None]).long())[:, :1]
 
     def tensors(self) -> list[Tensor]:
-        """All of them, in a fixed order; `rebuild` is the inverse."""
+        """All of them, in a fixed order; `of` is the inverse."""
         fixed = [self.key, self.value, self.position, self.index, self.free, self.seen, self.length, self.rank]
         return [*fixed, *self.state.values()]
 
-    def rebuild(self, tensors: list[Tensor]) -> Slots:
-        """The same structure over other tensors."""
-        key, value, position, index, free, seen, length, rank, *state = tensors
-        named = dict(zip(self.state, state, strict=True))
+    @staticmethod
+    def of(tensors: list[Tensor], state: Iterable[str]) -> Slots:
+        """From what `tensors` returned and the names of the state."""
+        key, value, position, index, free, seen, length, rank, *remembered = tensors
+        named = dict(zip(state, remembered, strict=True))
         return Slots(key, value, position, index, free, seen, length, rank, named)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Slots:
-        return self.rebuild([function(tensor) for tensor in self.tensors()])
+        return Slots.of([function(tensor) for tensor in self.tensors()], self.state)
+
+    def held(self, layout: Layout) -> Tensor:
+        """int64 [B, Hkv, n]: places of the held tokens in the padded sequence, sorted, -1 after the last."""
+        ordered = self.index.gather(-1, rows_in_order(self.position))
+        count = int((self.position >= 0).sum(-1).max())
+        return ordered[..., :count].expand(-1, layout.heads, -1).clone()
+
+    def grown(self, layout: Layout) -> Slots:
+        """The same tokens in more slots."""
+        slots, count = Slots.empty(layout), self.capacity
+        slots.key[:, :, :count], slots.value[:, :, :count] = self.key, self.value
+        for name in ("position", "index", "rank"):
+            getattr(slots, name)[..., :count] = getattr(self, name)
+        for name in layout.policy.state():
+            slots.state[name][..., :count] = self.state[name]
+        for name in layout.policy.row_state():
+            slots.state[name].copy_(self.state[name])
+        slots.seen.copy_(self.seen)
+        slots.length.copy_(self.length)
+        slots.free.copy_(layout.policy.victim(slots.tokens(layout)))
+        return slots
 
     @property
     def nbytes(self) -> int:

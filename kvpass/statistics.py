@@ -11,7 +11,7 @@ from kvpass.lowering.column_scores import column_scores, row_scan
 from kvpass.policies import specify
 from kvpass.policies.base import Attention, Policy, Statistic
 
-_SUMS: tuple[Statistic, ...] = ("total", "squares", "last", "window", "logits")
+SUMS: tuple[Statistic, ...] = ("total", "squares", "last", "window", "logits")
 
 
 def wanted(policy: Policy) -> list[Statistic]:
@@ -31,9 +31,9 @@ def statistics(
 ) -> list[Tensor]:
     """The tensors that the policy asks for; `budget` as users write it, the others as for `column_scores`."""
     made: dict[Statistic, Tensor] = {}
-    if not policy.statistics.isdisjoint(_SUMS):
+    if not policy.statistics.isdisjoint(SUMS):
         sums = column_scores(query, key, mask, real, causal, scale, policy.observation)
-        made = dict(zip(_SUMS, sums, strict=True))
+        made = dict(zip(SUMS, sums, strict=True))
     if "scan" in policy.statistics:
         made["scan"] = row_scan(query, key, mask, real, causal, scale, specify(policy), json.dumps(budget))
     return [made[name] for name in wanted(policy)]

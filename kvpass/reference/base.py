@@ -100,6 +100,33 @@ class ReferenceLayer:
         self.streams = [[Stream(head, budget) for head in range(layout.groups)] for _ in range(layout.rows)]
         self.length = 0
 
+    @property
+    def capacity(self) -> int:
+        return self.layout.capacity
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        return {}
+
+    def held(self, layout: Layout) -> Tensor:
+        """As `Slots.held`."""
+        return self.index().expand(-1, layout.heads, -1)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the held keys and values."""
+        kept = [x for row in self.streams for stream in row for t in stream.tokens for x in (t.key, t.value)]
+        return sum(x.numel() * x.element_size() for x in kept)
+
+    def tensors(self) -> list[Any]:
+        """What a rewritten graph takes in place of `Slots.tensors`: itself, and what positions are made of."""
+        length = torch.full((self.layout.rows,), self.length, device=self.layout.device)
+        held = torch.nn.functional.pad(self.positions(), (0, 1), value=FREE)
+        counts = [len(row[0].tokens) for row in self.streams]
+        crowded = [self.layout.policy.overwrites and count == self.layout.capacity for count in counts]
+        free = torch.tensor([0 if full else held.shape[-1] - 1 for full in crowded], device=self.layout.device)
+        return [self, None, held, None, free[:, None], None, length, None]
+
     def prepare(self, real: Tensor) -> None:
         """To be called before the tokens `real` [B, q] attend; lets the policy make room for a single one."""
         if real.shape[1] > 1 or not self.length:

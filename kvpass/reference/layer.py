@@ -1,0 +1,126 @@
+"""A model's attention layers on the eager reference: `inner="reference"`.
+
+The graph is rewritten as for slots, so masks, positions and rotary embeddings are the model's own, but
+every attention call becomes a Python call that works on lists of tokens.  Slow, and right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from kvpass.instantiate import RotarySlice
+from kvpass.match import AttentionSite
+from kvpass.policies.base import Attention
+from kvpass.reference import ReferenceLayer, reference_of
+from kvpass.reference.base import attention_logits
+from kvpass.rewrite import MaskOnSlots, StepRewriter
+from kvpass.slots import Chunk, Layout
+
+if TYPE_CHECKING:
+    from kvpass.runtime import PromptLayer
+
+
+def take_prompt(layout: Layout, layer: PromptLayer, scale: float, limit: int) -> ReferenceLayer:
+    """The reference's layer after a prompt."""
+    assert layer.extras is not None
+    query, keys, mask = layer.extras
+    new, total = query.shape[2], keys.shape[2]
+    seen = torch.arange(total, device=query.device) <= torch.arange(total - new, total, device=query.device)[:, None]
+    allowed = seen.expand(query.shape[0], 1, -1, -1) & layer.chunk.real[:, None, None]
+    bias = None
+    if mask is not None and mask.dtype == torch.bool:
+        allowed = allowed & mask
+    elif mask is not None:
+        bias = mask.expand(query.shape[0], -1, new, -1)
+    store = ReferenceLayer(layout, reference_of(layout.policy), limit)
+    logits = attention_logits(query * store.temper(layer.chunk.real), keys, allowed, bias, scale)
+    padded = torch.nn.functional.pad(logits, (0, 0, total - new, 0), value=-torch.inf)
+    store.take(layer.chunk, torch.nan_to_num(padded.softmax(-1)), padded)
+    return store
+
+
+class ReferenceRewriter(StepRewriter):
+    """Puts a call on the reference in place of every attention call."""
+
+    def _replace(self, layer: int) -> list[fx.Node]:
+        site = self.sites[layer]
+        mask, _ = self._mask(site)
+        rotary = self.pieces[layer] if self.pieces else None
+        real = self._real_now(site, mask)
+        stored = self._rotary(layer).raw if self.ranked else site.key
+        angles, turn = (list(rotary.angles.bound), list(rotary.turn.bound)) if rotary else ([], [])
+        function = _call(site, self.layouts[layer], mask, rotary, len(angles))
+        nodes = (self.inputs[layer][0], site.query, site.key, stored, site.value, real)
+        arguments = (*nodes, mask.nodes if mask else [], angles + turn)
+        with self.graph.inserting_before(site.call):
+            out = self.graph.call_function(function, arguments)
+        out.meta["example_value"] = site.call.meta["example_value"]
+        site.call.replace_all_uses_with(out)
+        return []
+
+
+def _call(
+    site: AttentionSite, layout: Layout, mask: MaskOnSlots | None, rotary: RotarySlice | None, angles: int
+) -> Callable[..., Tensor]:
+    """What runs in place of one attention call."""
+
+    def attend(
+        store: ReferenceLayer,
+        query: Tensor,
+        key: Tensor,
+        stored: Tensor,
+        value: Tensor,
+        real: Tensor,
+        on_mask: list[Any],
+        on_rotary: list[Any],
+    ) -> Tensor:
+        store.prepare(real)
+        held, index = store.positions(), store.index()  # [B, H', N]
+        keys = store.rows("key")
+        if rotary is not None and keys.shape[2]:
+            table = rotary.table(keys.shape[2], on_rotary[:angles], keys.device)
+            ranks = store.ranks().clamp(min=0)
+            keys = torch.cat(rotary.on_slots(keys, ranks, table, on_rotary[angles:]), -1)
+        new = store.length + torch.arange(query.shape[2], device=query.device).expand(layout.rows, layout.groups, -1)
+        own = None if mask is None else mask.on_slots(torch.cat([index, new], -1), layout.heads, on_mask)
+        allowed, bias = _allowed(layout, held >= 0, real, own, query.shape[1])
+        bias = _plus(bias, store.bias(query.shape[1] // layout.heads), query.shape[2])
+        logits = attention_logits(
+            query * store.temper(real), torch.cat([keys, key.to(keys.dtype)], 2), allowed, bias, site.scale
+        )
+        rows = torch.nan_to_num(logits.softmax(-1))  # [B, Hq, q, N + q]
+        values = torch.cat([store.rows("value"), value.to(keys.dtype)], 2)
+        output = rows.to(values.dtype) @ values.repeat_interleave(query.shape[1] // layout.heads, 1)
+        store.take(Chunk(stored, value, real, Attention()), rows, logits)
+        return output
+
+    return attend
+
+
+def _allowed(
+    layout: Layout, live: Tensor, real: Tensor, own: Tensor | None, query_heads: int
+) -> tuple[Tensor, Tensor | None]:
+    """Mask bool and the model's bias, [B, Hq, q, N + q], of queries over [held, new]."""
+    count = real.shape[1]
+    causal = torch.ones(count, count, dtype=torch.bool, device=real.device).tril() & real[:, None]  # [B, q, q]
+    groups = layout.groups
+    held = live[:, :, None].expand(-1, -1, count, -1)  # [B, H', q, N]
+    seen = torch.cat([held, causal[:, None].expand(-1, groups, -1, -1)], -1)
+    seen = seen.repeat_interleave(query_heads // groups, 1)
+    if own is None:
+        return seen, None
+    own = own.expand(layout.rows, layout.heads, query_heads // layout.heads, count, -1).flatten(1, 2)
+    return (seen & own, None) if own.dtype == torch.bool else (seen, own)
+
+
+def _plus(bias: Tensor | None, own: Tensor | None, new: int) -> Tensor | None:
+    """The model's bias and the policy's, which covers the held tokens [B, Hq, 1, N]."""
+    if own is None:
+        return bias
+    own = torch.nn.functional.pad(own, (0, new))
+    return own if bias is None else bias + own
