@@ -188,7 +188,7 @@ def _merge_victim(policy: Policy, slots: Slots, left: Tokens, victim: Tensor, va
     """Merge the victim's K and V into one row of each head, in place; what changes in the state."""
     heads = slots.key.shape[1]
     gone = _rows_at(victim, heads)
-    merge = policy.merge(left, slots.key, slots.key[gone][:, :, None], valid)
+    merge = policy.fold(left, slots.key, slots.key[gone][:, :, None], valid)
     into = _rows_at(merge.into[..., 0], heads)
     for buffer in (slots.key, slots.value):
         own = buffer[into].float()

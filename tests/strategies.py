@@ -59,6 +59,25 @@ TABLE = [
         ),
         scored=True,
     ),
+    Row(
+        "d2o",
+        st.fixed_dictionaries(
+            {
+                "sinks": st.integers(0, 3),
+                "heavy": st.sampled_from([0.0, 0.3, 0.75, 1.0]),
+                "extra_sinks": st.booleans(),
+                "layers": st.sampled_from(["softmax", "gate"]),
+                "gate": st.sampled_from([0.0, 100.0]),
+                "alpha": st.sampled_from([1.0, 3.0]),
+                "beta": st.sampled_from([0.0, 0.3, 0.5, 1.0]),
+                "merge": st.sampled_from(["paper", "official"]),
+                "compress_at": st.sampled_from(["prompt_end", "first_decode"]),
+                "skip_layers": st.sampled_from([(), (), (0,), (-1, 3), (2,)]),
+                "calibrate": st.booleans(),
+            }
+        ),
+        scored=True,
+    ),
     Row("tova", scored=True),
     Row("knorm", scored=True),
     Row("roco", scored=True),

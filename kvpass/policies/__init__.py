@@ -17,6 +17,7 @@ __all__ = ["Attention", "Policy", "Tokens", "get", "names", "register", "resolve
 
 _BUILT_IN = {
     "cascade": "Cascade",
+    "d2o": "D2O",
     "full": "Full",
     "h2o": "H2O",
     "knorm": "KNorm",
