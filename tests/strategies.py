@@ -44,6 +44,21 @@ TABLE = [
     Row("random", st.fixed_dictionaries({"seed": st.integers(0, 100)})),
     Row("h2o", st.fixed_dictionaries({"heavy": st.sampled_from([0.0, 0.3, 0.5, 0.75, 1.0])}), scored=True),
     Row(
+        "buzz",
+        st.fixed_dictionaries(
+            {
+                "stride": st.integers(3, 6),
+                "sinks": st.integers(0, 3),
+                "window": st.none() | st.integers(1, 3),
+                "threshold": st.none() | st.integers(2, 6),
+                "log_n": st.booleans(),
+                "variant": st.sampled_from(["buzz", "fast", "nomax"]),
+                "iterate_prompt": st.booleans(),
+            }
+        ),
+        scored=True,
+    ),
+    Row(
         "cascade",
         st.fixed_dictionaries(
             {
