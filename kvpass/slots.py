@@ -111,10 +111,14 @@ class Slots:
     def capacity(self) -> int:
         return self.position.shape[-1]
 
-    def next_rank(self) -> Tensor:
-        """int64 [B, 1, 1]: the place among the held tokens that the next token of each row will have."""
+    def next_rank(self, count: int = 1) -> Tensor:
+        """int64 [B, 1, 1]: the place among the held tokens of the first of `count` new ones, when it attends.
+
+        A chunk attends to all held tokens; a single one no longer to the token that it overwrites, if any.
+        """
         live = self.position >= 0
-        return (live.sum(-1, keepdim=True) - live.gather(-1, self.free[..., None]).long())[:, :1]
+        held = live.sum(-1, keepdim=True)
+        return (held - live.gather(-1, self.free[..., None]).long() if count == 1 else held)[:, :1]
 
     def tensors(self) -> list[Tensor]:
         """All of them, in a fixed order; `rebuild` is the inverse."""
