@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 import torch
@@ -14,8 +15,14 @@ from kvpass import policies
 from kvpass.errors import BudgetError
 from kvpass.policies import Policy
 
+EXAMPLES = int(os.environ.get("KVPASS_EXAMPLES", "30"))  # more, and other ones, for a thorough run
+
 settings.register_profile(
-    "kvpass", deadline=None, max_examples=30, derandomize=True, suppress_health_check=list(HealthCheck)
+    "kvpass",
+    deadline=None,
+    max_examples=EXAMPLES,
+    derandomize="KVPASS_EXAMPLES" not in os.environ,
+    suppress_health_check=list(HealthCheck),
 )
 settings.load_profile("kvpass")
 torch.set_num_threads(1)

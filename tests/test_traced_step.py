@@ -6,11 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from kvpass.step import decode_step
+from kvpass.step import Site, decode_step
 from tests.layer import Lowered, layout_for
-from tests.strategies import TABLE, cases
+from tests.strategies import TABLE, Case, cases
 from tests.test_chunks_and_padding import stretches
 
 HOST = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default}
@@ -68,3 +69,22 @@ def written(node):
     while node.target is torch.ops.aten.index_put_.default:
         node = node.args[0]
     return node
+
+
+@pytest.mark.slow
+def test_a_merging_step_is_compiled_without_a_copy_of_the_slots():
+    """Two row writes to one buffer, with reads in between, and still nothing of its size is made."""
+    case = Case("d2o", {}, 0, 2, 2, 2, 16, 68, 70, 1, "absolute", None)
+    prompt, last = stretches(case, [70, 1], 0.0, False)
+    traced = Traced()
+    lowered = Lowered(layout_for(case.policy, 68, prompt, False), 1e4, step=traced)
+    lowered.feed(prompt)
+    arguments = [*lowered.slots.tensors(), last.q, last.k, last.v, last.real[:, 0]]
+    expected = [x.clone() for x in arguments]
+    lowered.step(lowered.layout, Site(0.25), lowered.slots.rebuild(expected[:-4]), *expected[-4:], False)
+    module = traced.graphs[False]
+    flat = make_fx(lambda *args: module(list(args[:-4]), *args[-4:]))(*[x.clone() for x in arguments])
+    _, code = run_and_get_code(torch.compile(flat, fullgraph=True), *arguments)
+    assert "empty_strided_cpu((2, 2, 69, 16)" not in code[-1]
+    for got, wanted in zip(arguments, expected, strict=True):
+        torch.testing.assert_close(got, wanted)
