@@ -106,7 +106,7 @@ class Buzz(Policy):
     # The tensors.
 
     def temper(self, count: Tensor) -> Tensor | None:
-        return count.float().log() / LOG_BASE if self.log_n else None
+        return count.clamp(min=1).float().log() / LOG_BASE if self.log_n else None
 
     def state(self) -> dict[str, torch.dtype]:
         return {"score": torch.float32}

@@ -15,7 +15,7 @@ class BuzzReference(Reference):
         self.policy = policy
 
     def temper(self, count: int) -> float:
-        return math.log(count, 512) if self.policy.log_n else 1.0
+        return math.log(max(count, 1), 512) if self.policy.log_n else 1.0
 
     def observe(self, tokens: list[Token], rows: Tensor) -> None:
         if len(rows) == 0:
