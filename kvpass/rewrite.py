@@ -23,9 +23,9 @@ from kvpass.graphs import Sizes, placeholders, value
 from kvpass.instantiate import MaskSlice, RotarySlice, as_allowed, cut_mask, cut_rotary
 from kvpass.match import AttentionSite
 from kvpass.policies import specify
-from kvpass.policies.base import Policy
+from kvpass.policies.base import Policy, Statistic
 from kvpass.slots import Layout, Slots
-from kvpass.step import Site, decode_step, extend_step
+from kvpass.step import Site, decode_step, extend_step, tempered
 
 NAMES = ("key", "value", "position", "index", "free", "seen", "length", "rank")
 
@@ -73,10 +73,12 @@ def rewrite_prompt(
             if real is not None and site.mask not in known:
                 known[site.mask] = emit(real)  # type: ignore[index]
             done.real.append(None if real is None else known[site.mask])  # type: ignore[index]
+            if policy.temper(torch.ones(1, 1, dtype=torch.int64)) is not None:
+                _temper(copy.graph, site, moved, policy)
             rotary = match.find_rotary(gm, site) if ranked else None
             done.raw.append(emit(moved[rotary.raw]) if rotary else site.keys_out)
-            made = [] if extras else _statistics(copy.graph, site, moved, real, policy, budget)
-            done.statistics.append([emit(node) for node in made])
+            made = {name: emit(node) for name, node in _statistics(copy.graph, site, moved, real, policy, budget).items()}
+            done.statistics.append([made[name] for name in statistics.wanted(policy)])
             if extras:
                 mask = None if site.mask is None else emit(moved[site.mask])
                 done.extras.append((emit(moved[site.query]), site.keys_out, mask))
@@ -100,27 +102,45 @@ def _past_length(site: AttentionSite) -> int:
     return 0 if site.past_key is None else int(value(site.past_key).shape[2])
 
 
+def _temper(graph: fx.Graph, site: AttentionSite, moved: dict[fx.Node, fx.Node], policy: Policy) -> None:
+    """Multiply the prompt's queries with the policy's factor for as many tokens as each row has."""
+    query, call = moved[site.query], moved[site.call]
+
+    def function(query: Tensor, real: Tensor | None) -> Tensor:
+        everyone = torch.ones_like(query[:, 0, :, 0], dtype=torch.bool)  # [B, q]
+        present = everyone if real is None else everyone & real
+        return tempered(policy, query, present.sum(-1, keepdim=True))
+
+    with graph.inserting_before(call):
+        factored = graph.call_function(function, (query, _real_tokens(graph, site, moved)))
+    call.replace_input_with(query, factored)
+    moved[site.query] = factored
+
+
 def _statistics(
     graph: fx.Graph, site: AttentionSite, moved: dict[fx.Node, fx.Node], real: fx.Node | None, policy: Policy, budget: Budget
-) -> list[fx.Node]:
-    """Nodes of what the policy asks for, as `kvpass.statistics.statistics` would make it."""
+) -> dict[Statistic, fx.Node]:
+    """Nodes of what the policy asks for, as `kvpass.statistics.statistics` would make it.
+
+    All sums are given to one that asks for any: then most policies have the same prompt graph, which is
+    compiled once and found in the compiler's caches by the others.
+    """
     if not policy.statistics:
-        return []
+        return {}
     query, mask = moved[site.query], None if site.mask is None else moved[site.mask]
     rows = graph.call_function(operator.getitem, (query, (slice(None), 0, slice(None), 0)))
     everyone = graph.call_function(torch.ones_like, (rows,), {"dtype": torch.bool})  # [B, q]
     real = everyone if real is None else graph.call_function(torch.logical_and, (real, everyone))
     common = (query, moved[site.grown_key], mask, real, site.causal, site.scale)
-    made: dict[str, fx.Node] = {}
+    made: dict[Statistic, fx.Node] = {}
     if not policy.statistics.isdisjoint(statistics.SUMS):
         sums = graph.call_function(torch.ops.kvpass.column_scores.default, (*common, policy.observation))
         for place, name in enumerate(statistics.SUMS):
-            if name in policy.statistics:
-                made[name] = graph.call_function(operator.getitem, (sums, place))
+            made[name] = graph.call_function(operator.getitem, (sums, place))
     if "scan" in policy.statistics:
         written = (specify(policy), json.dumps(budget))
         made["scan"] = graph.call_function(torch.ops.kvpass.row_scan.default, (*common, *written))
-    return [made[name] for name in statistics.wanted(policy)]
+    return made
 
 
 @dataclasses.dataclass

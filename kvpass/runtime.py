@@ -17,7 +17,7 @@ from kvpass.handle import LayerCache, current
 from kvpass.match import AttentionSite
 from kvpass.policies.base import Attention, Plan, Policy
 from kvpass.rewrite import StepRewrite, rewrite_prompt
-from kvpass.slots import Chunk, Layout, admit
+from kvpass.slots import Chunk, Layout, Slots, admit
 from kvpass.statistics import as_attention
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class PromptRunner:
         governed = [layer for layer in layers if layer.policy is self.backend.policy]
         budget = budgets.slots_for(self.backend.policy, self.backend.budget, prompt)
         self._check_room(budget, prompt)
-        attention, key = [layer.chunk.attention for layer in governed], (len(layers), layers[0].chunk.key.shape[1:2])
+        attention, key = [layer.chunk.attention for layer in governed], (len(layers), layers[0].chunk.key.shape[1])
         made = self.backend.policy.plan(attention, layers[0].chunk.real, budget, self.backend.plans.get(key))
         self.backend.plans.setdefault(key, made)
         mine = iter(made)
@@ -122,10 +122,14 @@ class PromptRunner:
             store: Any = take_prompt(layout, layer, self.sites[0].scale, plan.budget)
             return LayerCache(self.backend, layout, store, count, notes=notes)
         slots = admit(layout, None, chunk, plan.budget)
-        for tensor in slots.tensors():
-            compat.mark_in_place(tensor)
+        _keep_address(slots)
         clocks = tuple(layer.policy.clock((), n, plan.budget) for n in _counts(layer.policy, chunk.real))
         return LayerCache(self.backend, layout, slots, count, limit=plan.budget, clocks=clocks, notes=notes)
+
+
+def _keep_address(slots: Slots) -> None:
+    for tensor in slots.tensors():
+        compat.mark_in_place(tensor)
 
 
 def _counts(policy: Policy, real: Tensor) -> list[int]:
@@ -228,6 +232,7 @@ def _make_room(cache: LayerCache, queries: int) -> None:
     capacity = budgets.slots_for(layout.policy, None, cache.seen + queries)
     cache.layout = dataclasses.replace(layout, budget=capacity, capacity=capacity)
     cache.slots = cache.slots.grown(cache.layout)
+    _keep_address(cache.slots)
 
 
 def _tick(caches: list[LayerCache]) -> bool:
@@ -244,6 +249,9 @@ def _admit(cache: LayerCache, results: list[Any]) -> None:
     key, value, real, *sums = results
     policy = cache.layout.policy
     attention = as_attention(policy, sums, real) if sums else Attention()
-    cache.slots = admit(cache.layout, cache.slots, Chunk(key, value, real, attention), cache.limit)
+    before = cache.slots
+    cache.slots = admit(cache.layout, before, Chunk(key, value, real, attention), cache.limit)
+    if cache.slots is not before:
+        _keep_address(cache.slots)
     counts = _counts(policy, real)
     cache.clocks = tuple(policy.clock(c, n, cache.limit) for c, n in zip(cache.clocks, counts, strict=False))

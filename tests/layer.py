@@ -56,7 +56,7 @@ class Lowered:
     def feed(self, new: Stretch) -> Tensor:
         policy, slots, ranked = self.layout.policy, self.slots, self.layout.ranked
         budget = self.layout.budget if self.limit is None else self.limit
-        site = Site(self.scale, None, self.rotate if ranked else None)
+        site = Site(self.scale, None, (lambda keys, rank: [self.rotate(keys, rank)]) if ranked else None)
         if slots is None:
             first = torch.zeros(len(new.q), 1, 1, dtype=torch.int64)
         else:

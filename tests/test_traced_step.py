@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from kvpass.slots import Slots
 from kvpass.step import Site, decode_step
 from tests.layer import Lowered, layout_for
 from tests.strategies import TABLE, Case, cases
@@ -27,7 +28,7 @@ class Traced:
         tensors = slots.tensors()
 
         def step(tensors, q, k, v, real):
-            return decode_step(layout, site, slots.rebuild(tensors), q, k, v, real, sweep)
+            return decode_step(layout, site, Slots.of(tensors, slots.state), q, k, v, real, sweep)
 
         if sweep not in self.graphs:
             self.graphs[sweep] = make_fx(step, tracing_mode="fake")(tensors, q, k, v, real)

@@ -89,11 +89,9 @@ def _call(
         new = store.length + torch.arange(query.shape[2], device=query.device).expand(layout.rows, layout.groups, -1)
         own = None if mask is None else mask.on_slots(torch.cat([index, new], -1), layout.heads, on_mask)
         allowed, bias = _allowed(layout, held >= 0, real, own, query.shape[1])
-        bias = _plus(bias, store.bias(query.shape[1] // layout.heads), query.shape[2])
-        logits = attention_logits(
-            query * store.temper(real), torch.cat([keys, key.to(keys.dtype)], 2), allowed, bias, site.scale
-        )
-        rows = torch.nan_to_num(logits.softmax(-1))  # [B, Hq, q, N + q]
+        attended = torch.cat([keys, key.to(keys.dtype)], 2)
+        logits = attention_logits(query * store.temper(real), attended, allowed, bias, site.scale)
+        rows = torch.nan_to_num(_plus(logits, store, layout.heads).softmax(-1))  # [B, Hq, q, N + q]
         values = torch.cat([store.rows("value"), value.to(keys.dtype)], 2)
         output = rows.to(values.dtype) @ values.repeat_interleave(query.shape[1] // layout.heads, 1)
         store.take(Chunk(stored, value, real, Attention()), rows, logits)
@@ -118,9 +116,7 @@ def _allowed(
     return (seen & own, None) if own.dtype == torch.bool else (seen, own)
 
 
-def _plus(bias: Tensor | None, own: Tensor | None, new: int) -> Tensor | None:
-    """The model's bias and the policy's, which covers the held tokens [B, Hq, 1, N]."""
-    if own is None:
-        return bias
-    own = torch.nn.functional.pad(own, (0, new))
-    return own if bias is None else bias + own
+def _plus(logits: Tensor, store: ReferenceLayer, heads: int) -> Tensor:
+    """Logits [B, Hq, q, N + q] with the policy's own bias on the held tokens [B, Hq, 1, N]."""
+    own = store.bias(logits.shape[1] // heads)
+    return logits if own is None else logits + torch.nn.functional.pad(own, (0, logits.shape[-1] - own.shape[-1]))
