@@ -104,9 +104,7 @@ RECIPES = {
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator(texts, vocab_size=VOCABULARY, special_tokens=[END], show_progress=False)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=bpe._tokenizer, bos_token=END, eos_token=END, pad_token=END
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, bos_token=END, eos_token=END, pad_token=END)
 
 
 def load_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:

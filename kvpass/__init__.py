@@ -1,6 +1,6 @@
 """Bounded KV caches for any PyTorch language model, through torch.compile.
 
-    torch.compile(model, backend=kvpass.backend(policy="h2o", budget=1024))
+torch.compile(model, backend=kvpass.backend(policy="h2o", budget=1024))
 """
 
 from kvpass import policies

@@ -108,7 +108,9 @@ class Backend:
                 "apart from the key; use positions='absolute'"
             )
         if self.recorder is not None:
-            self.recorder.notes.append("the keys carry no rotary embedding that can be told apart: positions are absolute")
+            self.recorder.notes.append(
+                "the keys carry no rotary embedding that can be told apart: positions are absolute"
+            )
         return False
 
     def compile_prompt(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
@@ -185,7 +187,9 @@ def backend(
 
 
 def _check_settings(positions: Any, inner: Any, mode: Any, options: dict[str, Any] | None) -> None:
-    policies.base.require(positions in (None, "absolute", "cache"), "positions", positions, "is 'absolute', 'cache' or None")
+    policies.base.require(
+        positions in (None, "absolute", "cache"), "positions", positions, "is 'absolute', 'cache' or None"
+    )
     if isinstance(inner, str) and inner not in ("inductor", "eager", "reference"):
         known = ["eager", "reference", *torch.compiler.list_backends(exclude_tags=())]
         policies.base.require(inner in known, "inner", inner, f"is one of {', '.join(known)}")
@@ -207,7 +211,9 @@ def compile(model: M, policy: str | Policy = "full", **settings: Any) -> M:
     return model
 
 
-def by_name(gm: fx.GraphModule, examples: Sequence[Any], *, mode: str | None = None, options: dict[str, Any] | None = None) -> Any:
+def by_name(
+    gm: fx.GraphModule, examples: Sequence[Any], *, mode: str | None = None, options: dict[str, Any] | None = None
+) -> Any:
     """What torch.compile(model, backend="kvpass", options={...}) calls; the options are `backend`'s."""
     settings: dict[str, Any] = {"mode": mode, **(options or {})} if mode else dict(options or {})
     try:

@@ -27,7 +27,9 @@ def is_tensor(node: Any) -> bool:
 
 def is_size(node: Any) -> bool:
     """A node that stands for a size and not for a tensor."""
-    return isinstance(node, fx.Node) and isinstance(value(node), (torch.SymInt, int)) and not isinstance(value(node), bool)
+    return (
+        isinstance(node, fx.Node) and isinstance(value(node), (torch.SymInt, int)) and not isinstance(value(node), bool)
+    )
 
 
 def expr(size: Any) -> sympy.Expr:
@@ -132,7 +134,9 @@ class Sizes:
                 return int(part)
             operations = {sympy.Add: operator.add, sympy.Mul: operator.mul}
             if part.func not in operations:
-                raise UnsupportedGraph(f"position arithmetic {part} on the cache's length is neither a sum nor a product")
+                raise UnsupportedGraph(
+                    f"position arithmetic {part} on the cache's length is neither a sum nor a product"
+                )
             terms = [emit(term) for term in part.args]
             made = terms[0]
             for term in terms[1:]:
@@ -167,7 +171,9 @@ class Slice:
 Resolve = Callable[[fx.Node], int]
 
 
-def cut(gm: fx.GraphModule, results: list[fx.Node], replaced: list[fx.Node], resolve: Resolve, *, unpack: bool = False) -> Slice:
+def cut(
+    gm: fx.GraphModule, results: list[fx.Node], replaced: list[fx.Node], resolve: Resolve, *, unpack: bool = False
+) -> Slice:
     """Cut out what computes `results` from `replaced`; nodes that do not depend on `replaced` are bound.
 
     Args:

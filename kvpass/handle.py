@@ -115,9 +115,7 @@ class Handle(Tensor):
 
 
 _QUESTIONS = frozenset(
-    "size dim numel nelement element_size stride is_contiguous data_ptr storage_offset ndimension type "
-    "is_floating_point is_complex get_device has_names __len__ __repr__ __hash__ is_inference __format__ "
-    "is_same_size is_pinned is_shared __dir__ _is_view is_signed".split()
+    ["size", "dim", "numel", "nelement", "element_size", "stride", "is_contiguous", "data_ptr", "storage_offset", "ndimension", "type", "is_floating_point", "is_complex", "get_device", "has_names", "__len__", "__repr__", "__hash__", "is_inference", "__format__", "is_same_size", "is_pinned", "is_shared", "__dir__", "_is_view", "is_signed"]
 )
 
 
@@ -159,7 +157,9 @@ def _getitem(handle: Handle, index: Any) -> Handle:
     rest = index[1:] if isinstance(index, tuple) else ()
     if isinstance(first, (Tensor, slice, list)) and all(part is Ellipsis or part == slice(None) for part in rest):
         return _rows("getitem", handle, first, lambda tensor: tensor[first].clone())
-    raise CacheHandleError(f"cache[{index}]: only whole rows of a cache of kvpass can be picked; its tokens cannot be cropped")
+    raise CacheHandleError(
+        f"cache[{index}]: only whole rows of a cache of kvpass can be picked; its tokens cannot be cropped"
+    )
 
 
 def _repeat_interleave(handle: Handle, repeats: Any, dim: int | None = None, **_: Any) -> Handle:

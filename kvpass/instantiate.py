@@ -85,9 +85,7 @@ def _by_row_and_head(inner: Tensor, heads: int) -> Tensor:
     return inner.diagonal(0, 1, 3).movedim(-1, 1)
 
 
-def cut_mask(
-    gm: fx.GraphModule, mask: fx.Node, sizes: Sizes, columns: list[fx.Node], scaffold: fx.Graph
-) -> MaskSlice:
+def cut_mask(gm: fx.GraphModule, mask: fx.Node, sizes: Sizes, columns: list[fx.Node], scaffold: fx.Graph) -> MaskSlice:
     """Cut the mask out as a function of the key index.
 
     Raises:
@@ -107,7 +105,7 @@ class _KeyCutter:
         self.gm, self.sizes = gm, sizes
         self.graph = fx.Graph()
         self.index, self.storage = self.graph.placeholder("index"), self.graph.placeholder("storage")
-        self.places = [{node: self.index for node in counts}, {node: self.storage for node in counts}]
+        self.places = [dict.fromkeys(counts, self.index), dict.fromkeys(counts, self.storage)]
         inputs = {node: self.graph.placeholder(node.name) for node in columns}
         for env in self.places:
             env.update(inputs)
@@ -148,7 +146,9 @@ class _KeyCutter:
 
     def number(self, node: fx.Node) -> int:
         if self.sizes.grows(node):
-            raise UnsupportedGraph(f"the mask uses the cache's length as a size, {value(node)}, at {graphs.source_line(node)}")
+            raise UnsupportedGraph(
+                f"the mask uses the cache's length as a size, {value(node)}, at {graphs.source_line(node)}"
+            )
         return self.sizes.fixed(node)
 
 
@@ -230,4 +230,3 @@ def _angles(gm: fx.GraphModule, key: fx.Node, rotary: match.Rotary) -> list[fx.N
     on_position = graphs.dependent(gm.graph, rest, [rotary.position])
     on_key = graphs.dependent(gm.graph, rest | {rotary.raw}, [rotary.raw])
     return [n for n in gm.graph.nodes if n in on_position - on_key and any(user in on_key for user in n.users)]
-

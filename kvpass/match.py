@@ -18,7 +18,9 @@ import torch.fx as fx
 from kvpass import compat, graphs
 from kvpass.graphs import ancestors, expr, is_tensor, value
 
-_SHAPE_ONLY = frozenset({"reshape", "view", "expand", "contiguous", "getitem", "to", "repeat_interleave", "unsqueeze", "flatten"})
+_SHAPE_ONLY = frozenset(
+    {"reshape", "view", "expand", "contiguous", "getitem", "to", "repeat_interleave", "unsqueeze", "flatten"}
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +97,12 @@ def find(gm: fx.GraphModule, carried: set[fx.Node]) -> list[Found]:
     refused_at = {f.node for f in found if f.refusal}
     for update in updates:
         if update not in used and not any(update in ancestors(call) for call in refused_at):
-            found.append(Found(update, refusal="the cache that is grown here feeds no scaled_dot_product_attention call that can be followed"))
+            found.append(
+                Found(
+                    update,
+                    refusal="the cache that is grown here feeds no scaled_dot_product_attention call that can be followed",
+                )
+            )
     found += _unused_handles(found, carried)
     return found
 
@@ -105,7 +112,10 @@ def _unused_handles(found: list[Found], carried: set[fx.Node]) -> list[Found]:
     if any(f.refusal for f in found):
         return []
     lost = [node for node in carried - used if any(not _about_shape(user) for user in node.users)]
-    return [Found(next(iter(node.users)), refusal="a kvpass cache is used here in a way that is not an attention call") for node in lost[:1]]
+    return [
+        Found(next(iter(node.users)), refusal="a kvpass cache is used here in a way that is not an attention call")
+        for node in lost[:1]
+    ]
 
 
 def _about_shape(node: fx.Node) -> bool:
@@ -145,7 +155,16 @@ def _examine(
     return Found(call, site=site)
 
 
-def _sdpa(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False, scale: Any = None, enable_gqa: bool = False) -> None:
+def _sdpa(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: Any = None,
+    enable_gqa: bool = False,
+) -> None:
     """The signature of scaled_dot_product_attention."""
 
 
@@ -194,7 +213,9 @@ def _origin(node: fx.Node, outputs: dict[fx.Node, int]) -> tuple[fx.Node, fx.Nod
         node = node.args[0]  # type: ignore[assignment]
     if parts is None:
         if seen_output is None:
-            raise _Refused(f"its key or value comes from {graphs.name_of(node)!r} ({graphs.source_line(node)}), which is not a concatenation with the past")
+            raise _Refused(
+                f"its key or value comes from {graphs.name_of(node)!r} ({graphs.source_line(node)}), which is not a concatenation with the past"
+            )
         return seen_output, None, seen_output
     if node not in outputs:
         raise _Refused("the grown cache is not returned by the graph")
@@ -227,11 +248,15 @@ def find_rotary(gm: fx.GraphModule, site: AttentionSite) -> Rotary | None:
     calls = {node for node in gm.graph.nodes if compat.is_sdpa(node)}
     behind = ancestors(site.key, stop=calls - {site.call})
     shape = [expr(size) for size in value(site.key).shape]
-    candidates = [n for n in behind if is_tensor(n) and n is not site.key and [expr(s) for s in value(n).shape] == shape]
+    candidates = [
+        n for n in behind if is_tensor(n) and n is not site.key and [expr(s) for s in value(n).shape] == shape
+    ]
     for raw in sorted(candidates, key=order.__getitem__, reverse=True):
         rest = ancestors(site.key, stop={raw, *calls})
         positions = [n for n in rest if _turns_into_an_angle(n, rest)]
-        if len(positions) == 1 and not _carries_tokens(ancestors(site.key, stop={raw}) - ancestors(positions[0]), calls):
+        if len(positions) == 1 and not _carries_tokens(
+            ancestors(site.key, stop={raw}) - ancestors(positions[0]), calls
+        ):
             return Rotary(raw, positions[0])
     return None
 

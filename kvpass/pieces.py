@@ -92,7 +92,9 @@ class InPieces(fx.Interpreter):
         return call(fx.node.map_aggregate(args, lambda arg: arg.joined() if isinstance(arg, Pieces) else arg))
 
 
-_POINTWISE = frozenset({"add", "sub", "mul", "neg", "to", "float", "type_as", "iadd", "contiguous", "clone", "half", "bfloat16"})
+_POINTWISE = frozenset(
+    {"add", "sub", "mul", "neg", "to", "float", "type_as", "iadd", "contiguous", "clone", "half", "bfloat16"}
+)
 
 
 def _flat(args: Any) -> list[Any]:

@@ -165,7 +165,9 @@ def inspect(cache: Any) -> CacheReport:
     """
     found = {id(handle.cache): handle.cache for handle in _handles(cache)}
     if not found:
-        raise CacheHandleError(f"there is no kvpass cache in this {type(cache).__name__}: was the model compiled when it made it?")
+        raise CacheHandleError(
+            f"there is no kvpass cache in this {type(cache).__name__}: was the model compiled when it made it?"
+        )
     return CacheReport(tuple(_layer(layer) for layer in found.values()))
 
 
@@ -208,4 +210,6 @@ def spans(positions: Tensor) -> str:
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns padded to their widest entry."""
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in [header, *rows])
+    return "\n".join(
+        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in [header, *rows]
+    )

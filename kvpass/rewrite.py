@@ -77,7 +77,9 @@ def rewrite_prompt(
                 _temper(copy.graph, site, moved, policy)
             rotary = match.find_rotary(gm, site) if ranked else None
             done.raw.append(emit(moved[rotary.raw]) if rotary else site.keys_out)
-            made = {name: emit(node) for name, node in _statistics(copy.graph, site, moved, real, policy, budget).items()}
+            made = {
+                name: emit(node) for name, node in _statistics(copy.graph, site, moved, real, policy, budget).items()
+            }
             done.statistics.append([made[name] for name in statistics.wanted(policy)])
             if extras:
                 mask = None if site.mask is None else emit(moved[site.mask])
@@ -118,7 +120,12 @@ def _temper(graph: fx.Graph, site: AttentionSite, moved: dict[fx.Node, fx.Node],
 
 
 def _statistics(
-    graph: fx.Graph, site: AttentionSite, moved: dict[fx.Node, fx.Node], real: fx.Node | None, policy: Policy, budget: Budget
+    graph: fx.Graph,
+    site: AttentionSite,
+    moved: dict[fx.Node, fx.Node],
+    real: fx.Node | None,
+    policy: Policy,
+    budget: Budget,
 ) -> dict[Statistic, fx.Node]:
     """Nodes of what the policy asks for, as `kvpass.statistics.statistics` would make it.
 
@@ -214,7 +221,9 @@ class StepRewriter:
         """Rewrite everything; see the class of the result."""
         first = self.holders[0]
         with self.graph.inserting_before(first):
-            self.inputs = [[self.graph.placeholder(f"slots_{i}_{n}") for n in self._names(i)] for i in range(len(self.sites))]
+            self.inputs = [
+                [self.graph.placeholder(f"slots_{i}_{n}") for n in self._names(i)] for i in range(len(self.sites))
+            ]
         for nodes, slots in zip(self.inputs, self.slots, strict=True):
             for node, tensor in zip(nodes, slots.tensors(), strict=True):
                 compat.as_new_input(node, tensor, in_place=True)
@@ -244,7 +253,8 @@ class StepRewriter:
             elif any(graphs.is_tensor(arg) for arg in node.args) and graphs.name_of(node) in _ARITHMETIC:
                 with self.graph.inserting_before(node):
                     node.args = tuple(
-                        self.sizes.on_length(arg, self.length, self.graph) if arg in growing else arg for arg in node.args
+                        self.sizes.on_length(arg, self.length, self.graph) if arg in growing else arg
+                        for arg in node.args
                     )
 
     def _arange_on_length(self, node: fx.Node) -> None:
@@ -275,7 +285,14 @@ class StepRewriter:
         table = self._table(rotary, layout.capacity) if rotary else []
         bound = [*(mask.nodes if mask else []), *table, *(rotary.turn.bound if rotary else [])]
         nodes = [*self.inputs[layer], site.query, stored if self.decodes else site.key, site.value, real, *bound]
-        key = (layout, self.slots[layer].capacity, mask_key, rotary and rotary.key, site.scale, *(str((self._shape(n), value(n).stride())) for n in nodes))
+        key = (
+            layout,
+            self.slots[layer].capacity,
+            mask_key,
+            rotary and rotary.key,
+            site.scale,
+            *(str((self._shape(n), value(n).stride())) for n in nodes),
+        )
         if key not in self._traced:
             self._traced[key] = self._trace(layout, site, mask, rotary, nodes, len(self.inputs[layer]), len(table))
         with self.graph.inserting_before(site.call):
@@ -286,7 +303,16 @@ class StepRewriter:
             return []
         return [stored, site.value, real, *more]
 
-    def _trace(self, layout: Layout, site: AttentionSite, mask: MaskOnSlots | None, rotary: RotarySlice | None, nodes: list[fx.Node], state: int, angles: int) -> fx.GraphModule:
+    def _trace(
+        self,
+        layout: Layout,
+        site: AttentionSite,
+        mask: MaskOnSlots | None,
+        rotary: RotarySlice | None,
+        nodes: list[fx.Node],
+        state: int,
+        angles: int,
+    ) -> fx.GraphModule:
         masks = len(mask.nodes) if mask else 0
         names, heads, sweep = list(self.slots[self.layouts.index(layout)].state), layout.heads, self.sweep
 
@@ -404,13 +430,17 @@ class StepRewriter:
 
             with compat.fake_mode() as fake:
                 traced = compat.trace(function, [fake(self._example(n)) for n in nodes])
-            self._tables[key] = graphs.splice(self.gm, traced, nodes, self.sites[0].call, f"kvpass_table_{len(self._tables)}")
+            self._tables[key] = graphs.splice(
+                self.gm, traced, nodes, self.sites[0].call, f"kvpass_table_{len(self._tables)}"
+            )
         return self._tables[key]
 
     def _rank_positions(self, position: fx.Node) -> None:
         """Let the queries stand behind the held tokens: positions become live slots + 0, 1, ..."""
         shape, queries = self._shape(position), self.queries
-        along = next((d for d in range(len(shape) - 1, -1, -1) if shape[d] == queries and (d or len(shape) == 1)), len(shape) - 1)
+        along = next(
+            (d for d in range(len(shape) - 1, -1, -1) if shape[d] == queries and (d or len(shape) == 1)), len(shape) - 1
+        )
         rows, decodes, dtype = self.rows, self.decodes, value(position).dtype
 
         def function(position: Tensor, free: Tensor) -> Tensor:
@@ -500,7 +530,9 @@ def _loose(tensor: Any) -> bool:
     return isinstance(tensor, Tensor) and any(isinstance(stride, torch.SymInt) for stride in tensor.stride())
 
 
-_ARITHMETIC = frozenset({"add", "sub", "mul", "rsub", "iadd", "isub", "lt", "le", "gt", "ge", "eq", "ne", "clamp", "maximum", "minimum"})
+_ARITHMETIC = frozenset(
+    {"add", "sub", "mul", "rsub", "iadd", "isub", "lt", "le", "gt", "ge", "eq", "ne", "clamp", "maximum", "minimum"}
+)
 
 
 @dataclasses.dataclass(frozen=True)

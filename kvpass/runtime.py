@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvpass import budget as budgets
 from kvpass import compat, graphs
-from kvpass.errors import BudgetError, CacheHandleError
+from kvpass.errors import BudgetError, CacheHandleError, PolicyError
 from kvpass.handle import LayerCache, current
 from kvpass.match import AttentionSite
 from kvpass.policies.base import Attention, Plan, Policy
@@ -89,9 +89,16 @@ class PromptRunner:
         attention, key = [layer.chunk.attention for layer in governed], (len(layers), layers[0].chunk.key.shape[1])
         made = self.backend.policy.plan(attention, layers[0].chunk.real, budget, self.backend.plans.get(key))
         self.backend.plans.setdefault(key, made)
+        if self.ranked and (len(governed) < len(layers) or len({plan.budget for plan in made}) > 1):
+            raise PolicyError(
+                f"positions='cache': {self.backend.policy} gives the layers different budgets, and a query has one "
+                "place among the held tokens; use positions='absolute'"
+            )
         mine = iter(made)
         whole = budgets.slots_for(self.backend.policy, None, prompt)
-        return [(budget, next(mine)) if x.policy is self.backend.policy else (whole, Plan(whole, whole)) for x in layers]
+        return [
+            (budget, next(mine)) if x.policy is self.backend.policy else (whole, Plan(whole, whole)) for x in layers
+        ]
 
     def _check_room(self, budget: int, prompt: int) -> None:
         if not self.backend.policy.evicts and prompt > budget:
@@ -159,6 +166,9 @@ class StepRunner:
         queries = int(graphs.expr(self.sites[0].queries).subs(known))
         for cache in caches:
             _make_room(cache, queries)
+        if self.backend.inner == "reference":
+            for cache in caches:
+                cache.slots.prepare(torch.ones(cache.layout.rows, queries, dtype=torch.bool))
         sweep = _tick(caches) if queries == 1 else False
         key = (numbers, sweep, *((cache.layout, cache.slots.capacity) for cache in caches))
         if key not in self.compiled:
@@ -210,7 +220,9 @@ def _free_sizes(gm: fx.GraphModule, sites: list[AttentionSite]) -> dict[Any, tup
         for dim, size in enumerate(graphs.value(node).shape):
             if isinstance(size, torch.SymInt):
                 known.setdefault(graphs.expr(size), (place, dim))
-    wanted = {symbol for site in sites for size in graphs.value(site.query).shape for symbol in graphs.expr(size).free_symbols}
+    wanted = {
+        symbol for site in sites for size in graphs.value(site.query).shape for symbol in graphs.expr(size).free_symbols
+    }
     return {symbol: known[symbol] for symbol in known if symbol in wanted}
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.models import build, graphs, prompt
 from torch import Tensor, nn
 
 import kvpass
+from tests.models import build, graphs, prompt
 
 
 class Tiny(nn.Module):

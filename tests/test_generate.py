@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.models import ARCHITECTURES, breaks, build, graphs, prompt
 
 import kvpass
+from tests.models import ARCHITECTURES, breaks, build, graphs, prompt
 
 POLICIES = {
     "full": {},

@@ -7,10 +7,10 @@ import pickle
 
 import pytest
 import torch
-from tests.models import build, force, prompt
 
 import kvpass
 from kvpass.handle import Handle
+from tests.models import build, force, prompt
 
 BUDGET = 8
 

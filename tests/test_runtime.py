@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.models import build, force, graphs, prompt
-import tests.strategies  # noqa: F401  loads the Hypothesis profile
 
 import kvpass
+import tests.strategies  # noqa: F401  loads the Hypothesis profile
+from tests.models import build, force, graphs, prompt
 
 TOKENS = 30
 
@@ -35,7 +35,9 @@ def assert_equal_runs(architecture: str, steps: list[int], padding: tuple[int, .
     padding=st.sampled_from([(0, 0, 0), (3, 1, 0), (0, 5, 2)]),
 )
 @settings(max_examples=8)
-def test_model_equals_reference(policy: str, positions: str | None, budget: int, offset: int, chunk: int, padding: tuple[int, ...]) -> None:
+def test_model_equals_reference(
+    policy: str, positions: str | None, budget: int, offset: int, chunk: int, padding: tuple[int, ...]
+) -> None:
     first = budget + offset
     steps = [first, *([chunk] if chunk else []), *[1] * 8]
     assert_equal_runs("Llama", steps, padding, policy=policy, budget=budget, positions=positions)
@@ -76,7 +78,9 @@ def test_equal_to_uncompiled_until_something_is_evicted(policy: str) -> None:
     position = (mask.cumsum(-1) - 1).clamp(min=0)
     with torch.no_grad():
         expected = model(ids, attention_mask=mask, position_ids=position).logits
-    run = force(model, ids, mask, [10, *[1] * 20], policy=policy, budget=None if policy == "full" else TOKENS, inner="eager")
+    run = force(
+        model, ids, mask, [10, *[1] * 20], policy=policy, budget=None if policy == "full" else TOKENS, inner="eager"
+    )
     assert torch.allclose(run.logits[mask.bool()], expected[mask.bool()], atol=1e-4)
     assert graphs() == 2
 

@@ -122,10 +122,8 @@ class ReferenceLayer:
         """What a rewritten graph takes in place of `Slots.tensors`: itself, and what positions are made of."""
         length = torch.full((self.layout.rows,), self.length, device=self.layout.device)
         held = torch.nn.functional.pad(self.positions(), (0, 1), value=FREE)
-        counts = [len(row[0].tokens) for row in self.streams]
-        crowded = [self.layout.policy.overwrites and count == self.layout.capacity for count in counts]
-        free = torch.tensor([0 if full else held.shape[-1] - 1 for full in crowded], device=self.layout.device)
-        return [self, None, held, None, free[:, None], None, length, None]
+        free = torch.full((self.layout.rows, 1), held.shape[-1] - 1, device=self.layout.device)
+        return [self, None, held, None, free, None, length, None]
 
     def prepare(self, real: Tensor) -> None:
         """To be called before the tokens `real` [B, q] attend; lets the policy make room for a single one."""

@@ -79,7 +79,6 @@ def _call(
         on_mask: list[Any],
         on_rotary: list[Any],
     ) -> Tensor:
-        store.prepare(real)
         held, index = store.positions(), store.index()  # [B, H', N]
         keys = store.rows("key")
         if rotary is not None and keys.shape[2]:
