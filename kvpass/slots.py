@@ -111,10 +111,14 @@ class Slots:
     def capacity(self) -> int:
         return self.position.shape[-1]
 
-    def next_rank(self) -> Tensor:
-        """int64 [B, 1, 1]: the place among the held tokens that the next token of each row will have."""
+    def next_rank(self, count: int = 1) -> Tensor:
+        """int64 [B, 1, 1]: the place among the held tokens of the first of `count` new ones, when it attends.
+
+        A chunk attends to all held tokens; a single one no longer to the token that it overwrites, if any.
+        """
         live = self.position >= 0
-        return (live.sum(-1, keepdim=True) - live.gather(-1, self.free[..., None]).long())[:, :1]
+        held = live.sum(-1, keepdim=True)
+        return (held - live.gather(-1, self.free[..., None]).long() if count == 1 else held)[:, :1]
 
     def tensors(self) -> list[Tensor]:
         """All of them, in a fixed order; `of` is the inverse."""
@@ -212,13 +216,20 @@ def admit(layout: Layout, held: Slots | None, chunk: Chunk, limit: int | None = 
     slots.length.copy_(index[:, 0, -1] + 1)
     if layout.policy.merges:
         _merge_gone(layout, slots, tokens, tokens.live & ~stays, key, value)
-    slots.free.copy_(layout.policy.victim(slots.tokens(layout)))
+    slots.free.copy_(_next_slot(layout, slots))
     return slots
 
 
+def _next_slot(layout: Layout, slots: Slots) -> Tensor:
+    """The slot [B, H'] that the next token is written to: a free one, unless the policy overwrites."""
+    if layout.policy.overwrites:
+        return layout.policy.victim(slots.tokens(layout))
+    return (slots.position < 0).int().argmax(-1)
+
+
 def _roomy(layout: Layout, chunk: Chunk) -> Layout:
-    """The layout for a prompt, which a policy that defers holds whole."""
-    prompt = chunk.real.shape[1] if layout.policy.defers else 0
+    """The layout for a prompt, which a policy that defers holds whole, with one slot to spare."""
+    prompt = chunk.real.shape[1] + 1 if layout.policy.defers else 0
     return dataclasses.replace(layout, capacity=max(layout.capacity, prompt))
 
 
@@ -284,7 +295,7 @@ def _merge_gone(layout: Layout, slots: Slots, tokens: Tokens, gone: Tensor, key:
     """Let the policy merge the tokens that go into the filled slots."""
     count = int(gone.sum(-1).max())
     places = rows_in_order(torch.where(gone, tokens.position, FREE))[..., :count]  # [B, H', E]
-    merge = layout.policy.merge(slots.tokens(layout), slots.key, gathered_rows(key, places), gone.gather(-1, places))
+    merge = layout.policy.fold(slots.tokens(layout), slots.key, gathered_rows(key, places), gone.gather(-1, places))
     for buffer, rows in ((slots.key, key), (slots.value, value)):
         _mix(buffer, rows, places, merge)
     for name, changed in merge.state.items():

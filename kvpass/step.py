@@ -79,6 +79,7 @@ def decode_step(
     output, probabilities = attend(
         grouped, slots.key, slots.value, scale=site.scale, mask=mask, bias=both, rotate=rotate
     )
+    output = output.flatten(1, 2)  # here, and not at the end: the compiler moves a product to its first user
     attention = _one_query(probabilities, real)
     if sweep and "logits" in policy.statistics:
         logits = scores(grouped, slots.key, scale=site.scale, rotate=rotate)
@@ -86,7 +87,7 @@ def decode_step(
         attention = dataclasses.replace(attention, logits=logits[..., 0, :])
     tokens, victim = _swept(layout, tokens, attention) if sweep else _stepped(layout, slots, tokens, attention)
     _commit(layout, slots, tokens, index, victim)
-    return output.flatten(1, 2)
+    return output
 
 
 def _arrived(layout: Layout, slots: Slots, key: Tensor, real: Tensor) -> tuple[Tokens, Tensor]:
@@ -188,7 +189,7 @@ def _merge_victim(policy: Policy, slots: Slots, left: Tokens, victim: Tensor, va
     """Merge the victim's K and V into one row of each head, in place; what changes in the state."""
     heads = slots.key.shape[1]
     gone = _rows_at(victim, heads)
-    merge = policy.merge(left, slots.key, slots.key[gone][:, :, None], valid)
+    merge = policy.fold(left, slots.key, slots.key[gone][:, :, None], valid)
     into = _rows_at(merge.into[..., 0], heads)
     for buffer in (slots.key, slots.value):
         own = buffer[into].float()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 import torch
@@ -14,8 +15,14 @@ from kvpass import policies
 from kvpass.errors import BudgetError
 from kvpass.policies import Policy
 
+EXAMPLES = int(os.environ.get("KVPASS_EXAMPLES", "30"))  # more, and other ones, for a thorough run
+
 settings.register_profile(
-    "kvpass", deadline=None, max_examples=30, derandomize=True, suppress_health_check=list(HealthCheck)
+    "kvpass",
+    deadline=None,
+    max_examples=EXAMPLES,
+    derandomize="KVPASS_EXAMPLES" not in os.environ,
+    suppress_health_check=list(HealthCheck),
 )
 settings.load_profile("kvpass")
 torch.set_num_threads(1)
@@ -44,6 +51,21 @@ TABLE = [
     Row("random", st.fixed_dictionaries({"seed": st.integers(0, 100)})),
     Row("h2o", st.fixed_dictionaries({"heavy": st.sampled_from([0.0, 0.3, 0.5, 0.75, 1.0])}), scored=True),
     Row(
+        "buzz",
+        st.fixed_dictionaries(
+            {
+                "stride": st.integers(3, 6),
+                "sinks": st.integers(0, 3),
+                "window": st.none() | st.integers(1, 3),
+                "threshold": st.none() | st.integers(2, 6),
+                "log_n": st.booleans(),
+                "variant": st.sampled_from(["buzz", "fast", "nomax"]),
+                "iterate_prompt": st.booleans(),
+            }
+        ),
+        scored=True,
+    ),
+    Row(
         "cascade",
         st.fixed_dictionaries(
             {
@@ -55,6 +77,25 @@ TABLE = [
                 "order": st.sampled_from(["write_first", "attend_first"]),
                 "eager_fill": st.booleans(),
                 "heads": st.sampled_from(["shared", "kv"]),
+            }
+        ),
+        scored=True,
+    ),
+    Row(
+        "d2o",
+        st.fixed_dictionaries(
+            {
+                "sinks": st.integers(0, 3),
+                "heavy": st.sampled_from([0.0, 0.3, 0.75, 1.0]),
+                "extra_sinks": st.booleans(),
+                "layers": st.sampled_from(["softmax", "gate"]),
+                "gate": st.sampled_from([0.0, 100.0]),
+                "alpha": st.sampled_from([1.0, 3.0]),
+                "beta": st.sampled_from([0.0, 0.3, 0.5, 1.0]),
+                "merge": st.sampled_from(["paper", "official"]),
+                "compress_at": st.sampled_from(["prompt_end", "first_decode"]),
+                "skip_layers": st.sampled_from([(), (), (0,), (-1, 3), (2,)]),
+                "calibrate": st.booleans(),
             }
         ),
         scored=True,

@@ -96,3 +96,16 @@ def test_a_policy_survives_being_written_down(data):
     row = data.draw(st.sampled_from(TABLE))
     policy = kvpass.policies.resolve(row.name, data.draw(row.options))
     assert kvpass.policies.specified(kvpass.policies.specify(policy)) == policy
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_is_taken(row, dtype):
+    layer = [torch.randn(2, heads, 40, 8, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2)]
+    budget = None if row.name == "full" else 20
+    options = {"window": 4} if row.name == "snapkv" else {}
+    got = simulate(row.name, *(x.to(dtype) for x in layer), prompt=28, budget=budget, compiled=True, **options)
+    exact = simulate(row.name, *layer, prompt=28, budget=budget, compiled=True, **options)
+    assert got.output.dtype == got.keys.dtype == dtype
+    torch.testing.assert_close(got.output[:, :, :28].float(), exact.output[:, :, :28], atol=0.05, rtol=0.05)
+    assert torch.isfinite(got.output).all()

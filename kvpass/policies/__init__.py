@@ -16,7 +16,9 @@ from kvpass.policies.base import Attention, Policy, Tokens
 __all__ = ["Attention", "Policy", "Tokens", "get", "names", "register", "resolve", "specified", "specify"]
 
 _BUILT_IN = {
+    "buzz": "Buzz",
     "cascade": "Cascade",
+    "d2o": "D2O",
     "full": "Full",
     "h2o": "H2O",
     "knorm": "KNorm",

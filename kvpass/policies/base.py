@@ -133,7 +133,7 @@ class Policy:
         evicts: False for a policy that never lets go of a token.
         ranks: keep `Tokens.rank` up in decode steps; costs two passes over the metadata.
         overwrites: the victim is chosen before the next token is written, and keeps its slot until then.
-        merges: `merge` is called for the tokens that go.
+        merges: `fold` is called for the tokens that go.
     """
 
     name: ClassVar[str]
@@ -261,10 +261,7 @@ class Policy:
         if not self.evicts:
             return (~tokens.live).int().argmax(-1)
         worth = self.worth(tokens)
-        worth = torch.where(tokens.live, worth, lowest(worth.dtype))
-        least = worth == worth.amin(-1, keepdim=True)
-        age = torch.where(tokens.live, tokens.position, LATE)
-        return torch.where(least, age, -1).argmax(-1)
+        return latest_of_least(torch.where(tokens.live, worth, lowest(worth.dtype)), tokens)
 
     def sweep(self, tokens: Tokens) -> tuple[Tensor, State]:
         """Who stays after a prompt or chunk, or a step with the sweep, bool [B, H', N], and what else changes.
@@ -273,7 +270,7 @@ class Policy:
         """
         return highest(self.worth(tokens), tokens.position, tokens.budget), {}
 
-    def merge(self, tokens: Tokens, held: Tensor, gone: Tensor, valid: Tensor) -> Merge:
+    def fold(self, tokens: Tokens, held: Tensor, gone: Tensor, valid: Tensor) -> Merge:
         """Where the tokens that go live on; called if `merges`.
 
         Args:
@@ -288,6 +285,13 @@ class Policy:
 def lowest(dtype: torch.dtype) -> float | int:
     """The least value of a dtype."""
     return -torch.inf if dtype.is_floating_point else torch.iinfo(dtype).min
+
+
+def latest_of_least(worth: Tensor, tokens: Tokens) -> Tensor:
+    """The slot [B, H'] of least worth; of equals a free one, else the one that holds the latest token."""
+    least = worth == worth.amin(-1, keepdim=True)
+    age = torch.where(tokens.live, tokens.position, LATE)
+    return torch.where(least, age, -1).argmax(-1)
 
 
 def rank_of(position: Tensor) -> Tensor:

@@ -1,0 +1,167 @@
+"""BUZZ ("BUZZ: Beehive-structured Sparse KV Cache with Segmented Heavy Hitters for Efficient LLM Inference").
+
+The cache is [k sinks | middle | window of the last w tokens].  Tokens are appended until the middle holds
+more than T; then it is thinned out in one go.  What is left of earlier rounds (the first `old` tokens of the
+middle) is sampled at an interval of s' = floor((s + 1) / 2), whatever its scores; the new ones are cut into
+hives of s, and of each hive the token of highest score stays, for each KV head on its own.  The score is
+the attention that a token was paid, summed over all queries and the G query heads.  A middle of `old` + new
+shrinks to
+
+    old' = ceil(old / s') + ceil(new / s)
+
+whatever the data, so the host knows when a step has to sweep; all other steps only append.  The bound is
+k + w + T, and one more during attention.  A prompt or chunk that leaves more than T is sampled at the
+interval s' until it fits (Remark 2).
+
+`threshold_for` is the paper's parameter theorem, `window_and_threshold` splits a budget by it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvpass.errors import BudgetError
+from kvpass.policies.base import LATE, Attention, Clock, Policy, State, Statistic, Tokens, require
+from kvpass.policies.buzz_sizes import ratio, thinned, threshold_for, window_and_threshold
+
+LOG_BASE = math.log(512)
+
+
+__all__ = ["Buzz", "threshold_for", "window_and_threshold"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Buzz(Policy):
+    """Options.
+
+    stride, sinks: s, at least 3, and k.
+    window, threshold: w and T; what is not given follows from the budget, both by the parameter theorem.
+    log_n: multiply the logits by log_512(n), n tokens attended to.
+    variant: "buzz", "fast" (scores are the attention of the last step alone) or "nomax" (the first of each
+        hive stays, and scores do not matter).
+    iterate_prompt: False samples a prompt once, as the public code does; its slots are then as many as it leaves.
+    """
+
+    stride: int = 5
+    sinks: int = 4
+    window: int | None = None
+    threshold: int | None = None
+    log_n: bool = False
+    variant: Literal["buzz", "fast", "nomax"] = "buzz"
+    iterate_prompt: bool = True
+    name: ClassVar[str] = "buzz"
+    heads: ClassVar[Literal["shared", "kv"]] = "kv"
+    positions: ClassVar[Literal["absolute", "cache"]] = "cache"
+    statistics: ClassVar[frozenset[Statistic]] = frozenset({"total"})
+    ranks: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        ratio(self.stride)
+        require(self.sinks >= 0, "sinks", self.sinks, "must not be negative")
+        require(self.window is None or self.window >= 1, "window", self.window, "must be at least 1")
+        require(self.threshold is None or self.threshold >= 2, "threshold", self.threshold, "must be at least 2")
+        known = ("buzz", "fast", "nomax")
+        require(self.variant in known, "variant", self.variant, f"must be one of {', '.join(known)}")
+
+    def sizes(self, budget: int) -> tuple[int, int]:
+        """w and T."""
+        room, window, threshold = budget - self.sinks, self.window, self.threshold
+        if window is None:
+            window = window_and_threshold(room, self.stride, 0)[0] if threshold is None else room - threshold
+        return window, room - window if threshold is None else threshold
+
+    def minimum_budget(self) -> int:
+        return self.sinks + (self.window or 1) + (self.threshold or 2)
+
+    def capacity(self, budget: int, prompt: int = 0) -> int:
+        window, threshold = self.sizes(budget)
+        stored, _ = self._counts(prompt, 0, budget, self.iterate_prompt)
+        return max(stored, self.sinks + window + threshold) + 1
+
+    # What the host knows of a row: tokens stored, and how many of the middle are old.
+
+    def clock(self, clock: Clock, new: int, budget: int) -> Clock:
+        stored, old = clock or (0, 0)
+        return self._counts(stored + new, old, budget, self.iterate_prompt or bool(clock))
+
+    def tick(self, clock: Clock, budget: int) -> tuple[bool, Clock]:
+        after = self._counts(clock[0] + 1, clock[1], budget, False)
+        return after[0] <= clock[0], after
+
+    def _counts(self, stored: int, old: int, budget: int, iterate: bool) -> tuple[int, int]:
+        window, threshold = self.sizes(budget)
+        middle = stored - self.sinks - window
+        if middle <= threshold:
+            return stored, old
+        size = thinned(middle, old, self.stride)
+        while iterate and size > threshold:
+            size = thinned(size, size, self.stride)
+        return self.sinks + window + size, size
+
+    # The tensors.
+
+    def temper(self, count: Tensor) -> Tensor | None:
+        return count.float().log() / LOG_BASE if self.log_n else None
+
+    def state(self) -> dict[str, torch.dtype]:
+        return {"score": torch.float32}
+
+    def row_state(self) -> dict[str, int | float]:
+        return {"old": 0}
+
+    def observe(self, tokens: Tokens, attention: Attention) -> State:
+        assert attention.total is not None
+        assert attention.queries is not None
+        paid, before = attention.total.sum(2), tokens.state["score"]  # [B, Hkv, N]
+        return {"score": torch.where(attention.queries > 0, paid, before) if self.variant == "fast" else before + paid}
+
+    def worth(self, tokens: Tokens) -> Tensor:
+        """Only asked when the host has missed a sweep: the oldest goes, as with sinks and a window."""
+        return torch.where(tokens.position < self.sinks, LATE, tokens.position)
+
+    def sweep(self, tokens: Tokens) -> tuple[Tensor, State]:
+        window, threshold = self.sizes(tokens.budget)
+        middle = tokens.live.sum(-1, keepdim=True) - self.sinks - window  # [B, H', 1]
+        place, old, interval = tokens.order - self.sinks, tokens.state["old"], (self.stride + 1) // 2
+        inside = tokens.live & (place >= 0) & (place < middle)
+        fresh, hive = inside & (place >= old), (place - old).clamp(min=0) // self.stride
+        stays = torch.where(fresh, self._best(tokens.state["score"], fresh, hive, place, old), place % interval == 0)
+        first = (old + interval - 1) // interval
+        after = torch.where(fresh, first + hive, place // interval)  # the place among those that stay
+        size = first + (middle - old + self.stride - 1) // self.stride
+        again = self._passes(tokens, size, interval, threshold)
+        due = middle > threshold
+        keeps = torch.where(due & inside, stays & (after % again == 0), tokens.live)
+        return keeps, {"old": torch.where(due, (size + again - 1) // again, old)}
+
+    def _best(self, score: Tensor, fresh: Tensor, hive: Tensor, place: Tensor, old: Tensor) -> Tensor:
+        """Whether a token is the first, of those of highest score, in its hive."""
+        if self.variant == "nomax":
+            return (place - old) % self.stride == 0
+        hives = (*score.shape[:2], score.shape[-1] // self.stride + 2)
+        where = torch.where(fresh, hive, hives[-1] - 1)  # the last one is for tokens that are not fresh
+        score = torch.where(fresh, score, -torch.inf)
+        most = score.new_full(hives, -torch.inf).scatter_reduce(-1, where, score, "amax").gather(-1, where)
+        place = torch.where(score == most, place, LATE)
+        return place == place.new_full(hives, LATE).scatter_reduce(-1, where, place, "amin").gather(-1, where)
+
+    def _passes(self, tokens: Tokens, size: Tensor, interval: int, threshold: int) -> Tensor:
+        """The interval of all further passes together over the middle of a prompt or chunk; 1 for none."""
+        again, places = torch.ones_like(size), tokens.position.shape[-1]
+        if tokens.held == places or (tokens.held == 0 and not self.iterate_prompt):
+            return again
+        for _ in range(places.bit_length()):
+            again = torch.where((size + again - 1) // again > threshold, again * interval, again)
+        return again
+
+    def check_budget(self, budget: int) -> None:
+        super().check_budget(budget)
+        window, threshold = self.sizes(budget)
+        if window < 1 or threshold < 2 or self.sinks + window + threshold > budget:
+            split = f"sinks={self.sinks}, window={window} and threshold={threshold}"
+            raise BudgetError(f"budget={budget} cannot be split into {split}")

@@ -1,0 +1,160 @@
+"""D2O (Wan et al., "D2O: Dynamic Discriminative Operations for Efficient Long-Context Inference of LLMs").
+
+A token's score is the attention that it was paid, summed over all queries and the G query heads of its KV
+head.  Sinks, the highest scores and the most recent tokens stay, N : M = 3 : 1.  A token i that goes is
+merged into the kept token of most similar key, u_i = max_j cos(k_i, k_j), unless it is too far from all
+of them (Eq. 9-11, without the stray sum in the printed Eq. 11):
+
+    tau_0 = mean_i u_i,   tau_t = beta u + (1 - beta) tau_{t-1},   m_i = [u_i >= tau]
+    k_c <- w_c k_c + sum_i w_i k_i,   w_c = e / Z,   w_i = exp(u_i) m_i / Z,   Z = e + sum_i exp(u_i) m_i
+
+and v_c with the same weights.  The score of the kept token does not change.  A step costs one more pass
+over the keys and one row of K and V rewritten per head.
+
+`budget` is the mean over the layers: a layer whose prompt attention varies more over the tokens gets less
+(`layer_budgets`).  A chunk is judged like a prompt: its queries are summed, then all that no longer fits
+is merged, and tau moves once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvpass.policies.base import (
+    Attention,
+    Merge,
+    Plan,
+    Policy,
+    State,
+    Statistic,
+    Tokens,
+    highest,
+    latest_of_least,
+    require,
+)
+from kvpass.policies.d2o_layers import column_variance, largest_layer_budget, layer_budgets
+from kvpass.policies.full import Full
+from kvpass.policies.nearest import nearest
+
+UNSET = -2.0  # below every cosine
+
+__all__ = ["D2O", "layer_budgets"]
+
+
+@dataclasses.dataclass(frozen=True)
+class D2O(Policy):
+    """Options.
+
+    sinks, heavy: the first tokens that stay, and the share N / (N + M); sinks are part of the N.
+    extra_sinks: sinks are not part of the N; it is a share of the rest.
+    layers: how layers share the budget: "softmax" over their densities, or "gate" (Eq. 5): alpha times as
+        much for a density up to `gate`.
+    beta: how fast tau moves.
+    merge: "paper" as above, or "official": plain averages k_c <- (k_c + sum_i u_i k_i) / (1 + n_c), and
+        one decision for all heads by the mean of their u.
+    compress_at: "prompt_end", or "first_decode": a prompt is held whole until the next token has attended.
+    skip_layers: layers that keep everything, whatever that costs; they are no part of the mean.
+    calibrate: later prompts get the layer budgets of the first one.
+    """
+
+    sinks: int = 4
+    heavy: float = 0.75
+    layers: Literal["softmax", "gate"] = "softmax"
+    gate: float = 100.0
+    alpha: float = 3.0
+    beta: float = 0.5
+    merge: Literal["paper", "official"] = "paper"
+    compress_at: Literal["prompt_end", "first_decode"] = "prompt_end"
+    skip_layers: tuple[int, ...] = ()
+    calibrate: bool = False
+    extra_sinks: bool = False
+    name: ClassVar[str] = "d2o"
+    heads: ClassVar[Literal["shared", "kv"]] = "kv"
+    statistics: ClassVar[frozenset[Statistic]] = frozenset({"total"})
+    merges: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "skip_layers", tuple(self.skip_layers))
+        require(self.sinks >= 0, "sinks", self.sinks, "must not be negative")
+        require(0 <= self.heavy <= 1, "heavy", self.heavy, "must lie between 0 and 1")
+        require(self.layers in ("softmax", "gate"), "layers", self.layers, "must be softmax or gate")
+        require(self.gate >= 0, "gate", self.gate, "must not be negative")
+        require(self.alpha >= 1, "alpha", self.alpha, "must be at least 1")
+        require(0 <= self.beta <= 1, "beta", self.beta, "must lie between 0 and 1")
+        require(self.merge in ("paper", "official"), "merge", self.merge, "must be paper or official")
+        moments = ("prompt_end", "first_decode")
+        require(self.compress_at in moments, "compress_at", self.compress_at, f"must be one of {', '.join(moments)}")
+        whole = all(isinstance(layer, int) for layer in self.skip_layers)
+        require(whole, "skip_layers", self.skip_layers, "must be layer numbers")
+
+    @property
+    def defers(self) -> bool:
+        return self.compress_at == "first_decode"
+
+    def minimum_budget(self) -> int:
+        return self.sinks + 1
+
+    def for_layer(self, layer: int, layers: int) -> Policy:
+        return Full() if layer in self.skip_layers or layer - layers in self.skip_layers else self
+
+    def plan(
+        self, attention: Sequence[Attention], real: Tensor, budget: int, earlier: Sequence[Plan] | None = None
+    ) -> list[Plan]:
+        if self.calibrate and earlier:
+            return list(earlier)
+        variances = [column_variance(layer.total, real) for layer in attention if layer.total is not None]
+        how = (self.layers, self.gate, self.alpha)
+        budgets = layer_budgets(variances, budget, real.shape[1], *how, least=self.minimum_budget())
+        most = largest_layer_budget(len(budgets), budget, self.layers, self.alpha)
+        return [Plan(own, (own if self.calibrate else most) + 1) for own in budgets]
+
+    def state(self) -> dict[str, torch.dtype]:
+        return {"score": torch.float32}
+
+    def row_state(self) -> dict[str, int | float]:
+        return {"limit": 0, "recent": 0, "threshold": UNSET}  # the layer's budget, M and tau
+
+    def observe(self, tokens: Tokens, attention: Attention) -> State:
+        assert attention.total is not None
+        return {"score": tokens.state["score"] + attention.total.sum(2)}  # [B, Hkv, N]
+
+    def absorb(self, tokens: Tokens, attention: Attention) -> State:
+        changes = self.observe(tokens, attention)
+        if tokens.held:
+            return changes
+        shared = tokens.budget - self.sinks if self.extra_sinks else tokens.budget
+        recent = min(shared - int(shared * self.heavy), tokens.budget - self.sinks)
+        limit = tokens.state["limit"]
+        return {**changes, "limit": torch.full_like(limit, tokens.budget), "recent": torch.full_like(limit, recent)}
+
+    def worth(self, tokens: Tokens) -> Tensor:
+        safe = (tokens.position < self.sinks) | tokens.newest(tokens.state["recent"])
+        return torch.where(safe, torch.inf, tokens.state["score"])
+
+    def victim(self, tokens: Tokens) -> Tensor:
+        full = tokens.live.sum(-1, keepdim=True) > tokens.state["limit"]
+        free = torch.where(full, torch.inf, -torch.inf)
+        return latest_of_least(torch.where(tokens.live, self.worth(tokens), free), tokens)
+
+    def sweep(self, tokens: Tokens) -> tuple[Tensor, State]:
+        if self.defers and tokens.held == 0:
+            return tokens.live, {}
+        return highest(self.worth(tokens), tokens.position, tokens.state["limit"]), {}
+
+    def fold(self, tokens: Tokens, held: Tensor, gone: Tensor, valid: Tensor) -> Merge:
+        similar, into = nearest(gone, held, tokens.position)  # [B, Hkv, E]
+        judged = similar.mean(1, keepdim=True) if self.merge == "official" else similar
+        mean = torch.where(valid, judged, 0).sum(-1, keepdim=True) / valid.sum(-1, keepdim=True).clamp(min=1)
+        old = tokens.state["threshold"]
+        moved = torch.where(old == UNSET, mean, self.beta * mean + (1 - self.beta) * old)
+        threshold = torch.where(valid.any(-1, keepdim=True), moved, old)
+        merged = (valid & (judged >= threshold)).float()
+        weight = merged * (similar if self.merge == "official" else similar.exp())
+        share, own = (merged, 1.0) if self.merge == "official" else (weight, math.e)
+        return Merge(into, weight, share, own, {"threshold": threshold})

@@ -1,0 +1,80 @@
+"""How D2O shares a budget among the layers, from the variance of the attention that their tokens were paid."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor
+
+LEAST_SHARE = 0.01  # of the prompt, for every layer
+
+
+def column_variance(total: Tensor, real: Tensor) -> list[float]:
+    """F = Var_j(colsum_j) of every KV head, over real tokens, the mean of the rows.
+
+    Args:
+        total: attention summed over the queries, [B, Hkv, G, N].
+        real: bool [B, N].
+    """
+    paid = total.sum(2).double()  # [B, Hkv, N]
+    here = real[:, None].to(paid.dtype)
+    count = here.sum(-1, keepdim=True).clamp(min=1)
+    mean = (paid * here).sum(-1, keepdim=True) / count
+    variance = ((paid - mean).square() * here).sum(-1) / count[..., 0]
+    return [float(head) for head in variance.mean(0)]
+
+
+def layer_budgets(
+    variances: Sequence[Sequence[float]],
+    budget: int,
+    prompt: int,
+    layers: str = "softmax",
+    gate: float = 100.0,
+    alpha: float = 3.0,
+    least: int = 1,
+) -> list[int]:
+    """Slots for each layer; their mean is `budget`, to the slot.
+
+    "softmax": in proportion to softmax(-d), where d is the mean over the heads of the variances, scaled so
+    that the smallest of all layers and heads is 0 and the largest 1.  "gate": 1 for a layer whose variance
+    (mean over the heads) exceeds `gate`, else alpha.  Every layer gets at least a hundredth of the prompt
+    and at most the prompt.
+
+    Args:
+        variances: F for each layer and KV head.
+        prompt: tokens of the prompt; one that fits the budget leaves it equal for all layers.
+        least: the smallest budget of a layer.
+    """
+    if budget >= prompt:
+        return [budget] * len(variances)
+    means = [sum(heads) / len(heads) for heads in variances]
+    if layers == "gate":
+        weights = [1.0 if mean > gate else alpha for mean in means]
+    else:
+        low, high = min(map(min, variances)), max(map(max, variances))
+        span = high - low or 1.0
+        weights = [math.exp(-(mean - low) / span) for mean in means]
+    floor = min(budget, max(least, math.ceil(LEAST_SHARE * prompt)))
+    return _shared_out(weights, budget * len(weights), floor, prompt)
+
+
+def _shared_out(weights: list[float], total: int, least: int, most: int) -> list[int]:
+    """Whole numbers in proportion to the weights, each from `least` to `most`, that add up to `total`."""
+    low, high = 0.0, most / min(weights)
+    for _ in range(100):
+        middle = (low + high) / 2
+        full = sum(min(max(middle * weight, least), most) for weight in weights)
+        low, high = (middle, high) if full < total else (low, middle)
+    exact = [min(max(high * weight, least), most) for weight in weights]
+    shares = [math.floor(share) for share in exact]
+    by_rest = sorted(range(len(exact)), key=lambda i: (shares[i] - exact[i], i))
+    for i in [i for i in by_rest if shares[i] < most][: total - sum(shares)]:
+        shares[i] += 1
+    return shares
+
+
+def largest_layer_budget(count: int, budget: int, layers: str = "softmax", alpha: float = 3.0) -> int:
+    """The most that `layer_budgets` can give one of `count` layers, whatever the prompt."""
+    others = (count - 1) / (alpha if layers == "gate" else math.e)
+    return math.ceil(count * budget / (1 + others))

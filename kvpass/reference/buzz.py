@@ -1,0 +1,54 @@
+"""Reference of `buzz`: append; when the middle is too long, sample the old and keep the best of each hive."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from kvpass.policies.buzz import Buzz
+from kvpass.reference.base import Reference, Stream, Token
+
+
+class BuzzReference(Reference):
+    def __init__(self, policy: Buzz) -> None:
+        self.policy = policy
+
+    def temper(self, count: int) -> float:
+        return math.log(count, 512) if self.policy.log_n else 1.0
+
+    def observe(self, tokens: list[Token], rows: Tensor) -> None:
+        if len(rows) == 0:
+            return
+        for token, paid in zip(tokens, rows.sum((0, 1)).tolist(), strict=True):
+            token.score = paid + (0.0 if self.policy.variant == "fast" else token.score)
+
+    def take(self, stream: Stream, new: list[Token], rows: Tensor, logits: Tensor) -> None:
+        policy, tokens, prompt = self.policy, stream.tokens + new, not stream.tokens
+        self.observe(tokens, rows)
+        stream.tokens = tokens
+        window, threshold = policy.sizes(stream.budget)
+        if len(tokens) - policy.sinks - window <= threshold:
+            return
+        end = len(tokens) - window
+        sinks, middle, last = tokens[: policy.sinks], tokens[policy.sinks : end], tokens[end:]
+        middle = self.sample(middle, stream.notes.get("old", 0))
+        again = policy.iterate_prompt if prompt else not stream.step
+        while again and len(middle) > threshold:
+            middle = middle[:: (policy.stride + 1) // 2]
+        stream.notes["old"] = len(middle)
+        stream.tokens = sinks + middle + last
+
+    def sample(self, middle: list[Token], count: int) -> list[Token]:
+        policy = self.policy
+        old, new = middle[:count][:: (policy.stride + 1) // 2], middle[count:]
+        for token in old:
+            token.score = 0.0
+        hives = [new[n : n + policy.stride] for n in range(0, len(new), policy.stride)]
+        if policy.variant == "nomax":
+            return old + [hive[0] for hive in hives]
+        return old + [max(hive, key=lambda token: token.score) for hive in hives]
+
+
+def reference(policy: Buzz) -> Reference:
+    return BuzzReference(policy)

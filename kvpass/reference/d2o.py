@@ -1,0 +1,96 @@
+"""Reference of `d2o`: accumulated attention chooses, and what goes is merged into its nearest neighbour, one by one."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from kvpass.policies.d2o import D2O
+from kvpass.reference.base import Reference, Stream, Token
+
+
+class D2OReference(Reference):
+    def __init__(self, policy: D2O) -> None:
+        self.policy = policy
+
+    def observe(self, tokens: list[Token], rows: Tensor) -> None:
+        for token, paid in zip(tokens, rows.sum((0, 1)).tolist(), strict=True):
+            token.score += paid
+
+    def take(self, stream: Stream, new: list[Token], rows: Tensor, logits: Tensor) -> None:
+        tokens = stream.tokens + new
+        self.observe(tokens, rows)
+        prompt = stream.notes.setdefault("prompt", True)
+        stream.notes["prompt"] = False
+        if prompt and self.policy.compress_at == "first_decode":
+            stream.tokens = tokens
+            return
+        kept = self.evict(tokens, stream.head, stream.seen, stream.budget)
+        stream.gone = [token for token in tokens if token not in kept]
+        stream.tokens = kept
+
+    def evict(self, tokens: list[Token], head: int, seen: int, budget: int) -> list[Token]:
+        policy = self.policy
+        divided = budget - policy.sinks if policy.extra_sinks else budget
+        recent = min(divided - int(divided * policy.heavy), budget - policy.sinks)
+        safe = [token for token in tokens if token.position < policy.sinks or token.position >= seen - recent]
+        middle = sorted((t for t in tokens if t not in safe), key=lambda t: (-t.score, t.position))
+        return sorted(safe + middle[: max(0, budget - len(safe))], key=lambda token: token.position)
+
+    def settle(self, row: list[Stream]) -> None:
+        if not row[0].gone:
+            return
+        found = [[closest(token, stream.tokens) for token in stream.gone] for stream in row]
+        if self.policy.merge == "official":
+            means = [sum(u for u, _ in each) / len(row) for each in zip(*found, strict=True)]
+            tau = self.threshold(row[0], means)
+            for stream, pairs in zip(row, found, strict=True):
+                self.official(stream, pairs, [mean >= tau for mean in means])
+        else:
+            for stream, pairs in zip(row, found, strict=True):
+                tau = self.threshold(stream, [u for u, _ in pairs])
+                self.paper(stream, pairs, [u >= tau for u, _ in pairs])
+        for stream in row:
+            stream.gone = []
+
+    def threshold(self, stream: Stream, similar: list[float]) -> float:
+        """tau, moved by the tokens that go."""
+        mean, old = sum(similar) / len(similar), stream.notes.get("tau")
+        stream.notes["tau"] = mean if old is None else self.policy.beta * mean + (1 - self.policy.beta) * old
+        return float(stream.notes["tau"])
+
+    def paper(self, stream: Stream, pairs: list[tuple[float, Token]], merged: list[bool]) -> None:
+        for target in stream.tokens:
+            gone = [
+                (math.exp(u), token)
+                for token, (u, into), yes in zip(stream.gone, pairs, merged, strict=True)
+                if into is target and yes
+            ]
+            total = math.e + sum(weight for weight, _ in gone)
+            if gone:
+                target.key = (math.e * target.key + sum(w * token.key for w, token in gone)) / total
+                target.value = (math.e * target.value + sum(w * token.value for w, token in gone)) / total
+
+    def official(self, stream: Stream, pairs: list[tuple[float, Token]], merged: list[bool]) -> None:
+        for target in stream.tokens:
+            gone = [
+                (u, token)
+                for token, (u, into), yes in zip(stream.gone, pairs, merged, strict=True)
+                if into is target and yes
+            ]
+            if gone:
+                target.key = (target.key + sum(u * token.key for u, token in gone)) / (1 + len(gone))
+                target.value = (target.value + sum(u * token.value for u, token in gone)) / (1 + len(gone))
+
+
+def closest(token: Token, kept: list[Token]) -> tuple[float, Token]:
+    """The largest cosine of the token's key with a kept one, and that one."""
+    cosines = [float(torch.cosine_similarity(token.key[0], other.key[0], dim=0)) for other in kept]
+    best = max(cosines)
+    return best, kept[cosines.index(best)]
+
+
+def reference(policy: D2O) -> Reference:
+    return D2OReference(policy)

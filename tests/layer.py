@@ -1,0 +1,133 @@
+"""One attention layer with padding and chunks, lowered and as reference, as a model would drive it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kvpass.policies import Policy
+from kvpass.policies.base import Attention
+from kvpass.reference import ReferenceLayer, reference_of
+from kvpass.reference.base import attention_logits
+from kvpass.simulate import rotary
+from kvpass.slots import Chunk, Layout, Slots, admit
+from kvpass.statistics import as_attention, statistics
+from kvpass.step import Site, decode_step, extend_step, tempered
+
+Step = Callable[..., Tensor]
+
+
+@dataclasses.dataclass
+class Stretch:
+    """Tokens that are fed at once: q [B, Hq, n, D], k, v [B, Hkv, n, D] before RoPE, real bool [B, n]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    real: Tensor
+
+
+def layout_for(policy: Policy, budget: int, stretch: Stretch, ranked: bool, spare: int = 0) -> Layout:
+    rows, heads, count, dim = stretch.k.shape
+    capacity = policy.capacity(budget, count) + spare
+    return Layout(policy, budget, capacity, rows, heads, dim, dim, stretch.k.dtype, stretch.k.device, ranked)
+
+
+def positions_of(first: Tensor, real: Tensor) -> Tensor:
+    """[B, 1, n]: first, first + 1, ... over the real tokens."""
+    return (first + (real.long().cumsum(-1) - 1)[:, None]).clamp(min=0)
+
+
+class Lowered:
+    """The operations that are spliced into graphs."""
+
+    def __init__(self, layout: Layout, theta: float, limit: int | None = None, step: Step = decode_step) -> None:
+        self.layout, self.theta, self.limit, self.step = layout, theta, limit, step
+        self.scale = layout.key_dim**-0.5
+        self.slots: Slots | None = None
+        self.clocks = [()] * layout.rows
+
+    def rotate(self, keys: Tensor, position: Tensor) -> Tensor:
+        return rotary(keys, position, self.theta)
+
+    def feed(self, new: Stretch) -> Tensor:
+        policy, slots, ranked = self.layout.policy, self.slots, self.layout.ranked
+        budget = self.layout.budget if self.limit is None else self.limit
+        site = Site(self.scale, None, self.rotate if ranked else None)
+        if slots is None:
+            first = torch.zeros(len(new.q), 1, 1, dtype=torch.int64)
+        else:
+            first = slots.next_rank(new.real.shape[1]) if ranked else slots.seen[:, None, None]
+        place = positions_of(first, new.real)
+        q, k = self.rotate(new.q, place), self.rotate(new.k, place)
+        chunk = Chunk(new.k if ranked else k, new.v, new.real, Attention())
+        if slots is not None and new.real.shape[1] == 1 and slots.capacity == self.layout.capacity:
+            ticks = [policy.tick(clock, budget) for clock in self.clocks]
+            self.clocks = [clock for _, clock in ticks]
+            sweep = any(due for due, _ in ticks)
+            return self.step(self.layout, site, slots, q, chunk.key, new.v, new.real[:, 0], sweep)
+        if slots is None:
+            q = tempered(policy, q, new.real.sum(-1, keepdim=True))
+            mask = prompt_mask(new.real)
+            output = torch.nn.functional.scaled_dot_product_attention(
+                q, k, new.v, attn_mask=mask, scale=self.scale, enable_gqa=True
+            )
+            sums = []
+            if policy.statistics:
+                sums = statistics(policy, q, k, mask, new.real, False, self.scale, self.layout.budget)
+        else:
+            output, sums = extend_step(self.layout, site, slots, q, k, new.v, new.real)
+        attention = as_attention(policy, sums, new.real) if policy.statistics else Attention()
+        self.slots = admit(self.layout, slots, dataclasses.replace(chunk, attention=attention), self.limit)
+        counts = new.real.sum(-1).tolist()
+        self.clocks = [policy.clock(c, n, budget) for c, n in zip(self.clocks, counts, strict=True)]
+        return output
+
+    def positions(self) -> list[list[list[int]]]:
+        assert self.slots is not None
+        return [[sorted(p for p in head if p >= 0) for head in row] for row in self.slots.position.tolist()]
+
+
+class Literal:
+    """The eager reference."""
+
+    def __init__(self, layout: Layout, theta: float, limit: int | None = None) -> None:
+        self.layout, self.theta = layout, theta
+        self.layer = ReferenceLayer(layout, reference_of(layout.policy), limit)
+        self.scale = layout.key_dim**-0.5
+
+    def feed(self, new: Stretch) -> Tensor:
+        layer, ranked = self.layer, self.layout.ranked
+        layer.prepare(new.real)
+        held = layer.positions() if layer.length else torch.zeros(len(new.q), self.layout.groups, 0).long()
+        live = held >= 0
+        seen = torch.tensor([[[row[0].seen]] for row in layer.streams])
+        place = positions_of(live.sum(-1)[:, :1, None] if ranked else seen, new.real)
+        q, k = rotary(new.q, place, self.theta) * layer.temper(new.real), rotary(new.k, place, self.theta)
+        attended, values, bias = k, new.v, None
+        if layer.length:
+            rows = layer.rows("key")
+            attended = torch.cat([rotary(rows, layer.ranks().clamp(min=0), self.theta) if ranked else rows, k], 2)
+            values = torch.cat([layer.rows("value"), new.v], 2)
+            bias = layer.bias(q.shape[1] // k.shape[1])
+        groups = q.shape[1] // self.layout.groups
+        count = new.real.shape[1]
+        old = live[:, :, None].expand(-1, -1, count, -1).repeat_interleave(groups, 1)
+        mask = torch.cat([old, prompt_mask(new.real).expand(-1, q.shape[1], -1, -1)], -1)
+        logits = attention_logits(q, attended, mask, None, self.scale)
+        biased = logits if bias is None else logits + torch.nn.functional.pad(bias, (0, count))
+        rows = torch.nan_to_num(biased.softmax(-1))
+        layer.take(Chunk(new.k if ranked else k, new.v, new.real, Attention()), rows, logits)
+        return rows @ values.repeat_interleave(q.shape[1] // k.shape[1], 1)
+
+    def positions(self) -> list[list[list[int]]]:
+        return [[[token.position for token in stream.tokens] for stream in row] for row in self.layer.streams]
+
+
+def prompt_mask(real: Tensor) -> Tensor:
+    """bool [B, 1, n, n]: causal, and never to padding."""
+    count = real.shape[1]
+    return (torch.ones(count, count, dtype=torch.bool).tril() & real[:, None])[:, None]

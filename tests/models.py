@@ -1,0 +1,98 @@
+"""Tiny random models, one row an architecture, and what tests do with them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+import kvpass
+
+transformers.utils.logging.set_verbosity_error()
+
+_WIDE = dict(vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
+_LONG = dict(_WIDE, max_position_embeddings=16384)
+_GROUPED = dict(_LONG, num_key_value_heads=2)
+
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("LlamaForCausalLM", _GROUPED),
+    "Mistral": ("MistralForCausalLM", dict(_GROUPED, sliding_window=None)),
+    "Qwen2": ("Qwen2ForCausalLM", _GROUPED),
+    "Qwen3": ("Qwen3ForCausalLM", dict(_GROUPED, head_dim=16)),
+    "GPT2": ("GPT2LMHeadModel", dict(vocab_size=128, n_embd=64, n_layer=2, n_head=4, n_positions=512)),
+    "GPTNeoX": ("GPTNeoXForCausalLM", _LONG),
+    "Phi": ("PhiForCausalLM", _LONG),
+    "Gemma": ("GemmaForCausalLM", dict(_GROUPED, head_dim=16)),
+    "Cohere": ("CohereForCausalLM", _GROUPED),
+}
+
+
+@functools.cache
+def _built(architecture: str) -> torch.nn.Module:
+    name, config = ARCHITECTURES[architecture]
+    model_class = getattr(transformers, name)
+    torch.manual_seed(0)
+    return model_class(model_class.config_class(**config, pad_token_id=0, bos_token_id=1, eos_token_id=2)).eval()
+
+
+def build(architecture: str, dtype: torch.dtype = torch.float32) -> Any:
+    """A fresh copy of the tiny model."""
+    return copy.deepcopy(_built(architecture)).to(dtype)
+
+
+def prompt(rows: int = 3, tokens: int = 9, padding: Sequence[int] = (3, 1, 0)) -> tuple[Tensor, Tensor]:
+    """Token ids and attention mask [rows, tokens], left-padded."""
+    ids = torch.randint(3, 128, (rows, tokens), generator=torch.Generator().manual_seed(tokens))
+    mask = torch.ones_like(ids)
+    for row, count in enumerate(padding[:rows]):
+        mask[row, :count] = 0
+    return ids, mask
+
+
+@dataclasses.dataclass
+class Run:
+    """Logits [B, T, vocabulary] of a teacher-forced run, what each step held, and the cache."""
+
+    logits: Tensor
+    held: list[list[Tensor]]
+    cache: Any
+
+
+@torch.no_grad()
+def force(model: Any, ids: Tensor, mask: Tensor, steps: Sequence[int], *, inspect: bool = True, **backend: Any) -> Run:
+    """Feed `ids` in pieces of the given lengths, the first from an empty cache."""
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=kvpass.backend(**backend))
+    position = (mask.cumsum(-1) - 1).clamp(min=0)
+    logits, held, cache, done = [], [], None, 0
+    for count in steps:
+        chunk = slice(done, done + count)
+        done += count
+        out = compiled(
+            ids[:, chunk].contiguous(),
+            attention_mask=mask[:, :done].contiguous(),
+            position_ids=position[:, chunk].contiguous(),
+            past_key_values=cache,
+            use_cache=True,
+        )
+        cache = out.past_key_values
+        logits.append(out.logits)
+        if inspect:
+            held.append([layer.positions for layer in kvpass.inspect(cache).layers])
+    return Run(torch.cat(logits, 1), held, cache)
+
+
+def graphs() -> int:
+    """Dynamo graphs since the last reset."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def breaks() -> int:
+    """Graph breaks since the last reset."""
+    return sum(torch._dynamo.utils.counters["graph_break"].values())

@@ -1,0 +1,118 @@
+"""Cascade: the closed form, the paper's small facts, and its errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpass.budget import slots_for
+from kvpass.errors import BudgetError, PolicyError
+from kvpass.policies.cascade import Cascade, approximate_context
+from kvpass.policies.cascade_line import Rule, intervals
+from kvpass.simulate import simulate
+from tests.strategies import ROWS, cases
+from tests.test_simulate import check
+
+
+def literal(caches, width, accepts, number, score, eager):
+    """The paper's scan over sub-caches of token numbers, newest last."""
+    item = number
+    for cache, interval in zip(caches, accepts, strict=True):
+        taken = number % interval == 0 or eager
+        if (taken and len(cache) < width) or not cache:
+            cache.append(item)
+            return
+        if not taken:
+            if score[item] >= score[cache[-1]]:
+                cache[-1] = item
+            return
+        cache.append(item)
+        item = cache.pop(0)
+
+
+@pytest.mark.parametrize("growth", ["pow2", "pow3", "pow4", "linear"])
+@pytest.mark.parametrize("cascades", range(1, 9))
+@pytest.mark.parametrize("eager", [False, True])
+def test_the_closed_form_is_the_scan_over_sub_caches(growth, cascades, eager):
+    width = 3
+    size, accepts = cascades * width, intervals(cascades, growth)
+    rule, caches = Rule(size, accepts, eager), [[] for _ in range(cascades)]
+    line = torch.full((1, 1, size), -1)
+    drawn = torch.Generator().manual_seed(cascades)
+    for number in range(120):
+        score = torch.rand(120, generator=drawn)  # the scores of all tokens change at every step
+        literal(caches, width, accepts, number, score.tolist(), eager and number <= size)
+        line = rule.insert(line, number, torch.tensor([[[number]]]), score[None, None])
+        held = [token for token in line[0, 0].tolist() if token >= 0]
+        assert held == sorted((token for cache in caches for token in cache), reverse=True)
+        for i, cache in enumerate(caches):  # sub-cache i is the ranks [iW, (i + 1)W) from the newest
+            assert held[i * width : (i + 1) * width] == cache[::-1]
+
+
+@given(data=st.data(), order=st.sampled_from(["write_first", "attend_first"]))
+def test_one_sub_cache_is_streaming(data, order):
+    options = {"cascades": 1, "sinks": 3, "order": order}
+    case = data.draw(cases(ROWS["cascade"], options=options, positions="cache"))
+    got = check(case)
+    q, k, v = case.layer()
+    settings = {**case.settings, "sinks": 3}
+    del settings["cascades"], settings["order"]
+    streaming = simulate("streaming", q, k, v, compiled=True, **settings)
+    assert torch.equal(got.positions, streaming.positions)
+    if order == "attend_first":
+        torch.testing.assert_close(got.output, streaming.output)
+
+
+@given(data=st.data(), split=st.integers(1, 20))
+def test_a_prompt_that_fits_is_the_same_as_its_tokens_one_by_one(data, split):
+    case = data.draw(cases(ROWS["cascade"], budget=19, prompt=10, steps=20, positions="cache"))
+    if not case.options["eager_fill"]:
+        case.options.update(cascades=1, sinks=3)  # others drop tokens before they are full
+    case.options["cascades"], case.options["sinks"] = {1: (1, 3), 2: (2, 3)}.get(case.options["cascades"], (4, 3))
+    q, k, v = case.layer()
+    one = simulate("cascade", q, k, v, compiled=True, **{**case.settings, "prompt": 1})
+    some = simulate("cascade", q, k, v, compiled=True, **case.settings)
+    assert torch.equal(one.positions[-20:], some.positions[-20:])
+
+
+def test_no_slot_moves():
+    q, k, v = (torch.randn(1, 1, 60, 4, generator=torch.Generator().manual_seed(n)) for n in range(3))
+    trace = simulate("cascade", q, k, v, prompt=20, budget=12, compiled=True, cascades=2)
+    for before, after in zip(trace.positions[:-1, 0, 0], trace.positions[1:, 0, 0], strict=True):
+        assert len(set(after.tolist()) - set(before.tolist())) == 1
+
+
+def test_approximate_context():
+    assert [approximate_context(2048, n) for n in (2, 4, 8)] == [3072, 7680, 65280]
+    assert approximate_context(100, 1) == 100
+    assert approximate_context(90, 3, "linear") == 180
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"cascades": 0}, "cascades"),
+        ({"sinks": -1}, "sinks"),
+        ({"growth": "pow5"}, "growth"),
+        ({"reduce": "sum"}, "reduce"),
+        ({"gamma": 1.0}, "gamma"),
+        ({"order": "first"}, "order"),
+        ({"heads": "all"}, "heads"),
+    ],
+)
+def test_bad_options_are_named(options, named):
+    with pytest.raises(PolicyError, match=named):
+        Cascade(**options)
+
+
+@pytest.mark.parametrize(("budget", "nearest"), [(69, 68), (71, 72), (9, 8)])
+def test_a_budget_that_does_not_divide_names_the_nearest_that_does(budget, nearest):
+    with pytest.raises(BudgetError, match=f"nearest that does is {nearest}$"):
+        Cascade().check_budget(budget)
+    Cascade().check_budget(nearest)
+
+
+def test_a_share_of_the_prompt_is_rounded_down_to_what_divides():
+    assert slots_for(Cascade(), 0.5, 143) == 68

@@ -1,0 +1,127 @@
+"""D2O: merging, layer budgets, and its errors."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpass.errors import PolicyError
+from kvpass.policies.base import Attention, Plan
+from kvpass.policies.d2o import D2O, layer_budgets
+from kvpass.policies.d2o_layers import column_variance, largest_layer_budget
+from kvpass.simulate import simulate
+from tests.strategies import ROWS, cases
+
+
+@given(data=st.data())
+def test_a_budget_of_everything_changes_nothing(data):
+    case = data.draw(cases(ROWS["d2o"], budget=40))
+    case = type(case)(**{**vars(case), "steps": min(case.steps, 40 - case.prompt)})
+    q, k, v = case.layer()
+    full = simulate("full", q, k, v, prompt=case.prompt, rope_theta=case.theta)
+    got = simulate("d2o", q, k, v, compiled=True, **case.settings)
+    torch.testing.assert_close(got.output, full.output, atol=1e-5, rtol=1e-5)
+    assert torch.equal(got.positions[-1, ..., : q.shape[2]], full.positions[-1])
+
+
+def test_one_step_merges_by_the_formula():
+    drawn = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, 1, 7, 4, generator=drawn) for _ in range(3))
+    trace = simulate("d2o", q, k, v, prompt=6, budget=6, sinks=1, compiled=True)
+    held = trace.positions[-1, 0, 0].tolist()
+    (gone,) = set(range(7)) - set(held)
+    similar = torch.cosine_similarity(k[0, 0, gone], k[0, 0, held], dim=-1)
+    into, u = int(similar.argmax()), float(similar.max())
+    # The first token that ever goes sets tau to its own u, and so is merged.
+    own, other = math.e / (math.e + math.exp(u)), math.exp(u) / (math.e + math.exp(u))
+    for rows, x in ((trace.keys, k), (trace.values, v)):
+        expected = x[0, 0, held].clone()
+        expected[into] = own * expected[into] + other * x[0, 0, gone]
+        torch.testing.assert_close(rows[0, 0], expected)
+
+
+def test_the_threshold_starts_anew_with_each_prompt():
+    q, k, v = (torch.randn(1, 1, 30, 4, generator=torch.Generator().manual_seed(n)) for n in range(3))
+    first, second = (simulate("d2o", q, k, v, prompt=10, budget=8, compiled=True) for _ in range(2))
+    assert torch.equal(first.output, second.output)
+
+
+variances = st.lists(st.lists(st.floats(0, 1e3), min_size=2, max_size=2), min_size=1, max_size=8)
+
+
+@given(variances, st.integers(5, 300), st.integers(1, 2000), st.sampled_from(["softmax", "gate"]))
+def test_layer_budgets_keep_the_total_and_the_bound(densities, budget, prompt, layers):
+    shares = layer_budgets(densities, budget, prompt, layers, least=5)
+    assert sum(shares) == budget * len(densities)
+    assert max(shares) <= max(largest_layer_budget(len(densities), budget, layers), budget)
+    if budget < prompt:
+        assert max(shares) <= prompt
+        assert min(shares) >= min(5, budget)
+
+
+def test_a_layer_that_looks_everywhere_gets_more():
+    assert layer_budgets([[0.0, 0.0], [1.0, 1.0]], 100, 1000) == [146, 54]
+    assert layer_budgets([[0.0], [200.0]], 100, 1000, "gate") == [150, 50]
+    assert layer_budgets([[0.0], [200.0]], 100, 80) == [100, 100]
+
+
+def test_the_bound_for_32_layers():
+    assert largest_layer_budget(32, 1000) == math.ceil(32000 / (1 + 31 / math.e)) == 2580
+
+
+def test_the_variance_leaves_padding_out():
+    total = torch.rand(1, 2, 3, 6, generator=torch.Generator().manual_seed(0))
+    real = torch.tensor([[False, False, True, True, True, True]])
+    got = column_variance(total, real)
+    expected = total[0, :, :, 2:].sum(1).double().var(-1, unbiased=False)
+    assert got == pytest.approx(expected.tolist())
+
+
+def attention(*scales):
+    drawn = torch.Generator().manual_seed(1)
+    return [Attention(total=scale * torch.rand(1, 2, 2, 50, generator=drawn)) for scale in scales]
+
+
+def test_a_plan_gives_every_layer_its_budget_in_slots_of_one_number():
+    real = torch.ones(1, 50, dtype=torch.bool)
+    plan = D2O().plan(attention(1.0, 3.0, 5.0), real, 20)
+    assert sum(layer.budget for layer in plan) == 60
+    assert plan[0].budget > plan[1].budget > plan[2].budget
+    assert {layer.capacity for layer in plan} == {largest_layer_budget(3, 20) + 1}
+    assert all(layer.budget < layer.capacity for layer in plan)
+
+
+def test_a_calibrated_plan_keeps_the_first_budgets_and_is_exact():
+    real, policy = torch.ones(1, 50, dtype=torch.bool), D2O(calibrate=True)
+    first = policy.plan(attention(1.0, 3.0, 5.0), real, 20)
+    assert all(layer == Plan(layer.budget, layer.budget + 1) for layer in first)
+    assert policy.plan(attention(5.0, 0.1, 1.0), real, 20, first) == first
+    assert D2O().plan(attention(5.0, 0.1, 1.0), real, 20, first) != first
+
+
+def test_skipped_layers_keep_everything():
+    policy = D2O(skip_layers=(0, -1))
+    assert [policy.for_layer(n, 4).name for n in range(4)] == ["full", "d2o", "d2o", "full"]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"sinks": -1}, "sinks"),
+        ({"heavy": 2}, "heavy"),
+        ({"layers": "mean"}, "layers"),
+        ({"gate": -1.0}, "gate"),
+        ({"alpha": 0.5}, "alpha"),
+        ({"beta": 1.5}, "beta"),
+        ({"merge": "none"}, "merge"),
+        ({"compress_at": "never"}, "compress_at"),
+        ({"skip_layers": ("a",)}, "skip_layers"),
+    ],
+)
+def test_bad_options_are_named(options, named):
+    with pytest.raises(PolicyError, match=named):
+        D2O(**options)

@@ -1,0 +1,78 @@
+"""Padding anywhere, chunks on live slots and padded decode steps: lowered operations against the references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.layer import Literal, Lowered, Stretch, layout_for
+from tests.strategies import TABLE, cases
+
+EVICTING = [row for row in TABLE if row.name != "full"]
+
+
+def stretches(case, lengths, holes, padded_steps):
+    """Random tokens in stretches of the given lengths; `holes` of them are padding."""
+    drawn = torch.Generator().manual_seed(case.seed)
+    for length in lengths:
+        shape = (case.rows, case.heads, length, case.dim)
+        q = torch.randn(case.rows, case.heads * case.groups, length, case.dim, generator=drawn) * 2
+        k, v = torch.randn(shape, generator=drawn), torch.randn(shape, generator=drawn)
+        real = torch.rand(case.rows, length, generator=drawn) >= holes
+        yield Stretch(q, k, v, real if length > 1 or padded_steps else torch.ones_like(real))
+
+
+def compare(case, lengths, holes, padded_steps=False, limit=None, spare=0):
+    policy, theta = case.policy.for_layer(0, 1), 1e4
+    if not policy.evicts:
+        return
+    parts = list(stretches(case, lengths, holes, padded_steps))
+    layout = layout_for(policy, case.budget, parts[0], case.positions == "cache", spare)
+    lowered, literal = Lowered(layout, theta, limit), Literal(layout, theta, limit)
+    for part in parts:
+        got, expected = lowered.feed(part), literal.feed(part)
+        assert lowered.positions() == literal.positions()
+        real = part.real[:, None, :, None].expand_as(got)
+        torch.testing.assert_close(got[real], expected[real], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("row", EVICTING, ids=lambda row: row.name)
+@given(data=st.data())
+def test_padded_prompts_and_chunks(row, data):
+    case = data.draw(cases(row, dim=8))
+    lengths = data.draw(st.lists(st.sampled_from([1, 1, 2, 5, 12, 25]), min_size=1, max_size=12))
+    compare(case, [case.prompt, *lengths], data.draw(st.sampled_from([0.0, 0.2, 0.6])))
+
+
+@pytest.mark.parametrize("row", EVICTING, ids=lambda row: row.name)
+@given(data=st.data())
+def test_padded_steps_change_nothing(row, data):
+    case = data.draw(cases(row, dim=8))
+    if row.name == "buzz" or case.options.get("refresh_interval"):
+        return  # they sweep when the host's count says so, and it does not know of padding
+    compare(case, [case.prompt] + [1] * data.draw(st.integers(1, 12)), 0.3, padded_steps=True)
+
+
+@given(data=st.data())
+def test_a_missed_sweep_stays_within_the_slots(data):
+    """Padded steps put a row behind the host's count: it may sweep late, but never runs out of slots."""
+    row = next(row for row in TABLE if row.name == "buzz")
+    case = data.draw(cases(row, dim=8))
+    parts = list(stretches(case, [case.prompt] + [1] * 20, 0.3, True))
+    layout = layout_for(case.policy, case.budget, parts[0], case.positions == "cache")
+    lowered = Lowered(layout, 1e4)
+    for part in parts:
+        assert torch.isfinite(lowered.feed(part)).all()
+        assert all(len(head) == len(set(head)) < layout.capacity for row in lowered.positions() for head in row)
+
+
+@given(data=st.data())
+def test_a_layer_with_a_budget_of_its_own(data):
+    """D2O gives layers different budgets in slots of the same number."""
+    row = next(row for row in TABLE if row.name == "d2o")
+    case = data.draw(cases(row, dim=8))
+    limit = data.draw(st.integers(row.least, case.budget + 5))
+    lengths = data.draw(st.lists(st.sampled_from([1, 1, 5]), max_size=12))
+    compare(case, [case.prompt, *lengths], 0.2, limit=limit, spare=5)

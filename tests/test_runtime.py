@@ -1,0 +1,161 @@
+"""Rewritten models against the uncompiled model and against the eager reference, past evictions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.models import build, force, graphs, prompt
+import tests.strategies  # noqa: F401  loads the Hypothesis profile
+
+import kvpass
+
+TOKENS = 30
+
+
+def assert_equal_runs(architecture: str, steps: list[int], padding: tuple[int, ...], **backend: object) -> None:
+    ids, mask = prompt(3, sum(steps), padding)
+    model = build(architecture)
+    lowered = force(model, ids, mask, steps, inner="eager", **backend)
+    literal = force(model, ids, mask, steps, inner="reference", **backend)
+    for ours, theirs in zip(lowered.held, literal.held, strict=True):
+        for layer, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            assert torch.equal(a, b), f"layer {layer} held {a} where the reference holds {b}"
+    real = mask.bool()
+    assert torch.allclose(lowered.logits[real], literal.logits[real], atol=1e-4, rtol=1e-4)
+
+
+@given(
+    policy=st.sampled_from(["window", "streaming", "h2o", "random"]),
+    positions=st.sampled_from(["absolute", "cache", None]),
+    budget=st.integers(6, 14),
+    offset=st.integers(-1, 1),
+    chunk=st.sampled_from([0, 4]),
+    padding=st.sampled_from([(0, 0, 0), (3, 1, 0), (0, 5, 2)]),
+)
+@settings(max_examples=8)
+def test_model_equals_reference(policy: str, positions: str | None, budget: int, offset: int, chunk: int, padding: tuple[int, ...]) -> None:
+    first = budget + offset
+    steps = [first, *([chunk] if chunk else []), *[1] * 8]
+    assert_equal_runs("Llama", steps, padding, policy=policy, budget=budget, positions=positions)
+
+
+@pytest.mark.parametrize("architecture", ["GPTNeoX", "Cohere", "GPT2"])
+def test_other_rotary_embeddings_equal_the_reference(architecture: str) -> None:
+    assert_equal_runs(architecture, [12, 3, *[1] * 6], (3, 1, 0), policy="streaming", budget=8)
+
+
+@torch.no_grad()
+def bare(model: object, ids: torch.Tensor, **backend: object) -> torch.Tensor:
+    """Logits of a loop that gives the model nothing but ids and the cache."""
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=kvpass.backend(**backend))
+    out = compiled(ids[:, :5], use_cache=True)
+    logits = [out.logits]
+    for t in range(5, ids.shape[1]):
+        out = compiled(ids[:, t : t + 1], past_key_values=out.past_key_values, use_cache=True)
+        logits.append(out.logits)
+    return torch.cat(logits, 1)
+
+
+@pytest.mark.parametrize("architecture", ["Llama", "GPT2"])
+def test_bare_loop_counts_tokens_seen(architecture: str) -> None:
+    """Without position ids the model derives them from the cache: they are the tokens seen, not the slots held."""
+    model = build(architecture)
+    ids, mask = prompt(2, 24, ())
+    ours = bare(model, ids, policy="window", budget=8, inner="eager")
+    told = force(model, ids, mask, [5, *[1] * 19], policy="window", budget=8, inner="eager").logits
+    assert torch.allclose(ours, told, atol=1e-5)
+
+
+@pytest.mark.parametrize("policy", ["streaming", "h2o", "full"])
+def test_equal_to_uncompiled_until_something_is_evicted(policy: str) -> None:
+    model = build("Llama")
+    ids, mask = prompt(3, TOKENS, (4, 0, 1))
+    position = (mask.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask, position_ids=position).logits
+    run = force(model, ids, mask, [10, *[1] * 20], policy=policy, budget=None if policy == "full" else TOKENS, inner="eager")
+    assert torch.allclose(run.logits[mask.bool()], expected[mask.bool()], atol=1e-4)
+    assert graphs() == 2
+
+
+def test_prompt_of_one_token() -> None:
+    model = build("Llama")
+    ids, mask = prompt(2, 12, ())
+    with torch.no_grad():
+        expected = model(ids).logits
+    run = force(model, ids, mask, [1] * 12, policy="h2o", budget=16, inner="eager")
+    assert torch.allclose(run.logits, expected, atol=1e-4)
+
+
+def test_adopts_a_prompt_that_ran_uncompiled() -> None:
+    model = build("Llama")
+    ids, _ = prompt(2, 20, ())
+    with torch.no_grad():
+        expected = model(ids).logits
+        cache = model(ids[:, :8], use_cache=True).past_key_values
+        compiled = torch.compile(model, backend=kvpass.backend("h2o", budget=32, inner="eager"))
+        for t in range(8, 20):
+            out = compiled(ids[:, t : t + 1], past_key_values=cache, use_cache=True)
+            assert torch.allclose(out.logits[:, 0], expected[:, t], atol=1e-4)
+    assert "adopted" in kvpass.inspect(cache).layers[0].notes[0]
+
+
+def test_full_without_budget_doubles_its_slots() -> None:
+    model = build("Llama")
+    ids, mask = prompt(1, 300, ())
+    with torch.no_grad():
+        expected = model(ids).logits
+    run = force(model, ids, mask, [2, *[1] * 298], inspect=False, policy="full", inner="eager")
+    assert torch.allclose(run.logits, expected, atol=1e-4)
+    assert kvpass.inspect(run.cache).layers[0].capacity > 300
+
+
+def test_budget_as_a_share_of_the_prompt() -> None:
+    model = build("Llama")
+    ids, mask = prompt(2, 26, ())
+    run = force(model, ids, mask, [20, *[1] * 6], policy="window", budget=0.35, inner="eager")
+    assert run.held[-1][0][0, 0].tolist() == list(range(19, 26))  # 0.35 of 20 is 7, exactly
+
+
+def test_interleaved_conversations_do_not_touch_each_other() -> None:
+    model = build("Llama")
+    (a, mask), (b, _) = prompt(2, 24, ()), prompt(2, 25, ())
+    b = b[:, :24]
+    alone = [force(model, ids, mask, [6, *[1] * 18], policy="h2o", budget=8, inner="eager").logits for ids in (a, b)]
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=kvpass.backend("h2o", budget=8, inner="eager"))
+    with torch.no_grad():
+        outs = [compiled(ids[:, :6], use_cache=True) for ids in (a, b)]
+        for t in range(6, 24):
+            outs = [
+                compiled(ids[:, t : t + 1], past_key_values=out.past_key_values, use_cache=True)
+                for ids, out in zip((a, b), outs, strict=True)
+            ]
+            for out, expected in zip(outs, alone, strict=True):
+                assert torch.allclose(out.logits[:, 0], expected[:, t], atol=1e-5)
+
+
+@pytest.mark.parametrize("policy", ["streaming", "h2o"])
+def test_bfloat16(policy: str) -> None:
+    model = build("Llama", torch.bfloat16)
+    ids, mask = prompt(2, 20, ())
+    with torch.no_grad():
+        expected = model(ids).logits
+    run = force(model, ids, mask, [8, *[1] * 12], policy=policy, budget=32, inner="eager")
+    assert run.logits.dtype == torch.bfloat16
+    assert torch.allclose(run.logits.float(), expected.float(), atol=0.05)
+
+
+def test_memory_is_what_the_layout_says() -> None:
+    model = build("Llama")
+    ids, mask = prompt(2, 60, ())
+    run = force(model, ids, mask, [30, *[1] * 30], inspect=False, policy="window", budget=16, inner="eager")
+    report = kvpass.inspect(run.cache)
+    rows, heads, slots, dim, layers = 2, 2, 17, 16, 2
+    keys_and_values = 2 * rows * heads * slots * dim * 4
+    metadata = rows * slots * 3 * 8 + rows * 3 * 8  # position, index and rank of each slot; free, seen and length
+    assert report.nbytes == layers * (keys_and_values + metadata)
+    assert report.full_nbytes == layers * 2 * rows * heads * 60 * dim * 4
