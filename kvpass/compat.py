@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.fx as fx
@@ -67,7 +67,7 @@ def copy_graph_module(gm: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node,
     graph.output(result)
     for node, copied in moved.items():
         if node.op == "placeholder" and hasattr(node, "_dynamo_source"):
-            copied._dynamo_source = node._dynamo_source  # type: ignore[attr-defined]
+            copied._dynamo_source = node._dynamo_source
     copy = fx.GraphModule(gm, graph)
     copy.meta.update(gm.meta)
     for name in ("_param_name_to_source", "_source_to_user_stacks"):
@@ -79,7 +79,7 @@ def copy_graph_module(gm: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node,
 def as_new_input(node: fx.Node, example: Tensor, *, in_place: bool) -> None:
     """Describe a placeholder that Dynamo knows nothing of; `in_place` buffers keep their address."""
     node.meta["example_value"] = example
-    node._dynamo_source = None  # type: ignore[attr-defined]
+    node._dynamo_source = None
     if in_place:
         node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
 
@@ -104,8 +104,7 @@ def inductor(gm: fx.GraphModule, examples: Sequence[Any], patches: dict[str, Any
     """Compile with Inductor under the given configuration."""
     from torch._inductor.compile_fx import compile_fx
 
-    compiled: Compiled = compile_fx(gm, list(examples), config_patches=patches)
-    return compiled
+    return cast(Compiled, compile_fx(gm, list(examples), config_patches=patches))
 
 
 def inductor_mode(mode: str) -> dict[str, Any]:
@@ -127,8 +126,7 @@ def registered_backend(name: str) -> Callable[[fx.GraphModule, Sequence[Any]], C
     """A torch.compile backend by its name."""
     from torch._dynamo.backends.registry import lookup_backend
 
-    found: Callable[[fx.GraphModule, Sequence[Any]], Compiled] = lookup_backend(name)
-    return found
+    return cast(Callable[[fx.GraphModule, Sequence[Any]], Compiled], lookup_backend(name))
 
 
 def cache_stamp(digest: bytes) -> Any:

@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import sympy
+import sympy  # type: ignore[import-untyped]
 import torch
 import torch.fx as fx
 from torch.fx.node import map_arg
@@ -183,9 +183,8 @@ def cut(
     """
     needed = set().union(*(ancestors(result, stop=replaced) for result in results))
     moving = dependent(gm.graph, needed, replaced)
-    graph, env = fx.Graph(), {}
-    for node in replaced:
-        env[node] = graph.placeholder(node.name)
+    graph = fx.Graph()
+    env: dict[fx.Node, Any] = {node: graph.placeholder(node.name) for node in replaced}
     bound: list[fx.Node] = []
 
     def place(node: fx.Node) -> Any:

@@ -93,9 +93,9 @@ class Handle(Tensor):
                 return action(*args, **(kwargs or {}))
             if not _only_asks(func):
                 raise CacheHandleError(
-                    f"{getattr(func, '__name__', func)} on a cache of kvpass: its {args[0].seen if _is(args) else ''} tokens "
-                    "live in slots and not in this tensor. Reordering rows, copying and moving work; anything "
-                    "else needs kvpass.inspect(cache) or an uncompiled model."
+                    f"{getattr(func, '__name__', func)} on a cache of kvpass: its {args[0].seen if _is(args) else ''} "
+                    "tokens live in slots and not in this tensor. Reordering rows, copying and moving work; "
+                    "anything else needs kvpass.inspect(cache) or an uncompiled model."
                 )
         with compat.without_torch_function():
             return func(*args, **(kwargs or {}))
@@ -110,13 +110,19 @@ class Handle(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise CacheHandleError("a cache of kvpass cannot be pickled: its slots belong to a running conversation")
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"Handle(shape={tuple(self.shape)}, policy={self.cache.layout.policy}, capacity={self.cache.layout.capacity})"
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # mypy drops the name
+        layout = self.cache.layout
+        return f"Handle(shape={tuple(self.shape)}, policy={layout.policy}, capacity={layout.capacity})"
 
 
 _QUESTIONS = frozenset(
-    ["size", "dim", "numel", "nelement", "element_size", "stride", "is_contiguous", "data_ptr", "storage_offset", "ndimension", "type", "is_floating_point", "is_complex", "get_device", "has_names", "__len__", "__repr__", "__hash__", "is_inference", "__format__", "is_same_size", "is_pinned", "is_shared", "__dir__", "_is_view", "is_signed"]
-)
+    [
+        "size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "data_ptr",
+        "type", "get_device", "has_names", "is_contiguous", "is_floating_point", "is_complex", "is_signed",
+        "is_inference", "is_same_size", "is_pinned", "is_shared", "_is_view",
+        "__len__", "__repr__", "__hash__", "__format__", "__dir__",
+    ]
+)  # fmt: skip
 
 
 def _only_asks(func: Any) -> bool:

@@ -40,7 +40,8 @@ class MaskSlice:
 
         def one(place: Tensor) -> Tensor:
             storage = torch.zeros_like(place[None])
-            return self.slice.module(place[None], storage, *ones, *bound)[..., 0]  # [b, h, q]
+            mask: Tensor = self.slice.module(place[None], storage, *ones, *bound)
+            return mask[..., 0]  # [b, h, q]
 
         inner = torch.vmap(torch.vmap(torch.vmap(one)))(index)  # [B, H', N, b, h, q]
         return _by_row_and_head(inner, heads).movedim(2, -1)  # [B, Hkv or 1, G or 1, q, N]
@@ -72,14 +73,11 @@ def _by_row_and_head(inner: Tensor, heads: int) -> Tensor:
     same ones, so only the diagonals are taken; a compiler computes no more than those.
     """
     rows, groups = inner.shape[:2]
-    if inner.shape[3] == 1:
-        inner = inner[:, :, :, 0]  # [B, H', N, h, ...]
-    else:
-        inner = inner.diagonal(0, 0, 3).movedim(-1, 0)
+    inner = inner[:, :, :, 0] if inner.shape[3] == 1 else inner.diagonal(0, 0, 3).movedim(-1, 0)  # [B, H', N, h, ...]
     assert inner.shape[0] == rows
     if inner.shape[3] == 1:
         return inner
-    inner = inner.unflatten(3, (heads, -1))  # [B, H', N, Hkv, G, ...]
+    inner = torch.unflatten(inner, 3, (heads, -1))  # [B, H', N, Hkv, G, ...]
     if groups == 1:
         return inner[:, 0].movedim(2, 1)
     return inner.diagonal(0, 1, 3).movedim(-1, 1)
@@ -105,7 +103,7 @@ class _KeyCutter:
         self.gm, self.sizes = gm, sizes
         self.graph = fx.Graph()
         self.index, self.storage = self.graph.placeholder("index"), self.graph.placeholder("storage")
-        self.places = [dict.fromkeys(counts, self.index), dict.fromkeys(counts, self.storage)]
+        self.places: list[dict[fx.Node, Any]] = [dict.fromkeys(counts, self.index), dict.fromkeys(counts, self.storage)]
         inputs = {node: self.graph.placeholder(node.name) for node in columns}
         for env in self.places:
             env.update(inputs)

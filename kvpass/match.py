@@ -61,7 +61,8 @@ class AttentionSite:
     def moved(self, to: dict[fx.Node, fx.Node]) -> AttentionSite:
         """The same site in a copy of the graph."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return AttentionSite(**{name: to[v] if isinstance(v, fx.Node) else v for name, v in fields.items()})
+        there: dict[str, Any] = {name: to[v] if isinstance(v, fx.Node) else v for name, v in fields.items()}
+        return AttentionSite(**there)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,12 +98,8 @@ def find(gm: fx.GraphModule, carried: set[fx.Node]) -> list[Found]:
     refused_at = {f.node for f in found if f.refusal}
     for update in updates:
         if update not in used and not any(update in ancestors(call) for call in refused_at):
-            found.append(
-                Found(
-                    update,
-                    refusal="the cache that is grown here feeds no scaled_dot_product_attention call that can be followed",
-                )
-            )
+            refusal = "the cache that is grown here feeds no scaled_dot_product_attention call that can be followed"
+            found.append(Found(update, refusal=refusal))
     found += _unused_handles(found, carried)
     return found
 
@@ -131,7 +128,7 @@ def _cat_parts(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """The past and the new tokens of a concatenation that grows a cache."""
     if node.target not in (torch.cat, torch.concat) or not is_tensor(node):
         return None
-    bound = dict(zip(("tensors", "dim"), node.args, strict=False)) | dict(node.kwargs)
+    bound: dict[str, Any] = dict(zip(("tensors", "dim"), node.args, strict=False)) | dict(node.kwargs)
     tensors, dim = bound["tensors"], bound.get("dim", bound.get("axis", 0))
     if len(tensors) != 2 or value(node).ndim != 4 or dim not in (-2, 2):
         return None
@@ -214,7 +211,8 @@ def _origin(node: fx.Node, outputs: dict[fx.Node, int]) -> tuple[fx.Node, fx.Nod
     if parts is None:
         if seen_output is None:
             raise _Refused(
-                f"its key or value comes from {graphs.name_of(node)!r} ({graphs.source_line(node)}), which is not a concatenation with the past"
+                f"its key or value comes from {graphs.name_of(node)!r} ({graphs.source_line(node)}), "
+                "which is not a concatenation with the past"
             )
         return seen_output, None, seen_output
     if node not in outputs:
@@ -273,9 +271,8 @@ def _carries_tokens(nodes: set[fx.Node], calls: set[fx.Node]) -> bool:
     for node in nodes:
         if node in calls or node.target is torch.nn.functional.embedding:
             return True
-        if node.op == "placeholder" and is_tensor(node) and value(node).is_floating_point():
-            if value(node).ndim >= 3:
-                return True
+        if node.op == "placeholder" and is_tensor(node) and value(node).is_floating_point() and value(node).ndim >= 3:
+            return True
     return False
 
 

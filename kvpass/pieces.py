@@ -9,6 +9,7 @@ pieces, concatenations list them, and everything pointwise works on each.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -41,7 +42,7 @@ class Pieces:
         parts, start = [], 0
         for part, end in zip(self.parts, self.ends, strict=True):
             cuts = [start, *sorted(p for p in places if start < p < end), end]
-            parts += [part[..., a - start : b - start] for a, b in zip(cuts, cuts[1:], strict=False)]
+            parts += [part[..., a - start : b - start] for a, b in itertools.pairwise(cuts)]
             start = end
         return Pieces(tuple(parts))
 
@@ -78,7 +79,10 @@ class InPieces(fx.Interpreter):
             return super().run_node(n)
         name = graphs.name_of(n)
         apply = getattr(self, n.op)
-        call = lambda new: apply(n.target, tuple(new), kwargs)  # noqa: E731
+
+        def call(new: Any) -> Any:
+            return apply(n.target, tuple(new), kwargs)
+
         if name in _POINTWISE:
             return _pointwise(call, args)
         if n.target is operator.getitem and _slices_last(args):

@@ -149,7 +149,8 @@ class CacheReport:
 
     def __str__(self) -> str:
         rows = [
-            [str(i), x.policy, str(x.capacity), str(x.seen), spans(x.positions[0, 0]), str(x.nbytes), f"{x.nbytes / max(1, x.full_nbytes):.3f}"]
+            [str(i), x.policy, str(x.capacity), str(x.seen), spans(x.positions[0, 0]),
+             str(x.nbytes), f"{x.nbytes / max(1, x.full_nbytes):.3f}"]
             for i, x in enumerate(self.layers)
         ]  # fmt: skip
         header = ["layer", "policy", "slots", "seen", "held (row 0, head 0)", "bytes", "of full"]

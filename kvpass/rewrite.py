@@ -61,7 +61,7 @@ def rewrite_prompt(
     output = copy.graph.output_node()
     outputs: list[Any] = graphs.results(copy.graph)
     done = PromptRewrite(copy, sites, [], [], [], [])
-    known: dict[fx.Node, int] = {}
+    known: dict[fx.Node | None, int] = {}
 
     def emit(node: fx.Node) -> int:
         outputs.append(node)
@@ -71,8 +71,8 @@ def rewrite_prompt(
         for site, policy in zip(sites, policies, strict=True):
             real = _real_tokens(copy.graph, site, moved)
             if real is not None and site.mask not in known:
-                known[site.mask] = emit(real)  # type: ignore[index]
-            done.real.append(None if real is None else known[site.mask])  # type: ignore[index]
+                known[site.mask] = emit(real)
+            done.real.append(None if real is None else known[site.mask])
             if policy.temper(torch.ones(1, 1, dtype=torch.int64)) is not None:
                 _temper(copy.graph, site, moved, policy)
             rotary = match.find_rotary(gm, site) if ranked else None
@@ -207,14 +207,14 @@ class StepRewriter:
         self.sweep = sweep
         # A prompt that is still held whole takes its first token in as a chunk.
         self.decodes = self.queries == 1 and all(s.capacity == x.capacity for s, x in zip(slots, layouts, strict=True))
-        pasts = [past for site in self.sites for past in (site.past_key, site.past_value)]
+        pasts: list[Any] = [past for site in self.sites for past in (site.past_key, site.past_value)]
         self.sizes = Sizes(tuple({graphs.expr(value(past).shape[2]) for past in pasts}), known, self.queries)
         self.ranked = layouts[0].ranked
         self.rotaries = [match.find_rotary(self.gm, site) for site in self.sites] if self.ranked else []
         self._masks: dict[fx.Node, MaskSlice] = {}
         self._traced: dict[Any, fx.GraphModule] = {}
         self._columns: dict[fx.Node, fx.Node] = {}
-        self._real: dict[fx.Node, fx.Node] = {}
+        self._real: dict[fx.Node | None, fx.Node] = {}
         self._tables: dict[Any, list[fx.Node]] = {}
 
     def run(self) -> StepRewrite:
@@ -415,7 +415,8 @@ class StepRewriter:
         rotary = self.rotaries[layer]
         if rotary is None:
             raise UnsupportedGraph(
-                f"{graphs.source_line(self.sites[layer].call)}: the keys had a rotary embedding in the prompt and have none here"
+                f"{graphs.source_line(self.sites[layer].call)}: the keys had a rotary embedding in the "
+                "prompt and have none here"
             )
         return rotary
 
@@ -497,8 +498,8 @@ class StepRewriter:
                     self._refuse_growth(node)
                 number = self.sizes.fixed(node)
                 for user in list(node.users):
-                    user.args = fx.node.map_arg(user.args, lambda n, old=node, new=number: new if n is old else n)
-                    user.kwargs = fx.node.map_arg(user.kwargs, lambda n, old=node, new=number: new if n is old else n)
+                    user.args = _with_number(user.args, node, number)
+                    user.kwargs = _with_number(user.kwargs, node, number)
         self.graph.eliminate_dead_code()
         for holder in self.holders:
             if not holder.users:
@@ -524,6 +525,11 @@ class StepRewriter:
             f"({value(node) if graphs.is_size(node) else 'a tensor that grows with it'}); it is not a mask, a rotary "
             "embedding or position arithmetic that kvpass can express on slots"
         )
+
+
+def _with_number(arguments: Any, size: fx.Node, number: int) -> Any:
+    """The arguments of a node, with a number in place of a size."""
+    return fx.node.map_arg(arguments, lambda node: number if node is size else node)
 
 
 def _loose(tensor: Any) -> bool:
@@ -577,9 +583,9 @@ class _ColumnMask(MaskOnSlots):
 
     def on_slots(self, index: Tensor, heads: int, tensors: list[Tensor]) -> Tensor:
         mask = tensors[0]  # [B or 1, Hq or 1, q, S]
-        rows, groups, count = index.shape
+        rows, groups, _ = index.shape
         mask = mask.expand(rows, -1, self.queries, -1)
-        mask = mask[:, :, None] if mask.shape[1] == 1 else mask.unflatten(1, (heads, -1))  # [B, h, g, q, S]
+        mask = mask[:, :, None] if mask.shape[1] == 1 else torch.unflatten(mask, 1, (heads, -1))  # [B, h, g, q, S]
         mask = mask.expand(-1, max(mask.shape[1], groups), -1, -1, -1)
         chosen = index.clamp(0, mask.shape[-1] - 1).expand(-1, mask.shape[1], -1)[:, :, None, None]
         return mask.gather(-1, chosen.expand(-1, -1, mask.shape[2], self.queries, -1))

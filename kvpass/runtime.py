@@ -103,7 +103,8 @@ class PromptRunner:
     def _check_room(self, budget: int, prompt: int) -> None:
         if not self.backend.policy.evicts and prompt > budget:
             raise BudgetError(
-                f"policy {self.backend.policy.name!r} keeps every token: a prompt of {prompt} exceeds its budget of {budget}"
+                f"policy {self.backend.policy.name!r} keeps every token: "
+                f"a prompt of {prompt} exceeds its budget of {budget}"
             )
 
     def _store(self, layer: PromptLayer, planned: tuple[int, Plan]) -> LayerCache:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from kvpass.statistics import as_attention, statistics
 from kvpass.step import Rotate, Site, decode_step, extend_step, tempered
 
 if TYPE_CHECKING:
-    from kvpass.backend import Backend
+    from kvpass.backend import Backend, Positions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,11 +48,11 @@ def simulate(
     *,
     prompt: int,
     budget: int | float | None = None,
-    positions: str | None = None,
+    positions: Positions | None = None,
     rope_theta: float | None = None,
     scale: float | None = None,
     compiled: bool = False,
-    **policy_options: object,
+    **policy_options: Any,
 ) -> Trace:
     """Run one attention layer: the first `prompt` tokens at once, then one token at a time.
 
