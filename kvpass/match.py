@@ -144,12 +144,24 @@ def _examine(
     bound.apply_defaults()
     key, val = bound.arguments["key"], bound.arguments["value"]
     behind = ancestors(key, stop=set(calls)) | ancestors(val, stop=set(calls))
-    cached = behind.intersection(updates) or behind & carried
+    otherwise = [node for node in behind if node not in updates and _grows_otherwise(node, outputs)]
+    cached = behind.intersection(updates) or behind & carried or otherwise
     try:
+        if otherwise:
+            line = graphs.source_line(otherwise[0])
+            raise _Refused(f"its keys or values grow at {line} in a way that is not along dimension -2 of [B, H, S, D]")
         site = _site(call, bound.arguments, outputs)
     except _Refused as why:
         return Found(call, refusal=str(why)) if cached else Found(call)
     return Found(call, site=site)
+
+
+def _grows_otherwise(node: fx.Node, outputs: dict[fx.Node, int]) -> bool:
+    """An input concatenated with something else and returned: a cache, in a layout that is not ours."""
+    if node.target not in (torch.cat, torch.concat) or node not in outputs or _cat_parts(node) is not None:
+        return False
+    first = node.all_input_nodes[0]
+    return first.op == "placeholder" and is_tensor(first) and value(first).ndim >= 3
 
 
 def _sdpa(

@@ -1,0 +1,139 @@
+"""What Inductor makes of rewritten graphs: slow, because it compiles."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from torch._inductor.utils import run_and_get_code
+
+import kvpass
+from tests.models import ARCHITECTURES, breaks, build, force, graphs, prompt
+
+SIZES = re.compile(r"empty_strided_cpu\w*\(\(([\d, ]+)\)")
+
+
+def allocations(code: str) -> list[int]:
+    """How many numbers each buffer that the generated code makes has."""
+    counts = []
+    for shape in SIZES.findall(code):
+        count = 1
+        for size in filter(None, (part.strip() for part in shape.split(","))):
+            count *= int(size)
+        counts.append(count)
+    return counts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["window", "streaming", "h2o", "random", "tova", "cascade", "sage"])
+def test_no_allocation_of_the_size_of_a_slot_buffer(policy: str) -> None:
+    model = build("Llama")
+    ids, mask = prompt(2, 12, ())
+    _, codes = run_and_get_code(lambda: force(model, ids, mask, [9, 1, 1, 1], inspect=False, policy=policy, budget=100))
+    slot_buffer = 2 * 2 * 100 * 16  # [B, Hkv, C, D] with one slot to spare left out
+    made = allocations(codes[-1])
+    assert made
+    assert max(made) < slot_buffer
+
+
+def test_the_smallest_case_by_default() -> None:
+    test_no_allocation_of_the_size_of_a_slot_buffer("streaming")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_inductor_equals_eager(architecture: str) -> None:
+    model = build(architecture)
+    ids, mask = prompt(2, 20, (3, 0))
+    steps = [9, 1, 1, 4, *[1] * 5]
+    for policy in ("streaming", "h2o"):
+        ours, plain = (
+            force(model, ids, mask, steps, policy=policy, budget=8, inner=inner) for inner in ("inductor", "eager")
+        )
+        assert torch.allclose(ours.logits[mask.bool()], plain.logits[mask.bool()], atol=1e-4)
+        for a, b in zip(ours.held, plain.held, strict=True):
+            assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["streaming", "h2o"])
+def test_ten_thousand_steps_without_a_recompilation(policy: str) -> None:
+    model = build("Llama")
+    ids, _ = prompt(1, 8, ())
+    compiled = torch.compile(model, backend=kvpass.backend(policy, budget=16))
+    with torch.inference_mode():
+        out = compiled(ids, use_cache=True)
+        for _ in range(2):
+            out = compiled(ids[:, :1], past_key_values=out.past_key_values, use_cache=True)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            for _ in range(10_000):
+                out = compiled(ids[:, :1], past_key_values=out.past_key_values, use_cache=True)
+    report = kvpass.inspect(out.past_key_values)
+    assert report.seen == 10_010
+    assert report.layers[0].capacity == 17
+    assert graphs() == 2
+    assert breaks() == 0
+
+
+SCRIPT = """
+import torch
+import kvpass
+from kvpass.policies import Policy, register
+import dataclasses
+from typing import ClassVar
+
+@register
+@dataclasses.dataclass(frozen=True)
+class Picky(Policy):
+    name: ClassVar[str] = "picky"
+
+    def worth(self, tokens):
+        return {worth}
+
+class Layer(torch.nn.Module):
+    def forward(self, x, past=None):
+        k, v = (x, x) if past is None else (torch.cat([past[0], x], 2), torch.cat([past[1], x], 2))
+        return torch.nn.functional.scaled_dot_product_attention(x, k, v, is_causal=past is None), (k, v)
+
+model = torch.compile(Layer(), backend=kvpass.backend("picky", budget=4))
+x = torch.arange(12.0).view(1, 1, 12, 1)
+with torch.no_grad():
+    _, past = model(x[:, :, :6])
+    for t in range(6, 12):
+        _, past = model(x[:, :, t : t + 1], past)
+print(kvpass.inspect(past).layers[0].positions[0, 0].tolist())
+"""
+
+
+@pytest.mark.slow
+def test_an_edited_policy_is_never_answered_with_stale_code(tmp_path: Path) -> None:
+    """Two processes, one cache directory, and a policy whose source changed in between."""
+    import os
+
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    printed = []
+    for worth in ("tokens.position", "-tokens.position"):
+        script = tmp_path / "script.py"
+        script.write_text(textwrap.dedent(SCRIPT.replace("{worth}", worth)))
+        result = subprocess.run(
+            [sys.executable, str(script)], env=environment, capture_output=True, text=True, check=True
+        )
+        printed.append(result.stdout.strip().splitlines()[-1])
+    assert printed == ["[8, 9, 10, 11]", "[0, 1, 2, 3]"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["full", "streaming", "h2o"])
+def test_bfloat16_compiles(policy: str) -> None:
+    model = build("Llama", torch.bfloat16)
+    ids, mask = prompt(3, 16, (2, 0, 1))
+    budget = None if policy == "full" else 12
+    ours, plain = (
+        force(model, ids, mask, [8, *[1] * 8], policy=policy, budget=budget, inner=i) for i in ("inductor", "eager")
+    )
+    assert torch.allclose(ours.logits[mask.bool()].float(), plain.logits[mask.bool()].float(), atol=0.05)
