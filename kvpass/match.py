@@ -145,11 +145,15 @@ def _examine(
     key, val = bound.arguments["key"], bound.arguments["value"]
     behind = ancestors(key, stop=set(calls)) | ancestors(val, stop=set(calls))
     otherwise = [node for node in behind if node not in updates and _grows_otherwise(node, outputs)]
+    otherwise += [user for node in behind if node.op == "placeholder" for user in node.users if _overwrites(user, node)]
     cached = behind.intersection(updates) or behind & carried or otherwise
     try:
         if otherwise:
             line = graphs.source_line(otherwise[0])
-            raise _Refused(f"its keys or values grow at {line} in a way that is not along dimension -2 of [B, H, S, D]")
+            raise _Refused(
+                f"its cache is updated at {line} in a way that is not a concatenation along dimension -2 of "
+                "[B, H, S, D]; a preallocated cache such as StaticCache has to give way to a growing one (DynamicCache)"
+            )
         site = _site(call, bound.arguments, outputs)
     except _Refused as why:
         return Found(call, refusal=str(why)) if cached else Found(call)
@@ -162,6 +166,13 @@ def _grows_otherwise(node: fx.Node, outputs: dict[fx.Node, int]) -> bool:
         return False
     first = node.all_input_nodes[0]
     return first.op == "placeholder" and is_tensor(first) and value(first).ndim >= 3
+
+
+def _overwrites(user: fx.Node, cache: fx.Node) -> bool:
+    """An input that is written to in place: a preallocated cache."""
+    name = graphs.name_of(user)
+    in_place = name == "setitem" or (name.endswith("_") and not name.endswith("__"))
+    return in_place and user.args[0] is cache and is_tensor(cache) and value(cache).ndim >= 3
 
 
 def _sdpa(
