@@ -145,7 +145,8 @@ def _examine(
     key, val = bound.arguments["key"], bound.arguments["value"]
     behind = ancestors(key, stop=set(calls)) | ancestors(val, stop=set(calls))
     otherwise = [node for node in behind if node not in updates and _grows_otherwise(node, outputs)]
-    otherwise += [user for node in behind if node.op == "placeholder" for user in node.users if _overwrites(user, node)]
+    kept = [node for node in behind if node.op == "placeholder" or node in outputs]
+    otherwise += [user for node in kept for user in node.users if _overwrites(user, node)]
     cached = behind.intersection(updates) or behind & carried or otherwise
     try:
         if otherwise:
@@ -169,7 +170,7 @@ def _grows_otherwise(node: fx.Node, outputs: dict[fx.Node, int]) -> bool:
 
 
 def _overwrites(user: fx.Node, cache: fx.Node) -> bool:
-    """An input that is written to in place: a preallocated cache."""
+    """An input or output that is written to in place: a preallocated cache."""
     name = graphs.name_of(user)
     in_place = name == "setitem" or (name.endswith("_") and not name.endswith("__"))
     return in_place and user.args[0] is cache and is_tensor(cache) and value(cache).ndim >= 3

@@ -97,6 +97,15 @@ def test_rotary_embeddings_are_found_by_structure(architecture: str, found: bool
     assert seen == [found] * 2
 
 
+def test_a_preallocated_cache_is_refused_and_not_silently_full() -> None:
+    model = build("Llama")
+    cache = transformers.StaticCache(config=model.config, max_cache_len=32)
+    ids, _ = prompt(1, 6, ())
+    compiled = torch.compile(model, backend=kvpass.backend("window", budget=8, inner="eager"))
+    with torch.no_grad(), pytest.raises(kvpass.UnsupportedGraph, match="StaticCache"):
+        compiled(ids, past_key_values=cache, use_cache=True)
+
+
 def half(x: torch.Tensor, cos: torch.Tensor) -> torch.Tensor:
     a, b = x[..., :4], x[..., 4:]
     return x * cos + torch.cat([-b, a], -1)
