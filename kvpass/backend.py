@@ -54,8 +54,8 @@ class Backend:
         found = match.find(gm, carried)
         sites = [f.site for f in found if f.site is not None]
         self._record(found, sites, carried)
-        self._check(found, carried)
-        if not sites:
+        left = self._left_alone(found, carried)
+        if left or not sites:
             return self.compile_prompt(gm, examples)
         self._check_inference(sites, examples)
         if carried:
@@ -72,16 +72,22 @@ class Backend:
             where = (len(self.recorder.graphs), graphs.module_of(f.node), graphs.source_line(f.node))
             self.recorder.sites.append(SiteReport(*where, verdict, reason))
 
-    def _check(self, found: list[match.Found], carried: set[fx.Node]) -> None:
-        """Refuse what cannot be rewritten, or with strict=False warn and leave it as it was."""
+    def _left_alone(self, found: list[match.Found], carried: set[fx.Node]) -> bool:
+        """Refuse what cannot be rewritten, or with strict=False warn and leave the whole graph as it was.
+
+        A graph in which some caches grow and others do not could not be static, so there are no halves.
+        """
         refused = [f for f in found if f.refusal]
         if not refused:
-            return
+            return False
         lines = "\n".join(f"  {graphs.source_line(f.node)}\n    {f.refusal}" for f in refused)
         message = f"{len(refused)} cache-updating operation(s) cannot be rewritten:\n{lines}"
-        if self.strict or carried:
-            raise UnsupportedGraph(f"{message}\nPass strict=False to leave such layers as they are.")
-        warnings.warn(f"kvpass leaves {message}", stacklevel=2)
+        if carried:
+            raise UnsupportedGraph(f"{message}\nThe cache was rewritten before, so the graph cannot be left as it was.")
+        if self.strict:
+            raise UnsupportedGraph(f"{message}\nPass strict=False to leave such graphs as they are.")
+        warnings.warn(f"kvpass leaves a graph as it was, and its caches grow: {message}", stacklevel=2)
+        return True
 
     def _check_inference(self, sites: list[match.AttentionSite], examples: Sequence[Any]) -> None:
         if torch.is_grad_enabled() and any(isinstance(e, torch.Tensor) and e.requires_grad for e in examples):
@@ -89,6 +95,11 @@ class Backend:
                 f"{graphs.source_line(sites[0].call)}: the graph needs gradients, and a bounded cache has none; "
                 "call model.eval() and decode under torch.no_grad() or torch.inference_mode()"
             )
+
+    @property
+    def family(self) -> tuple[Any, ...]:
+        """What two backends must share for one to go on with the other's caches."""
+        return (self.policy, self.budget, self.positions, self.inner == "reference")
 
     @property
     def prefers_ranks(self) -> bool:
@@ -99,18 +110,22 @@ class Backend:
         """Whether keys are stored before their rotary embedding, which must then be found in every layer."""
         if not self.prefers_ranks:
             return False
+        if any(site.past_key is not None for site in sites):
+            return self._absolute(
+                sites[0], "the prompt ran uncompiled, so its keys are turned to absolute positions already"
+            )
         without = [site for site in sites if match.find_rotary(gm, site) is None]
         if not without:
             return True
+        return self._absolute(without[0], "the keys carry no rotary embedding that can be told apart")
+
+    def _absolute(self, site: match.AttentionSite, why: str) -> bool:
+        """Stay with absolute positions, unless the user asked for others."""
         if self.positions == "cache":
-            raise UnsupportedGraph(
-                f"{graphs.source_line(without[0].call)}: positions='cache' needs a rotary embedding that can be told "
-                "apart from the key; use positions='absolute'"
-            )
+            line = graphs.source_line(site.call)
+            raise UnsupportedGraph(f"{line}: positions='cache' is not possible: {why}; use positions='absolute'")
         if self.recorder is not None:
-            self.recorder.notes.append(
-                "the keys carry no rotary embedding that can be told apart: positions are absolute"
-            )
+            self.recorder.notes.append(f"{why}: positions are absolute")
         return False
 
     def compile_prompt(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:

@@ -57,17 +57,21 @@ class LayerCache:
         if self._reordered is not None and self._reordered[0][:3] == token:
             made, self._reordered = self._reordered[1], None
             return made
+        made = self.rebuilt(operation, apply)
+        self._reordered = ((*token, argument), made)  # keeps the argument alive, so that its id stays its own
+        return made
+
+    def rebuilt(self, operation: str, apply: Callable[[Tensor], Tensor]) -> LayerCache:
+        """The conversation with `apply` done to each of its batch-first tensors."""
         if not isinstance(self.slots, Slots):
             raise CacheHandleError(f"{operation} on a cache that runs with inner='reference'")
         slots = self.slots.map(apply)
-        made = dataclasses.replace(
+        return dataclasses.replace(
             self,
             layout=dataclasses.replace(self.layout, rows=slots.key.shape[0], device=slots.key.device),
             slots=slots,
             _reordered=None,
         )
-        self._reordered = ((*token, argument), made)  # keeps the argument alive, so that its id stays its own
-        return made
 
 
 class Handle(Tensor):
@@ -104,7 +108,7 @@ class Handle(Tensor):
         _check_current(self)
         key = id(self.cache)
         if key not in memo:
-            memo[key] = self.cache.select("deepcopy", object(), torch.clone)
+            memo[key] = self.cache.rebuilt("deepcopy", torch.clone)
         return _like(self, memo[key])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -219,6 +223,6 @@ def current(value: Any, backend: Any) -> LayerCache:
         raise CacheHandleError("an earlier step on this cache was interrupted by an error; start again from the prompt")
     if tuple(value.shape[:3]) != (cache.layout.rows, cache.layout.heads, cache.seen):
         raise CacheHandleError(f"a cache handle of shape {tuple(value.shape)} does not fit its slots {cache.layout}")
-    if cache.backend != backend:
+    if cache.backend.family != backend.family:
         raise CacheHandleError(f"this cache was made by {cache.backend} and cannot go on under {backend}")
     return cache

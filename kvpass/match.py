@@ -244,7 +244,8 @@ def _origin(node: fx.Node, outputs: dict[fx.Node, int]) -> tuple[fx.Node, fx.Nod
     if expr(value(node).shape[2]) != expr(rows) or expr(value(node).shape[-1]) != expr(width):
         raise _Refused(f"keys or values of shape {tuple(value(node).shape)} are cached, others are attended to")
     past, new = parts
-    return node, past if value(past).ndim == 4 and past.op == "placeholder" else None, new
+    empty = value(past).ndim != 4 or expr(value(past).shape[2]) == 0
+    return node, None if empty or past.op != "placeholder" else past, new
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -90,6 +91,9 @@ def explain(model: torch.nn.Module, policy: Any = "full", **settings: Any) -> Ca
 
     def run(*args: Any, **kwargs: Any) -> ExplainReport:
         error = None
+        # A step writes to its cache: the user's stays where it is.
+        args = tuple(_copied(arg) for arg in args)
+        kwargs = {name: _copied(arg) for name, arg in kwargs.items()}
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
             try:
@@ -99,6 +103,11 @@ def explain(model: torch.nn.Module, policy: Any = "full", **settings: Any) -> Ca
         return ExplainReport(tuple(recorder.graphs), tuple(recorder.sites), tuple(recorder.notes), error)
 
     return run
+
+
+def _copied(argument: Any) -> Any:
+    """A copy of what carries a kvpass cache; anything else as it is."""
+    return copy.deepcopy(argument) if next(_handles(argument), None) is not None else argument
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvpass import budget as budgets
 from kvpass import compat, graphs
-from kvpass.errors import BudgetError, CacheHandleError, PolicyError
+from kvpass.errors import BudgetError, CacheHandleError, PolicyError, UnsupportedGraph
 from kvpass.handle import LayerCache, current
 from kvpass.match import AttentionSite
 from kvpass.policies.base import Attention, Plan, Policy
@@ -44,6 +44,11 @@ class PromptRunner:
         self.backend, self.sites, self.ranked = backend, sites, ranked
         self.policies = [backend.policy.for_layer(i, len(sites)) for i in range(len(sites))]
         self.adopts = any(site.past_key is not None for site in sites)
+        if self.adopts and any("scan" in policy.statistics for policy in self.policies):
+            raise UnsupportedGraph(
+                f"{graphs.source_line(sites[0].call)}: {backend.policy} replays the attention of the prompt, and this "
+                "prompt ran uncompiled; run it through the compiled model"
+            )
         self.rewrite = rewrite_prompt(gm, sites, self.policies, backend.budget, ranked, backend.inner == "reference")
         self.inner = backend.compile_prompt(self.rewrite.gm, examples)
         self.outputs = len(graphs.results(gm.graph))
@@ -64,12 +69,17 @@ class PromptRunner:
         key, value = results[places.raw[i]], results[site.values_out]
         real = self._real(results, i, key)
         sums = [results[place] for place in places.statistics[i]]
-        attention = as_attention(self.policies[i], sums, real) if sums else Attention()
+        attention = as_attention(self.policies[i], sums, self._new(results, i, real)) if sums else Attention()
         extras = None
         if places.extras:
             query, keys, mask = places.extras[i]
             extras = (results[query], results[keys], None if mask is None else results[mask])
         return PromptLayer(self.policies[i], Chunk(key, value, real, attention), extras)
+
+    def _new(self, results: list[Any], i: int, real: Tensor) -> Tensor:
+        """Those of `real` that are queries: all, unless a past was adopted."""
+        place = self.rewrite.real[i]
+        return real if place is None else real[:, real.shape[1] - results[place].shape[1] :]
 
     def _real(self, results: list[Any], i: int, key: Tensor) -> Tensor:
         """bool [B, S]; tokens of an adopted past count as real."""
@@ -170,7 +180,7 @@ class StepRunner:
         if self.backend.inner == "reference":
             for cache in caches:
                 cache.slots.prepare(torch.ones(cache.layout.rows, queries, dtype=torch.bool))
-        sweep = _tick(caches) if queries == 1 else False
+        sweep, clocks = _tick(caches) if queries == 1 else (False, [cache.clocks for cache in caches])
         key = (numbers, sweep, *((cache.layout, cache.slots.capacity) for cache in caches))
         if key not in self.compiled:
             self.compiled[key] = self._specialise(caches, arguments, known, sweep)
@@ -179,6 +189,8 @@ class StepRunner:
         for cache in caches:
             cache.broken = True
         results = run(*flat)
+        for cache, clock in zip(caches, clocks, strict=True):
+            cache.clocks = clock
         for layer, places in enumerate(rewrite.chunks):
             _admit(caches[layer], [results[place] for place in places])
         for cache in caches:
@@ -248,14 +260,11 @@ def _make_room(cache: LayerCache, queries: int) -> None:
     _keep_address(cache.slots)
 
 
-def _tick(caches: list[LayerCache]) -> bool:
-    """Whether this step is one with the policy's sweep, from the hosts' counts."""
-    sweep = False
-    for cache in caches:
-        ticked = [cache.layout.policy.tick(clock, cache.limit) for clock in cache.clocks]
-        cache.clocks = tuple(clock for _, clock in ticked)
-        sweep = sweep or any(due for due, _ in ticked)
-    return sweep
+def _tick(caches: list[LayerCache]) -> tuple[bool, list[tuple[Any, ...]]]:
+    """Whether this step is one with the policy's sweep, from the host's counts, and the counts after it."""
+    ticked = [[cache.layout.policy.tick(clock, cache.limit) for clock in cache.clocks] for cache in caches]
+    sweep = any(due for layer in ticked for due, _ in layer)
+    return sweep, [tuple(clock for _, clock in layer) for layer in ticked]
 
 
 def _admit(cache: LayerCache, results: list[Any]) -> None:

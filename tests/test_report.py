@@ -26,7 +26,9 @@ def test_explain_sees_a_decode_step() -> None:
     ids, mask = prompt(2, 8, ())
     cache = force(model, ids, mask, [8], policy="h2o", budget=16, inner="eager").cache
     report = kvpass.explain(model, "h2o", budget=16)(ids[:, :1], past_key_values=cache)
+    assert report.error is None
     assert report.graphs == ("step",)
+    assert kvpass.inspect(cache).seen == 8  # explaining a step does not take it
     assert len(report.rewritten) == 2
 
 

@@ -107,6 +107,32 @@ def test_adopts_a_prompt_that_ran_uncompiled() -> None:
     assert "adopted" in kvpass.inspect(cache).layers[0].notes[0]
 
 
+@pytest.mark.parametrize("policy", ["streaming", "buzz"])
+def test_an_adopted_prompt_keeps_its_absolute_positions(policy: str) -> None:
+    """Its keys carry their rotary embedding already, so a policy that would number slots leaves it."""
+    model = build("Llama")
+    ids, _ = prompt(2, 20, ())
+    with torch.no_grad():
+        expected = model(ids).logits
+        cache = model(ids[:, :8], use_cache=True).past_key_values
+        compiled = torch.compile(model, backend=kvpass.backend(policy, budget=32, inner="eager"))
+        for t in range(8, 20):
+            out = compiled(ids[:, t : t + 1], past_key_values=cache, use_cache=True)
+            assert torch.allclose(out.logits[:, 0], expected[:, t], atol=1e-4)
+    assert kvpass.inspect(cache).layers[0].positions[0, 0].tolist() == list(range(20))
+
+
+@pytest.mark.parametrize("settings", [{"policy": "streaming", "positions": "cache"}, {"policy": "cascade"}])
+def test_a_prompt_that_cannot_be_adopted_is_refused(settings: dict[str, str]) -> None:
+    model = build("Llama")
+    ids, _ = prompt(1, 9, ())
+    compiled = torch.compile(model, backend=kvpass.backend(**settings, budget=32, inner="eager"))
+    with torch.no_grad():
+        cache = model(ids[:, :8], use_cache=True).past_key_values
+        with pytest.raises(kvpass.UnsupportedGraph, match="ran uncompiled"):
+            compiled(ids[:, 8:], past_key_values=cache, use_cache=True)
+
+
 def test_full_without_budget_doubles_its_slots() -> None:
     model = build("Llama")
     ids, mask = prompt(1, 300, ())

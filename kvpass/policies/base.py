@@ -13,7 +13,9 @@ All hooks that take tensors but `scan` are traced into the decode graph: static 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
+from fractions import Fraction
 from typing import ClassVar, Literal
 
 import torch
@@ -313,6 +315,11 @@ def highest(score: Tensor, position: Tensor, count: int | Tensor) -> Tensor:
 def _inverse(order: Tensor) -> Tensor:
     places = torch.arange(order.shape[-1], device=order.device).expand_as(order)
     return torch.empty_like(order).scatter(-1, order, places)
+
+
+def share_of(count: int, fraction: float) -> int:
+    """floor(fraction * count), exact for the fraction as it is written: 0.29 of 100 is 29 and not 28."""
+    return math.floor(Fraction(str(fraction)) * count)
 
 
 def require(condition: bool, option: str, value: object, why: str) -> None:

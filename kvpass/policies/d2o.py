@@ -37,6 +37,7 @@ from kvpass.policies.base import (
     highest,
     latest_of_least,
     require,
+    share_of,
 )
 from kvpass.policies.d2o_layers import column_variance, largest_layer_budget, layer_budgets
 from kvpass.policies.full import Full
@@ -129,7 +130,7 @@ class D2O(Policy):
         if tokens.held:
             return changes
         shared = tokens.budget - self.sinks if self.extra_sinks else tokens.budget
-        recent = min(shared - int(shared * self.heavy), tokens.budget - self.sinks)
+        recent = min(shared - share_of(shared, self.heavy), tokens.budget - self.sinks)
         limit = tokens.state["limit"]
         return {**changes, "limit": torch.full_like(limit, tokens.budget), "recent": torch.full_like(limit, recent)}
 

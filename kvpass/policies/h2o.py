@@ -15,7 +15,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvpass.policies.base import Attention, Policy, Statistic, Tokens, require
+from kvpass.policies.base import Attention, Policy, Statistic, Tokens, require, share_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,5 +41,5 @@ class H2O(Policy):
         return {"score": tokens.state["score"] + attention.total.sum(2)}  # [B, Hkv, N]
 
     def worth(self, tokens: Tokens) -> Tensor:
-        recent = tokens.budget - int(tokens.budget * self.heavy)
+        recent = tokens.budget - share_of(tokens.budget, self.heavy)
         return torch.where(tokens.newest(recent), torch.inf, tokens.state["score"])

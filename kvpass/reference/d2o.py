@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ class D2OReference(Reference):
     def evict(self, tokens: list[Token], head: int, seen: int, budget: int) -> list[Token]:
         policy = self.policy
         divided = budget - policy.sinks if policy.extra_sinks else budget
-        recent = min(divided - int(divided * policy.heavy), budget - policy.sinks)
+        recent = min(divided - math.floor(Fraction(str(policy.heavy)) * divided), budget - policy.sinks)
         safe = [token for token in tokens if token.position < policy.sinks or token.position >= seen - recent]
         middle = sorted((t for t in tokens if t not in safe), key=lambda t: (-t.score, t.position))
         return sorted(safe + middle[: max(0, budget - len(safe))], key=lambda token: token.position)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
+
 from torch import Tensor
 
 from kvpass.policies.h2o import H2O
@@ -19,7 +22,7 @@ class H2OReference(Reference):
     def evict(self, tokens: list[Token], head: int, seen: int, budget: int) -> list[Token]:
         if len(tokens) <= budget:
             return tokens
-        heavy = int(budget * self.heavy)
+        heavy = math.floor(Fraction(str(self.heavy)) * budget)
         recent = budget - heavy
         older, newer = tokens[: len(tokens) - recent], tokens[len(tokens) - recent :]
         hitters = sorted(older, key=lambda token: (-token.score, token.position))[:heavy]

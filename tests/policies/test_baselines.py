@@ -7,6 +7,7 @@ import torch
 
 from kvpass.errors import BudgetError, PolicyError
 from kvpass.policies import resolve
+from kvpass.policies.base import share_of
 from kvpass.simulate import simulate
 
 
@@ -118,3 +119,8 @@ def test_bad_options_are_named(name, options, named):
 def test_budgets_below_the_smallest_are_refused(name, budget):
     with pytest.raises(BudgetError, match=f"budget={budget}"):
         resolve(name, {}).check_budget(budget)
+
+
+def test_a_share_of_the_budget_is_exact():
+    assert share_of(100, 0.29) == 29
+    assert share_of(7, 0.5) == 3
