@@ -31,7 +31,9 @@ def parser() -> argparse.ArgumentParser:
     )
     shown = " (default: %(default)s)"
     job.add_argument("--model", metavar="NAME_OR_PATH", help="a Hugging Face causal model (default: the bundled one)")
-    job.add_argument("--policy", metavar="P", nargs="+", default=[], help="policies to run (default: all)")
+    job.add_argument(
+        "--policy", metavar="P", nargs="+", default=[], help="policies to run, or all (default: seven of them)"
+    )
     job.add_argument("--budget", metavar="N", type=at_least(1), default=256, help="tokens kept" + shown)
     job.add_argument("--text", metavar="FILE", type=Path, help="UTF-8 text (default: standard-library source)")
     job.add_argument("--out", metavar="DIR", type=Path, default=Path("out"), help="where results go" + shown)
