@@ -82,7 +82,7 @@ def test_a_merging_step_is_compiled_without_a_copy_of_the_slots():
     lowered.feed(prompt)
     arguments = [*lowered.slots.tensors(), last.q, last.k, last.v, last.real[:, 0]]
     expected = [x.clone() for x in arguments]
-    lowered.step(lowered.layout, Site(0.25), lowered.slots.rebuild(expected[:-4]), *expected[-4:], False)
+    lowered.step(lowered.layout, Site(0.25), Slots.of(expected[:-4], lowered.slots.state), *expected[-4:], False)
     module = traced.graphs[False]
     flat = make_fx(lambda *args: module(list(args[:-4]), *args[-4:]))(*[x.clone() for x in arguments])
     _, code = run_and_get_code(torch.compile(flat, fullgraph=True), *arguments)
