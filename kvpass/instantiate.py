@@ -83,7 +83,7 @@ def _by_row_and_head(inner: Tensor, heads: int) -> Tensor:
     return inner.diagonal(0, 1, 3).movedim(-1, 1)
 
 
-def cut_mask(gm: fx.GraphModule, mask: fx.Node, sizes: Sizes, columns: list[fx.Node], scaffold: fx.Graph) -> MaskSlice:
+def cut_mask(gm: fx.GraphModule, mask: fx.Node, sizes: Sizes, columns: list[fx.Node]) -> MaskSlice:
     """Cut the mask out as a function of the key index.
 
     Raises:

@@ -360,7 +360,7 @@ class StepRewriter:
         if site.mask not in self._masks:
             behind = graphs.ancestors(site.mask)
             columns = match.key_columns(behind, self.actual, self.rows, self.seen + self.queries)
-            self._masks[site.mask] = cut_mask(self.gm, site.mask, self.sizes, columns, self.graph)
+            self._masks[site.mask] = cut_mask(self.gm, site.mask, self.sizes, columns)
         piece = self._masks[site.mask]
         for column in piece.columns:
             self._column(column)

@@ -220,11 +220,6 @@ class ReferenceLayer:
         )
 
 
-def attention_rows(query: Tensor, key: Tensor, mask: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """Probabilities float32 [B, Hq, q, N], head by head, the way a textbook writes it."""
-    return torch.nan_to_num(attention_logits(query, key, mask, bias, scale).softmax(-1))
-
-
 def attention_logits(query: Tensor, key: Tensor, mask: Tensor, bias: Tensor | None, scale: float) -> Tensor:
     """Logits float32 [B, Hq, q, N], minus infinity where the mask is false.
 
