@@ -16,7 +16,7 @@ from kvpass.errors import KVPassError, PolicyError, UnsupportedGraph
 from kvpass.handle import Handle
 from kvpass.policies.base import Plan, Policy
 from kvpass.report import Recorder, SiteReport
-from kvpass.rewrite import StepRewriter
+from kvpass.rewrite.step import StepRewriter
 from kvpass.runtime import PromptRunner, StepRunner
 
 Positions = Literal["absolute", "cache"]

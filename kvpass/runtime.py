@@ -16,7 +16,8 @@ from kvpass.errors import BudgetError, CacheHandleError, PolicyError, Unsupporte
 from kvpass.handle import LayerCache, current
 from kvpass.match import AttentionSite
 from kvpass.policies.base import Attention, Plan, Policy
-from kvpass.rewrite import StepRewrite, rewrite_prompt
+from kvpass.rewrite.prompt import rewrite_prompt
+from kvpass.rewrite.step import StepRewrite
 from kvpass.slots import Chunk, Layout, Slots, admit
 from kvpass.statistics import as_attention
 

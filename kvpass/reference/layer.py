@@ -18,7 +18,8 @@ from kvpass.match import AttentionSite
 from kvpass.policies.base import Attention
 from kvpass.reference import ReferenceLayer, reference_of
 from kvpass.reference.base import attention_logits
-from kvpass.rewrite import MaskOnSlots, StepRewriter
+from kvpass.rewrite.masks import MaskOnSlots
+from kvpass.rewrite.step import StepRewriter
 from kvpass.slots import Chunk, Layout
 
 if TYPE_CHECKING:

@@ -1,0 +1,140 @@
+"""The prompt graph: its own computation, and outputs for what the policy needs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import operator
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from kvpass import compat, graphs, match, statistics
+from kvpass.budget import Budget
+from kvpass.graphs import value
+from kvpass.match import AttentionSite
+from kvpass.policies import specify
+from kvpass.policies.base import Policy, Statistic
+from kvpass.step import tempered
+
+
+@dataclasses.dataclass
+class PromptRewrite:
+    """A prompt graph with more outputs.
+
+    Attributes:
+        gm: the rewritten graph.
+        sites: in the order of the graph.
+        raw: for each site, the place among the outputs of its keys before their rotary embedding; the
+            place of the keys themselves where they are stored as they are.
+        real: for each site, the place of bool [B, q], or None when no token is padding.
+        statistics: for each site, the places of what `kvpass.statistics` gives; empty when none are needed.
+        extras: for each site, the places of its query, its attended keys and its mask (None if it has
+            none), which only the eager reference asks for.
+    """
+
+    gm: fx.GraphModule
+    sites: list[AttentionSite]
+    raw: list[int]
+    real: list[int | None]
+    statistics: list[list[int]]
+    extras: list[tuple[int, int, int | None]]
+
+
+def rewrite_prompt(
+    gm: fx.GraphModule, sites: list[AttentionSite], policies: list[Policy], budget: Budget, ranked: bool, extras: bool
+) -> PromptRewrite:
+    """Add to a prompt graph the outputs that its policy needs; its own computation stays as it is."""
+    copy, moved = compat.copy_graph_module(gm)
+    output = copy.graph.output_node()
+    outputs: list[Any] = graphs.results(copy.graph)
+    done = PromptRewrite(copy, sites, [], [], [], [])
+    known: dict[fx.Node | None, int] = {}
+
+    def emit(node: fx.Node) -> int:
+        outputs.append(node)
+        return len(outputs) - 1
+
+    with copy.graph.inserting_before(output):
+        for site, policy in zip(sites, policies, strict=True):
+            real = _real_tokens(copy.graph, site, moved)
+            if real is not None and site.mask not in known:
+                known[site.mask] = emit(real)
+            done.real.append(None if real is None else known[site.mask])
+            if policy.temper(torch.ones(1, 1, dtype=torch.int64)) is not None:
+                _temper(copy.graph, site, moved, policy)
+            rotary = match.find_rotary(gm, site) if ranked else None
+            done.raw.append(emit(moved[rotary.raw]) if rotary else site.keys_out)
+            made = {
+                name: emit(node) for name, node in _statistics(copy.graph, site, moved, real, policy, budget).items()
+            }
+            done.statistics.append([made[name] for name in statistics.wanted(policy)])
+            if extras:
+                mask = None if site.mask is None else emit(moved[site.mask])
+                done.extras.append((emit(moved[site.query]), site.keys_out, mask))
+    output.args = (tuple(outputs),)
+    copy.recompile()
+    return done
+
+
+def _real_tokens(graph: fx.Graph, site: AttentionSite, moved: dict[fx.Node, fx.Node]) -> fx.Node | None:
+    """Which tokens of the prompt are not padding, from what the mask lets each see of itself."""
+    if site.mask is None or graphs.expr(value(site.mask).shape[2]) != graphs.expr(site.queries):
+        return None
+    offset = _past_length(site)
+    diagonal = graph.call_function(torch.diagonal, (moved[site.mask], offset, -2, -1))
+    first = graph.call_function(operator.getitem, (diagonal, (slice(None), 0)))
+    dtype = value(site.mask).dtype
+    return first if dtype == torch.bool else graph.call_function(operator.gt, (first, torch.finfo(dtype).min / 2))
+
+
+def _past_length(site: AttentionSite) -> int:
+    return 0 if site.past_key is None else int(value(site.past_key).shape[2])
+
+
+def _temper(graph: fx.Graph, site: AttentionSite, moved: dict[fx.Node, fx.Node], policy: Policy) -> None:
+    """Multiply the prompt's queries with the policy's factor for as many tokens as each row has."""
+    query, call = moved[site.query], moved[site.call]
+
+    def function(query: Tensor, real: Tensor | None) -> Tensor:
+        everyone = torch.ones_like(query[:, 0, :, 0], dtype=torch.bool)  # [B, q]
+        present = everyone if real is None else everyone & real
+        return tempered(policy, query, present.sum(-1, keepdim=True))
+
+    with graph.inserting_before(call):
+        factored = graph.call_function(function, (query, _real_tokens(graph, site, moved)))
+    call.replace_input_with(query, factored)
+    moved[site.query] = factored
+
+
+def _statistics(
+    graph: fx.Graph,
+    site: AttentionSite,
+    moved: dict[fx.Node, fx.Node],
+    real: fx.Node | None,
+    policy: Policy,
+    budget: Budget,
+) -> dict[Statistic, fx.Node]:
+    """Nodes of what the policy asks for, as `kvpass.statistics.statistics` would make it.
+
+    All sums are given to one that asks for any: then most policies have the same prompt graph, which is
+    compiled once and found in the compiler's caches by the others.
+    """
+    if not policy.statistics:
+        return {}
+    query, mask = moved[site.query], None if site.mask is None else moved[site.mask]
+    rows = graph.call_function(operator.getitem, (query, (slice(None), 0, slice(None), 0)))
+    everyone = graph.call_function(torch.ones_like, (rows,), {"dtype": torch.bool})  # [B, q]
+    real = everyone if real is None else graph.call_function(torch.logical_and, (real, everyone))
+    common = (query, moved[site.grown_key], mask, real, site.causal, site.scale)
+    made: dict[Statistic, fx.Node] = {}
+    if not policy.statistics.isdisjoint(statistics.SUMS):
+        sums = graph.call_function(torch.ops.kvpass.column_scores.default, (*common, policy.observation))
+        for place, name in enumerate(statistics.SUMS):
+            made[name] = graph.call_function(operator.getitem, (sums, place))
+    if "scan" in policy.statistics:
+        written = (specify(policy), json.dumps(budget))
+        made["scan"] = graph.call_function(torch.ops.kvpass.row_scan.default, (*common, *written))
+    return made
