@@ -114,6 +114,11 @@ class Backend:
             return self._absolute(
                 sites[0], "the prompt ran uncompiled, so its keys are turned to absolute positions already"
             )
+        sliding = [site for site in sites if site.window is not None]
+        if sliding:
+            return self._absolute(
+                sliding[0], "the layer has a sliding window of its own, so layers differ in how many tokens they hold"
+            )
         without = [site for site in sites if match.find_rotary(gm, site) is None]
         if not without:
             return True

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvpass import graphs, match
 from kvpass.errors import UnsupportedGraph
-from kvpass.graphs import Sizes, Slice, value
+from kvpass.graphs import Sizes, Slice, expr, value
 from kvpass.pieces import InPieces
 
 
@@ -41,7 +41,7 @@ class MaskSlice:
         def one(place: Tensor) -> Tensor:
             storage = torch.zeros_like(place[None])
             mask: Tensor = self.slice.module(place[None], storage, *ones, *bound)
-            return mask[..., 0]  # [b, h, q]
+            return mask.squeeze(-1) if mask.shape[-1] == 1 else _refuse_width(mask)  # [b, h, q]
 
         inner = torch.vmap(torch.vmap(torch.vmap(one)))(index)  # [B, H', N, b, h, q]
         return _by_row_and_head(inner, heads).movedim(2, -1)  # [B, Hkv or 1, G or 1, q, N]
@@ -59,6 +59,10 @@ class MaskSlice:
             mask = self.slice.module(place, torch.zeros_like(place), *[c[:, i : i + 1] for c in columns], *bound)
             real.append(as_allowed(mask[:, 0, min(i, mask.shape[2] - 1), 0]))
         return torch.stack(real, -1)
+
+
+def _refuse_width(mask: Tensor) -> Tensor:
+    raise UnsupportedGraph(f"the attention mask of one key has {mask.shape[-1]} columns: it spells its length out")
 
 
 def as_allowed(mask: Tensor) -> Tensor:
@@ -83,14 +87,18 @@ def _by_row_and_head(inner: Tensor, heads: int) -> Tensor:
     return inner.diagonal(0, 1, 3).movedim(-1, 1)
 
 
-def cut_mask(gm: fx.GraphModule, mask: fx.Node, sizes: Sizes, columns: list[fx.Node]) -> MaskSlice:
+def cut_mask(
+    gm: fx.GraphModule, mask: fx.Node, sizes: Sizes, counts: list[fx.Node], columns: list[fx.Node]
+) -> MaskSlice:
     """Cut the mask out as a function of the key index.
+
+    Args:
+        counts: the key indices that it is computed from, see `match.iotas`.
+        columns: the inputs that it reads and that run over all tokens, see `match.key_columns`.
 
     Raises:
         UnsupportedGraph: it is not a function of the key index.
     """
-    behind = graphs.ancestors(mask)
-    counts = match.iotas(behind, sizes)
     if not counts and not columns:
         raise UnsupportedGraph("the attention mask grows with the cache but is not computed from a key index")
     return MaskSlice(_KeyCutter(gm, sizes, counts, columns).cut(mask), tuple(columns))
@@ -140,6 +148,8 @@ class _KeyCutter:
             inner = self.places[1] if into_columns else env
             merged = {**env, **{p: inner[p] for p in node.all_input_nodes if p is not base and p in inner}}
             env[node] = self.graph.node_copy(node, lambda parent: merged[parent])
+            if graphs.name_of(node) == "expand":
+                env[node].args = _expanded(node, env[node])
         return env[node]
 
     def number(self, node: fx.Node) -> int:
@@ -148,6 +158,16 @@ class _KeyCutter:
                 f"the mask uses the cache's length as a size, {value(node)}, at {graphs.source_line(node)}"
             )
         return self.sizes.fixed(node)
+
+
+def _expanded(node: fx.Node, copied: fx.Node) -> tuple[Any, ...]:
+    """The arguments of a copied expand with -1 where nothing is expanded: the key dimension is one long here."""
+    base, *sizes = copied.args
+    sizes = list(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
+    before, after = value(node.args[0]).shape, value(node).shape  # type: ignore[arg-type]
+    added = len(after) - len(before)
+    kept = [i >= added and expr(before[i - added]) == expr(size) for i, size in enumerate(after)]
+    return (base, *(-1 if same else size for same, size in zip(kept, sizes, strict=True)))
 
 
 @dataclasses.dataclass(frozen=True)

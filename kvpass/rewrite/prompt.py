@@ -29,6 +29,7 @@ class PromptRewrite:
         sites: in the order of the graph.
         raw: for each site, the place among the outputs of its keys before their rotary embedding; the
             place of the keys themselves where they are stored as they are.
+        values: for each site, the place of its values.
         real: for each site, the place of bool [B, q], or None when no token is padding.
         statistics: for each site, the places of what `kvpass.statistics` gives; empty when none are needed.
         extras: for each site, the places of its query, its attended keys and its mask (None if it has
@@ -38,6 +39,7 @@ class PromptRewrite:
     gm: fx.GraphModule
     sites: list[AttentionSite]
     raw: list[int]
+    values: list[int]
     real: list[int | None]
     statistics: list[list[int]]
     extras: list[tuple[int, int, int | None]]
@@ -50,7 +52,7 @@ def rewrite_prompt(
     copy, moved = compat.copy_graph_module(gm)
     output = copy.graph.output_node()
     outputs: list[Any] = graphs.results(copy.graph)
-    done = PromptRewrite(copy, sites, [], [], [], [])
+    done = PromptRewrite(copy, sites, [], [], [], [], [])
     known: dict[fx.Node | None, int] = {}
 
     def emit(node: fx.Node) -> int:
@@ -66,14 +68,18 @@ def rewrite_prompt(
             if policy.temper(torch.ones(1, 1, dtype=torch.int64)) is not None:
                 _temper(copy.graph, site, moved, policy)
             rotary = match.find_rotary(gm, site) if ranked else None
-            done.raw.append(emit(moved[rotary.raw]) if rotary else site.keys_out)
+            keys, values = site.keys_out, site.values_out
+            if site.window is not None:
+                keys, values = emit(moved[site.grown_key]), emit(moved[site.grown_value])
+            done.raw.append(emit(moved[rotary.raw]) if rotary else keys)
+            done.values.append(values)
             made = {
                 name: emit(node) for name, node in _statistics(copy.graph, site, moved, real, policy, budget).items()
             }
             done.statistics.append([made[name] for name in statistics.wanted(policy)])
             if extras:
                 mask = None if site.mask is None else emit(moved[site.mask])
-                done.extras.append((emit(moved[site.query]), site.keys_out, mask))
+                done.extras.append((emit(moved[site.query]), keys, mask))
     output.args = (tuple(outputs),)
     copy.recompile()
     return done

@@ -32,6 +32,7 @@ class StepRewrite:
         loose: which of those came with strides that may change from call to call.
         columns: which of Dynamo's arguments it takes the last q columns of.
         outputs: for each output of the original graph its place in the rewritten one's, None for a cache.
+        lengths: outputs of the original graph that are the tokens seen before, plus a number.
         chunks: for each site of an extend graph the places of stored key, value, real and statistics.
     """
 
@@ -41,6 +42,7 @@ class StepRewrite:
     columns: list[int]
     queries: int
     outputs: list[int | None]
+    lengths: dict[int, int]
     chunks: list[list[int]]
 
     def flat(self, slots: list[Slots], arguments: tuple[Any, ...]) -> list[Any]:
@@ -63,27 +65,28 @@ class StepRewriter:
         layouts: list[Layout],
         slots: list[Slots],
         arguments: tuple[Any, ...],
-        known: dict[Any, int],
+        sizes: Sizes,
         seen: int,
+        windows: tuple[int | None, ...],
         sweep: bool = False,
     ) -> None:
-        """`known` holds what the sizes that do not grow are in this call, `seen` the tokens before it."""
+        """`seen` is the tokens before this call, `windows` how many of them the model stores if not all."""
         copy, moved = compat.copy_graph_module(gm)
         self.gm, self.graph = copy, copy.graph
         self.sites = [site.moved(moved) for site in sites]
         self.layouts, self.slots = layouts, slots
         self.holders = placeholders(self.graph)
         self.actual = dict(zip(self.holders, arguments, strict=True))
-        self.rows, self.seen = layouts[0].rows, seen
-        self.queries = int(graphs.expr(self.sites[0].queries).subs(known))
+        self.rows, self.seen, self.windows = layouts[0].rows, seen, windows
+        self.sizes, self.queries = sizes, sizes.queries
         self.sweep = sweep
         # A prompt that is still held whole takes its first token in as a chunk.
         self.decodes = self.queries == 1 and all(s.capacity == x.capacity for s, x in zip(slots, layouts, strict=True))
-        pasts: list[Any] = [past for site in self.sites for past in (site.past_key, site.past_value)]
-        self.sizes = Sizes(tuple({graphs.expr(value(past).shape[2]) for past in pasts}), known, self.queries)
+        self.counts = {window: match.iotas(self.graph.nodes, sizes, window) for window in windows}
         self.ranked = layouts[0].ranked
         self.rotaries = [match.find_rotary(self.gm, site) for site in self.sites] if self.ranked else []
         self._masks: dict[fx.Node, MaskSlice] = {}
+        self._firsts: dict[int, fx.Node] = {}
         self._traced: dict[Any, fx.GraphModule] = {}
         self._columns: dict[fx.Node, fx.Node] = {}
         self._real: dict[fx.Node | None, fx.Node] = {}
@@ -150,7 +153,7 @@ class StepRewriter:
     def _replace(self, layer: int) -> list[fx.Node]:
         """Splice a layer's step in, in place of its attention call."""
         site, layout = self.sites[layer], self.layouts[layer]
-        mask, mask_key = self._mask(site)
+        mask, mask_key = self._mask(layer)
         rotary = self.pieces[layer] if self.pieces else None
         real = self._real_now(site, mask)
         stored = self._rotary(layer).raw if self.ranked else site.key
@@ -223,21 +226,33 @@ class StepRewriter:
 
     # -- masks -----------------------------------------------------------------------------------------
 
-    def _mask(self, site: AttentionSite) -> tuple[MaskOnSlots | None, Any]:
-        """The site's mask on slots and what identifies it."""
+    def _mask(self, layer: int) -> tuple[MaskOnSlots | None, Any]:
+        """The layer's mask on slots and what identifies it."""
+        site, window = self.sites[layer], self.windows[layer]
         if site.mask is None:
             return None, None
-        if not self.sizes.grown(value(site.mask)):
+        if window is None and not self.sizes.grown(value(site.mask)):
             return ColumnMask([site.mask], self.queries), "columns"
         if site.mask not in self._masks:
             behind = graphs.ancestors(site.mask)
             columns = match.key_columns(behind, self.actual, self.rows, self.seen + self.queries)
-            self._masks[site.mask] = cut_mask(self.gm, site.mask, self.sizes, columns)
+            counts = [count for count in self.counts[window] if count in behind]
+            self._masks[site.mask] = cut_mask(self.gm, site.mask, self.sizes, counts, columns)
         piece = self._masks[site.mask]
         for column in piece.columns:
             self._column(column)
-        nodes = [*(self._columns[c] for c in piece.columns), *piece.slice.bound]
-        return SlicedMask(nodes, self.queries, piece), piece.slice.key
+        first = [] if window is None else [self._first_stored(window)]
+        nodes = [*first, *(self._columns[c] for c in piece.columns), *piece.slice.bound]
+        return SlicedMask(nodes, self.queries, piece, bool(first)), (piece.slice.key, bool(first))
+
+    def _first_stored(self, window: int) -> fx.Node:
+        """The place in the padded sequence of the first token that the model stores."""
+        if window not in self._firsts:
+            with self.graph.inserting_after(self.length):
+                node = self.graph.call_function(operator.sub, (self.length, window))
+            node.meta["example_value"] = value(self.length)
+            self._firsts[window] = node
+        return self._firsts[window]
 
     def _column(self, holder: fx.Node) -> fx.Node:
         """A new input: the last q columns of one that runs over all tokens."""
@@ -341,9 +356,15 @@ class StepRewriter:
         output = self.graph.output_node()
         originals = graphs.results(self.graph)
         caches = {place for site in self.sites for place in (site.keys_out, site.values_out)}
-        kept = [out for place, out in enumerate(originals) if place not in caches]
+        lengths = {
+            place: self.sizes.beyond_length(out)
+            for place, out in enumerate(originals)
+            if graphs.is_size(out) and self.sizes.grows(out)
+        }
+        kept = [out for place, out in enumerate(originals) if place not in caches and place not in lengths]
         places = iter(range(len(kept)))
-        mapping = [None if place in caches else next(places) for place in range(len(originals))]
+        gone = caches | lengths.keys()
+        mapping = [None if place in gone else next(places) for place in range(len(originals))]
         chunk_places = []
         for chunk in chunks:
             chunk_places.append(list(range(len(kept), len(kept) + len(chunk))))
@@ -355,7 +376,7 @@ class StepRewriter:
         loose = {place for place in inputs if _loose(value(self.holders[place]))}
         self.gm.recompile()
         return StepRewrite(
-            self.gm, inputs, loose, columns, self.queries, mapping, chunk_places if any(chunk_places) else []
+            self.gm, inputs, loose, columns, self.queries, mapping, lengths, chunk_places if any(chunk_places) else []
         )
 
     def _sweep(self) -> None:
