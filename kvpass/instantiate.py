@@ -26,8 +26,8 @@ class MaskSlice:
     """The mask as a function of the key.
 
     Attributes:
-        slice: inputs are the key's index [1], the index to look its columns up at [1], then one [B, 1]
-            tensor for each of `columns`.
+        slice: inputs are the key's index [1], the index to look its columns up at [1], both counted from
+            the first key that the model stores, then one [B, 1] tensor for each of `columns`.
         columns: placeholders [B, past + new] that the mask reads, such as a padding mask.
         shape: of the mask that one key gives, [B or 1, Hq or 1, q, 1].
     """
@@ -35,18 +35,25 @@ class MaskSlice:
     slice: Slice
     columns: tuple[fx.Node, ...]
 
-    def on_slots(self, index: Tensor, heads: int, ones: list[Tensor], bound: list[Tensor]) -> Tensor:
-        """The mask of slots: index [B, H', N] -> [B, Hkv or 1, G or 1, q, N]; padding counts as absent."""
+    def on_slots(
+        self, index: Tensor, first: Tensor | int, heads: int, ones: list[Tensor], bound: list[Tensor]
+    ) -> Tensor:
+        """The mask of slots: index [B, H', N] -> [B, Hkv or 1, G or 1, q, N]; padding counts as absent.
+
+        Args:
+            first: the place of the first key that the model stores, a number.
+        """
 
         def one(place: Tensor) -> Tensor:
-            storage = torch.zeros_like(place[None])
-            mask: Tensor = self.slice.module(place[None], storage, *ones, *bound)
+            mask: Tensor = self.slice.module(place[None] - first, torch.zeros_like(place[None]) - first, *ones, *bound)
             return mask.squeeze(-1) if mask.shape[-1] == 1 else _refuse_width(mask)  # [b, h, q]
 
         inner = torch.vmap(torch.vmap(torch.vmap(one)))(index)  # [B, H', N, b, h, q]
         return _by_row_and_head(inner, heads).movedim(2, -1)  # [B, Hkv or 1, G or 1, q, N]
 
-    def of_new(self, length: Tensor, queries: int, columns: list[Tensor], bound: list[Tensor]) -> Tensor:
+    def of_new(
+        self, length: Tensor, first: Tensor | int, queries: int, columns: list[Tensor], bound: list[Tensor]
+    ) -> Tensor:
         """Which new tokens are real: bool [B or 1, q], the mask of each one for itself.
 
         Args:
@@ -56,7 +63,9 @@ class MaskSlice:
         real = []
         for i in range(queries):
             place = (length + i)[None]
-            mask = self.slice.module(place, torch.zeros_like(place), *[c[:, i : i + 1] for c in columns], *bound)
+            mask = self.slice.module(
+                place - first, torch.zeros_like(place) - first, *[c[:, i : i + 1] for c in columns], *bound
+            )
             real.append(as_allowed(mask[:, 0, min(i, mask.shape[2] - 1), 0]))
         return torch.stack(real, -1)
 

@@ -47,11 +47,11 @@ class SlicedMask(MaskOnSlots):
     def on_slots(self, index: Tensor, heads: int, tensors: list[Tensor]) -> Tensor:
         first, columns, bound = self._sorted(tensors)
         ones = [torch.ones_like(column[:, :1]) for column in columns]
-        return self.piece.on_slots(index - first, heads, ones, bound)
+        return self.piece.on_slots(index, first, heads, ones, bound)
 
     def of_new(self, length: Tensor, tensors: list[Tensor]) -> Tensor:
         first, columns, bound = self._sorted(tensors)
-        return self.piece.of_new(length - first, self.queries, columns, bound)
+        return self.piece.of_new(length, first, self.queries, columns, bound)
 
     def _sorted(self, tensors: list[Tensor]) -> tuple[Tensor | int, list[Tensor], list[Tensor]]:
         start, count = int(self.shifted), len(self.piece.columns)
