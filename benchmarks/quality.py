@@ -191,7 +191,7 @@ def parsed(arguments: Sequence[str] | None) -> Settings:
     parser.add_argument("--prompts", nargs="+", type=int, default=[2, 1024], metavar="N")
     parser.add_argument("--documents", type=int, default=4, metavar="N", help="rows of one batch (default: 4)")
     parser.add_argument("--length", type=int, default=2048, metavar="N", help="tokens of a document (default: 2048)")
-    parser.add_argument("--inner", default="inductor", help="inductor (default) or eager")
+    parser.add_argument("--inner", default="eager", help="eager (default) or inductor, which takes longer to compile")
     parser.add_argument("--out", type=Path, default=Path("out/quality"), help="folder for JSON and plot")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="of torch (default: 1)")
     given = vars(parser.parse_args(arguments))

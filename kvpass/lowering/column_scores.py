@@ -8,6 +8,7 @@ so that one compiled prompt graph serves every prompt length.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 
 import torch
@@ -20,33 +21,54 @@ PIECE = 1 << 19  # logits alive at a time: 2 MB in float32; much more would leav
 LOWEST = torch.finfo(torch.float32).min
 
 
-def _spans(count: int, query: Tensor, key: Tensor) -> Iterator[slice]:
+def _shape(query: Tensor, key: Tensor, keys: int | torch.SymInt) -> tuple[int | torch.SymInt, ...]:
+    return (query.shape[0], key.shape[1], query.shape[1] // key.shape[1], keys)
+
+
+def _spans(count: int, query: Tensor, key: Tensor) -> list[slice]:
     """Consecutive queries, `count` in all, few enough for one piece."""
     step = max(1, PIECE // max(1, query.shape[0] * query.shape[1] * key.shape[2]))
-    return (slice(start, min(start + step, count)) for start in range(0, count, step))
+    return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
 
-def _logits(query: Tensor, key: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+class _Room:
+    """Memory for one piece after the other; what was made in it before is lost."""
+
+    def __init__(self, spans: list[slice], query: Tensor, key: Tensor, dtype: torch.dtype) -> None:
+        most = max((span.stop - span.start for span in spans), default=0)
+        self.buffer = query.new_empty(query.shape[0] * query.shape[1] * most * key.shape[2], dtype=dtype)
+
+    def shaped(self, *shape: int) -> Tensor:
+        """A tensor of that shape, of unknown content."""
+        return self.buffer[: math.prod(shape)].view(shape)
+
+
+def _logits(query: Tensor, key: Tensor, mask: Tensor | None, scale: float, room: _Room) -> Tensor:
     """Masked logits, float32 [B, Hkv, G, n, S]; mask bool or additive [B or 1, Hq or 1, n or 1, S]."""
     rows, heads, keys, dim = key.shape
     groups, count = query.shape[1] // heads, query.shape[2]
     grouped = query.reshape(rows * heads, groups * count, dim)
-    empty = grouped.new_empty(1)  # baddbmm for its factor on the product: no second pass over the logits
-    logits = torch.baddbmm(empty, grouped, key.flatten(0, 1).transpose(1, 2), beta=0, alpha=scale).float()
-    logits = logits.view(rows, heads, groups, count, keys)
+    out = room.shaped(rows * heads, groups * count, keys)
+    # baddbmm for its factor on the product: no pass over the logits of its own
+    torch.baddbmm(out[:, :1, :1], grouped, key.flatten(0, 1).transpose(1, 2), beta=0, alpha=scale, out=out)
+    logits = out.float().view(rows, heads, groups, count, keys)
     if mask is None:
         return logits
     part = mask.reshape(mask.shape[0], heads, groups, *mask.shape[2:]) if mask.shape[1] > 1 else mask[:, :, None]
     return logits.masked_fill_(~part, LOWEST) if part.dtype == torch.bool else logits.add_(part)
 
 
-def _pieces(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Iterator[Tensor]:
+def _pieces(
+    spans: list[slice], query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> Iterator[Tensor]:
     """The logits of consecutive queries, float32 [B, Hkv, G, n, s]; of causal ones only for the s keys they see."""
     count, keys = query.shape[2], key.shape[2]
-    for chosen in _spans(count, query, key):
+    room = _Room(spans, query, key, query.dtype)
+    for chosen in spans:
         part = mask if mask is None or mask.shape[2] == 1 else mask[:, :, chosen]
         seen = keys - count + chosen.stop if causal else keys
-        logits = _logits(query[:, :, chosen], key[:, :, :seen], part if part is None else part[..., :seen], scale)
+        part = None if part is None else part[..., :seen]
+        logits = _logits(query[:, :, chosen], key[:, :, :seen], part, scale, room)
         if causal:
             new = chosen.stop - chosen.start
             ahead = torch.ones(new, new, dtype=torch.bool, device=key.device).triu(1)
@@ -58,13 +80,12 @@ def _sums(
     query: Tensor, key: Tensor, mask: Tensor | None, real: Tensor, causal: bool, scale: float, powers: int
 ) -> list[Tensor]:
     """Probabilities to the power of 1, ..., `powers`, each summed over the real queries: [B, Hkv, G, S]."""
-    shape = (*key.shape[:2], query.shape[1] // key.shape[1], key.shape[2])
-    sums = [query.new_zeros(shape, dtype=torch.float32) for _ in range(powers)]
-    counted, done = real.float()[:, None, None, None], 0  # [B, 1, 1, 1, q]
-    for logits in _pieces(query, key, mask, causal, scale) if powers else ():
-        paid, start = torch.softmax(logits, -1), done
-        done = start + paid.shape[3]
-        weight = counted[..., start:done].expand(*paid.shape[:3], 1, -1)
+    sums = [query.new_zeros(_shape(query, key, key.shape[2]), dtype=torch.float32) for _ in range(powers)]
+    spans = _spans(query.shape[2], query, key) if powers else []
+    room, counted = _Room(spans, query, key, torch.float32), real.float()[:, None, None, None]  # [B, 1, 1, 1, q]
+    for span, logits in zip(spans, _pieces(spans, query, key, mask, causal, scale), strict=True):
+        paid = torch.softmax(logits, -1, out=room.shaped(*logits.shape))
+        weight = counted[..., span].expand(*paid.shape[:3], 1, -1)
         for power, total in enumerate(sums, 1):
             paid = paid if power == 1 else paid.square_()
             total[..., : paid.shape[-1]] += torch.matmul(weight, paid)[..., 0, :]
@@ -76,27 +97,22 @@ def _late(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of the last `window` real queries: the last row, the mean of the rows, and the last logits, [B, Hkv, G, S]."""
     count, keys = query.shape[2], key.shape[2]
-    place = torch.arange(count, device=key.device)
-    latest = torch.where(real, place, -1).topk(min(window, count))  # [B, w], the last one first
-    picked = latest.values.clamp(min=0)
+    latest = torch.where(real, torch.arange(count, device=key.device), -1).topk(min(window, count))  # last one first
+    place = latest.values.clamp(min=0)  # [B, w]
     if mask is not None and mask.shape[2] > 1:
-        mask = _picked(mask.expand(len(picked), -1, -1, -1), picked)
-    visible = torch.arange(keys, device=key.device) <= picked[:, None, :, None] + keys - count if causal else None
-    last, logits = (query.new_zeros(()) for _ in range(2))
-    mean = query.new_zeros((*key.shape[:2], query.shape[1] // key.shape[1], keys), dtype=torch.float32)
-    chosen = _picked(query, picked)
-    for span in _spans(chosen.shape[2], query, key):
-        part = mask if mask is None or mask.shape[2] == 1 else mask[:, :, span]
-        made = _logits(chosen[:, :, span], key, part, scale)
-        if visible is not None:
-            made.masked_fill_(~visible[:, :, None, span], LOWEST)
-        counted = (latest.values[:, span] >= 0).float()[:, None, None, :, None]
-        paid = torch.softmax(made, -1).mul_(counted)
+        mask = _picked(mask.expand(len(place), -1, -1, -1), place)
+    if causal:
+        visible = torch.arange(keys, device=key.device) <= (place + keys - count)[:, None, :, None]
+        mask = visible if mask is None else torch.where(visible, mask, False if mask.dtype == torch.bool else LOWEST)
+    chosen, counted = _picked(query, place), (latest.values >= 0).float()[:, None, None, :, None]
+    spans, mean = _spans(chosen.shape[2], chosen, key), query.new_zeros(_shape(query, key, keys), dtype=torch.float32)
+    last, logits = mean, mean
+    for span, made in zip(spans, _pieces(spans, chosen, key, mask, False, scale), strict=True):
+        paid = torch.softmax(made, -1) * counted[..., span, :]
         if span.start == 0:
-            last, logits = paid[..., 0, :].clone(), (made[..., 0, :] * counted[..., 0, :])
+            last, logits = paid[..., 0, :].clone(), made[..., 0, :] * counted[..., 0, :]
         mean += paid.sum(-2)
-    mean /= real.sum(-1).clamp(1, window)[:, None, None, None]
-    return last, mean, logits
+    return last, mean.div_(real.sum(-1).clamp(1, window)[:, None, None, None]), logits
 
 
 def _picked(x: Tensor, place: Tensor) -> Tensor:
@@ -134,10 +150,6 @@ def column_scores(
     return [*sums, *nothing, *_late(query, key, mask, real, causal, scale, window)]
 
 
-def _shape(query: Tensor, key: Tensor, keys: int | torch.SymInt) -> tuple[int | torch.SymInt, ...]:
-    return (query.shape[0], key.shape[1], query.shape[1] // key.shape[1], keys)
-
-
 @column_scores.register_fake
 def _(
     query: Tensor,
@@ -173,8 +185,9 @@ def row_scan(
     """
     chosen, keys, held = policies.specified(policy), key.shape[2], key.shape[2] - query.shape[2]
     slots = slots_for(chosen, json.loads(budget), query.shape[2])
-    pieces = _pieces(query, key, mask, causal, scale)
-    rows = (torch.nn.functional.pad(torch.softmax(piece, -1), (0, keys - piece.shape[-1])) for piece in pieces)
+    spans = _spans(query.shape[2], query, key)
+    pieces = (torch.softmax(piece, -1) for piece in _pieces(spans, query, key, mask, causal, scale))
+    rows = (torch.nn.functional.pad(piece, (0, keys - piece.shape[-1])) for piece in pieces)
     return chosen.scan(rows, real, held, slots).clone(memory_format=torch.contiguous_format)
 
 

@@ -57,8 +57,8 @@ def rewrite_prompt(
         outputs.append(node)
         return len(outputs) - 1
 
-    with copy.graph.inserting_before(output):
-        for site, policy in zip(sites, policies, strict=True):
+    for site, policy in zip(sites, policies, strict=True):
+        with copy.graph.inserting_before(moved[site.call].next):  # not at the end: queries would outlive their layer
             real = _real_tokens(copy.graph, site, moved)
             if real is not None and site.mask not in known:
                 known[site.mask] = emit(real)
