@@ -14,6 +14,11 @@ from kvpass.policies.base import Attention, Policy, Statistic
 SUMS: tuple[Statistic, ...] = ("total", "squares", "last", "window", "logits")
 
 
+def powers(policy: Policy) -> int:
+    """How many sums over all queries the policy needs: see `column_scores`."""
+    return 2 if "squares" in policy.statistics else int("total" in policy.statistics)
+
+
 def wanted(policy: Policy) -> list[Statistic]:
     """What `statistics` returns for the policy, in its order."""
     return sorted(policy.statistics)
@@ -32,7 +37,7 @@ def statistics(
     """The tensors that the policy asks for; `budget` as users write it, the others as for `column_scores`."""
     made: dict[Statistic, Tensor] = {}
     if not policy.statistics.isdisjoint(SUMS):
-        sums = column_scores(query, key, mask, real, causal, scale, policy.observation)
+        sums = column_scores(query, key, mask, real, causal, scale, policy.observation, powers(policy))
         made = dict(zip(SUMS, sums, strict=True))
     if "scan" in policy.statistics:
         made["scan"] = row_scan(query, key, mask, real, causal, scale, specify(policy), json.dumps(budget))

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from kvpass.demo import corpus, meter, plots, stream, tables
 from kvpass.demo.stream import Run
 from kvpass.demo.subject import Subject, load, read_texts
 from kvpass.errors import KVPassError
+from kvpass.policies import Policy
 
 T = TypeVar("T")
 Outcomes = Mapping[str, T | KVPassError]
@@ -230,17 +231,19 @@ def _each(
     with tqdm(total=ticks * len(chosen), unit="step", smoothing=0.05, dynamic_ncols=True) as bar:
         for done, policy in enumerate(chosen, 1):
             bar.set_description(f"{name}: {policy}")
-            outcomes[policy] = _attempt(job, policy, inner, lambda: action(bar.update), room)
+            budget = job.settings.budget if policies.get(policy).evicts else room
+            outcomes[policy] = attempt(job.subject.model, policy, budget, inner, lambda: action(bar.update))
             bar.update(ticks * done - bar.n)
     return outcomes
 
 
-def _attempt(job: Job, policy: str, inner: str, action: Callable[[], T], room: int | None) -> T | KVPassError:
+def attempt(
+    model: Any, policy: str | Policy, budget: int | None, inner: str, action: Callable[[], T]
+) -> T | KVPassError:
     """`action()` with the model compiled for the policy; the reason if kvpass refuses."""
     meter.forget_compiled_code()
     try:
-        budget = job.settings.budget if policies.get(policy).evicts else room
-        kvpass.compile(job.subject.model, policy=policy, budget=budget, inner=inner)
+        kvpass.compile(model, policy=policy, budget=budget, inner=inner)
         return action()
     except Exception as error:
         refusals = [reason for reason in _reasons(error) if isinstance(reason, KVPassError)]

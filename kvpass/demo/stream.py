@@ -31,8 +31,8 @@ class Run:
 
     Attributes:
         losses: float32 [B, T - 1], the negative log-likelihood of each token but the first, in nats.
-        seconds: [T - PROMPT], the time of each decode step, from the token to the loss on the host.
-        busy: [T - PROMPT], True where something was compiled during the step.
+        seconds: [T - prompt], the time of each decode step, from the token to the loss on the host.
+        busy: [T - prompt], True where something was compiled during the step.
         snapshots: which positions were held, every few steps.
         cache_bytes, full_bytes: of all rows at the end, and of a cache that kept everything.
         decode_graphs: graphs captured after the prompt.
@@ -61,6 +61,7 @@ class Recorder:
     def __init__(self, model: Any, every: int) -> None:
         self.model = model
         self.every = every
+        self.seen = 0
         self.cache: Any = None
         self.start = meter.Mark.now()
         self.after_prompt = self.start
@@ -70,7 +71,7 @@ class Recorder:
         self.snapshots: list[Snapshot] = []
 
     def prompt(self, tokens: Tensor, targets: Tensor) -> None:
-        """Feed the first tokens [B, PROMPT]; the targets [B, PROMPT] are what follows each of them."""
+        """Feed the first tokens [B, P]; the targets [B, P] are what follows each of them."""
         self._feed(tokens, targets)
         self.after_prompt = meter.Mark.now()
 
@@ -80,14 +81,14 @@ class Recorder:
         self._feed(tokens, targets)
         self.seconds.append(time.perf_counter() - start)
         self.busy.append(meter.activity() != before)
-        seen = PROMPT + len(self.seconds)
-        if seen % self.every == 0:
-            self.snapshots.append(Snapshot(seen, held_positions(self.cache)))
+        if self.seen % self.every == 0:
+            self.snapshots.append(Snapshot(self.seen, held_positions(self.cache)))
 
     def _feed(self, tokens: Tensor, targets: Tensor) -> None:
         past = {} if self.cache is None else {"past_key_values": self.cache}
         output = self.model(input_ids=tokens, use_cache=True, **past)
         self.cache = output.past_key_values
+        self.seen += tokens.shape[1]
         self.losses.append(negative_log_likelihood(output.logits[:, : targets.shape[1]], targets).cpu())
 
     def finish(self) -> Run:
@@ -104,16 +105,17 @@ class Recorder:
         )
 
 
-def run(model: Any, tokens: Tensor, *, every: int, tick: Callable[[], object]) -> Run:
-    """Stream tokens [B, T] from an empty cache through a compiled causal model, one by one after `PROMPT`.
+def run(model: Any, tokens: Tensor, *, every: int, tick: Callable[[], object], prompt: int = PROMPT) -> Run:
+    """Stream tokens [B, T] from an empty cache through a compiled causal model, one by one after the prompt.
 
     Args:
         every: take a snapshot of the held positions after this many tokens.
         tick: called after every step.
+        prompt: how many tokens are fed at once to begin with; at least 2.
     """
     recorder, following = Recorder(model, every), tokens[:, 1:]
-    recorder.prompt(tokens[:, :PROMPT], following[:, :PROMPT])
-    for place in range(PROMPT, tokens.shape[1]):
+    recorder.prompt(tokens[:, :prompt], following[:, :prompt])
+    for place in range(prompt, tokens.shape[1]):
         one = slice(place, place + 1)
         recorder.step(tokens[:, one], following[:, one])
         tick()

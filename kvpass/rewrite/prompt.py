@@ -59,8 +59,8 @@ def rewrite_prompt(
         outputs.append(node)
         return len(outputs) - 1
 
-    with copy.graph.inserting_before(output):
-        for site, policy in zip(sites, policies, strict=True):
+    for site, policy in zip(sites, policies, strict=True):
+        with copy.graph.inserting_before(moved[site.call].next):  # not at the end: queries would outlive their layer
             real = _real_tokens(copy.graph, site, moved)
             if real is not None and site.mask not in known:
                 known[site.mask] = emit(real)
@@ -125,8 +125,8 @@ def _statistics(
 ) -> dict[Statistic, fx.Node]:
     """Nodes of what the policy asks for, as `kvpass.statistics.statistics` would make it.
 
-    All sums are given to one that asks for any: then most policies have the same prompt graph, which is
-    compiled once and found in the compiler's caches by the others.
+    Policies that need the same sums over all queries have the same prompt graph, which is compiled once and
+    found in the compiler's caches by the others.
     """
     if not policy.statistics:
         return {}
@@ -137,7 +137,8 @@ def _statistics(
     common = (query, moved[site.grown_key], mask, real, site.causal, site.scale)
     made: dict[Statistic, fx.Node] = {}
     if not policy.statistics.isdisjoint(statistics.SUMS):
-        sums = graph.call_function(torch.ops.kvpass.column_scores.default, (*common, policy.observation))
+        asked = (policy.observation, statistics.powers(policy))
+        sums = graph.call_function(torch.ops.kvpass.column_scores.default, (*common, *asked))
         for place, name in enumerate(statistics.SUMS):
             made[name] = graph.call_function(operator.getitem, (sums, place))
     if "scan" in policy.statistics:

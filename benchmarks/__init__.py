@@ -1,0 +1,1 @@
+"""Scripts that print the tables of the documentation; each runs as `python -m benchmarks.NAME`."""

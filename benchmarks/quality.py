@@ -1,0 +1,216 @@
+"""Perplexity of every policy at several budgets, beside full, window and random, and what its paper expects.
+
+    python -m benchmarks.quality --out out/quality
+
+Held-out documents go through the bundled model one token at a time, once after a prompt of two tokens, so
+that a policy works from the beginning under its budget, and once after a prompt of half a document, from
+which those policies can choose that select only then.  docs/quality.md has the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import Tensor
+from tqdm import tqdm
+
+from kvpass import policies
+from kvpass.demo import corpus, stream
+from kvpass.demo.run import attempt
+from kvpass.demo.stream import perplexity
+from kvpass.demo.subject import load
+from kvpass.errors import KVPassError
+
+LEFT_OUT = ("kv_align",)  # it needs networks that were trained for the model
+BESIDE = ("full", "window", "random")  # the limits that the others are measured against
+
+EXPECTED = {
+    "full": "the lower limit",
+    "window": "collapses without sinks (BUZZ prints 194.8 at 50 slots, 36.0 at 100; full 7.38)",
+    "random": "far behind every score",
+    "streaming": "near full (BUZZ prints 11.72 at 50 slots, 9.33 at 100; full 7.38)",
+    "cascade": "below streaming (PG19, 2,048 slots: 7.05 to 6.97 on Llama2-7B; full 6.67)",
+    "h2o": "near full, below streaming (BUZZ prints 9.99 at 50 slots, 8.88 at 100)",
+    "buzz": "below h2o (9.39 at 50 slots, 8.04 at 100)",
+    "tova": "near full, below h2o",
+    "roco": "below h2o",
+    "snapkv": "after a long prompt near full, above d2o (needle at 50k: 83.6; d2o 88.7, full 97.9)",
+    "sage": "after a long prompt near full, below streaming (LongBench 52.5; streaming 50.1 to 51.2, full 53.0)",
+    "d2o": "below h2o (LongBench at 20 %, GovReport 24.1; h2o 21.3, full 30.8)",
+    "knorm": "near full at half of the tokens, after a prompt",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What to measure.
+
+    Attributes:
+        policies: names.
+        budgets: tokens kept.
+        prompts: lengths of the prompt; each makes a table of its own.
+        documents, length: how many documents of how many tokens; they are rows of one batch.
+        inner: what compiles the rewritten graphs.
+        out: the folder for `quality.json` and `quality.png`.
+    """
+
+    policies: tuple[str, ...]
+    budgets: tuple[int, ...]
+    prompts: tuple[int, ...]
+    documents: int
+    length: int
+    inner: str
+    out: Path
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One measurement; `budget` is None for a policy that evicts nothing."""
+
+    policy: str
+    prompt: int
+    budget: int | None
+
+
+Row = dict[str, Any]
+
+
+def cases(settings: Settings) -> Iterator[Case]:
+    """Every measurement, policies that evict nothing once per prompt."""
+    for prompt in settings.prompts:
+        for policy in settings.policies:
+            for budget in settings.budgets if policies.get(policy).evicts else (None,):
+                yield Case(policy, prompt, budget)
+
+
+def measure(model: Any, tokens: Tensor, case: Case, inner: str, tick: Callable[[], object]) -> Row:
+    """The perplexity of documents [B, T] after their prompt, or the reason why the policy refuses."""
+    slots = tokens.shape[1] if case.budget is None else case.budget
+
+    def streamed() -> stream.Run:
+        return stream.run(model, tokens, every=tokens.shape[1], tick=tick, prompt=case.prompt)
+
+    outcome = attempt(model, case.policy, slots, inner, streamed)
+    row = dataclasses.asdict(case)
+    if isinstance(outcome, KVPassError):
+        return {**row, "error": str(outcome)}
+    decoded = outcome.losses[:, case.prompt :]  # loss i is made by token i; those of the prompt saw everything
+    return {
+        **row,
+        "perplexity": round(perplexity(decoded), 3),
+        "by_document": [round(perplexity(document), 3) for document in decoded],
+        "cache_bytes": outcome.cache_bytes,
+        "full_cache_bytes": outcome.full_bytes,
+        "decode_graphs": outcome.decode_graphs,
+        "graph_breaks": outcome.graph_breaks,
+    }
+
+
+def measured(settings: Settings) -> list[Row]:
+    """The rows of all cases, on a bar; `quality.json` holds what is there already if this is interrupted."""
+    subject = load(None)
+    texts = subject.encode(corpus.read(corpus.held_out_files()))
+    tokens = torch.tensor(corpus.documents(texts, settings.documents, settings.length, subject.bos))
+    todo, rows = list(cases(settings)), []
+    with tqdm(total=sum(settings.length - case.prompt for case in todo), unit="step", smoothing=0.05) as bar:
+        for case in todo:
+            bar.set_description(f"{case.policy} {case.budget or ''}, prompt {case.prompt}")
+            with torch.inference_mode():
+                rows.append(measure(subject.model, tokens, case, settings.inner, bar.update))
+            write(settings, rows)
+    return rows
+
+
+def write(settings: Settings, rows: Sequence[Row]) -> None:
+    about = {name: getattr(settings, name) for name in ("documents", "length", "inner")}
+    about |= {"torch": torch.__version__, "python": ".".join(map(str, sys.version_info[:3]))}
+    path = settings.out / "quality.json"
+    path.write_text(json.dumps({"about": about, "rows": list(rows)}, indent=1) + "\n", encoding="utf-8")
+
+
+def table(rows: Sequence[Row], prompt: int) -> str:
+    """A Markdown table: a line per policy, a column per budget, and what its paper leads one to expect."""
+    mine = [row for row in rows if row["prompt"] == prompt]
+    budgets = sorted({row["budget"] for row in mine if row["budget"] is not None})
+    names = list(dict.fromkeys(row["policy"] for row in mine))
+    lines = [["policy", *map(str, budgets), "expected from the papers"], ["---", *["---:"] * len(budgets), "---"]]
+    for name in sorted(names, key=lambda name: (name not in BESIDE, names.index(name))):
+        found = {row["budget"]: row for row in mine if row["policy"] == name}
+        cells = [_cell(found.get(budget, found.get(None, {}))) for budget in budgets]
+        lines.append([name, *cells, EXPECTED.get(name, "")])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(row: Row) -> str:
+    return f"{row['perplexity']:.2f}" if "perplexity" in row else "-"
+
+
+def figure(rows: Sequence[Row], prompts: Sequence[int]) -> Figure:
+    """Perplexity over budget, a panel per prompt and a line per policy."""
+    drawn = Figure(figsize=(5 * len(prompts) + 1.5, 4.5), layout="constrained")
+    panels = drawn.subplots(1, len(prompts), squeeze=False)[0]
+    names = list(dict.fromkeys(row["policy"] for row in rows))
+    for prompt, axes in zip(prompts, panels, strict=True):
+        _panel(axes, [row for row in rows if row["prompt"] == prompt and "perplexity" in row], names)
+        axes.set(title=f"after a prompt of {prompt} tokens", xlabel="budget", ylabel="perplexity")
+    panels[-1].legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
+    return drawn
+
+
+def _panel(axes: Axes, rows: Sequence[Row], names: Sequence[str]) -> None:
+    budgets = sorted({row["budget"] for row in rows if row["budget"] is not None})
+    for place, name in enumerate(names):
+        mine = {row["budget"]: row["perplexity"] for row in rows if row["policy"] == name}
+        points = [(budget, mine.get(budget, mine.get(None))) for budget in budgets]
+        known = [point for point in points if point[1] is not None]
+        look = "-o" if name not in BESIDE else "--"
+        colour = "black" if name == "full" else colormaps["tab20"](place % 20)
+        axes.plot(*zip(*known, strict=True), look, label=name, color=colour, markersize=3) if known else None
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(budgets, labels=map(str, budgets), minor=False)
+    for which in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        which("{x:g}")
+
+
+def parsed(arguments: Sequence[str] | None) -> Settings:
+    everything = [name for name in policies.names() if name not in LEFT_OUT]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.quality", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--policies", nargs="+", default=everything, metavar="NAME", help="default: all")
+    parser.add_argument("--budgets", nargs="+", type=int, default=[128, 256, 512], metavar="N")
+    parser.add_argument("--prompts", nargs="+", type=int, default=[2, 1024], metavar="N")
+    parser.add_argument("--documents", type=int, default=4, metavar="N", help="rows of one batch (default: 4)")
+    parser.add_argument("--length", type=int, default=2048, metavar="N", help="tokens of a document (default: 2048)")
+    parser.add_argument("--inner", default="eager", help="eager (default) or inductor, which takes longer to compile")
+    parser.add_argument("--out", type=Path, default=Path("out/quality"), help="folder for JSON and plot")
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="of torch (default: 1)")
+    given = vars(parser.parse_args(arguments))
+    torch.set_num_threads(given.pop("threads"))
+    return Settings(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print Markdown tables, and write JSON and plot."""
+    settings = parsed(arguments)
+    settings.out.mkdir(parents=True, exist_ok=True)
+    rows = measured(settings)
+    for prompt in settings.prompts:
+        print(f"\nAfter a prompt of {prompt} tokens:\n\n{table(rows, prompt)}")
+    for row in rows:
+        if "error" in row:
+            print(f"\n{row['policy']}, budget {row['budget']}: {row['error']}")
+    figure(rows, settings.prompts).savefig(settings.out / "quality.png", dpi=90)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""Column sums in pieces against the whole attention matrix."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tests.strategies  # noqa: F401  loads the Hypothesis profile
+from kvpass.lowering import column_scores as module
+from kvpass.lowering.column_scores import column_scores, row_scan
+from kvpass.policies import resolve, specify
+
+NAMES = ("total", "squares", "last", "window", "logits")
+
+
+def whole(query, key, mask, real, causal, scale, window):
+    """The same figures from the whole matrix, query by query."""
+    rows, heads, keys, _ = key.shape
+    groups, count = query.shape[1] // heads, query.shape[2]
+    logits = query @ key.repeat_interleave(groups, 1).transpose(2, 3) * scale
+    if causal:
+        ahead = torch.arange(keys) > torch.arange(keys - count, keys)[:, None]
+        logits = logits.masked_fill(ahead, torch.finfo(torch.float32).min)
+    if mask is not None:
+        floor = torch.finfo(torch.float32).min
+        logits = logits.masked_fill(~mask, floor) if mask.dtype == torch.bool else logits + mask
+    paid = logits.softmax(-1)
+    out = {name: torch.zeros(rows, query.shape[1], keys) for name in NAMES}
+    for b in range(rows):
+        queries = real[b].nonzero().flatten().tolist()
+        for q in queries:
+            out["total"][b] += paid[b, :, q]
+            out["squares"][b] += paid[b, :, q] ** 2
+        for q in queries[-window:]:
+            out["window"][b] += paid[b, :, q] / len(queries[-window:])
+        if queries:
+            out["last"][b], out["logits"][b] = paid[b, :, queries[-1]], logits[b, :, queries[-1]]
+    return {name: x.view(rows, heads, groups, keys) for name, x in out.items()}
+
+
+@given(data=st.data())
+def test_pieces_add_up_to_the_whole(data):
+    draw = data.draw
+    drawn = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
+    rows, heads, groups, count = (draw(st.integers(1, most)) for most in (2, 2, 3, 9))
+    keys, causal = count + draw(st.integers(0, 4)), draw(st.booleans())
+    query = torch.randn(rows, heads * groups, count, 4, generator=drawn)
+    key = torch.randn(rows, heads, keys, 4, generator=drawn)
+    shape = (draw(st.sampled_from([1, rows])), draw(st.sampled_from([1, heads * groups])), count, keys)
+    hidden = torch.rand(shape, generator=drawn) < 0.2
+    hidden[..., 0] = False
+    kinds = {"none": None, "bool": ~hidden, "additive": hidden * -1e9 + torch.randn(shape, generator=drawn)}
+    mask = kinds[draw(st.sampled_from(sorted(kinds)))]
+    real = torch.rand(rows, count, generator=drawn) > draw(st.sampled_from([-1.0, 0.3, 1.0]))
+    window, powers = draw(st.integers(1, 5)), draw(st.integers(0, 2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "PIECE", draw(st.sampled_from([1, 3 * rows * heads * groups * keys, 1 << 20])))
+        got = dict(zip(NAMES, column_scores(query, key, mask, real, causal, 0.5, window, powers), strict=True))
+    expected = whole(query, key, mask, real, causal, 0.5, window)
+    for name in ("last", "window", "logits", *NAMES[:powers]):
+        torch.testing.assert_close(got[name], expected[name], atol=1e-5, rtol=1e-5)
+    for name in NAMES[powers:2]:
+        assert got[name].shape[-1] == 0
+
+
+@pytest.mark.parametrize("name", ["total", "scan"])
+def test_the_shapes_for_the_compiler_are_those_of_the_real_thing(name):
+    query, key, real = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 9, 8), torch.ones(2, 6, dtype=torch.bool)
+    common = (query, key, None, real, True, 0.5)
+    if name == "scan":
+        torch.library.opcheck(row_scan, (*common, specify(resolve("cascade", {"sinks": 1})), "5"))
+        return
+    for powers in range(3):
+        torch.library.opcheck(column_scores, (*common, 3, powers))
+
+
+def test_no_piece_is_larger_than_it_may_be(monkeypatch):
+    """A [queries x keys] matrix is never made, whatever the prompt's length."""
+    sizes = []
+    made = module._logits
+
+    def spied(*args):
+        logits = made(*args)
+        sizes.append(logits.numel())
+        return logits
+
+    monkeypatch.setattr(module, "_logits", spied)
+    query, key = torch.randn(1, 4, 3000, 8), torch.randn(1, 2, 3000, 8)
+    column_scores(query, key, None, torch.ones(1, 3000, dtype=torch.bool), True, 0.5, 64, 2)
+    assert max(sizes) <= module.PIECE
