@@ -50,7 +50,13 @@ class PromptRunner:
                 f"{graphs.source_line(sites[0].call)}: {backend.policy} replays the attention of the prompt, and this "
                 "prompt ran uncompiled; run it through the compiled model"
             )
-        self.rewrite = rewrite_prompt(gm, sites, self.policies, backend.budget, ranked, backend.inner == "reference")
+        if self.adopts and backend.policy.renumbers:
+            raise UnsupportedGraph(
+                f"{graphs.source_line(sites[0].call)}: {backend.policy.name} numbers the tokens of a prompt, and this "
+                "prompt ran uncompiled; run it through the compiled model"
+            )
+        extras = backend.inner == "reference"
+        self.rewrite = rewrite_prompt(gm, sites, self.policies, backend.budget, ranked, extras, examples)
         self.inner = backend.compile_prompt(self.rewrite.gm, examples)
         self.outputs = len(graphs.results(gm.graph))
 
@@ -60,7 +66,7 @@ class PromptRunner:
         del results[self.outputs :]
         plans = self._plans(layers)
         for i, site in enumerate(self.sites):
-            cache = self._store(layers[i], plans[i])
+            cache = self._store(i, layers[i], plans[i])
             results[site.keys_out], results[site.values_out] = cache.handles()
             layers[i] = None  # type: ignore[call-overload]  # lets go of the layer's full cache
         return tuple(results)
@@ -118,7 +124,7 @@ class PromptRunner:
                 f"a prompt of {prompt} exceeds its budget of {budget}"
             )
 
-    def _store(self, layer: PromptLayer, planned: tuple[int, Plan]) -> LayerCache:
+    def _store(self, number: int, layer: PromptLayer, planned: tuple[int, Plan]) -> LayerCache:
         budget, plan = planned
         chunk = layer.chunk
         rows, heads, count, dim = chunk.key.shape
@@ -133,6 +139,7 @@ class PromptRunner:
             dtype=chunk.key.dtype,
             device=chunk.key.device,
             ranked=self.ranked,
+            layer=0 if layer.policy.aligns == "never" else number,
         )
         notes = (ADOPTED,) if self.adopts else ()
         if layer.extras is not None:
