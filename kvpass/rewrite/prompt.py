@@ -108,9 +108,10 @@ def _renumber(
     def real_of(real: Tensor | None, count: int, device: torch.device) -> Tensor:
         return torch.ones(1, count, dtype=torch.bool, device=device) if real is None else real
 
-    def ids_of(ids: Tensor, real: Tensor | None) -> Tensor:
-        count = ids.shape[-1]
-        return renumber.on_windows(ids, real_of(real, count, ids.device), budgets.window_for(policy, budget, count))
+    def ids_of(ids: Tensor, along: int, real: Tensor | None) -> Tensor:
+        count = ids.shape[along]
+        here = real_of(real, count, ids.device)
+        return renumber.on_windows(ids, along, here, budgets.window_for(policy, budget, count))
 
     def mask_of(mask: Tensor | None, query: Tensor, real: Tensor | None, causal: bool) -> Tensor:
         count = query.shape[2]
@@ -122,7 +123,7 @@ def _renumber(
         if sites[0].mask is not None:
             graphs.move_before(node, moved[sites[0].mask])
         with graph.inserting_before(node):
-            counted = graph.call_function(ids_of, (ids, _real_tokens(graph, sites[0], moved)))
+            counted = graph.call_function(ids_of, (ids, reader.along, _real_tokens(graph, sites[0], moved)))
         counted.meta["example_value"] = value(reader.ids)
         node.replace_input_with(ids, counted)
     for site in sites:

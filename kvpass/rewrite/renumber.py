@@ -26,10 +26,16 @@ _COUNTS = frozenset({"arange", "cumsum"})
 
 @dataclasses.dataclass(frozen=True)
 class Reader:
-    """A node that reads position ids, and the node that it reads them from."""
+    """A node that reads position ids.
+
+    Attributes:
+        ids: the node that it reads them from, whose rows, if it tells them apart, come first.
+        along: the dimension of `ids` that counts the new tokens.
+    """
 
     node: fx.Node
     ids: fx.Node
+    along: int
 
 
 Plausible = Callable[[Tensor], bool]
@@ -51,7 +57,7 @@ def readers(gm: fx.GraphModule, sites: list[AttentionSite], actual: dict[fx.Node
     turned = _turned(gm, sites)
     lookups = [n for n in gm.graph.nodes if n.target is torch.nn.functional.embedding]
     tables = [n for n in lookups if not _holds_words(gm, n)] or ([] if turned else lookups)
-    found = [Reader(n, _index(n)) for n in tables if _counts(_index(n), actual, fits)]
+    found = [_reader(n, _index(n), sites) for n in tables if _counts(_index(n), actual, fits)]
     if not found and not turned:
         raise UnsupportedGraph(
             f"{graphs.source_line(sites[0].call)}: this policy renumbers positions, and nothing here can be told to "
@@ -59,6 +65,12 @@ def readers(gm: fx.GraphModule, sites: list[AttentionSite], actual: dict[fx.Node
             "position ids, or choose a policy that leaves them"
         )
     return [*found, *turned]
+
+
+def _reader(node: fx.Node, ids: fx.Node, sites: list[AttentionSite]) -> Reader:
+    shape, queries = [graphs.expr(size) for size in value(ids).shape], graphs.expr(sites[0].queries)
+    along = [d for d, size in enumerate(shape) if size == queries and (d or len(shape) == 1)]
+    return Reader(node, ids, along[-1] if along else len(shape) - 1)
 
 
 def _index(lookup: fx.Node) -> fx.Node:
@@ -87,7 +99,7 @@ def _turned(gm: fx.GraphModule, sites: list[AttentionSite]) -> list[Reader]:
     """Where position ids become the angles of a rotary embedding."""
     rotaries = [match.find_rotary(gm, site) for site in sites]
     ids = dict.fromkeys(rotary.position for rotary in rotaries if rotary is not None)
-    return [Reader(user, node) for node in ids for user in node.users if _is_angle(user)]
+    return [_reader(user, node, sites) for node in ids for user in node.users if _is_angle(user)]
 
 
 def _is_angle(node: fx.Node) -> bool:
@@ -116,29 +128,31 @@ def fits_step(seen: Tensor, length: Tensor) -> Plausible:
     return fits
 
 
-def on_held(ids: Tensor, position: Tensor, seen: Tensor, queries: int, last: int) -> Tensor:
+def on_held(ids: Tensor, along: int, position: Tensor, seen: Tensor, queries: int, last: int) -> Tensor:
     """Ids of new tokens, less the number of tokens that are gone; none goes beyond `last`.
 
     Args:
-        ids: [..., q] as the model's code makes them, of one dimension or with the rows first.
+        ids, along: as the model's code makes them; see `Reader`.
         position: int64 [B, H', C], the held tokens; seen: int64 [B].
     """
     held = (position[:, 0] >= 0).sum(-1)  # [B]
     place = held[:, None] + torch.arange(queries, device=ids.device)
     shift = (seen - held)[:, None] + (place - last).clamp(min=0)  # [B, q]
-    return ids - _shaped(shift, ids).to(ids.dtype)
+    return _less(ids, along, shift)
 
 
-def on_windows(ids: Tensor, real: Tensor, room: int) -> Tensor:
-    """Ids [..., q] of a prompt, counted from the start of each token's window; `real` is bool [B, q]."""
-    return ids - _shaped(window_starts(real, room), ids).to(ids.dtype)
+def on_windows(ids: Tensor, along: int, real: Tensor, room: int) -> Tensor:
+    """Ids of a prompt, counted from the start of each token's window; `real` is bool [B, q]."""
+    return _less(ids, along, window_starts(real, room))
 
 
-def _shaped(shift: Tensor, ids: Tensor) -> Tensor:
-    """[B, q] so that it can be taken from the ids: of row 0 where these do not tell rows apart."""
+def _less(ids: Tensor, along: int, shift: Tensor) -> Tensor:
+    """The ids less [B, q], of row 0 where they do not tell rows apart."""
     if ids.ndim == 1:
-        return shift[0]
-    return shift.view(shift.shape[0], *[1] * (ids.ndim - 2), shift.shape[1])
+        return ids - shift[0].to(ids.dtype)
+    shape = [1] * ids.ndim
+    shape[0], shape[along] = shift.shape
+    return ids - shift.view(shape).to(ids.dtype)
 
 
 def within_windows(mask: Tensor | None, causal: bool, real: Tensor, room: int) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -357,21 +358,23 @@ class StepRewriter:
     def _renumber(self) -> None:
         """Let position ids count held tokens, for a policy that wants that."""
         seen, length = (self.slots[0].tensors()[place] for place in (5, 6))
-        queries, last = self.queries, self.layouts[0].policy.last_position()
-
-        def function(ids: Tensor, position: Tensor, seen: Tensor) -> Tensor:
-            return renumber.on_held(ids, position, seen, queries, last)
-
         held = [self.inputs[0][2], self.inputs[0][5]]
-        for i, reader in enumerate(
-            renumber.readers(self.gm, self.sites, self.actual, renumber.fits_step(seen, length))
-        ):
+        found = renumber.readers(self.gm, self.sites, self.actual, renumber.fits_step(seen, length))
+        for i, reader in enumerate(found):
             with compat.fake_mode() as fake:
                 examples = [fake(self._example(reader.ids)), *(fake(value(node)) for node in held)]
-                traced = compat.trace(function, examples)
+                traced = compat.trace(self._counted(reader.along), examples)
             ids = graphs.splice(self.gm, traced, [reader.ids, *held], reader.node, f"kvpass_ids_{i}")[0]
             ids.meta["example_value"] = value(reader.ids)
             reader.node.replace_input_with(reader.ids, ids)
+
+    def _counted(self, along: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        queries, last = self.queries, self.layouts[0].policy.last_position()
+
+        def function(ids: Tensor, position: Tensor, seen: Tensor) -> Tensor:
+            return renumber.on_held(ids, along, position, seen, queries, last)
+
+        return function
 
     # -- finishing -------------------------------------------------------------------------------------
 
