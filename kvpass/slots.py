@@ -227,9 +227,7 @@ def admit(layout: Layout, held: Slots | None, chunk: Chunk, limit: int | None = 
 def _align(layout: Layout, slots: Slots, gone: int) -> None:
     """Let the policy rewrite the rows, as it does after steps."""
     weights = [tensor.to(layout.device) for tensor in layout.policy.weights()]
-    key, value, changes = layout.policy.align(
-        slots.tokens(layout), slots.key, slots.value, layout.layer, weights, gone
-    )
+    key, value, changes = layout.policy.align(slots.tokens(layout), slots.key, slots.value, layout.layer, weights, gone)
     slots.key.copy_(key)
     slots.value.copy_(value)
     for name, changed in changes.items():

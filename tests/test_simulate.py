@@ -13,7 +13,6 @@ from kvpass.simulate import simulate
 from tests.aligners import random_aligner
 from tests.strategies import ROWS, TABLE, cases
 
-
 NEEDED = {"snapkv": {"window": 4}, "kv_align": {"aligner": random_aligner("direct")}}
 
 

@@ -148,7 +148,7 @@ def _direct(
 
 def _moved(rows: Tensor, change: Tensor) -> Tensor:
     """Rows [B, Hkv, C, D] with [B, C, Hkv * D] added, in the rows' dtype."""
-    by_head = change.unflatten(-1, (rows.shape[1], -1)).transpose(1, 2)
+    by_head = change.view(*change.shape[:2], rows.shape[1], -1).transpose(1, 2)
     return (rows.float() + by_head).to(rows.dtype)
 
 
@@ -157,9 +157,8 @@ def _paper_weights(tensors: Mapping[str, Tensor], part: str) -> list[Tensor]:
     named = {name.removeprefix(f"{part}."): tensor for name, tensor in tensors.items() if name.startswith(part)}
     place, layer, head = named["position"], named["layer"], named["head"]
     widths = [x.shape[1] for x in (place, layer, head)]
-    on_row, on_place, on_layer, on_head = named["fc1.weight"].split(
-        [named["fc1.weight"].shape[1] - sum(widths), *widths], 1
-    )
+    dim = named["fc1.weight"].shape[1] - sum(widths)
+    on_row, on_place, on_layer, on_head = torch.split(named["fc1.weight"], [dim, *widths], 1)
     table = (place @ on_place.T)[:, None, None] + (layer @ on_layer.T)[:, None] + head @ on_head.T + named["fc1.bias"]
     rest = [named["fc2.weight"].T, named["fc2.bias"], named["fc3.weight"].T, named["fc3.bias"]]
     return [x.contiguous() for x in (on_row.T, table, *rest)]

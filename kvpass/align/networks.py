@@ -46,7 +46,10 @@ class DirectNetwork(nn.Module):
         fan = key + value + 2 * embedding
         self.on_key, self.on_value = _uniform(layers, key, inner, fan=fan), _uniform(layers, value, inner, fan=fan)
         self.on_made, self.on_rank = (_uniform(layers, embedding, inner, fan=fan) for _ in range(2))
-        self.made, self.rank = (nn.Parameter(torch.randn(signature.window + 1, embedding)) for _ in range(2))
+        self.register_buffer("waves", _waves(signature.window + 1), persistent=False)
+        self.waves: Tensor
+        self.made_waves, self.rank_waves = (_uniform(self.waves.shape[1], embedding, fan=4) for _ in range(2))
+        self.made_own, self.rank_own = (_zeros(signature.window + 1, embedding) for _ in range(2))
         self.first_bias = _zeros(layers, inner)
         self.inner, self.inner_bias = _uniform(layers, inner, outer, fan=inner), _zeros(layers, outer)
         self.outer, self.outer_bias = _zeros(layers, outer, key + value), _zeros(layers, key + value)
@@ -67,15 +70,23 @@ class DirectNetwork(nn.Module):
         rows = torch.cat([key.flatten(2), value.flatten(2)], -1)  # [L, N, H * (D + Dv)]
         scaled = (rows - self.mean) / self.spread
         first = torch.cat([self.on_key, self.on_value], 1)
-        places = self.made[made] @ self.on_made + self.rank[rank] @ self.on_rank  # [L, N, h1]
+        made_table, rank_table = (
+            table @ on for table, on in zip(self._tables(), (self.on_made, self.on_rank), strict=True)
+        )
+        places = made_table[:, made] + rank_table[:, rank]  # [L, N, h1]
         hidden = torch.relu(torch.baddbmm(places + self.first_bias[:, None], scaled, first))
         hidden = torch.relu(torch.baddbmm(self.inner_bias[:, None], hidden, self.inner))
         moved = rows + self.change * torch.baddbmm(self.outer_bias[:, None], hidden, self.outer)
         width = key[0, 0].numel()
         return moved[..., :width].view_as(key), moved[..., width:].view_as(value)
 
+    def _tables(self) -> tuple[Tensor, Tensor]:
+        """E(made) and E(rank), [M + 1, embedding]: waves, so that neighbours are alike, and what each learns itself."""
+        return self.waves @ self.made_waves + self.made_own, self.waves @ self.rank_waves + self.rank_own
+
     @torch.no_grad()
     def stored(self) -> dict[str, Tensor]:
+        made, rank = self._tables()
         first = torch.cat([self.on_key, self.on_value], 1) / self.spread.transpose(1, 2)
         width = self.on_key.shape[1]
         return {
@@ -84,8 +95,8 @@ class DirectNetwork(nn.Module):
             "fc1.made": self.on_made,
             "fc1.rank": self.on_rank,
             "fc1.bias": self.first_bias - (self.mean @ first)[:, 0],
-            "made": self.made,
-            "rank": self.rank,
+            "made": made,
+            "rank": rank,
             "fc2.weight": self.inner,
             "fc2.bias": self.inner_bias,
             "fc3.weight": self.outer * self.change,
@@ -129,6 +140,13 @@ class _Rows(nn.Module):
         hidden = torch.relu(self.fc1(torch.cat([x, place, layer, head], -1)))
         changed: Tensor = x + self.fc3(torch.relu(self.fc2(hidden)))
         return changed
+
+
+def _waves(count: int, frequencies: int = 32) -> Tensor:
+    """Sines and cosines of positions 0 .. count - 1, from a turn in 4 positions to one in 4 * count: [count, 64]."""
+    turns = 4 * torch.logspace(0, 1, frequencies, base=count)
+    angles = 2 * torch.pi * torch.arange(count)[:, None] / turns
+    return torch.cat([angles.sin(), angles.cos()], 1)
 
 
 def _uniform(*shape: int, fan: int) -> nn.Parameter:

@@ -87,8 +87,8 @@ class KVAlign(Policy):
         window = self.trained.signature.window
         if budget > window:
             raise BudgetError(
-                f"budget={budget} is a window that this aligner was not trained for: it knows positions up to {window}; "
-                f"take a smaller budget, or train one with --window {budget}"
+                f"budget={budget} is a window that this aligner was not trained for: it knows positions up to "
+                f"{window}; take a smaller budget, or train one with --window {budget}"
             )
 
     def plan(

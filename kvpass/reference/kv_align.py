@@ -73,7 +73,7 @@ class KVAlignReference(Reference):
         hidden = torch.relu(x @ torch.cat(parts) + weights["fc1.bias"][layer])
         hidden = torch.relu(hidden @ weights["fc2.weight"][layer] + weights["fc2.bias"][layer])
         change = hidden @ weights["fc3.weight"][layer] + weights["fc3.bias"][layer]
-        on_key, on_value = change.split([key.numel(), value.numel()])
+        on_key, on_value = torch.split(change, [key.numel(), value.numel()])
         return _plus(token.key, on_key), _plus(token.value, on_value)
 
     def paper(self, part: str, row: Tensor, rank: int, layer: int) -> Tensor:

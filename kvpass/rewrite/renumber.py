@@ -42,7 +42,9 @@ Plausible = Callable[[Tensor], bool]
 """Whether the value of an integer input can be the position ids of this call."""
 
 
-def readers(gm: fx.GraphModule, sites: list[AttentionSite], actual: dict[fx.Node, Any], fits: Plausible) -> list[Reader]:
+def readers(
+    gm: fx.GraphModule, sites: list[AttentionSite], actual: dict[fx.Node, Any], fits: Plausible
+) -> list[Reader]:
     """Everything that reads position ids.
 
     A lookup reads them if its index is computed by counting, or comes from an input whose value can be

@@ -94,7 +94,9 @@ def test_the_query_of_the_next_token_stands_at_the_number_of_held_tokens():
             out = model(ids[:, t : t + 1], past_key_values=cache, position_ids=torch.full((2, 1), 8), use_cache=True)
             assert torch.allclose(run.logits[:, t], out.logits[:, 0], atol=1e-4)
             for layer in out.past_key_values.layers:
-                layer.keys, layer.values = (torch.cat([x[:, :, :4], x[:, :, 5:]], 2) for x in (layer.keys, layer.values))
+                layer.keys, layer.values = (
+                    torch.cat([x[:, :, :4], x[:, :, 5:]], 2) for x in (layer.keys, layer.values)
+                )
 
 
 @pytest.mark.parametrize("architecture", SHAPES)
