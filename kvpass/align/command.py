@@ -37,6 +37,8 @@ def train(model: str, text: Path | None, out: Path, settings: Settings, dtype: s
     chosen = subject.load(model)
     if chosen.tabled and chosen.trained is not None and settings.window >= chosen.trained:
         raise KVPassError(f"--window {settings.window}: {model} has positions 0 to {chosen.trained - 1}")
+    if chosen.tabled and chosen.trained is not None:
+        settings = dataclasses.replace(settings, ahead=min(settings.ahead, chosen.trained - 1 - settings.window))
     texts = corpus.read(corpus.training_files()) if text is None else subject.read_texts(text)
     stream = torch.tensor([token for each in chosen.encode(texts) for token in (chosen.bos, *each)])
     checkpoint = out.with_suffix(".checkpoint.pt")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass.align.signature import cached_rows, device_of
+from kvpass.align.signature import cached_rows, device_of, rows_of
 from kvpass.errors import AlignerError
 
 
@@ -54,33 +54,70 @@ def lengths(window: int, sinks: int, generator: torch.Generator) -> int:
     return window if drawn[0] < 1 / 3 else round(least * (window / least) ** drawn[1])
 
 
-def pairs(model: Any, ids: Tensor, dropped: list[int], sinks: int) -> list[Pairs]:
-    """What deleting tokens does to the rows of those behind them.
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """Windows [B, M + 1 + n] that nothing is missing from, n tokens beyond the last that is held.
 
-    Args:
-        ids: int64 [B, M + 1], windows as they stand when the next token has been written.
-        dropped: how many tokens to delete behind the sinks, one number for each element of the result.
+    Attributes:
+        ids: int64 [B, M + 1 + n].
+        key, value: float32 [L, B, H, M + 1, D] and [L, B, H, M + 1, Dv].
+        logits: of the n tokens, [B, n, V]; None without any.
     """
+
+    ids: Tensor
+    key: Tensor
+    value: Tensor
+    logits: Tensor | None
+
+    @property
+    def held(self) -> Tensor:
+        """The ids that are held, int64 [B, M + 1]."""
+        return self.ids[:, : self.key.shape[3]]
+
+
+@torch.no_grad()
+def whole(model: Any, ids: Tensor, ahead: int = 0) -> Whole:
+    """Run the model on windows of which the last `ahead` tokens are only asked what they make of the rest."""
     ids = ids.to(device_of(model))
-    whole = _stacked(cached_rows(model, ids))
-    return [_pair(whole, _stacked(cached_rows(model, _without(ids, sinks, n))), n, sinks) for n in dropped]
+    held = ids.shape[1] - ahead
+    if not ahead:
+        return Whole(ids, *_stacked(cached_rows(model, ids)), None)
+    out = model(input_ids=ids, use_cache=True)
+    key, value = _stacked(rows_of(model, out.past_key_values))
+    return Whole(ids, key[:, :, :, :held], value[:, :, :, :held], out.logits[:, held:])
 
 
-def _without(ids: Tensor, sinks: int, dropped: int) -> Tensor:
-    return torch.cat([ids[:, :sinks], ids[:, sinks + dropped :]], 1)
+def pair(model: Any, windows: Whole, dropped: int, sinks: int) -> Pairs:
+    """What deleting tokens behind the sinks does to the rows of those behind them."""
+    ids = windows.held
+    shortened = _stacked(cached_rows(model, torch.cat([ids[:, :sinks], ids[:, sinks + dropped :]], 1)))
+    old = [_flat(rows[:, :, :, sinks + dropped :]) for rows in (windows.key, windows.value)]
+    new = [_flat(rows[:, :, :, sinks:]) for rows in shortened]
+    count = ids.shape[1] - sinks - dropped
+    made = torch.arange(sinks + dropped, sinks + dropped + count, device=ids.device).repeat(len(ids))
+    return Pairs(old[0], old[1], new[0], new[1], made, made - dropped)
+
+
+def continued(model: Any, windows: Whole, key: Tensor, value: Tensor, sinks: int) -> Tensor:
+    """Logits [B, n, V] of the tokens ahead on the sinks and repaired rows [L, B * m, H, D], as far as they go."""
+    from transformers import DynamicCache
+
+    cache, rows, held = DynamicCache(), len(windows.ids), windows.key.shape[3]
+    for layer in range(len(key)):
+        parts = [
+            torch.cat([first[layer][:, :, :sinks], rest[layer].view(rows, -1, *rest.shape[2:]).transpose(1, 2)], 2)
+            for first, rest in ((windows.key, key), (windows.value, value))
+        ]
+        cache.update(parts[0], parts[1], layer)
+    ids = windows.ids[:, held:]
+    place = cache.get_seq_length() + torch.arange(ids.shape[1], device=ids.device)
+    logits: Tensor = model(input_ids=ids, past_key_values=cache, position_ids=place[None], use_cache=True).logits
+    return logits
 
 
 def _stacked(rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Keys [L, B, H, n, D] and values."""
     return torch.stack([key for key, _ in rows]).float(), torch.stack([value for _, value in rows]).float()
-
-
-def _pair(whole: tuple[Tensor, Tensor], shortened: tuple[Tensor, Tensor], dropped: int, sinks: int) -> Pairs:
-    old = [_flat(rows[:, :, :, sinks + dropped :]) for rows in whole]
-    new = [_flat(rows[:, :, :, sinks:]) for rows in shortened]
-    rows, count = whole[0].shape[1], whole[0].shape[3] - sinks - dropped
-    made = torch.arange(sinks + dropped, sinks + dropped + count, device=old[0].device).repeat(rows)
-    return Pairs(old[0], old[1], new[0], new[1], made, made - dropped)
 
 
 def _flat(rows: Tensor) -> Tensor:

@@ -35,7 +35,11 @@ def signature_of(model: Any, window: int, sinks: int = 4, every: int = 1) -> Sig
 def cached_rows(model: Any, ids: Tensor) -> Rows:
     """The keys [B, Hkv, n, D] and values [B, Hkv, n, Dv] of each layer, for ids int64 [B, n] from position 0 on."""
     body = getattr(model, "base_model", model)  # without the head: only the cache is wanted
-    cache = body(input_ids=ids, use_cache=True).past_key_values
+    return rows_of(model, body(input_ids=ids, use_cache=True).past_key_values)
+
+
+def rows_of(model: Any, cache: Any) -> Rows:
+    """What a cache of transformers holds, layer by layer."""
     layers = getattr(cache, "layers", None)
     rows = [(x.keys, x.values) for x in layers] if layers is not None else [tuple(x[:2]) for x in cache or ()]
     if not rows or any(not isinstance(x, Tensor) or x.ndim != 4 for pair in rows for x in pair):

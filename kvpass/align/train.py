@@ -7,10 +7,11 @@ so a run that was stopped goes on from its last checkpoint as if it had not been
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from kvpass.align.aligner import Aligner, Recipe, Signature
-from kvpass.align.data import Pairs, lengths, pairs, windows
+from kvpass.align.data import Pairs, Whole, continued, lengths, pair, whole, windows
 from kvpass.align.networks import DirectNetwork, PaperNetwork
 from kvpass.align.signature import device_of, signature_of
 from kvpass.errors import AlignerError
@@ -37,6 +38,9 @@ class Settings:
         steps: of the optimiser.
         tokens: that a step runs the model on, before any deletion.
         deletions: how many numbers of deleted tokens a step of "direct" draws.
+        ahead: tokens behind each window of "direct" whose predictions on repaired rows are compared with those
+            of the model that has lost nothing; 0 for rows only.
+        distil: the weight of that comparison, a Kullback-Leibler divergence in nats, beside the rows' error.
         rate: the highest learning rate; it falls to a hundredth along a cosine.
         decay, clip: weight decay and the norm that gradients are clipped to.
         hidden, embedding: sizes of "direct"; those of "paper" are the paper's.
@@ -50,6 +54,8 @@ class Settings:
     steps: int = 2000
     tokens: int = 4096
     deletions: int = 3
+    ahead: int = 16
+    distil: float = 5.0
     rate: float = 2e-3
     decay: float = 0.01
     clip: float = 1.0
@@ -114,10 +120,24 @@ def train(model: Any, stream: Tensor, settings: Settings, checkpoint: Path | Non
     """
     signature = signature_of(model, settings.window, settings.sinks, settings.every)
     split = int(len(stream) * (1 - HELD_OUT))
-    trainer = _Trainer(model, signature, settings, stream[:split], checkpoint)
-    seconds = trainer.run()
+    with _frozen(model):
+        trainer = _Trainer(model, signature, settings, stream[:split], checkpoint)
+        seconds = trainer.run()
     aligner = Aligner(settings.recipe, signature, trainer.network.stored())
     return Trained(aligner, measure(aligner, model, stream[split:], settings), seconds)
+
+
+@contextlib.contextmanager
+def _frozen(model: torch.nn.Module) -> Iterator[None]:
+    """The model's weights take no gradients inside."""
+    learning = [weight for weight in model.parameters() if weight.requires_grad]
+    for weight in learning:
+        weight.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for weight in learning:
+            weight.requires_grad_(True)
 
 
 class _Trainer:
@@ -145,7 +165,7 @@ class _Trainer:
         for step in bar:
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate(settings, step)
-            loss = torch.stack([self._loss(made) for made in self._draw(step)]).mean()
+            loss = self._loss(draw(self.model, self.stream, settings, self._seed(step)))
             loss.backward()  # type: ignore[no-untyped-call]
             nn.utils.clip_grad_norm_(self.network.parameters(), settings.clip)
             self.optimizer.step()
@@ -156,25 +176,40 @@ class _Trainer:
                 self._save(step + 1, time.perf_counter() - start)
         return time.perf_counter() - start
 
-    def _draw(self, step: int) -> list[Pairs]:
-        return draw(self.model, self.stream, self.settings, self.settings.seed * 1_000_003 + step + 1)
+    def _seed(self, step: int) -> int:
+        return self.settings.seed * 1_000_003 + step + 1
 
-    def _loss(self, made: Pairs) -> Tensor:
+    def _loss(self, drawn: tuple[Whole, list[Pairs]]) -> Tensor:
+        windows, sets = drawn
+        repaired = [self.network(made.key, made.value, made.made, made.rank) for made in sets]
+        errors = [self._error(rows, made) for rows, made in zip(repaired, sets, strict=True)]
+        loss = torch.stack(errors).mean()
+        if windows.logits is None:
+            return loss
+        logits = continued(self.model, windows, repaired[0][0], repaired[0][1], self.settings.sinks)
+        return loss + self.settings.distil * divergence(logits, windows.logits)
+
+    def _error(self, repaired: tuple[Tensor, Tensor], made: Pairs) -> Tensor:
         """The mean over layers, keys and values of the squared error, as a share of what doing nothing leaves."""
-        key, value = self.network(made.key, made.value, made.made, made.rank)
-        errors = [_per_layer(key, made.wanted_key), _per_layer(value, made.wanted_value)]
+        errors = [_per_layer(repaired[0], made.wanted_key), _per_layer(repaired[1], made.wanted_value)]
         if self.settings.recipe == "paper":  # a plain mean squared error
-            return errors[0].mean() / self.scale[0].mean() + errors[1].mean() / self.scale[1].mean()
-        return torch.stack([error / scale for error, scale in zip(errors, self.scale, strict=True)]).mean()
+            errors, scales = [error.mean() for error in errors], [scale.mean() for scale in self.scale]
+        else:
+            scales = self.scale
+        return torch.stack([error / scale for error, scale in zip(errors, scales, strict=True)]).mean()
+
+    def _samples(self) -> list[Pairs]:
+        drawn = [draw(self.model, self.stream, self.settings, self._seed(step)) for step in range(-8, 0)]
+        return [made for _, sets in drawn for made in sets]
 
     def _errors_of_nothing(self) -> list[Tensor]:
         """[L] each, for keys and values."""
-        sets = [made for step in range(-8, 0) for made in self._draw(step)]
+        sets = self._samples()
         keys = torch.stack([_per_layer(x.key, x.wanted_key) for x in sets]).mean(0)
         return [keys, torch.stack([_per_layer(x.value, x.wanted_value) for x in sets]).mean(0)]
 
     def _fit_scales(self, network: DirectNetwork) -> None:
-        sets = [made for step in range(-8, 0) for made in self._draw(step)]
+        sets = self._samples()
         rows = torch.cat([torch.cat([x.key.flatten(2), x.value.flatten(2)], -1) for x in sets], 1)
         wanted = torch.cat([torch.cat([x.wanted_key.flatten(2), x.wanted_value.flatten(2)], -1) for x in sets], 1)
         network.fit_scales(rows, wanted)
@@ -199,16 +234,24 @@ class _Trainer:
         torch.save(state | about, self.checkpoint)
 
 
-def draw(model: Any, stream: Tensor, settings: Settings, seed: int) -> list[Pairs]:
-    """The pairs of one step."""
+def draw(model: Any, stream: Tensor, settings: Settings, seed: int) -> tuple[Whole, list[Pairs]]:
+    """The windows of one step, and their pairs."""
     generator = torch.Generator().manual_seed(seed)
-    sinks, whole = settings.sinks, settings.window
-    window = whole if settings.recipe == "paper" else lengths(whole, sinks, generator)
-    ids = windows(stream, max(1, settings.tokens // (window + 1)), window + 1, sinks, generator)
+    sinks, window = settings.sinks, settings.window
     if settings.recipe == "paper":
-        return pairs(model, ids, [settings.every], sinks)
-    dropped = torch.randint(1, window - sinks + 1, (settings.deletions,), generator=generator)
-    return pairs(model, ids, dropped.tolist(), sinks)
+        dropped, ahead = [settings.every], 0
+    else:
+        window, ahead = lengths(window, sinks, generator), settings.ahead
+        dropped = torch.randint(1, window - sinks + 1, (settings.deletions,), generator=generator).tolist()
+    rows = max(1, settings.tokens // (window + 1))
+    drawn = whole(model, windows(stream, rows, window + 1 + ahead, sinks, generator), ahead)
+    return drawn, [pair(model, drawn, count, sinks) for count in dropped]
+
+
+def divergence(logits: Tensor, wanted: Tensor) -> Tensor:
+    """KL(wanted || predicted) in nats, averaged over tokens [B, n, V]."""
+    ours, theirs = (x.float().log_softmax(-1) for x in (logits, wanted))
+    return (theirs.exp() * (theirs - ours)).sum(-1).mean()
 
 
 def learning_rate(settings: Settings, step: int) -> float:
@@ -227,7 +270,7 @@ def measure(aligner: Aligner, model: Any, stream: Tensor, settings: Settings, ro
     weights = [tensor.to(device_of(model)) for tensor in aligner.weights()]
     total = torch.zeros(4, dtype=torch.float64)
     for seed in range(rounds):
-        for made in draw(model, stream, settings, -1 - seed):
+        for made in draw(model, stream, settings, -1 - seed)[1]:
             key, value = _repaired(aligner, weights, made)
             errors = [(key, made.wanted_key), (value, made.wanted_value)]
             errors += [(made.key, made.wanted_key), (made.value, made.wanted_value)]

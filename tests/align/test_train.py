@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvpass import cli
-from kvpass.align.data import lengths, pairs, windows
+from kvpass.align.data import continued, lengths, pair, whole, windows
 from kvpass.align.signature import signature_of
 from kvpass.align.train import Settings, learning_rate, train
 from kvpass.errors import AlignerError
@@ -27,7 +27,7 @@ def text(tokens=4000):
 def test_pairs_are_the_same_tokens_in_both_windows():
     model, sinks = build("GPT2"), 4
     ids = windows(text(), 3, 20, sinks, torch.Generator().manual_seed(1))
-    (made,) = pairs(model, ids, [6], sinks)
+    made = pair(model, whole(model, ids), 6, sinks)
     assert made.key.shape == made.wanted_value.shape == (2, 3 * 10, 4, 16)
     assert made.made.tolist() == list(range(10, 20)) * 3
     assert made.rank.tolist() == list(range(4, 14)) * 3
@@ -35,6 +35,20 @@ def test_pairs_are_the_same_tokens_in_both_windows():
     with torch.no_grad():
         cache = model(shorter, use_cache=True).past_key_values
     assert torch.allclose(made.wanted_key[1].view(3, 10, 4, 16), cache.layers[1].keys[:, :, 4:].transpose(1, 2))
+
+
+def test_the_tokens_ahead_see_sinks_and_repaired_rows():
+    """With rows as they must become, what is predicted is what the shortened window predicts."""
+    model, sinks = build("GPT2"), 4
+    ids = windows(text(), 3, 25, sinks, torch.Generator().manual_seed(1))
+    run = whole(model, ids, 5)
+    assert run.key.shape == (2, 3, 4, 20, 16)
+    with torch.no_grad():
+        assert torch.allclose(run.logits, model(ids).logits[:, 20:], atol=1e-5)
+        made = pair(model, run, 6, sinks)
+        logits = continued(model, run, made.wanted_key, made.wanted_value, sinks)
+        shorter = model(torch.cat([ids[:, :4], ids[:, 10:]], 1)).logits[:, 14:]
+    assert torch.allclose(logits, shorter, atol=1e-4)
 
 
 def test_every_second_window_has_sinks_from_elsewhere():
