@@ -39,11 +39,14 @@ from kvpass.demo import corpus, subject
 from kvpass.policies.kv_align import KVAlign
 
 Policies = dict[str, KVAlign]
+Row = dict[str, float]
+Results = dict[str, dict[str, Row]]
+"""By window, then by method."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """rows documents, of which the tokens skip + 1 .. skip + labels are predicted."""
+    """rows documents, of which the tokens skip + 1 .. skip + labels are predicted; turns for the time per token."""
 
     rows: int
     skip: int
@@ -96,6 +99,13 @@ def streamed(model: Any, ids: Tensor, policy: KVAlign, window: int, settings: Se
     return float(torch.stack(losses).mean())
 
 
+def loss_under(policy: KVAlign | None, model: Any, ids: Tensor, window: int, settings: Settings) -> float:
+    """Mean loss in nats; without a policy by recomputation."""
+    if policy is None:
+        return recomputed(model, ids, window, settings)
+    return streamed(model, ids, policy, window, settings)
+
+
 def recomputing(model: Any, ids: Tensor, window: int) -> Callable[[], None]:
     """One compiled step of recomputation; each call is one token."""
     compiled = torch.compile(lambda x: model(x, use_cache=False, logits_to_keep=1).logits)
@@ -133,27 +143,31 @@ def timed(model: Any, ids: Tensor, policies: Policies, window: int, turns: int, 
     return {name: round(1e3 * statistics.median(taken), 3) for name, taken in seconds.items()}
 
 
-def compare(model: Any, ids: Tensor, policies: Policies, window: int, settings: Settings) -> dict[str, Any]:
-    """All methods at one window."""
-    losses = {"recompute": recomputed(model, ids, window, settings)}
-    losses |= {name: streamed(model, ids, policy, window, settings) for name, policy in policies.items()}
-    gap = losses["window"] - losses["recompute"]
-    rows = {
-        name: {"perplexity": round(math.exp(loss), 3), "closed": round((losses["window"] - loss) / gap, 3)}
-        for name, loss in losses.items()
-    }
+def compare(
+    model: Any, ids: Tensor, policies: Policies, window: int, settings: Settings, known: dict[str, Row]
+) -> dict[str, Row]:
+    """A row for each method at one window; what is `known` from an earlier run is not measured again."""
+    rows = {name: dict(known.get(name, {})) for name in ("recompute", *policies)}
+    for name, row in rows.items() if settings.labels else ():
+        if "loss" not in row:
+            loss = loss_under(policies.get(name), model, ids, window, settings)
+            row |= {"loss": loss, "perplexity": round(math.exp(loss), 3)}
+    if settings.labels:
+        gap = rows["window"]["loss"] - rows["recompute"]["loss"]
+        for row in rows.values():
+            row["closed"] = round((rows["window"]["loss"] - row["loss"]) / gap, 3)
     if settings.turns:
         for name, milliseconds in timed(model, ids, policies, window, settings.turns).items():
             rows[name]["milliseconds"] = milliseconds
-    return {"window": window, "methods": rows}
+    return rows
 
 
-def show(results: list[dict[str, Any]]) -> None:
-    print(f"{'M':>5} {'method':<16} {'perplexity':>11} {'closed':>7} {'ms/token':>9}")
-    for result in results:
-        for name, row in result["methods"].items():
-            spent = f"{row['milliseconds']:9.2f}" if "milliseconds" in row else f"{'':>9}"
-            print(f"{result['window']:>5} {name:<16} {row['perplexity']:11.2f} {row['closed']:7.2f} {spent}")
+def show(results: Results) -> None:
+    print(f"{'M':>5} {'method':<20} {'perplexity':>11} {'closed':>7} {'ms/token':>9}")
+    for window, rows in results.items():
+        for name, row in rows.items():
+            cells = [f"{row[key]:.2f}" if key in row else "" for key in ("perplexity", "closed", "milliseconds")]
+            print(f"{window:>5} {name:<20} {cells[0]:>11} {cells[1]:>7} {cells[2]:>9}")
 
 
 def parsed() -> argparse.Namespace:
@@ -165,9 +179,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--text", choices=["held-out", "prose"], default="held-out")
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--skip", type=int, default=512, help="tokens before the first label")
-    parser.add_argument("--labels", type=int, default=640, help="of each row")
+    parser.add_argument("--labels", type=int, default=640, help="of each row; 0 for no perplexity")
     parser.add_argument("--turns", type=int, default=20, help="of ten tokens for the time per token; 0 for none")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="a json of all figures; what it holds already is not measured again")
     return parser.parse_args()
 
 
@@ -184,18 +198,33 @@ def main() -> None:
         aligner = align.load(path, model)
         every = aligner.signature.every if aligner.recipe == "paper" else arguments.every
         policies[path.stem if every == 1 else f"{path.stem}, every {every}"] = KVAlign(aligner, every)
-    results = [compare(model, ids, policies, window, settings) for window in arguments.windows]
+    about = {
+        "model": Path(arguments.model).name,
+        "text": arguments.text,
+        "skip": settings.skip,
+        "labels": settings.rows * settings.labels,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "threads": 1,
+    }
+    results = earlier(arguments.out, about)
+    for window in arguments.windows:
+        known = results.get(str(window), {})
+        results[str(window)] = known | compare(model, ids, policies, window, settings, known)
+        if arguments.out:
+            arguments.out.write_text(json.dumps({**about, "results": results}, indent=2) + "\n")
     show(results)
-    if arguments.out:
-        about = {
-            "model": Path(arguments.model).name,
-            "text": arguments.text,
-            "labels": settings.rows * settings.labels,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "threads": 1,
-        }
-        arguments.out.write_text(json.dumps({**about, "results": results}, indent=2) + "\n")
+
+
+def earlier(path: Path | None, about: dict[str, Any]) -> Results:
+    """What an earlier run under the same settings has measured."""
+    if path is None or not path.exists():
+        return {}
+    written = json.loads(path.read_text())
+    results: Results = written.pop("results")
+    if written != about:
+        raise SystemExit(f"{path} is of a run with other settings: {written}")
+    return results
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ def test_a_run_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
 
 
 def test_too_little_text_and_bad_settings_are_named():
-    with pytest.raises(AlignerError, match="has no window of 25"):
+    with pytest.raises(AlignerError, match="has no window of"):
         train(build("GPT2"), text(20), SMALL)
     with pytest.raises(AlignerError, match="leaves nothing to move"):
         Settings(window=5, every=2)
