@@ -202,6 +202,9 @@ def backend(
     """
     chosen = policies.resolve(policy, policy_options)
     budgets.check(chosen, budget)
+    policies.base.require(
+        positions != "cache" or not chosen.renumbers, "positions", positions, f"{chosen.name} numbers tokens itself"
+    )
     _check_settings(positions, inner, mode, options)
     return Backend(chosen, budget, positions, inner, mode, tuple(sorted((options or {}).items())), strict)
 

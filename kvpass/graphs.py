@@ -59,6 +59,21 @@ def ancestors(node: fx.Node, stop: Iterable[fx.Node] = ()) -> set[fx.Node]:
     return seen
 
 
+def move_before(node: fx.Node, needed: fx.Node) -> None:
+    """Move `needed`, and what it is computed from, to before a node that it must not depend on.
+
+    Raises:
+        UnsupportedGraph: it does.
+    """
+    behind = ancestors(needed)
+    if node in behind:
+        raise UnsupportedGraph(f"{source_line(needed)}: {name_of(needed)!r} depends on {name_of(node)!r}")
+    order = list(node.graph.nodes)
+    for later in order[order.index(node) :]:
+        if later in behind:
+            node.prepend(later)
+
+
 def name_of(node: fx.Node) -> str:
     """The bare name of what a node calls."""
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))

@@ -62,7 +62,19 @@ class PromptRunner:
                 f"{graphs.source_line(sites[0].call)}: the prompt ran uncompiled and this layer stored only the end "
                 "of it; run the prompt through the compiled model"
             )
-        self.rewrite = rewrite_prompt(gm, sites, self.policies, backend.budget, ranked, backend.inner == "reference")
+        if self.adopts and backend.policy.renumbers:
+            raise UnsupportedGraph(
+                f"{graphs.source_line(sites[0].call)}: {backend.policy.name} numbers the tokens of a prompt, and this "
+                "prompt ran uncompiled; run it through the compiled model"
+            )
+        sliding = [site for site in sites if site.window is not None]
+        if sliding and backend.policy.renumbers:
+            raise UnsupportedGraph(
+                f"{graphs.source_line(sliding[0].call)}: {backend.policy.name} numbers the tokens of all layers alike, "
+                "and this layer has a sliding window of its own"
+            )
+        extras = backend.inner == "reference"
+        self.rewrite = rewrite_prompt(gm, sites, self.policies, backend.budget, ranked, extras, examples)
         self.inner = backend.compile_prompt(self.rewrite.gm, examples)
         self.outputs = len(graphs.results(gm.graph))
 
@@ -75,7 +87,7 @@ class PromptRunner:
         layers = [_within_window(layer, budget) for layer in layers]
         plans = self._plans(layers, budget, prompt)
         for i, site in enumerate(self.sites):
-            cache = self._store(layers[i], plans[i])
+            cache = self._store(i, layers[i], plans[i])
             results[site.keys_out], results[site.values_out] = cache.handles()
             layers[i] = None  # type: ignore[call-overload]  # lets go of the layer's full cache
         return tuple(results)
@@ -136,7 +148,7 @@ class PromptRunner:
                 f"a prompt of {prompt} exceeds its budget of {budget}"
             )
 
-    def _store(self, layer: PromptLayer, planned: tuple[int, Plan]) -> LayerCache:
+    def _store(self, number: int, layer: PromptLayer, planned: tuple[int, Plan]) -> LayerCache:
         budget, plan = planned
         chunk = layer.chunk
         rows, heads, count, dim = chunk.key.shape
@@ -151,6 +163,7 @@ class PromptRunner:
             dtype=chunk.key.dtype,
             device=chunk.key.device,
             ranked=self.ranked,
+            layer=0 if layer.policy.aligns == "never" else number,
         )
         notes = (ADOPTED,) if self.adopts else ()
         if layer.extras is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from kvpass.errors import UnsupportedGraph
 from kvpass.graphs import Sizes, placeholders, value
 from kvpass.instantiate import MaskSlice, RotarySlice, cut_mask, cut_rotary
 from kvpass.match import AttentionSite
+from kvpass.rewrite import renumber
 from kvpass.rewrite.masks import ColumnMask, MaskOnSlots, SlicedMask
 from kvpass.slots import Layout, Slots
 from kvpass.step import Site, decode_step, extend_step
@@ -27,7 +29,8 @@ class StepRewrite:
     """A step graph on slots.
 
     Attributes:
-        gm: takes the slots' tensors of every layer, then `columns`, then the `inputs`.
+        gm: takes the slots' tensors of every layer, the `weights`, then `columns`, then the `inputs`.
+        weights: the policy's own, on the device of the slots.
         inputs: which of Dynamo's arguments it still takes.
         loose: which of those came with strides that may change from call to call.
         columns: which of Dynamo's arguments it takes the last q columns of.
@@ -37,6 +40,7 @@ class StepRewrite:
     """
 
     gm: fx.GraphModule
+    weights: list[Tensor]
     inputs: list[int]
     loose: set[int]
     columns: list[int]
@@ -49,6 +53,7 @@ class StepRewrite:
         """The rewritten graph's arguments, from the slots and from Dynamo's arguments."""
         dense = torch.contiguous_format
         flat: list[Any] = [tensor for layer in slots for tensor in layer.tensors()]
+        flat += self.weights
         flat += [arguments[place][:, -self.queries :].clone(memory_format=dense) for place in self.columns]
         for place in self.inputs:
             flat.append(arguments[place].clone(memory_format=dense) if place in self.loose else arguments[place])
@@ -102,13 +107,26 @@ class StepRewriter:
         for nodes, slots in zip(self.inputs, self.slots, strict=True):
             for node, tensor in zip(nodes, slots.tensors(), strict=True):
                 compat.as_new_input(node, tensor, in_place=True)
+        self.on_weights = self._take_weights(first)
         with self.graph.inserting_after(self.holders[-1]):
             self.length = self.graph.call_function(operator.getitem, (self.inputs[0][6], 0))
         self.length.meta["example_value"] = torch.empty((), dtype=torch.int64, device="meta")
         self._positions_on_length()
         self.pieces = self._cut_rotaries()
+        if self.layouts[0].policy.renumbers:
+            self._renumber()
         chunks = [self._replace(i) for i in range(len(self.sites))]
         return self._finish(chunks)
+
+    def _take_weights(self, first: fx.Node) -> list[fx.Node]:
+        """New inputs for what the policy aligns rows with."""
+        policy, device = self.layouts[0].policy, self.layouts[0].device
+        self.weights = [] if policy.aligns == "never" else [tensor.to(device) for tensor in policy.weights()]
+        with self.graph.inserting_before(first):
+            nodes = [self.graph.placeholder(f"kvpass_weight_{i}") for i in range(len(self.weights))]
+        for node, tensor in zip(nodes, self.weights, strict=True):
+            compat.as_new_input(node, tensor, in_place=True)
+        return nodes
 
     def _names(self, layer: int) -> list[str]:
         return [*NAMES, *self.slots[layer].state]
@@ -158,7 +176,7 @@ class StepRewriter:
         real = self._real_now(site, mask)
         stored = self._rotary(layer).raw if self.ranked else site.key
         table = self._table(rotary, layout.capacity) if rotary else []
-        bound = [*(mask.nodes if mask else []), *table, *(rotary.turn.bound if rotary else [])]
+        bound = [*(mask.nodes if mask else []), *table, *(rotary.turn.bound if rotary else []), *self.on_weights]
         nodes = [*self.inputs[layer], site.query, stored if self.decodes else site.key, site.value, real, *bound]
         key = (
             layout,
@@ -190,17 +208,19 @@ class StepRewriter:
     ) -> fx.GraphModule:
         masks = len(mask.nodes) if mask else 0
         names, heads, sweep = list(self.slots[self.layouts.index(layout)].state), layout.heads, self.sweep
+        own = len(nodes) - len(self.on_weights)
 
         def function(*tensors: Tensor) -> Any:
             slots = Slots.of(list(tensors[:state]), names)
             query, key, new_value, real = tensors[state : state + 4]
             on_mask = list(tensors[state + 4 : state + 4 + masks])
             table = list(tensors[state + 4 + masks : state + 4 + masks + angles])
-            on_rotary = list(tensors[state + 4 + masks + angles :])
+            on_rotary = list(tensors[state + 4 + masks + angles : own])
             here = Site(
                 site.scale,
                 None if mask is None else lambda index: mask.on_slots(index, heads, on_mask),
                 None if rotary is None else lambda keys, rank: rotary.on_slots(keys, rank, table, on_rotary),
+                tensors[own:],
             )
             if self.decodes:
                 return [decode_step(layout, here, slots, query, key, new_value, real[:, 0], sweep)]
@@ -350,6 +370,27 @@ class StepRewriter:
         ranks.meta["example_value"] = value(position)
         position.replace_all_uses_with(ranks)
 
+    def _renumber(self) -> None:
+        """Let position ids count held tokens, for a policy that wants that."""
+        seen, length = (self.slots[0].tensors()[place] for place in (5, 6))
+        held = [self.inputs[0][2], self.inputs[0][5]]
+        found = renumber.readers(self.gm, self.sites, self.actual, renumber.fits_step(seen, length))
+        for i, reader in enumerate(found):
+            with compat.fake_mode() as fake:
+                examples = [fake(self._example(reader.ids)), *(fake(value(node)) for node in held)]
+                traced = compat.trace(self._counted(reader.along), examples)
+            ids = graphs.splice(self.gm, traced, [reader.ids, *held], reader.node, f"kvpass_ids_{i}")[0]
+            ids.meta["example_value"] = value(reader.ids)
+            reader.node.replace_input_with(reader.ids, ids)
+
+    def _counted(self, along: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        queries, last = self.queries, self.layouts[0].policy.last_position()
+
+        def function(ids: Tensor, position: Tensor, seen: Tensor) -> Tensor:
+            return renumber.on_held(ids, along, position, seen, queries, last)
+
+        return function
+
     # -- finishing -------------------------------------------------------------------------------------
 
     def _finish(self, chunks: list[list[fx.Node]]) -> StepRewrite:
@@ -375,8 +416,9 @@ class StepRewriter:
         columns = [self.holders.index(holder) for holder in self._columns]
         loose = {place for place in inputs if _loose(value(self.holders[place]))}
         self.gm.recompile()
+        places_of_chunks = chunk_places if any(chunk_places) else []
         return StepRewrite(
-            self.gm, inputs, loose, columns, self.queries, mapping, lengths, chunk_places if any(chunk_places) else []
+            self.gm, self.weights, inputs, loose, columns, self.queries, mapping, lengths, places_of_chunks
         )
 
     def _sweep(self) -> None:
@@ -403,7 +445,7 @@ class StepRewriter:
 
     def _order_inputs(self) -> None:
         """Slots first, then columns, then what is left of the original inputs."""
-        wanted = [*(n for nodes in self.inputs for n in nodes), *self._columns.values()]
+        wanted = [*(n for nodes in self.inputs for n in nodes), *self.on_weights, *self._columns.values()]
         wanted += [holder for holder in self.holders if holder in set(placeholders(self.graph))]
         first = next(iter(self.graph.nodes))
         for node in wanted:
