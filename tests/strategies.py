@@ -36,12 +36,16 @@ class Row:
         options: a strategy of option dictionaries.
         least: the smallest budget drawn.
         scored: whether it looks at what is worth keeping, and so must beat `random`.
+        fixed: options in tests of whole models; a small budget must do.
+        lossless: further options under which nothing goes before the budget is full.
     """
 
     name: str
     options: st.SearchStrategy[dict[str, Any]] = dataclasses.field(default_factory=lambda: st.just({}))
     least: int = 4
     scored: bool = False
+    fixed: dict[str, Any] = dataclasses.field(default_factory=dict)
+    lossless: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 TABLE = [
@@ -80,6 +84,7 @@ TABLE = [
             }
         ),
         scored=True,
+        lossless={"eager_fill": True},
     ),
     Row(
         "d2o",
@@ -118,6 +123,7 @@ TABLE = [
         st.fixed_dictionaries({"window": st.integers(1, 4), "kernel": st.sampled_from([1, 3, 5])}),
         least=5,
         scored=True,
+        fixed={"window": 3},
     ),
 ]
 ROWS = {row.name: row for row in TABLE}
