@@ -1,6 +1,6 @@
 """Draws docs/policies/NAME.png: which positions a policy holds while held-out text goes by.
 
-    python docs/pictures.py [NAME ...]
+python docs/pictures.py [NAME ...]
 """
 
 from __future__ import annotations

@@ -13,11 +13,18 @@ import kvpass
 from tests.models import breaks, build, force, graphs, prompt
 from tests.strategies import ROWS, TABLE, fitting
 
-ARCHITECTURES = ["Llama", "GPTNeoX"]  # grouped heads and a full rotary embedding; single heads and a partial one
-BATCHES = [pytest.param(1, (), id="one-row"), pytest.param(3, (3, 1, 0), id="padded")]
+ONE_ROW, PADDED = (1, ()), (3, (3, 1, 0))  # rows, and how many padding tokens each begins with
+# Llama has grouped heads and a full rotary embedding, GPT-NeoX single heads and a partial one.
 every_policy = pytest.mark.parametrize("name", [row.name for row in TABLE])
-every_model = pytest.mark.parametrize("architecture", ARCHITECTURES)
-every_batch = pytest.mark.parametrize(("rows", "padding"), BATCHES)
+every_model = pytest.mark.parametrize(
+    ("architecture", "rows", "padding"),
+    [
+        pytest.param("Llama", *PADDED, id="Llama-padded"),
+        pytest.param("GPTNeoX", *ONE_ROW, id="GPTNeoX-one-row"),
+        pytest.param("Llama", *ONE_ROW, id="Llama-one-row", marks=pytest.mark.slow),
+        pytest.param("GPTNeoX", *PADDED, id="GPTNeoX-padded", marks=pytest.mark.slow),
+    ],
+)
 
 
 def settings(name: str, budget: int) -> dict[str, object]:
@@ -29,7 +36,6 @@ def settings(name: str, budget: int) -> dict[str, object]:
 
 @every_policy
 @every_model
-@every_batch
 def test_the_uncompiled_model_until_something_is_evicted(
     architecture: str, name: str, rows: int, padding: tuple[int, ...]
 ) -> None:
@@ -49,7 +55,6 @@ def test_the_uncompiled_model_until_something_is_evicted(
 
 @every_policy
 @every_model
-@every_batch
 def test_the_reference_at_every_step(architecture: str, name: str, rows: int, padding: tuple[int, ...]) -> None:
     steps = [12, *[1] * 9]
     ids, mask = prompt(rows, sum(steps), padding)

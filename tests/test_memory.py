@@ -55,14 +55,9 @@ def peak(policy: str) -> float:
     return float(done.stdout.splitlines()[-1])
 
 
-def check(policy: str) -> None:
-    assert MATRIX > 10 * peak("full")  # the measure would notice a matrix
-    assert peak(policy) <= 1.2 * peak("full")
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads memory from /proc")
 @pytest.mark.parametrize("policy", ["h2o", "cascade", "d2o", "roco", "tova", "snapkv", "sage", "buzz", "streaming"])
 def test_a_scored_prompt_needs_little_more_memory_than_a_full_cache(policy: str) -> None:
-    assert MATRIX > 10 * peak("full")  # a matrix would be noticed
+    assert 10 * peak("full") < MATRIX  # a matrix would be noticed
     assert peak(policy) <= 1.2 * peak("full")
