@@ -32,6 +32,7 @@ from kvpass.demo.subject import load
 from kvpass.errors import KVPassError
 
 LEFT_OUT = ("kv_align",)  # it needs networks that were trained for the model
+FILE = "quality.json"
 BESIDE = ("full", "window", "random")  # the limits that the others are measured against
 
 EXPECTED = {
@@ -117,11 +118,13 @@ def measure(model: Any, tokens: Tensor, case: Case, inner: str, tick: Callable[[
 
 
 def measured(settings: Settings) -> list[Row]:
-    """The rows of all cases, on a bar; `quality.json` holds what is there already if this is interrupted."""
+    """The rows of all cases, on a bar; what `quality.json` has of an interrupted run is not measured again."""
     subject = load(None)
     texts = subject.encode(corpus.read(corpus.held_out_files()))
     tokens = torch.tensor(corpus.documents(texts, settings.documents, settings.length, subject.bos))
-    todo, rows = list(cases(settings)), []
+    rows = written(settings)
+    done = {Case(row["policy"], row["prompt"], row["budget"]) for row in rows}
+    todo = [case for case in cases(settings) if case not in done]
     with tqdm(total=sum(settings.length - case.prompt for case in todo), unit="step", smoothing=0.05) as bar:
         for case in todo:
             bar.set_description(f"{case.policy} {case.budget or ''}, prompt {case.prompt}")
@@ -132,10 +135,23 @@ def measured(settings: Settings) -> list[Row]:
 
 
 def write(settings: Settings, rows: Sequence[Row]) -> None:
-    about = {name: getattr(settings, name) for name in ("documents", "length", "inner")}
-    about |= {"torch": torch.__version__, "python": ".".join(map(str, sys.version_info[:3]))}
-    path = settings.out / "quality.json"
-    path.write_text(json.dumps({"about": about, "rows": list(rows)}, indent=1) + "\n", encoding="utf-8")
+    """All rows so far, and what they were measured with."""
+    text = json.dumps({"about": about(settings), "rows": list(rows)}, indent=1)
+    (settings.out / FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def written(settings: Settings) -> list[Row]:
+    """The rows in the folder, if they were measured in the same way."""
+    path = settings.out / FILE
+    if not path.is_file():
+        return []
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return list(found["rows"]) if found["about"] == about(settings) else []
+
+
+def about(settings: Settings) -> Row:
+    same = {name: getattr(settings, name) for name in ("documents", "length", "inner")}
+    return {**same, "torch": torch.__version__, "python": ".".join(map(str, sys.version_info[:3]))}
 
 
 def table(rows: Sequence[Row], prompt: int) -> str:
@@ -204,12 +220,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     settings = parsed(arguments)
     settings.out.mkdir(parents=True, exist_ok=True)
     rows = measured(settings)
-    for prompt in settings.prompts:
+    prompts = sorted({row["prompt"] for row in rows})
+    for prompt in prompts:
         print(f"\nAfter a prompt of {prompt} tokens:\n\n{table(rows, prompt)}")
     for row in rows:
         if "error" in row:
             print(f"\n{row['policy']}, budget {row['budget']}: {row['error']}")
-    figure(rows, settings.prompts).savefig(settings.out / "quality.png", dpi=90)
+    figure(rows, prompts).savefig(settings.out / "quality.png", dpi=90)
 
 
 if __name__ == "__main__":

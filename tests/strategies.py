@@ -37,7 +37,9 @@ class Row:
         options: a strategy of option dictionaries.
         least: the smallest budget drawn.
         scored: whether it looks at what is worth keeping, and so must beat `random`.
-        fixed: what a case for it cannot choose.
+        case: what a case for it cannot choose.
+        fixed: options in tests of whole models; a small budget must do.
+        lossless: further options under which nothing goes before the budget is full.
     """
 
     name: str
@@ -45,6 +47,8 @@ class Row:
     least: int = 4
     scored: bool = False
     fixed: dict[str, Any] = dataclasses.field(default_factory=dict)
+    case: dict[str, Any] = dataclasses.field(default_factory=dict)
+    lossless: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 ALIGNERS = st.builds(
@@ -89,6 +93,7 @@ TABLE = [
             }
         ),
         scored=True,
+        lossless={"eager_fill": True},
     ),
     Row(
         "d2o",
@@ -127,8 +132,9 @@ TABLE = [
         st.fixed_dictionaries({"window": st.integers(1, 4), "kernel": st.sampled_from([1, 3, 5])}),
         least=5,
         scored=True,
+        fixed={"window": 3},
     ),
-    Row("kv_align", ALIGNERS, least=7, fixed={"heads": 2, "dim": 8, "positions": "absolute"}),
+    Row("kv_align", ALIGNERS, least=7, case={"heads": 2, "dim": 8, "positions": "absolute"}),
 ]
 ROWS = {row.name: row for row in TABLE}
 
@@ -176,7 +182,7 @@ class Case:
 @st.composite
 def cases(draw: st.DrawFn, row: Row, **fixed: Any) -> Case:
     """Any layer for the policy of a row; prompts lie around the budget as often as not."""
-    fixed = row.fixed | fixed
+    fixed = row.case | fixed
     options = fixed.pop("options", None)
     options = draw(row.options) if options is None else options
     policy = policies.resolve(row.name, options)

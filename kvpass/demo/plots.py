@@ -39,31 +39,35 @@ def perplexity_figure(runs: Mapping[str, Run], window: int, title: str, trained:
     return figure
 
 
-def kept_image(snapshots: Sequence[Snapshot], length: int) -> npt.NDArray[np.float64]:
-    """The share of each band of positions that was held: [bands, snapshots], row 0 the first `BAND` positions."""
-    kept = np.zeros((math.ceil(length / BAND) * BAND, len(snapshots)))
+def kept_image(snapshots: Sequence[Snapshot], length: int, band: int = BAND) -> npt.NDArray[np.float64]:
+    """The share of each band of positions that was held: [bands, snapshots], row 0 the first `band` positions."""
+    kept = np.zeros((math.ceil(length / band) * band, len(snapshots)))
     for column, snapshot in enumerate(snapshots):
         kept[snapshot.positions, column] = 1
-    return np.asarray(kept.reshape(-1, BAND, len(snapshots)).mean(1))
+    return np.asarray(kept.reshape(-1, band, len(snapshots)).mean(1))
 
 
-def kept_figure(snapshots: Mapping[str, Sequence[Snapshot]], length: int, title: str) -> Figure:
-    """Which positions were held over time, one panel per policy."""
+def kept_figure(
+    snapshots: Mapping[str, Sequence[Snapshot]], length: int, title: str | None, band: int = BAND
+) -> Figure:
+    """Which positions were held over time, one panel per policy; a line of pixels covers `band` positions."""
     down = math.ceil(len(snapshots) / 4)
     across = math.ceil(len(snapshots) / down)
     figure = Figure(figsize=(3.2 * across + 0.8, 3.2 * down + 0.6), layout="constrained")
     panels = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False).flat
     for (policy, taken), axes in zip(snapshots.items(), panels, strict=False):
-        _kept_panel(axes, policy, taken, length)
+        _kept_panel(axes, policy, taken, length, band)
     for axes in itertools.islice(panels, down * across):
         axes.set_axis_off()
-    figure.suptitle(title)
+    if title is not None:
+        figure.suptitle(title)
     return figure
 
 
-def _kept_panel(axes: Axes, policy: str, snapshots: Sequence[Snapshot], length: int) -> None:
-    image = kept_image(snapshots, length)
-    last = snapshots[-1].step if snapshots else length
+def _kept_panel(axes: Axes, policy: str, snapshots: Sequence[Snapshot], length: int, band: int) -> None:
+    image = kept_image(snapshots, length, band)
+    steps = [snapshot.step for snapshot in snapshots] or [length]
+    every = (steps[-1] - steps[0]) / (len(steps) - 1) if len(steps) > 1 else steps[0]
     axes.imshow(
         image,
         origin="lower",
@@ -72,7 +76,7 @@ def _kept_panel(axes: Axes, policy: str, snapshots: Sequence[Snapshot], length: 
         cmap="Blues",
         vmin=0,
         vmax=1,
-        extent=(0, last, 0, image.shape[0] * BAND),
+        extent=(steps[0] - every, steps[-1], 0, image.shape[0] * band),
     )
     axes.set(title=policy, xlabel="step", ylabel="position kept", ylim=(0, length))
     axes.tick_params(labelbottom=True)  # the panel below may be empty

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvpass import policies
 from kvpass.budget import slots_for
 
-PIECE = 1 << 19  # logits alive at a time: 2 MB in float32; much more would leave the caches of a core
+PIECE = 1 << 20  # logits alive at a time: 4 MB in float32; much more would leave the caches of a core
 LOWEST = torch.finfo(torch.float32).min
 
 

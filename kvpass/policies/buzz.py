@@ -27,10 +27,10 @@ from torch import Tensor
 
 from kvpass.errors import BudgetError
 from kvpass.policies.base import LATE, Attention, Clock, Policy, State, Statistic, Tokens, require
-from kvpass.policies.buzz_sizes import ratio, thinned, threshold_for, window_and_threshold
+from kvpass.policies.buzz_hives import best_of_hives
+from kvpass.policies.buzz_sizes import ratio, thinned_if_due, threshold_for, window_and_threshold
 
 LOG_BASE = math.log(512)
-
 
 __all__ = ["Buzz", "threshold_for", "window_and_threshold"]
 
@@ -95,13 +95,7 @@ class Buzz(Policy):
 
     def _counts(self, stored: int, old: int, budget: int, iterate: bool) -> tuple[int, int]:
         window, threshold = self.sizes(budget)
-        middle = stored - self.sinks - window
-        if middle <= threshold:
-            return stored, old
-        size = thinned(middle, old, self.stride)
-        while iterate and size > threshold:
-            size = thinned(size, size, self.stride)
-        return self.sinks + window + size, size
+        return thinned_if_due(stored, old, self.sinks + window, threshold, self.stride, iterate)
 
     # The tensors.
 
@@ -130,25 +124,16 @@ class Buzz(Policy):
         place, old, interval = tokens.order - self.sinks, tokens.state["old"], (self.stride + 1) // 2
         inside = tokens.live & (place >= 0) & (place < middle)
         fresh, hive = inside & (place >= old), (place - old).clamp(min=0) // self.stride
-        stays = torch.where(fresh, self._best(tokens.state["score"], fresh, hive, place, old), place % interval == 0)
-        first = (old + interval - 1) // interval
-        after = torch.where(fresh, first + hive, place // interval)  # the place among those that stay
-        size = first + (middle - old + self.stride - 1) // self.stride
+        first = (place - old) % self.stride == 0
+        best = first if self.variant == "nomax" else best_of_hives(tokens.state["score"], fresh, hive, place)
+        stays = torch.where(fresh, best, place % interval == 0)
+        kept = (old + interval - 1) // interval
+        after = torch.where(fresh, kept + hive, place // interval)  # the place among those that stay
+        size = kept + (middle - old + self.stride - 1) // self.stride
         again = self._passes(tokens, size, interval, threshold)
         due = middle > threshold
         keeps = torch.where(due & inside, stays & (after % again == 0), tokens.live)
         return keeps, {"old": torch.where(due, (size + again - 1) // again, old)}
-
-    def _best(self, score: Tensor, fresh: Tensor, hive: Tensor, place: Tensor, old: Tensor) -> Tensor:
-        """Whether a token is the first, of those of highest score, in its hive."""
-        if self.variant == "nomax":
-            return (place - old) % self.stride == 0
-        hives = (*score.shape[:2], score.shape[-1] // self.stride + 2)
-        where = torch.where(fresh, hive, hives[-1] - 1)  # the last one is for tokens that are not fresh
-        score = torch.where(fresh, score, -torch.inf)
-        most = score.new_full(hives, -torch.inf).scatter_reduce(-1, where, score, "amax").gather(-1, where)
-        place = torch.where(score == most, place, LATE)
-        return place == place.new_full(hives, LATE).scatter_reduce(-1, where, place, "amin").gather(-1, where)
 
     def _passes(self, tokens: Tokens, size: Tensor, interval: int, threshold: int) -> Tensor:
         """The interval of all further passes together over the middle of a prompt or chunk; 1 for none."""

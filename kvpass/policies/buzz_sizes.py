@@ -34,3 +34,22 @@ def thinned(middle: int, old: int, stride: int) -> int:
     """How many of a middle are left, of which `old` have been through it before: ceil(old / s') + ceil(new / s)."""
     interval = (stride + 1) // 2
     return -(-old // interval) - (-(middle - old) // stride)
+
+
+def thinned_if_due(
+    stored: int, old: int, fixed: int, threshold: int, stride: int, iterate: bool = False
+) -> tuple[int, int]:
+    """Tokens stored and old ones among them, after a thinning if the middle holds more than the threshold.
+
+    Args:
+        stored, old: the same before it.
+        fixed: sinks and window together.
+        iterate: sample again at the interval s' until the middle fits.
+    """
+    middle, interval = stored - fixed, (stride + 1) // 2
+    if middle <= threshold:
+        return stored, old
+    size = thinned(middle, old, stride)
+    while iterate and size > threshold:
+        size = -(-size // interval)
+    return fixed + size, size

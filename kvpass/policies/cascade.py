@@ -30,16 +30,9 @@ from torch import Tensor
 
 from kvpass.errors import BudgetError
 from kvpass.policies.base import Attention, Policy, State, Statistic, Tokens, require
-from kvpass.policies.cascade_line import BASES, Rule, averaged, intervals
+from kvpass.policies.cascade_line import BASES, Rule, approximate_context, averaged, intervals
 
-
-def approximate_context(slots: int, cascades: int = 4, growth: str = "pow2") -> int:
-    """How far back `slots` slots, sinks not counted, reach: (|C| / N) * sum of f_i.
-
-    >>> approximate_context(2048, 4), approximate_context(2048, 8)
-    (7680, 65280)
-    """
-    return slots * sum(intervals(cascades, growth)) // cascades
+__all__ = ["Cascade", "approximate_context"]
 
 
 @dataclasses.dataclass(frozen=True)

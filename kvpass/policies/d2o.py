@@ -84,13 +84,13 @@ class D2O(Policy):
         object.__setattr__(self, "skip_layers", tuple(self.skip_layers))
         require(self.sinks >= 0, "sinks", self.sinks, "must not be negative")
         require(0 <= self.heavy <= 1, "heavy", self.heavy, "must lie between 0 and 1")
-        require(self.layers in ("softmax", "gate"), "layers", self.layers, "must be softmax or gate")
         require(self.gate >= 0, "gate", self.gate, "must not be negative")
         require(self.alpha >= 1, "alpha", self.alpha, "must be at least 1")
         require(0 <= self.beta <= 1, "beta", self.beta, "must lie between 0 and 1")
-        require(self.merge in ("paper", "official"), "merge", self.merge, "must be paper or official")
-        moments = ("prompt_end", "first_decode")
-        require(self.compress_at in moments, "compress_at", self.compress_at, f"must be one of {', '.join(moments)}")
+        choices = {"layers": "softmax gate", "merge": "paper official", "compress_at": "prompt_end first_decode"}
+        for option, known in choices.items():
+            value = getattr(self, option)
+            require(value in known.split(), option, value, f"must be {known.replace(' ', ' or ')}")
         whole = all(isinstance(layer, int) for layer in self.skip_layers)
         require(whole, "skip_layers", self.skip_layers, "must be layer numbers")
 

@@ -1,7 +1,8 @@
 """The control: a uniformly random subset of all tokens seen, which every score must beat.
 
 Each token draws a number when it arrives, a hash of its position, its KV head and `seed`; the highest
-stay.  The survivors of any prefix are then a uniform sample of it, the newest token not excepted.
+stay.  The survivors of any prefix are then a uniform sample of it, the newest token not excepted.  The
+tokens of a chunk draw like those of a prompt.
 """
 
 from __future__ import annotations

@@ -65,6 +65,14 @@ def test_knorm_keeps_the_smallest_keys():
     assert prompt_keeps("knorm", q, k, v, budget=6) == [set(head.tolist()) for head in smallest]
 
 
+def test_knorm_keeps_the_smallest_of_all_keys_seen():
+    q, k, v = layer(40, heads=2)
+    held = simulate("knorm", q, k, v, prompt=8, budget=6, rope_theta=1e4, compiled=True).positions[:, 0]
+    for seen, heads in enumerate(held, 8):
+        smallest = k[0, :, :seen].norm(dim=-1).topk(6, largest=False).indices
+        assert torch.equal(heads, smallest.sort().values)
+
+
 def test_roco_averages_and_protects_what_varies():
     q, k, v = layer(32, groups=2)
     rows, budget = probabilities(q, k), 8

@@ -1,0 +1,70 @@
+"""What must hold for every policy in a whole model; one row of `tests.strategies.TABLE` joins all of them.
+
+While nothing is evicted the model is the uncompiled one; past that it is the eager reference at every
+step; and it is two Dynamo graphs all along.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kvpass
+from tests.models import breaks, build, force, graphs, prompt
+from tests.strategies import ROWS, TABLE, fitting
+
+ONE_ROW, PADDED = (1, ()), (3, (3, 1, 0))  # rows, and how many padding tokens each begins with
+# Llama has grouped heads and a full rotary embedding, GPT-NeoX single heads and a partial one.
+every_policy = pytest.mark.parametrize("name", [row.name for row in TABLE])
+every_model = pytest.mark.parametrize(
+    ("architecture", "rows", "padding"),
+    [
+        pytest.param("Llama", *PADDED, id="Llama-padded"),
+        pytest.param("GPTNeoX", *ONE_ROW, id="GPTNeoX-one-row"),
+        pytest.param("Llama", *ONE_ROW, id="Llama-one-row", marks=pytest.mark.slow),
+        pytest.param("GPTNeoX", *PADDED, id="GPTNeoX-padded", marks=pytest.mark.slow),
+    ],
+)
+
+
+def settings(name: str, budget: int) -> dict[str, object]:
+    """What `kvpass.backend` is given for a policy, its budget at least `budget`."""
+    options = ROWS[name].fixed
+    policy = kvpass.policies.resolve(name, options)
+    return {"policy": name, "budget": fitting(policy, budget) if policy.evicts else 64, **options}
+
+
+@every_policy
+@every_model
+def test_the_uncompiled_model_until_something_is_evicted(
+    architecture: str, name: str, rows: int, padding: tuple[int, ...]
+) -> None:
+    model, (ids, mask) = build(architecture), prompt(rows, 9, padding)
+    how = dict(attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    how |= dict(return_dict_in_generate=True, output_logits=True)
+    with torch.inference_mode():
+        expected = model.generate(ids, **how)
+        kvpass.compile(model, **settings(name, 40), inner="eager", **ROWS[name].lossless)
+        got = model.generate(ids, **how)
+    assert torch.equal(got.sequences, expected.sequences)
+    for ours, theirs in zip(got.logits, expected.logits, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    assert len(kvpass.inspect(got.past_key_values).layers) == 2  # it did run on slots
+    assert (graphs(), breaks()) == (2, 0)
+
+
+@every_policy
+@every_model
+def test_the_reference_at_every_step(architecture: str, name: str, rows: int, padding: tuple[int, ...]) -> None:
+    steps = [12, *[1] * 9]
+    ids, mask = prompt(rows, sum(steps), padding)
+    lowered = force(build(architecture), ids, mask, steps, **settings(name, 8), inner="eager")
+    assert (graphs(), breaks()) == (2, 0)
+    literal = force(build(architecture), ids, mask, steps, **settings(name, 8), inner="reference")
+    for step, (ours, theirs) in enumerate(zip(lowered.held, literal.held, strict=True)):
+        for layer, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            assert torch.equal(a, b), f"step {step}, layer {layer} holds {a} where the reference holds {b}"
+    real = mask.bool()
+    torch.testing.assert_close(lowered.logits[real], literal.logits[real], atol=1e-4, rtol=1e-4)
+    held = (lowered.held[-1][0] >= 0).sum(-1)
+    assert (held < mask.sum(-1)[:, None]).all() or name == "full"  # something was evicted in every row
