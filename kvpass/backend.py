@@ -50,6 +50,7 @@ class Backend:
             return _refusal(error)
 
     def _compile(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        gm, _ = compat.copy_graph_module(gm)  # finding attention calls adds nodes
         carried = {n for n, e in zip(graphs.placeholders(gm.graph), examples, strict=True) if isinstance(e, Handle)}
         found = match.find(gm, carried)
         sites = [f.site for f in found if f.site is not None]

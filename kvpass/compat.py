@@ -30,6 +30,11 @@ def is_sdpa(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is torch.nn.functional.scaled_dot_product_attention
 
 
+def mutates(node: fx.Node) -> bool:
+    """A call of an aten operator that writes to an argument."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
 def is_log_only(node: fx.Node) -> bool:
     """torch's own usage logging, which Dynamo leaves in graphs."""
     return node.target is torch._C._log_api_usage_once
@@ -82,6 +87,17 @@ def as_new_input(node: fx.Node, example: Tensor, *, in_place: bool) -> None:
     node._dynamo_source = None
     if in_place:
         node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+
+
+def propagate(function: Callable[..., Tensor], *args: Any) -> Tensor:
+    """What a function gives for example values; some of them may be real tensors, such as constants."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    modes = [arg.fake_mode for arg in args if isinstance(arg, FakeTensor)]
+    real = [isinstance(arg, Tensor) and not isinstance(arg, FakeTensor) for arg in args]
+    if not modes or not any(real):
+        return function(*args)
+    return function(*(modes[0].from_tensor(a, static_shapes=True) if r else a for a, r in zip(args, real, strict=True)))
 
 
 @contextlib.contextmanager

@@ -96,6 +96,60 @@ def module_of(node: fx.Node) -> str:
     return path.replace("L['self'].", "").replace("L['fn'].", "").replace("_modules['", "").replace("']", "")
 
 
+_AUGMENTED = frozenset({"iadd", "isub", "imul", "itruediv", "iand", "ior", "ixor", "setitem"})
+_VIEWS = frozenset(
+    {
+        "getitem", "view", "reshape", "expand", "expand_as", "transpose", "permute", "unsqueeze", "squeeze", "flatten",
+        "unflatten", "chunk", "split", "select", "narrow", "unbind", "diagonal", "contiguous", "to", "type_as", "float",
+        "view_as", "swapaxes", "detach",
+    }
+)  # fmt: skip
+
+
+def writes(node: fx.Node) -> bool:
+    """Whether a node of Dynamo's writes to its first argument in place."""
+    if node.op not in ("call_function", "call_method"):
+        return False
+    name = name_of(node)
+    of_operators = node.op == "call_function" and getattr(operator, name, None) is node.target  # and_, or_, not_
+    return name in _AUGMENTED or (name.endswith("_") and not name.endswith("__") and not of_operators)
+
+
+def overwritten(nodes: set[fx.Node]) -> fx.Node | None:
+    """A node that writes to one of `nodes` and is not among them, so that they do not say what is computed."""
+    return next((u for n in nodes for u in n.users if writes(u) and u.args[0] is n and u not in nodes), None)
+
+
+def eliminate_dead(graph: fx.Graph) -> None:
+    """Remove what nobody needs.  A write in place is needed if what it writes to is read afterwards.
+
+    torch.fx's own pass takes a write without users for dead, and one by setitem for needed.
+    """
+    memory = _memory(graph)
+    needed: set[fx.Node] = set()
+    read: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        own = memory.get(node, node)
+        lasting = node.op in ("placeholder", "output") or compat.mutates(node)
+        written = writes(node) and (own in read or own.op in ("placeholder", "get_attr"))
+        if lasting or written or needed.intersection(node.users):
+            needed.add(node)
+            read.update(memory.get(parent, parent) for parent in node.all_input_nodes)
+    for node in reversed(list(graph.nodes)):
+        if node not in needed and not node.users:
+            graph.erase_node(node)
+
+
+def _memory(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """For each node that may be a view, the node whose memory it shares."""
+    memory: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        base = node.args[0] if node.args else None
+        if isinstance(base, fx.Node) and (writes(node) or name_of(node) in _VIEWS):
+            memory[node] = memory.get(base, base)
+    return memory
+
+
 @dataclasses.dataclass(frozen=True)
 class Sizes:
     """How the symbolic sizes of a step graph are to be read.

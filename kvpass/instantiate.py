@@ -108,9 +108,19 @@ def cut_mask(
     Raises:
         UnsupportedGraph: it is not a function of the key index.
     """
+    _check_not_overwritten(graphs.ancestors(mask))
     if not counts and not columns:
         raise UnsupportedGraph("the attention mask grows with the cache but is not computed from a key index")
     return MaskSlice(_KeyCutter(gm, sizes, counts, columns).cut(mask), tuple(columns))
+
+
+def _check_not_overwritten(nodes: set[fx.Node]) -> None:
+    writer = graphs.overwritten(nodes)
+    if writer is not None:
+        raise UnsupportedGraph(
+            f"{graphs.source_line(writer)}: {graphs.name_of(writer)!r} writes in place to what an attention mask or "
+            "a rotary embedding is computed from, and such a computation cannot be moved onto slots"
+        )
 
 
 class _KeyCutter:
@@ -240,6 +250,7 @@ def cut_rotary(gm: fx.GraphModule, site: match.AttentionSite, rotary: match.Rota
             raise UnsupportedGraph(f"the rotary embedding uses the cache's length, {value(node)}, as a size")
         return sizes.fixed(node)
 
+    _check_not_overwritten(graphs.ancestors(site.key, stop={rotary.raw}))
     angles = _angles(gm, site.key, rotary)
     turn = graphs.cut(gm, [site.key], [rotary.raw, *angles], number, unpack=True)
     shape = tuple(sizes.fixed(size) for size in value(rotary.position).shape)

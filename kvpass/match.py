@@ -1,22 +1,21 @@
 """Find the attention calls of a traced graph and the cache updates that feed them.
 
-The anchor is scaled_dot_product_attention.  From its key and value we walk back through operations that
-only change the shape to the concatenation that grew the past.  Nothing is recognised by the name of a
+The anchors are attention calls, see `kvpass.calls`.  From key and value we walk back through operations
+that only change the shape to the concatenation that grew the past.  Nothing is recognised by the name of a
 model, a module or an argument.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import math
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.fx as fx
 
-from kvpass import compat, graphs
+from kvpass import calls, graphs
+from kvpass.calls import Call
 from kvpass.graphs import ancestors, expr, is_tensor, value
 
 _SHAPE_ONLY = frozenset(
@@ -35,10 +34,11 @@ class AttentionSite:
         past_key, past_value: the placeholders of the past, None when there is none (a prompt).
         grown_key, grown_value: what the model stores again: past and new tokens together.
         mask: the node of the mask, or None.
-        scale: multiplies the logits.
+        scale: multiplies the products of query and key.
         causal: the call's own is_causal.
         keys_out, values_out: where the graph returns the key and value that the model stores.
         window: how many of the last tokens the model stores, None for all.
+        cap, sink: see `kvpass.calls.Call`.
     """
 
     call: fx.Node
@@ -55,6 +55,8 @@ class AttentionSite:
     keys_out: int
     values_out: int
     window: int | None = None
+    cap: float | None = None
+    sink: fx.Node | None = None
 
     @property
     def queries(self) -> Any:
@@ -94,14 +96,15 @@ def find(gm: fx.GraphModule, carried: set[fx.Node]) -> list[Found]:
         carried: the placeholders whose value is a cache handle of ours.
     """
     outputs = {node: place for place, node in enumerate(graphs.results(gm.graph)) if isinstance(node, fx.Node)}
-    calls = [node for node in gm.graph.nodes if compat.is_sdpa(node)]
+    made = calls.find(gm)
+    ends = {call.node for call in made}
     updates = [node for node in gm.graph.nodes if _grows_a_cache(node, outputs)]
-    found = [_examine(call, calls, outputs, updates, carried) for call in calls]
+    found = [_examine(call, ends, outputs, updates, carried) for call in made]
     used = {node for f in found if f.site for node in (f.site.grown_key, f.site.grown_value)}
     refused_at = {f.node for f in found if f.refusal}
     for update in updates:
         if update not in used and not any(update in ancestors(call) for call in refused_at):
-            refusal = "the cache that is grown here feeds no scaled_dot_product_attention call that can be followed"
+            refusal = "the cache that is grown here feeds no attention call that can be followed"
             found.append(Found(update, refusal=refusal))
     found += _unused_handles(found, carried)
     return found
@@ -166,12 +169,9 @@ def _cat_parts(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _examine(
-    call: fx.Node, calls: list[fx.Node], outputs: dict[fx.Node, int], updates: list[fx.Node], carried: set[fx.Node]
+    call: Call, ends: set[fx.Node], outputs: dict[fx.Node, int], updates: list[fx.Node], carried: set[fx.Node]
 ) -> Found:
-    bound = inspect.signature(_sdpa).bind(*call.args, **call.kwargs)
-    bound.apply_defaults()
-    key, val = bound.arguments["key"], bound.arguments["value"]
-    behind = ancestors(key, stop=set(calls)) | ancestors(val, stop=set(calls))
+    behind = ancestors(call.key, stop=ends) | ancestors(call.value, stop=ends)
     otherwise = [node for node in behind if node not in updates and _grows_otherwise(node, outputs)]
     kept = [node for node in behind if node.op == "placeholder" or node in outputs]
     otherwise += [user for node in kept for user in node.users if _overwrites(user, node)]
@@ -183,10 +183,10 @@ def _examine(
                 f"its cache is updated at {line} in a way that is not a concatenation along dimension -2 of "
                 "[B, H, S, D]; a preallocated cache such as StaticCache has to give way to a growing one (DynamicCache)"
             )
-        site = _site(call, bound.arguments, outputs)
+        site = _site(call, outputs)
     except _Refused as why:
-        return Found(call, refusal=str(why)) if cached else Found(call)
-    return Found(call, site=site)
+        return Found(call.node, refusal=str(why)) if cached else Found(call.node)
+    return Found(call.node, site=site)
 
 
 def _grows_otherwise(node: fx.Node, outputs: dict[fx.Node, int]) -> bool:
@@ -199,40 +199,22 @@ def _grows_otherwise(node: fx.Node, outputs: dict[fx.Node, int]) -> bool:
 
 def _overwrites(user: fx.Node, cache: fx.Node) -> bool:
     """An input or output that is written to in place: a preallocated cache."""
-    name = graphs.name_of(user)
-    in_place = name == "setitem" or (name.endswith("_") and not name.endswith("__"))
-    return in_place and user.args[0] is cache and is_tensor(cache) and value(cache).ndim >= 3
+    return graphs.writes(user) and user.args[0] is cache and is_tensor(cache) and value(cache).ndim >= 3
 
 
-def _sdpa(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: Any = None,
-    enable_gqa: bool = False,
-) -> None:
-    """The signature of scaled_dot_product_attention."""
-
-
-def _site(call: fx.Node, given: dict[str, Any], outputs: dict[fx.Node, int]) -> AttentionSite:
-    query = given["query"]
-    grown_key, past_key, key = _origin(given["key"], outputs)
-    grown_value, past_value, val = _origin(given["value"], outputs)
+def _site(call: Call, outputs: dict[fx.Node, int]) -> AttentionSite:
+    grown_key, past_key, key = _origin(call.key, outputs)
+    grown_value, past_value, val = _origin(call.value, outputs)
     if (past_key is None) != (past_value is None):
         raise _Refused("the key has a past and the value has none, or the other way round")
     keys_out, window = _place(grown_key, outputs)
     values_out, value_window = _place(grown_value, outputs)
     if window != value_window:
         raise _Refused(f"the last {window} keys are stored and the last {value_window} values")
-    _check(call, given, query, key, past_key)
-    scale = given["scale"]
+    _check(call, key, past_key)
     return AttentionSite(
-        call, query, key, val, past_key, past_value, grown_key, grown_value, given["attn_mask"],
-        1 / math.sqrt(value(query).shape[-1]) if scale is None else float(scale),
-        bool(given["is_causal"]), keys_out, values_out, window,
+        call.node, call.query, key, val, past_key, past_value, grown_key, grown_value, call.mask, call.scale,
+        call.causal, keys_out, values_out, window, call.cap, call.sink,
     )  # fmt: skip
 
 
@@ -243,22 +225,23 @@ def _place(grown: fx.Node, outputs: dict[fx.Node, int]) -> tuple[int, int | None
     return stored
 
 
-def _check(call: fx.Node, given: dict[str, Any], query: fx.Node, key: fx.Node, past: fx.Node | None) -> None:
-    if given["dropout_p"]:
-        raise _Refused(f"attention with dropout {given['dropout_p']}: the model is in training mode")
+def _check(call: Call, key: fx.Node, past: fx.Node | None) -> None:
+    query = call.query
+    if call.dropout:
+        raise _Refused(f"attention with dropout {call.dropout}: the model is in training mode")
     if not value(key).is_floating_point():
         raise _Refused(f"the cache holds {value(key).dtype}, which is not floating-point")
     if value(query).ndim != 4 or value(key).ndim != 4:
         raise _Refused(f"queries of shape {tuple(value(query).shape)} are not [B, Hq, q, D]")
     if expr(value(query).shape[2]) != expr(value(key).shape[2]):
         raise _Refused("there are not as many new keys as queries")
-    if past is not None and given["is_causal"] and expr(value(query).shape[2]) != 1:
+    if past is not None and call.causal and expr(value(query).shape[2]) != 1:
         raise _Refused("is_causal with a past and several queries aligns the mask to the first key")
 
 
 def _origin(node: fx.Node, outputs: dict[fx.Node, int]) -> tuple[fx.Node, fx.Node | None, fx.Node]:
     """What is stored, the past in it (None for an empty one) and the new tokens."""
-    rows, width = value(node).shape[2], value(node).shape[-1]
+    rows, width = value(node).shape[-2:]
     seen_output = None
     while True:
         parts = _cat_parts(node)
@@ -305,18 +288,16 @@ def find_rotary(gm: fx.GraphModule, site: AttentionSite) -> Rotary | None:
     else that the tokens have a say in.
     """
     order = {node: place for place, node in enumerate(gm.graph.nodes)}
-    calls = {node for node in gm.graph.nodes if compat.is_sdpa(node)}
-    behind = ancestors(site.key, stop=calls - {site.call})
+    ends = {node for node in gm.graph.nodes if calls.is_boundary(node)}
+    behind = ancestors(site.key, stop=ends)
     shape = [expr(size) for size in value(site.key).shape]
     candidates = [
         n for n in behind if is_tensor(n) and n is not site.key and [expr(s) for s in value(n).shape] == shape
     ]
     for raw in sorted(candidates, key=order.__getitem__, reverse=True):
-        rest = ancestors(site.key, stop={raw, *calls})
+        rest = ancestors(site.key, stop={raw, *ends})
         positions = [n for n in rest if _turns_into_an_angle(n, rest)]
-        if len(positions) == 1 and not _carries_tokens(
-            ancestors(site.key, stop={raw}) - ancestors(positions[0]), calls
-        ):
+        if len(positions) == 1 and not _carries_tokens(ancestors(site.key, stop={raw}) - ancestors(positions[0]), ends):
             return Rotary(raw, positions[0])
     return None
 

@@ -31,16 +31,18 @@ ADOPTED = "adopted: the prompt ran uncompiled, so nothing is known of its attent
 
 @dataclasses.dataclass(frozen=True)
 class PromptLayer:
-    """What a prompt leaves of one layer: all its tokens, and the query, keys and mask that a reference wants.
+    """What a prompt leaves of one layer.
 
     Attributes:
+        chunk: all its tokens.
+        extras: the query, the attended keys, the mask and the sink, which a reference wants.
         window: how many of the last tokens the model stores, None for all.
     """
 
     policy: Policy
     window: int | None
     chunk: Chunk
-    extras: tuple[Tensor, Tensor, Tensor | None] | None
+    extras: tuple[Any, ...] | None
 
 
 class PromptRunner:
@@ -100,8 +102,7 @@ class PromptRunner:
         attention = as_attention(self.policies[i], sums, self._new(results, i, real)) if sums else Attention()
         extras = None
         if places.extras:
-            query, keys, mask = places.extras[i]
-            extras = (results[query], results[keys], None if mask is None else results[mask])
+            extras = tuple(None if place is None else results[place] for place in places.extras[i])
         return PromptLayer(self.policies[i], site.window, Chunk(key, value, real, attention), extras)
 
     def _new(self, results: list[Any], i: int, real: Tensor) -> Tensor:
@@ -169,7 +170,7 @@ class PromptRunner:
         if layer.extras is not None:
             from kvpass.reference.layer import take_prompt  # the compiled path knows nothing of references
 
-            store: Any = take_prompt(layout, layer, self.sites[0].scale, plan.budget)
+            store: Any = take_prompt(layout, layer, self.sites[number], plan.budget)
             return LayerCache(self.backend, layout, store, count, layer.window, notes=notes)
         slots = admit(layout, None, chunk, plan.budget)
         _keep_address(slots)

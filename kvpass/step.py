@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from kvpass.lowering.attend import LOWEST, attend, scores
+from kvpass.lowering.attend import LOWEST, attend, capped, scores
 from kvpass.policies.base import LATE, Attention, Policy, State, Tokens, rank_of
 from kvpass.slots import FREE, Layout, Slots
 from kvpass.statistics import statistics
@@ -35,9 +35,10 @@ class Site:
     """What the graph says about one attention call.
 
     Attributes:
-        scale: multiplies the logits.
+        scale: multiplies the products of queries and keys.
         mask: the model's mask on slots, or None.
         rotate: the model's rotary embedding, or None when stored keys are attended to as they are.
+        cap, sink: see `kvpass.calls.Call`; the sink is [B or 1, Hq, q or 1, 1].
         weights: the policy's own, as inputs of the graph; empty where they may be taken from the policy.
     """
 
@@ -45,6 +46,12 @@ class Site:
     mask: Mask | None = None
     rotate: Rotate | None = None
     weights: tuple[Tensor, ...] = ()
+    cap: float | None = None
+    sink: Tensor | None = None
+
+    def sinks(self, heads: int) -> Tensor | None:
+        """The sink's logits [B or 1, Hkv, G, q or 1, 1]."""
+        return None if self.sink is None else torch.unflatten(self.sink, 1, (heads, -1))
 
 
 def decode_step(
@@ -79,11 +86,12 @@ def decode_step(
     both = added(bias, own)
     rotate = _rotation(site, tokens)
     keys, values = _read(layout, site, slots, tokens)
-    output, probabilities = attend(grouped, keys, values, scale=site.scale, mask=mask, bias=both, rotate=rotate)
+    given: dict[str, Any] = dict(scale=site.scale, mask=mask, bias=both, rotate=rotate)
+    output, probabilities = attend(grouped, keys, values, **given, cap=site.cap, sink=site.sinks(layout.heads))
     output = output.flatten(1, 2)  # here, and not at the end: the compiler moves a product to its first user
     attention = _one_query(probabilities, real)
     if sweep and "logits" in policy.statistics:
-        logits = scores(grouped, keys, scale=site.scale, rotate=rotate)
+        logits = capped(scores(grouped, keys, scale=site.scale, rotate=rotate), site.cap)
         logits = torch.where(mask, logits if bias is None else logits + bias.float(), LOWEST)
         attention = dataclasses.replace(attention, logits=logits[..., 0, :])
     tokens, victim = _swept(layout, tokens, attention) if sweep else _stepped(layout, slots, tokens, attention)
@@ -269,12 +277,25 @@ def extend_step(
     if own is not None:
         own = torch.nn.functional.pad(own, (0, chunk))  # [B, ., ., C + q]
         seen = _per_query_head(mask, added(bias, own), query.shape[1], layout.heads, query.dtype)
-    output = torch.nn.functional.scaled_dot_product_attention(
-        query, keys, values, attn_mask=seen, scale=site.scale, enable_gqa=True
-    )
+    output = _attended(site, query, keys, values, seen)
     if not policy.statistics:
         return output, []
-    return output, statistics(policy, query, keys, full, real, False, site.scale, layout.budget)
+    common = (real, False, site.scale, layout.budget, site.cap, site.sink)
+    return output, statistics(policy, query, keys, full, *common)
+
+
+def _attended(site: Site, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """Attention of a chunk, [B, Hq, q, Dv]; mask bool or additive [B, Hq or 1, q, N]."""
+    if site.cap is None and site.sink is None:
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, keys, values, attn_mask=mask, scale=site.scale, enable_gqa=True
+        )
+    heads = keys.shape[1]
+    grouped = torch.unflatten(query, 1, (heads, -1))
+    apart = mask[:, :, None] if mask.shape[1] == 1 else torch.unflatten(mask, 1, (heads, -1))
+    allowed, bias = (apart, None) if apart.dtype == torch.bool else (apart > torch.finfo(apart.dtype).min / 2, apart)
+    given: dict[str, Any] = dict(scale=site.scale, mask=allowed, bias=bias)
+    return attend(grouped, keys, values, **given, cap=site.cap, sink=site.sinks(heads))[0].flatten(1, 2)
 
 
 def _chunk_mask(layout: Layout, site: Site, slots: Slots, real: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -26,6 +26,8 @@ def attend(
     mask: Tensor,
     bias: Tensor | None = None,
     rotate: Callable[[Tensor], list[Tensor]] | None = None,
+    cap: float | None = None,
+    sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend to the slots that `mask` allows.
 
@@ -36,19 +38,35 @@ def attend(
         mask: bool, broadcastable to [B, Hkv, G, q, C].
         bias: added to the logits, broadcastable likewise.
         rotate: applied to the keys at read, pointwise in the slots; gives pieces [B, Hkv, C, d] of D.
+        cap: bounds the logits before bias and mask, as cap * tanh(logits / cap).
+        sink: further logits [B or 1, Hkv, G, q or 1, 1] in the softmax, to which no value belongs.
 
     Returns:
         output [B, Hkv, G, q, Dv] in the dtype of `value`, and the probabilities, float32 [B, Hkv, G, q, C].
         A query that may attend to nothing gets a finite output that means nothing.
     """
-    logits = scores(query, key, scale=scale, rotate=rotate)
+    logits = capped(scores(query, key, scale=scale, rotate=rotate), cap)
     if bias is not None:
         logits = logits + bias.float()
     logits = torch.where(mask, logits, LOWEST)
-    probabilities = torch.softmax(logits, -1)
+    probabilities = softmax_beside(logits, sink)
     rows = probabilities.to(value.dtype).flatten(2, 3)  # [B, Hkv, G*q, C]
     output = torch.matmul(rows, value).view(*query.shape[:4], value.shape[-1])
     return output, probabilities
+
+
+def capped(logits: Tensor, cap: float | None) -> Tensor:
+    """cap * tanh(logits / cap)."""
+    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def softmax_beside(logits: Tensor, sink: Tensor | None) -> Tensor:
+    """Softmax over the last dimension and the sink [..., 1], whose share is left out."""
+    if sink is None:
+        return torch.softmax(logits, -1)
+    most = torch.maximum(logits.amax(-1, keepdim=True), sink.float())
+    paid = torch.exp(logits - most)
+    return paid / (paid.sum(-1, keepdim=True) + torch.exp(sink.float() - most))
 
 
 def scores(

@@ -7,6 +7,7 @@ so that one compiled prompt graph serves every prompt length.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from kvpass import policies
 from kvpass.budget import slots_for
+from kvpass.lowering.attend import softmax_beside
 
 PIECE = 1 << 20  # logits alive at a time: 4 MB in float32; much more would leave the caches of a core
 LOWEST = torch.finfo(torch.float32).min
@@ -43,48 +45,101 @@ class _Room:
         return self.buffer[: math.prod(shape)].view(shape)
 
 
-def _logits(query: Tensor, key: Tensor, mask: Tensor | None, scale: float, room: _Room) -> Tensor:
-    """Masked logits, float32 [B, Hkv, G, n, S]; mask bool or additive [B or 1, Hq or 1, n or 1, S]."""
-    rows, heads, keys, dim = key.shape
-    groups, count = query.shape[1] // heads, query.shape[2]
-    grouped = query.reshape(rows * heads, groups * count, dim)
-    out = room.shaped(rows * heads, groups * count, keys)
-    # baddbmm for its factor on the product: no pass over the logits of its own
-    torch.baddbmm(out[:, :1, :1], grouped, key.flatten(0, 1).transpose(1, 2), beta=0, alpha=scale, out=out)
-    logits = out.float().view(rows, heads, groups, count, keys)
-    if mask is None:
-        return logits
-    part = mask.reshape(mask.shape[0], heads, groups, *mask.shape[2:]) if mask.shape[1] > 1 else mask[:, :, None]
-    return logits.masked_fill_(~part, LOWEST) if part.dtype == torch.bool else logits.add_(part)
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """Queries and all that makes attention rows of them; see `column_scores`."""
+
+    query: Tensor
+    key: Tensor
+    mask: Tensor | None
+    causal: bool
+    scale: float
+    cap: float | None
+    sink: Tensor | None
+
+    def chosen(self, span: slice) -> _Rows:
+        """Some of the queries, which if causal see the keys up to their own alone."""
+        seen = self.key.shape[2] - self.query.shape[2] + span.stop if self.causal else self.key.shape[2]
+        mask = None if self.mask is None else _among(self.mask, span)[..., :seen]
+        sink = None if self.sink is None else _among(self.sink, span)
+        query, key = self.query[:, :, span], self.key[:, :, :seen]
+        return dataclasses.replace(self, query=query, key=key, mask=mask, sink=sink)
+
+    def picked(self, place: Tensor) -> _Rows:
+        """The queries at places [B, w], with their causal mask spelled out."""
+        rows, count, keys = len(place), self.query.shape[2], self.key.shape[2]
+        mask, sink = _at(self.mask, place), _at(self.sink, place)
+        if self.causal:
+            visible = torch.arange(keys, device=place.device) <= (place + keys - count)[:, None, :, None]
+            hidden = LOWEST if mask is not None and mask.dtype != torch.bool else False
+            mask = visible if mask is None else torch.where(visible, mask, hidden)
+        query = self.query.gather(
+            2, place[:, None, :, None].expand(rows, *self.query.shape[1:2], -1, self.query.shape[3])
+        )
+        return dataclasses.replace(self, query=query, mask=mask, sink=sink, causal=False)
+
+    def logits(self, room: _Room) -> Tensor:
+        """Masked logits, float32 [B, Hkv, G, n, S]; mask bool or additive [B or 1, Hq or 1, n or 1, S]."""
+        rows, heads, keys, dim = self.key.shape
+        groups, count = self.query.shape[1] // heads, self.query.shape[2]
+        grouped = self.query.reshape(rows * heads, groups * count, dim)
+        out, turned = room.shaped(rows * heads, groups * count, keys), self.key.flatten(0, 1).transpose(1, 2)
+        # baddbmm for its factor on the product: no pass over the logits of its own
+        torch.baddbmm(out[:, :1, :1], grouped, turned, beta=0, alpha=self.scale, out=out)
+        logits = out.float().view(rows, heads, groups, count, keys)
+        if self.cap is not None:
+            logits = logits.div_(self.cap).tanh_().mul_(self.cap)
+        if self.mask is None:
+            return logits
+        part = _grouped(self.mask, heads)
+        return logits.masked_fill_(~part, LOWEST) if part.dtype == torch.bool else logits.add_(part)
+
+    def paid(self, logits: Tensor, room: _Room | None = None) -> Tensor:
+        """The probabilities of such logits."""
+        if self.sink is not None:
+            return softmax_beside(logits, _grouped(self.sink, self.key.shape[1]))
+        return torch.softmax(logits, -1, out=None if room is None else room.shaped(*logits.shape))
 
 
-def _pieces(
-    spans: list[slice], query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float
-) -> Iterator[Tensor]:
-    """The logits of consecutive queries, float32 [B, Hkv, G, n, s]; of causal ones only for the s keys they see."""
-    count, keys = query.shape[2], key.shape[2]
-    room = _Room(spans, query, key, query.dtype)
-    for chosen in spans:
-        part = mask if mask is None or mask.shape[2] == 1 else mask[:, :, chosen]
-        seen = keys - count + chosen.stop if causal else keys
-        part = None if part is None else part[..., :seen]
-        logits = _logits(query[:, :, chosen], key[:, :, :seen], part, scale, room)
-        if causal:
-            new = chosen.stop - chosen.start
-            ahead = torch.ones(new, new, dtype=torch.bool, device=key.device).triu(1)
+def _among(x: Tensor, span: slice) -> Tensor:
+    """Some of the queries of [., ., q or 1, N]."""
+    return x if x.shape[2] == 1 else x[:, :, span]
+
+
+def _at(x: Tensor | None, place: Tensor) -> Tensor | None:
+    """Places [B, w] of the queries of [B or 1, H, q or 1, N]."""
+    if x is None or x.shape[2] == 1:
+        return x
+    x = x.expand(len(place), -1, -1, -1)
+    return x.gather(2, place[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+
+
+def _grouped(x: Tensor, heads: int) -> Tensor:
+    """[B or 1, Hq or 1, ...] as [B or 1, Hkv or 1, G or 1, ...]."""
+    return torch.unflatten(x, 1, (heads, -1)) if x.shape[1] > 1 else x[:, :, None]
+
+
+def _pieces(spans: list[slice], rows: _Rows) -> Iterator[tuple[_Rows, Tensor]]:
+    """Consecutive queries and their logits, float32 [B, Hkv, G, n, s]; of causal ones for the s keys they see."""
+    room = _Room(spans, rows.query, rows.key, rows.query.dtype)
+    for span in spans:
+        piece = rows.chosen(span)
+        logits = piece.logits(room)
+        if rows.causal:
+            new, seen = span.stop - span.start, piece.key.shape[2]
+            ahead = torch.ones(new, new, dtype=torch.bool, device=logits.device).triu(1)
             logits[..., seen - new :].masked_fill_(ahead, LOWEST)
-        yield logits
+        yield piece, logits
 
 
-def _sums(
-    query: Tensor, key: Tensor, mask: Tensor | None, real: Tensor, causal: bool, scale: float, powers: int
-) -> list[Tensor]:
+def _sums(rows: _Rows, real: Tensor, powers: int) -> list[Tensor]:
     """Probabilities to the power of 1, ..., `powers`, each summed over the real queries: [B, Hkv, G, S]."""
+    query, key = rows.query, rows.key
     sums = [query.new_zeros(_shape(query, key, key.shape[2]), dtype=torch.float32) for _ in range(powers)]
     spans = _spans(query.shape[2], query, key) if powers else []
     room, counted = _Room(spans, query, key, torch.float32), real.float()[:, None, None, None]  # [B, 1, 1, 1, q]
-    for span, logits in zip(spans, _pieces(spans, query, key, mask, causal, scale), strict=True):
-        paid = torch.softmax(logits, -1, out=room.shaped(*logits.shape))
+    for span, (piece, logits) in zip(spans, _pieces(spans, rows), strict=True):
+        paid = piece.paid(logits, room)
         weight = counted[..., span].expand(*paid.shape[:3], 1, -1)
         for power, total in enumerate(sums, 1):
             paid = paid if power == 1 else paid.square_()
@@ -92,32 +147,22 @@ def _sums(
     return sums
 
 
-def _late(
-    query: Tensor, key: Tensor, mask: Tensor | None, real: Tensor, causal: bool, scale: float, window: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def _late(rows: _Rows, real: Tensor, window: int) -> tuple[Tensor, Tensor, Tensor]:
     """Of the last `window` real queries: the last row, the mean of the rows, and the last logits, [B, Hkv, G, S]."""
-    count, keys = query.shape[2], key.shape[2]
+    query, key = rows.query, rows.key
+    count = query.shape[2]
     latest = torch.where(real, torch.arange(count, device=key.device), -1).topk(min(window, count))  # last one first
-    place = latest.values.clamp(min=0)  # [B, w]
-    if mask is not None and mask.shape[2] > 1:
-        mask = _picked(mask.expand(len(place), -1, -1, -1), place)
-    if causal:
-        visible = torch.arange(keys, device=key.device) <= (place + keys - count)[:, None, :, None]
-        mask = visible if mask is None else torch.where(visible, mask, False if mask.dtype == torch.bool else LOWEST)
-    chosen, counted = _picked(query, place), (latest.values >= 0).float()[:, None, None, :, None]
-    spans, mean = _spans(chosen.shape[2], chosen, key), query.new_zeros(_shape(query, key, keys), dtype=torch.float32)
+    chosen = rows.picked(latest.values.clamp(min=0))
+    counted = (latest.values >= 0).float()[:, None, None, :, None]
+    spans = _spans(chosen.query.shape[2], chosen.query, key)
+    mean = query.new_zeros(_shape(query, key, key.shape[2]), dtype=torch.float32)
     last, logits = mean, mean
-    for span, made in zip(spans, _pieces(spans, chosen, key, mask, False, scale), strict=True):
-        paid = torch.softmax(made, -1) * counted[..., span, :]
+    for span, (piece, made) in zip(spans, _pieces(spans, chosen), strict=True):
+        paid = piece.paid(made) * counted[..., span, :]
         if span.start == 0:
             last, logits = paid[..., 0, :].clone(), made[..., 0, :] * counted[..., 0, :]
         mean += paid.sum(-2)
     return last, mean.div_(real.sum(-1).clamp(1, window)[:, None, None, None]), logits
-
-
-def _picked(x: Tensor, place: Tensor) -> Tensor:
-    """Places [B, w] of the third dimension of [B, H, q, N]."""
-    return x.gather(2, place[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
 
 @torch.library.custom_op("kvpass::column_scores", mutates_args=())
@@ -130,6 +175,8 @@ def column_scores(
     scale: float,
     window: int,
     powers: int = 2,
+    cap: float | None = None,
+    sink: Tensor | None = None,
 ) -> list[Tensor]:
     """Column statistics of the attention matrix softmax(scale * query key^T + mask).
 
@@ -139,15 +186,17 @@ def column_scores(
         real: bool [B, q], false for queries that are padding; they are left out of every figure.
         causal: a query does not see the keys after it.
         window: how many of the last real queries `window` averages over.
+        cap, sink: see `kvpass.calls.Call`; the sink is [B or 1, Hq, q or 1, 1].
         powers: 2 for all; 1 leaves out squares, 0 total as well.  They alone need the rows of all queries.
 
     Returns:
         total, squares, last, window and logits as in `kvpass.policies.Attention`, each float32 [B, Hkv, G, S];
         what is left out has no keys.
     """
-    sums = _sums(query, key, mask, real, causal, scale, powers)
+    rows = _Rows(query, key, mask, causal, scale, cap, sink)
+    sums = _sums(rows, real, powers)
     nothing = [query.new_empty(_shape(query, key, 0), dtype=torch.float32) for _ in range(2 - powers)]
-    return [*sums, *nothing, *_late(query, key, mask, real, causal, scale, window)]
+    return [*sums, *nothing, *_late(rows, real, window)]
 
 
 @column_scores.register_fake
@@ -160,6 +209,8 @@ def _(
     scale: float,
     window: int,
     powers: int = 2,
+    cap: float | None = None,
+    sink: Tensor | None = None,
 ) -> list[Tensor]:
     widths = [key.shape[2] if powers >= power else 0 for power in (1, 2)] + [key.shape[2]] * 3
     return [query.new_empty(_shape(query, key, width), dtype=torch.float32) for width in widths]
@@ -175,6 +226,8 @@ def row_scan(
     scale: float,
     policy: str,
     budget: str,
+    cap: float | None = None,
+    sink: Tensor | None = None,
 ) -> Tensor:
     """What a policy makes of the rows, float32 [B, H', S], when it must see one query after the other.
 
@@ -186,9 +239,10 @@ def row_scan(
     chosen, keys, held = policies.specified(policy), key.shape[2], key.shape[2] - query.shape[2]
     slots = slots_for(chosen, json.loads(budget), query.shape[2])
     spans = _spans(query.shape[2], query, key)
-    pieces = (torch.softmax(piece, -1) for piece in _pieces(spans, query, key, mask, causal, scale))
-    rows = (torch.nn.functional.pad(piece, (0, keys - piece.shape[-1])) for piece in pieces)
-    return chosen.scan(rows, real, held, slots).clone(memory_format=torch.contiguous_format)
+    pieces = _pieces(spans, _Rows(query, key, mask, causal, scale, cap, sink))
+    paid = (piece.paid(logits) for piece, logits in pieces)
+    whole = (torch.nn.functional.pad(rows, (0, keys - rows.shape[-1])) for rows in paid)
+    return chosen.scan(whole, real, held, slots).clone(memory_format=torch.contiguous_format)
 
 
 @row_scan.register_fake
@@ -201,6 +255,8 @@ def _(
     scale: float,
     policy: str,
     budget: str,
+    cap: float | None = None,
+    sink: Tensor | None = None,
 ) -> Tensor:
     groups = 1 if policies.specified(policy).heads == "shared" else key.shape[1]
     return query.new_empty((key.shape[0], groups, key.shape[2]), dtype=torch.float32)

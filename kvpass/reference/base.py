@@ -230,7 +230,9 @@ class ReferenceLayer:
         )
 
 
-def attention_logits(query: Tensor, key: Tensor, mask: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+def attention_logits(
+    query: Tensor, key: Tensor, mask: Tensor, bias: Tensor | None, scale: float, cap: float | None = None
+) -> Tensor:
     """Logits float32 [B, Hq, q, N], minus infinity where the mask is false.
 
     Args:
@@ -241,6 +243,8 @@ def attention_logits(query: Tensor, key: Tensor, mask: Tensor, bias: Tensor | No
     for head in range(query.shape[1]):
         keys = key[:, head * key.shape[1] // query.shape[1]]  # [B, N, D]
         logits = (query[:, head] @ keys.transpose(1, 2)).float() * scale
+        if cap is not None:
+            logits = cap * torch.tanh(logits / cap)
         if bias is not None:
             logits = logits + bias[:, head % bias.shape[1]].float()
         out.append(logits.masked_fill(~mask[:, head % mask.shape[1]], -torch.inf))

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from kvpass.runtime import PromptLayer
 
 
-def take_prompt(layout: Layout, layer: PromptLayer, scale: float, limit: int) -> ReferenceLayer:
+def take_prompt(layout: Layout, layer: PromptLayer, site: AttentionSite, limit: int) -> ReferenceLayer:
     """The reference's layer after a prompt."""
     assert layer.extras is not None
-    query, keys, mask = layer.extras
+    query, keys, mask, sink = layer.extras
     new, total = query.shape[2], keys.shape[2]
     seen = torch.arange(total, device=query.device) <= torch.arange(total - new, total, device=query.device)[:, None]
     allowed = seen.expand(query.shape[0], 1, -1, -1) & layer.chunk.real[:, None, None]
@@ -39,9 +39,10 @@ def take_prompt(layout: Layout, layer: PromptLayer, scale: float, limit: int) ->
     elif mask is not None:
         bias = mask.expand(query.shape[0], -1, new, -1)
     store = ReferenceLayer(layout, reference_of(layout.policy), limit)
-    logits = attention_logits(query * store.temper(layer.chunk.real), keys, allowed, bias, scale)
+    logits = attention_logits(query * store.temper(layer.chunk.real), keys, allowed, bias, site.scale, site.cap)
     padded = torch.nn.functional.pad(logits, (0, 0, total - new, 0), value=-torch.inf)
-    store.take(layer.chunk, torch.nan_to_num(padded.softmax(-1)), padded)
+    rows = _softmax(logits, sink)
+    store.take(layer.chunk, torch.nn.functional.pad(rows, (0, 0, total - new, 0)), padded)
     return store
 
 
@@ -56,8 +57,9 @@ class ReferenceRewriter(StepRewriter):
         stored = self._rotary(layer).raw if self.ranked else site.key
         angles, turn = (list(rotary.angles.bound), list(rotary.turn.bound)) if rotary else ([], [])
         function = _call(site, self.layouts[layer], mask, rotary, len(angles))
+        beside = () if site.sink is None else (site.sink,)
         nodes = (self.inputs[layer][0], site.query, site.key, stored, site.value, real)
-        arguments = (*nodes, mask.nodes if mask else [], angles + turn)
+        arguments = (*nodes, mask.nodes if mask else [], angles + turn, *beside)
         with self.graph.inserting_before(site.call):
             out = self.graph.call_function(function, arguments)
         out.meta["example_value"] = site.call.meta["example_value"]
@@ -79,6 +81,7 @@ def _call(
         real: Tensor,
         on_mask: list[Any],
         on_rotary: list[Any],
+        sink: Tensor | None = None,
     ) -> Tensor:
         held, index = store.positions(), store.index()  # [B, H', N]
         keys = store.rows("key")
@@ -90,14 +93,22 @@ def _call(
         own = None if mask is None else mask.on_slots(torch.cat([index, new], -1), layout.heads, on_mask)
         allowed, bias = _allowed(layout, held >= 0, real, own, query.shape[1])
         attended = torch.cat([keys, key.to(keys.dtype)], 2)
-        logits = attention_logits(query * store.temper(real), attended, allowed, bias, site.scale)
-        rows = torch.nan_to_num(_plus(logits, store, layout.heads).softmax(-1))  # [B, Hq, q, N + q]
+        logits = attention_logits(query * store.temper(real), attended, allowed, bias, site.scale, site.cap)
+        rows = _softmax(_plus(logits, store, layout.heads), sink)  # [B, Hq, q, N + q]
         values = torch.cat([store.rows("value"), value.to(keys.dtype)], 2)
         output = rows.to(values.dtype) @ values.repeat_interleave(query.shape[1] // layout.heads, 1)
         store.take(Chunk(stored, value, real, Attention()), rows, logits)
         return output
 
     return attend
+
+
+def _softmax(logits: Tensor, sink: Tensor | None) -> Tensor:
+    """Probabilities of logits [B, Hq, q, N] beside a sink [B or 1, Hq, q or 1, 1]; zero where nothing may be seen."""
+    if sink is None:
+        return torch.nan_to_num(logits.softmax(-1))
+    beside = sink.float().expand(*logits.shape[:3], 1)
+    return torch.nan_to_num(torch.cat([logits, beside], -1).softmax(-1)[..., :-1])
 
 
 def _allowed(

@@ -15,6 +15,7 @@ from torch import Tensor
 from kvpass import budget as budgets
 from kvpass import compat, graphs, match, statistics
 from kvpass.budget import Budget
+from kvpass.errors import UnsupportedGraph
 from kvpass.graphs import value
 from kvpass.match import AttentionSite
 from kvpass.policies import specify
@@ -35,8 +36,8 @@ class PromptRewrite:
         values: for each site, the place of its values.
         real: for each site, the place of bool [B, q], or None when no token is padding.
         statistics: for each site, the places of what `kvpass.statistics` gives; empty when none are needed.
-        extras: for each site, the places of its query, its attended keys and its mask (None if it has
-            none), which only the eager reference asks for.
+        extras: for each site, the places of its query, its attended keys, its mask and its sink (None if it
+            has none), which only the eager reference asks for.
     """
 
     gm: fx.GraphModule
@@ -45,7 +46,7 @@ class PromptRewrite:
     values: list[int]
     real: list[int | None]
     statistics: list[list[int]]
-    extras: list[tuple[int, int, int | None]]
+    extras: list[tuple[int, int, int | None, int | None]]
 
 
 def rewrite_prompt(
@@ -91,7 +92,8 @@ def rewrite_prompt(
             done.statistics.append([made[name] for name in statistics.wanted(policy)])
             if extras:
                 mask = None if site.mask is None else emit(moved[site.mask])
-                done.extras.append((emit(moved[site.query]), keys, mask))
+                sink = None if site.sink is None else emit(moved[site.sink])
+                done.extras.append((emit(moved[site.query]), keys, mask, sink))
     if policies[0].renumbers and graphs.expr(sites[0].queries) != 1:
         actual = dict(zip(graphs.placeholders(gm.graph), examples, strict=True))
         _renumber(gm, copy.graph, sites, moved, actual, policies[0], budget)
@@ -134,6 +136,11 @@ def _renumber(
         node.replace_input_with(ids, counted)
     for site in sites:
         call = moved[site.call]
+        if not compat.is_sdpa(call):
+            raise UnsupportedGraph(
+                f"{graphs.source_line(site.call)}: {policy.name} masks a prompt by windows, which works for "
+                "scaled_dot_product_attention and not for attention that is spelled out"
+            )
         with graph.inserting_before(call):
             mask = None if site.mask is None else moved[site.mask]
             real = _real_tokens(graph, site, moved)
@@ -164,6 +171,11 @@ def _past_length(site: AttentionSite) -> int:
 def _temper(graph: fx.Graph, site: AttentionSite, moved: dict[fx.Node, fx.Node], policy: Policy) -> None:
     """Multiply the prompt's queries with the policy's factor for as many tokens as each row has."""
     query, call = moved[site.query], moved[site.call]
+    if not compat.is_sdpa(call):
+        raise UnsupportedGraph(
+            f"{graphs.source_line(site.call)}: {policy} changes the logits of a prompt, which works for "
+            "scaled_dot_product_attention and not for attention that is spelled out"
+        )
 
     def function(query: Tensor, real: Tensor | None) -> Tensor:
         everyone = torch.ones_like(query[:, 0, :, 0], dtype=torch.bool)  # [B, q]
@@ -196,13 +208,14 @@ def _statistics(
     everyone = graph.call_function(torch.ones_like, (rows,), {"dtype": torch.bool})  # [B, q]
     real = everyone if real is None else graph.call_function(torch.logical_and, (real, everyone))
     common = (query, moved[site.grown_key], mask, real, site.causal, site.scale)
+    beside = (site.cap, None if site.sink is None else moved[site.sink])
     made: dict[Statistic, fx.Node] = {}
     if not policy.statistics.isdisjoint(statistics.SUMS):
         asked = (policy.observation, statistics.powers(policy))
-        sums = graph.call_function(torch.ops.kvpass.column_scores.default, (*common, *asked))
+        sums = graph.call_function(torch.ops.kvpass.column_scores.default, (*common, *asked, *beside))
         for place, name in enumerate(statistics.SUMS):
             made[name] = graph.call_function(operator.getitem, (sums, place))
     if "scan" in policy.statistics:
         written = (specify(policy), json.dumps(budget))
-        made["scan"] = graph.call_function(torch.ops.kvpass.row_scan.default, (*common, *written))
+        made["scan"] = graph.call_function(torch.ops.kvpass.row_scan.default, (*common, *written, *beside))
     return made

@@ -109,7 +109,9 @@ class StepRewriter:
                 compat.as_new_input(node, tensor, in_place=True)
         self.on_weights = self._take_weights(first)
         with self.graph.inserting_after(self.holders[-1]):
-            self.length = self.graph.call_function(operator.getitem, (self.inputs[0][6], 0))
+            counter = self.graph.call_function(operator.getitem, (self.inputs[0][6], 0))
+        with self.graph.inserting_after(counter):
+            self.length = self.graph.call_method("clone", (counter,))  # the counter moves on with the first layer
         self.length.meta["example_value"] = torch.empty((), dtype=torch.int64, device="meta")
         self._positions_on_length()
         self.pieces = self._cut_rotaries()
@@ -176,14 +178,16 @@ class StepRewriter:
         real = self._real_now(site, mask)
         stored = self._rotary(layer).raw if self.ranked else site.key
         table = self._table(rotary, layout.capacity) if rotary else []
-        bound = [*(mask.nodes if mask else []), *table, *(rotary.turn.bound if rotary else []), *self.on_weights]
+        sink = [] if site.sink is None else [site.sink]
+        turning = rotary.turn.bound if rotary else []
+        bound = [*(mask.nodes if mask else []), *table, *turning, *sink, *self.on_weights]
         nodes = [*self.inputs[layer], site.query, stored if self.decodes else site.key, site.value, real, *bound]
         key = (
             layout,
             self.slots[layer].capacity,
             mask_key,
             rotary and rotary.key,
-            site.scale,
+            (site.scale, site.cap, len(sink)),
             *(str((self._shape(n), value(n).stride())) for n in nodes),
         )
         if key not in self._traced:
@@ -209,18 +213,21 @@ class StepRewriter:
         masks = len(mask.nodes) if mask else 0
         names, heads, sweep = list(self.slots[self.layouts.index(layout)].state), layout.heads, self.sweep
         own = len(nodes) - len(self.on_weights)
+        beside = own - (site.sink is not None)
 
         def function(*tensors: Tensor) -> Any:
             slots = Slots.of(list(tensors[:state]), names)
             query, key, new_value, real = tensors[state : state + 4]
             on_mask = list(tensors[state + 4 : state + 4 + masks])
             table = list(tensors[state + 4 + masks : state + 4 + masks + angles])
-            on_rotary = list(tensors[state + 4 + masks + angles : own])
+            on_rotary = list(tensors[state + 4 + masks + angles : beside])
             here = Site(
                 site.scale,
                 None if mask is None else lambda index: mask.on_slots(index, heads, on_mask),
                 None if rotary is None else lambda keys, rank: rotary.on_slots(keys, rank, table, on_rotary),
                 tensors[own:],
+                site.cap,
+                tensors[beside] if beside < own else None,
             )
             if self.decodes:
                 return [decode_step(layout, here, slots, query, key, new_value, real[:, 0], sweep)]
@@ -426,7 +433,7 @@ class StepRewriter:
         for node in list(self.graph.nodes):
             if compat.is_log_only(node):
                 self.graph.erase_node(node)
-        self.graph.eliminate_dead_code()
+        graphs.eliminate_dead(self.graph)
         for node in list(self.graph.nodes):
             if graphs.is_size(node) and node.users:
                 if self.sizes.grows(node):
@@ -435,7 +442,7 @@ class StepRewriter:
                 for user in list(node.users):
                     user.args = _with_number(user.args, node, number)
                     user.kwargs = _with_number(user.kwargs, node, number)
-        self.graph.eliminate_dead_code()
+        graphs.eliminate_dead(self.graph)
         for holder in self.holders:
             if not holder.users:
                 self.graph.erase_node(holder)

@@ -57,6 +57,7 @@ SMALL: dict[str, Any] = {
     "vocab_size_per_layer_input": VOCABULARY,
     "sliding_window": 8,
     "attention_chunk_size": 8,
+    "initializer_range": 0.2,
 }
 """What a field of that name becomes, wherever a configuration has it."""
 

@@ -79,14 +79,14 @@ def test_the_shapes_for_the_compiler_are_those_of_the_real_thing(name):
 def test_no_piece_is_larger_than_it_may_be(monkeypatch):
     """A [queries x keys] matrix is never made, whatever the prompt's length."""
     sizes = []
-    made = module._logits
+    made = module._Rows.logits
 
     def spied(*args):
         logits = made(*args)
         sizes.append(logits.numel())
         return logits
 
-    monkeypatch.setattr(module, "_logits", spied)
+    monkeypatch.setattr(module._Rows, "logits", spied)
     query, key = torch.randn(1, 4, 3000, 8), torch.randn(1, 2, 3000, 8)
     column_scores(query, key, None, torch.ones(1, 3000, dtype=torch.bool), True, 0.5, 64, 2)
     assert max(sizes) <= module.PIECE
