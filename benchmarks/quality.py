@@ -217,9 +217,10 @@ def parsed(arguments: Sequence[str] | None) -> Settings:
     parser.add_argument("--inner", default="eager", help="eager (default) or inductor, which takes longer to compile")
     parser.add_argument("--out", type=Path, default=Path("out/quality"), help="folder for JSON and plot")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="of torch (default: 1)")
-    given = vars(parser.parse_args(arguments))
+    given: dict[str, Any] = vars(parser.parse_args(arguments))
     torch.set_num_threads(given.pop("threads"))
-    return Settings(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
+    fields: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in given.items()}
+    return Settings(**fields)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
