@@ -114,6 +114,11 @@ class Backend:
             return self._absolute(
                 sites[0], "the prompt ran uncompiled, so its keys are turned to absolute positions already"
             )
+        sliding = [site for site in sites if site.window is not None]
+        if sliding:
+            return self._absolute(
+                sliding[0], "the layer has a sliding window of its own, so layers differ in how many tokens they hold"
+            )
         without = [site for site in sites if match.find_rotary(gm, site) is None]
         if not without:
             return True
@@ -197,6 +202,9 @@ def backend(
     """
     chosen = policies.resolve(policy, policy_options)
     budgets.check(chosen, budget)
+    policies.base.require(
+        positions != "cache" or not chosen.renumbers, "positions", positions, f"{chosen.name} numbers tokens itself"
+    )
     _check_settings(positions, inner, mode, options)
     return Backend(chosen, budget, positions, inner, mode, tuple(sorted((options or {}).items())), strict)
 

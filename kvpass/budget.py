@@ -27,6 +27,15 @@ def check(policy: Policy, budget: Budget) -> None:
     policy.check_budget(budget)
 
 
+def window_for(policy: Policy, budget: Budget, prompt: int) -> int:
+    """As `slots_for`, for a prompt whose length may be symbolic, and without its errors."""
+    if not isinstance(budget, float):
+        assert budget is not None  # policies that renumber evict
+        return int(budget)
+    share = Fraction(str(budget))
+    return max(prompt * share.numerator // share.denominator, policy.minimum_budget())
+
+
 def slots_for(policy: Policy, budget: Budget, prompt: int) -> int:
     """Tokens to keep between steps for a prompt of `prompt` tokens; exact, however the share was written."""
     if budget is None:

@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from kvpass.errors import KVPassError
 
@@ -14,7 +15,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status, 2 for anything that the caller got wrong."""
     parsed = parser().parse_args(arguments)
     try:
-        demo(parsed)
+        parsed.run(parsed)
     except KVPassError as error:
         print(f"kvpass: {error}", file=sys.stderr)
         return 2
@@ -41,7 +42,34 @@ def parser() -> argparse.ArgumentParser:
     job.add_argument("--length", metavar="N", type=at_least(8), default=2048, help="tokens of each document" + shown)
     job.add_argument("--stream", metavar="N", type=at_least(8), default=8000, help="tokens of the long stream" + shown)
     job.add_argument("--threads", metavar="N", type=at_least(1), help="threads of torch (default: its own choice)")
+    job.set_defaults(run=demo)
+    _add_align(commands)
     return whole
+
+
+def _add_align(commands: Any) -> None:
+    jobs = commands.add_parser("align", help="networks for the policy kv_align").add_subparsers(
+        dest="job", required=True
+    )
+    job = jobs.add_parser(
+        "train",
+        help="train an aligner for a model",
+        description="Trains the networks that repair keys and values for the policy kv_align.  A run that was "
+        "stopped goes on from its last checkpoint, which lies beside the result until it is finished.",
+    )
+    shown = " (default: %(default)s)"
+    job.add_argument("--model", metavar="NAME_OR_PATH", required=True, help="a Hugging Face causal model")
+    job.add_argument("--text", metavar="FILE", type=Path, help="UTF-8 text (default: standard-library source)")
+    job.add_argument("--window", metavar="M", type=at_least(6), default=255, help="largest budget" + shown)
+    job.add_argument("--out", metavar="FILE", type=Path, required=True, help="the safetensors file to write")
+    job.add_argument("--recipe", choices=["direct", "paper"], default="direct", help="see the policy's page" + shown)
+    job.add_argument("--every", metavar="N", type=at_least(1), default=1, help="for paper: tokens that go at once")
+    job.add_argument("--steps", metavar="N", type=at_least(1), default=2000, help="of the optimiser" + shown)
+    job.add_argument("--tokens", metavar="N", type=at_least(1), default=1024, help="of each step" + shown)
+    job.add_argument("--seed", metavar="N", type=int, default=0, help="of weights and windows" + shown)
+    job.add_argument("--dtype", choices=["float32", "float16"], default="float32", help="of the file" + shown)
+    job.add_argument("--threads", metavar="N", type=at_least(1), help="threads of torch (default: its own choice)")
+    job.set_defaults(run=align)
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -78,6 +106,23 @@ def demo(parsed: argparse.Namespace) -> None:
             threads=parsed.threads,
         )
     )
+
+
+def align(parsed: argparse.Namespace) -> None:
+    """Train an aligner; needs the extra `align`."""
+    try:
+        from kvpass.align import command
+    except ModuleNotFoundError as error:
+        raise KVPassError(f"training an aligner needs {error.name}: pip install 'kvpass[align]'") from error
+    settings = command.Settings(
+        window=parsed.window,
+        recipe=parsed.recipe,
+        every=parsed.every,
+        steps=parsed.steps,
+        tokens=parsed.tokens,
+        seed=parsed.seed,
+    )
+    command.train(parsed.model, parsed.text, parsed.out, settings, parsed.dtype, parsed.threads)
 
 
 if __name__ == "__main__":

@@ -21,3 +21,7 @@ class UnsupportedGraph(KVPassError):
 
 class CacheHandleError(KVPassError):
     """A cache that was changed, continued elsewhere, or built in a way that its slots cannot follow."""
+
+
+class AlignerError(KVPassError, ValueError):
+    """An aligner that is missing, damaged, or was trained for another model, window or policy."""

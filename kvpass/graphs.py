@@ -59,6 +59,21 @@ def ancestors(node: fx.Node, stop: Iterable[fx.Node] = ()) -> set[fx.Node]:
     return seen
 
 
+def move_before(node: fx.Node, needed: fx.Node) -> None:
+    """Move `needed`, and what it is computed from, to before a node that it must not depend on.
+
+    Raises:
+        UnsupportedGraph: it does.
+    """
+    behind = ancestors(needed)
+    if node in behind:
+        raise UnsupportedGraph(f"{source_line(needed)}: {name_of(needed)!r} depends on {name_of(node)!r}")
+    order = list(node.graph.nodes)
+    for later in order[order.index(node) :]:
+        if later in behind:
+            node.prepend(later)
+
+
 def name_of(node: fx.Node) -> str:
     """The bare name of what a node calls."""
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
@@ -124,6 +139,13 @@ class Sizes:
             raise UnsupportedGraph(f"the size {size} depends on more than the cache's length")
         return sympy.expand(expression)
 
+    def beyond_length(self, size: Any) -> int:
+        """A size that is the cache's length plus a number: the number."""
+        beyond = self.in_length(size) - LENGTH
+        if not beyond.is_Integer:
+            raise UnsupportedGraph(f"the graph returns {size}, which is not the cache's length plus a number")
+        return int(beyond)
+
     def on_length(self, size: Any, length: fx.Node, graph: fx.Graph) -> Any:
         """Emit nodes that compute a size from the length, a tensor; returns the node or a number."""
 
@@ -132,15 +154,15 @@ class Sizes:
                 return length
             if part.is_Integer:
                 return int(part)
-            operations = {sympy.Add: operator.add, sympy.Mul: operator.mul}
-            if part.func not in operations:
+            function = _ON_TENSORS.get(part.func.__name__)
+            if function is None:
                 raise UnsupportedGraph(
-                    f"position arithmetic {part} on the cache's length is neither a sum nor a product"
+                    f"position arithmetic {part} on the cache's length is no sum, product, maximum or minimum"
                 )
-            terms = [emit(term) for term in part.args]
+            terms = sorted((emit(term) for term in part.args), key=lambda term: isinstance(term, int))
             made = terms[0]
             for term in terms[1:]:
-                made = graph.call_function(operations[part.func], (made, term))
+                made = graph.call_function(function, (made, term))
                 made.meta["example_value"] = value(length)
             return made
 
@@ -148,6 +170,11 @@ class Sizes:
 
 
 LENGTH = sympy.Symbol("length", integer=True)
+
+
+_ON_TENSORS: dict[str, Callable[..., Any]] = {
+    "Add": operator.add, "Mul": operator.mul, "Max": torch.clamp_min, "Min": torch.clamp_max
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,6 +28,7 @@ class LayerCache:
         backend: what made it; another backend refuses to go on with it.
         layout, slots: the buffers; `slots` is a ReferenceLayer with `inner="reference"`.
         seen: tokens seen, padding included; the host's copy of `slots.length`.
+        window: how many of the last tokens the model believes to be stored, None for all.
         limit: the layer's own budget.
         clocks: what the host counts for each row, see `Policy.clock`; empty for most policies.
         broken: set while a step runs, so that one that was interrupted is noticed.
@@ -38,11 +39,17 @@ class LayerCache:
     layout: Layout
     slots: Any
     seen: int
+    window: int | None = None
     limit: int = 0
     clocks: tuple[Any, ...] = ()
     broken: bool = False
     notes: tuple[str, ...] = ()
     _reordered: tuple[Any, LayerCache] | None = None
+
+    @property
+    def stored(self) -> int:
+        """How many tokens the model believes to be stored."""
+        return self.seen if self.window is None else min(self.seen, self.window)
 
     def handles(self) -> tuple[Handle, Handle]:
         """The handles of K and V as of now."""
@@ -75,7 +82,7 @@ class LayerCache:
 
 
 class Handle(Tensor):
-    """[B, Hkv, seen, D] of NaN, carrying a `LayerCache`; see the module's docstring."""
+    """[B, Hkv, tokens stored, D] of NaN, carrying a `LayerCache`; see the module's docstring."""
 
     cache: LayerCache
     seen: int
@@ -84,9 +91,10 @@ class Handle(Tensor):
     def of(cache: LayerCache, dim: int) -> Handle:
         layout = cache.layout
         nothing = torch.full((1,), torch.nan, dtype=layout.dtype, device=layout.device)
-        handle = nothing.expand(layout.rows, layout.heads, cache.seen, dim).as_subclass(Handle)
+        handle = nothing.expand(layout.rows, layout.heads, cache.stored, dim).as_subclass(Handle)
         handle.cache, handle.seen = cache, cache.seen
-        compat.mark_growing(handle)
+        if cache.stored == cache.seen:
+            compat.mark_growing(handle)
         return handle
 
     @classmethod
@@ -221,7 +229,7 @@ def current(value: Any, backend: Any) -> LayerCache:
     cache = value.cache
     if cache.broken:
         raise CacheHandleError("an earlier step on this cache was interrupted by an error; start again from the prompt")
-    if tuple(value.shape[:3]) != (cache.layout.rows, cache.layout.heads, cache.seen):
+    if tuple(value.shape[:3]) != (cache.layout.rows, cache.layout.heads, cache.stored):
         raise CacheHandleError(f"a cache handle of shape {tuple(value.shape)} does not fit its slots {cache.layout}")
     if cache.backend.family != backend.family:
         raise CacheHandleError(f"this cache was made by {cache.backend} and cannot go on under {backend}")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvpass import graphs, match
 from kvpass.errors import UnsupportedGraph
-from kvpass.graphs import Sizes, Slice, value
+from kvpass.graphs import Sizes, Slice, expr, value
 from kvpass.pieces import InPieces
 
 
@@ -26,8 +26,8 @@ class MaskSlice:
     """The mask as a function of the key.
 
     Attributes:
-        slice: inputs are the key's index [1], the index to look its columns up at [1], then one [B, 1]
-            tensor for each of `columns`.
+        slice: inputs are the key's index [1], the index to look its columns up at [1], both counted from
+            the first key that the model stores, then one [B, 1] tensor for each of `columns`.
         columns: placeholders [B, past + new] that the mask reads, such as a padding mask.
         shape: of the mask that one key gives, [B or 1, Hq or 1, q, 1].
     """
@@ -35,18 +35,25 @@ class MaskSlice:
     slice: Slice
     columns: tuple[fx.Node, ...]
 
-    def on_slots(self, index: Tensor, heads: int, ones: list[Tensor], bound: list[Tensor]) -> Tensor:
-        """The mask of slots: index [B, H', N] -> [B, Hkv or 1, G or 1, q, N]; padding counts as absent."""
+    def on_slots(
+        self, index: Tensor, first: Tensor | int, heads: int, ones: list[Tensor], bound: list[Tensor]
+    ) -> Tensor:
+        """The mask of slots: index [B, H', N] -> [B, Hkv or 1, G or 1, q, N]; padding counts as absent.
+
+        Args:
+            first: the place of the first key that the model stores, a number.
+        """
 
         def one(place: Tensor) -> Tensor:
-            storage = torch.zeros_like(place[None])
-            mask: Tensor = self.slice.module(place[None], storage, *ones, *bound)
-            return mask[..., 0]  # [b, h, q]
+            mask: Tensor = self.slice.module(place[None] - first, torch.zeros_like(place[None]) - first, *ones, *bound)
+            return mask.squeeze(-1) if mask.shape[-1] == 1 else _refuse_width(mask)  # [b, h, q]
 
         inner = torch.vmap(torch.vmap(torch.vmap(one)))(index)  # [B, H', N, b, h, q]
         return _by_row_and_head(inner, heads).movedim(2, -1)  # [B, Hkv or 1, G or 1, q, N]
 
-    def of_new(self, length: Tensor, queries: int, columns: list[Tensor], bound: list[Tensor]) -> Tensor:
+    def of_new(
+        self, length: Tensor, first: Tensor | int, queries: int, columns: list[Tensor], bound: list[Tensor]
+    ) -> Tensor:
         """Which new tokens are real: bool [B or 1, q], the mask of each one for itself.
 
         Args:
@@ -56,9 +63,15 @@ class MaskSlice:
         real = []
         for i in range(queries):
             place = (length + i)[None]
-            mask = self.slice.module(place, torch.zeros_like(place), *[c[:, i : i + 1] for c in columns], *bound)
+            mask = self.slice.module(
+                place - first, torch.zeros_like(place) - first, *[c[:, i : i + 1] for c in columns], *bound
+            )
             real.append(as_allowed(mask[:, 0, min(i, mask.shape[2] - 1), 0]))
         return torch.stack(real, -1)
+
+
+def _refuse_width(mask: Tensor) -> Tensor:
+    raise UnsupportedGraph(f"the attention mask of one key has {mask.shape[-1]} columns: it spells its length out")
 
 
 def as_allowed(mask: Tensor) -> Tensor:
@@ -83,14 +96,18 @@ def _by_row_and_head(inner: Tensor, heads: int) -> Tensor:
     return inner.diagonal(0, 1, 3).movedim(-1, 1)
 
 
-def cut_mask(gm: fx.GraphModule, mask: fx.Node, sizes: Sizes, columns: list[fx.Node]) -> MaskSlice:
+def cut_mask(
+    gm: fx.GraphModule, mask: fx.Node, sizes: Sizes, counts: list[fx.Node], columns: list[fx.Node]
+) -> MaskSlice:
     """Cut the mask out as a function of the key index.
+
+    Args:
+        counts: the key indices that it is computed from, see `match.iotas`.
+        columns: the inputs that it reads and that run over all tokens, see `match.key_columns`.
 
     Raises:
         UnsupportedGraph: it is not a function of the key index.
     """
-    behind = graphs.ancestors(mask)
-    counts = match.iotas(behind, sizes)
     if not counts and not columns:
         raise UnsupportedGraph("the attention mask grows with the cache but is not computed from a key index")
     return MaskSlice(_KeyCutter(gm, sizes, counts, columns).cut(mask), tuple(columns))
@@ -140,6 +157,8 @@ class _KeyCutter:
             inner = self.places[1] if into_columns else env
             merged = {**env, **{p: inner[p] for p in node.all_input_nodes if p is not base and p in inner}}
             env[node] = self.graph.node_copy(node, lambda parent: merged[parent])
+            if graphs.name_of(node) == "expand":
+                env[node].args = _expanded(node, env[node])
         return env[node]
 
     def number(self, node: fx.Node) -> int:
@@ -148,6 +167,16 @@ class _KeyCutter:
                 f"the mask uses the cache's length as a size, {value(node)}, at {graphs.source_line(node)}"
             )
         return self.sizes.fixed(node)
+
+
+def _expanded(node: fx.Node, copied: fx.Node) -> tuple[Any, ...]:
+    """The arguments of a copied expand with -1 where nothing is expanded: the key dimension is one long here."""
+    base, *sizes = copied.args
+    sizes = list(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
+    before, after = value(node.args[0]).shape, value(node).shape  # type: ignore[arg-type]
+    added = len(after) - len(before)
+    kept = [i >= added and expr(before[i - added]) == expr(size) for i, size in enumerate(after)]
+    return (base, *(-1 if same else size for same, size in zip(kept, sizes, strict=True)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -36,7 +37,8 @@ class AttentionSite:
         mask: the node of the mask, or None.
         scale: multiplies the logits.
         causal: the call's own is_causal.
-        keys_out, values_out: where the graph returns the grown key and value.
+        keys_out, values_out: where the graph returns the key and value that the model stores.
+        window: how many of the last tokens the model stores, None for all.
     """
 
     call: fx.Node
@@ -52,6 +54,7 @@ class AttentionSite:
     causal: bool
     keys_out: int
     values_out: int
+    window: int | None = None
 
     @property
     def queries(self) -> Any:
@@ -92,7 +95,7 @@ def find(gm: fx.GraphModule, carried: set[fx.Node]) -> list[Found]:
     """
     outputs = {node: place for place, node in enumerate(graphs.results(gm.graph)) if isinstance(node, fx.Node)}
     calls = [node for node in gm.graph.nodes if compat.is_sdpa(node)]
-    updates = [node for node in gm.graph.nodes if node in outputs and _grows_a_cache(node)]
+    updates = [node for node in gm.graph.nodes if _grows_a_cache(node, outputs)]
     found = [_examine(call, calls, outputs, updates, carried) for call in calls]
     used = {node for f in found if f.site for node in (f.site.grown_key, f.site.grown_value)}
     refused_at = {f.node for f in found if f.refusal}
@@ -119,9 +122,34 @@ def _about_shape(node: fx.Node) -> bool:
     return not isinstance(value(node), torch.Tensor)
 
 
-def _grows_a_cache(node: fx.Node) -> bool:
-    """A concatenation of a past and new tokens along dimension -2 of [B, H, S, D]."""
-    return _cat_parts(node) is not None
+def _grows_a_cache(node: fx.Node, outputs: dict[fx.Node, int]) -> bool:
+    """A concatenation of a past and new tokens along dimension -2 of [B, H, S, D], stored or of an empty past."""
+    parts = _cat_parts(node)
+    return parts is not None and (value(parts[0]).ndim == 1 or _stored(node, outputs) is not None)
+
+
+def _stored(grown: fx.Node, outputs: dict[fx.Node, int]) -> tuple[int, int | None] | None:
+    """Where the graph returns a grown cache, and of how many of its last tokens if not of all."""
+    if grown in outputs:
+        return outputs[grown], None
+    for user in grown.users:
+        count = _last_tokens(user)
+        if user in outputs and count is not None:
+            return outputs[user], count
+    return None
+
+
+def _last_tokens(node: fx.Node) -> int | None:
+    """n, if a node is x[:, :, -n:] of [B, H, S, D]."""
+    if graphs.name_of(node) != "getitem" or not isinstance(node.args[1], tuple):
+        return None
+    whole = slice(None)
+    before, along, after = node.args[1][:2], node.args[1][2:3], node.args[1][3:]
+    cut: Any = along[0] if along else whole
+    others = all(part == whole for part in (*before, *after))
+    if not others or not isinstance(cut, slice) or not isinstance(cut.start, int) or cut.start >= 0:
+        return None
+    return -cut.start if cut.stop is None and cut.step is None else None
 
 
 def _cat_parts(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
@@ -195,13 +223,24 @@ def _site(call: fx.Node, given: dict[str, Any], outputs: dict[fx.Node, int]) -> 
     grown_value, past_value, val = _origin(given["value"], outputs)
     if (past_key is None) != (past_value is None):
         raise _Refused("the key has a past and the value has none, or the other way round")
+    keys_out, window = _place(grown_key, outputs)
+    values_out, value_window = _place(grown_value, outputs)
+    if window != value_window:
+        raise _Refused(f"the last {window} keys are stored and the last {value_window} values")
     _check(call, given, query, key, past_key)
     scale = given["scale"]
     return AttentionSite(
         call, query, key, val, past_key, past_value, grown_key, grown_value, given["attn_mask"],
         1 / math.sqrt(value(query).shape[-1]) if scale is None else float(scale),
-        bool(given["is_causal"]), outputs[grown_key], outputs[grown_value],
+        bool(given["is_causal"]), keys_out, values_out, window,
     )  # fmt: skip
+
+
+def _place(grown: fx.Node, outputs: dict[fx.Node, int]) -> tuple[int, int | None]:
+    stored = _stored(grown, outputs)
+    if stored is None:
+        raise _Refused("the grown cache is not returned by the graph")
+    return stored
 
 
 def _check(call: fx.Node, given: dict[str, Any], query: fx.Node, key: fx.Node, past: fx.Node | None) -> None:
@@ -239,8 +278,6 @@ def _origin(node: fx.Node, outputs: dict[fx.Node, int]) -> tuple[fx.Node, fx.Nod
                 "which is not a concatenation with the past"
             )
         return seen_output, None, seen_output
-    if node not in outputs:
-        raise _Refused("the grown cache is not returned by the graph")
     if expr(value(node).shape[2]) != expr(rows) or expr(value(node).shape[-1]) != expr(width):
         raise _Refused(f"keys or values of shape {tuple(value(node).shape)} are cached, others are attended to")
     past, new = parts
@@ -301,9 +338,24 @@ def _carries_tokens(nodes: set[fx.Node], calls: set[fx.Node]) -> bool:
     return False
 
 
-def iotas(nodes: set[fx.Node], sizes: graphs.Sizes) -> list[fx.Node]:
-    """The aranges that count the keys: past and new tokens, from zero."""
-    return [n for n in nodes if n.target is torch.arange and len(n.args) == 1 and sizes.is_total(n.args[0])]
+def iotas(nodes: Iterable[fx.Node], sizes: graphs.Sizes, window: int | None = None) -> list[fx.Node]:
+    """The aranges that count the keys: past and new tokens, from zero.
+
+    Args:
+        window: the past tokens that the model stores, if they are fewer than it has seen.  Its keys are then
+            counted by an arange of a fixed size that is moved by a size that grows.
+    """
+    counts = [n for n in nodes if n.target is torch.arange and len(n.args) == 1]
+    if window is None:
+        return [n for n in counts if sizes.is_total(n.args[0])]
+    fixed = [n for n in counts if not sizes.grows(n.args[0]) and sizes.fixed(n.args[0]) == window + sizes.queries]
+    return [n for n in fixed if any(_moves(user, sizes) for user in n.users)]
+
+
+def _moves(node: fx.Node, sizes: graphs.Sizes) -> bool:
+    """Adds a size that grows with the cache."""
+    sums = [arg for arg in node.args if graphs.is_size(arg) and sizes.grows(arg)]
+    return bool(sums) and graphs.name_of(node) in ("add", "iadd")
 
 
 def key_columns(nodes: set[fx.Node], actual: dict[fx.Node, Any], rows: int, total: int) -> list[fx.Node]:

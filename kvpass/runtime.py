@@ -13,9 +13,11 @@ from torch import Tensor
 from kvpass import budget as budgets
 from kvpass import compat, graphs
 from kvpass.errors import BudgetError, CacheHandleError, PolicyError, UnsupportedGraph
+from kvpass.graphs import Sizes
 from kvpass.handle import LayerCache, current
 from kvpass.match import AttentionSite
 from kvpass.policies.base import Attention, Plan, Policy
+from kvpass.policies.window import Window
 from kvpass.rewrite.prompt import rewrite_prompt
 from kvpass.rewrite.step import StepRewrite
 from kvpass.slots import Chunk, Layout, Slots, admit
@@ -29,9 +31,14 @@ ADOPTED = "adopted: the prompt ran uncompiled, so nothing is known of its attent
 
 @dataclasses.dataclass(frozen=True)
 class PromptLayer:
-    """What a prompt leaves of one layer: all its tokens, and the query, keys and mask that a reference wants."""
+    """What a prompt leaves of one layer: all its tokens, and the query, keys and mask that a reference wants.
+
+    Attributes:
+        window: how many of the last tokens the model stores, None for all.
+    """
 
     policy: Policy
+    window: int | None
     chunk: Chunk
     extras: tuple[Tensor, Tensor, Tensor | None] | None
 
@@ -50,7 +57,24 @@ class PromptRunner:
                 f"{graphs.source_line(sites[0].call)}: {backend.policy} replays the attention of the prompt, and this "
                 "prompt ran uncompiled; run it through the compiled model"
             )
-        self.rewrite = rewrite_prompt(gm, sites, self.policies, backend.budget, ranked, backend.inner == "reference")
+        if self.adopts and any(site.window is not None for site in sites):
+            raise UnsupportedGraph(
+                f"{graphs.source_line(sites[0].call)}: the prompt ran uncompiled and this layer stored only the end "
+                "of it; run the prompt through the compiled model"
+            )
+        if self.adopts and backend.policy.renumbers:
+            raise UnsupportedGraph(
+                f"{graphs.source_line(sites[0].call)}: {backend.policy.name} numbers the tokens of a prompt, and this "
+                "prompt ran uncompiled; run it through the compiled model"
+            )
+        sliding = [site for site in sites if site.window is not None]
+        if sliding and backend.policy.renumbers:
+            raise UnsupportedGraph(
+                f"{graphs.source_line(sliding[0].call)}: {backend.policy.name} numbers the tokens of all layers alike, "
+                "and this layer has a sliding window of its own"
+            )
+        extras = backend.inner == "reference"
+        self.rewrite = rewrite_prompt(gm, sites, self.policies, backend.budget, ranked, extras, examples)
         self.inner = backend.compile_prompt(self.rewrite.gm, examples)
         self.outputs = len(graphs.results(gm.graph))
 
@@ -58,16 +82,19 @@ class PromptRunner:
         results = list(self.inner(*arguments))
         layers = [self._layer(results, i) for i in range(len(self.sites))]
         del results[self.outputs :]
-        plans = self._plans(layers)
+        prompt = layers[0].chunk.real.shape[1]
+        budget = budgets.slots_for(self.backend.policy, self.backend.budget, prompt)
+        layers = [_within_window(layer, budget) for layer in layers]
+        plans = self._plans(layers, budget, prompt)
         for i, site in enumerate(self.sites):
-            cache = self._store(layers[i], plans[i])
+            cache = self._store(i, layers[i], plans[i])
             results[site.keys_out], results[site.values_out] = cache.handles()
             layers[i] = None  # type: ignore[call-overload]  # lets go of the layer's full cache
         return tuple(results)
 
     def _layer(self, results: list[Any], i: int) -> PromptLayer:
         site, places = self.sites[i], self.rewrite
-        key, value = results[places.raw[i]], results[site.values_out]
+        key, value = results[places.raw[i]], results[places.values[i]]
         real = self._real(results, i, key)
         sums = [results[place] for place in places.statistics[i]]
         attention = as_attention(self.policies[i], sums, self._new(results, i, real)) if sums else Attention()
@@ -75,7 +102,7 @@ class PromptRunner:
         if places.extras:
             query, keys, mask = places.extras[i]
             extras = (results[query], results[keys], None if mask is None else results[mask])
-        return PromptLayer(self.policies[i], Chunk(key, value, real, attention), extras)
+        return PromptLayer(self.policies[i], site.window, Chunk(key, value, real, attention), extras)
 
     def _new(self, results: list[Any], i: int, real: Tensor) -> Tensor:
         """Those of `real` that are queries: all, unless a past was adopted."""
@@ -91,15 +118,11 @@ class PromptRunner:
         new = results[place].expand(rows, -1)
         return torch.nn.functional.pad(new, (count - new.shape[1], 0), value=True)
 
-    def _plans(self, layers: list[PromptLayer]) -> list[tuple[int, Plan]]:
+    def _plans(self, layers: list[PromptLayer], budget: int, prompt: int) -> list[tuple[int, Plan]]:
         """For each layer the budget that users gave and what the policy makes of it."""
-        prompt = layers[0].chunk.real.shape[1]
         governed = [layer for layer in layers if layer.policy is self.backend.policy]
-        budget = budgets.slots_for(self.backend.policy, self.backend.budget, prompt)
         self._check_room(budget, prompt)
-        attention, key = [layer.chunk.attention for layer in governed], (len(layers), layers[0].chunk.key.shape[1])
-        made = self.backend.policy.plan(attention, layers[0].chunk.real, budget, self.backend.plans.get(key))
-        self.backend.plans.setdefault(key, made)
+        made = self._governed(governed, budget, (len(layers), layers[0].chunk.key.shape[1]))
         if self.ranked and (len(governed) < len(layers) or len({plan.budget for plan in made}) > 1):
             raise PolicyError(
                 f"positions='cache': {self.backend.policy} gives the layers different budgets, and a query has one "
@@ -107,9 +130,16 @@ class PromptRunner:
             )
         mine = iter(made)
         whole = budgets.slots_for(self.backend.policy, None, prompt)
-        return [
-            (budget, next(mine)) if x.policy is self.backend.policy else (whole, Plan(whole, whole)) for x in layers
-        ]
+        return [(budget, next(mine)) if x.policy is self.backend.policy else _alone(x, whole) for x in layers]
+
+    def _governed(self, layers: list[PromptLayer], budget: int, key: Any) -> list[Plan]:
+        """What the backend's policy gives the layers that it governs; `key` tells models apart."""
+        if not layers:
+            return []
+        attention = [layer.chunk.attention for layer in layers]
+        made = self.backend.policy.plan(attention, layers[0].chunk.real, budget, self.backend.plans.get(key))
+        self.backend.plans.setdefault(key, made)
+        return made
 
     def _check_room(self, budget: int, prompt: int) -> None:
         if not self.backend.policy.evicts and prompt > budget:
@@ -118,7 +148,7 @@ class PromptRunner:
                 f"a prompt of {prompt} exceeds its budget of {budget}"
             )
 
-    def _store(self, layer: PromptLayer, planned: tuple[int, Plan]) -> LayerCache:
+    def _store(self, number: int, layer: PromptLayer, planned: tuple[int, Plan]) -> LayerCache:
         budget, plan = planned
         chunk = layer.chunk
         rows, heads, count, dim = chunk.key.shape
@@ -133,17 +163,31 @@ class PromptRunner:
             dtype=chunk.key.dtype,
             device=chunk.key.device,
             ranked=self.ranked,
+            layer=0 if layer.policy.aligns == "never" else number,
         )
         notes = (ADOPTED,) if self.adopts else ()
         if layer.extras is not None:
             from kvpass.reference.layer import take_prompt  # the compiled path knows nothing of references
 
             store: Any = take_prompt(layout, layer, self.sites[0].scale, plan.budget)
-            return LayerCache(self.backend, layout, store, count, notes=notes)
+            return LayerCache(self.backend, layout, store, count, layer.window, notes=notes)
         slots = admit(layout, None, chunk, plan.budget)
         _keep_address(slots)
         clocks = tuple(layer.policy.clock((), n, plan.budget) for n in _counts(layer.policy, chunk.real))
-        return LayerCache(self.backend, layout, slots, count, limit=plan.budget, clocks=clocks, notes=notes)
+        return LayerCache(self.backend, layout, slots, count, layer.window, plan.budget, clocks, notes=notes)
+
+
+def _within_window(layer: PromptLayer, budget: int) -> PromptLayer:
+    """A layer whose own window is within the budget keeps that window and needs no policy."""
+    if layer.window is None or (layer.policy.evicts and budget < layer.window):
+        return layer
+    return dataclasses.replace(layer, policy=Window())
+
+
+def _alone(layer: PromptLayer, whole: int) -> tuple[int, Plan]:
+    """The plan of a layer that the backend's policy does not govern."""
+    budget = whole if layer.window is None else layer.window
+    return budget, Plan(budget, layer.policy.capacity(budget))
 
 
 def _keep_address(slots: Slots) -> None:
@@ -159,6 +203,14 @@ def _counts(policy: Policy, real: Tensor) -> list[int]:
     return counts
 
 
+@dataclasses.dataclass(frozen=True)
+class Counter:
+    """A number among a graph's arguments: the tokens seen plus `number`, or `number` itself."""
+
+    counts: bool
+    number: int
+
+
 class StepRunner:
     """Runs one token, or a chunk, on live slots; compiled at the first run, when the layouts are known."""
 
@@ -169,22 +221,27 @@ class StepRunner:
         holders = graphs.placeholders(self.gm.graph)
         self.pasts = [(holders.index(s.past_key), holders.index(s.past_value)) for s in self.sites]  # type: ignore[arg-type]
         self.sizes = _free_sizes(self.gm, self.sites)
+        self.counters = _counters(self.gm)
+        self.distances: dict[int, int] = {}
+        self.readings: dict[Any, Sizes] = {}
         self.compiled: dict[Any, tuple[StepRewrite, compat.Compiled]] = {}
 
     def __call__(self, *arguments: Any) -> tuple[Any, ...]:
         caches = [self._cache(arguments, places) for places in self.pasts]
+        windows = tuple(cache.window if cache.stored < cache.seen else None for cache in caches)
         numbers = tuple(_size(arguments, place) for place in self.sizes.values())
-        known = dict(zip(self.sizes, numbers, strict=True))
-        queries = int(graphs.expr(self.sites[0].queries).subs(known))
+        counters = tuple(self._counter(place, arguments[place], caches[0].seen) for place in self.counters.values())
+        sizes = self._sizes(numbers, counters, windows)
+        queries = sizes.queries
         for cache in caches:
             _make_room(cache, queries)
         if self.backend.inner == "reference":
             for cache in caches:
                 cache.slots.prepare(torch.ones(cache.layout.rows, queries, dtype=torch.bool))
         sweep, clocks = _tick(caches) if queries == 1 else (False, [cache.clocks for cache in caches])
-        key = (numbers, sweep, *((cache.layout, cache.slots.capacity) for cache in caches))
+        key = (numbers, counters, windows, sweep, *((cache.layout, cache.slots.capacity) for cache in caches))
         if key not in self.compiled:
-            self.compiled[key] = self._specialise(caches, arguments, known, sweep)
+            self.compiled[key] = self._specialise(caches, arguments, sizes, windows, sweep)
         rewrite, run = self.compiled[key]
         flat = rewrite.flat([cache.slots for cache in caches], arguments)
         for cache in caches:
@@ -205,17 +262,51 @@ class StepRunner:
             raise CacheHandleError("the keys and the values of a layer come from different conversations")
         return cache
 
+    def _counter(self, place: int, number: int, seen: int) -> Counter:
+        """What an argument that is a number is; one that keeps its distance to the tokens seen counts them."""
+        distance = self.distances.setdefault(place, number - seen)
+        return Counter(True, distance) if number - seen == distance else Counter(False, number)
+
+    def _sizes(self, numbers: tuple[int, ...], counters: tuple[Counter, ...], windows: tuple[int | None, ...]) -> Sizes:
+        """How the graph's symbols are to be read in this call."""
+        key = (numbers, counters, windows)
+        if key not in self.readings:
+            self.readings[key] = self._read(*key)
+        return self.readings[key]
+
+    def _read(self, numbers: tuple[int, ...], counters: tuple[Counter, ...], windows: tuple[int | None, ...]) -> Sizes:
+        known: dict[Any, int] = dict(zip(self.sizes, numbers, strict=True))
+        known.update({x: c.number for x, c in zip(self.counters, counters, strict=True) if not c.counts})
+        lengths = [x - c.number for x, c in zip(self.counters, counters, strict=True) if c.counts]
+        for site, window in zip(self.sites, windows, strict=True):
+            stored = graphs.expr(graphs.value(site.past_key).shape[2])  # type: ignore[arg-type]
+            if window is None:
+                lengths.append(stored)
+            else:
+                known.update(dict.fromkeys(stored.free_symbols, window))
+        queries = int(graphs.expr(self.sites[0].queries).subs(known))
+        return Sizes(tuple(dict.fromkeys(lengths)), known, queries)
+
     def _specialise(
-        self, caches: list[LayerCache], arguments: tuple[Any, ...], known: dict[Any, int], sweep: bool
+        self,
+        caches: list[LayerCache],
+        arguments: tuple[Any, ...],
+        sizes: Sizes,
+        windows: tuple[int | None, ...],
+        sweep: bool,
     ) -> tuple[StepRewrite, compat.Compiled]:
         layouts, slots = [cache.layout for cache in caches], [cache.slots for cache in caches]
-        rewriter = self.backend.rewriter(self.gm, self.sites, layouts, slots, arguments, known, caches[0].seen, sweep)
+        rewriter = self.backend.rewriter(
+            self.gm, self.sites, layouts, slots, arguments, sizes, caches[0].seen, windows, sweep
+        )
         rewrite = rewriter.run()
         flat = rewrite.flat(slots, arguments)
         return rewrite, self.backend.compile_step(rewrite.gm, flat, layouts[0].ranked)
 
     def _outputs(self, rewrite: StepRewrite, results: Sequence[Any], caches: list[LayerCache]) -> tuple[Any, ...]:
         outputs = [None if place is None else results[place] for place in rewrite.outputs]
+        for place, beyond in rewrite.lengths.items():
+            outputs[place] = caches[0].seen - rewrite.queries + beyond
         for site, cache in zip(self.sites, caches, strict=True):
             outputs[site.keys_out], outputs[site.values_out] = cache.handles()
         return tuple(outputs)
@@ -238,6 +329,18 @@ def _free_sizes(gm: fx.GraphModule, sites: list[AttentionSite]) -> dict[Any, tup
         symbol for site in sites for size in graphs.value(site.query).shape for symbol in graphs.expr(size).free_symbols
     }
     return {symbol: known[symbol] for symbol in known if symbol in wanted}
+
+
+def _counters(gm: fx.GraphModule) -> dict[Any, int]:
+    """Symbols that are arguments themselves and no tensor's size, such as a cache's own count, and their places."""
+    holders = graphs.placeholders(gm.graph)
+    shapes = [size for node in holders if graphs.is_tensor(node) for size in graphs.value(node).shape]
+    sized = {symbol for size in shapes for symbol in graphs.expr(size).free_symbols}
+    found: dict[Any, int] = {}
+    for place, node in enumerate(holders):
+        if isinstance(graphs.value(node), torch.SymInt) and graphs.expr(node).is_Symbol:
+            found.setdefault(graphs.expr(node), place)
+    return {symbol: place for symbol, place in found.items() if symbol not in sized}
 
 
 def _size(arguments: tuple[Any, ...], place: tuple[int, int | None]) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvpass import budget as budgets
 from kvpass.errors import BudgetError, KVPassError
-from kvpass.policies.base import Attention, Policy
+from kvpass.policies.base import Attention, Policy, window_starts
 from kvpass.reference import ReferenceLayer, reference_of
 from kvpass.reference.base import attention_logits
 from kvpass.slots import FREE, Chunk, Layout, Slots, admit, gathered_rows, rows_in_order
@@ -148,14 +148,15 @@ class _Layer:
         return (lambda keys, rank: [self.rotated(keys, rank)]) if self.ranked else None
 
     def tokens(self, chosen: slice, first: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys at positions first, first + 1, ... [B, 1, n], and values."""
+        """Queries and keys at positions first, first + 1, ... (`first` is [B, 1, 1 or n]), and values."""
         q, k = self.q[:, :, chosen], self.k[:, :, chosen]
         position = first + torch.arange(q.shape[2], device=q.device).expand(q.shape[0], 1, -1)
         return self.rotated(q, position), self.rotated(k, position), self.v[:, :, chosen]
 
     def step(self, t: int, rank: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Query, attended key, value and stored key of token t, whose rank is `rank` [B, 1, 1]."""
-        q, k, v = self.tokens(slice(t, t + 1), rank if self.ranked else torch.full_like(rank, t))
+        counted = self.ranked or self.policy.renumbers
+        q, k, v = self.tokens(slice(t, t + 1), rank if counted else torch.full_like(rank, t))
         return q, k, v, self.k[:, :, t : t + 1] if self.ranked else k
 
     def real(self, count: int) -> Tensor:
@@ -164,9 +165,20 @@ class _Layer:
 
 def _prompt(layer: _Layer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Queries, attended keys, values and stored keys of the prompt."""
-    start = torch.zeros(layer.q.shape[0], 1, 1, dtype=torch.int64, device=layer.q.device)
-    q, k, v = layer.tokens(slice(0, layer.prompt), start)
+    q, k, v = layer.tokens(slice(0, layer.prompt), -_starts(layer)[:, None])
     return q, k, v, layer.k[:, :, : layer.prompt] if layer.ranked else k
+
+
+def _starts(layer: _Layer) -> Tensor:
+    """Where each token of the prompt starts to count and to see, int64 [B, P]."""
+    real = layer.real(layer.prompt)
+    return window_starts(real, layer.budget) if layer.policy.renumbers else torch.zeros_like(real, dtype=torch.int64)
+
+
+def _visible(layer: _Layer) -> Tensor:
+    """Which tokens of the prompt see which, bool [B, 1, P, P]."""
+    starts, place = _starts(layer), torch.arange(layer.prompt, device=layer.q.device)
+    return ((starts[:, :, None] == starts[:, None]) & (place <= place[:, None]))[:, None]
 
 
 def _compiled(layer: _Layer) -> Trace:
@@ -174,7 +186,7 @@ def _compiled(layer: _Layer) -> Trace:
     q, k, v, stored = _prompt(layer)
     q = tempered(policy, q, real.sum(-1, keepdim=True))
     output = torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, is_causal=True, scale=layer.scale, enable_gqa=True
+        q, k, v, attn_mask=_visible(layer), scale=layer.scale, enable_gqa=True
     )
     attention = Attention()
     if policy.statistics:
@@ -220,10 +232,9 @@ def _in_order(slots: Slots, rows: Tensor) -> Tensor:
 
 def _reference(layer: _Layer) -> Trace:
     q, k, v, stored = _prompt(layer)
-    causal = torch.ones(layer.prompt, layer.prompt, dtype=torch.bool, device=q.device).tril()
     reference = ReferenceLayer(layer.layout(0), reference_of(layer.policy))
     real = layer.real(layer.prompt)
-    logits = attention_logits(q * reference.temper(real), k, causal.expand(q.shape[0], 1, -1, -1), None, layer.scale)
+    logits = attention_logits(q * reference.temper(real), k, _visible(layer), None, layer.scale)
     reference.take(Chunk(stored, v, real, Attention()), logits.softmax(-1), logits)
     outputs, held = [_weighted(logits.softmax(-1), v)], [reference.positions()]
     for t in range(layer.prompt, layer.q.shape[2]):
@@ -231,7 +242,7 @@ def _reference(layer: _Layer) -> Trace:
         held.append(reference.positions())
     width = max(layer.budget, *(p.shape[-1] for p in held))
     positions = torch.stack([_fitted(p, width, FREE).expand(-1, layer.k.shape[1], -1) for p in held])
-    keys, values = (_fitted_rows(reference.rows(name), width) for name in ("key", "value"))
+    keys, values = (_fitted_rows(reference.rows(name, stored=True), width) for name in ("key", "value"))
     return Trace(positions, torch.cat(outputs, 2), keys, values)
 
 

@@ -29,6 +29,7 @@ class Layout:
         rows, heads, key_dim, value_dim: B, Hkv, D and Dv.
         dtype, device: of keys and values.
         ranked: keys are stored before their rotary embedding and numbered by rank (positions="cache").
+        layer: the number of the layer, for policies whose `align` asks for it; else 0, so that layers are alike.
     """
 
     policy: Policy
@@ -41,6 +42,7 @@ class Layout:
     dtype: torch.dtype
     device: torch.device
     ranked: bool
+    layer: int = 0
 
     @property
     def groups(self) -> int:
@@ -217,7 +219,19 @@ def admit(layout: Layout, held: Slots | None, chunk: Chunk, limit: int | None = 
     if layout.policy.merges:
         _merge_gone(layout, slots, tokens, tokens.live & ~stays, key, value)
     slots.free.copy_(_next_slot(layout, slots))
+    if held is not None and layout.policy.aligns in ("step", "sweep"):
+        _align(layout, slots, chunk.real.shape[1])
     return slots
+
+
+def _align(layout: Layout, slots: Slots, gone: int) -> None:
+    """Let the policy rewrite the rows, as it does after steps."""
+    weights = [tensor.to(layout.device) for tensor in layout.policy.weights()]
+    key, value, changes = layout.policy.align(slots.tokens(layout), slots.key, slots.value, layout.layer, weights, gone)
+    slots.key.copy_(key)
+    slots.value.copy_(value)
+    for name, changed in changes.items():
+        slots.state[name].copy_(changed)
 
 
 def _next_slot(layout: Layout, slots: Slots) -> Tensor:

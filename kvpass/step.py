@@ -38,11 +38,13 @@ class Site:
         scale: multiplies the logits.
         mask: the model's mask on slots, or None.
         rotate: the model's rotary embedding, or None when stored keys are attended to as they are.
+        weights: the policy's own, as inputs of the graph; empty where they may be taken from the policy.
     """
 
     scale: float
     mask: Mask | None = None
     rotate: Rotate | None = None
+    weights: tuple[Tensor, ...] = ()
 
 
 def decode_step(
@@ -76,16 +78,17 @@ def decode_step(
     own = policy.bias(tokens, grouped.shape[2])
     both = added(bias, own)
     rotate = _rotation(site, tokens)
-    output, probabilities = attend(
-        grouped, slots.key, slots.value, scale=site.scale, mask=mask, bias=both, rotate=rotate
-    )
+    keys, values = _read(layout, site, slots, tokens)
+    output, probabilities = attend(grouped, keys, values, scale=site.scale, mask=mask, bias=both, rotate=rotate)
     output = output.flatten(1, 2)  # here, and not at the end: the compiler moves a product to its first user
     attention = _one_query(probabilities, real)
     if sweep and "logits" in policy.statistics:
-        logits = scores(grouped, slots.key, scale=site.scale, rotate=rotate)
+        logits = scores(grouped, keys, scale=site.scale, rotate=rotate)
         logits = torch.where(mask, logits if bias is None else logits + bias.float(), LOWEST)
         attention = dataclasses.replace(attention, logits=logits[..., 0, :])
     tokens, victim = _swept(layout, tokens, attention) if sweep else _stepped(layout, slots, tokens, attention)
+    if policy.aligns == ("sweep" if sweep else "step"):
+        tokens = _realign(layout, site, slots, tokens)
     _commit(layout, slots, tokens, index, victim)
     return output
 
@@ -209,6 +212,23 @@ def _swept(layout: Layout, tokens: Tokens, attention: Attention) -> tuple[Tokens
     return left, policy.victim(left)
 
 
+def _read(layout: Layout, site: Site, slots: Slots, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """The keys and values that attention sees: those that are stored, unless the policy aligns them at read."""
+    if layout.policy.aligns != "read":
+        return slots.key, slots.value
+    weights = site.weights or layout.policy.weights()
+    return layout.policy.align(tokens, slots.key, slots.value, layout.layer, weights, 0)[:2]
+
+
+def _realign(layout: Layout, site: Site, slots: Slots, tokens: Tokens) -> Tokens:
+    """Store what the policy makes of the rows that are left, in place."""
+    weights = site.weights or layout.policy.weights()
+    key, value, changes = layout.policy.align(tokens, slots.key, slots.value, layout.layer, weights, 1)
+    slots.key.copy_(key)
+    slots.value.copy_(value)
+    return tokens.updated(changes)
+
+
 def _commit(layout: Layout, slots: Slots, tokens: Tokens, index: Tensor, victim: Tensor) -> None:
     """Store the metadata."""
     if tokens.rank is not None:
@@ -239,9 +259,10 @@ def extend_step(
     held, rotate = slots.tokens(layout), site.rotate
     query = tempered(policy, query, held.live.sum(-1)[:, :1] + real.sum(-1, keepdim=True))
     mask, bias = _chunk_mask(layout, site, slots, real)
-    kept = slots.key if rotate is None else torch.cat(rotate(slots.key, slots.rank), -1)
+    stored, rows = _read(layout, site, slots, held)
+    kept = stored if rotate is None else torch.cat(rotate(stored, slots.rank), -1)
     keys = torch.cat([kept, key.to(kept.dtype)], 2)
-    values = torch.cat([slots.value, value.to(slots.value.dtype)], 2)
+    values = torch.cat([rows, value.to(rows.dtype)], 2)
     full = _per_query_head(mask, bias, query.shape[1], layout.heads, query.dtype)
     own = policy.bias(held, query.shape[1] // layout.heads)
     seen = full

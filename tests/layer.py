@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpass.policies import Policy
-from kvpass.policies.base import Attention
+from kvpass.policies.base import Attention, window_starts
 from kvpass.reference import ReferenceLayer, reference_of
 from kvpass.reference.base import attention_logits
 from kvpass.simulate import rotary
@@ -60,8 +60,9 @@ class Lowered:
         if slots is None:
             first = torch.zeros(len(new.q), 1, 1, dtype=torch.int64)
         else:
-            first = slots.next_rank(new.real.shape[1]) if ranked else slots.seen[:, None, None]
-        place = positions_of(first, new.real)
+            counted = ranked or policy.renumbers
+            first = slots.next_rank(new.real.shape[1]) if counted else slots.seen[:, None, None]
+        place = place_of(policy, budget, first, new.real, slots is None)
         q, k = self.rotate(new.q, place), self.rotate(new.k, place)
         chunk = Chunk(new.k if ranked else k, new.v, new.real, Attention())
         if slots is not None and new.real.shape[1] == 1 and slots.capacity == self.layout.capacity:
@@ -71,7 +72,7 @@ class Lowered:
             return self.step(self.layout, site, slots, q, chunk.key, new.v, new.real[:, 0], sweep)
         if slots is None:
             q = tempered(policy, q, new.real.sum(-1, keepdim=True))
-            mask = prompt_mask(new.real)
+            mask = prompt_mask(new.real, policy, budget)
             output = torch.nn.functional.scaled_dot_product_attention(
                 q, k, new.v, attn_mask=mask, scale=self.scale, enable_gqa=True
             )
@@ -105,7 +106,10 @@ class Literal:
         held = layer.positions() if layer.length else torch.zeros(len(new.q), self.layout.groups, 0).long()
         live = held >= 0
         seen = torch.tensor([[[row[0].seen]] for row in layer.streams])
-        place = positions_of(live.sum(-1)[:, :1, None] if ranked else seen, new.real)
+        policy, budget = self.layout.policy, layer.streams[0][0].budget
+        counted = ranked or policy.renumbers
+        first = live.sum(-1)[:, :1, None] if counted else seen
+        place = place_of(policy, budget, first, new.real, not layer.length)
         q, k = rotary(new.q, place, self.theta) * layer.temper(new.real), rotary(new.k, place, self.theta)
         attended, values, bias = k, new.v, None
         if layer.length:
@@ -116,7 +120,8 @@ class Literal:
         groups = q.shape[1] // self.layout.groups
         count = new.real.shape[1]
         old = live[:, :, None].expand(-1, -1, count, -1).repeat_interleave(groups, 1)
-        mask = torch.cat([old, prompt_mask(new.real).expand(-1, q.shape[1], -1, -1)], -1)
+        own = prompt_mask(new.real) if layer.length else prompt_mask(new.real, policy, budget)
+        mask = torch.cat([old, own.expand(-1, q.shape[1], -1, -1)], -1)
         logits = attention_logits(q, attended, mask, None, self.scale)
         biased = logits if bias is None else logits + torch.nn.functional.pad(bias, (0, count))
         rows = torch.nan_to_num(biased.softmax(-1))
@@ -127,7 +132,21 @@ class Literal:
         return [[[token.position for token in stream.tokens] for stream in row] for row in self.layer.streams]
 
 
-def prompt_mask(real: Tensor) -> Tensor:
-    """bool [B, 1, n, n]: causal, and never to padding."""
+def place_of(policy: Policy, budget: int, first: Tensor, real: Tensor, prompt: bool) -> Tensor:
+    """[B, 1, n]: the positions that a model gives the tokens."""
+    place = positions_of(first, real)
+    if not policy.renumbers:
+        return place
+    if prompt:
+        return (place - window_starts(real, budget)[:, None]).clamp(min=0)
+    return place.clamp(max=policy.last_position())
+
+
+def prompt_mask(real: Tensor, policy: Policy | None = None, budget: int = 0) -> Tensor:
+    """bool [B, 1, n, n]: causal, never to padding, and for a policy that renumbers not beyond the own window."""
     count = real.shape[1]
-    return (torch.ones(count, count, dtype=torch.bool).tril() & real[:, None])[:, None]
+    mask = torch.ones(count, count, dtype=torch.bool).tril() & real[:, None]
+    if policy is not None and policy.renumbers:
+        starts = window_starts(real, budget)
+        mask = mask & (starts[:, :, None] == starts[:, None])
+    return mask[:, None]

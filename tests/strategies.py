@@ -14,6 +14,7 @@ from torch import Tensor
 from kvpass import policies
 from kvpass.errors import BudgetError
 from kvpass.policies import Policy
+from tests.aligners import random_aligner
 
 EXAMPLES = int(os.environ.get("KVPASS_EXAMPLES", "30"))  # more, and other ones, for a thorough run
 
@@ -36,6 +37,7 @@ class Row:
         options: a strategy of option dictionaries.
         least: the smallest budget drawn.
         scored: whether it looks at what is worth keeping, and so must beat `random`.
+        case: what a case for it cannot choose.
         fixed: options in tests of whole models; a small budget must do.
         lossless: further options under which nothing goes before the budget is full.
     """
@@ -45,8 +47,15 @@ class Row:
     least: int = 4
     scored: bool = False
     fixed: dict[str, Any] = dataclasses.field(default_factory=dict)
+    case: dict[str, Any] = dataclasses.field(default_factory=dict)
     lossless: dict[str, Any] = dataclasses.field(default_factory=dict)
 
+
+ALIGNERS = st.builds(
+    lambda recipe, every: {"aligner": random_aligner(recipe, every=every), "every": every},
+    st.sampled_from(["direct", "paper", "nothing"]),
+    st.integers(1, 3),
+)
 
 TABLE = [
     Row("window"),
@@ -125,6 +134,7 @@ TABLE = [
         scored=True,
         fixed={"window": 3},
     ),
+    Row("kv_align", ALIGNERS, least=7, case={"heads": 2, "dim": 8, "positions": "absolute"}),
 ]
 ROWS = {row.name: row for row in TABLE}
 
@@ -172,6 +182,7 @@ class Case:
 @st.composite
 def cases(draw: st.DrawFn, row: Row, **fixed: Any) -> Case:
     """Any layer for the policy of a row; prompts lie around the budget as often as not."""
+    fixed = row.case | fixed
     options = fixed.pop("options", None)
     options = draw(row.options) if options is None else options
     policy = policies.resolve(row.name, options)

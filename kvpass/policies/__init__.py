@@ -22,6 +22,7 @@ _BUILT_IN = {
     "full": "Full",
     "h2o": "H2O",
     "knorm": "KNorm",
+    "kv_align": "KVAlign",
     "random": "Random",
     "roco": "RoCo",
     "sage": "Sage",
@@ -92,7 +93,10 @@ def resolve(policy: str | Policy, options: dict[str, object]) -> Policy:
 
 
 def specify(policy: Policy) -> str:
-    """The policy as text, for operators, which take no objects; `specified` is the inverse."""
+    """The policy as text, for operators, which take no objects; `specified` is the inverse.
+
+    Only for policies whose options are text and numbers.
+    """
     return json.dumps([policy.name, dataclasses.asdict(policy)], sort_keys=True)
 
 

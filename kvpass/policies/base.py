@@ -136,6 +136,8 @@ class Policy:
         ranks: keep `Tokens.rank` up in decode steps; costs two passes over the metadata.
         overwrites: the victim is chosen before the next token is written, and keeps its slot until then.
         merges: `fold` is called for the tokens that go.
+        renumbers: the ids that a model looks positions up with, or turns keys with, count held tokens and no
+            others; a prompt longer than the budget starts again for its last tokens (`window_starts`).
     """
 
     name: ClassVar[str]
@@ -145,6 +147,7 @@ class Policy:
     evicts: ClassVar[bool] = True
     ranks: ClassVar[bool] = False
     merges: ClassVar[bool] = False
+    renumbers: ClassVar[bool] = False
 
     @property
     def overwrites(self) -> bool:
@@ -239,6 +242,37 @@ class Policy:
         """
         raise NotImplementedError
 
+    # Rows that are rewritten.
+
+    @property
+    def aligns(self) -> Literal["never", "read", "step", "sweep"]:
+        """When `align` is asked for the held rows: never, whenever they are read, or to be stored.
+
+        They are stored after every step ("step") or after those with the sweep ("sweep"), and after a chunk.
+        """
+        return "never"
+
+    def weights(self) -> list[Tensor]:
+        """What `align` works with; these tensors become inputs of the decode graph."""
+        return []
+
+    def align(
+        self, tokens: Tokens, key: Tensor, value: Tensor, layer: int, weights: Sequence[Tensor], gone: int
+    ) -> tuple[Tensor, Tensor, State]:
+        """The rows that attention is to see instead of those that are stored, and what changes in the state.
+
+        Args:
+            key, value: the slots' [B, Hkv, C, D] and [B, Hkv, C, Dv].
+            layer: which of the model's layers they belong to.
+            weights: those of `weights`, on the device of the slots.
+            gone: at most so many tokens have gone since the last time, if the rows are to be stored.
+        """
+        raise NotImplementedError
+
+    def last_position(self) -> int:
+        """The highest position id that new tokens get; for policies that renumber."""
+        return LATE
+
     # Attention.
 
     def bias(self, tokens: Tokens, groups: int) -> Tensor | None:
@@ -315,6 +349,21 @@ def highest(score: Tensor, position: Tensor, count: int | Tensor) -> Tensor:
 def _inverse(order: Tensor) -> Tensor:
     places = torch.arange(order.shape[-1], device=order.device).expand_as(order)
     return torch.empty_like(order).scatter(-1, order, places)
+
+
+def window_starts(real: Tensor, room: int) -> Tensor:
+    """Where each token of a prompt starts to count, for policies that renumber: int64 [B, q].
+
+    The last `room` real tokens of a row make one window, which nothing before it is seen from; those before
+    it make windows of `room` tokens from the first one on.  The entry is the number of real tokens before the
+    token's window, zero for all of a prompt that fits.
+
+    Args:
+        real: bool [B, q], false for padding.
+    """
+    place = (real.long().cumsum(-1) - 1).clamp(min=0)
+    last = (real.long().sum(-1, keepdim=True) - room).clamp(min=0)  # [B, 1]
+    return torch.where(place < last, place // room * room, last)
 
 
 def share_of(count: int, fraction: float) -> int:

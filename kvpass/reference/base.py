@@ -40,6 +40,7 @@ class Stream:
         budget: tokens to keep between steps.
         seen: real tokens seen, those that are being taken in included.
         step: what is being taken in is a single token on held ones, not a prompt or chunk.
+        layer: the number of the layer, if the policy asks for it.
         notes: what the policy remembers for the stream, by name.
         gone: tokens that have just left, for `Reference.settle`.
     """
@@ -49,6 +50,7 @@ class Stream:
     tokens: list[Token] = dataclasses.field(default_factory=list)
     seen: int = 0
     step: bool = False
+    layer: int = 0
     notes: dict[str, Any] = dataclasses.field(default_factory=dict)
     gone: list[Token] = dataclasses.field(default_factory=list)
 
@@ -62,6 +64,10 @@ class Reference:
     def bias(self, stream: Stream, group: int) -> Tensor | None:
         """What later queries add to their logits, [h, G = group, tokens]; None for nothing."""
         return None
+
+    def read(self, stream: Stream) -> list[tuple[Tensor, Tensor]]:
+        """The key and value of each held token as attention sees them; by default as they are stored."""
+        return [(token.key, token.value) for token in stream.tokens]
 
     def temper(self, count: int) -> float:
         """What the logits of queries that attend to `count` tokens are multiplied with."""
@@ -97,7 +103,9 @@ class ReferenceLayer:
         self.layout = layout
         self.reference = reference
         budget = layout.budget if limit is None else limit
-        self.streams = [[Stream(head, budget) for head in range(layout.groups)] for _ in range(layout.rows)]
+        self.streams = [
+            [Stream(head, budget, layer=layout.layer) for head in range(layout.groups)] for _ in range(layout.rows)
+        ]
         self.length = 0
 
     @property
@@ -123,7 +131,8 @@ class ReferenceLayer:
         length = torch.full((self.layout.rows,), self.length, device=self.layout.device)
         held = torch.nn.functional.pad(self.positions(), (0, 1), value=FREE)
         free = torch.full((self.layout.rows, 1), held.shape[-1] - 1, device=self.layout.device)
-        return [self, None, held, None, free, None, length, None]
+        seen = torch.tensor([row[0].seen for row in self.streams], device=self.layout.device)
+        return [self, None, held, None, free, seen, length, None]
 
     def prepare(self, real: Tensor) -> None:
         """To be called before the tokens `real` [B, q] attend; lets the policy make room for a single one."""
@@ -163,8 +172,8 @@ class ReferenceLayer:
         """int64 [B, H', N]: 0, 1, 2, ... over the held tokens."""
         return self._padded([[list(range(len(stream.tokens))) for stream in row] for row in self.streams])
 
-    def rows(self, name: str) -> Tensor:
-        """[B, Hkv, N, D]: the held keys or values, zero after the last."""
+    def rows(self, name: str, stored: bool = False) -> Tensor:
+        """[B, Hkv, N, D]: the held keys or values, zero after the last, as attention sees them or as stored."""
         dim = self.layout.key_dim if name == "key" else self.layout.value_dim
         longest = max(len(stream.tokens) for row in self.streams for stream in row)
         out = torch.zeros(
@@ -172,8 +181,9 @@ class ReferenceLayer:
         )
         for b, row in enumerate(self.streams):
             for h, stream in enumerate(row):
-                for n, token in enumerate(stream.tokens):
-                    out[b, self._heads(h), n] = getattr(token, name)
+                seen = Reference.read(self.reference, stream) if stored else self.reference.read(stream)
+                for n, (key, value) in enumerate(seen):
+                    out[b, self._heads(h), n] = key if name == "key" else value
         return out
 
     def take(self, chunk: Chunk, rows: Tensor, logits: Tensor | None = None) -> None:

@@ -50,7 +50,7 @@ class ReferenceRewriter(StepRewriter):
 
     def _replace(self, layer: int) -> list[fx.Node]:
         site = self.sites[layer]
-        mask, _ = self._mask(site)
+        mask, _ = self._mask(layer)
         rotary = self.pieces[layer] if self.pieces else None
         real = self._real_now(site, mask)
         stored = self._rotary(layer).raw if self.ranked else site.key

@@ -31,20 +31,31 @@ class MaskOnSlots:
 
 @dataclasses.dataclass(frozen=True)
 class SlicedMask(MaskOnSlots):
+    """A mask that is computed from a key index.
+
+    Attributes:
+        shifted: the model counts keys from the first that it stores; the second node is that one's place.
+    """
+
     piece: MaskSlice
+    shifted: bool
 
     @property
     def tells_padding(self) -> bool:
         return bool(self.piece.columns)
 
     def on_slots(self, index: Tensor, heads: int, tensors: list[Tensor]) -> Tensor:
-        count = len(self.piece.columns)
-        ones = [torch.ones_like(column[:, :1]) for column in tensors[:count]]
-        return self.piece.on_slots(index, heads, ones, tensors[count:])
+        first, columns, bound = self._sorted(tensors)
+        ones = [torch.ones_like(column[:, :1]) for column in columns]
+        return self.piece.on_slots(index, first, heads, ones, bound)
 
     def of_new(self, length: Tensor, tensors: list[Tensor]) -> Tensor:
-        count = len(self.piece.columns)
-        return self.piece.of_new(length, self.queries, tensors[:count], tensors[count:])
+        first, columns, bound = self._sorted(tensors)
+        return self.piece.of_new(length, first, self.queries, columns, bound)
+
+    def _sorted(self, tensors: list[Tensor]) -> tuple[Tensor | int, list[Tensor], list[Tensor]]:
+        start, count = int(self.shifted), len(self.piece.columns)
+        return tensors[0] if start else 0, tensors[start : start + count], tensors[start + count :]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,18 +5,21 @@ from __future__ import annotations
 import dataclasses
 import json
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.fx as fx
 from torch import Tensor
 
+from kvpass import budget as budgets
 from kvpass import compat, graphs, match, statistics
 from kvpass.budget import Budget
 from kvpass.graphs import value
 from kvpass.match import AttentionSite
 from kvpass.policies import specify
 from kvpass.policies.base import Policy, Statistic
+from kvpass.rewrite import renumber
 from kvpass.step import tempered
 
 
@@ -29,6 +32,7 @@ class PromptRewrite:
         sites: in the order of the graph.
         raw: for each site, the place among the outputs of its keys before their rotary embedding; the
             place of the keys themselves where they are stored as they are.
+        values: for each site, the place of its values.
         real: for each site, the place of bool [B, q], or None when no token is padding.
         statistics: for each site, the places of what `kvpass.statistics` gives; empty when none are needed.
         extras: for each site, the places of its query, its attended keys and its mask (None if it has
@@ -38,19 +42,29 @@ class PromptRewrite:
     gm: fx.GraphModule
     sites: list[AttentionSite]
     raw: list[int]
+    values: list[int]
     real: list[int | None]
     statistics: list[list[int]]
     extras: list[tuple[int, int, int | None]]
 
 
 def rewrite_prompt(
-    gm: fx.GraphModule, sites: list[AttentionSite], policies: list[Policy], budget: Budget, ranked: bool, extras: bool
+    gm: fx.GraphModule,
+    sites: list[AttentionSite],
+    policies: list[Policy],
+    budget: Budget,
+    ranked: bool,
+    extras: bool,
+    examples: Sequence[Any],
 ) -> PromptRewrite:
-    """Add to a prompt graph the outputs that its policy needs; its own computation stays as it is."""
+    """Add to a prompt graph the outputs that its policy needs; its own computation stays as it is.
+
+    Only a policy that renumbers changes that too, for prompts beyond its budget.
+    """
     copy, moved = compat.copy_graph_module(gm)
     output = copy.graph.output_node()
     outputs: list[Any] = graphs.results(copy.graph)
-    done = PromptRewrite(copy, sites, [], [], [], [])
+    done = PromptRewrite(copy, sites, [], [], [], [], [])
     known: dict[fx.Node | None, int] = {}
 
     def emit(node: fx.Node) -> int:
@@ -66,17 +80,70 @@ def rewrite_prompt(
             if policy.temper(torch.ones(1, 1, dtype=torch.int64)) is not None:
                 _temper(copy.graph, site, moved, policy)
             rotary = match.find_rotary(gm, site) if ranked else None
-            done.raw.append(emit(moved[rotary.raw]) if rotary else site.keys_out)
+            keys, values = site.keys_out, site.values_out
+            if site.window is not None:
+                keys, values = emit(moved[site.grown_key]), emit(moved[site.grown_value])
+            done.raw.append(emit(moved[rotary.raw]) if rotary else keys)
+            done.values.append(values)
             made = {
                 name: emit(node) for name, node in _statistics(copy.graph, site, moved, real, policy, budget).items()
             }
             done.statistics.append([made[name] for name in statistics.wanted(policy)])
             if extras:
                 mask = None if site.mask is None else emit(moved[site.mask])
-                done.extras.append((emit(moved[site.query]), site.keys_out, mask))
+                done.extras.append((emit(moved[site.query]), keys, mask))
+    if policies[0].renumbers and graphs.expr(sites[0].queries) != 1:
+        actual = dict(zip(graphs.placeholders(gm.graph), examples, strict=True))
+        _renumber(gm, copy.graph, sites, moved, actual, policies[0], budget)
     output.args = (tuple(outputs),)
     copy.recompile()
     return done
+
+
+def _renumber(
+    gm: fx.GraphModule,
+    graph: fx.Graph,
+    sites: list[AttentionSite],
+    moved: dict[fx.Node, fx.Node],
+    actual: dict[fx.Node, Any],
+    policy: Policy,
+    budget: Budget,
+) -> None:
+    """Number and mask the tokens by windows, of which the last is all that is kept."""
+
+    def real_of(real: Tensor | None, count: int, device: torch.device) -> Tensor:
+        return torch.ones(1, count, dtype=torch.bool, device=device) if real is None else real
+
+    def ids_of(ids: Tensor, along: int, real: Tensor | None) -> Tensor:
+        count = ids.shape[along]
+        here = real_of(real, count, ids.device)
+        return renumber.on_windows(ids, along, here, budgets.window_for(policy, budget, count))
+
+    def mask_of(mask: Tensor | None, query: Tensor, real: Tensor | None, causal: bool) -> Tensor:
+        count = query.shape[2]
+        room = budgets.window_for(policy, budget, count)
+        return renumber.within_windows(mask, causal, real_of(real, count, query.device), room)
+
+    for reader in renumber.readers(gm, sites, actual, renumber.fits_prompt):
+        node, ids = moved[reader.node], moved[reader.ids]
+        if sites[0].mask is not None:
+            graphs.move_before(node, moved[sites[0].mask])
+        with graph.inserting_before(node):
+            counted = graph.call_function(ids_of, (ids, reader.along, _real_tokens(graph, sites[0], moved)))
+        counted.meta["example_value"] = value(reader.ids)
+        node.replace_input_with(ids, counted)
+    for site in sites:
+        call = moved[site.call]
+        with graph.inserting_before(call):
+            mask = None if site.mask is None else moved[site.mask]
+            real = _real_tokens(graph, site, moved)
+            windows = graph.call_function(mask_of, (mask, moved[site.query], real, site.causal))
+        given = dict(zip(_SDPA, call.args, strict=False)) | call.kwargs
+        call.args = ()
+        call.kwargs = {**given, "attn_mask": windows, "is_causal": False}
+
+
+_SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
 def _real_tokens(graph: fx.Graph, site: AttentionSite, moved: dict[fx.Node, fx.Node]) -> fx.Node | None:

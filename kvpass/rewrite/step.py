@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from kvpass.errors import UnsupportedGraph
 from kvpass.graphs import Sizes, placeholders, value
 from kvpass.instantiate import MaskSlice, RotarySlice, cut_mask, cut_rotary
 from kvpass.match import AttentionSite
+from kvpass.rewrite import renumber
 from kvpass.rewrite.masks import ColumnMask, MaskOnSlots, SlicedMask
 from kvpass.slots import Layout, Slots
 from kvpass.step import Site, decode_step, extend_step
@@ -27,26 +29,31 @@ class StepRewrite:
     """A step graph on slots.
 
     Attributes:
-        gm: takes the slots' tensors of every layer, then `columns`, then the `inputs`.
+        gm: takes the slots' tensors of every layer, the `weights`, then `columns`, then the `inputs`.
+        weights: the policy's own, on the device of the slots.
         inputs: which of Dynamo's arguments it still takes.
         loose: which of those came with strides that may change from call to call.
         columns: which of Dynamo's arguments it takes the last q columns of.
         outputs: for each output of the original graph its place in the rewritten one's, None for a cache.
+        lengths: outputs of the original graph that are the tokens seen before, plus a number.
         chunks: for each site of an extend graph the places of stored key, value, real and statistics.
     """
 
     gm: fx.GraphModule
+    weights: list[Tensor]
     inputs: list[int]
     loose: set[int]
     columns: list[int]
     queries: int
     outputs: list[int | None]
+    lengths: dict[int, int]
     chunks: list[list[int]]
 
     def flat(self, slots: list[Slots], arguments: tuple[Any, ...]) -> list[Any]:
         """The rewritten graph's arguments, from the slots and from Dynamo's arguments."""
         dense = torch.contiguous_format
         flat: list[Any] = [tensor for layer in slots for tensor in layer.tensors()]
+        flat += self.weights
         flat += [arguments[place][:, -self.queries :].clone(memory_format=dense) for place in self.columns]
         for place in self.inputs:
             flat.append(arguments[place].clone(memory_format=dense) if place in self.loose else arguments[place])
@@ -63,27 +70,28 @@ class StepRewriter:
         layouts: list[Layout],
         slots: list[Slots],
         arguments: tuple[Any, ...],
-        known: dict[Any, int],
+        sizes: Sizes,
         seen: int,
+        windows: tuple[int | None, ...],
         sweep: bool = False,
     ) -> None:
-        """`known` holds what the sizes that do not grow are in this call, `seen` the tokens before it."""
+        """`seen` is the tokens before this call, `windows` how many of them the model stores if not all."""
         copy, moved = compat.copy_graph_module(gm)
         self.gm, self.graph = copy, copy.graph
         self.sites = [site.moved(moved) for site in sites]
         self.layouts, self.slots = layouts, slots
         self.holders = placeholders(self.graph)
         self.actual = dict(zip(self.holders, arguments, strict=True))
-        self.rows, self.seen = layouts[0].rows, seen
-        self.queries = int(graphs.expr(self.sites[0].queries).subs(known))
+        self.rows, self.seen, self.windows = layouts[0].rows, seen, windows
+        self.sizes, self.queries = sizes, sizes.queries
         self.sweep = sweep
         # A prompt that is still held whole takes its first token in as a chunk.
         self.decodes = self.queries == 1 and all(s.capacity == x.capacity for s, x in zip(slots, layouts, strict=True))
-        pasts: list[Any] = [past for site in self.sites for past in (site.past_key, site.past_value)]
-        self.sizes = Sizes(tuple({graphs.expr(value(past).shape[2]) for past in pasts}), known, self.queries)
+        self.counts = {window: match.iotas(self.graph.nodes, sizes, window) for window in windows}
         self.ranked = layouts[0].ranked
         self.rotaries = [match.find_rotary(self.gm, site) for site in self.sites] if self.ranked else []
         self._masks: dict[fx.Node, MaskSlice] = {}
+        self._firsts: dict[int, fx.Node] = {}
         self._traced: dict[Any, fx.GraphModule] = {}
         self._columns: dict[fx.Node, fx.Node] = {}
         self._real: dict[fx.Node | None, fx.Node] = {}
@@ -99,13 +107,26 @@ class StepRewriter:
         for nodes, slots in zip(self.inputs, self.slots, strict=True):
             for node, tensor in zip(nodes, slots.tensors(), strict=True):
                 compat.as_new_input(node, tensor, in_place=True)
+        self.on_weights = self._take_weights(first)
         with self.graph.inserting_after(self.holders[-1]):
             self.length = self.graph.call_function(operator.getitem, (self.inputs[0][6], 0))
         self.length.meta["example_value"] = torch.empty((), dtype=torch.int64, device="meta")
         self._positions_on_length()
         self.pieces = self._cut_rotaries()
+        if self.layouts[0].policy.renumbers:
+            self._renumber()
         chunks = [self._replace(i) for i in range(len(self.sites))]
         return self._finish(chunks)
+
+    def _take_weights(self, first: fx.Node) -> list[fx.Node]:
+        """New inputs for what the policy aligns rows with."""
+        policy, device = self.layouts[0].policy, self.layouts[0].device
+        self.weights = [] if policy.aligns == "never" else [tensor.to(device) for tensor in policy.weights()]
+        with self.graph.inserting_before(first):
+            nodes = [self.graph.placeholder(f"kvpass_weight_{i}") for i in range(len(self.weights))]
+        for node, tensor in zip(nodes, self.weights, strict=True):
+            compat.as_new_input(node, tensor, in_place=True)
+        return nodes
 
     def _names(self, layer: int) -> list[str]:
         return [*NAMES, *self.slots[layer].state]
@@ -150,12 +171,12 @@ class StepRewriter:
     def _replace(self, layer: int) -> list[fx.Node]:
         """Splice a layer's step in, in place of its attention call."""
         site, layout = self.sites[layer], self.layouts[layer]
-        mask, mask_key = self._mask(site)
+        mask, mask_key = self._mask(layer)
         rotary = self.pieces[layer] if self.pieces else None
         real = self._real_now(site, mask)
         stored = self._rotary(layer).raw if self.ranked else site.key
         table = self._table(rotary, layout.capacity) if rotary else []
-        bound = [*(mask.nodes if mask else []), *table, *(rotary.turn.bound if rotary else [])]
+        bound = [*(mask.nodes if mask else []), *table, *(rotary.turn.bound if rotary else []), *self.on_weights]
         nodes = [*self.inputs[layer], site.query, stored if self.decodes else site.key, site.value, real, *bound]
         key = (
             layout,
@@ -187,17 +208,19 @@ class StepRewriter:
     ) -> fx.GraphModule:
         masks = len(mask.nodes) if mask else 0
         names, heads, sweep = list(self.slots[self.layouts.index(layout)].state), layout.heads, self.sweep
+        own = len(nodes) - len(self.on_weights)
 
         def function(*tensors: Tensor) -> Any:
             slots = Slots.of(list(tensors[:state]), names)
             query, key, new_value, real = tensors[state : state + 4]
             on_mask = list(tensors[state + 4 : state + 4 + masks])
             table = list(tensors[state + 4 + masks : state + 4 + masks + angles])
-            on_rotary = list(tensors[state + 4 + masks + angles :])
+            on_rotary = list(tensors[state + 4 + masks + angles : own])
             here = Site(
                 site.scale,
                 None if mask is None else lambda index: mask.on_slots(index, heads, on_mask),
                 None if rotary is None else lambda keys, rank: rotary.on_slots(keys, rank, table, on_rotary),
+                tensors[own:],
             )
             if self.decodes:
                 return [decode_step(layout, here, slots, query, key, new_value, real[:, 0], sweep)]
@@ -223,21 +246,33 @@ class StepRewriter:
 
     # -- masks -----------------------------------------------------------------------------------------
 
-    def _mask(self, site: AttentionSite) -> tuple[MaskOnSlots | None, Any]:
-        """The site's mask on slots and what identifies it."""
+    def _mask(self, layer: int) -> tuple[MaskOnSlots | None, Any]:
+        """The layer's mask on slots and what identifies it."""
+        site, window = self.sites[layer], self.windows[layer]
         if site.mask is None:
             return None, None
-        if not self.sizes.grown(value(site.mask)):
+        if window is None and not self.sizes.grown(value(site.mask)):
             return ColumnMask([site.mask], self.queries), "columns"
         if site.mask not in self._masks:
             behind = graphs.ancestors(site.mask)
             columns = match.key_columns(behind, self.actual, self.rows, self.seen + self.queries)
-            self._masks[site.mask] = cut_mask(self.gm, site.mask, self.sizes, columns)
+            counts = [count for count in self.counts[window] if count in behind]
+            self._masks[site.mask] = cut_mask(self.gm, site.mask, self.sizes, counts, columns)
         piece = self._masks[site.mask]
         for column in piece.columns:
             self._column(column)
-        nodes = [*(self._columns[c] for c in piece.columns), *piece.slice.bound]
-        return SlicedMask(nodes, self.queries, piece), piece.slice.key
+        first = [] if window is None else [self._first_stored(window)]
+        nodes = [*first, *(self._columns[c] for c in piece.columns), *piece.slice.bound]
+        return SlicedMask(nodes, self.queries, piece, bool(first)), (piece.slice.key, bool(first))
+
+    def _first_stored(self, window: int) -> fx.Node:
+        """The place in the padded sequence of the first token that the model stores."""
+        if window not in self._firsts:
+            with self.graph.inserting_after(self.length):
+                node = self.graph.call_function(operator.sub, (self.length, window))
+            node.meta["example_value"] = value(self.length)
+            self._firsts[window] = node
+        return self._firsts[window]
 
     def _column(self, holder: fx.Node) -> fx.Node:
         """A new input: the last q columns of one that runs over all tokens."""
@@ -335,15 +370,42 @@ class StepRewriter:
         ranks.meta["example_value"] = value(position)
         position.replace_all_uses_with(ranks)
 
+    def _renumber(self) -> None:
+        """Let position ids count held tokens, for a policy that wants that."""
+        seen, length = (self.slots[0].tensors()[place] for place in (5, 6))
+        held = [self.inputs[0][2], self.inputs[0][5]]
+        found = renumber.readers(self.gm, self.sites, self.actual, renumber.fits_step(seen, length))
+        for i, reader in enumerate(found):
+            with compat.fake_mode() as fake:
+                examples = [fake(self._example(reader.ids)), *(fake(value(node)) for node in held)]
+                traced = compat.trace(self._counted(reader.along), examples)
+            ids = graphs.splice(self.gm, traced, [reader.ids, *held], reader.node, f"kvpass_ids_{i}")[0]
+            ids.meta["example_value"] = value(reader.ids)
+            reader.node.replace_input_with(reader.ids, ids)
+
+    def _counted(self, along: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        queries, last = self.queries, self.layouts[0].policy.last_position()
+
+        def function(ids: Tensor, position: Tensor, seen: Tensor) -> Tensor:
+            return renumber.on_held(ids, along, position, seen, queries, last)
+
+        return function
+
     # -- finishing -------------------------------------------------------------------------------------
 
     def _finish(self, chunks: list[list[fx.Node]]) -> StepRewrite:
         output = self.graph.output_node()
         originals = graphs.results(self.graph)
         caches = {place for site in self.sites for place in (site.keys_out, site.values_out)}
-        kept = [out for place, out in enumerate(originals) if place not in caches]
+        lengths = {
+            place: self.sizes.beyond_length(out)
+            for place, out in enumerate(originals)
+            if graphs.is_size(out) and self.sizes.grows(out)
+        }
+        kept = [out for place, out in enumerate(originals) if place not in caches and place not in lengths]
         places = iter(range(len(kept)))
-        mapping = [None if place in caches else next(places) for place in range(len(originals))]
+        gone = caches | lengths.keys()
+        mapping = [None if place in gone else next(places) for place in range(len(originals))]
         chunk_places = []
         for chunk in chunks:
             chunk_places.append(list(range(len(kept), len(kept) + len(chunk))))
@@ -354,8 +416,9 @@ class StepRewriter:
         columns = [self.holders.index(holder) for holder in self._columns]
         loose = {place for place in inputs if _loose(value(self.holders[place]))}
         self.gm.recompile()
+        places_of_chunks = chunk_places if any(chunk_places) else []
         return StepRewrite(
-            self.gm, inputs, loose, columns, self.queries, mapping, chunk_places if any(chunk_places) else []
+            self.gm, self.weights, inputs, loose, columns, self.queries, mapping, lengths, places_of_chunks
         )
 
     def _sweep(self) -> None:
@@ -382,7 +445,7 @@ class StepRewriter:
 
     def _order_inputs(self) -> None:
         """Slots first, then columns, then what is left of the original inputs."""
-        wanted = [*(n for nodes in self.inputs for n in nodes), *self._columns.values()]
+        wanted = [*(n for nodes in self.inputs for n in nodes), *self.on_weights, *self._columns.values()]
         wanted += [holder for holder in self.holders if holder in set(placeholders(self.graph))]
         first = next(iter(self.graph.nodes))
         for node in wanted:

@@ -1,0 +1,231 @@
+"""KV-Align against recomputation and against sinks and a window, on the bundled models.
+
+    python benchmarks/align.py --model examples/models/tiny-gpt2 \
+        --aligner examples/models/tiny-gpt2-align/direct.safetensors examples/models/tiny-gpt2-align/paper.safetensors
+
+For each window M, over the same labels of the same documents:
+
+- recompute: every token is predicted from a forward over it and the M tokens before it, from position 0 on;
+- window: 4 sinks and the last M - 4 tokens, positions count held tokens, nothing is repaired;
+- one line for each aligner.
+
+Perplexity is measured on a batch of documents token by token, in the rewritten graphs without a compiler
+(`inner="eager"`).  Time per token is measured afterwards, one row, Inductor, methods taking turns: the
+median over all turns.  "closed" is the share of the gap in log-perplexity between window and recompute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import json
+import math
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+import kvpass
+from kvpass import align
+from kvpass.align.signature import signature_of
+from kvpass.demo import corpus, subject
+from kvpass.policies.kv_align import KVAlign
+
+Policies = dict[str, KVAlign]
+Row = dict[str, float]
+Results = dict[str, dict[str, Row]]
+"""By window, then by method."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """rows documents, of which the tokens skip + 1 .. skip + labels are predicted; turns for the time per token."""
+
+    rows: int
+    skip: int
+    labels: int
+    turns: int
+
+    @property
+    def length(self) -> int:
+        return self.skip + self.labels + 1
+
+
+def prose() -> list[str]:
+    """Text of another kind than source code: the documentation strings of torch.nn's modules."""
+    classes = [getattr(torch.nn, name) for name in sorted(dir(torch.nn)) if name[0].isupper()]
+    found = [inspect.getdoc(cls) or "" for cls in classes if isinstance(cls, type)]
+    return ["\n\n".join(text for text in dict.fromkeys(found) if len(text) > 400)]
+
+
+def tokens_of(chosen: subject.Subject, texts: list[str], settings: Settings) -> Tensor:
+    """int64 [rows, skip + labels + 1]."""
+    return torch.tensor(corpus.documents(chosen.encode(texts), settings.rows, settings.length, chosen.bos))
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    """float64 [B]."""
+    return torch.nn.functional.cross_entropy(logits.float(), targets, reduction="none").double()
+
+
+@torch.inference_mode()
+def recomputed(model: Any, ids: Tensor, window: int, settings: Settings) -> float:
+    """Mean loss in nats."""
+    losses = []
+    for t in tqdm(range(settings.skip, settings.length - 1), desc=f"recompute {window}", leave=False):
+        logits = model(ids[:, t - window : t + 1], use_cache=False, logits_to_keep=1).logits[:, -1]
+        losses.append(loss_of(logits, ids[:, t + 1]))
+    return float(torch.stack(losses).mean())
+
+
+@torch.inference_mode()
+def streamed(model: Any, ids: Tensor, policy: KVAlign, window: int, settings: Settings) -> float:
+    """Mean loss in nats, over the same labels."""
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=kvpass.backend(policy, budget=window, inner="eager"))
+    out = compiled(ids[:, :window], use_cache=True)
+    losses = []
+    for t in tqdm(range(window, settings.length - 1), desc=f"{policy.trained.recipe} {window}", leave=False):
+        out = compiled(ids[:, t : t + 1], past_key_values=out.past_key_values, use_cache=True)
+        if t >= settings.skip:
+            losses.append(loss_of(out.logits[:, -1], ids[:, t + 1]))
+    return float(torch.stack(losses).mean())
+
+
+def loss_under(policy: KVAlign | None, model: Any, ids: Tensor, window: int, settings: Settings) -> float:
+    """Mean loss in nats; without a policy by recomputation."""
+    if policy is None:
+        return recomputed(model, ids, window, settings)
+    return streamed(model, ids, policy, window, settings)
+
+
+def recomputing(model: Any, ids: Tensor, window: int) -> Callable[[], None]:
+    """One compiled step of recomputation; each call is one token."""
+    compiled = torch.compile(lambda x: model(x, use_cache=False, logits_to_keep=1).logits)
+    piece = ids[:1, : window + 1].contiguous()
+    return lambda: compiled(piece)
+
+
+def streaming(model: Any, ids: Tensor, policy: KVAlign, window: int) -> Callable[[], None]:
+    """One compiled step of a stream whose window is full; each call is one token."""
+    compiled = torch.compile(model, backend=kvpass.backend(policy, budget=window))
+    state = {"out": compiled(ids[:1, :window], use_cache=True)}
+
+    def step() -> None:
+        state["out"] = compiled(ids[:1, :1], past_key_values=state["out"].past_key_values, use_cache=True)
+
+    return step
+
+
+@torch.inference_mode()
+def timed(model: Any, ids: Tensor, policies: Policies, window: int, turns: int, each: int = 10) -> dict[str, float]:
+    """Median milliseconds per token; every method does `each` tokens in each turn."""
+    torch._dynamo.reset()
+    steps = {"recompute": recomputing(model, ids, window)}
+    steps |= {name: streaming(model, ids, policy, window) for name, policy in policies.items()}
+    for step in steps.values():
+        for _ in range(each):
+            step()
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(turns):
+        for name, step in steps.items():
+            for _ in range(each):
+                start = time.perf_counter()
+                step()
+                seconds[name].append(time.perf_counter() - start)
+    return {name: round(1e3 * statistics.median(taken), 3) for name, taken in seconds.items()}
+
+
+def compare(
+    model: Any, ids: Tensor, policies: Policies, window: int, settings: Settings, known: dict[str, Row]
+) -> dict[str, Row]:
+    """A row for each method at one window; what is `known` from an earlier run is not measured again."""
+    rows = {name: dict(known.get(name, {})) for name in ("recompute", *policies)}
+    for name, row in rows.items() if settings.labels else ():
+        if "loss" not in row:
+            loss = loss_under(policies.get(name), model, ids, window, settings)
+            row |= {"loss": loss, "perplexity": round(math.exp(loss), 3)}
+    if settings.labels:
+        gap = rows["window"]["loss"] - rows["recompute"]["loss"]
+        for row in rows.values():
+            row["closed"] = round((rows["window"]["loss"] - row["loss"]) / gap, 3)
+    if settings.turns:
+        for name, milliseconds in timed(model, ids, policies, window, settings.turns).items():
+            rows[name]["milliseconds"] = milliseconds
+    return rows
+
+
+def show(results: Results) -> None:
+    print(f"{'M':>5} {'method':<20} {'perplexity':>11} {'closed':>7} {'ms/token':>9}")
+    for window, rows in results.items():
+        for name, row in rows.items():
+            cells = [f"{row[key]:.2f}" if key in row else "" for key in ("perplexity", "closed", "milliseconds")]
+            print(f"{window:>5} {name:<20} {cells[0]:>11} {cells[1]:>7} {cells[2]:>9}")
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--model", default="examples/models/tiny-gpt2")
+    parser.add_argument("--aligner", nargs="*", type=Path, default=[])
+    parser.add_argument("--every", type=int, default=1, help="tokens that go at once, for aligners of recipe direct")
+    parser.add_argument("--windows", nargs="+", type=int, default=[32, 64, 128, 255])
+    parser.add_argument("--text", choices=["held-out", "prose"], default="held-out")
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--skip", type=int, default=512, help="tokens before the first label")
+    parser.add_argument("--labels", type=int, default=640, help="of each row; 0 for no perplexity")
+    parser.add_argument("--turns", type=int, default=20, help="of ten tokens for the time per token; 0 for none")
+    parser.add_argument("--out", type=Path, help="a json of all figures; what it holds already is not measured again")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parsed()
+    torch.set_num_threads(1)
+    chosen = subject.load(arguments.model)
+    model: Any = chosen.model
+    settings = Settings(arguments.rows, arguments.skip, arguments.labels, arguments.turns)
+    texts = prose() if arguments.text == "prose" else corpus.read(corpus.held_out_files())
+    ids = tokens_of(chosen, texts, settings)
+    policies = {"window": KVAlign(align.nothing(signature_of(model, max(arguments.windows))))}
+    for path in arguments.aligner:
+        aligner = align.load(path, model)
+        every = aligner.signature.every if aligner.recipe == "paper" else arguments.every
+        policies[path.stem if every == 1 else f"{path.stem}, every {every}"] = KVAlign(aligner, every)
+    about = {
+        "model": Path(arguments.model).name,
+        "text": arguments.text,
+        "skip": settings.skip,
+        "labels": settings.rows * settings.labels,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "threads": 1,
+    }
+    results = earlier(arguments.out, about)
+    for window in arguments.windows:
+        known = results.get(str(window), {})
+        results[str(window)] = known | compare(model, ids, policies, window, settings, known)
+        if arguments.out:
+            arguments.out.write_text(json.dumps({**about, "results": results}, indent=2) + "\n")
+    show(results)
+
+
+def earlier(path: Path | None, about: dict[str, Any]) -> Results:
+    """What an earlier run under the same settings has measured."""
+    if path is None or not path.exists():
+        return {}
+    written = json.loads(path.read_text())
+    results: Results = written.pop("results")
+    if written != about:
+        raise SystemExit(f"{path} is of a run with other settings: {written}")
+    return results
+
+
+if __name__ == "__main__":
+    main()

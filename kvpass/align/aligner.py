@@ -1,0 +1,172 @@
+"""What a trained aligner is: its weights, what they were trained for, and how they repair a row.
+
+A decode step asks for the repair of all held rows of one layer.  Everything that does not depend on the
+rows is precomputed here, once: fc1 acts on [row; embeddings], so it splits into W row + table[embeddings].
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvpass.errors import AlignerError
+
+Recipe = Literal["direct", "paper", "nothing"]
+RECIPES: tuple[Recipe, ...] = ("direct", "paper", "nothing")
+
+
+@dataclasses.dataclass(frozen=True)
+class Signature:
+    """What an aligner was trained for.
+
+    Attributes:
+        architecture: the model's, as its configuration calls it.
+        layers, heads: those of the model that cache keys and values; heads are KV heads.
+        key_dim, value_dim: of one head.
+        window: the largest window M; position ids go from 0 to M.
+        sinks: how many first tokens of a window are left alone.
+        every: how many tokens leave at once; a "direct" aligner was trained for any number.
+    """
+
+    architecture: str
+    layers: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    window: int
+    sinks: int = 4
+    every: int = 1
+
+    def check_model(self, other: Signature) -> None:
+        """Raise AlignerError unless the other one, of a model at hand, is of the same model."""
+        for field in ("architecture", "layers", "heads", "key_dim", "value_dim"):
+            ours, theirs = getattr(self, field), getattr(other, field)
+            if ours != theirs:
+                raise AlignerError(
+                    f"the aligner was trained for a model with {field}={ours!r}, and this one has {theirs!r}; "
+                    "train one for it with `kvpass align train`"
+                )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Aligner:
+    """The weights of the key and value networks; equal to another with the same recipe, signature and weights.
+
+    Attributes:
+        recipe: "direct" repairs a row from what the model made, in one go, for any distance that it has to
+            move; "paper" moves a row, repaired or not, by `signature.every` positions; "nothing" leaves it.
+        signature: what it was trained for.
+        tensors: float32, by name; see `kvpass.align.networks` for the shapes.
+        digest: of all that.
+    """
+
+    recipe: Recipe
+    signature: Signature
+    tensors: Mapping[str, Tensor] = dataclasses.field(repr=False)
+    digest: str = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        exact = {name: tensor.detach().to(torch.float32).contiguous() for name, tensor in self.tensors.items()}
+        object.__setattr__(self, "tensors", exact)
+        object.__setattr__(self, "digest", _digest(self.recipe, self.signature, exact))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Aligner) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Aligner:
+        return self  # nothing in it changes
+
+    def weights(self) -> list[Tensor]:
+        """The tensors that `repaired` works with, made from `tensors`."""
+        if self.recipe == "direct":
+            return _direct_weights(self.tensors)
+        if self.recipe == "paper":
+            return [*_paper_weights(self.tensors, "key"), *_paper_weights(self.tensors, "value")]
+        return []
+
+    def repaired(
+        self, weights: list[Tensor], layer: int, key: Tensor, value: Tensor, made: Tensor, rank: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The rows as if they had been made at `rank`; all of them, whether or not they have moved.
+
+        Args:
+            weights: those of `weights()`, on the device of the rows.
+            key, value: [B, Hkv, C, D] and [B, Hkv, C, Dv].
+            made: int64 [B, C], the position that each row was made at; of no interest to "paper".
+            rank: int64 [B, C], the position that it must have now.
+        """
+        made, rank = (place.clamp(0, self.signature.window) for place in (made, rank))
+        if self.recipe == "direct":
+            return _direct(weights, layer, key, value, made, rank)
+        if self.recipe == "paper":
+            half = len(weights) // 2
+            return _paper(weights[:half], layer, key, rank), _paper(weights[half:], layer, value, rank)
+        return key, value
+
+
+def nothing(signature: Signature) -> Aligner:
+    """An aligner that leaves every row as it was made: sinks and a window with renumbered positions, no repair."""
+    return Aligner("nothing", signature, {})
+
+
+def _digest(recipe: Recipe, signature: Signature, tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256(f"{recipe} {signature}".encode())
+    for name in sorted(tensors):
+        digest.update(f"{name} {tuple(tensors[name].shape)}".encode())
+        here = tensors[name].cpu()
+        digest.update(ctypes.string_at(here.data_ptr(), here.nbytes))
+    return digest.hexdigest()[:16]
+
+
+def _direct_weights(tensors: Mapping[str, Tensor]) -> list[Tensor]:
+    made = tensors["made"] @ tensors["fc1.made"]  # [L, W + 1, h1]
+    rank = tensors["rank"] @ tensors["fc1.rank"] + tensors["fc1.bias"][:, None]
+    rest = [tensors[name] for name in ("fc2.weight", "fc2.bias", "fc3.weight", "fc3.bias")]
+    return [tensors["fc1.key"], tensors["fc1.value"], made, rank, *rest]
+
+
+def _direct(
+    weights: list[Tensor], layer: int, key: Tensor, value: Tensor, made: Tensor, rank: Tensor
+) -> tuple[Tensor, Tensor]:
+    on_key, on_value, from_made, from_rank, inner, inner_bias, outer, outer_bias = (w[layer] for w in weights)
+    keys, values = (x.transpose(1, 2).flatten(2).float() for x in (key, value))  # [B, C, Hkv * D]
+    hidden = torch.relu(keys @ on_key + values @ on_value + from_made[made] + from_rank[rank])  # [B, C, h1]
+    hidden = torch.relu(hidden @ inner + inner_bias)  # [B, C, h2]
+    change = hidden @ outer + outer_bias  # [B, C, Hkv * (D + Dv)]
+    width = keys.shape[-1]
+    return _moved(key, change[..., :width]), _moved(value, change[..., width:])
+
+
+def _moved(rows: Tensor, change: Tensor) -> Tensor:
+    """Rows [B, Hkv, C, D] with [B, C, Hkv * D] added, in the rows' dtype."""
+    by_head = change.view(*change.shape[:2], rows.shape[1], -1).transpose(1, 2)
+    return (rows.float() + by_head).to(rows.dtype)
+
+
+def _paper_weights(tensors: Mapping[str, Tensor], part: str) -> list[Tensor]:
+    """For the keys or the values: W [D, h1], table [W + 1, L, Hkv, h1], then fc2 and fc3."""
+    named = {name.removeprefix(f"{part}."): tensor for name, tensor in tensors.items() if name.startswith(part)}
+    place, layer, head = named["position"], named["layer"], named["head"]
+    widths = [x.shape[1] for x in (place, layer, head)]
+    dim = named["fc1.weight"].shape[1] - sum(widths)
+    on_row, on_place, on_layer, on_head = torch.split(named["fc1.weight"], [dim, *widths], 1)
+    table = (place @ on_place.T)[:, None, None] + (layer @ on_layer.T)[:, None] + head @ on_head.T + named["fc1.bias"]
+    rest = [named["fc2.weight"].T, named["fc2.bias"], named["fc3.weight"].T, named["fc3.bias"]]
+    return [x.contiguous() for x in (on_row.T, table, *rest)]
+
+
+def _paper(weights: list[Tensor], layer: int, rows: Tensor, rank: Tensor) -> Tensor:
+    on_row, table, inner, inner_bias, outer, outer_bias = weights
+    at_place = table[:, layer][rank].transpose(1, 2)  # [B, Hkv, C, h1]
+    hidden = torch.relu(rows.float() @ on_row + at_place)
+    hidden = torch.relu(hidden @ inner + inner_bias)
+    return (rows.float() + hidden @ outer + outer_bias).to(rows.dtype)

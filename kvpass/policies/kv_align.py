@@ -1,0 +1,207 @@
+"""KV-Align ("Rectifying absolute position data in KV caches for streaming LLMs").
+
+Sinks and a recent window, for models whose keys and values carry absolute positions.  The ids that the
+model sees count held tokens: the query of the next token gets min(t, M).  An entry that was made at
+position p stands at rank r < p once something before it has gone, and a small network repairs it:
+
+    (k, v) <- (k, v) + f(k, v; E(p), E(r))                       recipe "direct", from what the model made
+    k <- k + f_K([k; E(r); E_layer; E_head]), v likewise         recipe "paper" (its section on alignment)
+
+"direct" leaves the slots as they are and repairs at read; "paper" stores what it repaired and repairs it
+again after the next eviction.  Sinks, and entries that stand where they were made, are never touched.
+
+A prompt longer than the budget M starts again for its last M tokens: they are numbered 0..M-1 and see
+nothing before them, exactly as if only they had been given, so they need no repair, and the sinks of the
+conversation are the first of them.  The tokens before them are predicted in windows of M of their own, and
+not kept.  A chunk attends to all held tokens and causally to itself at the positions that follow, none
+above the aligner's window; then all that exceeds the budget goes.
+
+`every=n` lets n tokens go at once, whenever M + 1 are held.  The rows are then repaired in the steps in
+which tokens go, n times less often, and stored: an entry is repaired about M/n times in its life.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvpass.align.aligner import Aligner
+from kvpass.align.store import load
+from kvpass.errors import AlignerError, BudgetError
+from kvpass.policies.base import Attention, Clock, Plan, Policy, State, Tokens, require
+
+UNKNOWN = -1  # the position that a token was made at, before its first step is over
+
+
+@dataclasses.dataclass(frozen=True)
+class KVAlign(Policy):
+    """Options.
+
+    aligner: a `kvpass.align.Aligner`, or the path of one that was saved.
+    every: how many tokens go at once.
+    """
+
+    aligner: Aligner | str | os.PathLike[str] | None = None
+    every: int = 1
+    name: ClassVar[str] = "kv_align"
+    renumbers: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.aligner is None:
+            raise AlignerError(
+                "kv_align needs aligner=..., a kvpass.align.Aligner or the path of one; train one for the model "
+                "with `kvpass align train --model ... --out ...`"
+            )
+        if not isinstance(self.aligner, Aligner):
+            object.__setattr__(self, "aligner", load(self.aligner))
+        require(isinstance(self.every, int) and self.every >= 1, "every", self.every, "must be at least 1")
+        trained = self.trained.signature.every
+        require(
+            self.trained.recipe != "paper" or self.every == trained,
+            "every",
+            self.every,
+            f"this aligner of recipe 'paper' was trained for every={trained}",
+        )
+
+    @property
+    def trained(self) -> Aligner:
+        assert isinstance(self.aligner, Aligner)
+        return self.aligner
+
+    @property
+    def sinks(self) -> int:
+        return self.trained.signature.sinks
+
+    # Budgets.
+
+    def minimum_budget(self) -> int:
+        return self.sinks + self.every
+
+    def check_budget(self, budget: int) -> None:
+        super().check_budget(budget)
+        window = self.trained.signature.window
+        if budget > window:
+            raise BudgetError(
+                f"budget={budget} is a window that this aligner was not trained for: it knows positions up to "
+                f"{window}; take a smaller budget, or train one with --window {budget}"
+            )
+
+    def plan(
+        self, attention: Sequence[Attention], real: Tensor, budget: int, earlier: Sequence[Plan] | None = None
+    ) -> list[Plan]:
+        self._check("layers", self.trained.signature.layers, len(attention))
+        return super().plan(attention, real, budget, earlier)
+
+    def _check(self, what: str, trained: object, found: object) -> None:
+        if trained != found:
+            raise AlignerError(
+                f"the aligner was trained for a model with {what} = {trained}, and this one has {found}; "
+                "train one for it with `kvpass align train`"
+            )
+
+    def last_position(self) -> int:
+        return self.trained.signature.window
+
+    # The host's count of held tokens, for `every` above one.
+
+    def clock(self, clock: Clock, new: int, budget: int) -> Clock:
+        if self.every == 1:
+            return ()
+        return (min((clock[0] if clock else 0) + new, budget),)
+
+    def tick(self, clock: Clock, budget: int) -> tuple[bool, Clock]:
+        if self.every == 1:
+            return False, clock
+        held = clock[0] + 1
+        due = held > budget
+        return due, (held - self.every if due else held,)
+
+    # What is remembered.
+
+    def state(self) -> dict[str, torch.dtype]:
+        return {"made": torch.int64}  # the position that the stored row stands for
+
+    def row_state(self) -> dict[str, int | float]:
+        return {"start": 0}  # the first token of the window that is also the first sink
+
+    def arrive(self, key: Tensor) -> State:
+        signature = self.trained.signature
+        self._check("KV heads, head dimension", (signature.heads, signature.key_dim), (key.shape[1], key.shape[3]))
+        unknown = torch.full((key.shape[0], 1, key.shape[2]), UNKNOWN, dtype=torch.int64, device=key.device)
+        return {"made": unknown}
+
+    def observe(self, tokens: Tokens, attention: Attention) -> State:
+        return {"made": _made(tokens)}
+
+    def absorb(self, tokens: Tokens, attention: Attention) -> State:
+        count = tokens.position.shape[-1]
+        if tokens.held == count:
+            return self.observe(tokens, attention)
+        if tokens.held == 0:
+            start = (tokens.seen - tokens.budget).clamp(min=0)
+            return {"made": tokens.position - start, "start": start.expand_as(tokens.state["start"])}
+        fresh = torch.arange(count, device=tokens.position.device) >= tokens.held
+        before = (tokens.live & ~fresh).sum(-1, keepdim=True)
+        place = before + (fresh & tokens.live).long().cumsum(-1) - 1
+        return {"made": torch.where(fresh, place.clamp(max=self.last_position()), tokens.state["made"])}
+
+    # Who goes.
+
+    def worth(self, tokens: Tokens) -> Tensor:
+        return torch.where(self._sink(tokens), torch.iinfo(torch.int64).max, tokens.position)
+
+    def _sink(self, tokens: Tokens) -> Tensor:
+        """bool [B, H', N]."""
+        start = tokens.state["start"]
+        return (tokens.position >= start) & (tokens.position < start + self.sinks)
+
+    def sweep(self, tokens: Tokens) -> tuple[Tensor, State]:
+        if tokens.held < tokens.position.shape[-1]:
+            return super().sweep(tokens)
+        full = tokens.live.sum(-1, keepdim=True) > tokens.budget
+        goes = ~self._sink(tokens) & (self._rank(tokens) < self.sinks + self.every)
+        return tokens.live & ~(full & goes), {}
+
+    def _rank(self, tokens: Tokens) -> Tensor:
+        """The place among the held tokens, int64 [B, H', N]: they are the sinks, and the last without a gap."""
+        held = tokens.live.sum(-1, keepdim=True)
+        recent = tokens.position - tokens.seen + held
+        return torch.where(self._sink(tokens), tokens.position - tokens.state["start"], recent)
+
+    # The repair.
+
+    @property
+    def aligns(self) -> Literal["never", "read", "step", "sweep"]:
+        if self.trained.recipe == "nothing":
+            return "never"
+        if self.every > 1:
+            return "sweep"
+        return "read" if self.trained.recipe == "direct" else "step"
+
+    def weights(self) -> list[Tensor]:
+        return self.trained.weights()
+
+    def align(
+        self, tokens: Tokens, key: Tensor, value: Tensor, layer: int, weights: Sequence[Tensor], gone: int
+    ) -> tuple[Tensor, Tensor, State]:
+        made, rank = _made(tokens), self._rank(tokens)
+        moves = -(-gone // self.every) if self.trained.recipe == "paper" else 1
+        for move in reversed(range(moves)):
+            here = rank + move * self.every  # all but the last move of "paper" lead to a place on the way
+            moved = tokens.live & ~self._sink(tokens) & (made > here)
+            keys, values = self.trained.repaired(list(weights), layer, key, value, made[:, 0], here[:, 0])
+            key = torch.where(moved[..., None], keys, key)
+            value = torch.where(moved[..., None], values, value)
+            made = torch.where(moved, here, made)
+        return key, value, {"made": made}
+
+
+def _made(tokens: Tokens) -> Tensor:
+    """The positions that rows stand for; that of a token in its first step is the number held before it."""
+    made = tokens.state["made"]
+    return torch.where(made == UNKNOWN, tokens.live.sum(-1, keepdim=True) - 1, made)

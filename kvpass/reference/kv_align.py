@@ -1,0 +1,102 @@
+"""Reference of `kv_align`: every entry a token, every repair a network run on one entry.
+
+fc1 is applied to the concatenated input as the paper has it; nothing is precomputed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvpass.policies.kv_align import KVAlign
+from kvpass.reference.base import Reference, Stream, Token
+
+Rows = tuple[Tensor, Tensor]
+
+
+class KVAlignReference(Reference):
+    def __init__(self, policy: KVAlign) -> None:
+        self.aligner, self.every = policy.trained, policy.every
+        self.sinks, self.window = self.aligner.signature.sinks, self.aligner.signature.window
+        self.stores = self.every > 1 or self.aligner.recipe == "paper"
+
+    def take(self, stream: Stream, new: list[Token], rows: Tensor, logits: Tensor) -> None:
+        """Number the new tokens, let the oldest that are no sinks go, and repair what moved."""
+        if stream.notes.get("prompted") is None:
+            stream.notes["prompted"] = True
+            stream.tokens = new[-stream.budget :]
+            for place, token in enumerate(stream.tokens):
+                token.notes["made"] = place
+            return
+        for place, token in enumerate(new, start=len(stream.tokens)):
+            token.notes["made"] = min(place, self.window)
+        stream.tokens = stream.tokens + new
+        excess = len(stream.tokens) - stream.budget
+        if excess > 0:
+            gone = self.every if stream.step else excess
+            stream.tokens = stream.tokens[: self.sinks] + stream.tokens[self.sinks + gone :]
+        if self.stores:
+            self.store(stream)
+
+    def store(self, stream: Stream) -> None:
+        for rank, token in enumerate(stream.tokens):
+            while rank >= self.sinks and token.notes["made"] > rank:
+                place = rank
+                if self.aligner.recipe == "paper":  # it knows steps of `every` positions and no others
+                    place += (token.notes["made"] - rank - 1) // self.every * self.every
+                token.key, token.value = self.repaired(token, place, stream.layer)
+                token.notes["made"] = place
+
+    def read(self, stream: Stream) -> list[Rows]:
+        return [
+            (token.key, token.value)
+            if self.stores or rank < self.sinks or token.notes["made"] <= rank
+            else self.repaired(token, rank, stream.layer)
+            for rank, token in enumerate(stream.tokens)
+        ]
+
+    def repaired(self, token: Token, rank: int, layer: int) -> Rows:
+        """Key [Hkv, D] and value [Hkv, Dv] as if the token had been made at `rank`."""
+        if self.aligner.recipe == "direct":
+            return self.direct(token, rank, layer)
+        if self.aligner.recipe == "paper":
+            return self.paper("key", token.key, rank, layer), self.paper("value", token.value, rank, layer)
+        return token.key, token.value
+
+    def direct(self, token: Token, rank: int, layer: int) -> Rows:
+        """One network of the layer sees all heads, keys and values together, and both positions."""
+        weights = self.aligner.tensors
+        key, value = token.key.float().flatten(), token.value.float().flatten()
+        made = min(token.notes["made"], self.window)
+        x = torch.cat([key, value, weights["made"][made], weights["rank"][min(rank, self.window)]])
+        parts = [weights[f"fc1.{name}"][layer] for name in ("key", "value", "made", "rank")]
+        hidden = torch.relu(x @ torch.cat(parts) + weights["fc1.bias"][layer])
+        hidden = torch.relu(hidden @ weights["fc2.weight"][layer] + weights["fc2.bias"][layer])
+        change = hidden @ weights["fc3.weight"][layer] + weights["fc3.bias"][layer]
+        on_key, on_value = torch.split(change, [key.numel(), value.numel()])
+        return _plus(token.key, on_key), _plus(token.value, on_value)
+
+    def paper(self, part: str, row: Tensor, rank: int, layer: int) -> Tensor:
+        """One network for all layers and heads: x + fc3(relu(fc2(relu(fc1[x; E_pos; E_layer; E_head]))))."""
+        weights = {name: self.aligner.tensors[f"{part}.{name}"] for name in _PAPER}
+        out = []
+        for head, x in enumerate(row.float()):
+            place = weights["position"][min(rank, self.window)]
+            hidden = torch.cat([x, place, weights["layer"][layer], weights["head"][head]])
+            hidden = torch.relu(weights["fc1.weight"] @ hidden + weights["fc1.bias"])
+            hidden = torch.relu(weights["fc2.weight"] @ hidden + weights["fc2.bias"])
+            out.append(weights["fc3.weight"] @ hidden + weights["fc3.bias"])
+        return _plus(row, torch.stack(out))
+
+
+_PAPER = (
+    "position", "layer", "head", "fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias", "fc3.weight", "fc3.bias",
+)  # fmt: skip
+
+
+def _plus(row: Tensor, change: Tensor) -> Tensor:
+    return (row.float() + change.view(row.shape)).to(row.dtype)
+
+
+def reference(policy: KVAlign) -> Reference:
+    return KVAlignReference(policy)

@@ -1,0 +1,29 @@
+"""Aligners with random weights, strong enough to be seen in what a layer computes."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from kvpass.align import Aligner, Signature, nothing
+from kvpass.align.networks import DirectNetwork, PaperNetwork
+
+
+@functools.cache
+def random_aligner(
+    recipe: str, layers: int = 1, heads: int = 2, dim: int = 8, window: int = 40, every: int = 1, seed: int = 0
+) -> Aligner:
+    """An untrained aligner for a model of that shape."""
+    signature = Signature("random", layers, heads, dim, dim, window, every=every)
+    if recipe == "nothing":
+        return nothing(signature)
+    torch.manual_seed(seed)
+    if recipe == "paper":
+        return Aligner("paper", signature, PaperNetwork(signature, (12, 10), (10, 12)).stored())
+    network = DirectNetwork(signature, (12, 10), 6)
+    with torch.no_grad():
+        network.outer.normal_(std=0.1)
+        network.spread.uniform_(0.5, 2)
+        network.mean.normal_()
+    return Aligner("direct", signature, network.stored())

@@ -1,0 +1,86 @@
+"""Examine every architecture and print the count.
+
+python -m tests.architectures                   # all of them, one after another
+python -m tests.architectures llama gpt_oss     # some
+python -m tests.architectures --write           # and write docs/architectures.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import multiprocessing
+import queue
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tqdm import tqdm
+
+from tests.architectures import zoo
+from tests.architectures.check import PADDING, Verdict, examine
+
+SECONDS = 180
+PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
+
+
+def _job(name: str, padding: int, results: Any) -> None:
+    torch.set_num_threads(1)
+    results.put(examine(name, padding))
+
+
+def in_a_process(name: str, padding: int) -> Verdict:
+    """Examine in a process of its own, so that a crash or an endless loop costs one verdict."""
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    process = context.Process(target=_job, args=(name, padding, results), daemon=True)
+    process.start()
+    try:
+        verdict: Verdict = results.get(timeout=SECONDS)
+    except queue.Empty:
+        verdict = Verdict(name, "error", f"no answer in {SECONDS} s")
+    process.kill()
+    process.join()
+    return verdict
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="model types; all by default")
+    parser.add_argument("--padding", type=int, default=PADDING, help="padding tokens on the left of the first row")
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    transformers.utils.logging.set_verbosity_error()
+    verdicts = []
+    for name in tqdm(options.names or zoo.names(), disable=None):
+        verdicts.append(in_a_process(name, options.padding))
+        v = verdicts[-1]
+        tqdm.write(f"{v.name:28} {v.word:10} {v.rewritten}/{v.found} {v.graphs} {v.reason}")
+    print(summary(verdicts))
+    if options.write:
+        PAGE.write_text(page(verdicts))
+
+
+def summary(verdicts: list[Verdict]) -> str:
+    """One line: how many of those with a cache are rewritten."""
+    counts = collections.Counter(v.word for v in verdicts)
+    caching = [v for v in verdicts if v.word not in ("no cache", "not built")]
+    rest = ", ".join(f"{count} {word}" for word, count in counts.most_common())
+    return f"{counts['rewritten']} of {len(caching)} architectures with a growing cache rewritten ({rest})"
+
+
+def page(verdicts: list[Verdict]) -> str:
+    """The table as Markdown."""
+    rows = [f"| {v.name} | {v.word} | {v.rewritten}/{v.found} | {v.graphs} | {v.reason} |" for v in verdicts]
+    return "\n".join([*_INTRODUCTION, summary(verdicts) + ".", "", *_HEADER, *rows, ""])
+
+
+_INTRODUCTION = ["# Architectures", ""]
+_HEADER = ["| model type | verdict | sites | graphs | reason |", "|---|---|---|---|---|"]
+
+
+if __name__ == "__main__":
+    main()

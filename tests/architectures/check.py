@@ -1,0 +1,151 @@
+"""What becomes of one architecture: rewritten and equal, refused with a reason, or a defect."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+import kvpass
+from kvpass.backend import Backend
+from kvpass.report import Recorder
+from tests.architectures import zoo
+
+PROMPT, STEPS, BUDGET = 12, 8, 10
+PADDING = 3
+POLICIES: tuple[tuple[str, int | None], ...] = (("full", None), ("streaming", BUDGET), ("h2o", BUDGET))
+TOLERANCE = 2e-4
+
+Word = Literal["rewritten", "refused", "wrong", "error", "no cache", "not built"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What became of an architecture.
+
+    Attributes:
+        name: the model type.
+        word: "rewritten" when every policy gave what it must; "refused" when an error of ours said why
+            not; "wrong" and "error" are defects; "no cache" and "not built" have nothing to rewrite.
+        reason: unless it was rewritten.
+        found, rewritten: attention sites in the prompt and decode graphs of `full`.
+        graphs: Dynamo's, of `full`.
+    """
+
+    name: str
+    word: Word
+    reason: str = ""
+    found: int = 0
+    rewritten: int = 0
+    graphs: int = 0
+
+    @property
+    def acceptable(self) -> bool:
+        return self.word not in ("wrong", "error")
+
+
+class Different(Exception):
+    """Two runs that must be equal are not."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Tokens [B, T] and logits [B, steps, vocabulary] of a greedy generation, and the cache after it."""
+
+    tokens: Tensor
+    logits: Tensor
+    cache: Any
+
+
+def examine(name: str, padding: int = 0) -> Verdict:
+    """Run an architecture uncompiled, under every policy, and under every policy's reference."""
+    try:
+        model = zoo.build(name)
+        expected = generate(model, None, padding)
+    except Exception as error:
+        return Verdict(name, "not built", _brief(error))
+    if not _grows(expected.cache):
+        return Verdict(name, "no cache", f"it keeps {type(expected.cache).__name__}")
+    return _against(name, model, expected, padding)
+
+
+def _grows(cache: Any) -> bool:
+    """Whether any layer of the cache holds keys."""
+    layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", None) or []
+    return any(getattr(layer, "keys", None) is not None for layer in layers)
+
+
+def _against(name: str, model: torch.nn.Module, expected: Run, padding: int) -> Verdict:
+    recorder = Recorder()
+    counts = (0, 0, 0)
+    try:
+        for policy, budget in POLICIES:
+            ours = generate(model, backend(policy, budget, "eager", recorder), padding)
+            if policy == "full":
+                _check_equal(ours, expected, "uncompiled")
+                counts = _counts(recorder)
+                kvpass.inspect(ours.cache)
+            else:
+                theirs = generate(model, backend(policy, budget, "reference", recorder), padding)
+                _check_equal(ours, theirs, f"{policy} reference")
+    except kvpass.KVPassError as error:
+        return Verdict(name, "refused", _brief(error), *(_counts(recorder)))
+    except Different as error:
+        return Verdict(name, "wrong", str(error), *counts)
+    except Exception as error:
+        return Verdict(name, "error", f"{type(error).__name__}: {_brief(error)}", *counts)
+    if counts[0] != counts[1]:
+        return Verdict(name, "wrong", "some sites were left alone", *counts)
+    return Verdict(name, "rewritten", "", *counts)
+
+
+def backend(policy: str, budget: int | None, inner: str, recorder: Recorder) -> Backend:
+    return dataclasses.replace(kvpass.backend(policy, budget=budget, inner=inner), recorder=recorder)
+
+
+def _counts(recorder: Recorder) -> tuple[int, int, int]:
+    involved = [site for site in recorder.sites if site.verdict != "left alone"]
+    return len(involved), sum(site.verdict == "rewritten" for site in involved), len(recorder.graphs)
+
+
+def _brief(error: BaseException) -> str:
+    return " ".join(str(error).split())[:400]
+
+
+def _check_equal(ours: Run, theirs: Run, whose: str) -> None:
+    scale = theirs.logits.abs().max().clamp(min=1.0)
+    worst = float(((ours.logits - theirs.logits).abs().max() / scale).nan_to_num(nan=1e9))
+    if worst > TOLERANCE:
+        raise Different(f"logits differ from those of {whose} by {worst:.1e} of the largest")
+
+
+@contextlib.contextmanager
+def compiled(model: Any, chosen: Backend | None) -> Iterator[None]:
+    """The model compiled in place for a while."""
+    torch._dynamo.reset()
+    if chosen is not None:
+        model.compile(backend=chosen)
+    try:
+        yield
+    finally:
+        model._compiled_call_impl = None
+
+
+@torch.no_grad()
+def generate(model: Any, chosen: Backend | None, padding: int) -> Run:
+    """Two rows, the first with so much padding on the left, and a few greedy tokens."""
+    ids = torch.randint(3, zoo.VOCABULARY, (2, PROMPT), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, :padding] = 0
+    with compiled(model, chosen), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        out = model.generate(
+            ids, attention_mask=mask, max_new_tokens=STEPS, min_new_tokens=STEPS, do_sample=False,
+            output_logits=True, return_dict_in_generate=True, use_cache=True,
+        )  # fmt: skip
+    return Run(out.sequences, torch.stack(out.logits, 1), out.past_key_values)

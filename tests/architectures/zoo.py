@@ -1,0 +1,146 @@
+"""A tiny random model of every causal architecture that transformers offers.
+
+Configurations are shrunk by the names of their fields; nothing here is about how a model computes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+LAYERS = 2
+VOCABULARY = 128
+
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "d_model": 64,
+    "n_embd": 64,
+    "embedding_size": 64,
+    "intermediate_size": 96,
+    "d_ff": 96,
+    "ffn_dim": 96,
+    "decoder_ffn_dim": 96,
+    "encoder_ffn_dim": 96,
+    "num_hidden_layers": LAYERS,
+    "num_layers": LAYERS,
+    "n_layer": LAYERS,
+    "n_layers": LAYERS,
+    "encoder_layers": LAYERS,
+    "decoder_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_heads": 4,
+    "n_head": 4,
+    "n_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "n_positions": 512,
+    "max_seq_len": 512,
+    "max_target_positions": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "sliding_window": 8,
+    "attention_chunk_size": 8,
+}
+"""What a field of that name becomes, wherever a configuration has it."""
+
+_LATENT = dict(
+    num_key_value_heads=4, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16, kv_lora_rank=32, q_lora_rank=32
+)
+_TURNED = dict(_LATENT, head_dim=8)
+_DECODER = dict(is_decoder=True)
+_HYBRID = dict(layer_types=["linear_attention", "full_attention"])
+
+SPECIAL: dict[str, dict[str, Any]] = {
+    "axk1": _TURNED,
+    "axk2": _LATENT,
+    "bailing_hybrid": dict(_LATENT, **_HYBRID),
+    "bamba": dict(attn_layer_indices=[1], mamba_n_heads=4, mamba_d_head=32, mamba_d_state=16),
+    "bert": _DECODER,
+    "bert-generation": _DECODER,
+    "big_bird": _DECODER,
+    "camembert": _DECODER,
+    "codegen": dict(rotary_dim=8),
+    "data2vec-text": _DECODER,
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": _TURNED,
+    "deepseek_v32": _LATENT,
+    "dots1": dict(n_shared_experts=1),
+    "dots3_note": dict(num_key_value_heads=4),
+    "dots3_note_text": dict(num_key_value_heads=4),
+    "electra": _DECODER,
+    "ernie": _DECODER,
+    "gemma3n_text": dict(num_hidden_layers=4, num_kv_shared_layers=0),
+    "gemma4_assistant": dict(hidden_size_per_layer_input=0),
+    "glm4_moe_lite": _LATENT,
+    "glm_moe_dsa": _LATENT,
+    "gpt_neo": dict(attention_types=[[["global", "local"], 1]], window_size=8),
+    "gptj": dict(rotary_dim=8),
+    "granitemoehybrid": dict(layer_types=["mamba", "attention"], mamba_n_heads=4, mamba_d_head=32, mamba_d_state=16),
+    "jamba": dict(attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1),
+    "kimi_linear": dict(_LATENT, num_experts_per_token=2, **_HYBRID),
+    "lfm2_moe": dict(layer_types=["conv", "full_attention"]),
+    "lfm3": dict(layer_types=["conv", "full_attention"]),
+    "longcat_flash": dict(_TURNED, num_layers=1),
+    "megatron-bert": _DECODER,
+    "minicpm3": _LATENT,
+    "qwen3_5_moe_text": _HYBRID,
+    "qwen3_5_text": _HYBRID,
+    "qwen3_next": _HYBRID,
+    "qwen4_exp_text": _HYBRID,
+    "reformer": _DECODER,
+    "rembert": _DECODER,
+    "roberta": _DECODER,
+    "roberta-prelayernorm": _DECODER,
+    "roc_bert": _DECODER,
+    "roformer": _DECODER,
+    "xlm-roberta": _DECODER,
+    "xlm-roberta-xl": _DECODER,
+    "xmod": dict(is_decoder=True, languages=["en"], default_language="en"),
+    "youtu": _TURNED,
+    "zaya": dict(num_experts_per_tok=1),
+}
+"""Fields of single architectures, by model type, that the table above does not get right."""
+
+
+def names() -> list[str]:
+    """The model types of all causal architectures."""
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def config(name: str) -> PreTrainedConfig:
+    """The smallest configuration of an architecture."""
+    return _shrunk(CONFIG_MAPPING[name], SPECIAL.get(name, {}))
+
+
+def _shrunk(config_class: type[PreTrainedConfig], special: dict[str, Any]) -> PreTrainedConfig:
+    default = config_class()
+    fields = default.to_dict()
+    small = {key: value for key, value in SMALL.items() if key in fields}
+    for key, value in vars(default).items():
+        if isinstance(value, PreTrainedConfig):
+            small[key] = _shrunk(type(value), special.get(key, {})).to_dict()
+    return config_class(**{**small, **special})
+
+
+def build(name: str) -> torch.nn.Module:
+    """The tiny random model, in float32 and evaluation mode."""
+    model_class = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name])
+    torch.manual_seed(0)
+    return model_class(config(name)).float().eval()
