@@ -35,20 +35,22 @@ LEFT_OUT = ("kv_align",)  # it needs networks that were trained for the model
 FILE = "quality.json"
 BESIDE = ("full", "window", "random")  # the limits that the others are measured against
 
+COLOURS = colormaps["tab20"]
+
 EXPECTED = {
-    "full": "the lower limit",
-    "window": "collapses without sinks (BUZZ prints 194.8 at 50 slots, 36.0 at 100; full 7.38)",
+    "full": "the best",
     "random": "far behind every score",
-    "streaming": "near full (BUZZ prints 11.72 at 50 slots, 9.33 at 100; full 7.38)",
-    "cascade": "below streaming (PG19, 2,048 slots: 7.05 to 6.97 on Llama2-7B; full 6.67)",
-    "h2o": "near full, below streaming (BUZZ prints 9.99 at 50 slots, 8.88 at 100)",
-    "buzz": "below h2o (9.39 at 50 slots, 8.04 at 100)",
-    "tova": "near full, below h2o",
-    "roco": "below h2o",
-    "snapkv": "after a long prompt near full, above d2o (needle at 50k: 83.6; d2o 88.7, full 97.9)",
-    "sage": "after a long prompt near full, below streaming (LongBench 52.5; streaming 50.1 to 51.2, full 53.0)",
-    "d2o": "below h2o (LongBench at 20 %, GovReport 24.1; h2o 21.3, full 30.8)",
-    "knorm": "near full at half of the tokens, after a prompt",
+    "window": "collapses without sinks (perplexity 194.8 with 50 slots, 36.0 with 100; full 7.38)",
+    "streaming": "near full (11.72 with 50 slots, 9.33 with 100; full 7.38)",
+    "cascade": "better than streaming (PG19, 2,048 slots, Llama2-7B: 6.97 against 7.05; full 6.67)",
+    "h2o": "better than streaming (9.99 against 11.72 with 50 slots)",
+    "buzz": "better than h2o (9.39 against 9.99 with 50 slots)",
+    "tova": "near full, better than h2o",
+    "roco": "better than h2o",
+    "snapkv": "after a prompt: near full, worse than d2o (needle at 50k: 83.6 against 88.7; full 97.9)",
+    "sage": "after a prompt: near full, better than streaming (LongBench: 52.5 against 50.1 to 51.2; full 53.0)",
+    "d2o": "better than h2o (LongBench GovReport at 20 %: 24.1 against 21.3; full 30.8)",
+    "knorm": "after a prompt: near full with half of the tokens",
 }
 
 
@@ -171,32 +173,37 @@ def _cell(row: Row) -> str:
     return f"{row['perplexity']:.2f}" if "perplexity" in row else "-"
 
 
-def figure(rows: Sequence[Row], prompts: Sequence[int]) -> Figure:
-    """Perplexity over budget, a panel per prompt and a line per policy."""
-    drawn = Figure(figsize=(5 * len(prompts) + 1.5, 4.5), layout="constrained")
-    panels = drawn.subplots(1, len(prompts), squeeze=False)[0]
-    names = list(dict.fromkeys(row["policy"] for row in rows))
-    for prompt, axes in zip(prompts, panels, strict=True):
-        _panel(axes, [row for row in rows if row["prompt"] == prompt and "perplexity" in row], names)
-        axes.set(title=f"after a prompt of {prompt} tokens", xlabel="budget", ylabel="perplexity")
+def figure(rows: Sequence[Row]) -> Figure:
+    """How far each policy is above full, over the budget: a panel for each prompt with several budgets."""
+    measured = [row for row in rows if "perplexity" in row]
+    several = {row["prompt"] for row in measured if len(_budgets(measured, row["prompt"])) > 1}
+    drawn = Figure(figsize=(6 * max(1, len(several)) + 1, 5), layout="constrained")
+    panels = drawn.subplots(1, max(1, len(several)), squeeze=False)[0]
+    for prompt, axes in zip(sorted(several), panels, strict=False):
+        _panel(axes, [row for row in measured if row["prompt"] == prompt])
+        axes.set(title=f"after a prompt of {prompt} tokens", xlabel="budget", ylabel="perplexity above full, %")
     panels[-1].legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
     return drawn
 
 
-def _panel(axes: Axes, rows: Sequence[Row], names: Sequence[str]) -> None:
-    budgets = sorted({row["budget"] for row in rows if row["budget"] is not None})
-    for place, name in enumerate(names):
-        mine = {row["budget"]: row["perplexity"] for row in rows if row["policy"] == name}
-        points = [(budget, mine.get(budget, mine.get(None))) for budget in budgets]
-        known = [point for point in points if point[1] is not None]
-        look = "-o" if name not in BESIDE else "--"
-        colour = "black" if name == "full" else colormaps["tab20"](place % 20)
-        axes.plot(*zip(*known, strict=True), look, label=name, color=colour, markersize=3) if known else None
+def _budgets(rows: Sequence[Row], prompt: int) -> list[int]:
+    return sorted({row["budget"] for row in rows if row["prompt"] == prompt and row["budget"] is not None})
+
+
+def _panel(axes: Axes, rows: Sequence[Row]) -> None:
+    full = next((row["perplexity"] for row in rows if row["policy"] == "full"), rows[0]["perplexity"])
+    budgets, names = _budgets(rows, rows[0]["prompt"]), list(dict.fromkeys(row["policy"] for row in rows))
+    for place, name in enumerate(name for name in names if name != "full"):
+        mine = {row["budget"]: 100 * (row["perplexity"] / full - 1) for row in rows if row["policy"] == name}
+        known = [budget for budget in budgets if budget in mine]
+        look = "--o" if name in BESIDE else "-o"
+        axes.plot(known, [mine[budget] for budget in known], look, label=name, color=COLOURS(place), markersize=3)
+    axes.axhline(0, color="black", linewidth=0.8)
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
+    axes.set_yscale("symlog", linthresh=1)  # small differences and large ones, and a little better than full
+    axes.set_ylim(bottom=-2)
     axes.set_xticks(budgets, labels=map(str, budgets), minor=False)
-    for which in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-        which("{x:g}")
+    axes.yaxis.set_major_formatter("{x:g}")
 
 
 def parsed(arguments: Sequence[str] | None) -> Settings:
@@ -210,9 +217,10 @@ def parsed(arguments: Sequence[str] | None) -> Settings:
     parser.add_argument("--inner", default="eager", help="eager (default) or inductor, which takes longer to compile")
     parser.add_argument("--out", type=Path, default=Path("out/quality"), help="folder for JSON and plot")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="of torch (default: 1)")
-    given = vars(parser.parse_args(arguments))
+    given: dict[str, Any] = vars(parser.parse_args(arguments))
     torch.set_num_threads(given.pop("threads"))
-    return Settings(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
+    fields: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in given.items()}
+    return Settings(**fields)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -220,13 +228,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     settings = parsed(arguments)
     settings.out.mkdir(parents=True, exist_ok=True)
     rows = measured(settings)
-    prompts = sorted({row["prompt"] for row in rows})
-    for prompt in prompts:
+    for prompt in sorted({row["prompt"] for row in rows}):
         print(f"\nAfter a prompt of {prompt} tokens:\n\n{table(rows, prompt)}")
     for row in rows:
         if "error" in row:
             print(f"\n{row['policy']}, budget {row['budget']}: {row['error']}")
-    figure(rows, prompts).savefig(settings.out / "quality.png", dpi=90)
+    figure(rows).savefig(settings.out / "quality.png", dpi=90)
 
 
 if __name__ == "__main__":

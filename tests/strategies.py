@@ -82,7 +82,7 @@ TABLE = [
         "cascade",
         st.fixed_dictionaries(
             {
-                "cascades": st.integers(1, 5),
+                "cascades": st.integers(1, 8),
                 "sinks": st.integers(0, 3),
                 "growth": st.sampled_from(["pow2", "pow3", "pow4", "linear"]),
                 "reduce": st.sampled_from(["mean", "max", "median"]),
