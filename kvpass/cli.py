@@ -64,7 +64,7 @@ def _add_align(commands: Any) -> None:
     job.add_argument("--out", metavar="FILE", type=Path, required=True, help="the safetensors file to write")
     job.add_argument("--recipe", choices=["direct", "paper"], default="direct", help="see the policy's page" + shown)
     job.add_argument("--every", metavar="N", type=at_least(1), default=1, help="for paper: tokens that go at once")
-    job.add_argument("--steps", metavar="N", type=at_least(1), default=2000, help="of the optimiser" + shown)
+    job.add_argument("--steps", metavar="N", type=at_least(1), default=1000, help="of the optimiser" + shown)
     job.add_argument("--tokens", metavar="N", type=at_least(1), default=1024, help="of each step" + shown)
     job.add_argument("--seed", metavar="N", type=int, default=0, help="of weights and windows" + shown)
     job.add_argument("--dtype", choices=["float32", "float16"], default="float32", help="of the file" + shown)

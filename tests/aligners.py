@@ -24,6 +24,7 @@ def random_aligner(
     network = DirectNetwork(signature, (12, 10), 6)
     with torch.no_grad():
         network.outer.normal_(std=0.1)
+        network.shift.normal_(std=0.1)
         network.spread.uniform_(0.5, 2)
         network.mean.normal_()
     return Aligner("direct", signature, network.stored())

@@ -128,20 +128,22 @@ def _digest(recipe: Recipe, signature: Signature, tensors: Mapping[str, Tensor])
 
 
 def _direct_weights(tensors: Mapping[str, Tensor]) -> list[Tensor]:
-    made = tensors["made"] @ tensors["fc1.made"]  # [L, W + 1, h1]
-    rank = tensors["rank"] @ tensors["fc1.rank"] + tensors["fc1.bias"][:, None]
+    place = tensors["place"]
+    made = place @ tensors["fc1.made"]  # [L, M + 1, h1]
+    rank = place @ tensors["fc1.rank"] + tensors["fc1.bias"][:, None]
+    shift = place @ tensors["shift"]  # [L, M + 1, Hkv * (D + Dv)]
     rest = [tensors[name] for name in ("fc2.weight", "fc2.bias", "fc3.weight", "fc3.bias")]
-    return [tensors["fc1.key"], tensors["fc1.value"], made, rank, *rest]
+    return [tensors["fc1.key"], tensors["fc1.value"], made, rank, shift, *rest]
 
 
 def _direct(
     weights: list[Tensor], layer: int, key: Tensor, value: Tensor, made: Tensor, rank: Tensor
 ) -> tuple[Tensor, Tensor]:
-    on_key, on_value, from_made, from_rank, inner, inner_bias, outer, outer_bias = (w[layer] for w in weights)
+    on_key, on_value, from_made, from_rank, shift, inner, inner_bias, outer, outer_bias = (w[layer] for w in weights)
     keys, values = (x.transpose(1, 2).flatten(2).float() for x in (key, value))  # [B, C, Hkv * D]
     hidden = torch.relu(keys @ on_key + values @ on_value + from_made[made] + from_rank[rank])  # [B, C, h1]
     hidden = torch.relu(hidden @ inner + inner_bias)  # [B, C, h2]
-    change = hidden @ outer + outer_bias  # [B, C, Hkv * (D + Dv)]
+    change = hidden @ outer + outer_bias + shift[rank] - shift[made]  # [B, C, Hkv * (D + Dv)]
     width = keys.shape[-1]
     return _moved(key, change[..., :width]), _moved(value, change[..., width:])
 

@@ -98,6 +98,22 @@ def pair(model: Any, windows: Whole, dropped: int, sinks: int) -> Pairs:
     return Pairs(old[0], old[1], new[0], new[1], made, made - dropped)
 
 
+@torch.no_grad()
+def mean_rows(model: Any, block: Tensor, most: int = 512, batch: int = 16) -> Tensor:
+    """The mean row at each position, float32 [L, n, H * (D + Dv)], for a block of text int64 [n].
+
+    The mean is over the block rotated by every number of tokens (over `most` of these, if there are more): each
+    position then sees the same tokens, and their means differ by what the position does.
+    """
+    turns = torch.unique(torch.linspace(0, len(block) - 1, min(len(block), most)).long())
+    total: Any = 0.0
+    for some in turns.split(batch):
+        ids = torch.stack([block.roll(int(turn)) for turn in some]).to(device_of(model))
+        rows = torch.cat([x.transpose(2, 3).flatten(3) for x in _stacked(cached_rows(model, ids))], -1)
+        total = total + rows.sum(1)  # [L, n, H * (D + Dv)]
+    return torch.as_tensor(total / len(turns))
+
+
 def continued(model: Any, windows: Whole, key: Tensor, value: Tensor, sinks: int) -> Tensor:
     """Logits [B, n, V] of the tokens ahead on the sinks and repaired rows [L, B * m, H, D], as far as they go."""
     from transformers import DynamicCache

@@ -33,23 +33,22 @@ class Network(Protocol):
 class DirectNetwork(nn.Module):
     """Recipe "direct": one network for each layer, which sees the keys and values of all heads.
 
-    [k; v] <- [k; v] + fc3(relu(fc2(relu(fc1[k; v; E(made); E(rank)])))), all heads of a token in one row.
+    [k; v] <- [k; v] + (E(rank) - E(made)) S + fc3(relu(fc2(relu(fc1[k; v; E(made); E(rank)])))),
 
-    Rows are standardised on the way in and changes scaled on the way out; `fit_scales` sets both, and
-    `stored` multiplies them into fc1 and fc3.  fc3 starts at zero, so training starts from doing nothing.
+    all heads of a token in one row.  Rows are standardised on the way in and changes scaled on the way out;
+    `fit_scales` sets both, and `stored` multiplies them in.  fc3 starts at zero.  `fit_places` sets E and S
+    so that training starts from what the positions alone explain: the difference of their mean rows.
     """
 
-    def __init__(self, signature: Signature, hidden: Hidden = (160, 160), embedding: int = 64) -> None:
+    def __init__(self, signature: Signature, hidden: Hidden = (96, 96), embedding: int = 144) -> None:
         super().__init__()
         layers, inner, outer = signature.layers, *hidden
         key, value = signature.heads * signature.key_dim, signature.heads * signature.value_dim
         fan = key + value + 2 * embedding
         self.on_key, self.on_value = _uniform(layers, key, inner, fan=fan), _uniform(layers, value, inner, fan=fan)
         self.on_made, self.on_rank = (_uniform(layers, embedding, inner, fan=fan) for _ in range(2))
-        self.register_buffer("waves", _waves(signature.window + 1), persistent=False)
-        self.waves: Tensor
-        self.made_waves, self.rank_waves = (_uniform(self.waves.shape[1], embedding, fan=4) for _ in range(2))
-        self.made_own, self.rank_own = (_zeros(signature.window + 1, embedding) for _ in range(2))
+        self.place = nn.Parameter(torch.randn(signature.window + 1, embedding))
+        self.shift = _zeros(layers, embedding, key + value)
         self.first_bias = _zeros(layers, inner)
         self.inner, self.inner_bias = _uniform(layers, inner, outer, fan=inner), _zeros(layers, outer)
         self.outer, self.outer_bias = _zeros(layers, outer, key + value), _zeros(layers, key + value)
@@ -66,27 +65,32 @@ class DirectNetwork(nn.Module):
         self.spread.copy_(rows.std(1, keepdim=True).clamp(min=1e-3))
         self.change.copy_((targets - rows).square().mean(1, keepdim=True).sqrt().clamp(min=1e-4))
 
+    @torch.no_grad()
+    def fit_places(self, means: Tensor) -> None:
+        """Set E and S from the mean row at each position [L, M + 1, H * (D + Dv)]: their best product of that rank."""
+        layers, count, width = means.shape
+        scaled = ((means - means.mean(1, keepdim=True)) / self.change).transpose(0, 1).flatten(1)  # [M + 1, L * w]
+        left, values, right = torch.linalg.svd(scaled, full_matrices=False)
+        rank = min(self.place.shape[1], len(values))
+        self.place.zero_()[:, :rank] = left[:, :rank] * count**0.5  # each column of unit size
+        moved = (values[:rank, None] / count**0.5 * right[:rank]).view(rank, layers, width)
+        self.shift.zero_()[:, :rank] = moved.transpose(0, 1)
+
     def forward(self, key: Tensor, value: Tensor, made: Tensor, rank: Tensor) -> tuple[Tensor, Tensor]:
         rows = torch.cat([key.flatten(2), value.flatten(2)], -1)  # [L, N, H * (D + Dv)]
         scaled = (rows - self.mean) / self.spread
         first = torch.cat([self.on_key, self.on_value], 1)
-        made_table, rank_table = (
-            table @ on for table, on in zip(self._tables(), (self.on_made, self.on_rank), strict=True)
-        )
-        places = made_table[:, made] + rank_table[:, rank]  # [L, N, h1]
+        places = (self.place @ self.on_made)[:, made] + (self.place @ self.on_rank)[:, rank]  # [L, N, h1]
         hidden = torch.relu(torch.baddbmm(places + self.first_bias[:, None], scaled, first))
         hidden = torch.relu(torch.baddbmm(self.inner_bias[:, None], hidden, self.inner))
-        moved = rows + self.change * torch.baddbmm(self.outer_bias[:, None], hidden, self.outer)
+        table = self.place @ self.shift  # [L, M + 1, H * (D + Dv)]
+        change = torch.baddbmm(self.outer_bias[:, None], hidden, self.outer) + table[:, rank] - table[:, made]
+        moved = rows + self.change * change
         width = key[0, 0].numel()
         return moved[..., :width].view_as(key), moved[..., width:].view_as(value)
 
-    def _tables(self) -> tuple[Tensor, Tensor]:
-        """E(made) and E(rank), [M + 1, embedding]: waves, so that neighbours are alike, and what each learns itself."""
-        return self.waves @ self.made_waves + self.made_own, self.waves @ self.rank_waves + self.rank_own
-
     @torch.no_grad()
     def stored(self) -> dict[str, Tensor]:
-        made, rank = self._tables()
         first = torch.cat([self.on_key, self.on_value], 1) / self.spread.transpose(1, 2)
         width = self.on_key.shape[1]
         return {
@@ -95,8 +99,8 @@ class DirectNetwork(nn.Module):
             "fc1.made": self.on_made,
             "fc1.rank": self.on_rank,
             "fc1.bias": self.first_bias - (self.mean @ first)[:, 0],
-            "made": made,
-            "rank": rank,
+            "place": self.place,
+            "shift": self.shift * self.change,
             "fc2.weight": self.inner,
             "fc2.bias": self.inner_bias,
             "fc3.weight": self.outer * self.change,
@@ -140,13 +144,6 @@ class _Rows(nn.Module):
         hidden = torch.relu(self.fc1(torch.cat([x, place, layer, head], -1)))
         changed: Tensor = x + self.fc3(torch.relu(self.fc2(hidden)))
         return changed
-
-
-def _waves(count: int, frequencies: int = 32) -> Tensor:
-    """Sines and cosines of positions 0 .. count - 1, from a turn in 4 positions to one in 4 * count: [count, 64]."""
-    turns = 4 * torch.logspace(0, 1, frequencies, base=count)
-    angles = 2 * torch.pi * torch.arange(count)[:, None] / turns
-    return torch.cat([angles.sin(), angles.cos()], 1)
 
 
 def _uniform(*shape: int, fan: int) -> nn.Parameter:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from kvpass.align.aligner import Aligner, Recipe, Signature
-from kvpass.align.data import Pairs, Whole, continued, lengths, pair, whole, windows
+from kvpass.align.data import Pairs, Whole, continued, lengths, mean_rows, pair, whole, windows
 from kvpass.align.networks import DirectNetwork, PaperNetwork
 from kvpass.align.signature import device_of, signature_of
 from kvpass.errors import AlignerError
@@ -51,16 +51,16 @@ class Settings:
     recipe: Recipe = "direct"
     every: int = 1
     sinks: int = 4
-    steps: int = 2000
-    tokens: int = 4096
+    steps: int = 1000
+    tokens: int = 1024
     deletions: int = 3
-    ahead: int = 16
+    ahead: int = 0
     distil: float = 5.0
     rate: float = 2e-3
     decay: float = 0.01
     clip: float = 1.0
-    hidden: tuple[int, int] = (160, 160)
-    embedding: int = 64
+    hidden: tuple[int, int] = (96, 96)
+    embedding: int = 144
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -213,6 +213,7 @@ class _Trainer:
         rows = torch.cat([torch.cat([x.key.flatten(2), x.value.flatten(2)], -1) for x in sets], 1)
         wanted = torch.cat([torch.cat([x.wanted_key.flatten(2), x.wanted_value.flatten(2)], -1) for x in sets], 1)
         network.fit_scales(rows, wanted)
+        network.fit_places(mean_rows(self.model, self.stream[: self.settings.window + 1]))
 
     def _resume(self) -> None:
         if self.checkpoint is None or not self.checkpoint.exists():

@@ -4,7 +4,7 @@ Sinks and a recent window, for models whose keys and values carry absolute posit
 model sees count held tokens: the query of the next token gets min(t, M).  An entry that was made at
 position p stands at rank r < p once something before it has gone, and a small network repairs it:
 
-    (k, v) <- (k, v) + f(k, v; E(p), E(r))                       recipe "direct", from what the model made
+    (k, v) <- (k, v) + (E(r) - E(p)) S + f(k, v; E(p), E(r))     recipe "direct", from what the model made
     k <- k + f_K([k; E(r); E_layer; E_head]), v likewise         recipe "paper" (its section on alignment)
 
 "direct" leaves the slots as they are and repairs at read; "paper" stores what it repaired and repairs it

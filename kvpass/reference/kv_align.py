@@ -67,12 +67,13 @@ class KVAlignReference(Reference):
         """One network of the layer sees all heads, keys and values together, and both positions."""
         weights = self.aligner.tensors
         key, value = token.key.float().flatten(), token.value.float().flatten()
-        made = min(token.notes["made"], self.window)
-        x = torch.cat([key, value, weights["made"][made], weights["rank"][min(rank, self.window)]])
+        made, now = (weights["place"][min(place, self.window)] for place in (token.notes["made"], rank))
+        x = torch.cat([key, value, made, now])
         parts = [weights[f"fc1.{name}"][layer] for name in ("key", "value", "made", "rank")]
         hidden = torch.relu(x @ torch.cat(parts) + weights["fc1.bias"][layer])
         hidden = torch.relu(hidden @ weights["fc2.weight"][layer] + weights["fc2.bias"][layer])
         change = hidden @ weights["fc3.weight"][layer] + weights["fc3.bias"][layer]
+        change = change + now @ weights["shift"][layer] - made @ weights["shift"][layer]
         on_key, on_value = torch.split(change, [key.numel(), value.numel()])
         return _plus(token.key, on_key), _plus(token.value, on_value)
 

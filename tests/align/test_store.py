@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from kvpass.errors import AlignerError
 from kvpass.policies.kv_align import KVAlign
 from tests.aligners import random_aligner
 from tests.models import build
+
+BUNDLED = Path(__file__).parents[2] / "examples" / "models"
 
 
 @pytest.mark.parametrize("recipe", ["direct", "paper", "nothing"])
@@ -63,6 +66,15 @@ def test_files_that_hold_no_aligner_are_named(tmp_path):
         save_file({"x": torch.zeros(1)}, tmp_path / "odd.safetensors", metadata={"kvpass.align": about})
         with pytest.raises(AlignerError, match=r"odd\.safetensors"):
             load(tmp_path / "odd.safetensors")
+
+
+@pytest.mark.parametrize("path", sorted(BUNDLED.glob("*-align/*.safetensors")), ids=lambda path: path.stem)
+def test_bundled_aligners_are_for_the_model_that_they_lie_beside(path):
+    aligner = load(path)
+    config = json.loads((path.parent.with_name(path.parent.name.removesuffix("-align")) / "config.json").read_text())
+    signature = aligner.signature
+    assert (signature.architecture, signature.layers) == (config["model_type"], config["n_layer"])
+    assert (signature.heads, signature.window) == (config["n_head"], 255)
 
 
 def test_errors_are_the_projects_own():
