@@ -177,10 +177,17 @@ class _Spelled:
         return self._masked(logits, mask)
 
     def _masked(self, logits: fx.Node, mask: fx.Node) -> fx.Node:
-        if self.cap or self.factor != 1.0:
-            raise _Unreadable  # the mask is scaled, or inside the cap
-        self.masks.append(mask)
+        if self.cap:
+            raise _Unreadable  # the mask is inside the cap
+        boolean = value(mask).dtype == torch.bool
+        self.masks.append(mask if boolean or self.factor == 1.0 else self._scaled(mask))
         return logits
+
+    def _scaled(self, mask: fx.Node) -> fx.Node:
+        """A mask that is scaled with the logits; what it hides stays at the lowest number."""
+        lowest = torch.finfo(value(mask).dtype).min
+        hidden = self._emit(operator.le, mask, lowest / 2)
+        return self._emit(torch.masked_fill, self._emit(operator.mul, mask, self.factor), hidden, lowest)
 
     def _less_maximum(self, node: fx.Node) -> fx.Node:
         """Softmax does not see that a row's maximum was taken off."""

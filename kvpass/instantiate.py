@@ -27,7 +27,8 @@ class MaskSlice:
 
     Attributes:
         slice: inputs are the key's index [1], the index to look its columns up at [1], both counted from
-            the first key that the model stores, then one [B, 1] tensor for each of `columns`.
+            the first key that the model stores, the number of real tokens up to it [1, 1], then one [B, 1]
+            tensor for each of `columns`.
         columns: placeholders [B, past + new] that the mask reads, such as a padding mask.
         shape: of the mask that one key gives, [B or 1, Hq or 1, q, 1].
     """
@@ -36,19 +37,27 @@ class MaskSlice:
     columns: tuple[fx.Node, ...]
 
     def on_slots(
-        self, index: Tensor, first: Tensor | int, heads: int, ones: list[Tensor], bound: list[Tensor]
+        self,
+        index: Tensor,
+        position: Tensor,
+        first: Tensor | int,
+        heads: int,
+        ones: list[Tensor],
+        bound: list[Tensor],
     ) -> Tensor:
         """The mask of slots: index [B, H', N] -> [B, Hkv or 1, G or 1, q, N]; padding counts as absent.
 
         Args:
+            position: int64 [B, H', N], the places among the real tokens.
             first: the place of the first key that the model stores, a number.
         """
 
-        def one(place: Tensor) -> Tensor:
-            mask: Tensor = self.slice.module(place[None] - first, torch.zeros_like(place[None]) - first, *ones, *bound)
+        def one(place: Tensor, position: Tensor) -> Tensor:
+            only = torch.zeros_like(place[None]) - first
+            mask: Tensor = self.slice.module(place[None] - first, only, position[None, None] + 1, *ones, *bound)
             return mask.squeeze(-1) if mask.shape[-1] == 1 else _refuse_width(mask)  # [b, h, q]
 
-        inner = torch.vmap(torch.vmap(torch.vmap(one)))(index)  # [B, H', N, b, h, q]
+        inner = torch.vmap(torch.vmap(torch.vmap(one)))(index, position)  # [B, H', N, b, h, q]
         return _by_row_and_head(inner, heads).movedim(2, -1)  # [B, Hkv or 1, G or 1, q, N]
 
     def of_new(
@@ -63,9 +72,8 @@ class MaskSlice:
         real = []
         for i in range(queries):
             place = (length + i)[None]
-            mask = self.slice.module(
-                place - first, torch.zeros_like(place) - first, *[c[:, i : i + 1] for c in columns], *bound
-            )
+            here, only = place - first, torch.zeros_like(place) - first
+            mask = self.slice.module(here, only, place[None] + 1, *[c[:, i : i + 1] for c in columns], *bound)
             real.append(as_allowed(mask[:, 0, min(i, mask.shape[2] - 1), 0]))
         return torch.stack(real, -1)
 
@@ -130,10 +138,12 @@ class _KeyCutter:
         self.gm, self.sizes = gm, sizes
         self.graph = fx.Graph()
         self.index, self.storage = self.graph.placeholder("index"), self.graph.placeholder("storage")
+        self.count = self.graph.placeholder("count")
         self.places: list[dict[fx.Node, Any]] = [dict.fromkeys(counts, self.index), dict.fromkeys(counts, self.storage)]
         inputs = {node: self.graph.placeholder(node.name) for node in columns}
         for env in self.places:
             env.update(inputs)
+        self.columns = set(columns)
         self.on_key = {*counts, *columns}
         self.on_column = set(columns)
         for node in gm.graph.nodes:
@@ -155,10 +165,13 @@ class _KeyCutter:
             return env[node]
         if graphs.is_size(node):
             env[node] = 1 if self.sizes.is_total(node) else self.number(node)
+        elif graphs.name_of(node) == "cumsum" and node in self.on_column:
+            env[node] = self.counted(node)
         elif node not in self.on_key and not self.sizes.grown(value(node)):
             env[node] = self.places[1 - storage][node] = self.graph.placeholder(node.name)
             self.bound.append(node)
         else:
+            _check_pointwise(node)
             looks_up = node.target in (operator.getitem, "gather", torch.gather, "index_select", torch.index_select)
             base = node.args[0]
             into_columns = looks_up and isinstance(base, fx.Node) and base in self.on_column
@@ -171,12 +184,39 @@ class _KeyCutter:
                 env[node].args = _expanded(node, env[node])
         return env[node]
 
+    def counted(self, node: fx.Node) -> fx.Node:
+        """A running sum over a padding mask, which counts the real tokens up to a key."""
+        column, *dim = (*node.args, *node.kwargs.values())
+        while isinstance(column, fx.Node) and graphs.name_of(column) in _CONVERSIONS:
+            column = column.args[0]
+        if column not in self.columns or dim[:1] not in ([-1], [1]):
+            raise UnsupportedGraph(
+                f"{graphs.source_line(node)}: the mask sums over the keys, and not over an input that tells padding"
+            )
+        return self.count
+
     def number(self, node: fx.Node) -> int:
         if self.sizes.grows(node):
             raise UnsupportedGraph(
                 f"the mask uses the cache's length as a size, {value(node)}, at {graphs.source_line(node)}"
             )
         return self.sizes.fixed(node)
+
+
+_CONVERSIONS = frozenset({"to", "long", "int", "float", "bool"})
+_MIXING = frozenset(
+    {"cumsum", "cumprod", "flip", "roll", "sort", "argsort", "topk", "softmax", "matmul", "bmm", "einsum", "linear",
+     "diff", "triu", "tril", "pad", "sum", "mean", "amax", "amin", "any", "all", "baddbmm"}
+)  # fmt: skip
+
+
+def _check_pointwise(node: fx.Node) -> None:
+    """Refuse what makes the mask of one key from other keys, which are not at hand when it is asked about a slot."""
+    if graphs.name_of(node) in _MIXING:
+        raise UnsupportedGraph(
+            f"{graphs.source_line(node)}: the attention mask is computed by {graphs.name_of(node)!r}, which looks at "
+            "several keys at once and cannot be asked about one slot"
+        )
 
 
 def _expanded(node: fx.Node, copied: fx.Node) -> tuple[Any, ...]:

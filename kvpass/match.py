@@ -172,8 +172,9 @@ def _examine(
     call: Call, ends: set[fx.Node], outputs: dict[fx.Node, int], updates: list[fx.Node], carried: set[fx.Node]
 ) -> Found:
     behind = ancestors(call.key, stop=ends) | ancestors(call.value, stop=ends)
-    otherwise = [node for node in behind if node not in updates and _grows_otherwise(node, outputs)]
-    kept = [node for node in behind if node.op == "placeholder" or node in outputs]
+    near = _unprojected(call.key, ends) | _unprojected(call.value, ends)
+    otherwise = [node for node in near if node not in updates and _grows_otherwise(node, outputs)]
+    kept = [node for node in near if node.op == "placeholder" or node in outputs]
     otherwise += [user for node in kept for user in node.users if _overwrites(user, node)]
     cached = behind.intersection(updates) or behind & carried or otherwise
     try:
@@ -187,6 +188,22 @@ def _examine(
     except _Refused as why:
         return Found(call.node, refusal=str(why)) if cached else Found(call.node)
     return Found(call.node, site=site)
+
+
+def _unprojected(node: fx.Node, ends: set[fx.Node]) -> set[fx.Node]:
+    """What a key or value is made of up to the projections of hidden states, behind which are other layers' states."""
+    seen: set[fx.Node] = set()
+    todo = [node]
+    while todo:
+        current = todo.pop()
+        if current not in seen and current not in ends:
+            seen.add(current)
+            if graphs.name_of(current) not in _PROJECTIONS:
+                todo.extend(current.all_input_nodes)
+    return seen
+
+
+_PROJECTIONS = frozenset({"linear", "addmm", "embedding", "conv1d", "layer_norm"})
 
 
 def _grows_otherwise(node: fx.Node, outputs: dict[fx.Node, int]) -> bool:
@@ -257,8 +274,9 @@ def _origin(node: fx.Node, outputs: dict[fx.Node, int]) -> tuple[fx.Node, fx.Nod
     if parts is None:
         if seen_output is None:
             raise _Refused(
-                f"its key or value comes from {graphs.name_of(node)!r} ({graphs.source_line(node)}), "
-                "which is not a concatenation with the past"
+                f"its key or value comes from {graphs.name_of(node)!r} ({graphs.source_line(node)}), which is no "
+                "concatenation with the past; a cache from which keys are computed anew, as in multi-head latent "
+                "attention, cannot be rewritten"
             )
         return seen_output, None, seen_output
     if expr(value(node).shape[2]) != expr(rows) or expr(value(node).shape[-1]) != expr(width):

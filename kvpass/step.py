@@ -22,8 +22,11 @@ from kvpass.statistics import statistics
 class Mask(Protocol):
     """The model's own mask, asked about keys at any place of the padded sequence."""
 
-    def __call__(self, index: Tensor) -> Tensor:
-        """index int64 [B, H', N] -> bool or additive [B, Hkv or 1, G or 1, q, N]."""
+    def __call__(self, index: Tensor, position: Tensor) -> Tensor:
+        """Places in the padded sequence and among the real tokens, int64 [B, H', N] each.
+
+        Returns: bool or additive [B, Hkv or 1, G or 1, q, N].
+        """
 
 
 Rotate = Callable[[Tensor, Tensor], list[Tensor]]
@@ -81,7 +84,7 @@ def decode_step(
     grouped = query.view(query.shape[0], layout.heads, -1, *query.shape[2:])  # [B, Hkv, G, 1, D]
     grouped = tempered(policy, grouped, tokens.live.sum(-1)[:, :1])
     live = tokens.live[:, :, None, None]  # [B, H', 1, 1, C]
-    mask, bias = with_mask(live, site.mask(index) if site.mask else None)
+    mask, bias = with_mask(live, site.mask(index, tokens.position) if site.mask else None)
     own = policy.bias(tokens, grouped.shape[2])
     both = added(bias, own)
     rotate = _rotation(site, tokens)
@@ -307,7 +310,9 @@ def _chunk_mask(layout: Layout, site: Site, slots: Slots, real: Tensor) -> tuple
     index = torch.cat([slots.index, running[:, None].expand(-1, layout.groups, -1)], -1)
     live = (slots.position >= 0)[:, :, None, None].expand(-1, -1, -1, count, -1)
     mask = torch.cat([live, causal.expand(-1, layout.groups, -1, -1, -1)], -1)
-    return with_mask(mask, site.mask(index) if site.mask else None)
+    arriving = slots.seen[:, None] + real.cumsum(-1) - 1
+    position = torch.cat([slots.position, arriving[:, None].expand(-1, layout.groups, -1)], -1)
+    return with_mask(mask, site.mask(index, position) if site.mask else None)
 
 
 def _per_query_head(mask: Tensor, bias: Tensor | None, query_heads: int, heads: int, dtype: torch.dtype) -> Tensor:

@@ -29,8 +29,10 @@ class Tiny(nn.Module):
             k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
         if self.attention == "sdpa":
             y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=past is None)
-        else:
+        elif self.attention == "by hand":
             y = (q @ k.transpose(2, 3)).softmax(-1) @ v
+        else:
+            y = (q @ k.transpose(2, 3)).sigmoid() @ v
         return self.out(y.transpose(1, 2).flatten(2)), (k, v)
 
 
@@ -101,7 +103,7 @@ def test_bad_settings_by_name_are_raised_too() -> None:
 
 
 def test_attention_that_cannot_be_rewritten_is_refused_with_its_line() -> None:
-    model, ids = Tiny("by hand").eval(), torch.randint(0, 64, (2, 12))
+    model, ids = Tiny("of a new kind").eval(), torch.randint(0, 64, (2, 12))
     expected = loop(model, ids)
     compiled = torch.compile(model, backend=kvpass.backend("window", budget=8, inner="eager"))
     with pytest.raises(kvpass.UnsupportedGraph, match=r"test_backend.py:\d+: .*torch.cat"):
@@ -110,7 +112,7 @@ def test_attention_that_cannot_be_rewritten_is_refused_with_its_line() -> None:
 
 
 def test_not_strict_leaves_it_and_warns() -> None:
-    model, ids = Tiny("by hand").eval(), torch.randint(0, 64, (2, 12))
+    model, ids = Tiny("of a new kind").eval(), torch.randint(0, 64, (2, 12))
     compiled = torch.compile(model, backend=kvpass.backend("window", budget=8, inner="eager", strict=False))
     with pytest.warns(UserWarning, match="cannot be rewritten"):
         got = loop(compiled, ids)

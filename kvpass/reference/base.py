@@ -131,8 +131,11 @@ class ReferenceLayer:
         length = torch.full((self.layout.rows,), self.length, device=self.layout.device)
         held = torch.nn.functional.pad(self.positions(), (0, 1), value=FREE)
         free = torch.full((self.layout.rows, 1), held.shape[-1] - 1, device=self.layout.device)
-        seen = torch.tensor([row[0].seen for row in self.streams], device=self.layout.device)
-        return [self, None, held, None, free, seen, length, None]
+        return [self, None, held, None, free, self.seen(), length, None]
+
+    def seen(self) -> Tensor:
+        """Real tokens seen, int64 [B]."""
+        return torch.tensor([row[0].seen for row in self.streams], device=self.layout.device)
 
     def prepare(self, real: Tensor) -> None:
         """To be called before the tokens `real` [B, q] attend; lets the policy make room for a single one."""

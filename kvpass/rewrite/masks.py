@@ -22,7 +22,7 @@ class MaskOnSlots:
     def tells_padding(self) -> bool:
         return True
 
-    def on_slots(self, index: Tensor, heads: int, tensors: list[Tensor]) -> Tensor:
+    def on_slots(self, index: Tensor, position: Tensor, heads: int, tensors: list[Tensor]) -> Tensor:
         raise NotImplementedError
 
     def of_new(self, length: Tensor, tensors: list[Tensor]) -> Tensor:
@@ -44,10 +44,10 @@ class SlicedMask(MaskOnSlots):
     def tells_padding(self) -> bool:
         return bool(self.piece.columns)
 
-    def on_slots(self, index: Tensor, heads: int, tensors: list[Tensor]) -> Tensor:
+    def on_slots(self, index: Tensor, position: Tensor, heads: int, tensors: list[Tensor]) -> Tensor:
         first, columns, bound = self._sorted(tensors)
         ones = [torch.ones_like(column[:, :1]) for column in columns]
-        return self.piece.on_slots(index, first, heads, ones, bound)
+        return self.piece.on_slots(index, position, first, heads, ones, bound)
 
     def of_new(self, length: Tensor, tensors: list[Tensor]) -> Tensor:
         first, columns, bound = self._sorted(tensors)
@@ -62,7 +62,7 @@ class SlicedMask(MaskOnSlots):
 class ColumnMask(MaskOnSlots):
     """A mask whose size does not grow (the length was traced as a number): its columns are picked."""
 
-    def on_slots(self, index: Tensor, heads: int, tensors: list[Tensor]) -> Tensor:
+    def on_slots(self, index: Tensor, position: Tensor, heads: int, tensors: list[Tensor]) -> Tensor:
         mask = tensors[0]  # [B or 1, Hq or 1, q, S]
         rows, groups, _ = index.shape
         mask = mask.expand(rows, -1, self.queries, -1)

@@ -223,7 +223,7 @@ class StepRewriter:
             on_rotary = list(tensors[state + 4 + masks + angles : beside])
             here = Site(
                 site.scale,
-                None if mask is None else lambda index: mask.on_slots(index, heads, on_mask),
+                None if mask is None else lambda index, place: mask.on_slots(index, place, heads, on_mask),
                 None if rotary is None else lambda keys, rank: rotary.on_slots(keys, rank, table, on_rotary),
                 tensors[own:],
                 site.cap,
