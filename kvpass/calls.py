@@ -301,13 +301,10 @@ def _check_no_dropout(node: fx.Node) -> None:
 
 def _from_product(node: fx.Node) -> bool:
     """Whether a tensor of logits is made from a product of two tensors, and not a mask or bias."""
-    current: fx.Node = node
-    while name_of(current) not in _PRODUCTS:
-        parents = [arg for arg in current.all_input_nodes if is_tensor(arg)]
-        if current.op == "placeholder" or not parents:
-            return False
-        current = parents[0]
-    return all(value(arg).ndim >= 3 for arg in current.all_input_nodes)
+    if name_of(node) in _PRODUCTS:
+        return all(value(arg).ndim >= 3 for arg in node.all_input_nodes)
+    parents = [arg for arg in node.all_input_nodes if is_tensor(arg) and value(arg).ndim >= 3]
+    return name_of(node) != "linear" and any(_from_product(parent) for parent in parents)
 
 
 def _operands(product: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:

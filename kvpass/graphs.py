@@ -223,7 +223,7 @@ class Sizes:
         return emit(self.in_length(size))
 
 
-LENGTH = sympy.Symbol("length", integer=True)
+LENGTH = sympy.Symbol("length", integer=True, nonnegative=True)
 
 
 _ON_TENSORS: dict[str, Callable[..., Any]] = {

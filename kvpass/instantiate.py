@@ -53,7 +53,7 @@ class MaskSlice:
         """
 
         def one(place: Tensor, position: Tensor) -> Tensor:
-            only = torch.zeros_like(place[None]) - first
+            only, place = torch.zeros_like(place[None]) - first, place.clamp(min=0)  # free slots look up something too
             mask: Tensor = self.slice.module(place[None] - first, only, position[None, None] + 1, *ones, *bound)
             return mask.squeeze(-1) if mask.shape[-1] == 1 else _refuse_width(mask)  # [b, h, q]
 

@@ -19,7 +19,23 @@ from kvpass.calls import Call
 from kvpass.graphs import ancestors, expr, is_tensor, value
 
 _SHAPE_ONLY = frozenset(
-    {"reshape", "view", "expand", "contiguous", "getitem", "to", "repeat_interleave", "unsqueeze", "flatten"}
+    {
+        "reshape",
+        "view",
+        "expand",
+        "contiguous",
+        "getitem",
+        "to",
+        "repeat_interleave",
+        "unsqueeze",
+        "flatten",
+        "float",
+        "half",
+        "bfloat16",
+        "type_as",
+        "squeeze",
+        "unflatten",
+    }
 )
 
 

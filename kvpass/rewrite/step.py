@@ -87,7 +87,6 @@ class StepRewriter:
         self.sweep = sweep
         # A prompt that is still held whole takes its first token in as a chunk.
         self.decodes = self.queries == 1 and all(s.capacity == x.capacity for s, x in zip(slots, layouts, strict=True))
-        self.counts = {window: match.iotas(self.graph.nodes, sizes, window) for window in windows}
         self.ranked = layouts[0].ranked
         self.rotaries = [match.find_rotary(self.gm, site) for site in self.sites] if self.ranked else []
         self._masks: dict[fx.Node, MaskSlice] = {}
@@ -113,6 +112,8 @@ class StepRewriter:
         with self.graph.inserting_after(counter):
             self.length = self.graph.call_method("clone", (counter,))  # the counter moves on with the first layer
         self.length.meta["example_value"] = torch.empty((), dtype=torch.int64, device="meta")
+        lookups = self._slices_as_lookups()
+        self.counts = {w: [*match.iotas(self.graph.nodes, self.sizes, w), *lookups] for w in set(self.windows)}
         self._positions_on_length()
         self.pieces = self._cut_rotaries()
         if self.layouts[0].policy.renumbers:
@@ -140,17 +141,46 @@ class StepRewriter:
         for node in list(self.graph.nodes):
             if not graphs.is_tensor(node) or node.op == "placeholder":
                 continue
-            growing = [arg for arg in node.args if graphs.is_size(arg) and self.sizes.grows(arg)]
-            if not growing:
+            growing = self._growing_slices(node, parts)
+            if not any(growing) or self.sizes.grown(value(base)):
                 continue
-            if node.target is torch.arange:
-                self._arange_on_length(node)
-            elif any(graphs.is_tensor(arg) for arg in node.args) and graphs.name_of(node) in _ARITHMETIC:
-                with self.graph.inserting_before(node):
-                    node.args = tuple(
-                        self.sizes.on_length(arg, self.length, self.graph) if arg in growing else arg
-                        for arg in node.args
-                    )
+            with self.graph.inserting_before(node):
+                for dim, part in enumerate(parts):
+                    if growing[dim]:
+                        base, count = self._lookup(base, dim, part.start or 0, value(node).shape[dim])
+                        counts += count
+                    elif part != slice(None):
+                        base = self._call(operator.getitem, base, (slice(None),) * dim + (part,))
+            node.replace_all_uses_with(base)
+        return counts
+
+    def _growing_slices(self, node: fx.Node, parts: tuple[Any, ...]) -> list[bool]:
+        """Which of the slices have an end that grows; none if they are not all of a kind that can be looked up."""
+        if not all(isinstance(part, slice) and part.step is None for part in parts):
+            return [False]
+        ends = [any(graphs.is_size(end) and self.sizes.grows(end) for end in (p.start, p.stop)) for p in parts]
+        sizes = [size for size, grows in zip(value(node).shape, ends, strict=False) if grows]
+        return ends if all(self.sizes.is_total(size) or not self.sizes.grows(size) for size in sizes) else [False]
+
+    def _lookup(self, table: fx.Node, dim: int, start: Any, size: Any) -> tuple[fx.Node, list[fx.Node]]:
+        """x[..., start : start + size] by an index, which counts the keys if the size grows with them."""
+        total = self.sizes.is_total(size)
+        index = self.graph.call_function(torch.arange, (1 if total else self.sizes.fixed(size),))
+        index.meta["example_value"] = value(table).new_empty((size,), dtype=torch.int64)
+        made = [index] if total else []
+        if start != 0:
+            offset = self.sizes.on_length(start, self.length, self.graph)
+            moved = self.graph.call_function(operator.add, (index, offset))
+            moved.meta["example_value"] = index.meta["example_value"]
+            index = moved
+        return self._call(torch.index_select, table, dim, index), made
+
+    def _call(self, target: Any, *args: Any) -> fx.Node:
+        node = self.graph.call_function(target, args)
+        node.meta["example_value"] = compat.propagate(
+            target, *(value(a) if isinstance(a, fx.Node) else a for a in args)
+        )
+        return node
 
     def _arange_on_length(self, node: fx.Node) -> None:
         """arange(past, past + q) becomes past + arange(q)."""
@@ -309,8 +339,7 @@ class StepRewriter:
         with compat.fake_mode() as fake:
             examples = [fake(self._example(n)) for n in nodes]
             traced = compat.trace(function, examples)
-        before = self.sites[0].call
-        node: fx.Node = graphs.splice(self.gm, traced, nodes, before, f"kvpass_real_{len(self._real)}")[0]
+        node: fx.Node = graphs.splice(self.gm, traced, nodes, site.call, f"kvpass_real_{len(self._real)}")[0]
         node.meta["example_value"] = torch.empty((rows, queries), dtype=torch.bool, device="meta")
         return node
 
