@@ -141,6 +141,25 @@ class StepRewriter:
         for node in list(self.graph.nodes):
             if not graphs.is_tensor(node) or node.op == "placeholder":
                 continue
+            growing = [arg for arg in node.args if graphs.is_size(arg) and self.sizes.grows(arg)]
+            if not growing:
+                continue
+            if node.target is torch.arange:
+                self._arange_on_length(node)
+            elif any(graphs.is_tensor(arg) for arg in node.args) and graphs.name_of(node) in _ARITHMETIC:
+                with self.graph.inserting_before(node):
+                    node.args = tuple(
+                        self.sizes.on_length(arg, self.length, self.graph) if arg in growing else arg
+                        for arg in node.args
+                    )
+
+    def _slices_as_lookups(self) -> list[fx.Node]:
+        """Slices of tables whose ends grow become lookups; returns the key indices that were made for them."""
+        counts: list[fx.Node] = []
+        for node in list(self.graph.nodes):
+            if graphs.name_of(node) != "getitem" or not graphs.is_tensor(node.args[0]):
+                continue
+            base, parts = node.args[0], node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
             growing = self._growing_slices(node, parts)
             if not any(growing) or self.sizes.grown(value(base)):
                 continue
