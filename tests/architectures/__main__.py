@@ -2,7 +2,7 @@
 
 python -m tests.architectures                   # all of them, one after another
 python -m tests.architectures llama gpt_oss     # some
-python -m tests.architectures --write           # and write docs/architectures.md
+python -m tests.architectures --write --jobs 2  # two at a time, and write docs/architectures.md
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ import argparse
 import collections
 import multiprocessing
 import queue
+import re
 import warnings
+from functools import partial
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,7 @@ import transformers
 from tqdm import tqdm
 
 from tests.architectures import zoo
-from tests.architectures.check import PADDING, Verdict, examine
+from tests.architectures.check import BUDGET, PADDING, PROMPT, STEPS, Verdict, examine
 
 SECONDS = 180
 PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
@@ -50,15 +53,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="model types; all by default")
     parser.add_argument("--padding", type=int, default=PADDING, help="padding tokens on the left of the first row")
+    parser.add_argument("--jobs", type=int, default=1, help="how many at a time")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     transformers.utils.logging.set_verbosity_error()
-    verdicts = []
-    for name in tqdm(options.names or zoo.names(), disable=None):
-        verdicts.append(in_a_process(name, options.padding))
-        v = verdicts[-1]
-        tqdm.write(f"{v.name:28} {v.word:10} {v.rewritten}/{v.found} {v.graphs} {v.reason}")
+    names, verdicts = options.names or zoo.names(), []
+    with ThreadPool(options.jobs) as pool:
+        for v in tqdm(pool.imap(partial(in_a_process, padding=options.padding), names), total=len(names), disable=None):
+            verdicts.append(v)
+            tqdm.write(f"{v.name:28} {v.word:10} {v.rewritten}/{v.found} {v.graphs} {v.reason}")
     print(summary(verdicts))
     if options.write:
         PAGE.write_text(page(verdicts))
@@ -74,11 +78,28 @@ def summary(verdicts: list[Verdict]) -> str:
 
 def page(verdicts: list[Verdict]) -> str:
     """The table as Markdown."""
-    rows = [f"| {v.name} | {v.word} | {v.rewritten}/{v.found} | {v.graphs} | {v.reason} |" for v in verdicts]
+    packages = re.compile(r"\S*/site-packages/")
+    rows = [
+        f"| {v.name} | {v.word} | {v.rewritten}/{v.found} | {v.graphs} | {packages.sub('', v.reason).replace('|', '/')} |"
+        for v in verdicts
+    ]
     return "\n".join([*_INTRODUCTION, summary(verdicts) + ".", "", *_HEADER, *rows, ""])
 
 
-_INTRODUCTION = ["# Architectures", ""]
+_INTRODUCTION = [
+    "# Architectures",
+    "",
+    "Every model type for which transformers has a causal language model, as a tiny random one: two rows, the first",
+    f"with {PADDING} padding tokens, a prompt of {PROMPT} tokens and {STEPS} greedy steps through `generate`. Under",
+    "`full` the logits must equal the uncompiled model's; under `streaming` and `h2o` with a budget of",
+    f"{BUDGET} those of the policy's eager reference. Written by `python -m tests.architectures --write`, with",
+    f'transformers {transformers.__version__} and torch {torch.__version__.split("+")[0]}, `inner="eager"`.',
+    "",
+    "- *rewritten*: every attention site is, and all runs are equal. Sites are counted in both graphs.",
+    "- *refused*: an error of ours says why; nothing runs.",
+    "- *no cache*: the model keeps no keys and values. *not built*: the shrunk configuration does not run uncompiled.",
+    "",
+]
 _HEADER = ["| model type | verdict | sites | graphs | reason |", "|---|---|---|---|---|"]
 
 
