@@ -79,9 +79,10 @@ def summary(verdicts: list[Verdict]) -> str:
 def page(verdicts: list[Verdict]) -> str:
     """The table as Markdown."""
     packages = re.compile(r"\S*/site-packages/")
+    reasons = [packages.sub("", v.reason).replace("|", "/") for v in verdicts]
     rows = [
-        f"| {v.name} | {v.word} | {v.rewritten}/{v.found} | {v.graphs} | {packages.sub('', v.reason).replace('|', '/')} |"
-        for v in verdicts
+        f"| {v.name} | {v.word} | {v.rewritten}/{v.found} | {v.graphs} | {reason} |"
+        for v, reason in zip(verdicts, reasons, strict=True)
     ]
     return "\n".join([*_INTRODUCTION, summary(verdicts) + ".", "", *_HEADER, *rows, ""])
 

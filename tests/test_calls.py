@@ -1,0 +1,136 @@
+"""Attention calls, however they are spelled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvpass
+from kvpass import calls
+
+LOWEST = torch.finfo(torch.float32).min
+Spelling = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def scale_first(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    return ((q * 0.25) @ k.transpose(-1, -2)).masked_fill(~allowed, LOWEST).softmax(-1) @ v
+
+
+def scale_and_mask_together(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    mask = torch.where(allowed, 0.0, LOWEST)
+    return ((torch.matmul(q, k.transpose(2, 3)) + mask) / 4.0).softmax(-1).matmul(v)
+
+
+def soft_cap(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    logits = torch.tanh(torch.matmul(q, k.transpose(2, 3)) * 0.25 / 3.0) * 3.0
+    logits = torch.where(allowed, logits, torch.tensor(LOWEST))
+    return torch.matmul(torch.nn.functional.softmax(logits, dim=-1, dtype=torch.float32).to(v.dtype), v)
+
+
+def sinks(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    logits = torch.matmul(q, k.transpose(2, 3)) * 0.25 + torch.where(allowed, 0.0, LOWEST)
+    beside = torch.tensor([0.5, -0.5, 1.0, 0.0]).reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], 1)
+    joined = torch.cat([logits, beside], -1)
+    joined = joined - joined.max(-1, keepdim=True).values
+    return torch.matmul(joined.softmax(-1)[..., :-1], v)
+
+
+def in_one_batch(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    rows, heads, count, dim = q.shape
+    q, k, v = (x.reshape(rows * heads, -1, dim) for x in (q, k, v))
+    bias = torch.zeros(rows * heads, 1, k.shape[1])
+    logits = bias.baddbmm(q, k.transpose(1, 2), beta=1.0, alpha=0.25).view(rows, heads, count, -1)
+    probabilities = logits.masked_fill(~allowed, LOWEST).softmax(-1)
+    return torch.bmm(probabilities.view(rows * heads, count, -1), v).view(rows, heads, count, dim)
+
+
+SPELLINGS: list[Spelling] = [scale_first, scale_and_mask_together, soft_cap, sinks, in_one_batch]
+
+
+class Model(torch.nn.Module):
+    """One attention layer with a growing past."""
+
+    def __init__(self, spelling: Spelling) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.spelling, self.embed = spelling, torch.nn.Embedding(64, 64)
+        self.qkv, self.out = torch.nn.Linear(64, 192), torch.nn.Linear(64, 64)
+        self.embed.weight.data.mul_(3)
+
+    def forward(self, ids: Tensor, past: Any = None) -> Any:
+        x = self.qkv(self.embed(ids))
+        q, k, v = (y.unflatten(-1, (4, -1)).transpose(1, 2) for y in x.chunk(3, -1))
+        seen = 0 if past is None else past[0].shape[2]
+        if past is not None:
+            k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
+        allowed = torch.arange(seen + ids.shape[1]) <= torch.arange(seen, seen + ids.shape[1])[:, None]
+        y = self.spelling(q, k, v, allowed[None, None])
+        return self.out(y.transpose(1, 2).flatten(2)), (k, v)
+
+
+@torch.no_grad()
+def run(model: Any, ids: Tensor) -> tuple[Tensor, Any]:
+    out, past = model(ids[:, :6])
+    outputs = [out]
+    for t in range(6, ids.shape[1]):
+        out, past = model(ids[:, t : t + 1], past)
+        outputs.append(out)
+    return torch.cat(outputs, 1), past
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_every_spelling_is_rewritten_and_right(spelling: Spelling) -> None:
+    model, ids = Model(spelling).eval(), torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
+    expected, _ = run(model, ids)
+    torch._dynamo.reset()
+    ours, past = run(torch.compile(model, backend=kvpass.backend("full", inner="eager")), ids)
+    torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
+    assert kvpass.inspect(past).seen == 16
+    bounded = []
+    for inner in ("eager", "reference"):
+        torch._dynamo.reset()
+        bounded.append(run(torch.compile(model, backend=kvpass.backend("h2o", budget=6, inner=inner)), ids)[0])
+    torch.testing.assert_close(bounded[0], bounded[1], atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(bounded[0], expected, atol=1e-3)  # something was evicted
+
+
+def find(function: Callable[..., Any], *args: Tensor) -> list[calls.Call]:
+    """The calls in the graph that Dynamo makes of a function."""
+    found: list[calls.Call] = []
+
+    def backend(gm: Any, _: Any) -> Any:
+        found.extend(calls.find(gm))
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(function, backend=backend)(*args)
+    return found
+
+
+def test_what_is_read_off() -> None:
+    q = torch.randn(2, 4, 3, 16)
+    (call,) = find(soft_cap, q, q, q, torch.ones(1, 1, 3, 3, dtype=torch.bool))
+    assert call.cap == pytest.approx(3.0)
+    assert call.scale == pytest.approx(0.25)
+    assert call.mask is not None
+    (call,) = find(sinks, q, q, q, torch.ones(1, 1, 3, 3, dtype=torch.bool))
+    assert call.sink is not None
+    assert call.cap is None
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.softmax(x @ x.transpose(-1, -2), -1),  # no second product
+        lambda x: torch.softmax(x, -1) @ x.transpose(-1, -2),  # no first one
+        lambda x: torch.dropout(torch.softmax(x @ x.transpose(-1, -2), -1), 0.5, True) @ x,  # training
+        lambda x: torch.softmax((x @ x.transpose(-1, -2)).sin(), -1) @ x,  # logits of another kind
+        lambda x: torch.softmax((x @ x.transpose(-1, -2)).masked_fill(x.sum() > 0, -1.0), -1) @ x,  # hides nothing
+    ],
+)
+def test_what_is_no_attention(function: Callable[[Tensor], Tensor]) -> None:
+    assert find(function, torch.randn(2, 4, 16, 16)) == []
