@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test slow lint clean
+.PHONY: demo test slow lint architectures clean
 
 # The main job: tables, pictures and completions in out/.  One thread: so small a model gains little from a
 # second one, and loses a great deal when the machine has other things to do; the compiler uses all cores.
@@ -15,6 +15,10 @@ test: $(INSTALLED)
 # 5 is pytest's way to say that nothing was collected.
 slow: $(INSTALLED)
 	$(BIN)/python -m pytest -q -m slow || [ $$? -eq 5 ]
+
+# Examines every causal architecture of transformers and writes docs/architectures.md; half an hour on two cores.
+architectures: $(INSTALLED)
+	$(BIN)/python -m tests.architectures --jobs 2 --write
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -93,7 +93,7 @@ _INTRODUCTION = [
     "Every model type for which transformers has a causal language model, as a tiny random one: two rows, the first",
     f"with {PADDING} padding tokens, a prompt of {PROMPT} tokens and {STEPS} greedy steps through `generate`. Under",
     "`full` the logits must equal the uncompiled model's; under `streaming` and `h2o` with a budget of",
-    f"{BUDGET} those of the policy's eager reference. Written by `python -m tests.architectures --write`, with",
+    f"{BUDGET} those of the policy's eager reference. Written by `make architectures`, with",
     f'transformers {transformers.__version__} and torch {torch.__version__.split("+")[0]}, `inner="eager"`.',
     "",
     "- *rewritten*: every attention site is, and all runs are equal. Sites are counted in both graphs.",
