@@ -89,10 +89,11 @@ def test_a_merging_step_is_compiled_without_a_copy_of_the_slots():
     lowered = Lowered(layout_for(case.policy, 68, prompt, False), 1e4, step=traced)
     lowered.feed(prompt)
     arguments = [*lowered.slots.tensors(), last.q, last.k, last.v, last.real[:, 0]]
+    weights = lowered.layout.policy.weights()
     expected = [x.clone() for x in arguments]
     lowered.step(lowered.layout, Site(0.25), Slots.of(expected[:-4], lowered.slots.state), *expected[-4:], False)
     module = traced.graphs[False]
-    flat = make_fx(lambda *args: module(list(args[:-4]), *args[-4:]))(*[x.clone() for x in arguments])
+    flat = make_fx(lambda *args: module(list(args[:-4]), *args[-4:], weights))(*[x.clone() for x in arguments])
     _, code = run_and_get_code(torch.compile(flat, fullgraph=True), *arguments)
     assert "empty_strided_cpu((2, 2, 69, 16)" not in code[-1]
     for got, wanted in zip(arguments, expected, strict=True):

@@ -203,10 +203,14 @@ class _Trainer:
         return [made for _, sets in drawn for made in sets]
 
     def _errors_of_nothing(self) -> list[Tensor]:
-        """[L] each, for keys and values."""
+        """[L] each, for keys and values; rows that no deletion moves count as those that it moves most.
+
+        Such are the values of a first layer under rotary embeddings.
+        """
         sets = self._samples()
         keys = torch.stack([_per_layer(x.key, x.wanted_key) for x in sets]).mean(0)
-        return [keys, torch.stack([_per_layer(x.value, x.wanted_value) for x in sets]).mean(0)]
+        values = torch.stack([_per_layer(x.value, x.wanted_value) for x in sets]).mean(0)
+        return [scale.where(scale > 1e-6 * scale.max(), scale.max()) for scale in (keys, values)]
 
     def _fit_scales(self, network: DirectNetwork) -> None:
         sets = self._samples()
