@@ -59,6 +59,37 @@ def ancestors(node: fx.Node, stop: Iterable[fx.Node] = ()) -> set[fx.Node]:
     return seen
 
 
+def behind(results: list[fx.Node], stop: Iterable[fx.Node] = (), reader: fx.Node | None = None) -> set[fx.Node]:
+    """The results and all that they are computed from, writes in place included; not walking into `stop`.
+
+    Args:
+        reader: what reads the results, after which writes no longer matter; by default the last of them.
+    """
+    graph = results[0].graph
+    memory, writers = _memory(graph), _writers_before(graph, {reader} if reader else set(results))
+    halted, seen, todo = set(stop), set(), list(results)
+    while todo:
+        current = todo.pop()
+        if current not in seen and current not in halted:
+            seen.add(current)
+            todo.extend(current.all_input_nodes)
+            todo.extend(writers.get(memory.get(current, current), ()))
+    return seen
+
+
+def _writers_before(graph: fx.Graph, ends: set[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """The writes in place that come before the last of `ends`, by the node whose memory they write to."""
+    memory, left = _memory(graph), set(ends)
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        left.discard(node)
+        if not left:
+            break
+        if writes(node) and node in memory:
+            found.setdefault(memory[node], []).append(node)
+    return found
+
+
 def move_before(node: fx.Node, needed: fx.Node) -> None:
     """Move `needed`, and what it is computed from, to before a node that it must not depend on.
 
@@ -253,7 +284,13 @@ Resolve = Callable[[fx.Node], int]
 
 
 def cut(
-    gm: fx.GraphModule, results: list[fx.Node], replaced: list[fx.Node], resolve: Resolve, *, unpack: bool = False
+    gm: fx.GraphModule,
+    results: list[fx.Node],
+    replaced: list[fx.Node],
+    resolve: Resolve,
+    *,
+    unpack: bool = False,
+    reader: fx.Node | None = None,
 ) -> Slice:
     """Cut out what computes `results` from `replaced`; nodes that do not depend on `replaced` are bound.
 
@@ -261,16 +298,17 @@ def cut(
         replaced: become the first inputs, in order.
         resolve: the number to put in place of a node that is a size.
         unpack: return the one result itself and not a tuple.
+        reader: see `behind`.
     """
-    needed = set().union(*(ancestors(result, stop=replaced) for result in results))
+    needed = behind(results, replaced, reader)
     moving = dependent(gm.graph, needed, replaced)
     graph = fx.Graph()
     env: dict[fx.Node, Any] = {node: graph.placeholder(node.name) for node in replaced}
     bound: list[fx.Node] = []
 
-    def place(node: fx.Node) -> Any:
+    def place(node: fx.Node) -> None:
         if node in env:
-            return env[node]
+            return
         if is_size(node):
             env[node] = resolve(node)
         elif node not in moving:
@@ -280,20 +318,29 @@ def cut(
             for parent in node.all_input_nodes:
                 place(parent)
             env[node] = graph.node_copy(node, lambda parent: env[parent])
-        return env[node]
 
-    made = tuple(place(result) for result in results)
+    for node in gm.graph.nodes:  # in order, as some of them write in place
+        if node in moving:
+            place(node)
+    for result in results:
+        place(result)
+    made = tuple(env[result] for result in results)
     graph.output(made[0] if unpack else made)
     placeholders_first(graph)
     return Slice(fx.GraphModule(gm, graph), tuple(bound))
 
 
 def dependent(graph: fx.Graph, among: set[fx.Node], roots: list[fx.Node]) -> set[fx.Node]:
-    """The roots and those of `among` that are computed from them."""
-    found = set(roots)
-    for node in graph.nodes:
-        if node in among and found.intersection(node.all_input_nodes):
-            found.add(node)
+    """The roots and those of `among` that are computed from them, memory that such are written to included."""
+    memory, found = _memory(graph), set(roots)
+    count = 0
+    while count != len(found):
+        count = len(found)
+        for node in graph.nodes:
+            if node in among and found.intersection(node.all_input_nodes):
+                found.add(node)
+                if writes(node):
+                    found.update(among & {memory[node]})
     return found
 
 

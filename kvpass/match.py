@@ -55,6 +55,8 @@ class AttentionSite:
         keys_out, values_out: where the graph returns the key and value that the model stores.
         window: how many of the last tokens the model stores, None for all.
         cap, sink: see `kvpass.calls.Call`.
+        made: the keys and values that attention sees, [B, Ha, past + q, D], where they are computed from the grown
+            ones; None where they are these.
     """
 
     call: fx.Node
@@ -73,6 +75,12 @@ class AttentionSite:
     window: int | None = None
     cap: float | None = None
     sink: fx.Node | None = None
+    made: tuple[fx.Node, fx.Node] | None = None
+
+    @property
+    def attended_key(self) -> fx.Node:
+        """The keys that attention sees, [B, Ha or Hkv, past + q, D]."""
+        return self.made[0] if self.made else self.grown_key
 
     @property
     def queries(self) -> Any:
@@ -83,6 +91,7 @@ class AttentionSite:
         """The same site in a copy of the graph."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         there: dict[str, Any] = {name: to[v] if isinstance(v, fx.Node) else v for name, v in fields.items()}
+        there["made"] = self.made and (to[self.made[0]], to[self.made[1]])
         return AttentionSite(**there)
 
 
@@ -200,7 +209,7 @@ def _examine(
                 f"its cache is updated at {line} in a way that is not a concatenation along dimension -2 of "
                 "[B, H, S, D]; a preallocated cache such as StaticCache has to give way to a growing one (DynamicCache)"
             )
-        site = _site(call, outputs)
+        site = _site(call, ends, outputs)
     except _Refused as why:
         return Found(call.node, refusal=str(why)) if cached else Found(call.node)
     return Found(call.node, site=site)
@@ -235,9 +244,17 @@ def _overwrites(user: fx.Node, cache: fx.Node) -> bool:
     return graphs.writes(user) and user.args[0] is cache and is_tensor(cache) and value(cache).ndim >= 3
 
 
-def _site(call: Call, outputs: dict[fx.Node, int]) -> AttentionSite:
-    grown_key, past_key, key = _origin(call.key, outputs)
-    grown_value, past_value, val = _origin(call.value, outputs)
+def _site(call: Call, ends: set[fx.Node], outputs: dict[fx.Node, int]) -> AttentionSite:
+    made = None
+    try:
+        grown_key, past_key, key = _origin(call.key, outputs)
+        grown_value, past_value, val = _origin(call.value, outputs)
+    except _Refused:
+        stored = _stored_behind(call, ends, outputs)
+        if stored is None:
+            raise
+        (grown_key, past_key, key), (grown_value, past_value, val) = stored
+        made = (call.key, call.value)
     if (past_key is None) != (past_value is None):
         raise _Refused("the key has a past and the value has none, or the other way round")
     keys_out, window = _place(grown_key, outputs)
@@ -247,8 +264,26 @@ def _site(call: Call, outputs: dict[fx.Node, int]) -> AttentionSite:
     _check(call, key, past_key)
     return AttentionSite(
         call.node, call.query, key, val, past_key, past_value, grown_key, grown_value, call.mask, call.scale,
-        call.causal, keys_out, values_out, window, call.cap, call.sink,
+        call.causal, keys_out, values_out, window, call.cap, call.sink, made,
     )  # fmt: skip
+
+
+Origin = tuple[fx.Node, fx.Node | None, fx.Node]
+"""What is stored, the past in it (None for an empty one) and the new tokens."""
+
+
+def _stored_behind(call: Call, ends: set[fx.Node], outputs: dict[fx.Node, int]) -> tuple[Origin, Origin] | None:
+    """The two caches that key and value are computed from, in the order in which the model stores them.
+
+    They must have a single head: of several it could not be said which query heads belong to which.
+    """
+    near = graphs.behind([call.key, call.value], ends, call.node)
+    grown = [node for node in near if _grows_a_cache(node, outputs) and _stored(node, outputs) is not None]
+    grown.sort(key=lambda node: _place(node, outputs)[0])
+    if len(grown) != 2 or any(value(node).shape[1] != 1 for node in grown):
+        return None
+    first, second = (_origin(node, outputs) for node in grown)
+    return first, second
 
 
 def _place(grown: fx.Node, outputs: dict[fx.Node, int]) -> tuple[int, int | None]:
@@ -272,8 +307,8 @@ def _check(call: Call, key: fx.Node, past: fx.Node | None) -> None:
         raise _Refused("is_causal with a past and several queries aligns the mask to the first key")
 
 
-def _origin(node: fx.Node, outputs: dict[fx.Node, int]) -> tuple[fx.Node, fx.Node | None, fx.Node]:
-    """What is stored, the past in it (None for an empty one) and the new tokens."""
+def _origin(node: fx.Node, outputs: dict[fx.Node, int]) -> Origin:
+    """Walk from a key or value to the cache."""
     rows, width = value(node).shape[-2:]
     seen_output = None
     while True:
@@ -291,8 +326,8 @@ def _origin(node: fx.Node, outputs: dict[fx.Node, int]) -> tuple[fx.Node, fx.Nod
         if seen_output is None:
             raise _Refused(
                 f"its key or value comes from {graphs.name_of(node)!r} ({graphs.source_line(node)}), which is no "
-                "concatenation with the past; a cache from which keys are computed anew, as in multi-head latent "
-                "attention, cannot be rewritten"
+                "concatenation with the past, and is not computed from two caches of one head each, as in multi-head "
+                "latent attention"
             )
         return seen_output, None, seen_output
     if expr(value(node).shape[2]) != expr(rows) or expr(value(node).shape[-1]) != expr(width):

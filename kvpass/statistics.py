@@ -35,14 +35,17 @@ def statistics(
     budget: Budget,
     cap: float | None = None,
     sink: Tensor | None = None,
+    heads: int | None = None,
 ) -> list[Tensor]:
     """The tensors that the policy asks for; `budget` as users write it, the others as for `column_scores`."""
     made: dict[Statistic, Tensor] = {}
     if not policy.statistics.isdisjoint(SUMS):
-        sums = column_scores(query, key, mask, real, causal, scale, policy.observation, powers(policy), cap, sink)
+        asked = (policy.observation, powers(policy))
+        sums = column_scores(query, key, mask, real, causal, scale, *asked, cap, sink, heads)
         made = dict(zip(SUMS, sums, strict=True))
     if "scan" in policy.statistics:
-        made["scan"] = row_scan(query, key, mask, real, causal, scale, specify(policy), json.dumps(budget), cap, sink)
+        written = (specify(policy), json.dumps(budget))
+        made["scan"] = row_scan(query, key, mask, real, causal, scale, *written, cap, sink, heads)
     return [made[name] for name in wanted(policy)]
 
 

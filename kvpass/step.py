@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvpass.lowering.attend import LOWEST, attend, capped, scores
+from kvpass.lowering.column_scores import regrouped
 from kvpass.policies.base import LATE, Attention, Policy, State, Tokens, rank_of
 from kvpass.slots import FREE, Layout, Slots
 from kvpass.statistics import statistics
@@ -33,6 +34,10 @@ Rotate = Callable[[Tensor, Tensor], list[Tensor]]
 """The model's own rotary embedding: keys [B, Hkv, N, D] at positions int64 [B, H', N], in pieces of D."""
 
 
+Expand = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""What the model makes of its cache: stored [B, Hkv, N, D'] twice, to keys and values [B, Ha, N, D] for attention."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Site:
     """What the graph says about one attention call.
@@ -43,6 +48,7 @@ class Site:
         rotate: the model's rotary embedding, or None when stored keys are attended to as they are.
         cap, sink: see `kvpass.calls.Call`; the sink is [B or 1, Hq, q or 1, 1].
         weights: the policy's own, as inputs of the graph; empty where they may be taken from the policy.
+        expand: makes keys and values from what is stored, or None when they are stored as they are.
     """
 
     scale: float
@@ -51,6 +57,7 @@ class Site:
     weights: tuple[Tensor, ...] = ()
     cap: float | None = None
     sink: Tensor | None = None
+    expand: Expand | None = None
 
     def sinks(self, heads: int) -> Tensor | None:
         """The sink's logits [B or 1, Hkv, G, q or 1, 1]."""
@@ -88,13 +95,17 @@ def decode_step(
     own = policy.bias(tokens, grouped.shape[2])
     both = added(bias, own)
     rotate = _rotation(site, tokens)
-    keys, values = _read(layout, site, slots, tokens)
-    given: dict[str, Any] = dict(scale=site.scale, mask=mask, bias=both, rotate=rotate)
-    output, probabilities = attend(grouped, keys, values, **given, cap=site.cap, sink=site.sinks(layout.heads))
+    keys, values = _expanded(site, *_read(layout, site, slots, tokens))
+    heads = keys.shape[1]  # more than the layout's if they are made from what is stored
+    asking = regrouped(grouped, heads)
+    given: dict[str, Any] = dict(scale=site.scale, mask=_over(mask, heads), bias=_over(both, heads), rotate=rotate)
+    output, probabilities = attend(asking, keys, values, **given, cap=site.cap, sink=site.sinks(heads))
+    probabilities = regrouped(probabilities, layout.heads)
     output = output.flatten(1, 2)  # here, and not at the end: the compiler moves a product to its first user
     attention = _one_query(probabilities, real)
     if sweep and "logits" in policy.statistics:
-        logits = capped(scores(grouped, keys, scale=site.scale, rotate=rotate), site.cap)
+        logits = capped(scores(asking, keys, scale=site.scale, rotate=rotate), site.cap)
+        logits = regrouped(logits, layout.heads)
         logits = torch.where(mask, logits if bias is None else logits + bias.float(), LOWEST)
         attention = dataclasses.replace(attention, logits=logits[..., 0, :])
     tokens, victim = _swept(layout, tokens, attention) if sweep else _stepped(layout, slots, tokens, attention)
@@ -102,6 +113,11 @@ def decode_step(
         tokens = _realign(layout, site, slots, tokens)
     _commit(layout, slots, tokens, index, victim)
     return output
+
+
+def _over(x: Tensor | None, heads: int) -> Tensor | None:
+    """A mask or bias [B, Hkv or 1, G or 1, ...] for so many heads of keys."""
+    return x if x is None or x.shape[1] * x.shape[2] == 1 else regrouped(x, heads)
 
 
 def _arrived(layout: Layout, slots: Slots, key: Tensor, real: Tensor) -> tuple[Tokens, Tensor]:
@@ -224,11 +240,16 @@ def _swept(layout: Layout, tokens: Tokens, attention: Attention) -> tuple[Tokens
 
 
 def _read(layout: Layout, site: Site, slots: Slots, tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """The keys and values that attention sees: those that are stored, unless the policy aligns them at read."""
+    """The keys and values that are stored, unless the policy aligns them at read."""
     if layout.policy.aligns != "read":
         return slots.key, slots.value
     weights = site.weights or layout.policy.weights()
     return layout.policy.align(tokens, slots.key, slots.value, layout.layer, weights, 0)[:2]
+
+
+def _expanded(site: Site, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """What attention sees of stored keys and values."""
+    return (key, value) if site.expand is None else site.expand(key, value)
 
 
 def _realign(layout: Layout, site: Site, slots: Slots, tokens: Tokens) -> Tokens:
@@ -273,7 +294,7 @@ def extend_step(
     stored, rows = _read(layout, site, slots, held)
     kept = stored if rotate is None else torch.cat(rotate(stored, slots.rank), -1)
     keys = torch.cat([kept, key.to(kept.dtype)], 2)
-    values = torch.cat([rows, value.to(rows.dtype)], 2)
+    keys, values = _expanded(site, keys, torch.cat([rows, value.to(rows.dtype)], 2))
     full = _per_query_head(mask, bias, query.shape[1], layout.heads, query.dtype)
     own = policy.bias(held, query.shape[1] // layout.heads)
     seen = full
@@ -283,7 +304,7 @@ def extend_step(
     output = _attended(site, query, keys, values, seen)
     if not policy.statistics:
         return output, []
-    common = (real, False, site.scale, layout.budget, site.cap, site.sink)
+    common = (real, False, site.scale, layout.budget, site.cap, site.sink, layout.heads)
     return output, statistics(policy, query, keys, full, *common)
 
 

@@ -177,6 +177,7 @@ def column_scores(
     powers: int = 2,
     cap: float | None = None,
     sink: Tensor | None = None,
+    heads: int | None = None,
 ) -> list[Tensor]:
     """Column statistics of the attention matrix softmax(scale * query key^T + mask).
 
@@ -188,15 +189,21 @@ def column_scores(
         window: how many of the last real queries `window` averages over.
         cap, sink: see `kvpass.calls.Call`; the sink is [B or 1, Hq, q or 1, 1].
         powers: 2 for all; 1 leaves out squares, 0 total as well.  They alone need the rows of all queries.
+        heads: Hc, the heads of the cache, if they are not those of the keys.
 
     Returns:
-        total, squares, last, window and logits as in `kvpass.policies.Attention`, each float32 [B, Hkv, G, S];
+        total, squares, last, window and logits as in `kvpass.policies.Attention`, each float32 [B, Hc, Hq / Hc, S];
         what is left out has no keys.
     """
     rows = _Rows(query, key, mask, causal, scale, cap, sink)
     sums = _sums(rows, real, powers)
     nothing = [query.new_empty(_shape(query, key, 0), dtype=torch.float32) for _ in range(2 - powers)]
-    return [*sums, *nothing, *_late(rows, real, window)]
+    return [regrouped(x, heads) for x in (*sums, *nothing, *_late(rows, real, window))]
+
+
+def regrouped(x: Tensor, heads: int | None) -> Tensor:
+    """[B, Hkv, G, ...] as [B, heads, Hkv * G / heads, ...]."""
+    return x if heads in (None, x.shape[1]) else torch.unflatten(x.flatten(1, 2), 1, (heads, -1))
 
 
 @column_scores.register_fake
@@ -211,9 +218,11 @@ def _(
     powers: int = 2,
     cap: float | None = None,
     sink: Tensor | None = None,
+    heads: int | None = None,
 ) -> list[Tensor]:
     widths = [key.shape[2] if powers >= power else 0 for power in (1, 2)] + [key.shape[2]] * 3
-    return [query.new_empty(_shape(query, key, width), dtype=torch.float32) for width in widths]
+    made = [query.new_empty(_shape(query, key, width), dtype=torch.float32) for width in widths]
+    return [regrouped(x, heads) for x in made]
 
 
 @torch.library.custom_op("kvpass::row_scan", mutates_args=())
@@ -228,6 +237,7 @@ def row_scan(
     budget: str,
     cap: float | None = None,
     sink: Tensor | None = None,
+    heads: int | None = None,
 ) -> Tensor:
     """What a policy makes of the rows, float32 [B, H', S], when it must see one query after the other.
 
@@ -241,7 +251,7 @@ def row_scan(
     spans = _spans(query.shape[2], query, key)
     pieces = _pieces(spans, _Rows(query, key, mask, causal, scale, cap, sink))
     paid = (piece.paid(logits) for piece, logits in pieces)
-    whole = (torch.nn.functional.pad(rows, (0, keys - rows.shape[-1])) for rows in paid)
+    whole = (regrouped(torch.nn.functional.pad(rows, (0, keys - rows.shape[-1])), heads) for rows in paid)
     return chosen.scan(whole, real, held, slots).clone(memory_format=torch.contiguous_format)
 
 
@@ -257,6 +267,7 @@ def _(
     budget: str,
     cap: float | None = None,
     sink: Tensor | None = None,
+    heads: int | None = None,
 ) -> Tensor:
-    groups = 1 if policies.specified(policy).heads == "shared" else key.shape[1]
+    groups = 1 if policies.specified(policy).heads == "shared" else key.shape[1] if heads is None else heads
     return query.new_empty((key.shape[0], groups, key.shape[2]), dtype=torch.float32)

@@ -13,6 +13,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from kvpass.expansion import Expansion, cut_expansion
 from kvpass.instantiate import RotarySlice
 from kvpass.match import AttentionSite
 from kvpass.policies.base import Attention
@@ -56,10 +57,12 @@ class ReferenceRewriter(StepRewriter):
         real = self._real_now(site, mask)
         stored = self._rotary(layer).raw if self.ranked else site.key
         angles, turn = (list(rotary.angles.bound), list(rotary.turn.bound)) if rotary else ([], [])
-        function = _call(site, self.layouts[layer], mask, rotary, len(angles))
+        expansion = cut_expansion(self.gm, site, self.sizes)
+        function = _call(site, self.layouts[layer], mask, rotary, len(angles), expansion)
         beside = () if site.sink is None else (site.sink,)
         nodes = (self.inputs[layer][0], site.query, site.key, stored, site.value, real)
-        arguments = (*nodes, mask.nodes if mask else [], angles + turn, *beside)
+        making = list(expansion.slice.bound) if expansion else []
+        arguments = (*nodes, mask.nodes if mask else [], angles + turn, making, *beside)
         with self.graph.inserting_before(site.call):
             out = self.graph.call_function(function, arguments)
         out.meta["example_value"] = site.call.meta["example_value"]
@@ -68,7 +71,12 @@ class ReferenceRewriter(StepRewriter):
 
 
 def _call(
-    site: AttentionSite, layout: Layout, mask: MaskOnSlots | None, rotary: RotarySlice | None, angles: int
+    site: AttentionSite,
+    layout: Layout,
+    mask: MaskOnSlots | None,
+    rotary: RotarySlice | None,
+    angles: int,
+    expansion: Expansion | None,
 ) -> Callable[..., Tensor]:
     """What runs in place of one attention call."""
 
@@ -81,6 +89,7 @@ def _call(
         real: Tensor,
         on_mask: list[Any],
         on_rotary: list[Any],
+        on_expansion: list[Any],
         sink: Tensor | None = None,
     ) -> Tensor:
         held, index = store.positions(), store.index()  # [B, H', N]
@@ -95,10 +104,12 @@ def _call(
         own = None if mask is None else mask.on_slots(places, position, layout.heads, on_mask)
         allowed, bias = _allowed(layout, held >= 0, real, own, query.shape[1])
         attended = torch.cat([keys, key.to(keys.dtype)], 2)
+        values = torch.cat([store.rows("value"), value.to(keys.dtype)], 2)
+        if expansion is not None:
+            attended, values = expansion.on_slots(attended, values, on_expansion)
         logits = attention_logits(query * store.temper(real), attended, allowed, bias, site.scale, site.cap)
         rows = _softmax(_plus(logits, store, layout.heads), sink)  # [B, Hq, q, N + q]
-        values = torch.cat([store.rows("value"), value.to(keys.dtype)], 2)
-        output = rows.to(values.dtype) @ values.repeat_interleave(query.shape[1] // layout.heads, 1)
+        output = rows.to(values.dtype) @ values.repeat_interleave(query.shape[1] // values.shape[1], 1)
         store.take(Chunk(stored, value, real, Attention()), rows, logits)
         return output
 

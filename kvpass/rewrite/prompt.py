@@ -93,7 +93,8 @@ def rewrite_prompt(
             if extras:
                 mask = None if site.mask is None else emit(moved[site.mask])
                 sink = None if site.sink is None else emit(moved[site.sink])
-                done.extras.append((emit(moved[site.query]), keys, mask, sink))
+                attended = emit(moved[site.attended_key]) if site.made else keys
+                done.extras.append((emit(moved[site.query]), attended, mask, sink))
     if policies[0].renumbers and graphs.expr(sites[0].queries) != 1:
         actual = dict(zip(graphs.placeholders(gm.graph), examples, strict=True))
         _renumber(gm, copy.graph, sites, moved, actual, policies[0], budget)
@@ -207,8 +208,9 @@ def _statistics(
     rows = graph.call_function(operator.getitem, (query, (slice(None), 0, slice(None), 0)))
     everyone = graph.call_function(torch.ones_like, (rows,), {"dtype": torch.bool})  # [B, q]
     real = everyone if real is None else graph.call_function(torch.logical_and, (real, everyone))
-    common = (query, moved[site.grown_key], mask, real, site.causal, site.scale)
-    beside = (site.cap, None if site.sink is None else moved[site.sink])
+    common = (query, moved[site.attended_key], mask, real, site.causal, site.scale)
+    heads = int(value(site.grown_key).shape[1])
+    beside = (site.cap, None if site.sink is None else moved[site.sink], heads)
     made: dict[Statistic, fx.Node] = {}
     if not policy.statistics.isdisjoint(statistics.SUMS):
         asked = (policy.observation, statistics.powers(policy))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from kvpass import compat, graphs, match
 from kvpass.errors import UnsupportedGraph
+from kvpass.expansion import Expansion, cut_expansion
 from kvpass.graphs import Sizes, placeholders, value
 from kvpass.instantiate import MaskSlice, RotarySlice, cut_mask, cut_rotary
 from kvpass.match import AttentionSite
@@ -224,23 +226,32 @@ class StepRewriter:
         site, layout = self.sites[layer], self.layouts[layer]
         mask, mask_key = self._mask(layer)
         rotary = self.pieces[layer] if self.pieces else None
+        expansion = cut_expansion(self.gm, site, self.sizes)
         real = self._real_now(site, mask)
         stored = self._rotary(layer).raw if self.ranked else site.key
-        table = self._table(rotary, layout.capacity) if rotary else []
-        sink = [] if site.sink is None else [site.sink]
-        turning = rotary.turn.bound if rotary else []
-        bound = [*(mask.nodes if mask else []), *table, *turning, *sink, *self.on_weights]
-        nodes = [*self.inputs[layer], site.query, stored if self.decodes else site.key, site.value, real, *bound]
+        groups = {
+            "slots": self.inputs[layer],
+            "new": [site.query, stored if self.decodes else site.key, site.value, real],
+            "mask": mask.nodes if mask else [],
+            "table": self._table(rotary, layout.capacity) if rotary else [],
+            "turn": rotary.turn.bound if rotary else (),
+            "expand": expansion.slice.bound if expansion else (),
+            "sink": [] if site.sink is None else [site.sink],
+            "weights": self.on_weights,
+        }
+        nodes = [node for group in groups.values() for node in group]
         key = (
             layout,
             self.slots[layer].capacity,
             mask_key,
             rotary and rotary.key,
-            (site.scale, site.cap, len(sink)),
+            expansion and expansion.slice.key,
+            (site.scale, site.cap, site.sink is None),
             *(str((self._shape(n), value(n).stride())) for n in nodes),
         )
         if key not in self._traced:
-            self._traced[key] = self._trace(layout, site, mask, rotary, nodes, len(self.inputs[layer]), len(table))
+            counts = {name: len(group) for name, group in groups.items()}
+            self._traced[key] = self._trace(_Layer(layout, site, mask, rotary, expansion), nodes, counts)
         with self.graph.inserting_before(site.call):
             out, *more = graphs.splice(self.gm, self._traced[key], nodes, site.call, f"kvpass_{layer}")
         out.meta["example_value"] = value(site.call)
@@ -249,35 +260,15 @@ class StepRewriter:
             return []
         return [stored, site.value, real, *more]
 
-    def _trace(
-        self,
-        layout: Layout,
-        site: AttentionSite,
-        mask: MaskOnSlots | None,
-        rotary: RotarySlice | None,
-        nodes: list[fx.Node],
-        state: int,
-        angles: int,
-    ) -> fx.GraphModule:
-        masks = len(mask.nodes) if mask else 0
-        names, heads, sweep = list(self.slots[self.layouts.index(layout)].state), layout.heads, self.sweep
-        own = len(nodes) - len(self.on_weights)
-        beside = own - (site.sink is not None)
+    def _trace(self, layer: _Layer, nodes: list[fx.Node], counts: dict[str, int]) -> fx.GraphModule:
+        layout, sweep = layer.layout, self.sweep
+        names = list(self.slots[self.layouts.index(layout)].state)
 
         def function(*tensors: Tensor) -> Any:
-            slots = Slots.of(list(tensors[:state]), names)
-            query, key, new_value, real = tensors[state : state + 4]
-            on_mask = list(tensors[state + 4 : state + 4 + masks])
-            table = list(tensors[state + 4 + masks : state + 4 + masks + angles])
-            on_rotary = list(tensors[state + 4 + masks + angles : beside])
-            here = Site(
-                site.scale,
-                None if mask is None else lambda index, place: mask.on_slots(index, place, heads, on_mask),
-                None if rotary is None else lambda keys, rank: rotary.on_slots(keys, rank, table, on_rotary),
-                tensors[own:],
-                site.cap,
-                tensors[beside] if beside < own else None,
-            )
+            given = _grouped(tensors, counts)
+            slots = Slots.of(given["slots"], names)
+            query, key, new_value, real = given["new"]
+            here = layer.site(given)
             if self.decodes:
                 return [decode_step(layout, here, slots, query, key, new_value, real[:, 0], sweep)]
             output, sums = extend_step(layout, here, slots, query, key, new_value, real)
@@ -515,6 +506,36 @@ class StepRewriter:
             f"({value(node) if graphs.is_size(node) else 'a tensor that grows with it'}); it is not a mask, a rotary "
             "embedding or position arithmetic that kvpass can express on slots"
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layer:
+    """What a layer's step is made of."""
+
+    layout: Layout
+    found: AttentionSite
+    mask: MaskOnSlots | None
+    rotary: RotarySlice | None
+    expansion: Expansion | None
+
+    def site(self, given: dict[str, list[Tensor]]) -> Site:
+        """The site, with the tensors that its parts read."""
+        mask, rotary, expansion, heads = self.mask, self.rotary, self.expansion, self.layout.heads
+        return Site(
+            scale=self.found.scale,
+            mask=mask and (lambda index, place: mask.on_slots(index, place, heads, given["mask"])),
+            rotate=rotary and (lambda keys, rank: rotary.on_slots(keys, rank, given["table"], given["turn"])),
+            weights=tuple(given["weights"]),
+            cap=self.found.cap,
+            sink=given["sink"][0] if given["sink"] else None,
+            expand=expansion and (lambda key, value: expansion.on_slots(key, value, given["expand"])),
+        )
+
+
+def _grouped(tensors: tuple[Tensor, ...], counts: dict[str, int]) -> dict[str, list[Tensor]]:
+    """Consecutive tensors by name."""
+    rest = iter(tensors)
+    return {name: list(itertools.islice(rest, count)) for name, count in counts.items()}
 
 
 def _with_number(arguments: Any, size: fx.Node, number: int) -> Any:
