@@ -30,11 +30,14 @@ class MaskSlice:
             the first key that the model stores, the number of real tokens up to it [1, 1], then one [B, 1]
             tensor for each of `columns`.
         columns: placeholders [B, past + new] that the mask reads, such as a padding mask.
+        wide: placeholders [..., past + new] of more dimensions that it reads, such as a mask that was made elsewhere;
+            among what the slice binds.
         shape: of the mask that one key gives, [B or 1, Hq or 1, q, 1].
     """
 
     slice: Slice
     columns: tuple[fx.Node, ...]
+    wide: tuple[fx.Node, ...]
 
     def on_slots(
         self,
@@ -105,21 +108,21 @@ def _by_row_and_head(inner: Tensor, heads: int) -> Tensor:
 
 
 def cut_mask(
-    gm: fx.GraphModule, mask: fx.Node, sizes: Sizes, counts: list[fx.Node], columns: list[fx.Node]
+    gm: fx.GraphModule, mask: fx.Node, sizes: Sizes, counts: list[fx.Node], columns: list[fx.Node], wide: list[fx.Node]
 ) -> MaskSlice:
     """Cut the mask out as a function of the key index.
 
     Args:
         counts: the key indices that it is computed from, see `match.iotas`.
-        columns: the inputs that it reads and that run over all tokens, see `match.key_columns`.
+        columns, wide: the inputs that it reads and that run over all tokens, see `match.key_columns`.
 
     Raises:
         UnsupportedGraph: it is not a function of the key index.
     """
     _check_not_overwritten(graphs.ancestors(mask))
-    if not counts and not columns:
+    if not counts and not columns and not wide:
         raise UnsupportedGraph("the attention mask grows with the cache but is not computed from a key index")
-    return MaskSlice(_KeyCutter(gm, sizes, counts, columns).cut(mask), tuple(columns))
+    return MaskSlice(_KeyCutter(gm, sizes, counts, columns, wide).cut(mask), tuple(columns), tuple(wide))
 
 
 def _check_not_overwritten(nodes: set[fx.Node]) -> None:
@@ -134,8 +137,10 @@ def _check_not_overwritten(nodes: set[fx.Node]) -> None:
 class _KeyCutter:
     """Copies the mask's subgraph, with the key index, and the cache's length standing at one key."""
 
-    def __init__(self, gm: fx.GraphModule, sizes: Sizes, counts: list[fx.Node], columns: list[fx.Node]) -> None:
-        self.gm, self.sizes = gm, sizes
+    def __init__(
+        self, gm: fx.GraphModule, sizes: Sizes, counts: list[fx.Node], columns: list[fx.Node], wide: list[fx.Node]
+    ) -> None:
+        self.gm, self.sizes, self.wide = gm, sizes, set(wide)
         self.graph = fx.Graph()
         self.index, self.storage = self.graph.placeholder("index"), self.graph.placeholder("storage")
         self.count = self.graph.placeholder("count")
@@ -144,7 +149,7 @@ class _KeyCutter:
         for env in self.places:
             env.update(inputs)
         self.columns = set(columns)
-        self.on_key = {*counts, *columns}
+        self.on_key = {*counts, *columns, *wide}
         self.on_column = set(columns)
         for node in gm.graph.nodes:
             if self.on_key.intersection(node.all_input_nodes):
@@ -167,6 +172,8 @@ class _KeyCutter:
             env[node] = 1 if self.sizes.is_total(node) else self.number(node)
         elif graphs.name_of(node) == "cumsum" and node in self.on_column:
             env[node] = self.counted(node)
+        elif node in self.wide:
+            env[node] = self.picked(node, storage)
         elif node not in self.on_key and not self.sizes.grown(value(node)):
             env[node] = self.places[1 - storage][node] = self.graph.placeholder(node.name)
             self.bound.append(node)
@@ -183,6 +190,12 @@ class _KeyCutter:
             if graphs.name_of(node) == "expand":
                 env[node].args = _expanded(node, env[node])
         return env[node]
+
+    def picked(self, node: fx.Node, storage: int) -> fx.Node:
+        """The key's column of an input that has one for every key."""
+        self.bound.append(node)
+        columns = self.graph.placeholder(node.name)
+        return self.graph.call_function(torch.index_select, (columns, -1, self.storage if storage else self.index))
 
     def counted(self, node: fx.Node) -> fx.Node:
         """A running sum over a padding mask, which counts the real tokens up to a key."""

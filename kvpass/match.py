@@ -415,11 +415,22 @@ def key_columns(nodes: set[fx.Node], actual: dict[fx.Node, Any], rows: int, tota
         actual: the value of each placeholder in this call.
         rows, total: B, and the tokens seen, the new ones included.
     """
-    return [
-        node
-        for node in nodes
-        if node.op == "placeholder"
-        and isinstance(actual.get(node), torch.Tensor)
-        and not isinstance(actual[node], torch.nn.Parameter)
-        and tuple(actual[node].shape) == (rows, total)
-    ]
+    return [node for node in nodes if _is_input(node, actual) and tuple(actual[node].shape) == (rows, total)]
+
+
+def wide_columns(nodes: set[fx.Node], actual: dict[fx.Node, Any], sizes: graphs.Sizes) -> list[fx.Node]:
+    """The inputs [..., past and new tokens] of three or four dimensions, such as a mask that came from elsewhere."""
+    inputs = [node for node in nodes if may_be_wide(node) and _is_input(node, actual)]
+    return [n for n in inputs if sizes.is_total(value(n).shape[-1]) and not any(map(sizes.grows, value(n).shape[:-1]))]
+
+
+def may_be_wide(node: fx.Node) -> bool:
+    """Whether an input of three or four dimensions has a last one that is symbolic."""
+    if node.op != "placeholder" or not is_tensor(node) or value(node).ndim not in (3, 4):
+        return False
+    return isinstance(value(node).shape[-1], torch.SymInt)
+
+
+def _is_input(node: fx.Node, actual: dict[fx.Node, Any]) -> bool:
+    given = actual.get(node)
+    return node.op == "placeholder" and isinstance(given, torch.Tensor) and not isinstance(given, torch.nn.Parameter)

@@ -11,7 +11,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass import budget as budgets
-from kvpass import compat, graphs
+from kvpass import compat, graphs, match
 from kvpass.errors import BudgetError, CacheHandleError, PolicyError, UnsupportedGraph
 from kvpass.graphs import Sizes
 from kvpass.handle import LayerCache, current
@@ -19,7 +19,7 @@ from kvpass.match import AttentionSite
 from kvpass.policies.base import Attention, Plan, Policy
 from kvpass.policies.window import Window
 from kvpass.rewrite.prompt import rewrite_prompt
-from kvpass.rewrite.step import StepRewrite
+from kvpass.rewrite.step import StepRewrite, room_for
 from kvpass.slots import Chunk, Layout, Slots, admit
 from kvpass.statistics import as_attention
 
@@ -223,6 +223,7 @@ class StepRunner:
         self.pasts = [(holders.index(s.past_key), holders.index(s.past_value)) for s in self.sites]  # type: ignore[arg-type]
         self.sizes = _free_sizes(self.gm, self.sites)
         self.counters = _counters(self.gm)
+        self.wide = [place for place, node in enumerate(holders) if match.may_be_wide(node)]
         self.distances: dict[int, int] = {}
         self.readings: dict[Any, Sizes] = {}
         self.compiled: dict[Any, tuple[StepRewrite, compat.Compiled]] = {}
@@ -240,11 +241,12 @@ class StepRunner:
             for cache in caches:
                 cache.slots.prepare(torch.ones(cache.layout.rows, queries, dtype=torch.bool))
         sweep, clocks = _tick(caches) if queries == 1 else (False, [cache.clocks for cache in caches])
-        key = (numbers, counters, windows, sweep, *((cache.layout, cache.slots.capacity) for cache in caches))
+        key = (numbers, counters, windows, self._room(arguments), sweep, *((cache.layout, cache.slots.capacity) for cache in caches))
         if key not in self.compiled:
             self.compiled[key] = self._specialise(caches, arguments, sizes, windows, sweep)
         rewrite, run = self.compiled[key]
         flat = rewrite.flat([cache.slots for cache in caches], arguments)
+        grown = rewrite.beside(*arguments) if rewrite.beside else ()
         for cache in caches:
             cache.broken = True
         results = run(*flat)
@@ -255,7 +257,11 @@ class StepRunner:
         for cache in caches:
             cache.broken = False
             cache.seen += queries
-        return self._outputs(rewrite, results, caches)
+        return self._outputs(rewrite, results, grown, caches)
+
+    def _room(self, arguments: tuple[Any, ...]) -> tuple[int, ...]:
+        """The columns for which there is room in masks that come from elsewhere, see `rewrite.step.padded`."""
+        return tuple(room_for(arguments[place].shape[-1]) for place in self.wide)
 
     def _cache(self, arguments: tuple[Any, ...], places: tuple[int, int]) -> LayerCache:
         cache = current(arguments[places[0]], self.backend)
@@ -304,8 +310,12 @@ class StepRunner:
         flat = rewrite.flat(slots, arguments)
         return rewrite, self.backend.compile_step(rewrite.gm, flat, layouts[0].ranked)
 
-    def _outputs(self, rewrite: StepRewrite, results: Sequence[Any], caches: list[LayerCache]) -> tuple[Any, ...]:
+    def _outputs(
+        self, rewrite: StepRewrite, results: Sequence[Any], grown: Sequence[Any], caches: list[LayerCache]
+    ) -> tuple[Any, ...]:
         outputs = [None if place is None else results[place] for place in rewrite.outputs]
+        for place, result in zip(rewrite.grown, grown, strict=True):
+            outputs[place] = result
         for place, beyond in rewrite.lengths.items():
             outputs[place] = caches[0].seen - rewrite.queries + beyond
         for site, cache in zip(self.sites, caches, strict=True):

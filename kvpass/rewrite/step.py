@@ -31,14 +31,17 @@ class StepRewrite:
     """A step graph on slots.
 
     Attributes:
-        gm: takes the slots' tensors of every layer, the `weights`, then `columns`, then the `inputs`.
+        gm: takes the slots' tensors of every layer, the `weights`, then `columns`, `wide` and the `inputs`.
         weights: the policy's own, on the device of the slots.
         inputs: which of Dynamo's arguments it still takes.
         loose: which of those came with strides that may change from call to call.
         columns: which of Dynamo's arguments it takes the last q columns of.
+        wide: which of them it takes with room for more columns.
         outputs: for each output of the original graph its place in the rewritten one's, None for a cache.
         lengths: outputs of the original graph that are the tokens seen before, plus a number.
         chunks: for each site of an extend graph the places of stored key, value, real and statistics.
+        beside: computes, from Dynamo's arguments and uncompiled, the `grown` outputs of the original graph: those
+            that grow with the cache, such as a mask that another graph goes on with.
     """
 
     gm: fx.GraphModule
@@ -46,10 +49,13 @@ class StepRewrite:
     inputs: list[int]
     loose: set[int]
     columns: list[int]
+    wide: list[int]
     queries: int
     outputs: list[int | None]
     lengths: dict[int, int]
     chunks: list[list[int]]
+    beside: fx.GraphModule | None
+    grown: list[int]
 
     def flat(self, slots: list[Slots], arguments: tuple[Any, ...]) -> list[Any]:
         """The rewritten graph's arguments, from the slots and from Dynamo's arguments."""
@@ -57,9 +63,21 @@ class StepRewrite:
         flat: list[Any] = [tensor for layer in slots for tensor in layer.tensors()]
         flat += self.weights
         flat += [arguments[place][:, -self.queries :].clone(memory_format=dense) for place in self.columns]
+        flat += [padded(arguments[place]) for place in self.wide]
         for place in self.inputs:
             flat.append(arguments[place].clone(memory_format=dense) if place in self.loose else arguments[place])
         return flat
+
+
+def padded(columns: Tensor) -> Tensor:
+    """[..., S] as [..., N] with N = `room_for(S)`, zero behind."""
+    count = columns.shape[-1]
+    return torch.nn.functional.pad(columns, (0, room_for(count) - count))
+
+
+def room_for(columns: int) -> int:
+    """A power of two, above any small number of columns."""
+    return max(64, 1 << columns.bit_length())
 
 
 class StepRewriter:
@@ -79,7 +97,7 @@ class StepRewriter:
     ) -> None:
         """`seen` is the tokens before this call, `windows` how many of them the model stores if not all."""
         copy, moved = compat.copy_graph_module(gm)
-        self.gm, self.graph = copy, copy.graph
+        self.original, self.gm, self.graph = gm, copy, copy.graph
         self.sites = [site.moved(moved) for site in sites]
         self.layouts, self.slots = layouts, slots
         self.holders = placeholders(self.graph)
@@ -95,6 +113,7 @@ class StepRewriter:
         self._firsts: dict[int, fx.Node] = {}
         self._traced: dict[Any, fx.GraphModule] = {}
         self._columns: dict[fx.Node, fx.Node] = {}
+        self._wide: dict[fx.Node, fx.Node] = {}
         self._real: dict[fx.Node | None, fx.Node] = {}
         self._tables: dict[Any, list[fx.Node]] = {}
 
@@ -304,12 +323,14 @@ class StepRewriter:
             behind = graphs.ancestors(site.mask)
             columns = match.key_columns(behind, self.actual, self.rows, self.seen + self.queries)
             counts = [count for count in self.counts[window] if count in behind]
-            self._masks[site.mask] = cut_mask(self.gm, site.mask, self.sizes, counts, columns)
+            wide = match.wide_columns(behind, self.actual, self.sizes)
+            self._masks[site.mask] = cut_mask(self.gm, site.mask, self.sizes, counts, columns, wide)
         piece = self._masks[site.mask]
         for column in piece.columns:
             self._column(column)
+        bound = [self._padded(node) if node in piece.wide else node for node in piece.slice.bound]
         first = [] if window is None else [self._first_stored(window)]
-        nodes = [*first, *(self._columns[c] for c in piece.columns), *piece.slice.bound]
+        nodes = [*first, *(self._columns[c] for c in piece.columns), *bound]
         return SlicedMask(nodes, self.queries, piece, bool(first)), (piece.slice.key, bool(first))
 
     def _first_stored(self, window: int) -> fx.Node:
@@ -330,6 +351,15 @@ class StepRewriter:
             compat.as_new_input(node, example, in_place=False)
             self._columns[holder] = node
         return self._columns[holder]
+
+    def _padded(self, holder: fx.Node) -> fx.Node:
+        """A new input: one that runs over all tokens, with room for more, so that its shape seldom changes."""
+        if holder not in self._wide:
+            with self.graph.inserting_after(self.holders[-1]):
+                node = self.graph.placeholder(f"{holder.name}_padded")
+            compat.as_new_input(node, padded(self.actual[holder]).to("meta"), in_place=False)
+            self._wide[holder] = node
+        return self._wide[holder]
 
     def _real_now(self, site: AttentionSite, mask: MaskOnSlots | None) -> fx.Node:
         """bool [B, q]: which of the new tokens are not padding."""
@@ -448,9 +478,14 @@ class StepRewriter:
             for place, out in enumerate(originals)
             if graphs.is_size(out) and self.sizes.grows(out)
         }
-        kept = [out for place, out in enumerate(originals) if place not in caches and place not in lengths]
+        grown = [
+            place
+            for place, out in enumerate(originals)
+            if place not in caches and graphs.is_tensor(out) and self.sizes.grown(value(out))
+        ]
+        gone = {*caches, *lengths, *grown}
+        kept = [out for place, out in enumerate(originals) if place not in gone]
         places = iter(range(len(kept)))
-        gone = caches | lengths.keys()
         mapping = [None if place in gone else next(places) for place in range(len(originals))]
         chunk_places = []
         for chunk in chunks:
@@ -462,10 +497,33 @@ class StepRewriter:
         columns = [self.holders.index(holder) for holder in self._columns]
         loose = {place for place in inputs if _loose(value(self.holders[place]))}
         self.gm.recompile()
-        places_of_chunks = chunk_places if any(chunk_places) else []
+        wide = [self.holders.index(holder) for holder in self._wide]
         return StepRewrite(
-            self.gm, self.weights, inputs, loose, columns, self.queries, mapping, lengths, places_of_chunks
+            gm=self.gm,
+            weights=self.weights,
+            inputs=inputs,
+            loose=loose,
+            columns=columns,
+            wide=wide,
+            queries=self.queries,
+            outputs=mapping,
+            lengths=lengths,
+            chunks=chunk_places if any(chunk_places) else [],
+            beside=self._beside(grown) if grown else None,
+            grown=grown,
         )
+
+    def _beside(self, places: list[int]) -> fx.GraphModule:
+        """What computes the outputs that grow with the cache."""
+        copy, _ = compat.copy_graph_module(self.original)
+        outputs = graphs.results(copy.graph)
+        copy.graph.output_node().args = (tuple(outputs[place] for place in places),)
+        graphs.eliminate_dead(copy.graph)
+        calls = [node for node in copy.graph.nodes if node.name in {site.call.name for site in self.sites}]
+        if calls:
+            self._refuse_growth(outputs[places[0]])
+        copy.recompile()
+        return copy
 
     def _sweep(self) -> None:
         """Remove what is dead, turn the remaining sizes into numbers, and check that nothing grows any more."""
@@ -491,7 +549,8 @@ class StepRewriter:
 
     def _order_inputs(self) -> None:
         """Slots first, then columns, then what is left of the original inputs."""
-        wanted = [*(n for nodes in self.inputs for n in nodes), *self.on_weights, *self._columns.values()]
+        wanted = [*(n for nodes in self.inputs for n in nodes), *self.on_weights]
+        wanted += [*self._columns.values(), *self._wide.values()]
         wanted += [holder for holder in self.holders if holder in set(placeholders(self.graph))]
         first = next(iter(self.graph.nodes))
         for node in wanted:
