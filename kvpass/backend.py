@@ -53,7 +53,7 @@ class Backend:
         gm, _ = compat.copy_graph_module(gm)  # finding attention calls adds nodes
         carried = {n for n, e in zip(graphs.placeholders(gm.graph), examples, strict=True) if isinstance(e, Handle)}
         found = match.find(gm, carried)
-        sites = [f.site for f in found if f.site is not None]
+        sites = match.by_cache(found)
         self._record(found, sites, carried)
         left = self._left_alone(found, carried)
         if left or not sites:
@@ -123,10 +123,13 @@ class Backend:
         made = [site for site in sites if site.made]
         if made:
             return self._absolute(made[0], "the keys are computed from what is cached, which holds turned ones already")
-        without = [site for site in sites if match.find_rotary(gm, site) is None]
-        if not without:
-            return True
-        return self._absolute(without[0], "the keys carry no rotary embedding that can be told apart")
+        for site in sites:
+            rotary = match.find_rotary(gm, site)
+            if rotary is None:
+                return self._absolute(site, "the keys carry no rotary embedding that can be told apart")
+            if not rotary.counts_tokens(site):
+                return self._absolute(site, "a token has several positions at once")
+        return True
 
     def _absolute(self, site: match.AttentionSite, why: str) -> bool:
         """Stay with absolute positions, unless the user asked for others."""

@@ -3,6 +3,9 @@
 The cache of such a layer holds a latent vector and a shared key for each token, and the model makes the keys and
 values of all heads from them.  The subgraph that does so is cut out and applied to slots at read, under `vmap` as in
 `kvpass.instantiate`; the slots hold what the model caches and are no larger.
+
+Which query heads such a cache belongs to cannot be said in general, so that all its heads keep the same tokens: they
+are joined into one.
 """
 
 from __future__ import annotations
@@ -19,24 +22,32 @@ from kvpass.graphs import Sizes, Slice, value
 from kvpass.match import AttentionSite
 
 
+def joined(rows: Tensor) -> Tensor:
+    """[B, h, N, D] as [B, 1, N, h * D]."""
+    return rows.transpose(1, 2).flatten(2)[:, None]
+
+
 @dataclasses.dataclass(frozen=True)
 class Expansion:
     """From what is cached to what is attended to.
 
     Attributes:
         slice: inputs are the cached pair of one token, [B, h, 1, D'] and [B, h, 1, Dv'].
+        heads: h.
     """
 
     slice: Slice
+    heads: int
 
     def on_slots(self, key: Tensor, value: Tensor, bound: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """[B, h, N, D'] and [B, h, N, Dv'] -> the keys [B, Ha, N, D] and values [B, Ha, N, Dv] that attention sees."""
+        """[B, 1, N, h * D'] and [B, 1, N, h * Dv'] -> keys [B, Ha, N, D] and values [B, Ha, N, Dv] for attention."""
 
         def one(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-            keys, values = self.slice.module(key[:, :, None], value[:, :, None], *bound)
+            pair = [torch.unflatten(x, -1, (self.heads, -1))[:, :, None] for x in (key, value)]  # [B, h, 1, D']
+            keys, values = self.slice.module(*pair, *bound)
             return keys[:, :, 0], values[:, :, 0]
 
-        expanded: tuple[Tensor, Tensor] = torch.vmap(one, in_dims=2, out_dims=2)(key, value)
+        expanded: tuple[Tensor, Tensor] = torch.vmap(one, in_dims=1, out_dims=2)(key[:, 0], value[:, 0])
         return expanded
 
 
@@ -55,13 +66,13 @@ def cut_expansion(gm: fx.GraphModule, site: AttentionSite, sizes: Sizes) -> Expa
     def number(node: fx.Node) -> int:
         return 1 if sizes.is_total(node) else sizes.fixed(node)
 
-    return Expansion(graphs.cut(gm, made, stored, number, reader=site.call))
+    return Expansion(graphs.cut(gm, made, stored, number, reader=site.call), value(site.grown_key).shape[1])
 
 
 _PER_TOKEN = frozenset(
     {"view", "reshape", "transpose", "permute", "expand", "unsqueeze", "squeeze", "flatten", "unflatten", "contiguous",
      "split", "chunk", "getitem", "new_empty", "empty_like", "copy_", "setitem", "cat", "to", "float", "type_as", "add",
-     "mul", "rsqrt", "pow", "neg", "clone", "repeat_interleave"}
+     "mul", "rsqrt", "pow", "neg", "clone", "repeat", "repeat_interleave"}
 )  # fmt: skip
 _ALONG_LAST = frozenset({"linear", "mean", "rms_norm", "layer_norm"})
 

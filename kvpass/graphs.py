@@ -146,9 +146,14 @@ def writes(node: fx.Node) -> bool:
     return name in _AUGMENTED or (name.endswith("_") and not name.endswith("__") and not of_operators)
 
 
-def overwritten(nodes: set[fx.Node]) -> fx.Node | None:
-    """A node that writes to one of `nodes` and is not among them, so that they do not say what is computed."""
-    return next((u for n in nodes for u in n.users if writes(u) and u.args[0] is n and u not in nodes), None)
+def overwritten(nodes: set[fx.Node], since: fx.Node | None = None) -> fx.Node | None:
+    """A node that writes to one of `nodes` and is not among them, so that they do not say what is computed.
+
+    Args:
+        since: look only at what comes after this node.
+    """
+    writers = [u for n in nodes for u in n.users if writes(u) and u.args[0] is n and u not in nodes]
+    return next((writer for writer in writers if since is None or since < writer), None)
 
 
 def eliminate_dead(graph: fx.Graph) -> None:

@@ -28,6 +28,8 @@ class LayerCache:
         backend: what made it; another backend refuses to go on with it.
         layout, slots: the buffers; `slots` is a ReferenceLayer with `inner="reference"`.
         seen: tokens seen, padding included; the host's copy of `slots.length`.
+        heads: the heads that the model believes to be stored; the layout has one in which all are joined where
+            keys are computed from what is stored.
         window: how many of the last tokens the model believes to be stored, None for all.
         limit: the layer's own budget.
         clocks: what the host counts for each row, see `Policy.clock`; empty for most policies.
@@ -39,6 +41,7 @@ class LayerCache:
     layout: Layout
     slots: Any
     seen: int
+    heads: int
     window: int | None = None
     limit: int = 0
     clocks: tuple[Any, ...] = ()
@@ -53,7 +56,8 @@ class LayerCache:
 
     def handles(self) -> tuple[Handle, Handle]:
         """The handles of K and V as of now."""
-        return Handle.of(self, self.layout.key_dim), Handle.of(self, self.layout.value_dim)
+        joined = self.heads // self.layout.heads
+        return Handle.of(self, self.layout.key_dim // joined), Handle.of(self, self.layout.value_dim // joined)
 
     def select(self, operation: str, argument: Any, apply: Callable[[Tensor], Tensor]) -> LayerCache:
         """The conversation with its rows picked anew; asked for K and then for V, it is made once.
@@ -91,7 +95,7 @@ class Handle(Tensor):
     def of(cache: LayerCache, dim: int) -> Handle:
         layout = cache.layout
         nothing = torch.full((1,), torch.nan, dtype=layout.dtype, device=layout.device)
-        handle = nothing.expand(layout.rows, layout.heads, cache.stored, dim).as_subclass(Handle)
+        handle = nothing.expand(layout.rows, cache.heads, cache.stored, dim).as_subclass(Handle)
         handle.cache, handle.seen = cache, cache.seen
         if cache.stored == cache.seen:
             compat.mark_growing(handle)
@@ -229,7 +233,7 @@ def current(value: Any, backend: Any) -> LayerCache:
     cache = value.cache
     if cache.broken:
         raise CacheHandleError("an earlier step on this cache was interrupted by an error; start again from the prompt")
-    if tuple(value.shape[:3]) != (cache.layout.rows, cache.layout.heads, cache.stored):
+    if tuple(value.shape[:3]) != (cache.layout.rows, cache.heads, cache.stored):
         raise CacheHandleError(f"a cache handle of shape {tuple(value.shape)} does not fit its slots {cache.layout}")
     if cache.backend.family != backend.family:
         raise CacheHandleError(f"this cache was made by {cache.backend} and cannot go on under {backend}")

@@ -119,19 +119,21 @@ def cut_mask(
     Raises:
         UnsupportedGraph: it is not a function of the key index.
     """
-    _check_not_overwritten(graphs.ancestors(mask))
+    behind = graphs.ancestors(mask)
+    _check_not_overwritten(graphs.dependent(gm.graph, behind, [*counts, *columns, *wide]), behind - set(columns), mask)
     if not counts and not columns and not wide:
         raise UnsupportedGraph("the attention mask grows with the cache but is not computed from a key index")
     return MaskSlice(_KeyCutter(gm, sizes, counts, columns, wide).cut(mask), tuple(columns), tuple(wide))
 
 
-def _check_not_overwritten(nodes: set[fx.Node]) -> None:
-    writer = graphs.overwritten(nodes)
-    if writer is not None:
-        raise UnsupportedGraph(
-            f"{graphs.source_line(writer)}: {graphs.name_of(writer)!r} writes in place to what an attention mask or "
-            "a rotary embedding is computed from, and such a computation cannot be moved onto slots"
-        )
+def _check_not_overwritten(moved: set[fx.Node], behind: set[fx.Node], result: fx.Node) -> None:
+    """Refuse writes in place that a copy of `moved` would miss, or that come after what is read of `behind`."""
+    for writer in (graphs.overwritten(moved), graphs.overwritten(behind, since=result)):
+        if writer is not None:
+            raise UnsupportedGraph(
+                f"{graphs.source_line(writer)}: {graphs.name_of(writer)!r} writes in place to what an attention mask "
+                "or a rotary embedding is computed from, and such a computation cannot be moved onto slots"
+            )
 
 
 class _KeyCutter:
@@ -303,7 +305,8 @@ def cut_rotary(gm: fx.GraphModule, site: match.AttentionSite, rotary: match.Rota
             raise UnsupportedGraph(f"the rotary embedding uses the cache's length, {value(node)}, as a size")
         return sizes.fixed(node)
 
-    _check_not_overwritten(graphs.ancestors(site.key, stop={rotary.raw}))
+    behind = graphs.behind([site.key], {rotary.raw})
+    _check_not_overwritten(graphs.dependent(gm.graph, behind, [rotary.raw, rotary.position]), behind, site.key)
     angles = _angles(gm, site.key, rotary)
     turn = graphs.cut(gm, [site.key], [rotary.raw, *angles], number, unpack=True)
     shape = tuple(sizes.fixed(size) for size in value(rotary.position).shape)
@@ -317,7 +320,7 @@ def cut_rotary(gm: fx.GraphModule, site: match.AttentionSite, rotary: match.Rota
 
 def _angles(gm: fx.GraphModule, key: fx.Node, rotary: match.Rotary) -> list[fx.Node]:
     """The tensors that depend on positions alone and that the key is turned with."""
-    rest = graphs.ancestors(key, stop={rotary.raw})
+    rest = graphs.behind([key], {rotary.raw})
     on_position = graphs.dependent(gm.graph, rest, [rotary.position])
     on_key = graphs.dependent(gm.graph, rest | {rotary.raw}, [rotary.raw])
     return [n for n in gm.graph.nodes if n in on_position - on_key and any(user in on_key for user in n.users)]

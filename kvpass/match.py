@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+import sympy  # type: ignore[import-untyped]
 import torch
 import torch.fx as fx
 
@@ -57,6 +58,7 @@ class AttentionSite:
         cap, sink: see `kvpass.calls.Call`.
         made: the keys and values that attention sees, [B, Ha, past + q, D], where they are computed from the grown
             ones; None where they are these.
+        readers: later attention calls on the same cache, such as those of layers that share it.
     """
 
     call: fx.Node
@@ -76,6 +78,12 @@ class AttentionSite:
     cap: float | None = None
     sink: fx.Node | None = None
     made: tuple[fx.Node, fx.Node] | None = None
+    readers: tuple[AttentionSite, ...] = ()
+
+    @property
+    def all(self) -> tuple[AttentionSite, ...]:
+        """The site and its readers."""
+        return (self, *self.readers)
 
     @property
     def attended_key(self) -> fx.Node:
@@ -92,6 +100,7 @@ class AttentionSite:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         there: dict[str, Any] = {name: to[v] if isinstance(v, fx.Node) else v for name, v in fields.items()}
         there["made"] = self.made and (to[self.made[0]], to[self.made[1]])
+        there["readers"] = tuple(reader.moved(to) for reader in self.readers)
         return AttentionSite(**there)
 
 
@@ -124,7 +133,10 @@ def find(gm: fx.GraphModule, carried: set[fx.Node]) -> list[Found]:
     made = calls.find(gm)
     ends = {call.node for call in made}
     updates = [node for node in gm.graph.nodes if _grows_a_cache(node, outputs)]
-    found = [_examine(call, ends, outputs, updates, carried) for call in made]
+    found: list[Found] = []
+    for call in made:
+        known = {f.site.keys_out for f in found if f.site}
+        found.append(_examine(call, ends, outputs, updates, carried, known))
     used = {node for f in found if f.site for node in (f.site.grown_key, f.site.grown_value)}
     refused_at = {f.node for f in found if f.refusal}
     for update in updates:
@@ -133,6 +145,15 @@ def find(gm: fx.GraphModule, carried: set[fx.Node]) -> list[Found]:
             found.append(Found(update, refusal=refusal))
     found += _unused_handles(found, carried)
     return found
+
+
+def by_cache(found: list[Found]) -> list[AttentionSite]:
+    """The first site of each cache, with the others on that cache as its readers."""
+    sites: dict[int, list[AttentionSite]] = {}
+    for f in found:
+        if f.site is not None:
+            sites.setdefault(f.site.keys_out, []).append(f.site)
+    return [dataclasses.replace(first, readers=tuple(rest)) for first, *rest in sites.values()]
 
 
 def _unused_handles(found: list[Found], carried: set[fx.Node]) -> list[Found]:
@@ -194,7 +215,12 @@ def _cat_parts(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _examine(
-    call: Call, ends: set[fx.Node], outputs: dict[fx.Node, int], updates: list[fx.Node], carried: set[fx.Node]
+    call: Call,
+    ends: set[fx.Node],
+    outputs: dict[fx.Node, int],
+    updates: list[fx.Node],
+    carried: set[fx.Node],
+    known: set[int],
 ) -> Found:
     behind = ancestors(call.key, stop=ends) | ancestors(call.value, stop=ends)
     near = _unprojected(call.key, ends) | _unprojected(call.value, ends)
@@ -209,7 +235,7 @@ def _examine(
                 f"its cache is updated at {line} in a way that is not a concatenation along dimension -2 of "
                 "[B, H, S, D]; a preallocated cache such as StaticCache has to give way to a growing one (DynamicCache)"
             )
-        site = _site(call, ends, outputs)
+        site = _site(call, ends, outputs, known)
     except _Refused as why:
         return Found(call.node, refusal=str(why)) if cached else Found(call.node)
     return Found(call.node, site=site)
@@ -244,7 +270,7 @@ def _overwrites(user: fx.Node, cache: fx.Node) -> bool:
     return graphs.writes(user) and user.args[0] is cache and is_tensor(cache) and value(cache).ndim >= 3
 
 
-def _site(call: Call, ends: set[fx.Node], outputs: dict[fx.Node, int]) -> AttentionSite:
+def _site(call: Call, ends: set[fx.Node], outputs: dict[fx.Node, int], known: set[int]) -> AttentionSite:
     made = None
     try:
         grown_key, past_key, key = _origin(call.key, outputs)
@@ -261,7 +287,7 @@ def _site(call: Call, ends: set[fx.Node], outputs: dict[fx.Node, int]) -> Attent
     values_out, value_window = _place(grown_value, outputs)
     if window != value_window:
         raise _Refused(f"the last {window} keys are stored and the last {value_window} values")
-    _check(call, key, past_key)
+    _check(call, key, past_key, reader=keys_out in known)
     return AttentionSite(
         call.node, call.query, key, val, past_key, past_value, grown_key, grown_value, call.mask, call.scale,
         call.causal, keys_out, values_out, window, call.cap, call.sink, made,
@@ -273,14 +299,11 @@ Origin = tuple[fx.Node, fx.Node | None, fx.Node]
 
 
 def _stored_behind(call: Call, ends: set[fx.Node], outputs: dict[fx.Node, int]) -> tuple[Origin, Origin] | None:
-    """The two caches that key and value are computed from, in the order in which the model stores them.
-
-    They must have a single head: of several it could not be said which query heads belong to which.
-    """
+    """The two caches that key and value are computed from, in the order in which the model's code grows them."""
     near = graphs.behind([call.key, call.value], ends, call.node)
-    grown = [node for node in near if _grows_a_cache(node, outputs) and _stored(node, outputs) is not None]
-    grown.sort(key=lambda node: _place(node, outputs)[0])
-    if len(grown) != 2 or any(value(node).shape[1] != 1 for node in grown):
+    updates = [node for node in call.node.graph.nodes if node in near and _grows_a_cache(node, outputs)]
+    grown = [node for node in updates if _stored(node, outputs) is not None]
+    if len(grown) != 2:
         return None
     first, second = (_origin(node, outputs) for node in grown)
     return first, second
@@ -293,7 +316,7 @@ def _place(grown: fx.Node, outputs: dict[fx.Node, int]) -> tuple[int, int | None
     return stored
 
 
-def _check(call: Call, key: fx.Node, past: fx.Node | None) -> None:
+def _check(call: Call, key: fx.Node, past: fx.Node | None, reader: bool) -> None:
     query = call.query
     if call.dropout:
         raise _Refused(f"attention with dropout {call.dropout}: the model is in training mode")
@@ -301,7 +324,7 @@ def _check(call: Call, key: fx.Node, past: fx.Node | None) -> None:
         raise _Refused(f"the cache holds {value(key).dtype}, which is not floating-point")
     if value(query).ndim != 4 or value(key).ndim != 4:
         raise _Refused(f"queries of shape {tuple(value(query).shape)} are not [B, Hq, q, D]")
-    if expr(value(query).shape[2]) != expr(value(key).shape[2]):
+    if not reader and expr(value(query).shape[2]) != expr(value(key).shape[2]):
         raise _Refused("there are not as many new keys as queries")
     if past is not None and call.causal and expr(value(query).shape[2]) != 1:
         raise _Refused("is_causal with a past and several queries aligns the mask to the first key")
@@ -326,8 +349,7 @@ def _origin(node: fx.Node, outputs: dict[fx.Node, int]) -> Origin:
         if seen_output is None:
             raise _Refused(
                 f"its key or value comes from {graphs.name_of(node)!r} ({graphs.source_line(node)}), which is no "
-                "concatenation with the past, and is not computed from two caches of one head each, as in multi-head "
-                "latent attention"
+                "concatenation with the past, and is not computed from one cached pair"
             )
         return seen_output, None, seen_output
     if expr(value(node).shape[2]) != expr(rows) or expr(value(node).shape[-1]) != expr(width):
@@ -348,6 +370,12 @@ class Rotary:
 
     raw: fx.Node
     position: fx.Node
+
+    def counts_tokens(self, site: AttentionSite) -> bool:
+        """Whether a token has one position, and not several as in images."""
+        rows, queries = (expr(value(site.query).shape[dim]) for dim in (0, 2))
+        count = expr(value(self.position).numel())
+        return bool(sympy.simplify(count - queries) == 0 or sympy.simplify(count - rows * queries) == 0)
 
 
 def find_rotary(gm: fx.GraphModule, site: AttentionSite) -> Rotary | None:

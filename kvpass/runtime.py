@@ -13,6 +13,7 @@ from torch import Tensor
 from kvpass import budget as budgets
 from kvpass import compat, graphs, match
 from kvpass.errors import BudgetError, CacheHandleError, PolicyError, UnsupportedGraph
+from kvpass.expansion import joined
 from kvpass.graphs import Sizes
 from kvpass.handle import LayerCache, current
 from kvpass.match import AttentionSite
@@ -37,9 +38,11 @@ class PromptLayer:
         chunk: all its tokens.
         extras: the query, the attended keys, the mask and the sink, which a reference wants.
         window: how many of the last tokens the model stores, None for all.
+        heads: of the model's cache.
     """
 
     policy: Policy
+    heads: int
     window: int | None
     chunk: Chunk
     extras: tuple[Any, ...] | None
@@ -103,7 +106,10 @@ class PromptRunner:
         extras = None
         if places.extras:
             extras = tuple(None if place is None else results[place] for place in places.extras[i])
-        return PromptLayer(self.policies[i], site.window, Chunk(key, value, real, attention), extras)
+        heads = key.shape[1]
+        if site.made:
+            key, value = joined(key), joined(value)
+        return PromptLayer(self.policies[i], heads, site.window, Chunk(key, value, real, attention), extras)
 
     def _new(self, results: list[Any], i: int, real: Tensor) -> Tensor:
         """Those of `real` that are queries: all, unless a past was adopted."""
@@ -153,6 +159,7 @@ class PromptRunner:
         budget, plan = planned
         chunk = layer.chunk
         rows, heads, count, dim = chunk.key.shape
+        shown = layer.heads
         layout = Layout(
             policy=layer.policy,
             budget=budget,
@@ -171,11 +178,11 @@ class PromptRunner:
             from kvpass.reference.layer import take_prompt  # the compiled path knows nothing of references
 
             store: Any = take_prompt(layout, layer, self.sites[number], plan.budget)
-            return LayerCache(self.backend, layout, store, count, layer.window, notes=notes)
+            return LayerCache(self.backend, layout, store, count, shown, layer.window, notes=notes)
         slots = admit(layout, None, chunk, plan.budget)
         _keep_address(slots)
         clocks = tuple(layer.policy.clock((), n, plan.budget) for n in _counts(layer.policy, chunk.real))
-        return LayerCache(self.backend, layout, slots, count, layer.window, plan.budget, clocks, notes=notes)
+        return LayerCache(self.backend, layout, slots, count, shown, layer.window, plan.budget, clocks, notes=notes)
 
 
 def _within_window(layer: PromptLayer, budget: int) -> PromptLayer:
@@ -221,10 +228,10 @@ class StepRunner:
         self.sites = [site.moved(moved) for site in sites]
         holders = graphs.placeholders(self.gm.graph)
         self.pasts = [(holders.index(s.past_key), holders.index(s.past_value)) for s in self.sites]  # type: ignore[arg-type]
-        self.sizes = _free_sizes(self.gm, self.sites)
+        self.sizes, self.others = _free_sizes(self.gm, self.sites)
         self.counters = _counters(self.gm)
+        self.queries: dict[tuple[int, ...], int] = {}
         self.wide = [place for place, node in enumerate(holders) if match.may_be_wide(node)]
-        self.distances: dict[int, int] = {}
         self.readings: dict[Any, Sizes] = {}
         self.compiled: dict[Any, tuple[StepRewrite, compat.Compiled]] = {}
 
@@ -233,15 +240,17 @@ class StepRunner:
         windows = tuple(cache.window if cache.stored < cache.seen else None for cache in caches)
         numbers = tuple(_size(arguments, place) for place in self.sizes.values())
         counters = tuple(self._counter(place, arguments[place], caches[0].seen) for place in self.counters.values())
-        sizes = self._sizes(numbers, counters, windows)
-        queries = sizes.queries
+        queries = self._queries(numbers)
+        others = tuple(self._unless_growing(_size(arguments, at), caches, queries) for at in self.others.values())
+        sizes = self._sizes(numbers, counters, others, windows)
         for cache in caches:
             _make_room(cache, queries)
         if self.backend.inner == "reference":
             for cache in caches:
                 cache.slots.prepare(torch.ones(cache.layout.rows, queries, dtype=torch.bool))
         sweep, clocks = _tick(caches) if queries == 1 else (False, [cache.clocks for cache in caches])
-        key = (numbers, counters, windows, self._room(arguments), sweep, *((cache.layout, cache.slots.capacity) for cache in caches))
+        layouts = tuple((cache.layout, cache.slots.capacity) for cache in caches)
+        key = (numbers, counters, others, windows, self._room(arguments), sweep, layouts)
         if key not in self.compiled:
             self.compiled[key] = self._specialise(caches, arguments, sizes, windows, sweep)
         rewrite, run = self.compiled[key]
@@ -270,29 +279,46 @@ class StepRunner:
         return cache
 
     def _counter(self, place: int, number: int, seen: int) -> Counter:
-        """What an argument that is a number is; one that keeps its distance to the tokens seen counts them."""
-        distance = self.distances.setdefault(place, number - seen)
-        return Counter(True, distance) if number - seen == distance else Counter(False, number)
+        """What an argument that is a number is: one that equals the tokens seen counts them."""
+        return Counter(True, 0) if number == seen else Counter(False, number)
 
-    def _sizes(self, numbers: tuple[int, ...], counters: tuple[Counter, ...], windows: tuple[int | None, ...]) -> Sizes:
+    def _queries(self, numbers: tuple[int, ...]) -> int:
+        """q, for the sizes of `self.sizes`."""
+        if numbers not in self.queries:
+            known = dict(zip(self.sizes, numbers, strict=True))
+            self.queries[numbers] = int(graphs.expr(self.sites[0].queries).subs(known))
+        return self.queries[numbers]
+
+    def _unless_growing(self, size: int, caches: list[LayerCache], queries: int) -> int | None:
+        """A size of an input, or None for one that follows the cache: a padding mask's, say."""
+        lengths = {cache.seen for cache in caches} | {cache.stored for cache in caches}
+        return None if size in lengths or size - queries in lengths else size
+
+    def _sizes(self, *key: Any) -> Sizes:
         """How the graph's symbols are to be read in this call."""
-        key = (numbers, counters, windows)
         if key not in self.readings:
             self.readings[key] = self._read(*key)
         return self.readings[key]
 
-    def _read(self, numbers: tuple[int, ...], counters: tuple[Counter, ...], windows: tuple[int | None, ...]) -> Sizes:
+    def _read(
+        self,
+        numbers: tuple[int, ...],
+        counters: tuple[Counter, ...],
+        others: tuple[int | None, ...],
+        windows: tuple[int | None, ...],
+    ) -> Sizes:
         known: dict[Any, int] = dict(zip(self.sizes, numbers, strict=True))
         known.update({x: c.number for x, c in zip(self.counters, counters, strict=True) if not c.counts})
+        known.update({x: size for x, size in zip(self.others, others, strict=True) if size is not None})
         lengths = [x - c.number for x, c in zip(self.counters, counters, strict=True) if c.counts]
         for site, window in zip(self.sites, windows, strict=True):
-            stored = graphs.expr(graphs.value(site.past_key).shape[2])  # type: ignore[arg-type]
-            if window is None:
-                lengths.append(stored)
-            else:
-                known.update(dict.fromkeys(stored.free_symbols, window))
-        queries = int(graphs.expr(self.sites[0].queries).subs(known))
-        return Sizes(tuple(dict.fromkeys(lengths)), known, queries)
+            for past in (site.past_key, site.past_value):
+                stored = graphs.expr(graphs.value(past).shape[2])  # type: ignore[arg-type]
+                if window is None:
+                    lengths.append(stored)
+                else:
+                    known.update(dict.fromkeys(stored.free_symbols, window))
+        return Sizes(tuple(dict.fromkeys(lengths)), known, self._queries(numbers))
 
     def _specialise(
         self,
@@ -323,13 +349,16 @@ class StepRunner:
         return tuple(outputs)
 
 
-def _free_sizes(gm: fx.GraphModule, sites: list[AttentionSite]) -> dict[Any, tuple[int, int | None]]:
-    """Symbols that a step graph is compiled for as numbers, such as the rows, and where to read them.
+Places = dict[Any, tuple[int, int]]
+"""For a symbol an argument's place and the dimension to look at."""
 
-    Each is an argument's place and the dimension to look at, None for an argument that is the size itself.
-    What grows with the cache is left out: a padding mask's length, and the past's.
+
+def _free_sizes(gm: fx.GraphModule, sites: list[AttentionSite]) -> tuple[Places, Places]:
+    """Symbols that a step graph is compiled for as numbers, such as the rows, and those of other inputs.
+
+    Of the latter some follow the cache: a padding mask's length, say.  The past's own is left out.
     """
-    known: dict[Any, tuple[int, int | None]] = {}
+    known: Places = {}
     for place, node in enumerate(graphs.placeholders(gm.graph)):
         if not graphs.is_tensor(node):
             continue
@@ -339,7 +368,10 @@ def _free_sizes(gm: fx.GraphModule, sites: list[AttentionSite]) -> dict[Any, tup
     wanted = {
         symbol for site in sites for size in graphs.value(site.query).shape for symbol in graphs.expr(size).free_symbols
     }
-    return {symbol: known[symbol] for symbol in known if symbol in wanted}
+    pasts = [past for site in sites for past in (site.past_key, site.past_value)]
+    grown = {symbol for past in pasts for symbol in graphs.expr(graphs.value(past).shape[2]).free_symbols}  # type: ignore[arg-type]
+    others = {symbol: place for symbol, place in known.items() if symbol not in wanted | grown and symbol.is_Symbol}
+    return {symbol: place for symbol, place in known.items() if symbol in wanted}, others
 
 
 def _counters(gm: fx.GraphModule) -> dict[Any, int]:
@@ -354,9 +386,9 @@ def _counters(gm: fx.GraphModule) -> dict[Any, int]:
     return {symbol: place for symbol, place in found.items() if symbol not in sized}
 
 
-def _size(arguments: tuple[Any, ...], place: tuple[int, int | None]) -> int:
+def _size(arguments: tuple[Any, ...], place: tuple[int, int]) -> int:
     argument, dim = place
-    return int(arguments[argument] if dim is None else arguments[argument].shape[dim])
+    return int(arguments[argument].shape[dim])
 
 
 def _make_room(cache: LayerCache, queries: int) -> None:

@@ -88,26 +88,11 @@ def decode_step(
     policy = layout.policy
     tokens, index = _arrived(layout, slots, key, real)
     _write(slots, key, value, real if policy.overwrites else None)
-    grouped = query.view(query.shape[0], layout.heads, -1, *query.shape[2:])  # [B, Hkv, G, 1, D]
-    grouped = tempered(policy, grouped, tokens.live.sum(-1)[:, :1])
-    live = tokens.live[:, :, None, None]  # [B, H', 1, 1, C]
-    mask, bias = with_mask(live, site.mask(index, tokens.position) if site.mask else None)
-    own = policy.bias(tokens, grouped.shape[2])
-    both = added(bias, own)
-    rotate = _rotation(site, tokens)
-    keys, values = _expanded(site, *_read(layout, site, slots, tokens))
-    heads = keys.shape[1]  # more than the layout's if they are made from what is stored
-    asking = regrouped(grouped, heads)
-    given: dict[str, Any] = dict(scale=site.scale, mask=_over(mask, heads), bias=_over(both, heads), rotate=rotate)
-    output, probabilities = attend(asking, keys, values, **given, cap=site.cap, sink=site.sinks(heads))
-    probabilities = regrouped(probabilities, layout.heads)
-    output = output.flatten(1, 2)  # here, and not at the end: the compiler moves a product to its first user
-    attention = _one_query(probabilities, real)
+    here = _View.of(layout, site, slots, tokens, index, query)
+    output, probabilities = here.attend()
+    attention = _one_query(regrouped(probabilities, layout.heads), real)
     if sweep and "logits" in policy.statistics:
-        logits = capped(scores(asking, keys, scale=site.scale, rotate=rotate), site.cap)
-        logits = regrouped(logits, layout.heads)
-        logits = torch.where(mask, logits if bias is None else logits + bias.float(), LOWEST)
-        attention = dataclasses.replace(attention, logits=logits[..., 0, :])
+        attention = dataclasses.replace(attention, logits=regrouped(here.logits(), layout.heads)[..., 0, :])
     tokens, victim = _swept(layout, tokens, attention) if sweep else _stepped(layout, slots, tokens, attention)
     if policy.aligns == ("sweep" if sweep else "step"):
         tokens = _realign(layout, site, slots, tokens)
@@ -115,9 +100,70 @@ def decode_step(
     return output
 
 
-def _over(x: Tensor | None, heads: int) -> Tensor | None:
-    """A mask or bias [B, Hkv or 1, G or 1, ...] for so many heads of keys."""
-    return x if x is None or x.shape[1] * x.shape[2] == 1 else regrouped(x, heads)
+def read_step(layout: Layout, site: Site, slots: Slots, query: Tensor, key: Tensor, real: Tensor) -> Tensor:
+    """Attend once more after a `decode_step`, to what that attended to: the query of a layer that shares its cache.
+
+    Args:
+        slots: K and V as they are now, all else as it was before the step.
+        query: [B, Hq, 1, D]; key: [B, Hkv, 1, D], the step's; real: bool [B].
+
+    Returns:
+        The attention output [B, Hq, 1, Dv].
+    """
+    tokens, index = _arrived(layout, slots, key, real)
+    return _View.of(layout, site, slots, tokens, index, query).attend()[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class _View:
+    """One query's view of the slots.
+
+    Attributes:
+        query: [B, Ha, ., 1, D], by the heads of the keys; key: [B, Ha, C, D]; value: [B, Ha, C, Dv].
+        mask, bias: broadcastable to [B, Ha, ., 1, C]; the bias is the model's.
+        own: the policy's bias, likewise.
+    """
+
+    site: Site
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor
+    bias: Tensor | None
+    own: Tensor | None
+    rotate: Callable[[Tensor], list[Tensor]] | None
+
+    @staticmethod
+    def of(layout: Layout, site: Site, slots: Slots, tokens: Tokens, index: Tensor, query: Tensor) -> _View:
+        grouped = query.view(query.shape[0], layout.heads, -1, *query.shape[2:])  # [B, Hkv, G, 1, D]
+        grouped = tempered(layout.policy, grouped, tokens.live.sum(-1)[:, :1])
+        live = tokens.live[:, :, None, None]  # [B, H', 1, 1, C]
+        mask, bias = with_mask(live, site.mask(index, tokens.position) if site.mask else None)
+        own = layout.policy.bias(tokens, grouped.shape[2])
+        key, value = _expanded(site, *_read(layout, site, slots, tokens))
+        own = None if own is None else own[..., None, :]
+        heads = key.shape[1]
+        if heads != layout.heads:  # they are made from what is stored
+            grouped, mask = regrouped(grouped, heads), _over(mask, heads)
+            bias, own = (None if x is None else _over(x, heads) for x in (bias, own))
+        return _View(site, grouped, key, value, mask, bias, own, _rotation(site, tokens))
+
+    def attend(self) -> tuple[Tensor, Tensor]:
+        """The output [B, Hq, 1, Dv], and the probabilities, float32 [B, Ha, ., 1, C]."""
+        site, given = self.site, dict[str, Any](scale=self.site.scale, mask=self.mask, rotate=self.rotate)
+        bias, sink = added(self.bias, self.own), site.sinks(self.key.shape[1])
+        output, probabilities = attend(self.query, self.key, self.value, **given, bias=bias, cap=site.cap, sink=sink)
+        return output.flatten(1, 2), probabilities  # here: the compiler moves a product to its first user
+
+    def logits(self) -> Tensor:
+        """What the model makes of the keys before the softmax, float32 [B, Ha, ., 1, C]."""
+        logits = capped(scores(self.query, self.key, scale=self.site.scale, rotate=self.rotate), self.site.cap)
+        return torch.where(self.mask, logits if self.bias is None else logits + self.bias.float(), LOWEST)
+
+
+def _over(x: Tensor, heads: int) -> Tensor:
+    """A mask or bias [B, Hkv or 1, G or 1, ...] for another number of heads."""
+    return x if x.shape[1] * x.shape[2] == 1 else regrouped(x, heads)
 
 
 def _arrived(layout: Layout, slots: Slots, key: Tensor, real: Tensor) -> tuple[Tokens, Tensor]:
@@ -186,10 +232,10 @@ def with_mask(live: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]
 
 
 def added(bias: Tensor | None, own: Tensor | None) -> Tensor | None:
-    """The model's bias [B, ., ., q, N] and the policy's [B, ., ., N]."""
+    """The model's bias [B, ., ., q, N] and the policy's [B, ., ., 1, N]."""
     if own is None:
         return bias
-    return own[..., None, :] if bias is None else bias.float() + own[..., None, :]
+    return own if bias is None else bias.float() + own
 
 
 def _one_query(probabilities: Tensor, real: Tensor) -> Attention:
@@ -299,7 +345,7 @@ def extend_step(
     own = policy.bias(held, query.shape[1] // layout.heads)
     seen = full
     if own is not None:
-        own = torch.nn.functional.pad(own, (0, chunk))  # [B, ., ., C + q]
+        own = torch.nn.functional.pad(own, (0, chunk))[..., None, :]  # [B, ., ., 1, C + q]
         seen = _per_query_head(mask, added(bias, own), query.shape[1], layout.heads, query.dtype)
     output = _attended(site, query, keys, values, seen)
     if not policy.statistics:

@@ -107,6 +107,7 @@ class ReferenceLayer:
             [Stream(head, budget, layer=layout.layer) for head in range(layout.groups)] for _ in range(layout.rows)
         ]
         self.length = 0
+        self.view: Any = None  # what the last tokens attended to, for layers that share the cache
 
     @property
     def capacity(self) -> int:

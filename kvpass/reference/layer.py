@@ -6,7 +6,7 @@ every attention call becomes a Python call that works on lists of tokens.  Slow,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,70 +50,117 @@ def take_prompt(layout: Layout, layer: PromptLayer, site: AttentionSite, limit: 
 class ReferenceRewriter(StepRewriter):
     """Puts a call on the reference in place of every attention call."""
 
-    def _replace(self, layer: int) -> list[fx.Node]:
-        site = self.sites[layer]
-        mask, _ = self._mask(layer)
-        rotary = self.pieces[layer] if self.pieces else None
-        real = self._real_now(site, mask)
-        stored = self._rotary(layer).raw if self.ranked else site.key
-        angles, turn = (list(rotary.angles.bound), list(rotary.turn.bound)) if rotary else ([], [])
+    def _splice(
+        self, number: int, site: AttentionSite, slots: list[fx.Node], new: list[fx.Node], first: bool = True
+    ) -> list[fx.Node]:
+        mask, _ = self._mask(site, self.windows[number])
+        rotary = self.pieces[number] if self.pieces else None
+        owner = self.sites[number]
+        attended = [self._joined(owner.key) if owner.made else owner.key]  # turned, where what is stored is not
         expansion = cut_expansion(self.gm, site, self.sizes)
-        function = _call(site, self.layouts[layer], mask, rotary, len(angles), expansion)
-        beside = () if site.sink is None else (site.sink,)
-        nodes = (self.inputs[layer][0], site.query, site.key, stored, site.value, real)
-        making = list(expansion.slice.bound) if expansion else []
-        arguments = (*nodes, mask.nodes if mask else [], angles + turn, making, *beside)
+        bound = {
+            "mask": mask.nodes if mask else [],
+            "angles": list(rotary.angles.bound) if rotary else [],
+            "turn": list(rotary.turn.bound) if rotary else [],
+            "expand": list(expansion.slice.bound) if expansion else [],
+        }
+        call = _Call(site, self.layouts[number], mask, rotary, expansion, first)
+        arguments = (self.inputs[number][0], site.query, *attended, *new, self._real_now(site, mask), bound, site.sink)
         with self.graph.inserting_before(site.call):
-            out = self.graph.call_function(function, arguments)
+            out = self.graph.call_function(call, arguments)
         out.meta["example_value"] = site.call.meta["example_value"]
         site.call.replace_all_uses_with(out)
         return []
 
+    def _before(self, number: int) -> list[fx.Node]:
+        return []
 
-def _call(
-    site: AttentionSite,
-    layout: Layout,
-    mask: MaskOnSlots | None,
-    rotary: RotarySlice | None,
-    angles: int,
-    expansion: Expansion | None,
-) -> Callable[..., Tensor]:
-    """What runs in place of one attention call."""
 
-    def attend(
+@dataclasses.dataclass(frozen=True)
+class View:
+    """What attention sees of a layer: the held tokens and the new ones.
+
+    Attributes:
+        keys, values: [B, Hkv, N + q, D] and [B, Hkv, N + q, Dv], the keys turned.
+        places, position: int64 [B, H', N + q], in the padded sequence and among the real tokens.
+        factor: on the logits, float32 [B, 1, 1, 1].
+        bias: the policy's own, float32 [B, Hq, 1, N], or None.
+    """
+
+    keys: Tensor
+    values: Tensor
+    places: Tensor
+    position: Tensor
+    factor: Tensor
+    bias: Tensor | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)  # a node's target is looked up by identity
+class _Call:
+    """What runs in place of one attention call; the first on a cache takes the new tokens in."""
+
+    site: AttentionSite
+    layout: Layout
+    mask: MaskOnSlots | None
+    rotary: RotarySlice | None
+    expansion: Expansion | None
+    first: bool
+
+    @property
+    def __name__(self) -> str:
+        return "reference"
+
+    def __call__(
+        self,
         store: ReferenceLayer,
         query: Tensor,
         key: Tensor,
         stored: Tensor,
         value: Tensor,
         real: Tensor,
-        on_mask: list[Any],
-        on_rotary: list[Any],
-        on_expansion: list[Any],
-        sink: Tensor | None = None,
+        bound: dict[str, list[Any]],
+        sink: Tensor | None,
     ) -> Tensor:
-        held, index = store.positions(), store.index()  # [B, H', N]
-        keys = store.rows("key")
-        if rotary is not None and keys.shape[2]:
-            table = rotary.table(keys.shape[2], on_rotary[:angles], keys.device)
-            ranks = store.ranks().clamp(min=0)
-            keys = torch.cat(rotary.on_slots(keys, ranks, table, on_rotary[angles:]), -1)
-        new = store.length + torch.arange(query.shape[2], device=query.device).expand(layout.rows, layout.groups, -1)
-        arriving = (store.seen()[:, None] + real.cumsum(-1) - 1)[:, None].expand(-1, layout.groups, -1)
-        places, position = torch.cat([index, new], -1), torch.cat([held, arriving], -1)
-        own = None if mask is None else mask.on_slots(places, position, layout.heads, on_mask)
-        allowed, bias = _allowed(layout, held >= 0, real, own, query.shape[1])
-        attended = torch.cat([keys, key.to(keys.dtype)], 2)
-        values = torch.cat([store.rows("value"), value.to(keys.dtype)], 2)
-        if expansion is not None:
-            attended, values = expansion.on_slots(attended, values, on_expansion)
-        logits = attention_logits(query * store.temper(real), attended, allowed, bias, site.scale, site.cap)
-        rows = _softmax(_plus(logits, store, layout.heads), sink)  # [B, Hq, q, N + q]
-        output = rows.to(values.dtype) @ values.repeat_interleave(query.shape[1] // values.shape[1], 1)
-        store.take(Chunk(stored, value, real, Attention()), rows, logits)
+        layout, site, queries = self.layout, self.site, query.shape[2]
+        if self.first:
+            store.view = self._view(store, query, key, value, real, bound)
+        view: View = store.view
+        keys, values = view.keys, view.values
+        if self.expansion is not None:
+            keys, values = self.expansion.on_slots(keys, values, bound["expand"])
+        own = None if self.mask is None else self.mask.on_slots(view.places, view.position, layout.heads, bound["mask"])
+        allowed, bias = _allowed(layout, view.position[..., :-queries] >= 0, real, own, query.shape[1])
+        logits = attention_logits(query * view.factor, keys, allowed, bias, site.scale, site.cap)
+        rows = _softmax(_plus(logits, view.bias), sink)  # [B, Hq, q, N + q]
+        if self.first:
+            store.take(Chunk(stored, value, real, Attention()), rows, logits)
+        output: Tensor = rows.to(values.dtype) @ values.repeat_interleave(query.shape[1] // values.shape[1], 1)
         return output
 
-    return attend
+    def _view(
+        self,
+        store: ReferenceLayer,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        real: Tensor,
+        bound: dict[str, list[Any]],
+    ) -> View:
+        groups, count = self.layout.groups, query.shape[2]
+        keys = store.rows("key")
+        if self.rotary is not None and keys.shape[2]:
+            table = self.rotary.table(keys.shape[2], bound["angles"], keys.device)
+            keys = torch.cat(self.rotary.on_slots(keys, store.ranks().clamp(min=0), table, bound["turn"]), -1)
+        new = store.length + torch.arange(count, device=query.device).expand(self.layout.rows, groups, -1)
+        arriving = (store.seen()[:, None] + real.cumsum(-1) - 1)[:, None].expand(-1, groups, -1)
+        return View(
+            keys=torch.cat([keys, key.to(keys.dtype)], 2),
+            values=torch.cat([store.rows("value"), value.to(keys.dtype)], 2),
+            places=torch.cat([store.index(), new], -1),
+            position=torch.cat([store.positions(), arriving], -1),
+            factor=store.temper(real),
+            bias=store.bias(query.shape[1] // self.layout.heads),
+        )
 
 
 def _softmax(logits: Tensor, sink: Tensor | None) -> Tensor:
@@ -140,7 +187,6 @@ def _allowed(
     return (seen & own, None) if own.dtype == torch.bool else (seen, own)
 
 
-def _plus(logits: Tensor, store: ReferenceLayer, heads: int) -> Tensor:
+def _plus(logits: Tensor, own: Tensor | None) -> Tensor:
     """Logits [B, Hq, q, N + q] with the policy's own bias on the held tokens [B, Hq, 1, N]."""
-    own = store.bias(logits.shape[1] // heads)
     return logits if own is None else logits + torch.nn.functional.pad(own, (0, logits.shape[-1] - own.shape[-1]))

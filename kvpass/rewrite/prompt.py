@@ -79,7 +79,8 @@ def rewrite_prompt(
                 known[site.mask] = emit(real)
             done.real.append(None if real is None else known[site.mask])
             if policy.temper(torch.ones(1, 1, dtype=torch.int64)) is not None:
-                _temper(copy.graph, site, moved, policy)
+                for each in site.all:
+                    _temper(copy.graph, each, moved, policy)
             rotary = match.find_rotary(gm, site) if ranked else None
             keys, values = site.keys_out, site.values_out
             if site.window is not None:
@@ -135,7 +136,7 @@ def _renumber(
             counted = graph.call_function(ids_of, (ids, reader.along, _real_tokens(graph, sites[0], moved)))
         counted.meta["example_value"] = value(reader.ids)
         node.replace_input_with(ids, counted)
-    for site in sites:
+    for site in [each for site in sites for each in site.all]:
         call = moved[site.call]
         if not compat.is_sdpa(call):
             raise UnsupportedGraph(
@@ -209,7 +210,7 @@ def _statistics(
     everyone = graph.call_function(torch.ones_like, (rows,), {"dtype": torch.bool})  # [B, q]
     real = everyone if real is None else graph.call_function(torch.logical_and, (real, everyone))
     common = (query, moved[site.attended_key], mask, real, site.causal, site.scale)
-    heads = int(value(site.grown_key).shape[1])
+    heads = 1 if site.made else int(value(site.grown_key).shape[1])
     beside = (site.cap, None if site.sink is None else moved[site.sink], heads)
     made: dict[Statistic, fx.Node] = {}
     if not policy.statistics.isdisjoint(statistics.SUMS):

@@ -21,7 +21,7 @@ from kvpass.match import AttentionSite
 from kvpass.rewrite import renumber
 from kvpass.rewrite.masks import ColumnMask, MaskOnSlots, SlicedMask
 from kvpass.slots import Layout, Slots
-from kvpass.step import Site, decode_step, extend_step
+from kvpass.step import Site, decode_step, extend_step, read_step
 
 NAMES = ("key", "value", "position", "index", "free", "seen", "length", "rank")
 
@@ -240,17 +240,56 @@ class StepRewriter:
 
     # -- sites -----------------------------------------------------------------------------------------
 
-    def _replace(self, layer: int) -> list[fx.Node]:
-        """Splice a layer's step in, in place of its attention call."""
-        site, layout = self.sites[layer], self.layouts[layer]
-        mask, mask_key = self._mask(layer)
-        rotary = self.pieces[layer] if self.pieces else None
+    def _replace(self, number: int) -> list[fx.Node]:
+        """Splice a layer's step in, in place of its attention call, and those of the layers that share its cache."""
+        site = self.sites[number]
+        stored = self._rotary(number).raw if self.ranked else site.key
+        new = [stored if self.decodes else site.key, site.value]
+        if site.made:
+            new = [self._joined(node) for node in new]
+            stored = new[0]
+        before = self._before(number) if site.readers and self.decodes else []
+        chunk = self._splice(number, site, self.inputs[number], new)
+        for reader in site.readers:
+            self._splice(number, reader, before or self.inputs[number], new, first=False)
+        return [] if self.decodes else [stored, new[1], *chunk]
+
+    def _joined(self, node: fx.Node) -> fx.Node:
+        """[B, h, q, D] as [B, 1, q, h * D], as in `kvpass.expansion.joined`."""
+        if value(node).shape[1] == 1:
+            return node
+        with self.graph.inserting_after(node):
+            turned = self.graph.call_method("transpose", (node, 1, 2))
+        with self.graph.inserting_after(turned):
+            flat = self.graph.call_method("flatten", (turned, 2))
+        with self.graph.inserting_after(flat):
+            one = self.graph.call_method("unsqueeze", (flat, 1))
+        turned.meta["example_value"] = value(node).transpose(1, 2)
+        flat.meta["example_value"] = value(turned).flatten(2)
+        one.meta["example_value"] = value(flat).unsqueeze(1)
+        return one
+
+    def _before(self, number: int) -> list[fx.Node]:
+        """The slots' metadata as it is before the step, beside K and V."""
+        key, value, *metadata = self.inputs[number]
+        with self.graph.inserting_after(self.length):
+            copies = [self.graph.call_method("clone", (node,)) for node in metadata]
+        for node, copied in zip(metadata, copies, strict=True):
+            copied.meta["example_value"] = graphs.value(node)
+        return [key, value, *copies]
+
+    def _splice(
+        self, number: int, site: AttentionSite, slots: list[fx.Node], new: list[fx.Node], first: bool = True
+    ) -> list[fx.Node]:
+        """Splice one attention call's step in; gives the new tokens' `real` and their statistics."""
+        layout = self.layouts[number]
+        mask, mask_key = self._mask(site, self.windows[number])
+        rotary = self.pieces[number] if self.pieces else None
         expansion = cut_expansion(self.gm, site, self.sizes)
         real = self._real_now(site, mask)
-        stored = self._rotary(layer).raw if self.ranked else site.key
         groups = {
-            "slots": self.inputs[layer],
-            "new": [site.query, stored if self.decodes else site.key, site.value, real],
+            "slots": slots,
+            "new": [site.query, *new, real],
             "mask": mask.nodes if mask else [],
             "table": self._table(rotary, layout.capacity) if rotary else [],
             "turn": rotary.turn.bound if rotary else (),
@@ -261,37 +300,39 @@ class StepRewriter:
         nodes = [node for group in groups.values() for node in group]
         key = (
             layout,
-            self.slots[layer].capacity,
+            self.slots[number].capacity,
             mask_key,
             rotary and rotary.key,
             expansion and expansion.slice.key,
-            (site.scale, site.cap, site.sink is None),
+            (site.scale, site.cap, site.sink is None, first),
             *(str((self._shape(n), value(n).stride())) for n in nodes),
         )
         if key not in self._traced:
             counts = {name: len(group) for name, group in groups.items()}
-            self._traced[key] = self._trace(_Layer(layout, site, mask, rotary, expansion), nodes, counts)
+            layer = _Layer(layout, site, mask, rotary, expansion)
+            self._traced[key] = self._trace(layer, nodes, counts, list(self.slots[number].state), first)
         with self.graph.inserting_before(site.call):
-            out, *more = graphs.splice(self.gm, self._traced[key], nodes, site.call, f"kvpass_{layer}")
+            out, *more = graphs.splice(self.gm, self._traced[key], nodes, site.call, f"kvpass_{site.call.name}")
         out.meta["example_value"] = value(site.call)
         site.call.replace_all_uses_with(out)
-        if self.decodes:
-            return []
-        return [stored, site.value, real, *more]
+        return [real, *more]
 
-    def _trace(self, layer: _Layer, nodes: list[fx.Node], counts: dict[str, int]) -> fx.GraphModule:
+    def _trace(
+        self, layer: _Layer, nodes: list[fx.Node], counts: dict[str, int], state: list[str], first: bool
+    ) -> fx.GraphModule:
         layout, sweep = layer.layout, self.sweep
-        names = list(self.slots[self.layouts.index(layout)].state)
 
         def function(*tensors: Tensor) -> Any:
             given = _grouped(tensors, counts)
-            slots = Slots.of(given["slots"], names)
+            slots = Slots.of(given["slots"], state)
             query, key, new_value, real = given["new"]
             here = layer.site(given)
-            if self.decodes:
+            if self.decodes and first:
                 return [decode_step(layout, here, slots, query, key, new_value, real[:, 0], sweep)]
+            if self.decodes:
+                return [read_step(layout, here, slots, query, key, real[:, 0])]
             output, sums = extend_step(layout, here, slots, query, key, new_value, real)
-            return [output, *sums]
+            return [output, *sums] if first else [output]
 
         with compat.fake_mode() as fake:
             examples = [fake(self._example(n)) for n in nodes]
@@ -312,9 +353,8 @@ class StepRewriter:
 
     # -- masks -----------------------------------------------------------------------------------------
 
-    def _mask(self, layer: int) -> tuple[MaskOnSlots | None, Any]:
-        """The layer's mask on slots and what identifies it."""
-        site, window = self.sites[layer], self.windows[layer]
+    def _mask(self, site: AttentionSite, window: int | None) -> tuple[MaskOnSlots | None, Any]:
+        """The mask on slots, of which the model stores the last `window` if not all, and what identifies it."""
         if site.mask is None:
             return None, None
         if window is None and not self.sizes.grown(value(site.mask)):
@@ -580,14 +620,27 @@ class _Layer:
     def site(self, given: dict[str, list[Tensor]]) -> Site:
         """The site, with the tensors that its parts read."""
         mask, rotary, expansion, heads = self.mask, self.rotary, self.expansion, self.layout.heads
+
+        def masked(index: Tensor, position: Tensor) -> Tensor:
+            assert mask is not None
+            return mask.on_slots(index, position, heads, given["mask"])
+
+        def turned(keys: Tensor, rank: Tensor) -> list[Tensor]:
+            assert rotary is not None
+            return rotary.on_slots(keys, rank, given["table"], given["turn"])
+
+        def expanded(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+            assert expansion is not None
+            return expansion.on_slots(key, value, given["expand"])
+
         return Site(
             scale=self.found.scale,
-            mask=mask and (lambda index, place: mask.on_slots(index, place, heads, given["mask"])),
-            rotate=rotary and (lambda keys, rank: rotary.on_slots(keys, rank, given["table"], given["turn"])),
+            mask=masked if mask else None,
+            rotate=turned if rotary else None,
             weights=tuple(given["weights"]),
             cap=self.found.cap,
             sink=given["sink"][0] if given["sink"] else None,
-            expand=expansion and (lambda key, value: expansion.on_slots(key, value, given["expand"])),
+            expand=expanded if expansion else None,
         )
 
 

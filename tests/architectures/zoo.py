@@ -68,6 +68,8 @@ _TURNED = dict(_LATENT, head_dim=8)
 _DECODER = dict(is_decoder=True)
 _HYBRID = dict(layer_types=["linear_attention", "full_attention"])
 
+_ALTERNATING = ["sliding_attention", "full_attention"]
+
 SPECIAL: dict[str, dict[str, Any]] = {
     "axk1": _TURNED,
     "axk2": _LATENT,
@@ -87,7 +89,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "dots3_note_text": dict(num_key_value_heads=4),
     "electra": _DECODER,
     "ernie": _DECODER,
-    "gemma3n_text": dict(num_hidden_layers=4, num_kv_shared_layers=0),
+    "gemma3n_text": dict(num_hidden_layers=4, num_kv_shared_layers=2, layer_types=_ALTERNATING * 2),
+    "gemma4_text": dict(num_hidden_layers=4, num_kv_shared_layers=2, layer_types=_ALTERNATING * 2),
     "gemma4_assistant": dict(hidden_size_per_layer_input=0),
     "glm4_moe_lite": _LATENT,
     "glm_moe_dsa": _LATENT,
