@@ -194,15 +194,32 @@ class Sizes:
         lengths: the expressions that stand for the cache's length, in each layer.
         known: what the symbols that do not grow are in this call.
         queries: q, the number of new tokens.
+        least: what the lengths cannot fall below.
     """
 
     lengths: tuple[sympy.Expr, ...]
     known: dict[sympy.Symbol, int]
     queries: int
+    least: int = 0
+
+    def __post_init__(self) -> None:
+        symbols = [length for length in self.lengths if length.is_Symbol]
+        above = {s: sympy.Symbol(f"{s}_above", integer=True, nonnegative=True) for s in symbols}
+        object.__setattr__(self, "_bounds", {s: self.least + t for s, t in above.items()})
+        object.__setattr__(self, "_back", {t: s - self.least for s, t in above.items()})
+
+    def _simple(self, size: Any) -> sympy.Expr:
+        """A size without the maxima and minima that the lengths' bound decides, and with what is known."""
+        whole = expr(size)
+        for name, function in (("Max", sympy.Max), ("Min", sympy.Min)):  # torch has its own
+            theirs = {part.func for part in sympy.preorder_traversal(whole) if part.func.__name__ == name}
+            for kind in theirs:
+                whole = whole.replace(kind, lambda *args, f=function: f(*(a.subs(self._bounds) for a in args)))  # type: ignore[attr-defined]
+        return whole.subs(self._back).subs(self.known)  # type: ignore[attr-defined]
 
     def grows(self, size: Any) -> bool:
         """Whether a size is not the same at every step."""
-        return bool(expr(size).free_symbols - self.known.keys())
+        return bool(self._simple(size).free_symbols)
 
     def grown(self, tensor: Any) -> bool:
         """Whether any dimension of a fake tensor is not the same at every step."""
@@ -210,18 +227,18 @@ class Sizes:
 
     def fixed(self, size: Any) -> int:
         """A size that does not grow, as a number."""
-        return int(expr(size).subs(self.known))
+        return int(self._simple(size))
 
     def is_total(self, size: Any) -> bool:
         """Whether a size is the cache's length plus the new tokens."""
         return any(
-            sympy.expand(expr(size) - length).subs(self.known) == self.queries and length.free_symbols
+            sympy.expand(self._simple(size) - length).subs(self.known) == self.queries and length.free_symbols
             for length in self.lengths
         )
 
     def in_length(self, size: Any) -> sympy.Expr:
         """A size as an expression of one symbol, the cache's length."""
-        expression = expr(size).subs(self.known)
+        expression = self._simple(size)
         for length in self.lengths:
             for symbol in length.free_symbols:
                 expression = expression.subs(symbol, LENGTH - (length - symbol))

@@ -8,6 +8,7 @@ looks like the one key that was traced, so that whatever sizes the model's code 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import operator
 from typing import Any
 
@@ -32,12 +33,14 @@ class MaskSlice:
         columns: placeholders [B, past + new] that the mask reads, such as a padding mask.
         wide: placeholders [..., past + new] of more dimensions that it reads, such as a mask that was made elsewhere;
             among what the slice binds.
+        aside: what it reads of all columns together, such as how many tokens of a row are padding; likewise.
         shape: of the mask that one key gives, [B or 1, Hq or 1, q, 1].
     """
 
     slice: Slice
     columns: tuple[fx.Node, ...]
     wide: tuple[fx.Node, ...]
+    aside: tuple[fx.Node, ...]
 
     def on_slots(
         self,
@@ -123,7 +126,8 @@ def cut_mask(
     _check_not_overwritten(graphs.dependent(gm.graph, behind, [*counts, *columns, *wide]), behind - set(columns), mask)
     if not counts and not columns and not wide:
         raise UnsupportedGraph("the attention mask grows with the cache but is not computed from a key index")
-    return MaskSlice(_KeyCutter(gm, sizes, counts, columns, wide).cut(mask), tuple(columns), tuple(wide))
+    cutter = _KeyCutter(gm, sizes, counts, columns, wide)
+    return MaskSlice(cutter.cut(mask), tuple(columns), tuple(wide), tuple(cutter.aside))
 
 
 def _check_not_overwritten(moved: set[fx.Node], behind: set[fx.Node], result: fx.Node) -> None:
@@ -150,9 +154,10 @@ class _KeyCutter:
         inputs = {node: self.graph.placeholder(node.name) for node in columns}
         for env in self.places:
             env.update(inputs)
-        self.columns = set(columns)
-        self.on_key = {*counts, *columns, *wide}
-        self.on_column = set(columns)
+        self.columns, self.aside = set(columns), list[fx.Node]()
+        self.lengthened = {node for node in gm.graph.nodes if self.lengthens(node)}
+        self.on_key = {*counts, *columns, *wide, *self.lengthened}
+        self.on_column = {*columns, *wide}
         for node in gm.graph.nodes:
             if self.on_key.intersection(node.all_input_nodes):
                 self.on_key.add(node)
@@ -176,11 +181,19 @@ class _KeyCutter:
             env[node] = self.counted(node)
         elif node in self.wide:
             env[node] = self.picked(node, storage)
+        elif graphs.name_of(node) == "getitem" and node.args[0] in self.lengthened:
+            env[node] = self.filled(node, storage)
+        elif self.sums_up(node):
+            env[node] = self.places[1 - storage][node] = self.graph.placeholder(node.name)
+            self.bound.append(node)
+            self.aside.append(node)
         elif node not in self.on_key and not self.sizes.grown(value(node)):
             env[node] = self.places[1 - storage][node] = self.graph.placeholder(node.name)
             self.bound.append(node)
         else:
             _check_pointwise(node)
+            if node.op == "placeholder":
+                raise UnsupportedGraph(f"the mask is computed from {node.name!r}, which grows and is no padding mask")
             looks_up = node.target in (operator.getitem, "gather", torch.gather, "index_select", torch.index_select)
             base = node.args[0]
             into_columns = looks_up and isinstance(base, fx.Node) and base in self.on_column
@@ -192,6 +205,37 @@ class _KeyCutter:
             if graphs.name_of(node) == "expand":
                 env[node].args = _expanded(node, env[node])
         return env[node]
+
+    def lengthens(self, node: fx.Node) -> bool:
+        """A tensor that does not grow, lengthened along its last dimension to all keys."""
+        if (
+            graphs.name_of(node) != "pad"
+            or not graphs.is_tensor(node)
+            or not self.sizes.is_total(value(node).shape[-1])
+        ):
+            return False
+        return not self.sizes.grown(value(node.args[0]))  # type: ignore[arg-type]
+
+    def filled(self, node: fx.Node, storage: int) -> fx.Node:
+        """A lookup in a tensor that was lengthened with some number."""
+        base, places = node.args
+        bound = inspect.signature(_pad).bind(*base.args, **base.kwargs)  # type: ignore[union-attr]
+        bound.apply_defaults()
+        x, filling = bound.arguments["input"], bound.arguments["value"]
+        if not isinstance(places, tuple) or len(places) != value(x).ndim or not graphs.is_tensor(places[-1]):
+            raise UnsupportedGraph(f"{graphs.source_line(node)}: a lengthened tensor is not looked up by a key index")
+        *others, last = (self.copy(p, storage) if isinstance(p, fx.Node) else p for p in places)
+        count = self.sizes.fixed(value(x).shape[-1])
+        inside = self.graph.call_function(torch.clamp_max, (last, count - 1))
+        found = self.graph.call_function(operator.getitem, (self.copy(x, storage), (*others, inside)))
+        within = self.graph.call_function(operator.lt, (last, count))
+        return self.graph.call_function(torch.where, (within, found, filling or 0))
+
+    def sums_up(self, node: fx.Node) -> bool:
+        """Whether a node that does not grow is made from columns that do."""
+        if node not in self.on_column or graphs.name_of(node) not in _MIXING or self.sizes.grown(value(node)):
+            return False
+        return any(self.sizes.grown(value(parent)) for parent in node.all_input_nodes)
 
     def picked(self, node: fx.Node, storage: int) -> fx.Node:
         """The key's column of an input that has one for every key."""
@@ -223,6 +267,10 @@ _MIXING = frozenset(
     {"cumsum", "cumprod", "flip", "roll", "sort", "argsort", "topk", "softmax", "matmul", "bmm", "einsum", "linear",
      "diff", "triu", "tril", "pad", "sum", "mean", "amax", "amin", "any", "all", "baddbmm"}
 )  # fmt: skip
+
+
+def _pad(input: Any, pad: Any, mode: str = "constant", value: Any = None) -> None:
+    """The signature of torch.nn.functional.pad."""
 
 
 def _check_pointwise(node: fx.Node) -> None:

@@ -254,8 +254,8 @@ class StepRunner:
         if key not in self.compiled:
             self.compiled[key] = self._specialise(caches, arguments, sizes, windows, sweep)
         rewrite, run = self.compiled[key]
-        flat = rewrite.flat([cache.slots for cache in caches], arguments)
-        grown = rewrite.beside(*arguments) if rewrite.beside else ()
+        aside = rewrite.on_all_tokens(arguments)
+        flat = rewrite.flat([cache.slots for cache in caches], arguments, aside)
         for cache in caches:
             cache.broken = True
         results = run(*flat)
@@ -266,7 +266,7 @@ class StepRunner:
         for cache in caches:
             cache.broken = False
             cache.seen += queries
-        return self._outputs(rewrite, results, grown, caches)
+        return self._outputs(rewrite, results, aside, caches)
 
     def _room(self, arguments: tuple[Any, ...]) -> tuple[int, ...]:
         """The columns for which there is room in masks that come from elsewhere, see `rewrite.step.padded`."""
@@ -318,7 +318,8 @@ class StepRunner:
                     lengths.append(stored)
                 else:
                     known.update(dict.fromkeys(stored.free_symbols, window))
-        return Sizes(tuple(dict.fromkeys(lengths)), known, self._queries(numbers))
+        least = max((window + 1 for window in windows if window is not None), default=0)
+        return Sizes(tuple(dict.fromkeys(lengths)), known, self._queries(numbers), least)
 
     def _specialise(
         self,
@@ -333,14 +334,14 @@ class StepRunner:
             self.gm, self.sites, layouts, slots, arguments, sizes, caches[0].seen, windows, sweep
         )
         rewrite = rewriter.run()
-        flat = rewrite.flat(slots, arguments)
+        flat = rewrite.flat(slots, arguments, rewrite.on_all_tokens(arguments))
         return rewrite, self.backend.compile_step(rewrite.gm, flat, layouts[0].ranked)
 
     def _outputs(
-        self, rewrite: StepRewrite, results: Sequence[Any], grown: Sequence[Any], caches: list[LayerCache]
+        self, rewrite: StepRewrite, results: Sequence[Any], aside: list[Any], caches: list[LayerCache]
     ) -> tuple[Any, ...]:
         outputs = [None if place is None else results[place] for place in rewrite.outputs]
-        for place, result in zip(rewrite.grown, grown, strict=True):
+        for place, result in zip(rewrite.grown, aside, strict=False):
             outputs[place] = result
         for place, beyond in rewrite.lengths.items():
             outputs[place] = caches[0].seen - rewrite.queries + beyond

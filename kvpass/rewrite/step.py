@@ -31,7 +31,8 @@ class StepRewrite:
     """A step graph on slots.
 
     Attributes:
-        gm: takes the slots' tensors of every layer, the `weights`, then `columns`, `wide` and the `inputs`.
+        gm: takes the slots' tensors of every layer, the `weights`, then `columns`, `wide`,
+            what is computed `beside`, and the `inputs`.
         weights: the policy's own, on the device of the slots.
         inputs: which of Dynamo's arguments it still takes.
         loose: which of those came with strides that may change from call to call.
@@ -40,8 +41,8 @@ class StepRewrite:
         outputs: for each output of the original graph its place in the rewritten one's, None for a cache.
         lengths: outputs of the original graph that are the tokens seen before, plus a number.
         chunks: for each site of an extend graph the places of stored key, value, real and statistics.
-        beside: computes, from Dynamo's arguments and uncompiled, the `grown` outputs of the original graph: those
-            that grow with the cache, such as a mask that another graph goes on with.
+        beside: computes, from Dynamo's arguments and uncompiled, what takes all tokens to compute: first the `grown`
+            outputs of the original graph, such as a mask that another graph goes on with, then further inputs.
     """
 
     gm: fx.GraphModule
@@ -57,13 +58,18 @@ class StepRewrite:
     beside: fx.GraphModule | None
     grown: list[int]
 
-    def flat(self, slots: list[Slots], arguments: tuple[Any, ...]) -> list[Any]:
-        """The rewritten graph's arguments, from the slots and from Dynamo's arguments."""
+    def on_all_tokens(self, arguments: tuple[Any, ...]) -> list[Any]:
+        """What `beside` gives."""
+        return list(self.beside(*arguments)) if self.beside else []
+
+    def flat(self, slots: list[Slots], arguments: tuple[Any, ...], aside: list[Any]) -> list[Any]:
+        """The rewritten graph's arguments: from the slots, Dynamo's arguments, and `on_all_tokens`."""
         dense = torch.contiguous_format
         flat: list[Any] = [tensor for layer in slots for tensor in layer.tensors()]
         flat += self.weights
         flat += [arguments[place][:, -self.queries :].clone(memory_format=dense) for place in self.columns]
         flat += [padded(arguments[place]) for place in self.wide]
+        flat += aside[len(self.grown) :]
         for place in self.inputs:
             flat.append(arguments[place].clone(memory_format=dense) if place in self.loose else arguments[place])
         return flat
@@ -114,6 +120,7 @@ class StepRewriter:
         self._traced: dict[Any, fx.GraphModule] = {}
         self._columns: dict[fx.Node, fx.Node] = {}
         self._wide: dict[fx.Node, fx.Node] = {}
+        self._asides: dict[fx.Node, fx.Node] = {}
         self._real: dict[fx.Node | None, fx.Node] = {}
         self._tables: dict[Any, list[fx.Node]] = {}
 
@@ -368,7 +375,7 @@ class StepRewriter:
         piece = self._masks[site.mask]
         for column in piece.columns:
             self._column(column)
-        bound = [self._padded(node) if node in piece.wide else node for node in piece.slice.bound]
+        bound = [self._bound(piece, node) for node in piece.slice.bound]
         first = [] if window is None else [self._first_stored(window)]
         nodes = [*first, *(self._columns[c] for c in piece.columns), *bound]
         return SlicedMask(nodes, self.queries, piece, bool(first)), (piece.slice.key, bool(first))
@@ -391,6 +398,20 @@ class StepRewriter:
             compat.as_new_input(node, example, in_place=False)
             self._columns[holder] = node
         return self._columns[holder]
+
+    def _bound(self, piece: MaskSlice, node: fx.Node) -> fx.Node:
+        """What takes the place of a node that a mask reads."""
+        return self._padded(node) if node in piece.wide else self._beside(node) if node in piece.aside else node
+
+    def _beside(self, node: fx.Node) -> fx.Node:
+        """A new input: what a node, which reads all tokens, gives; it is computed beside the graph."""
+        if node not in self._asides:
+            with self.graph.inserting_after(self.holders[-1]):
+                new = self.graph.placeholder(f"{node.name}_aside")
+            example = torch.empty(self._shape(node), dtype=value(node).dtype, device="meta")
+            compat.as_new_input(new, example, in_place=False)
+            self._asides[node] = new
+        return self._asides[node]
 
     def _padded(self, holder: fx.Node) -> fx.Node:
         """A new input: one that runs over all tokens, with room for more, so that its shape seldom changes."""
@@ -549,19 +570,20 @@ class StepRewriter:
             outputs=mapping,
             lengths=lengths,
             chunks=chunk_places if any(chunk_places) else [],
-            beside=self._beside(grown) if grown else None,
+            beside=self._on_all_tokens(grown) if grown or self._asides else None,
             grown=grown,
         )
 
-    def _beside(self, places: list[int]) -> fx.GraphModule:
-        """What computes the outputs that grow with the cache."""
-        copy, _ = compat.copy_graph_module(self.original)
+    def _on_all_tokens(self, places: list[int]) -> fx.GraphModule:
+        """What computes the outputs that grow with the cache, and what is read of all tokens."""
+        copy, moved = compat.copy_graph_module(self.original)
+        there = {node.name: node for node in moved.values()}
         outputs = graphs.results(copy.graph)
-        copy.graph.output_node().args = (tuple(outputs[place] for place in places),)
+        wanted = [outputs[place] for place in places] + [there[node.name] for node in self._asides]
+        copy.graph.output_node().args = (tuple(wanted),)
         graphs.eliminate_dead(copy.graph)
-        calls = [node for node in copy.graph.nodes if node.name in {site.call.name for site in self.sites}]
-        if calls:
-            self._refuse_growth(outputs[places[0]])
+        if {node.name for node in copy.graph.nodes} & {each.call.name for site in self.sites for each in site.all}:
+            self._refuse_growth(wanted[0])
         copy.recompile()
         return copy
 
@@ -590,7 +612,7 @@ class StepRewriter:
     def _order_inputs(self) -> None:
         """Slots first, then columns, then what is left of the original inputs."""
         wanted = [*(n for nodes in self.inputs for n in nodes), *self.on_weights]
-        wanted += [*self._columns.values(), *self._wide.values()]
+        wanted += [*self._columns.values(), *self._wide.values(), *self._asides.values()]
         wanted += [holder for holder in self.holders if holder in set(placeholders(self.graph))]
         first = next(iter(self.graph.nodes))
         for node in wanted:
