@@ -136,7 +136,7 @@ def _renumber(
             counted = graph.call_function(ids_of, (ids, reader.along, _real_tokens(graph, sites[0], moved)))
         counted.meta["example_value"] = value(reader.ids)
         node.replace_input_with(ids, counted)
-    for site in [each for site in sites for each in site.all]:
+    for site in (each for owner in sites for each in owner.all):
         call = moved[site.call]
         if not compat.is_sdpa(call):
             raise UnsupportedGraph(
