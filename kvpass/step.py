@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kvpass.lowering.attend import LOWEST, attend, capped, scores
+from kvpass.lowering.attend import LOWEST, attend, by_kernel, capped, scores
 from kvpass.policies.base import LATE, Attention, Policy, State, Tokens, rank_of
 from kvpass.slots import FREE, Layout, Slots
 from kvpass.statistics import statistics
@@ -89,13 +89,16 @@ def decode_step(
     both = added(bias, own)
     rotate = _rotation(site, tokens)
     keys, values = _read(layout, site, slots, tokens)
-    given: dict[str, Any] = dict(scale=site.scale, mask=mask, bias=both, rotate=rotate)
-    output, probabilities = attend(grouped, keys, values, **given, cap=site.cap, sink=site.sinks(layout.heads))
+    given: dict[str, Any] = dict(scale=site.scale, mask=mask, bias=both, rotate=rotate, cap=site.cap)
+    asked = bool(policy.statistics)
+    output, probabilities, logits = attend(grouped, keys, values, **given, sink=site.sinks(layout.heads), rows=asked)
     output = output.flatten(1, 2)  # here, and not at the end: the compiler moves a product to its first user
     attention = _one_query(probabilities, real)
     if sweep and "logits" in policy.statistics:
-        logits = capped(scores(grouped, keys, scale=site.scale, rotate=rotate), site.cap)
-        logits = torch.where(mask, logits if bias is None else logits + bias.float(), LOWEST)
+        assert logits is not None
+        if own is not None:  # the policy is to see the logits without its own bias
+            logits = capped(scores(grouped, keys, scale=site.scale, rotate=rotate), site.cap)
+            logits = torch.where(mask, logits if bias is None else logits + bias.float(), LOWEST)
         attention = dataclasses.replace(attention, logits=logits[..., 0, :])
     tokens, victim = _swept(layout, tokens, attention) if sweep else _stepped(layout, slots, tokens, attention)
     if policy.aligns == ("sweep" if sweep else "step"):
@@ -176,7 +179,9 @@ def added(bias: Tensor | None, own: Tensor | None) -> Tensor | None:
     return own[..., None, :] if bias is None else bias.float() + own[..., None, :]
 
 
-def _one_query(probabilities: Tensor, real: Tensor) -> Attention:
+def _one_query(probabilities: Tensor | None, real: Tensor) -> Attention:
+    if probabilities is None:
+        return Attention(queries=real.long()[:, None, None])
     row = probabilities[..., 0, :] * real[:, None, None, None]  # [B, Hkv, G, C]
     return Attention(row, row.square(), row, row, queries=real.long()[:, None, None])
 
@@ -289,16 +294,17 @@ def extend_step(
 
 def _attended(site: Site, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     """Attention of a chunk, [B, Hq, q, Dv]; mask bool or additive [B, Hq or 1, q, N]."""
-    if site.cap is None and site.sink is None:
+    heads = keys.shape[1]
+    grouped = torch.unflatten(query, 1, (heads, -1))
+    if site.cap is None and site.sink is None and not by_kernel(grouped):
         return torch.nn.functional.scaled_dot_product_attention(
             query, keys, values, attn_mask=mask, scale=site.scale, enable_gqa=True
         )
-    heads = keys.shape[1]
-    grouped = torch.unflatten(query, 1, (heads, -1))
     apart = mask[:, :, None] if mask.shape[1] == 1 else torch.unflatten(mask, 1, (heads, -1))
     allowed, bias = (apart, None) if apart.dtype == torch.bool else (apart > torch.finfo(apart.dtype).min / 2, apart)
     given: dict[str, Any] = dict(scale=site.scale, mask=allowed, bias=bias)
-    return attend(grouped, keys, values, **given, cap=site.cap, sink=site.sinks(heads))[0].flatten(1, 2)
+    given |= dict(cap=site.cap, sink=site.sinks(heads), rows=False)
+    return attend(grouped, keys, values, **given)[0].flatten(1, 2)
 
 
 def _chunk_mask(layout: Layout, site: Site, slots: Slots, real: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -103,6 +103,7 @@ class StepRewriter:
             self.inputs = [
                 [self.graph.placeholder(f"slots_{i}_{n}") for n in self._names(i)] for i in range(len(self.sites))
             ]
+        self._own = {node for nodes in self.inputs for node in nodes}
         for nodes, slots in zip(self.inputs, self.slots, strict=True):
             for node, tensor in zip(nodes, slots.tensors(), strict=True):
                 compat.as_new_input(node, tensor, in_place=True)
@@ -129,6 +130,7 @@ class StepRewriter:
             nodes = [self.graph.placeholder(f"kvpass_weight_{i}") for i in range(len(self.weights))]
         for node, tensor in zip(nodes, self.weights, strict=True):
             compat.as_new_input(node, tensor, in_place=True)
+        self._own.update(nodes)
         return nodes
 
     def _names(self, layer: int) -> list[str]:
@@ -298,7 +300,9 @@ class StepRewriter:
         return torch.empty_strided(self._shape(node), value(node).stride(), **kind)
 
     def _device(self, node: fx.Node) -> torch.device:
-        return self.layouts[0].device if value(node).device.type == "meta" else value(node).device
+        """Where a node's tensor is; our own inputs are where the slots are."""
+        ours = value(node).device.type == "meta" or node in self._own
+        return self.layouts[0].device if ours else value(node).device
 
     # -- masks -----------------------------------------------------------------------------------------
 
@@ -420,7 +424,7 @@ class StepRewriter:
 
         with compat.fake_mode() as fake:
             held = [self.inputs[0][2], self.inputs[0][4]]
-            traced = compat.trace(function, [fake(value(node)) for node in held])
+            traced = compat.trace(function, [fake(self._example(node)) for node in held])
         ranks = graphs.splice(self.gm, traced, held, position.next, f"kvpass_rank_{position.name}")[0]
         ranks.meta["example_value"] = value(position)
         position.replace_all_uses_with(ranks)
@@ -432,7 +436,7 @@ class StepRewriter:
         found = renumber.readers(self.gm, self.sites, self.actual, renumber.fits_step(seen, length))
         for i, reader in enumerate(found):
             with compat.fake_mode() as fake:
-                examples = [fake(self._example(reader.ids)), *(fake(value(node)) for node in held)]
+                examples = [fake(self._example(node)) for node in (reader.ids, *held)]
                 traced = compat.trace(self._counted(reader.along), examples)
             ids = graphs.splice(self.gm, traced, [reader.ids, *held], reader.node, f"kvpass_ids_{i}")[0]
             ids.meta["example_value"] = value(reader.ids)
