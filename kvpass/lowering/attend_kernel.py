@@ -73,8 +73,8 @@ def split(
     q = tl.load(query + first[:, None] * D + d[None, :], mask=here[:, None] & (d < D)[None, :], other=0.0)
     keys = key + row * key_row + head * key_head
     values = value + row * value_row + head * value_head
-    masks = mask + row * mask_row + head * mask_head + group * mask_group + asking * mask_query
-    biases = bias + row * bias_row + head * bias_head + group * bias_group + asking * bias_query
+    masks = mask + row * mask_row + head * mask_head
+    biases = bias + row * bias_row + head * bias_head
     top = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([ROWS, VALUE_WIDTH], tl.float32)
@@ -87,9 +87,16 @@ def split(
             x = (2.0 / (1.0 + tl.exp(-2.0 / CAP * x)) - 1.0) * CAP  # tanh
         both = here[:, None] & there[None, :]
         if HAS_BIAS:
-            x += tl.load(biases[:, None] + c[None, :], mask=both, other=0.0).to(tl.float32)
-        allowed = tl.load(masks[:, None] + c[None, :], mask=both, other=0) != 0
-        x = tl.where(allowed, x, LOWEST)
+            if bias_group == 0 and bias_query == 0:
+                x += tl.load(biases + c, mask=there, other=0.0).to(tl.float32)[None, :]
+            else:
+                own = group * bias_group + asking * bias_query
+                x += tl.load(biases + own[:, None] + c[None, :], mask=both, other=0.0).to(tl.float32)
+        if mask_group == 0 and mask_query == 0:
+            x = tl.where((tl.load(masks + c, mask=there, other=0) != 0)[None, :], x, LOWEST)
+        else:
+            own = group * mask_group + asking * mask_query
+            x = tl.where(tl.load(masks + own[:, None] + c[None, :], mask=both, other=0) != 0, x, LOWEST)
         if STORE:
             tl.store(logits + first[:, None] * C + c[None, :], x, mask=both)
         x = tl.where(there[None, :], x, float("-inf"))
@@ -149,9 +156,9 @@ def _power(number: int, least: int = 16) -> int:
     return max(least, triton.next_power_of_2(number))
 
 
-def _block(width: int, itemsize: int) -> int:
-    """Slots that a program loads at a time."""
-    return max(16, min(128, TILE // (width * itemsize)))
+def _block(width: int, itemsize: int, rows: int) -> int:
+    """Slots that a program loads at a time; fewer beside many rows, whose logits would not stay in registers."""
+    return max(16, min(128 if rows <= 16 else 32, TILE // (width * itemsize)))
 
 
 def _parts(programs: int, capacity: int, block: int) -> tuple[int, int]:
@@ -194,7 +201,8 @@ def attend_slots(
     capacity, width = key.shape[2], value.shape[3]
     inside = groups * queries
     key_width, value_width = _power(dim), _power(width)
-    block = _block(max(key_width, value_width), key.element_size())
+    padded = _power(inside)
+    block = _block(max(key_width, value_width), key.element_size(), padded)
     parts, each = _parts(rows * heads, capacity, block)
     query, mask = query.contiguous(), mask.contiguous()
     has_bias = bias is not None
@@ -207,8 +215,8 @@ def attend_slots(
         query, key, value, mask, bias, logits, most, paid, mixed,
         *key.stride()[:3], *value.stride()[:3], *_strides(mask), *(_strides(bias) if has_bias else (0, 0, 0, 0)),
         SCALE=scale, CAP=cap or 0.0, HAS_BIAS=has_bias, STORE=store, HEADS=heads, R=inside, QUERIES=queries,
-        C=capacity, D=dim, DV=width, PARTS=parts, PART=each, ROWS=_power(inside),
-        WIDTH=key_width, VALUE_WIDTH=value_width, BLOCK=block, num_warps=4, num_stages=2,
+        C=capacity, D=dim, DV=width, PARTS=parts, PART=each, ROWS=padded,
+        WIDTH=key_width, VALUE_WIDTH=value_width, BLOCK=block, num_warps=4 if padded <= 16 else 8, num_stages=2,
     )  # fmt: skip
     output = value.new_empty((rows, heads, groups, queries, width))
     total = query.new_empty((rows, heads, groups, queries), dtype=torch.float32)

@@ -21,6 +21,7 @@ from kvpass.rewrite.masks import ColumnMask, MaskOnSlots, SlicedMask
 from kvpass.slots import Layout, Slots
 from kvpass.step import Site, decode_step, extend_step
 
+SMALL = ("free", "seen", "length")
 NAMES = ("key", "value", "position", "index", "free", "seen", "length", "rank")
 
 
@@ -120,7 +121,34 @@ class StepRewriter:
         if self.layouts[0].policy.renumbers:
             self._renumber()
         chunks = [self._replace(i) for i in range(len(self.sites))]
+        if self.layouts[0].device.type == "cuda":
+            self._count_together()
         return self._finish(chunks)
+
+    def _count_together(self) -> None:
+        """Write the small tensors of all layers at the end, in one launch instead of several for each layer."""
+        into: list[fx.Node] = []
+        new: list[fx.Node] = []
+        for nodes, layout in zip(self.inputs, self.layouts, strict=True):
+            small = {f"slots_{self.inputs.index(nodes)}_{n}" for n in (*SMALL, *layout.policy.row_state())}
+            for node in (node for node in nodes if node.target in small):
+                written = [user for user in node.users if compat.mutates(user) and user.args[0] is node]
+                if len(written) == 1 and not written[0].users:
+                    into.append(node)
+                    new.append(self._without_write(written[0]))
+        if into:
+            with self.graph.inserting_before(self.graph.output_node()):
+                self.graph.call_function(torch.ops.aten._foreach_copy_.default, (into, new))
+
+    def _without_write(self, node: fx.Node) -> fx.Node:
+        """Erase a write in place; returns what it would have written."""
+        made = node.args[1]
+        if node.target is not torch.ops.aten.copy_.default:
+            assert node.target is torch.ops.aten.add_.Tensor
+            with self.graph.inserting_before(node):
+                made = self.graph.call_function(torch.ops.aten.add.Tensor, node.args, node.kwargs)
+        self.graph.erase_node(node)
+        return made  # type: ignore[return-value]
 
     def _take_weights(self, first: fx.Node) -> list[fx.Node]:
         """New inputs for what the policy aligns rows with."""

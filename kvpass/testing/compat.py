@@ -6,8 +6,10 @@ Tried on torch 2.13 with triton 3.7.  Nothing here is imported by the rest of kv
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -214,14 +216,12 @@ def on_gpu(fake: Tensor) -> Tensor:
     return made
 
 
-Compile = Callable[..., Any]
+def tuned(source: str, name: str, folder: str) -> Any:
+    """The kernel of generated source, with the configurations that Inductor would try; inside `pretended_gpu`.
 
-
-def autotuner(source: str, name: str, folder: str) -> Any:
-    """The kernel of generated source with the configurations that Inductor would try; inside `pretended_gpu`."""
-    import importlib.util
-    from pathlib import Path
-
+    Returns:
+        Inductor's autotuner: `fn`, `configs`, `triton_meta`, `inductor_meta`.
+    """
     path = Path(folder) / f"{name}.py"
     path.write_text(source.replace("triton_helpers.set_driver_to_gpu()", ""))
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -229,4 +229,26 @@ def autotuner(source: str, name: str, folder: str) -> Any:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module
+    return next(value for value in vars(module).values() if hasattr(value, "triton_meta"))
+
+
+def cubin(
+    function: Any, signature: dict[str, str], constants: dict[str, Any], attributes: Any, capability: int, **options: Any
+) -> tuple[str, int]:
+    """The PTX of a kernel for one GPU, and the shared memory that it uses; ptxas accepts it."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    known = {(function.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(function, signature=signature, constexprs=known, attrs=attributes)
+    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return built.asm["ptx"], int(built.metadata.shared)
+
+
+def assembler(capability: int) -> str:
+    """The path of the ptxas that knows a GPU."""
+    from triton import knobs
+
+    tool = knobs.nvidia.ptxas_blackwell if capability >= 100 else knobs.nvidia.ptxas
+    return str(tool.path)

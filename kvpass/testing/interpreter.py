@@ -39,14 +39,14 @@ class Traffic:
     Attributes:
         name: the kernel or the library's operator.
         read, written: distinct bytes.
-        loaded, stored: the numbers of those inputs of the module of which it touched any byte.
+        loaded, stored: of these, how many belong to which input of the module, by its number.
     """
 
     name: str
     read: int
     written: int
-    loaded: tuple[int, ...]
-    stored: tuple[int, ...]
+    loaded: dict[int, int]
+    stored: dict[int, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,7 +205,7 @@ def _stub_inductor() -> None:
     async_compile.AsyncCompile.triton, async_compile.AsyncCompile.wait = _loaded, lambda self, scope: None
     triton_helpers.libdevice = _Libdevice("libdevice")
     triton_helpers.set_driver_to_gpu = lambda: None
-    for name in ("pointwise", "reduction", "persistent_reduction", "user_autotune"):
+    for name in ("pointwise", "reduction", "persistent_reduction", "user_autotune", "foreach"):
         setattr(triton_heuristics, name, _described)
 
 
@@ -266,6 +266,10 @@ class _Kernel:
 
     def _grid(self, given: dict[str, Any], blocks: dict[str, int]) -> tuple[int, ...]:
         kind = self.meta["inductor_meta"]["grid_type"]
+        if kind == "SequentialComboKernelGrid":  # several lists of numbers, one after the other
+            combined = self.meta["inductor_meta"]["combo_grid_meta"]
+            block, count = combined["default_config"]["XBLOCK"], combined["num_kernels"]
+            return (sum(-(-combined[f"xnumel_{i}"] // block) for i in range(count)),)
         if kind not in ("Grid1D", "Grid2D", "Grid3D"):
             raise NotImplementedError(f"a grid of kind {kind}")
         return tuple(-(-int(given[f"{x}numel"]) // blocks[f"{x.upper()}BLOCK"]) for x in "xyz"[: int(kind[4])])
@@ -288,27 +292,28 @@ class _Record:
         written, stored = self._touched(watch.stores)
         self.traffic.append(Traffic(name, read, written, loaded, stored))
 
-    def _touched(self, noted: list[Any]) -> tuple[int, tuple[int, ...]]:
-        """Distinct bytes, and which inputs they are of."""
+    def _touched(self, noted: list[Any]) -> tuple[int, dict[int, int]]:
+        """Distinct bytes, and of which inputs they are."""
         import numpy as np
 
         by_size: dict[int, list[Any]] = {}
         for addresses, size in noted:
             by_size.setdefault(size, []).append(addresses)
-        distinct = {size: np.unique(np.concatenate(all_of)) for size, all_of in by_size.items()}
-        touched = {
-            i
-            for addresses in distinct.values()
-            for i, (start, end) in enumerate(self.spans)
-            if np.any((addresses >= start) & (addresses < end))
-        }
-        return sum(size * len(addresses) for size, addresses in distinct.items()), tuple(sorted(touched))
+        total, of_inputs = 0, dict[int, int]()
+        for size, addresses in by_size.items():
+            distinct = np.unique(np.concatenate(addresses))
+            total += size * len(distinct)
+            for i, (start, end) in enumerate(self.spans):
+                inside = int(np.count_nonzero((distinct >= start) & (distinct < end)))
+                if inside:
+                    of_inputs[i] = of_inputs.get(i, 0) + size * inside
+        return total, of_inputs
 
     def called(self, name: str, arguments: Sequence[Any], made: Sequence[Any]) -> None:
         """An operator of the library, which reads its arguments whole."""
         given, results = ([x for x in some if isinstance(x, Tensor)] for some in (arguments, made))
-        whole = tuple(sorted({i for x in given for i, (a, b) in enumerate(self.spans) if a <= x.data_ptr() < b}))
-        self.traffic.append(Traffic(name, *(sum(x.nbytes for x in some) for some in (given, results)), whole, ()))
+        whole = {i: x.nbytes for x in given for i, (a, b) in enumerate(self.spans) if a <= x.data_ptr() < b}
+        self.traffic.append(Traffic(name, *(sum(x.nbytes for x in some) for some in (given, results)), whole, {}))
 
 
 def _extent(x: Tensor) -> int:
