@@ -148,6 +148,10 @@ class Backend:
         """Compile a rewritten step graph."""
         return self._compile_inner(gm, examples, compat.FUSE_INTO_REDUCTIONS if ranked else {}, self.policy)
 
+    def step_patches(self, ranked: bool) -> dict[str, Any]:
+        """What Inductor is configured with for a rewritten step graph."""
+        return self._patches(compat.FUSE_INTO_REDUCTIONS if ranked else {}, self.policy)
+
     def rewriter(self, *arguments: Any) -> StepRewriter:
         """What rewrites step graphs: onto slots, or onto the eager reference."""
         if self.inner != "reference":
@@ -165,9 +169,12 @@ class Backend:
             return gm.forward
         if self.inner != "inductor":
             return compat.registered_backend(self.inner)(gm, examples)
+        return compat.inductor(gm, examples, self._patches(patches, policy))
+
+    def _patches(self, patches: dict[str, Any], policy: Policy | None) -> dict[str, Any]:
         modes = compat.inductor_mode(self.mode) if self.mode else {}
         stamp = {"post_grad_custom_pre_pass": compat.cache_stamp(cache_key.digest(policy))}
-        return compat.inductor(gm, examples, patches | modes | dict(self.options) | stamp)
+        return patches | modes | dict(self.options) | stamp
 
 
 def _refusal(error: KVPassError) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kvpass.lowering.attend import LOWEST, attend, capped, scores
+from kvpass.lowering.attend import LOWEST, attend, by_kernel, capped, scores
 from kvpass.lowering.column_scores import regrouped
 from kvpass.policies.base import LATE, Attention, Policy, State, Tokens, rank_of
 from kvpass.slots import FREE, Layout, Slots
@@ -89,10 +89,12 @@ def decode_step(
     tokens, index = _arrived(layout, slots, key, real)
     _write(slots, key, value, real if policy.overwrites else None)
     here = _View.of(layout, site, slots, tokens, index, query)
-    output, probabilities = here.attend()
-    attention = _one_query(regrouped(probabilities, layout.heads), real)
+    output, probabilities, logits = here.attend(rows=bool(policy.statistics))
+    attention = _one_query(layout, probabilities, real)
     if sweep and "logits" in policy.statistics:
-        attention = dataclasses.replace(attention, logits=regrouped(here.logits(), layout.heads)[..., 0, :])
+        assert logits is not None
+        seen = logits if here.own is None else here.logits()  # the policy sees them without its own bias
+        attention = dataclasses.replace(attention, logits=regrouped(seen, layout.heads)[..., 0, :])
     tokens, victim = _swept(layout, tokens, attention) if sweep else _stepped(layout, slots, tokens, attention)
     if policy.aligns == ("sweep" if sweep else "step"):
         tokens = _realign(layout, site, slots, tokens)
@@ -111,7 +113,7 @@ def read_step(layout: Layout, site: Site, slots: Slots, query: Tensor, key: Tens
         The attention output [B, Hq, 1, Dv].
     """
     tokens, index = _arrived(layout, slots, key, real)
-    return _View.of(layout, site, slots, tokens, index, query).attend()[0]
+    return _View.of(layout, site, slots, tokens, index, query).attend(rows=False)[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,12 +150,13 @@ class _View:
             bias, own = (None if x is None else _over(x, heads) for x in (bias, own))
         return _View(site, grouped, key, value, mask, bias, own, _rotation(site, tokens))
 
-    def attend(self) -> tuple[Tensor, Tensor]:
-        """The output [B, Hq, 1, Dv], and the probabilities, float32 [B, Ha, ., 1, C]."""
-        site, given = self.site, dict[str, Any](scale=self.site.scale, mask=self.mask, rotate=self.rotate)
-        bias, sink = added(self.bias, self.own), site.sinks(self.key.shape[1])
-        output, probabilities = attend(self.query, self.key, self.value, **given, bias=bias, cap=site.cap, sink=sink)
-        return output.flatten(1, 2), probabilities  # here: the compiler moves a product to its first user
+    def attend(self, rows: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The output [B, Hq, 1, Dv], and if `rows` are wanted probabilities and logits, float32 [B, Ha, ., 1, C]."""
+        site = self.site
+        given: dict[str, Any] = dict(scale=site.scale, mask=self.mask, rotate=self.rotate, cap=site.cap, rows=rows)
+        given |= dict(bias=added(self.bias, self.own), sink=site.sinks(self.key.shape[1]))
+        output, probabilities, logits = attend(self.query, self.key, self.value, **given)
+        return output.flatten(1, 2), probabilities, logits  # here: the compiler moves a product to its first user
 
     def logits(self) -> Tensor:
         """What the model makes of the keys before the softmax, float32 [B, Ha, ., 1, C]."""
@@ -238,8 +241,10 @@ def added(bias: Tensor | None, own: Tensor | None) -> Tensor | None:
     return own if bias is None else bias.float() + own
 
 
-def _one_query(probabilities: Tensor, real: Tensor) -> Attention:
-    row = probabilities[..., 0, :] * real[:, None, None, None]  # [B, Hkv, G, C]
+def _one_query(layout: Layout, probabilities: Tensor | None, real: Tensor) -> Attention:
+    if probabilities is None:
+        return Attention(queries=real.long()[:, None, None])
+    row = regrouped(probabilities, layout.heads)[..., 0, :] * real[:, None, None, None]  # [B, Hkv, G, C]
     return Attention(row, row.square(), row, row, queries=real.long()[:, None, None])
 
 
@@ -356,16 +361,17 @@ def extend_step(
 
 def _attended(site: Site, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     """Attention of a chunk, [B, Hq, q, Dv]; mask bool or additive [B, Hq or 1, q, N]."""
-    if site.cap is None and site.sink is None:
+    heads = keys.shape[1]
+    grouped = torch.unflatten(query, 1, (heads, -1))
+    if site.cap is None and site.sink is None and not by_kernel(grouped):
         return torch.nn.functional.scaled_dot_product_attention(
             query, keys, values, attn_mask=mask, scale=site.scale, enable_gqa=True
         )
-    heads = keys.shape[1]
-    grouped = torch.unflatten(query, 1, (heads, -1))
     apart = mask[:, :, None] if mask.shape[1] == 1 else torch.unflatten(mask, 1, (heads, -1))
     allowed, bias = (apart, None) if apart.dtype == torch.bool else (apart > torch.finfo(apart.dtype).min / 2, apart)
     given: dict[str, Any] = dict(scale=site.scale, mask=allowed, bias=bias)
-    return attend(grouped, keys, values, **given, cap=site.cap, sink=site.sinks(heads))[0].flatten(1, 2)
+    given |= dict(cap=site.cap, sink=site.sinks(heads), rows=False)
+    return attend(grouped, keys, values, **given)[0].flatten(1, 2)
 
 
 def _chunk_mask(layout: Layout, site: Site, slots: Slots, real: Tensor) -> tuple[Tensor, Tensor | None]:

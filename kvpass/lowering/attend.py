@@ -1,9 +1,12 @@
 """Attention of a few queries over slots, with the probabilities that policies live on.
 
-Two grouped matrix products and a float32 softmax: the query heads of a KV head are rows of one product,
-so K and V are read once and never repeated.  With a rotary embedding applied at read, the first product
-is spelled as multiply and sum: the compiler then fuses the rotation into the reduction and no rotated
-copy of the keys is ever written.  The rotated keys come in pieces of D for the same reason.
+On a CPU it is two grouped matrix products and a float32 softmax: the query heads of a KV head are rows of
+one product, so K and V are read once and never repeated.  On a GPU it is the kernels of `attend_kernel`,
+which the compiler schedules like its own, and torch's operations around them.
+
+With a rotary embedding applied at read both are spelled out in torch, the first product as multiply and sum:
+the compiler then fuses the rotation into the reduction and no rotated copy of the keys is ever written.  The
+rotated keys come in pieces of D for the same reason.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import torch
 from torch import Tensor
 
 LOWEST = torch.finfo(torch.float32).min
+MOST_ROWS = 64  # query heads of a KV head times queries in one program; the accumulators of more would spill
 
 
 def attend(
@@ -28,7 +32,8 @@ def attend(
     rotate: Callable[[Tensor], list[Tensor]] | None = None,
     cap: float | None = None,
     sink: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    rows: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Attend to the slots that `mask` allows.
 
     Args:
@@ -40,19 +45,30 @@ def attend(
         rotate: applied to the keys at read, pointwise in the slots; gives pieces [B, Hkv, C, d] of D.
         cap: bounds the logits before bias and mask, as cap * tanh(logits / cap).
         sink: further logits [B or 1, Hkv, G, q or 1, 1] in the softmax, to which no value belongs.
+        rows: whether the attention rows are wanted.
 
     Returns:
-        output [B, Hkv, G, q, Dv] in the dtype of `value`, and the probabilities, float32 [B, Hkv, G, q, C].
-        A query that may attend to nothing gets a finite output that means nothing.
+        output [B, Hkv, G, q, Dv] in the dtype of `value`, and if wanted the probabilities and the masked
+        logits, float32 [B, Hkv, G, q, C].  A query that may attend to nothing gets a finite output that
+        means nothing.
     """
+    if rotate is None and by_kernel(query):
+        from kvpass.lowering.attend_kernel import attended  # needs triton, which not every machine has
+
+        return attended(query, key, value, scale=scale, mask=mask, bias=bias, cap=cap, sink=sink, rows=rows)
     logits = capped(scores(query, key, scale=scale, rotate=rotate), cap)
     if bias is not None:
         logits = logits + bias.float()
     logits = torch.where(mask, logits, LOWEST)
     probabilities = softmax_beside(logits, sink)
-    rows = probabilities.to(value.dtype).flatten(2, 3)  # [B, Hkv, G*q, C]
-    output = torch.matmul(rows, value).view(*query.shape[:4], value.shape[-1])
-    return output, probabilities
+    paid = probabilities.to(value.dtype).flatten(2, 3)  # [B, Hkv, G*q, C]
+    output = torch.matmul(paid, value).view(*query.shape[:4], value.shape[-1])
+    return output, probabilities if rows else None, logits if rows else None
+
+
+def by_kernel(query: Tensor) -> bool:
+    """Whether `attend` of a query [B, Hkv, G, q, D] is of few rows and on a GPU."""
+    return query.device.type == "cuda" and query.shape[2] * query.shape[3] <= MOST_ROWS
 
 
 def capped(logits: Tensor, cap: float | None) -> Tensor:

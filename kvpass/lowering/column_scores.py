@@ -100,6 +100,16 @@ class _Rows:
             return softmax_beside(logits, _grouped(self.sink, self.key.shape[1]))
         return torch.softmax(logits, -1, out=None if room is None else room.shaped(*logits.shape))
 
+    def summed(self, weight: Tensor, powers: int) -> list[Tensor]:
+        """Probabilities to the power of 1, ..., `powers`, each summed over queries that count `weight` [B, q]."""
+        if self.query.device.type != "cuda" or not powers:
+            return _sums(self, weight, powers)
+        from kvpass.lowering.column_kernel import column_sums  # needs triton, which not every machine has
+
+        return column_sums(
+            self.query, self.key, self.mask, weight, self.causal, self.scale, self.cap, self.sink, powers
+        )
+
 
 def _among(x: Tensor, span: slice) -> Tensor:
     """Some of the queries of [., ., q or 1, N]."""
@@ -153,6 +163,8 @@ def _late(rows: _Rows, real: Tensor, window: int) -> tuple[Tensor, Tensor, Tenso
     count = query.shape[2]
     latest = torch.where(real, torch.arange(count, device=key.device), -1).topk(min(window, count))  # last one first
     chosen = rows.picked(latest.values.clamp(min=0))
+    if query.device.type == "cuda":
+        return _late_by_kernel(chosen, (latest.values >= 0).float(), real.sum(-1, keepdim=True).clamp(1, window))
     counted = (latest.values >= 0).float()[:, None, None, :, None]
     spans = _spans(chosen.query.shape[2], chosen.query, key)
     mean = query.new_zeros(_shape(query, key, key.shape[2]), dtype=torch.float32)
@@ -163,6 +175,16 @@ def _late(rows: _Rows, real: Tensor, window: int) -> tuple[Tensor, Tensor, Tenso
             last, logits = paid[..., 0, :].clone(), made[..., 0, :] * counted[..., 0, :]
         mean += paid.sum(-2)
     return last, mean.div_(real.sum(-1).clamp(1, window)[:, None, None, None]), logits
+
+
+def _late_by_kernel(chosen: _Rows, counted: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What `_late` returns, from its queries, of which `counted` [B, w] are real; their number is `count` [B, 1]."""
+    newest = chosen.chosen(slice(0, 1))
+    logits = newest.logits(_Room([slice(0, 1)], newest.query, newest.key, newest.query.dtype))
+    first = counted[:, None, None, :1, None]
+    last = (newest.paid(logits) * first)[..., 0, :]
+    mean = last if counted.shape[1] == 1 else chosen.summed(counted / count, 1)[0]
+    return last, mean, (logits * first)[..., 0, :]
 
 
 @torch.library.custom_op("kvpass::column_scores", mutates_args=())
@@ -196,7 +218,7 @@ def column_scores(
         what is left out has no keys.
     """
     rows = _Rows(query, key, mask, causal, scale, cap, sink)
-    sums = _sums(rows, real, powers)
+    sums = rows.summed(real, powers)
     nothing = [query.new_empty(_shape(query, key, 0), dtype=torch.float32) for _ in range(2 - powers)]
     return [regrouped(x, heads) for x in (*sums, *nothing, *_late(rows, real, window))]
 

@@ -50,6 +50,10 @@ def take_prompt(layout: Layout, layer: PromptLayer, site: AttentionSite, limit: 
 class ReferenceRewriter(StepRewriter):
     """Puts a call on the reference in place of every attention call."""
 
+    def _replace(self, number: int) -> list[fx.Node]:
+        super()._replace(number)
+        return []  # the calls take the new tokens in themselves
+
     def _splice(
         self, number: int, site: AttentionSite, slots: list[fx.Node], new: list[fx.Node], first: bool = True
     ) -> list[fx.Node]:

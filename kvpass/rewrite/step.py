@@ -23,6 +23,7 @@ from kvpass.rewrite.masks import ColumnMask, MaskOnSlots, SlicedMask
 from kvpass.slots import Layout, Slots
 from kvpass.step import Site, decode_step, extend_step, read_step
 
+SMALL = ("free", "seen", "length")
 NAMES = ("key", "value", "position", "index", "free", "seen", "length", "rank")
 
 
@@ -131,6 +132,7 @@ class StepRewriter:
             self.inputs = [
                 [self.graph.placeholder(f"slots_{i}_{n}") for n in self._names(i)] for i in range(len(self.sites))
             ]
+        self._own = {node for nodes in self.inputs for node in nodes}
         for nodes, slots in zip(self.inputs, self.slots, strict=True):
             for node, tensor in zip(nodes, slots.tensors(), strict=True):
                 compat.as_new_input(node, tensor, in_place=True)
@@ -147,7 +149,34 @@ class StepRewriter:
         if self.layouts[0].policy.renumbers:
             self._renumber()
         chunks = [self._replace(i) for i in range(len(self.sites))]
+        if self.layouts[0].device.type == "cuda":
+            self._count_together()
         return self._finish(chunks)
+
+    def _count_together(self) -> None:
+        """Write the small tensors of all layers at the end, in one launch instead of several for each layer."""
+        into: list[fx.Node] = []
+        new: list[fx.Node] = []
+        for nodes, layout in zip(self.inputs, self.layouts, strict=True):
+            small = {f"slots_{self.inputs.index(nodes)}_{n}" for n in (*SMALL, *layout.policy.row_state())}
+            for node in (node for node in nodes if node.target in small):
+                written = [user for user in node.users if compat.mutates(user) and user.args[0] is node]
+                if len(written) == 1 and not written[0].users:
+                    into.append(node)
+                    new.append(self._without_write(written[0]))
+        if into:
+            with self.graph.inserting_before(self.graph.output_node()):
+                self.graph.call_function(torch.ops.aten._foreach_copy_.default, (into, new))
+
+    def _without_write(self, node: fx.Node) -> fx.Node:
+        """Erase a write in place; returns what it would have written."""
+        made = node.args[1]
+        if node.target is not torch.ops.aten.copy_.default:
+            assert node.target is torch.ops.aten.add_.Tensor
+            with self.graph.inserting_before(node):
+                made = self.graph.call_function(torch.ops.aten.add.Tensor, node.args, node.kwargs)
+        self.graph.erase_node(node)
+        return made  # type: ignore[return-value]
 
     def _take_weights(self, first: fx.Node) -> list[fx.Node]:
         """New inputs for what the policy aligns rows with."""
@@ -157,6 +186,7 @@ class StepRewriter:
             nodes = [self.graph.placeholder(f"kvpass_weight_{i}") for i in range(len(self.weights))]
         for node, tensor in zip(nodes, self.weights, strict=True):
             compat.as_new_input(node, tensor, in_place=True)
+        self._own.update(nodes)
         return nodes
 
     def _names(self, layer: int) -> list[str]:
@@ -356,7 +386,9 @@ class StepRewriter:
         return torch.empty_strided(self._shape(node), value(node).stride(), **kind)
 
     def _device(self, node: fx.Node) -> torch.device:
-        return self.layouts[0].device if value(node).device.type == "meta" else value(node).device
+        """Where a node's tensor is; our own inputs are where the slots are."""
+        ours = value(node).device.type == "meta" or node in self._own
+        return self.layouts[0].device if ours else value(node).device
 
     # -- masks -----------------------------------------------------------------------------------------
 
@@ -502,7 +534,7 @@ class StepRewriter:
 
         with compat.fake_mode() as fake:
             held = [self.inputs[0][2], self.inputs[0][4]]
-            traced = compat.trace(function, [fake(value(node)) for node in held])
+            traced = compat.trace(function, [fake(self._example(node)) for node in held])
         ranks = graphs.splice(self.gm, traced, held, position.next, f"kvpass_rank_{position.name}")[0]
         ranks.meta["example_value"] = value(position)
         position.replace_all_uses_with(ranks)
@@ -514,7 +546,7 @@ class StepRewriter:
         found = renumber.readers(self.gm, self.sites, self.actual, renumber.fits_step(seen, length))
         for i, reader in enumerate(found):
             with compat.fake_mode() as fake:
-                examples = [fake(self._example(reader.ids)), *(fake(value(node)) for node in held)]
+                examples = [fake(self._example(node)) for node in (reader.ids, *held)]
                 traced = compat.trace(self._counted(reader.along), examples)
             ids = graphs.splice(self.gm, traced, [reader.ids, *held], reader.node, f"kvpass_ids_{i}")[0]
             ids.meta["example_value"] = value(reader.ids)

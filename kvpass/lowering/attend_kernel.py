@@ -1,0 +1,263 @@
+"""The Triton kernels of `attend`: decode and short extends on a GPU.
+
+`split` cuts the slots of each KV head into parts that programs work on side by side, as flash decoding does
+(Dao et al., 2023, https://crfm.stanford.edu/2023/10/12/flashdecoding.html).  All query heads of a KV head, and
+all queries of a short chunk, are rows of one product in one program, so a row of K or V is loaded once from
+memory and by this kernel alone.  `join` makes one answer of the parts.
+
+The module is imported when the first graph for a GPU is traced, and needs triton.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+TILE = 16 << 10  # bytes of K, and of V, that a program holds at a time
+PROGRAMS = 1024  # enough for several waves on any GPU of today
+MOST_PARTS = 64  # `join` holds them all at once
+
+
+@triton.jit
+def split(
+    query,  # [B, Hkv, R, D]
+    key,  # [B, Hkv, C, D], the last dimension dense; likewise the values
+    value,  # [B, Hkv, C, Dv]
+    mask,  # bool [B or 1, Hkv or 1, G or 1, q or 1, C]
+    bias,  # the same, of floats; anything without HAS_BIAS
+    logits,  # float32 [B, Hkv, R, C]; anything without STORE
+    most,  # float32 [B, Hkv, R, parts]: the largest logit of a part,
+    paid,  # the sum of exp(logit - most),
+    mixed,  # float32 [B, Hkv, R, parts, Dv], and the values in that mixture
+    key_row: tl.constexpr,
+    key_head: tl.constexpr,
+    key_slot: tl.constexpr,
+    value_row: tl.constexpr,
+    value_head: tl.constexpr,
+    value_slot: tl.constexpr,
+    mask_row: tl.constexpr,
+    mask_head: tl.constexpr,
+    mask_group: tl.constexpr,
+    mask_query: tl.constexpr,
+    bias_row: tl.constexpr,
+    bias_head: tl.constexpr,
+    bias_group: tl.constexpr,
+    bias_query: tl.constexpr,
+    SCALE: tl.constexpr,
+    CAP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    STORE: tl.constexpr,
+    HEADS: tl.constexpr,
+    R: tl.constexpr,
+    QUERIES: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    PARTS: tl.constexpr,
+    PART: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Attention of R = G * q rows to one part of the slots of one KV head."""
+    part, which = tl.program_id(0), tl.program_id(1)  # which row and KV head
+    row, head = (which // HEADS).to(tl.int64), (which % HEADS).to(tl.int64)
+    r, d, dv = tl.arange(0, ROWS), tl.arange(0, WIDTH), tl.arange(0, VALUE_WIDTH)
+    here = r < R
+    group, asking = r // QUERIES, r % QUERIES
+    first = which.to(tl.int64) * R + r
+    q = tl.load(query + first[:, None] * D + d[None, :], mask=here[:, None] & (d < D)[None, :], other=0.0)
+    keys = key + row * key_row + head * key_head
+    values = value + row * value_row + head * value_head
+    masks = mask + row * mask_row + head * mask_head
+    biases = bias + row * bias_row + head * bias_head
+    top = tl.full([ROWS], LOWEST, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([ROWS, VALUE_WIDTH], tl.float32)
+    for start in range(part * PART, min(part * PART + PART, C), BLOCK):
+        c = start + tl.arange(0, BLOCK)
+        there = c < C
+        k = tl.load(keys + c[None, :] * key_slot + d[:, None], mask=there[None, :] & (d < D)[:, None], other=0.0)
+        x = tl.dot(q, k, input_precision="ieee") * SCALE  # [ROWS, BLOCK]
+        if CAP > 0:
+            x = (2.0 / (1.0 + tl.exp(-2.0 / CAP * x)) - 1.0) * CAP  # tanh
+        both = here[:, None] & there[None, :]
+        if HAS_BIAS:
+            if bias_group == 0 and bias_query == 0:
+                x += tl.load(biases + c, mask=there, other=0.0).to(tl.float32)[None, :]
+            else:
+                own = group * bias_group + asking * bias_query
+                x += tl.load(biases + own[:, None] + c[None, :], mask=both, other=0.0).to(tl.float32)
+        if mask_group == 0 and mask_query == 0:
+            x = tl.where((tl.load(masks + c, mask=there, other=0) != 0)[None, :], x, LOWEST)
+        else:
+            own = group * mask_group + asking * mask_query
+            x = tl.where(tl.load(masks + own[:, None] + c[None, :], mask=both, other=0) != 0, x, LOWEST)
+        if STORE:
+            tl.store(logits + first[:, None] * C + c[None, :], x, mask=both)
+        x = tl.where(there[None, :], x, float("-inf"))
+        higher = tl.maximum(top, tl.max(x, 1))
+        shrunk = tl.exp(top - higher)
+        p = tl.exp(x - higher[:, None])
+        total = total * shrunk + tl.sum(p, 1)
+        v = tl.load(values + c[:, None] * value_slot + dv[None, :], mask=there[:, None] & (dv < DV)[None, :], other=0.0)
+        sums = sums * shrunk[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        top = higher
+    place = first * PARTS + part
+    tl.store(most + place, top, mask=here)
+    tl.store(paid + place, total, mask=here)
+    tl.store(mixed + place[:, None] * DV + dv[None, :], sums, mask=here[:, None] & (dv < DV)[None, :])
+
+
+@triton.jit
+def join(
+    most,  # as `split` left them
+    paid,
+    mixed,
+    sink,  # float32 [B or 1, Hkv, G, q or 1]; anything without HAS_SINK
+    output,  # [B, Hkv, R, Dv]
+    total,  # float32 [B, Hkv, R]: log of the sum of exp(logit), the sink's share included
+    sink_row: tl.constexpr,
+    sink_query: tl.constexpr,
+    HAS_SINK: tl.constexpr,
+    ROWS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    DV: tl.constexpr,
+    PARTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+):
+    """One answer from the parts of one query; ROWS is Hq * q."""
+    which = tl.program_id(0).to(tl.int64)
+    s, dv = tl.arange(0, WIDTH), tl.arange(0, VALUE_WIDTH)
+    tops = tl.load(most + which * PARTS + s, mask=s < PARTS, other=float("-inf"))
+    top = tl.max(tops, 0)
+    if HAS_SINK:
+        row, inside = which // ROWS, which % ROWS
+        own = tl.load(sink + row * sink_row + inside // QUERIES * sink_query + (inside % QUERIES) * (sink_query > 1))
+        top = tl.maximum(top, own)
+    share = tl.exp(tops - top)  # [WIDTH]
+    whole = tl.sum(share * tl.load(paid + which * PARTS + s, mask=s < PARTS, other=0.0), 0)
+    if HAS_SINK:
+        whole += tl.exp(own - top)
+    inside_both = (s < PARTS)[:, None] & (dv < DV)[None, :]
+    parts = tl.load(mixed + (which * PARTS + s)[:, None] * DV + dv[None, :], mask=inside_both, other=0.0)
+    mixture = tl.sum(parts * share[:, None], 0) / whole
+    tl.store(output + which * DV + dv, mixture.to(output.dtype.element_ty), mask=dv < DV)
+    tl.store(total + which, top + tl.log(whole))
+
+
+def _power(number: int, least: int = 16) -> int:
+    """The next power of two, as sizes of Triton's tensors must be; products take at least 16."""
+    return max(least, triton.next_power_of_2(number))
+
+
+def _block(width: int, itemsize: int, rows: int) -> int:
+    """Slots that a program loads at a time; fewer beside many rows, whose logits would not stay in registers."""
+    return max(16, min(128 if rows <= 16 else 32, TILE // (width * itemsize)))
+
+
+def _parts(programs: int, capacity: int, block: int) -> tuple[int, int]:
+    """Into how many parts the slots are cut, and of how many slots each."""
+    blocks = -(-capacity // block)
+    wanted = max(1, min(blocks, MOST_PARTS, -(-PROGRAMS // programs)))
+    each = -(-blocks // wanted)
+    return -(-blocks // each), each * block
+
+
+def _strides(x: Tensor) -> list[int]:
+    """Of all dimensions but the last, zero where there is one to share."""
+    return [0 if size == 1 else stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
+
+
+@torch.library.triton_op("kvpass::attend_slots", mutates_args={})
+def attend_slots(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    bias: Tensor | None,
+    sink: Tensor | None,
+    scale: float,
+    cap: float | None,
+    store: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention to slots in two launches; see `kvpass.lowering.attend.attend` for what the arguments are.
+
+    Args:
+        query: [B, Hkv, G, q, D] with G * q up to `attend.MOST_ROWS`.
+        mask, bias: [B or 1, Hkv or 1, G or 1, q or 1, C].
+        store: whether the logits are wanted.
+
+    Returns:
+        output [B, Hkv, G, q, Dv]; the log of the sum of exp(logits), float32 [B, Hkv, G, q]; the masked
+        logits, float32 [B, Hkv, G, q, C], or [0] if they are not wanted.
+    """
+    rows, heads, groups, queries, dim = query.shape
+    capacity, width = key.shape[2], value.shape[3]
+    inside = groups * queries
+    key_width, value_width = _power(dim), _power(width)
+    padded = _power(inside)
+    block = _block(max(key_width, value_width), key.element_size(), padded)
+    parts, each = _parts(rows * heads, capacity, block)
+    query, mask = query.contiguous(), mask.contiguous()
+    has_bias = bias is not None
+    bias = bias.contiguous() if bias is not None else value  # never read
+    most = query.new_empty((rows, heads, groups, queries, parts), dtype=torch.float32)
+    paid = torch.empty_like(most)
+    mixed = query.new_empty((*most.shape, width), dtype=torch.float32)
+    logits = query.new_empty((rows, heads, groups, queries, capacity) if store else (0,), dtype=torch.float32)
+    torch.library.wrap_triton(split)[(parts, rows * heads)](
+        query, key, value, mask, bias, logits, most, paid, mixed,
+        *key.stride()[:3], *value.stride()[:3], *_strides(mask), *(_strides(bias) if has_bias else (0, 0, 0, 0)),
+        SCALE=scale, CAP=cap or 0.0, HAS_BIAS=has_bias, STORE=store, HEADS=heads, R=inside, QUERIES=queries,
+        C=capacity, D=dim, DV=width, PARTS=parts, PART=each, ROWS=padded,
+        WIDTH=key_width, VALUE_WIDTH=value_width, BLOCK=block, num_warps=4 if padded <= 16 else 8, num_stages=2,
+    )  # fmt: skip
+    output = value.new_empty((rows, heads, groups, queries, width))
+    total = query.new_empty((rows, heads, groups, queries), dtype=torch.float32)
+    has_sink = sink is not None
+    sink = most if sink is None else sink.float().contiguous()
+    own = sink.shape[3]
+    torch.library.wrap_triton(join)[(rows * heads * inside,)](
+        most, paid, mixed, sink, output, total,
+        sink_row=0 if sink.shape[0] == 1 else heads * groups * own, sink_query=own,
+        HAS_SINK=has_sink, ROWS=heads * inside, QUERIES=queries, DV=width, PARTS=parts,
+        WIDTH=_power(parts, 1), VALUE_WIDTH=value_width, num_warps=4, num_stages=1,
+    )  # fmt: skip
+    return output, total, logits
+
+
+def attended(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    mask: Tensor,
+    bias: Tensor | None,
+    cap: float | None,
+    sink: Tensor | None,
+    rows: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """What `attend` returns, by the kernels; what follows them is plain torch, which the compiler fuses."""
+    key, value = _dense(key), _dense(value)
+    mask, bias = _wide(mask, key.shape[2]), None if bias is None else _wide(bias, key.shape[2])
+    output, total, logits = torch.ops.kvpass.attend_slots(query, key, value, mask, bias, sink, scale, cap, rows)
+    if not rows:
+        return output, None, None
+    return output, torch.exp(logits - total[..., None]), logits
+
+
+def _dense(buffer: Tensor) -> Tensor:
+    """K or V with its last dimension dense, as the slots are; rows that a policy made anew may not be."""
+    return buffer if buffer.stride(-1) == 1 else buffer.contiguous()
+
+
+def _wide(mask: Tensor, capacity: int) -> Tensor:
+    """A mask or bias [..., C or 1] as [..., C]."""
+    return mask if mask.shape[-1] == capacity else mask.expand(*mask.shape[:-1], capacity)

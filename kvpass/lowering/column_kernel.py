@@ -1,0 +1,217 @@
+"""The Triton kernels of `column_scores`: sums over the rows of an attention matrix that is never held.
+
+`totals` makes the log of the sum of each row, as flash attention's first half does (Dao et al., 2022,
+https://arxiv.org/abs/2205.14135); `columns` then makes the probabilities again, a block of keys a program, and
+adds them up over the queries.  No atomic operations: the sums are the same from run to run.
+
+The module is imported when the first prompt runs on a GPU, and needs triton.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+TILE = 16 << 10  # bytes of queries, and of keys, that a program holds at a time
+
+
+@triton.jit
+def block_of_logits(
+    q,
+    k,
+    rows,  # the queries' numbers [BQ]
+    columns,  # the keys' numbers [BK]
+    masks,
+    mask_query: tl.constexpr,
+    KIND: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    SCALE: tl.constexpr,
+    CAP: tl.constexpr,
+    COUNT: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """Masked logits [BQ, BK] of q [BQ, D] and k [D, BK]; KIND of the mask: 0 none, 1 bool, 2 additive."""
+    x = tl.dot(q, k, input_precision="ieee") * SCALE
+    if CAP > 0:
+        x = (2.0 / (1.0 + tl.exp(-2.0 / CAP * x)) - 1.0) * CAP  # tanh
+    if KIND > 0:
+        inside = (rows < COUNT)[:, None] & (columns < KEYS)[None, :]
+        given = tl.load(masks + rows.to(tl.int64)[:, None] * mask_query + columns[None, :], mask=inside, other=0)
+        if KIND == 1:
+            x = tl.where(given != 0, x, LOWEST)
+        else:
+            x += given.to(tl.float32)
+    if CAUSAL:
+        x = tl.where(columns[None, :] <= rows[:, None] + (KEYS - COUNT), x, LOWEST)
+    return tl.where((columns < KEYS)[None, :], x, float("-inf"))
+
+
+@triton.jit
+def totals(
+    query,  # [B, Hq, q, D], dense
+    key,  # [B, Hkv, S, D], dense
+    mask,  # [B or 1, Hq or 1, q or 1, S]; anything for KIND 0
+    sink,  # float32 [B or 1, Hq, q or 1]; anything without HAS_SINK
+    out,  # float32 [B, Hq, q]: log of the sum of exp(logit)
+    mask_row: tl.constexpr,
+    mask_head: tl.constexpr,
+    mask_query: tl.constexpr,
+    sink_row: tl.constexpr,
+    sink_query: tl.constexpr,
+    KIND: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    HAS_SINK: tl.constexpr,
+    SCALE: tl.constexpr,
+    CAP: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    COUNT,
+    KEYS,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BQ: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """One block of queries of one head."""
+    start, which = tl.program_id(0) * BQ, tl.program_id(1).to(tl.int64)
+    row, head = which // HEADS, which % HEADS
+    i, d = start + tl.arange(0, BQ), tl.arange(0, WIDTH)
+    q = tl.load(query + (which * COUNT + i)[:, None] * D + d[None, :], mask=(i < COUNT)[:, None] & (d < D), other=0.0)
+    keys = key + (row * (HEADS // GROUPS) + head // GROUPS) * KEYS * D
+    masks = mask + row * mask_row + head * mask_head
+    top = tl.full([BQ], LOWEST, tl.float32)
+    paid = tl.zeros([BQ], tl.float32)
+    end = KEYS
+    if CAUSAL:
+        end = min(KEYS, start + BQ + (KEYS - COUNT))
+    for at in range(0, end, BK):
+        j = at + tl.arange(0, BK)
+        k = tl.load(keys + j[None, :] * D + d[:, None], mask=(j < KEYS)[None, :] & (d < D)[:, None], other=0.0)
+        x = block_of_logits(q, k, i, j, masks, mask_query, KIND, CAUSAL, SCALE, CAP, COUNT, KEYS)
+        higher = tl.maximum(top, tl.max(x, 1))
+        paid = paid * tl.exp(top - higher) + tl.sum(tl.exp(x - higher[:, None]), 1)
+        top = higher
+    if HAS_SINK:
+        own = tl.load(sink + row * sink_row + head * max(1, sink_query) + i * (sink_query > 1), mask=i < COUNT, other=0)
+        higher = tl.maximum(top, own)
+        paid = paid * tl.exp(top - higher) + tl.exp(own - higher)
+        top = higher
+    tl.store(out + which * COUNT + i, top + tl.log(paid), mask=i < COUNT)
+
+
+@triton.jit
+def columns(
+    query,  # as for `totals`
+    key,
+    mask,
+    total,  # what `totals` made
+    weight,  # float32 [B, q]: what each query counts
+    sums,  # float32 [B, Hq, S]: the weighted sum of the probabilities,
+    squares,  # and of their squares; anything without SQUARES
+    mask_row: tl.constexpr,
+    mask_head: tl.constexpr,
+    mask_query: tl.constexpr,
+    KIND: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    SQUARES: tl.constexpr,
+    SCALE: tl.constexpr,
+    CAP: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    COUNT,
+    KEYS,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BQ: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """One block of keys for one query head."""
+    start, which = tl.program_id(0) * BK, tl.program_id(1).to(tl.int64)
+    row, head = which // HEADS, which % HEADS
+    j, d = start + tl.arange(0, BK), tl.arange(0, WIDTH)
+    keys = key + (row * (HEADS // GROUPS) + head // GROUPS) * KEYS * D
+    k = tl.load(keys + j[None, :] * D + d[:, None], mask=(j < KEYS)[None, :] & (d < D)[:, None], other=0.0)
+    masks = mask + row * mask_row + head * mask_head
+    first = 0
+    if CAUSAL:
+        first = max(0, start - (KEYS - COUNT)) // BQ * BQ  # no query before sees any of these keys
+    once = tl.zeros([BK], tl.float32)
+    twice = tl.zeros([BK], tl.float32)
+    for at in range(first, COUNT, BQ):
+        i = at + tl.arange(0, BQ)
+        there = i < COUNT
+        q = tl.load(query + (which * COUNT + i)[:, None] * D + d[None, :], mask=there[:, None] & (d < D), other=0.0)
+        x = block_of_logits(q, k, i, j, masks, mask_query, KIND, CAUSAL, SCALE, CAP, COUNT, KEYS)
+        whole = tl.load(total + which * COUNT + i, mask=there, other=0.0)
+        counted = tl.load(weight + row * COUNT + i, mask=there, other=0.0)
+        p = tl.where(there[:, None], tl.exp(x - whole[:, None]), 0.0)
+        once += tl.sum(p * counted[:, None], 0)
+        if SQUARES:
+            twice += tl.sum(p * p * counted[:, None], 0)
+    tl.store(sums + which * KEYS + j, once, mask=j < KEYS)
+    if SQUARES:
+        tl.store(squares + which * KEYS + j, twice, mask=j < KEYS)
+
+
+def column_sums(
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    weight: Tensor,
+    causal: bool,
+    scale: float,
+    cap: float | None,
+    sink: Tensor | None,
+    powers: int,
+) -> list[Tensor]:
+    """Sums over the queries of the probabilities and, for two `powers`, of their squares.
+
+    Args:
+        query: [B, Hq, q, D]; key: [B, Hkv, S, D]; mask: [B or 1, Hq or 1, q or 1, S].
+        weight: float32 [B, q], what each query counts.
+        The others are as for `column_scores`.
+
+    Returns:
+        One or two float32 tensors [B, Hkv, G, S].
+    """
+    rows, heads, count, dim = query.shape
+    groups, keys = heads // key.shape[1], key.shape[2]
+    query, key, weight = query.contiguous(), key.contiguous(), weight.float().contiguous()
+    width = max(16, triton.next_power_of_2(dim))
+    side = max(16, min(64, TILE // (width * query.element_size())))
+    total = query.new_empty((rows, heads, count), dtype=torch.float32)
+    own = _sink(sink, heads)
+    mask = mask if mask is None or mask.stride(-1) == 1 else mask.contiguous()
+    common: dict[str, Any] = dict(
+        **_mask(mask), CAUSAL=causal, SCALE=scale, CAP=cap or 0.0, HEADS=heads, GROUPS=groups, COUNT=count,
+        KEYS=keys, D=dim, WIDTH=width, BQ=side, BK=side, num_warps=4, num_stages=2,
+    )  # fmt: skip
+    seen = query if mask is None else mask
+    behind = total if sink is None else sink.float().contiguous()
+    totals[(triton.cdiv(count, side), rows * heads)](query, key, seen, behind, total, **common, **own)
+    made = [query.new_empty((rows, heads, keys), dtype=torch.float32) for _ in range(powers)]
+    grid = (triton.cdiv(keys, side), rows * heads)
+    columns[grid](query, key, seen, total, weight, made[0], made[-1], **common, SQUARES=powers == 2)
+    return [sums.unflatten(1, (-1, groups)) for sums in made]
+
+
+def _mask(mask: Tensor | None) -> dict[str, int]:
+    """How the kernels read the mask."""
+    names = ("mask_row", "mask_head", "mask_query")
+    if mask is None:
+        return dict.fromkeys((*names, "KIND"), 0)
+    strides = [0 if size == 1 else stride for size, stride in zip(mask.shape[:3], mask.stride()[:3], strict=True)]
+    return {**dict(zip(names, strides, strict=True)), "KIND": 1 if mask.dtype == torch.bool else 2}
+
+
+def _sink(sink: Tensor | None, heads: int) -> dict[str, Any]:
+    """How `totals` reads the sink [B or 1, Hq, q or 1, 1]."""
+    if sink is None:
+        return dict(sink_row=0, sink_query=0, HAS_SINK=False)
+    own = sink.shape[2]
+    return dict(sink_row=0 if sink.shape[0] == 1 else heads * own, sink_query=own, HAS_SINK=True)

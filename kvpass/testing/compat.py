@@ -1,0 +1,261 @@
+"""Private names of torch and triton that emission without a GPU needs, in one place.
+
+Tried on torch 2.13 with triton 3.7.  Nothing here is imported by the rest of kvpass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+class _Properties:
+    """What Inductor asks of a GPU; an H100's figures."""
+
+    name, type, gcnArchName, uuid = "a GPU that is not there", "cuda", "", "none"
+    major, minor, warp_size, multi_processor_count = 9, 0, 32, 132
+    total_memory, L2_cache_size, regs_per_multiprocessor = 80 << 30, 50 << 20, 65536
+    max_threads_per_multi_processor, max_threads_per_block = 2048, 1024
+    shared_memory_per_block, shared_memory_per_block_optin, shared_memory_per_multiprocessor = 49152, 232448, 233472
+    clock_rate, memory_clock_rate, memory_bus_width = 1980000, 2619000, 5120
+
+
+def _constant(value: Any) -> staticmethod[..., Any]:
+    return staticmethod(lambda *args, **kwargs: value)
+
+
+def _interface() -> type:
+    """A device interface of a GPU that can do nothing but be asked."""
+    from torch._dynamo.device_interface import CudaInterface
+
+    worker = dict(get_device_properties=_constant(_Properties), current_device=_constant(0), set_device=_constant(None))
+    answers = dict(
+        Worker=type("Worker", (), worker), is_available=_constant(True), current_device=_constant(0),
+        device_count=_constant(1), get_compute_capability=_constant(90), get_device_properties=_constant(_Properties),
+        is_triton_capable=_constant(True), raise_if_triton_unavailable=_constant(None),
+        is_bf16_supported=_constant(True), synchronize=_constant(None), get_raw_stream=_constant(0),
+    )  # fmt: skip
+    return type("NoCuda", (CudaInterface,), answers)
+
+
+def _driver() -> Any:
+    """A Triton driver that names a target and launches nothing."""
+    from triton.backends.compiler import GPUTarget
+
+    shared = dict(max_shared_mem=_Properties.shared_memory_per_block_optin, multiprocessor_count=132, warpSize=32)
+    answers = dict(
+        utils=type("utils", (), dict(get_device_properties=_constant(shared))),
+        get_current_target=_constant(GPUTarget("cuda", 90, 32)), get_current_device=_constant(0),
+        get_active_torch_device=_constant(torch.device("cuda", 0)), get_current_stream=_constant(0),
+        get_device_interface=_constant(None),
+    )  # fmt: skip
+    return type("NoDriver", (), answers)()
+
+
+def _forget_answers() -> None:
+    """Clear what torch remembers of the machine's devices."""
+    from torch._inductor import utils
+    from torch._inductor.runtime.hints import DeviceProperties
+    from torch.utils import _triton
+
+    remembered = [*vars(_triton).values(), *vars(utils).values(), inspect.unwrap(DeviceProperties.create)]
+    for function in remembered:
+        clear = getattr(function, "cache_clear", None)
+        if callable(clear):
+            clear()
+
+
+@contextlib.contextmanager
+def pretended_gpu() -> Iterator[None]:
+    """Inductor and Triton believe in one GPU inside; nothing can run on it."""
+    import triton
+    from torch._dynamo import device_interface
+
+    device_interface.init_device_reg()
+    registered, names = device_interface.device_interfaces, ("cuda", "cuda:0")
+    before = {name: registered.get(name) for name in names}
+    answers = dict(
+        get_device_properties=_Properties, get_device_capability=(9, 0), current_device=0, device_count=1,
+        is_bf16_supported=True,
+    )  # fmt: skip
+    own = {name: getattr(torch.cuda, name) for name in answers}
+    active = dict(vars(triton.runtime.driver))
+    try:
+        _forget_answers()
+        for name in names:
+            device_interface.register_interface_for_device(name, _interface())
+        for name, answer in answers.items():
+            setattr(torch.cuda, name, lambda *args, _answer=answer, **kwargs: _answer)
+        triton.runtime.driver.set_active(_driver())
+        with torch.inference_mode(False), torch.no_grad(), _WithoutGuards():
+            yield
+    finally:
+        vars(triton.runtime.driver).update(active)
+        for name, function in own.items():
+            setattr(torch.cuda, name, function)
+        for name, interface in before.items():
+            registered.pop(name, None) if interface is None else registered.update({name: interface})
+        _forget_answers()
+
+
+class _WithoutGuards(TorchFunctionMode):
+    """Spells out the methods of tensors that would switch to the tensor's device, which is not there."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if args and isinstance(args[0], Tensor) and args[0].device.type == "cuda" and func in _BY_OPERATORS:
+            return _BY_OPERATORS[func](*args)
+        if (
+            func is not torch.device and _no_fakes()
+        ):  # Inductor folds constants, and the rewrite places weights: with real tensors, on the CPU
+            args = tuple("cpu" if _elsewhere(arg) else arg for arg in args)
+            kwargs = {name: "cpu" if _elsewhere(arg) else arg for name, arg in (kwargs or {}).items()}
+        return func(*args, **(kwargs or {}))
+
+
+def _elsewhere(device: Any) -> bool:
+    return isinstance(device, (torch.device, str)) and str(device).startswith("cuda")
+
+
+def _no_fakes() -> bool:
+    from torch._guards import active_fake_mode
+
+    return active_fake_mode() is None
+
+
+def _getitem(x: Tensor, index: Any) -> Tensor:
+    """x[index] by operators; no boolean tensors."""
+    index = index if isinstance(index, tuple) else (index,)
+    counted = sum(part is not None and part is not Ellipsis for part in index)
+    dim, chosen = 0, {}
+    for part in index:
+        if part is Ellipsis:
+            dim += x.ndim - counted - dim + sum(p is None for p in index[: index.index(Ellipsis)])
+        elif part is None:
+            x, dim = x.unsqueeze(dim), dim + 1
+        elif isinstance(part, slice):
+            x, dim = _sliced(x, dim, part), dim + 1
+        elif isinstance(part, int):
+            x, counted = torch.ops.aten.select.int(x, dim, part), counted - 1
+        else:
+            chosen[dim], dim = part if isinstance(part, Tensor) else torch.tensor(part, device=x.device), dim + 1
+    if not chosen:
+        return x
+    picked: Tensor = torch.ops.aten.index.Tensor(x, [chosen.get(d) for d in range(max(chosen) + 1)])
+    return picked
+
+
+_BY_OPERATORS: dict[Any, Callable[..., Any]] = {
+    Tensor.__getitem__: _getitem,
+    Tensor.__invert__: torch.ops.aten.bitwise_not.default,
+    Tensor.copy_: torch.ops.aten.copy_.default,
+}
+
+
+def _sliced(x: Tensor, dim: int, part: slice) -> Tensor:
+    if part == slice(None):
+        return x
+    sliced: Tensor = torch.ops.aten.slice.Tensor(x, dim, part.start, part.stop, part.step or 1)
+    return sliced
+
+
+_NOTHING_MEASURED = {"fx_graph_cache": False, "shape_padding": False}
+"""Inductor measures whether padding a product's operands pays; without a GPU nothing can be measured."""
+
+
+class _Done(BaseException):
+    """Carries generated code out of the compiler; no Exception, so that nobody wraps it."""
+
+
+def generated(gm: fx.GraphModule, examples: Sequence[Any], patches: dict[str, Any]) -> str:
+    """The Python module that Inductor generates for a graph of fake tensors on a GPU; inside `pretended_gpu`."""
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.graph import GraphLowering
+
+    generate = GraphLowering.codegen
+
+    def stop(self: Any) -> Any:
+        raise _Done(generate(self)[0])
+
+    GraphLowering.codegen = stop
+    try:
+        with config.patch({**_NOTHING_MEASURED, **patches}):
+            compile_fx(gm, list(examples))
+    except _Done as done:
+        code = done.args[0]
+        return str(getattr(code, "value", code))
+    finally:
+        GraphLowering.codegen = generate
+    raise AssertionError("Inductor generated no code")
+
+
+def fake_gpu_mode() -> Any:
+    """A mode in which tensors on a GPU have shapes and no data."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_fake(x: Any) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(x, FakeTensor)
+
+
+def on_gpu(fake: Tensor) -> Tensor:
+    """A fake tensor like another, of the same mode and with the same symbolic sizes, on the GPU."""
+    with fake.fake_mode:  # type: ignore[attr-defined]
+        made = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device="cuda")
+    return made
+
+
+def tuned(source: str, name: str, folder: str) -> Any:
+    """The kernel of generated source, with the configurations that Inductor would try; inside `pretended_gpu`.
+
+    Returns:
+        Inductor's autotuner: `fn`, `configs`, `triton_meta`, `inductor_meta`.
+    """
+    path = Path(folder) / f"{name}.py"
+    path.write_text(source.replace("triton_helpers.set_driver_to_gpu()", ""))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return next(value for value in vars(module).values() if hasattr(value, "triton_meta"))
+
+
+def cubin(
+    function: Any,
+    signature: dict[str, str],
+    constants: dict[str, Any],
+    attributes: Any,
+    capability: int,
+    **options: Any,
+) -> tuple[str, int]:
+    """The PTX of a kernel for one GPU, and the shared memory that it uses; ptxas accepts it."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    known = {(function.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(function, signature=signature, constexprs=known, attrs=attributes)
+    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return built.asm["ptx"], int(built.metadata.shared)
+
+
+def assembler(capability: int) -> str:
+    """The path of the ptxas that knows a GPU."""
+    from triton import knobs
+
+    tool = knobs.nvidia.ptxas_blackwell if capability >= 100 else knobs.nvidia.ptxas
+    return str(tool.path)

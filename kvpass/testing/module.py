@@ -1,0 +1,88 @@
+"""What a module that Inductor generated says: its kernels, launches and allocations."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import math
+from collections.abc import Iterator
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One launch of the generated module, in the order of the code.
+
+    Attributes:
+        name: of a generated kernel, or of the library's operator, such as `extern_kernels.mm`.
+        generated: whether it is a kernel of the module.
+        arguments: as they are written.
+    """
+
+    name: str
+    generated: bool
+    arguments: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Allocation:
+    """Memory that the generated module asks for."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def kernels(source: str) -> dict[str, str]:
+    """The Triton source of each kernel, by name."""
+    found = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign) and _called(node.value) == "async_compile.triton":
+            assert isinstance(node.value, ast.Call)
+            assert isinstance(node.targets[0], ast.Name)
+            text = node.value.args[1]
+            assert isinstance(text, ast.Constant)
+            found[node.targets[0].id] = str(text.value)
+    return found
+
+
+def launches(source: str) -> list[Launch]:
+    """Every launch of the module's `call`."""
+    own, found = kernels(source), []
+    for call in _calls(source):
+        name = _called(call)
+        arguments = tuple(ast.unparse(argument) for argument in call.args)
+        if name.endswith(".run") and name[:-4] in own:
+            found.append(Launch(name[:-4], True, arguments))
+        elif name.startswith(("extern_kernels.", "torch.ops.", "aten.", "inductor_ops.")):
+            found.append(Launch(name, False, arguments))
+    return found
+
+
+def allocations(source: str) -> list[Allocation]:
+    """Everything that the module's `call` allocates on the GPU."""
+    found = []
+    for call in _calls(source):
+        if _called(call) == "empty_strided_cuda":
+            shape, _, dtype = call.args
+            name = ast.unparse(dtype).removeprefix("torch.")
+            found.append(Allocation(tuple(ast.literal_eval(shape)), getattr(torch, name)))
+    return found
+
+
+def _calls(source: str) -> Iterator[ast.Call]:
+    """The calls within the function `call`, in the order of the code."""
+    for function in ast.walk(ast.parse(source)):
+        if isinstance(function, ast.FunctionDef) and function.name == "call":
+            calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+            yield from sorted(calls, key=lambda node: (node.lineno, node.col_offset))
+            return
+
+
+def _called(node: ast.expr) -> str:
+    """The name of what is called, empty for anything else."""
+    return ast.unparse(node.func) if isinstance(node, ast.Call) else ""

@@ -1,0 +1,116 @@
+"""A model that runs on a CPU, and the graphs that a GPU would have been given on the way."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+
+from kvpass import compat as kvpass_compat
+from kvpass import graphs
+from kvpass.backend import Backend, backend
+from kvpass.match import AttentionSite
+from kvpass.rewrite.step import StepRewrite, StepRewriter
+from kvpass.testing import compat
+
+
+@dataclasses.dataclass
+class Step:
+    """One step graph, rewritten for a GPU, and what it did on the CPU at its first run.
+
+    Attributes:
+        gm: the rewritten graph, all of it on a GPU.
+        names: of its inputs; those of a layer's slots begin with `slots_{layer}_`.
+        patches: what Inductor is configured with.
+        sweep: whether it is the decode graph with the policy's sweep.
+        queries: new tokens.
+        layers: attention layers.
+        inputs: as they were before the first run on the CPU.
+        after: the same tensors after it, slots overwritten in place.
+        outputs: what the graph gave.
+    """
+
+    gm: fx.GraphModule
+    names: list[str]
+    patches: dict[str, Any]
+    sweep: bool
+    queries: int
+    layers: int
+    inputs: list[Any] = dataclasses.field(default_factory=list)
+    after: list[Any] = dataclasses.field(default_factory=list)
+    outputs: list[Any] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recording(Backend):
+    """A backend that runs uncompiled on the CPU and keeps each step graph as a GPU would be given it."""
+
+    steps: list[Step] = dataclasses.field(default_factory=list, compare=False, repr=False)
+
+    def rewriter(self, *arguments: Any) -> StepRewriter:
+        gm, sites, layouts, *_ = arguments
+        with compat.pretended_gpu():
+            moved, places = on_gpu(gm)
+            device = torch.device("cuda", 0)
+            there = [dataclasses.replace(layout, device=device) for layout in layouts]
+            rewriter = StepRewriter(moved, [site.moved(places) for site in sites], there, *arguments[3:])
+            rewrite = rewriter.run()
+        patches = self.step_patches(layouts[0].ranked)
+        names = [node.name for node in graphs.placeholders(rewrite.gm.graph)]
+        self.steps.append(Step(rewrite.gm, names, patches, rewriter.sweep, rewriter.queries, len(sites)))
+        return super().rewriter(*arguments)
+
+    def compile_step(self, gm: fx.GraphModule, examples: Sequence[Any], ranked: bool) -> Callable[..., Any]:
+        step, run = self.steps[-1], gm.forward
+
+        def first(*arguments: Any) -> Any:
+            if step.outputs:
+                return run(*arguments)
+            step.inputs = [_copied(argument) for argument in arguments]
+            results = run(*arguments)
+            step.after = [_copied(argument) for argument in arguments]
+            step.outputs = [_copied(result) for result in results]
+            return results
+
+        return first
+
+
+def _copied(x: Any) -> Any:
+    return x.detach().clone() if isinstance(x, Tensor) else x
+
+
+def on_gpu(gm: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
+    """A copy of one of Dynamo's graphs as if it had been traced on a GPU, and where each node went."""
+    moved, places = kvpass_compat.copy_graph_module(gm)
+    for node in moved.graph.nodes:
+        node.meta = {name: _there(what) if name == "example_value" else what for name, what in node.meta.items()}
+        if node.op in ("call_function", "call_method"):
+            node.args = fx.node.map_aggregate(node.args, _literal)  # type: ignore[assignment]
+            node.kwargs = fx.node.map_aggregate(node.kwargs, _literal)  # type: ignore[assignment]
+    moved.recompile()
+    return moved, places
+
+
+def _there(value: Any) -> Any:
+    return compat.on_gpu(value) if compat.is_fake(value) else value
+
+
+def _literal(x: Any) -> Any:
+    return torch.device("cuda", 0) if isinstance(x, torch.device) or x == "cpu" else x
+
+
+def record(model: torch.nn.Module, policy: Any = "full", **settings: Any) -> tuple[Callable[..., Any], list[Step]]:
+    """The model on a CPU, and the list to which each of its step graphs is added as a GPU would be given it.
+
+    The model computes with `kvpass` and uncompiled.  Takes what `kvpass.backend` takes.
+    """
+    made = backend(policy, **settings)
+    fields = {f.name: getattr(made, f.name) for f in dataclasses.fields(made)}
+    recording = Recording(**fields)
+    return torch.compile(model, backend=recording), recording.steps

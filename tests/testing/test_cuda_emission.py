@@ -1,0 +1,139 @@
+"""Every policy's decode graph for a GPU, proven without one: compiled, counted, interpreted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvpass.testing import binaries as machine
+from kvpass.testing import compat, cuda_emission
+from tests.testing.shared import EVERY, OWN_ROWS, binaries, emission, ran
+
+HALVES = (torch.float16, torch.bfloat16)
+BY_DEFAULT = {("h2o", torch.float16), ("streaming", torch.bfloat16)}
+EXACT = {torch.float32: dict(atol=1e-5, rtol=1e-5), torch.float16: dict(atol=4e-3, rtol=1e-2)}
+EXACT[torch.bfloat16] = dict(atol=3e-2, rtol=3e-2)
+
+# What cannot be done in 16 launches, and why; docs/gpu.md.
+MORE_LAUNCHES = {"roco": 18, "d2o": 22, "kv_align": 27}
+# What reads the stored keys or values besides attention, and why; docs/gpu.md.
+MORE_READERS = {"d2o": "compares the token that goes with every key", "kv_align": "aligns every row before it is read"}
+
+every_policy = pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(name, dtype, id=f"{name}-{dtype}".replace("torch.", ""), marks=marks)
+        for name in [*EVERY, *OWN_ROWS]
+        for dtype in HALVES
+        for marks in [[] if (name, dtype) in BY_DEFAULT else [pytest.mark.slow]]
+    ],
+)
+
+
+@every_policy
+def test_the_interpreted_module_equals_the_cpu(name: str, dtype: torch.dtype) -> None:
+    emission(name, dtype).check(ran(name, dtype), **EXACT[dtype])
+
+
+@pytest.mark.slow
+def test_the_interpreted_module_equals_the_cpu_in_full_precision() -> None:
+    emission("h2o", torch.float32).check(ran("h2o", torch.float32), **EXACT[torch.float32])
+
+
+@every_policy
+def test_kernels_compile_for_both_targets_and_attention_spills_nothing(name: str, dtype: torch.dtype) -> None:
+    for target in cuda_emission.TARGETS:
+        made = binaries(name, dtype, target)
+        assert len(made) == len(emission(name, dtype).kernels)
+        attention = [binary for binary in made if binary.name.startswith(cuda_emission.ATTEND)]
+        assert len(attention) == 1 or name in OWN_ROWS
+        assert all(binary.spills == 0 for binary in attention)
+
+
+@every_policy
+def test_launches_of_a_layer(name: str, dtype: torch.dtype) -> None:
+    made = emission(name, dtype)
+    products = [launch for launch in made.launches if launch.name == "extern_kernels.mm"]
+    assert len(products) == 2 * 7 + 1 or name in OWN_ROWS  # seven weights a layer, and the head
+    assert made.launches_per_layer <= MORE_LAUNCHES.get(name, 16)
+
+
+@every_policy
+def test_nothing_of_the_size_of_a_slot_buffer_is_allocated(name: str, dtype: torch.dtype) -> None:
+    made = emission(name, dtype)
+    buffer = made.step.inputs[made.step.names.index("slots_0_key")]
+    as_large = [made for made in made.allocations if made.nbytes >= buffer.nbytes]
+    assert bool(as_large) == (name in OWN_ROWS)  # which are made anew at every read
+
+
+@every_policy
+def test_keys_and_values_are_loaded_by_one_kernel(name: str, dtype: torch.dtype) -> None:
+    made, launches = emission(name, dtype), ran(name, dtype)
+    for layer in range(2):
+        for buffer in ("key", "value"):
+            readers = made.readers(launches, f"slots_{layer}_{buffer}")
+            if name not in MORE_READERS:
+                assert len(readers) == 1
+                assert readers[0].startswith(cuda_emission.ATTEND)
+            else:
+                assert readers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["h2o", "streaming"])
+def test_every_configuration_that_inductor_would_try_compiles(name: str) -> None:
+    made = emission(name, torch.bfloat16)
+    tried = made.binaries(("sm_90",), configurations=None)
+    assert len(tried) > len(made.kernels)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", machine.newer())
+def test_newer_targets_compile(target: str) -> None:
+    assert all(binary.registers > 0 for binary in binaries("h2o", torch.bfloat16, target))
+
+
+def test_traffic_is_what_attention_needs() -> None:
+    """Of K and V every byte once, of the logits every one written."""
+    made, launches = emission("h2o", torch.float16), ran("h2o", torch.float16)
+    split = next(launch for launch in launches.traffic if launch.name.startswith(cuda_emission.ATTEND))
+    key = made.step.names.index("slots_0_key")
+    assert split.loaded[key] == made.step.inputs[key].nbytes
+    rows, heads, slots, _ = made.step.inputs[key].shape
+    assert split.written >= rows * heads * 2 * slots * 4  # G = 2 query heads, float32
+    assert split.read < 2 * made.step.inputs[key].nbytes * 1.5
+
+
+def test_a_report_names_every_launch() -> None:
+    made = emission("h2o", torch.float16)
+    text = made.report(ran("h2o", torch.float16), binaries("h2o", torch.float16, "sm_90"))
+    assert len(text.splitlines()) == len(made.launches) + 1
+    assert "split_0" in text
+    assert "sm_90" in text
+
+
+def test_an_interpreter_says_what_went_wrong() -> None:
+    with (
+        cuda_emission.Interpreter() as interpreter,
+        pytest.raises(cuda_emission.InterpreterError, match="ZeroDivisionError"),
+    ):
+        interpreter.run("1 / 0", [])
+
+
+def test_a_kernel_that_does_not_compile_is_named() -> None:
+    from kvpass.lowering.attend_kernel import join
+
+    signature = {name: "constexpr" for name in join.arg_names} | {"most": "*fp32"}
+    with pytest.raises(cuda_emission.KernelError, match=r"join for sm_90"):
+        cuda_emission.compiled(join, signature, {}, "sm_90")
+
+
+def test_pretending_leaves_nothing_behind() -> None:
+    import triton
+
+    before = (torch.cuda.is_available(), torch.cuda.current_device, dict(vars(triton.runtime.driver)))
+    with compat.pretended_gpu():
+        assert torch.cuda.current_device() == 0
+        assert torch.cuda.current_device is not before[1]
+    assert (torch.cuda.is_available(), torch.cuda.current_device, dict(vars(triton.runtime.driver))) == before
+    assert torch.equal(torch.compile(lambda x: x[:2] + 1)(torch.zeros(3)), torch.ones(2))
