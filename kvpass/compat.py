@@ -40,6 +40,15 @@ def is_log_only(node: fx.Node) -> bool:
     return node.target is torch._C._log_api_usage_once
 
 
+def never_a_frame_of_its_own(function: Any) -> None:
+    """Keep Dynamo from compiling a function that uncompiled code calls; one that it inlines is another matter.
+
+    A `__torch_function__` serves every operation with one piece of code, and what was compiled for one of them
+    was seen to run for another.
+    """
+    torch._dynamo.eval_frame.skip_code(function.__code__)
+
+
 def without_torch_function() -> contextlib.AbstractContextManager[None]:
     """Tensor subclasses behave as plain tensors inside."""
     context: contextlib.AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()

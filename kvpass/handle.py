@@ -94,6 +94,7 @@ class Handle(Tensor):
     @staticmethod
     def of(cache: LayerCache, dim: int) -> Handle:
         layout = cache.layout
+        compat.never_a_frame_of_its_own(Handle.__torch_function__)
         nothing = torch.full((1,), torch.nan, dtype=layout.dtype, device=layout.device)
         handle = nothing.expand(layout.rows, cache.heads, cache.stored, dim).as_subclass(Handle)
         handle.cache, handle.seen = cache, cache.seen

@@ -60,7 +60,8 @@ class ReferenceRewriter(StepRewriter):
         mask, _ = self._mask(site, self.windows[number])
         rotary = self.pieces[number] if self.pieces else None
         owner = self.sites[number]
-        attended = [self._joined(owner.key) if owner.made else owner.key]  # turned, where what is stored is not
+        attended = self._joined(owner.key) if owner.made else owner.key
+        stored = self._rotary(number).raw if self.ranked else attended
         expansion = cut_expansion(self.gm, site, self.sizes)
         bound = {
             "mask": mask.nodes if mask else [],
@@ -69,7 +70,8 @@ class ReferenceRewriter(StepRewriter):
             "expand": list(expansion.slice.bound) if expansion else [],
         }
         call = _Call(site, self.layouts[number], mask, rotary, expansion, first)
-        arguments = (self.inputs[number][0], site.query, *attended, *new, self._real_now(site, mask), bound, site.sink)
+        tokens = (site.query, attended, stored, new[1], self._real_now(site, mask))
+        arguments = (self.inputs[number][0], *tokens, bound, site.sink)
         with self.graph.inserting_before(site.call):
             out = self.graph.call_function(call, arguments)
         out.meta["example_value"] = site.call.meta["example_value"]

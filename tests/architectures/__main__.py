@@ -31,12 +31,15 @@ PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
 
 def _job(name: str, padding: int, results: Any) -> None:
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    transformers.utils.logging.set_verbosity_error()
     results.put(examine(name, padding))
 
 
 def in_a_process(name: str, padding: int) -> Verdict:
     """Examine in a process of its own, so that a crash or an endless loop costs one verdict."""
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("forkserver")  # a fork of this process would inherit its threads' locks
+    context.set_forkserver_preload(["tests.architectures.check"])
     results = context.Queue()
     process = context.Process(target=_job, args=(name, padding, results), daemon=True)
     process.start()
@@ -66,6 +69,12 @@ def main() -> None:
     print(summary(verdicts))
     if options.write:
         PAGE.write_text(page(verdicts))
+
+
+def written() -> dict[str, str]:
+    """The verdict of every model type on the page."""
+    rows = [line.split("|") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    return {row[1].strip(): row[2].strip() for row in rows[1:]}
 
 
 def summary(verdicts: list[Verdict]) -> str:
