@@ -7,6 +7,7 @@ For each window M, over the same labels of the same documents:
 
 - recompute: every token is predicted from a forward over it and the M tokens before it, from position 0 on;
 - window: 4 sinks and the last M - 4 tokens, positions count held tokens, nothing is repaired;
+- streaming, for rotary models: the same tokens, but keys are stored unrotated, and rotated at read;
 - one line for each aligner.
 
 Perplexity is measured on a batch of documents token by token, in the rewritten graphs without a compiler
@@ -36,9 +37,11 @@ import kvpass
 from kvpass import align
 from kvpass.align.signature import signature_of
 from kvpass.demo import corpus, subject
+from kvpass.policies.base import Policy
 from kvpass.policies.kv_align import KVAlign
+from kvpass.policies.streaming import Streaming
 
-Policies = dict[str, KVAlign]
+Policies = dict[str, Policy]
 Row = dict[str, float]
 Results = dict[str, dict[str, Row]]
 """By window, then by method."""
@@ -86,20 +89,20 @@ def recomputed(model: Any, ids: Tensor, window: int, settings: Settings) -> floa
 
 
 @torch.inference_mode()
-def streamed(model: Any, ids: Tensor, policy: KVAlign, window: int, settings: Settings) -> float:
+def streamed(model: Any, ids: Tensor, policy: Policy, window: int, settings: Settings) -> float:
     """Mean loss in nats, over the same labels."""
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=kvpass.backend(policy, budget=window, inner="eager"))
     out = compiled(ids[:, :window], use_cache=True)
     losses = []
-    for t in tqdm(range(window, settings.length - 1), desc=f"{policy.trained.recipe} {window}", leave=False):
+    for t in tqdm(range(window, settings.length - 1), desc=f"{policy.name} {window}", leave=False):
         out = compiled(ids[:, t : t + 1], past_key_values=out.past_key_values, use_cache=True)
         if t >= settings.skip:
             losses.append(loss_of(out.logits[:, -1], ids[:, t + 1]))
     return float(torch.stack(losses).mean())
 
 
-def loss_under(policy: KVAlign | None, model: Any, ids: Tensor, window: int, settings: Settings) -> float:
+def loss_under(policy: Policy | None, model: Any, ids: Tensor, window: int, settings: Settings) -> float:
     """Mean loss in nats; without a policy by recomputation."""
     if policy is None:
         return recomputed(model, ids, window, settings)
@@ -113,7 +116,7 @@ def recomputing(model: Any, ids: Tensor, window: int) -> Callable[[], None]:
     return lambda: compiled(piece)
 
 
-def streaming(model: Any, ids: Tensor, policy: KVAlign, window: int) -> Callable[[], None]:
+def streaming(model: Any, ids: Tensor, policy: Policy, window: int) -> Callable[[], None]:
     """One compiled step of a stream whose window is full; each call is one token."""
     compiled = torch.compile(model, backend=kvpass.backend(policy, budget=window))
     state = {"out": compiled(ids[:1, :window], use_cache=True)}
@@ -193,7 +196,9 @@ def main() -> None:
     settings = Settings(arguments.rows, arguments.skip, arguments.labels, arguments.turns)
     texts = prose() if arguments.text == "prose" else corpus.read(corpus.held_out_files())
     ids = tokens_of(chosen, texts, settings)
-    policies = {"window": KVAlign(align.nothing(signature_of(model, max(arguments.windows))))}
+    policies: Policies = {"window": KVAlign(align.nothing(signature_of(model, max(arguments.windows))))}
+    if not chosen.tabled:
+        policies["streaming"] = Streaming()
     for path in arguments.aligner:
         aligner = align.load(path, model)
         every = aligner.signature.every if aligner.recipe == "paper" else arguments.every
