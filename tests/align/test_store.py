@@ -69,7 +69,9 @@ def test_files_that_hold_no_aligner_are_named(tmp_path):
             load(tmp_path / "odd.safetensors")
 
 
-@pytest.mark.parametrize("path", sorted(BUNDLED.glob("*-align/*.safetensors")), ids=lambda path: f"{path.parent.name}-{path.stem}")
+@pytest.mark.parametrize(
+    "path", sorted(BUNDLED.glob("*-align/*.safetensors")), ids=lambda path: f"{path.parent.name}-{path.stem}"
+)
 def test_bundled_aligners_are_for_the_model_that_they_lie_beside(path):
     aligner = load(path)
     config = transformers.AutoConfig.from_pretrained(path.parent.with_name(path.parent.name.removesuffix("-align")))
