@@ -7,11 +7,13 @@ For each window M, over the same labels of the same documents:
 
 - recompute: every token is predicted from a forward over it and the M tokens before it, from position 0 on;
 - window: 4 sinks and the last M - 4 tokens, positions count held tokens, nothing is repaired;
+- streaming, for rotary models: the same tokens, but keys are stored unrotated, and rotated at read;
 - one line for each aligner.
 
 Perplexity is measured on a batch of documents token by token, in the rewritten graphs without a compiler
-(`inner="eager"`).  Time per token is measured afterwards, one row, Inductor, methods taking turns: the
-median over all turns.  "closed" is the share of the gap in log-perplexity between window and recompute.
+(`inner="eager"`).  Time per token is measured afterwards, one row, Inductor, methods taking turns of 16
+tokens: the median over all turns, so that with --every 8 each turn holds two repairs.  "closed" is the share
+of the gap in log-perplexity between window and recompute.
 """
 
 from __future__ import annotations
@@ -36,9 +38,11 @@ import kvpass
 from kvpass import align
 from kvpass.align.signature import signature_of
 from kvpass.demo import corpus, subject
+from kvpass.policies.base import Policy
 from kvpass.policies.kv_align import KVAlign
+from kvpass.policies.streaming import Streaming
 
-Policies = dict[str, KVAlign]
+Policies = dict[str, Policy]
 Row = dict[str, float]
 Results = dict[str, dict[str, Row]]
 """By window, then by method."""
@@ -86,20 +90,20 @@ def recomputed(model: Any, ids: Tensor, window: int, settings: Settings) -> floa
 
 
 @torch.inference_mode()
-def streamed(model: Any, ids: Tensor, policy: KVAlign, window: int, settings: Settings) -> float:
+def streamed(model: Any, ids: Tensor, policy: Policy, window: int, settings: Settings) -> float:
     """Mean loss in nats, over the same labels."""
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=kvpass.backend(policy, budget=window, inner="eager"))
     out = compiled(ids[:, :window], use_cache=True)
     losses = []
-    for t in tqdm(range(window, settings.length - 1), desc=f"{policy.trained.recipe} {window}", leave=False):
+    for t in tqdm(range(window, settings.length - 1), desc=f"{policy.name} {window}", leave=False):
         out = compiled(ids[:, t : t + 1], past_key_values=out.past_key_values, use_cache=True)
         if t >= settings.skip:
             losses.append(loss_of(out.logits[:, -1], ids[:, t + 1]))
     return float(torch.stack(losses).mean())
 
 
-def loss_under(policy: KVAlign | None, model: Any, ids: Tensor, window: int, settings: Settings) -> float:
+def loss_under(policy: Policy | None, model: Any, ids: Tensor, window: int, settings: Settings) -> float:
     """Mean loss in nats; without a policy by recomputation."""
     if policy is None:
         return recomputed(model, ids, window, settings)
@@ -113,7 +117,7 @@ def recomputing(model: Any, ids: Tensor, window: int) -> Callable[[], None]:
     return lambda: compiled(piece)
 
 
-def streaming(model: Any, ids: Tensor, policy: KVAlign, window: int) -> Callable[[], None]:
+def streaming(model: Any, ids: Tensor, policy: Policy, window: int) -> Callable[[], None]:
     """One compiled step of a stream whose window is full; each call is one token."""
     compiled = torch.compile(model, backend=kvpass.backend(policy, budget=window))
     state = {"out": compiled(ids[:1, :window], use_cache=True)}
@@ -125,8 +129,8 @@ def streaming(model: Any, ids: Tensor, policy: KVAlign, window: int) -> Callable
 
 
 @torch.inference_mode()
-def timed(model: Any, ids: Tensor, policies: Policies, window: int, turns: int, each: int = 10) -> dict[str, float]:
-    """Median milliseconds per token; every method does `each` tokens in each turn."""
+def timed(model: Any, ids: Tensor, policies: Policies, window: int, turns: int, each: int = 16) -> dict[str, float]:
+    """Milliseconds per token, the median over turns of `each` tokens."""
     torch._dynamo.reset()
     steps = {"recompute": recomputing(model, ids, window)}
     steps |= {name: streaming(model, ids, policy, window) for name, policy in policies.items()}
@@ -136,10 +140,10 @@ def timed(model: Any, ids: Tensor, policies: Policies, window: int, turns: int, 
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(turns):
         for name, step in steps.items():
+            start = time.perf_counter()
             for _ in range(each):
-                start = time.perf_counter()
                 step()
-                seconds[name].append(time.perf_counter() - start)
+            seconds[name].append((time.perf_counter() - start) / each)
     return {name: round(1e3 * statistics.median(taken), 3) for name, taken in seconds.items()}
 
 
@@ -174,13 +178,15 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", default="examples/models/tiny-gpt2")
     parser.add_argument("--aligner", nargs="*", type=Path, default=[])
-    parser.add_argument("--every", type=int, default=1, help="tokens that go at once, for aligners of recipe direct")
+    parser.add_argument(
+        "--every", nargs="+", type=int, default=[1], help="tokens that go at once, for aligners of recipe direct"
+    )
     parser.add_argument("--windows", nargs="+", type=int, default=[32, 64, 128, 255])
     parser.add_argument("--text", choices=["held-out", "prose"], default="held-out")
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--skip", type=int, default=512, help="tokens before the first label")
     parser.add_argument("--labels", type=int, default=640, help="of each row; 0 for no perplexity")
-    parser.add_argument("--turns", type=int, default=20, help="of ten tokens for the time per token; 0 for none")
+    parser.add_argument("--turns", type=int, default=20, help="of 16 tokens for the time per token; 0 for none")
     parser.add_argument("--out", type=Path, help="a json of all figures; what it holds already is not measured again")
     return parser.parse_args()
 
@@ -193,11 +199,13 @@ def main() -> None:
     settings = Settings(arguments.rows, arguments.skip, arguments.labels, arguments.turns)
     texts = prose() if arguments.text == "prose" else corpus.read(corpus.held_out_files())
     ids = tokens_of(chosen, texts, settings)
-    policies = {"window": KVAlign(align.nothing(signature_of(model, max(arguments.windows))))}
+    policies: Policies = {"window": KVAlign(align.nothing(signature_of(model, max(arguments.windows))))}
+    if not chosen.tabled:
+        policies["streaming"] = Streaming()
     for path in arguments.aligner:
         aligner = align.load(path, model)
-        every = aligner.signature.every if aligner.recipe == "paper" else arguments.every
-        policies[path.stem if every == 1 else f"{path.stem}, every {every}"] = KVAlign(aligner, every)
+        for every in [aligner.signature.every] if aligner.recipe == "paper" else arguments.every:
+            policies[path.stem if every == 1 else f"{path.stem}, every {every}"] = KVAlign(aligner, every)
     about = {
         "model": Path(arguments.model).name,
         "text": arguments.text,

@@ -29,6 +29,13 @@ class Pairs:
     made: Tensor
     rank: Tensor
 
+    def some(self, rows: Tensor) -> Pairs:
+        """Those of some rows, int64 [n]."""
+        key, value, wanted_key, wanted_value = (
+            x[:, rows] for x in (self.key, self.value, self.wanted_key, self.wanted_value)
+        )
+        return Pairs(key, value, wanted_key, wanted_value, self.made[rows], self.rank[rows])
+
 
 def windows(stream: Tensor, count: int, tokens: int, sinks: int, generator: torch.Generator) -> Tensor:
     """Random windows int64 [count, tokens] of a text int64 [T].

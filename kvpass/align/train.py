@@ -37,6 +37,7 @@ class Settings:
         recipe: "direct", or "paper" for rows that move by `every` positions at a time.
         steps: of the optimiser.
         tokens: that a step runs the model on, before any deletion.
+        parts: of "paper", into which the rows of a step are cut, each for an update of its own.
         deletions: how many numbers of deleted tokens a step of "direct" draws.
         ahead: tokens behind each window of "direct" whose predictions on repaired rows are compared with those
             of the model that has lost nothing; 0 for rows only.
@@ -53,6 +54,7 @@ class Settings:
     sinks: int = 4
     steps: int = 1000
     tokens: int = 1024
+    parts: int = 8
     deletions: int = 3
     ahead: int = 0
     distil: float = 5.0
@@ -165,16 +167,31 @@ class _Trainer:
         for step in bar:
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate(settings, step)
-            loss = self._loss(draw(self.model, self.stream, settings, self._seed(step)))
-            loss.backward()  # type: ignore[no-untyped-call]
-            nn.utils.clip_grad_norm_(self.network.parameters(), settings.clip)
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
+            for drawn in self._parts(draw(self.model, self.stream, settings, self._seed(step)), self._seed(step)):
+                loss = self._update(drawn)
             if (step + 1) % 20 == 0:
                 bar.set_postfix(error=f"{loss.item():.3f}")
             if (step + 1) % SAVE_EVERY == 0 or step + 1 == settings.steps:
                 self._save(step + 1, time.perf_counter() - start)
         return time.perf_counter() - start
+
+    def _parts(self, drawn: tuple[Whole, list[Pairs]], seed: int) -> list[tuple[Whole, list[Pairs]]]:
+        """What is drawn, or for "paper" random parts of its rows: running the model costs more than an update."""
+        windows, sets = drawn
+        if self.settings.recipe != "paper":
+            return [drawn]
+        count = len(sets[0].made)
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).to(sets[0].made.device)
+        return [(windows, [made.some(rows) for made in sets]) for rows in order.chunk(self.settings.parts)]
+
+    def _update(self, drawn: tuple[Whole, list[Pairs]]) -> Tensor:
+        """A step of the optimiser; the loss before it."""
+        loss = self._loss(drawn)
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(self.network.parameters(), self.settings.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
 
     def _seed(self, step: int) -> int:
         return self.settings.seed * 1_000_003 + step + 1

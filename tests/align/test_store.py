@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 
 import kvpass
@@ -68,13 +69,16 @@ def test_files_that_hold_no_aligner_are_named(tmp_path):
             load(tmp_path / "odd.safetensors")
 
 
-@pytest.mark.parametrize("path", sorted(BUNDLED.glob("*-align/*.safetensors")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted(BUNDLED.glob("*-align/*.safetensors")), ids=lambda path: f"{path.parent.name}-{path.stem}"
+)
 def test_bundled_aligners_are_for_the_model_that_they_lie_beside(path):
     aligner = load(path)
-    config = json.loads((path.parent.with_name(path.parent.name.removesuffix("-align")) / "config.json").read_text())
+    config = transformers.AutoConfig.from_pretrained(path.parent.with_name(path.parent.name.removesuffix("-align")))
+    heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
     signature = aligner.signature
-    assert (signature.architecture, signature.layers) == (config["model_type"], config["n_layer"])
-    assert (signature.heads, signature.window) == (config["n_head"], 255)
+    assert (signature.architecture, signature.layers) == (config.model_type, config.num_hidden_layers)
+    assert (signature.heads, signature.window) == (heads, 255)
 
 
 def test_errors_are_the_projects_own():

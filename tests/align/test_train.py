@@ -11,7 +11,7 @@ import torch
 from kvpass import cli
 from kvpass.align.data import continued, lengths, pair, whole, windows
 from kvpass.align.signature import signature_of
-from kvpass.align.train import Settings, learning_rate, train
+from kvpass.align.train import Settings, draw, learning_rate, train
 from kvpass.errors import AlignerError
 from tests.models import build
 
@@ -72,8 +72,17 @@ def test_training_beats_doing_nothing(recipe):
     assert trained.aligner.signature == signature_of(build("GPT2"), 24)
 
 
-def test_a_run_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
-    model, settings = build("GPT2"), dataclasses.replace(SMALL, steps=6)
+def test_parts_of_rows_hold_every_row_once():
+    drawn = draw(build("GPT2"), text(), dataclasses.replace(SMALL, recipe="paper"), 1)[1][0]
+    order = torch.randperm(len(drawn.made), generator=torch.Generator().manual_seed(1))
+    parts = [drawn.some(rows) for rows in order.chunk(3)]
+    assert torch.equal(torch.cat([part.key for part in parts], 1), drawn.key[:, order])
+    assert torch.equal(torch.cat([part.rank for part in parts]), drawn.rank[order])
+
+
+@pytest.mark.parametrize("recipe", ["direct", "paper"])
+def test_a_run_goes_on_where_it_was_stopped(tmp_path, monkeypatch, recipe):
+    model, settings = build("GPT2"), dataclasses.replace(SMALL, recipe=recipe, steps=6)
     monkeypatch.setattr("kvpass.align.train.SAVE_EVERY", 3)
     whole = train(model, text(), settings)
     checkpoint = tmp_path / "run.pt"
