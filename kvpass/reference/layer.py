@@ -61,6 +61,8 @@ class ReferenceRewriter(StepRewriter):
         rotary = self.pieces[number] if self.pieces else None
         owner = self.sites[number]
         attended = [self._joined(owner.key) if owner.made else owner.key]  # turned, where what is stored is not
+        if self.ranked:
+            new = [self._rotary(number).raw, new[1]]
         expansion = cut_expansion(self.gm, site, self.sizes)
         bound = {
             "mask": mask.nodes if mask else [],
