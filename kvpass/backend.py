@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 
 from kvpass import budget as budgets
-from kvpass import cache_key, compat, graphs, match, policies
+from kvpass import cache_key, calls, compat, graphs, match, policies
 from kvpass.errors import KVPassError, PolicyError, UnsupportedGraph
 from kvpass.handle import Handle
 from kvpass.policies.base import Plan, Policy
@@ -67,6 +67,8 @@ class Backend:
 
     def _compile(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         gm, _ = compat.copy_graph_module(gm)  # finding attention calls adds nodes
+        if any(calls.is_boundary(node) for node in gm.graph.nodes):
+            graphs.fix_floats(gm.graph)
         carried = {n for n, e in zip(graphs.placeholders(gm.graph), examples, strict=True) if isinstance(e, Handle)}
         found = match.find(gm, carried)
         sites = match.by_cache(found)
