@@ -574,3 +574,16 @@ def test_inductor_on_padded_rows(architecture: str, policy: str, side: str) -> N
 
 def test_nothing_breaks_graphs() -> None:
     assert breaks() == 0
+
+
+def test_beyond_the_recompile_limit_a_prompt_runs_uncompiled() -> None:
+    """torch.compile gives a function up then; what runs on slots is refused and not continued wrongly."""
+    torch._dynamo.reset()
+    ids, mask = prompt(3, 10, ())
+    with torch._dynamo.config.patch(recompile_limit=1):
+        model = kvpass.compile(plain("Llama"), **settings("h2o"))
+        begun = feed(model, ids[:, :9], mask[:, :9], [9])
+        assert bounded(begun.cache, "h2o")
+        with pytest.raises(kvpass.CacheHandleError):
+            feed(model, ids[:, 9:], mask, [1], begun.cache)
+        assert not isinstance(feed(model, ids, mask, [10]).cache.layers[0].keys, Handle)
