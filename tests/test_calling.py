@@ -311,7 +311,7 @@ def replayed(model: Any, sequences: Tensor, repeats: int = 1) -> Tensor:
     return feed(model, sequences, grown, [9, *[1] * (sequences.shape[1] - 9)]).logits[:, 8:-1]
 
 
-@cases
+@costly
 def test_greedy(architecture: str, policy: str) -> None:
     out = generate(served(architecture, policy), output_logits=True)
     assert bounded(out.past_key_values, policy)
@@ -351,7 +351,7 @@ def another(architecture: str) -> str:
     return next(other for other in ARCHITECTURES if other != architecture)
 
 
-@cases
+@costly
 def test_prompt_lookup_is_refused_when_it_takes_tokens_back(architecture: str, policy: str) -> None:
     ids = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5, 6]])
     with pytest.raises(kvpass.CacheHandleError, match="its tokens cannot be cropped"):
@@ -376,7 +376,7 @@ def test_candidates_side_by_side(architecture: str, policy: str) -> None:
     assert close(rest.logits, expected[:, 13:], 1e-5)
 
 
-@pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt2"])
+@pytest.mark.parametrize("name", ["tiny-llama", pytest.param("tiny-gpt2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("policy", ["h2o", *(pytest.param(p, marks=pytest.mark.slow) for p in POLICIES[:2])])
 def test_pipeline(name: str, policy: str) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(MODELS / name)
@@ -400,7 +400,7 @@ def test_pipeline(name: str, policy: str) -> None:
 # -- ways to compile ---------------------------------------------------------------------------------------
 
 
-@cases
+@costly
 def test_compile_config_leaves_growing_caches_alone(architecture: str, policy: str) -> None:
     """`generate` compiles only fixed caches of its own by it; the model's usual cache runs uncompiled."""
     model = plain(architecture)
@@ -422,7 +422,15 @@ def test_compile_config_with_a_static_cache_is_refused(architecture: str, policy
 
 
 @costly
-@pytest.mark.parametrize("way", ["object", "name", "forward", "wrapped"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param("object", marks=pytest.mark.slow),
+        "name",
+        "forward",
+        pytest.param("wrapped", marks=pytest.mark.slow),
+    ],
+)
 def test_other_ways_to_compile(architecture: str, policy: str, way: str) -> None:
     model, how = plain(architecture), settings(policy, inner="eager")
     if way == "object":
@@ -452,7 +460,7 @@ def test_generate_on_a_compiled_forward(architecture: str, policy: str) -> None:
 
 
 @costly
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16, torch.float16])
 def test_dtypes(architecture: str, policy: str, dtype: torch.dtype) -> None:
     model = plain(architecture, dtype)
     ids, mask = prompt(3, 17, (3, 1, 0))
@@ -477,7 +485,7 @@ def test_inference_mode_and_no_grad_may_change(architecture: str, policy: str) -
         assert close(logits[mask.bool()], expected[mask.bool()], 1e-5)
 
 
-@cases
+@costly
 def test_gradients_are_refused(architecture: str, policy: str) -> None:
     ids, _ = prompt(3, 9, ())
     with pytest.raises(kvpass.UnsupportedGraph, match="gradients"):
@@ -487,7 +495,7 @@ def test_gradients_are_refused(architecture: str, policy: str) -> None:
 # -- what people do to caches ------------------------------------------------------------------------------
 
 
-@cases
+@costly
 def test_a_copied_and_moved_cache_goes_on(architecture: str, policy: str) -> None:
     model = served(architecture, policy)
     ids, mask = prompt(3, 17, (3, 1, 0))
@@ -529,7 +537,7 @@ def test_an_exception_in_the_middle_of_a_step(architecture: str, policy: str, pi
     assert close(feed(model, ids[:, 12:], mask, [1] * 5, other.cache).logits, expected[:, 12:], 1e-5)
 
 
-@cases
+@costly
 def test_an_exception_in_a_prompt(architecture: str, policy: str) -> None:
     model = served(architecture, policy)
     ids, _ = prompt(3, 17, ())
@@ -540,7 +548,7 @@ def test_an_exception_in_a_prompt(architecture: str, policy: str) -> None:
     assert close(feed(model, ids, cache=cache).logits, feed(model, ids).logits, 1e-5)
 
 
-@cases
+@costly
 def test_a_cache_that_was_reset_takes_a_new_prompt(architecture: str, policy: str) -> None:
     model = served(architecture, policy)
     first, second = conversations()
