@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 
 from kvpass import budget as budgets
-from kvpass import cache_key, compat, graphs, match, policies
+from kvpass import cache_key, calls, compat, graphs, match, policies
 from kvpass.errors import KVPassError, PolicyError, UnsupportedGraph
 from kvpass.handle import Handle
 from kvpass.policies.base import Plan, Policy
@@ -39,18 +39,36 @@ class Backend:
     plans: dict[Any, list[Plan]] = dataclasses.field(default_factory=dict, compare=False, repr=False)
     """What the layers of a model were given first, for policies that keep to it."""
 
-    def __call__(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+    def __call__(
+        self,
+        gm: fx.GraphModule,
+        examples: Sequence[Any],
+        *,
+        mode: str | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> Callable[..., Any]:
         """Compile one graph of Dynamo's.
 
         A refusal is raised when the graph is run and not here, where Dynamo would wrap it.
+
+        Args:
+            mode, options: as given to torch.compile itself, for Inductor; the backend's own come first.
         """
         try:
-            return self._compile(gm, examples)
+            return self._with(mode, options)._compile(gm, examples)
         except KVPassError as error:
             return _refusal(error)
 
+    def _with(self, mode: str | None, options: dict[str, Any] | None) -> Backend:
+        """The backend with Inductor's settings where it has none of its own."""
+        _check_settings(self.positions, self.inner, mode, options)
+        merged = {**(options or {}), **dict(self.options)}
+        return dataclasses.replace(self, mode=self.mode or mode, options=tuple(sorted(merged.items())))
+
     def _compile(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         gm, _ = compat.copy_graph_module(gm)  # finding attention calls adds nodes
+        if any(calls.is_boundary(node) for node in gm.graph.nodes):
+            graphs.fix_floats(gm.graph)
         carried = {n for n, e in zip(graphs.placeholders(gm.graph), examples, strict=True) if isinstance(e, Handle)}
         found = match.find(gm, carried)
         sites = match.by_cache(found)

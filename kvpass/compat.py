@@ -109,6 +109,13 @@ def propagate(function: Callable[..., Tensor], *args: Any) -> Tensor:
     return function(*(modes[0].from_tensor(a, static_shapes=True) if r else a for a, r in zip(args, real, strict=True)))
 
 
+def one_at_a_time() -> contextlib.AbstractContextManager[Any]:
+    """Dynamo's own lock: tracing patches functions of Python for the whole process, so threads take turns."""
+    from torch._dynamo.convert_frame import compile_lock
+
+    return compile_lock
+
+
 @contextlib.contextmanager
 def fake_mode() -> Iterator[Callable[[Tensor], Tensor]]:
     """A mode in which tensors have shapes and no data; yields what makes a static fake of a real tensor."""

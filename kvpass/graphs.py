@@ -105,6 +105,22 @@ def move_before(node: fx.Node, needed: fx.Node) -> None:
             node.prepend(later)
 
 
+def fix_floats(graph: fx.Graph) -> None:
+    """Put numbers in place of symbolic floats, and have Dynamo compile again where they differ.
+
+    Dynamo makes an attribute such as an attention scale symbolic once it has met two models in which it differs.
+    """
+    for node in graph.nodes:
+        if isinstance(value(node), torch.SymFloat):
+            number = float(value(node))
+            for user in list(node.users):
+                user.args, user.kwargs = map_arg((user.args, user.kwargs), _swap(node, number))
+
+
+def _swap(node: fx.Node, number: float) -> Callable[[fx.Node], Any]:
+    return lambda other: number if other is node else other
+
+
 def name_of(node: fx.Node) -> str:
     """The bare name of what a node calls."""
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))

@@ -252,7 +252,8 @@ class StepRunner:
         layouts = tuple((cache.layout, cache.slots.capacity) for cache in caches)
         key = (numbers, counters, others, windows, self._room(arguments), sweep, layouts)
         if key not in self.compiled:
-            self.compiled[key] = self._specialise(caches, arguments, sizes, windows, sweep)
+            with compat.one_at_a_time():
+                self.compiled[key] = self._specialise(caches, arguments, sizes, windows, sweep)
         rewrite, run = self.compiled[key]
         aside = rewrite.on_all_tokens(arguments)
         flat = rewrite.flat([cache.slots for cache in caches], arguments, aside)

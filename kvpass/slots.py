@@ -81,6 +81,7 @@ class Slots:
     state: dict[str, Tensor]
 
     @staticmethod
+    @torch.inference_mode(False)  # steps outside of inference mode write to them, too
     def empty(layout: Layout) -> Slots:
         """Slots that hold nothing."""
         rows, groups, capacity = layout.rows, layout.groups, layout.capacity
@@ -134,6 +135,8 @@ class Slots:
         named = dict(zip(state, remembered, strict=True))
         return Slots(key, value, position, index, free, seen, length, rank, named)
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def map(self, function: Callable[[Tensor], Tensor]) -> Slots:
         return Slots.of([function(tensor) for tensor in self.tensors()], self.state)
 

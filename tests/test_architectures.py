@@ -22,7 +22,7 @@ SAMPLE = {
     "gemma4_text": "layers that share a cache",
     "diffllama": "two calls on one cache, on halves of its values",
     "llama4_text": "chunked attention, from where the padding ends",
-    "git": "a mask that looks up a lengthened tensor",
+    "gemma4_unified": "a mask that looks up a lengthened tensor",
     "bamba": "linear-attention layers between the others",
 }
 

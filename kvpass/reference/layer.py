@@ -50,17 +50,13 @@ def take_prompt(layout: Layout, layer: PromptLayer, site: AttentionSite, limit: 
 class ReferenceRewriter(StepRewriter):
     """Puts a call on the reference in place of every attention call."""
 
-    def _replace(self, number: int) -> list[fx.Node]:
-        super()._replace(number)
-        return []  # the calls take the new tokens in themselves
-
     def _splice(
         self, number: int, site: AttentionSite, slots: list[fx.Node], new: list[fx.Node], first: bool = True
     ) -> list[fx.Node]:
         mask, _ = self._mask(site, self.windows[number])
         rotary = self.pieces[number] if self.pieces else None
         owner = self.sites[number]
-        attended = self._joined(owner.key) if owner.made else owner.key
+        attended = self._joined(owner.key) if owner.made else owner.key  # turned, where what is stored is not
         stored = self._rotary(number).raw if self.ranked else attended
         expansion = cut_expansion(self.gm, site, self.sizes)
         bound = {

@@ -289,7 +289,7 @@ class StepRewriter:
         chunk = self._splice(number, site, self.inputs[number], new)
         for reader in site.readers:
             self._splice(number, reader, before or self.inputs[number], new, first=False)
-        return [] if self.decodes else [stored, new[1], *chunk]
+        return [stored, new[1], *chunk] if chunk and not self.decodes else []  # a reference takes its chunks in itself
 
     def _joined(self, node: fx.Node) -> fx.Node:
         """[B, h, q, D] as [B, 1, q, h * D], as in `kvpass.expansion.joined`."""
@@ -454,14 +454,14 @@ class StepRewriter:
             self._wide[holder] = node
         return self._wide[holder]
 
-    def _real_now(self, site: AttentionSite, mask: MaskOnSlots | None) -> fx.Node:
-        """bool [B, q]: which of the new tokens are not padding."""
+    def _real_now(self, site: AttentionSite, mask: MaskOnSlots | None, before: fx.Node | None = None) -> fx.Node:
+        """bool [B, q]: which of the new tokens are not padding; made before a node, the site's call unless told."""
         key = site.mask if mask is not None and mask.tells_padding else self.length
         if key not in self._real:
-            self._real[key] = self._emit_real(site, mask if key is site.mask else None)
+            self._real[key] = self._emit_real(site, mask if key is site.mask else None, before or site.call)
         return self._real[key]
 
-    def _emit_real(self, site: AttentionSite, mask: MaskOnSlots | None) -> fx.Node:
+    def _emit_real(self, site: AttentionSite, mask: MaskOnSlots | None, before: fx.Node) -> fx.Node:
         rows, queries, device = self.rows, self.queries, self.layouts[0].device
 
         def function(length: Tensor, *tensors: Tensor) -> Tensor:
@@ -472,7 +472,7 @@ class StepRewriter:
         with compat.fake_mode() as fake:
             examples = [fake(self._example(n)) for n in nodes]
             traced = compat.trace(function, examples)
-        node: fx.Node = graphs.splice(self.gm, traced, nodes, site.call, f"kvpass_real_{len(self._real)}")[0]
+        node: fx.Node = graphs.splice(self.gm, traced, nodes, before, f"kvpass_real_{len(self._real)}")[0]
         node.meta["example_value"] = torch.empty((rows, queries), dtype=torch.bool, device="meta")
         return node
 
@@ -519,13 +519,23 @@ class StepRewriter:
             (d for d in range(len(shape) - 1, -1, -1) if shape[d] == queries and (d or len(shape) == 1)), len(shape) - 1
         )
         rows, decodes, dtype = self.rows, self.decodes, value(position).dtype
+        mask, _ = self._mask(self.sites[0], self.windows[0])
+        padded = mask if mask is not None and mask.tells_padding and not decodes else None
+        masks = {node for read in padded.nodes for node in graphs.ancestors(read)} if padded else set()
+        users = [user for user in self.graph.nodes if user in position.users and user not in masks]
+        real = []
+        if padded and users:  # of a chunk, only real tokens count
+            for read in padded.nodes:
+                graphs.move_before(users[0], read)
+            real = [self._real_now(self.sites[0], padded, users[0])]
 
-        def function(position: Tensor, free: Tensor) -> Tensor:
+        def function(position: Tensor, free: Tensor, *real: Tensor) -> Tensor:
             live = position[:, 0] >= 0
             first = live.sum(-1)  # [B]
             if decodes:
                 first = first - live.gather(-1, free[:, :1])[:, 0].long()  # the token that will be overwritten
-            ranks = first[:, None] + torch.arange(queries, device=position.device)  # [B, q]
+            steps = [(new.cumsum(-1) - 1).clamp(min=0) for new in real] or [torch.arange(queries, device=free.device)]
+            ranks = first[:, None] + steps[0]  # [B, q]
             if len(shape) == 1:
                 return ranks[0]
             full = [1] * len(shape)
@@ -533,11 +543,13 @@ class StepRewriter:
             return ranks.view(full).to(dtype)
 
         with compat.fake_mode() as fake:
-            held = [self.inputs[0][2], self.inputs[0][4]]
+            held = [self.inputs[0][2], self.inputs[0][4], *real]
             traced = compat.trace(function, [fake(self._example(node)) for node in held])
-        ranks = graphs.splice(self.gm, traced, held, position.next, f"kvpass_rank_{position.name}")[0]
+        before = users[0] if real else position.next
+        ranks = graphs.splice(self.gm, traced, held, before, f"kvpass_rank_{position.name}")[0]
         ranks.meta["example_value"] = value(position)
-        position.replace_all_uses_with(ranks)
+        for user in users:
+            user.replace_input_with(position, ranks)
 
     def _renumber(self) -> None:
         """Let position ids count held tokens, for a policy that wants that."""

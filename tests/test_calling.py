@@ -1,0 +1,597 @@
+"""The ways in which people call models, each held against the uncompiled model, the same run alone, or the reference.
+
+Graphs are shared by the tests of this file: what is compiled once for a way of calling serves every test of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import itertools
+import pathlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+import kvpass
+from kvpass.handle import Handle
+from tests.models import Run, breaks, build, prompt
+
+MODELS = pathlib.Path(__file__).parent.parent / "examples" / "models"
+ARCHITECTURES = ["Llama", "GPTNeoX"]
+POLICIES = ["full", "streaming", "h2o"]
+BUDGET, ROOM = 8, 64
+PIECES = [9, *[1] * 8]
+
+QUICK = [("Llama", "h2o"), ("GPTNeoX", "streaming")]
+
+
+def over_cases(quick: list[tuple[str, str]]) -> pytest.MarkDecorator:
+    """Every architecture under every policy, all but a few among the slow tests."""
+    every = itertools.product(ARCHITECTURES, POLICIES)
+    marked = [pytest.param(*case, marks=[] if case in quick else pytest.mark.slow) for case in every]
+    return pytest.mark.parametrize(("architecture", "policy"), marked)
+
+
+cases, costly = over_cases(QUICK), over_cases(QUICK[:1])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    """In place of the fixture for all tests: compiled code lives as long as this file."""
+    torch._dynamo.reset()
+    with many_graphs():
+        yield
+    served.cache_clear()
+    torch._dynamo.reset()
+
+
+def many_graphs() -> Any:
+    """More graphs than torch.compile makes of one function by default; the setting is of one thread alone."""
+    return torch._dynamo.config.patch(recompile_limit=1000, accumulated_recompile_limit=100000)
+
+
+class Trouble(Exception):
+    """What goes wrong in the middle of a step."""
+
+
+trouble: list[int] = []
+"""Not empty: the next rewritten graph raises after it ran."""
+
+
+def fallible(gm: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+    """An inner compiler that compiles nothing, as "eager", and fails on demand."""
+
+    def run(*arguments: Any) -> Any:
+        result = gm.forward(*arguments)
+        if trouble:
+            trouble.pop()
+            raise Trouble
+        return result
+
+    return run
+
+
+def settings(policy: str, budget: int = BUDGET, inner: Any = fallible) -> dict[str, Any]:
+    return {"policy": policy, "budget": None if policy == "full" else budget, "inner": inner}
+
+
+@functools.cache
+def served(architecture: str, policy: str, budget: int = BUDGET, inner: Any = fallible) -> Any:
+    """A model compiled in place, without an end-of-sequence token."""
+    return kvpass.compile(plain(architecture), **settings(policy, budget, inner))
+
+
+def plain(architecture: str, dtype: torch.dtype = torch.float32) -> Any:
+    """The uncompiled model."""
+    model = build(architecture, dtype)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@torch.no_grad()
+def feed(call: Any, ids: Tensor, mask: Tensor | None = None, pieces: Sequence[int] = PIECES, cache: Any = None) -> Run:
+    """Give `ids` to a model in pieces; the mask covers what the cache has seen before, too."""
+    mask = torch.ones_like(ids) if mask is None else mask
+    position = (mask.cumsum(-1) - 1).clamp(min=0)
+    past = mask.shape[1] - ids.shape[1]
+    logits, held, done = [], [], 0
+    for count in pieces:
+        now = slice(done, done + count)
+        done += count
+        out = call(
+            input_ids=ids[:, now].contiguous(),
+            attention_mask=mask[:, : past + done].contiguous(),
+            position_ids=position[:, past:][:, now].contiguous(),
+            past_key_values=cache,
+            use_cache=True,
+        )
+        cache = out.past_key_values
+        logits.append(out.logits)
+        if isinstance(cache.layers[0].keys, Handle):
+            held.append([layer.positions for layer in kvpass.inspect(cache).layers])
+    return Run(torch.cat(logits, 1), held, cache)
+
+
+@torch.no_grad()
+def uncompiled(architecture: str, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Logits of the uncompiled model in one go."""
+    mask = torch.ones_like(ids) if mask is None else mask
+    position = (mask.cumsum(-1) - 1).clamp(min=0)
+    return plain(architecture)(ids, attention_mask=mask, position_ids=position).logits
+
+
+def close(a: Tensor, b: Tensor, tolerance: float = 1e-4) -> bool:
+    return torch.allclose(a, b, atol=tolerance, rtol=tolerance)
+
+
+def bounded(cache: Any, policy: str) -> bool:
+    """Whether the cache runs on slots, within the budget."""
+    layers = kvpass.inspect(cache).layers
+    return len(layers) == 2 and all(policy == "full" or layer.capacity <= BUDGET + 1 for layer in layers)
+
+
+# -- batches -----------------------------------------------------------------------------------------------
+
+STEPS = 10
+BATCHES = {
+    "even": (9, 9, 9),
+    "ragged": (6, 9, 8),
+    "further apart than the budget": (3, 14, 20),
+    "shorter than the sinks": (2, 3, 9),
+    "one token": (1, 5, 9),
+    "of one token each": (1, 1, 1),
+}
+
+
+def ragged(lengths: Sequence[int], side: str, silent: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
+    """Ids and mask of prompts of the given lengths, padded on a side, and the steps after; `silent` rows have none."""
+    width = max(lengths)
+    ids, _ = prompt(len(lengths), width + STEPS, ())
+    mask = torch.ones_like(ids)
+    for row, length in enumerate(lengths):
+        pad = width - length
+        mask[row, slice(0, pad) if side == "left" else slice(length, width)] = 0
+        if row in silent:
+            mask[row] = 0
+    return ids, mask
+
+
+def assert_rows_are_as_alone(architecture: str, policy: str, lengths: Sequence[int], side: str, **how: Any) -> None:
+    """Logits, and what is held, of every row that is not silent are those of that row without the others."""
+    ids, mask = ragged(lengths, side, **how)
+    width = max(lengths)
+    model = served(architecture, policy)
+    together = feed(model, ids, mask, [width, *[1] * STEPS])
+    assert bounded(together.cache, policy)
+    for row, length in enumerate(lengths):
+        real = mask[row].bool()
+        if not real.any():
+            continue
+        own = ids[row : row + 1, real]
+        if policy == "full":
+            assert close(together.logits[row, real], uncompiled(architecture, own)[0])
+        alone = feed(model, own, None, [length, *[1] * STEPS])
+        assert close(together.logits[row, real], alone.logits[0])
+        place = mask[row].cumsum(-1) - 1
+        for layer, (a, b) in enumerate(zip(together.held[-1], alone.held[-1], strict=True)):
+            held = [place[index[index >= 0]].tolist() for index in a[row]]
+            assert held == [index[index >= 0].tolist() for index in b[0]], f"row {row}, layer {layer}"
+
+
+@cases
+@pytest.mark.parametrize("batch", BATCHES)
+def test_left_padding(architecture: str, policy: str, batch: str) -> None:
+    assert_rows_are_as_alone(architecture, policy, BATCHES[batch], "left")
+
+
+@cases
+@pytest.mark.parametrize("batch", ["ragged", "further apart than the budget", "one token"])
+def test_right_padding(architecture: str, policy: str, batch: str) -> None:
+    assert_rows_are_as_alone(architecture, policy, BATCHES[batch], "right")
+
+
+@cases
+def test_an_empty_row_touches_no_other(architecture: str, policy: str) -> None:
+    assert_rows_are_as_alone(architecture, policy, (6, 5, 9), "left", silent=[1])
+
+
+# -- pieces and conversations ------------------------------------------------------------------------------
+
+
+@cases
+def test_a_prompt_in_pieces(architecture: str, policy: str) -> None:
+    ids, mask = prompt(3, 20, (3, 1, 0))
+    expected = uncompiled(architecture, ids, mask)
+    for pieces in ([20], [10, 5, 5], [5] * 4):
+        run = feed(served(architecture, policy, ROOM), ids, mask, pieces)
+        assert close(run.logits[mask.bool()], expected[mask.bool()])
+
+
+@cases
+def test_several_turns(architecture: str, policy: str) -> None:
+    ids, mask = prompt(3, 30, (3, 1, 0))
+    pieces = [10, 1, 1, 1, 5, 1, 1, 5, 5]
+    mask[1, 15] = 0  # the second turn of a row is shorter, too
+    run = feed(served(architecture, policy), ids, mask, pieces)
+    literal = feed(served(architecture, policy, BUDGET, "reference"), ids, mask, pieces)
+    assert close(run.logits[mask.bool()], literal.logits[mask.bool()])
+    for ours, theirs in zip(run.held, literal.held, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    roomy = feed(served(architecture, policy, ROOM), ids, mask, pieces)
+    assert close(roomy.logits[mask.bool()], uncompiled(architecture, ids, mask)[mask.bool()])
+
+
+def conversations() -> list[Tensor]:
+    return [prompt(3, 17 + i, ())[0][:, :17] for i in range(2)]
+
+
+@cases
+def test_interleaved_conversations(architecture: str, policy: str) -> None:
+    model = served(architecture, policy)
+    alone = [feed(model, ids).logits for ids in conversations()]
+    caches: list[Any] = [None, None]
+    done = 0
+    for count in PIECES:
+        for i, ids in enumerate(conversations()):
+            mask = torch.ones(3, done + count, dtype=torch.int64)
+            run = feed(model, ids[:, done : done + count], mask, [count], caches[i])
+            caches[i] = run.cache
+            assert close(run.logits, alone[i][:, done : done + count], 1e-5)
+        done += count
+
+
+def at_once(model: Any) -> list[Any]:
+    """Logits of the conversations, each in a thread of its own, or what it raised."""
+    results: dict[int, Any] = {}
+    start = threading.Barrier(2)
+
+    def talk(i: int, ids: Tensor) -> None:
+        start.wait()
+        try:
+            with many_graphs():
+                results[i] = [feed(model, ids).logits for _ in range(2)][-1]
+        except BaseException as error:
+            results[i] = error
+
+    threads = [threading.Thread(target=talk, args=(i, ids)) for i, ids in enumerate(conversations())]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [results[i] for i in range(2)]
+
+
+@cases
+def test_two_threads(architecture: str, policy: str) -> None:
+    model = served(architecture, policy)
+    expected = [feed(model, ids).logits for ids in conversations()]
+    for ours, alone in zip(at_once(model), expected, strict=True):
+        assert close(ours, alone, 1e-5)
+
+
+@costly
+def test_two_threads_from_cold(architecture: str, policy: str) -> None:
+    """torch traces with functions patched for the whole process, so that another thread's call may raise meanwhile.
+
+    It says so, and no answer is wrong; once everything is compiled, threads do not disturb each other.
+    """
+    model = kvpass.compile(plain(architecture), **settings(policy), strict=False)  # its own backend: not compiled
+    expected = [feed(served(architecture, policy), ids).logits for ids in conversations()]
+    for ours, alone in zip(at_once(model), expected, strict=True):
+        assert close(ours, alone, 1e-5) if isinstance(ours, Tensor) else isinstance(ours, RuntimeError)
+    for ids, alone in zip(conversations(), expected, strict=True):
+        assert close(feed(model, ids).logits, alone, 1e-5)
+    for ours, alone in zip(at_once(model), expected, strict=True):
+        assert close(ours, alone, 1e-5)
+
+
+# -- generate ----------------------------------------------------------------------------------------------
+
+
+def generate(model: Any, rows: int = 3, tokens: int = 9, **how: Any) -> Any:
+    """What `generate` returns, in full."""
+    ids, mask = prompt(rows, tokens, (3, 1, 0) if rows > 1 else ())
+    torch.manual_seed(1)
+    how = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, **how}
+    return model.generate(ids, attention_mask=mask, return_dict_in_generate=True, **how)
+
+
+def replayed(model: Any, sequences: Tensor, repeats: int = 1) -> Tensor:
+    """Logits for the generated tokens of sequences, fed as they are to the model, a token at a time."""
+    _, mask = prompt(3, 9, (3, 1, 0))
+    grown = torch.nn.functional.pad(mask.repeat_interleave(repeats, 0), (0, sequences.shape[1] - 9), value=1)
+    return feed(model, sequences, grown, [9, *[1] * (sequences.shape[1] - 9)]).logits[:, 8:-1]
+
+
+@costly
+def test_greedy(architecture: str, policy: str) -> None:
+    out = generate(served(architecture, policy), output_logits=True)
+    assert bounded(out.past_key_values, policy)
+    assert close(torch.stack(out.logits, 1), replayed(served(architecture, policy), out.sequences))
+    expected = generate(plain(architecture)).sequences
+    assert torch.equal(generate(served(architecture, policy, ROOM)).sequences, expected)
+
+
+@costly
+def test_beam_search(architecture: str, policy: str) -> None:
+    """The score of a beam is that of its tokens fed alone: its slots followed every reordering."""
+    out = generate(served(architecture, policy), num_beams=3, length_penalty=0.0, output_scores=True)
+    assert bounded(out.past_key_values, policy)
+    logits = replayed(served(architecture, policy), out.sequences).log_softmax(-1)
+    scores = logits.gather(-1, out.sequences[:, 9:, None]).sum((1, 2))
+    assert close(out.sequences_scores, scores, 1e-3)
+    if policy == "full":
+        assert torch.equal(out.sequences, generate(plain(architecture), num_beams=3, length_penalty=0.0).sequences)
+
+
+@costly
+def test_sampled_sequences_of_one_prompt(architecture: str, policy: str) -> None:
+    out = generate(served(architecture, policy), num_return_sequences=2, do_sample=True, top_k=0, output_logits=True)
+    assert len(set(map(tuple, out.sequences.tolist()))) == 6
+    assert close(torch.stack(out.logits, 1), replayed(served(architecture, policy), out.sequences, 2))
+
+
+@costly
+def test_assisted_decoding_is_refused_when_it_takes_tokens_back(architecture: str, policy: str) -> None:
+    with pytest.raises(kvpass.CacheHandleError, match="its tokens cannot be cropped"):
+        generate(served(architecture, policy), rows=1, assistant_model=plain(another(architecture)))
+    with pytest.raises(kvpass.CacheHandleError, match="its tokens cannot be cropped"):
+        generate(plain(another(architecture)), rows=1, assistant_model=served(architecture, policy))
+
+
+def another(architecture: str) -> str:
+    return next(other for other in ARCHITECTURES if other != architecture)
+
+
+@costly
+def test_prompt_lookup_is_refused_when_it_takes_tokens_back(architecture: str, policy: str) -> None:
+    ids = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5, 6]])
+    with pytest.raises(kvpass.CacheHandleError, match="its tokens cannot be cropped"):
+        served(architecture, policy).generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False, prompt_lookup_num_tokens=3
+        )
+
+
+@costly
+def test_candidates_side_by_side(architecture: str, policy: str) -> None:
+    """What contrastive search does to a cache: each row once per candidate, a step, and one candidate stays."""
+    model = served(architecture, policy)
+    ids, mask = prompt(3, 18, ())
+    first = feed(model, ids[:, :12], mask[:, :12], [9, 1, 1, 1])
+    first.cache.batch_repeat_interleave(2)
+    candidates = torch.stack([(ids[:, 12] + 1) % 128, ids[:, 12]], 1).flatten()[:, None]
+    tried = feed(model, candidates, mask[:, :13].repeat_interleave(2, 0), [1], first.cache)
+    tried.cache.batch_select_indices(torch.tensor([1, 3, 5]))
+    rest = feed(model, ids[:, 13:], mask, [1] * 5, tried.cache)
+    expected = feed(model, ids, mask, [9, *[1] * 9]).logits
+    assert close(tried.logits[1::2, 0], expected[:, 12], 1e-5)
+    assert close(rest.logits, expected[:, 13:], 1e-5)
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", pytest.param("tiny-gpt2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("policy", ["h2o", *(pytest.param(p, marks=pytest.mark.slow) for p in POLICIES[:2])])
+def test_pipeline(name: str, policy: str) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(MODELS / name)
+    texts = ["Once upon a time there was a little dog", "One day"]
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    tokenizer.padding_side = "left"
+
+    def written(budget: int | None) -> list[str]:
+        model = transformers.AutoModelForCausalLM.from_pretrained(MODELS / name).eval()
+        if budget:
+            kvpass.compile(model, **settings(policy, budget))
+        pipe = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu")
+        together = pipe(texts, batch_size=2, max_new_tokens=12, do_sample=False)
+        return [answer[0]["generated_text"] for answer in together]
+
+    assert written(ROOM) == written(None)
+    short = written(BUDGET)
+    assert all(answer.startswith(text) for text, answer in zip(texts, short, strict=True))
+
+
+# -- ways to compile ---------------------------------------------------------------------------------------
+
+
+@costly
+def test_compile_config_leaves_growing_caches_alone(architecture: str, policy: str) -> None:
+    """`generate` compiles only fixed caches of its own by it; the model's usual cache runs uncompiled."""
+    model = plain(architecture)
+    expected = generate(model).sequences
+    config = transformers.CompileConfig(backend=kvpass.backend(**settings(policy)))
+    config._compile_all_devices = True
+    out = generate(model, compile_config=config)
+    assert torch.equal(out.sequences, expected)
+    assert not isinstance(out.past_key_values.layers[0].keys, Handle)
+
+
+@costly
+def test_compile_config_with_a_static_cache_is_refused(architecture: str, policy: str) -> None:
+    model = plain(architecture)
+    config = transformers.CompileConfig(backend=kvpass.backend(**settings(policy)))
+    config._compile_all_devices = True
+    with pytest.raises(kvpass.UnsupportedGraph):
+        generate(model, compile_config=config, cache_implementation="static")
+
+
+@costly
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param("object", marks=pytest.mark.slow),
+        "name",
+        "forward",
+        pytest.param("wrapped", marks=pytest.mark.slow),
+    ],
+)
+def test_other_ways_to_compile(architecture: str, policy: str, way: str) -> None:
+    model, how = plain(architecture), settings(policy, inner="eager")
+    if way == "object":
+        call = model.get_compiled_call(transformers.CompileConfig(backend=kvpass.backend(**how)))
+    elif way == "name":
+        call = model.get_compiled_call(transformers.CompileConfig(backend="kvpass", mode=None, options=how))
+    elif way == "forward":
+        call = torch.compile(model.forward, backend=kvpass.backend(**how))
+    else:
+        call = torch.compile(model, backend=kvpass.backend(**how))
+    ids, mask = prompt(3, 17, (3, 1, 0))
+    run, expected = feed(call, ids, mask), feed(served(architecture, policy), ids, mask)
+    assert bounded(run.cache, policy)
+    assert close(run.logits[mask.bool()], expected.logits[mask.bool()], 1e-5)
+
+
+@costly
+def test_generate_on_a_compiled_forward(architecture: str, policy: str) -> None:
+    model = plain(architecture)
+    model.forward = torch.compile(model.forward, backend=kvpass.backend(**settings(policy)))
+    out = generate(model)
+    assert bounded(out.past_key_values, policy)
+    assert torch.equal(out.sequences, generate(served(architecture, policy)).sequences)
+
+
+# -- numbers and modes -------------------------------------------------------------------------------------
+
+
+@costly
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16, torch.float16])
+def test_dtypes(architecture: str, policy: str, dtype: torch.dtype) -> None:
+    model = plain(architecture, dtype)
+    ids, mask = prompt(3, 17, (3, 1, 0))
+    expected = feed(model, ids, mask).logits
+    run = feed(kvpass.compile(model, **settings(policy, ROOM)), ids, mask)
+    assert run.logits.dtype == run.cache.layers[0].keys.dtype == dtype
+    tolerance = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}[dtype]
+    assert close(run.logits[mask.bool()], expected[mask.bool()], tolerance)
+
+
+@costly
+def test_inference_mode_and_no_grad_may_change(architecture: str, policy: str) -> None:
+    model = served(architecture, policy)
+    ids, mask = prompt(3, 17, (3, 1, 0))
+    expected = feed(model, ids, mask).logits
+    for first, second in ((True, True), (True, False), (False, True)):
+        with torch.inference_mode(first):
+            begun = feed(model, ids[:, :12], mask[:, :12], [9, 1, 1, 1])
+        with torch.inference_mode(second):
+            rest = feed(model, ids[:, 12:], mask, [1] * 5, begun.cache)
+        logits = torch.cat([begun.logits, rest.logits], 1)
+        assert close(logits[mask.bool()], expected[mask.bool()], 1e-5)
+
+
+@costly
+def test_gradients_are_refused(architecture: str, policy: str) -> None:
+    ids, _ = prompt(3, 9, ())
+    with pytest.raises(kvpass.UnsupportedGraph, match="gradients"):
+        served(architecture, policy)(ids, use_cache=True)
+
+
+# -- what people do to caches ------------------------------------------------------------------------------
+
+
+@costly
+def test_a_copied_and_moved_cache_goes_on(architecture: str, policy: str) -> None:
+    model = served(architecture, policy)
+    ids, mask = prompt(3, 17, (3, 1, 0))
+    begun = feed(model, ids[:, :12], mask[:, :12], [9, 1, 1, 1])
+    twin = copy.deepcopy(begun.cache)
+    for layer in begun.cache.layers:
+        layer.keys, layer.values = layer.keys.to("cpu"), layer.values.cpu()
+        layer.offload()
+    expected = feed(model, ids, mask).logits[:, 12:]
+    for cache in (begun.cache, twin):
+        assert close(feed(model, ids[:, 12:], mask, [1] * 5, cache).logits, expected, 1e-5)
+
+
+@cases
+def test_memory_of_a_deleted_cache_goes_away(architecture: str, policy: str) -> None:
+    ids, _ = prompt(3, 17, ())
+    run = feed(served(architecture, policy), ids)
+    slots = [layer.keys.cache.slots for layer in run.cache.layers]
+    alive = [weakref.ref(tensor) for layer in slots for tensor in layer.tensors()]
+    del slots, run
+    gc.collect()
+    assert [ref() for ref in alive if ref() is not None] == []
+
+
+@cases
+@pytest.mark.parametrize("pieces", [[1], [5]], ids=["token", "chunk"])
+def test_an_exception_in_the_middle_of_a_step(architecture: str, policy: str, pieces: list[int]) -> None:
+    model = served(architecture, policy)
+    ids, mask = prompt(3, 17, ())
+    begun, other = (feed(model, ids[:, :12], mask[:, :12], [9, 1, 1, 1]) for _ in range(2))
+    trouble.append(1)
+    with pytest.raises(Trouble):
+        feed(model, ids[:, 12:], mask, pieces, begun.cache)
+    with pytest.raises(kvpass.CacheHandleError, match="interrupted"):
+        feed(model, ids[:, 12:], mask, pieces, begun.cache)
+    expected = feed(model, ids, mask).logits  # a fresh prompt
+    if policy == "full":
+        assert close(expected, uncompiled(architecture, ids))
+    assert close(feed(model, ids[:, 12:], mask, [1] * 5, other.cache).logits, expected[:, 12:], 1e-5)
+
+
+@costly
+def test_an_exception_in_a_prompt(architecture: str, policy: str) -> None:
+    model = served(architecture, policy)
+    ids, _ = prompt(3, 17, ())
+    cache = transformers.DynamicCache(config=model.config)
+    trouble.append(1)
+    with pytest.raises(Trouble):
+        feed(model, ids, cache=cache)
+    assert close(feed(model, ids, cache=cache).logits, feed(model, ids).logits, 1e-5)
+
+
+@costly
+def test_a_cache_that_was_reset_takes_a_new_prompt(architecture: str, policy: str) -> None:
+    model = served(architecture, policy)
+    first, second = conversations()
+    cache = feed(model, first).cache
+    cache.reset()
+    assert close(feed(model, second, cache=cache).logits, feed(model, second).logits, 1e-5)
+
+
+# -- compiled for real -------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@cases
+def test_inductor_in_two_threads(architecture: str, policy: str) -> None:
+    model = kvpass.compile(plain(architecture), **settings(policy, inner="inductor"))
+    expected = [feed(served(architecture, policy), ids).logits for ids in conversations()]
+    for ours, alone in zip(at_once(model), expected, strict=True):
+        assert close(ours, alone)
+
+
+@pytest.mark.slow
+@cases
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_inductor_on_padded_rows(architecture: str, policy: str, side: str) -> None:
+    ids, mask = ragged(BATCHES["further apart than the budget"], side)
+    pieces = [20, *[1] * STEPS]
+    ours = feed(served(architecture, policy, BUDGET, "inductor"), ids, mask, pieces)
+    theirs = feed(served(architecture, policy), ids, mask, pieces)
+    assert close(ours.logits[mask.bool()], theirs.logits[mask.bool()])
+
+
+def test_nothing_breaks_graphs() -> None:
+    assert breaks() == 0
+
+
+def test_beyond_the_recompile_limit_a_prompt_runs_uncompiled() -> None:
+    """torch.compile gives a function up then; what runs on slots is refused and not continued wrongly."""
+    torch._dynamo.reset()
+    ids, mask = prompt(3, 10, ())
+    with torch._dynamo.config.patch(recompile_limit=1):
+        model = kvpass.compile(plain("Llama"), **settings("h2o"))
+        begun = feed(model, ids[:, :9], mask[:, :9], [9])
+        assert bounded(begun.cache, "h2o")
+        with pytest.raises(kvpass.CacheHandleError):
+            feed(model, ids[:, 9:], mask, [1], begun.cache)
+        assert not isinstance(feed(model, ids, mask, [10]).cache.layers[0].keys, Handle)
