@@ -9,12 +9,15 @@ INSTALLED := .venv/.installed
 demo: $(INSTALLED)
 	$(BIN)/kvpass demo --threads 1
 
+# A process for each of up to four cores; a file stays in one, as its tests share what was compiled.
+PYTEST := $(BIN)/python -m pytest -q -n auto --maxprocesses 4
+
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -q
+	$(PYTEST) --dist loadfile
 
 # 5 is pytest's way to say that nothing was collected.
 slow: $(INSTALLED)
-	$(BIN)/python -m pytest -q -m slow || [ $$? -eq 5 ]
+	$(PYTEST) --dist worksteal -m slow || [ $$? -eq 5 ]
 
 # Examines every causal architecture of transformers and writes docs/architectures.md; half an hour on two cores.
 architectures: $(INSTALLED)

@@ -193,7 +193,9 @@ class _KeyCutter:
         else:
             _check_pointwise(node)
             if graphs.name_of(node) in ("cat", "concat") and node in self.on_column:
-                raise UnsupportedGraph(f"{graphs.source_line(node)}: the mask moves columns, so that a key has another's")
+                raise UnsupportedGraph(
+                    f"{graphs.source_line(node)}: the mask moves columns, so that a key has another's"
+                )
             if node.op == "placeholder":
                 raise UnsupportedGraph(f"the mask is computed from {node.name!r}, which grows and is no padding mask")
             looks_up = node.target in (operator.getitem, "gather", torch.gather, "index_select", torch.index_select)

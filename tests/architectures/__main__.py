@@ -3,6 +3,7 @@
 python -m tests.architectures                   # all of them, one after another
 python -m tests.architectures llama gpt_oss     # some
 python -m tests.architectures --write --jobs 2  # two at a time, and write docs/architectures.md
+python -m tests.architectures --write llama     # examine one, and write its row anew
 """
 
 from __future__ import annotations
@@ -68,13 +69,18 @@ def main() -> None:
             tqdm.write(f"{v.name:28} {v.word:10} {v.rewritten}/{v.found} {v.graphs} {v.reason}")
     print(summary(verdicts))
     if options.write:
-        PAGE.write_text(page(verdicts))
+        known = written() if options.names else {}
+        merged = known | {verdict.name: verdict for verdict in verdicts}
+        PAGE.write_text(page([merged[name] for name in sorted(merged)]))
 
 
-def written() -> dict[str, str]:
-    """The verdict of every model type on the page."""
-    rows = [line.split("|") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
-    return {row[1].strip(): row[2].strip() for row in rows[1:]}
+def written() -> dict[str, Verdict]:
+    """The verdicts on the page, by model type."""
+    lines = [line.split("|") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    rows = [[cell.strip() for cell in line[1:-1]] for line in lines[1:]]
+    verdicts = [Verdict(name, word, reason, *reversed([int(n) for n in sites.split("/")]), int(graphs))  # type: ignore[arg-type]
+                for name, word, sites, graphs, reason in rows]  # fmt: skip
+    return {verdict.name: verdict for verdict in verdicts}
 
 
 def summary(verdicts: list[Verdict]) -> str:
