@@ -8,7 +8,8 @@ import torch
 import kvpass
 from kvpass.report import Recorder
 from tests.architectures import zoo
-from tests.architectures.__main__ import PAGE, in_a_process, written
+from tests.architectures.__main__ import PAGE, written
+from tests.architectures.apart import examine_apart
 from tests.architectures.check import BUDGET, PADDING, backend, examine, generate
 
 SAMPLE = {
@@ -37,7 +38,7 @@ def test_a_sample_is_rewritten_completely(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", zoo.names())
 def test_every_architecture_is_what_the_page_says(name: str) -> None:
-    verdict = in_a_process(name, PADDING)
+    verdict = examine_apart(name, PADDING)
     assert verdict.acceptable, verdict
     assert verdict.word == written()[name].word, verdict
 

@@ -10,47 +10,21 @@ from __future__ import annotations
 
 import argparse
 import collections
-import multiprocessing
-import queue
 import re
 import warnings
 from functools import partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
 from tqdm import tqdm
 
 from tests.architectures import zoo
-from tests.architectures.check import BUDGET, PADDING, PROMPT, STEPS, Verdict, examine
+from tests.architectures.apart import examine_apart
+from tests.architectures.check import BUDGET, PADDING, PROMPT, STEPS, Verdict
 
-SECONDS = 180
 PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
-
-
-def _job(name: str, padding: int, results: Any) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    transformers.utils.logging.set_verbosity_error()
-    results.put(examine(name, padding))
-
-
-def in_a_process(name: str, padding: int) -> Verdict:
-    """Examine in a process of its own, so that a crash or an endless loop costs one verdict."""
-    context = multiprocessing.get_context("forkserver")  # a fork of this process would inherit its threads' locks
-    context.set_forkserver_preload(["tests.architectures.check"])
-    results = context.Queue()
-    process = context.Process(target=_job, args=(name, padding, results), daemon=True)
-    process.start()
-    try:
-        verdict: Verdict = results.get(timeout=SECONDS)
-    except queue.Empty:
-        verdict = Verdict(name, "error", f"no answer in {SECONDS} s")
-    process.kill()
-    process.join()
-    return verdict
 
 
 def main() -> None:
@@ -64,7 +38,9 @@ def main() -> None:
     transformers.utils.logging.set_verbosity_error()
     names, verdicts = options.names or zoo.names(), []
     with ThreadPool(options.jobs) as pool:
-        for v in tqdm(pool.imap(partial(in_a_process, padding=options.padding), names), total=len(names), disable=None):
+        for v in tqdm(
+            pool.imap(partial(examine_apart, padding=options.padding), names), total=len(names), disable=None
+        ):
             verdicts.append(v)
             tqdm.write(f"{v.name:28} {v.word:10} {v.rewritten}/{v.found} {v.graphs} {v.reason}")
     print(summary(verdicts))

@@ -1,0 +1,50 @@
+"""An architecture in a process of its own, so that a crash or an endless loop costs one verdict."""
+
+from __future__ import annotations
+
+import multiprocessing
+import queue
+import time
+import warnings
+from typing import Any
+
+import torch
+import transformers
+
+from tests.architectures.check import Verdict, examine
+
+SECONDS = 300
+
+
+def examine_apart(name: str, padding: int) -> Verdict:
+    """As `tests.architectures.check.examine`."""
+    context = multiprocessing.get_context("forkserver")  # a fork of this process would inherit its threads' locks
+    context.set_forkserver_preload(["tests.architectures.apart"])
+    results = context.Queue()
+    process = context.Process(target=_job, args=(name, padding, results), daemon=True)
+    process.start()
+    verdict = _answer(process, results) or Verdict(name, "error", f"no answer in {SECONDS} s, or a crash")
+    process.kill()
+    process.join()
+    return verdict
+
+
+def _job(name: str, padding: int, results: Any) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    transformers.utils.logging.set_verbosity_error()
+    results.put(examine(name, padding))
+
+
+def _answer(process: Any, results: Any) -> Verdict | None:
+    end = time.monotonic() + SECONDS
+    while time.monotonic() < end:
+        alive = process.is_alive()  # asked first: what it has put before it ended is still found
+        try:
+            verdict: Verdict = results.get(timeout=2)
+        except queue.Empty:
+            if not alive:
+                return None
+        else:
+            return verdict
+    return None
