@@ -59,6 +59,11 @@ def cut_expansion(gm: fx.GraphModule, site: AttentionSite, sizes: Sizes) -> Expa
     """
     if site.made is None:
         return None
+    if not sizes.grows(value(site.grown_key).shape[2]):
+        raise UnsupportedGraph(
+            f"{graphs.source_line(site.call)}: the model's code compares the cache's length with a number, so that a "
+            "graph serves one length only; a sparse index over its tokens does that"
+        )
     made, stored = list(site.made), [site.grown_key, site.grown_value]
     for node in graphs.dependent(gm.graph, graphs.behind(made, stored, site.call), stored) - set(stored):
         _check_per_token(node, sizes)
