@@ -8,6 +8,9 @@ memory and by this kernel alone.  `join` makes one answer of the parts.
 The module is imported when the first graph for a GPU is traced, and needs triton.
 """
 
+# Triton gives the arguments of kernels their types when it compiles them.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
 from __future__ import annotations
 
 import torch
@@ -153,12 +156,13 @@ def join(
 
 def _power(number: int, least: int = 16) -> int:
     """The next power of two, as sizes of Triton's tensors must be; products take at least 16."""
-    return max(least, triton.next_power_of_2(number))
+    return int(max(least, triton.next_power_of_2(number)))
 
 
 def _block(width: int, itemsize: int, rows: int) -> int:
-    """Slots that a program loads at a time; fewer beside many rows, whose logits would not stay in registers."""
-    return max(16, min(128 if rows <= 16 else 32, TILE // (width * itemsize)))
+    """Slots that a program loads at a time; fewer beside many rows, which need the registers for themselves."""
+    most = 128 if rows <= 16 else 32 if rows * width <= 8192 else 16
+    return max(16, min(most, TILE // (width * itemsize)))
 
 
 def _parts(programs: int, capacity: int, block: int) -> tuple[int, int]:

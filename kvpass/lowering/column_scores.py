@@ -100,7 +100,6 @@ class _Rows:
             return softmax_beside(logits, _grouped(self.sink, self.key.shape[1]))
         return torch.softmax(logits, -1, out=None if room is None else room.shaped(*logits.shape))
 
-
     def summed(self, weight: Tensor, powers: int) -> list[Tensor]:
         """Probabilities to the power of 1, ..., `powers`, each summed over queries that count `weight` [B, q]."""
         if self.query.device.type != "cuda" or not powers:

@@ -113,7 +113,9 @@ class _WithoutGuards(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if args and isinstance(args[0], Tensor) and args[0].device.type == "cuda" and func in _BY_OPERATORS:
             return _BY_OPERATORS[func](*args)
-        if func is not torch.device and _no_fakes():  # Inductor folds constants, and the rewrite places weights: with real tensors, on the CPU
+        if (
+            func is not torch.device and _no_fakes()
+        ):  # Inductor folds constants, and the rewrite places weights: with real tensors, on the CPU
             args = tuple("cpu" if _elsewhere(arg) else arg for arg in args)
             kwargs = {name: "cpu" if _elsewhere(arg) else arg for name, arg in (kwargs or {}).items()}
         return func(*args, **(kwargs or {}))
@@ -184,7 +186,7 @@ def generated(gm: fx.GraphModule, examples: Sequence[Any], patches: dict[str, An
     def stop(self: Any) -> Any:
         raise _Done(generate(self)[0])
 
-    GraphLowering.codegen = stop
+    GraphLowering.codegen = stop  # type: ignore[method-assign]
     try:
         with config.patch({**_NOTHING_MEASURED, **patches}):
             compile_fx(gm, list(examples))
@@ -192,7 +194,7 @@ def generated(gm: fx.GraphModule, examples: Sequence[Any], patches: dict[str, An
         code = done.args[0]
         return str(getattr(code, "value", code))
     finally:
-        GraphLowering.codegen = generate
+        GraphLowering.codegen = generate  # type: ignore[method-assign]
     raise AssertionError("Inductor generated no code")
 
 
@@ -222,7 +224,7 @@ def tuned(source: str, name: str, folder: str) -> Any:
     Returns:
         Inductor's autotuner: `fn`, `configs`, `triton_meta`, `inductor_meta`.
     """
-    path = Path(folder) / f"{name}.py"
+    path = Path(folder) / f"{name[:60]}.py"
     path.write_text(source.replace("triton_helpers.set_driver_to_gpu()", ""))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
@@ -233,7 +235,12 @@ def tuned(source: str, name: str, folder: str) -> Any:
 
 
 def cubin(
-    function: Any, signature: dict[str, str], constants: dict[str, Any], attributes: Any, capability: int, **options: Any
+    function: Any,
+    signature: dict[str, str],
+    constants: dict[str, Any],
+    attributes: Any,
+    capability: int,
+    **options: Any,
 ) -> tuple[str, int]:
     """The PTX of a kernel for one GPU, and the shared memory that it uses; ptxas accepts it."""
     import triton

@@ -31,9 +31,7 @@ def emission(name: str, dtype: torch.dtype, padded: bool = True) -> Emission:
         out = compiled(ids[:, :PROMPT], attention_mask=mask[:, :PROMPT], use_cache=True)
         for done in range(PROMPT, PROMPT + STEPS):
             new = ids[:, done : done + 1].contiguous()
-            out = compiled(
-                new, attention_mask=mask[:, : done + 1], past_key_values=out.past_key_values, use_cache=True
-            )
+            out = compiled(new, attention_mask=mask[:, : done + 1], past_key_values=out.past_key_values, use_cache=True)
     step = next(step for step in steps if step.queries == 1 and not step.sweep and step.outputs)
     return cuda_emission.emit(step)
 

@@ -15,7 +15,7 @@ EXACT = {torch.float32: dict(atol=1e-5, rtol=1e-5), torch.float16: dict(atol=4e-
 EXACT[torch.bfloat16] = dict(atol=3e-2, rtol=3e-2)
 
 # What cannot be done in 16 launches, and why; docs/gpu.md.
-MORE_LAUNCHES = {"roco": 18, "d2o": 22, "kv_align": 27}
+MORE_LAUNCHES = {"buzz": 17, "cascade": 17, "roco": 18, "d2o": 23, "kv_align": 27}
 # What reads the stored keys or values besides attention, and why; docs/gpu.md.
 MORE_READERS = {"d2o": "compares the token that goes with every key", "kv_align": "aligns every row before it is read"}
 
@@ -32,7 +32,8 @@ every_policy = pytest.mark.parametrize(
 
 @every_policy
 def test_the_interpreted_module_equals_the_cpu(name: str, dtype: torch.dtype) -> None:
-    emission(name, dtype).check(ran(name, dtype), **EXACT[dtype])
+    exact = dtype == torch.float16
+    emission(name, dtype).check(ran(name, dtype), metadata=exact, **EXACT[dtype])
 
 
 @pytest.mark.slow
@@ -123,7 +124,7 @@ def test_an_interpreter_says_what_went_wrong() -> None:
 def test_a_kernel_that_does_not_compile_is_named() -> None:
     from kvpass.lowering.attend_kernel import join
 
-    signature = {name: "constexpr" for name in join.arg_names} | {"most": "*fp32"}
+    signature = dict.fromkeys(join.arg_names, "constexpr") | {"most": "*fp32"}
     with pytest.raises(cuda_emission.KernelError, match=r"join for sm_90"):
         cuda_emission.compiled(join, signature, {}, "sm_90")
 
