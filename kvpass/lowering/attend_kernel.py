@@ -173,6 +173,11 @@ def _parts(programs: int, capacity: int, block: int) -> tuple[int, int]:
     return -(-blocks // each), each * block
 
 
+def _packed(x: Tensor) -> Tensor:
+    """x.contiguous(), spelled so that it can be traced for a GPU that is not there."""
+    return x if x.is_contiguous() else torch.clone(x, memory_format=torch.contiguous_format)
+
+
 def _strides(x: Tensor) -> list[int]:
     """Of all dimensions but the last, zero where there is one to share."""
     return [0 if size == 1 else stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
@@ -208,9 +213,9 @@ def attend_slots(
     padded = _power(inside)
     block = _block(max(key_width, value_width), key.element_size(), padded)
     parts, each = _parts(rows * heads, capacity, block)
-    query, mask = query.contiguous(), mask.contiguous()
+    query, mask = _packed(query), _packed(mask)
     has_bias = bias is not None
-    bias = bias.contiguous() if bias is not None else value  # never read
+    bias = _packed(bias) if bias is not None else value  # never read
     most = query.new_empty((rows, heads, groups, queries, parts), dtype=torch.float32)
     paid = torch.empty_like(most)
     mixed = query.new_empty((*most.shape, width), dtype=torch.float32)
@@ -225,7 +230,7 @@ def attend_slots(
     output = value.new_empty((rows, heads, groups, queries, width))
     total = query.new_empty((rows, heads, groups, queries), dtype=torch.float32)
     has_sink = sink is not None
-    sink = most if sink is None else sink.float().contiguous()
+    sink = most if sink is None else _packed(sink.float())
     own = sink.shape[3]
     torch.library.wrap_triton(join)[(rows * heads * inside,)](
         most, paid, mixed, sink, output, total,
@@ -259,7 +264,7 @@ def attended(
 
 def _dense(buffer: Tensor) -> Tensor:
     """K or V with its last dimension dense, as the slots are; rows that a policy made anew may not be."""
-    return buffer if buffer.stride(-1) == 1 else buffer.contiguous()
+    return buffer if buffer.stride(-1) == 1 else _packed(buffer)
 
 
 def _wide(mask: Tensor, capacity: int) -> Tensor:

@@ -153,10 +153,15 @@ def _getitem(x: Tensor, index: Any) -> Tensor:
     return picked
 
 
+def _contiguous(x: Tensor) -> Tensor:
+    return x if x.is_contiguous() else torch.clone(x, memory_format=torch.contiguous_format)
+
+
 _BY_OPERATORS: dict[Any, Callable[..., Any]] = {
     Tensor.__getitem__: _getitem,
     Tensor.__invert__: torch.ops.aten.bitwise_not.default,
     Tensor.copy_: torch.ops.aten.copy_.default,
+    Tensor.contiguous: _contiguous,
 }
 
 
