@@ -71,6 +71,8 @@ class DecodeLoop:
         """
         mode = settings.get("mode")
         require(mode not in CAPTURING, "mode", mode, "a DecodeLoop captures its steps itself; leave the mode out")
+        options = settings.get("options") or {}
+        require("triton.cudagraphs" not in options, "options", options, "a DecodeLoop captures its steps itself")
         require(every >= 1, "every", every, "is a number of steps from 1 on")
         self.model, self.every, self.pad = model, every, pad
         self.sampling = Sampling(temperature, top_k, top_p, seed)

@@ -208,6 +208,8 @@ def test_refusals() -> None:
     model, (ids, mask) = build("Llama"), prompt(2, 9, ())
     with pytest.raises(kvpass.PolicyError, match="mode"):
         loop_on(model, mode="reduce-overhead")
+    with pytest.raises(kvpass.PolicyError, match="options"):
+        loop_on(model, options={"triton.cudagraphs": True})
     for wrong in (dict(every=0), dict(temperature=-1.0), dict(top_k=0), dict(top_p=0.0)):
         with pytest.raises(kvpass.PolicyError, match=next(iter(wrong))):
             loop_on(model, **wrong)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
 import torch
 
+from kvpass.testing import binaries as machine
 from kvpass.testing import cuda_emission
 from kvpass.testing.cuda_emission import Binary, Emission, Interpreter, Ran, Step
 from tests.models import build, prompt
@@ -70,14 +72,14 @@ _binaries: dict[tuple[str, str], Binary] = {}
 
 
 def binaries(name: str, dtype: torch.dtype, target: str) -> list[Binary]:
-    """The kernels of an emission for a target; those that policies share are compiled once."""
-    from kvpass.testing import binaries as machine
-
-    made = emission(name, dtype)
-    for kernel, source in made.kernels.items():
-        if (source, target) not in _binaries:
-            _binaries[source, target] = machine.generated({kernel: source}, [target])[0]
-    return [_binaries[source, target] for source in made.kernels.values()]
+    """The kernels of an emission for a target; those that policies share but for the name are compiled once."""
+    made = []
+    for kernel, source in emission(name, dtype).kernels.items():
+        key = (source.replace(kernel, "kernel"), target)
+        if key not in _binaries:
+            _binaries[key] = machine.generated({kernel: source}, [target])[0]
+        made.append(dataclasses.replace(_binaries[key], name=kernel))
+    return made
 
 
 EVERY = [name for name, row in ROWS.items() if not row.case]
