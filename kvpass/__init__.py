@@ -5,6 +5,7 @@ torch.compile(model, backend=kvpass.backend(policy="h2o", budget=1024))
 
 from kvpass import policies
 from kvpass.backend import Backend, backend, compile
+from kvpass.decode import DecodeLoop
 from kvpass.errors import BudgetError, CacheHandleError, KVPassError, PolicyError, UnsupportedGraph
 from kvpass.report import CacheReport, ExplainReport, explain, inspect
 from kvpass.simulate import Trace, simulate
@@ -14,6 +15,7 @@ __all__ = [
     "BudgetError",
     "CacheHandleError",
     "CacheReport",
+    "DecodeLoop",
     "ExplainReport",
     "KVPassError",
     "PolicyError",

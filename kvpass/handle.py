@@ -156,6 +156,11 @@ def _like(handle: Handle, cache: LayerCache) -> Handle:
     return Handle.of(cache, handle.shape[-1])
 
 
+def renewed(handle: Handle) -> Handle:
+    """The handle as it would be now, if its conversation has gone on without it."""
+    return _like(handle, handle.cache)
+
+
 def _check_current(handle: Handle) -> None:
     if handle.seen != handle.cache.seen:
         raise CacheHandleError(

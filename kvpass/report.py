@@ -168,7 +168,7 @@ class CacheReport:
 
 
 def inspect(cache: Any) -> CacheReport:
-    """What a cache holds: a model's cache object, its tensors, or nested tuples of them.
+    """What a cache holds: a DecodeLoop, a model's cache object, its tensors, or nested tuples of them.
 
     Raises:
         CacheHandleError: there is no kvpass cache in it.
@@ -182,8 +182,8 @@ def inspect(cache: Any) -> CacheReport:
 
 
 def _handles(cache: Any) -> Iterator[Handle]:
-    """Every handle in a cache object (anything with `layers` that have `keys`) or in nested containers."""
-    for attribute in ("self_attention_cache", "layers"):
+    """Every handle in a DecodeLoop, a cache object (anything with `layers` that have `keys`) or nested containers."""
+    for attribute in ("past_key_values", "self_attention_cache", "layers"):
         inner = getattr(cache, attribute, None)
         if inner is not None:
             yield from _handles(inner)

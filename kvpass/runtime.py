@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -237,18 +239,36 @@ class StepRunner:
 
     def __call__(self, *arguments: Any) -> tuple[Any, ...]:
         caches = [self._cache(arguments, places) for places in self.pasts]
+        for cache in caches:
+            make_room(cache, 1)
+        listener, step, others = _LISTENER.get(), kind(caches), self._others(caches, arguments)
+        rewrite, results, aside = self.advance(caches, arguments, others)
+        if listener is not None:
+            listener.append(Ran(self, caches, arguments, others, results, step, not (rewrite.beside or rewrite.wide)))
+        return self._outputs(rewrite, results, aside, caches)
+
+    def advance(
+        self, caches: list[LayerCache], arguments: tuple[Any, ...], others: tuple[int | None, ...]
+    ) -> tuple[StepRewrite, Sequence[Any], list[Any]]:
+        """Run the tokens among Dynamo's arguments.
+
+        Args:
+            others: see `_others`.
+
+        Returns:
+            The description of the rewritten graph, what it gave, and `StepRewrite.on_all_tokens`.
+        """
         windows = tuple(cache.window if cache.stored < cache.seen else None for cache in caches)
-        numbers = tuple(_size(arguments, place) for place in self.sizes.values())
+        numbers = self._numbers(arguments)
         counters = tuple(self._counter(place, arguments[place], caches[0].seen) for place in self.counters.values())
         queries = self._queries(numbers)
-        others = tuple(self._unless_growing(_size(arguments, at), caches, queries) for at in self.others.values())
         sizes = self._sizes(numbers, counters, others, windows)
         for cache in caches:
-            _make_room(cache, queries)
+            make_room(cache, queries)
         if self.backend.inner == "reference":
             for cache in caches:
                 cache.slots.prepare(torch.ones(cache.layout.rows, queries, dtype=torch.bool))
-        sweep, clocks = _tick(caches) if queries == 1 else (False, [cache.clocks for cache in caches])
+        sweep, clocks = tick(caches) if queries == 1 else (False, [cache.clocks for cache in caches])
         layouts = tuple((cache.layout, cache.slots.capacity) for cache in caches)
         key = (numbers, counters, others, windows, self._room(arguments), sweep, layouts)
         if key not in self.compiled:
@@ -260,18 +280,31 @@ class StepRunner:
         for cache in caches:
             cache.broken = True
         results = run(*flat)
-        for cache, clock in zip(caches, clocks, strict=True):
-            cache.clocks = clock
+        rewrite.count([cache.slots for cache in caches], results)
         for layer, places in enumerate(rewrite.chunks):
             _admit(caches[layer], [results[place] for place in places])
-        for cache in caches:
-            cache.broken = False
-            cache.seen += queries
-        return self._outputs(rewrite, results, aside, caches)
+        count(caches, queries, clocks)
+        return rewrite, results, aside
+
+    def _others(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> tuple[int | None, ...]:
+        """The sizes of other inputs, None for those that follow the cache."""
+        queries = self._queries(self._numbers(arguments))
+        return tuple(self._unless_growing(_size(arguments, at), caches, queries) for at in self.others.values())
+
+    def _numbers(self, arguments: tuple[Any, ...]) -> tuple[int, ...]:
+        return tuple(_size(arguments, place) for place in self.sizes.values())
 
     def _room(self, arguments: tuple[Any, ...]) -> tuple[int, ...]:
         """The columns for which there is room in masks that come from elsewhere, see `rewrite.step.padded`."""
         return tuple(room_for(arguments[place].shape[-1]) for place in self.wide)
+
+    def following(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments of the step before with those that are numbers and count tokens as they stand now."""
+        moved = list(arguments)
+        for place in self.counters.values():
+            if arguments[place] == caches[0].seen - 1:
+                moved[place] = caches[0].seen
+        return tuple(moved)
 
     def _cache(self, arguments: tuple[Any, ...], places: tuple[int, int]) -> LayerCache:
         cache = current(arguments[places[0]], self.backend)
@@ -393,7 +426,7 @@ def _size(arguments: tuple[Any, ...], place: tuple[int, int]) -> int:
     return int(arguments[argument].shape[dim])
 
 
-def _make_room(cache: LayerCache, queries: int) -> None:
+def make_room(cache: LayerCache, queries: int) -> None:
     """A policy that never evicts needs a slot for every token: double the slots, or say that the budget is spent."""
     layout, backend = cache.layout, cache.backend
     if layout.policy.evicts or cache.seen + queries <= layout.capacity:
@@ -409,11 +442,58 @@ def _make_room(cache: LayerCache, queries: int) -> None:
     _keep_address(cache.slots)
 
 
-def _tick(caches: list[LayerCache]) -> tuple[bool, list[tuple[Any, ...]]]:
+def tick(caches: list[LayerCache]) -> tuple[bool, list[tuple[Any, ...]]]:
     """Whether this step is one with the policy's sweep, from the host's counts, and the counts after it."""
     ticked = [[cache.layout.policy.tick(clock, cache.limit) for clock in cache.clocks] for cache in caches]
     sweep = any(due for layer in ticked for due, _ in layer)
     return sweep, [tuple(clock for _, clock in layer) for layer in ticked]
+
+
+def kind(caches: list[LayerCache]) -> Any:
+    """What a step of one token depends on beside the contents of tensors; equal for two that can replace each other."""
+    sweep, _ = tick(caches)
+    windows = tuple(cache.stored < cache.seen for cache in caches if cache.window is not None)
+    return sweep, windows, tuple(id(cache.slots) for cache in caches)
+
+
+def count(caches: list[LayerCache], queries: int, clocks: Sequence[tuple[Any, ...]]) -> None:
+    """What the host knows of a conversation, after so many more tokens."""
+    for cache, clock in zip(caches, clocks, strict=True):
+        cache.broken = False
+        cache.seen += queries
+        if queries == 1:
+            cache.clocks = clock
+
+
+@dataclasses.dataclass(frozen=True)
+class Ran:
+    """One run of a step: on what caches, with which of Dynamo's arguments, and what the rewritten graph gave.
+
+    `kind` is equal for two steps of one token that run the same code on the same buffers.  `repeats` is false if
+    the step needs arguments that follow the cache.
+    """
+
+    runner: StepRunner
+    caches: list[LayerCache]
+    arguments: tuple[Any, ...]
+    others: tuple[int | None, ...]
+    results: Sequence[Any]
+    kind: Any
+    repeats: bool
+
+
+_LISTENER: contextvars.ContextVar[list[Ran] | None] = contextvars.ContextVar("kvpass_listener", default=None)
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[list[Ran]]:
+    """Collects the steps that run inside."""
+    ran: list[Ran] = []
+    token = _LISTENER.set(ran)
+    try:
+        yield ran
+    finally:
+        _LISTENER.reset(token)
 
 
 def _admit(cache: LayerCache, results: list[Any]) -> None:

@@ -8,6 +8,9 @@ memory and by this kernel alone.  `join` makes one answer of the parts.
 The module is imported when the first graph for a GPU is traced, and needs triton.
 """
 
+# Triton gives the arguments of kernels their types when it compiles them.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
 from __future__ import annotations
 
 import torch
@@ -153,12 +156,13 @@ def join(
 
 def _power(number: int, least: int = 16) -> int:
     """The next power of two, as sizes of Triton's tensors must be; products take at least 16."""
-    return max(least, triton.next_power_of_2(number))
+    return int(max(least, triton.next_power_of_2(number)))
 
 
 def _block(width: int, itemsize: int, rows: int) -> int:
-    """Slots that a program loads at a time; fewer beside many rows, whose logits would not stay in registers."""
-    return max(16, min(128 if rows <= 16 else 32, TILE // (width * itemsize)))
+    """Slots that a program loads at a time; fewer beside many rows, which need the registers for themselves."""
+    most = 128 if rows <= 16 else 32 if rows * width <= 8192 else 16
+    return max(16, min(most, TILE // (width * itemsize)))
 
 
 def _parts(programs: int, capacity: int, block: int) -> tuple[int, int]:
@@ -167,6 +171,11 @@ def _parts(programs: int, capacity: int, block: int) -> tuple[int, int]:
     wanted = max(1, min(blocks, MOST_PARTS, -(-PROGRAMS // programs)))
     each = -(-blocks // wanted)
     return -(-blocks // each), each * block
+
+
+def _packed(x: Tensor) -> Tensor:
+    """x.contiguous(), spelled so that it can be traced for a GPU that is not there."""
+    return x if x.is_contiguous() else torch.clone(x, memory_format=torch.contiguous_format)
 
 
 def _strides(x: Tensor) -> list[int]:
@@ -204,9 +213,9 @@ def attend_slots(
     padded = _power(inside)
     block = _block(max(key_width, value_width), key.element_size(), padded)
     parts, each = _parts(rows * heads, capacity, block)
-    query, mask = query.contiguous(), mask.contiguous()
+    query, mask = _packed(query), _packed(mask)
     has_bias = bias is not None
-    bias = bias.contiguous() if bias is not None else value  # never read
+    bias = _packed(bias) if bias is not None else value  # never read
     most = query.new_empty((rows, heads, groups, queries, parts), dtype=torch.float32)
     paid = torch.empty_like(most)
     mixed = query.new_empty((*most.shape, width), dtype=torch.float32)
@@ -221,7 +230,7 @@ def attend_slots(
     output = value.new_empty((rows, heads, groups, queries, width))
     total = query.new_empty((rows, heads, groups, queries), dtype=torch.float32)
     has_sink = sink is not None
-    sink = most if sink is None else sink.float().contiguous()
+    sink = most if sink is None else _packed(sink.float())
     own = sink.shape[3]
     torch.library.wrap_triton(join)[(rows * heads * inside,)](
         most, paid, mixed, sink, output, total,
@@ -255,7 +264,7 @@ def attended(
 
 def _dense(buffer: Tensor) -> Tensor:
     """K or V with its last dimension dense, as the slots are; rows that a policy made anew may not be."""
-    return buffer if buffer.stride(-1) == 1 else buffer.contiguous()
+    return buffer if buffer.stride(-1) == 1 else _packed(buffer)
 
 
 def _wide(mask: Tensor, capacity: int) -> Tensor:

@@ -7,6 +7,9 @@ adds them up over the queries.  No atomic operations: the sums are the same from
 The module is imported when the first prompt runs on a GPU, and needs triton.
 """
 
+# Triton gives the arguments of kernels their types when it compiles them.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
 from __future__ import annotations
 
 from typing import Any
@@ -197,7 +200,7 @@ def column_sums(
     made = [query.new_empty((rows, heads, keys), dtype=torch.float32) for _ in range(powers)]
     grid = (triton.cdiv(keys, side), rows * heads)
     columns[grid](query, key, seen, total, weight, made[0], made[-1], **common, SQUARES=powers == 2)
-    return [sums.unflatten(1, (-1, groups)) for sums in made]
+    return [torch.unflatten(sums, 1, (-1, groups)) for sums in made]
 
 
 def _mask(mask: Tensor | None) -> dict[str, int]:

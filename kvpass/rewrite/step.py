@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from kvpass.rewrite.masks import ColumnMask, MaskOnSlots, SlicedMask
 from kvpass.slots import Layout, Slots
 from kvpass.step import Site, decode_step, extend_step, read_step
 
-SMALL = ("free", "seen", "length")
 NAMES = ("key", "value", "position", "index", "free", "seen", "length", "rank")
 
 
@@ -44,6 +43,7 @@ class StepRewrite:
         chunks: for each site of an extend graph the places of stored key, value, real and statistics.
         beside: computes, from Dynamo's arguments and uncompiled, what takes all tokens to compute: first the `grown`
             outputs of the original graph, such as a mask that another graph goes on with, then further inputs.
+        real: the place of bool [B, 1], which of the tokens were real, if the graph leaves counting to its caller.
     """
 
     gm: fx.GraphModule
@@ -58,6 +58,14 @@ class StepRewrite:
     chunks: list[list[int]]
     beside: fx.GraphModule | None
     grown: list[int]
+    real: int | None = None
+
+    def count(self, slots: list[Slots], results: Sequence[Any]) -> None:
+        """Count the tokens of a step, if its graph leaves that to its caller: see `_leave_counting`."""
+        if self.real is not None:
+            new = results[self.real][:, 0].long()
+            torch._foreach_add_([layer.seen for layer in slots], [new] * len(slots))
+            torch._foreach_add_([layer.length for layer in slots], 1)
 
     def on_all_tokens(self, arguments: tuple[Any, ...]) -> list[Any]:
         """What `beside` gives."""
@@ -124,6 +132,7 @@ class StepRewriter:
         self._asides: dict[fx.Node, fx.Node] = {}
         self._real: dict[fx.Node | None, fx.Node] = {}
         self._tables: dict[Any, list[fx.Node]] = {}
+        self.counted: fx.Node | None = None
 
     def run(self) -> StepRewrite:
         """Rewrite everything; see the class of the result."""
@@ -149,34 +158,19 @@ class StepRewriter:
         if self.layouts[0].policy.renumbers:
             self._renumber()
         chunks = [self._replace(i) for i in range(len(self.sites))]
-        if self.layouts[0].device.type == "cuda":
-            self._count_together()
+        if self.decodes and self.layouts[0].device.type == "cuda":
+            self._leave_counting()
         return self._finish(chunks)
 
-    def _count_together(self) -> None:
-        """Write the small tensors of all layers at the end, in one launch instead of several for each layer."""
-        into: list[fx.Node] = []
-        new: list[fx.Node] = []
-        for nodes, layout in zip(self.inputs, self.layouts, strict=True):
-            small = {f"slots_{self.inputs.index(nodes)}_{n}" for n in (*SMALL, *layout.policy.row_state())}
-            for node in (node for node in nodes if node.target in small):
-                written = [user for user in node.users if compat.mutates(user) and user.args[0] is node]
-                if len(written) == 1 and not written[0].users:
-                    into.append(node)
-                    new.append(self._without_write(written[0]))
-        if into:
-            with self.graph.inserting_before(self.graph.output_node()):
-                self.graph.call_function(torch.ops.aten._foreach_copy_.default, (into, new))
-
-    def _without_write(self, node: fx.Node) -> fx.Node:
-        """Erase a write in place; returns what it would have written."""
-        made = node.args[1]
-        if node.target is not torch.ops.aten.copy_.default:
-            assert node.target is torch.ops.aten.add_.Tensor
-            with self.graph.inserting_before(node):
-                made = self.graph.call_function(torch.ops.aten.add.Tensor, node.args, node.kwargs)
-        self.graph.erase_node(node)
-        return made  # type: ignore[return-value]
+    def _leave_counting(self) -> None:
+        """Leave the counters of all layers to whoever runs the graph, which is two launches instead of two a layer."""
+        counters = [node for nodes in self.inputs for node in (nodes[5], nodes[6])]  # seen and length
+        for node in counters:
+            for user in list(node.users):
+                if compat.mutates(user) and user.args[0] is node:
+                    assert not user.users
+                    self.graph.erase_node(user)
+        self.counted = next(iter(self._real.values()))
 
     def _take_weights(self, first: fx.Node) -> list[fx.Node]:
         """New inputs for what the policy aligns rows with."""
@@ -596,6 +590,10 @@ class StepRewriter:
         for chunk in chunks:
             chunk_places.append(list(range(len(kept), len(kept) + len(chunk))))
             kept += chunk
+        real = None
+        if self.counted is not None:
+            real = len(kept)
+            kept.append(self.counted)
         output.args = (tuple(kept),)
         self._sweep()
         inputs = [place for place, holder in enumerate(self.holders) if holder in set(placeholders(self.graph))]
@@ -616,6 +614,7 @@ class StepRewriter:
             chunks=chunk_places if any(chunk_places) else [],
             beside=self._on_all_tokens(grown) if grown or self._asides else None,
             grown=grown,
+            real=real,
         )
 
     def _on_all_tokens(self, places: list[int]) -> fx.GraphModule:

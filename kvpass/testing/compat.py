@@ -153,10 +153,15 @@ def _getitem(x: Tensor, index: Any) -> Tensor:
     return picked
 
 
+def _contiguous(x: Tensor) -> Tensor:
+    return x if x.is_contiguous() else torch.clone(x, memory_format=torch.contiguous_format)
+
+
 _BY_OPERATORS: dict[Any, Callable[..., Any]] = {
     Tensor.__getitem__: _getitem,
     Tensor.__invert__: torch.ops.aten.bitwise_not.default,
     Tensor.copy_: torch.ops.aten.copy_.default,
+    Tensor.contiguous: _contiguous,
 }
 
 
@@ -186,7 +191,7 @@ def generated(gm: fx.GraphModule, examples: Sequence[Any], patches: dict[str, An
     def stop(self: Any) -> Any:
         raise _Done(generate(self)[0])
 
-    GraphLowering.codegen = stop
+    GraphLowering.codegen = stop  # type: ignore[method-assign]
     try:
         with config.patch({**_NOTHING_MEASURED, **patches}):
             compile_fx(gm, list(examples))
@@ -194,7 +199,7 @@ def generated(gm: fx.GraphModule, examples: Sequence[Any], patches: dict[str, An
         code = done.args[0]
         return str(getattr(code, "value", code))
     finally:
-        GraphLowering.codegen = generate
+        GraphLowering.codegen = generate  # type: ignore[method-assign]
     raise AssertionError("Inductor generated no code")
 
 
@@ -224,7 +229,7 @@ def tuned(source: str, name: str, folder: str) -> Any:
     Returns:
         Inductor's autotuner: `fn`, `configs`, `triton_meta`, `inductor_meta`.
     """
-    path = Path(folder) / f"{name}.py"
+    path = Path(folder) / f"{name[:60]}.py"
     path.write_text(source.replace("triton_helpers.set_driver_to_gpu()", ""))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None

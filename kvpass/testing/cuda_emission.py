@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ __all__ = [
 ]
 
 ATTEND = "split_"  # the kernel of `kvpass.lowering.attend_kernel` that reads K and V, as Inductor names it
-OUTSIDE = 3  # launches of a decode graph outside its layers: last norm, head, and one that counts tokens
+OUTSIDE = 3  # launches of a decode graph outside its layers: the last norm, the head, and one that they share
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,12 +113,21 @@ class Emission:
         """
         return interpreter.run(self.source, self.step.inputs)
 
-    def check(self, ran: Ran, **tolerance: float) -> None:
-        """Compare what the module gave, and what it left in the slots, with the CPU; as torch.testing.assert_close."""
-        for got, wanted in zip(ran.outputs, self.step.outputs, strict=True):
+    def check(self, ran: Ran, *, metadata: bool = True, **tolerance: Any) -> None:
+        """Compare what the module gave, and what it left in the slots, with the CPU; as torch.testing.assert_close.
+
+        Args:
+            metadata: compare positions, scores and the like too.  In half precision the two may disagree on
+                which of two tokens is worth less when they are worth nearly the same.
+        """
+        for got, wanted in zip(ran.outputs, self.step.outputs, strict=False):  # the last says which tokens are real
             torch.testing.assert_close(got, wanted, **tolerance)
         for name, got, wanted in zip(self.step.names, ran.inputs, self.step.after, strict=True):
-            torch.testing.assert_close(got, wanted, **tolerance, msg=lambda text, name=name: f"{name}: {text}")
+            slot = name.startswith("slots_")
+            if slot and name.endswith(("_seen", "_length")):
+                continue  # on a GPU the runtime counts, for all layers at once
+            if metadata or not slot or name.endswith(("_key", "_value")):
+                torch.testing.assert_close(got, wanted, **tolerance, msg=partial(_named, name))
 
     def readers(self, ran: Ran, name: str) -> list[str]:
         """The kernels that read more of the input of that name than one row for each head."""
@@ -136,6 +146,10 @@ class Emission:
 
     def _ran(self) -> list[str]:
         return [launch.name for launch in self.launches]
+
+
+def _named(name: str, text: str) -> str:
+    return f"{name}: {text}"
 
 
 def _short(name: str) -> str:

@@ -62,7 +62,8 @@ class Interpreter:
     """A process in which Triton interprets; use as a context, or leave it to the end of the program."""
 
     def __init__(self) -> None:
-        environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        path = os.pathsep.join(filter(None, sys.path))  # what can be imported here can be there
+        environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         command = [sys.executable, "-m", "kvpass.testing.interpreter"]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
 
@@ -197,16 +198,24 @@ def _stub_inductor() -> None:
     import torch._inductor.async_compile as async_compile
     from torch._inductor.runtime import triton_helpers, triton_heuristics
 
-    torch._C._cuda_getCurrentRawStream = lambda index: 0
-    guards = torch._C._dynamo.guards
-    guards._empty_strided_cuda = lambda shape, stride, dtype: torch.empty_strided(shape, stride, dtype=dtype)
-    torch.cuda._DeviceGuard = lambda index: contextlib.nullcontext()
-    torch.cuda.set_device = lambda index: None
-    async_compile.AsyncCompile.triton, async_compile.AsyncCompile.wait = _loaded, lambda self, scope: None
-    triton_helpers.libdevice = _Libdevice("libdevice")
-    triton_helpers.set_driver_to_gpu = lambda: None
+    replaced: list[tuple[Any, str, Any]] = [
+        (async_compile.AsyncCompile, "triton", _loaded),
+        (async_compile.AsyncCompile, "wait", lambda self, scope: None),
+        (triton_helpers, "libdevice", _Libdevice("libdevice")),
+        (triton_helpers, "set_driver_to_gpu", lambda: None),
+        (torch._C, "_cuda_getCurrentRawStream", lambda index: 0),
+        (torch._C._dynamo.guards, "_empty_strided_cuda", _empty),
+        (torch.cuda, "_DeviceGuard", lambda index: contextlib.nullcontext()),
+        (torch.cuda, "set_device", lambda index: None),
+    ]
+    for owner, name, value in replaced:
+        setattr(owner, name, value)
     for name in ("pointwise", "reduction", "persistent_reduction", "user_autotune", "foreach"):
         setattr(triton_heuristics, name, _described)
+
+
+def _empty(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype)
 
 
 def _described(size_hints: Any = None, **meta: Any) -> Callable[[Any], _Kernel]:
@@ -313,7 +322,8 @@ class _Record:
         """An operator of the library, which reads its arguments whole."""
         given, results = ([x for x in some if isinstance(x, Tensor)] for some in (arguments, made))
         whole = {i: x.nbytes for x in given for i, (a, b) in enumerate(self.spans) if a <= x.data_ptr() < b}
-        self.traffic.append(Traffic(name, *(sum(x.nbytes for x in some) for some in (given, results)), whole, {}))
+        read, written = (sum(x.nbytes for x in some) for some in (given, results))
+        self.traffic.append(Traffic(name, read, written, whole, {}))
 
 
 def _extent(x: Tensor) -> int:

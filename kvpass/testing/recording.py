@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,12 +10,10 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-
 from kvpass import compat as kvpass_compat
 from kvpass import graphs
 from kvpass.backend import Backend, backend
-from kvpass.match import AttentionSite
-from kvpass.rewrite.step import StepRewrite, StepRewriter
+from kvpass.rewrite.step import StepRewriter
 from kvpass.testing import compat
 
 
@@ -91,8 +88,8 @@ def on_gpu(gm: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
     for node in moved.graph.nodes:
         node.meta = {name: _there(what) if name == "example_value" else what for name, what in node.meta.items()}
         if node.op in ("call_function", "call_method"):
-            node.args = fx.node.map_aggregate(node.args, _literal)  # type: ignore[assignment]
-            node.kwargs = fx.node.map_aggregate(node.kwargs, _literal)  # type: ignore[assignment]
+            node.args = fx.node.map_aggregate(node.args, _literal)
+            node.kwargs = fx.node.map_aggregate(node.kwargs, _literal)
     moved.recompile()
     return moved, places
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
 import torch
 
+from kvpass.testing import binaries as machine
 from kvpass.testing import cuda_emission
-from kvpass.testing.cuda_emission import Binary, Emission, Interpreter, Ran
+from kvpass.testing.cuda_emission import Binary, Emission, Interpreter, Ran, Step
 from tests.models import build, prompt
 from tests.strategies import ROWS
 from tests.test_invariants import settings
@@ -18,22 +20,31 @@ PROMPT, STEPS = 24, 2
 OWN_ROWS = ("kv_align",)
 
 
-@functools.cache
-def emission(name: str, dtype: torch.dtype, padded: bool = True) -> Emission:
-    """The decode graph of a tiny Llama of two layers with a policy that evicts in every step."""
+def recorded(
+    name: str, dtype: torch.dtype, steps: tuple[int, ...], architecture: str = "Llama", **given: Any
+) -> list[Step]:
+    """The step graphs of a tiny model of two layers, fed the prompt and then pieces of these lengths."""
     torch._dynamo.reset()
-    given: dict[str, Any] = settings(name, "Llama", 16)
+    chosen: dict[str, Any] = settings(name, architecture, 16)
     if name not in OWN_ROWS:
-        given["positions"] = "absolute"
-    compiled, steps = cuda_emission.record(build("Llama", dtype), **given, inner="eager")
-    ids, mask = prompt(2, PROMPT + STEPS, (3, 0) if padded else ())
+        chosen["positions"] = "absolute"
+    model = build(architecture, dtype)
+    compiled, made = cuda_emission.record(model, **{**chosen, **given}, inner="eager")
+    ids, mask = prompt(2, PROMPT + sum(steps), (3, 0))
+    cache, done = None, 0
     with torch.no_grad():
-        out = compiled(ids[:, :PROMPT], attention_mask=mask[:, :PROMPT], use_cache=True)
-        for done in range(PROMPT, PROMPT + STEPS):
-            new = ids[:, done : done + 1].contiguous()
-            out = compiled(new, attention_mask=mask[:, : done + 1], past_key_values=out.past_key_values, use_cache=True)
-    step = next(step for step in steps if step.queries == 1 and not step.sweep and step.outputs)
-    return cuda_emission.emit(step)
+        for count in (PROMPT, *steps):
+            new, done = ids[:, done : done + count].contiguous(), done + count
+            out = compiled(new, attention_mask=mask[:, :done], past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+    return [step for step in made if step.outputs]
+
+
+@functools.cache
+def emission(name: str, dtype: torch.dtype) -> Emission:
+    """The decode graph of a policy that evicts in every step."""
+    steps = recorded(name, dtype, (1,) * STEPS)
+    return cuda_emission.emit(next(step for step in steps if step.queries == 1 and not step.sweep))
 
 
 @functools.cache
@@ -47,6 +58,11 @@ def ran(name: str, dtype: torch.dtype) -> Ran:
     return emission(name, dtype).run(_interpreter())
 
 
+def run(made: Emission) -> Ran:
+    """The interpreted run of any emission."""
+    return made.run(_interpreter())
+
+
 def call(path: str, *arguments: Any) -> Any:
     """Call "module:function" in the interpreting process."""
     return _interpreter().call(path, *arguments)
@@ -56,14 +72,14 @@ _binaries: dict[tuple[str, str], Binary] = {}
 
 
 def binaries(name: str, dtype: torch.dtype, target: str) -> list[Binary]:
-    """The kernels of an emission for a target; those that policies share are compiled once."""
-    from kvpass.testing import binaries as machine
-
-    made = emission(name, dtype)
-    for kernel, source in made.kernels.items():
-        if (source, target) not in _binaries:
-            _binaries[source, target] = machine.generated({kernel: source}, [target])[0]
-    return [_binaries[source, target] for source in made.kernels.values()]
+    """The kernels of an emission for a target; those that policies share but for the name are compiled once."""
+    made = []
+    for kernel, source in emission(name, dtype).kernels.items():
+        key = (source.replace(kernel, "kernel"), target)
+        if key not in _binaries:
+            _binaries[key] = machine.generated({kernel: source}, [target])[0]
+        made.append(dataclasses.replace(_binaries[key], name=kernel))
+    return made
 
 
 EVERY = [name for name, row in ROWS.items() if not row.case]

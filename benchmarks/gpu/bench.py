@@ -1,0 +1,105 @@
+"""Timing, rows of the table, and the time that is left."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One figure.
+
+    Attributes:
+        target: what the figure should be, as text, empty if there is none; met: whether it is.
+    """
+
+    section: str
+    case: str
+    value: float
+    unit: str
+    target: str = ""
+    met: bool | None = None
+
+
+@dataclasses.dataclass
+class Bench:
+    """The device, the sizes and the deadline.
+
+    Attributes:
+        small: sizes for a rehearsal, whose figures mean nothing.
+        layers: of the model with the shape of an 8B.
+        end: on `time.monotonic`.
+    """
+
+    device: torch.device
+    small: bool
+    layers: int
+    end: float
+    left_out: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
+
+    def in_time(self, what: str, seconds: float = 0.0) -> bool:
+        """Whether there are so many seconds left; what is not run is listed."""
+        fits = time.monotonic() + seconds < self.end
+        if not fits:
+            self.left_out.append(what)
+        return fits
+
+    def few(self, names: Sequence[str]) -> Sequence[str]:
+        """All of them, or two in a rehearsal."""
+        return names[:2] if self.small else names
+
+    @property
+    def inner(self) -> str:
+        """What compiles rewritten graphs."""
+        return "eager" if self.small else "inductor"
+
+    def sync(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def seconds(self, run: Callable[[], Any], turns: int = 30) -> float:
+        """The median time of a call, caches flushed before each, compiled and warm."""
+        for _ in range(3):
+            run()
+        flush = torch.empty(1 << (20 if self.small else 28), dtype=torch.int8, device=self.device)
+        return statistics.median(self._once(run, flush) for _ in range(3 if self.small else turns))
+
+    def _once(self, run: Callable[[], Any], flush: torch.Tensor) -> float:
+        flush.zero_()
+        self.sync()
+        if self.device.type != "cuda":
+            start = time.perf_counter()
+            run()
+            return time.perf_counter() - start
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        self.sync()
+        return float(start.elapsed_time(end)) / 1e3
+
+    def memory(self) -> int:
+        """Bytes that may be used."""
+        return torch.cuda.mem_get_info()[0] if self.device.type == "cuda" else 1 << 30
+
+    def randn(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=self.device, dtype=self.dtype)
+
+
+def table(rows: list[Row]) -> Iterator[str]:
+    """The rows as Markdown."""
+    yield "| section | case | value | target | met |"
+    yield "|---|---|---|---|---|"
+    for row in rows:
+        met = "" if row.met is None else "yes" if row.met else "NO"
+        yield f"| {row.section} | {row.case} | {row.value:.4g} {row.unit} | {row.target} | {met} |"

@@ -1,0 +1,117 @@
+"""One attention layer: bandwidth, a policy's step, the caching operation, the scores of a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from benchmarks.gpu.bench import Bench, Row
+from kvpass.lowering.attend import attend
+from kvpass.lowering.column_scores import column_scores
+from kvpass.policies import resolve
+from kvpass.slots import Layout, Slots
+from kvpass.step import Site, decode_step
+
+HEADS, GROUPS, DIM = 8, 4, 128
+
+
+def copy_bandwidth(bench: Bench) -> float:
+    """Bytes a second of a copy, read and written."""
+    source = torch.empty(1 << (22 if bench.small else 30), dtype=torch.int8, device=bench.device)
+    into = torch.empty_like(source)
+    return 2 * source.nbytes / bench.seconds(lambda: into.copy_(source))
+
+
+def bandwidth(bench: Bench) -> Iterator[Row]:
+    """`attend` as a share of what a copy reaches; bytes are those of K and V."""
+    reached = copy_bandwidth(bench)
+    yield Row("copy", "1 GiB", reached / 1e9, "GB/s")
+    for rows in (1, 2) if bench.small else (1, 8, 32):
+        for slots in (256,) if bench.small else (1024, 4096, 16384, 65536):
+            size = 2 * rows * HEADS * slots * DIM * bench.dtype.itemsize
+            if size * 2 > bench.memory() or not bench.in_time(f"attend {rows}x{slots}", 10):
+                continue
+            query = bench.randn(rows, HEADS, GROUPS, 1, DIM)
+            key, value = bench.randn(rows, HEADS, slots, DIM), bench.randn(rows, HEADS, slots, DIM)
+            mask = torch.ones(rows, 1, 1, 1, slots, dtype=torch.bool, device=bench.device)
+            run = torch.compile(lambda q, k, v, m: attend(q, k, v, scale=0.1, mask=m, rows=False)[0], dynamic=False)
+            share = size / bench.seconds(lambda: run(query, key, value, mask)) / reached  # noqa: B023
+            aimed = slots >= 4096 and rows >= 8
+            goal = (">= 0.85", share >= 0.85) if aimed else ("", None)
+            yield Row("attend, of copy", f"batch {rows}, {slots} slots", share, "", *goal)
+
+
+def step(bench: Bench, name: str, slots: int, rows: int) -> Callable[[], Any]:
+    """A compiled decode step of a policy on one layer, ready to run."""
+    policy = resolve(name, {})
+    capacity = policy.capacity(slots, slots)
+    layout = Layout(policy, slots, capacity, rows, HEADS, DIM, DIM, bench.dtype, bench.device, False)
+    held = Slots.empty(layout)
+    held.position.copy_(torch.arange(capacity, device=bench.device).expand_as(held.position))
+    held.index.copy_(held.position)
+    held.seen.fill_(capacity)
+    held.length.fill_(capacity)
+    names = list(held.state)
+
+    def function(*tensors: Tensor) -> Tensor:
+        *state, q, k, v, real = tensors
+        return decode_step(layout, Site(DIM**-0.5), Slots.of(list(state), names), q, k, v, real)
+
+    new = [bench.randn(rows, count, 1, DIM) for count in (HEADS * GROUPS, HEADS, HEADS)]
+    arguments = [*held.tensors(), *new, torch.ones(rows, dtype=torch.bool, device=bench.device)]
+    compiled = torch.compile(make_fx(function, tracing_mode="fake")(*arguments), dynamic=False)
+    return lambda: compiled(*arguments)
+
+
+def policies(bench: Bench) -> Iterator[Row]:
+    """A policy's step beside the same with a policy that looks at nothing."""
+    rows, slots = (1, 256) if bench.small else (8, 4096)
+    plain = bench.seconds(step(bench, "window", slots, rows))
+    yield Row("step of a layer", f"window, batch {rows}, {slots} slots", plain * 1e6, "us")
+    for name in bench.few(("h2o", "tova", "roco", "buzz", "cascade", "d2o", "snapkv", "sage")):
+        if bench.in_time(f"step {name}", 20):
+            ratio = bench.seconds(step(bench, name, slots, rows)) / plain
+            goal = ("<= 1.15", ratio <= 1.15) if name in ("h2o", "tova") else ("", None)
+            yield Row("step of a layer", f"{name}, of window", ratio, "x", *goal)
+
+
+def caching(bench: Bench) -> Iterator[Row]:
+    """Storing a token: by concatenation, and by a row in place within a graph (Cascade's table 4)."""
+    slots = 256 if bench.small else 4096
+    key, value = bench.randn(1, 32, slots, DIM), bench.randn(1, 32, slots, DIM)
+    row = bench.randn(1, 32, 1, DIM)
+    by_cat = bench.seconds(lambda: (torch.cat([key, row], 2), torch.cat([value, row], 2)))
+    free = torch.full((1, 32), 7, dtype=torch.int64, device=bench.device)
+    heads = torch.arange(32, device=bench.device)[None]
+
+    def write(key: Tensor, value: Tensor, row: Tensor, free: Tensor) -> None:
+        for buffer in (key, value):
+            buffer.index_put_((torch.zeros_like(free), heads, free), row[:, :, 0])
+
+    compiled = torch.compile(write, dynamic=False)
+    in_place = bench.seconds(lambda: compiled(key, value, row, free))
+    yield Row("caching one token", "concatenation", by_cat * 1e3, "ms")
+    faster = by_cat / in_place
+    yield Row("caching one token", "row in place, of concatenation", faster, "x faster", ">= 20", faster >= 20)
+
+
+def prompt_scores(bench: Bench) -> Iterator[Row]:
+    """What scoring a prompt costs beside its attention."""
+    count = 128 if bench.small else 8192
+    query = bench.randn(1, HEADS * GROUPS, count, DIM)
+    key, value = bench.randn(1, HEADS, count, DIM), bench.randn(1, HEADS, count, DIM)
+    real = torch.ones(1, count, dtype=torch.bool, device=bench.device)
+    whole = torch.nn.functional.scaled_dot_product_attention
+    attention = bench.seconds(lambda: whole(query, key, value, is_causal=True, enable_gqa=True), 10)
+    yield Row("prompt", f"flash attention, {count} tokens", attention * 1e3, "ms")
+    for name, window, powers in (("sums", 1, 1), ("sums and squares", 1, 2), ("last 64 rows", 64, 0)):
+        spent = bench.seconds(
+            lambda: column_scores(query, key, None, real, True, DIM**-0.5, window, powers),  # noqa: B023
+            10,
+        )
+        goal = ("<= 1.35", spent / attention <= 1.35) if powers else ("", None)
+        yield Row("prompt", f"{name}, of attention", spent / attention, "x", *goal)

@@ -1,0 +1,74 @@
+"""Kernels beside their plain forms, for the process in which Triton interprets: each returns pairs of tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvpass.lowering import attend_kernel, column_kernel
+from kvpass.lowering import column_scores as module
+from kvpass.lowering.attend import attend
+
+Pairs = list[tuple[Tensor, Tensor]]
+
+
+def _drawer(seed: int, dtype: torch.dtype) -> Callable[..., Tensor]:
+    drawn = torch.Generator().manual_seed(seed)
+    return lambda *shape: torch.randn(*shape, generator=drawn).to(dtype)
+
+
+def attention_of(
+    seed: int, shape: tuple[int, ...], dtype: torch.dtype, mask_shape: tuple[int, ...], extras: dict[str, bool]
+) -> Pairs:
+    """shape: B, Hkv, G, q, C, D, Dv; extras: whether there is a `bias`, a `sink`, a `cap`."""
+    rows, heads, groups, queries, slots, dim, width = shape
+    draw = _drawer(seed, dtype)
+    query, key, value = (
+        draw(rows, heads, groups, queries, dim), draw(rows, heads, slots, dim), draw(rows, heads, slots, width)
+    )  # fmt: skip
+    mask = draw(*mask_shape).float() > -0.5
+    mask[..., -1] = True
+    given: dict[str, Any] = dict(
+        scale=0.3,
+        mask=mask,
+        bias=draw(*mask_shape).float() if extras.get("bias") else None,
+        cap=2.0 if extras.get("cap") else None,
+        sink=draw(1, heads, groups, 1, 1).float() if extras.get("sink") else None,
+        rows=True,
+    )
+    got = attend_kernel.attended(query, key, value, **given)
+    expected = attend(query.double(), key.double(), value.double(), **given)
+    assert got[1] is not None
+    assert got[2] is not None
+    return [(a.float(), b.float()) for a, b in zip(got, expected, strict=True)]  # type: ignore[union-attr]
+
+
+def column_sums(seed: int, dtype: torch.dtype, kind: str, causal: bool, sink: bool, cap: bool) -> Pairs:
+    """Sums over all queries and over the last ones, with a mask of a kind."""
+    rows, heads, groups, count, dim, window = 2, 2, 3, 70, 24, 5
+    keys, draw = count + seed % 3 * 7, _drawer(seed, dtype)
+    query, key = draw(rows, heads * groups, count, dim), draw(rows, heads, keys, dim)
+    shown = draw(rows, 1, count, keys).float() > -0.5
+    shown[..., 0] = True
+    mask = {"none": None, "bool": shown, "additive": draw(1, heads * groups, count, keys).float()}[kind]
+    sinks = draw(1, heads * groups, 1, 1).float() if sink else None
+    real = draw(rows, count).float() > -0.8
+    plain = module._Rows(query.float(), key.float(), mask, causal, 0.3, 3.0 if cap else None, sinks)
+    expected = [*module._sums(plain, real, 2), *module._late(plain, real, window)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module._Rows, "summed", _by_kernel)
+        given = dataclasses.replace(plain, query=query, key=key)
+        latest = torch.where(real, torch.arange(count), -1).topk(window)
+        chosen, counted = given.picked(latest.values.clamp(min=0)), (latest.values >= 0).float()
+        late = module._late_by_kernel(chosen, counted, real.sum(-1, keepdim=True).clamp(1, window))
+        return list(zip([*given.summed(real, 2), *late], expected, strict=True))
+
+
+def _by_kernel(rows: Any, weight: Tensor, powers: int) -> list[Tensor]:
+    common = (rows.causal, rows.scale, rows.cap, rows.sink, powers)
+    return column_kernel.column_sums(rows.query, rows.key, rows.mask, weight, *common)

@@ -1,0 +1,128 @@
+"""The Triton kernels: their numbers through the interpreter, and their machine code for GPUs that are not there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvpass.lowering import attend_kernel, column_kernel
+from kvpass.lowering.attend import MOST_ROWS, by_kernel
+from kvpass.testing.cuda_emission import TARGETS, Binary, compiled
+from tests.testing.shared import call
+
+NAMES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
+every_dtype = pytest.mark.parametrize(
+    "dtype", [pytest.param(x, marks=[] if x == torch.bfloat16 else pytest.mark.slow) for x in NAMES]
+)
+CLOSE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 3e-2}
+
+
+@pytest.mark.parametrize("dtype", NAMES)
+@pytest.mark.parametrize(
+    ("shape", "mask", "extras"),
+    [
+        ((2, 2, 4, 1, 300, 32, 32), (2, 1, 1, 1, 300), {}),  # decode, heads share their tokens
+        ((1, 3, 1, 1, 70, 16, 16), (1, 3, 1, 1, 70), {"bias": True}),  # single heads, each with its own
+        ((2, 2, 3, 2, 130, 24, 40), (2, 2, 3, 2, 130), {"bias": True, "sink": True, "cap": True}),  # odd sizes
+        ((1, 2, 2, 9, 40, 64, 64), (1, 1, 1, 9, 40), {"sink": True}),  # a short chunk
+        ((1, 1, 8, 1, 1, 8, 8), (1, 1, 1, 1, 1), {}),  # one slot
+    ],
+    ids=["decode", "single", "odd", "chunk", "one"],
+)
+def test_attention_equals_its_plain_form(dtype: torch.dtype, shape: Any, mask: Any, extras: Any) -> None:
+    for got, wanted in call("tests.lowering.interpreted:attention_of", 0, shape, dtype, mask, extras):
+        torch.testing.assert_close(got, wanted, atol=CLOSE[dtype], rtol=CLOSE[dtype])
+
+
+@every_dtype
+@pytest.mark.parametrize("kind", ["none", "bool", "additive"])
+@pytest.mark.parametrize(("causal", "extra"), [(True, False), (False, True), (True, True)])
+def test_sums_equal_their_plain_form(dtype: torch.dtype, kind: str, causal: bool, extra: bool) -> None:
+    seed = len(kind) + causal
+    pairs = call("tests.lowering.interpreted:column_sums", seed, dtype, kind, causal, extra, extra)
+    assert len(pairs) == 5
+    for got, wanted in pairs:
+        torch.testing.assert_close(got, wanted, atol=CLOSE[dtype], rtol=CLOSE[dtype])
+
+
+def split_for(target: str, dtype: torch.dtype, dim: int, rows: int, full: bool) -> Binary:
+    """`split` for 8 KV heads of 4,097 slots; `full` has a mask and a bias of its own for each query."""
+    slots, heads = 4097, 8
+    width, padded = attend_kernel._power(dim), attend_kernel._power(rows)
+    block = attend_kernel._block(width, dtype.itemsize, padded)
+    parts, each = attend_kernel._parts(heads, slots, block)
+    names = attend_kernel.split.arg_names
+    strides = {f"{x}_{y}": z for x in ("key", "value") for y, z in
+               (("row", heads * slots * dim), ("head", slots * dim), ("slot", dim))}  # fmt: skip
+    for name in ("mask", "bias"):
+        strides |= {f"{name}_row": slots, f"{name}_head": 0, f"{name}_group": slots * full, f"{name}_query": 0}
+    constants = dict(
+        **strides, SCALE=0.1, CAP=0.0, HAS_BIAS=full, STORE=True, HEADS=heads, R=rows, QUERIES=1, C=slots, D=dim,
+        DV=dim, PARTS=parts, PART=each, ROWS=padded, WIDTH=width, VALUE_WIDTH=width, BLOCK=block,
+    )  # fmt: skip
+    pointers = dict.fromkeys(("query", "key", "value"), NAMES[dtype]) | {"mask": "*i1", "bias": "*fp32"}
+    pointers |= dict.fromkeys(("logits", "most", "paid", "mixed"), "*fp32")
+    signature = {name: pointers.get(name, "constexpr") for name in names}
+    # As Inductor has it, whose buffers all begin on 16 bytes.
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in pointers}
+    warps = 4 if padded <= 16 else 8
+    return compiled(attend_kernel.split, signature, constants, target, attributes=aligned, num_warps=warps)
+
+
+shapes = pytest.mark.parametrize(
+    ("dim", "rows", "full"),
+    [
+        pytest.param(128, 4, False, id="decode"),
+        pytest.param(128, MOST_ROWS, True, id="chunk"),
+        pytest.param(64, 1, False, id="narrow", marks=pytest.mark.slow),
+        pytest.param(64, MOST_ROWS, True, id="narrow-chunk", marks=pytest.mark.slow),
+        pytest.param(256, 8, False, id="wide", marks=pytest.mark.slow),
+        pytest.param(256, MOST_ROWS, True, id="wide-chunk", marks=pytest.mark.slow),
+        pytest.param(128, 32, True, id="half-a-chunk", marks=pytest.mark.slow),
+    ],
+)
+
+
+@shapes
+@pytest.mark.parametrize("target", TARGETS)
+@every_dtype
+def test_attention_spills_nothing(target: str, dtype: torch.dtype, dim: int, rows: int, full: bool) -> None:
+    binary = split_for(target, dtype, dim, rows, full)
+    assert binary.spills == 0
+    assert binary.registers <= 255
+    assert binary.shared <= {"sm_80": 163 << 10, "sm_90": 227 << 10}[target]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@every_dtype
+def test_sums_compile_and_spill_nothing(target: str, dtype: torch.dtype) -> None:
+    for function in (column_kernel.totals, column_kernel.columns):
+        pointers = {"query": NAMES[dtype], "key": NAMES[dtype], "mask": "*i1", "COUNT": "i32", "KEYS": "i32"}
+        pointers |= dict.fromkeys(("sink", "out", "total", "weight", "sums", "squares"), "*fp32")
+        signature = {name: pointers.get(name, "constexpr") for name in function.arg_names}
+        side = max(16, min(64, column_kernel.TILE // (128 * dtype.itemsize)))
+        known = dict(
+            mask_row=0, mask_head=0, mask_query=0, sink_row=0, sink_query=0, KIND=0, CAUSAL=True, HAS_SINK=False,
+            SQUARES=True, SCALE=0.1, CAP=0.0, HEADS=32, GROUPS=4, D=128, WIDTH=128, BQ=side, BK=side,
+        )  # fmt: skip
+        constants = {name: known[name] for name, kind in signature.items() if kind == "constexpr"}
+        binary = compiled(function, signature, constants, target)
+        assert binary.spills == 0
+        assert binary.registers > 16
+
+
+def test_what_runs_by_kernels() -> None:
+    there = torch.empty(1, 2, 4, 1, 8, device="meta")
+    assert not by_kernel(torch.empty(1, 2, 4, 1, 8))
+    assert not by_kernel(there)
+    assert MOST_ROWS == 64
+
+
+@pytest.mark.parametrize(("programs", "slots"), [(1, 1), (8, 1025), (64, 4097), (2048, 65537), (8, 65537)])
+def test_parts_cover_all_slots_and_no_part_is_empty(programs: int, slots: int) -> None:
+    parts, each = attend_kernel._parts(programs, slots, 64)
+    assert parts * each >= slots
+    assert (parts - 1) * each < slots
+    assert parts <= attend_kernel.MOST_PARTS
