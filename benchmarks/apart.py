@@ -1,0 +1,44 @@
+"""Functions that run in a process of their own: with its own threads, its own memory, its own compiler caches.
+
+`run("benchmarks.prompt:peak", policy="h2o")` starts `python -m benchmarks.apart`, which calls the function with the
+arguments and prints what it returns as JSON; progress bars of the function show through.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(function: str, *, threads: int = 1, environment: Mapping[str, str] | None = None, **arguments: Any) -> Any:
+    """What `module:function` returns for JSON-like arguments, from a fresh process with so many threads."""
+    command = [sys.executable, "-m", "benchmarks.apart", function, str(threads), json.dumps(arguments)]
+    done = subprocess.run(command, env=surroundings(threads, environment), stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def surroundings(threads: int, more: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of a process with so many threads that finds this checkout."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads), **(more or {})}
+
+
+def main(function: str, threads: str, arguments: str) -> None:
+    import torch
+
+    torch.set_num_threads(int(threads))
+    module, name = function.split(":")
+    result = getattr(importlib.import_module(module), name)(**json.loads(arguments))
+    print("\n" + json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,154 @@
+"""The time of a step against the tokens seen, beside what people use today.
+
+Contenders take turns in one process, kvpress in one of its own.  Caches of transformers are filled with random keys
+and values; a conversation of kvpass is moved on to a place in the text (`bounded.move_on`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+from benchmarks import apart, bounded, peers, plots
+from benchmarks.bounded import BUDGET, LEAST, Case
+from benchmarks.model import Conversation, build
+from benchmarks.report import Row, Table, Target, under
+from benchmarks.settings import Settings
+from benchmarks.timing import Contender, Local, Plan, interleaved, medians, spread
+
+TITLE = "Step time against tokens seen"
+UNCOMPILED, STATIC, CONCATENATION = "uncompiled, DynamicCache", "torch.compile, StaticCache", "StreamingLLM, cat"
+FLOOR = "kvpass, 8 slots (the floor)"
+OURS, THEIRS = "kvpass, ", "kvpress, "
+PRESSES = ("knorm", "streaming", "tova")
+PROMPT = BUDGET + 76  # so that every policy has evicted
+LENGTHS, LONG = (1024, 4096, 16384, 65536), 16384
+QUICK: dict[str, Any] = dict(lengths=(1024, LONG), policies=("streaming", "h2o", "d2o"))
+NAMED = ("streaming", "sage", "buzz", "h2o", "tova", "cascade", "d2o")  # those that targets speak of
+
+GOALS = ((UNCOMPILED, LONG, 7.0), (STATIC, LONG, 10.0), (UNCOMPILED, 4 * LONG, 25.0), (THEIRS, LONG, 1.7))
+
+
+def measure(settings: Settings) -> list[Row]:
+    """All rows, a process for each dtype and number of threads; the first has every policy."""
+    rows: list[Row] = []
+    for number, (dtype, threads) in enumerate(settings.combinations()):
+        sizes = dict(lengths=LENGTHS, policies=NAMED if number else bounded.everything())
+        given = dict(dtype=dtype, count=threads, kvpress=str(settings.kvpress), plan=dataclasses.asdict(settings.plan))
+        rows += apart.run("benchmarks.step:rows", threads=threads, **given, **(QUICK if settings.quick else sizes))
+    return rows
+
+
+@torch.inference_mode()
+def rows(
+    dtype: str, count: int, kvpress: str, plan: dict[str, int], lengths: Sequence[int], policies: Sequence[str]
+) -> list[Row]:
+    """The rows of one dtype and number of threads."""
+    torch._dynamo.config.recompile_limit = 256  # each contender is a compilation of the same `forward`
+    with contextlib.ExitStack() as stack:
+        bench = _Bench(dtype, count, Plan(**plan))
+        stack.callback(bench.bar.close)
+        presses = bench.presses(stack, Path(kvpress))
+        talks = {FLOOR: bench.made(LEAST)} | {f"{OURS}{name}": bench.made(Case(name)) for name in policies}
+        found = [row for seen in lengths for row in bench.at(seen, talks, presses(seen))]
+    return found + bench.refusals
+
+
+class _Bench:
+    """The model of one process, and what is said about its rows."""
+
+    def __init__(self, dtype: str, threads: int, plan: Plan) -> None:
+        self.model, self.plan = build(dtype), plan
+        self.about: Row = {"dtype": dtype, "threads": threads}
+        self.refusals: list[Row] = []
+        self.bar = tqdm(unit="turn", desc=f"step, {under(self.about)}", dynamic_ncols=True)
+
+    def presses(self, stack: contextlib.ExitStack, folder: Path) -> Callable[[int], list[Contender]]:
+        """The contenders of kvpress at a number of tokens seen; none where it cannot be had."""
+        self.bar.set_postfix_str("making the environment of kvpress")
+        try:
+            python = peers.environment(folder)
+            worker = stack.enter_context(peers.Worker(python, **self.about, budget=BUDGET))
+        except peers.Unavailable as error:
+            self.refusals.append({**self.about, "contender": "kvpress", "error": str(error)})
+            return lambda seen: []
+        return lambda seen: [peers.Remote(f"{THEIRS}{press}", worker, press, seen) for press in PRESSES]
+
+    def made(self, case: Case) -> Conversation:
+        self.bar.set_postfix_str(f"compiling {case.name}")
+        return bounded.conversation(self.model, case, PROMPT)
+
+    def at(self, seen: int, talks: Mapping[str, Conversation], presses: Sequence[Contender]) -> Iterator[Row]:
+        """The rows at so many tokens seen."""
+        plan = self.plan if seen <= LONG else self.plan.fewer(0.4)
+        self.bar.set_postfix_str(f"compiling a cache of {seen:,} tokens")
+        full = {
+            UNCOMPILED: peers.uncompiled(self.model, seen),
+            STATIC: peers.stock(self.model, seen, room=2 + plan.total),
+            CONCATENATION: peers.concatenating(self.model, BUDGET),
+        }
+        for talk in talks.values():
+            bounded.move_on(talk, seen)
+        self.bar.set_postfix_str(f"{seen:,} tokens seen")
+        timed = [Local(name, talk.step) for name, talk in {**full, **talks}.items()]
+        taken = interleaved([*timed, *presses], plan, self.bar.update)
+        middle, width = medians(taken), spread(taken)
+        for name, milliseconds in middle.items():
+            yield {**self.about, "seen": seen, "contender": name, "ms": milliseconds, "spread": width[name]}
+
+
+def tables(rows: Sequence[Row]) -> list[Table]:
+    """For each dtype and number of threads, a line per contender and a column per number of tokens."""
+    made: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        lines = made.setdefault(under(row), {})
+        line = lines.setdefault(row["contender"], {"milliseconds a step": row["contender"]})
+        line[f"{row['seen']:,}" if "ms" in row else "refused"] = row.get("ms", row.get("error"))
+    return [Table(f"Step, budget {BUDGET:,}, {title}, by tokens seen", [*lines.values()]) for title, lines in made.items()]
+
+
+Times = dict[tuple[str, int], float]
+
+
+def targets(rows: Sequence[Row]) -> list[Target]:
+    """How many times faster than the others the policies are: the one in the middle, and the slowest."""
+    found: dict[str, Times] = {}
+    for row in rows:
+        if "ms" in row:
+            found.setdefault(under(row), {})[row["contender"], row["seen"]] = row["ms"]
+    return [target for title, times in found.items() for goal in GOALS for target in _against(title, times, *goal)]
+
+
+def _against(title: str, times: Times, other: str, seen: int, limit: float) -> Iterator[Target]:
+    theirs = _fastest(times, other, seen)
+    mine = {name: ms for (name, at), ms in times.items() if at == seen and name.startswith(OURS) and name != FLOOR}
+    if theirs is None or not mine:
+        yield Target("step", f"times faster than {other} at {seen:,} ({title})", limit, None, at_least=True)
+        return
+    slowest = max(mine, key=mine.__getitem__)
+    for which, ms in (("middle policy", statistics.median(mine.values())), (slowest, mine[slowest])):
+        what = f"{which.removeprefix(OURS)}: times faster than {theirs} at {seen:,} ({title})"
+        yield Target("step", what, limit, times[theirs, seen] / ms, at_least=True)
+
+
+def _fastest(times: Times, name: str, seen: int) -> str | None:
+    """The fastest contender whose name begins so."""
+    known = {other: ms for (other, at), ms in times.items() if at == seen and other.startswith(name)}
+    return min(known, key=known.__getitem__, default=None)
+
+
+def figures(rows: Sequence[Row]) -> dict[str, Figure]:
+    """A panel for each dtype and number of threads."""
+    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for row in rows:
+        if "ms" in row:
+            panels.setdefault(under(row), {}).setdefault(row["contender"], []).append((row["seen"], row["ms"]))
+    return {"step": plots.lines(panels, "tokens seen", "milliseconds a step", logarithmic=True)} if panels else {}
