@@ -21,7 +21,9 @@ ROOT = Path(__file__).parents[1]
 def run(function: str, *, threads: int = 1, environment: Mapping[str, str] | None = None, **arguments: Any) -> Any:
     """What `module:function` returns for JSON-like arguments, from a fresh process with so many threads."""
     command = [sys.executable, "-m", "benchmarks.apart", function, str(threads), json.dumps(arguments)]
-    done = subprocess.run(command, env=surroundings(threads, environment), stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(
+        command, env=surroundings(threads, environment), stdout=subprocess.PIPE, text=True, check=True
+    )
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -28,7 +28,9 @@ def lines(
         _scales(where, panel, logarithmic)
     for where in itertools.islice(figure.axes, len(panels), None):
         where.set_axis_off()
-    handles = {label: handle for where in figure.axes for handle, label in zip(*where.get_legend_handles_labels(), strict=True)}
+    handles = {
+        label: handle for where in figure.axes for handle, label in zip(*where.get_legend_handles_labels(), strict=True)
+    }
     figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize="small")
     return figure
 
@@ -38,7 +40,9 @@ def _panel(axes: Axes, panel: Mapping[str, Line], names: Sequence[str]) -> None:
         style, colour = LOOKS[names.index(name) % len(LOOKS)]
         known = sorted(points)
         marker = "o" if len(known) < 20 else None
-        axes.plot(*zip(*known, strict=True), style, label=name, color=colour, marker=marker, markersize=3, linewidth=1.2)
+        axes.plot(
+            *zip(*known, strict=True), style, label=name, color=colour, marker=marker, markersize=3, linewidth=1.2
+        )
 
 
 def _scales(axes: Axes, panel: Mapping[str, Line], logarithmic: bool) -> None:

@@ -112,7 +112,9 @@ def tables(rows: Sequence[Row]) -> list[Table]:
         lines = made.setdefault(under(row), {})
         line = lines.setdefault(row["contender"], {"milliseconds a step": row["contender"]})
         line[f"{row['seen']:,}" if "ms" in row else "refused"] = row.get("ms", row.get("error"))
-    return [Table(f"Step, budget {BUDGET:,}, {title}, by tokens seen", [*lines.values()]) for title, lines in made.items()]
+    return [
+        Table(f"Step, budget {BUDGET:,}, {title}, by tokens seen", [*lines.values()]) for title, lines in made.items()
+    ]
 
 
 Times = dict[tuple[str, int], float]

@@ -91,4 +91,3 @@ def _spread(values: Sequence[float]) -> float:
         return 0.0
     lower, middle, upper = statistics.quantiles(values, n=4)
     return (upper - lower) / middle
-

@@ -1,0 +1,114 @@
+"""Everything that README and docs/performance.md report: python -m benchmarks [PART ...] --out out/benchmarks
+
+Each part writes PART.json and its plots; report.md has all tables, and every target beside what was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+import benchmarks
+from benchmarks import (
+    caching,
+    compilation,
+    overhead,
+    perplexity,
+    picture,
+    prompt,
+    recall,
+    report,
+    step,
+    stream,
+)
+from benchmarks.report import Row, Target, markdown, verdicts
+from benchmarks.settings import Settings
+
+PARTS: dict[str, ModuleType] = {
+    module.__name__.rpartition(".")[2]: module
+    for module in (step, overhead, caching, prompt, compilation, stream, picture, perplexity, recall)
+}
+ROOT = Path(benchmarks.__file__).parents[1]
+WRITTEN = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure the parts asked for, and report on all that there are figures of."""
+    given = _parser().parse_args(arguments)
+    settings = Settings(given.quick, given.out, tuple(given.threads), tuple(given.dtypes), given.kvpress)
+    settings.out.mkdir(parents=True, exist_ok=True)
+    for name in () if given.report else given.parts or PARTS:
+        run(name, settings)
+    text = written(settings.out)
+    (settings.out / "report.md").write_text(text + "\n", encoding="utf-8")
+    print(text)
+    if given.write:
+        write(settings.out)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("parts", nargs="*", metavar="PART", choices=[[], *PARTS], help=f"of {', '.join(PARTS)}; all")
+    parser.add_argument("--quick", action="store_true", help="small sizes and few repetitions")
+    parser.add_argument("--out", type=Path, default=Path("out/benchmarks"), help="folder for JSON, tables and plots")
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], metavar="N", help="of torch; default: 1 2")
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="default: float32 bfloat16")
+    parser.add_argument("--kvpress", type=Path, default=Path("out/kvpress"), help="folder for its environment")
+    parser.add_argument("--report", action="store_true", help="measure nothing, report on what the folder has")
+    parser.add_argument("--write", action="store_true", help="put tables into README.md and docs/performance.md")
+    return parser
+
+
+def run(name: str, settings: Settings) -> None:
+    """Measure one part and write its JSON and plots."""
+    part, start = PARTS[name], time.monotonic()
+    rows = part.measure(settings)
+    how = {"quick": settings.quick, "seconds": round(time.monotonic() - start)}
+    report.save(settings.out / f"{name}.json", rows, how)
+    for stem, figure in part.figures(rows).items():
+        figure.savefig(settings.out / f"{stem}.png", dpi=90)
+
+
+def written(out: Path) -> str:
+    """The report on all parts in the folder."""
+    known = measured(out)
+    parts = [section(name, rows) for name, rows in known.items()]
+    held = verdicts(targets(known))
+    lines = [f"{name}: {value}" for name, value in report.about().items()]
+    return "\n\n".join([*parts, "## Targets", markdown(held), ", ".join(lines)])
+
+
+def measured(out: Path) -> dict[str, list[Row]]:
+    """The rows of each part that the folder has."""
+    rows = {name: report.load(out / f"{name}.json") for name in PARTS}
+    return {name: found for name, found in rows.items() if found}
+
+
+def section(name: str, rows: list[Row]) -> str:
+    """The heading and the tables of a part."""
+    tables = [f"{table.caption}:\n\n{markdown(table.rows)}" for table in PARTS[name].tables(rows)]
+    return "\n\n".join([f"## {PARTS[name].TITLE}", *tables])
+
+
+def targets(known: dict[str, list[Row]]) -> list[Target]:
+    return [target for name, rows in known.items() for target in PARTS[name].targets(rows)]
+
+
+def write(out: Path) -> None:
+    """Replace what stands between the comments that name a part, in the README and on the page of figures."""
+    known = measured(out)
+    blocks = {f"benchmark {name}": section(name, rows) for name, rows in known.items()}
+    blocks["benchmark targets"] = markdown(verdicts(targets(known)))
+    for path in WRITTEN:
+        text = path.read_text(encoding="utf-8")
+        for name, block in blocks.items():
+            if f"<!-- {name} -->" in text:
+                text = report.replaced(text, name, block)
+        path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

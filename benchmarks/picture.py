@@ -1,0 +1,110 @@
+"""Perplexity, memory and latency against tokens: the picture that the papers on streaming made known.
+
+One unbroken text goes through the bundled model token by token, beyond the 2,048 positions that it was trained on.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+from tqdm import tqdm
+
+import kvpass
+from benchmarks import apart, plots
+from benchmarks.report import Row, Table, Target
+from benchmarks.settings import Settings
+from kvpass.demo import corpus
+from kvpass.demo.stream import PROMPT, negative_log_likelihood
+from kvpass.demo.subject import load
+from kvpass.handle import Handle
+
+TITLE = "Perplexity, memory and latency against tokens"
+FULL = "full, uncompiled"
+POLICIES = ("window", "streaming", "cascade", "h2o")
+BUDGET, TOKENS, EVERY, MEBIBYTE = 256, 8000, 250, 2**20
+
+
+def measure(settings: Settings) -> list[Row]:
+    sizes: Row = dict(tokens=1500, policies=POLICIES[1:2]) if settings.quick else dict(tokens=TOKENS, policies=POLICIES)
+    rows: list[Row] = apart.run("benchmarks.picture:rows", **sizes)
+    return rows
+
+
+@torch.inference_mode()
+def rows(tokens: int, policies: Sequence[str]) -> list[Row]:
+    """A row for every contender and every 250 tokens."""
+    torch._dynamo.config.recompile_limit = 64
+    subject = load(None)
+    text = corpus.unbroken(subject.encode(corpus.read(corpus.held_out_files())), tokens + 1, subject.bos)
+    contenders = {FULL: subject.model} | {
+        name: torch.compile(subject.model, backend=kvpass.backend(name, budget=BUDGET)) for name in policies
+    }
+    found: list[Row] = []
+    with tqdm(total=tokens * len(contenders), unit="token", dynamic_ncols=True) as bar:
+        for name, forward in contenders.items():
+            bar.set_description(f"picture: {name}")
+            found += [{"contender": name, **row} for row in _along(forward, torch.tensor([text]), bar.update)]
+    return found
+
+
+def _along(forward: Callable[..., Any], text: Tensor, tick: Callable[[], object]) -> Iterator[Row]:
+    """Perplexity and median latency of each 250 tokens, and the bytes of the cache after them."""
+    cache = forward(text[:, :PROMPT], use_cache=True).past_key_values
+    losses, seconds = [], []
+    for place in range(PROMPT, text.shape[1] - 1):
+        start = perf_counter()
+        out = forward(text[:, place : place + 1], past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        losses.append(float(negative_log_likelihood(out.logits, text[:, place + 1 : place + 2])))
+        seconds.append(perf_counter() - start)
+        tick()
+        if (place + 1) % EVERY == 0:
+            perplexity = math.exp(statistics.fmean(losses))
+            yield dict(tokens=place + 1, perplexity=perplexity, ms=1e3 * statistics.median(seconds), bytes=held(cache))
+            losses, seconds = [], []
+
+
+def held(cache: Any) -> int:
+    """Bytes of a cache of transformers, of kvpass or not."""
+    if isinstance(cache.layers[0].keys, Handle):
+        return kvpass.inspect(cache).nbytes
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+
+
+def tables(rows: Sequence[Row]) -> list[Table]:
+    """The first quarter of the stream, which is within the trained range, and the last one."""
+    lines: dict[str, Row] = {}
+    last = max(row["tokens"] for row in rows)
+    for share, name in ((0.25, "first quarter"), (1.0, "last quarter")):
+        for contender in dict.fromkeys(row["contender"] for row in rows):
+            mine = [row for row in rows if row["contender"] == contender]
+            part = [row for row in mine if (share - 0.25) * last < row["tokens"] <= share * last]
+            mean = math.exp(statistics.fmean(math.log(row["perplexity"]) for row in part))
+            line = lines.setdefault(contender, {"contender": contender})
+            line[f"perplexity, {name}"] = mean
+            line[f"ms, {name}"] = statistics.median(row["ms"] for row in part)
+            line["cache at the end, MiB"] = mine[-1]["bytes"] / MEBIBYTE
+    return [
+        Table(f"One stream of {last:,} tokens through the bundled model, budget {BUDGET}, 1 thread", [*lines.values()])
+    ]
+
+
+def targets(rows: Sequence[Row]) -> list[Target]:
+    return []
+
+
+def figures(rows: Sequence[Row]) -> dict[str, Figure]:
+    scaled = {"perplexity": ("perplexity", 1.0), "cache, MiB": ("bytes", MEBIBYTE), "milliseconds a step": ("ms", 1.0)}
+    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for title, (field, unit) in scaled.items():
+        for row in rows:
+            line = panels.setdefault(title, {}).setdefault(row["contender"], [])
+            line.append((row["tokens"], row[field] / unit))
+    return {"picture": plots.lines(panels, "tokens", "", columns=3)}

@@ -1,0 +1,106 @@
+"""Memory and time over a stream of 100,000 tokens, all of them decoded, on one conversation.
+
+A conversation with 8 slots is timed now and then beside it, so that a machine that gets slower is told from a step
+that does.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+from benchmarks import apart, bounded, memory, plots
+from benchmarks.bounded import BUDGET, LEAST, Case
+from benchmarks.model import Conversation, build
+from benchmarks.report import Row, Table, Target
+from benchmarks.settings import Settings
+from benchmarks.step import PROMPT
+from benchmarks.timing import Local
+from kvpass.demo import meter
+
+TITLE = "A stream of 100,000 tokens"
+POLICY = "h2o"
+TOKENS, EVERY, BESIDE = 100_000, 1000, 16
+MEBIBYTE = 2**20
+FLAT, SAME = 0.01, 1.05
+
+
+def measure(settings: Settings) -> list[Row]:
+    """A row for every thousand tokens."""
+    sizes = dict(tokens=4000, layers=2, every=100) if settings.quick else dict(tokens=TOKENS, layers=8, every=EVERY)
+    rows: list[Row] = apart.run("benchmarks.stream:rows", environment=memory.RETURNING, policy=POLICY, **sizes)
+    return rows
+
+
+@torch.inference_mode()
+def rows(policy: str, tokens: int, layers: int, every: int) -> list[Row]:
+    """What the process holds, what it has compiled, and the median step, every so many tokens."""
+    model = build(layers=layers)
+    talk, beside = (bounded.conversation(model, case, PROMPT) for case in (Case(policy), LEAST))
+    with tqdm(total=tokens - PROMPT, unit="token", desc=f"stream, {policy}", dynamic_ncols=True) as bar:
+        return list(_rows(talk, beside, tokens, every, bar))
+
+
+def _rows(talk: Conversation, beside: Conversation, tokens: int, every: int, bar: tqdm[Any]) -> Iterator[Row]:
+    ours, floor = Local("ours", talk.step), Local("floor", beside.step)
+    compiled = meter.activity()
+    for seen in range(PROMPT + every, tokens + 1, every):
+        step = statistics.median(ours.seconds(every))
+        bar.update(every)
+        yield {
+            "tokens": seen,
+            "ms": 1e3 * step,
+            "floor": 1e3 * statistics.median(floor.seconds(BESIDE)),
+            "MiB": memory.resident() / MEBIBYTE,
+            "compiled": meter.activity() - compiled,
+        }
+
+
+def _parts(rows: Sequence[Row]) -> tuple[Sequence[Row], Sequence[Row]]:
+    """The second twentieth of the rows, after the warm-up, and the last one."""
+    count = max(1, len(rows) // 20)
+    return rows[count : 2 * count], rows[-count:]
+
+
+def _ratio(rows: Sequence[Row], value: str, beside: str | None = None) -> float:
+    """The end of the stream as a share of its start."""
+    middle = [statistics.median(row[value] / (row[beside] if beside else 1) for row in part) for part in _parts(rows)]
+    return middle[1] / middle[0]
+
+
+def _growth(rows: Sequence[Row]) -> float:
+    """How much more the process ever held after the warm-up than at its end, as a share."""
+    after = rows[max(1, len(rows) // 20) :]
+    return max(row["MiB"] for row in after) / after[0]["MiB"] - 1
+
+
+def tables(rows: Sequence[Row]) -> list[Table]:
+    chosen = [rows[i] for i in sorted({round(share * (len(rows) - 1)) for share in (0, 0.1, 0.25, 0.5, 0.75, 1)})]
+    names = {"ms": "ms a step", "floor": "ms of the floor", "MiB": "resident, MiB", "compiled": "compiled since"}
+    lines = [{"tokens": row["tokens"], **{shown: row[name] for name, shown in names.items()}} for row in chosen]
+    return [Table(f"{POLICY}, budget {BUDGET:,}, float32, 1 thread: a stream of {rows[-1]['tokens']:,} tokens", lines)]
+
+
+def targets(rows: Sequence[Row]) -> list[Target]:
+    return [
+        Target("stream", "growth of resident memory after the warm-up, a share", FLAT, _growth(rows)),
+        Target("stream", "compilations after the warm-up", 0, rows[-1]["compiled"]),
+        Target("stream", "step at the end, of the start", SAME, _ratio(rows, "ms")),
+        Target("stream", "step at the end, of the start, both beside the floor", SAME, _ratio(rows, "ms", "floor")),
+    ]
+
+
+def figures(rows: Sequence[Row]) -> dict[str, Figure]:
+    panels = {
+        "milliseconds a step": {
+            POLICY: [(row["tokens"], row["ms"]) for row in rows],
+            "8 slots": [(row["tokens"], row["floor"]) for row in rows],
+        },
+        "resident memory, MiB": {POLICY: [(row["tokens"], row["MiB"]) for row in rows]},
+    }
+    return {"stream": plots.lines(panels, "tokens", "")}

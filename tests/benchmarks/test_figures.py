@@ -1,0 +1,161 @@
+"""What the benchmark makes of figures: medians, verdicts, tables; no figure is measured here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import caching, compilation, overhead, picture, prompt, recall, report, step, stream
+from benchmarks.report import Row, Target, markdown, replaced, verdicts
+from benchmarks.timing import Plan, interleaved, medians, spread
+
+
+class Scripted:
+    """A contender that takes the seconds that it is given, and notes when it has its turn."""
+
+    def __init__(self, name: str, turns: list[str], seconds: list[float]) -> None:
+        self.name, self.turns, self.script = name, turns, seconds
+
+    def seconds(self, count: int) -> list[float]:
+        self.turns.append(self.name)
+        return self.script[:count]
+
+
+def test_contenders_take_turns_and_the_first_steps_of_a_turn_are_left_out():
+    turns: list[str] = []
+    both = [Scripted("a", turns, [9.0, 1.0, 2.0]), Scripted("b", turns, [8.0, 3.0, 4.0])]
+    taken = interleaved(both, Plan(rounds=2, steps=2, skipped=1))
+    assert turns == ["a", "b", "b", "a"]
+    assert taken == {"a": [1.0, 2.0, 1.0, 2.0], "b": [3.0, 4.0, 3.0, 4.0]}
+
+
+def test_medians_are_in_milliseconds_and_the_spread_is_a_share():
+    taken = {"a": [0.001, 0.002, 0.003, 0.004, 0.100]}
+    assert medians(taken) == {"a": 3.0}
+    assert spread({"steady": [2.0] * 4, "once": [1.0]}) == {"steady": 0.0, "once": 0.0}
+    assert spread(taken)["a"] > 1
+
+
+def test_fewer_rounds_are_at_least_three():
+    assert Plan(rounds=12).fewer(0.5).rounds == 6
+    assert Plan(rounds=12).fewer(0.1).rounds == 3
+    assert Plan(rounds=2, steps=3, skipped=1).total == 8
+
+
+@pytest.mark.parametrize(
+    ("at_least", "measured", "met", "verdict"),
+    [
+        (False, 1.2, True, "yes"),
+        (False, 1.3, False, "NO"),
+        (True, 1.2, False, "NO"),
+        (True, None, None, "not measured"),
+    ],
+)
+def test_a_target_is_met_or_not_or_was_not_measured(at_least, measured, met, verdict):
+    target = Target("part", "figure", 1.25, measured, at_least)
+    assert target.met is met
+    (row,) = verdicts([target])
+    assert row["met"] == verdict
+    assert row["target"] == ("≥ 1.25" if at_least else "≤ 1.25")
+
+
+def test_a_table_has_all_columns_and_a_dash_where_there_is_nothing():
+    lines = markdown([{"name": "a", "x": 1.234567, "n": 16384}, {"name": "b", "y": 0.01234}]).splitlines()
+    assert lines[0] == "| name | x | n | y |"
+    assert lines[1] == "| --- | ---: | ---: | ---: |"
+    assert lines[2:] == ["| a | 1.23 | 16,384 | - |", "| b | - | - | 0.0123 |"]
+
+
+def test_only_what_stands_between_the_comments_is_replaced():
+    text = "before\n<!-- x -->\nold\n<!-- /x -->\nafter"
+    assert replaced(text, "x", "new") == "before\n<!-- x -->\nnew\n<!-- /x -->\nafter"
+    with pytest.raises(ValueError, match="there is no <!-- y -->"):
+        replaced(text, "y", "new")
+
+
+def test_rows_are_read_as_they_were_written(tmp_path: Path):
+    report.save(tmp_path / "part.json", [{"x": 1}], {"quick": True})
+    assert report.load(tmp_path / "part.json") == [{"x": 1}]
+    assert report.load(tmp_path / "other.json") == []
+
+
+def at(contender: str, ms: float, seen: int = 16384) -> Row:
+    return {"dtype": "float32", "threads": 1, "seen": seen, "contender": contender, "ms": ms, "spread": 0.0}
+
+
+def test_steps_are_held_against_the_fastest_press_and_every_other_contender():
+    ours = [at("kvpass, a", 10.0), at("kvpass, b", 20.0), at(step.FLOOR, 1.0)]
+    theirs = [at("kvpress, slow", 60.0), at("kvpress, fast", 30.0), at(step.UNCOMPILED, 150.0)]
+    held = {target.what: target.measured for target in step.targets([*ours, *theirs])}
+    assert held["b: times faster than kvpress, fast at 16,384 (float32, 1 thread)"] == 1.5
+    assert held["middle policy: times faster than uncompiled, DynamicCache at 16,384 (float32, 1 thread)"] == 10.0
+    assert held["times faster than torch.compile, StaticCache at 16,384 (float32, 1 thread)"] is None
+    (table,) = step.tables([*ours, {"dtype": "float32", "threads": 1, "contender": "kvpress", "error": "why"}])
+    assert table.rows[-1] == {"milliseconds a step": "kvpress", "refused": "why"}
+
+
+def test_overhead_is_beside_no_policy_and_the_floor():
+    def case(name: str, ms: float) -> Row:
+        return {"dtype": "float32", "threads": 2, "case": name, "slots": 9, "ms": ms, "spread": 0.0}
+
+    rows = [case(overhead.PLAIN, 10.0), case(overhead.FLOOR, 8.0), case("h2o", 12.0)]
+    held = {target.what: (target.measured, target.met) for target in overhead.targets(rows)}
+    assert held["h2o, of no policy (float32, 2 threads)"] == (1.2, False)
+    assert held["h2o, of the floor (float32, 2 threads)"] == (1.5, False)
+    assert held["no policy, 1,024 slots, of the floor (float32, 2 threads)"] == (1.25, True)
+
+
+def test_caching_is_so_many_times_faster():
+    same = {"dtype": "float32", "threads": 1}
+    rows = [{**same, "operation": caching.CONCATENATION, "ms": 6.0}, {**same, "operation": caching.OURS, "ms": 0.1}]
+    (target,) = caching.targets(rows)
+    assert target.measured == pytest.approx(60)
+    assert target.met
+
+
+def test_prompts_are_beside_the_one_without_statistics():
+    def one(policy: str, **value: float) -> Row:
+        return {"threads": 1, "policy": policy, "tokens": prompt.LONG, **value}
+
+    rows = [one("window", seconds=2.0), one("h2o", seconds=3.2), one("window", MiB=100.0), one("h2o", MiB=110.0)]
+    assert [(t.measured, t.met) for t in prompt.targets(rows)] == [(1.6, False), (1.1, True)]
+    assert prompt.targets([{**row, "tokens": 1024} for row in rows])[0].met is None
+
+
+def test_compile_times_are_medians_beside_the_static_cache():
+    def run(name: str, caches: str, seconds: float) -> Row:
+        return {"contender": name, "caches": caches, "prompt": seconds, "steps": 0.0}
+
+    times = {compilation.STATIC: (20, 5), compilation.DYNAMIC: (30, 5), "h2o": (26, 13)}
+    rows = [run(name, c, s) for name, pair in times.items() for c, s in zip(("cold", "warm"), pair, strict=True)]
+    rows.append(run("h2o", "cold", 24.0))
+    assert [(t.measured, t.met) for t in compilation.targets(rows)] == [(1.25, True), (13 / 25, False)]
+
+
+def test_a_stream_is_judged_after_its_warm_up():
+    def row(tokens: int, ms: float, mib: float) -> Row:
+        return {"tokens": tokens, "ms": ms, "floor": 2.0 * ms, "MiB": mib, "compiled": 0}
+
+    rows = [row(0, 99.0, 50.0), *(row(n, 10.0, 100.0) for n in range(1, 20)), row(20, 11.0, 103.0)]
+    growth, compiled, end, relative = stream.targets(rows)
+    assert growth.measured == pytest.approx(0.03)
+    assert compiled.met
+    assert end.measured == pytest.approx(1.1)
+    assert relative.measured == pytest.approx(1.0)
+
+
+def test_the_picture_is_summed_up_by_its_first_and_last_quarter():
+    rows = [
+        {"contender": "full", "tokens": n, "perplexity": float(n), "ms": float(n), "bytes": n * 2**20}
+        for n in (1, 2, 3, 4)
+    ]
+    (line,) = picture.tables(rows)[0].rows
+    assert line["perplexity, first quarter"] == pytest.approx(1)
+    assert line["ms, last quarter"] == pytest.approx(4)
+    assert line["cache at the end, MiB"] == 4
+
+
+def test_a_refusal_of_recall_is_a_row():
+    rows = [{"policy": "a", "distance": 16, "recall": 0.5}, {"policy": "b", "error": "why"}]
+    assert recall.tables(rows)[0].rows == [{"policy": "a", "16": 0.5}, {"policy": "b", "refused": "why"}]

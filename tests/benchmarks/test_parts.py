@@ -1,0 +1,126 @@
+"""What the parts of the benchmark measure is what they say."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import kvpass
+from benchmarks import apart, bounded, caching, peers
+from benchmarks.__main__ import PARTS, ROOT
+from benchmarks.bounded import Case
+from benchmarks.model import Conversation, build, dynamic, static, tokens
+from benchmarks.recall import BEFORE, KEY, VALUE, Trials, recalled
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build(layers=1)
+
+
+def talk_of(model, case: Case, prompt: int) -> Conversation:
+    compiled = torch.compile(model, backend=kvpass.backend(inner="eager", **case.settings()))
+    return Conversation(compiled, compiled(tokens(prompt), use_cache=True).past_key_values)
+
+
+def test_the_reference_model_has_as_many_parameters_as_it_says():
+    with torch.device("meta"):
+        assert sum(p.numel() for p in build().parameters()) == pytest.approx(25.7e6, rel=1e-3)
+
+
+@torch.inference_mode()
+def test_a_conversation_that_is_moved_on_goes_on_at_its_place(model):
+    talk = talk_of(model, Case("h2o", budget=16), 40)
+    before = kvpass.inspect(talk.cache).layers[0].positions
+    bounded.move_on(talk, 5000)
+    report = kvpass.inspect(talk.cache)
+    assert report.seen == 5000
+    later = before + 5000 - 40
+    assert torch.equal(report.layers[0].positions, torch.where(before < bounded.SINKS, before, later))
+    talk.step()
+    assert int(kvpass.inspect(talk.cache).layers[0].positions.max()) == 5000
+
+
+@torch.inference_mode()
+def test_an_untended_cache_is_overwritten_in_one_place(model):
+    talk = talk_of(model, Case("untended", budget=8), 40)
+    for _ in range(3):
+        talk.step()
+    layer = kvpass.inspect(talk.cache).layers[0]
+    assert layer.capacity == 9
+    assert layer.positions[0, 0].tolist() == [*range(1, 8), 40]  # those of the last two steps are gone again
+
+
+@torch.inference_mode()
+def test_concatenation_holds_sinks_and_recent_tokens(model):
+    talk = peers.concatenating(model, 32)
+    first = talk.cache.layers[0].keys.clone()
+    talk.step()
+    now = talk.cache.layers[0].keys
+    assert now.shape[2] == 32
+    assert torch.equal(now[:, :, : peers.SINKS], first[:, :, : peers.SINKS])
+    assert torch.equal(now[:, :, peers.SINKS : -1], first[:, :, peers.SINKS + 1 :])
+
+
+@torch.inference_mode()
+def test_filled_caches_are_as_long_as_they_should_be(model):
+    assert dynamic(model, 50).get_seq_length() == 50
+    preallocated = static(model, 64, room=14)
+    assert int(preallocated.get_seq_length()) == 50
+    assert preallocated.layers[0].keys.shape[2] == 64
+
+
+@torch.inference_mode()
+def test_both_caching_operations_do_what_they_are_timed_for(monkeypatch):
+    for name, value in {"HEADS": 2, "DIM": 8, "RECENT": 12}.items():
+        monkeypatch.setattr(caching, name, value)
+    layout, held = caching._full_layer(torch.float32)
+    monkeypatch.setattr(caching, "_full_layer", lambda dtype: (layout, held))
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    step = caching.in_place(torch.float32)  # three tokens of warming up
+    step()
+    expected = [*range(caching.SINKS), *range(caching.SINKS + 4, caching.SINKS + 12 + 4)]
+    assert sorted(p for p in held.position[0, 0].tolist() if p >= 0) == expected
+    caching.concatenation(torch.float32)()
+
+
+def test_a_pair_is_planted_and_asked_for():
+    documents = torch.arange(3 * 200).view(3, 200)
+    trials = Trials.planted(documents, 64)
+    assert trials.text.shape == (3, BEFORE + KEY + VALUE + 64)
+    assert torch.equal(trials.text[0, BEFORE : BEFORE + KEY], trials.key[0])
+    assert torch.equal(trials.text[0, BEFORE + KEY : BEFORE + KEY + VALUE], trials.value[0])
+    assert int(trials.key[0, 0]) >= 400  # from another document
+    assert torch.equal(trials.unplanted().text, documents[:, : BEFORE + 64])
+    assert torch.equal(trials.question, torch.cat([trials.key, trials.value[:, :-1]], 1))
+
+
+def test_recall_is_the_share_of_the_value_that_is_predicted():
+    def echoing(ids, past_key_values=None, use_cache=True):
+        """Says after each token the one that is greater by one."""
+        logits = torch.nn.functional.one_hot(ids + 1, 700).float()
+        return SimpleNamespace(logits=logits, past_key_values=past_key_values or [])
+
+    trials = Trials.planted(torch.arange(3 * 200).view(3, 200), 64)  # each value goes on counting from its key
+    assert list(recalled(echoing, trials, (16, 64))) == [(16, 1.0), (64, 1.0)]
+    wrong = Trials(trials.text, trials.key, trials.value + 1)
+    assert [share for _, share in recalled(echoing, wrong, (16, 64))] == [(VALUE - 1) / VALUE] * 2
+
+
+def test_a_function_runs_apart():
+    assert apart.run("benchmarks.bounded:everything") == bounded.everything()
+
+
+def test_what_cannot_be_installed_says_why():
+    with pytest.raises(peers.Unavailable, match="no such thing"):
+        peers._must([sys.executable, "-c", "import sys; sys.exit('ERROR: no such thing')"])
+
+
+def test_every_part_has_what_the_program_asks_of_it():
+    for part in PARTS.values():
+        assert part.TITLE
+        assert all(callable(getattr(part, name)) for name in ("measure", "tables", "targets", "figures"))
+    assert (ROOT / "README.md").is_file()
