@@ -14,6 +14,7 @@ from kvpass import budget as budgets
 from kvpass import cache_key, calls, compat, graphs, match, policies
 from kvpass.errors import KVPassError, PolicyError, UnsupportedGraph
 from kvpass.handle import Handle
+from kvpass.lowering.row_products import spell_out
 from kvpass.policies.base import Plan, Policy
 from kvpass.report import Recorder, SiteReport
 from kvpass.rewrite.step import StepRewriter
@@ -191,8 +192,14 @@ class Backend:
 
     def _patches(self, patches: dict[str, Any], policy: Policy | None) -> dict[str, Any]:
         modes = compat.inductor_mode(self.mode) if self.mode else {}
-        stamp = {"post_grad_custom_pre_pass": compat.cache_stamp(cache_key.digest(policy))}
+        stamp = {
+            "post_grad_custom_pre_pass": compat.graph_pass(cache_key.digest(policy), spell_out if policy else _as_it_is)
+        }
         return patches | modes | dict(self.options) | stamp
+
+
+def _as_it_is(graph: fx.Graph) -> None:
+    """No change: the pass is there for its part of the key of the compiler's caches."""
 
 
 def _refusal(error: KVPassError) -> Callable[..., Any]:

@@ -161,15 +161,15 @@ def registered_backend(name: str) -> Callable[[fx.GraphModule, Sequence[Any]], C
     return cast(Callable[[fx.GraphModule, Sequence[Any]], Compiled], lookup_backend(name))
 
 
-def cache_stamp(digest: bytes) -> Any:
-    """A graph pass that does nothing but put `digest` into the key of Inductor's caches."""
+def graph_pass(digest: bytes, rewrite: Callable[[fx.Graph], None]) -> Any:
+    """A pass over the graph of aten's operators that Inductor lowers; `digest` is put into the key of its caches."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
-    class Stamp(CustomGraphPass):
+    class Pass(CustomGraphPass):
         def __call__(self, graph: fx.Graph) -> None:
-            pass
+            rewrite(graph)
 
         def uuid(self) -> bytes:
             return digest
 
-    return Stamp()
+    return Pass()

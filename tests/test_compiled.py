@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -137,3 +138,16 @@ def test_bfloat16_compiles(policy: str) -> None:
         force(model, ids, mask, [8, *[1] * 8], policy=policy, budget=budget, inner=i) for i in ("inductor", "eager")
     )
     assert torch.allclose(ours.logits[mask.bool()].float(), plain.logits[mask.bool()].float(), atol=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("architecture", ["Llama", "GPTNeoX"])
+def test_a_step_of_one_row_calls_no_library_for_its_weights(architecture: str, dtype: torch.dtype) -> None:
+    model = build(architecture, dtype)
+    ids, mask = prompt(1, 12, ())
+    steps: dict[str, Any] = dict(policy="h2o", budget=8)
+    ours, codes = run_and_get_code(lambda: force(model, ids, mask, [9, 1, 1, 1], **steps))
+    assert not re.findall(r"extern_kernels\.(?:mm|addmm)\(", codes[-1])
+    plain = force(model, ids, mask, [9, 1, 1, 1], inner="eager", **steps)
+    assert torch.allclose(ours.logits, plain.logits, atol=1e-4 if dtype == torch.float32 else 0.05)
