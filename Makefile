@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test slow lint architectures clean
+.PHONY: demo test slow lint architectures bench clean
 
 # The main job: tables, pictures and completions in out/.  One thread: so small a model gains little from a
 # second one, and loses a great deal when the machine has other things to do; the compiler uses all cores.
@@ -22,6 +22,11 @@ slow: $(INSTALLED)
 # Examines every causal architecture of transformers and writes docs/architectures.md; half an hour on two cores.
 architectures: $(INSTALLED)
 	$(BIN)/python -m tests.architectures --jobs 2 --write
+
+# Measures everything that docs/performance.md reports and writes its tables; about forty minutes on two cores that
+# have nothing else to do.  kvpress gets an environment of its own in out/.
+bench: $(INSTALLED)
+	$(BIN)/python -m benchmarks --write
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

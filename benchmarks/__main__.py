@@ -97,10 +97,19 @@ def targets(known: dict[str, list[Row]]) -> list[Target]:
     return [target for name, rows in known.items() for target in PARTS[name].targets(rows)]
 
 
+def summary(known: dict[str, list[Row]]) -> str:
+    """What the README says: steps under the first dtype and number of threads, and how many targets are met."""
+    held = [target.met for target in targets(known)]
+    tables = step.tables(known["step"])[:1] if "step" in known else []
+    shown = [f"{table.caption}:\n\n{markdown(table.rows)}" for table in tables]
+    return "\n\n".join([*shown, f"{sum(met is True for met in held)} of {len(held)} targets are met."])
+
+
 def write(out: Path) -> None:
     """Replace what stands between the comments that name a part, in the README and on the page of figures."""
     known = measured(out)
     blocks = {f"benchmark {name}": section(name, rows) for name, rows in known.items()}
+    blocks["benchmark summary"] = summary(known)
     blocks["benchmark targets"] = markdown(verdicts(targets(known)))
     for path in WRITTEN:
         text = path.read_text(encoding="utf-8")

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import kvpass
 from benchmarks.model import Conversation, tokens
+from benchmarks.timing import timed
 from kvpass import policies
 from kvpass.decode import refreshed
 from kvpass.handle import LayerCache
@@ -83,6 +84,26 @@ def conversation(model: Any, case: Case, prompt: int) -> Conversation:
     for _ in range(2):
         made.step()
     return made
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """A contender that decodes without Dynamo and the model's Python: `kvpass.DecodeLoop`."""
+
+    name: str
+    loop: kvpass.DecodeLoop
+
+    @staticmethod
+    def of(model: Any, case: Case, prompt: int) -> Loop:
+        """A loop whose prompt has run and whose decode graph is compiled."""
+        loop = kvpass.DecodeLoop(model, **case.settings())
+        loop.prompt(tokens(prompt))
+        loop.generate(2 * loop.every)
+        return Loop(f"DecodeLoop, {case.name}", loop)
+
+    def seconds(self, count: int) -> list[float]:
+        """The same for each: the host looks at the tokens once, when all are made."""
+        return [timed(lambda: self.loop.generate(count)) / count] * count
 
 
 def layers(cache: Any) -> Iterator[LayerCache]:

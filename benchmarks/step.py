@@ -30,6 +30,7 @@ FLOOR = "kvpass, 8 slots (the floor)"
 OURS, THEIRS = "kvpass, ", "kvpress, "
 PRESSES = ("knorm", "streaming", "tova")
 PROMPT = BUDGET + 76  # so that every policy has evicted
+LOOPED = "h2o"  # the policy that a DecodeLoop is timed with
 LENGTHS, LONG = (1024, 4096, 16384, 65536), 16384
 QUICK: dict[str, Any] = dict(lengths=(1024, LONG), policies=("streaming", "h2o", "d2o"))
 NAMED = ("streaming", "sage", "buzz", "h2o", "tova", "cascade", "d2o")  # those that targets speak of
@@ -58,7 +59,8 @@ def rows(
         stack.callback(bench.bar.close)
         presses = bench.presses(stack, Path(kvpress))
         talks = {FLOOR: bench.made(LEAST)} | {f"{OURS}{name}": bench.made(Case(name)) for name in policies}
-        found = [row for seen in lengths for row in bench.at(seen, talks, presses(seen))]
+        loop = bounded.Loop.of(bench.model, Case(LOOPED), PROMPT)
+        found = [row for seen in lengths for row in bench.at(seen, talks, [loop, *presses(seen)])]
     return found + bench.refusals
 
 
@@ -86,7 +88,7 @@ class _Bench:
         self.bar.set_postfix_str(f"compiling {case.name}")
         return bounded.conversation(self.model, case, PROMPT)
 
-    def at(self, seen: int, talks: Mapping[str, Conversation], presses: Sequence[Contender]) -> Iterator[Row]:
+    def at(self, seen: int, talks: Mapping[str, Conversation], others: Sequence[Contender]) -> Iterator[Row]:
         """The rows at so many tokens seen."""
         plan = self.plan if seen <= LONG else self.plan.fewer(0.4)
         self.bar.set_postfix_str(f"compiling a cache of {seen:,} tokens")
@@ -99,7 +101,7 @@ class _Bench:
             bounded.move_on(talk, seen)
         self.bar.set_postfix_str(f"{seen:,} tokens seen")
         timed = [Local(name, talk.step) for name, talk in {**full, **talks}.items()]
-        taken = interleaved([*timed, *presses], plan, self.bar.update)
+        taken = interleaved([*timed, *others], plan, self.bar.update)
         middle, width = medians(taken), spread(taken)
         for name, milliseconds in middle.items():
             yield {**self.about, "seen": seen, "contender": name, "ms": milliseconds, "spread": width[name]}
