@@ -103,7 +103,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     captions = {"seconds": "Seconds of a prompt", "MiB": "Peak memory that a prompt adds, MiB"}
     return [
         Table(
-            f"{caption}, float32, {rows[0]['threads']} threads, by tokens",
+            f"{caption}, float32, {rows[0]['threads']} thread(s), by tokens",
             [{"policy": name, **{f"{n:,}": x for n, x in line.items()}} for name, line in _lines(rows, what).items()],
         )
         for what, caption in captions.items()
