@@ -164,11 +164,11 @@ class Backend:
 
     def compile_step(self, gm: fx.GraphModule, examples: Sequence[Any], ranked: bool) -> Callable[..., Any]:
         """Compile a rewritten step graph."""
-        return self._compile_inner(gm, examples, compat.FUSE_INTO_REDUCTIONS if ranked else {}, self.policy)
+        return self._compile_inner(gm, examples, _for_steps(ranked), self.policy)
 
     def step_patches(self, ranked: bool) -> dict[str, Any]:
         """What Inductor is configured with for a rewritten step graph."""
-        return self._patches(compat.FUSE_INTO_REDUCTIONS if ranked else {}, self.policy)
+        return self._patches(_for_steps(ranked), self.policy)
 
     def rewriter(self, *arguments: Any) -> StepRewriter:
         """What rewrites step graphs: onto slots, or onto the eager reference."""
@@ -193,6 +193,10 @@ class Backend:
         modes = compat.inductor_mode(self.mode) if self.mode else {}
         stamp = {"post_grad_custom_pre_pass": compat.cache_stamp(cache_key.digest(policy))}
         return patches | modes | dict(self.options) | stamp
+
+
+def _for_steps(ranked: bool) -> dict[str, Any]:
+    return compat.FEWER_LAUNCHES | (compat.FUSE_INTO_REDUCTIONS if ranked else {})
 
 
 def _refusal(error: KVPassError) -> Callable[..., Any]:
