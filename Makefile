@@ -4,10 +4,10 @@ INSTALLED := .venv/.installed
 
 .PHONY: demo test slow lint architectures bench clean
 
-# The main job: tables, pictures and completions in out/.  One thread: so small a model gains little from a
-# second one, and loses a great deal when the machine has other things to do; the compiler uses all cores.
+# The main job: tables, pictures and completions in out/.  Two policies at a time with one thread each: so small a
+# model gains little from a second one, and compiling, which takes most of the time, keeps two cores busy.
 demo: $(INSTALLED)
-	$(BIN)/kvpass demo --threads 1
+	$(BIN)/kvpass demo --threads 1 --jobs 2
 
 # A process for each of up to four cores; a file stays in one, as its tests share what was compiled.
 PYTEST := $(BIN)/python -m pytest -q -n auto --maxprocesses 4

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from kvpass import policies
 from kvpass.demo import corpus, stream
-from kvpass.demo.run import attempt
+from kvpass.demo.job import attempt
 from kvpass.demo.stream import perplexity
 from kvpass.demo.subject import load
 from kvpass.errors import KVPassError

@@ -21,7 +21,7 @@ from benchmarks import apart, bounded, plots
 from benchmarks.report import Row, Table, Target
 from benchmarks.settings import Settings
 from kvpass.demo import corpus
-from kvpass.demo.run import attempt
+from kvpass.demo.job import attempt
 from kvpass.demo.subject import load
 from kvpass.errors import KVPassError
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvpass import policies
 from kvpass.demo import corpus, plots, stream
-from kvpass.demo.run import attempt
+from kvpass.demo.job import attempt
 from kvpass.demo.subject import load
 from kvpass.errors import KVPassError
 

@@ -32,16 +32,16 @@ def parser() -> argparse.ArgumentParser:
     )
     shown = " (default: %(default)s)"
     job.add_argument("--model", metavar="NAME_OR_PATH", help="a Hugging Face causal model (default: the bundled one)")
-    job.add_argument(
-        "--policy", metavar="P", nargs="+", default=[], help="policies to run, or all (default: seven of them)"
-    )
+    job.add_argument("--policy", metavar="P", nargs="+", default=[], help="policies to run (default: all of them)")
     job.add_argument("--budget", metavar="N", type=at_least(1), default=256, help="tokens kept" + shown)
     job.add_argument("--text", metavar="FILE", type=Path, help="UTF-8 text (default: standard-library source)")
+    job.add_argument("--aligner", metavar="FILE", type=Path, help="for kv_align (default: that of the bundled model)")
     job.add_argument("--out", metavar="DIR", type=Path, default=Path("out"), help="where results go" + shown)
     job.add_argument("--documents", metavar="N", type=at_least(1), default=4, help="documents, one batch" + shown)
     job.add_argument("--length", metavar="N", type=at_least(8), default=2048, help="tokens of each document" + shown)
     job.add_argument("--stream", metavar="N", type=at_least(8), default=8000, help="tokens of the long stream" + shown)
     job.add_argument("--threads", metavar="N", type=at_least(1), help="threads of torch (default: its own choice)")
+    job.add_argument("--jobs", metavar="N", type=at_least(1), default=1, help="policies at a time" + shown)
     job.set_defaults(run=demo)
     _add_align(commands)
     return whole
@@ -91,19 +91,22 @@ def demo(parsed: argparse.Namespace) -> None:
     """The main job; its imports are heavy and need the extra `demo`."""
     try:
         from kvpass.demo import run
+        from kvpass.demo.settings import Settings
     except ModuleNotFoundError as error:
         raise KVPassError(f"the demo needs {error.name}: pip install 'kvpass[demo]'") from error
     run.main(
-        run.Settings(
+        Settings(
             model=parsed.model,
             policies=tuple(parsed.policy),
             budget=parsed.budget,
             text=parsed.text,
+            aligner=parsed.aligner,
             out=parsed.out,
             documents=parsed.documents,
             length=parsed.length,
             stream=parsed.stream,
             threads=parsed.threads,
+            jobs=parsed.jobs,
         )
     )
 

@@ -25,6 +25,13 @@ FUSE_INTO_REDUCTIONS = {
 }
 
 
+FEWER_LAUNCHES = {
+    # A step of one token is many small kernels, whose launches cost more than their work: those that do not
+    # depend on each other, such as the rotations of query and key, are made one.  Generated Triton alone has this.
+    "combo_kernels": True,
+}
+
+
 def is_sdpa(node: fx.Node) -> bool:
     """A call of torch.nn.functional.scaled_dot_product_attention."""
     return node.op == "call_function" and node.target is torch.nn.functional.scaled_dot_product_attention

@@ -19,6 +19,7 @@ from torch import Tensor
 from kvpass import graphs, match
 from kvpass.errors import UnsupportedGraph
 from kvpass.graphs import Sizes, Slice, expr, value
+from kvpass.lowering.attend import written_out
 from kvpass.pieces import InPieces
 
 
@@ -326,7 +327,7 @@ class RotarySlice:
             result: tuple[Tensor, ...] = self.angles.module(place.expand(self.position), *bound)
             return result
 
-        return list(torch.vmap(at)(torch.arange(count, device=device)))
+        return [written_out(rows) for rows in torch.vmap(at)(torch.arange(count, device=device))]
 
     def on_slots(self, keys: Tensor, rank: Tensor, table: list[Tensor], bound: list[Tensor]) -> list[Tensor]:
         """Keys [B, Hkv, N, D] at positions [B, H', N] -> rotated, in pieces [B, Hkv, N, d] of D."""

@@ -13,6 +13,7 @@ from kvpass.demo import corpus
 from kvpass.errors import KVPassError
 
 BUNDLED = Path(__file__).parents[2] / "examples" / "models" / "tiny-llama"
+ALIGNER = BUNDLED.with_name("tiny-llama-align") / "direct.safetensors"
 
 
 @dataclasses.dataclass(frozen=True)

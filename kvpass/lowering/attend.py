@@ -66,6 +66,16 @@ def attend(
     return output, probabilities if rows else None, logits if rows else None
 
 
+def written_out(x: Tensor) -> Tensor:
+    """The same numbers, which the compiler computes once and reads from memory.
+
+    It would else compute pointwise expressions, such as the cosines of an embedding, anew wherever they are
+    read: in the innermost loop over slots, heads and dimensions.
+    """
+    x = x.contiguous()
+    return x.as_strided(x.shape, x.stride())
+
+
 def by_kernel(query: Tensor) -> bool:
     """Whether `attend` of a query [B, Hkv, G, q, D] is of few rows and on a GPU."""
     return query.device.type == "cuda" and query.shape[2] * query.shape[3] <= MOST_ROWS
@@ -92,6 +102,7 @@ def scores(
     if rotate is None:
         products = torch.matmul(query.flatten(2, 3), key.transpose(-1, -2))
         return products.view(*query.shape[:4], key.shape[2]).float() * scale
+    query = written_out(query)
     by_width: dict[int, Tensor] = {}
     start = 0
     for piece in rotate(key):

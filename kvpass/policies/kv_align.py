@@ -82,6 +82,9 @@ class KVAlign(Policy):
     def minimum_budget(self) -> int:
         return self.sinks + self.every
 
+    def fitting_budget(self, budget: int) -> int:
+        return min(super().fitting_budget(budget), self.trained.signature.window)
+
     def check_budget(self, budget: int) -> None:
         super().check_budget(budget)
         window = self.trained.signature.window

@@ -62,7 +62,7 @@ __all__ = [
 ]
 
 ATTEND = "split_"  # the kernel of `kvpass.lowering.attend_kernel` that reads K and V, as Inductor names it
-OUTSIDE = 3  # launches of a decode graph outside its layers: the last norm, the head, and one that they share
+OUTSIDE = 4  # launches of a decode graph outside its layers: the last norm, the head, and two that they share
 
 
 @dataclasses.dataclass(frozen=True)

@@ -263,25 +263,47 @@ class _Kernel:
     def _blocks(self, signature: dict[str, str], given: dict[str, Any]) -> dict[str, int]:
         """Block sizes that cover much: reductions in as few turns as may be."""
         wanted = [name for name, kind in signature.items() if kind == "constexpr" and name.endswith("BLOCK")]
+        sizes = self._sizes(given)
         room, blocks = ELEMENTS, {}
-        reduced = [int(n) for name, n in given.items() if name.startswith("r") and name.endswith("numel")]
+        reduced = [n for name, n in sizes.items() if name.startswith("r")]
         inside = [_above(n) for n in reduced if not any(name.startswith("R") for name in wanted)]
         room = max(1, room // max(1, math.prod(inside)))
         for name in sorted(wanted, key=lambda name: not name.startswith("R")):
-            prefix = name.removesuffix("BLOCK").lower()
-            blocks[name] = max(1, min(_above(int(given[f"{prefix}numel"])), room))
+            blocks[name] = max(1, min(_above(sizes[name.removesuffix("BLOCK").lower()]), room))
             room = max(1, room // blocks[name])
         return blocks
 
+    def _sizes(self, given: dict[str, Any]) -> dict[str, int]:
+        """The size of each dimension: "x", "y", "r0_"; of a kernel that is made of several the largest of theirs."""
+        sizes = {name.removesuffix("numel"): int(n) for name, n in given.items() if name.endswith("numel")}
+        for name, n in self._combined.items():
+            dimension, of_one, _ = name.partition("numel_")
+            if of_one and n is not None:
+                sizes[dimension] = max(int(n), sizes.get(dimension, 1))
+        return sizes
+
+    @property
+    def _combined(self) -> dict[str, Any]:
+        meta: dict[str, Any] = self.meta["inductor_meta"].get("combo_grid_meta") or {}
+        return meta
+
     def _grid(self, given: dict[str, Any], blocks: dict[str, int]) -> tuple[int, ...]:
         kind = self.meta["inductor_meta"]["grid_type"]
-        if kind == "SequentialComboKernelGrid":  # several lists of numbers, one after the other
-            combined = self.meta["inductor_meta"]["combo_grid_meta"]
-            block, count = combined["default_config"]["XBLOCK"], combined["num_kernels"]
-            return (sum(-(-combined[f"xnumel_{i}"] // block) for i in range(count)),)
+        if kind in ("SequentialComboKernelGrid", "RoundRobinComboKernelGrid"):
+            return self._combined_grid(kind, blocks)
         if kind not in ("Grid1D", "Grid2D", "Grid3D"):
             raise NotImplementedError(f"a grid of kind {kind}")
-        return tuple(-(-int(given[f"{x}numel"]) // blocks[f"{x.upper()}BLOCK"]) for x in "xyz"[: int(kind[4])])
+        sizes = self._sizes(given)
+        return tuple(-(-sizes[x] // blocks[f"{x.upper()}BLOCK"]) for x in "xyz"[: int(kind[4])])
+
+    def _combined_grid(self, kind: str, blocks: dict[str, int]) -> tuple[int, ...]:
+        """Programs of several kernels in one launch: those of one after those of another, or in turns."""
+        meta, count = self._combined, self._combined["num_kernels"]
+        if any(name.startswith("ynumel") for name in meta):
+            raise NotImplementedError(f"a grid of kind {kind} in two dimensions")
+        block = {**(meta["default_config"] or {}), **blocks}.get("XBLOCK", 1)
+        programs = [-(-meta[f"xnumel_{i}"] // (1 if meta[f"no_x_dim_{i}"] else block)) for i in range(count)]
+        return (sum(programs) if kind.startswith("Sequential") else max(programs) * count,)
 
 
 def _above(number: int) -> int:

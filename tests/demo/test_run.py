@@ -9,11 +9,14 @@ import transformers
 from PIL import Image
 
 import kvpass
-from kvpass import cli
-from kvpass.demo import corpus, run
-from kvpass.demo.run import Job, Settings
+from kvpass import cli, policies
+from kvpass.demo import corpus, crew
+from kvpass.demo import job as jobs
+from kvpass.demo.crew import Task
+from kvpass.demo.job import Job
+from kvpass.demo.settings import Settings
 from kvpass.demo.subject import Subject, has_position_table
-from kvpass.errors import PolicyError
+from kvpass.errors import AlignerError, PolicyError
 
 TOKENIZER = Path(__file__).parents[2] / "examples" / "models" / "tokenizer"
 POLICIES = ["full", "h2o", "random", "streaming", "window"]
@@ -29,12 +32,25 @@ def job(settings=None, trained=64) -> Job:
 
 
 def test_all_policies_by_default_and_each_once():
-    assert set(POLICIES) <= set(Settings().chosen)
+    assert Settings().chosen == policies.names()
     assert Settings(policies=("h2o", "full", "h2o")).chosen == ["h2o", "full"]
 
 
 def test_only_full_and_cache_relative_policies_run_the_long_stream():
     assert Settings(policies=tuple(POLICIES)).streamed == ["full", "streaming"]
+    assert "kv_align" in Settings().streamed
+
+
+def test_the_bundled_model_has_its_aligner_and_others_must_bring_theirs():
+    aligned = Settings().policy("kv_align")
+    assert Settings(budget=256).slots(aligned, None) == aligned.trained.signature.window == 255
+    with pytest.raises(AlignerError, match="needs aligner"):
+        Settings(model="another").policy("kv_align")
+
+
+def test_a_budget_is_fitted_to_the_policy():
+    assert Settings(budget=65).slots(policies.get("cascade")(), None) == 64
+    assert Settings(budget=65).slots(policies.get("full")(), 100) == 100
 
 
 @pytest.mark.parametrize(
@@ -59,38 +75,58 @@ class Wrapped(Exception):
         self.inner_exception = inner
 
 
-@pytest.mark.parametrize("error", [PolicyError("needs aligner"), Wrapped(PolicyError("needs aligner"))])
-def test_a_refusal_is_an_outcome_and_the_others_go_on(monkeypatch, error):
-    def compile(model, *, policy, **settings):
-        if policy == "h2o":
-            raise error
-
+def compiled_as(monkeypatch, compile) -> None:
     monkeypatch.setattr(kvpass, "compile", compile, raising=False)
-    outcomes = run._each(job(), "test", ["h2o", "window"], 3, lambda tick: "done")
-    assert {policy: str(outcome) for policy, outcome in outcomes.items()} == {"h2o": "needs aligner", "window": "done"}
+
+
+@pytest.mark.parametrize("error", [PolicyError("needs aligner"), Wrapped(PolicyError("needs aligner"))])
+def test_a_refusal_is_an_outcome(monkeypatch, error):
+    def refuse(model, **settings):
+        raise error
+
+    compiled_as(monkeypatch, refuse)
+    assert str(jobs.attempt(None, "h2o", 3, "eager", lambda: "done")) == "needs aligner"
 
 
 def test_other_errors_are_not_hidden(monkeypatch):
-    def compile(model, **options):
+    def fail(model, **options):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(kvpass, "compile", compile, raising=False)
+    compiled_as(monkeypatch, fail)
     with pytest.raises(ZeroDivisionError):
-        run._each(job(), "test", ["h2o"], 3, lambda tick: "done")
+        jobs.attempt(None, "h2o", 3, "eager", lambda: "done")
 
 
-def test_full_gets_no_budget(monkeypatch):
+def test_a_policy_that_cannot_be_made_is_an_outcome_too():
+    outcome = job(Settings(model="another")).stream_documents("kv_align", lambda: None)
+    assert isinstance(outcome, AlignerError)
+
+
+def test_full_gets_no_budget_for_completions(monkeypatch):
     budgets = {}
-    monkeypatch.setattr(
-        kvpass, "compile", lambda model, *, policy, budget, inner: budgets.update({policy: budget}), raising=False
-    )
-    run._each(job(Settings(budget=32)), "test", ["full", "window"], 1, lambda tick: "done")
+    compiled_as(monkeypatch, lambda model, *, policy, budget, inner: budgets.update({policy.name: budget}))
+    monkeypatch.setattr(Job, "_completion", lambda self: "done")
+    for policy in ("full", "window"):
+        assert job(Settings(budget=32)).complete(policy, lambda: None) == "done"
     assert budgets == {"full": None, "window": 32}
+
+
+def test_all_ticks_of_a_task_are_reported_whatever_it_did(monkeypatch):
+    def stream(self, policy, tick):
+        for _ in range(70):
+            tick()
+        return "done"
+
+    monkeypatch.setattr(Job, "stream_documents", stream)
+    told = []
+    task = Task("documents", "stream_documents", "h2o", ticks=72)
+    assert list(crew.perform(job(), [task, task], lambda task, count: told.append(count))) == [(task, "done")] * 2
+    assert told == [0, 32, 32, 8] * 2
 
 
 def test_threads_are_put_back():
     before = torch.get_num_threads()
-    with run._threads(before + 1):
+    with jobs._threads(before + 1):
         assert torch.get_num_threads() == before + 1
     assert torch.get_num_threads() == before
 
@@ -121,14 +157,36 @@ def table(folder: Path, name: str) -> list[dict]:
     return json.loads((folder / name).read_text())["rows"]
 
 
-@pytest.mark.slow
-def test_the_whole_demo(tmp_path, capsys):
-    model, out, text = llama(), tmp_path / "out", tmp_path / "text.py"
+def saved(model, tmp_path: Path) -> tuple[transformers.PreTrainedTokenizerFast, Path]:
+    """The tokenizer and the text; the model lies beside it."""
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(TOKENIZER)
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
+    text = tmp_path / "text.py"
     text.write_text(corpus.read(corpus.held_out_files())[0][:4000])
-    sizes = ["--budget", "16", "--documents", "2", "--length", "64", "--stream", "200", "--threads", "1"]
+    return tokenizer, text
+
+
+def test_several_processes_give_what_one_gives(tmp_path):
+    _, text = saved(llama(), tmp_path)
+    tasks = [Task("completions", "complete", policy, 5) for policy in ("window", "kv_align", "streaming")]
+    found, ticks = [], []
+    for processes in (1, 2):
+        settings = Settings(
+            str(tmp_path / "model"), text=text, budget=16, length=64, stream=200, new_tokens=5, jobs=processes
+        )
+        outcomes = crew.perform(jobs.prepare(settings), tasks, lambda task, count: ticks.append(count))
+        found.append({task.policy: str(outcome) for task, outcome in outcomes})
+    assert found[0] == found[1]
+    assert "needs aligner" in found[0]["kv_align"]
+    assert sum(ticks) == 2 * 3 * 5
+
+
+@pytest.mark.slow
+def test_the_whole_demo(tmp_path, capsys):
+    model, out = llama(), tmp_path / "out"
+    tokenizer, text = saved(model, tmp_path)
+    sizes = ["--budget", "16", "--documents", "2", "--length", "64", "--stream", "200", "--threads", "1", "--jobs", "2"]
     where = ["--model", str(tmp_path / "model"), "--text", str(text), "--out", str(out)]
     assert cli.main(["demo", *where, *sizes, "--policy", *POLICIES]) == 0
 

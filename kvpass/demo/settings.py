@@ -1,0 +1,83 @@
+"""What the demo is asked to do."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from kvpass import policies
+from kvpass.demo.subject import ALIGNER, Subject
+from kvpass.policies import Policy
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What to run.
+
+    Attributes:
+        model: name or path for transformers; None is the bundled model.
+        policies: names; empty means all.
+        budget: tokens kept, for every policy that evicts.
+        text: a UTF-8 file; None is the held-out part of the standard library.
+        aligner: networks for policies that need them; None is the bundled one, for the bundled model.
+        out: the folder for tables and pictures.
+        documents, length: how many documents of how many tokens.
+        stream: tokens of the unbroken stream.
+        new_tokens: length of a completion.
+        every: steps between two snapshots of the held positions.
+        threads: of torch, in each process; None leaves them as they are.
+        jobs: how many policies run at a time, each in a process of its own; 1 stays in this one.
+    """
+
+    model: str | None = None
+    policies: tuple[str, ...] = ()
+    budget: int = 256
+    text: Path | None = None
+    aligner: Path | None = None
+    out: Path = Path("out")
+    documents: int = 4
+    length: int = 2048
+    stream: int = 8000
+    new_tokens: int = 48
+    every: int = 16
+    threads: int | None = None
+    jobs: int = 1
+
+    @property
+    def chosen(self) -> list[str]:
+        """The names of the policies to run, each once."""
+        return list(dict.fromkeys(self.policies or policies.names()))
+
+    @property
+    def streamed(self) -> list[str]:
+        """The policies that number what they hold, and the full cache, which leaves the trained range."""
+        classes = {name: policies.get(name) for name in self.chosen}
+        return [
+            name
+            for name, policy in classes.items()
+            if policy.positions == "cache" or policy.renumbers or not policy.evicts
+        ]
+
+    def policy(self, name: str) -> Policy:
+        """A policy with its defaults, and the aligner if it takes one.
+
+        Raises:
+            PolicyError: there is no such policy.
+            AlignerError: it needs an aligner and there is none, or that one cannot be read.
+        """
+        takes = {field.name for field in dataclasses.fields(policies.get(name))}
+        aligner = ALIGNER if self.aligner is None and self.model is None else self.aligner
+        return policies.resolve(name, {"aligner": aligner} if "aligner" in takes else {})
+
+    def slots(self, policy: Policy, room: int | None) -> int | None:
+        """The budget of a policy; `room`, if that is known, for one that never evicts."""
+        return policy.fitting_budget(self.budget) if policy.evicts else room
+
+    def fitted(self, subject: Subject) -> Settings:
+        """The same, with documents inside the trained range, and the stream inside a table of positions."""
+        limit = subject.trained or max(self.length, self.stream)
+        return dataclasses.replace(
+            self,
+            length=min(self.length, limit),
+            stream=min(self.stream, limit) if subject.tabled else self.stream,
+        )
