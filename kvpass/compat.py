@@ -32,6 +32,13 @@ FEWER_LAUNCHES = {
 }
 
 
+KEEP_THE_ORDER = {
+    # Inductor moves a computation to where it is used first: attention would read the values after a merge has
+    # rewritten one of them, and for that they would all be copied.
+    "reorder_for_locality": False,
+}
+
+
 def is_sdpa(node: fx.Node) -> bool:
     """A call of torch.nn.functional.scaled_dot_product_attention."""
     return node.op == "call_function" and node.target is torch.nn.functional.scaled_dot_product_attention

@@ -31,7 +31,7 @@ def allocations(code: str) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["window", "streaming", "h2o", "random", "tova", "cascade", "sage"])
+@pytest.mark.parametrize("policy", ["window", "streaming", "h2o", "random", "tova", "cascade", "sage", "d2o"])
 def test_no_allocation_of_the_size_of_a_slot_buffer(policy: str) -> None:
     model = build("Llama")
     ids, mask = prompt(2, 12, ())
