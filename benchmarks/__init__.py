@@ -1,1 +1,1 @@
-"""Scripts that print the tables of the documentation; each runs as `python -m benchmarks.NAME`."""
+"""What the documentation reports is measured here: `python -m benchmarks`, or `python -m benchmarks PART`."""
