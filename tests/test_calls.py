@@ -48,7 +48,28 @@ def in_one_batch(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
     return torch.bmm(probabilities.view(rows * heads, count, -1), v).view(rows, heads, count, dim)
 
 
-SPELLINGS: list[Spelling] = [scale_first, scale_and_mask_together, soft_cap, sinks, in_one_batch]
+def gate_by_sum(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    """A sink that is applied afterwards: the output is multiplied by what the sink leaves of a row."""
+    logits = torch.matmul(q, k.transpose(2, 3)) * 0.25 + torch.where(allowed, 0.0, LOWEST)
+    left = (torch.logsumexp(logits, dim=-1) - torch.tensor([0.5, -0.5, 1.0, 0.0]).view(1, -1, 1)).sigmoid()
+    probabilities = torch.softmax(logits, -1, dtype=torch.float32).to(v.dtype)
+    return torch.matmul(probabilities, v) * left.unsqueeze(-1)
+
+
+def gate_by_sum_afterwards(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    logits = torch.matmul(q, k.transpose(2, 3)).masked_fill(~allowed, LOWEST).float()
+    return torch.matmul(logits.softmax(-1), v) * logits.logsumexp(-1, keepdim=True).tanh()
+
+
+SPELLINGS: list[Spelling] = [
+    scale_first,
+    scale_and_mask_together,
+    soft_cap,
+    sinks,
+    in_one_batch,
+    gate_by_sum,
+    gate_by_sum_afterwards,
+]
 
 
 class Model(torch.nn.Module):
@@ -76,8 +97,8 @@ class Model(torch.nn.Module):
 def run(model: Any, ids: Tensor) -> tuple[Tensor, Any]:
     out, past = model(ids[:, :6])
     outputs = [out]
-    for t in range(6, ids.shape[1]):
-        out, past = model(ids[:, t : t + 1], past)
+    for t in (6, *range(8, ids.shape[1])):  # a chunk, then single tokens
+        out, past = model(ids[:, t : 8 if t == 6 else t + 1], past)
         outputs.append(out)
     return torch.cat(outputs, 1), past
 
@@ -120,6 +141,31 @@ def test_what_is_read_off() -> None:
     (call,) = find(sinks, q, q, q, torch.ones(1, 1, 3, 3, dtype=torch.bool))
     assert call.sink is not None
     assert call.cap is None
+    (call,) = find(gate_by_sum, q, q, q, torch.ones(1, 1, 3, 3, dtype=torch.bool))
+    assert call.lse is not None
+
+
+def sum_with_the_sink(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    joined = torch.cat([torch.matmul(q, k.transpose(2, 3)), torch.ones(*q.shape[:3], 1)], -1)
+    return torch.matmul(joined.softmax(-1)[..., :-1], v) * joined.logsumexp(-1, keepdim=True)
+
+
+def sum_of_other_logits(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    logits = torch.matmul(q, k.transpose(2, 3))
+    shifted = logits - logits.max(-1, keepdim=True).values
+    return torch.matmul(shifted.softmax(-1), v) * shifted.logsumexp(-1, keepdim=True)
+
+
+def sum_over_queries(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    logits = torch.matmul(q, k.transpose(2, 3))
+    return torch.matmul(logits.softmax(-1), v) * logits.logsumexp(-2)[..., None]
+
+
+@pytest.mark.parametrize("function", [sum_with_the_sink, sum_of_other_logits, sum_over_queries])
+def test_what_is_no_log_sum_exp_of_the_logits(function: Callable[..., Tensor]) -> None:
+    q = torch.randn(2, 4, 3, 16)
+    (call,) = find(function, q, q, q)
+    assert call.lse is None
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from kvpass.match import AttentionSite
 from kvpass.rewrite import renumber
 from kvpass.rewrite.masks import ColumnMask, MaskOnSlots, SlicedMask
 from kvpass.slots import Layout, Slots
-from kvpass.step import Site, decode_step, extend_step, read_step
+from kvpass.step import Attended, Site, decode_step, extend_step, read_step
 
 NAMES = ("key", "value", "position", "index", "free", "seen", "length", "rank")
 
@@ -335,23 +335,47 @@ class StepRewriter:
             mask_key,
             rotary and rotary.key,
             expansion and expansion.slice.key,
-            (site.scale, site.cap, site.sink is None, first),
+            (site.scale, site.cap, site.sink is None, site.lse is None, first),
             *(str((self._shape(n), value(n).stride())) for n in nodes),
         )
         if key not in self._traced:
             counts = {name: len(group) for name, group in groups.items()}
             layer = _Layer(layout, site, mask, rotary, expansion)
             self._traced[key] = self._trace(layer, nodes, counts, list(self.slots[number].state), first)
-        with self.graph.inserting_before(site.call):
-            out, *more = graphs.splice(self.gm, self._traced[key], nodes, site.call, f"kvpass_{site.call.name}")
-        out.meta["example_value"] = value(site.call)
-        site.call.replace_all_uses_with(out)
-        return [real, *more]
+        before = self._early_enough(site, nodes)
+        made = graphs.splice(self.gm, self._traced[key], nodes, before, f"kvpass_{site.call.name}")
+        return [real, *self._instead(site, made)]
+
+    def _early_enough(self, site: AttentionSite, needed: list[fx.Node]) -> fx.Node:
+        """The node before which a site's step is spliced in, which comes after all that it needs.
+
+        What the model makes of a log-sum-exp may stand before its second product.
+        """
+        if site.lse is None or site.call < site.lse:
+            return site.call
+        for node in needed:
+            graphs.move_before(site.lse, node)
+        return site.lse
+
+    def _instead(self, site: AttentionSite, made: list[fx.Node]) -> list[fx.Node]:
+        """Let what a step gives, in the order of `Attended`, stand for the model's own; what it gives beyond that."""
+        own = [node for node in (site.call, site.lse) if node is not None]
+        for theirs, ours in zip(own, made, strict=False):
+            ours.meta["example_value"] = value(theirs)
+            theirs.replace_all_uses_with(ours)
+        return made[len(own) :]
 
     def _trace(
         self, layer: _Layer, nodes: list[fx.Node], counts: dict[str, int], state: list[str], first: bool
     ) -> fx.GraphModule:
         layout, sweep = layer.layout, self.sweep
+        lse = None if layer.found.lse is None else (self._shape(layer.found.lse), value(layer.found.lse).dtype)
+
+        def given_out(attended: Attended) -> list[Tensor]:
+            if lse is None or attended.lse is None:
+                return [attended.output]
+            shape, dtype = lse
+            return [attended.output, attended.lse.view(shape).to(dtype)]
 
         def function(*tensors: Tensor) -> Any:
             given = _grouped(tensors, counts)
@@ -359,11 +383,11 @@ class StepRewriter:
             query, key, new_value, real = given["new"]
             here = layer.site(given)
             if self.decodes and first:
-                return [decode_step(layout, here, slots, query, key, new_value, real[:, 0], sweep)]
+                return given_out(decode_step(layout, here, slots, query, key, new_value, real[:, 0], sweep))
             if self.decodes:
-                return [read_step(layout, here, slots, query, key, real[:, 0])]
-            output, sums = extend_step(layout, here, slots, query, key, new_value, real)
-            return [output, *sums] if first else [output]
+                return given_out(read_step(layout, here, slots, query, key, real[:, 0]))
+            attended, sums = extend_step(layout, here, slots, query, key, new_value, real)
+            return given_out(attended) + (sums if first else [])
 
         with compat.fake_mode() as fake:
             examples = [fake(self._example(n)) for n in nodes]
@@ -375,9 +399,11 @@ class StepRewriter:
     def _example(self, node: fx.Node) -> Tensor:
         """A tensor like the one that the node will be, strides included."""
         kind = dict(dtype=value(node).dtype, device=self._device(node))
-        if _loose(value(node)):
+        strides = value(node).stride()
+        made_dense = node.op == "placeholder" and _loose(value(node))  # see `StepRewrite.flat`
+        if made_dense or any(self.sizes.grows(stride) for stride in strides):
             return torch.empty(self._shape(node), **kind)
-        return torch.empty_strided(self._shape(node), value(node).stride(), **kind)
+        return torch.empty_strided(self._shape(node), [self.sizes.fixed(stride) for stride in strides], **kind)
 
     def _device(self, node: fx.Node) -> torch.device:
         """Where a node's tensor is; our own inputs are where the slots are."""
@@ -706,6 +732,7 @@ class _Layer:
             cap=self.found.cap,
             sink=given["sink"][0] if given["sink"] else None,
             expand=expanded if expansion else None,
+            lse=self.found.lse is not None,
         )
 
 
