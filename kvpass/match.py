@@ -56,8 +56,8 @@ class AttentionSite:
         keys_out, values_out: where the graph returns the key and value that the model stores.
         window: how many of the last tokens the model stores, None for all.
         cap, sink, lse: see `kvpass.calls.Call`.
-        made: the keys and values that attention sees, [B, Ha, past + q, D], where they are computed from the grown
-            ones; None where they are these.
+        made: the keys and values that attention sees, [B, Ha, past + q, D], where they or the mask are computed from
+            the grown ones; None where attention sees these and nothing else reads them.
         readers: later attention calls on the same cache, such as those of layers that share it.
     """
 
@@ -284,6 +284,8 @@ def _site(call: Call, ends: set[fx.Node], outputs: dict[fx.Node, int], known: se
         made = (call.key, call.value)
     if (past_key is None) != (past_value is None):
         raise _Refused("the key has a past and the value has none, or the other way round")
+    if made is None and call.mask is not None and not ancestors(call.mask, ends).isdisjoint((grown_key, grown_value)):
+        made = (call.key, call.value)
     keys_out, window = _place(grown_key, outputs)
     values_out, value_window = _place(grown_value, outputs)
     if window != value_window:

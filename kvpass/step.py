@@ -23,8 +23,8 @@ from kvpass.statistics import statistics
 class Mask(Protocol):
     """The model's own mask, asked about keys at any place of the padded sequence."""
 
-    def __call__(self, index: Tensor, position: Tensor) -> Tensor:
-        """Places in the padded sequence and among the real tokens, int64 [B, H', N] each.
+    def __call__(self, index: Tensor, position: Tensor, facts: list[Tensor]) -> Tensor:
+        """Places in the padded sequence and among the real tokens, int64 [B, H', N] each, and facts of each key.
 
         Returns: bool or additive [B, Hkv or 1, G or 1, q, N].
         """
@@ -34,8 +34,9 @@ Rotate = Callable[[Tensor, Tensor], list[Tensor]]
 """The model's own rotary embedding: keys [B, Hkv, N, D] at positions int64 [B, H', N], in pieces of D."""
 
 
-Expand = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""What the model makes of its cache: stored [B, Hkv, N, D'] twice, to keys and values [B, Ha, N, D] for attention."""
+Expand = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, list[Tensor]]]
+"""What the model makes of its cache: stored [B, Hkv, N, D'] twice, to keys and values [B, Ha, N, D] for attention and
+facts [N, ...] that its mask reads."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,9 +144,9 @@ class _View:
         grouped = query.view(query.shape[0], layout.heads, -1, *query.shape[2:])  # [B, Hkv, G, 1, D]
         grouped = tempered(layout.policy, grouped, tokens.live.sum(-1)[:, :1])
         live = tokens.live[:, :, None, None]  # [B, H', 1, 1, C]
-        mask, bias = with_mask(live, site.mask(index, tokens.position) if site.mask else None)
+        key, value, facts = _expanded(site, *_read(layout, site, slots, tokens))
+        mask, bias = with_mask(live, site.mask(index, tokens.position, facts) if site.mask else None)
         own = layout.policy.bias(tokens, grouped.shape[2])
-        key, value = _expanded(site, *_read(layout, site, slots, tokens))
         own = None if own is None else own[..., None, :]
         heads = key.shape[1]
         if heads != layout.heads:  # they are made from what is stored
@@ -308,9 +309,9 @@ def _read(layout: Layout, site: Site, slots: Slots, tokens: Tokens) -> tuple[Ten
     return layout.policy.align(tokens, slots.key, slots.value, layout.layer, weights, 0)[:2]
 
 
-def _expanded(site: Site, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """What attention sees of stored keys and values."""
-    return (key, value) if site.expand is None else site.expand(key, value)
+def _expanded(site: Site, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """What attention and its mask see of stored keys and values."""
+    return (key, value, []) if site.expand is None else site.expand(key, value)
 
 
 def _realign(layout: Layout, site: Site, slots: Slots, tokens: Tokens) -> Tokens:
@@ -351,11 +352,11 @@ def extend_step(
     policy, chunk = layout.policy, query.shape[2]
     held, rotate = slots.tokens(layout), site.rotate
     query = tempered(policy, query, held.live.sum(-1)[:, :1] + real.sum(-1, keepdim=True))
-    mask, bias = _chunk_mask(layout, site, slots, real)
     stored, rows = _read(layout, site, slots, held)
     kept = stored if rotate is None else torch.cat(rotate(stored, slots.rank), -1)
     keys = torch.cat([kept, key.to(kept.dtype)], 2)
-    keys, values = _expanded(site, keys, torch.cat([rows, value.to(rows.dtype)], 2))
+    keys, values, facts = _expanded(site, keys, torch.cat([rows, value.to(rows.dtype)], 2))
+    mask, bias = _chunk_mask(layout, site, slots, real, facts)
     full = _per_query_head(mask, bias, query.shape[1], layout.heads, query.dtype)
     own = policy.bias(held, query.shape[1] // layout.heads)
     seen = full
@@ -383,7 +384,9 @@ def _attended(site: Site, query: Tensor, keys: Tensor, values: Tensor, mask: Ten
     return Attended(output.flatten(1, 2), _log_sum_exp(site, logits))
 
 
-def _chunk_mask(layout: Layout, site: Site, slots: Slots, real: Tensor) -> tuple[Tensor, Tensor | None]:
+def _chunk_mask(
+    layout: Layout, site: Site, slots: Slots, real: Tensor, facts: list[Tensor]
+) -> tuple[Tensor, Tensor | None]:
     """Mask bool [B, H', 1 or G, q, C + q] and bias of a chunk on [held slots, chunk]."""
     count = real.shape[1]
     step = torch.arange(count, device=real.device)
@@ -394,7 +397,7 @@ def _chunk_mask(layout: Layout, site: Site, slots: Slots, real: Tensor) -> tuple
     mask = torch.cat([live, causal.expand(-1, layout.groups, -1, -1, -1)], -1)
     arriving = slots.seen[:, None] + real.cumsum(-1) - 1
     position = torch.cat([slots.position, arriving[:, None].expand(-1, layout.groups, -1)], -1)
-    return with_mask(mask, site.mask(index, position) if site.mask else None)
+    return with_mask(mask, site.mask(index, position, facts) if site.mask else None)
 
 
 def _per_query_head(mask: Tensor, bias: Tensor | None, query_heads: int, heads: int, dtype: torch.dtype) -> Tensor:

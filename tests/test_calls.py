@@ -61,6 +61,13 @@ def gate_by_sum_afterwards(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> 
     return torch.matmul(logits.softmax(-1), v) * logits.logsumexp(-1, keepdim=True).tanh()
 
 
+def bias_of_values(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    """Each key has a bias that is made of its values, in all heads."""
+    bias = torch.nn.functional.softplus(v.transpose(1, 2).flatten(2) * 2).mean(-1) * 4
+    mask = bias[:, None, None].expand(-1, q.shape[1], q.shape[2], -1).masked_fill(~allowed, LOWEST)
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
 SPELLINGS: list[Spelling] = [
     scale_first,
     scale_and_mask_together,
@@ -69,6 +76,7 @@ SPELLINGS: list[Spelling] = [
     in_one_batch,
     gate_by_sum,
     gate_by_sum_afterwards,
+    bias_of_values,
 ]
 
 
@@ -117,6 +125,26 @@ def test_every_spelling_is_rewritten_and_right(spelling: Spelling) -> None:
         bounded.append(run(torch.compile(model, backend=kvpass.backend("h2o", budget=6, inner=inner)), ids)[0])
     torch.testing.assert_close(bounded[0], bounded[1], atol=1e-4, rtol=1e-4)
     assert not torch.allclose(bounded[0], expected, atol=1e-3)  # something was evicted
+
+
+def bias_of_all_values(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    bias = v.transpose(1, 2).flatten(2).mean(-1).cumsum(-1)
+    mask = torch.where(allowed, bias[:, None, None], LOWEST)
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def bias_beside_the_best(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    bias = torch.where(allowed, v.transpose(1, 2).flatten(2).mean(-1)[:, None, None], LOWEST)
+    mask = bias - bias.amax(-1, keepdim=True)
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+@pytest.mark.parametrize("spelling", [bias_of_all_values, bias_beside_the_best])
+def test_a_bias_that_looks_at_several_values_is_refused(spelling: Spelling) -> None:
+    model, ids = Model(spelling).eval(), torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
+    torch._dynamo.reset()
+    with pytest.raises(kvpass.UnsupportedGraph, match="several"):
+        run(torch.compile(model, backend=kvpass.backend("full", inner="eager")), ids)
 
 
 def find(function: Callable[..., Any], *args: Tensor) -> list[calls.Call]:

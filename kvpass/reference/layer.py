@@ -60,7 +60,7 @@ class ReferenceRewriter(StepRewriter):
         owner = self.sites[number]
         attended = self._joined(owner.key) if owner.made else owner.key  # turned, where what is stored is not
         stored = self._rotary(number).raw if self.ranked else attended
-        expansion = cut_expansion(self.gm, site, self.sizes)
+        expansion = cut_expansion(self.gm, site, self.sizes, mask.facts if mask else ())
         bound = {
             "mask": mask.nodes if mask else [],
             "angles": list(rotary.angles.bound) if rotary else [],
@@ -135,9 +135,12 @@ class _Call:
             store.view = self._view(store, query, key, value, real, bound)
         view: View = store.view
         keys, values = view.keys, view.values
+        facts: list[Tensor] = []
         if self.expansion is not None:
-            keys, values = self.expansion.on_slots(keys, values, bound["expand"])
-        own = None if self.mask is None else self.mask.on_slots(view.places, view.position, layout.heads, bound["mask"])
+            keys, values, facts = self.expansion.on_slots(keys, values, bound["expand"])
+        own = None
+        if self.mask is not None:
+            own = self.mask.on_slots(view.places, view.position, layout.heads, bound["mask"], facts)
         allowed, bias = _allowed(layout, view.position[..., :-queries] >= 0, real, own, query.shape[1])
         logits = attention_logits(query * view.factor, keys, allowed, bias, site.scale, site.cap)
         biased = _plus(logits, view.bias)

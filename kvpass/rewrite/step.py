@@ -316,7 +316,7 @@ class StepRewriter:
         layout = self.layouts[number]
         mask, mask_key = self._mask(site, self.windows[number])
         rotary = self.pieces[number] if self.pieces else None
-        expansion = cut_expansion(self.gm, site, self.sizes)
+        expansion = cut_expansion(self.gm, site, self.sizes, mask.facts if mask else ())
         real = self._real_now(site, mask)
         groups = {
             "slots": slots,
@@ -419,18 +419,22 @@ class StepRewriter:
         if window is None and not self.sizes.grown(value(site.mask)):
             return ColumnMask([site.mask], self.queries), "columns"
         if site.mask not in self._masks:
-            behind = graphs.ancestors(site.mask)
+            stored = [site.grown_key, site.grown_value]
+            behind = graphs.ancestors(site.mask, stored)
             columns = match.key_columns(behind, self.actual, self.rows, self.seen + self.queries)
             counts = [count for count in self.counts[window] if count in behind]
             wide = match.wide_columns(behind, self.actual, self.sizes)
-            self._masks[site.mask] = cut_mask(self.gm, site.mask, self.sizes, counts, columns, wide)
+            self._masks[site.mask] = cut_mask(self.gm, site.mask, self.sizes, counts, columns, wide, stored)
         piece = self._masks[site.mask]
         for column in piece.columns:
             self._column(column)
         bound = [self._bound(piece, node) for node in piece.slice.bound]
         first = [] if window is None else [self._first_stored(window)]
         nodes = [*first, *(self._columns[c] for c in piece.columns), *bound]
-        return SlicedMask(nodes, self.queries, piece, bool(first)), (piece.slice.key, bool(first))
+        expansion = cut_expansion(self.gm, site, self.sizes, piece.facts) if piece.facts else None
+        if expansion:
+            nodes += [self._joined(site.key), self._joined(site.value), *expansion.slice.bound]
+        return SlicedMask(nodes, self.queries, piece, bool(first), expansion), (piece.slice.key, bool(first))
 
     def _first_stored(self, window: int) -> fx.Node:
         """The place in the padded sequence of the first token that the model stores."""
@@ -712,15 +716,15 @@ class _Layer:
         """The site, with the tensors that its parts read."""
         mask, rotary, expansion, heads = self.mask, self.rotary, self.expansion, self.layout.heads
 
-        def masked(index: Tensor, position: Tensor) -> Tensor:
+        def masked(index: Tensor, position: Tensor, facts: list[Tensor]) -> Tensor:
             assert mask is not None
-            return mask.on_slots(index, position, heads, given["mask"])
+            return mask.on_slots(index, position, heads, given["mask"], facts)
 
         def turned(keys: Tensor, rank: Tensor) -> list[Tensor]:
             assert rotary is not None
             return rotary.on_slots(keys, rank, given["table"], given["turn"])
 
-        def expanded(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        def expanded(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
             assert expansion is not None
             return expansion.on_slots(key, value, given["expand"])
 

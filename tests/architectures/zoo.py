@@ -84,6 +84,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "deepseek_v2": _LATENT,
     "deepseek_v3": _TURNED,
     "deepseek_v32": _LATENT,
+    "doge": dict(sliding_window=None),
     "dots1": dict(n_shared_experts=1),
     "dots3_note": dict(num_key_value_heads=4),
     "dots3_note_text": dict(num_key_value_heads=4),
@@ -147,4 +148,14 @@ def build(name: str) -> torch.nn.Module:
     """The tiny random model, in float32 and evaluation mode."""
     model_class = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name])
     torch.manual_seed(0)
-    return model_class(config(name)).float().eval()
+    model = model_class(config(name)).float().eval()
+    _stir(model)
+    return model
+
+
+@torch.no_grad()
+def _stir(model: torch.nn.Module) -> None:
+    """Give parameters that begin as zeros, such as biases and sinks, values that an error in their use would show."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and not parameter.any():
+            parameter.normal_(std=0.2)
