@@ -70,6 +70,13 @@ def expression(value: torch.SymInt) -> Any:
     return value.node.expr
 
 
+def known_equal(one: Any, other: Any) -> bool:
+    """Whether two sizes are equal wherever the guards that Dynamo has set hold."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(one == other)
+
+
 def copy_graph_module(gm: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
     """A copy that may be rewritten, and where each node of the original went.
 

@@ -353,7 +353,9 @@ class StepRunner:
                 else:
                     known.update(dict.fromkeys(stored.free_symbols, window))
         least = max((window + 1 for window in windows if window is not None), default=0)
-        return Sizes(tuple(dict.fromkeys(lengths)), known, self._queries(numbers), least)
+        whole = [site for site, window in zip(self.sites, windows, strict=True) if window is None]
+        totals = {graphs.expr(size): size for size in (graphs.value(site.grown_key).shape[2] for site in whole)}
+        return Sizes(tuple(dict.fromkeys(lengths)), known, self._queries(numbers), least, tuple(totals.values()))
 
     def _specialise(
         self,

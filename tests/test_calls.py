@@ -68,6 +68,15 @@ def bias_of_values(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
+def bias_from_the_end(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    """The end of a table of biases, as long as the keys are; no more keys than the table has can be attended to."""
+    table = (torch.arange(1 - TABLE, 1) * torch.tensor([[0.5], [0.25], [0.1], [0.05]]))[:, None]  # [4, 1, TABLE]
+    bias = table[:, max(0, table.shape[1] - k.shape[2]) :, max(0, table.shape[2] - k.shape[2]) :]
+    logits = (torch.matmul(q, k.transpose(2, 3)) * 0.25 + bias).masked_fill(~allowed, LOWEST)
+    return torch.matmul(logits.softmax(-1), v)
+
+
+TABLE = 16
 SPELLINGS: list[Spelling] = [
     scale_first,
     scale_and_mask_together,
@@ -77,6 +86,7 @@ SPELLINGS: list[Spelling] = [
     gate_by_sum,
     gate_by_sum_afterwards,
     bias_of_values,
+    bias_from_the_end,
 ]
 
 
@@ -125,6 +135,15 @@ def test_every_spelling_is_rewritten_and_right(spelling: Spelling) -> None:
         bounded.append(run(torch.compile(model, backend=kvpass.backend("h2o", budget=6, inner=inner)), ids)[0])
     torch.testing.assert_close(bounded[0], bounded[1], atol=1e-4, rtol=1e-4)
     assert not torch.allclose(bounded[0], expected, atol=1e-3)  # something was evicted
+
+
+def test_a_table_that_ends_is_an_error_and_not_read_beyond() -> None:
+    model, ids = Model(bias_from_the_end).eval(), torch.zeros(2, TABLE + 1, dtype=torch.int64)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=kvpass.backend("streaming", budget=8, inner="eager"))
+    run(compiled, ids[:, :TABLE])
+    with pytest.raises(RuntimeError, match="fake"):
+        run(compiled, ids)
 
 
 def bias_of_all_values(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:

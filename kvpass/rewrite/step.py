@@ -221,9 +221,13 @@ class StepRewriter:
                         base, count = self._lookup(base, dim, part.start or 0, value(node).shape[dim])
                         counts += count
                     elif part != slice(None):
-                        base = self._call(operator.getitem, base, (slice(None),) * dim + (part,))
+                        base = self._call(operator.getitem, base, (slice(None),) * dim + (self._fixed_slice(part),))
             node.replace_all_uses_with(base)
         return counts
+
+    def _fixed_slice(self, part: slice) -> slice:
+        start, stop = (None if end is None else self.sizes.fixed(end) for end in (part.start, part.stop))
+        return slice(start, stop)
 
     def _growing_slices(self, node: fx.Node, parts: tuple[Any, ...]) -> list[bool]:
         """Which of the slices have an end that grows; none if they are not all of a kind that can be looked up."""
