@@ -529,6 +529,8 @@ class StepRewriter:
         key = (rotary.angles.key, rotary.position, capacity)
         if key not in self._tables:
             nodes = [self.length, *rotary.angles.bound]  # the length only stands for the device
+            for node in rotary.angles.bound:  # a later module of the model may make it
+                graphs.move_before(self.sites[0].call, node)
 
             def function(length: Tensor, *bound: Tensor) -> list[Tensor]:
                 return rotary.table(capacity, list(bound), length.device)
