@@ -132,6 +132,7 @@ class StepRewriter:
         self._asides: dict[fx.Node, fx.Node] = {}
         self._real: dict[fx.Node | None, fx.Node] = {}
         self._tables: dict[Any, list[fx.Node]] = {}
+        self._first_rank: fx.Node | None = None
         self.counted: fx.Node | None = None
 
     def run(self) -> StepRewrite:
@@ -548,9 +549,9 @@ class StepRewriter:
         along = next(
             (d for d in range(len(shape) - 1, -1, -1) if shape[d] == queries and (d or len(shape) == 1)), len(shape) - 1
         )
-        rows, decodes, dtype = self.rows, self.decodes, value(position).dtype
+        rows, dtype = self.rows, value(position).dtype
         mask, _ = self._mask(self.sites[0], self.windows[0])
-        padded = mask if mask is not None and mask.tells_padding and not decodes else None
+        padded = mask if mask is not None and mask.tells_padding and not self.decodes else None
         masks = {node for read in padded.nodes for node in graphs.ancestors(read)} if padded else set()
         users = [user for user in self.graph.nodes if user in position.users and user not in masks]
         real = []
@@ -559,12 +560,8 @@ class StepRewriter:
                 graphs.move_before(users[0], read)
             real = [self._real_now(self.sites[0], padded, users[0])]
 
-        def function(position: Tensor, free: Tensor, *real: Tensor) -> Tensor:
-            live = position[:, 0] >= 0
-            first = live.sum(-1)  # [B]
-            if decodes:
-                first = first - live.gather(-1, free[:, :1])[:, 0].long()  # the token that will be overwritten
-            steps = [(new.cumsum(-1) - 1).clamp(min=0) for new in real] or [torch.arange(queries, device=free.device)]
+        def function(first: Tensor, *real: Tensor) -> Tensor:
+            steps = [(new.cumsum(-1) - 1).clamp(min=0) for new in real] or [torch.arange(queries, device=first.device)]
             ranks = first[:, None] + steps[0]  # [B, q]
             if len(shape) == 1:
                 return ranks[0]
@@ -573,7 +570,7 @@ class StepRewriter:
             return ranks.view(full).to(dtype)
 
         with compat.fake_mode() as fake:
-            held = [self.inputs[0][2], self.inputs[0][4], *real]
+            held = [self._rank_of_first(), *real]
             traced = compat.trace(function, [fake(self._example(node)) for node in held])
         before = users[0] if real else position.next
         ranks = graphs.splice(self.gm, traced, held, before, f"kvpass_rank_{position.name}")[0]
@@ -581,11 +578,30 @@ class StepRewriter:
         for user in users:
             user.replace_input_with(position, ranks)
 
+    def _rank_of_first(self) -> fx.Node:
+        """int64 [B]: the rank of the first new token; read before the first layer's step, which writes there."""
+        if self._first_rank is None:
+            held, decodes = [self.inputs[0][2], self.inputs[0][4]], self.decodes
+
+            def function(position: Tensor, free: Tensor) -> Tensor:
+                live = position[:, 0] >= 0
+                gone = live.gather(-1, free[:, :1])[:, 0].long()  # the token that will be overwritten
+                return live.sum(-1) - gone if decodes else live.sum(-1)
+
+            with compat.fake_mode() as fake:
+                traced = compat.trace(function, [fake(self._example(node)) for node in held])
+            self._first_rank = graphs.splice(self.gm, traced, held, self.length.next, "kvpass_first_rank")[0]
+            self._first_rank.meta["example_value"] = torch.empty((self.rows,), dtype=torch.int64, device="meta")
+        return self._first_rank
+
     def _renumber(self) -> None:
         """Let position ids count held tokens, for a policy that wants that."""
         seen, length = (self.slots[0].tensors()[place] for place in (5, 6))
-        held = [self.inputs[0][2], self.inputs[0][5]]
         found = renumber.readers(self.gm, self.sites, self.actual, renumber.fits_step(seen, length))
+        held = [self.inputs[0][2], self.inputs[0][5]]
+        if any(self.sites[0].call < reader.node for reader in found):
+            before = self._before(0)  # the first layer's step writes there
+            held = [before[2], before[5]]
         for i, reader in enumerate(found):
             with compat.fake_mode() as fake:
                 examples = [fake(self._example(node)) for node in (reader.ids, *held)]
