@@ -234,7 +234,8 @@ def _examine(
             line = graphs.source_line(otherwise[0])
             raise _Refused(
                 f"its cache is updated at {line} in a way that is not a concatenation along dimension -2 of "
-                "[B, H, S, D]; a preallocated cache such as StaticCache has to give way to a growing one (DynamicCache)"
+                "[B, H, S, D]; a preallocated cache such as StaticCache has to give way to a growing one: leave out "
+                "cache_implementation='static', or pass a DynamicCache or none, as kvpass has fixed slots of its own"
             )
         site = _site(call, ends, outputs, known)
     except _Refused as why:
