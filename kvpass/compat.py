@@ -55,9 +55,9 @@ def without_torch_function() -> contextlib.AbstractContextManager[None]:
     return context
 
 
-def mark_growing(handle: Tensor) -> None:
-    """Tell Dynamo that dimension 2 changes from call to call, which saves one wasted static trace."""
-    torch._dynamo.maybe_mark_dynamic(handle, 2)
+def mark_growing(handle: Tensor, dim: int = 2) -> None:
+    """Tell Dynamo that a dimension changes from call to call, which saves one wasted static trace."""
+    torch._dynamo.maybe_mark_dynamic(handle, dim)
 
 
 def mark_in_place(buffer: Tensor) -> None:

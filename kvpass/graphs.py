@@ -48,6 +48,11 @@ def results(graph: fx.Graph) -> list[Any]:
     return list(graph.output_node().args[0])  # type: ignore[arg-type]
 
 
+def past_of(grown: fx.Node) -> fx.Node:
+    """The first part of a concatenation."""
+    return grown.all_input_nodes[0]
+
+
 def ancestors(node: fx.Node, stop: Iterable[fx.Node] = ()) -> set[fx.Node]:
     """The node and all that it is computed from, not walking into `stop`."""
     halted, seen, todo = set(stop), set(), [node]

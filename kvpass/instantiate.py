@@ -17,7 +17,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass import graphs, match
+from kvpass import graphs, match, selection
 from kvpass.errors import UnsupportedGraph
 from kvpass.graphs import Sizes, Slice, expr, value
 from kvpass.pieces import InPieces
@@ -143,13 +143,15 @@ def cut_mask(
     Raises:
         UnsupportedGraph: it is not a function of the key index.
     """
-    behind = graphs.ancestors(mask, stored)
+    chosen = selection.find(mask)
+    behind = graphs.ancestors(mask, [*stored, *(each.node for each in chosen)])
     roots = [*counts, *columns, *wide]
     _check_not_overwritten(graphs.dependent(gm.graph, behind, roots), behind - set(columns), mask)
     facts = _facts(gm.graph, mask, stored, roots)
     if not roots and not facts:
         raise UnsupportedGraph("the attention mask grows with the cache but is not computed from a key index")
     cutter = _KeyCutter(gm, sizes, counts, columns, wide, facts, expr(value(stored[0]).shape[2]))
+    cutter.choose_all(chosen)
     return MaskSlice(cutter.cut(mask), tuple(columns), tuple(wide), tuple(cutter.aside), tuple(facts))
 
 
@@ -201,6 +203,11 @@ class _KeyCutter:
                 if dependents.intersection(node.all_input_nodes):
                     dependents.add(node)
         self.bound: list[fx.Node] = []
+
+    def choose_all(self, chosen: list[selection.Selection]) -> None:
+        for each in chosen:
+            for env in self.places:
+                env[each.node] = selection.everything(each, self.graph)
 
     def cut(self, mask: fx.Node) -> Slice:
         self.graph.output(self.copy(mask, 0))

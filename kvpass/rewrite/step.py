@@ -12,7 +12,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass import compat, graphs, match
+from kvpass import compat, graphs, match, selection
 from kvpass.errors import UnsupportedGraph
 from kvpass.expansion import Expansion, cut_expansion
 from kvpass.graphs import Sizes, placeholders, value
@@ -20,6 +20,7 @@ from kvpass.instantiate import MaskSlice, RotarySlice, cut_mask, cut_rotary
 from kvpass.match import AttentionSite
 from kvpass.rewrite import renumber
 from kvpass.rewrite.masks import ColumnMask, MaskOnSlots, SlicedMask
+from kvpass.selection import Selection
 from kvpass.slots import Layout, Slots
 from kvpass.step import Attended, Site, decode_step, extend_step, read_step
 
@@ -43,6 +44,8 @@ class StepRewrite:
         chunks: for each site of an extend graph the places of stored key, value, real and statistics.
         beside: computes, from Dynamo's arguments and uncompiled, what takes all tokens to compute: first the `grown`
             outputs of the original graph, such as a mask that another graph goes on with, then further inputs.
+        unread: outputs of the original graph that grow and that nothing reads on slots: the argument that each is
+            longer than, and the dimension.
         real: the place of bool [B, 1], which of the tokens were real, if the graph leaves counting to its caller.
     """
 
@@ -58,6 +61,7 @@ class StepRewrite:
     chunks: list[list[int]]
     beside: fx.GraphModule | None
     grown: list[int]
+    unread: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
     real: int | None = None
 
     def count(self, slots: list[Slots], results: Sequence[Any]) -> None:
@@ -132,6 +136,7 @@ class StepRewriter:
         self._asides: dict[fx.Node, fx.Node] = {}
         self._real: dict[fx.Node | None, fx.Node] = {}
         self._tables: dict[Any, list[fx.Node]] = {}
+        self._unread: dict[int, tuple[int, int]] = {}
         self._first_rank: fx.Node | None = None
         self.counted: fx.Node | None = None
 
@@ -425,7 +430,8 @@ class StepRewriter:
             return ColumnMask([site.mask], self.queries), "columns"
         if site.mask not in self._masks:
             stored = [site.grown_key, site.grown_value]
-            behind = graphs.ancestors(site.mask, stored)
+            chosen = self._choose_all(site)
+            behind = graphs.ancestors(site.mask, [*stored, *(each.node for each in chosen)])
             columns = match.key_columns(behind, self.actual, self.rows, self.seen + self.queries)
             counts = [count for count in self.counts[window] if count in behind]
             wide = match.wide_columns(behind, self.actual, self.sizes)
@@ -440,6 +446,16 @@ class StepRewriter:
         if expansion:
             nodes += [self._joined(site.key), self._joined(site.value), *expansion.slice.bound]
         return SlicedMask(nodes, self.queries, piece, bool(first), expansion), (piece.slice.key, bool(first))
+
+    def _choose_all(self, site: AttentionSite) -> list[Selection]:
+        """The sparse indices in a site's mask, which choose all slots; the keys that they score by are dropped."""
+        chosen, held = selection.find(site.mask), max(slots.capacity for slots in self.slots)
+        outputs = graphs.results(self.graph)
+        for each in chosen:
+            each.check(held if self.decodes else held + self.queries)
+            for node, dim in selection.cached(each, outputs):
+                self._unread[outputs.index(node)] = (self.holders.index(graphs.past_of(node)), dim)
+        return chosen
 
     def _first_stored(self, window: int) -> fx.Node:
         """The place in the padded sequence of the first token that the model stores."""
@@ -632,9 +648,9 @@ class StepRewriter:
         grown = [
             place
             for place, out in enumerate(originals)
-            if place not in caches and graphs.is_tensor(out) and self.sizes.grown(value(out))
+            if place not in caches | self._unread.keys() and graphs.is_tensor(out) and self.sizes.grown(value(out))
         ]
-        gone = {*caches, *lengths, *grown}
+        gone = {*caches, *lengths, *grown, *self._unread}
         kept = [out for place, out in enumerate(originals) if place not in gone]
         places = iter(range(len(kept)))
         mapping = [None if place in gone else next(places) for place in range(len(originals))]
@@ -666,6 +682,7 @@ class StepRewriter:
             chunks=chunk_places if any(chunk_places) else [],
             beside=self._on_all_tokens(grown) if grown or self._asides else None,
             grown=grown,
+            unread=self._unread,
             real=real,
         )
 
