@@ -70,7 +70,7 @@ def cut_expansion(gm: fx.GraphModule, site: AttentionSite, sizes: Sizes, facts: 
     """
     if site.made is None:
         return None
-    tokens = _Tokens(expr(value(site.grown_key).shape[2]), expr(value(site.past_key).shape[2]).free_symbols)  # type: ignore[arg-type]
+    tokens = _Tokens.of(site)
     if not tokens.growing:
         raise UnsupportedGraph(
             f"{graphs.source_line(site.call)}: the model's code compares the cache's length with a number, so that a "
@@ -81,17 +81,23 @@ def cut_expansion(gm: fx.GraphModule, site: AttentionSite, sizes: Sizes, facts: 
         _check_per_token(node, tokens)
 
     def number(node: fx.Node) -> int:
-        return 1 if expr(node) == tokens.total else sizes.fixed(node)
+        return 1 if expr(node) in tokens.totals else sizes.fixed(node)
 
     return Expansion(graphs.cut(gm, made, stored, number, reader=site.call), value(site.grown_key).shape[1])
 
 
 @dataclasses.dataclass(frozen=True)
 class _Tokens:
-    """How many there are in a cache with the new ones, and the symbols that grow with it."""
+    """How many there are in a cache with the new ones, as keys and as values have it, and the symbols that grow."""
 
-    total: sympy.Expr
+    totals: set[sympy.Expr]
     growing: set[sympy.Symbol]
+
+    @staticmethod
+    def of(site: AttentionSite) -> _Tokens:
+        grown = {expr(value(node).shape[2]) for node in (site.grown_key, site.grown_value)}
+        pasts = [expr(value(node).shape[2]) for node in (site.past_key, site.past_value) if node is not None]
+        return _Tokens(grown, {symbol for past in pasts for symbol in past.free_symbols})
 
     def follows(self, size: Any) -> bool:
         """Whether a size depends on how many tokens the cache holds."""
@@ -115,7 +121,7 @@ def _check_per_token(node: fx.Node, tokens: _Tokens) -> None:
     last = [value(parent).shape[-1] for parent in node.all_input_nodes if graphs.is_tensor(parent)]
     along_features = name in _ALONG_LAST and not any(map(tokens.follows, last))
     counts = [expr(size) for size in value(node).shape if tokens.follows(size)]
-    if not (name in _PER_TOKEN or along_features) or counts != [tokens.total]:
+    if not (name in _PER_TOKEN or along_features) or len(counts) != 1 or counts[0] not in tokens.totals:
         raise UnsupportedGraph(
             f"{graphs.source_line(node)}: keys or values are computed from the cache by {name!r}, which may look at "
             "several tokens at once and cannot be asked about one slot"

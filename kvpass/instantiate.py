@@ -150,7 +150,7 @@ def cut_mask(
     facts = _facts(gm.graph, mask, stored, roots)
     if not roots and not facts:
         raise UnsupportedGraph("the attention mask grows with the cache but is not computed from a key index")
-    cutter = _KeyCutter(gm, sizes, counts, columns, wide, facts, expr(value(stored[0]).shape[2]))
+    cutter = _KeyCutter(gm, sizes, counts, columns, wide, facts, {expr(value(node).shape[2]) for node in stored})
     cutter.choose_all(chosen)
     return MaskSlice(cutter.cut(mask), tuple(columns), tuple(wide), tuple(cutter.aside), tuple(facts))
 
@@ -184,9 +184,9 @@ class _KeyCutter:
         columns: list[fx.Node],
         wide: list[fx.Node],
         facts: list[fx.Node],
-        total: sympy.Expr,
+        totals: set[sympy.Expr],
     ) -> None:
-        self.gm, self.sizes, self.wide, self.total = gm, sizes, set(wide), total
+        self.gm, self.sizes, self.wide, self.totals = gm, sizes, set(wide), totals
         self.graph = fx.Graph()
         self.index, self.storage = self.graph.placeholder("index"), self.graph.placeholder("storage")
         self.count = self.graph.placeholder("count")
@@ -256,7 +256,7 @@ class _KeyCutter:
 
     def spells_total(self, node: fx.Node) -> bool:
         """Whether a size is the number of keys, which stays the same where the model stores the last few only."""
-        return bool(self.total.free_symbols) and expr(node) == self.total
+        return bool(expr(node).free_symbols) and expr(node) in self.totals
 
     def lengthens(self, node: fx.Node) -> bool:
         """A tensor that does not grow, lengthened along its last dimension to all keys."""
