@@ -35,6 +35,7 @@ class Call:
         scale: multiplies the products.
         cap: bounds the logits, or None.
         sink: the logits of what is attended to beside the keys, [B or 1, Hq, q or 1, 1], or None.
+        lse: where the model asks for the log-sum-exp of the logits, [B, Hq, q] or [B, Hq, q, 1], or None.
         causal, dropout: as of scaled_dot_product_attention.
     """
 
@@ -46,6 +47,7 @@ class Call:
     scale: float
     cap: float | None = None
     sink: fx.Node | None = None
+    lse: fx.Node | None = None
     causal: bool = False
     dropout: float = 0.0
 
@@ -93,10 +95,11 @@ def _sdpa(
 
 def is_boundary(node: fx.Node) -> bool:
     """Whether a node is part of an attention call, so that what comes before it is another matter."""
-    return compat.is_sdpa(node) or name_of(node) == "softmax"
+    return compat.is_sdpa(node) or name_of(node) in ("softmax", "logsumexp")
 
 
 _SAME = frozenset({"to", "float", "half", "bfloat16", "type_as", "contiguous", "clone", "view", "reshape", "dropout"})
+_CASTS = frozenset({"to", "float", "type_as"})
 _PRODUCTS = frozenset({"matmul", "bmm", "baddbmm"})
 _NEGLIGIBLE = -1e4
 """A logit so low that its token is masked."""
@@ -114,6 +117,7 @@ class _Spelled:
         self.factor, self.cap = 1.0, 0.0
         self.masks: list[fx.Node] = []
         self.sink: fx.Node | None = None
+        self.shifted = False
 
     def read(self) -> Call | None:
         """The call around the softmax, or None if it is no attention."""
@@ -127,7 +131,8 @@ class _Spelled:
         except _Unreadable:
             return None
         scale = self.factor * (self.cap or 1.0)
-        return Call(node, query, key, probabilities.args[1], mask, scale, self.cap or None, self.sink)  # type: ignore[arg-type]
+        cap, lse = self.cap or None, self._log_sum_exp()
+        return Call(node, query, key, probabilities.args[1], mask, scale, cap, self.sink, lse)  # type: ignore[arg-type]
 
     # -- from the softmax back -------------------------------------------------------------------------
 
@@ -193,6 +198,7 @@ class _Spelled:
         """Softmax does not see that a row's maximum was taken off."""
         if not any(name_of(n) in ("max", "amax") and n.args[0] is node.args[0] for n in graphs.ancestors(node)):
             raise _Unreadable
+        self.shifted = True
         return _tensor(node.args[0])
 
     def _joined(self, node: fx.Node) -> fx.Node:
@@ -221,6 +227,18 @@ class _Spelled:
         if name_of(node) == "clamp" and node.kwargs.get("max") is not None:
             raise _Unreadable
         return _tensor(node.args[0])
+
+    def _log_sum_exp(self) -> fx.Node | None:
+        """Where the model sums up the very logits that the softmax takes, and nothing beside them."""
+        if self.sink is not None or self.shifted:
+            return None
+        same = [_tensor(self.softmax.args[0])]
+        while name_of(same[-1]) in _CASTS:
+            same.append(_tensor(same[-1].args[0]))
+        for node in same:  # grows
+            same += [user for user in node.users if name_of(user) in _CASTS and user not in same]
+        sums = [user for node in same for user in node.users if _sums_up_last(user)]
+        return sums[0] if sums else None
 
     # -- from the softmax on ---------------------------------------------------------------------------
 
@@ -297,6 +315,14 @@ def _check_no_dropout(node: fx.Node) -> None:
     bound: dict[str, Any] = dict(zip(("input", "p", "training"), node.args, strict=False)) | dict(node.kwargs)
     if name_of(node) == "dropout" and bound.get("p", 0.5) and bound.get("training", True):
         raise _Unreadable
+
+
+def _sums_up_last(node: fx.Node) -> bool:
+    """The log-sum-exp of [B, Hq, q, S] over its last dimension."""
+    if name_of(node) != "logsumexp" or value(node.args[0]).ndim != 4:  # type: ignore[arg-type]
+        return False
+    dim = node.args[1] if len(node.args) > 1 else node.kwargs["dim"]
+    return dim in (-1, 3, [-1], [3], (-1,), (3,))
 
 
 def _from_product(node: fx.Node) -> bool:

@@ -69,9 +69,9 @@ def without_torch_function() -> contextlib.AbstractContextManager[None]:
     return context
 
 
-def mark_growing(handle: Tensor) -> None:
-    """Tell Dynamo that dimension 2 changes from call to call, which saves one wasted static trace."""
-    torch._dynamo.maybe_mark_dynamic(handle, 2)
+def mark_growing(handle: Tensor, dim: int = 2) -> None:
+    """Tell Dynamo that a dimension changes from call to call, which saves one wasted static trace."""
+    torch._dynamo.maybe_mark_dynamic(handle, dim)
 
 
 def mark_in_place(buffer: Tensor) -> None:
@@ -82,6 +82,13 @@ def mark_in_place(buffer: Tensor) -> None:
 def expression(value: torch.SymInt) -> Any:
     """The sympy expression behind a symbolic size."""
     return value.node.expr
+
+
+def known_equal(one: Any, other: Any) -> bool:
+    """Whether two sizes are equal wherever the guards that Dynamo has set hold."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(one == other)
 
 
 def copy_graph_module(gm: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:

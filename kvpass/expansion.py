@@ -4,6 +4,9 @@ The cache of such a layer holds a latent vector and a shared key for each token,
 values of all heads from them.  The subgraph that does so is cut out and applied to slots at read, under `vmap` as in
 `kvpass.instantiate`; the slots hold what the model caches and are no larger.
 
+A mask may be computed from what is cached as well, say by a bias for each key that is made from its value.  What it
+reads of a token's rows alone, its *facts*, is cut out with the keys and values.
+
 Which query heads such a cache belongs to cannot be said in general, so that all its heads keep the same tokens: they
 are joined into one.
 """
@@ -11,14 +14,17 @@ are joined into one.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
+import sympy  # type: ignore[import-untyped]
 import torch
 import torch.fx as fx
 from torch import Tensor
 
 from kvpass import graphs
 from kvpass.errors import UnsupportedGraph
-from kvpass.graphs import Sizes, Slice, value
+from kvpass.graphs import Sizes, Slice, expr, value
 from kvpass.match import AttentionSite
 
 
@@ -32,65 +38,90 @@ class Expansion:
     """From what is cached to what is attended to.
 
     Attributes:
-        slice: inputs are the cached pair of one token, [B, h, 1, D'] and [B, h, 1, Dv'].
+        slice: inputs are the cached pair of one token, [B, h, 1, D'] and [B, h, 1, Dv'], outputs its key and value
+            [B, Ha, 1, D] and its facts.
         heads: h.
     """
 
     slice: Slice
     heads: int
 
-    def on_slots(self, key: Tensor, value: Tensor, bound: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """[B, 1, N, h * D'] and [B, 1, N, h * Dv'] -> keys [B, Ha, N, D] and values [B, Ha, N, Dv] for attention."""
+    def on_slots(self, key: Tensor, value: Tensor, bound: list[Tensor]) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """What attention sees of [B, 1, N, h * D'] and [B, 1, N, h * Dv'].
 
-        def one(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        Returns:
+            Keys [B, Ha, N, D], values [B, Ha, N, Dv], and the facts, each [N, ...].
+        """
+
+        def one(key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
             pair = [torch.unflatten(x, -1, (self.heads, -1))[:, :, None] for x in (key, value)]  # [B, h, 1, D']
-            keys, values = self.slice.module(*pair, *bound)
-            return keys[:, :, 0], values[:, :, 0]
+            keys, values, *facts = self.slice.module(*pair, *bound)
+            return keys[:, :, 0], values[:, :, 0], *facts
 
-        expanded: tuple[Tensor, Tensor] = torch.vmap(one, in_dims=1, out_dims=2)(key[:, 0], value[:, 0])
-        return expanded
+        keys, values, *facts = torch.vmap(one, in_dims=1)(key[:, 0], value[:, 0])
+        return keys.movedim(0, 2), values.movedim(0, 2), facts
 
 
-def cut_expansion(gm: fx.GraphModule, site: AttentionSite, sizes: Sizes) -> Expansion | None:
-    """Cut out what computes a site's keys and values from its cache; None where they are cached as they are.
+def cut_expansion(gm: fx.GraphModule, site: AttentionSite, sizes: Sizes, facts: Sequence[fx.Node]) -> Expansion | None:
+    """Cut out what computes a site's keys, values and facts from its cache; None where they are cached as they are.
 
     Raises:
         UnsupportedGraph: those of one token are made from other tokens as well.
     """
     if site.made is None:
         return None
-    if not sizes.grows(value(site.grown_key).shape[2]):
+    tokens = _Tokens.of(site)
+    if not tokens.growing:
         raise UnsupportedGraph(
             f"{graphs.source_line(site.call)}: the model's code compares the cache's length with a number, so that a "
-            "graph serves one length only; a sparse index over its tokens does that"
+            "graph serves one length only; a sparse index over its tokens does that, and so does a window on them"
         )
-    made, stored = list(site.made), [site.grown_key, site.grown_value]
+    made, stored = [*site.made, *facts], [site.grown_key, site.grown_value]
     for node in graphs.dependent(gm.graph, graphs.behind(made, stored, site.call), stored) - set(stored):
-        _check_per_token(node, sizes)
+        _check_per_token(node, tokens)
 
     def number(node: fx.Node) -> int:
-        return 1 if sizes.is_total(node) else sizes.fixed(node)
+        return 1 if expr(node) in tokens.totals else sizes.fixed(node)
 
     return Expansion(graphs.cut(gm, made, stored, number, reader=site.call), value(site.grown_key).shape[1])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tokens:
+    """How many there are in a cache with the new ones, as keys and as values have it, and the symbols that grow."""
+
+    totals: set[sympy.Expr]
+    growing: set[sympy.Symbol]
+
+    @staticmethod
+    def of(site: AttentionSite) -> _Tokens:
+        grown = {expr(value(node).shape[2]) for node in (site.grown_key, site.grown_value)}
+        pasts = [expr(value(node).shape[2]) for node in (site.past_key, site.past_value) if node is not None]
+        return _Tokens(grown, {symbol for past in pasts for symbol in past.free_symbols})
+
+    def follows(self, size: Any) -> bool:
+        """Whether a size depends on how many tokens the cache holds."""
+        return not expr(size).free_symbols.isdisjoint(self.growing)
 
 
 _PER_TOKEN = frozenset(
     {"view", "reshape", "transpose", "permute", "expand", "unsqueeze", "squeeze", "flatten", "unflatten", "contiguous",
      "split", "chunk", "getitem", "new_empty", "empty_like", "copy_", "setitem", "cat", "to", "float", "type_as", "add",
-     "mul", "rsqrt", "pow", "neg", "clone", "repeat", "repeat_interleave"}
+     "mul", "rsqrt", "pow", "neg", "clone", "repeat", "repeat_interleave", "sub", "truediv", "exp", "softplus",
+     "sigmoid", "tanh", "relu", "silu", "gelu"}
 )  # fmt: skip
 _ALONG_LAST = frozenset({"linear", "mean", "rms_norm", "layer_norm"})
 
 
-def _check_per_token(node: fx.Node, sizes: Sizes) -> None:
+def _check_per_token(node: fx.Node, tokens: _Tokens) -> None:
     """Refuse what may mix tokens."""
     if not isinstance(value(node), torch.Tensor):
         return  # a size, or a tuple whose items are looked at
     name = graphs.name_of(node)
     last = [value(parent).shape[-1] for parent in node.all_input_nodes if graphs.is_tensor(parent)]
-    along_features = name in _ALONG_LAST and not any(sizes.grows(size) for size in last)
-    counts = [size for size in value(node).shape if sizes.grows(size)]
-    if not (name in _PER_TOKEN or along_features) or len(counts) != 1 or not sizes.is_total(counts[0]):
+    along_features = name in _ALONG_LAST and not any(map(tokens.follows, last))
+    counts = [expr(size) for size in value(node).shape if tokens.follows(size)]
+    if not (name in _PER_TOKEN or along_features) or len(counts) != 1 or counts[0] not in tokens.totals:
         raise UnsupportedGraph(
             f"{graphs.source_line(node)}: keys or values are computed from the cache by {name!r}, which may look at "
             "several tokens at once and cannot be asked about one slot"

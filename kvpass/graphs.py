@@ -48,6 +48,11 @@ def results(graph: fx.Graph) -> list[Any]:
     return list(graph.output_node().args[0])  # type: ignore[arg-type]
 
 
+def past_of(grown: fx.Node) -> fx.Node:
+    """The first part of a concatenation."""
+    return grown.all_input_nodes[0]
+
+
 def ancestors(node: fx.Node, stop: Iterable[fx.Node] = ()) -> set[fx.Node]:
     """The node and all that it is computed from, not walking into `stop`."""
     halted, seen, todo = set(stop), set(), [node]
@@ -211,12 +216,14 @@ class Sizes:
         known: what the symbols that do not grow are in this call.
         queries: q, the number of new tokens.
         least: what the lengths cannot fall below.
+        totals: the lengths with the new tokens, as Dynamo has them.
     """
 
     lengths: tuple[sympy.Expr, ...]
     known: dict[sympy.Symbol, int]
     queries: int
     least: int = 0
+    totals: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
         symbols = [length for length in self.lengths if length.is_Symbol]
@@ -247,10 +254,18 @@ class Sizes:
 
     def is_total(self, size: Any) -> bool:
         """Whether a size is the cache's length plus the new tokens."""
+        return self.grows(size) and (self._adds_up(size) or self._must_be_total(size))
+
+    def _adds_up(self, size: Any) -> bool:
         return any(
             sympy.expand(self._simple(size) - length).subs(self.known) == self.queries and length.free_symbols
             for length in self.lengths
         )
+
+    def _must_be_total(self, size: Any) -> bool:
+        """Whether the model's code does with a size what is right for the number of keys alone, such as adding."""
+        size = value(size) if isinstance(size, fx.Node) else size
+        return any(compat.known_equal(size, total) for total in self.totals)
 
     def in_length(self, size: Any) -> sympy.Expr:
         """A size as an expression of one symbol, the cache's length."""

@@ -12,11 +12,12 @@ import inspect
 import operator
 from typing import Any
 
+import sympy  # type: ignore[import-untyped]
 import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass import graphs, match
+from kvpass import graphs, match, selection
 from kvpass.errors import UnsupportedGraph
 from kvpass.graphs import Sizes, Slice, expr, value
 from kvpass.lowering.attend import written_out
@@ -35,13 +36,14 @@ class MaskSlice:
         wide: placeholders [..., past + new] of more dimensions that it reads, such as a mask that was made elsewhere;
             among what the slice binds.
         aside: what it reads of all columns together, such as how many tokens of a row are padding; likewise.
-        shape: of the mask that one key gives, [B or 1, Hq or 1, q, 1].
+        facts: what it reads of the key's stored rows, see `kvpass.expansion`; inputs after the columns.
     """
 
     slice: Slice
     columns: tuple[fx.Node, ...]
     wide: tuple[fx.Node, ...]
     aside: tuple[fx.Node, ...]
+    facts: tuple[fx.Node, ...] = ()
 
     def on_slots(
         self,
@@ -51,36 +53,48 @@ class MaskSlice:
         heads: int,
         ones: list[Tensor],
         bound: list[Tensor],
+        facts: list[Tensor],
     ) -> Tensor:
         """The mask of slots: index [B, H', N] -> [B, Hkv or 1, G or 1, q, N]; padding counts as absent.
 
         Args:
             position: int64 [B, H', N], the places among the real tokens.
             first: the place of the first key that the model stores, a number.
+            facts: of every slot, each [N, ...].
         """
 
-        def one(place: Tensor, position: Tensor) -> Tensor:
+        def one(place: Tensor, position: Tensor, *facts: Tensor) -> Tensor:
             only, place = torch.zeros_like(place[None]) - first, place.clamp(min=0)  # free slots look up something too
-            mask: Tensor = self.slice.module(place[None] - first, only, position[None, None] + 1, *ones, *bound)
+            places = (place[None] - first, only, position[None, None] + 1)
+            mask: Tensor = self.slice.module(*places, *ones, *facts, *bound)
             return mask.squeeze(-1) if mask.shape[-1] == 1 else _refuse_width(mask)  # [b, h, q]
 
-        inner = torch.vmap(torch.vmap(torch.vmap(one)))(index, position)  # [B, H', N, b, h, q]
+        along, shared = torch.vmap(one), (0, 0, *[None] * len(facts))
+        inner = torch.vmap(torch.vmap(along, shared), shared)(index, position, *facts)  # [B, H', N, b, h, q]
         return _by_row_and_head(inner, heads).movedim(2, -1)  # [B, Hkv or 1, G or 1, q, N]
 
     def of_new(
-        self, length: Tensor, first: Tensor | int, queries: int, columns: list[Tensor], bound: list[Tensor]
+        self,
+        length: Tensor,
+        first: Tensor | int,
+        queries: int,
+        columns: list[Tensor],
+        bound: list[Tensor],
+        facts: list[Tensor],
     ) -> Tensor:
         """Which new tokens are real: bool [B or 1, q], the mask of each one for itself.
 
         Args:
             length: the tokens seen before, a number.
             columns: the new tokens' part of each of `columns`, [B, q].
+            facts: of the new tokens, each [q, ...].
         """
         real = []
         for i in range(queries):
             place = (length + i)[None]
             here, only = place - first, torch.zeros_like(place) - first
-            mask = self.slice.module(here, only, place[None] + 1, *[c[:, i : i + 1] for c in columns], *bound)
+            own = [*(c[:, i : i + 1] for c in columns), *(fact[i] for fact in facts)]
+            mask = self.slice.module(here, only, place[None] + 1, *own, *bound)
             real.append(as_allowed(mask[:, 0, min(i, mask.shape[2] - 1), 0]))
         return torch.stack(real, -1)
 
@@ -112,23 +126,42 @@ def _by_row_and_head(inner: Tensor, heads: int) -> Tensor:
 
 
 def cut_mask(
-    gm: fx.GraphModule, mask: fx.Node, sizes: Sizes, counts: list[fx.Node], columns: list[fx.Node], wide: list[fx.Node]
+    gm: fx.GraphModule,
+    mask: fx.Node,
+    sizes: Sizes,
+    counts: list[fx.Node],
+    columns: list[fx.Node],
+    wide: list[fx.Node],
+    stored: list[fx.Node],
 ) -> MaskSlice:
-    """Cut the mask out as a function of the key index.
+    """Cut the mask out as a function of the key index, and of what the key's stored rows hold.
 
     Args:
         counts: the key indices that it is computed from, see `match.iotas`.
         columns, wide: the inputs that it reads and that run over all tokens, see `match.key_columns`.
+        stored: the grown keys and values of its site.
 
     Raises:
         UnsupportedGraph: it is not a function of the key index.
     """
-    behind = graphs.ancestors(mask)
-    _check_not_overwritten(graphs.dependent(gm.graph, behind, [*counts, *columns, *wide]), behind - set(columns), mask)
-    if not counts and not columns and not wide:
+    chosen = selection.find(mask)
+    behind = graphs.ancestors(mask, [*stored, *(each.node for each in chosen)])
+    roots = [*counts, *columns, *wide]
+    _check_not_overwritten(graphs.dependent(gm.graph, behind, roots), behind - set(columns), mask)
+    facts = _facts(gm.graph, mask, stored, roots)
+    if not roots and not facts:
         raise UnsupportedGraph("the attention mask grows with the cache but is not computed from a key index")
-    cutter = _KeyCutter(gm, sizes, counts, columns, wide)
-    return MaskSlice(cutter.cut(mask), tuple(columns), tuple(wide), tuple(cutter.aside))
+    cutter = _KeyCutter(gm, sizes, counts, columns, wide, facts, {expr(value(node).shape[2]) for node in stored})
+    cutter.choose_all(chosen)
+    return MaskSlice(cutter.cut(mask), tuple(columns), tuple(wide), tuple(cutter.aside), tuple(facts))
+
+
+def _facts(graph: fx.Graph, mask: fx.Node, stored: list[fx.Node], roots: list[fx.Node]) -> list[fx.Node]:
+    """The last tensors on the way to a mask that are computed from stored rows and from no key index."""
+    behind = graphs.ancestors(mask, stored) | set(stored)
+    own = graphs.dependent(graph, behind, stored) - graphs.dependent(graph, behind, roots)
+    own = {node for node in own & behind if graphs.is_tensor(node)}
+    return [n for n in graph.nodes if n in own and (n is mask or any(u in behind - own for u in n.users))]
 
 
 def _check_not_overwritten(moved: set[fx.Node], behind: set[fx.Node], result: fx.Node) -> None:
@@ -145,26 +178,37 @@ class _KeyCutter:
     """Copies the mask's subgraph, with the key index, and the cache's length standing at one key."""
 
     def __init__(
-        self, gm: fx.GraphModule, sizes: Sizes, counts: list[fx.Node], columns: list[fx.Node], wide: list[fx.Node]
+        self,
+        gm: fx.GraphModule,
+        sizes: Sizes,
+        counts: list[fx.Node],
+        columns: list[fx.Node],
+        wide: list[fx.Node],
+        facts: list[fx.Node],
+        totals: set[sympy.Expr],
     ) -> None:
-        self.gm, self.sizes, self.wide = gm, sizes, set(wide)
+        self.gm, self.sizes, self.wide, self.totals = gm, sizes, set(wide), totals
         self.graph = fx.Graph()
         self.index, self.storage = self.graph.placeholder("index"), self.graph.placeholder("storage")
         self.count = self.graph.placeholder("count")
         self.places: list[dict[fx.Node, Any]] = [dict.fromkeys(counts, self.index), dict.fromkeys(counts, self.storage)]
-        inputs = {node: self.graph.placeholder(node.name) for node in columns}
+        inputs = {node: self.graph.placeholder(node.name) for node in [*columns, *facts]}
         for env in self.places:
             env.update(inputs)
         self.columns, self.aside = set(columns), list[fx.Node]()
         self.lengthened = {node for node in gm.graph.nodes if self.lengthens(node)}
-        self.on_key = {*counts, *columns, *wide, *self.lengthened}
-        self.on_column = {*columns, *wide}
+        self.on_key = {*counts, *columns, *wide, *facts, *self.lengthened}
+        self.on_column, self.on_fact = {*columns, *wide}, set(facts)
         for node in gm.graph.nodes:
-            if self.on_key.intersection(node.all_input_nodes):
-                self.on_key.add(node)
-            if self.on_column.intersection(node.all_input_nodes):
-                self.on_column.add(node)
+            for dependents in (self.on_key, self.on_column, self.on_fact):
+                if dependents.intersection(node.all_input_nodes):
+                    dependents.add(node)
         self.bound: list[fx.Node] = []
+
+    def choose_all(self, chosen: list[selection.Selection]) -> None:
+        for each in chosen:
+            for env in self.places:
+                env[each.node] = selection.everything(each, self.graph)
 
     def cut(self, mask: fx.Node) -> Slice:
         self.graph.output(self.copy(mask, 0))
@@ -177,7 +221,7 @@ class _KeyCutter:
         if node in env:
             return env[node]
         if graphs.is_size(node):
-            env[node] = 1 if self.sizes.is_total(node) else self.number(node)
+            env[node] = 1 if self.sizes.is_total(node) or self.spells_total(node) else self.number(node)
         elif graphs.name_of(node) == "cumsum" and node in self.on_column:
             env[node] = self.counted(node)
         elif node in self.wide:
@@ -211,6 +255,10 @@ class _KeyCutter:
                 env[node].args = _expanded(node, env[node])
         return env[node]
 
+    def spells_total(self, node: fx.Node) -> bool:
+        """Whether a size is the number of keys, which stays the same where the model stores the last few only."""
+        return bool(expr(node).free_symbols) and expr(node) in self.totals
+
     def lengthens(self, node: fx.Node) -> bool:
         """A tensor that does not grow, lengthened along its last dimension to all keys."""
         if (
@@ -238,7 +286,9 @@ class _KeyCutter:
 
     def sums_up(self, node: fx.Node) -> bool:
         """Whether a node that does not grow is made from columns that do."""
-        if node not in self.on_column or graphs.name_of(node) not in _MIXING or self.sizes.grown(value(node)):
+        if node not in self.on_column - self.on_fact or graphs.name_of(node) not in _MIXING:
+            return False
+        if self.sizes.grown(value(node)):
             return False
         return any(self.sizes.grown(value(parent)) for parent in node.all_input_nodes)
 

@@ -55,9 +55,9 @@ class AttentionSite:
         causal: the call's own is_causal.
         keys_out, values_out: where the graph returns the key and value that the model stores.
         window: how many of the last tokens the model stores, None for all.
-        cap, sink: see `kvpass.calls.Call`.
-        made: the keys and values that attention sees, [B, Ha, past + q, D], where they are computed from the grown
-            ones; None where they are these.
+        cap, sink, lse: see `kvpass.calls.Call`.
+        made: the keys and values that attention sees, [B, Ha, past + q, D], where they or the mask are computed from
+            the grown ones; None where attention sees these and nothing else reads them.
         readers: later attention calls on the same cache, such as those of layers that share it.
     """
 
@@ -77,6 +77,7 @@ class AttentionSite:
     window: int | None = None
     cap: float | None = None
     sink: fx.Node | None = None
+    lse: fx.Node | None = None
     made: tuple[fx.Node, fx.Node] | None = None
     readers: tuple[AttentionSite, ...] = ()
 
@@ -131,7 +132,7 @@ def find(gm: fx.GraphModule, carried: set[fx.Node]) -> list[Found]:
     """
     outputs = {node: place for place, node in enumerate(graphs.results(gm.graph)) if isinstance(node, fx.Node)}
     made = calls.find(gm)
-    ends = {call.node for call in made}
+    ends = {end for call in made for end in (call.node, call.lse) if end is not None}
     updates = [node for node in gm.graph.nodes if _grows_a_cache(node, outputs)]
     found: list[Found] = []
     for call in made:
@@ -233,7 +234,8 @@ def _examine(
             line = graphs.source_line(otherwise[0])
             raise _Refused(
                 f"its cache is updated at {line} in a way that is not a concatenation along dimension -2 of "
-                "[B, H, S, D]; a preallocated cache such as StaticCache has to give way to a growing one (DynamicCache)"
+                "[B, H, S, D]; a preallocated cache such as StaticCache has to give way to a growing one: leave out "
+                "cache_implementation='static', or pass a DynamicCache or none, as kvpass has fixed slots of its own"
             )
         site = _site(call, ends, outputs, known)
     except _Refused as why:
@@ -283,6 +285,8 @@ def _site(call: Call, ends: set[fx.Node], outputs: dict[fx.Node, int], known: se
         made = (call.key, call.value)
     if (past_key is None) != (past_value is None):
         raise _Refused("the key has a past and the value has none, or the other way round")
+    if made is None and call.mask is not None and not ancestors(call.mask, ends).isdisjoint((grown_key, grown_value)):
+        made = (call.key, call.value)
     keys_out, window = _place(grown_key, outputs)
     values_out, value_window = _place(grown_value, outputs)
     if window != value_window:
@@ -290,7 +294,7 @@ def _site(call: Call, ends: set[fx.Node], outputs: dict[fx.Node, int], known: se
     _check(call, key, past_key, reader=keys_out in known)
     return AttentionSite(
         call.node, call.query, key, val, past_key, past_value, grown_key, grown_value, call.mask, call.scale,
-        call.causal, keys_out, values_out, window, call.cap, call.sink, made,
+        call.causal, keys_out, values_out, window, call.cap, call.sink, call.lse, made,
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass import budget as budgets
-from kvpass import compat, graphs, match
+from kvpass import compat, graphs, match, selection
 from kvpass.errors import BudgetError, CacheHandleError, PolicyError, UnsupportedGraph
 from kvpass.expansion import joined
 from kvpass.graphs import Sizes
@@ -82,6 +82,10 @@ class PromptRunner:
             )
         extras = backend.inner == "reference"
         self.rewrite = rewrite_prompt(gm, sites, self.policies, backend.budget, ranked, extras, examples)
+        self.chosen = [each for site in sites for each in selection.find(site.mask)]
+        outputs = graphs.results(gm.graph)
+        grown = [pair for each in self.chosen for pair in selection.cached(each, outputs)]
+        self.scored_by = [(outputs.index(node), dim) for node, dim in grown]
         self.inner = backend.compile_prompt(self.rewrite.gm, examples)
         self.outputs = len(graphs.results(gm.graph))
 
@@ -90,6 +94,10 @@ class PromptRunner:
         layers = [self._layer(results, i) for i in range(len(self.sites))]
         del results[self.outputs :]
         prompt = layers[0].chunk.real.shape[1]
+        for each in self.chosen:
+            each.check(prompt)
+        for place, dim in self.scored_by:
+            results[place] = _lengthened(results[place], dim, 0)
         budget = budgets.slots_for(self.backend.policy, self.backend.budget, prompt)
         layers = [_within_window(layer, budget) for layer in layers]
         plans = self._plans(layers, budget, prompt)
@@ -245,7 +253,7 @@ class StepRunner:
         rewrite, results, aside = self.advance(caches, arguments, others)
         if listener is not None:
             listener.append(Ran(self, caches, arguments, others, results, step, not (rewrite.beside or rewrite.wide)))
-        return self._outputs(rewrite, results, aside, caches)
+        return self._outputs(rewrite, results, aside, caches, arguments)
 
     def advance(
         self, caches: list[LayerCache], arguments: tuple[Any, ...], others: tuple[int | None, ...]
@@ -353,7 +361,9 @@ class StepRunner:
                 else:
                     known.update(dict.fromkeys(stored.free_symbols, window))
         least = max((window + 1 for window in windows if window is not None), default=0)
-        return Sizes(tuple(dict.fromkeys(lengths)), known, self._queries(numbers), least)
+        whole = [site for site, window in zip(self.sites, windows, strict=True) if window is None]
+        totals = {graphs.expr(size): size for size in (graphs.value(site.grown_key).shape[2] for site in whole)}
+        return Sizes(tuple(dict.fromkeys(lengths)), known, self._queries(numbers), least, tuple(totals.values()))
 
     def _specialise(
         self,
@@ -372,16 +382,27 @@ class StepRunner:
         return rewrite, self.backend.compile_step(rewrite.gm, flat, layouts[0].ranked)
 
     def _outputs(
-        self, rewrite: StepRewrite, results: Sequence[Any], aside: list[Any], caches: list[LayerCache]
+        self, rewrite: StepRewrite, results: Sequence[Any], aside: list[Any], caches: list[LayerCache], arguments: Any
     ) -> tuple[Any, ...]:
         outputs = [None if place is None else results[place] for place in rewrite.outputs]
         for place, result in zip(rewrite.grown, aside, strict=False):
             outputs[place] = result
         for place, beyond in rewrite.lengths.items():
             outputs[place] = caches[0].seen - rewrite.queries + beyond
+        for place, (past, dim) in rewrite.unread.items():
+            outputs[place] = _lengthened(arguments[past], dim, rewrite.queries)
         for site, cache in zip(self.sites, caches, strict=True):
             outputs[site.keys_out], outputs[site.values_out] = cache.handles()
         return tuple(outputs)
+
+
+def _lengthened(past: Tensor, dim: int, count: int) -> Tensor:
+    """A tensor that is longer by so much and holds no data, as nothing may read it."""
+    shape = list(past.shape)
+    shape[dim] += count
+    empty = past.new_full((), torch.nan).expand(shape)
+    compat.mark_growing(empty, dim)
+    return empty
 
 
 Places = dict[Any, tuple[int, int]]

@@ -212,8 +212,8 @@ def _compiled_step(layer: _Layer, layout: Layout, slots: Slots, t: int, sweep: b
     site, real = Site(layer.scale, None, layer.rotate), layer.real(1)
     q, k, v, stored = layer.step(t, slots.next_rank())
     if slots.capacity == layout.capacity:
-        return decode_step(layout, site, slots, q, stored, v, real[:, 0], sweep), slots
-    output, sums = extend_step(layout, site, slots, q, k, v, real)
+        return decode_step(layout, site, slots, q, stored, v, real[:, 0], sweep).output, slots
+    (output, _), sums = extend_step(layout, site, slots, q, k, v, real)
     return output, admit(layout, slots, Chunk(stored, v, real, as_attention(layout.policy, sums, real)))
 
 

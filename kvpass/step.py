@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,8 +23,8 @@ from kvpass.statistics import statistics
 class Mask(Protocol):
     """The model's own mask, asked about keys at any place of the padded sequence."""
 
-    def __call__(self, index: Tensor, position: Tensor) -> Tensor:
-        """Places in the padded sequence and among the real tokens, int64 [B, H', N] each.
+    def __call__(self, index: Tensor, position: Tensor, facts: list[Tensor]) -> Tensor:
+        """Places in the padded sequence and among the real tokens, int64 [B, H', N] each, and facts of each key.
 
         Returns: bool or additive [B, Hkv or 1, G or 1, q, N].
         """
@@ -34,8 +34,9 @@ Rotate = Callable[[Tensor, Tensor], list[Tensor]]
 """The model's own rotary embedding: keys [B, Hkv, N, D] at positions int64 [B, H', N], in pieces of D."""
 
 
-Expand = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""What the model makes of its cache: stored [B, Hkv, N, D'] twice, to keys and values [B, Ha, N, D] for attention."""
+Expand = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, list[Tensor]]]
+"""What the model makes of its cache: stored [B, Hkv, N, D'] twice, to keys and values [B, Ha, N, D] for attention and
+facts [N, ...] that its mask reads."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Site:
         cap, sink: see `kvpass.calls.Call`; the sink is [B or 1, Hq, q or 1, 1].
         weights: the policy's own, as inputs of the graph; empty where they may be taken from the policy.
         expand: makes keys and values from what is stored, or None when they are stored as they are.
+        lse: whether the model wants the log-sum-exp of the logits as well.
     """
 
     scale: float
@@ -58,10 +60,18 @@ class Site:
     cap: float | None = None
     sink: Tensor | None = None
     expand: Expand | None = None
+    lse: bool = False
 
     def sinks(self, heads: int) -> Tensor | None:
         """The sink's logits [B or 1, Hkv, G, q or 1, 1]."""
         return None if self.sink is None else torch.unflatten(self.sink, 1, (heads, -1))
+
+
+class Attended(NamedTuple):
+    """What attention gives: the output [B, Hq, q, Dv], and the log-sum-exp, float32 [B, Hq, q], where it is wanted."""
+
+    output: Tensor
+    lse: Tensor | None = None
 
 
 def decode_step(
@@ -73,7 +83,7 @@ def decode_step(
     value: Tensor,
     real: Tensor,
     sweep: bool = False,
-) -> Tensor:
+) -> Attended:
     """Write one token to the free slot, attend, let the policy observe and free the next slot.
 
     Args:
@@ -81,15 +91,12 @@ def decode_step(
         query: [B, Hq, 1, D]; key: [B, Hkv, 1, D], as it is stored; value: [B, Hkv, 1, Dv].
         real: bool [B], false for a row whose token is padding.
         sweep: the other decode graph, which the host runs when `Policy.tick` says so.
-
-    Returns:
-        The attention output [B, Hq, 1, Dv].
     """
     policy = layout.policy
     tokens, index = _arrived(layout, slots, key, real)
     _write(slots, key, value, real if policy.overwrites else None)
     here = _View.of(layout, site, slots, tokens, index, query)
-    output, probabilities, logits = here.attend(rows=bool(policy.statistics))
+    attended, probabilities, logits = here.attend(rows=bool(policy.statistics))
     attention = _one_query(layout, probabilities, real)
     if sweep and "logits" in policy.statistics:
         assert logits is not None
@@ -99,18 +106,15 @@ def decode_step(
     if policy.aligns == ("sweep" if sweep else "step"):
         tokens = _realign(layout, site, slots, tokens)
     _commit(layout, slots, tokens, index, victim)
-    return output
+    return attended
 
 
-def read_step(layout: Layout, site: Site, slots: Slots, query: Tensor, key: Tensor, real: Tensor) -> Tensor:
+def read_step(layout: Layout, site: Site, slots: Slots, query: Tensor, key: Tensor, real: Tensor) -> Attended:
     """Attend once more after a `decode_step`, to what that attended to: the query of a layer that shares its cache.
 
     Args:
         slots: K and V as they are now, all else as it was before the step.
         query: [B, Hq, 1, D]; key: [B, Hkv, 1, D], the step's; real: bool [B].
-
-    Returns:
-        The attention output [B, Hq, 1, Dv].
     """
     tokens, index = _arrived(layout, slots, key, real)
     return _View.of(layout, site, slots, tokens, index, query).attend(rows=False)[0]
@@ -140,9 +144,9 @@ class _View:
         grouped = query.view(query.shape[0], layout.heads, -1, *query.shape[2:])  # [B, Hkv, G, 1, D]
         grouped = tempered(layout.policy, grouped, tokens.live.sum(-1)[:, :1])
         live = tokens.live[:, :, None, None]  # [B, H', 1, 1, C]
-        mask, bias = with_mask(live, site.mask(index, tokens.position) if site.mask else None)
+        key, value, facts = _expanded(site, *_read(layout, site, slots, tokens))
+        mask, bias = with_mask(live, site.mask(index, tokens.position, facts) if site.mask else None)
         own = layout.policy.bias(tokens, grouped.shape[2])
-        key, value = _expanded(site, *_read(layout, site, slots, tokens))
         own = None if own is None else own[..., None, :]
         heads = key.shape[1]
         if heads != layout.heads:  # they are made from what is stored
@@ -150,18 +154,25 @@ class _View:
             bias, own = (None if x is None else _over(x, heads) for x in (bias, own))
         return _View(site, grouped, key, value, mask, bias, own, _rotation(site, tokens))
 
-    def attend(self, rows: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The output [B, Hq, 1, Dv], and if `rows` are wanted probabilities and logits, float32 [B, Ha, ., 1, C]."""
+    def attend(self, rows: bool) -> tuple[Attended, Tensor | None, Tensor | None]:
+        """For one query, and if `rows` are wanted probabilities and logits, float32 [B, Ha, ., 1, C]."""
         site = self.site
+        rows = rows or site.lse
         given: dict[str, Any] = dict(scale=site.scale, mask=self.mask, rotate=self.rotate, cap=site.cap, rows=rows)
         given |= dict(bias=added(self.bias, self.own), sink=site.sinks(self.key.shape[1]))
         output, probabilities, logits = attend(self.query, self.key, self.value, **given)
-        return output.flatten(1, 2), probabilities, logits  # here: the compiler moves a product to its first user
+        output = output.flatten(1, 2)  # here: the compiler moves a product to its first user
+        return Attended(output, _log_sum_exp(site, logits)), probabilities, logits
 
     def logits(self) -> Tensor:
         """What the model makes of the keys before the softmax, float32 [B, Ha, ., 1, C]."""
         logits = capped(scores(self.query, self.key, scale=self.site.scale, rotate=self.rotate), self.site.cap)
         return torch.where(self.mask, logits if self.bias is None else logits + self.bias.float(), LOWEST)
+
+
+def _log_sum_exp(site: Site, logits: Tensor | None) -> Tensor | None:
+    """Of logits [B, Ha, ., q, N] to [B, Hq, q], where the model wants it."""
+    return logits.logsumexp(-1).flatten(1, 2) if site.lse and logits is not None else None
 
 
 def _over(x: Tensor, heads: int) -> Tensor:
@@ -298,9 +309,9 @@ def _read(layout: Layout, site: Site, slots: Slots, tokens: Tokens) -> tuple[Ten
     return layout.policy.align(tokens, slots.key, slots.value, layout.layer, weights, 0)[:2]
 
 
-def _expanded(site: Site, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """What attention sees of stored keys and values."""
-    return (key, value) if site.expand is None else site.expand(key, value)
+def _expanded(site: Site, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """What attention and its mask see of stored keys and values."""
+    return (key, value, []) if site.expand is None else site.expand(key, value)
 
 
 def _realign(layout: Layout, site: Site, slots: Slots, tokens: Tokens) -> Tokens:
@@ -327,7 +338,7 @@ def _commit(layout: Layout, slots: Slots, tokens: Tokens, index: Tensor, victim:
 
 def extend_step(
     layout: Layout, site: Site, slots: Slots, query: Tensor, key: Tensor, value: Tensor, real: Tensor
-) -> tuple[Tensor, list[Tensor]]:
+) -> tuple[Attended, list[Tensor]]:
     """Attend with a chunk of queries to [held slots, chunk], causally within the chunk.
 
     Args:
@@ -335,46 +346,47 @@ def extend_step(
         real: bool [B, q].
 
     Returns:
-        The attention output [B, Hq, q, Dv] and the `kvpass.statistics` of the chunk, whose columns are
-        [held slots, chunk].  They leave the policy's own bias out.
+        What attention gives and the `kvpass.statistics` of the chunk, whose columns are [held slots, chunk].
+        They leave the policy's own bias out.
     """
     policy, chunk = layout.policy, query.shape[2]
     held, rotate = slots.tokens(layout), site.rotate
     query = tempered(policy, query, held.live.sum(-1)[:, :1] + real.sum(-1, keepdim=True))
-    mask, bias = _chunk_mask(layout, site, slots, real)
     stored, rows = _read(layout, site, slots, held)
     kept = stored if rotate is None else torch.cat(rotate(stored, slots.rank), -1)
     keys = torch.cat([kept, key.to(kept.dtype)], 2)
-    keys, values = _expanded(site, keys, torch.cat([rows, value.to(rows.dtype)], 2))
+    keys, values, facts = _expanded(site, keys, torch.cat([rows, value.to(rows.dtype)], 2))
+    mask, bias = _chunk_mask(layout, site, slots, real, facts)
     full = _per_query_head(mask, bias, query.shape[1], layout.heads, query.dtype)
     own = policy.bias(held, query.shape[1] // layout.heads)
     seen = full
     if own is not None:
         own = torch.nn.functional.pad(own, (0, chunk))[..., None, :]  # [B, ., ., 1, C + q]
         seen = _per_query_head(mask, added(bias, own), query.shape[1], layout.heads, query.dtype)
-    output = _attended(site, query, keys, values, seen)
+    attended = _attended(site, query, keys, values, seen)
     if not policy.statistics:
-        return output, []
+        return attended, []
     common = (real, False, site.scale, layout.budget, site.cap, site.sink, layout.heads)
-    return output, statistics(policy, query, keys, full, *common)
+    return attended, statistics(policy, query, keys, full, *common)
 
 
-def _attended(site: Site, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """Attention of a chunk, [B, Hq, q, Dv]; mask bool or additive [B, Hq or 1, q, N]."""
+def _attended(site: Site, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Attended:
+    """Attention of a chunk; mask bool or additive [B, Hq or 1, q, N]."""
     heads = keys.shape[1]
     grouped = torch.unflatten(query, 1, (heads, -1))
-    if site.cap is None and site.sink is None and not by_kernel(grouped):
-        return torch.nn.functional.scaled_dot_product_attention(
-            query, keys, values, attn_mask=mask, scale=site.scale, enable_gqa=True
-        )
+    if site.cap is None and site.sink is None and not site.lse and not by_kernel(grouped):
+        given: dict[str, Any] = dict(attn_mask=mask, scale=site.scale, enable_gqa=True)
+        return Attended(torch.nn.functional.scaled_dot_product_attention(query, keys, values, **given))
     apart = mask[:, :, None] if mask.shape[1] == 1 else torch.unflatten(mask, 1, (heads, -1))
     allowed, bias = (apart, None) if apart.dtype == torch.bool else (apart > torch.finfo(apart.dtype).min / 2, apart)
-    given: dict[str, Any] = dict(scale=site.scale, mask=allowed, bias=bias)
-    given |= dict(cap=site.cap, sink=site.sinks(heads), rows=False)
-    return attend(grouped, keys, values, **given)[0].flatten(1, 2)
+    given = dict(scale=site.scale, mask=allowed, bias=bias, cap=site.cap, sink=site.sinks(heads), rows=site.lse)
+    output, _, logits = attend(grouped, keys, values, **given)
+    return Attended(output.flatten(1, 2), _log_sum_exp(site, logits))
 
 
-def _chunk_mask(layout: Layout, site: Site, slots: Slots, real: Tensor) -> tuple[Tensor, Tensor | None]:
+def _chunk_mask(
+    layout: Layout, site: Site, slots: Slots, real: Tensor, facts: list[Tensor]
+) -> tuple[Tensor, Tensor | None]:
     """Mask bool [B, H', 1 or G, q, C + q] and bias of a chunk on [held slots, chunk]."""
     count = real.shape[1]
     step = torch.arange(count, device=real.device)
@@ -385,7 +397,7 @@ def _chunk_mask(layout: Layout, site: Site, slots: Slots, real: Tensor) -> tuple
     mask = torch.cat([live, causal.expand(-1, layout.groups, -1, -1, -1)], -1)
     arriving = slots.seen[:, None] + real.cumsum(-1) - 1
     position = torch.cat([slots.position, arriving[:, None].expand(-1, layout.groups, -1)], -1)
-    return with_mask(mask, site.mask(index, position) if site.mask else None)
+    return with_mask(mask, site.mask(index, position, facts) if site.mask else None)
 
 
 def _per_query_head(mask: Tensor, bias: Tensor | None, query_heads: int, heads: int, dtype: torch.dtype) -> Tensor:

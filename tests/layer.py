@@ -69,7 +69,7 @@ class Lowered:
             ticks = [policy.tick(clock, budget) for clock in self.clocks]
             self.clocks = [clock for _, clock in ticks]
             sweep = any(due for due, _ in ticks)
-            return self.step(self.layout, site, slots, q, chunk.key, new.v, new.real[:, 0], sweep)
+            return self.step(self.layout, site, slots, q, chunk.key, new.v, new.real[:, 0], sweep).output
         if slots is None:
             q = tempered(policy, q, new.real.sum(-1, keepdim=True))
             mask = prompt_mask(new.real, policy, budget)
@@ -80,7 +80,7 @@ class Lowered:
             if policy.statistics:
                 sums = statistics(policy, q, k, mask, new.real, False, self.scale, self.layout.budget)
         else:
-            output, sums = extend_step(self.layout, site, slots, q, k, new.v, new.real)
+            (output, _), sums = extend_step(self.layout, site, slots, q, k, new.v, new.real)
         attention = as_attention(policy, sums, new.real) if policy.statistics else Attention()
         self.slots = admit(self.layout, slots, dataclasses.replace(chunk, attention=attention), self.limit)
         counts = new.real.sum(-1).tolist()

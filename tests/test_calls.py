@@ -48,7 +48,46 @@ def in_one_batch(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
     return torch.bmm(probabilities.view(rows * heads, count, -1), v).view(rows, heads, count, dim)
 
 
-SPELLINGS: list[Spelling] = [scale_first, scale_and_mask_together, soft_cap, sinks, in_one_batch]
+def gate_by_sum(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    """A sink that is applied afterwards: the output is multiplied by what the sink leaves of a row."""
+    logits = torch.matmul(q, k.transpose(2, 3)) * 0.25 + torch.where(allowed, 0.0, LOWEST)
+    left = (torch.logsumexp(logits, dim=-1) - torch.tensor([0.5, -0.5, 1.0, 0.0]).view(1, -1, 1)).sigmoid()
+    probabilities = torch.softmax(logits, -1, dtype=torch.float32).to(v.dtype)
+    return torch.matmul(probabilities, v) * left.unsqueeze(-1)
+
+
+def gate_by_sum_afterwards(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    logits = torch.matmul(q, k.transpose(2, 3)).masked_fill(~allowed, LOWEST).float()
+    return torch.matmul(logits.softmax(-1), v) * logits.logsumexp(-1, keepdim=True).tanh()
+
+
+def bias_of_values(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    """Each key has a bias that is made of its values, in all heads."""
+    bias = torch.nn.functional.softplus(v.transpose(1, 2).flatten(2) * 2).mean(-1) * 4
+    mask = bias[:, None, None].expand(-1, q.shape[1], q.shape[2], -1).masked_fill(~allowed, LOWEST)
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def bias_from_the_end(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    """The end of a table of biases, as long as the keys are; no more keys than the table has can be attended to."""
+    table = (torch.arange(1 - TABLE, 1) * torch.tensor([[0.5], [0.25], [0.1], [0.05]]))[:, None]  # [4, 1, TABLE]
+    bias = table[:, max(0, table.shape[1] - k.shape[2]) :, max(0, table.shape[2] - k.shape[2]) :]
+    logits = (torch.matmul(q, k.transpose(2, 3)) * 0.25 + bias).masked_fill(~allowed, LOWEST)
+    return torch.matmul(logits.softmax(-1), v)
+
+
+TABLE = 16
+SPELLINGS: list[Spelling] = [
+    scale_first,
+    scale_and_mask_together,
+    soft_cap,
+    sinks,
+    in_one_batch,
+    gate_by_sum,
+    gate_by_sum_afterwards,
+    bias_of_values,
+    bias_from_the_end,
+]
 
 
 class Model(torch.nn.Module):
@@ -76,8 +115,8 @@ class Model(torch.nn.Module):
 def run(model: Any, ids: Tensor) -> tuple[Tensor, Any]:
     out, past = model(ids[:, :6])
     outputs = [out]
-    for t in range(6, ids.shape[1]):
-        out, past = model(ids[:, t : t + 1], past)
+    for t in (6, *range(8, ids.shape[1])):  # a chunk, then single tokens
+        out, past = model(ids[:, t : 8 if t == 6 else t + 1], past)
         outputs.append(out)
     return torch.cat(outputs, 1), past
 
@@ -96,6 +135,35 @@ def test_every_spelling_is_rewritten_and_right(spelling: Spelling) -> None:
         bounded.append(run(torch.compile(model, backend=kvpass.backend("h2o", budget=6, inner=inner)), ids)[0])
     torch.testing.assert_close(bounded[0], bounded[1], atol=1e-4, rtol=1e-4)
     assert not torch.allclose(bounded[0], expected, atol=1e-3)  # something was evicted
+
+
+def test_a_table_that_ends_is_an_error_and_not_read_beyond() -> None:
+    model, ids = Model(bias_from_the_end).eval(), torch.zeros(2, TABLE + 1, dtype=torch.int64)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=kvpass.backend("streaming", budget=8, inner="eager"))
+    run(compiled, ids[:, :TABLE])
+    with pytest.raises(RuntimeError, match="fake"):
+        run(compiled, ids)
+
+
+def bias_of_all_values(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    bias = v.transpose(1, 2).flatten(2).mean(-1).cumsum(-1)
+    mask = torch.where(allowed, bias[:, None, None], LOWEST)
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def bias_beside_the_best(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    bias = torch.where(allowed, v.transpose(1, 2).flatten(2).mean(-1)[:, None, None], LOWEST)
+    mask = bias - bias.amax(-1, keepdim=True)
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+@pytest.mark.parametrize("spelling", [bias_of_all_values, bias_beside_the_best])
+def test_a_bias_that_looks_at_several_values_is_refused(spelling: Spelling) -> None:
+    model, ids = Model(spelling).eval(), torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
+    torch._dynamo.reset()
+    with pytest.raises(kvpass.UnsupportedGraph, match="several"):
+        run(torch.compile(model, backend=kvpass.backend("full", inner="eager")), ids)
 
 
 def find(function: Callable[..., Any], *args: Tensor) -> list[calls.Call]:
@@ -120,6 +188,31 @@ def test_what_is_read_off() -> None:
     (call,) = find(sinks, q, q, q, torch.ones(1, 1, 3, 3, dtype=torch.bool))
     assert call.sink is not None
     assert call.cap is None
+    (call,) = find(gate_by_sum, q, q, q, torch.ones(1, 1, 3, 3, dtype=torch.bool))
+    assert call.lse is not None
+
+
+def sum_with_the_sink(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    joined = torch.cat([torch.matmul(q, k.transpose(2, 3)), torch.ones(*q.shape[:3], 1)], -1)
+    return torch.matmul(joined.softmax(-1)[..., :-1], v) * joined.logsumexp(-1, keepdim=True)
+
+
+def sum_of_other_logits(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    logits = torch.matmul(q, k.transpose(2, 3))
+    shifted = logits - logits.max(-1, keepdim=True).values
+    return torch.matmul(shifted.softmax(-1), v) * shifted.logsumexp(-1, keepdim=True)
+
+
+def sum_over_queries(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    logits = torch.matmul(q, k.transpose(2, 3))
+    return torch.matmul(logits.softmax(-1), v) * logits.logsumexp(-2)[..., None]
+
+
+@pytest.mark.parametrize("function", [sum_with_the_sink, sum_of_other_logits, sum_over_queries])
+def test_what_is_no_log_sum_exp_of_the_logits(function: Callable[..., Tensor]) -> None:
+    q = torch.randn(2, 4, 3, 16)
+    (call,) = find(function, q, q, q)
+    assert call.lse is None
 
 
 @pytest.mark.parametrize(

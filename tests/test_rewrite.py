@@ -102,8 +102,15 @@ def test_a_preallocated_cache_is_refused_and_not_silently_full() -> None:
     cache = transformers.StaticCache(config=model.config, max_cache_len=32)
     ids, _ = prompt(1, 6, ())
     compiled = torch.compile(model, backend=kvpass.backend("window", budget=8, inner="eager"))
-    with torch.no_grad(), pytest.raises(kvpass.UnsupportedGraph, match="StaticCache"):
+    with torch.no_grad(), pytest.raises(kvpass.UnsupportedGraph, match="pass a DynamicCache"):
         compiled(ids, past_key_values=cache, use_cache=True)
+
+
+def test_a_static_cache_that_generate_makes_is_refused() -> None:
+    model = kvpass.compile(build("Llama"), "window", budget=8, inner="eager")
+    ids, mask = prompt(1, 6, ())
+    with pytest.raises(kvpass.UnsupportedGraph, match="leave out cache_implementation='static'"):
+        model.generate(ids, attention_mask=mask, max_new_tokens=2, cache_implementation="static")  # type: ignore[operator]
 
 
 def half(x: torch.Tensor, cos: torch.Tensor) -> torch.Tensor:

@@ -59,7 +59,7 @@ def step(bench: Bench, name: str, slots: int, rows: int) -> Callable[[], Any]:
 
     def function(*tensors: Tensor) -> Tensor:
         *state, q, k, v, real = tensors
-        return decode_step(layout, Site(DIM**-0.5), Slots.of(list(state), names), q, k, v, real)
+        return decode_step(layout, Site(DIM**-0.5), Slots.of(list(state), names), q, k, v, real).output
 
     new = [bench.randn(rows, count, 1, DIM) for count in (HEADS * GROUPS, HEADS, HEADS)]
     arguments = [*held.tensors(), *new, torch.ones(rows, dtype=torch.bool, device=bench.device)]

@@ -7,6 +7,7 @@ every attention call becomes a Python call that works on lists of tokens.  Slow,
 from __future__ import annotations
 
 import dataclasses
+import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass.expansion import Expansion, cut_expansion
+from kvpass.graphs import value
 from kvpass.instantiate import RotarySlice
 from kvpass.match import AttentionSite
 from kvpass.policies.base import Attention
@@ -58,20 +60,23 @@ class ReferenceRewriter(StepRewriter):
         owner = self.sites[number]
         attended = self._joined(owner.key) if owner.made else owner.key  # turned, where what is stored is not
         stored = self._rotary(number).raw if self.ranked else attended
-        expansion = cut_expansion(self.gm, site, self.sizes)
+        expansion = cut_expansion(self.gm, site, self.sizes, mask.facts if mask else ())
         bound = {
             "mask": mask.nodes if mask else [],
             "angles": list(rotary.angles.bound) if rotary else [],
             "turn": list(rotary.turn.bound) if rotary else [],
             "expand": list(expansion.slice.bound) if expansion else [],
         }
-        call = _Call(site, self.layouts[number], mask, rotary, expansion, first)
+        wide_lse = site.lse is not None and value(site.lse).ndim == 4
+        call = _Call(site, self.layouts[number], mask, rotary, expansion, first, wide_lse)
         tokens = (site.query, attended, stored, new[1], self._real_now(site, mask))
         arguments = (self.inputs[number][0], *tokens, bound, site.sink)
         with self.graph.inserting_before(site.call):
-            out = self.graph.call_function(call, arguments)
-        out.meta["example_value"] = site.call.meta["example_value"]
-        site.call.replace_all_uses_with(out)
+            both = self.graph.call_function(call, arguments)
+        self._early_enough(site, both.all_input_nodes).prepend(both)
+        with self.graph.inserting_after(both):
+            made = [self.graph.call_function(operator.getitem, (both, place)) for place in (0, 1)]
+        self._instead(site, made)
         return []
 
     def _before(self, number: int) -> list[fx.Node]:
@@ -107,6 +112,7 @@ class _Call:
     rotary: RotarySlice | None
     expansion: Expansion | None
     first: bool
+    wide_lse: bool
 
     @property
     def __name__(self) -> str:
@@ -122,22 +128,28 @@ class _Call:
         real: Tensor,
         bound: dict[str, list[Any]],
         sink: Tensor | None,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
+        """The output [B, Hq, q, Dv] and the log-sum-exp of the logits, [B, Hq, q], or [B, Hq, q, 1] if wide."""
         layout, site, queries = self.layout, self.site, query.shape[2]
         if self.first:
             store.view = self._view(store, query, key, value, real, bound)
         view: View = store.view
         keys, values = view.keys, view.values
+        facts: list[Tensor] = []
         if self.expansion is not None:
-            keys, values = self.expansion.on_slots(keys, values, bound["expand"])
-        own = None if self.mask is None else self.mask.on_slots(view.places, view.position, layout.heads, bound["mask"])
+            keys, values, facts = self.expansion.on_slots(keys, values, bound["expand"])
+        own = None
+        if self.mask is not None:
+            own = self.mask.on_slots(view.places, view.position, layout.heads, bound["mask"], facts)
         allowed, bias = _allowed(layout, view.position[..., :-queries] >= 0, real, own, query.shape[1])
         logits = attention_logits(query * view.factor, keys, allowed, bias, site.scale, site.cap)
-        rows = _softmax(_plus(logits, view.bias), sink)  # [B, Hq, q, N + q]
+        biased = _plus(logits, view.bias)
+        rows = _softmax(biased, sink)  # [B, Hq, q, N + q]
         if self.first:
             store.take(Chunk(stored, value, real, Attention()), rows, logits)
         output: Tensor = rows.to(values.dtype) @ values.repeat_interleave(query.shape[1] // values.shape[1], 1)
-        return output
+        lse = biased.logsumexp(-1).to(values.dtype)
+        return output, lse[..., None] if self.wide_lse else lse
 
     def _view(
         self,

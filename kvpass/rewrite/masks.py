@@ -8,6 +8,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from kvpass.expansion import Expansion
 from kvpass.instantiate import MaskSlice, as_allowed
 
 
@@ -22,7 +23,14 @@ class MaskOnSlots:
     def tells_padding(self) -> bool:
         return True
 
-    def on_slots(self, index: Tensor, position: Tensor, heads: int, tensors: list[Tensor]) -> Tensor:
+    @property
+    def facts(self) -> tuple[fx.Node, ...]:
+        """What it reads of the stored rows."""
+        return ()
+
+    def on_slots(
+        self, index: Tensor, position: Tensor, heads: int, tensors: list[Tensor], facts: list[Tensor]
+    ) -> Tensor:
         raise NotImplementedError
 
     def of_new(self, length: Tensor, tensors: list[Tensor]) -> Tensor:
@@ -34,35 +42,48 @@ class SlicedMask(MaskOnSlots):
     """A mask that is computed from a key index.
 
     Attributes:
-        shifted: the model counts keys from the first that it stores; the second node is that one's place.
+        shifted: the model counts keys from the first that it stores; the first node is that one's place.
+        expansion: where it reads stored rows, what makes its facts of the new tokens' key and value, which are the
+            last nodes but for those that the expansion binds.
     """
 
     piece: MaskSlice
     shifted: bool
+    expansion: Expansion | None = None
+
+    @property
+    def facts(self) -> tuple[fx.Node, ...]:
+        return self.piece.facts
 
     @property
     def tells_padding(self) -> bool:
         return bool(self.piece.columns)
 
-    def on_slots(self, index: Tensor, position: Tensor, heads: int, tensors: list[Tensor]) -> Tensor:
-        first, columns, bound = self._sorted(tensors)
+    def on_slots(
+        self, index: Tensor, position: Tensor, heads: int, tensors: list[Tensor], facts: list[Tensor]
+    ) -> Tensor:
+        first, columns, bound, _ = self._sorted(tensors)
         ones = [torch.ones_like(column[:, :1]) for column in columns]
-        return self.piece.on_slots(index, position, first, heads, ones, bound)
+        return self.piece.on_slots(index, position, first, heads, ones, bound, facts)
 
     def of_new(self, length: Tensor, tensors: list[Tensor]) -> Tensor:
-        first, columns, bound = self._sorted(tensors)
-        return self.piece.of_new(length, first, self.queries, columns, bound)
+        first, columns, bound, new = self._sorted(tensors)
+        facts = self.expansion.on_slots(new[0], new[1], new[2:])[2] if self.expansion else []
+        return self.piece.of_new(length, first, self.queries, columns, bound, facts)
 
-    def _sorted(self, tensors: list[Tensor]) -> tuple[Tensor | int, list[Tensor], list[Tensor]]:
-        start, count = int(self.shifted), len(self.piece.columns)
-        return tensors[0] if start else 0, tensors[start : start + count], tensors[start + count :]
+    def _sorted(self, tensors: list[Tensor]) -> tuple[Tensor | int, list[Tensor], list[Tensor], list[Tensor]]:
+        start, count, bound = int(self.shifted), len(self.piece.columns), len(self.piece.slice.bound)
+        ends = (start + count, start + count + bound)
+        return tensors[0] if start else 0, tensors[start : ends[0]], tensors[ends[0] : ends[1]], tensors[ends[1] :]
 
 
 @dataclasses.dataclass(frozen=True)
 class ColumnMask(MaskOnSlots):
     """A mask whose size does not grow (the length was traced as a number): its columns are picked."""
 
-    def on_slots(self, index: Tensor, position: Tensor, heads: int, tensors: list[Tensor]) -> Tensor:
+    def on_slots(
+        self, index: Tensor, position: Tensor, heads: int, tensors: list[Tensor], facts: list[Tensor]
+    ) -> Tensor:
         mask = tensors[0]  # [B or 1, Hq or 1, q, S]
         rows, groups, _ = index.shape
         mask = mask.expand(rows, -1, self.queries, -1)

@@ -12,7 +12,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass import compat, graphs, match
+from kvpass import compat, graphs, match, selection
 from kvpass.errors import UnsupportedGraph
 from kvpass.expansion import Expansion, cut_expansion
 from kvpass.graphs import Sizes, placeholders, value
@@ -20,8 +20,9 @@ from kvpass.instantiate import MaskSlice, RotarySlice, cut_mask, cut_rotary
 from kvpass.match import AttentionSite
 from kvpass.rewrite import renumber
 from kvpass.rewrite.masks import ColumnMask, MaskOnSlots, SlicedMask
+from kvpass.selection import Selection
 from kvpass.slots import Layout, Slots
-from kvpass.step import Site, decode_step, extend_step, read_step
+from kvpass.step import Attended, Site, decode_step, extend_step, read_step
 
 NAMES = ("key", "value", "position", "index", "free", "seen", "length", "rank")
 
@@ -43,6 +44,8 @@ class StepRewrite:
         chunks: for each site of an extend graph the places of stored key, value, real and statistics.
         beside: computes, from Dynamo's arguments and uncompiled, what takes all tokens to compute: first the `grown`
             outputs of the original graph, such as a mask that another graph goes on with, then further inputs.
+        unread: outputs of the original graph that grow and that nothing reads on slots: the argument that each is
+            longer than, and the dimension.
         real: the place of bool [B, 1], which of the tokens were real, if the graph leaves counting to its caller.
     """
 
@@ -58,6 +61,7 @@ class StepRewrite:
     chunks: list[list[int]]
     beside: fx.GraphModule | None
     grown: list[int]
+    unread: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
     real: int | None = None
 
     def count(self, slots: list[Slots], results: Sequence[Any]) -> None:
@@ -132,6 +136,8 @@ class StepRewriter:
         self._asides: dict[fx.Node, fx.Node] = {}
         self._real: dict[fx.Node | None, fx.Node] = {}
         self._tables: dict[Any, list[fx.Node]] = {}
+        self._unread: dict[int, tuple[int, int]] = {}
+        self._first_rank: fx.Node | None = None
         self.counted: fx.Node | None = None
 
     def run(self) -> StepRewrite:
@@ -221,9 +227,13 @@ class StepRewriter:
                         base, count = self._lookup(base, dim, part.start or 0, value(node).shape[dim])
                         counts += count
                     elif part != slice(None):
-                        base = self._call(operator.getitem, base, (slice(None),) * dim + (part,))
+                        base = self._call(operator.getitem, base, (slice(None),) * dim + (self._fixed_slice(part),))
             node.replace_all_uses_with(base)
         return counts
+
+    def _fixed_slice(self, part: slice) -> slice:
+        start, stop = (None if end is None else self.sizes.fixed(end) for end in (part.start, part.stop))
+        return slice(start, stop)
 
     def _growing_slices(self, node: fx.Node, parts: tuple[Any, ...]) -> list[bool]:
         """Which of the slices have an end that grows; none if they are not all of a kind that can be looked up."""
@@ -316,7 +326,7 @@ class StepRewriter:
         layout = self.layouts[number]
         mask, mask_key = self._mask(site, self.windows[number])
         rotary = self.pieces[number] if self.pieces else None
-        expansion = cut_expansion(self.gm, site, self.sizes)
+        expansion = cut_expansion(self.gm, site, self.sizes, mask.facts if mask else ())
         real = self._real_now(site, mask)
         groups = {
             "slots": slots,
@@ -335,23 +345,47 @@ class StepRewriter:
             mask_key,
             rotary and rotary.key,
             expansion and expansion.slice.key,
-            (site.scale, site.cap, site.sink is None, first),
+            (site.scale, site.cap, site.sink is None, site.lse is None, first),
             *(str((self._shape(n), value(n).stride())) for n in nodes),
         )
         if key not in self._traced:
             counts = {name: len(group) for name, group in groups.items()}
             layer = _Layer(layout, site, mask, rotary, expansion)
             self._traced[key] = self._trace(layer, nodes, counts, list(self.slots[number].state), first)
-        with self.graph.inserting_before(site.call):
-            out, *more = graphs.splice(self.gm, self._traced[key], nodes, site.call, f"kvpass_{site.call.name}")
-        out.meta["example_value"] = value(site.call)
-        site.call.replace_all_uses_with(out)
-        return [real, *more]
+        before = self._early_enough(site, nodes)
+        made = graphs.splice(self.gm, self._traced[key], nodes, before, f"kvpass_{site.call.name}")
+        return [real, *self._instead(site, made)]
+
+    def _early_enough(self, site: AttentionSite, needed: list[fx.Node]) -> fx.Node:
+        """The node before which a site's step is spliced in, which comes after all that it needs.
+
+        What the model makes of a log-sum-exp may stand before its second product.
+        """
+        if site.lse is None or site.call < site.lse:
+            return site.call
+        for node in needed:
+            graphs.move_before(site.lse, node)
+        return site.lse
+
+    def _instead(self, site: AttentionSite, made: list[fx.Node]) -> list[fx.Node]:
+        """Let what a step gives, in the order of `Attended`, stand for the model's own; what it gives beyond that."""
+        own = [node for node in (site.call, site.lse) if node is not None]
+        for theirs, ours in zip(own, made, strict=False):
+            ours.meta["example_value"] = value(theirs)
+            theirs.replace_all_uses_with(ours)
+        return made[len(own) :]
 
     def _trace(
         self, layer: _Layer, nodes: list[fx.Node], counts: dict[str, int], state: list[str], first: bool
     ) -> fx.GraphModule:
         layout, sweep = layer.layout, self.sweep
+        lse = None if layer.found.lse is None else (self._shape(layer.found.lse), value(layer.found.lse).dtype)
+
+        def given_out(attended: Attended) -> list[Tensor]:
+            if lse is None or attended.lse is None:
+                return [attended.output]
+            shape, dtype = lse
+            return [attended.output, attended.lse.view(shape).to(dtype)]
 
         def function(*tensors: Tensor) -> Any:
             given = _grouped(tensors, counts)
@@ -359,11 +393,11 @@ class StepRewriter:
             query, key, new_value, real = given["new"]
             here = layer.site(given)
             if self.decodes and first:
-                return [decode_step(layout, here, slots, query, key, new_value, real[:, 0], sweep)]
+                return given_out(decode_step(layout, here, slots, query, key, new_value, real[:, 0], sweep))
             if self.decodes:
-                return [read_step(layout, here, slots, query, key, real[:, 0])]
-            output, sums = extend_step(layout, here, slots, query, key, new_value, real)
-            return [output, *sums] if first else [output]
+                return given_out(read_step(layout, here, slots, query, key, real[:, 0]))
+            attended, sums = extend_step(layout, here, slots, query, key, new_value, real)
+            return given_out(attended) + (sums if first else [])
 
         with compat.fake_mode() as fake:
             examples = [fake(self._example(n)) for n in nodes]
@@ -375,9 +409,11 @@ class StepRewriter:
     def _example(self, node: fx.Node) -> Tensor:
         """A tensor like the one that the node will be, strides included."""
         kind = dict(dtype=value(node).dtype, device=self._device(node))
-        if _loose(value(node)):
+        strides = value(node).stride()
+        made_dense = node.op == "placeholder" and _loose(value(node))  # see `StepRewrite.flat`
+        if made_dense or any(self.sizes.grows(stride) for stride in strides):
             return torch.empty(self._shape(node), **kind)
-        return torch.empty_strided(self._shape(node), value(node).stride(), **kind)
+        return torch.empty_strided(self._shape(node), [self.sizes.fixed(stride) for stride in strides], **kind)
 
     def _device(self, node: fx.Node) -> torch.device:
         """Where a node's tensor is; our own inputs are where the slots are."""
@@ -393,18 +429,33 @@ class StepRewriter:
         if window is None and not self.sizes.grown(value(site.mask)):
             return ColumnMask([site.mask], self.queries), "columns"
         if site.mask not in self._masks:
-            behind = graphs.ancestors(site.mask)
+            stored = [site.grown_key, site.grown_value]
+            chosen = self._choose_all(site)
+            behind = graphs.ancestors(site.mask, [*stored, *(each.node for each in chosen)])
             columns = match.key_columns(behind, self.actual, self.rows, self.seen + self.queries)
             counts = [count for count in self.counts[window] if count in behind]
             wide = match.wide_columns(behind, self.actual, self.sizes)
-            self._masks[site.mask] = cut_mask(self.gm, site.mask, self.sizes, counts, columns, wide)
+            self._masks[site.mask] = cut_mask(self.gm, site.mask, self.sizes, counts, columns, wide, stored)
         piece = self._masks[site.mask]
         for column in piece.columns:
             self._column(column)
         bound = [self._bound(piece, node) for node in piece.slice.bound]
         first = [] if window is None else [self._first_stored(window)]
         nodes = [*first, *(self._columns[c] for c in piece.columns), *bound]
-        return SlicedMask(nodes, self.queries, piece, bool(first)), (piece.slice.key, bool(first))
+        expansion = cut_expansion(self.gm, site, self.sizes, piece.facts) if piece.facts else None
+        if expansion:
+            nodes += [self._joined(site.key), self._joined(site.value), *expansion.slice.bound]
+        return SlicedMask(nodes, self.queries, piece, bool(first), expansion), (piece.slice.key, bool(first))
+
+    def _choose_all(self, site: AttentionSite) -> list[Selection]:
+        """The sparse indices in a site's mask, which choose all slots; the keys that they score by are dropped."""
+        chosen, held = selection.find(site.mask), max(slots.capacity for slots in self.slots)
+        outputs = graphs.results(self.graph)
+        for each in chosen:
+            each.check(held if self.decodes else held + self.queries)
+            for node, dim in selection.cached(each, outputs):
+                self._unread[outputs.index(node)] = (self.holders.index(graphs.past_of(node)), dim)
+        return chosen
 
     def _first_stored(self, window: int) -> fx.Node:
         """The place in the padded sequence of the first token that the model stores."""
@@ -495,6 +546,8 @@ class StepRewriter:
         key = (rotary.angles.key, rotary.position, capacity)
         if key not in self._tables:
             nodes = [self.length, *rotary.angles.bound]  # the length only stands for the device
+            for node in rotary.angles.bound:  # a later module of the model may make it
+                graphs.move_before(self.sites[0].call, node)
 
             def function(length: Tensor, *bound: Tensor) -> list[Tensor]:
                 return rotary.table(capacity, list(bound), length.device)
@@ -512,9 +565,9 @@ class StepRewriter:
         along = next(
             (d for d in range(len(shape) - 1, -1, -1) if shape[d] == queries and (d or len(shape) == 1)), len(shape) - 1
         )
-        rows, decodes, dtype = self.rows, self.decodes, value(position).dtype
+        rows, dtype = self.rows, value(position).dtype
         mask, _ = self._mask(self.sites[0], self.windows[0])
-        padded = mask if mask is not None and mask.tells_padding and not decodes else None
+        padded = mask if mask is not None and mask.tells_padding and not self.decodes else None
         masks = {node for read in padded.nodes for node in graphs.ancestors(read)} if padded else set()
         users = [user for user in self.graph.nodes if user in position.users and user not in masks]
         real = []
@@ -523,12 +576,8 @@ class StepRewriter:
                 graphs.move_before(users[0], read)
             real = [self._real_now(self.sites[0], padded, users[0])]
 
-        def function(position: Tensor, free: Tensor, *real: Tensor) -> Tensor:
-            live = position[:, 0] >= 0
-            first = live.sum(-1)  # [B]
-            if decodes:
-                first = first - live.gather(-1, free[:, :1])[:, 0].long()  # the token that will be overwritten
-            steps = [(new.cumsum(-1) - 1).clamp(min=0) for new in real] or [torch.arange(queries, device=free.device)]
+        def function(first: Tensor, *real: Tensor) -> Tensor:
+            steps = [(new.cumsum(-1) - 1).clamp(min=0) for new in real] or [torch.arange(queries, device=first.device)]
             ranks = first[:, None] + steps[0]  # [B, q]
             if len(shape) == 1:
                 return ranks[0]
@@ -537,7 +586,7 @@ class StepRewriter:
             return ranks.view(full).to(dtype)
 
         with compat.fake_mode() as fake:
-            held = [self.inputs[0][2], self.inputs[0][4], *real]
+            held = [self._rank_of_first(), *real]
             traced = compat.trace(function, [fake(self._example(node)) for node in held])
         before = users[0] if real else position.next
         ranks = graphs.splice(self.gm, traced, held, before, f"kvpass_rank_{position.name}")[0]
@@ -545,11 +594,30 @@ class StepRewriter:
         for user in users:
             user.replace_input_with(position, ranks)
 
+    def _rank_of_first(self) -> fx.Node:
+        """int64 [B]: the rank of the first new token; read before the first layer's step, which writes there."""
+        if self._first_rank is None:
+            held, decodes = [self.inputs[0][2], self.inputs[0][4]], self.decodes
+
+            def function(position: Tensor, free: Tensor) -> Tensor:
+                live = position[:, 0] >= 0
+                gone = live.gather(-1, free[:, :1])[:, 0].long()  # the token that will be overwritten
+                return live.sum(-1) - gone if decodes else live.sum(-1)
+
+            with compat.fake_mode() as fake:
+                traced = compat.trace(function, [fake(self._example(node)) for node in held])
+            self._first_rank = graphs.splice(self.gm, traced, held, self.length.next, "kvpass_first_rank")[0]
+            self._first_rank.meta["example_value"] = torch.empty((self.rows,), dtype=torch.int64, device="meta")
+        return self._first_rank
+
     def _renumber(self) -> None:
         """Let position ids count held tokens, for a policy that wants that."""
         seen, length = (self.slots[0].tensors()[place] for place in (5, 6))
-        held = [self.inputs[0][2], self.inputs[0][5]]
         found = renumber.readers(self.gm, self.sites, self.actual, renumber.fits_step(seen, length))
+        held = [self.inputs[0][2], self.inputs[0][5]]
+        if any(self.sites[0].call < reader.node for reader in found):
+            before = self._before(0)  # the first layer's step writes there
+            held = [before[2], before[5]]
         for i, reader in enumerate(found):
             with compat.fake_mode() as fake:
                 examples = [fake(self._example(node)) for node in (reader.ids, *held)]
@@ -580,9 +648,9 @@ class StepRewriter:
         grown = [
             place
             for place, out in enumerate(originals)
-            if place not in caches and graphs.is_tensor(out) and self.sizes.grown(value(out))
+            if place not in caches | self._unread.keys() and graphs.is_tensor(out) and self.sizes.grown(value(out))
         ]
-        gone = {*caches, *lengths, *grown}
+        gone = {*caches, *lengths, *grown, *self._unread}
         kept = [out for place, out in enumerate(originals) if place not in gone]
         places = iter(range(len(kept)))
         mapping = [None if place in gone else next(places) for place in range(len(originals))]
@@ -614,6 +682,7 @@ class StepRewriter:
             chunks=chunk_places if any(chunk_places) else [],
             beside=self._on_all_tokens(grown) if grown or self._asides else None,
             grown=grown,
+            unread=self._unread,
             real=real,
         )
 
@@ -686,15 +755,15 @@ class _Layer:
         """The site, with the tensors that its parts read."""
         mask, rotary, expansion, heads = self.mask, self.rotary, self.expansion, self.layout.heads
 
-        def masked(index: Tensor, position: Tensor) -> Tensor:
+        def masked(index: Tensor, position: Tensor, facts: list[Tensor]) -> Tensor:
             assert mask is not None
-            return mask.on_slots(index, position, heads, given["mask"])
+            return mask.on_slots(index, position, heads, given["mask"], facts)
 
         def turned(keys: Tensor, rank: Tensor) -> list[Tensor]:
             assert rotary is not None
             return rotary.on_slots(keys, rank, given["table"], given["turn"])
 
-        def expanded(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        def expanded(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
             assert expansion is not None
             return expansion.on_slots(key, value, given["expand"])
 
@@ -706,6 +775,7 @@ class _Layer:
             cap=self.found.cap,
             sink=given["sink"][0] if given["sink"] else None,
             expand=expanded if expansion else None,
+            lse=self.found.lse is not None,
         )
 
 

@@ -64,6 +64,7 @@ class Run:
 
 def examine(name: str, padding: int = 0) -> Verdict:
     """Run an architecture uncompiled, under every policy, and under every policy's reference."""
+    padding = 0 if name in zoo.UNPADDED else padding
     try:
         model = zoo.build(name)
         expected = generate(model, None, padding)
@@ -145,7 +146,7 @@ def generate(model: Any, chosen: Backend | None, padding: int) -> Run:
     with compiled(model, chosen), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         out = model.generate(
-            ids, attention_mask=mask, max_new_tokens=STEPS, min_new_tokens=STEPS, do_sample=False,
-            output_logits=True, return_dict_in_generate=True, use_cache=True,
+            ids, attention_mask=mask, max_new_tokens=STEPS, min_new_tokens=STEPS, do_sample=False, use_cache=True,
+            output_logits=True, return_dict_in_generate=True, num_return_sequences=1,
         )  # fmt: skip
     return Run(out.sequences, torch.stack(out.logits, 1), out.past_key_values)

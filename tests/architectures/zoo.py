@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import PreTrainedConfig
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 LAYERS = 2
@@ -19,6 +18,7 @@ VOCABULARY = 128
 SMALL: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
+    "hidden_size_global": 64,
     "d_model": 64,
     "n_embd": 64,
     "embedding_size": 64,
@@ -66,12 +66,14 @@ _LATENT = dict(
 )
 _TURNED = dict(_LATENT, head_dim=8)
 _DECODER = dict(is_decoder=True)
+_ONE_VOICE = dict(num_codebooks=1, decoder_start_token_id=1)
+_SHARED = dict(num_hidden_layers=4, layers_block_type=["linear_attention", "hybrid"] * 2, mamba_d_state=16)
 _HYBRID = dict(layer_types=["linear_attention", "full_attention"])
 
 _ALTERNATING = ["sliding_attention", "full_attention"]
 
 SPECIAL: dict[str, dict[str, Any]] = {
-    "axk1": _TURNED,
+    "axk1": dict(_TURNED, n_group=2, topk_group=1),
     "axk2": _LATENT,
     "bailing_hybrid": dict(_LATENT, **_HYBRID),
     "bamba": dict(attn_layer_indices=[1], mamba_n_heads=4, mamba_d_head=32, mamba_d_state=16),
@@ -79,13 +81,16 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "bert-generation": _DECODER,
     "big_bird": _DECODER,
     "camembert": _DECODER,
+    "cohere_compass_text": dict(rope_parameters={"full_attention": dict(rope_type="default", rope_theta=10000.0)}),
+    "blt": dict(num_hidden_layers=2, encoder_hash_byte_group_vocab=64),
     "codegen": dict(rotary_dim=8),
     "data2vec-text": _DECODER,
+    "dbrx": dict(attn_config=dict(kv_n_heads=2, clip_qkv=8.0, rope_theta=10000.0), ffn_config=dict(ffn_hidden_size=96)),
     "deepseek_v2": _LATENT,
     "deepseek_v3": _TURNED,
     "deepseek_v32": _LATENT,
+    "doge": dict(sliding_window=None),
     "dots1": dict(n_shared_experts=1),
-    "dots3_note": dict(num_key_value_heads=4),
     "dots3_note_text": dict(num_key_value_heads=4),
     "electra": _DECODER,
     "ernie": _DECODER,
@@ -101,14 +106,22 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "kimi_linear": dict(_LATENT, num_experts_per_token=2, **_HYBRID),
     "lfm2_moe": dict(layer_types=["conv", "full_attention"]),
     "lfm3": dict(layer_types=["conv", "full_attention"]),
+    "mamba2": dict(head_dim=32, state_size=16, n_groups=1),
     "longcat_flash": dict(_TURNED, num_layers=1),
     "megatron-bert": _DECODER,
     "minicpm3": _LATENT,
+    "musicgen_decoder": _ONE_VOICE,
+    "musicgen_melody_decoder": _ONE_VOICE,
     "qwen3_5_moe_text": _HYBRID,
     "qwen3_5_text": _HYBRID,
     "qwen3_next": _HYBRID,
-    "qwen4_exp_text": _HYBRID,
-    "reformer": _DECODER,
+    "qwen4_exp_text": dict(
+        _HYBRID, indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=64, indexer_compress_ratio=4
+    ),
+    "reformer": dict(
+        is_decoder=True, axial_pos_embds_dim=[32, 32], axial_pos_shape=[8, 8], attention_head_size=16, num_hashes=1
+    ),
+    "recurrent_gemma": dict(block_types=["recurrent", "attention"]),
     "rembert": _DECODER,
     "roberta": _DECODER,
     "roberta-prelayernorm": _DECODER,
@@ -116,11 +129,18 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "roformer": _DECODER,
     "xlm-roberta": _DECODER,
     "xlm-roberta-xl": _DECODER,
+    "xlstm": dict(hidden_size=128, num_heads=2),
     "xmod": dict(is_decoder=True, languages=["en"], default_language="en"),
     "youtu": _TURNED,
+    "zamba": dict(_SHARED, n_mamba_heads=2),
+    "zamba2": dict(_SHARED, n_mamba_heads=4),
     "zaya": dict(num_experts_per_tok=1),
 }
 """Fields of single architectures, by model type, that the table above does not get right."""
+
+
+UNPADDED = frozenset({"musicgen", "musicgen_melody"})
+"""What `generate` begins with a start token of its own, so that a mask of the prompt is not one of what it sees."""
 
 
 def names() -> list[str]:
@@ -129,22 +149,39 @@ def names() -> list[str]:
 
 
 def config(name: str) -> PreTrainedConfig:
-    """The smallest configuration of an architecture."""
-    return _shrunk(CONFIG_MAPPING[name], SPECIAL.get(name, {}))
+    """The smallest configuration of an architecture; of a model of images and text, say, that of its text."""
+    config_class = _model_class(name).config_class
+    return _shrunk(config_class, SPECIAL.get(name, SPECIAL.get(config_class.model_type, {})))
+
+
+def _model_class(name: str) -> type[PreTrainedModel]:
+    model_class: type[PreTrainedModel] = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name])
+    return model_class
 
 
 def _shrunk(config_class: type[PreTrainedConfig], special: dict[str, Any]) -> PreTrainedConfig:
     default = config_class()
     fields = default.to_dict()
     small = {key: value for key, value in SMALL.items() if key in fields}
+    parts = {}
     for key, value in vars(default).items():
         if isinstance(value, PreTrainedConfig):
-            small[key] = _shrunk(type(value), special.get(key, {})).to_dict()
-    return config_class(**{**small, **special})
+            own = SPECIAL.get(value.model_type, {}) | special.get(key, {})
+            parts[key] = _shrunk(type(value), own).to_dict()
+    return config_class(**{**small, **special, **parts})
 
 
 def build(name: str) -> torch.nn.Module:
     """The tiny random model, in float32 and evaluation mode."""
-    model_class = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name])
     torch.manual_seed(0)
-    return model_class(config(name)).float().eval()
+    model = _model_class(name)(config(name)).float().eval()
+    _stir(model)
+    return model
+
+
+@torch.no_grad()
+def _stir(model: torch.nn.Module) -> None:
+    """Give parameters that begin as zeros, such as biases and sinks, values that an error in their use would show."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and not parameter.any():
+            parameter.normal_(std=0.2)

@@ -1,0 +1,102 @@
+"""Sparse indices: a mask that lets each query see the keys that score best, by a small attention of its own.
+
+Such a mask hides nothing while there are no more keys than it selects.  On no more slots than that it is taken for
+one that selects all, and the keys by which it scores, which the model caches beside the others, are not kept at all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import torch.fx as fx
+
+from kvpass import graphs
+from kvpass.errors import UnsupportedGraph
+from kvpass.graphs import ancestors, expr, name_of, value
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """A choice among the keys.
+
+    Attributes:
+        node: the mask of the chosen ones, a number scattered to their places.
+        number: what stands at a chosen place.
+        best: the topk that chooses them.
+        most: how many it chooses of more than that; None if the graph serves one length only.
+    """
+
+    node: fx.Node
+    number: bool | int | float
+    best: fx.Node
+    most: int | None
+
+    def check(self, keys: int) -> None:
+        """Refuse more keys than are chosen.
+
+        Raises:
+            UnsupportedGraph: there are.
+        """
+        if self.most is not None and keys > self.most:
+            raise UnsupportedGraph(
+                f"{graphs.source_line(self.best)}: a sparse index chooses {self.most} of the tokens, and here it would "
+                f"have to choose among {keys}; kvpass can only leave it out where it chooses all of them"
+            )
+
+
+def find(mask: fx.Node | None) -> list[Selection]:
+    """The choices that a mask is made of."""
+    if mask is None:
+        return []
+    made = [_read(node) for node in ancestors(mask) if name_of(node) == "scatter"]
+    return [selection for selection in made if selection is not None and _nearest(selection, mask)]
+
+
+def _nearest(selection: Selection, mask: fx.Node) -> bool:
+    """Whether the mask is made of it in this layer, and not of hidden states that an earlier one had a say in."""
+    seen, todo = set[fx.Node](), [mask]
+    while todo:
+        node = todo.pop()
+        if node is selection.node:
+            return True
+        if node not in seen and name_of(node) not in _PROJECTIONS:
+            seen.add(node)
+            todo.extend(node.all_input_nodes)
+    return False
+
+
+_PROJECTIONS = frozenset({"linear", "addmm", "softmax", "scaled_dot_product_attention"})
+
+
+def _read(node: fx.Node) -> Selection | None:
+    """A number scattered along the last dimension to the places of a topk."""
+    if len(node.args) != 4 or not isinstance(node.args[3], (bool, int, float)):
+        return None
+    best = node.args[2]
+    while isinstance(best, fx.Node) and name_of(best) in ("to", "long", "int", "getitem"):
+        best = best.args[0]
+    if not isinstance(best, fx.Node) or name_of(best) != "topk" or node.args[1] not in (-1, value(node).ndim - 1):
+        return None
+    return Selection(node, node.args[3], best, _most(best))
+
+
+def _most(best: fx.Node) -> int | None:
+    count, keys = expr(best.args[1] if len(best.args) > 1 else best.kwargs["k"]), expr(value(best.args[0]).shape[-1])  # type: ignore[arg-type]
+    if count == keys:
+        return None
+    numbers = [part for part in (*count.args, count) if part.is_Integer]
+    return int(numbers[0]) if count.is_Integer or count.func.__name__ == "Min" else 0
+
+
+def cached(selection: Selection, outputs: list[fx.Node]) -> list[tuple[fx.Node, int]]:
+    """The grown keys by which it scores that the graph returns, and the dimension along which they grow."""
+    behind = ancestors(selection.best, [node for node in ancestors(selection.best) if name_of(node) in _PROJECTIONS])
+    kept = [node for node in outputs if node in behind and graphs.is_tensor(node) and value(node).ndim == 3]
+    return [(node, 1) for node in kept if node.target is torch.cat]
+
+
+def everything(selection: Selection, graph: fx.Graph) -> fx.Node:
+    """A mask of which everything is chosen, emitted into a graph."""
+    kind = {"dtype": value(selection.node).dtype, "device": value(selection.node).device}
+    return graph.call_function(torch.full, ((1,) * value(selection.node).ndim, selection.number), kind)
