@@ -1,0 +1,117 @@
+"""Arithmetic on the cache's length: from symbolic sizes, which grow, to a counter on the device."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from kvpass import compat, graphs
+from kvpass.graphs import Sizes, value
+
+
+@dataclasses.dataclass(frozen=True)
+class OnLength:
+    """Rewrites what a step graph computes from the length.
+
+    Attributes:
+        graph: is changed in place.
+        length: the counter, int64 of no dimensions.
+    """
+
+    graph: fx.Graph
+    sizes: Sizes
+    length: fx.Node
+
+    def positions(self) -> None:
+        """Arithmetic of tensors on the cache's length: from a symbolic size to the counter on the device."""
+        for node in list(self.graph.nodes):
+            if not graphs.is_tensor(node) or node.op == "placeholder":
+                continue
+            growing = [arg for arg in node.args if graphs.is_size(arg) and self.sizes.grows(arg)]
+            if not growing:
+                continue
+            if node.target is torch.arange:
+                self._arange_on_length(node)
+            elif any(graphs.is_tensor(arg) for arg in node.args) and graphs.name_of(node) in _ARITHMETIC:
+                with self.graph.inserting_before(node):
+                    node.args = tuple(
+                        self.sizes.on_length(arg, self.length, self.graph) if arg in growing else arg
+                        for arg in node.args
+                    )
+
+    def slices(self) -> list[fx.Node]:
+        """Slices of tables whose ends grow become lookups; returns the key indices that were made for them."""
+        counts: list[fx.Node] = []
+        for node in list(self.graph.nodes):
+            if graphs.name_of(node) != "getitem" or not graphs.is_tensor(node.args[0]):
+                continue
+            base, parts = node.args[0], node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+            growing = self._growing_slices(node, parts)
+            if not any(growing) or self.sizes.grown(value(base)):
+                continue
+            with self.graph.inserting_before(node):
+                for dim, part in enumerate(parts):
+                    if growing[dim]:
+                        base, count = self._lookup(base, dim, part.start or 0, value(node).shape[dim])
+                        counts += count
+                    elif part != slice(None):
+                        base = self._call(operator.getitem, base, (slice(None),) * dim + (self._fixed_slice(part),))
+            node.replace_all_uses_with(base)
+        return counts
+
+    def _fixed_slice(self, part: slice) -> slice:
+        start, stop = (None if end is None else self.sizes.fixed(end) for end in (part.start, part.stop))
+        return slice(start, stop)
+
+    def _growing_slices(self, node: fx.Node, parts: tuple[Any, ...]) -> list[bool]:
+        """Which of the slices have an end that grows; none if they are not all of a kind that can be looked up."""
+        if not all(isinstance(part, slice) and part.step is None for part in parts):
+            return [False]
+        ends = [any(graphs.is_size(end) and self.sizes.grows(end) for end in (p.start, p.stop)) for p in parts]
+        sizes = [size for size, grows in zip(value(node).shape, ends, strict=False) if grows]
+        return ends if all(self.sizes.is_total(size) or not self.sizes.grows(size) for size in sizes) else [False]
+
+    def _lookup(self, table: fx.Node, dim: int, start: Any, size: Any) -> tuple[fx.Node, list[fx.Node]]:
+        """x[..., start : start + size] by an index, which counts the keys if the size grows with them."""
+        total = self.sizes.is_total(size)
+        index = self.graph.call_function(torch.arange, (1 if total else self.sizes.fixed(size),))
+        index.meta["example_value"] = value(table).new_empty((size,), dtype=torch.int64)
+        made = [index] if total else []
+        if start != 0:
+            offset = self.sizes.on_length(start, self.length, self.graph)
+            moved = self.graph.call_function(operator.add, (index, offset))
+            moved.meta["example_value"] = index.meta["example_value"]
+            index = moved
+        return self._call(torch.index_select, table, dim, index), made
+
+    def _call(self, target: Any, *args: Any) -> fx.Node:
+        node = self.graph.call_function(target, args)
+        node.meta["example_value"] = compat.propagate(
+            target, *(value(a) if isinstance(a, fx.Node) else a for a in args)
+        )
+        return node
+
+    def _arange_on_length(self, node: fx.Node) -> None:
+        """arange(past, past + q) becomes past + arange(q)."""
+        if len(node.args) != 2:
+            return
+        start, end = node.args
+        count = self.sizes.in_length(end) - self.sizes.in_length(start)
+        if not count.is_Integer:
+            return
+        with self.graph.inserting_before(node):
+            steps = self.graph.call_function(torch.arange, (int(count),), dict(node.kwargs))
+            offset = self.sizes.on_length(start, self.length, self.graph)
+            shifted = self.graph.call_function(operator.add, (steps, offset))
+        for made in (steps, shifted):
+            made.meta.update(node.meta)
+        node.replace_all_uses_with(shifted)
+
+
+_ARITHMETIC = frozenset(
+    {"add", "sub", "mul", "rsub", "iadd", "isub", "lt", "le", "gt", "ge", "eq", "ne", "clamp", "maximum", "minimum"}
+)
