@@ -169,7 +169,7 @@ class Backend:
 
     def step_patches(self, ranked: bool) -> dict[str, Any]:
         """What Inductor is configured with for a rewritten step graph."""
-        return self._patches(_for_steps(ranked, self.policy.merges), self.policy)
+        return self._patches(_for_steps(ranked, self.policy.merges), self.policy, None)
 
     def rewriter(self, *arguments: Any) -> StepRewriter:
         """What rewrites step graphs: onto slots, or onto the eager reference."""
@@ -188,14 +188,12 @@ class Backend:
             return gm.forward
         if self.inner != "inductor":
             return compat.registered_backend(self.inner)(gm, examples)
-        return compat.inductor(gm, examples, self._patches(patches, policy))
+        return compat.inductor(gm, examples, self._patches(patches, policy, gm))
 
-    def _patches(self, patches: dict[str, Any], policy: Policy | None) -> dict[str, Any]:
+    def _patches(self, patches: dict[str, Any], policy: Policy | None, gm: fx.GraphModule | None) -> dict[str, Any]:
         modes = compat.inductor_mode(self.mode) if self.mode else {}
-        stamp = {
-            "post_grad_custom_pre_pass": compat.graph_pass(cache_key.digest(policy), spell_out if policy else _as_it_is)
-        }
-        return patches | modes | dict(self.options) | stamp
+        stamp = compat.graph_pass(cache_key.digest(policy, gm), spell_out if policy else _as_it_is)
+        return patches | modes | dict(self.options) | {"post_grad_custom_pre_pass": stamp}
 
 
 def _as_it_is(graph: fx.Graph) -> None:

@@ -1,15 +1,22 @@
-"""What compiled code depends on beside the graph: our own sources, the policy and its options.
+"""What compiled code depends on beside the graph: our own sources, the policy, its options, and constants.
 
 Inductor's caches look at the graph and at torch's version.  Without this stamp, an edit of a policy or of
-a lowering could be answered with code compiled before it.
+a lowering could be answered with code compiled before it.  Of a tensor that the graph holds as a constant the
+outermost of these caches looks at the shape and the dtype alone.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import inspect
+import operator
+from collections.abc import Iterator
 from pathlib import Path
+
+import torch.fx as fx
+from torch import Tensor
 
 from kvpass.policies.base import Policy
 
@@ -24,12 +31,26 @@ def _sources() -> bytes:
     return digest.digest()
 
 
-def digest(policy: Policy | None) -> bytes:
-    """Differs whenever our sources, the policy's source, or one of its options differs."""
-    if policy is None:
-        return _sources()
+def digest(policy: Policy | None, gm: fx.GraphModule | None = None) -> bytes:
+    """Differs whenever our sources, the policy's source, one of its options or one of the graph's constants does."""
+    found = hashlib.sha256(_sources() + (_of_policy(policy) if policy else b""))
+    for name, constant in _constants(gm) if gm else ():
+        here = constant.detach().cpu().contiguous()
+        found.update(f"{name} {tuple(here.shape)} {here.dtype}".encode())
+        found.update(ctypes.string_at(here.data_ptr(), here.nbytes))
+    return found.digest()
+
+
+def _of_policy(policy: Policy) -> bytes:
     try:
         source = inspect.getsource(type(policy))
     except (OSError, TypeError):
         source = ""  # a policy typed at a prompt: its options and the graph are all there is
-    return hashlib.sha256(_sources() + source.encode() + repr(policy).encode()).digest()
+    return source.encode() + repr(policy).encode()
+
+
+def _constants(gm: fx.GraphModule) -> Iterator[tuple[str, Tensor]]:
+    for node in gm.graph.find_nodes(op="get_attr"):
+        constant = operator.attrgetter(str(node.target))(gm)
+        if type(constant) is Tensor:  # neither a fake one nor the body of an operator
+            yield str(node.target), constant

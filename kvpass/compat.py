@@ -157,7 +157,26 @@ def inductor(gm: fx.GraphModule, examples: Sequence[Any], patches: dict[str, Any
     """Compile with Inductor under the given configuration."""
     from torch._inductor.compile_fx import compile_fx
 
-    return cast(Compiled, compile_fx(gm, list(examples), config_patches=patches))
+    with _tracing(examples) as inputs:
+        return cast(Compiled, compile_fx(gm, inputs, config_patches=patches))
+
+
+@contextlib.contextmanager
+def _tracing(examples: Sequence[Any]) -> Iterator[list[Any]]:
+    """The examples as a compiler expects them: within Dynamo as they are, outside of it as static fakes.
+
+    Inductor's caches on disk serve only what is compiled with an environment of shapes, even if it stays empty.
+    """
+    from torch._guards import TracingContext, tracing
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    if TracingContext.try_get() is not None:
+        yield list(examples)
+        return
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    with tracing(TracingContext(mode)):
+        yield [mode.from_tensor(e, static_shapes=True) if isinstance(e, Tensor) else e for e in examples]
 
 
 def inductor_mode(mode: str) -> dict[str, Any]:

@@ -419,7 +419,7 @@ def splice(
             if node.op == "get_attr":
                 name = f"{prefix}_{node.target}"
                 setattr(gm, name, getattr(traced, node.target))
-                env[node] = gm.graph.get_attr(name)
+                env[node] = gm.graph.create_node("get_attr", name)  # `get_attr` would have it be a buffer
             elif node.op not in ("placeholder", "output"):
                 env[node] = gm.graph.node_copy(node, lambda parent: env[parent])
                 env[node].meta["example_value"] = node.meta.get("val")

@@ -431,13 +431,17 @@ def _free_sizes(gm: fx.GraphModule, sites: list[AttentionSite]) -> tuple[Places,
 
 
 def _counters(gm: fx.GraphModule) -> dict[Any, int]:
-    """Symbols that are arguments themselves and no tensor's size, such as a cache's own count, and their places."""
+    """Symbols that are arguments themselves and no tensor's size, such as a cache's own count, and their places.
+
+    Dynamo also hands over the strides and the offset of a tensor that is a slice of a growing one.  No node computes
+    with these: the tensor that they belong to is copied where that matters, see `StepRewrite.flat`.
+    """
     holders = graphs.placeholders(gm.graph)
-    shapes = [size for node in holders if graphs.is_tensor(node) for size in graphs.value(node).shape]
-    sized = {symbol for size in shapes for symbol in graphs.expr(size).free_symbols}
+    tensors = [graphs.value(node) for node in holders if graphs.is_tensor(node)]
+    sized = {symbol for tensor in tensors for size in tensor.shape for symbol in graphs.expr(size).free_symbols}
     found: dict[Any, int] = {}
     for place, node in enumerate(holders):
-        if isinstance(graphs.value(node), torch.SymInt) and graphs.expr(node).is_Symbol:
+        if node.users and isinstance(graphs.value(node), torch.SymInt) and graphs.expr(node).is_Symbol:
             found.setdefault(graphs.expr(node), place)
     return {symbol: place for symbol, place in found.items() if symbol not in sized}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -88,13 +89,15 @@ from kvpass.policies import Policy, register
 import dataclasses
 from typing import ClassVar
 
+SIGNS = [{sign}]  # a table that the policy's own source says nothing of
+
 @register
 @dataclasses.dataclass(frozen=True)
 class Picky(Policy):
     name: ClassVar[str] = "picky"
 
     def worth(self, tokens):
-        return {worth}
+        return {worth} * torch.tensor(SIGNS, device=tokens.position.device)
 
 class Layer(torch.nn.Module):
     def forward(self, x, past=None):
@@ -111,21 +114,37 @@ print(kvpass.inspect(past).layers[0].positions[0, 0].tolist())
 """
 
 
-@pytest.mark.slow
-def test_an_edited_policy_is_never_answered_with_stale_code(tmp_path: Path) -> None:
-    """Two processes, one cache directory, and a policy whose source changed in between."""
-    import os
+EDITS = {"code": [("tokens.position", 1), ("-tokens.position", 1)], "table": [("tokens.position", s) for s in (1, -1)]}
 
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+
+@pytest.mark.slow
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edited_policy_is_never_answered_with_stale_code(tmp_path: Path, edit: str) -> None:
+    """Two processes, one cache directory, and a policy whose source or constants changed in between."""
     printed = []
-    for worth in ("tokens.position", "-tokens.position"):
+    for worth, sign in EDITS[edit]:
         script = tmp_path / "script.py"
-        script.write_text(textwrap.dedent(SCRIPT.replace("{worth}", worth)))
-        result = subprocess.run(
-            [sys.executable, str(script)], env=environment, capture_output=True, text=True, check=True
-        )
-        printed.append(result.stdout.strip().splitlines()[-1])
+        script.write_text(textwrap.dedent(SCRIPT.replace("{worth}", worth).replace("{sign}", str(sign))))
+        printed.append(last_line(script, tmp_path / "cache"))
     assert printed == ["[8, 9, 10, 11]", "[0, 1, 2, 3]"]
+
+
+def last_line(script: Path, cache: Path) -> str:
+    """What a script prints last, in a process of its own with that directory for Inductor's caches."""
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
+    result = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=True)
+    return result.stdout.strip().splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
+    """The prompt's graph and the step's are both found in Inductor's caches on disk."""
+    script = tmp_path / "script.py"
+    counted = "\nfrom torch._dynamo.utils import counters\nprint(counters['aot_autograd']['autograd_cache_miss'])\n"
+    script.write_text(textwrap.dedent(SCRIPT.replace("{worth}", "tokens.position").replace("{sign}", "1")) + counted)
+    first, second = (int(last_line(script, tmp_path / "cache")) for _ in range(2))
+    assert first >= 2
+    assert second == 0
 
 
 @pytest.mark.slow

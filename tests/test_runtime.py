@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -189,3 +192,33 @@ def test_memory_is_what_the_layout_says() -> None:
     metadata = rows * slots * 3 * 8 + rows * 3 * 8  # position, index and rank of each slot; free, seen and length
     assert report.nbytes == layers * (keys_and_values + metadata)
     assert report.full_nbytes == layers * 2 * rows * heads * 60 * dim * 4
+
+
+def tail(ids: torch.Tensor, t: int) -> torch.Tensor:
+    """The last of the tokens so far: a slice whose strides and offset grow."""
+    return torch.cat([ids[:, :t], ids[:, t : t + 1]], 1)[:, -1:]
+
+
+def from_a_longer_text(ids: torch.Tensor, t: int) -> torch.Tensor:
+    return torch.cat([ids, ids], 1)[:, ids.shape[1] + t :][:, :1]
+
+
+@pytest.mark.parametrize("take", [tail, from_a_longer_text])
+@torch.no_grad()
+def test_the_place_of_a_token_in_memory_compiles_nothing(take: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
+    torch._dynamo.reset()
+    ids, steps = prompt(2, 20, ())[0], []
+
+    def inner(gm: torch.fx.GraphModule, _: Any) -> Any:
+        steps.append(gm)
+        return gm.forward
+
+    model = build("Llama")
+    compiled = torch.compile(model, backend=kvpass.backend("h2o", budget=32, inner=inner))
+    out = compiled(ids[:, :5], use_cache=True)
+    logits = [out.logits]
+    for t in range(5, 20):
+        out = compiled(take(ids, t), past_key_values=out.past_key_values, use_cache=True)
+        logits.append(out.logits)
+    assert len(steps) == 2  # the prompt and the step
+    assert torch.allclose(torch.cat(logits, 1), model(ids).logits, atol=1e-4)

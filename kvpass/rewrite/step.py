@@ -157,7 +157,8 @@ class StepRewriter:
             counter = self.graph.call_function(operator.getitem, (self.inputs[0][6], 0))
         with self.graph.inserting_after(counter):
             self.length = self.graph.call_method("clone", (counter,))  # the counter moves on with the first layer
-        self.length.meta["example_value"] = torch.empty((), dtype=torch.int64, device="meta")
+        for node in (counter, self.length):
+            node.meta["example_value"] = torch.empty((), dtype=torch.int64, device="meta")
         on_length = OnLength(self.graph, self.sizes, self.length)
         lookups = on_length.slices()
         self.counts = {w: [*match.iotas(self.graph.nodes, self.sizes, w), *lookups] for w in set(self.windows)}
