@@ -14,6 +14,7 @@ from kvpass import budget as budgets
 from kvpass import cache_key, calls, compat, graphs, match, policies
 from kvpass.errors import KVPassError, PolicyError, UnsupportedGraph
 from kvpass.handle import Handle
+from kvpass.lowering.residual import write_out_sums
 from kvpass.lowering.row_products import spell_out
 from kvpass.policies.base import Plan, Policy
 from kvpass.report import Recorder, SiteReport
@@ -192,8 +193,14 @@ class Backend:
 
     def _patches(self, patches: dict[str, Any], policy: Policy | None, gm: fx.GraphModule | None) -> dict[str, Any]:
         modes = compat.inductor_mode(self.mode) if self.mode else {}
-        stamp = compat.graph_pass(cache_key.digest(policy, gm), spell_out if policy else _as_it_is)
+        stamp = compat.graph_pass(cache_key.digest(policy, gm), _reshape if policy else _as_it_is)
         return patches | modes | dict(self.options) | {"post_grad_custom_pre_pass": stamp}
+
+
+def _reshape(graph: fx.Graph) -> None:
+    """What is done to the operators of a step before they are lowered."""
+    spell_out(graph)
+    write_out_sums(graph)
 
 
 def _as_it_is(graph: fx.Graph) -> None:

@@ -34,16 +34,18 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @functools.cache
-def _built(architecture: str) -> torch.nn.Module:
+def _built(architecture: str, layers: int) -> torch.nn.Module:
     name, config = ARCHITECTURES[architecture]
     model_class = getattr(transformers, name)
     torch.manual_seed(0)
-    return model_class(model_class.config_class(**config, pad_token_id=0, bos_token_id=1, eos_token_id=2)).eval()
+    made = model_class.config_class(**config, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    made.num_hidden_layers = layers
+    return model_class(made).eval()
 
 
-def build(architecture: str, dtype: torch.dtype = torch.float32) -> Any:
+def build(architecture: str, dtype: torch.dtype = torch.float32, layers: int = 2) -> Any:
     """A fresh copy of the tiny model."""
-    return copy.deepcopy(_built(architecture)).to(dtype)
+    return copy.deepcopy(_built(architecture, layers)).to(dtype)
 
 
 def prompt(rows: int = 3, tokens: int = 9, padding: Sequence[int] = (3, 1, 0)) -> tuple[Tensor, Tensor]:

@@ -52,11 +52,7 @@ class Settings:
     def streamed(self) -> list[str]:
         """The policies that number what they hold, and the full cache, which leaves the trained range."""
         classes = {name: policies.get(name) for name in self.chosen}
-        return [
-            name
-            for name, policy in classes.items()
-            if policy.positions == "cache" or policy.renumbers or not policy.evicts
-        ]
+        return [name for name, policy in classes.items() if policy.positions == "cache" or not policy.evicts]
 
     def policy(self, name: str) -> Policy:
         """A policy with its defaults, and the aligner if it takes one.
