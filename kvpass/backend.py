@@ -149,6 +149,10 @@ class Backend:
                 return self._absolute(site, "the keys carry no rotary embedding that can be told apart")
             if not rotary.counts_tokens(site):
                 return self._absolute(site, "a token has several positions at once")
+            if not match.positions_of(rotary, site):
+                return self._absolute(site, match.TURNED_APART)
+            if rotary.counts_rows_alike(site):
+                return self._absolute(site, match.ALIKE_IN_ALL_ROWS)
         return True
 
     def _absolute(self, site: match.AttentionSite, why: str) -> bool:

@@ -87,6 +87,11 @@ class AttentionSite:
         return (self, *self.readers)
 
     @property
+    def has_row_masks(self) -> bool:
+        """Whether the rows of a batch have masks of their own."""
+        return self.mask is not None and value(self.mask).ndim == 4 and value(self.mask).shape[0] != 1
+
+    @property
     def attended_key(self) -> fx.Node:
         """The keys that attention sees, [B, Ha or Hkv, past + q, D]."""
         return self.made[0] if self.made else self.grown_key
@@ -363,6 +368,10 @@ def _origin(node: fx.Node, outputs: dict[fx.Node, int]) -> Origin:
     return node, None if empty or past.op != "placeholder" else past, new
 
 
+TURNED_APART = "the query is not turned by the positions that turn the key"
+ALIKE_IN_ALL_ROWS = "the rows of a batch, which may be padded differently, count their tokens in one vector"
+
+
 @dataclasses.dataclass(frozen=True)
 class Rotary:
     """The rotary embedding of a key: `key` = R(`raw`, `position`).
@@ -374,6 +383,13 @@ class Rotary:
 
     raw: fx.Node
     position: fx.Node
+
+    def counts_rows_alike(self, site: AttentionSite) -> bool:
+        """Whether the rows of a batch need positions of their own and there is no dimension for them, as in [1, q]."""
+        position, queries = value(self.position), expr(value(site.query).shape[2])
+        if position.ndim == 1:
+            return site.has_row_masks
+        return bool(expr(position.shape[0]) != 1 and sympy.simplify(expr(position.numel()) - queries) == 0)
 
     def counts_tokens(self, site: AttentionSite) -> bool:
         """Whether a token has one position, and not several as in images."""
@@ -401,6 +417,50 @@ def find_rotary(gm: fx.GraphModule, site: AttentionSite) -> Rotary | None:
         if len(positions) == 1 and not _carries_tokens(ancestors(site.key, stop={raw}) - ancestors(positions[0]), ends):
             return Rotary(raw, positions[0])
     return None
+
+
+def positions_of(rotary: Rotary, site: AttentionSite) -> list[fx.Node]:
+    """The positions that turn the site's key and its queries: none if some query is not turned by the key's.
+
+    A model that turns queries and keys one by one makes what it needs of the same positions twice.
+    """
+    ends = {node for node in site.call.graph.nodes if calls.is_boundary(node)}
+    found = [rotary.position]
+    for each in site.all:
+        behind = ancestors(each.query, stop=ends)
+        angles = [node for node in behind if _turns_into_an_angle(node, behind)]
+        alike = [node for node in angles if _same(_reshaped(node), _reshaped(rotary.position))]
+        if not alike:
+            return []
+        found += alike
+    return list(dict.fromkeys(found))
+
+
+def _reshaped(node: fx.Node) -> fx.Node:
+    """What a tensor is another shape, or another dtype, of."""
+    while graphs.name_of(node) in _SHAPE_ONLY | {"long", "int"} and is_tensor(node.args[0]) and _takes_all(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _takes_all(node: fx.Node) -> bool:
+    """Whether an index, if the node is one, takes every element."""
+    if graphs.name_of(node) != "getitem":
+        return True
+    parts = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    return all(part is None or part is Ellipsis or part == slice(None) for part in parts)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two nodes, or arguments of nodes, are the same computation."""
+    if isinstance(one, fx.Node) and isinstance(other, fx.Node) and one is not other:
+        if graphs.is_size(one) and graphs.is_size(other):
+            return bool(expr(one) == expr(other))
+        made = one.op == other.op and one.op in ("call_function", "call_method") and one.target == other.target
+        return made and one.kwargs == other.kwargs and _same(one.args, other.args)
+    if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
+        return len(one) == len(other) and all(_same(a, b) for a, b in zip(one, other, strict=True))
+    return bool(one == other)
 
 
 def _turns_into_an_angle(node: fx.Node, among: set[fx.Node]) -> bool:

@@ -11,6 +11,7 @@ import transformers
 
 import kvpass
 from kvpass import graphs, match
+from kvpass.errors import UnsupportedGraph
 from kvpass.pieces import InPieces, Pieces
 from tests.models import ARCHITECTURES, build, force, prompt
 
@@ -145,3 +146,75 @@ def test_pieces_cut_and_join() -> None:
     pieces = Pieces((x[:2], x[2:]))
     assert [p.tolist() for p in pieces.between(1, 5).parts] == [[1.0], [2.0, 3.0, 4.0]]
     assert torch.equal(pieces.joined(), x)
+
+
+class Turned(torch.nn.Module):
+    """One layer with a rotary embedding; `apart` makes the angles anew for queries and for keys, `shape` positions."""
+
+    def __init__(self, apart: bool, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.apart, self.shape = apart, shape
+        self.embed, self.project = torch.nn.Embedding(50, 32), torch.nn.Linear(32, 96)
+        self.register_buffer("speed", 10_000.0 ** -(torch.arange(8) / 8))
+
+    def angles(self, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        number = position.float() if self.shape == (-1, 1) else position.float()[..., None]
+        angle = (number * self.speed).repeat_interleave(2, -1)
+        angle = angle if angle.ndim == 2 else angle[:, None]
+        return angle.cos(), angle.sin()
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor, past: Any = None) -> tuple[torch.Tensor, Any]:
+        (rows, count), before = ids.shape, 0 if past is None else past[0].shape[2]
+        position = torch.arange(before, before + count)
+        row = position.view(self.shape)
+        query, key, val = (
+            x.view(rows, count, 2, 16).transpose(1, 2) for x in self.project(self.embed(ids)).chunk(3, -1)
+        )
+        shared = None if self.apart else self.angles(row)
+        query, key = (turned(x, *(shared or self.angles(row))) for x in (query, key))
+        if past is not None:
+            key, val = torch.cat([past[0], key], 2), torch.cat([past[1], val], 2)
+        seen = mask[:, None, None].bool() & (torch.arange(before + count) <= position[:, None])
+        out = torch.nn.functional.scaled_dot_product_attention(query, key, val, attn_mask=seen)
+        return out.transpose(1, 2).reshape(rows, count, 32), (key, val)
+
+
+def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    pairs = x.unflatten(-1, (-1, 2))
+    return x * cos + torch.stack([-pairs[..., 1], pairs[..., 0]], -1).flatten(-2) * sin
+
+
+@torch.no_grad()
+def last_output(model: Any, padding: int) -> torch.Tensor:
+    """[3, 1, 32] after a prompt of ten tokens and ten steps; all rows but the last are padded."""
+    ids = torch.randint(0, 50, (3, 20), generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(20) >= padding * torch.tensor([[2], [1], [0]])).long()
+    out, past = model(ids[:, :10], mask[:, :10])
+    for t in range(10, 20):
+        out, past = model(ids[:, t : t + 1], mask[:, : t + 1], past)
+    return out
+
+
+def by_rank(model: Any, budget: int, **settings: Any) -> Any:
+    torch._dynamo.reset()
+    chosen = dict(positions="cache", inner="eager", budget=budget) | settings
+    return torch.compile(model, backend=kvpass.backend("streaming", **chosen))
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_queries_and_keys_that_are_turned_apart_stand_at_their_ranks(apart: bool) -> None:
+    model = Turned(apart, (1, -1))
+    exact = last_output(model, 2)
+    assert torch.allclose(last_output(by_rank(model, 32), 2), exact, atol=1e-5)
+    shared = Turned(False, (1, -1))
+    assert torch.allclose(last_output(by_rank(model, 8), 2), last_output(by_rank(shared, 8), 2), atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(-1,), (-1, 1)])
+def test_rows_that_count_alike_have_no_ranks_of_their_own(shape: tuple[int, ...]) -> None:
+    model = Turned(False, shape)
+    with pytest.raises(UnsupportedGraph, match="count their tokens in one vector"):
+        last_output(by_rank(model, 8), 2)
+    absolute = last_output(by_rank(model, 32, positions=None), 2)
+    assert torch.allclose(absolute, last_output(model, 2), atol=1e-5)
