@@ -62,16 +62,20 @@ def _run(job: Job, task: Task, progress: Callable[[int], object]) -> Any:
 
 
 def _apart(settings: Settings, tasks: Sequence[Task], progress: Progress) -> Outcomes:
-    """In `settings.jobs` processes, which are started anew so that none inherits a thread pool."""
+    """In `settings.jobs` processes, which are started anew so that none inherits a thread pool.
+
+    The longest begin first: what is left at the end is short, and no process waits long for another.
+    """
     context = multiprocessing.get_context("spawn")
     with context.Manager() as manager, _compilers_for(settings.jobs):
         ticks = manager.Queue()
         with ProcessPoolExecutor(settings.jobs, context) as pool:
-            started = [(task, pool.submit(_in_a_process, settings, task, ticks)) for task in tasks]
+            longest_first = sorted(tasks, key=lambda task: -task.ticks)
+            started = {task: pool.submit(_in_a_process, settings, task, ticks) for task in longest_first}
             try:
-                for task, future in started:
-                    _follow(future, ticks, progress)
-                    yield task, pickle.loads(future.result())
+                for task in tasks:
+                    _follow(started[task], ticks, progress)
+                    yield task, pickle.loads(started[task].result())
             finally:
                 pool.shutdown(cancel_futures=True)
 
