@@ -36,10 +36,9 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Without compiling every module of every package ahead: that takes longer than the installation.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --no-compile -c constraints.txt -e '.[demo,test,dev]'
+	$(BIN)/python -m pip install -c constraints.txt -e '.[demo,test,dev]'
 	touch $@
 
 clean:
