@@ -14,11 +14,13 @@ import inspect
 import operator
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass.policies.base import Policy
+if TYPE_CHECKING:  # policies with weights call `contents`
+    from kvpass.policies.base import Policy
 
 
 @functools.cache
@@ -35,10 +37,14 @@ def digest(policy: Policy | None, gm: fx.GraphModule | None = None) -> bytes:
     """Differs whenever our sources, the policy's source, one of its options or one of the graph's constants does."""
     found = hashlib.sha256(_sources() + (_of_policy(policy) if policy else b""))
     for name, constant in _constants(gm) if gm else ():
-        here = constant.detach().cpu().contiguous()
-        found.update(f"{name} {tuple(here.shape)} {here.dtype}".encode())
-        found.update(ctypes.string_at(here.data_ptr(), here.nbytes))
+        found.update(f"{name} {tuple(constant.shape)} {constant.dtype}".encode() + contents(constant))
     return found.digest()
+
+
+def contents(tensor: Tensor) -> bytes:
+    """The numbers of a tensor as they lie in memory, whatever the dtype."""
+    here = tensor.detach().cpu().contiguous()
+    return ctypes.string_at(here.data_ptr(), here.nbytes)
 
 
 def _of_policy(policy: Policy) -> bytes:

@@ -425,3 +425,10 @@ def splice(
                 env[node].meta["example_value"] = node.meta.get("val")
     returned = traced.graph.output_node().args[0]
     return list(map_arg(returned if isinstance(returned, (list, tuple)) else [returned], lambda node: env[node]))
+
+
+def call_aten(graph: fx.Graph, target: Callable[..., Any], *args: Any) -> fx.Node:
+    """A new node in a graph of aten's operators that knows its value, as later passes ask for it."""
+    made = graph.call_function(target, args)
+    made.meta["val"] = target(*(x.meta["val"] if isinstance(x, fx.Node) else x for x in args))
+    return made

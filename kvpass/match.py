@@ -89,7 +89,7 @@ class AttentionSite:
     @property
     def has_row_masks(self) -> bool:
         """Whether the rows of a batch have masks of their own."""
-        return self.mask is not None and value(self.mask).ndim == 4 and value(self.mask).shape[0] != 1
+        return self.mask is not None and value(self.mask).ndim == 4 and expr(value(self.mask).shape[0]) != 1
 
     @property
     def attended_key(self) -> fx.Node:
@@ -405,7 +405,7 @@ def find_rotary(gm: fx.GraphModule, site: AttentionSite) -> Rotary | None:
     else that the tokens have a say in.
     """
     order = {node: place for place, node in enumerate(gm.graph.nodes)}
-    ends = {node for node in gm.graph.nodes if calls.is_boundary(node)}
+    ends = _boundaries(gm.graph)
     behind = ancestors(site.key, stop=ends)
     shape = [expr(size) for size in value(site.key).shape]
     candidates = [
@@ -419,17 +419,22 @@ def find_rotary(gm: fx.GraphModule, site: AttentionSite) -> Rotary | None:
     return None
 
 
+def _boundaries(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes of attention calls: what comes before them is another matter."""
+    return {node for node in graph.nodes if calls.is_boundary(node)}
+
+
 def positions_of(rotary: Rotary, site: AttentionSite) -> list[fx.Node]:
     """The positions that turn the site's key and its queries: none if some query is not turned by the key's.
 
     A model that turns queries and keys one by one makes what it needs of the same positions twice.
     """
-    ends = {node for node in site.call.graph.nodes if calls.is_boundary(node)}
+    ends, turns_key = _boundaries(site.call.graph), _reshaped(rotary.position)
     found = [rotary.position]
     for each in site.all:
         behind = ancestors(each.query, stop=ends)
         angles = [node for node in behind if _turns_into_an_angle(node, behind)]
-        alike = [node for node in angles if _same(_reshaped(node), _reshaped(rotary.position))]
+        alike = [node for node in angles if _same(_reshaped(node), turns_key)]
         if not alike:
             return []
         found += alike

@@ -11,7 +11,6 @@ import transformers
 
 import kvpass
 from kvpass import graphs, match
-from kvpass.errors import UnsupportedGraph
 from kvpass.pieces import InPieces, Pieces
 from tests.models import ARCHITECTURES, build, force, prompt
 
@@ -214,7 +213,7 @@ def test_queries_and_keys_that_are_turned_apart_stand_at_their_ranks(apart: bool
 @pytest.mark.parametrize("shape", [(-1,), (-1, 1)])
 def test_rows_that_count_alike_have_no_ranks_of_their_own(shape: tuple[int, ...]) -> None:
     model = Turned(False, shape)
-    with pytest.raises(UnsupportedGraph, match="count their tokens in one vector"):
+    with pytest.raises(kvpass.UnsupportedGraph, match="count their tokens in one vector"):
         last_output(by_rank(model, 8), 2)
     absolute = last_output(by_rank(model, 32, positions=None), 2)
     assert torch.allclose(absolute, last_output(model, 2), atol=1e-5)

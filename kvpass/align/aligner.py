@@ -6,7 +6,6 @@ rows is precomputed here, once: fc1 acts on [row; embeddings], so it splits into
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import hashlib
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kvpass.cache_key import contents
 from kvpass.errors import AlignerError
 
 Recipe = Literal["direct", "paper", "nothing"]
@@ -121,9 +121,7 @@ def nothing(signature: Signature) -> Aligner:
 def _digest(recipe: Recipe, signature: Signature, tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256(f"{recipe} {signature}".encode())
     for name in sorted(tensors):
-        digest.update(f"{name} {tuple(tensors[name].shape)}".encode())
-        here = tensors[name].cpu()
-        digest.update(ctypes.string_at(here.data_ptr(), here.nbytes))
+        digest.update(f"{name} {tuple(tensors[name].shape)}".encode() + contents(tensors[name]))
     return digest.hexdigest()[:16]
 
 

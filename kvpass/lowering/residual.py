@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
+from kvpass.graphs import call_aten
+
 aten = torch.ops.aten
 
 
@@ -38,6 +40,5 @@ def _write_out(graph: fx.Graph, node: fx.Node) -> None:
     """Put a strided view between a node and its readers: the compiler makes a buffer of what is under one."""
     value = node.meta["val"]
     with graph.inserting_after(node):
-        view = graph.call_function(aten.as_strided.default, (node, list(value.shape), list(value.stride())))
-    view.meta["val"] = value.as_strided(value.shape, value.stride())
+        view = call_aten(graph, aten.as_strided.default, node, list(value.shape), list(value.stride()))
     node.replace_all_uses_with(view, delete_user_cb=lambda user: user is not view)

@@ -8,12 +8,10 @@ after.  Sums are in float32 whatever the dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import torch.fx as fx
-from torch import Tensor
+
+from kvpass.graphs import call_aten
 
 aten = torch.ops.aten
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -48,12 +46,12 @@ def _replace(
     with graph.inserting_before(node):
         if row not in stored:
             stored[row] = _stored(graph, row)
-        products = _call(graph, aten.mul.Tensor, _wide(graph, matrix), stored[row])
-        made = _call(graph, aten.sum.dim_IntList, products, [0])
+        products = call_aten(graph, aten.mul.Tensor, _wide(graph, matrix), stored[row])
+        made = call_aten(graph, aten.sum.dim_IntList, products, [0])
         if bias is not None:
-            made = _call(graph, aten.add.Tensor, made, _wide(graph, bias))
-        made = _call(graph, aten.unsqueeze.default, made, 0)
-        made = _call(graph, aten.to.dtype, made, node.meta["val"].dtype)
+            made = call_aten(graph, aten.add.Tensor, made, _wide(graph, bias))
+        made = call_aten(graph, aten.unsqueeze.default, made, 0)
+        made = call_aten(graph, aten.to.dtype, made, node.meta["val"].dtype)
     node.replace_all_uses_with(made)
     graph.erase_node(node)
 
@@ -64,16 +62,9 @@ def _stored(graph: fx.Graph, row: fx.Node) -> fx.Node:
     Of a strided view the compiler makes a buffer: what the row is computed from is computed once, and not for every
     column.  The product with one is there for rows that are views of something larger.
     """
-    own = _call(graph, aten.mul.Scalar, _wide(graph, row), 1.0)
-    return _call(graph, aten.as_strided.default, own, [row.meta["val"].shape[1], 1], [1, 1])
+    own = call_aten(graph, aten.mul.Scalar, _wide(graph, row), 1.0)
+    return call_aten(graph, aten.as_strided.default, own, [row.meta["val"].shape[1], 1], [1, 1])
 
 
 def _wide(graph: fx.Graph, x: fx.Node) -> fx.Node:
-    return _call(graph, aten.to.dtype, x, torch.float32)
-
-
-def _call(graph: fx.Graph, target: Callable[..., Tensor], *args: Any) -> fx.Node:
-    """A new node that knows its value, as later passes ask for it."""
-    made = graph.call_function(target, args)
-    made.meta["val"] = target(*(x.meta["val"] if isinstance(x, fx.Node) else x for x in args))
-    return made
+    return call_aten(graph, aten.to.dtype, x, torch.float32)

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.fx as fx
@@ -128,7 +128,6 @@ class StepRewriter:
         # A prompt that is still held whole takes its first token in as a chunk.
         self.decodes = self.queries == 1 and all(s.capacity == x.capacity for s, x in zip(slots, layouts, strict=True))
         self.ranked = layouts[0].ranked
-        self.rotaries: list[match.Rotary | None] = []
         self._masks: dict[fx.Node, MaskSlice] = {}
         self._firsts: dict[int, fx.Node] = {}
         self._traced: dict[Any, fx.GraphModule] = {}
@@ -163,9 +162,7 @@ class StepRewriter:
         lookups = on_length.slices()
         self.counts = {w: [*match.iotas(self.graph.nodes, self.sizes, w), *lookups] for w in set(self.windows)}
         on_length.positions()
-        if self.ranked:  # after the above, which puts other nodes in the place of positions
-            self.rotaries = [match.find_rotary(self.gm, site) for site in self.sites]
-        self.pieces = self._cut_rotaries()
+        self.pieces = self._cut_rotaries()  # after the above, which puts other nodes in the place of positions
         if self.layouts[0].policy.renumbers:
             self._renumber()
         chunks = [self._replace(i) for i in range(len(self.sites))]
@@ -445,6 +442,7 @@ class StepRewriter:
         """Cut all of them out, and only then let the queries stand where they stand among the held tokens."""
         if not self.ranked:
             return []
+        self.rotaries = [match.find_rotary(self.gm, site) for site in self.sites]
         pieces = [cut_rotary(self.gm, site, self._rotary(i), self.sizes) for i, site in enumerate(self.sites)]
         for position in dict.fromkeys(p for i in range(len(self.sites)) for p in self._positions(i)):
             self._rank_positions(position)
@@ -454,9 +452,12 @@ class StepRewriter:
         """What the layer's key and query are turned by."""
         found = match.positions_of(self._rotary(layer), self.sites[layer])
         if not found:
-            line = graphs.source_line(self.sites[layer].call)
-            raise UnsupportedGraph(f"{line}: {match.TURNED_APART}; use positions='absolute'")
+            self._refuse_ranks(layer, match.TURNED_APART)
         return found
+
+    def _refuse_ranks(self, layer: int, why: str) -> NoReturn:
+        line = graphs.source_line(self.sites[layer].call)
+        raise UnsupportedGraph(f"{line}: {why}; use positions='absolute'")
 
     def _rotary(self, layer: int) -> match.Rotary:
         rotary = self.rotaries[layer]
@@ -494,8 +495,7 @@ class StepRewriter:
         rows, dtype = self.rows, value(position).dtype
         mask, _ = self._mask(self.sites[0], self.windows[0])
         if len(shape) == 1 and rows > 1 and mask is not None and mask.tells_padding:
-            line = graphs.source_line(self.sites[0].call)
-            raise UnsupportedGraph(f"{line}: {match.ALIKE_IN_ALL_ROWS}; use positions='absolute'")
+            self._refuse_ranks(0, match.ALIKE_IN_ALL_ROWS)
         padded = mask if mask is not None and mask.tells_padding and not self.decodes else None
         masks = {node for read in padded.nodes for node in graphs.ancestors(read)} if padded else set()
         users = [user for user in self.graph.nodes if user in position.users and user not in masks]
