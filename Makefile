@@ -1,16 +1,14 @@
 PYTHON ?= python3
 BIN := .venv/bin
+RUNS := .venv/.runs
 INSTALLED := .venv/.installed
 
 .PHONY: demo test slow lint architectures bench clean
 
-# Ten minutes on two cores have room for these: the five systems, and what to see them beside.
-SHOWN := full window streaming h2o random cascade buzz d2o sage kv_align
-
 # The main job: tables, pictures and completions in out/.  Two policies at a time with one thread each: so small a
 # model gains little from a second one, and compiling, which takes most of the time, keeps two cores busy.
-demo: $(INSTALLED)
-	$(BIN)/kvpass demo --threads 1 --jobs 2 --policy $(SHOWN)
+demo: $(RUNS)
+	$(BIN)/kvpass demo --threads 1 --jobs 2
 
 # A process for each of up to four cores; a file stays in one, as its tests share what was compiled.
 PYTEST := $(BIN)/python -m pytest -q -n auto --maxprocesses 4
@@ -36,8 +34,13 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-$(INSTALLED): pyproject.toml constraints.txt
+# What the demo needs, and what developing does.
+$(RUNS): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -c constraints.txt -e '.[demo]'
+	touch $@
+
+$(INSTALLED): $(RUNS)
 	$(BIN)/python -m pip install -c constraints.txt -e '.[demo,test,dev]'
 	touch $@
 

@@ -39,6 +39,19 @@ KEEP_THE_ORDER = {
 }
 
 
+def write_out(graph: fx.Graph, node: fx.Node, strides: Sequence[int]) -> fx.Node:
+    """A new node with the value of one of an operator graph, which Inductor writes to a buffer with these strides.
+
+    A strided view would have it written too, but over whatever strides Inductor chose for it.
+    """
+    from torch._inductor.inductor_prims import force_stride_order
+
+    value = node.meta["val"]
+    made = graph.call_function(force_stride_order, (node, list(strides)))
+    made.meta["val"] = value.as_strided(value.shape, strides)
+    return made
+
+
 def is_sdpa(node: fx.Node) -> bool:
     """A call of torch.nn.functional.scaled_dot_product_attention."""
     return node.op == "call_function" and node.target is torch.nn.functional.scaled_dot_product_attention

@@ -1,12 +1,13 @@
-"""Products of a single row are spelled out, and nothing else is."""
+"""Products of a single row are spelled out, those of a few rows where it is faster, and nothing else is."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch._inductor.inductor_prims import force_stride_order
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from kvpass.lowering.row_products import spell_out
+from kvpass.lowering.row_products import CACHED, spell_out
 
 aten = torch.ops.aten
 PRODUCTS = (aten.mm.default, aten.addmm.default)
@@ -41,8 +42,25 @@ def test_a_matrix_that_is_not_transposed():
     assert torch.allclose(traced(x, weight), x @ weight, atol=1e-5)
 
 
-def test_several_rows_are_left_alone():
-    _, left = spelled(torch.mm, torch.randn(2, 48), torch.randn(48, 32))
+@pytest.mark.parametrize("rows", [2, 4])
+def test_a_few_rows_through_a_linear_layer(rows):
+    x, weight, bias = torch.randn(rows, 1, 48), torch.randn(32, 48), torch.randn(32)
+    traced, left = spelled(torch.nn.functional.linear, x, weight, bias)
+    assert left == 0
+    assert torch.allclose(traced(x, weight, bias), torch.nn.functional.linear(x, weight, bias), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("rows", "weight"),
+    [
+        (5, torch.randn(32, 48)),
+        (2, torch.randn(48, 32).t()),  # as in GPT-2: rows lie together, not columns
+        (2, torch.randn(32, 48).bfloat16()),
+        (2, torch.empty(CACHED // 4 // 48 + 1, 48)),
+    ],
+)
+def test_other_products_of_several_rows_are_left_alone(rows, weight):
+    _, left = spelled(torch.nn.functional.linear, torch.randn(rows, 48).to(weight.dtype), weight)
     assert left == 1
 
 
@@ -61,11 +79,16 @@ def test_rows_are_stored_once():
         return x @ a, x @ b
 
     traced, _ = spelled(both, torch.randn(1, 8), torch.randn(8, 4), torch.randn(8, 6))
-    assert sum(node.target is aten.as_strided.default for node in traced.graph.nodes) == 1
+    written = [node.args[0].target for node in traced.graph.nodes if node.target is force_stride_order]
+    assert written.count(aten.mul.Scalar) == 1
 
 
-def test_every_new_node_says_what_it_is():
-    traced, _ = spelled(torch.mm, torch.randn(1, 48), torch.randn(48, 32))
+@pytest.mark.parametrize("rows", [1, 3])
+def test_every_new_node_says_what_it_is(rows):
+    """Of the strides too: the operators that follow were traced for those of the product."""
+    traced, left = spelled(torch.nn.functional.linear, torch.randn(rows, 48), torch.randn(32, 48))
     made = [node for node in traced.graph.nodes if node.op == "call_function"]
+    assert left == 0
     assert all(node.meta["val"].shape is not None for node in made)
-    assert made[-1].meta["val"].shape == (1, 32)
+    assert made[-1].meta["val"].shape == (rows, 32)
+    assert made[-1].meta["val"].stride() == (32, 1)
