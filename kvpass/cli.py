@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     job.add_argument("--out", metavar="DIR", type=Path, default=Path("out"), help="where results go" + shown)
     job.add_argument("--documents", metavar="N", type=at_least(1), default=4, help="documents, one batch" + shown)
     job.add_argument("--length", metavar="N", type=at_least(8), default=2048, help="tokens of each document" + shown)
-    job.add_argument("--stream", metavar="N", type=at_least(8), default=8000, help="tokens of the long stream" + shown)
+    job.add_argument("--stream", metavar="N", type=at_least(8), default=6000, help="tokens of the long stream" + shown)
     job.add_argument("--threads", metavar="N", type=at_least(1), help="threads of torch (default: its own choice)")
     job.add_argument("--jobs", metavar="N", type=at_least(1), default=1, help="policies at a time" + shown)
     job.set_defaults(run=demo)

@@ -21,6 +21,7 @@ from kvpass import graphs, match, selection
 from kvpass.errors import UnsupportedGraph
 from kvpass.graphs import Sizes, Slice, expr, value
 from kvpass.lowering.attend import written_out
+from kvpass.lowering.turns import Pairs, pairs_of, weights_of
 from kvpass.pieces import InPieces
 
 
@@ -358,17 +359,22 @@ class RotarySlice:
         angles: from positions, shaped as `position`, to what the key is turned with.
         turn: inputs are the key [B, Hkv, q, D] and the results of `angles`.
         position: the shape of the positions that the model's code expects.
-        queries: q.
+        turned: shapes and dtypes of what `turn` gets, the key [B, Hkv, q, D] first.
     """
 
     angles: Slice
     turn: Slice
     position: tuple[int, ...]
-    queries: int
+    turned: tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
     @property
     def key(self) -> tuple[Any, ...]:
         return (self.angles.key, self.turn.key, self.position)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[B, Hkv, q, D] of the keys."""
+        return self.turned[0][0]
 
     def table(self, count: int, bound: list[Tensor], device: torch.device) -> list[Tensor]:
         """What keys at positions 0 .. count - 1 are turned with, each [count, ...]."""
@@ -385,13 +391,34 @@ class RotarySlice:
 
         def one(key: Tensor, place: Tensor) -> tuple[Tensor, ...]:
             """One slot's keys [B, Hkv, D] at one position."""
-            repeated = key[:, :, None].expand(-1, -1, self.queries, -1)
+            repeated = key[:, :, None].expand(-1, -1, self.shape[2], -1)
             pieces = turn.run_on(repeated, *(rows[place] for rows in table), *bound)
             return tuple(piece[:, :, 0] for piece in pieces)
 
         slots = torch.vmap(one, in_dims=(2, 0), out_dims=2)  # over N
         turned = torch.vmap(torch.vmap(lambda place: slots(keys, place)))(rank)
         return [_diagonals(piece) for piece in turned]
+
+    def pairs(self) -> Pairs | None:
+        """Which numbers of a key are mixed, seen on unit vectors that are turned by random angles."""
+        drawn = torch.Generator().manual_seed(0)
+        with torch.inference_mode(False):
+            others = [torch.randn(shape, generator=drawn).to(dtype) for shape, dtype in self.turned[1:]]
+            units = torch.eye(self.shape[3], dtype=self.turned[0][1])
+            try:
+                rows = [self.turn.module(unit.expand(self.shape), *others)[0, 0, 0] for unit in units]
+            except RuntimeError:  # it has tensors of its own on another device
+                return None
+            return pairs_of(torch.stack(rows))
+
+    def weights(self, pairs: Pairs, table: list[Tensor], bound: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """What numbers and their partners are multiplied with at the positions of a table, each [N, D]."""
+
+        def turn(key: Tensor) -> Tensor:
+            turned: Tensor = torch.vmap(lambda *rows: self.turn.module(key.expand(self.shape), *rows, *bound))(*table)
+            return turned[:, 0, 0, 0]
+
+        return weights_of(turn, pairs, torch.empty(self.shape[3], dtype=self.turned[0][1], device=table[0].device))
 
 
 def _diagonals(turned: Tensor) -> Tensor:
@@ -413,12 +440,9 @@ def cut_rotary(gm: fx.GraphModule, site: match.AttentionSite, rotary: match.Rota
     angles = _angles(gm, site.key, rotary)
     turn = graphs.cut(gm, [site.key], [rotary.raw, *angles], number, unpack=True)
     shape = tuple(sizes.fixed(size) for size in value(rotary.position).shape)
-    return RotarySlice(
-        graphs.cut(gm, angles, [rotary.position], number),
-        turn,
-        shape,
-        sizes.queries,
-    )
+    inputs = [value(node) for node in (rotary.raw, *angles, *turn.bound)]
+    turned = tuple((tuple(sizes.fixed(size) for size in given.shape), given.dtype) for given in inputs)
+    return RotarySlice(graphs.cut(gm, angles, [rotary.position], number), turn, shape, turned)
 
 
 def _angles(gm: fx.GraphModule, key: fx.Node, rotary: match.Rotary) -> list[fx.Node]:

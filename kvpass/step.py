@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvpass.lowering.attend import LOWEST, attend, by_kernel, capped, scores
 from kvpass.lowering.column_scores import regrouped
+from kvpass.lowering.turns import Turn
 from kvpass.policies.base import LATE, Attention, Policy, State, Tokens, rank_of
 from kvpass.slots import FREE, Layout, Slots
 from kvpass.statistics import statistics
@@ -47,6 +48,7 @@ class Site:
         scale: multiplies the products of queries and keys.
         mask: the model's mask on slots, or None.
         rotate: the model's rotary embedding, or None when stored keys are attended to as they are.
+        turn: the same as kernels can apply it, without ranks, if they can.
         cap, sink: see `kvpass.calls.Call`; the sink is [B or 1, Hq, q or 1, 1].
         weights: the policy's own, as inputs of the graph; empty where they may be taken from the policy.
         expand: makes keys and values from what is stored, or None when they are stored as they are.
@@ -56,6 +58,7 @@ class Site:
     scale: float
     mask: Mask | None = None
     rotate: Rotate | None = None
+    turn: Turn | None = None
     weights: tuple[Tensor, ...] = ()
     cap: float | None = None
     sink: Tensor | None = None
@@ -138,6 +141,7 @@ class _View:
     bias: Tensor | None
     own: Tensor | None
     rotate: Callable[[Tensor], list[Tensor]] | None
+    turn: Turn | None
 
     @staticmethod
     def of(layout: Layout, site: Site, slots: Slots, tokens: Tokens, index: Tensor, query: Tensor) -> _View:
@@ -152,14 +156,15 @@ class _View:
         if heads != layout.heads:  # they are made from what is stored
             grouped, mask = regrouped(grouped, heads), _over(mask, heads)
             bias, own = (None if x is None else _over(x, heads) for x in (bias, own))
-        return _View(site, grouped, key, value, mask, bias, own, _rotation(site, tokens))
+        turn = None if site.turn is None else dataclasses.replace(site.turn, rank=tokens.rank)
+        return _View(site, grouped, key, value, mask, bias, own, _rotation(site, tokens), turn)
 
     def attend(self, rows: bool) -> tuple[Attended, Tensor | None, Tensor | None]:
         """For one query, and if `rows` are wanted probabilities and logits, float32 [B, Ha, ., 1, C]."""
         site = self.site
         rows = rows or site.lse
         given: dict[str, Any] = dict(scale=site.scale, mask=self.mask, rotate=self.rotate, cap=site.cap, rows=rows)
-        given |= dict(bias=added(self.bias, self.own), sink=site.sinks(self.key.shape[1]))
+        given |= dict(bias=added(self.bias, self.own), sink=site.sinks(self.key.shape[1]), turn=self.turn)
         output, probabilities, logits = attend(self.query, self.key, self.value, **given)
         output = output.flatten(1, 2)  # here: the compiler moves a product to its first user
         return Attended(output, _log_sum_exp(site, logits)), probabilities, logits

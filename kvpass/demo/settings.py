@@ -37,7 +37,7 @@ class Settings:
     out: Path = Path("out")
     documents: int = 4
     length: int = 2048
-    stream: int = 8000
+    stream: int = 6000
     new_tokens: int = 48
     every: int = 16
     threads: int | None = None

@@ -4,9 +4,10 @@ On a CPU it is two grouped matrix products and a float32 softmax: the query head
 one product, so K and V are read once and never repeated.  On a GPU it is the kernels of `attend_kernel`,
 which the compiler schedules like its own, and torch's operations around them.
 
-With a rotary embedding applied at read both are spelled out in torch, the first product as multiply and sum:
-the compiler then fuses the rotation into the reduction and no rotated copy of the keys is ever written.  The
-rotated keys come in pieces of D for the same reason.
+With a rotary embedding applied at read, on a GPU the kernels turn the keys that they load, where the embedding mixes
+pairs as `turns` knows them.  Else the first product is spelled out as multiply and sum: the compiler then fuses the
+rotation into the reduction and no rotated copy of the keys is ever written.  The rotated keys come in pieces of D for
+the same reason.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from kvpass.lowering.turns import Turn
+
 LOWEST = torch.finfo(torch.float32).min
+WIDEST_TURNED = 512  # bytes of a key that the kernels can turn; wider ones would spill
 MOST_ROWS = 64  # query heads of a KV head times queries in one program; the accumulators of more would spill
 
 
@@ -33,6 +37,7 @@ def attend(
     cap: float | None = None,
     sink: Tensor | None = None,
     rows: bool = True,
+    turn: Turn | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Attend to the slots that `mask` allows.
 
@@ -46,16 +51,19 @@ def attend(
         cap: bounds the logits before bias and mask, as cap * tanh(logits / cap).
         sink: further logits [B or 1, Hkv, G, q or 1, 1] in the softmax, to which no value belongs.
         rows: whether the attention rows are wanted.
+        turn: the same as `rotate`, for the kernels.
 
     Returns:
         output [B, Hkv, G, q, Dv] in the dtype of `value`, and if wanted the probabilities and the masked
         logits, float32 [B, Hkv, G, q, C].  A query that may attend to nothing gets a finite output that
         means nothing.
     """
-    if rotate is None and by_kernel(query):
+    if rotate is not None and key.shape[-1] * key.element_size() > WIDEST_TURNED:
+        turn = None
+    if by_kernel(query) and (rotate is None or turn is not None):
         from kvpass.lowering.attend_kernel import attended  # needs triton, which not every machine has
 
-        return attended(query, key, value, scale=scale, mask=mask, bias=bias, cap=cap, sink=sink, rows=rows)
+        return attended(query, key, value, scale=scale, mask=mask, bias=bias, cap=cap, sink=sink, rows=rows, turn=turn)
     logits = capped(scores(query, key, scale=scale, rotate=rotate), cap)
     if bias is not None:
         logits = logits + bias.float()

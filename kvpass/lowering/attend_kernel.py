@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvpass.lowering.turns import Turn
+
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 TILE = 16 << 10  # bytes of K, and of V, that a program holds at a time
 PROGRAMS = 1024  # enough for several waves on any GPU of today
@@ -31,6 +33,9 @@ def split(
     value,  # [B, Hkv, C, Dv]
     mask,  # bool [B or 1, Hkv or 1, G or 1, q or 1, C]
     bias,  # the same, of floats; anything without HAS_BIAS
+    rank,  # int64 [B or 1, Hkv or 1, C], at which row of the next two a key is turned; anything without TURNED
+    straight,  # [N, D]: a key's number times this, and
+    crossed,  # [N, D]: its partner's times this
     logits,  # float32 [B, Hkv, R, C]; anything without STORE
     most,  # float32 [B, Hkv, R, parts]: the largest logit of a part,
     paid,  # the sum of exp(logit - most),
@@ -49,6 +54,11 @@ def split(
     bias_head: tl.constexpr,
     bias_group: tl.constexpr,
     bias_query: tl.constexpr,
+    rank_row: tl.constexpr,
+    rank_head: tl.constexpr,
+    TURNED: tl.constexpr,  # how many numbers of a key are mixed in pairs, 0 without
+    INTERLEAVED: tl.constexpr,
+    POSITIONS: tl.constexpr,
     SCALE: tl.constexpr,
     CAP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -78,13 +88,27 @@ def split(
     values = value + row * value_row + head * value_head
     masks = mask + row * mask_row + head * mask_head
     biases = bias + row * bias_row + head * bias_head
+    if TURNED > 0:
+        ranks = rank + row * rank_row + head * rank_head
+        if INTERLEAVED:
+            partner = tl.where(d < TURNED, d ^ 1, d)
+        else:
+            partner = tl.where(d < TURNED // 2, d + TURNED // 2, tl.where(d < TURNED, d - TURNED // 2, d))
     top = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([ROWS, VALUE_WIDTH], tl.float32)
     for start in range(part * PART, min(part * PART + PART, C), BLOCK):
         c = start + tl.arange(0, BLOCK)
         there = c < C
-        k = tl.load(keys + c[None, :] * key_slot + d[:, None], mask=there[None, :] & (d < D)[:, None], other=0.0)
+        inside = there[None, :] & (d < D)[:, None]
+        k = tl.load(keys + c[None, :] * key_slot + d[:, None], mask=inside, other=0.0)
+        if TURNED > 0:
+            at = tl.load(ranks + c, mask=there, other=0)
+            at = tl.minimum(tl.maximum(at, 0), POSITIONS - 1)[None, :] * D + d[:, None]  # a free slot has no place
+            beside = tl.load(keys + c[None, :] * key_slot + partner[:, None], mask=inside, other=0.0)
+            turned = k.to(tl.float32) * tl.load(straight + at, mask=inside, other=0.0).to(tl.float32)
+            turned += beside.to(tl.float32) * tl.load(crossed + at, mask=inside, other=0.0).to(tl.float32)
+            k = turned.to(k.dtype)
         x = tl.dot(q, k, input_precision="ieee") * SCALE  # [ROWS, BLOCK]
         if CAP > 0:
             x = (2.0 / (1.0 + tl.exp(-2.0 / CAP * x)) - 1.0) * CAP  # tanh
@@ -159,10 +183,18 @@ def _power(number: int, least: int = 16) -> int:
     return int(max(least, triton.next_power_of_2(number)))
 
 
-def _block(width: int, itemsize: int, rows: int) -> int:
-    """Slots that a program loads at a time; fewer beside many rows, which need the registers for themselves."""
+def _block(width: int, itemsize: int, rows: int, turned: int) -> int:
+    """Slots that a program loads at a time.
+
+    Fewer beside many rows, which need the registers for themselves, and where keys are turned: with their partners and
+    weights.
+    """
     most = 128 if rows <= 16 else 32 if rows * width <= 8192 else 16
-    return max(16, min(most, TILE // (width * itemsize)))
+    return max(16, min(most, TILE // (width * itemsize)) // (2 if turned else 1))
+
+
+def _warps(rows: int, turned: int) -> int:
+    return 4 if rows <= 16 and not turned else 8
 
 
 def _parts(programs: int, capacity: int, block: int) -> tuple[int, int]:
@@ -191,6 +223,11 @@ def attend_slots(
     mask: Tensor,
     bias: Tensor | None,
     sink: Tensor | None,
+    rank: Tensor | None,
+    own: Tensor | None,
+    other: Tensor | None,
+    turned: int,
+    interleaved: bool,
     scale: float,
     cap: float | None,
     store: bool,
@@ -200,6 +237,7 @@ def attend_slots(
     Args:
         query: [B, Hkv, G, q, D] with G * q up to `attend.MOST_ROWS`.
         mask, bias: [B or 1, Hkv or 1, G or 1, q or 1, C].
+        rank, own, other, turned, interleaved: of a `Turn`, which is applied to the keys at read, or None.
         store: whether the logits are wanted.
 
     Returns:
@@ -211,30 +249,33 @@ def attend_slots(
     inside = groups * queries
     key_width, value_width = _power(dim), _power(width)
     padded = _power(inside)
-    block = _block(max(key_width, value_width), key.element_size(), padded)
+    block = _block(max(key_width, value_width), key.element_size(), padded, turned)
     parts, each = _parts(rows * heads, capacity, block)
     query, mask = _packed(query), _packed(mask)
     has_bias = bias is not None
     bias = _packed(bias) if bias is not None else value  # never read
+    positions = 0 if own is None else own.shape[0]
+    rank, own, other = (value if x is None else _packed(x) for x in (rank, own, other))
     most = query.new_empty((rows, heads, groups, queries, parts), dtype=torch.float32)
     paid = torch.empty_like(most)
     mixed = query.new_empty((*most.shape, width), dtype=torch.float32)
     logits = query.new_empty((rows, heads, groups, queries, capacity) if store else (0,), dtype=torch.float32)
     torch.library.wrap_triton(split)[(parts, rows * heads)](
-        query, key, value, mask, bias, logits, most, paid, mixed,
+        query, key, value, mask, bias, rank, own, other, logits, most, paid, mixed,
         *key.stride()[:3], *value.stride()[:3], *_strides(mask), *(_strides(bias) if has_bias else (0, 0, 0, 0)),
+        *_strides(rank)[:2], TURNED=turned, INTERLEAVED=interleaved, POSITIONS=positions,
         SCALE=scale, CAP=cap or 0.0, HAS_BIAS=has_bias, STORE=store, HEADS=heads, R=inside, QUERIES=queries,
         C=capacity, D=dim, DV=width, PARTS=parts, PART=each, ROWS=padded,
-        WIDTH=key_width, VALUE_WIDTH=value_width, BLOCK=block, num_warps=4 if padded <= 16 else 8, num_stages=2,
+        WIDTH=key_width, VALUE_WIDTH=value_width, BLOCK=block, num_warps=_warps(padded, turned), num_stages=2,
     )  # fmt: skip
     output = value.new_empty((rows, heads, groups, queries, width))
     total = query.new_empty((rows, heads, groups, queries), dtype=torch.float32)
     has_sink = sink is not None
     sink = most if sink is None else _packed(sink.float())
-    own = sink.shape[3]
+    own_sinks = sink.shape[3]
     torch.library.wrap_triton(join)[(rows * heads * inside,)](
         most, paid, mixed, sink, output, total,
-        sink_row=0 if sink.shape[0] == 1 else heads * groups * own, sink_query=own,
+        sink_row=0 if sink.shape[0] == 1 else heads * groups * own_sinks, sink_query=own_sinks,
         HAS_SINK=has_sink, ROWS=heads * inside, QUERIES=queries, DV=width, PARTS=parts,
         WIDTH=_power(parts, 1), VALUE_WIDTH=value_width, num_warps=4, num_stages=1,
     )  # fmt: skip
@@ -252,14 +293,21 @@ def attended(
     cap: float | None,
     sink: Tensor | None,
     rows: bool,
+    turn: Turn | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """What `attend` returns, by the kernels; what follows them is plain torch, which the compiler fuses."""
     key, value = _dense(key), _dense(value)
     mask, bias = _wide(mask, key.shape[2]), None if bias is None else _wide(bias, key.shape[2])
-    output, total, logits = torch.ops.kvpass.attend_slots(query, key, value, mask, bias, sink, scale, cap, rows)
+    turned = (None, None, None, 0, False) if turn is None else _as_arguments(turn)
+    given = (mask, bias, sink, *turned, scale, cap, rows)
+    output, total, logits = torch.ops.kvpass.attend_slots(query, key, value, *given)
     if not rows:
         return output, None, None
     return output, torch.exp(logits - total[..., None]), logits
+
+
+def _as_arguments(turn: Turn) -> tuple[Tensor | None, Tensor, Tensor, int, bool]:
+    return turn.rank, turn.own, turn.other, turn.pairs.width, turn.pairs.interleaved
 
 
 def _dense(buffer: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from kvpass.errors import UnsupportedGraph
 from kvpass.expansion import Expansion, cut_expansion
 from kvpass.graphs import Sizes, placeholders, value
 from kvpass.instantiate import MaskSlice, RotarySlice, cut_mask, cut_rotary
+from kvpass.lowering.turns import Pairs, Turn
 from kvpass.match import AttentionSite
 from kvpass.rewrite import renumber
 from kvpass.rewrite.lengths import OnLength
@@ -136,6 +137,7 @@ class StepRewriter:
         self._asides: dict[fx.Node, fx.Node] = {}
         self._real: dict[fx.Node | None, fx.Node] = {}
         self._tables: dict[Any, list[fx.Node]] = {}
+        self._mixing: dict[Any, Pairs | None] = {}
         self._unread: dict[int, tuple[int, int]] = {}
         self._first_rank: fx.Node | None = None
         self.counted: fx.Node | None = None
@@ -241,6 +243,7 @@ class StepRewriter:
         layout = self.layouts[number]
         mask, mask_key = self._mask(site, self.windows[number])
         rotary = self.pieces[number] if self.pieces else None
+        pairs = self._pairs(rotary)
         expansion = cut_expansion(self.gm, site, self.sizes, mask.facts if mask else ())
         real = self._real_now(site, mask)
         groups = {
@@ -249,6 +252,7 @@ class StepRewriter:
             "mask": mask.nodes if mask else [],
             "table": self._table(rotary, layout.capacity) if rotary else [],
             "turn": rotary.turn.bound if rotary else (),
+            "mixed": self._weights(rotary, pairs, layout.capacity, site) if rotary and pairs else [],
             "expand": expansion.slice.bound if expansion else (),
             "sink": [] if site.sink is None else [site.sink],
             "weights": self.on_weights,
@@ -258,14 +262,14 @@ class StepRewriter:
             layout,
             self.slots[number].capacity,
             mask_key,
-            rotary and rotary.key,
+            rotary and (rotary.key, pairs),
             expansion and expansion.slice.key,
             (site.scale, site.cap, site.sink is None, site.lse is None, first),
             *(str((self._shape(n), value(n).stride())) for n in nodes),
         )
         if key not in self._traced:
             counts = {name: len(group) for name, group in groups.items()}
-            layer = _Layer(layout, site, mask, rotary, expansion)
+            layer = _Layer(layout, site, mask, rotary, pairs, expansion)
             self._traced[key] = self._trace(layer, nodes, counts, list(self.slots[number].state), first)
         before = self._early_enough(site, nodes)
         made = graphs.splice(self.gm, self._traced[key], nodes, before, f"kvpass_{site.call.name}")
@@ -486,6 +490,29 @@ class StepRewriter:
             )
         return self._tables[key]
 
+    def _pairs(self, rotary: RotarySlice | None) -> Pairs | None:
+        """What an embedding mixes, where a kernel attends and can turn the keys itself."""
+        if rotary is None or not self.decodes or self._device(self.length).type != "cuda":
+            return None
+        if rotary.key not in self._mixing:
+            self._mixing[rotary.key] = rotary.pairs()
+        return self._mixing[rotary.key]
+
+    def _weights(self, rotary: RotarySlice, pairs: Pairs, capacity: int, site: AttentionSite) -> list[fx.Node]:
+        """The nodes of a `Turn`'s weights for ranks 0 .. capacity - 1, shared by layers."""
+        key = (rotary.key, rotary.turn.bound, capacity)
+        if key not in self._tables:
+            table = self._table(rotary, capacity)
+            nodes = [*table, *rotary.turn.bound]
+
+            def function(*given: Tensor) -> list[Tensor]:
+                return list(rotary.weights(pairs, list(given[: len(table)]), list(given[len(table) :])))
+
+            with compat.fake_mode() as fake:
+                traced = compat.trace(function, [fake(self._example(n)) for n in nodes])
+            self._tables[key] = graphs.splice(self.gm, traced, nodes, site.call, f"kvpass_mixed_{len(self._tables)}")
+        return self._tables[key]
+
     def _rank_positions(self, position: fx.Node) -> None:
         """Let the queries stand behind the held tokens: positions become live slots + 0, 1, ..."""
         shape, queries = self._shape(position), self.queries
@@ -678,6 +705,7 @@ class _Layer:
     found: AttentionSite
     mask: MaskOnSlots | None
     rotary: RotarySlice | None
+    pairs: Pairs | None
     expansion: Expansion | None
 
     def site(self, given: dict[str, list[Tensor]]) -> Site:
@@ -700,6 +728,7 @@ class _Layer:
             scale=self.found.scale,
             mask=masked if mask else None,
             rotate=turned if rotary else None,
+            turn=Turn(given["mixed"][0], given["mixed"][1], self.pairs) if self.pairs else None,
             weights=tuple(given["weights"]),
             cap=self.found.cap,
             sink=given["sink"][0] if given["sink"] else None,

@@ -55,7 +55,7 @@ def test_a_budget_is_fitted_to_the_policy():
 
 @pytest.mark.parametrize(
     ("trained", "tabled", "length", "stream"),
-    [(None, False, 2048, 8000), (512, False, 512, 8000), (512, True, 512, 512), (10_000, True, 2048, 8000)],
+    [(None, False, 2048, 6000), (512, False, 512, 6000), (512, True, 512, 512), (10_000, True, 2048, 6000)],
 )
 def test_sizes_fit_the_model(trained, tabled, length, stream):
     fitted = Settings().fitted(subject(trained, tabled))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpass.lowering import attend_kernel, column_kernel
+from kvpass.lowering import attend_kernel, column_kernel, turns
 from kvpass.lowering import column_scores as module
 from kvpass.lowering.attend import attend
 
@@ -25,7 +25,10 @@ def _drawer(seed: int, dtype: torch.dtype) -> Callable[..., Tensor]:
 def attention_of(
     seed: int, shape: tuple[int, ...], dtype: torch.dtype, mask_shape: tuple[int, ...], extras: dict[str, bool]
 ) -> Pairs:
-    """shape: B, Hkv, G, q, C, D, Dv; extras: whether there is a `bias`, a `sink`, a `cap`."""
+    """shape: B, Hkv, G, q, C, D, Dv; extras: whether there is a `bias`, a `sink`, a `cap`, a `turn` at read.
+
+    The turn may be of `interleaved` pairs in the first half of D; ranks are of every head's `own` or shared.
+    """
     rows, heads, groups, queries, slots, dim, width = shape
     draw = _drawer(seed, dtype)
     query, key, value = (
@@ -41,11 +44,28 @@ def attention_of(
         sink=draw(1, heads, groups, 1, 1).float() if extras.get("sink") else None,
         rows=True,
     )
-    got = attend_kernel.attended(query, key, value, **given)
-    expected = attend(query.double(), key.double(), value.double(), **given)
+    turn = _turn(draw, key, extras) if extras.get("turn") else None
+    got = attend_kernel.attended(query, key, value, turn=turn, **given)
+    turned = key.double() if turn is None else _turned(key.double(), turn)
+    expected = attend(query.double(), turned, value.double(), **given)
     assert got[1] is not None
     assert got[2] is not None
     return [(a.float(), b.float()) for a, b in zip(got, expected, strict=True)]  # type: ignore[union-attr]
+
+
+def _turn(draw: Callable[..., Tensor], key: Tensor, extras: dict[str, bool]) -> turns.Turn:
+    rows, heads, slots, dim = key.shape
+    pairs = turns.Pairs(dim // 2, True) if extras.get("interleaved") else turns.Pairs(dim, False)
+    own, other = draw(slots, dim), draw(slots, dim)
+    other[:, pairs.width :] = 0
+    rank = torch.rand(rows, heads if extras.get("own") else 1, slots, generator=torch.Generator().manual_seed(1))
+    return turns.Turn(own, other, pairs, rank.argsort(-1))
+
+
+def _turned(key: Tensor, turn: turns.Turn) -> Tensor:
+    assert turn.rank is not None
+    rank, partner = turn.rank.expand(*key.shape[:2], -1), turn.pairs.partner(torch.arange(key.shape[3]))
+    return key * turn.own[rank] + key[..., partner] * turn.other[rank]
 
 
 def column_sums(seed: int, dtype: torch.dtype, kind: str, causal: bool, sink: bool, cap: bool) -> Pairs:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvpass.lowering import attend_kernel, column_kernel
-from kvpass.lowering.attend import MOST_ROWS, by_kernel
+from kvpass.lowering.attend import MOST_ROWS, WIDEST_TURNED, by_kernel
 from kvpass.testing.cuda_emission import TARGETS, Binary, compiled
 from tests.testing.shared import call
 
@@ -28,8 +28,14 @@ CLOSE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 3e-2}
         ((2, 2, 3, 2, 130, 24, 40), (2, 2, 3, 2, 130), {"bias": True, "sink": True, "cap": True}),  # odd sizes
         ((1, 2, 2, 9, 40, 64, 64), (1, 1, 1, 9, 40), {"sink": True}),  # a short chunk
         ((1, 1, 8, 1, 1, 8, 8), (1, 1, 1, 1, 1), {}),  # one slot
+        ((2, 2, 4, 1, 300, 32, 32), (2, 1, 1, 1, 300), {"turn": True}),  # keys turned at read,
+        (
+            (2, 3, 2, 1, 70, 24, 16),
+            (2, 3, 1, 1, 70),
+            {"turn": True, "interleaved": True, "own": True, "bias": True},
+        ),  # in part
     ],
-    ids=["decode", "single", "odd", "chunk", "one"],
+    ids=["decode", "single", "odd", "chunk", "one", "turned", "interleaved"],
 )
 def test_attention_equals_its_plain_form(dtype: torch.dtype, shape: Any, mask: Any, extras: Any) -> None:
     for got, wanted in call("tests.lowering.interpreted:attention_of", 0, shape, dtype, mask, extras):
@@ -47,11 +53,14 @@ def test_sums_equal_their_plain_form(dtype: torch.dtype, kind: str, causal: bool
         torch.testing.assert_close(got, wanted, atol=CLOSE[dtype], rtol=CLOSE[dtype])
 
 
-def split_for(target: str, dtype: torch.dtype, dim: int, rows: int, full: bool) -> Binary:
-    """`split` for 8 KV heads of 4,097 slots; `full` has a mask and a bias of its own for each query."""
+def split_for(target: str, dtype: torch.dtype, dim: int, rows: int, full: bool, turned: int = 0) -> Binary:
+    """`split` for 8 KV heads of 4,097 slots; `full` has a mask and a bias of its own for each query.
+
+    `turned` is how many numbers of a key are.
+    """
     slots, heads = 4097, 8
     width, padded = attend_kernel._power(dim), attend_kernel._power(rows)
-    block = attend_kernel._block(width, dtype.itemsize, padded)
+    block = attend_kernel._block(width, dtype.itemsize, padded, turned)
     parts, each = attend_kernel._parts(heads, slots, block)
     names = attend_kernel.split.arg_names
     strides = {f"{x}_{y}": z for x in ("key", "value") for y, z in
@@ -59,15 +68,17 @@ def split_for(target: str, dtype: torch.dtype, dim: int, rows: int, full: bool) 
     for name in ("mask", "bias"):
         strides |= {f"{name}_row": slots, f"{name}_head": 0, f"{name}_group": slots * full, f"{name}_query": 0}
     constants = dict(
-        **strides, SCALE=0.1, CAP=0.0, HAS_BIAS=full, STORE=True, HEADS=heads, R=rows, QUERIES=1, C=slots, D=dim,
+        **strides, rank_row=slots, rank_head=0, TURNED=turned, INTERLEAVED=False, POSITIONS=slots,
+        SCALE=0.1, CAP=0.0, HAS_BIAS=full, STORE=True, HEADS=heads, R=rows, QUERIES=1, C=slots, D=dim,
         DV=dim, PARTS=parts, PART=each, ROWS=padded, WIDTH=width, VALUE_WIDTH=width, BLOCK=block,
     )  # fmt: skip
-    pointers = dict.fromkeys(("query", "key", "value"), NAMES[dtype]) | {"mask": "*i1", "bias": "*fp32"}
+    pointers = dict.fromkeys(("query", "key", "value", "straight", "crossed"), NAMES[dtype])
+    pointers |= {"mask": "*i1", "bias": "*fp32", "rank": "*i64"}
     pointers |= dict.fromkeys(("logits", "most", "paid", "mixed"), "*fp32")
     signature = {name: pointers.get(name, "constexpr") for name in names}
     # As Inductor has it, whose buffers all begin on 16 bytes.
     aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in pointers}
-    warps = 4 if padded <= 16 else 8
+    warps = attend_kernel._warps(padded, turned)
     return compiled(attend_kernel.split, signature, constants, target, attributes=aligned, num_warps=warps)
 
 
@@ -92,6 +103,15 @@ def test_attention_spills_nothing(target: str, dtype: torch.dtype, dim: int, row
     binary = split_for(target, dtype, dim, rows, full)
     assert binary.spills == 0
     assert binary.registers <= 255
+    assert binary.shared <= {"sm_80": 163 << 10, "sm_90": 227 << 10}[target]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@every_dtype
+@pytest.mark.parametrize(("dim", "rows"), [(64, 4), (128, 4), (256, 8)])
+def test_attention_to_turned_keys_spills_nothing(target: str, dtype: torch.dtype, dim: int, rows: int) -> None:
+    binary = split_for(target, dtype, dim, rows, False, turned=dim)
+    assert binary.spills == 0 or dim * dtype.itemsize > WIDEST_TURNED
     assert binary.shared <= {"sm_80": 163 << 10, "sm_90": 227 << 10}[target]
 
 

@@ -123,14 +123,23 @@ def test_other_architectures(architecture: str) -> None:
     made.check(run(made), **EXACT[torch.float32])
 
 
+RANKED = [("streaming", "Llama"), ("cascade", "Llama"), ("streaming", "GPTNeoX"), ("streaming", "Cohere")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["streaming", "cascade"])
-def test_positions_by_rank_keep_the_plain_form(name: str) -> None:
-    made = cuda_emission.emit(recorded(name, torch.float32, (1, 1), positions="cache")[-1])
-    assert not any(launch.name.startswith(cuda_emission.ATTEND) for launch in made.launches)
+@pytest.mark.parametrize(("name", "architecture"), RANKED)
+def test_positions_by_rank_run_by_the_kernel(name: str, architecture: str) -> None:
+    """Keys turned at read: halves of the whole key, halves of a part of it, and neighbours."""
+    made = cuda_emission.emit(recorded(name, torch.float32, (1, 1), architecture, positions="cache")[-1])
+    assert sum(launch.name.startswith(cuda_emission.ATTEND) for launch in made.launches) == 2
     buffer = made.step.inputs[0]
     assert all(allocation.nbytes < buffer.nbytes for allocation in made.allocations)
-    made.check(run(made), **EXACT[torch.float32])
+    launches = run(made)
+    made.check(launches, **EXACT[torch.float32])
+    for buffer in ("key", "value"):
+        readers = made.readers(launches, f"slots_0_{buffer}")
+        assert len(readers) == 1
+        assert readers[0].startswith(cuda_emission.ATTEND)
 
 
 def test_traffic_is_what_attention_needs() -> None:

@@ -1,0 +1,65 @@
+"""Rotary embeddings are seen to mix pairs, and applied as a kernel does it turn as the model's code does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvpass.lowering.turns import Pairs, pairs_of, weights_of
+
+POSITIONS, WIDTH = 7, 12
+
+
+def angles(width: int) -> tuple[Tensor, Tensor]:
+    inverse = 100.0 ** -(torch.arange(0, width, 2) / width)
+    phase = torch.arange(POSITIONS)[:, None] * inverse
+    return phase.cos(), phase.sin()  # [N, width / 2]
+
+
+def halves(key: Tensor) -> Tensor:
+    """As Llama turns keys."""
+    cos, sin = (torch.cat([x, x], -1) for x in angles(WIDTH))
+    return key * cos + torch.cat([-key[WIDTH // 2 :], key[: WIDTH // 2]], -1) * sin
+
+
+def neighbours(key: Tensor) -> Tensor:
+    """As GPT-J does, here in the first 8 numbers only."""
+    cos, sin = angles(8)
+    even, odd = key[:8:2], key[1:8:2]
+    turned = torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2)
+    return torch.cat([turned, key[8:].expand(POSITIONS, -1)], -1)
+
+
+@pytest.mark.parametrize(("turn", "pairs"), [(halves, Pairs(12, False)), (neighbours, Pairs(8, True))])
+def test_what_is_seen_turns_as_the_model_does(turn, pairs):
+    seen = pairs_of(torch.stack([turn(unit)[3] for unit in torch.eye(WIDTH)]))
+    assert seen == pairs
+    own, other = weights_of(turn, pairs, torch.empty(WIDTH))
+    key = torch.randn(WIDTH)
+    ours = key * own + key[pairs.partner(torch.arange(WIDTH))] * other
+    torch.testing.assert_close(ours, turn(key))
+
+
+@pytest.mark.parametrize(
+    "matrix",
+    [
+        torch.eye(6),  # nothing is mixed
+        torch.ones(6, 6),  # everything is
+        torch.eye(6).roll(1, 0),  # neighbours, but in a ring
+        torch.block_diag(torch.eye(2), torch.ones(2, 2).kron(torch.eye(2))),  # the last four
+    ],
+)
+def test_other_mixtures_are_left_to_the_plain_form(matrix):
+    assert pairs_of(matrix) is None
+
+
+@pytest.mark.parametrize("pairs", [Pairs(8, False), Pairs(6, True), Pairs(12, False), Pairs(2, True)])
+def test_partners_are_mutual_and_each_pair_has_one_leader(pairs):
+    place = torch.arange(WIDTH)
+    partner = pairs.partner(place)
+    assert torch.equal(partner[partner], place)
+    mixed = partner != place
+    assert mixed.sum() == pairs.width
+    assert torch.equal(pairs.leads(place)[mixed], ~pairs.leads(place)[partner][mixed])
+    assert pairs.leads(place)[~mixed].all()
