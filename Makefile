@@ -24,7 +24,7 @@ slow: $(INSTALLED)
 architectures: $(INSTALLED)
 	$(BIN)/python -m tests.architectures --jobs 2 --write
 
-# Measures everything that docs/performance.md reports and writes its tables; about forty minutes on two cores that
+# Measures everything that docs/performance.md reports and writes its tables; about an hour and a half on two cores that
 # have nothing else to do.  kvpress gets an environment of its own in out/.
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks --write

@@ -348,6 +348,10 @@ def _expanded(node: fx.Node, copied: fx.Node) -> tuple[Any, ...]:
     return (base, *(-1 if same else size for same, size in zip(kept, sizes, strict=True)))
 
 
+Like = tuple[tuple[int, ...], torch.dtype]
+"""The shape and the dtype of a tensor."""
+
+
 @dataclasses.dataclass(frozen=True)
 class RotarySlice:
     """The rotary embedding as a function of the key before it and of its position, in two parts.
@@ -359,13 +363,15 @@ class RotarySlice:
         angles: from positions, shaped as `position`, to what the key is turned with.
         turn: inputs are the key [B, Hkv, q, D] and the results of `angles`.
         position: the shape of the positions that the model's code expects.
-        turned: shapes and dtypes of what `turn` gets, the key [B, Hkv, q, D] first.
+        angled: shapes and dtypes of what `angles` reads besides positions.
+        turned: and of what `turn` gets besides the results of `angles`, the key [B, Hkv, q, D] first.
     """
 
     angles: Slice
     turn: Slice
     position: tuple[int, ...]
-    turned: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    angled: tuple[Like, ...]
+    turned: tuple[Like, ...]
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -400,16 +406,27 @@ class RotarySlice:
         return [_diagonals(piece) for piece in turned]
 
     def pairs(self) -> Pairs | None:
-        """Which numbers of a key are mixed, seen on unit vectors that are turned by random angles."""
+        """Which numbers of a key are mixed, seen on unit vectors; None for what is no mixture that kernels know.
+
+        That is also what is not linear, as a norm behind the embedding, or differs between rows, heads or queries.
+        """
         drawn = torch.Generator().manual_seed(0)
-        with torch.inference_mode(False):
-            others = [torch.randn(shape, generator=drawn).to(dtype) for shape, dtype in self.turned[1:]]
-            units = torch.eye(self.shape[3], dtype=self.turned[0][1])
-            try:
-                rows = [self.turn.module(unit.expand(self.shape), *others)[0, 0, 0] for unit in units]
-            except RuntimeError:  # it has tensors of its own on another device
-                return None
-            return pairs_of(torch.stack(rows))
+
+        def like(given: Like) -> Tensor:
+            return torch.randn(given[0], generator=drawn).to(given[1])
+
+        try:
+            angles = self.angles.module(torch.tensor(3).expand(self.position), *map(like, self.angled))
+            rest = [*angles, *map(like, self.turned[1:])]
+            keys = torch.cat([torch.eye(self.shape[3]), like(((1, self.shape[3]), torch.float32)) * 9])
+            turned = [self.turn.module(key.expand(self.shape), *rest) for key in keys.to(self.turned[0][1])]
+        except (RuntimeError, IndexError):  # it has tensors on another device, or looks up what drawn numbers are not
+            return None
+        alike = all(torch.equal(x, x[:1, :1, :1].expand_as(x)) for x in turned)
+        matrix, got = torch.stack([x[0, 0, 0] for x in turned]).double().tensor_split([self.shape[3]])
+        wanted = keys[-1:].double() @ matrix
+        linear = torch.allclose(got, wanted, rtol=0, atol=0.02 * float(wanted.abs().max()))
+        return pairs_of(matrix) if alike and linear else None
 
     def weights(self, pairs: Pairs, table: list[Tensor], bound: list[Tensor]) -> tuple[Tensor, Tensor]:
         """What numbers and their partners are multiplied with at the positions of a table, each [N, D]."""
@@ -439,10 +456,15 @@ def cut_rotary(gm: fx.GraphModule, site: match.AttentionSite, rotary: match.Rota
     _check_not_overwritten(graphs.dependent(gm.graph, behind, [rotary.raw, rotary.position]), behind, site.key)
     angles = _angles(gm, site.key, rotary)
     turn = graphs.cut(gm, [site.key], [rotary.raw, *angles], number, unpack=True)
-    shape = tuple(sizes.fixed(size) for size in value(rotary.position).shape)
-    inputs = [value(node) for node in (rotary.raw, *angles, *turn.bound)]
-    turned = tuple((tuple(sizes.fixed(size) for size in given.shape), given.dtype) for given in inputs)
-    return RotarySlice(graphs.cut(gm, angles, [rotary.position], number), turn, shape, turned)
+    cut = graphs.cut(gm, angles, [rotary.position], number)
+    position, *angled = (_like(node, sizes) for node in (rotary.position, *cut.bound))
+    turned = tuple(_like(node, sizes) for node in (rotary.raw, *turn.bound))
+    return RotarySlice(cut, turn, position[0], tuple(angled), turned)
+
+
+def _like(node: fx.Node, sizes: Sizes) -> Like:
+    given = value(node)
+    return tuple(sizes.fixed(size) for size in given.shape), given.dtype
 
 
 def _angles(gm: fx.GraphModule, key: fx.Node, rotary: match.Rotary) -> list[fx.Node]:

@@ -53,6 +53,7 @@ class Site:
         weights: the policy's own, as inputs of the graph; empty where they may be taken from the policy.
         expand: makes keys and values from what is stored, or None when they are stored as they are.
         lse: whether the model wants the log-sum-exp of the logits as well.
+        place: the slots to write to, [B, H'], where they are not to be read from `slots.free`.
     """
 
     scale: float
@@ -64,6 +65,7 @@ class Site:
     sink: Tensor | None = None
     expand: Expand | None = None
     lse: bool = False
+    place: Tensor | None = None
 
     def sinks(self, heads: int) -> Tensor | None:
         """The sink's logits [B or 1, Hkv, G, q or 1, 1]."""
@@ -97,7 +99,7 @@ def decode_step(
     """
     policy = layout.policy
     tokens, index = _arrived(layout, slots, key, real)
-    _write(slots, key, value, real if policy.overwrites else None)
+    _write(slots, key, value, slots.free if site.place is None else site.place, real if policy.overwrites else None)
     here = _View.of(layout, site, slots, tokens, index, query)
     attended, probabilities, logits = here.attend(rows=bool(policy.statistics))
     attention = _one_query(layout, probabilities, real)
@@ -222,9 +224,9 @@ def _rows_at(slot: Tensor, heads: int) -> Rows:
     return row, head, slot.expand(-1, heads)
 
 
-def _write(slots: Slots, key: Tensor, value: Tensor, only: Tensor | None) -> None:
-    """One row of K and one of V, in place, at the free slot of each head; of `only` these rows [B] if given."""
-    where = _rows_at(slots.free, key.shape[1])
+def _write(slots: Slots, key: Tensor, value: Tensor, place: Tensor, only: Tensor | None) -> None:
+    """One row of K and one of V, in place, at slot `place` [B, H'] of each head; of `only` these rows [B] if given."""
+    where = _rows_at(place, key.shape[1])
     for buffer, new in ((slots.key, key[:, :, 0]), (slots.value, value[:, :, 0])):
         new = new.to(buffer.dtype)
         buffer.index_put_(where, new if only is None else torch.where(only[:, None, None], new, buffer[where]))

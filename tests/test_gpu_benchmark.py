@@ -23,7 +23,7 @@ def rehearsal() -> Bench:
 
 def test_kernels_are_checked_against_double_precision(rehearsal: Bench) -> None:
     rows = [*checks.attention(rehearsal), *checks.prompt_scores(rehearsal)]
-    assert len(rows) == 10
+    assert len(rows) == 13
     assert all(row.met for row in rows)
     assert 0 < max(row.value for row in rows) < 1e-4  # float32 here, and something was compared
 

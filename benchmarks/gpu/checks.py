@@ -12,6 +12,7 @@ from torch._dynamo.utils import counters
 
 import kvpass
 from benchmarks.gpu.bench import Bench, Row
+from benchmarks.gpu.layer import rotary
 from kvpass.lowering.attend import attend
 from kvpass.lowering.column_scores import column_scores
 
@@ -40,6 +41,11 @@ def attention(bench: Bench) -> Iterator[Row]:
         assert wanted[1] is not None
         yield _row(case, _error(got[0].cpu(), wanted[0]))
         yield _row(f"{case}, probabilities", _error(got[1].cpu(), wanted[1]))
+        rotate, turn = rotary(slots, key)
+        got = attend(query, key, value, scale=0.1, mask=mask, rotate=rotate, turn=turn)
+        turned = rotary(slots, exact[1])[0](exact[1])[0]
+        wanted = attend(exact[0], turned, exact[2], scale=0.1, mask=mask.cpu())
+        yield _row(f"{case}, keys turned at read", _error(got[0].cpu(), wanted[0]))
 
 
 def prompt_scores(bench: Bench) -> Iterator[Row]:

@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from benchmarks.gpu.bench import Bench, Row
 from kvpass.lowering.attend import attend
 from kvpass.lowering.column_scores import column_scores
+from kvpass.lowering.turns import Pairs, Turn
 from kvpass.policies import resolve
 from kvpass.slots import Layout, Slots
 from kvpass.step import Site, decode_step
@@ -24,6 +25,19 @@ def copy_bandwidth(bench: Bench) -> float:
     source = torch.empty(1 << (22 if bench.small else 30), dtype=torch.int8, device=bench.device)
     into = torch.empty_like(source)
     return 2 * source.nbytes / bench.seconds(lambda: into.copy_(source))
+
+
+def rotary(slots: int, like: Tensor) -> tuple[Callable[[Tensor], list[Tensor]], Turn]:
+    """Llama's embedding for slots in the order of their ranks, plainly and for the kernels, in the dtype of `like`."""
+    kind: dict[str, Any] = dict(device=like.device, dtype=torch.float32)
+    phase = torch.arange(slots, **kind)[:, None] * 1e4 ** -(torch.arange(0, DIM, 2, **kind) / DIM)
+    own, other = torch.cat([phase.cos(), phase.cos()], -1), torch.cat([-phase.sin(), phase.sin()], -1)
+    own, other = own.to(like.dtype), other.to(like.dtype)
+
+    def rotate(keys: Tensor) -> list[Tensor]:
+        return [keys * own.to(keys) + keys.roll(DIM // 2, -1) * other.to(keys)]
+
+    return rotate, Turn(own, other, Pairs(DIM, False), torch.arange(slots, device=like.device)[None, None])
 
 
 def bandwidth(bench: Bench) -> Iterator[Row]:
@@ -43,6 +57,12 @@ def bandwidth(bench: Bench) -> Iterator[Row]:
             aimed = slots >= 4096 and rows >= 8
             goal = (">= 0.85", share >= 0.85) if aimed else ("", None)
             yield Row("attend, of copy", f"batch {rows}, {slots} slots", share, "", *goal)
+            if aimed:
+                rotate, turn = rotary(slots, key)
+                given: dict[str, Any] = dict(scale=0.1, rotate=rotate, turn=turn, rows=False)
+                run = torch.compile(lambda q, k, v, m: attend(q, k, v, mask=m, **given)[0], dynamic=False)  # noqa: B023
+                share = size / bench.seconds(lambda: run(query, key, value, mask)) / reached  # noqa: B023
+                yield Row("attend, of copy", f"batch {rows}, {slots} slots, keys turned at read", share, "")
 
 
 def step(bench: Bench, name: str, slots: int, rows: int) -> Callable[[], Any]:

@@ -17,6 +17,7 @@ from kvpass.errors import UnsupportedGraph
 from kvpass.expansion import Expansion, cut_expansion
 from kvpass.graphs import Sizes, placeholders, value
 from kvpass.instantiate import MaskSlice, RotarySlice, cut_mask, cut_rotary
+from kvpass.lowering.attend import written_out
 from kvpass.lowering.turns import Pairs, Turn
 from kvpass.match import AttentionSite
 from kvpass.rewrite import renumber
@@ -167,10 +168,29 @@ class StepRewriter:
         self.pieces = self._cut_rotaries()  # after the above, which puts other nodes in the place of positions
         if self.layouts[0].policy.renumbers:
             self._renumber()
+        self.places = self._copy_places()
         chunks = [self._replace(i) for i in range(len(self.sites))]
         if self.decodes and self.layouts[0].device.type == "cuda":
             self._leave_counting()
         return self._finish(chunks)
+
+    def _copy_places(self) -> list[fx.Node]:
+        """Copies of the slots that the layers write to, on a GPU and for policies that merge.
+
+        Such a policy writes to K and V twice, and to the compiler the second write has read all that the first one
+        did: the number of the free slot would be overwritten after it, by a kernel of its own.
+        """
+        merges = any(layout.policy.merges for layout in self.layouts)
+        if not (merges and self.decodes and self.layouts[0].device.type == "cuda"):
+            return []
+        free = [nodes[NAMES.index("free")] for nodes in self.inputs]
+
+        def function(*numbers: Tensor) -> list[Tensor]:
+            return [written_out(number.clamp(min=0)) for number in numbers]  # a plain copy would be optimized away
+
+        with compat.fake_mode() as fake:
+            traced = compat.trace(function, [fake(self._example(node)) for node in free])
+        return graphs.splice(self.gm, traced, free, self.sites[0].call, "kvpass_places")
 
     def _leave_counting(self) -> None:
         """Leave the counters of all layers to whoever runs the graph, which is two launches instead of two a layer."""
@@ -256,6 +276,7 @@ class StepRewriter:
             "expand": expansion.slice.bound if expansion else (),
             "sink": [] if site.sink is None else [site.sink],
             "weights": self.on_weights,
+            "place": self.places[number : number + 1],
         }
         nodes = [node for group in groups.values() for node in group]
         key = (
@@ -734,6 +755,7 @@ class _Layer:
             sink=given["sink"][0] if given["sink"] else None,
             expand=expanded if expansion else None,
             lse=self.found.lse is not None,
+            place=given["place"][0] if given["place"] else None,
         )
 
 

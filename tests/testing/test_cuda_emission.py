@@ -15,7 +15,7 @@ EXACT = {torch.float32: dict(atol=1e-5, rtol=1e-5), torch.float16: dict(atol=4e-
 EXACT[torch.bfloat16] = dict(atol=3e-2, rtol=3e-2)
 
 # What cannot be done in 16 launches, and why; docs/gpu.md.
-MORE_LAUNCHES = {"d2o": 17, "kv_align": 22}
+MORE_LAUNCHES = {"kv_align": 22}
 # What reads the stored keys or values besides attention, and why; docs/gpu.md.
 MORE_READERS = {"d2o": "compares the token that goes with every key", "kv_align": "aligns every row before it is read"}
 
