@@ -322,7 +322,7 @@ class Slice:
     Attributes:
         module: the operations.
         bound: nodes of the original graph that it also reads.
-        key: equal for slices that compute the same.
+        key: equal for slices that compute the same, whatever their nodes are called.
     """
 
     module: fx.GraphModule
@@ -330,7 +330,14 @@ class Slice:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        return (self.module.code, *((n.name, str(value(n))) for n in self.bound))
+        place = {node: f"%{i}" for i, node in enumerate(self.module.graph.nodes)}
+        steps = [(node.op, None if node.op == "placeholder" else node.target, _told(node, place)) for node in place]
+        return (*steps, *((n.name, str(value(n))) for n in self.bound))
+
+
+def _told(node: fx.Node, place: dict[fx.Node, str]) -> str:
+    """The arguments of a node, with places instead of nodes."""
+    return str(fx.node.map_arg((node.args, node.kwargs), lambda parent: place[parent]))
 
 
 Resolve = Callable[[fx.Node], int]

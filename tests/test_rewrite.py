@@ -52,6 +52,14 @@ def test_a_step_graph_is_static(architecture: str) -> None:
     assert any(torch.nn.functional.scaled_dot_product_attention is n.target for n in prompt_graph.graph.nodes)
 
 
+@pytest.mark.parametrize("architecture", ["Llama", "GPTNeoX"])
+def test_layers_share_one_table_of_angles(architecture: str) -> None:
+    """Layers turn keys by the same code, whose nodes have other names in each."""
+    _, step = compiled_graphs(architecture, [9, 1, 1], policy="streaming", budget=6, positions="cache")
+    tables = [node for node in step.graph.nodes if node.target is torch.ops.aten.cos.default]
+    assert len(tables) == 1
+
+
 def test_statistics_are_only_made_for_who_asks() -> None:
     for policy, count in (("window", 0), ("h2o", 2)):
         prompt_graph, _ = compiled_graphs("Llama", [9, 1], policy=policy, budget=6)
