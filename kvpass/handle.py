@@ -136,7 +136,8 @@ _QUESTIONS = frozenset(
     [
         "size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "data_ptr",
         "type", "get_device", "has_names", "is_contiguous", "is_floating_point", "is_complex", "is_signed",
-        "is_inference", "is_same_size", "is_pinned", "is_shared", "_is_view",
+        "is_inference", "is_same_size", "is_pinned", "is_shared", "_is_view", "untyped_storage",
+        "is_conj", "is_neg", "_is_zerotensor",
         "__len__", "__repr__", "__hash__", "__format__", "__dir__",
     ]
 )  # fmt: skip

@@ -132,3 +132,11 @@ def test_chunk_of_another_length_on_live_slots(model: torch.nn.Module) -> None:
     whole = force(model, ids, mask, [10, 5, 1, 3, 1, 4], policy="full", budget=32, inner="eager").logits
     with torch.no_grad():
         assert torch.allclose(whole, model(ids).logits, atol=1e-4)
+
+
+def test_what_the_compiler_asks_of_its_inputs_is_answered(model: torch.nn.Module) -> None:
+    """Some versions of torch ask the tensor itself, and not only when they trace."""
+    _, cache, _ = started(model)
+    handle = cache.layers[0].keys  # type: ignore[attr-defined]
+    assert not (handle.is_conj() or handle.is_neg() or handle._is_zerotensor())
+    assert handle.untyped_storage().nbytes() == handle.element_size()  # one number, however long the cache
