@@ -138,5 +138,5 @@ def test_what_the_compiler_asks_of_its_inputs_is_answered(model: torch.nn.Module
     """Some versions of torch ask the tensor itself, and not only when they trace."""
     _, cache, _ = started(model)
     handle = cache.layers[0].keys  # type: ignore[attr-defined]
-    assert not (handle.is_conj() or handle.is_neg() or handle._is_zerotensor())
+    assert not any([handle.is_conj(), handle.is_neg(), handle._is_zerotensor()])
     assert handle.untyped_storage().nbytes() == handle.element_size()  # one number, however long the cache
