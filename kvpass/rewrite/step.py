@@ -143,6 +143,10 @@ class StepRewriter:
         self._first_rank: fx.Node | None = None
         self.counted: fx.Node | None = None
 
+    @property
+    def decodes_on_gpu(self) -> bool:
+        return self.decodes and self.layouts[0].device.type == "cuda"
+
     def run(self) -> StepRewrite:
         """Rewrite everything; see the class of the result."""
         first = self.holders[0]
@@ -170,7 +174,7 @@ class StepRewriter:
             self._renumber()
         self.places = self._copy_places()
         chunks = [self._replace(i) for i in range(len(self.sites))]
-        if self.decodes and self.layouts[0].device.type == "cuda":
+        if self.decodes_on_gpu:
             self._leave_counting()
         return self._finish(chunks)
 
@@ -180,17 +184,22 @@ class StepRewriter:
         Such a policy writes to K and V twice, and to the compiler the second write has read all that the first one
         did: the number of the free slot would be overwritten after it, by a kernel of its own.
         """
-        merges = any(layout.policy.merges for layout in self.layouts)
-        if not (merges and self.decodes and self.layouts[0].device.type == "cuda"):
+        if not self.decodes_on_gpu or not any(layout.policy.merges for layout in self.layouts):
             return []
         free = [nodes[NAMES.index("free")] for nodes in self.inputs]
 
         def function(*numbers: Tensor) -> list[Tensor]:
             return [written_out(number.clamp(min=0)) for number in numbers]  # a plain copy would be optimized away
 
+        return self._computed(function, free, self.sites[0].call, "kvpass_places")
+
+    def _computed(
+        self, function: Callable[..., list[Tensor]], nodes: list[fx.Node], before: fx.Node, name: str
+    ) -> list[fx.Node]:
+        """The nodes of what a function computes from the values of nodes, spliced in before another node."""
         with compat.fake_mode() as fake:
-            traced = compat.trace(function, [fake(self._example(node)) for node in free])
-        return graphs.splice(self.gm, traced, free, self.sites[0].call, "kvpass_places")
+            traced = compat.trace(function, [fake(self._example(node)) for node in nodes])
+        return graphs.splice(self.gm, traced, nodes, before, name)
 
     def _leave_counting(self) -> None:
         """Leave the counters of all layers to whoever runs the graph, which is two launches instead of two a layer."""
@@ -504,16 +513,13 @@ class StepRewriter:
             def function(length: Tensor, *bound: Tensor) -> list[Tensor]:
                 return rotary.table(capacity, list(bound), length.device)
 
-            with compat.fake_mode() as fake:
-                traced = compat.trace(function, [fake(self._example(n)) for n in nodes])
-            self._tables[key] = graphs.splice(
-                self.gm, traced, nodes, self.sites[0].call, f"kvpass_table_{len(self._tables)}"
-            )
+            name = f"kvpass_table_{len(self._tables)}"
+            self._tables[key] = self._computed(function, nodes, self.sites[0].call, name)
         return self._tables[key]
 
     def _pairs(self, rotary: RotarySlice | None) -> Pairs | None:
         """What an embedding mixes, where a kernel attends and can turn the keys itself."""
-        if rotary is None or not self.decodes or self._device(self.length).type != "cuda":
+        if rotary is None or not self.decodes_on_gpu:
             return None
         if rotary.key not in self._mixing:
             self._mixing[rotary.key] = rotary.pairs()
@@ -529,9 +535,7 @@ class StepRewriter:
             def function(*given: Tensor) -> list[Tensor]:
                 return list(rotary.weights(pairs, list(given[: len(table)]), list(given[len(table) :])))
 
-            with compat.fake_mode() as fake:
-                traced = compat.trace(function, [fake(self._example(n)) for n in nodes])
-            self._tables[key] = graphs.splice(self.gm, traced, nodes, site.call, f"kvpass_mixed_{len(self._tables)}")
+            self._tables[key] = self._computed(function, nodes, site.call, f"kvpass_mixed_{len(self._tables)}")
         return self._tables[key]
 
     def _rank_positions(self, position: fx.Node) -> None:
