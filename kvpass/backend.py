@@ -170,11 +170,15 @@ class Backend:
 
     def compile_step(self, gm: fx.GraphModule, examples: Sequence[Any], ranked: bool) -> Callable[..., Any]:
         """Compile a rewritten step graph."""
-        return self._compile_inner(gm, examples, _for_steps(ranked, self.policy.merges), self.policy)
+        return self._compile_inner(gm, examples, self._for_steps(ranked), self.policy)
 
     def step_patches(self, ranked: bool) -> dict[str, Any]:
         """What Inductor is configured with for a rewritten step graph."""
-        return self._patches(_for_steps(ranked, self.policy.merges), self.policy, None)
+        return self._patches(self._for_steps(ranked), self.policy, None)
+
+    def _for_steps(self, ranked: bool) -> dict[str, Any]:
+        in_order = compat.KEEP_THE_ORDER if self.policy.merges else {}
+        return compat.FEWER_LAUNCHES | in_order | (compat.FUSE_INTO_REDUCTIONS if ranked else {})
 
     def rewriter(self, *arguments: Any) -> StepRewriter:
         """What rewrites step graphs: onto slots, or onto the eager reference."""
@@ -209,11 +213,6 @@ def _reshape(graph: fx.Graph) -> None:
 
 def _as_it_is(graph: fx.Graph) -> None:
     """No change: the pass is there for its part of the key of the compiler's caches."""
-
-
-def _for_steps(ranked: bool, merges: bool) -> dict[str, Any]:
-    in_order = compat.KEEP_THE_ORDER if merges else {}
-    return compat.FEWER_LAUNCHES | in_order | (compat.FUSE_INTO_REDUCTIONS if ranked else {})
 
 
 def _refusal(error: KVPassError) -> Callable[..., Any]:

@@ -22,8 +22,8 @@ def rehearsal() -> Bench:
 
 
 def test_kernels_are_checked_against_double_precision(rehearsal: Bench) -> None:
-    rows = [*checks.attention(rehearsal), *checks.prompt_scores(rehearsal)]
-    assert len(rows) == 13
+    rows = [*checks.attention(rehearsal), *checks.prompt_scores(rehearsal), *checks.repairs(rehearsal)]
+    assert len(rows) == 15
     assert all(row.met for row in rows)
     assert 0 < max(row.value for row in rows) < 1e-4  # float32 here, and something was compared
 

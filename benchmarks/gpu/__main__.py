@@ -14,8 +14,16 @@ import torch
 from benchmarks.gpu import checks, layer, model
 from benchmarks.gpu.bench import Bench, Row, table
 
-CHECKS = (checks.attention, checks.prompt_scores, checks.models)
-FIGURES = (layer.bandwidth, layer.policies, layer.caching, layer.prompt_scores, model.loops, model.throughput)
+CHECKS = (checks.attention, checks.prompt_scores, checks.repairs, checks.models)
+FIGURES = (
+    layer.bandwidth,
+    layer.policies,
+    layer.repairs,
+    layer.caching,
+    layer.prompt_scores,
+    model.loops,
+    model.throughput,
+)
 
 
 def main(arguments: list[str] | None = None) -> int:

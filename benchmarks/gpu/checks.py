@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 
 import kvpass
 from benchmarks.gpu.bench import Bench, Row
-from benchmarks.gpu.layer import rotary
+from benchmarks.gpu.layer import Rows, rotary
 from kvpass.lowering.attend import attend
 from kvpass.lowering.column_scores import column_scores
 
@@ -55,6 +55,13 @@ def prompt_scores(bench: Bench) -> Iterator[Row]:
     wanted = column_scores(query.cpu().double(), key.cpu().double(), None, real.cpu(), True, 0.125, 16)
     for name, ours, exact in zip(("sums", "squares", "last", "window"), got, wanted, strict=False):
         yield _row(f"prompt scores, {name}", _error(ours.cpu(), exact))
+
+
+def repairs(bench: Bench) -> Iterator[Row]:
+    """Rows as kv_align repairs them, beside its plain form on the CPU."""
+    rows = Rows.drawn(bench, 2, 513)
+    for name, ours, plain in zip(("keys", "values"), rows.repaired(), rows.on_cpu().repaired(), strict=True):
+        yield _row(f"repair, {name}", _error(ours.cpu(), plain))
 
 
 def tiny(bench: Bench) -> Any:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from benchmarks.gpu.bench import Bench, Row
+from kvpass.align import Aligner, Signature
+from kvpass.align.networks import DirectNetwork
 from kvpass.lowering.attend import attend
 from kvpass.lowering.column_scores import column_scores
 from kvpass.lowering.turns import Pairs, Turn
@@ -44,25 +47,70 @@ def bandwidth(bench: Bench) -> Iterator[Row]:
     """`attend` as a share of what a copy reaches; bytes are those of K and V."""
     reached = copy_bandwidth(bench)
     yield Row("copy", "1 GiB", reached / 1e9, "GB/s")
-    for rows in (1, 2) if bench.small else (1, 8, 32):
-        for slots in (256,) if bench.small else (1024, 4096, 16384, 65536):
-            size = 2 * rows * HEADS * slots * DIM * bench.dtype.itemsize
-            if size * 2 > bench.memory() or not bench.in_time(f"attend {rows}x{slots}", 10):
-                continue
-            query = bench.randn(rows, HEADS, GROUPS, 1, DIM)
-            key, value = bench.randn(rows, HEADS, slots, DIM), bench.randn(rows, HEADS, slots, DIM)
-            mask = torch.ones(rows, 1, 1, 1, slots, dtype=torch.bool, device=bench.device)
-            run = torch.compile(lambda q, k, v, m: attend(q, k, v, scale=0.1, mask=m, rows=False)[0], dynamic=False)
-            share = size / bench.seconds(lambda: run(query, key, value, mask)) / reached  # noqa: B023
-            aimed = slots >= 4096 and rows >= 8
-            goal = (">= 0.85", share >= 0.85) if aimed else ("", None)
-            yield Row("attend, of copy", f"batch {rows}, {slots} slots", share, "", *goal)
-            if aimed:
-                rotate, turn = rotary(slots, key)
-                given: dict[str, Any] = dict(scale=0.1, rotate=rotate, turn=turn, rows=False)
-                run = torch.compile(lambda q, k, v, m: attend(q, k, v, mask=m, **given)[0], dynamic=False)  # noqa: B023
-                share = size / bench.seconds(lambda: run(query, key, value, mask)) / reached  # noqa: B023
-                yield Row("attend, of copy", f"batch {rows}, {slots} slots, keys turned at read", share, "")
+    batches, lengths = ((1, 2), (256,)) if bench.small else ((1, 8, 32), (1024, 4096, 16384, 65536))
+    for rows, slots in itertools.product(batches, lengths):
+        size = 2 * rows * HEADS * slots * DIM * bench.dtype.itemsize
+        if size * 2 > bench.memory() or not bench.in_time(f"attend {rows}x{slots}", 10):
+            continue
+        query = bench.randn(rows, HEADS, GROUPS, 1, DIM)
+        key, value = bench.randn(rows, HEADS, slots, DIM), bench.randn(rows, HEADS, slots, DIM)
+        share = size / _attending(bench, query, key, value) / reached
+        aimed = slots >= 4096 and rows >= 8
+        goal = (">= 0.85", share >= 0.85) if aimed else ("", None)
+        yield Row("attend, of copy", f"batch {rows}, {slots} slots", share, "", *goal)
+        if aimed:
+            rotate, turn = rotary(slots, key)
+            share = size / _attending(bench, query, key, value, rotate=rotate, turn=turn) / reached
+            yield Row("attend, of copy", f"batch {rows}, {slots} slots, keys turned at read", share, "")
+
+
+def _attending(bench: Bench, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> float:
+    """Seconds of `attend` to all slots."""
+    mask = torch.ones(len(key), 1, 1, 1, key.shape[2], dtype=torch.bool, device=bench.device)
+    run = torch.compile(lambda q, k, v, m: attend(q, k, v, scale=0.1, mask=m, rows=False, **given)[0], dynamic=False)
+    return bench.seconds(lambda: run(query, key, value, mask))
+
+
+class Rows(NamedTuple):
+    """Held rows and how far they move; keys and values [B, H, C, D]."""
+
+    aligner: Aligner
+    weights: list[Tensor]
+    key: Tensor
+    value: Tensor
+    made: Tensor
+    rank: Tensor
+
+    @staticmethod
+    def drawn(bench: Bench, rows: int, slots: int) -> Rows:
+        """Random ones, with a random network of the size that is trained by default."""
+        signature = Signature("any", 1, HEADS, DIM, DIM, slots)
+        network = DirectNetwork(signature)
+        with torch.no_grad():
+            network.outer.normal_(std=0.1)
+        made, rank = torch.randint(0, slots + 1, (2, rows, slots), device=bench.device).sort(0, descending=True).values
+        key, value = (bench.randn(rows, HEADS, slots, DIM) for _ in range(2))
+        aligner = Aligner("direct", signature, network.stored())
+        return Rows(aligner, [tensor.to(key.device) for tensor in aligner.weights()], key, value, made, rank)
+
+    def on_cpu(self) -> Rows:
+        """The same there."""
+        return Rows(self.aligner, [tensor.cpu() for tensor in self.weights], *(x.cpu() for x in self[2:]))
+
+    def repaired(self) -> tuple[Tensor, Tensor]:
+        """Those that move, repaired."""
+        moves = self.made > self.rank
+        return self.aligner.repaired(self.weights, 0, self.key, self.value, self.made, self.rank, moves)
+
+
+def repairs(bench: Bench) -> Iterator[Row]:
+    """What kv_align does to all rows in every step, beside copying them."""
+    batch, slots = (1, 256) if bench.small else (8, 1024)
+    rows = Rows.drawn(bench, batch, slots)
+    copied = bench.seconds(lambda: (rows.key.clone(), rows.value.clone()))
+    yield Row(
+        "repair of a layer", f"batch {batch}, {slots} slots, of a copy", bench.seconds(rows.repaired) / copied, "x"
+    )
 
 
 def step(bench: Bench, name: str, slots: int, rows: int) -> Callable[[], Any]:

@@ -19,6 +19,7 @@ from kvpass.errors import AlignerError
 
 Recipe = Literal["direct", "paper", "nothing"]
 RECIPES: tuple[Recipe, ...] = ("direct", "paper", "nothing")
+MOST_HIDDEN = 128  # numbers of a hidden row that a program of the kernel can hold
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,22 +95,32 @@ class Aligner:
         return []
 
     def repaired(
-        self, weights: list[Tensor], layer: int, key: Tensor, value: Tensor, made: Tensor, rank: Tensor
+        self,
+        weights: list[Tensor],
+        layer: int,
+        key: Tensor,
+        value: Tensor,
+        made: Tensor,
+        rank: Tensor,
+        moves: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """The rows as if they had been made at `rank`; all of them, whether or not they have moved.
+        """The rows that move, as if they had been made at `rank`; the others as they are.
 
         Args:
             weights: those of `weights()`, on the device of the rows.
             key, value: [B, Hkv, C, D] and [B, Hkv, C, Dv].
             made: int64 [B, C], the position that each row was made at; of no interest to "paper".
             rank: int64 [B, C], the position that it must have now.
+            moves: bool [B, C], which rows are repaired.
         """
         made, rank = (place.clamp(0, self.signature.window) for place in (made, rank))
         if self.recipe == "direct":
-            return _direct(weights, layer, key, value, made, rank)
+            change = _direct_by_kernel if _fits_kernel(weights, key) else _direct
+            return change([w[layer] for w in weights], key, value, made, rank, moves)
         if self.recipe == "paper":
             half = len(weights) // 2
-            return _paper(weights[:half], layer, key, rank), _paper(weights[half:], layer, value, rank)
+            by_rank = (layer, rank, moves)
+            return _paper(weights[:half], key, *by_rank), _paper(weights[half:], value, *by_rank)
         return key, value
 
 
@@ -134,22 +145,40 @@ def _direct_weights(tensors: Mapping[str, Tensor]) -> list[Tensor]:
     return [tensors["fc1.key"], tensors["fc1.value"], made, rank, shift, *rest]
 
 
-def _direct(
-    weights: list[Tensor], layer: int, key: Tensor, value: Tensor, made: Tensor, rank: Tensor
+def _fits_kernel(weights: list[Tensor], key: Tensor) -> bool:
+    inner = weights[-4]  # [L, h1, h2]
+    return key.device.type == "cuda" and max(inner.shape[1:]) <= MOST_HIDDEN
+
+
+def _direct_by_kernel(
+    weights: list[Tensor], key: Tensor, value: Tensor, made: Tensor, rank: Tensor, moves: Tensor
 ) -> tuple[Tensor, Tensor]:
-    on_key, on_value, from_made, from_rank, shift, inner, inner_bias, outer, outer_bias = (w[layer] for w in weights)
+    from kvpass.align.kernel import repaired  # needs triton, which not every machine has
+
+    return repaired(weights, key, value, made, rank, moves)
+
+
+def _direct(
+    weights: list[Tensor], key: Tensor, value: Tensor, made: Tensor, rank: Tensor, moves: Tensor
+) -> tuple[Tensor, Tensor]:
+    on_key, on_value, from_made, from_rank, shift, inner, inner_bias, outer, outer_bias = weights
     keys, values = (x.transpose(1, 2).flatten(2).float() for x in (key, value))  # [B, C, Hkv * D]
     hidden = torch.relu(keys @ on_key + values @ on_value + from_made[made] + from_rank[rank])  # [B, C, h1]
     hidden = torch.relu(hidden @ inner + inner_bias)  # [B, C, h2]
     change = hidden @ outer + outer_bias + shift[rank] - shift[made]  # [B, C, Hkv * (D + Dv)]
     width = keys.shape[-1]
-    return _moved(key, change[..., :width]), _moved(value, change[..., width:])
+    on_keys, on_values = (_by_head(x, key.shape[1]) for x in (change[..., :width], change[..., width:]))
+    return _moved(key, on_keys, moves), _moved(value, on_values, moves)
 
 
-def _moved(rows: Tensor, change: Tensor) -> Tensor:
-    """Rows [B, Hkv, C, D] with [B, C, Hkv * D] added, in the rows' dtype."""
-    by_head = change.view(*change.shape[:2], rows.shape[1], -1).transpose(1, 2)
-    return (rows.float() + by_head).to(rows.dtype)
+def _by_head(change: Tensor, heads: int) -> Tensor:
+    """[B, C, Hkv * D] as [B, Hkv, C, D]."""
+    return change.view(*change.shape[:2], heads, -1).transpose(1, 2)
+
+
+def _moved(rows: Tensor, change: Tensor, moves: Tensor) -> Tensor:
+    """Rows [B, Hkv, C, D] with a change added where they move, in the rows' dtype."""
+    return torch.where(moves[:, None, :, None], (rows.float() + change).to(rows.dtype), rows)
 
 
 def _paper_weights(tensors: Mapping[str, Tensor], part: str) -> list[Tensor]:
@@ -164,9 +193,9 @@ def _paper_weights(tensors: Mapping[str, Tensor], part: str) -> list[Tensor]:
     return [x.contiguous() for x in (on_row.T, table, *rest)]
 
 
-def _paper(weights: list[Tensor], layer: int, rows: Tensor, rank: Tensor) -> Tensor:
+def _paper(weights: list[Tensor], rows: Tensor, layer: int, rank: Tensor, moves: Tensor) -> Tensor:
     on_row, table, inner, inner_bias, outer, outer_bias = weights
     at_place = table[:, layer][rank].transpose(1, 2)  # [B, Hkv, C, h1]
     hidden = torch.relu(rows.float() @ on_row + at_place)
     hidden = torch.relu(hidden @ inner + inner_bias)
-    return (rows.float() + hidden @ outer + outer_bias).to(rows.dtype)
+    return _moved(rows, hidden @ outer + outer_bias, moves)

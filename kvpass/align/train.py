@@ -303,9 +303,10 @@ def measure(aligner: Aligner, model: Any, stream: Tensor, settings: Settings, ro
 
 def _repaired(aligner: Aligner, weights: list[Tensor], made: Pairs) -> tuple[Tensor, Tensor]:
     keys, values = [], []
+    places = made.made[None], made.rank[None], torch.ones_like(made.made[None], dtype=torch.bool)
     for layer in range(len(made.key)):
         rows = [x[layer].transpose(0, 1)[None] for x in (made.key, made.value)]  # [1, H, N, D]
-        key, value = aligner.repaired(weights, layer, rows[0], rows[1], made.made[None], made.rank[None])
+        key, value = aligner.repaired(weights, layer, rows[0], rows[1], *places)
         keys.append(key[0].transpose(0, 1))
         values.append(value[0].transpose(0, 1))
     return torch.stack(keys), torch.stack(values)

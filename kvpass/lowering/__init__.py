@@ -1,1 +1,1 @@
-"""The two attention primitives; all else in a rewritten graph is plain torch."""
+"""The attention primitives and a few row products; all else in a rewritten graph is plain torch."""

@@ -178,7 +178,7 @@ def join(
     tl.store(total + which, top + tl.log(whole))
 
 
-def _power(number: int, least: int = 16) -> int:
+def power(number: int, least: int = 16) -> int:
     """The next power of two, as sizes of Triton's tensors must be; products take at least 16."""
     return int(max(least, triton.next_power_of_2(number)))
 
@@ -205,7 +205,7 @@ def _parts(programs: int, capacity: int, block: int) -> tuple[int, int]:
     return -(-blocks // each), each * block
 
 
-def _packed(x: Tensor) -> Tensor:
+def packed(x: Tensor) -> Tensor:
     """x.contiguous(), spelled so that it can be traced for a GPU that is not there."""
     return x if x.is_contiguous() else torch.clone(x, memory_format=torch.contiguous_format)
 
@@ -247,15 +247,15 @@ def attend_slots(
     rows, heads, groups, queries, dim = query.shape
     capacity, width = key.shape[2], value.shape[3]
     inside = groups * queries
-    key_width, value_width = _power(dim), _power(width)
-    padded = _power(inside)
+    key_width, value_width = power(dim), power(width)
+    padded = power(inside)
     block = _block(max(key_width, value_width), key.element_size(), padded, turned)
     parts, each = _parts(rows * heads, capacity, block)
-    query, mask = _packed(query), _packed(mask)
+    query, mask = packed(query), packed(mask)
     has_bias = bias is not None
-    bias = _packed(bias) if bias is not None else value  # never read
+    bias = packed(bias) if bias is not None else value  # never read
     positions = 0 if own is None else own.shape[0]
-    rank, own, other = (value if x is None else _packed(x) for x in (rank, own, other))
+    rank, own, other = (value if x is None else packed(x) for x in (rank, own, other))
     most = query.new_empty((rows, heads, groups, queries, parts), dtype=torch.float32)
     paid = torch.empty_like(most)
     mixed = query.new_empty((*most.shape, width), dtype=torch.float32)
@@ -271,13 +271,13 @@ def attend_slots(
     output = value.new_empty((rows, heads, groups, queries, width))
     total = query.new_empty((rows, heads, groups, queries), dtype=torch.float32)
     has_sink = sink is not None
-    sink = most if sink is None else _packed(sink.float())
+    sink = most if sink is None else packed(sink.float())
     own_sinks = sink.shape[3]
     torch.library.wrap_triton(join)[(rows * heads * inside,)](
         most, paid, mixed, sink, output, total,
         sink_row=0 if sink.shape[0] == 1 else heads * groups * own_sinks, sink_query=own_sinks,
         HAS_SINK=has_sink, ROWS=heads * inside, QUERIES=queries, DV=width, PARTS=parts,
-        WIDTH=_power(parts, 1), VALUE_WIDTH=value_width, num_warps=4, num_stages=1,
+        WIDTH=power(parts, 1), VALUE_WIDTH=value_width, num_warps=4, num_stages=1,
     )  # fmt: skip
     return output, total, logits
 
@@ -296,7 +296,7 @@ def attended(
     turn: Turn | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """What `attend` returns, by the kernels; what follows them is plain torch, which the compiler fuses."""
-    key, value = _dense(key), _dense(value)
+    key, value = dense(key), dense(value)
     mask, bias = _wide(mask, key.shape[2]), None if bias is None else _wide(bias, key.shape[2])
     turned = (None, None, None, 0, False) if turn is None else _as_arguments(turn)
     given = (mask, bias, sink, *turned, scale, cap, rows)
@@ -310,9 +310,9 @@ def _as_arguments(turn: Turn) -> tuple[Tensor | None, Tensor, Tensor, int, bool]
     return turn.rank, turn.own, turn.other, turn.pairs.width, turn.pairs.interleaved
 
 
-def _dense(buffer: Tensor) -> Tensor:
+def dense(buffer: Tensor) -> Tensor:
     """K or V with its last dimension dense, as the slots are; rows that a policy made anew may not be."""
-    return buffer if buffer.stride(-1) == 1 else _packed(buffer)
+    return buffer if buffer.stride(-1) == 1 else packed(buffer)
 
 
 def _wide(mask: Tensor, capacity: int) -> Tensor:

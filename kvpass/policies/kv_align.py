@@ -196,11 +196,10 @@ class KVAlign(Policy):
         moves = -(-gone // self.every) if self.trained.recipe == "paper" else 1
         for move in reversed(range(moves)):
             here = rank + move * self.every  # all but the last move of "paper" lead to a place on the way
-            moved = tokens.live & ~self._sink(tokens) & (made > here)
-            keys, values = self.trained.repaired(list(weights), layer, key, value, made[:, 0], here[:, 0])
-            key = torch.where(moved[..., None], keys, key)
-            value = torch.where(moved[..., None], values, value)
-            made = torch.where(moved, here, made)
+            moving = tokens.live & ~self._sink(tokens) & (made > here)
+            by_row = (made[:, 0], here[:, 0], moving[:, 0])
+            key, value = self.trained.repaired(list(weights), layer, key, value, *by_row)
+            made = torch.where(moving, here, made)
         return key, value, {"made": made}
 
 

@@ -154,6 +154,7 @@ def _prepare() -> None:
     InterpreterBuilder.create_masked_load = watched_load
     InterpreterBuilder.create_masked_store = watched_store
     InterpreterBuilder.create_dot = _dot
+    torch.library.wrap_triton = lambda kernel: kernel  # torch 2.11 has none for what is interpreted
     _stub_inductor()
 
 

@@ -10,6 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvpass.align import Signature, aligner
+from kvpass.align import kernel as align_kernel
+from kvpass.align.networks import DirectNetwork
 from kvpass.lowering import attend_kernel, column_kernel, turns
 from kvpass.lowering import column_scores as module
 from kvpass.lowering.attend import attend
@@ -66,6 +69,27 @@ def _turned(key: Tensor, turn: turns.Turn) -> Tensor:
     assert turn.rank is not None
     rank, partner = turn.rank.expand(*key.shape[:2], -1), turn.pairs.partner(torch.arange(key.shape[3]))
     return key * turn.own[rank] + key[..., partner] * turn.other[rank]
+
+
+def repairs_of(seed: int, shape: tuple[int, ...], dtype: torch.dtype, hidden: tuple[int, int]) -> Pairs:
+    """shape: B, H, C, D, Dv; rows that move and rows that do not, keys as slots are and values by another order."""
+    rows, heads, slots, dim, width = shape
+    draw, window = _drawer(seed, dtype), 12
+    torch.manual_seed(seed)
+    signature = Signature("any", 2, heads, dim, width, window)
+    network = DirectNetwork(signature, hidden, 6)
+    with torch.no_grad():
+        network.outer.normal_()
+        network.shift.normal_()
+    weights = [tensor[1] for tensor in aligner.Aligner("direct", signature, network.stored()).weights()]
+    key, value = draw(rows, heads, slots, dim), draw(rows, slots, heads, width).transpose(1, 2)
+    places = torch.randint(0, window + 1, (2, rows, slots), generator=torch.Generator().manual_seed(seed))
+    moves = places[0] > places[1]
+    got = align_kernel.repaired(weights, key, value, *places, moves)
+    expected = aligner._direct(weights, key, value, *places, moves)
+    assert bool(moves.any())
+    assert not bool(moves.all())
+    return list(zip(got, expected, strict=True))
 
 
 def column_sums(seed: int, dtype: torch.dtype, kind: str, causal: bool, sink: bool, cap: bool) -> Pairs:

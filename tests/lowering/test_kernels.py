@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from kvpass.align import kernel as align_kernel
+from kvpass.align.aligner import MOST_HIDDEN
 from kvpass.lowering import attend_kernel, column_kernel
 from kvpass.lowering.attend import MOST_ROWS, WIDEST_TURNED, by_kernel
 from kvpass.testing.cuda_emission import TARGETS, Binary, compiled
@@ -42,6 +44,17 @@ def test_attention_equals_its_plain_form(dtype: torch.dtype, shape: Any, mask: A
         torch.testing.assert_close(got, wanted, atol=CLOSE[dtype], rtol=CLOSE[dtype])
 
 
+@pytest.mark.parametrize("dtype", NAMES)
+@pytest.mark.parametrize(
+    ("shape", "hidden"),
+    [((2, 2, 37, 16, 16), (12, 20)), ((1, 3, 5, 40, 24), (96, 96)), ((1, 1, 16, 64, 64), (16, 128))],
+)
+def test_repairs_equal_their_plain_form(dtype: torch.dtype, shape: Any, hidden: Any) -> None:
+    for got, wanted in call("tests.lowering.interpreted:repairs_of", 3, shape, dtype, hidden):
+        assert got.dtype == wanted.dtype == dtype
+        torch.testing.assert_close(got, wanted, atol=CLOSE[dtype], rtol=CLOSE[dtype])
+
+
 @every_dtype
 @pytest.mark.parametrize("kind", ["none", "bool", "additive"])
 @pytest.mark.parametrize(("causal", "extra"), [(True, False), (False, True), (True, True)])
@@ -59,7 +72,7 @@ def split_for(target: str, dtype: torch.dtype, dim: int, rows: int, full: bool, 
     `turned` is how many numbers of a key are.
     """
     slots, heads = 4097, 8
-    width, padded = attend_kernel._power(dim), attend_kernel._power(rows)
+    width, padded = attend_kernel.power(dim), attend_kernel.power(rows)
     block = attend_kernel._block(width, dtype.itemsize, padded, turned)
     parts, each = attend_kernel._parts(heads, slots, block)
     names = attend_kernel.split.arg_names
@@ -113,6 +126,30 @@ def test_attention_to_turned_keys_spills_nothing(target: str, dtype: torch.dtype
     binary = split_for(target, dtype, dim, rows, False, turned=dim)
     assert binary.spills == 0 or dim * dtype.itemsize > WIDEST_TURNED
     assert binary.shared <= {"sm_80": 163 << 10, "sm_90": 227 << 10}[target]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@every_dtype
+@pytest.mark.parametrize(("dim", "hidden"), [(128, 96), (64, MOST_HIDDEN), (256, MOST_HIDDEN)])
+def test_repairs_spill_nothing(target: str, dtype: torch.dtype, dim: int, hidden: int) -> None:
+    slots, heads = 4097, 8
+    names = align_kernel.repair.arg_names
+    pointers = dict.fromkeys(("key", "value", "new_key", "new_value"), NAMES[dtype])
+    pointers |= {"made": "*i64", "rank": "*i64", "moves": "*i1"}
+    pointers |= dict.fromkeys(("on_key", "on_value", "from_made", "from_rank", "shift"), "*fp32")
+    pointers |= dict.fromkeys(("inner", "inner_bias", "outer", "outer_bias"), "*fp32")
+    strides = {f"{x}_{y}": z for x in ("key", "value") for y, z in
+               (("row", heads * slots * dim), ("head", slots * dim), ("slot", dim))}  # fmt: skip
+    constants = dict(
+        **strides, HEADS=heads, C=slots, D=dim, DV=dim, H1=hidden, H2=hidden, FIRST=128, SECOND=128,
+        KEY_STEP=align_kernel.STEP, VALUE_STEP=align_kernel.STEP, BLOCK=align_kernel.ROWS,
+    )  # fmt: skip
+    signature = {name: pointers.get(name, "constexpr") for name in names}
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in pointers}
+    how: dict[str, Any] = dict(attributes=aligned, num_warps=align_kernel.WARPS)
+    binary = compiled(align_kernel.repair, signature, constants, target, **how)
+    assert binary.spills == 0
+    assert binary.shared <= 99 << 10  # what every GPU since sm_80 has
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -16,7 +16,7 @@ from tests.strategies import ROWS
 from tests.test_invariants import settings
 
 PROMPT, STEPS = 24, 2
-# Attention there is spelled out in torch, or reads rows that the policy makes anew; see docs/gpu.md.
+# Attention there reads rows that the policy makes anew; see docs/gpu.md.
 OWN_ROWS = ("kv_align",)
 
 

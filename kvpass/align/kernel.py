@@ -1,0 +1,209 @@
+"""The Triton kernel of recipe "direct": all three products of the network, a block of rows a program.
+
+Torch's operations would take a launch for each product and for what is around it, and write the rows in float32, the
+hidden ones and the changes.  Here a row is read, once for the first product and once to be changed, and written.
+
+The module is imported when the first graph for a GPU is traced, and needs triton.
+"""
+
+# Triton gives the arguments of kernels their types when it compiles them.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvpass.lowering.attend_kernel import dense, packed, power
+
+ROWS = 16  # of a program: what a product takes at least, so that a GPU has many programs
+STEP = 32  # numbers of a head that are taken at a time
+WARPS = 8  # fewer would spill
+PRECISION = tl.constexpr("tf32x3")  # tensor cores, three products for one: nearly as exact as float32
+
+
+@triton.jit
+def taken_in(
+    hidden,  # [BLOCK, FIRST]
+    rows,  # of one B: [H, C, D] by strides
+    weight,  # [H * D, H1]
+    c,
+    there,
+    row_head: tl.constexpr,
+    row_slot: tl.constexpr,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    H1: tl.constexpr,
+    FIRST: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """`hidden` with the product of the rows of all heads."""
+    h = tl.arange(0, FIRST)
+    for head in range(HEADS):
+        for start in range(0, D, WIDE):
+            d = start + tl.arange(0, WIDE)
+            x = tl.load(
+                rows + head * row_head + c[:, None] * row_slot + d[None, :],
+                mask=there[:, None] & (d < D)[None, :],
+                other=0.0,
+            )
+            inside = (d < D)[:, None] & (h < H1)[None, :]
+            w = tl.load(weight + (head * D + d)[:, None] * H1 + h[None, :], mask=inside, other=0.0)
+            hidden += tl.dot(x.to(tl.float32), w, input_precision=PRECISION)
+    return hidden
+
+
+@triton.jit
+def put_out(
+    hidden,  # [BLOCK, SECOND]
+    rows,  # of one B: [H, C, D] by strides
+    out,  # the same, dense
+    weight,  # [H2, TOTAL]; these rows' columns begin at FROM
+    bias,  # [TOTAL]
+    shift,  # [P, TOTAL]
+    made,
+    rank,
+    moves,
+    c,
+    there,
+    row_head: tl.constexpr,
+    row_slot: tl.constexpr,
+    HEADS: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    H2: tl.constexpr,
+    FROM: tl.constexpr,
+    TOTAL: tl.constexpr,
+    SECOND: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Write the rows of all heads, changed where they move."""
+    s = tl.arange(0, SECOND)
+    for head in range(HEADS):
+        for start in range(0, D, WIDE):
+            d = start + tl.arange(0, WIDE)
+            column = FROM + head * D + d
+            inside = there[:, None] & (d < D)[None, :]
+            x = tl.load(rows + head * row_head + c[:, None] * row_slot + d[None, :], mask=inside, other=0.0)
+            known = (s < H2)[:, None] & (d < D)[None, :]
+            w = tl.load(weight + s[:, None] * TOTAL + column[None, :], mask=known, other=0.0)
+            change = tl.dot(hidden, w, input_precision=PRECISION)
+            change += tl.load(bias + column, mask=d < D, other=0.0)[None, :]
+            change += tl.load(shift + rank[:, None] * TOTAL + column[None, :], mask=inside, other=0.0)
+            change -= tl.load(shift + made[:, None] * TOTAL + column[None, :], mask=inside, other=0.0)
+            new = tl.where(moves[:, None], (x.to(tl.float32) + change).to(x.dtype), x)
+            tl.store(out + (head * C + c[:, None]) * D + d[None, :], new, mask=inside)
+
+
+@triton.jit
+def repair(
+    key,  # [B, H, C, D], the last dimension dense; likewise the values
+    value,  # [B, H, C, Dv]
+    made,  # int64 [B, C], dense; likewise the next two
+    rank,
+    moves,  # bool
+    on_key,  # [H * D, H1]
+    on_value,  # [H * Dv, H1]
+    from_made,  # [P, H1]
+    from_rank,
+    shift,  # [P, H * (D + Dv)]
+    inner,  # [H1, H2]
+    inner_bias,
+    outer,  # [H2, H * (D + Dv)]
+    outer_bias,
+    new_key,  # as key and value, dense
+    new_value,
+    key_row: tl.constexpr,
+    key_head: tl.constexpr,
+    key_slot: tl.constexpr,
+    value_row: tl.constexpr,
+    value_head: tl.constexpr,
+    value_slot: tl.constexpr,
+    HEADS: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    H1: tl.constexpr,
+    H2: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    KEY_STEP: tl.constexpr,
+    VALUE_STEP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One block of the rows of one B, keys and values of all heads."""
+    row = tl.program_id(1).to(tl.int64)
+    c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = c < C
+    m = tl.load(made + row * C + c, mask=there, other=0)
+    r = tl.load(rank + row * C + c, mask=there, other=0)
+    moving = tl.load(moves + row * C + c, mask=there, other=0) != 0
+    h, s = tl.arange(0, FIRST), tl.arange(0, SECOND)
+    known = there[:, None] & (h < H1)[None, :]
+    hidden = tl.load(from_made + m[:, None] * H1 + h[None, :], mask=known, other=0.0)
+    hidden += tl.load(from_rank + r[:, None] * H1 + h[None, :], mask=known, other=0.0)
+    keys, values = key + row * key_row, value + row * value_row
+    hidden = taken_in(hidden, keys, on_key, c, there, key_head, key_slot, HEADS, D, H1, FIRST, KEY_STEP)
+    hidden = taken_in(hidden, values, on_value, c, there, value_head, value_slot, HEADS, DV, H1, FIRST, VALUE_STEP)
+    within = (h < H1)[:, None] & (s < H2)[None, :]
+    w = tl.load(inner + h[:, None] * H2 + s[None, :], mask=within, other=0.0)
+    hidden = tl.dot(tl.maximum(hidden, 0.0), w, input_precision=PRECISION)
+    hidden = tl.maximum(hidden + tl.load(inner_bias + s, mask=s < H2, other=0.0)[None, :], 0.0)
+    put_out(
+        hidden, keys, new_key + row * HEADS * C * D, outer, outer_bias, shift, m, r, moving, c, there,
+        key_head, key_slot, HEADS, C, D, H2, 0, HEADS * (D + DV), SECOND, KEY_STEP,
+    )  # fmt: skip
+    put_out(
+        hidden, values, new_value + row * HEADS * C * DV, outer, outer_bias, shift, m, r, moving, c, there,
+        value_head, value_slot, HEADS, C, DV, H2, HEADS * D, HEADS * (D + DV), SECOND, VALUE_STEP,
+    )  # fmt: skip
+
+
+@torch.library.triton_op("kvpass::repair_rows", mutates_args={})
+def repair_rows(
+    key: Tensor,
+    value: Tensor,
+    made: Tensor,
+    rank: Tensor,
+    moves: Tensor,
+    on_key: Tensor,
+    on_value: Tensor,
+    from_made: Tensor,
+    from_rank: Tensor,
+    shift: Tensor,
+    inner: Tensor,
+    inner_bias: Tensor,
+    outer: Tensor,
+    outer_bias: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Repair rows in one launch.
+
+    Args:
+        key, value: [B, H, C, D] and [B, H, C, Dv], the last dimension dense.
+        made, rank: int64 [B, C], positions that the tables have.
+        moves: bool [B, C], which rows are changed at all.
+        on_key, ..., outer_bias: of one layer, float32 and dense; H1 and H2 hidden numbers, up to `MOST_HIDDEN`.
+
+    Returns:
+        Keys and values, as given but dense.
+    """
+    rows, heads, slots, dim = key.shape
+    width, (first, second) = value.shape[3], inner.shape
+    new_key, new_value = key.new_empty((rows, heads, slots, dim)), value.new_empty((rows, heads, slots, width))
+    torch.library.wrap_triton(repair)[(triton.cdiv(slots, ROWS), rows)](
+        key, value, packed(made), packed(rank), packed(moves), on_key, on_value, from_made, from_rank, shift,
+        inner, inner_bias, outer, outer_bias, new_key, new_value, *key.stride()[:3], *value.stride()[:3],
+        HEADS=heads, C=slots, D=dim, DV=width, H1=first, H2=second, FIRST=power(first), SECOND=power(second),
+        KEY_STEP=min(STEP, power(dim)), VALUE_STEP=min(STEP, power(width)), BLOCK=ROWS, num_warps=WARPS, num_stages=2,
+    )  # fmt: skip
+    return new_key, new_value
+
+
+def repaired(
+    weights: list[Tensor], key: Tensor, value: Tensor, made: Tensor, rank: Tensor, moves: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What `kvpass.align.Aligner.repaired` returns, with the weights of one layer."""
+    new_key, new_value = torch.ops.kvpass.repair_rows(dense(key), dense(value), made, rank, moves, *weights)
+    return new_key, new_value
