@@ -89,7 +89,7 @@ def rows(
             def one(name: str = name) -> list[Row]:
                 return _found(subject.model, trials, name, distances, bar.update)
 
-            outcome = attempt(subject.model, name, slots, "eager", one)
+            outcome = attempt(subject.model, name, slots, "inductor", one)
             found += [{"policy": name, "error": str(outcome)}] if isinstance(outcome, KVPassError) else outcome
     return found
 
