@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
 import torch.fx as fx
 
 from kvpass import budget as budgets
-from kvpass import cache_key, calls, compat, graphs, match, policies
-from kvpass.errors import KVPassError, PolicyError, UnsupportedGraph
+from kvpass import cache_key, calls, compat, graphs, match, once, policies
+from kvpass.errors import KVPassError, PolicyError, UnreadableGraph, UnsupportedGraph
+from kvpass.guarded import Guarded
 from kvpass.handle import Handle
 from kvpass.lowering.residual import write_out_sums
 from kvpass.lowering.row_products import spell_out
-from kvpass.policies.base import Plan, Policy
+from kvpass.ownership import Known, Plans
+from kvpass.policies.base import Policy
 from kvpass.report import Recorder, SiteReport
 from kvpass.rewrite.step import StepRewriter
 from kvpass.runtime import PromptRunner, StepRunner
+from kvpass.validate import Validation
 
 Positions = Literal["absolute", "cache"]
 Inner = str | Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+LAST_GRAPH = (
+    "this is the last graph that torch.compile makes of this function: called in yet another way it will run "
+    "uncompiled, where a cache of kvpass is refused and the cache of a new prompt grows without bound. Raise "
+    "torch._dynamo.config.recompile_limit, or use kvpass.compile, which does"
+)
 M = TypeVar("M", bound=torch.nn.Module)
 
 
@@ -37,9 +46,15 @@ class Backend:
     mode: str | None
     options: tuple[tuple[str, Any], ...]
     strict: bool
+    validate: bool = True
+    once: bool = dataclasses.field(default=True, repr=False)
+    """Whether layers that are alike share the compiler's work (`kvpass.once`); off for comparisons alone."""
     recorder: Recorder | None = dataclasses.field(default=None, compare=False, repr=False)
-    plans: dict[Any, list[Plan]] = dataclasses.field(default_factory=dict, compare=False, repr=False)
-    """What the layers of a model were given first, for policies that keep to it."""
+    plans: Plans = dataclasses.field(default_factory=Plans, compare=False, repr=False)
+    stepped: Known = dataclasses.field(default_factory=Known, compare=False, repr=False)
+    """The tensors of which layers that have taken steps make their keys."""
+    layers: Iterator[int] = dataclasses.field(default_factory=itertools.count, compare=False, repr=False)
+    """A number for every layer's cache that is made."""
 
     def __call__(
         self,
@@ -68,20 +83,36 @@ class Backend:
         return dataclasses.replace(self, mode=self.mode or mode, options=tuple(sorted(merged.items())))
 
     def _compile(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        gm, _ = compat.copy_graph_module(gm)  # finding attention calls adds nodes
-        if any(calls.is_boundary(node) for node in gm.graph.nodes):
-            graphs.fix_floats(gm.graph)
-        carried = {n for n, e in zip(graphs.placeholders(gm.graph), examples, strict=True) if isinstance(e, Handle)}
-        found = match.find(gm, carried)
-        sites = match.by_cache(found)
-        self._record(found, sites, carried)
-        left = self._left_alone(found, carried)
-        if left or not sites:
-            return self.compile_prompt(gm, examples)
-        self._check_inference(sites, examples)
-        if carried:
-            return StepRunner(self, gm, sites)
-        return PromptRunner(self, gm, sites, examples, self._ranked(gm, sites))
+        carried = any(isinstance(example, Handle) for example in examples)
+        copy, _ = compat.copy_graph_module(gm)  # finding attention calls adds nodes
+        try:
+            runner = self._runner(copy, examples)
+        except UnreadableGraph as failure:
+            if self.strict or carried:
+                raise
+            warnings.warn(f"kvpass leaves a graph as it was, and its caches grow: {failure}", stacklevel=2)
+            runner, (copy, _) = None, compat.copy_graph_module(gm)
+        if runner is not None and compat.is_last_graph():
+            warnings.warn(LAST_GRAPH, stacklevel=2)
+        if isinstance(runner, PromptRunner):
+            runner.compile(examples)
+        return runner or self.compile_prompt(copy, examples)
+
+    def _runner(self, gm: fx.GraphModule, examples: Sequence[Any]) -> PromptRunner | StepRunner | None:
+        """What is to run in place of a graph, None if it stays as it is."""
+        with graphs.reading(node for node in gm.graph.nodes if calls.is_boundary(node)):
+            if any(calls.is_boundary(node) for node in gm.graph.nodes):
+                graphs.fix_floats(gm.graph)
+            carried = {n for n, e in zip(graphs.placeholders(gm.graph), examples, strict=True) if isinstance(e, Handle)}
+            found = match.find(gm, carried)
+            sites = match.by_cache(found)
+            self._record(found, sites, carried)
+            if self._left_alone(found, carried) or not sites:
+                return None
+            self._check_inference(sites, examples)
+            if carried:
+                return StepRunner(self, gm, sites)
+            return PromptRunner(self, gm, sites, examples, self._ranked(gm, sites))
 
     def _record(self, found: list[match.Found], sites: list[match.AttentionSite], carried: set[fx.Node]) -> None:
         if self.recorder is None:
@@ -164,13 +195,25 @@ class Backend:
             self.recorder.notes.append(f"{why}: positions are absolute")
         return False
 
-    def compile_prompt(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        """Compile a prompt graph; what it does for the policy is all in the graph, so policies share the caches."""
-        return self._compile_inner(gm, examples, {}, None)
+    def note_validation(self, done: Validation) -> None:
+        """Report what came of holding a rewritten step against the model's own."""
+        if self.recorder is not None:
+            came = "equal" if done.skipped is None else f"left out, as {done.skipped}"
+            self.recorder.notes.append(f"the rewritten step beside the model's own: {came} ({done.seconds:.2f} s)")
+
+    def compile_prompt(
+        self, gm: fx.GraphModule, examples: Sequence[Any], layers: Sequence[fx.Node] = ()
+    ) -> Callable[..., Any]:
+        """Compile a prompt graph; what it does for the policy is all in the graph, so policies share the caches.
+
+        Args:
+            layers: one node of each layer, if there are any.
+        """
+        return self._compile_inner(gm, examples, {}, None, layers)
 
     def compile_step(self, gm: fx.GraphModule, examples: Sequence[Any], ranked: bool) -> Callable[..., Any]:
         """Compile a rewritten step graph."""
-        return self._compile_inner(gm, examples, self._for_steps(ranked), self.policy)
+        return self._compile_inner(gm, examples, self._for_steps(ranked), self.policy, once.readers_of_slots(gm))
 
     def step_patches(self, ranked: bool) -> dict[str, Any]:
         """What Inductor is configured with for a rewritten step graph."""
@@ -189,7 +232,12 @@ class Backend:
         return ReferenceRewriter(*arguments)
 
     def _compile_inner(
-        self, gm: fx.GraphModule, examples: Sequence[Any], patches: dict[str, Any], policy: Policy | None
+        self,
+        gm: fx.GraphModule,
+        examples: Sequence[Any],
+        patches: dict[str, Any],
+        policy: Policy | None,
+        layers: Sequence[fx.Node],
     ) -> Callable[..., Any]:
         if callable(self.inner):
             return self.inner(gm, examples)
@@ -197,6 +245,10 @@ class Backend:
             return gm.forward
         if self.inner != "inductor":
             return compat.registered_backend(self.inner)(gm, examples)
+        if self.once and layers:
+            shared = once.compile_once(gm, examples, layers, lambda part: self._patches(patches, policy, part))
+            if shared is not None:
+                return shared
         return compat.inductor(gm, examples, self._patches(patches, policy, gm))
 
     def _patches(self, patches: dict[str, Any], policy: Policy | None, gm: fx.GraphModule | None) -> dict[str, Any]:
@@ -231,6 +283,7 @@ def backend(
     mode: str | None = None,
     options: dict[str, Any] | None = None,
     strict: bool = True,
+    validate: bool = True,
     **policy_options: Any,
 ) -> Backend:
     """A backend for torch.compile(model, backend=...) that bounds the model's KV cache.
@@ -246,6 +299,8 @@ def backend(
         mode, options: as of torch.compile, for Inductor.
         strict: raise UnsupportedGraph for a cache update that cannot be rewritten; with False it is left as
             it was and warned about.
+        validate: run each rewritten step graph once, uncompiled and on a small made-up conversation, beside the model's
+            own, and refuse it if they differ; see `kvpass.validate`.
         policy_options: the policy's own, by name.
 
     Raises:
@@ -258,7 +313,7 @@ def backend(
         positions != "cache" or not chosen.renumbers, "positions", positions, f"{chosen.name} numbers tokens itself"
     )
     _check_settings(positions, inner, mode, options)
-    return Backend(chosen, budget, positions, inner, mode, tuple(sorted((options or {}).items())), strict)
+    return Backend(chosen, budget, positions, inner, mode, tuple(sorted((options or {}).items())), strict, validate)
 
 
 def _check_settings(positions: Any, inner: Any, mode: Any, options: dict[str, Any] | None) -> None:
@@ -280,9 +335,12 @@ def _check_settings(positions: Any, inner: Any, mode: Any, options: dict[str, An
 def compile(model: M, policy: str | Policy = "full", **settings: Any) -> M:
     """Compile a model in place, so that `model.generate` runs compiled too; returns the model.
 
-    Takes what `backend` takes.
+    Takes what `backend` takes.  Calls have room for more graphs than torch.compile makes by default, and if strict an
+    ordinary cache among what they return, as `past_key_values`, is an UnsupportedGraph.
     """
-    model.compile(backend=backend(policy, **settings))
+    chosen = backend(policy, **settings)
+    model.compile(backend=chosen)
+    compat.wrap_compiled(model, lambda call: Guarded(call, chosen.strict))
     return model
 
 

@@ -8,7 +8,6 @@ and a column of learned sinks; `find` reads them off the graph.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 import operator
 from typing import Any
@@ -17,6 +16,9 @@ import torch
 import torch.fx as fx
 
 from kvpass import compat, graphs
+from kvpass.capture import operators
+from kvpass.capture.hiding import HIDDEN
+from kvpass.capture.operators import known_name
 from kvpass.graphs import expr, is_tensor, name_of, value
 
 
@@ -61,21 +63,22 @@ def find(gm: fx.GraphModule) -> list[Call]:
     found = []
     for node in list(gm.graph.nodes):
         if compat.is_sdpa(node):
-            found.append(_sdpa_call(node))
-        elif name_of(node) == "softmax" and is_tensor(node):
+            found.append(_sdpa_call(gm.graph, node))
+        elif known_name(node) == "softmax" and is_tensor(node):
             spelled = _Spelled(gm, node).read()
             if spelled is not None:
                 found.append(spelled)
     return found
 
 
-def _sdpa_call(node: fx.Node) -> Call:
-    bound = inspect.signature(_sdpa).bind(*node.args, **node.kwargs)
-    bound.apply_defaults()
-    given = bound.arguments
+def _sdpa_call(graph: fx.Graph, node: fx.Node) -> Call:
+    given = operators.signature(_sdpa, node)
     scale = 1 / math.sqrt(value(given["query"]).shape[-1]) if given["scale"] is None else float(given["scale"])
+    mask = given["attn_mask"]
+    if mask is not None and value(mask).ndim < 4:  # aligned from the right, as in any broadcasting
+        mask = _emit(graph, node, operator.getitem, mask, (*[None] * (4 - value(mask).ndim), Ellipsis))
     return Call(
-        node, given["query"], given["key"], given["value"], given["attn_mask"], scale,
+        node, given["query"], given["key"], given["value"], mask, scale,
         causal=bool(given["is_causal"]), dropout=float(given["dropout_p"]),
     )  # fmt: skip
 
@@ -98,11 +101,8 @@ def is_boundary(node: fx.Node) -> bool:
     return compat.is_sdpa(node) or name_of(node) in ("softmax", "logsumexp")
 
 
-_SAME = frozenset({"to", "float", "half", "bfloat16", "type_as", "contiguous", "clone", "view", "reshape", "dropout"})
-_CASTS = frozenset({"to", "float", "type_as"})
+_CASTS = frozenset({"to", "float", "double", "half", "bfloat16", "type_as"})
 _PRODUCTS = frozenset({"matmul", "bmm", "baddbmm"})
-_NEGLIGIBLE = -1e4
-"""A logit so low that its token is masked."""
 
 
 class _Unreadable(Exception):
@@ -110,65 +110,90 @@ class _Unreadable(Exception):
 
 
 class _Spelled:
-    """Reads a call off the graph, from its softmax to both sides."""
+    """Reads a call off the graph, from its softmax to both sides.
+
+    Every operation on the way is taken into account with all of its arguments, or the call is unreadable.
+    """
 
     def __init__(self, gm: fx.GraphModule, softmax: fx.Node) -> None:
-        self.graph, self.softmax = gm.graph, softmax
+        self.gm, self.graph, self.softmax = gm, gm.graph, softmax
         self.factor, self.cap = 1.0, 0.0
         self.masks: list[fx.Node] = []
+        self.casts: list[torch.dtype] = []
         self.sink: fx.Node | None = None
         self.shifted = False
 
     def read(self) -> Call | None:
         """The call around the softmax, or None if it is no attention."""
         try:
+            if not _is_last(operators.bound(self.softmax).get("dim"), value(self.softmax)):
+                return None
             product, probabilities = self._first_product(), self._second_product()
-            query, key, bias = _operands(product)
-            self._scaled_by(_number(product.kwargs.get("alpha", 1.0)) if bias else 1.0)
+            query, key, bias, alpha = _operands(product)
+            self._scaled_by(alpha)
             self.masks += [bias] if bias else []
             query, node = _with_heads(query), _output(probabilities)
-            mask = self._mask(value(query).shape[:2])
+            self._check_casts(value(product).dtype)
+            mask = self._mask(value(query).shape[:2], joined=value(product).ndim == 3)
         except _Unreadable:
             return None
         scale = self.factor * (self.cap or 1.0)
         cap, lse = self.cap or None, self._log_sum_exp()
         return Call(node, query, key, probabilities.args[1], mask, scale, cap, self.sink, lse)  # type: ignore[arg-type]
 
+    def _check_casts(self, dtype: torch.dtype) -> None:
+        """Logits and probabilities may be computed in a wider dtype than the product's, and not in a narrower one."""
+        given = [dtype, value(self.softmax).dtype, *self.casts]
+        if not all(is_as_wide(own, dtype) for own in given):
+            raise _Unreadable
+
     # -- from the softmax back -------------------------------------------------------------------------
 
     def _first_product(self) -> fx.Node:
-        node = self.softmax.args[0]
-        while name_of(node) not in _PRODUCTS:  # type: ignore[arg-type]
-            node = self._step_back(node)  # type: ignore[arg-type]
-        return node  # type: ignore[return-value]
+        node = _tensor(operators.bound(self.softmax).get("input"))
+        while known_name(node) not in _PRODUCTS:
+            node = self._step_back(node)
+        return node
 
     def _step_back(self, node: fx.Node) -> fx.Node:
         """Take one operation on the logits into account; what it was done to."""
-        name = name_of(node)
-        if name in _SAME:
-            _check_no_dropout(node)
+        name = known_name(node)
+        if self._hands_on(node):
             return _tensor(node.args[0])
         steps = {
             "add": self._added, "iadd": self._added, "sub": self._less_maximum, "mul": self._multiplied,
             "imul": self._multiplied, "truediv": self._divided, "div": self._divided, "itruediv": self._divided,
-            "tanh": self._capped, "cat": self._joined, "masked_fill": self._filled, "masked_fill_": self._filled,
-            "where": self._chosen, "max": self._bounded, "maximum": self._bounded, "clamp": self._bounded,
+            "tanh": self._capped, "cat": self._joined, "concat": self._joined, "masked_fill": self._filled,
+            "masked_fill_": self._filled, "where": self._chosen, "max": self._bounded, "maximum": self._bounded,
+            "clamp": self._bounded, "clamp_min": self._bounded,
         }  # fmt: skip
-        if name not in steps or node.op == "placeholder":
+        if name not in steps:
             raise _Unreadable
         return steps[name](node)
+
+    def _hands_on(self, node: fx.Node) -> bool:
+        """Whether an operation changes nothing but the dtype, or how rows and heads are written in dimensions."""
+        name = known_name(node)
+        if name in _CASTS:
+            self.casts.append(value(node).dtype)
+            return True
+        if name in ("view", "reshape"):
+            return same_last_two(node)
+        return name in ("contiguous", "clone", "detach") or (name == "dropout" and operators.is_pointwise(node))
 
     def _scaled_by(self, factor: float) -> None:
         self.factor *= factor
 
     def _multiplied(self, node: fx.Node) -> fx.Node:
-        logits, factor = sorted(node.args[:2], key=lambda arg: not isinstance(arg, fx.Node))
+        first, second = _two(node)
+        logits, factor = (first, second) if isinstance(first, fx.Node) else (second, first)
         self._scaled_by(_number(factor))
         return _tensor(logits)
 
     def _divided(self, node: fx.Node) -> fx.Node:
-        self._scaled_by(1 / _number(node.args[1]))
-        return _tensor(node.args[0])
+        logits, divisor = _two(node)
+        self._scaled_by(1 / _number(divisor))
+        return _tensor(logits)
 
     def _capped(self, node: fx.Node) -> fx.Node:
         if self.cap:
@@ -177,14 +202,18 @@ class _Spelled:
         return _tensor(node.args[0])
 
     def _added(self, node: fx.Node) -> fx.Node:
-        first, second = _tensor(node.args[0]), _tensor(node.args[1])
+        first, second = map(_tensor, _two(node))
         logits, mask = (first, second) if _from_product(first) else (second, first)
+        if _from_product(mask):
+            raise _Unreadable
         return self._masked(logits, mask)
 
     def _masked(self, logits: fx.Node, mask: fx.Node) -> fx.Node:
         if self.cap:
             raise _Unreadable  # the mask is inside the cap
         boolean = value(mask).dtype == torch.bool
+        if self.sink is not None and expr(value(mask).shape[-1]) != expr(value(logits).shape[-1]):
+            raise _Unreadable
         self.masks.append(mask if boolean or self.factor == 1.0 else self._scaled(mask))
         return logits
 
@@ -196,47 +225,77 @@ class _Spelled:
 
     def _less_maximum(self, node: fx.Node) -> fx.Node:
         """Softmax does not see that a row's maximum was taken off."""
-        if not any(name_of(n) in ("max", "amax") and n.args[0] is node.args[0] for n in graphs.ancestors(node)):
+        logits, most = map(_tensor, _two(node))
+        while known_name(most) in ("detach", "contiguous"):
+            most = _tensor(most.args[0])
+        if known_name(most) == "getitem" and most.args[1] == 0 and known_name(_any(most.args[0])) == "max":
+            most = _any(most.args[0])
+        given = operators.bound(most)
+        of_row = known_name(most) in ("max", "amax") and given.get("input") is logits and given.get("keepdim")
+        if not of_row or not _is_last(given.get("dim"), value(logits)):
             raise _Unreadable
         self.shifted = True
-        return _tensor(node.args[0])
+        return logits
 
     def _joined(self, node: fx.Node) -> fx.Node:
-        bound: dict[str, Any] = dict(zip(("tensors", "dim"), node.args, strict=False)) | dict(node.kwargs)
-        logits, *sink = bound["tensors"]
-        last = bound.get("dim", 0) in (-1, value(node).ndim - 1)
+        given = operators.bound(node)
+        logits, *sink = given["tensors"]
+        last = _is_last(given.get("dim", 0), value(node))
         if self.sink or self.factor != 1.0 or len(sink) != 1 or not last or value(sink[0]).shape[-1] != 1:
+            raise _Unreadable
+        if value(sink[0]).ndim != 4:
             raise _Unreadable
         self.sink = sink[0]
         return _tensor(logits)
 
     def _filled(self, node: fx.Node) -> fx.Node:
-        logits, where, filling = node.args
-        if _number(filling) > _NEGLIGIBLE:
-            raise _Unreadable
-        return self._masked(_tensor(logits), self._emit(torch.logical_not, _tensor(where)))
+        given = operators.bound(node)
+        self._check_hides(given["value"])
+        return self._masked(_tensor(given["input"]), self._emit(torch.logical_not, _tensor(given["mask"])))
 
     def _chosen(self, node: fx.Node) -> fx.Node:
-        where, logits, filling = node.args
+        given = operators.bound(node)
+        condition, logits, filling = _tensor(given["condition"]), given["input"], given["other"]
+        if not (isinstance(logits, fx.Node) and is_tensor(logits) and _from_product(logits)):
+            logits, filling, condition = filling, logits, self._emit(torch.logical_not, condition)
         if isinstance(filling, fx.Node) and _from_product(filling):
             raise _Unreadable
-        return self._masked(_tensor(logits), _tensor(where))
+        self._check_hides(filling)
+        return self._masked(_tensor(logits), condition)
+
+    def _check_hides(self, filling: Any) -> None:
+        """What is filled in must be a number so low that its token is hidden."""
+        if self._spelled_out(filling) > HIDDEN:
+            raise _Unreadable
+
+    def _spelled_out(self, argument: Any) -> float:
+        number = graphs.constant(self.gm, argument)
+        if number is None:
+            raise _Unreadable
+        return number
 
     def _bounded(self, node: fx.Node) -> fx.Node:
-        """Logits are kept from falling below the lowest number."""
-        if name_of(node) == "clamp" and node.kwargs.get("max") is not None:
-            raise _Unreadable
-        return _tensor(node.args[0])
+        """Logits are kept from falling below a number so low that it hides."""
+        if known_name(node) in ("max", "maximum"):
+            first, second = _two(node)
+            logits, least = (first, second) if _from_product(_tensor(first)) else (second, first)
+        else:
+            given = operators.bound(node)
+            logits, least = given["input"], given.get("min")
+            if given.get("max") is not None:
+                raise _Unreadable
+        self._check_hides(least)
+        return _tensor(logits)
 
     def _log_sum_exp(self) -> fx.Node | None:
         """Where the model sums up the very logits that the softmax takes, and nothing beside them."""
         if self.sink is not None or self.shifted:
             return None
-        same = [_tensor(self.softmax.args[0])]
-        while name_of(same[-1]) in _CASTS:
+        same = [_tensor(operators.bound(self.softmax)["input"])]
+        while known_name(same[-1]) in _CASTS:
             same.append(_tensor(same[-1].args[0]))
         for node in same:  # grows
-            same += [user for user in node.users if name_of(user) in _CASTS and user not in same]
+            same += [user for user in node.users if known_name(user) in _CASTS and user not in same]
         sums = [user for node in same for user in node.users if _sums_up_last(user)]
         return sums[0] if sums else None
 
@@ -245,23 +304,31 @@ class _Spelled:
     def _second_product(self) -> fx.Node:
         node = self.softmax
         while True:
-            following = [n for n in node.users if name_of(n) in _PRODUCTS or _continues(n, self.sink is not None)]
+            following = [n for n in node.users if known_name(n) in _PRODUCTS or self._continues(n)]
             if len(following) != 1:
                 raise _Unreadable
-            if name_of(following[0]) in _PRODUCTS:
+            if known_name(following[0]) in _PRODUCTS:
                 break
             node = following[0]
-            _check_no_dropout(node)
         product = following[0]
+        if known_name(product) == "baddbmm" or product.kwargs or len(product.args) != 2:
+            raise _Unreadable
         if product.args[0] is not node or not is_tensor(product.args[1]):
             raise _Unreadable
         return product
 
+    def _continues(self, node: fx.Node) -> bool:
+        """Whether a user of the probabilities hands them on; with a sink its column is cut off."""
+        if not is_tensor(node):
+            return False
+        cuts_sink = known_name(node) == "getitem" and node.args[1] == (Ellipsis, slice(None, -1, None))
+        return (self.sink is not None and cuts_sink) or self._hands_on(node)
+
     # -- masks -----------------------------------------------------------------------------------------
 
-    def _mask(self, sizes: Any) -> fx.Node | None:
-        """All masks as one of four dimensions; `sizes` are B and Hq."""
-        masks = [self._four_dimensional(mask, sizes) for mask in self.masks]
+    def _mask(self, sizes: Any, joined: bool) -> fx.Node | None:
+        """All masks as one of four dimensions; `sizes` are B and Hq, which the logits have `joined` in one or not."""
+        masks = [self._four_dimensional(mask, sizes, joined) for mask in self.masks]
         if not masks:
             return None
         total = masks[0]
@@ -269,9 +336,13 @@ class _Spelled:
             total = self._both(total, mask)
         return total
 
-    def _four_dimensional(self, mask: fx.Node, sizes: Any) -> fx.Node:
+    def _four_dimensional(self, mask: fx.Node, sizes: Any, joined: bool) -> fx.Node:
         shape = value(mask).shape
-        if len(shape) == 3 and expr(shape[0]) == expr(sizes[0] * sizes[1]):
+        if len(shape) > 4:
+            raise _Unreadable
+        if joined and len(shape) == 3 and expr(shape[0]) != 1:
+            if expr(shape[0]) != expr(sizes[0] * sizes[1]):
+                raise _Unreadable
             return self._emit(torch.unflatten, mask, 0, (-1, int(sizes[1])))
         if len(shape) < 4:
             return self._emit(operator.getitem, mask, (*[None] * (4 - len(shape)), Ellipsis))
@@ -289,13 +360,42 @@ class _Spelled:
 
     def _emit(self, target: Any, *args: Any) -> fx.Node:
         """A new node before the softmax."""
-        with self.graph.inserting_before(self.softmax):
-            node = self.graph.call_function(target, args)
-        node.meta["example_value"] = compat.propagate(
-            target, *(value(a) if isinstance(a, fx.Node) else a for a in args)
-        )
-        node.meta["stack_trace"] = self.softmax.meta.get("stack_trace")
-        return node
+        return _emit(self.graph, self.softmax, target, *args)
+
+
+def _emit(graph: fx.Graph, before: fx.Node, target: Any, *args: Any) -> fx.Node:
+    with graph.inserting_before(before):
+        node = graph.call_function(target, args)
+    node.meta["example_value"] = compat.propagate(target, *(value(a) if isinstance(a, fx.Node) else a for a in args))
+    node.meta["stack_trace"] = before.meta.get("stack_trace")
+    return node
+
+
+def is_as_wide(dtype: torch.dtype, than: torch.dtype) -> bool:
+    """Whether a floating-point dtype keeps every number of another."""
+    return dtype.is_floating_point and (dtype == than or torch.promote_types(dtype, than) == dtype)
+
+
+def same_last_two(node: fx.Node) -> bool:
+    """Whether a view leaves the last two dimensions as they are."""
+    before, after = value(node.args[0]).shape, value(node).shape  # type: ignore[arg-type]
+    return len(after) > 2 and [expr(s) for s in before[-2:]] == [expr(s) for s in after[-2:]]
+
+
+def _rejoins(node: fx.Node) -> bool:
+    """Whether a node writes rows and heads in other dimensions, and changes nothing else."""
+    return known_name(node) in ("view", "reshape") and same_last_two(node)
+
+
+def _is_last(dim: Any, tensor: Any) -> bool:
+    dims = list(dim) if isinstance(dim, (tuple, list)) else [dim]
+    return len(dims) == 1 and isinstance(dims[0], int) and dims[0] % tensor.ndim == tensor.ndim - 1
+
+
+def _any(argument: Any) -> fx.Node:
+    if not isinstance(argument, fx.Node):
+        raise _Unreadable
+    return argument
 
 
 def _tensor(argument: Any) -> fx.Node:
@@ -305,24 +405,25 @@ def _tensor(argument: Any) -> fx.Node:
     return node
 
 
+def _two(node: fx.Node) -> tuple[Any, Any]:
+    """Both operands of an operation that has two, and nothing else."""
+    if node.kwargs or len(node.args) != 2:
+        raise _Unreadable
+    return node.args
+
+
 def _number(argument: Any) -> float:
     if not isinstance(argument, (int, float)):
         raise _Unreadable
     return float(argument)
 
 
-def _check_no_dropout(node: fx.Node) -> None:
-    bound: dict[str, Any] = dict(zip(("input", "p", "training"), node.args, strict=False)) | dict(node.kwargs)
-    if name_of(node) == "dropout" and bound.get("p", 0.5) and bound.get("training", True):
-        raise _Unreadable
-
-
 def _sums_up_last(node: fx.Node) -> bool:
     """The log-sum-exp of [B, Hq, q, S] over its last dimension."""
-    if name_of(node) != "logsumexp" or value(node.args[0]).ndim != 4:  # type: ignore[arg-type]
+    given = operators.bound(node)
+    if known_name(node) != "logsumexp" or value(given["input"]).ndim != 4:
         return False
-    dim = node.args[1] if len(node.args) > 1 else node.kwargs["dim"]
-    return dim in (-1, 3, [-1], [3], (-1,), (3,))
+    return _is_last(given.get("dim"), value(given["input"]))
 
 
 def _from_product(node: fx.Node) -> bool:
@@ -333,26 +434,32 @@ def _from_product(node: fx.Node) -> bool:
     return name_of(node) != "linear" and any(_from_product(parent) for parent in parents)
 
 
-def _operands(product: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
-    """The query, the key [..., S, D], and the bias of a product of queries and keys."""
-    bound: dict[str, Any] = dict(zip(("input", "batch1", "batch2"), product.args, strict=False)) | dict(product.kwargs)
-    if name_of(product) == "baddbmm":
-        if bound.get("beta", 1) != 1:
+def _operands(product: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None, float]:
+    """The query, the key [..., S, D], the bias of a product of queries and keys, and what it is multiplied with."""
+    if known_name(product) == "baddbmm":
+        bound: dict[str, Any] = dict(zip(("input", "batch1", "batch2"), product.args, strict=False)) | product.kwargs
+        if _number(bound.get("beta", 1)) != 1:
             raise _Unreadable
-        return _tensor(bound["batch1"]), _untransposed(_tensor(bound["batch2"])), _tensor(bound["input"])
-    return _tensor(product.args[0]), _untransposed(_tensor(product.args[1])), None
+        alpha = _number(bound.get("alpha", 1.0))
+        return _tensor(bound["batch1"]), _untransposed(_tensor(bound["batch2"])), _tensor(bound["input"]), alpha
+    query, key = _two(product)
+    return _tensor(query), _untransposed(_tensor(key)), None, 1.0
 
 
 def _untransposed(node: fx.Node) -> fx.Node:
     """x of x.transpose(-1, -2)."""
-    while name_of(node) in _SAME:
+    while known_name(node) in ("contiguous", "clone") or (
+        known_name(node) in ("view", "reshape") and same_last_two(node)
+    ):
         node = _tensor(node.args[0])
     ndim = value(node).ndim
-    if name_of(node) not in ("transpose", "swapaxes", "permute") or not is_tensor(node.args[0]):
+    if known_name(node) not in ("transpose", "swapaxes", "permute") or node.kwargs or not is_tensor(node.args[0]):
         raise _Unreadable
-    order = [arg for arg in node.args[1:] if isinstance(arg, int)]
+    order = [dim for arg in node.args[1:] for dim in (arg if isinstance(arg, (tuple, list)) else [arg])]
+    if not all(isinstance(dim, int) for dim in order):
+        raise _Unreadable
     swaps = {dim % ndim for dim in order} == {ndim - 1, ndim - 2}
-    if name_of(node) == "permute":
+    if known_name(node) == "permute":
         swaps = [dim % ndim for dim in order] == [*range(ndim - 2), ndim - 1, ndim - 2]
     if not swaps:
         raise _Unreadable
@@ -361,13 +468,11 @@ def _untransposed(node: fx.Node) -> fx.Node:
 
 def _with_heads(query: fx.Node) -> fx.Node:
     """The query as it was before its rows and heads were joined, [B, Hq, q, D]."""
-    shape = value(query).shape
     while value(query).ndim != 4:
-        if name_of(query) not in _SAME:
+        wider = known_name(query) in _CASTS and is_as_wide(value(query).dtype, value(query.args[0]).dtype)  # type: ignore[arg-type]
+        if not (wider or _rejoins(query) or known_name(query) in ("contiguous", "clone")):
             raise _Unreadable
         query = _tensor(query.args[0])
-    if [expr(size) for size in value(query).shape[2:]] != [expr(size) for size in shape[-2:]]:
-        raise _Unreadable
     return query
 
 
@@ -375,16 +480,7 @@ def _output(product: fx.Node) -> fx.Node:
     """The output with its rows and heads apart, [B, Hq, q, Dv]."""
     if value(product).ndim == 4:
         return product
-    apart = [user for user in product.users if name_of(user) in ("view", "reshape") and value(user).ndim == 4]
-    if len(apart) != 1 or len(product.users) != 1:
-        raise _Unreadable
-    if [expr(s) for s in value(apart[0]).shape[2:]] != [expr(s) for s in value(product).shape[1:]]:
+    apart = [user for user in product.users if known_name(user) in ("view", "reshape") and value(user).ndim == 4]
+    if len(apart) != 1 or len(product.users) != 1 or not same_last_two(apart[0]):
         raise _Unreadable
     return apart[0]
-
-
-def _continues(node: fx.Node, sink: bool) -> bool:
-    """Whether a user of the probabilities hands them on; with a sink its column is cut off."""
-    if name_of(node) in _SAME and is_tensor(node):
-        return True
-    return sink and name_of(node) == "getitem" and node.args[1] == (Ellipsis, slice(None, -1, None))

@@ -6,6 +6,7 @@ Tested on torch 2.11 and 2.13.  Nothing else in the package imports from a priva
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ import torch.fx as fx
 from torch import Tensor
 
 Compiled = Callable[..., Sequence[Any]]
+Boxed = Callable[[list[Any]], Sequence[Any]]
 
 
 FUSE_INTO_REDUCTIONS = {
@@ -52,6 +54,24 @@ def write_out(graph: fx.Graph, node: fx.Node, strides: Sequence[int]) -> fx.Node
     return made
 
 
+def first_cache() -> int:
+    """Bytes of a core's first data cache; the usual 32 KiB where torch does not know."""
+    return int(_capabilities().get("l1d_cache_size", 0)) or 32 << 10
+
+
+def dot_products() -> frozenset[torch.dtype]:
+    """The dtypes of half precision that this processor has dot products of, which torch's libraries use."""
+    known = _capabilities()
+    names = {torch.bfloat16: ("avx512_bf16", "amx_bf16", "bf16"), torch.float16: ("avx512_fp16", "amx_fp16")}
+    return frozenset(dtype for dtype, any_of in names.items() if any(known.get(name) for name in any_of))
+
+
+def _capabilities() -> dict[str, Any]:
+    """What torch knows of the processor; older versions do not tell."""
+    asked = getattr(torch.cpu, "get_capabilities", dict)
+    return dict(asked())
+
+
 def is_sdpa(node: fx.Node) -> bool:
     """A call of torch.nn.functional.scaled_dot_product_attention."""
     return node.op == "call_function" and node.target is torch.nn.functional.scaled_dot_product_attention
@@ -60,6 +80,46 @@ def is_sdpa(node: fx.Node) -> bool:
 def mutates(node: fx.Node) -> bool:
     """A call of an aten operator that writes to an argument."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def is_operator(node: fx.Node) -> bool:
+    """A call of one of aten's operators, or of one of our own."""
+    return isinstance(node.target, torch._ops.OpOverload)
+
+
+def is_fake(value: Any) -> bool:
+    return isinstance(value, torch._subclasses.FakeTensor)
+
+
+def passes_on(node: fx.Node) -> list[fx.Node]:
+    """The arguments of an operator whose memory it writes to or gives, as its schema says."""
+    schema = node.target._schema  # type: ignore[union-attr]
+    places = [(place, argument.name) for place, argument in enumerate(schema.arguments) if argument.alias_info]
+    given = [node.args[p] if p < len(node.args) else node.kwargs.get(name) for p, name in places]
+    flat = [part for each in given for part in (each if isinstance(each, (list, tuple)) else (each,))]
+    return [part for part in flat if isinstance(part, fx.Node)]
+
+
+def share_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors, which may be fake, have one storage."""
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+
+
+def changes_nothing(node: fx.Node) -> bool:
+    """torch's usage logging, and gradients that are turned on and off, in a graph that nobody needs gradients of."""
+    return is_log_only(node) or (node.op == "call_function" and node.target is torch._C._set_grad_enabled)
+
+
+def sets_a_mode(node: fx.Node) -> bool:
+    """One of the pair of calls between which autocasting is on or off."""
+    pair = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
+    return node.op == "call_function" and node.target in pair
+
+
+def is_batching(node: fx.Node) -> bool:
+    """A call into the machinery of vmap, which Dynamo leaves in graphs, and which other calls go through."""
+    module = getattr(node.target, "__module__", None) or ""
+    return node.op == "call_function" and module.startswith(("torch._C._functorch", "torch._functorch"))
 
 
 def is_log_only(node: fx.Node) -> bool:
@@ -90,6 +150,11 @@ def mark_growing(handle: Tensor, dim: int = 2) -> None:
 def mark_in_place(buffer: Tensor) -> None:
     """Tell the compiler that the buffer keeps its address, so that CUDA graphs may write to it."""
     torch._dynamo.mark_static_address(buffer, guard=False)
+
+
+def is_of_module(node: fx.Node) -> bool:
+    """An input of a graph that is a parameter or a buffer of a module."""
+    return node.op == "placeholder" and "_dynamo_static_input_type" in (node.meta.get("tensor_dict") or {})
 
 
 def expression(value: torch.SymInt) -> Any:
@@ -151,6 +216,15 @@ def one_at_a_time() -> contextlib.AbstractContextManager[Any]:
 
 
 @contextlib.contextmanager
+def real_tensors() -> Iterator[None]:
+    """Operations inside compute, even where Dynamo is tracing around them."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes(), torch.no_grad():
+        yield
+
+
+@contextlib.contextmanager
 def fake_mode() -> Iterator[Callable[[Tensor], Tensor]]:
     """A mode in which tensors have shapes and no data; yields what makes a static fake of a real tensor."""
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -192,6 +266,150 @@ def _tracing(examples: Sequence[Any]) -> Iterator[list[Any]]:
         yield [mode.from_tensor(e, static_shapes=True) if isinstance(e, Tensor) else e for e in examples]
 
 
+NEEDS_THE_WHOLE = ("cpp_wrapper", "fx_wrapper", "freezing", "aot_inductor_mode", "triton.cudagraphs")
+"""Settings of Inductor's under which a graph is not compiled in parts: not tried, or not worth it."""
+
+
+def allows_parts(patches: dict[str, Any]) -> bool:
+    """Whether none of `NEEDS_THE_WHOLE` is set, in the configuration or by these patches."""
+    from torch._inductor import config
+
+    now = config.get_config_copy()
+    return not any(patches.get(name, now.get(name)) for name in NEEDS_THE_WHOLE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """Compiles parts of one graph, each as a graph of its own.
+
+    Attributes:
+        examples: what the graph is called with, as fake tensors and symbolic sizes.
+        mode: of these.
+    """
+
+    examples: list[Any]
+    mode: Any
+
+    def compile(
+        self, module: fx.GraphModule, operands: Sequence[Any], patches: dict[str, Any]
+    ) -> tuple[Boxed, list[Any]] | None:
+        """Compile a part with Inductor.
+
+        Returns:
+            What empties the list of arguments that it is given, and fakes of what it gives, with the strides that
+            Inductor chose.  None if something other than tensors and sizes is given, or code and wrappers are of a
+            kind that we do not know.
+        """
+        from torch._guards import TracingContext, tracing
+        from torch._inductor.compile_fx import compile_fx
+
+        made, views = self._results(module, operands)
+        if not all(isinstance(value, (Tensor, torch.SymInt)) for value in made):
+            return None
+        with tracing(TracingContext(self.mode)):  # AOTAutograd writes to it
+            run: Any = compile_fx(module, operands, config_patches=patches)
+        wrappers, code = _unwrapped(run)
+        if code is None or len(code.output_strides or ()) != len(made):
+            return None
+        laid_out = [None if view else strides for view, strides in zip(views, code.output_strides, strict=True)]
+        given = [self._strided(value, strides) for value, strides in zip(made, laid_out, strict=True)]
+        if any(True for _ in (*module.parameters(), *module.buffers())):  # these are put before the arguments
+            return (lambda arguments: run(*arguments)), given
+        if any(views) or any(map(symbols, (*operands, *made))):  # sizes are also marked as dynamic on what is given
+            return cast(Boxed, next(wrapper for wrapper in wrappers if _name(wrapper) != "forward")), given
+        return cast(Boxed, code.current_callable), given
+
+    def _results(self, module: fx.GraphModule, operands: Sequence[Any]) -> tuple[list[Any], list[bool]]:
+        """Fakes of what a part gives, and which of them share memory with an operand or another one.
+
+        Python's dispatcher is what Dynamo and AOTAutograd run operators on fakes under: without it a few of
+        them ask for the numbers behind symbolic sizes, and the code would serve these alone.
+        """
+        from torch._dispatch.python import enable_python_dispatcher
+
+        with torch.inference_mode(False), torch.no_grad(), self.mode, enable_python_dispatcher():
+            made = list(module(*operands))
+        tensors = [value for value in (*operands, *made) if isinstance(value, Tensor)]
+        return made, [
+            isinstance(value, Tensor) and sum(share_memory(value, other) for other in tensors) > 1 for value in made
+        ]
+
+    def _strided(self, value: Any, strides: Sequence[str] | None) -> Any:
+        """A fake that shares no memory, with strides that Inductor wrote down, or its own."""
+        if not isinstance(value, Tensor) or strides is None:
+            return value
+        chosen = [self.mode.shape_env.deserialize_symexpr(stride) for stride in strides]
+        return self._like(value, chosen)
+
+    def fresh(self, values: Sequence[Any]) -> list[Any]:
+        """Fake tensors like others that share no memory with anything; sizes as they are."""
+        return [self._like(value, value.stride()) if isinstance(value, Tensor) else value for value in values]
+
+    def _like(self, value: Tensor, strides: Sequence[Any]) -> Tensor:
+        with torch.inference_mode(False), self.mode:
+            return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
+
+
+def symbols(value: Any) -> set[Any]:
+    """The symbols that a fake tensor's sizes and strides, or a size, are made of."""
+    sizes = (*value.shape, *value.stride()) if isinstance(value, Tensor) else (value,)
+    return {symbol for size in sizes if isinstance(size, torch.SymInt) for symbol in expression(size).free_symbols}
+
+
+def as_operand(placeholder: fx.Node, node: fx.Node, value: Any) -> None:
+    """Describe a placeholder that stands for a node of another graph."""
+    placeholder.meta = {"example_value": value}
+    if "tensor_dict" in node.meta:
+        placeholder.meta["tensor_dict"] = node.meta["tensor_dict"]
+    placeholder._dynamo_source = getattr(node, "_dynamo_source", None)
+
+
+def _unwrapped(run: Any) -> tuple[list[Any], Any]:
+    """What is around Inductor's code, outermost first, and the code; None if it has wrappers that we do not know.
+
+    Each wrapper names what it wraps, as functools has it.  The outer ones, called forward, take the arguments one by
+    one and so keep them alive; the others take a list, which they empty.
+    """
+    from torch._inductor.output_code import CompiledFxGraph
+
+    chain = [run]
+    while hasattr(chain[-1], "__wrapped__"):
+        chain.append(chain[-1].__wrapped__)
+    *wrappers, code = chain
+    known = all(
+        _name(wrapper) in ("forward", "runtime_wrapper", "SerializableCompiledFunction") for wrapper in wrappers
+    )
+    return wrappers, code if known and isinstance(code, CompiledFxGraph) and code.current_callable else None
+
+
+def _name(wrapper: Any) -> str:
+    return str(getattr(wrapper, "__name__", type(wrapper).__name__))
+
+
+@contextlib.contextmanager
+def in_parts(gm: fx.GraphModule, examples: Sequence[Any]) -> Iterator[Parts]:
+    """What compiles the parts of a graph with these examples.
+
+    Within Dynamo these are real tensors, and what stands for them in the graph has a mode that is not the context's:
+    the two share their environment of shapes.
+    """
+    from torch._guards import TracingContext
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    traced = TracingContext.try_get() is not None
+    with _tracing(examples) as inputs:
+        holders = gm.graph.find_nodes(op="placeholder")
+        fakes = [node.meta["example_value"] for node in holders] if traced else inputs
+        yield Parts(fakes, next(value.fake_mode for value in fakes if isinstance(value, FakeTensor)))
+
+
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """What AOTAutograd's wrapper sets around compiled code: no gradients and no autocasting."""
+    with torch.no_grad(), torch._C._DisableAutocast():
+        yield
+
+
 def inductor_mode(mode: str) -> dict[str, Any]:
     """The configuration behind a mode of torch.compile; raises RuntimeError for an unknown one."""
     from torch._inductor import list_mode_options
@@ -205,6 +423,39 @@ def inductor_options() -> set[str]:
     from torch._inductor import config
 
     return set(config.get_config_copy())
+
+
+def room_for_graphs() -> contextlib.AbstractContextManager[Any]:
+    """Inside, in this thread, torch.compile makes more graphs of a function before it gives it up."""
+    config = torch._dynamo.config
+    many, all_of_them = max(config.recompile_limit, 64), max(config.accumulated_recompile_limit, 1024)
+    context: contextlib.AbstractContextManager[Any] = config.patch(
+        recompile_limit=many, accumulated_recompile_limit=all_of_them
+    )
+    return context
+
+
+def is_last_graph() -> bool:
+    """Whether the function that is being compiled will get no further graph from torch.compile."""
+    from torch._guards import CompileContext
+
+    now = CompileContext.current_compile_id()
+    count = getattr(now, "frame_compile_id", None)
+    return count is not None and count + 1 >= torch._dynamo.config.recompile_limit
+
+
+def is_disabled() -> bool:
+    """Whether torch.compile was told to run everything uncompiled."""
+    from torch._dynamo import eval_frame
+
+    return bool(torch._dynamo.config.disable) or eval_frame._stance.stance != "default"
+
+
+def wrap_compiled(model: torch.nn.Module, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Wrap what a model that was compiled in place is called by."""
+    call = model._compiled_call_impl
+    assert call is not None
+    model._compiled_call_impl = wrapper(call)
 
 
 def registered_backend(name: str) -> Callable[[fx.GraphModule, Sequence[Any]], Compiled]:

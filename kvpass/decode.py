@@ -9,7 +9,7 @@ further prompts: for the prompt and for the first step.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from kvpass import runtime
 from kvpass.backend import backend
 from kvpass.errors import CacheHandleError, PolicyError
+from kvpass.guarded import Guarded
 from kvpass.handle import Handle, LayerCache, renewed
 from kvpass.policies.base import Policy, require
 from kvpass.sampling import Sampling
@@ -76,7 +77,8 @@ class DecodeLoop:
         require(every >= 1, "every", every, "is a number of steps from 1 on")
         self.model, self.every, self.pad = model, every, pad
         self.sampling = Sampling(temperature, top_k, top_p, seed)
-        self.compiled: Callable[..., Any] = torch.compile(model, backend=backend(policy, **settings))
+        chosen = backend(policy, **settings)
+        self.compiled = Guarded(torch.compile(model, backend=chosen), chosen.strict)
         self.device = next(model.parameters()).device
         self.generator = self.sampling.generator(self.device)
         self.takes = set(inspect.signature(model.forward).parameters)
@@ -255,7 +257,7 @@ class _Step:
     def repeat(self, ran: runtime.Ran, logits: Tensor, mask: Tensor) -> None:
         """Take over from a step that went through the model, with these logits and this padding mask."""
         self.runner, self.caches, self.arguments, self.mask = ran.runner, ran.caches, ran.arguments, mask
-        self.others = ran.others
+        self.others, self.padding = ran.others, ran.known
         self.place = next(i for i, made in enumerate(ran.results) if _is_same(made, logits))
         self.known[ran.kind] = [cache.slots for cache in self.caches]
 
@@ -277,7 +279,7 @@ class _Step:
         """What a step does on the device."""
         self.mask[:, -1:] = (~self.state.done)[:, None]
         self.arguments = self.runner.following(self.caches, self.arguments)
-        _, results, _ = self.runner.advance(self.caches, self.arguments, self.others)
+        _, results, _ = self.runner.advance(self.caches, self.arguments, self.others, self.padding)
         self.state.choose(results[self.place])
 
     def _replay(self, key: Any) -> None:

@@ -19,6 +19,10 @@ class UnsupportedGraph(KVPassError):
     """An attention call whose cache update cannot be rewritten; names the line and the reason."""
 
 
+class UnreadableGraph(UnsupportedGraph):
+    """A graph that kvpass failed to read or to rewrite with an error that it does not foresee."""
+
+
 class CacheHandleError(KVPassError):
     """A cache that was changed, continued elsewhere, or built in a way that its slots cannot follow."""
 

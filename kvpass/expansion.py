@@ -23,6 +23,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass import graphs
+from kvpass.capture import operators
 from kvpass.errors import UnsupportedGraph
 from kvpass.graphs import Sizes, Slice, expr, value
 from kvpass.match import AttentionSite
@@ -99,30 +100,52 @@ class _Tokens:
         pasts = [expr(value(node).shape[2]) for node in (site.past_key, site.past_value) if node is not None]
         return _Tokens(grown, {symbol for past in pasts for symbol in past.free_symbols})
 
+    def has(self, node: fx.Node) -> bool:
+        """Whether a node is a tensor, or several, with entries for the tokens."""
+        parts = value(node) if isinstance(value(node), (tuple, list)) else [value(node)]
+        return any(isinstance(x, torch.Tensor) and any(map(self.follows, x.shape)) for x in parts)
+
+    def axis(self, node: fx.Node) -> int | None:
+        """The one dimension that runs over the tokens."""
+        first = value(node)[0] if isinstance(value(node), (tuple, list)) else value(node)
+        growing = [d for d, size in enumerate(first.shape) if self.follows(size)]
+        return growing[0] if len(growing) == 1 and expr(first.shape[growing[0]]) in self.totals else None
+
     def follows(self, size: Any) -> bool:
         """Whether a size depends on how many tokens the cache holds."""
         return not expr(size).free_symbols.isdisjoint(self.growing)
 
 
-_PER_TOKEN = frozenset(
-    {"view", "reshape", "transpose", "permute", "expand", "unsqueeze", "squeeze", "flatten", "unflatten", "contiguous",
-     "split", "chunk", "getitem", "new_empty", "empty_like", "copy_", "setitem", "cat", "to", "float", "type_as", "add",
-     "mul", "rsqrt", "pow", "neg", "clone", "repeat", "repeat_interleave", "sub", "truediv", "exp", "softplus",
-     "sigmoid", "tanh", "relu", "silu", "gelu"}
-)  # fmt: skip
-_ALONG_LAST = frozenset({"linear", "mean", "rms_norm", "layer_norm"})
+_WRITES = frozenset({"copy_", "setitem"})
+_FRESH = frozenset({"new_empty", "empty_like", "empty", "new_zeros", "zeros_like"})
 
 
 def _check_per_token(node: fx.Node, tokens: _Tokens) -> None:
     """Refuse what may mix tokens."""
     if not isinstance(value(node), torch.Tensor):
         return  # a size, or a tuple whose items are looked at
-    name = graphs.name_of(node)
-    last = [value(parent).shape[-1] for parent in node.all_input_nodes if graphs.is_tensor(parent)]
-    along_features = name in _ALONG_LAST and not any(map(tokens.follows, last))
-    counts = [expr(size) for size in value(node).shape if tokens.follows(size)]
-    if not (name in _PER_TOKEN or along_features) or len(counts) != 1 or counts[0] not in tokens.totals:
-        raise UnsupportedGraph(
-            f"{graphs.source_line(node)}: keys or values are computed from the cache by {name!r}, which may look at "
-            "several tokens at once and cannot be asked about one slot"
-        )
+    axis, name = tokens.axis(node), graphs.name_of(node)
+    parents = [p for p in node.all_input_nodes if tokens.has(p)]
+    if axis is not None and (name in _FRESH or all(_keeps_apart(node, p, tokens) == axis for p in parents)):
+        return
+    raise UnsupportedGraph(
+        f"{graphs.source_line(node)}: keys or values are computed from the cache by {name!r}, which may look at "
+        "several tokens at once and cannot be asked about one slot"
+    )
+
+
+def _keeps_apart(node: fx.Node, parent: fx.Node, tokens: _Tokens) -> int | None:
+    """The dimension of the result in which the tokens of an operand are kept apart."""
+    axis = tokens.axis(parent)
+    if axis is None:
+        return None
+    if graphs.name_of(node) in _WRITES:  # one tensor written over another, or a part of it along other dimensions
+        last = value(node).ndim - value(parent).ndim + axis
+        return last if graphs.name_of(node) == "copy_" or parent is node.args[0] or _writes_whole(node) else None
+    return operators.carry(node, parent, axis)
+
+
+def _writes_whole(node: fx.Node) -> bool:
+    """Whether x[...] = y leaves every token of y at its place: the subscript cuts the last dimension at most."""
+    parts = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    return all(operators.keeps_whole(part) for part in parts[:-1])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -13,7 +14,7 @@ import torch.fx as fx
 from torch.fx.node import map_arg
 
 from kvpass import compat
-from kvpass.errors import UnsupportedGraph
+from kvpass.errors import KVPassError, UnreadableGraph, UnsupportedGraph
 
 
 def value(node: fx.Node) -> Any:
@@ -37,6 +38,24 @@ def expr(size: Any) -> sympy.Expr:
     if isinstance(size, fx.Node):
         size = value(size)
     return compat.expression(size) if isinstance(size, torch.SymInt) else sympy.Integer(size)
+
+
+def constant(gm: fx.GraphModule, argument: Any) -> float | None:
+    """A number, or that of a tensor of one number that the code spells out; None for anything else."""
+    if isinstance(argument, (bool, int, float)):
+        return float(argument)
+    if not is_tensor(argument) or value(argument).numel() != 1:
+        return None
+    if argument.op == "get_attr":
+        held = getattr(gm, argument.target, None)
+        return float(held) if isinstance(held, torch.Tensor) and type(held) is torch.Tensor else None
+    args = [*argument.args, *argument.kwargs.values()]
+    if name_of(argument) in ("tensor", "scalar_tensor", "full"):
+        number = args[1] if name_of(argument) == "full" else args[0]
+        return float(number) if isinstance(number, (int, float)) else None
+    if name_of(argument) in ("to", "type_as", "expand", "view"):
+        return constant(gm, argument.args[0])
+    return None
 
 
 def placeholders(graph: fx.Graph) -> list[fx.Node]:
@@ -141,6 +160,28 @@ def source_line(node: fx.Node) -> str:
     return "an unknown line"
 
 
+@contextlib.contextmanager
+def reading(calls: Iterable[fx.Node]) -> Iterator[None]:
+    """Errors that nobody foresaw while a graph is read and rewritten become refusals.
+
+    Args:
+        calls: the graph's attention calls, the first of which says where.
+
+    Raises:
+        UnreadableGraph: from any error that is not of kvpass.
+    """
+    try:
+        yield
+    except KVPassError:
+        raise
+    except Exception as error:
+        line = next((source_line(node) for node in calls), "a graph without attention")
+        raise UnreadableGraph(
+            f"{line}: reading the graph failed with {type(error).__name__}: {error}. The model is spelled in a way "
+            "that kvpass does not know; run it uncompiled, or report what is at that line"
+        ) from error
+
+
 def module_of(node: fx.Node) -> str:
     """The path of the module whose code made a node, empty if it is not known."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
@@ -167,13 +208,23 @@ def writes(node: fx.Node) -> bool:
     return name in _AUGMENTED or (name.endswith("_") and not name.endswith("__") and not of_operators)
 
 
+def writers_to(nodes: set[fx.Node]) -> list[fx.Node]:
+    """The nodes that write in place to the memory of any of `nodes`, views included, in order."""
+    if not nodes:
+        return []
+    graph = next(iter(nodes)).graph
+    memory = _memory(graph)
+    owned = {memory.get(node, node) for node in nodes}
+    return [n for n in graph.nodes if writes(n) and memory.get(n, n.args[0]) in owned]
+
+
 def overwritten(nodes: set[fx.Node], since: fx.Node | None = None) -> fx.Node | None:
     """A node that writes to one of `nodes` and is not among them, so that they do not say what is computed.
 
     Args:
         since: look only at what comes after this node.
     """
-    writers = [u for n in nodes for u in n.users if writes(u) and u.args[0] is n and u not in nodes]
+    writers = [writer for writer in writers_to(nodes) if writer not in nodes]
     return next((writer for writer in writers if since is None or since < writer), None)
 
 
@@ -205,6 +256,23 @@ def _memory(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
         if isinstance(base, fx.Node) and (writes(node) or name_of(node) in _VIEWS):
             memory[node] = memory.get(base, base)
     return memory
+
+
+def may_alias(node: fx.Node, parent: fx.Node) -> bool:
+    """Whether a call may give memory of one of its arguments, as far as it is known.
+
+    Operators say it in their schema, what Dynamo traced in the fake tensors that it recorded.  Of what was put in
+    between the recorded tensor may be any of the right shape, so names of views count as well.
+    """
+    if compat.is_operator(node):
+        return parent in compat.passes_on(node)
+    made, taken = value(node), value(parent)
+    if isinstance(taken, (torch.SymInt, int)):
+        return False
+    if not isinstance(made, torch.Tensor) or not isinstance(taken, torch.Tensor):
+        return True
+    recorded = compat.is_fake(made) and compat.is_fake(taken)
+    return compat.share_memory(made, taken) or (not recorded and (writes(node) or name_of(node) in _VIEWS))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -405,15 +473,15 @@ def dependent(graph: fx.Graph, among: set[fx.Node], roots: list[fx.Node]) -> set
 
 
 def placeholders_first(graph: fx.Graph) -> None:
-    last = None
-    for node in list(graph.nodes):
-        if node.op != "placeholder":
-            continue
-        if last is not None and last.next is not node:
-            last.append(node)
-        elif last is None and next(iter(graph.nodes)) is not node:
-            next(iter(graph.nodes)).prepend(node)
-        last = node
+    put_first(graph, placeholders(graph))
+
+
+def put_first(graph: fx.Graph, nodes: list[fx.Node]) -> None:
+    """Let these nodes begin the graph, in this order."""
+    for node in reversed(nodes):
+        first = next(iter(graph.nodes))
+        if node is not first:
+            first.prepend(node)
 
 
 def splice(
@@ -437,5 +505,5 @@ def splice(
 def call_aten(graph: fx.Graph, target: Callable[..., Any], *args: Any) -> fx.Node:
     """A new node in a graph of aten's operators that knows its value, as later passes ask for it."""
     made = graph.call_function(target, args)
-    made.meta["val"] = target(*(x.meta["val"] if isinstance(x, fx.Node) else x for x in args))
+    made.meta["val"] = target(*map_arg(args, lambda x: x.meta["val"]))
     return made

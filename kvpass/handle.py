@@ -9,8 +9,10 @@ that people apply to caches between forwards act on the slots or raise `CacheHan
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +21,77 @@ from kvpass import compat
 from kvpass.errors import CacheHandleError
 from kvpass.slots import Layout, Slots
 
+Part = Literal["keys", "values"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Picked:
+    """A conversation whose rows were picked anew for one of K and V; it is there for the other for as long as it lives.
+
+    Attributes:
+        operation, argument: how.
+        seen: the tokens that the conversation had seen then.
+        part: who asked.
+        made: the conversation with other rows.
+    """
+
+    operation: str
+    argument: Any
+    seen: int
+    part: Part
+    made: weakref.ref[LayerCache]
+
+    def serves(self, operation: str, argument: Any, seen: int, part: Part) -> bool:
+        """Whether it is what the other of K and V asks for."""
+        asked = (self.operation, self.seen) == (operation, seen) and self.part != part
+        return asked and _alike(self.argument, argument)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two arguments pick the same rows; lists, slices and tensors by what they hold."""
+    if one is other:
+        return True
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        kinds = [(x.shape, x.dtype, x.device) for x in (one, other)]
+        return kinds[0] == kinds[1] and torch.equal(one, other)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(_alike(a, b) for a, b in zip(one, other, strict=True))
+    return type(one) is type(other) and bool(one == other)
+
+
+def _kept(argument: Any) -> Any:
+    """An argument as it is now: what is in a list may be another thing later."""
+    return [_kept(part) for part in argument] if isinstance(argument, list) else argument
+
+
+class Doubts:
+    """Questions to a GPU whose answers the host looks at once they are there."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[torch.cuda.Event, Tensor]] = []
+
+    def add(self, fine: Tensor) -> None:
+        """Ask whether a bool on a GPU is true."""
+        answer = torch.empty((), dtype=torch.bool, pin_memory=True)
+        answer.copy_(fine, non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        self.asked.append((event, answer))
+
+    def settle(self) -> None:
+        """Look at the answers that are there.
+
+        Raises:
+            CacheHandleError: one of them is no.
+        """
+        there = [answer for event, answer in self.asked if event.query()]  # type: ignore[no-untyped-call]
+        self.asked = self.asked[len(there) :]
+        if not all(map(bool, there)):
+            raise CacheHandleError(
+                "the mask says something else of tokens that went before than it said when they came; on a GPU a cache "
+                "cannot follow that: give the whole conversation anew, or leave its mask as it was"
+            )
+
 
 @dataclasses.dataclass
 class LayerCache:
@@ -26,6 +99,7 @@ class LayerCache:
 
     Attributes:
         backend: what made it; another backend refuses to go on with it.
+        number: grows from layer to layer of a conversation, in the order in which a prompt made them, and in copies.
         layout, slots: the buffers; `slots` is a ReferenceLayer with `inner="reference"`.
         seen: tokens seen, padding included; the host's copy of `slots.length`.
         heads: the heads that the model believes to be stored; the layout has one in which all are joined where
@@ -35,9 +109,13 @@ class LayerCache:
         clocks: what the host counts for each row, see `Policy.clock`; empty for most policies.
         broken: set while a step runs, so that one that was interrupted is noticed.
         notes: facts to report, such as an adopted prompt.
+        doubts: what was asked of the device and not waited for.
+        absent: int64 [B, P], the places in the padded sequence of the padding that was left out, -1 after the last.
+        weights: of what the layer's keys were made.
     """
 
     backend: Any
+    number: int
     layout: Layout
     slots: Any
     seen: int
@@ -47,7 +125,16 @@ class LayerCache:
     clocks: tuple[Any, ...] = ()
     broken: bool = False
     notes: tuple[str, ...] = ()
-    _reordered: tuple[Any, LayerCache] | None = None
+    absent: Tensor = dataclasses.field(default_factory=lambda: torch.empty(0, 0, dtype=torch.int64))
+    doubts: Doubts = dataclasses.field(default_factory=lambda: Doubts())
+    weights: tuple[weakref.ref[Any], ...] = ()
+    _picked: list[_Picked] = dataclasses.field(default_factory=list)
+
+    @property
+    def real_seen(self) -> Tensor:
+        """int64 [B]: real tokens seen, on the device."""
+        seen: Tensor = self.slots.tensors()[5]  # a reference has none of its own until asked
+        return seen
 
     @property
     def stored(self) -> int:
@@ -57,19 +144,22 @@ class LayerCache:
     def handles(self) -> tuple[Handle, Handle]:
         """The handles of K and V as of now."""
         joined = self.heads // self.layout.heads
-        return Handle.of(self, self.layout.key_dim // joined), Handle.of(self, self.layout.value_dim // joined)
+        key, value = self.layout.key_dim // joined, self.layout.value_dim // joined
+        return Handle.of(self, "keys", key), Handle.of(self, "values", value)
 
-    def select(self, operation: str, argument: Any, apply: Callable[[Tensor], Tensor]) -> LayerCache:
+    def select(self, operation: str, argument: Any, part: Part, apply: Callable[[Tensor], Tensor]) -> LayerCache:
         """The conversation with its rows picked anew; asked for K and then for V, it is made once.
 
-        Asked a third time for the same, it is made again: somebody wants a second copy.
+        Asked for the same part again, it is made again: somebody wants a second copy.
         """
-        token = (operation, id(argument), self.seen)
-        if self._reordered is not None and self._reordered[0][:3] == token:
-            made, self._reordered = self._reordered[1], None
-            return made
+        self._picked = [picked for picked in self._picked if picked.made() is not None]
+        for place, picked in enumerate(self._picked):
+            made = picked.made()
+            if made is not None and picked.serves(operation, argument, self.seen, part):
+                del self._picked[place]
+                return made
         made = self.rebuilt(operation, apply)
-        self._reordered = ((*token, argument), made)  # keeps the argument alive, so that its id stays its own
+        self._picked.append(_Picked(operation, _kept(argument), self.seen, part, weakref.ref(made)))
         return made
 
     def rebuilt(self, operation: str, apply: Callable[[Tensor], Tensor]) -> LayerCache:
@@ -81,7 +171,8 @@ class LayerCache:
             self,
             layout=dataclasses.replace(self.layout, rows=slots.key.shape[0], device=slots.key.device),
             slots=slots,
-            _reordered=None,
+            absent=apply(self.absent),
+            _picked=[],
         )
 
 
@@ -90,14 +181,16 @@ class Handle(Tensor):
 
     cache: LayerCache
     seen: int
+    part: Part
 
     @staticmethod
-    def of(cache: LayerCache, dim: int) -> Handle:
+    def of(cache: LayerCache, part: Part, dim: int) -> Handle:
+        """The handle of a layer's keys or of its values, as of now."""
         layout = cache.layout
         compat.never_a_frame_of_its_own(Handle.__torch_function__)
         nothing = torch.full((1,), torch.nan, dtype=layout.dtype, device=layout.device)
         handle = nothing.expand(layout.rows, cache.heads, cache.stored, dim).as_subclass(Handle)
-        handle.cache, handle.seen = cache, cache.seen
+        handle.cache, handle.seen, handle.part = cache, cache.seen, part
         if cache.stored == cache.seen:
             compat.mark_growing(handle)
         return handle
@@ -154,7 +247,7 @@ def _is(args: Any) -> bool:
 
 
 def _like(handle: Handle, cache: LayerCache) -> Handle:
-    return Handle.of(cache, handle.shape[-1])
+    return Handle.of(cache, handle.part, handle.shape[-1])
 
 
 def renewed(handle: Handle) -> Handle:
@@ -172,7 +265,7 @@ def _check_current(handle: Handle) -> None:
 
 def _rows(operation: str, handle: Handle, argument: Any, apply: Callable[[Tensor], Tensor]) -> Handle:
     _check_current(handle)
-    return _like(handle, handle.cache.select(operation, argument, apply))
+    return _like(handle, handle.cache.select(operation, argument, handle.part, apply))
 
 
 def _index_select(handle: Handle, dim: int, index: Tensor) -> Handle:
@@ -228,16 +321,21 @@ _ACTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-def current(value: Any, backend: Any) -> LayerCache:
-    """The layer's cache behind a handle that a graph was given.
+def current(value: Any, part: Part, backend: Any) -> LayerCache:
+    """The layer's cache behind a handle that a graph was given for the keys or for the values.
 
     Raises:
         CacheHandleError: it is not a handle, or one that cannot be gone on with; says which and why.
     """
     if not isinstance(value, Handle):
         raise CacheHandleError("a layer's cache was replaced by an ordinary tensor in the middle of a conversation")
+    if value.part != part:
+        raise CacheHandleError(
+            f"the {value.part} of a layer were given back where its {part} belong: keep the parts of a cache apart"
+        )
     _check_current(value)
     cache = value.cache
+    cache.doubts.settle()
     if cache.broken:
         raise CacheHandleError("an earlier step on this cache was interrupted by an error; start again from the prompt")
     if tuple(value.shape[:3]) != (cache.layout.rows, cache.heads, cache.stored):
@@ -245,3 +343,22 @@ def current(value: Any, backend: Any) -> LayerCache:
     if cache.backend.family != backend.family:
         raise CacheHandleError(f"this cache was made by {cache.backend} and cannot go on under {backend}")
     return cache
+
+
+def check_layers(caches: list[LayerCache]) -> None:
+    """Whether the caches that a graph was given, in the order of its layers, can be those of its layers.
+
+    Raises:
+        CacheHandleError: one layer's cache stands in two layers, layers are exchanged, or stand at different tokens.
+    """
+    if len({cache.number for cache in caches}) < len(caches):
+        raise CacheHandleError("one layer's cache was given back for two layers: every layer has a cache of its own")
+    for place, (one, other) in enumerate(itertools.pairwise(caches)):
+        if one.number > other.number:
+            raise CacheHandleError(
+                f"the caches of layers were exchanged: what came for layer {place} of the graph is of a later layer "
+                f"than what came for layer {place + 1}"
+            )
+    counts = sorted({cache.seen for cache in caches})
+    if len(counts) > 1:
+        raise CacheHandleError(f"the layers' caches stand at {counts} tokens: they come from different conversations")

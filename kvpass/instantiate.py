@@ -8,9 +8,8 @@ looks like the one key that was traced, so that whatever sizes the model's code 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import operator
-from typing import Any
+from typing import Any, NoReturn
 
 import sympy  # type: ignore[import-untyped]
 import torch
@@ -18,6 +17,8 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass import graphs, match, selection
+from kvpass.capture import operators
+from kvpass.capture.keys import KeyAxis
 from kvpass.errors import UnsupportedGraph
 from kvpass.graphs import Sizes, Slice, expr, value
 from kvpass.lowering.attend import written_out
@@ -26,25 +27,57 @@ from kvpass.pieces import InPieces
 
 
 @dataclasses.dataclass(frozen=True)
+class Entry:
+    """What a mask reads of each token: its entry in a tensor that has one for every token.
+
+    Attributes:
+        node: the tensor, an input of Dynamo's or what is computed from such beside the graph.
+        axis: the dimension that runs over the tokens.
+        shape: of one entry, with 1 in that place.
+    """
+
+    node: fx.Node
+    axis: int
+    shape: tuple[int, ...]
+
+    def at(self, full: Tensor, places: Tensor) -> Tensor:
+        """The entries at places [B, H', N] of the padded sequence: [B, H', N, ...], without the axis."""
+        moved = full.movedim(self.axis, 0)  # [S, ...]
+        return moved[places.clamp(0, moved.shape[0] - 1)]
+
+    @property
+    def rest(self) -> tuple[int, ...]:
+        """The shape without the axis."""
+        return self.shape[: self.axis] + self.shape[self.axis + 1 :]
+
+    def one(self, entry: Tensor) -> Tensor:
+        """One token's entry as the model's code expects it."""
+        return entry.unsqueeze(self.axis)
+
+
+@dataclasses.dataclass(frozen=True)
 class MaskSlice:
     """The mask as a function of the key.
 
     Attributes:
-        slice: inputs are the key's index [1], the index to look its columns up at [1], both counted from
-            the first key that the model stores, the number of real tokens up to it [1, 1], then one [B, 1]
-            tensor for each of `columns`.
-        columns: placeholders [B, past + new] that the mask reads, such as a padding mask.
-        wide: placeholders [..., past + new] of more dimensions that it reads, such as a mask that was made elsewhere;
-            among what the slice binds.
-        aside: what it reads of all columns together, such as how many tokens of a row are padding; likewise.
-        facts: what it reads of the key's stored rows, see `kvpass.expansion`; inputs after the columns.
+        slice: inputs are the key's index [1], counted from the first key that the model stores, the number of real
+            tokens up to it [1, 1], then one tensor for each of `padding`, `entries` and `facts`.
+        padding: inputs that tell padding from real tokens and do nothing else; held tokens are real.
+        entries: what else it reads of each token.
+        aside: what it reads of all tokens together, such as how many of a row are padding; among what the slice binds.
+        facts: what it reads of the key's stored rows, see `kvpass.expansion`.
     """
 
     slice: Slice
-    columns: tuple[fx.Node, ...]
-    wide: tuple[fx.Node, ...]
+    padding: tuple[Entry, ...]
+    entries: tuple[Entry, ...]
     aside: tuple[fx.Node, ...]
     facts: tuple[fx.Node, ...] = ()
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for slices that compute the same; those of the same entries, in the same graph."""
+        return (self.slice.key, self.padding, self.entries)
 
     def on_slots(
         self,
@@ -52,7 +85,7 @@ class MaskSlice:
         position: Tensor,
         first: Tensor | int,
         heads: int,
-        ones: list[Tensor],
+        entries: list[Tensor],
         bound: list[Tensor],
         facts: list[Tensor],
     ) -> Tensor:
@@ -61,52 +94,27 @@ class MaskSlice:
         Args:
             position: int64 [B, H', N], the places among the real tokens.
             first: the place of the first key that the model stores, a number.
+            entries: of every slot, each [B, H', N, ...], see `Entry.at`.
             facts: of every slot, each [N, ...].
         """
+        real = [torch.ones(p.shape, dtype=value(p.node).dtype, device=index.device) for p in self.padding]
+        count = len(entries)
 
-        def one(place: Tensor, position: Tensor, *facts: Tensor) -> Tensor:
-            only, place = torch.zeros_like(place[None]) - first, place.clamp(min=0)  # free slots look up something too
-            places = (place[None] - first, only, position[None, None] + 1)
-            mask: Tensor = self.slice.module(*places, *ones, *facts, *bound)
+        def one(place: Tensor, position: Tensor, *read: Tensor) -> Tensor:
+            place = place.clamp(min=0)[None]  # free slots look up something too
+            own = [entry.one(x) for entry, x in zip(self.entries, read[:count], strict=True)]
+            given = (place - first, position[None, None] + 1, *real, *own, *read[count:])
+            mask: Tensor = self.slice.module(*given, *bound)
             return mask.squeeze(-1) if mask.shape[-1] == 1 else _refuse_width(mask)  # [b, h, q]
 
-        along, shared = torch.vmap(one), (0, 0, *[None] * len(facts))
-        inner = torch.vmap(torch.vmap(along, shared), shared)(index, position, *facts)  # [B, H', N, b, h, q]
-        return _by_row_and_head(inner, heads).movedim(2, -1)  # [B, Hkv or 1, G or 1, q, N]
-
-    def of_new(
-        self,
-        length: Tensor,
-        first: Tensor | int,
-        queries: int,
-        columns: list[Tensor],
-        bound: list[Tensor],
-        facts: list[Tensor],
-    ) -> Tensor:
-        """Which new tokens are real: bool [B or 1, q], the mask of each one for itself.
-
-        Args:
-            length: the tokens seen before, a number.
-            columns: the new tokens' part of each of `columns`, [B, q].
-            facts: of the new tokens, each [q, ...].
-        """
-        real = []
-        for i in range(queries):
-            place = (length + i)[None]
-            here, only = place - first, torch.zeros_like(place) - first
-            own = [*(c[:, i : i + 1] for c in columns), *(fact[i] for fact in facts)]
-            mask = self.slice.module(here, only, place[None] + 1, *own, *bound)
-            real.append(as_allowed(mask[:, 0, min(i, mask.shape[2] - 1), 0]))
-        return torch.stack(real, -1)
+        by_row = (0, 0, *[0] * count, *[None] * len(facts))
+        along = torch.vmap(one, (0, 0, *[0] * (count + len(facts))))
+        inner = torch.vmap(torch.vmap(along, by_row), by_row)(index, position, *entries, *facts)
+        return _by_row_and_head(inner, heads).movedim(2, -1)  # from [B, H', N, b, h, q]
 
 
 def _refuse_width(mask: Tensor) -> Tensor:
     raise UnsupportedGraph(f"the attention mask of one key has {mask.shape[-1]} columns: it spells its length out")
-
-
-def as_allowed(mask: Tensor) -> Tensor:
-    """A mask, boolean or additive, as booleans."""
-    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
 
 def _by_row_and_head(inner: Tensor, heads: int) -> Tensor:
@@ -126,35 +134,45 @@ def _by_row_and_head(inner: Tensor, heads: int) -> Tensor:
     return inner.diagonal(0, 1, 3).movedim(-1, 1)
 
 
-def cut_mask(
-    gm: fx.GraphModule,
-    mask: fx.Node,
-    sizes: Sizes,
-    counts: list[fx.Node],
-    columns: list[fx.Node],
-    wide: list[fx.Node],
-    stored: list[fx.Node],
-) -> MaskSlice:
-    """Cut the mask out as a function of the key index, and of what the key's stored rows hold.
+@dataclasses.dataclass(frozen=True)
+class Around:
+    """What a step graph has that masks are computed from.
 
-    Args:
-        counts: the key indices that it is computed from, see `match.iotas`.
-        columns, wide: the inputs that it reads and that run over all tokens, see `match.key_columns`.
-        stored: the grown keys and values of its site.
+    Attributes:
+        counts: the key indices, see `match.iotas`.
+        inputs: inputs with an entry for every token, and its dimension, see `match.token_inputs`.
+        padding: those that tell padding from real tokens, if held tokens are known to be real.
+        stored: the grown keys and values of the site.
+        lengths: nodes of arithmetic on the cache's length, see `OnLength.computed`.
+        first: the place of the first key that the model stores.
+        last: how many tokens the model stores, None for all.
+    """
+
+    counts: list[fx.Node]
+    inputs: dict[fx.Node, int]
+    padding: list[fx.Node]
+    stored: list[fx.Node]
+    lengths: dict[fx.Node, sympy.Expr]
+    first: sympy.Expr
+    last: int | None
+
+
+def cut_mask(gm: fx.GraphModule, mask: fx.Node, sizes: Sizes, around: Around) -> MaskSlice:
+    """Cut the mask out as a function of the key index, and of what belongs to the key's token.
 
     Raises:
-        UnsupportedGraph: it is not a function of the key index.
+        UnsupportedGraph: it cannot be had for one key, by name and line.
     """
     chosen = selection.find(mask)
-    behind = graphs.ancestors(mask, [*stored, *(each.node for each in chosen)])
-    roots = [*counts, *columns, *wide]
-    _check_not_overwritten(graphs.dependent(gm.graph, behind, roots), behind - set(columns), mask)
-    facts = _facts(gm.graph, mask, stored, roots)
-    if not roots and not facts:
-        raise UnsupportedGraph("the attention mask grows with the cache but is not computed from a key index")
-    cutter = _KeyCutter(gm, sizes, counts, columns, wide, facts, {expr(value(node).shape[2]) for node in stored})
-    cutter.choose_all(chosen)
-    return MaskSlice(cutter.cut(mask), tuple(columns), tuple(wide), tuple(cutter.aside), tuple(facts))
+    behind = graphs.ancestors(mask, [*around.stored, *(each.node for each in chosen)])
+    roots = [*around.counts, *around.inputs]
+    moved = graphs.dependent(gm.graph, behind, roots)
+    _check_not_overwritten(moved, behind - set(around.inputs), mask)
+    facts = _facts(gm.graph, mask, around.stored, roots)
+    cutter = _KeyCutter(gm, sizes, around, behind, facts, chosen)
+    made = cutter.cut(mask)
+    padding = tuple(cutter.entry_of(node, value(node).ndim - 1) for node in cutter.padding)
+    return MaskSlice(made, padding, tuple(cutter.entries), tuple(cutter.aside), tuple(facts))
 
 
 def _facts(graph: fx.Graph, mask: fx.Node, stored: list[fx.Node], roots: list[fx.Node]) -> list[fx.Node]:
@@ -176,166 +194,169 @@ def _check_not_overwritten(moved: set[fx.Node], behind: set[fx.Node], result: fx
 
 
 class _KeyCutter:
-    """Copies the mask's subgraph, with the key index, and the cache's length standing at one key."""
+    """Copies the mask's subgraph, with the key index, and the cache's length standing at one key.
+
+    What is proven to be made slice by slice is copied (`kvpass.capture.keys`); what is not is computed beside the
+    graph, and each slot's entry is looked up if it has one.
+    """
 
     def __init__(
         self,
         gm: fx.GraphModule,
         sizes: Sizes,
-        counts: list[fx.Node],
-        columns: list[fx.Node],
-        wide: list[fx.Node],
+        around: Around,
+        behind: set[fx.Node],
         facts: list[fx.Node],
-        totals: set[sympy.Expr],
+        chosen: list[selection.Selection],
     ) -> None:
-        self.gm, self.sizes, self.wide, self.totals = gm, sizes, set(wide), totals
+        self.gm, self.sizes, self.around = gm, sizes, around
+        self.totals = {expr(value(node).shape[2]) for node in around.stored}
         self.graph = fx.Graph()
-        self.index, self.storage = self.graph.placeholder("index"), self.graph.placeholder("storage")
-        self.count = self.graph.placeholder("count")
-        self.places: list[dict[fx.Node, Any]] = [dict.fromkeys(counts, self.index), dict.fromkeys(counts, self.storage)]
-        inputs = {node: self.graph.placeholder(node.name) for node in [*columns, *facts]}
-        for env in self.places:
-            env.update(inputs)
-        self.columns, self.aside = set(columns), list[fx.Node]()
-        self.lengthened = {node for node in gm.graph.nodes if self.lengthens(node)}
-        self.on_key = {*counts, *columns, *wide, *facts, *self.lengthened}
-        self.on_column, self.on_fact = {*columns, *wide}, set(facts)
-        for node in gm.graph.nodes:
-            for dependents in (self.on_key, self.on_column, self.on_fact):
-                if dependents.intersection(node.all_input_nodes):
-                    dependents.add(node)
-        self.bound: list[fx.Node] = []
+        index, self.count = self.roots = (self.graph.placeholder("index"), self.graph.placeholder("count"))
+        self.facts = facts
+        self.env: dict[fx.Node, Any] = dict.fromkeys(around.counts, index)
+        self.padding, self.entries = [n for n in around.padding if n in behind], list[Entry]()
+        self.env.update({node: self.graph.placeholder(node.name) for node in [*self.padding, *facts]})
+        self.env.update({each.node: selection.everything(each, self.graph) for each in chosen})
+        axes = {node: self._axis_of(node) for node in facts}
+        axes |= {each.node: value(each.node).ndim - 1 for each in chosen}
+        given = {node: axis for node, axis in around.inputs.items() if node in behind}
+        self.axes = KeyAxis(
+            gm.graph, behind, sizes, around.counts, given, self.padding, axes, around.lengths, around.first
+        )  # fmt: skip
+        self.on_fact = set(facts) | graphs.dependent(gm.graph, behind, [*facts, *around.stored])
+        self.bound, self.aside = list[fx.Node](), list[fx.Node]()
 
-    def choose_all(self, chosen: list[selection.Selection]) -> None:
-        for each in chosen:
-            for env in self.places:
-                env[each.node] = selection.everything(each, self.graph)
+    def _axis_of(self, fact: fx.Node) -> int:
+        return next(d for d, size in enumerate(value(fact).shape) if expr(size) in self.totals)
 
     def cut(self, mask: fx.Node) -> Slice:
-        self.graph.output(self.copy(mask, 0))
-        graphs.placeholders_first(self.graph)
+        made = self.copy(mask)
+        self._check_axis(mask)
+        self.graph.output(made)
+        own = [*self.padding, *(entry.node for entry in self.entries), *self.facts, *self.bound]
+        graphs.put_first(self.graph, [*self.roots, *(self.env[node] for node in own)])
         return Slice(fx.GraphModule(self.gm, self.graph), tuple(self.bound))
 
-    def copy(self, node: fx.Node, storage: int) -> Any:
-        """The node's copy; with `storage`, key indices count the columns that are at hand, which is one."""
-        env = self.places[storage]
-        if node in env:
-            return env[node]
+    def _check_axis(self, mask: fx.Node) -> None:
+        """The keys must lie along the mask's last dimension."""
+        axis = self.axes.of(mask).axis
+        if axis is not None and axis != value(mask).ndim - 1:
+            raise UnsupportedGraph(f"{graphs.source_line(mask)}: the keys are not the mask's last dimension")
+
+    def copy(self, node: fx.Node) -> Any:
+        """The node's copy, for one key."""
+        if node not in self.env:
+            self.env[node] = self._copied(node)
+        return self.env[node]
+
+    def _copied(self, node: fx.Node) -> Any:
         if graphs.is_size(node):
-            env[node] = 1 if self.sizes.is_total(node) or self.spells_total(node) else self.number(node)
-        elif graphs.name_of(node) == "cumsum" and node in self.on_column:
-            env[node] = self.counted(node)
-        elif node in self.wide:
-            env[node] = self.picked(node, storage)
-        elif graphs.name_of(node) == "getitem" and node.args[0] in self.lengthened:
-            env[node] = self.filled(node, storage)
-        elif self.sums_up(node):
-            env[node] = self.places[1 - storage][node] = self.graph.placeholder(node.name)
-            self.bound.append(node)
-            self.aside.append(node)
-        elif node not in self.on_key and not self.sizes.grown(value(node)):
-            env[node] = self.places[1 - storage][node] = self.graph.placeholder(node.name)
-            self.bound.append(node)
-        else:
-            _check_pointwise(node)
-            if graphs.name_of(node) in ("cat", "concat") and node in self.on_column:
-                raise UnsupportedGraph(
-                    f"{graphs.source_line(node)}: the mask moves columns, so that a key has another's"
-                )
-            if node.op == "placeholder":
-                raise UnsupportedGraph(f"the mask is computed from {node.name!r}, which grows and is no padding mask")
-            looks_up = node.target in (operator.getitem, "gather", torch.gather, "index_select", torch.index_select)
-            base = node.args[0]
-            into_columns = looks_up and isinstance(base, fx.Node) and base in self.on_column
+            return 1 if self.sizes.is_total(node) or self.spells_total(node) else self.number(node)
+        followed = self.axes.of(node)
+        if operators.known_name(node) == "cumsum" and self._counts_real(node):
+            return self.count
+        if followed.way == "free":
+            return self._bind(node)
+        if node in self.around.inputs:
+            return self._entry(node, self.around.inputs[node])
+        if followed.way == "beside":
+            return self._beside(node, followed.axis)
+        if followed.way == "lengthened":
+            return self._refuse(node, "a lengthened tensor is not looked up by a key index")
+        return self._sliced(node, own=followed.way == "own")
+
+    def _bind(self, node: fx.Node) -> fx.Node:
+        self.bound.append(node)
+        return self.graph.placeholder(node.name)
+
+    def _entry(self, node: fx.Node, axis: int) -> fx.Node:
+        """Each slot's entry in a tensor that has one for every token."""
+        self.entries.append(self.entry_of(node, axis))
+        return self.graph.placeholder(node.name)
+
+    def entry_of(self, node: fx.Node, axis: int) -> Entry:
+        shape = tuple(1 if d == axis else self._fixed(node, size) for d, size in enumerate(value(node).shape))
+        return Entry(node, axis, shape)
+
+    def _fixed(self, node: fx.Node, size: Any) -> int:
+        if self.sizes.grows(size):
+            self._refuse(node, "it grows with the cache along more than one dimension")
+        return self.sizes.fixed(size)
+
+    def _beside(self, node: fx.Node, axis: int | None) -> fx.Node:
+        """What is computed beside the graph, from the arguments of the call."""
+        if node.op == "placeholder":
+            self._refuse(node, f"the mask is computed from {node.name!r}, which grows and has no entry for each token")
+        what = f"the attention mask is computed by {graphs.name_of(node)!r}, not proven to treat keys one by one"
+        if node in self.on_fact:
+            self._refuse(node, f"{what}, from what the cache holds")
+        if axis is not None:
+            if self.around.last is not None:
+                self._refuse(node, f"{what}, in a layer that stores its last tokens only")
+            return self._entry(node, axis)
+        if self.sizes.grown(value(node)) or self.around.last is not None:
+            self._refuse(node, what)
+        self.aside.append(node)
+        return self._bind(node)
+
+    def _refuse(self, node: fx.Node, why: str) -> NoReturn:
+        raise UnsupportedGraph(f"{graphs.source_line(node)}: {why}")
+
+    def _sliced(self, node: fx.Node, own: bool) -> fx.Node:
+        base = node.args[0]
+        if graphs.name_of(node) == "getitem" and isinstance(base, fx.Node) and self.axes.of(base).way == "lengthened":
+            return self.filled(node)
+        for parent in node.all_input_nodes:
+            self.copy(parent)
+        there = dict(self.env)
+        if own:  # a tensor of one entry is at hand
             for parent in node.all_input_nodes:
-                self.copy(parent, 1 if into_columns and parent is not base else storage)
-            inner = self.places[1] if into_columns else env
-            merged = {**env, **{p: inner[p] for p in node.all_input_nodes if p is not base and p in inner}}
-            env[node] = self.graph.node_copy(node, lambda parent: merged[parent])
-            if graphs.name_of(node) == "expand":
-                env[node].args = _expanded(node, env[node])
-        return env[node]
+                if parent is not base and self.axes.is_own(parent):
+                    there[parent] = self.graph.call_function(torch.zeros_like, (self.env[parent],))
+        copied = self.graph.node_copy(node, lambda parent: there[parent])
+        if graphs.name_of(node) == "expand":
+            copied.args = _expanded(node, copied)
+        return copied
 
     def spells_total(self, node: fx.Node) -> bool:
         """Whether a size is the number of keys, which stays the same where the model stores the last few only."""
         return bool(expr(node).free_symbols) and expr(node) in self.totals
 
-    def lengthens(self, node: fx.Node) -> bool:
-        """A tensor that does not grow, lengthened along its last dimension to all keys."""
-        if (
-            graphs.name_of(node) != "pad"
-            or not graphs.is_tensor(node)
-            or not self.sizes.is_total(value(node).shape[-1])
-        ):
-            return False
-        return not self.sizes.grown(value(node.args[0]))  # type: ignore[arg-type]
-
-    def filled(self, node: fx.Node, storage: int) -> fx.Node:
+    def filled(self, node: fx.Node) -> fx.Node:
         """A lookup in a tensor that was lengthened with some number."""
         base, places = node.args
-        bound = inspect.signature(_pad).bind(*base.args, **base.kwargs)  # type: ignore[union-attr]
-        bound.apply_defaults()
-        x, filling = bound.arguments["input"], bound.arguments["value"]
+        given = operators.signature(_pad, base)  # type: ignore[arg-type]
+        x, filling = given["input"], given["value"]
+        if given["mode"] != "constant" or not isinstance(filling, (int, float, type(None))):
+            self._refuse(node, "a tensor is lengthened with something else than a number")
         if not isinstance(places, tuple) or len(places) != value(x).ndim or not graphs.is_tensor(places[-1]):
-            raise UnsupportedGraph(f"{graphs.source_line(node)}: a lengthened tensor is not looked up by a key index")
-        *others, last = (self.copy(p, storage) if isinstance(p, fx.Node) else p for p in places)
+            self._refuse(node, "a lengthened tensor is not looked up by a key index")
+        if [*given["pad"][:1]] != [0] or any(given["pad"][2:]):
+            self._refuse(node, "a tensor is lengthened elsewhere than at its end")
+        *others, last = (self.copy(p) if isinstance(p, fx.Node) else p for p in places)
         count = self.sizes.fixed(value(x).shape[-1])
         inside = self.graph.call_function(torch.clamp_max, (last, count - 1))
-        found = self.graph.call_function(operator.getitem, (self.copy(x, storage), (*others, inside)))
+        found = self.graph.call_function(operator.getitem, (self.copy(x), (*others, inside)))
         within = self.graph.call_function(operator.lt, (last, count))
         return self.graph.call_function(torch.where, (within, found, filling or 0))
 
-    def sums_up(self, node: fx.Node) -> bool:
-        """Whether a node that does not grow is made from columns that do."""
-        if node not in self.on_column - self.on_fact or graphs.name_of(node) not in _MIXING:
-            return False
-        if self.sizes.grown(value(node)):
-            return False
-        return any(self.sizes.grown(value(parent)) for parent in node.all_input_nodes)
-
-    def picked(self, node: fx.Node, storage: int) -> fx.Node:
-        """The key's column of an input that has one for every key."""
-        self.bound.append(node)
-        columns = self.graph.placeholder(node.name)
-        return self.graph.call_function(torch.index_select, (columns, -1, self.storage if storage else self.index))
-
-    def counted(self, node: fx.Node) -> fx.Node:
-        """A running sum over a padding mask, which counts the real tokens up to a key."""
-        column, *dim = (*node.args, *node.kwargs.values())
-        while isinstance(column, fx.Node) and graphs.name_of(column) in _CONVERSIONS:
+    def _counts_real(self, node: fx.Node) -> bool:
+        """A running sum over an input that tells padding, which counts the real tokens up to a key."""
+        given = operators.bound(node)
+        column = given.get("input")
+        while isinstance(column, fx.Node) and operators.known_name(column) in operators.SAME_VALUE:
             column = column.args[0]
-        if column not in self.columns or dim[:1] not in ([-1], [1]):
-            raise UnsupportedGraph(
-                f"{graphs.source_line(node)}: the mask sums over the keys, and not over an input that tells padding"
-            )
-        return self.count
+        return column in self.padding and value(column).ndim == 2 and given.get("dim") in (-1, 1)
 
     def number(self, node: fx.Node) -> int:
         if self.sizes.grows(node):
-            raise UnsupportedGraph(
-                f"the mask uses the cache's length as a size, {value(node)}, at {graphs.source_line(node)}"
-            )
+            self._refuse(node, f"the mask uses the cache's length as a size, {value(node)}")
         return self.sizes.fixed(node)
-
-
-_CONVERSIONS = frozenset({"to", "long", "int", "float", "bool"})
-_MIXING = frozenset(
-    {"cumsum", "cumprod", "flip", "roll", "sort", "argsort", "topk", "softmax", "matmul", "bmm", "einsum", "linear",
-     "diff", "triu", "tril", "pad", "sum", "mean", "amax", "amin", "any", "all", "baddbmm"}
-)  # fmt: skip
 
 
 def _pad(input: Any, pad: Any, mode: str = "constant", value: Any = None) -> None:
     """The signature of torch.nn.functional.pad."""
-
-
-def _check_pointwise(node: fx.Node) -> None:
-    """Refuse what makes the mask of one key from other keys, which are not at hand when it is asked about a slot."""
-    if graphs.name_of(node) in _MIXING:
-        raise UnsupportedGraph(
-            f"{graphs.source_line(node)}: the attention mask is computed by {graphs.name_of(node)!r}, which looks at "
-            "several keys at once and cannot be asked about one slot"
-        )
 
 
 def _expanded(node: fx.Node, copied: fx.Node) -> tuple[Any, ...]:

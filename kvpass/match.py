@@ -8,6 +8,7 @@ model, a module or an argument.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,29 +16,11 @@ import sympy  # type: ignore[import-untyped]
 import torch
 import torch.fx as fx
 
-from kvpass import calls, graphs
-from kvpass.calls import Call
+from kvpass import calls, graphs, torn
+from kvpass.calls import Call, is_as_wide
+from kvpass.capture import operators
+from kvpass.capture.operators import MOVES, SAME_VALUE, known_name
 from kvpass.graphs import ancestors, expr, is_tensor, value
-
-_SHAPE_ONLY = frozenset(
-    {
-        "reshape",
-        "view",
-        "expand",
-        "contiguous",
-        "getitem",
-        "to",
-        "repeat_interleave",
-        "unsqueeze",
-        "flatten",
-        "float",
-        "half",
-        "bfloat16",
-        "type_as",
-        "squeeze",
-        "unflatten",
-    }
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +39,7 @@ class AttentionSite:
         keys_out, values_out: where the graph returns the key and value that the model stores.
         window: how many of the last tokens the model stores, None for all.
         cap, sink, lse: see `kvpass.calls.Call`.
+        sees: the keys and values as the call is given them.
         made: the keys and values that attention sees, [B, Ha, past + q, D], where they or the mask are computed from
             the grown ones; None where attention sees these and nothing else reads them.
         readers: later attention calls on the same cache, such as those of layers that share it.
@@ -79,6 +63,7 @@ class AttentionSite:
     sink: fx.Node | None = None
     lse: fx.Node | None = None
     made: tuple[fx.Node, fx.Node] | None = None
+    sees: tuple[fx.Node, fx.Node] | None = None
     readers: tuple[AttentionSite, ...] = ()
 
     @property
@@ -90,6 +75,10 @@ class AttentionSite:
     def has_row_masks(self) -> bool:
         """Whether the rows of a batch have masks of their own."""
         return self.mask is not None and value(self.mask).ndim == 4 and expr(value(self.mask).shape[0]) != 1
+
+    def computed(self) -> AttentionSite:
+        """The same, with what it attends to taken as computed from the cache."""
+        return dataclasses.replace(self, made=self.made or self.sees)
 
     @property
     def attended_key(self) -> fx.Node:
@@ -105,7 +94,9 @@ class AttentionSite:
         """The same site in a copy of the graph."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         there: dict[str, Any] = {name: to[v] if isinstance(v, fx.Node) else v for name, v in fields.items()}
-        there["made"] = self.made and (to[self.made[0]], to[self.made[1]])
+        for name in ("made", "sees"):
+            pair = fields[name]
+            there[name] = pair and (to[pair[0]], to[pair[1]])
         there["readers"] = tuple(reader.moved(to) for reader in self.readers)
         return AttentionSite(**there)
 
@@ -141,7 +132,7 @@ def find(gm: fx.GraphModule, carried: set[fx.Node]) -> list[Found]:
     updates = [node for node in gm.graph.nodes if _grows_a_cache(node, outputs)]
     found: list[Found] = []
     for call in made:
-        known = {f.site.keys_out for f in found if f.site}
+        known = {f.site.keys_out: f.site.values_out for f in found if f.site}
         found.append(_examine(call, ends, outputs, updates, carried, known))
     used = {node for f in found if f.site for node in (f.site.grown_key, f.site.grown_value)}
     refused_at = {f.node for f in found if f.refusal}
@@ -149,17 +140,35 @@ def find(gm: fx.GraphModule, carried: set[fx.Node]) -> list[Found]:
         if update not in used and not any(update in ancestors(call) for call in refused_at):
             refusal = "the cache that is grown here feeds no attention call that can be followed"
             found.append(Found(update, refusal=refusal))
+    found += [Found(node, refusal=_IN_PARTS) for node in gm.graph.nodes if _grows_in_parts(node, outputs)]
     found += _unused_handles(found, carried)
     return found
 
 
+_IN_PARTS = "a cache grows here by a concatenation of more than a past and new tokens"
+
+
+def _grows_in_parts(node: fx.Node, outputs: dict[fx.Node, int]) -> bool:
+    """Whether an input [B, H, S, D] is returned with more than one tensor behind it."""
+    if node.target not in (torch.cat, torch.concat) or node not in outputs or value(node).ndim != 4:
+        return False
+    given = operators.bound(node)
+    first, *others = given["tensors"]
+    return len(others) > 1 and given.get("dim") in (-2, 2) and first.op == "placeholder"
+
+
 def by_cache(found: list[Found]) -> list[AttentionSite]:
-    """The first site of each cache, with the others on that cache as its readers."""
+    """The first site of each cache, with the others on that cache as its readers.
+
+    If one of them attends to what is computed from the cache, so do all.
+    """
     sites: dict[int, list[AttentionSite]] = {}
     for f in found:
         if f.site is not None:
             sites.setdefault(f.site.keys_out, []).append(f.site)
-    return [dataclasses.replace(first, readers=tuple(rest)) for first, *rest in sites.values()]
+    made = {place for place, group in sites.items() if any(site.made for site in group)}
+    alike = {place: [site.computed() if place in made else site for site in group] for place, group in sites.items()}
+    return [dataclasses.replace(first, readers=tuple(rest)) for first, *rest in alike.values()]
 
 
 def _unused_handles(found: list[Found], carried: set[fx.Node]) -> list[Found]:
@@ -226,7 +235,7 @@ def _examine(
     outputs: dict[fx.Node, int],
     updates: list[fx.Node],
     carried: set[fx.Node],
-    known: set[int],
+    known: dict[int, int],
 ) -> Found:
     behind = ancestors(call.key, stop=ends) | ancestors(call.value, stop=ends)
     near = _unprojected(call.key, ends) | _unprojected(call.value, ends)
@@ -244,8 +253,41 @@ def _examine(
             )
         site = _site(call, ends, outputs, known)
     except _Refused as why:
-        return Found(call.node, refusal=str(why)) if cached else Found(call.node)
+        if cached or _leaves_otherwise(call, outputs):
+            return Found(call.node, refusal=str(why))
+        return Found(call.node, refusal=torn.why(call, ends))
     return Found(call.node, site=site)
+
+
+def _leaves_otherwise(call: Call, outputs: dict[fx.Node, int]) -> bool:
+    """Whether keys or values are returned in another form than they are attended to: a cache, in a layout not ours.
+
+    Returned as they are, they are what an encoder gave, which no later call adds to.
+    """
+    todo = [*_moved_from(call.key), *_moved_from(call.value)]
+    seen, plain = set(todo), set(todo)
+    while todo:
+        node = todo.pop()
+        if node in outputs and node not in plain:
+            return True
+        following = [u for u in node.users if known_name(u) in _REARRANGES and u not in seen and u is not call.node]
+        seen.update(following)
+        todo += following
+    return False
+
+
+_REARRANGES = MOVES | SAME_VALUE | {"stack", "cat", "concat"}
+
+
+def _moved_from(node: fx.Node) -> list[fx.Node]:
+    """A tensor and those that it is another arrangement of."""
+    found = [node]
+    while known_name(found[-1]) in MOVES | SAME_VALUE:
+        source = found[-1].args[0]
+        if not isinstance(source, fx.Node) or not is_tensor(source) or value(source).ndim < 4:
+            break
+        found.append(source)
+    return found
 
 
 def _unprojected(node: fx.Node, ends: set[fx.Node]) -> set[fx.Node]:
@@ -277,7 +319,7 @@ def _overwrites(user: fx.Node, cache: fx.Node) -> bool:
     return graphs.writes(user) and user.args[0] is cache and is_tensor(cache) and value(cache).ndim >= 3
 
 
-def _site(call: Call, ends: set[fx.Node], outputs: dict[fx.Node, int], known: set[int]) -> AttentionSite:
+def _site(call: Call, ends: set[fx.Node], outputs: dict[fx.Node, int], known: dict[int, int]) -> AttentionSite:
     made = None
     try:
         grown_key, past_key, key = _origin(call.key, outputs)
@@ -292,15 +334,36 @@ def _site(call: Call, ends: set[fx.Node], outputs: dict[fx.Node, int], known: se
         raise _Refused("the key has a past and the value has none, or the other way round")
     if made is None and call.mask is not None and not ancestors(call.mask, ends).isdisjoint((grown_key, grown_value)):
         made = (call.key, call.value)
+    cached = [expr(value(node).shape[2]) for node in (grown_key, grown_value)]
+    if any(value(node).ndim == 4 and expr(value(node).shape[2]) not in cached for node in made or ()):
+        raise _Refused("there are not as many keys and values attended to as are cached")
+    if past_key is None and _from_elsewhere(call):
+        raise _Refused("its keys are made of other tokens than its queries")
     keys_out, window = _place(grown_key, outputs)
     values_out, value_window = _place(grown_value, outputs)
     if window != value_window:
         raise _Refused(f"the last {window} keys are stored and the last {value_window} values")
     _check(call, key, past_key, reader=keys_out in known)
+    if keys_out == values_out or known.get(keys_out, values_out) != values_out or keys_out in known.values():
+        raise _Refused("one cached tensor serves as keys and as values")
     return AttentionSite(
         call.node, call.query, key, val, past_key, past_value, grown_key, grown_value, call.mask, call.scale,
-        call.causal, keys_out, values_out, window, call.cap, call.sink, call.lse, made,
+        call.causal, keys_out, values_out, window, call.cap, call.sink, call.lse, made, (call.key, call.value),
     )  # fmt: skip
+
+
+def _from_elsewhere(call: Call) -> bool:
+    """Whether queries come from tokens that keys do not come from: cross-attention, whose keys no step adds to."""
+    return not _tokens_behind(call.query) <= _tokens_behind(call.key)
+
+
+def _tokens_behind(node: fx.Node) -> set[fx.Node]:
+    """The inputs that bring tokens in: what is looked up in tables, and hidden states."""
+    behind = ancestors(node)
+    looked_up = [n.args[0] for n in behind if n.target is torch.nn.functional.embedding and is_tensor(n.args[0])]
+    found = {p for n in looked_up for p in ancestors(n) if p.op == "placeholder" and is_tensor(p)}  # type: ignore[arg-type]
+    hidden = [p for p in behind if p.op == "placeholder" and is_tensor(p) and value(p).ndim == 3]
+    return found | {p for p in hidden if value(p).is_floating_point() and not isinstance(value(p), torch.nn.Parameter)}
 
 
 Origin = tuple[fx.Node, fx.Node | None, fx.Node]
@@ -335,24 +398,23 @@ def _check(call: Call, key: fx.Node, past: fx.Node | None, reader: bool) -> None
         raise _Refused(f"queries of shape {tuple(value(query).shape)} are not [B, Hq, q, D]")
     if not reader and expr(value(query).shape[2]) != expr(value(key).shape[2]):
         raise _Refused("there are not as many new keys as queries")
-    if past is not None and call.causal and expr(value(query).shape[2]) != 1:
-        raise _Refused("is_causal with a past and several queries aligns the mask to the first key")
+    if past is not None and call.causal:
+        raise _Refused("is_causal with a past aligns the mask to the first key")
 
 
 def _origin(node: fx.Node, outputs: dict[fx.Node, int]) -> Origin:
-    """Walk from a key or value to the cache."""
-    rows, width = value(node).shape[-2:]
-    seen_output = None
+    """Walk from a key or value to the cache, and see that its heads, tokens and features are those of the cache."""
+    chain, seen_output = list[fx.Node](), None
+    attended = node
     while True:
         parts = _cat_parts(node)
         if parts is not None:
             break
         if node in outputs and value(node).ndim == 4:
             seen_output = node
-        if seen_output is not None and graphs.name_of(node) not in _SHAPE_ONLY:
+        if known_name(node) not in MOVES | SAME_VALUE or not is_tensor(node.args[0]):
             break
-        if graphs.name_of(node) not in _SHAPE_ONLY or not is_tensor(node.args[0]):
-            break
+        chain.append(node)
         node = node.args[0]  # type: ignore[assignment]
     if parts is None:
         if seen_output is None:
@@ -360,12 +422,42 @@ def _origin(node: fx.Node, outputs: dict[fx.Node, int]) -> Origin:
                 f"its key or value comes from {graphs.name_of(node)!r} ({graphs.source_line(node)}), which is no "
                 "concatenation with the past, and is not computed from one cached pair"
             )
-        return seen_output, None, seen_output
-    if expr(value(node).shape[2]) != expr(rows) or expr(value(node).shape[-1]) != expr(width):
-        raise _Refused(f"keys or values of shape {tuple(value(node).shape)} are cached, others are attended to")
+        node = seen_output
+        chain = chain[: chain.index(node)] if node in chain else chain
+    _check_heads(attended, node, chain)
+    if parts is None:
+        return node, None, node
     past, new = parts
     empty = value(past).ndim != 4 or expr(value(past).shape[2]) == 0
     return node, None if empty or past.op != "placeholder" else past, new
+
+
+def _check_heads(attended: fx.Node, grown: fx.Node, chain: list[fx.Node]) -> None:
+    """Each query head's keys must be those of its group: run the operations on numbered elements and see.
+
+    Args:
+        chain: the operations from the grown cache to what is attended to, the last one first.
+    """
+    shape = operators.concrete(value(grown).shape)
+    numbered = torch.arange(math.prod(shape), dtype=torch.int32).view(shape)
+    dtype, made = value(grown).dtype, numbered
+    for node in reversed(chain):
+        if not value(node).dtype == dtype and not is_as_wide(value(node).dtype, dtype):
+            raise _Refused(f"what is cached in {dtype} is attended to in {value(node).dtype}, which loses digits")
+        try:
+            made = operators.run_on(node, {node.all_input_nodes[0]: made}) if known_name(node) in MOVES else made
+        except (RuntimeError, TypeError, IndexError):
+            line = graphs.source_line(node)
+            raise _Refused(f"{line}: {known_name(node)!r} on keys or values is not understood") from None
+    rows, _, tokens, width = shape
+    if made.shape[-2:] != (tokens, width) or made.numel() % numbered.numel():
+        raise _Refused(f"keys or values of shape {tuple(value(grown).shape)} are cached, others are attended to")
+    groups = made.numel() // numbered.numel()
+    if not torch.equal(made.reshape(rows, -1, tokens, width), numbered.repeat_interleave(groups, 1)):
+        raise _Refused(
+            "the keys or values of a head are not those that are cached for its group of query heads: rows, heads, "
+            f"tokens or features are moved between the cache and {graphs.source_line(attended)}"
+        )
 
 
 TURNED_APART = "the query is not turned by the positions that turn the key"
@@ -429,23 +521,29 @@ def positions_of(rotary: Rotary, site: AttentionSite) -> list[fx.Node]:
 
     A model that turns queries and keys one by one makes what it needs of the same positions twice.
     """
-    ends, turns_key = _boundaries(site.call.graph), _reshaped(rotary.position)
+    ends, turns_key = _boundaries(site.call.graph), reshaped(rotary.position)
     found = [rotary.position]
     for each in site.all:
         behind = ancestors(each.query, stop=ends)
         angles = [node for node in behind if _turns_into_an_angle(node, behind)]
-        alike = [node for node in angles if _same(_reshaped(node), turns_key)]
+        alike = [node for node in angles if _same(reshaped(node), turns_key)]
         if not alike:
             return []
         found += alike
     return list(dict.fromkeys(found))
 
 
-def _reshaped(node: fx.Node) -> fx.Node:
+def reshaped(node: fx.Node) -> fx.Node:
     """What a tensor is another shape, or another dtype, of."""
-    while graphs.name_of(node) in _SHAPE_ONLY | {"long", "int"} and is_tensor(node.args[0]) and _takes_all(node):
+    while known_name(node) in MOVES | SAME_VALUE | {"long", "int"} and is_tensor(node.args[0]) and _takes_all(node):
         node = node.args[0]  # type: ignore[assignment]
     return node
+
+
+def given_positions(rotary: Rotary, site: AttentionSite) -> list[fx.Node]:
+    """The inputs that are the positions which turn a site's key and queries."""
+    found = [reshaped(position) for position in positions_of(rotary, site)]
+    return [node for node in dict.fromkeys(found) if node.op == "placeholder"]
 
 
 def _takes_all(node: fx.Node) -> bool:
@@ -505,27 +603,23 @@ def _moves(node: fx.Node, sizes: graphs.Sizes) -> bool:
     return bool(sums) and graphs.name_of(node) in ("add", "iadd")
 
 
-def key_columns(nodes: set[fx.Node], actual: dict[fx.Node, Any], rows: int, total: int) -> list[fx.Node]:
-    """The inputs [B, past and new tokens], such as a padding mask, among the nodes.
+def token_inputs(nodes: set[fx.Node], actual: dict[fx.Node, Any], sizes: graphs.Sizes) -> dict[fx.Node, int]:
+    """The inputs among the nodes that may have an entry for every token, and the dimension that runs over them.
+
+    That is what grows along one dimension.  Whether the entries are the tokens' is for the uses to show: a lookup by
+    each key's place, or an operation that aligns the dimension with the keys.
 
     Args:
         actual: the value of each placeholder in this call.
-        rows, total: B, and the tokens seen, the new ones included.
     """
-    return [node for node in nodes if _is_input(node, actual) and tuple(actual[node].shape) == (rows, total)]
-
-
-def wide_columns(nodes: set[fx.Node], actual: dict[fx.Node, Any], sizes: graphs.Sizes) -> list[fx.Node]:
-    """The inputs [..., past and new tokens] of three or four dimensions, such as a mask that came from elsewhere."""
-    inputs = [node for node in nodes if may_be_wide(node) and _is_input(node, actual)]
-    return [n for n in inputs if sizes.is_total(value(n).shape[-1]) and not any(map(sizes.grows, value(n).shape[:-1]))]
-
-
-def may_be_wide(node: fx.Node) -> bool:
-    """Whether an input of three or four dimensions has a last one that is symbolic."""
-    if node.op != "placeholder" or not is_tensor(node) or value(node).ndim not in (3, 4):
-        return False
-    return isinstance(value(node).shape[-1], torch.SymInt)
+    found: dict[fx.Node, int] = {}
+    for node in nodes:
+        growing = (
+            [d for d, size in enumerate(value(node).shape) if sizes.grows(size)] if _is_input(node, actual) else []
+        )
+        if len(growing) == 1:
+            found[node] = growing[0]
+    return found
 
 
 def _is_input(node: fx.Node, actual: dict[fx.Node, Any]) -> bool:

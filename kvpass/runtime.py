@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,22 +14,33 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass import budget as budgets
-from kvpass import compat, graphs, match, selection
+from kvpass import compat, graphs, match, ownership, selection
+from kvpass.capture.hiding import telling
 from kvpass.errors import BudgetError, CacheHandleError, PolicyError, UnsupportedGraph
 from kvpass.expansion import joined
 from kvpass.graphs import Sizes
-from kvpass.handle import LayerCache, current
+from kvpass.handle import LayerCache, check_layers, current
 from kvpass.match import AttentionSite
-from kvpass.policies.base import Attention, Plan, Policy
+from kvpass.policies.base import LATE, Attention, Plan, Policy
 from kvpass.policies.window import Window
 from kvpass.rewrite.prompt import rewrite_prompt
-from kvpass.rewrite.step import StepRewrite, room_for
+from kvpass.rewrite.step import StepRewrite, StepRewriter, Telling
 from kvpass.slots import Chunk, Layout, Slots, admit
 from kvpass.statistics import as_attention
+from kvpass.validate import Step, Validation, validate
 
 if TYPE_CHECKING:
     from kvpass.backend import Backend
 
+SHOWN_AGAIN = (
+    "a token that the mask hid when it came, and that was left out of the cache for that, is no longer hidden; give "
+    "the whole conversation anew, or leave its mask as it was"
+)
+MOST_UNCLEAR = 4  # sizes that may or may not follow the cache and are tried one by one
+OWN_POSITIONS = (
+    "the position ids are not 0, 1, 2, ... over the real tokens of a row, and held tokens are numbered by their rank "
+    "instead: leave position_ids out, or pass positions='absolute'"
+)
 ADOPTED = "adopted: the prompt ran uncompiled, so nothing is known of its attention"
 
 
@@ -81,17 +93,31 @@ class PromptRunner:
                 "and this layer has a sliding window of its own"
             )
         extras = backend.inner == "reference"
-        self.rewrite = rewrite_prompt(gm, sites, self.policies, backend.budget, ranked, extras, examples)
+        told = told_by(gm, sites, step=False)
+        self.rewrite = rewrite_prompt(gm, sites, self.policies, backend.budget, ranked, extras, examples, told)
+        holders = graphs.placeholders(gm.graph)
+        self.past = holders.index(sites[0].past_key) if sites[0].past_key else None
+        self.positions = positions_among(gm, sites) if ranked else []
+        self.told = [holders.index(node) for node in told[0]]
         self.chosen = [each for site in sites for each in selection.find(site.mask)]
         outputs = graphs.results(gm.graph)
         grown = [pair for each in self.chosen for pair in selection.cached(each, outputs)]
         self.scored_by = [(outputs.index(node), dim) for node, dim in grown]
-        self.inner = backend.compile_prompt(self.rewrite.gm, examples)
+        self.owned, self.constants = ownership.owned(gm), ownership.constants(gm)
+        self.projecting = [ownership.projecting(site) for site in sites]
         self.outputs = len(graphs.results(gm.graph))
+
+    def compile(self, examples: Sequence[Any]) -> None:
+        """Hand the rewritten graph to the inner compiler, whose errors are its own."""
+        returned = graphs.results(self.rewrite.gm.graph)
+        layers = [returned[site.keys_out] for site in self.sites]
+        self.inner = self.backend.compile_prompt(self.rewrite.gm, examples, layers)
 
     def __call__(self, *arguments: Any) -> tuple[Any, ...]:
         results = list(self.inner(*arguments))
-        layers = [self._layer(results, i) for i in range(len(self.sites))]
+        adopted = 0 if self.past is None else arguments[self.past].shape[2]
+        self._check_positions(arguments)
+        layers = [self._layer(results, i, adopted) for i in range(len(self.sites))]
         del results[self.outputs :]
         prompt = layers[0].chunk.real.shape[1]
         for each in self.chosen:
@@ -100,19 +126,31 @@ class PromptRunner:
             results[place] = _lengthened(results[place], dim, 0)
         budget = budgets.slots_for(self.backend.policy, self.backend.budget, prompt)
         layers = [_within_window(layer, budget) for layer in layers]
-        plans = self._plans(layers, budget, prompt)
+        plans = self._plans(layers, budget, prompt, self._model(arguments))
         for i, site in enumerate(self.sites):
             cache = self._store(i, layers[i], plans[i])
+            cache.weights = ownership.held_weakly(arguments[place] for place in self.projecting[i])
             results[site.keys_out], results[site.values_out] = cache.handles()
             layers[i] = None  # type: ignore[call-overload]  # lets go of the layer's full cache
         return tuple(results)
 
-    def _layer(self, results: list[Any], i: int) -> PromptLayer:
+    def _check_positions(self, arguments: tuple[Any, ...]) -> None:
+        """Positions that a user gives must count the real tokens, where held tokens are numbered by rank instead."""
+        for place in self.positions:
+            query = arguments[place].shape[-1]
+            columns = [arguments[told][..., :query] for told in self.told]
+            rows = max(
+                [arguments[place].reshape(-1, query).shape[0], *(c.reshape(-1, query).shape[0] for c in columns)]
+            )
+            if not bool(count_tokens(arguments[place], query, rows, columns)):
+                raise UnsupportedGraph(OWN_POSITIONS)
+
+    def _layer(self, results: list[Any], i: int, adopted: int) -> PromptLayer:
         site, places = self.sites[i], self.rewrite
         key, value = results[places.raw[i]], results[places.values[i]]
         real = self._real(results, i, key)
         sums = [results[place] for place in places.statistics[i]]
-        attention = as_attention(self.policies[i], sums, self._new(results, i, real)) if sums else Attention()
+        attention = as_attention(self.policies[i], sums, real[:, adopted:]) if sums else Attention()
         extras = None
         if places.extras:
             extras = tuple(None if place is None else results[place] for place in places.extras[i])
@@ -121,25 +159,24 @@ class PromptRunner:
             key, value = joined(key), joined(value)
         return PromptLayer(self.policies[i], heads, site.window, Chunk(key, value, real, attention), extras)
 
-    def _new(self, results: list[Any], i: int, real: Tensor) -> Tensor:
-        """Those of `real` that are queries: all, unless a past was adopted."""
-        place = self.rewrite.real[i]
-        return real if place is None else real[:, real.shape[1] - results[place].shape[1] :]
-
     def _real(self, results: list[Any], i: int, key: Tensor) -> Tensor:
-        """bool [B, S]; tokens of an adopted past count as real."""
+        """bool [B, S]: which tokens are not padding."""
         rows, _, count, _ = key.shape
         place = self.rewrite.real[i]
         if place is None:
             return torch.ones(rows, count, dtype=torch.bool, device=key.device)
-        new = results[place].expand(rows, -1)
-        return torch.nn.functional.pad(new, (count - new.shape[1], 0), value=True)
+        real: Tensor = results[place].expand(rows, -1)
+        return real
 
-    def _plans(self, layers: list[PromptLayer], budget: int, prompt: int) -> list[tuple[int, Plan]]:
+    def _model(self, arguments: tuple[Any, ...]) -> list[Any]:
+        """What tells the model of a call: its tensors, or if it has none the graph."""
+        return [arguments[place] for place in self.owned] or list(self.constants) or [self]
+
+    def _plans(self, layers: list[PromptLayer], budget: int, prompt: int, model: list[Any]) -> list[tuple[int, Plan]]:
         """For each layer the budget that users gave and what the policy makes of it."""
         governed = [layer for layer in layers if layer.policy is self.backend.policy]
         self._check_room(budget, prompt)
-        made = self._governed(governed, budget, (len(layers), layers[0].chunk.key.shape[1]))
+        made = self._governed(governed, budget, model, (len(layers), layers[0].chunk.key.shape[1]))
         if self.ranked and (len(governed) < len(layers) or len({plan.budget for plan in made}) > 1):
             raise PolicyError(
                 f"positions='cache': {self.backend.policy} gives the layers different budgets, and a query has one "
@@ -149,13 +186,15 @@ class PromptRunner:
         whole = budgets.slots_for(self.backend.policy, None, prompt)
         return [(budget, next(mine)) if x.policy is self.backend.policy else _alone(x, whole) for x in layers]
 
-    def _governed(self, layers: list[PromptLayer], budget: int, key: Any) -> list[Plan]:
-        """What the backend's policy gives the layers that it governs; `key` tells models apart."""
+    def _governed(self, layers: list[PromptLayer], budget: int, model: list[Any], shape: Any) -> list[Plan]:
+        """What the backend's policy gives the layers that it governs; see `ownership.Plans`."""
         if not layers:
             return []
         attention = [layer.chunk.attention for layer in layers]
-        made = self.backend.policy.plan(attention, layers[0].chunk.real, budget, self.backend.plans.get(key))
-        self.backend.plans.setdefault(key, made)
+        first = self.backend.plans.of(model, shape)
+        made = self.backend.policy.plan(attention, layers[0].chunk.real, budget, first)
+        if first is None:
+            self.backend.plans.keep(model, shape, made)
         return made
 
     def _check_room(self, budget: int, prompt: int) -> None:
@@ -184,15 +223,18 @@ class PromptRunner:
             layer=0 if layer.policy.aligns == "never" else number,
         )
         notes = (ADOPTED,) if self.adopts else ()
+        absent = places_of(~chunk.real)
+        mine = (self.backend, next(self.backend.layers), layout)
         if layer.extras is not None:
             from kvpass.reference.layer import take_prompt  # the compiled path knows nothing of references
 
             store: Any = take_prompt(layout, layer, self.sites[number], plan.budget)
-            return LayerCache(self.backend, layout, store, count, shown, layer.window, notes=notes)
+            return LayerCache(*mine, store, count, shown, layer.window, notes=notes, absent=absent)
         slots = admit(layout, None, chunk, plan.budget)
         _keep_address(slots)
         clocks = tuple(layer.policy.clock((), n, plan.budget) for n in _counts(layer.policy, chunk.real))
-        return LayerCache(self.backend, layout, slots, count, shown, layer.window, plan.budget, clocks, notes=notes)
+        limits = (plan.budget, clocks)
+        return LayerCache(*mine, slots, count, shown, layer.window, *limits, notes=notes, absent=absent)
 
 
 def _within_window(layer: PromptLayer, budget: int) -> PromptLayer:
@@ -238,53 +280,59 @@ class StepRunner:
         self.sites = [site.moved(moved) for site in sites]
         holders = graphs.placeholders(self.gm.graph)
         self.pasts = [(holders.index(s.past_key), holders.index(s.past_value)) for s in self.sites]  # type: ignore[arg-type]
+        self.projecting = [ownership.projecting(site) for site in self.sites]
         self.sizes, self.others = _free_sizes(self.gm, self.sites)
         self.counters = _counters(self.gm)
         self.queries: dict[tuple[int, ...], int] = {}
-        self.wide = [place for place, node in enumerate(holders) if match.may_be_wide(node)]
+        self.telling = told_by(self.gm, self.sites, step=True)
+        self.told = {node: holders.index(node) for nodes in self.telling for node in nodes}
         self.readings: dict[Any, Sizes] = {}
+        self.positions: list[int] | None = None
+        self.validation: Validation | None = None
         self.compiled: dict[Any, tuple[StepRewrite, compat.Compiled]] = {}
+        self.worked: set[tuple[int | None, ...]] = set()
 
     def __call__(self, *arguments: Any) -> tuple[Any, ...]:
         caches = [self._cache(arguments, places) for places in self.pasts]
+        check_layers(caches)
+        self._check_weights(caches, arguments)
         for cache in caches:
             make_room(cache, 1)
-        listener, step, others = _LISTENER.get(), kind(caches), self._others(caches, arguments)
-        rewrite, results, aside = self.advance(caches, arguments, others)
+        listener, step = _LISTENER.get(), kind(caches)
+        known, before = self._known(caches, arguments), caches[0].seen
+        others = self._others(caches, arguments, known)
+        self._check_positions(caches, arguments)
+        rewrite, results, aside = self.advance(caches, arguments, others, known)
+        self._note_padding(caches, arguments, before)
         if listener is not None:
-            listener.append(Ran(self, caches, arguments, others, results, step, not (rewrite.beside or rewrite.wide)))
+            listener.append(Ran(self, caches, arguments, others, known, results, step, rewrite.repeats))
         return self._outputs(rewrite, results, aside, caches, arguments)
 
     def advance(
-        self, caches: list[LayerCache], arguments: tuple[Any, ...], others: tuple[int | None, ...]
+        self,
+        caches: list[LayerCache],
+        arguments: tuple[Any, ...],
+        others: tuple[int | None, ...],
+        known: frozenset[int],
     ) -> tuple[StepRewrite, Sequence[Any], list[Any]]:
         """Run the tokens among Dynamo's arguments.
 
         Args:
-            others: see `_others`.
+            others, known: see `_others`, `_known`.
 
         Returns:
             The description of the rewritten graph, what it gave, and `StepRewrite.on_all_tokens`.
         """
-        windows = tuple(cache.window if cache.stored < cache.seen else None for cache in caches)
-        numbers = self._numbers(arguments)
-        counters = tuple(self._counter(place, arguments[place], caches[0].seen) for place in self.counters.values())
-        queries = self._queries(numbers)
-        sizes = self._sizes(numbers, counters, others, windows)
+        queries = self._queries(self._numbers(arguments))
         for cache in caches:
             make_room(cache, queries)
         if self.backend.inner == "reference":
             for cache in caches:
                 cache.slots.prepare(torch.ones(cache.layout.rows, queries, dtype=torch.bool))
         sweep, clocks = tick(caches) if queries == 1 else (False, [cache.clocks for cache in caches])
-        layouts = tuple((cache.layout, cache.slots.capacity) for cache in caches)
-        key = (numbers, counters, others, windows, self._room(arguments), sweep, layouts)
-        if key not in self.compiled:
-            with compat.one_at_a_time():
-                self.compiled[key] = self._specialise(caches, arguments, sizes, windows, sweep)
-        rewrite, run = self.compiled[key]
+        rewrite, run = self._ready(caches, arguments, others, known, sweep)
         aside = rewrite.on_all_tokens(arguments)
-        flat = rewrite.flat([cache.slots for cache in caches], arguments, aside)
+        flat = rewrite.flat([cache.slots for cache in caches], arguments, aside, caches[0].seen)
         for cache in caches:
             cache.broken = True
         results = run(*flat)
@@ -294,17 +342,125 @@ class StepRunner:
         count(caches, queries, clocks)
         return rewrite, results, aside
 
-    def _others(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> tuple[int | None, ...]:
-        """The sizes of other inputs, None for those that follow the cache."""
+    def _ready(
+        self,
+        caches: list[LayerCache],
+        arguments: tuple[Any, ...],
+        others: tuple[int | None, ...],
+        known: frozenset[int],
+        sweep: bool,
+    ) -> tuple[StepRewrite, compat.Compiled]:
+        """The rewritten graph, and what runs it, for caches in which there is room."""
+        windows = tuple(cache.window if cache.stored < cache.seen else None for cache in caches)
+        numbers = self._numbers(arguments)
+        counters = tuple(self._counter(place, arguments[place], caches[0].seen) for place in self.counters.values())
+        layouts = tuple((cache.layout, cache.slots.capacity) for cache in caches)
+        key = (numbers, counters, others, windows, known, sweep, layouts)
+        if key not in self.compiled:
+            sizes = self._sizes(numbers, counters, others, windows)
+            with compat.one_at_a_time():
+                self.compiled[key] = self._specialise(caches, arguments, sizes, windows, known, sweep)
+                self.worked.add(others)
+        return self.compiled[key]
+
+    def _others(
+        self, caches: list[LayerCache], arguments: tuple[Any, ...], known: frozenset[int]
+    ) -> tuple[int | None, ...]:
+        """The sizes of other inputs, None for those that follow the cache.
+
+        A size that follows the cache equals the tokens seen, but so may another, such as the length of what an
+        encoder read, at one step.  What the graph can be rewritten for is what it is.
+        """
         queries = self._queries(self._numbers(arguments))
-        return tuple(self._unless_growing(_size(arguments, at), caches, queries) for at in self.others.values())
+        sizes = [_size(arguments, at) for at in self.others.values()]
+        readings = self._readings(sizes, _lengths(caches, queries))
+        worked = [reading for reading in readings if reading in self.worked]
+        return worked[-1] if worked else self._first_that_works(caches, arguments, readings, known)
+
+    def _first_that_works(
+        self,
+        caches: list[LayerCache],
+        arguments: tuple[Any, ...],
+        readings: list[tuple[int | None, ...]],
+        known: frozenset[int],
+    ) -> tuple[int | None, ...]:
+        """The first reading of sizes for which the graph can be rewritten."""
+        if len(readings) == 1:
+            return readings[0]
+        queries, refusals = self._queries(self._numbers(arguments)), []
+        for cache in caches:
+            make_room(cache, queries)
+        sweep, _ = tick(caches) if queries == 1 else (False, [])
+        for reading in readings:
+            try:
+                self._ready(caches, arguments, reading, known, sweep)
+            except UnsupportedGraph as refusal:
+                refusals.append(refusal)
+            else:
+                return reading
+        raise refusals[0]
 
     def _numbers(self, arguments: tuple[Any, ...]) -> tuple[int, ...]:
         return tuple(_size(arguments, place) for place in self.sizes.values())
 
-    def _room(self, arguments: tuple[Any, ...]) -> tuple[int, ...]:
-        """The columns for which there is room in masks that come from elsewhere, see `rewrite.step.padded`."""
-        return tuple(room_for(arguments[place].shape[-1]) for place in self.wide)
+    def _known(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> frozenset[int]:
+        """Which of the inputs that tell padding still say of every token that went before what they said then.
+
+        They are taken to be one for all that is held; of others, each slot's entry is looked up.  On a GPU the host
+        does not wait for the answer: where it is no, the next step ends in an error.
+
+        Raises:
+            CacheHandleError: a token that was left out as padding is to be seen.
+        """
+        known, queries = set(), self._queries(self._numbers(arguments))
+        for node, place in self.told.items():
+            for cache in self._those_told_by(caches, node)[:1]:
+                same, gone = agreement(cache, arguments[place])
+                waits = not same.is_cuda or queries > 1
+                if not waits:
+                    cache.doubts.add(same & gone)
+                elif not bool(gone):
+                    raise CacheHandleError(SHOWN_AGAIN)
+                if not waits or bool(same):
+                    known.add(place)
+        return frozenset(known)
+
+    def _check_positions(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> None:
+        """Positions that a user gives must count the real tokens, where held tokens are numbered by rank instead."""
+        cache = caches[0]
+        if not cache.layout.ranked:
+            return
+        if self.positions is None:
+            self.positions = positions_among(self.gm, self.sites)
+        queries = self._queries(self._numbers(arguments))
+        for place in self.positions:
+            columns = [arguments[self.told[node]][..., cache.seen :][..., :queries] for node in self.telling[0]]
+            fits = count_tokens(arguments[place], queries, cache.layout.rows, columns, cache.real_seen)
+            if fits.is_cuda:
+                cache.doubts.add(fits)
+            elif not bool(fits):
+                raise UnsupportedGraph(OWN_POSITIONS)
+
+    def _note_padding(self, caches: list[LayerCache], arguments: tuple[Any, ...], before: int) -> None:
+        """Remember which of the new tokens were padding; of a single one on a GPU that is left to the counts."""
+        queries, found = self._queries(self._numbers(arguments)), dict[tuple[fx.Node, ...], Tensor | None]()
+        for cache, told in zip(caches, self.telling, strict=True):
+            if told not in found:
+                columns = [arguments[self.told[node]][..., before : before + queries] for node in told]
+                found[told] = self._padding_in(columns, queries, cache.layout.rows)
+            padding = found[told]
+            if padding is not None:
+                cache.absent = torch.cat([cache.absent, places_of(padding, before)], 1)
+
+    def _padding_in(self, columns: list[Tensor], queries: int, rows: int) -> Tensor | None:
+        """bool [B, q]: which of the new tokens are padding; None if none is, or if the host would have to wait."""
+        if not columns or (queries == 1 and columns[0].is_cuda):
+            return None
+        padding = torch.stack([(column == 0).expand(rows, -1) for column in columns]).any(0)
+        return padding if bool(padding.any()) else None
+
+    def _those_told_by(self, caches: list[LayerCache], node: fx.Node) -> list[LayerCache]:
+        return [cache for cache, nodes in zip(caches, self.telling, strict=True) if node in nodes]
 
     def following(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments of the step before with those that are numbers and count tokens as they stand now."""
@@ -315,10 +471,23 @@ class StepRunner:
         return tuple(moved)
 
     def _cache(self, arguments: tuple[Any, ...], places: tuple[int, int]) -> LayerCache:
-        cache = current(arguments[places[0]], self.backend)
-        if current(arguments[places[1]], self.backend) is not cache:
-            raise CacheHandleError("the keys and the values of a layer come from different conversations")
+        cache = current(arguments[places[0]], "keys", self.backend)
+        if current(arguments[places[1]], "values", self.backend) is not cache:
+            raise CacheHandleError(
+                "the keys and the values of a layer come from different layers or different conversations"
+            )
         return cache
+
+    def _check_weights(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> None:
+        """Where layers are in graphs of their own, what their keys are made of tells which cache is whose."""
+        for site, cache, places in zip(self.sites, caches, self.projecting, strict=True):
+            here = [arguments[place] for place in places]
+            self.backend.stepped.add(here)
+            if ownership.made_elsewhere(cache.weights, here, self.backend.stepped):
+                raise CacheHandleError(
+                    f"{graphs.source_line(site.call)}: the caches of layers were exchanged: what was given here is of "
+                    "another layer, or of another copy of the model"
+                )
 
     def _counter(self, place: int, number: int, seen: int) -> Counter:
         """What an argument that is a number is: one that equals the tokens seen counts them."""
@@ -331,10 +500,15 @@ class StepRunner:
             self.queries[numbers] = int(graphs.expr(self.sites[0].queries).subs(known))
         return self.queries[numbers]
 
-    def _unless_growing(self, size: int, caches: list[LayerCache], queries: int) -> int | None:
-        """A size of an input, or None for one that follows the cache: a padding mask's, say."""
-        lengths = {cache.seen for cache in caches} | {cache.stored for cache in caches}
-        return None if size in lengths or size - queries in lengths else size
+    def _readings(self, sizes: list[int], lengths: set[int]) -> list[tuple[int | None, ...]]:
+        """What sizes of inputs may be, None for one that follows the cache; as many as can first."""
+        unclear = [place for place, size in enumerate(sizes) if size in lengths]
+        counts = range(len(unclear) + 1) if len(unclear) <= MOST_UNCLEAR else (0, len(unclear))
+        fixed = [set(places) for count in counts for places in itertools.combinations(unclear, count)]
+        return [
+            tuple(None if place in unclear and place not in kept else size for place, size in enumerate(sizes))
+            for kept in fixed
+        ]
 
     def _sizes(self, *key: Any) -> Sizes:
         """How the graph's symbols are to be read in this call."""
@@ -371,15 +545,35 @@ class StepRunner:
         arguments: tuple[Any, ...],
         sizes: Sizes,
         windows: tuple[int | None, ...],
+        known: frozenset[int],
         sweep: bool,
     ) -> tuple[StepRewrite, compat.Compiled]:
         layouts, slots = [cache.layout for cache in caches], [cache.slots for cache in caches]
-        rewriter = self.backend.rewriter(
-            self.gm, self.sites, layouts, slots, arguments, sizes, caches[0].seen, windows, sweep
-        )
-        rewrite = rewriter.run()
-        flat = rewrite.flat(slots, arguments, rewrite.on_all_tokens(arguments))
+        told = Telling(tuple(self.telling), frozenset(node for node, place in self.told.items() if place in known))
+        with graphs.reading(site.call for site in self.sites):
+            rewriter = self.backend.rewriter(
+                self.gm, self.sites, layouts, slots, arguments, sizes, caches[0].seen, windows, told, sweep
+            )
+            rewrite = rewriter.run()
+            self._validate(rewriter, rewrite, layouts, slots, arguments)
+        flat = rewrite.flat(slots, arguments, rewrite.on_all_tokens(arguments), caches[0].seen)
         return rewrite, self.backend.compile_step(rewrite.gm, flat, layouts[0].ranked)
+
+    def _validate(
+        self,
+        rewriter: StepRewriter,
+        rewrite: StepRewrite,
+        layouts: list[Layout],
+        slots: list[Slots],
+        arguments: tuple[Any, ...],
+    ) -> None:
+        """Hold the first rewrite of the graph against the graph; later ones differ in sizes alone."""
+        if not self.backend.validate or self.validation is not None or self.backend.inner == "reference":
+            return
+        seen = rewriter.seen
+        step = Step(self.gm, self.sites, rewriter, rewrite, layouts, slots, arguments, self.pasts, self.told, seen)
+        self.validation = validate(step)
+        self.backend.note_validation(self.validation)
 
     def _outputs(
         self, rewrite: StepRewrite, results: Sequence[Any], aside: list[Any], caches: list[LayerCache], arguments: Any
@@ -403,6 +597,12 @@ def _lengthened(past: Tensor, dim: int, count: int) -> Tensor:
     empty = past.new_full((), torch.nan).expand(shape)
     compat.mark_growing(empty, dim)
     return empty
+
+
+def _lengths(caches: list[LayerCache], queries: int) -> set[int]:
+    """The sizes of what follows the cache: a padding mask's, say."""
+    lengths = {cache.seen for cache in caches} | {cache.stored for cache in caches}
+    return lengths | {length + queries for length in lengths}
 
 
 Places = dict[Any, tuple[int, int]]
@@ -444,6 +644,60 @@ def _counters(gm: fx.GraphModule) -> dict[Any, int]:
         if node.users and isinstance(graphs.value(node), torch.SymInt) and graphs.expr(node).is_Symbol:
             found.setdefault(graphs.expr(node), place)
     return {symbol: place for symbol, place in found.items() if symbol not in sized}
+
+
+def agreement(cache: LayerCache, column: Tensor) -> tuple[Tensor, Tensor]:
+    """What an input that tells padding says now of the tokens that went before, as bools on the device.
+
+    Returns:
+        Whether it has one for every real token and zero for all others, and whether it has zero for every token that
+        was left out of the cache as padding.
+    """
+    before, absent = column.reshape(-1, column.shape[-1])[:, : cache.seen], cache.absent
+    shown = torch.zeros((), dtype=torch.bool, device=absent.device)
+    if absent.shape[1]:
+        row = torch.arange(absent.shape[0], device=absent.device)[:, None].clamp(max=before.shape[0] - 1)
+        shown = ((before[row, absent.clamp(min=0)] != 0) & (absent >= 0)).any()
+    same = ((before == 1).sum(-1) == cache.real_seen) & ((before != 0).sum(-1) == cache.real_seen)
+    return same.all(), ~shown
+
+
+def told_by(gm: fx.GraphModule, sites: list[AttentionSite], step: bool) -> list[tuple[fx.Node, ...]]:
+    """For each site the inputs that tell padding in all masks on its cache; layers mostly share their masks."""
+    masks = [tuple(each.mask for each in site.all) for site in sites]
+    known = {among: telling(gm, list(among), step) for among in dict.fromkeys(masks)}
+    return [known[among] for among in masks]
+
+
+def positions_among(gm: fx.GraphModule, sites: list[AttentionSite]) -> list[int]:
+    """Which of a graph's arguments are positions that turn queries and keys."""
+    holders = graphs.placeholders(gm.graph)
+    rotaries = [(match.find_rotary(gm, site), site) for site in sites]
+    given = [node for rotary, site in rotaries if rotary for node in match.given_positions(rotary, site)]
+    return [holders.index(node) for node in dict.fromkeys(given)]
+
+
+def count_tokens(ids: Tensor, queries: int, rows: int, columns: list[Tensor], seen: Tensor | int = 0) -> Tensor:
+    """Whether position ids [..., q] of real tokens go on from `seen` [B], one by one; a bool on the device.
+
+    Args:
+        columns: zero for padding, each [B or 1, q] or [q].
+    """
+    real = torch.ones(rows, queries, dtype=torch.bool, device=ids.device)
+    for column in columns:
+        real = real & (column != 0)
+    before = seen[:, None].to(ids.device) if isinstance(seen, Tensor) else seen
+    wanted = before + real.long().cumsum(-1) - 1
+    given = ids.reshape(-1, queries) if ids.shape[-1] == queries else ids.reshape(queries, -1).T
+    return ((given == wanted) | ~real).all()
+
+
+def places_of(chosen: Tensor, start: int = 0) -> Tensor:
+    """Where bool [B, n] is true: int64 [B, P], counted from `start`, -1 after the last of a row."""
+    most = int(chosen.sum(-1).max())
+    places = torch.arange(start, start + chosen.shape[1], device=chosen.device)
+    ordered = torch.where(chosen, places, LATE).sort(-1).values[:, :most]
+    return torch.where(ordered == LATE, -1, ordered)
 
 
 def _size(arguments: tuple[Any, ...], place: tuple[int, int]) -> int:
@@ -502,6 +756,7 @@ class Ran:
     caches: list[LayerCache]
     arguments: tuple[Any, ...]
     others: tuple[int | None, ...]
+    known: frozenset[int]
     results: Sequence[Any]
     kind: Any
     repeats: bool

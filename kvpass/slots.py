@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvpass.policies.base import LATE, Attention, Merge, Policy, State, Tokens, rank_of
+from kvpass.precision import wide
 
 FREE = -1
 PIECE = 1024  # evicted rows that are merged at a time
@@ -102,7 +103,7 @@ class Slots:
             seen=integers(rows),
             length=integers(rows),
             rank=integers(*meta),
-            state=_first_state(layout),
+            state=first_state(layout),
         )
 
     def tokens(self, layout: Layout) -> Tokens:
@@ -182,7 +183,8 @@ class Chunk:
     attention: Attention
 
 
-def _first_state(layout: Layout) -> State:
+def first_state(layout: Layout) -> State:
+    """What the policy remembers of slots that hold nothing."""
     shape, device = (layout.rows, layout.groups), layout.device
     tokens = {
         name: torch.zeros(*shape, layout.capacity, dtype=dtype, device=device)
@@ -325,9 +327,9 @@ def _mix(buffer: Tensor, rows: Tensor, places: Tensor, merge: Merge) -> None:
     into = merge.into.expand(-1, heads, -1)
     share = torch.zeros(buffer.shape[:3], device=buffer.device)
     share = share.scatter_add(-1, into, merge.share.expand(-1, heads, -1))[..., None]
-    total = merge.own * buffer.float()
+    total = merge.own * wide(buffer)
     for start in range(0, places.shape[-1], PIECE):
         piece = slice(start, start + PIECE)
-        weighted = gathered_rows(rows, places[..., piece]).float() * merge.weight[..., piece, None]
+        weighted = wide(gathered_rows(rows, places[..., piece])) * merge.weight[..., piece, None]
         total.scatter_add_(2, into[..., piece, None].expand_as(weighted), weighted)
-    buffer.copy_(torch.where(share > 0, total / (merge.own + share), buffer.float()))
+    buffer.copy_(torch.where(share > 0, total / (merge.own + share), wide(buffer)))

@@ -17,6 +17,7 @@ from kvpass.lowering.attend import LOWEST, attend, by_kernel, capped, scores
 from kvpass.lowering.column_scores import regrouped
 from kvpass.lowering.turns import Turn
 from kvpass.policies.base import LATE, Attention, Policy, State, Tokens, rank_of
+from kvpass.precision import wide
 from kvpass.slots import FREE, Layout, Slots
 from kvpass.statistics import statistics
 
@@ -73,7 +74,7 @@ class Site:
 
 
 class Attended(NamedTuple):
-    """What attention gives: the output [B, Hq, q, Dv], and the log-sum-exp, float32 [B, Hq, q], where it is wanted."""
+    """What attention gives: the output [B, Hq, q, Dv], and where wanted a log-sum-exp, [B, Hq, q] as `wide` has it."""
 
     output: Tensor
     lse: Tensor | None = None
@@ -106,7 +107,7 @@ def decode_step(
     if sweep and "logits" in policy.statistics:
         assert logits is not None
         seen = logits if here.own is None else here.logits()  # the policy sees them without its own bias
-        attention = dataclasses.replace(attention, logits=regrouped(seen, layout.heads)[..., 0, :])
+        attention = dataclasses.replace(attention, logits=regrouped(seen, layout.heads)[..., 0, :].float())
     tokens, victim = _swept(layout, tokens, attention) if sweep else _stepped(layout, slots, tokens, attention)
     if policy.aligns == ("sweep" if sweep else "step"):
         tokens = _realign(layout, site, slots, tokens)
@@ -162,7 +163,7 @@ class _View:
         return _View(site, grouped, key, value, mask, bias, own, _rotation(site, tokens), turn)
 
     def attend(self, rows: bool) -> tuple[Attended, Tensor | None, Tensor | None]:
-        """For one query, and if `rows` are wanted probabilities and logits, float32 [B, Ha, ., 1, C]."""
+        """For one query, and if `rows` are wanted probabilities and logits, [B, Ha, ., 1, C] as `wide` has them."""
         site = self.site
         rows = rows or site.lse
         given: dict[str, Any] = dict(scale=site.scale, mask=self.mask, rotate=self.rotate, cap=site.cap, rows=rows)
@@ -172,9 +173,9 @@ class _View:
         return Attended(output, _log_sum_exp(site, logits)), probabilities, logits
 
     def logits(self) -> Tensor:
-        """What the model makes of the keys before the softmax, float32 [B, Ha, ., 1, C]."""
+        """What the model makes of the keys before the softmax, [B, Ha, ., 1, C] as `wide` has them."""
         logits = capped(scores(self.query, self.key, scale=self.site.scale, rotate=self.rotate), self.site.cap)
-        return torch.where(self.mask, logits if self.bias is None else logits + self.bias.float(), LOWEST)
+        return torch.where(self.mask, logits if self.bias is None else logits + self.bias.to(logits.dtype), LOWEST)
 
 
 def _log_sum_exp(site: Site, logits: Tensor | None) -> Tensor | None:
@@ -256,13 +257,13 @@ def added(bias: Tensor | None, own: Tensor | None) -> Tensor | None:
     """The model's bias [B, ., ., q, N] and the policy's [B, ., ., 1, N]."""
     if own is None:
         return bias
-    return own if bias is None else bias.float() + own
+    return own if bias is None else wide(bias) + own
 
 
 def _one_query(layout: Layout, probabilities: Tensor | None, real: Tensor) -> Attention:
     if probabilities is None:
         return Attention(queries=real.long()[:, None, None])
-    row = regrouped(probabilities, layout.heads)[..., 0, :] * real[:, None, None, None]  # [B, Hkv, G, C]
+    row = regrouped(probabilities, layout.heads)[..., 0, :].float() * real[:, None, None, None]  # [B, Hkv, G, C]
     return Attention(row, row.square(), row, row, queries=real.long()[:, None, None])
 
 
@@ -291,8 +292,8 @@ def _merge_victim(policy: Policy, slots: Slots, left: Tokens, victim: Tensor, va
     merge = policy.fold(left, slots.key, slots.key[gone][:, :, None], valid)
     into = _rows_at(merge.into[..., 0], heads)
     for buffer in (slots.key, slots.value):
-        own = buffer[into].float()
-        mixed = (merge.own * own + merge.weight * buffer[gone].float()) / (merge.own + merge.share)
+        own = wide(buffer[into])
+        mixed = (merge.own * own + merge.weight * wide(buffer[gone])) / (merge.own + merge.share)
         buffer.index_put_(into, torch.where(merge.share > 0, mixed, own).to(buffer.dtype))
     return merge.state
 
@@ -346,7 +347,7 @@ def _commit(layout: Layout, slots: Slots, tokens: Tokens, index: Tensor, victim:
 def extend_step(
     layout: Layout, site: Site, slots: Slots, query: Tensor, key: Tensor, value: Tensor, real: Tensor
 ) -> tuple[Attended, list[Tensor]]:
-    """Attend with a chunk of queries to [held slots, chunk], causally within the chunk.
+    """Attend with a chunk of queries to [held slots, chunk], under the model's own mask.
 
     Args:
         query: [B, Hq, q, D]; key: [B, Hkv, q, D], as it is attended to; value: [B, Hkv, q, Dv].
@@ -396,12 +397,11 @@ def _chunk_mask(
 ) -> tuple[Tensor, Tensor | None]:
     """Mask bool [B, H', 1 or G, q, C + q] and bias of a chunk on [held slots, chunk]."""
     count = real.shape[1]
-    step = torch.arange(count, device=real.device)
-    causal = (step <= step[:, None])[None, None, None] & real[:, None, None, None]  # [B, 1, 1, q, q]
-    running = slots.length[:, None] + step
+    new = real[:, None, None, None].expand(-1, layout.groups, -1, count, -1)  # [B, H', 1, q, q]
+    running = slots.length[:, None] + torch.arange(count, device=real.device)
     index = torch.cat([slots.index, running[:, None].expand(-1, layout.groups, -1)], -1)
     live = (slots.position >= 0)[:, :, None, None].expand(-1, -1, -1, count, -1)
-    mask = torch.cat([live, causal.expand(-1, layout.groups, -1, -1, -1)], -1)
+    mask = torch.cat([live, new], -1)
     arriving = slots.seen[:, None] + real.cumsum(-1) - 1
     position = torch.cat([slots.position, arriving[:, None].expand(-1, layout.groups, -1)], -1)
     return with_mask(mask, site.mask(index, position, facts) if site.mask else None)

@@ -15,7 +15,7 @@ from kvpass.reference.base import attention_logits
 from kvpass.simulate import rotary
 from kvpass.slots import Chunk, Layout, Slots, admit
 from kvpass.statistics import as_attention, statistics
-from kvpass.step import Site, decode_step, extend_step, tempered
+from kvpass.step import Mask, Site, decode_step, extend_step, tempered
 
 Step = Callable[..., Tensor]
 
@@ -80,6 +80,7 @@ class Lowered:
             if policy.statistics:
                 sums = statistics(policy, q, k, mask, new.real, False, self.scale, self.layout.budget)
         else:
+            site = dataclasses.replace(site, mask=causal(slots, new.real.shape[1]))
             (output, _), sums = extend_step(self.layout, site, slots, q, k, new.v, new.real)
         attention = as_attention(policy, sums, new.real) if policy.statistics else Attention()
         self.slots = admit(self.layout, slots, dataclasses.replace(chunk, attention=attention), self.limit)
@@ -130,6 +131,16 @@ class Literal:
 
     def positions(self) -> list[list[list[int]]]:
         return [[[token.position for token in stream.tokens] for stream in row] for row in self.layer.streams]
+
+
+def causal(slots: Slots, count: int) -> Mask:
+    """The mask of a model that sees what went before, for so many new tokens."""
+    place = slots.length[:, None] + torch.arange(count)
+
+    def mask(index: Tensor, position: Tensor, facts: list[Tensor]) -> Tensor:
+        return index[:, :, None, None] <= place[:, None, None, :, None]  # [B, H', 1, q, N]
+
+    return mask
 
 
 def place_of(policy: Policy, budget: int, first: Tensor, real: Tensor, prompt: bool) -> Tensor:

@@ -164,3 +164,50 @@ def test_import_is_light() -> None:
         "assert 'transformers' not in sys.modules; assert 'triton' not in sys.modules; assert spent < 1.0, spent"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+class Odd(Exception):
+    """Something that nobody foresaw."""
+
+
+def fails(*_: Any, **__: Any) -> Any:
+    raise Odd("of a new kind")
+
+
+READERS = ["kvpass.match.find", "kvpass.runtime.rewrite_prompt", "kvpass.rewrite.step.StepRewriter.run"]
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_an_error_while_reading_is_a_refusal(monkeypatch: pytest.MonkeyPatch, reader: str) -> None:
+    monkeypatch.setattr(reader, fails)
+    compiled = torch.compile(Tiny().eval(), backend=kvpass.backend("window", budget=8, inner="eager"))
+    said = r"test_backend.py:\d+: .*scaled_dot_product.*: reading the graph failed with Odd: of a new kind"
+    with pytest.raises(kvpass.UnsupportedGraph, match=said) as caught:
+        loop(compiled, torch.randint(0, 64, (2, 8)))
+    assert isinstance(caught.value.__cause__, Odd)
+
+
+@pytest.mark.parametrize("reader", READERS[:2])
+def test_what_cannot_be_read_is_left_if_not_strict(monkeypatch: pytest.MonkeyPatch, reader: str) -> None:
+    monkeypatch.setattr(reader, fails)
+    model, ids = Tiny().eval(), torch.randint(0, 64, (2, 8))
+    compiled = torch.compile(model, backend=kvpass.backend("window", budget=8, inner="eager", strict=False))
+    with pytest.warns(UserWarning, match="reading the graph failed"):
+        got = loop(compiled, ids)
+    assert torch.allclose(got, loop(model, ids), atol=1e-5)
+
+
+def test_errors_of_the_inner_compiler_are_its_own() -> None:
+    compiled = torch.compile(Tiny().eval(), backend=kvpass.backend("window", budget=8, inner=fails))
+    with torch.no_grad(), pytest.raises(Exception, match="of a new kind") as caught:
+        compiled(torch.randint(0, 64, (2, 8)))
+    assert not isinstance(caught.value, kvpass.KVPassError)
+
+
+def test_an_interruption_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(READERS[0], interrupted)
+    with torch.no_grad(), pytest.raises(KeyboardInterrupt):
+        torch.compile(Tiny().eval(), backend=kvpass.backend(inner="eager"))(torch.randint(0, 64, (2, 8)))

@@ -586,14 +586,40 @@ def test_nothing_breaks_graphs() -> None:
     assert breaks() == 0
 
 
-def test_beyond_the_recompile_limit_a_prompt_runs_uncompiled() -> None:
-    """torch.compile gives a function up then; what runs on slots is refused and not continued wrongly."""
+def test_beyond_the_recompile_limit() -> None:
+    """torch.compile gives a function up then, and warns before: what runs on slots is not continued wrongly."""
     torch._dynamo.reset()
     ids, mask = prompt(3, 10, ())
+    model = torch.compile(plain("Llama"), backend=kvpass.backend(**settings("h2o")))
     with torch._dynamo.config.patch(recompile_limit=1):
-        model = kvpass.compile(plain("Llama"), **settings("h2o"))
-        begun = feed(model, ids[:, :9], mask[:, :9], [9])
+        with pytest.warns(UserWarning, match="last graph .*recompile_limit"):
+            begun = feed(model, ids[:, :9], mask[:, :9], [9])
         assert bounded(begun.cache, "h2o")
         with pytest.raises(kvpass.CacheHandleError):
             feed(model, ids[:, 9:], mask, [1], begun.cache)
         assert not isinstance(feed(model, ids, mask, [10]).cache.layers[0].keys, Handle)
+
+
+@pytest.mark.parametrize("limit", [1, 8])
+def test_a_model_compiled_by_kvpass_has_room_for_more_graphs(limit: int) -> None:
+    torch._dynamo.reset()
+    model = kvpass.compile(plain("Llama"), **settings("h2o"))
+    with torch._dynamo.config.patch(recompile_limit=limit):
+        for count in range(1, 11):
+            ids, mask = prompt(1 + count % 2, 9 + count, ())
+            assert bounded(feed(model, ids, mask, [9, count]).cache, "h2o")
+
+
+def test_a_model_that_was_given_up_returns_no_cache_that_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    ids, mask = prompt(3, 10, ())
+    patched = torch._dynamo.config.patch(recompile_limit=1)
+    monkeypatch.setattr("kvpass.compat.room_for_graphs", lambda: patched)
+    strict, lax = (kvpass.compile(plain("Llama"), **settings("h2o"), strict=how) for how in (True, False))
+    with pytest.warns(UserWarning, match="last graph"):
+        feed(strict, ids[:, :9], mask[:, :9], [9])
+    with pytest.raises(kvpass.UnsupportedGraph, match="ordinary cache, which grows"):
+        feed(strict, ids, mask, [10])
+    assert not isinstance(feed(lax, ids, mask, [10]).cache.layers[0].keys, Handle)
+    with torch.compiler.set_stance("force_eager"):
+        assert not isinstance(feed(strict, ids, mask, [10]).cache.layers[0].keys, Handle)

@@ -167,7 +167,7 @@ def test_a_step_of_one_row_calls_no_library_for_its_weights(architecture: str, d
     ids, mask = prompt(1, 12, ())
     steps: dict[str, Any] = dict(policy="h2o", budget=8)
     ours, codes = run_and_get_code(lambda: force(model, ids, mask, [9, 1, 1, 1], **steps))
-    assert not re.findall(r"extern_kernels\.(?:mm|addmm)\(", codes[-1])
+    assert not re.findall(r"extern_kernels\.(?:mm|addmm)\(|ops\.aten\.(?:to|_to_copy|copy_)\b", codes[-1])
     plain = force(model, ids, mask, [9, 1, 1, 1], inner="eager", **steps)
     assert torch.allclose(ours.logits, plain.logits, atol=1e-4 if dtype == torch.float32 else 0.05)
 
@@ -175,11 +175,11 @@ def test_a_step_of_one_row_calls_no_library_for_its_weights(architecture: str, d
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["streaming", "h2o"])
 def test_layers_share_their_kernels(policy: str) -> None:
-    """Four layers take no more kernels than three: what is compiled does not grow with the depth."""
+    """Eight layers take no more kernels than five: what is compiled does not grow with the depth."""
     ids, mask = prompt(1, 12, ())
     kernels = []
-    for layers in (3, 4):
+    for layers in (5, 8):
         model = build("Llama", layers=layers)
         _, codes = run_and_get_code(lambda m=model: force(m, ids, mask, [9, 1, 1, 1], policy=policy, budget=8))
         kernels.append(codes[-1].count("async_compile.cpp_pybinding("))
-    assert kernels[0] == kernels[1]
+    assert kernels[1] <= kernels[0]

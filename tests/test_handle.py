@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 import kvpass
 from kvpass.handle import Handle
 from tests.models import build, force, prompt
+from tests.test_backend import Tiny, loop
 
 BUDGET = 8
 
@@ -140,3 +142,142 @@ def test_what_the_compiler_asks_of_its_inputs_is_answered(model: torch.nn.Module
     handle = cache.layers[0].keys  # type: ignore[attr-defined]
     assert not any([handle.is_conj(), handle.is_neg(), handle._is_zerotensor()])
     assert handle.untyped_storage().nbytes() == handle.element_size()  # one number, however long the cache
+
+
+def swap_parts(layers: list[object]) -> None:
+    for layer in layers:
+        layer.keys, layer.values = layer.values, layer.keys  # type: ignore[attr-defined]
+
+
+def one_layer_twice(layers: list[object]) -> None:
+    first, second = layers
+    second.keys, second.values = first.keys, first.values  # type: ignore[attr-defined]
+
+
+def a_copy_of_one_layer_twice(layers: list[object]) -> None:
+    first, second = layers
+    second.keys, second.values = copy.deepcopy((first.keys, first.values))  # type: ignore[attr-defined]
+
+
+def exchange(layers: list[object]) -> None:
+    first, second = layers
+    kept = first.keys, first.values  # type: ignore[attr-defined]
+    first.keys, first.values = second.keys, second.values  # type: ignore[attr-defined]
+    second.keys, second.values = kept  # type: ignore[attr-defined]
+
+
+MIXED = [
+    (swap_parts, "values of a layer were given back where its keys belong"),
+    (one_layer_twice, "given back for two layers"),
+    (a_copy_of_one_layer_twice, "given back for two layers"),
+    (exchange, "exchanged"),
+]
+
+
+@pytest.mark.parametrize("count", [1, 3], ids=["token", "chunk"])
+@pytest.mark.parametrize(("mix", "said"), MIXED)
+def test_handles_in_another_place_are_refused(
+    model: torch.nn.Module, mix: Callable[[list[object]], None], said: str, count: int
+) -> None:
+    compiled, cache, ids = started(model)
+    other, expected = copy.deepcopy(cache), follow(compiled, copy.deepcopy(cache), ids)
+    mix(cache.layers)  # type: ignore[attr-defined]
+    with torch.no_grad(), pytest.raises(kvpass.CacheHandleError, match=said):
+        compiled(ids[:, :count], past_key_values=cache, use_cache=True)  # type: ignore[operator]
+    assert torch.allclose(follow(compiled, other, ids), expected, atol=1e-6)
+
+
+def test_layers_of_two_conversations_are_told_by_their_counts(model: torch.nn.Module) -> None:
+    compiled, cache, ids = started(model)
+    other = copy.deepcopy(cache)
+    follow(compiled, other, ids[:, :2])
+    cache.layers[1] = other.layers[1]  # type: ignore[attr-defined]
+    with pytest.raises(kvpass.CacheHandleError, match=r"stand at \[14, 16\] tokens"):
+        follow(compiled, cache, ids[:, 2:3])
+
+
+class Broken(torch.nn.Module):
+    """Four layers of attention between which the graph breaks; a cache is a tuple of pairs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Tiny() for _ in range(4))
+
+    def forward(self, ids: torch.Tensor, past: tuple[object, ...] = (None,) * 4) -> tuple[torch.Tensor, object]:
+        total, grown = torch.zeros(()), []
+        for number, (layer, held) in enumerate(zip(self.layers, past, strict=True)):
+            if number == 2:
+                torch._dynamo.graph_break()
+            logits, own = layer(ids, held)
+            total = total + logits
+            grown.append(own)
+        return total, tuple(grown)
+
+
+def test_layers_in_several_graphs_are_numbered_in_each() -> None:
+    torch.manual_seed(0)
+    model, ids = Broken().eval(), torch.randint(0, 64, (2, 12))
+    compiled = torch.compile(model, backend=kvpass.backend("h2o", budget=32, inner="eager"))
+    assert torch.allclose(loop(compiled, ids), loop(model, ids), atol=1e-5)
+    with torch.no_grad():
+        _, past = compiled(ids[:, :5])
+        with pytest.raises(kvpass.CacheHandleError, match="exchanged"):
+            compiled(ids[:, 5:6], (past[0], past[1], past[3], past[2]))
+
+
+PICKS = {
+    "slice": lambda: slice(0, 2),
+    "list": lambda: [0, 1],
+    "mask": lambda: torch.tensor([True, True, False]),
+    "index": lambda: torch.tensor([0, 1]),
+}
+
+
+@pytest.mark.parametrize("pick", PICKS.values(), ids=PICKS)
+def test_rows_picked_twice_alike_are_one_cache(model: torch.nn.Module, pick: Callable[[], object]) -> None:
+    """The second of K and V asks with an argument of its own that picks the same rows."""
+    compiled, cache, ids = started(model)
+    straight = follow(compiled, copy.deepcopy(cache), ids)
+    for layer in cache.layers:  # type: ignore[attr-defined]
+        layer.keys, layer.values = layer.keys[pick()], layer.values[pick()]
+        assert layer.keys.cache is layer.values.cache
+    assert torch.allclose(follow(compiled, cache, ids[:2]), straight[:2], atol=1e-5)
+
+
+def test_an_index_made_anew_is_the_same_index(model: torch.nn.Module) -> None:
+    _, cache, _ = started(model)
+    layer = cache.layers[0]  # type: ignore[attr-defined]
+    one = layer.keys.index_select(0, torch.tensor([2, 1])), layer.values.index_select(0, torch.tensor([2, 1]))
+    assert one[0].cache is one[1].cache
+    repeated = layer.keys.repeat_interleave(2, 0), layer.values.repeat_interleave(2, 0)
+    assert repeated[0].cache is repeated[1].cache
+
+
+def test_rows_picked_otherwise_are_another_cache(model: torch.nn.Module) -> None:
+    compiled, cache, ids = started(model)
+    for layer in cache.layers:  # type: ignore[attr-defined]
+        layer.keys, layer.values = layer.keys[0:2], layer.values[1:3]
+        assert layer.keys.cache is not layer.values.cache
+    with pytest.raises(kvpass.CacheHandleError, match="different conversations"):
+        follow(compiled, cache, ids[:2])
+
+
+@pytest.mark.parametrize("order", ["kvkv", "kkvv"])
+def test_rows_picked_twice_are_two_copies(model: torch.nn.Module, order: str) -> None:
+    _, cache, _ = started(model)
+    layer = cache.layers[0]  # type: ignore[attr-defined]
+    made = {"k": [], "v": []}  # type: ignore[var-annotated]
+    for part in order:
+        made[part].append((layer.keys if part == "k" else layer.values)[0:2].cache)
+    (first, second), values = made["k"], made["v"]
+    assert first is not second
+    assert values[0] is first
+    assert values[1] is second
+
+
+def test_a_list_that_changes_between_keys_and_values_picks_other_rows(model: torch.nn.Module) -> None:
+    _, cache, _ = started(model)
+    layer, rows = cache.layers[0], [0, 1]  # type: ignore[attr-defined]
+    keys = layer.keys[rows]
+    rows[1] = 2
+    assert layer.values[rows].cache is not keys.cache

@@ -275,6 +275,11 @@ class Policy:
 
     # Attention.
 
+    @property
+    def bias_of_its_own(self) -> bool:
+        """Whether `bias` may give anything."""
+        return type(self).bias is not Policy.bias
+
     def bias(self, tokens: Tokens, groups: int) -> Tensor | None:
         """Added to the logits of later queries: float32, broadcastable to [B, Hkv, G = groups, N]."""
         return None

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from kvpass.expansion import Expansion, cut_expansion
 from kvpass.graphs import value
-from kvpass.instantiate import RotarySlice
+from kvpass.instantiate import Entry, RotarySlice
 from kvpass.match import AttentionSite
 from kvpass.policies.base import Attention
 from kvpass.reference import ReferenceLayer, reference_of
 from kvpass.reference.base import attention_logits
-from kvpass.rewrite.masks import MaskOnSlots
+from kvpass.rewrite.masks import MaskOnSlots, SlicedMask
 from kvpass.rewrite.step import StepRewriter
 from kvpass.slots import Chunk, Layout
 
@@ -34,7 +34,9 @@ def take_prompt(layout: Layout, layer: PromptLayer, site: AttentionSite, limit: 
     assert layer.extras is not None
     query, keys, mask, sink = layer.extras
     new, total = query.shape[2], keys.shape[2]
-    seen = torch.arange(total, device=query.device) <= torch.arange(total - new, total, device=query.device)[:, None]
+    seen = torch.ones(new, total, dtype=torch.bool, device=query.device)
+    if site.causal:
+        seen = seen.tril(total - new)
     allowed = seen.expand(query.shape[0], 1, -1, -1) & layer.chunk.real[:, None, None]
     bias = None
     if mask is not None and mask.dtype == torch.bool:
@@ -55,7 +57,7 @@ class ReferenceRewriter(StepRewriter):
     def _splice(
         self, number: int, site: AttentionSite, slots: list[fx.Node], new: list[fx.Node], first: bool = True
     ) -> list[fx.Node]:
-        mask, _ = self._mask(site, self.windows[number])
+        mask, _ = self._mask(site, number)
         rotary = self.pieces[number] if self.pieces else None
         owner = self.sites[number]
         attended = self._joined(owner.key) if owner.made else owner.key  # turned, where what is stored is not
@@ -69,7 +71,7 @@ class ReferenceRewriter(StepRewriter):
         }
         wide_lse = site.lse is not None and value(site.lse).ndim == 4
         call = _Call(site, self.layouts[number], mask, rotary, expansion, first, wide_lse)
-        tokens = (site.query, attended, stored, new[1], self._real_now(site, mask))
+        tokens = (site.query, attended, stored, new[1], self._real_now(number))
         arguments = (self.inputs[number][0], *tokens, bound, site.sink)
         with self.graph.inserting_before(site.call):
             both = self.graph.call_function(call, arguments)
@@ -81,6 +83,19 @@ class ReferenceRewriter(StepRewriter):
 
     def _before(self, number: int) -> list[fx.Node]:
         return []
+
+    def _mask(self, site: AttentionSite, number: int) -> tuple[MaskOnSlots | None, Any]:
+        mask, key = super()._mask(site, number)
+        return (dataclasses.replace(mask, whole=True) if isinstance(mask, SlicedMask) else mask), key
+
+    def _entry(self, number: int, entry: Entry) -> fx.Node:
+        """A new input: the tensor in which a mask looks up, whose tokens are in lists and not in slots."""
+        if (0, entry) not in self._entries:
+            self._entries[0, entry] = self._new_input(f"{entry.node.name}_whole", value(entry.node))
+        return self._entries[0, entry]
+
+    def _slots_of(self, layer: int) -> int | None:
+        return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,10 +205,9 @@ def _allowed(
 ) -> tuple[Tensor, Tensor | None]:
     """Mask bool and the model's bias, [B, Hq, q, N + q], of queries over [held, new]."""
     count = real.shape[1]
-    causal = torch.ones(count, count, dtype=torch.bool, device=real.device).tril() & real[:, None]  # [B, q, q]
     groups = layout.groups
     held = live[:, :, None].expand(-1, -1, count, -1)  # [B, H', q, N]
-    seen = torch.cat([held, causal[:, None].expand(-1, groups, -1, -1)], -1)
+    seen = torch.cat([held, real[:, None, None].expand(-1, groups, count, -1)], -1)
     seen = seen.repeat_interleave(query_heads // groups, 1)
     if own is None:
         return seen, None

@@ -6,6 +6,7 @@ import dataclasses
 import operator
 from typing import Any
 
+import sympy  # type: ignore[import-untyped]
 import torch
 import torch.fx as fx
 
@@ -20,11 +21,13 @@ class OnLength:
     Attributes:
         graph: is changed in place.
         length: the counter, int64 of no dimensions.
+        computed: nodes that were made of it, and what each computes.
     """
 
     graph: fx.Graph
     sizes: Sizes
     length: fx.Node
+    computed: dict[fx.Node, sympy.Expr] = dataclasses.field(default_factory=dict)
 
     def positions(self) -> None:
         """Arithmetic of tensors on the cache's length: from a symbolic size to the counter on the device."""
@@ -38,10 +41,13 @@ class OnLength:
                 self._arange_on_length(node)
             elif any(graphs.is_tensor(arg) for arg in node.args) and graphs.name_of(node) in _ARITHMETIC:
                 with self.graph.inserting_before(node):
-                    node.args = tuple(
-                        self.sizes.on_length(arg, self.length, self.graph) if arg in growing else arg
-                        for arg in node.args
-                    )
+                    node.args = tuple(self._on_length(arg) if arg in growing else arg for arg in node.args)
+
+    def _on_length(self, size: Any) -> Any:
+        made = self.sizes.on_length(size, self.length, self.graph)
+        if isinstance(made, fx.Node):
+            self.computed[made] = self.sizes.in_length(size)
+        return made
 
     def slices(self) -> list[fx.Node]:
         """Slices of tables whose ends grow become lookups; returns the key indices that were made for them."""
@@ -82,7 +88,7 @@ class OnLength:
         index.meta["example_value"] = value(table).new_empty((size,), dtype=torch.int64)
         made = [index] if total else []
         if start != 0:
-            offset = self.sizes.on_length(start, self.length, self.graph)
+            offset = self._on_length(start)
             moved = self.graph.call_function(operator.add, (index, offset))
             moved.meta["example_value"] = index.meta["example_value"]
             index = moved

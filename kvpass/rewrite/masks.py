@@ -8,8 +8,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass.expansion import Expansion
-from kvpass.instantiate import MaskSlice, as_allowed
+from kvpass.instantiate import MaskSlice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,10 +19,6 @@ class MaskOnSlots:
     queries: int
 
     @property
-    def tells_padding(self) -> bool:
-        return True
-
-    @property
     def facts(self) -> tuple[fx.Node, ...]:
         """What it reads of the stored rows."""
         return ()
@@ -31,50 +26,50 @@ class MaskOnSlots:
     def on_slots(
         self, index: Tensor, position: Tensor, heads: int, tensors: list[Tensor], facts: list[Tensor]
     ) -> Tensor:
-        raise NotImplementedError
-
-    def of_new(self, length: Tensor, tensors: list[Tensor]) -> Tensor:
+        """See `kvpass.step.Mask`; `tensors` are the values of `nodes`."""
         raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
 class SlicedMask(MaskOnSlots):
-    """A mask that is computed from a key index.
+    """A mask that is computed from a key index, and from what belongs to the key's token.
 
     Attributes:
         shifted: the model counts keys from the first that it stores; the first node is that one's place.
-        expansion: where it reads stored rows, what makes its facts of the new tokens' key and value, which are the
-            last nodes but for those that the expansion binds.
+        whole: the nodes of its entries are the tensors in which to look up, and not what was found for each slot.
     """
 
     piece: MaskSlice
     shifted: bool
-    expansion: Expansion | None = None
+    whole: bool = False
 
     @property
     def facts(self) -> tuple[fx.Node, ...]:
         return self.piece.facts
 
-    @property
-    def tells_padding(self) -> bool:
-        return bool(self.piece.columns)
-
     def on_slots(
         self, index: Tensor, position: Tensor, heads: int, tensors: list[Tensor], facts: list[Tensor]
     ) -> Tensor:
-        first, columns, bound, _ = self._sorted(tensors)
-        ones = [torch.ones_like(column[:, :1]) for column in columns]
-        return self.piece.on_slots(index, position, first, heads, ones, bound, facts)
+        start, count = int(self.shifted), len(self.piece.entries)
+        first = tensors[0] if start else 0
+        length, given, bound = tensors[start], tensors[start + 1 :][:count], tensors[start + 1 + count :]
+        if self.whole:
+            entries = [entry.at(full, index) for entry, full in zip(self.piece.entries, given, strict=True)]
+        else:
+            entries = [_in_slots(x, index, length, self.queries) for x in given]
+        return self.piece.on_slots(index, position, first, heads, entries, bound, facts)
 
-    def of_new(self, length: Tensor, tensors: list[Tensor]) -> Tensor:
-        first, columns, bound, new = self._sorted(tensors)
-        facts = self.expansion.on_slots(new[0], new[1], new[2:])[2] if self.expansion else []
-        return self.piece.of_new(length, first, self.queries, columns, bound, facts)
 
-    def _sorted(self, tensors: list[Tensor]) -> tuple[Tensor | int, list[Tensor], list[Tensor], list[Tensor]]:
-        start, count, bound = int(self.shifted), len(self.piece.columns), len(self.piece.slice.bound)
-        ends = (start + count, start + count + bound)
-        return tensors[0] if start else 0, tensors[start : ends[0]], tensors[ends[0] : ends[1]], tensors[ends[1] :]
+def _in_slots(entries: Tensor, index: Tensor, length: Tensor, queries: int) -> Tensor:
+    """Entries [B, H', C + q, ...] of the slots and the new tokens, as `index` [B, H', N] has them.
+
+    A chunk is beside the slots, N = C + q; a single token has taken one of them, N = C.
+    """
+    if index.shape[-1] == entries.shape[2]:
+        return entries
+    held, new = entries[:, :, :-queries], entries[:, :, -queries:]
+    fresh = (index == length).view(*index.shape, *[1] * (entries.ndim - 3))
+    return torch.where(fresh, new, held)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,9 +86,3 @@ class ColumnMask(MaskOnSlots):
         mask = mask.expand(-1, max(mask.shape[1], groups), -1, -1, -1)
         chosen = index.clamp(0, mask.shape[-1] - 1).expand(-1, mask.shape[1], -1)[:, :, None, None]
         return mask.gather(-1, chosen.expand(-1, -1, mask.shape[2], self.queries, -1))
-
-    def of_new(self, length: Tensor, tensors: list[Tensor]) -> Tensor:
-        mask = tensors[0]
-        offset = mask.shape[-1] - self.queries
-        mask = mask.expand(-1, -1, self.queries, -1)
-        return as_allowed(mask[:, 0].diagonal(offset, -2, -1))

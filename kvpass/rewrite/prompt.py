@@ -57,30 +57,36 @@ def rewrite_prompt(
     ranked: bool,
     extras: bool,
     examples: Sequence[Any],
+    telling: list[tuple[fx.Node, ...]],
 ) -> PromptRewrite:
     """Add to a prompt graph the outputs that its policy needs; its own computation stays as it is.
 
     Only a policy that renumbers changes that too, for prompts beyond its budget.
+
+    Args:
+        telling: for each site the inputs that tell padding, see `kvpass.capture.hiding`.
     """
     copy, moved = compat.copy_graph_module(gm)
     output = copy.graph.output_node()
     outputs: list[Any] = graphs.results(copy.graph)
     done = PromptRewrite(copy, sites, [], [], [], [], [])
-    known: dict[fx.Node | None, int] = {}
+    known: dict[tuple[fx.Node, ...], int] = {}
+    told = [tuple(moved[node] for node in nodes) for nodes in telling]
 
     def emit(node: fx.Node) -> int:
         outputs.append(node)
         return len(outputs) - 1
 
-    for site, policy in zip(sites, policies, strict=True):
+    for site, policy, here in zip(sites, policies, told, strict=True):
         with copy.graph.inserting_before(moved[site.call].next):  # not at the end: queries would outlive their layer
-            real = _real_tokens(copy.graph, site, moved)
-            if real is not None and site.mask not in known:
-                known[site.mask] = emit(real)
-            done.real.append(None if real is None else known[site.mask])
+            whole = _real_tokens(copy.graph, moved[site.grown_key], here)
+            if whole is not None and here not in known:
+                known[here] = emit(whole)
+            done.real.append(None if whole is None else known[here])
+            real = _of_new(copy.graph, site, moved, whole)
             if policy.temper(torch.ones(1, 1, dtype=torch.int64)) is not None:
                 for each in site.all:
-                    _temper(copy.graph, each, moved, policy)
+                    _temper(copy.graph, each, moved, policy, real)
             rotary = match.find_rotary(gm, site) if ranked else None
             keys, values = site.keys_out, site.values_out
             if site.window is not None:
@@ -98,7 +104,7 @@ def rewrite_prompt(
                 done.extras.append((emit(moved[site.query]), attended, mask, sink))
     if policies[0].renumbers and graphs.expr(sites[0].queries) != 1:
         actual = dict(zip(graphs.placeholders(gm.graph), examples, strict=True))
-        _renumber(gm, copy.graph, sites, moved, actual, policies[0], budget)
+        _renumber(gm, copy.graph, sites, moved, actual, policies[0], budget, told[0])
     output.args = (tuple(outputs),)
     copy.recompile()
     return done
@@ -112,6 +118,7 @@ def _renumber(
     actual: dict[fx.Node, Any],
     policy: Policy,
     budget: Budget,
+    told: tuple[fx.Node, ...],
 ) -> None:
     """Number and mask the tokens by windows, of which the last is all that is kept."""
 
@@ -130,10 +137,9 @@ def _renumber(
 
     for reader in renumber.readers(gm, sites, actual, renumber.fits_prompt):
         node, ids = moved[reader.node], moved[reader.ids]
-        if sites[0].mask is not None:
-            graphs.move_before(node, moved[sites[0].mask])
         with graph.inserting_before(node):
-            counted = graph.call_function(ids_of, (ids, reader.along, _real_tokens(graph, sites[0], moved)))
+            real = _real_tokens(graph, moved[reader.ids], told, reader.along)
+            counted = graph.call_function(ids_of, (ids, reader.along, real))
         counted.meta["example_value"] = value(reader.ids)
         node.replace_input_with(ids, counted)
     for site in (each for owner in sites for each in owner.all):
@@ -145,7 +151,7 @@ def _renumber(
             )
         with graph.inserting_before(call):
             mask = None if site.mask is None else moved[site.mask]
-            real = _real_tokens(graph, site, moved)
+            real = _real_tokens(graph, moved[site.grown_key], told)
             windows = graph.call_function(mask_of, (mask, moved[site.query], real, site.causal))
         given = dict(zip(_SDPA, call.args, strict=False)) | call.kwargs
         call.args = ()
@@ -155,22 +161,41 @@ def _renumber(
 _SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
-def _real_tokens(graph: fx.Graph, site: AttentionSite, moved: dict[fx.Node, fx.Node]) -> fx.Node | None:
-    """Which tokens of the prompt are not padding, from what the mask lets each see of itself."""
-    if site.mask is None or graphs.expr(value(site.mask).shape[2]) != graphs.expr(site.queries):
-        return None
-    offset = _past_length(site)
-    diagonal = graph.call_function(torch.diagonal, (moved[site.mask], offset, -2, -1))
-    first = graph.call_function(operator.getitem, (diagonal, (slice(None), 0)))
-    dtype = value(site.mask).dtype
-    return first if dtype == torch.bool else graph.call_function(operator.gt, (first, torch.finfo(dtype).min / 2))
+def _real_tokens(graph: fx.Graph, tokens: fx.Node, told: tuple[fx.Node, ...], along: int = 2) -> fx.Node | None:
+    """Which tokens are not padding, those of an adopted past included: bool [B or 1, past + q], None for all.
+
+    Args:
+        tokens: has them along a dimension.
+        told: the inputs that tell.
+    """
+    total, made = value(tokens).shape[along], None
+    for node in told:
+        ndim = value(node).ndim
+        if graphs.expr(value(node).shape[-1]) != graphs.expr(total):  # there may be entries for tokens to come
+            count = graph.call_method("size", (tokens, along))
+            count.meta["example_value"] = total
+            subscript: Any = (Ellipsis, slice(None, count))
+            node = graph.call_function(operator.getitem, (node, subscript))
+        own = graph.call_function(operator.ne, (node, 0))
+        own = own if ndim == 2 else graph.call_method("unsqueeze", (own, 0))
+        made = own if made is None else graph.call_function(operator.and_, (made, own))
+    return made
 
 
-def _past_length(site: AttentionSite) -> int:
-    return 0 if site.past_key is None else int(value(site.past_key).shape[2])
+def _of_new(
+    graph: fx.Graph, site: AttentionSite, moved: dict[fx.Node, fx.Node], real: fx.Node | None
+) -> fx.Node | None:
+    """Those of the tokens that are queries: all, unless a past was adopted."""
+    if real is None or site.past_key is None:
+        return real
+    past = graph.call_method("size", (moved[site.past_key], 2))
+    past.meta["example_value"] = value(site.past_key).shape[2]
+    return graph.call_function(operator.getitem, (real, (slice(None), slice(past, None))))
 
 
-def _temper(graph: fx.Graph, site: AttentionSite, moved: dict[fx.Node, fx.Node], policy: Policy) -> None:
+def _temper(
+    graph: fx.Graph, site: AttentionSite, moved: dict[fx.Node, fx.Node], policy: Policy, real: fx.Node | None
+) -> None:
     """Multiply the prompt's queries with the policy's factor for as many tokens as each row has."""
     query, call = moved[site.query], moved[site.call]
     if not compat.is_sdpa(call):
@@ -185,7 +210,7 @@ def _temper(graph: fx.Graph, site: AttentionSite, moved: dict[fx.Node, fx.Node],
         return tempered(policy, query, present.sum(-1, keepdim=True))
 
     with graph.inserting_before(call):
-        factored = graph.call_function(function, (query, _real_tokens(graph, site, moved)))
+        factored = graph.call_function(function, (query, real))
     call.replace_input_with(query, factored)
     moved[site.query] = factored
 

@@ -8,6 +8,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+import sympy  # type: ignore[import-untyped]
 import torch
 import torch.fx as fx
 from torch import Tensor
@@ -16,7 +17,7 @@ from kvpass import compat, graphs, match, selection
 from kvpass.errors import UnsupportedGraph
 from kvpass.expansion import Expansion, cut_expansion
 from kvpass.graphs import Sizes, placeholders, value
-from kvpass.instantiate import MaskSlice, RotarySlice, cut_mask, cut_rotary
+from kvpass.instantiate import Around, Entry, MaskSlice, RotarySlice, cut_mask, cut_rotary
 from kvpass.lowering.attend import written_out
 from kvpass.lowering.turns import Pairs, Turn
 from kvpass.match import AttentionSite
@@ -35,21 +36,23 @@ class StepRewrite:
     """A step graph on slots.
 
     Attributes:
-        gm: takes the slots' tensors of every layer, the `weights`, then `columns`, `wide`,
+        gm: takes the slots' tensors of every layer, the `weights`, then `columns`, `entries`,
             what is computed `beside`, and the `inputs`.
         weights: the policy's own, on the device of the slots.
         inputs: which of Dynamo's arguments it still takes.
         loose: which of those came with strides that may change from call to call.
-        columns: which of Dynamo's arguments it takes the last q columns of.
-        wide: which of them it takes with room for more columns.
+        columns: which of Dynamo's arguments it takes the new tokens' columns of.
+        entries: what it looks up for the token of each slot.
         outputs: for each output of the original graph its place in the rewritten one's, None for a cache.
         lengths: outputs of the original graph that are the tokens seen before, plus a number.
         chunks: for each site of an extend graph the places of stored key, value, real and statistics.
         beside: computes, from Dynamo's arguments and uncompiled, what takes all tokens to compute: first the `grown`
-            outputs of the original graph, such as a mask that another graph goes on with, then further inputs.
+            outputs of the original graph, such as a mask that another graph goes on with, then `asides` further
+            inputs, then what entries are looked up in.
         unread: outputs of the original graph that grow and that nothing reads on slots: the argument that each is
             longer than, and the dimension.
         real: the place of bool [B, 1], which of the tokens were real, if the graph leaves counting to its caller.
+        positions: which of Dynamo's arguments are positions that ranks have taken the place of.
     """
 
     gm: fx.GraphModule
@@ -57,15 +60,17 @@ class StepRewrite:
     inputs: list[int]
     loose: set[int]
     columns: list[int]
-    wide: list[int]
+    entries: list[LookedUp]
     queries: int
     outputs: list[int | None]
     lengths: dict[int, int]
     chunks: list[list[int]]
     beside: fx.GraphModule | None
     grown: list[int]
+    asides: int = 0
     unread: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
     real: int | None = None
+    positions: tuple[int, ...] = ()
 
     def count(self, slots: list[Slots], results: Sequence[Any]) -> None:
         """Count the tokens of a step, if its graph leaves that to its caller: see `_leave_counting`."""
@@ -78,28 +83,72 @@ class StepRewrite:
         """What `beside` gives."""
         return list(self.beside(*arguments)) if self.beside else []
 
-    def flat(self, slots: list[Slots], arguments: tuple[Any, ...], aside: list[Any]) -> list[Any]:
-        """The rewritten graph's arguments: from the slots, Dynamo's arguments, and `on_all_tokens`."""
+    def flat(self, slots: list[Slots], arguments: tuple[Any, ...], aside: list[Any], seen: int) -> list[Any]:
+        """The rewritten graph's arguments: from the slots, Dynamo's arguments, and `on_all_tokens`.
+
+        Args:
+            seen: the tokens before these.
+        """
         dense = torch.contiguous_format
         flat: list[Any] = [tensor for layer in slots for tensor in layer.tensors()]
         flat += self.weights
-        flat += [arguments[place][:, -self.queries :].clone(memory_format=dense) for place in self.columns]
-        flat += [padded(arguments[place]) for place in self.wide]
-        flat += aside[len(self.grown) :]
+        for place in self.columns:
+            column = arguments[place]
+            start = min(seen, column.shape[-1] - self.queries)  # it ends with the new tokens, or has room for more
+            flat.append(column.narrow(-1, start, self.queries).clone(memory_format=dense))
+        further = aside[len(self.grown) :]
+        for entry in self.entries:
+            full = arguments[entry.place] if entry.given else further[self.asides + entry.place]
+            flat.append(full if entry.layer is None else entry.of(full, slots[entry.layer], self.queries))
+        flat += further[: self.asides]
         for place in self.inputs:
             flat.append(arguments[place].clone(memory_format=dense) if place in self.loose else arguments[place])
         return flat
 
+    @property
+    def repeats(self) -> bool:
+        """Whether a later step of one token can do with the same arguments."""
+        return not (self.beside or self.entries)
 
-def padded(columns: Tensor) -> Tensor:
-    """[..., S] as [..., N] with N = `room_for(S)`, zero behind."""
-    count = columns.shape[-1]
-    return torch.nn.functional.pad(columns, (0, room_for(count) - count))
+
+@dataclasses.dataclass(frozen=True)
+class LookedUp:
+    """An entry for each slot of a layer, see `Entry`.
+
+    Attributes:
+        layer: whose slots; None for the tensor itself, in which a reference looks up.
+        given: whether the tensor is one of Dynamo's arguments, and not computed beside the graph.
+        place: among these, or among what is looked up of those.
+    """
+
+    layer: int | None
+    entry: Entry
+    given: bool
+    place: int
+
+    def of(self, full: Tensor, slots: Slots, queries: int) -> Tensor:
+        """[B, H', C + q, ...]: of the slots, then of the new tokens."""
+        new = slots.length[:, None] + torch.arange(queries, device=slots.length.device)
+        places = torch.cat([slots.index, new[:, None].expand(-1, slots.index.shape[1], -1)], -1)
+        return self.entry.at(full, places.to(full.device))
 
 
-def room_for(columns: int) -> int:
-    """A power of two, above any small number of columns."""
-    return max(64, 1 << columns.bit_length())
+@dataclasses.dataclass(frozen=True)
+class Telling:
+    """Which inputs tell padding from real tokens, see `kvpass.capture.hiding`.
+
+    Attributes:
+        sites: for each site those that do in all masks on its cache.
+        known: those of which every held token is known to have an entry of one.
+    """
+
+    sites: tuple[tuple[fx.Node, ...], ...]
+    known: frozenset[fx.Node]
+
+    def moved(self, to: dict[fx.Node, fx.Node]) -> Telling:
+        """The same in a copy of the graph."""
+        sites = tuple(tuple(to[node] for node in told) for told in self.sites)
+        return Telling(sites, frozenset(to[node] for node in self.known))
 
 
 class StepRewriter:
@@ -115,6 +164,7 @@ class StepRewriter:
         sizes: Sizes,
         seen: int,
         windows: tuple[int | None, ...],
+        telling: Telling,
         sweep: bool = False,
     ) -> None:
         """`seen` is the tokens before this call, `windows` how many of them the model stores if not all."""
@@ -130,18 +180,21 @@ class StepRewriter:
         # A prompt that is still held whole takes its first token in as a chunk.
         self.decodes = self.queries == 1 and all(s.capacity == x.capacity for s, x in zip(slots, layouts, strict=True))
         self.ranked = layouts[0].ranked
-        self._masks: dict[fx.Node, MaskSlice] = {}
+        self._masks: dict[tuple[fx.Node, tuple[fx.Node, ...]], MaskSlice] = {}
         self._firsts: dict[int, fx.Node] = {}
         self._traced: dict[Any, fx.GraphModule] = {}
         self._columns: dict[fx.Node, fx.Node] = {}
-        self._wide: dict[fx.Node, fx.Node] = {}
+        self._entries: dict[tuple[int, Entry], fx.Node] = {}
         self._asides: dict[fx.Node, fx.Node] = {}
-        self._real: dict[fx.Node | None, fx.Node] = {}
+        self._real: dict[tuple[fx.Node, ...], fx.Node] = {}
+        self.telling = telling.moved(moved)
         self._tables: dict[Any, list[fx.Node]] = {}
         self._mixing: dict[Any, Pairs | None] = {}
         self._unread: dict[int, tuple[int, int]] = {}
         self._first_rank: fx.Node | None = None
         self.counted: fx.Node | None = None
+        self.given_positions: list[int] = []
+        self.replaced: dict[str, fx.Node] = {}
 
     @property
     def decodes_on_gpu(self) -> bool:
@@ -169,6 +222,7 @@ class StepRewriter:
         lookups = on_length.slices()
         self.counts = {w: [*match.iotas(self.graph.nodes, self.sizes, w), *lookups] for w in set(self.windows)}
         on_length.positions()
+        self.on_length = on_length.computed
         self.pieces = self._cut_rotaries()  # after the above, which puts other nodes in the place of positions
         if self.layouts[0].policy.renumbers:
             self._renumber()
@@ -270,11 +324,11 @@ class StepRewriter:
     ) -> list[fx.Node]:
         """Splice one attention call's step in; gives the new tokens' `real` and their statistics."""
         layout = self.layouts[number]
-        mask, mask_key = self._mask(site, self.windows[number])
+        mask, mask_key = self._mask(site, number)
         rotary = self.pieces[number] if self.pieces else None
         pairs = self._pairs(rotary)
         expansion = cut_expansion(self.gm, site, self.sizes, mask.facts if mask else ())
-        real = self._real_now(site, mask)
+        real = self._real_now(number)
         groups = {
             "slots": slots,
             "new": [site.query, *new, real],
@@ -295,7 +349,7 @@ class StepRewriter:
             rotary and (rotary.key, pairs),
             expansion and expansion.slice.key,
             (site.scale, site.cap, site.sink is None, site.lse is None, first),
-            *(str((self._shape(n), value(n).stride())) for n in nodes),
+            *(str((self._shape(n), value(n).stride(), value(n).dtype, self._device(n))) for n in nodes),
         )
         if key not in self._traced:
             counts = {name: len(group) for name, group in groups.items()}
@@ -320,6 +374,7 @@ class StepRewriter:
         """Let what a step gives, in the order of `Attended`, stand for the model's own; what it gives beyond that."""
         own = [node for node in (site.call, site.lse) if node is not None]
         for theirs, ours in zip(own, made, strict=False):
+            self.replaced[theirs.name] = ours
             ours.meta["example_value"] = value(theirs)
             theirs.replace_all_uses_with(ours)
         return made[len(own) :]
@@ -371,30 +426,53 @@ class StepRewriter:
 
     # -- masks -----------------------------------------------------------------------------------------
 
-    def _mask(self, site: AttentionSite, window: int | None) -> tuple[MaskOnSlots | None, Any]:
-        """The mask on slots, of which the model stores the last `window` if not all, and what identifies it."""
+    def _mask(self, site: AttentionSite, number: int) -> tuple[MaskOnSlots | None, Any]:
+        """The mask on the slots of a layer, and what identifies it."""
+        window = self.windows[number]
         if site.mask is None:
             return None, None
         if window is None and not self.sizes.grown(value(site.mask)):
             return ColumnMask([site.mask], self.queries), "columns"
-        if site.mask not in self._masks:
-            stored = [site.grown_key, site.grown_value]
-            chosen = self._choose_all(site)
-            behind = graphs.ancestors(site.mask, [*stored, *(each.node for each in chosen)])
-            columns = match.key_columns(behind, self.actual, self.rows, self.seen + self.queries)
-            counts = [count for count in self.counts[window] if count in behind]
-            wide = match.wide_columns(behind, self.actual, self.sizes)
-            self._masks[site.mask] = cut_mask(self.gm, site.mask, self.sizes, counts, columns, wide, stored)
-        piece = self._masks[site.mask]
-        for column in piece.columns:
-            self._column(column)
-        bound = [self._bound(piece, node) for node in piece.slice.bound]
+        padding = tuple(node for node in self.telling.sites[number] if node in self.telling.known)
+        if (site.mask, padding) not in self._masks:
+            self._choose_all(site)
+            around = self._around(site, window, padding)
+            self._masks[site.mask, padding] = cut_mask(self.gm, site.mask, self.sizes, around)
+        piece = self._masks[site.mask, padding]
+        bound = [self._beside(node) if node in piece.aside else node for node in piece.slice.bound]
         first = [] if window is None else [self._first_stored(window)]
-        nodes = [*first, *(self._columns[c] for c in piece.columns), *bound]
-        expansion = cut_expansion(self.gm, site, self.sizes, piece.facts) if piece.facts else None
-        if expansion:
-            nodes += [self._joined(site.key), self._joined(site.value), *expansion.slice.bound]
-        return SlicedMask(nodes, self.queries, piece, bool(first), expansion), (piece.slice.key, bool(first))
+        entries = [self._entry(number, entry) for entry in piece.entries]
+        nodes = [*first, self.length, *entries, *bound]
+        return SlicedMask(nodes, self.queries, piece, bool(first)), (piece.key, bool(first))
+
+    def _around(self, site: AttentionSite, window: int | None, padding: tuple[fx.Node, ...]) -> Around:
+        behind = graphs.ancestors(site.mask, [site.grown_key, site.grown_value])  # type: ignore[arg-type]
+        pasts = {past for each in self.sites for past in (each.past_key, each.past_value)}
+        inputs = match.token_inputs(behind - pasts, self.actual, self.sizes)
+        return Around(
+            counts=[count for count in self.counts[window] if count in behind],
+            inputs={node: axis for node, axis in inputs.items() if node not in padding},
+            padding=list(padding),
+            stored=[site.grown_key, site.grown_value],
+            lengths=self.on_length,
+            first=sympy.Integer(0) if window is None else graphs.LENGTH - window,
+            last=window,
+        )
+
+    def _entry(self, number: int, entry: Entry) -> fx.Node:
+        """A new input: what a mask looks up for the token of each slot of a layer."""
+        if (number, entry) not in self._entries:
+            count = self.slots[number].capacity + self.queries
+            shape = (self.rows, self.layouts[number].groups, count, *entry.rest)
+            example = torch.empty(shape, dtype=value(entry.node).dtype, device="meta")
+            self._entries[number, entry] = self._new_input(f"{entry.node.name}_at_{number}", example)
+        return self._entries[number, entry]
+
+    def _new_input(self, name: str, example: Tensor) -> fx.Node:
+        with self.graph.inserting_after(self.holders[-1]):
+            node = self.graph.placeholder(name)
+        compat.as_new_input(node, example, in_place=False)
+        return node
 
     def _choose_all(self, site: AttentionSite) -> list[Selection]:
         """The sparse indices in a site's mask, which choose all slots; the keys that they score by are dropped."""
@@ -416,57 +494,37 @@ class StepRewriter:
         return self._firsts[window]
 
     def _column(self, holder: fx.Node) -> fx.Node:
-        """A new input: the last q columns of one that runs over all tokens."""
+        """A new input: the new tokens' columns of one that runs over all tokens."""
         if holder not in self._columns:
-            with self.graph.inserting_after(self.holders[-1]):
-                node = self.graph.placeholder(f"{holder.name}_now")
-            example = torch.empty((self.rows, self.queries), dtype=value(holder).dtype, device="meta")
-            compat.as_new_input(node, example, in_place=False)
-            self._columns[holder] = node
+            shape = (*map(self.sizes.fixed, value(holder).shape[:-1]), self.queries)
+            example = torch.empty(shape, dtype=value(holder).dtype, device="meta")
+            self._columns[holder] = self._new_input(f"{holder.name}_now", example)
         return self._columns[holder]
-
-    def _bound(self, piece: MaskSlice, node: fx.Node) -> fx.Node:
-        """What takes the place of a node that a mask reads."""
-        return self._padded(node) if node in piece.wide else self._beside(node) if node in piece.aside else node
 
     def _beside(self, node: fx.Node) -> fx.Node:
         """A new input: what a node, which reads all tokens, gives; it is computed beside the graph."""
         if node not in self._asides:
-            with self.graph.inserting_after(self.holders[-1]):
-                new = self.graph.placeholder(f"{node.name}_aside")
             example = torch.empty(self._shape(node), dtype=value(node).dtype, device="meta")
-            compat.as_new_input(new, example, in_place=False)
-            self._asides[node] = new
+            self._asides[node] = self._new_input(f"{node.name}_aside", example)
         return self._asides[node]
 
-    def _padded(self, holder: fx.Node) -> fx.Node:
-        """A new input: one that runs over all tokens, with room for more, so that its shape seldom changes."""
-        if holder not in self._wide:
-            with self.graph.inserting_after(self.holders[-1]):
-                node = self.graph.placeholder(f"{holder.name}_padded")
-            compat.as_new_input(node, padded(self.actual[holder]).to("meta"), in_place=False)
-            self._wide[holder] = node
-        return self._wide[holder]
+    def _real_now(self, number: int) -> fx.Node:
+        """bool [B, q]: which of the new tokens are not padding, for a layer."""
+        telling = self.telling.sites[number]
+        if telling not in self._real:
+            self._real[telling] = self._emit_real([self._column(holder) for holder in telling])
+        return self._real[telling]
 
-    def _real_now(self, site: AttentionSite, mask: MaskOnSlots | None, before: fx.Node | None = None) -> fx.Node:
-        """bool [B, q]: which of the new tokens are not padding; made before a node, the site's call unless told."""
-        key = site.mask if mask is not None and mask.tells_padding else self.length
-        if key not in self._real:
-            self._real[key] = self._emit_real(site, mask if key is site.mask else None, before or site.call)
-        return self._real[key]
-
-    def _emit_real(self, site: AttentionSite, mask: MaskOnSlots | None, before: fx.Node) -> fx.Node:
+    def _emit_real(self, columns: list[fx.Node]) -> fx.Node:
         rows, queries, device = self.rows, self.queries, self.layouts[0].device
 
-        def function(length: Tensor, *tensors: Tensor) -> Tensor:
-            everyone = torch.ones((rows, queries), dtype=torch.bool, device=device)
-            return everyone if mask is None else everyone & mask.of_new(length, list(tensors))
+        def function(*columns: Tensor) -> list[Tensor]:
+            real = torch.ones((rows, queries), dtype=torch.bool, device=device)
+            for column in columns:
+                real = real & (column != 0)
+            return [real]
 
-        nodes = [self.length, *(mask.nodes if mask else [])]
-        with compat.fake_mode() as fake:
-            examples = [fake(self._example(n)) for n in nodes]
-            traced = compat.trace(function, examples)
-        node: fx.Node = graphs.splice(self.gm, traced, nodes, before, f"kvpass_real_{len(self._real)}")[0]
+        node: fx.Node = self._computed(function, columns, self.length.next, f"kvpass_real_{len(self._real)}")[0]
         node.meta["example_value"] = torch.empty((rows, queries), dtype=torch.bool, device="meta")
         return node
 
@@ -541,21 +599,18 @@ class StepRewriter:
     def _rank_positions(self, position: fx.Node) -> None:
         """Let the queries stand behind the held tokens: positions become live slots + 0, 1, ..."""
         shape, queries = self._shape(position), self.queries
+        given = match.reshaped(position)
+        if given in self.holders:
+            self.given_positions.append(self.holders.index(given))
         along = next(
             (d for d in range(len(shape) - 1, -1, -1) if shape[d] == queries and (d or len(shape) == 1)), len(shape) - 1
         )
         rows, dtype = self.rows, value(position).dtype
-        mask, _ = self._mask(self.sites[0], self.windows[0])
-        if len(shape) == 1 and rows > 1 and mask is not None and mask.tells_padding:
+        padded = bool(self.telling.sites[0])
+        if len(shape) == 1 and rows > 1 and padded:
             self._refuse_ranks(0, match.ALIKE_IN_ALL_ROWS)
-        padded = mask if mask is not None and mask.tells_padding and not self.decodes else None
-        masks = {node for read in padded.nodes for node in graphs.ancestors(read)} if padded else set()
-        users = [user for user in self.graph.nodes if user in position.users and user not in masks]
-        real = []
-        if padded and users:  # of a chunk, only real tokens count
-            for read in padded.nodes:
-                graphs.move_before(users[0], read)
-            real = [self._real_now(self.sites[0], padded, users[0])]
+        users = self._users_but_masks(position)
+        real = [self._real_now(0)] if padded and not self.decodes else []  # only real tokens count
 
         def function(first: Tensor, *real: Tensor) -> Tensor:
             steps = [(new.cumsum(-1) - 1).clamp(min=0) for new in real] or [torch.arange(queries, device=first.device)]
@@ -569,11 +624,21 @@ class StepRewriter:
         with compat.fake_mode() as fake:
             held = [self._rank_of_first(), *real]
             traced = compat.trace(function, [fake(self._example(node)) for node in held])
-        before = users[0] if real else position.next
+        before = self.length.next if position.op == "placeholder" else position.next
         ranks = graphs.splice(self.gm, traced, held, before, f"kvpass_rank_{position.name}")[0]
         ranks.meta["example_value"] = value(position)
         for user in users:
             user.replace_input_with(position, ranks)
+
+    def _users_but_masks(self, position: fx.Node) -> list[fx.Node]:
+        """What reads positions to turn queries and keys with; a mask compares them with places, which stay."""
+        calls = {each.call for site in self.sites for each in site.all}
+        masks = {n for s in self.sites for each in s.all if each.mask for n in graphs.ancestors(each.mask, calls)}
+        turning = {n for s in self.sites for each in s.all for n in graphs.ancestors(each.query, calls)}
+        users = [user for user in self.graph.nodes if user in position.users]
+        if any(user in masks and user in turning for user in users):
+            self._refuse_ranks(0, "a mask reads the positions through the same operation as the rotary embedding")
+        return [user for user in users if user not in masks]
 
     def _rank_of_first(self) -> fx.Node:
         """int64 [B]: the rank of the first new token; read before the first layer's step, which writes there."""
@@ -647,34 +712,62 @@ class StepRewriter:
         self._sweep()
         inputs = [place for place, holder in enumerate(self.holders) if holder in set(placeholders(self.graph))]
         columns = [self.holders.index(holder) for holder in self._columns]
+        entries, looked_in = self._looked_up()
         loose = {place for place in inputs if _loose(value(self.holders[place]))}
         self.gm.recompile()
-        wide = [self.holders.index(holder) for holder in self._wide]
         return StepRewrite(
             gm=self.gm,
             weights=self.weights,
             inputs=inputs,
             loose=loose,
             columns=columns,
-            wide=wide,
+            entries=entries,
             queries=self.queries,
             outputs=mapping,
             lengths=lengths,
             chunks=chunk_places if any(chunk_places) else [],
-            beside=self._on_all_tokens(grown) if grown or self._asides else None,
+            beside=self._on_all_tokens(grown, looked_in) if grown or self._asides or looked_in else None,
             grown=grown,
+            asides=len(self._asides),
             unread=self._unread,
             real=real,
+            positions=tuple(dict.fromkeys(self.given_positions)),
         )
 
-    def _on_all_tokens(self, places: list[int]) -> fx.GraphModule:
+    def _looked_up(self) -> tuple[list[LookedUp], list[fx.Node]]:
+        """Where entries are looked up, and the nodes among that which are computed beside the graph."""
+        made, computed = [], list[fx.Node]()
+        for layer, entry in self._entries:
+            node = entry.node
+            if node.op == "placeholder":
+                made.append(LookedUp(self._slots_of(layer), entry, True, self.holders.index(node)))
+                continue
+            if node not in computed:
+                computed.append(node)
+            made.append(LookedUp(self._slots_of(layer), entry, False, computed.index(node)))
+        return made, computed
+
+    def _slots_of(self, layer: int) -> int | None:
+        """Whose slots an entry is looked up for."""
+        return layer
+
+    def _on_all_tokens(self, places: list[int], looked_in: list[fx.Node]) -> fx.GraphModule:
         """What computes the outputs that grow with the cache, and what is read of all tokens."""
         copy, moved = compat.copy_graph_module(self.original)
         there = {node.name: node for node in moved.values()}
         outputs = graphs.results(copy.graph)
-        wanted = [outputs[place] for place in places] + [there[node.name] for node in self._asides]
+        read = [*self._asides, *looked_in]
+        for node in read:
+            if node.name not in there:
+                self._refuse_growth(node)
+        wanted = [outputs[place] for place in places] + [there[node.name] for node in read]
         copy.graph.output_node().args = (tuple(wanted),)
-        graphs.eliminate_dead(copy.graph)
+        needed = graphs.behind(wanted, reader=copy.graph.output_node())
+        for node in reversed(list(copy.graph.nodes)):
+            if node not in needed and node.op not in ("placeholder", "output"):
+                copy.graph.erase_node(node)
+        for writer in graphs.writers_to({node for node in needed if node.op in ("placeholder", "get_attr")}):
+            self._refuse_growth(writer)  # it would be written to twice
         if {node.name for node in copy.graph.nodes} & {each.call.name for site in self.sites for each in site.all}:
             self._refuse_growth(wanted[0])
         copy.recompile()
@@ -705,14 +798,8 @@ class StepRewriter:
     def _order_inputs(self) -> None:
         """Slots first, then columns, then what is left of the original inputs."""
         wanted = [*(n for nodes in self.inputs for n in nodes), *self.on_weights]
-        wanted += [*self._columns.values(), *self._wide.values(), *self._asides.values()]
-        wanted += [holder for holder in self.holders if holder in set(placeholders(self.graph))]
-        first = next(iter(self.graph.nodes))
-        for node in wanted:
-            if node is not first:
-                first.prepend(node)
-            else:
-                first = first.next
+        wanted += [*self._columns.values(), *self._entries.values(), *self._asides.values()]
+        graphs.put_first(self.graph, wanted + [h for h in self.holders if h in set(placeholders(self.graph))])
 
     def _refuse_growth(self, node: fx.Node) -> None:
         raise UnsupportedGraph(

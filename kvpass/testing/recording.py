@@ -13,7 +13,7 @@ from torch import Tensor
 from kvpass import compat as kvpass_compat
 from kvpass import graphs
 from kvpass.backend import Backend, backend
-from kvpass.rewrite.step import StepRewriter
+from kvpass.rewrite.step import StepRewriter, Telling
 from kvpass.testing import compat
 
 
@@ -51,12 +51,13 @@ class Recording(Backend):
     steps: list[Step] = dataclasses.field(default_factory=list, compare=False, repr=False)
 
     def rewriter(self, *arguments: Any) -> StepRewriter:
-        gm, sites, layouts, *_ = arguments
+        gm, sites, layouts, *rest = arguments
         with compat.pretended_gpu():
             moved, places = on_gpu(gm)
             device = torch.device("cuda", 0)
             there = [dataclasses.replace(layout, device=device) for layout in layouts]
-            rewriter = StepRewriter(moved, [site.moved(places) for site in sites], there, *arguments[3:])
+            rest = [part.moved(places) if isinstance(part, Telling) else part for part in rest]
+            rewriter = StepRewriter(moved, [site.moved(places) for site in sites], there, *rest)
             rewrite = rewriter.run()
         patches = self.step_patches(layouts[0].ranked)
         names = [node.name for node in graphs.placeholders(rewrite.gm.graph)]

@@ -1,0 +1,57 @@
+"""Calls of a model that kvpass compiled itself: with room for many graphs, and with no cache that grows unseen.
+
+Where torch gives a function up, because of its limit of graphs or because it cannot go on behind a graph break, the
+function runs uncompiled and no backend is asked.  What comes back shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from kvpass import compat
+from kvpass.errors import UnsupportedGraph
+from kvpass.handle import Handle
+
+
+class Guarded:
+    """A compiled model's call.
+
+    Attributes:
+        call: what torch.compile made.
+        strict: whether an ordinary cache among the outputs is an error.
+    """
+
+    def __init__(self, call: Callable[..., Any], strict: bool) -> None:
+        self.call, self.strict = call, strict
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Raises: UnsupportedGraph: the model ran uncompiled and its cache grows."""
+        with compat.room_for_graphs():
+            made = self.call(*arguments, **named)
+        if self.strict and not compat.is_disabled() and grows(getattr(made, "past_key_values", None)):
+            raise UnsupportedGraph(
+                "the model returned an ordinary cache, which grows: torch ran the attention, or the update of the "
+                "cache, uncompiled. Look for what breaks the graph with TORCH_LOGS=graph_breaks,recompiles, such as a "
+                "function under torch.compiler.disable or a break within a loop, or pass strict=False"
+            )
+        return made
+
+
+def grows(cache: Any) -> bool:
+    """Whether a cache object, or nested tuples, hold keys [B, H, S, D] and none that are kvpass's."""
+    keys = _keys(cache)
+    return any(key.ndim == 4 and key.shape[2] > 0 for key in keys) and not any(isinstance(k, Handle) for k in keys)
+
+
+def _keys(cache: Any) -> list[Tensor]:
+    """The first tensor of each layer."""
+    own = getattr(cache, "self_attention_cache", cache)
+    layers = getattr(own, "layers", own)
+    if not isinstance(layers, (list, tuple)):
+        return []
+    firsts = [layer[0] if isinstance(layer, (list, tuple)) and layer else layer for layer in layers]
+    found = [first if isinstance(first, Tensor) else getattr(first, "keys", None) for first in firsts]
+    return [key for key in found if isinstance(key, Tensor)]

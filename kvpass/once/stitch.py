@@ -1,0 +1,159 @@
+"""Compiling one of each kind of segment, and running them one after the other.
+
+    def call(*a):                                        a: what the graph takes
+        given = [a[9], a[40]]
+        embed, cos, sin = run_0(given)
+        given = [embed, a[41], cos, sin, a[0], a[1]]     a layer: weights and slots are operands like any other
+        del embed                                        before the call: the list is all that keeps a value alive,
+        x, = run_1(given)                                and what runs empties it
+        given = [x, a[52], cos, sin, a[8], a[9]]
+        del x, cos, sin
+        y, = run_1(given)                                the same code for the next layer
+        ...
+        return (logits,)
+
+A slot buffer is an operand that the compiled code writes to in place, as it would if the graph were whole.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch.fx.node import map_arg
+
+from kvpass import compat, graphs
+from kvpass.once import segments
+from kvpass.once.segments import Segment
+
+Patches = Callable[[fx.GraphModule], dict[str, Any]]
+
+
+def compile_once(
+    gm: fx.GraphModule, examples: Sequence[Any], anchors: Sequence[fx.Node], patches: Patches
+) -> compat.Compiled | None:
+    """Compile a graph with the code of its layers shared; None if it is to be compiled whole.
+
+    Graphs on a CPU alone: on a GPU a step is one CUDA graph, and what it launches was counted for the whole.
+
+    Args:
+        gm: a graph that nobody needs gradients of.
+        anchors: one node of each layer.
+        patches: the configuration of Inductor for a part.
+    """
+    if not _on_cpu(examples) or not compat.allows_parts(patches(gm)):
+        return None
+    pieces = segments.split(gm, anchors)
+    if not pieces:
+        return None
+    with compat.in_parts(gm, examples) as parts:
+        kinds, program = _Kinds(gm, parts, patches), []
+        for piece in pieces:
+            compiled = kinds.run_of(piece)
+            if compiled is None:
+                return None
+            program.append(compiled)
+    return _stitched(gm, program)
+
+
+def _on_cpu(examples: Iterable[Any]) -> bool:
+    return all(not isinstance(each, torch.Tensor) or each.device.type == "cpu" for each in examples)
+
+
+class _Kinds:
+    """The kinds of segments that were met, with their code.
+
+    Attributes:
+        values: a fake tensor or a size for each node that a segment has read so far, or may read.
+    """
+
+    def __init__(self, gm: fx.GraphModule, parts: compat.Parts, patches: Patches) -> None:
+        self.parts, self.patches = parts, patches
+        self.values: dict[fx.Node, Any] = dict(zip(graphs.placeholders(gm.graph), parts.examples, strict=True))
+        self._sizes = {compat.expression(v): n for n, v in self.values.items() if isinstance(v, torch.SymInt)}
+        self._known: dict[Any, tuple[compat.Boxed, list[Any]]] = {}
+
+    def run_of(self, piece: Segment) -> tuple[Segment, compat.Boxed] | None:
+        """A piece with all its operands, and what runs it; None if it cannot be run apart."""
+        piece = piece.reading(self._bound(piece))
+        operands = [self.values[node] for node in piece.operands]
+        key = piece.key(operands)
+        if key not in self._known:
+            module = as_module(piece, operands)
+            compiled = self.parts.compile(module, operands, self.patches(module))
+            if compiled is None:
+                return None
+            self._known[key] = compiled
+        run, made = self._known[key]
+        self.values.update(zip(piece.returned, self.parts.fresh(made), strict=True))
+        return piece, run
+
+    def _bound(self, piece: Segment) -> list[fx.Node]:
+        """The inputs of the graph that say what the symbols in the sizes of a piece's operands are."""
+        free = {symbol for node in piece.operands for symbol in compat.symbols(self.values[node])}
+        return [self._sizes[symbol] for symbol in sorted(free, key=str) if symbol in self._sizes]
+
+
+def as_module(piece: Segment, operands: Sequence[Any]) -> fx.GraphModule:
+    """A segment as a graph of its own, with names that say nothing of where it was.
+
+    So the compiler's caches on disk, which look at names, serve a model of another depth too.
+    """
+    graph, held, moved = fx.Graph(), {}, {}
+    for number, (node, value) in enumerate(zip(piece.operands, operands, strict=True)):
+        moved[node] = graph.placeholder(f"operand_{number}")
+        compat.as_operand(moved[node], node, value)
+    for number, node in enumerate(piece.nodes):
+        args, kwargs = map_arg((node.args, node.kwargs), lambda parent: moved[parent])
+        target = node.target
+        if node.op == "get_attr":
+            target = f"held_{number}"
+            held[target] = operator.attrgetter(str(node.target))(node.graph.owning_module)
+        moved[node] = graph.create_node(node.op, target, args, kwargs, name=f"value_{number}")
+        moved[node].meta = dict(node.meta)
+    graph.output(tuple(moved[node] for node in piece.returned))
+    return fx.GraphModule(held, graph)
+
+
+def _stitched(gm: fx.GraphModule, program: list[tuple[Segment, compat.Boxed]]) -> compat.Compiled:
+    """A function that runs segments one after the other, written out as in the module's docstring."""
+    names = {node: f"a[{number}]" for number, node in enumerate(graphs.placeholders(gm.graph))}
+    inputs, outputs = set(names), graphs.results(gm.graph)
+    made = itertools.chain.from_iterable(piece.returned for piece, _ in program)
+    names.update((node, f"v{number}") for number, node in enumerate(made))
+    runs = {id(run): run for _, run in program}  # not all of them can be hashed
+    called = {key: f"run_{number}" for number, key in enumerate(runs)}
+    last = {node: number for number, (piece, _) in enumerate(program) for node in piece.operands}
+    kept = inputs.union(out for out in outputs if isinstance(out, fx.Node))
+    lines = []
+    for number, (piece, run) in enumerate(program):
+        lines.append(f"given = [{_listed(names[node] for node in piece.operands)}]")
+        lines += _let_go(names[node] for node in piece.operands if last[node] == number and node not in kept)
+        to = f"{_listed(names[node] for node in piece.returned)} = " if piece.results else ""
+        lines.append(f"{to}{called[id(run)]}(given)")
+        lines += _let_go(names[node] for node in piece.returned if node not in last and node not in kept)
+    lines.append(f"return ({_listed(names[out] if isinstance(out, fx.Node) else repr(out) for out in outputs)})")
+    scope: dict[str, Any] = {name: runs[key] for key, name in called.items()}
+    exec("def call(*a):\n    " + "\n    ".join(lines), scope)
+    return _without_modes(scope["call"])
+
+
+def _let_go(names: Iterable[str]) -> list[str]:
+    gone = ", ".join(names)
+    return [f"del {gone}"] if gone else []
+
+
+def _listed(names: Iterable[str]) -> str:
+    return "".join(f"{name}, " for name in names)
+
+
+def _without_modes(call: compat.Compiled) -> compat.Compiled:
+    def run(*arguments: Any) -> Sequence[Any]:
+        with compat.without_modes():
+            return call(*arguments)
+
+    return run

@@ -1,0 +1,370 @@
+"""Translation validation: what a step graph became is held against the model's own graph before anything runs on it.
+
+Both are run once, uncompiled, on the same small conversation that is made up: some tokens with random keys and values,
+the arguments of the call at hand cut to that length.  In the model's graph the past lies in order; in the rewritten
+one the same rows lie in slots that are drawn at random among free ones.  Nothing is evicted, so whatever the policy,
+all outputs must be equal.  A difference means that the graph was read wrongly, and is refused.
+
+What is proven about a graph (`kvpass.capture`) holds for all arguments; this holds for one, but assumes nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from kvpass import graphs
+from kvpass.errors import UnsupportedGraph
+from kvpass.graphs import Sizes, value
+from kvpass.instantiate import RotarySlice
+from kvpass.match import AttentionSite
+from kvpass.rewrite.step import StepRewrite, StepRewriter
+from kvpass.slots import FREE, Layout, Slots, first_state
+
+TOKENS = 61
+"""Most tokens of the conversation."""
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3}
+"""By how much of the largest number outputs may differ; those of half precision are compared on average."""
+ON_AVERAGE = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A step graph, what it became, and the call at hand.
+
+    Attributes:
+        gm, sites: the model's own graph.
+        rewriter, rewrite: how it was rewritten, and the result.
+        layouts, slots: of each layer, at hand; nothing is written to them.
+        arguments: of the call.
+        pasts: for each layer the places of its keys and values among these.
+        told: the inputs that tell padding, and their places.
+        seen: the tokens before the call.
+    """
+
+    gm: fx.GraphModule
+    sites: Sequence[AttentionSite]
+    rewriter: StepRewriter
+    rewrite: StepRewrite
+    layouts: Sequence[Layout]
+    slots: Sequence[Slots]
+    arguments: tuple[Any, ...]
+    pasts: Sequence[tuple[int, int]]
+    told: dict[fx.Node, int]
+    seen: int
+
+    @property
+    def sizes(self) -> Sizes:
+        return self.rewriter.sizes
+
+    @property
+    def ranked(self) -> bool:
+        return self.layouts[0].ranked
+
+
+@dataclasses.dataclass(frozen=True)
+class Validation:
+    """What came of it.
+
+    Attributes:
+        seconds: how long it took.
+        skipped: why it was left out; None if both graphs were run and agree.
+    """
+
+    seconds: float
+    skipped: str | None = None
+
+
+def validate(step: Step) -> Validation:
+    """Run both graphs and compare.
+
+    Raises:
+        UnsupportedGraph: they differ; names the first attention call that does.
+    """
+    began = time.perf_counter()
+    count = _tokens(step)
+    why = _unfit(step, count)
+    if why is None:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            why = _compare(step, count)
+    return Validation(time.perf_counter() - began, why)
+
+
+def _tokens(step: Step) -> int:
+    """How many tokens there are before those of the call: as fit into the slots of every layer."""
+    room = min(slots.capacity for slots in step.slots) - step.rewriter.decodes
+    return min(step.seen, room, TOKENS)
+
+
+def _unfit(step: Step, count: int) -> str | None:
+    """Why a conversation of so many tokens cannot be made up."""
+    policy = step.layouts[0].policy
+    if any(window is not None for window in step.rewriter.windows):
+        return "a layer stores its last tokens only"
+    if policy.temper(torch.ones(1, 1, dtype=torch.int64)) is not None or policy.bias_of_its_own:
+        return f"{policy.name} changes the logits of held tokens"
+    lengths = [graphs.expr(value(site.past_key).shape[2]) for site in step.sites]  # type: ignore[arg-type]
+    if count < 2 or (count < step.seen and not all(length.free_symbols for length in lengths)):
+        return "the graph serves one length only, which does not fit into the slots"
+    return None
+
+
+def _compare(step: Step, count: int) -> str | None:
+    made = _Conversation(step, count)
+    try:
+        theirs = step.gm(*made.arguments())
+    except Exception as error:  # the model's own code, on arguments that are made up
+        return f"the model's own graph does not run on a made-up conversation: {error}"
+    try:
+        ours = step.rewrite.gm(*made.flat())
+    except Exception as error:
+        line = graphs.source_line(step.sites[0].call)
+        raise UnsupportedGraph(f"{line}: what the model's graph was rewritten to does not run: {error}") from error
+    for place, there in enumerate(step.rewrite.outputs):
+        if there is not None and not agree(ours[there], theirs[place]):
+            _refuse(step, count, place, difference(ours[there], theirs[place]))
+    return None
+
+
+def agree(ours: Any, theirs: Any) -> bool:
+    """Whether two outputs are equal as far as their dtype lets them be."""
+    if not isinstance(theirs, Tensor) or not theirs.is_floating_point() or not theirs.numel():
+        return True
+    if ours.shape != theirs.shape:
+        return False
+    return difference(ours, theirs) <= TOLERANCE.get(theirs.dtype, ON_AVERAGE)
+
+
+def difference(ours: Tensor, theirs: Tensor) -> float:
+    """The largest difference in shares of the largest number; in half precision the mean one of the mean number."""
+    known = theirs.isfinite()
+    if not torch.equal(known, ours.isfinite()):
+        return float("inf")
+    apart, size = (ours - theirs)[known].abs().double(), theirs[known].abs().double()
+    if not apart.numel():
+        return 0.0
+    if theirs.dtype in TOLERANCE:
+        return float(apart.max() / size.max().clamp(min=1e-6))
+    return float(apart.mean() / size.mean().clamp(min=1e-6))
+
+
+def _refuse(step: Step, count: int, place: int, by: float) -> None:
+    line = _first_different(step, count) or graphs.source_line(step.sites[0].call)
+    raise UnsupportedGraph(
+        f"{line}: the rewritten graph is not the model's: on a made-up conversation of {count} tokens output {place} "
+        f"differs by {by:.1e} of its size, and this is the first attention call that does; the model is read wrongly "
+        "by kvpass, which is a defect worth reporting; it cannot run on a bounded cache"
+    )
+
+
+def _first_different(step: Step, count: int) -> str | None:
+    """The line of the first attention call whose output is not the model's."""
+    made = _Conversation(step, count)
+    calls = [each for site in step.sites for each in site.all]
+    replaced = {each.call.name: step.rewriter.replaced.get(each.call.name) for each in calls}
+    theirs = _values(step.gm, {each.call.name for each in calls}, made.arguments())
+    ours = _values(step.rewrite.gm, {node.name for node in replaced.values() if node is not None}, tuple(made.flat()))
+    order = {node.name: i for i, node in enumerate(step.gm.graph.nodes)}
+    for each in sorted(calls, key=lambda site: order[site.call.name]):
+        node = replaced[each.call.name]
+        if node is not None and not agree(ours[node.name], theirs[each.call.name]):
+            return graphs.source_line(each.call)
+    return None
+
+
+def _values(gm: fx.GraphModule, names: set[str], arguments: tuple[Any, ...]) -> dict[str, Any]:
+    """What some nodes of a graph give."""
+    found: dict[str, Any] = {}
+
+    class Listening(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            result = super().run_node(n)
+            if n.name in names:
+                found[n.name] = result.clone()
+            return result
+
+    Listening(gm).run(*arguments)
+    return found
+
+
+def _own(argument: Any) -> Any:
+    """A copy of a tensor that a graph may write to."""
+    written = isinstance(argument, Tensor) and not isinstance(argument, torch.nn.Parameter)
+    return argument.clone() if written else argument
+
+
+class _Conversation:
+    """A made-up conversation of `count` tokens, the same every time it is made."""
+
+    def __init__(self, step: Step, count: int) -> None:
+        self.step, self.count = step, count
+        self.drawn = torch.Generator().manual_seed(count)
+        self.rows = step.layouts[0].rows
+        self.holders = graphs.placeholders(step.gm.graph)
+        self.cut = step.seen - count
+        self.real = self._real()  # bool [B, L]
+        self.turned: dict[Any, Tensor] = {}
+        self.stored = [self._stored(layout) for layout in step.layouts]
+        self.plain = self._plain()
+
+    def _real(self) -> Tensor:
+        """Up to two tokens on the left of a row are padding, where padding is known and positions do not follow it."""
+        real = torch.ones(self.rows, self.count, dtype=torch.bool)
+        if self.step.rewriter.telling.known and not self.step.ranked:
+            for row in range(self.rows):
+                real[row, : (row + 1) % 3 if self.count > 3 else 0] = False
+        return real
+
+    def _stored(self, layout: Layout) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, Hkv, L, D] as slots hold them; the same for layers that are alike."""
+        drawn = torch.Generator().manual_seed(layout.key_dim)
+        shape = (layout.rows, layout.heads, self.count)
+        pair = [torch.randn(*shape, dim, generator=drawn) for dim in (layout.key_dim, layout.value_dim)]
+        return pair[0].to(layout.device, layout.dtype), pair[1].to(layout.device, layout.dtype)
+
+    # -- the model's own graph ---------------------------------------------------------------------------------------
+
+    def _plain(self) -> tuple[Any, ...]:
+        """The arguments of the call, cut, without the past."""
+        made = [self._cut(i, node) for i, node in enumerate(self.holders)]
+        for node, place in self.step.told.items():
+            if place in {self.holders.index(n) for n in self.step.told if n in self._known()}:
+                made[place] = self._padded(node, made[place])
+        for place in self.step.rewrite.positions:
+            made[place] = self._counted(made[place])
+        return tuple(made)
+
+    def _known(self) -> set[fx.Node]:
+        names = {node.name for node in self.step.rewriter.telling.known}
+        return {node for node in self.step.told if node.name in names}
+
+    def _cut(self, place: int, node: fx.Node) -> Any:
+        given, sizes = self.step.arguments[place], self.step.sizes
+        if isinstance(given, int) and not isinstance(given, bool):
+            return given - self.cut if sizes.grows(value(node)) else given
+        if not isinstance(given, Tensor) or isinstance(given, torch.nn.Parameter) or place in self._pasts():
+            return given
+        for dim, size in enumerate(value(node).shape):
+            if sizes.grows(size):
+                given = given.index_select(dim, self._chosen(given.shape[dim]).to(given.device))
+        return given.clone()
+
+    def _pasts(self) -> set[int]:
+        return {place for pair in self.step.pasts for place in pair}
+
+    def _chosen(self, size: int) -> Tensor:
+        """Which of the entries for all tokens are left: some of those that went before, and all that are new."""
+        before = torch.randperm(self.step.seen, generator=torch.Generator().manual_seed(size))[: self.count]
+        return torch.cat([before.sort().values, torch.arange(self.step.seen, size)])
+
+    def _padded(self, node: fx.Node, column: Tensor) -> Tensor:
+        """An input that tells padding, for this conversation; what comes is real."""
+        made = torch.ones_like(column)
+        real = self.real if column.ndim == 2 and column.shape[0] == self.rows else self.real[-1:]
+        made[..., : self.count] = real.view(*column.shape[:-1], self.count).to(column.device, column.dtype)
+        return made
+
+    def _counted(self, positions: Tensor) -> Tensor:
+        return torch.arange(self.count, self.count + self.step.rewrite.queries).expand(positions.shape).to(positions)
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Those of the model's own graph, with a past."""
+        made = [_own(x) for x in self.plain]
+        for i, (key_place, value_place) in enumerate(self.step.pasts):
+            key, val = self.stored[i]
+            made[key_place] = self._apart(self._turned(i, key), self.step.arguments[key_place])
+            made[value_place] = self._apart(val, self.step.arguments[value_place])
+        return tuple(made)
+
+    def _apart(self, rows: Tensor, like: Tensor) -> Tensor:
+        """[B, 1, L, h * D] as the model's cache has it, [B, h, L, D]; see `kvpass.expansion.joined`."""
+        return torch.unflatten(rows[:, 0], -1, (like.shape[1], -1)).transpose(1, 2) if self._joins(rows, like) else rows
+
+    def _joins(self, rows: Tensor, like: Tensor) -> bool:
+        return rows.shape[1] != like.shape[1]
+
+    def _turned(self, layer: int, key: Tensor) -> Tensor:
+        """Keys as the model caches them: turned, where slots hold them before."""
+        if not self.step.ranked:
+            return key
+        rotary: RotarySlice = self.step.rewriter.pieces[layer]
+        nodes = [*rotary.angles.bound, *rotary.turn.bound]
+        kind = (rotary.key, tuple(node.name for node in nodes), key.shape, key.dtype)
+        if kind not in self.turned:
+            self.turned[kind] = self._turn(rotary, key, self._evaluated(nodes))
+        return self.turned[kind]
+
+    def _turn(self, rotary: RotarySlice, key: Tensor, bound: list[Any]) -> Tensor:
+        table = rotary.table(self.count, bound[: len(rotary.angles.bound)], key.device)
+        rank = torch.arange(self.count, device=key.device).expand(self.rows, 1, -1)
+        return torch.cat(rotary.on_slots(key, rank, table, bound[len(rotary.angles.bound) :]), -1)
+
+    def _evaluated(self, nodes: list[fx.Node]) -> list[Any]:
+        """What nodes give that depend on no token, such as frequencies."""
+        found = dict(zip((n.name for n in self.holders), self.plain, strict=True))
+        wanted = {node.name for node in nodes} - found.keys()
+        if wanted:
+            found |= _values(self.step.gm, wanted, tuple(self._with_any_past()))
+        return [found[node.name] for node in nodes]
+
+    def _with_any_past(self) -> list[Any]:
+        made = [_own(x) for x in self.plain]
+        for i, (key_place, value_place) in enumerate(self.step.pasts):
+            for place, rows in zip((key_place, value_place), self.stored[i], strict=True):
+                made[place] = self._apart(rows, self.step.arguments[place])
+        return made
+
+    # -- the rewritten graph -----------------------------------------------------------------------------------------
+
+    def flat(self) -> list[Any]:
+        """The arguments of the rewritten graph."""
+        shared: dict[Any, tuple[Tensor, Tensor]] = {}
+        slots = [self._slots(i, shared) for i in range(len(self.step.layouts))]
+        plain = tuple(
+            x.clone() if isinstance(x, Tensor) and not isinstance(x, torch.nn.Parameter) else x for x in self.plain
+        )
+        return self.step.rewrite.flat(slots, plain, self.step.rewrite.on_all_tokens(plain), self.count)
+
+    def _slots(self, layer: int, shared: dict[Any, tuple[Tensor, Tensor]]) -> Slots:
+        """A layer's slots with the tokens in them; layers that are alike write to the same rows,
+        unless some of them are read later on, or rewritten."""
+        layout, given = self.step.layouts[layer], self.step.slots[layer]
+        place = torch.randperm(given.capacity, generator=torch.Generator().manual_seed(given.capacity)).to(
+            layout.device
+        )
+        held = place[: self.count]
+        policy = layout.policy
+        apart = self.step.sites[layer].readers or policy.merges or policy.aligns != "never"
+        kind = (layer,) if apart else (given.key.shape, given.value.shape, given.key.dtype)
+        if kind not in shared:
+            pair = [torch.zeros_like(buffer) for buffer in (given.key, given.value)]
+            for buffer, rows in zip(pair, self.stored[layer], strict=True):
+                buffer[:, :, held] = rows
+            shared[kind] = (pair[0], pair[1])
+        real = self.real.to(layout.device)
+        position = torch.where(real, real.cumsum(-1) - 1, FREE)
+        index = torch.where(real, torch.arange(self.count, device=layout.device), FREE)
+        seen = real.sum(-1)
+        fixed = [torch.full_like(given.position, FREE) for _ in range(2)]
+        for buffer, entries in zip(fixed, (position, index), strict=True):
+            buffer[:, :, held] = entries[:, None]
+        free = place[self.count] if self.count < given.capacity else place[0]
+        rank = (fixed[0]).clamp(min=0)
+        state = first_state(dataclasses.replace(layout, capacity=given.capacity))
+        return Slots(
+            key=shared[kind][0],
+            value=shared[kind][1],
+            position=fixed[0],
+            index=fixed[1],
+            free=free.expand_as(given.free).clone(),
+            seen=seen,
+            length=torch.full_like(given.length, self.count),
+            rank=rank,
+            state=state,
+        )

@@ -1,0 +1,214 @@
+"""Small models with a cache that grows by concatenation, put together from functions, and what is fed to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Attend = Callable[..., Tensor]
+"""(query [B, H, q, D], key and value [B, Hkv, S, D], i int64 [q, 1], j int64 [S], **inputs) -> [B, H, q, D]."""
+
+Past = list[tuple[Tensor, Tensor]] | None
+DIM = 8
+TOKENS = 16  # of a vocabulary, and of every conversation at most
+
+
+def grow(past: Tensor, new: Tensor) -> Tensor:
+    """The ordinary cache update."""
+    return torch.cat([past, new], -2)
+
+
+class Small(nn.Module):
+    """Layers of attention alone: forward(ids [B, q], past, **inputs) -> (hidden [B, q, H * D], new past).
+
+    Args:
+        attend: one function for all layers, or one for each.
+        layers, heads, kv_heads: sizes; D is 8.
+        rotary: queries and keys are turned by the token's index.
+        grow: (past, new) -> grown.
+        kept: the dtype of the cache, if it is another.
+        tables: buffers, handed to `attend` among the inputs.
+    """
+
+    def __init__(
+        self,
+        attend: Attend | list[Attend],
+        *,
+        layers: int = 1,
+        heads: int = 2,
+        kv_heads: int | None = None,
+        rotary: bool = False,
+        dtype: torch.dtype = torch.float32,
+        grow: Callable[[Tensor, Tensor], Tensor] = grow,
+        kept: torch.dtype | None = None,
+        tables: dict[str, Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        self.attends = attend if isinstance(attend, list) else [attend] * layers
+        self.heads, self.kv_heads, self.rotary, self.grow = heads, kv_heads or heads, rotary, grow
+        self.kept = kept or dtype
+        width = heads * DIM
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(TOKENS, width)
+        self.project = nn.ModuleList(nn.Linear(width, width + 2 * self.kv_heads * DIM) for _ in self.attends)
+        self.tables = list(tables or {})
+        for name, table in (tables or {}).items():
+            self.register_buffer(name, table)
+        self.to(dtype).eval()
+
+    def forward(self, ids: Tensor, past: Past = None, **inputs: Any) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        x, present = self.embed(ids), []
+        seen = 0 if past is None else past[0][0].shape[-2]
+        i = torch.arange(seen, seen + ids.shape[1])[:, None]
+        inputs.update({name: getattr(self, name) for name in self.tables})
+        for layer, attend in enumerate(self.attends):
+            heads = self.project[layer](x).unflatten(-1, (-1, DIM)).transpose(1, 2)
+            q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], 1)
+            if self.rotary:
+                q, k = turned(q, i), turned(k, i)
+            k, v = k.to(self.kept), v.to(self.kept)
+            if past is not None:
+                k, v = self.grow(past[layer][0], k), self.grow(past[layer][1], v)
+            present.append((k, v))
+            j = torch.arange(k.shape[-2])
+            x = x + attend(q, k, v, i, j, **inputs).transpose(1, 2).flatten(2)
+        return x, present
+
+
+class Bare(nn.Module):
+    """One layer without projections, which traces in half the time: forward([B, H + 2 Hkv, q, D], past, **inputs).
+
+    As `Small` otherwise; `call` makes its queries, keys and values from ids.
+    """
+
+    def __init__(
+        self,
+        attend: Attend,
+        *,
+        heads: int = 2,
+        kv_heads: int = 2,
+        dtype: torch.dtype = torch.float32,
+        grow: Callable[[Tensor, Tensor], Tensor] = grow,
+        kept: torch.dtype | None = None,
+        table: Tensor,
+    ) -> None:
+        super().__init__()
+        self.attend, self.heads, self.kv_heads, self.grow, self.kept = attend, heads, kv_heads, grow, kept or dtype
+        self.register_buffer("table", table.to(dtype))
+        drawn = torch.Generator().manual_seed(0)
+        self.given = torch.randn(TOKENS, heads + 2 * kv_heads, DIM, generator=drawn).to(dtype)
+
+    def forward(self, x: Tensor, past: Past = None, **inputs: Any) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        q, k, v = x.split([self.heads, self.kv_heads, self.kv_heads], 1)
+        k, v = k.to(self.kept), v.to(self.kept)
+        seen = 0 if past is None else past[0][0].shape[-2]
+        if past is not None:
+            k, v = self.grow(past[0][0], k), self.grow(past[0][1], v)
+        i, j = torch.arange(seen, seen + q.shape[2])[:, None], torch.arange(k.shape[-2])
+        return self.attend(q, k, v, i, j, table=self.table, **inputs), [(k, v)]
+
+    def call(self, compiled: Any) -> Callable[..., Any]:
+        """forward(ids, past, **inputs) -> ([B, q, H, D], new past) by the model, or by what it was compiled to."""
+
+        def run(ids: Tensor, past: Past, **inputs: Any) -> Any:
+            output, present = compiled(self.given[ids].transpose(1, 2).contiguous(), past, **inputs)
+            return output.transpose(1, 2), present
+
+        return run
+
+
+def turned(x: Tensor, i: Tensor) -> Tensor:
+    """A rotary embedding of [B, H, q, D] at the places i [q, 1]."""
+    angle = i / 10.0 ** torch.arange(0, 1, 2 / DIM)  # [q, D / 2]
+    cos, sin = angle.cos().repeat(1, 2).to(x.dtype), angle.sin().repeat(1, 2).to(x.dtype)
+    one, other = x.chunk(2, -1)
+    return x * cos + torch.cat([-other, one], -1) * sin
+
+
+# -- attention by a mask -----------------------------------------------------------------------------------
+
+
+def sdpa(mask: Callable[..., Tensor]) -> Attend:
+    """scaled_dot_product_attention with mask(i, j, **inputs), bool or additive."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor, **inputs: Any) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask(i, j, **inputs))
+
+    return attend
+
+
+def logits(change: Callable[..., Tensor]) -> Attend:
+    """Spelled out, with change(logits, i, j, **inputs) before the softmax."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor, **inputs: Any) -> Tensor:
+        a = change(q @ k.transpose(-1, -2) * DIM**-0.5, i, j, **inputs)
+        return a.softmax(-1) @ v
+
+    return attend
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor, **_: Any) -> Tensor:
+    """Causal attention."""
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=causal(i, j))
+
+
+def heads(pick: Callable[[Tensor], Tensor]) -> Attend:
+    """Causal attention on keys and values of which pick(x [B, Hkv, S, D]) gives [B, H, S, D]."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor, **_: Any) -> Tensor:
+        return F.scaled_dot_product_attention(q, pick(k), pick(v), attn_mask=causal(i, j))
+
+    return attend
+
+
+def causal(i: Tensor, j: Tensor, **_: Any) -> Tensor:
+    """bool [q, S] as [1, 1, q, S]."""
+    return (j <= i)[None, None]
+
+
+def keys(x: Tensor) -> Tensor:
+    """[B, S] as [B, 1, 1, S]."""
+    return x[:, None, None, :]
+
+
+def queries(x: Tensor, i: Tensor) -> Tensor:
+    """The last q of [B, S] as [B, 1, q, 1]."""
+    return x[:, None, -i.shape[0] :, None]
+
+
+def additive(allowed: Tensor, low: float = torch.finfo(torch.float32).min) -> Tensor:
+    """A mask of zeros and a low number."""
+    return torch.zeros(()).masked_fill(~allowed, low)
+
+
+# -- what is fed -------------------------------------------------------------------------------------------
+
+Feed = Callable[[int, int], Any]
+"""(the tokens seen before, and with those of this call) -> the argument."""
+
+
+def seen(values: Any) -> Feed:
+    """[B, past + new] of [B, T]."""
+    table = torch.as_tensor(values)
+    return lambda start, stop: table[:, :stop].contiguous()
+
+
+def new(values: Any) -> Feed:
+    """[B, new] of [B, T]."""
+    table = torch.as_tensor(values)
+    return lambda start, stop: table[:, start:stop].contiguous()
+
+
+def always(value: Any) -> Feed:
+    """The same in every call."""
+    return lambda start, stop: value
+
+
+def later(first: Any, then: Any, since: int) -> Feed:
+    """[B, past + new] of one table while no more than `since` tokens are seen, afterwards of another."""
+    one, other = torch.as_tensor(first), torch.as_tensor(then)
+    return lambda start, stop: (one if stop <= since else other)[:, :stop].contiguous()

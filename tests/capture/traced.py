@@ -1,0 +1,32 @@
+"""Graphs as Dynamo makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.fx as fx
+
+T = TypeVar("T")
+
+
+def asked(function: Callable[..., Any], arguments: tuple[Any, ...], question: Callable[[fx.GraphModule], T]) -> T:
+    """What a question about a function's graph gives, asked while Dynamo waits for a backend."""
+    answers: list[T] = []
+
+    def backend(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        answers.append(question(gm))
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(function, backend=backend, fullgraph=True, dynamic=False)(*arguments)
+    (answer,) = answers
+    return answer
+
+
+def result(gm: fx.GraphModule) -> fx.Node:
+    """The one node that a graph returns."""
+    (returned,) = gm.graph.output_node().args[0]  # type: ignore[misc, union-attr]
+    assert isinstance(returned, fx.Node)
+    return returned

@@ -1,0 +1,136 @@
+"""Graph breaks in and around attention: held, or refused with a word on what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+import kvpass
+from kvpass.handle import Handle
+from tests.models import build, prompt
+
+
+class Cache:
+    """Keys and values by layer."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def update(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        if layer in self.held:
+            old = self.held[layer]
+            key, value = torch.cat([old[0], key], 2), torch.cat([old[1], value], 2)
+        self.held[layer] = key, value
+        return key, value
+
+
+class Uncompiled(Cache):
+    """The same in a function that is never compiled."""
+
+    update = torch._dynamo.disable(Cache.update)
+
+
+class Layer(nn.Module):
+    def __init__(self, breaks: str) -> None:
+        super().__init__()
+        self.breaks, self.qkv, self.out = breaks, nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, cache: Cache, number: int) -> Tensor:
+        q, k, v = (y.unflatten(-1, (2, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        k, v = cache.update(number, k, v)
+        if self.breaks == "before attention":
+            torch._dynamo.graph_break()
+        count, total = q.shape[2], k.shape[2]
+        seen = (torch.arange(total) <= torch.arange(total - count, total)[:, None])[None, None]
+        y = scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        if self.breaks == "after attention":
+            torch._dynamo.graph_break()
+        if self.breaks == "item" and y.abs().max().item() > 1e9:
+            y = y * 0
+        y = self.out(y.transpose(1, 2).flatten(2))
+        if self.breaks == "after the projection":
+            torch._dynamo.graph_break()
+        return x + y
+
+
+class Model(nn.Module):
+    def __init__(self, breaks: str) -> None:
+        super().__init__()
+        self.breaks = breaks
+        self.embed, self.first, self.second = nn.Embedding(64, 16), Layer(breaks), Layer(breaks)
+        self.out = nn.Linear(16, 64)
+
+    def forward(self, ids: Tensor, cache: Cache) -> Tensor:
+        x = self.first(self.embed(ids), cache, 0)
+        if self.breaks == "between layers":
+            torch._dynamo.graph_break()
+        return self.out(self.second(x, cache, 1))
+
+
+@torch.no_grad()
+def run(model: Any, ids: Tensor, cache: Cache, pieces: list[int]) -> Tensor:
+    return torch.cat([model(part, cache) for part in ids.split(pieces, 1)], 1)
+
+
+@pytest.mark.parametrize("pieces", [[5, 1, 1, 1, 1], [4, 5]], ids=["tokens", "chunk"])
+@pytest.mark.parametrize("where", ["after attention", "item", "after the projection", "between layers"])
+def test_breaks_behind_attention_are_held(where: str, pieces: list[int]) -> None:
+    torch.manual_seed(0)
+    model, ids, cache = Model(where).eval(), torch.randint(0, 64, (2, 9)), Cache()
+    compiled = torch.compile(model, backend=kvpass.backend("window", budget=32, inner="eager"))
+    assert torch.allclose(run(compiled, ids, cache, pieces), run(model, ids, Cache(), pieces), atol=1e-5)
+    assert all(isinstance(tensor, Handle) for pair in cache.held.values() for tensor in pair)
+
+
+@pytest.mark.parametrize("pieces", [[5, 1, 1, 1, 1], [4, 5]], ids=["tokens", "chunk"])
+@pytest.mark.parametrize(
+    ("where", "kind", "said"),
+    [
+        ("before attention", Cache, "feeds no attention call"),
+        ("nowhere", Uncompiled, "all come from outside of the graph"),
+        ("after attention", Uncompiled, "all come from outside of the graph"),
+    ],
+)
+def test_breaks_before_attention_are_refused(where: str, kind: type[Cache], said: str, pieces: list[int]) -> None:
+    torch.manual_seed(0)
+    model, ids = Model(where).eval(), torch.randint(0, 64, (2, 9))
+    compiled = torch.compile(model, backend=kvpass.backend("window", budget=32, inner="eager"))
+    with pytest.raises(kvpass.UnsupportedGraph, match=said):
+        run(compiled, ids, kind(), pieces)
+
+
+def test_a_cache_that_grows_uncompiled_is_left_if_not_strict() -> None:
+    torch.manual_seed(0)
+    model, ids, pieces = Model("nowhere").eval(), torch.randint(0, 64, (2, 9)), [5, 1, 1, 1, 1]
+    compiled = torch.compile(model, backend=kvpass.backend("window", budget=32, inner="eager", strict=False))
+    with pytest.warns(UserWarning, match="all come from outside"):
+        got = run(compiled, ids, Uncompiled(), pieces)
+    assert torch.allclose(got, run(model, ids, Cache(), pieces), atol=1e-5)
+
+
+def test_a_frame_that_torch_skips_returns_no_cache_that_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of it reaches the backend; a model that kvpass compiled is looked at from outside."""
+    model = build("GPT2")
+    kvpass.compile(model, "window", budget=8, inner="eager")
+    monkeypatch.setattr(type(model), "forward", torch._dynamo.disable(type(model).forward))
+    with torch.no_grad(), pytest.raises(kvpass.UnsupportedGraph, match="ordinary cache, which grows"):
+        model(prompt(2, 8, ())[0], use_cache=True)
+
+
+def test_an_encoder_in_pieces_is_no_cache() -> None:
+    """As many keys as queries, or queries that are made beside keys from outside."""
+
+    class Encoder(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return scaled_dot_product_attention(q, k, v)
+
+    compiled = torch.compile(Encoder(), backend=kvpass.backend("window", budget=8, inner="eager"))
+    same, other = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 7, 8)
+    with torch.no_grad():
+        assert torch.allclose(compiled(same, same, same), scaled_dot_product_attention(same, same, same))
+        with pytest.raises(kvpass.UnsupportedGraph, match="come from outside"):
+            compiled(same, other, other)

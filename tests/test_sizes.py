@@ -1,0 +1,86 @@
+"""Sizes of inputs that happen to equal the tokens seen, and do not follow the cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+import kvpass
+from tests.models import build, prompt
+
+ENCODED = 9
+
+
+class Crossed(nn.Module):
+    """Self-attention with a cache beside cross-attention to keys and values of an encoder, which are inputs."""
+
+    def __init__(self, dim: int = 16, heads: int = 2) -> None:
+        super().__init__()
+        self.heads = heads
+        self.embed, self.qkv, self.out = nn.Embedding(64, dim), nn.Linear(dim, 4 * dim), nn.Linear(dim, 64)
+
+    def forward(
+        self, ids: Tensor, encoded: tuple[Tensor, Tensor], past: Any = None, hidden: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
+        parts = self.qkv(self.embed(ids)).chunk(4, -1)
+        q, k, v, across = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in parts)
+        if past is not None:
+            k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
+        count, total = q.shape[2], k.shape[2]
+        seen = (torch.arange(total) <= torch.arange(total - count, total)[:, None])[None, None]
+        if mask is not None:
+            seen = seen & mask.bool()[:, None, None]
+        own = scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        hidden = None if hidden is None else hidden.bool()[:, None, None]
+        other = scaled_dot_product_attention(across, *encoded, attn_mask=hidden)
+        return self.out((own + other).transpose(1, 2).flatten(2)), (k, v)
+
+
+@torch.no_grad()
+def decoded(model: Any, ids: Tensor, encoded: int, pieces: list[int], padded: bool, hides: bool) -> Tensor:
+    """Logits of ids, fed in pieces beside so many encoded tokens."""
+    generator = torch.Generator().manual_seed(encoded)
+    rows = len(ids)
+    keys, values = (torch.randn(rows, 2, encoded, 8, generator=generator) for _ in range(2))
+    hidden = torch.ones(rows, encoded)
+    hidden[0, 1:3] = 0
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    logits, past, done = [], None, 0
+    for count in pieces:
+        done += count
+        given = dict(hidden=hidden if hides else None, mask=mask[:, :done].contiguous() if padded else None)
+        made, past = model(ids[:, done - count : done], (keys, values), past, **given)
+        logits.append(made)
+    return torch.cat(logits, 1)[1:]
+
+
+@pytest.mark.parametrize("hides", [False, True], ids=["seen", "hidden"])
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("pieces", [[8, *[1] * 6], [3, 3, 3, 5]], ids=str)
+def test_an_encoder_as_long_as_what_was_seen(pieces: list[int], padded: bool, hides: bool) -> None:
+    """The second encoder is of another length, so that its size is a symbol, and is met in the midst of decoding."""
+    torch.manual_seed(0)
+    model, ids = Crossed().eval(), torch.randint(0, 64, (2, 14))
+    compiled = torch.compile(model, backend=kvpass.backend("window", budget=32, inner="eager"))
+    for encoded in (4, 7, ENCODED, ENCODED + 1, 11):
+        got = decoded(compiled, ids, encoded, pieces, padded, hides)
+        assert torch.allclose(got, decoded(model, ids, encoded, pieces, padded, hides), atol=1e-5), encoded
+
+
+@pytest.mark.parametrize(("rows", "beams"), [(2, 4), (3, 3)])
+def test_guidance_after_beams(rows: int, beams: int) -> None:
+    """Of two rows, a padding mask has as many as the second step has tokens."""
+    ids, mask = prompt(rows, 9, (3, 1, 0))
+    model, plain = (build("Llama") for _ in range(2))
+    kvpass.compile(model, "h2o", budget=64, inner="eager")
+    common: dict[str, Any] = dict(attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    for how in ({}, {"num_beams": beams}, {"guidance_scale": 2.0}):
+        for each in (model, plain):
+            each.generation_config.eos_token_id = None
+        assert torch.equal(model.generate(ids, **common, **how), plain.generate(ids, **common, **how)), how

@@ -1,0 +1,102 @@
+"""Translation validation: a graph that is read wrongly is refused, and what is right is left as it was."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvpass
+from kvpass import calls, match
+from kvpass.report import Recorder
+from tests.models import build, prompt
+
+POLICIES = {"full": None, "streaming": 12, "h2o": 12, "cascade": 12, "d2o": 12}
+
+
+@torch.no_grad()
+def run(architecture: str, recorder: Recorder | None = None, **settings: Any) -> Tensor:
+    """Logits of a padded prompt of nine tokens, two steps and a chunk of three."""
+    torch._dynamo.reset()
+    backend = kvpass.backend(**{"inner": "eager", **settings})
+    backend = dataclasses.replace(backend, recorder=recorder) if recorder else backend
+    compiled = torch.compile(build(architecture), backend=backend)
+    ids, mask = prompt()
+    ids, mask = torch.cat([ids, ids[:, :5]], 1), torch.cat([mask, torch.ones_like(mask[:, :5])], 1)
+    position, cache, done, logits = (mask.cumsum(-1) - 1).clamp(min=0), None, 0, []
+    for count in (9, 1, 1, 3):
+        now = slice(done, done + count)
+        done += count
+        given = dict(attention_mask=mask[:, :done].contiguous(), position_ids=position[:, now].contiguous())
+        out = compiled(ids[:, now].contiguous(), past_key_values=cache, use_cache=True, **given)
+        cache = out.past_key_values
+        logits.append(out.logits)
+    return torch.cat(logits, 1)
+
+
+def notes(recorder: Recorder) -> list[str]:
+    return [note for note in recorder.notes if "beside the model's own" in note]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("architecture", ["Llama", "GPT2"])
+def test_what_is_right_passes_and_is_not_disturbed(architecture: str, policy: str) -> None:
+    build(architecture)  # the first time seeds the generator
+    recorder, state = Recorder(), torch.get_rng_state()
+    checked = run(architecture, recorder, policy=policy, budget=POLICIES[policy])
+    assert torch.equal(torch.get_rng_state(), state)
+    assert notes(recorder)
+    assert all("equal" in note for note in notes(recorder))
+    plain = run(architecture, policy=policy, budget=POLICIES[policy], validate=False)
+    torch.testing.assert_close(checked, plain, rtol=0, atol=0)
+
+
+def test_keys_that_are_turned_at_read_are_held_against_the_models_own() -> None:
+    recorder = Recorder()
+    run("GPTNeoX", recorder, policy="streaming", budget=12, positions="cache")
+    assert len(notes(recorder)) == 2  # steps and chunks
+    assert all("equal" in note for note in notes(recorder))
+
+
+def test_what_is_left_out_is_reported() -> None:
+    recorder = Recorder()
+    run("Llama", recorder, policy="sage", budget=12)
+    assert all("left out, as sage changes the logits" in note for note in notes(recorder))
+
+
+def other_scale(found: Callable[..., calls.Call]) -> Callable[..., calls.Call]:
+    return lambda *args: dataclasses.replace(found(*args), scale=found(*args).scale * 1.2)
+
+
+def without_mask(found: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: dataclasses.replace(found(*args), mask=None)
+
+
+def values_for_keys(found: Callable[..., Any]) -> Callable[..., Any]:
+    def swapped(*args: Any) -> Any:
+        site = found(*args)
+        return dataclasses.replace(site, value=site.key)
+
+    return swapped
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "wrong"),
+    [(calls, "_sdpa_call", other_scale), (match, "_site", without_mask), (match, "_site", values_for_keys)],
+)
+def test_a_call_that_is_read_wrongly_is_refused_by_its_line(
+    where: Any, name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(where, name, wrong(getattr(where, name)))
+    with pytest.raises(kvpass.UnsupportedGraph, match=r"sdpa_attention\.py:\d+.*is not the model's"):
+        run("Llama", policy="full")
+    run("Llama", policy="full", validate=False)  # nothing else notices
+
+
+def test_it_is_part_of_a_backends_settings() -> None:
+    assert kvpass.backend("full").validate
+    assert kvpass.backend("full") != kvpass.backend("full", validate=False)
