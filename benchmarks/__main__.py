@@ -21,6 +21,7 @@ from benchmarks import (
     prompt,
     recall,
     report,
+    row_products,
     step,
     stream,
 )
@@ -29,7 +30,7 @@ from benchmarks.settings import Settings
 
 PARTS: dict[str, ModuleType] = {
     module.__name__.rpartition(".")[2]: module
-    for module in (step, overhead, caching, prompt, compilation, stream, picture, perplexity, recall)
+    for module in (step, overhead, caching, prompt, compilation, stream, picture, perplexity, recall, row_products)
 }
 ROOT = Path(benchmarks.__file__).parents[1]
 WRITTEN = (ROOT / "README.md", ROOT / "docs" / "performance.md")

@@ -1,6 +1,6 @@
 """Attention of a few queries over slots, with the probabilities that policies live on.
 
-On a CPU it is two grouped matrix products and a float32 softmax: the query heads of a KV head are rows of
+On a CPU it is two grouped matrix products and a softmax as `wide` has it: the query heads of a KV head are rows of
 one product, so K and V are read once and never repeated.  On a GPU it is the kernels of `attend_kernel`,
 which the compiler schedules like its own, and torch's operations around them.
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kvpass.lowering.turns import Turn
+from kvpass.precision import wide
 
 LOWEST = torch.finfo(torch.float32).min
 WIDEST_TURNED = 512  # bytes of a key that the kernels can turn; wider ones would spill
@@ -55,7 +56,7 @@ def attend(
 
     Returns:
         output [B, Hkv, G, q, Dv] in the dtype of `value`, and if wanted the probabilities and the masked
-        logits, float32 [B, Hkv, G, q, C].  A query that may attend to nothing gets a finite output that
+        logits, [B, Hkv, G, q, C] as `wide` has them.  A query that may attend to nothing gets a finite output that
         means nothing.
     """
     if rotate is not None and key.shape[-1] * key.element_size() > WIDEST_TURNED:
@@ -66,7 +67,7 @@ def attend(
         return attended(query, key, value, scale=scale, mask=mask, bias=bias, cap=cap, sink=sink, rows=rows, turn=turn)
     logits = capped(scores(query, key, scale=scale, rotate=rotate), cap)
     if bias is not None:
-        logits = logits + bias.float()
+        logits = logits + bias.to(logits.dtype)
     logits = torch.where(mask, logits, LOWEST)
     probabilities = softmax_beside(logits, sink)
     paid = probabilities.to(value.dtype).flatten(2, 3)  # [B, Hkv, G*q, C]
@@ -85,8 +86,8 @@ def written_out(x: Tensor) -> Tensor:
 
 
 def by_kernel(query: Tensor) -> bool:
-    """Whether `attend` of a query [B, Hkv, G, q, D] is of few rows and on a GPU."""
-    return query.device.type == "cuda" and query.shape[2] * query.shape[3] <= MOST_ROWS
+    """Whether `attend` of a query [B, Hkv, G, q, D] is of few rows and on a GPU; kernels sum in float32."""
+    return query.device.type == "cuda" and query.dtype != torch.float64 and query.shape[2] * query.shape[3] <= MOST_ROWS
 
 
 def capped(logits: Tensor, cap: float | None) -> Tensor:
@@ -98,25 +99,26 @@ def softmax_beside(logits: Tensor, sink: Tensor | None) -> Tensor:
     """Softmax over the last dimension and the sink [..., 1], whose share is left out."""
     if sink is None:
         return torch.softmax(logits, -1)
-    most = torch.maximum(logits.amax(-1, keepdim=True), sink.float())
+    sink = sink.to(logits.dtype)
+    most = torch.maximum(logits.amax(-1, keepdim=True), sink)
     paid = torch.exp(logits - most)
-    return paid / (paid.sum(-1, keepdim=True) + torch.exp(sink.float() - most))
+    return paid / (paid.sum(-1, keepdim=True) + torch.exp(sink - most))
 
 
 def scores(
     query: Tensor, key: Tensor, *, scale: float, rotate: Callable[[Tensor], list[Tensor]] | None = None
 ) -> Tensor:
-    """The logits before any mask or bias, float32 [B, Hkv, G, q, C]; the products in the dtype of the model."""
+    """The logits before mask and bias, [B, Hkv, G, q, C] as `wide` has them; the products in the model's dtype."""
     if rotate is None:
         products = torch.matmul(query.flatten(2, 3), key.transpose(-1, -2))
-        return products.view(*query.shape[:4], key.shape[2]).float() * scale
+        return wide(products.view(*query.shape[:4], key.shape[2])) * scale
     query = written_out(query)
     by_width: dict[int, Tensor] = {}
     start = 0
     for piece in rotate(key):
         width = piece.shape[-1]
         part = query[..., start : start + width]  # [B, Hkv, G, q, d]
-        product = part[..., None, :].float() * piece[:, :, None, None].float()  # [B, Hkv, G, q, C, d]
+        product = wide(part[..., None, :]) * wide(piece[:, :, None, None])  # [B, Hkv, G, q, C, d]
         by_width[width] = by_width[width] + product if width in by_width else product
         start += width
     sums = [products.sum(-1) for products in by_width.values()]

@@ -18,6 +18,7 @@ from torch import Tensor
 from kvpass import policies
 from kvpass.budget import slots_for
 from kvpass.lowering.attend import softmax_beside
+from kvpass.precision import wide, widest
 
 PIECE = 1 << 20  # logits alive at a time: 4 MB in float32; much more would leave the caches of a core
 LOWEST = torch.finfo(torch.float32).min
@@ -79,14 +80,15 @@ class _Rows:
         return dataclasses.replace(self, query=query, mask=mask, sink=sink, causal=False)
 
     def logits(self, room: _Room) -> Tensor:
-        """Masked logits, float32 [B, Hkv, G, n, S]; mask bool or additive [B or 1, Hq or 1, n or 1, S]."""
+        """Masked logits, [B, Hkv, G, n, S] as `wide` has them; mask bool or additive [B or 1, Hq or 1, n or 1, S]."""
         rows, heads, keys, dim = self.key.shape
         groups, count = self.query.shape[1] // heads, self.query.shape[2]
         grouped = self.query.reshape(rows * heads, groups * count, dim)
         out, turned = room.shaped(rows * heads, groups * count, keys), self.key.flatten(0, 1).transpose(1, 2)
         # baddbmm for its factor on the product: no pass over the logits of its own
-        torch.baddbmm(out[:, :1, :1], grouped, turned, beta=0, alpha=self.scale, out=out)
-        logits = out.float().view(rows, heads, groups, count, keys)
+        with torch.autocast(out.device.type, enabled=False):  # it would have another dtype than `out`
+            torch.baddbmm(out[:, :1, :1], grouped, turned, beta=0, alpha=self.scale, out=out)
+        logits = wide(out).view(rows, heads, groups, count, keys)
         if self.cap is not None:
             logits = logits.div_(self.cap).tanh_().mul_(self.cap)
         if self.mask is None:
@@ -100,9 +102,14 @@ class _Rows:
             return softmax_beside(logits, _grouped(self.sink, self.key.shape[1]))
         return torch.softmax(logits, -1, out=None if room is None else room.shaped(*logits.shape))
 
+    @property
+    def by_kernel(self) -> bool:
+        """Whether the sums are those of a kernel, which are in float32."""
+        return self.query.device.type == "cuda" and self.query.dtype != torch.float64
+
     def summed(self, weight: Tensor, powers: int) -> list[Tensor]:
         """Probabilities to the power of 1, ..., `powers`, each summed over queries that count `weight` [B, q]."""
-        if self.query.device.type != "cuda" or not powers:
+        if not self.by_kernel or not powers:
             return _sums(self, weight, powers)
         from kvpass.lowering.column_kernel import column_sums  # needs triton, which not every machine has
 
@@ -130,7 +137,7 @@ def _grouped(x: Tensor, heads: int) -> Tensor:
 
 
 def _pieces(spans: list[slice], rows: _Rows) -> Iterator[tuple[_Rows, Tensor]]:
-    """Consecutive queries and their logits, float32 [B, Hkv, G, n, s]; of causal ones for the s keys they see."""
+    """Consecutive queries and their logits, [B, Hkv, G, n, s]; of causal ones for the s keys they see."""
     room = _Room(spans, rows.query, rows.key, rows.query.dtype)
     for span in spans:
         piece = rows.chosen(span)
@@ -147,10 +154,10 @@ def _sums(rows: _Rows, real: Tensor, powers: int) -> list[Tensor]:
     query, key = rows.query, rows.key
     sums = [query.new_zeros(_shape(query, key, key.shape[2]), dtype=torch.float32) for _ in range(powers)]
     spans = _spans(query.shape[2], query, key) if powers else []
-    room, counted = _Room(spans, query, key, torch.float32), real.float()[:, None, None, None]  # [B, 1, 1, 1, q]
+    room, counted = _Room(spans, query, key, widest(query.dtype)), real[:, None, None, None]  # [B, 1, 1, 1, q]
     for span, (piece, logits) in zip(spans, _pieces(spans, rows), strict=True):
         paid = piece.paid(logits, room)
-        weight = counted[..., span].expand(*paid.shape[:3], 1, -1)
+        weight = counted[..., span].to(paid.dtype).expand(*paid.shape[:3], 1, -1)
         for power, total in enumerate(sums, 1):
             paid = paid if power == 1 else paid.square_()
             total[..., : paid.shape[-1]] += torch.matmul(weight, paid)[..., 0, :]
@@ -163,7 +170,7 @@ def _late(rows: _Rows, real: Tensor, window: int) -> tuple[Tensor, Tensor, Tenso
     count = query.shape[2]
     latest = torch.where(real, torch.arange(count, device=key.device), -1).topk(min(window, count))  # last one first
     chosen = rows.picked(latest.values.clamp(min=0))
-    if query.device.type == "cuda":
+    if rows.by_kernel:
         return _late_by_kernel(chosen, (latest.values >= 0).float(), real.sum(-1, keepdim=True).clamp(1, window))
     counted = (latest.values >= 0).float()[:, None, None, :, None]
     spans = _spans(chosen.query.shape[2], chosen.query, key)
@@ -172,7 +179,8 @@ def _late(rows: _Rows, real: Tensor, window: int) -> tuple[Tensor, Tensor, Tenso
     for span, (piece, made) in zip(spans, _pieces(spans, chosen), strict=True):
         paid = piece.paid(made) * counted[..., span, :]
         if span.start == 0:
-            last, logits = paid[..., 0, :].clone(), made[..., 0, :] * counted[..., 0, :]
+            last = paid[..., 0, :].float().clone()
+            logits = (made[..., 0, :] * counted[..., 0, :]).float()
         mean += paid.sum(-2)
     return last, mean.div_(real.sum(-1).clamp(1, window)[:, None, None, None]), logits
 
@@ -185,6 +193,12 @@ def _late_by_kernel(chosen: _Rows, counted: Tensor, count: Tensor) -> tuple[Tens
     last = (newest.paid(logits) * first)[..., 0, :]
     mean = last if counted.shape[1] == 1 else chosen.summed(counted / count, 1)[0]
     return last, mean, (logits * first)[..., 0, :]
+
+
+def _alike(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in the wider of their dtypes, which differ under autocast."""
+    dtype = torch.promote_types(query.dtype, key.dtype)
+    return query.to(dtype), key.to(dtype)
 
 
 @torch.library.custom_op("kvpass::column_scores", mutates_args=())
@@ -217,6 +231,7 @@ def column_scores(
         total, squares, last, window and logits as in `kvpass.policies.Attention`, each float32 [B, Hc, Hq / Hc, S];
         what is left out has no keys.
     """
+    query, key = _alike(query, key)
     rows = _Rows(query, key, mask, causal, scale, cap, sink)
     sums = rows.summed(real, powers)
     nothing = [query.new_empty(_shape(query, key, 0), dtype=torch.float32) for _ in range(2 - powers)]
@@ -268,6 +283,7 @@ def row_scan(
         budget: as users write it: a number of slots, or a share of the prompt.
         The others are as for `column_scores`.
     """
+    query, key = _alike(query, key)
     chosen, keys, held = policies.specified(policy), key.shape[2], key.shape[2] - query.shape[2]
     slots = slots_for(chosen, json.loads(budget), query.shape[2])
     spans = _spans(query.shape[2], query, key)

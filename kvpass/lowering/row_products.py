@@ -2,15 +2,18 @@
 
 A step of one conversation multiplies one row with every weight of the model.  That is bound by reading the weights,
 but the matrix products of torch's libraries are made for many rows and reach about half of that.  Spelled as multiply
-and sum, the compiler makes loops of it that read the weights about as fast as memory gives them, and fuses what comes
-after.  Sums are in float32 whatever the dtype.
+and sum, the compiler makes loops of it that read the weights about as fast as memory gives them, in the weights' own
+dtype, and fuses what comes after.  Sums are in float32 whatever the dtype.
 
-A small batch has the same from a linear layer in float32, one row after another, as long as its matrix stays in the
-cache from row to row.  For larger matrices, other layouts and the dtypes that processors multiply themselves, the
-libraries are the faster ones from two rows on.
+A batch has a sum for each of its rows.  The compiler makes one loop of them, so the weights are read once all the same:
+what is in a register is multiplied with every row.  Loops over two halves of the columns at once have more loads on
+their way.  Both are worth it up to the number of rows at which the library, which has its rows in tiles, is faster.
+`LIMITS` says which that is.  The same goes for the scores of queries and keys in half precision.
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 import torch
 import torch.fx as fx
@@ -18,70 +21,178 @@ import torch.fx as fx
 from kvpass import compat
 from kvpass.graphs import call_aten
 
-aten = torch.ops.aten
+aten, prims = torch.ops.aten, torch.ops.prims
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-FEW = 4  # rows; with 8 the libraries are as fast
-CACHED = 8 << 20  # bytes of a matrix that a processor's last cache has room for
 
 
-def spell_out(graph: fx.Graph) -> None:
-    """Replace each `mm` and `addmm` of one row or a few on a CPU in a graph of aten's operators."""
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Up to how many rows a product is faster spelled out, for one dtype and kind of processor.
+
+    Attributes:
+        paired: rows for which two halves of the columns go through one loop.
+        near: rows if all of them, in float32, fill no more than half of the first cache: each is read for every column.
+        far: rows that fill more.
+    """
+
+    paired: int
+    near: int
+    far: int
+
+
+LIMITS = {
+    (torch.float32, False): Limits(paired=3, near=12, far=8),
+    (torch.bfloat16, False): Limits(paired=2, near=16, far=8),
+    (torch.float16, False): Limits(paired=2, near=16, far=16),
+    (torch.bfloat16, True): Limits(paired=2, near=8, far=2),
+    (torch.float16, True): Limits(paired=2, near=8, far=2),
+}
+"""By dtype and whether the processor has dot products of it, as those with AVX512-BF16 or AMX have of bfloat16.
+
+From `python -m benchmarks row_products` on one thread of a processor with AVX-512 and AVX512-BF16, at 1 to 16 rows and
+three sizes of matrices that come from memory; without dot products of bfloat16, by keeping the library from using them.
+float16 with dot products is taken to be as bfloat16 is.  The size of the matrix decides nothing: it is read once.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Processor:
+    """What decides between loops and library.
+
+    Attributes:
+        cache: bytes of a core's first data cache.
+        dots: the dtypes of half precision that there are dot products of.
+    """
+
+    cache: int
+    dots: frozenset[torch.dtype]
+
+    @staticmethod
+    def here() -> Processor:
+        """This machine's."""
+        return Processor(compat.first_cache(), compat.dot_products())
+
+
+def spell_out(graph: fx.Graph, parts: int | None = None) -> None:
+    """Replace each `mm`, `addmm` and `bmm` of one row or a few on a CPU in a graph of aten's operators.
+
+    Args:
+        parts: into how many parts all columns go, for measuring; by default `halves` says.
+    """
+    processor = Processor.here()
     stored: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
-        if node.target is aten.mm.default and is_worth_it(*node.args):
-            _replace(graph, node, stored, *node.args)
-        if node.target is aten.addmm.default and not node.kwargs and is_worth_it(*node.args[1:]):
-            bias, rows, matrix = node.args
-            _replace(graph, node, stored, rows, matrix, bias)
+        if node.target is aten.bmm.default and is_worth_it(node, processor):
+            _replace_scores(graph, node, *node.args)
+        if node.target is aten.mm.default or (node.target is aten.addmm.default and not node.kwargs):
+            *bias, rows, matrix = node.args
+            count = halves(rows.meta["val"], matrix.meta["val"], processor) if parts is None else parts
+            if count:
+                _replace(graph, node, stored, _Product(rows, matrix, count, *bias))
 
 
-def is_worth_it(rows: fx.Node, matrix: fx.Node) -> bool:
-    """Whether a product of [R, K] and [K, N] is faster spelled out: on a CPU, and as the module says."""
-    x, weight = rows.meta["val"], matrix.meta["val"]
-    if x.device.type != "cpu" or x.dtype not in DTYPES:
+@dataclasses.dataclass(frozen=True)
+class _Product:
+    """Rows [R, K] times a matrix [K, N] whose columns go into so many parts, and a bias [N] or [R, N] on top."""
+
+    rows: fx.Node
+    matrix: fx.Node
+    parts: int
+    bias: fx.Node | None = None
+
+
+def halves(rows: torch.Tensor, matrix: torch.Tensor, processor: Processor) -> int:
+    """Into how many parts the columns of [R, K] @ [K, N] go to be faster spelled out, 1 or 2; 0 if the library is."""
+    if rows.device.type != "cpu" or rows.dtype not in DTYPES:
+        return 0
+    count, columns = rows.shape[0], matrix.shape[1]
+    if matrix.stride(0) != 1:
+        return int(count == 1)  # columns do not lie together, as in GPT-2
+    limits = LIMITS[rows.dtype, rows.dtype in processor.dots]
+    near = 4 * rows.numel() <= processor.cache // 2
+    if count > (limits.near if near else limits.far):
+        return 0
+    return 2 if columns % 2 == 0 and (count <= limits.paired or not near) else 1
+
+
+def is_worth_it(node: fx.Node, processor: Processor) -> bool:
+    """Whether scores [B, R, N] of queries [B, R, K] and keys [B, K, N] in half precision are faster spelled out.
+
+    In float32 the library is as fast.  So it is for values, whose columns do not lie together; and what calls it ends
+    a kernel, without which the layers would be one.
+    """
+    parents = [parent.meta["val"] for parent in node.all_input_nodes]
+    queries, keys = parents[0], parents[-1]
+    if queries.device.type != "cpu" or queries.dtype not in DTYPES[1:] or keys.stride(1) != 1:
         return False
-    return x.shape[0] == 1 or (x.shape[0] <= FEW and _is_small_linear(weight))
+    return bool(queries.shape[1] <= LIMITS[queries.dtype, queries.dtype in processor.dots].paired)
 
 
-def _is_small_linear(weight: torch.Tensor) -> bool:
-    """Whether [K, N] is float32, its columns lie together in memory, and it fits a cache."""
-    return weight.dtype == torch.float32 and weight.stride(0) == 1 and 4 * weight.numel() <= CACHED
-
-
-def _replace(
-    graph: fx.Graph,
-    node: fx.Node,
-    stored: dict[fx.Node, fx.Node],
-    rows: fx.Node,
-    matrix: fx.Node,
-    bias: fx.Node | None = None,
-) -> None:
-    """The product [R, N] of rows [R, K] and matrix [K, N], as multiply and sum; `stored` has rows made before."""
+def _replace_scores(graph: fx.Graph, node: fx.Node, rows: fx.Node, matrix: fx.Node) -> None:
+    """Rows [B, R, K] times matrices [B, K, N], as multiply and sum."""
     with graph.inserting_before(node):
-        if rows not in stored:
-            stored[rows] = _stored(graph, rows)
-        column = call_aten(graph, aten.unsqueeze.default, _wide(graph, matrix), 2)
-        products = call_aten(graph, aten.mul.Tensor, column, stored[rows])  # [K, N, R]
-        made = call_aten(graph, aten.sum.dim_IntList, products, [0])  # [N, R]
-        made = compat.write_out(graph, made, [1, made.meta["val"].shape[0]])  # what follows reads row by row
-        made = call_aten(graph, aten.permute.default, made, [1, 0])
-        if bias is not None:
-            made = call_aten(graph, aten.add.Tensor, made, _wide(graph, bias))
-        made = call_aten(graph, aten.to.dtype, made, node.meta["val"].dtype)
+        own, wide = _stored(graph, rows), _as(graph, matrix, torch.float32)
+        taken = [call_aten(graph, aten.select.int, own, 1, at) for at in range(rows.meta["val"].shape[1])]
+        products = [
+            call_aten(graph, aten.mul.Tensor, wide, call_aten(graph, aten.unsqueeze.default, row, 2)) for row in taken
+        ]
+        sums = [call_aten(graph, aten.sum.dim_IntList, product, [1]) for product in products]  # [B, N] each
+        made = call_aten(graph, aten.view.default, call_aten(graph, aten.cat.default, sums, 1), node.meta["val"].shape)
+        made = _as(graph, made, node.meta["val"].dtype)
+    node.replace_all_uses_with(made)
+    graph.erase_node(node)
+
+
+def _replace(graph: fx.Graph, node: fx.Node, stored: dict[fx.Node, fx.Node], product: _Product) -> None:
+    """The product as multiply and sum; `stored` has rows that were made for products before."""
+    with graph.inserting_before(node):
+        if product.rows not in stored:
+            stored[product.rows] = _stored(graph, product.rows)
+        columns = _columns(graph, _as(graph, product.matrix, torch.float32), product.parts)
+        made = _multiplied(graph, stored[product.rows], columns)
+        if product.bias is not None:
+            made = call_aten(graph, aten.add.Tensor, made, _as(graph, product.bias, torch.float32))
+        made = _as(graph, made, node.meta["val"].dtype)
     node.replace_all_uses_with(made)
     graph.erase_node(node)
 
 
 def _stored(graph: fx.Graph, rows: fx.Node) -> fx.Node:
-    """Rows [R, K] as float32 [K, 1, R], in a buffer of their own.
+    """Rows [..., R, K] as float32 in a buffer of their own.
 
     What the rows are computed from is so computed once, and not for every column.  The product with one is there for
     rows that are views of something larger.
     """
-    own = call_aten(graph, aten.mul.Scalar, _wide(graph, rows), 1.0)
-    written = compat.write_out(graph, own, [rows.meta["val"].shape[1], 1])
-    return call_aten(graph, aten.unsqueeze.default, call_aten(graph, aten.permute.default, written, [1, 0]), 1)
+    own = call_aten(graph, aten.mul.Scalar, _as(graph, rows, torch.float32), 1.0)
+    return compat.write_out(graph, own, own.meta["val"].contiguous().stride())
 
 
-def _wide(graph: fx.Graph, x: fx.Node) -> fx.Node:
-    return call_aten(graph, aten.to.dtype, x, torch.float32)
+def _columns(graph: fx.Graph, matrix: fx.Node, parts: int) -> list[fx.Node]:
+    """A matrix [K, N] in parts of as many columns."""
+    if parts == 1:
+        return [matrix]
+    size = matrix.meta["val"].shape[1] // parts
+    return [call_aten(graph, aten.slice.Tensor, matrix, 1, at * size, (at + 1) * size) for at in range(parts)]
+
+
+def _multiplied(graph: fx.Graph, rows: fx.Node, columns: list[fx.Node]) -> fx.Node:
+    """Rows [R, K] times columns [K, ...] as [R, N], row by row in memory: sums of one loop, if they have one length."""
+    count = rows.meta["val"].shape[0]
+    sums = [_sum(graph, _row(graph, rows, at), part) for at in range(count) for part in columns]
+    made = call_aten(graph, aten.cat.default, sums)
+    return call_aten(graph, aten.view.default, made, [count, made.meta["val"].shape[0] // count])
+
+
+def _row(graph: fx.Graph, rows: fx.Node, at: int) -> fx.Node:
+    """A row of [R, K] as [K, 1]."""
+    return call_aten(graph, aten.unsqueeze.default, call_aten(graph, aten.select.int, rows, 0, at), 1)
+
+
+def _sum(graph: fx.Graph, row: fx.Node, columns: fx.Node) -> fx.Node:
+    """A row [K, 1] times columns [K, N], as [N]."""
+    return call_aten(graph, aten.sum.dim_IntList, call_aten(graph, aten.mul.Tensor, columns, row), [0])
+
+
+def _as(graph: fx.Graph, x: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """The node in another dtype.  `aten.to` would be called and not compiled: it is too late to decompose it."""
+    return x if x.meta["val"].dtype == dtype else call_aten(graph, prims.convert_element_type.default, x, dtype)
