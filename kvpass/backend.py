@@ -12,7 +12,11 @@ import torch
 import torch.fx as fx
 
 from kvpass import budget as budgets
-from kvpass import cache_key, calls, compat, graphs, match, once, policies
+from kvpass import cache_key, compat, graphs, once, policies
+from kvpass.capture import rotary, spelled
+from kvpass.capture.caches import Found
+from kvpass.capture.capture import Capture, capture
+from kvpass.capture.sites import AttentionSite
 from kvpass.errors import KVPassError, PolicyError, UnreadableGraph, UnsupportedGraph
 from kvpass.guarded import Guarded
 from kvpass.handle import Handle
@@ -100,36 +104,34 @@ class Backend:
 
     def _runner(self, gm: fx.GraphModule, examples: Sequence[Any]) -> PromptRunner | StepRunner | None:
         """What is to run in place of a graph, None if it stays as it is."""
-        with graphs.reading(node for node in gm.graph.nodes if calls.is_boundary(node)):
-            if any(calls.is_boundary(node) for node in gm.graph.nodes):
+        with graphs.reading(node for node in gm.graph.nodes if spelled.is_boundary(node)):
+            if any(spelled.is_boundary(node) for node in gm.graph.nodes):
                 graphs.fix_floats(gm.graph)
-            carried = {n for n, e in zip(graphs.placeholders(gm.graph), examples, strict=True) if isinstance(e, Handle)}
-            found = match.find(gm, carried)
-            sites = match.by_cache(found)
-            self._record(found, sites, carried)
-            if self._left_alone(found, carried) or not sites:
+            carried = [isinstance(example, Handle) for example in examples]
+            captured = capture(gm, carried)
+            self._record(captured, any(carried))
+            if self._left_alone(captured.refused, any(carried)) or not captured.sites:
                 return None
-            self._check_inference(sites, examples)
-            if carried:
-                return StepRunner(self, gm, sites)
-            return PromptRunner(self, gm, sites, examples, self._ranked(gm, sites))
+            self._check_inference(captured.sites, examples)
+            if any(carried):
+                return StepRunner(self, gm, captured)
+            return PromptRunner(self, captured, examples, self._ranked(captured))
 
-    def _record(self, found: list[match.Found], sites: list[match.AttentionSite], carried: set[fx.Node]) -> None:
+    def _record(self, captured: Capture, carried: bool) -> None:
         if self.recorder is None:
             return
-        self.recorder.graphs.append("prompt" if sites and not carried else "step" if carried else "no cache")
-        for f in found:
-            verdict = "rewritten" if f.site else "refused" if f.refusal else "left alone"
-            reason = f.refusal or ("" if f.site else "it updates no cache")
+        self.recorder.graphs.append("prompt" if captured.sites and not carried else "step" if carried else "no cache")
+        for f in captured.found:
+            verdict = "rewritten" if f.reading else "refused" if f.refusal else "left alone"
+            reason = f.refusal or ("" if f.reading else "it updates no cache")
             where = (len(self.recorder.graphs), graphs.module_of(f.node), graphs.source_line(f.node))
             self.recorder.sites.append(SiteReport(*where, verdict, reason))
 
-    def _left_alone(self, found: list[match.Found], carried: set[fx.Node]) -> bool:
+    def _left_alone(self, refused: list[Found], carried: bool) -> bool:
         """Refuse what cannot be rewritten, or with strict=False warn and leave the whole graph as it was.
 
         A graph in which some caches grow and others do not could not be static, so there are no halves.
         """
-        refused = [f for f in found if f.refusal]
         if not refused:
             return False
         lines = "\n".join(f"  {graphs.source_line(f.node)}\n    {f.refusal}" for f in refused)
@@ -141,7 +143,7 @@ class Backend:
         warnings.warn(f"kvpass leaves a graph as it was, and its caches grow: {message}", stacklevel=2)
         return True
 
-    def _check_inference(self, sites: list[match.AttentionSite], examples: Sequence[Any]) -> None:
+    def _check_inference(self, sites: list[AttentionSite], examples: Sequence[Any]) -> None:
         if torch.is_grad_enabled() and any(isinstance(e, torch.Tensor) and e.requires_grad for e in examples):
             raise UnsupportedGraph(
                 f"{graphs.source_line(sites[0].call)}: the graph needs gradients, and a bounded cache has none; "
@@ -158,10 +160,11 @@ class Backend:
         """Whether held tokens are to be numbered 0..n-1, where the model allows it."""
         return (self.positions or self.policy.positions) == "cache"
 
-    def _ranked(self, gm: fx.GraphModule, sites: list[match.AttentionSite]) -> bool:
+    def _ranked(self, captured: Capture) -> bool:
         """Whether keys are stored before their rotary embedding, which must then be found in every layer."""
         if not self.prefers_ranks:
             return False
+        sites = captured.sites
         if any(site.past_key is not None for site in sites):
             return self._absolute(
                 sites[0], "the prompt ran uncompiled, so its keys are turned to absolute positions already"
@@ -175,18 +178,18 @@ class Backend:
         if made:
             return self._absolute(made[0], "the keys are computed from what is cached, which holds turned ones already")
         for site in sites:
-            rotary = match.find_rotary(gm, site)
-            if rotary is None:
+            found = rotary.find_rotary(captured.gm, site)
+            if found is None:
                 return self._absolute(site, "the keys carry no rotary embedding that can be told apart")
-            if not rotary.counts_tokens(site):
+            if not found.counts_tokens(site):
                 return self._absolute(site, "a token has several positions at once")
-            if not match.positions_of(rotary, site):
-                return self._absolute(site, match.TURNED_APART)
-            if rotary.counts_rows_alike(site):
-                return self._absolute(site, match.ALIKE_IN_ALL_ROWS)
+            if not rotary.positions_of(found, site):
+                return self._absolute(site, rotary.TURNED_APART)
+            if found.counts_rows_alike(site):
+                return self._absolute(site, rotary.ALIKE_IN_ALL_ROWS)
         return True
 
-    def _absolute(self, site: match.AttentionSite, why: str) -> bool:
+    def _absolute(self, site: AttentionSite, why: str) -> bool:
         """Stay with absolute positions, unless the user asked for others."""
         if self.positions == "cache":
             line = graphs.source_line(site.call)

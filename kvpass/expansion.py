@@ -24,9 +24,9 @@ from torch import Tensor
 
 from kvpass import graphs
 from kvpass.capture import operators
+from kvpass.capture.sites import AttentionSite
 from kvpass.errors import UnsupportedGraph
 from kvpass.graphs import Sizes, Slice, expr, value
-from kvpass.match import AttentionSite
 
 
 def joined(rows: Tensor) -> Tensor:

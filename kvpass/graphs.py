@@ -228,17 +228,21 @@ def overwritten(nodes: set[fx.Node], since: fx.Node | None = None) -> fx.Node | 
     return next((writer for writer in writers if since is None or since < writer), None)
 
 
-def eliminate_dead(graph: fx.Graph) -> None:
+def eliminate_dead(graph: fx.Graph, among: set[fx.Node] | None = None) -> None:
     """Remove what nobody needs.  A write in place is needed if what it writes to is read afterwards.
 
     torch.fx's own pass takes a write without users for dead, and one by setitem for needed.
+
+    Args:
+        among: what may be removed; by default everything.
     """
     memory = _memory(graph)
     needed: set[fx.Node] = set()
     read: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         own = memory.get(node, node)
-        lasting = node.op in ("placeholder", "output") or compat.mutates(node)
+        stays = among is not None and node not in among
+        lasting = stays or node.op in ("placeholder", "output") or compat.mutates(node)
         written = writes(node) and (own in read or own.op in ("placeholder", "get_attr"))
         if lasting or written or needed.intersection(node.users):
             needed.add(node)

@@ -16,9 +16,11 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass import graphs, match, selection
+from kvpass import graphs, selection
 from kvpass.capture import operators
 from kvpass.capture.keys import KeyAxis
+from kvpass.capture.rotary import Rotary
+from kvpass.capture.sites import AttentionSite
 from kvpass.errors import UnsupportedGraph
 from kvpass.graphs import Sizes, Slice, expr, value
 from kvpass.lowering.attend import written_out
@@ -139,8 +141,8 @@ class Around:
     """What a step graph has that masks are computed from.
 
     Attributes:
-        counts: the key indices, see `match.iotas`.
-        inputs: inputs with an entry for every token, and its dimension, see `match.token_inputs`.
+        counts: the key indices, see `kvpass.capture.tokens.iotas`.
+        inputs: inputs with an entry for every token, and its dimension, see `kvpass.capture.tokens.token_inputs`.
         padding: those that tell padding from real tokens, if held tokens are known to be real.
         stored: the grown keys and values of the site.
         lengths: nodes of arithmetic on the cache's length, see `OnLength.computed`.
@@ -465,7 +467,7 @@ def _diagonals(turned: Tensor) -> Tensor:
     return turned[:, 0] if turned.shape[1] == 1 else turned.diagonal(0, 1, 2).movedim(-1, 1)
 
 
-def cut_rotary(gm: fx.GraphModule, site: match.AttentionSite, rotary: match.Rotary, sizes: Sizes) -> RotarySlice:
+def cut_rotary(gm: fx.GraphModule, site: AttentionSite, rotary: Rotary, sizes: Sizes) -> RotarySlice:
     """Cut the rotary embedding of a site's key out."""
 
     def number(node: fx.Node) -> int:
@@ -488,7 +490,7 @@ def _like(node: fx.Node, sizes: Sizes) -> Like:
     return tuple(sizes.fixed(size) for size in given.shape), given.dtype
 
 
-def _angles(gm: fx.GraphModule, key: fx.Node, rotary: match.Rotary) -> list[fx.Node]:
+def _angles(gm: fx.GraphModule, key: fx.Node, rotary: Rotary) -> list[fx.Node]:
     """The tensors that depend on positions alone and that the key is turned with."""
     rest = graphs.behind([key], {rotary.raw})
     on_position = graphs.dependent(gm.graph, rest, [rotary.position])

@@ -14,7 +14,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass import compat, graphs
-from kvpass.match import AttentionSite
+from kvpass.capture.sites import AttentionSite
 from kvpass.policies.base import Plan
 
 Weights = tuple["weakref.ref[Any]", ...]

@@ -14,13 +14,15 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass import budget as budgets
-from kvpass import compat, graphs, match, ownership, selection
+from kvpass import compat, graphs, ownership, selection
+from kvpass.capture.capture import Capture
 from kvpass.capture.hiding import telling
+from kvpass.capture.rotary import find_rotary, given_positions
+from kvpass.capture.sites import AttentionSite
 from kvpass.errors import BudgetError, CacheHandleError, PolicyError, UnsupportedGraph
 from kvpass.expansion import joined
 from kvpass.graphs import Sizes
 from kvpass.handle import LayerCache, check_layers, current
-from kvpass.match import AttentionSite
 from kvpass.policies.base import LATE, Attention, Plan, Policy
 from kvpass.policies.window import Window
 from kvpass.rewrite.prompt import rewrite_prompt
@@ -65,9 +67,8 @@ class PromptLayer:
 class PromptRunner:
     """Runs a prompt: the model's own attention, after which each layer's cache becomes slots."""
 
-    def __init__(
-        self, backend: Backend, gm: fx.GraphModule, sites: list[AttentionSite], examples: Sequence[Any], ranked: bool
-    ) -> None:
+    def __init__(self, backend: Backend, captured: Capture, examples: Sequence[Any], ranked: bool) -> None:
+        gm, sites = captured.gm, captured.sites
         self.backend, self.sites, self.ranked = backend, sites, ranked
         self.policies = [backend.policy.for_layer(i, len(sites)) for i in range(len(sites))]
         self.adopts = any(site.past_key is not None for site in sites)
@@ -274,10 +275,10 @@ class Counter:
 class StepRunner:
     """Runs one token, or a chunk, on live slots; compiled at the first run, when the layouts are known."""
 
-    def __init__(self, backend: Backend, gm: fx.GraphModule, sites: list[AttentionSite]) -> None:
+    def __init__(self, backend: Backend, model: fx.GraphModule, captured: Capture) -> None:
         self.backend = backend
-        self.gm, moved = compat.copy_graph_module(gm)  # Dynamo strips the original of its shapes
-        self.sites = [site.moved(moved) for site in sites]
+        self.model, _ = compat.copy_graph_module(model)  # Dynamo strips the original of its shapes
+        self.gm, self.sites = captured.gm, captured.sites
         holders = graphs.placeholders(self.gm.graph)
         self.pasts = [(holders.index(s.past_key), holders.index(s.past_value)) for s in self.sites]  # type: ignore[arg-type]
         self.projecting = [ownership.projecting(site) for site in self.sites]
@@ -571,7 +572,7 @@ class StepRunner:
         if not self.backend.validate or self.validation is not None or self.backend.inner == "reference":
             return
         seen = rewriter.seen
-        step = Step(self.gm, self.sites, rewriter, rewrite, layouts, slots, arguments, self.pasts, self.told, seen)
+        step = Step(self.model, self.sites, rewriter, rewrite, layouts, slots, arguments, self.pasts, self.told, seen)
         self.validation = validate(step)
         self.backend.note_validation(self.validation)
 
@@ -672,8 +673,8 @@ def told_by(gm: fx.GraphModule, sites: list[AttentionSite], step: bool) -> list[
 def positions_among(gm: fx.GraphModule, sites: list[AttentionSite]) -> list[int]:
     """Which of a graph's arguments are positions that turn queries and keys."""
     holders = graphs.placeholders(gm.graph)
-    rotaries = [(match.find_rotary(gm, site), site) for site in sites]
-    given = [node for rotary, site in rotaries if rotary for node in match.given_positions(rotary, site)]
+    rotaries = [(find_rotary(gm, site), site) for site in sites]
+    given = [node for rotary, site in rotaries if rotary for node in given_positions(rotary, site)]
     return [holders.index(node) for node in dict.fromkeys(given)]
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.fx as fx
 
 from kvpass import graphs
+from kvpass.capture.canonical import is_attention
 from kvpass.errors import UnsupportedGraph
 from kvpass.graphs import ancestors, expr, name_of, value
 
@@ -60,7 +61,7 @@ def _nearest(selection: Selection, mask: fx.Node) -> bool:
         node = todo.pop()
         if node is selection.node:
             return True
-        if node not in seen and name_of(node) not in _PROJECTIONS:
+        if node not in seen and name_of(node) not in _PROJECTIONS and not is_attention(node):
             seen.add(node)
             todo.extend(node.all_input_nodes)
     return False
@@ -91,7 +92,8 @@ def _most(best: fx.Node) -> int | None:
 
 def cached(selection: Selection, outputs: list[fx.Node]) -> list[tuple[fx.Node, int]]:
     """The grown keys by which it scores that the graph returns, and the dimension along which they grow."""
-    behind = ancestors(selection.best, [node for node in ancestors(selection.best) if name_of(node) in _PROJECTIONS])
+    ends = [node for node in ancestors(selection.best) if name_of(node) in _PROJECTIONS or is_attention(node)]
+    behind = ancestors(selection.best, ends)
     kept = [node for node in outputs if node in behind and graphs.is_tensor(node) and value(node).ndim == 3]
     return [(node, 1) for node in kept if node.target is torch.cat]
 

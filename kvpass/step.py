@@ -50,7 +50,7 @@ class Site:
         mask: the model's mask on slots, or None.
         rotate: the model's rotary embedding, or None when stored keys are attended to as they are.
         turn: the same as kernels can apply it, without ranks, if they can.
-        cap, sink: see `kvpass.calls.Call`; the sink is [B or 1, Hq, q or 1, 1].
+        cap, sink: see `kvpass.capture.canonical.attention`; the sink is [B or 1, Hq, q or 1, 1].
         weights: the policy's own, as inputs of the graph; empty where they may be taken from the policy.
         expand: makes keys and values from what is stored, or None when they are stored as they are.
         lse: whether the model wants the log-sum-exp of the logits as well.

@@ -20,10 +20,10 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass import graphs
+from kvpass.capture.sites import AttentionSite
 from kvpass.errors import UnsupportedGraph
 from kvpass.graphs import Sizes, value
 from kvpass.instantiate import RotarySlice
-from kvpass.match import AttentionSite
 from kvpass.rewrite.step import StepRewrite, StepRewriter
 from kvpass.slots import FREE, Layout, Slots, first_state
 
@@ -39,7 +39,8 @@ class Step:
     """A step graph, what it became, and the call at hand.
 
     Attributes:
-        gm, sites: the model's own graph.
+        gm: the model's own graph.
+        sites: those of its canonical form.
         rewriter, rewrite: how it was rewritten, and the result.
         layouts, slots: of each layer, at hand; nothing is written to them.
         arguments: of the call.
@@ -168,14 +169,19 @@ def _first_different(step: Step, count: int) -> str | None:
     made = _Conversation(step, count)
     calls = [each for site in step.sites for each in site.all]
     replaced = {each.call.name: step.rewriter.replaced.get(each.call.name) for each in calls}
-    theirs = _values(step.gm, {each.call.name for each in calls}, made.arguments())
+    theirs = _values(step.gm, {_in_model(each.call) for each in calls}, made.arguments())
     ours = _values(step.rewrite.gm, {node.name for node in replaced.values() if node is not None}, tuple(made.flat()))
     order = {node.name: i for i, node in enumerate(step.gm.graph.nodes)}
-    for each in sorted(calls, key=lambda site: order[site.call.name]):
+    for each in sorted(calls, key=lambda site: order[_in_model(site.call)]):
         node = replaced[each.call.name]
-        if node is not None and not agree(ours[node.name], theirs[each.call.name]):
+        if node is not None and not agree(ours[node.name], theirs[_in_model(each.call)]):
             return graphs.source_line(each.call)
     return None
+
+
+def _in_model(call: fx.Node) -> str:
+    """The name of the node of the model's own graph that an attention call stands for."""
+    return str(call.meta["kvpass_stands_for"])
 
 
 def _values(gm: fx.GraphModule, names: set[str], arguments: tuple[Any, ...]) -> dict[str, Any]:
@@ -234,7 +240,7 @@ class _Conversation:
         """The arguments of the call, cut, without the past."""
         made = [self._cut(i, node) for i, node in enumerate(self.holders)]
         for node, place in self.step.told.items():
-            if place in {self.holders.index(n) for n in self.step.told if n in self._known()}:
+            if node in self._known():
                 made[place] = self._padded(node, made[place])
         for place in self.step.rewrite.positions:
             made[place] = self._counted(made[place])

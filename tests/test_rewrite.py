@@ -10,7 +10,10 @@ import torch.fx as fx
 import transformers
 
 import kvpass
-from kvpass import graphs, match
+from kvpass import graphs
+from kvpass.capture.canonical import APPEND, ATTENTION
+from kvpass.capture.capture import capture
+from kvpass.capture.rotary import find_rotary
 from kvpass.pieces import InPieces, Pieces
 from tests.models import ARCHITECTURES, build, force, prompt
 
@@ -45,11 +48,11 @@ def symbols(gm: fx.GraphModule) -> list[fx.Node]:
 def test_a_step_graph_is_static(architecture: str) -> None:
     prompt_graph, step = compiled_graphs(architecture, [9, 1, 1, 1], (2, 0), policy="streaming", budget=6)
     assert symbols(step) == []
-    assert not any(torch.nn.functional.scaled_dot_product_attention is n.target for n in step.graph.nodes)
+    assert not any(n.target in (APPEND, ATTENTION) for n in step.graph.nodes)
     writes = [n for n in step.graph.nodes if n.target is torch.ops.aten.index_put_.default]
     assert len(writes) == 2 * 2  # one row of K and one of V in each of two layers
     assert all(write.args[0].op == "placeholder" for write in writes)  # type: ignore[union-attr]
-    assert any(torch.nn.functional.scaled_dot_product_attention is n.target for n in prompt_graph.graph.nodes)
+    assert sum(n.target is ATTENTION for n in prompt_graph.graph.nodes) == 2
 
 
 @pytest.mark.parametrize("architecture", ["Llama", "GPTNeoX"])
@@ -95,8 +98,8 @@ def test_rotary_embeddings_are_found_by_structure(architecture: str, found: bool
     seen: list[bool] = []
 
     def backend(gm: fx.GraphModule, examples: Any) -> Any:
-        sites = [f.site for f in match.find(gm, set()) if f.site]
-        seen.extend(match.find_rotary(gm, site) is not None for site in sites)
+        captured = capture(gm, [False] * len(examples))
+        seen.extend(find_rotary(captured.gm, site) is not None for site in captured.sites)
         return gm.forward
 
     ids, _ = prompt(2, 6, ())

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import kvpass
-from kvpass import calls, match
+from kvpass.capture import sites, spelled
 from kvpass.report import Recorder
 from tests.models import build, prompt
 
@@ -68,7 +68,7 @@ def test_what_is_left_out_is_reported() -> None:
     assert all("left out, as sage changes the logits" in note for note in notes(recorder))
 
 
-def other_scale(found: Callable[..., calls.Call]) -> Callable[..., calls.Call]:
+def other_scale(found: Callable[..., spelled.Call]) -> Callable[..., spelled.Call]:
     return lambda *args: dataclasses.replace(found(*args), scale=found(*args).scale * 1.2)
 
 
@@ -86,7 +86,7 @@ def values_for_keys(found: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.mark.parametrize(
     ("where", "name", "wrong"),
-    [(calls, "_sdpa_call", other_scale), (match, "_site", without_mask), (match, "_site", values_for_keys)],
+    [(spelled, "_sdpa_call", other_scale), (sites, "_site", without_mask), (sites, "_site", values_for_keys)],
 )
 def test_a_call_that_is_read_wrongly_is_refused_by_its_line(
     where: Any, name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch

@@ -202,6 +202,23 @@ def _where(made: Any, known: Any, count: int, size: Any) -> int | None:
     return None if place is None or expr(known.shape[place]) != expr(size) else place
 
 
+def swaps_last_two(node: fx.Node) -> bool:
+    """Whether a node is its operand with the last two dimensions exchanged, by whatever name."""
+    if known_name(node) not in MOVES or _by_tensor(node):
+        return False
+    given = torch.empty(concrete(value(node.args[0]).shape), device="meta")  # type: ignore[arg-type]
+    try:
+        made = run_on(node, {node.args[0]: given})  # type: ignore[dict-item]
+    except (RuntimeError, IndexError, ValueError, TypeError):
+        return False
+    return isinstance(made, torch.Tensor) and given.ndim > 1 and _lies_like(made, given.transpose(-1, -2))
+
+
+def _lies_like(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two views of one tensor are the same view."""
+    return (one.shape, one.stride(), one.storage_offset()) == (other.shape, other.stride(), other.storage_offset())
+
+
 def coordinates(shape: tuple[int, ...], dim: int) -> torch.Tensor:
     """int64 of the given shape: each element's place along `dim`."""
     line = torch.arange(shape[dim]).view([-1 if d == dim else 1 for d in range(len(shape))])

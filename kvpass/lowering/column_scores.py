@@ -223,7 +223,7 @@ def column_scores(
         real: bool [B, q], false for queries that are padding; they are left out of every figure.
         causal: a query does not see the keys after it.
         window: how many of the last real queries `window` averages over.
-        cap, sink: see `kvpass.calls.Call`; the sink is [B or 1, Hq, q or 1, 1].
+        cap, sink: see `kvpass.capture.canonical.attention`; the sink is [B or 1, Hq, q or 1, 1].
         powers: 2 for all; 1 leaves out squares, 0 total as well.  They alone need the rows of all queries.
         heads: Hc, the heads of the cache, if they are not those of the keys.
 

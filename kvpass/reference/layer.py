@@ -14,10 +14,10 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from kvpass.capture.sites import AttentionSite
 from kvpass.expansion import Expansion, cut_expansion
 from kvpass.graphs import value
 from kvpass.instantiate import Entry, RotarySlice
-from kvpass.match import AttentionSite
 from kvpass.policies.base import Attention
 from kvpass.reference import ReferenceLayer, reference_of
 from kvpass.reference.base import attention_logits

@@ -13,11 +13,11 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass import budget as budgets
-from kvpass import compat, graphs, match, statistics
+from kvpass import compat, graphs, statistics
 from kvpass.budget import Budget
-from kvpass.errors import UnsupportedGraph
+from kvpass.capture.rotary import find_rotary
+from kvpass.capture.sites import AttentionSite, arguments
 from kvpass.graphs import value
-from kvpass.match import AttentionSite
 from kvpass.policies import specify
 from kvpass.policies.base import Policy, Statistic
 from kvpass.rewrite import renumber
@@ -87,7 +87,7 @@ def rewrite_prompt(
             if policy.temper(torch.ones(1, 1, dtype=torch.int64)) is not None:
                 for each in site.all:
                     _temper(copy.graph, each, moved, policy, real)
-            rotary = match.find_rotary(gm, site) if ranked else None
+            rotary = find_rotary(gm, site) if ranked else None
             keys, values = site.keys_out, site.values_out
             if site.window is not None:
                 keys, values = emit(moved[site.grown_key]), emit(moved[site.grown_value])
@@ -144,21 +144,12 @@ def _renumber(
         node.replace_input_with(ids, counted)
     for site in (each for owner in sites for each in owner.all):
         call = moved[site.call]
-        if not compat.is_sdpa(call):
-            raise UnsupportedGraph(
-                f"{graphs.source_line(site.call)}: {policy.name} masks a prompt by windows, which works for "
-                "scaled_dot_product_attention and not for attention that is spelled out"
-            )
         with graph.inserting_before(call):
             mask = None if site.mask is None else moved[site.mask]
             real = _real_tokens(graph, moved[site.grown_key], told)
             windows = graph.call_function(mask_of, (mask, moved[site.query], real, site.causal))
-        given = dict(zip(_SDPA, call.args, strict=False)) | call.kwargs
+        call.kwargs = {**arguments(call), "mask": windows, "causal": False}
         call.args = ()
-        call.kwargs = {**given, "attn_mask": windows, "is_causal": False}
-
-
-_SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
 def _real_tokens(graph: fx.Graph, tokens: fx.Node, told: tuple[fx.Node, ...], along: int = 2) -> fx.Node | None:
@@ -198,11 +189,6 @@ def _temper(
 ) -> None:
     """Multiply the prompt's queries with the policy's factor for as many tokens as each row has."""
     query, call = moved[site.query], moved[site.call]
-    if not compat.is_sdpa(call):
-        raise UnsupportedGraph(
-            f"{graphs.source_line(site.call)}: {policy} changes the logits of a prompt, which works for "
-            "scaled_dot_product_attention and not for attention that is spelled out"
-        )
 
     def function(query: Tensor, real: Tensor | None) -> Tensor:
         everyone = torch.ones_like(query[:, 0, :, 0], dtype=torch.bool)  # [B, q]

@@ -15,10 +15,11 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass import graphs, match
+from kvpass import graphs
+from kvpass.capture.rotary import find_rotary
+from kvpass.capture.sites import AttentionSite
 from kvpass.errors import UnsupportedGraph
 from kvpass.graphs import ancestors, is_tensor, name_of, value
-from kvpass.match import AttentionSite
 from kvpass.policies.base import window_starts
 
 _COUNTS = frozenset({"arange", "cumsum"})
@@ -99,7 +100,7 @@ def _counts(index: fx.Node, actual: dict[fx.Node, Any], fits: Plausible) -> bool
 
 def _turned(gm: fx.GraphModule, sites: list[AttentionSite]) -> list[Reader]:
     """Where position ids become the angles of a rotary embedding."""
-    rotaries = [match.find_rotary(gm, site) for site in sites]
+    rotaries = [find_rotary(gm, site) for site in sites]
     ids = dict.fromkeys(rotary.position for rotary in rotaries if rotary is not None)
     return [_reader(user, node, sites) for node in ids for user in node.users if _is_angle(user)]
 

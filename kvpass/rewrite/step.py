@@ -13,14 +13,16 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass import compat, graphs, match, selection
+from kvpass import compat, graphs, selection
+from kvpass.capture import rotary as rotaries
+from kvpass.capture import tokens
+from kvpass.capture.sites import AttentionSite
 from kvpass.errors import UnsupportedGraph
 from kvpass.expansion import Expansion, cut_expansion
 from kvpass.graphs import Sizes, placeholders, value
 from kvpass.instantiate import Around, Entry, MaskSlice, RotarySlice, cut_mask, cut_rotary
 from kvpass.lowering.attend import written_out
 from kvpass.lowering.turns import Pairs, Turn
-from kvpass.match import AttentionSite
 from kvpass.rewrite import renumber
 from kvpass.rewrite.lengths import OnLength
 from kvpass.rewrite.masks import ColumnMask, MaskOnSlots, SlicedMask
@@ -220,7 +222,7 @@ class StepRewriter:
             node.meta["example_value"] = torch.empty((), dtype=torch.int64, device="meta")
         on_length = OnLength(self.graph, self.sizes, self.length)
         lookups = on_length.slices()
-        self.counts = {w: [*match.iotas(self.graph.nodes, self.sizes, w), *lookups] for w in set(self.windows)}
+        self.counts = {w: [*tokens.iotas(self.graph.nodes, self.sizes, w), *lookups] for w in set(self.windows)}
         on_length.positions()
         self.on_length = on_length.computed
         self.pieces = self._cut_rotaries()  # after the above, which puts other nodes in the place of positions
@@ -448,7 +450,7 @@ class StepRewriter:
     def _around(self, site: AttentionSite, window: int | None, padding: tuple[fx.Node, ...]) -> Around:
         behind = graphs.ancestors(site.mask, [site.grown_key, site.grown_value])  # type: ignore[arg-type]
         pasts = {past for each in self.sites for past in (each.past_key, each.past_value)}
-        inputs = match.token_inputs(behind - pasts, self.actual, self.sizes)
+        inputs = tokens.token_inputs(behind - pasts, self.actual, self.sizes)
         return Around(
             counts=[count for count in self.counts[window] if count in behind],
             inputs={node: axis for node, axis in inputs.items() if node not in padding},
@@ -534,7 +536,7 @@ class StepRewriter:
         """Cut all of them out, and only then let the queries stand where they stand among the held tokens."""
         if not self.ranked:
             return []
-        self.rotaries = [match.find_rotary(self.gm, site) for site in self.sites]
+        self.rotaries = [rotaries.find_rotary(self.gm, site) for site in self.sites]
         pieces = [cut_rotary(self.gm, site, self._rotary(i), self.sizes) for i, site in enumerate(self.sites)]
         for position in dict.fromkeys(p for i in range(len(self.sites)) for p in self._positions(i)):
             self._rank_positions(position)
@@ -542,16 +544,16 @@ class StepRewriter:
 
     def _positions(self, layer: int) -> list[fx.Node]:
         """What the layer's key and query are turned by."""
-        found = match.positions_of(self._rotary(layer), self.sites[layer])
+        found = rotaries.positions_of(self._rotary(layer), self.sites[layer])
         if not found:
-            self._refuse_ranks(layer, match.TURNED_APART)
+            self._refuse_ranks(layer, rotaries.TURNED_APART)
         return found
 
     def _refuse_ranks(self, layer: int, why: str) -> NoReturn:
         line = graphs.source_line(self.sites[layer].call)
         raise UnsupportedGraph(f"{line}: {why}; use positions='absolute'")
 
-    def _rotary(self, layer: int) -> match.Rotary:
+    def _rotary(self, layer: int) -> rotaries.Rotary:
         rotary = self.rotaries[layer]
         if rotary is None:
             raise UnsupportedGraph(
@@ -599,7 +601,7 @@ class StepRewriter:
     def _rank_positions(self, position: fx.Node) -> None:
         """Let the queries stand behind the held tokens: positions become live slots + 0, 1, ..."""
         shape, queries = self._shape(position), self.queries
-        given = match.reshaped(position)
+        given = rotaries.reshaped(position)
         if given in self.holders:
             self.given_positions.append(self.holders.index(given))
         along = next(
@@ -608,7 +610,7 @@ class StepRewriter:
         rows, dtype = self.rows, value(position).dtype
         padded = bool(self.telling.sites[0])
         if len(shape) == 1 and rows > 1 and padded:
-            self._refuse_ranks(0, match.ALIKE_IN_ALL_ROWS)
+            self._refuse_ranks(0, rotaries.ALIKE_IN_ALL_ROWS)
         users = self._users_but_masks(position)
         real = [self._real_now(0)] if padded and not self.decodes else []  # only real tokens count
 

@@ -72,5 +72,6 @@ def test_generated_models() -> None:
 
 
 @pytest.mark.slow
-def test_many_generated_models() -> None:
-    run(250, start=1).check(250)
+@pytest.mark.parametrize("start", range(1, 9))
+def test_many_generated_models(start: int) -> None:
+    run(250, start).check(250)

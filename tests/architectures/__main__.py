@@ -75,7 +75,18 @@ def page(verdicts: list[Verdict]) -> str:
         f"| {v.name} | {v.word} | {v.rewritten}/{v.found} | {v.graphs} | {reason} |"
         for v, reason in zip(verdicts, reasons, strict=True)
     ]
-    return "\n".join([*_INTRODUCTION, summary(verdicts) + ".", "", *_HEADER, *rows, ""])
+    return "\n".join([*_INTRODUCTION, summary(verdicts) + ".", "", *by_reason(verdicts), "", *_HEADER, *rows, ""])
+
+
+def by_reason(verdicts: list[Verdict]) -> list[str]:
+    """What is refused, counted by reason: the most frequent one is the next to be taken."""
+    refused = [v for v in verdicts if v.word == "refused"]
+    reasons: dict[str, list[str]] = {}
+    for v in refused:
+        why = re.split(r",? \(\S*\.py:", re.sub(r"'[^']*'", "…", v.reason))[0]
+        reasons.setdefault(why, []).append(v.name)
+    ordered = sorted(reasons.items(), key=lambda item: -len(item[1]))
+    return ["Refused, by reason:", "", *(f"- {len(names)} ({', '.join(names)}): {why}" for why, names in ordered)]
 
 
 _INTRODUCTION = [

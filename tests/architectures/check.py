@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
+import torch.fx as fx
 from torch import Tensor
 
 import kvpass
+from kvpass import compat, graphs
 from kvpass.backend import Backend
+from kvpass.capture.capture import capture
 from kvpass.report import Recorder
 from tests.architectures import zoo
 
@@ -94,8 +98,9 @@ def _against(name: str, model: torch.nn.Module, expected: Run, padding: int) -> 
             else:
                 theirs = generate(model, backend(policy, budget, "reference", recorder), padding)
                 _check_equal(ours, theirs, f"{policy} reference")
+        _check_canonical(model, padding)
     except kvpass.KVPassError as error:
-        return Verdict(name, "refused", _brief(error), *(_counts(recorder)))
+        return Verdict(name, "refused", _cause(error, recorder), *(_counts(recorder)))
     except Different as error:
         return Verdict(name, "wrong", str(error), *counts)
     except Exception as error:
@@ -105,6 +110,54 @@ def _against(name: str, model: torch.nn.Module, expected: Run, padding: int) -> 
     return Verdict(name, "rewritten", "", *counts)
 
 
+def _check_canonical(model: torch.nn.Module, padding: int) -> None:
+    """The canonical graphs of a prompt and of steps on the model's own cache give what the model's graphs give."""
+    beside = Beside()
+    generate(model, beside, padding, steps=3)
+    if beside.worst > TOLERANCE or not beside.graphs:
+        raise Different(
+            f"{beside.graphs} canonical graphs differ from the model's by {beside.worst:.1e} of the largest"
+        )
+
+
+class Beside:
+    """A backend that runs each graph and its canonical form, and gives what the graph gives.
+
+    Attributes:
+        graphs: how many had attention on a cache.
+        worst: the largest difference of any of their outputs, in shares of the largest number.
+    """
+
+    def __init__(self) -> None:
+        self.graphs, self.worst = 0, 0.0
+
+    def __call__(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        copy, _ = compat.copy_graph_module(gm)
+        graphs.fix_floats(copy.graph)
+        captured = capture(copy, [False] * len(examples))
+        if not captured.sites:
+            return gm.forward
+        self.graphs += 1
+
+        def run(*arguments: Any) -> Any:
+            own = [x.clone() if type(x) is Tensor else x for x in arguments]  # graphs may write to what they are given
+            ours, theirs = captured.gm(*own), copy(*arguments)
+            self.worst = max([self.worst, *map(_apart, ours, theirs)])
+            return theirs
+
+        return run
+
+
+def _apart(ours: Any, theirs: Any) -> float:
+    if not isinstance(theirs, Tensor) or not theirs.is_floating_point() or not theirs.numel():
+        return 0.0
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        return float("inf")
+    known = theirs.isfinite()
+    worst = (ours - theirs)[known].abs().max() / theirs[known].abs().max().clamp(min=1.0) if known.any() else 0.0
+    return float(worst) if torch.equal(known, ours.isfinite()) else float("inf")
+
+
 def backend(policy: str, budget: int | None, inner: str, recorder: Recorder) -> Backend:
     return dataclasses.replace(kvpass.backend(policy, budget=budget, inner=inner), recorder=recorder)
 
@@ -112,6 +165,16 @@ def backend(policy: str, budget: int | None, inner: str, recorder: Recorder) -> 
 def _counts(recorder: Recorder) -> tuple[int, int, int]:
     involved = [site for site in recorder.sites if site.verdict != "left alone"]
     return len(involved), sum(site.verdict == "rewritten" for site in involved), len(recorder.graphs)
+
+
+def _cause(error: kvpass.KVPassError, recorder: Recorder) -> str:
+    """Why a model is refused, and the line: of several refusals the first."""
+    refused = [site for site in recorder.sites if site.verdict == "refused"]
+    line, why = (refused[0].line, refused[0].reason) if refused else ("", str(error))
+    placed = re.match(r"(\S+\.py:\d+: ?)(.*)", line or why, re.DOTALL)
+    if not refused and placed:
+        line, why = placed.groups()
+    return " ".join(f"{why} ({line.split(': ')[0]})".split())[:400]
 
 
 def _brief(error: BaseException) -> str:
@@ -126,7 +189,7 @@ def _check_equal(ours: Run, theirs: Run, whose: str) -> None:
 
 
 @contextlib.contextmanager
-def compiled(model: Any, chosen: Backend | None) -> Iterator[None]:
+def compiled(model: Any, chosen: Backend | Beside | None) -> Iterator[None]:
     """The model compiled in place for a while."""
     torch._dynamo.reset()
     if chosen is not None:
@@ -138,7 +201,7 @@ def compiled(model: Any, chosen: Backend | None) -> Iterator[None]:
 
 
 @torch.no_grad()
-def generate(model: Any, chosen: Backend | None, padding: int) -> Run:
+def generate(model: Any, chosen: Backend | Beside | None, padding: int, steps: int = STEPS) -> Run:
     """Two rows, the first with so much padding on the left, and a few greedy tokens."""
     ids = torch.randint(3, zoo.VOCABULARY, (2, PROMPT), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
@@ -146,7 +209,7 @@ def generate(model: Any, chosen: Backend | None, padding: int) -> Run:
     with compiled(model, chosen), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         out = model.generate(
-            ids, attention_mask=mask, max_new_tokens=STEPS, min_new_tokens=STEPS, do_sample=False, use_cache=True,
+            ids, attention_mask=mask, max_new_tokens=steps, min_new_tokens=steps, do_sample=False, use_cache=True,
             output_logits=True, return_dict_in_generate=True, num_return_sequences=1,
         )  # fmt: skip
     return Run(out.sequences, torch.stack(out.logits, 1), out.past_key_values)

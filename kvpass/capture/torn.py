@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch.fx as fx
 
 from kvpass import graphs
-from kvpass.calls import Call
 from kvpass.capture.operators import MOVES, SAME_VALUE, known_name
+from kvpass.capture.spelled import Call
 from kvpass.graphs import expr, is_tensor, value
 
 _MAKING = frozenset({"linear", "matmul", "bmm", "addmm", "conv1d", "einsum", "embedding"})

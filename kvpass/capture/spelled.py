@@ -39,6 +39,7 @@ class Call:
         sink: the logits of what is attended to beside the keys, [B or 1, Hq, q or 1, 1], or None.
         lse: where the model asks for the log-sum-exp of the logits, [B, Hq, q] or [B, Hq, q, 1], or None.
         causal, dropout: as of scaled_dot_product_attention.
+        hidden, dtypes: see `kvpass.capture.canonical.attention`; the three dtypes of attention that is spelled out.
     """
 
     node: fx.Node
@@ -52,6 +53,13 @@ class Call:
     lse: fx.Node | None = None
     causal: bool = False
     dropout: float = 0.0
+    hidden: float | None = None
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype] | None = None
+
+    def moved(self, to: dict[fx.Node, fx.Node]) -> Call:
+        """The same with other nodes as operands, where these have taken the place of the graph's own."""
+        operands = {name: getattr(self, name) for name in ("query", "key", "value", "mask", "sink")}
+        return dataclasses.replace(self, **{name: to.get(node, node) for name, node in operands.items()})
 
 
 def find(gm: fx.GraphModule) -> list[Call]:
@@ -121,6 +129,7 @@ class _Spelled:
         self.masks: list[fx.Node] = []
         self.casts: list[torch.dtype] = []
         self.sink: fx.Node | None = None
+        self.hidden: float | None = None
         self.shifted = False
 
     def read(self) -> Call | None:
@@ -138,8 +147,11 @@ class _Spelled:
         except _Unreadable:
             return None
         scale = self.factor * (self.cap or 1.0)
-        cap, lse = self.cap or None, self._log_sum_exp()
-        return Call(node, query, key, probabilities.args[1], mask, scale, cap, self.sink, lse)  # type: ignore[arg-type]
+        return Call(
+            node, query, key, _tensor(probabilities.args[1]), mask, scale, self.cap or None, self.sink,
+            self._log_sum_exp(), hidden=self.hidden,
+            dtypes=(value(product).dtype, value(self.softmax).dtype, value(node).dtype),
+        )  # fmt: skip
 
     def _check_casts(self, dtype: torch.dtype) -> None:
         """Logits and probabilities may be computed in a wider dtype than the product's, and not in a narrower one."""
@@ -250,7 +262,7 @@ class _Spelled:
 
     def _filled(self, node: fx.Node) -> fx.Node:
         given = operators.bound(node)
-        self._check_hides(given["value"])
+        self.hidden = self._check_hides(given["value"])
         return self._masked(_tensor(given["input"]), self._emit(torch.logical_not, _tensor(given["mask"])))
 
     def _chosen(self, node: fx.Node) -> fx.Node:
@@ -260,13 +272,15 @@ class _Spelled:
             logits, filling, condition = filling, logits, self._emit(torch.logical_not, condition)
         if isinstance(filling, fx.Node) and _from_product(filling):
             raise _Unreadable
-        self._check_hides(filling)
+        self.hidden = self._check_hides(filling)
         return self._masked(_tensor(logits), condition)
 
-    def _check_hides(self, filling: Any) -> None:
+    def _check_hides(self, filling: Any) -> float:
         """What is filled in must be a number so low that its token is hidden."""
-        if self._spelled_out(filling) > HIDDEN:
+        number = self._spelled_out(filling)
+        if number > HIDDEN:
             raise _Unreadable
+        return number
 
     def _spelled_out(self, argument: Any) -> float:
         number = graphs.constant(self.gm, argument)
@@ -348,14 +362,19 @@ class _Spelled:
             return self._emit(operator.getitem, mask, (*[None] * (4 - len(shape)), Ellipsis))
         return mask
 
-    def _both(self, one: fx.Node, other: fx.Node) -> fx.Node:
-        booleans = [m for m in (one, other) if value(m).dtype == torch.bool]
-        if len(booleans) == 2:
-            return self._emit(torch.logical_and, one, other)
-        if not booleans:
-            return self._emit(operator.add, one, other)
-        additive = other if booleans[0] is one else one
-        hidden = self._emit(torch.logical_not, booleans[0])
+    def _both(self, later: fx.Node, earlier: fx.Node) -> fx.Node:
+        """One mask for two, of which the model's code applies one before the other."""
+        ands = [value(mask).dtype == torch.bool for mask in (later, earlier)]
+        if all(ands):
+            return self._emit(torch.logical_and, later, earlier)
+        if not any(ands):
+            return self._emit(operator.add, later, earlier)
+        if ands[0]:
+            return self._filled_in(earlier, later)
+        return self._emit(operator.add, later, self._filled_in(self._emit(torch.zeros_like, later), earlier))
+
+    def _filled_in(self, additive: fx.Node, allowed: fx.Node) -> fx.Node:
+        hidden = self._emit(torch.logical_not, allowed)
         return self._emit(torch.masked_fill, additive, hidden, torch.finfo(value(additive).dtype).min)
 
     def _emit(self, target: Any, *args: Any) -> fx.Node:
@@ -452,16 +471,7 @@ def _untransposed(node: fx.Node) -> fx.Node:
         known_name(node) in ("view", "reshape") and same_last_two(node)
     ):
         node = _tensor(node.args[0])
-    ndim = value(node).ndim
-    if known_name(node) not in ("transpose", "swapaxes", "permute") or node.kwargs or not is_tensor(node.args[0]):
-        raise _Unreadable
-    order = [dim for arg in node.args[1:] for dim in (arg if isinstance(arg, (tuple, list)) else [arg])]
-    if not all(isinstance(dim, int) for dim in order):
-        raise _Unreadable
-    swaps = {dim % ndim for dim in order} == {ndim - 1, ndim - 2}
-    if known_name(node) == "permute":
-        swaps = [dim % ndim for dim in order] == [*range(ndim - 2), ndim - 1, ndim - 2]
-    if not swaps:
+    if not is_tensor(node.args[0]) or not operators.swaps_last_two(node):
         raise _Unreadable
     return _tensor(node.args[0])
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import kvpass
-from kvpass import calls
+from kvpass.capture import spelled
 
 LOWEST = torch.finfo(torch.float32).min
 Spelling = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -166,12 +166,12 @@ def test_a_bias_that_looks_at_several_values_is_refused(spelling: Spelling) -> N
         run(torch.compile(model, backend=kvpass.backend("full", inner="eager")), ids)
 
 
-def find(function: Callable[..., Any], *args: Tensor) -> list[calls.Call]:
+def find(function: Callable[..., Any], *args: Tensor) -> list[spelled.Call]:
     """The calls in the graph that Dynamo makes of a function."""
-    found: list[calls.Call] = []
+    found: list[spelled.Call] = []
 
     def backend(gm: Any, _: Any) -> Any:
-        found.extend(calls.find(gm))
+        found.extend(spelled.find(gm))
         return gm.forward
 
     torch._dynamo.reset()

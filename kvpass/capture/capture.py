@@ -1,0 +1,141 @@
+"""From what Dynamo traced to the canonical form.
+
+    before    k = cat([past_k, key], -2)              after    k = kvpass::append(past_k, key)
+              v = cat([past_v, val], -2)                       v = kvpass::append(past_v, val)
+              K = k[:, :, None].expand(...).reshape(...)       out = kvpass::attention(q, k, v, mask, None, 0.25, ...)
+              V = v[:, :, None].expand(...).reshape(...)
+              w = q @ K.transpose(2, 3) * 0.25 + mask
+              out = softmax(w, -1) @ V
+
+This is the only stage that knows how models spell attention and caches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from kvpass import compat, graphs
+from kvpass.capture import caches
+from kvpass.capture.caches import Found, Origin, Reading
+from kvpass.capture.canonical import APPEND, ATTENTION, LOG_SUM_EXP
+from kvpass.capture.sites import AttentionSite, sites
+from kvpass.capture.spelled import Call
+from kvpass.graphs import value
+
+
+@dataclasses.dataclass(frozen=True)
+class Capture:
+    """A graph in its canonical form.
+
+    Attributes:
+        gm: gives what the model's own graph gives.
+        sites: its attention calls on caches; none if any was refused, as then the graph is the model's own.
+        found: what became of each attention call and cache update.
+    """
+
+    gm: fx.GraphModule
+    sites: list[AttentionSite]
+    found: list[Found]
+
+    @property
+    def refused(self) -> list[Found]:
+        return [found for found in self.found if found.refusal]
+
+
+def capture(gm: fx.GraphModule, carried: Sequence[bool]) -> Capture:
+    """Bring a graph into its canonical form, in a copy.
+
+    Args:
+        carried: for each placeholder whether its value is a cache handle of ours.
+    """
+    copy, _ = compat.copy_graph_module(gm)
+    _name_attributes(copy.graph)
+    handles = {node for node, ours in zip(graphs.placeholders(copy.graph), carried, strict=True) if ours}
+    found = caches.find(copy, handles)
+    readings = [f.reading for f in found if f.reading]
+    if any(f.refusal for f in found) or not readings:
+        return Capture(gm, [], found)
+    _put_operators(copy.graph, readings)
+    copy.recompile()
+    return Capture(copy, sites(copy.graph), found)
+
+
+_ATTRIBUTES = {"mT": (-1, -2), "mH": (-1, -2), "T": (0, 1), "H": (0, 1)}
+
+
+def _name_attributes(graph: fx.Graph) -> None:
+    """x.mT is x.transpose(-1, -2), and the like, where x holds real numbers."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target is not getattr or node.args[1] not in _ATTRIBUTES:
+            continue
+        given = value(node.args[0])
+        if not isinstance(given, torch.Tensor) or given.is_complex() or (node.args[1] in "TH" and given.ndim != 2):
+            continue
+        with graph.inserting_before(node):
+            turned = graph.call_method("transpose", (node.args[0], *_ATTRIBUTES[str(node.args[1])]))
+        _replace(node, turned)
+        graph.erase_node(node)
+
+
+def _put_operators(graph: fx.Graph, readings: list[Reading]) -> None:
+    """Let an operator stand for every cache update and every attention call on a cache."""
+    appended: dict[fx.Node, fx.Node] = {}
+    for reading in readings:
+        for origin in (reading.key, reading.value):
+            if origin.grown not in appended:
+                appended[origin.grown] = _append(graph, origin)
+    spelled_out = {node for reading in readings for node in (reading.call.node, reading.call.lse) if node is not None}
+    behind = {node for end in spelled_out for node in graphs.ancestors(end)} | set(appended)
+    replaced: dict[fx.Node, fx.Node] = {}
+    for reading in readings:
+        call = reading.call.moved(replaced)
+        cached = (appended[reading.key.grown], appended[reading.value.grown])
+        attended = (call.key, call.value) if reading.made else cached
+        if call.lse is not None:
+            _sum_up(graph, call, attended[0])
+        replaced[reading.call.node] = _attend(graph, call, attended)
+    graphs.eliminate_dead(graph, among=behind)
+
+
+def _append(graph: fx.Graph, origin: Origin) -> fx.Node:
+    """The operator that gives what is stored; without a past and a concatenation that is the new tokens themselves."""
+    with graph.inserting_after(origin.grown):
+        node = graph.call_function(APPEND, (origin.past, origin.new))
+    _replace(origin.grown, node)
+    return node
+
+
+def _attend(graph: fx.Graph, call: Call, attended: tuple[fx.Node, fx.Node]) -> fx.Node:
+    beside: dict[str, Any] = {}
+    if call.dtypes is not None:
+        beside = dict(zip(("scores", "weights", "output"), call.dtypes, strict=True)) | {"hidden": call.hidden}
+    given = (call.query, *attended, call.mask, call.sink, call.scale, call.cap)
+    with graph.inserting_before(call.node):
+        node = graph.call_function(ATTENTION, given, {"causal": call.causal, **beside})
+    _replace(call.node, node)
+    return node
+
+
+def _sum_up(graph: fx.Graph, call: Call, key: fx.Node) -> None:
+    """The log-sum-exp of the same logits, in the shape and the dtype in which the model has it."""
+    assert call.lse is not None
+    assert call.dtypes is not None
+    theirs = value(call.lse)
+    given = (call.query, key, call.mask, call.scale, call.cap, call.hidden, call.dtypes[0], theirs.dtype)
+    with graph.inserting_before(call.lse):
+        node = graph.call_function(LOG_SUM_EXP, given)
+        shown = node if theirs.ndim == 3 else graph.call_method("unsqueeze", (node, -1))
+    _replace(call.lse, shown)
+    if shown is not node:
+        node.meta.update(shown.meta, example_value=theirs.squeeze(-1))
+
+
+def _replace(theirs: fx.Node, ours: fx.Node) -> None:
+    """Let a new node stand for one of the model's, with what Dynamo recorded of that."""
+    ours.meta.update(theirs.meta, kvpass_stands_for=theirs.name)
+    theirs.replace_all_uses_with(ours, delete_user_cb=lambda user: user is not ours)

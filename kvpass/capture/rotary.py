@@ -1,0 +1,138 @@
+"""Rotary embeddings: what turns a key, and by which positions, found in a canonical graph."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+import torch
+import torch.fx as fx
+
+from kvpass import graphs
+from kvpass.capture import canonical, spelled
+from kvpass.capture.operators import MOVES, SAME_VALUE, known_name
+from kvpass.capture.sites import AttentionSite
+from kvpass.graphs import ancestors, expr, is_tensor, value
+
+TURNED_APART = "the query is not turned by the positions that turn the key"
+ALIKE_IN_ALL_ROWS = "the rows of a batch, which may be padded differently, count their tokens in one vector"
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotary:
+    """The rotary embedding of a key: `key` = R(`raw`, `position`).
+
+    Attributes:
+        raw: the key before it, [B, Hkv, q, D].
+        position: the integer tensor of positions that R reads.
+    """
+
+    raw: fx.Node
+    position: fx.Node
+
+    def counts_rows_alike(self, site: AttentionSite) -> bool:
+        """Whether the rows of a batch need positions of their own and there is no dimension for them, as in [1, q]."""
+        position, queries = value(self.position), expr(value(site.query).shape[2])
+        if position.ndim == 1:
+            return site.has_row_masks
+        return bool(expr(position.shape[0]) != 1 and sympy.simplify(expr(position.numel()) - queries) == 0)
+
+    def counts_tokens(self, site: AttentionSite) -> bool:
+        """Whether a token has one position, and not several as in images."""
+        rows, queries = (expr(value(site.query).shape[dim]) for dim in (0, 2))
+        count = expr(value(self.position).numel())
+        return bool(sympy.simplify(count - queries) == 0 or sympy.simplify(count - rows * queries) == 0)
+
+
+def find_rotary(gm: fx.GraphModule, site: AttentionSite) -> Rotary | None:
+    """The rotary embedding of a site's key, or None if its key does not depend on positions.
+
+    `raw` is the latest key on the way such that all that follows it depends on positions and on nothing
+    else that the tokens have a say in.
+    """
+    order = {node: place for place, node in enumerate(gm.graph.nodes)}
+    ends = _boundaries(gm.graph)
+    behind = ancestors(site.key, stop=ends)
+    shape = [expr(size) for size in value(site.key).shape]
+    candidates = [
+        n for n in behind if is_tensor(n) and n is not site.key and [expr(s) for s in value(n).shape] == shape
+    ]
+    for raw in sorted(candidates, key=order.__getitem__, reverse=True):
+        rest = ancestors(site.key, stop={raw, *ends})
+        positions = [n for n in rest if _turns_into_an_angle(n, rest)]
+        if len(positions) == 1 and not _carries_tokens(ancestors(site.key, stop={raw}) - ancestors(positions[0]), ends):
+            return Rotary(raw, positions[0])
+    return None
+
+
+def _boundaries(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes of attention calls: what comes before them is another matter."""
+    return {node for node in graph.nodes if canonical.is_attention(node) or spelled.is_boundary(node)}
+
+
+def positions_of(rotary: Rotary, site: AttentionSite) -> list[fx.Node]:
+    """The positions that turn the site's key and its queries: none if some query is not turned by the key's.
+
+    A model that turns queries and keys one by one makes what it needs of the same positions twice.
+    """
+    ends, turns_key = _boundaries(site.call.graph), reshaped(rotary.position)
+    found = [rotary.position]
+    for each in site.all:
+        behind = ancestors(each.query, stop=ends)
+        angles = [node for node in behind if _turns_into_an_angle(node, behind)]
+        alike = [node for node in angles if _same(reshaped(node), turns_key)]
+        if not alike:
+            return []
+        found += alike
+    return list(dict.fromkeys(found))
+
+
+def reshaped(node: fx.Node) -> fx.Node:
+    """What a tensor is another shape, or another dtype, of."""
+    while known_name(node) in MOVES | SAME_VALUE | {"long", "int"} and is_tensor(node.args[0]) and _takes_all(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def given_positions(rotary: Rotary, site: AttentionSite) -> list[fx.Node]:
+    """The inputs that are the positions which turn a site's key and queries."""
+    found = [reshaped(position) for position in positions_of(rotary, site)]
+    return [node for node in dict.fromkeys(found) if node.op == "placeholder"]
+
+
+def _takes_all(node: fx.Node) -> bool:
+    """Whether an index, if the node is one, takes every element."""
+    if graphs.name_of(node) != "getitem":
+        return True
+    parts = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    return all(part is None or part is Ellipsis or part == slice(None) for part in parts)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two nodes, or arguments of nodes, are the same computation."""
+    if isinstance(one, fx.Node) and isinstance(other, fx.Node) and one is not other:
+        if graphs.is_size(one) and graphs.is_size(other):
+            return bool(expr(one) == expr(other))
+        made = one.op == other.op and one.op in ("call_function", "call_method") and one.target == other.target
+        return made and one.kwargs == other.kwargs and _same(one.args, other.args)
+    if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
+        return len(one) == len(other) and all(_same(a, b) for a, b in zip(one, other, strict=True))
+    return bool(one == other)
+
+
+def _turns_into_an_angle(node: fx.Node, among: set[fx.Node]) -> bool:
+    """An integer tensor whose next use is no longer one."""
+    if not is_tensor(node) or value(node).is_floating_point() or value(node).dtype == torch.bool:
+        return False
+    return any(user in among and is_tensor(user) and value(user).is_floating_point() for user in node.users)
+
+
+def _carries_tokens(nodes: set[fx.Node], calls: set[fx.Node]) -> bool:
+    """Whether any of the nodes brings in hidden states: attention outputs, embeddings, or inputs of rank 3 and more."""
+    for node in nodes:
+        if node in calls or node.target is torch.nn.functional.embedding:
+            return True
+        if node.op == "placeholder" and is_tensor(node) and value(node).is_floating_point() and value(node).ndim >= 3:
+            return True
+    return False
