@@ -221,7 +221,9 @@ class PromptRunner:
             device=chunk.key.device,
             ranked=self.ranked,
             layer=0 if layer.policy.aligns == "never" else number,
+            kv_dtype=self.backend.kv_dtype,
         )
+        self._check_format(layout, number)
         notes = (ADOPTED,) if self.adopts else ()
         absent = places_of(~chunk.real)
         mine = (self.backend, next(self.backend.layers), layout)
@@ -235,6 +237,13 @@ class PromptRunner:
         clocks = tuple(layer.policy.clock((), n, plan.budget) for n in _counts(layer.policy, chunk.real))
         limits = (plan.budget, clocks)
         return LayerCache(*mine, slots, count, shown, layer.window, *limits, notes=notes, absent=absent)
+
+    def _check_format(self, layout: Layout, number: int) -> None:
+        """Whether rows of the layer can be stored in the format asked for."""
+        try:
+            _ = layout.key_format, layout.value_format
+        except ValueError as error:
+            raise UnsupportedGraph(f"{graphs.source_line(self.sites[number].call)}: {error}") from error
 
 
 def _within_window(layer: PromptLayer, budget: int) -> PromptLayer:
@@ -551,11 +560,10 @@ class StepRunner:
         layouts, slots = [cache.layout for cache in caches], [cache.slots for cache in caches]
         told = Telling(tuple(self.telling), frozenset(node for node, place in self.told.items() if place in known))
         with graphs.reading(site.call for site in self.sites):
-            rewriter = self.backend.rewriter(
-                self.gm, self.sites, layouts, slots, arguments, sizes, caches[0].seen, windows, told, sweep
-            )
+            call = (arguments, sizes, caches[0].seen, windows, told, sweep)
+            rewriter = self.backend.rewriter(self.gm, self.sites, layouts, slots, *call)
             rewrite = rewriter.run()
-            self._validate(rewriter, rewrite, layouts, slots, arguments)
+            self._validate(rewriter, rewrite, layouts, slots, *call)
         flat = rewrite.flat(slots, arguments, rewrite.on_all_tokens(arguments), caches[0].seen)
         return rewrite, self.backend.compile_step(rewrite.gm, flat, layouts[0].ranked)
 
@@ -565,13 +573,19 @@ class StepRunner:
         rewrite: StepRewrite,
         layouts: list[Layout],
         slots: list[Slots],
-        arguments: tuple[Any, ...],
+        *call: Any,
     ) -> None:
         """Hold the first rewrite of the graph against the graph; later ones differ in sizes alone."""
         if not self.backend.validate or self.validation is not None or self.backend.inner == "reference":
             return
-        seen = rewriter.seen
-        step = Step(self.gm, self.sites, rewriter, rewrite, layouts, slots, arguments, self.pasts, self.told, seen)
+        given = (call[0], self.pasts, self.told, rewriter.seen, self.backend.kv_dtype)
+        step = Step(self.gm, self.sites, rewriter, rewrite, layouts, slots, *given)
+        if self.backend.kv_dtype is not None:
+            plain = [dataclasses.replace(layout, kv_dtype=None) for layout in layouts]
+            like = [each.described(layout) for each, layout in zip(slots, plain, strict=True)]
+            again = StepRewriter(self.gm, self.sites, plain, like, *call)
+            own = Step(self.gm, self.sites, again, again.run(), plain, like, *given)
+            step = dataclasses.replace(step, plain=own)
         self.validation = validate(step)
         self.backend.note_validation(self.validation)
 

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvpass.lowering.turns import Turn
+from kvpass.storage import Rows
 
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 TILE = 16 << 10  # bytes of K, and of V, that a program holds at a time
@@ -284,8 +285,8 @@ def attend_slots(
 
 def attended(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Rows,
+    value: Rows,
     *,
     scale: float,
     mask: Tensor,
@@ -296,11 +297,11 @@ def attended(
     turn: Turn | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """What `attend` returns, by the kernels; what follows them is plain torch, which the compiler fuses."""
-    key, value = dense(key), dense(value)
+    keys, values = dense(key.codes), dense(value.codes)
     mask, bias = _wide(mask, key.shape[2]), None if bias is None else _wide(bias, key.shape[2])
     turned = (None, None, None, 0, False) if turn is None else _as_arguments(turn)
     given = (mask, bias, sink, *turned, scale, cap, rows)
-    output, total, logits = torch.ops.kvpass.attend_slots(query, key, value, *given)
+    output, total, logits = torch.ops.kvpass.attend_slots(query, keys, values, *given)
     if not rows:
         return output, None, None
     return output, torch.exp(logits - total[..., None]), logits

@@ -16,6 +16,7 @@ from kvpass.align.networks import DirectNetwork
 from kvpass.lowering import attend_kernel, column_kernel, turns
 from kvpass.lowering import column_scores as module
 from kvpass.lowering.attend import attend
+from kvpass.storage import plain
 
 Pairs = list[tuple[Tensor, Tensor]]
 
@@ -48,9 +49,9 @@ def attention_of(
         rows=True,
     )
     turn = _turn(draw, key, extras) if extras.get("turn") else None
-    got = attend_kernel.attended(query, key, value, turn=turn, **given)
+    got = attend_kernel.attended(query, plain(key), plain(value), turn=turn, **given)
     turned = key.double() if turn is None else _turned(key.double(), turn)
-    expected = attend(query.double(), turned, value.double(), **given)
+    expected = attend(query.double(), plain(turned), plain(value.double()), **given)
     assert got[1] is not None
     assert got[2] is not None
     return [(a.float(), b.float()) for a, b in zip(got, expected, strict=True)]  # type: ignore[union-attr]

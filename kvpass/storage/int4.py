@@ -1,0 +1,100 @@
+"""Rows in four bits: two codes to a byte, with a scale and a zero point for each group of numbers.
+
+    scale = (max x - min x) / 15,   zero = round(min x / scale),   code = round(x / scale) - zero,   x ~ scale * (code + zero)
+
+A byte has a number of the row's first half in its low bits and the one half a row further on in its high bits, so that
+both lie in memory in order.  Groups are of 32 numbers where halves are made of those, else of a half, and of a short row
+as a whole: a head of 128 numbers takes 76 bytes, one of 64 takes 38, one of 32 takes 19.  Groups and zero points are
+what four bits need (Frantar et al., 2022, https://arxiv.org/abs/2210.17323, section 3; Liu et al., "KIVI", 2024,
+https://arxiv.org/abs/2402.02750, whose groups of keys run over tokens: here each row must be writable alone).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from kvpass.lowering.written import written_out
+from kvpass.precision import wide, widest
+from kvpass.storage import grid
+from kvpass.storage.base import Parts
+
+MOST = 15
+GROUP = 32
+FURTHEST = 127  # the largest zero point
+
+
+@dataclasses.dataclass(frozen=True)
+class Int4:
+    """Pairs of codes [..., D / 2], scales [..., g] and zero points [..., g] for g groups."""
+
+    dim: int
+    dtype: torch.dtype
+    names = ("scale", "zero")
+    exact = False
+
+    def __post_init__(self) -> None:
+        if self.dim % 2:
+            raise ValueError(f"kv_dtype='int4' stores two numbers in a byte, and a head has {self.dim}")
+
+    @property
+    def half(self) -> int:
+        """D / 2."""
+        return self.dim // 2
+
+    @property
+    def groups(self) -> int:
+        """How many groups a row has: one, or as many in each of its halves."""
+        if self.half % GROUP == 0:
+            return self.dim // GROUP
+        return 1 if self.half < GROUP else 2
+
+    def layout(self) -> list[tuple[int, torch.dtype]]:
+        return [(self.half, torch.uint8), (self.groups, grid.SCALE), (self.groups, torch.int8)]
+
+    def encode(self, rows: Tensor) -> Parts:
+        exact = torch.unflatten(wide(rows), -1, (self.groups, -1))  # [..., g, D / g]
+        least, most = exact.amin(-1, keepdim=True), exact.amax(-1, keepdim=True)
+        size = torch.maximum((most - least) / MOST, torch.maximum(most, -least) / FURTHEST)
+        scale = grid.storable(size.float())
+        zero = grid.steps(least, scale.to(exact.dtype)).clamp(-FURTHEST, FURTHEST)
+        codes = (grid.steps(exact, scale.to(exact.dtype)) - zero).clamp(0, MOST).flatten(-2)
+        low, high = torch.split(codes, self.half, -1)
+        return (low + 16 * high).to(torch.uint8), scale[..., 0].to(grid.SCALE), zero[..., 0].to(torch.int8)
+
+    def decode(self, parts: Parts) -> Tensor:
+        both = parts[0].to(self._wide)[..., None, :]  # [..., 1, D / 2]
+        unit = torch.arange(2, device=both.device, dtype=both.dtype)[:, None] * 15 + 1  # 1 and 16
+        codes = torch.floor(both / unit)
+        codes = torch.unflatten((codes - 16 * torch.floor(codes / 16)).flatten(-2), -1, (self.groups, -1))
+        scale, zero = (part.to(self._wide)[..., None] for part in parts[1:])
+        return ((codes + zero) * scale).flatten(-2)
+
+    @property
+    def _wide(self) -> torch.dtype:
+        return widest(self.dtype)
+
+    def _pieces(self, parts: Parts) -> list[Tensor]:
+        """The two halves of the rows [B, H, N, D / 2], as `decode` has them."""
+        both, scale, zero = (part.to(self._wide) for part in parts)
+        high = torch.floor(both * (1 / 16))
+        return [self._half(which, codes, scale, zero) for which, codes in enumerate((both - 16 * high, high))]
+
+    def _half(self, which: int, codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+        if self.groups > 1:
+            count = self.groups // 2
+            scale, zero = (x[..., which * count : (which + 1) * count] for x in (scale, zero))
+        grouped = torch.unflatten(codes, -1, (scale.shape[-1], -1))
+        return ((grouped + zero[..., None]) * scale[..., None]).flatten(-2)
+
+    def products(self, query: Tensor, parts: Parts) -> Tensor:
+        if query.shape[2] > grid.MOST_ROWS:
+            return torch.matmul(wide(query), self.decode(parts).transpose(-1, -2))
+        return grid.summed_over_dim(wide(query), self._pieces(parts))
+
+    def mixture(self, paid: Tensor, parts: Parts, dtype: torch.dtype) -> Tensor:
+        if paid.shape[2] > grid.MOST_ROWS:
+            return torch.matmul(paid, self.decode(parts)).to(dtype)
+        return grid.summed_over_rows(written_out(paid), self._pieces(parts)).to(dtype)
