@@ -25,6 +25,10 @@ class Format(Protocol):
         """Of the tensors behind the first."""
 
     @property
+    def bits(self) -> int:
+        """Of a code; 0 where rows are numbers."""
+
+    @property
     def exact(self) -> bool:
         """Whether what was read and is stored again is what it was."""
 

@@ -33,6 +33,7 @@ class Int4:
     dim: int
     dtype: torch.dtype
     names = ("scale", "zero")
+    bits = 4
     exact = False
 
     def __post_init__(self) -> None:

@@ -29,6 +29,7 @@ class Int8:
     dim: int
     dtype: torch.dtype
     names = ("scale",)
+    bits = 8
     exact = False
 
     def layout(self) -> list[tuple[int, torch.dtype]]:

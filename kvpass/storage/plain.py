@@ -17,6 +17,7 @@ class Plain:
     dim: int
     dtype: torch.dtype
     names = ()
+    bits = 0
     exact = True
 
     def layout(self) -> list[tuple[int, torch.dtype]]:
