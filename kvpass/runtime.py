@@ -223,7 +223,6 @@ class PromptRunner:
             layer=0 if layer.policy.aligns == "never" else number,
             kv_dtype=self.backend.kv_dtype,
         )
-        self._check_format(layout, number)
         notes = (ADOPTED,) if self.adopts else ()
         absent = places_of(~chunk.real)
         mine = (self.backend, next(self.backend.layers), layout)
@@ -237,13 +236,6 @@ class PromptRunner:
         clocks = tuple(layer.policy.clock((), n, plan.budget) for n in _counts(layer.policy, chunk.real))
         limits = (plan.budget, clocks)
         return LayerCache(*mine, slots, count, shown, layer.window, *limits, notes=notes, absent=absent)
-
-    def _check_format(self, layout: Layout, number: int) -> None:
-        """Whether rows of the layer can be stored in the format asked for."""
-        try:
-            _ = layout.key_format, layout.value_format
-        except ValueError as error:
-            raise UnsupportedGraph(f"{graphs.source_line(self.sites[number].call)}: {error}") from error
 
 
 def _within_window(layer: PromptLayer, budget: int) -> PromptLayer:

@@ -54,6 +54,9 @@ class Layout:
         """H': how many sets of metadata the layer has."""
         return 1 if self.policy.heads == "shared" else self.heads
 
+    def __post_init__(self) -> None:
+        _ = self.key_format, self.value_format  # refuses rows that it cannot store
+
     @property
     def key_format(self) -> Format:
         return format_of(self.kv_dtype, self.key_dim, self.dtype)
@@ -147,7 +150,7 @@ class Slots:
 
     @property
     def names(self) -> list[str]:
-        """What the tensors are called: K and V first, then what their rows are beside, `NAMES`, the state and scales."""
+        """What the tensors are called: `NAMES`, the policy's state, then scales and the like of keys and of values."""
         return [*NAMES, *self.state, *self.stored[2:]]
 
     @property

@@ -7,8 +7,8 @@ all outputs must be equal.  A difference means that the graph was read wrongly, 
 
 What is proven about a graph (`kvpass.capture`) holds for all arguments; this holds for one, but assumes nothing.
 
-Where rows are stored in fewer bits than the model has, no step can equal the model's: the new token's row is rounded when
-it is written.  So the graph is rewritten twice.  With rows as the model makes them it is held against the model's, as
+Where rows are stored in fewer bits than the model has, no step can equal the model's: the new row is rounded when it
+is written.  So the graph is rewritten twice.  With rows as the model makes them it is held against the model's, as
 strictly as any; with rows as they are stored it is held against that, more loosely.  The made-up rows are such as the
 format holds exactly, so that only the new token's differ between the two.
 """

@@ -61,8 +61,8 @@ def prompt_scores(bench: Bench) -> Iterator[Row]:
 def repairs(bench: Bench) -> Iterator[Row]:
     """Rows as kv_align repairs them, beside its plain form on the CPU."""
     rows = Rows.drawn(bench, 2, 513)
-    for name, ours, plain in zip(("keys", "values"), rows.repaired(), rows.on_cpu().repaired(), strict=True):
-        yield _row(f"repair, {name}", _error(ours.cpu(), plain))
+    for name, ours, wanted in zip(("keys", "values"), rows.repaired(), rows.on_cpu().repaired(), strict=True):
+        yield _row(f"repair, {name}", _error(ours.cpu(), wanted))
 
 
 def tiny(bench: Bench) -> Any:

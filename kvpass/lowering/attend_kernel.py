@@ -313,7 +313,8 @@ def attend_slots(
     torch.library.wrap_triton(split)[(parts, rows * heads)](
         query, key, value, *beside, mask, bias, rank, own, other, logits, most, paid, mixed,
         *key.stride()[:3], *value.stride()[:3], *_strides(mask), *(_strides(bias) if has_bias else (0, 0, 0, 0)),
-        *_strides(rank)[:2], BITS=bits, KEY_GROUPS=groups_of_key, VALUE_GROUPS=groups_of_value, TURNED=turned, INTERLEAVED=interleaved, POSITIONS=positions,
+        *_strides(rank)[:2], BITS=bits, KEY_GROUPS=groups_of_key, VALUE_GROUPS=groups_of_value,
+        TURNED=turned, INTERLEAVED=interleaved, POSITIONS=positions,
         SCALE=scale, CAP=cap or 0.0, HAS_BIAS=has_bias, STORE=store, HEADS=heads, R=inside, QUERIES=queries,
         C=capacity, D=dim, DV=width, PARTS=parts, PART=each, ROWS=padded,
         WIDTH=key_width, VALUE_WIDTH=value_width, BLOCK=block, num_warps=_warps(padded, turned), num_stages=2,

@@ -1,4 +1,4 @@
-"""What storing a row makes of its numbers, written down from the definition of each `kv_dtype` and one group at a time."""
+"""What storing a row makes of its numbers, written down from the definitions and one group at a time."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def format_of(kv_dtype: KVDtype | None, dim: int, dtype: torch.dtype) -> Format:
     """The format of rows of `dim` numbers that a model makes in `dtype`.
 
     Raises:
-        ValueError: rows of that many numbers cannot be stored so.
+        PolicyError: rows of that many numbers cannot be stored so.
     """
     made: dict[KVDtype | None, Callable[[int, torch.dtype], Format]] = {None: Plain, "int8": Int8, "int4": Int4}
     return made[kv_dtype](dim, dtype)

@@ -102,7 +102,7 @@ class Rows:
             part.index_put_(place, row if only is None else torch.where(only, row, part[place]))
 
     def replace(self, rows: Tensor, only: Tensor) -> None:
-        """Overwrite the rows for which `only` [B, H, N] is true with those of [B, H, N, D]; the others are as they were.
+        """Overwrite the rows for which `only` [B, H, N] is true with those of [B, H, N, D] and leave the others.
 
         A format that is `exact` is given the others as they were read.
         """

@@ -1,10 +1,11 @@
 """Rows in four bits: two codes to a byte, with a scale and a zero point for each group of numbers.
 
-    scale = (max x - min x) / 15,   zero = round(min x / scale),   code = round(x / scale) - zero,   x ~ scale * (code + zero)
+    scale = (max x - min x) / 15,   zero = round(min x / scale)
+    code = round(x / scale) - zero,   x ~ scale * (code + zero)
 
 A byte has a number of the row's first half in its low bits and the one half a row further on in its high bits, so that
-both lie in memory in order.  Groups are of 32 numbers where halves are made of those, else of a half, and of a short row
-as a whole: a head of 128 numbers takes 76 bytes, one of 64 takes 38, one of 32 takes 19.  Groups and zero points are
+both lie in memory in order.  Groups are of 32 numbers where halves are made of those, else of a half, and a short row
+is one: a head of 128 numbers takes 76 bytes, one of 64 takes 38, one of 32 takes 19.  Groups and zero points are
 what four bits need (Frantar et al., 2022, https://arxiv.org/abs/2210.17323, section 3; Liu et al., "KIVI", 2024,
 https://arxiv.org/abs/2402.02750, whose groups of keys run over tokens: here each row must be writable alone).
 """
@@ -16,7 +17,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from kvpass.lowering.written import written_out
+from kvpass.policies.base import require
 from kvpass.precision import wide, widest
 from kvpass.storage import grid
 from kvpass.storage.base import Parts
@@ -37,8 +38,7 @@ class Int4:
     exact = False
 
     def __post_init__(self) -> None:
-        if self.dim % 2:
-            raise ValueError(f"kv_dtype='int4' stores two numbers in a byte, and a head has {self.dim}")
+        require(self.dim % 2 == 0, "kv_dtype", "int4", f"two numbers make a byte, and a head has {self.dim}")
 
     @property
     def half(self) -> int:
@@ -93,9 +93,9 @@ class Int4:
     def products(self, query: Tensor, parts: Parts) -> Tensor:
         if query.shape[2] > grid.MOST_ROWS:
             return torch.matmul(wide(query), self.decode(parts).transpose(-1, -2))
-        return grid.summed_over_dim(wide(query), self._pieces(parts))
+        return grid.summed_over_dim(query, self._pieces(parts))
 
     def mixture(self, paid: Tensor, parts: Parts, dtype: torch.dtype) -> Tensor:
         if paid.shape[2] > grid.MOST_ROWS:
             return torch.matmul(paid, self.decode(parts)).to(dtype)
-        return grid.summed_over_rows(written_out(paid), self._pieces(parts)).to(dtype)
+        return grid.summed_over_rows(paid, self._pieces(parts)).to(dtype)

@@ -14,7 +14,6 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from kvpass.lowering.written import written_out
 from kvpass.precision import wide, widest
 from kvpass.storage import grid
 from kvpass.storage.base import Parts
@@ -53,10 +52,10 @@ class Int8:
         codes, scale = self._wide(parts)
         if query.shape[2] > grid.MOST_ROWS:
             return torch.matmul(wide(query), (codes * scale).transpose(-1, -2))
-        return grid.summed_over_dim(wide(query), [codes]) * scale[:, :, None, :, 0]
+        return grid.summed_over_dim(query, [codes]) * scale[:, :, None, :, 0]
 
     def mixture(self, paid: Tensor, parts: Parts, dtype: torch.dtype) -> Tensor:
         codes, scale = self._wide(parts)
         if paid.shape[2] > grid.MOST_ROWS:
             return torch.matmul(paid, codes * scale).to(dtype)
-        return grid.summed_over_rows(written_out(paid * scale[:, :, None, :, 0]), [codes]).to(dtype)
+        return grid.summed_over_rows(paid * scale[:, :, None, :, 0], [codes]).to(dtype)

@@ -102,7 +102,8 @@ def split_for(
     for name in ("mask", "bias"):
         strides |= {f"{name}_row": slots, f"{name}_head": 0, f"{name}_group": slots * full, f"{name}_query": 0}
     constants = dict(
-        **strides, rank_row=slots, rank_head=0, BITS=stored.bits, KEY_GROUPS=groups, VALUE_GROUPS=groups, TURNED=turned, INTERLEAVED=False, POSITIONS=slots,
+        **strides, rank_row=slots, rank_head=0, BITS=stored.bits, KEY_GROUPS=groups, VALUE_GROUPS=groups,
+        TURNED=turned, INTERLEAVED=False, POSITIONS=slots,
         SCALE=0.1, CAP=0.0, HAS_BIAS=full, STORE=True, HEADS=heads, R=rows, QUERIES=1, C=slots, D=dim,
         DV=dim, PARTS=parts, PART=each, ROWS=padded, WIDTH=width, VALUE_WIDTH=width, BLOCK=block,
     )  # fmt: skip

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tests.strategies  # noqa: F401  loads the Hypothesis profile
+from kvpass.errors import PolicyError
 from kvpass.policies import resolve
 from kvpass.reference.storing import stored
 from kvpass.slots import Layout, Slots
@@ -43,7 +44,9 @@ def test_codes_stand_for_what_the_definition_says(kv_dtype: KVDtype, given_rows:
     read = made.read()
     assert torch.equal(read, stored(here, given_rows))
     largest = given_rows.abs().amax(-1, keepdim=True)
-    assert ((read - given_rows).abs() <= largest * STEP[kv_dtype] * 0.57).all()  # half a step, and that of a coarse scale
+    assert (
+        (read - given_rows).abs() <= largest * STEP[kv_dtype] * 0.57
+    ).all()  # half a step, and that of a coarse scale
     assert [(part.shape[-1], part.dtype) for part in made.parts] == here.key_format.layout()
 
 
@@ -64,7 +67,7 @@ def test_products_and_mixtures_are_those_of_decoded_rows(kv_dtype: KVDtype, give
 
 
 @every_format
-@pytest.mark.parametrize("dim", [16, 64])
+@pytest.mark.parametrize("dim", [pytest.param(16, marks=pytest.mark.slow), 64])
 def test_the_compiler_makes_the_same_codes(kv_dtype: KVDtype, dim: int) -> None:
     """It may leave out roundings on the way to a narrow dtype and back: none is left to it."""
     made, x = format_of(kv_dtype, dim, torch.bfloat16), torch.randn(2, 2, 50, dim).to(torch.bfloat16)
@@ -120,5 +123,5 @@ def test_rows_that_are_not_replaced_keep_their_codes(kv_dtype: KVDtype) -> None:
 
 
 def test_half_a_byte_is_refused() -> None:
-    with pytest.raises(ValueError, match="has 5"):
+    with pytest.raises(PolicyError, match=r"kv_dtype='int4'.*has 5"):
         format_of("int4", 5, torch.float32)
