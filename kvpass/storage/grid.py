@@ -47,24 +47,23 @@ def summed_over_dim(query: Tensor, pieces: Sequence[Tensor]) -> Tensor:
     return torch.stack([functools.reduce(torch.add, parts).sum(-1) for parts in products], 2)
 
 
-def summed_over_rows(paid: Tensor, pieces: Sequence[Tensor]) -> Tensor:
-    """Mixtures of values [B, H, N, D] that come in pieces of D, by [B, H, R, N]: [B, H, R, D].
+def summed_over_rows(paid: Sequence[Tensor], pieces: Sequence[Tensor]) -> Tensor:
+    """Mixtures of values [B, H, N, D] that come in pieces of D, each by its own [B, H, R, N]: [B, H, R, D].
 
     Stretches of the rows are summed side by side, as many as there are registers for, and none so long that a compiler
     sums it in a cascade.
     """
-    paid, (count, length) = written_out(paid), paid.shape[2:]
+    paid, (count, length) = [written_out(x) for x in paid], paid[0].shape[2:]
     stretches = max(SUMS // (count * len(pieces)), -(-length // LONGEST), 1)
     size = max(1, length // stretches)
     whole = length // size * size
     cuts = [slice(start, start + size) for start in range(0, whole, size)]
     cuts += [slice(whole, length)] if whole < length else []
-    rows = [paid[:, :, r, :, None] for r in range(count)]
-    sums = [torch.cat([_added((row, piece), cuts) for piece in pieces], -1) for row in rows]
+    pairs = list(zip(paid, pieces, strict=True))
+    sums = [torch.cat([_added(x[:, :, r, :, None], piece, cuts) for x, piece in pairs], -1) for r in range(count)]
     return torch.stack(sums, 2)
 
 
-def _added(factors: tuple[Tensor, Tensor], cuts: Sequence[slice]) -> Tensor:
+def _added(one: Tensor, other: Tensor, cuts: Sequence[slice]) -> Tensor:
     """The sum over dimension 2 of a product, stretch by stretch."""
-    one, other = factors
     return functools.reduce(torch.add, [(one[:, :, cut] * other[:, :, cut]).sum(2) for cut in cuts])

@@ -77,25 +77,39 @@ class Int4:
     def _wide(self) -> torch.dtype:
         return widest(self.dtype)
 
-    def _pieces(self, parts: Parts) -> list[Tensor]:
-        """The two halves of the rows [B, H, N, D / 2], as `decode` has them."""
-        both, scale, zero = (part.to(self._wide) for part in parts)
+    def _halves(self, parts: Parts) -> list[Tensor]:
+        """The codes of the two halves of the rows, [B, H, N, D / 2] each."""
+        both = parts[0].to(self._wide)
         high = torch.floor(both * (1 / 16))
-        return [self._half(which, codes, scale, zero) for which, codes in enumerate((both - 16 * high, high))]
+        return [both - 16 * high, high]
 
-    def _half(self, which: int, codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-        if self.groups > 1:
-            count = self.groups // 2
-            scale, zero = (x[..., which * count : (which + 1) * count] for x in (scale, zero))
-        grouped = torch.unflatten(codes, -1, (scale.shape[-1], -1))
-        return ((grouped + zero[..., None]) * scale[..., None]).flatten(-2)
+    def _decoded(self, parts: Parts) -> list[Tensor]:
+        """The two halves of the rows, as `decode` has them."""
+        scale, zero = (part.to(self._wide) for part in parts[1:])
+        count = max(1, self.groups // 2)  # of groups in a half; a row that is one group has it in both
+        made = []
+        for codes, first in zip(self._halves(parts), (0, self.groups - count), strict=True):
+            own = [x[..., first : first + count, None] for x in (zero, scale)]
+            made.append(((torch.unflatten(codes, -1, (count, -1)) + own[0]) * own[1]).flatten(-2))
+        return made
 
     def products(self, query: Tensor, parts: Parts) -> Tensor:
         if query.shape[2] > grid.MOST_ROWS:
             return torch.matmul(wide(query), self.decode(parts).transpose(-1, -2))
-        return grid.summed_over_dim(query, self._pieces(parts))
+        return grid.summed_over_dim(query, self._decoded(parts))
 
     def mixture(self, paid: Tensor, parts: Parts, dtype: torch.dtype) -> Tensor:
         if paid.shape[2] > grid.MOST_ROWS:
             return torch.matmul(paid, self.decode(parts)).to(dtype)
-        return grid.summed_over_rows(paid, self._pieces(parts)).to(dtype)
+        scaled, offsets = self._shares(paid, parts)
+        pieces = [piece for codes in self._halves(parts) for piece in codes.chunk(max(1, self.groups // 2), -1)]
+        of = [place * self.groups // len(pieces) for place in range(len(pieces))]  # the group of each piece
+        mixed = grid.summed_over_rows([scaled[group] for group in of], pieces)
+        mixed = torch.unflatten(mixed, -1, (len(pieces), -1)) + torch.stack([offsets[group] for group in of], -2)
+        return mixed.flatten(-2).to(dtype)
+
+    def _shares(self, paid: Tensor, parts: Parts) -> tuple[list[Tensor], list[Tensor]]:
+        """For each group probabilities times its scales, [B, H, R, N], and what its zero points add, [B, H, R, 1]."""
+        scale, zero = (part.to(self._wide)[:, :, None] for part in parts[1:])
+        scaled = [paid * scale[..., group] for group in range(self.groups)]
+        return scaled, [(x * zero[..., group]).sum(-1, keepdim=True) for group, x in enumerate(scaled)]

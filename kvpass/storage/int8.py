@@ -58,4 +58,4 @@ class Int8:
         codes, scale = self._wide(parts)
         if paid.shape[2] > grid.MOST_ROWS:
             return torch.matmul(paid, codes * scale).to(dtype)
-        return grid.summed_over_rows(paid * scale[:, :, None, :, 0], [codes]).to(dtype)
+        return grid.summed_over_rows([paid * scale[:, :, None, :, 0]], [codes]).to(dtype)

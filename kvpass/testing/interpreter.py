@@ -27,7 +27,6 @@ from torch import Tensor
 
 from kvpass.errors import KVPassError
 
-
 NEAREST = 1.5 * 2**23  # added to a number in float32 of up to half as much, it leaves no room for a fraction
 
 

@@ -6,21 +6,15 @@ import functools
 
 import pytest
 import torch
+from torch import Tensor
 
 from kvpass.storage import KVDtype
-from kvpass.testing import cuda_emission
+from kvpass.testing import binaries, cuda_emission
 from kvpass.testing.cuda_emission import Emission
 from tests.testing.shared import STEPS, recorded, run
 
-kinds = pytest.mark.parametrize(
-    ("name", "kv_dtype"),
-    [
-        ("h2o", "int8"),
-        ("h2o", "int4"),
-        pytest.param("streaming", "int8", marks=pytest.mark.slow),
-        pytest.param("d2o", "int4", marks=pytest.mark.slow),
-    ],
-)
+pytestmark = pytest.mark.slow
+kinds = pytest.mark.parametrize(("name", "kv_dtype"), [("h2o", "int8"), ("streaming", "int4"), ("d2o", "int4")])
 
 
 @functools.cache
@@ -30,10 +24,26 @@ def emission(name: str, kv_dtype: KVDtype) -> Emission:
     return cuda_emission.emit(next(step for step in steps if step.queries == 1 and not step.sweep))
 
 
+def codes(stored: Tensor) -> list[Tensor]:
+    """Codes of int8, or both that are in each byte."""
+    return [stored] if stored.dtype == torch.int8 else [stored % 16, stored // 16]
+
+
 @kinds
 def test_the_interpreted_module_equals_the_cpu(name: str, kv_dtype: KVDtype) -> None:
+    """But for codes where a number lies between two: the products before it are not the CPU's to the last bit."""
     made = emission(name, kv_dtype)
-    made.check(run(made), atol=2, rtol=1e-2)  # codes may differ by one, where a number lies between two
+    ran = run(made)
+    for got, wanted in zip(ran.outputs, made.step.outputs, strict=False):
+        torch.testing.assert_close(got, wanted, atol=1e-2, rtol=1e-2)
+    for stored, got, wanted in zip(made.step.names, ran.inputs, made.step.after, strict=True):
+        if stored.endswith(("_key", "_value")):
+            apart = [(a.long() - b.long()).abs() for a, b in zip(codes(got), codes(wanted), strict=True)]
+            assert all(x.max() <= 1 and (x > 0).float().mean() < 0.02 for x in apart)
+        elif stored.endswith(("_scale", "_zero")):
+            torch.testing.assert_close(got, wanted, atol=1, rtol=1e-2)
+        elif stored.startswith("slots_") and not stored.endswith(("_seen", "_length")):
+            torch.testing.assert_close(got, wanted, atol=1e-2, rtol=1e-2)
 
 
 @kinds
@@ -49,5 +59,4 @@ def test_attention_reads_codes_by_one_kernel_that_spills_nothing(name: str, kv_d
     attention = [name for name in made.kernels if name.startswith(cuda_emission.ATTEND)]
     assert len(attention) == 1
     only = {name: made.kernels[name] for name in attention}
-    for binary in cuda_emission.machine.generated(only, ["sm_90"]):
-        assert binary.spills == 0
+    assert [binary.spills for binary in binaries.generated(only, ["sm_90"])] == [0]

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 import kvpass
 from kvpass.storage import KV_DTYPES, KVDtype
 from tests.models import build, force, prompt
+from tests.once.test_stitch import compilations
 from tests.test_invariants import settings
-from tests.test_precision import Turned
 
 every_format = pytest.mark.parametrize(
     "kv_dtype", [pytest.param(kind, marks=[] if kind == "int4" else [pytest.mark.slow]) for kind in KV_DTYPES]
@@ -41,6 +42,7 @@ def test_a_model_equals_the_reference_at_every_step(name: str, kv_dtype: KVDtype
     torch.testing.assert_close(lowered.logits[real], literal.logits[real], atol=2e-3, rtol=2e-3)
 
 
+@pytest.mark.slow
 @every_format
 def test_the_model_but_for_the_rounding_until_something_is_evicted(kv_dtype: KVDtype) -> None:
     model, (ids, mask) = build("Llama"), prompt(2, 24, (2, 0))
@@ -53,6 +55,7 @@ def test_the_model_but_for_the_rounding_until_something_is_evicted(kv_dtype: KVD
     assert 0 < apart < {"int8": 0.005, "int4": 0.06}[kv_dtype]
 
 
+@pytest.mark.slow
 @every_format
 @torch.inference_mode()
 def test_beams_copies_and_several_sequences_carry_their_scales(kv_dtype: KVDtype) -> None:
@@ -102,6 +105,7 @@ def test_a_full_cache_keeps_its_rows_when_it_grows(kv_dtype: KVDtype) -> None:
     torch.testing.assert_close(grown, ample, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_loop_and_a_name_take_it() -> None:
     model, (ids, _) = build("Llama"), prompt(1, 12, ())
     loop = kvpass.DecodeLoop(model, "h2o", budget=8, kv_dtype="int8", inner="eager")
@@ -120,13 +124,15 @@ def test_a_loop_and_a_name_take_it() -> None:
 def test_what_it_cannot_be_is_refused_by_name() -> None:
     with pytest.raises(kvpass.PolicyError, match="kv_dtype='int3'"):
         kvpass.backend("h2o", budget=8, kv_dtype="int3")  # type: ignore[arg-type]
-    ids = torch.randint(0, 64, (1, 9))
-    compiled = torch.compile(Turned("sdpa"), backend=kvpass.backend("window", budget=8, inner="eager", kv_dtype="int8"))
-    other = torch.compile(Turned("sdpa"), backend=kvpass.backend("window", budget=8, inner="eager"))
+    model, (ids, _) = build("Llama"), prompt(1, 9, ())
+    compiled, other = (
+        torch.compile(model, backend=kvpass.backend("window", budget=8, inner="eager", kv_dtype=kind))
+        for kind in ("int8", None)
+    )
     with torch.no_grad():
-        _, past = compiled(ids)
+        past = compiled(ids, use_cache=True).past_key_values
         with pytest.raises(kvpass.CacheHandleError, match="kv_dtype='int8'"):
-            other(ids[:, :1], past)
+            other(ids[:, :1], past_key_values=past, use_cache=True)
 
 
 def test_heads_of_an_odd_size_are_refused_in_int4() -> None:
@@ -134,3 +140,16 @@ def test_heads_of_an_odd_size_are_refused_in_int4() -> None:
     with pytest.raises(kvpass.KVPassError, match=r"int4.*has 5"):
         kvpass.simulate("window", x, x, x, prompt=3, budget=4, kv_dtype="int4")
     assert kvpass.simulate("window", x, x, x, prompt=3, budget=4, kv_dtype="int8").output.isfinite().all()
+
+
+@pytest.mark.slow
+@every_format
+def test_layers_are_compiled_once_and_give_what_uncompiled_ones_do(kv_dtype: KVDtype) -> None:
+    """Scales are operands of a layer like any other; a step has a piece before the layers, one of them, one behind."""
+    ids, mask = prompt(1, 14, ())
+    given: dict[str, Any] = dict(policy="h2o", budget=8, kv_dtype=kv_dtype, inspect=False)
+    expected = force(build("Llama", layers=4), ids, mask, [10, *[1] * 4], **given, inner="eager").logits
+    counters.clear()
+    got = force(build("Llama", layers=4), ids, mask, [10, *[1] * 4], **given).logits
+    assert compilations() == 2 * 3
+    torch.testing.assert_close(got, expected, atol=2e-3, rtol=2e-3)
