@@ -156,10 +156,14 @@ def test_attention_to_turned_keys_spills_nothing(target: str, dtype: torch.dtype
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
 @pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("dim", "rows"),
-    [(128, 4), pytest.param(64, 4, marks=pytest.mark.slow), pytest.param(128, MOST_ROWS, marks=pytest.mark.slow)],
+    ("dim", "rows", "dtype"),
+    [
+        (128, 4, torch.bfloat16),
+        pytest.param(64, 4, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(128, MOST_ROWS, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(128, 4, torch.float32, marks=pytest.mark.slow),
+    ],
 )
 def test_attention_to_codes_spills_nothing(
     target: str, kv_dtype: KVDtype, turned: bool, dtype: torch.dtype, dim: int, rows: int
