@@ -567,16 +567,20 @@ class StepRunner:
         slots: list[Slots],
         *call: Any,
     ) -> None:
-        """Hold the first rewrite of the graph against the graph; later ones differ in sizes alone."""
+        """Hold the first rewrite of the graph against the graph; later ones differ in sizes alone.
+
+        Args:
+            call: what a `StepRewriter` is given beside the graph and the slots, the arguments first.
+        """
         if not self.backend.validate or self.validation is not None or self.backend.inner == "reference":
             return
         given = (call[0], self.pasts, self.told, rewriter.seen, self.backend.kv_dtype)
         step = Step(self.gm, self.sites, rewriter, rewrite, layouts, slots, *given)
-        if self.backend.kv_dtype is not None:
+        if self.backend.kv_dtype is not None:  # the same with rows as the model makes them
             plain = [dataclasses.replace(layout, kv_dtype=None) for layout in layouts]
-            like = [each.described(layout) for each, layout in zip(slots, plain, strict=True)]
-            again = StepRewriter(self.gm, self.sites, plain, like, *call)
-            own = Step(self.gm, self.sites, again, again.run(), plain, like, *given)
+            described = [each.described(layout) for each, layout in zip(slots, plain, strict=True)]
+            again = StepRewriter(self.gm, self.sites, plain, described, *call)
+            own = Step(self.gm, self.sites, again, again.run(), plain, described, *given)
             step = dataclasses.replace(step, plain=own)
         self.validation = validate(step)
         self.backend.note_validation(self.validation)
