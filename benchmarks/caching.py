@@ -63,11 +63,10 @@ def concatenation(dtype: torch.dtype) -> Callable[[], Any]:
 def in_place(dtype: torch.dtype) -> Callable[[], Any]:
     """The compiled step of a layer without its attention, whose result nobody asks for."""
     layout, held = _full_layer(dtype)
-    names = list(held.state)
 
     def function(*tensors: Tensor) -> tuple[()]:
         *state, query, key, value, real = tensors
-        decode_step(layout, Site(DIM**-0.5), Slots.of(list(state), names), query, key, value, real)
+        decode_step(layout, Site(DIM**-0.5), Slots.of(state, held), query, key, value, real)
         return ()
 
     new = [torch.randn(1, HEADS, 1, DIM).to(dtype) for _ in range(3)]

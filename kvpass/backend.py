@@ -27,6 +27,7 @@ from kvpass.policies.base import Policy
 from kvpass.report import Recorder, SiteReport
 from kvpass.rewrite.step import StepRewriter
 from kvpass.runtime import PromptRunner, StepRunner
+from kvpass.storage import KV_DTYPES, KVDtype
 from kvpass.validate import Validation
 
 Positions = Literal["absolute", "cache"]
@@ -51,6 +52,7 @@ class Backend:
     options: tuple[tuple[str, Any], ...]
     strict: bool
     validate: bool = True
+    kv_dtype: KVDtype | None = None
     once: bool = dataclasses.field(default=True, repr=False)
     """Whether layers that are alike share the compiler's work (`kvpass.once`); off for comparisons alone."""
     recorder: Recorder | None = dataclasses.field(default=None, compare=False, repr=False)
@@ -153,7 +155,7 @@ class Backend:
     @property
     def family(self) -> tuple[Any, ...]:
         """What two backends must share for one to go on with the other's caches."""
-        return (self.policy, self.budget, self.positions, self.inner == "reference")
+        return (self.policy, self.budget, self.positions, self.kv_dtype, self.inner == "reference")
 
     @property
     def prefers_ranks(self) -> bool:
@@ -287,6 +289,7 @@ def backend(
     options: dict[str, Any] | None = None,
     strict: bool = True,
     validate: bool = True,
+    kv_dtype: KVDtype | None = None,
     **policy_options: Any,
 ) -> Backend:
     """A backend for torch.compile(model, backend=...) that bounds the model's KV cache.
@@ -304,6 +307,7 @@ def backend(
             it was and warned about.
         validate: run each rewritten step graph once, uncompiled and on a small made-up conversation, beside the model's
             own, and refuse it if they differ; see `kvpass.validate`.
+        kv_dtype: how keys and values are stored: "int8" or "int4", see `kvpass.storage`, or None for the model's dtype.
         policy_options: the policy's own, by name.
 
     Raises:
@@ -316,7 +320,10 @@ def backend(
         positions != "cache" or not chosen.renumbers, "positions", positions, f"{chosen.name} numbers tokens itself"
     )
     _check_settings(positions, inner, mode, options)
-    return Backend(chosen, budget, positions, inner, mode, tuple(sorted((options or {}).items())), strict, validate)
+    known = (None, *KV_DTYPES)
+    policies.base.require(kv_dtype in known, "kv_dtype", kv_dtype, f"is one of {', '.join(map(repr, known))}")
+    settings = tuple(sorted((options or {}).items()))
+    return Backend(chosen, budget, positions, inner, mode, settings, strict, validate, kv_dtype)
 
 
 def _check_settings(positions: Any, inner: Any, mode: Any, options: dict[str, Any] | None) -> None:

@@ -42,6 +42,7 @@ def parser() -> argparse.ArgumentParser:
     job.add_argument("--stream", metavar="N", type=at_least(8), default=6000, help="tokens of the long stream" + shown)
     job.add_argument("--threads", metavar="N", type=at_least(1), help="threads of torch (default: its own choice)")
     job.add_argument("--jobs", metavar="N", type=at_least(1), default=1, help="policies at a time" + shown)
+    job.add_argument("--kv-dtype", choices=["int8", "int4"], help="of stored keys and values (default: the model's)")
     job.set_defaults(run=demo)
     _add_align(commands)
     return whole
@@ -107,6 +108,7 @@ def demo(parsed: argparse.Namespace) -> None:
             stream=parsed.stream,
             threads=parsed.threads,
             jobs=parsed.jobs,
+            kv_dtype=parsed.kv_dtype,
         )
     )
 

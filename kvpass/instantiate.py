@@ -23,8 +23,8 @@ from kvpass.capture.rotary import Rotary
 from kvpass.capture.sites import AttentionSite
 from kvpass.errors import UnsupportedGraph
 from kvpass.graphs import Sizes, Slice, expr, value
-from kvpass.lowering.attend import written_out
 from kvpass.lowering.turns import Pairs, pairs_of, weights_of
+from kvpass.lowering.written import written_out
 from kvpass.pieces import InPieces
 
 

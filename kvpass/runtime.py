@@ -222,6 +222,7 @@ class PromptRunner:
             device=chunk.key.device,
             ranked=self.ranked,
             layer=0 if layer.policy.aligns == "never" else number,
+            kv_dtype=self.backend.kv_dtype,
         )
         notes = (ADOPTED,) if self.adopts else ()
         absent = places_of(~chunk.real)
@@ -552,11 +553,10 @@ class StepRunner:
         layouts, slots = [cache.layout for cache in caches], [cache.slots for cache in caches]
         told = Telling(tuple(self.telling), frozenset(node for node, place in self.told.items() if place in known))
         with graphs.reading(site.call for site in self.sites):
-            rewriter = self.backend.rewriter(
-                self.gm, self.sites, layouts, slots, arguments, sizes, caches[0].seen, windows, told, sweep
-            )
+            call = (arguments, sizes, caches[0].seen, windows, told, sweep)
+            rewriter = self.backend.rewriter(self.gm, self.sites, layouts, slots, *call)
             rewrite = rewriter.run()
-            self._validate(rewriter, rewrite, layouts, slots, arguments)
+            self._validate(rewriter, rewrite, layouts, slots, *call)
         flat = rewrite.flat(slots, arguments, rewrite.on_all_tokens(arguments), caches[0].seen)
         return rewrite, self.backend.compile_step(rewrite.gm, flat, layouts[0].ranked)
 
@@ -566,13 +566,23 @@ class StepRunner:
         rewrite: StepRewrite,
         layouts: list[Layout],
         slots: list[Slots],
-        arguments: tuple[Any, ...],
+        *call: Any,
     ) -> None:
-        """Hold the first rewrite of the graph against the graph; later ones differ in sizes alone."""
+        """Hold the first rewrite of the graph against the graph; later ones differ in sizes alone.
+
+        Args:
+            call: what a `StepRewriter` is given beside the graph and the slots, the arguments first.
+        """
         if not self.backend.validate or self.validation is not None or self.backend.inner == "reference":
             return
-        seen = rewriter.seen
-        step = Step(self.model, self.sites, rewriter, rewrite, layouts, slots, arguments, self.pasts, self.told, seen)
+        given = (call[0], self.pasts, self.told, rewriter.seen, self.backend.kv_dtype)
+        step = Step(self.model, self.sites, rewriter, rewrite, layouts, slots, *given)
+        if self.backend.kv_dtype is not None:  # the same with rows as the model makes them
+            plain = [dataclasses.replace(layout, kv_dtype=None) for layout in layouts]
+            described = [each.described(layout) for each, layout in zip(slots, plain, strict=True)]
+            again = StepRewriter(self.gm, self.sites, plain, described, *call)
+            own = Step(self.model, self.sites, again, again.run(), plain, described, *given)
+            step = dataclasses.replace(step, plain=own)
         self.validation = validate(step)
         self.backend.note_validation(self.validation)
 

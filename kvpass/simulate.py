@@ -14,9 +14,10 @@ from kvpass.errors import BudgetError, KVPassError
 from kvpass.policies.base import Attention, Policy, window_starts
 from kvpass.reference import ReferenceLayer, reference_of
 from kvpass.reference.base import attention_logits
-from kvpass.slots import FREE, Chunk, Layout, Slots, admit, gathered_rows, rows_in_order
+from kvpass.slots import FREE, Chunk, Layout, Slots, admit, rows_in_order
 from kvpass.statistics import as_attention, statistics
 from kvpass.step import Rotate, Site, decode_step, extend_step, tempered
+from kvpass.storage import KVDtype, Rows
 
 if TYPE_CHECKING:
     from kvpass.backend import Backend, Positions
@@ -51,16 +52,18 @@ def simulate(
     positions: Positions | None = None,
     rope_theta: float | None = None,
     scale: float | None = None,
+    kv_dtype: KVDtype | None = None,
     compiled: bool = False,
     **policy_options: Any,
 ) -> Trace:
     """Run one attention layer: the first `prompt` tokens at once, then one token at a time.
 
     Args:
-        policy: a name, a policy object, or a `kvpass.backend(...)`, which brings budget and positions along.
+        policy: a name, a policy object, or a `kvpass.backend(...)`, which brings budget, positions and kv_dtype along.
         q: [B, Hq, T, D]; k: [B, Hkv, T, D]; v: [B, Hkv, T, Dv]; before RoPE.
         rope_theta: the base of a standard rotary embedding (halves rotated), or None for none.
         scale: multiplies the logits; 1/sqrt(D) by default.
+        kv_dtype: see `kvpass.backend`.
         compiled: False runs the eager reference, True the operations that are lowered in a model.
 
     Raises:
@@ -72,7 +75,7 @@ def simulate(
 
     chosen = policy
     if not isinstance(chosen, Backend):
-        chosen = backend(chosen, budget=budget, positions=positions, **policy_options)
+        chosen = backend(chosen, budget=budget, positions=positions, kv_dtype=kv_dtype, **policy_options)
     _check_shapes(q, k, v, prompt)
     layer = _Layer(chosen, q, k, v, prompt, rope_theta, 1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     return _compiled(layer) if compiled else _reference(layer)
@@ -138,6 +141,7 @@ class _Layer:
             dtype=self.k.dtype,
             device=self.k.device,
             ranked=self.ranked,
+            kv_dtype=self.backend.kv_dtype,
         )
 
     def rotated(self, x: Tensor, position: Tensor) -> Tensor:
@@ -223,16 +227,17 @@ def _positions(layout: Layout, slots: Slots) -> Tensor:
     return slots.position.gather(-1, order).expand(-1, layout.heads, -1).clone()
 
 
-def _in_order(slots: Slots, rows: Tensor) -> Tensor:
-    """Rows [B, Hkv, C, D] sorted by position, zero after the last."""
+def _in_order(slots: Slots, rows: Rows) -> Tensor:
+    """Rows [B, Hkv, C, D] as they are attended to, sorted by position, zero after the last."""
     order = rows_in_order(slots.position)
     live = (slots.position.gather(-1, order) >= 0)[..., None]
-    return torch.where(live, gathered_rows(rows, order), 0)
+    return torch.where(live, rows.gathered(order).read(), 0)
 
 
 def _reference(layer: _Layer) -> Trace:
     q, k, v, stored = _prompt(layer)
-    reference = ReferenceLayer(layer.layout(0), reference_of(layer.policy))
+    capacity = layer.policy.capacity(layer.budget, layer.prompt)
+    reference = ReferenceLayer(layer.layout(capacity), reference_of(layer.policy))
     real = layer.real(layer.prompt)
     logits = attention_logits(q * reference.temper(real), k, _visible(layer), None, layer.scale)
     reference.take(Chunk(stored, v, real, Attention()), logits.softmax(-1), logits)
@@ -250,7 +255,11 @@ def _reference_step(layer: _Layer, reference: ReferenceLayer, t: int) -> Tensor:
     real = layer.real(1)
     reference.prepare(real)
     held, ranks = reference.positions(), reference.ranks()
-    q, k, v, stored = layer.step(t, ranks.amax(-1)[:, :1, None] + 1)
+    rank = ranks.amax(-1)[:, :1, None] + 1
+    q, k, v, stored = layer.step(t, rank)
+    if reference.attends_to_stored(1):
+        kept, v = reference.stored(stored), reference.stored(v)
+        k = layer.rotated(kept, rank) if layer.ranked else kept
     q = q * reference.temper(real)
     keys = reference.rows("key")
     attended = torch.cat([layer.rotated(keys, ranks) if layer.ranked else keys, k], 2)
@@ -259,8 +268,8 @@ def _reference_step(layer: _Layer, reference: ReferenceLayer, t: int) -> Tensor:
     logits = attention_logits(q, attended, mask, None, layer.scale)  # [B, Hq, 1, N + 1]
     bias = reference.bias(q.shape[1] // k.shape[1])
     rows = (logits if bias is None else logits + torch.nn.functional.pad(bias, (0, 1))).softmax(-1)
-    output = _weighted(rows, torch.cat([reference.rows("value"), v], 2))
-    reference.take(Chunk(stored, v, real, Attention()), rows, logits)
+    output = _weighted(rows, torch.cat([reference.rows("value"), v], 2)).to(layer.q.dtype)
+    reference.take(Chunk(stored, layer.v[:, :, t : t + 1], real, Attention()), rows, logits)
     return output
 
 

@@ -7,13 +7,15 @@ Everything is batch-first, so that one index over rows reorders a conversation.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from kvpass.policies.base import LATE, Attention, Merge, Policy, State, Tokens, rank_of
 from kvpass.precision import wide
+from kvpass.storage import Format, KVDtype, Rows, format_of
 
 FREE = -1
 PIECE = 1024  # evicted rows that are merged at a time
@@ -31,6 +33,7 @@ class Layout:
         dtype, device: of keys and values.
         ranked: keys are stored before their rotary embedding and numbered by rank (positions="cache").
         layer: the number of the layer, for policies whose `align` asks for it; else 0, so that layers are alike.
+        kv_dtype: how keys and values are stored; None for `dtype`.
     """
 
     policy: Policy
@@ -44,11 +47,23 @@ class Layout:
     device: torch.device
     ranked: bool
     layer: int = 0
+    kv_dtype: KVDtype | None = None
 
     @property
     def groups(self) -> int:
         """H': how many sets of metadata the layer has."""
         return 1 if self.policy.heads == "shared" else self.heads
+
+    def __post_init__(self) -> None:
+        _ = self.key_format, self.value_format  # refuses rows that it cannot store
+
+    @property
+    def key_format(self) -> Format:
+        return format_of(self.kv_dtype, self.key_dim, self.dtype)
+
+    @property
+    def value_format(self) -> Format:
+        return format_of(self.kv_dtype, self.value_dim, self.dtype)
 
     @property
     def tracks_rank(self) -> bool:
@@ -61,7 +76,7 @@ class Slots:
     """The tensors of one layer.
 
     Attributes:
-        key, value: [B, Hkv, C, D] and [B, Hkv, C, Dv].
+        key, value: rows [B, Hkv, C, D] and [B, Hkv, C, Dv].
         position: int64 [B, H', C], the token's place among the real tokens of its row; -1 is free.
         index: int64 [B, H', C], its place in the padded sequence, which is what the model's masks count.
         free: int64 [B, H'], the slot that the next token is written to.
@@ -71,8 +86,8 @@ class Slots:
         state: what the policy remembers, each [B, H', C], or [B, H', 1] for its `row_state`.
     """
 
-    key: Tensor
-    value: Tensor
+    key: Rows
+    value: Rows
     position: Tensor
     index: Tensor
     free: Tensor
@@ -91,12 +106,9 @@ class Slots:
         def integers(*shape: int, fill: int = 0) -> Tensor:
             return torch.full(shape, fill, dtype=torch.int64, device=layout.device)
 
-        def floats(dim: int) -> Tensor:
-            return torch.zeros(rows, layout.heads, capacity, dim, dtype=layout.dtype, device=layout.device)
-
         return Slots(
-            key=floats(layout.key_dim),
-            value=floats(layout.value_dim),
+            key=Rows.empty(layout.key_format, (rows, layout.heads, capacity), layout.device),
+            value=Rows.empty(layout.value_format, (rows, layout.heads, capacity), layout.device),
             position=integers(*meta, fill=FREE),
             index=integers(*meta, fill=FREE),
             free=integers(rows, groups),
@@ -105,6 +117,12 @@ class Slots:
             rank=integers(*meta),
             state=first_state(layout),
         )
+
+    def described(self, layout: Layout) -> Slots:
+        """The same with rows of a layout's formats that hold no data."""
+        shape, nowhere = (*self.key.shape[:2], self.capacity), torch.device("meta")
+        key, value = (Rows.empty(each, shape, nowhere) for each in (layout.key_format, layout.value_format))
+        return dataclasses.replace(self, key=key, value=value)
 
     def tokens(self, layout: Layout) -> Tokens:
         """What the policy sees of the slots."""
@@ -125,21 +143,35 @@ class Slots:
         return (held - live.gather(-1, self.free[..., None]).long() if count == 1 else held)[:, :1]
 
     def tensors(self) -> list[Tensor]:
-        """All of them, in a fixed order; `of` is the inverse."""
-        fixed = [self.key, self.value, self.position, self.index, self.free, self.seen, self.length, self.rank]
-        return [*fixed, *self.state.values()]
+        """All of them, in the order of `names`; `of` is the inverse."""
+        fixed = [self.position, self.index, self.free, self.seen, self.length, self.rank]
+        beside = [*self.key.parts[1:], *self.value.parts[1:]]
+        return [self.key.codes, self.value.codes, *fixed, *self.state.values(), *beside]
+
+    @property
+    def names(self) -> list[str]:
+        """What the tensors are called: `NAMES`, the policy's state, then scales and the like of keys and of values."""
+        return [*NAMES, *self.state, *self.stored[2:]]
+
+    @property
+    def stored(self) -> list[str]:
+        """The names of the tensors that rows of K and V are made of."""
+        key, value = ([f"{name}_{part}" for part in rows.format.names] for name, rows in _named(self))
+        return ["key", "value", *key, *value]
 
     @staticmethod
-    def of(tensors: list[Tensor], state: Iterable[str]) -> Slots:
-        """From what `tensors` returned and the names of the state."""
-        key, value, position, index, free, seen, length, rank, *remembered = tensors
-        named = dict(zip(state, remembered, strict=True))
-        return Slots(key, value, position, index, free, seen, length, rank, named)
+    def of(tensors: Sequence[Tensor], like: Slots) -> Slots:
+        """From what `tensors` returned of slots like those given."""
+        key, value, position, index, free, seen, length, rank, *rest = tensors
+        state = dict(zip(like.state, rest, strict=False))
+        scales = iter(rest[len(state) :])
+        keys = Rows(like.key.format, (key, *itertools.islice(scales, len(like.key.parts) - 1)))
+        return Slots(keys, Rows(like.value.format, (value, *scales)), position, index, free, seen, length, rank, state)
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def map(self, function: Callable[[Tensor], Tensor]) -> Slots:
-        return Slots.of([function(tensor) for tensor in self.tensors()], self.state)
+        return Slots.of([function(tensor) for tensor in self.tensors()], self)
 
     def held(self, layout: Layout) -> Tensor:
         """int64 [B, Hkv, n]: places of the held tokens in the padded sequence, sorted, -1 after the last."""
@@ -150,7 +182,8 @@ class Slots:
     def grown(self, layout: Layout) -> Slots:
         """The same tokens in more slots."""
         slots, count = Slots.empty(layout), self.capacity
-        slots.key[:, :, :count], slots.value[:, :, :count] = self.key, self.value
+        slots.key.fill(self.key)
+        slots.value.fill(self.value)
         for name in ("position", "index", "rank"):
             getattr(slots, name)[..., :count] = getattr(self, name)
         for name in layout.policy.state():
@@ -165,6 +198,14 @@ class Slots:
     @property
     def nbytes(self) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors())
+
+
+NAMES = ("key", "value", "position", "index", "free", "seen", "length", "rank")
+
+
+def _named(slots: Slots) -> Iterator[tuple[str, Rows]]:
+    yield "key", slots.key
+    yield "value", slots.value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,13 +251,14 @@ def admit(layout: Layout, held: Slots | None, chunk: Chunk, limit: int | None = 
         Slots of the layout's capacity; of more when the policy defers and this is the prompt.
     """
     past = Slots.empty(_roomy(layout, chunk)) if held is None else held
-    tokens, index = _candidates(layout, past, chunk, held is None)
+    key, value = Rows.of(layout.key_format, chunk.key), Rows.of(layout.value_format, chunk.value)
+    tokens, index = _candidates(layout, past, chunk.real, key, held is None)
     tokens = dataclasses.replace(tokens, budget=layout.budget if limit is None else limit)
     tokens = tokens.updated(layout.policy.absorb(tokens, chunk.attention))
     stays, changes = layout.policy.sweep(tokens)
     tokens = tokens.updated(changes)
-    key = chunk.key if held is None else torch.cat([held.key, chunk.key], 2)
-    value = chunk.value if held is None else torch.cat([held.value, chunk.value], 2)
+    if held is not None:
+        key, value = held.key.beside(key), held.value.beside(value)
     slots = past if held is None or held.capacity == layout.capacity else Slots.empty(layout)
     _fill(layout, slots, tokens, stays, index, key, value)
     slots.seen.copy_(tokens.seen[:, 0, 0])
@@ -232,11 +274,17 @@ def admit(layout: Layout, held: Slots | None, chunk: Chunk, limit: int | None = 
 def _align(layout: Layout, slots: Slots, gone: int) -> None:
     """Let the policy rewrite the rows, as it does after steps."""
     weights = [tensor.to(layout.device) for tensor in layout.policy.weights()]
-    key, value, changes = layout.policy.align(slots.tokens(layout), slots.key, slots.value, layout.layer, weights, gone)
-    slots.key.copy_(key)
-    slots.value.copy_(value)
-    for name, changed in changes.items():
+    for name, changed in align(layout, slots, slots.tokens(layout), weights, gone).items():
         slots.state[name].copy_(changed)
+
+
+def align(layout: Layout, slots: Slots, tokens: Tokens, weights: Sequence[Tensor], gone: int) -> State:
+    """Store the rows that the policy aligns, in place; what changes in its state."""
+    key, value = slots.key.read_as(layout.dtype), slots.value.read_as(layout.dtype)
+    new_key, new_value, changes = layout.policy.align(tokens, key, value, layout.layer, weights, gone)
+    slots.key.replace(new_key, (new_key != key).any(-1))
+    slots.value.replace(new_value, (new_value != value).any(-1))
+    return changes
 
 
 def _next_slot(layout: Layout, slots: Slots) -> Tensor:
@@ -252,20 +300,23 @@ def _roomy(layout: Layout, chunk: Chunk) -> Layout:
     return dataclasses.replace(layout, capacity=max(layout.capacity, prompt))
 
 
-def _candidates(layout: Layout, past: Slots, chunk: Chunk, prompt: bool) -> tuple[Tokens, Tensor]:
-    """The tokens of [held slots, chunk], N = C + q, and their places in the padded sequence [B, H', N]."""
-    policy, count = layout.policy, chunk.real.cumsum(-1)  # [B, q]
+def _candidates(layout: Layout, past: Slots, real: Tensor, key: Rows, prompt: bool) -> tuple[Tokens, Tensor]:
+    """The tokens of [held slots, chunk], N = C + q, and their places in the padded sequence [B, H', N].
+
+    The keys are the chunk's, as they are stored.
+    """
+    policy, count = layout.policy, real.cumsum(-1)  # [B, q]
     fresh = past.seen[:, None] + count - 1
-    running = past.length[:, None] + torch.arange(chunk.real.shape[1], device=layout.device)
+    running = past.length[:, None] + torch.arange(real.shape[1], device=layout.device)
 
     def joined(old: Tensor, new: Tensor) -> Tensor:
         new = new.expand(-1, layout.groups, -1)
         return new if prompt else torch.cat([old, new], -1)
 
-    arriving, state = policy.arrive(chunk.key), dict(past.state)
+    arriving, state = policy.arrive(key.read()), dict(past.state)
     for name, dtype in policy.state().items():
         state[name] = joined(past.state[name], arriving.get(name, torch.zeros_like(fresh, dtype=dtype)[:, None]))
-    position = joined(past.position, fresh.masked_fill(~chunk.real, FREE)[:, None])
+    position = joined(past.position, fresh.masked_fill(~real, FREE)[:, None])
     tokens = Tokens(
         position=position,
         seen=(past.seen + count[:, -1])[:, None, None],
@@ -277,15 +328,13 @@ def _candidates(layout: Layout, past: Slots, chunk: Chunk, prompt: bool) -> tupl
     return tokens, joined(past.index, running[:, None])
 
 
-def _fill(
-    layout: Layout, slots: Slots, tokens: Tokens, stays: Tensor, index: Tensor, key: Tensor, value: Tensor
-) -> None:
+def _fill(layout: Layout, slots: Slots, tokens: Tokens, stays: Tensor, index: Tensor, key: Rows, value: Rows) -> None:
     """Write the tokens that stay to the first slots and free the others."""
     position = torch.where(stays, tokens.position, FREE)
     kept = rows_in_order(position)[..., : slots.capacity]  # [B, H', n]
     count = kept.shape[-1]
-    for buffer, rows in ((slots.key, key), (slots.value, value)):
-        buffer[:, :, :count] = gathered_rows(rows, kept)
+    slots.key.fill(key.gathered(kept))
+    slots.value.fill(value.gathered(kept))
     for buffer, values in ((slots.position, position), (slots.index, index.masked_fill(~stays, FREE))):
         chosen = values.gather(-1, kept)
         buffer.fill_(FREE)
@@ -304,32 +353,27 @@ def rows_in_order(position: Tensor) -> Tensor:
     return torch.where(position < 0, LATE, position).argsort(-1)
 
 
-def gathered_rows(rows: Tensor, chosen: Tensor) -> Tensor:
-    """Keys or values [B, Hkv, N, D] at places [B, H', n]: [B, Hkv, n, D]."""
-    places = chosen.expand(-1, rows.shape[1], -1)[..., None].expand(-1, -1, -1, rows.shape[-1])
-    return rows.gather(2, places)
-
-
-def _merge_gone(layout: Layout, slots: Slots, tokens: Tokens, gone: Tensor, key: Tensor, value: Tensor) -> None:
+def _merge_gone(layout: Layout, slots: Slots, tokens: Tokens, gone: Tensor, key: Rows, value: Rows) -> None:
     """Let the policy merge the tokens that go into the filled slots."""
     count = int(gone.sum(-1).max())
     places = rows_in_order(torch.where(gone, tokens.position, FREE))[..., :count]  # [B, H', E]
-    merge = layout.policy.fold(slots.tokens(layout), slots.key, gathered_rows(key, places), gone.gather(-1, places))
+    held, going = slots.key.read(), key.gathered(places).read()
+    merge = layout.policy.fold(slots.tokens(layout), held, going, gone.gather(-1, places))
     for buffer, rows in ((slots.key, key), (slots.value, value)):
         _mix(buffer, rows, places, merge)
     for name, changed in merge.state.items():
         slots.state[name].copy_(changed)
 
 
-def _mix(buffer: Tensor, rows: Tensor, places: Tensor, merge: Merge) -> None:
+def _mix(buffer: Rows, rows: Rows, places: Tensor, merge: Merge) -> None:
     """buffer [B, Hkv, C, D] with the rows [B, Hkv, N, D] at `places` [B, H', E] merged into it, a piece at a time."""
-    heads = buffer.shape[1]
+    heads, held = buffer.shape[1], wide(buffer.read())
     into = merge.into.expand(-1, heads, -1)
     share = torch.zeros(buffer.shape[:3], device=buffer.device)
     share = share.scatter_add(-1, into, merge.share.expand(-1, heads, -1))[..., None]
-    total = merge.own * wide(buffer)
+    total = merge.own * held
     for start in range(0, places.shape[-1], PIECE):
         piece = slice(start, start + PIECE)
-        weighted = wide(gathered_rows(rows, places[..., piece])) * merge.weight[..., piece, None]
+        weighted = wide(rows.gathered(places[..., piece]).read()) * merge.weight[..., piece, None]
         total.scatter_add_(2, into[..., piece, None].expand_as(weighted), weighted)
-    buffer.copy_(torch.where(share > 0, total / (merge.own + share), wide(buffer)))
+    buffer.replace(torch.where(share > 0, total / (merge.own + share), held), share[..., 0] > 0)

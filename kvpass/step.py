@@ -18,8 +18,10 @@ from kvpass.lowering.column_scores import regrouped
 from kvpass.lowering.turns import Turn
 from kvpass.policies.base import LATE, Attention, Policy, State, Tokens, rank_of
 from kvpass.precision import wide
-from kvpass.slots import FREE, Layout, Slots
+from kvpass.slots import FREE, Layout, Slots, align
 from kvpass.statistics import statistics
+from kvpass.storage import Rows, plain
+from kvpass.storage.base import Place
 
 
 class Mask(Protocol):
@@ -99,8 +101,9 @@ def decode_step(
         sweep: the other decode graph, which the host runs when `Policy.tick` says so.
     """
     policy = layout.policy
-    tokens, index = _arrived(layout, slots, key, real)
-    _write(slots, key, value, slots.free if site.place is None else site.place, real if policy.overwrites else None)
+    new = (Rows.of(layout.key_format, key), Rows.of(layout.value_format, value))
+    tokens, index = _arrived(layout, slots, new[0].read(), real)
+    _write(slots, new, slots.free if site.place is None else site.place, real if policy.overwrites else None)
     here = _View.of(layout, site, slots, tokens, index, query)
     attended, probabilities, logits = here.attend(rows=bool(policy.statistics))
     attention = _one_query(layout, probabilities, real)
@@ -122,7 +125,7 @@ def read_step(layout: Layout, site: Site, slots: Slots, query: Tensor, key: Tens
         slots: K and V as they are now, all else as it was before the step.
         query: [B, Hq, 1, D]; key: [B, Hkv, 1, D], the step's; real: bool [B].
     """
-    tokens, index = _arrived(layout, slots, key, real)
+    tokens, index = _arrived(layout, slots, Rows.of(layout.key_format, key).read(), real)
     return _View.of(layout, site, slots, tokens, index, query).attend(rows=False)[0]
 
 
@@ -131,15 +134,15 @@ class _View:
     """One query's view of the slots.
 
     Attributes:
-        query: [B, Ha, ., 1, D], by the heads of the keys; key: [B, Ha, C, D]; value: [B, Ha, C, Dv].
+        query: [B, Ha, ., 1, D], by the heads of the keys; key, value: rows [B, Ha, C, D] and [B, Ha, C, Dv].
         mask, bias: broadcastable to [B, Ha, ., 1, C]; the bias is the model's.
         own: the policy's bias, likewise.
     """
 
     site: Site
     query: Tensor
-    key: Tensor
-    value: Tensor
+    key: Rows
+    value: Rows
     mask: Tensor
     bias: Tensor | None
     own: Tensor | None
@@ -151,7 +154,7 @@ class _View:
         grouped = query.view(query.shape[0], layout.heads, -1, *query.shape[2:])  # [B, Hkv, G, 1, D]
         grouped = tempered(layout.policy, grouped, tokens.live.sum(-1)[:, :1])
         live = tokens.live[:, :, None, None]  # [B, H', 1, 1, C]
-        key, value, facts = _expanded(site, *_read(layout, site, slots, tokens))
+        key, value, facts = _attended_rows(layout, site, *_read(layout, site, slots, tokens))
         mask, bias = with_mask(live, site.mask(index, tokens.position, facts) if site.mask else None)
         own = layout.policy.bias(tokens, grouped.shape[2])
         own = None if own is None else own[..., None, :]
@@ -215,22 +218,19 @@ def _without(rank: Tensor, gone: Tensor) -> Tensor:
     return torch.where(rank > left, rank - 1, rank)
 
 
-Rows = tuple[Tensor, Tensor, Tensor]
-
-
-def _rows_at(slot: Tensor, heads: int) -> Rows:
+def _rows_at(slot: Tensor, heads: int) -> Place:
     """Indices of one row for each head: `slot` [B, H'] of every head [B, Hkv]."""
     row = torch.arange(slot.shape[0], device=slot.device)[:, None]
     head = torch.arange(heads, device=slot.device)[None]
     return row, head, slot.expand(-1, heads)
 
 
-def _write(slots: Slots, key: Tensor, value: Tensor, place: Tensor, only: Tensor | None) -> None:
+def _write(slots: Slots, new: tuple[Rows, Rows], place: Tensor, only: Tensor | None) -> None:
     """One row of K and one of V, in place, at slot `place` [B, H'] of each head; of `only` these rows [B] if given."""
-    where = _rows_at(place, key.shape[1])
-    for buffer, new in ((slots.key, key[:, :, 0]), (slots.value, value[:, :, 0])):
-        new = new.to(buffer.dtype)
-        buffer.index_put_(where, new if only is None else torch.where(only[:, None, None], new, buffer[where]))
+    where = _rows_at(place, new[0].shape[1])
+    chosen = None if only is None else only[:, None, None]
+    slots.key.put(where, new[0], chosen)
+    slots.value.put(where, new[1], chosen)
 
 
 def tempered(policy: Policy, query: Tensor, count: Tensor) -> Tensor:
@@ -289,12 +289,12 @@ def _merge_victim(policy: Policy, slots: Slots, left: Tokens, victim: Tensor, va
     """Merge the victim's K and V into one row of each head, in place; what changes in the state."""
     heads = slots.key.shape[1]
     gone = _rows_at(victim, heads)
-    merge = policy.fold(left, slots.key, slots.key[gone][:, :, None], valid)
+    merge = policy.fold(left, slots.key.read(), slots.key.at(gone)[:, :, None], valid)
     into = _rows_at(merge.into[..., 0], heads)
-    for buffer in (slots.key, slots.value):
-        own = wide(buffer[into])
-        mixed = (merge.own * own + merge.weight * wide(buffer[gone])) / (merge.own + merge.share)
-        buffer.index_put_(into, torch.where(merge.share > 0, mixed, own).to(buffer.dtype))
+    for rows in (slots.key, slots.value):
+        mixed = merge.own * wide(rows.at(into)) + merge.weight * wide(rows.at(gone))
+        made = Rows.of(rows.format, (mixed / (merge.own + merge.share))[:, :, None])
+        rows.put(into, made, merge.share > 0)
     return merge.state
 
 
@@ -309,26 +309,33 @@ def _swept(layout: Layout, tokens: Tokens, attention: Attention) -> tuple[Tokens
     return left, policy.victim(left)
 
 
-def _read(layout: Layout, site: Site, slots: Slots, tokens: Tokens) -> tuple[Tensor, Tensor]:
+def _read(layout: Layout, site: Site, slots: Slots, tokens: Tokens) -> tuple[Rows, Rows]:
     """The keys and values that are stored, unless the policy aligns them at read."""
     if layout.policy.aligns != "read":
         return slots.key, slots.value
     weights = site.weights or layout.policy.weights()
-    return layout.policy.align(tokens, slots.key, slots.value, layout.layer, weights, 0)[:2]
+    stored = slots.key.read_as(layout.dtype), slots.value.read_as(layout.dtype)
+    key, value, _ = layout.policy.align(tokens, *stored, layout.layer, weights, 0)
+    return plain(key), plain(value)
+
+
+def _attended_rows(layout: Layout, site: Site, key: Rows, value: Rows) -> tuple[Rows, Rows, list[Tensor]]:
+    """What attention and its mask see of stored keys and values."""
+    if site.expand is None:
+        return key, value, []
+    keys, values, facts = site.expand(key.read_as(layout.dtype), value.read_as(layout.dtype))
+    return plain(keys), plain(values), facts
 
 
 def _expanded(site: Site, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """What attention and its mask see of stored keys and values."""
+    """The same of the held rows and a chunk's."""
     return (key, value, []) if site.expand is None else site.expand(key, value)
 
 
 def _realign(layout: Layout, site: Site, slots: Slots, tokens: Tokens) -> Tokens:
     """Store what the policy makes of the rows that are left, in place."""
     weights = site.weights or layout.policy.weights()
-    key, value, changes = layout.policy.align(tokens, slots.key, slots.value, layout.layer, weights, 1)
-    slots.key.copy_(key)
-    slots.value.copy_(value)
-    return tokens.updated(changes)
+    return tokens.updated(align(layout, slots, tokens, weights, 1))
 
 
 def _commit(layout: Layout, slots: Slots, tokens: Tokens, index: Tensor, victim: Tensor) -> None:
@@ -360,7 +367,7 @@ def extend_step(
     policy, chunk = layout.policy, query.shape[2]
     held, rotate = slots.tokens(layout), site.rotate
     query = tempered(policy, query, held.live.sum(-1)[:, :1] + real.sum(-1, keepdim=True))
-    stored, rows = _read(layout, site, slots, held)
+    stored, rows = (x.read_as(layout.dtype) for x in _read(layout, site, slots, held))
     kept = stored if rotate is None else torch.cat(rotate(stored, slots.rank), -1)
     keys = torch.cat([kept, key.to(kept.dtype)], 2)
     keys, values, facts = _expanded(site, keys, torch.cat([rows, value.to(rows.dtype)], 2))
@@ -388,7 +395,7 @@ def _attended(site: Site, query: Tensor, keys: Tensor, values: Tensor, mask: Ten
     apart = mask[:, :, None] if mask.shape[1] == 1 else torch.unflatten(mask, 1, (heads, -1))
     allowed, bias = (apart, None) if apart.dtype == torch.bool else (apart > torch.finfo(apart.dtype).min / 2, apart)
     given = dict(scale=site.scale, mask=allowed, bias=bias, cap=site.cap, sink=site.sinks(heads), rows=site.lse)
-    output, _, logits = attend(grouped, keys, values, **given)
+    output, _, logits = attend(grouped, plain(keys), plain(values), **given)
     return Attended(output.flatten(1, 2), _log_sum_exp(site, logits))
 
 

@@ -6,6 +6,11 @@ one the same rows lie in slots that are drawn at random among free ones.  Nothin
 all outputs must be equal.  A difference means that the graph was read wrongly, and is refused.
 
 What is proven about a graph (`kvpass.capture`) holds for all arguments; this holds for one, but assumes nothing.
+
+Where rows are stored in fewer bits than the model has, no step can equal the model's: the new row is rounded when it
+is written.  So the graph is rewritten twice.  With rows as the model makes them it is held against the model's, as
+strictly as any; with rows as they are stored it is held against that, more loosely.  The made-up rows are such as the
+format holds exactly, so that only the new token's differ between the two.
 """
 
 from __future__ import annotations
@@ -26,12 +31,15 @@ from kvpass.graphs import Sizes, value
 from kvpass.instantiate import RotarySlice
 from kvpass.rewrite.step import StepRewrite, StepRewriter
 from kvpass.slots import FREE, Layout, Slots, first_state
+from kvpass.storage import KVDtype, Rows, plain
 
 TOKENS = 61
 """Most tokens of the conversation."""
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3}
 """By how much of the largest number outputs may differ; those of half precision are compared on average."""
 ON_AVERAGE = 0.1
+ROUNDED: dict[KVDtype, float] = {"int8": 0.1, "int4": 0.5}
+"""By how much of the mean number outputs may differ on average where the new token's rows are rounded."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +55,8 @@ class Step:
         pasts: for each layer the places of its keys and values among these.
         told: the inputs that tell padding, and their places.
         seen: the tokens before the call.
+        kv_dtype: the made-up rows are such as are stored so without a loss.
+        plain: the same with rows stored as the model makes them, if they are not.
     """
 
     gm: fx.GraphModule
@@ -59,6 +69,8 @@ class Step:
     pasts: Sequence[tuple[int, int]]
     told: dict[fx.Node, int]
     seen: int
+    kv_dtype: KVDtype | None = None
+    plain: Step | None = None
 
     @property
     def sizes(self) -> Sizes:
@@ -117,6 +129,24 @@ def _unfit(step: Step, count: int) -> str | None:
 
 
 def _compare(step: Step, count: int) -> str | None:
+    why = _compare_plain(step.plain or step, count)
+    if why is None and step.plain is not None:
+        _compare_stored(step, step.plain, count)
+    return why
+
+
+def _compare_stored(step: Step, plain: Step, count: int) -> None:
+    """Hold the graph that stores rows in its own format against the one that stores them as they are."""
+    ours, wanted = (each.rewrite.gm(*_Conversation(each, count).flat()) for each in (step, plain))
+    for place, there in enumerate(step.rewrite.outputs):
+        if there is None or not isinstance(wanted[there], Tensor) or not wanted[there].is_floating_point():
+            continue
+        by = _on_average(ours[there], wanted[there])
+        if by > max(ROUNDED[layout.kv_dtype] for layout in step.layouts if layout.kv_dtype):
+            _refuse(step, count, place, by)
+
+
+def _compare_plain(step: Step, count: int) -> str | None:
     made = _Conversation(step, count)
     try:
         theirs = step.gm(*made.arguments())
@@ -152,7 +182,14 @@ def difference(ours: Tensor, theirs: Tensor) -> float:
         return 0.0
     if theirs.dtype in TOLERANCE:
         return float(apart.max() / size.max().clamp(min=1e-6))
-    return float(apart.mean() / size.mean().clamp(min=1e-6))
+    return _on_average(ours, theirs)
+
+
+def _on_average(ours: Tensor, theirs: Tensor) -> float:
+    """The mean difference in shares of the mean number."""
+    known = theirs.isfinite() & ours.isfinite()
+    apart, size = (ours - theirs)[known].abs().double(), theirs[known].abs().double()
+    return float(apart.mean() / size.mean().clamp(min=1e-6)) if apart.numel() else 0.0
 
 
 def _refuse(step: Step, count: int, place: int, by: float) -> None:
@@ -227,12 +264,17 @@ class _Conversation:
                 real[row, : (row + 1) % 3 if self.count > 3 else 0] = False
         return real
 
-    def _stored(self, layout: Layout) -> tuple[Tensor, Tensor]:
+    def _stored(self, layout: Layout) -> tuple[Rows, Rows]:
         """Keys and values [B, Hkv, L, D] as slots hold them; the same for layers that are alike."""
+        fine = dataclasses.replace(layout, kv_dtype=self.step.kv_dtype)
         drawn = torch.Generator().manual_seed(layout.key_dim)
         shape = (layout.rows, layout.heads, self.count)
         pair = [torch.randn(*shape, dim, generator=drawn) for dim in (layout.key_dim, layout.value_dim)]
-        return pair[0].to(layout.device, layout.dtype), pair[1].to(layout.device, layout.dtype)
+        key, value = (x.to(layout.device, layout.dtype) for x in pair)
+        rows = Rows.of(fine.key_format, key), Rows.of(fine.value_format, value)
+        if layout.kv_dtype is None:
+            return plain(rows[0].read_as(layout.dtype)), plain(rows[1].read_as(layout.dtype))
+        return rows
 
     # -- the model's own graph ---------------------------------------------------------------------------------------
 
@@ -283,7 +325,7 @@ class _Conversation:
         """Those of the model's own graph, with a past."""
         made = [_own(x) for x in self.plain]
         for i, (key_place, value_place) in enumerate(self.step.pasts):
-            key, val = self.stored[i]
+            key, val = (rows.read() for rows in self.stored[i])
             made[key_place] = self._apart(self._turned(i, key), self.step.arguments[key_place])
             made[value_place] = self._apart(val, self.step.arguments[value_place])
         return tuple(made)
@@ -323,21 +365,21 @@ class _Conversation:
         made = [_own(x) for x in self.plain]
         for i, (key_place, value_place) in enumerate(self.step.pasts):
             for place, rows in zip((key_place, value_place), self.stored[i], strict=True):
-                made[place] = self._apart(rows, self.step.arguments[place])
+                made[place] = self._apart(rows.read(), self.step.arguments[place])
         return made
 
     # -- the rewritten graph -----------------------------------------------------------------------------------------
 
     def flat(self) -> list[Any]:
         """The arguments of the rewritten graph."""
-        shared: dict[Any, tuple[Tensor, Tensor]] = {}
+        shared: dict[Any, tuple[Rows, Rows]] = {}
         slots = [self._slots(i, shared) for i in range(len(self.step.layouts))]
         plain = tuple(
             x.clone() if isinstance(x, Tensor) and not isinstance(x, torch.nn.Parameter) else x for x in self.plain
         )
         return self.step.rewrite.flat(slots, plain, self.step.rewrite.on_all_tokens(plain), self.count)
 
-    def _slots(self, layer: int, shared: dict[Any, tuple[Tensor, Tensor]]) -> Slots:
+    def _slots(self, layer: int, shared: dict[Any, tuple[Rows, Rows]]) -> Slots:
         """A layer's slots with the tokens in them; layers that are alike write to the same rows,
         unless some of them are read later on, or rewritten."""
         layout, given = self.step.layouts[layer], self.step.slots[layer]
@@ -347,12 +389,10 @@ class _Conversation:
         held = place[: self.count]
         policy = layout.policy
         apart = self.step.sites[layer].readers or policy.merges or policy.aligns != "never"
-        kind = (layer,) if apart else (given.key.shape, given.value.shape, given.key.dtype)
+        kind = (layer,) if apart else (layout.key_format, layout.value_format, given.key.shape, given.value.shape)
         if kind not in shared:
-            pair = [torch.zeros_like(buffer) for buffer in (given.key, given.value)]
-            for buffer, rows in zip(pair, self.stored[layer], strict=True):
-                buffer[:, :, held] = rows
-            shared[kind] = (pair[0], pair[1])
+            key, value = (rows.scattered(held, given.capacity) for rows in self.stored[layer])
+            shared[kind] = (key, value)
         real = self.real.to(layout.device)
         position = torch.where(real, real.cumsum(-1) - 1, FREE)
         index = torch.where(real, torch.arange(self.count, device=layout.device), FREE)

@@ -16,6 +16,7 @@ from kvpass.simulate import rotary
 from kvpass.slots import Chunk, Layout, Slots, admit
 from kvpass.statistics import as_attention, statistics
 from kvpass.step import Mask, Site, decode_step, extend_step, tempered
+from kvpass.storage import KVDtype
 
 Step = Callable[..., Tensor]
 
@@ -30,10 +31,13 @@ class Stretch:
     real: Tensor
 
 
-def layout_for(policy: Policy, budget: int, stretch: Stretch, ranked: bool, spare: int = 0) -> Layout:
+def layout_for(
+    policy: Policy, budget: int, stretch: Stretch, ranked: bool, spare: int = 0, kv_dtype: KVDtype | None = None
+) -> Layout:
     rows, heads, count, dim = stretch.k.shape
     capacity = policy.capacity(budget, count) + spare
-    return Layout(policy, budget, capacity, rows, heads, dim, dim, stretch.k.dtype, stretch.k.device, ranked)
+    sizes = (policy, budget, capacity, rows, heads, dim, dim)
+    return Layout(*sizes, stretch.k.dtype, stretch.k.device, ranked, kv_dtype=kv_dtype)
 
 
 def positions_of(first: Tensor, real: Tensor) -> Tensor:
@@ -112,11 +116,15 @@ class Literal:
         first = live.sum(-1)[:, :1, None] if counted else seen
         place = place_of(policy, budget, first, new.real, not layer.length)
         q, k = rotary(new.q, place, self.theta) * layer.temper(new.real), rotary(new.k, place, self.theta)
-        attended, values, bias = k, new.v, None
+        original, values, bias = new.k if ranked else k, new.v, None
+        if layer.attends_to_stored(new.real.shape[1]):
+            kept, values = layer.stored(original), layer.stored(values)
+            k = rotary(kept, place, self.theta) if ranked else kept
+        attended = k
         if layer.length:
             rows = layer.rows("key")
             attended = torch.cat([rotary(rows, layer.ranks().clamp(min=0), self.theta) if ranked else rows, k], 2)
-            values = torch.cat([layer.rows("value"), new.v], 2)
+            values = torch.cat([layer.rows("value"), values], 2)
             bias = layer.bias(q.shape[1] // k.shape[1])
         groups = q.shape[1] // self.layout.groups
         count = new.real.shape[1]
@@ -126,7 +134,7 @@ class Literal:
         logits = attention_logits(q, attended, mask, None, self.scale)
         biased = logits if bias is None else logits + torch.nn.functional.pad(bias, (0, count))
         rows = torch.nan_to_num(biased.softmax(-1))
-        layer.take(Chunk(new.k if ranked else k, new.v, new.real, Attention()), rows, logits)
+        layer.take(Chunk(original, new.v, new.real, Attention()), rows, logits)
         return rows @ values.repeat_interleave(q.shape[1] // k.shape[1], 1)
 
     def positions(self) -> list[list[list[int]]]:

@@ -24,12 +24,12 @@ def stretches(case, lengths, holes, padded_steps):
         yield Stretch(q, k, v, real if length > 1 or padded_steps else torch.ones_like(real))
 
 
-def compare(case, lengths, holes, padded_steps=False, limit=None, spare=0):
+def compare(case, lengths, holes, padded_steps=False, limit=None, spare=0, kv_dtype=None):
     policy, theta = case.policy.for_layer(0, 1), 1e4
     if not policy.evicts:
         return
     parts = list(stretches(case, lengths, holes, padded_steps))
-    layout = layout_for(policy, case.budget, parts[0], case.positions == "cache", spare)
+    layout = layout_for(policy, case.budget, parts[0], case.positions == "cache", spare, kv_dtype)
     lowered, literal = Lowered(layout, theta, limit), Literal(layout, theta, limit)
     for part in parts:
         got, expected = lowered.feed(part), literal.feed(part)

@@ -12,6 +12,7 @@ import kvpass
 from kvpass.lowering.attend import attend
 from kvpass.policies.d2o import D2O
 from kvpass.precision import wide
+from kvpass.storage import plain
 from tests.test_backend import loop
 
 EXACT = 1e-10
@@ -82,7 +83,7 @@ def test_merged_rows_and_those_beside_them() -> None:
     exact = [
         bool((row == key[0, head, int(place)]).all())
         for head in range(2)
-        for place, row in zip(slots.position[0, head], slots.key[0, head], strict=True)
+        for place, row in zip(slots.position[0, head], slots.key.read()[0, head], strict=True)
         if place >= 0
     ]
     assert sum(exact) > 0
@@ -97,7 +98,7 @@ def test_only_float64_is_wider() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_rows_are_in_the_dtype_of_the_sums(dtype: torch.dtype) -> None:
     q, k = torch.randn(1, 2, 2, 1, 8, dtype=dtype), torch.randn(1, 2, 5, 8, dtype=dtype)
-    output, probabilities, logits = attend(q, k, k, scale=0.3, mask=torch.ones(5, dtype=torch.bool))
+    output, probabilities, logits = attend(q, plain(k), plain(k), scale=0.3, mask=torch.ones(5, dtype=torch.bool))
     assert probabilities is not None
     assert logits is not None
     assert (output.dtype, probabilities.dtype, logits.dtype) == (dtype,) * 3

@@ -31,7 +31,7 @@ class Traced:
 
         def step(tensors, q, k, v, real, weights):
             here = dataclasses.replace(site, weights=tuple(weights))
-            return decode_step(layout, here, Slots.of(tensors, slots.state), q, k, v, real, sweep)
+            return decode_step(layout, here, Slots.of(tensors, slots), q, k, v, real, sweep)
 
         arguments = (tensors, q, k, v, real, layout.policy.weights())
         if sweep not in self.graphs:
@@ -91,7 +91,7 @@ def test_a_merging_step_is_compiled_without_a_copy_of_the_slots():
     arguments = [*lowered.slots.tensors(), last.q, last.k, last.v, last.real[:, 0]]
     weights = lowered.layout.policy.weights()
     expected = [x.clone() for x in arguments]
-    lowered.step(lowered.layout, Site(0.25), Slots.of(expected[:-4], lowered.slots.state), *expected[-4:], False)
+    lowered.step(lowered.layout, Site(0.25), Slots.of(expected[:-4], lowered.slots), *expected[-4:], False)
     module = traced.graphs[False]
     flat = make_fx(lambda *args: module(list(args[:-4]), *args[-4:], weights))(*[x.clone() for x in arguments])
     _, code = run_and_get_code(torch.compile(flat, fullgraph=True), *arguments)

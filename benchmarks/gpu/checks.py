@@ -15,6 +15,7 @@ from benchmarks.gpu.bench import Bench, Row
 from benchmarks.gpu.layer import Rows, rotary
 from kvpass.lowering.attend import attend
 from kvpass.lowering.column_scores import column_scores
+from kvpass.storage import plain
 
 CLOSE = 2e-2  # bfloat16
 
@@ -33,18 +34,18 @@ def attention(bench: Bench) -> Iterator[Row]:
         query, key = bench.randn(2, 8, groups, queries, 128), bench.randn(2, 8, slots, 128)
         value = bench.randn(2, 8, slots, 128)
         mask = torch.rand(2, 1, 1, queries, slots, device=bench.device) > 0.3
-        got = attend(query, key, value, scale=0.1, mask=mask)
+        got = attend(query, plain(key), plain(value), scale=0.1, mask=mask)
         exact = [x.cpu().double() for x in (query, key, value)]
-        wanted = attend(*exact, scale=0.1, mask=mask.cpu())
+        wanted = attend(exact[0], plain(exact[1]), plain(exact[2]), scale=0.1, mask=mask.cpu())
         case = f"attend, {slots} slots, {groups * queries} rows"
         assert got[1] is not None
         assert wanted[1] is not None
         yield _row(case, _error(got[0].cpu(), wanted[0]))
         yield _row(f"{case}, probabilities", _error(got[1].cpu(), wanted[1]))
         rotate, turn = rotary(slots, key)
-        got = attend(query, key, value, scale=0.1, mask=mask, rotate=rotate, turn=turn)
+        got = attend(query, plain(key), plain(value), scale=0.1, mask=mask, rotate=rotate, turn=turn)
         turned = rotary(slots, exact[1])[0](exact[1])[0]
-        wanted = attend(exact[0], turned, exact[2], scale=0.1, mask=mask.cpu())
+        wanted = attend(exact[0], plain(turned), plain(exact[2]), scale=0.1, mask=mask.cpu())
         yield _row(f"{case}, keys turned at read", _error(got[0].cpu(), wanted[0]))
 
 
@@ -60,8 +61,8 @@ def prompt_scores(bench: Bench) -> Iterator[Row]:
 def repairs(bench: Bench) -> Iterator[Row]:
     """Rows as kv_align repairs them, beside its plain form on the CPU."""
     rows = Rows.drawn(bench, 2, 513)
-    for name, ours, plain in zip(("keys", "values"), rows.repaired(), rows.on_cpu().repaired(), strict=True):
-        yield _row(f"repair, {name}", _error(ours.cpu(), plain))
+    for name, ours, wanted in zip(("keys", "values"), rows.repaired(), rows.on_cpu().repaired(), strict=True):
+        yield _row(f"repair, {name}", _error(ours.cpu(), wanted))
 
 
 def tiny(bench: Bench) -> Any:

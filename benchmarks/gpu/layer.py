@@ -19,6 +19,7 @@ from kvpass.lowering.turns import Pairs, Turn
 from kvpass.policies import resolve
 from kvpass.slots import Layout, Slots
 from kvpass.step import Site, decode_step
+from kvpass.storage import plain
 
 HEADS, GROUPS, DIM = 8, 4, 128
 
@@ -67,7 +68,11 @@ def bandwidth(bench: Bench) -> Iterator[Row]:
 def _attending(bench: Bench, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> float:
     """Seconds of `attend` to all slots."""
     mask = torch.ones(len(key), 1, 1, 1, key.shape[2], dtype=torch.bool, device=bench.device)
-    run = torch.compile(lambda q, k, v, m: attend(q, k, v, scale=0.1, mask=m, rows=False, **given)[0], dynamic=False)
+
+    def function(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+        return attend(q, plain(k), plain(v), scale=0.1, mask=m, rows=False, **given)[0]
+
+    run = torch.compile(function, dynamic=False)
     return bench.seconds(lambda: run(query, key, value, mask))
 
 
@@ -123,11 +128,10 @@ def step(bench: Bench, name: str, slots: int, rows: int) -> Callable[[], Any]:
     held.index.copy_(held.position)
     held.seen.fill_(capacity)
     held.length.fill_(capacity)
-    names = list(held.state)
 
     def function(*tensors: Tensor) -> Tensor:
         *state, q, k, v, real = tensors
-        return decode_step(layout, Site(DIM**-0.5), Slots.of(list(state), names), q, k, v, real).output
+        return decode_step(layout, Site(DIM**-0.5), Slots.of(state, held), q, k, v, real).output
 
     new = [bench.randn(rows, count, 1, DIM) for count in (HEADS * GROUPS, HEADS, HEADS)]
     arguments = [*held.tensors(), *new, torch.ones(rows, dtype=torch.bool, device=bench.device)]

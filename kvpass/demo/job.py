@@ -17,6 +17,7 @@ from kvpass.demo.stream import Run
 from kvpass.demo.subject import Subject, load, read_texts
 from kvpass.errors import KVPassError
 from kvpass.policies import Policy
+from kvpass.storage import KVDtype
 
 T = TypeVar("T")
 Tick = Callable[[], object]
@@ -77,7 +78,8 @@ class Job:
         except KVPassError as error:
             return error
         with torch.inference_mode(), _threads(self.settings.threads):
-            return attempt(self.subject.model, policy, self.settings.slots(policy, room), inner, action)
+            slots = self.settings.slots(policy, room)
+            return attempt(self.subject.model, policy, slots, inner, action, self.settings.kv_dtype)
 
 
 def prepare(settings: Settings) -> Job:
@@ -95,12 +97,17 @@ def prepare(settings: Settings) -> Job:
 
 
 def attempt(
-    model: Any, policy: str | Policy, budget: int | None, inner: str, action: Callable[[], T]
+    model: Any,
+    policy: str | Policy,
+    budget: int | None,
+    inner: str,
+    action: Callable[[], T],
+    kv_dtype: KVDtype | None = None,
 ) -> T | KVPassError:
     """`action()` with the model compiled for the policy; the reason if kvpass refuses."""
     meter.forget_compiled_code()
     try:
-        kvpass.compile(model, policy=policy, budget=budget, inner=inner)
+        kvpass.compile(model, policy=policy, budget=budget, inner=inner, kv_dtype=kv_dtype)
         return action()
     except Exception as error:
         refusals = [reason for reason in _reasons(error) if isinstance(reason, KVPassError)]

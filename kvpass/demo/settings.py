@@ -8,6 +8,7 @@ from pathlib import Path
 from kvpass import policies
 from kvpass.demo.subject import ALIGNER, Subject
 from kvpass.policies import Policy
+from kvpass.storage import KVDtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Settings:
         new_tokens: length of a completion.
         every: steps between two snapshots of the held positions.
         threads: of torch, in each process; None leaves them as they are.
+        kv_dtype: how keys and values are stored, see `kvpass.backend`.
         jobs: how many policies run at a time, each in a process of its own; 1 stays in this one.
     """
 
@@ -42,6 +44,7 @@ class Settings:
     every: int = 16
     threads: int | None = None
     jobs: int = 1
+    kv_dtype: KVDtype | None = None
 
     @property
     def chosen(self) -> list[str]:

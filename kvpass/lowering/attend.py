@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 
 from kvpass.lowering.turns import Turn
+from kvpass.lowering.written import written_out
 from kvpass.precision import wide
+from kvpass.storage import Rows
 
 LOWEST = torch.finfo(torch.float32).min
 WIDEST_TURNED = 512  # bytes of a key that the kernels can turn; wider ones would spill
@@ -28,8 +30,8 @@ MOST_ROWS = 64  # query heads of a KV head times queries in one program; the acc
 
 def attend(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Rows,
+    value: Rows,
     *,
     scale: float,
     mask: Tensor,
@@ -44,7 +46,7 @@ def attend(
 
     Args:
         query: [B, Hkv, G, q, D].
-        key, value: [B, Hkv, C, D] and [B, Hkv, C, Dv].
+        key, value: rows [B, Hkv, C, D] and [B, Hkv, C, Dv].
         scale: multiplies the logits.
         mask: bool, broadcastable to [B, Hkv, G, q, C].
         bias: added to the logits, broadcastable likewise.
@@ -55,11 +57,11 @@ def attend(
         turn: the same as `rotate`, for the kernels.
 
     Returns:
-        output [B, Hkv, G, q, Dv] in the dtype of `value`, and if wanted the probabilities and the masked
+        output [B, Hkv, G, q, Dv] in the dtype of `query`, and if wanted the probabilities and the masked
         logits, [B, Hkv, G, q, C] as `wide` has them.  A query that may attend to nothing gets a finite output that
         means nothing.
     """
-    if rotate is not None and key.shape[-1] * key.element_size() > WIDEST_TURNED:
+    if rotate is not None and query.shape[-1] * query.element_size() > WIDEST_TURNED:
         turn = None
     if by_kernel(query) and (rotate is None or turn is not None):
         from kvpass.lowering.attend_kernel import attended  # needs triton, which not every machine has
@@ -70,19 +72,9 @@ def attend(
         logits = logits + bias.to(logits.dtype)
     logits = torch.where(mask, logits, LOWEST)
     probabilities = softmax_beside(logits, sink)
-    paid = probabilities.to(value.dtype).flatten(2, 3)  # [B, Hkv, G*q, C]
-    output = torch.matmul(paid, value).view(*query.shape[:4], value.shape[-1])
+    output = value.format.mixture(probabilities.flatten(2, 3), value.parts, query.dtype)  # [B, Hkv, G*q, Dv]
+    output = output.view(*query.shape[:4], -1)
     return output, probabilities if rows else None, logits if rows else None
-
-
-def written_out(x: Tensor) -> Tensor:
-    """The same numbers, which the compiler computes once and reads from memory.
-
-    It would else compute pointwise expressions, such as the cosines of an embedding, anew wherever they are
-    read: in the innermost loop over slots, heads and dimensions.
-    """
-    x = x.contiguous()
-    return x.as_strided(x.shape, x.stride())
 
 
 def by_kernel(query: Tensor) -> bool:
@@ -105,17 +97,15 @@ def softmax_beside(logits: Tensor, sink: Tensor | None) -> Tensor:
     return paid / (paid.sum(-1, keepdim=True) + torch.exp(sink - most))
 
 
-def scores(
-    query: Tensor, key: Tensor, *, scale: float, rotate: Callable[[Tensor], list[Tensor]] | None = None
-) -> Tensor:
+def scores(query: Tensor, key: Rows, *, scale: float, rotate: Callable[[Tensor], list[Tensor]] | None = None) -> Tensor:
     """The logits before mask and bias, [B, Hkv, G, q, C] as `wide` has them; the products in the model's dtype."""
     if rotate is None:
-        products = torch.matmul(query.flatten(2, 3), key.transpose(-1, -2))
+        products = key.format.products(query.flatten(2, 3), key.parts)
         return wide(products.view(*query.shape[:4], key.shape[2])) * scale
     query = written_out(query)
     by_width: dict[int, Tensor] = {}
     start = 0
-    for piece in rotate(key):
+    for piece in rotate(key.read_as(query.dtype)):
         width = piece.shape[-1]
         part = query[..., start : start + width]  # [B, Hkv, G, q, d]
         product = wide(part[..., None, :]) * wide(piece[:, :, None, None])  # [B, Hkv, G, q, C, d]

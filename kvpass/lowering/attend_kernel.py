@@ -13,12 +13,15 @@ The module is imported when the first graph for a GPU is traced, and needs trito
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kvpass.lowering.turns import Turn
+from kvpass.storage import Rows
 
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 TILE = 16 << 10  # bytes of K, and of V, that a program holds at a time
@@ -27,10 +30,36 @@ MOST_PARTS = 64  # `join` holds them all at once
 
 
 @triton.jit
+def numbers(
+    rows,  # of one head, at slots
+    scale,  # [B, Hkv, C, GROUPS]; anything but with 4 BITS, likewise the next
+    zero,
+    c,  # which slots of all heads
+    d,
+    inside,
+    BITS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    D: tl.constexpr,
+):
+    """Numbers of rows, or their codes where one scale does for a row: that is for the products to multiply with."""
+    if BITS == 4:
+        byte = tl.load(rows + d % (D // 2), mask=inside, other=0).to(tl.int32)
+        at = c * GROUPS + d * GROUPS // D
+        code = tl.where(d < D // 2, byte & 15, byte >> 4) + tl.load(zero + at, mask=inside, other=0)
+        return code.to(tl.float32) * tl.load(scale + at, mask=inside, other=0.0).to(tl.float32)
+    else:
+        return tl.load(rows + d, mask=inside, other=0)
+
+
+@triton.jit
 def split(
     query,  # [B, Hkv, R, D]
-    key,  # [B, Hkv, C, D], the last dimension dense; likewise the values
+    key,  # [B, Hkv, C, D], the last dimension dense; likewise the values; with 4 BITS half as many bytes
     value,  # [B, Hkv, C, Dv]
+    key_scale,  # [B, Hkv, C, KEY_GROUPS], dense; anything without BITS; likewise the next
+    value_scale,
+    key_zero,  # the same; anything but with 4 BITS; likewise the next
+    value_zero,
     mask,  # bool [B or 1, Hkv or 1, G or 1, q or 1, C]
     bias,  # the same, of floats; anything without HAS_BIAS
     rank,  # int64 [B or 1, Hkv or 1, C], at which row of the next two a key is turned; anything without TURNED
@@ -56,6 +85,9 @@ def split(
     bias_query: tl.constexpr,
     rank_row: tl.constexpr,
     rank_head: tl.constexpr,
+    BITS: tl.constexpr,  # of a code; 0 where rows are numbers
+    KEY_GROUPS: tl.constexpr,
+    VALUE_GROUPS: tl.constexpr,
     TURNED: tl.constexpr,  # how many numbers of a key are mixed in pairs, 0 without
     INTERLEAVED: tl.constexpr,
     POSITIONS: tl.constexpr,
@@ -101,15 +133,20 @@ def split(
         c = start + tl.arange(0, BLOCK)
         there = c < C
         inside = there[None, :] & (d < D)[:, None]
-        k = tl.load(keys + c[None, :] * key_slot + d[:, None], mask=inside, other=0.0)
+        slot = which.to(tl.int64) * C + c
+        at_keys = keys + c[None, :] * key_slot
+        k = numbers(at_keys, key_scale, key_zero, slot[None, :], d[:, None], inside, BITS, KEY_GROUPS, D).to(q.dtype)
         if TURNED > 0:
             at = tl.load(ranks + c, mask=there, other=0)
             at = tl.minimum(tl.maximum(at, 0), POSITIONS - 1)[None, :] * D + d[:, None]  # a free slot has no place
-            beside = tl.load(keys + c[None, :] * key_slot + partner[:, None], mask=inside, other=0.0)
+            other = partner[:, None]
+            beside = numbers(at_keys, key_scale, key_zero, slot[None, :], other, inside, BITS, KEY_GROUPS, D)
             turned = k.to(tl.float32) * tl.load(straight + at, mask=inside, other=0.0).to(tl.float32)
             turned += beside.to(tl.float32) * tl.load(crossed + at, mask=inside, other=0.0).to(tl.float32)
-            k = turned.to(k.dtype)
+            k = turned.to(q.dtype)
         x = tl.dot(q, k, input_precision="ieee") * SCALE  # [ROWS, BLOCK]
+        if BITS == 8:
+            x *= tl.load(key_scale + slot, mask=there, other=0.0).to(tl.float32)[None, :]
         if CAP > 0:
             x = (2.0 / (1.0 + tl.exp(-2.0 / CAP * x)) - 1.0) * CAP  # tanh
         both = here[:, None] & there[None, :]
@@ -131,7 +168,11 @@ def split(
         shrunk = tl.exp(top - higher)
         p = tl.exp(x - higher[:, None])
         total = total * shrunk + tl.sum(p, 1)
-        v = tl.load(values + c[:, None] * value_slot + dv[None, :], mask=there[:, None] & (dv < DV)[None, :], other=0.0)
+        at_values, within = values + c[:, None] * value_slot, there[:, None] & (dv < DV)[None, :]
+        v = numbers(at_values, value_scale, value_zero, slot[:, None], dv[None, :], within, BITS, VALUE_GROUPS, DV)
+        v = v.to(q.dtype)
+        if BITS == 8:
+            p *= tl.load(value_scale + slot, mask=there, other=0.0).to(tl.float32)[None, :]
         sums = sums * shrunk[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
         top = higher
     place = first * PARTS + part
@@ -220,6 +261,10 @@ def attend_slots(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
+    key_zero: Tensor | None,
+    value_zero: Tensor | None,
     mask: Tensor,
     bias: Tensor | None,
     sink: Tensor | None,
@@ -231,11 +276,14 @@ def attend_slots(
     scale: float,
     cap: float | None,
     store: bool,
+    bits: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention to slots in two launches; see `kvpass.lowering.attend.attend` for what the arguments are.
 
     Args:
         query: [B, Hkv, G, q, D] with G * q up to `attend.MOST_ROWS`.
+        key, value: numbers, or codes of so many `bits`.
+        key_scale, value_scale, key_zero, value_zero: [B, Hkv, C, groups], what the format has beside the codes.
         mask, bias: [B or 1, Hkv or 1, G or 1, q or 1, C].
         rank, own, other, turned, interleaved: of a `Turn`, which is applied to the keys at read, or None.
         store: whether the logits are wanted.
@@ -245,30 +293,33 @@ def attend_slots(
         logits, float32 [B, Hkv, G, q, C], or [0] if they are not wanted.
     """
     rows, heads, groups, queries, dim = query.shape
-    capacity, width = key.shape[2], value.shape[3]
+    capacity, width = key.shape[2], value.shape[3] * (2 if bits == 4 else 1)
     inside = groups * queries
     key_width, value_width = power(dim), power(width)
     padded = power(inside)
-    block = _block(max(key_width, value_width), key.element_size(), padded, turned)
+    block = _block(max(key_width, value_width), query.element_size(), padded, turned or bits == 4)
     parts, each = _parts(rows * heads, capacity, block)
     query, mask = packed(query), packed(mask)
     has_bias = bias is not None
     bias = packed(bias) if bias is not None else value  # never read
     positions = 0 if own is None else own.shape[0]
     rank, own, other = (value if x is None else packed(x) for x in (rank, own, other))
+    groups_of_key, groups_of_value = (0 if x is None else x.shape[3] for x in (key_scale, value_scale))
+    beside = [value if x is None else packed(x) for x in (key_scale, value_scale, key_zero, value_zero)]
     most = query.new_empty((rows, heads, groups, queries, parts), dtype=torch.float32)
     paid = torch.empty_like(most)
     mixed = query.new_empty((*most.shape, width), dtype=torch.float32)
     logits = query.new_empty((rows, heads, groups, queries, capacity) if store else (0,), dtype=torch.float32)
     torch.library.wrap_triton(split)[(parts, rows * heads)](
-        query, key, value, mask, bias, rank, own, other, logits, most, paid, mixed,
+        query, key, value, *beside, mask, bias, rank, own, other, logits, most, paid, mixed,
         *key.stride()[:3], *value.stride()[:3], *_strides(mask), *(_strides(bias) if has_bias else (0, 0, 0, 0)),
-        *_strides(rank)[:2], TURNED=turned, INTERLEAVED=interleaved, POSITIONS=positions,
+        *_strides(rank)[:2], BITS=bits, KEY_GROUPS=groups_of_key, VALUE_GROUPS=groups_of_value,
+        TURNED=turned, INTERLEAVED=interleaved, POSITIONS=positions,
         SCALE=scale, CAP=cap or 0.0, HAS_BIAS=has_bias, STORE=store, HEADS=heads, R=inside, QUERIES=queries,
         C=capacity, D=dim, DV=width, PARTS=parts, PART=each, ROWS=padded,
         WIDTH=key_width, VALUE_WIDTH=value_width, BLOCK=block, num_warps=_warps(padded, turned), num_stages=2,
     )  # fmt: skip
-    output = value.new_empty((rows, heads, groups, queries, width))
+    output = query.new_empty((rows, heads, groups, queries, width))
     total = query.new_empty((rows, heads, groups, queries), dtype=torch.float32)
     has_sink = sink is not None
     sink = most if sink is None else packed(sink.float())
@@ -284,8 +335,8 @@ def attend_slots(
 
 def attended(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Rows,
+    value: Rows,
     *,
     scale: float,
     mask: Tensor,
@@ -296,14 +347,22 @@ def attended(
     turn: Turn | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """What `attend` returns, by the kernels; what follows them is plain torch, which the compiler fuses."""
-    key, value = dense(key), dense(value)
+    keys, values = dense(key.codes), dense(value.codes)
     mask, bias = _wide(mask, key.shape[2]), None if bias is None else _wide(bias, key.shape[2])
     turned = (None, None, None, 0, False) if turn is None else _as_arguments(turn)
-    given = (mask, bias, sink, *turned, scale, cap, rows)
-    output, total, logits = torch.ops.kvpass.attend_slots(query, key, value, *given)
+    stored = _beside(key, value)
+    given = (mask, bias, sink, *turned, scale, cap, rows, key.format.bits)
+    output, total, logits = torch.ops.kvpass.attend_slots(query, keys, values, *stored, *given)
     if not rows:
         return output, None, None
     return output, torch.exp(logits - total[..., None]), logits
+
+
+def _beside(key: Rows, value: Rows) -> list[Tensor | None]:
+    """The scales of keys and of values, and their zero points, or None each."""
+    found = itertools.zip_longest(*(rows.parts[1:] for rows in (key, value)))
+    flat: list[Tensor | None] = [part for pair in found for part in pair]
+    return flat + [None] * (4 - len(flat))
 
 
 def _as_arguments(turn: Turn) -> tuple[Tensor | None, Tensor, Tensor, int, bool]:

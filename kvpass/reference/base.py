@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvpass.slots import FREE, Chunk, Layout
+from kvpass.precision import widest
+from kvpass.reference.storing import stored
+from kvpass.slots import FREE, NAMES, Chunk, Layout
 
 
 @dataclasses.dataclass(eq=False)
@@ -41,6 +45,7 @@ class Stream:
         seen: real tokens seen, those that are being taken in included.
         step: what is being taken in is a single token on held ones, not a prompt or chunk.
         layer: the number of the layer, if the policy asks for it.
+        stored: what storing a key or value [h, D] makes of it.
         notes: what the policy remembers for the stream, by name.
         gone: tokens that have just left, for `Reference.settle`.
     """
@@ -51,6 +56,7 @@ class Stream:
     seen: int = 0
     step: bool = False
     layer: int = 0
+    stored: Callable[[Tensor], Tensor] = lambda row: row
     notes: dict[str, Any] = dataclasses.field(default_factory=dict)
     gone: list[Token] = dataclasses.field(default_factory=list)
 
@@ -103,10 +109,13 @@ class ReferenceLayer:
         self.layout = layout
         self.reference = reference
         budget = layout.budget if limit is None else limit
+        self.stored = functools.partial(stored, layout)
         self.streams = [
-            [Stream(head, budget, layer=layout.layer) for head in range(layout.groups)] for _ in range(layout.rows)
+            [Stream(head, budget, layer=layout.layer, stored=self.stored) for head in range(layout.groups)]
+            for _ in range(layout.rows)
         ]
         self.length = 0
+        self.fed = 0  # how often tokens were taken in
         self.view: Any = None  # what the last tokens attended to, for layers that share the cache
 
     @property
@@ -114,8 +123,9 @@ class ReferenceLayer:
         return self.layout.capacity
 
     @property
-    def state(self) -> dict[str, Tensor]:
-        return {}
+    def names(self) -> list[str]:
+        """As `Slots.names`."""
+        return list(NAMES)
 
     def held(self, layout: Layout) -> Tensor:
         """As `Slots.held`."""
@@ -124,8 +134,9 @@ class ReferenceLayer:
     @property
     def nbytes(self) -> int:
         """Bytes of the held keys and values."""
-        kept = [x for row in self.streams for stream in row for t in stream.tokens for x in (t.key, t.value)]
-        return sum(x.numel() * x.element_size() for x in kept)
+        layout = self.layout
+        row = sum(count * kind.itemsize for x in (layout.key_format, layout.value_format) for count, kind in x.layout())
+        return sum(len(t.key) * row for streams in self.streams for stream in streams for t in stream.tokens)
 
     def tensors(self) -> list[Any]:
         """What a rewritten graph takes in place of `Slots.tensors`: itself, and what positions are made of."""
@@ -180,9 +191,8 @@ class ReferenceLayer:
         """[B, Hkv, N, D]: the held keys or values, zero after the last, as attention sees them or as stored."""
         dim = self.layout.key_dim if name == "key" else self.layout.value_dim
         longest = max(len(stream.tokens) for row in self.streams for stream in row)
-        out = torch.zeros(
-            self.layout.rows, self.layout.heads, longest, dim, dtype=self.layout.dtype, device=self.layout.device
-        )
+        kind = self.layout.dtype if self.layout.kv_dtype is None else widest(self.layout.dtype)
+        out = torch.zeros(self.layout.rows, self.layout.heads, longest, dim, dtype=kind, device=self.layout.device)
         for b, row in enumerate(self.streams):
             for h, stream in enumerate(row):
                 seen = Reference.read(self.reference, stream) if stored else self.reference.read(stream)
@@ -211,10 +221,19 @@ class ReferenceLayer:
                 self.reference.take(stream, tokens, *(part.transpose(0, 1) for part in seen))
             self.reference.settle(row)
         self.length += chunk.real.shape[1]
+        self.fed += 1
+
+    def attends_to_stored(self, count: int) -> bool:
+        """Whether so many new tokens are attended to as they are stored, and not as the model made them.
+
+        That is a single one, unless the prompt is still held whole, as policies that defer have it.
+        """
+        whole = self.layout.policy.defers and self.fed == 1 and self.length + 1 > self.layout.capacity
+        return count == 1 and self.layout.kv_dtype is not None and self.fed > 0 and not whole
 
     def _token(self, stream: Stream, chunk: Chunk, b: int, place: int, j: int) -> Token:
         heads = self._heads(stream.head)
-        key, value = chunk.key[b, heads, j].clone(), chunk.value[b, heads, j].clone()
+        key, value = (self.stored(x[b, heads, j].clone()) for x in (chunk.key, chunk.value))
         return Token(stream.seen + place, self.length + j, key, value)
 
     def _queries(self, stream: Stream, rows: Tensor) -> slice:
@@ -246,7 +265,7 @@ def attention_logits(
     out = []
     for head in range(query.shape[1]):
         keys = key[:, head * key.shape[1] // query.shape[1]]  # [B, N, D]
-        logits = (query[:, head] @ keys.transpose(1, 2)).float() * scale
+        logits = (query[:, head].to(keys.dtype) @ keys.transpose(1, 2)).float() * scale
         if cap is not None:
             logits = cap * torch.tanh(logits / cap)
         if bias is not None:

@@ -71,8 +71,9 @@ class D2OReference(Reference):
             ]
             total = math.e + sum(weight for weight, _ in gone)
             if gone:
-                target.key = (math.e * target.key + sum(w * token.key for w, token in gone)) / total
-                target.value = (math.e * target.value + sum(w * token.value for w, token in gone)) / total
+                key = math.e * target.key + sum(w * token.key for w, token in gone)
+                value = math.e * target.value + sum(w * token.value for w, token in gone)
+                target.key, target.value = stream.stored(key / total), stream.stored(value / total)
 
     def official(self, stream: Stream, pairs: list[tuple[float, Token]], merged: list[bool]) -> None:
         for target in stream.tokens:
@@ -82,8 +83,9 @@ class D2OReference(Reference):
                 if into is target and yes
             ]
             if gone:
-                target.key = (target.key + sum(u * token.key for u, token in gone)) / (1 + len(gone))
-                target.value = (target.value + sum(u * token.value for u, token in gone)) / (1 + len(gone))
+                key = target.key + sum(u * token.key for u, token in gone)
+                value = target.value + sum(u * token.value for u, token in gone)
+                target.key, target.value = (stream.stored(x / (1 + len(gone))) for x in (key, value))
 
 
 def closest(token: Token, kept: list[Token]) -> tuple[float, Token]:

@@ -40,12 +40,15 @@ class KVAlignReference(Reference):
 
     def store(self, stream: Stream) -> None:
         for rank, token in enumerate(stream.tokens):
+            moved = rank >= self.sinks and token.notes["made"] > rank and self.aligner.recipe != "nothing"
             while rank >= self.sinks and token.notes["made"] > rank:
                 place = rank
                 if self.aligner.recipe == "paper":  # it knows steps of `every` positions and no others
                     place += (token.notes["made"] - rank - 1) // self.every * self.every
                 token.key, token.value = self.repaired(token, place, stream.layer)
                 token.notes["made"] = place
+            if moved:
+                token.key, token.value = stream.stored(token.key), stream.stored(token.value)
 
     def read(self, stream: Stream) -> list[Rows]:
         return [

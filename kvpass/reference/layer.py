@@ -147,11 +147,13 @@ class _Call:
         """The output [B, Hq, q, Dv] and the log-sum-exp of the logits, [B, Hq, q], or [B, Hq, q, 1] if wide."""
         layout, site, queries = self.layout, self.site, query.shape[2]
         if self.first:
-            store.view = self._view(store, query, key, value, real, bound)
+            alone = stored if store.attends_to_stored(queries) else None
+            store.view = self._view(store, query, key, alone, value, real, bound)
         view: View = store.view
         keys, values = view.keys, view.values
         facts: list[Tensor] = []
         if self.expansion is not None:
+            keys, values = keys.to(layout.dtype), values.to(layout.dtype)
             keys, values, facts = self.expansion.on_slots(keys, values, bound["expand"])
         own = None
         if self.mask is not None:
@@ -163,7 +165,7 @@ class _Call:
         if self.first:
             store.take(Chunk(stored, value, real, Attention()), rows, logits)
         output: Tensor = rows.to(values.dtype) @ values.repeat_interleave(query.shape[1] // values.shape[1], 1)
-        lse = biased.logsumexp(-1).to(values.dtype)
+        output, lse = output.to(layout.dtype), biased.logsumexp(-1).to(layout.dtype)
         return output, lse[..., None] if self.wide_lse else lse
 
     def _view(
@@ -171,25 +173,37 @@ class _Call:
         store: ReferenceLayer,
         query: Tensor,
         key: Tensor,
+        stored: Tensor | None,
         value: Tensor,
         real: Tensor,
         bound: dict[str, list[Any]],
     ) -> View:
+        """`stored` is the key of a token that is attended to as it is stored, else None."""
         groups, count = self.layout.groups, query.shape[2]
-        keys = store.rows("key")
+        keys, ranks = store.rows("key"), store.ranks().clamp(min=0)
+        if stored is not None:
+            keys, value = torch.cat([keys, store.stored(stored)], 2), store.stored(value)
+            ranks = torch.cat([ranks, (store.positions() >= 0).sum(-1, keepdim=True)], -1)
         if self.rotary is not None and keys.shape[2]:
+            keys = keys.to(self.layout.dtype)
             table = self.rotary.table(keys.shape[2], bound["angles"], keys.device)
-            keys = torch.cat(self.rotary.on_slots(keys, store.ranks().clamp(min=0), table, bound["turn"]), -1)
+            keys = torch.cat(self.rotary.on_slots(keys, ranks, table, bound["turn"]), -1)
+        if stored is None:
+            keys = torch.cat([keys, key.to(keys.dtype)], 2)
         new = store.length + torch.arange(count, device=query.device).expand(self.layout.rows, groups, -1)
         arriving = (store.seen()[:, None] + real.cumsum(-1) - 1)[:, None].expand(-1, groups, -1)
         return View(
-            keys=torch.cat([keys, key.to(keys.dtype)], 2),
-            values=torch.cat([store.rows("value"), value.to(keys.dtype)], 2),
+            keys=keys,
+            values=_beside(store.rows("value"), value),
             places=torch.cat([store.index(), new], -1),
             position=torch.cat([store.positions(), arriving], -1),
             factor=store.temper(real),
             bias=store.bias(query.shape[1] // self.layout.heads),
         )
+
+
+def _beside(held: Tensor, new: Tensor) -> Tensor:
+    return torch.cat([held, new.to(held.dtype)], 2)
 
 
 def _softmax(logits: Tensor, sink: Tensor | None) -> Tensor:

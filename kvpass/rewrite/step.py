@@ -21,16 +21,14 @@ from kvpass.errors import UnsupportedGraph
 from kvpass.expansion import Expansion, cut_expansion
 from kvpass.graphs import Sizes, placeholders, value
 from kvpass.instantiate import Around, Entry, MaskSlice, RotarySlice, cut_mask, cut_rotary
-from kvpass.lowering.attend import written_out
 from kvpass.lowering.turns import Pairs, Turn
+from kvpass.lowering.written import written_out
 from kvpass.rewrite import renumber
 from kvpass.rewrite.lengths import OnLength
 from kvpass.rewrite.masks import ColumnMask, MaskOnSlots, SlicedMask
 from kvpass.selection import Selection
-from kvpass.slots import Layout, Slots
+from kvpass.slots import NAMES, Layout, Slots
 from kvpass.step import Attended, Site, decode_step, extend_step, read_step
-
-NAMES = ("key", "value", "position", "index", "free", "seen", "length", "rank")
 
 
 @dataclasses.dataclass
@@ -279,7 +277,7 @@ class StepRewriter:
         return nodes
 
     def _names(self, layer: int) -> list[str]:
-        return [*NAMES, *self.slots[layer].state]
+        return self.slots[layer].names
 
     # -- sites -----------------------------------------------------------------------------------------
 
@@ -314,12 +312,17 @@ class StepRewriter:
 
     def _before(self, number: int) -> list[fx.Node]:
         """The slots' metadata as it is before the step, beside K and V."""
-        key, value, *metadata = self.inputs[number]
+        names, stored = self._names(number), self.slots[number].stored
+        return [
+            node if name in stored else self._copy(node) for name, node in zip(names, self.inputs[number], strict=True)
+        ]
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        """What an input is before the first step."""
         with self.graph.inserting_after(self.length):
-            copies = [self.graph.call_method("clone", (node,)) for node in metadata]
-        for node, copied in zip(metadata, copies, strict=True):
-            copied.meta["example_value"] = graphs.value(node)
-        return [key, value, *copies]
+            copied = self.graph.call_method("clone", (node,))
+        copied.meta["example_value"] = graphs.value(node)
+        return copied
 
     def _splice(
         self, number: int, site: AttentionSite, slots: list[fx.Node], new: list[fx.Node], first: bool = True
@@ -356,7 +359,7 @@ class StepRewriter:
         if key not in self._traced:
             counts = {name: len(group) for name, group in groups.items()}
             layer = _Layer(layout, site, mask, rotary, pairs, expansion)
-            self._traced[key] = self._trace(layer, nodes, counts, list(self.slots[number].state), first)
+            self._traced[key] = self._trace(layer, nodes, counts, self.slots[number], first)
         before = self._early_enough(site, nodes)
         made = graphs.splice(self.gm, self._traced[key], nodes, before, f"kvpass_{site.call.name}")
         return [real, *self._instead(site, made)]
@@ -382,7 +385,7 @@ class StepRewriter:
         return made[len(own) :]
 
     def _trace(
-        self, layer: _Layer, nodes: list[fx.Node], counts: dict[str, int], state: list[str], first: bool
+        self, layer: _Layer, nodes: list[fx.Node], counts: dict[str, int], like: Slots, first: bool
     ) -> fx.GraphModule:
         layout, sweep = layer.layout, self.sweep
         lse = None if layer.found.lse is None else (self._shape(layer.found.lse), value(layer.found.lse).dtype)
@@ -395,7 +398,7 @@ class StepRewriter:
 
         def function(*tensors: Tensor) -> Any:
             given = _grouped(tensors, counts)
-            slots = Slots.of(given["slots"], state)
+            slots = Slots.of(given["slots"], like)
             query, key, new_value, real = given["new"]
             here = layer.site(given)
             if self.decodes and first:

@@ -27,6 +27,8 @@ from torch import Tensor
 
 from kvpass.errors import KVPassError
 
+NEAREST = 1.5 * 2**23  # added to a number in float32 of up to half as much, it leaves no room for a fraction
+
 
 class InterpreterError(KVPassError, RuntimeError):
     """A generated module that the interpreter could not run; the text is the worker's traceback."""
@@ -189,6 +191,7 @@ class _Libdevice(types.ModuleType):
             "isinf": lambda x: tl.abs(x) == float("inf"),
             "log1p": lambda x: tl.log(1.0 + x),
             "expm1": lambda x: tl.exp(x) - 1.0,
+            "nearbyint": lambda x: (x + NEAREST) - NEAREST,
             "trunc": lambda x: tl.where(x < 0, tl.ceil(x), tl.floor(x)),
         }
         return special[name] if name in special else getattr(tl, name)

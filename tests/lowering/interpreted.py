@@ -16,6 +16,7 @@ from kvpass.align.networks import DirectNetwork
 from kvpass.lowering import attend_kernel, column_kernel, turns
 from kvpass.lowering import column_scores as module
 from kvpass.lowering.attend import attend
+from kvpass.storage import KVDtype, Rows, format_of, plain
 
 Pairs = list[tuple[Tensor, Tensor]]
 
@@ -26,7 +27,12 @@ def _drawer(seed: int, dtype: torch.dtype) -> Callable[..., Tensor]:
 
 
 def attention_of(
-    seed: int, shape: tuple[int, ...], dtype: torch.dtype, mask_shape: tuple[int, ...], extras: dict[str, bool]
+    seed: int,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    mask_shape: tuple[int, ...],
+    extras: dict[str, bool],
+    kv_dtype: KVDtype | None = None,
 ) -> Pairs:
     """shape: B, Hkv, G, q, C, D, Dv; extras: whether there is a `bias`, a `sink`, a `cap`, a `turn` at read.
 
@@ -48,9 +54,11 @@ def attention_of(
         rows=True,
     )
     turn = _turn(draw, key, extras) if extras.get("turn") else None
-    got = attend_kernel.attended(query, key, value, turn=turn, **given)
-    turned = key.double() if turn is None else _turned(key.double(), turn)
-    expected = attend(query.double(), turned, value.double(), **given)
+    keys, values = (Rows.of(format_of(kv_dtype, x.shape[-1], dtype), x) for x in (key, value))
+    got = attend_kernel.attended(query, keys, values, turn=turn, **given)
+    exact = keys.read().double()
+    turned = exact if turn is None else _turned(exact, turn)
+    expected = attend(query.double(), plain(turned), plain(values.read().double()), **given)
     assert got[1] is not None
     assert got[2] is not None
     return [(a.float(), b.float()) for a, b in zip(got, expected, strict=True)]  # type: ignore[union-attr]

@@ -11,6 +11,7 @@ from kvpass.align import kernel as align_kernel
 from kvpass.align.aligner import MOST_HIDDEN
 from kvpass.lowering import attend_kernel, column_kernel
 from kvpass.lowering.attend import MOST_ROWS, WIDEST_TURNED, by_kernel
+from kvpass.storage import KVDtype, format_of
 from kvpass.testing.cuda_emission import TARGETS, Binary, compiled
 from tests.testing.shared import call
 
@@ -18,11 +19,11 @@ NAMES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"
 every_dtype = pytest.mark.parametrize(
     "dtype", [pytest.param(x, marks=[] if x == torch.bfloat16 else pytest.mark.slow) for x in NAMES]
 )
+CODES = {torch.int8: "*i8", torch.uint8: "*u8"}
 CLOSE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 3e-2}
 
 
-@pytest.mark.parametrize("dtype", NAMES)
-@pytest.mark.parametrize(
+attentions = pytest.mark.parametrize(
     ("shape", "mask", "extras"),
     [
         ((2, 2, 4, 1, 300, 32, 32), (2, 1, 1, 1, 300), {}),  # decode, heads share their tokens
@@ -39,6 +40,10 @@ CLOSE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 3e-2}
     ],
     ids=["decode", "single", "odd", "chunk", "one", "turned", "interleaved"],
 )
+
+
+@pytest.mark.parametrize("dtype", NAMES)
+@attentions
 def test_attention_equals_its_plain_form(dtype: torch.dtype, shape: Any, mask: Any, extras: Any) -> None:
     for got, wanted in call("tests.lowering.interpreted:attention_of", 0, shape, dtype, mask, extras):
         torch.testing.assert_close(got, wanted, atol=CLOSE[dtype], rtol=CLOSE[dtype])
@@ -55,6 +60,18 @@ def test_repairs_equal_their_plain_form(dtype: torch.dtype, shape: Any, hidden: 
         torch.testing.assert_close(got, wanted, atol=CLOSE[dtype], rtol=CLOSE[dtype])
 
 
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(x, marks=[] if x == torch.float32 else pytest.mark.slow) for x in NAMES]
+)
+@attentions
+def test_attention_to_codes_equals_its_plain_form(
+    dtype: torch.dtype, shape: Any, mask: Any, extras: Any, kv_dtype: str
+) -> None:
+    for got, wanted in call("tests.lowering.interpreted:attention_of", 0, shape, dtype, mask, extras, kv_dtype):
+        torch.testing.assert_close(got, wanted, atol=CLOSE[dtype], rtol=CLOSE[dtype])
+
+
 @every_dtype
 @pytest.mark.parametrize("kind", ["none", "bool", "additive"])
 @pytest.mark.parametrize(("causal", "extra"), [(True, False), (False, True), (True, True)])
@@ -66,14 +83,18 @@ def test_sums_equal_their_plain_form(dtype: torch.dtype, kind: str, causal: bool
         torch.testing.assert_close(got, wanted, atol=CLOSE[dtype], rtol=CLOSE[dtype])
 
 
-def split_for(target: str, dtype: torch.dtype, dim: int, rows: int, full: bool, turned: int = 0) -> Binary:
+def split_for(
+    target: str, dtype: torch.dtype, dim: int, rows: int, full: bool, turned: int = 0, kv_dtype: KVDtype | None = None
+) -> Binary:
     """`split` for 8 KV heads of 4,097 slots; `full` has a mask and a bias of its own for each query.
 
-    `turned` is how many numbers of a key are.
+    `turned` is how many numbers of a key are; rows are stored as `kv_dtype` says.
     """
+    stored = format_of(kv_dtype, dim, dtype)
+    groups = stored.layout()[-1][0] if stored.names else 0
     slots, heads = 4097, 8
     width, padded = attend_kernel.power(dim), attend_kernel.power(rows)
-    block = attend_kernel._block(width, dtype.itemsize, padded, turned)
+    block = attend_kernel._block(width, dtype.itemsize, padded, turned or stored.bits == 4)
     parts, each = attend_kernel._parts(heads, slots, block)
     names = attend_kernel.split.arg_names
     strides = {f"{x}_{y}": z for x in ("key", "value") for y, z in
@@ -81,11 +102,15 @@ def split_for(target: str, dtype: torch.dtype, dim: int, rows: int, full: bool, 
     for name in ("mask", "bias"):
         strides |= {f"{name}_row": slots, f"{name}_head": 0, f"{name}_group": slots * full, f"{name}_query": 0}
     constants = dict(
-        **strides, rank_row=slots, rank_head=0, TURNED=turned, INTERLEAVED=False, POSITIONS=slots,
+        **strides, rank_row=slots, rank_head=0, BITS=stored.bits, KEY_GROUPS=groups, VALUE_GROUPS=groups,
+        TURNED=turned, INTERLEAVED=False, POSITIONS=slots,
         SCALE=0.1, CAP=0.0, HAS_BIAS=full, STORE=True, HEADS=heads, R=rows, QUERIES=1, C=slots, D=dim,
         DV=dim, PARTS=parts, PART=each, ROWS=padded, WIDTH=width, VALUE_WIDTH=width, BLOCK=block,
     )  # fmt: skip
-    pointers = dict.fromkeys(("query", "key", "value", "straight", "crossed"), NAMES[dtype])
+    pointers = dict.fromkeys(("query", "straight", "crossed"), NAMES[dtype])
+    pointers |= dict.fromkeys(("key", "value"), NAMES.get(stored.layout()[0][1], CODES.get(stored.layout()[0][1])))
+    pointers |= dict.fromkeys(("key_scale", "value_scale"), "*bf16")
+    pointers |= dict.fromkeys(("key_zero", "value_zero"), "*i8")
     pointers |= {"mask": "*i1", "bias": "*fp32", "rank": "*i64"}
     pointers |= dict.fromkeys(("logits", "most", "paid", "mixed"), "*fp32")
     signature = {name: pointers.get(name, "constexpr") for name in names}
@@ -125,6 +150,26 @@ def test_attention_spills_nothing(target: str, dtype: torch.dtype, dim: int, row
 def test_attention_to_turned_keys_spills_nothing(target: str, dtype: torch.dtype, dim: int, rows: int) -> None:
     binary = split_for(target, dtype, dim, rows, False, turned=dim)
     assert binary.spills == 0 or dim * dtype.itemsize > WIDEST_TURNED
+    assert binary.shared <= {"sm_80": 163 << 10, "sm_90": 227 << 10}[target]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(
+    ("dim", "rows", "dtype"),
+    [
+        (128, 4, torch.bfloat16),
+        pytest.param(64, 4, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(128, MOST_ROWS, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(128, 4, torch.float32, marks=pytest.mark.slow),
+    ],
+)
+def test_attention_to_codes_spills_nothing(
+    target: str, kv_dtype: KVDtype, turned: bool, dtype: torch.dtype, dim: int, rows: int
+) -> None:
+    binary = split_for(target, dtype, dim, rows, False, turned=dim * turned, kv_dtype=kv_dtype)
+    assert binary.spills == 0
     assert binary.shared <= {"sm_80": 163 << 10, "sm_90": 227 << 10}[target]
 
 

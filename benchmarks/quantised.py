@@ -1,0 +1,163 @@
+"""Rows in int8 and int4: perplexity at equal tokens and at equal bytes, and the time of a step beside plain rows.
+
+    python -m benchmarks.quantised quality --budget 128
+    python -m benchmarks.quantised step --budgets 1024 8192
+
+Quality is of the bundled model on held-out documents, token by token, as `benchmarks.quality` has it.  Equal bytes are
+twice as many tokens in int8, and four times as many in int4, as in half precision; by how much that is off is in the
+last table.  docs/quantised.md has the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+import kvpass
+from benchmarks.model import Conversation, build
+from benchmarks.model import tokens as random_tokens
+from benchmarks.quality import LEFT_OUT
+from benchmarks.timing import Local, Plan, interleaved, medians
+from kvpass import policies
+from kvpass.demo import corpus, stream
+from kvpass.demo.job import attempt
+from kvpass.demo.stream import perplexity
+from kvpass.demo.subject import load
+from kvpass.errors import KVPassError
+from kvpass.storage import KV_DTYPES, KVDtype, Rows, format_of
+
+TIMES = {None: 1, "int8": 2, "int4": 4}  # as many tokens in the same bytes, nearly
+KINDS: tuple[KVDtype | None, ...] = (None, *KV_DTYPES)
+Cells = dict[tuple[KVDtype | None, int], float | str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Documents:
+    """Held-out documents int64 [B, T] of a model, fed one by one after a prompt."""
+
+    model: Any
+    tokens: Tensor
+    prompt: int
+
+    def perplexity(self, policy: str, budget: int, kv_dtype: KVDtype | None) -> float | str:
+        """What a policy reaches, or why it refuses."""
+        tokens, evicts = self.tokens, policies.get(policy).evicts
+        slots = policies.resolve(policy, {}).fitting_budget(budget) if evicts else tokens.shape[1]
+
+        def streamed() -> stream.Run:
+            return stream.run(self.model, tokens, every=tokens.shape[1], tick=int, prompt=self.prompt)
+
+        with torch.inference_mode():
+            outcome = attempt(self.model, policy, slots, "eager", streamed, kv_dtype)
+        return str(outcome) if isinstance(outcome, KVPassError) else perplexity(outcome.losses[:, self.prompt :])
+
+
+def asked(policy: str, budget: int) -> list[tuple[KVDtype | None, int]]:
+    """Every measurement of a policy: as many tokens in each format, then as many bytes."""
+    same: list[tuple[KVDtype | None, int]] = [(kind, 1) for kind in KINDS]
+    return same + [(kind, TIMES[kind]) for kind in KV_DTYPES] if policies.get(policy).evicts else same
+
+
+def quality(given: argparse.Namespace) -> None:
+    """Print a line for every policy, as soon as it is measured."""
+    subject = load(None)
+    texts = subject.encode(corpus.read(corpus.held_out_files()))
+    made = torch.tensor(corpus.documents(texts, given.documents, given.length, subject.bos))
+    documents, budget = Documents(subject.model, made, given.prompt), given.budget
+    header = ["policy", f"plain, {budget}", *(f"{kind}, {budget}" for kind in KV_DTYPES)]
+    header += [f"{kind}, {TIMES[kind] * budget}" for kind in KV_DTYPES]
+    _print_line(header)
+    _print_line(["---", *["---:"] * (len(header) - 1)])
+    for policy in given.policies:
+        found: Cells = {}
+        for kind, times in tqdm(asked(policy, budget), desc=policy, leave=False):
+            found[kind, times] = documents.perplexity(policy, times * budget, kind)
+        _print_line([policy, *_cells(found)])
+
+
+def _cells(found: Cells) -> Iterator[str]:
+    """Perplexities, with the difference from plain rows of as many tokens, or as many bytes."""
+    plain = found[None, 1]
+    for value in found.values():
+        if isinstance(value, str) or isinstance(plain, str) or value is plain:
+            yield value if isinstance(value, str) else f"{value:.3f}"
+        else:
+            yield f"{value:.3f} ({100 * (value / plain - 1):+.2f} %)"
+
+
+def _print_line(cells: Sequence[str]) -> None:
+    print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def sizes() -> None:
+    """Print the bytes of a row in each format."""
+    _print_line(["head size", "bfloat16", *KV_DTYPES, *(f"{kind}, of bfloat16" for kind in KV_DTYPES)])
+    _print_line(["---:"] * 6)
+    for dim in (32, 64, 128):
+        row = torch.randn(1, 1, 1, dim, dtype=torch.bfloat16)
+        stored = [Rows.of(format_of(kind, dim, torch.bfloat16), row) for kind in KINDS]
+        taken = [sum(part.nbytes for part in rows.parts) for rows in stored]
+        _print_line([str(dim), *map(str, taken), *(f"{size / taken[0]:.3f}" for size in taken[1:])])
+
+
+@torch.inference_mode()
+def step(given: argparse.Namespace) -> None:
+    """Print the milliseconds of a step in each format, for contenders that take turns."""
+    torch._dynamo.config.recompile_limit = 256
+    _print_line(["policy", "slots", "dtype", *map(str, KINDS), *(f"{kind}, times plain" for kind in KV_DTYPES)])
+    _print_line(["---", "---:", "---", *["---:"] * 5])
+    for budget in given.budgets:
+        for dtype in given.dtypes:
+            for policy in given.policies:
+                _print_line([policy, str(budget), dtype, *_step(policy, budget, build(dtype, given.layers))])
+
+
+def _step(policy: str, budget: int, model: Any) -> list[str]:
+    talks = {str(kind): _conversation(model, policy, budget, kind) for kind in KINDS}
+    taken = medians(interleaved([Local(name, talk.step) for name, talk in talks.items()], Plan()))
+    shares = [statistics.fmean([taken[kind]]) / taken[str(None)] for kind in KV_DTYPES]
+    return [*(f"{ms:.2f}" for ms in taken.values()), *(f"{share:.2f}" for share in shares)]
+
+
+def _conversation(model: Any, policy: str, budget: int, kv_dtype: KVDtype | None) -> Conversation:
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=kvpass.backend(policy, budget=budget, kv_dtype=kv_dtype))
+    talk = Conversation(compiled, compiled(random_tokens(budget + 40), use_cache=True).past_key_values)
+    for _ in range(3):
+        talk.step()
+    return talk
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    everything = [name for name in policies.names() if name not in LEFT_OUT]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.quantised", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="of torch (default: 1)")
+    parts = parser.add_subparsers(required=True)
+    job = parts.add_parser("quality")
+    job.add_argument("--policies", nargs="+", default=everything, metavar="NAME", help="default: all")
+    job.add_argument("--budget", type=int, default=128, metavar="N", help="tokens in half precision (default: 128)")
+    job.add_argument("--prompt", type=int, default=2, metavar="N", help="tokens fed at once (default: 2)")
+    job.add_argument("--documents", type=int, default=4, metavar="N", help="rows of one batch (default: 4)")
+    job.add_argument("--length", type=int, default=1024, metavar="N", help="tokens of a document (default: 1024)")
+    job.set_defaults(run=quality)
+    job = parts.add_parser("step")
+    job.add_argument("--policies", nargs="+", default=["h2o", "streaming"], metavar="NAME")
+    job.add_argument("--budgets", nargs="+", type=int, default=[1024, 8192], metavar="N")
+    job.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], metavar="DTYPE")
+    job.add_argument("--layers", type=int, default=4, metavar="N", help="of the benchmark's model (default: 4)")
+    job.set_defaults(run=step)
+    parts.add_parser("sizes").set_defaults(run=lambda _: sizes())
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(given.threads)
+    given.run(given)
+
+
+if __name__ == "__main__":
+    main()

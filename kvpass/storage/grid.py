@@ -1,0 +1,69 @@
+"""What formats of whole numbers share: their scales, and products that decode nothing into memory.
+
+A product over codes is spelled as multiply and sum.  A compiler makes one loop of it that reads codes, and the numbers
+that they stand for never leave its registers; the query heads of a KV head are sums of one loop, which reads them once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvpass.lowering.written import written_out
+from kvpass.precision import wide
+
+SCALE = torch.bfloat16  # the range of float32; that it is coarse costs nothing, as codes are made for what is stored
+SUMS = 16  # that are kept in registers
+LONGEST = 4096  # numbers that are summed one after the other; Inductor's own limit for that
+MOST_ROWS = 16  # rows of one loop; more are multiplied by the library, with the decoded rows in memory
+
+
+def storable(scale: Tensor) -> Tensor:
+    """Scales in float32 rounded to what bfloat16 holds, ties to even.
+
+    By arithmetic on bits: a compiler may leave out a conversion to bfloat16 and back.
+    """
+    bits = scale.view(torch.int32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).view(torch.float32)
+
+
+def steps(rows: Tensor, scale: Tensor) -> Tensor:
+    """Rows in steps of their scale, to the nearest whole number; zero where the scale is."""
+    return torch.where(scale > 0, rows / scale, 0).round()
+
+
+def summed_over_dim(query: Tensor, pieces: Sequence[Tensor]) -> Tensor:
+    """Products of queries [B, H, R, D] with keys [B, H, N, D] that come in pieces of D: [B, H, R, N].
+
+    The queries are written out in the dtype of the sums: beside numbers in half precision, a compiler would convert
+    twice as many codes at a time, for which processors have no instruction.
+    """
+    query, widths = written_out(wide(query)), [piece.shape[-1] for piece in pieces]
+    rows = [torch.split(query[:, :, r, None], widths, -1) for r in range(query.shape[2])]  # [B, H, 1, d] each
+    products = [[part * piece for part, piece in zip(row, pieces, strict=True)] for row in rows]
+    return torch.stack([functools.reduce(torch.add, parts).sum(-1) for parts in products], 2)
+
+
+def summed_over_rows(paid: Sequence[Tensor], pieces: Sequence[Tensor]) -> Tensor:
+    """Mixtures of values [B, H, N, D] that come in pieces of D, each by its own [B, H, R, N]: [B, H, R, D].
+
+    Stretches of the rows are summed side by side, as many as there are registers for, and none so long that a compiler
+    sums it in a cascade.
+    """
+    paid, (count, length) = [written_out(x) for x in paid], paid[0].shape[2:]
+    stretches = max(SUMS // (count * len(pieces)), -(-length // LONGEST), 1)
+    size = max(1, length // stretches)
+    whole = length // size * size
+    cuts = [slice(start, start + size) for start in range(0, whole, size)]
+    cuts += [slice(whole, length)] if whole < length else []
+    pairs = list(zip(paid, pieces, strict=True))
+    sums = [torch.cat([_added(x[:, :, r, :, None], piece, cuts) for x, piece in pairs], -1) for r in range(count)]
+    return torch.stack(sums, 2)
+
+
+def _added(one: Tensor, other: Tensor, cuts: Sequence[slice]) -> Tensor:
+    """The sum over dimension 2 of a product, stretch by stretch."""
+    return functools.reduce(torch.add, [(one[:, :, cut] * other[:, :, cut]).sum(2) for cut in cuts])

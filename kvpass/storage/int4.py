@@ -1,0 +1,115 @@
+"""Rows in four bits: two codes to a byte, with a scale and a zero point for each group of numbers.
+
+    scale = (max x - min x) / 15,   zero = round(min x / scale)
+    code = round(x / scale) - zero,   x ~ scale * (code + zero)
+
+A byte has a number of the row's first half in its low bits and the one half a row further on in its high bits, so that
+both lie in memory in order.  Groups are of 32 numbers where halves are made of those, else of a half, and a short row
+is one: a head of 128 numbers takes 76 bytes, one of 64 takes 38, one of 32 takes 19.  Groups and zero points are
+what four bits need (Frantar et al., 2022, https://arxiv.org/abs/2210.17323, section 3; Liu et al., "KIVI", 2024,
+https://arxiv.org/abs/2402.02750, whose groups of keys run over tokens: here each row must be writable alone).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from kvpass.policies.base import require
+from kvpass.precision import wide, widest
+from kvpass.storage import grid
+from kvpass.storage.base import Parts
+
+MOST = 15
+GROUP = 32
+FURTHEST = 127  # the largest zero point
+
+
+@dataclasses.dataclass(frozen=True)
+class Int4:
+    """Pairs of codes [..., D / 2], scales [..., g] and zero points [..., g] for g groups."""
+
+    dim: int
+    dtype: torch.dtype
+    names = ("scale", "zero")
+    bits = 4
+    exact = False
+
+    def __post_init__(self) -> None:
+        require(self.dim % 2 == 0, "kv_dtype", "int4", f"two numbers make a byte, and a head has {self.dim}")
+
+    @property
+    def half(self) -> int:
+        """D / 2."""
+        return self.dim // 2
+
+    @property
+    def groups(self) -> int:
+        """How many groups a row has: one, or as many in each of its halves."""
+        if self.half % GROUP == 0:
+            return self.dim // GROUP
+        return 1 if self.half < GROUP else 2
+
+    def layout(self) -> list[tuple[int, torch.dtype]]:
+        return [(self.half, torch.uint8), (self.groups, grid.SCALE), (self.groups, torch.int8)]
+
+    def encode(self, rows: Tensor) -> Parts:
+        exact = torch.unflatten(wide(rows), -1, (self.groups, -1))  # [..., g, D / g]
+        least, most = exact.amin(-1, keepdim=True), exact.amax(-1, keepdim=True)
+        size = torch.maximum((most - least) / MOST, torch.maximum(most, -least) / FURTHEST)
+        scale = grid.storable(size.float())
+        zero = grid.steps(least, scale.to(exact.dtype)).clamp(-FURTHEST, FURTHEST)
+        codes = (grid.steps(exact, scale.to(exact.dtype)) - zero).clamp(0, MOST).flatten(-2)
+        low, high = torch.split(codes, self.half, -1)
+        return (low + 16 * high).to(torch.uint8), scale[..., 0].to(grid.SCALE), zero[..., 0].to(torch.int8)
+
+    def decode(self, parts: Parts) -> Tensor:
+        both = parts[0].to(self._wide)[..., None, :]  # [..., 1, D / 2]
+        unit = torch.arange(2, device=both.device, dtype=both.dtype)[:, None] * 15 + 1  # 1 and 16
+        codes = torch.floor(both / unit)
+        codes = torch.unflatten((codes - 16 * torch.floor(codes / 16)).flatten(-2), -1, (self.groups, -1))
+        scale, zero = (part.to(self._wide)[..., None] for part in parts[1:])
+        return ((codes + zero) * scale).flatten(-2)
+
+    @property
+    def _wide(self) -> torch.dtype:
+        return widest(self.dtype)
+
+    def _halves(self, parts: Parts) -> list[Tensor]:
+        """The codes of the two halves of the rows, [B, H, N, D / 2] each."""
+        both = parts[0].to(self._wide)
+        high = torch.floor(both * (1 / 16))
+        return [both - 16 * high, high]
+
+    def _decoded(self, parts: Parts) -> list[Tensor]:
+        """The two halves of the rows, as `decode` has them."""
+        scale, zero = (part.to(self._wide) for part in parts[1:])
+        count = max(1, self.groups // 2)  # of groups in a half; a row that is one group has it in both
+        made = []
+        for codes, first in zip(self._halves(parts), (0, self.groups - count), strict=True):
+            own = [x[..., first : first + count, None] for x in (zero, scale)]
+            made.append(((torch.unflatten(codes, -1, (count, -1)) + own[0]) * own[1]).flatten(-2))
+        return made
+
+    def products(self, query: Tensor, parts: Parts) -> Tensor:
+        if query.shape[2] > grid.MOST_ROWS:
+            return torch.matmul(wide(query), self.decode(parts).transpose(-1, -2))
+        return grid.summed_over_dim(query, self._decoded(parts))
+
+    def mixture(self, paid: Tensor, parts: Parts, dtype: torch.dtype) -> Tensor:
+        if paid.shape[2] > grid.MOST_ROWS:
+            return torch.matmul(paid, self.decode(parts)).to(dtype)
+        scaled, offsets = self._shares(paid, parts)
+        pieces = [piece for codes in self._halves(parts) for piece in codes.chunk(max(1, self.groups // 2), -1)]
+        of = [place * self.groups // len(pieces) for place in range(len(pieces))]  # the group of each piece
+        mixed = grid.summed_over_rows([scaled[group] for group in of], pieces)
+        mixed = torch.unflatten(mixed, -1, (len(pieces), -1)) + torch.stack([offsets[group] for group in of], -2)
+        return mixed.flatten(-2).to(dtype)
+
+    def _shares(self, paid: Tensor, parts: Parts) -> tuple[list[Tensor], list[Tensor]]:
+        """For each group probabilities times its scales, [B, H, R, N], and what its zero points add, [B, H, R, 1]."""
+        scale, zero = (part.to(self._wide)[:, :, None] for part in parts[1:])
+        scaled = [paid * scale[..., group] for group in range(self.groups)]
+        return scaled, [(x * zero[..., group]).sum(-1, keepdim=True) for group, x in enumerate(scaled)]

@@ -1,0 +1,61 @@
+"""Rows in eight bits: whole numbers from -127 to 127 and one scale for each row.
+
+    scale = max |x| / 127,   code = round(x / scale),   x ~ scale * code
+
+A head of 64 numbers takes 66 bytes.  Attention never decodes: the scale of a key multiplies its logit, that of a value
+its probability.  Rows of one head and token are alike in size, so a scale for each is fine enough (per-token scales:
+Sheng et al., "FlexGen", 2023, section 4.2, https://arxiv.org/abs/2303.06865).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from kvpass.precision import wide, widest
+from kvpass.storage import grid
+from kvpass.storage.base import Parts
+
+MOST = 127
+
+
+@dataclasses.dataclass(frozen=True)
+class Int8:
+    """Codes [..., D] and scales [..., 1]."""
+
+    dim: int
+    dtype: torch.dtype
+    names = ("scale",)
+    bits = 8
+    exact = False
+
+    def layout(self) -> list[tuple[int, torch.dtype]]:
+        return [(self.dim, torch.int8), (1, grid.SCALE)]
+
+    def encode(self, rows: Tensor) -> Parts:
+        exact = wide(rows)
+        scale = grid.storable(exact.abs().amax(-1, keepdim=True).float() / MOST)
+        codes = grid.steps(exact, scale.to(exact.dtype)).clamp(-MOST, MOST)
+        return codes.to(torch.int8), scale.to(grid.SCALE)
+
+    def decode(self, parts: Parts) -> Tensor:
+        codes, scale = self._wide(parts)
+        return codes * scale
+
+    def _wide(self, parts: Parts) -> tuple[Tensor, Tensor]:
+        kind = widest(self.dtype)
+        return parts[0].to(kind), parts[1].to(kind)
+
+    def products(self, query: Tensor, parts: Parts) -> Tensor:
+        codes, scale = self._wide(parts)
+        if query.shape[2] > grid.MOST_ROWS:
+            return torch.matmul(wide(query), (codes * scale).transpose(-1, -2))
+        return grid.summed_over_dim(query, [codes]) * scale[:, :, None, :, 0]
+
+    def mixture(self, paid: Tensor, parts: Parts, dtype: torch.dtype) -> Tensor:
+        codes, scale = self._wide(parts)
+        if paid.shape[2] > grid.MOST_ROWS:
+            return torch.matmul(paid, codes * scale).to(dtype)
+        return grid.summed_over_rows([paid * scale[:, :, None, :, 0]], [codes]).to(dtype)

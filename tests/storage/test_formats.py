@@ -1,0 +1,127 @@
+"""Rows in int8 and int4: how far they are from the model's, what the compiler makes of them, what they take."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import tests.strategies  # noqa: F401  loads the Hypothesis profile
+from kvpass.errors import PolicyError
+from kvpass.policies import resolve
+from kvpass.reference.storing import stored
+from kvpass.slots import Layout, Slots
+from kvpass.storage import KV_DTYPES, KVDtype, Rows, format_of, plain
+
+STEP = {"int8": 1 / 127, "int4": 2 / 15}  # at most, in shares of a row's largest number
+every_format = pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+
+
+def layout(kv_dtype: KVDtype | None, dim: int, dtype: torch.dtype = torch.float32) -> Layout:
+    return Layout(resolve("window", {}), 8, 9, 2, 3, dim, dim, dtype, torch.device("cpu"), False, kv_dtype=kv_dtype)
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> Tensor:
+    """Rows [2, 3, N, D] of many sizes, some of zeros, of one number, or all to one side of zero."""
+    dim = draw(st.sampled_from([2, 8, 24, 32, 40, 64, 80, 96, 128, 256]))
+    drawn = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
+    made = torch.randn(2, 3, draw(st.integers(1, 5)), dim, generator=drawn) * 10.0 ** draw(st.integers(-12, 6))
+    made = made + draw(st.sampled_from([0.0, 0.0, 100.0])) * made.abs().amax()
+    special = draw(st.sampled_from([None, 0.0, -3.0]))
+    if special is not None:
+        made[0, 0] = special
+    return made
+
+
+@every_format
+@given(given_rows=rows())
+def test_codes_stand_for_what_the_definition_says(kv_dtype: KVDtype, given_rows: Tensor) -> None:
+    here = layout(kv_dtype, given_rows.shape[-1])
+    made = Rows.of(here.key_format, given_rows)
+    read = made.read()
+    assert torch.equal(read, stored(here, given_rows))
+    largest = given_rows.abs().amax(-1, keepdim=True)
+    assert (
+        (read - given_rows).abs() <= largest * STEP[kv_dtype] * 0.57
+    ).all()  # half a step, and that of a coarse scale
+    assert [(part.shape[-1], part.dtype) for part in made.parts] == here.key_format.layout()
+
+
+@every_format
+@given(given_rows=rows(), seed=st.integers(0, 99))
+@settings(max_examples=15)
+def test_products_and_mixtures_are_those_of_decoded_rows(kv_dtype: KVDtype, given_rows: Tensor, seed: int) -> None:
+    made = Rows.of(format_of(kv_dtype, given_rows.shape[-1], torch.float32), given_rows)
+    read, drawn = made.read().double(), torch.Generator().manual_seed(seed)
+    for count in (1, 3, 17):
+        query = torch.randn(2, 3, count, given_rows.shape[-1], generator=drawn)
+        paid = torch.randn(2, 3, count, given_rows.shape[2], generator=drawn).softmax(-1)
+        close = dict(rtol=1e-4, atol=float(read.abs().max()) * 1e-4)
+        products = made.format.products(query, made.parts)
+        torch.testing.assert_close(products.double(), query.double() @ read.transpose(-1, -2), **close)
+        mixture = made.format.mixture(paid, made.parts, torch.float32)
+        torch.testing.assert_close(mixture.double(), paid.double() @ read, **close)
+
+
+@every_format
+@pytest.mark.parametrize("dim", [pytest.param(16, marks=pytest.mark.slow), 64])
+def test_the_compiler_makes_the_same_codes(kv_dtype: KVDtype, dim: int) -> None:
+    """It may leave out roundings on the way to a narrow dtype and back: none is left to it."""
+    made, x = format_of(kv_dtype, dim, torch.bfloat16), torch.randn(2, 2, 50, dim).to(torch.bfloat16)
+
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        parts = made.encode(x)
+        return (*parts, made.decode(parts))
+
+    for got, expected in zip(torch.compile(function, fullgraph=True)(x), function(x), strict=True):
+        assert torch.equal(got, expected)
+
+
+@every_format
+def test_rows_that_are_not_numbers_stay_so(kv_dtype: KVDtype) -> None:
+    x = torch.zeros(1, 1, 2, 8)
+    x[..., 0, 3] = torch.nan
+    read = Rows.of(format_of(kv_dtype, 8, torch.float32), x).read()
+    assert read[0, 0, 0].isnan().all()
+    assert (read[0, 0, 1] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "dim", "share"),
+    [("int8", 64, 0.52), ("int8", 128, 0.51), ("int4", 32, 0.30), ("int4", 64, 0.30), ("int4", 128, 0.30)],
+)
+def test_rows_take_the_share_of_bfloat16_that_they_should(kv_dtype: KVDtype, dim: int, share: float) -> None:
+    slots, wide = (Slots.empty(layout(x, dim, torch.bfloat16)) for x in (kv_dtype, None))
+    size = [sum(part.nbytes for x in (each.key, each.value) for part in x.parts) for each in (slots, wide)]
+    assert size[0] <= share * size[1]
+    assert slots.nbytes - size[0] == wide.nbytes - size[1]  # nothing else is larger
+
+
+@every_format
+def test_slots_are_the_same_after_their_tensors_went_round(kv_dtype: KVDtype) -> None:
+    slots = Slots.empty(layout(kv_dtype, 8))
+    again = Slots.of(slots.tensors(), slots)
+    assert all(a is b for a, b in zip(slots.tensors(), again.tensors(), strict=True))
+    assert len(slots.names) == len(set(slots.names)) == len(slots.tensors())
+    shapes = dict(zip(slots.names, slots.tensors(), strict=True))
+    assert all(shapes[name].shape[:3] == (2, 3, 9) for name in slots.stored)
+
+
+@every_format
+def test_rows_that_are_not_replaced_keep_their_codes(kv_dtype: KVDtype) -> None:
+    x = torch.randn(2, 3, 9, 8)
+    made, before = (Rows.of(format_of(kv_dtype, 8, torch.float32), x) for _ in range(2))
+    only = torch.rand(2, 3, 9) > 0.5
+    made.replace(x * 2, only)
+    for part, old in zip(made.parts, before.parts, strict=True):
+        assert torch.equal(part[~only], old[~only])
+    assert not torch.equal(made.read()[only], before.read()[only])
+    assert torch.equal(plain(x).read(), x)
+
+
+def test_half_a_byte_is_refused() -> None:
+    with pytest.raises(PolicyError, match=r"kv_dtype='int4'.*has 5"):
+        format_of("int4", 5, torch.float32)

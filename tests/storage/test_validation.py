@@ -1,0 +1,38 @@
+"""Steps on stored rows are held against the model's own, by way of the same steps on plain rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+import kvpass
+from kvpass import match
+from kvpass.report import Recorder
+from kvpass.storage.base import Parts
+from kvpass.storage.int8 import Int8
+from tests.test_validate import notes, run, values_for_keys
+
+
+def test_a_step_is_validated_and_a_call_that_is_read_wrongly_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder()
+    run("Llama", recorder, policy="h2o", budget=12, kv_dtype="int4")
+    assert notes(recorder)
+    assert all("equal" in note for note in notes(recorder))
+    monkeypatch.setattr(match, "_site", values_for_keys(match._site))
+    with pytest.raises(kvpass.UnsupportedGraph, match="is not the model's"):
+        run("Llama", policy="full", kv_dtype="int4")
+
+
+@pytest.mark.slow
+def test_a_format_that_multiplies_wrongly_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which no comparison of plain rows with the model's would see."""
+    right = Int8.mixture
+
+    def wrong(self: Int8, paid: Tensor, parts: Parts, dtype: Any) -> Tensor:
+        return right(self, paid, (parts[0], parts[1] * 3), dtype)
+
+    monkeypatch.setattr(Int8, "mixture", wrong)
+    with pytest.raises(kvpass.UnsupportedGraph, match="is not the model's"):
+        run("Llama", policy="full", kv_dtype="int8")
