@@ -7,6 +7,7 @@ from kvpass import policies
 from kvpass.backend import Backend, backend, compile
 from kvpass.decode import DecodeLoop
 from kvpass.errors import BudgetError, CacheHandleError, KVPassError, PolicyError, UnsupportedGraph
+from kvpass.prefill import prefill
 from kvpass.report import CacheReport, ExplainReport, explain, inspect
 from kvpass.simulate import Trace, simulate
 
@@ -26,5 +27,6 @@ __all__ = [
     "explain",
     "inspect",
     "policies",
+    "prefill",
     "simulate",
 ]

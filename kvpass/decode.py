@@ -8,7 +8,6 @@ further prompts: for the prompt and for the first step.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,10 +16,11 @@ from torch import Tensor
 
 from kvpass import runtime
 from kvpass.backend import backend
-from kvpass.errors import CacheHandleError, PolicyError
+from kvpass.errors import CacheHandleError
 from kvpass.guarded import Guarded
 from kvpass.handle import Handle, LayerCache, renewed
 from kvpass.policies.base import Policy, require
+from kvpass.prefill import Caller, check_budget, chunks, last_of
 from kvpass.sampling import Sampling
 
 CAPTURING = ("reduce-overhead", "max-autotune")
@@ -55,6 +55,7 @@ class DecodeLoop:
         stop: Sequence[int] = (),
         every: int = 16,
         pad: int = 0,
+        prefill_chunk: int | None = None,
         **settings: Any,
     ) -> None:
         """
@@ -65,6 +66,7 @@ class DecodeLoop:
             stop: tokens that end a conversation; they are handed out, and are in the cache of a later prompt.
             every: see the attributes.
             pad: what is handed out for conversations that have ended.
+            prefill_chunk: prompts go in so many tokens at a time, see `kvpass.prefill`; None for whole ones.
             settings: the others of `kvpass.backend`, the policy's options among them.
 
         Raises:
@@ -75,13 +77,17 @@ class DecodeLoop:
         options = settings.get("options") or {}
         require("triton.cudagraphs" not in options, "options", options, "a DecodeLoop captures its steps itself")
         require(every >= 1, "every", every, "is a number of steps from 1 on")
-        self.model, self.every, self.pad = model, every, pad
+        chunk = prefill_chunk
+        require(chunk is None or chunk >= 1, "prefill_chunk", chunk, "is a number of tokens from 1 on, or None")
+        self.model, self.every, self.pad, self.prefill_chunk = model, every, pad, chunk
         self.sampling = Sampling(temperature, top_k, top_p, seed)
         chosen = backend(policy, **settings)
+        if chunk is not None:
+            check_budget(chosen.budget)
         self.compiled = Guarded(torch.compile(model, backend=chosen), chosen.strict)
         self.device = next(model.parameters()).device
         self.generator = self.sampling.generator(self.device)
-        self.takes = set(inspect.signature(model.forward).parameters)
+        self.caller = Caller.of(self.compiled, model)
         self.stop = torch.tensor(list(stop), dtype=torch.int64, device=self.device)
         self.state: _State | None = None
 
@@ -113,23 +119,11 @@ class DecodeLoop:
                 raise CacheHandleError(f"a further prompt of {len(ids)} rows for a loop of {len(old.ids)}")
             old.settle()
             ids, mask = torch.cat([old.ids, ids], 1), torch.cat([torch.ones_like(old.ids), mask], 1)
-        self._check_padding(mask)
-        before = torch.zeros_like(ids[:, :1]) if old is None else old.position
-        position = (before + mask.cumsum(-1) - 1).clamp(min=0)
+        self.caller.check_padding(mask)
         whole = mask if old is None else torch.cat([old.mask(), mask], 1)
-        out = self._forward(ids, whole, position, None if old is None else old.cache)
+        out = last_of(chunks(self.caller, ids, whole, None if old is None else old.cache, self.prefill_chunk))
         first = self.sampling.choose(out.logits[:, -1], self.generator)
-        self.state = _State(self, out.past_key_values, first, position[:, -1:] + 1, whole)
-
-    def _check_padding(self, mask: Tensor) -> None:
-        if "attention_mask" not in self.takes and not bool(mask.all()):
-            raise PolicyError(f"attention_mask: {type(self.model).__name__} takes none, so prompts cannot be padded")
-
-    def _forward(self, ids: Tensor, mask: Tensor, position: Tensor, cache: Any) -> Any:
-        """The model itself; what it does not take is left out."""
-        given = dict(attention_mask=mask, position_ids=position, logits_to_keep=1)
-        named = {name: value for name, value in given.items() if name in self.takes}
-        return self.compiled(ids, past_key_values=cache, use_cache=True, **named)
+        self.state = _State(self, out.past_key_values, first, whole.sum(-1, keepdim=True), whole)
 
     @torch.no_grad()
     def stream(self, tokens: int) -> Iterator[Tensor]:
@@ -215,7 +209,7 @@ class _State:
         mask = torch.cat([self.mask(), (~self.done)[:, None].to(self.before.dtype)], 1)
         self.settle()
         with runtime.listening() as ran:
-            out = self.loop._forward(self.ids, mask, self.position, self.cache)
+            out = self.loop.caller(self.ids, mask, self.position, self.cache)
         if len(ran) != 1:
             raise CacheHandleError("the model ran its decode step in several graphs, or in none of kvpass")
         if not ran[0].repeats:
