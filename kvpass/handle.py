@@ -256,6 +256,11 @@ def renewed(handle: Handle) -> Handle:
     return _like(handle, handle.cache)
 
 
+def moved(handle: Handle, cache: LayerCache) -> Handle:
+    """The handle of the same part of another cache."""
+    return _like(handle, cache)
+
+
 def _check_current(handle: Handle) -> None:
     if handle.seen != handle.cache.seen:
         raise CacheHandleError(

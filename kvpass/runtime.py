@@ -231,7 +231,7 @@ class PromptRunner:
             store: Any = take_prompt(layout, layer, self.sites[number], plan.budget)
             return LayerCache(*mine, store, count, shown, layer.window, notes=notes, absent=absent)
         slots = admit(layout, None, chunk, plan.budget)
-        _keep_address(slots)
+        keep_address(slots)
         clocks = tuple(layer.policy.clock((), n, plan.budget) for n in _counts(layer.policy, chunk.real))
         limits = (plan.budget, clocks)
         return LayerCache(*mine, slots, count, shown, layer.window, *limits, notes=notes, absent=absent)
@@ -250,7 +250,7 @@ def _alone(layer: PromptLayer, whole: int) -> tuple[int, Plan]:
     return budget, Plan(budget, layer.policy.capacity(budget))
 
 
-def _keep_address(slots: Slots) -> None:
+def keep_address(slots: Slots) -> None:
     for tensor in slots.tensors():
         compat.mark_in_place(tensor)
 
@@ -509,6 +509,11 @@ class StepRunner:
                 moved[place] = caches[0].seen
         return tuple(moved)
 
+    def moved(self, caches: list[LayerCache], arguments: tuple[Any, ...], by: int) -> tuple[Any, ...]:
+        """The arguments of the step before as they would be if so many more tokens had gone before it."""
+        counting = [place for place in self.counters.values() if arguments[place] == caches[0].seen - 1]
+        return tuple(x + by if place in counting else x for place, x in enumerate(arguments))
+
     def _cache(self, arguments: tuple[Any, ...], places: tuple[int, int]) -> LayerCache:
         cache = current(arguments[places[0]], "keys", self.backend)
         if current(arguments[places[1]], "values", self.backend) is not cache:
@@ -762,7 +767,7 @@ def make_room(cache: LayerCache, queries: int) -> None:
     capacity = budgets.slots_for(layout.policy, None, cache.seen + queries)
     cache.layout = dataclasses.replace(layout, budget=capacity, capacity=capacity)
     cache.slots = cache.slots.grown(cache.layout)
-    _keep_address(cache.slots)
+    keep_address(cache.slots)
 
 
 def tick(caches: list[LayerCache]) -> tuple[bool, list[tuple[Any, ...]]]:
@@ -827,6 +832,6 @@ def _admit(cache: LayerCache, results: list[Any]) -> None:
     before = cache.slots
     cache.slots = admit(cache.layout, before, Chunk(key, value, real, attention), cache.limit)
     if cache.slots is not before:
-        _keep_address(cache.slots)
+        keep_address(cache.slots)
     counts = _counts(policy, real)
     cache.clocks = tuple(policy.clock(c, n, cache.limit) for c, n in zip(cache.clocks, counts, strict=False))
