@@ -135,7 +135,7 @@ class Requests:
     def __init__(self, loop: DecodeLoop, rows: int) -> None:
         self.loop, self.count = loop, rows
         self.queue: collections.deque[Request] = collections.deque()
-        self.rows: list[Request | None] = [None] * rows
+        self.rows: dict[int, Request] = {}
         self.known: dict[str, Request] = {}
         self.filling: tuple[Request, Iterator[Any], int] | None = None
         self.kept: list[GenerationOutput] = []
@@ -233,43 +233,36 @@ class Requests:
 
     def _sort_out(self) -> None:
         """Free the rows, and leave the places in the queue, of requests that have finished."""
-        for row, request in enumerate(self.rows):
-            if request is not None and request.finished:
-                self.rows[row] = None
-                if self.batch is not None:
-                    self.batch.free(row)
+        for row in [row for row, request in self.rows.items() if request.finished]:
+            del self.rows[row]
+            if self.batch is not None:
+                self.batch.free(row)
         self.queue = collections.deque(request for request in self.queue if not request.finished)
         if self.filling is not None and self.filling[0].finished:
             self.filling = None
 
     def _read_on(self) -> bool:
         """Feed one chunk of a prompt to the model, if there is a row for it; whether a request has begun with that."""
-        if self.filling is None and not (self.queue and None in self.rows):
+        if self.filling is None and not (self.queue and len(self.rows) < self.count):
             return False
+        request = self.queue.popleft() if self.filling is None else self.filling[0]
         try:
-            request, outputs, left = self.filling or self._begun(self.queue.popleft())
+            _, outputs, left = self.filling or self._begun(request)
             out = next(outputs)
-            self.filling = (request, outputs, left - 1) if left > 1 else None
-            one = None if left > 1 else out
         except Exception as error:
-            self._failed(error)
+            self.filling = None
+            self._again([request], error)
             return True
-        if one is not None:
-            self._admit(request, one)
-        return one is not None
+        self.filling = (request, outputs, left - 1) if left > 1 else None
+        if left == 1:
+            self._admit(request, out)
+        return left == 1
 
     def _begun(self, request: Request) -> tuple[Request, Iterator[Any], int]:
         request.begin()
         ids = torch.tensor([request.prompt], device=self.loop.device)
         how = (self.loop.caller, ids, torch.ones_like(ids), None, self.loop.prefill_chunk)
-        self.filling = (request, chunks(*how), len(lengths(ids.shape[1], self.loop.prefill_chunk, True)))
-        return self.filling
-
-    def _failed(self, error: Exception) -> None:
-        """The prompt that is being read raised an error."""
-        assert self.filling is not None
-        request, self.filling = self.filling[0], None
-        self._again([request], error)
+        return request, chunks(*how), len(lengths(ids.shape[1], self.loop.prefill_chunk, True))
 
     def _again(self, requests: Sequence[Request], error: Exception) -> None:
         """Begin requests anew, before all others; those for which that has been done have failed, and on a refusal."""
@@ -282,7 +275,8 @@ class Requests:
 
     def _admit(self, request: Request, out: Any) -> None:
         """Copy what a prompt left into a free row."""
-        row, caches = self.rows.index(None), caches_in(out.past_key_values)
+        row = next(row for row in range(self.count) if row not in self.rows)
+        caches = caches_in(out.past_key_values)
         if self.batch is None:
             self.batch = Batch.of(self.loop, out.past_key_values, self.count)
         try:
@@ -296,7 +290,7 @@ class Requests:
 
     def _decode(self) -> None:
         """Tokens for all rows, up to the next look."""
-        there = [request for request in self.rows if request is not None]
+        there = list(self.rows.values())
         if self.batch is None or not there:
             return
         left = [request.most - len(request.tokens) for request in there]
@@ -305,12 +299,12 @@ class Requests:
             soon = self.queue or not self.loop.chosen.policy.evicts  # who keeps all has slots for the longest row
             columns = self.batch.run(min(self.loop.every, min(left) if soon else max(left)))
         except Exception as error:
-            self.batch, self.rows = None, [None] * self.count
+            self.batch, self.rows = None, {}
             self._again(there, error)
             return
         for column in columns:
-            for row, request in enumerate(self.rows):
-                if request is not None and not request.finished:
+            for row, request in self.rows.items():
+                if not request.finished:
                     request.take(column[row])
 
 

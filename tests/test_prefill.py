@@ -17,12 +17,11 @@ import kvpass
 from kvpass import runtime
 from kvpass.prefill import lengths
 from tests.models import breaks, build, graphs, prompt
-from tests.strategies import TABLE
+from tests.strategies import ROWS
 from tests.test_invariants import settings
 
-QUICK = ("h2o",)
 each_policy = pytest.mark.parametrize(
-    "name", [pytest.param(row.name, marks=[] if row.name in QUICK else pytest.mark.slow) for row in TABLE]
+    "name", [pytest.param(name, marks=[] if name == "h2o" else pytest.mark.slow) for name in ROWS]
 )
 
 
@@ -79,14 +78,14 @@ def generated(name: str, inner: str, chunk: int, tokens: int) -> Any:
         )  # fmt: skip
 
 
-@each_policy
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("chunk", "tokens", "count"),
+    ("name", "chunk", "tokens", "count"),
     [
-        pytest.param(8, 24, 3, marks=pytest.mark.slow),  # a prompt, a chunk, a step
-        pytest.param(5, 17, 4, marks=pytest.mark.slow),  # and a last chunk of any other length
-        pytest.param(1, 10, 5, marks=pytest.mark.slow),
-        pytest.param(40, 20, 2, marks=pytest.mark.slow),
+        ("h2o", 8, 24, 3),  # a prompt, a chunk, a step
+        ("d2o", 5, 17, 4),  # and a last chunk of any other length
+        ("cascade", 1, 10, 5),
+        ("streaming", 40, 20, 2),
     ],
 )
 def test_generate_is_equal_to_the_reference(name: str, chunk: int, tokens: int, count: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +13,6 @@ import kvpass
 from kvpass import GenerationOutput, RequestStatus, stepping
 from kvpass import requests as serving
 from tests.models import build, graphs, prompt
-from tests.strategies import TABLE
 from tests.test_invariants import settings
 
 LENGTHS = (3, 17, 9, 1, 12, 30, 5)
@@ -35,10 +35,10 @@ def alone(model: Any, ids: list[int], most: int, **given: Any) -> list[int]:
     return loop.generate(most)[0].tolist()
 
 
-def ended(loop: kvpass.DecodeLoop) -> dict[str, GenerationOutput]:
-    """The last output of each request; what came in between adds up to it."""
+def ended(loop: kvpass.DecodeLoop, seen: Sequence[GenerationOutput] = ()) -> dict[str, GenerationOutput]:
+    """The last output of each request; what came in between, and was `seen` before, adds up to it."""
     done: dict[str, GenerationOutput] = {}
-    parts: dict[str, list[int]] = {}
+    parts = {output.request_id: list(output.new_tokens) for output in seen}
     for output in loop:
         assert output.request_id not in done
         parts.setdefault(output.request_id, []).extend(output.new_tokens)
@@ -48,20 +48,14 @@ def ended(loop: kvpass.DecodeLoop) -> dict[str, GenerationOutput]:
     return done
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(row.name, marks=[] if row.name in ("h2o", "streaming") else pytest.mark.slow) for row in TABLE],
-)
-def test_each_request_gets_what_it_gets_alone(name: str) -> None:
-    given = {**settings(name, "Llama", 8), "inner": "eager"}
+def each_is_as_alone(name: str, lengths: tuple[int, ...] = LENGTHS, **more: Any) -> None:
+    given = {**settings(name, "Llama", 8), "inner": "eager", "prefill_chunk": 8, **more}
     model = build("Llama", layers=2 if name == "kv_align" else 1)
-    loop = kvpass.DecodeLoop(model, **given, rows=3, every=4, prefill_chunk=8)
-    names = [loop.add(ids, max_new_tokens=most) for ids, most in zip(prompts(), MOST, strict=True)]
-    before = graphs()
-    assert before == 0
+    loop = kvpass.DecodeLoop(model, **given, rows=3, every=4)
+    names = [loop.add(ids, max_new_tokens=most) for ids, most in zip(prompts(lengths), MOST, strict=False)]
     done = ended(loop)
-    single = kvpass.DecodeLoop(model, **given, prefill_chunk=8)
-    for request, ids, most in zip(names, prompts(), MOST, strict=True):
+    single = kvpass.DecodeLoop(model, **given)
+    for request, ids, most in zip(names, prompts(lengths), MOST, strict=False):
         single.state = None
         single.prompt(torch.tensor([ids]))
         assert done[request].generated_tokens == single.generate(most)[0].tolist()
@@ -69,70 +63,147 @@ def test_each_request_gets_what_it_gets_alone(name: str) -> None:
         assert done[request].prompt_ids == ids
 
 
-def test_one_decode_graph_and_nothing_compiled_later() -> None:
-    loop = serving_loop(prefill_chunk=8)
-    loop.generate_batch(prompts((3, 30, 9)), max_new_tokens=5)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["streaming", "cascade", "buzz", "d2o", "random", "kv_align"])
+def test_each_request_gets_what_it_gets_alone(name: str) -> None:
+    each_is_as_alone(name)
+
+
+@pytest.mark.slow
+def test_steps_with_a_sweep() -> None:
+    each_is_as_alone("sage", refresh_interval=3)
+
+
+def test_one_loop_serves_all_kinds_of_requests() -> None:
+    """One test, as tracing takes the time: what is expected is what the same loop says to a request by itself."""
+    model = build("Llama", layers=1)
+    loop = serving_loop(model, prefill_chunk=8)
+    said = as_alone(model, loop)
     count = graphs()
     with torch.compiler.set_stance("fail_on_recompile"):
-        done = loop.generate_batch(prompts((5, 31, 2, 44, 17)), max_new_tokens=9)
+        together(loop, said)
+        stops(loop, said)
+        seeds(loop)
+        cancelling(loop, said)
+        others_are_kept(loop)
+        bad_input(loop)
+        nothing_is_left_behind(loop)
+        cached = kvpass.inspect(loop).layers[0]
     assert graphs() == count
-    assert all(len(output.generated_tokens) == 9 for output in done.values())
-    shape = kvpass.inspect(loop).layers[0]
-    assert (shape.positions.shape[0], shape.capacity) == (3, 9)
+    assert (cached.positions.shape[0], cached.capacity) == (3, 9)
 
 
-def test_a_row_that_ends_leaves_nothing_behind() -> None:
-    """The slots of a row are those of the prompt alone, up to places in the padded sequence."""
-    loop = serving_loop(rows=2)
-    for length in (30, 3, 11):
-        loop.add(prompts((length,))[0], max_new_tokens=5)
-        ended(loop)
-    loop.add(prompts((7,))[0], max_new_tokens=1)
-    ended(loop)
-    fresh = serving_loop(rows=1)
-    fresh.add(prompts((7,))[0], max_new_tokens=1)
-    ended(fresh)
-    assert loop.requests is not None
-    assert fresh.requests is not None
-    used, new = loop.requests.batch, fresh.requests.batch
-    assert used is not None
-    assert new is not None
-    for one, other in zip(used.caches, new.caches, strict=True):
-        for name in ("key", "value", "position", "free", "seen", "rank"):
-            assert torch.equal(getattr(one.slots, name)[:1], getattr(other.slots, name))
-        for name, state in other.slots.state.items():
-            assert torch.equal(one.slots.state[name][:1], state)
+def as_alone(model: Any, loop: kvpass.DecodeLoop) -> dict[int, list[int]]:
+    """Fourteen tokens after prompts of these lengths, by themselves; the first also in a loop of one conversation."""
+    said = {}
+    for ids in prompts():
+        said[len(ids)] = next(iter(loop.generate_batch([ids], max_new_tokens=14).values())).generated_tokens
+    first = prompts()[1]
+    assert said[len(first)] == alone(model, first, 14, prefill_chunk=8)
+    return said
 
 
-def test_stops_and_lengths() -> None:
-    model, (ids, other) = build("Llama", layers=1), prompts((9, 5))
-    said = alone(model, ids, 12)
-    loop = serving_loop(model, stop=[said[4]])
-    one, two = loop.add(ids, max_new_tokens=12), loop.add(torch.tensor([other]), max_new_tokens=3, stop=[])
-    three = loop.add(ids, max_new_tokens=12, stop=[said[0]])
+def together(loop: kvpass.DecodeLoop, said: dict[int, list[int]]) -> None:
+    names = [loop.add(ids, max_new_tokens=most) for ids, most in zip(prompts(), MOST, strict=True)]
+    assert loop.pending == len(names)
     done = ended(loop)
-    place = said.index(said[4])
-    assert (done[one].generated_tokens, done[one].finish_reason) == (said[: place + 1], "stop")
-    assert (done[two].generated_tokens, done[two].finish_reason) == (alone(model, other, 3), "length")
-    assert (done[three].generated_tokens, done[three].finish_reason) == (said[:1], "stop")
+    for name, length, most in zip(names, LENGTHS, MOST, strict=True):
+        assert done[name].generated_tokens == said[length][:most]
+    assert loop.pending == 0
+
+
+def stops(loop: kvpass.DecodeLoop, said: dict[int, list[int]]) -> None:
+    ids, other = prompts((9, 5))
+    end = said[9][4]
+    one, two = loop.add(ids, max_new_tokens=12, stop=[1, end]), loop.add(torch.tensor([other]), max_new_tokens=3)
+    three = loop.add(ids, max_new_tokens=12, stop=[said[9][0]])
+    done = ended(loop)
+    place = said[9].index(end)
+    assert (done[one].generated_tokens, done[one].finish_reason) == (said[9][: place + 1], "stop")
+    assert (done[two].generated_tokens, done[two].finish_reason) == (said[5][:3], "length")
+    assert (done[three].generated_tokens, done[three].finish_reason) == (said[9][:1], "stop")
 
 
 SAMPLED: dict[str, Any] = dict(temperature=0.9, top_k=40, top_p=0.95)
 
 
-def test_a_seed_gives_the_same_tokens_whoever_else_is_there() -> None:
-    model, all_ids = build("Llama", layers=1), prompts((9, 5, 4, 9))
-    by_itself = serving_loop(model, rows=3).generate_batch([all_ids[0]], max_new_tokens=10, seed=5, **SAMPLED)
+def seeds(loop: kvpass.DecodeLoop) -> None:
+    """A seed gives the same tokens whoever else is there."""
+    all_ids = prompts((9, 5, 4, 9))
+    by_itself = loop.generate_batch([all_ids[0]], max_new_tokens=10, seed=5, **SAMPLED)
     (expected,) = (output.generated_tokens for output in by_itself.values())
-    loop = serving_loop(model, rows=3)
     loop.add(all_ids[1], max_new_tokens=4)
     loop.add(all_ids[2], max_new_tokens=20, temperature=1.5, seed=1)
-    loop.step()
+    seen = loop.step()
     mine = loop.add(all_ids[0], max_new_tokens=10, seed=5, **SAMPLED)
     another = loop.add(all_ids[3], max_new_tokens=10, seed=6, **SAMPLED)
-    done = ended(loop)
+    done = ended(loop, seen)
     assert done[mine].generated_tokens == expected
     assert done[another].generated_tokens != expected
+
+
+def cancelling(loop: kvpass.DecodeLoop, said: dict[int, list[int]]) -> None:
+    running, *others, waiting = (loop.add(ids, max_new_tokens=9) for ids in prompts((9, 5, 5, 17, 12)))
+    seen = loop.step()
+    while not seen:
+        seen = loop.step()
+    assert [output.request_id for output in seen] == [running]
+    assert loop.cancel(running)
+    assert loop.cancel(waiting)
+    assert not loop.cancel("nobody")
+    assert loop.pending == 5
+    assert {output.request_id for output in loop.step()} >= {running, waiting}
+    assert not loop.cancel(running)
+    done = {output.request_id: output for output in loop if output.is_finished()}
+    assert done.keys() == set(others)
+    assert [done[name].generated_tokens for name in others] == [said[n][:9] for n in (5, 5, 17)]
+
+
+def others_are_kept(loop: kvpass.DecodeLoop) -> None:
+    first = loop.add(prompts((5,))[0], max_new_tokens=3)
+    done = loop.generate_batch(prompts((9, 17)), max_new_tokens=6)
+    assert first not in done
+    later = [output for output in loop.step() if output.request_id == first]
+    assert later[-1].is_finished()
+    assert [token for output in later for token in output.new_tokens] == later[-1].generated_tokens
+
+
+def bad_input(loop: kvpass.DecodeLoop) -> None:
+    assert loop.add(prompts((5,))[0], max_new_tokens=3, request_id="mine") == "mine"
+    for wrong, match in (
+        (dict(ids=[]), "empty"),
+        (dict(ids=[3, 128]), "token 128"),
+        (dict(ids=[-1]), "token -1"),
+        (dict(ids=[1.5]), "whole numbers"),
+        (dict(ids=torch.zeros(2, 3, dtype=torch.int64)), "one prompt"),
+        (dict(ids=[3], request_id="mine"), "already"),
+        (dict(ids=[3], max_new_tokens=0), "max_new_tokens=0"),
+        (dict(ids=[3], stop=range(9)), "stop"),
+    ):
+        with pytest.raises(kvpass.RequestError, match=match):
+            loop.add(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(kvpass.PolicyError, match="temperature"):
+        loop.add([3], temperature=-1.0)
+    done = [*loop.generate_batch([[5, 6], [], [300], [7]], max_new_tokens=2).values()]
+    assert [output.status.name for output in done] == ["FINISHED", "FAILED", "FAILED", "FINISHED"]
+    assert "empty" in str(done[1].error)
+    assert "300" in str(done[2].error)
+    assert next(iter(loop)).request_id == "mine"
+
+
+def nothing_is_left_behind(loop: kvpass.DecodeLoop) -> None:
+    """The slots of a row are those of its request alone, whatever was there before."""
+    assert loop.requests is not None
+    held = []
+    for lengths in ((7,), (30, 3, 11), (7,)):
+        loop.generate_batch(prompts(lengths), max_new_tokens=1)
+        batch = loop.requests.batch
+        assert batch is not None
+        names = ("key", "value", "position", "free", "seen", "rank")
+        slots = batch.caches[0].slots
+        held.append([x[0].clone() for x in (*(getattr(slots, name) for name in names), *slots.state.values())])
+    assert all(torch.equal(a, b) for a, b in zip(held[0], held[2], strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(held[0], held[1], strict=True))
 
 
 def test_rows_draw_by_their_own_settings() -> None:
@@ -152,40 +223,7 @@ def test_rows_draw_by_their_own_settings() -> None:
         torch.testing.assert_close(counts[row] / 4000, expected, atol=0.03, rtol=0)
 
 
-def test_cancelling() -> None:
-    model, all_ids = build("Llama", layers=1), prompts((9, 5, 4))
-    loop = serving_loop(model, rows=1)
-    running, waiting, last = (loop.add(ids, max_new_tokens=9) for ids in all_ids)
-    got = loop.step()
-    assert [output.request_id for output in got] == [running]
-    assert loop.cancel(running)
-    assert loop.cancel(waiting)
-    assert not loop.cancel("nobody")
-    assert loop.pending == 3
-    done = ended_from(loop, got)
-    assert done[running].finish_reason == done[waiting].finish_reason == "cancelled"
-    assert done[running].generated_tokens == alone(model, all_ids[0], 9)[: len(done[running].generated_tokens)]
-    assert done[waiting].generated_tokens == []
-    assert done[last].generated_tokens == alone(model, all_ids[2], 9)
-    assert loop.pending == 0
-    assert not loop.cancel(last)
-
-
-def ended_from(loop: kvpass.DecodeLoop, _: list[GenerationOutput]) -> dict[str, GenerationOutput]:
-    """The last outputs of a loop that has been looked at before."""
-    return {output.request_id: output for output in loop if output.is_finished()}
-
-
-def test_others_are_kept_for_the_next_look() -> None:
-    loop = serving_loop()
-    first = loop.add(prompts((5,))[0], max_new_tokens=3)
-    done = loop.generate_batch(prompts((9, 2)), max_new_tokens=6)
-    assert first not in done
-    later = [output for output in loop.step() if output.request_id == first]
-    assert later[-1].is_finished()
-    assert [token for output in later for token in output.new_tokens] == later[-1].generated_tokens
-
-
+@pytest.mark.slow
 def test_full_caches() -> None:
     """Rows end at their own lengths; a request that would not fit is refused, and the others go on."""
     model = build("Llama", layers=1)
@@ -196,31 +234,6 @@ def test_full_caches() -> None:
     done = ended(loop)
     for name, ids in zip(fits, prompts((20, 3, 9, 1, 24)), strict=True):
         assert done[name].generated_tokens == alone(model, ids, 25 - len(ids), policy="full", budget=64)
-
-
-def test_bad_input() -> None:
-    loop = serving_loop()
-    good = loop.add(prompts((5,))[0], max_new_tokens=3, request_id="mine")
-    assert good == "mine"
-    for wrong, match in (
-        (dict(ids=[]), "empty"),
-        (dict(ids=[3, 128]), "token 128"),
-        (dict(ids=[-1]), "token -1"),
-        (dict(ids=[1.5]), "whole numbers"),
-        (dict(ids=torch.zeros(2, 3, dtype=torch.int64)), "one prompt"),
-        (dict(ids=[3], request_id="mine"), "already"),
-        (dict(ids=[3], max_new_tokens=0), "max_new_tokens=0"),
-        (dict(ids=[3], stop=range(9)), "stop"),
-    ):
-        with pytest.raises(kvpass.RequestError, match=match):
-            loop.add(**wrong)  # type: ignore[arg-type]
-    with pytest.raises(kvpass.PolicyError, match="temperature"):
-        loop.add([3], temperature=-1.0)
-    done = loop.generate_batch([[5, 6], [], [300], [7]], max_new_tokens=2)
-    assert [output.status.name for output in done.values()] == ["FINISHED", "FAILED", "FAILED", "FINISHED"]
-    assert "empty" in [*done.values()][1].error
-    assert "300" in [*done.values()][2].error
-    assert ended(loop)["mine"].status == RequestStatus.FINISHED
 
 
 def test_refusals() -> None:
@@ -251,10 +264,10 @@ def faulty(chance: float, seed: int) -> Any:
     return fail
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.slow)])
-def test_none_is_lost_and_none_mixed_up(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+def test_none_is_lost_and_none_mixed_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cancelled requests, bad ones, and steps and prompts that raise errors, in between."""
-    drawn, model = random.Random(count), build("Llama", layers=1)
+    count, drawn, model = 1000, random.Random(7), build("Llama", layers=1)
     kinds = [(drawn.choice(LENGTHS), drawn.choice(MOST)) for _ in range(12)]
     expected = {kind: alone(model, prompts((kind[0],))[0], kind[1]) for kind in set(kinds)}
     loop, wanted, done = serving_loop(model), {}, {}
