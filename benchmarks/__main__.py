@@ -23,6 +23,7 @@ from benchmarks import (
     recall,
     report,
     row_products,
+    serving,
     step,
     stream,
 )
@@ -43,6 +44,7 @@ PARTS: dict[str, ModuleType] = {
         perplexity,
         recall,
         row_products,
+        serving,
     )
 }
 ROOT = Path(benchmarks.__file__).parents[1]

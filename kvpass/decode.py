@@ -95,7 +95,7 @@ class DecodeLoop:
         self.caller = Caller.of(self.compiled, model)
         self.stop = torch.tensor(list(stop), dtype=torch.int64, device=self.device)
         self.state: State | None = None
-        self.requests = None if rows is None else Requests(self, rows)
+        self.requests = None if rows is None else Requests.of(self, rows)
 
     @property
     def past_key_values(self) -> Any:

@@ -23,6 +23,7 @@ from kvpass import runtime
 from kvpass.errors import BudgetError, CacheHandleError, KVPassError, RequestError
 from kvpass.handle import Handle, LayerCache, caches_in, moved
 from kvpass.memory import free_bytes
+from kvpass.policies.base import require
 from kvpass.prefill import chunks, lengths
 from kvpass.sampling import RowSampling, Sampling
 from kvpass.slots import Slots
@@ -141,6 +142,20 @@ class Requests:
         self.kept: list[GenerationOutput] = []
         self.batch: Batch | None = None
         self.number = 0
+
+    @staticmethod
+    def of(loop: DecodeLoop, rows: int) -> Requests:
+        """For a loop whose slots are as many for every request.
+
+        Raises:
+            BudgetError: a budget that is none, or a share of each prompt.
+            PolicyError: a policy that holds a prompt whole until a token has attended to it.
+        """
+        policy, budget = loop.chosen.policy, loop.chosen.budget
+        if not isinstance(budget, int):
+            raise BudgetError(f"budget={budget}: rows have as many slots for every request; give their number")
+        require(not policy.defers, "policy", policy, "holds a prompt whole at first, which no row has slots for")
+        return Requests(loop, rows)
 
     # -- from outside ------------------------------------------------------------------------------------------------
 

@@ -249,8 +249,10 @@ def test_refusals() -> None:
         loop.prompt(torch.zeros(1, 3, dtype=torch.int64))
     with pytest.raises(kvpass.PolicyError, match="rows"):
         serving_loop(rows=None).add([3])
-    with pytest.raises(kvpass.BudgetError, match="needs a budget"):
+    with pytest.raises(kvpass.BudgetError, match="budget=None"):
         serving_loop(policy="full", budget=None)
+    with pytest.raises(kvpass.PolicyError, match="holds a prompt whole"):
+        serving_loop(policy="d2o", compress_at="first_decode")
 
 
 def faulty(chance: float, seed: int) -> Any:
