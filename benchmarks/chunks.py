@@ -41,7 +41,9 @@ def measure(settings: Settings) -> list[Row]:
     rows = []
     for way, count in tqdm(cases, unit="prompt", desc="long prompts", dynamic_ncols=True):
         given: dict[str, Any] = dict(way=way, count=count)
-        row = apart.run("benchmarks.chunks:prompt", threads=threads, environment=memory.RETURNING, **given)
+        row = apart.run(
+            "benchmarks.chunks:prompt", threads=threads, environment=memory.RETURNING | memory.SHARING, **given
+        )
         rows.append({"threads": threads, **row})
     return rows
 
@@ -53,10 +55,11 @@ def prompt(way: str, count: int) -> Row:
     feed(tokens(4 * CHUNK if way in POLICIES else CHUNK))
     ids = tokens(count, seed=1)
     memory.forget_peak()
-    before, began = memory.resident(), time.perf_counter()
+    before, used, began = memory.resident(), time.process_time(), time.perf_counter()
     feed(ids)
-    seconds = time.perf_counter() - began
-    return {"way": way, "tokens": count, "seconds": seconds, "MiB": (memory.peak() - before) / MEBIBYTE}
+    seconds, used = time.perf_counter() - began, time.process_time() - used
+    most = (memory.peak() - before) / MEBIBYTE
+    return {"way": way, "tokens": count, "seconds": seconds, "CPU seconds": used, "MiB": most}
 
 
 def _ways(model: Any) -> dict[str, Callable[[torch.Tensor], Any]]:
@@ -88,7 +91,11 @@ def _lines(rows: Sequence[Row], what: str) -> dict[str, dict[int, float]]:
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
-    captions = {"seconds": "Seconds of a prompt", "MiB": "Peak memory that a prompt adds, MiB"}
+    captions = {
+        "seconds": "Seconds of a prompt",
+        "CPU seconds": "CPU seconds of a prompt, of all threads",
+        "MiB": "Peak memory that a prompt adds, MiB",
+    }
     under = f"chunks of {CHUNK:,}, budget {BUDGET:,}, float32, {rows[0]['threads']} thread(s), by tokens"
     return [
         Table(
