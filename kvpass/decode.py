@@ -38,6 +38,13 @@ class DecodeLoop:
     >>> loop.prompt(more)                # goes on with a further prompt
     >>> loop.generate(200)               # int64 [B, n]
 
+    With `rows` it serves requests that come and go, each in a row of its own, on one decode graph:
+
+    >>> loop = kvpass.DecodeLoop(model, policy="h2o", budget=1024, rows=8)
+    >>> name = loop.add(ids, max_new_tokens=200)
+    >>> for output in loop:              # a `GenerationOutput` for each request that has made something
+    ...     ...
+
     Attributes:
         every: after how many steps the host looks at the tokens, to hand them out and to see who has stopped.
             Steps that a stopped conversation takes until then leave its cache alone.

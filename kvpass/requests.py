@@ -78,7 +78,7 @@ class Request:
     """A request and what is known of it on the host.
 
     Attributes:
-        tokens: made so far; handed: how many of them have been handed out.
+        tokens: made so far; told: those that have been handed out, more than that after it was begun anew.
         attempts: how often it has been begun.
     """
 
@@ -88,7 +88,7 @@ class Request:
     stop: frozenset[int]
     sampling: Sampling
     tokens: list[int] = dataclasses.field(default_factory=list)
-    handed: int = 0
+    told: list[int] = dataclasses.field(default_factory=list)
     attempts: int = 0
     status: RequestStatus = RequestStatus.PENDING
     reason: Reason | None = None
@@ -122,11 +122,11 @@ class Request:
 
     def look(self) -> GenerationOutput | None:
         """What is new; None if nothing is."""
-        new = self.tokens[self.handed :]
+        new = self.tokens[len(self.told) :]
         if not new and not self.finished:
             return None
-        self.handed += len(new)
-        named = (self.request_id, list(self.prompt), list(self.tokens), new)
+        self.told += new
+        named = (self.request_id, list(self.prompt), list(self.told), new)
         return GenerationOutput(*named, self.status, self.reason, self.error)
 
 
@@ -196,7 +196,7 @@ class Requests:
     def cancel(self, name: str) -> bool:
         """End a request; see `DecodeLoop.cancel`."""
         request = self.known.get(name)
-        if request is None:
+        if request is None or request.finished:
             return False
         request.end("cancelled")
         return True
