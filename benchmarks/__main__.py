@@ -14,6 +14,7 @@ from types import ModuleType
 import benchmarks
 from benchmarks import (
     caching,
+    chunks,
     compilation,
     overhead,
     perplexity,
@@ -22,6 +23,7 @@ from benchmarks import (
     recall,
     report,
     row_products,
+    serving,
     step,
     stream,
 )
@@ -30,7 +32,20 @@ from benchmarks.settings import Settings
 
 PARTS: dict[str, ModuleType] = {
     module.__name__.rpartition(".")[2]: module
-    for module in (step, overhead, caching, prompt, compilation, stream, picture, perplexity, recall, row_products)
+    for module in (
+        step,
+        overhead,
+        caching,
+        prompt,
+        chunks,
+        compilation,
+        stream,
+        picture,
+        perplexity,
+        recall,
+        row_products,
+        serving,
+    )
 }
 ROOT = Path(benchmarks.__file__).parents[1]
 WRITTEN = (ROOT / "README.md", ROOT / "docs" / "performance.md")

@@ -7,6 +7,8 @@ from pathlib import Path
 
 # Blocks of 64 KiB and more go back to the system when they are freed: what is measured is what is alive.
 RETURNING = {"MALLOC_MMAP_THRESHOLD_": str(2**16)}
+# Threads that have nothing to do sleep and do not spin: on a machine that is shared, those of others wait for spinning.
+SHARING = {"OMP_WAIT_POLICY": "passive"}
 
 
 def resident() -> int:

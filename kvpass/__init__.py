@@ -6,8 +6,10 @@ torch.compile(model, backend=kvpass.backend(policy="h2o", budget=1024))
 from kvpass import policies
 from kvpass.backend import Backend, backend, compile
 from kvpass.decode import DecodeLoop
-from kvpass.errors import BudgetError, CacheHandleError, KVPassError, PolicyError, UnsupportedGraph
+from kvpass.errors import BudgetError, CacheHandleError, KVPassError, PolicyError, RequestError, UnsupportedGraph
+from kvpass.prefill import prefill
 from kvpass.report import CacheReport, ExplainReport, explain, inspect
+from kvpass.requests import GenerationOutput, RequestStatus
 from kvpass.simulate import Trace, simulate
 
 __all__ = [
@@ -17,8 +19,11 @@ __all__ = [
     "CacheReport",
     "DecodeLoop",
     "ExplainReport",
+    "GenerationOutput",
     "KVPassError",
     "PolicyError",
+    "RequestError",
+    "RequestStatus",
     "Trace",
     "UnsupportedGraph",
     "backend",
@@ -26,5 +31,6 @@ __all__ = [
     "explain",
     "inspect",
     "policies",
+    "prefill",
     "simulate",
 ]

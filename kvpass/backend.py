@@ -220,6 +220,10 @@ class Backend:
         """Compile a rewritten step graph."""
         return self._compile_inner(gm, examples, self._for_steps(ranked), self.policy, once.readers_of_slots(gm))
 
+    def compiles_at_once(self, queries: int) -> bool:
+        """Whether a step graph for so many new tokens is compiled at its first run, or only at its second."""
+        return queries == 1
+
     def step_patches(self, ranked: bool) -> dict[str, Any]:
         """What Inductor is configured with for a rewritten step graph."""
         return self._patches(self._for_steps(ranked), self.policy, None)

@@ -8,20 +8,21 @@ further prompts: for the prompt and for the first step.
 
 from __future__ import annotations
 
-import inspect
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvpass import runtime
 from kvpass.backend import backend
-from kvpass.errors import CacheHandleError, PolicyError
+from kvpass.errors import CacheHandleError
 from kvpass.guarded import Guarded
-from kvpass.handle import Handle, LayerCache, renewed
 from kvpass.policies.base import Policy, require
-from kvpass.sampling import Sampling
+from kvpass.prefill import Caller, check_budget, chunks, last_of
+from kvpass.requests import GenerationOutput, Requests
+from kvpass.sampling import PRIME, Sampling
+from kvpass.stepping import State
 
 CAPTURING = ("reduce-overhead", "max-autotune")
 
@@ -36,6 +37,13 @@ class DecodeLoop:
     >>> kvpass.inspect(loop)             # at any time
     >>> loop.prompt(more)                # goes on with a further prompt
     >>> loop.generate(200)               # int64 [B, n]
+
+    With `rows` it serves requests that come and go, each in a row of its own, on one decode graph:
+
+    >>> loop = kvpass.DecodeLoop(model, policy="h2o", budget=1024, rows=8)
+    >>> name = loop.add(ids, max_new_tokens=200)
+    >>> for output in loop:              # a `GenerationOutput` for each request that has made something
+    ...     ...
 
     Attributes:
         every: after how many steps the host looks at the tokens, to hand them out and to see who has stopped.
@@ -55,6 +63,8 @@ class DecodeLoop:
         stop: Sequence[int] = (),
         every: int = 16,
         pad: int = 0,
+        prefill_chunk: int | None = None,
+        rows: int | None = None,
         **settings: Any,
     ) -> None:
         """
@@ -65,6 +75,8 @@ class DecodeLoop:
             stop: tokens that end a conversation; they are handed out, and are in the cache of a later prompt.
             every: see the attributes.
             pad: what is handed out for conversations that have ended.
+            prefill_chunk: prompts go in so many tokens at a time, see `kvpass.prefill`; None for whole ones.
+            rows: for requests (`add`), how many of them are decoded together; None for a loop of prompts (`prompt`).
             settings: the others of `kvpass.backend`, the policy's options among them.
 
         Raises:
@@ -75,23 +87,31 @@ class DecodeLoop:
         options = settings.get("options") or {}
         require("triton.cudagraphs" not in options, "options", options, "a DecodeLoop captures its steps itself")
         require(every >= 1, "every", every, "is a number of steps from 1 on")
-        self.model, self.every, self.pad = model, every, pad
+        chunk = prefill_chunk
+        require(chunk is None or chunk >= 1, "prefill_chunk", chunk, "is a number of tokens from 1 on, or None")
+        self.model, self.every, self.pad, self.prefill_chunk = model, every, pad, chunk
         self.sampling = Sampling(temperature, top_k, top_p, seed)
-        chosen = backend(policy, **settings)
-        self.compiled = Guarded(torch.compile(model, backend=chosen), chosen.strict)
+        require(rows is None or rows >= 1, "rows", rows, "is a number of requests from 1 on, or None")
+        self.chosen = backend(policy, **settings)
+        if chunk is not None:
+            check_budget(self.chosen.budget)
+        self.compiled = Guarded(torch.compile(model, backend=self.chosen), self.chosen.strict)
         self.device = next(model.parameters()).device
+        self.vocabulary = _vocabulary(model)
         self.generator = self.sampling.generator(self.device)
-        self.takes = set(inspect.signature(model.forward).parameters)
+        self.caller = Caller.of(self.compiled, model)
         self.stop = torch.tensor(list(stop), dtype=torch.int64, device=self.device)
-        self.state: _State | None = None
+        self.state: State | None = None
+        self.requests = None if rows is None else Requests.of(self, rows)
 
     @property
     def past_key_values(self) -> Any:
         """The model's own cache object as of now; None before the first prompt."""
-        if self.state is None:
+        state = self.state if self.requests is None else self.requests.batch
+        if state is None:
             return None
-        self.state.settle()
-        return self.state.cache
+        state.settle()
+        return state.cache
 
     @torch.no_grad()
     def prompt(self, ids: Tensor, attention_mask: Tensor | None = None) -> None:
@@ -104,7 +124,9 @@ class DecodeLoop:
 
         Raises:
             CacheHandleError: a further prompt has another number of rows.
+            PolicyError: the loop is one of requests.
         """
+        require(self.requests is None, "rows", self._rows, "a loop of requests takes prompts by `add`")
         ids = ids.to(self.device)
         mask = torch.ones_like(ids) if attention_mask is None else attention_mask.to(self.device, ids.dtype)
         old = self.state
@@ -113,23 +135,11 @@ class DecodeLoop:
                 raise CacheHandleError(f"a further prompt of {len(ids)} rows for a loop of {len(old.ids)}")
             old.settle()
             ids, mask = torch.cat([old.ids, ids], 1), torch.cat([torch.ones_like(old.ids), mask], 1)
-        self._check_padding(mask)
-        before = torch.zeros_like(ids[:, :1]) if old is None else old.position
-        position = (before + mask.cumsum(-1) - 1).clamp(min=0)
+        self.caller.check_padding(mask)
         whole = mask if old is None else torch.cat([old.mask(), mask], 1)
-        out = self._forward(ids, whole, position, None if old is None else old.cache)
+        out = last_of(chunks(self.caller, ids, whole, None if old is None else old.cache, self.prefill_chunk))
         first = self.sampling.choose(out.logits[:, -1], self.generator)
-        self.state = _State(self, out.past_key_values, first, position[:, -1:] + 1, whole)
-
-    def _check_padding(self, mask: Tensor) -> None:
-        if "attention_mask" not in self.takes and not bool(mask.all()):
-            raise PolicyError(f"attention_mask: {type(self.model).__name__} takes none, so prompts cannot be padded")
-
-    def _forward(self, ids: Tensor, mask: Tensor, position: Tensor, cache: Any) -> Any:
-        """The model itself; what it does not take is left out."""
-        given = dict(attention_mask=mask, position_ids=position, logits_to_keep=1)
-        named = {name: value for name, value in given.items() if name in self.takes}
-        return self.compiled(ids, past_key_values=cache, use_cache=True, **named)
+        self.state = State(self, out.past_key_values, first, whole.sum(-1, keepdim=True), whole)
 
     @torch.no_grad()
     def stream(self, tokens: int) -> Iterator[Tensor]:
@@ -150,173 +160,102 @@ class DecodeLoop:
         rows = 0 if self.state is None else len(self.state.ids)
         return torch.stack(made, 1) if made else torch.zeros(rows, 0, dtype=torch.int64)
 
+    # -- requests ----------------------------------------------------------------------------------------------------
 
-class _State:
-    """A conversation between two looks of the host; all tensors stay where they are from step to step.
+    def add(
+        self,
+        ids: Tensor | Sequence[int],
+        *,
+        max_new_tokens: int = 20,
+        stop: Sequence[int] | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+        request_id: str | None = None,
+    ) -> str:
+        """Queue a request; a row takes it in as soon as one is free.  Needs a loop with `rows`.
 
-    Attributes:
-        ids: int64 [B, 1], the last token of each row, which the model has not seen yet.
-        position: int64 [B, 1], its place among the real tokens.
-        ended: whether all conversations have, as of the host's last look.
-    """
+        Args:
+            ids: the prompt, a list of token ids or int64 [T] or [1, T].
+            max_new_tokens: how many tokens it makes at most, from 1 on.
+            stop: up to 8 tokens that end it, the last of what it makes; None for the loop's own.
+            temperature, top_k, top_p: see `Sampling`; None for the loop's own.
+            seed: what is drawn depends on it and on the request alone, whatever else is in the batch; None for one that
+                follows from the loop's own and the number of the request.
+            request_id: a name; None for one that is made up.
 
-    def __init__(self, loop: DecodeLoop, cache: Any, first: Tensor, position: Tensor, mask: Tensor) -> None:
-        self.loop, self.cache, self.before = loop, cache, mask
-        self.ids, self.position = first[:, None].clone(), position.clone()
-        self.done = self._stops(first)
-        self.made = torch.full((loop.every, len(first)), loop.pad, device=first.device)
-        self.made[0] = first
-        self.cursor = torch.ones(1, dtype=torch.int64, device=first.device)
-        self.pending = 1  # tokens in `made` that the host has not seen
-        self.ended = False
-        self.finished = torch.zeros(len(first), dtype=torch.bool)  # on the host: stopped in what was handed out
-        self.step: _Step | None = None
+        Returns:
+            The name.
 
-    def _stops(self, tokens: Tensor) -> Tensor:
-        """bool [B]: is one of the tokens to stop at."""
-        return (tokens[:, None] == self.loop.stop).any(-1)
+        Raises:
+            RequestError: an empty prompt, a token outside of the vocabulary, more tokens than a budget of a policy
+                that keeps them all, a name that is taken.
+            PolicyError: a setting that cannot be, or a loop without rows.
+        """
+        requests, own = self._served(), self.sampling
+        settings = (
+            own.temperature if temperature is None else temperature,
+            own.top_k if top_k is None else top_k,
+            own.top_p if top_p is None else top_p,
+            (own.seed + requests.number) % PRIME if seed is None else seed,
+        )
+        ends = self.stop.tolist() if stop is None else stop
+        return requests.add(ids, request_id, max_new_tokens, ends, Sampling(*settings))
 
-    def mask(self) -> Tensor:
-        """[B, tokens seen]: the padding mask of what the cache has seen."""
-        count = self._seen() - self.before.shape[1]
-        steps = torch.arange(count, device=self.before.device)
-        # A row's real tokens are those of the prompts and then, up to where it stopped, one a step.
-        said = self.position - self.before.sum(-1, keepdim=True)
-        return torch.cat([self.before, (steps < said).to(self.before.dtype)], 1)
+    def cancel(self, request_id: str) -> bool:
+        """End a request; its last output has what it made so far.  Whether it was there and had not finished."""
+        return self._served().cancel(request_id)
 
-    def _seen(self) -> int:
-        return self.before.shape[1] if self.step is None else self.step.caches[0].seen
+    @property
+    def pending(self) -> int:
+        """Requests whose end has not been handed out."""
+        return self._served().pending
 
-    def take(self, count: int) -> list[Tensor]:
-        """The next tokens: so many, or fewer if all conversations stop."""
-        while self.pending < count:
-            self._advance()
-            self.pending += 1
-        columns = self.made[: self.pending].to("cpu", copy=True)  # the host looks
-        self.cursor.zero_()
-        self.pending = 0
-        return list(columns[: self._used(columns)])
+    def step(self) -> list[GenerationOutput]:
+        """Go on with all requests: a chunk of a prompt is read, or up to `every` tokens are made in each row.
 
-    def _used(self, columns: Tensor) -> int:
-        """How many of the steps [n, B] gave anything to a row that had not stopped before."""
-        stops = torch.isin(columns, self.loop.stop.cpu()) | self.finished
-        over = stops.cumsum(0) > 0
-        self.finished = over[-1]
-        self.ended = bool(over[-1].all())
-        return 1 + int((~over[:-1]).any(-1).sum())
+        Returns:
+            What has come since the last look, one output for each request that made something or finished.
 
-    def _advance(self) -> None:
-        """One token for every conversation."""
-        if self.step is None or not self.step.run():
-            self._through_the_model()
+        Raises:
+            BudgetError: there is no memory for so many rows; no request is lost.
+        """
+        return self._served().step()
 
-    def _through_the_model(self) -> None:
-        """A step of a kind that has not run yet: Dynamo traces it, or the runtime makes it; others repeat it."""
-        mask = torch.cat([self.mask(), (~self.done)[:, None].to(self.before.dtype)], 1)
-        self.settle()
-        with runtime.listening() as ran:
-            out = self.loop._forward(self.ids, mask, self.position, self.cache)
-        if len(ran) != 1:
-            raise CacheHandleError("the model ran its decode step in several graphs, or in none of kvpass")
-        if not ran[0].repeats:
-            raise CacheHandleError(
-                "a mask of this model is made from all tokens anew in every step, which a decode loop does not repeat; "
-                "use model.generate"
-            )
-        self.cache = out.past_key_values
-        self.step = self.step or _Step(self)
-        self.step.repeat(ran[0], out.logits, mask)
-        self.choose(out.logits)
+    def __iter__(self) -> Iterator[GenerationOutput]:
+        """What `step` gives, until nothing is pending; requests may be added and cancelled in between."""
+        while self.pending:
+            yield from self.step()
 
-    def choose(self, logits: Tensor) -> None:
-        """Sample and move on, all on the device; logits [B, 1, vocabulary]."""
-        drawn = self.loop.sampling.choose(logits[:, -1], self.loop.generator)
-        self.position.add_((~self.done).long()[:, None])
-        self.made.index_copy_(0, self.cursor, torch.where(self.done, self.loop.pad, drawn)[None])
-        self.ids.copy_(torch.where(self.done[:, None], self.ids, drawn[:, None]))
-        self.done.logical_or_(self._stops(self.ids[:, 0]))
-        self.cursor.add_(1)
+    def generate_batch(self, inputs: Sequence[Tensor | Sequence[int]], **how: Any) -> dict[str, GenerationOutput]:
+        """Serve these prompts to their ends.
 
-    def settle(self) -> None:
-        """Bring the model's own cache object up to date."""
-        if self.step is not None:
-            self.cache = refreshed(self.cache, self.step.taken)
-            self.step.taken = 0
+        What other requests make in the meantime comes with the next `step`.
 
+        Args:
+            inputs: as of `add`, one each; how: the other arguments of `add` but the name.
 
-class _Step:
-    """The decode step, again and again, without Dynamo and without the model's Python."""
+        Returns:
+            The last output of each by its name, in the order of the inputs.  One that could not be taken has failed,
+            and says why; the others go on.
+        """
+        return self._served().all_of([functools.partial(self.add, ids, **how) for ids in inputs])
 
-    def __init__(self, state: _State) -> None:
-        self.state = state
-        self.taken = 0  # steps since the cache object was brought up to date
-        self.known: dict[Any, Any] = {}  # kinds of step that have run, each with the slots that it is of
-        self.graphs: dict[Any, torch.cuda.CUDAGraph] = {}
-        self.caches: list[LayerCache] = []
+    def _served(self) -> Requests:
+        """Raise PolicyError for a loop without rows."""
+        require(self.requests is not None, "rows", None, "requests need a loop with a number of rows")
+        assert self.requests is not None
+        return self.requests
 
-    def repeat(self, ran: runtime.Ran, logits: Tensor, mask: Tensor) -> None:
-        """Take over from a step that went through the model, with these logits and this padding mask."""
-        self.runner, self.caches, self.arguments, self.mask = ran.runner, ran.caches, ran.arguments, mask
-        self.others, self.padding = ran.others, ran.known
-        self.place = next(i for i, made in enumerate(ran.results) if _is_same(made, logits))
-        self.known[ran.kind] = [cache.slots for cache in self.caches]
-
-    def run(self) -> bool:
-        """One step, on a GPU by replaying it; False if it is of a kind that has not run yet."""
-        for cache in self.caches:
-            runtime.make_room(cache, 1)
-        kind = runtime.kind(self.caches)
-        if kind not in self.known:
-            return False
-        if self.mask.device.type == "cuda":
-            self._replay(kind)
-        else:
-            self._call()
-        self.taken += 1
-        return True
-
-    def _call(self) -> None:
-        """What a step does on the device."""
-        self.mask[:, -1:] = (~self.state.done)[:, None]
-        self.arguments = self.runner.following(self.caches, self.arguments)
-        _, results, _ = self.runner.advance(self.caches, self.arguments, self.others, self.padding)
-        self.state.choose(results[self.place])
-
-    def _replay(self, key: Any) -> None:
-        if key in self.graphs:
-            _, clocks = runtime.tick(self.caches)
-            runtime.count(self.caches, 1, clocks)
-        else:
-            self.graphs[key] = self._captured()  # the host's counts move on while it is captured
-        self.graphs[key].replay()
-
-    def _captured(self) -> torch.cuda.CUDAGraph:
-        """The step as a CUDA graph."""
-        graph = torch.cuda.CUDAGraph()
-        graph.register_generator_state(self.state.loop.generator)
-        with torch.cuda.graph(graph):
-            self._call()
-        return graph
+    @property
+    def _rows(self) -> int | None:
+        return None if self.requests is None else self.requests.count
 
 
-def _is_same(made: Any, wanted: Tensor) -> bool:
-    return isinstance(made, Tensor) and (
-        made is wanted or (made.shape == wanted.shape and made.data_ptr() == wanted.data_ptr())
-    )
-
-
-def refreshed(cache: Any, steps: int) -> Any:
-    """A model's cache object, or nested tuples of tensors, with handles that know of later steps."""
-    layers = getattr(cache, "layers", None)
-    if layers is None:
-        return tuple(refreshed(part, steps) for part in cache) if isinstance(cache, (tuple, list)) else _renewed(cache)
-    for layer in layers:
-        for name in ("keys", "values"):
-            setattr(layer, name, _renewed(getattr(layer, name, None)))
-        if isinstance(getattr(layer, "cumulative_length", None), int):
-            layer.cumulative_length += steps
-    return cache
-
-
-def _renewed(value: Any) -> Any:
-    return renewed(value) if isinstance(value, Handle) else value
+def _vocabulary(model: torch.nn.Module) -> int | None:
+    """How many tokens a model knows; None if it does not say."""
+    told = getattr(model, "get_input_embeddings", None)
+    embedding = told() if callable(told) else None
+    weight = getattr(embedding, "weight", None)
+    return len(weight) if isinstance(weight, Tensor) else None

@@ -27,5 +27,9 @@ class CacheHandleError(KVPassError):
     """A cache that was changed, continued elsewhere, or built in a way that its slots cannot follow."""
 
 
+class RequestError(KVPassError, ValueError):
+    """A request that cannot be served: its prompt, its length or its name."""
+
+
 class AlignerError(KVPassError, ValueError):
     """An aligner that is missing, damaged, or was trained for another model, window or policy."""

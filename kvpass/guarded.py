@@ -30,7 +30,7 @@ class Guarded:
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Raises: UnsupportedGraph: the model ran uncompiled and its cache grows."""
         with compat.room_for_graphs():
-            made = self.call(*arguments, **named)
+            made = self.call(*arguments, **{name: _dense(value) for name, value in named.items()})
         if self.strict and not compat.is_disabled() and grows(getattr(made, "past_key_values", None)):
             raise UnsupportedGraph(
                 "the model returned an ordinary cache, which grows: torch ran the attention, or the update of the "
@@ -38,6 +38,12 @@ class Guarded:
                 "function under torch.compiler.disable or a break within a loop, or pass strict=False"
             )
         return made
+
+
+def _dense(value: Any) -> Any:
+    """Entries for tokens [B, n] by themselves in memory: slices of longer ones, as chunks of a prompt bring, are traced
+    anew for their strides."""
+    return value.contiguous() if isinstance(value, Tensor) and value.ndim == 2 else value
 
 
 def grows(cache: Any) -> bool:

@@ -11,9 +11,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
+import optree
 import torch
 from torch import Tensor
 
@@ -255,6 +256,11 @@ def renewed(handle: Handle) -> Handle:
     return _like(handle, handle.cache)
 
 
+def moved(handle: Handle, cache: LayerCache) -> Handle:
+    """The handle of the same part of another cache."""
+    return _like(handle, cache)
+
+
 def _check_current(handle: Handle) -> None:
     if handle.seen != handle.cache.seen:
         raise CacheHandleError(
@@ -362,3 +368,21 @@ def check_layers(caches: list[LayerCache]) -> None:
     counts = sorted({cache.seen for cache in caches})
     if len(counts) > 1:
         raise CacheHandleError(f"the layers' caches stand at {counts} tokens: they come from different conversations")
+
+
+def caches_in(cache: Any) -> list[LayerCache]:
+    """The caches of all layers behind the handles in a DecodeLoop, a model's cache object or nested containers."""
+    return list({id(handle.cache): handle.cache for handle in _handles(cache)}.values())
+
+
+def _handles(cache: Any) -> Iterator[Handle]:
+    """Every handle in a DecodeLoop, a cache object (anything with `layers` that have `keys`) or nested containers."""
+    for attribute in ("past_key_values", "self_attention_cache", "layers"):
+        inner = getattr(cache, attribute, None)
+        if inner is not None:
+            yield from _handles(inner)
+            return
+    for leaf in optree.tree_leaves(cache):
+        keys = leaf if isinstance(leaf, Tensor) else getattr(leaf, "keys", None)
+        if isinstance(keys, Handle):
+            yield keys

@@ -5,15 +5,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 
 from kvpass.errors import CacheHandleError, KVPassError
-from kvpass.handle import Handle, LayerCache
+from kvpass.handle import LayerCache, caches_in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +106,7 @@ def explain(model: torch.nn.Module, policy: Any = "full", **settings: Any) -> Ca
 
 def _copied(argument: Any) -> Any:
     """A copy of what carries a kvpass cache; anything else as it is."""
-    return copy.deepcopy(argument) if next(_handles(argument), None) is not None else argument
+    return copy.deepcopy(argument) if caches_in(argument) else argument
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,25 +172,12 @@ def inspect(cache: Any) -> CacheReport:
     Raises:
         CacheHandleError: there is no kvpass cache in it.
     """
-    found = {id(handle.cache): handle.cache for handle in _handles(cache)}
+    found = caches_in(cache)
     if not found:
         raise CacheHandleError(
             f"there is no kvpass cache in this {type(cache).__name__}: was the model compiled when it made it?"
         )
-    return CacheReport(tuple(_layer(layer) for layer in found.values()))
-
-
-def _handles(cache: Any) -> Iterator[Handle]:
-    """Every handle in a DecodeLoop, a cache object (anything with `layers` that have `keys`) or nested containers."""
-    for attribute in ("past_key_values", "self_attention_cache", "layers"):
-        inner = getattr(cache, attribute, None)
-        if inner is not None:
-            yield from _handles(inner)
-            return
-    for leaf in optree.tree_leaves(cache):
-        keys = leaf if isinstance(leaf, Tensor) else getattr(leaf, "keys", None)
-        if isinstance(keys, Handle):
-            yield keys
+    return CacheReport(tuple(_layer(layer) for layer in found))
 
 
 def _layer(cache: LayerCache) -> LayerReport:

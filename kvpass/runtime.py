@@ -233,7 +233,7 @@ class PromptRunner:
             store: Any = take_prompt(layout, layer, self.sites[number], plan.budget)
             return LayerCache(*mine, store, count, shown, layer.window, notes=notes, absent=absent)
         slots = admit(layout, None, chunk, plan.budget)
-        _keep_address(slots)
+        keep_address(slots)
         clocks = tuple(layer.policy.clock((), n, plan.budget) for n in _counts(layer.policy, chunk.real))
         limits = (plan.budget, clocks)
         return LayerCache(*mine, slots, count, shown, layer.window, *limits, notes=notes, absent=absent)
@@ -252,7 +252,7 @@ def _alone(layer: PromptLayer, whole: int) -> tuple[int, Plan]:
     return budget, Plan(budget, layer.policy.capacity(budget))
 
 
-def _keep_address(slots: Slots) -> None:
+def keep_address(slots: Slots) -> None:
     for tensor in slots.tensors():
         compat.mark_in_place(tensor)
 
@@ -273,8 +273,38 @@ class Counter:
     number: int
 
 
+@dataclasses.dataclass
+class Ready:
+    """A step graph that has been rewritten for caches of certain layouts.
+
+    Attributes:
+        run: what runs it, None until it is compiled.
+        came: whether it has run uncompiled.
+    """
+
+    rewrite: StepRewrite
+    run: compat.Compiled | None = None
+    came: bool = False
+
+    def runner(self, backend: Backend, flat: list[Any], ranked: bool) -> compat.Compiled:
+        """What is to run on these arguments.
+
+        The length of a chunk may come once, as that of the rest of a prompt or of a turn does, and compiling takes half
+        a minute: the rewritten graph itself runs, and is compiled when that length comes again.
+        """
+        if not self.came and not backend.compiles_at_once(self.rewrite.queries):
+            self.came = True
+            return self.rewrite.gm.forward
+        with compat.one_at_a_time():
+            self.run = self.run or backend.compile_step(self.rewrite.gm, flat, ranked)
+        return self.run
+
+
 class StepRunner:
-    """Runs one token, or a chunk, on live slots; compiled at the first run, when the layouts are known."""
+    """Runs one token, or a chunk, on live slots.
+
+    The graph is rewritten at its first run, when the layouts are known, and compiled then or later, see `Ready`.
+    """
 
     def __init__(self, backend: Backend, model: fx.GraphModule, captured: Capture) -> None:
         self.backend = backend
@@ -291,7 +321,7 @@ class StepRunner:
         self.readings: dict[Any, Sizes] = {}
         self.positions: list[int] | None = None
         self.validation: Validation | None = None
-        self.compiled: dict[Any, tuple[StepRewrite, compat.Compiled]] = {}
+        self.ready: dict[Any, Ready] = {}
         self.worked: set[tuple[int | None, ...]] = set()
 
     def __call__(self, *arguments: Any) -> tuple[Any, ...]:
@@ -329,12 +359,15 @@ class StepRunner:
         for cache in caches:
             make_room(cache, queries)
         if self.backend.inner == "reference":
-            for cache in caches:
-                cache.slots.prepare(torch.ones(cache.layout.rows, queries, dtype=torch.bool))
+            for cache, told in zip(caches, self.telling, strict=True):
+                columns = self._columns(arguments, told, cache.seen, queries)
+                cache.slots.prepare(~_padding(columns, cache.layout.rows, queries))
         sweep, clocks = tick(caches) if queries == 1 else (False, [cache.clocks for cache in caches])
-        rewrite, run = self._ready(caches, arguments, others, known, sweep)
+        ready = self._ready(caches, arguments, others, known, sweep)
+        rewrite = ready.rewrite
         aside = rewrite.on_all_tokens(arguments)
         flat = rewrite.flat([cache.slots for cache in caches], arguments, aside, caches[0].seen)
+        run = ready.runner(self.backend, flat, caches[0].layout.ranked)
         for cache in caches:
             cache.broken = True
         results = run(*flat)
@@ -351,19 +384,19 @@ class StepRunner:
         others: tuple[int | None, ...],
         known: frozenset[int],
         sweep: bool,
-    ) -> tuple[StepRewrite, compat.Compiled]:
-        """The rewritten graph, and what runs it, for caches in which there is room."""
+    ) -> Ready:
+        """The rewritten graph for caches in which there is room."""
         windows = tuple(cache.window if cache.stored < cache.seen else None for cache in caches)
         numbers = self._numbers(arguments)
         counters = tuple(self._counter(place, arguments[place], caches[0].seen) for place in self.counters.values())
         layouts = tuple((cache.layout, cache.slots.capacity) for cache in caches)
         key = (numbers, counters, others, windows, known, sweep, layouts)
-        if key not in self.compiled:
+        if key not in self.ready:
             sizes = self._sizes(numbers, counters, others, windows)
             with compat.one_at_a_time():
-                self.compiled[key] = self._specialise(caches, arguments, sizes, windows, known, sweep)
+                self.ready[key] = Ready(self._specialise(caches, arguments, sizes, windows, known, sweep))
                 self.worked.add(others)
-        return self.compiled[key]
+        return self.ready[key]
 
     def _others(
         self, caches: list[LayerCache], arguments: tuple[Any, ...], known: frozenset[int]
@@ -448,7 +481,7 @@ class StepRunner:
         queries, found = self._queries(self._numbers(arguments)), dict[tuple[fx.Node, ...], Tensor | None]()
         for cache, told in zip(caches, self.telling, strict=True):
             if told not in found:
-                columns = [arguments[self.told[node]][..., before : before + queries] for node in told]
+                columns = self._columns(arguments, told, before, queries)
                 found[told] = self._padding_in(columns, queries, cache.layout.rows)
             padding = found[told]
             if padding is not None:
@@ -458,8 +491,14 @@ class StepRunner:
         """bool [B, q]: which of the new tokens are padding; None if none is, or if the host would have to wait."""
         if not columns or (queries == 1 and columns[0].is_cuda):
             return None
-        padding = torch.stack([(column == 0).expand(rows, -1) for column in columns]).any(0)
+        padding = _padding(columns, rows, queries)
         return padding if bool(padding.any()) else None
+
+    def _columns(
+        self, arguments: tuple[Any, ...], told: tuple[fx.Node, ...], before: int, queries: int
+    ) -> list[Tensor]:
+        """What the inputs that tell padding say of the new tokens, each [B or 1, q] or [q]."""
+        return [arguments[self.told[node]][..., before : before + queries] for node in told]
 
     def _those_told_by(self, caches: list[LayerCache], node: fx.Node) -> list[LayerCache]:
         return [cache for cache, nodes in zip(caches, self.telling, strict=True) if node in nodes]
@@ -471,6 +510,11 @@ class StepRunner:
             if arguments[place] == caches[0].seen - 1:
                 moved[place] = caches[0].seen
         return tuple(moved)
+
+    def moved(self, caches: list[LayerCache], arguments: tuple[Any, ...], by: int) -> tuple[Any, ...]:
+        """The arguments of the step before as they would be if so many more tokens had gone before it."""
+        counting = [place for place in self.counters.values() if arguments[place] == caches[0].seen - 1]
+        return tuple(x + by if place in counting else x for place, x in enumerate(arguments))
 
     def _cache(self, arguments: tuple[Any, ...], places: tuple[int, int]) -> LayerCache:
         cache = current(arguments[places[0]], "keys", self.backend)
@@ -549,7 +593,7 @@ class StepRunner:
         windows: tuple[int | None, ...],
         known: frozenset[int],
         sweep: bool,
-    ) -> tuple[StepRewrite, compat.Compiled]:
+    ) -> StepRewrite:
         layouts, slots = [cache.layout for cache in caches], [cache.slots for cache in caches]
         told = Telling(tuple(self.telling), frozenset(node for node, place in self.told.items() if place in known))
         with graphs.reading(site.call for site in self.sites):
@@ -557,8 +601,7 @@ class StepRunner:
             rewriter = self.backend.rewriter(self.gm, self.sites, layouts, slots, *call)
             rewrite = rewriter.run()
             self._validate(rewriter, rewrite, layouts, slots, *call)
-        flat = rewrite.flat(slots, arguments, rewrite.on_all_tokens(arguments), caches[0].seen)
-        return rewrite, self.backend.compile_step(rewrite.gm, flat, layouts[0].ranked)
+        return rewrite
 
     def _validate(
         self,
@@ -673,6 +716,12 @@ def agreement(cache: LayerCache, column: Tensor) -> tuple[Tensor, Tensor]:
     return same.all(), ~shown
 
 
+def _padding(columns: list[Tensor], rows: int, queries: int) -> Tensor:
+    """bool [B, q]: which tokens are zero in any of the columns, each [B or 1, q] or [q]."""
+    none = torch.zeros(rows, queries, dtype=torch.bool, device=columns[0].device if columns else None)
+    return torch.stack([none, *((column == 0).expand(rows, -1) for column in columns)]).any(0)
+
+
 def told_by(gm: fx.GraphModule, sites: list[AttentionSite], step: bool) -> list[tuple[fx.Node, ...]]:
     """For each site the inputs that tell padding in all masks on its cache; layers mostly share their masks."""
     masks = [tuple(each.mask for each in site.all) for site in sites]
@@ -729,7 +778,7 @@ def make_room(cache: LayerCache, queries: int) -> None:
     capacity = budgets.slots_for(layout.policy, None, cache.seen + queries)
     cache.layout = dataclasses.replace(layout, budget=capacity, capacity=capacity)
     cache.slots = cache.slots.grown(cache.layout)
-    _keep_address(cache.slots)
+    keep_address(cache.slots)
 
 
 def tick(caches: list[LayerCache]) -> tuple[bool, list[tuple[Any, ...]]]:
@@ -794,6 +843,6 @@ def _admit(cache: LayerCache, results: list[Any]) -> None:
     before = cache.slots
     cache.slots = admit(cache.layout, before, Chunk(key, value, real, attention), cache.limit)
     if cache.slots is not before:
-        _keep_address(cache.slots)
+        keep_address(cache.slots)
     counts = _counts(policy, real)
     cache.clocks = tuple(policy.clock(c, n, cache.limit) for c, n in zip(cache.clocks, counts, strict=False))

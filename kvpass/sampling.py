@@ -29,6 +29,7 @@ class Sampling:
     def __post_init__(self) -> None:
         require(self.temperature >= 0, "temperature", self.temperature, "is not negative; 0 is greedy")
         require(self.top_k is None or self.top_k >= 1, "top_k", self.top_k, "is a number of tokens from 1 on, or None")
+        require(self.seed >= 0, "seed", self.seed, "is not negative")
         require(self.top_p is None or 0 < self.top_p <= 1, "top_p", self.top_p, "is a share in (0, 1], or None")
 
     def generator(self, device: torch.device) -> torch.Generator:
@@ -61,3 +62,89 @@ def _within(logits: Tensor, share: float) -> Tensor:
     paid = torch.softmax(ordered, -1)
     out = paid.cumsum(-1) - paid >= share  # the likeliest one is always in
     return logits.masked_fill(torch.zeros_like(out).scatter(-1, order, out), -torch.inf)
+
+
+PRIME = 2**31 - 1
+GREEDY = Sampling()
+
+
+@dataclasses.dataclass
+class RowSampling:
+    """How each row of a batch draws, by itself: what a row draws depends on its own settings and counts alone.
+
+    There is no generator whose state all rows share: the numbers that a row draws its n-th token with are a hash of its
+    seed, n and the token.
+
+    Attributes:
+        rows: the settings, as the host knows them.
+        temperature, top_p: float32 [R]; top_k, seed: int64 [R].
+    """
+
+    rows: list[Sampling]
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    seed: Tensor
+
+    @staticmethod
+    def of(rows: int, device: torch.device) -> RowSampling:
+        """Rows that are all greedy."""
+        floats, whole = torch.zeros(rows, device=device), torch.zeros(rows, dtype=torch.int64, device=device)
+        return RowSampling([GREEDY] * rows, floats, whole, floats.clone(), whole.clone())
+
+    def put(self, row: int, sampling: Sampling) -> None:
+        """Set up a row."""
+        self.rows[row] = sampling
+        self.temperature[row] = sampling.temperature
+        self.top_k[row] = PRIME if sampling.top_k is None else sampling.top_k
+        self.top_p[row] = 2.0 if sampling.top_p is None else sampling.top_p
+        self.seed[row] = sampling.seed % PRIME
+
+    def at(self, row: int) -> RowSampling:
+        """One row by itself."""
+        part = slice(row, row + 1)
+        return RowSampling(self.rows[part], self.temperature[part], self.top_k[part], self.top_p[part], self.seed[part])
+
+    @property
+    def draws(self) -> bool:
+        """Whether any row is not greedy."""
+        return any(row.temperature > 0 for row in self.rows)
+
+    @property
+    def limits(self) -> bool:
+        """Whether any row draws from some of the tokens only."""
+        return any(row.top_k is not None or row.top_p is not None for row in self.rows)
+
+    def choose(self, logits: Tensor, made: Tensor) -> Tensor:
+        """The next tokens, int64 [R], from logits [R, vocabulary] after `made` tokens of each row, int64 [R]."""
+        likeliest = logits.argmax(-1)
+        if not self.draws:
+            return likeliest
+        sharp = logits.float() / torch.where(self.temperature > 0, self.temperature, 1.0)[:, None]
+        if self.limits:
+            sharp = self._limited(sharp)
+        drawn = (torch.softmax(sharp, -1) / self._noise(made, logits.shape[-1])).argmax(-1)
+        return torch.where(self.temperature > 0, drawn, likeliest)
+
+    def _limited(self, logits: Tensor) -> Tensor:
+        """The logits with all at minus infinity that are not in the draw of their row; see `Sampling`."""
+        ordered, order = logits.sort(-1, descending=True)
+        place = torch.arange(logits.shape[-1], device=logits.device)
+        ordered = ordered.masked_fill(place >= self.top_k[:, None], -torch.inf)
+        paid = torch.softmax(ordered, -1)
+        ordered = ordered.masked_fill(paid.cumsum(-1) - paid >= self.top_p[:, None], -torch.inf)
+        return torch.empty_like(logits).scatter(-1, order, ordered)
+
+    def _noise(self, made: Tensor, vocabulary: int) -> Tensor:
+        """What exponential clocks of rate one show, float32 [R, vocabulary], above zero."""
+        row = _mixed(_mixed(self.seed) + made)[:, None]
+        token = _mixed(row + 48271 * torch.arange(vocabulary, device=made.device))
+        return (-((token.float() + 0.5) / PRIME).log()).clamp(min=1e-9)
+
+
+def _mixed(number: Tensor) -> Tensor:
+    """Whole numbers from 0 to PRIME - 1 that look drawn, one for each."""
+    mixed = number % PRIME
+    for factor, shift in ((16807, 15), (39373, 13), (742938, 16)):
+        mixed = (mixed ^ (mixed >> shift)) * factor % PRIME  # below 2**51: no overflow
+    return mixed

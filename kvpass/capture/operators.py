@@ -186,13 +186,18 @@ def _moved(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
     """Run the operation on coordinates along `dim`, and see along which dimension they lie in the result."""
     if isinstance(value(operand), (tuple, list)):  # an item of what was split
         return dim if known_name(node) == "getitem" and isinstance(node.args[1], int) else None
-    shape = concrete(value(operand).shape)
+    size, shape = value(operand).shape[dim], list(concrete(value(operand).shape))
+    alone = isinstance(size, int) and size == 1
+    if alone and known_name(node) == "expand":
+        return _aligned(node, operand, dim)
+    if alone:  # of one element nothing shows where it went; what names the size fails on two, and says nothing
+        shape[dim] = 2
     try:
-        made = run_on(node, {operand: coordinates(shape, dim)})
+        made = run_on(node, {operand: coordinates(tuple(shape), dim)})
     except (RuntimeError, IndexError, ValueError, TypeError):
         return None
     parts = list(zip(made, value(node), strict=True)) if isinstance(made, (tuple, list)) else [(made, value(node))]
-    found = {_where(part, known, shape[dim], value(operand).shape[dim]) for part, known in parts}
+    found = {_where(part, known, shape[dim], size) for part, known in parts}
     return found.pop() if len(found) == 1 else None
 
 

@@ -64,6 +64,9 @@ class Recording(Backend):
         self.steps.append(Step(rewrite.gm, names, patches, rewriter.sweep, rewriter.queries, len(sites)))
         return super().rewriter(*arguments)
 
+    def compiles_at_once(self, queries: int) -> bool:
+        return True
+
     def compile_step(self, gm: fx.GraphModule, examples: Sequence[Any], ranked: bool) -> Callable[..., Any]:
         step, run = self.steps[-1], gm.forward
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kvpass
-from benchmarks import apart, bounded, caching, peers
+from benchmarks import apart, bounded, caching, chunks, peers, serving
 from benchmarks.__main__ import PARTS, ROOT
 from benchmarks.bounded import Case
 from benchmarks.model import Conversation, build, dynamic, static, tokens
@@ -124,3 +124,28 @@ def test_every_part_has_what_the_program_asks_of_it():
         assert part.TITLE
         assert all(callable(getattr(part, name)) for name in ("measure", "tables", "targets", "figures"))
     assert (ROOT / "README.md").is_file()
+
+
+def test_requests_come_alike_for_all_and_their_lengths_have_a_tail():
+    first, again = serving.arrivals(200), serving.arrivals(200)
+    assert first == again
+    lengths = sorted(len(request.prompt) for request in first)
+    assert serving.PROMPTS[0] <= lengths[0] < 4 * lengths[0] < lengths[-10] <= lengths[-1] <= serving.PROMPTS[1]
+    assert [request.at for request in first] == sorted(request.at for request in first)
+
+
+def test_requests_are_held_against_the_other_ways():
+    names = ("tokens a second", "first token, p95, s")
+    rows = [
+        {"way": way, **dict.fromkeys(names, value)} for way, value in zip(serving.WAYS, (6.0, 3.0, 2.0), strict=True)
+    ]
+    assert [target.measured for target in serving.targets(rows)] == [2.0, 3.0, 2.0]
+
+
+def test_chunks_are_held_against_the_whole_prompt():
+    rows = [
+        {"way": way, "tokens": chunks.LONG, "seconds": s, "MiB": 10 * s} for way, s in (("whole", 8.0), ("h2o", 2.0))
+    ]
+    found = {target.what: target.measured for target in chunks.targets(rows)}
+    assert [value for what, value in found.items() if what.startswith("h2o")] == [0.25, 0.25]
+    assert any(value is None for value in found.values())

@@ -123,3 +123,18 @@ def test_a_lookup_follows_its_index(pick: Callable[..., Tensor], axis: int) -> N
         return operators.index_axis(node, index, 0)
 
     assert asked(pick, (torch.rand(5, 5, 5), torch.tensor([2, 0, 1])), question) == axis
+
+
+@pytest.mark.parametrize(
+    ("move", "axis"),
+    [
+        (lambda x: x[None, :, None, :], 3),
+        (lambda x: x[:, None].expand(3, 2, 1).transpose(1, 2), 1),
+        (lambda x: x[:, :, None], 1),
+        (lambda x: x[:, -1:].reshape(3), None),
+        (lambda x: x.expand(3, 5), None),
+    ],
+)
+def test_an_axis_of_one_element_is_followed(move: Callable[[Tensor], Tensor], axis: int | None) -> None:
+    """As the tokens of a prompt of one are."""
+    assert followed(move, torch.randn(3, 1), 1) == axis

@@ -47,12 +47,13 @@ def scaled(layers: int) -> Any:
 
 
 def equal(model: Any, switch: Callable[[], None], **settings: Any) -> tuple[int, int]:
-    """Compare a prompt, steps and a chunk; gives how many graphs the compiler was given, shared and whole."""
-    ids, mask = prompt(2, 16, (3, 0))
+    """Compare a prompt, steps and a chunk, whose length comes twice; gives how many graphs the compiler was given,
+    shared and whole."""
+    ids, mask = prompt(2, 20, (3, 0))
     runs, counts = [], []
     for _ in range(2):
         counters.clear()
-        runs.append(force(model, ids, mask, [9, 1, 1, 4, 1], budget=8, **settings))
+        runs.append(force(model, ids, mask, [9, 1, 1, 4, 4, 1], budget=8, **settings))
         counts.append(compilations())
         switch()
     ours, plain = runs

@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 
 import kvpass
-from kvpass import match
+from kvpass.capture import sites
 from kvpass.report import Recorder
 from kvpass.storage.base import Parts
 from kvpass.storage.int8 import Int8
@@ -20,7 +20,7 @@ def test_a_step_is_validated_and_a_call_that_is_read_wrongly_refused(monkeypatch
     run("Llama", recorder, policy="h2o", budget=12, kv_dtype="int4")
     assert notes(recorder)
     assert all("equal" in note for note in notes(recorder))
-    monkeypatch.setattr(match, "_site", values_for_keys(match._site))
+    monkeypatch.setattr(sites, "_site", values_for_keys(sites._site))
     with pytest.raises(kvpass.UnsupportedGraph, match="is not the model's"):
         run("Llama", policy="full", kv_dtype="int4")
 

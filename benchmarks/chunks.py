@@ -1,0 +1,125 @@
+"""Time and peak memory of long prompts: whole, in chunks on a cache that grows, and in chunks with eviction between.
+
+Whole prompts and growing caches are the uncompiled model's; chunks go in as its `generate` feeds them.  Each prompt is
+in a process of its own, after a shorter one that compiles whatever is compiled.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import transformers
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+import kvpass
+from benchmarks import apart, memory, plots
+from benchmarks.bounded import BUDGET, Case
+from benchmarks.model import build, tokens
+from benchmarks.report import Row, Table, Target
+from benchmarks.settings import Settings
+
+TITLE = "Long prompts in chunks"
+WHOLE, GROWING = "whole", "chunks, growing cache"
+POLICIES = ("window", "h2o", "cascade")
+WAYS = (WHOLE, GROWING, *POLICIES)
+LENGTHS = (4096, 16384, 32768, 65536)
+CHUNK = 1024
+LONG, LONGEST_WHOLE = 32768, 32768
+LIMITS = {"MiB": 0.15, "seconds": 0.5}
+MEBIBYTE = 2**20
+
+
+def measure(settings: Settings) -> list[Row]:
+    """A row for each way and length; what is quadratic stops at 32,768 tokens."""
+    lengths, threads = (1024 * 2, 4096) if settings.quick else LENGTHS, max(settings.threads)
+    cases = [(way, n) for way in WAYS for n in lengths if way in POLICIES or n <= LONGEST_WHOLE]
+    rows = []
+    for way, count in tqdm(cases, unit="prompt", desc="long prompts", dynamic_ncols=True):
+        given: dict[str, Any] = dict(way=way, count=count)
+        row = apart.run(
+            "benchmarks.chunks:prompt", threads=threads, environment=memory.RETURNING | memory.SHARING, **given
+        )
+        rows.append({"threads": threads, **row})
+    return rows
+
+
+@torch.inference_mode()
+def prompt(way: str, count: int) -> Row:
+    """Seconds of a prompt, and the MiB that it needs at most beyond what the process held before it."""
+    feed = _ways(build())[way]
+    feed(tokens(4 * CHUNK if way in POLICIES else CHUNK))
+    ids = tokens(count, seed=1)
+    memory.forget_peak()
+    before, used, began = memory.resident(), time.process_time(), time.perf_counter()
+    feed(ids)
+    seconds, used = time.perf_counter() - began, time.process_time() - used
+    most = (memory.peak() - before) / MEBIBYTE
+    return {"way": way, "tokens": count, "seconds": seconds, "CPU seconds": used, "MiB": most}
+
+
+def _ways(model: Any) -> dict[str, Callable[[torch.Tensor], Any]]:
+    bounded = {policy: functools.partial(_bounded(model, policy), chunk=CHUNK) for policy in POLICIES}
+    return {
+        WHOLE: lambda ids: model(ids, use_cache=True, logits_to_keep=1),
+        GROWING: lambda ids: _growing(model, ids),
+        **bounded,
+    }
+
+
+def _bounded(model: Any, policy: str) -> Callable[..., Any]:
+    return functools.partial(kvpass.prefill, torch.compile(model, backend=kvpass.backend(**Case(policy).settings())))
+
+
+def _growing(model: Any, ids: torch.Tensor) -> Any:
+    cache = transformers.DynamicCache()
+    for part in ids.split(CHUNK, 1):
+        model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return cache
+
+
+def _lines(rows: Sequence[Row], what: str) -> dict[str, dict[int, float]]:
+    """Values by way and length."""
+    found: dict[str, dict[int, float]] = {}
+    for row in rows:
+        found.setdefault(row["way"], {})[row["tokens"]] = row[what]
+    return found
+
+
+def tables(rows: Sequence[Row]) -> list[Table]:
+    captions = {
+        "seconds": "Seconds of a prompt",
+        "CPU seconds": "CPU seconds of a prompt, of all threads",
+        "MiB": "Peak memory that a prompt adds, MiB",
+    }
+    under = f"chunks of {CHUNK:,}, budget {BUDGET:,}, float32, {rows[0]['threads']} thread(s), by tokens"
+    return [
+        Table(
+            f"{caption}, {under}",
+            [{"way": way, **{f"{n:,}": x for n, x in line.items()}} for way, line in _lines(rows, what).items()],
+        )
+        for what, caption in captions.items()
+    ]
+
+
+def targets(rows: Sequence[Row]) -> list[Target]:
+    """Chunks with eviction beside the whole prompt, at 32,768 tokens."""
+    return [
+        Target("chunks", f"{policy}, {what} of a prompt of {LONG:,} in chunks, of the whole one", limit, ratio)
+        for what, limit in LIMITS.items()
+        for policy, ratio in _ratios(_lines(rows, what)).items()
+    ]
+
+
+def _ratios(lines: dict[str, dict[int, float]]) -> dict[str, float | None]:
+    whole = lines.get(WHOLE, {}).get(LONG)
+    return {p: lines[p][LONG] / whole if whole and LONG in lines.get(p, {}) else None for p in POLICIES}
+
+
+def figures(rows: Sequence[Row]) -> dict[str, Figure]:
+    panels = {what: {name: [*line.items()] for name, line in _lines(rows, what).items()} for what in LIMITS}
+    return {"chunks": plots.lines(panels, "tokens of the prompt", "", logarithmic=True)}

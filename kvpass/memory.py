@@ -1,0 +1,16 @@
+"""How much memory a device has left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes that may still be taken; None where the system does not say."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    told = Path("/proc/meminfo")
+    lines = told.read_text(encoding="ascii").splitlines() if device.type == "cpu" and told.is_file() else []
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)

@@ -1,0 +1,196 @@
+"""Prompts in chunks: each attends to the held tokens and itself, then the policy evicts (`prefill`).
+
+The memory of a prompt is then that of the budget and a chunk, however long it is, and its time grows as its length.
+The first chunk takes the rest that the others leave, and has up to twice their length: a prompt graph serves all
+lengths, while each length of a chunk on live slots is a graph of its own.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from kvpass import compat
+from kvpass.budget import Budget
+from kvpass.errors import BudgetError, CacheHandleError, PolicyError
+from kvpass.handle import caches_in
+from kvpass.policies.base import require
+
+Logits = Literal["last", "all"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Caller:
+    """A model's call with what it takes of what a prompt or a step has.
+
+    Attributes:
+        call: the model or what torch.compile made of it.
+        takes: the names of its arguments.
+        name: its class, for errors.
+    """
+
+    call: Callable[..., Any]
+    takes: frozenset[str]
+    name: str
+
+    @staticmethod
+    def of(call: Callable[..., Any], model: Any = None) -> Caller:
+        """From a compiled model; `model` is the one that was compiled, if that cannot be seen."""
+        model = model or getattr(call, "_orig_mod", call)
+        forward = getattr(model, "forward", model)
+        return Caller(call, frozenset(inspect.signature(forward).parameters), type(model).__name__)
+
+    def __call__(self, ids: Tensor, mask: Tensor, position: Tensor, cache: Any, keep: int = 1) -> Any:
+        """The model's own output.
+
+        Args:
+            ids: int64 [B, q]; position: int64 [B, q], among the real tokens.
+            mask: [B, tokens seen + q].
+            keep: of how many of the last tokens logits are wanted, 0 for all.
+        """
+        given = dict(attention_mask=mask, position_ids=position, logits_to_keep=keep)
+        named = {name: value for name, value in given.items() if name in self.takes}
+        with compat.room_for_graphs():
+            return self.call(ids, past_key_values=cache, use_cache=True, **named)
+
+    def check_padding(self, mask: Tensor) -> None:
+        """Raise PolicyError for padding, [B, T], that the model could not be told of."""
+        if "attention_mask" not in self.takes and not bool(mask.all()):
+            raise PolicyError(f"attention_mask: {self.name} takes none, so prompts cannot be padded")
+
+
+@torch.no_grad()
+def prefill(
+    compiled: Callable[..., Any],
+    ids: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    chunk: int,
+    past_key_values: Any = None,
+    logits: Logits = "last",
+) -> Any:
+    """Feed a prompt in chunks to a model that kvpass compiled; the cache is bounded between them.
+
+    With `chunk=1` it is token by token, as in decoding.  What is left when a prompt is cut into chunks goes in with the
+    first one; `generate(..., prefill_chunk_size=n)` has it at the end.
+
+    Args:
+        compiled: `torch.compile(model, backend=kvpass.backend(...))`, or a model after `kvpass.compile`; it takes
+            `input_ids`, `past_key_values` and `use_cache`, and `attention_mask` and `position_ids` if there is padding,
+            and returns an object with `logits` and `past_key_values`.
+        ids: int64 [B, T].
+        attention_mask: [B, tokens seen before + T], 0 for padding, which comes first in each row; None for no padding.
+        chunk: tokens that go in together, from 1 on.
+        past_key_values: a cache of kvpass to go on with, None for an empty one.
+        logits: "last" for those of the last token, [B, 1, V]; "all" for those of every token, [B, T, V], which is what
+            scoring a text wants, and takes memory as T does.
+
+    Returns:
+        The model's output for the last chunk, with these `logits`, and the cache as `past_key_values`.
+
+    Raises:
+        PolicyError: a chunk, a prompt or a mask that cannot be.
+        BudgetError: a budget that is a share of the prompt, of whose length the first chunk knows nothing.
+    """
+    caller = Caller.of(compiled)
+    seen = _seen(past_key_values)
+    mask = _checked(ids, attention_mask, seen, chunk, logits)
+    caller.check_padding(mask)
+    made = chunks(caller, ids, mask, past_key_values, chunk, keep=int(logits == "last"))
+    if logits == "last":
+        last = last_of(made)
+        last.logits = last.logits[:, -1:]
+        return last
+    every: list[Tensor] = []
+    last = last_of(_noted(made, every))
+    last.logits = torch.cat(every, 1)
+    return last
+
+
+def chunks(caller: Caller, ids: Tensor, mask: Tensor, cache: Any, chunk: int | None, keep: int = 1) -> Iterator[Any]:
+    """The model's output for each chunk of a prompt.
+
+    Args:
+        ids: int64 [B, T]; mask: [B, tokens seen before + T].
+        chunk: None for the whole prompt at once.
+    """
+    done, before = 0, mask.shape[1] - ids.shape[1]
+    position = (mask.cumsum(-1) - 1).clamp(min=0)[:, before:]
+    for count in lengths(ids.shape[1], chunk, before == 0):
+        part, upto = slice(done, done + count), before + done + count
+        out = caller(_growing(ids[:, part]), _growing(mask[:, :upto]), _growing(position[:, part]), cache, keep)
+        cache, done = out.past_key_values, done + count
+        for layer in caches_in(cache)[:1] if chunk is not None else []:
+            check_budget(layer.backend.budget)
+        yield out
+
+
+def last_of(outputs: Iterator[Any]) -> Any:
+    """The last of them, once all are made; the others are let go."""
+    return collections.deque(outputs, maxlen=1).pop()
+
+
+def _noted(outputs: Iterator[Any], logits: list[Tensor]) -> Iterator[Any]:
+    """The same outputs; their logits are added to the list."""
+    for output in outputs:
+        logits.append(output.logits)
+        yield output
+
+
+def lengths(tokens: int, chunk: int | None, first: bool) -> list[int]:
+    """Of the chunks of so many tokens; the rest goes with the first one of a prompt, and else comes first by itself."""
+    if chunk is None or tokens <= chunk:
+        return [tokens]
+    count, rest = divmod(tokens, chunk)
+    if first:
+        return [chunk + rest, *[chunk] * (count - 1)]
+    return [*([rest] if rest else []), *[chunk] * count]
+
+
+def _growing(x: Tensor) -> Tensor:
+    """The tensor by itself in memory, of a length that Dynamo is told to expect any of."""
+    x = x.contiguous()
+    if x.shape[-1] > 1:
+        compat.mark_growing(x, x.ndim - 1)
+    return x
+
+
+def _seen(cache: Any) -> int:
+    """Tokens that a cache has seen.
+
+    Raises:
+        CacheHandleError: there is something in it and nothing of kvpass.
+    """
+    if cache is None:
+        return 0
+    found = caches_in(cache)
+    if not found:
+        raise CacheHandleError(f"there is no kvpass cache in this {type(cache).__name__}; pass none for an empty one")
+    return found[0].seen
+
+
+def check_budget(budget: Budget) -> None:
+    """Raise BudgetError for a budget that chunks of a prompt cannot have."""
+    if isinstance(budget, float):
+        raise BudgetError(
+            f"budget={budget}: a share of the prompt is not known before all of it is; give a number of slots to "
+            "prompts that come in chunks"
+        )
+
+
+def _checked(ids: Tensor, mask: Tensor | None, seen: int, chunk: int, logits: str) -> Tensor:
+    """The padding mask [B, seen + T]."""
+    require(isinstance(chunk, int) and chunk >= 1, "chunk", chunk, "is a number of tokens from 1 on")
+    require(logits in ("last", "all"), "logits", logits, "is 'last' or 'all'")
+    require(ids.ndim == 2 and ids.numel() > 0, "ids", tuple(ids.shape), "is [rows, tokens] with one token at least")
+    wanted = (len(ids), seen + ids.shape[1])
+    if mask is None:
+        return torch.ones(wanted, dtype=torch.int64, device=ids.device)
+    require(tuple(mask.shape) == wanted, "attention_mask", tuple(mask.shape), f"is {wanted}: all tokens so far")
+    return mask.to(ids.device)

@@ -1,0 +1,506 @@
+"""Many requests on one decode graph: `DecodeLoop(model, policy, rows=R)`.
+
+Each row of the batch is one request's.  A prompt runs at one row, and then its slots are copied into a row that is
+free; the other rows go on, on the same graph.  Slots have a fixed size, so there are no pages, and no row moves.
+
+Rows have seen different numbers of tokens, but the masks of a model count places in one padded sequence.  So rows are
+padded on the left in thought: all are as long as the longest, and a row's tokens stand at its end.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from kvpass import runtime
+from kvpass.errors import BudgetError, CacheHandleError, KVPassError, RequestError
+from kvpass.handle import Handle, LayerCache, caches_in, moved
+from kvpass.memory import free_bytes
+from kvpass.policies.base import require
+from kvpass.prefill import chunks, lengths
+from kvpass.sampling import RowSampling, Sampling
+from kvpass.slots import Slots
+from kvpass.stepping import State, refreshed
+
+if TYPE_CHECKING:
+    from kvpass.decode import DecodeLoop
+
+Reason = Literal["stop", "length", "cancelled", "error"]
+ATTEMPTS = 2  # a request whose step fails is begun anew once
+MOST_STOPS = 8  # tokens that a request may end at
+
+
+class RequestStatus(enum.IntEnum):
+    """Where a request stands; the names of transformers' continuous batching."""
+
+    PENDING = 0
+    PREFILLING = 1
+    DECODING = 2
+    FINISHED = 3
+    FAILED = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationOutput:
+    """What a request has made as of a look.
+
+    Attributes:
+        request_id: what `add` gave.
+        prompt_ids: as they were given.
+        generated_tokens: all so far; a token to stop at is the last one.
+        new_tokens: those since the last look.
+        finish_reason: a token to stop at, its length, `cancel`, or an error; None while it goes on.
+        error: what went wrong, with `RequestStatus.FAILED`.
+    """
+
+    request_id: str
+    prompt_ids: list[int]
+    generated_tokens: list[int]
+    new_tokens: list[int]
+    status: RequestStatus
+    finish_reason: Reason | None = None
+    error: str | None = None
+
+    def is_finished(self) -> bool:
+        """Whether nothing more comes."""
+        return self.status >= RequestStatus.FINISHED
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    """A request and what is known of it on the host.
+
+    Attributes:
+        tokens: made so far; told: those that have been handed out, more than that after it was begun anew.
+        attempts: how often it has been begun.
+    """
+
+    request_id: str
+    prompt: list[int]
+    most: int
+    stop: frozenset[int]
+    sampling: Sampling
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    told: list[int] = dataclasses.field(default_factory=list)
+    attempts: int = 0
+    status: RequestStatus = RequestStatus.PENDING
+    reason: Reason | None = None
+    error: str | None = None
+
+    @property
+    def held(self) -> int:
+        """Tokens that its cache has seen: of the prompt and all that were made but the last."""
+        return len(self.prompt) + len(self.tokens) - 1
+
+    @property
+    def finished(self) -> bool:
+        return self.status >= RequestStatus.FINISHED
+
+    def begin(self) -> None:
+        """Start, or start anew: what was made is made again, and not handed out again."""
+        self.tokens, self.status = [], RequestStatus.PREFILLING
+        self.attempts += 1
+
+    def take(self, token: int) -> None:
+        """One more token."""
+        self.tokens.append(token)
+        if token in self.stop:
+            self.end("stop")
+        elif len(self.tokens) >= self.most:
+            self.end("length")
+
+    def end(self, reason: Reason, error: str | None = None) -> None:
+        self.reason, self.error = reason, error
+        self.status = RequestStatus.FAILED if reason == "error" else RequestStatus.FINISHED
+
+    def look(self) -> GenerationOutput | None:
+        """What is new; None if nothing is."""
+        new = self.tokens[len(self.told) :]
+        if not new and not self.finished:
+            return None
+        self.told += new
+        named = (self.request_id, list(self.prompt), list(self.told), new)
+        return GenerationOutput(*named, self.status, self.reason, self.error)
+
+
+class Requests:
+    """The requests of a loop: queued, being read, or in a row."""
+
+    def __init__(self, loop: DecodeLoop, rows: int) -> None:
+        self.loop, self.count = loop, rows
+        self.queue: collections.deque[Request] = collections.deque()
+        self.rows: dict[int, Request] = {}
+        self.known: dict[str, Request] = {}
+        self.filling: tuple[Request, Iterator[Any], int] | None = None
+        self.kept: list[GenerationOutput] = []
+        self.batch: Batch | None = None
+        self.number = 0
+
+    @staticmethod
+    def of(loop: DecodeLoop, rows: int) -> Requests:
+        """For a loop whose slots are as many for every request.
+
+        Raises:
+            BudgetError: a budget that is none, or a share of each prompt.
+            PolicyError: a policy that holds a prompt whole until a token has attended to it.
+        """
+        policy, budget = loop.chosen.policy, loop.chosen.budget
+        if not isinstance(budget, int):
+            raise BudgetError(f"budget={budget}: rows have as many slots for every request; give their number")
+        require(not policy.defers, "policy", policy, "holds a prompt whole at first, which no row has slots for")
+        return Requests(loop, rows)
+
+    # -- from outside ------------------------------------------------------------------------------------------------
+
+    def add(self, ids: Any, request_id: str | None, most: int, stop: Sequence[int], sampling: Sampling) -> str:
+        """Queue a request; see `DecodeLoop.add`."""
+        name = f"req_{self.number}" if request_id is None else request_id
+        self.number += 1
+        request = Request(name, _numbers(ids), most, frozenset(stop), sampling)
+        self._check(request)
+        self.known[name] = request
+        self.queue.append(request)
+        return name
+
+    def _check(self, request: Request) -> None:
+        name, prompt, most = f"request {request.request_id!r}", request.prompt, request.most
+        if request.request_id in self.known:
+            raise RequestError(f"{name} is there already")
+        if not prompt:
+            raise RequestError(f"{name}: the prompt is empty")
+        if most < 1:
+            raise RequestError(f"{name}: max_new_tokens={most} is a number of tokens from 1 on")
+        if len(request.stop) > MOST_STOPS:
+            raise RequestError(f"{name}: {len(request.stop)} tokens to stop at; at most {MOST_STOPS} are possible")
+        self._check_vocabulary(name, prompt)
+        policy, budget = self.loop.chosen.policy, self.loop.chosen.budget
+        if not policy.evicts and isinstance(budget, int) and len(prompt) + most - 1 > budget:
+            raise RequestError(
+                f"{name}: {len(prompt)} tokens and {most} new ones exceed the budget of {budget}, and policy "
+                f"{policy.name!r} keeps every token"
+            )
+
+    def _check_vocabulary(self, name: str, prompt: list[int]) -> None:
+        size = self.loop.vocabulary
+        wrong = next((token for token in prompt if token < 0 or (size is not None and token >= size)), None)
+        if wrong is not None:
+            raise RequestError(f"{name}: token {wrong} is not in the vocabulary of {size}")
+
+    def cancel(self, name: str) -> bool:
+        """End a request; see `DecodeLoop.cancel`."""
+        request = self.known.get(name)
+        if request is None or request.finished:
+            return False
+        request.end("cancelled")
+        return True
+
+    @property
+    def pending(self) -> int:
+        """Requests whose end has not been handed out."""
+        return len(self.known)
+
+    @torch.no_grad()
+    def step(self) -> list[GenerationOutput]:
+        """One chunk of a prompt, or tokens for all rows; what is new since the last look."""
+        self._sort_out()
+        if not self._read_on():
+            self._decode()
+        self._sort_out()
+        looked = [request.look() for request in self.known.values()]
+        made, self.kept = [*self.kept, *(output for output in looked if output is not None)], []
+        for output in made:
+            if output.is_finished():
+                self.known.pop(output.request_id, None)
+        return made
+
+    def all_of(self, adding: Sequence[Callable[[], str]]) -> dict[str, GenerationOutput]:
+        """Add requests and serve them to their ends; see `DecodeLoop.generate_batch`."""
+        done: dict[str, GenerationOutput] = {}
+        names = [self._added(add, done) for add in adding]
+        kept = []
+        while any(name not in done for name in names):
+            for output in self.step():
+                if output.request_id not in names:
+                    kept.append(output)
+                elif output.is_finished():
+                    done[output.request_id] = output
+        self.kept = kept  # for whoever looks next
+        return {name: done[name] for name in names}
+
+    def _added(self, add: Callable[[], str], done: dict[str, GenerationOutput]) -> str:
+        """Add a request; of one that cannot be, what came of it."""
+        number = self.number
+        try:
+            return add()
+        except RequestError as error:
+            name = f"req_{number}"
+            done[name] = GenerationOutput(name, [], [], [], RequestStatus.FAILED, "error", str(error))
+            return name
+
+    # -- rows --------------------------------------------------------------------------------------------------------
+
+    def _sort_out(self) -> None:
+        """Free the rows, and leave the places in the queue, of requests that have finished."""
+        for row in [row for row, request in self.rows.items() if request.finished]:
+            del self.rows[row]
+            if self.batch is not None:
+                self.batch.free(row)
+        self.queue = collections.deque(request for request in self.queue if not request.finished)
+        if self.filling is not None and self.filling[0].finished:
+            self.filling = None
+
+    def _read_on(self) -> bool:
+        """Feed one chunk of a prompt to the model, if there is a row for it; whether a request has begun with that."""
+        if self.filling is None and not (self.queue and len(self.rows) < self.count):
+            return False
+        request = self.queue.popleft() if self.filling is None else self.filling[0]
+        try:
+            _, outputs, left = self.filling or self._begun(request)
+            out = next(outputs)
+        except Exception as error:
+            self.filling = None
+            self._again([request], error)
+            return True
+        self.filling = (request, outputs, left - 1) if left > 1 else None
+        if left == 1:
+            self._admit(request, out)
+        return left == 1
+
+    def _begun(self, request: Request) -> tuple[Request, Iterator[Any], int]:
+        request.begin()
+        ids = torch.tensor([request.prompt], device=self.loop.device)
+        how = (self.loop.caller, ids, torch.ones_like(ids), None, self.loop.prefill_chunk)
+        return request, chunks(*how), len(lengths(ids.shape[1], self.loop.prefill_chunk, True))
+
+    def _again(self, requests: Sequence[Request], error: Exception) -> None:
+        """Begin requests anew, before all others; those for which that has been done have failed, and on a refusal."""
+        for request in reversed(requests):
+            if request.attempts < ATTEMPTS and not isinstance(error, KVPassError):
+                request.status = RequestStatus.PENDING
+                self.queue.appendleft(request)
+            else:
+                request.end("error", "".join(traceback.format_exception_only(error)).strip())
+
+    def _admit(self, request: Request, out: Any) -> None:
+        """Copy what a prompt left into a free row."""
+        row = next(row for row in range(self.count) if row not in self.rows)
+        caches = caches_in(out.past_key_values)
+        if self.batch is None:
+            self.batch = Batch.of(self.loop, out.past_key_values, self.count)
+        try:
+            self.batch.check(caches)
+        except CacheHandleError as error:
+            request.end("error", str(error))
+            return
+        request.take(self.batch.take_in(row, caches, request, out.logits[:, -1]))
+        request.status = max(request.status, RequestStatus.DECODING)
+        self.rows[row] = request
+
+    def _decode(self) -> None:
+        """Tokens for all rows, up to the next look."""
+        there = list(self.rows.values())
+        if self.batch is None or not there:
+            return
+        left = [request.most - len(request.tokens) for request in there]
+        try:
+            self.batch.settle_on(max(request.held for request in there))
+            soon = self.queue or not self.loop.chosen.policy.evicts  # who keeps all has slots for the longest row
+            columns = self.batch.run(min(self.loop.every, min(left) if soon else max(left)))
+        except Exception as error:
+            self.batch, self.rows = None, {}
+            self._again(there, error)
+            return
+        for column in columns:
+            for row, request in self.rows.items():
+                if not request.finished:
+                    request.take(column[row])
+
+
+def _numbers(ids: Any) -> list[int]:
+    """Token ids from a list, or a tensor [T] or [1, T]."""
+    flat = ids.reshape(-1).tolist() if isinstance(ids, Tensor) and (ids.ndim < 2 or len(ids) == 1) else ids
+    if isinstance(flat, Tensor):
+        raise RequestError(f"a request of shape {tuple(flat.shape)}: one prompt at a time, [T] or [1, T]")
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in flat):
+        raise RequestError("a prompt is made of whole numbers, the ids of its tokens")
+    return list(flat)
+
+
+class Batch(State):
+    """The rows on the device.
+
+    Attributes:
+        made_of: how many tokens each row has made, int64 [R]; most: how many it may, likewise.
+        stops: int64 [R, MOST_STOPS], the tokens that each row ends at, -1 after the last.
+        sampling: how each row draws.
+        caches: of each layer, with R rows.
+    """
+
+    def __init__(self, loop: DecodeLoop, cache: Any, rows: int) -> None:
+        none = torch.zeros(rows, dtype=torch.int64, device=loop.device)
+        self.stops = torch.full((rows, MOST_STOPS), -1, device=loop.device)
+        super().__init__(loop, cache, none, none[:, None], none[:, None])
+        self.made_of, self.most = torch.zeros_like(none), torch.zeros_like(none)
+        self.sampling = RowSampling.of(rows, loop.device)
+        self.caches = caches_in(cache)
+        self.done.fill_(True)
+        self.pending = 0
+        self.cursor.zero_()
+
+    @staticmethod
+    def of(loop: DecodeLoop, cache: Any, rows: int) -> Batch:
+        """Free rows for requests whose prompts leave caches as this one, which is no longer one after that.
+
+        Raises:
+            BudgetError: there is no memory for so many rows.
+            CacheHandleError: the model's cache holds more than slots.
+        """
+        one = caches_in(cache)
+        needed = rows * sum(layer.slots.nbytes for layer in one)
+        free = free_bytes(loop.device)
+        if free is not None and needed > free:
+            raise BudgetError(
+                f"rows={rows}: their slots take {needed / 2**20:,.0f} MiB, and {free / 2**20:,.0f} MiB are free"
+            )
+        _check_nothing_else(cache)
+        wide = {id(layer): _widened(layer, rows) for layer in one}
+
+        def widened(value: Any) -> Any:
+            return moved(value, wide[id(value.cache)]) if isinstance(value, Handle) else value
+
+        return Batch(loop, refreshed(cache, 0, widened), rows)
+
+    def check(self, caches: Sequence[LayerCache]) -> None:
+        """Raise CacheHandleError unless the caches of a prompt fit into a row."""
+        for layer, one in zip(self.caches, caches, strict=True):
+            found, here = (one.layout.capacity, one.slots.capacity), (layer.layout.capacity, layer.slots.capacity)
+            if found != here:
+                raise CacheHandleError(
+                    f"{one.layout.policy} needs {one.slots.capacity} slots for this prompt and the rows have "
+                    f"{layer.slots.capacity}: requests need a policy whose slots are as many for every prompt"
+                )
+
+    def take_in(self, row: int, caches: Sequence[LayerCache], request: Request, logits: Tensor) -> int:
+        """Put a request into a row; gives its first token.
+
+        Args:
+            caches: of each layer, with one row; logits: [1, vocabulary], of the prompt's last token.
+        """
+        seen = caches[0].seen
+        self.settle_on(max(seen, self.length))
+        for layer, one in zip(self.caches, caches, strict=True):
+            _put(layer, row, one)
+        self.sampling.put(row, request.sampling)
+        first = int(self.sampling.at(row).choose(logits, torch.zeros(1, dtype=torch.int64, device=logits.device)))
+        self.ids[row], self.position[row], self.made_of[row], self.most[row] = first, seen, 1, request.most
+        self.stops[row] = torch.tensor([*request.stop, *[-1] * (MOST_STOPS - len(request.stop))])
+        self.done[row] = first in request.stop or request.most == 1
+        return first
+
+    def free(self, row: int) -> None:
+        """Let a row stand still."""
+        self.done[row] = True
+
+    @property
+    def length(self) -> int:
+        """The tokens that all rows have seen, padding included."""
+        return self.caches[0].seen
+
+    def settle_on(self, length: int) -> None:
+        """Let all rows be as long as that, by padding on the left.
+
+        A policy that evicts lets them grow; one that does not has slots for so many.
+        """
+        by = length - self.length
+        if by == 0 or (by < 0 and self.caches[0].layout.policy.evicts):
+            return
+        if self.step is not None:
+            self.step.move(by)
+        for layer in self.caches:
+            slots = layer.slots
+            slots.index.copy_(torch.where(slots.position >= 0, (slots.index + by).clamp(min=0), slots.index))
+            slots.length.add_(by)
+            layer.seen += by
+        if self.step is None:
+            self.cache = refreshed(self.cache, by)
+
+    def run(self, count: int) -> list[list[int]]:
+        """So many tokens for each row, or fewer if a row ends and the host sees it at no cost."""
+        ended = int(self.done.sum()) if self.done.device.type == "cpu" else None
+        for _ in range(count):
+            self._advance()
+            self.pending += 1
+            if ended is not None and int(self.done.sum()) > ended:
+                break
+        columns: list[list[int]] = self.made[: self.pending].tolist()  # the host looks
+        self.cursor.zero_()
+        self.pending = 0
+        return columns
+
+    def mask(self) -> Tensor:
+        """[R, tokens seen]: a row's own stand at its end; those of a row that stands still may be any."""
+        places = torch.arange(self.length, device=self.done.device)
+        return (places >= self.length - self.caches[0].real_seen[:, None]).to(torch.int64)
+
+    @property
+    def variant(self) -> Any:
+        """How the rows draw, which the host decides."""
+        return self.sampling.draws, self.sampling.limits
+
+    def tell(self, mask: Tensor) -> None:
+        """Say of the new tokens which are real; which column the graph reads depends on the length."""
+        mask.copy_((~self.done)[:, None].expand_as(mask))
+
+    def _stops(self, tokens: Tensor) -> Tensor:
+        return (tokens[:, None] == self.stops).any(-1)
+
+    def choose(self, logits: Tensor) -> None:
+        """Sample and move on, all on the device; logits [R, 1, vocabulary]."""
+        drawn, goes = self.sampling.choose(logits[:, -1], self.made_of), ~self.done
+        self.position.add_(goes[:, None])
+        self.made_of.add_(goes)
+        self.made.index_copy_(0, self.cursor, torch.where(goes, drawn, self.loop.pad)[None])
+        self.ids.copy_(torch.where(goes[:, None], drawn[:, None], self.ids))
+        self.done.logical_or_(self._stops(drawn) | (self.made_of >= self.most))
+        self.cursor.add_(1)
+
+
+def _check_nothing_else(cache: Any) -> None:
+    """Raise CacheHandleError for a model's cache object that holds more than slots, such as recurrent states."""
+    for layer in getattr(cache, "layers", ()):
+        other = [name for name, x in vars(layer).items() if isinstance(x, Tensor) and not isinstance(x, Handle)]
+        if other:
+            raise CacheHandleError(
+                f"a layer of the model's cache holds {', '.join(other)} beside keys and values; requests need a cache "
+                "of slots alone"
+            )
+
+
+def _widened(one: LayerCache, rows: int) -> LayerCache:
+    """A cache like this one with so many rows that hold nothing."""
+    layout = dataclasses.replace(one.layout, rows=rows)
+    if not isinstance(one.slots, Slots):
+        raise CacheHandleError("requests on a cache that runs with inner='reference'")
+    slots = Slots.empty(layout)
+    runtime.keep_address(slots)
+    slots.length.fill_(one.seen)
+    none = one.absent.new_zeros(rows, 0)
+    return dataclasses.replace(one, layout=layout, slots=slots, absent=none, clocks=one.clocks * rows, _picked=[])
+
+
+def _put(layer: LayerCache, row: int, one: LayerCache) -> None:
+    """Copy the only row of a cache into a row of a wider one; nothing of what was there is left."""
+    shift = layer.seen - one.seen
+    for there, here in zip(layer.slots.tensors(), one.slots.tensors(), strict=True):
+        there[row].copy_(here[0])
+    index, position = layer.slots.index[row], layer.slots.position[row]
+    index.copy_(torch.where(position >= 0, index + shift, index))
+    layer.slots.length[row] = layer.seen
+    layer.clocks = (*layer.clocks[:row], *one.clocks, *layer.clocks[row + 1 :])
