@@ -376,8 +376,9 @@ def test_candidates_side_by_side(architecture: str, policy: str) -> None:
     assert close(rest.logits, expected[:, 13:], 1e-5)
 
 
-@pytest.mark.parametrize("name", ["tiny-llama", pytest.param("tiny-gpt2", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("policy", ["h2o", *(pytest.param(p, marks=pytest.mark.slow) for p in POLICIES[:2])])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt2"])
+@pytest.mark.parametrize("policy", ["h2o", *POLICIES[:2]])
 def test_pipeline(name: str, policy: str) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(MODELS / name)
     texts = ["Once upon a time there was a little dog", "One day"]

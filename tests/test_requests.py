@@ -199,9 +199,11 @@ def nothing_is_left_behind(loop: kvpass.DecodeLoop) -> None:
         loop.generate_batch(prompts(lengths), max_new_tokens=1)
         batch = loop.requests.batch
         assert batch is not None
-        names = ("key", "value", "position", "free", "seen", "rank")
         slots = batch.caches[0].slots
-        held.append([x[0].clone() for x in (*(getattr(slots, name) for name in names), *slots.state.values())])
+        rows = (*slots.key.parts, *slots.value.parts)
+        held.append(
+            [x[0].clone() for x in (*rows, slots.position, slots.free, slots.seen, slots.rank, *slots.state.values())]
+        )
     assert all(torch.equal(a, b) for a, b in zip(held[0], held[2], strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(held[0], held[1], strict=True))
 

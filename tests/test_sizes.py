@@ -73,7 +73,7 @@ def test_an_encoder_as_long_as_what_was_seen(pieces: list[int], padded: bool, hi
         assert torch.allclose(got, decoded(model, ids, encoded, pieces, padded, hides), atol=1e-5), encoded
 
 
-@pytest.mark.parametrize(("rows", "beams"), [(2, 4), (3, 3)])
+@pytest.mark.parametrize(("rows", "beams"), [(2, 4), pytest.param(3, 3, marks=pytest.mark.slow)])
 def test_guidance_after_beams(rows: int, beams: int) -> None:
     """Of two rows, a padding mask has as many as the second step has tokens."""
     ids, mask = prompt(rows, 9, (3, 1, 0))

@@ -42,7 +42,9 @@ def notes(recorder: Recorder) -> list[str]:
     return [note for note in recorder.notes if "beside the model's own" in note]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "policy", [pytest.param(p, marks=pytest.mark.slow if p == "cascade" else []) for p in POLICIES]
+)
 @pytest.mark.parametrize("architecture", ["Llama", "GPT2"])
 def test_what_is_right_passes_and_is_not_disturbed(architecture: str, policy: str) -> None:
     build(architecture)  # the first time seeds the generator

@@ -104,7 +104,7 @@ def test_a_policy_that_cannot_be_made_is_an_outcome_too():
 
 def test_full_gets_no_budget_for_completions(monkeypatch):
     budgets = {}
-    compiled_as(monkeypatch, lambda model, *, policy, budget, inner: budgets.update({policy.name: budget}))
+    compiled_as(monkeypatch, lambda model, *, policy, budget, inner, kv_dtype: budgets.update({policy.name: budget}))
     monkeypatch.setattr(Job, "_completion", lambda self: "done")
     for policy in ("full", "window"):
         assert job(Settings(budget=32)).complete(policy, lambda: None) == "done"
