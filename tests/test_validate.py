@@ -13,6 +13,8 @@ from torch import Tensor
 import kvpass
 from kvpass.capture import sites, spelled
 from kvpass.report import Recorder
+from tests.adversary.models import Small, sdpa
+from tests.adversary.oracle import Case, judge
 from tests.models import build, prompt
 
 POLICIES = {"full": None, "streaming": 12, "h2o": 12, "cascade": 12, "d2o": 12}
@@ -102,3 +104,17 @@ def test_a_call_that_is_read_wrongly_is_refused_by_its_line(
 def test_it_is_part_of_a_backends_settings() -> None:
     assert kvpass.backend("full").validate
     assert kvpass.backend("full") != kvpass.backend("full", validate=False)
+
+
+def scaled_afterwards(past: Tensor, new: Tensor) -> Tensor:
+    """Stores the new tokens, and then writes to where they came from."""
+    grown = torch.cat([past, new], -2)
+    new.mul_(2)
+    return grown
+
+
+def test_new_tokens_that_are_written_to_after_they_were_stored() -> None:
+    model = Small(sdpa(lambda i, j: j <= i), grow=scaled_afterwards)
+    verdict = judge(Case(model, pieces=(5, 1)))
+    assert verdict.kind == "refused"
+    assert "is not the model's" in verdict.detail

@@ -84,13 +84,15 @@ def _name_attributes(graph: fx.Graph) -> None:
 
 def _put_operators(graph: fx.Graph, readings: list[Reading]) -> None:
     """Let an operator stand for every cache update and every attention call on a cache."""
+    ends = {
+        node for each in readings for node in (each.call.node, each.call.lse, each.key.grown, each.value.grown) if node
+    }
+    behind = {node for end in ends for node in graphs.ancestors(end)}
     appended: dict[fx.Node, fx.Node] = {}
     for reading in readings:
         for origin in (reading.key, reading.value):
             if origin.grown not in appended:
                 appended[origin.grown] = _append(graph, origin)
-    spelled_out = {node for reading in readings for node in (reading.call.node, reading.call.lse) if node is not None}
-    behind = {node for end in spelled_out for node in graphs.ancestors(end)} | set(appended)
     replaced: dict[fx.Node, fx.Node] = {}
     for reading in readings:
         call = reading.call.moved(replaced)
