@@ -69,7 +69,7 @@ def summary(verdicts: list[Verdict]) -> str:
 
 def page(verdicts: list[Verdict]) -> str:
     """The table as Markdown."""
-    packages = re.compile(r"\S*/site-packages/")
+    packages = re.compile(r"[^\s(]*/site-packages/")
     reasons = [packages.sub("", v.reason).replace("|", "/") for v in verdicts]
     rows = [
         f"| {v.name} | {v.word} | {v.rewritten}/{v.found} | {v.graphs} | {reason} |"
