@@ -19,6 +19,12 @@ EXACT = ("d2o", "kv_align")  # all others copy rows and never compute one
 every_format = pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 
 
+def without_ties(row: Row) -> st.SearchStrategy[Case]:
+    """Cases in which no two rows are equally near to a third: d2o merges into the nearest, and rows of two numbers in
+    a few bits have few directions."""
+    return cases(row, dim=8) if row.name == "d2o" else cases(row)
+
+
 def check(case: Case, kv_dtype: KVDtype) -> None:
     q, k, v = case.layer()
     expected = simulate(case.name, q, k, v, kv_dtype=kv_dtype, **case.settings)
@@ -35,7 +41,7 @@ def check(case: Case, kv_dtype: KVDtype) -> None:
 @given(data=st.data())
 @settings(max_examples=5)
 def test_compiled_equals_reference(row: Row, kv_dtype: KVDtype, data: st.DataObject) -> None:
-    check(data.draw(cases(row)), kv_dtype)
+    check(data.draw(without_ties(row)), kv_dtype)
 
 
 @pytest.mark.slow
@@ -44,7 +50,7 @@ def test_compiled_equals_reference(row: Row, kv_dtype: KVDtype, data: st.DataObj
 @given(data=st.data())
 @settings(max_examples=25)
 def test_compiled_equals_reference_in_more_cases(row: Row, kv_dtype: KVDtype, data: st.DataObject) -> None:
-    check(dataclasses.replace(data.draw(cases(row)), seed=7), kv_dtype)
+    check(dataclasses.replace(data.draw(without_ties(row)), seed=7), kv_dtype)
 
 
 @every_format
