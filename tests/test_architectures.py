@@ -34,7 +34,7 @@ def test_a_sample_is_rewritten_completely(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", zoo.names())
 def test_every_architecture_is_what_the_page_says(name: str) -> None:
-    verdict = examine_apart(name, PADDING)
+    verdict = examine_apart(name, PADDING, canonical=zoo.names().index(name) % 3 == 0)  # `make architectures`: all
     assert verdict.acceptable, verdict
     assert verdict.word == written()[name].word, verdict
 
@@ -117,7 +117,7 @@ class Broken(torch.nn.Module):
         return self.model(**inputs)
 
 
-@pytest.mark.parametrize("policy", ["full", "h2o"])
+@pytest.mark.parametrize("policy", ["full", pytest.param("h2o", marks=pytest.mark.slow)])
 def test_a_model_with_graph_breaks(policy: str) -> None:
     model, total = Broken(zoo.build("llama")), 18
     ids = torch.randint(3, 128, (2, total + 6), generator=torch.Generator().manual_seed(2))
