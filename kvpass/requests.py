@@ -444,6 +444,12 @@ class Batch(State):
         self.pending = 0
         return columns
 
+    def settle(self) -> None:
+        """As of `State`; padding is not remembered, since a place belongs to whichever request is in the row."""
+        super().settle()
+        for layer in self.caches:
+            layer.absent = layer.absent[:, :0]
+
     def mask(self) -> Tensor:
         """[R, tokens seen]: a row's own stand at its end; those of a row that stands still may be any."""
         places = torch.arange(self.length, device=self.done.device)

@@ -47,6 +47,8 @@ def numbers(
         at = c * GROUPS + d * GROUPS // D
         code = tl.where(d < D // 2, byte & 15, byte >> 4) + tl.load(zero + at, mask=inside, other=0)
         return code.to(tl.float32) * tl.load(scale + at, mask=inside, other=0.0).to(tl.float32)
+    elif BITS == 8:
+        return tl.load(rows + d, mask=inside, other=0).to(tl.float32)
     else:
         return tl.load(rows + d, mask=inside, other=0)
 
