@@ -1155,7 +1155,7 @@ def parameter(case: Row) -> Any:
     return pytest.param(case, id=case.name, marks=[pytest.mark.slow] if case.slow else [])
 
 
-@pytest.mark.parametrize("case", map(parameter, ROWS))
+@pytest.mark.parametrize("case", [parameter(row) for row in ROWS])
 def test_held_or_refused(case: Row) -> None:
     verdict = judge(case.make())
     assert verdict.kind in (("held",) if case.held else ("held", "refused")), verdict
