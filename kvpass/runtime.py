@@ -361,7 +361,7 @@ class StepRunner:
         if self.backend.inner == "reference":
             for cache, told in zip(caches, self.telling, strict=True):
                 columns = self._columns(arguments, told, cache.seen, queries)
-                cache.slots.prepare(~_padding(columns, cache.layout.rows, queries))
+                cache.slots.prepare(~_padding(columns, cache.layout.rows, queries, cache.layout.device))
         sweep, clocks = tick(caches) if queries == 1 else (False, [cache.clocks for cache in caches])
         ready = self._ready(caches, arguments, others, known, sweep)
         rewrite = ready.rewrite
@@ -469,7 +469,7 @@ class StepRunner:
             self.positions = positions_among(self.gm, self.sites)
         queries = self._queries(self._numbers(arguments))
         for place in self.positions:
-            columns = [arguments[self.told[node]][..., cache.seen :][..., :queries] for node in self.telling[0]]
+            columns = self._columns(arguments, self.telling[0], cache.seen, queries)
             fits = count_tokens(arguments[place], queries, cache.layout.rows, columns, cache.real_seen)
             if fits.is_cuda:
                 cache.doubts.add(fits)
@@ -491,7 +491,7 @@ class StepRunner:
         """bool [B, q]: which of the new tokens are padding; None if none is, or if the host would have to wait."""
         if not columns or (queries == 1 and columns[0].is_cuda):
             return None
-        padding = _padding(columns, rows, queries)
+        padding = _padding(columns, rows, queries, columns[0].device)
         return padding if bool(padding.any()) else None
 
     def _columns(
@@ -716,9 +716,9 @@ def agreement(cache: LayerCache, column: Tensor) -> tuple[Tensor, Tensor]:
     return same.all(), ~shown
 
 
-def _padding(columns: list[Tensor], rows: int, queries: int) -> Tensor:
+def _padding(columns: list[Tensor], rows: int, queries: int, device: torch.device) -> Tensor:
     """bool [B, q]: which tokens are zero in any of the columns, each [B or 1, q] or [q]."""
-    none = torch.zeros(rows, queries, dtype=torch.bool, device=columns[0].device if columns else None)
+    none = torch.zeros(rows, queries, dtype=torch.bool, device=device)
     return torch.stack([none, *((column == 0).expand(rows, -1) for column in columns)]).any(0)
 
 
@@ -743,9 +743,7 @@ def count_tokens(ids: Tensor, queries: int, rows: int, columns: list[Tensor], se
     Args:
         columns: zero for padding, each [B or 1, q] or [q].
     """
-    real = torch.ones(rows, queries, dtype=torch.bool, device=ids.device)
-    for column in columns:
-        real = real & (column != 0)
+    real = ~_padding(columns, rows, queries, ids.device)
     before = seen[:, None].to(ids.device) if isinstance(seen, Tensor) else seen
     wanted = before + real.long().cumsum(-1) - 1
     given = ids.reshape(-1, queries) if ids.shape[-1] == queries else ids.reshape(queries, -1).T

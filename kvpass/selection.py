@@ -61,10 +61,15 @@ def _nearest(selection: Selection, mask: fx.Node) -> bool:
         node = todo.pop()
         if node is selection.node:
             return True
-        if node not in seen and name_of(node) not in _PROJECTIONS and not is_attention(node):
+        if node not in seen and not _makes_states(node):
             seen.add(node)
             todo.extend(node.all_input_nodes)
     return False
+
+
+def _makes_states(node: fx.Node) -> bool:
+    """Whether a node projects hidden states or attends, so that what is before it is another layer's matter."""
+    return name_of(node) in _PROJECTIONS or is_attention(node)
 
 
 _PROJECTIONS = frozenset({"linear", "addmm", "softmax", "scaled_dot_product_attention"})
@@ -92,8 +97,7 @@ def _most(best: fx.Node) -> int | None:
 
 def cached(selection: Selection, outputs: list[fx.Node]) -> list[tuple[fx.Node, int]]:
     """The grown keys by which it scores that the graph returns, and the dimension along which they grow."""
-    ends = [node for node in ancestors(selection.best) if name_of(node) in _PROJECTIONS or is_attention(node)]
-    behind = ancestors(selection.best, ends)
+    behind = ancestors(selection.best, filter(_makes_states, ancestors(selection.best)))
     kept = [node for node in outputs if node in behind and graphs.is_tensor(node) and value(node).ndim == 3]
     return [(node, 1) for node in kept if node.target is torch.cat]
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -323,10 +323,14 @@ class _Conversation:
 
     def arguments(self) -> tuple[Any, ...]:
         """Those of the model's own graph, with a past."""
+        return self._with_past(self._turned)
+
+    def _with_past(self, key_of: Callable[[int, Tensor], Tensor]) -> tuple[Any, ...]:
+        """The arguments with a past, whose keys are made of a layer's number and its stored ones."""
         made = [_own(x) for x in self.plain]
         for i, (key_place, value_place) in enumerate(self.step.pasts):
             key, val = (rows.read() for rows in self.stored[i])
-            made[key_place] = self._apart(self._turned(i, key), self.step.arguments[key_place])
+            made[key_place] = self._apart(key_of(i, key), self.step.arguments[key_place])
             made[value_place] = self._apart(val, self.step.arguments[value_place])
         return tuple(made)
 
@@ -358,15 +362,8 @@ class _Conversation:
         found = dict(zip((n.name for n in self.holders), self.plain, strict=True))
         wanted = {node.name for node in nodes} - found.keys()
         if wanted:
-            found |= _values(self.step.gm, wanted, tuple(self._with_any_past()))
+            found |= _values(self.step.gm, wanted, self._with_past(lambda _, key: key))
         return [found[node.name] for node in nodes]
-
-    def _with_any_past(self) -> list[Any]:
-        made = [_own(x) for x in self.plain]
-        for i, (key_place, value_place) in enumerate(self.step.pasts):
-            for place, rows in zip((key_place, value_place), self.stored[i], strict=True):
-                made[place] = self._apart(rows.read(), self.step.arguments[place])
-        return made
 
     # -- the rewritten graph -----------------------------------------------------------------------------------------
 
@@ -374,9 +371,7 @@ class _Conversation:
         """The arguments of the rewritten graph."""
         shared: dict[Any, tuple[Rows, Rows]] = {}
         slots = [self._slots(i, shared) for i in range(len(self.step.layouts))]
-        plain = tuple(
-            x.clone() if isinstance(x, Tensor) and not isinstance(x, torch.nn.Parameter) else x for x in self.plain
-        )
+        plain = tuple(map(_own, self.plain))
         return self.step.rewrite.flat(slots, plain, self.step.rewrite.on_all_tokens(plain), self.count)
 
     def _slots(self, layer: int, shared: dict[Any, tuple[Rows, Rows]]) -> Slots:

@@ -94,20 +94,21 @@ def sites(graph: fx.Graph) -> list[AttentionSite]:
     """
     outputs = {node: place for place, node in enumerate(graphs.results(graph)) if isinstance(node, fx.Node)}
     found: dict[int, list[AttentionSite]] = {}
-    for node in graph.nodes:
-        if node.target is ATTENTION:
-            site = _site(node, outputs)
+    ends = [node for node in graph.nodes if is_attention(node)]
+    for call in ends:
+        if call.target is ATTENTION:
+            site = _site(call, outputs, ends)
             found.setdefault(site.keys_out, []).append(site)
     made = {place for place, group in found.items() if any(site.made for site in group)}
     alike = {place: [site.computed() if place in made else site for site in group] for place, group in found.items()}
     return [dataclasses.replace(first, readers=tuple(rest)) for first, *rest in alike.values()]
 
 
-def _site(call: fx.Node, outputs: dict[fx.Node, int]) -> AttentionSite:
+def _site(call: fx.Node, outputs: dict[fx.Node, int], ends: list[fx.Node]) -> AttentionSite:
     given = arguments(call)
     attended = (given["key"], given["value"])
-    grown = attended if all(node.target is APPEND for node in attended) else _appended(call, attended, outputs)
-    of_cache = grown == attended and not (given["mask"] and _reads(given["mask"], grown))
+    grown = attended if all(node.target is APPEND for node in attended) else _appended(call, attended, outputs, ends)
+    of_cache = grown == attended and not (given["mask"] and _reads(given["mask"], grown, ends))
     (past_key, key), (past_value, val) = grown[0].args, grown[1].args
     (keys_out, window), (values_out, _) = (stored(node, outputs) or (-1, None) for node in grown)
     beside = {name: given[name] for name in ("query", "mask", "scale", "causal", "cap", "sink")}
@@ -126,9 +127,10 @@ def arguments(call: fx.Node) -> dict[str, Any]:
     return defaults | dict(zip(names, call.args, strict=False)) | call.kwargs
 
 
-def _appended(call: fx.Node, attended: tuple[fx.Node, fx.Node], outputs: dict[fx.Node, int]) -> tuple[fx.Node, fx.Node]:
+def _appended(
+    call: fx.Node, attended: tuple[fx.Node, fx.Node], outputs: dict[fx.Node, int], ends: list[fx.Node]
+) -> tuple[fx.Node, fx.Node]:
     """The two caches that keys and values are computed from, in the order in which the model's code grows them."""
-    ends = [node for node in call.graph.nodes if is_attention(node)]
     near = graphs.behind(list(attended), ends, call)
     first, second = [
         node for node in call.graph.nodes if node in near and node.target is APPEND and stored(node, outputs)
@@ -136,9 +138,8 @@ def _appended(call: fx.Node, attended: tuple[fx.Node, fx.Node], outputs: dict[fx
     return first, second
 
 
-def _reads(mask: fx.Node, grown: tuple[fx.Node, fx.Node]) -> bool:
+def _reads(mask: fx.Node, grown: tuple[fx.Node, fx.Node], ends: list[fx.Node]) -> bool:
     """Whether a mask is computed from what is cached in this layer."""
-    ends = [node for node in mask.graph.nodes if is_attention(node)]
     return not ancestors(mask, ends).isdisjoint(grown)
 
 

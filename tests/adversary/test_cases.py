@@ -638,26 +638,27 @@ class StoredElsewhere(Small):
     """Attends to its cache and the new tokens, and stores them after a graph break."""
 
     def forward(self, ids: Tensor, past: Any = None, **inputs: Any) -> Any:
+        out, k, v = self.attended(ids, past)
+        return out, [stored(past and past[0], k, v)]
+
+    def attended(self, ids: Tensor, past: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """The output, and the new keys and values."""
         x, count = self.embed(ids), ids.shape[1]
         q, k, v = self.project[0](x).unflatten(-1, (-1, DIM)).transpose(1, 2).chunk(3, 1)
         all_k, all_v = (k, v) if past is None else (torch.cat([past[0][0], k], -2), torch.cat([past[0][1], v], -2))
         i = torch.arange(all_k.shape[2] - count, all_k.shape[2])[:, None]
         out = plain(q, all_k, all_v, i, torch.arange(all_k.shape[2]))
-        return out.transpose(1, 2).flatten(2), [stored(past and past[0], k, v)]
+        return out.transpose(1, 2).flatten(2), k, v
 
 
-class StoredLate(Small):
+class StoredLate(StoredElsewhere):
     """As above, without a graph break but for the one before its storing, in a frame that is compiled as well."""
 
     def forward(self, ids: Tensor, past: Any = None, **inputs: Any) -> Any:
-        x, count = self.embed(ids), ids.shape[1]
-        q, k, v = self.project[0](x).unflatten(-1, (-1, DIM)).transpose(1, 2).chunk(3, 1)
-        all_k, all_v = (k, v) if past is None else (torch.cat([past[0][0], k], -2), torch.cat([past[0][1], v], -2))
-        i = torch.arange(all_k.shape[2] - count, all_k.shape[2])[:, None]
-        out = plain(q, all_k, all_v, i, torch.arange(all_k.shape[2]))
+        out, k, v = self.attended(ids, past)
         torch._dynamo.graph_break()
         kept = (k, v) if past is None else (torch.cat([past[0][0], k], -2), torch.cat([past[0][1], v], -2))
-        return out.transpose(1, 2).flatten(2), [kept]
+        return out, [kept]
 
 
 class BrokenBefore(Small):
