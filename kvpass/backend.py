@@ -12,7 +12,7 @@ import torch
 import torch.fx as fx
 
 from kvpass import budget as budgets
-from kvpass import cache_key, compat, graphs, once, policies
+from kvpass import cache_key, compat, graphs, logs, once, policies
 from kvpass.capture import rotary, spelled
 from kvpass.capture.caches import Found
 from kvpass.capture.capture import Capture, capture
@@ -25,7 +25,10 @@ from kvpass.lowering.row_products import spell_out
 from kvpass.ownership import Known, Plans
 from kvpass.policies.base import Policy
 from kvpass.report import Recorder, SiteReport
-from kvpass.rewrite.step import StepRewriter
+from kvpass.rewrite.context import StepCall, StepContext
+from kvpass.rewrite.pipeline import rewrite_step
+from kvpass.rewrite.record import Record
+from kvpass.rewrite.result import StepRewrite
 from kvpass.runtime import PromptRunner, StepRunner
 from kvpass.storage import KV_DTYPES, KVDtype
 from kvpass.validate import Validation
@@ -110,8 +113,11 @@ class Backend:
             if any(spelled.is_boundary(node) for node in gm.graph.nodes):
                 graphs.fix_floats(gm.graph)
             carried = [isinstance(example, Handle) for example in examples]
+            self._note_program("dynamo's graph", gm.graph)
             captured = capture(gm, carried)
             self._record(captured, any(carried))
+            if captured.sites:
+                self._note_program("canonical", captured.gm.graph)
             if self._left_alone(captured.refused, any(carried)) or not captured.sites:
                 return None
             self._check_inference(captured.sites, examples)
@@ -232,13 +238,32 @@ class Backend:
         in_order = compat.KEEP_THE_ORDER if self.policy.merges else {}
         return compat.FEWER_LAUNCHES | in_order | (compat.FUSE_INTO_REDUCTIONS if ranked else {})
 
-    def rewriter(self, *arguments: Any) -> StepRewriter:
-        """What rewrites step graphs: onto slots, or onto the eager reference."""
-        if self.inner != "reference":
-            return StepRewriter(*arguments)
-        from kvpass.reference.layer import ReferenceRewriter  # the compiled path knows nothing of references
+    def rewrite(self, call: StepCall) -> tuple[StepContext, StepRewrite]:
+        """Rewrite a step graph: onto slots, or onto the eager reference.
 
-        return ReferenceRewriter(*arguments)
+        Raises:
+            UnsupportedGraph: something in it cannot be said on slots.
+        """
+        if self.inner != "reference":
+            context = StepContext(call)
+            return context, rewrite_step(context, watch=self.watch)
+        from kvpass.reference.layer import REFERENCE_PASSES  # the compiled path knows nothing of references
+
+        context = StepContext(call, whole=True)
+        return context, rewrite_step(context, REFERENCE_PASSES, self.watch)
+
+    def watch(self, record: Record, graph: fx.Graph) -> None:
+        """A pass has run."""
+        logs.after_pass(record, graph)
+        if self.recorder is not None:
+            self.recorder.passes.append(record)
+            self.recorder.note_program(f"after {record.name}", graph)
+
+    def _note_program(self, title: str, graph: fx.Graph) -> None:
+        """A graph as it stands now, for logs and reports."""
+        logs.note_program(title, graph)
+        if self.recorder is not None:
+            self.recorder.note_program(title, graph)
 
     def _compile_inner(
         self,
@@ -324,6 +349,7 @@ def backend(
         positions != "cache" or not chosen.renumbers, "positions", positions, f"{chosen.name} numbers tokens itself"
     )
     _check_settings(positions, inner, mode, options)
+    logs.configure()
     known = (None, *KV_DTYPES)
     policies.base.require(kv_dtype in known, "kv_dtype", kv_dtype, f"is one of {', '.join(map(repr, known))}")
     settings = tuple(sorted((options or {}).items()))

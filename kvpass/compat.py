@@ -477,3 +477,9 @@ def graph_pass(digest: bytes, rewrite: Callable[[fx.Graph], None]) -> Any:
             return digest
 
     return Pass()
+
+
+def note_artifact(name: str, text: Callable[[], str]) -> None:
+    """Add a text to torch's structured trace, if there is one (TORCH_TRACE)."""
+    described = {"name": name, "encoding": "string"}
+    torch._logging._internal.trace_structured("artifact", metadata_fn=lambda: described, payload_fn=text)

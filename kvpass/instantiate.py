@@ -145,7 +145,7 @@ class Around:
         inputs: inputs with an entry for every token, and its dimension, see `kvpass.capture.tokens.token_inputs`.
         padding: those that tell padding from real tokens, if held tokens are known to be real.
         stored: the grown keys and values of the site.
-        lengths: nodes of arithmetic on the cache's length, see `OnLength.computed`.
+        lengths: nodes of arithmetic on the cache's length, see `put_length_on_device`.
         first: the place of the first key that the model stores.
         last: how many tokens the model stores, None for all.
     """

@@ -9,10 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.fx as fx
 from torch import Tensor
 
+from kvpass import logs
 from kvpass.errors import CacheHandleError, KVPassError
 from kvpass.handle import LayerCache, caches_in
+from kvpass.rewrite.record import Record
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,11 +39,19 @@ class SiteReport:
 
 @dataclasses.dataclass
 class Recorder:
-    """Collects what a backend finds while it compiles."""
+    """Collects what a backend finds and does while it compiles; programs only if it is to keep them."""
 
     graphs: list[str] = dataclasses.field(default_factory=list)
     sites: list[SiteReport] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
+    passes: list[Record] = dataclasses.field(default_factory=list)
+    programs: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+    keeps_programs: bool = False
+
+    def note_program(self, title: str, graph: fx.Graph) -> None:
+        """A graph as it stands now."""
+        if self.keeps_programs:
+            self.programs.append((title, logs.program(graph)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,12 +63,16 @@ class ExplainReport:
         sites: every attention call, and every cache update that feeds none.
         notes: further facts.
         error: what running the model raised, if it did.
+        passes: what each pass over each step graph did.
+        programs: a title and a program for every stage of every graph, if they were asked for.
     """
 
     graphs: tuple[str, ...]
     sites: tuple[SiteReport, ...]
     notes: tuple[str, ...]
     error: str | None = None
+    passes: tuple[Record, ...] = ()
+    programs: tuple[tuple[str, str], ...] = ()
 
     @property
     def rewritten(self) -> list[SiteReport]:
@@ -71,20 +86,26 @@ class ExplainReport:
         rows = [[str(s.graph), s.verdict, s.module, s.line, s.reason] for s in self.sites]
         lines = table(["graph", "verdict", "module", "line", "reason"], rows)
         summary = f"{len(self.rewritten)} of {len(self.sites)} attention calls rewritten in {len(self.graphs)} graph(s)"
-        more = [*self.notes, *([f"stopped by: {self.error}"] if self.error else [])]
-        return "\n".join([lines, summary, *more])
+        more = [*self.notes, *([f"stopped by: {self.error}"] if self.error else []), *map(str, self.passes)]
+        programs = [f"\n# {title}\n{program}" for title, program in self.programs]
+        return "\n".join([lines, summary, *more, *programs])
 
 
-def explain(model: torch.nn.Module, policy: Any = "full", **settings: Any) -> Callable[..., ExplainReport]:
+def explain(
+    model: torch.nn.Module, policy: Any = "full", *, graphs: bool = False, **settings: Any
+) -> Callable[..., ExplainReport]:
     """Say what the backend would make of a model: `explain(model, policy=..., budget=...)(*args, **kwargs)`.
 
     The model is traced for one call with the arguments and nothing is compiled.  Give `past_key_values` from
     an earlier call under the same settings to see a decode step.  Takes what `kvpass.backend` takes.
+
+    Args:
+        graphs: keep the programs: Dynamo's graph, its canonical form, and a step graph after every pass.
     """
     # Imported late: the backend reports to this module.
     from kvpass.backend import backend
 
-    recorder = Recorder()
+    recorder = Recorder(keeps_programs=graphs)
     chosen = backend(policy, **{"inner": "eager", **settings, "strict": False})
     chosen = dataclasses.replace(chosen, recorder=recorder)
 
@@ -99,7 +120,8 @@ def explain(model: torch.nn.Module, policy: Any = "full", **settings: Any) -> Ca
                 torch.compile(model.forward, backend=chosen)(*args, **kwargs)
             except KVPassError as raised:
                 error = str(raised)
-        return ExplainReport(tuple(recorder.graphs), tuple(recorder.sites), tuple(recorder.notes), error)
+        found = (tuple(recorder.graphs), tuple(recorder.sites), tuple(recorder.notes), error)
+        return ExplainReport(*found, tuple(recorder.passes), tuple(recorder.programs))
 
     return run
 

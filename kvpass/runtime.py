@@ -25,8 +25,10 @@ from kvpass.graphs import Sizes
 from kvpass.handle import LayerCache, check_layers, current
 from kvpass.policies.base import LATE, Attention, Plan, Policy
 from kvpass.policies.window import Window
+from kvpass.rewrite.context import StepCall, StepContext, Telling
+from kvpass.rewrite.pipeline import rewrite_step
 from kvpass.rewrite.prompt import rewrite_prompt
-from kvpass.rewrite.step import StepRewrite, StepRewriter, Telling
+from kvpass.rewrite.result import StepRewrite
 from kvpass.slots import Chunk, Layout, Slots, admit
 from kvpass.statistics import as_attention
 from kvpass.validate import Step, Validation, validate
@@ -596,36 +598,26 @@ class StepRunner:
     ) -> StepRewrite:
         layouts, slots = [cache.layout for cache in caches], [cache.slots for cache in caches]
         told = Telling(tuple(self.telling), frozenset(node for node, place in self.told.items() if place in known))
+        given = (self.gm, self.sites, layouts, slots, arguments, sizes, caches[0].seen, windows, told, sweep)
+        call = StepCall(*given)
         with graphs.reading(site.call for site in self.sites):
-            call = (arguments, sizes, caches[0].seen, windows, told, sweep)
-            rewriter = self.backend.rewriter(self.gm, self.sites, layouts, slots, *call)
-            rewrite = rewriter.run()
-            self._validate(rewriter, rewrite, layouts, slots, *call)
+            context, rewrite = self.backend.rewrite(call)
+            self._validate(context, rewrite)
         return rewrite
 
-    def _validate(
-        self,
-        rewriter: StepRewriter,
-        rewrite: StepRewrite,
-        layouts: list[Layout],
-        slots: list[Slots],
-        *call: Any,
-    ) -> None:
-        """Hold the first rewrite of the graph against the graph; later ones differ in sizes alone.
-
-        Args:
-            call: what a `StepRewriter` is given beside the graph and the slots, the arguments first.
-        """
+    def _validate(self, context: StepContext, rewrite: StepRewrite) -> None:
+        """Hold the first rewrite of the graph against the graph; later ones differ in sizes alone."""
         if not self.backend.validate or self.validation is not None or self.backend.inner == "reference":
             return
-        given = (call[0], self.pasts, self.told, rewriter.seen, self.backend.kv_dtype)
-        step = Step(self.model, self.sites, rewriter, rewrite, layouts, slots, *given)
+        call = context.call
+        given = (call.arguments, self.pasts, self.told, call.seen, self.backend.kv_dtype)
+        step = Step(self.model, self.sites, context, rewrite, call.layouts, call.slots, *given)
         if self.backend.kv_dtype is not None:  # the same with rows as the model makes them
-            plain = [dataclasses.replace(layout, kv_dtype=None) for layout in layouts]
-            described = [each.described(layout) for each, layout in zip(slots, plain, strict=True)]
-            again = StepRewriter(self.gm, self.sites, plain, described, *call)
-            own = Step(self.model, self.sites, again, again.run(), plain, described, *given)
-            step = dataclasses.replace(step, plain=own)
+            plain = [dataclasses.replace(layout, kv_dtype=None) for layout in call.layouts]
+            described = [each.described(layout) for each, layout in zip(call.slots, plain, strict=True)]
+            own = StepContext(dataclasses.replace(call, layouts=plain, slots=described))
+            unrounded = Step(self.model, self.sites, own, rewrite_step(own), plain, described, *given)
+            step = dataclasses.replace(step, plain=unrounded)
         self.validation = validate(step)
         self.backend.note_validation(self.validation)
 

@@ -29,7 +29,8 @@ from kvpass.capture.sites import AttentionSite
 from kvpass.errors import UnsupportedGraph
 from kvpass.graphs import Sizes, value
 from kvpass.instantiate import RotarySlice
-from kvpass.rewrite.step import StepRewrite, StepRewriter
+from kvpass.rewrite.context import StepContext
+from kvpass.rewrite.result import StepRewrite
 from kvpass.slots import FREE, Layout, Slots, first_state
 from kvpass.storage import KVDtype, Rows, plain
 
@@ -49,7 +50,7 @@ class Step:
     Attributes:
         gm: the model's own graph.
         sites: those of its canonical form.
-        rewriter, rewrite: how it was rewritten, and the result.
+        context, rewrite: what the passes left, and the result.
         layouts, slots: of each layer, at hand; nothing is written to them.
         arguments: of the call.
         pasts: for each layer the places of its keys and values among these.
@@ -61,7 +62,7 @@ class Step:
 
     gm: fx.GraphModule
     sites: Sequence[AttentionSite]
-    rewriter: StepRewriter
+    context: StepContext
     rewrite: StepRewrite
     layouts: Sequence[Layout]
     slots: Sequence[Slots]
@@ -74,7 +75,7 @@ class Step:
 
     @property
     def sizes(self) -> Sizes:
-        return self.rewriter.sizes
+        return self.context.sizes
 
     @property
     def ranked(self) -> bool:
@@ -111,14 +112,14 @@ def validate(step: Step) -> Validation:
 
 def _tokens(step: Step) -> int:
     """How many tokens there are before those of the call: as fit into the slots of every layer."""
-    room = min(slots.capacity for slots in step.slots) - step.rewriter.decodes
+    room = min(slots.capacity for slots in step.slots) - step.context.decodes
     return min(step.seen, room, TOKENS)
 
 
 def _unfit(step: Step, count: int) -> str | None:
     """Why a conversation of so many tokens cannot be made up."""
     policy = step.layouts[0].policy
-    if any(window is not None for window in step.rewriter.windows):
+    if any(window is not None for window in step.context.windows):
         return "a layer stores its last tokens only"
     if policy.temper(torch.ones(1, 1, dtype=torch.int64)) is not None or policy.bias_of_its_own:
         return f"{policy.name} changes the logits of held tokens"
@@ -205,7 +206,7 @@ def _first_different(step: Step, count: int) -> str | None:
     """The line of the first attention call whose output is not the model's."""
     made = _Conversation(step, count)
     calls = [each for site in step.sites for each in site.all]
-    replaced = {each.call.name: step.rewriter.replaced.get(each.call.name) for each in calls}
+    replaced = {each.call.name: step.context.replaced.get(each.call.name) for each in calls}
     theirs = _values(step.gm, {_in_model(each.call) for each in calls}, made.arguments())
     ours = _values(step.rewrite.gm, {node.name for node in replaced.values() if node is not None}, tuple(made.flat()))
     order = {node.name: i for i, node in enumerate(step.gm.graph.nodes)}
@@ -259,7 +260,7 @@ class _Conversation:
     def _real(self) -> Tensor:
         """Up to two tokens on the left of a row are padding, where padding is known and positions do not follow it."""
         real = torch.ones(self.rows, self.count, dtype=torch.bool)
-        if self.step.rewriter.telling.known and not self.step.ranked:
+        if self.step.context.telling.known and not self.step.ranked:
             for row in range(self.rows):
                 real[row, : (row + 1) % 3 if self.count > 3 else 0] = False
         return real
@@ -289,7 +290,7 @@ class _Conversation:
         return tuple(made)
 
     def _known(self) -> set[fx.Node]:
-        names = {node.name for node in self.step.rewriter.telling.known}
+        names = {node.name for node in self.step.context.telling.known}
         return {node for node in self.step.told if node.name in names}
 
     def _cut(self, place: int, node: fx.Node) -> Any:
@@ -345,7 +346,7 @@ class _Conversation:
         """Keys as the model caches them: turned, where slots hold them before."""
         if not self.step.ranked:
             return key
-        rotary: RotarySlice = self.step.rewriter.pieces[layer]
+        rotary: RotarySlice = self.step.context.rotaries[layer]
         nodes = [*rotary.angles.bound, *rotary.turn.bound]
         kind = (rotary.key, tuple(node.name for node in nodes), key.shape, key.dtype)
         if kind not in self.turned:

@@ -17,12 +17,15 @@ from torch import Tensor
 from kvpass.capture.sites import AttentionSite
 from kvpass.expansion import Expansion, cut_expansion
 from kvpass.graphs import value
-from kvpass.instantiate import Entry, RotarySlice
+from kvpass.instantiate import RotarySlice
 from kvpass.policies.base import Attention
 from kvpass.reference import ReferenceLayer, reference_of
 from kvpass.reference.base import attention_logits
-from kvpass.rewrite.masks import MaskOnSlots, SlicedMask
-from kvpass.rewrite.step import StepRewriter
+from kvpass.rewrite.context import StepContext
+from kvpass.rewrite.masks import MaskOnSlots, Masks
+from kvpass.rewrite.passes import STEP_PASSES
+from kvpass.rewrite.passes.attention import as_cached, attend_on_slots, early_enough, put_in_place
+from kvpass.rewrite.record import Pass, Record
 from kvpass.slots import Chunk, Layout
 
 if TYPE_CHECKING:
@@ -51,51 +54,45 @@ def take_prompt(layout: Layout, layer: PromptLayer, site: AttentionSite, limit: 
     return store
 
 
-class ReferenceRewriter(StepRewriter):
-    """Puts a call on the reference in place of every attention call."""
+def attend_on_reference(step: StepContext) -> Record:
+    """Put a call on the reference in place of every attention call; it takes chunks in itself."""
+    masks = Masks(step)
+    for number, site in enumerate(step.sites):
+        key, new_value = (as_cached(step.graph, site, node) for node in (site.key, site.value))
+        stored = step.raw_keys[number] if step.ranked else key  # where that is not as it is attended to
+        for each in site.all:
+            _replace(step, masks, number, each, (key, stored, new_value))
+        step.chunks.append([])
+    return Record([each.call.name for site in step.sites for each in site.all])
 
-    def _splice(
-        self, number: int, site: AttentionSite, slots: list[fx.Node], new: list[fx.Node], first: bool = True
-    ) -> list[fx.Node]:
-        mask, _ = self._mask(site, number)
-        rotary = self.pieces[number] if self.pieces else None
-        owner = self.sites[number]
-        attended = self._joined(owner.key) if owner.made else owner.key  # turned, where what is stored is not
-        stored = self._rotary(number).raw if self.ranked else attended
-        expansion = cut_expansion(self.gm, site, self.sizes, mask.facts if mask else ())
-        bound = {
-            "mask": mask.nodes if mask else [],
-            "angles": list(rotary.angles.bound) if rotary else [],
-            "turn": list(rotary.turn.bound) if rotary else [],
-            "expand": list(expansion.slice.bound) if expansion else [],
-        }
-        wide_lse = site.lse is not None and value(site.lse).ndim == 4
-        call = _Call(site, self.layouts[number], mask, rotary, expansion, first, wide_lse)
-        tokens = (site.query, attended, stored, new[1], self._real_now(number))
-        arguments = (self.inputs[number][0], *tokens, bound, site.sink)
-        with self.graph.inserting_before(site.call):
-            both = self.graph.call_function(call, arguments)
-        self._early_enough(site, both.all_input_nodes).prepend(both)
-        with self.graph.inserting_after(both):
-            made = [self.graph.call_function(operator.getitem, (both, place)) for place in (0, 1)]
-        self._instead(site, made)
-        return []
 
-    def _before(self, number: int) -> list[fx.Node]:
-        return []
+REFERENCE_PASSES: tuple[Pass, ...] = tuple(
+    attend_on_reference if each is attend_on_slots else each for each in STEP_PASSES
+)
 
-    def _mask(self, site: AttentionSite, number: int) -> tuple[MaskOnSlots | None, Any]:
-        mask, key = super()._mask(site, number)
-        return (dataclasses.replace(mask, whole=True) if isinstance(mask, SlicedMask) else mask), key
 
-    def _entry(self, number: int, entry: Entry) -> fx.Node:
-        """A new input: the tensor in which a mask looks up, whose tokens are in lists and not in slots."""
-        if (0, entry) not in self._entries:
-            self._entries[0, entry] = self._new_input(f"{entry.node.name}_whole", value(entry.node))
-        return self._entries[0, entry]
-
-    def _slots_of(self, layer: int) -> int | None:
-        return None
+def _replace(
+    step: StepContext, masks: Masks, number: int, site: AttentionSite, new: tuple[fx.Node, fx.Node, fx.Node]
+) -> None:
+    """One attention call on the cache of a layer; `new` are the key as attended to and as stored, and the value."""
+    mask, _ = masks.of(site, number)
+    rotary = step.rotaries[number] if step.rotaries else None
+    expansion = cut_expansion(step.gm, site, step.sizes, mask.facts if mask else ())
+    bound = {
+        "mask": mask.nodes if mask else [],
+        "angles": list(rotary.angles.bound) if rotary else [],
+        "turn": list(rotary.turn.bound) if rotary else [],
+        "expand": list(expansion.slice.bound) if expansion else [],
+    }
+    wide_lse = site.lse is not None and value(site.lse).ndim == 4
+    call = _Call(site, step.layouts[number], mask, rotary, expansion, site is step.sites[number], wide_lse)
+    arguments = (step.slot_inputs[number][0], site.query, *new, step.inputs.real(number), bound, site.sink)
+    with step.graph.inserting_before(site.call):
+        both = step.graph.call_function(call, arguments)
+    early_enough(site, both.all_input_nodes).prepend(both)
+    with step.graph.inserting_after(both):
+        made = [step.graph.call_function(operator.getitem, (both, place)) for place in (0, 1)]
+    put_in_place(step, site, made)
 
 
 @dataclasses.dataclass(frozen=True)

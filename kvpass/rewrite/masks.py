@@ -3,12 +3,85 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
+from typing import TYPE_CHECKING, Any
 
+import sympy  # type: ignore[import-untyped]
 import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass.instantiate import MaskSlice
+from kvpass import graphs, selection
+from kvpass.capture import tokens
+from kvpass.capture.sites import AttentionSite
+from kvpass.graphs import value
+from kvpass.instantiate import Around, MaskSlice, cut_mask
+
+if TYPE_CHECKING:
+    from kvpass.rewrite.context import StepContext
+
+
+class Masks:
+    """The masks of a step graph, each cut out once."""
+
+    def __init__(self, step: StepContext) -> None:
+        self._step = step
+        self._cut: dict[tuple[fx.Node, tuple[fx.Node, ...]], MaskSlice] = {}
+        self._firsts: dict[int, fx.Node] = {}
+
+    def of(self, site: AttentionSite, layer: int) -> tuple[MaskOnSlots | None, Any]:
+        """The mask on the slots of a layer, and what identifies it."""
+        step, window = self._step, self._step.windows[layer]
+        if site.mask is None:
+            return None, None
+        if window is None and not step.sizes.grown(value(site.mask)):
+            return ColumnMask([site.mask], step.queries), "columns"
+        padding = tuple(node for node in step.telling.sites[layer] if node in step.telling.known)
+        if (site.mask, padding) not in self._cut:
+            self._choose_all(site.mask)
+            self._cut[site.mask, padding] = cut_mask(
+                step.gm, site.mask, step.sizes, self._around(site, window, padding)
+            )
+        piece = self._cut[site.mask, padding]
+        bound = [step.inputs.aside(node) if node in piece.aside else node for node in piece.slice.bound]
+        first = [] if window is None else [self._first_stored(window)]
+        entries = [step.inputs.entry(layer, entry) for entry in piece.entries]
+        nodes = [*first, step.length, *entries, *bound]
+        return SlicedMask(nodes, step.queries, piece, bool(first), step.whole), (piece.key, bool(first))
+
+    def _around(self, site: AttentionSite, window: int | None, padding: tuple[fx.Node, ...]) -> Around:
+        step = self._step
+        behind = graphs.ancestors(site.mask, [site.grown_key, site.grown_value])  # type: ignore[arg-type]
+        pasts = {past for each in step.sites for past in (each.past_key, each.past_value)}
+        inputs = tokens.token_inputs(behind - pasts, step.actual, step.sizes)
+        return Around(
+            counts=[count for count in step.counts[window] if count in behind],
+            inputs={node: axis for node, axis in inputs.items() if node not in padding},
+            padding=list(padding),
+            stored=[site.grown_key, site.grown_value],
+            lengths=step.on_length,
+            first=sympy.Integer(0) if window is None else graphs.LENGTH - window,
+            last=window,
+        )
+
+    def _choose_all(self, mask: fx.Node) -> None:
+        """Sparse indices in a mask, which choose all slots: the keys that they score by are dropped."""
+        step = self._step
+        held, outputs = max(slots.capacity for slots in step.slots), graphs.results(step.graph)
+        for each in selection.find(mask):
+            each.check(held if step.decodes else held + step.queries)
+            for node, dim in selection.cached(each, outputs):
+                step.unread[outputs.index(node)] = (step.holders.index(graphs.past_of(node)), dim)
+
+    def _first_stored(self, window: int) -> fx.Node:
+        """The place in the padded sequence of the first token that the model stores."""
+        if window not in self._firsts:
+            step = self._step
+            with step.graph.inserting_after(step.length):
+                node = step.graph.call_function(operator.sub, (step.length, window))
+            node.meta["example_value"] = value(step.length)
+            self._firsts[window] = node
+        return self._firsts[window]
 
 
 @dataclasses.dataclass(frozen=True)

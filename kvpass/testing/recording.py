@@ -13,7 +13,9 @@ from torch import Tensor
 from kvpass import compat as kvpass_compat
 from kvpass import graphs
 from kvpass.backend import Backend, backend
-from kvpass.rewrite.step import StepRewriter, Telling
+from kvpass.rewrite.context import StepCall, StepContext
+from kvpass.rewrite.pipeline import rewrite_step
+from kvpass.rewrite.result import StepRewrite
 from kvpass.testing import compat
 
 
@@ -50,19 +52,22 @@ class Recording(Backend):
 
     steps: list[Step] = dataclasses.field(default_factory=list, compare=False, repr=False)
 
-    def rewriter(self, *arguments: Any) -> StepRewriter:
-        gm, sites, layouts, *rest = arguments
+    def rewrite(self, call: StepCall) -> tuple[StepContext, StepRewrite]:
         with compat.pretended_gpu():
-            moved, places = on_gpu(gm)
+            moved, places = on_gpu(call.gm)
             device = torch.device("cuda", 0)
-            there = [dataclasses.replace(layout, device=device) for layout in layouts]
-            rest = [part.moved(places) if isinstance(part, Telling) else part for part in rest]
-            rewriter = StepRewriter(moved, [site.moved(places) for site in sites], there, *rest)
-            rewrite = rewriter.run()
-        patches = self.step_patches(layouts[0].ranked)
+            there = dataclasses.replace(
+                call,
+                gm=moved,
+                sites=[site.moved(places) for site in call.sites],
+                layouts=[dataclasses.replace(layout, device=device) for layout in call.layouts],
+                telling=call.telling.moved(places),
+            )
+            rewrite = rewrite_step(StepContext(there))
+        patches = self.step_patches(call.layouts[0].ranked)
         names = [node.name for node in graphs.placeholders(rewrite.gm.graph)]
-        self.steps.append(Step(rewrite.gm, names, patches, rewriter.sweep, rewriter.queries, len(sites)))
-        return super().rewriter(*arguments)
+        self.steps.append(Step(rewrite.gm, names, patches, call.sweep, rewrite.queries, len(call.sites)))
+        return super().rewrite(call)
 
     def compiles_at_once(self, queries: int) -> bool:
         return True

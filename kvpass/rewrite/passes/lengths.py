@@ -1,4 +1,9 @@
-"""Arithmetic on the cache's length: from symbolic sizes, which grow, to a counter on the device."""
+"""Arithmetic on the cache's length: from symbolic sizes, which grow, to a counter on the device.
+
+before   past = past_k.size(2)                        after    position = arange(q) + length
+         position = arange(past, past + q)
+         row = table[past : past + q]                          row = index_select(table, 0, arange(q) + length)
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,22 @@ import torch
 import torch.fx as fx
 
 from kvpass import compat, graphs
+from kvpass.capture import tokens
 from kvpass.graphs import Sizes, value
+from kvpass.rewrite.context import StepContext
+from kvpass.rewrite.record import Record
+
+
+def put_length_on_device(step: StepContext) -> Record:
+    """Rewrite what is computed from the length; says which nodes count the keys, which is for masks to rewrite."""
+    on_length = OnLength(step.graph, step.sizes, step.length)
+    lookups = on_length.slices()
+    for window in set(step.windows):
+        step.counts[window] = [*tokens.iotas(step.graph.nodes, step.sizes, window), *lookups]
+    on_length.positions()
+    step.on_length = on_length.computed
+    counts = {node.name: "it counts the keys" for nodes in step.counts.values() for node in nodes}
+    return Record(on_length.rewritten, counts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,12 +42,14 @@ class OnLength:
         graph: is changed in place.
         length: the counter, int64 of no dimensions.
         computed: nodes that were made of it, and what each computes.
+        rewritten: the names of the nodes that were rewritten.
     """
 
     graph: fx.Graph
     sizes: Sizes
     length: fx.Node
     computed: dict[fx.Node, sympy.Expr] = dataclasses.field(default_factory=dict)
+    rewritten: list[str] = dataclasses.field(default_factory=list)
 
     def positions(self) -> None:
         """Arithmetic of tensors on the cache's length: from a symbolic size to the counter on the device."""
@@ -40,6 +62,7 @@ class OnLength:
             if node.target is torch.arange:
                 self._arange_on_length(node)
             elif any(graphs.is_tensor(arg) for arg in node.args) and graphs.name_of(node) in _ARITHMETIC:
+                self.rewritten.append(node.name)
                 with self.graph.inserting_before(node):
                     node.args = tuple(self._on_length(arg) if arg in growing else arg for arg in node.args)
 
@@ -66,6 +89,7 @@ class OnLength:
                         counts += count
                     elif part != slice(None):
                         base = self._call(operator.getitem, base, (slice(None),) * dim + (self._fixed_slice(part),))
+            self.rewritten.append(node.name)
             node.replace_all_uses_with(base)
         return counts
 
@@ -115,6 +139,7 @@ class OnLength:
             shifted = self.graph.call_function(operator.add, (steps, offset))
         for made in (steps, shifted):
             made.meta.update(node.meta)
+        self.rewritten.append(node.name)
         node.replace_all_uses_with(shifted)
 
 

@@ -1,0 +1,209 @@
+"""What the passes over a step graph share: the graph, the call that it is rewritten for, and what each pass leaves."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from kvpass import compat, graphs
+from kvpass.capture.sites import AttentionSite
+from kvpass.errors import UnsupportedGraph
+from kvpass.graphs import Sizes, value
+from kvpass.instantiate import RotarySlice
+from kvpass.rewrite.inputs import FurtherInputs
+from kvpass.rewrite.record import Record
+from kvpass.rewrite.result import Outputs
+from kvpass.slots import Layout, Slots
+
+
+@dataclasses.dataclass(frozen=True)
+class Telling:
+    """Which inputs tell padding from real tokens, see `kvpass.capture.hiding`.
+
+    Attributes:
+        sites: for each site those that do in all masks on its cache.
+        known: those of which every held token is known to have an entry of one.
+    """
+
+    sites: tuple[tuple[fx.Node, ...], ...]
+    known: frozenset[fx.Node]
+
+    def moved(self, to: dict[fx.Node, fx.Node]) -> Telling:
+        """The same in a copy of the graph."""
+        sites = tuple(tuple(to[node] for node in told) for told in self.sites)
+        return Telling(sites, frozenset(to[node] for node in self.known))
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCall:
+    """A canonical step graph and the call that it is rewritten for.
+
+    Attributes:
+        gm, sites: the graph, which stays as it is, and its attention on caches.
+        layouts, slots: of each layer.
+        arguments: Dynamo's.
+        sizes: how the graph's symbols are to be read in this call.
+        seen: tokens before it.
+        windows: for each layer how many tokens the model stores, None for all.
+        telling: the inputs that tell padding.
+        sweep: whether it is a step with the policy's sweep.
+    """
+
+    gm: fx.GraphModule
+    sites: list[AttentionSite]
+    layouts: list[Layout]
+    slots: list[Slots]
+    arguments: tuple[Any, ...]
+    sizes: Sizes
+    seen: int
+    windows: tuple[int | None, ...]
+    telling: Telling
+    sweep: bool = False
+
+
+class StepContext:
+    """A copy of a step graph while it is rewritten.
+
+    Attributes:
+        call: what it is rewritten for.
+        gm, graph: the copy; sites, holders, telling: the call's sites, the placeholders and the inputs that tell
+            padding, in the copy.
+        actual: Dynamo's argument at each placeholder.
+        rows, queries: B and q.
+        decodes: one token goes to a slot that is free, and not, as a chunk does, beside the slots.
+        ranked: keys are stored before their rotary embedding and numbered by rank.
+        whole: masks look up entries in the tensors that have one for every token; by default a graph is given those
+            of its slots alone.
+        inputs: what it takes beside slots and Dynamo's arguments.
+
+    And what passes leave for those after them:
+        slot_inputs: for each layer the placeholders of its slots' tensors, in the order of `Slots.names`.
+        weights, weight_inputs: the policy's own tensors and their placeholders.
+        own: all of these placeholders.
+        length: int64 of no dimensions, the tokens seen, padding included.
+        on_length: nodes that are computed from it, and what each is.
+        counts: for each window the nodes that count the keys.
+        rotaries, raw_keys: for each layer the rotary embedding of its keys, and these before it; none where keys are
+            stored as they are attended to.
+        given_positions: the places of Dynamo's arguments that ranks have taken the place of.
+        places: for each layer a copy of the slot that it writes to, none where it needs none.
+        replaced: what stands for the model's own attention, by the name of its node.
+        chunks: for each layer stored key, value, real and statistics of a chunk.
+        unread: outputs that grow and that nothing reads on slots: the argument that each is longer than, and the
+            dimension.
+        counted: bool [B, 1], which of the tokens were real, if the caller counts.
+        outputs: where the rewritten graph has what.
+        records: what the passes did.
+    """
+
+    def __init__(self, call: StepCall, whole: bool = False) -> None:
+        copy, moved = compat.copy_graph_module(call.gm)
+        self.call, self.gm, self.graph = call, copy, copy.graph
+        self.sites = [site.moved(moved) for site in call.sites]
+        self.layouts, self.slots, self.sizes, self.windows = call.layouts, call.slots, call.sizes, call.windows
+        self.holders = graphs.placeholders(self.graph)
+        self.actual = dict(zip(self.holders, call.arguments, strict=True))
+        self.telling = call.telling.moved(moved)
+        self.rows, self.queries = call.layouts[0].rows, call.sizes.queries
+        # A prompt that is still held whole takes its first token in as a chunk.
+        roomy = all(s.capacity == x.capacity for s, x in zip(call.slots, call.layouts, strict=True))
+        self.decodes = self.queries == 1 and roomy
+        self.ranked = call.layouts[0].ranked
+        self.whole = whole
+        self.inputs = FurtherInputs(self)
+
+        self.slot_inputs: list[list[fx.Node]] = []
+        self.weights: list[Tensor] = []
+        self.weight_inputs: list[fx.Node] = []
+        self.own: set[fx.Node] = set()
+        self.length: fx.Node
+        self.on_length: dict[fx.Node, sympy.Expr] = {}
+        self.counts: dict[int | None, list[fx.Node]] = {}
+        self.rotaries: list[RotarySlice] = []
+        self.raw_keys: list[fx.Node] = []
+        self.given_positions: list[int] = []
+        self.places: list[fx.Node] = []
+        self.replaced: dict[str, fx.Node] = {}
+        self.chunks: list[list[fx.Node]] = []
+        self.unread: dict[int, tuple[int, int]] = {}
+        self.counted: fx.Node | None = None
+        self.outputs: Outputs
+        self.records: list[Record] = []
+
+    @property
+    def decodes_on_gpu(self) -> bool:
+        return self.decodes and self.device.type == "cuda"
+
+    @property
+    def device(self) -> torch.device:
+        """Where the slots are."""
+        return self.layouts[0].device
+
+    def slot(self, layer: int, name: str) -> fx.Node:
+        """The placeholder of one of a layer's tensors, by its name in `Slots.names`."""
+        return self.slot_inputs[layer][self.slots[layer].names.index(name)]
+
+    def line(self, layer: int = 0) -> str:
+        """The line of the user's source at which a layer attends."""
+        return graphs.source_line(self.sites[layer].call)
+
+    # -- what nodes will be --------------------------------------------------------------------------------------
+
+    def shape(self, node: fx.Node) -> tuple[int, ...]:
+        """The shape of a node's tensor in this call."""
+        return tuple(size if isinstance(size, int) else self.sizes.fixed(size) for size in value(node).shape)
+
+    def example(self, node: fx.Node) -> Tensor:
+        """A tensor like the one that the node will be, strides included."""
+        kind = dict(dtype=value(node).dtype, device=self.device_of(node))
+        strides = value(node).stride()
+        made_dense = node.op == "placeholder" and has_loose_strides(value(node))  # see `StepRewrite.flat`
+        if made_dense or any(self.sizes.grows(stride) for stride in strides):
+            return torch.empty(self.shape(node), **kind)
+        return torch.empty_strided(self.shape(node), [self.sizes.fixed(stride) for stride in strides], **kind)
+
+    def device_of(self, node: fx.Node) -> torch.device:
+        """Where a node's tensor is; our own inputs are where the slots are."""
+        ours = value(node).device.type == "meta" or node in self.own
+        return self.device if ours else value(node).device
+
+    # -- new nodes -----------------------------------------------------------------------------------------------
+
+    def compute(
+        self, function: Callable[..., list[Tensor]], nodes: list[fx.Node], before: fx.Node, name: str
+    ) -> list[fx.Node]:
+        """The nodes of what a function computes from the values of nodes, spliced in before another node."""
+        with compat.fake_mode() as fake:
+            traced = compat.trace(function, [fake(self.example(node)) for node in nodes])
+        return graphs.splice(self.gm, traced, nodes, before, name)
+
+    def copied_slots(self, layer: int) -> list[fx.Node]:
+        """A layer's slots with their metadata, all beside K and V, as it is before the step."""
+        names, stored = self.slots[layer].names, self.slots[layer].stored
+        nodes = zip(names, self.slot_inputs[layer], strict=True)
+        return [node if name in stored else self._copy(node) for name, node in nodes]
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        with self.graph.inserting_after(self.length):
+            copied = self.graph.call_method("clone", (node,))
+        copied.meta["example_value"] = value(node)
+        return copied
+
+    def refuse_growth(self, node: fx.Node) -> None:
+        """Raises: UnsupportedGraph: a node depends on the cache's length in a way that is not understood."""
+        what = value(node) if graphs.is_size(node) else "a tensor that grows with it"
+        raise UnsupportedGraph(
+            f"{graphs.source_line(node)}: {graphs.name_of(node)!r} still depends on the length of the cache ({what}); "
+            "it is not a mask, a rotary embedding or position arithmetic that kvpass can express on slots"
+        )
+
+
+def has_loose_strides(tensor: Any) -> bool:
+    """Whether a tensor's strides may change from call to call."""
+    return isinstance(tensor, Tensor) and any(isinstance(stride, torch.SymInt) for stride in tensor.stride())

@@ -1,0 +1,136 @@
+"""What a rewritten step graph takes beside slots, weights and Dynamo's arguments: parts of those, and what is made of
+them before it runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from kvpass import compat
+from kvpass.graphs import value
+from kvpass.instantiate import Entry
+from kvpass.slots import Slots
+
+if TYPE_CHECKING:
+    from kvpass.rewrite.context import StepContext
+
+
+@dataclasses.dataclass(frozen=True)
+class LookedUp:
+    """An entry for each slot of a layer, see `Entry`.
+
+    Attributes:
+        layer: whose slots; None for the tensor itself, in which a reference looks up.
+        given: whether the tensor is one of Dynamo's arguments, and not computed beside the graph.
+        place: among these, or among what is looked up of those.
+    """
+
+    layer: int | None
+    entry: Entry
+    given: bool
+    place: int
+
+    def of(self, full: Tensor, slots: Slots, queries: int) -> Tensor:
+        """[B, H', C + q, ...]: of the slots, then of the new tokens."""
+        new = slots.length[:, None] + torch.arange(queries, device=slots.length.device)
+        places = torch.cat([slots.index, new[:, None].expand(-1, slots.index.shape[1], -1)], -1)
+        return self.entry.at(full, places.to(full.device))
+
+
+class FurtherInputs:
+    """Placeholders of what is asked for, each made once.
+
+    Attributes:
+        columns: by Dynamo's placeholder, of its columns of the new tokens.
+        entries: by layer and entry, of what is looked up for the tokens.
+        asides: by node, of what it gives, which is computed beside the graph as it reads all tokens.
+    """
+
+    def __init__(self, step: StepContext) -> None:
+        self._step = step
+        self.columns: dict[fx.Node, fx.Node] = {}
+        self.entries: dict[tuple[int | None, Entry], fx.Node] = {}
+        self.asides: dict[fx.Node, fx.Node] = {}
+        self._real: dict[tuple[fx.Node, ...], fx.Node] = {}
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        return [*self.columns.values(), *self.entries.values(), *self.asides.values()]
+
+    def column(self, holder: fx.Node) -> fx.Node:
+        """The new tokens' columns of one of Dynamo's arguments that has one for every token."""
+        if holder not in self.columns:
+            shape = (*map(self._step.sizes.fixed, value(holder).shape[:-1]), self._step.queries)
+            self.columns[holder] = self._new(f"{holder.name}_now", shape, value(holder).dtype)
+        return self.columns[holder]
+
+    def entry(self, layer: int, entry: Entry) -> fx.Node:
+        """What a mask looks up for the token of each slot of a layer, or if `whole` what it looks up in."""
+        step, name = self._step, entry.node.name
+        if step.whole:
+            if (None, entry) not in self.entries:
+                self.entries[None, entry] = self._like(f"{name}_whole", value(entry.node))
+            return self.entries[None, entry]
+        if (layer, entry) not in self.entries:
+            count = step.slots[layer].capacity + step.queries
+            shape = (step.rows, step.layouts[layer].groups, count, *entry.rest)
+            self.entries[layer, entry] = self._new(f"{name}_at_{layer}", shape, value(entry.node).dtype)
+        return self.entries[layer, entry]
+
+    def aside(self, node: fx.Node) -> fx.Node:
+        """What a node gives that reads all tokens."""
+        if node not in self.asides:
+            self.asides[node] = self._new(f"{node.name}_aside", self._step.shape(node), value(node).dtype)
+        return self.asides[node]
+
+    def real(self, layer: int) -> fx.Node:
+        """bool [B, q]: which of the new tokens are not padding, for a layer."""
+        telling = self._step.telling.sites[layer]
+        if telling not in self._real:
+            self._real[telling] = self._emit_real([self.column(holder) for holder in telling])
+        return self._real[telling]
+
+    def _emit_real(self, columns: list[fx.Node]) -> fx.Node:
+        step = self._step
+        shape, device = (step.rows, step.queries), step.device
+
+        def function(*columns: Tensor) -> list[Tensor]:
+            real = torch.ones(shape, dtype=torch.bool, device=device)
+            for column in columns:
+                real = real & (column != 0)
+            return [real]
+
+        node = step.compute(function, columns, step.length.next, f"kvpass_real_{len(self._real)}")[0]
+        node.meta["example_value"] = torch.empty(shape, dtype=torch.bool, device="meta")
+        return node
+
+    @property
+    def some_real(self) -> fx.Node:
+        """The first that was asked for of what `real` gives."""
+        return next(iter(self._real.values()))
+
+    def looked_up(self) -> tuple[list[LookedUp], list[fx.Node]]:
+        """Where entries are looked up, and the nodes among that which are computed beside the graph."""
+        made, computed = [], list[fx.Node]()
+        for layer, entry in self.entries:
+            node = entry.node
+            if node.op == "placeholder":
+                made.append(LookedUp(layer, entry, True, self._step.holders.index(node)))
+                continue
+            if node not in computed:
+                computed.append(node)
+            made.append(LookedUp(layer, entry, False, computed.index(node)))
+        return made, computed
+
+    def _new(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> fx.Node:
+        return self._like(name, torch.empty(shape, dtype=dtype, device="meta"))
+
+    def _like(self, name: str, example: Tensor) -> fx.Node:
+        with self._step.graph.inserting_after(self._step.holders[-1]):
+            node = self._step.graph.placeholder(name)
+        compat.as_new_input(node, example, in_place=False)
+        return node

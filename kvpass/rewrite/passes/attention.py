@@ -1,0 +1,232 @@
+"""Attention on slots: every attention call and the updates of its cache become a step of the policy on slots.
+
+    before   k = kvpass::append(past_k, key)              after    write key and value to the free slot
+             v = kvpass::append(past_v, val)                       out = attention over the slots, under the mask on
+             out = kvpass::attention(query, k, v, mask)                  them
+                                                                   the policy observes, chooses whom to drop
+
+The step is `kvpass.step`, traced to torch's operators and spliced in.  Layers that share a cache with an earlier one
+attend to what that one attended to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import torch.fx as fx
+from torch import Tensor
+
+from kvpass import compat, graphs
+from kvpass.capture.sites import AttentionSite
+from kvpass.expansion import Expansion, cut_expansion
+from kvpass.graphs import value
+from kvpass.instantiate import RotarySlice
+from kvpass.lowering.turns import Pairs, Turn
+from kvpass.rewrite.context import StepContext
+from kvpass.rewrite.masks import MaskOnSlots, Masks
+from kvpass.rewrite.record import Record
+from kvpass.rewrite.tables import Tables
+from kvpass.slots import Layout, Slots
+from kvpass.step import Attended, Site, decode_step, extend_step, read_step
+
+
+def attend_on_slots(step: StepContext) -> Record:
+    """Replace every attention call on a cache.
+
+    Raises:
+        UnsupportedGraph: its mask or its keys cannot be said on slots.
+    """
+    attending = _Attending(step)
+    for layer in range(len(step.sites)):
+        attending.replace(layer)
+    return Record([each.call.name for site in step.sites for each in site.all])
+
+
+class _Attending:
+    """The layers of one graph; what is traced for one serves those that are like it."""
+
+    def __init__(self, step: StepContext) -> None:
+        self.step = step
+        self.masks, self.tables = Masks(step), Tables(step)
+        self._traced: dict[Any, fx.GraphModule] = {}
+
+    def replace(self, number: int) -> None:
+        """Splice a layer's step in, and those of the layers that share its cache."""
+        step, site = self.step, self.step.sites[number]
+        new = new_rows(step, number)
+        slots = step.slot_inputs[number]
+        before = step.copied_slots(number) if site.readers and step.decodes else slots
+        made = self._splice(number, site, slots, new, first=True)
+        for reader in site.readers:
+            self._splice(number, reader, before, new, first=False)
+        step.chunks.append([] if step.decodes else [*stored_rows(step, number, new), step.inputs.real(number), *made])
+
+    def _splice(
+        self, number: int, site: AttentionSite, slots: list[fx.Node], new: list[fx.Node], first: bool
+    ) -> list[fx.Node]:
+        """Splice one attention call's step in; gives the statistics of a chunk.
+
+        Args:
+            first: whether it is the call that writes, and that the policy sees.
+        """
+        step, layout = self.step, self.step.layouts[number]
+        mask, mask_key = self.masks.of(site, number)
+        rotary = step.rotaries[number] if step.rotaries else None
+        pairs = self.tables.pairs(rotary)
+        expansion = cut_expansion(step.gm, site, step.sizes, mask.facts if mask else ())
+        mixed = self.tables.mixing(rotary, pairs, layout.capacity, site.call) if rotary and pairs else []
+        groups = {
+            "slots": slots,
+            "new": [site.query, *new, step.inputs.real(number)],
+            "mask": mask.nodes if mask else [],
+            "table": self.tables.angles(rotary, layout.capacity) if rotary else [],
+            "turn": rotary.turn.bound if rotary else (),
+            "mixed": mixed,
+            "expand": expansion.slice.bound if expansion else (),
+            "sink": [] if site.sink is None else [site.sink],
+            "weights": step.weight_inputs,
+            "place": step.places[number : number + 1],
+        }
+        nodes = [node for group in groups.values() for node in group]
+        key = (
+            layout,
+            step.slots[number].capacity,
+            mask_key,
+            rotary and (rotary.key, pairs),
+            expansion and expansion.slice.key,
+            (site.scale, site.cap, site.sink is None, site.lse is None, first),
+            *(str((step.shape(n), value(n).stride(), value(n).dtype, step.device_of(n))) for n in nodes),
+        )
+        if key not in self._traced:
+            counts = {name: len(group) for name, group in groups.items()}
+            layer = _Layer(layout, site, mask, rotary, pairs, expansion)
+            self._traced[key] = self._trace(layer, nodes, counts, step.slots[number], first)
+        before = early_enough(site, nodes)
+        made = graphs.splice(step.gm, self._traced[key], nodes, before, f"kvpass_{site.call.name}")
+        return put_in_place(step, site, made)
+
+    def _trace(
+        self, layer: _Layer, nodes: list[fx.Node], counts: dict[str, int], like: Slots, first: bool
+    ) -> fx.GraphModule:
+        step, layout, lse = self.step, layer.layout, layer.found.lse
+        lse_like = None if lse is None else (step.shape(lse), value(lse).dtype)
+
+        def given_out(attended: Attended) -> list[Tensor]:
+            if lse_like is None or attended.lse is None:
+                return [attended.output]
+            shape, dtype = lse_like
+            return [attended.output, attended.lse.view(shape).to(dtype)]
+
+        def function(*tensors: Tensor) -> Any:
+            given = _grouped(tensors, counts)
+            slots = Slots.of(given["slots"], like)
+            query, key, new_value, real = given["new"]
+            here = layer.site(given)
+            if step.decodes and first:
+                return given_out(decode_step(layout, here, slots, query, key, new_value, real[:, 0], step.call.sweep))
+            if step.decodes:
+                return given_out(read_step(layout, here, slots, query, key, real[:, 0]))
+            attended, sums = extend_step(layout, here, slots, query, key, new_value, real)
+            return given_out(attended) + (sums if first else [])
+
+        with compat.fake_mode() as fake:
+            return compat.trace(function, [fake(step.example(node)) for node in nodes])
+
+
+def new_rows(step: StepContext, number: int) -> list[fx.Node]:
+    """The new tokens' key, as it is stored for a single token and as it is attended to in a chunk, and value."""
+    site = step.sites[number]
+    key = step.raw_keys[number] if step.ranked and step.decodes else site.key
+    return [as_cached(step.graph, site, node) for node in (key, site.value)]
+
+
+def stored_rows(step: StepContext, number: int, new: list[fx.Node]) -> list[fx.Node]:
+    """Of `new_rows` the key as it is stored, and the value."""
+    return [step.raw_keys[number] if step.ranked and not step.sites[number].made else new[0], new[1]]
+
+
+def as_cached(graph: fx.Graph, site: AttentionSite, node: fx.Node) -> fx.Node:
+    """A key or value [B, h, q, D]; [B, 1, q, h * D] where keys and values are made of it, see `expansion.joined`."""
+    if not site.made or value(node).shape[1] == 1:
+        return node
+    with graph.inserting_after(node):
+        turned = graph.call_method("transpose", (node, 1, 2))
+    with graph.inserting_after(turned):
+        flat = graph.call_method("flatten", (turned, 2))
+    with graph.inserting_after(flat):
+        one = graph.call_method("unsqueeze", (flat, 1))
+    turned.meta["example_value"] = value(node).transpose(1, 2)
+    flat.meta["example_value"] = value(turned).flatten(2)
+    one.meta["example_value"] = value(flat).unsqueeze(1)
+    return one
+
+
+def early_enough(site: AttentionSite, needed: list[fx.Node]) -> fx.Node:
+    """The node before which a site's step is spliced in, which comes after all that it needs.
+
+    What the model makes of a log-sum-exp may stand before its second product.
+    """
+    if site.lse is None or site.call < site.lse:
+        return site.call
+    for node in needed:
+        graphs.move_before(site.lse, node)
+    return site.lse
+
+
+def put_in_place(step: StepContext, site: AttentionSite, made: list[fx.Node]) -> list[fx.Node]:
+    """Let what a step gives, in the order of `Attended`, stand for the model's own; what it gives beyond that."""
+    own = [node for node in (site.call, site.lse) if node is not None]
+    for theirs, ours in zip(own, made, strict=False):
+        step.replaced[theirs.name] = ours
+        ours.meta["example_value"] = value(theirs)
+        theirs.replace_all_uses_with(ours)
+    return made[len(own) :]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layer:
+    """What a layer's step is made of."""
+
+    layout: Layout
+    found: AttentionSite
+    mask: MaskOnSlots | None
+    rotary: RotarySlice | None
+    pairs: Pairs | None
+    expansion: Expansion | None
+
+    def site(self, given: dict[str, list[Tensor]]) -> Site:
+        """The site, with the tensors that its parts read."""
+        mask, rotary, expansion, heads = self.mask, self.rotary, self.expansion, self.layout.heads
+
+        def masked(index: Tensor, position: Tensor, facts: list[Tensor]) -> Tensor:
+            assert mask is not None
+            return mask.on_slots(index, position, heads, given["mask"], facts)
+
+        def turned(keys: Tensor, rank: Tensor) -> list[Tensor]:
+            assert rotary is not None
+            return rotary.on_slots(keys, rank, given["table"], given["turn"])
+
+        def expanded(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+            assert expansion is not None
+            return expansion.on_slots(key, value, given["expand"])
+
+        return Site(
+            scale=self.found.scale,
+            mask=masked if mask else None,
+            rotate=turned if rotary else None,
+            turn=Turn(given["mixed"][0], given["mixed"][1], self.pairs) if self.pairs else None,
+            weights=tuple(given["weights"]),
+            cap=self.found.cap,
+            sink=given["sink"][0] if given["sink"] else None,
+            expand=expanded if expansion else None,
+            lse=self.found.lse is not None,
+            place=given["place"][0] if given["place"] else None,
+        )
+
+
+def _grouped(tensors: tuple[Tensor, ...], counts: dict[str, int]) -> dict[str, list[Tensor]]:
+    """Consecutive tensors by name."""
+    rest = iter(tensors)
+    return {name: list(itertools.islice(rest, count)) for name, count in counts.items()}

@@ -1,0 +1,29 @@
+"""Counters move on outside of the graph, on a GPU: two launches a step, and not two a layer.
+
+before   slots_0_seen.copy_(...); slots_0_length.add_(1)      after    return ..., real
+"""
+
+from __future__ import annotations
+
+import torch.fx as fx
+
+from kvpass import compat
+from kvpass.rewrite.context import StepContext
+from kvpass.rewrite.record import Record
+
+
+def leave_counting(step: StepContext) -> Record:
+    """Take what counts tokens out of every layer; `StepRewrite.count` does it."""
+    if not step.decodes_on_gpu:
+        return Record(left={"counters": "they are in the step's own kernels, or a chunk's"})
+    counters = [step.slot(layer, name) for layer in range(len(step.sites)) for name in ("seen", "length")]
+    for counter in counters:
+        for user in [user for user in counter.users if _writes(user, counter)]:
+            assert not user.users
+            step.graph.erase_node(user)
+    step.counted = step.inputs.some_real
+    return Record([counter.name for counter in counters])
+
+
+def _writes(node: fx.Node, counter: fx.Node) -> bool:
+    return compat.mutates(node) and node.args[0] is counter

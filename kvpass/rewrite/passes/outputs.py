@@ -1,0 +1,81 @@
+"""What grows leaves the outputs: caches, lengths, masks for later graphs; and survivors of a chunk come in.
+
+    before   return logits, k_0, v_0, past + q            after    return logits, key_0, value_0, real_0, sums_0, ...
+
+Handles, numbers from the host's count and what is computed beside the graph stand for what left.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch.fx as fx
+
+from kvpass import compat, graphs
+from kvpass.graphs import value
+from kvpass.rewrite.context import StepContext
+from kvpass.rewrite.record import Record
+from kvpass.rewrite.result import Outputs
+
+
+def bound_outputs(step: StepContext) -> Record:
+    """Give the graph its new outputs."""
+    step.outputs, kept = _sorted(step)
+    step.graph.output_node().args = (tuple(kept),)
+    gone = [place for place, now in enumerate(step.outputs.outputs) if now is None]
+    return Record([f"output {place}" for place in gone])
+
+
+def _sorted(step: StepContext) -> tuple[Outputs, list[Any]]:
+    originals = graphs.results(step.graph)
+    caches = {place for site in step.sites for place in (site.keys_out, site.values_out)}
+    lengths = {
+        place: step.sizes.beyond_length(out)
+        for place, out in enumerate(originals)
+        if graphs.is_size(out) and step.sizes.grows(out)
+    }
+    grown = [
+        place
+        for place, out in enumerate(originals)
+        if place not in caches | step.unread.keys() and graphs.is_tensor(out) and step.sizes.grown(value(out))
+    ]
+    gone = {*caches, *lengths, *grown, *step.unread}
+    kept = [out for place, out in enumerate(originals) if place not in gone]
+    order = iter(range(len(kept)))
+    outputs = [None if place in gone else next(order) for place in range(len(originals))]
+    starts = itertools.accumulate(map(len, step.chunks), initial=len(kept))
+    chunks = [list(range(start, start + len(chunk))) for start, chunk in zip(starts, step.chunks, strict=False)]
+    kept += [node for chunk in step.chunks for node in chunk]
+    real = None if step.counted is None else len(kept)
+    kept += [] if step.counted is None else [step.counted]
+    return Outputs(outputs, lengths, grown, chunks if any(chunks) else [], real), kept
+
+
+def on_all_tokens(step: StepContext, looked_in: list[fx.Node]) -> fx.GraphModule | None:
+    """What computes the outputs that grow with the cache, and what is read of all tokens; None if that is nothing.
+
+    Raises:
+        UnsupportedGraph: it takes attention, or writes to an input.
+    """
+    read = [*step.inputs.asides, *looked_in]
+    if not step.outputs.grown and not read:
+        return None
+    copy, moved = compat.copy_graph_module(step.call.gm)
+    there = {node.name: node for node in moved.values()}
+    outputs = graphs.results(copy.graph)
+    for node in read:
+        if node.name not in there:
+            step.refuse_growth(node)
+    wanted = [outputs[place] for place in step.outputs.grown] + [there[node.name] for node in read]
+    copy.graph.output_node().args = (tuple(wanted),)
+    needed = graphs.behind(wanted, reader=copy.graph.output_node())
+    for node in reversed(list(copy.graph.nodes)):
+        if node not in needed and node.op not in ("placeholder", "output"):
+            copy.graph.erase_node(node)
+    for writer in graphs.writers_to({node for node in needed if node.op in ("placeholder", "get_attr")}):
+        step.refuse_growth(writer)  # it would be written to twice
+    if {node.name for node in copy.graph.nodes} & {each.call.name for site in step.sites for each in site.all}:
+        step.refuse_growth(wanted[0])
+    copy.recompile()
+    return copy

@@ -1,0 +1,128 @@
+"""Positions by rank: queries stand behind the held tokens, and the keys' rotary embedding waits until they are read.
+
+    before   angles = cos(position * inv_freq)            after    ranks = rank_of_first + arange(q)
+             query, key = turn(query, angles), ...                 angles = cos(ranks * inv_freq)
+
+Every layer's rotary embedding is cut out first, as a function of a rank, for the pass that attends.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from kvpass import graphs
+from kvpass.capture.rotary import (
+    ALIKE_IN_ALL_ROWS,
+    TURNED_APART,
+    Rotary,
+    find_rotary,
+    positions_of,
+    reshaped,
+)
+from kvpass.errors import UnsupportedGraph
+from kvpass.graphs import value
+from kvpass.instantiate import cut_rotary
+from kvpass.rewrite.context import StepContext
+from kvpass.rewrite.record import Record
+
+BOTH_WAYS = "a mask reads the positions through the same operation as the rotary embedding"
+
+
+def turn_at_read(step: StepContext) -> Record:
+    """Let positions be ranks.
+
+    Raises:
+        UnsupportedGraph: a layer has no rotary embedding, or none whose positions can be replaced.
+    """
+    if not step.ranked:
+        return Record(left={"keys": "they are stored as they are attended to"})
+    found = [_rotary(step, layer) for layer in range(len(step.sites))]
+    step.raw_keys = [rotary.raw for rotary in found]
+    step.rotaries = [
+        cut_rotary(step.gm, site, rotary, step.sizes) for site, rotary in zip(step.sites, found, strict=True)
+    ]
+    positions = list(dict.fromkeys(p for layer, rotary in enumerate(found) for p in _positions(step, layer, rotary)))
+    first = _rank_of_first(step)
+    for position in positions:
+        _rank(step, position, first)
+    return Record([position.name for position in positions])
+
+
+def _rotary(step: StepContext, layer: int) -> Rotary:
+    rotary = find_rotary(step.gm, step.sites[layer])
+    if rotary is None:
+        raise UnsupportedGraph(f"{step.line(layer)}: the keys had a rotary embedding in the prompt and have none here")
+    return rotary
+
+
+def _positions(step: StepContext, layer: int, rotary: Rotary) -> list[fx.Node]:
+    """What the layer's key and query are turned by."""
+    found = positions_of(rotary, step.sites[layer])
+    if not found:
+        _refuse(step, layer, TURNED_APART)
+    return found
+
+
+def _refuse(step: StepContext, layer: int, why: str) -> NoReturn:
+    raise UnsupportedGraph(f"{step.line(layer)}: {why}; use positions='absolute'")
+
+
+def _rank_of_first(step: StepContext) -> fx.Node:
+    """int64 [B]: the rank of the first new token; read before the first layer's step, which writes there."""
+    decodes = step.decodes
+
+    def function(position: Tensor, free: Tensor) -> list[Tensor]:
+        live = position[:, 0] >= 0
+        gone = live.gather(-1, free[:, :1])[:, 0].long()  # the token that will be overwritten
+        return [live.sum(-1) - gone if decodes else live.sum(-1)]
+
+    held = [step.slot(0, "position"), step.slot(0, "free")]
+    first = step.compute(function, held, step.length.next, "kvpass_first_rank")[0]
+    first.meta["example_value"] = torch.empty((step.rows,), dtype=torch.int64, device="meta")
+    return first
+
+
+def _rank(step: StepContext, position: fx.Node, first: fx.Node) -> None:
+    """Put ranks, live slots + 0, 1, ..., in the place of positions, for what turns queries and keys."""
+    shape, rows, queries, dtype = step.shape(position), step.rows, step.queries, value(position).dtype
+    given = reshaped(position)
+    if given in step.holders:
+        step.given_positions.append(step.holders.index(given))
+    fits = [d for d, size in enumerate(shape) if size == queries and (d or len(shape) == 1)]
+    along = fits[-1] if fits else len(shape) - 1
+    padded = bool(step.telling.sites[0])
+    if len(shape) == 1 and rows > 1 and padded:
+        _refuse(step, 0, ALIKE_IN_ALL_ROWS)
+    users = _users_but_masks(step, position)
+    real = [step.inputs.real(0)] if padded and not step.decodes else []  # only real tokens count
+
+    def function(first: Tensor, *real: Tensor) -> list[Tensor]:
+        steps = [(new.cumsum(-1) - 1).clamp(min=0) for new in real] or [torch.arange(queries, device=first.device)]
+        ranks = first[:, None] + steps[0]  # [B, q]
+        if len(shape) == 1:
+            return [ranks[0]]
+        full = [1] * len(shape)
+        full[0], full[along] = rows, queries
+        return [ranks.view(full).to(dtype)]
+
+    before = step.length.next if position.op == "placeholder" else position.next
+    ranks = step.compute(function, [first, *real], before, f"kvpass_rank_{position.name}")[0]
+    ranks.meta["example_value"] = value(position)
+    for user in users:
+        user.replace_input_with(position, ranks)
+
+
+def _users_but_masks(step: StepContext, position: fx.Node) -> list[fx.Node]:
+    """What reads positions to turn queries and keys with; a mask compares them with places, which stay."""
+    sites = [each for site in step.sites for each in site.all]
+    calls = {site.call for site in sites}
+    masks = {node for site in sites if site.mask for node in graphs.ancestors(site.mask, calls)}
+    turning = {node for site in sites for node in graphs.ancestors(site.query, calls)}
+    users = [user for user in step.graph.nodes if user in position.users]
+    if any(user in masks and user in turning for user in users):
+        _refuse(step, 0, BOTH_WAYS)
+    return [user for user in users if user not in masks]

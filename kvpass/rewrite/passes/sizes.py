@@ -1,0 +1,60 @@
+"""Nothing grows any more: what is dead goes, and the sizes that are left become numbers.
+
+before   rows = ids.size(0)                           after    h = view(x, (2, 1, 64))
+         h = view(x, (rows, q, 64))
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.fx as fx
+
+from kvpass import compat, graphs
+from kvpass.graphs import value
+from kvpass.rewrite.context import StepContext
+from kvpass.rewrite.record import Record
+
+
+def settle_sizes(step: StepContext) -> Record:
+    """Make the graph static.
+
+    Raises:
+        UnsupportedGraph: something still depends on the length of the cache.
+    """
+    for node in [node for node in step.graph.nodes if compat.is_log_only(node)]:
+        step.graph.erase_node(node)
+    graphs.eliminate_dead(step.graph)
+    settled = [node for node in step.graph.nodes if graphs.is_size(node) and node.users]
+    for node in settled:
+        if step.sizes.grows(node):
+            step.refuse_growth(_reader(node))
+        _settle(node, step.sizes.fixed(node))
+    graphs.eliminate_dead(step.graph)
+    for holder in step.holders:
+        if not holder.users:
+            step.graph.erase_node(holder)
+        elif step.sizes.grown(value(holder)):
+            step.refuse_growth(next(iter(holder.users)))
+    return Record([node.name for node in settled])
+
+
+def _reader(size: fx.Node) -> fx.Node:
+    """The first operation on tensors that a size, or what is computed from it, goes into."""
+    sizes = {size}
+    for node in size.graph.nodes:
+        if sizes.intersection(node.all_input_nodes):
+            if not graphs.is_size(node):
+                return node
+            sizes.add(node)
+    return size
+
+
+def _settle(size: fx.Node, number: int) -> None:
+    """Put a number in place of a size, wherever it is read."""
+    for user in list(size.users):
+        user.args, user.kwargs = _with_number(user.args, size, number), _with_number(user.kwargs, size, number)
+
+
+def _with_number(arguments: Any, size: fx.Node, number: int) -> Any:
+    return fx.node.map_arg(arguments, lambda node: number if node is size else node)

@@ -1,0 +1,52 @@
+"""Slots come in: new inputs for every layer's slots and for the policy's weights, and the counter of tokens.
+
+before   def step(ids, past_k, past_v): ...
+after    def step(slots_0_key, ..., slots_0_length, ..., weight_0, ids, past_k, past_v):
+             length = slots_0_length[0].clone()
+             ...
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from kvpass import compat
+from kvpass.rewrite.context import StepContext
+from kvpass.rewrite.record import Record
+
+
+def take_slots(step: StepContext) -> Record:
+    """Add the inputs; the graph does not use them yet."""
+    first = step.holders[0]
+    for layer, slots in enumerate(step.slots):
+        names = [f"slots_{layer}_{name}" for name in slots.names]
+        step.slot_inputs.append(_inputs(step, names, slots.tensors(), first))
+    policy = step.layouts[0].policy
+    step.weights = [] if policy.aligns == "never" else [tensor.to(step.device) for tensor in policy.weights()]
+    step.weight_inputs = _inputs(step, [f"kvpass_weight_{i}" for i in range(len(step.weights))], step.weights, first)
+    step.length = _length(step)
+    return Record([node.name for node in step.own])
+
+
+def _inputs(step: StepContext, names: list[str], tensors: list[Tensor], before: fx.Node) -> list[fx.Node]:
+    with step.graph.inserting_before(before):
+        nodes = [step.graph.placeholder(name) for name in names]
+    for node, tensor in zip(nodes, tensors, strict=True):
+        compat.as_new_input(node, tensor, in_place=True)
+    step.own.update(nodes)
+    return nodes
+
+
+def _length(step: StepContext) -> fx.Node:
+    """A copy of the first layer's counter, which moves on with that layer's step."""
+    with step.graph.inserting_after(step.holders[-1]):
+        counter = step.graph.call_function(operator.getitem, (step.slot(0, "length"), 0))
+    with step.graph.inserting_after(counter):
+        length = step.graph.call_method("clone", (counter,))
+    for node in (counter, length):
+        node.meta["example_value"] = torch.empty((), dtype=torch.int64, device="meta")
+    return length

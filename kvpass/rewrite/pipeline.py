@@ -1,0 +1,61 @@
+"""The rewrite of a step graph: attention on slots, and nothing left that grows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch.fx as fx
+
+from kvpass import graphs, logs
+from kvpass.rewrite.context import StepContext, has_loose_strides
+from kvpass.rewrite.passes import STEP_PASSES
+from kvpass.rewrite.passes.outputs import on_all_tokens
+from kvpass.rewrite.record import Pass, Record
+from kvpass.rewrite.result import StepRewrite
+
+Watch = Callable[[Record, fx.Graph], None]
+"""Is told of each pass that has run, and sees the graph as it stands then."""
+
+
+def rewrite_step(
+    step: StepContext, passes: Sequence[Pass] = STEP_PASSES, watch: Watch = logs.after_pass
+) -> StepRewrite:
+    """Run the passes over a step graph and describe what it became.
+
+    Raises:
+        UnsupportedGraph: something in it cannot be said on slots; names the line.
+    """
+    for each in passes:
+        start = time.perf_counter()
+        record = each(step)
+        record.name, record.milliseconds = each.__name__, 1000 * (time.perf_counter() - start)
+        watch(record, step.graph)
+        step.records.append(record)
+    step.gm.recompile()
+    return _described(step)
+
+
+def _described(step: StepContext) -> StepRewrite:
+    entries, looked_in = step.inputs.looked_up()
+    left = set(graphs.placeholders(step.graph))
+    inputs = [place for place, holder in enumerate(step.holders) if holder in left]
+    there = step.outputs
+    return StepRewrite(
+        gm=step.gm,
+        weights=step.weights,
+        inputs=inputs,
+        loose={place for place in inputs if has_loose_strides(graphs.value(step.holders[place]))},
+        columns=[step.holders.index(holder) for holder in step.inputs.columns],
+        entries=entries,
+        queries=step.queries,
+        outputs=there.outputs,
+        lengths=there.lengths,
+        chunks=there.chunks,
+        beside=on_all_tokens(step, looked_in),
+        grown=there.grown,
+        asides=len(step.inputs.asides),
+        unread=step.unread,
+        real=there.real,
+        positions=tuple(dict.fromkeys(step.given_positions)),
+    )

@@ -1,0 +1,105 @@
+"""What a step graph becomes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from kvpass.rewrite.inputs import LookedUp
+from kvpass.slots import Slots
+
+
+@dataclasses.dataclass
+class Outputs:
+    """Where a rewritten graph has what; see `StepRewrite`, which has the same names."""
+
+    outputs: list[int | None]
+    lengths: dict[int, int]
+    grown: list[int]
+    chunks: list[list[int]]
+    real: int | None
+
+
+@dataclasses.dataclass
+class StepRewrite:
+    """A step graph on slots.
+
+    Attributes:
+        gm: takes the slots' tensors of every layer, the `weights`, then `columns`, `entries`,
+            what is computed `beside`, and the `inputs`.
+        weights: the policy's own, on the device of the slots.
+        inputs: which of Dynamo's arguments it still takes.
+        loose: which of those came with strides that may change from call to call.
+        columns: which of Dynamo's arguments it takes the new tokens' columns of.
+        entries: what it looks up for the token of each slot.
+        outputs: for each output of the original graph its place in the rewritten one's, None for a cache.
+        lengths: outputs of the original graph that are the tokens seen before, plus a number.
+        chunks: for each site of an extend graph the places of stored key, value, real and statistics.
+        beside: computes, from Dynamo's arguments and uncompiled, what takes all tokens to compute: first the `grown`
+            outputs of the original graph, such as a mask that another graph goes on with, then `asides` further
+            inputs, then what entries are looked up in.
+        unread: outputs of the original graph that grow and that nothing reads on slots: the argument that each is
+            longer than, and the dimension.
+        real: the place of bool [B, 1], which of the tokens were real, if the graph leaves counting to its caller.
+        positions: which of Dynamo's arguments are positions that ranks have taken the place of.
+    """
+
+    gm: fx.GraphModule
+    weights: list[Tensor]
+    inputs: list[int]
+    loose: set[int]
+    columns: list[int]
+    entries: list[LookedUp]
+    queries: int
+    outputs: list[int | None]
+    lengths: dict[int, int]
+    chunks: list[list[int]]
+    beside: fx.GraphModule | None
+    grown: list[int]
+    asides: int = 0
+    unread: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    real: int | None = None
+    positions: tuple[int, ...] = ()
+
+    def count(self, slots: list[Slots], results: Sequence[Any]) -> None:
+        """Count the tokens of a step, if its graph leaves that to its caller: see `rewrite.passes.counting`."""
+        if self.real is not None:
+            new = results[self.real][:, 0].long()
+            torch._foreach_add_([layer.seen for layer in slots], [new] * len(slots))
+            torch._foreach_add_([layer.length for layer in slots], 1)
+
+    def on_all_tokens(self, arguments: tuple[Any, ...]) -> list[Any]:
+        """What `beside` gives."""
+        return list(self.beside(*arguments)) if self.beside else []
+
+    def flat(self, slots: list[Slots], arguments: tuple[Any, ...], aside: list[Any], seen: int) -> list[Any]:
+        """The rewritten graph's arguments: from the slots, Dynamo's arguments, and `on_all_tokens`.
+
+        Args:
+            seen: the tokens before these.
+        """
+        dense = torch.contiguous_format
+        flat: list[Any] = [tensor for layer in slots for tensor in layer.tensors()]
+        flat += self.weights
+        for place in self.columns:
+            column = arguments[place]
+            start = min(seen, column.shape[-1] - self.queries)  # it ends with the new tokens, or has room for more
+            flat.append(column.narrow(-1, start, self.queries).clone(memory_format=dense))
+        further = aside[len(self.grown) :]
+        for entry in self.entries:
+            full = arguments[entry.place] if entry.given else further[self.asides + entry.place]
+            flat.append(full if entry.layer is None else entry.of(full, slots[entry.layer], self.queries))
+        flat += further[: self.asides]
+        for place in self.inputs:
+            flat.append(arguments[place].clone(memory_format=dense) if place in self.loose else arguments[place])
+        return flat
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a later step of one token can do with the same arguments."""
+        return not (self.beside or self.entries)

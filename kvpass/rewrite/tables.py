@@ -1,0 +1,60 @@
+"""The angles of rotary embeddings by rank, computed once for the layers that share them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch.fx as fx
+from torch import Tensor
+
+from kvpass import graphs
+from kvpass.instantiate import RotarySlice
+from kvpass.lowering.turns import Pairs
+
+if TYPE_CHECKING:
+    from kvpass.rewrite.context import StepContext
+
+
+class Tables:
+    """Tables in a step graph, each emitted once."""
+
+    def __init__(self, step: StepContext) -> None:
+        self._step = step
+        self._tables: dict[Any, list[fx.Node]] = {}
+        self._pairs: dict[Any, Pairs | None] = {}
+
+    def angles(self, rotary: RotarySlice, capacity: int) -> list[fx.Node]:
+        """The nodes of the table of angles for ranks 0 .. capacity - 1."""
+        key = (rotary.angles.key, rotary.position, capacity)
+        if key not in self._tables:
+            step, first = self._step, self._step.sites[0].call
+            nodes = [step.length, *rotary.angles.bound]  # the length only stands for the device
+            for node in rotary.angles.bound:  # a later module of the model may make it
+                graphs.move_before(first, node)
+
+            def function(length: Tensor, *bound: Tensor) -> list[Tensor]:
+                return rotary.table(capacity, list(bound), length.device)
+
+            self._tables[key] = step.compute(function, nodes, first, f"kvpass_table_{len(self._tables)}")
+        return self._tables[key]
+
+    def pairs(self, rotary: RotarySlice | None) -> Pairs | None:
+        """What an embedding mixes, where a kernel attends and can turn the keys itself."""
+        if rotary is None or not self._step.decodes_on_gpu:
+            return None
+        if rotary.key not in self._pairs:
+            self._pairs[rotary.key] = rotary.pairs()
+        return self._pairs[rotary.key]
+
+    def mixing(self, rotary: RotarySlice, pairs: Pairs, capacity: int, before: fx.Node) -> list[fx.Node]:
+        """The nodes of a `Turn`'s weights for ranks 0 .. capacity - 1."""
+        key = (rotary.key, rotary.turn.bound, capacity)
+        if key not in self._tables:
+            table = self.angles(rotary, capacity)
+
+            def function(*given: Tensor) -> list[Tensor]:
+                return list(rotary.weights(pairs, list(given[: len(table)]), list(given[len(table) :])))
+
+            nodes = [*table, *rotary.turn.bound]
+            self._tables[key] = self._step.compute(function, nodes, before, f"kvpass_mixed_{len(self._tables)}")
+        return self._tables[key]

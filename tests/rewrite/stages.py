@@ -1,0 +1,103 @@
+"""One step of a small model, and its graph after every pass."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+import kvpass
+from kvpass import compat, logs
+from kvpass.backend import Backend
+from kvpass.graphs import placeholders
+from kvpass.handle import Handle
+from kvpass.rewrite.context import StepCall, StepContext
+from kvpass.rewrite.passes import STEP_PASSES
+from kvpass.rewrite.pipeline import rewrite_step
+from kvpass.rewrite.record import Record
+from kvpass.rewrite.result import StepRewrite
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """A step graph after a pass: the program's lines, a copy that runs, and what the pass said."""
+
+    lines: list[str]
+    gm: fx.GraphModule
+    record: Record
+
+
+@dataclasses.dataclass(frozen=True)
+class Stages(Backend):
+    """A backend that keeps the step graphs of what it runs, pass by pass.
+
+    Attributes:
+        calls, contexts: of each graph that is rewritten; slots: copies of all tensors as they were then.
+        stages: of the last one, by the name of the pass.
+    """
+
+    calls: list[StepCall] = dataclasses.field(default_factory=list, compare=False, repr=False)
+    slots: list[list[Tensor]] = dataclasses.field(default_factory=list, compare=False, repr=False)
+    contexts: list[StepContext] = dataclasses.field(default_factory=list, compare=False, repr=False)
+    stages: dict[str, Stage] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+
+    def rewrite(self, call: StepCall) -> tuple[StepContext, StepRewrite]:
+        self.calls.append(call)
+        self.slots.append([tensor.clone() for layer in call.slots for tensor in layer.tensors()])
+        context = StepContext(call)
+        self.contexts.append(context)
+
+        def keep(record: Record, graph: fx.Graph) -> None:
+            copy, _ = compat.copy_graph_module(context.gm)
+            self.stages[record.name] = Stage(body(graph), copy, record)
+
+        rewrite_step(context, watch=keep)
+        return super().rewrite(call)
+
+    def before(self, name: str) -> Stage:
+        """The graph as a pass finds it."""
+        names = [each.__name__ for each in STEP_PASSES]
+        return self.stages[names[names.index(name) - 1]]
+
+    def made(self, name: str) -> list[str]:
+        """The lines that are new after a pass, in order."""
+        old = set(self.before(name).lines)
+        return [line for line in self.stages[name].lines if line not in old]
+
+    def gone(self, name: str) -> list[str]:
+        """The lines that a pass took away."""
+        new = set(self.stages[name].lines)
+        return [line for line in self.before(name).lines if line not in new]
+
+    def inputs(self, name: str) -> list[str]:
+        """The names of the placeholders after a pass."""
+        return [node.name for node in placeholders(self.stages[name].gm.graph)]
+
+
+def body(graph: fx.Graph) -> list[str]:
+    """The statements of a program, without what lets go of values."""
+    return [line.split(";  ")[0].strip() for line in logs.program(graph).splitlines() if not line.startswith("def ")]
+
+
+@torch.no_grad()
+def staged(model: torch.nn.Module, policy: str = "streaming", *, new: int = 1, **settings: Any) -> Stages:
+    """The stages of the first step, or chunk of `new` tokens, after a prompt of five."""
+    torch._dynamo.reset()
+    made = kvpass.backend(policy, **{"inner": "eager", **settings})
+    stages = Stages(**{field.name: getattr(made, field.name) for field in dataclasses.fields(made)})
+    compiled, ids = torch.compile(model, backend=stages), torch.arange(5 + new)[None]
+    _, past = compiled(ids[:, :5].contiguous(), None)
+    compiled(ids[:, 5:].contiguous(), past)
+    return stages
+
+
+def with_rows(call: StepCall) -> tuple[Any, ...]:
+    """The arguments of a call with random rows for the caches, of which handles hold none."""
+    drawn = torch.Generator().manual_seed(0)
+    return tuple(
+        torch.randn(tuple(argument.shape), generator=drawn) if isinstance(argument, Handle) else argument
+        for argument in call.arguments
+    )

@@ -1,0 +1,248 @@
+"""Each pass on its own: its graph before and after, what that gives, and when it must not fire."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import operator
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import kvpass
+from docs.passes import Model, page, report
+from kvpass.rewrite.passes import STEP_PASSES
+from kvpass.testing.recording import record
+from tests.adversary.models import Small, causal, plain, sdpa
+from tests.aligners import random_aligner
+from tests.models import build, force, prompt
+from tests.rewrite.stages import Stages, staged, with_rows
+
+
+@functools.cache
+def by_rank() -> Stages:
+    """A step with positions by rank, after which one token is gone."""
+    return staged(Model().eval(), budget=8, sinks=1, positions="cache")
+
+
+@functools.cache
+def by_place() -> Stages:
+    return staged(Model().eval(), budget=8, sinks=1, positions="absolute")
+
+
+def on_own_arguments(stages: Stages, name: str) -> tuple[Any, Any]:
+    """What the first output is after a pass, and in the graph as it was, on the same past.
+
+    Nothing may be gone and no cache may be read: slots hold other rows than the made-up past.
+    """
+    call, stage, arguments = stages.calls[0], stages.stages[name], with_rows(stages.calls[0])
+    given = [tensor.clone() for tensor in (*stages.slots[0], *stages.contexts[0].weights)]
+    with torch.no_grad():
+        return stage.gm(*given, *arguments)[0], call.gm(*arguments)[0]
+
+
+def test_slots_come_in_and_nothing_else_changes() -> None:
+    stages = by_place()
+    call, after = stages.calls[0], stages.stages["take_slots"]
+    names = [f"slots_{layer}_{name}" for layer in (0, 1) for name in call.slots[layer].names]
+    assert stages.inputs("take_slots")[: len(names)] == names
+    assert sorted(after.record.matched) == sorted(names)
+    kept = {node.name for node in call.gm.graph.nodes}
+    new = [node.target for node in after.gm.graph.nodes if node.name not in kept]
+    assert new == [*names, operator.getitem, "clone"]  # and the counter
+
+
+def test_weights_come_in_where_a_policy_has_them() -> None:
+    aligner = random_aligner("direct", layers=2, heads=2, dim=4)
+    stages = staged(Model().eval(), "kv_align", budget=8, aligner=aligner, validate=False)
+    weights = [name for name in stages.inputs("take_slots") if name.startswith("kvpass_weight")]
+    assert len(weights) == len(stages.contexts[0].weights) > 0
+    assert not [name for name in by_place().inputs("take_slots") if name.startswith("kvpass_weight")]
+
+
+def test_position_arithmetic_moves_to_a_counter() -> None:
+    stages = by_place()
+    made, gone = stages.made("put_length_on_device"), stages.gone("put_length_on_device")
+    assert any(re.fullmatch(r"\w+ = torch\.arange\(1\)", line) for line in made)
+    assert any(re.fullmatch(r"\w+ = arange\w* \+ clone", line) for line in made)
+    assert [line for line in gone if line.startswith("position = arange")]
+    ours, theirs = on_own_arguments(stages, "put_length_on_device")
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_what_counts_keys_is_left_to_the_masks() -> None:
+    left = by_place().stages["put_length_on_device"].record.left
+    assert set(left.values()) == {"it counts the keys"}
+    assert len(left) == 2  # one in each layer
+
+
+class Looked(Small):
+    """Positions from a table, of which a slice is taken."""
+
+    def forward(self, ids: torch.Tensor, past: Any = None, **inputs: Any) -> Any:
+        seen = 0 if past is None else past[0][0].shape[-2]
+        output, present = super().forward(ids, past, **inputs)
+        return output + self.table[seen : seen + ids.shape[1]], present
+
+
+def test_slices_of_tables_become_lookups() -> None:
+    stages = staged(Looked(plain, tables={"table": torch.randn(32, 16)}), budget=8, positions="absolute")
+    made = stages.made("put_length_on_device")
+    assert any("torch.index_select" in line for line in made)
+    ours, theirs = on_own_arguments(stages, "put_length_on_device")
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_queries_stand_at_their_ranks() -> None:
+    stages = by_rank()
+    made = stages.made("turn_at_read")
+    assert any("slots_0_position" in line for line in made)
+    assert len(stages.stages["turn_at_read"].record.matched) == 4  # of the query and the key of two layers
+    ours, theirs = on_own_arguments(stages, "turn_at_read")  # nothing is gone: ranks are positions
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_positions_stay_where_keys_are_stored_as_they_are() -> None:
+    stages = by_place()
+    assert stages.made("turn_at_read") == stages.gone("turn_at_read") == []
+    assert stages.contexts[0].rotaries == []
+
+
+def test_position_ids_count_held_tokens_for_a_policy_that_renumbers() -> None:
+    aligner = random_aligner("direct", layers=2, heads=2, dim=4)
+    stages = staged(Model().eval(), "kv_align", budget=8, aligner=aligner, validate=False)
+    assert stages.stages["renumber_ids"].record.matched
+    ours, theirs = on_own_arguments(stages, "renumber_ids")
+    torch.testing.assert_close(ours, theirs)
+    assert by_place().made("renumber_ids") == by_rank().made("renumber_ids") == []
+
+
+def test_attention_and_updates_of_caches_are_gone() -> None:
+    stages = by_place()
+    before, after = stages.before("attend_on_slots"), stages.stages["attend_on_slots"]
+    assert sum("torch.ops.kvpass.attention" in line for line in before.lines) == 2
+    assert len(after.record.matched) == 2
+    output = after.gm.graph.output_node().args[0][0]  # type: ignore[index]
+    behind = {node.name for node in kvpass.graphs.ancestors(output)}
+    assert not any("attention" in name or "append" in name for name in behind)
+    writes = [line for line in after.lines if line.startswith("index_put_") and "slots_" in line]
+    assert len(writes) == 2 * 2  # one row of K and one of V in each layer
+
+
+def test_layers_that_are_alike_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvpass import step
+
+    calls: list[Any] = []
+    lowered = step.decode_step
+    name = "kvpass.rewrite.passes.attention.decode_step"
+    monkeypatch.setattr(name, lambda *given: calls.append(given) or lowered(*given))
+    staged(Small(plain, layers=4), budget=8, positions="absolute")
+    assert len(calls) == 2  # once for these stages, and once for what runs
+
+
+def test_what_grows_leaves_the_outputs() -> None:
+    stages = by_place()
+    assert len(kvpass.graphs.results(stages.before("bound_outputs").gm.graph)) == 1 + 2 * 2
+    assert len(kvpass.graphs.results(stages.stages["bound_outputs"].gm.graph)) == 1
+    assert stages.contexts[0].outputs.outputs == [0, None, None, None, None]
+
+
+def test_survivors_of_a_chunk_come_out() -> None:
+    stages = staged(Small(plain), "h2o", budget=8, new=4)
+    key, value, real, *sums = stages.contexts[0].outputs.chunks[0]
+    assert [key, value, real] == [1, 2, 3]
+    assert sums  # h2o asks for column sums
+    assert "torch.ops.kvpass.append" not in "".join(stages.stages["settle_sizes"].lines)
+
+
+def test_sizes_become_numbers_and_the_dead_goes() -> None:
+    stages = by_place()
+    gone = stages.gone("settle_sizes")
+    assert any("torch.ops.kvpass.append" in line for line in gone)
+    left = stages.stages["settle_sizes"].gm.graph.nodes
+    assert not [node for node in left if kvpass.graphs.is_size(node)]
+
+
+class Long(Small):
+    """Makes something that is as long as its cache and is no mask."""
+
+    def forward(self, ids: torch.Tensor, past: Any = None, **inputs: Any) -> Any:
+        output, present = super().forward(ids, past, **inputs)
+        return output * torch.full((present[0][0].shape[-2],), 1.5).prod(), present
+
+
+def test_what_still_grows_is_refused_by_its_line() -> None:
+    with pytest.raises(kvpass.UnsupportedGraph, match=r"test_passes\.py:\d+.*still depends on the length"):
+        staged(Long(plain), budget=8, positions="absolute")
+
+
+def test_inputs_are_given_slots_first() -> None:
+    stages = staged(Small(sdpa(causal), layers=2), budget=8, positions="absolute")
+    names = stages.inputs("order_inputs")
+    slots = [name for name in names if name.startswith("slots_")]
+    assert names[: len(slots)] == slots
+    assert len(slots) == sum(len(layer.names) for layer in stages.calls[0].slots)
+
+
+@pytest.mark.parametrize(("policy", "copies"), [("d2o", True), ("h2o", False)])
+def test_on_a_gpu_places_are_copied_for_who_merges_and_counting_is_left(policy: str, copies: bool) -> None:
+    ids, mask = prompt(2, 12, (2, 0))
+    compiled, steps = record(build("Llama"), policy, budget=8)
+    with torch.no_grad():
+        cache = None
+        for count in (9, 1):
+            now = slice(0, 9) if count == 9 else slice(9, 10)
+            out = compiled(
+                ids[:, now].contiguous(), attention_mask=mask[:, : now.stop].contiguous(), past_key_values=cache
+            )
+            cache = out.past_key_values
+    graph = steps[-1].gm.graph
+    inputs = kvpass.graphs.placeholders(graph)
+    counters = {node for node in inputs if re.fullmatch(r"slots_\d_(seen|length)", node.name)}
+    writes = [node for node in graph.nodes if kvpass.compat.mutates(node) and node.args[0] in counters]
+    assert not writes
+    free = [node for node in inputs if node.name.endswith("_free")]
+    assert all(any("clamp" in user.name for user in node.users) == copies for node in free)
+
+
+def test_on_a_cpu_neither_happens() -> None:
+    for name in ("copy_places", "leave_counting"):
+        assert by_place().made(name) == by_place().gone(name) == []
+        assert by_place().stages[name].record.left
+
+
+def test_every_pass_says_what_it_did(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("KVPASS_LOGS", "passes,graphs")
+    with caplog.at_level(logging.INFO, "kvpass"):
+        staged(Small(plain), budget=8, positions="absolute")
+    said = [entry.getMessage() for entry in caplog.records if entry.name == "kvpass.passes"]
+    assert [line.split(":")[0] for line in said] == [each.__name__ for each in STEP_PASSES]
+    programs = [entry.getMessage() for entry in caplog.records if entry.name == "kvpass.graphs"]
+    assert any(text.startswith("# canonical") for text in programs)
+    assert any(text.startswith("# after attend_on_slots") for text in programs)
+
+
+def test_an_unknown_log_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVPASS_LOGS", "everything")
+    with pytest.raises(kvpass.PolicyError, match="there are 'passes' and 'graphs'"):
+        kvpass.backend("full")
+
+
+def test_programs_are_kept_if_they_are_asked_for() -> None:
+    found = report()
+    assert [record.name for record in found.passes] == [each.__name__ for each in STEP_PASSES]
+    titles = [title for title, _ in found.programs]
+    assert titles[:2] == ["dynamo's graph", "canonical"]
+    assert titles[2:] == [f"after {each.__name__}" for each in STEP_PASSES]
+    assert "kvpass.attention" in page(found)
+    assert "kvpass.attention" in str(found)
+
+
+def test_programs_are_not_kept_otherwise() -> None:
+    ids, mask = prompt(1, 8, ())
+    cache = force(build("Llama"), ids, mask, [7], policy="h2o", budget=16, inner="eager").cache
+    found = kvpass.explain(build("Llama"), "h2o", budget=16)(ids[:, 7:], past_key_values=cache)
+    assert found.programs == ()
+    assert found.passes
