@@ -13,9 +13,9 @@ import kvpass
 from benchmarks.model import Conversation, tokens
 from benchmarks.timing import timed
 from kvpass import policies
-from kvpass.handle import LayerCache
+from kvpass.decoding.stepping import refreshed
 from kvpass.policies import Policy, Tokens
-from kvpass.stepping import refreshed
+from kvpass.runtime.handle import LayerCache
 
 BUDGET = 1024
 FLOOR = 8  # slots of the model that does little but read its weights

@@ -21,9 +21,9 @@ from benchmarks.model import DTYPES
 from benchmarks.report import Row, Table, Target, under
 from benchmarks.settings import Settings
 from benchmarks.timing import Local, Plan, interleaved, medians
+from kvpass.layer.slots import Layout, Slots
+from kvpass.layer.step import Site, decode_step
 from kvpass.policies import resolve
-from kvpass.slots import Layout, Slots
-from kvpass.step import Site, decode_step
 
 TITLE = "One caching operation beside concatenation"
 SINKS, RECENT, HEADS, DIM = 4, 1024, 32, 128

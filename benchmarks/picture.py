@@ -23,7 +23,7 @@ from benchmarks.settings import Settings
 from kvpass.demo import corpus
 from kvpass.demo.stream import PROMPT, negative_log_likelihood
 from kvpass.demo.subject import load
-from kvpass.handle import Handle
+from kvpass.runtime.handle import Handle
 
 TITLE = "Perplexity, memory and latency against tokens"
 FULL = "full, uncompiled"

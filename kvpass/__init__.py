@@ -5,11 +5,11 @@ torch.compile(model, backend=kvpass.backend(policy="h2o", budget=1024))
 
 from kvpass import policies
 from kvpass.backend import Backend, backend, compile
-from kvpass.decode import DecodeLoop
+from kvpass.decoding.loop import DecodeLoop
+from kvpass.decoding.prefill import prefill
+from kvpass.decoding.requests import GenerationOutput, RequestStatus
 from kvpass.errors import BudgetError, CacheHandleError, KVPassError, PolicyError, RequestError, UnsupportedGraph
-from kvpass.prefill import prefill
 from kvpass.report import CacheReport, ExplainReport, explain, inspect
-from kvpass.requests import GenerationOutput, RequestStatus
 from kvpass.simulate import Trace, simulate
 
 __all__ = [

@@ -12,26 +12,28 @@ import torch
 import torch.fx as fx
 
 from kvpass import budget as budgets
-from kvpass import cache_key, compat, graphs, logs, once, policies
+from kvpass import compat, graphs, logs, once, policies
 from kvpass.capture import rotary, spelled
 from kvpass.capture.caches import Found
 from kvpass.capture.capture import Capture, capture
 from kvpass.capture.sites import AttentionSite
 from kvpass.errors import KVPassError, PolicyError, UnreadableGraph, UnsupportedGraph
-from kvpass.guarded import Guarded
-from kvpass.handle import Handle
+from kvpass.lowering import cache_key
 from kvpass.lowering.residual import write_out_sums
 from kvpass.lowering.row_products import spell_out
-from kvpass.ownership import Known, Plans
 from kvpass.policies.base import Policy
 from kvpass.report import Recorder, SiteReport
 from kvpass.rewrite.context import StepCall, StepContext
 from kvpass.rewrite.pipeline import rewrite_step
 from kvpass.rewrite.record import Record
 from kvpass.rewrite.result import StepRewrite
-from kvpass.runtime import PromptRunner, StepRunner
+from kvpass.rewrite.validate import Validation
+from kvpass.runtime.guarded import Guarded
+from kvpass.runtime.handle import Handle
+from kvpass.runtime.ownership import Known, Plans
+from kvpass.runtime.prompts import PromptRunner
+from kvpass.runtime.steps import StepRunner
 from kvpass.storage import KV_DTYPES, KVDtype
-from kvpass.validate import Validation
 
 Positions = Literal["absolute", "cache"]
 Inner = str | Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -335,7 +337,7 @@ def backend(
         strict: raise UnsupportedGraph for a cache update that cannot be rewritten; with False it is left as
             it was and warned about.
         validate: run each rewritten step graph once, uncompiled and on a small made-up conversation, beside the model's
-            own, and refuse it if they differ; see `kvpass.validate`.
+            own, and refuse it if they differ; see `kvpass.rewrite.validate`.
         kv_dtype: how keys and values are stored: "int8" or "int4", see `kvpass.storage`, or None for the model's dtype.
         policy_options: the policy's own, by name.
 

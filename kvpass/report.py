@@ -14,8 +14,8 @@ from torch import Tensor
 
 from kvpass import logs
 from kvpass.errors import CacheHandleError, KVPassError
-from kvpass.handle import LayerCache, caches_in
 from kvpass.rewrite.record import Record
+from kvpass.runtime.handle import LayerCache, caches_in
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from kvpass import budget as budgets
 from kvpass.errors import BudgetError, KVPassError
+from kvpass.layer.slots import FREE, Chunk, Layout, Slots, admit, rows_in_order
+from kvpass.layer.statistics import as_attention, statistics
+from kvpass.layer.step import Rotate, Site, decode_step, extend_step, tempered
 from kvpass.policies.base import Attention, Policy, window_starts
 from kvpass.reference import ReferenceLayer, reference_of
 from kvpass.reference.base import attention_logits
-from kvpass.slots import FREE, Chunk, Layout, Slots, admit, rows_in_order
-from kvpass.statistics import as_attention, statistics
-from kvpass.step import Rotate, Site, decode_step, extend_step, tempered
 from kvpass.storage import KVDtype, Rows
 
 if TYPE_CHECKING:

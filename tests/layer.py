@@ -8,14 +8,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from kvpass.layer.slots import Chunk, Layout, Slots, admit
+from kvpass.layer.statistics import as_attention, statistics
+from kvpass.layer.step import Mask, Site, decode_step, extend_step, tempered
 from kvpass.policies import Policy
 from kvpass.policies.base import Attention, window_starts
 from kvpass.reference import ReferenceLayer, reference_of
 from kvpass.reference.base import attention_logits
 from kvpass.simulate import rotary
-from kvpass.slots import Chunk, Layout, Slots, admit
-from kvpass.statistics import as_attention, statistics
-from kvpass.step import Mask, Site, decode_step, extend_step, tempered
 from kvpass.storage import KVDtype
 
 Step = Callable[..., Tensor]

@@ -21,7 +21,7 @@ import transformers
 from torch import Tensor
 
 import kvpass
-from kvpass.handle import Handle
+from kvpass.runtime.handle import Handle
 from tests.models import Run, breaks, build, prompt
 
 MODELS = pathlib.Path(__file__).parent.parent / "examples" / "models"

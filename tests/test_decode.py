@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvpass
-from kvpass import decode
+from kvpass.decoding import loop as decode
 from tests.models import breaks, build, graphs, prompt
 from tests.strategies import ROWS
 from tests.test_invariants import settings
@@ -170,7 +170,7 @@ def test_samples_are_those_of_the_seed() -> None:
 )
 def test_what_is_in_the_draw(given: dict[str, Any], allowed: list[int]) -> None:
     shares = torch.tensor([0.05, 0.05, 0.25, 0.65])
-    sampling = kvpass.sampling.Sampling(**given)
+    sampling = kvpass.decoding.sampling.Sampling(**given)
     drawn = sampling.choose(shares.log().expand(4000, 4), sampling.generator(torch.device("cpu")))
     counts = drawn.bincount(minlength=4) / 4000
     expected = torch.zeros(4)

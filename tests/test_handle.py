@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import kvpass
-from kvpass.handle import Handle
+from kvpass.runtime.handle import Handle
 from tests.models import build, force, prompt
 from tests.test_backend import Tiny, loop
 

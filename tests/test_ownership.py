@@ -11,8 +11,8 @@ from torch import Tensor
 
 import kvpass
 from kvpass.backend import Backend
-from kvpass.ownership import Known, Plans, held_weakly, made_elsewhere
 from kvpass.policies.base import Plan
+from kvpass.runtime.ownership import Known, Plans, held_weakly, made_elsewhere
 from tests.models import build, prompt
 
 BUDGET = 8

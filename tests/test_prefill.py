@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvpass
-from kvpass import runtime
-from kvpass.prefill import lengths
+from kvpass.decoding.prefill import lengths
+from kvpass.runtime import caches, prompts
 from tests.models import breaks, build, graphs, prompt
 from tests.strategies import ROWS
 from tests.test_invariants import settings
@@ -141,7 +141,8 @@ def watching(function: Callable[..., Any], watched: Largest) -> Callable[..., An
 
 def test_memory_is_that_of_the_budget_and_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     watched, most = Largest(), []
-    monkeypatch.setattr(runtime, "admit", watching(runtime.admit, watched))
+    for module in (prompts, caches):
+        monkeypatch.setattr(module, "admit", watching(module.admit, watched))
     run = compiled("h2o", lambda gm, examples: watching(gm.forward, watched))
     for tokens in (48, 640):
         watched.found = 0

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import kvpass
-from kvpass import GenerationOutput, RequestStatus, stepping
-from kvpass import requests as serving
+from kvpass import GenerationOutput, RequestStatus
+from kvpass.decoding import requests as serving
+from kvpass.decoding import stepping
 from tests.models import build, graphs, prompt
 from tests.test_invariants import settings
 
@@ -212,10 +213,10 @@ def test_rows_draw_by_their_own_settings() -> None:
     shares = torch.tensor([0.05, 0.05, 0.25, 0.65])
     rows = [(dict(temperature=0.0), [3]), (dict(temperature=1.0, top_k=2), [2, 3])]
     rows += [(dict(temperature=1.0, top_p=0.7), [2, 3]), (dict(temperature=1.0), [0, 1, 2, 3])]
-    sampling = kvpass.sampling.RowSampling.of(len(rows), torch.device("cpu"))
+    sampling = kvpass.decoding.sampling.RowSampling.of(len(rows), torch.device("cpu"))
     counts = torch.zeros(len(rows), 4)
     for row, (given, _) in enumerate(rows):
-        sampling.put(row, kvpass.sampling.Sampling(**given, seed=row))
+        sampling.put(row, kvpass.decoding.sampling.Sampling(**given, seed=row))
     for made in range(4000):
         drawn = sampling.choose(shares.log().expand(len(rows), 4), torch.full((len(rows),), made))
         counts[torch.arange(len(rows)), drawn] += 1

@@ -13,12 +13,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from benchmarks.gpu.bench import Bench, Row
 from kvpass.align import Aligner, Signature
 from kvpass.align.networks import DirectNetwork
+from kvpass.layer.slots import Layout, Slots
+from kvpass.layer.step import Site, decode_step
 from kvpass.lowering.attend import attend
 from kvpass.lowering.column_scores import column_scores
 from kvpass.lowering.turns import Pairs, Turn
 from kvpass.policies import resolve
-from kvpass.slots import Layout, Slots
-from kvpass.step import Site, decode_step
 from kvpass.storage import plain
 
 HEADS, GROUPS, DIM = 8, 4, 128

@@ -14,8 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvpass.cache_key import contents
 from kvpass.errors import AlignerError
+from kvpass.lowering.cache_key import contents
 
 Recipe = Literal["direct", "paper", "nothing"]
 RECIPES: tuple[Recipe, ...] = ("direct", "paper", "nothing")

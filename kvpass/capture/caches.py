@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from kvpass import graphs, selection
-from kvpass.capture import growth, operators, spelled, torn
+from kvpass import graphs
+from kvpass.capture import growth, operators, selection, spelled, torn
 from kvpass.capture.operators import MOVES, SAME_VALUE, known_name
 from kvpass.capture.sites import stored
 from kvpass.capture.spelled import Call, is_as_wide

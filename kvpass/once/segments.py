@@ -31,7 +31,8 @@ import torch
 import torch.fx as fx
 from torch.fx.node import map_aggregate
 
-from kvpass import cache_key, compat, graphs
+from kvpass import compat, graphs
+from kvpass.lowering import cache_key
 
 ALIKE = 3
 """Layers of one kind from which on cutting a graph is worth its calls."""

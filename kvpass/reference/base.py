@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass.precision import widest
+from kvpass.layer.precision import widest
+from kvpass.layer.slots import FREE, NAMES, Chunk, Layout
 from kvpass.reference.storing import stored
-from kvpass.slots import FREE, NAMES, Chunk, Layout
 
 
 @dataclasses.dataclass(eq=False)

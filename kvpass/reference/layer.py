@@ -15,21 +15,21 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass.capture.sites import AttentionSite
-from kvpass.expansion import Expansion, cut_expansion
 from kvpass.graphs import value
-from kvpass.instantiate import RotarySlice
+from kvpass.layer.slots import Chunk, Layout
 from kvpass.policies.base import Attention
 from kvpass.reference import ReferenceLayer, reference_of
 from kvpass.reference.base import attention_logits
 from kvpass.rewrite.context import StepContext
+from kvpass.rewrite.expansion import Expansion, cut_expansion
+from kvpass.rewrite.instantiate import RotarySlice
 from kvpass.rewrite.masks import MaskOnSlots, Masks
 from kvpass.rewrite.passes import STEP_PASSES
 from kvpass.rewrite.passes.attention import as_cached, attend_on_slots, early_enough, put_in_place
 from kvpass.rewrite.record import Pass, Record
-from kvpass.slots import Chunk, Layout
 
 if TYPE_CHECKING:
-    from kvpass.runtime import PromptLayer
+    from kvpass.runtime.prompts import PromptLayer
 
 
 def take_prompt(layout: Layout, layer: PromptLayer, site: AttentionSite, limit: int) -> ReferenceLayer:

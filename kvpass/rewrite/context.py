@@ -15,11 +15,11 @@ from kvpass import compat, graphs
 from kvpass.capture.sites import AttentionSite
 from kvpass.errors import UnsupportedGraph
 from kvpass.graphs import Sizes, value
-from kvpass.instantiate import RotarySlice
+from kvpass.layer.slots import Layout, Slots
 from kvpass.rewrite.inputs import FurtherInputs
+from kvpass.rewrite.instantiate import RotarySlice
 from kvpass.rewrite.record import Record
 from kvpass.rewrite.result import Outputs
-from kvpass.slots import Layout, Slots
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kvpass import compat
 from kvpass.graphs import value
-from kvpass.instantiate import Entry
-from kvpass.slots import Slots
+from kvpass.layer.slots import Slots
+from kvpass.rewrite.instantiate import Entry
 
 if TYPE_CHECKING:
     from kvpass.rewrite.context import StepContext

@@ -11,11 +11,11 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass import graphs, selection
-from kvpass.capture import tokens
+from kvpass import graphs
+from kvpass.capture import selection, tokens
 from kvpass.capture.sites import AttentionSite
 from kvpass.graphs import value
-from kvpass.instantiate import Around, MaskSlice, cut_mask
+from kvpass.rewrite.instantiate import Around, MaskSlice, cut_mask
 
 if TYPE_CHECKING:
     from kvpass.rewrite.context import StepContext
@@ -99,7 +99,7 @@ class MaskOnSlots:
     def on_slots(
         self, index: Tensor, position: Tensor, heads: int, tensors: list[Tensor], facts: list[Tensor]
     ) -> Tensor:
-        """See `kvpass.step.Mask`; `tensors` are the values of `nodes`."""
+        """See `kvpass.layer.step.Mask`; `tensors` are the values of `nodes`."""
         raise NotImplementedError
 
 

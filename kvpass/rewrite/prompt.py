@@ -13,15 +13,16 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass import budget as budgets
-from kvpass import compat, graphs, statistics
+from kvpass import compat, graphs
 from kvpass.budget import Budget
 from kvpass.capture.rotary import find_rotary
 from kvpass.capture.sites import AttentionSite, arguments
 from kvpass.graphs import value
+from kvpass.layer import statistics
+from kvpass.layer.step import tempered
 from kvpass.policies import specify
 from kvpass.policies.base import Policy, Statistic
 from kvpass.rewrite import renumber
-from kvpass.step import tempered
 
 
 @dataclasses.dataclass
@@ -35,7 +36,7 @@ class PromptRewrite:
             place of the keys themselves where they are stored as they are.
         values: for each site, the place of its values.
         real: for each site, the place of bool [B, q], or None when no token is padding.
-        statistics: for each site, the places of what `kvpass.statistics` gives; empty when none are needed.
+        statistics: for each site, the places of what `kvpass.layer.statistics` gives; empty when none are needed.
         extras: for each site, the places of its query, its attended keys, its mask and its sink (None if it
             has none), which only the eager reference asks for.
     """
@@ -209,7 +210,7 @@ def _statistics(
     policy: Policy,
     budget: Budget,
 ) -> dict[Statistic, fx.Node]:
-    """Nodes of what the policy asks for, as `kvpass.statistics.statistics` would make it.
+    """Nodes of what the policy asks for, as `kvpass.layer.statistics.statistics` would make it.
 
     Policies that need the same sums over all queries have the same prompt graph, which is compiled once and
     found in the compiler's caches by the others.

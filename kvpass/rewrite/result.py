@@ -10,8 +10,8 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from kvpass.layer.slots import Slots
 from kvpass.rewrite.inputs import LookedUp
-from kvpass.slots import Slots
 
 
 @dataclasses.dataclass

@@ -8,8 +8,8 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass import graphs
-from kvpass.instantiate import RotarySlice
 from kvpass.lowering.turns import Pairs
+from kvpass.rewrite.instantiate import RotarySlice
 
 if TYPE_CHECKING:
     from kvpass.rewrite.context import StepContext

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from kvpass.graphs import Slice
-from kvpass.instantiate import RotarySlice
 from kvpass.lowering.turns import Pairs, pairs_of, weights_of
+from kvpass.rewrite.instantiate import RotarySlice
 
 POSITIONS, WIDTH = 7, 12
 

@@ -13,12 +13,12 @@ import kvpass
 from kvpass import compat, logs
 from kvpass.backend import Backend
 from kvpass.graphs import placeholders
-from kvpass.handle import Handle
 from kvpass.rewrite.context import StepCall, StepContext
 from kvpass.rewrite.passes import STEP_PASSES
 from kvpass.rewrite.pipeline import rewrite_step
 from kvpass.rewrite.record import Record
 from kvpass.rewrite.result import StepRewrite
+from kvpass.runtime.handle import Handle
 
 
 @dataclasses.dataclass(frozen=True)

@@ -132,7 +132,7 @@ def test_attention_and_updates_of_caches_are_gone() -> None:
 
 
 def test_layers_that_are_alike_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvpass import step
+    from kvpass.layer import step
 
     calls: list[Any] = []
     lowered = step.decode_step

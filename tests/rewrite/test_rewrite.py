@@ -14,7 +14,7 @@ from kvpass import graphs
 from kvpass.capture.canonical import APPEND, ATTENTION
 from kvpass.capture.capture import capture
 from kvpass.capture.rotary import find_rotary
-from kvpass.pieces import InPieces, Pieces
+from kvpass.rewrite.pieces import InPieces, Pieces
 from tests.models import ARCHITECTURES, build, force, prompt
 
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 import tests.strategies  # noqa: F401  loads the Hypothesis profile
 from kvpass.errors import PolicyError
+from kvpass.layer.slots import Layout, Slots
 from kvpass.policies import resolve
 from kvpass.reference.storing import stored
-from kvpass.slots import Layout, Slots
 from kvpass.storage import KV_DTYPES, KVDtype, Rows, format_of, plain
 
 STEP = {"int8": 1 / 127, "int4": 2 / 15}  # at most, in shares of a row's largest number

@@ -5,8 +5,8 @@
              out = kvpass::attention(query, k, v, mask)                  them
                                                                    the policy observes, chooses whom to drop
 
-The step is `kvpass.step`, traced to torch's operators and spliced in.  Layers that share a cache with an earlier one
-attend to what that one attended to.
+The step is `kvpass.layer.step`, traced to torch's operators and spliced in.  Layers that share a cache with an earlier
+one attend to what that one attended to.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from torch import Tensor
 
 from kvpass import compat, graphs
 from kvpass.capture.sites import AttentionSite
-from kvpass.expansion import Expansion, cut_expansion
 from kvpass.graphs import value
-from kvpass.instantiate import RotarySlice
+from kvpass.layer.slots import Layout, Slots
+from kvpass.layer.step import Attended, Site, decode_step, extend_step, read_step
 from kvpass.lowering.turns import Pairs, Turn
 from kvpass.rewrite.context import StepContext
+from kvpass.rewrite.expansion import Expansion, cut_expansion
+from kvpass.rewrite.instantiate import RotarySlice
 from kvpass.rewrite.masks import MaskOnSlots, Masks
 from kvpass.rewrite.record import Record
 from kvpass.rewrite.tables import Tables
-from kvpass.slots import Layout, Slots
-from kvpass.step import Attended, Site, decode_step, extend_step, read_step
 
 
 def attend_on_slots(step: StepContext) -> Record:

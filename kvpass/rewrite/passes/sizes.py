@@ -41,13 +41,12 @@ def settle_sizes(step: StepContext) -> Record:
 
 def _reader(size: fx.Node) -> fx.Node:
     """The first operation on tensors that a size, or what is computed from it, goes into."""
-    sizes = {size}
+    sizes: set[fx.Node] = {size}
+    readers: list[fx.Node] = []
     for node in size.graph.nodes:
         if sizes.intersection(node.all_input_nodes):
-            if not graphs.is_size(node):
-                return node
-            sizes.add(node)
-    return size
+            (sizes.add if graphs.is_size(node) else readers.append)(node)
+    return readers[0] if readers else size
 
 
 def _settle(size: fx.Node, number: int) -> None:

@@ -8,11 +8,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kvpass import runtime
+from kvpass.decoding.prefill import Caller
+from kvpass.decoding.sampling import Sampling
 from kvpass.errors import CacheHandleError
-from kvpass.handle import Handle, LayerCache, renewed
-from kvpass.prefill import Caller
-from kvpass.sampling import Sampling
+from kvpass.runtime import caches, steps
+from kvpass.runtime.handle import Handle, LayerCache, renewed
 
 
 class Loop(Protocol):
@@ -89,7 +89,7 @@ class State:
         """A step of a kind that has not run yet: Dynamo traces it, or the runtime makes it; others repeat it."""
         mask = torch.cat([self.mask(), (~self.done)[:, None].to(self.before.dtype)], 1)
         self.settle()
-        with runtime.listening() as ran:
+        with steps.listening() as ran:
             out = self.loop.caller(self.ids, mask, self.position, self.cache)
         if len(ran) != 1:
             raise CacheHandleError("the model ran its decode step in several graphs, or in none of kvpass")
@@ -138,7 +138,7 @@ class Step:
         self.graphs: dict[Any, torch.cuda.CUDAGraph] = {}
         self.caches: list[LayerCache] = []
 
-    def repeat(self, ran: runtime.Ran, logits: Tensor, mask: Tensor) -> None:
+    def repeat(self, ran: steps.Ran, logits: Tensor, mask: Tensor) -> None:
         """Take over from a step that went through the model, with these logits and this padding mask."""
         self.runner, self.caches, self.arguments, self.mask = ran.runner, ran.caches, ran.arguments, mask
         self.others, self.padding = ran.others, ran.known
@@ -148,8 +148,8 @@ class Step:
     def run(self) -> bool:
         """One step, on a GPU by replaying it; False if it is of a kind that has not run yet."""
         for cache in self.caches:
-            runtime.make_room(cache, 1)
-        kind = runtime.kind(self.caches)
+            caches.make_room(cache, 1)
+        kind = caches.kind(self.caches)
         if kind not in self.known:
             return False
         if self.mask.device.type == "cuda":
@@ -173,8 +173,8 @@ class Step:
 
     def _replay(self, key: Any) -> None:
         if key in self.graphs:
-            _, clocks = runtime.tick(self.caches)
-            runtime.count(self.caches, 1, clocks)
+            _, clocks = caches.tick(self.caches)
+            caches.count(self.caches, 1, clocks)
         else:
             self.graphs[key] = self._captured()  # the host's counts move on while it is captured
         self.graphs[key].replay()

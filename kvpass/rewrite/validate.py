@@ -28,10 +28,10 @@ from kvpass import graphs
 from kvpass.capture.sites import AttentionSite
 from kvpass.errors import UnsupportedGraph
 from kvpass.graphs import Sizes, value
-from kvpass.instantiate import RotarySlice
+from kvpass.layer.slots import FREE, Layout, Slots, first_state
 from kvpass.rewrite.context import StepContext
+from kvpass.rewrite.instantiate import RotarySlice
 from kvpass.rewrite.result import StepRewrite
-from kvpass.slots import FREE, Layout, Slots, first_state
 from kvpass.storage import KVDtype, Rows, plain
 
 TOKENS = 61
@@ -336,7 +336,7 @@ class _Conversation:
         return tuple(made)
 
     def _apart(self, rows: Tensor, like: Tensor) -> Tensor:
-        """[B, 1, L, h * D] as the model's cache has it, [B, h, L, D]; see `kvpass.expansion.joined`."""
+        """[B, 1, L, h * D] as the model's cache has it, [B, h, L, D]; see `kvpass.rewrite.expansion.joined`."""
         return torch.unflatten(rows[:, 0], -1, (like.shape[1], -1)).transpose(1, 2) if self._joins(rows, like) else rows
 
     def _joins(self, rows: Tensor, like: Tensor) -> bool:

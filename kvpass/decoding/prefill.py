@@ -19,8 +19,8 @@ from torch import Tensor
 from kvpass import compat
 from kvpass.budget import Budget
 from kvpass.errors import BudgetError, CacheHandleError, PolicyError
-from kvpass.handle import caches_in
 from kvpass.policies.base import require
+from kvpass.runtime.handle import caches_in
 
 Logits = Literal["last", "all"]
 

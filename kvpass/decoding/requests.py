@@ -19,18 +19,18 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from kvpass import runtime
+from kvpass.decoding.prefill import chunks, lengths
+from kvpass.decoding.sampling import RowSampling, Sampling
+from kvpass.decoding.stepping import State, refreshed
 from kvpass.errors import BudgetError, CacheHandleError, KVPassError, RequestError
-from kvpass.handle import Handle, LayerCache, caches_in, moved
-from kvpass.memory import free_bytes
+from kvpass.layer.slots import Slots
 from kvpass.policies.base import require
-from kvpass.prefill import chunks, lengths
-from kvpass.sampling import RowSampling, Sampling
-from kvpass.slots import Slots
-from kvpass.stepping import State, refreshed
+from kvpass.runtime.caches import keep_address
+from kvpass.runtime.handle import Handle, LayerCache, caches_in, moved
+from kvpass.runtime.memory import free_bytes
 
 if TYPE_CHECKING:
-    from kvpass.decode import DecodeLoop
+    from kvpass.decoding.loop import DecodeLoop
 
 Reason = Literal["stop", "length", "cancelled", "error"]
 ATTEMPTS = 2  # a request whose step fails is begun anew once
@@ -495,7 +495,7 @@ def _widened(one: LayerCache, rows: int) -> LayerCache:
     if not isinstance(one.slots, Slots):
         raise CacheHandleError("requests on a cache that runs with inner='reference'")
     slots = Slots.empty(layout)
-    runtime.keep_address(slots)
+    keep_address(slots)
     slots.length.fill_(one.seen)
     none = one.absent.new_zeros(rows, 0)
     return dataclasses.replace(one, layout=layout, slots=slots, absent=none, clocks=one.clocks * rows, _picked=[])

@@ -16,8 +16,8 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass import graphs, selection
-from kvpass.capture import operators
+from kvpass import graphs
+from kvpass.capture import operators, selection
 from kvpass.capture.keys import KeyAxis
 from kvpass.capture.rotary import Rotary
 from kvpass.capture.sites import AttentionSite
@@ -25,7 +25,7 @@ from kvpass.errors import UnsupportedGraph
 from kvpass.graphs import Sizes, Slice, expr, value
 from kvpass.lowering.turns import Pairs, pairs_of, weights_of
 from kvpass.lowering.written import written_out
-from kvpass.pieces import InPieces
+from kvpass.rewrite.pieces import InPieces
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,7 @@ class MaskSlice:
         padding: inputs that tell padding from real tokens and do nothing else; held tokens are real.
         entries: what else it reads of each token.
         aside: what it reads of all tokens together, such as how many of a row are padding; among what the slice binds.
-        facts: what it reads of the key's stored rows, see `kvpass.expansion`.
+        facts: what it reads of the key's stored rows, see `kvpass.rewrite.expansion`.
     """
 
     slice: Slice

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvpass import compat
 from kvpass.errors import UnsupportedGraph
-from kvpass.handle import Handle
+from kvpass.runtime.handle import Handle
 
 
 class Guarded:

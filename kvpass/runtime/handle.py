@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvpass import compat
 from kvpass.errors import CacheHandleError
-from kvpass.slots import Layout, Slots
+from kvpass.layer.slots import Layout, Slots
 
 Part = Literal["keys", "values"]
 

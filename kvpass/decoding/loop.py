@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from kvpass.backend import backend
+from kvpass.decoding.prefill import Caller, check_budget, chunks, last_of
+from kvpass.decoding.requests import GenerationOutput, Requests
+from kvpass.decoding.sampling import PRIME, Sampling
+from kvpass.decoding.stepping import State
 from kvpass.errors import CacheHandleError
-from kvpass.guarded import Guarded
 from kvpass.policies.base import Policy, require
-from kvpass.prefill import Caller, check_budget, chunks, last_of
-from kvpass.requests import GenerationOutput, Requests
-from kvpass.sampling import PRIME, Sampling
-from kvpass.stepping import State
+from kvpass.runtime.guarded import Guarded
 
 CAPTURING = ("reduce-overhead", "max-autotune")
 

@@ -1,7 +1,7 @@
 """What one attention layer does with new tokens: write, attend, observe, evict.
 
 `decode_step` takes one token and is static: the rewrite traces it and splices it into the decode graph.
-`extend_step` takes a chunk on live slots and leaves them alone; `kvpass.slots.admit` then takes the chunk in.
+`extend_step` takes a chunk on live slots and leaves them alone; `kvpass.layer.slots.admit` then takes the chunk in.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from kvpass.layer.precision import wide
+from kvpass.layer.slots import FREE, Layout, Slots, align
+from kvpass.layer.statistics import statistics
 from kvpass.lowering.attend import LOWEST, attend, by_kernel, capped, scores
 from kvpass.lowering.column_scores import regrouped
 from kvpass.lowering.turns import Turn
 from kvpass.policies.base import LATE, Attention, Policy, State, Tokens, rank_of
-from kvpass.precision import wide
-from kvpass.slots import FREE, Layout, Slots, align
-from kvpass.statistics import statistics
 from kvpass.storage import Rows, plain
 from kvpass.storage.base import Place
 
@@ -361,7 +361,7 @@ def extend_step(
         real: bool [B, q].
 
     Returns:
-        What attention gives and the `kvpass.statistics` of the chunk, whose columns are [held slots, chunk].
+        What attention gives and the `kvpass.layer.statistics` of the chunk, whose columns are [held slots, chunk].
         They leave the policy's own bias out.
     """
     policy, chunk = layout.policy, query.shape[2]

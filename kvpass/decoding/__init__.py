@@ -1,0 +1,1 @@
+"""Loops of steps: one conversation, prompts in chunks, many requests."""

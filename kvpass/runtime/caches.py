@@ -1,0 +1,91 @@
+"""What is done to caches around the graphs: room, counts, clocks, and the tokens of a chunk."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpass import budget as budgets
+from kvpass import compat
+from kvpass.errors import BudgetError
+from kvpass.layer.slots import Chunk, Slots, admit
+from kvpass.layer.statistics import as_attention
+from kvpass.policies.base import Attention, Policy
+from kvpass.runtime.handle import LayerCache
+
+
+def keep_address(slots: Slots) -> None:
+    for tensor in slots.tensors():
+        compat.mark_in_place(tensor)
+
+
+def make_room(cache: LayerCache, queries: int) -> None:
+    """A policy that never evicts needs a slot for every token: double the slots, or say that the budget is spent."""
+    layout, backend = cache.layout, cache.backend
+    if layout.policy.evicts or cache.seen + queries <= layout.capacity:
+        return
+    if layout.policy is backend.policy and backend.budget is not None:
+        raise BudgetError(
+            f"policy {layout.policy.name!r} keeps every token and its budget of {layout.budget} is full; "
+            "give it more, or none, or choose a policy that evicts"
+        )
+    capacity = budgets.slots_for(layout.policy, None, cache.seen + queries)
+    cache.layout = dataclasses.replace(layout, budget=capacity, capacity=capacity)
+    cache.slots = cache.slots.grown(cache.layout)
+    keep_address(cache.slots)
+
+
+def tick(caches: list[LayerCache]) -> tuple[bool, list[tuple[Any, ...]]]:
+    """Whether this step is one with the policy's sweep, from the host's counts, and the counts after it."""
+    ticked = [[cache.layout.policy.tick(clock, cache.limit) for clock in cache.clocks] for cache in caches]
+    sweep = any(due for layer in ticked for due, _ in layer)
+    return sweep, [tuple(clock for _, clock in layer) for layer in ticked]
+
+
+def kind(caches: list[LayerCache]) -> Any:
+    """What a step of one token depends on beside the contents of tensors; equal for two that can replace each other."""
+    sweep, _ = tick(caches)
+    windows = tuple(cache.stored < cache.seen for cache in caches if cache.window is not None)
+    return sweep, windows, tuple(id(cache.slots) for cache in caches)
+
+
+def count(caches: list[LayerCache], queries: int, clocks: Sequence[tuple[Any, ...]]) -> None:
+    """What the host knows of a conversation, after so many more tokens."""
+    for cache, clock in zip(caches, clocks, strict=True):
+        cache.broken = False
+        cache.seen += queries
+        if queries == 1:
+            cache.clocks = clock
+
+
+def real_counts(policy: Policy, real: Tensor) -> list[int]:
+    """Real tokens of each row, for policies that keep a clock; reading them waits for the device."""
+    if not policy.clock((), 1, 1 << 30):
+        return []
+    counts: list[int] = real.sum(-1).tolist()
+    return counts
+
+
+def take_in(cache: LayerCache, results: list[Any]) -> None:
+    key, value, real, *sums = results
+    policy = cache.layout.policy
+    attention = as_attention(policy, sums, real) if sums else Attention()
+    before = cache.slots
+    cache.slots = admit(cache.layout, before, Chunk(key, value, real, attention), cache.limit)
+    if cache.slots is not before:
+        keep_address(cache.slots)
+    counts = real_counts(policy, real)
+    cache.clocks = tuple(policy.clock(c, n, cache.limit) for c, n in zip(cache.clocks, counts, strict=False))
+
+
+def lengthened(past: Tensor, dim: int, count: int) -> Tensor:
+    """A tensor that is longer by so much and holds no data, as nothing may read it."""
+    shape = list(past.shape)
+    shape[dim] += count
+    empty = past.new_full((), torch.nan).expand(shape)
+    compat.mark_growing(empty, dim)
+    return empty

@@ -1,0 +1,237 @@
+"""What runs in place of a prompt's graph: the model's own attention, after which caches become slots."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kvpass import budget as budgets
+from kvpass import graphs
+from kvpass.capture import selection
+from kvpass.capture.capture import Capture
+from kvpass.errors import BudgetError, PolicyError, UnsupportedGraph
+from kvpass.layer.slots import Chunk, Layout, admit
+from kvpass.layer.statistics import as_attention
+from kvpass.policies.base import Attention, Plan, Policy
+from kvpass.policies.window import Window
+from kvpass.rewrite.expansion import joined
+from kvpass.rewrite.prompt import rewrite_prompt
+from kvpass.runtime import ownership
+from kvpass.runtime.caches import keep_address, lengthened, real_counts
+from kvpass.runtime.handle import LayerCache
+from kvpass.runtime.padding import OWN_POSITIONS, count_tokens, places_of, positions_among, told_by
+
+if TYPE_CHECKING:
+    from kvpass.backend import Backend
+
+ADOPTED = "adopted: the prompt ran uncompiled, so nothing is known of its attention"
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptLayer:
+    """What a prompt leaves of one layer.
+
+    Attributes:
+        chunk: all its tokens.
+        extras: the query, the attended keys, the mask and the sink, which a reference wants.
+        window: how many of the last tokens the model stores, None for all.
+        heads: of the model's cache.
+    """
+
+    policy: Policy
+    heads: int
+    window: int | None
+    chunk: Chunk
+    extras: tuple[Any, ...] | None
+
+
+class PromptRunner:
+    """Runs a prompt: the model's own attention, after which each layer's cache becomes slots."""
+
+    def __init__(self, backend: Backend, captured: Capture, examples: Sequence[Any], ranked: bool) -> None:
+        gm, sites = captured.gm, captured.sites
+        self.backend, self.sites, self.ranked = backend, sites, ranked
+        self.policies = [backend.policy.for_layer(i, len(sites)) for i in range(len(sites))]
+        self.adopts = any(site.past_key is not None for site in sites)
+        if self.adopts and any("scan" in policy.statistics for policy in self.policies):
+            raise UnsupportedGraph(
+                f"{graphs.source_line(sites[0].call)}: {backend.policy} replays the attention of the prompt, and this "
+                "prompt ran uncompiled; run it through the compiled model"
+            )
+        if self.adopts and any(site.window is not None for site in sites):
+            raise UnsupportedGraph(
+                f"{graphs.source_line(sites[0].call)}: the prompt ran uncompiled and this layer stored only the end "
+                "of it; run the prompt through the compiled model"
+            )
+        if self.adopts and backend.policy.renumbers:
+            raise UnsupportedGraph(
+                f"{graphs.source_line(sites[0].call)}: {backend.policy.name} numbers the tokens of a prompt, and this "
+                "prompt ran uncompiled; run it through the compiled model"
+            )
+        sliding = [site for site in sites if site.window is not None]
+        if sliding and backend.policy.renumbers:
+            raise UnsupportedGraph(
+                f"{graphs.source_line(sliding[0].call)}: {backend.policy.name} numbers the tokens of all layers alike, "
+                "and this layer has a sliding window of its own"
+            )
+        extras = backend.inner == "reference"
+        told = told_by(gm, sites, step=False)
+        self.rewrite = rewrite_prompt(gm, sites, self.policies, backend.budget, ranked, extras, examples, told)
+        holders = graphs.placeholders(gm.graph)
+        self.past = holders.index(sites[0].past_key) if sites[0].past_key else None
+        self.positions = positions_among(gm, sites) if ranked else []
+        self.told = [holders.index(node) for node in told[0]]
+        self.chosen = [each for site in sites for each in selection.find(site.mask)]
+        outputs = graphs.results(gm.graph)
+        grown = [pair for each in self.chosen for pair in selection.cached(each, outputs)]
+        self.scored_by = [(outputs.index(node), dim) for node, dim in grown]
+        self.owned, self.constants = ownership.owned(gm), ownership.constants(gm)
+        self.projecting = [ownership.projecting(site) for site in sites]
+        self.outputs = len(graphs.results(gm.graph))
+
+    def compile(self, examples: Sequence[Any]) -> None:
+        """Hand the rewritten graph to the inner compiler, whose errors are its own."""
+        returned = graphs.results(self.rewrite.gm.graph)
+        layers = [returned[site.keys_out] for site in self.sites]
+        self.inner = self.backend.compile_prompt(self.rewrite.gm, examples, layers)
+
+    def __call__(self, *arguments: Any) -> tuple[Any, ...]:
+        results = list(self.inner(*arguments))
+        adopted = 0 if self.past is None else arguments[self.past].shape[2]
+        self._check_positions(arguments)
+        layers = [self._layer(results, i, adopted) for i in range(len(self.sites))]
+        del results[self.outputs :]
+        prompt = layers[0].chunk.real.shape[1]
+        for each in self.chosen:
+            each.check(prompt)
+        for place, dim in self.scored_by:
+            results[place] = lengthened(results[place], dim, 0)
+        budget = budgets.slots_for(self.backend.policy, self.backend.budget, prompt)
+        layers = [_within_window(layer, budget) for layer in layers]
+        plans = self._plans(layers, budget, prompt, self._model(arguments))
+        for i, site in enumerate(self.sites):
+            cache = self._store(i, layers[i], plans[i])
+            cache.weights = ownership.held_weakly(arguments[place] for place in self.projecting[i])
+            results[site.keys_out], results[site.values_out] = cache.handles()
+            layers[i] = None  # type: ignore[call-overload]  # lets go of the layer's full cache
+        return tuple(results)
+
+    def _check_positions(self, arguments: tuple[Any, ...]) -> None:
+        """Positions that a user gives must count the real tokens, where held tokens are numbered by rank instead."""
+        for place in self.positions:
+            query = arguments[place].shape[-1]
+            columns = [arguments[told][..., :query] for told in self.told]
+            rows = max(
+                [arguments[place].reshape(-1, query).shape[0], *(c.reshape(-1, query).shape[0] for c in columns)]
+            )
+            if not bool(count_tokens(arguments[place], query, rows, columns)):
+                raise UnsupportedGraph(OWN_POSITIONS)
+
+    def _layer(self, results: list[Any], i: int, adopted: int) -> PromptLayer:
+        site, places = self.sites[i], self.rewrite
+        key, value = results[places.raw[i]], results[places.values[i]]
+        real = self._real(results, i, key)
+        sums = [results[place] for place in places.statistics[i]]
+        attention = as_attention(self.policies[i], sums, real[:, adopted:]) if sums else Attention()
+        extras = None
+        if places.extras:
+            extras = tuple(None if place is None else results[place] for place in places.extras[i])
+        heads = key.shape[1]
+        if site.made:
+            key, value = joined(key), joined(value)
+        return PromptLayer(self.policies[i], heads, site.window, Chunk(key, value, real, attention), extras)
+
+    def _real(self, results: list[Any], i: int, key: Tensor) -> Tensor:
+        """bool [B, S]: which tokens are not padding."""
+        rows, _, count, _ = key.shape
+        place = self.rewrite.real[i]
+        if place is None:
+            return torch.ones(rows, count, dtype=torch.bool, device=key.device)
+        real: Tensor = results[place].expand(rows, -1)
+        return real
+
+    def _model(self, arguments: tuple[Any, ...]) -> list[Any]:
+        """What tells the model of a call: its tensors, or if it has none the graph."""
+        return [arguments[place] for place in self.owned] or list(self.constants) or [self]
+
+    def _plans(self, layers: list[PromptLayer], budget: int, prompt: int, model: list[Any]) -> list[tuple[int, Plan]]:
+        """For each layer the budget that users gave and what the policy makes of it."""
+        governed = [layer for layer in layers if layer.policy is self.backend.policy]
+        self._check_room(budget, prompt)
+        made = self._governed(governed, budget, model, (len(layers), layers[0].chunk.key.shape[1]))
+        if self.ranked and (len(governed) < len(layers) or len({plan.budget for plan in made}) > 1):
+            raise PolicyError(
+                f"positions='cache': {self.backend.policy} gives the layers different budgets, and a query has one "
+                "place among the held tokens; use positions='absolute'"
+            )
+        mine = iter(made)
+        whole = budgets.slots_for(self.backend.policy, None, prompt)
+        return [(budget, next(mine)) if x.policy is self.backend.policy else _alone(x, whole) for x in layers]
+
+    def _governed(self, layers: list[PromptLayer], budget: int, model: list[Any], shape: Any) -> list[Plan]:
+        """What the backend's policy gives the layers that it governs; see `ownership.Plans`."""
+        if not layers:
+            return []
+        attention = [layer.chunk.attention for layer in layers]
+        first = self.backend.plans.of(model, shape)
+        made = self.backend.policy.plan(attention, layers[0].chunk.real, budget, first)
+        if first is None:
+            self.backend.plans.keep(model, shape, made)
+        return made
+
+    def _check_room(self, budget: int, prompt: int) -> None:
+        if not self.backend.policy.evicts and prompt > budget:
+            raise BudgetError(
+                f"policy {self.backend.policy.name!r} keeps every token: "
+                f"a prompt of {prompt} exceeds its budget of {budget}"
+            )
+
+    def _store(self, number: int, layer: PromptLayer, planned: tuple[int, Plan]) -> LayerCache:
+        budget, plan = planned
+        chunk = layer.chunk
+        rows, heads, count, dim = chunk.key.shape
+        shown = layer.heads
+        layout = Layout(
+            policy=layer.policy,
+            budget=budget,
+            capacity=plan.capacity,
+            rows=rows,
+            heads=heads,
+            key_dim=dim,
+            value_dim=chunk.value.shape[-1],
+            dtype=chunk.key.dtype,
+            device=chunk.key.device,
+            ranked=self.ranked,
+            layer=0 if layer.policy.aligns == "never" else number,
+            kv_dtype=self.backend.kv_dtype,
+        )
+        notes = (ADOPTED,) if self.adopts else ()
+        absent = places_of(~chunk.real)
+        mine = (self.backend, next(self.backend.layers), layout)
+        if layer.extras is not None:
+            from kvpass.reference.layer import take_prompt  # the compiled path knows nothing of references
+
+            store: Any = take_prompt(layout, layer, self.sites[number], plan.budget)
+            return LayerCache(*mine, store, count, shown, layer.window, notes=notes, absent=absent)
+        slots = admit(layout, None, chunk, plan.budget)
+        keep_address(slots)
+        clocks = tuple(layer.policy.clock((), n, plan.budget) for n in real_counts(layer.policy, chunk.real))
+        limits = (plan.budget, clocks)
+        return LayerCache(*mine, slots, count, shown, layer.window, *limits, notes=notes, absent=absent)
+
+
+def _within_window(layer: PromptLayer, budget: int) -> PromptLayer:
+    """A layer whose own window is within the budget keeps that window and needs no policy."""
+    if layer.window is None or (layer.policy.evicts and budget < layer.window):
+        return layer
+    return dataclasses.replace(layer, policy=Window())
+
+
+def _alone(layer: PromptLayer, whole: int) -> tuple[int, Plan]:
+    """The plan of a layer that the backend's policy does not govern."""
+    budget = whole if layer.window is None else layer.window
+    return budget, Plan(budget, layer.policy.capacity(budget))

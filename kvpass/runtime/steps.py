@@ -1,0 +1,435 @@
+"""What runs in place of a step's graph: one token, or a chunk, on live slots."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from kvpass import compat, graphs
+from kvpass.capture.capture import Capture
+from kvpass.errors import CacheHandleError, UnsupportedGraph
+from kvpass.graphs import Sizes
+from kvpass.rewrite.context import StepCall, StepContext, Telling
+from kvpass.rewrite.pipeline import rewrite_step
+from kvpass.rewrite.result import StepRewrite
+from kvpass.rewrite.validate import Step, Validation, validate
+from kvpass.runtime import ownership
+from kvpass.runtime.caches import count, kind, lengthened, make_room, take_in, tick
+from kvpass.runtime.handle import LayerCache, check_layers, current
+from kvpass.runtime.padding import (
+    OWN_POSITIONS,
+    SHOWN_AGAIN,
+    agreement,
+    count_tokens,
+    padding_of,
+    places_of,
+    positions_among,
+    told_by,
+)
+from kvpass.runtime.sizes import Counter, counters, free_sizes, lengths_of, size_at
+
+if TYPE_CHECKING:
+    from kvpass.backend import Backend
+
+MOST_UNCLEAR = 4  # sizes that may or may not follow the cache and are tried one by one
+
+
+@dataclasses.dataclass
+class Ready:
+    """A step graph that has been rewritten for caches of certain layouts.
+
+    Attributes:
+        run: what runs it, None until it is compiled.
+        came: whether it has run uncompiled.
+    """
+
+    rewrite: StepRewrite
+    run: compat.Compiled | None = None
+    came: bool = False
+
+    def runner(self, backend: Backend, flat: list[Any], ranked: bool) -> compat.Compiled:
+        """What is to run on these arguments.
+
+        The length of a chunk may come once, as that of the rest of a prompt or of a turn does, and compiling takes half
+        a minute: the rewritten graph itself runs, and is compiled when that length comes again.
+        """
+        if not self.came and not backend.compiles_at_once(self.rewrite.queries):
+            self.came = True
+            return self.rewrite.gm.forward
+        with compat.one_at_a_time():
+            self.run = self.run or backend.compile_step(self.rewrite.gm, flat, ranked)
+        return self.run
+
+
+class StepRunner:
+    """Runs one token, or a chunk, on live slots.
+
+    The graph is rewritten at its first run, when the layouts are known, and compiled then or later, see `Ready`.
+    """
+
+    def __init__(self, backend: Backend, model: fx.GraphModule, captured: Capture) -> None:
+        self.backend = backend
+        self.model, _ = compat.copy_graph_module(model)  # Dynamo strips the original of its shapes
+        self.gm, self.sites = captured.gm, captured.sites
+        holders = graphs.placeholders(self.gm.graph)
+        self.pasts = [(holders.index(s.past_key), holders.index(s.past_value)) for s in self.sites]  # type: ignore[arg-type]
+        self.projecting = [ownership.projecting(site) for site in self.sites]
+        self.sizes, self.others = free_sizes(self.gm, self.sites)
+        self.counters = counters(self.gm)
+        self.queries: dict[tuple[int, ...], int] = {}
+        self.telling = told_by(self.gm, self.sites, step=True)
+        self.told = {node: holders.index(node) for nodes in self.telling for node in nodes}
+        self.readings: dict[Any, Sizes] = {}
+        self.positions: list[int] | None = None
+        self.validation: Validation | None = None
+        self.ready: dict[Any, Ready] = {}
+        self.worked: set[tuple[int | None, ...]] = set()
+
+    def __call__(self, *arguments: Any) -> tuple[Any, ...]:
+        caches = [self._cache(arguments, places) for places in self.pasts]
+        check_layers(caches)
+        self._check_weights(caches, arguments)
+        for cache in caches:
+            make_room(cache, 1)
+        listener, step = _LISTENER.get(), kind(caches)
+        known, before = self._known(caches, arguments), caches[0].seen
+        others = self._others(caches, arguments, known)
+        self._check_positions(caches, arguments)
+        rewrite, results, aside = self.advance(caches, arguments, others, known)
+        self._note_padding(caches, arguments, before)
+        if listener is not None:
+            listener.append(Ran(self, caches, arguments, others, known, results, step, rewrite.repeats))
+        return self._outputs(rewrite, results, aside, caches, arguments)
+
+    def advance(
+        self,
+        caches: list[LayerCache],
+        arguments: tuple[Any, ...],
+        others: tuple[int | None, ...],
+        known: frozenset[int],
+    ) -> tuple[StepRewrite, Sequence[Any], list[Any]]:
+        """Run the tokens among Dynamo's arguments.
+
+        Args:
+            others, known: see `_others`, `_known`.
+
+        Returns:
+            The description of the rewritten graph, what it gave, and `StepRewrite.on_all_tokens`.
+        """
+        queries = self._queries(self._numbers(arguments))
+        for cache in caches:
+            make_room(cache, queries)
+        if self.backend.inner == "reference":
+            for cache, told in zip(caches, self.telling, strict=True):
+                columns = self._columns(arguments, told, cache.seen, queries)
+                cache.slots.prepare(~padding_of(columns, cache.layout.rows, queries, cache.layout.device))
+        sweep, clocks = tick(caches) if queries == 1 else (False, [cache.clocks for cache in caches])
+        ready = self._ready(caches, arguments, others, known, sweep)
+        rewrite = ready.rewrite
+        aside = rewrite.on_all_tokens(arguments)
+        flat = rewrite.flat([cache.slots for cache in caches], arguments, aside, caches[0].seen)
+        run = ready.runner(self.backend, flat, caches[0].layout.ranked)
+        for cache in caches:
+            cache.broken = True
+        results = run(*flat)
+        rewrite.count([cache.slots for cache in caches], results)
+        for layer, places in enumerate(rewrite.chunks):
+            take_in(caches[layer], [results[place] for place in places])
+        count(caches, queries, clocks)
+        return rewrite, results, aside
+
+    def _ready(
+        self,
+        caches: list[LayerCache],
+        arguments: tuple[Any, ...],
+        others: tuple[int | None, ...],
+        known: frozenset[int],
+        sweep: bool,
+    ) -> Ready:
+        """The rewritten graph for caches in which there is room."""
+        windows = tuple(cache.window if cache.stored < cache.seen else None for cache in caches)
+        numbers = self._numbers(arguments)
+        counters = tuple(self._counter(place, arguments[place], caches[0].seen) for place in self.counters.values())
+        layouts = tuple((cache.layout, cache.slots.capacity) for cache in caches)
+        key = (numbers, counters, others, windows, known, sweep, layouts)
+        if key not in self.ready:
+            sizes = self._sizes(numbers, counters, others, windows)
+            with compat.one_at_a_time():
+                self.ready[key] = Ready(self._specialise(caches, arguments, sizes, windows, known, sweep))
+                self.worked.add(others)
+        return self.ready[key]
+
+    def _others(
+        self, caches: list[LayerCache], arguments: tuple[Any, ...], known: frozenset[int]
+    ) -> tuple[int | None, ...]:
+        """The sizes of other inputs, None for those that follow the cache.
+
+        A size that follows the cache equals the tokens seen, but so may another, such as the length of what an
+        encoder read, at one step.  What the graph can be rewritten for is what it is.
+        """
+        queries = self._queries(self._numbers(arguments))
+        sizes = [size_at(arguments, at) for at in self.others.values()]
+        readings = self._readings(sizes, lengths_of(caches, queries))
+        worked = [reading for reading in readings if reading in self.worked]
+        return worked[-1] if worked else self._first_that_works(caches, arguments, readings, known)
+
+    def _first_that_works(
+        self,
+        caches: list[LayerCache],
+        arguments: tuple[Any, ...],
+        readings: list[tuple[int | None, ...]],
+        known: frozenset[int],
+    ) -> tuple[int | None, ...]:
+        """The first reading of sizes for which the graph can be rewritten."""
+        if len(readings) == 1:
+            return readings[0]
+        queries, refusals = self._queries(self._numbers(arguments)), []
+        for cache in caches:
+            make_room(cache, queries)
+        sweep, _ = tick(caches) if queries == 1 else (False, [])
+        for reading in readings:
+            try:
+                self._ready(caches, arguments, reading, known, sweep)
+            except UnsupportedGraph as refusal:
+                refusals.append(refusal)
+            else:
+                return reading
+        raise refusals[0]
+
+    def _numbers(self, arguments: tuple[Any, ...]) -> tuple[int, ...]:
+        return tuple(size_at(arguments, place) for place in self.sizes.values())
+
+    def _known(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> frozenset[int]:
+        """Which of the inputs that tell padding still say of every token that went before what they said then.
+
+        They are taken to be one for all that is held; of others, each slot's entry is looked up.  On a GPU the host
+        does not wait for the answer: where it is no, the next step ends in an error.
+
+        Raises:
+            CacheHandleError: a token that was left out as padding is to be seen.
+        """
+        known, queries = set(), self._queries(self._numbers(arguments))
+        for node, place in self.told.items():
+            for cache in self._those_told_by(caches, node)[:1]:
+                same, gone = agreement(cache, arguments[place])
+                waits = not same.is_cuda or queries > 1
+                if not waits:
+                    cache.doubts.add(same & gone)
+                elif not bool(gone):
+                    raise CacheHandleError(SHOWN_AGAIN)
+                if not waits or bool(same):
+                    known.add(place)
+        return frozenset(known)
+
+    def _check_positions(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> None:
+        """Positions that a user gives must count the real tokens, where held tokens are numbered by rank instead."""
+        cache = caches[0]
+        if not cache.layout.ranked:
+            return
+        if self.positions is None:
+            self.positions = positions_among(self.gm, self.sites)
+        queries = self._queries(self._numbers(arguments))
+        for place in self.positions:
+            columns = self._columns(arguments, self.telling[0], cache.seen, queries)
+            fits = count_tokens(arguments[place], queries, cache.layout.rows, columns, cache.real_seen)
+            if fits.is_cuda:
+                cache.doubts.add(fits)
+            elif not bool(fits):
+                raise UnsupportedGraph(OWN_POSITIONS)
+
+    def _note_padding(self, caches: list[LayerCache], arguments: tuple[Any, ...], before: int) -> None:
+        """Remember which of the new tokens were padding; of a single one on a GPU that is left to the counts."""
+        queries, found = self._queries(self._numbers(arguments)), dict[tuple[fx.Node, ...], Tensor | None]()
+        for cache, told in zip(caches, self.telling, strict=True):
+            if told not in found:
+                columns = self._columns(arguments, told, before, queries)
+                found[told] = self._padding_in(columns, queries, cache.layout.rows)
+            padding = found[told]
+            if padding is not None:
+                cache.absent = torch.cat([cache.absent, places_of(padding, before)], 1)
+
+    def _padding_in(self, columns: list[Tensor], queries: int, rows: int) -> Tensor | None:
+        """bool [B, q]: which of the new tokens are padding; None if none is, or if the host would have to wait."""
+        if not columns or (queries == 1 and columns[0].is_cuda):
+            return None
+        padding = padding_of(columns, rows, queries, columns[0].device)
+        return padding if bool(padding.any()) else None
+
+    def _columns(
+        self, arguments: tuple[Any, ...], told: tuple[fx.Node, ...], before: int, queries: int
+    ) -> list[Tensor]:
+        """What the inputs that tell padding say of the new tokens, each [B or 1, q] or [q]."""
+        return [arguments[self.told[node]][..., before : before + queries] for node in told]
+
+    def _those_told_by(self, caches: list[LayerCache], node: fx.Node) -> list[LayerCache]:
+        return [cache for cache, nodes in zip(caches, self.telling, strict=True) if node in nodes]
+
+    def following(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments of the step before with those that are numbers and count tokens as they stand now."""
+        moved = list(arguments)
+        for place in self.counters.values():
+            if arguments[place] == caches[0].seen - 1:
+                moved[place] = caches[0].seen
+        return tuple(moved)
+
+    def moved(self, caches: list[LayerCache], arguments: tuple[Any, ...], by: int) -> tuple[Any, ...]:
+        """The arguments of the step before as they would be if so many more tokens had gone before it."""
+        counting = [place for place in self.counters.values() if arguments[place] == caches[0].seen - 1]
+        return tuple(x + by if place in counting else x for place, x in enumerate(arguments))
+
+    def _cache(self, arguments: tuple[Any, ...], places: tuple[int, int]) -> LayerCache:
+        cache = current(arguments[places[0]], "keys", self.backend)
+        if current(arguments[places[1]], "values", self.backend) is not cache:
+            raise CacheHandleError(
+                "the keys and the values of a layer come from different layers or different conversations"
+            )
+        return cache
+
+    def _check_weights(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> None:
+        """Where layers are in graphs of their own, what their keys are made of tells which cache is whose."""
+        for site, cache, places in zip(self.sites, caches, self.projecting, strict=True):
+            here = [arguments[place] for place in places]
+            self.backend.stepped.add(here)
+            if ownership.made_elsewhere(cache.weights, here, self.backend.stepped):
+                raise CacheHandleError(
+                    f"{graphs.source_line(site.call)}: the caches of layers were exchanged: what was given here is of "
+                    "another layer, or of another copy of the model"
+                )
+
+    def _counter(self, place: int, number: int, seen: int) -> Counter:
+        """What an argument that is a number is: one that equals the tokens seen counts them."""
+        return Counter(True, 0) if number == seen else Counter(False, number)
+
+    def _queries(self, numbers: tuple[int, ...]) -> int:
+        """q, for the sizes of `self.sizes`."""
+        if numbers not in self.queries:
+            known = dict(zip(self.sizes, numbers, strict=True))
+            self.queries[numbers] = int(graphs.expr(self.sites[0].queries).subs(known))
+        return self.queries[numbers]
+
+    def _readings(self, sizes: list[int], lengths: set[int]) -> list[tuple[int | None, ...]]:
+        """What sizes of inputs may be, None for one that follows the cache; as many as can first."""
+        unclear = [place for place, size in enumerate(sizes) if size in lengths]
+        counts = range(len(unclear) + 1) if len(unclear) <= MOST_UNCLEAR else (0, len(unclear))
+        fixed = [set(places) for count in counts for places in itertools.combinations(unclear, count)]
+        return [
+            tuple(None if place in unclear and place not in kept else size for place, size in enumerate(sizes))
+            for kept in fixed
+        ]
+
+    def _sizes(self, *key: Any) -> Sizes:
+        """How the graph's symbols are to be read in this call."""
+        if key not in self.readings:
+            self.readings[key] = self._read(*key)
+        return self.readings[key]
+
+    def _read(
+        self,
+        numbers: tuple[int, ...],
+        counters: tuple[Counter, ...],
+        others: tuple[int | None, ...],
+        windows: tuple[int | None, ...],
+    ) -> Sizes:
+        known: dict[Any, int] = dict(zip(self.sizes, numbers, strict=True))
+        known.update({x: c.number for x, c in zip(self.counters, counters, strict=True) if not c.counts})
+        known.update({x: size for x, size in zip(self.others, others, strict=True) if size is not None})
+        lengths = [x - c.number for x, c in zip(self.counters, counters, strict=True) if c.counts]
+        for site, window in zip(self.sites, windows, strict=True):
+            for past in (site.past_key, site.past_value):
+                stored = graphs.expr(graphs.value(past).shape[2])  # type: ignore[arg-type]
+                if window is None:
+                    lengths.append(stored)
+                else:
+                    known.update(dict.fromkeys(stored.free_symbols, window))
+        least = max((window + 1 for window in windows if window is not None), default=0)
+        whole = [site for site, window in zip(self.sites, windows, strict=True) if window is None]
+        totals = {graphs.expr(size): size for size in (graphs.value(site.grown_key).shape[2] for site in whole)}
+        return Sizes(tuple(dict.fromkeys(lengths)), known, self._queries(numbers), least, tuple(totals.values()))
+
+    def _specialise(
+        self,
+        caches: list[LayerCache],
+        arguments: tuple[Any, ...],
+        sizes: Sizes,
+        windows: tuple[int | None, ...],
+        known: frozenset[int],
+        sweep: bool,
+    ) -> StepRewrite:
+        layouts, slots = [cache.layout for cache in caches], [cache.slots for cache in caches]
+        told = Telling(tuple(self.telling), frozenset(node for node, place in self.told.items() if place in known))
+        given = (self.gm, self.sites, layouts, slots, arguments, sizes, caches[0].seen, windows, told, sweep)
+        call = StepCall(*given)
+        with graphs.reading(site.call for site in self.sites):
+            context, rewrite = self.backend.rewrite(call)
+            self._validate(context, rewrite)
+        return rewrite
+
+    def _validate(self, context: StepContext, rewrite: StepRewrite) -> None:
+        """Hold the first rewrite of the graph against the graph; later ones differ in sizes alone."""
+        if not self.backend.validate or self.validation is not None or self.backend.inner == "reference":
+            return
+        call = context.call
+        given = (call.arguments, self.pasts, self.told, call.seen, self.backend.kv_dtype)
+        step = Step(self.model, self.sites, context, rewrite, call.layouts, call.slots, *given)
+        if self.backend.kv_dtype is not None:  # the same with rows as the model makes them
+            plain = [dataclasses.replace(layout, kv_dtype=None) for layout in call.layouts]
+            described = [each.described(layout) for each, layout in zip(call.slots, plain, strict=True)]
+            own = StepContext(dataclasses.replace(call, layouts=plain, slots=described))
+            unrounded = Step(self.model, self.sites, own, rewrite_step(own), plain, described, *given)
+            step = dataclasses.replace(step, plain=unrounded)
+        self.validation = validate(step)
+        self.backend.note_validation(self.validation)
+
+    def _outputs(
+        self, rewrite: StepRewrite, results: Sequence[Any], aside: list[Any], caches: list[LayerCache], arguments: Any
+    ) -> tuple[Any, ...]:
+        outputs = [None if place is None else results[place] for place in rewrite.outputs]
+        for place, result in zip(rewrite.grown, aside, strict=False):
+            outputs[place] = result
+        for place, beyond in rewrite.lengths.items():
+            outputs[place] = caches[0].seen - rewrite.queries + beyond
+        for place, (past, dim) in rewrite.unread.items():
+            outputs[place] = lengthened(arguments[past], dim, rewrite.queries)
+        for site, cache in zip(self.sites, caches, strict=True):
+            outputs[site.keys_out], outputs[site.values_out] = cache.handles()
+        return tuple(outputs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ran:
+    """One run of a step: on what caches, with which of Dynamo's arguments, and what the rewritten graph gave.
+
+    `kind` is equal for two steps of one token that run the same code on the same buffers.  `repeats` is false if
+    the step needs arguments that follow the cache.
+    """
+
+    runner: StepRunner
+    caches: list[LayerCache]
+    arguments: tuple[Any, ...]
+    others: tuple[int | None, ...]
+    known: frozenset[int]
+    results: Sequence[Any]
+    kind: Any
+    repeats: bool
+
+
+_LISTENER: contextvars.ContextVar[list[Ran] | None] = contextvars.ContextVar("kvpass_listener", default=None)
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[list[Ran]]:
+    """Collects the steps that run inside."""
+    ran: list[Ran] = []
+    token = _LISTENER.set(ran)
+    try:
+        yield ran
+    finally:
+        _LISTENER.reset(token)
