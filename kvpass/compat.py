@@ -41,6 +41,10 @@ KEEP_THE_ORDER = {
 }
 
 
+NEURAL = torch._C._nn
+"""Where torch.nn.functional has some of its functions from, under which names Dynamo records them."""
+
+
 def write_out(graph: fx.Graph, node: fx.Node, strides: Sequence[int]) -> fx.Node:
     """A new node with the value of one of an operator graph, which Inductor writes to a buffer with these strides.
 

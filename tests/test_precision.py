@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import kvpass
-from kvpass.layer.precision import wide
 from kvpass.lowering.attend import attend
 from kvpass.policies.d2o import D2O
+from kvpass.precision import wide
 from kvpass.storage import plain
 from tests.test_backend import loop
 

@@ -32,7 +32,7 @@ import torch.fx as fx
 from kvpass import compat
 from kvpass.graphs import expr, is_size, is_tensor, name_of, value
 
-_HOMES = (torch, operator, torch.nn.functional, torch._C._nn, torch.special)
+_HOMES = (torch, operator, torch.nn.functional, compat.NEURAL, torch.special)
 
 
 def known_name(node: fx.Node) -> str:

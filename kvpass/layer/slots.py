@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from kvpass.layer.precision import wide
 from kvpass.policies.base import LATE, Attention, Merge, Policy, State, Tokens, rank_of
+from kvpass.precision import wide
 from kvpass.storage import Format, KVDtype, Rows, format_of
 
 FREE = -1

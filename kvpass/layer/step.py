@@ -13,13 +13,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kvpass.layer.precision import wide
 from kvpass.layer.slots import FREE, Layout, Slots, align
 from kvpass.layer.statistics import statistics
 from kvpass.lowering.attend import LOWEST, attend, by_kernel, capped, scores
 from kvpass.lowering.column_scores import regrouped
 from kvpass.lowering.turns import Turn
 from kvpass.policies.base import LATE, Attention, Policy, State, Tokens, rank_of
+from kvpass.precision import wide
 from kvpass.storage import Rows, plain
 from kvpass.storage.base import Place
 

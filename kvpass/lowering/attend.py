@@ -18,9 +18,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kvpass.layer.precision import wide
 from kvpass.lowering.turns import Turn
 from kvpass.lowering.written import written_out
+from kvpass.precision import wide
 from kvpass.storage import Rows
 
 LOWEST = torch.finfo(torch.float32).min

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from kvpass import policies
 from kvpass.budget import slots_for
-from kvpass.layer.precision import wide, widest
 from kvpass.lowering.attend import softmax_beside
+from kvpass.precision import wide, widest
 
 PIECE = 1 << 20  # logits alive at a time: 4 MB in float32; much more would leave the caches of a core
 LOWEST = torch.finfo(torch.float32).min

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass.layer.precision import widest
 from kvpass.layer.slots import FREE, NAMES, Chunk, Layout
+from kvpass.precision import widest
 from kvpass.reference.storing import stored
 
 

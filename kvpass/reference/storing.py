@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvpass.layer.precision import wide
 from kvpass.layer.slots import Layout
+from kvpass.precision import wide
 
 GROUP = 32
 

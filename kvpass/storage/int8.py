@@ -14,7 +14,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from kvpass.layer.precision import wide, widest
+from kvpass.precision import wide, widest
 from kvpass.storage import grid
 from kvpass.storage.base import Parts
 
