@@ -238,6 +238,11 @@ def first_state(layout: Layout) -> State:
     return {**tokens, **rows}
 
 
+def first_values(policy: Policy, key: Rows, value: Rows) -> State:
+    """What the policy remembers of new tokens from the first, [B, H', n]."""
+    return policy.arrive(key.read(), value.read()) if policy.sees_rows else {}
+
+
 def admit(layout: Layout, held: Slots | None, chunk: Chunk, limit: int | None = None) -> Slots:
     """Take in a chunk: the policy says which of the held tokens and the chunk's stay.
 
@@ -252,7 +257,7 @@ def admit(layout: Layout, held: Slots | None, chunk: Chunk, limit: int | None = 
     """
     past = Slots.empty(_roomy(layout, chunk)) if held is None else held
     key, value = Rows.of(layout.key_format, chunk.key), Rows.of(layout.value_format, chunk.value)
-    tokens, index = _candidates(layout, past, chunk.real, key, held is None)
+    tokens, index = _candidates(layout, past, chunk.real, key, value, held is None)
     tokens = dataclasses.replace(tokens, budget=layout.budget if limit is None else limit)
     tokens = tokens.updated(layout.policy.absorb(tokens, chunk.attention))
     stays, changes = layout.policy.sweep(tokens)
@@ -300,10 +305,12 @@ def _roomy(layout: Layout, chunk: Chunk) -> Layout:
     return dataclasses.replace(layout, capacity=max(layout.capacity, prompt))
 
 
-def _candidates(layout: Layout, past: Slots, real: Tensor, key: Rows, prompt: bool) -> tuple[Tokens, Tensor]:
+def _candidates(
+    layout: Layout, past: Slots, real: Tensor, key: Rows, value: Rows, prompt: bool
+) -> tuple[Tokens, Tensor]:
     """The tokens of [held slots, chunk], N = C + q, and their places in the padded sequence [B, H', N].
 
-    The keys are the chunk's, as they are stored.
+    The rows are the chunk's, as they are stored.
     """
     policy, count = layout.policy, real.cumsum(-1)  # [B, q]
     fresh = past.seen[:, None] + count - 1
@@ -313,7 +320,7 @@ def _candidates(layout: Layout, past: Slots, real: Tensor, key: Rows, prompt: bo
         new = new.expand(-1, layout.groups, -1)
         return new if prompt else torch.cat([old, new], -1)
 
-    arriving, state = policy.arrive(key.read()), dict(past.state)
+    arriving, state = first_values(policy, key, value), dict(past.state)
     for name, dtype in policy.state().items():
         state[name] = joined(past.state[name], arriving.get(name, torch.zeros_like(fresh, dtype=dtype)[:, None]))
     position = joined(past.position, fresh.masked_fill(~real, FREE)[:, None])

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kvpass.layer.slots import FREE, Layout, Slots, align
+from kvpass.layer.slots import FREE, Layout, Slots, align, first_values
 from kvpass.layer.statistics import statistics
 from kvpass.lowering.attend import LOWEST, attend, by_kernel, capped, scores
 from kvpass.lowering.column_scores import regrouped
@@ -102,7 +102,7 @@ def decode_step(
     """
     policy = layout.policy
     new = (Rows.of(layout.key_format, key), Rows.of(layout.value_format, value))
-    tokens, index = _arrived(layout, slots, new[0].read(), real)
+    tokens, index = _arrived(layout, slots, new, real)
     _write(slots, new, slots.free if site.place is None else site.place, real if policy.overwrites else None)
     here = _View.of(layout, site, slots, tokens, index, query)
     attended, probabilities, logits = here.attend(rows=bool(policy.statistics))
@@ -118,14 +118,17 @@ def decode_step(
     return attended
 
 
-def read_step(layout: Layout, site: Site, slots: Slots, query: Tensor, key: Tensor, real: Tensor) -> Attended:
+def read_step(
+    layout: Layout, site: Site, slots: Slots, query: Tensor, key: Tensor, value: Tensor, real: Tensor
+) -> Attended:
     """Attend once more after a `decode_step`, to what that attended to: the query of a layer that shares its cache.
 
     Args:
         slots: K and V as they are now, all else as it was before the step.
-        query: [B, Hq, 1, D]; key: [B, Hkv, 1, D], the step's; real: bool [B].
+        query: [B, Hq, 1, D]; key, value: [B, Hkv, 1, D] and [B, Hkv, 1, Dv], the step's; real: bool [B].
     """
-    tokens, index = _arrived(layout, slots, Rows.of(layout.key_format, key).read(), real)
+    new = (Rows.of(layout.key_format, key), Rows.of(layout.value_format, value))
+    tokens, index = _arrived(layout, slots, new, real)
     return _View.of(layout, site, slots, tokens, index, query).attend(rows=False)[0]
 
 
@@ -191,12 +194,12 @@ def _over(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[1] * x.shape[2] == 1 else regrouped(x, heads)
 
 
-def _arrived(layout: Layout, slots: Slots, key: Tensor, real: Tensor) -> tuple[Tokens, Tensor]:
+def _arrived(layout: Layout, slots: Slots, new: tuple[Rows, Rows], real: Tensor) -> tuple[Tokens, Tensor]:
     """The slots' metadata with the new token in the free slot, and the indices [B, H', C] with it."""
     fresh = _here(slots.free, layout.capacity) & real[:, None, None]  # [B, H', C]
     position = torch.where(fresh, slots.seen[:, None, None], slots.position)
     index = torch.where(fresh, slots.length[:, None, None], slots.index)
-    arriving, state = layout.policy.arrive(key), dict(slots.state)
+    arriving, state = first_values(layout.policy, *new), dict(slots.state)
     for name in layout.policy.state():
         state[name] = torch.where(fresh, arriving.get(name, torch.zeros_like(state[name])), state[name])
     rank = None

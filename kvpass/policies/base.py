@@ -135,7 +135,6 @@ class Policy:
         evicts: False for a policy that never lets go of a token.
         ranks: keep `Tokens.rank` up in decode steps; costs two passes over the metadata.
         overwrites: the victim is chosen before the next token is written, and keeps its slot until then.
-        merges: `fold` is called for the tokens that go.
         renumbers: the ids that a model looks positions up with, or turns keys with, count held tokens and no
             others; a prompt longer than the budget starts again for its last tokens (`window_starts`).
     """
@@ -146,7 +145,6 @@ class Policy:
     statistics: ClassVar[frozenset[Statistic]] = frozenset()
     evicts: ClassVar[bool] = True
     ranks: ClassVar[bool] = False
-    merges: ClassVar[bool] = False
     renumbers: ClassVar[bool] = False
 
     @property
@@ -220,8 +218,18 @@ class Policy:
         """Names and first values of what is remembered for each row and head: int64 or float32 [B, H', 1]."""
         return {}
 
-    def arrive(self, key: Tensor) -> State:
-        """First values [B, H', n] of the state of new tokens whose stored keys are `key` [B, Hkv, n, D]."""
+    @property
+    def sees_rows(self) -> bool:
+        """Whether `arrive` gives anything, and new tokens' rows are to be read for it."""
+        return type(self).arrive is not Policy.arrive
+
+    def arrive(self, key: Tensor, value: Tensor) -> State:
+        """First values [B, H', n] of the state of new tokens, from their stored rows.
+
+        Args:
+            key: [B, Hkv, n, D]; with positions by rank before its rotary embedding.
+            value: [B, Hkv, n, Dv].
+        """
         return {}
 
     def observe(self, tokens: Tokens, attention: Attention) -> State:
@@ -290,6 +298,11 @@ class Policy:
 
     # Who goes.
 
+    @property
+    def merges(self) -> bool:
+        """Whether tokens that go live on in others: whether the policy has a `fold`."""
+        return type(self).fold is not Policy.fold
+
     def worth(self, tokens: Tokens) -> Tensor:
         """[B, H', N] int64 or float32: the token worth least is evicted first; of two equals the later one.
 
@@ -312,7 +325,7 @@ class Policy:
         return highest(self.worth(tokens), tokens.position, tokens.budget), {}
 
     def fold(self, tokens: Tokens, held: Tensor, gone: Tensor, valid: Tensor) -> Merge:
-        """Where the tokens that go live on; called if `merges`.
+        """Where the tokens that go live on; called if a policy has it.
 
         Args:
             tokens: the slots, with those that go already freed.

@@ -1,4 +1,5 @@
 """BUZZ ("BUZZ: Beehive-structured Sparse KV Cache with Segmented Heavy Hitters for Efficient LLM Inference").
+https://arxiv.org/abs/2410.23079
 
 The cache is [k sinks | middle | window of the last w tokens].  Tokens are appended until the middle holds
 more than T; then it is thinned out in one go.  What is left of earlier rounds (the first `old` tokens of the

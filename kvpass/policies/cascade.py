@@ -1,4 +1,5 @@
 """Cascading KV cache ("Training-Free Exponential Extension of Sliding Window Context with Cascading KV Cache").
+https://arxiv.org/abs/2406.17808
 
 Beside the sinks, N sub-caches of W slots.  Sub-cache i accepts every f_i-th token (f_i = 2^i); what it
 accepts pushes its oldest on to the next; of what it does not accept and its own newest, the one with the

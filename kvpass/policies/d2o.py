@@ -1,4 +1,5 @@
 """D2O (Wan et al., "D2O: Dynamic Discriminative Operations for Efficient Long-Context Inference of LLMs").
+https://arxiv.org/abs/2406.13035
 
 A token's score is the attention that it was paid, summed over all queries and the G query heads of its KV
 head.  Sinks, the highest scores and the most recent tokens stay, N : M = 3 : 1.  A token i that goes is
@@ -78,7 +79,6 @@ class D2O(Policy):
     name: ClassVar[str] = "d2o"
     heads: ClassVar[Literal["shared", "kv"]] = "kv"
     statistics: ClassVar[frozenset[Statistic]] = frozenset({"total"})
-    merges: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "skip_layers", tuple(self.skip_layers))

@@ -1,4 +1,5 @@
 """Heavy-hitter oracle (Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference").
+https://arxiv.org/abs/2306.14048
 
 A token's score is the sum, over every query so far, of the attention it was paid by the G query heads of
 its KV head.  The most recent tokens are safe; of the others the `heavy` share with the highest scores

@@ -1,4 +1,5 @@
 """Keys of small norm (Devoto et al., "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression").
+https://arxiv.org/abs/2406.11430
 
 The keys of smallest L2 norm tend to be those that are attended to: the largest goes, for each KV head on
 its own.  No attention is looked at, and no token is safe for being recent.  A rotary embedding leaves the
@@ -24,7 +25,7 @@ class KNorm(Policy):
     def state(self) -> dict[str, torch.dtype]:
         return {"norm": torch.float32}
 
-    def arrive(self, key: Tensor) -> State:
+    def arrive(self, key: Tensor, value: Tensor) -> State:
         return {"norm": key.float().square().sum(-1).sqrt()}  # [B, Hkv, n]
 
     def worth(self, tokens: Tokens) -> Tensor:

@@ -132,7 +132,7 @@ class KVAlign(Policy):
     def row_state(self) -> dict[str, int | float]:
         return {"start": 0}  # the first token of the window that is also the first sink
 
-    def arrive(self, key: Tensor) -> State:
+    def arrive(self, key: Tensor, value: Tensor) -> State:
         signature = self.trained.signature
         self._check("KV heads, head dimension", (signature.heads, signature.key_dim), (key.shape[1], key.shape[3]))
         unknown = torch.full((key.shape[0], 1, key.shape[2]), UNKNOWN, dtype=torch.int64, device=key.device)

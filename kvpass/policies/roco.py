@@ -1,5 +1,6 @@
 """Robust cache omission (Ren and Zhu, "On the Efficacy of Eviction Policy for Key-Value Constrained
 Generative Language Model Inference").
+https://arxiv.org/abs/2402.06262
 
 A token's score is the mean attention it was paid: the sum over all queries that saw it, and over the G
 query heads of its KV head, divided by their number.  A mean, unlike the sum of `h2o`, does not favour

@@ -1,4 +1,5 @@
 """SAGE-KV ("LLMs Know What to Drop: Self-Attention Guided KV Cache Eviction"; the paper's sections 3.1-3.3).
+https://arxiv.org/abs/2503.08879
 
 Once, at the end of the prompt of N tokens: sinks [0, S), candidates E = [S, N - 1 - R), recent tokens and
 the last one.  Every QUERY head takes the k candidates to which the last token's logits are highest; a KV

@@ -1,4 +1,5 @@
 """SnapKV (Li et al., "SnapKV: LLM Knows What You are Looking for Before Generation").
+https://arxiv.org/abs/2404.14469
 
 Once, at the end of the prompt: the attention of its last `window` queries, averaged over them, is smoothed
 along the text by an average over `kernel` neighbours (beyond either end counts as zero) and averaged over

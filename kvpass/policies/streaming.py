@@ -1,4 +1,5 @@
 """Attention sinks and a recent window (Xiao et al., "Efficient Streaming Language Models with Attention Sinks").
+https://arxiv.org/abs/2309.17453
 
 The first `sinks` real tokens of a row and its most recent ones are kept.  Keys are stored before their
 rotary embedding and numbered 0..n-1 at read (`positions="cache"`), so a stream may be longer than the

@@ -1,4 +1,5 @@
 """Token omission via attention (Oren et al., "Transformers are Multi-State RNNs").
+https://arxiv.org/abs/2401.06104
 
 A token's score is the attention that the last query pays it, averaged over all query heads of the layer;
 nothing is accumulated.  The lowest goes, for all heads together, at every step; the last token always

@@ -127,7 +127,7 @@ class _Attending:
             if step.decodes and first:
                 return given_out(decode_step(layout, here, slots, query, key, new_value, real[:, 0], step.call.sweep))
             if step.decodes:
-                return given_out(read_step(layout, here, slots, query, key, real[:, 0]))
+                return given_out(read_step(layout, here, slots, query, key, new_value, real[:, 0]))
             attended, sums = extend_step(layout, here, slots, query, key, new_value, real)
             return given_out(attended) + (sums if first else [])
 

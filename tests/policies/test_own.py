@@ -1,0 +1,77 @@
+"""A policy of a user's own that looks at new tokens' values, in a screenful and without touching anything else."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvpass
+from kvpass.policies import base, names
+from kvpass.simulate import simulate
+from tests.models import breaks, build, force, graphs, prompt
+from tests.strategies import TABLE
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueNorm(base.Policy):
+    """Tokens whose values are small go first, for all heads of a layer together."""
+
+    name: ClassVar[str] = "value_norm"
+
+    def state(self) -> dict[str, torch.dtype]:
+        return {"norm": torch.float32}
+
+    def arrive(self, key: Tensor, value: Tensor) -> base.State:
+        return {"norm": value.float().norm(dim=-1).sum(1, keepdim=True)}  # [B, 1, n]
+
+    def worth(self, tokens: base.Tokens) -> Tensor:
+        return tokens.state["norm"]
+
+
+def rows(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    drawn = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 4, tokens, 8, generator=drawn)
+    k, v = (torch.randn(1, 2, tokens, 8, generator=drawn) for _ in range(2))
+    return q, k, v
+
+
+@pytest.mark.parametrize("split", [24, 10])
+def test_it_keeps_what_it_says(split: int) -> None:
+    """Of a prompt, and of a prompt and single tokens: the order of arrival does not matter to a norm."""
+    q, k, v = rows(24)
+    trace = simulate(ValueNorm(), q, k, v, prompt=split, budget=7, compiled=True)
+    best = v[0].norm(dim=-1).sum(0).topk(7).indices
+    assert trace.positions[-1, 0, 0].tolist() == sorted(best.tolist())
+
+
+def test_a_model_runs_on_it_in_two_graphs() -> None:
+    ids, mask = prompt(2, 20, (3, 0))
+    values = build("Llama")(ids, attention_mask=mask, use_cache=True).past_key_values.layers[0].values
+    run = force(build("Llama"), ids, mask, [9, *[1] * 11], policy=ValueNorm(), budget=6, inner="eager")
+    assert (graphs(), breaks()) == (2, 0)
+    worth = values.norm(dim=-1).sum(1).masked_fill(mask == 0, -1)  # the first layer's do not depend on what is held
+    for row in range(2):
+        assert run.held[-1][0][row, 0].tolist() == sorted(worth[row].topk(6).indices.tolist())
+
+
+def test_flags_follow_from_what_a_policy_has() -> None:
+    for name in names():
+        policy = kvpass.policies.get(name)
+        has = {hook: getattr(policy, hook) is not getattr(base.Policy, hook) for hook in ("scan", "align", "weights")}
+        assert has["scan"] == ("scan" in policy.statistics), name
+        assert has["align"] == (policy.aligns is not base.Policy.aligns), name
+        assert has["align"] == has["weights"], name
+    merging = {row.name for row in TABLE if kvpass.policies.get(row.name).fold is not base.Policy.fold}
+    assert merging == {"d2o"}
+
+
+def test_each_policy_names_its_paper() -> None:
+    controls = {"full", "window", "random"}  # of no paper
+    private = {"kv_align"}  # its paper has no such number
+    for name in set(names()) - controls - private - {ValueNorm.name}:
+        module = __import__(kvpass.policies.get(name).__module__, fromlist=["_"])
+        assert "https://arxiv.org/abs/" in (module.__doc__ or ""), name
