@@ -12,8 +12,9 @@ from torch import Tensor
 
 import kvpass
 from kvpass.capture import sites, spelled
+from kvpass.capture.rotary import Rotary
 from kvpass.report import Recorder
-from tests.adversary.models import Small, sdpa
+from tests.adversary.models import Small, sdpa, seen
 from tests.adversary.oracle import Case, judge
 from tests.models import build, prompt
 
@@ -118,3 +119,16 @@ def test_new_tokens_that_are_written_to_after_they_were_stored() -> None:
     verdict = judge(Case(model, pieces=(5, 1)))
     assert verdict.kind == "refused"
     assert "is not the model's" in verdict.detail
+
+
+@pytest.mark.parametrize("pieces", [(5, 1), (1, 1), (1, 3)], ids=str)
+@pytest.mark.parametrize("shape", ["[1, q, 1]", "[q, 1]"])
+def test_ranks_are_held_against_the_models_own_where_rows_are_padded_differently(
+    shape: str, pieces: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even of a prompt of one token, if the rows' ranks are believed to go where one index serves them all."""
+    monkeypatch.setattr(Rotary, "counts_rows_alike", lambda *_: False)
+    model = Small(sdpa(lambda i, j, p: (j <= i) & p[:, None, None].bool()), rotary=shape)
+    padding = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1]])
+    verdict = judge(Case(model, {"p": seen(padding)}, pieces, real=seen(padding)), "streaming", positions="cache")
+    assert verdict.kind == "refused", verdict

@@ -128,7 +128,7 @@ def _logits(
     if mask is None:
         return logits
     if mask.dtype == torch.bool:
-        return logits.masked_fill(~mask, -torch.inf if hidden is None else hidden)
+        return torch.where(mask, logits, -torch.inf if hidden is None else hidden)  # whatever the dtype of logits
     return logits + mask
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.fx as fx
 
 from kvpass import graphs
-from kvpass.capture import canonical, spelled
+from kvpass.capture import canonical, operators, spelled
 from kvpass.capture.operators import MOVES, SAME_VALUE, known_name
 from kvpass.capture.sites import AttentionSite
 from kvpass.graphs import ancestors, expr, is_tensor, value
@@ -32,17 +32,38 @@ class Rotary:
     position: fx.Node
 
     def counts_rows_alike(self, site: AttentionSite) -> bool:
-        """Whether the rows of a batch need positions of their own and there is no dimension for them, as in [1, q]."""
+        """Whether the rows of a batch need positions of their own and there is no dimension for them, as in [q, 1].
+
+        Of one token [q, 1] looks like [1, q], and [1, q, 1] always begins as if with rows: what tells is where the
+        first dimension comes to stand in the key.
+        """
         position, queries = value(self.position), expr(value(site.query).shape[2])
         if position.ndim == 1:
             return site.has_row_masks
-        return bool(expr(position.shape[0]) != 1 and sympy.simplify(expr(position.numel()) - queries) == 0)
+        if sympy.simplify(expr(position.numel()) - queries) != 0:
+            return False
+        return bool(expr(position.shape[0]) != 1) or not rows_come_first(self.position, site.key)
 
     def counts_tokens(self, site: AttentionSite) -> bool:
         """Whether a token has one position, and not several as in images."""
         rows, queries = (expr(value(site.query).shape[dim]) for dim in (0, 2))
         count = expr(value(self.position).numel())
         return bool(sympy.simplify(count - queries) == 0 or sympy.simplify(count - rows * queries) == 0)
+
+
+def rows_come_first(position: fx.Node, turned: fx.Node) -> bool:
+    """Whether the first dimension of positions, which may be of size 1, comes to stand first in what they turn.
+
+    Also where that is not known.
+    """
+    places: dict[fx.Node, int | None] = {position: 0}
+    behind = ancestors(turned, stop={position})
+    for node in position.graph.nodes:
+        parents = [parent for parent in node.all_input_nodes if places.get(parent) is not None]
+        if parents and node not in places and node in behind:
+            found = {_placed(node, parent, places[parent]) for parent in parents}  # type: ignore[arg-type]
+            places[node] = found.pop() if len(found) == 1 else None
+    return places.get(turned) in (0, None)
 
 
 def find_rotary(gm: fx.GraphModule, site: AttentionSite) -> Rotary | None:
@@ -99,6 +120,13 @@ def given_positions(rotary: Rotary, site: AttentionSite) -> list[fx.Node]:
     """The inputs that are the positions which turn a site's key and queries."""
     found = [reshaped(position) for position in positions_of(rotary, site)]
     return [node for node in dict.fromkeys(found) if node.op == "placeholder"]
+
+
+def _placed(node: fx.Node, parent: fx.Node, dim: int) -> int | None:
+    """Where a dimension of an operand comes to stand, however large the result is along it."""
+    if operators.is_pointwise(node) and is_tensor(node):
+        return int(dim + value(node).ndim - value(parent).ndim)
+    return operators.carry(node, parent, dim)
 
 
 def _takes_all(node: fx.Node) -> bool:

@@ -67,7 +67,7 @@ def cut_expansion(gm: fx.GraphModule, site: AttentionSite, sizes: Sizes, facts: 
     """Cut out what computes a site's keys, values and facts from its cache; None where they are cached as they are.
 
     Raises:
-        UnsupportedGraph: those of one token are made from other tokens as well.
+        UnsupportedGraph: those of one token are made from other tokens as well, or those of one row from other rows.
     """
     if site.made is None:
         return None
@@ -78,8 +78,10 @@ def cut_expansion(gm: fx.GraphModule, site: AttentionSite, sizes: Sizes, facts: 
             "graph serves one length only; a sparse index over its tokens does that, and so does a window on them"
         )
     made, stored = [*site.made, *facts], [site.grown_key, site.grown_value]
-    for node in graphs.dependent(gm.graph, graphs.behind(made, stored, site.call), stored) - set(stored):
+    behind = graphs.dependent(gm.graph, graphs.behind(made, stored, site.call), stored) - set(stored)
+    for node in behind:
         _check_per_token(node, tokens)
+    _check_rows([node for node in gm.graph.nodes if node in behind], stored)
 
     def number(node: fx.Node) -> int:
         return 1 if expr(node) in tokens.totals else sizes.fixed(node)
@@ -134,9 +136,37 @@ def _check_per_token(node: fx.Node, tokens: _Tokens) -> None:
     )
 
 
+def _check_rows(nodes: list[fx.Node], stored: list[fx.Node]) -> None:
+    """Refuse what may mix the rows of a batch, whose slots hold different tokens.
+
+    Args:
+        nodes: what depends on the cache, in the order of the graph.
+    """
+    count = expr(value(stored[0]).shape[0])
+    if count == 1:
+        return
+    rows: dict[fx.Node, int | None] = dict.fromkeys(stored, 0)
+    for node in nodes:
+        if graphs.name_of(node) in _FRESH:
+            rows[node] = 0 if expr(value(node).shape[0]) == count else None
+        elif isinstance(value(node), (torch.Tensor, tuple, list)):
+            parents = [parent for parent in node.all_input_nodes if parent in rows]
+            found = {_follows(node, parent, rows[parent]) for parent in parents}
+            rows[node] = found.pop() if len(found) == 1 else None
+            if rows[node] is None:
+                raise UnsupportedGraph(
+                    f"{graphs.source_line(node)}: keys or values are computed from the cache by "
+                    f"{graphs.name_of(node)!r}, which may put a row's where another row's are attended to"
+                )
+
+
 def _keeps_apart(node: fx.Node, parent: fx.Node, tokens: _Tokens) -> int | None:
     """The dimension of the result in which the tokens of an operand are kept apart."""
-    axis = tokens.axis(parent)
+    return _follows(node, parent, tokens.axis(parent))
+
+
+def _follows(node: fx.Node, parent: fx.Node, axis: int | None) -> int | None:
+    """Where a dimension of an operand is in the result, whose slices along it are made from that one's."""
     if axis is None:
         return None
     if graphs.name_of(node) in _WRITES:  # one tensor written over another, or a part of it along other dimensions

@@ -25,6 +25,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass import graphs
+from kvpass.capture.rotary import find_rotary
 from kvpass.capture.sites import AttentionSite
 from kvpass.errors import UnsupportedGraph
 from kvpass.graphs import Sizes, value
@@ -36,6 +37,8 @@ from kvpass.storage import KVDtype, Rows, plain
 
 TOKENS = 61
 """Most tokens of the conversation."""
+FEW = 7
+"""As many are made up where the call at hand has seen fewer: of one token nothing shows in which order they are."""
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3}
 """By how much of the largest number outputs may differ; those of half precision are compared on average."""
 ON_AVERAGE = 0.1
@@ -111,9 +114,19 @@ def validate(step: Step) -> Validation:
 
 
 def _tokens(step: Step) -> int:
-    """How many tokens there are before those of the call: as fit into the slots of every layer."""
+    """How many tokens there are before those of the call: as fit into the slots of every layer.
+
+    More than there are only where no layer would leave some of them out.
+    """
     room = min(slots.capacity for slots in step.slots) - step.context.decodes
-    return min(step.seen, room, TOKENS)
+    more = _serves_all_lengths(step) and all(site.window is None for site in step.sites)
+    return min(max(step.seen, FEW) if more else step.seen, room, TOKENS)
+
+
+def _serves_all_lengths(step: Step) -> bool:
+    """Whether no layer's past has a fixed length in the graph."""
+    lengths = [graphs.expr(value(site.past_key).shape[2]) for site in step.sites]  # type: ignore[arg-type]
+    return all(length.free_symbols for length in lengths)
 
 
 def _unfit(step: Step, count: int) -> str | None:
@@ -123,8 +136,7 @@ def _unfit(step: Step, count: int) -> str | None:
         return "a layer stores its last tokens only"
     if policy.temper(torch.ones(1, 1, dtype=torch.int64)) is not None or policy.bias_of_its_own:
         return f"{policy.name} changes the logits of held tokens"
-    lengths = [graphs.expr(value(site.past_key).shape[2]) for site in step.sites]  # type: ignore[arg-type]
-    if count < 2 or (count < step.seen and not all(length.free_symbols for length in lengths)):
+    if count < 1 or (count < step.seen and not _serves_all_lengths(step)):
         return "the graph serves one length only, which does not fit into the slots"
     return None
 
@@ -258,11 +270,11 @@ class _Conversation:
         self.plain = self._plain()
 
     def _real(self) -> Tensor:
-        """Up to two tokens on the left of a row are padding, where padding is known and positions do not follow it."""
+        """Up to two tokens on the left of a row are padding, where that is known and no one gives positions."""
         real = torch.ones(self.rows, self.count, dtype=torch.bool)
-        if self.step.context.telling.known and not self.step.ranked:
+        if self.step.context.telling.known and not (self.step.ranked and self.step.rewrite.positions):
             for row in range(self.rows):
-                real[row, : (row + 1) % 3 if self.count > 3 else 0] = False
+                real[row, : (row + 1) % (min(self.count, 2) + 1)] = False
         return real
 
     def _stored(self, layout: Layout) -> tuple[Rows, Rows]:
@@ -308,9 +320,14 @@ class _Conversation:
         return {place for pair in self.step.pasts for place in pair}
 
     def _chosen(self, size: int) -> Tensor:
-        """Which of the entries for all tokens are left: some of those that went before, and all that are new."""
-        before = torch.randperm(self.step.seen, generator=torch.Generator().manual_seed(size))[: self.count]
-        return torch.cat([before.sort().values, torch.arange(self.step.seen, size)])
+        """Which of the entries for all tokens are taken: some of those that went before, and all that are new.
+
+        Where too few went before, theirs come several times.
+        """
+        seen, drawn = self.step.seen, torch.Generator().manual_seed(size)
+        times = -(-self.count // seen)
+        before = torch.cat([torch.randperm(seen, generator=drawn) for _ in range(times)])[: self.count]
+        return torch.cat([before.sort().values, torch.arange(seen, size)])
 
     def _padded(self, node: fx.Node, column: Tensor) -> Tensor:
         """An input that tells padding, for this conversation; what comes is real."""
@@ -348,14 +365,22 @@ class _Conversation:
             return key
         rotary: RotarySlice = self.step.context.rotaries[layer]
         nodes = [*rotary.angles.bound, *rotary.turn.bound]
-        kind = (rotary.key, tuple(node.name for node in nodes), key.shape, key.dtype)
+        follows = self._positions_follow_padding(layer)
+        kind = (rotary.key, tuple(node.name for node in nodes), key.shape, key.dtype, follows)
         if kind not in self.turned:
-            self.turned[kind] = self._turn(rotary, key, self._evaluated(nodes))
+            self.turned[kind] = self._turn(rotary, key, follows, self._evaluated(nodes))
         return self.turned[kind]
 
-    def _turn(self, rotary: RotarySlice, key: Tensor, bound: list[Any]) -> Tensor:
+    def _positions_follow_padding(self, layer: int) -> bool:
+        """Whether the model's own code counts real tokens, and not places in the padded sequence."""
+        site = self.step.sites[layer]
+        found = None if self.real.all() else find_rotary(site.call.graph.owning_module, site)  # type: ignore[arg-type]
+        return found is not None and not self.step.told.keys().isdisjoint(graphs.ancestors(found.position))
+
+    def _turn(self, rotary: RotarySlice, key: Tensor, follows: bool, bound: list[Any]) -> Tensor:
         table = rotary.table(self.count, bound[: len(rotary.angles.bound)], key.device)
-        rank = torch.arange(self.count, device=key.device).expand(self.rows, 1, -1)
+        real = self.real if follows else torch.ones_like(self.real)
+        rank = (real.cumsum(-1) - 1).clamp(min=0)[:, None].to(key.device)
         return torch.cat(rotary.on_slots(key, rank, table, bound[len(rotary.angles.bound) :]), -1)
 
     def _evaluated(self, nodes: list[fx.Node]) -> list[Any]:

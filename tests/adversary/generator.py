@@ -1,7 +1,9 @@
 """Small models at random: attention as a program of a few lines, and how it is called.
 
-A program is source text, so that an example that fails reads like a model, its lines are named by refusals, and tracing
-costs no more than its operations.  Most parts are ordinary ones that can be held; each part is an odd one now and then.
+A program is made of a seed and of nothing else.  (Hypothesis would also draw constants that it finds in the modules
+that a process has imported, so the same seed gave other programs beside other tests.)  It is source text, so that an
+example that fails reads like a model, its lines are named by refusals, and tracing costs no more than its operations.
+Most parts are ordinary ones that can be held; each part is an odd one now and then.
 """
 
 from __future__ import annotations
@@ -10,18 +12,16 @@ import dataclasses
 import itertools
 import linecache
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from random import Random
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.adversary.models import DIM, Attend, Bare, Feed, Small, later, seen
+from tests.adversary.models import DIM, INDICES, Attend, Bare, Feed, Small, later, seen
 from tests.adversary.oracle import Case
-
-Draw = Callable[[st.SearchStrategy[Any]], Any]
 
 PADS = {
     "left": [[0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1], [1] * 12],
@@ -103,12 +103,9 @@ def compiled(source: str) -> Attend:
     return attend
 
 
-def odd(draw: Draw, ordinary: Sequence[Any], rare: Sequence[Any], percent: int = 6) -> Any:
-    """One of the ordinary, and now and then a rare one.
-
-    Hypothesis likes the ends of a range, so the rare ones are in the middle.
-    """
-    return draw(st.sampled_from(rare if 40 < draw(st.integers(0, 100)) <= 40 + percent else ordinary))
+def odd(draw: Random, ordinary: Sequence[Any], rare: Sequence[Any], percent: int = 6) -> Any:
+    """One of the ordinary, and now and then a rare one."""
+    return draw.choice(rare if draw.randrange(100) < percent else ordinary)
 
 
 # -- expressions over i, j, heads and what tokens are given ------------------------------------------------
@@ -121,10 +118,10 @@ COMPARED = ["<", "<=", "==", "!=", ">", ">="]
 class Expressions:
     """Draws expressions of [B or 1, H or 1, q or 1, S or 1]."""
 
-    draw: Draw
+    draw: Random
 
     def pick(self, *choices: str) -> str:
-        return str(self.draw(st.sampled_from(choices)))
+        return self.draw.choice(choices)
 
     def of_key(self, name: str) -> str:
         return odd(self.draw, KEYS[:3], KEYS[3:], 15).format(name)
@@ -155,7 +152,7 @@ class Expressions:
                 return self.same("s")
             if kind == "weights":
                 return f"({self.of_key('w')} {self.pick('>', '<')} 0.9)"
-            other = str(self.draw(st.integers(0, 4))) if kind == "constant" else self.whole(1)
+            other = str(self.draw.randrange(5)) if kind == "constant" else self.whole(1)
             return f"({self.whole(1)} {self.pick(*COMPARED)} {other})"
         one, other = self.truth(depth - 1), self.truth(0)
         return self.pick(f"({one} & {other})", f"({one} | {other})", f"~{one}", one, f"({one} ^ {other})")
@@ -332,25 +329,25 @@ def spelled_out(e: Expressions, bias: str | None, read: set[str]) -> list[str]:
 # -- programs ----------------------------------------------------------------------------------------------
 
 
-@st.composite
-def programs(draw: Draw) -> Program:
-    """Everything drawn together."""
+def program(seed: str) -> Program:
+    """The program of that seed, in every process the same."""
+    draw = Random(seed)
     e = Expressions(draw)
     allowed = odd(draw, ALLOWED, ODD_ALLOWED, 20)
     if "{p}" in allowed:
         allowed = allowed.replace("{p}", odd(draw, PADDING[:3], PADDING[3:], 20).format(e.of_key("p")))
     if "{e}" in allowed:
-        allowed = allowed.replace("{e}", e.truth(draw(st.sampled_from([0, 0, 1, 1, 2]))))
-    bias = e.bias(1) if draw(st.integers(0, 3)) == 0 else None
+        allowed = allowed.replace("{e}", e.truth(draw.choice([0, 0, 1, 1, 2])))
+    bias = e.bias(1) if draw.randrange(4) == 0 else None
     table = HEADS if odd(draw, [True], [False]) else ODD_HEADS
-    heads, kv_heads, mapped = table[draw(st.sampled_from(list(table)))]
+    heads, kv_heads, mapped = table[draw.choice(list(table))]
     read = mentioned(f"{allowed} {bias or ''}")
     body = ["i = i[None, None]"]
     body += ["h = torch.arange(q.shape[1])[:, None, None]"] if "h" in read else []
     kept = odd(draw, [False], [True], 5)
     body += ["k, v = k.to(q.dtype), v.to(q.dtype)"] if kept else []
-    gqa = heads == 2 * kv_heads and kv_heads == 2 and table is HEADS and draw(st.booleans())
-    sdpa = gqa or draw(st.booleans())
+    gqa = heads == 2 * kv_heads and kv_heads == 2 and table is HEADS and draw.random() < 0.5
+    sdpa = gqa or draw.random() < 0.5
     body += [] if gqa or mapped == "{0}" else [f"k, v = {mapped.format('k')}, {mapped.format('v')}"]
     body += [f"allowed = {allowed}"]
     body += by_sdpa(e, bias, read, gqa) if sdpa else spelled_out(e, bias, read)
@@ -363,17 +360,17 @@ def programs(draw: Draw) -> Program:
     if kept:
         model["kept"] = "bfloat16"
     policies = [("streaming", "absolute"), ("h2o",)]
-    if odd(draw, [False], [True], 6):
-        model["rotary"] = True
+    if odd(draw, [False], [True], 10):
+        model["rotary"] = draw.choice(list(INDICES))
         policies += [("streaming", "cache")] * 2
     policy = odd(draw, [("full",)], policies, 30 if "rotary" in model else 12)
     return Program(
         source="\n".join(lines) + "\n",
         names=names,
-        pad=draw(st.sampled_from(["left", "left", "right", "later"])) if "p" in names else "none",
+        pad=draw.choice(["left", "left", "right", "later"]) if "p" in names else "none",
         changes=odd(draw, [None], list(names) or [None], 6),
         grow=odd(draw, GROW, ODD_GROW, 4),
-        pieces=draw(st.sampled_from(PIECES)),
+        pieces=draw.choice(PIECES),
         model=tuple(model.items()),
         policy=policy,
     )

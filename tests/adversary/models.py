@@ -28,7 +28,7 @@ class Small(nn.Module):
     Args:
         attend: one function for all layers, or one for each.
         layers, heads, kv_heads: sizes; D is 8.
-        rotary: queries and keys are turned by the token's index.
+        rotary: queries and keys are turned by the token's index, in this shape of `INDICES`.
         grow: (past, new) -> grown.
         kept: the dtype of the cache, if it is another.
         tables: buffers, handed to `attend` among the inputs.
@@ -41,7 +41,7 @@ class Small(nn.Module):
         layers: int = 1,
         heads: int = 2,
         kv_heads: int | None = None,
-        rotary: bool = False,
+        rotary: str | None = None,
         dtype: torch.dtype = torch.float32,
         grow: Callable[[Tensor, Tensor], Tensor] = grow,
         kept: torch.dtype | None = None,
@@ -69,7 +69,8 @@ class Small(nn.Module):
             heads = self.project[layer](x).unflatten(-1, (-1, DIM)).transpose(1, 2)
             q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], 1)
             if self.rotary:
-                q, k = turned(q, i), turned(k, i)
+                index = INDICES[self.rotary](i, inputs.get("p"))
+                q, k = turned(q, index), turned(k, index)
             k, v = k.to(self.kept), v.to(self.kept)
             if past is not None:
                 k, v = self.grow(past[layer][0], k), self.grow(past[layer][1], v)
@@ -121,10 +122,25 @@ class Bare(nn.Module):
         return run
 
 
-def turned(x: Tensor, i: Tensor) -> Tensor:
-    """A rotary embedding of [B, H, q, D] at the places i [q, 1]."""
-    angle = i / 10.0 ** torch.arange(0, 1, 2 / DIM)  # [q, D / 2]
-    cos, sin = angle.cos().repeat(1, 2).to(x.dtype), angle.sin().repeat(1, 2).to(x.dtype)
+INDICES: dict[str, Callable[[Tensor, Tensor | None], Tensor]] = {
+    "[q, 1]": lambda i, p: i,
+    "[1, q, 1]": lambda i, p: i[None],
+    "[1, 1, q, 1]": lambda i, p: i[None, None],
+    "[B, 1, q, 1]": lambda i, p: _real_ones(i, p)[:, None, :, None],
+}
+"""From i [q, 1] and p [B, S], which is 0 for padding, to the index by which [B, H, q, D] is turned."""
+
+
+def _real_ones(i: Tensor, p: Tensor | None) -> Tensor:
+    """The place of each new token among the real ones, [B, q]."""
+    return i[None, :, 0] if p is None else (p.cumsum(-1) - 1).clamp(min=0)[:, -i.shape[0] :]
+
+
+def turned(x: Tensor, index: Tensor) -> Tensor:
+    """A rotary embedding of [B, H, q, D] by an index of one of these shapes."""
+    angle = index / 10.0 ** torch.arange(0, 1, 2 / DIM)  # [..., D / 2]
+    angle = torch.cat([angle, angle], -1)
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     one, other = x.chunk(2, -1)
     return x * cos + torch.cat([-other, one], -1) * sin
 

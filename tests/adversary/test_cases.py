@@ -20,6 +20,7 @@ from torch import Tensor
 import kvpass
 from tests.adversary.models import (
     DIM,
+    INDICES,
     Attend,
     Small,
     additive,
@@ -75,6 +76,7 @@ LEFT = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1], [1] * 11])
 RIGHT = torch.tensor([[1, 1, 1, 0, 0, 1, 1, 1, 1, 1, 1], [1] * 11])
 BETWEEN = torch.tensor([[1, 1, 1, 1, 1, 1, 1, 0, 0, 1, 1], [0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]])
 ONCE = torch.tensor([[1, 1, 0, 0, 1, 1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]])
+SECOND = torch.tensor([[1] * 11, [1, 0] + [1] * 9])
 NONE = torch.ones(2, 11, dtype=torch.int64)
 SEGMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 2], [0, 1, 1, 1, 0, 0, 0, 1, 1, 1, 1]])
 WEIGHTS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2]]) / 5
@@ -471,6 +473,12 @@ LOGITS = [
     row("F-where-minus-one", logits(lambda a, i, j: torch.where(causal(i, j), a, -1.0))),
     row("F-where-of-a-tensor", logits(lambda a, i, j: torch.where(causal(i, j), a, torch.zeros(())))),
     row("F-where-turned-round", logits(lambda a, i, j: torch.where(j > i, -torch.inf, a)), held=True),
+    row(
+        "F-where-lower-than-bfloat16-goes",
+        logits(lambda a, i, j: torch.where(causal(i, j), a, torch.finfo(torch.float32).min)),
+        model={"dtype": torch.bfloat16},
+        held=True,
+    ),
     row("F-masked-fill-zero", logits(lambda a, i, j: a.masked_fill(j > i, 0.0))),
     row("F-masked-fill-high", logits(lambda a, i, j: a.masked_fill(j > i, 5.0))),
     row("F-add-alpha", logits(lambda a, i, j: a.add(additive(causal(i, j), -1e9) + (j - i) * 0.1, alpha=3))),
@@ -589,6 +597,13 @@ HEADS = [
         model=GROUPED,
     ),
     row("G-rows-exchanged", heads(lambda x: x[[1, 0]])),
+    row(
+        "G-rows-exchanged-that-hold-different-tokens",
+        lambda q, k, v, i, j, p: sdpa(lambda i, j: causal(i, j) & keys(p).bool())(q, k[[1, 0]], v[[1, 0]], i, j),
+        inputs={"p": seen(SECOND)},
+        real=seen(SECOND),
+        pieces=(1, 1, 1),
+    ),
     row("G-first-row-for-all", heads(lambda x: x[:1].expand(2, -1, -1, -1))),
     row("G-heads-and-tokens-mixed", heads(mixed)),
     row("G-keys-and-values-exchanged", exchanged),
@@ -1122,7 +1137,7 @@ OF_THEIRS = [
 KEPT = [
     row("K-plain", plain, held=True),
     row("K-plain-two-layers", plain, model={"layers": 2}, held=True),
-    row("K-rotary", plain, model={"rotary": True}, held=True),
+    row("K-rotary", plain, model={"rotary": "[q, 1]"}, held=True),
     row("K-one-token-prompt", plain, pieces=(1, 1, 1, 3), held=True),
     padded("K-padding-on-the-left", lambda i, j, p: causal(i, j) & keys(p).bool(), held=True),
     padded("K-padding-greater-than-zero", lambda i, j, p: causal(i, j) & (keys(p) > 0), held=True),
@@ -1168,6 +1183,19 @@ def test_held_or_refused_under_other_policies(case: Row) -> None:
     policy = ("streaming", "h2o")[ROWS.index(case) % 2]
     verdict = judge(case.make(), policy, positions="absolute")
     assert verdict.kind in (("held",) if case.held else ("held", "refused")), verdict
+
+
+LATE_START = torch.tensor([[1] * 11, [0] + [1] * 10])
+
+
+@pytest.mark.parametrize("padding", [NONE, LATE_START], ids=["unpadded", "padded"])
+@pytest.mark.parametrize("pieces", [(5, 1, 3), (1, 1, 3)], ids=str)
+@pytest.mark.parametrize("shape", INDICES)
+def test_ranks_instead_of_indices_of_any_shape(shape: str, pieces: tuple[int, ...], padding: Tensor) -> None:
+    """B: held tokens are numbered in each row by itself, for which an index must have a dimension."""
+    model = Small(sdpa(lambda i, j, p: causal(i, j) & keys(p).bool()), rotary=shape)
+    verdict = judge(Case(model, {"p": seen(padding)}, pieces, real=seen(padding)), "streaming", positions="cache")
+    assert verdict.kind == ("held" if shape in ("[1, 1, q, 1]", "[B, 1, q, 1]") else "refused"), verdict
 
 
 # -- what is no comparison of two runs ---------------------------------------------------------------------

@@ -22,6 +22,7 @@ from kvpass.capture.rotary import (
     find_rotary,
     positions_of,
     reshaped,
+    rows_come_first,
 )
 from kvpass.errors import UnsupportedGraph
 from kvpass.graphs import value
@@ -95,7 +96,7 @@ def _rank(step: StepContext, position: fx.Node, first: fx.Node) -> None:
     fits = [d for d, size in enumerate(shape) if size == queries and (d or len(shape) == 1)]
     along = fits[-1] if fits else len(shape) - 1
     padded = bool(step.telling.sites[0])
-    if len(shape) == 1 and rows > 1 and padded:
+    if rows > 1 and padded and not _tells_rows_apart(step, position):
         _refuse(step, 0, ALIKE_IN_ALL_ROWS)
     users = _users_but_masks(step, position)
     real = [step.inputs.real(0)] if padded and not step.decodes else []  # only real tokens count
@@ -114,6 +115,12 @@ def _rank(step: StepContext, position: fx.Node, first: fx.Node) -> None:
     ranks.meta["example_value"] = value(position)
     for user in users:
         user.replace_input_with(position, ranks)
+
+
+def _tells_rows_apart(step: StepContext, position: fx.Node) -> bool:
+    """Whether positions have, or could have, a dimension for the rows of what they turn."""
+    turned = [node for site in step.sites for each in site.all for node in (each.query, each.key)]
+    return value(position).ndim > 1 and all(rows_come_first(position, node) for node in turned)
 
 
 def _users_but_masks(step: StepContext, position: fx.Node) -> list[fx.Node]:
