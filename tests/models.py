@@ -13,6 +13,7 @@ import transformers
 from torch import Tensor
 
 import kvpass
+from tests.traces import Traced
 
 transformers.utils.logging.set_verbosity_error()
 
@@ -48,6 +49,17 @@ def build(architecture: str, dtype: torch.dtype = torch.float32, layers: int = 2
     return copy.deepcopy(_built(architecture, layers)).to(dtype)
 
 
+@functools.lru_cache(maxsize=1)
+def traced(architecture: str, *way: object, dtype: torch.dtype = torch.float32, layers: int = 2) -> Traced:
+    """A model whose traces tests share that call it in the same `way`, one after the other.
+
+    Args:
+        way: whatever tells how it is called: rows, lengths of pieces.
+    """
+    torch._dynamo.reset()
+    return Traced(build(architecture, dtype, layers))
+
+
 def prompt(rows: int = 3, tokens: int = 9, padding: Sequence[int] = (3, 1, 0)) -> tuple[Tensor, Tensor]:
     """Token ids and attention mask [rows, tokens], left-padded."""
     ids = torch.randint(3, 128, (rows, tokens), generator=torch.Generator().manual_seed(tokens))
@@ -68,9 +80,17 @@ class Run:
 
 @torch.no_grad()
 def force(model: Any, ids: Tensor, mask: Tensor, steps: Sequence[int], *, inspect: bool = True, **backend: Any) -> Run:
-    """Feed `ids` in pieces of the given lengths, the first from an empty cache."""
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend=kvpass.backend(**backend))
+    """Feed `ids` in pieces of the given lengths, the first from an empty cache.
+
+    Args:
+        model: a module, compiled anew, or one that is `Traced`.
+    """
+    chosen = kvpass.backend(**backend)
+    if isinstance(model, Traced):
+        compiled = model.under(chosen)
+    else:
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend=chosen)
     position = (mask.cumsum(-1) - 1).clamp(min=0)
     logits, held, cache, done = [], [], None, 0
     for count in steps:
