@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -56,7 +57,6 @@ def traced(architecture: str, *way: object, dtype: torch.dtype = torch.float32, 
     Args:
         way: whatever tells how it is called: rows, lengths of pieces.
     """
-    torch._dynamo.reset()
     return Traced(build(architecture, dtype, layers))
 
 
@@ -108,6 +108,22 @@ def force(model: Any, ids: Tensor, mask: Tensor, steps: Sequence[int], *, inspec
         if inspect:
             held.append([layer.positions for layer in kvpass.inspect(cache).layers])
     return Run(torch.cat(logits, 1), held, cache)
+
+
+@contextlib.contextmanager
+def lasting() -> Iterator[None]:
+    """What is compiled inside stays until the end, for more graphs than torch.compile makes of one function."""
+    forget()
+    with torch._dynamo.config.patch(recompile_limit=1000, accumulated_recompile_limit=100000):
+        yield
+    forget()
+
+
+def forget() -> None:
+    """What was compiled and traced."""
+    traced.cache_clear()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
 
 
 def graphs() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.fx as fx
 
 from kvpass import compat
@@ -14,13 +15,15 @@ from kvpass.backend import Backend
 class Traced:
     """A model compiled in place, whose graphs one backend after the other gets.
 
-    Dynamo's guards hold as always: what it would trace anew for a backend it traces anew, and `graphs` tells.
+    Dynamo's guards hold as always: what it would trace anew for a backend it traces anew, and `graphs` tells.  What
+    was compiled before is forgotten.
 
     Attributes:
         graphs: how many Dynamo made.
     """
 
     def __init__(self, model: Any) -> None:
+        torch._dynamo.reset()
         self.model, self.graphs = model, 0
         self._chosen: Backend | None = None
         model.compile(backend=self._keep)
