@@ -112,11 +112,16 @@ def force(model: Any, ids: Tensor, mask: Tensor, steps: Sequence[int], *, inspec
 
 @contextlib.contextmanager
 def lasting() -> Iterator[None]:
-    """What is compiled inside stays until the end, for more graphs than torch.compile makes of one function."""
+    """What is compiled inside stays until the end."""
     forget()
-    with torch._dynamo.config.patch(recompile_limit=1000, accumulated_recompile_limit=100000):
+    with many_graphs():
         yield
     forget()
+
+
+def many_graphs() -> Any:
+    """More graphs than torch.compile makes of one function by default; the setting is of one thread alone."""
+    return torch._dynamo.config.patch(recompile_limit=1000, accumulated_recompile_limit=100000)
 
 
 def forget() -> None:
