@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import transformers
 from torch import Tensor
 
 import kvpass
+from tests.traces import Traced
 
 transformers.utils.logging.set_verbosity_error()
 
@@ -48,6 +50,16 @@ def build(architecture: str, dtype: torch.dtype = torch.float32, layers: int = 2
     return copy.deepcopy(_built(architecture, layers)).to(dtype)
 
 
+@functools.lru_cache(maxsize=1)
+def traced(architecture: str, *way: object, dtype: torch.dtype = torch.float32, layers: int = 2) -> Traced:
+    """A model whose traces tests share that call it in the same `way`, one after the other.
+
+    Args:
+        way: whatever tells how it is called: rows, lengths of pieces.
+    """
+    return Traced(build(architecture, dtype, layers))
+
+
 def prompt(rows: int = 3, tokens: int = 9, padding: Sequence[int] = (3, 1, 0)) -> tuple[Tensor, Tensor]:
     """Token ids and attention mask [rows, tokens], left-padded."""
     ids = torch.randint(3, 128, (rows, tokens), generator=torch.Generator().manual_seed(tokens))
@@ -68,9 +80,17 @@ class Run:
 
 @torch.no_grad()
 def force(model: Any, ids: Tensor, mask: Tensor, steps: Sequence[int], *, inspect: bool = True, **backend: Any) -> Run:
-    """Feed `ids` in pieces of the given lengths, the first from an empty cache."""
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend=kvpass.backend(**backend))
+    """Feed `ids` in pieces of the given lengths, the first from an empty cache.
+
+    Args:
+        model: a module, compiled anew, or one that is `Traced`.
+    """
+    chosen = kvpass.backend(**backend)
+    if isinstance(model, Traced):
+        compiled = model.under(chosen)
+    else:
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend=chosen)
     position = (mask.cumsum(-1) - 1).clamp(min=0)
     logits, held, cache, done = [], [], None, 0
     for count in steps:
@@ -88,6 +108,27 @@ def force(model: Any, ids: Tensor, mask: Tensor, steps: Sequence[int], *, inspec
         if inspect:
             held.append([layer.positions for layer in kvpass.inspect(cache).layers])
     return Run(torch.cat(logits, 1), held, cache)
+
+
+@contextlib.contextmanager
+def lasting() -> Iterator[None]:
+    """What is compiled inside stays until the end."""
+    forget()
+    with many_graphs():
+        yield
+    forget()
+
+
+def many_graphs() -> Any:
+    """More graphs than torch.compile makes of one function by default; the setting is of one thread alone."""
+    return torch._dynamo.config.patch(recompile_limit=1000, accumulated_recompile_limit=100000)
+
+
+def forget() -> None:
+    """What was compiled and traced."""
+    traced.cache_clear()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
 
 
 def graphs() -> int:

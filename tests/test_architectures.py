@@ -1,4 +1,4 @@
-"""Whole architectures: a sample by default, all that transformers offers among the slow tests."""
+"""Whole architectures: the four that differ most by default, all that transformers offers among the slow tests."""
 
 from __future__ import annotations
 
@@ -6,20 +6,18 @@ import pytest
 import torch
 
 import kvpass
+from kvpass.backend import Backend
 from kvpass.report import Recorder
 from tests.architectures import zoo
 from tests.architectures.__main__ import PAGE, written
 from tests.architectures.apart import examine_apart
 from tests.architectures.check import BUDGET, PADDING, PROMPT, backend, examine, generate
+from tests.traces import Switch
 
 SAMPLE = {
-    "mistral": "every layer slides",
     "gemma2": "sliding and full layers, a soft cap, attention spelled out",
-    "gpt_oss": "learned sinks beside the keys",
-    "bloom": "a bias that counts real tokens",
     "deepseek_v3": "multi-head latent attention",
     "gemma4_text": "layers that share a cache",
-    "doge": "a mask that is computed from cached values",
     "bamba": "linear-attention layers between the others",
 }
 
@@ -72,14 +70,13 @@ def test_a_sparse_index_must_choose_all(chosen: int, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("policy", ["full", "streaming", "h2o"])
 def test_a_mask_of_four_dimensions_from_the_user(policy: str) -> None:
     """It hides every third token from the first row, which no mask of the model's does."""
-    model, total, steps = zoo.build("llama"), 20, 8
+    model, switch, total, steps = zoo.build("llama"), Switch(), 20, 8
     ids = torch.randint(3, 128, (2, total + steps), generator=torch.Generator().manual_seed(2))
     allowed = torch.ones(total + steps, total + steps, dtype=torch.bool).tril()[None, None].repeat(2, 1, 1, 1)
     allowed[0, :, :, 1::3] &= torch.eye(total + steps, dtype=torch.bool)[:, 1::3]
 
-    def logits(chosen: object) -> torch.Tensor:
-        torch._dynamo.reset()
-        run = model if chosen is None else torch.compile(model, backend=chosen)
+    def logits(chosen: Backend | None) -> torch.Tensor:
+        run = model if chosen is None else torch.compile(model, backend=switch.to(chosen))
         with torch.no_grad():
             out = run(ids[:, :total], attention_mask=allowed[:, :, :total, :total], use_cache=True)
             made = [out.logits[:, -1]]
@@ -154,8 +151,9 @@ def mistral() -> torch.nn.Module:
 
 @torch.no_grad()
 def continued(model: torch.nn.Module, chosen: object, prompt: int, steps: int) -> tuple[torch.Tensor, object]:
-    """Tokens of a greedy generation, and the cache."""
-    torch._dynamo.reset()
+    """Tokens of a greedy generation, and the cache; a switch goes on with what was traced for it."""
+    if not isinstance(chosen, Switch):
+        torch._dynamo.reset()
     if chosen is not None:
         model.compile(backend=chosen)
     ids = torch.randint(3, 128, (2, prompt), generator=torch.Generator().manual_seed(1))
@@ -166,22 +164,23 @@ def continued(model: torch.nn.Module, chosen: object, prompt: int, steps: int) -
 
 
 @pytest.mark.parametrize("prompt", [3, WINDOW - 1, WINDOW, WINDOW + 1, 20])
-@pytest.mark.parametrize("policy", ["full", "h2o"])
-def test_a_window_within_the_budget_is_kept_exactly(policy: str, prompt: int) -> None:
-    model = mistral()
+def test_a_window_within_the_budget_is_kept_exactly(prompt: int) -> None:
+    model, switch = mistral(), Switch()
     expected, _ = continued(model, None, prompt, 12)
-    budget = None if policy == "full" else 16
-    got, cache = continued(model, kvpass.backend(policy, budget=budget, inner="eager"), prompt, 12)
-    assert torch.equal(got, expected)
-    layer = kvpass.inspect(cache).layers[0]
-    assert layer.capacity == WINDOW
-    assert layer.positions.shape[-1] == WINDOW - 1  # what the model itself would have stored
+    for policy, budget in (("full", None), ("h2o", 16)):
+        chosen = kvpass.backend(policy, budget=budget, inner="eager")
+        got, cache = continued(model, switch.to(chosen), prompt, 12)
+        assert torch.equal(got, expected), policy
+        layer = kvpass.inspect(cache).layers[0]
+        assert layer.capacity == WINDOW
+        assert layer.positions.shape[-1] == WINDOW - 1  # what the model itself would have stored
 
 
 def test_a_budget_below_the_window_bounds_it() -> None:
     """The policy governs, and the model's own window still hides what is too old."""
-    model = mistral()
-    runs = [generate(model, backend("h2o", 5, inner, Recorder()), PADDING) for inner in ("eager", "reference")]
+    model, switch = mistral(), Switch()
+    both = (backend("h2o", 5, inner, Recorder()) for inner in ("eager", "reference"))
+    runs = [generate(model, switch.to(chosen), PADDING) for chosen in both]
     torch.testing.assert_close(runs[0].logits, runs[1].logits, atol=1e-4, rtol=1e-4)
     assert kvpass.inspect(runs[0].cache).layers[0].capacity == 6
 

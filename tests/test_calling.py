@@ -22,7 +22,7 @@ from torch import Tensor
 
 import kvpass
 from kvpass.runtime.handle import Handle
-from tests.models import Run, breaks, build, prompt
+from tests.models import Run, breaks, build, lasting, many_graphs, prompt
 
 MODELS = pathlib.Path(__file__).parent.parent / "examples" / "models"
 ARCHITECTURES = ["Llama", "GPTNeoX"]
@@ -46,16 +46,9 @@ cases, costly = over_cases(QUICK), over_cases(QUICK[:1])
 @pytest.fixture(scope="module", autouse=True)
 def fresh_dynamo() -> Iterator[None]:
     """In place of the fixture for all tests: compiled code lives as long as this file."""
-    torch._dynamo.reset()
-    with many_graphs():
+    with lasting():
         yield
     served.cache_clear()
-    torch._dynamo.reset()
-
-
-def many_graphs() -> Any:
-    """More graphs than torch.compile makes of one function by default; the setting is of one thread alone."""
-    return torch._dynamo.config.patch(recompile_limit=1000, accumulated_recompile_limit=100000)
 
 
 class Trouble(Exception):

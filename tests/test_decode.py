@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,9 +13,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvpass
 from kvpass.decoding import loop as decode
-from tests.models import breaks, build, graphs, prompt
+from tests.models import breaks, build, forget, graphs, lasting, prompt
 from tests.strategies import ROWS
 from tests.test_invariants import settings
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    """In place of the fixture for all tests: equal backends share what is compiled for the model of this file."""
+    with lasting():
+        yield
+
+
+@functools.cache
+def llama() -> Any:
+    return build("Llama")
+
 
 HOST = {"_local_scalar_dense", "nonzero", "item", "is_nonzero"}
 
@@ -32,6 +47,7 @@ def loop_on(model: Any, **given: Any) -> kvpass.DecodeLoop:
 @pytest.mark.parametrize("architecture", ["Llama", "GPT2"])
 @pytest.mark.parametrize("padding", [(), (3, 1, 0)])
 def test_equal_to_generate_until_something_is_evicted(architecture: str, padding: tuple[int, ...]) -> None:
+    forget()
     model, (ids, mask) = build(architecture), prompt(3, 9, padding)
     loop = loop_on(model, every=5)
     loop.prompt(ids, mask)
@@ -50,7 +66,7 @@ def test_equal_to_generate_with_every_policy(name: str) -> None:
     loop.prompt(ids, mask)
     got = loop.generate(14)
     held = kvpass.inspect(loop)
-    torch._dynamo.reset()
+    forget()
     kvpass.compile(model, **given)
     with torch.no_grad():
         out = model.generate(
@@ -63,15 +79,17 @@ def test_equal_to_generate_with_every_policy(name: str) -> None:
 
 
 def test_a_full_cache_grows() -> None:
-    model, (ids, mask) = build("Llama"), prompt(1, 9, ())
+    model, (ids, mask) = llama(), prompt(1, 9, ())
     loop = kvpass.DecodeLoop(model, "full", inner="eager", every=64)
     loop.prompt(ids, mask)
     assert torch.equal(loop.generate(300), greedy(model, ids, mask, 300, eos_token_id=-1))
     assert kvpass.inspect(loop).layers[0].seen == 9 + 299
 
 
+@pytest.mark.slow
 def test_compiled_by_inductor() -> None:
-    model, (ids, mask) = build("Llama"), prompt(2, 9, (2, 0))
+    forget()
+    model, (ids, mask) = llama(), prompt(2, 9, (2, 0))
     loop = loop_on(model, policy="h2o", inner="inductor", every=4)
     loop.prompt(ids, mask)
     with torch.compiler.set_stance("default"):
@@ -83,7 +101,7 @@ def test_compiled_by_inductor() -> None:
 
 
 def test_continuing_is_as_if_it_had_not_stopped() -> None:
-    model, (ids, mask) = build("Llama"), prompt(3, 9, (3, 1, 0))
+    model, (ids, mask) = llama(), prompt(3, 9, (3, 1, 0))
     whole, parts = loop_on(model, policy="h2o", budget=8), loop_on(model, policy="h2o", budget=8, every=3)
     whole.prompt(ids, mask)
     parts.prompt(ids, mask)
@@ -102,7 +120,7 @@ def stopped(rows: Tensor, stop: list[int]) -> list[list[int]]:
 
 @pytest.mark.parametrize("every", [1, 4, 32])
 def test_stop_tokens(every: int) -> None:
-    model, (ids, mask) = build("Llama"), prompt(3, 9, (3, 1, 0))
+    model, (ids, mask) = llama(), prompt(3, 9, (3, 1, 0))
     free = greedy(model, ids, mask, 20, eos_token_id=-1)
     stop = [int(free[0, 6]), int(free[1, 2])]
     loop = loop_on(model, every=every, stop=stop, pad=0)
@@ -116,7 +134,7 @@ def test_stop_tokens(every: int) -> None:
 
 def test_what_comes_after_a_stop_is_in_no_cache() -> None:
     """A further prompt sees what was said up to the stop, however many steps the host let pass."""
-    model, (ids, mask) = build("Llama"), prompt(2, 9, (2, 0))
+    model, (ids, mask) = llama(), prompt(2, 9, (2, 0))
     more, more_mask = prompt(2, 5, (0, 1))
     free = greedy(model, ids, mask, 20, eos_token_id=-1)
     stop = [int(free[0, 3])]
@@ -134,7 +152,7 @@ def test_what_comes_after_a_stop_is_in_no_cache() -> None:
 
 
 def test_a_stream_hands_out_as_it_goes() -> None:
-    model, (ids, mask) = build("Llama"), prompt(2, 9, ())
+    model, (ids, mask) = llama(), prompt(2, 9, ())
     loop = loop_on(model, every=4)
     loop.prompt(ids, mask)
     stream = loop.stream(10)
@@ -147,7 +165,7 @@ SAMPLED = dict(temperature=0.8, top_k=20, top_p=0.9)
 
 
 def test_samples_are_those_of_the_seed() -> None:
-    model, (ids, mask) = build("Llama"), prompt(3, 9, (3, 1, 0))
+    model, (ids, mask) = llama(), prompt(3, 9, (3, 1, 0))
     said = []
     for seed in (1, 1, 2):
         torch.rand(3)  # the global generator plays no part
@@ -193,7 +211,7 @@ class Watched(TorchDispatchMode):
 @pytest.mark.parametrize("name", ["window", "h2o", "d2o", "tova", "roco"])
 @pytest.mark.parametrize("given", [{}, SAMPLED], ids=["greedy", "sampled"])
 def test_a_step_asks_nothing_of_the_device(name: str, given: dict[str, Any]) -> None:
-    model, (ids, mask) = build("Llama"), prompt(2, 12, (2, 0))
+    model, (ids, mask) = llama(), prompt(2, 12, (2, 0))
     loop = loop_on(model, policy=name, budget=8, stop=[5], **given)
     loop.prompt(ids, mask)
     loop.generate(4)
@@ -205,7 +223,7 @@ def test_a_step_asks_nothing_of_the_device(name: str, given: dict[str, Any]) -> 
 
 
 def test_refusals() -> None:
-    model, (ids, mask) = build("Llama"), prompt(2, 9, ())
+    model, (ids, mask) = llama(), prompt(2, 9, ())
     with pytest.raises(kvpass.PolicyError, match="mode"):
         loop_on(model, mode="reduce-overhead")
     with pytest.raises(kvpass.PolicyError, match="options"):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
 import kvpass
 from tests.models import ARCHITECTURES, breaks, build, graphs, prompt
+from tests.traces import Traced
 
 POLICIES = {
     "full": {},
@@ -32,39 +36,44 @@ def generated(model: object, *, bounded: bool = False, **how: object) -> torch.T
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("policy", ["full", "streaming", "h2o"])
-def test_same_tokens_in_two_graphs(architecture: str, policy: str) -> None:
+def test_same_tokens_in_two_graphs(architecture: str) -> None:
     model = build(architecture)
     expected = generated(model, do_sample=False)
-    kvpass.compile(model, **{"policy": policy, **POLICIES[policy]}, inner="eager")
+    kvpass.compile(model, "streaming", **POLICIES["streaming"], inner="eager")
     assert torch.equal(generated(model, bounded=True, do_sample=False), expected)
     assert graphs() == 2
     assert breaks() == 0
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_sampled(policy: str) -> None:
-    model = build("Llama")
-    expected = generated(model, do_sample=True, top_k=0)
-    kvpass.compile(model, **{"policy": policy, **POLICIES[policy]}, inner="eager")
-    assert torch.equal(generated(model, bounded=True, do_sample=True, top_k=0), expected)
+def under(model: Traced, policy: str) -> Any:
+    return model.under(kvpass.backend(**{"policy": policy, **POLICIES[policy]}, inner="eager"))
+
+
+@pytest.mark.parametrize("policy", ["full", "h2o"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_same_tokens_under_other_policies(traced: Callable[..., Traced], architecture: str, policy: str) -> None:
+    model, expected = traced(architecture), generated(build(architecture), do_sample=False)
+    assert torch.equal(generated(under(model, policy), bounded=True, do_sample=False), expected)
+    assert model.graphs == 2
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_one_row(policy: str) -> None:
-    model = build("Llama")
-    expected = generated(model, rows=1, do_sample=False)
-    kvpass.compile(model, **{"policy": policy, **POLICIES[policy]}, inner="eager")
-    assert torch.equal(generated(model, bounded=True, rows=1, do_sample=False), expected)
-    assert graphs() == 2
+def test_sampled(traced: Callable[..., Traced], policy: str) -> None:
+    expected = generated(build("Llama"), do_sample=True, top_k=0)
+    assert torch.equal(generated(under(traced("Llama"), policy), bounded=True, do_sample=True, top_k=0), expected)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_one_row(traced: Callable[..., Traced], policy: str) -> None:
+    model, expected = traced("Llama", "one row"), generated(build("Llama"), rows=1, do_sample=False)
+    assert torch.equal(generated(under(model, policy), bounded=True, rows=1, do_sample=False), expected)
+    assert model.graphs == 2
 
 
 @pytest.mark.parametrize("policy", ["full", "h2o", "streaming"])
-def test_beam_search_reorders_the_slots(policy: str) -> None:
-    model = build("Llama")
-    expected = generated(model, num_beams=3, do_sample=False)
-    kvpass.compile(model, **{"policy": policy, **POLICIES[policy]}, inner="eager")
-    assert torch.equal(generated(model, bounded=True, num_beams=3, do_sample=False), expected)
+def test_beam_search_reorders_the_slots(traced: Callable[..., Traced], policy: str) -> None:
+    model, expected = traced("Llama", "beams"), generated(build("Llama"), num_beams=3, do_sample=False)
+    assert torch.equal(generated(under(model, policy), bounded=True, num_beams=3, do_sample=False), expected)
 
 
 def test_several_sequences_from_one_prompt() -> None:
@@ -83,6 +92,7 @@ def test_by_name_with_options() -> None:
         assert torch.allclose(compiled(ids).logits, expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_inductor_generates_the_same() -> None:
     model = build("Llama")
     expected = generated(model, do_sample=False)

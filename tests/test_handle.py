@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 import kvpass
 from kvpass.runtime.handle import Handle
-from tests.models import build, force, prompt
+from tests.models import build, force, lasting, prompt
 from tests.test_backend import Tiny, loop
 
 BUDGET = 8
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    """In place of the fixture for all tests: equal backends share what is compiled for the model of this file."""
+    with lasting():
+        yield
 
 
 @pytest.fixture(scope="module")

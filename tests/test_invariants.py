@@ -1,18 +1,21 @@
 """What must hold for every policy in a whole model; one row of `tests.strategies.TABLE` joins all of them.
 
 While nothing is evicted the model is the uncompiled one; past that it is the eager reference at every
-step; and it is two Dynamo graphs all along.
+step; and it is two Dynamo graphs all along, which are the same for all of them.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
 
 import kvpass
 from tests.aligners import random_aligner
-from tests.models import breaks, build, force, graphs, prompt
+from tests.models import build, force, prompt
 from tests.strategies import ROWS, TABLE, fitting
+from tests.traces import Traced
 
 ONE_ROW, PADDED = (1, ()), (3, (3, 1, 0))  # rows, and how many padding tokens each begins with
 # Llama has grouped heads and a full rotary embedding, GPT-NeoX single heads and a partial one.
@@ -43,30 +46,32 @@ def settings(name: str, architecture: str, budget: int) -> dict[str, object]:
 @every_policy
 @every_model
 def test_the_uncompiled_model_until_something_is_evicted(
-    architecture: str, name: str, rows: int, padding: tuple[int, ...]
+    traced: Callable[..., Traced], architecture: str, name: str, rows: int, padding: tuple[int, ...]
 ) -> None:
-    model, (ids, mask) = build(architecture), prompt(rows, 9, padding)
+    model, (ids, mask) = traced(architecture, rows, "generates"), prompt(rows, 9, padding)
     how = dict(attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0)
     how |= dict(return_dict_in_generate=True, output_logits=True)
     with torch.inference_mode():
-        expected = model.generate(ids, **how)
-        kvpass.compile(model, **settings(name, architecture, 40), inner="eager", **ROWS[name].lossless)
-        got = model.generate(ids, **how)
+        expected = build(architecture).generate(ids, **how)
+        chosen = kvpass.backend(**settings(name, architecture, 40), inner="eager", **ROWS[name].lossless)
+        got = model.under(chosen).generate(ids, **how)
     assert torch.equal(got.sequences, expected.sequences)
     for ours, theirs in zip(got.logits, expected.logits, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
     assert len(kvpass.inspect(got.past_key_values).layers) == 2  # it did run on slots
-    assert (graphs(), breaks()) == (2, 0)
+    assert model.graphs == 2  # a prompt and a step, whatever the policy
 
 
 @every_policy
 @every_model
-def test_the_reference_at_every_step(architecture: str, name: str, rows: int, padding: tuple[int, ...]) -> None:
+def test_the_reference_at_every_step(
+    traced: Callable[..., Traced], architecture: str, name: str, rows: int, padding: tuple[int, ...]
+) -> None:
     steps = [12, *[1] * 9]
-    ids, mask = prompt(rows, sum(steps), padding)
-    lowered = force(build(architecture), ids, mask, steps, **settings(name, architecture, 8), inner="eager")
-    assert (graphs(), breaks()) == (2, 0)
-    literal = force(build(architecture), ids, mask, steps, **settings(name, architecture, 8), inner="reference")
+    model, (ids, mask) = traced(architecture, rows, "is fed"), prompt(rows, sum(steps), padding)
+    lowered = force(model, ids, mask, steps, **settings(name, architecture, 8), inner="eager")
+    assert model.graphs == 2
+    literal = force(model, ids, mask, steps, **settings(name, architecture, 8), inner="reference")
     for step, (ours, theirs) in enumerate(zip(lowered.held, literal.held, strict=True)):
         for layer, (a, b) in enumerate(zip(ours, theirs, strict=True)):
             assert torch.equal(a, b), f"step {step}, layer {layer} holds {a} where the reference holds {b}"

@@ -19,16 +19,20 @@ from kvpass.runtime import caches, prompts
 from tests.models import breaks, build, graphs, prompt
 from tests.strategies import ROWS
 from tests.test_invariants import settings
+from tests.traces import Traced
 
 each_policy = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name == "h2o" else pytest.mark.slow) for name in ROWS]
 )
 
 
-def compiled(name: str, inner: Any, layers: int = 1, **more: Any) -> Any:
+def layers_for(name: str) -> int:
+    return 2 if name == "kv_align" else 1  # its networks are those of two layers
+
+
+def compiled(name: str, inner: Any, **more: Any) -> Any:
     given = {**settings(name, "Llama", 8), **more, "inner": inner}
-    layers = 2 if name == "kv_align" else layers  # its networks are those of two layers
-    return torch.compile(build("Llama", layers=layers), backend=kvpass.backend(**given))
+    return torch.compile(build("Llama", layers=layers_for(name)), backend=kvpass.backend(**given))
 
 
 def held(cache: Any) -> list[Tensor]:
@@ -46,7 +50,8 @@ def test_chunks_are_all_tokens_in_few_lengths(tokens: int, chunk: int, first: bo
 
 @each_policy
 def test_equal_to_the_reference_fed_the_same_chunks(name: str) -> None:
-    ours, literal = compiled(name, "eager"), compiled(name, "reference")
+    model = Traced(build("Llama", layers=layers_for(name)))
+    ours, literal = (kvpass.backend(**settings(name, "Llama", 8), inner=inner) for inner in ("eager", "reference"))
 
     @given(
         tokens=st.integers(2, 26),
@@ -58,7 +63,8 @@ def test_equal_to_the_reference_fed_the_same_chunks(name: str) -> None:
     @profile(max_examples=2)
     def compare(tokens: int, chunk: int, padding: tuple[int, ...]) -> None:
         ids, mask = prompt(3, tokens, padding)
-        one, other = (kvpass.prefill(x, ids, mask, chunk=chunk, logits="all") for x in (ours, literal))
+        runs = (kvpass.prefill(model.under(x), ids, mask, chunk=chunk, logits="all") for x in (ours, literal))
+        one, other = runs
         assert all(torch.equal(a, b) for a, b in zip(held(one), held(other), strict=True))
         real = mask.bool()
         torch.testing.assert_close(one.logits[real], other.logits[real], atol=1e-4, rtol=1e-4)

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 import kvpass
 import tests.strategies  # noqa: F401  loads the Hypothesis profile
-from tests.models import build, force, graphs, prompt
+from tests.models import build, force, graphs, prompt, traced
+from tests.traces import Traced
 
 TOKENS = 30
 
 
-def assert_equal_runs(architecture: str, steps: list[int], padding: tuple[int, ...], **backend: object) -> None:
+def assert_equal_runs(model: Traced, steps: list[int], padding: tuple[int, ...], **backend: object) -> None:
     ids, mask = prompt(3, sum(steps), padding)
-    model = build(architecture)
     lowered = force(model, ids, mask, steps, inner="eager", **backend)
     literal = force(model, ids, mask, steps, inner="reference", **backend)
     for ours, theirs in zip(lowered.held, literal.held, strict=True):
@@ -43,12 +43,12 @@ def test_model_equals_reference(
 ) -> None:
     first = budget + offset
     steps = [first, *([chunk] if chunk else []), *[1] * 8]
-    assert_equal_runs("Llama", steps, padding, policy=policy, budget=budget, positions=positions)
+    assert_equal_runs(traced("Llama"), steps, padding, policy=policy, budget=budget, positions=positions)
 
 
 @pytest.mark.parametrize("architecture", ["GPTNeoX", "Cohere", "GPT2"])
 def test_other_rotary_embeddings_equal_the_reference(architecture: str) -> None:
-    assert_equal_runs(architecture, [12, 3, *[1] * 6], (3, 1, 0), policy="streaming", budget=8)
+    assert_equal_runs(traced(architecture), [12, 3, *[1] * 6], (3, 1, 0), policy="streaming", budget=8)
 
 
 @torch.no_grad()
@@ -154,12 +154,11 @@ def test_budget_as_a_share_of_the_prompt() -> None:
 
 
 def test_interleaved_conversations_do_not_touch_each_other() -> None:
-    model = build("Llama")
+    model = Traced(build("Llama"))
     (a, mask), (b, _) = prompt(2, 24, ()), prompt(2, 25, ())
     b = b[:, :24]
     alone = [force(model, ids, mask, [6, *[1] * 18], policy="h2o", budget=8, inner="eager").logits for ids in (a, b)]
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend=kvpass.backend("h2o", budget=8, inner="eager"))
+    compiled = torch.compile(build("Llama"), backend=kvpass.backend("h2o", budget=8, inner="eager"))
     with torch.no_grad():
         outs = [compiled(ids[:, :6], use_cache=True) for ids in (a, b)]
         for t in range(6, 24):

@@ -17,17 +17,17 @@ from kvpass.report import Recorder
 from tests.adversary.models import Small, sdpa, seen
 from tests.adversary.oracle import Case, judge
 from tests.models import build, prompt
+from tests.traces import Traced
 
 POLICIES = {"full": None, "streaming": 12, "h2o": 12, "cascade": 12, "d2o": 12}
 
 
 @torch.no_grad()
-def run(architecture: str, recorder: Recorder | None = None, **settings: Any) -> Tensor:
+def run(model: Traced, recorder: Recorder | None = None, **settings: Any) -> Tensor:
     """Logits of a padded prompt of nine tokens, two steps and a chunk of three."""
-    torch._dynamo.reset()
     backend = kvpass.backend(**{"inner": "eager", **settings})
     backend = dataclasses.replace(backend, recorder=recorder) if recorder else backend
-    compiled = torch.compile(build(architecture), backend=backend)
+    compiled = model.under(backend)
     ids, mask = prompt()
     ids, mask = torch.cat([ids, ids[:, :5]], 1), torch.cat([mask, torch.ones_like(mask[:, :5])], 1)
     position, cache, done, logits = (mask.cumsum(-1) - 1).clamp(min=0), None, 0, []
@@ -49,27 +49,29 @@ def notes(recorder: Recorder) -> list[str]:
     "policy", [pytest.param(p, marks=pytest.mark.slow if p == "cascade" else []) for p in POLICIES]
 )
 @pytest.mark.parametrize("architecture", ["Llama", "GPT2"])
-def test_what_is_right_passes_and_is_not_disturbed(architecture: str, policy: str) -> None:
-    build(architecture)  # the first time seeds the generator
+def test_what_is_right_passes_and_is_not_disturbed(
+    traced: Callable[..., Traced], architecture: str, policy: str
+) -> None:
+    model = traced(architecture)  # the first time seeds the generator
     recorder, state = Recorder(), torch.get_rng_state()
-    checked = run(architecture, recorder, policy=policy, budget=POLICIES[policy])
+    checked = run(model, recorder, policy=policy, budget=POLICIES[policy])
     assert torch.equal(torch.get_rng_state(), state)
     assert notes(recorder)
     assert all("equal" in note for note in notes(recorder))
-    plain = run(architecture, policy=policy, budget=POLICIES[policy], validate=False)
+    plain = run(model, policy=policy, budget=POLICIES[policy], validate=False)
     torch.testing.assert_close(checked, plain, rtol=0, atol=0)
 
 
 def test_keys_that_are_turned_at_read_are_held_against_the_models_own() -> None:
     recorder = Recorder()
-    run("GPTNeoX", recorder, policy="streaming", budget=12, positions="cache")
+    run(Traced(build("GPTNeoX")), recorder, policy="streaming", budget=12, positions="cache")
     assert len(notes(recorder)) == 2  # steps and chunks
     assert all("equal" in note for note in notes(recorder))
 
 
-def test_what_is_left_out_is_reported() -> None:
+def test_what_is_left_out_is_reported(traced: Callable[..., Traced]) -> None:
     recorder = Recorder()
-    run("Llama", recorder, policy="sage", budget=12)
+    run(traced("Llama"), recorder, policy="sage", budget=12)
     assert all("left out, as sage changes the logits" in note for note in notes(recorder))
 
 
@@ -94,12 +96,13 @@ def values_for_keys(found: Callable[..., Any]) -> Callable[..., Any]:
     [(spelled, "_sdpa_call", other_scale), (sites, "_site", without_mask), (sites, "_site", values_for_keys)],
 )
 def test_a_call_that_is_read_wrongly_is_refused_by_its_line(
-    where: Any, name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch
+    traced: Callable[..., Traced], where: Any, name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    model = traced("Llama")
     monkeypatch.setattr(where, name, wrong(getattr(where, name)))
     with pytest.raises(kvpass.UnsupportedGraph, match=r"sdpa_attention\.py:\d+.*is not the model's"):
-        run("Llama", policy="full")
-    run("Llama", policy="full", validate=False)  # nothing else notices
+        run(model, policy="full")
+    run(model, policy="full", validate=False)  # nothing else notices
 
 
 def test_it_is_part_of_a_backends_settings() -> None:

@@ -19,6 +19,7 @@ from kvpass.backend import Backend
 from kvpass.capture.capture import capture
 from kvpass.report import Recorder
 from tests.architectures import zoo
+from tests.traces import Switch
 
 PROMPT, STEPS, BUDGET = 12, 8, 10
 PADDING = 3
@@ -90,17 +91,18 @@ def _grows(cache: Any) -> bool:
 
 
 def _against(name: str, model: torch.nn.Module, expected: Run, padding: int, canonical: bool) -> Verdict:
-    recorder = Recorder()
+    recorder, switch = Recorder(), Switch()
     counts = (0, 0, 0)
+    torch._dynamo.reset()
     try:
         for policy, budget in POLICIES:
-            ours = generate(model, backend(policy, budget, "eager", recorder), padding)
+            ours = generate(model, switch.to(backend(policy, budget, "eager", recorder)), padding)
             if policy == "full":
                 _check_equal(ours, expected, "uncompiled")
                 counts = _counts(recorder)
                 kvpass.inspect(ours.cache)
             else:
-                theirs = generate(model, backend(policy, budget, "reference", recorder), padding)
+                theirs = generate(model, switch.to(backend(policy, budget, "reference", recorder)), padding)
                 _check_equal(ours, theirs, f"{policy} reference")
         if canonical:
             _check_canonical(model, padding)
@@ -194,9 +196,10 @@ def _check_equal(ours: Run, theirs: Run, whose: str) -> None:
 
 
 @contextlib.contextmanager
-def compiled(model: Any, chosen: Backend | Beside | None) -> Iterator[None]:
-    """The model compiled in place for a while."""
-    torch._dynamo.reset()
+def compiled(model: Any, chosen: Backend | Beside | Switch | None) -> Iterator[None]:
+    """The model compiled in place for a while; a switch goes on with what was traced for it."""
+    if not isinstance(chosen, Switch):
+        torch._dynamo.reset()
     if chosen is not None:
         model.compile(backend=chosen)
     try:
@@ -206,7 +209,7 @@ def compiled(model: Any, chosen: Backend | Beside | None) -> Iterator[None]:
 
 
 @torch.no_grad()
-def generate(model: Any, chosen: Backend | Beside | None, padding: int, steps: int = STEPS) -> Run:
+def generate(model: Any, chosen: Backend | Beside | Switch | None, padding: int, steps: int = STEPS) -> Run:
     """Two rows, the first with so much padding on the left, and a few greedy tokens."""
     ids = torch.randint(3, zoo.VOCABULARY, (2, PROMPT), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)

@@ -167,6 +167,7 @@ def saved(model, tmp_path: Path) -> tuple[transformers.PreTrainedTokenizerFast, 
     return tokenizer, text
 
 
+@pytest.mark.slow
 def test_several_processes_give_what_one_gives(tmp_path):
     _, text = saved(llama(), tmp_path)
     tasks = [Task("completions", "complete", policy, 5) for policy in ("window", "kv_align", "streaming")]

@@ -93,11 +93,11 @@ def counted(layers: int, policy: str = "h2o") -> tuple[int, Tensor, Tensor]:
     return count, ours.logits, plain.logits
 
 
-def test_more_layers_compile_nothing_more() -> None:
-    for layers in (3, 5):
-        count, ours, plain = counted(layers, "window")
-        assert count == 6
-        assert torch.allclose(ours, plain, atol=1e-4)
+def test_five_layers_compile_what_one_does() -> None:
+    """A prologue, a layer and an epilogue, of the prompt and of a step."""
+    count, ours, plain = counted(5, "window")
+    assert count == 6
+    assert torch.allclose(ours, plain, atol=1e-4)
 
 
 @pytest.mark.slow

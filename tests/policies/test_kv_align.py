@@ -16,6 +16,7 @@ from kvpass.simulate import simulate
 from tests.aligners import random_aligner
 from tests.models import build, force, graphs, prompt
 from tests.test_runtime import assert_equal_runs, bare
+from tests.traces import Traced
 
 SHAPES = {"GPT2": dict(layers=2, heads=4, dim=16), "Llama": dict(layers=2, heads=2, dim=16)}
 
@@ -40,23 +41,23 @@ def options(architecture, recipe="direct", every=1, budget=8, **settings):
     [
         ("GPT2", "direct", 1),
         ("GPT2", "paper", 2),
-        ("Llama", "paper", 1),
         pytest.param("GPT2", "direct", 3, marks=pytest.mark.slow),
+        ("Llama", "paper", 1),
         pytest.param("Llama", "direct", 1, marks=pytest.mark.slow),
         pytest.param("Llama", "direct", 3, marks=pytest.mark.slow),
     ],
 )
-def test_model_equals_reference(architecture, recipe, every):
+def test_model_equals_reference(traced, architecture, recipe, every):
     settings = options(architecture, recipe, every)
     settings.pop("inner")
-    assert_equal_runs(architecture, [7, *[1] * 12], (0, 0, 0), **settings)
+    assert_equal_runs(traced(architecture), [7, *[1] * 12], (0, 0, 0), **settings)
 
 
 @pytest.mark.parametrize("architecture", SHAPES)
-def test_chunks_padding_and_long_prompts_equal_the_reference(architecture):
+def test_chunks_padding_and_long_prompts_equal_the_reference(traced, architecture):
     settings = options(architecture)
     settings.pop("inner")
-    assert_equal_runs(architecture, [13, 3, *[1] * 4, 5, *[1] * 3], (3, 1, 0), **settings)
+    assert_equal_runs(traced(architecture), [13, 3, *[1] * 4, 5, *[1] * 3], (3, 1, 0), **settings)
 
 
 @pytest.mark.parametrize(("architecture", "recipe"), [("GPT2", "direct"), ("Llama", "paper")])
@@ -73,7 +74,7 @@ def test_nothing_changes_while_nothing_is_evicted(architecture, recipe):
 
 @pytest.mark.parametrize("architecture", SHAPES)
 def test_a_long_prompt_is_the_same_as_its_last_tokens(architecture):
-    model, settings = build(architecture), options(architecture, budget=8)
+    model, settings = Traced(build(architecture)), options(architecture, budget=8)
     ids, mask = prompt(2, 30, ())
     whole = force(model, ids, mask, [21, *[1] * 9], **settings)
     last = force(model, ids[:, 13:], mask[:, 13:], [8, *[1] * 9], **settings)
@@ -94,7 +95,7 @@ def test_a_table_that_starts_with_an_offset():
         max_position_embeddings=32,
         word_embed_proj_dim=64,
     )
-    model = transformers.OPTForCausalLM(config).eval()
+    model = Traced(transformers.OPTForCausalLM(config).eval())
     ids, mask = prompt(2, 50, ())
     whole = force(model, ids, mask, [41, *[1] * 9], **options("GPT2", budget=16))
     last = force(model, ids[:, 25:], mask[:, 25:], [16, *[1] * 9], **options("GPT2", budget=16))

@@ -14,6 +14,7 @@ from kvpass.storage import KV_DTYPES, KVDtype
 from tests.models import build, force, prompt
 from tests.once.test_stitch import compilations
 from tests.test_invariants import settings
+from tests.traces import Traced
 
 every_format = pytest.mark.parametrize(
     "kv_dtype", [pytest.param(kind, marks=[] if kind == "int4" else [pytest.mark.slow]) for kind in KV_DTYPES]
@@ -30,10 +31,9 @@ def test_a_model_equals_the_reference_at_every_step(name: str, kv_dtype: KVDtype
     """With padding, a chunk in the middle, and positions as the policy prefers them."""
     architecture = "GPT2" if name == "kv_align" else "Llama"
     steps, given = [12, *[1] * 4, 4, *[1] * 3], settings(name, "Llama" if architecture == "Llama" else "GPTNeoX", 8)
-    ids, mask = prompt(2, sum(steps), (3, 0))
+    model, (ids, mask) = Traced(build(architecture)), prompt(2, sum(steps), (3, 0))
     lowered, literal = (
-        force(build(architecture), ids, mask, steps, **given, kv_dtype=kv_dtype, inner=inner)
-        for inner in ("eager", "reference")
+        force(model, ids, mask, steps, **given, kv_dtype=kv_dtype, inner=inner) for inner in ("eager", "reference")
     )
     for ours, theirs in zip(lowered.held, literal.held, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
@@ -45,7 +45,7 @@ def test_a_model_equals_the_reference_at_every_step(name: str, kv_dtype: KVDtype
 @pytest.mark.slow
 @every_format
 def test_the_model_but_for_the_rounding_until_something_is_evicted(kv_dtype: KVDtype) -> None:
-    model, (ids, mask) = build("Llama"), prompt(2, 24, (2, 0))
+    model, (ids, mask) = Traced(build("Llama")), prompt(2, 24, (2, 0))
     plain, stored = (
         force(model, ids, mask, [12, *[1] * 12], policy="h2o", budget=40, kv_dtype=kind, inner="eager")
         for kind in (None, kv_dtype)
@@ -95,10 +95,10 @@ def test_reports_say_what_is_held(kv_dtype: KVDtype) -> None:
 @pytest.mark.slow
 @every_format
 def test_a_full_cache_keeps_its_rows_when_it_grows(kv_dtype: KVDtype) -> None:
-    ids, mask = prompt(1, 276, ())
+    model, (ids, mask) = Traced(build("Llama")), prompt(1, 276, ())
     steps = [10, *[1] * 266]
     grown, ample = (
-        force(build("Llama"), ids, mask, steps, inspect=False, policy="full", budget=budget, kv_dtype=kv_dtype,
+        force(model, ids, mask, steps, inspect=False, policy="full", budget=budget, kv_dtype=kv_dtype,
               inner="eager").logits
         for budget in (None, 300)
     )  # fmt: skip

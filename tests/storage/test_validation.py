@@ -12,17 +12,19 @@ from kvpass.capture import sites
 from kvpass.report import Recorder
 from kvpass.storage.base import Parts
 from kvpass.storage.int8 import Int8
+from tests.models import build
 from tests.test_validate import notes, run, values_for_keys
+from tests.traces import Traced
 
 
 def test_a_step_is_validated_and_a_call_that_is_read_wrongly_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = Recorder()
-    run("Llama", recorder, policy="h2o", budget=12, kv_dtype="int4")
+    model, recorder = Traced(build("Llama")), Recorder()
+    run(model, recorder, policy="h2o", budget=12, kv_dtype="int4")
     assert notes(recorder)
     assert all("equal" in note for note in notes(recorder))
     monkeypatch.setattr(sites, "_site", values_for_keys(sites._site))
     with pytest.raises(kvpass.UnsupportedGraph, match="is not the model's"):
-        run("Llama", policy="full", kv_dtype="int4")
+        run(model, policy="full", kv_dtype="int4")
 
 
 @pytest.mark.slow
@@ -35,4 +37,4 @@ def test_a_format_that_multiplies_wrongly_is_refused(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Int8, "mixture", wrong)
     with pytest.raises(kvpass.UnsupportedGraph, match="is not the model's"):
-        run("Llama", policy="full", kv_dtype="int8")
+        run(Traced(build("Llama")), policy="full", kv_dtype="int8")
