@@ -248,9 +248,18 @@ def _reading(call: Call, ends: set[fx.Node], outputs: dict[fx.Node, int], known:
     if window != value_window:
         raise _Refused(f"the last {window} keys are stored and the last {value_window} values")
     _check(call, key, reader=keys_out in known)
+    _check_left_alone(key)
+    _check_left_alone(val)
     if keys_out == values_out or known.get(keys_out, values_out) != values_out or keys_out in known.values():
         raise _Refused("one cached tensor serves as keys and as values")
     return Reading(call, key, val, made, keys_out, values_out)
+
+
+def _check_left_alone(origin: Origin) -> None:
+    """A step stores new tokens where the model attends, and what is written to their memory in between would show."""
+    late = None if origin.past is None else graphs.overwritten({origin.new}, since=origin.grown)
+    if late is not None:
+        raise _Refused(f"new tokens are written to at {graphs.source_line(late)}, after they were stored")
 
 
 def _from_elsewhere(call: Call) -> bool:
