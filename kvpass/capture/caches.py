@@ -18,7 +18,7 @@ from kvpass import graphs
 from kvpass.capture import growth, operators, selection, spelled, torn
 from kvpass.capture.operators import MOVES, SAME_VALUE, known_name
 from kvpass.capture.sites import stored
-from kvpass.capture.spelled import Call, is_as_wide
+from kvpass.capture.spelled import Call, Unread, is_as_wide
 from kvpass.graphs import ancestors, expr, is_tensor, value
 
 
@@ -75,7 +75,7 @@ def find(gm: fx.GraphModule, carried: set[fx.Node]) -> list[Found]:
         carried: the placeholders whose value is a cache handle of ours.
     """
     outputs = {node: place for place, node in enumerate(graphs.results(gm.graph)) if isinstance(node, fx.Node)}
-    read = spelled.find(gm)
+    read, unread = spelled.find(gm)
     ends = {end for call in read for end in (call.node, call.lse) if end is not None}
     updates = [node for node in gm.graph.nodes if _grows_a_cache(node, outputs)]
     found: list[Found] = []
@@ -86,7 +86,7 @@ def find(gm: fx.GraphModule, carried: set[fx.Node]) -> list[Found]:
     refused_at = {f.node for f in found if f.refusal}
     for update in updates:
         if update not in used and not any(update in ancestors(call) for call in refused_at):
-            found.append(Found(update, refusal=_UNREAD))
+            found.append(Found(update, refusal=_UNREAD + _softmax_near(update, unread)))
     if not any(f.refusal for f in found):
         found += [Found(node, refusal=why) for node, why in growth.unread(gm.graph, _known(found, outputs))]
     found += _unused_handles(found, carried)
@@ -102,6 +102,12 @@ def _known(found: list[Found], outputs: dict[fx.Node, int]) -> set[int]:
 
 
 _UNREAD = "the cache that is grown here feeds no attention call that can be followed"
+
+
+def _softmax_near(update: fx.Node, unread: list[Unread]) -> str:
+    """What was not understood around the first softmax that an update leads to, if it leads to any."""
+    near = next((each for each in unread if update in ancestors(each.softmax)), None)
+    return f"; the next softmax is not read as attention, for {near}" if near else ""
 
 
 def _unused_handles(found: list[Found], carried: set[fx.Node]) -> list[Found]:

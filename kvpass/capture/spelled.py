@@ -62,21 +62,42 @@ class Call:
         return dataclasses.replace(self, **{name: to.get(node, node) for name, node in operands.items()})
 
 
-def find(gm: fx.GraphModule) -> list[Call]:
-    """Every attention call, in order.
+@dataclasses.dataclass(frozen=True)
+class Unread:
+    """A softmax around which no attention call can be read.
+
+    Attributes:
+        softmax: the node.
+        at: the operation that was not understood.
+        why: what about it.
+    """
+
+    softmax: fx.Node
+    at: fx.Node
+    why: str
+
+    def __str__(self) -> str:
+        return f"{name_of(self.at)!r} at {graphs.source_line(self.at)}: {self.why}"
+
+
+def find(gm: fx.GraphModule) -> tuple[list[Call], list[Unread]]:
+    """Every attention call, in order, and every softmax that is none as far as can be told.
 
     A call that is spelled out may need nodes that the graph lacks, such as the sum of its masks: they are
     added to the graph, in which nothing else uses them.
     """
-    found = []
+    found: list[Call] = []
+    unread: list[Unread] = []
     for node in list(gm.graph.nodes):
         if compat.is_sdpa(node):
             found.append(_sdpa_call(gm.graph, node))
         elif known_name(node) == "softmax" and is_tensor(node):
-            spelled = _Spelled(gm, node).read()
-            if spelled is not None:
-                found.append(spelled)
-    return found
+            spelled = _Spelled(gm, node)
+            try:
+                found.append(spelled.read())
+            except _Unreadable as why:
+                unread.append(Unread(node, spelled.at, str(why)))
+    return found, unread
 
 
 def _sdpa_call(graph: fx.Graph, node: fx.Node) -> Call:
@@ -114,7 +135,7 @@ _PRODUCTS = frozenset({"matmul", "bmm", "baddbmm"})
 
 
 class _Unreadable(Exception):
-    """What stands between the products is no attention that we know."""
+    """What stands between the products is no attention that we know; says what about the operation at hand."""
 
 
 class _Spelled:
@@ -131,21 +152,27 @@ class _Spelled:
         self.sink: fx.Node | None = None
         self.hidden: float | None = None
         self.shifted = False
+        self.at = softmax  # the operation that is looked at
 
-    def read(self) -> Call | None:
-        """The call around the softmax, or None if it is no attention."""
-        try:
-            if not _is_last(operators.bound(self.softmax).get("dim"), value(self.softmax)):
-                return None
-            product, probabilities = self._first_product(), self._second_product()
-            query, key, bias, alpha = _operands(product)
-            self._scaled_by(alpha)
-            self.masks += [bias] if bias else []
-            query, node = _with_heads(query), _output(probabilities)
-            self._check_casts(value(product).dtype)
-            mask = self._mask(value(query).shape[:2], joined=value(product).ndim == 3)
-        except _Unreadable:
-            return None
+    def read(self) -> Call:
+        """The call around the softmax.
+
+        Raises:
+            _Unreadable: it is no attention; `at` is the operation that says so.
+        """
+        if not _is_last(operators.bound(self.softmax).get("dim"), value(self.softmax)):
+            raise _Unreadable("it is not over the last dimension")
+        product, probabilities = self._first_product(), self._second_product()
+        self.at = product
+        query, key, bias, alpha = _operands(product)
+        self._scaled_by(alpha)
+        self.masks += [bias] if bias else []
+        query = _with_heads(query)
+        self.at = probabilities
+        node = _output(probabilities)
+        self.at = self.softmax
+        self._check_casts(value(product).dtype)
+        mask = self._mask(value(query).shape[:2], joined=value(product).ndim == 3)
         scale = self.factor * (self.cap or 1.0)
         return Call(
             node, query, key, _tensor(probabilities.args[1]), mask, scale, self.cap or None, self.sink,
@@ -157,7 +184,7 @@ class _Spelled:
         """Logits and probabilities may be computed in a wider dtype than the product's, and not in a narrower one."""
         given = [dtype, value(self.softmax).dtype, *self.casts]
         if not all(is_as_wide(own, dtype) for own in given):
-            raise _Unreadable
+            raise _Unreadable("logits or probabilities are made narrower than their product is")
 
     # -- from the softmax back -------------------------------------------------------------------------
 
@@ -169,7 +196,7 @@ class _Spelled:
 
     def _step_back(self, node: fx.Node) -> fx.Node:
         """Take one operation on the logits into account; what it was done to."""
-        name = known_name(node)
+        name, self.at = known_name(node), node
         if self._hands_on(node):
             return _tensor(node.args[0])
         steps = {
@@ -180,7 +207,7 @@ class _Spelled:
             "clamp": self._bounded, "clamp_min": self._bounded,
         }  # fmt: skip
         if name not in steps:
-            raise _Unreadable
+            raise _Unreadable("it is no operation on logits that is known")
         return steps[name](node)
 
     def _hands_on(self, node: fx.Node) -> bool:
@@ -209,7 +236,7 @@ class _Spelled:
 
     def _capped(self, node: fx.Node) -> fx.Node:
         if self.cap:
-            raise _Unreadable
+            raise _Unreadable("logits are capped twice")
         self.cap, self.factor = self.factor, 1.0
         return _tensor(node.args[0])
 
@@ -217,15 +244,15 @@ class _Spelled:
         first, second = map(_tensor, _two(node))
         logits, mask = (first, second) if _from_product(first) else (second, first)
         if _from_product(mask):
-            raise _Unreadable
+            raise _Unreadable("both of its operands are made of products")
         return self._masked(logits, mask)
 
     def _masked(self, logits: fx.Node, mask: fx.Node) -> fx.Node:
         if self.cap:
-            raise _Unreadable  # the mask is inside the cap
+            raise _Unreadable("the mask is inside of the cap")
         boolean = value(mask).dtype == torch.bool
         if self.sink is not None and expr(value(mask).shape[-1]) != expr(value(logits).shape[-1]):
-            raise _Unreadable
+            raise _Unreadable("the mask is not as wide as the logits beside the sink")
         self.masks.append(mask if boolean or self.factor == 1.0 else self._scaled(mask))
         return logits
 
@@ -245,7 +272,7 @@ class _Spelled:
         given = operators.bound(most)
         of_row = known_name(most) in ("max", "amax") and given.get("input") is logits and given.get("keepdim")
         if not of_row or not _is_last(given.get("dim"), value(logits)):
-            raise _Unreadable
+            raise _Unreadable("what is taken off the logits is not the maximum of each row")
         self.shifted = True
         return logits
 
@@ -254,9 +281,9 @@ class _Spelled:
         logits, *sink = given["tensors"]
         last = _is_last(given.get("dim", 0), value(node))
         if self.sink or self.factor != 1.0 or len(sink) != 1 or not last or value(sink[0]).shape[-1] != 1:
-            raise _Unreadable
+            raise _Unreadable("what is joined to the logits is not one column of sinks at their end")
         if value(sink[0]).ndim != 4:
-            raise _Unreadable
+            raise _Unreadable("sinks are not [B or 1, Hq, q or 1, 1]")
         self.sink = sink[0]
         return _tensor(logits)
 
@@ -271,7 +298,7 @@ class _Spelled:
         if not (isinstance(logits, fx.Node) and is_tensor(logits) and _from_product(logits)):
             logits, filling, condition = filling, logits, self._emit(torch.logical_not, condition)
         if isinstance(filling, fx.Node) and _from_product(filling):
-            raise _Unreadable
+            raise _Unreadable("both of its branches are made of products")
         self.hidden = self._check_hides(filling)
         return self._masked(_tensor(logits), condition)
 
@@ -279,13 +306,13 @@ class _Spelled:
         """What is filled in must be a number so low that its token is hidden."""
         number = self._spelled_out(filling)
         if number > HIDDEN:
-            raise _Unreadable
+            raise _Unreadable(f"{number:g} hides nothing: it would have to be at most {HIDDEN:g}")
         return number
 
     def _spelled_out(self, argument: Any) -> float:
         number = graphs.constant(self.gm, argument)
         if number is None:
-            raise _Unreadable
+            raise _Unreadable("what is filled in is no number that the code spells out")
         return number
 
     def _bounded(self, node: fx.Node) -> fx.Node:
@@ -297,7 +324,7 @@ class _Spelled:
             given = operators.bound(node)
             logits, least = given["input"], given.get("min")
             if given.get("max") is not None:
-                raise _Unreadable
+                raise _Unreadable("logits are kept from rising")
         self._check_hides(least)
         return _tensor(logits)
 
@@ -319,16 +346,19 @@ class _Spelled:
         node = self.softmax
         while True:
             following = [n for n in node.users if known_name(n) in _PRODUCTS or self._continues(n)]
+            self.at = node
             if len(following) != 1:
-                raise _Unreadable
+                raise _Unreadable(
+                    f"{len(following)} products are made of it, where there would be one, with the values"
+                )
             if known_name(following[0]) in _PRODUCTS:
                 break
             node = following[0]
-        product = following[0]
+        product = self.at = following[0]
         if known_name(product) == "baddbmm" or product.kwargs or len(product.args) != 2:
-            raise _Unreadable
+            raise _Unreadable("something is added to the product with the values")
         if product.args[0] is not node or not is_tensor(product.args[1]):
-            raise _Unreadable
+            raise _Unreadable("the probabilities are not its first operand")
         return product
 
     def _continues(self, node: fx.Node) -> bool:
@@ -353,10 +383,10 @@ class _Spelled:
     def _four_dimensional(self, mask: fx.Node, sizes: Any, joined: bool) -> fx.Node:
         shape = value(mask).shape
         if len(shape) > 4:
-            raise _Unreadable
+            raise _Unreadable(f"a mask has {len(shape)} dimensions")
         if joined and len(shape) == 3 and expr(shape[0]) != 1:
             if expr(shape[0]) != expr(sizes[0] * sizes[1]):
-                raise _Unreadable
+                raise _Unreadable(f"a mask's {shape[0]} entries are not those of all rows and heads")
             return self._emit(torch.unflatten, mask, 0, (-1, int(sizes[1])))
         if len(shape) < 4:
             return self._emit(operator.getitem, mask, (*[None] * (4 - len(shape)), Ellipsis))
@@ -413,13 +443,13 @@ def _is_last(dim: Any, tensor: Any) -> bool:
 
 def _any(argument: Any) -> fx.Node:
     if not isinstance(argument, fx.Node):
-        raise _Unreadable
+        raise _Unreadable(f"{argument!r} is a constant")
     return argument
 
 
 def _tensor(argument: Any) -> fx.Node:
     if not is_tensor(argument):
-        raise _Unreadable
+        raise _Unreadable(f"{argument!r} is no tensor")
     node: fx.Node = argument
     return node
 
@@ -427,13 +457,13 @@ def _tensor(argument: Any) -> fx.Node:
 def _two(node: fx.Node) -> tuple[Any, Any]:
     """Both operands of an operation that has two, and nothing else."""
     if node.kwargs or len(node.args) != 2:
-        raise _Unreadable
+        raise _Unreadable("it has more than two operands")
     return node.args
 
 
 def _number(argument: Any) -> float:
     if not isinstance(argument, (int, float)):
-        raise _Unreadable
+        raise _Unreadable(f"{argument!r} is no number")
     return float(argument)
 
 
@@ -458,7 +488,7 @@ def _operands(product: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None, float
     if known_name(product) == "baddbmm":
         bound: dict[str, Any] = dict(zip(("input", "batch1", "batch2"), product.args, strict=False)) | product.kwargs
         if _number(bound.get("beta", 1)) != 1:
-            raise _Unreadable
+            raise _Unreadable("its bias is multiplied with a number")
         alpha = _number(bound.get("alpha", 1.0))
         return _tensor(bound["batch1"]), _untransposed(_tensor(bound["batch2"])), _tensor(bound["input"]), alpha
     query, key = _two(product)
@@ -472,7 +502,7 @@ def _untransposed(node: fx.Node) -> fx.Node:
     ):
         node = _tensor(node.args[0])
     if not is_tensor(node.args[0]) or not operators.swaps_last_two(node):
-        raise _Unreadable
+        raise _Unreadable("its second operand is not a transpose of keys")
     return _tensor(node.args[0])
 
 
@@ -481,7 +511,7 @@ def _with_heads(query: fx.Node) -> fx.Node:
     while value(query).ndim != 4:
         wider = known_name(query) in _CASTS and is_as_wide(value(query).dtype, value(query.args[0]).dtype)  # type: ignore[arg-type]
         if not (wider or _rejoins(query) or known_name(query) in ("contiguous", "clone")):
-            raise _Unreadable
+            raise _Unreadable("its queries are not [B, Hq, q, D] with rows and heads joined")
         query = _tensor(query.args[0])
     return query
 
@@ -492,5 +522,5 @@ def _output(product: fx.Node) -> fx.Node:
         return product
     apart = [user for user in product.users if known_name(user) in ("view", "reshape") and value(user).ndim == 4]
     if len(apart) != 1 or len(product.users) != 1 or not same_last_two(apart[0]):
-        raise _Unreadable
+        raise _Unreadable("its rows and heads are not taken apart to [B, Hq, q, D]")
     return apart[0]

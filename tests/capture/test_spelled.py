@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import kvpass
+from kvpass import graphs
 from kvpass.capture import spelled
 
 LOWEST = torch.finfo(torch.float32).min
@@ -166,12 +167,13 @@ def test_a_bias_that_looks_at_several_values_is_refused(spelling: Spelling) -> N
         run(torch.compile(model, backend=kvpass.backend("full", inner="eager")), ids)
 
 
-def find(function: Callable[..., Any], *args: Tensor) -> list[spelled.Call]:
-    """The calls in the graph that Dynamo makes of a function."""
+def find(function: Callable[..., Any], *args: Tensor, unread: list[spelled.Unread] | None = None) -> list[spelled.Call]:
+    """The calls in the graph that Dynamo makes of a function; those that are none are added to `unread`."""
     found: list[spelled.Call] = []
 
     def backend(gm: Any, _: Any) -> Any:
-        found.extend(spelled.find(gm))
+        for into, made in zip((found, [] if unread is None else unread), spelled.find(gm), strict=True):
+            into.extend(made)
         return gm.forward
 
     torch._dynamo.reset()
@@ -215,15 +217,41 @@ def test_what_is_no_log_sum_exp_of_the_logits(function: Callable[..., Tensor]) -
     assert call.lse is None
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: torch.softmax(x @ x.transpose(-1, -2), -1),  # no second product
-        lambda x: torch.softmax(x, -1) @ x.transpose(-1, -2),  # no first one
-        lambda x: torch.dropout(torch.softmax(x @ x.transpose(-1, -2), -1), 0.5, True) @ x,  # training
-        lambda x: torch.softmax((x @ x.transpose(-1, -2)).sin(), -1) @ x,  # logits of another kind
-        lambda x: torch.softmax((x @ x.transpose(-1, -2)).masked_fill(x.sum() > 0, -1.0), -1) @ x,  # hides nothing
-    ],
-)
-def test_what_is_no_attention(function: Callable[[Tensor], Tensor]) -> None:
-    assert find(function, torch.randn(2, 4, 16, 16)) == []
+def squares(x: Tensor) -> Tensor:
+    return x @ x.transpose(-1, -2)
+
+
+NO_ATTENTION: dict[str, tuple[Callable[[Tensor], Tensor], str, str]] = {
+    "no second product": (lambda x: squares(x).softmax(-1), "softmax", "0 products are made of it"),
+    "no first product": (lambda x: x.softmax(-1) @ x.transpose(-1, -2), "softmax", "no operation on logits"),
+    "training": (lambda x: torch.dropout(squares(x).softmax(-1), 0.5, True) @ x, "softmax", "0 products"),
+    "other logits": (lambda x: squares(x).sin().softmax(-1) @ x, "sin", "no operation on logits that is known"),
+    "hides nothing": (
+        lambda x: squares(x).masked_fill(x.sum() > 0, -1.0).softmax(-1) @ x, "masked_fill", "-1 hides nothing"
+    ),
+    "over queries": (lambda x: squares(x).softmax(-2) @ x, "softmax", "not over the last dimension"),
+    "capped twice": (lambda x: squares(x).tanh().tanh().softmax(-1) @ x, "tanh", "capped twice"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NO_ATTENTION)
+def test_what_is_no_attention_and_why(name: str) -> None:
+    function, at, why = NO_ATTENTION[name]
+    unread: list[spelled.Unread] = []
+    assert find(function, torch.randn(2, 4, 16, 16), unread=unread) == []
+    (one,) = unread
+    assert graphs.name_of(one.at) == at
+    assert why in one.why
+    assert "test_spelled.py:" in str(one)
+
+
+def test_a_refusal_says_which_operation_was_not_understood() -> None:
+    def sine(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+        return (q @ k.transpose(-1, -2)).sin().masked_fill(~allowed, LOWEST).softmax(-1) @ v
+
+    model, ids = Model(sine).eval(), torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
+    torch._dynamo.reset()
+    with pytest.raises(
+        kvpass.UnsupportedGraph, match=r"'sin' at .*test_spelled\.py:\d+: return .*no operation on logits"
+    ):
+        run(torch.compile(model, backend=kvpass.backend("full", inner="eager")), ids)
