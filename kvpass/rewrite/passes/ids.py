@@ -24,10 +24,11 @@ def renumber_ids(step: StepContext) -> Record:
     """
     if not step.layouts[0].policy.renumbers:
         return Record(left={"position ids": "the policy does not renumber"})
-    slots = step.slots[0]
-    found = renumber.readers(step.gm, step.sites, step.actual, renumber.fits_step(slots.seen, slots.length))
+    names, tensors = step.slots[0].names, step.slots[0].tensors()
+    seen, length = (tensors[names.index(name)] for name in ("seen", "length"))
+    found = renumber.readers(step.gm, step.sites, step.actual, renumber.fits_step(seen, length))
     late = any(step.sites[0].call < reader.node for reader in found)  # the first layer's step writes to its slots
-    names, nodes = slots.names, step.copied_slots(0) if late else step.slot_inputs[0]
+    nodes = step.copied_slots(0) if late else step.slot_inputs[0]
     held = [nodes[names.index("position")], nodes[names.index("seen")]]
     for i, reader in enumerate(found):
         given = [reader.ids, *held]
