@@ -191,6 +191,9 @@ class _Spelled:
     def _first_product(self) -> fx.Node:
         node = _tensor(operators.bound(self.softmax).get("input"))
         while known_name(node) not in _PRODUCTS:
+            if node.op == "placeholder":
+                self.at = self.softmax
+                raise _Unreadable("its logits are made of no product")
             node = self._step_back(node)
         return node
 

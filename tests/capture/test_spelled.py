@@ -223,7 +223,7 @@ def squares(x: Tensor) -> Tensor:
 
 NO_ATTENTION: dict[str, tuple[Callable[[Tensor], Tensor], str, str]] = {
     "no second product": (lambda x: squares(x).softmax(-1), "softmax", "0 products are made of it"),
-    "no first product": (lambda x: x.softmax(-1) @ x.transpose(-1, -2), "softmax", "no operation on logits"),
+    "no first product": (lambda x: x.softmax(-1) @ x.transpose(-1, -2), "softmax", "made of no product"),
     "training": (lambda x: torch.dropout(squares(x).softmax(-1), 0.5, True) @ x, "softmax", "0 products"),
     "other logits": (lambda x: squares(x).sin().softmax(-1) @ x, "sin", "no operation on logits that is known"),
     "hides nothing": (
