@@ -352,7 +352,7 @@ class _Spelled:
             self.at = node
             if len(following) != 1:
                 raise _Unreadable(
-                    f"{len(following)} products are made of it, where there would be one, with the values"
+                    f"{len(following)} products are made of it, and not the one with the values"
                 )
             if known_name(following[0]) in _PRODUCTS:
                 break
