@@ -351,9 +351,7 @@ class _Spelled:
             following = [n for n in node.users if known_name(n) in _PRODUCTS or self._continues(n)]
             self.at = node
             if len(following) != 1:
-                raise _Unreadable(
-                    f"{len(following)} products are made of it, and not the one with the values"
-                )
+                raise _Unreadable(f"{len(following)} products are made of it, and not the one with the values")
             if known_name(following[0]) in _PRODUCTS:
                 break
             node = following[0]
