@@ -13,7 +13,7 @@ import pathlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -617,3 +617,20 @@ def test_a_model_that_was_given_up_returns_no_cache_that_grows(monkeypatch: pyte
     assert not isinstance(feed(lax, ids, mask, [10]).cache.layers[0].keys, Handle)
     with torch.compiler.set_stance("force_eager"):
         assert not isinstance(feed(strict, ids, mask, [10]).cache.layers[0].keys, Handle)
+
+
+def test_an_offloaded_cache_is_an_error_that_says_what_to_do() -> None:
+    model, (ids, mask) = build("Llama"), prompt(2, 9, (2, 0))
+    kvpass.compile(model, "h2o", budget=16, inner="eager")
+    with torch.no_grad(), pytest.raises(kvpass.UnsupportedGraph, match="leave out cache_implementation='offloaded'"):
+        model.generate(ids, attention_mask=mask, max_new_tokens=4, cache_implementation="offloaded", pad_token_id=0)
+
+
+def test_a_quantized_cache_is_an_error_that_says_what_to_do() -> None:
+    class QuantizedCache:
+        layers: ClassVar[list[Any]] = []
+
+    model = build("Llama")
+    kvpass.compile(model, "h2o", budget=16, inner="eager")
+    with torch.no_grad(), pytest.raises(kvpass.UnsupportedGraph, match="kv_dtype='int8'"):
+        model(prompt(1, 5, ())[0], past_key_values=QuantizedCache())

@@ -28,7 +28,8 @@ class Guarded:
         self.call, self.strict = call, strict
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """Raises: UnsupportedGraph: the model ran uncompiled and its cache grows."""
+        """Raises: UnsupportedGraph: the cache is of a kind that has no place here, or the model ran uncompiled."""
+        _check_kind(named.get("past_key_values"))
         with compat.room_for_graphs():
             made = self.call(*arguments, **{name: _dense(value) for name, value in named.items()})
         if self.strict and not compat.is_disabled() and grows(getattr(made, "past_key_values", None)):
@@ -38,6 +39,21 @@ class Guarded:
                 "function under torch.compiler.disable or a break within a loop, or pass strict=False"
             )
         return made
+
+
+def _check_kind(cache: Any) -> None:
+    """Caches that store rows in their own way, which kvpass would have to do away with."""
+    kinds = {type(layer).__name__ for layer in getattr(cache, "layers", [])}
+    if getattr(cache, "offloading", False):
+        raise UnsupportedGraph(
+            "an offloaded cache moves layers between devices, and slots stay where they are, as they do not grow: "
+            "leave out cache_implementation='offloaded'"
+        )
+    if any("Quantized" in kind for kind in (*kinds, type(cache).__name__)):
+        raise UnsupportedGraph(
+            "a quantized cache stores rows in its own way: leave out cache_implementation='quantized', and pass "
+            "kv_dtype='int8' or 'int4' to kvpass"
+        )
 
 
 def _dense(value: Any) -> Any:

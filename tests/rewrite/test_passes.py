@@ -157,6 +157,25 @@ def test_survivors_of_a_chunk_come_out() -> None:
     assert "torch.ops.kvpass.append" not in "".join(stages.stages["settle_sizes"].lines)
 
 
+class Weighing(Small):
+    """Returns the weights of its attention, too."""
+
+    def forward(self, ids: torch.Tensor, past: Any = None, **inputs: Any) -> Any:
+        output, present = super().forward(ids, past, **inputs)
+        return output, present, present[0][0].sum(-1).softmax(-1)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_weights_over_all_tokens_are_refused_by_their_line(layers: int) -> None:
+    model, ids = Weighing(plain, layers=layers), torch.arange(6)[None]
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=kvpass.backend("streaming", budget=8, inner="eager"))
+    with torch.no_grad():
+        _, past, _ = compiled(ids[:, :5].contiguous(), None)
+        with pytest.raises(kvpass.UnsupportedGraph, match=r"test_passes\.py:\d+.*leave output_attentions out"):
+            compiled(ids[:, 5:].contiguous(), past)
+
+
 def test_sizes_become_numbers_and_the_dead_goes() -> None:
     stages = by_place()
     gone = stages.gone("settle_sizes")

@@ -13,6 +13,7 @@ from typing import Any
 import torch.fx as fx
 
 from kvpass import compat, graphs
+from kvpass.errors import UnsupportedGraph
 from kvpass.graphs import value
 from kvpass.rewrite.context import StepContext
 from kvpass.rewrite.record import Record
@@ -70,6 +71,7 @@ def on_all_tokens(step: StepContext, looked_in: list[fx.Node]) -> fx.GraphModule
     wanted = [outputs[place] for place in step.outputs.grown] + [there[node.name] for node in read]
     copy.graph.output_node().args = (tuple(wanted),)
     needed = graphs.behind(wanted, reader=copy.graph.output_node())
+    _check_reads_no_cache(step, wanted, {node.name for node in needed})
     for node in reversed(list(copy.graph.nodes)):
         if node not in needed and node.op not in ("placeholder", "output"):
             copy.graph.erase_node(node)
@@ -79,3 +81,15 @@ def on_all_tokens(step: StepContext, looked_in: list[fx.Node]) -> fx.GraphModule
         step.refuse_growth(wanted[0])
     copy.recompile()
     return copy
+
+
+def _check_reads_no_cache(step: StepContext, wanted: list[fx.Node], needed: set[str]) -> None:
+    pasts = {past.name for site in step.call.sites for past in (site.past_key, site.past_value) if past is not None}
+    if needed.isdisjoint(pasts):
+        return
+    first = next(node for node in wanted if not pasts.isdisjoint(each.name for each in graphs.ancestors(node)))
+    raise UnsupportedGraph(
+        f"{graphs.source_line(first)}: {graphs.name_of(first)!r} has an entry for every token seen and is computed "
+        "from the cache, as attention weights are, and slots do not hold every token: leave output_attentions out, or "
+        "run the model uncompiled"
+    )
