@@ -18,6 +18,7 @@ from kvpass.capture.caches import Found
 from kvpass.capture.capture import Capture, capture
 from kvpass.capture.sites import AttentionSite
 from kvpass.errors import KVPassError, PolicyError, UnreadableGraph, UnsupportedGraph
+from kvpass.layer.slots import Chunk, Layout
 from kvpass.lowering import cache_key
 from kvpass.lowering.residual import write_out_sums
 from kvpass.lowering.row_products import spell_out
@@ -163,7 +164,12 @@ class Backend:
     @property
     def family(self) -> tuple[Any, ...]:
         """What two backends must share for one to go on with the other's caches."""
-        return (self.policy, self.budget, self.positions, self.kv_dtype, self.inner == "reference")
+        return (self.policy, self.budget, self.positions, self.kv_dtype, self.is_reference)
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether layers are the eager reference's."""
+        return self.inner == "reference"
 
     @property
     def prefers_ranks(self) -> bool:
@@ -246,13 +252,19 @@ class Backend:
         Raises:
             UnsupportedGraph: something in it cannot be said on slots.
         """
-        if self.inner != "reference":
+        if not self.is_reference:
             context = StepContext(call)
             return context, rewrite_step(context, watch=self.watch)
         from kvpass.reference.layer import REFERENCE_PASSES  # the compiled path knows nothing of references
 
         context = StepContext(call, whole=True)
         return context, rewrite_step(context, REFERENCE_PASSES, self.watch)
+
+    def listed(self, layout: Layout, chunk: Chunk, extras: tuple[Any, ...], site: AttentionSite, limit: int) -> Any:
+        """The eager reference's layer after a prompt."""
+        from kvpass.reference.layer import take_prompt  # the compiled path knows nothing of references
+
+        return take_prompt(layout, chunk, extras, site, limit)
 
     def watch(self, record: Record, graph: fx.Graph) -> None:
         """A pass has run."""

@@ -38,7 +38,6 @@ MAY_IMPORT: dict[str, set[str]] = {
 """What a file or folder of the package may import at its top; those that are not here may import everything."""
 LATER = {
     ("backend", "reference"): "the compiled path knows nothing of references until it is asked for one",
-    ("runtime", "reference"): "likewise",
     ("report", "backend"): "the backend reports to this module",
 }
 """Arrows inside of functions, and why."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -28,29 +28,27 @@ from kvpass.rewrite.passes import STEP_PASSES
 from kvpass.rewrite.passes.attention import as_cached, attend_on_slots, early_enough, put_in_place
 from kvpass.rewrite.record import Pass, Record
 
-if TYPE_CHECKING:
-    from kvpass.runtime.prompts import PromptLayer
 
-
-def take_prompt(layout: Layout, layer: PromptLayer, site: AttentionSite, limit: int) -> ReferenceLayer:
-    """The reference's layer after a prompt."""
-    assert layer.extras is not None
-    query, keys, mask, sink = layer.extras
+def take_prompt(
+    layout: Layout, chunk: Chunk, extras: tuple[Any, ...], site: AttentionSite, limit: int
+) -> ReferenceLayer:
+    """The reference's layer after a prompt; `extras` are its query, attended keys, mask and sink."""
+    query, keys, mask, sink = extras
     new, total = query.shape[2], keys.shape[2]
     seen = torch.ones(new, total, dtype=torch.bool, device=query.device)
     if site.causal:
         seen = seen.tril(total - new)
-    allowed = seen.expand(query.shape[0], 1, -1, -1) & layer.chunk.real[:, None, None]
+    allowed = seen.expand(query.shape[0], 1, -1, -1) & chunk.real[:, None, None]
     bias = None
     if mask is not None and mask.dtype == torch.bool:
         allowed = allowed & mask
     elif mask is not None:
         bias = mask.expand(query.shape[0], -1, new, -1)
     store = ReferenceLayer(layout, reference_of(layout.policy), limit)
-    logits = attention_logits(query * store.temper(layer.chunk.real), keys, allowed, bias, site.scale, site.cap)
+    logits = attention_logits(query * store.temper(chunk.real), keys, allowed, bias, site.scale, site.cap)
     padded = torch.nn.functional.pad(logits, (0, 0, total - new, 0), value=-torch.inf)
     rows = _softmax(logits, sink)
-    store.take(layer.chunk, torch.nn.functional.pad(rows, (0, 0, total - new, 0)), padded)
+    store.take(chunk, torch.nn.functional.pad(rows, (0, 0, total - new, 0)), padded)
     return store
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,11 +22,9 @@ from kvpass.rewrite.expansion import joined
 from kvpass.rewrite.prompt import rewrite_prompt
 from kvpass.runtime import ownership
 from kvpass.runtime.caches import keep_address, lengthened, real_counts
+from kvpass.runtime.compiler import Compiler
 from kvpass.runtime.handle import LayerCache
 from kvpass.runtime.padding import OWN_POSITIONS, count_tokens, places_of, positions_among, told_by
-
-if TYPE_CHECKING:
-    from kvpass.backend import Backend
 
 ADOPTED = "adopted: the prompt ran uncompiled, so nothing is known of its attention"
 
@@ -52,7 +50,7 @@ class PromptLayer:
 class PromptRunner:
     """Runs a prompt: the model's own attention, after which each layer's cache becomes slots."""
 
-    def __init__(self, backend: Backend, captured: Capture, examples: Sequence[Any], ranked: bool) -> None:
+    def __init__(self, backend: Compiler, captured: Capture, examples: Sequence[Any], ranked: bool) -> None:
         gm, sites = captured.gm, captured.sites
         self.backend, self.sites, self.ranked = backend, sites, ranked
         self.policies = [backend.policy.for_layer(i, len(sites)) for i in range(len(sites))]
@@ -78,7 +76,7 @@ class PromptRunner:
                 f"{graphs.source_line(sliding[0].call)}: {backend.policy.name} numbers the tokens of all layers alike, "
                 "and this layer has a sliding window of its own"
             )
-        extras = backend.inner == "reference"
+        extras = backend.is_reference
         told = told_by(gm, sites, step=False)
         self.rewrite = rewrite_prompt(gm, sites, self.policies, backend.budget, ranked, extras, examples, told)
         holders = graphs.placeholders(gm.graph)
@@ -213,9 +211,7 @@ class PromptRunner:
         absent = places_of(~chunk.real)
         mine = (self.backend, next(self.backend.layers), layout)
         if layer.extras is not None:
-            from kvpass.reference.layer import take_prompt  # the compiled path knows nothing of references
-
-            store: Any = take_prompt(layout, layer, self.sites[number], plan.budget)
+            store = self.backend.listed(layout, chunk, layer.extras, self.sites[number], plan.budget)
             return LayerCache(*mine, store, count, shown, layer.window, notes=notes, absent=absent)
         slots = admit(layout, None, chunk, plan.budget)
         keep_address(slots)

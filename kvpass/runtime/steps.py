@@ -7,7 +7,7 @@ import contextvars
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -23,6 +23,7 @@ from kvpass.rewrite.result import StepRewrite
 from kvpass.rewrite.validate import Step, Validation, validate
 from kvpass.runtime import ownership
 from kvpass.runtime.caches import count, kind, lengthened, make_room, take_in, tick
+from kvpass.runtime.compiler import Compiler
 from kvpass.runtime.handle import LayerCache, check_layers, current
 from kvpass.runtime.padding import (
     OWN_POSITIONS,
@@ -35,9 +36,6 @@ from kvpass.runtime.padding import (
     told_by,
 )
 from kvpass.runtime.sizes import Counter, counters, free_sizes, lengths_of, size_at
-
-if TYPE_CHECKING:
-    from kvpass.backend import Backend
 
 MOST_UNCLEAR = 4  # sizes that may or may not follow the cache and are tried one by one
 
@@ -55,7 +53,7 @@ class Ready:
     run: compat.Compiled | None = None
     came: bool = False
 
-    def runner(self, backend: Backend, flat: list[Any], ranked: bool) -> compat.Compiled:
+    def runner(self, backend: Compiler, flat: list[Any], ranked: bool) -> compat.Compiled:
         """What is to run on these arguments.
 
         The length of a chunk may come once, as that of the rest of a prompt or of a turn does, and compiling takes half
@@ -75,7 +73,7 @@ class StepRunner:
     The graph is rewritten at its first run, when the layouts are known, and compiled then or later, see `Ready`.
     """
 
-    def __init__(self, backend: Backend, model: fx.GraphModule, captured: Capture) -> None:
+    def __init__(self, backend: Compiler, model: fx.GraphModule, captured: Capture) -> None:
         self.backend = backend
         self.model, _ = compat.copy_graph_module(model)  # Dynamo strips the original of its shapes
         self.gm, self.sites = captured.gm, captured.sites
@@ -127,7 +125,7 @@ class StepRunner:
         queries = self._queries(self._numbers(arguments))
         for cache in caches:
             make_room(cache, queries)
-        if self.backend.inner == "reference":
+        if self.backend.is_reference:
             for cache, told in zip(caches, self.telling, strict=True):
                 columns = self._columns(arguments, told, cache.seen, queries)
                 cache.slots.prepare(~padding_of(columns, cache.layout.rows, queries, cache.layout.device))
@@ -374,7 +372,7 @@ class StepRunner:
 
     def _validate(self, context: StepContext, rewrite: StepRewrite) -> None:
         """Hold the first rewrite of the graph against the graph; later ones differ in sizes alone."""
-        if not self.backend.validate or self.validation is not None or self.backend.inner == "reference":
+        if not self.backend.validate or self.validation is not None or self.backend.is_reference:
             return
         call = context.call
         given = (call.arguments, self.pasts, self.told, call.seen, self.backend.kv_dtype)

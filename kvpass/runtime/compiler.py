@@ -1,0 +1,76 @@
+"""What the runtime asks of whoever made it: settings, how graphs are rewritten and compiled, and what is remembered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch.fx as fx
+
+from kvpass.capture.sites import AttentionSite
+from kvpass.layer.slots import Chunk, Layout
+from kvpass.policies.base import Policy
+from kvpass.rewrite.context import StepCall, StepContext
+from kvpass.rewrite.result import StepRewrite
+from kvpass.rewrite.validate import Validation
+from kvpass.runtime.ownership import Known, Plans
+from kvpass.storage import KVDtype
+
+
+class Compiler(Protocol):
+    """A backend, as the runtime sees it.
+
+    Attributes:
+        policy, budget, kv_dtype: settings of caches.
+        validate: whether the first rewrite of a step graph is held against the graph.
+        is_reference: layers are the eager reference's, and want to see a prompt's queries and masks.
+        plans: what the layers of each model were given first; stepped: what makes the keys of layers that have taken
+            steps; layers: a number for every cache that is made.
+    """
+
+    @property
+    def policy(self) -> Policy: ...
+    @property
+    def budget(self) -> int | float | None: ...
+    @property
+    def kv_dtype(self) -> KVDtype | None: ...
+    @property
+    def validate(self) -> bool: ...
+    @property
+    def is_reference(self) -> bool: ...
+    @property
+    def plans(self) -> Plans: ...
+    @property
+    def stepped(self) -> Known: ...
+    @property
+    def layers(self) -> Iterator[int]: ...
+
+    def rewrite(self, call: StepCall) -> tuple[StepContext, StepRewrite]:
+        """Rewrite a step graph."""
+        ...
+
+    def compile_prompt(
+        self, gm: fx.GraphModule, examples: Sequence[Any], layers: Sequence[fx.Node] = ()
+    ) -> Callable[..., Any]:
+        """Compile a prompt graph; `layers` has one node of each."""
+        ...
+
+    def compile_step(self, gm: fx.GraphModule, examples: Sequence[Any], ranked: bool) -> Callable[..., Any]:
+        """Compile a rewritten step graph."""
+        ...
+
+    def compiles_at_once(self, queries: int) -> bool:
+        """Whether a step graph for so many new tokens is compiled at its first run, or only at its second."""
+        ...
+
+    def note_validation(self, done: Validation) -> None:
+        """Hear what came of holding a rewritten step against the model's own."""
+        ...
+
+    def listed(self, layout: Layout, chunk: Chunk, extras: tuple[Any, ...], site: AttentionSite, limit: int) -> Any:
+        """The eager reference's layer after a prompt.
+
+        Args:
+            extras: the query, the attended keys, the mask and the sink.
+        """
+        ...
