@@ -89,10 +89,10 @@ def test_a_copy_goes_its_own_way(model: torch.nn.Module) -> None:
 
 def test_a_stale_handle_is_noticed(model: torch.nn.Module) -> None:
     compiled, cache, ids = started(model)
-    layer = cache.layers[0]  # type: ignore[attr-defined]
-    old = layer.keys, layer.values
+    old = [(layer.keys, layer.values) for layer in cache.layers]  # type: ignore[attr-defined]
     follow(compiled, cache, ids[:, :2])
-    layer.keys, layer.values = old
+    for layer, handles in zip(cache.layers, old, strict=True):  # type: ignore[attr-defined]
+        layer.keys, layer.values = handles
     with pytest.raises(kvpass.CacheHandleError, match=r"14 tokens and has since gone on to 16"):
         follow(compiled, cache, ids[:, 2:3])
 
