@@ -39,11 +39,24 @@ def make_room(cache: LayerCache, queries: int) -> None:
     keep_address(cache.slots)
 
 
-def tick(caches: list[LayerCache]) -> tuple[bool, list[tuple[Any, ...]]]:
-    """Whether this step is one with the policy's sweep, from the host's counts, and the counts after it."""
-    ticked = [[cache.layout.policy.tick(clock, cache.limit) for clock in cache.clocks] for cache in caches]
+def tick(
+    caches: list[LayerCache], real: Sequence[Sequence[bool] | None] | None = None
+) -> tuple[bool, list[tuple[Any, ...]]]:
+    """Whether this step is one with the policy's sweep, from the host's counts, and the counts after it.
+
+    Args:
+        real: for each layer which rows' tokens are not padding, which does not count; None for all.
+    """
+    ticked = [_ticked(cache, rows) for cache, rows in zip(caches, real or [None] * len(caches), strict=True)]
     sweep = any(due for layer in ticked for due, _ in layer)
     return sweep, [tuple(clock for _, clock in layer) for layer in ticked]
+
+
+def _ticked(cache: LayerCache, real: Sequence[bool] | None) -> list[tuple[bool, Any]]:
+    """For each row whether its sweep is due, and its clock afterwards; the reference counts by itself."""
+    tick, limit = cache.layout.policy.tick, cache.limit
+    counts = real if real and cache.clocks else [True] * len(cache.clocks)
+    return [tick(clock, limit) if new else (False, clock) for clock, new in zip(cache.clocks, counts, strict=True)]
 
 
 def kind(caches: list[LayerCache]) -> Any:
@@ -62,9 +75,14 @@ def count(caches: list[LayerCache], queries: int, clocks: Sequence[tuple[Any, ..
             cache.clocks = clock
 
 
+def keeps_clock(policy: Policy) -> bool:
+    """Whether the host counts for a policy."""
+    return bool(policy.clock((), 1, 1 << 30))
+
+
 def real_counts(policy: Policy, real: Tensor) -> list[int]:
     """Real tokens of each row, for policies that keep a clock; reading them waits for the device."""
-    if not policy.clock((), 1, 1 << 30):
+    if not keeps_clock(policy):
         return []
     counts: list[int] = real.sum(-1).tolist()
     return counts

@@ -22,7 +22,7 @@ from kvpass.rewrite.pipeline import rewrite_step
 from kvpass.rewrite.result import StepRewrite
 from kvpass.rewrite.validate import Step, Validation, validate
 from kvpass.runtime import ownership
-from kvpass.runtime.caches import count, kind, lengthened, make_room, take_in, tick
+from kvpass.runtime.caches import count, keeps_clock, kind, lengthened, make_room, take_in, tick
 from kvpass.runtime.compiler import Compiler
 from kvpass.runtime.handle import LayerCache, check_layers, current
 from kvpass.runtime.padding import (
@@ -129,7 +129,10 @@ class StepRunner:
             for cache, told in zip(caches, self.telling, strict=True):
                 columns = self._columns(arguments, told, cache.seen, queries)
                 cache.slots.prepare(~padding_of(columns, cache.layout.rows, queries, cache.layout.device))
-        sweep, clocks = tick(caches) if queries == 1 else (False, [cache.clocks for cache in caches])
+        clocks: Sequence[tuple[Any, ...]] = [cache.clocks for cache in caches]
+        sweep = False
+        if queries == 1:
+            sweep, clocks = tick(caches, self._real_rows(caches, arguments))
         ready = self._ready(caches, arguments, others, known, sweep)
         rewrite = ready.rewrite
         aside = rewrite.on_all_tokens(arguments)
@@ -253,6 +256,16 @@ class StepRunner:
             padding = found[told]
             if padding is not None:
                 cache.absent = torch.cat([cache.absent, places_of(padding, before)], 1)
+
+    def _real_rows(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> list[list[bool] | None]:
+        """For each layer in which rows a single token is not padding, for policies that count; None for all rows."""
+        found: list[list[bool] | None] = []
+        for cache, told in zip(caches, self.telling, strict=True):
+            counts = keeps_clock(cache.layout.policy)
+            columns = self._columns(arguments, told, cache.seen, 1) if counts else []
+            padding = self._padding_in(columns, 1, cache.layout.rows)
+            found.append(None if padding is None else (~padding[:, 0]).tolist())
+        return found
 
     def _padding_in(self, columns: list[Tensor], queries: int, rows: int) -> Tensor | None:
         """bool [B, q]: which of the new tokens are padding; None if none is, or if the host would have to wait."""
