@@ -262,7 +262,9 @@ class StepRunner:
         found: list[list[bool] | None] = []
         for cache, told in zip(caches, self.telling, strict=True):
             counts = keeps_clock(cache.layout.policy)
-            columns = self._columns(arguments, told, cache.seen, 1) if counts else []
+            given = [arguments[self.told[node]] for node in told] if counts else []
+            at = [min(cache.seen, column.shape[-1] - 1) for column in given]  # see `StepRewrite.flat`
+            columns = [column[..., place : place + 1] for column, place in zip(given, at, strict=True)]
             padding = self._padding_in(columns, 1, cache.layout.rows)
             found.append(None if padding is None else (~padding[:, 0]).tolist())
         return found
