@@ -14,6 +14,14 @@ from kvpass.layer.slots import Slots
 from kvpass.rewrite.inputs import LookedUp
 
 
+def of_new(column: Tensor, seen: int, queries: int) -> Tensor:
+    """What an input that has an entry for every token [..., S] has for the new ones: [..., q].
+
+    It ends with the new tokens, or has room for more; that of a step that is repeated ends with an earlier one.
+    """
+    return column.narrow(-1, min(seen, column.shape[-1] - queries), queries)
+
+
 @dataclasses.dataclass
 class Outputs:
     """Where a rewritten graph has what; see `StepRewrite`, which has the same names."""
@@ -87,9 +95,7 @@ class StepRewrite:
         flat: list[Any] = [tensor for layer in slots for tensor in layer.tensors()]
         flat += self.weights
         for place in self.columns:
-            column = arguments[place]
-            start = min(seen, column.shape[-1] - self.queries)  # it ends with the new tokens, or has room for more
-            flat.append(column.narrow(-1, start, self.queries).clone(memory_format=dense))
+            flat.append(of_new(arguments[place], seen, self.queries).clone(memory_format=dense))
         further = aside[len(self.grown) :]
         for entry in self.entries:
             full = arguments[entry.place] if entry.given else further[self.asides + entry.place]

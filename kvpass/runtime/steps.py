@@ -19,7 +19,7 @@ from kvpass.errors import CacheHandleError, UnsupportedGraph
 from kvpass.graphs import Sizes
 from kvpass.rewrite.context import StepCall, StepContext, Telling
 from kvpass.rewrite.pipeline import rewrite_step
-from kvpass.rewrite.result import StepRewrite
+from kvpass.rewrite.result import StepRewrite, of_new
 from kvpass.rewrite.validate import Step, Validation, validate
 from kvpass.runtime import ownership
 from kvpass.runtime.caches import count, keeps_clock, kind, lengthened, make_room, take_in, tick
@@ -248,26 +248,28 @@ class StepRunner:
 
     def _note_padding(self, caches: list[LayerCache], arguments: tuple[Any, ...], before: int) -> None:
         """Remember which of the new tokens were padding; of a single one on a GPU that is left to the counts."""
-        queries, found = self._queries(self._numbers(arguments)), dict[tuple[fx.Node, ...], Tensor | None]()
-        for cache, told in zip(caches, self.telling, strict=True):
-            if told not in found:
-                columns = self._columns(arguments, told, before, queries)
-                found[told] = self._padding_in(columns, queries, cache.layout.rows)
-            padding = found[told]
+        queries = self._queries(self._numbers(arguments))
+        for cache, padding in zip(caches, self._padding(caches, arguments, before, queries), strict=True):
             if padding is not None:
                 cache.absent = torch.cat([cache.absent, places_of(padding, before)], 1)
 
     def _real_rows(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> list[list[bool] | None]:
         """For each layer in which rows a single token is not padding, for policies that count; None for all rows."""
-        found: list[list[bool] | None] = []
+        if not any(keeps_clock(cache.layout.policy) for cache in caches):
+            return [None] * len(caches)
+        found = self._padding(caches, arguments, caches[0].seen, 1)
+        return [None if padding is None else (~padding[:, 0]).tolist() for padding in found]
+
+    def _padding(
+        self, caches: list[LayerCache], arguments: tuple[Any, ...], before: int, queries: int
+    ) -> list[Tensor | None]:
+        """For each layer what `_padding_in` says of the new tokens; layers mostly share what tells it."""
+        found: dict[tuple[fx.Node, ...], Tensor | None] = {}
         for cache, told in zip(caches, self.telling, strict=True):
-            counts = keeps_clock(cache.layout.policy)
-            given = [arguments[self.told[node]] for node in told] if counts else []
-            at = [min(cache.seen, column.shape[-1] - 1) for column in given]  # see `StepRewrite.flat`
-            columns = [column[..., place : place + 1] for column, place in zip(given, at, strict=True)]
-            padding = self._padding_in(columns, 1, cache.layout.rows)
-            found.append(None if padding is None else (~padding[:, 0]).tolist())
-        return found
+            if told not in found:
+                columns = self._columns(arguments, told, before, queries)
+                found[told] = self._padding_in(columns, queries, cache.layout.rows)
+        return [found[told] for told in self.telling]
 
     def _padding_in(self, columns: list[Tensor], queries: int, rows: int) -> Tensor | None:
         """bool [B, q]: which of the new tokens are padding; None if none is, or if the host would have to wait."""
@@ -280,7 +282,7 @@ class StepRunner:
         self, arguments: tuple[Any, ...], told: tuple[fx.Node, ...], before: int, queries: int
     ) -> list[Tensor]:
         """What the inputs that tell padding say of the new tokens, each [B or 1, q] or [q]."""
-        return [arguments[self.told[node]][..., before : before + queries] for node in told]
+        return [of_new(arguments[self.told[node]], before, queries) for node in told]
 
     def _those_told_by(self, caches: list[LayerCache], node: fx.Node) -> list[LayerCache]:
         return [cache for cache, nodes in zip(caches, self.telling, strict=True) if node in nodes]
