@@ -234,9 +234,14 @@ class Backend:
         """Compile a rewritten step graph."""
         return self._compile_inner(gm, examples, self._for_steps(ranked), self.policy, once.readers_of_slots(gm))
 
-    def compiles_at_once(self, queries: int) -> bool:
-        """Whether a step graph for so many new tokens is compiled at its first run, or only at its second."""
-        return queries == 1
+    @property
+    def compiles_at_once(self) -> bool:
+        """Whether the graph of a chunk is compiled at its first run, and not at its second."""
+        return False
+
+    def opens_sizes(self, device: torch.device) -> bool:
+        """Whether what compiles for a device can do with sizes that are no numbers; on GPUs that was not tried."""
+        return self.inner in ("inductor", "eager") and device.type == "cpu"
 
     def step_patches(self, ranked: bool) -> dict[str, Any]:
         """What Inductor is configured with for a rewritten step graph."""

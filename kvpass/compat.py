@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
+import sympy  # type: ignore[import-untyped]
 import torch
 import torch.fx as fx
 from torch import Tensor
@@ -166,6 +168,11 @@ def expression(value: torch.SymInt) -> Any:
     return value.node.expr
 
 
+def at_hand(size: Any) -> int:
+    """A size, or what an open one is in the call that it was made for."""
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+
+
 def known_equal(one: Any, other: Any) -> bool:
     """Whether two sizes are equal wherever the guards that Dynamo has set hold."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -229,19 +236,83 @@ def real_tensors() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def fake_mode() -> Iterator[Callable[[Tensor], Tensor]]:
-    """A mode in which tensors have shapes and no data; yields what makes a static fake of a real tensor."""
+def fake_mode(open_sizes: OpenSizes | None = None) -> Iterator[Callable[[Any], Any]]:
+    """A mode in which tensors have shapes and no data; yields what makes a static fake of a real tensor.
+
+    Args:
+        open_sizes: those of fakes that are given to a function traced inside.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with torch.inference_mode(False), torch.no_grad(), FakeTensorMode() as mode:
-        yield lambda tensor: mode.from_tensor(tensor, static_shapes=True)
+    mode = open_sizes.mode if open_sizes else FakeTensorMode()
+    with torch.inference_mode(False), torch.no_grad(), mode:
+        yield lambda x: mode.from_tensor(x, static_shapes=True) if isinstance(x, Tensor) and not is_fake(x) else x
 
 
-def trace(function: Callable[..., Any], examples: Sequence[Tensor]) -> fx.GraphModule:
-    """The aten graph of a function; call inside `fake_mode` with its tensors."""
+def trace(function: Callable[..., Any], examples: Sequence[Any]) -> fx.GraphModule:
+    """The aten graph of a function; call inside `fake_mode` with its tensors, or sizes.
+
+    Under Python's dispatcher, as open sizes would else be asked for their numbers, see `Parts`.
+    """
+    from torch._dispatch.python import enable_python_dispatcher
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    return make_fx(function)(*examples)
+    if not any(map(symbols, examples)):
+        return make_fx(function)(*examples)
+    with enable_python_dispatcher():
+        return make_fx(function)(*examples)
+
+
+class OpenSizes:
+    """Sizes that stay symbols in a graph, whatever they are in the call at hand.
+
+    What is traced for them holds for all numbers of which is true what was asked of them on the way: `hold`.
+
+    Attributes:
+        mode: in which tensors of such sizes are fake.
+        symbols: of each size, as sympy has it.
+    """
+
+    def __init__(self, hints: Sequence[int], taken: set[str]) -> None:
+        """
+        Args:
+            hints: what each is in the call at hand, 2 at least.
+            taken: names of another graph's symbols, which must not be met.
+        """
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+        self._env = ShapeEnv()
+        self.mode = FakeTensorMode(shape_env=self._env)
+        self._names, self._taken = itertools.count(), taken
+        self.symbols = [self._symbol(hint) for hint in hints]
+        self._hints = dict(zip(self.symbols, hints, strict=True))
+
+    def _symbol(self, hint: int) -> Any:
+        from torch._dynamo.source import ConstantSource
+        from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+        while True:
+            source = ConstantSource(f"kvpass_{next(self._names)}")
+            symbol = self._env.create_symbol(hint, source, DimDynamic.DYNAMIC)
+            if str(symbol) not in self._taken:
+                return symbol
+
+    def size(self, expression: Any) -> Any:
+        """The symbolic size that an expression of the symbols is, or a number."""
+        if expression.is_Integer:
+            return int(expression)
+        return self._env.create_symintnode(expression, hint=int(expression.xreplace(self._hints)))
+
+    def like(self, shape: Sequence[Any], strides: Sequence[Any] | None, **kind: Any) -> Tensor:
+        """A fake tensor, dense if no strides are given."""
+        with torch.inference_mode(False), self.mode:
+            return torch.empty(shape, **kind) if strides is None else torch.empty_strided(shape, strides, **kind)
+
+    def hold(self, numbers: Sequence[int]) -> bool:
+        """Whether what was traced, and compiled since, serves these numbers."""
+        known = dict(zip(self.symbols, map(sympy.Integer, numbers), strict=True))
+        return min(numbers) >= 2 and all(guard.expr.xreplace(known) == sympy.true for guard in self._env.guards)
 
 
 def inductor(gm: fx.GraphModule, examples: Sequence[Any], patches: dict[str, Any]) -> Compiled:
@@ -254,7 +325,8 @@ def inductor(gm: fx.GraphModule, examples: Sequence[Any], patches: dict[str, Any
 
 @contextlib.contextmanager
 def _tracing(examples: Sequence[Any]) -> Iterator[list[Any]]:
-    """The examples as a compiler expects them: within Dynamo as they are, outside of it as static fakes.
+    """The examples as a compiler expects them: within Dynamo as they are, outside of it as static fakes, or as the
+    fakes that they are already.
 
     Inductor's caches on disk serve only what is compiled with an environment of shapes, even if it stays empty.
     """
@@ -264,6 +336,11 @@ def _tracing(examples: Sequence[Any]) -> Iterator[list[Any]]:
 
     if TracingContext.try_get() is not None:
         yield list(examples)
+        return
+    made = next((e.fake_mode for e in examples if is_fake(e)), None)
+    if made is not None:
+        with tracing(TracingContext(made)):
+            yield list(examples)
         return
     mode = FakeTensorMode(shape_env=ShapeEnv())
     with tracing(TracingContext(mode)):

@@ -289,19 +289,22 @@ class Sizes:
         queries: q, the number of new tokens.
         least: what the lengths cannot fall below.
         totals: the lengths with the new tokens, as Dynamo has them.
+        open: sizes that do not grow and yet are no numbers; `known` has their symbols.
     """
 
     lengths: tuple[sympy.Expr, ...]
-    known: dict[sympy.Symbol, int]
-    queries: int
+    known: dict[sympy.Symbol, Any]
+    queries: Any
     least: int = 0
     totals: tuple[Any, ...] = ()
+    open: compat.OpenSizes | None = None
 
     def __post_init__(self) -> None:
         symbols = [length for length in self.lengths if length.is_Symbol]
         above = {s: sympy.Symbol(f"{s}_above", integer=True, nonnegative=True) for s in symbols}
         object.__setattr__(self, "_bounds", {s: self.least + t for s, t in above.items()})
         object.__setattr__(self, "_back", {t: s - self.least for s, t in above.items()})
+        object.__setattr__(self, "_open", frozenset(self.open.symbols if self.open else ()))
 
     def _simple(self, size: Any) -> sympy.Expr:
         """A size without the maxima and minima that the lengths' bound decides, and with what is known."""
@@ -314,15 +317,20 @@ class Sizes:
 
     def grows(self, size: Any) -> bool:
         """Whether a size is not the same at every step."""
-        return bool(self._simple(size).free_symbols)
+        return self.grows_in(self._simple(size))
+
+    def grows_in(self, expression: sympy.Expr) -> bool:
+        """Whether an expression has symbols of what grows."""
+        return bool(expression.free_symbols - self._open)  # type: ignore[attr-defined]
 
     def grown(self, tensor: Any) -> bool:
         """Whether any dimension of a fake tensor is not the same at every step."""
         return isinstance(tensor, torch.Tensor) and any(self.grows(size) for size in tensor.shape)
 
-    def fixed(self, size: Any) -> int:
-        """A size that does not grow, as a number."""
-        return int(self._simple(size))
+    def fixed(self, size: Any) -> Any:
+        """A size that does not grow: a number, or an open size."""
+        simple = self._simple(size)
+        return self.open.size(sympy.expand(simple)) if self.open else int(simple)
 
     def is_total(self, size: Any) -> bool:
         """Whether a size is the cache's length plus the new tokens."""
@@ -330,7 +338,7 @@ class Sizes:
 
     def _adds_up(self, size: Any) -> bool:
         return any(
-            sympy.expand(self._simple(size) - length).subs(self.known) == self.queries and length.free_symbols
+            sympy.expand(self._simple(size) - length).subs(self.known) == expr(self.queries) and length.free_symbols
             for length in self.lengths
         )
 
@@ -345,31 +353,39 @@ class Sizes:
         for length in self.lengths:
             for symbol in length.free_symbols:
                 expression = expression.subs(symbol, LENGTH - (length - symbol))
-        if expression.free_symbols - {LENGTH}:
+        if self.grows_in(expression.subs(LENGTH, 0)):
             raise UnsupportedGraph(f"the size {size} depends on more than the cache's length")
         return sympy.expand(expression)
 
-    def beyond_length(self, size: Any) -> int:
-        """A size that is the cache's length plus a number: the number."""
+    def beyond_length(self, size: Any) -> Any:
+        """A size that is the cache's length plus a number, or an open size: the latter."""
         beyond = self.in_length(size) - LENGTH
-        if not beyond.is_Integer:
+        if self.grows_in(beyond):
             raise UnsupportedGraph(f"the graph returns {size}, which is not the cache's length plus a number")
-        return int(beyond)
+        return self.fixed_part(beyond)
 
-    def on_length(self, size: Any, length: fx.Node, graph: fx.Graph) -> Any:
-        """Emit nodes that compute a size from the length, a tensor; returns the node or a number."""
+    def fixed_part(self, expression: sympy.Expr) -> Any:
+        """What is left of sizes whose lengths have cancelled out: a number, or an open size."""
+        return self.open.size(expression) if self.open else int(expression)
+
+    def on_length(self, size: Any, length: fx.Node, graph: fx.Graph, number: Callable[[Any], Any]) -> Any:
+        """Emit nodes that compute a size from the length, a tensor; returns the node or a number.
+
+        Args:
+            number: what stands in a graph for a number or an open size.
+        """
 
         def emit(part: sympy.Expr) -> Any:
             if part == LENGTH:
                 return length
-            if part.is_Integer:
-                return int(part)
+            if part.is_integer and LENGTH not in part.free_symbols:
+                return number(self.fixed_part(part))
             function = _ON_TENSORS.get(part.func.__name__)
             if function is None:
                 raise UnsupportedGraph(
                     f"position arithmetic {part} on the cache's length is no sum, product, maximum or minimum"
                 )
-            terms = sorted((emit(term) for term in part.args), key=lambda term: isinstance(term, int))
+            terms = sorted((emit(term) for term in part.args), key=lambda term: not is_tensor(term))
             made = terms[0]
             for term in terms[1:]:
                 made = graph.call_function(function, (made, term))
@@ -412,7 +428,7 @@ def _told(node: fx.Node, place: dict[fx.Node, str]) -> str:
     return str(fx.node.map_arg((node.args, node.kwargs), lambda parent: place[parent]))
 
 
-Resolve = Callable[[fx.Node], int]
+Resolve = Callable[[fx.Node], Any]
 
 
 def cut(
@@ -428,7 +444,7 @@ def cut(
 
     Args:
         replaced: become the first inputs, in order.
-        resolve: the number to put in place of a node that is a size.
+        resolve: the number to put in place of a node that is a size; one that stays open is bound.
         unpack: return the one result itself and not a tuple.
         reader: see `behind`.
     """
@@ -441,9 +457,10 @@ def cut(
     def place(node: fx.Node) -> None:
         if node in env:
             return
-        if is_size(node):
-            env[node] = resolve(node)
-        elif node not in moving:
+        number = resolve(node) if is_size(node) else None
+        if isinstance(number, int):
+            env[node] = number
+        elif number is not None or node not in moving:
             env[node] = graph.placeholder(node.name)
             bound.append(node)
         else:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
+from kvpass import compat
 from kvpass.graphs import call_aten
 
 aten = torch.ops.aten
@@ -25,6 +26,8 @@ def write_out_sums(graph: fx.Graph) -> None:
 def is_stream(node: fx.Node) -> bool:
     """Whether a sum is of two floating-point tensors of the same three dimensions, and dense."""
     values = [node.meta["val"], *(parent.meta["val"] for parent in node.args if isinstance(parent, fx.Node))]
+    if any(map(compat.symbols, values)):
+        return False
     shapes = {value.shape for value in values}
     total = values[0]
     return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -75,7 +76,7 @@ class StepContext:
         gm, graph: the copy; sites, holders, telling: the call's sites, the placeholders and the inputs that tell
             padding, in the copy.
         actual: Dynamo's argument at each placeholder.
-        rows, queries: B and q.
+        rows, queries: B and q, which may be open sizes.
         decodes: one token goes to a slot that is free, and not, as a chunk does, beside the slots.
         ranked: keys are stored before their rotary embedding and numbered by rank.
         whole: masks look up entries in the tensors that have one for every token; by default a graph is given those
@@ -110,12 +111,14 @@ class StepContext:
         self.holders = graphs.placeholders(self.graph)
         self.actual = dict(zip(self.holders, call.arguments, strict=True))
         self.telling = call.telling.moved(moved)
-        self.rows, self.queries = call.layouts[0].rows, call.sizes.queries
+        self.rows = call.sizes.fixed(value(call.sites[0].key).shape[0]) if call.sizes.open else call.layouts[0].rows
+        self.queries = call.sizes.queries
         # A prompt that is still held whole takes its first token in as a chunk.
         roomy = all(s.capacity == x.capacity for s, x in zip(call.slots, call.layouts, strict=True))
         self.decodes = self.queries == 1 and roomy
         self.ranked = call.layouts[0].ranked
         self.whole = whole
+        self._open: dict[Any, fx.Node] = {}
         self.inputs = FurtherInputs(self)
 
         self.slot_inputs: list[list[fx.Node]] = []
@@ -155,18 +158,28 @@ class StepContext:
 
     # -- what nodes will be --------------------------------------------------------------------------------------
 
-    def shape(self, node: fx.Node) -> tuple[int, ...]:
+    def shape(self, node: fx.Node) -> tuple[Any, ...]:
         """The shape of a node's tensor in this call."""
         return tuple(size if isinstance(size, int) else self.sizes.fixed(size) for size in value(node).shape)
 
-    def example(self, node: fx.Node) -> Tensor:
-        """A tensor like the one that the node will be, strides included."""
-        kind = dict(dtype=value(node).dtype, device=self.device_of(node))
+    def example(self, node: fx.Node) -> Any:
+        """A tensor like the one that the node will be, strides included; or the size that it is."""
+        if graphs.is_size(node):
+            return self.sizes.fixed(node)
+        kind: dict[str, Any] = dict(dtype=value(node).dtype, device=self.device_of(node))
         strides = value(node).stride()
         made_dense = node.op == "placeholder" and has_loose_strides(value(node))  # see `StepRewrite.flat`
-        if made_dense or any(self.sizes.grows(stride) for stride in strides):
-            return torch.empty(self.shape(node), **kind)
-        return torch.empty_strided(self.shape(node), [self.sizes.fixed(stride) for stride in strides], **kind)
+        dense = made_dense or any(self.sizes.grows(stride) for stride in strides)
+        fixed = None if dense else [self.sizes.fixed(stride) for stride in strides]
+        if self.sizes.open:
+            return self.sizes.open.like(self.shape(node), fixed, **kind)
+        shape = self.shape(node)
+        return torch.empty(shape, **kind) if fixed is None else torch.empty_strided(shape, fixed, **kind)
+
+    def of_shape(self, shape: tuple[Any, ...], dtype: torch.dtype) -> Tensor:
+        """What describes a dense tensor of ours."""
+        kind: dict[str, Any] = dict(dtype=dtype, device="meta")
+        return self.sizes.open.like(shape, None, **kind) if self.sizes.open else torch.empty(shape, **kind)
 
     def device_of(self, node: fx.Node) -> torch.device:
         """Where a node's tensor is; our own inputs are where the slots are."""
@@ -179,9 +192,72 @@ class StepContext:
         self, function: Callable[..., list[Tensor]], nodes: list[fx.Node], before: fx.Node, name: str
     ) -> list[fx.Node]:
         """The nodes of what a function computes from the values of nodes, spliced in before another node."""
-        with compat.fake_mode() as fake:
-            traced = compat.trace(function, [fake(self.example(node)) for node in nodes])
-        return graphs.splice(self.gm, traced, nodes, before, name)
+        return self.spliced(self.traced(function, nodes), nodes, before, name)
+
+    def traced(self, function: Callable[..., Any], nodes: list[fx.Node]) -> fx.GraphModule:
+        """The operators of a function of the values of nodes, for `spliced`.
+
+        Open sizes are inputs as well, as the function may know them from elsewhere.
+        """
+        count, given = len(nodes), [*nodes, *self._open_nodes()]
+        with compat.fake_mode(self.sizes.open) as fake:
+            examples = [fake(self.example(node)) for node in given]
+            return compat.trace(lambda *values: function(*values[:count]), examples)
+
+    def spliced(self, traced: fx.GraphModule, nodes: list[fx.Node], before: fx.Node, name: str) -> list[fx.Node]:
+        """What `traced` made, before another node."""
+        return graphs.splice(self.gm, traced, [*nodes, *self._open_nodes()], before, name)
+
+    def _open_nodes(self) -> list[fx.Node]:
+        sizes = self.sizes.open
+        return [self.number(sizes.size(symbol)) for symbol in sizes.symbols] if sizes else []
+
+    def number(self, size: Any) -> Any:
+        """What stands in the graph for a size that does not grow: a number, or a node."""
+        return size if isinstance(size, int) else self._number(graphs.expr(size))
+
+    def _number(self, expression: sympy.Expr) -> Any:
+        if expression.is_Integer:
+            return int(expression)
+        if expression not in self._open:
+            self._open[expression] = self._emit_size(expression)
+        return self._open[expression]
+
+    def _emit_size(self, expression: sympy.Expr) -> fx.Node:
+        """Arithmetic on the numbers among Dynamo's arguments, at the beginning of the graph."""
+        if expression.is_Symbol:
+            return self._holder_of(expression)
+        function = {"Add": operator.add, "Mul": operator.mul}.get(expression.func.__name__)
+        if function is None:
+            raise UnsupportedGraph(f"the size {expression} is no sum or product")
+        made, *terms = [self._number(term) for term in expression.args]
+        for position, term in enumerate(terms, 2):
+            whole = expression.func(*expression.args[:position])
+            with self.graph.inserting_before(self._first()):
+                made = self.graph.call_function(function, (made, term))
+            made.meta["example_value"] = self.sizes.fixed_part(whole)
+        assert isinstance(made, fx.Node)
+        return made
+
+    def is_open(self, holder: fx.Node) -> bool:
+        """Whether a placeholder is of an open size, which those of tensors do not have to tell then."""
+        return holder in self._open.values()
+
+    def _first(self) -> fx.Node:
+        """The first node that is neither an input nor an open size."""
+        rest = (node for node in self.graph.nodes if node.op != "placeholder" and node not in self._open.values())
+        return next(rest)
+
+    def _holder_of(self, symbol: sympy.Symbol) -> fx.Node:
+        """The placeholder of a number that is an open size."""
+        for holder in self.holders:
+            if (
+                graphs.is_size(holder)
+                and not self.sizes.grows(holder)
+                and graphs.expr(self.sizes.fixed(holder)) == symbol
+            ):
+                return holder
+        raise UnsupportedGraph(f"no argument is the size {symbol}")
 
     def copied_slots(self, layer: int) -> list[fx.Node]:
         """A layer's slots with their metadata, all beside K and V, as it is before the step."""

@@ -4,7 +4,7 @@ them before it runs."""
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.fx as fx
@@ -105,7 +105,7 @@ class FurtherInputs:
             return [real]
 
         node = step.compute(function, columns, step.length.next, f"kvpass_real_{len(self._real)}")[0]
-        node.meta["example_value"] = torch.empty(shape, dtype=torch.bool, device="meta")
+        node.meta["example_value"] = step.of_shape(shape, torch.bool)
         return node
 
     @property
@@ -126,8 +126,8 @@ class FurtherInputs:
             made.append(LookedUp(layer, entry, False, computed.index(node)))
         return made, computed
 
-    def _new(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> fx.Node:
-        return self._like(name, torch.empty(shape, dtype=dtype, device="meta"))
+    def _new(self, name: str, shape: tuple[Any, ...], dtype: torch.dtype) -> fx.Node:
+        return self._like(name, self._step.of_shape(shape, dtype))
 
     def _like(self, name: str, example: Tensor) -> fx.Node:
         with self._step.graph.inserting_after(self._step.holders[-1]):

@@ -16,7 +16,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass import graphs
+from kvpass import compat, graphs
 from kvpass.capture import operators, selection
 from kvpass.capture.keys import KeyAxis
 from kvpass.capture.rotary import Rotary
@@ -40,7 +40,7 @@ class Entry:
 
     node: fx.Node
     axis: int
-    shape: tuple[int, ...]
+    shape: tuple[Any, ...] = dataclasses.field(compare=False)
 
     def at(self, full: Tensor, places: Tensor) -> Tensor:
         """The entries at places [B, H', N] of the padded sequence: [B, H', N, ...], without the axis."""
@@ -48,7 +48,7 @@ class Entry:
         return moved[places.clamp(0, moved.shape[0] - 1)]
 
     @property
-    def rest(self) -> tuple[int, ...]:
+    def rest(self) -> tuple[Any, ...]:
         """The shape without the axis."""
         return self.shape[: self.axis] + self.shape[self.axis + 1 :]
 
@@ -254,7 +254,7 @@ class _KeyCutter:
 
     def _copied(self, node: fx.Node) -> Any:
         if graphs.is_size(node):
-            return 1 if self.sizes.is_total(node) or self.spells_total(node) else self.number(node)
+            return 1 if self.sizes.is_total(node) or self.spells_total(node) else self._number_or_bound(node)
         followed = self.axes.of(node)
         if operators.known_name(node) == "cumsum" and self._counts_real(node):
             return self.count
@@ -267,6 +267,10 @@ class _KeyCutter:
         if followed.way == "lengthened":
             return self._refuse(node, "a lengthened tensor is not looked up by a key index")
         return self._sliced(node, own=followed.way == "own")
+
+    def _number_or_bound(self, node: fx.Node) -> Any:
+        number = self.number(node)
+        return number if isinstance(number, int) else self._bind(node)
 
     def _bind(self, node: fx.Node) -> fx.Node:
         self.bound.append(node)
@@ -281,7 +285,7 @@ class _KeyCutter:
         shape = tuple(1 if d == axis else self._fixed(node, size) for d, size in enumerate(value(node).shape))
         return Entry(node, axis, shape)
 
-    def _fixed(self, node: fx.Node, size: Any) -> int:
+    def _fixed(self, node: fx.Node, size: Any) -> Any:
         if self.sizes.grows(size):
             self._refuse(node, "it grows with the cache along more than one dimension")
         return self.sizes.fixed(size)
@@ -351,7 +355,7 @@ class _KeyCutter:
             column = column.args[0]
         return column in self.padding and value(column).ndim == 2 and given.get("dim") in (-1, 1)
 
-    def number(self, node: fx.Node) -> int:
+    def number(self, node: fx.Node) -> Any:
         if self.sizes.grows(node):
             self._refuse(node, f"the mask uses the cache's length as a size, {value(node)}")
         return self.sizes.fixed(node)
@@ -371,8 +375,8 @@ def _expanded(node: fx.Node, copied: fx.Node) -> tuple[Any, ...]:
     return (base, *(-1 if same else size for same, size in zip(kept, sizes, strict=True)))
 
 
-Like = tuple[tuple[int, ...], torch.dtype]
-"""The shape and the dtype of a tensor."""
+Like = tuple[tuple[Any, ...], torch.dtype]
+"""The shape and the dtype of a tensor, or of a size, which may be open."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -392,18 +396,28 @@ class RotarySlice:
 
     angles: Slice
     turn: Slice
-    position: tuple[int, ...]
+    position: tuple[Any, ...]
     angled: tuple[Like, ...]
     turned: tuple[Like, ...]
 
     @property
     def key(self) -> tuple[Any, ...]:
-        return (self.angles.key, self.turn.key, self.position)
+        return (self.angles.key, self.turn.key, str(self.position))
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> tuple[Any, ...]:
         """[B, Hkv, q, D] of the keys."""
         return self.turned[0][0]
+
+    def at_hand(self) -> RotarySlice:
+        """The same for the call at hand alone, with numbers for open sizes."""
+        position, *rest = (
+            tuple(map(compat.at_hand, shape))
+            for shape in (self.position, *(s for s, _ in (*self.angled, *self.turned)))
+        )
+        likes = list(zip(rest, (dtype for _, dtype in (*self.angled, *self.turned)), strict=True))
+        count = len(self.angled)
+        return dataclasses.replace(self, position=position, angled=tuple(likes[:count]), turned=tuple(likes[count:]))
 
     def table(self, count: int, bound: list[Tensor], device: torch.device) -> list[Tensor]:
         """What keys at positions 0 .. count - 1 are turned with, each [count, ...]."""
@@ -470,7 +484,7 @@ def _diagonals(turned: Tensor) -> Tensor:
 def cut_rotary(gm: fx.GraphModule, site: AttentionSite, rotary: Rotary, sizes: Sizes) -> RotarySlice:
     """Cut the rotary embedding of a site's key out."""
 
-    def number(node: fx.Node) -> int:
+    def number(node: fx.Node) -> Any:
         if sizes.grows(node):
             raise UnsupportedGraph(f"the rotary embedding uses the cache's length, {value(node)}, as a size")
         return sizes.fixed(node)
@@ -486,6 +500,8 @@ def cut_rotary(gm: fx.GraphModule, site: AttentionSite, rotary: Rotary, sizes: S
 
 
 def _like(node: fx.Node, sizes: Sizes) -> Like:
+    if graphs.is_size(node):
+        return (), torch.int64
     given = value(node)
     return tuple(sizes.fixed(size) for size in given.shape), given.dtype
 

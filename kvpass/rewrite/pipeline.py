@@ -43,6 +43,8 @@ def _described(step: StepContext) -> StepRewrite:
     there = step.outputs
     return StepRewrite(
         gm=step.gm,
+        open=step.sizes.open,
+        examples=[step.example(node) for node in graphs.placeholders(step.graph)] if step.sizes.open else None,
         weights=step.weights,
         inputs=inputs,
         loose={place for place in inputs if has_loose_strides(graphs.value(step.holders[place]))},

@@ -10,6 +10,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from kvpass import compat, graphs
 from kvpass.layer.slots import Slots
 from kvpass.rewrite.inputs import LookedUp
 
@@ -27,7 +28,7 @@ class Outputs:
     """Where a rewritten graph has what; see `StepRewrite`, which has the same names."""
 
     outputs: list[int | None]
-    lengths: dict[int, int]
+    lengths: dict[int, Any]
     grown: list[int]
     chunks: list[list[int]]
     real: int | None
@@ -40,10 +41,12 @@ class StepRewrite:
     Attributes:
         gm: takes the slots' tensors of every layer, the `weights`, then `columns`, `entries`,
             what is computed `beside`, and the `inputs`.
+        open: sizes that calls may differ in, and fakes of its arguments, which have them; None if there are none.
         weights: the policy's own, on the device of the slots.
         inputs: which of Dynamo's arguments it still takes.
         loose: which of those came with strides that may change from call to call.
         columns: which of Dynamo's arguments it takes the new tokens' columns of.
+        queries: q; it and `lengths` may be open sizes, see `at`.
         entries: what it looks up for the token of each slot.
         outputs: for each output of the original graph its place in the rewritten one's, None for a cache.
         lengths: outputs of the original graph that are the tokens seen before, plus a number.
@@ -58,14 +61,16 @@ class StepRewrite:
     """
 
     gm: fx.GraphModule
+    open: compat.OpenSizes | None
+    examples: list[Any] | None
     weights: list[Tensor]
     inputs: list[int]
     loose: set[int]
     columns: list[int]
     entries: list[LookedUp]
-    queries: int
+    queries: Any
     outputs: list[int | None]
-    lengths: dict[int, int]
+    lengths: dict[int, Any]
     chunks: list[list[int]]
     beside: fx.GraphModule | None
     grown: list[int]
@@ -73,6 +78,14 @@ class StepRewrite:
     unread: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
     real: int | None = None
     positions: tuple[int, ...] = ()
+
+    def at(self, numbers: Sequence[int]) -> StepRewrite:
+        """The same for a call, in which the open sizes are these numbers."""
+        if self.open is None:
+            return self
+        known = dict(zip(self.open.symbols, numbers, strict=True))
+        lengths = {place: int(graphs.expr(size).subs(known)) for place, size in self.lengths.items()}
+        return dataclasses.replace(self, queries=int(graphs.expr(self.queries).subs(known)), lengths=lengths)
 
     def count(self, slots: list[Slots], results: Sequence[Any]) -> None:
         """Count the tokens of a step, if its graph leaves that to its caller: see `rewrite.passes.counting`."""

@@ -363,7 +363,7 @@ class _Conversation:
         """Keys as the model caches them: turned, where slots hold them before."""
         if not self.step.ranked:
             return key
-        rotary: RotarySlice = self.step.context.rotaries[layer]
+        rotary = self.step.context.rotaries[layer].at_hand()
         nodes = [*rotary.angles.bound, *rotary.turn.bound]
         follows = self._positions_follow_padding(layer)
         kind = (rotary.key, tuple(node.name for node in nodes), key.shape, key.dtype, follows)

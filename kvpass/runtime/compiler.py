@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
+import torch
 import torch.fx as fx
 
 from kvpass.capture.sites import AttentionSite
@@ -59,8 +60,13 @@ class Compiler(Protocol):
         """Compile a rewritten step graph."""
         ...
 
-    def compiles_at_once(self, queries: int) -> bool:
-        """Whether a step graph for so many new tokens is compiled at its first run, or only at its second."""
+    @property
+    def compiles_at_once(self) -> bool:
+        """Whether the graph of a chunk is compiled at its first run, and not at its second."""
+        ...
+
+    def opens_sizes(self, device: torch.device) -> bool:
+        """Whether what compiles for a device can do with sizes that are no numbers."""
         ...
 
     def note_validation(self, done: Validation) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -40,30 +41,44 @@ from kvpass.runtime.sizes import Counter, counters, free_sizes, lengths_of, size
 MOST_UNCLEAR = 4  # sizes that may or may not follow the cache and are tried one by one
 
 
+MOST_OPEN = 4  # graphs with open sizes for calls that differ in nothing else
+
+
 @dataclasses.dataclass
 class Ready:
     """A step graph that has been rewritten for caches of certain layouts.
 
     Attributes:
+        free: which of the graph's `StepRunner.sizes` are open in the rewritten one.
         run: what runs it, None until it is compiled.
         came: whether it has run uncompiled.
     """
 
     rewrite: StepRewrite
+    free: tuple[int, ...] = ()
     run: compat.Compiled | None = None
     came: bool = False
 
-    def runner(self, backend: Compiler, flat: list[Any], ranked: bool) -> compat.Compiled:
+    def at(self, numbers: tuple[int, ...]) -> StepRewrite:
+        """What the graph was rewritten to, for sizes that are these numbers."""
+        return self.rewrite.at([numbers[place] for place in self.free])
+
+    def serves(self, numbers: tuple[int, ...]) -> bool:
+        """Whether it is right for these numbers as well."""
+        opened = self.rewrite.open
+        return opened is None or opened.hold([numbers[place] for place in self.free])
+
+    def runner(self, backend: Compiler, flat: list[Any], ranked: bool, chunk: bool) -> compat.Compiled:
         """What is to run on these arguments.
 
-        The length of a chunk may come once, as that of the rest of a prompt or of a turn does, and compiling takes half
-        a minute: the rewritten graph itself runs, and is compiled when that length comes again.
+        A chunk may come once, as the rest of a prompt or a turn does, and compiling takes half a minute: the rewritten
+        graph itself runs, and is compiled when another one comes.
         """
-        if not self.came and not backend.compiles_at_once(self.rewrite.queries):
+        if chunk and not self.came and not backend.compiles_at_once:
             self.came = True
             return self.rewrite.gm.forward
         with compat.one_at_a_time():
-            self.run = self.run or backend.compile_step(self.rewrite.gm, flat, ranked)
+            self.run = self.run or backend.compile_step(self.rewrite.gm, self.rewrite.examples or flat, ranked)
         return self.run
 
 
@@ -89,6 +104,8 @@ class StepRunner:
         self.positions: list[int] | None = None
         self.validation: Validation | None = None
         self.ready: dict[Any, Ready] = {}
+        self.opened: dict[Any, list[Ready]] = {}
+        self.met: dict[Any, tuple[int, ...]] = {}
         self.worked: set[tuple[int | None, ...]] = set()
 
     def __call__(self, *arguments: Any) -> tuple[Any, ...]:
@@ -134,10 +151,10 @@ class StepRunner:
         if queries == 1:
             sweep, clocks = tick(caches, self._real_rows(caches, arguments))
         ready = self._ready(caches, arguments, others, known, sweep)
-        rewrite = ready.rewrite
+        rewrite = ready.at(self._numbers(arguments))
         aside = rewrite.on_all_tokens(arguments)
         flat = rewrite.flat([cache.slots for cache in caches], arguments, aside, caches[0].seen)
-        run = ready.runner(self.backend, flat, caches[0].layout.ranked)
+        run = ready.runner(self.backend, flat, caches[0].layout.ranked, queries > 1)
         for cache in caches:
             cache.broken = True
         results = run(*flat)
@@ -162,11 +179,45 @@ class StepRunner:
         layouts = tuple((cache.layout, cache.slots.capacity) for cache in caches)
         key = (numbers, counters, others, windows, known, sweep, layouts)
         if key not in self.ready:
-            sizes = self._sizes(numbers, counters, others, windows)
+
+            def specialised(opened: compat.OpenSizes | None = None) -> StepRewrite:
+                sizes = self._sizes(numbers, counters, others, windows, opened)
+                return self._specialise(caches, arguments, sizes, windows, known, sweep)
+
+            of_any_rows = tuple((dataclasses.replace(layout, rows=0), count) for layout, count in layouts)
+            alike = (counters, others, windows, known, sweep, of_any_rows)
             with compat.one_at_a_time():
-                self.ready[key] = Ready(self._specialise(caches, arguments, sizes, windows, known, sweep))
+                self.ready[key] = self._open(alike, numbers, caches[0].layout.device, specialised) or Ready(
+                    specialised()
+                )
                 self.worked.add(others)
         return self.ready[key]
+
+    def _open(
+        self,
+        alike: Any,
+        numbers: tuple[int, ...],
+        device: torch.device,
+        specialised: Callable[..., StepRewrite],
+    ) -> Ready | None:
+        """A rewritten graph that serves calls with other rows, or chunks of other lengths; None to make one of their own.
+
+        Args:
+            alike: what such calls have in common.
+        """
+        free = tuple(place for place, number in enumerate(numbers) if number > 1)
+        made = self.opened.setdefault((alike, free), [])
+        known = next((ready for ready in made if ready.serves(numbers)), None)
+        if known or not free or len(made) == MOST_OPEN or not self.backend.opens_sizes(device):
+            return known
+        if self._queries(numbers) == 1 and self.met.setdefault((alike, free), numbers) == numbers:
+            return None
+        try:
+            rewrite = specialised(compat.OpenSizes([numbers[place] for place in free], self._symbols))
+        except UnsupportedGraph:
+            return None
+        made.append(Ready(rewrite, free))
+        return made[-1]
 
     def _others(
         self, caches: list[LayerCache], arguments: tuple[Any, ...], known: frozenset[int]
@@ -340,6 +391,12 @@ class StepRunner:
             for kept in fixed
         ]
 
+    @functools.cached_property
+    def _symbols(self) -> set[str]:
+        """The names of all symbols in the graph."""
+        values = [graphs.value(node) for node in self.gm.graph.nodes]
+        return {str(symbol) for each in values for symbol in compat.symbols(each)}
+
     def _sizes(self, *key: Any) -> Sizes:
         """How the graph's symbols are to be read in this call."""
         if key not in self.readings:
@@ -352,8 +409,12 @@ class StepRunner:
         counters: tuple[Counter, ...],
         others: tuple[int | None, ...],
         windows: tuple[int | None, ...],
+        opened: compat.OpenSizes | None,
     ) -> Sizes:
-        known: dict[Any, int] = dict(zip(self.sizes, numbers, strict=True))
+        known: dict[Any, Any] = dict(zip(self.sizes, numbers, strict=True))
+        if opened:
+            free = [symbol for symbol, number in known.items() if number > 1]
+            known.update(zip(free, opened.symbols, strict=True))
         known.update({x: c.number for x, c in zip(self.counters, counters, strict=True) if not c.counts})
         known.update({x: size for x, size in zip(self.others, others, strict=True) if size is not None})
         lengths = [x - c.number for x, c in zip(self.counters, counters, strict=True) if c.counts]
@@ -367,7 +428,8 @@ class StepRunner:
         least = max((window + 1 for window in windows if window is not None), default=0)
         whole = [site for site, window in zip(self.sites, windows, strict=True) if window is None]
         totals = {graphs.expr(size): size for size in (graphs.value(site.grown_key).shape[2] for site in whole)}
-        return Sizes(tuple(dict.fromkeys(lengths)), known, self._queries(numbers), least, tuple(totals.values()))
+        queries = opened.size(graphs.expr(self.sites[0].queries).subs(known)) if opened else self._queries(numbers)
+        return Sizes(tuple(dict.fromkeys(lengths)), known, queries, least, tuple(totals.values()), opened)
 
     def _specialise(
         self,

@@ -69,8 +69,12 @@ class Recording(Backend):
         self.steps.append(Step(rewrite.gm, names, patches, call.sweep, rewrite.queries, len(call.sites)))
         return super().rewrite(call)
 
-    def compiles_at_once(self, queries: int) -> bool:
+    @property
+    def compiles_at_once(self) -> bool:
         return True
+
+    def opens_sizes(self, device: torch.device) -> bool:
+        return False
 
     def compile_step(self, gm: fx.GraphModule, examples: Sequence[Any], ranked: bool) -> Callable[..., Any]:
         step, run = self.steps[-1], gm.forward

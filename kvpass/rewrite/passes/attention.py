@@ -18,7 +18,7 @@ from typing import Any
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass import compat, graphs
+from kvpass import graphs
 from kvpass.capture.sites import AttentionSite
 from kvpass.graphs import value
 from kvpass.layer.slots import Layout, Slots
@@ -97,14 +97,14 @@ class _Attending:
             rotary and (rotary.key, pairs),
             expansion and expansion.slice.key,
             (site.scale, site.cap, site.sink is None, site.lse is None, first),
-            *(str((step.shape(n), value(n).stride(), value(n).dtype, step.device_of(n))) for n in nodes),
+            *(_described(step, node) for node in nodes),
         )
         if key not in self._traced:
             counts = {name: len(group) for name, group in groups.items()}
             layer = _Layer(layout, site, mask, rotary, pairs, expansion)
             self._traced[key] = self._trace(layer, nodes, counts, step.slots[number], first)
         before = early_enough(site, nodes)
-        made = graphs.splice(step.gm, self._traced[key], nodes, before, f"kvpass_{site.call.name}")
+        made = step.spliced(self._traced[key], nodes, before, f"kvpass_{site.call.name}")
         return put_in_place(step, site, made)
 
     def _trace(
@@ -131,8 +131,14 @@ class _Attending:
             attended, sums = extend_step(layout, here, slots, query, key, new_value, real)
             return given_out(attended) + (sums if first else [])
 
-        with compat.fake_mode() as fake:
-            return compat.trace(function, [fake(step.example(node)) for node in nodes])
+        return step.traced(function, nodes)
+
+
+def _described(step: StepContext, node: fx.Node) -> str:
+    """What of a node's value the code for a layer depends on."""
+    if graphs.is_size(node):
+        return str(step.sizes.fixed(node))
+    return str((step.shape(node), value(node).stride(), value(node).dtype, step.device_of(node)))
 
 
 def new_rows(step: StepContext, number: int) -> list[fx.Node]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -24,7 +25,7 @@ from kvpass.rewrite.record import Record
 
 def put_length_on_device(step: StepContext) -> Record:
     """Rewrite what is computed from the length; says which nodes count the keys, which is for masks to rewrite."""
-    on_length = OnLength(step.graph, step.sizes, step.length)
+    on_length = OnLength(step.graph, step.sizes, step.length, step.number)
     lookups = on_length.slices()
     for window in set(step.windows):
         step.counts[window] = [*tokens.iotas(step.graph.nodes, step.sizes, window), *lookups]
@@ -41,6 +42,7 @@ class OnLength:
     Attributes:
         graph: is changed in place.
         length: the counter, int64 of no dimensions.
+        number: what stands in the graph for a size that does not grow.
         computed: nodes that were made of it, and what each computes.
         rewritten: the names of the nodes that were rewritten.
     """
@@ -48,6 +50,7 @@ class OnLength:
     graph: fx.Graph
     sizes: Sizes
     length: fx.Node
+    number: Callable[[Any], Any]
     computed: dict[fx.Node, sympy.Expr] = dataclasses.field(default_factory=dict)
     rewritten: list[str] = dataclasses.field(default_factory=list)
 
@@ -67,7 +70,7 @@ class OnLength:
                     node.args = tuple(self._on_length(arg) if arg in growing else arg for arg in node.args)
 
     def _on_length(self, size: Any) -> Any:
-        made = self.sizes.on_length(size, self.length, self.graph)
+        made = self.sizes.on_length(size, self.length, self.graph, self.number)
         if isinstance(made, fx.Node):
             self.computed[made] = self.sizes.in_length(size)
         return made
@@ -94,7 +97,8 @@ class OnLength:
         return counts
 
     def _fixed_slice(self, part: slice) -> slice:
-        start, stop = (None if end is None else self.sizes.fixed(end) for end in (part.start, part.stop))
+        ends = (part.start, part.stop)
+        start, stop = (None if end is None else self.number(self.sizes.fixed(end)) for end in ends)
         return slice(start, stop)
 
     def _growing_slices(self, node: fx.Node, parts: tuple[Any, ...]) -> list[bool]:
@@ -108,7 +112,7 @@ class OnLength:
     def _lookup(self, table: fx.Node, dim: int, start: Any, size: Any) -> tuple[fx.Node, list[fx.Node]]:
         """x[..., start : start + size] by an index, which counts the keys if the size grows with them."""
         total = self.sizes.is_total(size)
-        index = self.graph.call_function(torch.arange, (1 if total else self.sizes.fixed(size),))
+        index = self.graph.call_function(torch.arange, (1 if total else self.number(self.sizes.fixed(size)),))
         index.meta["example_value"] = value(table).new_empty((size,), dtype=torch.int64)
         made = [index] if total else []
         if start != 0:
@@ -131,11 +135,13 @@ class OnLength:
             return
         start, end = node.args
         count = self.sizes.in_length(end) - self.sizes.in_length(start)
-        if not count.is_Integer:
+        if self.sizes.grows_in(count):
             return
         with self.graph.inserting_before(node):
-            steps = self.graph.call_function(torch.arange, (int(count),), dict(node.kwargs))
-            offset = self.sizes.on_length(start, self.length, self.graph)
+            steps = self.graph.call_function(
+                torch.arange, (self.number(self.sizes.fixed_part(count)),), dict(node.kwargs)
+            )
+            offset = self.sizes.on_length(start, self.length, self.graph, self.number)
             shifted = self.graph.call_function(operator.add, (steps, offset))
         for made in (steps, shifted):
             made.meta.update(node.meta)

@@ -83,7 +83,7 @@ def _rank_of_first(step: StepContext) -> fx.Node:
 
     held = [step.slot(0, "position"), step.slot(0, "free")]
     first = step.compute(function, held, step.length.next, "kvpass_first_rank")[0]
-    first.meta["example_value"] = torch.empty((step.rows,), dtype=torch.int64, device="meta")
+    first.meta["example_value"] = step.of_shape((step.rows,), torch.int64)
     return first
 
 
@@ -93,7 +93,7 @@ def _rank(step: StepContext, position: fx.Node, first: fx.Node) -> None:
     given = reshaped(position)
     if given in step.holders:
         step.given_positions.append(step.holders.index(given))
-    fits = [d for d, size in enumerate(shape) if size == queries and (d or len(shape) == 1)]
+    fits = [d for d, size in enumerate(shape) if graphs.expr(size) == graphs.expr(queries) and (d or len(shape) == 1)]
     along = fits[-1] if fits else len(shape) - 1
     padded = bool(step.telling.sites[0])
     if rows > 1 and padded and not _tells_rows_apart(step, position):

@@ -1,4 +1,5 @@
-"""Nothing grows any more: what is dead goes, and the sizes that are left become numbers.
+"""Nothing grows any more: what is dead goes, and the sizes that are left become numbers, or arithmetic on the few
+numbers among the arguments that stay open.
 
 before   rows = ids.size(0)                           after    h = view(x, (2, 1, 64))
          h = view(x, (rows, q, 64))
@@ -17,7 +18,7 @@ from kvpass.rewrite.record import Record
 
 
 def settle_sizes(step: StepContext) -> Record:
-    """Make the graph static.
+    """Leave no size that follows the cache.
 
     Raises:
         UnsupportedGraph: something still depends on the length of the cache.
@@ -29,10 +30,10 @@ def settle_sizes(step: StepContext) -> Record:
     for node in settled:
         if step.sizes.grows(node):
             step.refuse_growth(_reader(node))
-        _settle(node, step.sizes.fixed(node))
+        _settle(node, step.number(step.sizes.fixed(node)))
     graphs.eliminate_dead(step.graph)
     for holder in step.holders:
-        if not holder.users:
+        if not holder.users and not step.is_open(holder):
             step.graph.erase_node(holder)
         elif step.sizes.grown(value(holder)):
             step.refuse_growth(next(iter(holder.users)))
@@ -49,11 +50,11 @@ def _reader(size: fx.Node) -> fx.Node:
     return readers[0] if readers else size
 
 
-def _settle(size: fx.Node, number: int) -> None:
-    """Put a number in place of a size, wherever it is read."""
-    for user in list(size.users):
+def _settle(size: fx.Node, number: Any) -> None:
+    """Put a number, or the node of an open size, in place of a size, wherever it is read."""
+    for user in [user for user in size.users if number is not size]:
         user.args, user.kwargs = _with_number(user.args, size, number), _with_number(user.kwargs, size, number)
 
 
-def _with_number(arguments: Any, size: fx.Node, number: int) -> Any:
+def _with_number(arguments: Any, size: fx.Node, number: Any) -> Any:
     return fx.node.map_arg(arguments, lambda node: number if node is size else node)

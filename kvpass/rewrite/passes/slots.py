@@ -15,6 +15,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass import compat
+from kvpass.errors import UnsupportedGraph
 from kvpass.rewrite.context import StepContext
 from kvpass.rewrite.record import Record
 
@@ -24,7 +25,7 @@ def take_slots(step: StepContext) -> Record:
     first = step.holders[0]
     for layer, slots in enumerate(step.slots):
         names = [f"slots_{layer}_{name}" for name in slots.names]
-        step.slot_inputs.append(_inputs(step, names, slots.tensors(), first))
+        step.slot_inputs.append(_inputs(step, names, slots.tensors(), first, isinstance(step.rows, int)))
     policy = step.layouts[0].policy
     step.weights = [] if policy.aligns == "never" else [tensor.to(step.device) for tensor in policy.weights()]
     step.weight_inputs = _inputs(step, [f"kvpass_weight_{i}" for i in range(len(step.weights))], step.weights, first)
@@ -32,11 +33,20 @@ def take_slots(step: StepContext) -> Record:
     return Record([node.name for node in step.own])
 
 
-def _inputs(step: StepContext, names: list[str], tensors: list[Tensor], before: fx.Node) -> list[fx.Node]:
+def _of_any_rows(step: StepContext, tensor: Tensor) -> Tensor:
+    """What describes one of the slots' tensors [B, ...] if the rows are an open size."""
+    if not tensor.is_contiguous():
+        raise UnsupportedGraph("slots that are not contiguous serve one number of rows")
+    return step.of_shape((step.rows, *tensor.shape[1:]), tensor.dtype)
+
+
+def _inputs(
+    step: StepContext, names: list[str], tensors: list[Tensor], before: fx.Node, fixed: bool = True
+) -> list[fx.Node]:
     with step.graph.inserting_before(before):
         nodes = [step.graph.placeholder(name) for name in names]
     for node, tensor in zip(nodes, tensors, strict=True):
-        compat.as_new_input(node, tensor, in_place=True)
+        compat.as_new_input(node, tensor if fixed else _of_any_rows(step, tensor), in_place=True)
     step.own.update(nodes)
     return nodes
 
