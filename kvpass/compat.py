@@ -43,6 +43,10 @@ KEEP_THE_ORDER = {
 }
 
 
+SIZE = torch.ops.aten.sym_size.int
+"""A dimension of a tensor, as a node that is a size."""
+
+
 NEURAL = torch._C._nn
 """Where torch.nn.functional has some of its functions from, under which names Dynamo records them."""
 

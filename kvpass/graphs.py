@@ -327,6 +327,11 @@ class Sizes:
         """Whether any dimension of a fake tensor is not the same at every step."""
         return isinstance(tensor, torch.Tensor) and any(self.grows(size) for size in tensor.shape)
 
+    def settled(self, size: Any) -> bool:
+        """Whether a size is computed from open ones already, as what was traced for them has it."""
+        symbols = expr(size).free_symbols
+        return bool(symbols) and not self.grows_in(expr(size))
+
     def fixed(self, size: Any) -> Any:
         """A size that does not grow: a number, or an open size."""
         simple = self._simple(size)

@@ -13,7 +13,6 @@ All hooks that take tensors but `scan` are traced into the decode graph: static 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import ClassVar, Literal
@@ -386,7 +385,8 @@ def window_starts(real: Tensor, room: int) -> Tensor:
 
 def share_of(count: int, fraction: float) -> int:
     """floor(fraction * count), exact for the fraction as it is written: 0.29 of 100 is 29 and not 28."""
-    return math.floor(Fraction(str(fraction)) * count)
+    share = Fraction(str(fraction))
+    return count * share.numerator // share.denominator  # whole numbers: the count may be an open size
 
 
 def require(condition: bool, option: str, value: object, why: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -54,6 +56,7 @@ class StepCall:
         windows: for each layer how many tokens the model stores, None for all.
         telling: the inputs that tell padding.
         sweep: whether it is a step with the policy's sweep.
+        opened: the layouts with open sizes for what other calls may differ in.
     """
 
     gm: fx.GraphModule
@@ -66,6 +69,7 @@ class StepCall:
     windows: tuple[int | None, ...]
     telling: Telling
     sweep: bool = False
+    opened: list[Layout] = dataclasses.field(default_factory=list)
 
 
 class StepContext:
@@ -77,6 +81,7 @@ class StepContext:
             padding, in the copy.
         actual: Dynamo's argument at each placeholder.
         rows, queries: B and q, which may be open sizes.
+        layouts, capacities: of each layer the layout, and how many slots there are; capacities and budgets may be open.
         decodes: one token goes to a slot that is free, and not, as a chunk does, beside the slots.
         ranked: keys are stored before their rotary embedding and numbered by rank.
         whole: masks look up entries in the tensors that have one for every token; by default a graph is given those
@@ -107,15 +112,20 @@ class StepContext:
         copy, moved = compat.copy_graph_module(call.gm)
         self.call, self.gm, self.graph = call, copy, copy.graph
         self.sites = [site.moved(moved) for site in call.sites]
-        self.layouts, self.slots, self.sizes, self.windows = call.layouts, call.slots, call.sizes, call.windows
+        self.slots, self.sizes, self.windows = call.slots, call.sizes, call.windows
+        self.layouts = call.opened or call.layouts
         self.holders = graphs.placeholders(self.graph)
         self.actual = dict(zip(self.holders, call.arguments, strict=True))
         self.telling = call.telling.moved(moved)
         self.rows = call.sizes.fixed(value(call.sites[0].key).shape[0]) if call.sizes.open else call.layouts[0].rows
         self.queries = call.sizes.queries
         # A prompt that is still held whole takes its first token in as a chunk.
+        self.capacities = [
+            slots.capacity if isinstance(layout.capacity, int) else layout.capacity
+            for layout, slots in zip(self.layouts, call.slots, strict=True)
+        ]
         roomy = all(s.capacity == x.capacity for s, x in zip(call.slots, call.layouts, strict=True))
-        self.decodes = self.queries == 1 and roomy
+        self.decodes = bool(self.queries == 1) and roomy
         self.ranked = call.layouts[0].ranked
         self.whole = whole
         self._open: dict[Any, fx.Node] = {}
@@ -199,18 +209,23 @@ class StepContext:
 
         Open sizes are inputs as well, as the function may know them from elsewhere.
         """
-        count, given = len(nodes), [*nodes, *self._open_nodes()]
+        count, given = len(nodes), [*nodes, *self._open_nodes]
         with compat.fake_mode(self.sizes.open) as fake:
             examples = [fake(self.example(node)) for node in given]
             return compat.trace(lambda *values: function(*values[:count]), examples)
 
     def spliced(self, traced: fx.GraphModule, nodes: list[fx.Node], before: fx.Node, name: str) -> list[fx.Node]:
         """What `traced` made, before another node."""
-        return graphs.splice(self.gm, traced, [*nodes, *self._open_nodes()], before, name)
+        return graphs.splice(self.gm, traced, [*nodes, *self._open_nodes], before, name)
 
+    @functools.cached_property
     def _open_nodes(self) -> list[fx.Node]:
-        sizes = self.sizes.open
-        return [self.number(sizes.size(symbol)) for symbol in sizes.symbols] if sizes else []
+        """The nodes of all open sizes that a tensor or an argument says."""
+        if self.sizes.open is None:
+            return []
+        budget, capacity = graphs.expr(self.layouts[0].budget), graphs.expr(self.capacities[0])
+        known = [symbol for symbol in self.sizes.open.symbols if symbol != budget or symbol == capacity]
+        return [self._number(symbol) for symbol in known]
 
     def number(self, size: Any) -> Any:
         """What stands in the graph for a size that does not grow: a number, or a node."""
@@ -226,36 +241,39 @@ class StepContext:
     def _emit_size(self, expression: sympy.Expr) -> fx.Node:
         """Arithmetic on the numbers among Dynamo's arguments, at the beginning of the graph."""
         if expression.is_Symbol:
-            return self._holder_of(expression)
+            return self._of_symbol(expression)
         function = {"Add": operator.add, "Mul": operator.mul}.get(expression.func.__name__)
         if function is None:
             raise UnsupportedGraph(f"the size {expression} is no sum or product")
+        made: Any
         made, *terms = [self._number(term) for term in expression.args]
         for position, term in enumerate(terms, 2):
-            whole = expression.func(*expression.args[:position])
-            with self.graph.inserting_before(self._first()):
+            part = expression.func(*expression.args[:position])
+            with self._among_sizes():
                 made = self.graph.call_function(function, (made, term))
-            made.meta["example_value"] = self.sizes.fixed_part(whole)
-        assert isinstance(made, fx.Node)
-        return made
+            made.meta["example_value"] = self.sizes.fixed_part(part)
+            self._open[part] = made
+        return self._open[expression]
 
     def is_open(self, holder: fx.Node) -> bool:
         """Whether a placeholder is of an open size, which those of tensors do not have to tell then."""
         return holder in self._open.values()
 
-    def _first(self) -> fx.Node:
-        """The first node that is neither an input nor an open size."""
-        rest = (node for node in self.graph.nodes if node.op != "placeholder" and node not in self._open.values())
-        return next(rest)
+    def _among_sizes(self) -> contextlib.AbstractContextManager[Any]:
+        """Insert before the first operation, behind the open sizes that are there."""
+        made = [node for node in self._open.values() if node.op != "placeholder"]
+        first = next(node for node in self.graph.nodes if node.op != "placeholder")
+        return self.graph.inserting_after(max(made)) if made else self.graph.inserting_before(first)
 
-    def _holder_of(self, symbol: sympy.Symbol) -> fx.Node:
-        """The placeholder of a number that is an open size."""
-        for holder in self.holders:
-            if (
-                graphs.is_size(holder)
-                and not self.sizes.grows(holder)
-                and graphs.expr(self.sizes.fixed(holder)) == symbol
-            ):
+    def _of_symbol(self, symbol: sympy.Symbol) -> fx.Node:
+        """The placeholder of a number that is an open size, or what asks the slots for it."""
+        if symbol == graphs.expr(self.capacities[0]):
+            with self._among_sizes():
+                made = self.graph.call_function(compat.SIZE, (self.slot(0, "position"), 2))
+            made.meta["example_value"] = self.capacities[0]
+            return made
+        for holder in filter(graphs.is_size, self.holders):
+            if not self.sizes.grows(holder) and graphs.expr(self.sizes.fixed(holder)) == symbol:
                 return holder
         raise UnsupportedGraph(f"no argument is the size {symbol}")
 

@@ -76,7 +76,7 @@ class FurtherInputs:
                 self.entries[None, entry] = self._like(f"{name}_whole", value(entry.node))
             return self.entries[None, entry]
         if (layer, entry) not in self.entries:
-            count = step.slots[layer].capacity + step.queries
+            count = step.capacities[layer] + step.queries
             shape = (step.rows, step.layouts[layer].groups, count, *entry.rest)
             self.entries[layer, entry] = self._new(f"{name}_at_{layer}", shape, value(entry.node).dtype)
         return self.entries[layer, entry]

@@ -25,7 +25,7 @@ from kvpass.errors import UnsupportedGraph
 from kvpass.graphs import Sizes, Slice, expr, value
 from kvpass.lowering.turns import Pairs, pairs_of, weights_of
 from kvpass.lowering.written import written_out
-from kvpass.rewrite.pieces import InPieces
+from kvpass.rewrite.pieces import InPieces, Padded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -422,8 +422,10 @@ class RotarySlice:
     def table(self, count: int, bound: list[Tensor], device: torch.device) -> list[Tensor]:
         """What keys at positions 0 .. count - 1 are turned with, each [count, ...]."""
 
+        run = self.angles.module if isinstance(count, int) else Padded(self.angles.module).run
+
         def at(place: Tensor) -> tuple[Tensor, ...]:
-            result: tuple[Tensor, ...] = self.angles.module(place.expand(self.position), *bound)
+            result: tuple[Tensor, ...] = run(place.expand(self.position), *bound)
             return result
 
         return [written_out(rows) for rows in torch.vmap(at)(torch.arange(count, device=device))]

@@ -67,7 +67,7 @@ class Masks:
     def _choose_all(self, mask: fx.Node) -> None:
         """Sparse indices in a mask, which choose all slots: the keys that they score by are dropped."""
         step = self._step
-        held, outputs = max(slots.capacity for slots in step.slots), graphs.results(step.graph)
+        held, outputs = max(step.capacities), graphs.results(step.graph)
         for each in selection.find(mask):
             each.check(held if step.decodes else held + step.queries)
             for node, dim in selection.cached(each, outputs):

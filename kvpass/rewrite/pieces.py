@@ -96,6 +96,23 @@ class InPieces(fx.Interpreter):
         return call(fx.node.map_aggregate(args, lambda arg: arg.joined() if isinstance(arg, Pieces) else arg))
 
 
+class Padded(fx.Interpreter):
+    """Interprets a graph with sums of padded tensors for concatenations.
+
+    The rule that torch.vmap has for a concatenation asks sizes for their numbers, which an open one does not have.
+    """
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op != "call_function" or graphs.name_of(n) not in ("cat", "concat"):
+            return super().run_node(n)
+        (parts, *rest), kwargs = self.fetch_args_kwargs_from_env(n)
+        dim = kwargs.get("dim", rest[0] if rest else 0) % parts[0].ndim
+        if dim == parts[0].ndim - 1:
+            return Pieces(tuple(parts)).joined()
+        moved = Pieces(tuple(part.movedim(dim, -1) for part in parts))
+        return moved.joined().movedim(-1, dim)
+
+
 _POINTWISE = frozenset(
     {"add", "sub", "mul", "neg", "to", "float", "type_as", "iadd", "contiguous", "clone", "half", "bfloat16"}
 )

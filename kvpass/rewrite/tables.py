@@ -25,7 +25,7 @@ class Tables:
 
     def angles(self, rotary: RotarySlice, capacity: int) -> list[fx.Node]:
         """The nodes of the table of angles for ranks 0 .. capacity - 1."""
-        key = (rotary.angles.key, str(rotary.position), capacity)
+        key = (rotary.angles.key, str(rotary.position), str(capacity))
         if key not in self._tables:
             step, first = self._step, self._step.sites[0].call
             nodes = [step.length, *rotary.angles.bound]  # the length only stands for the device
@@ -48,7 +48,7 @@ class Tables:
 
     def mixing(self, rotary: RotarySlice, pairs: Pairs, capacity: int, before: fx.Node) -> list[fx.Node]:
         """The nodes of a `Turn`'s weights for ranks 0 .. capacity - 1."""
-        key = (rotary.key, rotary.turn.bound, capacity)
+        key = (rotary.key, rotary.turn.bound, str(capacity))
         if key not in self._tables:
             table = self.angles(rotary, capacity)
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from kvpass import compat, graphs
 from kvpass.capture.capture import Capture
 from kvpass.errors import CacheHandleError, UnsupportedGraph
 from kvpass.graphs import Sizes
+from kvpass.layer.slots import Layout
 from kvpass.rewrite.context import StepCall, StepContext, Telling
 from kvpass.rewrite.pipeline import rewrite_step
 from kvpass.rewrite.result import StepRewrite, of_new
@@ -36,50 +36,10 @@ from kvpass.runtime.padding import (
     positions_among,
     told_by,
 )
+from kvpass.runtime.ready import Measures, Opened, Ready, ReadySteps
 from kvpass.runtime.sizes import Counter, counters, free_sizes, lengths_of, size_at
 
 MOST_UNCLEAR = 4  # sizes that may or may not follow the cache and are tried one by one
-
-
-MOST_OPEN = 4  # graphs with open sizes for calls that differ in nothing else
-
-
-@dataclasses.dataclass
-class Ready:
-    """A step graph that has been rewritten for caches of certain layouts.
-
-    Attributes:
-        free: which of the graph's `StepRunner.sizes` are open in the rewritten one.
-        run: what runs it, None until it is compiled.
-        came: whether it has run uncompiled.
-    """
-
-    rewrite: StepRewrite
-    free: tuple[int, ...] = ()
-    run: compat.Compiled | None = None
-    came: bool = False
-
-    def at(self, numbers: tuple[int, ...]) -> StepRewrite:
-        """What the graph was rewritten to, for sizes that are these numbers."""
-        return self.rewrite.at([numbers[place] for place in self.free])
-
-    def serves(self, numbers: tuple[int, ...]) -> bool:
-        """Whether it is right for these numbers as well."""
-        opened = self.rewrite.open
-        return opened is None or opened.hold([numbers[place] for place in self.free])
-
-    def runner(self, backend: Compiler, flat: list[Any], ranked: bool, chunk: bool) -> compat.Compiled:
-        """What is to run on these arguments.
-
-        A chunk may come once, as the rest of a prompt or a turn does, and compiling takes half a minute: the rewritten
-        graph itself runs, and is compiled when another one comes.
-        """
-        if chunk and not self.came and not backend.compiles_at_once:
-            self.came = True
-            return self.rewrite.gm.forward
-        with compat.one_at_a_time():
-            self.run = self.run or backend.compile_step(self.rewrite.gm, self.rewrite.examples or flat, ranked)
-        return self.run
 
 
 class StepRunner:
@@ -103,9 +63,9 @@ class StepRunner:
         self.readings: dict[Any, Sizes] = {}
         self.positions: list[int] | None = None
         self.validation: Validation | None = None
-        self.ready: dict[Any, Ready] = {}
-        self.opened: dict[Any, list[Ready]] = {}
-        self.met: dict[Any, tuple[int, ...]] = {}
+        self.ready = ReadySteps(
+            {str(symbol) for node in self.gm.graph.nodes for symbol in compat.symbols(graphs.value(node))}
+        )
         self.worked: set[tuple[int | None, ...]] = set()
 
     def __call__(self, *arguments: Any) -> tuple[Any, ...]:
@@ -151,7 +111,7 @@ class StepRunner:
         if queries == 1:
             sweep, clocks = tick(caches, self._real_rows(caches, arguments))
         ready = self._ready(caches, arguments, others, known, sweep)
-        rewrite = ready.at(self._numbers(arguments))
+        rewrite = ready.at(Measures.of(caches, self._numbers(arguments)))
         aside = rewrite.on_all_tokens(arguments)
         flat = rewrite.flat([cache.slots for cache in caches], arguments, aside, caches[0].seen)
         run = ready.runner(self.backend, flat, caches[0].layout.ranked, queries > 1)
@@ -176,48 +136,21 @@ class StepRunner:
         windows = tuple(cache.window if cache.stored < cache.seen else None for cache in caches)
         numbers = self._numbers(arguments)
         counters = tuple(self._counter(place, arguments[place], caches[0].seen) for place in self.counters.values())
-        layouts = tuple((cache.layout, cache.slots.capacity) for cache in caches)
-        key = (numbers, counters, others, windows, known, sweep, layouts)
-        if key not in self.ready:
+        measures, opens = Measures.of(caches, numbers), self.backend.opens_sizes(caches[0].layout.device)
+        layouts = tuple(
+            (measures.common(cache.layout), cache.slots.capacity - cache.layout.capacity) for cache in caches
+        )
+        alike = (counters, others, windows, known, sweep, layouts)
 
-            def specialised(opened: compat.OpenSizes | None = None) -> StepRewrite:
-                sizes = self._sizes(numbers, counters, others, windows, opened)
-                return self._specialise(caches, arguments, sizes, windows, known, sweep)
+        def rewritten(opened: Opened | None) -> StepRewrite:
+            sizes = self._sizes(numbers, counters, others, windows, opened)
+            layouts = [measures.layout(cache.layout, opened.by_place if opened else {}) for cache in caches]
+            return self._specialise(caches, arguments, sizes, windows, known, sweep, layouts)
 
-            of_any_rows = tuple((dataclasses.replace(layout, rows=0), count) for layout, count in layouts)
-            alike = (counters, others, windows, known, sweep, of_any_rows)
-            with compat.one_at_a_time():
-                self.ready[key] = self._open(alike, numbers, caches[0].layout.device, specialised) or Ready(
-                    specialised()
-                )
-                self.worked.add(others)
-        return self.ready[key]
-
-    def _open(
-        self,
-        alike: Any,
-        numbers: tuple[int, ...],
-        device: torch.device,
-        specialised: Callable[..., StepRewrite],
-    ) -> Ready | None:
-        """A rewritten graph that serves calls with other rows, or chunks of other lengths; None to make one of their own.
-
-        Args:
-            alike: what such calls have in common.
-        """
-        free = tuple(place for place, number in enumerate(numbers) if number > 1)
-        made = self.opened.setdefault((alike, free), [])
-        known = next((ready for ready in made if ready.serves(numbers)), None)
-        if known or not free or len(made) == MOST_OPEN or not self.backend.opens_sizes(device):
-            return known
-        if self._queries(numbers) == 1 and self.met.setdefault((alike, free), numbers) == numbers:
-            return None
-        try:
-            rewrite = specialised(compat.OpenSizes([numbers[place] for place in free], self._symbols))
-        except UnsupportedGraph:
-            return None
-        made.append(Ready(rewrite, free))
-        return made[-1]
+        with compat.one_at_a_time():
+            ready = self.ready.of(alike, measures, self._queries(numbers) == 1, opens, rewritten)
+            self.worked.add(others)
+        return ready
 
     def _others(
         self, caches: list[LayerCache], arguments: tuple[Any, ...], known: frozenset[int]
@@ -391,12 +324,6 @@ class StepRunner:
             for kept in fixed
         ]
 
-    @functools.cached_property
-    def _symbols(self) -> set[str]:
-        """The names of all symbols in the graph."""
-        values = [graphs.value(node) for node in self.gm.graph.nodes]
-        return {str(symbol) for each in values for symbol in compat.symbols(each)}
-
     def _sizes(self, *key: Any) -> Sizes:
         """How the graph's symbols are to be read in this call."""
         if key not in self.readings:
@@ -409,12 +336,12 @@ class StepRunner:
         counters: tuple[Counter, ...],
         others: tuple[int | None, ...],
         windows: tuple[int | None, ...],
-        opened: compat.OpenSizes | None,
+        opened: Opened | None,
     ) -> Sizes:
         known: dict[Any, Any] = dict(zip(self.sizes, numbers, strict=True))
         if opened:
-            free = [symbol for symbol, number in known.items() if number > 1]
-            known.update(zip(free, opened.symbols, strict=True))
+            ours = opened.symbols
+            known.update({symbol: ours[place] for place, symbol in enumerate(self.sizes) if place in ours})
         known.update({x: c.number for x, c in zip(self.counters, counters, strict=True) if not c.counts})
         known.update({x: size for x, size in zip(self.others, others, strict=True) if size is not None})
         lengths = [x - c.number for x, c in zip(self.counters, counters, strict=True) if c.counts]
@@ -428,8 +355,10 @@ class StepRunner:
         least = max((window + 1 for window in windows if window is not None), default=0)
         whole = [site for site, window in zip(self.sites, windows, strict=True) if window is None]
         totals = {graphs.expr(size): size for size in (graphs.value(site.grown_key).shape[2] for site in whole)}
-        queries = opened.size(graphs.expr(self.sites[0].queries).subs(known)) if opened else self._queries(numbers)
-        return Sizes(tuple(dict.fromkeys(lengths)), known, queries, least, tuple(totals.values()), opened)
+        queries, sizes = self._queries(numbers), opened.sizes if opened else None
+        if sizes:
+            queries = sizes.size(graphs.expr(self.sites[0].queries).subs(known))
+        return Sizes(tuple(dict.fromkeys(lengths)), known, queries, least, tuple(totals.values()), sizes)
 
     def _specialise(
         self,
@@ -439,11 +368,12 @@ class StepRunner:
         windows: tuple[int | None, ...],
         known: frozenset[int],
         sweep: bool,
+        opened: list[Layout],
     ) -> StepRewrite:
         layouts, slots = [cache.layout for cache in caches], [cache.slots for cache in caches]
         told = Telling(tuple(self.telling), frozenset(node for node, place in self.told.items() if place in known))
         given = (self.gm, self.sites, layouts, slots, arguments, sizes, caches[0].seen, windows, told, sweep)
-        call = StepCall(*given)
+        call = StepCall(*given, opened)
         with graphs.reading(site.call for site in self.sites):
             context, rewrite = self.backend.rewrite(call)
             self._validate(context, rewrite)

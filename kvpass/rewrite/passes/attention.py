@@ -91,7 +91,7 @@ class _Attending:
         }
         nodes = [node for group in groups.values() for node in group]
         key = (
-            layout,
+            step.call.layouts[number],
             step.slots[number].capacity,
             mask_key,
             rotary and (rotary.key, pairs),

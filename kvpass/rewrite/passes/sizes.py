@@ -30,7 +30,8 @@ def settle_sizes(step: StepContext) -> Record:
     for node in settled:
         if step.sizes.grows(node):
             step.refuse_growth(_reader(node))
-        _settle(node, step.number(step.sizes.fixed(node)))
+        if not step.sizes.settled(node):
+            _settle(node, step.number(step.sizes.fixed(node)))
     graphs.eliminate_dead(step.graph)
     for holder in step.holders:
         if not holder.users and not step.is_open(holder):

@@ -25,7 +25,7 @@ def take_slots(step: StepContext) -> Record:
     first = step.holders[0]
     for layer, slots in enumerate(step.slots):
         names = [f"slots_{layer}_{name}" for name in slots.names]
-        step.slot_inputs.append(_inputs(step, names, slots.tensors(), first, isinstance(step.rows, int)))
+        step.slot_inputs.append(_inputs(step, names, _described(step, slots.tensors()), first))
     policy = step.layouts[0].policy
     step.weights = [] if policy.aligns == "never" else [tensor.to(step.device) for tensor in policy.weights()]
     step.weight_inputs = _inputs(step, [f"kvpass_weight_{i}" for i in range(len(step.weights))], step.weights, first)
@@ -33,20 +33,28 @@ def take_slots(step: StepContext) -> Record:
     return Record([node.name for node in step.own])
 
 
-def _of_any_rows(step: StepContext, tensor: Tensor) -> Tensor:
-    """What describes one of the slots' tensors [B, ...] if the rows are an open size."""
+def _described(step: StepContext, tensors: list[Tensor]) -> list[Tensor]:
+    return [_of_any_size(step, tensor) for tensor in tensors] if step.sizes.open else tensors
+
+
+def _of_any_size(step: StepContext, tensor: Tensor) -> Tensor:
+    """What describes one of the slots' tensors, [B, ...] or [B, ., C, ...]; itself where neither is an open size."""
+    capacity = step.capacities[0]
+    shape = [step.rows, *tensor.shape[1:]]
+    if not isinstance(capacity, int) and len(shape) > 2 and shape[2] == step.slots[0].capacity:
+        shape[2] = capacity
+    if all(isinstance(size, int) for size in shape):
+        return tensor
     if not tensor.is_contiguous():
-        raise UnsupportedGraph("slots that are not contiguous serve one number of rows")
-    return step.of_shape((step.rows, *tensor.shape[1:]), tensor.dtype)
+        raise UnsupportedGraph("slots that are not contiguous serve one number of rows and one capacity")
+    return step.of_shape(tuple(shape), tensor.dtype)
 
 
-def _inputs(
-    step: StepContext, names: list[str], tensors: list[Tensor], before: fx.Node, fixed: bool = True
-) -> list[fx.Node]:
+def _inputs(step: StepContext, names: list[str], tensors: list[Tensor], before: fx.Node) -> list[fx.Node]:
     with step.graph.inserting_before(before):
         nodes = [step.graph.placeholder(name) for name in names]
     for node, tensor in zip(nodes, tensors, strict=True):
-        compat.as_new_input(node, tensor if fixed else _of_any_rows(step, tensor), in_place=True)
+        compat.as_new_input(node, tensor, in_place=True)
     step.own.update(nodes)
     return nodes
 

@@ -1,0 +1,187 @@
+"""Rewritten step graphs: one for each kind of call, or one for many whose sizes stay open."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from kvpass import compat
+from kvpass.errors import UnsupportedGraph
+from kvpass.layer.slots import Layout
+from kvpass.rewrite.result import StepRewrite
+from kvpass.runtime.compiler import Compiler
+from kvpass.runtime.handle import LayerCache
+
+MOST_OPEN = 4  # graphs with open sizes for calls that differ in nothing else
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """Open sizes, and the places among `Measures.all` that they stand for."""
+
+    sizes: compat.OpenSizes
+    free: tuple[int, ...]
+
+    @property
+    def symbols(self) -> dict[int, Any]:
+        """By place."""
+        return dict(zip(self.free, self.sizes.symbols, strict=True))
+
+    @property
+    def by_place(self) -> dict[int, Any]:
+        """The sizes, by place."""
+        return {place: self.sizes.size(symbol) for place, symbol in self.symbols.items()}
+
+
+Rewrite = Callable[[Opened | None], StepRewrite]
+"""Rewrites a step graph for the call at hand, with some of its `Measures` as open sizes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Measures:
+    """The numbers that differ between calls that one rewritten graph can serve.
+
+    Attributes:
+        numbers: those of `StepRunner.sizes`, such as rows and new tokens.
+        capacity: of all layers; 1 if they do not have the same one.
+        budget: likewise, where it is not the capacity or one less.
+    """
+
+    numbers: tuple[int, ...]
+    capacity: int = 1
+    budget: int = 1
+
+    @staticmethod
+    def of(caches: list[LayerCache], numbers: tuple[int, ...]) -> Measures:
+        sizes = {(cache.layout.budget, cache.layout.capacity, cache.slots.capacity) for cache in caches}
+        budget, capacity, there = next(iter(sizes))
+        if len(sizes) > 1 or capacity != there:
+            return Measures(numbers)
+        return Measures(numbers, capacity, 1 if capacity - budget <= 1 else budget)
+
+    @property
+    def all(self) -> tuple[int, ...]:
+        return (*self.numbers, self.capacity, self.budget)
+
+    @property
+    def free(self) -> tuple[int, ...]:
+        """Which of them can be open: a size of one is something else to a compiler."""
+        return tuple(place for place, number in enumerate(self.all) if number > 1)
+
+    @property
+    def free_numbers(self) -> tuple[int, ...]:
+        """Those among `numbers`."""
+        return tuple(place for place in self.free if place < len(self.numbers))
+
+    def layout(self, layout: Layout, sizes: dict[int, Any]) -> Layout:
+        """A layout with open sizes, by place, for capacity and budget."""
+        capacity = sizes.get(len(self.numbers))
+        if capacity is None:
+            return layout
+        budget = sizes.get(len(self.numbers) + 1, capacity - (layout.capacity - layout.budget))
+        return dataclasses.replace(layout, capacity=capacity, budget=budget)
+
+    def common(self, layout: Layout) -> Layout:
+        """What a layout shares with those of other rows, and of another capacity where that can be open."""
+        if self.capacity == 1:
+            return dataclasses.replace(layout, rows=0)
+        budget = layout.budget - layout.capacity if self.budget == 1 else 0
+        return dataclasses.replace(layout, rows=0, budget=budget, capacity=0)
+
+
+@dataclasses.dataclass
+class Ready:
+    """A step graph that has been rewritten.
+
+    Attributes:
+        measures: of the call that it was rewritten for.
+        free: which of them are open in it.
+        run: what runs it, None until it is compiled.
+        came: whether it has run uncompiled.
+    """
+
+    rewrite: StepRewrite
+    measures: Measures
+    free: tuple[int, ...] = ()
+    run: compat.Compiled | None = None
+    came: bool = False
+
+    def at(self, measures: Measures) -> StepRewrite:
+        """What the graph was rewritten to, for a call of these measures."""
+        return self.rewrite.at([measures.all[place] for place in self.free])
+
+    def serves(self, measures: Measures) -> bool:
+        """Whether it is right for such a call."""
+        pairs = enumerate(zip(measures.all, self.measures.all, strict=True))
+        same = all(one == other for place, (one, other) in pairs if place not in self.free)
+        sizes = self.rewrite.open
+        return same and (sizes is None or sizes.hold([measures.all[place] for place in self.free]))
+
+    def runner(self, backend: Compiler, flat: list[Any], ranked: bool, chunk: bool) -> compat.Compiled:
+        """What is to run on these arguments.
+
+        A chunk may come once, as the rest of a prompt or a turn does, and compiling takes half a minute: the rewritten
+        graph itself runs, and is compiled when another chunk comes.
+        """
+        if chunk and not self.came and not backend.compiles_at_once:
+            self.came = True
+            return self.rewrite.gm.forward
+        with compat.one_at_a_time():
+            self.run = self.run or backend.compile_step(self.rewrite.gm, self.rewrite.examples or flat, ranked)
+        return self.run
+
+
+class ReadySteps:
+    """What one step graph was rewritten to.
+
+    The first number of rows, and the first capacity, get code of their own, which is faster; the second of either gets
+    code for all others.  Chunks of any length share theirs from the first.
+    """
+
+    def __init__(self, symbols: set[str]) -> None:
+        """
+        Args:
+            symbols: the names of all that are in the graph.
+        """
+        self._symbols = symbols
+        self._ready: dict[Any, Ready] = {}
+        self._opened: dict[Any, list[Ready]] = {}
+        self._met: dict[Any, Measures] = {}
+
+    def of(self, alike: Any, measures: Measures, decodes: bool, opens: bool, rewrite: Rewrite) -> Ready:
+        """What serves a call.
+
+        Args:
+            alike: what else it depends on.
+            decodes: it has one token.
+            opens: whether sizes may be open.
+        """
+        if (alike, measures) not in self._ready:
+            found = self._shared((alike, measures.free), measures, decodes, rewrite) if opens else None
+            self._ready[alike, measures] = found or Ready(rewrite(None), measures)
+        return self._ready[alike, measures]
+
+    def _shared(self, kind: Any, measures: Measures, decodes: bool, rewrite: Rewrite) -> Ready | None:
+        """A rewritten graph with open sizes; None if the call is to have its own."""
+        made = self._opened.setdefault(kind, [])
+        known = next((ready for ready in made if ready.serves(measures)), None)
+        first = decodes and self._met.setdefault(kind, measures) == measures
+        if known or first or len(made) == MOST_OPEN:
+            return known
+        for free in dict.fromkeys((measures.free, measures.free_numbers)):
+            found = self._opened_for(measures, free, rewrite)
+            if found:
+                made.append(found)
+                return found
+        return None
+
+    def _opened_for(self, measures: Measures, free: tuple[int, ...], rewrite: Rewrite) -> Ready | None:
+        """The graph with these measures open; None where it cannot be said for sizes that are no numbers."""
+        if not free:
+            return None
+        sizes = compat.OpenSizes([measures.all[place] for place in free], self._symbols)
+        try:
+            return Ready(rewrite(Opened(sizes, free)), measures, free)
+        except UnsupportedGraph:  # what is refused whatever the sizes is refused again without them
+            return None
