@@ -86,10 +86,11 @@ TABLE = [
                 "sinks": st.integers(0, 3),
                 "growth": st.sampled_from(["pow2", "pow3", "pow4", "linear"]),
                 "reduce": st.sampled_from(["mean", "max", "median"]),
-                "gamma": st.none() | st.sampled_from([0.0, 0.5, 0.95]),
+                "gamma": st.none() | st.sampled_from([0.0, 0.5, 0.95, 1.0]),
                 "order": st.sampled_from(["write_first", "attend_first"]),
                 "eager_fill": st.booleans(),
                 "heads": st.sampled_from(["shared", "kv"]),
+                "select": st.sampled_from([True, True, False]),
             }
         ),
         scored=True,
