@@ -74,6 +74,7 @@ TABLE = [
                 "log_n": st.booleans(),
                 "variant": st.sampled_from(["buzz", "fast", "nomax"]),
                 "iterate_prompt": st.booleans(),
+                "old_stride": st.none() | st.integers(2, 6),
             }
         ),
         scored=True,
