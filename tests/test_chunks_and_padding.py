@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.layer import Literal, Lowered, Stretch, layout_for
-from tests.strategies import TABLE, cases
+from tests.strategies import TABLE, Case, cases
 
 EVICTING = [row for row in TABLE if row.name != "full"]
 
@@ -76,3 +76,10 @@ def test_a_layer_with_a_budget_of_its_own(data):
     limit = data.draw(st.integers(row.least, case.budget + 5))
     lengths = data.draw(st.lists(st.sampled_from([1, 1, 5]), max_size=12))
     compare(case, [case.prompt, *lengths], 0.2, limit=limit, spare=5)
+
+
+@pytest.mark.parametrize("prompt", range(5, 15))
+def test_a_prompt_held_whole_is_compressed_whether_or_not_it_fits_the_slots(prompt):
+    """By the first step, to the layer's own budget of 6 in 14 slots."""
+    case = Case("d2o", {"compress_at": "first_decode"}, 0, 1, 1, 1, 8, 8, prompt, 3, "absolute", None)
+    compare(case, [prompt, 1, 1, 1], 0.0, limit=6, spare=5)
