@@ -126,8 +126,12 @@ TABLE = [
             {
                 "share": st.sampled_from(["union", "concat", "private"]),
                 "refresh_interval": st.none() | st.integers(1, 6),
+                "sinks": st.none() | st.integers(0, 1),
+                "top": st.none() | st.just(1),
+                "select_at": st.sampled_from(["prompt_end", "overflow"]),
             }
         ),
+        least=5,  # with three query heads for each KV head
         scored=True,
     ),
     Row(
