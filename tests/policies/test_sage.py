@@ -57,7 +57,7 @@ def test_sinks_and_tokens_for_each_head_can_be_given():
 def test_what_leaves_no_room_for_recent_tokens_is_refused():
     with pytest.raises(BudgetError, match="at least 9"):
         simulate("sage", *layer(20, groups=3), prompt=12, budget=8, sinks=2, top=2, compiled=True)
-    with pytest.raises(BudgetError, match="budget=8.* at least 9$"):
+    with pytest.raises(BudgetError, match=r"budget=8.* at least 9$"):
         Sage(sinks=4).check_budget(8)
     Sage(sinks=4).check_budget(9)
 
