@@ -254,7 +254,7 @@ def _reference(layer: _Layer) -> Trace:
 
 def _plan(layer: _Layer, rows: Tensor, real: Tensor) -> Plan:
     """What the layer gets after a prompt with the probabilities `rows` [B, Hq, P, P]."""
-    total = rows.unflatten(1, (layer.k.shape[1], -1)).sum(3)  # [B, Hkv, G, P]
+    total = rows.sum(2).view(rows.shape[0], layer.k.shape[1], -1, rows.shape[3])  # [B, Hkv, G, P]
     return layer.policy.plan([Attention(total=total)], real, layer.budget)[0]
 
 

@@ -136,7 +136,7 @@ def test_of_generated_tokens_those_that_drew_most_stay():
 
 
 def test_a_prompt_that_is_to_stay_must_fit():
-    with pytest.raises(BudgetError, match="budget=6 .* 7 tokens are to stay"):
+    with pytest.raises(BudgetError, match=r"budget=6 .* 7 tokens are to stay"):
         simulate("random", *layer(8), prompt=7, budget=6, keep_prompt=True, compiled=True)
 
 
