@@ -45,6 +45,12 @@ from kvpass.policies.full import Full
 from kvpass.policies.nearest import nearest
 
 UNSET = -2.0  # below every cosine
+CHOICES = {
+    "layers": ("softmax", "gate", "paper"),
+    "merge": ("paper", "average", "none", "official"),
+    "compress_at": ("prompt_end", "first_decode"),
+    "density": ("kv", "query"),
+}
 
 __all__ = ["D2O", "layer_budgets"]
 
@@ -90,13 +96,7 @@ class D2O(Policy):
         require(self.gate >= 0, "gate", self.gate, "must not be negative")
         require(self.alpha >= 1, "alpha", self.alpha, "must be at least 1")
         require(0 <= self.beta <= 1, "beta", self.beta, "must lie between 0 and 1")
-        choices = {
-            "layers": ("softmax", "gate", "paper"),
-            "merge": ("paper", "average", "none", "official"),
-            "compress_at": ("prompt_end", "first_decode"),
-            "density": ("kv", "query"),
-        }
-        for option, known in choices.items():
+        for option, known in CHOICES.items():
             value = getattr(self, option)
             require(value in known, option, value, f"must be one of {', '.join(known)}")
         whole = all(isinstance(layer, int) for layer in self.skip_layers)
