@@ -10,6 +10,7 @@ which those policies can choose that select only then.  docs/quality.md has the 
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
 import json
 import sys
@@ -30,6 +31,7 @@ from kvpass.demo.job import attempt
 from kvpass.demo.stream import perplexity
 from kvpass.demo.subject import load
 from kvpass.errors import KVPassError
+from kvpass.policies import Policy
 
 LEFT_OUT = ("kv_align",)  # it needs networks that were trained for the model
 FILE = "quality.json"
@@ -59,7 +61,7 @@ class Settings:
     """What to measure.
 
     Attributes:
-        policies: names.
+        policies: names, or a name and options: "sage:select_at=overflow,top=4".
         budgets: tokens kept.
         prompts: lengths of the prompt; each makes a table of its own.
         documents, length: how many documents of how many tokens; they are rows of one batch.
@@ -88,11 +90,25 @@ class Case:
 Row = dict[str, Any]
 
 
+def chosen(text: str) -> Policy:
+    """The policy that a name, or a name and options, stands for."""
+    name, _, given = text.partition(":")
+    options = dict(option.partition("=")[::2] for option in given.split(",") if option)
+    return policies.resolve(name, {option: _value(value) for option, value in options.items()})
+
+
+def _value(text: str) -> object:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text  # a word
+
+
 def cases(settings: Settings) -> Iterator[Case]:
     """Every measurement, policies that evict nothing once per prompt."""
     for prompt in settings.prompts:
         for policy in settings.policies:
-            for budget in settings.budgets if policies.get(policy).evicts else (None,):
+            for budget in settings.budgets if chosen(policy).evicts else (None,):
                 yield Case(policy, prompt, budget)
 
 
@@ -103,7 +119,7 @@ def measure(model: Any, tokens: Tensor, case: Case, inner: str, tick: Callable[[
     def streamed() -> stream.Run:
         return stream.run(model, tokens, every=tokens.shape[1], tick=tick, prompt=case.prompt)
 
-    outcome = attempt(model, case.policy, slots, inner, streamed)
+    outcome = attempt(model, chosen(case.policy), slots, inner, streamed)
     row = dataclasses.asdict(case)
     if isinstance(outcome, KVPassError):
         return {**row, "error": str(outcome)}
@@ -209,7 +225,8 @@ def _panel(axes: Axes, rows: Sequence[Row]) -> None:
 def parsed(arguments: Sequence[str] | None) -> Settings:
     everything = [name for name in policies.names() if name not in LEFT_OUT]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.quality", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--policies", nargs="+", default=everything, metavar="NAME", help="default: all")
+    named = "NAME[:OPTION=VALUE,...]"
+    parser.add_argument("--policies", nargs="+", default=everything, metavar=named, help="default: all")
     parser.add_argument("--budgets", nargs="+", type=int, default=[128, 256, 512], metavar="N")
     parser.add_argument("--prompts", nargs="+", type=int, default=[2, 1024], metavar="N")
     parser.add_argument("--documents", type=int, default=4, metavar="N", help="rows of one batch (default: 4)")

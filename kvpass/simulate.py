@@ -14,7 +14,7 @@ from kvpass.errors import BudgetError, KVPassError
 from kvpass.layer.slots import FREE, Chunk, Layout, Slots, admit, rows_in_order
 from kvpass.layer.statistics import as_attention, statistics
 from kvpass.layer.step import Rotate, Site, decode_step, extend_step, tempered
-from kvpass.policies.base import Attention, Policy, window_starts
+from kvpass.policies.base import Attention, Plan, Policy, window_starts
 from kvpass.reference import ReferenceLayer, reference_of
 from kvpass.reference.base import attention_logits
 from kvpass.storage import KVDtype, Rows
@@ -236,10 +236,11 @@ def _in_order(slots: Slots, rows: Rows) -> Tensor:
 
 def _reference(layer: _Layer) -> Trace:
     q, k, v, stored = _prompt(layer)
-    capacity = layer.policy.capacity(layer.budget, layer.prompt)
-    reference = ReferenceLayer(layer.layout(capacity), reference_of(layer.policy))
-    real = layer.real(layer.prompt)
-    logits = attention_logits(q * reference.temper(real), k, _visible(layer), None, layer.scale)
+    real, rule = layer.real(layer.prompt), reference_of(layer.policy)
+    factor = rule.temper(layer.prompt)
+    logits = attention_logits(q * factor, k, _visible(layer), None, layer.scale)
+    plan = _plan(layer, logits.softmax(-1), real)
+    reference = ReferenceLayer(layer.layout(plan.capacity), rule, plan.budget)
     reference.take(Chunk(stored, v, real, Attention()), logits.softmax(-1), logits)
     outputs, held = [_weighted(logits.softmax(-1), v)], [reference.positions()]
     for t in range(layer.prompt, layer.q.shape[2]):
@@ -249,6 +250,12 @@ def _reference(layer: _Layer) -> Trace:
     positions = torch.stack([_fitted(p, width, FREE).expand(-1, layer.k.shape[1], -1) for p in held])
     keys, values = (_fitted_rows(reference.rows(name, stored=True), width) for name in ("key", "value"))
     return Trace(positions, torch.cat(outputs, 2), keys, values)
+
+
+def _plan(layer: _Layer, rows: Tensor, real: Tensor) -> Plan:
+    """What the layer gets after a prompt with the probabilities `rows` [B, Hq, P, P]."""
+    total = rows.sum(2).view(rows.shape[0], layer.k.shape[1], -1, rows.shape[3])  # [B, Hkv, G, P]
+    return layer.policy.plan([Attention(total=total)], real, layer.budget)[0]
 
 
 def _reference_step(layer: _Layer, reference: ReferenceLayer, t: int) -> Tensor:

@@ -74,6 +74,7 @@ TABLE = [
                 "log_n": st.booleans(),
                 "variant": st.sampled_from(["buzz", "fast", "nomax"]),
                 "iterate_prompt": st.booleans(),
+                "old_stride": st.none() | st.integers(2, 6),
             }
         ),
         scored=True,
@@ -86,10 +87,11 @@ TABLE = [
                 "sinks": st.integers(0, 3),
                 "growth": st.sampled_from(["pow2", "pow3", "pow4", "linear"]),
                 "reduce": st.sampled_from(["mean", "max", "median"]),
-                "gamma": st.none() | st.sampled_from([0.0, 0.5, 0.95]),
+                "gamma": st.none() | st.sampled_from([0.0, 0.5, 0.95, 1.0]),
                 "order": st.sampled_from(["write_first", "attend_first"]),
                 "eager_fill": st.booleans(),
                 "heads": st.sampled_from(["shared", "kv"]),
+                "select": st.sampled_from([True, True, False]),
             }
         ),
         scored=True,
@@ -102,14 +104,15 @@ TABLE = [
                 "sinks": st.integers(0, 3),
                 "heavy": st.sampled_from([0.0, 0.3, 0.75, 1.0]),
                 "extra_sinks": st.booleans(),
-                "layers": st.sampled_from(["softmax", "gate"]),
+                "layers": st.sampled_from(["softmax", "gate", "paper"]),
                 "gate": st.sampled_from([0.0, 100.0]),
                 "alpha": st.sampled_from([1.0, 3.0]),
                 "beta": st.sampled_from([0.0, 0.3, 0.5, 1.0]),
-                "merge": st.sampled_from(["paper", "official"]),
+                "merge": st.sampled_from(["paper", "average", "none", "official"]),
                 "compress_at": st.sampled_from(["prompt_end", "first_decode"]),
                 "skip_layers": st.sampled_from([(), (), (0,), (-1, 3), (2,)]),
                 "calibrate": st.booleans(),
+                "density": st.sampled_from(["kv", "query"]),
             }
         ),
         scored=True,
@@ -123,8 +126,12 @@ TABLE = [
             {
                 "share": st.sampled_from(["union", "concat", "private"]),
                 "refresh_interval": st.none() | st.integers(1, 6),
+                "sinks": st.none() | st.integers(0, 1),
+                "top": st.none() | st.just(1),
+                "select_at": st.sampled_from(["prompt_end", "overflow"]),
             }
         ),
+        least=5,  # with three query heads for each KV head
         scored=True,
     ),
     Row(

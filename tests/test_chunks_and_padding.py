@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.layer import Literal, Lowered, Stretch, layout_for
-from tests.strategies import TABLE, cases
+from tests.strategies import TABLE, Case, cases
 
 EVICTING = [row for row in TABLE if row.name != "full"]
 
@@ -50,7 +50,9 @@ def test_padded_prompts_and_chunks(row, data):
 @given(data=st.data())
 def test_padded_steps_change_nothing(row, data):
     case = data.draw(cases(row, dim=8))
-    if row.name == "buzz" or case.options.get("refresh_interval") or case.options.get("every", 1) > 1:
+    options = case.options
+    sweeps = options.get("refresh_interval") or options.get("every", 1) > 1 or options.get("select_at") == "overflow"
+    if row.name == "buzz" or sweeps:
         return  # they sweep when the host's count says so, and it does not know of padding
     compare(case, [case.prompt] + [1] * data.draw(st.integers(1, 12)), 0.3, padded_steps=True)
 
@@ -76,3 +78,10 @@ def test_a_layer_with_a_budget_of_its_own(data):
     limit = data.draw(st.integers(row.least, case.budget + 5))
     lengths = data.draw(st.lists(st.sampled_from([1, 1, 5]), max_size=12))
     compare(case, [case.prompt, *lengths], 0.2, limit=limit, spare=5)
+
+
+@pytest.mark.parametrize("prompt", range(5, 15))
+def test_a_prompt_held_whole_is_compressed_whether_or_not_it_fits_the_slots(prompt):
+    """By the first step, to the layer's own budget of 6 in 14 slots."""
+    case = Case("d2o", {"compress_at": "first_decode"}, 0, 1, 1, 1, 8, 8, prompt, 3, "absolute", None)
+    compare(case, [prompt, 1, 1, 1], 0.0, limit=6, spare=5)

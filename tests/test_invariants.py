@@ -67,15 +67,40 @@ def test_the_uncompiled_model_until_something_is_evicted(
 def test_the_reference_at_every_step(
     traced: Callable[..., Traced], architecture: str, name: str, rows: int, padding: tuple[int, ...]
 ) -> None:
+    held, mask = compare(traced(architecture, rows, "is fed"), rows, padding, settings(name, architecture, 8))
+    assert ((held >= 0).sum(-1) < mask.sum(-1)[:, None]).all() or name == "full"  # every row has lost something
+
+
+OPTIONS = [
+    ("cascade", 8, {"select": False}),
+    ("buzz", 8, {"old_stride": 2}),
+    ("d2o", 8, {"merge": "none", "density": "query"}),
+    ("d2o", 6, {"layers": "paper", "gate": 2.872, "alpha": 1.5}),  # one layer is above the gate and one below
+    ("d2o", 6, {"layers": "gate", "gate": 2.872, "compress_at": "first_decode"}),
+    ("sage", 15, {"select_at": "overflow"}),  # in another step for each row
+    ("random", 15, {"keep_prompt": True}),
+]
+
+
+@pytest.mark.parametrize(("name", "budget", "options"), OPTIONS, ids=lambda value: str(value))
+def test_the_reference_at_every_step_with_options(
+    traced: Callable[..., Traced], name: str, budget: int, options: dict[str, object]
+) -> None:
+    compare(traced("Llama", 3, "is fed"), *PADDED, {"policy": name, "budget": budget, **options})
+
+
+def compare(
+    model: Traced, rows: int, padding: tuple[int, ...], chosen: dict[str, object]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A prompt and steps on slots and on the reference; what the first layer holds [B, Hkv, C], and the mask."""
     steps = [12, *[1] * 9]
-    model, (ids, mask) = traced(architecture, rows, "is fed"), prompt(rows, sum(steps), padding)
-    lowered = force(model, ids, mask, steps, **settings(name, architecture, 8), inner="eager")
+    ids, mask = prompt(rows, sum(steps), padding)
+    lowered = force(model, ids, mask, steps, **chosen, inner="eager")
     assert model.graphs == 2
-    literal = force(model, ids, mask, steps, **settings(name, architecture, 8), inner="reference")
+    literal = force(model, ids, mask, steps, **chosen, inner="reference")
     for step, (ours, theirs) in enumerate(zip(lowered.held, literal.held, strict=True)):
         for layer, (a, b) in enumerate(zip(ours, theirs, strict=True)):
             assert torch.equal(a, b), f"step {step}, layer {layer} holds {a} where the reference holds {b}"
     real = mask.bool()
     torch.testing.assert_close(lowered.logits[real], literal.logits[real], atol=1e-4, rtol=1e-4)
-    held = (lowered.held[-1][0] >= 0).sum(-1)
-    assert (held < mask.sum(-1)[:, None]).all() or name == "full"  # something was evicted in every row
+    return lowered.held[-1][0], mask

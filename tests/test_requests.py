@@ -71,8 +71,9 @@ def test_each_request_gets_what_it_gets_alone(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_steps_with_a_sweep() -> None:
-    each_is_as_alone("sage", refresh_interval=3)
+@pytest.mark.parametrize("options", [{"refresh_interval": 3}, {"select_at": "overflow", "budget": 14}])
+def test_steps_with_a_sweep(options: dict[str, object]) -> None:
+    each_is_as_alone("sage", **options)
 
 
 def test_one_loop_serves_all_kinds_of_requests() -> None:

@@ -255,10 +255,11 @@ def admit(layout: Layout, held: Slots | None, chunk: Chunk, limit: int | None = 
     Returns:
         Slots of the layout's capacity; of more when the policy defers and this is the prompt.
     """
-    past = Slots.empty(_roomy(layout, chunk)) if held is None else held
+    budget = layout.budget if limit is None else limit
+    past = Slots.empty(_roomy(layout, chunk, budget)) if held is None else held
     key, value = Rows.of(layout.key_format, chunk.key), Rows.of(layout.value_format, chunk.value)
     tokens, index = _candidates(layout, past, chunk.real, key, value, held is None)
-    tokens = dataclasses.replace(tokens, budget=layout.budget if limit is None else limit)
+    tokens = dataclasses.replace(tokens, budget=budget)
     tokens = tokens.updated(layout.policy.absorb(tokens, chunk.attention))
     stays, changes = layout.policy.sweep(tokens)
     tokens = tokens.updated(changes)
@@ -299,10 +300,15 @@ def _next_slot(layout: Layout, slots: Slots) -> Tensor:
     return (slots.position < 0).int().argmax(-1)
 
 
-def _roomy(layout: Layout, chunk: Chunk) -> Layout:
-    """The layout for a prompt, which a policy that defers holds whole, with one slot to spare."""
-    prompt = chunk.real.shape[1] + 1 if layout.policy.defers else 0
-    return dataclasses.replace(layout, capacity=max(layout.capacity, prompt))
+def _roomy(layout: Layout, chunk: Chunk, budget: int) -> Layout:
+    """The layout for a prompt, which a policy that defers holds whole, with one slot to spare.
+
+    One that exceeds the layer's budget gets more slots than the layout has, even if it would fit there: that is
+    how the next step knows that all that is too much has to go, and not one token for each that comes.
+    """
+    prompt, capacity = chunk.real.shape[1], layout.capacity
+    whole = layout.policy.defers and prompt > budget
+    return dataclasses.replace(layout, capacity=max(capacity, prompt) + 1 if whole else capacity)
 
 
 def _candidates(

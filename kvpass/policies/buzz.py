@@ -29,7 +29,7 @@ from torch import Tensor
 from kvpass.errors import BudgetError
 from kvpass.policies.base import LATE, Attention, Clock, Policy, State, Statistic, Tokens, require
 from kvpass.policies.buzz_hives import best_of_hives
-from kvpass.policies.buzz_sizes import ratio, thinned_if_due, threshold_for, window_and_threshold
+from kvpass.policies.buzz_sizes import Strides, thinned_if_due, threshold_for, window_and_threshold
 
 LOG_BASE = math.log(512)
 
@@ -46,6 +46,7 @@ class Buzz(Policy):
     variant: "buzz", "fast" (scores are the attention of the last step alone) or "nomax" (the first of each
         hive stays, and scores do not matter).
     iterate_prompt: False samples a prompt once, as the public code does; its slots are then as many as it leaves.
+    old_stride: s' (Fig. 8a), at least 2; None for floor((s + 1) / 2).
     """
 
     stride: int = 5
@@ -55,6 +56,7 @@ class Buzz(Policy):
     log_n: bool = False
     variant: Literal["buzz", "fast", "nomax"] = "buzz"
     iterate_prompt: bool = True
+    old_stride: int | None = None
     name: ClassVar[str] = "buzz"
     heads: ClassVar[Literal["shared", "kv"]] = "kv"
     positions: ClassVar[Literal["absolute", "cache"]] = "cache"
@@ -62,18 +64,24 @@ class Buzz(Policy):
     ranks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        ratio(self.stride)
+        Strides.of(self.stride, self.old_stride)  # or an error
         require(self.sinks >= 0, "sinks", self.sinks, "must not be negative")
         require(self.window is None or self.window >= 1, "window", self.window, "must be at least 1")
         require(self.threshold is None or self.threshold >= 2, "threshold", self.threshold, "must be at least 2")
         known = ("buzz", "fast", "nomax")
         require(self.variant in known, "variant", self.variant, f"must be one of {', '.join(known)}")
 
+    @property
+    def strides(self) -> Strides:
+        """s and s'."""
+        return Strides.of(self.stride, self.old_stride)
+
     def sizes(self, budget: int) -> tuple[int, int]:
         """w and T."""
         room, window, threshold = budget - self.sinks, self.window, self.threshold
         if window is None:
-            window = window_and_threshold(room, self.stride, 0)[0] if threshold is None else room - threshold
+            split = window_and_threshold(room, self.stride, 0, self.old_stride)
+            window = split[0] if threshold is None else room - threshold
         return window, room - window if threshold is None else threshold
 
     def minimum_budget(self) -> int:
@@ -96,7 +104,7 @@ class Buzz(Policy):
 
     def _counts(self, stored: int, old: int, budget: int, iterate: bool) -> tuple[int, int]:
         window, threshold = self.sizes(budget)
-        return thinned_if_due(stored, old, self.sinks + window, threshold, self.stride, iterate)
+        return thinned_if_due(stored, old, self.sinks + window, threshold, self.strides, iterate)
 
     # The tensors.
 
@@ -122,7 +130,7 @@ class Buzz(Policy):
     def sweep(self, tokens: Tokens) -> tuple[Tensor, State]:
         window, threshold = self.sizes(tokens.budget)
         middle = tokens.live.sum(-1, keepdim=True) - self.sinks - window  # [B, H', 1]
-        place, old, interval = tokens.order - self.sinks, tokens.state["old"], (self.stride + 1) // 2
+        place, old, interval = tokens.order - self.sinks, tokens.state["old"], self.strides.old
         inside = tokens.live & (place >= 0) & (place < middle)
         fresh, hive = inside & (place >= old), (place - old).clamp(min=0) // self.stride
         first = (place - old) % self.stride == 0

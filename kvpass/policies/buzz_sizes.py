@@ -2,42 +2,70 @@
 
 from __future__ import annotations
 
+import dataclasses
+from fractions import Fraction
+
 from kvpass.policies.base import require
 
 
-def ratio(stride: int) -> float:
-    """T / w."""
-    require(stride >= 3, "stride", stride, "must be at least 3: the cache would grow without bound")
-    return (stride**2 + 1) / (stride + 1) if stride % 2 else stride - 1
+@dataclasses.dataclass(frozen=True)
+class Strides:
+    """How a middle is sampled.
+
+    Attributes:
+        new: s, the size of a hive.
+        old: s', the interval at which what has been through a thinning is sampled again.
+    """
+
+    new: int
+    old: int
+
+    @staticmethod
+    def of(stride: int, old_stride: int | None) -> Strides:
+        """By the options of the policy."""
+        require(stride >= 3, "stride", stride, "must be at least 3: the cache would grow without bound")
+        fits = old_stride is None or old_stride >= 2
+        require(fits, "old_stride", old_stride, "must be None or at least 2: the cache would grow without bound")
+        return Strides(stride, (stride + 1) // 2 if old_stride is None else old_stride)
+
+    @property
+    def ratio(self) -> float:
+        """T / w, so that of a middle of T tokens that w are left of an earlier thinning, w are left again.
+
+        w = w / s' + (T - w) / s, and so T / w = 1 + s - s / s'.  With s' = floor((s + 1) / 2) that is the paper's
+        (s^2 + 1) / (s + 1) for an odd s, and s - 1 for an even one.
+        """
+        return float(1 + self.new - Fraction(self.new, self.old))
 
 
-def threshold_for(window: int, stride: int = 5) -> int:
+def threshold_for(window: int, stride: int = 5, old_stride: int | None = None) -> int:
     """T for a window: T / w = (s^2 + 1) / (s + 1) for an odd stride s, s - 1 for an even one.
 
-    >>> threshold_for(12, stride=5), threshold_for(12, stride=4)
-    (52, 36)
+    >>> threshold_for(12, stride=5), threshold_for(12, stride=4), threshold_for(12, stride=5, old_stride=5)
+    (52, 36, 60)
     """
-    return round(window * ratio(stride))
+    return round(window * Strides.of(stride, old_stride).ratio)
 
 
-def window_and_threshold(budget: int, stride: int = 5, sinks: int = 4) -> tuple[int, int]:
+def window_and_threshold(
+    budget: int, stride: int = 5, sinks: int = 4, old_stride: int | None = None
+) -> tuple[int, int]:
     """w and T for a budget: sinks + w + T == budget, T / w as in `threshold_for` or next to it.
 
     >>> window_and_threshold(68)
     (12, 52)
     """
-    window = max(1, round((budget - sinks) / (1 + ratio(stride))))
+    window = max(1, round((budget - sinks) / (1 + Strides.of(stride, old_stride).ratio)))
     return window, budget - sinks - window
 
 
-def thinned(middle: int, old: int, stride: int) -> int:
+def thinned(middle: int, old: int, strides: Strides) -> int:
     """How many of a middle are left, of which `old` have been through it before: ceil(old / s') + ceil(new / s)."""
-    interval = (stride + 1) // 2
-    return -(-old // interval) - (-(middle - old) // stride)
+    return -(-old // strides.old) - (-(middle - old) // strides.new)
 
 
 def thinned_if_due(
-    stored: int, old: int, fixed: int, threshold: int, stride: int, iterate: bool = False
+    stored: int, old: int, fixed: int, threshold: int, strides: Strides, iterate: bool = False
 ) -> tuple[int, int]:
     """Tokens stored and old ones among them, after a thinning if the middle holds more than the threshold.
 
@@ -46,10 +74,10 @@ def thinned_if_due(
         fixed: sinks and window together.
         iterate: sample again at the interval s' until the middle fits.
     """
-    middle, interval = stored - fixed, (stride + 1) // 2
+    middle = stored - fixed
     if middle <= threshold:
         return stored, old
-    size = thinned(middle, old, stride)
+    size = thinned(middle, old, strides)
     while iterate and size > threshold:
-        size = -(-size // interval)
+        size = -(-size // strides.old)
     return fixed + size, size

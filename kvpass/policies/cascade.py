@@ -12,7 +12,8 @@ No token ever moves: ordered by age, sub-cache i is the ranks [iW, (i+1)W) from 
 number n (sinks not counted) let b be the first i >= 1 whose sub-cache holds something and for which
 n mod f_i is not zero: of the ranks bW - 1 and bW the one of lower score goes (the newer one, if it is
 strictly lower), and the new token takes its slot.  If there is no such b the oldest goes, once the cache
-is full.  b depends on counts alone, and a step costs a few passes over the metadata.
+is full.  b depends on counts alone, and a step costs a few passes over the metadata.  Without selection
+rank bW - 1 goes, whatever the scores.
 
 A prompt attends as the model does, and its rows are then taken one token at a time, as in decoding.  A
 chunk of q queries attends to [sinks, cache, chunk]; mu_j = gamma^q mu_j + (1 - gamma) sum_r gamma^(q-1-r)
@@ -43,10 +44,11 @@ class Cascade(Policy):
     cascades, sinks: N, and the first tokens that always stay; (budget - sinks) must divide by cascades.
     growth: of f_i: "pow2", "pow3", "pow4", or "linear" for i + 1.
     reduce: over the query heads: "mean", "max" or "median" (of an even number the lower of the two).
-    gamma: the decay of the scores; None for exp(-ln(100) / W).
+    gamma: the decay of the scores; None for exp(-ln(100) / W).  With 1 all scores stay zero, and so equal.
     order: "write_first" as in the paper, or "attend_first", which needs one more slot.
     eager_fill: every sub-cache accepts as long as t <= |C| + sinks.
     heads: "shared", or "kv" for a choice of each KV head by its own query heads.
+    select: False for no token selection (Table 3): what a sub-cache does not accept is dropped.
     """
 
     cascades: int = 4
@@ -57,6 +59,7 @@ class Cascade(Policy):
     order: Literal["write_first", "attend_first"] = "write_first"
     eager_fill: bool = False
     heads: Literal["shared", "kv"] = "shared"  # type: ignore[misc]
+    select: bool = True
     name: ClassVar[str] = "cascade"
     positions: ClassVar[Literal["absolute", "cache"]] = "cache"
     statistics: ClassVar[frozenset[Statistic]] = frozenset({"scan"})
@@ -65,7 +68,8 @@ class Cascade(Policy):
     def __post_init__(self) -> None:
         require(self.cascades >= 1, "cascades", self.cascades, "must be at least 1")
         require(self.sinks >= 0, "sinks", self.sinks, "must not be negative")
-        require(self.gamma is None or 0 <= self.gamma < 1, "gamma", self.gamma, "must be None or lie in [0, 1)")
+        require(self.gamma is None or 0 <= self.gamma <= 1, "gamma", self.gamma, "must be None or lie in [0, 1]")
+        require(isinstance(self.select, bool), "select", self.select, "must be True or False")
         choices = {
             "growth": (*BASES, "linear"),
             "reduce": ("mean", "max", "median"),
@@ -134,7 +138,7 @@ class Cascade(Policy):
         return torch.where(goes.any(-1, keepdim=True), goes, ~tokens.live).int().argmax(-1)
 
     def _rule(self, budget: int) -> Rule:
-        return Rule(budget - self.sinks, intervals(self.cascades, self.growth), self.eager_fill)
+        return Rule(budget - self.sinks, intervals(self.cascades, self.growth), self.eager_fill, self.select)
 
     def scan(self, rows: Iterable[Tensor], real: Tensor, held: int, budget: int) -> Tensor:
         """The scores when a prompt ends, LOST for tokens that were dropped; for a chunk what its rows add."""

@@ -35,11 +35,13 @@ class Rule:
         size: |C|, the slots of all sub-caches.
         accepts: f_i for each sub-cache.
         eager: all accept as long as no more than |C| tokens came before.
+        select: of two that compete the higher score stays; else the one that was there.
     """
 
     size: int
     accepts: list[int]
     eager: bool
+    select: bool = True
 
     def border(self, number: Tensor, held: Tensor) -> Tensor:
         """The rank b W from the newest at which token `number` stops pushing; `held` if every sub-cache accepts.
@@ -58,7 +60,8 @@ class Rule:
     def leaving(self, number: Tensor, held: Tensor, score_at: Callable[[Tensor], Tensor]) -> Tensor:
         """The rank from the newest of the token that makes room for token `number`, or NOBODY."""
         rank = self.border(number, held)
-        loser = torch.where(score_at(rank - 1) >= score_at(rank), rank, rank - 1)
+        arriving = rank - 1
+        loser = torch.where(score_at(arriving) >= score_at(rank), rank, arriving) if self.select else arriving
         return torch.where(rank < held, loser, torch.where(held < self.size, NOBODY, held - 1))
 
     def insert(self, line: Tensor, token: int, number: Tensor, score: Tensor) -> Tensor:

@@ -45,6 +45,12 @@ from kvpass.policies.full import Full
 from kvpass.policies.nearest import nearest
 
 UNSET = -2.0  # below every cosine
+CHOICES = {
+    "layers": ("softmax", "gate", "paper"),
+    "merge": ("paper", "average", "none", "official"),
+    "compress_at": ("prompt_end", "first_decode"),
+    "density": ("kv", "query"),
+}
 
 __all__ = ["D2O", "layer_budgets"]
 
@@ -55,27 +61,30 @@ class D2O(Policy):
 
     sinks, heavy: the first tokens that stay, and the share N / (N + M); sinks are part of the N.
     extra_sinks: sinks are not part of the N; it is a share of the rest.
-    layers: how layers share the budget: "softmax" over their densities, or "gate" (Eq. 5): alpha times as
-        much for a density up to `gate`.
+    layers: how layers share the budget: "softmax" over their densities, "gate": alpha times as much for a
+        density up to `gate`, scaled so that the mean is the budget, or "paper": the budget or alpha times it.
     beta: how fast tau moves.
-    merge: "paper" as above, or "official": plain averages k_c <- (k_c + sum_i u_i k_i) / (1 + n_c), and
-        one decision for all heads by the mean of their u.
+    merge: "paper" as above; "average": plain means k_c <- (k_c + sum_i m_i k_i) / (1 + n_c); "none": what goes
+        is gone (both in Table 6); or "official": k_c <- (k_c + sum_i u_i k_i) / (1 + n_c), means of rows that
+        are scaled by their u, and one decision for all heads by the mean of their u.
     compress_at: "prompt_end", or "first_decode": a prompt is held whole until the next token has attended.
     skip_layers: layers that keep everything, whatever that costs; they are no part of the mean.
     calibrate: later prompts get the layer budgets of the first one.
+    density: what variances are taken of (Eq. 4): the column sums of a "kv" head, or of each "query" head.
     """
 
     sinks: int = 4
     heavy: float = 0.75
-    layers: Literal["softmax", "gate"] = "softmax"
+    layers: Literal["softmax", "gate", "paper"] = "softmax"
     gate: float = 100.0
     alpha: float = 3.0
     beta: float = 0.5
-    merge: Literal["paper", "official"] = "paper"
+    merge: Literal["paper", "average", "none", "official"] = "paper"
     compress_at: Literal["prompt_end", "first_decode"] = "prompt_end"
     skip_layers: tuple[int, ...] = ()
     calibrate: bool = False
     extra_sinks: bool = False
+    density: Literal["kv", "query"] = "kv"
     name: ClassVar[str] = "d2o"
     heads: ClassVar[Literal["shared", "kv"]] = "kv"
     statistics: ClassVar[frozenset[Statistic]] = frozenset({"total"})
@@ -87,16 +96,19 @@ class D2O(Policy):
         require(self.gate >= 0, "gate", self.gate, "must not be negative")
         require(self.alpha >= 1, "alpha", self.alpha, "must be at least 1")
         require(0 <= self.beta <= 1, "beta", self.beta, "must lie between 0 and 1")
-        choices = {"layers": "softmax gate", "merge": "paper official", "compress_at": "prompt_end first_decode"}
-        for option, known in choices.items():
+        for option, known in CHOICES.items():
             value = getattr(self, option)
-            require(value in known.split(), option, value, f"must be {known.replace(' ', ' or ')}")
+            require(value in known, option, value, f"must be one of {', '.join(known)}")
         whole = all(isinstance(layer, int) for layer in self.skip_layers)
         require(whole, "skip_layers", self.skip_layers, "must be layer numbers")
 
     @property
     def defers(self) -> bool:
         return self.compress_at == "first_decode"
+
+    @property
+    def merges(self) -> bool:
+        return self.merge != "none"
 
     def minimum_budget(self) -> int:
         return self.sinks + 1
@@ -109,7 +121,8 @@ class D2O(Policy):
     ) -> list[Plan]:
         if self.calibrate and earlier:
             return list(earlier)
-        variances = [column_variance(layer.total, real) for layer in attention if layer.total is not None]
+        totals = [layer.total for layer in attention if layer.total is not None]
+        variances = [column_variance(total, real, self.density) for total in totals]
         how = (self.layers, self.gate, self.alpha)
         budgets = layer_budgets(variances, budget, real.shape[1], *how, least=self.minimum_budget())
         most = largest_layer_budget(len(budgets), budget, self.layers, self.alpha)
@@ -155,7 +168,11 @@ class D2O(Policy):
         old = tokens.state["threshold"]
         moved = torch.where(old == UNSET, mean, self.beta * mean + (1 - self.beta) * old)
         threshold = torch.where(valid.any(-1, keepdim=True), moved, old)
-        merged = (valid & (judged >= threshold)).float()
-        weight = merged * (similar if self.merge == "official" else similar.exp())
-        share, own = (merged, 1.0) if self.merge == "official" else (weight, math.e)
+        weight, share, own = self._weights(similar, (valid & (judged >= threshold)).float())
         return Merge(into, weight, share, own, {"threshold": threshold})
+
+    def _weights(self, similar: Tensor, merged: Tensor) -> tuple[Tensor, Tensor, float]:
+        """What tokens that go and the kept one weigh, and what they count in the denominator; see `Merge`."""
+        if self.merge == "paper":
+            return merged * similar.exp(), merged * similar.exp(), math.e
+        return merged * similar if self.merge == "official" else merged, merged, 1.0

@@ -7,17 +7,20 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from kvpass.policies.base import share_of
+
 LEAST_SHARE = 0.01  # of the prompt, for every layer
 
 
-def column_variance(total: Tensor, real: Tensor) -> list[float]:
-    """F = Var_j(colsum_j) of every KV head, over real tokens, the mean of the rows.
+def column_variance(total: Tensor, real: Tensor, density: str = "kv") -> list[float]:
+    """F = Var_j(colsum_j) of every head, over real tokens, the mean of the rows (Eq. 4).
 
     Args:
         total: attention summed over the queries, [B, Hkv, G, N].
         real: bool [B, N].
+        density: "kv" sums over the G query heads of a KV head first, "query" takes every query head by itself.
     """
-    paid = total.sum(2).double()  # [B, Hkv, N]
+    paid = (total.sum(2) if density == "kv" else total.flatten(1, 2)).double()  # [B, Hkv or Hq, N]
     here = real[:, None].to(paid.dtype)
     count = here.sum(-1, keepdim=True).clamp(min=1)
     mean = (paid * here).sum(-1, keepdim=True) / count
@@ -39,16 +42,19 @@ def layer_budgets(
     "softmax": in proportion to softmax(-d), where d is the mean over the heads of the variances, scaled so
     that the smallest of all layers and heads is 0 and the largest 1.  "gate": 1 for a layer whose variance
     (mean over the heads) exceeds `gate`, else alpha.  Every layer gets at least a hundredth of the prompt
-    and at most the prompt.
+    and at most the prompt.  "paper": the same weights as they are, S = `budget` or alpha S whatever the
+    prompt; their mean is not `budget`.
 
     Args:
-        variances: F for each layer and KV head.
+        variances: F for each layer and head.
         prompt: tokens of the prompt; one that fits the budget leaves it equal for all layers.
         least: the smallest budget of a layer.
     """
+    means = [sum(heads) / len(heads) for heads in variances]
+    if layers == "paper":
+        return [budget if mean > gate else share_of(budget, alpha) for mean in means]
     if budget >= prompt:
         return [budget] * len(variances)
-    means = [sum(heads) / len(heads) for heads in variances]
     if layers == "gate":
         weights = [1.0 if mean > gate else alpha for mean in means]
     else:
@@ -76,5 +82,7 @@ def _shared_out(weights: list[float], total: int, least: int, most: int) -> list
 
 def largest_layer_budget(count: int, budget: int, layers: str = "softmax", alpha: float = 3.0) -> int:
     """The most that `layer_budgets` can give one of `count` layers, whatever the prompt."""
+    if layers == "paper":
+        return share_of(budget, alpha)
     others = (count - 1) / (alpha if layers == "gate" else math.e)
     return math.ceil(count * budget / (1 + others))

@@ -1,12 +1,13 @@
-"""SAGE-KV ("LLMs Know What to Drop: Self-Attention Guided KV Cache Eviction"; the paper's sections 3.1-3.3).
+"""SAGE-KV ("LLMs Know What to Drop: Self-Attention Guided KV Cache Eviction"; its section 2, sizes by its appendix).
 https://arxiv.org/abs/2503.08879
 
 Once, at the end of the prompt of N tokens: sinks [0, S), candidates E = [S, N - 1 - R), recent tokens and
 the last one.  Every QUERY head takes the k candidates to which the last token's logits are highest; a KV
 head holds what its G query heads took.  A budget of B is split S = B/4, k = B/(2G), R = the rest.  From
 then on the recent tokens are a ring: the oldest of those that nobody took makes room for each new token,
-and nothing is scored.  N <= B + 1: nothing is selected, the first S + G k tokens stay.  What two heads
-both took needs one slot; the slots that this saves go to recent tokens.
+and nothing is scored.  N <= B + 1: nothing is selected, the first S + G k tokens stay, unless
+`select_at="overflow"` has the first token that finds no room select.  What two heads both took needs one
+slot; the slots that this saves go to recent tokens.
 
 A chunk is a prompt: the selection is made again by its last token, among the held tokens and the chunk.
 `refresh_interval=n` (the paper's future work) makes it again every n tokens; since only held tokens can
@@ -16,25 +17,35 @@ be taken, the candidates then reach up to those that would leave the ring before
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from kvpass.errors import BudgetError
 from kvpass.policies.base import Attention, Clock, Policy, State, Statistic, Tokens, highest, require
 
 HIDDEN = torch.finfo(torch.float32).min
 MOST_GROUPS = 62
 
 
-def budget_split(budget: int, groups: int) -> tuple[int, int, int]:
+def budget_split(budget: int, groups: int, sinks: int | None = None, top: int | None = None) -> tuple[int, int, int]:
     """Sinks S, tokens per query head k and recent tokens R: S + groups * k + R == budget.
 
-    >>> budget_split(8192, 4)
-    (2048, 1024, 2048)
+    >>> budget_split(8192, 4), budget_split(8192, 7, top=512)
+    ((2048, 1024, 2048), (2048, 512, 2560))
+
+    Raises:
+        BudgetError: nothing is left for recent tokens.
     """
-    sinks, top = budget // 4, budget // (2 * groups)
-    return sinks, top, budget - sinks - groups * top
+    sinks = budget // 4 if sinks is None else sinks
+    top = budget // (2 * groups) if top is None else top
+    recent = budget - sinks - groups * top
+    if recent < 1:
+        taken = f"sinks={sinks} and top={top} for each of {groups} query heads"
+        raise BudgetError(f"budget={budget} is too small for {taken}: it needs at least {budget - recent + 1}")
+    return sinks, top, recent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,10 +55,15 @@ class Sage(Policy):
     share: what a query head sees of what the G heads of its KV head took: "union" all of it, "concat" all
         of it and a token as often as it was taken, "private" only its own.
     refresh_interval: select again every so many tokens; None for never.
+    sinks, top: S and k; None for what follows from the budget.  The recent tokens are the rest.
+    select_at: "prompt_end", or "overflow": of a prompt that fits, the token that finds no room selects, once.
     """
 
     share: Literal["union", "concat", "private"] = "union"
     refresh_interval: int | None = None
+    sinks: int | None = None
+    top: int | None = None
+    select_at: Literal["prompt_end", "overflow"] = "prompt_end"
     name: ClassVar[str] = "sage"
     heads: ClassVar[Literal["shared", "kv"]] = "kv"
     statistics: ClassVar[frozenset[Statistic]] = frozenset({"logits"})
@@ -57,6 +73,27 @@ class Sage(Policy):
         require(self.share in known, "share", self.share, f"must be one of {', '.join(known)}")
         every = self.refresh_interval
         require(every is None or every >= 1, "refresh_interval", every, "must be None or at least 1")
+        require(self.sinks is None or self.sinks >= 0, "sinks", self.sinks, "must be None or at least 0")
+        require(self.top is None or self.top >= 1, "top", self.top, "must be None or at least 1")
+        times = ("prompt_end", "overflow")
+        require(self.select_at in times, "select_at", self.select_at, f"must be one of {', '.join(times)}")
+
+    def minimum_budget(self) -> int:
+        """The least that one query head for each KV head can do with; how many there are a model says."""
+        return next(budget for budget in itertools.count(1) if self._leaves_recent(budget))
+
+    def _leaves_recent(self, budget: int) -> bool:
+        return self._sinks(budget) + (budget // 2 if self.top is None else self.top) < budget
+
+    def _sinks(self, budget: int) -> int:
+        return budget // 4 if self.sinks is None else self.sinks
+
+    def _split(self, budget: int, groups: int) -> tuple[int, int, int]:
+        return budget_split(budget, groups, self.sinks, self.top)
+
+    def _fits(self, budget: int) -> int:
+        """The longest prompt from which nothing is selected when it ends."""
+        return budget if self.select_at == "overflow" else budget + 1
 
     def state(self) -> dict[str, torch.dtype]:
         return {"takers": torch.int64}  # how many query heads took it ("private": a bit for each); -1: all do
@@ -72,8 +109,8 @@ class Sage(Policy):
 
     def _unselected(self, tokens: Tokens, groups: int) -> Tensor:
         """The takers; while all still fits, the first S + G k tokens are taken by all."""
-        sinks, top, _ = budget_split(tokens.budget, groups)
-        block = (tokens.position < sinks + groups * top) & (tokens.seen <= tokens.budget + 1)
+        sinks, top, _ = self._split(tokens.budget, groups)
+        block = (tokens.position < sinks + groups * top) & (tokens.seen <= self._fits(tokens.budget))
         return torch.where(block & tokens.live, -1, tokens.state["takers"])
 
     def absorb(self, tokens: Tokens, attention: Attention) -> State:
@@ -81,19 +118,28 @@ class Sage(Policy):
         assert attention.queries is not None
         groups, step = attention.logits.shape[2], tokens.held == tokens.position.shape[-1]
         since = tokens.state["since"] + attention.queries
-        due = attention.queries > 0
-        recent = budget_split(tokens.budget, groups)[2]
+        due, recent = attention.queries > 0, torch.full_like(since, self._split(tokens.budget, groups)[2])
         if step:
-            assert self.refresh_interval is not None
-            due, recent = due & (since >= self.refresh_interval), max(recent - self.refresh_interval, 0)
-        selects = due & (tokens.seen > tokens.budget + 1)
+            overflows, again = self._due(tokens, since)
+            due, recent = due & (overflows | again), torch.where(overflows, recent, self._early(recent))
+        selects = due & (tokens.seen > self._fits(tokens.budget))
         takers = torch.where(selects, self._takers(tokens, attention.logits, recent), self._unselected(tokens, groups))
         return {"takers": takers, "since": torch.where(due, 0, since)}
 
-    def _takers(self, tokens: Tokens, logits: Tensor, recent: int) -> Tensor:
-        """Who took what, [B, Hkv, N]: every query head its top k."""
+    def _due(self, tokens: Tokens, since: Tensor) -> tuple[Tensor, Tensor]:
+        """Whether a step selects as its token is the first that finds no room, or as it is time to do so again."""
+        never = torch.zeros_like(since, dtype=torch.bool)  # [B, H', 1]
+        overflows = (tokens.seen == tokens.budget + 1) | never if self.select_at == "overflow" else never
+        return overflows, never if self.refresh_interval is None else since >= self.refresh_interval
+
+    def _early(self, recent: Tensor) -> Tensor:
+        """Without the tokens that would leave the ring before the next selection."""
+        return recent if self.refresh_interval is None else (recent - self.refresh_interval).clamp(min=0)
+
+    def _takers(self, tokens: Tokens, logits: Tensor, recent: Tensor) -> Tensor:
+        """Who took what, [B, Hkv, N]: every query head its top k; recent is [B, Hkv, 1]."""
         groups = logits.shape[2]
-        sinks, top, _ = budget_split(tokens.budget, groups)
+        sinks, top, _ = self._split(tokens.budget, groups)
         candidate = (tokens.position >= sinks) & (tokens.position < tokens.seen - 1 - recent)
         position = torch.where(candidate, tokens.position, -1)[:, :, None].expand(-1, -1, groups, -1)
         took = highest(logits, position, top)  # [B, Hkv, G, N]
@@ -104,7 +150,7 @@ class Sage(Policy):
 
     def worth(self, tokens: Tokens) -> Tensor:
         """Sinks and what was taken are safe; then the latest."""
-        sink = tokens.position < tokens.budget // 4
+        sink = tokens.position < self._sinks(tokens.budget)
         return torch.where(sink | (tokens.state["takers"] != 0), torch.iinfo(torch.int64).max, tokens.position)
 
     def bias(self, tokens: Tokens, groups: int) -> Tensor | None:
@@ -116,10 +162,13 @@ class Sage(Policy):
         took = (takers >> torch.arange(groups, device=takers.device)[:, None]) & 1  # [B, Hkv, G, C]
         return torch.where((took == 0) & (takers != 0), HIDDEN, 0.0)
 
+    # What the host knows of a row: tokens since the last selection, and tokens seen.
+
     def clock(self, clock: Clock, new: int, budget: int) -> Clock:
-        return (0,)
+        return 0, sum(clock[1:]) + new
 
     def tick(self, clock: Clock, budget: int) -> tuple[bool, Clock]:
-        since = clock[0] + 1
+        since, seen = clock[0] + 1, clock[1] + 1
         due = self.refresh_interval is not None and since >= self.refresh_interval
-        return due, (0 if due else since,)
+        due = due or (self.select_at == "overflow" and seen == budget + 1)
+        return due, (0 if due else since, seen)

@@ -228,7 +228,7 @@ class ReferenceLayer:
 
         That is a single one, unless the prompt is still held whole, as policies that defer have it.
         """
-        whole = self.layout.policy.defers and self.fed == 1 and self.length + 1 > self.layout.capacity
+        whole = self.layout.policy.defers and self.fed == 1 and self.length > self.streams[0][0].budget
         return count == 1 and self.layout.kv_dtype is not None and self.fed > 0 and not whole
 
     def _token(self, stream: Stream, chunk: Chunk, b: int, place: int, j: int) -> Token:

@@ -13,6 +13,7 @@ from kvpass.reference.base import Reference, Stream, Token
 class BuzzReference(Reference):
     def __init__(self, policy: Buzz) -> None:
         self.policy = policy
+        self.interval = math.floor((policy.stride + 1) / 2) if policy.old_stride is None else policy.old_stride
 
     def temper(self, count: int) -> float:
         return math.log(max(count, 1), 512) if self.policy.log_n else 1.0
@@ -35,13 +36,13 @@ class BuzzReference(Reference):
         middle = self.sample(middle, stream.notes.get("old", 0))
         again = policy.iterate_prompt if prompt else not stream.step
         while again and len(middle) > threshold:
-            middle = middle[:: (policy.stride + 1) // 2]
+            middle = middle[:: self.interval]
         stream.notes["old"] = len(middle)
         stream.tokens = sinks + middle + last
 
     def sample(self, middle: list[Token], count: int) -> list[Token]:
         policy = self.policy
-        old, new = middle[:count][:: (policy.stride + 1) // 2], middle[count:]
+        old, new = middle[:count][:: self.interval], middle[count:]
         for token in old:
             token.score = 0.0
         hives = [new[n : n + policy.stride] for n in range(0, len(new), policy.stride)]

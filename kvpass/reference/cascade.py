@@ -55,7 +55,7 @@ class CascadeReference(Reference):
                 cache.append(item)
                 return
             else:
-                if item.score >= cache[-1].score:
+                if policy.select and item.score >= cache[-1].score:
                     cache[-1] = item
                 return
 

@@ -41,7 +41,7 @@ class D2OReference(Reference):
         return sorted(safe + middle[: max(0, budget - len(safe))], key=lambda token: token.position)
 
     def settle(self, row: list[Stream]) -> None:
-        if not row[0].gone:
+        if not row[0].gone or self.policy.merge == "none":
             return
         found = [[closest(token, stream.tokens) for token in stream.gone] for stream in row]
         if self.policy.merge == "official":
@@ -52,7 +52,8 @@ class D2OReference(Reference):
         else:
             for stream, pairs in zip(row, found, strict=True):
                 tau = self.threshold(stream, [u for u, _ in pairs])
-                self.paper(stream, pairs, [u >= tau for u, _ in pairs])
+                mix = self.average if self.policy.merge == "average" else self.paper
+                mix(stream, pairs, [u >= tau for u, _ in pairs])
         for stream in row:
             stream.gone = []
 
@@ -74,6 +75,15 @@ class D2OReference(Reference):
                 key = math.e * target.key + sum(w * token.key for w, token in gone)
                 value = math.e * target.value + sum(w * token.value for w, token in gone)
                 target.key, target.value = stream.stored(key / total), stream.stored(value / total)
+
+    def average(self, stream: Stream, pairs: list[tuple[float, Token]], merged: list[bool]) -> None:
+        for target in stream.tokens:
+            found = zip(stream.gone, pairs, merged, strict=True)
+            group = [target] + [token for token, (_, into), yes in found if into is target and yes]
+            if len(group) > 1:
+                key = torch.stack([token.key for token in group]).mean(0)
+                value = torch.stack([token.value for token in group]).mean(0)
+                target.key, target.value = stream.stored(key), stream.stored(value)
 
     def official(self, stream: Stream, pairs: list[tuple[float, Token]], merged: list[bool]) -> None:
         for target in stream.tokens:

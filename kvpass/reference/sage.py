@@ -14,29 +14,41 @@ from kvpass.reference.base import Reference, Stream, Token
 class SageReference(Reference):
     """`takers` of a token is the set of query heads that took it, or "all" if it stays without being taken."""
 
-    def __init__(self, share: str, every: int | None) -> None:
-        self.share = share
-        self.every = every
+    def __init__(self, policy: Sage) -> None:
+        self.share = policy.share
+        self.every = policy.refresh_interval
+        self.sinks = policy.sinks
+        self.top = policy.top
+        self.late = policy.select_at == "overflow"
+
+    def sizes(self, budget: int, group: int) -> tuple[int, int, int]:
+        """Sinks, tokens for each query head, and recent tokens."""
+        sinks = math.floor(budget / 4) if self.sinks is None else self.sinks
+        k = math.floor(budget / 2 / group) if self.top is None else self.top
+        return sinks, k, budget - sinks - group * k
 
     def take(self, stream: Stream, new: list[Token], rows: Tensor, logits: Tensor) -> None:
         tokens, budget, group = stream.tokens + new, stream.budget, rows.shape[1]
-        sinks, k = budget // 4, budget // (2 * group)
-        recent = budget - sinks - group * k
+        sinks, k, recent = self.sizes(budget, group)
         stream.notes["since"] = stream.notes.get("since", 0) + len(new) if stream.step else 0
-        if stream.seen <= budget + 1:
+        if self.fits(stream):
             for token in tokens:
                 if token.position < sinks + group * k:
                     token.notes["takers"] = "all"
-        if new and stream.step and self.every is not None and stream.notes["since"] >= self.every:
-            stream.notes["since"] = 0
-            recent = max(recent - self.every, 0)
+        overflows = self.late and stream.seen == budget + 1  # the budget is full, and this one came on top
+        if new and not self.fits(stream) and (overflows or not stream.step):
             self.select(tokens, logits[-1], stream, sinks, k, recent)
-        elif new and not stream.step:
-            self.select(tokens, logits[-1], stream, sinks, k, recent)
+        elif new and stream.step and self.every is not None and stream.notes["since"] >= self.every:
+            self.select(tokens, logits[-1], stream, sinks, k, max(recent - self.every, 0))
         stream.tokens = self.ring(tokens, budget, sinks)
 
+    def fits(self, stream: Stream) -> bool:
+        """Whether nothing has to be selected from what the stream has seen."""
+        return stream.seen <= stream.budget + (0 if self.late else 1)
+
     def select(self, tokens: list[Token], last: Tensor, stream: Stream, sinks: int, k: int, recent: int) -> None:
-        if stream.seen <= stream.budget + 1:
+        stream.notes["since"] = 0
+        if self.fits(stream):
             return
         last_token = stream.seen - 1
         candidates = [n for n, token in enumerate(tokens) if sinks <= token.position < last_token - recent]
@@ -68,4 +80,4 @@ class SageReference(Reference):
 
 
 def reference(policy: Sage) -> Reference:
-    return SageReference(policy.share, policy.refresh_interval)
+    return SageReference(policy)

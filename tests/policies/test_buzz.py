@@ -22,7 +22,7 @@ def test_sizes_follow_the_recursion(data):
     trace = simulate("buzz", *case.layer(), compiled=True, **case.settings)
     policy, sizes = case.policy, (trace.positions >= 0).sum(-1)
     window, threshold = policy.sizes(case.budget)
-    fixed, interval, old = policy.sinks + window, (policy.stride + 1) // 2, 0
+    fixed, interval, old = policy.sinks + window, policy.old_stride or (policy.stride + 1) // 2, 0
     for before, after in itertools.pairwise(sizes):
         stored = int(before.flatten()[0]) + 1
         if stored == fixed + threshold + 1:
@@ -43,9 +43,9 @@ def test_prompts_of_any_length_fit_and_the_host_knows_the_size(data, prompt):
         assert stored <= case.budget
 
 
-@given(st.integers(3, 9), st.integers(2, 60))
-def test_a_full_middle_always_shrinks(stride, threshold):
-    policy = Buzz(stride=stride, sinks=0, window=1, threshold=threshold)
+@given(st.integers(3, 9), st.integers(2, 60), st.none() | st.integers(2, 9))
+def test_a_full_middle_always_shrinks(stride, threshold, old_stride):
+    policy = Buzz(stride=stride, sinks=0, window=1, threshold=threshold, old_stride=old_stride)
     clock = (1, 0)
     for _ in range(500):
         _, clock = policy.tick(clock, 1 + threshold)
@@ -62,17 +62,34 @@ def test_the_best_of_each_hive_stays():
     assert trace.positions[0, 0, 0].tolist() == [0, 1, 2, *best, *range(23, 28), -1, -1]
 
 
+@pytest.mark.parametrize(("old_stride", "old"), [(None, [0]), (3, [0]), (2, [0, 10])])
+def test_old_tokens_are_sampled_at_their_own_stride(old_stride, old):
+    """By hand: the first thinning leaves 0, 5, 10; the second has them as old ones, and 12 to 20 as new ones."""
+    q, k, v = (torch.randn(1, 1, 22, 4, generator=torch.Generator().manual_seed(n)) for n in range(3))
+    sizes = {"budget": 12, "sinks": 0, "window": 1, "threshold": 11, "old_stride": old_stride}
+    held = simulate("buzz", q, k, v, prompt=1, variant="nomax", compiled=True, **sizes).positions[:, 0, 0].tolist()
+    assert [p for p in held[12] if p >= 0] == [0, 5, 10, 12]
+    assert [p for p in held[21] if p >= 0] == [*old, 12, 17, 21]
+
+
+@pytest.mark.parametrize(("stride", "old_stride"), [(5, None), (4, None), (3, None), (5, 5), (6, 2)])
+def test_the_theorem_makes_what_is_left_as_long_as_the_window(stride, old_stride):
+    window, interval = 600, old_stride or (stride + 1) // 2
+    threshold = threshold_for(window, stride, old_stride)
+    assert window / interval + (threshold - window) / stride == pytest.approx(window, rel=1e-2)
+
+
 def test_the_parameter_theorem():
     assert threshold_for(12) == 52
     assert threshold_for(12, 4) == 36
     assert threshold_for(4, 3) == 10
 
 
-@given(st.integers(8, 5000), st.integers(3, 9), st.integers(0, 4))
-def test_a_budget_is_split_to_the_last_slot(budget, stride, sinks):
-    window, threshold = window_and_threshold(budget, stride, sinks)
+@given(st.integers(8, 5000), st.integers(3, 9), st.integers(0, 4), st.none() | st.integers(2, 9))
+def test_a_budget_is_split_to_the_last_slot(budget, stride, sinks, old_stride):
+    window, threshold = window_and_threshold(budget, stride, sinks, old_stride)
     assert sinks + window + threshold == budget
-    assert abs(threshold - threshold_for(window, stride)) <= stride
+    assert abs(threshold - threshold_for(window, stride, old_stride)) <= stride
 
 
 @pytest.mark.parametrize(
@@ -83,6 +100,7 @@ def test_a_budget_is_split_to_the_last_slot(budget, stride, sinks):
         ({"window": 0}, "window"),
         ({"threshold": 1}, "threshold"),
         ({"variant": "slow"}, "variant"),
+        ({"old_stride": 1}, "old_stride"),
     ],
 )
 def test_bad_options_are_named(options, named):

@@ -16,7 +16,7 @@ from tests.strategies import ROWS, cases
 from tests.test_simulate import check
 
 
-def literal(caches, width, accepts, number, score, eager):
+def literal(caches, width, accepts, number, score, eager, select=True):
     """The paper's scan over sub-caches of token numbers, newest last."""
     item = number
     for cache, interval in zip(caches, accepts, strict=True):
@@ -25,7 +25,7 @@ def literal(caches, width, accepts, number, score, eager):
             cache.append(item)
             return
         if not taken:
-            if score[item] >= score[cache[-1]]:
+            if select and score[item] >= score[cache[-1]]:
                 cache[-1] = item
             return
         cache.append(item)
@@ -34,16 +34,16 @@ def literal(caches, width, accepts, number, score, eager):
 
 @pytest.mark.parametrize("growth", ["pow2", "pow3", "pow4", "linear"])
 @pytest.mark.parametrize("cascades", range(1, 9))
-@pytest.mark.parametrize("eager", [False, True])
-def test_the_closed_form_is_the_scan_over_sub_caches(growth, cascades, eager):
+@pytest.mark.parametrize(("eager", "select"), [(False, True), (True, True), (False, False)])
+def test_the_closed_form_is_the_scan_over_sub_caches(growth, cascades, eager, select):
     width = 3
     size, accepts = cascades * width, intervals(cascades, growth)
-    rule, caches = Rule(size, accepts, eager), [[] for _ in range(cascades)]
+    rule, caches = Rule(size, accepts, eager, select), [[] for _ in range(cascades)]
     line = torch.full((1, 1, size), -1)
     drawn = torch.Generator().manual_seed(cascades)
     for number in range(120):
         score = torch.rand(120, generator=drawn)  # the scores of all tokens change at every step
-        literal(caches, width, accepts, number, score.tolist(), eager and number <= size)
+        literal(caches, width, accepts, number, score.tolist(), eager and number <= size, select)
         line = rule.insert(line, number, torch.tensor([[[number]]]), score[None, None])
         held = [token for token in line[0, 0].tolist() if token >= 0]
         assert held == sorted((token for cache in caches for token in cache), reverse=True)
@@ -84,6 +84,28 @@ def test_no_slot_moves():
         assert len(set(after.tolist()) - set(before.tolist())) == 1
 
 
+def held_after(tokens, **options):
+    """Positions held after single tokens, |C| = 4 in two sub-caches of W = 2, no sinks."""
+    drawn = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, tokens, 4, generator=drawn) for _ in range(3))
+    settings = {"prompt": 1, "budget": 4, "sinks": 0, "cascades": 2, "compiled": True}
+    trace = simulate("cascade", q, k, v, **settings, **options)
+    return [[p for p in row.tolist() if p >= 0] for row in trace.positions[:, 0, 0]]
+
+
+def test_without_selection_every_second_token_passes_on():
+    """By hand: sub-cache 1 takes what sub-cache 0 gives up at even token numbers; the rest is dropped."""
+    expected = [[0], [0, 1], [0, 1, 2], [0, 2, 3], [0, 2, 3, 4], [0, 2, 4, 5], [2, 4, 5, 6], [2, 4, 6, 7]]
+    assert held_after(8, select=False) == expected
+    assert held_after(8, select=False, gamma=1.0) == expected
+
+
+def test_scores_that_never_change_let_the_arriving_token_stay():
+    """By hand: with gamma = 1 all scores are equal, and of equals the arriving one takes the newest's place."""
+    expected = [[0], [0, 1], [0, 1, 2], [1, 2, 3], [1, 2, 3, 4], [1, 3, 4, 5], [3, 4, 5, 6], [3, 5, 6, 7]]
+    assert held_after(8, gamma=1.0) == expected
+
+
 def test_approximate_context():
     assert [approximate_context(2048, n) for n in (2, 4, 8)] == [3072, 7680, 65280]
     assert approximate_context(100, 1) == 100
@@ -97,7 +119,8 @@ def test_approximate_context():
         ({"sinks": -1}, "sinks"),
         ({"growth": "pow5"}, "growth"),
         ({"reduce": "sum"}, "reduce"),
-        ({"gamma": 1.0}, "gamma"),
+        ({"gamma": 1.1}, "gamma"),
+        ({"select": "no"}, "select"),
         ({"order": "first"}, "order"),
         ({"heads": "all"}, "heads"),
     ],

@@ -29,16 +29,27 @@ def test_a_budget_of_everything_changes_nothing(data):
     assert torch.equal(got.positions[-1, ..., : q.shape[2]], full.positions[-1])
 
 
-def test_one_step_merges_by_the_formula():
+def weights(merge, u):
+    """What the kept row and the one that goes are multiplied with, by the formulas."""
+    total = math.e + math.exp(u)
+    return {
+        "paper": (math.e / total, math.exp(u) / total),
+        "average": (1 / 2, 1 / 2),
+        "official": (1 / 2, u / 2),
+        "none": (1, 0),
+    }[merge]
+
+
+@pytest.mark.parametrize("merge", ["paper", "average", "official", "none"])
+def test_one_step_merges_by_the_formula(merge):
     drawn = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(1, 1, 7, 4, generator=drawn) for _ in range(3))
-    trace = simulate("d2o", q, k, v, prompt=6, budget=6, sinks=1, compiled=True)
+    trace = simulate("d2o", q, k, v, prompt=6, budget=6, sinks=1, merge=merge, compiled=True)
     held = trace.positions[-1, 0, 0].tolist()
     (gone,) = set(range(7)) - set(held)
     similar = torch.cosine_similarity(k[0, 0, gone], k[0, 0, held], dim=-1)
-    into, u = int(similar.argmax()), float(similar.max())
     # The first token that ever goes sets tau to its own u, and so is merged.
-    own, other = math.e / (math.e + math.exp(u)), math.exp(u) / (math.e + math.exp(u))
+    into, (own, other) = int(similar.argmax()), weights(merge, float(similar.max()))
     for rows, x in ((trace.keys, k), (trace.values, v)):
         expected = x[0, 0, held].clone()
         expected[into] = own * expected[into] + other * x[0, 0, gone]
@@ -68,6 +79,21 @@ def test_a_layer_that_looks_everywhere_gets_more():
     assert layer_budgets([[0.0, 0.0], [1.0, 1.0]], 100, 1000) == [146, 54]
     assert layer_budgets([[0.0], [200.0]], 100, 1000, "gate") == [150, 50]
     assert layer_budgets([[0.0], [200.0]], 100, 80) == [100, 100]
+
+
+def test_the_gate_of_the_paper_does_not_scale():
+    """S above the gate of 100, alpha S up to it, whatever the prompt."""
+    for prompt in (80, 1000):
+        assert layer_budgets([[0.0], [100.0], [200.0]], 100, prompt, "paper", alpha=2.5) == [250, 250, 100]
+    plan = D2O(layers="paper", gate=0.0).plan(attention(1.0, 0.0), torch.ones(1, 50, dtype=torch.bool), 20)
+    assert plan == [Plan(20, 61), Plan(60, 61)]
+
+
+def test_variances_are_taken_of_kv_heads_or_of_query_heads():
+    """Two query heads that look at different tokens: 4, 4 together, and 1, 3 and 3, 1 by themselves."""
+    total, real = torch.tensor([[[[1.0, 3.0], [3.0, 1.0]]]]), torch.ones(1, 2, dtype=torch.bool)
+    assert column_variance(total, real) == [0.0]
+    assert column_variance(total, real, "query") == [1.0, 1.0]
 
 
 def test_the_bound_for_32_layers():
@@ -118,7 +144,8 @@ def test_skipped_layers_keep_everything():
         ({"gate": -1.0}, "gate"),
         ({"alpha": 0.5}, "alpha"),
         ({"beta": 1.5}, "beta"),
-        ({"merge": "none"}, "merge"),
+        ({"merge": "mean"}, "merge"),
+        ({"density": "layer"}, "density"),
         ({"compress_at": "never"}, "compress_at"),
         ({"skip_layers": ("a",)}, "skip_layers"),
     ],

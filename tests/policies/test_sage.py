@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpass.errors import PolicyError
+from kvpass.errors import BudgetError, PolicyError
 from kvpass.policies.sage import Sage, budget_split
 from kvpass.simulate import simulate
 from tests.strategies import ROWS, cases
@@ -43,6 +43,50 @@ def test_the_split_adds_up(budget, groups):
 
 def test_the_split_of_the_paper():
     assert budget_split(8192, 4) == (2048, 1024, 2048)
+    assert budget_split(8192, 7, top=512) == (2048, 512, 2560)  # Qwen2.5, whose B / (2G) would be 585
+
+
+def test_sinks_and_tokens_for_each_head_can_be_given():
+    """By hand: of a budget of 12 one sink and three taken tokens leave the last eight."""
+    q, k, v = layer(20)
+    held = simulate("sage", q, k, v, prompt=20, budget=12, sinks=1, top=3, compiled=True).positions[0, 0, 0].tolist()
+    took = [1 + int(j) for j in (q[0, 0, -1] @ k[0, 0].T)[1:11].topk(3).indices]
+    assert held == [0, *sorted(took), *range(12, 20)]
+
+
+def test_what_leaves_no_room_for_recent_tokens_is_refused():
+    with pytest.raises(BudgetError, match="at least 9"):
+        simulate("sage", *layer(20, groups=3), prompt=12, budget=8, sinks=2, top=2, compiled=True)
+    with pytest.raises(BudgetError, match=r"budget=8.* at least 9$"):
+        Sage(sinks=4).check_budget(8)
+    Sage(sinks=4).check_budget(9)
+
+
+def overflowing(select_at):
+    """Held after each token from the eighth on; token 8 looks at 2 and 3 with one head, at 3 and 4 with the other."""
+    q, k, v = torch.zeros(1, 2, 11, 2), torch.zeros(1, 1, 11, 2), torch.ones(1, 1, 11, 2)
+    q[0, 0, 8], q[0, 1, 8] = torch.eye(2)
+    k[0, 0, 2:5] = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 1.0]])
+    return (
+        simulate("sage", q, k, v, prompt=5, budget=8, select_at=select_at, compiled=True).positions[3:, 0, 0].tolist()
+    )
+
+
+def test_the_token_that_finds_no_room_selects():
+    """By hand: B = 8 and G = 2 make S = k = R = 2, and E = [2, 6) for the first token too many, number 8."""
+    selected, block = overflowing("overflow"), overflowing("prompt_end")
+    assert selected[0] == block[0] == list(range(8))
+    assert selected[1:] == [[0, 1, 2, 3, 4, 6, 7, 8], [0, 1, 2, 3, 4, 7, 8, 9], [0, 1, 2, 3, 4, 8, 9, 10]]
+    assert block[1:] == [[*range(6), 7, 8], [*range(6), 8, 9], [*range(6), 9, 10]]
+
+
+def test_a_longer_prompt_selects_when_it_ends_in_either_case():
+    q, k, v = layer(60, heads=2, groups=2)
+    early, late = (
+        simulate("sage", q, k, v, prompt=40, budget=16, select_at=when, compiled=True)
+        for when in ("prompt_end", "overflow")
+    )
+    assert torch.equal(early.output, late.output)
 
 
 def test_every_query_head_takes_its_top_k():
@@ -105,7 +149,16 @@ def test_a_prompt_that_fits_loses_nothing_until_the_ring_is_full():
     assert held[-1].tolist() == [*range(12), 26, 27, 28, 29]
 
 
-@pytest.mark.parametrize(("options", "named"), [({"share": "all"}, "share"), ({"refresh_interval": 0}, "refresh")])
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"share": "all"}, "share"),
+        ({"refresh_interval": 0}, "refresh"),
+        ({"sinks": -1}, "sinks"),
+        ({"top": 0}, "top"),
+        ({"select_at": "once"}, "select_at"),
+    ],
+)
 def test_bad_options_are_named(options, named):
     with pytest.raises(PolicyError, match=named):
         Sage(**options)
