@@ -56,6 +56,7 @@ class Buzz(Policy):
     variant: Literal["buzz", "fast", "nomax"] = "buzz"
     iterate_prompt: bool = True
     name: ClassVar[str] = "buzz"
+    spreads: ClassVar[Literal["never", "heads", "always"]] = "heads"
     heads: ClassVar[Literal["shared", "kv"]] = "kv"
     positions: ClassVar[Literal["absolute", "cache"]] = "cache"
     statistics: ClassVar[frozenset[Statistic]] = frozenset({"total"})

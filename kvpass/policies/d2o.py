@@ -40,8 +40,9 @@ from kvpass.policies.base import (
     require,
     share_of,
 )
-from kvpass.policies.d2o_layers import column_variance, largest_layer_budget, layer_budgets
+from kvpass.policies.d2o_layers import column_variances, largest_layer_budget, layer_budgets
 from kvpass.policies.full import Full
+from kvpass.policies.heads import reduced
 from kvpass.policies.nearest import nearest
 
 UNSET = -2.0  # below every cosine
@@ -77,6 +78,7 @@ class D2O(Policy):
     calibrate: bool = False
     extra_sinks: bool = False
     name: ClassVar[str] = "d2o"
+    spreads: ClassVar[Literal["never", "heads", "always"]] = "heads"
     heads: ClassVar[Literal["shared", "kv"]] = "kv"
     statistics: ClassVar[frozenset[Statistic]] = frozenset({"total"})
 
@@ -109,7 +111,8 @@ class D2O(Policy):
     ) -> list[Plan]:
         if self.calibrate and earlier:
             return list(earlier)
-        variances = [column_variance(layer.total, real) for layer in attention if layer.total is not None]
+        spread = attention[0].spread if attention else None
+        variances = column_variances([x.total for x in attention if x.total is not None], real, spread)
         how = (self.layers, self.gate, self.alpha)
         budgets = layer_budgets(variances, budget, real.shape[1], *how, least=self.minimum_budget())
         most = largest_layer_budget(len(budgets), budget, self.layers, self.alpha)
@@ -150,7 +153,8 @@ class D2O(Policy):
 
     def fold(self, tokens: Tokens, held: Tensor, gone: Tensor, valid: Tensor) -> Merge:
         similar, into = nearest(gone, held, tokens.position)  # [B, Hkv, E]
-        judged = similar.mean(1, keepdim=True) if self.merge == "official" else similar
+        official = self.merge == "official"
+        judged = reduced(similar[:, :, None], "mean", tokens.spread) if official else similar
         mean = torch.where(valid, judged, 0).sum(-1, keepdim=True) / valid.sum(-1, keepdim=True).clamp(min=1)
         old = tokens.state["threshold"]
         moved = torch.where(old == UNSET, mean, self.beta * mean + (1 - self.beta) * old)

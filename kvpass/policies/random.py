@@ -10,10 +10,10 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar, Literal
 
-import torch
 from torch import Tensor
 
 from kvpass.policies.base import Policy, Tokens, require
+from kvpass.policies.heads import numbers
 
 PRIME = 2**31 - 1
 
@@ -24,13 +24,14 @@ class Random(Policy):
 
     seed: int = 0
     name: ClassVar[str] = "random"
+    spreads: ClassVar[Literal["never", "heads", "always"]] = "heads"
     heads: ClassVar[Literal["shared", "kv"]] = "kv"
 
     def __post_init__(self) -> None:
         require(0 <= self.seed < PRIME, "seed", self.seed, f"must lie between 0 and {PRIME - 1}")
 
     def worth(self, tokens: Tokens) -> Tensor:
-        heads = torch.arange(tokens.position.shape[1], device=tokens.position.device)[:, None]  # [H', 1]
+        heads = numbers(tokens.position, tokens.spread)  # [H', 1]
         drawn = (tokens.position * 48271 + heads * 69621 + self.seed) % PRIME
         for factor, shift in ((16807, 15), (39373, 13), (742938, 16)):
             drawn = (drawn ^ (drawn >> shift)) * factor % PRIME  # below 2**51: no overflow

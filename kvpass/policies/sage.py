@@ -49,6 +49,7 @@ class Sage(Policy):
     share: Literal["union", "concat", "private"] = "union"
     refresh_interval: int | None = None
     name: ClassVar[str] = "sage"
+    spreads: ClassVar[Literal["never", "heads", "always"]] = "heads"
     heads: ClassVar[Literal["shared", "kv"]] = "kv"
     statistics: ClassVar[frozenset[Statistic]] = frozenset({"logits"})
 
