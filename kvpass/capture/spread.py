@@ -34,14 +34,14 @@ _SAME_WEIGHT = frozenset({"to_local", "detach", "to", "float", "contiguous", "t"
 
 @dataclasses.dataclass(frozen=True)
 class _Origin:
-    """Where heads are made: by weights that are whole, shared out by rows, plain tensors, or something else.
+    """Where heads are made: by weights that are whole, shared out by rows, plain tensors, elsewhere, or otherwise.
 
     Attributes:
         mesh: whom the rows are shared out to.
         what: for messages.
     """
 
-    kind: Literal["whole", "rows", "plain", "else"]
+    kind: Literal["whole", "rows", "plain", "given", "else"]
     mesh: Any = None
     what: str = ""
 
@@ -152,7 +152,8 @@ def _origins(node: fx.Node) -> frozenset[_Origin]:
             todo.extend(parent for parent in here.all_input_nodes if is_tensor(parent) and not _is_vector(parent))
         else:
             found.add(origin)
-    return frozenset(found)
+    made = {origin for origin in found if origin.kind != "given"}
+    return frozenset(made or found)  # what only multiplies heads, such as cosines, makes none
 
 
 def _is_vector(node: fx.Node) -> bool:
@@ -166,7 +167,7 @@ def _origin(node: fx.Node) -> _Origin | None:
     if compat.is_collective(node):
         return _Origin("else", what=f"a collective of their own, {graphs.name_of(node)}")
     if node.op == "placeholder":
-        return _Origin("else", what=f"an input of the graph, {node.name}")
+        return _Origin("given", what=f"an input of the graph, {node.name}")
     if graphs.name_of(node) == "to_local":
         return _of_dtensor(node.all_input_nodes[0])
     weights = [weight for weight in map(_weight, node.all_input_nodes) if weight and value(weight).ndim > 1]
