@@ -16,13 +16,16 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import kvpass
-from kvpass import compat
+from benchmarks.ranks import SHOWN, Model, exchanged, sent, table
+from kvpass import compat, graphs
 from kvpass.errors import SpreadError
+from kvpass.policies import resolve
 from kvpass.policies.base import Policy
 from kvpass.policies.heads import Spread, gathered, numbers, reduced
 from kvpass.policies.tova import Tova
 from kvpass.runtime.handle import caches_in
-from tests.distributed.small import BUDGET, DIM, HEAD, KV_HEADS, Small, one_of, run, small
+from tests.aligners import random_aligner
+from tests.distributed.small import BUDGET, DIM, HEAD, HEADS, KV_HEADS, SPREAD, Small, one_of, run, small
 
 RANKS, RANK, LAYERS = 8, 3, 2
 
@@ -34,37 +37,30 @@ def world() -> Iterator[None]:
         yield
 
 
-def collectives(model: nn.Module, **settings: Any) -> list[int]:
-    """How many exchanges there are in each graph that is compiled: the prompt's, then the step's."""
-    counts: list[int] = []
+def exchanges(model: nn.Module, **settings: Any) -> list[list[int]]:
+    """Of how many numbers each exchange is, in each graph that is compiled: the prompt's, then the step's."""
+    found: list[list[int]] = []
 
     def inner(gm: fx.GraphModule, examples: Any) -> Any:
-        counts.append(sum(compat.is_collective(node) for node in gm.graph.nodes))
+        found.append([graphs.value(node).numel() for node in gm.graph.nodes if compat.is_collective(node)])
         return gm.forward
 
     run(model, 2, inner=inner, **settings)
-    return counts
+    return found
 
 
-@pytest.mark.parametrize(
-    ("policy", "options", "own"),
-    [
-        ("streaming", {}, 0),
-        ("h2o", {}, 0),
-        ("random", {}, 0),
-        ("d2o", {}, 0),
-        ("tova", {}, 1),
-        ("cascade", {"heads": "kv"}, 0),
-        ("cascade", {}, 1),
-        ("cascade", {"reduce": "median"}, 1),
-        ("d2o", {"merge": "official"}, 1),
-    ],
-)
-def test_a_layer_of_a_step_exchanges_once_where_heads_choose_together(
-    policy: str, options: dict[str, Any], own: int
-) -> None:
-    prompt, step = collectives(small(RANKS), policy=policy, budget=12, **options)
-    assert (prompt, step) == (0, LAYERS * own)  # the model's own are inside of DTensors
+@pytest.mark.parametrize(("policy", "options"), SHOWN, ids=str)
+def test_a_layer_of_a_step_exchanges_once_where_heads_choose_together(policy: str, options: dict[str, Any]) -> None:
+    prompt, step = exchanges(small(RANKS), policy=policy, budget=12, **options)
+    own = exchanged(resolve(policy, options), Model(LAYERS, HEADS, DIM, 1, 12))
+    assert prompt == []  # the model's own are inside of DTensors
+    assert step == [own] * LAYERS * (own > 0)
+
+
+def test_what_is_sent_is_that_of_a_ring() -> None:
+    assert sent(100, 4, 3, 2) == 1200
+    assert sent(100, 4, 3, 8) == 2100
+    assert "| tova | 1 | 574.0 | 645.8 |" in table(Model(), [8, 64])
 
 
 def spreads_of(model: nn.Module) -> list[Spread | None]:
@@ -125,9 +121,11 @@ class Derived(Tova):
     name: ClassVar[str] = "derived_for_spread"
 
 
-@pytest.mark.parametrize("policy", [Plain(), Derived()])
+ALIGNER = random_aligner("direct", layers=LAYERS, heads=KV_HEADS, dim=HEAD)
+
+
+@pytest.mark.parametrize("policy", [Plain(), Derived(), resolve("kv_align", {"aligner": ALIGNER})])
 def test_a_policy_that_says_nothing_of_processes_is_refused(policy: Policy) -> None:
-    run(small(), 1, policy=policy, budget=BUDGET)
     with pytest.raises(SpreadError, match=r"each has 1 of 8 KV heads.*spreads.*streaming"):
         run(small(RANKS), 1, policy=policy, budget=BUDGET)
 
@@ -140,6 +138,16 @@ def test_kv_heads_that_every_process_has_are_refused() -> None:
         with pytest.raises(SpreadError, match=found):
             run(model, 0, policy=policy, budget=BUDGET)
     run(model, 1, policy="streaming", budget=BUDGET)
+
+
+def test_layers_that_are_spread_differently_are_refused() -> None:
+    model = small()
+    mesh = init_device_mesh("cpu", (RANKS,))
+    whole = {name: ColwiseParallel(output_layouts=Replicate()) for name in "qkv"}
+    for layer, plan in zip(model.layers, (SPREAD, whole), strict=True):
+        parallelize_module(layer, mesh, plan, src_data_rank=None)
+    with pytest.raises(SpreadError, match="layers are spread over different processes"):
+        run(model, 0, policy="tova", budget=BUDGET)
 
 
 class ByHand(Small):
