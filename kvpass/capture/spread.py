@@ -134,7 +134,7 @@ def _talks(graph: fx.Graph) -> str:
     """What in a graph says that processes share work; empty if nothing does."""
     for node in graph.nodes:
         if compat.is_collective(node):
-            return f"{graphs.name_of(node)} at {graphs.source_line(node)}"
+            return f"{graphs.name_of(node)} in {graphs.module_of(node) or 'it'}"
     placed = any(is_tensor(node) and _placed(value(node)) for node in graph.nodes)
     return "tensors that are spread over processes" if placed else ""
 
@@ -149,7 +149,7 @@ def _origins(node: fx.Node) -> frozenset[_Origin]:
         seen.add(here)
         origin = _origin(here)
         if origin is None:
-            todo.extend(parent for parent in here.all_input_nodes if is_tensor(parent) and not _is_vector(parent))
+            todo.extend(parent for parent in here.all_input_nodes if not (graphs.is_size(parent) or _is_vector(parent)))
         else:
             found.add(origin)
     made = {origin for origin in found if origin.kind != "given"}

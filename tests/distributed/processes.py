@@ -16,15 +16,24 @@ from tests.models import Run, force
 from tests.traces import Traced
 
 SIZES = dict(vocab_size=128, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=8)
+MORE: dict[str, dict[str, Any]] = {
+    "Llama": dict(num_key_value_heads=4),
+    "GPTNeoX": {},  # one projection for all three
+    "DeepseekV2": dict(
+        num_key_value_heads=8, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8,
+        first_k_dense_replace=2,
+    ),
+}  # fmt: skip
 STEPS = (24, *[1] * 8, 4, *[1] * 4)  # a prompt, steps, a chunk, steps
 Settings = dict[str, dict[str, Any]]
 
 
-def model(kv_heads: int = 4) -> Any:
+def model(name: str) -> Any:
     """The same weights in every process; wide ones, so that attention is far from even."""
-    config = transformers.LlamaConfig(**SIZES, num_key_value_heads=kv_heads, initializer_range=0.25)
+    made: Any = getattr(transformers, f"{name}ForCausalLM")
+    config = made.config_class(**SIZES, **MORE[name], initializer_range=0.25)
     torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(config).eval()
+    return made(config).eval()
 
 
 def tokens() -> tuple[Tensor, Tensor]:
@@ -51,10 +60,10 @@ def runs(here: Any, settings: Settings) -> dict[str, Run]:
     return made
 
 
-def work(rank: int, ranks: int, settings: Settings, folder: str) -> None:
+def work(rank: int, ranks: int, name: str, settings: Settings, folder: str) -> None:
     """One process of `torch.multiprocessing.spawn`: writes what `runs` gives to a file."""
     torch.set_num_threads(1)
     os.environ["LOCAL_RANK"] = str(rank)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
-    torch.save(runs(spread_out(model(), ranks), settings), Path(folder) / f"{rank}.pt")
+    torch.save(runs(spread_out(model(name), ranks), settings), Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()

@@ -150,6 +150,21 @@ def test_layers_that_are_spread_differently_are_refused() -> None:
         run(model, 0, policy="tova", budget=BUDGET)
 
 
+@pytest.mark.slow
+def test_queries_that_are_spread_over_one_latent_cache_are_refused() -> None:
+    from tests.distributed.processes import model, spread_out
+
+    spread = spread_out(model("DeepseekV2"), RANKS)
+    for policy in ("h2o", "tova"):
+        torch._dynamo.reset()
+        compiled = torch.compile(spread, backend=kvpass.backend(policy, budget=BUDGET, inner="eager"))
+        with (
+            torch.no_grad(),
+            pytest.raises(SpreadError, match="its query by weights that are shared out by rows; its key"),
+        ):
+            compiled(torch.arange(20)[None])
+
+
 class ByHand(Small):
     """Heads spread without DTensors: nothing but the exchange says so."""
 
