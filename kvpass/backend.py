@@ -17,6 +17,7 @@ from kvpass.capture import rotary, spelled
 from kvpass.capture.caches import Found
 from kvpass.capture.capture import Capture, capture
 from kvpass.capture.sites import AttentionSite
+from kvpass.capture.spread import with_spreads
 from kvpass.errors import KVPassError, PolicyError, UnreadableGraph, UnsupportedGraph
 from kvpass.layer.slots import Chunk, Layout
 from kvpass.lowering import cache_key
@@ -124,6 +125,8 @@ class Backend:
             if self._left_alone(captured.refused, any(carried)) or not captured.sites:
                 return None
             self._check_inference(captured.sites, examples)
+            known = with_spreads(captured.sites, self.policy, self.is_reference)
+            captured = dataclasses.replace(captured, sites=known)
             if any(carried):
                 return StepRunner(self, gm, captured)
             return PromptRunner(self, captured, examples, self._ranked(captured))

@@ -120,6 +120,18 @@ def changes_nothing(node: fx.Node) -> bool:
     return is_log_only(node) or (node.op == "call_function" and node.target is torch._C._set_grad_enabled)
 
 
+def is_collective(node: fx.Node) -> bool:
+    """Whether processes exchange tensors in a call, as Dynamo and the tracer of operators record it."""
+    family, _, name = str(node.target).partition(".")
+    return node.op == "call_function" and family.strip("_").startswith("c10d") and not name.startswith("wait_tensor")
+
+
+def all_reduced(x: Tensor, how: str, group: str) -> Tensor:
+    """The "sum" or "max" of what the processes of a group, by its name, have; can be traced, and run as it is."""
+    operators = torch.ops._c10d_functional
+    return cast(Tensor, operators.wait_tensor(operators.all_reduce(x, how, group)))
+
+
 def sets_a_mode(node: fx.Node) -> bool:
     """One of the pair of calls between which autocasting is on or off."""
     pair = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)

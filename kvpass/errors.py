@@ -19,6 +19,10 @@ class UnsupportedGraph(KVPassError):
     """An attention call whose cache update cannot be rewritten; names the line and the reason."""
 
 
+class SpreadError(UnsupportedGraph):
+    """Heads that are spread over processes in a way in which a policy would choose otherwise than in one process."""
+
+
 class UnreadableGraph(UnsupportedGraph):
     """A graph that kvpass failed to read or to rewrite with an error that it does not foresee."""
 

@@ -20,7 +20,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "compat": {"errors"},
     "graphs": {"errors", "compat"},
     "precision": set(),
-    "policies": {"errors", "align"},  # kv_align's networks
+    "policies": {"errors", "align", "compat"},  # kv_align's networks; what other processes know of their heads
     "budget": {"errors", "policies"},
     "storage": {"errors", "policies", "precision", "lowering"},
     "lowering": {*BASE, "storage"},

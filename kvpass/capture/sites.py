@@ -10,6 +10,7 @@ import torch.fx as fx
 from kvpass import graphs
 from kvpass.capture.canonical import APPEND, ATTENTION, LOG_SUM_EXP, is_attention
 from kvpass.graphs import ancestors, expr, value
+from kvpass.policies.heads import Spread
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +33,7 @@ class AttentionSite:
         made: the keys and values that attention sees, [B, Ha, past + q, D], where they or the mask are computed from
             the grown ones; None where attention sees these and nothing else reads them.
         readers: later attention calls on the same cache, such as those of layers that share it.
+        spread: where the other heads are, if other processes have some.
     """
 
     call: fx.Node
@@ -53,6 +55,7 @@ class AttentionSite:
     lse: fx.Node | None = None
     made: tuple[fx.Node, fx.Node] | None = None
     readers: tuple[AttentionSite, ...] = ()
+    spread: Spread | None = None
 
     @property
     def all(self) -> tuple[AttentionSite, ...]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvpass.policies.base import LATE, Attention, Merge, Policy, State, Tokens, rank_of
+from kvpass.policies.heads import Spread
 from kvpass.precision import wide
 from kvpass.storage import Format, KVDtype, Rows, format_of
 
@@ -34,6 +35,7 @@ class Layout:
         ranked: keys are stored before their rotary embedding and numbered by rank (positions="cache").
         layer: the number of the layer, for policies whose `align` asks for it; else 0, so that layers are alike.
         kv_dtype: how keys and values are stored; None for `dtype`.
+        spread: where the other heads of the layer are, if other processes have some; `heads` are those that are here.
     """
 
     policy: Policy
@@ -48,6 +50,7 @@ class Layout:
     ranked: bool
     layer: int = 0
     kv_dtype: KVDtype | None = None
+    spread: Spread | None = None
 
     @property
     def groups(self) -> int:
@@ -127,7 +130,8 @@ class Slots:
     def tokens(self, layout: Layout) -> Tokens:
         """What the policy sees of the slots."""
         rank = self.rank if layout.tracks_rank else None
-        return Tokens(self.position, self.seen[:, None, None], self.state, layout.budget, self.capacity, rank)
+        seen = self.seen[:, None, None]
+        return Tokens(self.position, seen, self.state, layout.budget, self.capacity, rank, layout.spread)
 
     @property
     def capacity(self) -> int:
@@ -337,6 +341,7 @@ def _candidates(
         budget=layout.budget,
         held=0 if prompt else past.capacity,
         rank=rank_of(position) if policy.ranks else None,
+        spread=layout.spread,
     )
     return tokens, joined(past.index, running[:, None])
 

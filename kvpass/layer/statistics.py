@@ -10,6 +10,7 @@ from kvpass.budget import Budget
 from kvpass.lowering.column_scores import column_scores, row_scan
 from kvpass.policies import specify
 from kvpass.policies.base import Attention, Policy, Statistic
+from kvpass.policies.heads import Spread
 
 SUMS: tuple[Statistic, ...] = ("total", "squares", "last", "window", "logits")
 
@@ -36,6 +37,7 @@ def statistics(
     cap: float | None = None,
     sink: Tensor | None = None,
     heads: int | None = None,
+    spread: Spread | None = None,
 ) -> list[Tensor]:
     """The tensors that the policy asks for; `budget` as users write it, the others as for `column_scores`."""
     made: dict[Statistic, Tensor] = {}
@@ -45,11 +47,12 @@ def statistics(
         made = dict(zip(SUMS, sums, strict=True))
     if "scan" in policy.statistics:
         written = (specify(policy), json.dumps(budget))
-        made["scan"] = row_scan(query, key, mask, real, causal, scale, *written, cap, sink, heads)
+        where = spread.written() if spread else None
+        made["scan"] = row_scan(query, key, mask, real, causal, scale, *written, cap, sink, heads, where)
     return [made[name] for name in wanted(policy)]
 
 
-def as_attention(policy: Policy, tensors: list[Tensor], real: Tensor) -> Attention:
+def as_attention(policy: Policy, tensors: list[Tensor], real: Tensor, spread: Spread | None = None) -> Attention:
     """What `statistics` returned, by name; real is bool [B, q]."""
     named = dict(zip(wanted(policy), tensors, strict=True))
-    return Attention(**named, queries=real.sum(-1)[:, None, None])
+    return Attention(**named, queries=real.sum(-1)[:, None, None], spread=spread)

@@ -207,7 +207,7 @@ def _arrived(layout: Layout, slots: Slots, new: tuple[Rows, Rows], real: Tensor)
         rank = _without(slots.rank, fresh & (slots.position >= 0)) if layout.policy.overwrites else slots.rank
         rank = torch.where(fresh, (position >= 0).sum(-1, keepdim=True) - 1, rank)
     seen = (slots.seen + real)[:, None, None]
-    return Tokens(position, seen, state, layout.budget, layout.capacity, rank), index
+    return Tokens(position, seen, state, layout.budget, layout.capacity, rank, layout.spread), index
 
 
 def _here(slot: Tensor, capacity: int) -> Tensor:
@@ -265,9 +265,9 @@ def added(bias: Tensor | None, own: Tensor | None) -> Tensor | None:
 
 def _one_query(layout: Layout, probabilities: Tensor | None, real: Tensor) -> Attention:
     if probabilities is None:
-        return Attention(queries=real.long()[:, None, None])
+        return Attention(queries=real.long()[:, None, None], spread=layout.spread)
     row = regrouped(probabilities, layout.heads)[..., 0, :].float() * real[:, None, None, None]  # [B, Hkv, G, C]
-    return Attention(row, row.square(), row, row, queries=real.long()[:, None, None])
+    return Attention(row, row.square(), row, row, queries=real.long()[:, None, None], spread=layout.spread)
 
 
 def _stepped(layout: Layout, slots: Slots, tokens: Tokens, attention: Attention) -> tuple[Tokens, Tensor]:
@@ -384,7 +384,7 @@ def extend_step(
     attended = _attended(site, query, keys, values, seen)
     if not policy.statistics:
         return attended, []
-    common = (real, False, site.scale, layout.budget, site.cap, site.sink, layout.heads)
+    common = (real, False, site.scale, layout.budget, site.cap, site.sink, layout.heads, layout.spread)
     return attended, statistics(policy, query, keys, full, *common)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from kvpass import policies
 from kvpass.budget import slots_for
 from kvpass.lowering.attend import softmax_beside
+from kvpass.policies.heads import Spread
 from kvpass.precision import wide, widest
 
 PIECE = 1 << 20  # logits alive at a time: 4 MB in float32; much more would leave the caches of a core
@@ -275,12 +276,14 @@ def row_scan(
     cap: float | None = None,
     sink: Tensor | None = None,
     heads: int | None = None,
+    spread: str | None = None,
 ) -> Tensor:
     """What a policy makes of the rows, float32 [B, H', S], when it must see one query after the other.
 
     Args:
         policy: its specification, see `kvpass.policies.specify`.
         budget: as users write it: a number of slots, or a share of the prompt.
+        spread: where the other heads of the layer are, see `kvpass.policies.heads`, as text.
         The others are as for `column_scores`.
     """
     query, key = _alike(query, key)
@@ -290,7 +293,8 @@ def row_scan(
     pieces = _pieces(spans, _Rows(query, key, mask, causal, scale, cap, sink))
     paid = (piece.paid(logits) for piece, logits in pieces)
     whole = (regrouped(torch.nn.functional.pad(rows, (0, keys - rows.shape[-1])), heads) for rows in paid)
-    return chosen.scan(whole, real, held, slots).clone(memory_format=torch.contiguous_format)
+    made = chosen.scan(whole, real, held, slots, Spread.read(spread))
+    return made.clone(memory_format=torch.contiguous_format)
 
 
 @row_scan.register_fake
@@ -306,6 +310,7 @@ def _(
     cap: float | None = None,
     sink: Tensor | None = None,
     heads: int | None = None,
+    spread: str | None = None,
 ) -> Tensor:
     groups = 1 if policies.specified(policy).heads == "shared" else key.shape[1] if heads is None else heads
     return query.new_empty((key.shape[0], groups, key.shape[2]), dtype=torch.float32)

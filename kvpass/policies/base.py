@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from kvpass.errors import BudgetError, PolicyError
+from kvpass.policies.heads import Spread
 
 Statistic = Literal["total", "squares", "last", "window", "logits", "scan"]
 State = dict[str, Tensor]
@@ -44,6 +45,7 @@ class Attention:
         logits: the scaled logits of the last real query, the model's mask included, the policy's bias not.
         scan: float32 [B, H', N], what `Policy.scan` made of the rows; None in a decode step.
         queries: int64 [B, 1, 1], how many real queries there were.
+        spread: where the other heads of the layer are, None if all are here; see `kvpass.policies.heads`.
     """
 
     total: Tensor | None = None
@@ -53,6 +55,7 @@ class Attention:
     logits: Tensor | None = None
     scan: Tensor | None = None
     queries: Tensor | None = None
+    spread: Spread | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +69,7 @@ class Tokens:
         budget: tokens to keep between steps.
         held: how many of the N places are slots; the others are the new tokens of a prompt (held = 0) or chunk.
         rank: int64 [B, H', N], the place among the live tokens, if it is kept up.
+        spread: as of `Attention`.
     """
 
     position: Tensor
@@ -74,6 +78,7 @@ class Tokens:
     budget: int
     held: int = 0
     rank: Tensor | None = None
+    spread: Spread | None = None
 
     @property
     def live(self) -> Tensor:
@@ -136,6 +141,9 @@ class Policy:
         overwrites: the victim is chosen before the next token is written, and keeps its slot until then.
         renumbers: the ids that a model looks positions up with, or turns keys with, count held tokens and no
             others; a prompt longer than the budget starts again for its last tokens (`window_starts`).
+        spreads: whether a layer's heads may be spread over processes: "heads" if each has KV heads with all of their
+            query heads, and what the policy asks about other heads goes through `kvpass.policies.heads`; "always" if
+            it looks at positions alone.  Each class says so of itself: it is not inherited.
     """
 
     name: ClassVar[str]
@@ -145,6 +153,7 @@ class Policy:
     evicts: ClassVar[bool] = True
     ranks: ClassVar[bool] = False
     renumbers: ClassVar[bool] = False
+    spreads: ClassVar[Literal["never", "heads", "always"]] = "never"
 
     @property
     def overwrites(self) -> bool:
@@ -239,13 +248,16 @@ class Policy:
         """What changes after a prompt or chunk, or in a step with the sweep; by default as `observe` has it."""
         return self.observe(tokens, attention)
 
-    def scan(self, rows: Iterable[Tensor], real: Tensor, held: int, budget: int) -> Tensor:
+    def scan(
+        self, rows: Iterable[Tensor], real: Tensor, held: int, budget: int, spread: Spread | None = None
+    ) -> Tensor:
         """`Attention.scan` from attention rows, for what sums over queries cannot say; never traced.
 
         Args:
             rows: consecutive queries, float32 [B, Hkv, G, n, held + q]; all pieces together have q queries.
             real: bool [B, q], false for padding.
             held: how many of the columns are slots.
+            spread: as of `Attention`.
         """
         raise NotImplementedError
 

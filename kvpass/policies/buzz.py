@@ -58,6 +58,7 @@ class Buzz(Policy):
     iterate_prompt: bool = True
     old_stride: int | None = None
     name: ClassVar[str] = "buzz"
+    spreads: ClassVar[Literal["never", "heads", "always"]] = "heads"
     heads: ClassVar[Literal["shared", "kv"]] = "kv"
     positions: ClassVar[Literal["absolute", "cache"]] = "cache"
     statistics: ClassVar[frozenset[Statistic]] = frozenset({"total"})

@@ -33,6 +33,7 @@ from torch import Tensor
 from kvpass.errors import BudgetError
 from kvpass.policies.base import Attention, Policy, State, Statistic, Tokens, require
 from kvpass.policies.cascade_line import BASES, Rule, approximate_context, averaged, intervals
+from kvpass.policies.heads import Spread, reduced
 
 __all__ = ["Cascade", "approximate_context"]
 
@@ -61,6 +62,7 @@ class Cascade(Policy):
     heads: Literal["shared", "kv"] = "shared"  # type: ignore[misc]
     select: bool = True
     name: ClassVar[str] = "cascade"
+    spreads: ClassVar[Literal["never", "heads", "always"]] = "heads"
     positions: ClassVar[Literal["absolute", "cache"]] = "cache"
     statistics: ClassVar[frozenset[Statistic]] = frozenset({"scan"})
     ranks: ClassVar[bool] = True
@@ -107,7 +109,8 @@ class Cascade(Policy):
     def observe(self, tokens: Tokens, attention: Attention) -> State:
         assert attention.last is not None
         assert attention.queries is not None
-        paid, decay = self._reduced(attention.last[..., None, :])[:, :, 0], self._decay(tokens.budget)
+        paid = self._reduced(attention.last[..., None, :], attention.spread)[:, :, 0]
+        decay = self._decay(tokens.budget)
         score = decay * tokens.state["score"] + (1 - decay) * paid
         scored = (attention.queries > 0) & tokens.live & (tokens.position >= self.sinks)
         arrived = attention.queries.expand_as(tokens.state["arrived"])
@@ -116,12 +119,13 @@ class Cascade(Policy):
     def _decay(self, budget: int) -> float:
         return math.exp(-math.log(100) * self.cascades / (budget - self.sinks)) if self.gamma is None else self.gamma
 
-    def _reduced(self, rows: Tensor) -> Tensor:
+    def _reduced(self, rows: Tensor, spread: Spread | None) -> Tensor:
         """[B, Hkv, G, n, N] over the query heads: [B, H', n, N]."""
-        heads = rows.flatten(1, 2)[:, None] if self.heads == "shared" else rows
+        if self.heads == "shared":
+            return reduced(rows, self.reduce, spread)
         if self.reduce == "median":
-            return heads.median(2).values
-        return heads.mean(2) if self.reduce == "mean" else heads.amax(2)
+            return rows.median(2).values
+        return rows.mean(2) if self.reduce == "mean" else rows.amax(2)
 
     def victim(self, tokens: Tokens) -> Tensor:
         # To be inserted is the next token, or the newest one if it attended first (and is no padding).
@@ -140,9 +144,12 @@ class Cascade(Policy):
     def _rule(self, budget: int) -> Rule:
         return Rule(budget - self.sinks, intervals(self.cascades, self.growth), self.eager_fill, self.select)
 
-    def scan(self, rows: Iterable[Tensor], real: Tensor, held: int, budget: int) -> Tensor:
+    def scan(
+        self, rows: Iterable[Tensor], real: Tensor, held: int, budget: int, spread: Spread | None = None
+    ) -> Tensor:
         """The scores when a prompt ends, LOST for tokens that were dropped; for a chunk what its rows add."""
-        pieces = averaged(map(self._reduced, rows), real, self._decay(budget))
+        paid = (self._reduced(piece, spread) for piece in rows)
+        pieces = averaged(paid, real, self._decay(budget))
         if held:
             return [after[:, :, -1] for after in pieces][-1]
         number = torch.where(real, real.cumsum(-1) - 1 - self.sinks, -1)  # [B, q]

@@ -40,8 +40,9 @@ from kvpass.policies.base import (
     require,
     share_of,
 )
-from kvpass.policies.d2o_layers import column_variance, largest_layer_budget, layer_budgets
+from kvpass.policies.d2o_layers import column_variances, largest_layer_budget, layer_budgets
 from kvpass.policies.full import Full
+from kvpass.policies.heads import reduced
 from kvpass.policies.nearest import nearest
 
 UNSET = -2.0  # below every cosine
@@ -86,6 +87,7 @@ class D2O(Policy):
     extra_sinks: bool = False
     density: Literal["kv", "query"] = "kv"
     name: ClassVar[str] = "d2o"
+    spreads: ClassVar[Literal["never", "heads", "always"]] = "heads"
     heads: ClassVar[Literal["shared", "kv"]] = "kv"
     statistics: ClassVar[frozenset[Statistic]] = frozenset({"total"})
 
@@ -121,8 +123,9 @@ class D2O(Policy):
     ) -> list[Plan]:
         if self.calibrate and earlier:
             return list(earlier)
+        spread = attention[0].spread if attention else None
         totals = [layer.total for layer in attention if layer.total is not None]
-        variances = [column_variance(total, real, self.density) for total in totals]
+        variances = column_variances(totals, real, spread, self.density)
         how = (self.layers, self.gate, self.alpha)
         budgets = layer_budgets(variances, budget, real.shape[1], *how, least=self.minimum_budget())
         most = largest_layer_budget(len(budgets), budget, self.layers, self.alpha)
@@ -163,7 +166,8 @@ class D2O(Policy):
 
     def fold(self, tokens: Tokens, held: Tensor, gone: Tensor, valid: Tensor) -> Merge:
         similar, into = nearest(gone, held, tokens.position)  # [B, Hkv, E]
-        judged = similar.mean(1, keepdim=True) if self.merge == "official" else similar
+        official = self.merge == "official"
+        judged = reduced(similar[:, :, None], "mean", tokens.spread) if official else similar
         mean = torch.where(valid, judged, 0).sum(-1, keepdim=True) / valid.sum(-1, keepdim=True).clamp(min=1)
         old = tokens.state["threshold"]
         moved = torch.where(old == UNSET, mean, self.beta * mean + (1 - self.beta) * old)

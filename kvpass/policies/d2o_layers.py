@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from kvpass.policies.base import share_of
+from kvpass.policies.heads import Spread, gathered
 
 LEAST_SHARE = 0.01  # of the prompt, for every layer
 
@@ -26,6 +28,22 @@ def column_variance(total: Tensor, real: Tensor, density: str = "kv") -> list[fl
     mean = (paid * here).sum(-1, keepdim=True) / count
     variance = ((paid - mean).square() * here).sum(-1) / count[..., 0]
     return [float(head) for head in variance.mean(0)]
+
+
+def column_variances(
+    totals: Sequence[Tensor], real: Tensor, spread: Spread | None, density: str = "kv"
+) -> list[list[float]]:
+    """F of every head for each layer, those of other processes included, which costs one collective.
+
+    Args:
+        totals: of each layer, as of `column_variance`.
+    """
+    here = [column_variance(total, real, density) for total in totals]
+    if spread is None:
+        return here
+    flat = torch.tensor([head for heads in here for head in heads], dtype=torch.float64, device=real.device)
+    rows = [iter(row) for row in gathered(flat, spread).view(spread.ranks, -1).tolist()]
+    return [[next(row) for row in rows for _ in heads] for heads in here]
 
 
 def layer_budgets(

@@ -7,7 +7,7 @@ larger layout.  With a budget, the token that no longer fits is a BudgetError.  
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from kvpass.policies.base import Policy, Tokens
 @dataclasses.dataclass(frozen=True)
 class Full(Policy):
     name: ClassVar[str] = "full"
+    spreads: ClassVar[Literal["never", "heads", "always"]] = "always"
     evicts: ClassVar[bool] = False
 
     def worth(self, tokens: Tokens) -> Tensor:

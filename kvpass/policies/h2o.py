@@ -25,6 +25,7 @@ class H2O(Policy):
 
     heavy: float = 0.5
     name: ClassVar[str] = "h2o"
+    spreads: ClassVar[Literal["never", "heads", "always"]] = "heads"
     heads: ClassVar[Literal["shared", "kv"]] = "kv"
     statistics: ClassVar[frozenset[Statistic]] = frozenset({"total"})
 

@@ -20,6 +20,7 @@ from kvpass.policies.base import Policy, State, Tokens
 @dataclasses.dataclass(frozen=True)
 class KNorm(Policy):
     name: ClassVar[str] = "knorm"
+    spreads: ClassVar[Literal["never", "heads", "always"]] = "heads"
     heads: ClassVar[Literal["shared", "kv"]] = "kv"
 
     def state(self) -> dict[str, torch.dtype]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvpass.errors import BudgetError
 from kvpass.policies.base import Attention, Policy, State, Tokens, require
+from kvpass.policies.heads import numbers
 
 PRIME = 2**31 - 1
 
@@ -29,6 +30,7 @@ class Random(Policy):
     seed: int = 0
     keep_prompt: bool = False
     name: ClassVar[str] = "random"
+    spreads: ClassVar[Literal["never", "heads", "always"]] = "heads"
     heads: ClassVar[Literal["shared", "kv"]] = "kv"
 
     def __post_init__(self) -> None:
@@ -50,7 +52,7 @@ class Random(Policy):
         return {"given": given}
 
     def worth(self, tokens: Tokens) -> Tensor:
-        heads = torch.arange(tokens.position.shape[1], device=tokens.position.device)[:, None]  # [H', 1]
+        heads = numbers(tokens.position, tokens.spread)  # [H', 1]
         drawn = (tokens.position * 48271 + heads * 69621 + self.seed) % PRIME
         for factor, shift in ((16807, 15), (39373, 13), (742938, 16)):
             drawn = (drawn ^ (drawn >> shift)) * factor % PRIME  # below 2**51: no overflow

@@ -24,6 +24,7 @@ from kvpass.policies.base import Attention, Policy, State, Statistic, Tokens
 @dataclasses.dataclass(frozen=True)
 class RoCo(Policy):
     name: ClassVar[str] = "roco"
+    spreads: ClassVar[Literal["never", "heads", "always"]] = "heads"
     heads: ClassVar[Literal["shared", "kv"]] = "kv"
     statistics: ClassVar[frozenset[Statistic]] = frozenset({"total", "squares"})
 

@@ -65,6 +65,7 @@ class Sage(Policy):
     top: int | None = None
     select_at: Literal["prompt_end", "overflow"] = "prompt_end"
     name: ClassVar[str] = "sage"
+    spreads: ClassVar[Literal["never", "heads", "always"]] = "heads"
     heads: ClassVar[Literal["shared", "kv"]] = "kv"
     statistics: ClassVar[frozenset[Statistic]] = frozenset({"logits"})
 

@@ -27,6 +27,7 @@ class SnapKV(Policy):
     window: int = 64
     kernel: int = 5
     name: ClassVar[str] = "snapkv"
+    spreads: ClassVar[Literal["never", "heads", "always"]] = "heads"
     heads: ClassVar[Literal["shared", "kv"]] = "kv"
     statistics: ClassVar[frozenset[Statistic]] = frozenset({"window"})
 

@@ -24,6 +24,7 @@ class Streaming(Policy):
 
     sinks: int = 4
     name: ClassVar[str] = "streaming"
+    spreads: ClassVar[Literal["never", "heads", "always"]] = "always"
     positions: ClassVar[Literal["absolute", "cache"]] = "cache"
 
     def __post_init__(self) -> None:

@@ -9,17 +9,19 @@ stays.  A prompt and a chunk are judged by their last token alone.
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from kvpass.policies.base import Attention, Policy, State, Statistic, Tokens
+from kvpass.policies.heads import reduced
 
 
 @dataclasses.dataclass(frozen=True)
 class Tova(Policy):
     name: ClassVar[str] = "tova"
+    spreads: ClassVar[Literal["never", "heads", "always"]] = "heads"
     statistics: ClassVar[frozenset[Statistic]] = frozenset({"last"})
 
     def state(self) -> dict[str, torch.dtype]:
@@ -28,7 +30,7 @@ class Tova(Policy):
     def observe(self, tokens: Tokens, attention: Attention) -> State:
         assert attention.last is not None
         assert attention.queries is not None
-        paid = attention.last.mean((1, 2))[:, None]  # [B, 1, N]
+        paid = reduced(attention.last, "mean", attention.spread)  # [B, 1, N]
         return {"score": torch.where(attention.queries > 0, paid, tokens.state["score"])}
 
     def worth(self, tokens: Tokens) -> Tensor:

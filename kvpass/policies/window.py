@@ -6,7 +6,7 @@ The plain sliding window that attention-sink papers compare with.  A chunk keeps
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -16,6 +16,7 @@ from kvpass.policies.base import Policy, Tokens
 @dataclasses.dataclass(frozen=True)
 class Window(Policy):
     name: ClassVar[str] = "window"
+    spreads: ClassVar[Literal["never", "heads", "always"]] = "always"
 
     def worth(self, tokens: Tokens) -> Tensor:
         return tokens.position

@@ -231,6 +231,6 @@ def _statistics(
         for place, name in enumerate(statistics.SUMS):
             made[name] = graph.call_function(operator.getitem, (sums, place))
     if "scan" in policy.statistics:
-        written = (specify(policy), json.dumps(budget))
-        made["scan"] = graph.call_function(torch.ops.kvpass.row_scan.default, (*common, *written, *beside))
+        written, where = (specify(policy), json.dumps(budget)), site.spread.written() if site.spread else None
+        made["scan"] = graph.call_function(torch.ops.kvpass.row_scan.default, (*common, *written, *beside, where))
     return made

@@ -91,7 +91,7 @@ def real_counts(policy: Policy, real: Tensor) -> list[int]:
 def take_in(cache: LayerCache, results: list[Any]) -> None:
     key, value, real, *sums = results
     policy = cache.layout.policy
-    attention = as_attention(policy, sums, real) if sums else Attention()
+    attention = as_attention(policy, sums, real, cache.layout.spread) if sums else Attention()
     before = cache.slots
     cache.slots = admit(cache.layout, before, Chunk(key, value, real, attention), cache.limit)
     if cache.slots is not before:

@@ -134,7 +134,7 @@ class PromptRunner:
         key, value = results[places.raw[i]], results[places.values[i]]
         real = self._real(results, i, key)
         sums = [results[place] for place in places.statistics[i]]
-        attention = as_attention(self.policies[i], sums, real[:, adopted:]) if sums else Attention()
+        attention = as_attention(self.policies[i], sums, real[:, adopted:], site.spread) if sums else Attention()
         extras = None
         if places.extras:
             extras = tuple(None if place is None else results[place] for place in places.extras[i])
@@ -206,6 +206,7 @@ class PromptRunner:
             ranked=self.ranked,
             layer=0 if layer.policy.aligns == "never" else number,
             kv_dtype=self.backend.kv_dtype,
+            spread=self.sites[number].spread,
         )
         notes = (ADOPTED,) if self.adopts else ()
         absent = places_of(~chunk.real)

@@ -302,6 +302,11 @@ class StepRunner:
                     f"{graphs.source_line(site.call)}: the caches of layers were exchanged: what was given here is of "
                     "another layer, or of another copy of the model"
                 )
+            if site.spread != cache.layout.spread:
+                raise CacheHandleError(
+                    f"{graphs.source_line(site.call)}: the cache was made with its heads spread over processes as "
+                    f"{cache.layout.spread}, and this step has {site.spread}; run both by the same model"
+                )
 
     def _counter(self, place: int, number: int, seen: int) -> Counter:
         """What an argument that is a number is: one that equals the tokens seen counts them."""

@@ -1,0 +1,69 @@
+"""A tiny model in several processes, and what each of them says and holds."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
+from transformers.distributed import DistributedConfig
+
+from tests.models import Run, force
+from tests.traces import Traced
+
+SIZES = dict(vocab_size=128, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=8)
+MORE: dict[str, dict[str, Any]] = {
+    "Llama": dict(num_key_value_heads=4),
+    "GPTNeoX": {},  # one projection for all three
+    "DeepseekV2": dict(
+        num_key_value_heads=8, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8,
+        first_k_dense_replace=2,
+    ),
+}  # fmt: skip
+STEPS = (24, *[1] * 8, 4, *[1] * 4)  # a prompt, steps, a chunk, steps
+Settings = dict[str, dict[str, Any]]
+
+
+def model(name: str) -> Any:
+    """The same weights in every process; wide ones, so that attention is far from even."""
+    made: Any = getattr(transformers, f"{name}ForCausalLM")
+    config = made.config_class(**SIZES, **MORE[name], initializer_range=0.25)
+    torch.manual_seed(0)
+    return made(config).eval()
+
+
+def tokens() -> tuple[Tensor, Tensor]:
+    """Ids and mask of two rows, the first padded; no token twice in a row, so that no two keys are alike."""
+    drawn = torch.Generator().manual_seed(1)
+    ids = torch.stack([torch.randperm(125, generator=drawn)[: sum(STEPS)] + 3 for _ in range(2)])
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    return ids, mask
+
+
+def spread_out(whole: Any, ranks: int) -> Any:
+    """A model as transformers spreads it: this process keeps its share of the weights."""
+    config, _, mesh = type(whole).prepare_distribute_model(DistributedConfig(tp_size=ranks))
+    return type(whole).maybe_distribute_model(whole, config, mesh)
+
+
+def runs(here: Any, settings: Settings) -> dict[str, Run]:
+    """What a model says and holds under each of some settings."""
+    made, traced = {}, Traced(here)
+    for name, given in settings.items():
+        run = force(traced, *tokens(), STEPS, inner="eager", **given)
+        made[name] = Run(run.logits, run.held, None)
+    return made
+
+
+def work(rank: int, ranks: int, name: str, settings: Settings, folder: str) -> None:
+    """One process of `torch.multiprocessing.spawn`: writes what `runs` gives to a file."""
+    torch.set_num_threads(1)
+    os.environ["LOCAL_RANK"] = str(rank)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
+    torch.save(runs(spread_out(model(name), ranks), settings), Path(folder) / f"{rank}.pt")
+    dist.destroy_process_group()

@@ -1,0 +1,101 @@
+"""A model of plain torch whose heads torch's own API spreads, and runs of it; imports no transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import kvpass
+
+DIM, WORDS, HEADS, KV_HEADS, HEAD = 32, 96, 16, 8, 4
+PROMPT, STEPS, BUDGET = 20, 8, 10
+Past = list[tuple[Tensor, Tensor]]
+
+
+class Attention(nn.Module):
+    def __init__(self, kv_heads: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(DIM, n * HEAD) for n in (HEADS, kv_heads, kv_heads))
+        self.o = nn.Linear(HEADS * HEAD, DIM, bias=False)
+
+    def forward(self, x: Tensor, past: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        q, k, v = (each(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        if past is not None:
+            k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
+        causal = past is None
+        out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+        return self.o(out.transpose(1, 2).flatten(2)), (k, v)
+
+
+class Small(nn.Module):
+    """Two layers of attention; tokens are their embeddings."""
+
+    def __init__(self, kv_heads: int = KV_HEADS) -> None:
+        super().__init__()
+        self.words, self.layers = nn.Embedding(WORDS, DIM), nn.ModuleList(Attention(kv_heads) for _ in range(2))
+
+    def forward(self, ids: Tensor, pasts: Past | None = None) -> tuple[Tensor, Past]:
+        x, grown = self.words(ids), []
+        for number, layer in enumerate(self.layers):
+            made, past = layer(nn.functional.layer_norm(x, (DIM,)), pasts[number] if pasts else None)
+            x = x + made
+            grown.append(past)
+        return x @ self.words.weight.T, grown
+
+
+SPREAD = {"q": ColwiseParallel(), "k": ColwiseParallel(), "v": ColwiseParallel(), "o": RowwiseParallel()}
+
+
+def small(ranks: int = 1, plan: dict[str, Any] | None = None, kv_heads: int = KV_HEADS) -> Small:
+    """The same weights in every process, of which it keeps its share; queries and keys far from alike."""
+    torch.manual_seed(0)
+    made = Small(kv_heads).eval()
+    for layer in made.layers:
+        layer.q.weight.data.mul_(4)
+        layer.k.weight.data.mul_(4)
+        if ranks > 1:
+            mesh = init_device_mesh("cpu", (ranks,))
+            parallelize_module(layer, mesh, SPREAD if plan is None else plan, src_data_rank=None)  # nothing is sent
+    return made
+
+
+@torch.no_grad()
+def run(model: nn.Module, steps: int = STEPS, **settings: Any) -> tuple[Tensor, list[Tensor]]:
+    """Logits [1, PROMPT + steps, WORDS] and what each layer holds at the end, [1, heads here, n]."""
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=kvpass.backend(**{"inner": "eager", **settings}))
+    ids = torch.randperm(WORDS, generator=torch.Generator().manual_seed(1))[None, : PROMPT + steps]
+    logits, pasts = compiled(ids[:, :PROMPT])
+    said = [logits]
+    for place in range(PROMPT, PROMPT + steps):
+        logits, pasts = compiled(ids[:, place : place + 1], pasts)
+        said.append(logits)
+    return torch.cat(said, 1), [layer.positions for layer in kvpass.inspect(pasts).layers]
+
+
+@contextmanager
+def one_of(ranks: int, rank: int) -> Iterator[None]:
+    """This process is one of several that are not there: what they would send is what is sent to them."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def work(rank: int, ranks: int, settings: list[dict[str, Any]], folder: str) -> None:
+    """One process of `torch.multiprocessing.spawn`: writes what `run` gives to a file."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
+    torch.save([run(small(ranks), **each) for each in settings], Path(folder) / f"{rank}.pt")
+    dist.destroy_process_group()

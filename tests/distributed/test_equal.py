@@ -1,0 +1,70 @@
+"""Two processes hold the tokens that one holds, and say what it says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.distributed import small
+from tests.strategies import TABLE
+
+if TYPE_CHECKING:
+    from tests.models import Run
+
+RANKS, BUDGET = 2, 16
+OPTIONS: dict[str, list[dict[str, object]]] = {
+    "cascade": [{}, {"reduce": "max"}, {"reduce": "median"}, {"order": "attend_first"}, {"heads": "kv"}],
+    "d2o": [{}, {"merge": "official"}, {"compress_at": "first_decode"}, {"layers": "gate", "gate": 0.5}],
+    "sage": [{"refresh_interval": 3}],
+    "random": [{"seed": 7}],
+    "snapkv": [{"window": 3}],
+}
+EVERY: dict[str, dict[str, Any]] = {
+    f"{row.name} {options}": {"policy": row.name, "budget": BUDGET if row.name != "full" else None, **options}
+    for row in TABLE
+    if row.name != "kv_align"
+    for options in OPTIONS.get(row.name, [{}])
+}
+
+
+def check_held(mine: list[Tensor], whole: list[Tensor], rank: int) -> None:
+    """Each layer of a process holds what the same heads hold in one: [B, heads, n]."""
+    for here, all_heads in zip(mine, whole, strict=True):
+        heads = here.shape[1]
+        assert torch.equal(here, all_heads[:, rank * heads : (rank + 1) * heads])
+
+
+def test_what_heads_choose_together_and_by_their_number(tmp_path: Path) -> None:
+    settings = [{"policy": name, "budget": small.BUDGET} for name in ("tova", "random")]
+    one = [small.run(small.small(), **each) for each in settings]
+    torch.multiprocessing.spawn(small.work, (RANKS, settings, str(tmp_path)), nprocs=RANKS)
+    for rank in range(RANKS):
+        for (said, held), (alone, all_heads) in zip(torch.load(tmp_path / f"{rank}.pt"), one, strict=True):
+            torch.testing.assert_close(said, alone, atol=1e-3, rtol=1e-3)
+            check_held(held, all_heads, rank)
+
+
+TOGETHER = {name: EVERY[name] for name in ("tova {}", "random {'seed': 7}", "d2o {}")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model_name", "settings"), [("Llama", EVERY), ("GPTNeoX", TOGETHER)], ids=["Llama", "GPTNeoX"]
+)
+def test_every_policy_as_transformers_spreads_a_model(
+    model_name: str, settings: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    from tests.distributed.processes import model, runs, work
+
+    one = runs(model(model_name), settings)
+    torch.multiprocessing.spawn(work, (RANKS, model_name, settings, str(tmp_path)), nprocs=RANKS)
+    for rank in range(RANKS):
+        several: dict[str, Run] = torch.load(tmp_path / f"{rank}.pt", weights_only=False)
+        for name, run in several.items():
+            torch.testing.assert_close(run.logits, one[name].logits, atol=1e-3, rtol=1e-3, msg=name)
+            for here, whole in zip(run.held, one[name].held, strict=True):
+                check_held(here, whole, rank)
