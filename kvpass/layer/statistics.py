@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from typing import Any
 
 from torch import Tensor
 
@@ -23,6 +23,11 @@ def powers(policy: Policy) -> int:
 def wanted(policy: Policy) -> list[Statistic]:
     """What `statistics` returns for the policy, in its order."""
     return sorted(policy.statistics)
+
+
+def room(budget: Budget) -> tuple[Any, float]:
+    """A budget as `row_scan` takes it, as operators have no unions: a number of slots, or 0 and a share."""
+    return (0, budget) if isinstance(budget, float) else (budget, 0.0)
 
 
 def statistics(
@@ -46,8 +51,7 @@ def statistics(
         sums = column_scores(query, key, mask, real, causal, scale, *asked, cap, sink, heads)
         made = dict(zip(SUMS, sums, strict=True))
     if "scan" in policy.statistics:
-        written = (specify(policy), json.dumps(budget))
-        where = spread.written() if spread else None
+        written, where = (specify(policy), *room(budget)), spread.written() if spread else None
         made["scan"] = row_scan(query, key, mask, real, causal, scale, *written, cap, sink, heads, where)
     return [made[name] for name in wanted(policy)]
 

@@ -8,7 +8,6 @@ so that one compiled prompt graph serves every prompt length.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Iterator
 
@@ -272,7 +271,8 @@ def row_scan(
     causal: bool,
     scale: float,
     policy: str,
-    budget: str,
+    budget: int,
+    share: float,
     cap: float | None = None,
     sink: Tensor | None = None,
     heads: int | None = None,
@@ -282,13 +282,13 @@ def row_scan(
 
     Args:
         policy: its specification, see `kvpass.policies.specify`.
-        budget: as users write it: a number of slots, or a share of the prompt.
+        budget, share: a number of slots, or 0 and a share of the prompt.
         spread: where the other heads of the layer are, see `kvpass.policies.heads`, as text.
         The others are as for `column_scores`.
     """
     query, key = _alike(query, key)
     chosen, keys, held = policies.specified(policy), key.shape[2], key.shape[2] - query.shape[2]
-    slots = slots_for(chosen, json.loads(budget), query.shape[2])
+    slots = slots_for(chosen, budget or share, query.shape[2])
     spans = _spans(query.shape[2], query, key)
     pieces = _pieces(spans, _Rows(query, key, mask, causal, scale, cap, sink))
     paid = (piece.paid(logits) for piece, logits in pieces)
@@ -306,7 +306,8 @@ def _(
     causal: bool,
     scale: float,
     policy: str,
-    budget: str,
+    budget: int,
+    share: float,
     cap: float | None = None,
     sink: Tensor | None = None,
     heads: int | None = None,

@@ -56,7 +56,7 @@ class StepCall:
         windows: for each layer how many tokens the model stores, None for all.
         telling: the inputs that tell padding.
         sweep: whether it is a step with the policy's sweep.
-        opened: the layouts with open sizes for what other calls may differ in.
+        opened: the layouts with open sizes for what other calls may differ in, if there are any.
     """
 
     gm: fx.GraphModule

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -231,6 +230,6 @@ def _statistics(
         for place, name in enumerate(statistics.SUMS):
             made[name] = graph.call_function(operator.getitem, (sums, place))
     if "scan" in policy.statistics:
-        written, where = (specify(policy), json.dumps(budget)), site.spread.written() if site.spread else None
+        written, where = (specify(policy), *statistics.room(budget)), site.spread.written() if site.spread else None
         made["scan"] = graph.call_function(torch.ops.kvpass.row_scan.default, (*common, *written, *beside, where))
     return made

@@ -144,7 +144,7 @@ class StepRunner:
 
         def rewritten(opened: Opened | None) -> StepRewrite:
             sizes = self._sizes(numbers, counters, others, windows, opened)
-            layouts = [measures.layout(cache.layout, opened.by_place if opened else {}) for cache in caches]
+            layouts = [measures.layout(cache.layout, opened.by_place) for cache in caches] if opened else []
             return self._specialise(caches, arguments, sizes, windows, known, sweep, layouts)
 
         with compat.one_at_a_time():

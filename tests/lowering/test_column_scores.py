@@ -70,7 +70,7 @@ def test_the_shapes_for_the_compiler_are_those_of_the_real_thing(name):
     query, key, real = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 9, 8), torch.ones(2, 6, dtype=torch.bool)
     common = (query, key, None, real, True, 0.5)
     if name == "scan":
-        torch.library.opcheck(row_scan, (*common, specify(resolve("cascade", {"sinks": 1})), "5"))
+        torch.library.opcheck(row_scan, (*common, specify(resolve("cascade", {"sinks": 1})), 5, 0.0))
         return
     for powers in range(3):
         torch.library.opcheck(column_scores, (*common, 3, powers))
