@@ -301,6 +301,7 @@ class OpenSizes:
         self._env = ShapeEnv()
         self.mode = FakeTensorMode(shape_env=self._env)
         self._names, self._taken = itertools.count(), taken
+        self._held: dict[Any, bool] = {}
         self.symbols = [self._symbol(hint) for hint in hints]
         self._hints = dict(zip(self.symbols, hints, strict=True))
 
@@ -327,8 +328,12 @@ class OpenSizes:
 
     def hold(self, numbers: Sequence[int]) -> bool:
         """Whether what was traced, and compiled since, serves these numbers."""
-        known = dict(zip(self.symbols, map(sympy.Integer, numbers), strict=True))
-        return min(numbers) >= 2 and all(guard.expr.xreplace(known) == sympy.true for guard in self._env.guards)
+        kind = (tuple(numbers), len(self._env.guards))  # there are more after compiling
+        if kind not in self._held:
+            known = dict(zip(self.symbols, map(sympy.Integer, numbers), strict=True))
+            asked = (guard.expr.xreplace(known) for guard in self._env.guards)
+            self._held[kind] = min(numbers) >= 2 and all(answer == sympy.true for answer in asked)
+        return self._held[kind]
 
 
 def inductor(gm: fx.GraphModule, examples: Sequence[Any], patches: dict[str, Any]) -> Compiled:

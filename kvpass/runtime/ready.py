@@ -157,7 +157,8 @@ class ReadySteps:
             decodes: it has one token.
             opens: whether sizes may be open.
         """
-        if (alike, measures) not in self._ready:
+        known = self._ready.get((alike, measures))
+        if known is None or not known.serves(measures):
             found = self._shared((alike, measures.free), measures, decodes, rewrite) if opens else None
             self._ready[alike, measures] = found or Ready(rewrite(None), measures)
         return self._ready[alike, measures]

@@ -110,11 +110,7 @@ class StepRunner:
         sweep = False
         if queries == 1:
             sweep, clocks = tick(caches, self._real_rows(caches, arguments))
-        ready = self._ready(caches, arguments, others, known, sweep)
-        rewrite = ready.at(Measures.of(caches, self._numbers(arguments)))
-        aside = rewrite.on_all_tokens(arguments)
-        flat = rewrite.flat([cache.slots for cache in caches], arguments, aside, caches[0].seen)
-        run = ready.runner(self.backend, flat, caches[0].layout.ranked, queries > 1)
+        rewrite, aside, flat, run = self._prepared(caches, arguments, others, known, sweep)
         for cache in caches:
             cache.broken = True
         results = run(*flat)
@@ -123,6 +119,23 @@ class StepRunner:
             take_in(caches[layer], [results[place] for place in places])
         count(caches, queries, clocks)
         return rewrite, results, aside
+
+    def _prepared(
+        self, caches: list[LayerCache], arguments: tuple[Any, ...], *how: Any
+    ) -> tuple[StepRewrite, list[Any], list[Any], compat.Compiled]:
+        """What is to run: its description, what is computed beside it, its arguments, and its code.
+
+        Args:
+            how: what else `_ready` takes.
+        """
+        ready, measures = self._ready(caches, arguments, *how), Measures.of(caches, self._numbers(arguments))
+        rewrite = ready.at(measures)
+        aside = rewrite.on_all_tokens(arguments)
+        flat = rewrite.flat([cache.slots for cache in caches], arguments, aside, caches[0].seen)
+        run = ready.runner(self.backend, flat, caches[0].layout.ranked, rewrite.queries > 1)
+        if ready.serves(measures):
+            return rewrite, aside, flat, run
+        return self._prepared(caches, arguments, *how)  # compiling has asked more of the sizes
 
     def _ready(
         self,
