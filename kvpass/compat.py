@@ -64,6 +64,14 @@ def write_out(graph: fx.Graph, node: fx.Node, strides: Sequence[int]) -> fx.Node
     return made
 
 
+def with_strides(x: Tensor, strides: Sequence[Any]) -> Tensor:
+    """The same, which Inductor writes to a buffer with these strides; traced, and run as it is."""
+    from torch._inductor.inductor_prims import force_stride_order
+
+    written: Tensor = force_stride_order(x, list(strides))
+    return written
+
+
 def first_cache() -> int:
     """Bytes of a core's first data cache; the usual 32 KiB where torch does not know."""
     return int(_capabilities().get("l1d_cache_size", 0)) or 32 << 10

@@ -60,10 +60,11 @@ def compiled(backend: Backend, name: str = "Llama") -> Any:
     return torch.compile(build(name), backend=backend)
 
 
-some = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in policies.names()]
+NAMES = [name for name in policies.names() if name != "kv_align"]  # it needs an aligner, of fixed sizes
+SOME = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
 
 
-@pytest.mark.parametrize("policy", [name for name in some if name != "kv_align"])
+@pytest.mark.parametrize("policy", SOME)
 def test_open_sizes_are_the_same_as_numbers(policy: str) -> None:
     """Rows, chunks of several lengths and budgets that are shares, past the first eviction."""
     budget = None if policy == "full" else 0.5
@@ -170,12 +171,12 @@ def test_what_was_asked_of_a_size_must_hold() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["h2o", "streaming"])
+@pytest.mark.parametrize("policy", ["h2o", "streaming", "d2o", "cascade", "buzz", "sage"])
 def test_generated_code_serves_other_sizes(policy: str) -> None:
-    """Inductor's, whose layers are compiled once."""
+    """Inductor's, whose layers are compiled once; open are lengths alone, then rows and lengths."""
     ours, theirs = counting(policy, inner="inductor", budget=24), counting(policy, numbers=True, budget=24)
     with compat.room_for_graphs():
         one, other = compiled(ours), compiled(theirs)
-        for rows, pieces in ((1, (40, 1, 5, 7, 1, 6)), (2, (44, 1)), (3, (48, 1, 4, 9)), (5, (30, 1, 3))):
+        for rows, pieces in ((1, (40, 1, 5, 7, 1)), (2, (44, 1)), (3, (48, 1, 4, 1)), (5, (30, 1, 3))):
             for got, wanted in zip(logits(one, rows, pieces), logits(other, rows, pieces), strict=True):
                 assert torch.allclose(got, wanted, atol=1e-4)

@@ -99,6 +99,7 @@ class Ready:
         free: which of them are open in it.
         run: what runs it, None until it is compiled.
         came: whether it has run uncompiled.
+        described: `rewrite` for calls that there were.
     """
 
     rewrite: StepRewrite
@@ -106,13 +107,18 @@ class Ready:
     free: tuple[int, ...] = ()
     run: compat.Compiled | None = None
     came: bool = False
+    described: dict[Measures, StepRewrite] = dataclasses.field(default_factory=dict)
 
     def at(self, measures: Measures) -> StepRewrite:
         """What the graph was rewritten to, for a call of these measures."""
-        return self.rewrite.at([measures.all[place] for place in self.free])
+        if measures not in self.described:
+            self.described[measures] = self.rewrite.at([measures.all[place] for place in self.free])
+        return self.described[measures]
 
     def serves(self, measures: Measures) -> bool:
         """Whether it is right for such a call."""
+        if measures == self.measures:
+            return True
         pairs = enumerate(zip(measures.all, self.measures.all, strict=True))
         same = all(one == other for place, (one, other) in pairs if place not in self.free)
         sizes = self.rewrite.open
@@ -149,19 +155,25 @@ class ReadySteps:
         self._opened: dict[Any, list[Ready]] = {}
         self._met: dict[Any, Measures] = {}
 
-    def of(self, alike: Any, measures: Measures, decodes: bool, opens: bool, rewrite: Rewrite) -> Ready:
-        """What serves a call.
+    def known(self, call: Any, measures: Measures) -> Ready | None:
+        """What served a call before, if it still does: compiling may have asked more of the sizes since.
 
         Args:
-            alike: what else it depends on.
-            decodes: it has one token.
-            opens: whether sizes may be open.
+            call: all that it depends on, the measures included.
         """
-        known = self._ready.get((alike, measures))
-        if known is None or not known.serves(measures):
-            found = self._shared((alike, measures.free), measures, decodes, rewrite) if opens else None
-            self._ready[alike, measures] = found or Ready(rewrite(None), measures)
-        return self._ready[alike, measures]
+        ready = self._ready.get(call)
+        return ready if ready is not None and ready.serves(measures) else None
+
+    def made(self, call: Any, alike: Any, measures: Measures, decodes: bool, rewrite: Rewrite) -> Ready:
+        """What serves a call from now on.
+
+        Args:
+            alike: what it depends on beside its measures; None if these are to be numbers.
+            decodes: it has one token.
+        """
+        shared = alike is not None and self._shared((alike, measures.free), measures, decodes, rewrite)
+        self._ready[call] = shared or Ready(rewrite(None), measures)
+        return self._ready[call]
 
     def _shared(self, kind: Any, measures: Measures, decodes: bool, rewrite: Rewrite) -> Ready | None:
         """A rewritten graph with open sizes; None if the call is to have its own."""

@@ -128,7 +128,8 @@ class StepRunner:
         Args:
             how: what else `_ready` takes.
         """
-        ready, measures = self._ready(caches, arguments, *how), Measures.of(caches, self._numbers(arguments))
+        measures = Measures.of(caches, self._numbers(arguments))
+        ready = self._ready(caches, arguments, measures, *how)
         rewrite = ready.at(measures)
         aside = rewrite.on_all_tokens(arguments)
         flat = rewrite.flat([cache.slots for cache in caches], arguments, aside, caches[0].seen)
@@ -141,27 +142,31 @@ class StepRunner:
         self,
         caches: list[LayerCache],
         arguments: tuple[Any, ...],
+        measures: Measures,
         others: tuple[int | None, ...],
         known: frozenset[int],
         sweep: bool,
     ) -> Ready:
         """The rewritten graph for caches in which there is room."""
         windows = tuple(cache.window if cache.stored < cache.seen else None for cache in caches)
-        numbers = self._numbers(arguments)
         counters = tuple(self._counter(place, arguments[place], caches[0].seen) for place in self.counters.values())
-        measures, opens = Measures.of(caches, numbers), self.backend.opens_sizes(caches[0].layout.device)
-        layouts = tuple(
-            (measures.common(cache.layout), cache.slots.capacity - cache.layout.capacity) for cache in caches
-        )
-        alike = (counters, others, windows, known, sweep, layouts)
+        how, numbers = (counters, others, windows, known, sweep), measures.numbers
+        call = (*how, numbers, tuple((cache.layout, cache.slots.capacity) for cache in caches))
+        ready = self.ready.known(call, measures)
+        if ready is not None:
+            return ready
 
         def rewritten(opened: Opened | None) -> StepRewrite:
             sizes = self._sizes(numbers, counters, others, windows, opened)
             layouts = [measures.layout(cache.layout, opened.by_place) for cache in caches] if opened else []
             return self._specialise(caches, arguments, sizes, windows, known, sweep, layouts)
 
+        opens = self.backend.opens_sizes(caches[0].layout.device)
+        room = tuple((measures.common(x.layout), x.slots.capacity - x.layout.capacity) for x in caches)
         with compat.one_at_a_time():
-            ready = self.ready.of(alike, measures, self._queries(numbers) == 1, opens, rewritten)
+            ready = self.ready.made(
+                call, (*how, room) if opens else None, measures, self._queries(numbers) == 1, rewritten
+            )
             self.worked.add(others)
         return ready
 
@@ -195,7 +200,7 @@ class StepRunner:
         sweep, _ = tick(caches) if queries == 1 else (False, [])
         for reading in readings:
             try:
-                self._ready(caches, arguments, reading, known, sweep)
+                self._ready(caches, arguments, Measures.of(caches, self._numbers(arguments)), reading, known, sweep)
             except UnsupportedGraph as refusal:
                 refusals.append(refusal)
             else:
