@@ -134,7 +134,7 @@ class Counted(nn.Module):
         if self.how == "times rows":
             out = out * ids.shape[0]
         elif self.how == "times count":
-            out = out * (2 * count + 1)
+            out = out * (2 * count + ids.shape[0] + 1)
         elif self.how == "mean":
             out = out + out.mean(1, keepdim=True)
         elif self.how == "few":

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +18,7 @@ from kvpass.graphs import Sizes, value
 from kvpass.layer.slots import Layout, Slots
 from kvpass.rewrite.inputs import FurtherInputs
 from kvpass.rewrite.instantiate import RotarySlice
+from kvpass.rewrite.open import OpenNodes
 from kvpass.rewrite.record import Record
 from kvpass.rewrite.result import Outputs
 
@@ -87,6 +85,7 @@ class StepContext:
         whole: masks look up entries in the tensors that have one for every token; by default a graph is given those
             of its slots alone.
         inputs: what it takes beside slots and Dynamo's arguments.
+        open: the nodes of sizes that stay open.
 
     And what passes leave for those after them:
         slot_inputs: for each layer the placeholders of its slots' tensors, in the order of `Slots.names`.
@@ -119,16 +118,16 @@ class StepContext:
         self.telling = call.telling.moved(moved)
         self.rows = call.sizes.fixed(value(call.sites[0].key).shape[0]) if call.sizes.open else call.layouts[0].rows
         self.queries = call.sizes.queries
-        # A prompt that is still held whole takes its first token in as a chunk.
         self.capacities = [
             slots.capacity if isinstance(layout.capacity, int) else layout.capacity
             for layout, slots in zip(self.layouts, call.slots, strict=True)
         ]
+        # A prompt that is still held whole takes its first token in as a chunk.
         roomy = all(s.capacity == x.capacity for s, x in zip(call.slots, call.layouts, strict=True))
         self.decodes = bool(self.queries == 1) and roomy
         self.ranked = call.layouts[0].ranked
         self.whole = whole
-        self._open: dict[Any, fx.Node] = {}
+        self.open = OpenNodes(self)
         self.inputs = FurtherInputs(self)
 
         self.slot_inputs: list[list[fx.Node]] = []
@@ -209,73 +208,14 @@ class StepContext:
 
         Open sizes are inputs as well, as the function may know them from elsewhere.
         """
-        count, given = len(nodes), [*nodes, *self._open_nodes]
+        count, given = len(nodes), [*nodes, *self.open.all]
         with compat.fake_mode(self.sizes.open) as fake:
             examples = [fake(self.example(node)) for node in given]
             return compat.trace(lambda *values: function(*values[:count]), examples)
 
     def spliced(self, traced: fx.GraphModule, nodes: list[fx.Node], before: fx.Node, name: str) -> list[fx.Node]:
         """What `traced` made, before another node."""
-        return graphs.splice(self.gm, traced, [*nodes, *self._open_nodes], before, name)
-
-    @functools.cached_property
-    def _open_nodes(self) -> list[fx.Node]:
-        """The nodes of all open sizes that a tensor or an argument says."""
-        if self.sizes.open is None:
-            return []
-        budget, capacity = graphs.expr(self.layouts[0].budget), graphs.expr(self.capacities[0])
-        known = [symbol for symbol in self.sizes.open.symbols if symbol != budget or symbol == capacity]
-        return [self._number(symbol) for symbol in known]
-
-    def number(self, size: Any) -> Any:
-        """What stands in the graph for a size that does not grow: a number, or a node."""
-        return size if isinstance(size, int) else self._number(graphs.expr(size))
-
-    def _number(self, expression: sympy.Expr) -> Any:
-        if expression.is_Integer:
-            return int(expression)
-        if expression not in self._open:
-            self._open[expression] = self._emit_size(expression)
-        return self._open[expression]
-
-    def _emit_size(self, expression: sympy.Expr) -> fx.Node:
-        """Arithmetic on the numbers among Dynamo's arguments, at the beginning of the graph."""
-        if expression.is_Symbol:
-            return self._of_symbol(expression)
-        function = {"Add": operator.add, "Mul": operator.mul}.get(expression.func.__name__)
-        if function is None:
-            raise UnsupportedGraph(f"the size {expression} is no sum or product")
-        made: Any
-        made, *terms = [self._number(term) for term in expression.args]
-        for position, term in enumerate(terms, 2):
-            part = expression.func(*expression.args[:position])
-            with self._among_sizes():
-                made = self.graph.call_function(function, (made, term))
-            made.meta["example_value"] = self.sizes.fixed_part(part)
-            self._open[part] = made
-        return self._open[expression]
-
-    def is_open(self, holder: fx.Node) -> bool:
-        """Whether a placeholder is of an open size, which those of tensors do not have to tell then."""
-        return holder in self._open.values()
-
-    def _among_sizes(self) -> contextlib.AbstractContextManager[Any]:
-        """Insert before the first operation, behind the open sizes that are there."""
-        made = [node for node in self._open.values() if node.op != "placeholder"]
-        first = next(node for node in self.graph.nodes if node.op != "placeholder")
-        return self.graph.inserting_after(max(made)) if made else self.graph.inserting_before(first)
-
-    def _of_symbol(self, symbol: sympy.Symbol) -> fx.Node:
-        """The placeholder of a number that is an open size, or what asks the slots for it."""
-        if symbol == graphs.expr(self.capacities[0]):
-            with self._among_sizes():
-                made = self.graph.call_function(compat.SIZE, (self.slot(0, "position"), 2))
-            made.meta["example_value"] = self.capacities[0]
-            return made
-        for holder in filter(graphs.is_size, self.holders):
-            if not self.sizes.grows(holder) and graphs.expr(self.sizes.fixed(holder)) == symbol:
-                return holder
-        raise UnsupportedGraph(f"no argument is the size {symbol}")
+        return graphs.splice(self.gm, traced, [*nodes, *self.open.all], before, name)
 
     def copied_slots(self, layer: int) -> list[fx.Node]:
         """A layer's slots with their metadata, all beside K and V, as it is before the step."""

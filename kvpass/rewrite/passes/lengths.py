@@ -25,7 +25,7 @@ from kvpass.rewrite.record import Record
 
 def put_length_on_device(step: StepContext) -> Record:
     """Rewrite what is computed from the length; says which nodes count the keys, which is for masks to rewrite."""
-    on_length = OnLength(step.graph, step.sizes, step.length, step.number)
+    on_length = OnLength(step.graph, step.sizes, step.length, step.open.of)
     lookups = on_length.slices()
     for window in set(step.windows):
         step.counts[window] = [*tokens.iotas(step.graph.nodes, step.sizes, window), *lookups]

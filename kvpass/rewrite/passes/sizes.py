@@ -31,10 +31,10 @@ def settle_sizes(step: StepContext) -> Record:
         if step.sizes.grows(node):
             step.refuse_growth(_reader(node))
         if not step.sizes.settled(node):
-            _settle(node, step.number(step.sizes.fixed(node)))
+            _settle(node, step.open.of(step.sizes.fixed(node)))
     graphs.eliminate_dead(step.graph)
     for holder in step.holders:
-        if not holder.users and not step.is_open(holder):
+        if not holder.users and not step.open.has(holder):
             step.graph.erase_node(holder)
         elif step.sizes.grown(value(holder)):
             step.refuse_growth(next(iter(holder.users)))

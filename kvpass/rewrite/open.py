@@ -1,0 +1,96 @@
+"""What stands in a step graph for sizes that stay open: numbers among Dynamo's arguments, a question to a slot tensor,
+and arithmetic on these at the beginning of the graph."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+from typing import TYPE_CHECKING, Any
+
+import sympy  # type: ignore[import-untyped]
+import torch.fx as fx
+
+from kvpass import compat, graphs
+from kvpass.errors import UnsupportedGraph
+
+if TYPE_CHECKING:
+    from kvpass.rewrite.context import StepContext
+
+_FUNCTIONS = {"Add": operator.add, "Mul": operator.mul}
+
+
+class OpenNodes:
+    """The nodes of open sizes in a step graph, each made once."""
+
+    def __init__(self, step: StepContext) -> None:
+        self._step = step
+        self._made: dict[sympy.Expr, fx.Node] = {}
+        self._emitted: list[fx.Node] = []  # in the order of the graph
+
+    @functools.cached_property
+    def all(self) -> list[fx.Node]:
+        """The nodes of all symbols that something in the graph says."""
+        step = self._step
+        if step.sizes.open is None:
+            return []
+        budget, capacity = graphs.expr(step.layouts[0].budget), graphs.expr(step.capacities[0])
+        silent = {budget} - {capacity}  # no tensor has that size
+        return [self._node(symbol) for symbol in step.sizes.open.symbols if symbol not in silent]
+
+    def of(self, size: Any) -> Any:
+        """What stands for a size that does not grow: a number, or a node.
+
+        Raises:
+            UnsupportedGraph: it is computed in another way than by sums and products, or nothing says it.
+        """
+        return size if isinstance(size, int) else self._number(graphs.expr(size))
+
+    def has(self, node: fx.Node) -> bool:
+        """Whether a node is one of these."""
+        return node in self._made.values()
+
+    def _number(self, expression: sympy.Expr) -> Any:
+        return int(expression) if expression.is_Integer else self._node(expression)
+
+    def _node(self, expression: sympy.Expr) -> fx.Node:
+        if expression not in self._made:
+            made = self._said(expression) if expression.is_Symbol else self._computed(expression)
+            self._made[expression] = made
+        return self._made[expression]
+
+    def _said(self, symbol: sympy.Symbol) -> fx.Node:
+        """The placeholder of a number, or what asks the slots for their capacity."""
+        step = self._step
+        if symbol == graphs.expr(step.capacities[0]):
+            return self._call(compat.SIZE, step.slot(0, "position"), 2, size=step.capacities[0])
+        for holder in filter(graphs.is_size, step.holders):
+            if not step.sizes.grows(holder) and graphs.expr(step.sizes.fixed(holder)) == symbol:
+                return holder
+        raise UnsupportedGraph(f"no argument is the size {symbol}")
+
+    def _computed(self, expression: sympy.Expr) -> fx.Node:
+        function = _FUNCTIONS.get(expression.func.__name__)
+        if function is None:
+            raise UnsupportedGraph(f"the size {expression} is no sum or product")
+        terms = [self._number(term) for term in expression.args]
+        made, part = terms[0], expression.args[0]
+        for term, more in zip(terms[1:], expression.args[1:], strict=True):
+            part = expression.func(part, more)
+            made = self._call(function, made, term, size=self._step.sizes.fixed_part(part))
+        node: fx.Node = made
+        return node
+
+    def _call(self, function: Any, *args: Any, size: Any) -> fx.Node:
+        with self._first():
+            node = self._step.graph.call_function(function, args)
+        node.meta["example_value"] = size
+        self._emitted.append(node)
+        return node
+
+    def _first(self) -> contextlib.AbstractContextManager[Any]:
+        """Insert before the first operation that is none of these."""
+        graph = self._step.graph
+        if self._emitted:
+            return graph.inserting_after(self._emitted[-1])
+        return graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder"))
