@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import warnings
@@ -85,7 +86,8 @@ class Backend:
             mode, options: as given to torch.compile itself, for Inductor; the backend's own come first.
         """
         try:
-            return self._with(mode, options)._compile(gm, examples)
+            with self._spending("kvpass"):
+                return self._with(mode, options)._compile(gm, examples)
         except KVPassError as error:
             return _refusal(error)
 
@@ -217,9 +219,14 @@ class Backend:
             self.recorder.notes.append(f"{why}: positions are absolute")
         return False
 
+    def _spending(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """What runs inside counts for a name in the report's `Timings`."""
+        return self.recorder.watch.spending(name) if self.recorder else contextlib.nullcontext()
+
     def note_validation(self, done: Validation) -> None:
         """Report what came of holding a rewritten step against the model's own."""
         if self.recorder is not None:
+            self.recorder.watch.add("validation", done.seconds)
             came = "equal" if done.skipped is None else f"left out, as {done.skipped}"
             self.recorder.notes.append(f"the rewritten step beside the model's own: {came} ({done.seconds:.2f} s)")
 
@@ -231,11 +238,13 @@ class Backend:
         Args:
             layers: one node of each layer, if there are any.
         """
-        return self._compile_inner(gm, examples, {}, None, layers)
+        with self._spending("compiler"):
+            return self._compile_inner(gm, examples, {}, None, layers)
 
     def compile_step(self, gm: fx.GraphModule, examples: Sequence[Any], ranked: bool) -> Callable[..., Any]:
         """Compile a rewritten step graph."""
-        return self._compile_inner(gm, examples, self._for_steps(ranked), self.policy, once.readers_of_slots(gm))
+        with self._spending("compiler"):
+            return self._compile_inner(gm, examples, self._for_steps(ranked), self.policy, once.readers_of_slots(gm))
 
     @property
     def compiles_at_once(self) -> bool:
@@ -260,13 +269,14 @@ class Backend:
         Raises:
             UnsupportedGraph: something in it cannot be said on slots.
         """
-        if not self.is_reference:
-            context = StepContext(call)
-            return context, rewrite_step(context, watch=self.watch)
-        from kvpass.reference.layer import REFERENCE_PASSES  # the compiled path knows nothing of references
+        with self._spending("kvpass"):
+            if not self.is_reference:
+                context = StepContext(call)
+                return context, rewrite_step(context, watch=self.watch)
+            from kvpass.reference.layer import REFERENCE_PASSES  # the compiled path knows nothing of references
 
-        context = StepContext(call, whole=True)
-        return context, rewrite_step(context, REFERENCE_PASSES, self.watch)
+            context = StepContext(call, whole=True)
+            return context, rewrite_step(context, REFERENCE_PASSES, self.watch)
 
     def listed(self, layout: Layout, chunk: Chunk, extras: tuple[Any, ...], site: AttentionSite, limit: int) -> Any:
         """The eager reference's layer after a prompt."""

@@ -520,6 +520,13 @@ def without_modes() -> Iterator[None]:
         yield
 
 
+def inductor_seconds() -> tuple[float, float]:
+    """Seconds that Inductor has taken in this process so far, and of the C++ compiler that it starts."""
+    from torch._dynamo.utils import compilation_time_metrics as spent
+
+    return sum(spent.get("compile_fx_inner", ())), sum(spent.get("compile_file", ()))
+
+
 def inductor_mode(mode: str) -> dict[str, Any]:
     """The configuration behind a mode of torch.compile; raises RuntimeError for an unknown one."""
     from torch._inductor import list_mode_options

@@ -16,6 +16,7 @@ from kvpass import logs
 from kvpass.errors import CacheHandleError, KVPassError
 from kvpass.rewrite.record import Record
 from kvpass.runtime.handle import LayerCache, caches_in
+from kvpass.timings import Stopwatch, Timings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +40,11 @@ class SiteReport:
 
 @dataclasses.dataclass
 class Recorder:
-    """Collects what a backend finds and does while it compiles; programs only if it is to keep them."""
+    """Collects what a backend finds and does while it compiles; programs only if it is to keep them.
+
+    Attributes:
+        watch: counts its seconds.
+    """
 
     graphs: list[str] = dataclasses.field(default_factory=list)
     sites: list[SiteReport] = dataclasses.field(default_factory=list)
@@ -47,6 +52,7 @@ class Recorder:
     passes: list[Record] = dataclasses.field(default_factory=list)
     programs: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     keeps_programs: bool = False
+    watch: Stopwatch = dataclasses.field(default_factory=Stopwatch)
 
     def note_program(self, title: str, graph: fx.Graph) -> None:
         """A graph as it stands now."""
@@ -65,6 +71,7 @@ class ExplainReport:
         error: what running the model raised, if it did.
         passes: what each pass over each step graph did.
         programs: a title and a program for every stage of every graph, if they were asked for.
+        timings: where the time went, if that was asked for.
     """
 
     graphs: tuple[str, ...]
@@ -73,6 +80,7 @@ class ExplainReport:
     error: str | None = None
     passes: tuple[Record, ...] = ()
     programs: tuple[tuple[str, str], ...] = ()
+    timings: Timings | None = None
 
     @property
     def rewritten(self) -> list[SiteReport]:
@@ -88,11 +96,12 @@ class ExplainReport:
         summary = f"{len(self.rewritten)} of {len(self.sites)} attention calls rewritten in {len(self.graphs)} graph(s)"
         more = [*self.notes, *([f"stopped by: {self.error}"] if self.error else []), *map(str, self.passes)]
         programs = [f"\n# {title}\n{program}" for title, program in self.programs]
-        return "\n".join([lines, summary, *more, *programs])
+        timings = [str(self.timings)] if self.timings else []
+        return "\n".join([lines, summary, *more, *timings, *programs])
 
 
 def explain(
-    model: torch.nn.Module, policy: Any = "full", *, graphs: bool = False, **settings: Any
+    model: torch.nn.Module, policy: Any = "full", *, graphs: bool = False, timings: bool = False, **settings: Any
 ) -> Callable[..., ExplainReport]:
     """Say what the backend would make of a model: `explain(model, policy=..., budget=...)(*args, **kwargs)`.
 
@@ -101,27 +110,29 @@ def explain(
 
     Args:
         graphs: keep the programs: Dynamo's graph, its canonical form, and a step graph after every pass.
+        timings: compile what the call takes, unless `inner` says otherwise, and say where the time went.
     """
     # Imported late: the backend reports to this module.
     from kvpass.backend import backend
 
     recorder = Recorder(keeps_programs=graphs)
-    chosen = backend(policy, **{"inner": "eager", **settings, "strict": False})
+    chosen = backend(policy, **{"inner": "inductor" if timings else "eager", **settings, "strict": False})
     chosen = dataclasses.replace(chosen, recorder=recorder)
 
     def run(*args: Any, **kwargs: Any) -> ExplainReport:
-        error = None
+        error, spent = None, list[Timings]()
         # A step writes to its cache: the user's stays where it is.
         args = tuple(_copied(arg) for arg in args)
         kwargs = {name: _copied(arg) for name, arg in kwargs.items()}
-        with warnings.catch_warnings(), torch.no_grad():
+        with warnings.catch_warnings(), torch.no_grad(), recorder.watch.timing(spent):
             warnings.simplefilter("ignore")
             try:
                 torch.compile(model.forward, backend=chosen)(*args, **kwargs)
             except KVPassError as raised:
                 error = str(raised)
         found = (tuple(recorder.graphs), tuple(recorder.sites), tuple(recorder.notes), error)
-        return ExplainReport(*found, tuple(recorder.passes), tuple(recorder.programs))
+        programs = tuple(recorder.programs)
+        return ExplainReport(*found, tuple(recorder.passes), programs, spent[0] if timings else None)
 
     return run
 

@@ -32,6 +32,28 @@ def test_explain_sees_a_decode_step() -> None:
     assert len(report.rewritten) == 2
 
 
+def test_explain_says_where_the_time_went() -> None:
+    model = build("Llama")
+    ids, mask = prompt(2, 8, ())
+    cache = force(model, ids, mask, [8], policy="h2o", budget=16, inner="eager").cache
+    report = kvpass.explain(model, "h2o", budget=16, timings=True, inner="eager")(ids[:, :1], past_key_values=cache)
+    spent = report.timings
+    assert spent is not None
+    assert min(spent.kvpass, spent.validation, spent.tracing) > 0
+    assert spent.inductor == spent.cpp == 0
+    assert spent.compiler < spent.kvpass < spent.total
+    assert "validation" in str(report)
+    assert kvpass.explain(model, "h2o", budget=16)(ids).timings is None
+
+
+@pytest.mark.slow
+def test_timings_tell_inductor_from_what_is_before_it() -> None:
+    report = kvpass.explain(build("Llama"), "h2o", budget=16, timings=True)(torch.arange(9)[None])
+    assert report.timings is not None
+    assert report.timings.kvpass > 0
+    assert 0 <= report.timings.inductor < report.timings.compiler
+
+
 def test_explain_says_what_is_refused_and_why() -> None:
     report = kvpass.explain(Tiny("of a new kind"), "window", budget=8)(torch.zeros(1, 4, dtype=torch.int64), _past())
     assert report.refused
