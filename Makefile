@@ -3,7 +3,7 @@ BIN := .venv/bin
 RUNS := .venv/.runs
 INSTALLED := .venv/.installed
 
-.PHONY: demo test slow lint architectures bench clean
+.PHONY: demo test slow lint architectures reach bench clean
 
 # The main job: tables, pictures and completions in out/.  Two policies at a time with one thread each: so small a
 # model gains little from a second one, and compiling, which takes most of the time, keeps two cores busy.
@@ -20,9 +20,17 @@ test: $(INSTALLED)
 slow: $(INSTALLED)
 	$(PYTEST) --dist worksteal -m slow || [ $$? -eq 5 ]
 
-# Examines every causal architecture of transformers and writes docs/architectures.md; half an hour on two cores.
+# Examines every causal architecture of transformers, and every one that reads text or speech first, and writes
+# docs/architectures.md; forty minutes on two cores.
 architectures: $(INSTALLED)
 	$(BIN)/python -m tests.architectures --jobs 2 --write
+	$(BIN)/python -m tests.architectures --jobs 2 --write --table reading
+
+# Examines what people do to models and writes docs/reach.md; a few minutes.  The packages that it needs go into the
+# same environment, without what they depend on: that is there.
+reach: $(INSTALLED)
+	$(BIN)/python -m pip install --no-deps -r constraints-reach.txt
+	$(BIN)/python -m tests.reach --write
 
 # Measures everything that docs/performance.md reports and writes its tables; about an hour and a half on two cores that
 # have nothing else to do.  kvpress gets an environment of its own in out/.

@@ -16,6 +16,7 @@ from benchmarks import (
     caching,
     chunks,
     compilation,
+    cropping,
     overhead,
     perplexity,
     picture,
@@ -24,11 +25,13 @@ from benchmarks import (
     report,
     row_products,
     serving,
+    sizes,
     step,
     stream,
 )
-from benchmarks.report import Row, Target, markdown, verdicts
+from benchmarks.report import Row, Target, verdicts
 from benchmarks.settings import Settings
+from kvpass.evaluation.tables import markdown
 
 PARTS: dict[str, ModuleType] = {
     module.__name__.rpartition(".")[2]: module
@@ -38,7 +41,9 @@ PARTS: dict[str, ModuleType] = {
         caching,
         prompt,
         chunks,
+        cropping,
         compilation,
+        sizes,
         stream,
         picture,
         perplexity,

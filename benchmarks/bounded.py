@@ -72,15 +72,19 @@ def everything() -> list[str]:
     return [name for name in policies.names() if name not in LEFT_OUT]
 
 
-def conversation(model: Any, case: Case, prompt: int) -> Conversation:
+def conversation(model: Any, case: Case, prompt: int, **more: Any) -> Conversation:
     """A conversation whose prompt has run and whose decode graph is compiled.
 
     The prompt runs uncompiled, under the same policy: its graph is not what is timed.
+
+    Args:
+        more: further settings of `kvpass.backend`.
     """
+    chosen = {**case.settings(), **more}
     ids = tokens(prompt)
-    first = torch.compile(model, backend=kvpass.backend(inner="eager", **case.settings()))
+    first = torch.compile(model, backend=kvpass.backend(inner="eager", **chosen))
     cache = first(ids, use_cache=True, logits_to_keep=1).past_key_values
-    made = Conversation(torch.compile(model, backend=kvpass.backend(**case.settings())), cache)
+    made = Conversation(torch.compile(model, backend=kvpass.backend(**chosen)), cache)
     for _ in range(2):
         made.step()
     return made

@@ -17,11 +17,12 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import kvpass
-from benchmarks import apart, memory, plots
+from benchmarks import apart, memory
 from benchmarks.bounded import BUDGET, Case
 from benchmarks.model import build, tokens
 from benchmarks.report import Row, Table, Target
 from benchmarks.settings import Settings
+from kvpass.evaluation import plots
 
 TITLE = "Long prompts in chunks"
 WHOLE, GROWING = "whole", "chunks, growing cache"

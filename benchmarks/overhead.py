@@ -6,19 +6,21 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Iterator, Sequence
 
 import torch
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from benchmarks import apart, bounded, plots
+from benchmarks import apart, bounded
 from benchmarks.bounded import LEAST, NOTHING, Case
 from benchmarks.model import build
 from benchmarks.report import Row, Table, Target, under
 from benchmarks.settings import Settings
 from benchmarks.step import PROMPT
 from benchmarks.timing import Local, Plan, interleaved, medians, spread
+from kvpass.evaluation import plots
 
 TITLE = "A policy's step beside attention with no policy"
 FLOOR, PLAIN = "8 slots, no policy (the floor)", "no policy"
@@ -63,7 +65,7 @@ def rows(dtype: str, count: int, cases: list[Row], plan: Row) -> list[Row]:
             bar.set_description(f"overhead, {under(about)}: compiling {name}")
             talk = bounded.conversation(model, case, PROMPT)
             contenders.append(Local(name, talk.step))
-            slots[name] = max(layer.layout.capacity for layer in bounded.layers(talk.cache))
+            slots[name] = round(statistics.mean(layer.layout.capacity for layer in bounded.layers(talk.cache)))
             bar.update()
         bar.set_description(f"overhead, {under(about)}")
         taken = interleaved(contenders, Plan(**plan), bar.update)

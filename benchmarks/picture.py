@@ -17,12 +17,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 import kvpass
-from benchmarks import apart, plots
+from benchmarks import apart
 from benchmarks.report import Row, Table, Target
 from benchmarks.settings import Settings
 from kvpass.demo import corpus
 from kvpass.demo.stream import PROMPT, negative_log_likelihood
 from kvpass.demo.subject import load
+from kvpass.evaluation import plots
 from kvpass.runtime.handle import Handle
 
 TITLE = "Perplexity, memory and latency against tokens"

@@ -15,12 +15,13 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import kvpass
-from benchmarks import apart, memory, plots
+from benchmarks import apart, memory
 from benchmarks.bounded import Case
 from benchmarks.model import build, tokens
 from benchmarks.report import Row, Table, Target
 from benchmarks.settings import Settings
 from benchmarks.timing import Contender, Local, Plan, interleaved
+from kvpass.evaluation import plots
 
 TITLE = "Prompts with and without statistics"
 PLAIN = "window"

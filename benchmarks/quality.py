@@ -10,7 +10,6 @@ which those policies can choose that select only then.  docs/quality.md has the 
 from __future__ import annotations
 
 import argparse
-import ast
 import dataclasses
 import json
 import sys
@@ -31,7 +30,6 @@ from kvpass.demo.job import attempt
 from kvpass.demo.stream import perplexity
 from kvpass.demo.subject import load
 from kvpass.errors import KVPassError
-from kvpass.policies import Policy
 
 LEFT_OUT = ("kv_align",)  # it needs networks that were trained for the model
 FILE = "quality.json"
@@ -90,25 +88,11 @@ class Case:
 Row = dict[str, Any]
 
 
-def chosen(text: str) -> Policy:
-    """The policy that a name, or a name and options, stands for."""
-    name, _, given = text.partition(":")
-    options = dict(option.partition("=")[::2] for option in given.split(",") if option)
-    return policies.resolve(name, {option: _value(value) for option, value in options.items()})
-
-
-def _value(text: str) -> object:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text  # a word
-
-
 def cases(settings: Settings) -> Iterator[Case]:
     """Every measurement, policies that evict nothing once per prompt."""
     for prompt in settings.prompts:
         for policy in settings.policies:
-            for budget in settings.budgets if chosen(policy).evicts else (None,):
+            for budget in settings.budgets if policies.parse(policy).evicts else (None,):
                 yield Case(policy, prompt, budget)
 
 
@@ -119,7 +103,7 @@ def measure(model: Any, tokens: Tensor, case: Case, inner: str, tick: Callable[[
     def streamed() -> stream.Run:
         return stream.run(model, tokens, every=tokens.shape[1], tick=tick, prompt=case.prompt)
 
-    outcome = attempt(model, chosen(case.policy), slots, inner, streamed)
+    outcome = attempt(model, policies.parse(case.policy), slots, inner, streamed)
     row = dataclasses.asdict(case)
     if isinstance(outcome, KVPassError):
         return {**row, "error": str(outcome)}

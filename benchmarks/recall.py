@@ -1,67 +1,33 @@
 """Recall of planted key-value pairs as a function of distance, at equal memory.
 
-A line of one document, cut into a key and a value, is planted near the beginning of another one.  After so many
-tokens the key is said again, on a copy of the cache; what counts is how many tokens of the value are then predicted.
-Without any planted pair some are, too: the row "nothing planted" is what a guess is worth.
+On the bundled model that has learnt to recall (`examples/train_recall.py`), with the pairs of the demo but other texts
+and other words.  `python -m benchmarks recall` prints both tables.
 """
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from matplotlib.figure import Figure
-from torch import Tensor
 from tqdm import tqdm
 
-from benchmarks import apart, bounded, plots
+from benchmarks import apart, bounded
 from benchmarks.report import Row, Table, Target
 from benchmarks.settings import Settings
-from kvpass.demo import corpus
+from kvpass import policies
+from kvpass.demo import corpus, recall
 from kvpass.demo.job import attempt
-from kvpass.demo.subject import load
+from kvpass.demo.pairs import Planted, Tongue
+from kvpass.demo.recall import AT_ONCE, LATER, Recall
+from kvpass.demo.subject import load_memory
 from kvpass.errors import KVPassError
+from kvpass.evaluation import plots
 
 TITLE = "Recall of planted pairs against distance"
-BEFORE, KEY, VALUE = 32, 4, 8
-DISTANCES = (16, 32, 64, 128, 256, 512)
-BUDGET, DOCUMENTS = 128, 32
-ABSENT = "nothing planted"
-
-
-@dataclasses.dataclass(frozen=True)
-class Trials:
-    """Planted documents, a row of a batch each.
-
-    Attributes:
-        text: int64 [B, BEFORE + KEY + VALUE + the longest distance], the pair at `BEFORE`.
-        key: int64 [B, KEY]; value: int64 [B, VALUE].
-    """
-
-    text: Tensor
-    key: Tensor
-    value: Tensor
-
-    @staticmethod
-    def planted(documents: Tensor, longest: int) -> Trials:
-        """Trials from documents int64 [B, T]; each row's pair is from another row, from where no text reaches."""
-        start = BEFORE + longest
-        pair = documents.roll(1, 0)[:, start : start + KEY + VALUE]
-        text = torch.cat([documents[:, :BEFORE], pair, documents[:, BEFORE:start]], 1)
-        return Trials(text, pair[:, :KEY], pair[:, KEY:])
-
-    def unplanted(self) -> Trials:
-        """The same questions about a text in which the pair does not occur."""
-        text = torch.cat([self.text[:, :BEFORE], self.text[:, BEFORE + KEY + VALUE :]], 1)
-        return dataclasses.replace(self, text=text)
-
-    @property
-    def question(self) -> Tensor:
-        """int64 [B, KEY + VALUE - 1]: the key and, as they would be said, all but the last of the value."""
-        return torch.cat([self.key, self.value[:, :-1]], 1)
+BUDGET, DOCUMENTS, LENGTH = 128, 16, 2048
+SEED = 2_000_000_011  # of the pairs; neither training nor the demo has it
 
 
 def measure(settings: Settings) -> list[Row]:
@@ -72,65 +38,46 @@ def measure(settings: Settings) -> list[Row]:
 
 
 @torch.inference_mode()
-def rows(
-    policies: Sequence[str], documents: int = DOCUMENTS, distances: Sequence[int] = DISTANCES, budget: int = BUDGET
-) -> list[Row]:
-    """The share of tokens of the value that are predicted, for every policy and distance."""
-    subject, longest = load(None), max(distances)
-    texts = subject.encode(corpus.read(corpus.held_out_files()))
-    length = BEFORE + longest + KEY + VALUE
-    trials = Trials.planted(torch.tensor(corpus.documents(texts, documents, length, subject.bos)), longest)
-    found = _found(subject.model, trials.unplanted(), ABSENT, [distances[0]])
-    with tqdm(total=len(policies) * longest, unit="token", dynamic_ncols=True) as bar:
+def rows(policies: Sequence[str], documents: int = DOCUMENTS, length: int = LENGTH, budget: int = BUDGET) -> list[Row]:
+    """The share of words of the values that are recalled, for every policy, way of asking and distance."""
+    subject, found = load_memory(None), []
+    text = subject.encode(corpus.read(corpus.held_out_files()))
+    tokens = torch.tensor([token for part in text for token in (subject.bos, *part)])
+    tongue = Tongue.of(subject.tokenizer)
+    planted = recall.planted(tokens, subject.bos, tongue, length, rows=documents, seed=SEED)
+    with tqdm(total=len(policies) * planted.text.shape[1], unit="token", dynamic_ncols=True) as bar:
         for name in policies:
             bar.set_description(f"recall: {name}")
-            slots = length * 2 if name == "full" else budget
-
-            def one(name: str = name) -> list[Row]:
-                return _found(subject.model, trials, name, distances, bar.update)
-
-            outcome = attempt(subject.model, name, slots, "inductor", one)
-            found += [{"policy": name, "error": str(outcome)}] if isinstance(outcome, KVPassError) else outcome
+            found += _rows(name, _recalled(subject.model, planted, name, budget, bar))
     return found
 
 
-def _found(
-    model: Any, trials: Trials, name: str, distances: Sequence[int], tick: Callable[[], object] = lambda: None
-) -> list[Row]:
-    return [{"policy": name, "distance": d, "recall": share} for d, share in recalled(model, trials, distances, tick)]
+def _recalled(model: Any, planted: Planted, name: str, budget: int, bar: Any) -> Recall | KVPassError:
+    slots = budget if policies.get(name).evicts else None
+    return attempt(model, name, slots, "eager", lambda: recall.measure(model, planted, bar.update))
 
 
-def recalled(
-    model: Any, trials: Trials, distances: Sequence[int], tick: Callable[[], object] = lambda: None
-) -> Iterator[tuple[int, float]]:
-    """Distances and shares of predicted tokens; the text goes in token by token after a prompt of two."""
-    start = trials.text.shape[1] - max(distances)
-    cache = model(trials.text[:, :2], use_cache=True).past_key_values
-    for place in range(2, trials.text.shape[1]):
-        if place - start in distances:
-            yield place - start, _answered(model, trials, copy.deepcopy(cache))
-        cache = model(trials.text[:, place : place + 1], past_key_values=cache, use_cache=True).past_key_values
-        tick()
-    yield max(distances), _answered(model, trials, cache)
-
-
-def _answered(model: Any, trials: Trials, cache: Any) -> float:
-    """The share of the value's tokens that are the likeliest ones after the key, said token by token."""
-    said = []
-    for column in trials.question.split(1, 1):
-        out = model(column, past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
-        said.append(out.logits[:, -1].argmax(-1))
-    return float((torch.stack(said[KEY - 1 :], 1) == trials.value).float().mean())
+def _rows(name: str, outcome: Recall | KVPassError) -> Iterator[Row]:
+    if isinstance(outcome, KVPassError):
+        yield {"policy": name, "error": str(outcome)}
+        return
+    for way, shares in outcome.ways.items():
+        for distance, share in zip(outcome.distances, shares, strict=True):
+            yield {"policy": name, "asked": way, "distance": distance, "recall": share}
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
+    what = f"Share of the words of planted values that are recalled, by distance in tokens, budget {BUDGET}"
+    refused = [{"policy": row["policy"], "refused": row["error"]} for row in rows if "error" in row]
+    return [Table(f"{what}, {way}", [*_lines(rows, way), *refused]) for way in (LATER, AT_ONCE)]
+
+
+def _lines(rows: Sequence[Row], way: str) -> list[Row]:
     lines: dict[str, Row] = {}
     for row in rows:
-        line = lines.setdefault(row["policy"], {"policy": row["policy"]})
-        line[str(row.get("distance", "refused"))] = row.get("recall", row.get("error"))
-    what = f"Share of the {VALUE} tokens of a planted value that are predicted, by distance in tokens, budget {BUDGET}"
-    return [Table(what, [*lines.values()])]
+        if row.get("asked") == way:
+            lines.setdefault(row["policy"], {"policy": row["policy"]})[str(row["distance"])] = row["recall"]
+    return [*lines.values()]
 
 
 def targets(rows: Sequence[Row]) -> list[Target]:
@@ -138,8 +85,9 @@ def targets(rows: Sequence[Row]) -> list[Target]:
 
 
 def figures(rows: Sequence[Row]) -> dict[str, Figure]:
-    lines: dict[str, list[tuple[float, float]]] = {}
+    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for row in rows:
-        if "recall" in row and row["policy"] != ABSENT:
-            lines.setdefault(row["policy"], []).append((row["distance"], row["recall"]))
-    return {"recall": plots.lines({f"budget {BUDGET}": lines}, "distance", "recall")}
+        if "recall" in row:
+            panel = panels.setdefault(f"budget {BUDGET}, {row['asked']}", {})
+            panel.setdefault(row["policy"], []).append((row["distance"], row["recall"]))
+    return {"recall": plots.lines(panels, "distance", "recall")}

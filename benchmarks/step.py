@@ -17,12 +17,13 @@ import torch
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from benchmarks import apart, bounded, peers, plots
+from benchmarks import apart, bounded, peers
 from benchmarks.bounded import BUDGET, LEAST, Case
 from benchmarks.model import Conversation, build
 from benchmarks.report import Row, Table, Target, under
 from benchmarks.settings import Settings
 from benchmarks.timing import Contender, Local, Plan, interleaved, medians, spread
+from kvpass.evaluation import plots
 
 TITLE = "Step time against tokens seen"
 UNCOMPILED, STATIC, CONCATENATION = "uncompiled, DynamicCache", "torch.compile, StaticCache", "StreamingLLM, cat"

@@ -14,7 +14,7 @@ import torch
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from benchmarks import apart, bounded, memory, plots
+from benchmarks import apart, bounded, memory
 from benchmarks.bounded import BUDGET, LEAST, Case
 from benchmarks.model import Conversation, build
 from benchmarks.report import Row, Table, Target
@@ -22,6 +22,7 @@ from benchmarks.settings import Settings
 from benchmarks.step import PROMPT
 from benchmarks.timing import Local
 from kvpass.demo import meter
+from kvpass.evaluation import plots
 
 TITLE = "A stream of 100,000 tokens"
 POLICY = "h2o"

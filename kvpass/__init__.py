@@ -11,6 +11,7 @@ from kvpass.decoding.requests import GenerationOutput, RequestStatus
 from kvpass.errors import BudgetError, CacheHandleError, KVPassError, PolicyError, RequestError, UnsupportedGraph
 from kvpass.report import CacheReport, ExplainReport, explain, inspect
 from kvpass.simulate import Trace, simulate
+from kvpass.warming import warm
 
 __all__ = [
     "Backend",
@@ -33,4 +34,5 @@ __all__ = [
     "policies",
     "prefill",
     "simulate",
+    "warm",
 ]

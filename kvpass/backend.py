@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -14,13 +14,14 @@ import torch.fx as fx
 
 from kvpass import budget as budgets
 from kvpass import compat, graphs, logs, once, policies
-from kvpass.capture import rotary, spelled
+from kvpass.capture import crossing, rotary, spelled
 from kvpass.capture.caches import Found
 from kvpass.capture.capture import Capture, capture
 from kvpass.capture.sites import AttentionSite
 from kvpass.capture.spread import with_spreads
 from kvpass.errors import KVPassError, PolicyError, UnreadableGraph, UnsupportedGraph
 from kvpass.layer.slots import Chunk, Layout
+from kvpass.layer.statistics import Asked
 from kvpass.lowering import cache_key
 from kvpass.lowering.residual import write_out_sums
 from kvpass.lowering.row_products import spell_out
@@ -35,11 +36,13 @@ from kvpass.runtime.guarded import Guarded
 from kvpass.runtime.handle import Handle
 from kvpass.runtime.ownership import Known, Plans
 from kvpass.runtime.prompts import PromptRunner
+from kvpass.runtime.rows import Row, refuse
 from kvpass.runtime.steps import StepRunner
 from kvpass.storage import KV_DTYPES, KVDtype
 
 Positions = Literal["absolute", "cache"]
-Inner = str | Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+Inner = str | Compile
 LAST_GRAPH = (
     "this is the last graph that torch.compile makes of this function: called in yet another way it will run "
     "uncompiled, where a cache of kvpass is refused and the cache of a new prompt grows without bound. Raise "
@@ -61,6 +64,7 @@ class Backend:
     strict: bool
     validate: bool = True
     kv_dtype: KVDtype | None = None
+    crop: int = 0
     once: bool = dataclasses.field(default=True, repr=False)
     """Whether layers that are alike share the compiler's work (`kvpass.once`); off for comparisons alone."""
     recorder: Recorder | None = dataclasses.field(default=None, compare=False, repr=False)
@@ -99,6 +103,8 @@ class Backend:
 
     def _compile(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         carried = any(isinstance(example, Handle) for example in examples)
+        if any(isinstance(example, Row) for example in examples):
+            refuse("attention")
         copy, _ = compat.copy_graph_module(gm)  # finding attention calls adds nodes
         try:
             runner = self._runner(copy, examples)
@@ -139,7 +145,7 @@ class Backend:
         self.recorder.graphs.append("prompt" if captured.sites and not carried else "step" if carried else "no cache")
         for f in captured.found:
             verdict = "rewritten" if f.reading else "refused" if f.refusal else "left alone"
-            reason = f.refusal or ("" if f.reading else "it updates no cache")
+            reason = f.refusal or ("" if f.reading else crossing.DOES_NOT_GROW if f.fixed else "it updates no cache")
             where = (len(self.recorder.graphs), graphs.module_of(f.node), graphs.source_line(f.node))
             self.recorder.sites.append(SiteReport(*where, verdict, reason))
 
@@ -169,7 +175,7 @@ class Backend:
     @property
     def family(self) -> tuple[Any, ...]:
         """What two backends must share for one to go on with the other's caches."""
-        return (self.policy, self.budget, self.positions, self.kv_dtype, self.is_reference)
+        return (self.policy, self.budget, self.positions, self.kv_dtype, self.crop, self.is_reference)
 
     @property
     def is_reference(self) -> bool:
@@ -241,10 +247,13 @@ class Backend:
         with self._spending("compiler"):
             return self._compile_inner(gm, examples, {}, None, layers)
 
-    def compile_step(self, gm: fx.GraphModule, examples: Sequence[Any], ranked: bool) -> Callable[..., Any]:
-        """Compile a rewritten step graph."""
+    def compile_step(
+        self, gm: fx.GraphModule, examples: Sequence[Any], ranked: bool, sizes: compat.OpenSizes | None = None
+    ) -> Callable[..., Any]:
+        """Compile a rewritten step graph, of which some sizes may be open."""
+        layers, alike = once.readers_of_slots(gm), sizes.alike if sizes else frozenset()
         with self._spending("compiler"):
-            return self._compile_inner(gm, examples, self._for_steps(ranked), self.policy, once.readers_of_slots(gm))
+            return self._compile_inner(gm, examples, self._for_steps(ranked), self.policy, layers, alike)
 
     @property
     def compiles_at_once(self) -> bool:
@@ -278,11 +287,11 @@ class Backend:
             context = StepContext(call, whole=True)
             return context, rewrite_step(context, REFERENCE_PASSES, self.watch)
 
-    def listed(self, layout: Layout, chunk: Chunk, extras: tuple[Any, ...], site: AttentionSite, limit: int) -> Any:
+    def listed(self, layout: Layout, chunk: Chunk, asked: Asked, site: AttentionSite, limits: Sequence[int]) -> Any:
         """The eager reference's layer after a prompt."""
         from kvpass.reference.layer import take_prompt  # the compiled path knows nothing of references
 
-        return take_prompt(layout, chunk, extras, site, limit)
+        return take_prompt(layout, chunk, asked, site, limits)
 
     def watch(self, record: Record, graph: fx.Graph) -> None:
         """A pass has run."""
@@ -304,6 +313,7 @@ class Backend:
         patches: dict[str, Any],
         policy: Policy | None,
         layers: Sequence[fx.Node],
+        alike: Collection[Any] = (),
     ) -> Callable[..., Any]:
         if callable(self.inner):
             return self.inner(gm, examples)
@@ -312,7 +322,7 @@ class Backend:
         if self.inner != "inductor":
             return compat.registered_backend(self.inner)(gm, examples)
         if self.once and layers:
-            shared = once.compile_once(gm, examples, layers, lambda part: self._patches(patches, policy, part))
+            shared = once.compile_once(gm, examples, layers, lambda part: self._patches(patches, policy, part), alike)
             if shared is not None:
                 return shared
         return compat.inductor(gm, examples, self._patches(patches, policy, gm))
@@ -351,6 +361,7 @@ def backend(
     strict: bool = True,
     validate: bool = True,
     kv_dtype: KVDtype | None = None,
+    crop: int = 0,
     **policy_options: Any,
 ) -> Backend:
     """A backend for torch.compile(model, backend=...) that bounds the model's KV cache.
@@ -369,6 +380,8 @@ def backend(
         validate: run each rewritten step graph once, uncompiled and on a small made-up conversation, beside the model's
             own, and refuse it if they differ; see `kvpass.rewrite.validate`.
         kv_dtype: how keys and values are stored: "int8" or "int4", see `kvpass.storage`, or None for the model's dtype.
+        crop: how many of the last tokens of a cache can be taken back (`DynamicCache.crop`), as assisted decoding and
+            prompt lookup do; 0 for none, which costs nothing.
         policy_options: the policy's own, by name.
 
     Raises:
@@ -384,8 +397,25 @@ def backend(
     logs.configure()
     known = (None, *KV_DTYPES)
     policies.base.require(kv_dtype in known, "kv_dtype", kv_dtype, f"is one of {', '.join(map(repr, known))}")
+    _check_crop(crop, chosen)
     settings = tuple(sorted((options or {}).items()))
-    return Backend(chosen, budget, positions, inner, mode, settings, strict, validate, kv_dtype)
+    return Backend(chosen, budget, positions, inner, mode, settings, strict, validate, kv_dtype, crop)
+
+
+def _check_crop(crop: Any, policy: Policy) -> None:
+    """A token must be what it is whatever comes with it, or it is another one once that has been taken back."""
+    whole = isinstance(crop, int) and not isinstance(crop, bool) and crop >= 0
+    policies.base.require(whole, "crop", crop, "is a number of tokens from 0 on")
+    if not crop:
+        return
+    why = "so none can be taken back from a call without a change to the others"
+    policies.base.require(
+        not policy.renumbers, "crop", crop, f"{policy.name} numbers the tokens of a call by how many they are, {why}"
+    )
+    tempered = policy.temper(torch.ones(1, 1, dtype=torch.int64)) is not None
+    policies.base.require(
+        not tempered, "crop", crop, f"{policy} weighs the tokens of a call by how many they are, {why}"
+    )
 
 
 def _check_settings(positions: Any, inner: Any, mode: Any, options: dict[str, Any] | None) -> None:
@@ -407,13 +437,28 @@ def _check_settings(positions: Any, inner: Any, mode: Any, options: dict[str, An
 def compile(model: M, policy: str | Policy = "full", **settings: Any) -> M:
     """Compile a model in place, so that `model.generate` runs compiled too; returns the model.
 
+    So is the model inside of one that adapts it, as PEFT's do (`get_base_model`): it is what their `generate` calls.
+
     Takes what `backend` takes.  Calls have room for more graphs than torch.compile makes by default, and if strict an
     ordinary cache among what they return, as `past_key_values`, is an UnsupportedGraph.
     """
     chosen = backend(policy, **settings)
-    model.compile(backend=chosen)
-    compat.wrap_compiled(model, lambda call: Guarded(call, chosen.strict))
+    compile_in_place(model, chosen, chosen.strict)
     return model
+
+
+def compile_in_place(model: torch.nn.Module, chosen: Compile, strict: bool) -> None:
+    """Compile what users of a model call with a backend, of kvpass or around one."""
+    for called in _called(model):
+        called.compile(backend=chosen)
+        compat.wrap_compiled(called, lambda call: Guarded(call, strict))
+
+
+def _called(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The modules that users of a model call, it first, and the one that its `generate` calls if that is another."""
+    asked = getattr(model, "get_base_model", None)
+    base = asked() if callable(asked) else model
+    return [model] if base is model or not isinstance(base, torch.nn.Module) else [model, base]
 
 
 def by_name(

@@ -10,10 +10,16 @@ from typing import Any
 
 from kvpass.errors import KVPassError
 
+DEMO_PARTS = ("recall", "stream", "documents", "completions")  # as in kvpass.demo.settings, which is not imported yet
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status, 2 for anything that the caller got wrong."""
-    parsed = parser().parse_args(arguments)
+    whole = parser()
+    parsed, rest = whole.parse_known_args(arguments)
+    if rest and parsed.command != "lm-eval":
+        whole.error(f"unrecognized arguments: {' '.join(rest)}")
+    parsed.rest = rest
     try:
         parsed.run(parsed)
     except KVPassError as error:
@@ -27,12 +33,13 @@ def parser() -> argparse.ArgumentParser:
     commands = whole.add_subparsers(dest="command", required=True)
     job = commands.add_parser(
         "demo",
-        help="perplexity, speed and memory of every policy on real text",
+        help="recall, perplexity, speed and memory of every policy on real text",
         description="Streams text through a model under each policy, and writes tables and pictures.",
     )
     shown = " (default: %(default)s)"
     job.add_argument("--model", metavar="NAME_OR_PATH", help="a Hugging Face causal model (default: the bundled one)")
     job.add_argument("--policy", metavar="P", nargs="+", default=[], help="policies to run (default: all of them)")
+    job.add_argument("--part", nargs="+", choices=DEMO_PARTS, default=[], help="what to do (default: all)")
     job.add_argument("--budget", metavar="N", type=at_least(1), default=256, help="tokens kept" + shown)
     job.add_argument("--text", metavar="FILE", type=Path, help="UTF-8 text (default: standard-library source)")
     job.add_argument("--aligner", metavar="FILE", type=Path, help="for kv_align (default: that of the bundled model)")
@@ -45,6 +52,13 @@ def parser() -> argparse.ArgumentParser:
     job.add_argument("--kv-dtype", choices=["int8", "int4"], help="of stored keys and values (default: the model's)")
     job.set_defaults(run=demo)
     _add_align(commands)
+    _add_eval(commands)
+    harness = commands.add_parser(
+        "lm-eval",
+        help="lm-evaluation-harness with bounded caches: its own command, with the model kvpass",
+        add_help=False,  # all that follows is the harness's
+    )
+    harness.set_defaults(run=lm_eval)
     return whole
 
 
@@ -73,6 +87,67 @@ def _add_align(commands: Any) -> None:
     job.set_defaults(run=align)
 
 
+MEASURES = ("perplexity", "stream", "passkey", "needle", "recall", "speed")
+
+
+def _add_eval(commands: Any) -> None:
+    job = commands.add_parser(
+        "eval",
+        help="perplexity, retrieval and speed under policies and budgets, on any checkpoint",
+        description="Measures each policy under each budget and writes JSON, Markdown and plots.  What the folder has "
+        "already is not measured again.",
+    )
+    shown = " (default: %(default)s)"
+    job.add_argument("--model", metavar="NAME_OR_PATH", help="a Hugging Face causal model (default: the bundled one)")
+    job.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ..." + shown)
+    job.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="float32", help=shown[1:])
+    job.add_argument(
+        "--policy", metavar="P", nargs="+", default=["full", "streaming", "h2o"],
+        help="NAME or NAME:OPTION=VALUE,..." + shown,
+    )  # fmt: skip
+    job.add_argument(
+        "--budget", metavar="N", type=_budget, nargs="+", default=[256], help="tokens, or a share of the prompt" + shown
+    )
+    job.add_argument("--prefill", choices=["whole", "chunk", "token"], default="token", help="how texts go in" + shown)
+    job.add_argument("--chunk", metavar="N", type=at_least(2), default=512, help="for --prefill chunk" + shown)
+    job.add_argument("--measure", choices=MEASURES, nargs="+", default=["perplexity"], help="what to measure" + shown)
+    job.add_argument("--text", metavar="FILE", type=Path, nargs="+", default=[], help="UTF-8 (default: Python source)")
+    job.add_argument("--tokens", metavar="N", type=at_least(4), default=2048, help="of a file; of a stream" + shown)
+    job.add_argument("--restart", metavar="N", type=int, default=0, help="empty a stream's cache after N tokens")
+    job.add_argument(
+        "--length", metavar="N", type=at_least(8), nargs="+", default=[1024],
+        help="tokens of prompts; speed is that of the longest" + shown,
+    )  # fmt: skip
+    job.add_argument(
+        "--depth", metavar="X", type=float, nargs="+", default=[0, 0.25, 0.5, 0.75, 1], help="0 (first) to 1" + shown
+    )
+    job.add_argument(
+        "--distance", metavar="N", type=at_least(1), nargs="+", default=[32, 64, 128, 256, 512, 1024],
+        help="of recall, in tokens" + shown,
+    )  # fmt: skip
+    job.add_argument("--trials", metavar="N", type=at_least(1), default=4, help="prompts of each kind" + shown)
+    job.add_argument("--rows", metavar="N", type=at_least(1), default=1, help="files or prompts in a batch" + shown)
+    job.add_argument("--seed", metavar="N", type=int, default=0, help="of what is planted" + shown)
+    job.add_argument("--kv-dtype", choices=["int8", "int4"], help="of stored keys and values (default: the model's)")
+    job.add_argument("--inner", default="inductor", help="what compiles: inductor, eager, ..." + shown)
+    job.add_argument("--threads", metavar="N", type=at_least(1), help="threads of torch (default: its own choice)")
+    job.add_argument("--out", metavar="DIR", type=Path, default=Path("out/eval"), help="where results go" + shown)
+    job.set_defaults(run=evaluate)
+
+
+def _budget(text: str) -> int | float:
+    """A converter for argparse that takes whole numbers from 1 on, and shares."""
+    if text.isdigit():
+        return at_least(1)(text)
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of tokens nor a share above 0 and up to 1")
+    return share
+
+
 def at_least(least: int) -> Callable[[str], int]:
     """A converter for argparse that takes whole numbers from `least` on."""
 
@@ -99,6 +174,7 @@ def demo(parsed: argparse.Namespace) -> None:
         Settings(
             model=parsed.model,
             policies=tuple(parsed.policy),
+            parts=tuple(parsed.part),
             budget=parsed.budget,
             text=parsed.text,
             aligner=parsed.aligner,
@@ -111,6 +187,24 @@ def demo(parsed: argparse.Namespace) -> None:
             kv_dtype=parsed.kv_dtype,
         )
     )
+
+
+def evaluate(parsed: argparse.Namespace) -> None:
+    """Measures; they need transformers and tqdm."""
+    try:
+        from kvpass.evaluation import command
+    except ModuleNotFoundError as error:
+        raise KVPassError(f"evaluation needs {error.name}: pip install 'kvpass[demo]'") from error
+    command.main(parsed)
+
+
+def lm_eval(parsed: argparse.Namespace) -> None:
+    """The command of lm-evaluation-harness; needs the extra `eval`."""
+    try:
+        from kvpass.evaluation import harness
+    except ModuleNotFoundError as error:
+        raise KVPassError(f"lm-evaluation-harness needs {error.name}: pip install 'kvpass[eval]'") from error
+    harness.run(parsed.rest)
 
 
 def align(parsed: argparse.Namespace) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, cast
 
 import sympy  # type: ignore[import-untyped]
@@ -172,6 +172,31 @@ def without_torch_function() -> contextlib.AbstractContextManager[None]:
     return context
 
 
+def with_torch_function() -> contextlib.AbstractContextManager[None]:
+    """Tensor subclasses have their say inside, also where Dynamo has turned that off around a graph."""
+    context: contextlib.AbstractContextManager[None] = torch._C._EnableTorchFunction()
+    return context
+
+
+def is_wrapper(value: Any) -> bool:
+    """A tensor of a class that wraps others, as quantised weights are; Dynamo does not look into its operations."""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    return isinstance(value, Tensor) and is_traceable_wrapper_subclass(value)
+
+
+def was_inlined(value: Any) -> bool:
+    """A tensor of a class whose `__torch_function__` Dynamo has traced through: in its graphs it is a plain tensor."""
+    plain = (Tensor.__torch_function__, torch._C._disabled_torch_function_impl)
+    return isinstance(value, Tensor) and type(value).__torch_function__ not in plain and not is_wrapper(value)
+
+
+def as_plain(value: Tensor) -> Tensor:
+    """The same data as a tensor of no class of its own."""
+    with without_torch_function():
+        return value.as_subclass(Tensor)
+
+
 def mark_growing(handle: Tensor, dim: int = 2) -> None:
     """Tell Dynamo that a dimension changes from call to call, which saves one wasted static trace."""
     torch._dynamo.maybe_mark_dynamic(handle, dim)
@@ -202,6 +227,64 @@ def known_equal(one: Any, other: Any) -> bool:
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return statically_known_true(one == other)
+
+
+def decided(size: torch.SymInt) -> sympy.Expr:
+    """A size without the maxima and minima that the ranges decide which Dynamo has guarded."""
+    env = size.node.shape_env
+
+    def never_above(one: sympy.Expr, other: sympy.Expr) -> bool:
+        return bool(env.bound_sympy(one - other).upper <= 0)
+
+    def without(parts: tuple[sympy.Expr, ...], drops: Callable[[sympy.Expr, sympy.Expr], bool]) -> list[sympy.Expr]:
+        left = list(parts)
+        for part in parts:
+            if any(drops(part, other) for other in left if other is not part):
+                left.remove(part)
+        return left
+
+    whole = expression(size)
+    for part in list(sympy.preorder_traversal(whole)):
+        if part.func.__name__ == "Max":
+            left = without(part.args, never_above)
+        elif part.func.__name__ == "Min":
+            left = without(part.args, lambda one, other: never_above(other, one))
+        else:
+            continue
+        whole = whole.xreplace({part: part.func(*left)})
+    return whole
+
+
+def may_be(size: Any, number: int) -> bool:
+    """Whether the ranges that Dynamo has guarded allow a size to be this number."""
+    if not isinstance(size, torch.SymInt):
+        return bool(size == number)
+    allowed = size.node.shape_env.bound_sympy(expression(size))
+    return bool(allowed.lower <= number <= allowed.upper)
+
+
+def guarded(*values: Any) -> list[sympy.Expr]:
+    """What Dynamo has asked of the symbols of a graph that are sizes, or are in the shapes of tensors, among these."""
+    sizes = [size for x in values for size in (x.shape if isinstance(x, Tensor) else (x,))]
+    symbolic = next((size for size in sizes if isinstance(size, torch.SymInt)), None)
+    if symbolic is None:
+        return []
+    env = symbolic.node.shape_env
+    return [env.replace(guard.expr) for guard in env.guards]  # in the symbols that sizes have by now
+
+
+def empty_cache(model: Any) -> Any:
+    """The cache that `generate` of transformers begins with; None for other models, which make their own.
+
+    A model that makes it while Dynamo traces shows Dynamo the cache's own counts when they are above zero for the
+    first time, and these are numbers in the graph then.
+    """
+    supports, config = getattr(model, "_supports_default_dynamic_cache", None), getattr(model, "config", None)
+    if supports is None or not supports() or getattr(config, "is_encoder_decoder", False):
+        return None
+    from transformers import DynamicCache
+
+    return DynamicCache(config=config.get_text_config(decoder=True))  # type: ignore[union-attr]
 
 
 def copy_graph_module(gm: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
@@ -295,13 +378,15 @@ class OpenSizes:
     Attributes:
         mode: in which tensors of such sizes are fake.
         symbols: of each size, as sympy has it.
+        alike: those of them of which code for one may serve another: what is asked of one of them is asked of all.
     """
 
-    def __init__(self, hints: Sequence[int], taken: set[str]) -> None:
+    def __init__(self, hints: Sequence[int], taken: set[str], alike: Collection[int] = ()) -> None:
         """
         Args:
             hints: what each is in the call at hand, 2 at least.
             taken: names of another graph's symbols, which must not be met.
+            alike: the places of those that are alike.
         """
         from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -311,6 +396,7 @@ class OpenSizes:
         self._names, self._taken = itertools.count(), taken
         self._held: dict[Any, bool] = {}
         self.symbols = [self._symbol(hint) for hint in hints]
+        self.alike = frozenset(self.symbols[place] for place in alike)
         self._hints = dict(zip(self.symbols, hints, strict=True))
 
     def _symbol(self, hint: int) -> Any:
@@ -339,9 +425,18 @@ class OpenSizes:
         kind = (tuple(numbers), len(self._env.guards))  # there are more after compiling
         if kind not in self._held:
             known = dict(zip(self.symbols, map(sympy.Integer, numbers), strict=True))
-            asked = (guard.expr.xreplace(known) for guard in self._env.guards)
+            asked = (answer for guard in self._env.guards for answer in self._answers(guard.expr, known))
             self._held[kind] = min(numbers) >= 2 and all(answer == sympy.true for answer in asked)
         return self._held[kind]
+
+    def _answers(self, asked: Any, known: dict[Any, Any]) -> Iterator[Any]:
+        """A question's answers: of a question about one of the sizes that are alike, those about all of them."""
+        yield asked.xreplace(known)
+        about = asked.free_symbols & self.alike
+        if len(about) == 1:
+            (one,) = about
+            for number in {known[symbol] for symbol in self.alike}:
+                yield asked.xreplace({**known, one: number})
 
 
 def inductor(gm: fx.GraphModule, examples: Sequence[Any], patches: dict[str, Any]) -> Compiled:
@@ -425,7 +520,7 @@ class Parts:
         given = [self._strided(value, strides) for value, strides in zip(made, laid_out, strict=True)]
         if any(True for _ in (*module.parameters(), *module.buffers())):  # these are put before the arguments
             return (lambda arguments: run(*arguments)), given
-        if any(views) or any(map(symbols, (*operands, *made))):  # sizes are also marked as dynamic on what is given
+        if any(views) or any(map(symbols, made)):  # the wrapper marks sizes as dynamic on what is given
             return cast(Boxed, next(wrapper for wrapper in wrappers if _name(wrapper) != "forward")), given
         return cast(Boxed, code.current_callable), given
 
@@ -545,11 +640,30 @@ def inductor_options() -> set[str]:
 def room_for_graphs() -> contextlib.AbstractContextManager[Any]:
     """Inside, in this thread, torch.compile makes more graphs of a function before it gives it up."""
     config = torch._dynamo.config
-    many, all_of_them = max(config.recompile_limit, 64), max(config.accumulated_recompile_limit, 1024)
+    many, all_of_them = max(config.recompile_limit, 256), max(config.accumulated_recompile_limit, 1024)
     context: contextlib.AbstractContextManager[Any] = config.patch(
         recompile_limit=many, accumulated_recompile_limit=all_of_them
     )
     return context
+
+
+def one_like_other_sizes() -> contextlib.AbstractContextManager[Any]:
+    """Inside, a size that changes from call to call is traced as a symbol even if it is one now."""
+    from torch.fx.experimental import _config
+
+    config: Any = _config  # a module whose type torch changes
+    context: contextlib.AbstractContextManager[Any] = config.patch(backed_size_oblivious=True)
+    return context
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether it shares the memory of another tensor, which torch.compile asks about as well."""
+    return tensor._is_view()
+
+
+def stays(tensor: torch.Tensor, dim: int) -> None:
+    """Let torch.compile take the size of this dim as a fact, whatever it was in other calls."""
+    torch._dynamo.mark_static(tensor, dim)
 
 
 def is_last_graph() -> bool:

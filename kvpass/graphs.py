@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -83,11 +83,17 @@ def ancestors(node: fx.Node, stop: Iterable[fx.Node] = ()) -> set[fx.Node]:
     return seen
 
 
-def behind(results: list[fx.Node], stop: Iterable[fx.Node] = (), reader: fx.Node | None = None) -> set[fx.Node]:
+def behind(
+    results: list[fx.Node],
+    stop: Iterable[fx.Node] = (),
+    reader: fx.Node | None = None,
+    through: Mapping[fx.Node, fx.Node] | None = None,
+) -> set[fx.Node]:
     """The results and all that they are computed from, writes in place included; not walking into `stop`.
 
     Args:
         reader: what reads the results, after which writes no longer matter; by default the last of them.
+        through: nodes of which only one operand is followed, and that operand.
     """
     graph = results[0].graph
     memory, writers = _memory(graph), _writers_before(graph, {reader} if reader else set(results))
@@ -96,7 +102,7 @@ def behind(results: list[fx.Node], stop: Iterable[fx.Node] = (), reader: fx.Node
         current = todo.pop()
         if current not in seen and current not in halted:
             seen.add(current)
-            todo.extend(current.all_input_nodes)
+            todo.extend([through[current]] if through and current in through else current.all_input_nodes)
             todo.extend(writers.get(memory.get(current, current), ()))
     return seen
 
@@ -307,8 +313,9 @@ class Sizes:
         object.__setattr__(self, "_open", frozenset(self.open.symbols if self.open else ()))
 
     def _simple(self, size: Any) -> sympy.Expr:
-        """A size without the maxima and minima that the lengths' bound decides, and with what is known."""
-        whole = expr(size)
+        """A size without the maxima and minima that its bounds and the lengths' decide, and with what is known."""
+        size = value(size) if isinstance(size, fx.Node) else size
+        whole = compat.decided(size) if isinstance(size, torch.SymInt) else expr(size)
         for name, function in (("Max", sympy.Max), ("Min", sympy.Min)):  # torch has its own
             theirs = {part.func for part in sympy.preorder_traversal(whole) if part.func.__name__ == name}
             for kind in theirs:

@@ -198,7 +198,7 @@ def _compiled(layer: _Layer) -> Trace:
         attention = as_attention(policy, sums, real)
     plan = policy.plan([attention], real, layer.budget)[0]
     layout = layer.layout(plan.capacity)
-    slots = admit(layout, None, Chunk(stored, v, real, attention), plan.budget)
+    slots = admit(layout, None, Chunk(stored, v, real, attention), plan.limits(len(q)))
     clock = policy.clock((), layer.prompt, plan.budget)
     outputs, held = [output], [_positions(layout, slots)]
     for t in range(layer.prompt, layer.q.shape[2]):
@@ -240,7 +240,7 @@ def _reference(layer: _Layer) -> Trace:
     factor = rule.temper(layer.prompt)
     logits = attention_logits(q * factor, k, _visible(layer), None, layer.scale)
     plan = _plan(layer, logits.softmax(-1), real)
-    reference = ReferenceLayer(layer.layout(plan.capacity), rule, plan.budget)
+    reference = ReferenceLayer(layer.layout(plan.capacity), rule, plan.limits(len(q)))
     reference.take(Chunk(stored, v, real, Attention()), logits.softmax(-1), logits)
     outputs, held = [_weighted(logits.softmax(-1), v)], [reference.positions()]
     for t in range(layer.prompt, layer.q.shape[2]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -48,8 +48,8 @@ def positions_of(first: Tensor, real: Tensor) -> Tensor:
 class Lowered:
     """The operations that are spliced into graphs."""
 
-    def __init__(self, layout: Layout, theta: float, limit: int | None = None, step: Step = decode_step) -> None:
-        self.layout, self.theta, self.limit, self.step = layout, theta, limit, step
+    def __init__(self, layout: Layout, theta: float, limits: Sequence[int] = (), step: Step = decode_step) -> None:
+        self.layout, self.theta, self.limits, self.step = layout, theta, limits, step
         self.scale = layout.key_dim**-0.5
         self.slots: Slots | None = None
         self.clocks = [()] * layout.rows
@@ -59,7 +59,7 @@ class Lowered:
 
     def feed(self, new: Stretch) -> Tensor:
         policy, slots, ranked = self.layout.policy, self.slots, self.layout.ranked
-        budget = self.layout.budget if self.limit is None else self.limit
+        budget = max(self.limits, default=self.layout.budget)
         site = Site(self.scale, None, (lambda keys, rank: [self.rotate(keys, rank)]) if ranked else None)
         if slots is None:
             first = torch.zeros(len(new.q), 1, 1, dtype=torch.int64)
@@ -87,7 +87,7 @@ class Lowered:
             site = dataclasses.replace(site, mask=causal(slots, new.real.shape[1]))
             (output, _), sums = extend_step(self.layout, site, slots, q, k, new.v, new.real)
         attention = as_attention(policy, sums, new.real) if policy.statistics else Attention()
-        self.slots = admit(self.layout, slots, dataclasses.replace(chunk, attention=attention), self.limit)
+        self.slots = admit(self.layout, slots, dataclasses.replace(chunk, attention=attention), self.limits)
         counts = new.real.sum(-1).tolist()
         self.clocks = [policy.clock(c, n, budget) for c, n in zip(self.clocks, counts, strict=True)]
         return output
@@ -100,9 +100,9 @@ class Lowered:
 class Literal:
     """The eager reference."""
 
-    def __init__(self, layout: Layout, theta: float, limit: int | None = None) -> None:
+    def __init__(self, layout: Layout, theta: float, limits: Sequence[int] = ()) -> None:
         self.layout, self.theta = layout, theta
-        self.layer = ReferenceLayer(layout, reference_of(layout.policy), limit)
+        self.layer = ReferenceLayer(layout, reference_of(layout.policy), limits)
         self.scale = layout.key_dim**-0.5
 
     def feed(self, new: Stretch) -> Tensor:
@@ -111,7 +111,7 @@ class Literal:
         held = layer.positions() if layer.length else torch.zeros(len(new.q), self.layout.groups, 0).long()
         live = held >= 0
         seen = torch.tensor([[[row[0].seen]] for row in layer.streams])
-        policy, budget = self.layout.policy, layer.streams[0][0].budget
+        policy, budget = self.layout.policy, max(row[0].budget for row in layer.streams)
         counted = ranked or policy.renumbers
         first = live.sum(-1)[:, :1, None] if counted else seen
         place = place_of(policy, budget, first, new.real, not layer.length)

@@ -50,6 +50,16 @@ def build(architecture: str, dtype: torch.dtype = torch.float32, layers: int = 2
     return copy.deepcopy(_built(architecture, layers)).to(dtype)
 
 
+def different(layers: int, seed: int = 1) -> Any:
+    """A model in which attention differs from layer to layer, so that d2o gives them different budgets."""
+    model, drawn = build("Llama", layers=layers), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim > 1:
+                weight.normal_(0, 0.3, generator=drawn)
+    return model
+
+
 @functools.lru_cache(maxsize=1)
 def traced(architecture: str, *way: object, dtype: torch.dtype = torch.float32, layers: int = 2) -> Traced:
     """A model whose traces tests share that call it in the same `way`, one after the other.

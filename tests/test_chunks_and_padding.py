@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.layer import Literal, Lowered, Stretch, layout_for
-from tests.strategies import TABLE, Case, cases
+from tests.strategies import EXAMPLES, TABLE, Case, cases
 
 EVICTING = [row for row in TABLE if row.name != "full"]
 
@@ -24,13 +26,13 @@ def stretches(case, lengths, holes, padded_steps):
         yield Stretch(q, k, v, real if length > 1 or padded_steps else torch.ones_like(real))
 
 
-def compare(case, lengths, holes, padded_steps=False, limit=None, spare=0, kv_dtype=None):
+def compare(case, lengths, holes, padded_steps=False, limits=(), spare=0, kv_dtype=None):
     policy, theta = case.policy.for_layer(0, 1), 1e4
     if not policy.evicts:
         return
     parts = list(stretches(case, lengths, holes, padded_steps))
     layout = layout_for(policy, case.budget, parts[0], case.positions == "cache", spare, kv_dtype)
-    lowered, literal = Lowered(layout, theta, limit), Literal(layout, theta, limit)
+    lowered, literal = Lowered(layout, theta, limits), Literal(layout, theta, limits)
     for part in parts:
         got, expected = lowered.feed(part), literal.feed(part)
         assert lowered.positions() == literal.positions()
@@ -57,6 +59,32 @@ def test_padded_steps_change_nothing(row, data):
     compare(case, [case.prompt] + [1] * data.draw(st.integers(1, 12)), 0.3, padded_steps=True)
 
 
+@pytest.mark.parametrize("row", EVICTING, ids=lambda row: row.name)
+@given(data=st.data())
+@settings(max_examples=EXAMPLES // 3)
+def test_a_row_of_a_batch_is_as_alone(row, data):
+    """A prompt with padding in other places in each row, and steps: each row as if it had its real tokens alone."""
+    case = dataclasses.replace(data.draw(cases(row, dim=8)), rows=3)
+    policy = case.policy.for_layer(0, 1)
+    if not policy.evicts:
+        return
+    prompt, *steps = stretches(case, [case.prompt, *[1] * data.draw(st.integers(1, 12))], 0.4, False)
+    prompt.real[:, -1] = True
+    limits = data.draw(st.permutations([case.budget, case.budget + 1, case.budget + 3])) if row.name == "d2o" else ()
+    spare = 3 if limits else 0
+    whole = layout_for(policy, case.budget, prompt, case.positions == "cache", spare)
+    together = Lowered(whole, 1e4, limits)
+    outputs = [together.feed(part) for part in (prompt, *steps)]
+    for b in range(case.rows):
+        alone = Lowered(dataclasses.replace(whole, rows=1), 1e4, limits[b : b + 1])
+        for part, output in zip((prompt, *steps), outputs, strict=True):
+            real = part.real[b]
+            q, k, v = (x[b : b + 1, :, real] for x in (part.q, part.k, part.v))
+            got = alone.feed(Stretch(q, k, v, part.real[b : b + 1, real]))
+            torch.testing.assert_close(output[b : b + 1, :, real], got, atol=1e-4, rtol=1e-4)
+        assert together.positions()[b] == alone.positions()[0]
+
+
 @given(data=st.data())
 def test_a_missed_sweep_stays_within_the_slots(data):
     """Padded steps put a row behind the host's count: it may sweep late, but never runs out of slots."""
@@ -71,17 +99,17 @@ def test_a_missed_sweep_stays_within_the_slots(data):
 
 
 @given(data=st.data())
-def test_a_layer_with_a_budget_of_its_own(data):
-    """D2O gives layers different budgets in slots of the same number."""
+def test_rows_with_budgets_of_their_own(data):
+    """D2O gives each row of a layer its budget, in slots for the largest or more."""
     row = next(row for row in TABLE if row.name == "d2o")
     case = data.draw(cases(row, dim=8))
-    limit = data.draw(st.integers(row.least, case.budget + 5))
+    limits = [data.draw(st.integers(row.least, case.budget + 5)) for _ in range(case.rows)]
     lengths = data.draw(st.lists(st.sampled_from([1, 1, 5]), max_size=12))
-    compare(case, [case.prompt, *lengths], 0.2, limit=limit, spare=5)
+    compare(case, [case.prompt, *lengths], 0.2, limits=limits, spare=5)
 
 
 @pytest.mark.parametrize("prompt", range(5, 15))
 def test_a_prompt_held_whole_is_compressed_whether_or_not_it_fits_the_slots(prompt):
     """By the first step, to the layer's own budget of 6 in 14 slots."""
     case = Case("d2o", {"compress_at": "first_decode"}, 0, 1, 1, 1, 8, 8, prompt, 3, "absolute", None)
-    compare(case, [prompt, 1, 1, 1], 0.0, limit=6, spare=5)
+    compare(case, [prompt, 1, 1, 1], 0.0, limits=[6], spare=5)

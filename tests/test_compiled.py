@@ -32,7 +32,7 @@ def allocations(code: str) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["window", "streaming", "h2o", "random", "tova", "cascade", "sage", "d2o"])
+@pytest.mark.parametrize("policy", ["h2o", "random", "cascade", "d2o"])
 def test_no_allocation_of_the_size_of_a_slot_buffer(policy: str) -> None:
     model = build("Llama")
     ids, mask = prompt(2, 12, ())
@@ -49,7 +49,7 @@ def test_the_smallest_case_by_default() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("architecture", "policy"), [(name, ("streaming", "h2o")[i % 2]) for i, name in enumerate(ARCHITECTURES)]
+    ("architecture", "policy"), [(name, ("streaming", "h2o")[i % 2]) for i, name in enumerate(list(ARCHITECTURES)[::2])]
 )
 def test_inductor_equals_eager(architecture: str, policy: str) -> None:
     """With positions by rank on every second architecture, and with scores on the others."""

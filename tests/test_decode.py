@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvpass
 from kvpass.decoding import loop as decode
+from tests.architectures import zoo
 from tests.models import breaks, build, forget, graphs, lasting, prompt
 from tests.strategies import ROWS
 from tests.test_invariants import settings
@@ -258,3 +259,43 @@ def test_modes_are_passed_to_inductor() -> None:
     assert chosen.step_patches(False)["triton.cudagraphs"] is True
     assert "triton.cudagraphs" not in kvpass.backend("h2o", budget=8).step_patches(False)
     assert decode.CAPTURING[0] == "reduce-overhead"
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [("mistral", 5), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("mistral", 12), ("gemma2", 5)))],
+)
+def test_layers_that_store_their_last_tokens_only(name: str, tokens: int) -> None:
+    """Their own window of eight tokens fills up in the prompt or on the way, which takes another graph of Dynamo's."""
+    forget()
+    model, ids = zoo.build(name), torch.randint(3, 120, (1, tokens), generator=torch.Generator().manual_seed(0))
+    loop = loop_on(model, policy="h2o", budget=32)
+    loop.prompt(ids)
+    assert torch.equal(loop.generate(12), greedy(model, ids, torch.ones_like(ids), 12, eos_token_id=-1))
+
+
+class Turning(torch.nn.Module):
+    """A model that answers otherwise from 14 tokens on."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model, self.config = model, model.config
+
+    def forward(self, input_ids: Tensor, past_key_values: Any = None, use_cache: bool = True) -> Any:
+        later = past_key_values is not None and past_key_values.get_seq_length() >= 14
+        out = self.model(input_ids, past_key_values=past_key_values, use_cache=use_cache)
+        out.logits = -out.logits if later else out.logits
+        return out
+
+
+@torch.no_grad()
+def test_what_dynamo_asked_of_the_length_holds_for_steps_that_are_repeated() -> None:
+    forget()
+    model, (ids, _) = Turning(build("Llama")), prompt(1, 9, ())
+    loop = loop_on(model)
+    loop.prompt(ids)
+    out, wanted = model(ids), []
+    for _ in range(10):
+        wanted.append(out.logits[:, -1].argmax(-1))
+        out = model(wanted[-1][:, None], past_key_values=out.past_key_values)
+    assert torch.equal(loop.generate(10), torch.stack(wanted, 1))

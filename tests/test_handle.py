@@ -110,6 +110,21 @@ def test_what_slots_cannot_follow_is_refused(model: torch.nn.Module, tamper: str
         }[tamper]()
 
 
+def test_a_row_that_was_taken_out_has_a_shape_and_no_data(model: torch.nn.Module) -> None:
+    """Whisper's `generate` takes rows out, moves them, and puts them into an empty cache and together again."""
+    compiled, cache, ids = started(model)
+    key = cache.layers[0].keys  # type: ignore[attr-defined]
+    rows = [torch.cat([torch.empty(0), key[i][None].cpu()], -2) for i in range(key.shape[0])]
+    together = torch.stack(rows).squeeze(1).to("cpu")
+    assert together.shape == key.shape
+    for read in (lambda: together * 2, lambda: torch.cat([together, together], -2), together.tolist, together.sum):
+        with pytest.raises(kvpass.CacheHandleError, match="taken out of a cache"):
+            read()
+    cache.layers[0].keys = together  # type: ignore[attr-defined]
+    with pytest.raises(kvpass.CacheHandleError, match="taken out of a cache"):
+        follow(compiled, cache, ids[:, :1])
+
+
 def test_a_replaced_tensor_loses_nothing_else(model: torch.nn.Module) -> None:
     """A tampered cache is refused; the model, and another conversation on it, go on."""
     compiled, cache, ids = started(model)

@@ -13,7 +13,7 @@ import kvpass
 from kvpass.backend import Backend
 from kvpass.policies.base import Plan
 from kvpass.runtime.ownership import Known, Plans, held_weakly, made_elsewhere
-from tests.models import build, prompt
+from tests.models import different, prompt
 
 BUDGET = 8
 
@@ -22,17 +22,6 @@ def calibrated() -> Backend:
     """A backend that has no plan yet, and with an equal one's graphs out of the way."""
     torch._dynamo.reset()
     return kvpass.backend("d2o", budget=BUDGET, calibrate=True, inner="eager")
-
-
-def of_weights(seed: int) -> torch.nn.Module:
-    """A model of three layers in which attention differs from layer to layer."""
-    model = build("Llama", layers=3)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.ndim > 1:
-                weight.normal_(0, 0.3, generator=generator)
-    return model
 
 
 @torch.no_grad()
@@ -44,7 +33,7 @@ def budgets(model: Any, backend: Backend, ids: Tensor | None = None) -> list[int
 
 
 def test_two_models_have_plans_of_their_own() -> None:
-    first, second = of_weights(1), of_weights(2)
+    first, second = different(3), different(3, seed=2)
     alone = [budgets(model, calibrated()) for model in (first, second)]
     assert alone[0] != alone[1]
     shared = calibrated()
@@ -53,15 +42,15 @@ def test_two_models_have_plans_of_their_own() -> None:
 
 def test_graphs_of_one_model_share_its_plan() -> None:
     """Later prompts get what the first one got, whatever their shape and whatever else is given."""
-    model, other = of_weights(1), prompt(3, 41, ())[0]
+    model, other = different(3), prompt(3, 41, ())[0]
     assert budgets(model, calibrated(), other) != budgets(model, calibrated())
     backend = calibrated()
     assert budgets(model, backend) == budgets(model, backend, other) == budgets(model, backend, other[:1])
 
 
 def test_a_plan_goes_with_its_model() -> None:
-    backend, second = calibrated(), of_weights(2)
-    budgets(of_weights(1), backend)
+    backend, second = calibrated(), different(3, seed=2)
+    budgets(different(3), backend)
     torch._dynamo.reset()
     gc.collect()
     assert budgets(second, backend) == budgets(second, calibrated())

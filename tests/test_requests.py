@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +14,7 @@ import kvpass
 from kvpass import GenerationOutput, RequestStatus
 from kvpass.decoding import requests as serving
 from kvpass.decoding import stepping
-from tests.models import build, graphs, prompt
+from tests.models import build, different, graphs, prompt
 from tests.test_invariants import settings
 
 LENGTHS = (3, 17, 9, 1, 12, 30, 5)
@@ -68,6 +69,23 @@ def each_is_as_alone(name: str, lengths: tuple[int, ...] = LENGTHS, **more: Any)
 @pytest.mark.parametrize("name", ["streaming", "cascade", "buzz", "d2o", "random", "kv_align"])
 def test_each_request_gets_what_it_gets_alone(name: str) -> None:
     each_is_as_alone(name)
+
+
+@pytest.mark.slow
+def test_rows_get_more_slots_when_a_request_needs_them() -> None:
+    """d2o gives a layer as many as a prompt needs: those of later ones are more here, and fewer there."""
+    model = different(3)
+    given: dict[str, Any] = {"policy": "d2o", "budget": 8}
+    loop, met = serving_loop(model, **given), []
+    names = [loop.add(ids, max_new_tokens=9) for ids in prompts((30, 5, 9, 40, 17))]
+    done: dict[str, GenerationOutput] = {}
+    while loop.pending:
+        done |= {output.request_id: output for output in loop.step() if output.is_finished()}
+        met.append([layer.capacity for layer in kvpass.inspect(loop).layers])
+    for name, ids in zip(names, prompts((30, 5, 9, 40, 17)), strict=True):
+        assert done[name].generated_tokens == alone(model, ids, 9, **given)
+    assert all(a <= b for one, other in itertools.pairwise(met) for a, b in zip(one, other, strict=True))
+    assert met[0] != met[-1]
 
 
 @pytest.mark.slow

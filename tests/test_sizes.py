@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import sympy
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import kvpass
+from kvpass.runtime.sizes import lasting
 from tests.models import build, prompt
 
 ENCODED = 9
@@ -84,3 +86,11 @@ def test_guidance_after_beams(rows: int, beams: int) -> None:
         for each in (model, plain):
             each.generation_config.eos_token_id = None
         assert torch.equal(model.generate(ids, **common, **how), plain.generate(ids, **common, **how)), how
+
+
+def test_what_was_asked_of_sizes_is_asked_of_later_ones() -> None:
+    s, t, u = sympy.symbols("s t u", integer=True)
+    holds = lasting([s < 8, sympy.Eq(t, 3), sympy.Max(0, s - 5) <= 1, sympy.Ne(s, 6)], {s: 4, t: 3}, {s})
+    assert [holds(by) for by in range(5)] == [True, True, False, False, False]
+    assert lasting([], {}, set())(7)
+    assert not lasting([u > 3], {s: 4}, {s})(0)  # nobody knows

@@ -9,13 +9,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 import kvpass
 from kvpass.capture import sites, spelled
 from kvpass.capture.rotary import Rotary
+from kvpass.policies import Policy
+from kvpass.policies.buzz import Buzz
+from kvpass.policies.sage import Sage
 from kvpass.report import Recorder
 from tests.adversary.models import Small, sdpa, seen
 from tests.adversary.oracle import Case, judge
+from tests.architectures import zoo
 from tests.models import build, prompt
 from tests.traces import Traced
 
@@ -23,14 +28,14 @@ POLICIES = {"full": None, "streaming": 12, "h2o": 12, "cascade": 12, "d2o": 12}
 
 
 @torch.no_grad()
-def run(model: Traced, recorder: Recorder | None = None, **settings: Any) -> Tensor:
-    """Logits of a padded prompt of nine tokens, two steps and a chunk of three."""
+def run(model: Traced, recorder: Recorder | None = None, cache: Any = None, **settings: Any) -> Tensor:
+    """Logits of a padded prompt of nine tokens, two steps and a chunk of three, from an empty cache if one is given."""
     backend = kvpass.backend(**{"inner": "eager", **settings})
     backend = dataclasses.replace(backend, recorder=recorder) if recorder else backend
     compiled = model.under(backend)
     ids, mask = prompt()
     ids, mask = torch.cat([ids, ids[:, :5]], 1), torch.cat([mask, torch.ones_like(mask[:, :5])], 1)
-    position, cache, done, logits = (mask.cumsum(-1) - 1).clamp(min=0), None, 0, []
+    position, done, logits = (mask.cumsum(-1) - 1).clamp(min=0), 0, []
     for count in (9, 1, 1, 3):
         now = slice(done, done + count)
         done += count
@@ -69,10 +74,37 @@ def test_keys_that_are_turned_at_read_are_held_against_the_models_own() -> None:
     assert all("equal" in note for note in notes(recorder))
 
 
-def test_what_is_left_out_is_reported(traced: Callable[..., Traced]) -> None:
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param(Sage(share="private"), marks=pytest.mark.slow, id="private"),
+        pytest.param(Sage(share="concat"), marks=pytest.mark.slow, id="concat"),
+        pytest.param(Buzz(log_n=True), id="log_n"),
+    ],
+)
+def test_policies_that_change_logits_are_held_against_the_model_without_that(
+    traced: Callable[..., Traced], policy: Policy
+) -> None:
     recorder = Recorder()
-    run(traced("Llama"), recorder, policy="sage", budget=12)
-    assert all("left out, as sage changes the logits" in note for note in notes(recorder))
+    checked = run(traced("Llama"), recorder, policy=policy, budget=24)
+    assert len(notes(recorder)) == 2  # steps and chunks
+    assert all("equal" in note for note in notes(recorder))
+    plain = run(traced("Llama"), policy=policy, budget=24, validate=False)
+    torch.testing.assert_close(checked, plain, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["mistral", pytest.param("gemma2", marks=pytest.mark.slow)])
+def test_layers_that_store_their_last_tokens_only(name: str) -> None:
+    recorder = Recorder()
+    run(Traced(zoo.build(name)), recorder, DynamicCache(config=zoo.config(name)), policy="h2o", budget=24)
+    assert len(notes(recorder)) >= 2
+    assert all("equal" in note for note in notes(recorder))
+
+
+def test_what_is_left_out_is_reported() -> None:
+    recorder = Recorder()
+    run(Traced(zoo.build("mistral")), recorder, DynamicCache(config=zoo.config("mistral")), policy="h2o", budget=5)
+    assert any("left out, as there are fewer slots than" in note for note in notes(recorder))
 
 
 def other_scale(found: Callable[..., spelled.Call]) -> Callable[..., spelled.Call]:
@@ -103,6 +135,39 @@ def test_a_call_that_is_read_wrongly_is_refused_by_its_line(
     with pytest.raises(kvpass.UnsupportedGraph, match=r"sdpa_attention\.py:\d+.*is not the model's"):
         run(model, policy="full")
     run(model, policy="full", validate=False)  # nothing else notices
+
+
+class Rounded(torch.nn.Linear):
+    """Rounds its input to whole numbers, so that a change in the last place may become a larger one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = x.abs().amax(-1, keepdim=True) / 30
+        return super().forward((x / scale).round() * scale)
+
+
+def rounding() -> Any:
+    """A model whose own outputs change by some thousandths if its past does in the last place."""
+    model = build("Llama", layers=1)
+    for module in list(model.model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, torch.nn.Linear):
+                rounded = Rounded(child.in_features, child.out_features, bias=False)
+                rounded.weight = child.weight
+                setattr(module, name, rounded)
+    return model
+
+
+@pytest.mark.parametrize("wrong", [None, pytest.param(values_for_keys, marks=pytest.mark.slow)])
+def test_what_rounding_does_to_the_model_itself_is_no_difference(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpass.rewrite.validate.TOLERANCE", {torch.float32: 0.0})
+    recorder = Recorder()
+    if wrong is None:
+        run(Traced(rounding()), recorder, policy="full")
+        assert all("equal" in note for note in notes(recorder))
+    else:
+        monkeypatch.setattr(sites, "_site", wrong(sites._site))
+        with pytest.raises(kvpass.UnsupportedGraph, match="is not the model's"):
+            run(Traced(rounding()), recorder, policy="full")
 
 
 def test_it_is_part_of_a_backends_settings() -> None:

@@ -42,8 +42,8 @@ def attention(bench: Bench) -> Iterator[Row]:
         assert wanted[1] is not None
         yield _row(case, _error(got[0].cpu(), wanted[0]))
         yield _row(f"{case}, probabilities", _error(got[1].cpu(), wanted[1]))
-        rotate, turn = rotary(slots, key)
-        got = attend(query, plain(key), plain(value), scale=0.1, mask=mask, rotate=rotate, turn=turn)
+        rotate, rope = rotary(slots, key)
+        got = attend(query, plain(key), plain(value), scale=0.1, mask=mask, rotate=rotate, rope=rope)
         turned = rotary(slots, exact[1])[0](exact[1])[0]
         wanted = attend(exact[0], plain(turned), plain(exact[2]), scale=0.1, mask=mask.cpu())
         yield _row(f"{case}, keys turned at read", _error(got[0].cpu(), wanted[0]))

@@ -17,7 +17,7 @@ from kvpass.layer.slots import Layout, Slots
 from kvpass.layer.step import Site, decode_step
 from kvpass.lowering.attend import attend
 from kvpass.lowering.column_scores import column_scores
-from kvpass.lowering.turns import Pairs, Turn
+from kvpass.lowering.rope import Pairs, Rope
 from kvpass.policies import resolve
 from kvpass.storage import plain
 
@@ -31,17 +31,17 @@ def copy_bandwidth(bench: Bench) -> float:
     return 2 * source.nbytes / bench.seconds(lambda: into.copy_(source))
 
 
-def rotary(slots: int, like: Tensor) -> tuple[Callable[[Tensor], list[Tensor]], Turn]:
+def rotary(slots: int, like: Tensor) -> tuple[Callable[[Tensor], list[Tensor]], Rope]:
     """Llama's embedding for slots in the order of their ranks, plainly and for the kernels, in the dtype of `like`."""
     kind: dict[str, Any] = dict(device=like.device, dtype=torch.float32)
     phase = torch.arange(slots, **kind)[:, None] * 1e4 ** -(torch.arange(0, DIM, 2, **kind) / DIM)
-    own, other = torch.cat([phase.cos(), phase.cos()], -1), torch.cat([-phase.sin(), phase.sin()], -1)
-    own, other = own.to(like.dtype), other.to(like.dtype)
+    cos, sin = torch.cat([phase.cos(), phase.cos()], -1), torch.cat([-phase.sin(), phase.sin()], -1)
+    cos, sin = cos.to(like.dtype), sin.to(like.dtype)
 
     def rotate(keys: Tensor) -> list[Tensor]:
-        return [keys * own.to(keys) + keys.roll(DIM // 2, -1) * other.to(keys)]
+        return [keys * cos.to(keys) + keys.roll(DIM // 2, -1) * sin.to(keys)]
 
-    return rotate, Turn(own, other, Pairs(DIM, False), torch.arange(slots, device=like.device)[None, None])
+    return rotate, Rope(cos, sin, Pairs(DIM, False), torch.arange(slots, device=like.device)[None, None])
 
 
 def bandwidth(bench: Bench) -> Iterator[Row]:
@@ -60,8 +60,8 @@ def bandwidth(bench: Bench) -> Iterator[Row]:
         goal = (">= 0.85", share >= 0.85) if aimed else ("", None)
         yield Row("attend, of copy", f"batch {rows}, {slots} slots", share, "", *goal)
         if aimed:
-            rotate, turn = rotary(slots, key)
-            share = size / _attending(bench, query, key, value, rotate=rotate, turn=turn) / reached
+            rotate, rope = rotary(slots, key)
+            share = size / _attending(bench, query, key, value, rotate=rotate, rope=rope) / reached
             yield Row("attend, of copy", f"batch {rows}, {slots} slots, keys turned at read", share, "")
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.fx as fx
 
 from kvpass import graphs
-from kvpass.capture import growth, operators, selection, spelled, torn
+from kvpass.capture import crossing, growth, operators, selection, spelled, torn
 from kvpass.capture.operators import MOVES, SAME_VALUE, known_name
 from kvpass.capture.sites import stored
 from kvpass.capture.spelled import Call, Unread, is_as_wide
@@ -56,12 +57,14 @@ class Found:
     Attributes:
         node: the attention call, or the cache update that feeds none.
         reading: what can be rewritten.
-        refusal: why an update cannot be rewritten; None beside no reading means that no cache is involved.
+        refusal: why an update cannot be rewritten; None beside no reading means that no growing cache is involved.
+        fixed: what it attends to, where that is returned and yet does not grow.
     """
 
     node: fx.Node
     reading: Reading | None = None
     refusal: str | None = None
+    fixed: tuple[fx.Node, ...] = ()
 
 
 class _Refused(Exception):
@@ -79,17 +82,21 @@ def find(gm: fx.GraphModule, carried: set[fx.Node]) -> list[Found]:
     ends = {end for call in read for end in (call.node, call.lse) if end is not None}
     updates = [node for node in gm.graph.nodes if _grows_a_cache(node, outputs)]
     found: list[Found] = []
+    queries = crossing.queries_of(read)
     for call in read:
         known = {f.reading.keys_out: f.reading.values_out for f in found if f.reading}
-        found.append(_examine(call, ends, outputs, updates, carried, known))
+        fixed = _fixed(call, outputs, queries)
+        found.append(fixed or _examine(call, ends, outputs, updates, carried, known))
     used = {origin.grown for f in found if f.reading for origin in (f.reading.key, f.reading.value)}
+    used |= {node for f in found for node in f.fixed}
     refused_at = {f.node for f in found if f.refusal}
     for update in updates:
         if update not in used and not any(update in ancestors(call) for call in refused_at):
-            found.append(Found(update, refusal=_UNREAD + _softmax_near(update, unread)))
+            why = _softmax_near(update, unread) if read or unread else _BROKEN
+            found.append(Found(update, refusal=_UNREAD + why))
     if not any(f.refusal for f in found):
         found += [Found(node, refusal=why) for node, why in growth.unread(gm.graph, _known(found, outputs))]
-    found += _unused_handles(found, carried)
+    found += _unused_handles(found, carried) + _beside_handles(found, carried)
     return found
 
 
@@ -102,6 +109,10 @@ def _known(found: list[Found], outputs: dict[fx.Node, int]) -> set[int]:
 
 
 _UNREAD = "the cache that is grown here feeds no attention call that can be followed"
+_BROKEN = (
+    "; the graph has none at all, so that it breaks in between: see TORCH_LOGS=graph_breaks. Where it breaks for a "
+    "warning about output_attentions=True, leave that out: slots do not hold every token, and have no weights for all"
+)
 
 
 def _softmax_near(update: fx.Node, unread: list[Unread]) -> str:
@@ -119,6 +130,19 @@ def _unused_handles(found: list[Found], carried: set[fx.Node]) -> list[Found]:
         Found(next(iter(node.users)), refusal="a kvpass cache is used here in a way that is not an attention call")
         for node in lost[:1]
     ]
+
+
+def _beside_handles(found: list[Found], carried: set[fx.Node]) -> list[Found]:
+    """Caches that grow as ordinary tensors where others are kvpass's."""
+    pasts = {origin.past: f.node for f in found if f.reading for origin in (f.reading.key, f.reading.value)}
+    ordinary = [call for past, call in pasts.items() if carried and past not in carried]
+    return [Found(ordinary[0], refusal=_ORDINARY)] if ordinary else []
+
+
+_ORDINARY = (
+    "its cache is an ordinary tensor that grows beside caches of kvpass: somebody replaced it, or it was left alone in "
+    "the prompt, as its keys were made of other inputs than its queries, and must stay as it is"
+)
 
 
 def _about_shape(node: fx.Node) -> bool:
@@ -144,6 +168,16 @@ def _cat_parts(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     return (past, new) if is_past else None
 
 
+def _fixed(call: Call, outputs: dict[fx.Node, int], queries: Mapping[fx.Node, fx.Node]) -> Found | None:
+    """A call on keys and values that are returned without a past, and to which no token of its queries adds."""
+    try:
+        origins = _origin(call.key, outputs), _origin(call.value, outputs)
+    except _Refused:
+        return None
+    stored_once = all(origin.past is None for origin in origins) and crossing.is_fixed(call, queries)
+    return Found(call.node, fixed=tuple(origin.grown for origin in origins)) if stored_once else None
+
+
 def _examine(
     call: Call,
     ends: set[fx.Node],
@@ -164,7 +198,8 @@ def _examine(
             raise _Refused(
                 f"its cache is updated at {line} in a way that is not a concatenation along dimension -2 of "
                 "[B, H, S, D]; a preallocated cache such as StaticCache has to give way to a growing one: leave out "
-                "cache_implementation='static', or pass a DynamicCache or none, as kvpass has fixed slots of its own"
+                "cache_implementation='static' or 'sliding_window', or pass a DynamicCache or none, as kvpass has "
+                "fixed slots of its own"
             )
         reading = _reading(call, ends, outputs, known)
     except _Refused as why:

@@ -93,6 +93,10 @@ class DecodeLoop:
         self.sampling = Sampling(temperature, top_k, top_p, seed)
         require(rows is None or rows >= 1, "rows", rows, "is a number of requests from 1 on, or None")
         self.chosen = backend(policy, **settings)
+        crop = self.chosen.crop
+        require(
+            not crop, "crop", crop, "nothing takes tokens back in a DecodeLoop, whose steps are repeated as they are"
+        )
         if chunk is not None:
             check_budget(self.chosen.budget)
         self.compiled = Guarded(torch.compile(model, backend=self.chosen), self.chosen.strict)

@@ -20,6 +20,7 @@ from kvpass import compat
 from kvpass.budget import Budget
 from kvpass.errors import BudgetError, CacheHandleError, PolicyError
 from kvpass.policies.base import require
+from kvpass.runtime.guarded import dense
 from kvpass.runtime.handle import caches_in
 
 Logits = Literal["last", "all"]
@@ -33,18 +34,21 @@ class Caller:
         call: the model or what torch.compile made of it.
         takes: the names of its arguments.
         name: its class, for errors.
+        begin: makes an empty cache, or None for a model that makes it itself.
     """
 
     call: Callable[..., Any]
     takes: frozenset[str]
     name: str
+    begin: Callable[[], Any]
 
     @staticmethod
     def of(call: Callable[..., Any], model: Any = None) -> Caller:
         """From a compiled model; `model` is the one that was compiled, if that cannot be seen."""
         model = model or getattr(call, "_orig_mod", call)
         forward = getattr(model, "forward", model)
-        return Caller(call, frozenset(inspect.signature(forward).parameters), type(model).__name__)
+        takes = frozenset(inspect.signature(forward).parameters)
+        return Caller(call, takes, type(model).__name__, lambda: compat.empty_cache(model))
 
     def __call__(self, ids: Tensor, mask: Tensor, position: Tensor, cache: Any, keep: int = 1) -> Any:
         """The model's own output.
@@ -56,6 +60,7 @@ class Caller:
         """
         given = dict(attention_mask=mask, position_ids=position, logits_to_keep=keep)
         named = {name: value for name, value in given.items() if name in self.takes}
+        cache = self.begin() if cache is None else cache
         with compat.room_for_graphs():
             return self.call(ids, past_key_values=cache, use_cache=True, **named)
 
@@ -96,7 +101,8 @@ def prefill(
 
     Raises:
         PolicyError: a chunk, a prompt or a mask that cannot be.
-        BudgetError: a budget that is a share of the prompt, of whose length the first chunk knows nothing.
+        BudgetError: an empty cache and a budget that is a share of the prompt, of whose length the first chunk knows
+            nothing.
     """
     caller = Caller.of(compiled)
     seen = _seen(past_key_values)
@@ -126,7 +132,8 @@ def chunks(caller: Caller, ids: Tensor, mask: Tensor, cache: Any, chunk: int | N
         part, upto = slice(done, done + count), before + done + count
         out = caller(_growing(ids[:, part]), _growing(mask[:, :upto]), _growing(position[:, part]), cache, keep)
         cache, done = out.past_key_values, done + count
-        for layer in caches_in(cache)[:1] if chunk is not None else []:
+        # What goes on with a cache has the slots that its prompt came to.
+        for layer in caches_in(cache)[:1] if chunk is not None and before == 0 else []:
             check_budget(layer.backend.budget)
         yield out
 
@@ -155,7 +162,7 @@ def lengths(tokens: int, chunk: int | None, first: bool) -> list[int]:
 
 def _growing(x: Tensor) -> Tensor:
     """The tensor by itself in memory, of a length that Dynamo is told to expect any of."""
-    x = x.contiguous()
+    x = dense(x)
     if x.shape[-1] > 1:
         compat.mark_growing(x, x.ndim - 1)
     return x

@@ -25,7 +25,7 @@ from kvpass.decoding.stepping import State, refreshed
 from kvpass.errors import BudgetError, CacheHandleError, KVPassError, RequestError
 from kvpass.layer.slots import Slots
 from kvpass.policies.base import require
-from kvpass.runtime.caches import keep_address
+from kvpass.runtime.caches import even_out, keep_address
 from kvpass.runtime.handle import Handle, LayerCache, caches_in, moved
 from kvpass.runtime.memory import free_bytes
 
@@ -378,8 +378,9 @@ class Batch(State):
         return Batch(loop, refreshed(cache, 0, widened), rows)
 
     def check(self, caches: Sequence[LayerCache]) -> None:
-        """Raise CacheHandleError unless the caches of a prompt fit into a row."""
+        """Raise CacheHandleError unless the caches of a prompt fit into a row, for which either may get more slots."""
         for layer, one in zip(self.caches, caches, strict=True):
+            even_out(layer, one)
             found, here = (one.layout.capacity, one.slots.capacity), (layer.layout.capacity, layer.slots.capacity)
             if found != here:
                 raise CacheHandleError(

@@ -129,7 +129,13 @@ class State:
 
 
 class Step:
-    """The decode step, again and again, without Dynamo and without the model's Python."""
+    """The decode step, again and again, without Dynamo and without the model's Python.
+
+    Only what two steps in a row through the model ran on is repeated, as the first may have had the number of tokens
+    as a constant, and only as long as all that Dynamo asked of the sizes is true.
+    """
+
+    runner: steps.StepRunner
 
     def __init__(self, state: State) -> None:
         self.state = state
@@ -140,7 +146,12 @@ class Step:
 
     def repeat(self, ran: steps.Ran, logits: Tensor, mask: Tensor) -> None:
         """Take over from a step that went through the model, with these logits and this padding mask."""
+        self.settled = bool(self.caches) and ran.runner is self.runner
+        if not self.settled:
+            self.known.clear()
+            self.graphs.clear()
         self.runner, self.caches, self.arguments, self.mask = ran.runner, ran.caches, ran.arguments, mask
+        self.lasts, self.began = ran.runner.lasts(ran), ran.caches[0].seen - 1
         self.others, self.padding = ran.others, ran.known
         self.place = next(i for i, made in enumerate(ran.results) if _is_same(made, logits))
         self.known[ran.kind] = [cache.slots for cache in self.caches]
@@ -150,7 +161,7 @@ class Step:
         for cache in self.caches:
             caches.make_room(cache, 1)
         kind = caches.kind(self.caches)
-        if kind not in self.known:
+        if not self.settled or kind not in self.known or not self.lasts(self.caches[0].seen - self.began):
             return False
         if self.mask.device.type == "cuda":
             self._replay((kind, self.state.variant))

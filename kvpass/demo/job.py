@@ -11,33 +11,53 @@ import torch
 from torch import Tensor
 
 import kvpass
-from kvpass.demo import corpus, meter, stream
+from kvpass.demo import corpus, meter, recall, stream
+from kvpass.demo.pairs import Planted, Tongue
+from kvpass.demo.recall import Recall
 from kvpass.demo.settings import Settings
 from kvpass.demo.stream import Run
-from kvpass.demo.subject import Subject, load, read_texts
+from kvpass.demo.subject import Subject, load, load_memory, read_texts
 from kvpass.errors import KVPassError
 from kvpass.policies import Policy
 from kvpass.storage import KVDtype
 
 T = TypeVar("T")
 Tick = Callable[[], object]
+TEMPERATURE = 0.7
+CHUNK = 64  # tokens of a prompt between two evictions
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A model with its tokens: documents int64 [B, T] and one stream int64 [1, S]."""
+    """Models with their tokens.
+
+    Attributes:
+        subject: the model that text is streamed through.
+        documents, stream: its text, int64 [B, T] and [1, S].
+        memory: the model that is asked about what was planted.
+        planted: its text; or why there is none.
+    """
 
     settings: Settings
     subject: Subject
     documents: Tensor
     stream: Tensor
+    memory: Subject
+    planted: Planted | KVPassError
 
     @property
-    def prompt(self) -> Tensor:
-        """[1, P], the end of the stream: two budgets long if that fits, so that something is evicted."""
-        limit = self.subject.trained or self.stream.shape[1]
-        count = max(1, min(2 * self.settings.budget, limit - self.settings.new_tokens))
-        return self.stream[:, -count:]
+    def planted_length(self) -> int:
+        """Tokens of a text with pairs; 1 if there is none."""
+        return 1 if isinstance(self.planted, KVPassError) else self.planted.text.shape[1]
+
+    def recall(self, policy: str, tick: Tick) -> Recall | KVPassError:
+        """Inductor would take longer to compile than the small model takes without it."""
+        planted = self.planted
+        if isinstance(planted, KVPassError):
+            return planted
+        return self._attempt(
+            policy, self.memory, "eager", None, lambda: recall.measure(self.memory.model, planted, tick)
+        )
 
     def stream_documents(self, policy: str, tick: Tick) -> Run | KVPassError:
         return self._stream(policy, self.documents, tick)
@@ -51,35 +71,41 @@ class Job:
         def streamed() -> Run:
             return stream.run(self.subject.model, tokens, every=self.settings.every, tick=tick)
 
-        return self._attempt(policy, "inductor", tokens.shape[1], streamed)
+        return self._attempt(policy, self.subject, "inductor", tokens.shape[1], streamed)
 
-    def complete(self, policy: str, tick: Tick) -> str | KVPassError:
-        """What `generate` adds to the prompt.
+    def complete(self, policy: str, tick: Tick) -> list[str] | KVPassError:
+        """What `generate` adds to each question, up to the end of the line."""
+        planted = self.planted
+        if isinstance(planted, KVPassError):
+            return planted
+        return self._attempt(policy, self.memory, "eager", None, lambda: self._completions(planted))
 
-        Inductor would take half a minute per policy for the few tokens of a completion.
-        """
-        return self._attempt(policy, "eager", None, self._completion)
-
-    def _completion(self) -> str:
-        prompt, tokenizer = self.prompt, self.subject.tokenizer
-        ids = self.subject.model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
+    def _completions(self, planted: Planted) -> list[str]:
+        """Sampled, the same numbers for every policy; the prompt goes in by chunks, so that the question comes late."""
+        prompts = torch.stack([question.prompt for question in recall.questions(planted)])
+        torch.manual_seed(0)
+        ids = self.memory.model.generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
             max_new_tokens=self.settings.new_tokens,
-            do_sample=False,
-            pad_token_id=self.subject.bos,
+            do_sample=True,
+            temperature=TEMPERATURE,
+            prefill_chunk_size=CHUNK,
+            pad_token_id=self.memory.bos,
         )
-        completion: str = tokenizer.decode(ids[0, prompt.shape[1] :], skip_special_tokens=True)
-        return completion
+        said: list[str] = self.memory.tokenizer.batch_decode(ids[:, prompts.shape[1] :], skip_special_tokens=True)
+        return [text.partition("\n")[0] for text in said]
 
-    def _attempt(self, name: str, inner: str, room: int | None, action: Callable[[], T]) -> T | KVPassError:
+    def _attempt(
+        self, name: str, subject: Subject, inner: str, room: int | None, action: Callable[[], T]
+    ) -> T | KVPassError:
         try:
             policy = self.settings.policy(name)
         except KVPassError as error:
             return error
         with torch.inference_mode(), _threads(self.settings.threads):
             slots = self.settings.slots(policy, room)
-            return attempt(self.subject.model, policy, slots, inner, action, self.settings.kv_dtype)
+            return attempt(subject.model, policy, slots, inner, action, self.settings.kv_dtype)
 
 
 def prepare(settings: Settings) -> Job:
@@ -89,11 +115,20 @@ def prepare(settings: Settings) -> Job:
         KVPassError: the model or the text is not what it should be.
     """
     texts = read_texts(settings.text)
-    subject = load(settings.model)
+    subject, memory = load(settings.model), load_memory(settings.model)
     fitted, tokens = settings.fitted(subject), subject.encode(texts)
     documents = corpus.documents(tokens, fitted.documents, fitted.length, subject.bos)
     unbroken = corpus.unbroken(tokens, fitted.stream, subject.bos)
-    return Job(fitted, subject, torch.tensor(documents), torch.tensor([unbroken]))
+    planted = _planted(memory, texts, fitted.length - fitted.new_tokens)  # leaves room for completions
+    return Job(fitted, subject, torch.tensor(documents), torch.tensor([unbroken]), memory, planted)
+
+
+def _planted(memory: Subject, texts: list[str], length: int) -> Planted | KVPassError:
+    tokens = [token for text in memory.encode(texts) for token in (memory.bos, *text)]
+    try:
+        return recall.planted(torch.tensor(tokens), memory.bos, Tongue.of(memory.tokenizer), length)
+    except KVPassError as error:
+        return error
 
 
 def attempt(
@@ -105,9 +140,18 @@ def attempt(
     kv_dtype: KVDtype | None = None,
 ) -> T | KVPassError:
     """`action()` with the model compiled for the policy; the reason if kvpass refuses."""
-    meter.forget_compiled_code()
-    try:
+
+    def compiled() -> T:
+        meter.forget_compiled_code()
         kvpass.compile(model, policy=policy, budget=budget, inner=inner, kv_dtype=kv_dtype)
+        return action()
+
+    return unless_refused(compiled)
+
+
+def unless_refused(action: Callable[[], T]) -> T | KVPassError:
+    """What `action()` returns; the reason if kvpass refuses."""
+    try:
         return action()
     except Exception as error:
         refusals = [reason for reason in _reasons(error) if isinstance(reason, KVPassError)]

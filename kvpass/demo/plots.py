@@ -13,6 +13,7 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from kvpass.demo.recall import AT_ONCE, LATER, Recall
 from kvpass.demo.stream import Run, Snapshot, running_perplexity
 
 BAND = 8  # positions that share one line of pixels in the picture of what was kept
@@ -37,6 +38,28 @@ def perplexity_figure(runs: Mapping[str, Run], window: int, title: str, trained:
         which("{x:g}")
     axes.legend()
     return figure
+
+
+def recall_figure(found: Mapping[str, Recall], title: str) -> Figure:
+    """A panel for each way of asking: a row for each policy, a column for each distance, dark where it still knows."""
+    figure = Figure(figsize=(12, 0.32 * len(found) + 1.6), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    for way, axes in zip((LATER, AT_ONCE), panels, strict=True):
+        _recall_panel(axes, way, found)
+    figure.suptitle(title)
+    return figure
+
+
+def _recall_panel(axes: Axes, way: str, found: Mapping[str, Recall]) -> None:
+    shares = np.array([recall.ways[way] for recall in found.values()])  # [policies, distances]
+    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, aspect="auto")
+    for (row, column), share in np.ndenumerate(shares):
+        colour = "white" if share > 0.5 else "black"
+        axes.text(column, row, f"{100 * share:.0f}", ha="center", va="center", color=colour, fontsize=8)
+    distances = next(iter(found.values())).distances
+    axes.set(title=f"{way}, % right", xlabel="tokens since the pair was said")
+    axes.set_xticks(range(len(distances)), [str(distance) for distance in distances])
+    axes.set_yticks(range(len(found)), [*found])
 
 
 def kept_image(snapshots: Sequence[Snapshot], length: int, band: int = BAND) -> npt.NDArray[np.float64]:

@@ -1,4 +1,4 @@
-"""The main job: documents, one unbroken stream and completions, for every policy."""
+"""The main job: what every policy still recalls, one unbroken stream, documents, and completions."""
 
 from __future__ import annotations
 
@@ -11,14 +11,23 @@ from typing import Any
 from tqdm import tqdm
 
 from kvpass import policies
-from kvpass.demo import crew, plots, tables
+from kvpass.demo import crew, plots, recall, tables
 from kvpass.demo.crew import Task
 from kvpass.demo.job import Job, prepare
-from kvpass.demo.settings import Settings
+from kvpass.demo.recall import AT_ONCE, LATER, Question, Recall
+from kvpass.demo.settings import PARTS, Settings
 from kvpass.demo.stream import Run
 from kvpass.errors import KVPassError
 
 Outcomes = Mapping[str, Any]  # by policy: what came of it, or the reason why it did not run
+
+TAIL = 32  # tokens of a prompt that are written down
+WHAT_TO_SEE = (
+    "Pairs of a key and a value stand in the text, one at each distance and each said twice, and every policy is asked "
+    "for all of them: a 0 is where it has let the pair go. "
+    "After the text nobody knew what would be asked, so that only what has been of use before can stay; at the end of "
+    "a prompt a policy that looks at the question can keep the answer."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,14 +67,15 @@ def _make_folder(path: Path) -> None:
 
 
 def parts(job: Job) -> list[Part]:
-    """What the demo consists of; a part without policies is left out."""
+    """What the demo consists of; a part without policies, or one that was not asked for, is left out."""
     settings = job.settings
     every = [
-        Part("documents", "stream_documents", settings.chosen, job.documents.shape[1], show_documents),
+        Part("recall", "recall", settings.remembering, job.planted_length, show_recall),
         Part("stream", "stream_unbroken", settings.streamed, job.stream.shape[1], show_stream),
-        Part("completions", "complete", settings.chosen, settings.new_tokens, show_completions),
+        Part("documents", "stream_documents", settings.chosen, job.documents.shape[1], show_documents),
+        Part("completions", "complete", settings.remembering, settings.new_tokens, show_completions),
     ]
-    return [part for part in every if part.policies]
+    return [part for part in every if part.policies and part.name in (settings.parts or PARTS)]
 
 
 def perform(job: Job, chosen: list[Part]) -> None:
@@ -86,6 +96,16 @@ def perform(job: Job, chosen: list[Part]) -> None:
 
 def _take(outcomes: crew.Outcomes, count: int) -> Iterator[tuple[Task, Any]]:
     return (next(outcomes) for _ in range(count))
+
+
+def show_recall(job: Job, outcomes: Outcomes) -> None:
+    settings = job.settings
+    title = f"Share of planted words that are recalled, by distance in tokens, {_budgets(settings)}"
+    rows = [row for way in (LATER, AT_ONCE) for row in tables.recalled(way, outcomes)]
+    _write_table(settings.out / "recall.json", f"{title}; {job.memory.name}. {WHAT_TO_SEE}", rows)
+    found = {policy: outcome for policy, outcome in outcomes.items() if isinstance(outcome, Recall)}
+    if found:
+        plots.save(plots.recall_figure(found, title), settings.out / "recall.png", title)
 
 
 def show_documents(job: Job, outcomes: Outcomes) -> None:
@@ -117,19 +137,22 @@ def show_stream(job: Job, outcomes: Outcomes) -> None:
 
 
 def show_completions(job: Job, outcomes: Outcomes) -> None:
-    settings, prompt = job.settings, job.prompt
-    caption = f"Greedy completions of a prompt of {prompt.shape[1]} tokens, {_budgets(settings)}, inner='eager'."
-    rows: list[tables.Row] = [
-        {"policy": policy, "error": str(outcome)}
-        if isinstance(outcome, KVPassError)
-        else {"policy": policy, "completion": outcome}
-        for policy, outcome in outcomes.items()
-    ]
-    start = job.subject.tokenizer.decode(prompt[0])
-    tables.write(settings.out / "completions.json", caption, [{"prompt": start}, *rows])
-    print(f"\n{caption}\n\n... {start[-300:]}")
-    for row in rows:
-        print(f"\n--- {row['policy']} ---\n{row.get('completion') or row.get('error')}")
+    settings, planted = job.settings, job.planted
+    caption = f"What is sampled after the key of a pair that was planted far back, {_budgets(settings)}."
+    asked = [] if isinstance(planted, KVPassError) else recall.questions(planted)
+    rows = tables.answered([_in_words(job, question) for question in asked], outcomes)
+    tables.write(settings.out / "completions.json", caption, rows)
+    print(f"\n{caption}")
+    print(tables.conversation(rows), flush=True)
+
+
+def _in_words(job: Job, question: Question) -> tables.Row:
+    decode = job.memory.tokenizer.decode
+    return {
+        "distance": question.distance,
+        "planted": decode(question.planted[:-1]),
+        "prompt": decode(question.prompt[-TAIL:]),
+    }
 
 
 def _successes(outcomes: Outcomes) -> dict[str, Run]:

@@ -10,6 +10,8 @@ from kvpass.demo.subject import ALIGNER, Subject
 from kvpass.policies import Policy
 from kvpass.storage import KVDtype
 
+PARTS = ("recall", "stream", "documents", "completions")
+
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
@@ -18,6 +20,7 @@ class Settings:
     Attributes:
         model: name or path for transformers; None is the bundled model.
         policies: names; empty means all.
+        parts: of `PARTS`; empty means all.
         budget: tokens kept, for every policy that evicts.
         text: a UTF-8 file; None is the held-out part of the standard library.
         aligner: networks for policies that need them; None is the bundled one, for the bundled model.
@@ -33,6 +36,7 @@ class Settings:
 
     model: str | None = None
     policies: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
     budget: int = 256
     text: Path | None = None
     aligner: Path | None = None
@@ -40,7 +44,7 @@ class Settings:
     documents: int = 4
     length: int = 2048
     stream: int = 6000
-    new_tokens: int = 48
+    new_tokens: int = 8
     every: int = 16
     threads: int | None = None
     jobs: int = 1
@@ -57,6 +61,15 @@ class Settings:
         classes = {name: policies.get(name) for name in self.chosen}
         return [name for name, policy in classes.items() if policy.positions == "cache" or not policy.evicts]
 
+    @property
+    def remembering(self) -> list[str]:
+        """Those that can be asked about planted pairs; the bundled aligner is for another model than the one asked."""
+        return [name for name in self.chosen if self.model or not self._takes_aligner(name)]
+
+    @staticmethod
+    def _takes_aligner(name: str) -> bool:
+        return "aligner" in {field.name for field in dataclasses.fields(policies.get(name))}
+
     def policy(self, name: str) -> Policy:
         """A policy with its defaults, and the aligner if it takes one.
 
@@ -64,9 +77,8 @@ class Settings:
             PolicyError: there is no such policy.
             AlignerError: it needs an aligner and there is none, or that one cannot be read.
         """
-        takes = {field.name for field in dataclasses.fields(policies.get(name))}
         aligner = ALIGNER if self.aligner is None and self.model is None else self.aligner
-        return policies.resolve(name, {"aligner": aligner} if "aligner" in takes else {})
+        return policies.resolve(name, {"aligner": aligner} if self._takes_aligner(name) else {})
 
     def slots(self, policy: Policy, room: int | None) -> int | None:
         """The budget of a policy; `room`, if that is known, for one that never evicts."""

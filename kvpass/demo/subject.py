@@ -13,12 +13,13 @@ from kvpass.demo import corpus
 from kvpass.errors import KVPassError
 
 BUNDLED = Path(__file__).parents[2] / "examples" / "models" / "tiny-llama"
+MEMORY = BUNDLED.with_name("tiny-recall")
 ALIGNER = BUNDLED.with_name("tiny-llama-align") / "direct.safetensors"
 
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """A causal language model in float32, with its tokenizer.
+    """A causal language model with its tokenizer.
 
     Attributes:
         name: as it was asked for.
@@ -45,25 +46,48 @@ class Subject:
         return [self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
 
 
-def load(name: str | None) -> Subject:
+def load(name: str | None, dtype: torch.dtype | str = torch.float32, device: str = "cpu") -> Subject:
     """A model by name or path; the bundled one by default.
+
+    Args:
+        dtype: of its weights; "auto" for that of the checkpoint.
 
     Raises:
         KVPassError: there is no such model.
     """
-    if name is None and not (BUNDLED / "config.json").is_file():
+    if name is None:
+        return _load(_bundled(BUNDLED, "python examples/train_tiny.py llama"), BUNDLED.name, dtype, device)
+    return _load(name, name, dtype, device)
+
+
+def load_memory(name: str | None) -> Subject:
+    """The model that is asked what was planted in a text: by default the bundled one that has learnt to recall.
+
+    Raises:
+        KVPassError: there is no such model.
+    """
+    if name is None:
+        return _load(_bundled(MEMORY, "python -m examples.train_recall"), MEMORY.name)
+    return load(name)
+
+
+def _bundled(folder: Path, command: str) -> str:
+    if not (folder / "config.json").is_file():
         raise KVPassError(
-            "the bundled model examples/models/tiny-llama is not here: run from a checkout, make it with "
-            "`python examples/train_tiny.py llama`, or choose another with --model NAME_OR_PATH"
+            f"the bundled model examples/models/{folder.name} is not here: run from a checkout, make it with "
+            f"`{command}`, or choose another with --model NAME_OR_PATH"
         )
-    source = str(BUNDLED) if name is None else name
+    return str(folder)
+
+
+def _load(source: str, name: str, dtype: torch.dtype | str = torch.float32, device: str = "cpu") -> Subject:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
-        model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
     except (OSError, ValueError) as error:
         raise KVPassError(f"cannot load a language model from {source!r}: {error}") from error
     trained = getattr(model.config, "max_position_embeddings", None)
-    return Subject(name or BUNDLED.name, model.eval(), tokenizer, trained, has_position_table(model))
+    return Subject(name, model.eval().to(device), tokenizer, trained, has_position_table(model))
 
 
 def has_position_table(model: torch.nn.Module) -> bool:

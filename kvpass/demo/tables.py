@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from kvpass.demo.recall import Recall
 from kvpass.demo.stream import Run, perplexity
 from kvpass.errors import KVPassError
 
@@ -38,6 +39,43 @@ def cost_along(policy: str, outcome: Run | KVPassError, trained: int | None) -> 
     inside, outside = outcome.losses[:, :trained], outcome.losses[:, trained:]
     split = {"perplexity_in_range": round(perplexity(inside), 3), "perplexity_beyond": round(perplexity(outside), 3)}
     return {"policy": policy, **split, **row}
+
+
+def recalled(way: str, outcomes: Mapping[str, Recall | KVPassError]) -> list[Row]:
+    """What each policy recalled when it was asked in this way, a column for each distance."""
+    return [{"policy": policy, **_recalled(way, outcome)} for policy, outcome in outcomes.items()]
+
+
+def _recalled(way: str, outcome: Recall | KVPassError) -> Row:
+    if isinstance(outcome, KVPassError):
+        return {"error": str(outcome)}
+    shares = zip(outcome.distances, outcome.ways[way], strict=True)
+    return {"asked": way, **{str(distance): round(share, 2) for distance, share in shares}}
+
+
+def answered(questions: Sequence[Row], outcomes: Mapping[str, list[str] | KVPassError]) -> list[Row]:
+    """A row for each question and policy; a refusal has one row."""
+    rows: list[Row] = [
+        {**question, "policy": policy, "completion": outcome[number]}
+        for number, question in enumerate(questions)
+        for policy, outcome in outcomes.items()
+        if not isinstance(outcome, KVPassError)
+    ]
+    refusals = {policy: outcome for policy, outcome in outcomes.items() if isinstance(outcome, KVPassError)}
+    return rows + [{"policy": policy, "error": str(error)} for policy, error in refusals.items()]
+
+
+def conversation(rows: Sequence[Row]) -> str:
+    """The rows of `answered` as lines, a heading before each question."""
+    lines, last = [], None
+    for row in rows:
+        if "completion" in row and row["distance"] != last:
+            last = row["distance"]
+            lines.append(f"\n{last} tokens after {row['planted']!r}, asked {str(row['prompt'])[-24:]!r}:")
+        lines.append(
+            f"  {row['policy']:10} {row['completion']!r}" if "completion" in row else f"{row['policy']}: {row['error']}"
+        )
+    return "\n".join(lines)
 
 
 def write(path: Path, caption: str, rows: Sequence[Row]) -> None:

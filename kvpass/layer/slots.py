@@ -17,6 +17,7 @@ from kvpass.policies.base import LATE, Attention, Merge, Policy, State, Tokens, 
 from kvpass.policies.heads import Spread
 from kvpass.precision import wide
 from kvpass.storage import Format, KVDtype, Rows, format_of
+from kvpass.storage.base import Place
 
 FREE = -1
 PIECE = 1024  # evicted rows that are merged at a time
@@ -36,6 +37,8 @@ class Layout:
         layer: the number of the layer, for policies whose `align` asks for it; else 0, so that layers are alike.
         kv_dtype: how keys and values are stored; None for `dtype`.
         spread: where the other heads of the layer are, if other processes have some; `heads` are those that are here.
+        crops: whether a chunk leaves what its statistics are made of, as its last tokens may be taken back.
+        tight: the capacity is what this prompt needs of this layer, and another prompt or layer needs another.
     """
 
     policy: Policy
@@ -51,6 +54,8 @@ class Layout:
     layer: int = 0
     kv_dtype: KVDtype | None = None
     spread: Spread | None = None
+    crops: bool = False
+    tight: bool = False
 
     @property
     def groups(self) -> int:
@@ -146,11 +151,15 @@ class Slots:
         held = live.sum(-1, keepdim=True)
         return (held - live.gather(-1, self.free[..., None]).long() if count == 1 else held)[:, :1]
 
+    @property
+    def metadata(self) -> list[Tensor]:
+        """All tensors but those of rows, in the order of `names`."""
+        return [self.position, self.index, self.free, self.seen, self.length, self.rank, *self.state.values()]
+
     def tensors(self) -> list[Tensor]:
         """All of them, in the order of `names`; `of` is the inverse."""
-        fixed = [self.position, self.index, self.free, self.seen, self.length, self.rank]
         beside = [*self.key.parts[1:], *self.value.parts[1:]]
-        return [self.key.codes, self.value.codes, *fixed, *self.state.values(), *beside]
+        return [self.key.codes, self.value.codes, *self.metadata, *beside]
 
     @property
     def names(self) -> list[str]:
@@ -196,7 +205,7 @@ class Slots:
             slots.state[name].copy_(self.state[name])
         slots.seen.copy_(self.seen)
         slots.length.copy_(self.length)
-        slots.free.copy_(layout.policy.victim(slots.tokens(layout)))
+        slots.free.copy_(_next_slot(layout, slots))
         return slots
 
     @property
@@ -227,6 +236,10 @@ class Chunk:
     real: Tensor
     attention: Attention
 
+    def first(self, count: int) -> Chunk:
+        """Its first tokens, without what their queries paid."""
+        return Chunk(self.key[:, :, :count], self.value[:, :, :count], self.real[:, :count], Attention())
+
 
 def first_state(layout: Layout) -> State:
     """What the policy remembers of slots that hold nothing."""
@@ -247,29 +260,33 @@ def first_values(policy: Policy, key: Rows, value: Rows) -> State:
     return policy.arrive(key.read(), value.read()) if policy.sees_rows else {}
 
 
-def admit(layout: Layout, held: Slots | None, chunk: Chunk, limit: int | None = None) -> Slots:
+def admit(
+    layout: Layout, held: Slots | None, chunk: Chunk, limits: Sequence[int] = (), into: Slots | None = None
+) -> Slots:
     """Take in a chunk: the policy says which of the held tokens and the chunk's stay.
 
     The survivors are written to slots 0, 1, ... in the order of their positions.  `held` is overwritten in
-    place if it has the layout's capacity.  Runs once per prompt or turn, uncompiled.
+    place if it has the layout's capacity and there is no `into`.  Runs once per prompt or turn, uncompiled.
 
     Args:
-        limit: the layer's own budget, if the policy's plan gives layers different ones; else the layout's.
+        limits: the budget of each row, where the policy's plan gives layers or rows their own; else the layout's.
+        into: slots of the layout's capacity to write to; `held` is left as it is then.
 
     Returns:
         Slots of the layout's capacity; of more when the policy defers and this is the prompt.
     """
-    budget = layout.budget if limit is None else limit
-    past = Slots.empty(_roomy(layout, chunk, budget)) if held is None else held
+    limits = tuple(limits) or (layout.budget,) * layout.rows
+    past = Slots.empty(_roomy(layout, chunk, min(limits))) if held is None else held
     key, value = Rows.of(layout.key_format, chunk.key), Rows.of(layout.value_format, chunk.value)
     tokens, index = _candidates(layout, past, chunk.real, key, value, held is None)
-    tokens = dataclasses.replace(tokens, budget=budget)
+    tokens = dataclasses.replace(tokens, budget=max(limits), limits=limits)
     tokens = tokens.updated(layout.policy.absorb(tokens, chunk.attention))
     stays, changes = layout.policy.sweep(tokens)
     tokens = tokens.updated(changes)
     if held is not None:
         key, value = held.key.beside(key), held.value.beside(value)
-    slots = past if held is None or held.capacity == layout.capacity else Slots.empty(layout)
+    in_place = held is None or held.capacity == layout.capacity
+    slots = into or (past if in_place else Slots.empty(layout))
     _fill(layout, slots, tokens, stays, index, key, value)
     slots.seen.copy_(tokens.seen[:, 0, 0])
     slots.length.copy_(index[:, 0, -1] + 1)
@@ -307,8 +324,8 @@ def _next_slot(layout: Layout, slots: Slots) -> Tensor:
 def _roomy(layout: Layout, chunk: Chunk, budget: int) -> Layout:
     """The layout for a prompt, which a policy that defers holds whole, with one slot to spare.
 
-    One that exceeds the layer's budget gets more slots than the layout has, even if it would fit there: that is
-    how the next step knows that all that is too much has to go, and not one token for each that comes.
+    One that exceeds the budget, the least of any row, gets more slots than the layout has, even if it would fit
+    there: that is how the next step knows that all that is too much has to go, and not one token for each that comes.
     """
     prompt, capacity = chunk.real.shape[1], layout.capacity
     whole = layout.policy.defers and prompt > budget
@@ -364,6 +381,13 @@ def _fill(layout: Layout, slots: Slots, tokens: Tokens, stays: Tensor, index: Te
     for name in layout.policy.row_state():
         slots.state[name].copy_(tokens.state[name])
     slots.rank.copy_((slots.position >= 0).cumsum(-1) - 1)
+
+
+def rows_at(slot: Tensor, heads: int) -> Place:
+    """Indices of one row for each head: `slot` [B, H'] of every head [B, Hkv]."""
+    row = torch.arange(slot.shape[0], device=slot.device)[:, None]
+    head = torch.arange(heads, device=slot.device)[None]
+    return row, head, slot.expand(-1, heads)
 
 
 def rows_in_order(position: Tensor) -> Tensor:

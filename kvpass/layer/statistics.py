@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from torch import Tensor
@@ -54,6 +55,45 @@ def statistics(
         written, where = (specify(policy), *room(budget)), spread.written() if spread else None
         made["scan"] = row_scan(query, key, mask, real, causal, scale, *written, cap, sink, heads, where)
     return [made[name] for name in wanted(policy)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What the statistics of a prompt or chunk are made of.
+
+    Attributes:
+        query: [B, Hq, q, D]; key: [B, Ha, N, D], as attended to; the last q of N are those of the queries.
+        mask: [B or 1, Hq or 1, q, N], boolean or additive, or None; sink: [B or 1, Hq, q or 1, 1] or None.
+        causal, scale, cap, heads: as of `kvpass.lowering.column_scores`.
+        spread: where the other heads of the layer are.
+    """
+
+    query: Tensor
+    key: Tensor
+    mask: Tensor | None
+    sink: Tensor | None
+    causal: bool
+    scale: float
+    cap: float | None
+    heads: int
+    spread: Spread | None
+
+    def first(self, count: int) -> Asked:
+        """Of the first `count` queries, without the keys behind them."""
+        total = self.key.shape[2] - self.query.shape[2] + count
+        mask = None if self.mask is None else self.mask[..., :count, :total]
+        sink = None if self.sink is None else self.sink[:, :, :count]
+        return dataclasses.replace(
+            self, query=self.query[:, :, :count], key=self.key[:, :, :total], mask=mask, sink=sink
+        )
+
+    def attention(self, policy: Policy, real: Tensor, budget: Budget) -> Attention:
+        """What the queries paid; real is bool [B, q], and the budget as users write it."""
+        if not policy.statistics:
+            return Attention()
+        given = (self.query, self.key, self.mask, real, self.causal, self.scale, budget)
+        made = statistics(policy, *given, self.cap, self.sink, self.heads, self.spread)
+        return as_attention(policy, made, real, self.spread)
 
 
 def as_attention(policy: Policy, tensors: list[Tensor], real: Tensor, spread: Spread | None = None) -> Attention:

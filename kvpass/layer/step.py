@@ -13,15 +13,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kvpass.layer.slots import FREE, Layout, Slots, align, first_values
+from kvpass.layer.slots import FREE, Layout, Slots, align, first_values, rows_at
 from kvpass.layer.statistics import statistics
 from kvpass.lowering.attend import LOWEST, attend, by_kernel, capped, scores
 from kvpass.lowering.column_scores import regrouped
-from kvpass.lowering.turns import Turn
+from kvpass.lowering.rope import Rope
 from kvpass.policies.base import LATE, Attention, Policy, State, Tokens, rank_of
 from kvpass.precision import wide
 from kvpass.storage import Rows, plain
-from kvpass.storage.base import Place
 
 
 class Mask(Protocol):
@@ -51,7 +50,7 @@ class Site:
         scale: multiplies the products of queries and keys.
         mask: the model's mask on slots, or None.
         rotate: the model's rotary embedding, or None when stored keys are attended to as they are.
-        turn: the same as kernels can apply it, without ranks, if they can.
+        rope: the same as kernels can apply it, without ranks, if they can.
         cap, sink: see `kvpass.capture.canonical.attention`; the sink is [B or 1, Hq, q or 1, 1].
         weights: the policy's own, as inputs of the graph; empty where they may be taken from the policy.
         expand: makes keys and values from what is stored, or None when they are stored as they are.
@@ -62,7 +61,7 @@ class Site:
     scale: float
     mask: Mask | None = None
     rotate: Rotate | None = None
-    turn: Turn | None = None
+    rope: Rope | None = None
     weights: tuple[Tensor, ...] = ()
     cap: float | None = None
     sink: Tensor | None = None
@@ -150,7 +149,7 @@ class _View:
     bias: Tensor | None
     own: Tensor | None
     rotate: Callable[[Tensor], list[Tensor]] | None
-    turn: Turn | None
+    rope: Rope | None
 
     @staticmethod
     def of(layout: Layout, site: Site, slots: Slots, tokens: Tokens, index: Tensor, query: Tensor) -> _View:
@@ -165,15 +164,15 @@ class _View:
         if heads != layout.heads:  # they are made from what is stored
             grouped, mask = regrouped(grouped, heads), _over(mask, heads)
             bias, own = (None if x is None else _over(x, heads) for x in (bias, own))
-        turn = None if site.turn is None else dataclasses.replace(site.turn, rank=tokens.rank)
-        return _View(site, grouped, key, value, mask, bias, own, _rotation(site, tokens), turn)
+        rope = None if site.rope is None else dataclasses.replace(site.rope, rank=tokens.rank)
+        return _View(site, grouped, key, value, mask, bias, own, _rotation(site, tokens), rope)
 
     def attend(self, rows: bool) -> tuple[Attended, Tensor | None, Tensor | None]:
         """For one query, and if `rows` are wanted probabilities and logits, [B, Ha, ., 1, C] as `wide` has them."""
         site = self.site
         rows = rows or site.lse
         given: dict[str, Any] = dict(scale=site.scale, mask=self.mask, rotate=self.rotate, cap=site.cap, rows=rows)
-        given |= dict(bias=added(self.bias, self.own), sink=site.sinks(self.key.shape[1]), turn=self.turn)
+        given |= dict(bias=added(self.bias, self.own), sink=site.sinks(self.key.shape[1]), rope=self.rope)
         output, probabilities, logits = attend(self.query, self.key, self.value, **given)
         output = output.flatten(1, 2)  # here: the compiler moves a product to its first user
         return Attended(output, _log_sum_exp(site, logits)), probabilities, logits
@@ -221,16 +220,9 @@ def _without(rank: Tensor, gone: Tensor) -> Tensor:
     return torch.where(rank > left, rank - 1, rank)
 
 
-def _rows_at(slot: Tensor, heads: int) -> Place:
-    """Indices of one row for each head: `slot` [B, H'] of every head [B, Hkv]."""
-    row = torch.arange(slot.shape[0], device=slot.device)[:, None]
-    head = torch.arange(heads, device=slot.device)[None]
-    return row, head, slot.expand(-1, heads)
-
-
 def _write(slots: Slots, new: tuple[Rows, Rows], place: Tensor, only: Tensor | None) -> None:
     """One row of K and one of V, in place, at slot `place` [B, H'] of each head; of `only` these rows [B] if given."""
-    where = _rows_at(place, new[0].shape[1])
+    where = rows_at(place, new[0].shape[1])
     chosen = None if only is None else only[:, None, None]
     slots.key.put(where, new[0], chosen)
     slots.value.put(where, new[1], chosen)
@@ -291,9 +283,9 @@ def _stepped(layout: Layout, slots: Slots, tokens: Tokens, attention: Attention)
 def _merge_victim(policy: Policy, slots: Slots, left: Tokens, victim: Tensor, valid: Tensor) -> State:
     """Merge the victim's K and V into one row of each head, in place; what changes in the state."""
     heads = slots.key.shape[1]
-    gone = _rows_at(victim, heads)
+    gone = rows_at(victim, heads)
     merge = policy.fold(left, slots.key.read(), slots.key.at(gone)[:, :, None], valid)
-    into = _rows_at(merge.into[..., 0], heads)
+    into = rows_at(merge.into[..., 0], heads)
     for rows in (slots.key, slots.value):
         mixed = merge.own * wide(rows.at(into)) + merge.weight * wide(rows.at(gone))
         made = Rows.of(rows.format, (mixed / (merge.own + merge.share))[:, :, None])
@@ -365,7 +357,8 @@ def extend_step(
 
     Returns:
         What attention gives and the `kvpass.layer.statistics` of the chunk, whose columns are [held slots, chunk].
-        They leave the policy's own bias out.
+        They leave the policy's own bias out.  If the layout crops, what they are made of comes behind them: the
+        query, keys, mask and sink of `kvpass.layer.statistics.Asked`.
     """
     policy, chunk = layout.policy, query.shape[2]
     held, rotate = slots.tokens(layout), site.rotate
@@ -385,7 +378,10 @@ def extend_step(
     if not policy.statistics:
         return attended, []
     common = (real, False, site.scale, layout.budget, site.cap, site.sink, layout.heads, layout.spread)
-    return attended, statistics(policy, query, keys, full, *common)
+    sums = statistics(policy, query, keys, full, *common)
+    if layout.crops:
+        sums += [query, keys, full] if site.sink is None else [query, keys, full, site.sink]
+    return attended, sums
 
 
 def _attended(site: Site, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Attended:

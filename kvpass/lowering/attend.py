@@ -4,8 +4,8 @@ On a CPU it is two grouped matrix products and a softmax as `wide` has it: the q
 one product, so K and V are read once and never repeated.  On a GPU it is the kernels of `attend_kernel`,
 which the compiler schedules like its own, and torch's operations around them.
 
-With a rotary embedding applied at read, on a GPU the kernels turn the keys that they load, where the embedding mixes
-pairs as `turns` knows them.  Else the first product is spelled out as multiply and sum: the compiler then fuses the
+With a rotary embedding applied at read, on a GPU the kernels rotate the keys that they load, where the embedding mixes
+pairs as `rope` knows them.  Else the first product is spelled out as multiply and sum: the compiler then fuses the
 rotation into the reduction and no rotated copy of the keys is ever written.  The rotated keys come in pieces of D for
 the same reason.
 """
@@ -18,13 +18,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kvpass.lowering.turns import Turn
+from kvpass.lowering.rope import Rope
 from kvpass.lowering.written import written_out
 from kvpass.precision import wide
 from kvpass.storage import Rows
 
 LOWEST = torch.finfo(torch.float32).min
-WIDEST_TURNED = 512  # bytes of a key that the kernels can turn; wider ones would spill
+WIDEST_ROTATED = 512  # bytes of a key that the kernels can rotate; wider ones would spill
 MOST_ROWS = 64  # query heads of a KV head times queries in one program; the accumulators of more would spill
 
 
@@ -40,7 +40,7 @@ def attend(
     cap: float | None = None,
     sink: Tensor | None = None,
     rows: bool = True,
-    turn: Turn | None = None,
+    rope: Rope | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Attend to the slots that `mask` allows.
 
@@ -54,19 +54,19 @@ def attend(
         cap: bounds the logits before bias and mask, as cap * tanh(logits / cap).
         sink: further logits [B or 1, Hkv, G, q or 1, 1] in the softmax, to which no value belongs.
         rows: whether the attention rows are wanted.
-        turn: the same as `rotate`, for the kernels.
+        rope: the same as `rotate`, for the kernels.
 
     Returns:
         output [B, Hkv, G, q, Dv] in the dtype of `query`, and if wanted the probabilities and the masked
         logits, [B, Hkv, G, q, C] as `wide` has them.  A query that may attend to nothing gets a finite output that
         means nothing.
     """
-    if rotate is not None and query.shape[-1] * query.element_size() > WIDEST_TURNED:
-        turn = None
-    if by_kernel(query) and (rotate is None or turn is not None):
+    if rotate is not None and query.shape[-1] * query.element_size() > WIDEST_ROTATED:
+        rope = None
+    if by_kernel(query) and (rotate is None or rope is not None):
         from kvpass.lowering.attend_kernel import attended  # needs triton, which not every machine has
 
-        return attended(query, key, value, scale=scale, mask=mask, bias=bias, cap=cap, sink=sink, rows=rows, turn=turn)
+        return attended(query, key, value, scale=scale, mask=mask, bias=bias, cap=cap, sink=sink, rows=rows, rope=rope)
     logits = capped(scores(query, key, scale=scale, rotate=rotate), cap)
     if bias is not None:
         logits = logits + bias.to(logits.dtype)

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvpass.lowering.turns import Turn
+from kvpass.lowering.rope import Rope
 from kvpass.storage import Rows
 
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
@@ -64,13 +64,13 @@ def split(
     value_zero,
     mask,  # bool [B or 1, Hkv or 1, G or 1, q or 1, C]
     bias,  # the same, of floats; anything without HAS_BIAS
-    rank,  # int64 [B or 1, Hkv or 1, C], at which row of the next two a key is turned; anything without TURNED
-    straight,  # [N, D]: a key's number times this, and
-    crossed,  # [N, D]: its partner's times this
+    rank,  # int64 [B or 1, Hkv or 1, C], at which row of the next two a key is rotated; anything without ROTARY
+    cos,  # [N, D]: a key's number times this, and
+    sin,  # [N, D]: its partner's times this
     logits,  # float32 [B, Hkv, R, C]; anything without STORE
-    most,  # float32 [B, Hkv, R, parts]: the largest logit of a part,
-    paid,  # the sum of exp(logit - most),
-    mixed,  # float32 [B, Hkv, R, parts, Dv], and the values in that mixture
+    m_part,  # float32 [B, Hkv, R, parts]: the largest logit of a part,
+    l_part,  # the sum of exp(logit - m),
+    acc_part,  # float32 [B, Hkv, R, parts, Dv], and the values in that mixture
     key_row: tl.constexpr,
     key_head: tl.constexpr,
     key_slot: tl.constexpr,
@@ -90,7 +90,7 @@ def split(
     BITS: tl.constexpr,  # of a code; 0 where rows are numbers
     KEY_GROUPS: tl.constexpr,
     VALUE_GROUPS: tl.constexpr,
-    TURNED: tl.constexpr,  # how many numbers of a key are mixed in pairs, 0 without
+    ROTARY: tl.constexpr,  # how many numbers of a key are mixed in pairs, 0 without
     INTERLEAVED: tl.constexpr,
     POSITIONS: tl.constexpr,
     SCALE: tl.constexpr,
@@ -122,15 +122,15 @@ def split(
     values = value + row * value_row + head * value_head
     masks = mask + row * mask_row + head * mask_head
     biases = bias + row * bias_row + head * bias_head
-    if TURNED > 0:
+    if ROTARY > 0:
         ranks = rank + row * rank_row + head * rank_head
         if INTERLEAVED:
-            partner = tl.where(d < TURNED, d ^ 1, d)
+            partner = tl.where(d < ROTARY, d ^ 1, d)
         else:
-            partner = tl.where(d < TURNED // 2, d + TURNED // 2, tl.where(d < TURNED, d - TURNED // 2, d))
-    top = tl.full([ROWS], LOWEST, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    sums = tl.zeros([ROWS, VALUE_WIDTH], tl.float32)
+            partner = tl.where(d < ROTARY // 2, d + ROTARY // 2, tl.where(d < ROTARY, d - ROTARY // 2, d))
+    m_i = tl.full([ROWS], LOWEST, tl.float32)
+    l_i = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, VALUE_WIDTH], tl.float32)
     for start in range(part * PART, min(part * PART + PART, C), BLOCK):
         c = start + tl.arange(0, BLOCK)
         there = c < C
@@ -138,59 +138,59 @@ def split(
         slot = which.to(tl.int64) * C + c
         at_keys = keys + c[None, :] * key_slot
         k = numbers(at_keys, key_scale, key_zero, slot[None, :], d[:, None], inside, BITS, KEY_GROUPS, D).to(q.dtype)
-        if TURNED > 0:
+        if ROTARY > 0:
             at = tl.load(ranks + c, mask=there, other=0)
             at = tl.minimum(tl.maximum(at, 0), POSITIONS - 1)[None, :] * D + d[:, None]  # a free slot has no place
             other = partner[:, None]
             beside = numbers(at_keys, key_scale, key_zero, slot[None, :], other, inside, BITS, KEY_GROUPS, D)
-            turned = k.to(tl.float32) * tl.load(straight + at, mask=inside, other=0.0).to(tl.float32)
-            turned += beside.to(tl.float32) * tl.load(crossed + at, mask=inside, other=0.0).to(tl.float32)
-            k = turned.to(q.dtype)
-        x = tl.dot(q, k, input_precision="ieee") * SCALE  # [ROWS, BLOCK]
+            rotated = k.to(tl.float32) * tl.load(cos + at, mask=inside, other=0.0).to(tl.float32)
+            rotated += beside.to(tl.float32) * tl.load(sin + at, mask=inside, other=0.0).to(tl.float32)
+            k = rotated.to(q.dtype)
+        qk = tl.dot(q, k, input_precision="ieee") * SCALE  # [ROWS, BLOCK]
         if BITS == 8:
-            x *= tl.load(key_scale + slot, mask=there, other=0.0).to(tl.float32)[None, :]
+            qk *= tl.load(key_scale + slot, mask=there, other=0.0).to(tl.float32)[None, :]
         if CAP > 0:
-            x = (2.0 / (1.0 + tl.exp(-2.0 / CAP * x)) - 1.0) * CAP  # tanh
+            qk = (2.0 / (1.0 + tl.exp(-2.0 / CAP * qk)) - 1.0) * CAP  # tanh
         both = here[:, None] & there[None, :]
         if HAS_BIAS:
             if bias_group == 0 and bias_query == 0:
-                x += tl.load(biases + c, mask=there, other=0.0).to(tl.float32)[None, :]
+                qk += tl.load(biases + c, mask=there, other=0.0).to(tl.float32)[None, :]
             else:
                 own = group * bias_group + asking * bias_query
-                x += tl.load(biases + own[:, None] + c[None, :], mask=both, other=0.0).to(tl.float32)
+                qk += tl.load(biases + own[:, None] + c[None, :], mask=both, other=0.0).to(tl.float32)
         if mask_group == 0 and mask_query == 0:
-            x = tl.where((tl.load(masks + c, mask=there, other=0) != 0)[None, :], x, LOWEST)
+            qk = tl.where((tl.load(masks + c, mask=there, other=0) != 0)[None, :], qk, LOWEST)
         else:
             own = group * mask_group + asking * mask_query
-            x = tl.where(tl.load(masks + own[:, None] + c[None, :], mask=both, other=0) != 0, x, LOWEST)
+            qk = tl.where(tl.load(masks + own[:, None] + c[None, :], mask=both, other=0) != 0, qk, LOWEST)
         if STORE:
-            tl.store(logits + first[:, None] * C + c[None, :], x, mask=both)
-        x = tl.where(there[None, :], x, float("-inf"))
-        higher = tl.maximum(top, tl.max(x, 1))
-        shrunk = tl.exp(top - higher)
-        p = tl.exp(x - higher[:, None])
-        total = total * shrunk + tl.sum(p, 1)
+            tl.store(logits + first[:, None] * C + c[None, :], qk, mask=both)
+        qk = tl.where(there[None, :], qk, float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(qk, 1))
+        alpha = tl.exp(m_i - m_new)
+        p = tl.exp(qk - m_new[:, None])
+        l_i = l_i * alpha + tl.sum(p, 1)
         at_values, within = values + c[:, None] * value_slot, there[:, None] & (dv < DV)[None, :]
         v = numbers(at_values, value_scale, value_zero, slot[:, None], dv[None, :], within, BITS, VALUE_GROUPS, DV)
         v = v.to(q.dtype)
         if BITS == 8:
             p *= tl.load(value_scale + slot, mask=there, other=0.0).to(tl.float32)[None, :]
-        sums = sums * shrunk[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
-        top = higher
+        acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        m_i = m_new
     place = first * PARTS + part
-    tl.store(most + place, top, mask=here)
-    tl.store(paid + place, total, mask=here)
-    tl.store(mixed + place[:, None] * DV + dv[None, :], sums, mask=here[:, None] & (dv < DV)[None, :])
+    tl.store(m_part + place, m_i, mask=here)
+    tl.store(l_part + place, l_i, mask=here)
+    tl.store(acc_part + place[:, None] * DV + dv[None, :], acc, mask=here[:, None] & (dv < DV)[None, :])
 
 
 @triton.jit
 def join(
-    most,  # as `split` left them
-    paid,
-    mixed,
+    m_part,  # as `split` left them
+    l_part,
+    acc_part,
     sink,  # float32 [B or 1, Hkv, G, q or 1]; anything without HAS_SINK
     output,  # [B, Hkv, R, Dv]
-    total,  # float32 [B, Hkv, R]: log of the sum of exp(logit), the sink's share included
+    lse,  # float32 [B, Hkv, R]: log of the sum of exp(logit), the sink's share included
     sink_row: tl.constexpr,
     sink_query: tl.constexpr,
     HAS_SINK: tl.constexpr,
@@ -204,21 +204,21 @@ def join(
     """One answer from the parts of one query; ROWS is Hq * q."""
     which = tl.program_id(0).to(tl.int64)
     s, dv = tl.arange(0, WIDTH), tl.arange(0, VALUE_WIDTH)
-    tops = tl.load(most + which * PARTS + s, mask=s < PARTS, other=float("-inf"))
-    top = tl.max(tops, 0)
+    m_parts = tl.load(m_part + which * PARTS + s, mask=s < PARTS, other=float("-inf"))
+    m_i = tl.max(m_parts, 0)
     if HAS_SINK:
         row, inside = which // ROWS, which % ROWS
         own = tl.load(sink + row * sink_row + inside // QUERIES * sink_query + (inside % QUERIES) * (sink_query > 1))
-        top = tl.maximum(top, own)
-    share = tl.exp(tops - top)  # [WIDTH]
-    whole = tl.sum(share * tl.load(paid + which * PARTS + s, mask=s < PARTS, other=0.0), 0)
+        m_i = tl.maximum(m_i, own)
+    alpha = tl.exp(m_parts - m_i)  # [WIDTH]
+    l_i = tl.sum(alpha * tl.load(l_part + which * PARTS + s, mask=s < PARTS, other=0.0), 0)
     if HAS_SINK:
-        whole += tl.exp(own - top)
+        l_i += tl.exp(own - m_i)
     inside_both = (s < PARTS)[:, None] & (dv < DV)[None, :]
-    parts = tl.load(mixed + (which * PARTS + s)[:, None] * DV + dv[None, :], mask=inside_both, other=0.0)
-    mixture = tl.sum(parts * share[:, None], 0) / whole
-    tl.store(output + which * DV + dv, mixture.to(output.dtype.element_ty), mask=dv < DV)
-    tl.store(total + which, top + tl.log(whole))
+    accs = tl.load(acc_part + (which * PARTS + s)[:, None] * DV + dv[None, :], mask=inside_both, other=0.0)
+    acc = tl.sum(accs * alpha[:, None], 0) / l_i
+    tl.store(output + which * DV + dv, acc.to(output.dtype.element_ty), mask=dv < DV)
+    tl.store(lse + which, m_i + tl.log(l_i))
 
 
 def power(number: int, least: int = 16) -> int:
@@ -226,18 +226,18 @@ def power(number: int, least: int = 16) -> int:
     return int(max(least, triton.next_power_of_2(number)))
 
 
-def _block(width: int, itemsize: int, rows: int, turned: int) -> int:
+def _block(width: int, itemsize: int, rows: int, rotary: int) -> int:
     """Slots that a program loads at a time.
 
     Fewer beside many rows, which need the registers for themselves, and where keys are turned: with their partners and
     weights.
     """
     most = 128 if rows <= 16 else 32 if rows * width <= 8192 else 16
-    return max(16, min(most, TILE // (width * itemsize)) // (2 if turned else 1))
+    return max(16, min(most, TILE // (width * itemsize)) // (2 if rotary else 1))
 
 
-def _warps(rows: int, turned: int) -> int:
-    return 4 if rows <= 16 and not turned else 8
+def _warps(rows: int, rotary: int) -> int:
+    return 4 if rows <= 16 and not rotary else 8
 
 
 def _parts(programs: int, capacity: int, block: int) -> tuple[int, int]:
@@ -271,9 +271,9 @@ def attend_slots(
     bias: Tensor | None,
     sink: Tensor | None,
     rank: Tensor | None,
-    own: Tensor | None,
-    other: Tensor | None,
-    turned: int,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    rotary: int,
     interleaved: bool,
     scale: float,
     cap: float | None,
@@ -287,7 +287,7 @@ def attend_slots(
         key, value: numbers, or codes of so many `bits`.
         key_scale, value_scale, key_zero, value_zero: [B, Hkv, C, groups], what the format has beside the codes.
         mask, bias: [B or 1, Hkv or 1, G or 1, q or 1, C].
-        rank, own, other, turned, interleaved: of a `Turn`, which is applied to the keys at read, or None.
+        rank, cos, sin, rotary, interleaved: of a `Rope`, which is applied to the keys at read, or None.
         store: whether the logits are wanted.
 
     Returns:
@@ -299,40 +299,40 @@ def attend_slots(
     inside = groups * queries
     key_width, value_width = power(dim), power(width)
     padded = power(inside)
-    block = _block(max(key_width, value_width), query.element_size(), padded, turned or bits == 4)
+    block = _block(max(key_width, value_width), query.element_size(), padded, rotary or bits == 4)
     parts, each = _parts(rows * heads, capacity, block)
     query, mask = packed(query), packed(mask)
     has_bias = bias is not None
     bias = packed(bias) if bias is not None else value  # never read
-    positions = 0 if own is None else own.shape[0]
-    rank, own, other = (value if x is None else packed(x) for x in (rank, own, other))
+    positions = 0 if cos is None else cos.shape[0]
+    rank, cos, sin = (value if x is None else packed(x) for x in (rank, cos, sin))
     groups_of_key, groups_of_value = (0 if x is None else x.shape[3] for x in (key_scale, value_scale))
     beside = [value if x is None else packed(x) for x in (key_scale, value_scale, key_zero, value_zero)]
-    most = query.new_empty((rows, heads, groups, queries, parts), dtype=torch.float32)
-    paid = torch.empty_like(most)
-    mixed = query.new_empty((*most.shape, width), dtype=torch.float32)
+    m_part = query.new_empty((rows, heads, groups, queries, parts), dtype=torch.float32)
+    l_part = torch.empty_like(m_part)
+    acc_part = query.new_empty((*m_part.shape, width), dtype=torch.float32)
     logits = query.new_empty((rows, heads, groups, queries, capacity) if store else (0,), dtype=torch.float32)
     torch.library.wrap_triton(split)[(parts, rows * heads)](
-        query, key, value, *beside, mask, bias, rank, own, other, logits, most, paid, mixed,
+        query, key, value, *beside, mask, bias, rank, cos, sin, logits, m_part, l_part, acc_part,
         *key.stride()[:3], *value.stride()[:3], *_strides(mask), *(_strides(bias) if has_bias else (0, 0, 0, 0)),
         *_strides(rank)[:2], BITS=bits, KEY_GROUPS=groups_of_key, VALUE_GROUPS=groups_of_value,
-        TURNED=turned, INTERLEAVED=interleaved, POSITIONS=positions,
+        ROTARY=rotary, INTERLEAVED=interleaved, POSITIONS=positions,
         SCALE=scale, CAP=cap or 0.0, HAS_BIAS=has_bias, STORE=store, HEADS=heads, R=inside, QUERIES=queries,
         C=capacity, D=dim, DV=width, PARTS=parts, PART=each, ROWS=padded,
-        WIDTH=key_width, VALUE_WIDTH=value_width, BLOCK=block, num_warps=_warps(padded, turned), num_stages=2,
+        WIDTH=key_width, VALUE_WIDTH=value_width, BLOCK=block, num_warps=_warps(padded, rotary), num_stages=2,
     )  # fmt: skip
     output = query.new_empty((rows, heads, groups, queries, width))
-    total = query.new_empty((rows, heads, groups, queries), dtype=torch.float32)
+    lse = query.new_empty((rows, heads, groups, queries), dtype=torch.float32)
     has_sink = sink is not None
-    sink = most if sink is None else packed(sink.float())
+    sink = m_part if sink is None else packed(sink.float())
     own_sinks = sink.shape[3]
     torch.library.wrap_triton(join)[(rows * heads * inside,)](
-        most, paid, mixed, sink, output, total,
+        m_part, l_part, acc_part, sink, output, lse,
         sink_row=0 if sink.shape[0] == 1 else heads * groups * own_sinks, sink_query=own_sinks,
         HAS_SINK=has_sink, ROWS=heads * inside, QUERIES=queries, DV=width, PARTS=parts,
         WIDTH=power(parts, 1), VALUE_WIDTH=value_width, num_warps=4, num_stages=1,
     )  # fmt: skip
-    return output, total, logits
+    return output, lse, logits
 
 
 def attended(
@@ -346,18 +346,18 @@ def attended(
     cap: float | None,
     sink: Tensor | None,
     rows: bool,
-    turn: Turn | None = None,
+    rope: Rope | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """What `attend` returns, by the kernels; what follows them is plain torch, which the compiler fuses."""
     keys, values = dense(key.codes), dense(value.codes)
     mask, bias = _wide(mask, key.shape[2]), None if bias is None else _wide(bias, key.shape[2])
-    turned = (None, None, None, 0, False) if turn is None else _as_arguments(turn)
+    rotary = (None, None, None, 0, False) if rope is None else _as_arguments(rope)
     stored = _beside(key, value)
-    given = (mask, bias, sink, *turned, scale, cap, rows, key.format.bits)
-    output, total, logits = torch.ops.kvpass.attend_slots(query, keys, values, *stored, *given)
+    given = (mask, bias, sink, *rotary, scale, cap, rows, key.format.bits)
+    output, lse, logits = torch.ops.kvpass.attend_slots(query, keys, values, *stored, *given)
     if not rows:
         return output, None, None
-    return output, torch.exp(logits - total[..., None]), logits
+    return output, torch.exp(logits - lse[..., None]), logits
 
 
 def _beside(key: Rows, value: Rows) -> list[Tensor | None]:
@@ -367,8 +367,8 @@ def _beside(key: Rows, value: Rows) -> list[Tensor | None]:
     return flat + [None] * (4 - len(flat))
 
 
-def _as_arguments(turn: Turn) -> tuple[Tensor | None, Tensor, Tensor, int, bool]:
-    return turn.rank, turn.own, turn.other, turn.pairs.width, turn.pairs.interleaved
+def _as_arguments(rope: Rope) -> tuple[Tensor | None, Tensor, Tensor, int, bool]:
+    return rope.rank, rope.cos, rope.sin, rope.pairs.width, rope.pairs.interleaved
 
 
 def dense(buffer: Tensor) -> Tensor:

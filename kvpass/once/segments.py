@@ -24,9 +24,10 @@ import dataclasses
 import itertools
 import operator
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
+import sympy  # type: ignore[import-untyped]
 import torch
 import torch.fx as fx
 from torch.fx.node import map_aggregate
@@ -36,6 +37,9 @@ from kvpass.lowering import cache_key
 
 ALIKE = 3
 """Layers of one kind from which on cutting a graph is worth its calls."""
+
+ALIKE_SIZE = sympy.Symbol("alike")
+"""Stands in keys for a size of which there may be another for each layer."""
 
 _NEVER = 1 << 20  # what a value weighs that no cut may separate from its readers
 
@@ -77,13 +81,22 @@ class Segment:
         """The same with further operands, such as sizes that those it has are made of."""
         return dataclasses.replace(self, operands=tuple(dict.fromkeys((*self.operands, *more))))
 
-    def key(self, values: Sequence[Any]) -> tuple[Any, ...]:
+    def key(self, values: Sequence[Any], alike: Collection[Any] = ()) -> tuple[Any, ...]:
         """Equal for segments that the same compiled code serves.
 
         Args:
             values: a fake tensor or a number for each operand.
+            alike: symbols of sizes of which one may stand for another, in a segment that has one of them: of how two
+                compare, nothing is known.
         """
-        return (self.body, self.results, tuple(_about(value) for value in values))
+        found = met(values, alike)
+        renamed = dict.fromkeys(found, ALIKE_SIZE) if len(found) == 1 else {}
+        return (self.body, self.results, tuple(_about(value, renamed) for value in values))
+
+
+def met(values: Sequence[Any], alike: Collection[Any]) -> set[Any]:
+    """Those of some symbols that operands have."""
+    return {symbol for value in values for symbol in compat.symbols(value)}.intersection(alike)
 
 
 def _target(node: fx.Node) -> Any:
@@ -105,11 +118,15 @@ def _told(node: fx.Node, told: Callable[[fx.Node], tuple[str, int]]) -> str:
     return repr(map_aggregate((node.args, node.kwargs), tell))
 
 
-def _about(value: Any) -> tuple[Any, ...]:
-    """All of an operand that compiled code depends on."""
+def _about(value: Any, renamed: dict[Any, Any]) -> tuple[Any, ...]:
+    """All of an operand that compiled code depends on, with other names for some symbols."""
+
+    def said(size: Any) -> str:
+        return str(compat.expression(size).xreplace(renamed)) if isinstance(size, torch.SymInt) else str(size)
+
     if not isinstance(value, torch.Tensor):
-        return (type(value).__name__, str(value))
-    sizes = (*map(str, value.shape), "by", *map(str, value.stride()), "from", str(value.storage_offset()))
+        return (type(value).__name__, said(value))
+    sizes = (*map(said, value.shape), "by", *map(said, value.stride()), "from", said(value.storage_offset()))
     return (isinstance(value, torch.nn.Parameter), value.requires_grad, value.dtype, value.device, *sizes)
 
 

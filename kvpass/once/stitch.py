@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -34,24 +34,31 @@ Patches = Callable[[fx.GraphModule], dict[str, Any]]
 
 
 def compile_once(
-    gm: fx.GraphModule, examples: Sequence[Any], anchors: Sequence[fx.Node], patches: Patches
+    gm: fx.GraphModule,
+    examples: Sequence[Any],
+    anchors: Sequence[fx.Node],
+    patches: Patches,
+    alike: Collection[Any] = (),
 ) -> compat.Compiled | None:
     """Compile a graph with the code of its layers shared; None if it is to be compiled whole.
 
-    Graphs on a CPU alone: on a GPU a step is one CUDA graph, and what it launches was counted for the whole.
+    Graphs on a CPU alone: on a GPU a step is one CUDA graph, and what it launches was counted for the whole.  And of
+    plain tensors alone: what is in a tensor that wraps others, such as a quantised weight, is not in a piece's key.
 
     Args:
         gm: a graph that nobody needs gradients of.
         anchors: one node of each layer.
         patches: the configuration of Inductor for a part.
+        alike: symbols of sizes that may stand for each other, so that what is asked of one when it is compiled for is
+            asked of all: `compat.OpenSizes.alike`.
     """
-    if not _on_cpu(examples) or not compat.allows_parts(patches(gm)):
+    if not _on_cpu(examples) or any(map(compat.is_wrapper, examples)) or not compat.allows_parts(patches(gm)):
         return None
     pieces = segments.split(gm, anchors)
     if not pieces:
         return None
     with compat.in_parts(gm, examples) as parts:
-        kinds, program = _Kinds(gm, parts, patches), []
+        kinds, program = _Kinds(gm, parts, patches, alike), []
         for piece in pieces:
             compiled = kinds.run_of(piece)
             if compiled is None:
@@ -71,8 +78,8 @@ class _Kinds:
         values: a fake tensor or a size for each node that a segment has read so far, or may read.
     """
 
-    def __init__(self, gm: fx.GraphModule, parts: compat.Parts, patches: Patches) -> None:
-        self.parts, self.patches = parts, patches
+    def __init__(self, gm: fx.GraphModule, parts: compat.Parts, patches: Patches, alike: Collection[Any]) -> None:
+        self.parts, self.patches, self.alike = parts, patches, alike
         self.values: dict[fx.Node, Any] = dict(zip(graphs.placeholders(gm.graph), parts.examples, strict=True))
         self._sizes = {compat.expression(v): n for n, v in self.values.items() if isinstance(v, torch.SymInt)}
         self._known: dict[Any, tuple[compat.Boxed, list[Any]]] = {}
@@ -81,16 +88,24 @@ class _Kinds:
         """A piece with all its operands, and what runs it; None if it cannot be run apart."""
         piece = piece.reading(self._bound(piece))
         operands = [self.values[node] for node in piece.operands]
-        key = piece.key(operands)
-        if key not in self._known:
-            module = as_module(piece, operands)
-            compiled = self.parts.compile(module, operands, self.patches(module))
-            if compiled is None:
-                return None
-            self._known[key] = compiled
-        run, made = self._known[key]
+        compiled = self._compiled(piece, operands)
+        if compiled is None:
+            return None
+        run, made = compiled
         self.values.update(zip(piece.returned, self.parts.fresh(made), strict=True))
         return piece, run
+
+    def _compiled(self, piece: Segment, operands: list[Any]) -> tuple[compat.Boxed, list[Any]] | None:
+        """What runs a piece, and fakes of what it gives; these must have none of the sizes that it may be shared by."""
+        shared, exact = piece.key(operands, self.alike), piece.key(operands)
+        known = self._known.get(shared) or self._known.get(exact)
+        if known is not None:
+            return known
+        module = as_module(piece, operands)
+        compiled = self.parts.compile(module, operands, self.patches(module))
+        if compiled is not None:
+            self._known[exact if segments.met(compiled[1], self.alike) else shared] = compiled
+        return compiled
 
     def _bound(self, piece: Segment) -> list[fx.Node]:
         """The inputs of the graph that say what the symbols in the sizes of a piece's operands are."""

@@ -1,19 +1,21 @@
-"""The registry of policies: `names`, `get`, `register`, and `resolve` for what users pass.
+"""The registry of policies: `names`, `get`, `register`, and `resolve` and `parse` for what users pass.
 
 Looking a policy up imports its module and nothing else.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import json
+import re
 from typing import TypeVar
 
 from kvpass.errors import PolicyError
 from kvpass.policies.base import Attention, Policy, Tokens
 
-__all__ = ["Attention", "Policy", "Tokens", "get", "names", "register", "resolve", "specified", "specify"]
+__all__ = ["Attention", "Policy", "Tokens", "get", "names", "parse", "register", "resolve", "specified", "specify"]
 
 _BUILT_IN = {
     "buzz": "Buzz",
@@ -90,6 +92,34 @@ def resolve(policy: str | Policy, options: dict[str, object]) -> Policy:
         return cls(**options)
     except TypeError as error:
         raise PolicyError(f"policy {policy!r} with {options}: {error}") from error
+
+
+def parse(text: str) -> Policy:
+    """The policy that a name, or a name and options, stands for, as people write it on a command line.
+
+    Options follow a colon, commas or more colons between them: `"sage:select_at=overflow,top=4"`.  A value that reads
+    as a number, a truth value, None or a tuple is one; any other is a word.
+
+    Raises:
+        PolicyError: as of `resolve`, and for an option without a value.
+    """
+    name, _, given = text.partition(":")
+    options = [option.partition("=") for option in _BETWEEN_OPTIONS.split(given) if option]
+    for option, sign, _ in options:
+        if not sign:
+            raise PolicyError(f"{text!r}: option {option!r} has no value; write {name}:{option}=VALUE")
+    return resolve(name, {option: _value(value) for option, _, value in options})
+
+
+_BETWEEN_OPTIONS = re.compile(r"[,:](?=\w+(?:=|$)|$)")
+"""A comma within a value, as in a tuple, is followed by no option."""
+
+
+def _value(text: str) -> object:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
 
 
 def specify(policy: Policy) -> str:

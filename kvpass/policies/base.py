@@ -12,10 +12,11 @@ All hooks that take tensors but `scan` are traced into the decode graph: static 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from kvpass.policies.heads import Spread
 
 Statistic = Literal["total", "squares", "last", "window", "logits", "scan"]
 State = dict[str, Tensor]
+Kind = TypeVar("Kind", bound="Policy")
 Clock = tuple[int, ...]
 """What the host knows of one row from counting tokens; () before the first."""
 
@@ -68,6 +70,8 @@ class Tokens:
         state: what the policy remembers, by name: each [B, H', N], or [B, H', 1] for its `row_state`.
         budget: tokens to keep between steps.
         held: how many of the N places are slots; the others are the new tokens of a prompt (held = 0) or chunk.
+        limits: at the end of a prompt, tokens to keep of each row, as planned; a policy that needs them later has them
+            in its `row_state`, which follows rows when they are picked.
         rank: int64 [B, H', N], the place among the live tokens, if it is kept up.
         spread: as of `Attention`.
     """
@@ -79,6 +83,7 @@ class Tokens:
     held: int = 0
     rank: Tensor | None = None
     spread: Spread | None = None
+    limits: tuple[int, ...] = ()
 
     @property
     def live(self) -> Tensor:
@@ -121,10 +126,28 @@ class Merge:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What one layer gets: `budget` tokens between steps, in `capacity` slots."""
+    """What one layer gets.
+
+    Attributes:
+        budget: tokens between steps, of the row that keeps most; what `Policy.clock` and `tick` are told.
+        capacity: slots for them.
+        rows: tokens between steps of each row, if rows get different ones.
+        room: slots that the layer needs for any prompt, if that depends on the prompt.
+    """
 
     budget: int
     capacity: int
+    rows: tuple[int, ...] = ()
+    room: int = 0
+
+    def limits(self, rows: int) -> tuple[int, ...]:
+        """Tokens between steps of each of so many rows."""
+        return self.rows or (self.budget,) * rows
+
+    @property
+    def with_room(self) -> Plan:
+        """The same with slots for any prompt, where each number of slots would be compiled for itself."""
+        return dataclasses.replace(self, capacity=max(self.capacity, self.room))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,6 +220,8 @@ class Policy:
         self, attention: Sequence[Attention], real: Tensor, budget: int, earlier: Sequence[Plan] | None = None
     ) -> list[Plan]:
         """What each layer gets, once the statistics of all of them are known at the end of a prompt.
+
+        What a row gets must not depend on the others.
 
         Args:
             attention: of the layers that this policy governs.
@@ -303,9 +328,21 @@ class Policy:
         """Added to the logits of later queries: float32, broadcastable to [B, Hkv, G = groups, N]."""
         return None
 
+    @property
+    def tempers(self) -> bool:
+        """Whether `temper` gives anything."""
+        return self.temper(torch.ones(1, 1, dtype=torch.int64)) is not None
+
     def temper(self, count: Tensor) -> Tensor | None:
         """Multiplies the logits of queries that attend to `count` tokens, int64 of any shape; None for one."""
         return None
+
+    def without_own_logits(self: Kind) -> Kind:
+        """The same policy, but that attention is to the held tokens what the model makes it."""
+        copied, here = copy.copy(self), type(self)
+        plain = type(here.__name__, (here,), {"bias": Policy.bias, "temper": Policy.temper})
+        object.__setattr__(copied, "__class__", plain)
+        return copied
 
     # Who goes.
 

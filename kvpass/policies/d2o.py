@@ -13,8 +13,8 @@ and v_c with the same weights.  The score of the kept token does not change.  A 
 over the keys and one row of K and V rewritten per head.
 
 `budget` is the mean over the layers: a layer whose prompt attention varies more over the tokens gets less
-(`layer_budgets`).  A chunk is judged like a prompt: its queries are summed, then all that no longer fits
-is merged, and tau moves once.
+(`layer_budgets`), in each row of a batch by that row alone.  A chunk is judged like a prompt: its queries
+are summed, then all that no longer fits is merged, and tau moves once.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class D2O(Policy):
         are scaled by their u, and one decision for all heads by the mean of their u.
     compress_at: "prompt_end", or "first_decode": a prompt is held whole until the next token has attended.
     skip_layers: layers that keep everything, whatever that costs; they are no part of the mean.
-    calibrate: later prompts get the layer budgets of the first one.
+    calibrate: later prompts get the layer budgets of the first one, and the rows of a batch those of its first.
     density: what variances are taken of (Eq. 4): the column sums of a "kv" head, or of each "query" head.
     """
 
@@ -122,20 +122,23 @@ class D2O(Policy):
         self, attention: Sequence[Attention], real: Tensor, budget: int, earlier: Sequence[Plan] | None = None
     ) -> list[Plan]:
         if self.calibrate and earlier:
-            return list(earlier)
+            return [Plan(plan.budget, plan.capacity) for plan in earlier]
         spread = attention[0].spread if attention else None
         totals = [layer.total for layer in attention if layer.total is not None]
-        variances = column_variances(totals, real, spread, self.density)
-        how = (self.layers, self.gate, self.alpha)
-        budgets = layer_budgets(variances, budget, real.shape[1], *how, least=self.minimum_budget())
-        most = largest_layer_budget(len(budgets), budget, self.layers, self.alpha)
-        return [Plan(own, (own if self.calibrate else most) + 1) for own in budgets]
+        rows = column_variances(totals, real, spread, self.density)
+        how = (self.layers, self.gate, self.alpha, self.minimum_budget())
+        prompts = real.sum(-1).tolist()
+        budgets = [layer_budgets(row, budget, prompt, *how) for row, prompt in zip(rows, prompts, strict=True)]
+        if self.calibrate:
+            return [Plan(own, own + 1) for own in budgets[0]]
+        room = largest_layer_budget(len(totals), budget, self.layers, self.alpha) + 1
+        return [Plan(max(own), max(own) + 1, own, room) for own in zip(*budgets, strict=True)]
 
     def state(self) -> dict[str, torch.dtype]:
         return {"score": torch.float32}
 
     def row_state(self) -> dict[str, int | float]:
-        return {"limit": 0, "recent": 0, "threshold": UNSET}  # the layer's budget, M and tau
+        return {"limit": 0, "recent": 0, "threshold": UNSET}  # the budget of the row, M and tau
 
     def observe(self, tokens: Tokens, attention: Attention) -> State:
         assert attention.total is not None
@@ -145,10 +148,17 @@ class D2O(Policy):
         changes = self.observe(tokens, attention)
         if tokens.held:
             return changes
-        shared = tokens.budget - self.sinks if self.extra_sinks else tokens.budget
-        recent = min(shared - share_of(shared, self.heavy), tokens.budget - self.sinks)
-        limit = tokens.state["limit"]
-        return {**changes, "limit": torch.full_like(limit, tokens.budget), "recent": torch.full_like(limit, recent)}
+        like = tokens.state["limit"]
+        limit, recent = (
+            like.new_tensor(counts).view(-1, 1, 1).expand_as(like)
+            for counts in (tokens.limits, [self._recent(own) for own in tokens.limits])
+        )
+        return {**changes, "limit": limit, "recent": recent}
+
+    def _recent(self, budget: int) -> int:
+        """M, of a row's budget."""
+        shared = budget - self.sinks if self.extra_sinks else budget
+        return min(shared - share_of(shared, self.heavy), budget - self.sinks)
 
     def worth(self, tokens: Tokens) -> Tensor:
         safe = (tokens.position < self.sinks) | tokens.newest(tokens.state["recent"])

@@ -14,36 +14,37 @@ from kvpass.policies.heads import Spread, gathered
 LEAST_SHARE = 0.01  # of the prompt, for every layer
 
 
-def column_variance(total: Tensor, real: Tensor, density: str = "kv") -> list[float]:
-    """F = Var_j(colsum_j) of every head, over real tokens, the mean of the rows (Eq. 4).
+def column_variance(total: Tensor, real: Tensor, density: str = "kv") -> Tensor:
+    """F = Var_j(colsum_j) over the real tokens, for each row and head (Eq. 4): float64 [B, h].
 
     Args:
         total: attention summed over the queries, [B, Hkv, G, N].
         real: bool [B, N].
-        density: "kv" sums over the G query heads of a KV head first, "query" takes every query head by itself.
+        density: "kv" sums over the G query heads of a KV head first, so h = Hkv; "query" takes every query head by
+            itself, so h = Hq.
     """
-    paid = (total.sum(2) if density == "kv" else total.flatten(1, 2)).double()  # [B, Hkv or Hq, N]
+    paid = (total.sum(2) if density == "kv" else total.flatten(1, 2)).double()  # [B, h, N]
     here = real[:, None].to(paid.dtype)
     count = here.sum(-1, keepdim=True).clamp(min=1)
     mean = (paid * here).sum(-1, keepdim=True) / count
-    variance = ((paid - mean).square() * here).sum(-1) / count[..., 0]
-    return [float(head) for head in variance.mean(0)]
+    return ((paid - mean).square() * here).sum(-1) / count[..., 0]
 
 
 def column_variances(
     totals: Sequence[Tensor], real: Tensor, spread: Spread | None, density: str = "kv"
-) -> list[list[float]]:
-    """F of every head for each layer, those of other processes included, which costs one collective.
+) -> list[list[list[float]]]:
+    """F for each row, layer and head, those of other processes included, which costs one collective.
 
     Args:
         totals: of each layer, as of `column_variance`.
     """
     here = [column_variance(total, real, density) for total in totals]
-    if spread is None:
-        return here
-    flat = torch.tensor([head for heads in here for head in heads], dtype=torch.float64, device=real.device)
-    rows = [iter(row) for row in gathered(flat, spread).view(spread.ranks, -1).tolist()]
-    return [[next(row) for row in rows for _ in heads] for heads in here]
+    ranks = 1 if spread is None else spread.ranks
+    flat = gathered(torch.cat([layer.flatten() for layer in here]), spread).view(ranks, -1)
+    parts = torch.split(flat, [layer.numel() for layer in here], 1)  # of each layer [ranks, B * h]
+    whole = [part.view(ranks, *layer.shape).transpose(0, 1) for part, layer in zip(parts, here, strict=True)]
+    layers = [layer.flatten(1).tolist() for layer in whole]
+    return [list(row) for row in zip(*layers, strict=True)]
 
 
 def layer_budgets(
@@ -55,7 +56,7 @@ def layer_budgets(
     alpha: float = 3.0,
     least: int = 1,
 ) -> list[int]:
-    """Slots for each layer; their mean is `budget`, to the slot.
+    """Slots for each layer of one row; their mean is `budget`, to the slot.
 
     "softmax": in proportion to softmax(-d), where d is the mean over the heads of the variances, scaled so
     that the smallest of all layers and heads is 0 and the largest 1.  "gate": 1 for a layer whose variance
@@ -65,7 +66,7 @@ def layer_budgets(
 
     Args:
         variances: F for each layer and head.
-        prompt: tokens of the prompt; one that fits the budget leaves it equal for all layers.
+        prompt: real tokens of the prompt; one that fits the budget leaves it equal for all layers.
         least: the smallest budget of a layer.
     """
     means = [sum(heads) / len(heads) for heads in variances]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -101,22 +102,47 @@ class Reference:
         """Called when all KV heads of a row have taken their tokens in."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Taken:
+    """What a layer took in last; see `ReferenceLayer.take`."""
+
+    chunk: Chunk
+    rows: Tensor
+    logits: Tensor
+
+    def first(self, count: int) -> Taken:
+        """Its first tokens."""
+        total = self.rows.shape[-1] - self.rows.shape[2] + count
+        rows, logits = (part[:, :, :count, :total] for part in (self.rows, self.logits))
+        return Taken(self.chunk.first(count), rows, logits)
+
+    def take_into(self, cache: Any) -> None:
+        """Take it in once more, on a cache as it was before it."""
+        cache.slots.take(self.chunk, self.rows, self.logits, part=True)
+
+
 class ReferenceLayer:
     """The streams of one layer; takes prompts, chunks and single tokens alike."""
 
-    def __init__(self, layout: Layout, reference: Reference, limit: int | None = None) -> None:
-        """`limit` is the layer's own budget, if the policy's plan gives layers different ones."""
+    def __init__(self, layout: Layout, reference: Reference, limits: Sequence[int] = ()) -> None:
+        """`limits` are the budgets of each row, if the policy's plan gives layers or rows their own."""
         self.layout = layout
         self.reference = reference
-        budget = layout.budget if limit is None else limit
         self.stored = functools.partial(stored, layout)
         self.streams = [
             [Stream(head, budget, layer=layout.layer, stored=self.stored) for head in range(layout.groups)]
-            for _ in range(layout.rows)
+            for budget in limits or (layout.budget,) * layout.rows
         ]
         self.length = 0
         self.fed = 0  # how often tokens were taken in
         self.view: Any = None  # what the last tokens attended to, for layers that share the cache
+        self.taken: Taken | None = None
+
+    def copied(self) -> ReferenceLayer:
+        """The same tokens, apart from these."""
+        layer = copy.copy(self)
+        layer.streams, layer.view, layer.taken = copy.deepcopy(self.streams), None, None
+        return layer
 
     @property
     def capacity(self) -> int:
@@ -200,7 +226,7 @@ class ReferenceLayer:
                     out[b, self._heads(h), n] = key if name == "key" else value
         return out
 
-    def take(self, chunk: Chunk, rows: Tensor, logits: Tensor | None = None) -> None:
+    def take(self, chunk: Chunk, rows: Tensor, logits: Tensor | None = None, part: bool = False) -> None:
         """Take in new tokens and evict.
 
         Args:
@@ -208,8 +234,10 @@ class ReferenceLayer:
             rows: probabilities float32 [B, Hq, q, N + q] of the chunk's queries over [held, chunk].
             logits: likewise, before the softmax and the policy's bias; the logarithm of `rows` will do for
                 policies that have no bias.
+            part: it is the first part of a longer chunk, so a single token is no step.
         """
         logits = rows.log() if logits is None else logits
+        self.taken = Taken(chunk, rows, logits)
         for b, row in enumerate(self.streams):
             new = torch.nonzero(chunk.real[b]).flatten().tolist()
             for stream in row:
@@ -217,7 +245,7 @@ class ReferenceLayer:
                 tokens = [self._token(stream, chunk, b, place, j) for place, j in enumerate(new)]
                 seen = [part[b, self._queries(stream, rows)][:, new][:, :, columns] for part in (rows, logits)]
                 stream.seen += len(new)
-                stream.step = self.length > 0 and chunk.real.shape[1] == 1
+                stream.step = self.length > 0 and chunk.real.shape[1] == 1 and not part
                 self.reference.take(stream, tokens, *(part.transpose(0, 1) for part in seen))
             self.reference.settle(row)
         self.length += chunk.real.shape[1]
@@ -228,7 +256,8 @@ class ReferenceLayer:
 
         That is a single one, unless the prompt is still held whole, as policies that defer have it.
         """
-        whole = self.layout.policy.defers and self.fed == 1 and self.length > self.streams[0][0].budget
+        least = min(row[0].budget for row in self.streams)
+        whole = self.layout.policy.defers and self.fed == 1 and self.length > least
         return count == 1 and self.layout.kv_dtype is not None and self.fed > 0 and not whole
 
     def _token(self, stream: Stream, chunk: Chunk, b: int, place: int, j: int) -> Token:

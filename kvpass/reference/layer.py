@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from kvpass.capture.sites import AttentionSite
 from kvpass.graphs import value
 from kvpass.layer.slots import Chunk, Layout
+from kvpass.layer.statistics import Asked
 from kvpass.policies.base import Attention
 from kvpass.reference import ReferenceLayer, reference_of
 from kvpass.reference.base import attention_logits
@@ -30,10 +32,10 @@ from kvpass.rewrite.record import Pass, Record
 
 
 def take_prompt(
-    layout: Layout, chunk: Chunk, extras: tuple[Any, ...], site: AttentionSite, limit: int
+    layout: Layout, chunk: Chunk, asked: Asked, site: AttentionSite, limits: Sequence[int]
 ) -> ReferenceLayer:
-    """The reference's layer after a prompt; `extras` are its query, attended keys, mask and sink."""
-    query, keys, mask, sink = extras
+    """The reference's layer after a prompt."""
+    query, keys, mask, sink = asked.query, asked.key, asked.mask, asked.sink
     new, total = query.shape[2], keys.shape[2]
     seen = torch.ones(new, total, dtype=torch.bool, device=query.device)
     if site.causal:
@@ -44,7 +46,7 @@ def take_prompt(
         allowed = allowed & mask
     elif mask is not None:
         bias = mask.expand(query.shape[0], -1, new, -1)
-    store = ReferenceLayer(layout, reference_of(layout.policy), limit)
+    store = ReferenceLayer(layout, reference_of(layout.policy), limits)
     logits = attention_logits(query * store.temper(chunk.real), keys, allowed, bias, site.scale, site.cap)
     padded = torch.nn.functional.pad(logits, (0, 0, total - new, 0), value=-torch.inf)
     rows = _softmax(logits, sink)

@@ -69,6 +69,12 @@ class StepCall:
     sweep: bool = False
     opened: list[Layout] = dataclasses.field(default_factory=list)
 
+    def of(self, change: Callable[[Layout], Layout]) -> StepCall:
+        """The same call on slots that are laid out otherwise; their rows hold no data."""
+        layouts, opened = [change(each) for each in self.layouts], [change(each) for each in self.opened]
+        slots = [each.described(layout) for each, layout in zip(self.slots, layouts, strict=True)]
+        return dataclasses.replace(self, layouts=layouts, opened=opened, slots=slots)
+
 
 class StepContext:
     """A copy of a step graph while it is rewritten.
@@ -203,19 +209,24 @@ class StepContext:
         """The nodes of what a function computes from the values of nodes, spliced in before another node."""
         return self.spliced(self.traced(function, nodes), nodes, before, name)
 
-    def traced(self, function: Callable[..., Any], nodes: list[fx.Node]) -> fx.GraphModule:
+    def traced(self, function: Callable[..., Any], nodes: list[fx.Node], layer: int | None = None) -> fx.GraphModule:
         """The operators of a function of the values of nodes, for `spliced`.
 
-        Open sizes are inputs as well, as the function may know them from elsewhere.
+        Open sizes are inputs as well, as the function may know them from elsewhere: those of a layer if it is given.
         """
-        count, given = len(nodes), [*nodes, *self.open.all]
+        count, given = len(nodes), [*nodes, *self._open_for(layer)]
         with compat.fake_mode(self.sizes.open) as fake:
             examples = [fake(self.example(node)) for node in given]
             return compat.trace(lambda *values: function(*values[:count]), examples)
 
-    def spliced(self, traced: fx.GraphModule, nodes: list[fx.Node], before: fx.Node, name: str) -> list[fx.Node]:
-        """What `traced` made, before another node."""
-        return graphs.splice(self.gm, traced, [*nodes, *self.open.all], before, name)
+    def spliced(
+        self, traced: fx.GraphModule, nodes: list[fx.Node], before: fx.Node, name: str, layer: int | None = None
+    ) -> list[fx.Node]:
+        """What `traced` made, before another node; what it made for a layer serves one that is like it."""
+        return graphs.splice(self.gm, traced, [*nodes, *self._open_for(layer)], before, name)
+
+    def _open_for(self, layer: int | None) -> list[fx.Node]:
+        return self.open.all if layer is None else self.open.for_layer(layer)
 
     def copied_slots(self, layer: int) -> list[fx.Node]:
         """A layer's slots with their metadata, all beside K and V, as it is before the step."""

@@ -23,7 +23,7 @@ from kvpass.capture.rotary import Rotary
 from kvpass.capture.sites import AttentionSite
 from kvpass.errors import UnsupportedGraph
 from kvpass.graphs import Sizes, Slice, expr, value
-from kvpass.lowering.turns import Pairs, pairs_of, weights_of
+from kvpass.lowering.rope import Pairs, pairs_of, weights_of
 from kvpass.lowering.written import written_out
 from kvpass.rewrite.pieces import InPieces, Padded
 

@@ -31,12 +31,28 @@ class OpenNodes:
     @functools.cached_property
     def all(self) -> list[fx.Node]:
         """The nodes of all symbols that something in the graph says."""
+        return [self._node(symbol) for symbol in self._spoken]
+
+    def for_layer(self, layer: int) -> list[fx.Node]:
+        """Those of them that are not another layer's own; they come in the same order for all layers."""
+        own = self.own
+        return [self._node(symbol) for symbol in self._spoken if own.get(symbol, layer) == layer]
+
+    @functools.cached_property
+    def own(self) -> dict[sympy.Symbol, int]:
+        """The layer of each symbol that is the capacity of one layer alone."""
+        alike = self._step.sizes.open.alike if self._step.sizes.open else frozenset()
+        capacities = enumerate(map(graphs.expr, self._step.capacities))
+        return {capacity: layer for layer, capacity in capacities if capacity in alike}
+
+    @functools.cached_property
+    def _spoken(self) -> list[sympy.Symbol]:
+        """The symbols that something in the graph says: no tensor has a budget for a size."""
         step = self._step
         if step.sizes.open is None:
             return []
-        budget, capacity = graphs.expr(step.layouts[0].budget), graphs.expr(step.capacities[0])
-        silent = {budget} - {capacity}  # no tensor has that size
-        return [self._node(symbol) for symbol in step.sizes.open.symbols if symbol not in silent]
+        silent = {graphs.expr(layout.budget) for layout in step.layouts} - set(map(graphs.expr, step.capacities))
+        return [symbol for symbol in step.sizes.open.symbols if symbol not in silent]
 
     def of(self, size: Any) -> Any:
         """What stands for a size that does not grow: a number, or a node.
@@ -62,8 +78,9 @@ class OpenNodes:
     def _said(self, symbol: sympy.Symbol) -> fx.Node:
         """The placeholder of a number, or what asks the slots for their capacity."""
         step = self._step
-        if symbol == graphs.expr(step.capacities[0]):
-            return self._call(compat.SIZE, step.slot(0, "position"), 2, size=step.capacities[0])
+        for layer, capacity in enumerate(step.capacities):
+            if symbol == graphs.expr(capacity):
+                return self._call(compat.SIZE, step.slot(layer, "position"), 2, size=capacity)
         for holder in filter(graphs.is_size, step.holders):
             if not step.sizes.grows(holder) and graphs.expr(step.sizes.fixed(holder)) == symbol:
                 return holder

@@ -37,7 +37,7 @@ class PromptRewrite:
         real: for each site, the place of bool [B, q], or None when no token is padding.
         statistics: for each site, the places of what `kvpass.layer.statistics` gives; empty when none are needed.
         extras: for each site, the places of its query, its attended keys, its mask and its sink (None if it
-            has none), which only the eager reference asks for.
+            has none), which the eager reference asks for, and a cache that is to be cropped.
     """
 
     gm: fx.GraphModule
@@ -78,15 +78,16 @@ def rewrite_prompt(
         return len(outputs) - 1
 
     for site, policy, here in zip(sites, policies, told, strict=True):
-        with copy.graph.inserting_before(moved[site.call].next):  # not at the end: queries would outlive their layer
+        with copy.graph.inserting_before(moved[site.call]):
             whole = _real_tokens(copy.graph, moved[site.grown_key], here)
             if whole is not None and here not in known:
                 known[here] = emit(whole)
             done.real.append(None if whole is None else known[here])
             real = _of_new(copy.graph, site, moved, whole)
-            if policy.temper(torch.ones(1, 1, dtype=torch.int64)) is not None:
+            if policy.tempers:
                 for each in site.all:
                     _temper(copy.graph, each, moved, policy, real)
+        with copy.graph.inserting_before(moved[site.call].next):  # not at the end: queries would outlive their layer
             rotary = find_rotary(gm, site) if ranked else None
             keys, values = site.keys_out, site.values_out
             if site.window is not None:

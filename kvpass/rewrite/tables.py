@@ -8,7 +8,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass import graphs
-from kvpass.lowering.turns import Pairs
+from kvpass.lowering.rope import Pairs
 from kvpass.rewrite.instantiate import RotarySlice
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Tables:
         return self._pairs[rotary.key]
 
     def mixing(self, rotary: RotarySlice, pairs: Pairs, capacity: int, before: fx.Node) -> list[fx.Node]:
-        """The nodes of a `Turn`'s weights for ranks 0 .. capacity - 1."""
+        """The nodes of a `Rope`'s weights for ranks 0 .. capacity - 1."""
         key = (rotary.key, rotary.turn.bound, str(capacity))
         if key not in self._tables:
             table = self.angles(rotary, capacity)

@@ -5,12 +5,18 @@ the arguments of the call at hand cut to that length.  In the model's graph the 
 one the same rows lie in slots that are drawn at random among free ones.  Nothing is evicted, so whatever the policy,
 all outputs must be equal.  A difference means that the graph was read wrongly, and is refused.
 
+A model may answer a change in the last place with a larger one, as where activations are rounded to whole numbers, or
+tokens go to the expert of the highest score.  Where outputs differ, the model's own graph is run with the past changed
+by its rounding, and what that changes is no error of ours.
+
 What is proven about a graph (`kvpass.capture`) holds for all arguments; this holds for one, but assumes nothing.
 
 Where rows are stored in fewer bits than the model has, no step can equal the model's: the new row is rounded when it
 is written.  So the graph is rewritten twice.  With rows as the model makes them it is held against the model's, as
 strictly as any; with rows as they are stored it is held against that, more loosely.  The made-up rows are such as the
 format holds exactly, so that only the new token's differ between the two.
+
+Likewise a policy that changes logits (sage, buzz with `log_n`) is held against the model without what it does to them.
 """
 
 from __future__ import annotations
@@ -24,7 +30,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass import graphs
+from kvpass import compat, graphs
 from kvpass.capture.rotary import find_rotary
 from kvpass.capture.sites import AttentionSite
 from kvpass.errors import UnsupportedGraph
@@ -42,6 +48,9 @@ FEW = 7
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3}
 """By how much of the largest number outputs may differ; those of half precision are compared on average."""
 ON_AVERAGE = 0.1
+NUDGES, ULPS = 4, 8
+"""How often the past is changed to see what rounding does to a model's own outputs, and by how many units in the last
+place."""
 ROUNDED: dict[KVDtype, float] = {"int8": 0.1, "int4": 0.5}
 """By how much of the mean number outputs may differ on average where the new token's rows are rounded."""
 
@@ -116,28 +125,42 @@ def validate(step: Step) -> Validation:
 def _tokens(step: Step) -> int:
     """How many tokens there are before those of the call: as fit into the slots of every layer.
 
-    More than there are only where no layer would leave some of them out.
+    More than there are only where no layer would leave some of them out.  Where layers store their last tokens only,
+    at least so many that they have begun to.
     """
-    room = min(slots.capacity for slots in step.slots) - step.context.decodes
-    more = _serves_all_lengths(step) and all(site.window is None for site in step.sites)
-    return min(max(step.seen, FEW) if more else step.seen, room, TOKENS)
+    windows = [window for window in step.context.windows if window is not None]
+    if windows:
+        return min(step.seen, max(windows) + FEW) if _past_lengths(step) else step.seen
+    more = all(site.window is None for site in step.sites) and _serves(step, FEW)
+    return min(max(step.seen, FEW) if more else step.seen, _room(step), TOKENS)
 
 
-def _serves_all_lengths(step: Step) -> bool:
-    """Whether no layer's past has a fixed length in the graph."""
-    lengths = [graphs.expr(value(site.past_key).shape[2]) for site in step.sites]  # type: ignore[arg-type]
-    return all(length.free_symbols for length in lengths)
+def _room(step: Step) -> int:
+    """The tokens that fit into the slots of each layer whose past is held whole."""
+    whole = [slots.capacity for slots, window in zip(step.slots, step.context.windows, strict=True) if window is None]
+    return min(whole, default=step.seen + 1) - step.context.decodes
+
+
+def _serves(step: Step, count: int) -> bool:
+    """Whether Dynamo's guards leave the graph for so many tokens in every past that is held whole."""
+    return all(compat.may_be(length, count) for length in _past_lengths(step))
+
+
+def _past_lengths(step: Step) -> list[Any]:
+    """The lengths of the layers' pasts that are held whole, as the graph has them."""
+    whole = [site for site, window in zip(step.sites, step.context.windows, strict=True) if window is None]
+    return [value(past).shape[2] for site in whole for past in (site.past_key, site.past_value)]  # type: ignore[arg-type]
 
 
 def _unfit(step: Step, count: int) -> str | None:
     """Why a conversation of so many tokens cannot be made up."""
-    policy = step.layouts[0].policy
-    if any(window is not None for window in step.context.windows):
-        return "a layer stores its last tokens only"
-    if policy.temper(torch.ones(1, 1, dtype=torch.int64)) is not None or policy.bias_of_its_own:
-        return f"{policy.name} changes the logits of held tokens"
-    if count < 1 or (count < step.seen and not _serves_all_lengths(step)):
-        return "the graph serves one length only, which does not fit into the slots"
+    for slots, window in zip(step.slots, step.context.windows, strict=True):
+        if window is not None and window > slots.capacity - step.context.decodes:
+            return "there are fewer slots than a layer's own window has tokens"
+    if count > _room(step):
+        return "a layer's own window is longer than there are slots in others"
+    if count < 1 or (count != step.seen and not _serves(step, count)):
+        return "the graph does not serve a length that fits into the slots"
     return None
 
 
@@ -170,10 +193,29 @@ def _compare_plain(step: Step, count: int) -> str | None:
     except Exception as error:
         line = graphs.source_line(step.sites[0].call)
         raise UnsupportedGraph(f"{line}: what the model's graph was rewritten to does not run: {error}") from error
-    for place, there in enumerate(step.rewrite.outputs):
-        if there is not None and not agree(ours[there], theirs[place]):
-            _refuse(step, count, place, difference(ours[there], theirs[place]))
+    places = [place for place, there in enumerate(step.rewrite.outputs) if there is not None]
+    apart = [place for place in places if not agree(ours[step.rewrite.outputs[place]], theirs[place])]
+    moved = _moved_by_rounding(step, made, theirs) if apart else []
+    for place in apart:
+        by = difference(ours[step.rewrite.outputs[place]], theirs[place])
+        if not by <= min(2 * moved[place], ON_AVERAGE):
+            _refuse(step, count, place, by)
     return None
+
+
+def _moved_by_rounding(step: Step, made: _Conversation, theirs: Sequence[Any]) -> list[float]:
+    """By how much each output of the model's own graph changes, at most, when the past changes in its last places."""
+    moved = [0.0] * len(theirs)
+    for number in range(NUDGES):
+        again = step.gm(*made.nudged(number))
+        changes = [_change(one, other) for one, other in zip(again, theirs, strict=True)]
+        moved = [max(most, change) for most, change in zip(moved, changes, strict=True)]
+    return moved
+
+
+def _change(one: Any, other: Any) -> float:
+    comparable = isinstance(other, Tensor) and other.is_floating_point() and other.numel() and one.shape == other.shape
+    return difference(one, other) if comparable else 0.0
 
 
 def agree(ours: Any, theirs: Any) -> bool:
@@ -266,7 +308,8 @@ class _Conversation:
         self.cut = step.seen - count
         self.real = self._real()  # bool [B, L]
         self.turned: dict[Any, Tensor] = {}
-        self.stored = [self._stored(layout) for layout in step.layouts]
+        self.held = [min(count, window or count) for window in step.context.windows]
+        self.stored = [self._stored(layout, held) for layout, held in zip(step.layouts, self.held, strict=True)]
         self.plain = self._plain()
 
     def _real(self) -> Tensor:
@@ -277,11 +320,11 @@ class _Conversation:
                 real[row, : (row + 1) % (min(self.count, 2) + 1)] = False
         return real
 
-    def _stored(self, layout: Layout) -> tuple[Rows, Rows]:
-        """Keys and values [B, Hkv, L, D] as slots hold them; the same for layers that are alike."""
+    def _stored(self, layout: Layout, held: int) -> tuple[Rows, Rows]:
+        """Keys and values [B, Hkv, held, D] as slots hold them; the same for layers that are alike."""
         fine = dataclasses.replace(layout, kv_dtype=self.step.kv_dtype)
         drawn = torch.Generator().manual_seed(layout.key_dim)
-        shape = (layout.rows, layout.heads, self.count)
+        shape = (layout.rows, layout.heads, held)
         pair = [torch.randn(*shape, dim, generator=drawn) for dim in (layout.key_dim, layout.value_dim)]
         key, value = (x.to(layout.device, layout.dtype) for x in pair)
         rows = Rows.of(fine.key_format, key), Rows.of(fine.value_format, value)
@@ -343,6 +386,14 @@ class _Conversation:
         """Those of the model's own graph, with a past."""
         return self._with_past(self._turned)
 
+    def nudged(self, number: int) -> tuple[Any, ...]:
+        """Those with every number of the past changed by a few units in the last place."""
+        made, drawn = list(self.arguments()), torch.Generator().manual_seed(number)
+        for place in self._pasts():
+            noise = torch.randn(made[place].shape, generator=drawn).to(made[place])
+            made[place] = made[place] * (1 + ULPS * torch.finfo(noise.dtype).eps * noise)
+        return tuple(made)
+
     def _with_past(self, key_of: Callable[[int, Tensor], Tensor]) -> tuple[Any, ...]:
         """The arguments with a past, whose keys are made of a layer's number and its stored ones."""
         made = [_own(x) for x in self.plain]
@@ -403,14 +454,15 @@ class _Conversation:
     def _slots(self, layer: int, shared: dict[Any, tuple[Rows, Rows]]) -> Slots:
         """A layer's slots with the tokens in them; layers that are alike write to the same rows,
         unless some of them are read later on, or rewritten."""
-        layout, given = self.step.layouts[layer], self.step.slots[layer]
+        layout, given, count = self.step.layouts[layer], self.step.slots[layer], self.held[layer]
         place = torch.randperm(given.capacity, generator=torch.Generator().manual_seed(given.capacity)).to(
             layout.device
         )
-        held = place[: self.count]
+        held = place[:count]
         policy = layout.policy
         apart = self.step.sites[layer].readers or policy.merges or policy.aligns != "never"
-        kind = (layer,) if apart else (layout.key_format, layout.value_format, given.key.shape, given.value.shape)
+        alike = (layout.key_format, layout.value_format, given.key.shape, given.value.shape, count)
+        kind = (layer,) if apart else alike
         if kind not in shared:
             key, value = (rows.scattered(held, given.capacity) for rows in self.stored[layer])
             shared[kind] = (key, value)
@@ -420,8 +472,8 @@ class _Conversation:
         seen = real.sum(-1)
         fixed = [torch.full_like(given.position, FREE) for _ in range(2)]
         for buffer, entries in zip(fixed, (position, index), strict=True):
-            buffer[:, :, held] = entries[:, None]
-        free = place[self.count] if self.count < given.capacity else place[0]
+            buffer[:, :, held] = entries[:, None, -count:]
+        free = place[count] if count < given.capacity else place[0]
         rank = (fixed[0]).clamp(min=0)
         state = first_state(dataclasses.replace(layout, capacity=given.capacity))
         return Slots(

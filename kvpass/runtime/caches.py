@@ -12,9 +12,8 @@ from torch import Tensor
 from kvpass import budget as budgets
 from kvpass import compat
 from kvpass.errors import BudgetError
-from kvpass.layer.slots import Chunk, Slots, admit
-from kvpass.layer.statistics import as_attention
-from kvpass.policies.base import Attention, Policy
+from kvpass.layer.slots import Chunk, Layout, Slots, admit
+from kvpass.policies.base import Policy
 from kvpass.runtime.handle import LayerCache
 
 
@@ -34,8 +33,19 @@ def make_room(cache: LayerCache, queries: int) -> None:
             "give it more, or none, or choose a policy that evicts"
         )
     capacity = budgets.slots_for(layout.policy, None, cache.seen + queries)
-    cache.layout = dataclasses.replace(layout, budget=capacity, capacity=capacity)
-    cache.slots = cache.slots.grown(cache.layout)
+    _grow(cache, dataclasses.replace(layout, budget=capacity, capacity=capacity))
+
+
+def even_out(one: LayerCache, other: LayerCache) -> None:
+    """Give the same layer of two conversations as many slots as either has, if their capacities are their own."""
+    most = max(one.layout.capacity, other.layout.capacity)
+    for cache in (one, other):
+        if cache.layout.tight and cache.layout.capacity < most:
+            _grow(cache, dataclasses.replace(cache.layout, capacity=most))
+
+
+def _grow(cache: LayerCache, layout: Layout) -> None:
+    cache.layout, cache.slots = layout, cache.slots.grown(layout)
     keep_address(cache.slots)
 
 
@@ -88,15 +98,13 @@ def real_counts(policy: Policy, real: Tensor) -> list[int]:
     return counts
 
 
-def take_in(cache: LayerCache, results: list[Any]) -> None:
-    key, value, real, *sums = results
-    policy = cache.layout.policy
-    attention = as_attention(policy, sums, real, cache.layout.spread) if sums else Attention()
-    before = cache.slots
-    cache.slots = admit(cache.layout, before, Chunk(key, value, real, attention), cache.limit)
+def take_in(cache: LayerCache, chunk: Chunk, into: Slots | None = None) -> None:
+    """Take in a chunk; see `admit`."""
+    policy, before = cache.layout.policy, cache.slots
+    cache.slots = admit(cache.layout, before, chunk, (cache.limit,) * cache.layout.rows, into)
     if cache.slots is not before:
         keep_address(cache.slots)
-    counts = real_counts(policy, real)
+    counts = real_counts(policy, chunk.real)
     cache.clocks = tuple(policy.clock(c, n, cache.limit) for c, n in zip(cache.clocks, counts, strict=False))
 
 

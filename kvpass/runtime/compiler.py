@@ -9,7 +9,9 @@ import torch
 import torch.fx as fx
 
 from kvpass.capture.sites import AttentionSite
+from kvpass.compat import OpenSizes
 from kvpass.layer.slots import Chunk, Layout
+from kvpass.layer.statistics import Asked
 from kvpass.policies.base import Policy
 from kvpass.rewrite.context import StepCall, StepContext
 from kvpass.rewrite.result import StepRewrite
@@ -23,6 +25,7 @@ class Compiler(Protocol):
 
     Attributes:
         policy, budget, kv_dtype: settings of caches.
+        crop: how many of the last tokens can be taken back.
         validate: whether the first rewrite of a step graph is held against the graph.
         is_reference: layers are the eager reference's, and want to see a prompt's queries and masks.
         plans: what the layers of each model were given first; stepped: what makes the keys of layers that have taken
@@ -35,6 +38,8 @@ class Compiler(Protocol):
     def budget(self) -> int | float | None: ...
     @property
     def kv_dtype(self) -> KVDtype | None: ...
+    @property
+    def crop(self) -> int: ...
     @property
     def validate(self) -> bool: ...
     @property
@@ -56,8 +61,10 @@ class Compiler(Protocol):
         """Compile a prompt graph; `layers` has one node of each."""
         ...
 
-    def compile_step(self, gm: fx.GraphModule, examples: Sequence[Any], ranked: bool) -> Callable[..., Any]:
-        """Compile a rewritten step graph."""
+    def compile_step(
+        self, gm: fx.GraphModule, examples: Sequence[Any], ranked: bool, sizes: OpenSizes | None = None
+    ) -> Callable[..., Any]:
+        """Compile a rewritten step graph, of which some sizes may be open."""
         ...
 
     @property
@@ -73,10 +80,6 @@ class Compiler(Protocol):
         """Hear what came of holding a rewritten step against the model's own."""
         ...
 
-    def listed(self, layout: Layout, chunk: Chunk, extras: tuple[Any, ...], site: AttentionSite, limit: int) -> Any:
-        """The eager reference's layer after a prompt.
-
-        Args:
-            extras: the query, the attended keys, the mask and the sink.
-        """
+    def listed(self, layout: Layout, chunk: Chunk, asked: Asked, site: AttentionSite, limits: Sequence[int]) -> Any:
+        """The eager reference's layer after a prompt."""
         ...

@@ -6,9 +6,11 @@ function runs uncompiled and no backend is asked.  What comes back shows it.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvpass import compat
@@ -29,9 +31,11 @@ class Guarded:
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Raises: UnsupportedGraph: the cache is of a kind that has no place here, or the model ran uncompiled."""
-        _check_kind(named.get("past_key_values"))
-        with compat.room_for_graphs():
-            made = self.call(*arguments, **{name: _dense(value) for name, value in named.items()})
+        for given in (*arguments, *named.values()):
+            _check_kind(getattr(given, "self_attention_cache", given))
+        named = {name: _dense(value) for name, value in named.items()}
+        with compat.room_for_graphs(), _for_length_of(named.get("past_key_values"), (*arguments, *named.values())):
+            made = self.call(*arguments, **named)
         if self.strict and not compat.is_disabled() and grows(getattr(made, "past_key_values", None)):
             raise UnsupportedGraph(
                 "the model returned an ordinary cache, which grows: torch ran the attention, or the update of the "
@@ -41,9 +45,23 @@ class Guarded:
         return made
 
 
+def _for_length_of(cache: Any, given: tuple[Any, ...]) -> contextlib.AbstractContextManager[Any]:
+    """How a call on a cache is traced: after a prompt of one token, as encoder-decoders have, for any length.
+
+    That the new tokens [B, 1] are one stays a fact: models ask for it.
+    """
+    first = next(iter(_keys(cache)), None)
+    if not isinstance(first, Handle) or first.shape[2] != 1:
+        return contextlib.nullcontext()
+    for tokens in (value for value in given if isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == 1):
+        compat.stays(tokens, 1)
+    return compat.one_like_other_sizes()
+
+
 def _check_kind(cache: Any) -> None:
     """Caches that store rows in their own way, which kvpass would have to do away with."""
-    kinds = {type(layer).__name__ for layer in getattr(cache, "layers", [])}
+    layers = getattr(cache, "layers", None)
+    kinds = {type(layer).__name__ for layer in layers} if isinstance(layers, list) else set()
     if getattr(cache, "offloading", False):
         raise UnsupportedGraph(
             "an offloaded cache moves layers between devices, and slots stay where they are, as they do not grow: "
@@ -57,9 +75,18 @@ def _check_kind(cache: Any) -> None:
 
 
 def _dense(value: Any) -> Any:
-    """Entries for tokens [B, n] by themselves in memory: slices of longer ones, as chunks of a prompt bring, are traced
-    anew for their strides."""
-    return value.contiguous() if isinstance(value, Tensor) and value.ndim == 2 else value
+    return dense(value) if isinstance(value, Tensor) and value.ndim == 2 else value
+
+
+def dense(tokens: Tensor) -> Tensor:
+    """Entries for tokens [B, n] by themselves in memory.
+
+    Slices of longer ones, as chunks of a prompt bring, are traced anew for their strides, which those of a single row
+    keep even when it is contiguous, and for the tensor that they are views of.
+    """
+    if tokens.stride() == (tokens.shape[1], 1) and not compat.is_view(tokens):
+        return tokens
+    return tokens.clone(memory_format=torch.contiguous_format)
 
 
 def grows(cache: Any) -> bool:

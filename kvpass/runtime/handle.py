@@ -21,6 +21,8 @@ from torch import Tensor
 from kvpass import compat
 from kvpass.errors import CacheHandleError
 from kvpass.layer.slots import Layout, Slots
+from kvpass.runtime import history
+from kvpass.runtime.rows import Row
 
 Part = Literal["keys", "values"]
 
@@ -65,6 +67,21 @@ def _kept(argument: Any) -> Any:
     return [_kept(part) for part in argument] if isinstance(argument, list) else argument
 
 
+@dataclasses.dataclass(frozen=True)
+class _Cropped:
+    """What a conversation became when its last tokens were taken back for one of K and V.
+
+    Attributes:
+        tokens: how many.
+        left: which of K and V has not asked yet.
+        made: the conversation that goes on, on the same slots.
+    """
+
+    tokens: int
+    left: Part | None
+    made: LayerCache
+
+
 class Doubts:
     """Questions to a GPU whose answers the host looks at once they are there."""
 
@@ -106,13 +123,15 @@ class LayerCache:
         heads: the heads that the model believes to be stored; the layout has one in which all are joined where
             keys are computed from what is stored.
         window: how many of the last tokens the model believes to be stored, None for all.
-        limit: the layer's own budget.
+        limit: the layer's own budget, of the row that keeps most.
         clocks: what the host counts for each row, see `Policy.clock`; empty for most policies.
         broken: set while a step runs, so that one that was interrupted is noticed.
         notes: facts to report, such as an adopted prompt.
         doubts: what was asked of the device and not waited for.
         absent: int64 [B, P], the places in the padded sequence of the padding that was left out, -1 after the last.
         weights: of what the layer's keys were made.
+        calls: the last ones, as far as they can be taken back.
+        cropped: what took its place when tokens were taken back; it is not gone on with.
     """
 
     backend: Any
@@ -129,6 +148,8 @@ class LayerCache:
     absent: Tensor = dataclasses.field(default_factory=lambda: torch.empty(0, 0, dtype=torch.int64))
     doubts: Doubts = dataclasses.field(default_factory=lambda: Doubts())
     weights: tuple[weakref.ref[Any], ...] = ()
+    calls: history.Calls = ()
+    cropped: _Cropped | None = None
     _picked: list[_Picked] = dataclasses.field(default_factory=list)
 
     @property
@@ -163,6 +184,35 @@ class LayerCache:
         self._picked.append(_Picked(operation, _kept(argument), self.seen, part, weakref.ref(made)))
         return made
 
+    def crop(self, tokens: int, part: Part) -> LayerCache:
+        """The conversation without its last tokens; asked for K and then for V, it is made once.
+
+        Raises:
+            CacheHandleError: so many cannot be taken back.
+        """
+        done = self.cropped
+        if done is not None and (done.tokens, done.left, done.made.seen) == (tokens, part, self.seen - tokens):
+            self.cropped = dataclasses.replace(done, left=None)
+            return done.made
+        _check_usable(self)
+        history.check(self.calls, tokens, self.backend.crop)
+        made = self._without(tokens)
+        self.cropped, self.calls = _Cropped(tokens, "values" if part == "keys" else "keys", made), ()
+        return made
+
+    def _without(self, tokens: int) -> LayerCache:
+        """The conversation without its last tokens."""
+        cache: LayerCache = self
+        calls = self.calls
+        while tokens:
+            *earlier, last = calls
+            cache, calls = last.before(cache), tuple(earlier)
+            if last.new > tokens and last.again is not None:
+                made: LayerCache = last.again.first(cache, last.new - tokens)
+                return dataclasses.replace(made, calls=(*calls, *made.calls), _picked=[])
+            tokens -= last.new
+        return dataclasses.replace(cache, calls=calls, _picked=[])
+
     def rebuilt(self, operation: str, apply: Callable[[Tensor], Tensor]) -> LayerCache:
         """The conversation with `apply` done to each of its batch-first tensors."""
         if not isinstance(self.slots, Slots):
@@ -173,6 +223,7 @@ class LayerCache:
             layout=dataclasses.replace(self.layout, rows=slots.key.shape[0], device=slots.key.device),
             slots=slots,
             absent=apply(self.absent),
+            calls=(),
             _picked=[],
         )
 
@@ -261,7 +312,19 @@ def moved(handle: Handle, cache: LayerCache) -> Handle:
     return _like(handle, cache)
 
 
+def _check_usable(cache: LayerCache) -> None:
+    if cache.broken:
+        raise CacheHandleError("an earlier step on this cache was interrupted by an error; start again from the prompt")
+    if cache.cropped is not None:
+        raise CacheHandleError(
+            f"{cache.cropped.tokens} tokens of this cache have since been cropped, so the state that it stood for is "
+            "gone: copy a cache (copy.deepcopy) before cropping it"
+        )
+
+
 def _check_current(handle: Handle) -> None:
+    if handle.cache.cropped is not None:
+        _check_usable(handle.cache)
     if handle.seen != handle.cache.seen:
         raise CacheHandleError(
             f"this cache stood at {handle.seen} tokens and has since gone on to {handle.cache.seen}: "
@@ -280,14 +343,54 @@ def _index_select(handle: Handle, dim: int, index: Tensor) -> Handle:
     return _rows("index_select", handle, index, lambda tensor: tensor.index_select(0, index.to(tensor.device)))
 
 
-def _getitem(handle: Handle, index: Any) -> Handle:
+def _getitem(handle: Handle, index: Any) -> Handle | Row:
+    kept = _first_tokens(handle, index)
+    if kept is not None:
+        return _crop(handle, kept)
     first = index[0] if isinstance(index, tuple) else index
     rest = index[1:] if isinstance(index, tuple) else ()
+    if isinstance(index, int) and not isinstance(index, bool):
+        with compat.without_torch_function():
+            return Row.like(handle[index])
     if isinstance(first, (Tensor, slice, list)) and all(part is Ellipsis or part == slice(None) for part in rest):
         return _rows("getitem", handle, first, lambda tensor: tensor[first].clone())
     raise CacheHandleError(
-        f"cache[{index}]: only whole rows of a cache of kvpass can be picked; its tokens cannot be cropped"
+        f"cache[{index}]: only whole rows of a cache of kvpass can be picked, and its last tokens cropped; those of a "
+        "layer that has more behind it than its own sliding window cannot be"
     )
+
+
+def _first_tokens(handle: Handle, index: Any) -> int | None:
+    """How many tokens a subscript leaves that takes those from the first on, of all rows and heads; None for others."""
+    if not isinstance(index, tuple) or any(part is not Ellipsis and not isinstance(part, slice) for part in index):
+        return None
+    rows, heads, tokens, *rest = _by_dimension(index, handle.ndim)
+    if tokens == slice(None) or [rows, heads, *rest] != [slice(None)] * (handle.ndim - 1):
+        return None
+    start, stop, step = tokens.indices(handle.shape[2])
+    return stop if (start, step) == (0, 1) else None
+
+
+def _by_dimension(index: tuple[Any, ...], ndim: int) -> list[slice]:
+    """A subscript of slices with one for every dimension."""
+    place = index.index(Ellipsis) if Ellipsis in index else len(index)
+    given = [part for part in index if part is not Ellipsis]
+    return [*given[:place], *[slice(None)] * (ndim - len(given)), *given[place:]]
+
+
+def _crop(handle: Handle, kept: int) -> Handle:
+    """The handle without its last tokens, which are taken back from the slots."""
+    cache, stored = handle.cache, handle.shape[2]
+    if kept >= stored:
+        return handle
+    if cache.cropped is None:
+        _check_current(handle)
+    if stored < handle.seen:
+        raise CacheHandleError(
+            f"{stored - kept} tokens were to be cropped from a layer with a sliding window of its own, which stores "
+            f"{stored} of the {handle.seen} that it has seen"
+        )
+    return _like(handle, cache.crop(stored - kept, handle.part))
 
 
 def _repeat_interleave(handle: Handle, repeats: Any, dim: int | None = None, **_: Any) -> Handle:
@@ -342,8 +445,7 @@ def current(value: Any, part: Part, backend: Any) -> LayerCache:
     _check_current(value)
     cache = value.cache
     cache.doubts.settle()
-    if cache.broken:
-        raise CacheHandleError("an earlier step on this cache was interrupted by an error; start again from the prompt")
+    _check_usable(cache)
     if tuple(value.shape[:3]) != (cache.layout.rows, cache.heads, cache.stored):
         raise CacheHandleError(f"a cache handle of shape {tuple(value.shape)} does not fit its slots {cache.layout}")
     if cache.backend.family != backend.family:

@@ -22,6 +22,11 @@ SHOWN_AGAIN = (
     "the whole conversation anew, or leave its mask as it was"
 )
 
+HIDDEN_BEFORE = (
+    "padding was hidden when it came, and left out of the cache for that, and nothing proves that the mask of this "
+    "call hides it too; give rows of one length, or one row at a time"
+)
+
 
 def told_by(gm: fx.GraphModule, sites: list[AttentionSite], step: bool) -> list[tuple[fx.Node, ...]]:
     """For each site the inputs that tell padding in all masks on its cache; layers mostly share their masks."""

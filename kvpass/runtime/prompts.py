@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvpass import budget as budgets
-from kvpass import graphs
+from kvpass import compat, graphs
 from kvpass.capture import selection
 from kvpass.capture.capture import Capture
 from kvpass.errors import BudgetError, PolicyError, UnsupportedGraph
 from kvpass.layer.slots import Chunk, Layout, admit
-from kvpass.layer.statistics import as_attention
+from kvpass.layer.statistics import Asked, as_attention
 from kvpass.policies.base import Attention, Plan, Policy
 from kvpass.policies.window import Window
 from kvpass.rewrite.expansion import joined
 from kvpass.rewrite.prompt import rewrite_prompt
-from kvpass.runtime import ownership
+from kvpass.runtime import history, ownership
 from kvpass.runtime.caches import keep_address, lengthened, real_counts
+from kvpass.runtime.classes import AsTraced
 from kvpass.runtime.compiler import Compiler
 from kvpass.runtime.handle import LayerCache
 from kvpass.runtime.padding import OWN_POSITIONS, count_tokens, places_of, positions_among, told_by
@@ -35,7 +36,7 @@ class PromptLayer:
 
     Attributes:
         chunk: all its tokens.
-        extras: the query, the attended keys, the mask and the sink, which a reference wants.
+        asked: the query, the attended keys, the mask and the sink, where a reference wants them, or a crop may.
         window: how many of the last tokens the model stores, None for all.
         heads: of the model's cache.
     """
@@ -44,7 +45,17 @@ class PromptLayer:
     heads: int
     window: int | None
     chunk: Chunk
-    extras: tuple[Any, ...] | None
+    asked: Asked | None
+
+    def without(self, gone: int, budget: budgets.Budget) -> PromptLayer:
+        """The same without its last tokens, as if they had not been there; the budget as users write it."""
+        chunk, asked = self.chunk.first(self.chunk.real.shape[1] - gone), None
+        if self.asked is not None:
+            new = self.asked.query.shape[2] - gone
+            asked = self.asked.first(new)
+            paid = asked.attention(self.policy, chunk.real[:, chunk.real.shape[1] - new :], budget)
+            chunk = dataclasses.replace(chunk, attention=paid)
+        return dataclasses.replace(self, chunk=chunk, asked=asked)
 
 
 class PromptRunner:
@@ -76,7 +87,8 @@ class PromptRunner:
                 f"{graphs.source_line(sliding[0].call)}: {backend.policy.name} numbers the tokens of all layers alike, "
                 "and this layer has a sliding window of its own"
             )
-        extras = backend.is_reference
+        scored = any(policy.statistics for policy in self.policies)
+        extras = backend.is_reference or (backend.crop > 0 and scored)
         told = told_by(gm, sites, step=False)
         self.rewrite = rewrite_prompt(gm, sites, self.policies, backend.budget, ranked, extras, examples, told)
         holders = graphs.placeholders(gm.graph)
@@ -89,6 +101,7 @@ class PromptRunner:
         self.scored_by = [(outputs.index(node), dim) for node, dim in grown]
         self.owned, self.constants = ownership.owned(gm), ownership.constants(gm)
         self.projecting = [ownership.projecting(site) for site in sites]
+        self.as_traced = AsTraced()
         self.outputs = len(graphs.results(gm.graph))
 
     def compile(self, examples: Sequence[Any]) -> None:
@@ -98,9 +111,14 @@ class PromptRunner:
         self.inner = self.backend.compile_prompt(self.rewrite.gm, examples, layers)
 
     def __call__(self, *arguments: Any) -> tuple[Any, ...]:
-        results = list(self.inner(*arguments))
-        adopted = 0 if self.past is None else arguments[self.past].shape[2]
-        self._check_positions(arguments)
+        with compat.with_torch_function():
+            return self._run(arguments, self.as_traced(arguments))
+
+    def _run(self, arguments: tuple[Any, ...], traced: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Run Dynamo's arguments, which are given as they are and as they are in the graph."""
+        results = list(self.inner(*traced))
+        adopted = 0 if self.past is None else traced[self.past].shape[2]
+        self._check_positions(traced)
         layers = [self._layer(results, i, adopted) for i in range(len(self.sites))]
         del results[self.outputs :]
         prompt = layers[0].chunk.real.shape[1]
@@ -108,15 +126,22 @@ class PromptRunner:
             each.check(prompt)
         for place, dim in self.scored_by:
             results[place] = lengthened(results[place], dim, 0)
-        budget = budgets.slots_for(self.backend.policy, self.backend.budget, prompt)
-        layers = [_within_window(layer, budget) for layer in layers]
-        plans = self._plans(layers, budget, prompt, self._model(arguments))
-        for i, site in enumerate(self.sites):
-            cache = self._store(i, layers[i], plans[i])
-            cache.weights = ownership.held_weakly(arguments[place] for place in self.projecting[i])
+        weights = [ownership.held_weakly(arguments[place] for place in places) for places in self.projecting]
+        taken = TakenPrompt(self, layers, self._model(arguments), weights, prompt - adopted)
+        del layers  # each is let go of once it is stored
+        for site, cache in zip(self.sites, taken.caches(), strict=True):
             results[site.keys_out], results[site.values_out] = cache.handles()
-            layers[i] = None  # type: ignore[call-overload]  # lets go of the layer's full cache
         return tuple(results)
+
+    def stored(self, layers: list[PromptLayer], model: list[Any]) -> Iterator[LayerCache]:
+        """Slots for each layer of a prompt; the list lets go of its rows one by one."""
+        prompt = layers[0].chunk.real.shape[1]
+        budget = budgets.slots_for(self.backend.policy, self.backend.budget, prompt)
+        layers[:] = [_within_window(layer, budget) for layer in layers]
+        plans = self._plans(layers, budget, prompt, model)
+        for i, plan in enumerate(plans):
+            yield self._store(i, layers[i], plan)
+            layers[i] = None  # type: ignore[call-overload]
 
     def _check_positions(self, arguments: tuple[Any, ...]) -> None:
         """Positions that a user gives must count the real tokens, where held tokens are numbered by rank instead."""
@@ -135,13 +160,16 @@ class PromptRunner:
         real = self._real(results, i, key)
         sums = [results[place] for place in places.statistics[i]]
         attention = as_attention(self.policies[i], sums, real[:, adopted:], site.spread) if sums else Attention()
-        extras = None
-        if places.extras:
-            extras = tuple(None if place is None else results[place] for place in places.extras[i])
         heads = key.shape[1]
         if site.made:
             key, value = joined(key), joined(value)
-        return PromptLayer(self.policies[i], heads, site.window, Chunk(key, value, real, attention), extras)
+        asked = None
+        if places.extras:
+            query, attended, *others = places.extras[i]
+            mask, sink = (None if place is None else results[place] for place in others)
+            common = (site.causal, site.scale, site.cap, key.shape[1], site.spread)
+            asked = Asked(results[query], results[attended], mask, sink, *common)
+        return PromptLayer(self.policies[i], heads, site.window, Chunk(key, value, real, attention), asked)
 
     def _real(self, results: list[Any], i: int, key: Tensor) -> Tensor:
         """bool [B, S]: which tokens are not padding."""
@@ -160,8 +188,9 @@ class PromptRunner:
         """For each layer the budget that users gave and what the policy makes of it."""
         governed = [layer for layer in layers if layer.policy is self.backend.policy]
         self._check_room(budget, prompt)
-        made = self._governed(governed, budget, model, (len(layers), layers[0].chunk.key.shape[1]))
-        if self.ranked and (len(governed) < len(layers) or len({plan.budget for plan in made}) > 1):
+        rows, heads = layers[0].chunk.key.shape[:2]
+        made = self._governed(governed, budget, model, (len(layers), heads))
+        if self.ranked and (len(governed) < len(layers) or len({plan.limits(rows) for plan in made}) > 1):
             raise PolicyError(
                 f"positions='cache': {self.backend.policy} gives the layers different budgets, and a query has one "
                 "place among the held tokens; use positions='absolute'"
@@ -179,7 +208,8 @@ class PromptRunner:
         made = self.backend.policy.plan(attention, layers[0].chunk.real, budget, first)
         if first is None:
             self.backend.plans.keep(model, shape, made)
-        return made
+        opens = self.backend.opens_sizes(layers[0].chunk.key.device)
+        return made if opens else [plan.with_room for plan in made]
 
     def _check_room(self, budget: int, prompt: int) -> None:
         if not self.backend.policy.evicts and prompt > budget:
@@ -193,6 +223,7 @@ class PromptRunner:
         chunk = layer.chunk
         rows, heads, count, dim = chunk.key.shape
         shown = layer.heads
+        limits = plan.limits(rows)
         layout = Layout(
             policy=layer.policy,
             budget=budget,
@@ -207,18 +238,82 @@ class PromptRunner:
             layer=0 if layer.policy.aligns == "never" else number,
             kv_dtype=self.backend.kv_dtype,
             spread=self.sites[number].spread,
+            crops=self.backend.crop > 0,
+            tight=plan.room > 0 and self.backend.opens_sizes(chunk.key.device),
         )
         notes = (ADOPTED,) if self.adopts else ()
         absent = places_of(~chunk.real)
         mine = (self.backend, next(self.backend.layers), layout)
-        if layer.extras is not None:
-            store = self.backend.listed(layout, chunk, layer.extras, self.sites[number], plan.budget)
+        if self.backend.is_reference and layer.asked is not None:
+            store = self.backend.listed(layout, chunk, layer.asked, self.sites[number], limits)
             return LayerCache(*mine, store, count, shown, layer.window, notes=notes, absent=absent)
-        slots = admit(layout, None, chunk, plan.budget)
+        slots = admit(layout, None, chunk, limits)
         keep_address(slots)
         clocks = tuple(layer.policy.clock((), n, plan.budget) for n in real_counts(layer.policy, chunk.real))
-        limits = (plan.budget, clocks)
-        return LayerCache(*mine, slots, count, shown, layer.window, *limits, notes=notes, absent=absent)
+        counted = (plan.budget, clocks)
+        return LayerCache(*mine, slots, count, shown, layer.window, *counted, notes=notes, absent=absent)
+
+
+@dataclasses.dataclass(frozen=True)
+class TakenPrompt:
+    """A prompt that has run.
+
+    Attributes:
+        runner: what ran it.
+        layers: what it left of each; nothing any more once they are stored, unless tokens may be taken back.
+        model: what tells the model, see `ownership.Plans`.
+        weights: for each layer, of what its keys were made.
+        new: its tokens, without an adopted past.
+    """
+
+    runner: PromptRunner
+    layers: list[PromptLayer]
+    model: list[Any]
+    weights: list[ownership.Weights]
+    new: int
+
+    def caches(self) -> Iterator[LayerCache]:
+        """A cache for each layer."""
+        crop = self.runner.backend.crop
+        shorter = Shorter(self)
+        layers = list(self.layers) if crop else self.layers
+        for place, cache in enumerate(self.runner.stored(layers, self.model)):
+            cache.weights = self.weights[place]
+            if crop:
+                was = (cache.layout, cache.seen, cache.clocks, cache.absent)
+                cache.calls = (history.Call(self.new, None, _Layer(shorter, place), *was),)
+            yield cache
+
+    def without(self, gone: int) -> TakenPrompt:
+        """The prompt without its last tokens."""
+        layers = [layer.without(gone, self.runner.backend.budget) for layer in self.layers]
+        return dataclasses.replace(self, layers=layers, new=self.new - gone)
+
+
+class Shorter:
+    """A prompt without its last tokens: all layers at once, as a policy may plan them together."""
+
+    def __init__(self, prompt: TakenPrompt) -> None:
+        self.prompt = prompt
+        self._made: dict[int, list[LayerCache]] = {}
+
+    @torch.no_grad()
+    def caches(self, count: int) -> list[LayerCache]:
+        """The caches of its first `count` tokens."""
+        if count not in self._made:
+            self._made[count] = list(self.prompt.without(self.prompt.new - count).caches())
+        return self._made[count]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layer:
+    """One layer of a prompt that can be taken in again with fewer tokens: a `history.Again`."""
+
+    prompt: Shorter
+    place: int
+
+    def first(self, cache: LayerCache, count: int) -> LayerCache:
+        return self.prompt.caches(count)[self.place]
 
 
 def _within_window(layer: PromptLayer, budget: int) -> PromptLayer:

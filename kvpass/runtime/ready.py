@@ -44,25 +44,33 @@ class Measures:
 
     Attributes:
         numbers: those of `StepRunner.sizes`, such as rows and new tokens.
-        capacity: of all layers; 1 if they do not have the same one.
-        budget: likewise, where it is not the capacity or one less.
+        capacities: of each of the layers `own`, or else the one of all layers; 1 if they do not have the same one.
+        budget: likewise, one for all; 1 where it is the capacity or one less.
+        own: the layers whose layouts are `tight`, so that each has a capacity of its own.
     """
 
     numbers: tuple[int, ...]
-    capacity: int = 1
+    capacities: tuple[int, ...] = (1,)
     budget: int = 1
+    own: tuple[int, ...] = ()
 
     @staticmethod
     def of(caches: list[LayerCache], numbers: tuple[int, ...]) -> Measures:
-        sizes = {(cache.layout.budget, cache.layout.capacity, cache.slots.capacity) for cache in caches}
-        budget, capacity, there = next(iter(sizes))
-        if len(sizes) > 1 or capacity != there:
+        if any(cache.slots.capacity != cache.layout.capacity for cache in caches):
             return Measures(numbers)
-        return Measures(numbers, capacity, 1 if capacity - budget <= 1 else budget)
+        own = tuple(place for place, cache in enumerate(caches) if cache.layout.tight)
+        if own:
+            layouts = [caches[place].layout for place in own]
+            return Measures(numbers, tuple(layout.capacity for layout in layouts), layouts[0].budget, own)
+        sizes = {(cache.layout.budget, cache.layout.capacity) for cache in caches}
+        budget, capacity = next(iter(sizes))
+        if len(sizes) > 1:
+            return Measures(numbers)
+        return Measures(numbers, (capacity,), 1 if capacity - budget <= 1 else budget)
 
     @property
     def all(self) -> tuple[int, ...]:
-        return (*self.numbers, self.capacity, self.budget)
+        return (*self.numbers, *self.capacities, self.budget)
 
     @property
     def free(self) -> tuple[int, ...]:
@@ -74,20 +82,33 @@ class Measures:
         """Those among `numbers`."""
         return tuple(place for place in self.free if place < len(self.numbers))
 
-    def layout(self, layout: Layout, sizes: dict[int, Any]) -> Layout:
-        """A layout with open sizes, by place, for capacity and budget."""
-        capacity = sizes.get(len(self.numbers))
-        if capacity is None:
+    @property
+    def free_slots(self) -> tuple[int, ...]:
+        """Those beside `numbers`."""
+        return tuple(place for place in self.free if place >= len(self.numbers))
+
+    @property
+    def alike(self) -> tuple[int, ...]:
+        """The capacities of layers that have their own."""
+        return tuple(range(len(self.numbers), len(self.numbers) + len(self.own)))
+
+    def layout(self, layer: int, layout: Layout, sizes: dict[int, Any]) -> Layout:
+        """A layer's layout with open sizes, by place, for capacity and budget."""
+        first = len(self.numbers)
+        place = first + (self.own.index(layer) if layer in self.own else 0)
+        if place not in sizes or bool(self.own) != layout.tight:
             return layout
-        budget = sizes.get(len(self.numbers) + 1, capacity - (layout.capacity - layout.budget))
+        capacity = sizes[place]
+        otherwise = layout.budget if layout.tight else capacity - (layout.capacity - layout.budget)
+        budget = sizes.get(first + len(self.capacities), otherwise)
         return dataclasses.replace(layout, capacity=capacity, budget=budget)
 
     def common(self, layout: Layout) -> Layout:
         """What a layout shares with those of other rows, and of another capacity where that can be open."""
-        if self.capacity == 1:
+        if self.capacities == (1,) or bool(self.own) != layout.tight:
             return dataclasses.replace(layout, rows=0)
-        budget = layout.budget - layout.capacity if self.budget == 1 else 0
-        return dataclasses.replace(layout, rows=0, budget=budget, capacity=0)
+        beside = layout.budget if layout.tight else layout.budget - layout.capacity
+        return dataclasses.replace(layout, rows=0, budget=beside if self.budget == 1 else 0, capacity=0)
 
 
 @dataclasses.dataclass
@@ -134,7 +155,8 @@ class Ready:
             self.came = True
             return self.rewrite.gm.forward
         with compat.one_at_a_time():
-            self.run = self.run or backend.compile_step(self.rewrite.gm, self.rewrite.examples or flat, ranked)
+            given = (self.rewrite.gm, self.rewrite.examples or flat, ranked, self.rewrite.open)
+            self.run = self.run or backend.compile_step(*given)
         return self.run
 
 
@@ -142,7 +164,8 @@ class ReadySteps:
     """What one step graph was rewritten to.
 
     The first number of rows, and the first capacity, get code of their own, which is faster; the second of either gets
-    code for all others.  Chunks of any length share theirs from the first.
+    code for all others.  Chunks of any length share theirs from the first, and so do layers whose capacities are their
+    own: as numbers, these would make each layer another piece of code.
     """
 
     def __init__(self, symbols: set[str]) -> None:
@@ -180,9 +203,9 @@ class ReadySteps:
         made = self._opened.setdefault(kind, [])
         known = next((ready for ready in made if ready.serves(measures)), None)
         first = decodes and self._met.setdefault(kind, measures) == measures
-        if known or first or len(made) == MOST_OPEN:
+        if known or (first and not measures.own) or len(made) == MOST_OPEN:
             return known
-        for free in dict.fromkeys((measures.free, measures.free_numbers)):
+        for free in dict.fromkeys((measures.free_slots if first else measures.free, measures.free_numbers)):
             found = self._opened_for(measures, free, rewrite)
             if found:
                 made.append(found)
@@ -193,7 +216,8 @@ class ReadySteps:
         """The graph with these measures open; None where it cannot be said for sizes that are no numbers."""
         if not free:
             return None
-        sizes = compat.OpenSizes([measures.all[place] for place in free], self._symbols)
+        alike = [free.index(place) for place in measures.alike if place in free]
+        sizes = compat.OpenSizes([measures.all[place] for place in free], self._symbols, alike)
         try:
             return Ready(rewrite(Opened(sizes, free)), measures, free)
         except UnsupportedGraph:  # what is refused whatever the sizes is refused again without them

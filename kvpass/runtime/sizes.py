@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
 
+import sympy  # type: ignore[import-untyped]
 import torch
 import torch.fx as fx
 
@@ -15,10 +17,22 @@ from kvpass.runtime.handle import LayerCache
 
 @dataclasses.dataclass(frozen=True)
 class Counter:
-    """A number among a graph's arguments: the tokens seen plus `number`, or `number` itself."""
+    """What a number among a graph's arguments is in a call.
 
-    counts: bool
+    Attributes:
+        counts: the tokens seen, or those that are new, as of how many logits are wanted; None for neither.
+        number: what it is beyond them.
+    """
+
+    counts: Literal["seen", "new"] | None
     number: int
+
+    @staticmethod
+    def of(number: int, seen: int, new: int) -> Counter:
+        """A number that equals the tokens seen is taken to count them; one new token is a constant to Dynamo."""
+        if number == seen:
+            return Counter("seen", 0)
+        return Counter("new", 0) if number == new > 1 else Counter(None, number)
 
 
 def lengths_of(caches: list[LayerCache], queries: int) -> set[int]:
@@ -71,3 +85,33 @@ def counters(gm: fx.GraphModule) -> dict[Any, int]:
 def size_at(arguments: tuple[Any, ...], place: tuple[int, int]) -> int:
     argument, dim = place
     return int(arguments[argument].shape[dim])
+
+
+def measured(gm: fx.GraphModule, arguments: tuple[Any, ...]) -> dict[Any, int]:
+    """What the symbols of a graph are that are arguments or sizes of arguments."""
+    found: dict[Any, int] = {}
+    for node, argument in zip(graphs.placeholders(gm.graph), arguments, strict=True):
+        is_tensor = graphs.is_tensor(node)
+        sizes = zip(graphs.value(node).shape, argument.shape, strict=True) if is_tensor else [(node, argument)]
+        for size, number in sizes:
+            if is_tensor or isinstance(graphs.value(node), torch.SymInt):
+                found[graphs.expr(size)] = int(number)
+    return {symbol: number for symbol, number in found.items() if symbol.is_Symbol}
+
+
+def lasting(asked: Iterable[Any], now: dict[Any, int], moving: set[Any]) -> Callable[[int], bool]:
+    """Whether what was asked of symbols is true when so many of them have grown by a number.
+
+    Args:
+        asked: boolean expressions of them.
+        now: what each is.
+        moving: those that grow.
+    """
+    by = sympy.Symbol("by", integer=True, nonnegative=True)
+    later = {symbol: sympy.Integer(number) + (by if symbol in moving else 0) for symbol, number in now.items()}
+    said = sympy.And(*(each.xreplace(later) for each in asked))
+    if said.free_symbols - {by}:
+        return lambda _: False  # something is asked that cannot be known here
+    functions = {each.func.__name__: each.func for each in said.atoms(sympy.Function)}
+    holds = sympy.lambdify(by, said, [functions, "math"])
+    return lambda number: bool(holds(number))

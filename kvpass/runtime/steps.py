@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,10 +23,13 @@ from kvpass.rewrite.pipeline import rewrite_step
 from kvpass.rewrite.result import StepRewrite, of_new
 from kvpass.rewrite.validate import Step, Validation, validate
 from kvpass.runtime import ownership
-from kvpass.runtime.caches import count, keeps_clock, kind, lengthened, make_room, take_in, tick
+from kvpass.runtime.caches import count, keeps_clock, kind, lengthened, make_room, tick
+from kvpass.runtime.classes import AsTraced
 from kvpass.runtime.compiler import Compiler
+from kvpass.runtime.cropping import Taken, calls_before, remember, take_results
 from kvpass.runtime.handle import LayerCache, check_layers, current
 from kvpass.runtime.padding import (
+    HIDDEN_BEFORE,
     OWN_POSITIONS,
     SHOWN_AGAIN,
     agreement,
@@ -37,7 +40,7 @@ from kvpass.runtime.padding import (
     told_by,
 )
 from kvpass.runtime.ready import Measures, Opened, Ready, ReadySteps
-from kvpass.runtime.sizes import Counter, counters, free_sizes, lengths_of, size_at
+from kvpass.runtime.sizes import Counter, counters, free_sizes, lasting, lengths_of, measured, size_at
 
 MOST_UNCLEAR = 4  # sizes that may or may not follow the cache and are tried one by one
 
@@ -54,6 +57,7 @@ class StepRunner:
         self.gm, self.sites = captured.gm, captured.sites
         holders = graphs.placeholders(self.gm.graph)
         self.pasts = [(holders.index(s.past_key), holders.index(s.past_value)) for s in self.sites]  # type: ignore[arg-type]
+        self.as_traced = AsTraced(place for pair in self.pasts for place in pair)
         self.projecting = [ownership.projecting(site) for site in self.sites]
         self.sizes, self.others = free_sizes(self.gm, self.sites)
         self.counters = counters(self.gm)
@@ -69,9 +73,15 @@ class StepRunner:
         self.worked: set[tuple[int | None, ...]] = set()
 
     def __call__(self, *arguments: Any) -> tuple[Any, ...]:
+        with compat.with_torch_function():
+            return self._run(arguments)
+
+    def _run(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         caches = [self._cache(arguments, places) for places in self.pasts]
         check_layers(caches)
         self._check_weights(caches, arguments)
+        self._check_hidden(caches)
+        arguments = self.as_traced(arguments)
         for cache in caches:
             make_room(cache, 1)
         listener, step = _LISTENER.get(), kind(caches)
@@ -102,6 +112,7 @@ class StepRunner:
         queries = self._queries(self._numbers(arguments))
         for cache in caches:
             make_room(cache, queries)
+        calls = calls_before(caches, queries)
         if self.backend.is_reference:
             for cache, told in zip(caches, self.telling, strict=True):
                 columns = self._columns(arguments, told, cache.seen, queries)
@@ -115,10 +126,18 @@ class StepRunner:
             cache.broken = True
         results = run(*flat)
         rewrite.count([cache.slots for cache in caches], results)
-        for layer, places in enumerate(rewrite.chunks):
-            take_in(caches[layer], [results[place] for place in places])
+        taken = self._take_in(caches, [[results[place] for place in places] for places in rewrite.chunks])
         count(caches, queries, clocks)
+        remember(caches, calls, taken)
         return rewrite, results, aside
+
+    def _take_in(self, caches: list[LayerCache], chunks: list[list[Tensor]]) -> list[Taken]:
+        """Take in what a graph gave of a chunk for each layer, where it leaves that to its caller."""
+        if self.backend.is_reference:
+            return [cache.slots.taken for cache in caches]
+        return [
+            take_results(cache, site, chunk) for cache, site, chunk in zip(caches, self.sites, chunks, strict=False)
+        ]
 
     def _prepared(
         self, caches: list[LayerCache], arguments: tuple[Any, ...], *how: Any
@@ -149,8 +168,10 @@ class StepRunner:
     ) -> Ready:
         """The rewritten graph for caches in which there is room."""
         windows = tuple(cache.window if cache.stored < cache.seen else None for cache in caches)
-        counters = tuple(self._counter(place, arguments[place], caches[0].seen) for place in self.counters.values())
-        how, numbers = (counters, others, windows, known, sweep), measures.numbers
+        numbers, seen = measures.numbers, caches[0].seen
+        new = self._queries(numbers)
+        counters = tuple(Counter.of(arguments[place], seen, new) for place in self.counters.values())
+        how = (counters, others, windows, known, sweep)
         call = (*how, numbers, tuple((cache.layout, cache.slots.capacity) for cache in caches))
         ready = self.ready.known(call, measures)
         if ready is not None:
@@ -158,7 +179,8 @@ class StepRunner:
 
         def rewritten(opened: Opened | None) -> StepRewrite:
             sizes = self._sizes(numbers, counters, others, windows, opened)
-            layouts = [measures.layout(cache.layout, opened.by_place) for cache in caches] if opened else []
+            sized = opened.by_place if opened else {}
+            layouts = [measures.layout(i, cache.layout, sized) for i, cache in enumerate(caches)] if opened else []
             return self._specialise(caches, arguments, sizes, windows, known, sweep, layouts)
 
         opens = self.backend.opens_sizes(caches[0].layout.device)
@@ -232,6 +254,12 @@ class StepRunner:
                     known.add(place)
         return frozenset(known)
 
+    def _check_hidden(self, caches: list[LayerCache]) -> None:
+        """What was left out as padding must be hidden here as well: a model may mask its prompts alone."""
+        for site, cache, told in zip(self.sites, caches, self.telling, strict=True):
+            if cache.absent.shape[1] and not told:
+                raise UnsupportedGraph(f"{graphs.source_line(site.call)}: {HIDDEN_BEFORE}")
+
     def _check_positions(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> None:
         """Positions that a user gives must count the real tokens, where held tokens are numbered by rank instead."""
         cache = caches[0]
@@ -297,6 +325,19 @@ class StepRunner:
                 moved[place] = caches[0].seen
         return tuple(moved)
 
+    def lasts(self, ran: Ran) -> Callable[[int], bool]:
+        """Whether this graph is Dynamo's, a number of tokens after a step that ran: what it asked of sizes holds."""
+        seen = ran.caches[0].seen - 1
+        following = {symbol for symbol, size in zip(self.others, ran.others, strict=True) if size is None}
+        counting = {symbol for symbol, place in self.counters.items() if ran.arguments[place] == seen}
+        now, past = measured(self.gm, ran.arguments), set[Any]()
+        for site in self.sites:
+            for node in (site.past_key, site.past_value):
+                past |= graphs.expr(graphs.value(node).shape[2]).free_symbols  # type: ignore[arg-type]
+        growing = {symbol for symbol in past if now.get(symbol) == seen}
+        asked = compat.guarded(*(graphs.value(node) for node in graphs.placeholders(self.gm.graph)))
+        return lasting(asked, now, following | counting | growing)
+
     def moved(self, caches: list[LayerCache], arguments: tuple[Any, ...], by: int) -> tuple[Any, ...]:
         """The arguments of the step before as they would be if so many more tokens had gone before it."""
         counting = [place for place in self.counters.values() if arguments[place] == caches[0].seen - 1]
@@ -325,10 +366,6 @@ class StepRunner:
                     f"{graphs.source_line(site.call)}: the cache was made with its heads spread over processes as "
                     f"{cache.layout.spread}, and this step has {site.spread}; run both by the same model"
                 )
-
-    def _counter(self, place: int, number: int, seen: int) -> Counter:
-        """What an argument that is a number is: one that equals the tokens seen counts them."""
-        return Counter(True, 0) if number == seen else Counter(False, number)
 
     def _queries(self, numbers: tuple[int, ...]) -> int:
         """q, for the sizes of `self.sizes`."""
@@ -365,9 +402,12 @@ class StepRunner:
         if opened:
             ours = opened.symbols
             known.update({symbol: ours[place] for place, symbol in enumerate(self.sizes) if place in ours})
-        known.update({x: c.number for x, c in zip(self.counters, counters, strict=True) if not c.counts})
+        new = graphs.expr(self.sites[0].queries).subs(known) if opened else self._queries(numbers)
+        for symbol, counter in zip(self.counters, counters, strict=True):
+            if counter.counts != "seen":
+                known[symbol] = counter.number + (new if counter.counts == "new" else 0)
         known.update({x: size for x, size in zip(self.others, others, strict=True) if size is not None})
-        lengths = [x - c.number for x, c in zip(self.counters, counters, strict=True) if c.counts]
+        lengths = [x - c.number for x, c in zip(self.counters, counters, strict=True) if c.counts == "seen"]
         for site, window in zip(self.sites, windows, strict=True):
             for past in (site.past_key, site.past_value):
                 stored = graphs.expr(graphs.value(past).shape[2])  # type: ignore[arg-type]
@@ -380,7 +420,7 @@ class StepRunner:
         totals = {graphs.expr(size): size for size in (graphs.value(site.grown_key).shape[2] for site in whole)}
         queries, sizes = self._queries(numbers), opened.sizes if opened else None
         if sizes:
-            queries = sizes.size(graphs.expr(self.sites[0].queries).subs(known))
+            queries = sizes.size(new)
         return Sizes(tuple(dict.fromkeys(lengths)), known, queries, least, tuple(totals.values()), sizes)
 
     def _specialise(
@@ -406,17 +446,24 @@ class StepRunner:
         """Hold the first rewrite of the graph against the graph; later ones differ in sizes alone."""
         if not self.backend.validate or self.validation is not None or self.backend.is_reference:
             return
-        call = context.call
-        given = (call.arguments, self.pasts, self.told, call.seen, self.backend.kv_dtype)
-        step = Step(self.model, self.sites, context, rewrite, call.layouts, call.slots, *given)
-        if self.backend.kv_dtype is not None:  # the same with rows as the model makes them
-            plain = [dataclasses.replace(layout, kv_dtype=None) for layout in call.layouts]
-            described = [each.described(layout) for each, layout in zip(call.slots, plain, strict=True)]
-            own = StepContext(dataclasses.replace(call, layouts=plain, slots=described))
-            unrounded = Step(self.model, self.sites, own, rewrite_step(own), plain, described, *given)
-            step = dataclasses.replace(step, plain=unrounded)
+        step = self._to_check(context, rewrite)
+        policy = step.layouts[0].policy
+        if policy.tempers or policy.bias_of_its_own:
+            step = self._rewritten(context.call.of(_without_own_logits))
+        if self.backend.kv_dtype is not None:
+            step = dataclasses.replace(step, plain=self._rewritten(step.context.call.of(_unrounded)))
         self.validation = validate(step)
         self.backend.note_validation(self.validation)
+
+    def _rewritten(self, call: StepCall) -> Step:
+        """The graph once more, for a call on slots that are laid out otherwise."""
+        context = StepContext(call)
+        return self._to_check(context, rewrite_step(context))
+
+    def _to_check(self, context: StepContext, rewrite: StepRewrite) -> Step:
+        call = context.call
+        given = (call.arguments, self.pasts, self.told, call.seen, self.backend.kv_dtype)
+        return Step(self.model, self.sites, context, rewrite, call.layouts, call.slots, *given)
 
     def _outputs(
         self, rewrite: StepRewrite, results: Sequence[Any], aside: list[Any], caches: list[LayerCache], arguments: Any
@@ -431,6 +478,15 @@ class StepRunner:
         for site, cache in zip(self.sites, caches, strict=True):
             outputs[site.keys_out], outputs[site.values_out] = cache.handles()
         return tuple(outputs)
+
+
+def _without_own_logits(layout: Layout) -> Layout:
+    return dataclasses.replace(layout, policy=layout.policy.without_own_logits())
+
+
+def _unrounded(layout: Layout) -> Layout:
+    """With rows as the model makes them."""
+    return dataclasses.replace(layout, kv_dtype=None)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -76,7 +76,9 @@ class Recording(Backend):
     def opens_sizes(self, device: torch.device) -> bool:
         return False
 
-    def compile_step(self, gm: fx.GraphModule, examples: Sequence[Any], ranked: bool) -> Callable[..., Any]:
+    def compile_step(
+        self, gm: fx.GraphModule, examples: Sequence[Any], ranked: bool, sizes: kvpass_compat.OpenSizes | None = None
+    ) -> Callable[..., Any]:
         step, run = self.steps[-1], gm.forward
 
         def first(*arguments: Any) -> Any:

@@ -81,6 +81,7 @@ NONE = torch.ones(2, 11, dtype=torch.int64)
 SEGMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 2], [0, 1, 1, 1, 0, 0, 0, 1, 1, 1, 1]])
 WEIGHTS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2]]) / 5
 TYPES = torch.tensor([[0, 1, 1, 1, 0, 0, 0, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0, 0, 0, 1, 1, 0]])
+BLOCKS = torch.tensor([[-1, 0, 0, -1, -1, -1, -1, 1, 1, 1, -1], [0, 0, 0, -1, -1, -1, -1, -1, 1, 1, -1]])
 PREFIX = torch.tensor([[1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0], [1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0]])
 BEGINS = torch.tensor([[1, 0, 0, 1, 0, 0, 1, 0, 0, 0, 0], [1, 0, 0, 0, 0, 1, 0, 0, 1, 0, 0]])
 TABLE = torch.tensor([[0.0, 2.0, -1.0, 0.5, 1.0, -2.0], [1.0, -1.0, 3.0, 0.0, -0.5, 2.0]])
@@ -94,7 +95,19 @@ def to_places(i: Tensor, j: Tensor, p: Tensor) -> Tensor:
     return additive(causal(i, j)) + SLOPES * (keys(p) - queries(p, i))
 
 
+def one_by_one(i: Tensor, j: Tensor, b: Tensor) -> Tensor:
+    """[B, 1, q, S]: tokens of one block of b [B, S] see each other, by torch.vmap over rows, queries and keys."""
+
+    def one(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) | ((b[row, query] == b[row, key]) & (b[row, query] >= 0))
+
+    keyed = torch.vmap(one, in_dims=(None, None, 0))
+    rows = torch.vmap(torch.vmap(keyed, in_dims=(None, 0, None)), in_dims=(0, None, None))
+    return rows(torch.arange(b.shape[0]), i[:, 0], j)[:, None]
+
+
 PER_TOKEN = [
+    masked("A-blocks-see-each-other-one-by-one", one_by_one, inputs={"b": seen(BLOCKS)}, held=True),
     masked(
         "A-segment-ids-in-the-mask",
         lambda i, j, s: causal(i, j) & (keys(s) == queries(s, i)),
@@ -1196,6 +1209,17 @@ def test_ranks_instead_of_indices_of_any_shape(shape: str, pieces: tuple[int, ..
     model = Small(sdpa(lambda i, j, p: causal(i, j) & keys(p).bool()), rotary=shape)
     verdict = judge(Case(model, {"p": seen(padding)}, pieces, real=seen(padding)), "streaming", positions="cache")
     assert verdict.kind == ("held" if shape in ("[1, 1, q, 1]", "[B, 1, q, 1]") else "refused"), verdict
+
+
+def masked_in_prompts(i: Tensor, j: Tensor, p: Tensor) -> Tensor:
+    return causal(i, j) & keys(p).bool() if i.shape[0] > 1 else causal(i, j)
+
+
+def test_padding_that_a_prompt_hides_and_a_step_shows() -> None:
+    """B: LED's decoder; what was left out of the cache as padding is there for the model's own next token."""
+    verdict = judge(Case(Small(sdpa(masked_in_prompts)), {"p": seen(LATE_START)}, (5, 1, 1), real=seen(LATE_START)))
+    assert verdict.kind == "refused", verdict
+    assert "hides it too" in verdict.detail
 
 
 # -- what is no comparison of two runs ---------------------------------------------------------------------

@@ -1,9 +1,10 @@
 """Examine every architecture and print the count.
 
-python -m tests.architectures                   # all of them, one after another
-python -m tests.architectures llama gpt_oss     # some
-python -m tests.architectures --write --jobs 2  # two at a time, and write docs/architectures.md
-python -m tests.architectures --write llama     # examine one, and write its row anew
+python -m tests.architectures                    # all causal ones, one after another
+python -m tests.architectures --table reading    # all that read text or speech first
+python -m tests.architectures llama gpt_oss      # some
+python -m tests.architectures --write --jobs 2   # two at a time, and write the table's part of docs/architectures.md
+python -m tests.architectures --write llama      # examine one, and write its row anew
 """
 
 from __future__ import annotations
@@ -23,36 +24,53 @@ from tqdm import tqdm
 from tests.architectures import zoo
 from tests.architectures.apart import examine_apart
 from tests.architectures.check import BUDGET, PADDING, PROMPT, STEPS, Verdict
+from tests.architectures.inputs import READ
 
 PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="model types; all by default")
+    parser.add_argument("names", nargs="*", help="model types; all of the table by default")
+    parser.add_argument("--table", choices=zoo.TABLES, default="causal", help="which ones (default: %(default)s)")
     parser.add_argument("--padding", type=int, default=PADDING, help="padding tokens on the left of the first row")
     parser.add_argument("--jobs", type=int, default=1, help="how many at a time")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     transformers.utils.logging.set_verbosity_error()
-    names, verdicts = options.names or zoo.names(), []
-    with ThreadPool(options.jobs) as pool:
-        for v in tqdm(
-            pool.imap(partial(examine_apart, padding=options.padding), names), total=len(names), disable=None
-        ):
-            verdicts.append(v)
-            tqdm.write(f"{v.name:28} {v.word:10} {v.rewritten}/{v.found} {v.graphs} {v.reason}")
+    verdicts = examined(options.names or zoo.names(options.table), options.table, options.padding, options.jobs)
     print(summary(verdicts))
     if options.write:
-        known = written() if options.names else {}
-        merged = known | {verdict.name: verdict for verdict in verdicts}
-        PAGE.write_text(page([merged[name] for name in sorted(merged)]))
+        known = written(options.table) if options.names else {}
+        write(options.table, known | {verdict.name: verdict for verdict in verdicts})
 
 
-def written() -> dict[str, Verdict]:
+def examined(names: list[str], table: str, padding: int, jobs: int) -> list[Verdict]:
+    """The verdicts on some model types, each printed when it is there."""
+    verdicts, examine = [], partial(examine_apart, padding=padding, table=table)
+    with ThreadPool(jobs) as pool:
+        for v in tqdm(pool.imap(examine, names), total=len(names), disable=None):
+            verdicts.append(v)
+            tqdm.write(f"{v.name:28} {v.word:10} {v.rewritten}/{v.found} {v.graphs} {v.reason}")
+    return verdicts
+
+
+def parts() -> dict[str, str]:
+    """The page's part about each table, as far as there is one."""
+    pieces = PAGE.read_text().split(f"{_SECOND}\n")
+    return dict(zip(zoo.TABLES, [pieces[0], *(f"{_SECOND}\n{piece}" for piece in pieces[1:])], strict=False))
+
+
+def write(table: str, verdicts: dict[str, Verdict]) -> None:
+    """Put the page's part about a table there anew."""
+    made = parts() | {table: page(table, [verdicts[name] for name in sorted(verdicts)])}
+    PAGE.write_text("\n".join(made[name].rstrip() + "\n" for name in zoo.TABLES if name in made))
+
+
+def written(table: str = "causal") -> dict[str, Verdict]:
     """The verdicts on the page, by model type."""
-    lines = [line.split("|") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    lines = [line.split("|") for line in parts().get(table, "").splitlines() if line.startswith("| ")]
     rows = [[cell.strip() for cell in line[1:-1]] for line in lines[1:]]
     verdicts = [Verdict(name, word, reason, *reversed([int(n) for n in sites.split("/")]), int(graphs))  # type: ignore[arg-type]
                 for name, word, sites, graphs, reason in rows]  # fmt: skip
@@ -67,14 +85,16 @@ def summary(verdicts: list[Verdict]) -> str:
     return f"{counts['rewritten']} of {len(caching)} architectures with a growing cache rewritten ({rest})"
 
 
-def page(verdicts: list[Verdict]) -> str:
-    """The table as Markdown."""
+def page(table: str, verdicts: list[Verdict]) -> str:
+    """A table as Markdown, with what is said of it."""
     reasons = [_short(v.reason).replace("|", "/") for v in verdicts]
     rows = [
         f"| {v.name} | {v.word} | {v.rewritten}/{v.found} | {v.graphs} | {reason} |"
         for v, reason in zip(verdicts, reasons, strict=True)
     ]
-    return "\n".join([*_INTRODUCTION, summary(verdicts) + ".", "", *by_reason(verdicts), "", *_HEADER, *rows, ""])
+    return "\n".join(
+        [*_INTRODUCTIONS[table], summary(verdicts) + ".", "", *by_reason(verdicts), "", *_HEADER, *rows, ""]
+    )
 
 
 def _short(reason: str) -> str:
@@ -93,20 +113,35 @@ def by_reason(verdicts: list[Verdict]) -> list[str]:
     return ["Refused, by reason:", "", *(f"- {len(names)} ({', '.join(names)}): {why}" for why, names in ordered)]
 
 
-_INTRODUCTION = [
+_VERSIONS = f'transformers {transformers.__version__} and torch {torch.__version__.split("+")[0]}, `inner="eager"`.'
+_SECOND = "## What reads text or speech first"
+
+_CAUSAL = [
     "# Architectures",
     "",
     "Every model type for which transformers has a causal language model, as a tiny random one: two rows, the first",
     f"with {PADDING} padding tokens, a prompt of {PROMPT} tokens and {STEPS} greedy steps through `generate`. Under",
     "`full` the logits must equal the uncompiled model's; under `streaming` and `h2o` with a budget of",
     f"{BUDGET} those of the policy's eager reference. Written by `make architectures`, with",
-    f'transformers {transformers.__version__} and torch {torch.__version__.split("+")[0]}, `inner="eager"`.',
+    _VERSIONS,
     "",
     "- *rewritten*: every attention site is, and all runs are equal. Sites are counted in both graphs.",
     "- *refused*: an error of ours says why; nothing runs.",
     "- *no cache*: the model keeps no keys and values. *not built*: the shrunk configuration does not run uncompiled.",
     "",
 ]
+_READING = [
+    _SECOND,
+    "",
+    "Every model type of `AutoModelForSeq2SeqLM` and `AutoModelForSpeechSeq2Seq`, in the same way. An encoder-decoder",
+    f"reads {READ} tokens, some of them padding, or random sound; its decoder begins with {PROMPT} tokens, padded on",
+    "the left. Cross-attention does not grow, is left alone, and is not counted. Decoders that hear by themselves,",
+    "such as Voxtral, are given text alone. LED's decoder begins unpadded: its steps mask no padding.",
+    "Written by `make architectures`, with",
+    _VERSIONS,
+    "",
+]
+_INTRODUCTIONS = {"causal": _CAUSAL, "reading": _READING}
 _HEADER = ["| model type | verdict | sites | graphs | reason |", "|---|---|---|---|---|"]
 
 

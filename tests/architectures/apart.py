@@ -16,12 +16,12 @@ from tests.architectures.check import Verdict, examine
 SECONDS = 300
 
 
-def examine_apart(name: str, padding: int, canonical: bool = True) -> Verdict:
+def examine_apart(name: str, padding: int, canonical: bool = True, table: str = "causal") -> Verdict:
     """As `tests.architectures.check.examine`."""
     context = multiprocessing.get_context("forkserver")  # a fork of this process would inherit its threads' locks
     context.set_forkserver_preload(["tests.architectures.apart"])
     results = context.Queue()
-    process = context.Process(target=_job, args=(name, padding, canonical, results), daemon=True)
+    process = context.Process(target=_job, args=((name, padding, canonical, table), results), daemon=True)
     process.start()
     verdict = _answer(process, results) or Verdict(name, "error", f"no answer in {SECONDS} s, or a crash")
     process.kill()
@@ -29,11 +29,11 @@ def examine_apart(name: str, padding: int, canonical: bool = True) -> Verdict:
     return verdict
 
 
-def _job(name: str, padding: int, canonical: bool, results: Any) -> None:
+def _job(what: tuple[str, int, bool, str], results: Any) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     transformers.utils.logging.set_verbosity_error()
-    results.put(examine(name, padding, canonical))
+    results.put(examine(*what))
 
 
 def _answer(process: Any, results: Any) -> Verdict | None:

@@ -1,16 +1,22 @@
-"""A tiny random model of every causal architecture that transformers offers.
+"""A tiny random model of every architecture that transformers offers: causal ones, and what reads text or speech first.
 
 Configurations are shrunk by the names of their fields; nothing here is about how a model computes.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+)
 
 LAYERS = 2
 VOCABULARY = 128
@@ -139,42 +145,97 @@ SPECIAL: dict[str, dict[str, Any]] = {
 """Fields of single architectures, by model type, that the table above does not get right."""
 
 
-UNPADDED = frozenset({"musicgen", "musicgen_melody"})
-"""What `generate` begins with a start token of its own, so that a mask of the prompt is not one of what it sees."""
+UNPADDED = frozenset({"led", "musicgen", "musicgen_melody"})
+"""What `generate` begins with a start token of its own, so that a mask of the prompt is not one of what it sees; and
+LED, whose own steps show the padding that its prompts hide."""
 
 
-def names() -> list[str]:
-    """The model types of all causal architectures."""
-    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+_STARTS = dict(decoder_start_token_id=1)
+_FEW_FILTERS = dict(num_filters=2)
+_TWO_BERTS = dict(encoder=dict(is_decoder=False), decoder=dict(is_decoder=True, add_cross_attention=True))
+
+SPECIAL_READERS: dict[str, dict[str, Any]] = {
+    "encoder-decoder": _TWO_BERTS,
+    "fsmt": dict(langs=["en", "de"], src_vocab_size=VOCABULARY, tgt_vocab_size=VOCABULARY, forced_eos_token_id=None),
+    "fun_asr_nano": dict(adaptor_config=dict(intermediate_size=16)),
+    "marian": _STARTS,
+    "pop2piano": _STARTS,
+    "speech-encoder-decoder": _TWO_BERTS,
+    "switch_transformers": dict(num_decoder_layers=LAYERS),
+    "t5": _STARTS,
+    "vibevoice": dict(audio_config=_FEW_FILTERS, semantic_model_config=_FEW_FILTERS),
+    "vibevoice_asr": dict(
+        acoustic_tokenizer_encoder_config=_FEW_FILTERS, semantic_tokenizer_encoder_config=_FEW_FILTERS
+    ),
+    "whisper": dict(_STARTS, max_source_positions=16),
+}
+"""Fields of what reads text or speech first; they come on top of those above."""
 
 
-def config(name: str) -> PreTrainedConfig:
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Architectures that are reported together.
+
+    Attributes:
+        classes: by model type, the name of the class.
+        small: what a field of that name becomes.
+        special: fields of single ones.
+    """
+
+    classes: Mapping[str, str]
+    small: Mapping[str, Any]
+    special: Mapping[str, dict[str, Any]]
+
+
+TAKEN_APART = frozenset({"whisper"})
+"""What hands out caches row by row, which nothing can be read from."""
+
+
+def _reading() -> dict[str, str]:
+    """Where text and speech are read by different classes of one type, both."""
+    text, speech = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
+    apart = {name: name if text.get(name, made) == made else f"{name} (speech)" for name, made in speech.items()}
+    return dict(text) | {apart[name]: made for name, made in speech.items()}
+
+
+TABLES = {
+    "causal": Table(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, SMALL, SPECIAL),
+    "reading": Table(_reading(), SMALL | dict(init_std=0.2), SPECIAL | SPECIAL_READERS),
+}
+
+
+def names(table: str = "causal") -> list[str]:
+    """The model types of all architectures of a table."""
+    return sorted(TABLES[table].classes)
+
+
+def config(name: str, table: str = "causal") -> PreTrainedConfig:
     """The smallest configuration of an architecture; of a model of images and text, say, that of its text."""
-    config_class = _model_class(name).config_class
-    return _shrunk(config_class, SPECIAL.get(name, SPECIAL.get(config_class.model_type, {})))
+    config_class, chosen = _model_class(name, table).config_class, TABLES[table]
+    return _shrunk(config_class, chosen, chosen.special.get(name, chosen.special.get(config_class.model_type, {})))
 
 
-def _model_class(name: str) -> type[PreTrainedModel]:
-    model_class: type[PreTrainedModel] = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name])
+def _model_class(name: str, table: str) -> type[PreTrainedModel]:
+    model_class: type[PreTrainedModel] = getattr(transformers, TABLES[table].classes[name])
     return model_class
 
 
-def _shrunk(config_class: type[PreTrainedConfig], special: dict[str, Any]) -> PreTrainedConfig:
+def _shrunk(config_class: type[PreTrainedConfig], table: Table, special: dict[str, Any]) -> PreTrainedConfig:
     default = config_class()
     fields = default.to_dict()
-    small = {key: value for key, value in SMALL.items() if key in fields}
+    small = {key: value for key, value in table.small.items() if key in fields}
     parts = {}
     for key, value in vars(default).items():
         if isinstance(value, PreTrainedConfig):
-            own = SPECIAL.get(value.model_type, {}) | special.get(key, {})
-            parts[key] = _shrunk(type(value), own).to_dict()
+            own = table.special.get(value.model_type, {}) | special.get(key, {})
+            parts[key] = _shrunk(type(value), table, own).to_dict()
     return config_class(**{**small, **special, **parts})
 
 
-def build(name: str) -> torch.nn.Module:
+def build(name: str, table: str = "causal") -> torch.nn.Module:
     """The tiny random model, in float32 and evaluation mode."""
     torch.manual_seed(0)
-    model = _model_class(name)(config(name)).float().eval()
+    model = _model_class(name, table)(config(name, table)).float().eval()
     _stir(model)
     return model
 

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks import caching, compilation, overhead, picture, prompt, recall, report, step, stream
-from benchmarks.report import Row, Target, markdown, replaced, verdicts
+from benchmarks.report import Row, Target, replaced, verdicts
 from benchmarks.timing import Plan, interleaved, medians, spread
+from kvpass.demo.recall import Recall
+from kvpass.errors import KVPassError
 
 
 class Scripted:
@@ -58,13 +60,6 @@ def test_a_target_is_met_or_not_or_was_not_measured(at_least, measured, met, ver
     (row,) = verdicts([target])
     assert row["met"] == verdict
     assert row["target"] == ("≥ 1.25" if at_least else "≤ 1.25")
-
-
-def test_a_table_has_all_columns_and_a_dash_where_there_is_nothing():
-    lines = markdown([{"name": "a", "x": 1.234567, "n": 16384}, {"name": "b", "y": 0.01234}]).splitlines()
-    assert lines[0] == "| name | x | n | y |"
-    assert lines[1] == "| --- | ---: | ---: | ---: |"
-    assert lines[2:] == ["| a | 1.23 | 16,384 | - |", "| b | - | - | 0.0123 |"]
 
 
 def test_only_what_stands_between_the_comments_is_replaced():
@@ -156,6 +151,11 @@ def test_the_picture_is_summed_up_by_its_first_and_last_quarter():
     assert line["cache at the end, MiB"] == 4
 
 
-def test_a_refusal_of_recall_is_a_row():
-    rows = [{"policy": "a", "distance": 16, "recall": 0.5}, {"policy": "b", "error": "why"}]
-    assert recall.tables(rows)[0].rows == [{"policy": "a", "16": 0.5}, {"policy": "b", "refused": "why"}]
+def test_recall_has_a_table_for_each_way_of_asking():
+    outcome = Recall((16, 64), later=(1.0, 0.5), at_once=(0.75, 0.25))
+    rows = [*recall._rows("a", outcome), *recall._rows("b", KVPassError("why"))]
+    refused = {"policy": "b", "refused": "why"}
+    later, at_once = recall.tables(rows)
+    assert later.rows == [{"policy": "a", "16": 1.0, "64": 0.5}, refused]
+    assert at_once.rows == [{"policy": "a", "16": 0.75, "64": 0.25}, refused]
+    assert len([axes for axes in recall.figures(rows)["recall"].axes if axes.axison]) == 2

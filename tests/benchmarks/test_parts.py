@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import kvpass
-from benchmarks import apart, bounded, caching, chunks, peers, serving
+from benchmarks import apart, bounded, caching, chunks, peers, serving, sinks
 from benchmarks.__main__ import PARTS, ROOT
 from benchmarks.bounded import Case
 from benchmarks.model import Conversation, build, dynamic, static, tokens
-from benchmarks.recall import BEFORE, KEY, VALUE, Trials, recalled
+from kvpass.demo.subject import load_memory
 
 
 @pytest.fixture(scope="module")
@@ -87,29 +86,6 @@ def test_both_caching_operations_do_what_they_are_timed_for(monkeypatch):
     caching.concatenation(torch.float32)()
 
 
-def test_a_pair_is_planted_and_asked_for():
-    documents = torch.arange(3 * 200).view(3, 200)
-    trials = Trials.planted(documents, 64)
-    assert trials.text.shape == (3, BEFORE + KEY + VALUE + 64)
-    assert torch.equal(trials.text[0, BEFORE : BEFORE + KEY], trials.key[0])
-    assert torch.equal(trials.text[0, BEFORE + KEY : BEFORE + KEY + VALUE], trials.value[0])
-    assert int(trials.key[0, 0]) >= 400  # from another document
-    assert torch.equal(trials.unplanted().text, documents[:, : BEFORE + 64])
-    assert torch.equal(trials.question, torch.cat([trials.key, trials.value[:, :-1]], 1))
-
-
-def test_recall_is_the_share_of_the_value_that_is_predicted():
-    def echoing(ids, past_key_values=None, use_cache=True):
-        """Says after each token the one that is greater by one."""
-        logits = torch.nn.functional.one_hot(ids + 1, 700).float()
-        return SimpleNamespace(logits=logits, past_key_values=past_key_values or [])
-
-    trials = Trials.planted(torch.arange(3 * 200).view(3, 200), 64)  # each value goes on counting from its key
-    assert list(recalled(echoing, trials, (16, 64))) == [(16, 1.0), (64, 1.0)]
-    wrong = Trials(trials.text, trials.key, trials.value + 1)
-    assert [share for _, share in recalled(echoing, wrong, (16, 64))] == [(VALUE - 1) / VALUE] * 2
-
-
 def test_a_function_runs_apart():
     assert apart.run("benchmarks.bounded:everything") == bounded.everything()
 
@@ -149,3 +125,11 @@ def test_chunks_are_held_against_the_whole_prompt():
     found = {target.what: target.measured for target in chunks.targets(rows)}
     assert [value for what, value in found.items() if what.startswith("h2o")] == [0.25, 0.25]
     assert any(value is None for value in found.values())
+
+
+def test_attention_to_first_tokens_is_a_share_for_each_layer():
+    found = sinks.rows("tiny-recall", load_memory(None))
+    assert [row["layer"] for row in found] == [0, 1, 2]
+    for row in found:
+        mean, largest, four = (value for key, value in row.items() if key.startswith("first"))
+        assert 0 < mean <= min(largest, four) <= 1

@@ -3,6 +3,7 @@ import pytest
 from PIL import Image
 
 from kvpass.demo import plots
+from kvpass.demo.recall import Recall
 from kvpass.demo.stream import Snapshot
 
 
@@ -43,3 +44,14 @@ def test_saved_pictures_are_png_and_carry_their_title(tmp_path, make_run):
     with Image.open(tmp_path / "kept.png") as picture:
         assert (picture.format, picture.info["Title"]) == ("PNG", "Kept")
         assert np.asarray(picture.convert("L")).std() > 0
+
+
+def test_recall_is_a_square_for_each_policy_and_distance():
+    found = {
+        name: Recall((16, 64), later=(1.0, share), at_once=(0.0, 0.0)) for name, share in (("a", 0.5), ("b", 0.25))
+    }
+    later, at_once = plots.recall_figure(found, "T").axes
+    assert later.images[0].get_array().tolist() == [[1, 0.5], [1, 0.25]]
+    assert [text.get_text() for text in later.texts] == ["100", "50", "100", "25"]
+    assert [label.get_text() for label in later.get_yticklabels()] == ["a", "b"]
+    assert later.get_title() != at_once.get_title()

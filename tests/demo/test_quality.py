@@ -3,8 +3,6 @@ from pathlib import Path
 from benchmarks import quality
 from benchmarks.quality import Case, Settings
 from kvpass import policies
-from kvpass.policies.d2o import D2O
-from kvpass.policies.sage import Sage
 
 
 def settings(out: Path, **changes) -> Settings:
@@ -43,8 +41,3 @@ def test_rows_of_the_same_run_are_not_measured_again(tmp_path):
 def test_the_plot_has_a_line_for_each_policy_but_full():
     (axes,) = quality.figure(ROWS).axes
     assert [line.get_label() for line in axes.get_lines()][:1] == ["h2o"]
-
-
-def test_a_policy_may_have_options() -> None:
-    assert quality.chosen("sage:select_at=overflow,top=4") == Sage(select_at="overflow", top=4)
-    assert quality.chosen("d2o") == D2O()

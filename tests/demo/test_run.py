@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -10,13 +11,14 @@ from PIL import Image
 
 import kvpass
 from kvpass import cli, policies
-from kvpass.demo import corpus, crew
+from kvpass.demo import corpus, crew, recall, run
 from kvpass.demo import job as jobs
 from kvpass.demo.crew import Task
 from kvpass.demo.job import Job
-from kvpass.demo.settings import Settings
+from kvpass.demo.pairs import Planted, Tongue
+from kvpass.demo.settings import PARTS, Settings
 from kvpass.demo.subject import Subject, has_position_table
-from kvpass.errors import AlignerError, PolicyError
+from kvpass.errors import AlignerError, KVPassError, PolicyError
 
 TOKENIZER = Path(__file__).parents[2] / "examples" / "models" / "tokenizer"
 POLICIES = ["full", "h2o", "random", "streaming", "window"]
@@ -28,7 +30,12 @@ def subject(trained, tabled=False) -> Subject:
 
 def job(settings=None, trained=64) -> Job:
     tokens = torch.arange(100)[None]
-    return Job(settings or Settings(), subject(trained), tokens, tokens)
+    return Job(settings or Settings(), subject(trained), tokens, tokens, subject(trained), planted())
+
+
+def planted() -> Planted:
+    tongue = Tongue(torch.arange(200, 230), mark=240, end=241)
+    return recall.planted(torch.arange(100), bos=0, tongue=tongue, length=64)
 
 
 def test_all_policies_by_default_and_each_once():
@@ -62,10 +69,19 @@ def test_sizes_fit_the_model(trained, tabled, length, stream):
     assert (fitted.length, fitted.stream) == (length, stream)
 
 
-@pytest.mark.parametrize(("trained", "length"), [(None, 40), (64, 16), (48, 1)])
-def test_the_prompt_is_two_budgets_long_if_that_leaves_room(trained, length):
-    prompt = job(Settings(budget=20, new_tokens=48), trained).prompt
-    assert prompt.tolist() == [list(range(100 - length, 100))]
+def test_the_parts_are_in_the_order_of_the_story_and_may_be_chosen():
+    assert [part.name for part in run.parts(job())] == list(PARTS) == list(cli.DEMO_PARTS)
+    assert [part.name for part in run.parts(job(Settings(parts=("documents", "recall"))))] == ["recall", "documents"]
+
+
+def test_what_takes_an_aligner_is_asked_about_pairs_only_with_a_model_of_ones_own():
+    assert "kv_align" not in Settings().remembering
+    assert "kv_align" in Settings(model="another", aligner=Path("one")).remembering
+
+
+def test_a_text_that_no_pair_fits_into_is_an_outcome():
+    short = dataclasses.replace(job(), planted=KVPassError("no room"))
+    assert str(short.recall("window", lambda: None)) == str(short.complete("window", lambda: None)) == "no room"
 
 
 class Wrapped(Exception):
@@ -105,9 +121,9 @@ def test_a_policy_that_cannot_be_made_is_an_outcome_too():
 def test_full_gets_no_budget_for_completions(monkeypatch):
     budgets = {}
     compiled_as(monkeypatch, lambda model, *, policy, budget, inner, kv_dtype: budgets.update({policy.name: budget}))
-    monkeypatch.setattr(Job, "_completion", lambda self: "done")
+    monkeypatch.setattr(Job, "_completions", lambda self, planted: ["done"])
     for policy in ("full", "window"):
-        assert job(Settings(budget=32)).complete(policy, lambda: None) == "done"
+        assert job(Settings(budget=32)).complete(policy, lambda: None) == ["done"]
     assert budgets == {"full": None, "window": 32}
 
 
@@ -206,13 +222,17 @@ def test_the_whole_demo(tmp_path, capsys):
     assert all(math.isfinite(row["perplexity_beyond"]) for row in stream.values())
     assert stream["streaming"]["cache_bytes"] < stream["streaming"]["full_cache_bytes"] / 4
 
-    prompt, *completions = table(out, "completions.json")
-    assert prompt["prompt"]
-    assert [row["policy"] for row in completions] == POLICIES
-    printed = capsys.readouterr().out
-    assert all(row["completion"] in printed for row in completions)
+    recalled = table(out, "recall.json")
+    assert [row["policy"] for row in recalled] == POLICIES * 2
+    assert all(0 <= row["16"] <= 1 for row in recalled)
 
-    for name, title in (("documents", "2 documents"), ("stream", "200 tokens"), ("kept", "Positions kept")):
+    completions = table(out, "completions.json")
+    assert [row["policy"] for row in completions] == POLICIES * len({row["distance"] for row in completions})
+    printed = capsys.readouterr().out
+    assert all(repr(row["completion"]) in printed for row in completions)
+
+    pictures = {"recall": "recalled", "documents": "2 documents", "stream": "200 tokens", "kept": "Positions kept"}
+    for name, title in pictures.items():
         with Image.open(out / f"{name}.png") as picture:
             assert title in picture.info["Title"]
             assert np.asarray(picture.convert("L")).std() > 0

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from kvpass.demo import tables
+from kvpass.demo.recall import AT_ONCE, LATER, Recall
 from kvpass.errors import PolicyError
 
 
@@ -46,6 +47,26 @@ def test_text_is_aligned_in_mebibytes_with_errors_below(make_run):
     assert h2o.split() == ["h2o", "2.718", "4.0", "1.00", "4.00", "1", "0"]
     assert picky.split() == ["picky", *"------"]
     assert error == "picky: needs aligner"
+
+
+def test_recall_has_a_row_for_each_policy_and_a_column_for_each_distance():
+    outcomes = {"h2o": Recall((16, 64), later=(1.0, 0.504), at_once=(0.25, 0.0)), "picky": PolicyError("needs aligner")}
+    assert tables.recalled(LATER, outcomes) == [
+        {"policy": "h2o", "asked": LATER, "16": 1.0, "64": 0.5},
+        {"policy": "picky", "error": "needs aligner"},
+    ]
+    assert tables.recalled(AT_ONCE, outcomes)[0]["16"] == 0.25
+
+
+def test_answers_stand_under_their_questions_and_refusals_at_the_end():
+    questions = [{"distance": d, "planted": f"$ key value {d}", "prompt": "$ key"} for d in (16, 64)]
+    rows = tables.answered(questions, {"a": [" value 16", " nothing"], "b": PolicyError("why")})
+    assert [row.get("completion") for row in rows] == [" value 16", " nothing", None]
+    first, second = tables.conversation(rows).split("\n64 tokens after")
+    assert "16 tokens after '$ key value 16'" in first
+    assert "' value 16'" in first
+    assert "' nothing'" in second
+    assert second.endswith("b: why")
 
 
 def test_written_tables_are_json(tmp_path, make_run):

@@ -13,8 +13,9 @@ from torch import Tensor
 from kvpass.align import Signature, aligner
 from kvpass.align import kernel as align_kernel
 from kvpass.align.networks import DirectNetwork
-from kvpass.lowering import attend_kernel, column_kernel, turns
+from kvpass.lowering import attend_kernel, column_kernel
 from kvpass.lowering import column_scores as module
+from kvpass.lowering import rope as ropes
 from kvpass.lowering.attend import attend
 from kvpass.storage import KVDtype, Rows, format_of, plain
 
@@ -34,9 +35,9 @@ def attention_of(
     extras: dict[str, bool],
     kv_dtype: KVDtype | None = None,
 ) -> Pairs:
-    """shape: B, Hkv, G, q, C, D, Dv; extras: whether there is a `bias`, a `sink`, a `cap`, a `turn` at read.
+    """shape: B, Hkv, G, q, C, D, Dv; extras: whether there is a `bias`, a `sink`, a `cap`, a `rope` at read.
 
-    The turn may be of `interleaved` pairs in the first half of D; ranks are of every head's `own` or shared.
+    It may be of `interleaved` pairs in the first half of D; ranks are of every head's `own` or shared.
     """
     rows, heads, groups, queries, slots, dim, width = shape
     draw = _drawer(seed, dtype)
@@ -53,30 +54,30 @@ def attention_of(
         sink=draw(1, heads, groups, 1, 1).float() if extras.get("sink") else None,
         rows=True,
     )
-    turn = _turn(draw, key, extras) if extras.get("turn") else None
+    rope = _rope(draw, key, extras) if extras.get("rope") else None
     keys, values = (Rows.of(format_of(kv_dtype, x.shape[-1], dtype), x) for x in (key, value))
-    got = attend_kernel.attended(query, keys, values, turn=turn, **given)
+    got = attend_kernel.attended(query, keys, values, rope=rope, **given)
     exact = keys.read().double()
-    turned = exact if turn is None else _turned(exact, turn)
-    expected = attend(query.double(), plain(turned), plain(values.read().double()), **given)
+    rotated = exact if rope is None else _rotated(exact, rope)
+    expected = attend(query.double(), plain(rotated), plain(values.read().double()), **given)
     assert got[1] is not None
     assert got[2] is not None
     return [(a.float(), b.float()) for a, b in zip(got, expected, strict=True)]  # type: ignore[union-attr]
 
 
-def _turn(draw: Callable[..., Tensor], key: Tensor, extras: dict[str, bool]) -> turns.Turn:
+def _rope(draw: Callable[..., Tensor], key: Tensor, extras: dict[str, bool]) -> ropes.Rope:
     rows, heads, slots, dim = key.shape
-    pairs = turns.Pairs(dim // 2, True) if extras.get("interleaved") else turns.Pairs(dim, False)
-    own, other = draw(slots, dim), draw(slots, dim)
-    other[:, pairs.width :] = 0
+    pairs = ropes.Pairs(dim // 2, True) if extras.get("interleaved") else ropes.Pairs(dim, False)
+    cos, sin = draw(slots, dim), draw(slots, dim)
+    sin[:, pairs.width :] = 0
     rank = torch.rand(rows, heads if extras.get("own") else 1, slots, generator=torch.Generator().manual_seed(1))
-    return turns.Turn(own, other, pairs, rank.argsort(-1))
+    return ropes.Rope(cos, sin, pairs, rank.argsort(-1))
 
 
-def _turned(key: Tensor, turn: turns.Turn) -> Tensor:
-    assert turn.rank is not None
-    rank, partner = turn.rank.expand(*key.shape[:2], -1), turn.pairs.partner(torch.arange(key.shape[3]))
-    return key * turn.own[rank] + key[..., partner] * turn.other[rank]
+def _rotated(key: Tensor, rope: ropes.Rope) -> Tensor:
+    assert rope.rank is not None
+    rank, partner = rope.rank.expand(*key.shape[:2], -1), rope.pairs.partner(torch.arange(key.shape[3]))
+    return key * rope.cos[rank] + key[..., partner] * rope.sin[rank]
 
 
 def repairs_of(seed: int, shape: tuple[int, ...], dtype: torch.dtype, hidden: tuple[int, int]) -> Pairs:

@@ -10,7 +10,7 @@ import torch
 from kvpass.align import kernel as align_kernel
 from kvpass.align.aligner import MOST_HIDDEN
 from kvpass.lowering import attend_kernel, column_kernel
-from kvpass.lowering.attend import MOST_ROWS, WIDEST_TURNED, by_kernel
+from kvpass.lowering.attend import MOST_ROWS, WIDEST_ROTATED, by_kernel
 from kvpass.storage import KVDtype, format_of
 from kvpass.testing.cuda_emission import TARGETS, Binary, compiled
 from tests.testing.shared import call
@@ -31,14 +31,14 @@ attentions = pytest.mark.parametrize(
         ((2, 2, 3, 2, 130, 24, 40), (2, 2, 3, 2, 130), {"bias": True, "sink": True, "cap": True}),  # odd sizes
         ((1, 2, 2, 9, 40, 64, 64), (1, 1, 1, 9, 40), {"sink": True}),  # a short chunk
         ((1, 1, 8, 1, 1, 8, 8), (1, 1, 1, 1, 1), {}),  # one slot
-        ((2, 2, 4, 1, 300, 32, 32), (2, 1, 1, 1, 300), {"turn": True}),  # keys turned at read,
+        ((2, 2, 4, 1, 300, 32, 32), (2, 1, 1, 1, 300), {"rope": True}),  # keys rotated at read,
         (
             (2, 3, 2, 1, 70, 24, 16),
             (2, 3, 1, 1, 70),
-            {"turn": True, "interleaved": True, "own": True, "bias": True},
+            {"rope": True, "interleaved": True, "own": True, "bias": True},
         ),  # in part
     ],
-    ids=["decode", "single", "odd", "chunk", "one", "turned", "interleaved"],
+    ids=["decode", "single", "odd", "chunk", "one", "rotated", "interleaved"],
 )
 
 
@@ -84,17 +84,17 @@ def test_sums_equal_their_plain_form(dtype: torch.dtype, kind: str, causal: bool
 
 
 def split_for(
-    target: str, dtype: torch.dtype, dim: int, rows: int, full: bool, turned: int = 0, kv_dtype: KVDtype | None = None
+    target: str, dtype: torch.dtype, dim: int, rows: int, full: bool, rotated: int = 0, kv_dtype: KVDtype | None = None
 ) -> Binary:
     """`split` for 8 KV heads of 4,097 slots; `full` has a mask and a bias of its own for each query.
 
-    `turned` is how many numbers of a key are; rows are stored as `kv_dtype` says.
+    `rotated` is how many numbers of a key are; rows are stored as `kv_dtype` says.
     """
     stored = format_of(kv_dtype, dim, dtype)
     groups = stored.layout()[-1][0] if stored.names else 0
     slots, heads = 4097, 8
     width, padded = attend_kernel.power(dim), attend_kernel.power(rows)
-    block = attend_kernel._block(width, dtype.itemsize, padded, turned or stored.bits == 4)
+    block = attend_kernel._block(width, dtype.itemsize, padded, rotated or stored.bits == 4)
     parts, each = attend_kernel._parts(heads, slots, block)
     names = attend_kernel.split.arg_names
     strides = {f"{x}_{y}": z for x in ("key", "value") for y, z in
@@ -103,20 +103,20 @@ def split_for(
         strides |= {f"{name}_row": slots, f"{name}_head": 0, f"{name}_group": slots * full, f"{name}_query": 0}
     constants = dict(
         **strides, rank_row=slots, rank_head=0, BITS=stored.bits, KEY_GROUPS=groups, VALUE_GROUPS=groups,
-        TURNED=turned, INTERLEAVED=False, POSITIONS=slots,
+        ROTARY=rotated, INTERLEAVED=False, POSITIONS=slots,
         SCALE=0.1, CAP=0.0, HAS_BIAS=full, STORE=True, HEADS=heads, R=rows, QUERIES=1, C=slots, D=dim,
         DV=dim, PARTS=parts, PART=each, ROWS=padded, WIDTH=width, VALUE_WIDTH=width, BLOCK=block,
     )  # fmt: skip
-    pointers = dict.fromkeys(("query", "straight", "crossed"), NAMES[dtype])
+    pointers = dict.fromkeys(("query", "cos", "sin"), NAMES[dtype])
     pointers |= dict.fromkeys(("key", "value"), NAMES.get(stored.layout()[0][1], CODES.get(stored.layout()[0][1])))
     pointers |= dict.fromkeys(("key_scale", "value_scale"), "*bf16")
     pointers |= dict.fromkeys(("key_zero", "value_zero"), "*i8")
     pointers |= {"mask": "*i1", "bias": "*fp32", "rank": "*i64"}
-    pointers |= dict.fromkeys(("logits", "most", "paid", "mixed"), "*fp32")
+    pointers |= dict.fromkeys(("logits", "m_part", "l_part", "acc_part"), "*fp32")
     signature = {name: pointers.get(name, "constexpr") for name in names}
     # As Inductor has it, whose buffers all begin on 16 bytes.
     aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in pointers}
-    warps = attend_kernel._warps(padded, turned)
+    warps = attend_kernel._warps(padded, rotated)
     return compiled(attend_kernel.split, signature, constants, target, attributes=aligned, num_warps=warps)
 
 
@@ -147,15 +147,15 @@ def test_attention_spills_nothing(target: str, dtype: torch.dtype, dim: int, row
 @pytest.mark.parametrize("target", TARGETS)
 @every_dtype
 @pytest.mark.parametrize(("dim", "rows"), [(64, 4), (128, 4), (256, 8)])
-def test_attention_to_turned_keys_spills_nothing(target: str, dtype: torch.dtype, dim: int, rows: int) -> None:
-    binary = split_for(target, dtype, dim, rows, False, turned=dim)
-    assert binary.spills == 0 or dim * dtype.itemsize > WIDEST_TURNED
+def test_attention_to_rotated_keys_spills_nothing(target: str, dtype: torch.dtype, dim: int, rows: int) -> None:
+    binary = split_for(target, dtype, dim, rows, False, rotated=dim)
+    assert binary.spills == 0 or dim * dtype.itemsize > WIDEST_ROTATED
     assert binary.shared <= {"sm_80": 163 << 10, "sm_90": 227 << 10}[target]
 
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize(
     ("dim", "rows", "dtype"),
     [
@@ -166,9 +166,9 @@ def test_attention_to_turned_keys_spills_nothing(target: str, dtype: torch.dtype
     ],
 )
 def test_attention_to_codes_spills_nothing(
-    target: str, kv_dtype: KVDtype, turned: bool, dtype: torch.dtype, dim: int, rows: int
+    target: str, kv_dtype: KVDtype, rotated: bool, dtype: torch.dtype, dim: int, rows: int
 ) -> None:
-    binary = split_for(target, dtype, dim, rows, False, turned=dim * turned, kv_dtype=kv_dtype)
+    binary = split_for(target, dtype, dim, rows, False, rotated=dim * rotated, kv_dtype=kv_dtype)
     assert binary.spills == 0 or dtype == torch.float32  # see docs/quantised.md
     assert binary.shared <= {"sm_80": 163 << 10, "sm_90": 227 << 10}[target]
 

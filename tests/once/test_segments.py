@@ -11,6 +11,7 @@ import torch.fx as fx
 import transformers
 from torch import Tensor
 
+from kvpass import compat
 from kvpass.once import readers_of_slots
 from kvpass.once.segments import Segment, split
 from tests.models import build, force, prompt
@@ -120,6 +121,23 @@ def test_operands_are_told_by_their_layout_and_dtype_and_not_by_their_contents()
     assert keys[0] == keys[1]
     assert len(set(keys)) == 4
     assert piece.key([plain, torch.nn.Parameter(plain)]) != keys[0]
+
+
+def test_a_size_may_stand_for_one_that_is_like_it() -> None:
+    """Nothing else may: two of them are told apart from one and from each other, as is one that is not among them."""
+    sizes = compat.OpenSizes([5, 6, 7], set(), alike=(0, 1))
+    one, other, third = (sizes.size(symbol) for symbol in sizes.symbols)
+    piece = whole(lambda x, y: x.sum() + y.sum())
+
+    def key(*shape: Any) -> Any:
+        return piece.key([sizes.like(part, None) for part in shape], sizes.alike)
+
+    assert key((2, one), (one,)) == key((2, other), (other,))
+    assert key((2, one), (other,)) != key((2, other), (one,))
+    assert key((2, one), (one,)) != key((2, one), (other,))
+    assert key((2, one), (one,)) != key((2, third), (third,))
+    assert key((2, one), (2 * one,)) == key((2, other), (2 * other,)) != key((2, one), (3 * one,))
+    assert piece.key([sizes.like((one,), None)]) != piece.key([sizes.like((other,), None)])
 
 
 def test_names_tell_nothing() -> None:

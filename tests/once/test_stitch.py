@@ -64,7 +64,7 @@ def equal(model: Any, switch: Callable[[], None], **settings: Any) -> tuple[int,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("policy", "positions"), [("h2o", None), ("streaming", "cache"), ("d2o", None)])
+@pytest.mark.parametrize(("policy", "positions"), [("streaming", "cache"), ("d2o", None)])
 def test_equal_to_whole_compilation(whole: Callable[[], None], policy: str, positions: str | None) -> None:
     assert equal(build("Llama", layers=5), whole, policy=policy, positions=positions) == (9, 3)
 

@@ -8,8 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpass.errors import BudgetError, PolicyError
-from kvpass.policies import resolve
+from kvpass.policies import parse, resolve
 from kvpass.policies.base import share_of
+from kvpass.policies.cascade import Cascade
+from kvpass.policies.d2o import D2O
+from kvpass.policies.sage import Sage
 from kvpass.reference.random import drawn
 from kvpass.simulate import simulate
 from tests.strategies import ROWS, cases
@@ -166,3 +169,25 @@ def test_budgets_below_the_smallest_are_refused(name, budget):
 def test_a_share_of_the_budget_is_exact():
     assert share_of(100, 0.29) == 29
     assert share_of(7, 0.5) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "policy"),
+    [
+        ("d2o", D2O()),
+        ("sage:select_at=overflow,top=4", Sage(select_at="overflow", top=4)),
+        ("cascade:cascades=8:sinks=2:select=False", Cascade(cascades=8, sinks=2, select=False)),
+        ("d2o:skip_layers=(0,1,-1),beta=0.3,", D2O(skip_layers=(0, 1, -1), beta=0.3)),
+    ],
+)
+def test_a_policy_is_read_as_people_write_it(text, policy):
+    assert parse(text) == policy
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [("h2o:heavy", "option 'heavy' has no value"), ("h2o:weight=1", "unknown option 'weight'"), ("", "unknown policy")],
+)
+def test_what_cannot_be_read_as_a_policy_is_named(text, named):
+    with pytest.raises(PolicyError, match=named):
+        parse(text)

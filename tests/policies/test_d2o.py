@@ -86,14 +86,14 @@ def test_the_gate_of_the_paper_does_not_scale():
     for prompt in (80, 1000):
         assert layer_budgets([[0.0], [100.0], [200.0]], 100, prompt, "paper", alpha=2.5) == [250, 250, 100]
     plan = D2O(layers="paper", gate=0.0).plan(attention(1.0, 0.0), torch.ones(1, 50, dtype=torch.bool), 20)
-    assert plan == [Plan(20, 61), Plan(60, 61)]
+    assert plan == [Plan(20, 21, (20,), 61), Plan(60, 61, (60,), 61)]
 
 
 def test_variances_are_taken_of_kv_heads_or_of_query_heads():
     """Two query heads that look at different tokens: 4, 4 together, and 1, 3 and 3, 1 by themselves."""
     total, real = torch.tensor([[[[1.0, 3.0], [3.0, 1.0]]]]), torch.ones(1, 2, dtype=torch.bool)
-    assert column_variance(total, real) == [0.0]
-    assert column_variance(total, real, "query") == [1.0, 1.0]
+    assert column_variance(total, real).tolist() == [[0.0]]
+    assert column_variance(total, real, "query").tolist() == [[1.0, 1.0]]
 
 
 def test_the_bound_for_32_layers():
@@ -105,7 +105,7 @@ def test_the_variance_leaves_padding_out():
     real = torch.tensor([[False, False, True, True, True, True]])
     got = column_variance(total, real)
     expected = total[0, :, :, 2:].sum(1).double().var(-1, unbiased=False)
-    assert got == pytest.approx(expected.tolist())
+    torch.testing.assert_close(got, expected[None])
 
 
 def attention(*scales):
@@ -113,13 +113,37 @@ def attention(*scales):
     return [Attention(total=scale * torch.rand(1, 2, 2, 50, generator=drawn)) for scale in scales]
 
 
-def test_a_plan_gives_every_layer_its_budget_in_slots_of_one_number():
+def test_a_plan_gives_every_layer_its_budget_and_a_slot_for_the_next_token():
     real = torch.ones(1, 50, dtype=torch.bool)
     plan = D2O().plan(attention(1.0, 3.0, 5.0), real, 20)
     assert sum(layer.budget for layer in plan) == 60
     assert plan[0].budget > plan[1].budget > plan[2].budget
-    assert {layer.capacity for layer in plan} == {largest_layer_budget(3, 20) + 1}
-    assert all(layer.budget < layer.capacity for layer in plan)
+    assert [layer.capacity - layer.budget for layer in plan] == [1, 1, 1]
+    assert {layer.with_room.capacity for layer in plan} == {largest_layer_budget(3, 20) + 1}
+
+
+@st.composite
+def prompts(draw):
+    """Column sums of 1 to 5 layers for 2 to 4 rows, and which of their tokens are real."""
+    rows, layers = draw(st.integers(2, 4)), draw(st.integers(1, 5))
+    drawn = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
+    totals = [scale * torch.rand(rows, 2, 2, 30, generator=drawn) for scale in torch.rand(layers, generator=drawn)]
+    return [Attention(total=total) for total in totals], torch.rand(rows, 30, generator=drawn) < 0.7
+
+
+@given(prompts(), st.integers(5, 40), st.sampled_from(["softmax", "gate", "paper"]), st.sampled_from(["kv", "query"]))
+def test_each_row_of_a_batch_gets_the_budgets_that_it_gets_alone(prompts, budget, layers, density):
+    """Without the others and without padding; slots are as many as the row needs that gets most."""
+    given, real = prompts
+    policy = D2O(layers=layers, gate=0.05, density=density)
+    plan = policy.plan(given, real, budget)
+    for row, mine in enumerate(real):
+        sums = [Attention(total=layer.total[row : row + 1, :, :, mine]) for layer in given]
+        alone = policy.plan(sums, mine[mine][None], budget)
+        assert [layer.rows[row] for layer in plan] == [layer.budget for layer in alone]
+        assert all(layer.rows == (layer.budget,) for layer in alone)
+    assert [layer.capacity for layer in plan] == [max(layer.rows) + 1 for layer in plan]
+    assert [layer.budget for layer in plan] == [max(layer.rows) for layer in plan]
 
 
 def test_a_calibrated_plan_keeps_the_first_budgets_and_is_exact():
@@ -128,6 +152,9 @@ def test_a_calibrated_plan_keeps_the_first_budgets_and_is_exact():
     assert all(layer == Plan(layer.budget, layer.budget + 1) for layer in first)
     assert policy.plan(attention(5.0, 0.1, 1.0), real, 20, first) == first
     assert D2O().plan(attention(5.0, 0.1, 1.0), real, 20, first) != first
+    pairs = zip(attention(1.0, 3.0, 5.0), attention(5.0, 0.1, 1.0), strict=True)
+    both = [Attention(total=torch.cat([one.total, other.total])) for one, other in pairs]
+    assert policy.plan(both, real.expand(2, -1), 20) == first  # rows of a batch as prompts one after the other
 
 
 def test_skipped_layers_keep_everything():

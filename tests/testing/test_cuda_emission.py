@@ -170,7 +170,7 @@ def test_an_interpreter_says_what_went_wrong() -> None:
 def test_a_kernel_that_does_not_compile_is_named() -> None:
     from kvpass.lowering.attend_kernel import join
 
-    signature = dict.fromkeys(join.arg_names, "constexpr") | {"most": "*fp32"}
+    signature = dict.fromkeys(join.arg_names, "constexpr") | {"m_part": "*fp32"}
     with pytest.raises(cuda_emission.KernelError, match=r"join for sm_90"):
         cuda_emission.compiled(join, signature, {}, "sm_90")
 

@@ -15,6 +15,8 @@ import dataclasses
 import itertools
 from typing import Any
 
+import sympy  # type: ignore[import-untyped]
+import torch
 import torch.fx as fx
 from torch import Tensor
 
@@ -23,7 +25,7 @@ from kvpass.capture.sites import AttentionSite
 from kvpass.graphs import value
 from kvpass.layer.slots import Layout, Slots
 from kvpass.layer.step import Attended, Site, decode_step, extend_step, read_step
-from kvpass.lowering.turns import Pairs, Turn
+from kvpass.lowering.rope import Pairs, Rope
 from kvpass.rewrite.context import StepContext
 from kvpass.rewrite.expansion import Expansion, cut_expansion
 from kvpass.rewrite.instantiate import RotarySlice
@@ -90,27 +92,34 @@ class _Attending:
             "place": step.places[number : number + 1],
         }
         nodes = [node for group in groups.values() for node in group]
+        own = {symbol: OWN for symbol, layer in step.open.own.items() if layer == number}
         key = (
-            step.call.layouts[number],
-            step.slots[number].capacity,
+            *self._sized(number),
             mask_key,
             rotary and (rotary.key, pairs),
             expansion and expansion.slice.key,
             (site.scale, site.cap, site.sink is None, site.lse is None, first),
-            *(_described(step, node) for node in nodes),
+            *(_described(step, node, own) for node in nodes),
         )
         if key not in self._traced:
             counts = {name: len(group) for name, group in groups.items()}
             layer = _Layer(layout, site, mask, rotary, pairs, expansion)
-            self._traced[key] = self._trace(layer, nodes, counts, step.slots[number], first)
+            self._traced[key] = self._trace(number, layer, nodes, counts, first)
         before = early_enough(site, nodes)
-        made = step.spliced(self._traced[key], nodes, before, f"kvpass_{site.call.name}")
+        made = step.spliced(self._traced[key], nodes, before, f"kvpass_{site.call.name}", number)
         return put_in_place(step, site, made)
 
+    def _sized(self, number: int) -> tuple[Layout, int]:
+        """A layer's layout and its slots, without what is an open size of its own."""
+        layout, slots = self.step.call.layouts[number], self.step.slots[number].capacity
+        own = number in self.step.open.own.values()
+        return (dataclasses.replace(layout, capacity=0), 0) if own else (layout, slots)
+
     def _trace(
-        self, layer: _Layer, nodes: list[fx.Node], counts: dict[str, int], like: Slots, first: bool
+        self, number: int, layer: _Layer, nodes: list[fx.Node], counts: dict[str, int], first: bool
     ) -> fx.GraphModule:
         step, layout, lse = self.step, layer.layout, layer.found.lse
+        like = step.slots[number]
         lse_like = None if lse is None else (step.shape(lse), value(lse).dtype)
 
         def given_out(attended: Attended) -> list[Tensor]:
@@ -131,14 +140,23 @@ class _Attending:
             attended, sums = extend_step(layout, here, slots, query, key, new_value, real)
             return given_out(attended) + (sums if first else [])
 
-        return step.traced(function, nodes)
+        return step.traced(function, nodes, number)
 
 
-def _described(step: StepContext, node: fx.Node) -> str:
+OWN = sympy.Symbol("own")
+"""Stands for the open size of a layer that is its own, so that layers can be seen to be alike."""
+
+
+def _described(step: StepContext, node: fx.Node, own: dict[sympy.Symbol, sympy.Symbol]) -> str:
     """What of a node's value the code for a layer depends on."""
+
+    def said(size: Any) -> str:
+        return str(graphs.expr(size).xreplace(own)) if own and isinstance(size, torch.SymInt) else str(size)
+
     if graphs.is_size(node):
-        return str(step.sizes.fixed(node))
-    return str((step.shape(node), value(node).stride(), value(node).dtype, step.device_of(node)))
+        return said(step.sizes.fixed(node))
+    sizes = [*map(said, step.shape(node)), "by", *map(said, value(node).stride())]
+    return str((sizes, value(node).dtype, step.device_of(node)))
 
 
 def new_rows(step: StepContext, number: int) -> list[fx.Node]:
@@ -222,7 +240,7 @@ class _Layer:
             scale=self.found.scale,
             mask=masked if mask else None,
             rotate=turned if rotary else None,
-            turn=Turn(given["mixed"][0], given["mixed"][1], self.pairs) if self.pairs else None,
+            rope=Rope(given["mixed"][0], given["mixed"][1], self.pairs) if self.pairs else None,
             weights=tuple(given["weights"]),
             cap=self.found.cap,
             sink=given["sink"][0] if given["sink"] else None,

@@ -25,7 +25,7 @@ def take_slots(step: StepContext) -> Record:
     first = step.holders[0]
     for layer, slots in enumerate(step.slots):
         names = [f"slots_{layer}_{name}" for name in slots.names]
-        step.slot_inputs.append(_inputs(step, names, _described(step, slots.tensors()), first))
+        step.slot_inputs.append(_inputs(step, names, _described(step, layer), first))
     policy = step.layouts[0].policy
     step.weights = [] if policy.aligns == "never" else [tensor.to(step.device) for tensor in policy.weights()]
     step.weight_inputs = _inputs(step, [f"kvpass_weight_{i}" for i in range(len(step.weights))], step.weights, first)
@@ -33,15 +33,16 @@ def take_slots(step: StepContext) -> Record:
     return Record([node.name for node in step.own])
 
 
-def _described(step: StepContext, tensors: list[Tensor]) -> list[Tensor]:
-    return [_of_any_size(step, tensor) for tensor in tensors] if step.sizes.open else tensors
+def _described(step: StepContext, layer: int) -> list[Tensor]:
+    tensors = step.slots[layer].tensors()
+    return [_of_any_size(step, layer, tensor) for tensor in tensors] if step.sizes.open else tensors
 
 
-def _of_any_size(step: StepContext, tensor: Tensor) -> Tensor:
+def _of_any_size(step: StepContext, layer: int, tensor: Tensor) -> Tensor:
     """What describes one of the slots' tensors, [B, ...] or [B, ., C, ...]; itself where neither is an open size."""
-    capacity = step.capacities[0]
+    capacity = step.capacities[layer]
     shape = [step.rows, *tensor.shape[1:]]
-    if not isinstance(capacity, int) and len(shape) > 2 and shape[2] == step.slots[0].capacity:
+    if not isinstance(capacity, int) and len(shape) > 2 and shape[2] == step.slots[layer].capacity:
         shape[2] = capacity
     if all(isinstance(size, int) for size in shape):
         return tensor

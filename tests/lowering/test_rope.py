@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvpass.graphs import Slice
-from kvpass.lowering.turns import Pairs, pairs_of, weights_of
+from kvpass.lowering.rope import Pairs, pairs_of, weights_of
 from kvpass.rewrite.instantiate import RotarySlice
 
 POSITIONS, WIDTH = 7, 12

@@ -36,17 +36,17 @@ class Pairs:
 
 
 @dataclasses.dataclass(frozen=True)
-class Turn:
-    """A rotary embedding at read: a key's number times `own`, plus its partner's times `other`.
+class Rope:
+    """A rotary embedding at read: a key's number times `cos`, plus its partner's times `sin`.
 
     Attributes:
-        own, other: [N, D] for positions 0 .. N - 1, in the dtype of the keys.
+        cos, sin: [N, D] for positions 0 .. N - 1, in the dtype of the keys; signs, and factors as of YaRN, are in them.
         pairs: who is whose partner.
         rank: int64 [B, Hkv or 1, C], the position of every slot; what a free one has does not matter.
     """
 
-    own: Tensor
-    other: Tensor
+    cos: Tensor
+    sin: Tensor
     pairs: Pairs
     rank: Tensor | None = None
 
@@ -67,14 +67,14 @@ def pairs_of(matrix: Tensor) -> Pairs | None:
     return None
 
 
-def weights_of(turn: Callable[[Tensor], Tensor], pairs: Pairs, like: Tensor) -> tuple[Tensor, Tensor]:
-    """`own` and `other` of a `Turn`.
+def weights_of(rotate: Callable[[Tensor], Tensor], pairs: Pairs, like: Tensor) -> tuple[Tensor, Tensor]:
+    """`cos` and `sin` of a `Rope`.
 
     Args:
-        turn: turns one key [D] by every position, [N, D].
+        rotate: rotates one key [D] by every position, [N, D].
         like: of the dtype and device of the keys, with D numbers.
     """
     place = torch.arange(like.shape[-1], device=like.device)
     leads = pairs.leads(place)
-    first, second = turn(leads.to(like.dtype)), turn((~leads).to(like.dtype))
+    first, second = rotate(leads.to(like.dtype)), rotate((~leads).to(like.dtype))
     return torch.where(leads, first, second), torch.where(leads, second, first)

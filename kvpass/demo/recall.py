@@ -1,0 +1,149 @@
+"""How much of what was planted in a text a bounded cache still knows when it is asked."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpass.demo.pairs import Planted, Tongue, plant
+from kvpass.demo.stream import PROMPT
+from kvpass.errors import KVPassError
+
+DISTANCES = (16, 32, 64, 128, 256, 512, 1024, 2000)
+VALUE = 4  # words of a value
+TIMES = 2  # that a pair is said: it is used once before it is asked for
+ROWS = 16  # texts
+SHARES = 2  # whole prompts cost the most, so each distance is asked at the end of this share of the texts
+LATER, AT_ONCE = "asked after the text", "asked at the end of the prompt"
+SEED = 1_000_000_007  # of the pairs; training draws from smaller ones
+
+
+@dataclasses.dataclass(frozen=True)
+class Recall:
+    """The share of words of values that were the likeliest token, by distance.
+
+    Attributes:
+        later: the text went in token by token, and nobody knew what would be asked.
+        at_once: text and question were one prompt, and the cache was cut down after it.  The first word of a value,
+            which is read from the whole prompt, is left out.
+    """
+
+    distances: tuple[int, ...]
+    later: tuple[float, ...]
+    at_once: tuple[float, ...]
+
+    @property
+    def ways(self) -> dict[str, tuple[float, ...]]:
+        """The shares by how was asked, in words."""
+        return {LATER: self.later, AT_ONCE: self.at_once}
+
+
+def planted(
+    tokens: Tensor,
+    bos: int,
+    tongue: Tongue,
+    length: int,
+    distances: tuple[int, ...] = DISTANCES,
+    rows: int = ROWS,
+    seed: int = SEED,
+    times: int = TIMES,
+) -> Planted:
+    """Rows of text with a pair at each distance that fits; with question and answer they are `length` tokens long.
+
+    Args:
+        tokens: int64 [N] of text; the rows begin at even distances in it, and may overlap if it is short.
+        bos: the first token of each row.
+        seed: of the pairs.
+        times: how often each pair is said.
+
+    Raises:
+        KVPassError: the text is too short, there is no room for a pair, or the tokenizer has too few words.
+    """
+    line, room = VALUE + 3, length - VALUE - 1  # the last word of an answer is not fed
+    fitting = tuple(distance for distance in distances if 1 + times * line + distance <= room)
+    if not fitting:
+        raise KVPassError(f"pairs are {line} tokens and asked from {distances[0]} on: {length} tokens have no room")
+    if len(tokens) < room:
+        raise KVPassError(f"a text of {len(tokens)} tokens is too short for planting pairs in {room}")
+    starts = torch.linspace(0, len(tokens) - room, rows).long().tolist()
+    documents = torch.stack([tokens[start : start + room] for start in starts])
+    documents[:, 0] = bos
+    return plant(documents, tongue, fitting, VALUE, seed, times)
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """Tokens of one row: what is asked, what was planted, and how far back."""
+
+    distance: int
+    prompt: Tensor  # int64 [T + 2], the text and the question
+    planted: Tensor  # int64 [3 + V], the line
+
+
+def questions(planted: Planted) -> list[Question]:
+    """A few of the distances, the longest among them, each about a row of its own while there are rows."""
+    count = len(planted.distances)
+    numbers = range(count - 1, -1, -max(1, count // 3))
+    return [_question(planted, row % len(planted.text), number) for row, number in enumerate(reversed(numbers))]
+
+
+def _question(planted: Planted, row: int, number: int) -> Question:
+    prompt = torch.cat([planted.text[row], planted.question(number)[row]])
+    return Question(planted.distances[number], prompt, planted.pairs[row, number])
+
+
+def measure(model: Any, planted: Planted, tick: Callable[[], object]) -> Recall:
+    """Ask a compiled model, or an uncompiled one, about every pair; `tick` is called after every token of the text."""
+    numbers, cache = range(len(planted.distances)), read(model, planted.text, tick)
+    later = [right(model, planted, number, copy.deepcopy(cache)) for number in numbers]
+    at_once = [right_at_once(model, planted.some(number % SHARES, SHARES), number) for number in numbers]
+    return Recall(planted.distances, tuple(later), tuple(at_once))
+
+
+def read(model: Any, text: Tensor, tick: Callable[[], object]) -> Any:
+    """The cache after text int64 [B, T], fed token by token after a prompt of two."""
+    cache = model(text[:, :PROMPT], use_cache=True).past_key_values
+    for column in torch.split(text[:, PROMPT:], 1, 1):
+        cache = model(column, past_key_values=cache, use_cache=True).past_key_values
+        tick()
+    return cache
+
+
+def right(model: Any, planted: Planted, number: int, cache: Any) -> float:
+    """The share of a value's words that follow its key, each after the right ones before it; uses up the cache."""
+    answer = planted.answer(number)
+    return _share(_said(model, torch.cat([planted.question(number), answer[:, :-1]], 1), cache)[:, 1:], answer)
+
+
+def right_at_once(model: Any, planted: Planted, number: int) -> float:
+    """The share of a value's words but the first, when the question ends the prompt."""
+    prompt = torch.cat([planted.text, planted.question(number)], 1)
+    cache, answer = model(prompt, use_cache=True, logits_to_keep=1).past_key_values, planted.answer(number)
+    return _share(_said(model, answer[:, :-1], cache), answer[:, 1:])
+
+
+def right_uncached(model: Any, planted: Planted, number: int) -> float:
+    """What `right` is for a plain model that sees everything at once, without a cache."""
+    answer = planted.answer(number)
+    tokens = torch.cat([planted.text, planted.question(number), answer[:, :-1]], 1)
+    logits = model(tokens, use_cache=False, logits_to_keep=planted.value).logits
+    return _share(logits.argmax(-1), answer)
+
+
+def _said(model: Any, tokens: Tensor, cache: Any) -> Tensor:
+    """The likeliest token after each of tokens int64 [B, n], which are fed one by one."""
+    said = []
+    for column in torch.split(tokens, 1, 1):
+        out = model(column, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        said.append(out.logits[:, -1].argmax(-1))
+    return torch.stack(said, 1)
+
+
+def _share(said: Tensor, expected: Tensor) -> float:
+    return (said == expected).float().mean().item()

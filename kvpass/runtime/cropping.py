@@ -1,0 +1,138 @@
+"""What a call leaves behind so that its last tokens can be taken back: see `LayerCache.crop`.
+
+A step overwrites one row of each head, which is copied before it.  A chunk is taken into other slots, and what it
+brought stays until the next call: without its end it is taken in again, from the slots that were there before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from kvpass.capture.sites import AttentionSite
+from kvpass.layer.slots import Chunk, Slots
+from kvpass.layer.statistics import Asked, as_attention
+from kvpass.layer.undo import Kept, Untouched
+from kvpass.policies.base import Attention
+from kvpass.runtime import history
+from kvpass.runtime.caches import take_in
+from kvpass.runtime.handle import LayerCache
+from kvpass.runtime.padding import places_of
+
+
+class Taken(Protocol):
+    """A chunk that was taken in.
+
+    Attributes:
+        chunk: its rows.
+    """
+
+    @property
+    def chunk(self) -> Chunk: ...
+
+    def first(self, count: int) -> Taken:
+        """Its first tokens."""
+        ...
+
+    def take_into(self, cache: Any) -> None:
+        """Take it in once more, on a cache as it was before it."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class TakenChunk:
+    """A chunk that was taken into slots.
+
+    Attributes:
+        chunk: its rows.
+        asked: what its statistics are made of, None if the policy asks for none.
+        into: the slots that it was taken into.
+    """
+
+    chunk: Chunk
+    asked: Asked | None
+    into: Slots
+
+    def first(self, count: int) -> TakenChunk:
+        return TakenChunk(self.chunk.first(count), self.asked and self.asked.first(count), self.into)
+
+    @torch.no_grad()
+    def take_into(self, cache: LayerCache) -> None:
+        policy, real = cache.layout.policy, self.chunk.real
+        paid = self.asked.attention(policy, real, cache.layout.budget) if self.asked else Attention()
+        take_in(cache, dataclasses.replace(self.chunk, attention=paid), self.into)
+
+
+@dataclasses.dataclass(frozen=True)
+class Repeated:
+    """A chunk that can be taken in again with fewer tokens."""
+
+    taken: Taken
+
+    def first(self, cache: LayerCache, count: int) -> LayerCache:
+        """See `history.Again`."""
+        taken, before = self.taken.first(count), cache.seen
+        call = _before(cache, count, chunk=True)
+        taken.take_into(cache)
+        padding = ~taken.chunk.real
+        if bool(padding.any()):
+            cache.absent = torch.cat([cache.absent, places_of(padding, before)], 1)
+        cache.seen += count
+        cache.calls = (dataclasses.replace(call, again=Repeated(taken)),)
+        return cache
+
+
+def calls_before(caches: list[LayerCache], queries: int) -> list[history.Call]:
+    """For each layer the call that is about to be made; none if nothing is to be taken back."""
+    if not caches[0].backend.crop:
+        return []
+    roomy = all(cache.backend.is_reference or cache.slots.capacity == cache.layout.capacity for cache in caches)
+    return [_before(cache, queries, chunk=queries > 1 or not roomy) for cache in caches]
+
+
+def _before(cache: LayerCache, queries: int, chunk: bool) -> history.Call:
+    """A call; that of a chunk leaves the slots alone, and its tokens are taken in after it."""
+    if cache.backend.is_reference:
+        kept: history.Kept = Untouched(cache.slots.copied())
+    elif chunk:
+        kept = Untouched(cache.slots)
+    else:
+        kept = Kept.before_step(cache.layout, cache.slots)
+    return history.Call(queries, kept, None, cache.layout, cache.seen, cache.clocks, cache.absent)
+
+
+def remember(caches: list[LayerCache], calls: list[history.Call], taken: Sequence[Taken]) -> None:
+    """Note the calls once they have been made, and what they took in."""
+    for place, (cache, call) in enumerate(zip(caches, calls, strict=False)):
+        again = Repeated(taken[place]) if taken and call.new > 1 else None
+        cache.calls = history.followed(cache.calls, dataclasses.replace(call, again=again), cache.backend.crop)
+
+
+def take_results(cache: LayerCache, site: AttentionSite, results: list[Tensor]) -> Taken:
+    """Take in a chunk from what the graph of a step gives for a layer: `StepRewrite.chunks`."""
+    key, value, real, *beside = results
+    policy, layout = cache.layout.policy, cache.layout
+    sums, made_of = beside[: len(policy.statistics)], beside[len(policy.statistics) :]
+    paid = as_attention(policy, sums, real, layout.spread) if sums else Attention()
+    take_in(cache, Chunk(key, value, real, paid), _spare(cache) if cache.backend.crop else None)
+    return TakenChunk(Chunk(key, value, real, Attention()), _asked(cache, site, made_of), cache.slots)
+
+
+def _asked(cache: LayerCache, site: AttentionSite, made_of: list[Tensor]) -> Asked | None:
+    """What the statistics of a chunk are made of, from what `layer.step.extend_step` gives for it."""
+    if not made_of:
+        return None
+    query, key, mask, *sink = made_of
+    common = (False, site.scale, site.cap, cache.layout.heads, cache.layout.spread)
+    return Asked(query, key, mask, sink[0] if sink else None, *common)
+
+
+def _spare(cache: LayerCache) -> Slots:
+    """Slots for a chunk: those from before the last one, which is forgotten now, or new ones."""
+    known = [call.kept.slots for call in cache.calls if isinstance(call.kept, Untouched)]
+    fitting = [slots for slots in known if slots.capacity == cache.layout.capacity and slots is not cache.slots]
+    return fitting[0] if fitting else Slots.empty(cache.layout)

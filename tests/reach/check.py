@@ -1,0 +1,149 @@
+"""What becomes of one row: it works, an error of ours says why not, or there is a defect."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import warnings
+from typing import Any, Literal
+
+import torch
+import transformers
+from torch import Tensor
+
+import kvpass
+from kvpass.backend import compile_in_place
+from tests.reach.rows import Row
+from tests.traces import Switch
+
+STEPS, BUDGET = 8, 8
+TOLERANCE = 2e-4
+"""Of logits, in shares of the largest."""
+OF_ROUNDING = 2.0
+"""By how much more than under another kernel for attention a model that rounds may differ."""
+
+Word = Literal["works", "refused", "wrong", "error", "not built"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What became of a row.
+
+    Attributes:
+        word: "works" when `full` equals the uncompiled model and `h2o` its reference; "refused" when an error of ours
+            says why not; "wrong" and "error" are defects; "not built" is no affair of ours.
+        graphs: Dynamo's, of both together.
+    """
+
+    group: str
+    name: str
+    word: Word
+    graphs: int = 0
+    reason: str = ""
+
+    @property
+    def acceptable(self) -> bool:
+        return self.word not in ("wrong", "error")
+
+
+class Forced(transformers.LogitsProcessor):
+    """Lets `generate` choose tokens [B, n] whatever the logits are, so that runs can be compared."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        self.tokens, self.chosen = tokens, 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        token = self.tokens[:, self.chosen, None]
+        self.chosen += 1
+        return torch.full_like(scores, -torch.inf).scatter(1, token, 0.0)
+
+
+@torch.no_grad()
+def generate(model: Any, row: Row) -> tuple[Tensor, Any]:
+    """Logits [B, steps, vocabulary] of a forced generation, and the cache after it."""
+    given = row.given()
+    rows = next(iter(given.values())).shape[0]
+    tokens = torch.randint(3, 120, (rows, STEPS), generator=torch.Generator().manual_seed(5))
+    guesses = bool({"assistant_model", "prompt_lookup_num_tokens"} & given.keys())
+    forced = {} if guesses else {"logits_processor": [Forced(tokens)]}
+    out = model.generate(
+        **given, **forced, max_new_tokens=STEPS, min_new_tokens=STEPS, do_sample=False, pad_token_id=0,
+        output_logits=True, return_dict_in_generate=True,
+    )  # fmt: skip
+    return torch.stack(out.logits, 1), out.past_key_values
+
+
+def examine(row: Row) -> Verdict:
+    """Run a row uncompiled, under `full`, under `h2o`, and under that one's reference."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            model = row.build()
+        except Exception as error:
+            return Verdict(row.group, row.name, "not built", reason=_brief(error))
+        return _against(row, model)
+
+
+def _against(row: Row, model: Any) -> Verdict:
+    expected, room = _uncompiled(model, row)
+    switch = Switch()
+    torch._dynamo.reset()
+    try:
+        compile_in_place(model, switch, strict=True)
+        why = _difference(row, model, switch, expected, room)
+    except kvpass.KVPassError as error:
+        return Verdict(row.group, row.name, "refused", switch.graphs, _cause(error))
+    except Exception as error:
+        return Verdict(row.group, row.name, "error", switch.graphs, f"{type(error).__name__}: {_brief(error)}")
+    return Verdict(row.group, row.name, "wrong" if why else "works", switch.graphs, why or "")
+
+
+def _difference(row: Row, model: Any, switch: Switch, expected: Tensor | Exception, room: float) -> str | None:
+    """What is not as it must be."""
+    switch.to(kvpass.backend("full", inner="eager"))
+    ours, cache = generate(model, row)
+    kvpass.inspect(cache)
+    if isinstance(expected, Exception):
+        return f"the uncompiled model does not run: {_brief(expected)}"
+    if apart(ours, expected) > room:
+        return f"logits differ from the uncompiled model's by {apart(ours, expected):.1e}"
+    runs = []
+    for inner in ("eager", "reference"):
+        switch.to(kvpass.backend("h2o", budget=BUDGET, inner=inner))
+        runs.append(generate(model, row))
+    held = max(layer.capacity for layer in kvpass.inspect(runs[0][1]).layers)
+    if held > BUDGET + 1:
+        return f"the cache has {held} slots"
+    if apart(runs[0][0], runs[1][0]) > room:
+        return f"h2o's logits differ from its reference's by {apart(runs[0][0], runs[1][0]):.1e}"
+    return None
+
+
+def _uncompiled(model: Any, row: Row) -> tuple[Tensor | Exception, float]:
+    """Logits of the uncompiled model, or what it raised, and how far from them others may be."""
+    try:
+        expected, _ = generate(model, row)
+    except Exception as error:
+        return error, TOLERANCE
+    if not row.rounds:
+        return expected, TOLERANCE
+    model.set_attn_implementation("eager")
+    other, _ = generate(model, row)
+    model.set_attn_implementation("sdpa")
+    return expected, max(TOLERANCE, OF_ROUNDING * apart(other, expected))
+
+
+def apart(ours: Tensor, theirs: Tensor) -> float:
+    """The largest difference in shares of the largest number."""
+    return float(((ours - theirs).abs().max() / theirs.abs().max()).nan_to_num(nan=1e9))
+
+
+def _brief(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def _cause(error: kvpass.KVPassError) -> str:
+    """An error's class and what it says, of several refusals the first, without the folders of packages."""
+    lines = str(error).splitlines()
+    said = " ".join(lines[1:3] if lines[0].endswith("cannot be rewritten:") else lines)
+    return f"`{type(error).__name__}`: " + re.sub(r"[^\s(]*/site-packages/", "", " ".join(said.split()))

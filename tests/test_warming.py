@@ -1,0 +1,96 @@
+"""After `kvpass.warm`, conversations compile nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import kvpass
+from kvpass.backend import Backend
+from tests.models import build, graphs, lasting, prompt
+
+BUDGET = 24
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], tuple[int, int]]]:
+    """How many graphs Dynamo has made, and how many Inductor has been given; these run as they are."""
+    given: list[torch.fx.GraphModule] = []
+
+    def forward(backend: Backend, gm: torch.fx.GraphModule, *how: Any) -> Callable[..., Any]:
+        given.append(gm)
+        return gm.forward
+
+    monkeypatch.setattr(Backend, "_compile_inner", forward)
+    with lasting():
+        yield lambda: (graphs(), len(given))
+
+
+def conversation(model: Any, ids: Tensor, mask: Tensor, answer: int, turns: tuple[int, ...]) -> None:
+    cache = None
+    for new in (0, *turns):
+        ids, mask = (torch.cat([x, torch.ones(len(x), new, dtype=x.dtype)], 1) for x in (ids, mask))
+        out = model.generate(
+            ids, attention_mask=mask, past_key_values=cache, min_new_tokens=answer, max_new_tokens=answer,
+            do_sample=False, return_dict_in_generate=True, pad_token_id=0,
+        )  # fmt: skip
+        made = out.sequences.shape[1] - ids.shape[1]
+        ids, cache = out.sequences, out.past_key_values
+        mask = torch.cat([mask, torch.ones(len(mask), made, dtype=mask.dtype)], 1)
+
+
+@pytest.mark.parametrize(
+    ("policy", "rows"),
+    [
+        ("buzz", (1,)),
+        pytest.param("h2o", (1, 2, 3), marks=pytest.mark.slow),
+        pytest.param("full", (1, 2, 3), marks=pytest.mark.slow),
+    ],
+)
+def test_nothing_is_compiled_afterwards(
+    policy: str, rows: tuple[int, ...], compiled: Callable[[], tuple[int, int]]
+) -> None:
+    settings = dict(budget=BUDGET) if kvpass.policies.get(policy).evicts else {}
+    model = kvpass.warm(build("Llama", layers=1), policy, rows=rows, progress=False, **settings)
+    before = compiled()
+    assert min(before) > 0
+    for size in {1, max(rows), 2 * max(rows) - 1}:  # of three rows five, and of one itself
+        for length, padding in ((30, 0), (11, 2 * (size > 1))):
+            conversation(model, *prompt(size, length, (padding,)), answer=20, turns=(4, 9))
+            assert compiled() == before, (size, length)
+
+
+class Plain(nn.Module):
+    """A model without `generate`, which is told neither of padding nor of positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = build("Llama", layers=1)
+
+    def forward(self, input_ids: Tensor, past_key_values: Any = None, use_cache: bool = True) -> Any:
+        return self.model(input_ids, past_key_values=past_key_values, use_cache=use_cache)
+
+
+def test_a_model_without_generate(compiled: Callable[[], tuple[int, int]]) -> None:
+    model = kvpass.warm(Plain(), "streaming", budget=BUDGET, progress=False)
+    before = compiled()
+    out = kvpass.prefill(model, prompt(1, 50, ())[0], chunk=9)
+    kvpass.prefill(model, prompt(1, 3, ())[0], chunk=1, past_key_values=out.past_key_values)
+    assert compiled() == before
+
+
+@pytest.mark.parametrize("rows", [(), (0,), (2, -1)], ids=str)
+def test_rows_that_cannot_be(rows: tuple[int, ...]) -> None:
+    with pytest.raises(kvpass.PolicyError, match="rows"):
+        kvpass.warm(nn.Linear(1, 1), rows=rows)
+
+
+def test_a_model_that_reads_no_tokens() -> None:
+    model = transformers.WhisperForConditionalGeneration.__new__(transformers.WhisperForConditionalGeneration)
+    with pytest.raises(kvpass.PolicyError, match="input_features: run an input of yours"):
+        kvpass.warm(model)

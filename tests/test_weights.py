@@ -1,0 +1,165 @@
+"""Weights that are tensors of classes of their own, and modules around a model: as they are without kvpass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+import kvpass
+from kvpass.runtime.handle import Handle
+from tests.models import build, force, prompt
+from tests.traces import Traced
+
+PIECES = [9, 1, 4, 1]
+BUDGET = 8
+
+
+class Coded(Tensor):
+    """int8 codes [m, n] with a scale for each row [m, 1]: knows what a linear layer is, and hardly anything else."""
+
+    codes: Tensor
+    scale: Tensor
+
+    @staticmethod
+    def __new__(cls, codes: Tensor, scale: Tensor) -> Coded:
+        made: Coded = Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype, device=scale.device)
+        made.codes, made.scale = codes, scale
+        return made
+
+    @staticmethod
+    def of(weight: Tensor) -> Coded:
+        scale = weight.abs().amax(1, keepdim=True) / 127
+        return Coded((weight / scale).round().to(torch.int8), scale)
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], *_: Any) -> Coded:
+        return Coded(inner["codes"], inner["scale"])
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Coded({tuple(self.shape)})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is linear:
+            x, weight, *bias = args
+            return linear(x, weight.codes.to(x.dtype) * weight.scale, *bias)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return Coded(args[0].codes, args[0].scale)
+        raise NotImplementedError(func)
+
+
+class Doubling(Tensor):
+    """A plain tensor, but that linear layers give twice as much: Dynamo traces through this."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            made = func(*args, **(kwargs or {}))
+            if func is Tensor.detach:  # parameters are made so
+                return made.as_subclass(cls)
+            return made * 2 if func is linear else made
+
+
+def with_weights(model: Any, make: Any) -> Any:
+    """The model with other weights in the linear layers of its blocks."""
+    for module in model.model.modules():
+        if isinstance(module, nn.Linear):
+            module.weight = nn.Parameter(make(module.weight.detach()), requires_grad=False)
+    return model
+
+
+def doubling(weight: Tensor) -> Tensor:
+    return weight.as_subclass(Doubling)
+
+
+def both(weight: Tensor) -> Tensor:
+    """Of one class or the other, by shape."""
+    return Coded.of(weight) if weight.shape[0] == weight.shape[1] else doubling(weight)
+
+
+def fed() -> tuple[Tensor, Tensor]:
+    return prompt(2, sum(PIECES), (3, 0))
+
+
+@torch.no_grad()
+def uncompiled(model: Any) -> Tensor:
+    ids, mask = fed()
+    return model(ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)).logits
+
+
+def check(model: Any, inner: str) -> None:
+    """`full` gives what the uncompiled model gives, `h2o` what its reference gives, for tokens and chunks."""
+    (ids, mask), expected = fed(), uncompiled(model)
+    traced = Traced(model)
+    real = mask.bool()
+    ours = force(traced, ids, mask, PIECES, policy="full", inner=inner, inspect=False).logits
+    torch.testing.assert_close(ours[real], expected[real], atol=1e-4, rtol=1e-4)
+    bounded, literal = (
+        force(traced, ids, mask, PIECES, policy="h2o", budget=BUDGET, inner=how).logits for how in (inner, "reference")
+    )
+    torch.testing.assert_close(bounded[real], literal[real], atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(bounded[real], expected[real], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "make", [pytest.param(Coded.of, marks=pytest.mark.slow), pytest.param(doubling, marks=pytest.mark.slow), both]
+)
+def test_weights_of_a_class_of_their_own(make: Any) -> None:
+    check(with_weights(build("Llama", layers=1), make), "eager")
+
+
+@pytest.mark.slow
+def test_layers_whose_weights_wrap_tensors_are_compiled() -> None:
+    """As many as would else share code, which takes plain tensors alone."""
+    model, (ids, mask) = with_weights(build("Llama", layers=3), Coded.of), fed()
+    real, expected = mask[:, :10].bool(), uncompiled(model)[:, :10]
+    ours = force(Traced(model), ids, mask, [9, 1], policy="full", inner="inductor", inspect=False).logits
+    torch.testing.assert_close(ours[real], expected[real], atol=1e-4, rtol=1e-4)
+
+
+def test_a_loop_that_repeats_a_step_looks_at_classes_as_dynamo_did() -> None:
+    model, (ids, mask) = with_weights(build("Llama", layers=1), doubling), prompt(2, 9, (3, 0))
+    model.generation_config.eos_token_id = None
+    expected = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    loop = kvpass.DecodeLoop(model, policy="full", inner="eager")
+    loop.prompt(ids, mask)
+    assert torch.equal(loop.generate(6), expected[:, 9:])
+
+
+class Adapted(nn.Module):
+    """Around a model, with a `generate` that calls the one inside, as an adapted model of PEFT."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.inside = model
+
+    def get_base_model(self) -> nn.Module:
+        return self.inside
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inside.forward(*args, **kwargs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inside.generate(*args, **kwargs)
+
+
+def test_a_model_inside_of_one_that_adapts_it_is_compiled_too() -> None:
+    model, (ids, mask) = Adapted(build("Llama", layers=1)), prompt(2, 9, (3, 0))
+    kvpass.compile(model, "h2o", budget=BUDGET, inner="eager")
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=4, pad_token_id=0, return_dict_in_generate=True)
+    assert kvpass.inspect(out.past_key_values).layers[0].capacity == BUDGET + 1
+    with torch.no_grad():
+        cache = model(ids, attention_mask=mask, past_key_values=out.past_key_values.__class__()).past_key_values
+    assert isinstance(cache.layers[0].keys, Handle)
