@@ -45,7 +45,7 @@ def rows(policies: Sequence[str], documents: int = DOCUMENTS, length: int = LENG
     tokens = torch.tensor([token for part in text for token in (subject.bos, *part)])
     tongue = Tongue.of(subject.tokenizer)
     planted = recall.planted(tokens, subject.bos, tongue, length, rows=documents, seed=SEED)
-    with tqdm(total=len(policies) * planted.text.shape[1], unit="token", dynamic_ncols=True) as bar:
+    with tqdm(total=len(policies) * recall.pieces(planted.text), unit="piece", dynamic_ncols=True) as bar:
         for name in policies:
             bar.set_description(f"recall: {name}")
             found += _rows(name, _recalled(subject.model, planted, name, budget, bar))

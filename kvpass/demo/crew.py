@@ -62,16 +62,12 @@ def _run(job: Job, task: Task, progress: Callable[[int], object]) -> Any:
 
 
 def _apart(settings: Settings, tasks: Sequence[Task], progress: Progress) -> Outcomes:
-    """In `settings.jobs` processes, which are started anew so that none inherits a thread pool.
-
-    The longest begin first: what is left at the end is short, and no process waits long for another.
-    """
+    """In `settings.jobs` processes, which are started anew so that none inherits a thread pool."""
     context = multiprocessing.get_context("spawn")
     with context.Manager() as manager, _compilers_for(settings.jobs):
         ticks = manager.Queue()
         with ProcessPoolExecutor(settings.jobs, context) as pool:
-            longest_first = sorted(tasks, key=lambda task: -task.ticks)
-            started = {task: pool.submit(_in_a_process, settings, task, ticks) for task in longest_first}
+            started = {task: pool.submit(_in_a_process, settings, task, ticks) for task in tasks}
             try:
                 for task in tasks:
                     _follow(started[task], ticks, progress)

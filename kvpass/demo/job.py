@@ -46,9 +46,9 @@ class Job:
     planted: Planted | KVPassError
 
     @property
-    def planted_length(self) -> int:
-        """Tokens of a text with pairs; 1 if there is none."""
-        return 1 if isinstance(self.planted, KVPassError) else self.planted.text.shape[1]
+    def planted_pieces(self) -> int:
+        """Pieces in which a text with pairs is read; 1 if there is none."""
+        return 1 if isinstance(self.planted, KVPassError) else recall.pieces(self.planted.text)
 
     def recall(self, policy: str, tick: Tick) -> Recall | KVPassError:
         """Inductor would take longer to compile than the small model takes without it."""

@@ -20,6 +20,7 @@ TIMES = 2  # that a pair is said: it is used once before it is asked for
 ROWS = 16  # texts
 SHARES = 2  # whole prompts cost the most, so each distance is asked at the end of this share of the texts
 LATER, AT_ONCE = "asked after the text", "asked at the end of the prompt"
+PIECE = 16  # tokens of a text that go in together
 SEED = 1_000_000_007  # of the pairs; training draws from smaller ones
 
 
@@ -28,7 +29,7 @@ class Recall:
     """The share of words of values that were the likeliest token, by distance.
 
     Attributes:
-        later: the text went in token by token, and nobody knew what would be asked.
+        later: the text went in piece by piece, and nobody knew what would be asked.
         at_once: text and question were one prompt, and the cache was cut down after it.  The first word of a value,
             which is read from the whole prompt, is left out.
     """
@@ -98,7 +99,7 @@ def _question(planted: Planted, row: int, number: int) -> Question:
 
 
 def measure(model: Any, planted: Planted, tick: Callable[[], object]) -> Recall:
-    """Ask a compiled model, or an uncompiled one, about every pair; `tick` is called after every token of the text."""
+    """Ask a compiled model, or an uncompiled one, about every pair; `tick` is called after every piece of the text."""
     numbers, cache = range(len(planted.distances)), read(model, planted.text, tick)
     later = [right(model, planted, number, copy.deepcopy(cache)) for number in numbers]
     at_once = [right_at_once(model, planted.some(number % SHARES, SHARES), number) for number in numbers]
@@ -106,12 +107,18 @@ def measure(model: Any, planted: Planted, tick: Callable[[], object]) -> Recall:
 
 
 def read(model: Any, text: Tensor, tick: Callable[[], object]) -> Any:
-    """The cache after text int64 [B, T], fed token by token after a prompt of two."""
-    cache = model(text[:, :PROMPT], use_cache=True).past_key_values
-    for column in torch.split(text[:, PROMPT:], 1, 1):
-        cache = model(column, past_key_values=cache, use_cache=True).past_key_values
+    """The cache after text int64 [B, T], fed in pieces of one length; the prompt before them is what is left over."""
+    prompt = text.shape[1] - pieces(text) * PIECE
+    cache = model(text[:, :prompt], use_cache=True).past_key_values
+    for piece in torch.split(text[:, prompt:], PIECE, 1):
+        cache = model(piece, past_key_values=cache, use_cache=True).past_key_values
         tick()
     return cache
+
+
+def pieces(text: Tensor) -> int:
+    """How often `read` ticks for text int64 [B, T]."""
+    return (text.shape[1] - PROMPT) // PIECE
 
 
 def right(model: Any, planted: Planted, number: int, cache: Any) -> float:

@@ -70,7 +70,7 @@ def parts(job: Job) -> list[Part]:
     """What the demo consists of; a part without policies, or one that was not asked for, is left out."""
     settings = job.settings
     every = [
-        Part("recall", "recall", settings.remembering, job.planted_length, show_recall),
+        Part("recall", "recall", settings.remembering, job.planted_pieces, show_recall),
         Part("stream", "stream_unbroken", settings.streamed, job.stream.shape[1], show_stream),
         Part("documents", "stream_documents", settings.chosen, job.documents.shape[1], show_documents),
         Part("completions", "complete", settings.remembering, settings.new_tokens, show_completions),

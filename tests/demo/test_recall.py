@@ -48,11 +48,17 @@ def test_each_word_of_a_value_counts():
     assert recall.right(Copier(1000), text, 0, cache) == 1.0
 
 
-def test_every_token_is_fed_once_and_ticks_once():
-    ticks, text = [], planted()
-    cache = recall.read(Copier(1000), text.text, lambda: ticks.append(1))
-    assert torch.equal(cache, text.text)
-    assert len(ticks) == text.text.shape[1] - 2
+@pytest.mark.parametrize("length", [2, 17, 18, 50, 194])
+def test_every_token_is_fed_once_and_every_piece_ticks_once(length):
+    fed, ticks, text = [], [], planted().text[:, :length]
+
+    def model(tokens, **more):
+        fed.append(tokens.shape[1])
+        return Copier(1000)(tokens, **more)
+
+    assert torch.equal(recall.read(model, text, lambda: ticks.append(1)), text)
+    assert fed[0] in range(2, 18)
+    assert fed[1:] == [16] * len(ticks) == [16] * recall.pieces(text)
 
 
 def test_rows_are_other_texts_with_other_pairs_and_begin_alike():
