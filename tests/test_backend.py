@@ -159,10 +159,8 @@ def test_cache_positions_need_a_rotary_embedding() -> None:
 
 
 def test_import_is_light() -> None:
-    code = (
-        "import torch, time, sys; start = time.process_time(); import kvpass; spent = time.process_time() - start;"
-        "assert 'transformers' not in sys.modules; assert 'triton' not in sys.modules; assert spent < 1.0, spent"
-    )
+    heavy = ["transformers", "triton", "torch._dynamo", "torch._inductor"]
+    code = f"import sys, torch, kvpass; found = [name for name in {heavy} if name in sys.modules]; assert not found, found"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

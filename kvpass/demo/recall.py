@@ -110,8 +110,8 @@ def read(model: Any, text: Tensor, tick: Callable[[], object]) -> Any:
     """The cache after text int64 [B, T], fed in pieces of one length; the prompt before them is what is left over."""
     prompt = text.shape[1] - pieces(text) * PIECE
     cache = model(text[:, :prompt], use_cache=True).past_key_values
-    for piece in torch.split(text[:, prompt:], PIECE, 1):
-        cache = model(piece, past_key_values=cache, use_cache=True).past_key_values
+    for start in range(prompt, text.shape[1], PIECE):
+        cache = model(text[:, start : start + PIECE], past_key_values=cache, use_cache=True).past_key_values
         tick()
     return cache
 
