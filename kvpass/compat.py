@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import sympy  # type: ignore[import-untyped]
@@ -393,6 +393,7 @@ class OpenSizes:
 
         self._env = ShapeEnv()
         self.mode = FakeTensorMode(shape_env=self._env)
+        self.mode.cache_enabled = False  # expressions of sizes hardly repeat: looking them up was a third of a trace
         self._names, self._taken = itertools.count(), taken
         self._held: dict[Any, bool] = {}
         self.symbols = [self._symbol(hint) for hint in hints]
@@ -544,15 +545,31 @@ class Parts:
         if not isinstance(value, Tensor) or strides is None:
             return value
         chosen = [self.mode.shape_env.deserialize_symexpr(stride) for stride in strides]
-        return self._like(value, chosen)
+        return self._like(value.shape, chosen, value)
 
-    def fresh(self, values: Sequence[Any]) -> list[Any]:
-        """Fake tensors like others that share no memory with anything; sizes as they are."""
-        return [self._like(value, value.stride()) if isinstance(value, Tensor) else value for value in values]
+    def fresh(self, values: Sequence[Any], renamed: Mapping[Any, Any]) -> list[Any]:
+        """Fake tensors like others that share no memory with anything, and sizes, with other symbols for some."""
+        return [
+            self._like(self._sizes(value.shape, renamed), self._sizes(value.stride(), renamed), value)
+            if isinstance(value, Tensor)
+            else self._sizes([value], renamed)[0]
+            for value in values
+        ]
 
-    def _like(self, value: Tensor, strides: Sequence[Any]) -> Tensor:
+    def _sizes(self, sizes: Sequence[Any], renamed: Mapping[Any, Any]) -> list[Any]:
+        from torch.fx.experimental.symbolic_shapes import SymExprPrinter
+
+        def said(size: Any) -> Any:
+            if symbols(size).isdisjoint(renamed):
+                return size
+            told = SymExprPrinter().doprint(expression(size).xreplace(renamed))
+            return self.mode.shape_env.deserialize_symexpr(told)
+
+        return [said(size) for size in sizes]
+
+    def _like(self, shape: Sequence[Any], strides: Sequence[Any], value: Tensor) -> Tensor:
         with torch.inference_mode(False), self.mode:
-            return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
+            return torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
 
 
 def symbols(value: Any) -> set[Any]:

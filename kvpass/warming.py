@@ -66,7 +66,9 @@ def warm(
         raise PolicyError(f"warm makes up token ids, and {type(model).__name__} reads {reads}: run an input of yours")
     compile_model(model, policy, **settings)
     lengths = _prompts(settings.get("budget"))
-    talks = [(size, padded, length) for size in sizes for padded in _paddings(size) for length in lengths]
+    batches = [(size, padded) for size in sizes for padded in _paddings(size)]
+    batches += [(size, True) for size in _third(sizes)]
+    talks = [(size, padded, length) for size, padded in batches for length in lengths]
     several = TURNS if turns and not _encodes(model) else ()
     with torch.no_grad(), _bar(len(talks) * (1 + len(several)), progress) as tick:
         for size, padded, length in talks:
@@ -82,6 +84,15 @@ def _prompts(budget: float | None) -> tuple[int, int]:
 def _paddings(rows: int) -> tuple[bool, ...]:
     """Whether a batch may be padded; `generate` leaves out arguments where it is not."""
     return (False, True) if rows > 1 else (False,)
+
+
+def _third(rows: Sequence[int]) -> list[int]:
+    """A batch size for padded rows after two others.
+
+    A padding mask's size is a number in the first graph that has one, so the second graph begins to count anew.
+    """
+    several = {size for size in rows if size > 1}
+    return [max(several) + 1] if len(several) == 2 else []
 
 
 def _encodes(model: Any) -> bool:

@@ -1,4 +1,4 @@
-"""One thread (two on a shared machine are slower than one), and no compiled code carried from test to test.
+"""No compiled code is carried from test to test.
 
 Tests that ask for `traced` are the exception: they share what Dynamo traces of a model that they call in the same way.
 """
@@ -6,15 +6,44 @@ Tests that ask for `traced` are the exception: they share what Dynamo traces of 
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 from tests import models
+from tests.quick import trace_quickly
 from tests.traces import Traced
 
-torch.set_num_threads(1)
+trace_quickly()
+
+
+LEAST, EVERY = 2, 6
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--some", action="store_true", help=f"of each slow test's cases {LEAST}, or every {EVERY}th")
+
+
+@pytest.hookimpl(trylast=True)  # when the others have been left out
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--some"):
+        return
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("every_case"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    chosen = {id(item) for items in cases.values() for item in spread(items)}
+    left = [item for items in cases.values() for item in items if id(item) not in chosen]
+    config.hook.pytest_deselected(items=left)
+    items[:] = [item for item in items if item not in left]
+
+
+def spread(cases: list[pytest.Item]) -> list[pytest.Item]:
+    """Some of them, at even distances, the first and the last among them."""
+    count = min(len(cases), max(LEAST, math.ceil(len(cases) / EVERY)))
+    return [cases[round(place * (len(cases) - 1) / max(1, count - 1))] for place in range(count)]
 
 
 def pytest_collection_finish() -> None:

@@ -150,13 +150,11 @@ def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["full", "h2o"])
-def test_bfloat16_compiles(policy: str) -> None:
+def test_bfloat16_compiles() -> None:
     model = build("Llama", torch.bfloat16)
     ids, mask = prompt(3, 16, (2, 0, 1))
-    budget = None if policy == "full" else 12
     ours, plain = (
-        force(model, ids, mask, [8, *[1] * 8], policy=policy, budget=budget, inner=i) for i in ("inductor", "eager")
+        force(model, ids, mask, [8, *[1] * 8], policy="h2o", budget=12, inner=i) for i in ("inductor", "eager")
     )
     assert torch.allclose(ours.logits[mask.bool()].float(), plain.logits[mask.bool()].float(), atol=0.05)
 
@@ -172,16 +170,3 @@ def test_a_step_of_one_row_calls_no_library_for_its_weights(architecture: str, d
     assert not re.findall(r"extern_kernels\.(?:mm|addmm)\(|ops\.aten\.(?:to|_to_copy|copy_)\b", codes[-1])
     plain = force(model, ids, mask, [9, 1, 1, 1], inner="eager", **steps)
     assert torch.allclose(ours.logits, plain.logits, atol=1e-4 if dtype == torch.float32 else 0.05)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", ["streaming", "h2o"])
-def test_layers_share_their_kernels(policy: str) -> None:
-    """Eight layers take no more kernels than five: what is compiled does not grow with the depth."""
-    ids, mask = prompt(1, 12, ())
-    kernels = []
-    for layers in (5, 8):
-        model = build("Llama", layers=layers)
-        _, codes = run_and_get_code(lambda m=model: force(m, ids, mask, [9, 1, 1, 1], policy=policy, budget=8))
-        kernels.append(codes[-1].count("async_compile.cpp_pybinding("))
-    assert kernels[1] <= kernels[0]

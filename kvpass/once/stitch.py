@@ -82,7 +82,7 @@ class _Kinds:
         self.parts, self.patches, self.alike = parts, patches, alike
         self.values: dict[fx.Node, Any] = dict(zip(graphs.placeholders(gm.graph), parts.examples, strict=True))
         self._sizes = {compat.expression(v): n for n, v in self.values.items() if isinstance(v, torch.SymInt)}
-        self._known: dict[Any, tuple[compat.Boxed, list[Any]]] = {}
+        self._known: dict[Any, tuple[compat.Boxed, list[Any], set[Any]]] = {}
 
     def run_of(self, piece: Segment) -> tuple[Segment, compat.Boxed] | None:
         """A piece with all its operands, and what runs it; None if it cannot be run apart."""
@@ -92,20 +92,20 @@ class _Kinds:
         if compiled is None:
             return None
         run, made = compiled
-        self.values.update(zip(piece.returned, self.parts.fresh(made), strict=True))
+        self.values.update(zip(piece.returned, made, strict=True))
         return piece, run
 
     def _compiled(self, piece: Segment, operands: list[Any]) -> tuple[compat.Boxed, list[Any]] | None:
-        """What runs a piece, and fakes of what it gives; these must have none of the sizes that it may be shared by."""
-        shared, exact = piece.key(operands, self.alike), piece.key(operands)
-        known = self._known.get(shared) or self._known.get(exact)
-        if known is not None:
-            return known
-        module = as_module(piece, operands)
-        compiled = self.parts.compile(module, operands, self.patches(module))
-        if compiled is not None:
-            self._known[exact if segments.met(compiled[1], self.alike) else shared] = compiled
-        return compiled
+        """What runs a piece, and fakes of what it gives, in sizes of its own."""
+        key, own = piece.key(operands, self.alike), segments.met(operands, self.alike)
+        if key not in self._known:
+            module = as_module(piece, operands)
+            compiled = self.parts.compile(module, operands, self.patches(module))
+            if compiled is None:
+                return None
+            self._known[key] = (*compiled, own)
+        run, made, theirs = self._known[key]
+        return run, self.parts.fresh(made, dict(zip(theirs, own, strict=True)) if len(own) == 1 else {})
 
     def _bound(self, piece: Segment) -> list[fx.Node]:
         """The inputs of the graph that say what the symbols in the sizes of a piece's operands are."""

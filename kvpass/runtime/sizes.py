@@ -66,6 +66,21 @@ def free_sizes(gm: fx.GraphModule, sites: list[AttentionSite]) -> tuple[Places, 
     return {symbol: place for symbol, place in known.items() if symbol in wanted}, others
 
 
+@dataclasses.dataclass(frozen=True)
+class Tie:
+    """A size that is one of `StepRunner.sizes` in a call, by its place among them.
+
+    Dynamo gives the rows of a padding mask a symbol of their own if nothing says that they are those of the tokens.
+    """
+
+    place: int
+
+
+def ties(others: Iterable[int | None], numbers: tuple[int, ...]) -> tuple[int | Tie | None, ...]:
+    """Sizes of other inputs, as the first of `numbers` that they equal, if there is one."""
+    return tuple(Tie(numbers.index(size)) if size in numbers else size for size in others)
+
+
 def counters(gm: fx.GraphModule) -> dict[Any, int]:
     """Symbols that are arguments themselves and no tensor's size, such as a cache's own count, and their places.
 

@@ -40,7 +40,7 @@ from kvpass.runtime.padding import (
     told_by,
 )
 from kvpass.runtime.ready import Measures, Opened, Ready, ReadySteps
-from kvpass.runtime.sizes import Counter, counters, free_sizes, lasting, lengths_of, measured, size_at
+from kvpass.runtime.sizes import Counter, Tie, counters, free_sizes, lasting, lengths_of, measured, size_at, ties
 
 MOST_UNCLEAR = 4  # sizes that may or may not follow the cache and are tried one by one
 
@@ -171,14 +171,14 @@ class StepRunner:
         numbers, seen = measures.numbers, caches[0].seen
         new = self._queries(numbers)
         counters = tuple(Counter.of(arguments[place], seen, new) for place in self.counters.values())
-        how = (counters, others, windows, known, sweep)
-        call = (*how, numbers, tuple((cache.layout, cache.slots.capacity) for cache in caches))
+        how, tied = (counters, windows, known, sweep), ties(others, numbers)
+        call = (*how, others, numbers, tuple((cache.layout, cache.slots.capacity) for cache in caches))
         ready = self.ready.known(call, measures)
         if ready is not None:
             return ready
 
         def rewritten(opened: Opened | None) -> StepRewrite:
-            sizes = self._sizes(numbers, counters, others, windows, opened)
+            sizes = self._sizes(numbers, counters, tied if opened else others, windows, opened)
             sized = opened.by_place if opened else {}
             layouts = [measures.layout(i, cache.layout, sized) for i, cache in enumerate(caches)] if opened else []
             return self._specialise(caches, arguments, sizes, windows, known, sweep, layouts)
@@ -187,7 +187,7 @@ class StepRunner:
         room = tuple((measures.common(x.layout), x.slots.capacity - x.layout.capacity) for x in caches)
         with compat.one_at_a_time():
             ready = self.ready.made(
-                call, (*how, room) if opens else None, measures, self._queries(numbers) == 1, rewritten
+                call, (*how, tied, room) if opens else None, measures, self._queries(numbers) == 1, rewritten
             )
             self.worked.add(others)
         return ready
@@ -394,7 +394,7 @@ class StepRunner:
         self,
         numbers: tuple[int, ...],
         counters: tuple[Counter, ...],
-        others: tuple[int | None, ...],
+        others: tuple[int | Tie | None, ...],
         windows: tuple[int | None, ...],
         opened: Opened | None,
     ) -> Sizes:
@@ -402,11 +402,14 @@ class StepRunner:
         if opened:
             ours = opened.symbols
             known.update({symbol: ours[place] for place, symbol in enumerate(self.sizes) if place in ours})
+        tied_to = tuple(known.values())
         new = graphs.expr(self.sites[0].queries).subs(known) if opened else self._queries(numbers)
         for symbol, counter in zip(self.counters, counters, strict=True):
             if counter.counts != "seen":
                 known[symbol] = counter.number + (new if counter.counts == "new" else 0)
-        known.update({x: size for x, size in zip(self.others, others, strict=True) if size is not None})
+        for symbol, size in zip(self.others, others, strict=True):
+            if size is not None:
+                known[symbol] = tied_to[size.place] if isinstance(size, Tie) else size
         lengths = [x - c.number for x, c in zip(self.counters, counters, strict=True) if c.counts == "seen"]
         for site, window in zip(self.sites, windows, strict=True):
             for past in (site.past_key, site.past_value):

@@ -8,10 +8,10 @@ import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
-import torch
 
 from tests.adversary.generator import Program, program
 from tests.adversary.oracle import Invalid, Verdict, judge
+from tests.quick import trace_quickly
 
 LEAST_HELD = 0.3
 """The share of examples that must be held; a judge to whom all is refused has no teeth."""
@@ -79,11 +79,12 @@ def alone() -> ProcessPoolExecutor:
 
 
 def checked(examples: int, start: int) -> None:
-    torch.set_num_threads(1)
+    trace_quickly()
     run(examples, start).check()
 
 
 @pytest.mark.slow
+@pytest.mark.every_case
 @pytest.mark.parametrize("start", range(1, 9))
 def test_many_generated_models(start: int) -> None:
     with alone() as pool:

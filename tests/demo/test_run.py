@@ -21,7 +21,7 @@ from kvpass.demo.subject import Subject, has_position_table
 from kvpass.errors import AlignerError, KVPassError, PolicyError
 
 TOKENIZER = Path(__file__).parents[2] / "examples" / "models" / "tokenizer"
-POLICIES = ["full", "h2o", "random", "streaming", "window"]
+POLICIES = ["full", "h2o", "streaming"]
 
 
 def subject(trained, tabled=False) -> Subject:
