@@ -17,7 +17,7 @@ test: $(INSTALLED)
 	$(PYTEST) --dist loadfile
 
 # Of slow tests with many cases a few, spread evenly, which takes half an hour on two cores; `make whole` runs all cases
-# of all tests, in two hours.
+# of all tests, in two and a half.
 slow: $(INSTALLED)
 	$(PYTEST) --dist worksteal -m slow --some
 
@@ -46,14 +46,14 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# What the demo needs, and what developing does.
+# What the demo needs, and what developing does.  Most of what is installed is never imported, so nothing is compiled ahead.
 $(RUNS): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -c constraints.txt -e '.[demo]'
+	$(BIN)/python -m pip install --no-compile -c constraints.txt -e '.[demo]'
 	touch $@
 
 $(INSTALLED): $(RUNS)
-	$(BIN)/python -m pip install -c constraints.txt -e '.[demo,test,dev]'
+	$(BIN)/python -m pip install --no-compile -c constraints.txt -e '.[demo,test,dev]'
 	touch $@
 
 clean:

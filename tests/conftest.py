@@ -19,11 +19,11 @@ from tests.traces import Traced
 trace_quickly()
 
 
-LEAST, EVERY = 2, 6
+EVERY = 12
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--some", action="store_true", help=f"of each slow test's cases {LEAST}, or every {EVERY}th")
+    parser.addoption("--some", action="store_true", help=f"of each slow test's cases every {EVERY}th, one at least")
 
 
 @pytest.hookimpl(trylast=True)  # when the others have been left out
@@ -32,7 +32,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("slow") and not item.get_closest_marker("every_case"):
+        if item.get_closest_marker("slow"):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     chosen = {id(item) for items in cases.values() for item in spread(items)}
     left = [item for items in cases.values() for item in items if id(item) not in chosen]
@@ -41,9 +41,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def spread(cases: list[pytest.Item]) -> list[pytest.Item]:
-    """Some of them, at even distances, the first and the last among them."""
-    count = min(len(cases), max(LEAST, math.ceil(len(cases) / EVERY)))
-    return [cases[round(place * (len(cases) - 1) / max(1, count - 1))] for place in range(count)]
+    """Some of the cases of one test, at even distances; `some` says how many, if it has that mark."""
+    asked = cases[0].get_closest_marker("some")
+    count = asked.args[0] if asked else math.ceil(len(cases) / EVERY)
+    return [cases[(2 * place + 1) * len(cases) // (2 * count)] for place in range(count)]
 
 
 def pytest_collection_finish() -> None:
