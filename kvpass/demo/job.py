@@ -51,13 +51,11 @@ class Job:
         return 1 if isinstance(self.planted, KVPassError) else recall.pieces(self.planted.text)
 
     def recall(self, policy: str, tick: Tick) -> Recall | KVPassError:
-        """Inductor would take longer to compile than the small model takes without it."""
+        """What of the planted pairs the model recalls."""
         planted = self.planted
         if isinstance(planted, KVPassError):
             return planted
-        return self._attempt(
-            policy, self.memory, "eager", None, lambda: recall.measure(self.memory.model, planted, tick)
-        )
+        return self._attempt(policy, self.memory, None, None, lambda: recall.measure(self.memory.model, planted, tick))
 
     def stream_documents(self, policy: str, tick: Tick) -> Run | KVPassError:
         return self._stream(policy, self.documents, tick)
@@ -78,7 +76,7 @@ class Job:
         planted = self.planted
         if isinstance(planted, KVPassError):
             return planted
-        return self._attempt(policy, self.memory, "eager", None, lambda: self._completions(planted))
+        return self._attempt(policy, self.memory, None, None, lambda: self._completions(planted))
 
     def _completions(self, planted: Planted) -> list[str]:
         """Sampled, the same numbers for every policy; the prompt goes in by chunks, so that the question comes late."""
@@ -97,14 +95,21 @@ class Job:
         return [text.partition("\n")[0] for text in said]
 
     def _attempt(
-        self, name: str, subject: Subject, inner: str, room: int | None, action: Callable[[], T]
+        self, name: str, subject: Subject, inner: str | None, room: int | None, action: Callable[[], T]
     ) -> T | KVPassError:
+        """`action()` under a policy.
+
+        Args:
+            inner: None for what is quicker with a small model.  Compiling takes longer than running it, but turns of
+                keys at their ranks, uncompiled, cost the square of the rows.
+        """
         try:
             policy = self.settings.policy(name)
         except KVPassError as error:
             return error
         with torch.inference_mode(), _threads(self.settings.threads):
             slots = self.settings.slots(policy, room)
+            inner = inner or ("inductor" if policy.positions == "cache" else "eager")
             return attempt(subject.model, policy, slots, inner, action, self.settings.kv_dtype)
 
 
