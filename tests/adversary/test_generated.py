@@ -84,7 +84,7 @@ def checked(examples: int, start: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.some(4)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("start", range(1, 9))
 def test_many_generated_models(start: int) -> None:
     with alone() as pool:

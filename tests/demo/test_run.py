@@ -186,7 +186,7 @@ def saved(model, tmp_path: Path) -> tuple[transformers.PreTrainedTokenizerFast, 
 @pytest.mark.slow
 def test_several_processes_give_what_one_gives(tmp_path):
     _, text = saved(llama(), tmp_path)
-    tasks = [Task("completions", "complete", policy, 5) for policy in ("window", "kv_align", "streaming")]
+    tasks = [Task("completions", "complete", policy, 5) for policy in ("window", "kv_align", "h2o")]
     found, ticks = [], []
     for processes in (1, 2):
         settings = Settings(
