@@ -136,14 +136,19 @@ def test_a_prompt_that_cannot_be_adopted_is_refused(settings: dict[str, str]) ->
             compiled(ids[:, 8:], past_key_values=cache, use_cache=True)
 
 
-def test_full_without_budget_doubles_its_slots() -> None:
+@pytest.mark.parametrize("queries", [1, 7, 149])
+def test_full_without_budget_doubles_its_slots(monkeypatch: pytest.MonkeyPatch, queries: int) -> None:
+    monkeypatch.setattr("kvpass.budget.SPARE", 30)
     model = build("Llama")
-    ids, mask = prompt(1, 300, ())
+    ids, mask = prompt(2, 300, ())
     with torch.no_grad():
         expected = model(ids).logits
-    run = force(model, ids, mask, [2, *[1] * 298], inspect=False, policy="full", inner="eager")
-    assert torch.allclose(run.logits, expected, atol=1e-4)
-    assert kvpass.inspect(run.cache).layers[0].capacity > 300
+    pieces = [2, *[queries] * (298 // queries)]
+    run = force(model, ids, mask, pieces, inspect=False, policy="full", inner="eager")
+    told = sum(pieces)
+    assert torch.allclose(run.logits, expected[:, :told], atol=1e-4)
+    layers = kvpass.inspect(run.cache).layers
+    assert all(layer.capacity > told and (layer.positions >= 0).sum(-1).unique().tolist() == [told] for layer in layers)
 
 
 def test_budget_as_a_share_of_the_prompt() -> None:

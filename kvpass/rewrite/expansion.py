@@ -2,7 +2,7 @@
 
 The cache of such a layer holds a latent vector and a shared key for each token, and the model makes the keys and
 values of all heads from them.  The subgraph that does so is cut out and applied to slots at read, under `vmap` as in
-`kvpass.rewrite.instantiate`; the slots hold what the model caches and are no larger.
+`kvpass.rewrite.mask_slice`; the slots hold what the model caches and are no larger.
 
 A mask may be computed from what is cached as well, say by a bias for each key that is made from its value.  What it
 reads of a token's rows alone, its *facts*, is cut out with the keys and values.

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvpass import compat
 from kvpass.graphs import value
 from kvpass.layer.slots import Slots
-from kvpass.rewrite.instantiate import Entry
+from kvpass.rewrite.mask_slice import Entry
 
 if TYPE_CHECKING:
     from kvpass.rewrite.context import StepContext

@@ -15,7 +15,7 @@ from kvpass import graphs
 from kvpass.capture import selection, tokens
 from kvpass.capture.sites import AttentionSite
 from kvpass.graphs import value
-from kvpass.rewrite.instantiate import Around, MaskSlice, cut_mask
+from kvpass.rewrite.mask_slice import Around, MaskSlice, cut_mask
 
 if TYPE_CHECKING:
     from kvpass.rewrite.context import StepContext

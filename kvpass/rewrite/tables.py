@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvpass import graphs
 from kvpass.lowering.rope import Pairs
-from kvpass.rewrite.instantiate import RotarySlice
+from kvpass.rewrite.rotary_slice import RotarySlice
 
 if TYPE_CHECKING:
     from kvpass.rewrite.context import StepContext

@@ -37,7 +37,7 @@ from kvpass.errors import UnsupportedGraph
 from kvpass.graphs import Sizes, value
 from kvpass.layer.slots import FREE, Layout, Slots, first_state
 from kvpass.rewrite.context import StepContext
-from kvpass.rewrite.instantiate import RotarySlice
+from kvpass.rewrite.rotary_slice import RotarySlice
 from kvpass.rewrite.result import StepRewrite
 from kvpass.storage import KVDtype, Rows, plain
 

@@ -34,6 +34,7 @@ def make_room(cache: LayerCache, queries: int) -> None:
         )
     capacity = budgets.slots_for(layout.policy, None, cache.seen + queries)
     _grow(cache, dataclasses.replace(layout, budget=capacity, capacity=capacity))
+    cache.limit = capacity
 
 
 def even_out(one: LayerCache, other: LayerCache) -> None:

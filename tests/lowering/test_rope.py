@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvpass.graphs import Slice
 from kvpass.lowering.rope import Pairs, pairs_of, weights_of
-from kvpass.rewrite.instantiate import RotarySlice
+from kvpass.rewrite.rotary_slice import RotarySlice
 
 POSITIONS, WIDTH = 7, 12
 

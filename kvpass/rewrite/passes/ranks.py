@@ -27,7 +27,7 @@ from kvpass.capture.rotary import (
 from kvpass.errors import UnsupportedGraph
 from kvpass.graphs import value
 from kvpass.rewrite.context import StepContext
-from kvpass.rewrite.instantiate import cut_rotary
+from kvpass.rewrite.rotary_slice import cut_rotary
 from kvpass.rewrite.record import Record
 
 BOTH_WAYS = "a mask reads the positions through the same operation as the rotary embedding"

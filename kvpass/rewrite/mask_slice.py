@@ -1,8 +1,8 @@
-"""The model's own mask and rotary embedding, asked about slots.
+"""The model's own mask, asked about slots.
 
-No formula is recognised.  The subgraph that computes the mask from the key index, and the one that
-computes the cached key from positions, are cut out and fed other tensors under `vmap`: inside, every slot
-looks like the one key that was traced, so that whatever sizes the model's code spells out stay valid.
+No formula is recognised.  The subgraph that computes the mask from the key index is cut out and fed other tensors under
+`vmap`: inside, every slot looks like the one key that was traced, so that whatever sizes the model's code spells out stay
+valid.
 """
 
 from __future__ import annotations
@@ -16,16 +16,11 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass import compat, graphs
+from kvpass import graphs
 from kvpass.capture import operators, selection
 from kvpass.capture.keys import KeyAxis
-from kvpass.capture.rotary import Rotary
-from kvpass.capture.sites import AttentionSite
 from kvpass.errors import UnsupportedGraph
 from kvpass.graphs import Sizes, Slice, expr, value
-from kvpass.lowering.rope import Pairs, pairs_of, weights_of
-from kvpass.lowering.written import written_out
-from kvpass.rewrite.pieces import InPieces, Padded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +164,7 @@ def cut_mask(gm: fx.GraphModule, mask: fx.Node, sizes: Sizes, around: Around) ->
     behind = graphs.ancestors(mask, [*around.stored, *(each.node for each in chosen)])
     roots = [*around.counts, *around.inputs]
     moved = graphs.dependent(gm.graph, behind, roots)
-    _check_not_overwritten(moved, behind - set(around.inputs), mask)
+    check_not_overwritten(moved, behind - set(around.inputs), mask)
     facts = _facts(gm.graph, mask, around.stored, roots)
     cutter = _KeyCutter(gm, sizes, around, behind, facts, chosen)
     made = cutter.cut(mask)
@@ -185,7 +180,7 @@ def _facts(graph: fx.Graph, mask: fx.Node, stored: list[fx.Node], roots: list[fx
     return [n for n in graph.nodes if n in own and (n is mask or any(u in behind - own for u in n.users))]
 
 
-def _check_not_overwritten(moved: set[fx.Node], behind: set[fx.Node], result: fx.Node) -> None:
+def check_not_overwritten(moved: set[fx.Node], behind: set[fx.Node], result: fx.Node) -> None:
     """Refuse writes in place that a copy of `moved` would miss, or that come after what is read of `behind`."""
     for writer in (graphs.overwritten(moved), graphs.overwritten(behind, since=result)):
         if writer is not None:
@@ -373,144 +368,3 @@ def _expanded(node: fx.Node, copied: fx.Node) -> tuple[Any, ...]:
     added = len(after) - len(before)
     kept = [i >= added and expr(before[i - added]) == expr(size) for i, size in enumerate(after)]
     return (base, *(-1 if same else size for same, size in zip(kept, sizes, strict=True)))
-
-
-Like = tuple[tuple[Any, ...], torch.dtype]
-"""The shape and the dtype of a tensor, or of a size, which may be open."""
-
-
-@dataclasses.dataclass(frozen=True)
-class RotarySlice:
-    """The rotary embedding as a function of the key before it and of its position, in two parts.
-
-    The first depends on positions alone (cosines and sines, say).  It is evaluated once for the ranks
-    0, 1, ... and gives a table that all layers share; the second turns a key with a row of the table.
-
-    Attributes:
-        angles: from positions, shaped as `position`, to what the key is turned with.
-        turn: inputs are the key [B, Hkv, q, D] and the results of `angles`.
-        position: the shape of the positions that the model's code expects.
-        angled: shapes and dtypes of what `angles` reads besides positions.
-        turned: and of what `turn` gets besides the results of `angles`, the key [B, Hkv, q, D] first.
-    """
-
-    angles: Slice
-    turn: Slice
-    position: tuple[Any, ...]
-    angled: tuple[Like, ...]
-    turned: tuple[Like, ...]
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        return (self.angles.key, self.turn.key, str(self.position))
-
-    @property
-    def shape(self) -> tuple[Any, ...]:
-        """[B, Hkv, q, D] of the keys."""
-        return self.turned[0][0]
-
-    def at_hand(self) -> RotarySlice:
-        """The same for the call at hand alone, with numbers for open sizes."""
-        position, *rest = (
-            tuple(map(compat.at_hand, shape))
-            for shape in (self.position, *(s for s, _ in (*self.angled, *self.turned)))
-        )
-        likes = list(zip(rest, (dtype for _, dtype in (*self.angled, *self.turned)), strict=True))
-        count = len(self.angled)
-        return dataclasses.replace(self, position=position, angled=tuple(likes[:count]), turned=tuple(likes[count:]))
-
-    def table(self, count: int, bound: list[Tensor], device: torch.device) -> list[Tensor]:
-        """What keys at positions 0 .. count - 1 are turned with, each [count, ...]."""
-
-        run = self.angles.module if isinstance(count, int) else Padded(self.angles.module).run
-
-        def at(place: Tensor) -> tuple[Tensor, ...]:
-            result: tuple[Tensor, ...] = run(place.expand(self.position), *bound)
-            return result
-
-        return [written_out(rows) for rows in torch.vmap(at)(torch.arange(count, device=device))]
-
-    def on_slots(self, keys: Tensor, rank: Tensor, table: list[Tensor], bound: list[Tensor]) -> list[Tensor]:
-        """Keys [B, Hkv, N, D] at positions [B, H', N] -> rotated, in pieces [B, Hkv, N, d] of D."""
-        turn = InPieces(self.turn.module)
-
-        def one(key: Tensor, place: Tensor) -> tuple[Tensor, ...]:
-            """One slot's keys [B, Hkv, D] at one position."""
-            repeated = key[:, :, None].expand(-1, -1, self.shape[2], -1)
-            pieces = turn.run_on(repeated, *(rows[place] for rows in table), *bound)
-            return tuple(piece[:, :, 0] for piece in pieces)
-
-        slots = torch.vmap(one, in_dims=(2, 0), out_dims=2)  # over N
-        turned = torch.vmap(torch.vmap(lambda place: slots(keys, place)))(rank)
-        return [_diagonals(piece) for piece in turned]
-
-    def pairs(self) -> Pairs | None:
-        """Which numbers of a key are mixed, seen on unit vectors; None for what is no mixture that kernels know.
-
-        That is also what is not linear, as a norm behind the embedding, or differs between rows, heads or queries.
-        """
-        drawn = torch.Generator().manual_seed(0)
-
-        def like(given: Like) -> Tensor:
-            return torch.randn(given[0], generator=drawn).to(given[1])
-
-        try:
-            angles = self.angles.module(torch.tensor(3).expand(self.position), *map(like, self.angled))
-            rest = [*angles, *map(like, self.turned[1:])]
-            keys = torch.cat([torch.eye(self.shape[3]), like(((1, self.shape[3]), torch.float32)) * 9])
-            turned = [self.turn.module(key.expand(self.shape), *rest) for key in keys.to(self.turned[0][1])]
-        except (RuntimeError, IndexError):  # it has tensors on another device, or looks up what drawn numbers are not
-            return None
-        alike = all(torch.equal(x, x[:1, :1, :1].expand_as(x)) for x in turned)
-        matrix, got = torch.stack([x[0, 0, 0] for x in turned]).double().tensor_split([self.shape[3]])
-        wanted = keys[-1:].double() @ matrix
-        linear = torch.allclose(got, wanted, rtol=0, atol=0.02 * float(wanted.abs().max()))
-        return pairs_of(matrix) if alike and linear else None
-
-    def weights(self, pairs: Pairs, table: list[Tensor], bound: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """What numbers and their partners are multiplied with at the positions of a table, each [N, D]."""
-
-        def turn(key: Tensor) -> Tensor:
-            turned: Tensor = torch.vmap(lambda *rows: self.turn.module(key.expand(self.shape), *rows, *bound))(*table)
-            return turned[:, 0, 0, 0]
-
-        return weights_of(turn, pairs, torch.empty(self.shape[3], dtype=self.turned[0][1], device=table[0].device))
-
-
-def _diagonals(turned: Tensor) -> Tensor:
-    """[B, H', B, Hkv, N, d] -> [B, Hkv, N, d]: each row and head at its own positions."""
-    turned = turned.diagonal(0, 0, 2).movedim(-1, 0)  # [B, H', Hkv, N, d]
-    return turned[:, 0] if turned.shape[1] == 1 else turned.diagonal(0, 1, 2).movedim(-1, 1)
-
-
-def cut_rotary(gm: fx.GraphModule, site: AttentionSite, rotary: Rotary, sizes: Sizes) -> RotarySlice:
-    """Cut the rotary embedding of a site's key out."""
-
-    def number(node: fx.Node) -> Any:
-        if sizes.grows(node):
-            raise UnsupportedGraph(f"the rotary embedding uses the cache's length, {value(node)}, as a size")
-        return sizes.fixed(node)
-
-    behind = graphs.behind([site.key], {rotary.raw})
-    _check_not_overwritten(graphs.dependent(gm.graph, behind, [rotary.raw, rotary.position]), behind, site.key)
-    angles = _angles(gm, site.key, rotary)
-    turn = graphs.cut(gm, [site.key], [rotary.raw, *angles], number, unpack=True)
-    cut = graphs.cut(gm, angles, [rotary.position], number)
-    position, *angled = (_like(node, sizes) for node in (rotary.position, *cut.bound))
-    turned = tuple(_like(node, sizes) for node in (rotary.raw, *turn.bound))
-    return RotarySlice(cut, turn, position[0], tuple(angled), turned)
-
-
-def _like(node: fx.Node, sizes: Sizes) -> Like:
-    if graphs.is_size(node):
-        return (), torch.int64
-    given = value(node)
-    return tuple(sizes.fixed(size) for size in given.shape), given.dtype
-
-
-def _angles(gm: fx.GraphModule, key: fx.Node, rotary: Rotary) -> list[fx.Node]:
-    """The tensors that depend on positions alone and that the key is turned with."""
-    rest = graphs.behind([key], {rotary.raw})
-    on_position = graphs.dependent(gm.graph, rest, [rotary.position])
-    on_key = graphs.dependent(gm.graph, rest | {rotary.raw}, [rotary.raw])
-    return [n for n in gm.graph.nodes if n in on_position - on_key and any(user in on_key for user in n.users)]
