@@ -260,6 +260,11 @@ class Backend:
         """Whether the graph of a chunk is compiled at its first run, and not at its second."""
         return False
 
+    @property
+    def compiles_prompts_at_once(self) -> bool:
+        """The same of the graph of a prompt whose sizes are numbers, on a CPU; what is no work is done at once."""
+        return self.inner != "inductor" or self.compiles_at_once
+
     def opens_sizes(self, device: torch.device) -> bool:
         """Whether what compiles for a device can do with sizes that are no numbers; on GPUs that was not tried."""
         return self.inner in ("inductor", "eager") and device.type == "cpu"

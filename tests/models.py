@@ -90,7 +90,7 @@ class Run:
 
 @torch.no_grad()
 def force(model: Any, ids: Tensor, mask: Tensor, steps: Sequence[int], *, inspect: bool = True, **backend: Any) -> Run:
-    """Feed `ids` in pieces of the given lengths, the first from an empty cache.
+    """Feed `ids` in pieces of the given lengths, the first from an empty cache, twice where only then it is compiled.
 
     Args:
         model: a module, compiled anew, or one that is `Traced`.
@@ -102,18 +102,22 @@ def force(model: Any, ids: Tensor, mask: Tensor, steps: Sequence[int], *, inspec
         torch._dynamo.reset()
         compiled = torch.compile(model, backend=chosen)
     position = (mask.cumsum(-1) - 1).clamp(min=0)
-    logits, held, cache, done = [], [], None, 0
-    for count in steps:
-        chunk = slice(done, done + count)
-        done += count
-        out = compiled(
-            ids[:, chunk].contiguous(),
-            attention_mask=mask[:, :done].contiguous(),
-            position_ids=position[:, chunk].contiguous(),
+
+    def fed(start: int, end: int, cache: Any) -> Any:
+        return compiled(
+            ids[:, start:end].contiguous(),
+            attention_mask=mask[:, :end].contiguous(),
+            position_ids=position[:, start:end].contiguous(),
             past_key_values=cache,
             use_cache=True,
         )
-        cache = out.past_key_values
+
+    if not chosen.compiles_prompts_at_once:
+        fed(0, steps[0], None)
+    logits, held, cache, done = [], [], None, 0
+    for count in steps:
+        out = fed(done, done + count, cache)
+        cache, done = out.past_key_values, done + count
         logits.append(out.logits)
         if inspect:
             held.append([layer.positions for layer in kvpass.inspect(cache).layers])

@@ -72,6 +72,11 @@ class Compiler(Protocol):
         """Whether the graph of a chunk is compiled at its first run, and not at its second."""
         ...
 
+    @property
+    def compiles_prompts_at_once(self) -> bool:
+        """The same of the graph of a prompt whose sizes are numbers, on a CPU."""
+        ...
+
     def opens_sizes(self, device: torch.device) -> bool:
         """Whether what compiles for a device can do with sizes that are no numbers."""
         ...

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -58,6 +58,27 @@ class PromptLayer:
         return dataclasses.replace(self, chunk=chunk, asked=asked)
 
 
+def _is_fixed(example: Any) -> bool:
+    """Whether it has no size that is open, and is on a CPU, where a graph that is not compiled costs little."""
+    if isinstance(example, Tensor):
+        return example.device.type == "cpu" and not compat.symbols(example)
+    return not isinstance(example, torch.SymInt)
+
+
+class _Later:
+    """Runs what is not compiled once, and is compiled for all further runs."""
+
+    def __init__(self, run: Callable[..., Any], compile: Callable[[Sequence[Any]], Callable[..., Any]]) -> None:
+        self._run, self._came = run, False
+        self._compile: Callable[[Sequence[Any]], Callable[..., Any]] | None = compile
+
+    def __call__(self, *arguments: Any) -> Any:
+        if self._came and self._compile is not None:
+            self._run, self._compile = self._compile(arguments), None
+        self._came = True
+        return self._run(*arguments)
+
+
 class PromptRunner:
     """Runs a prompt: the model's own attention, after which each layer's cache becomes slots."""
 
@@ -105,10 +126,23 @@ class PromptRunner:
         self.outputs = len(graphs.results(gm.graph))
 
     def compile(self, examples: Sequence[Any]) -> None:
-        """Hand the rewritten graph to the inner compiler, whose errors are its own."""
+        """Hand the rewritten graph to the inner compiler, whose errors are its own.
+
+        A prompt of a length that is a number may be the only one, and compiling takes longer than it does: the
+        rewritten graph itself runs, and is compiled when another prompt of that length comes.  One of another length
+        has a graph of its own, for all lengths.
+        """
+        may_come_once = all(_is_fixed(example) for example in examples)
+        if may_come_once and not self.backend.compiles_prompts_at_once:
+            self.inner: Callable[..., Any] = _Later(self.rewrite.gm.forward, self._compiled)
+        else:
+            self.inner = self._compiled(examples)
+
+    def _compiled(self, examples: Sequence[Any]) -> Callable[..., Any]:
         returned = graphs.results(self.rewrite.gm.graph)
         layers = [returned[site.keys_out] for site in self.sites]
-        self.inner = self.backend.compile_prompt(self.rewrite.gm, examples, layers)
+        with compat.one_at_a_time():
+            return self.backend.compile_prompt(self.rewrite.gm, examples, layers)
 
     def __call__(self, *arguments: Any) -> tuple[Any, ...]:
         with compat.with_torch_function():
