@@ -27,6 +27,7 @@ from kvpass.evaluation import plots
 
 TITLE = "Recall of planted pairs against distance"
 BUDGET, DOCUMENTS, LENGTH = 128, 16, 2048
+TURNS = 4  # prompts of all documents, each with another question
 SEED = 2_000_000_011  # of the pairs; neither training nor the demo has it
 
 
@@ -54,7 +55,7 @@ def rows(policies: Sequence[str], documents: int = DOCUMENTS, length: int = LENG
 
 def _recalled(model: Any, planted: Planted, name: str, budget: int, bar: Any) -> Recall | KVPassError:
     slots = budget if policies.get(name).evicts else None
-    return attempt(model, name, slots, "eager", lambda: recall.measure(model, planted, bar.update))
+    return attempt(model, name, slots, "eager", lambda: recall.measure(model, planted, bar.update, turns=TURNS))
 
 
 def _rows(name: str, outcome: Recall | KVPassError) -> Iterator[Row]:

@@ -44,9 +44,12 @@ def parser() -> argparse.ArgumentParser:
     job.add_argument("--text", metavar="FILE", type=Path, help="UTF-8 text (default: standard-library source)")
     job.add_argument("--aligner", metavar="FILE", type=Path, help="for kv_align (default: that of the bundled model)")
     job.add_argument("--out", metavar="DIR", type=Path, default=Path("out"), help="where results go" + shown)
+    job.add_argument(
+        "--planted", metavar="N", type=at_least(8), default=2048, help="tokens of a text with pairs" + shown
+    )
     job.add_argument("--documents", metavar="N", type=at_least(1), default=4, help="documents, one batch" + shown)
-    job.add_argument("--length", metavar="N", type=at_least(8), default=2048, help="tokens of each document" + shown)
-    job.add_argument("--stream", metavar="N", type=at_least(8), default=6000, help="tokens of the long stream" + shown)
+    job.add_argument("--length", metavar="N", type=at_least(8), default=1024, help="tokens of each document" + shown)
+    job.add_argument("--stream", metavar="N", type=at_least(8), default=3072, help="tokens of the long stream" + shown)
     job.add_argument("--threads", metavar="N", type=at_least(1), help="threads of torch (default: its own choice)")
     job.add_argument("--jobs", metavar="N", type=at_least(1), default=1, help="policies at a time" + shown)
     job.add_argument("--kv-dtype", choices=["int8", "int4"], help="of stored keys and values (default: the model's)")
@@ -179,6 +182,7 @@ def demo(parsed: argparse.Namespace) -> None:
             text=parsed.text,
             aligner=parsed.aligner,
             out=parsed.out,
+            planted=parsed.planted,
             documents=parsed.documents,
             length=parsed.length,
             stream=parsed.stream,

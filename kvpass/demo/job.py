@@ -23,8 +23,6 @@ from kvpass.storage import KVDtype
 
 T = TypeVar("T")
 Tick = Callable[[], object]
-TEMPERATURE = 0.7
-CHUNK = 64  # tokens of a prompt between two evictions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,11 +49,15 @@ class Job:
         return 1 if isinstance(self.planted, KVPassError) else recall.pieces(self.planted.text)
 
     def recall(self, policy: str, tick: Tick) -> Recall | KVPassError:
-        """What of the planted pairs the model recalls."""
+        """What of the planted pairs the model recalls; uncompiled inside, which is quicker with a model this small."""
         planted = self.planted
         if isinstance(planted, KVPassError):
             return planted
-        return self._attempt(policy, self.memory, None, None, lambda: recall.measure(self.memory.model, planted, tick))
+
+        def measured() -> Recall:
+            return recall.measure(self.memory.model, planted, tick, sampled=self.settings.new_tokens)
+
+        return self._attempt(policy, self.memory, "eager", None, measured)
 
     def stream_documents(self, policy: str, tick: Tick) -> Run | KVPassError:
         return self._stream(policy, self.documents, tick)
@@ -71,45 +73,16 @@ class Job:
 
         return self._attempt(policy, self.subject, "inductor", tokens.shape[1], streamed)
 
-    def complete(self, policy: str, tick: Tick) -> list[str] | KVPassError:
-        """What `generate` adds to each question, up to the end of the line."""
-        planted = self.planted
-        if isinstance(planted, KVPassError):
-            return planted
-        return self._attempt(policy, self.memory, None, None, lambda: self._completions(planted))
-
-    def _completions(self, planted: Planted) -> list[str]:
-        """Sampled, the same numbers for every policy; the prompt goes in by chunks, so that the question comes late."""
-        prompts = torch.stack([question.prompt for question in recall.questions(planted)])
-        torch.manual_seed(0)
-        ids = self.memory.model.generate(
-            prompts,
-            attention_mask=torch.ones_like(prompts),
-            max_new_tokens=self.settings.new_tokens,
-            do_sample=True,
-            temperature=TEMPERATURE,
-            prefill_chunk_size=CHUNK,
-            pad_token_id=self.memory.bos,
-        )
-        said: list[str] = self.memory.tokenizer.batch_decode(ids[:, prompts.shape[1] :], skip_special_tokens=True)
-        return [text.partition("\n")[0] for text in said]
-
     def _attempt(
-        self, name: str, subject: Subject, inner: str | None, room: int | None, action: Callable[[], T]
+        self, name: str, subject: Subject, inner: str, room: int | None, action: Callable[[], T]
     ) -> T | KVPassError:
-        """`action()` under a policy.
-
-        Args:
-            inner: None for what is quicker with a small model.  Compiling takes longer than running it, but turns of
-                keys at their ranks, uncompiled, cost the square of the rows.
-        """
+        """`action()` under a policy."""
         try:
             policy = self.settings.policy(name)
         except KVPassError as error:
             return error
         with torch.inference_mode(), _threads(self.settings.threads):
             slots = self.settings.slots(policy, room)
-            inner = inner or ("inductor" if policy.positions == "cache" else "eager")
             return attempt(subject.model, policy, slots, inner, action, self.settings.kv_dtype)
 
 
@@ -121,10 +94,10 @@ def prepare(settings: Settings) -> Job:
     """
     texts = read_texts(settings.text)
     subject, memory = load(settings.model), load_memory(settings.model)
-    fitted, tokens = settings.fitted(subject), subject.encode(texts)
+    fitted, tokens = settings.fitted(subject, memory), subject.encode(texts)
     documents = corpus.documents(tokens, fitted.documents, fitted.length, subject.bos)
     unbroken = corpus.unbroken(tokens, fitted.stream, subject.bos)
-    planted = _planted(memory, texts, fitted.length - fitted.new_tokens)  # leaves room for completions
+    planted = _planted(memory, texts, fitted.planted - fitted.new_tokens)  # leaves room for completions
     return Job(fitted, subject, torch.tensor(documents), torch.tensor([unbroken]), memory, planted)
 
 

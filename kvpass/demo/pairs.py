@@ -76,10 +76,6 @@ class Planted:
         """V, the words of a value."""
         return self.pairs.shape[2] - 3
 
-    def some(self, first: int, every: int) -> Planted:
-        """One of `every` rows, from row `first` on."""
-        return dataclasses.replace(self, text=self.text[first::every], pairs=self.pairs[first::every])
-
     def question(self, number: int) -> Tensor:
         """int64 [B, 2]: the mark and the key of a pair."""
         return self.pairs[:, number, :2]

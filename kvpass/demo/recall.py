@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvpass import compat
 from kvpass.demo.pairs import Planted, Tongue, plant
 from kvpass.demo.stream import PROMPT
 from kvpass.errors import KVPassError
@@ -17,10 +18,11 @@ from kvpass.errors import KVPassError
 DISTANCES = (16, 32, 64, 128, 256, 512, 1024, 2000)
 VALUE = 4  # words of a value
 TIMES = 2  # that a pair is said: it is used once before it is asked for
-ROWS = 16  # texts
-SHARES = 2  # whole prompts cost the most, so each distance is asked at the end of this share of the texts
+ROWS = 8  # texts
+TURNS = 2  # prompts of all rows, each row with another question: they cost the most
+TEMPERATURE = 0.7
 LATER, AT_ONCE = "asked after the text", "asked at the end of the prompt"
-PIECE = 16  # tokens of a text that go in together
+PIECE = 32  # tokens of a text that go in together
 SEED = 1_000_000_007  # of the pairs; training draws from smaller ones
 
 
@@ -32,11 +34,13 @@ class Recall:
         later: the text went in piece by piece, and nobody knew what would be asked.
         at_once: text and question were one prompt, and the cache was cut down after it.  The first word of a value,
             which is read from the whole prompt, is left out.
+        sampled: what was sampled after each of `questions`, asked after the text.
     """
 
     distances: tuple[int, ...]
     later: tuple[float, ...]
     at_once: tuple[float, ...]
+    sampled: tuple[tuple[int, ...], ...] = ()
 
     @property
     def ways(self) -> dict[str, tuple[float, ...]]:
@@ -81,6 +85,8 @@ def planted(
 class Question:
     """Tokens of one row: what is asked, what was planted, and how far back."""
 
+    row: int
+    number: int
     distance: int
     prompt: Tensor  # int64 [T + 2], the text and the question
     planted: Tensor  # int64 [3 + V], the line
@@ -95,22 +101,32 @@ def questions(planted: Planted) -> list[Question]:
 
 def _question(planted: Planted, row: int, number: int) -> Question:
     prompt = torch.cat([planted.text[row], planted.question(number)[row]])
-    return Question(planted.distances[number], prompt, planted.pairs[row, number])
+    return Question(row, number, planted.distances[number], prompt, planted.pairs[row, number])
 
 
-def measure(model: Any, planted: Planted, tick: Callable[[], object]) -> Recall:
-    """Ask a compiled model, or an uncompiled one, about every pair; `tick` is called after every piece of the text."""
+def measure(
+    model: Any, planted: Planted, tick: Callable[[], object], *, turns: int = TURNS, sampled: int = 0
+) -> Recall:
+    """Ask a compiled model, or an uncompiled one, about every pair.
+
+    Args:
+        tick: called after every piece of the text.
+        turns: how often the texts go in as prompts, each with one question at its end.
+        sampled: how many tokens are sampled after each of `questions`.
+    """
     numbers, cache = range(len(planted.distances)), read(model, planted.text, tick)
     later = [right(model, planted, number, copy.deepcopy(cache)) for number in numbers]
-    at_once = [right_at_once(model, planted.some(number % SHARES, SHARES), number) for number in numbers]
-    return Recall(planted.distances, tuple(later), tuple(at_once))
+    asked = questions(planted) if sampled else []
+    words = [sample(model, planted, question, sampled, copy.deepcopy(cache)) for question in asked]
+    return Recall(planted.distances, tuple(later), right_at_once(model, planted, turns), tuple(words))
 
 
 def read(model: Any, text: Tensor, tick: Callable[[], object]) -> Any:
     """The cache after text int64 [B, T], fed in pieces of one length; the prompt before them is what is left over."""
-    prompt = text.shape[1] - pieces(text) * PIECE
-    cache = model(text[:, :prompt], use_cache=True).past_key_values
-    for start in range(prompt, text.shape[1], PIECE):
+    first = text[:, : text.shape[1] - pieces(text) * PIECE]
+    compat.mark_growing(first, 1)  # prompts with a question are longer
+    cache = model(first, use_cache=True).past_key_values
+    for start in range(first.shape[1], text.shape[1], PIECE):
         cache = model(text[:, start : start + PIECE], past_key_values=cache, use_cache=True).past_key_values
         tick()
     return cache
@@ -127,11 +143,38 @@ def right(model: Any, planted: Planted, number: int, cache: Any) -> float:
     return _share(_said(model, torch.cat([planted.question(number), answer[:, :-1]], 1), cache)[:, 1:], answer)
 
 
-def right_at_once(model: Any, planted: Planted, number: int) -> float:
-    """The share of a value's words but the first, when the question ends the prompt."""
-    prompt = torch.cat([planted.text, planted.question(number)], 1)
-    cache, answer = model(prompt, use_cache=True, logits_to_keep=1).past_key_values, planted.answer(number)
-    return _share(_said(model, answer[:, :-1], cache), answer[:, 1:])
+def right_at_once(model: Any, planted: Planted, turns: int) -> tuple[float, ...]:
+    """The share of a value's words but the first, by distance, when a question ends the prompt."""
+    rows, count = len(planted.text), len(planted.distances)
+    shares: list[list[float]] = [[] for _ in range(count)]
+    for turn in range(max(turns, count - rows + 1)):  # every distance is asked of some row
+        numbers = [(row + turn) % count for row in range(rows)]
+        for number, share in zip(numbers, _right_in_turn(model, planted, torch.tensor(numbers)), strict=True):
+            shares[number].append(share)
+    return tuple(sum(each) / len(each) for each in shares)
+
+
+def _right_in_turn(model: Any, planted: Planted, numbers: Tensor) -> list[float]:
+    """For each row its share of right words, where the prompt ends with the question of that number."""
+    lines = planted.pairs[torch.arange(len(numbers)), numbers]  # [B, 3 + V]
+    question, answer = lines[:, :2], lines[:, 2:-1]
+    cache = model(torch.cat([planted.text, question], 1), use_cache=True, logits_to_keep=1).past_key_values
+    right: list[float] = (_said(model, answer[:, :-1], cache) == answer[:, 1:]).float().mean(1).tolist()
+    return right
+
+
+def sample(model: Any, planted: Planted, question: Question, count: int, cache: Any) -> tuple[int, ...]:
+    """Tokens sampled after a question, with the same random numbers whatever the model; uses up the cache."""
+    generator, said = torch.Generator().manual_seed(0), list[int]()
+    mark, column = torch.split(planted.question(question.number), 1, 1)
+    cache = model(mark, past_key_values=cache, use_cache=True).past_key_values
+    for _ in range(count):
+        out = model(column, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        shares = (out.logits[:, -1].float() / TEMPERATURE).softmax(-1)
+        column = torch.multinomial(shares, 1, generator=generator)
+        said.append(int(column[question.row, 0]))
+    return tuple(said)
 
 
 def right_uncached(model: Any, planted: Planted, number: int) -> float:

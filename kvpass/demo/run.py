@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from kvpass import policies
 from kvpass.demo import crew, plots, recall, tables
 from kvpass.demo.crew import Task
 from kvpass.demo.job import Job, prepare
-from kvpass.demo.recall import AT_ONCE, LATER, Question, Recall
+from kvpass.demo.recall import Question, Recall
 from kvpass.demo.settings import PARTS, Settings
 from kvpass.demo.stream import Run
 from kvpass.errors import KVPassError
@@ -32,17 +32,27 @@ WHAT_TO_SEE = (
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One part of the demo: a method of `Job` for each policy, and `show`, which makes tables and pictures."""
+    """One part of the demo.
+
+    Attributes:
+        method: of `Job`, called for each policy; parts may share what it gives.
+        ticks: of `method`.
+        caption: of the part's table.
+        rows: of one policy in it; None for a part that prints all at once.
+        finish: makes what needs the outcomes of all policies, such as pictures.
+    """
 
     name: str
     method: str
     policies: list[str]
     ticks: int
-    show: Callable[[Job, Outcomes], None]
+    caption: str
+    rows: Callable[[str, Any], list[tables.Row]] | None
+    finish: Callable[[Job, str, Outcomes], None]
 
     @property
     def tasks(self) -> list[Task]:
-        return [Task(self.name, self.method, policy, self.ticks) for policy in self.policies]
+        return [Task(self.method, policy, self.ticks) for policy in self.policies]
 
 
 def main(settings: Settings) -> None:
@@ -69,54 +79,116 @@ def _make_folder(path: Path) -> None:
 def parts(job: Job) -> list[Part]:
     """What the demo consists of; a part without policies, or one that was not asked for, is left out."""
     settings = job.settings
+    asked = "recall", settings.remembering, job.planted_pieces
     every = [
-        Part("recall", "recall", settings.remembering, job.planted_pieces, show_recall),
-        Part("stream", "stream_unbroken", settings.streamed, job.stream.shape[1], show_stream),
-        Part("documents", "stream_documents", settings.chosen, job.documents.shape[1], show_documents),
-        Part("completions", "complete", settings.remembering, settings.new_tokens, show_completions),
+        Part("recall", *asked, _recall_caption(job), tables.recalled, finish_recall),
+        _streamed(job),
+        Part(
+            "documents",
+            "stream_documents",
+            settings.chosen,
+            job.documents.shape[1],
+            _documents_caption(job),
+            lambda policy, outcome: [tables.cost(policy, outcome)],
+            finish_documents,
+        ),
+        Part("completions", *asked, _completions_caption(job), None, finish_completions),
     ]
     return [part for part in every if part.policies and part.name in (settings.parts or PARTS)]
 
 
+def _streamed(job: Job) -> Part:
+    trained, length = job.subject.trained, job.stream.shape[1]
+
+    def rows(policy: str, outcome: Run | KVPassError) -> list[tables.Row]:
+        return [tables.cost_along(policy, outcome, trained)]
+
+    return Part("stream", "stream_unbroken", job.settings.streamed, length, _stream_caption(job), rows, finish_stream)
+
+
 def perform(job: Job, chosen: list[Part]) -> None:
-    """Run all parts on one bar; each is shown as soon as its last policy is through."""
-    tasks = [task for part in chosen for task in part.tasks]
+    """Run all parts on one bar; each table fills up as policies come through."""
+    tasks = list(dict.fromkeys(task for part in chosen for task in part.tasks))
     with tqdm(total=sum(task.ticks for task in tasks), unit="step", smoothing=0.05, dynamic_ncols=True) as bar:
 
         def progress(task: Task, count: int) -> None:
-            bar.set_description(f"{task.part}: {task.policy}", refresh=False)
+            bar.set_description(f"{task.method}: {task.policy}".replace("_", " "), refresh=False)
             bar.update(count)
 
-        outcomes = crew.perform(job, tasks, progress)
+        outcomes, done = crew.perform(job, tasks, progress), dict[Task, Any]()
         for part in chosen:
-            done = {task.policy: outcome for task, outcome in _take(outcomes, len(part.policies))}
+            _show(job, part, _until(part.tasks, outcomes, done))
+
+
+def _until(tasks: list[Task], outcomes: crew.Outcomes, done: dict[Task, Any]) -> Iterator[tuple[str, Any]]:
+    """Each policy with its outcome; what comes first is put by."""
+    for wanted in tasks:
+        while wanted not in done:
+            task, outcome = next(outcomes)
+            done[task] = outcome
+        yield wanted.policy, done[wanted]
+
+
+def _show(job: Job, part: Part, outcomes: Iterator[tuple[str, Any]]) -> None:
+    """Print a part's table row by row, write it, and finish the part."""
+    found: dict[str, Any] = {}
+    with tqdm.external_write_mode():
+        table = tables.Printed(part.caption) if part.rows else None
+    for policy, outcome in outcomes:
+        found[policy] = outcome
+        if table and part.rows:
             with tqdm.external_write_mode():
-                part.show(job, done)
+                table.add(part.rows(policy, outcome))
+    if table:
+        tables.write(job.settings.out / f"{part.name}.json", part.caption, table.rows)
+    with tqdm.external_write_mode():
+        part.finish(job, part.caption, found)
 
 
-def _take(outcomes: crew.Outcomes, count: int) -> Iterator[tuple[Task, Any]]:
-    return (next(outcomes) for _ in range(count))
+def _recall_caption(job: Job) -> str:
+    title = f"Share of planted words that are recalled, by distance in tokens, {_budgets(job.settings)}"
+    return f"{title}; {job.memory.name}. {WHAT_TO_SEE}"
 
 
-def show_recall(job: Job, outcomes: Outcomes) -> None:
-    settings = job.settings
-    title = f"Share of planted words that are recalled, by distance in tokens, {_budgets(settings)}"
-    rows = [row for way in (LATER, AT_ONCE) for row in tables.recalled(way, outcomes)]
-    _write_table(settings.out / "recall.json", f"{title}; {job.memory.name}. {WHAT_TO_SEE}", rows)
+def _stream_caption(job: Job) -> str:
+    trained = job.subject.trained
+    range_ = f"trained on {trained} positions" if trained else "trained range unknown"
+    return f"{_stream_title(job)}; {job.subject.name}, {range_}."
+
+
+def _stream_title(job: Job) -> str:
+    return f"One unbroken stream of {job.stream.shape[1]} tokens, {_budgets(job.settings)}"
+
+
+def _documents_caption(job: Job) -> str:
+    rows, length = job.documents.shape
+    return (
+        f"{rows} documents of {length} tokens, each from an empty cache; {job.subject.name}, "
+        f"{_budgets(job.settings)}. The documents are {rows} rows of one batch, which do not see each other: "
+        f"perplexity and cache are as one by one, tokens per second are those of {rows} rows together, "
+        "compilation left out."
+    )
+
+
+def _completions_caption(job: Job) -> str:
+    return f"What is sampled after the key of a pair that was planted far back, {_budgets(job.settings)}."
+
+
+def finish_recall(job: Job, caption: str, outcomes: Outcomes) -> None:
     found = {policy: outcome for policy, outcome in outcomes.items() if isinstance(outcome, Recall)}
     if found:
-        plots.save(plots.recall_figure(found, title), settings.out / "recall.png", title)
+        title = caption.partition(";")[0]
+        plots.save(plots.recall_figure(found, title), job.settings.out / "recall.png", title)
 
 
-def show_documents(job: Job, outcomes: Outcomes) -> None:
-    settings, subject = job.settings, job.subject
-    rows, length = job.documents.shape
-    caption = (
-        f"{rows} documents of {length} tokens, each from an empty cache; {subject.name}, "
-        f"{_budgets(settings)}. The documents are {rows} rows of one batch, which do not see each other: perplexity "
-        f"and cache are as one by one, tokens per second are those of {rows} rows together, compilation left out."
-    )
-    _write_table(settings.out / "documents.json", caption, [tables.cost(*item) for item in outcomes.items()])
+def finish_stream(job: Job, caption: str, outcomes: Outcomes) -> None:
+    window = min(512, job.stream.shape[1] // 4)
+    path = job.settings.out / "stream.png"
+    _write_curves(path, _successes(outcomes), window, _stream_title(job), job.subject.trained)
+
+
+def finish_documents(job: Job, caption: str, outcomes: Outcomes) -> None:
+    settings, (rows, length) = job.settings, job.documents.shape
     runs, title = _successes(outcomes), f"{rows} documents of {length} tokens, {_budgets(settings)}"
     _write_curves(settings.out / "documents.png", runs, min(128, length // 4), title, None)
     if runs:
@@ -125,25 +197,22 @@ def show_documents(job: Job, outcomes: Outcomes) -> None:
         plots.save(plots.kept_figure(snapshots, length, title), settings.out / "kept.png", title)
 
 
-def show_stream(job: Job, outcomes: Outcomes) -> None:
-    settings, subject = job.settings, job.subject
-    title = f"One unbroken stream of {job.stream.shape[1]} tokens, {_budgets(settings)}"
-    trained = f"trained on {subject.trained} positions" if subject.trained else "trained range unknown"
-    caption = f"{title}; {subject.name}, {trained}."
-    rows = [tables.cost_along(policy, outcome, subject.trained) for policy, outcome in outcomes.items()]
-    _write_table(settings.out / "stream.json", caption, rows)
-    window = min(512, job.stream.shape[1] // 4)
-    _write_curves(settings.out / "stream.png", _successes(outcomes), window, title, subject.trained)
-
-
-def show_completions(job: Job, outcomes: Outcomes) -> None:
-    settings, planted = job.settings, job.planted
-    caption = f"What is sampled after the key of a pair that was planted far back, {_budgets(settings)}."
+def finish_completions(job: Job, caption: str, outcomes: Outcomes) -> None:
+    planted = job.planted
     asked = [] if isinstance(planted, KVPassError) else recall.questions(planted)
-    rows = tables.answered([_in_words(job, question) for question in asked], outcomes)
-    tables.write(settings.out / "completions.json", caption, rows)
+    said = {policy: _decoded(job, outcome) for policy, outcome in outcomes.items()}
+    rows = tables.answered([_in_words(job, question) for question in asked], said)
+    tables.write(job.settings.out / "completions.json", caption, rows)
     print(f"\n{caption}")
     print(tables.conversation(rows), flush=True)
+
+
+def _decoded(job: Job, outcome: Recall | KVPassError) -> list[str] | KVPassError:
+    """What was sampled, up to the end of the line."""
+    if isinstance(outcome, KVPassError):
+        return outcome
+    said: list[str] = job.memory.tokenizer.batch_decode(outcome.sampled, skip_special_tokens=True)
+    return [text.partition("\n")[0] for text in said]
 
 
 def _in_words(job: Job, question: Question) -> tables.Row:
@@ -169,12 +238,6 @@ def _slots(settings: Settings) -> Iterator[tuple[str, int | None]]:
     for name in settings.chosen:
         with contextlib.suppress(KVPassError):  # its row says why
             yield name, settings.slots(settings.policy(name), None)
-
-
-def _write_table(path: Path, caption: str, rows: Iterable[tables.Row]) -> None:
-    rows = list(rows)
-    tables.write(path, caption, rows)
-    print("\n" + tables.text(caption, rows), flush=True)
 
 
 def _write_curves(path: Path, runs: Mapping[str, Run], window: int, title: str, trained: int | None) -> None:

@@ -25,6 +25,7 @@ class Settings:
         text: a UTF-8 file; None is the held-out part of the standard library.
         aligner: networks for policies that need them; None is the bundled one, for the bundled model.
         out: the folder for tables and pictures.
+        planted: tokens of a text with planted pairs, question and completion included.
         documents, length: how many documents of how many tokens.
         stream: tokens of the unbroken stream.
         new_tokens: length of a completion.
@@ -41,9 +42,10 @@ class Settings:
     text: Path | None = None
     aligner: Path | None = None
     out: Path = Path("out")
+    planted: int = 2048
     documents: int = 4
-    length: int = 2048
-    stream: int = 6000
+    length: int = 1024
+    stream: int = 3072
     new_tokens: int = 8
     every: int = 16
     threads: int | None = None
@@ -52,8 +54,8 @@ class Settings:
 
     @property
     def chosen(self) -> list[str]:
-        """The names of the policies to run, each once."""
-        return list(dict.fromkeys(self.policies or policies.names()))
+        """The names of the policies to run, each once; all of them if none is asked for, the cheap ones first."""
+        return list(dict.fromkeys(self.policies or sorted(policies.names(), key=_effort)))
 
     @property
     def streamed(self) -> list[str]:
@@ -64,11 +66,7 @@ class Settings:
     @property
     def remembering(self) -> list[str]:
         """Those that can be asked about planted pairs; the bundled aligner is for another model than the one asked."""
-        return [name for name in self.chosen if self.model or not self._takes_aligner(name)]
-
-    @staticmethod
-    def _takes_aligner(name: str) -> bool:
-        return "aligner" in {field.name for field in dataclasses.fields(policies.get(name))}
+        return [name for name in self.chosen if self.model or not _takes_aligner(name)]
 
     def policy(self, name: str) -> Policy:
         """A policy with its defaults, and the aligner if it takes one.
@@ -78,17 +76,28 @@ class Settings:
             AlignerError: it needs an aligner and there is none, or that one cannot be read.
         """
         aligner = ALIGNER if self.aligner is None and self.model is None else self.aligner
-        return policies.resolve(name, {"aligner": aligner} if self._takes_aligner(name) else {})
+        return policies.resolve(name, {"aligner": aligner} if _takes_aligner(name) else {})
 
     def slots(self, policy: Policy, room: int | None) -> int | None:
         """The budget of a policy; `room`, if that is known, for one that never evicts."""
         return policy.fitting_budget(self.budget) if policy.evicts else room
 
-    def fitted(self, subject: Subject) -> Settings:
-        """The same, with documents inside the trained range, and the stream inside a table of positions."""
+    def fitted(self, subject: Subject, memory: Subject) -> Settings:
+        """The same, with texts inside the models' trained range, and the stream inside a table of positions."""
         limit = subject.trained or max(self.length, self.stream)
         return dataclasses.replace(
             self,
+            planted=min(self.planted, memory.trained or self.planted),
             length=min(self.length, limit),
             stream=min(self.stream, limit) if subject.tabled else self.stream,
         )
+
+
+def _effort(name: str) -> tuple[object, ...]:
+    """Sorts policies by what they ask for beside attention."""
+    policy = policies.get(name)
+    return policy.evicts, _takes_aligner(name), policy.positions == "cache", len(policy.statistics), name
+
+
+def _takes_aligner(name: str) -> bool:
+    return "aligner" in {field.name for field in dataclasses.fields(policies.get(name))}

@@ -12,6 +12,7 @@ from kvpass.errors import KVPassError
 
 Row = dict[str, object]
 MEBIBYTE = 2**20
+LEAST = (5, 9)  # characters of a column, and of that of the policies
 
 
 def cost(policy: str, outcome: Run | KVPassError) -> Row:
@@ -41,19 +42,18 @@ def cost_along(policy: str, outcome: Run | KVPassError, trained: int | None) -> 
     return {"policy": policy, **split, **row}
 
 
-def recalled(way: str, outcomes: Mapping[str, Recall | KVPassError]) -> list[Row]:
-    """What each policy recalled when it was asked in this way, a column for each distance."""
-    return [{"policy": policy, **_recalled(way, outcome)} for policy, outcome in outcomes.items()]
-
-
-def _recalled(way: str, outcome: Recall | KVPassError) -> Row:
+def recalled(policy: str, outcome: Recall | KVPassError) -> list[Row]:
+    """What a policy recalled, a row for each way of asking and a column for each distance."""
     if isinstance(outcome, KVPassError):
-        return {"error": str(outcome)}
-    shares = zip(outcome.distances, outcome.ways[way], strict=True)
-    return {"asked": way, **{str(distance): round(share, 2) for distance, share in shares}}
+        return [{"policy": policy, "error": str(outcome)}]
+    return [{"policy": policy, "asked": way, **_by_distance(outcome, shares)} for way, shares in outcome.ways.items()]
 
 
-def answered(questions: Sequence[Row], outcomes: Mapping[str, list[str] | KVPassError]) -> list[Row]:
+def _by_distance(outcome: Recall, shares: Sequence[float]) -> Row:
+    return {str(distance): round(share, 2) for distance, share in zip(outcome.distances, shares, strict=True)}
+
+
+def answered(questions: Sequence[Row], outcomes: Mapping[str, Sequence[str] | KVPassError]) -> list[Row]:
     """A row for each question and policy; a refusal has one row."""
     rows: list[Row] = [
         {**question, "policy": policy, "completion": outcome[number]}
@@ -83,11 +83,39 @@ def write(path: Path, caption: str, rows: Sequence[Row]) -> None:
     path.write_text(json.dumps({"caption": caption, "rows": rows}, indent=2) + "\n", encoding="utf-8")
 
 
-def text(caption: str, rows: Sequence[Row]) -> str:
-    """The table in columns, byte counts in MiB, errors in full below it."""
-    shown = [{_heading(name): _cell(name, value) for name, value in row.items() if name != "error"} for row in rows]
-    errors = [f"{row['policy']}: {row['error']}" for row in rows if "error" in row]
-    return "\n".join([caption, *_columns(shown), *errors])
+class Printed:
+    """A table that is printed as it fills up, byte counts in MiB; what is wrong stands in a line of its own."""
+
+    def __init__(self, caption: str) -> None:
+        self.rows: list[Row] = []
+        self._widths: dict[str, int] = {}
+        print(f"\n{caption}", flush=True)
+
+    def add(self, rows: Sequence[Row]) -> None:
+        """Print further rows; those that come first say how wide columns are."""
+        self.rows += rows
+        shown = [row for row in rows if "error" not in row]
+        if shown and not self._widths:
+            self._widths = _widths(shown)
+            print(self._line({name: _heading(name) for name in self._widths}))
+            print(self._line({name: "-" * width for name, width in self._widths.items()}))
+        for row in rows:
+            print(f"{row['policy']}: {row['error']}" if "error" in row else self._line(_cells(row)), flush=True)
+
+    def _line(self, cells: Mapping[str, str]) -> str:
+        """A row that lacks a column shows a dash."""
+        line = [_aligned(cells.get(name, "-"), width, name) for name, width in self._widths.items()]
+        return "  ".join(line).rstrip()
+
+
+def _widths(rows: Sequence[Row]) -> dict[str, int]:
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    longest = {name: max(len(_cells(row).get(name, "")) for row in rows) for name in names}
+    return {name: max(len(_heading(name)), longest[name], LEAST[name == "policy"]) for name in names}
+
+
+def _cells(row: Row) -> dict[str, str]:
+    return {name: _cell(name, value) for name, value in row.items()}
 
 
 def _heading(name: str) -> str:
@@ -98,14 +126,6 @@ def _cell(name: str, value: object) -> str:
     if name.endswith("_bytes") and isinstance(value, int):
         return f"{value / MEBIBYTE:.2f}"
     return str(value)
-
-
-def _columns(rows: Sequence[Mapping[str, str]]) -> list[str]:
-    """Aligned lines; a row that lacks a column shows a dash."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    widths = {name: max(len(name), *(len(row.get(name, "-")) for row in rows)) for name in names}
-    lines = [{name: name for name in names}, {name: "-" * widths[name] for name in names}, *rows]
-    return ["  ".join(_aligned(line.get(name, "-"), widths[name], name) for name in names).rstrip() for line in lines]
 
 
 def _aligned(cell: str, width: int, name: str) -> str:

@@ -40,6 +40,34 @@ def test_a_window_recalls_what_lies_in_it():
     assert found.at_once == (1.0, 1.0, 0.0, 0.0)
 
 
+@pytest.mark.parametrize(("rows", "turns"), [(1, 1), (3, 1), (4, 2), (5, 4)])
+def test_every_distance_is_asked_of_some_row_at_the_end_of_a_prompt(rows, turns):
+    text, asked = planted(rows=rows), []
+
+    def model(tokens, past_key_values=None, **more):
+        if past_key_values is None:
+            asked.extend((row, text.pairs[row, :, 1].tolist().index(key)) for row, key in enumerate(tokens[:, -1]))
+        return Copier(1000)(tokens, past_key_values, **more)
+
+    assert recall.right_at_once(model, text, turns) == (1.0,) * 4
+    assert {number for _, number in asked} == set(range(4))
+    assert len(set(asked)) == len(asked) == rows * max(turns, 5 - rows)
+
+
+def test_what_is_sampled_follows_the_question_of_its_row():
+    class Sure(Copier):
+        def __call__(self, *arguments, **more):
+            out = super().__call__(*arguments, **more)
+            out.logits *= 1e4
+            return out
+
+    text = planted()
+    found = recall.measure(Sure(60), text, lambda: None, sampled=5)
+    wanted = [tuple(text.pairs[n % 3, n, 2:].tolist()) for n in range(2)]  # four words and the end of the line
+    assert found.sampled[:2] == tuple(wanted)
+    assert len(found.sampled) == len(recall.questions(text))
+
+
 def test_each_word_of_a_value_counts():
     text = planted()
     text.pairs[:, 1, 3] = 299  # not what the text says: wrong itself, and nothing is known to follow it
@@ -48,7 +76,7 @@ def test_each_word_of_a_value_counts():
     assert recall.right(Copier(1000), text, 0, cache) == 1.0
 
 
-@pytest.mark.parametrize("length", [2, 17, 18, 50, 194])
+@pytest.mark.parametrize("length", [2, 33, 34, 98, 194])
 def test_every_token_is_fed_once_and_every_piece_ticks_once(length):
     fed, ticks, text = [], [], planted().text[:, :length]
 
@@ -57,8 +85,8 @@ def test_every_token_is_fed_once_and_every_piece_ticks_once(length):
         return Copier(1000)(tokens, **more)
 
     assert torch.equal(recall.read(model, text, lambda: ticks.append(1)), text)
-    assert fed[0] in range(2, 18)
-    assert fed[1:] == [16] * len(ticks) == [16] * recall.pieces(text)
+    assert fed[0] in range(2, 2 + recall.PIECE)
+    assert fed[1:] == [recall.PIECE] * len(ticks) == [recall.PIECE] * recall.pieces(text)
 
 
 def test_rows_are_other_texts_with_other_pairs_and_begin_alike():

@@ -29,8 +29,8 @@ def subject(trained, tabled=False) -> Subject:
 
 
 def job(settings=None, trained=64) -> Job:
-    tokens = torch.arange(100)[None]
-    return Job(settings or Settings(), subject(trained), tokens, tokens, subject(trained), planted())
+    tokens, model = torch.arange(100)[None], subject(trained)
+    return Job(settings or Settings(), model, tokens, tokens, model, planted())
 
 
 def planted() -> Planted:
@@ -39,8 +39,13 @@ def planted() -> Planted:
 
 
 def test_all_policies_by_default_and_each_once():
-    assert Settings().chosen == policies.names()
+    assert sorted(Settings().chosen) == policies.names()
     assert Settings(policies=("h2o", "full", "h2o")).chosen == ["h2o", "full"]
+
+
+def test_the_cheap_ones_come_first():
+    assert Settings().chosen[:3] == ["full", "knorm", "random"]
+    assert Settings().chosen[-1] == "kv_align"
 
 
 def test_only_full_and_cache_relative_policies_run_the_long_stream():
@@ -62,11 +67,12 @@ def test_a_budget_is_fitted_to_the_policy():
 
 @pytest.mark.parametrize(
     ("trained", "tabled", "length", "stream"),
-    [(None, False, 2048, 6000), (512, False, 512, 6000), (512, True, 512, 512), (10_000, True, 2048, 6000)],
+    [(None, False, 1024, 3072), (512, False, 512, 3072), (512, True, 512, 512), (10_000, True, 1024, 3072)],
 )
-def test_sizes_fit_the_model(trained, tabled, length, stream):
-    fitted = Settings().fitted(subject(trained, tabled))
+def test_sizes_fit_the_models(trained, tabled, length, stream):
+    fitted = Settings().fitted(subject(trained, tabled), subject(trained))
     assert (fitted.length, fitted.stream) == (length, stream)
+    assert fitted.planted == min(trained or 2048, 2048)
 
 
 def test_the_parts_are_in_the_order_of_the_story_and_may_be_chosen():
@@ -81,7 +87,7 @@ def test_what_takes_an_aligner_is_asked_about_pairs_only_with_a_model_of_ones_ow
 
 def test_a_text_that_no_pair_fits_into_is_an_outcome():
     short = dataclasses.replace(job(), planted=KVPassError("no room"))
-    assert str(short.recall("window", lambda: None)) == str(short.complete("window", lambda: None)) == "no room"
+    assert str(short.recall("window", lambda: None)) == "no room"
 
 
 class Wrapped(Exception):
@@ -118,13 +124,28 @@ def test_a_policy_that_cannot_be_made_is_an_outcome_too():
     assert isinstance(outcome, AlignerError)
 
 
-def test_full_gets_no_budget_for_completions(monkeypatch):
+def test_full_gets_no_budget_for_recall(monkeypatch):
     budgets = {}
     compiled_as(monkeypatch, lambda model, *, policy, budget, inner, kv_dtype: budgets.update({policy.name: budget}))
-    monkeypatch.setattr(Job, "_completions", lambda self, planted: ["done"])
+    monkeypatch.setattr(recall, "measure", lambda model, planted, tick, sampled: "done")
     for policy in ("full", "window"):
-        assert job(Settings(budget=32)).complete(policy, lambda: None) == ["done"]
+        assert job(Settings(budget=32)).recall(policy, lambda: None) == "done"
     assert budgets == {"full": None, "window": 32}
+
+
+def test_parts_that_share_a_measurement_share_its_tasks(monkeypatch, capsys, tmp_path):
+    told = {}
+
+    def measured(job, tasks, progress):
+        told["tasks"] = tasks
+        return iter([(task, KVPassError(f"not {task.method}")) for task in tasks])
+
+    monkeypatch.setattr(crew, "perform", measured)
+    settings = Settings(policies=("window",), parts=("recall", "completions"), out=tmp_path)
+    asked = dataclasses.replace(job(settings), planted=KVPassError("no room"))
+    run.perform(asked, run.parts(asked))
+    assert [(task.method, task.policy) for task in told["tasks"]] == [("recall", "window")]
+    assert capsys.readouterr().out.count("window: not recall") == 2
 
 
 def test_all_ticks_of_a_task_are_reported_whatever_it_did(monkeypatch):
@@ -135,9 +156,17 @@ def test_all_ticks_of_a_task_are_reported_whatever_it_did(monkeypatch):
 
     monkeypatch.setattr(Job, "stream_documents", stream)
     told = []
-    task = Task("documents", "stream_documents", "h2o", ticks=72)
+    task = Task("stream_documents", "h2o", ticks=72)
     assert list(crew.perform(job(), [task, task], lambda task, count: told.append(count))) == [(task, "done")] * 2
     assert told == [0, 32, 32, 8] * 2
+
+
+@pytest.mark.parametrize(
+    ("methods", "begun"), [("r", [0]), ("rrr", [2, 0, 1]), ("rrsdd", [0, 1, 2, 4, 3]), ("rrd", [0, 1, 2])]
+)
+def test_the_dearest_task_of_the_last_measurement_begins_before_its_others(methods, begun):
+    tasks = [Task(method, str(number), 1) for number, method in enumerate(methods)]
+    assert [int(task.policy) for task in crew._dearest_first(tasks)] == begun
 
 
 def test_threads_are_put_back():
@@ -186,12 +215,11 @@ def saved(model, tmp_path: Path) -> tuple[transformers.PreTrainedTokenizerFast, 
 @pytest.mark.slow
 def test_several_processes_give_what_one_gives(tmp_path):
     _, text = saved(llama(), tmp_path)
-    tasks = [Task("completions", "complete", policy, 5) for policy in ("window", "kv_align", "h2o")]
+    tasks = [Task("recall", policy, 5) for policy in ("window", "kv_align", "h2o")]
     found, ticks = [], []
     for processes in (1, 2):
-        settings = Settings(
-            str(tmp_path / "model"), text=text, budget=16, length=64, stream=200, new_tokens=5, jobs=processes
-        )
+        sizes = {"budget": 16, "planted": 64, "length": 64, "stream": 200, "new_tokens": 5}
+        settings = Settings(str(tmp_path / "model"), text=text, **sizes, jobs=processes)
         outcomes = crew.perform(jobs.prepare(settings), tasks, lambda task, count: ticks.append(count))
         found.append({task.policy: str(outcome) for task, outcome in outcomes})
     assert found[0] == found[1]
@@ -203,9 +231,9 @@ def test_several_processes_give_what_one_gives(tmp_path):
 def test_the_whole_demo(tmp_path, capsys):
     model, out = llama(), tmp_path / "out"
     tokenizer, text = saved(model, tmp_path)
-    sizes = ["--budget", "16", "--documents", "2", "--length", "64", "--stream", "200", "--threads", "1", "--jobs", "2"]
+    sizes = ["--budget", "16", "--planted", "64", "--documents", "2", "--length", "64", "--stream", "200"]
     where = ["--model", str(tmp_path / "model"), "--text", str(text), "--out", str(out)]
-    assert cli.main(["demo", *where, *sizes, "--policy", *POLICIES]) == 0
+    assert cli.main(["demo", *where, *sizes, "--threads", "1", "--jobs", "2", "--policy", *POLICIES]) == 0
 
     documents = {row["policy"]: row for row in table(out, "documents.json")}
     assert list(documents) == POLICIES
@@ -223,7 +251,7 @@ def test_the_whole_demo(tmp_path, capsys):
     assert stream["streaming"]["cache_bytes"] < stream["streaming"]["full_cache_bytes"] / 4
 
     recalled = table(out, "recall.json")
-    assert [row["policy"] for row in recalled] == POLICIES * 2
+    assert [row["policy"] for row in recalled] == [policy for policy in POLICIES for _ in range(2)]
     assert all(0 <= row["16"] <= 1 for row in recalled)
 
     completions = table(out, "completions.json")

@@ -38,24 +38,32 @@ def test_a_stream_within_the_trained_range_is_not_split(make_run, trained):
     assert tables.cost_along("full", make_run(), trained) == tables.cost("full", make_run())
 
 
-def test_text_is_aligned_in_mebibytes_with_errors_below(make_run):
-    rows = [tables.cost("h2o", make_run()), tables.cost("picky", PolicyError("needs aligner"))]
-    caption, heading, rule, h2o, picky, error = tables.text("Caption.", rows).split("\n")
-    assert caption == "Caption."
+def test_a_table_is_printed_as_it_fills_up_in_mebibytes(make_run, capsys):
+    def printed():
+        return capsys.readouterr().out.split("\n")[:-1]
+
+    table, refused = tables.Printed("Caption."), tables.cost("picky", PolicyError("needs aligner"))
+    assert printed() == ["", "Caption."]
+    table.add([refused])
+    assert printed() == ["picky: needs aligner"]
+    table.add([tables.cost("h2o", make_run())])
+    heading, rule, h2o = printed()
     assert "full cache MiB" in heading
-    assert {len(heading), len(rule), len(h2o), len(picky)} == {len(rule)}
+    assert {len(heading), len(rule), len(h2o)} == {len(rule)}
     assert h2o.split() == ["h2o", "2.718", "4.0", "1.00", "4.00", "1", "0"]
-    assert picky.split() == ["picky", *"------"]
-    assert error == "picky: needs aligner"
+    table.add([{**tables.cost("tova", make_run()), "tokens_per_second": None}, {"policy": "sage"}])
+    tova, sage = printed()
+    assert len(tova) == len(sage) == len(rule)
+    assert sage.split() == ["sage", *"------"]
+    assert [row["policy"] for row in table.rows] == ["picky", "h2o", "tova", "sage"]
 
 
-def test_recall_has_a_row_for_each_policy_and_a_column_for_each_distance():
-    outcomes = {"h2o": Recall((16, 64), later=(1.0, 0.504), at_once=(0.25, 0.0)), "picky": PolicyError("needs aligner")}
-    assert tables.recalled(LATER, outcomes) == [
+def test_recall_has_a_row_for_each_way_of_asking_and_a_column_for_each_distance():
+    assert tables.recalled("h2o", Recall((16, 64), later=(1.0, 0.504), at_once=(0.25, 0.0))) == [
         {"policy": "h2o", "asked": LATER, "16": 1.0, "64": 0.5},
-        {"policy": "picky", "error": "needs aligner"},
+        {"policy": "h2o", "asked": AT_ONCE, "16": 0.25, "64": 0.0},
     ]
-    assert tables.recalled(AT_ONCE, outcomes)[0]["16"] == 0.25
+    assert tables.recalled("picky", PolicyError("needs aligner")) == [{"policy": "picky", "error": "needs aligner"}]
 
 
 def test_answers_stand_under_their_questions_and_refusals_at_the_end():
