@@ -664,6 +664,14 @@ def room_for_graphs() -> contextlib.AbstractContextManager[Any]:
     return context
 
 
+def numbers_as_symbols(names: set[str]) -> contextlib.AbstractContextManager[Any]:
+    """Inside, attributes of these names that are whole numbers are traced as symbols from the first time on."""
+    config: Any = torch.compiler.config  # a module whose type torch changes
+    chosen = [own for own in (config.dynamic_sources, rf".*\.({'|'.join(sorted(names))})$") if own]
+    context: contextlib.AbstractContextManager[Any] = config.patch(dynamic_sources=",".join(chosen))
+    return context
+
+
 def one_like_other_sizes() -> contextlib.AbstractContextManager[Any]:
     """Inside, a size that changes from call to call is traced as a symbol even if it is one now."""
     from torch.fx.experimental import _config

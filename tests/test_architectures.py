@@ -5,17 +5,26 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
 import kvpass
 from kvpass.backend import Backend
 from kvpass.report import Recorder
-from tests.architectures import zoo
+from tests.architectures import inputs, zoo
 from tests.architectures.__main__ import parts, written
 from tests.architectures.apart import examine_apart
 from tests.architectures.check import BUDGET, PADDING, PROMPT, backend, examine, generate
 from tests.traces import Switch
+
+
+def text(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return inputs.of(model, PROMPT, PADDING)
+
 
 SAMPLE = {
     "gemma2": "sliding and full layers, a soft cap, attention spelled out",
@@ -63,9 +72,9 @@ def test_a_sparse_index_must_choose_all(chosen: int, monkeypatch: pytest.MonkeyP
     model = zoo.build("deepseek_v32")
     if chosen < PROMPT:
         with pytest.raises(kvpass.UnsupportedGraph, match="among 12"):
-            generate(model, backend("h2o", BUDGET, "eager", Recorder()), PADDING)
+            generate(model, backend("h2o", BUDGET, "eager", Recorder()), text(model))
     else:
-        cache = generate(model, backend("h2o", BUDGET, "eager", Recorder()), PADDING).cache
+        cache = generate(model, backend("h2o", BUDGET, "eager", Recorder()), text(model)).cache
         assert all(layer.indexer_keys.isnan().all() for layer in cache.layers)
 
 
@@ -181,11 +190,35 @@ def test_a_window_within_the_budget_is_kept_exactly(prompt: int) -> None:
         assert layer.positions.shape[-1] == WINDOW - 1  # what the model itself would have stored
 
 
+def broken(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A model's call whose graph is broken in prompts, as images do it."""
+
+    @functools.wraps(forward)
+    def call(self: Any, input_ids: torch.Tensor, **more: Any) -> Any:
+        if input_ids.shape[1] > 1:
+            torch._dynamo.graph_break()
+        return forward(self, input_ids=input_ids, **more)
+
+    return call
+
+
+@pytest.mark.parametrize("padding", [0, PADDING])
+def test_the_first_step_behind_a_broken_prompt_reads_the_window(padding: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo has not seen the layers' counts of tokens change then."""
+    model = mistral()
+    given = inputs.of(model, PROMPT, padding)
+    expected = generate(model, None, given)
+    monkeypatch.setattr(type(model), "forward", broken(type(model).forward))
+    ours = generate(model, backend("full", None, "eager", Recorder()), given)
+    assert torch.equal(ours.tokens, expected.tokens)
+    torch.testing.assert_close(ours.logits, expected.logits, atol=1e-4, rtol=1e-4)
+
+
 def test_a_budget_below_the_window_bounds_it() -> None:
     """The policy governs, and the model's own window still hides what is too old."""
     model, switch = mistral(), Switch()
     both = (backend("h2o", 5, inner, Recorder()) for inner in ("eager", "reference"))
-    runs = [generate(model, switch.to(chosen), PADDING) for chosen in both]
+    runs = [generate(model, switch.to(chosen), text(model)) for chosen in both]
     torch.testing.assert_close(runs[0].logits, runs[1].logits, atol=1e-4, rtol=1e-4)
     assert kvpass.inspect(runs[0].cache).layers[0].capacity == 6
 
@@ -200,5 +233,5 @@ def test_positions_in_the_cache_are_refused_beside_a_window() -> None:
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "bamba"])
 def test_compiled_equals_eager(name: str) -> None:
     model = zoo.build(name)
-    runs = [generate(model, backend("h2o", BUDGET, inner, Recorder()), PADDING) for inner in ("inductor", "eager")]
+    runs = [generate(model, backend("h2o", BUDGET, inner, Recorder()), text(model)) for inner in ("inductor", "eager")]
     torch.testing.assert_close(runs[0].logits, runs[1].logits, atol=1e-3, rtol=1e-3)

@@ -34,7 +34,8 @@ class Guarded:
         for given in (*arguments, *named.values()):
             _check_kind(getattr(given, "self_attention_cache", given))
         named = {name: _dense(value) for name, value in named.items()}
-        with compat.room_for_graphs(), _for_length_of(named.get("past_key_values"), (*arguments, *named.values())):
+        cache, given = named.get("past_key_values"), (*arguments, *named.values())
+        with compat.room_for_graphs(), _for_length_of(cache, given), _for_counts_of(cache):
             made = self.call(*arguments, **named)
         if self.strict and not compat.is_disabled() and grows(getattr(made, "past_key_values", None)):
             raise UnsupportedGraph(
@@ -56,6 +57,25 @@ def _for_length_of(cache: Any, given: tuple[Any, ...]) -> contextlib.AbstractCon
     for tokens in (value for value in given if isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == 1):
         compat.stays(tokens, 1)
     return compat.one_like_other_sizes()
+
+
+def _for_counts_of(cache: Any) -> contextlib.AbstractContextManager[Any]:
+    """How a call on a cache is traced whose layers count the tokens seen, as those with a sliding window do.
+
+    Dynamo takes a number for one that stays the same until it has seen another; where an image in the prompt has broken
+    its graph, the first step would be traced for this length alone, and nothing in it would tell a place from a number.
+    """
+    layers = getattr(cache, "layers", None)
+    one_of_each = {type(layer): layer for layer in layers} if isinstance(layers, list) else {}
+    names = {name for layer in one_of_each.values() for name in _counts(layer)}
+    return compat.numbers_as_symbols(names) if names else contextlib.nullcontext()
+
+
+def _counts(layer: Any) -> list[str]:
+    """The attributes of a cache's layer that say how many tokens it has seen."""
+    keys = getattr(layer, "keys", None)
+    seen = keys.seen if isinstance(keys, Handle) else 0
+    return [name for name, value in vars(layer).items() if seen > 1 and type(value) is int and value == seen]
 
 
 def _check_kind(cache: Any) -> None:

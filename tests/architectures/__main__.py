@@ -2,6 +2,7 @@
 
 python -m tests.architectures                    # all causal ones, one after another
 python -m tests.architectures --table reading    # all that read text or speech first
+python -m tests.architectures --table images     # all that see images
 python -m tests.architectures llama gpt_oss      # some
 python -m tests.architectures --write --jobs 2   # two at a time, and write the table's part of docs/architectures.md
 python -m tests.architectures --write llama      # examine one, and write its row anew
@@ -58,8 +59,8 @@ def examined(names: list[str], table: str, padding: int, jobs: int) -> list[Verd
 
 def parts() -> dict[str, str]:
     """The page's part about each table, as far as there is one."""
-    pieces = PAGE.read_text().split(f"{_SECOND}\n")
-    return dict(zip(zoo.TABLES, [pieces[0], *(f"{_SECOND}\n{piece}" for piece in pieces[1:])], strict=False))
+    pieces = re.split(r"^(?=## )", PAGE.read_text(), flags=re.MULTILINE)
+    return {name: piece for name, intro in _INTRODUCTIONS.items() for piece in pieces if piece.startswith(intro[0])}
 
 
 def write(table: str, verdicts: dict[str, Verdict]) -> None:
@@ -114,7 +115,6 @@ def by_reason(verdicts: list[Verdict]) -> list[str]:
 
 
 _VERSIONS = f'transformers {transformers.__version__} and torch {torch.__version__.split("+")[0]}, `inner="eager"`.'
-_SECOND = "## What reads text or speech first"
 
 _CAUSAL = [
     "# Architectures",
@@ -131,7 +131,7 @@ _CAUSAL = [
     "",
 ]
 _READING = [
-    _SECOND,
+    "## What reads text or speech first",
     "",
     "Every model type of `AutoModelForSeq2SeqLM` and `AutoModelForSpeechSeq2Seq`, in the same way. An encoder-decoder",
     f"reads {READ} tokens, some of them padding, or random sound; its decoder begins with {PROMPT} tokens, padded on",
@@ -141,7 +141,17 @@ _READING = [
     _VERSIONS,
     "",
 ]
-_INTRODUCTIONS = {"causal": _CAUSAL, "reading": _READING}
+_IMAGES = [
+    "## What sees images",
+    "",
+    "Every model type of `AutoModelForImageTextToText`, first with text alone, then with a random image in each row,",
+    "behind the padding, in the form that is found by trying: one with which the uncompiled model runs, and says",
+    "something else when the image is another one. Where none is found, the reason says that it is text alone.",
+    "Written by `make architectures`, with",
+    _VERSIONS,
+    "",
+]
+_INTRODUCTIONS = {"causal": _CAUSAL, "reading": _READING, "images": _IMAGES}
 _HEADER = ["| model type | verdict | sites | graphs | reason |", "|---|---|---|---|---|"]
 
 

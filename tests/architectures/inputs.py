@@ -1,4 +1,4 @@
-"""What a tiny model of any architecture is given: text, and to a model that hears, random sound."""
+"""What a tiny model of any architecture is given: text, and to one that hears or sees, random sound or images."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.architectures import zoo
+from tests.architectures import images, zoo
 
 READ = 9
 """How many tokens an encoder reads."""
@@ -40,6 +40,25 @@ def of(model: Any, prompt: int, padding: int) -> dict[str, Tensor]:
     ids[1, 0] = _start(model)
     beside = dict(decoder_attention_mask=mask) if padding else {}
     return dict(_read(model), decoder_input_ids=ids, **beside)
+
+
+TEXT_FIRST = 4
+"""How many tokens stand before an image."""
+
+
+def with_images(model: Any, prompt: int, padding: int) -> dict[str, Tensor]:
+    """The same, with an image in each row, behind the padding.
+
+    Raises:
+        images.NoForm: of no image is known how the model takes it.
+    """
+    given = of(model, prompt, padding)
+    shown, tokens = images.shown(model, 2)
+    ids, mask = (given.pop(name) for name in ("input_ids", "attention_mask"))
+    ids[ids >= images.IMAGE] -= images.IMAGE  # whatever else such a token means to a model
+    ids = torch.cat([ids[:, :TEXT_FIRST], torch.full((2, tokens), images.IMAGE), ids[:, TEXT_FIRST:]], 1)
+    mask = torch.cat([mask, torch.ones(2, tokens, dtype=mask.dtype)], 1)
+    return dict(given, input_ids=ids, attention_mask=mask, **images.beside(model, ids), **shown)
 
 
 def _start(model: Any) -> int:

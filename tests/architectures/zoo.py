@@ -1,4 +1,4 @@
-"""A tiny random model of every architecture that transformers offers: causal ones, and what reads text or speech first.
+"""A tiny random model of every architecture that transformers offers: causal, reading first, or seeing images.
 
 Configurations are shrunk by the names of their fields; nothing here is about how a model computes.
 """
@@ -14,9 +14,12 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
 )
+
+from tests.architectures import images
 
 LAYERS = 2
 VOCABULARY = 128
@@ -201,6 +204,9 @@ def _reading() -> dict[str, str]:
 TABLES = {
     "causal": Table(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, SMALL, SPECIAL),
     "reading": Table(_reading(), SMALL | dict(init_std=0.2), SPECIAL | SPECIAL_READERS),
+    "images": Table(
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, SMALL | images.SMALL, SPECIAL | SPECIAL_READERS | images.SPECIAL
+    ),
 }
 
 
