@@ -17,10 +17,10 @@ from kvpass.errors import UnsupportedGraph
 from kvpass.graphs import Sizes, value
 from kvpass.layer.slots import Layout, Slots
 from kvpass.rewrite.inputs import FurtherInputs
-from kvpass.rewrite.rotary_slice import RotarySlice
 from kvpass.rewrite.open import OpenNodes
 from kvpass.rewrite.record import Record
 from kvpass.rewrite.result import Outputs
+from kvpass.rewrite.rotary_slice import RotarySlice
 
 
 @dataclasses.dataclass(frozen=True)

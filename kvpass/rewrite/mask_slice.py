@@ -1,8 +1,8 @@
 """The model's own mask, asked about slots.
 
 No formula is recognised.  The subgraph that computes the mask from the key index is cut out and fed other tensors under
-`vmap`: inside, every slot looks like the one key that was traced, so that whatever sizes the model's code spells out stay
-valid.
+`vmap`: inside, every slot looks like the one key that was traced, so that whatever sizes the model's code spells out
+stay valid.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The model's own rotary embedding, asked about slots.
 
-No formula is recognised.  The subgraph that computes the cached key from positions is cut out and fed other tensors under
-`vmap`: inside, every slot looks like the one key that was traced, so that whatever sizes the model's code spells out stay
-valid.
+No formula is recognised.  The subgraph that computes the cached key from positions is cut out and fed other tensors
+under `vmap`: inside, every slot looks like the one key that was traced, so that whatever sizes the model's code spells
+out stay valid.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class RotarySlice:
         return dataclasses.replace(self, angles=_narrowed(self.angles, cuts), turned=(one, *self.turned[1:]))
 
     def _cuts(self) -> list[list[int]] | None:
-        """The dimensions of every result of `angles` of which one entry does for one row and query; None if none does."""
+        """For each result of `angles` the dimensions of which one entry does for a row and query; None if none does."""
         drawn = torch.Generator().manual_seed(0)
         angled, (keys, *rest) = ([_drawn(like, drawn) for like in likes] for likes in (self.angled, self.turned))
         try:

@@ -37,8 +37,8 @@ from kvpass.errors import UnsupportedGraph
 from kvpass.graphs import Sizes, value
 from kvpass.layer.slots import FREE, Layout, Slots, first_state
 from kvpass.rewrite.context import StepContext
-from kvpass.rewrite.rotary_slice import RotarySlice
 from kvpass.rewrite.result import StepRewrite
+from kvpass.rewrite.rotary_slice import RotarySlice
 from kvpass.storage import KVDtype, Rows, plain
 
 TOKENS = 61

@@ -6,9 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpass.graphs import Slice
 from kvpass.lowering.rope import Pairs, pairs_of, weights_of
-from kvpass.rewrite.rotary_slice import RotarySlice
 
 POSITIONS, WIDTH = 7, 12
 
@@ -65,47 +63,3 @@ def test_partners_are_mutual_and_each_pair_has_one_leader(pairs):
     assert mixed.sum() == pairs.width
     assert torch.equal(pairs.leads(place)[mixed], ~pairs.leads(place)[partner][mixed])
     assert pairs.leads(place)[~mixed].all()
-
-
-def sliced(turn, *bound: tuple[int, ...], dtype: torch.dtype = torch.float32) -> RotarySlice:
-    """Keys [2, 3, 1, 12] turned by the model's own code, as it is cut out of a graph."""
-
-    def of_positions(position, inverse):
-        phase = position[..., None] * torch.cat([inverse, inverse])
-        return phase.cos()[:, None].to(dtype), phase.sin()[:, None].to(dtype)
-
-    pieces = [Slice(torch.fx.symbolic_trace(function), ()) for function in (of_positions, turn)]
-    likes = [(shape, dtype) for shape in ((2, 3, 1, WIDTH), *bound)]
-    return RotarySlice(*pieces, (2, 1), (((WIDTH // 2,), torch.float32),), tuple(likes))
-
-
-def llama(key, cos, sin):
-    half = WIDTH // 2
-    return key * cos + torch.cat([-key[..., half:], key[..., :half]], -1) * sin
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_the_pairs_of_a_model_are_seen(dtype):
-    assert sliced(llama, dtype=dtype).pairs() == Pairs(12, False)
-    assert sliced(lambda key, cos, sin, scale: llama(key, cos, sin) * scale, (1,), dtype=dtype).pairs()
-
-
-def normed(key, cos, sin):
-    turned = llama(key, cos, sin)
-    return turned * torch.rsqrt(turned.square().mean(-1, keepdim=True))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("turn", "bound"),
-    [
-        (normed, ()),  # not linear
-        (lambda key, cos, sin: llama(key, cos, sin) + 1, ()),
-        (lambda key, cos, sin, scale: llama(key, cos, sin) * scale, ((3, 1, WIDTH),)),  # heads differ
-        (lambda key, cos, sin, scale: llama(key, cos, sin) * scale, ((2, 1, 1, 1),)),  # rows do
-        (lambda key, cos, sin, matrix: llama(key, cos, sin) @ matrix, ((WIDTH, WIDTH),)),
-    ],
-    ids=["normed", "shifted", "heads", "rows", "multiplied"],
-)
-def test_what_else_follows_an_embedding_is_left_to_the_plain_form(turn, bound, dtype):
-    assert sliced(turn, *bound, dtype=dtype).pairs() is None

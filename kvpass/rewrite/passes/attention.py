@@ -28,9 +28,9 @@ from kvpass.layer.step import Attended, Site, decode_step, extend_step, read_ste
 from kvpass.lowering.rope import Pairs, Rope
 from kvpass.rewrite.context import StepContext
 from kvpass.rewrite.expansion import Expansion, cut_expansion
-from kvpass.rewrite.rotary_slice import RotarySlice
 from kvpass.rewrite.masks import MaskOnSlots, Masks
 from kvpass.rewrite.record import Record
+from kvpass.rewrite.rotary_slice import RotarySlice
 from kvpass.rewrite.tables import Tables
 
 

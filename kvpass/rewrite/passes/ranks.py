@@ -27,8 +27,8 @@ from kvpass.capture.rotary import (
 from kvpass.errors import UnsupportedGraph
 from kvpass.graphs import value
 from kvpass.rewrite.context import StepContext
-from kvpass.rewrite.rotary_slice import cut_rotary
 from kvpass.rewrite.record import Record
+from kvpass.rewrite.rotary_slice import cut_rotary
 
 BOTH_WAYS = "a mask reads the positions through the same operation as the rotary embedding"
 

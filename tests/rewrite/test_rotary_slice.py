@@ -1,0 +1,111 @@
+"""A model's rotary embedding on slots: seen to mix pairs, and to turn rows and queries each by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvpass.graphs import Slice
+from kvpass.lowering.rope import Pairs
+from kvpass.rewrite.rotary_slice import RotarySlice
+
+WIDTH = 12
+
+
+def sliced(
+    turn: Callable[..., Tensor],
+    *bound: tuple[int, ...],
+    dtype: torch.dtype = torch.float32,
+    rows: int = 2,
+    queries: int = 1,
+) -> RotarySlice:
+    """Keys [B, 3, q, 12] turned by the model's own code, as it is cut out of a graph."""
+
+    def of_positions(position, inverse):
+        phase = position[..., None] * torch.cat([inverse, inverse])
+        return phase.cos()[:, None].to(dtype), phase.sin()[:, None].to(dtype)
+
+    pieces = [Slice(torch.fx.symbolic_trace(function), ()) for function in (of_positions, turn)]
+    likes = [(shape, dtype) for shape in ((rows, 3, queries, WIDTH), *bound)]
+    return RotarySlice(*pieces, (rows, queries), (((WIDTH // 2,), torch.float32),), tuple(likes))
+
+
+def llama(key, cos, sin):
+    half = WIDTH // 2
+    return key * cos + torch.cat([-key[..., half:], key[..., :half]], -1) * sin
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_pairs_of_a_model_are_seen(dtype):
+    assert sliced(llama, dtype=dtype).pairs() == Pairs(12, False)
+    assert sliced(lambda key, cos, sin, scale: llama(key, cos, sin) * scale, (1,), dtype=dtype).pairs()
+
+
+def normed(key, cos, sin):
+    turned = llama(key, cos, sin)
+    return turned * torch.rsqrt(turned.square().mean(-1, keepdim=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("turn", "bound"),
+    [
+        (normed, ()),  # not linear
+        (lambda key, cos, sin: llama(key, cos, sin) + 1, ()),
+        (lambda key, cos, sin, scale: llama(key, cos, sin) * scale, ((3, 1, WIDTH),)),  # heads differ
+        (lambda key, cos, sin, scale: llama(key, cos, sin) * scale, ((2, 1, 1, 1),)),  # rows do
+        (lambda key, cos, sin, matrix: llama(key, cos, sin) @ matrix, ((WIDTH, WIDTH),)),
+    ],
+    ids=["normed", "shifted", "heads", "rows", "multiplied"],
+)
+def test_what_else_follows_an_embedding_is_left_to_the_plain_form(turn, bound, dtype):
+    assert sliced(turn, *bound, dtype=dtype).pairs() is None
+
+
+def on_slots(rotary: RotarySlice, groups: int, *bound: Tensor) -> Tensor:
+    """Keys of 5 slots at drawn positions, of each head its own or of all the same: [B, 3, 5, 12]."""
+    drawn = torch.Generator().manual_seed(1)
+    rows = 4
+    keys = torch.randn(rows, 3, 5, WIDTH, generator=drawn)
+    rank = torch.randint(0, 7, (rows, groups, 5), generator=drawn)
+    table = rotary.table(7, [torch.linspace(1, 0.1, WIDTH // 2)], keys.device)
+    return torch.cat(rotary.on_slots(keys, rank, table, list(bound)), -1)
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_keys_turned_for_one_row_and_query_are_those_turned_for_all(queries, groups):
+    whole = sliced(llama, rows=4, queries=queries)
+    alone = whole.alone()
+    assert alone.shape == (1, 3, 1, WIDTH)
+    assert all(rows.shape == (7, 1, 1, 1, WIDTH) for rows in alone.table(7, [torch.ones(WIDTH // 2)], "cpu"))
+    assert torch.equal(on_slots(alone, groups), on_slots(whole, groups))
+    assert alone.pairs() == whole.pairs()
+
+
+def test_what_follows_the_embedding_may_be_alone_too():
+    assert sliced(normed, rows=4, queries=3).alone().shape == (1, 3, 1, WIDTH)
+    scaled = sliced(lambda key, cos, sin, scale: llama(key, cos, sin) * scale, (3, 1, WIDTH), rows=4)
+    assert scaled.alone().shape == (1, 3, 1, WIDTH)
+    scale = torch.rand(3, 1, WIDTH)
+    assert torch.equal(on_slots(scaled.alone(), 3, scale), on_slots(scaled, 3, scale))
+
+
+@pytest.mark.parametrize(
+    ("turn", "bound"),
+    [
+        (lambda key, cos, sin: llama(key, cos, sin) + key.mean(2, keepdim=True), ()),  # queries mix
+        (lambda key, cos, sin: llama(key, cos, sin) - key.flip(0), ()),  # rows mix
+        (lambda key, cos, sin, scale: llama(key, cos, sin) * scale, ((4, 1, 1, 1),)),  # rows differ
+        (lambda key, cos, sin, scale: llama(key, cos, sin) * scale, ((3, 3, 1),)),  # queries do
+        (lambda key, cos, sin: llama(key.reshape(4, 3, 3, WIDTH), cos, sin), ()),  # sizes are spelled out
+        (lambda key, cos, sin, size: llama(key, cos, sin) * size, ((),)),  # a size is open
+    ],
+    ids=["queries mix", "rows mix", "rows differ", "queries differ", "spelled out", "open"],
+)
+def test_keys_that_are_not_turned_alone_are_turned_for_all(turn, bound):
+    whole = sliced(turn, *bound, rows=4, queries=3)
+    assert whole.alone() is whole
