@@ -5,8 +5,8 @@ INSTALLED := .venv/.installed
 
 .PHONY: demo test slow whole lint architectures reach bench clean
 
-# The main job: tables, pictures and completions in out/.  Two policies at a time with one thread each: so small a
-# model gains little from a second one, and compiling, which takes most of the time, keeps two cores busy.
+# The main job: tables, pictures and completions in out/, in seven minutes on two cores.  Two policies at a time with one
+# thread each: so small a model gains little from a second one, and compiling, which takes most of the time, keeps both busy.
 demo: $(RUNS)
 	$(BIN)/kvpass demo --threads 1 --jobs 2
 
@@ -24,11 +24,12 @@ slow: $(INSTALLED)
 whole: $(INSTALLED)
 	$(PYTEST) --dist worksteal -m "slow or not slow"
 
-# Examines every causal architecture of transformers, and every one that reads text or speech first, and writes
-# docs/architectures.md; forty minutes on two cores.
+# Examines every causal architecture of transformers, and every one that reads text or speech first or sees images, and
+# writes docs/architectures.md; an hour on two cores.
 architectures: $(INSTALLED)
 	$(BIN)/python -m tests.architectures --jobs 2 --write
 	$(BIN)/python -m tests.architectures --jobs 2 --write --table reading
+	$(BIN)/python -m tests.architectures --jobs 2 --write --table images
 
 # Examines what people do to models and writes docs/reach.md; a few minutes.  The packages that it needs go into the
 # same environment, without what they depend on: that is there.

@@ -69,7 +69,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "glm46v": _THREE,
     "glm4v": _THREE,
     "glm4v_moe": _text(**_sections(1, 1, 2)),
-    "glm_ocr": _text(**_sections(1, 1, 2)),
+    "glm_ocr": _THREE,
     "glmga": _THREE,
     "janus": dict(vision_config=dict(projection_dim=64)),
     "llama4": dict(
