@@ -1,0 +1,90 @@
+"""Where planted values stand among all tokens of a text, by what policies score tokens with.
+
+    python -m benchmarks.standing
+
+A policy that keeps one of every sixteen tokens by a score keeps what fewer than 6 % of the tokens surpass.  On the
+bundled model that recalls, with the texts of `python -m benchmarks recall`, at the end of a whole prompt.
+docs/quality.md has the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.recall import LENGTH, SEED
+from benchmarks.report import Row
+from kvpass.demo import corpus, recall
+from kvpass.demo.pairs import Planted, Tongue
+from kvpass.demo.recall import AT_ONCE, LATER
+from kvpass.demo.subject import load_memory
+from kvpass.evaluation.tables import markdown
+
+TEXTS, LAST = 2, 32
+
+
+def total(attention: Tensor) -> Tensor:
+    """The sum over all queries, as h2o and d2o have it: [B, Hq, T] of [B, Hq, T, T]."""
+    return attention.sum(2)
+
+
+def mean(attention: Tensor) -> Tensor:
+    """The mean over the queries that saw the token, as roco has it."""
+    count = attention.shape[2]
+    return attention.sum(2) / torch.arange(count, 0, -1)
+
+
+def last(attention: Tensor) -> Tensor:
+    """The mean over the last queries, as snapkv has it."""
+    return attention[:, :, -LAST:].mean(2)
+
+
+SCORES: dict[str, Callable[[Tensor], Tensor]] = {"sum": total, "mean": mean, f"last {LAST} queries": last}
+
+
+@torch.no_grad()
+def rows(texts: int = TEXTS, length: int = LENGTH) -> list[Row]:
+    """The share of tokens that score higher than a planted word, in the head in which it is least, by distance."""
+    subject = load_memory(None)
+    text = subject.encode(corpus.read(corpus.held_out_files()))
+    tokens = torch.tensor([token for part in text for token in (subject.bos, *part)])
+    planted = recall.planted(tokens, subject.bos, Tongue.of(subject.tokenizer), length, rows=texts, seed=SEED)
+    subject.model.set_attn_implementation("eager")
+    before = _attention(subject.model, planted.text)
+    found: dict[tuple[str, str], Row] = {}
+    for number, distance in enumerate(planted.distances):
+        asked = torch.cat([planted.text, planted.question(number)], 1)
+        for way, attention in ((LATER, before), (AT_ONCE, _attention(subject.model, asked))):
+            for name, score in SCORES.items():
+                row = found.setdefault((way, name), {"asked": way, "score": name})
+                row[str(distance)] = _above([score(layer) for layer in attention], planted, number)
+    return [found[way, name] for way in (LATER, AT_ONCE) for name in SCORES]
+
+
+def _attention(model: Any, tokens: Tensor) -> tuple[Tensor, ...]:
+    """Of each layer, [B, Hq, T, T]."""
+    layers: tuple[Tensor, ...] = model(tokens, output_attentions=True, use_cache=False).attentions
+    return layers
+
+
+def _above(scores: list[Tensor], planted: Planted, number: int) -> float:
+    """The mean over rows and words, for that saying of the line and that head of scores [B, Hq, T] that is best."""
+    lines = torch.arange(planted.text.shape[1])[planted.places(number)].view(planted.times, -1)
+    every = [_surpassing(score, words) for score in scores for words in lines[:, 2:-1]]
+    return torch.stack(every).amin((0, 2)).mean().item()  # of [layers * times, B, Hq]
+
+
+def _surpassing(score: Tensor, words: Tensor) -> Tensor:
+    """The share of tokens with more, mean over words [V]: [B, Hq]."""
+    return (score[..., None, :] > score[..., words, None]).float().mean((-1, -2))
+
+
+def main() -> None:
+    print(markdown(rows()))
+
+
+if __name__ == "__main__":
+    main()
