@@ -11,7 +11,7 @@ from torch import Tensor
 
 import kvpass
 from tests.architectures import inputs, zoo
-from tests.architectures.check import generate
+from tests.architectures.check import PROMPT, generate
 from tests.models import breaks, graphs
 from tests.traces import Switch
 
@@ -54,11 +54,12 @@ def test_same_tokens_in_two_graphs(name: str, beams: int) -> None:
 def test_evicting_equals_the_reference(name: str, policy: str) -> None:
     """T5's keys are told apart by learned biases of their distance, which must be those of the tokens held."""
     model, switch, runs = zoo.build(name, "reading"), Switch(), []
+    given = inputs.of(model, PROMPT, 2)
     for inner in ("eager", "reference"):
         chosen = kvpass.backend(policy, budget=BUDGET, inner=inner)
-        runs.append(generate(model, switch.to(chosen), padding=2, steps=STEPS))
+        runs.append(generate(model, switch.to(chosen), given, steps=STEPS))
     torch.testing.assert_close(runs[0].logits, runs[1].logits, atol=1e-4, rtol=1e-4)
-    assert not torch.allclose(runs[0].logits, generate(model, None, padding=2, steps=STEPS).logits, atol=1e-2)
+    assert not torch.allclose(runs[0].logits, generate(model, None, given, steps=STEPS).logits, atol=1e-2)
     if name != "whisper":  # hands out the cache row by row
         assert {layer.capacity for layer in kvpass.inspect(runs[0].cache).layers} == {BUDGET + 1}
         assert all(layer.keys.shape[2] == inputs.READ for layer in runs[0].cache.cross_attention_cache.layers)
