@@ -49,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
     )
     job.add_argument("--documents", metavar="N", type=at_least(1), default=4, help="documents, one batch" + shown)
     job.add_argument("--length", metavar="N", type=at_least(8), default=1024, help="tokens of each document" + shown)
-    job.add_argument("--stream", metavar="N", type=at_least(8), default=3072, help="tokens of the long stream" + shown)
+    job.add_argument("--stream", metavar="N", type=at_least(8), default=4096, help="tokens of the long stream" + shown)
     job.add_argument("--threads", metavar="N", type=at_least(1), help="threads of torch (default: its own choice)")
     job.add_argument("--jobs", metavar="N", type=at_least(1), default=1, help="policies at a time" + shown)
     job.add_argument("--kv-dtype", choices=["int8", "int4"], help="of stored keys and values (default: the model's)")

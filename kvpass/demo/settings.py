@@ -45,7 +45,7 @@ class Settings:
     planted: int = 2048
     documents: int = 4
     length: int = 1024
-    stream: int = 3072
+    stream: int = 4096
     new_tokens: int = 8
     every: int = 16
     threads: int | None = None
