@@ -337,7 +337,11 @@ class _KeyCutter:
             self._refuse(node, "a tensor is lengthened elsewhere than at its end")
         *others, last = (self.copy(p) if isinstance(p, fx.Node) else p for p in places)
         count = self.sizes.fixed(value(x).shape[-1])
-        inside = self.graph.call_function(torch.clamp_max, (last, count - 1))
+        end = count - 1
+        if not isinstance(count, int):  # open: it is asked of the tensor
+            count = self.graph.call_method("size", (self.copy(x), -1))
+            end = self.graph.call_function(operator.sub, (count, 1))
+        inside = self.graph.call_function(torch.clamp_max, (last, end))
         found = self.graph.call_function(operator.getitem, (self.copy(x), (*others, inside)))
         within = self.graph.call_function(operator.lt, (last, count))
         return self.graph.call_function(torch.where, (within, found, filling or 0))
