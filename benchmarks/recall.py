@@ -21,7 +21,7 @@ from kvpass.demo import corpus, recall
 from kvpass.demo.job import attempt
 from kvpass.demo.pairs import Planted, Tongue
 from kvpass.demo.recall import AT_ONCE, LATER, Recall
-from kvpass.demo.subject import load_memory
+from kvpass.demo.subject import Subject, load_memory
 from kvpass.errors import KVPassError
 from kvpass.evaluation import plots
 
@@ -42,15 +42,19 @@ def measure(settings: Settings) -> list[Row]:
 def rows(policies: Sequence[str], documents: int = DOCUMENTS, length: int = LENGTH, budget: int = BUDGET) -> list[Row]:
     """The share of words of the values that are recalled, for every policy, way of asking and distance."""
     subject, found = load_memory(None), []
-    text = subject.encode(corpus.read(corpus.held_out_files()))
-    tokens = torch.tensor([token for part in text for token in (subject.bos, *part)])
-    tongue = Tongue.of(subject.tokenizer)
-    planted = recall.planted(tokens, subject.bos, tongue, length, rows=documents, seed=SEED)
+    planted = planted_in(subject, documents, length)
     with tqdm(total=len(policies) * recall.pieces(planted.text), unit="piece", dynamic_ncols=True) as bar:
         for name in policies:
             bar.set_description(f"recall: {name}")
             found += _rows(name, _recalled(subject.model, planted, name, budget, bar))
     return found
+
+
+def planted_in(subject: Subject, documents: int, length: int) -> Planted:
+    """Held-out texts with a pair at each distance."""
+    text = subject.encode(corpus.read(corpus.held_out_files()))
+    tokens = torch.tensor([token for part in text for token in (subject.bos, *part)])
+    return recall.planted(tokens, subject.bos, Tongue.of(subject.tokenizer), length, rows=documents, seed=SEED)
 
 
 def _recalled(model: Any, planted: Planted, name: str, budget: int, bar: Any) -> Recall | KVPassError:

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.recall import LENGTH, SEED
+from benchmarks.recall import LENGTH, planted_in
 from benchmarks.report import Row
-from kvpass.demo import corpus, recall
-from kvpass.demo.pairs import Planted, Tongue
+from kvpass.demo.pairs import Planted
 from kvpass.demo.recall import AT_ONCE, LATER
 from kvpass.demo.subject import load_memory
 from kvpass.evaluation.tables import markdown
@@ -49,9 +48,7 @@ SCORES: dict[str, Callable[[Tensor], Tensor]] = {"sum": total, "mean": mean, f"l
 def rows(texts: int = TEXTS, length: int = LENGTH) -> list[Row]:
     """The share of tokens that score higher than a planted word, in the head in which it is least, by distance."""
     subject = load_memory(None)
-    text = subject.encode(corpus.read(corpus.held_out_files()))
-    tokens = torch.tensor([token for part in text for token in (subject.bos, *part)])
-    planted = recall.planted(tokens, subject.bos, Tongue.of(subject.tokenizer), length, rows=texts, seed=SEED)
+    planted = planted_in(subject, texts, length)
     subject.model.set_attn_implementation("eager")
     before = _attention(subject.model, planted.text)
     found: dict[tuple[str, str], Row] = {}

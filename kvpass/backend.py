@@ -262,8 +262,11 @@ class Backend:
 
     @property
     def compiles_prompts_at_once(self) -> bool:
-        """The same of the graph of a prompt whose sizes are numbers, on a CPU; what is no work is done at once."""
-        return self.inner != "inductor" or self.compiles_at_once
+        """The same of the graph of a prompt whose sizes are numbers, on a CPU.
+
+        What is no work is done at once, and so is what a report is to tell of.
+        """
+        return self.inner != "inductor" or self.compiles_at_once or self.recorder is not None
 
     def opens_sizes(self, device: torch.device) -> bool:
         """Whether what compiles for a device can do with sizes that are no numbers; on GPUs that was not tried."""

@@ -48,7 +48,7 @@ class Part:
     ticks: int
     caption: str
     rows: Callable[[str, Any], list[tables.Row]] | None
-    finish: Callable[[Job, str, Outcomes], None]
+    finish: Callable[[Job, Outcomes], None]
 
     @property
     def tasks(self) -> list[Task]:
@@ -142,12 +142,15 @@ def _show(job: Job, part: Part, outcomes: Iterator[tuple[str, Any]]) -> None:
     if table:
         tables.write(job.settings.out / f"{part.name}.json", part.caption, table.rows)
     with tqdm.external_write_mode():
-        part.finish(job, part.caption, found)
+        part.finish(job, found)
 
 
 def _recall_caption(job: Job) -> str:
-    title = f"Share of planted words that are recalled, by distance in tokens, {_budgets(job.settings)}"
-    return f"{title}; {job.memory.name}. {WHAT_TO_SEE}"
+    return f"{_recall_title(job)}; {job.memory.name}. {WHAT_TO_SEE}"
+
+
+def _recall_title(job: Job) -> str:
+    return f"Share of planted words that are recalled, by distance in tokens, {_budgets(job.settings)}"
 
 
 def _stream_caption(job: Job) -> str:
@@ -174,20 +177,20 @@ def _completions_caption(job: Job) -> str:
     return f"What is sampled after the key of a pair that was planted far back, {_budgets(job.settings)}."
 
 
-def finish_recall(job: Job, caption: str, outcomes: Outcomes) -> None:
+def finish_recall(job: Job, outcomes: Outcomes) -> None:
     found = {policy: outcome for policy, outcome in outcomes.items() if isinstance(outcome, Recall)}
     if found:
-        title = caption.partition(";")[0]
+        title = _recall_title(job)
         plots.save(plots.recall_figure(found, title), job.settings.out / "recall.png", title)
 
 
-def finish_stream(job: Job, caption: str, outcomes: Outcomes) -> None:
+def finish_stream(job: Job, outcomes: Outcomes) -> None:
     window = min(512, job.stream.shape[1] // 4)
     path = job.settings.out / "stream.png"
     _write_curves(path, _successes(outcomes), window, _stream_title(job), job.subject.trained)
 
 
-def finish_documents(job: Job, caption: str, outcomes: Outcomes) -> None:
+def finish_documents(job: Job, outcomes: Outcomes) -> None:
     settings, (rows, length) = job.settings, job.documents.shape
     runs, title = _successes(outcomes), f"{rows} documents of {length} tokens, {_budgets(settings)}"
     _write_curves(settings.out / "documents.png", runs, min(128, length // 4), title, None)
@@ -197,8 +200,8 @@ def finish_documents(job: Job, caption: str, outcomes: Outcomes) -> None:
         plots.save(plots.kept_figure(snapshots, length, title), settings.out / "kept.png", title)
 
 
-def finish_completions(job: Job, caption: str, outcomes: Outcomes) -> None:
-    planted = job.planted
+def finish_completions(job: Job, outcomes: Outcomes) -> None:
+    planted, caption = job.planted, _completions_caption(job)
     asked = [] if isinstance(planted, KVPassError) else recall.questions(planted)
     said = {policy: _decoded(job, outcome) for policy, outcome in outcomes.items()}
     rows = tables.answered([_in_words(job, question) for question in asked], said)

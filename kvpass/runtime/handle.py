@@ -167,7 +167,8 @@ class LayerCache:
         """The handles of K and V as of now."""
         joined = self.heads // self.layout.heads
         key, value = self.layout.key_dim // joined, self.layout.value_dim // joined
-        return Handle.of(self, "keys", key), Handle.of(self, "values", value)
+        nothing = _nothing(self.layout)
+        return Handle.of(self, "keys", key, nothing), Handle.of(self, "values", value, nothing)
 
     def select(self, operation: str, argument: Any, part: Part, apply: Callable[[Tensor], Tensor]) -> LayerCache:
         """The conversation with its rows picked anew; asked for K and then for V, it is made once.
@@ -236,12 +237,9 @@ class Handle(Tensor):
     part: Part
 
     @staticmethod
-    def of(cache: LayerCache, part: Part, dim: int) -> Handle:
-        """The handle of a layer's keys or of its values, as of now."""
-        layout = cache.layout
-        compat.never_a_frame_of_its_own(Handle.__torch_function__)
-        nothing = torch.full((1,), torch.nan, dtype=layout.dtype, device=layout.device)
-        handle = nothing.expand(layout.rows, cache.heads, cache.stored, dim).as_subclass(Handle)
+    def of(cache: LayerCache, part: Part, dim: int, nothing: Tensor) -> Handle:
+        """The handle of a layer's keys or of its values, as of now: a view of one NaN."""
+        handle = nothing.expand(cache.layout.rows, cache.heads, cache.stored, dim).as_subclass(Handle)
         handle.cache, handle.seen, handle.part = cache, cache.seen, part
         if cache.stored == cache.seen:
             compat.mark_growing(handle)
@@ -277,6 +275,12 @@ class Handle(Tensor):
         return f"Handle(shape={tuple(self.shape)}, policy={layout.policy}, capacity={layout.capacity})"
 
 
+def _nothing(layout: Layout) -> Tensor:
+    """[1], what handles of a layer are views of."""
+    compat.never_a_frame_of_its_own(Handle.__torch_function__)
+    return torch.full((1,), torch.nan, dtype=layout.dtype, device=layout.device)
+
+
 _QUESTIONS = frozenset(
     [
         "size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "data_ptr",
@@ -299,7 +303,7 @@ def _is(args: Any) -> bool:
 
 
 def _like(handle: Handle, cache: LayerCache) -> Handle:
-    return Handle.of(cache, handle.part, handle.shape[-1])
+    return Handle.of(cache, handle.part, handle.shape[-1], _nothing(cache.layout))
 
 
 def renewed(handle: Handle) -> Handle:
@@ -446,9 +450,11 @@ def current(value: Any, part: Part, backend: Any) -> LayerCache:
     cache = value.cache
     cache.doubts.settle()
     _check_usable(cache)
-    if tuple(value.shape[:3]) != (cache.layout.rows, cache.heads, cache.stored):
-        raise CacheHandleError(f"a cache handle of shape {tuple(value.shape)} does not fit its slots {cache.layout}")
-    if cache.backend.family != backend.family:
+    with compat.without_torch_function():
+        shape = tuple(value.shape)
+    if shape[:3] != (cache.layout.rows, cache.heads, cache.stored):
+        raise CacheHandleError(f"a cache handle of shape {shape} does not fit its slots {cache.layout}")
+    if cache.backend is not backend and cache.backend.family != backend.family:
         raise CacheHandleError(f"this cache was made by {cache.backend} and cannot go on under {backend}")
     return cache
 

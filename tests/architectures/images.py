@@ -37,22 +37,18 @@ SMALL: dict[str, Any] = {
 """What a field of a configuration becomes that has to do with images."""
 
 
-def _text(**fields: Any) -> dict[str, Any]:
-    return dict(text_config=fields)
+def _three_axes(*sections: int) -> dict[str, Any]:
+    """Rotary embeddings of three positions, each for so many frequencies."""
+    return dict(text_config=dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[*sections])))
 
 
-def _sections(*sections: int) -> dict[str, Any]:
-    """Of the halves of a head of 16 numbers, how many turn by time, height and width."""
-    return dict(rope_parameters=dict(rope_type="default", rope_theta=10000.0, mrope_section=list(sections)))
-
-
-_THREE = _text(**_sections(2, 3, 3))
-_FOUR_TOKENS = dict(mm_tokens_per_image=4)
-_POINTS = dict(image_grid_pinpoints=[[SIDE, SIDE]])
+_THREE_AXES, _THREE_FEW = _three_axes(2, 3, 3), _three_axes(1, 1, 2)
+_TWO_BY_TWO = dict(mm_tokens_per_image=4)
+_ONE_SIZE = dict(image_grid_pinpoints=[[SIDE, SIDE]])
 
 SPECIAL: dict[str, dict[str, Any]] = {
     "aria": dict(projector_patch_to_query_dict={(SIDE // PATCH) ** 2: 4}),
-    "gemma3": _FOUR_TOKENS,
+    "gemma3": _TWO_BY_TWO,
     "gemma4": dict(
         vision_config=dict(
             hidden_size=64,
@@ -66,30 +62,32 @@ SPECIAL: dict[str, dict[str, Any]] = {
             default_output_length=4,
         )
     ),
-    "glm46v": _THREE,
-    "glm4v": _THREE,
-    "glm4v_moe": _text(**_sections(1, 1, 2)),
-    "glm_ocr": _THREE,
-    "glmga": _THREE,
+    "glm46v": _THREE_AXES,
+    "glm4v": _THREE_AXES,
+    "glm4v_moe": _THREE_FEW,
+    "glm_ocr": _THREE_AXES,
+    "glmga": _THREE_AXES,
     "janus": dict(vision_config=dict(projection_dim=64)),
     "llama4": dict(
-        vision_config=dict(intermediate_size=256, projector_input_dim=64, projector_output_dim=64, vision_output_dim=64)
+        vision_config=dict(intermediate_size=256, vision_output_dim=64, projector_input_dim=64, projector_output_dim=64)
     ),
-    "llava_next": _POINTS,
-    "llava_next_video": _POINTS,
-    "llava_onevision": _POINTS,
-    "mllama": _text(cross_attention_layers=[1])
-    | dict(vision_config=dict(intermediate_layers_indices=[0, 1], vision_output_dim=3 * 64, num_global_layers=2)),
-    "paddleocr_vl": _THREE,
+    "llava_next": _ONE_SIZE,
+    "llava_next_video": _ONE_SIZE,
+    "llava_onevision": _ONE_SIZE,
+    "mllama": dict(
+        vision_config=dict(intermediate_layers_indices=[0, 1], num_global_layers=1, vision_output_dim=192),
+        text_config=dict(cross_attention_layers=[1]),
+    ),
+    "paddleocr_vl": _THREE_AXES,
     "paligemma": dict(projection_dim=64, vision_config=dict(projection_dim=64)),
-    "qwen2_5_omni_thinker": _THREE,
-    "qwen2_5_vl": _THREE,
-    "qwen2_vl": _THREE,
-    "shieldgemma2": _FOUR_TOKENS,
-    "t5gemma2": dict(encoder=_FOUR_TOKENS),
-    "vipllava": dict(vision_feature_layers=[0, 1]),
+    "qwen2_5_omni_thinker": _THREE_AXES,
+    "qwen2_5_vl": _THREE_AXES,
+    "qwen2_vl": _THREE_AXES,
+    "shieldgemma2": _TWO_BY_TWO,
+    "t5gemma2": dict(encoder=_TWO_BY_TWO),
+    "vipllava": dict(vision_feature_layers=[-1, -2]),
 }
-"""Fields of single architectures that the table above does not get right."""
+"""Fields of single architectures; they come on top of those of text."""
 
 Form = Callable[[Any, int], dict[str, Tensor]]
 
@@ -166,8 +164,35 @@ def _tiled(model: Any, count: int) -> dict[str, Tensor]:
     )
 
 
+def _merged(model: Any, count: int) -> dict[str, Tensor]:
+    return dict(_grid(model, count), image_merge_sizes=torch.full((count,), MERGED))
+
+
+def _asked(model: Any, count: int) -> dict[str, Tensor]:
+    """With a question to the part that looks at the image."""
+    return dict(_plain(model, count), qformer_input_ids=torch.full((count, 3), 7))
+
+
+def _twice(model: Any, count: int) -> dict[str, Tensor]:
+    return dict(_plain(model, count), high_res_pixel_values=_pixels(count, 3, SIDE, SIDE))
+
+
+def _flat(model: Any, count: int) -> dict[str, Tensor]:
+    """Patches of each image, and nothing of where they are."""
+    return dict(pixel_values=_pixels(count, (SIDE // PATCH) ** 2, 3 * PATCH**2))
+
+
+def _aimed(model: Any, count: int) -> dict[str, Tensor]:
+    return dict(_plain(model, count), target_sizes=torch.full((count, 2), SIDE // PATCH))
+
+
+def _counted(model: Any, count: int) -> dict[str, Tensor]:
+    return dict(_plain(model, count), pixel_attention_mask=torch.ones(count, 1, dtype=torch.int64))
+
+
 FORMS: tuple[Form, ...] = (
-    _grid, _grid_of_squares, _placed, _shaped, _tiled, _masked, _cut, _sized, _plain, _apart,
+    _merged, _grid, _grid_of_squares, _placed, _shaped, _tiled, _masked, _counted, _cut, _sized, _aimed, _asked, _twice,
+    _plain, _apart, _flat,
 )  # fmt: skip
 """Those that say most come first: a form with less may be taken by the same model for something else."""
 
