@@ -79,6 +79,7 @@ OPTIONS = [
     ("d2o", 6, {"layers": "gate", "gate": 2.872, "compress_at": "first_decode"}),
     ("sage", 15, {"select_at": "overflow"}),  # in another step for each row
     ("random", 15, {"keep_prompt": True}),
+    ("d2o", 18, {"keep_prompt": True}),
 ]
 
 

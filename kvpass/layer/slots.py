@@ -199,7 +199,7 @@ class Slots:
         slots.value.fill(self.value)
         for name in ("position", "index", "rank"):
             getattr(slots, name)[..., :count] = getattr(self, name)
-        for name in layout.policy.state():
+        for name in layout.policy.remembered():
             slots.state[name][..., :count] = self.state[name]
         for name in layout.policy.row_state():
             slots.state[name].copy_(self.state[name])
@@ -246,7 +246,7 @@ def first_state(layout: Layout) -> State:
     shape, device = (layout.rows, layout.groups), layout.device
     tokens = {
         name: torch.zeros(*shape, layout.capacity, dtype=dtype, device=device)
-        for name, dtype in layout.policy.state().items()
+        for name, dtype in layout.policy.remembered().items()
     }
     rows = {
         name: torch.full((*shape, 1), first, dtype=torch.float32 if isinstance(first, float) else None, device=device)
@@ -280,8 +280,8 @@ def admit(
     key, value = Rows.of(layout.key_format, chunk.key), Rows.of(layout.value_format, chunk.value)
     tokens, index = _candidates(layout, past, chunk.real, key, value, held is None)
     tokens = dataclasses.replace(tokens, budget=max(limits), limits=limits)
-    tokens = tokens.updated(layout.policy.absorb(tokens, chunk.attention))
-    stays, changes = layout.policy.sweep(tokens)
+    tokens = tokens.updated(layout.policy.learned(tokens, chunk.attention))
+    stays, changes = layout.policy.staying(tokens)
     tokens = tokens.updated(changes)
     if held is not None:
         key, value = held.key.beside(key), held.value.beside(value)
@@ -348,7 +348,7 @@ def _candidates(
         return new if prompt else torch.cat([old, new], -1)
 
     arriving, state = first_values(policy, key, value), dict(past.state)
-    for name, dtype in policy.state().items():
+    for name, dtype in policy.remembered().items():
         state[name] = joined(past.state[name], arriving.get(name, torch.zeros_like(fresh, dtype=dtype)[:, None]))
     position = joined(past.position, fresh.masked_fill(~real, FREE)[:, None])
     tokens = Tokens(
@@ -374,7 +374,7 @@ def _fill(layout: Layout, slots: Slots, tokens: Tokens, stays: Tensor, index: Te
         chosen = values.gather(-1, kept)
         buffer.fill_(FREE)
         buffer[..., :count] = chosen
-    for name in layout.policy.state():
+    for name in layout.policy.remembered():
         chosen = tokens.state[name].gather(-1, kept)
         slots.state[name].zero_()
         slots.state[name][..., :count] = chosen
@@ -400,7 +400,7 @@ def _merge_gone(layout: Layout, slots: Slots, tokens: Tokens, gone: Tensor, key:
     count = int(gone.sum(-1).max())
     places = rows_in_order(torch.where(gone, tokens.position, FREE))[..., :count]  # [B, H', E]
     held, going = slots.key.read(), key.gathered(places).read()
-    merge = layout.policy.fold(slots.tokens(layout), held, going, gone.gather(-1, places))
+    merge = layout.policy.folded(slots.tokens(layout), held, going, gone.gather(-1, places))
     for buffer, rows in ((slots.key, key), (slots.value, value)):
         _mix(buffer, rows, places, merge)
     for name, changed in merge.state.items():

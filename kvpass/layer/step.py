@@ -199,7 +199,7 @@ def _arrived(layout: Layout, slots: Slots, new: tuple[Rows, Rows], real: Tensor)
     position = torch.where(fresh, slots.seen[:, None, None], slots.position)
     index = torch.where(fresh, slots.length[:, None, None], slots.index)
     arriving, state = first_values(layout.policy, *new), dict(slots.state)
-    for name in layout.policy.state():
+    for name in layout.policy.remembered():
         state[name] = torch.where(fresh, arriving.get(name, torch.zeros_like(state[name])), state[name])
     rank = None
     if layout.tracks_rank:
@@ -284,7 +284,7 @@ def _merge_victim(policy: Policy, slots: Slots, left: Tokens, victim: Tensor, va
     """Merge the victim's K and V into one row of each head, in place; what changes in the state."""
     heads = slots.key.shape[1]
     gone = rows_at(victim, heads)
-    merge = policy.fold(left, slots.key.read(), slots.key.at(gone)[:, :, None], valid)
+    merge = policy.folded(left, slots.key.read(), slots.key.at(gone)[:, :, None], valid)
     into = rows_at(merge.into[..., 0], heads)
     for rows in (slots.key, slots.value):
         mixed = merge.own * wide(rows.at(into)) + merge.weight * wide(rows.at(gone))
@@ -296,8 +296,8 @@ def _merge_victim(policy: Policy, slots: Slots, left: Tokens, victim: Tensor, va
 def _swept(layout: Layout, tokens: Tokens, attention: Attention) -> tuple[Tokens, Tensor]:
     """The policy's step with the sweep."""
     policy = layout.policy
-    tokens = tokens.updated(policy.absorb(tokens, attention))
-    stays, changes = policy.sweep(tokens)
+    tokens = tokens.updated(policy.learned(tokens, attention))
+    stays, changes = policy.staying(tokens)
     position = torch.where(stays, tokens.position, FREE)
     rank = rank_of(position) if layout.tracks_rank else None
     left = dataclasses.replace(tokens.updated(changes), position=position, rank=rank)

@@ -10,7 +10,7 @@ import dataclasses
 import importlib
 import json
 import re
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvpass.errors import PolicyError
 from kvpass.policies.base import Attention, Policy, Tokens
@@ -72,7 +72,7 @@ def register(cls: P) -> P:
     return cls
 
 
-def resolve(policy: str | Policy, options: dict[str, object]) -> Policy:
+def resolve(policy: str | Policy, options: dict[str, Any]) -> Policy:
     """A policy object from a name and its options, or the object itself.
 
     Raises:

@@ -27,10 +27,13 @@ from kvpass.policies.heads import Spread
 Statistic = Literal["total", "squares", "last", "window", "logits", "scan"]
 State = dict[str, Tensor]
 Kind = TypeVar("Kind", bound="Policy")
+Count = TypeVar("Count", bound="int | Tensor")
 Clock = tuple[int, ...]
 """What the host knows of one row from counting tokens; () before the first."""
 
 LATE = torch.iinfo(torch.int64).max
+GIVEN = "given"
+"""What the state of a policy with `keep_prompt` calls tokens that stay."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +75,7 @@ class Tokens:
         held: how many of the N places are slots; the others are the new tokens of a prompt (held = 0) or chunk.
         limits: at the end of a prompt, tokens to keep of each row, as planned; a policy that needs them later has them
             in its `row_state`, which follows rows when they are picked.
+        aside: tokens that stay whatever they are worth and are not among these; a number or int64 [B, H', 1].
         rank: int64 [B, H', N], the place among the live tokens, if it is kept up.
         spread: as of `Attention`.
     """
@@ -84,6 +88,7 @@ class Tokens:
     rank: Tensor | None = None
     spread: Spread | None = None
     limits: tuple[int, ...] = ()
+    aside: int | Tensor = 0
 
     @property
     def live(self) -> Tensor:
@@ -102,6 +107,18 @@ class Tokens:
     def updated(self, changes: State) -> Tokens:
         """The same tokens with part of the state replaced."""
         return dataclasses.replace(self, state={**self.state, **changes})
+
+    @property
+    def given(self) -> Tensor:
+        """bool [B, H', N]: stays because it came with a prompt or chunk; see `Policy.keep_prompt`."""
+        return self.state[GIVEN] & self.live
+
+    @property
+    def competing(self) -> Tokens:
+        """Those that are not given, as if the others were none."""
+        given = self.given
+        aside = self.aside + given.sum(-1, keepdim=True)
+        return dataclasses.replace(self, position=torch.where(given, -1, self.position), rank=None, aside=aside)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,6 +171,10 @@ class Plan:
 class Policy:
     """Base of every policy: a frozen dataclass whose fields are its options.
 
+    Attributes:
+        keep_prompt: only generated tokens compete, those that come one at a time; what a prompt or a chunk brings
+            stays.  The policy is asked about the others alone, with what is left of the budget.
+
     Class attributes:
         name: what `kvpass.backend(policy=...)` calls it.
         heads: "shared" when all KV heads of a layer keep the same tokens, "kv" when each chooses its own.
@@ -167,8 +188,10 @@ class Policy:
         spreads: whether a layer's heads may be spread over processes: "heads" if each has KV heads with all of their
             query heads, and what the policy asks about other heads goes through `kvpass.policies.heads`; "always" if
             it looks at positions alone.  Each class says so of itself: it is not inherited.
+        prompt_must_compete: why `keep_prompt` means nothing for the policy; "" if it does.
     """
 
+    keep_prompt: bool = dataclasses.field(default=False, kw_only=True)
     name: ClassVar[str]
     heads: ClassVar[Literal["shared", "kv"]] = "shared"
     positions: ClassVar[Literal["absolute", "cache"]] = "absolute"
@@ -177,6 +200,17 @@ class Policy:
     ranks: ClassVar[bool] = False
     renumbers: ClassVar[bool] = False
     spreads: ClassVar[Literal["never", "heads", "always"]] = "never"
+    prompt_must_compete: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        """Check the options; a policy with options of its own checks them after these.
+
+        Raises:
+            PolicyError: a value cannot be.
+        """
+        require(isinstance(self.keep_prompt, bool), "keep_prompt", self.keep_prompt, "must be True or False")
+        means_nothing = f"means nothing for {self.name!r}: {self.prompt_must_compete}"
+        require(not (self.keep_prompt and self.prompt_must_compete), "keep_prompt", self.keep_prompt, means_nothing)
 
     @property
     def overwrites(self) -> bool:
@@ -362,7 +396,7 @@ class Policy:
         """The slot [B, H'] to be overwritten next: by default a free one, else that of the token worth least."""
         if not self.evicts:
             return (~tokens.live).int().argmax(-1)
-        worth = self.worth(tokens)
+        worth = self.rated(tokens)
         return latest_of_least(torch.where(tokens.live, worth, lowest(worth.dtype)), tokens)
 
     def sweep(self, tokens: Tokens) -> tuple[Tensor, State]:
@@ -370,7 +404,7 @@ class Policy:
 
         By default the `budget` tokens worth most.
         """
-        return highest(self.worth(tokens), tokens.position, tokens.budget), {}
+        return highest(self.worth(tokens), tokens.position, self.room(tokens)), {}
 
     def fold(self, tokens: Tokens, held: Tensor, gone: Tensor, valid: Tensor) -> Merge:
         """Where the tokens that go live on; called if a policy has it.
@@ -382,6 +416,60 @@ class Policy:
             valid: bool [B, H', E], false where there is none.
         """
         raise NotImplementedError
+
+    # What is asked of a policy: the above, with tokens set aside that stay whatever it says.
+
+    def remembered(self) -> dict[str, torch.dtype]:
+        """`state`, and which tokens were given."""
+        return {**self.state(), GIVEN: torch.bool} if self.keep_prompt else self.state()
+
+    def learned(self, tokens: Tokens, attention: Attention) -> State:
+        """`absorb`, and which tokens were given.
+
+        Raises:
+            BudgetError: they leave less of the budget than the policy needs.
+        """
+        changes = self.absorb(tokens, attention)
+        new = tokens.position.shape[-1] - tokens.held
+        if not self.keep_prompt or not new:
+            return changes
+        came = torch.arange(tokens.held + new, device=tokens.position.device) >= tokens.held
+        given = tokens.state[GIVEN] | (came & tokens.live)
+        left = self.room(tokens.updated({**changes, GIVEN: given}).competing)
+        self.check_given(int(given.sum(-1).max()), int(torch.as_tensor(left).min()))
+        return {**changes, GIVEN: given}
+
+    def check_given(self, given: int, left: int) -> None:
+        """Raise BudgetError when tokens that stay leave less of a budget than the policy needs."""
+        least = self.minimum_budget()
+        if left < least:
+            raise BudgetError(
+                f"the budget is too small for {self.name!r} with keep_prompt=True: {given} tokens are to stay, which "
+                f"leaves {max(left, 0)} of it for others, and {self} needs at least {least}"
+            )
+
+    def room(self, tokens: Tokens) -> int | Tensor:
+        """How many of these tokens may stay, a number or int64 [B, H', 1]."""
+        return tokens.budget - tokens.aside
+
+    def rated(self, tokens: Tokens) -> Tensor:
+        """`worth`, with those that were given above all others."""
+        if not self.keep_prompt:
+            return self.worth(tokens)
+        worth = self.worth(tokens.competing)
+        below, top = (torch.finfo(worth.dtype).max, torch.inf) if worth.is_floating_point() else (LATE - 1, LATE)
+        return torch.where(tokens.given, top, worth.clamp(max=below))
+
+    def staying(self, tokens: Tokens) -> tuple[Tensor, State]:
+        """`sweep`, and those that were given."""
+        if not self.keep_prompt:
+            return self.sweep(tokens)
+        stays, changes = self.sweep(tokens.competing)
+        return stays | tokens.given, changes
+
+    def folded(self, tokens: Tokens, held: Tensor, gone: Tensor, valid: Tensor) -> Merge:
+        """`fold`, but into none of those that were given."""
+        return self.fold(tokens.competing if self.keep_prompt else tokens, held, gone, valid)
 
 
 def lowest(dtype: torch.dtype) -> float | int:
@@ -432,10 +520,11 @@ def window_starts(real: Tensor, room: int) -> Tensor:
     return torch.where(place < last, place // room * room, last)
 
 
-def share_of(count: int, fraction: float) -> int:
+def share_of(count: Count, fraction: float) -> Count:
     """floor(fraction * count), exact for the fraction as it is written: 0.29 of 100 is 29 and not 28."""
     share = Fraction(str(fraction))
-    return count * share.numerator // share.denominator  # whole numbers: the count may be an open size
+    whole = count * share.numerator // share.denominator  # whole numbers: the count may be an open size
+    return whole  # type: ignore[return-value]  # of what the count is
 
 
 def require(condition: bool, option: str, value: object, why: str) -> None:

@@ -58,6 +58,9 @@ class Buzz(Policy):
     iterate_prompt: bool = True
     old_stride: int | None = None
     name: ClassVar[str] = "buzz"
+    prompt_must_compete: ClassVar[str] = (
+        "its hives are counted from the sinks on, and when they are thinned out follows from the count alone"
+    )
     spreads: ClassVar[Literal["never", "heads", "always"]] = "heads"
     heads: ClassVar[Literal["shared", "kv"]] = "kv"
     positions: ClassVar[Literal["absolute", "cache"]] = "cache"
@@ -65,6 +68,7 @@ class Buzz(Policy):
     ranks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         Strides.of(self.stride, self.old_stride)  # or an error
         require(self.sinks >= 0, "sinks", self.sinks, "must not be negative")
         require(self.window is None or self.window >= 1, "window", self.window, "must be at least 1")

@@ -62,12 +62,16 @@ class Cascade(Policy):
     heads: Literal["shared", "kv"] = "shared"  # type: ignore[misc]
     select: bool = True
     name: ClassVar[str] = "cascade"
+    prompt_must_compete: ClassVar[str] = (
+        "its sub-caches are lines of fixed sizes, which a prompt passes through like all else"
+    )
     spreads: ClassVar[Literal["never", "heads", "always"]] = "heads"
     positions: ClassVar[Literal["absolute", "cache"]] = "cache"
     statistics: ClassVar[frozenset[Statistic]] = frozenset({"scan"})
     ranks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(self.cascades >= 1, "cascades", self.cascades, "must be at least 1")
         require(self.sinks >= 0, "sinks", self.sinks, "must not be negative")
         require(self.gamma is None or 0 <= self.gamma <= 1, "gamma", self.gamma, "must be None or lie in [0, 1]")

@@ -92,6 +92,7 @@ class D2O(Policy):
     statistics: ClassVar[frozenset[Statistic]] = frozenset({"total"})
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "skip_layers", tuple(self.skip_layers))
         require(self.sinks >= 0, "sinks", self.sinks, "must not be negative")
         require(0 <= self.heavy <= 1, "heavy", self.heavy, "must lie between 0 and 1")
@@ -138,7 +139,7 @@ class D2O(Policy):
         return {"score": torch.float32}
 
     def row_state(self) -> dict[str, int | float]:
-        return {"limit": 0, "recent": 0, "threshold": UNSET}  # the budget of the row, M and tau
+        return {"limit": 0, "threshold": UNSET}  # the budget of the row, and tau
 
     def observe(self, tokens: Tokens, attention: Attention) -> State:
         assert attention.total is not None
@@ -149,30 +150,29 @@ class D2O(Policy):
         if tokens.held:
             return changes
         like = tokens.state["limit"]
-        limit, recent = (
-            like.new_tensor(counts).view(-1, 1, 1).expand_as(like)
-            for counts in (tokens.limits, [self._recent(own) for own in tokens.limits])
-        )
-        return {**changes, "limit": limit, "recent": recent}
+        return {**changes, "limit": like.new_tensor(tokens.limits).view(-1, 1, 1).expand_as(like)}
 
-    def _recent(self, budget: int) -> int:
+    def room(self, tokens: Tokens) -> Tensor:
+        return tokens.state["limit"] - tokens.aside
+
+    def _recent(self, budget: Tensor) -> Tensor:
         """M, of a row's budget."""
         shared = budget - self.sinks if self.extra_sinks else budget
-        return min(shared - share_of(shared, self.heavy), budget - self.sinks)
+        return torch.minimum(shared - share_of(shared, self.heavy), budget - self.sinks)
 
     def worth(self, tokens: Tokens) -> Tensor:
-        safe = (tokens.position < self.sinks) | tokens.newest(tokens.state["recent"])
+        safe = (tokens.position < self.sinks) | tokens.newest(self._recent(self.room(tokens)))
         return torch.where(safe, torch.inf, tokens.state["score"])
 
     def victim(self, tokens: Tokens) -> Tensor:
         full = tokens.live.sum(-1, keepdim=True) > tokens.state["limit"]
         free = torch.where(full, torch.inf, -torch.inf)
-        return latest_of_least(torch.where(tokens.live, self.worth(tokens), free), tokens)
+        return latest_of_least(torch.where(tokens.live, self.rated(tokens), free), tokens)
 
     def sweep(self, tokens: Tokens) -> tuple[Tensor, State]:
         if self.defers and tokens.held == 0:
             return tokens.live, {}
-        return highest(self.worth(tokens), tokens.position, tokens.state["limit"]), {}
+        return highest(self.worth(tokens), tokens.position, self.room(tokens)), {}
 
     def fold(self, tokens: Tokens, held: Tensor, gone: Tensor, valid: Tensor) -> Merge:
         similar, into = nearest(gone, held, tokens.position)  # [B, Hkv, E]

@@ -30,6 +30,7 @@ class H2O(Policy):
     statistics: ClassVar[frozenset[Statistic]] = frozenset({"total"})
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(0 <= self.heavy <= 1, "heavy", self.heavy, "must lie between 0 and 1")
 
     def minimum_budget(self) -> int:
@@ -43,5 +44,5 @@ class H2O(Policy):
         return {"score": tokens.state["score"] + attention.total.sum(2)}  # [B, Hkv, N]
 
     def worth(self, tokens: Tokens) -> Tensor:
-        recent = tokens.budget - share_of(tokens.budget, self.heavy)
-        return torch.where(tokens.newest(recent), torch.inf, tokens.state["score"])
+        room = self.room(tokens)
+        return torch.where(tokens.newest(room - share_of(room, self.heavy)), torch.inf, tokens.state["score"])

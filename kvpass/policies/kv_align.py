@@ -49,9 +49,11 @@ class KVAlign(Policy):
     aligner: Aligner | str | os.PathLike[str] | None = None
     every: int = 1
     name: ClassVar[str] = "kv_align"
+    prompt_must_compete: ClassVar[str] = "a prompt that is longer than its budget starts again for its last tokens"
     renumbers: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.aligner is None:
             raise AlignerError(
                 "kv_align needs aligner=..., a kvpass.align.Aligner or the path of one; train one for the model "

@@ -46,19 +46,19 @@ class RoCo(Policy):
         saw = tokens.seen - tokens.position  # every query since it came, its own included
         mean = tokens.state["total"] / saw
         variance = tokens.state["squares"] / saw - mean.square()
-        safe = tokens.newest(recent(tokens.budget))
+        room = self.room(tokens)
+        safe = tokens.newest(room - room // 2)
         older = torch.where(tokens.live & ~safe, variance, -torch.inf)
-        count = min(varied(tokens.budget), older.shape[-1])
-        if count:
-            safe = safe | (older >= older.topk(count, -1).values[..., -1:])
-        return torch.where(safe, torch.inf, mean)
+        return torch.where(safe | highest_of(older, room // 4), torch.inf, mean)
 
 
-def recent(budget: int) -> int:
-    """How many of the last tokens are safe."""
-    return budget - budget // 2
+def highest_of(score: Tensor, count: int | Tensor) -> Tensor:
+    """bool [B, H', N]: the `count` highest of score [B, H', N], with all that equal the lowest of them.
 
-
-def varied(budget: int) -> int:
-    """How many of the older tokens are safe for the spread of their attention."""
-    return budget // 4
+    A count that is a number costs a top-k, one that is int64 [B, H', 1] a sort.
+    """
+    if isinstance(count, Tensor):
+        place = (count - 1).clamp(min=0, max=score.shape[-1] - 1)
+        return (score >= score.sort(-1, descending=True).values.gather(-1, place)) & (count > 0)
+    count = min(count, score.shape[-1])
+    return score >= (score.topk(count, -1).values[..., -1:] if count else torch.inf)

@@ -65,11 +65,15 @@ class Sage(Policy):
     top: int | None = None
     select_at: Literal["prompt_end", "overflow"] = "prompt_end"
     name: ClassVar[str] = "sage"
+    prompt_must_compete: ClassVar[str] = (
+        "it chooses among the tokens of a prompt; what it does with later ones is policy='window'"
+    )
     spreads: ClassVar[Literal["never", "heads", "always"]] = "heads"
     heads: ClassVar[Literal["shared", "kv"]] = "kv"
     statistics: ClassVar[frozenset[Statistic]] = frozenset({"logits"})
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         known = ("union", "concat", "private")
         require(self.share in known, "share", self.share, f"must be one of {', '.join(known)}")
         every = self.refresh_interval

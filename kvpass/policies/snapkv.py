@@ -27,11 +27,15 @@ class SnapKV(Policy):
     window: int = 64
     kernel: int = 5
     name: ClassVar[str] = "snapkv"
+    prompt_must_compete: ClassVar[str] = (
+        "it chooses among the tokens of a prompt; what it does with later ones is policy='window'"
+    )
     spreads: ClassVar[Literal["never", "heads", "always"]] = "heads"
     heads: ClassVar[Literal["shared", "kv"]] = "kv"
     statistics: ClassVar[frozenset[Statistic]] = frozenset({"window"})
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(self.window >= 1, "window", self.window, "must be at least 1")
         require(self.kernel >= 1 and self.kernel % 2 == 1, "kernel", self.kernel, "must be odd and at least 1")
 

@@ -28,6 +28,7 @@ class Streaming(Policy):
     positions: ClassVar[Literal["absolute", "cache"]] = "cache"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(self.sinks >= 0, "sinks", self.sinks, "must not be negative")
 
     def minimum_budget(self) -> int:

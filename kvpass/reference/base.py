@@ -24,6 +24,7 @@ class Token:
         position: its place among the real tokens of its row.
         index: its place in the padded sequence.
         key, value: [h, D] and [h, Dv]; h = Hkv when the heads keep the same tokens, else 1.
+        given: it stays, as the policy keeps prompts and it came with one.
         score: whatever the policy accumulates.
         notes: what else it remembers, by name.
     """
@@ -32,6 +33,7 @@ class Token:
     index: int
     key: Tensor
     value: Tensor
+    given: bool = False
     score: float = 0.0
     notes: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -96,7 +98,13 @@ class Reference:
         """
         tokens = stream.tokens + new
         self.observe(tokens, rows)
-        stream.tokens = self.evict(tokens, stream.head, stream.seen, stream.budget)
+        stream.tokens = self.kept(tokens, stream)
+
+    def kept(self, tokens: list[Token], stream: Stream) -> list[Token]:
+        """Those that were given, and of the others what `evict` keeps in the rest of the budget."""
+        given, others = [t for t in tokens if t.given], [t for t in tokens if not t.given]
+        chosen = self.evict(others, stream.head, stream.seen, stream.budget - len(given))
+        return sorted([*given, *chosen], key=lambda token: token.position)
 
     def settle(self, row: list[Stream]) -> None:
         """Called when all KV heads of a row have taken their tokens in."""
@@ -242,10 +250,13 @@ class ReferenceLayer:
             new = torch.nonzero(chunk.real[b]).flatten().tolist()
             for stream in row:
                 columns = list(range(len(stream.tokens))) + [rows.shape[-1] - chunk.real.shape[1] + j for j in new]
+                stream.step = self.length > 0 and chunk.real.shape[1] == 1 and not part
                 tokens = [self._token(stream, chunk, b, place, j) for place, j in enumerate(new)]
                 seen = [part[b, self._queries(stream, rows)][:, new][:, :, columns] for part in (rows, logits)]
+                if self.layout.policy.keep_prompt:
+                    given = sum(token.given for token in stream.tokens + tokens)
+                    self.layout.policy.check_given(given, stream.budget - given)
                 stream.seen += len(new)
-                stream.step = self.length > 0 and chunk.real.shape[1] == 1 and not part
                 self.reference.take(stream, tokens, *(part.transpose(0, 1) for part in seen))
             self.reference.settle(row)
         self.length += chunk.real.shape[1]
@@ -263,7 +274,8 @@ class ReferenceLayer:
     def _token(self, stream: Stream, chunk: Chunk, b: int, place: int, j: int) -> Token:
         heads = self._heads(stream.head)
         key, value = (self.stored(x[b, heads, j].clone()) for x in (chunk.key, chunk.value))
-        return Token(stream.seen + place, self.length + j, key, value)
+        given = self.layout.policy.keep_prompt and not stream.step
+        return Token(stream.seen + place, self.length + j, key, value, given)
 
     def _queries(self, stream: Stream, rows: Tensor) -> slice:
         """The query heads of a stream."""

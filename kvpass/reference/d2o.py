@@ -28,7 +28,7 @@ class D2OReference(Reference):
         if prompt and self.policy.compress_at == "first_decode":
             stream.tokens = tokens
             return
-        kept = self.evict(tokens, stream.head, stream.seen, stream.budget)
+        kept = self.kept(tokens, stream)
         stream.gone = [token for token in tokens if token not in kept]
         stream.tokens = kept
 
@@ -43,7 +43,7 @@ class D2OReference(Reference):
     def settle(self, row: list[Stream]) -> None:
         if not row[0].gone or self.policy.merge == "none":
             return
-        found = [[closest(token, stream.tokens) for token in stream.gone] for stream in row]
+        found = [[closest(token, stream) for token in stream.gone] for stream in row]
         if self.policy.merge == "official":
             means = [sum(u for u, _ in each) / len(row) for each in zip(*found, strict=True)]
             tau = self.threshold(row[0], means)
@@ -98,8 +98,9 @@ class D2OReference(Reference):
                 target.key, target.value = (stream.stored(x / (1 + len(gone))) for x in (key, value))
 
 
-def closest(token: Token, kept: list[Token]) -> tuple[float, Token]:
-    """The largest cosine of the token's key with a kept one, and that one."""
+def closest(token: Token, stream: Stream) -> tuple[float, Token]:
+    """The largest cosine of the token's key with that of one that stays and was not given, and that one."""
+    kept = [other for other in stream.tokens if not other.given]
     cosines = [float(torch.cosine_similarity(token.key[0], other.key[0], dim=0)) for other in kept]
     best = max(cosines)
     return best, kept[cosines.index(best)]

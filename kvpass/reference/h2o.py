@@ -24,8 +24,9 @@ class H2OReference(Reference):
             return tokens
         heavy = math.floor(Fraction(str(self.heavy)) * budget)
         recent = budget - heavy
-        older, newer = tokens[: len(tokens) - recent], tokens[len(tokens) - recent :]
-        hitters = sorted(older, key=lambda token: (-token.score, token.position))[:heavy]
+        newer = [token for token in tokens if token.position >= seen - recent]
+        older = [token for token in tokens if token.position < seen - recent]
+        hitters = sorted(older, key=lambda token: (-token.score, token.position))[: budget - len(newer)]
         return sorted(hitters, key=lambda token: token.position) + newer
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from kvpass.policies.random import Random
-from kvpass.reference.base import Reference, Stream, Token
+from kvpass.reference.base import Reference, Token
 
 PRIME = 2**31 - 1
 
@@ -19,20 +17,13 @@ def drawn(seed: int, position: int, head: int) -> int:
 
 
 class RandomReference(Reference):
-    def __init__(self, policy: Random) -> None:
-        self.policy = policy
-
-    def take(self, stream: Stream, new: list[Token], rows: Tensor, logits: Tensor) -> None:
-        for token in new:
-            token.notes["stays"] = self.policy.keep_prompt and not stream.step
-        super().take(stream, new, rows, logits)
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
 
     def evict(self, tokens: list[Token], head: int, seen: int, budget: int) -> list[Token]:
-        safe = [token for token in tokens if token.notes["stays"]]
-        others = [token for token in tokens if not token.notes["stays"]]
-        luckiest = sorted(others, key=lambda token: -drawn(self.policy.seed, token.position, head))
-        return sorted(safe + luckiest[: budget - len(safe)], key=lambda token: token.position)
+        luckiest = sorted(tokens, key=lambda token: -drawn(self.seed, token.position, head))[:budget]
+        return sorted(luckiest, key=lambda token: token.position)
 
 
 def reference(policy: Random) -> Reference:
-    return RandomReference(policy)
+    return RandomReference(policy.seed)

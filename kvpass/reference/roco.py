@@ -28,11 +28,12 @@ class RoCoReference(Reference):
         if len(tokens) <= budget:
             return tokens
         recent = budget - budget // 2
-        older, newer = tokens[:-recent], tokens[-recent:]
+        newer = [token for token in tokens if token.position >= seen - recent]
+        older = [token for token in tokens if token.position < seen - recent]
         by_spread = sorted(older, key=lambda token: (-variance(token.notes["paid"]), token.position))
         spread, others = by_spread[: budget // 4], by_spread[budget // 4 :]
         by_mean = sorted(others, key=lambda token: (-mean(token.notes["paid"]), token.position))
-        kept = spread + by_mean[: budget - recent - len(spread)]
+        kept = spread + by_mean[: budget - len(newer) - len(spread)]
         return sorted(kept, key=lambda token: token.position) + newer
 
 

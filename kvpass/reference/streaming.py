@@ -13,7 +13,8 @@ class StreamingReference(Reference):
     def evict(self, tokens: list[Token], head: int, seen: int, budget: int) -> list[Token]:
         if len(tokens) <= budget:
             return tokens
-        return tokens[: self.sinks] + tokens[len(tokens) - (budget - self.sinks) :]
+        sinks = [token for token in tokens if token.position < self.sinks]
+        return sinks + tokens[len(tokens) - (budget - len(sinks)) :]
 
 
 def reference(policy: Streaming) -> Reference:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvpass.errors import BudgetError, PolicyError
 from kvpass.policies import parse, resolve
@@ -13,11 +11,7 @@ from kvpass.policies.base import share_of
 from kvpass.policies.cascade import Cascade
 from kvpass.policies.d2o import D2O
 from kvpass.policies.sage import Sage
-from kvpass.reference.random import drawn
 from kvpass.simulate import simulate
-from tests.strategies import ROWS, cases
-from tests.test_chunks_and_padding import compare
-from tests.test_simulate import check
 
 
 def layer(tokens, heads=1, groups=1, dim=8, seed=0):
@@ -114,33 +108,6 @@ def test_random_is_uniform():
         q, k, v = layer(40, dim=2)
         counts[list(prompt_keeps("random", q, k, v, budget=10, seed=seed)[0])] += 1
     assert (counts / 300 - 0.25).abs().max() < 0.1
-
-
-KEEPS = {"seed": 3, "keep_prompt": True}
-
-
-@given(data=st.data(), prompt=st.integers(1, 12))
-def test_random_with_a_prompt_that_stays(data, prompt):
-    got = check(data.draw(cases(ROWS["random"], options=KEEPS, budget=12, prompt=prompt, steps=16)))
-    assert (got.positions[..., :prompt] == torch.arange(prompt)).all()
-
-
-@given(data=st.data())
-def test_random_with_chunks_that_stay(data):
-    case = data.draw(cases(ROWS["random"], options=KEEPS, budget=12, prompt=4, dim=8))
-    compare(case, [4, 1, 1, 1, 5, *[1] * 9, 3, 1, 1], data.draw(st.sampled_from([0.0, 0.3])), padded_steps=True)
-
-
-def test_of_generated_tokens_those_that_drew_most_stay():
-    q, k, v = layer(12)
-    held = simulate("random", q, k, v, prompt=4, budget=6, keep_prompt=True, compiled=True).positions[-1, 0, 0]
-    luckiest = sorted(range(4, 12), key=lambda position: -drawn(0, position, 0))[:2]
-    assert held.tolist() == [0, 1, 2, 3, *sorted(luckiest)]
-
-
-def test_a_prompt_that_is_to_stay_must_fit():
-    with pytest.raises(BudgetError, match=r"budget=6 .* 7 tokens are to stay"):
-        simulate("random", *layer(8), prompt=7, budget=6, keep_prompt=True, compiled=True)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,103 @@
+"""`keep_prompt`: what prompts and chunks bring stays, and every policy that can be asked about the others alone is."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvpass
+from kvpass.errors import BudgetError, PolicyError
+from kvpass.policies import names, resolve
+from kvpass.reference.random import drawn
+from kvpass.simulate import simulate
+from tests.aligners import random_aligner
+from tests.strategies import ROWS, Case, Row, cases
+from tests.test_chunks_and_padding import compare
+from tests.test_simulate import check
+
+KEEPING = ["d2o", "h2o", "knorm", "random", "roco", "streaming", "tova", "window"]
+keeping = pytest.mark.parametrize("row", [ROWS[name] for name in KEEPING], ids=KEEPING)
+
+
+def kept(draw: st.DataObject, row: Row, given: int, **fixed: object) -> Case:
+    """A case with so many tokens that are given, and one to eight slots more than the policy needs for the others."""
+    options = {**draw.draw(row.options), "keep_prompt": True}
+    least = resolve(row.name, options).minimum_budget()
+    budget = given + least + draw.draw(st.integers(0, 8))
+    return draw.draw(cases(row, options=options, budget=budget, **fixed))
+
+
+@keeping
+@given(data=st.data(), prompt=st.integers(1, 12))
+def test_a_prompt_stays_as_the_reference_has_it(row: Row, data: st.DataObject, prompt: int) -> None:
+    got = check(kept(data, row, prompt, prompt=prompt, steps=16))
+    assert (got.positions[..., :prompt] == torch.arange(prompt)).all()
+
+
+@keeping
+@given(data=st.data())
+def test_chunks_stay_as_the_reference_has_it(row: Row, data: st.DataObject) -> None:
+    case = kept(data, row, 12, prompt=4, dim=8)
+    holes = data.draw(st.sampled_from([0.0, 0.3]))
+    compare(case, [4, 1, 1, 1, 5, *[1] * 9, 3, 1, 1], holes, padded_steps=True)
+
+
+def layer(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    drawn = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, tokens, 8, generator=drawn) for _ in range(3))
+    return 2 * q, k, v
+
+
+def test_of_generated_tokens_those_that_drew_most_stay() -> None:
+    held = simulate("random", *layer(12), prompt=4, budget=6, keep_prompt=True, compiled=True).positions[-1, 0, 0]
+    luckiest = sorted(range(4, 12), key=lambda position: -drawn(0, position, 0))[:2]
+    assert held.tolist() == [0, 1, 2, 3, *sorted(luckiest)]
+
+
+def test_half_of_what_is_left_is_recent() -> None:
+    """h2o with 10 slots and a prompt of 6: of the other 4 the last 2 are safe."""
+    trace = simulate("h2o", *layer(30), prompt=6, budget=10, keep_prompt=True, compiled=True)
+    for seen, held in enumerate(trace.positions[:, 0, 0].tolist(), start=6):
+        if seen >= 10:
+            assert held[:6] == [*range(6)]
+            assert held[-2:] == [seen - 2, seen - 1]
+
+
+def test_nothing_is_merged_into_a_prompt() -> None:
+    q, k, v = layer(30)
+    trace = simulate("d2o", q, k, v, prompt=6, budget=12, sinks=0, keep_prompt=True, compiled=True)
+    assert torch.equal(trace.keys[:, :, :6], k[:, :, :6])
+    assert torch.equal(trace.values[:, :, :6], v[:, :, :6])
+    merged = [
+        (trace.values[0, 0, slot] != v[0, 0, place]).any() for slot, place in enumerate(trace.positions[-1, 0, 0])
+    ]
+    assert any(merged)  # but others are
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_prompt_must_leave_the_others_what_the_policy_needs(compiled: bool) -> None:
+    with pytest.raises(BudgetError, match=r"5 tokens are to stay, which leaves 1 .* needs at least 2"):
+        simulate("h2o", *layer(8), prompt=5, budget=6, keep_prompt=True, compiled=compiled)
+    with pytest.raises(BudgetError, match="7 tokens are to stay, which leaves 0 "):
+        simulate("random", *layer(8), prompt=7, budget=6, keep_prompt=True, compiled=compiled)
+
+
+@pytest.mark.parametrize("name", [name for name in names() if name in ROWS and name not in (*KEEPING, "kv_align")])
+def test_policies_for_which_it_means_nothing_say_why(name: str) -> None:
+    with pytest.raises(PolicyError, match=f"means nothing for {name!r}: .{{10}}"):
+        resolve(name, {"keep_prompt": True})
+
+
+def test_an_aligner_says_so_too() -> None:
+    with pytest.raises(PolicyError, match="means nothing for 'kv_align'"):
+        dataclasses.replace(kvpass.policies.get("kv_align")(aligner=random_aligner("direct")), keep_prompt=True)
+
+
+@pytest.mark.parametrize("value", [1, None, "yes"])
+def test_it_is_true_or_false(value: object) -> None:
+    with pytest.raises(PolicyError, match="keep_prompt"):
+        resolve("window", {"keep_prompt": value})
