@@ -18,6 +18,7 @@ from benchmarks import (
     compilation,
     cropping,
     overhead,
+    passkey,
     perplexity,
     picture,
     prompt,
@@ -48,6 +49,7 @@ PARTS: dict[str, ModuleType] = {
         picture,
         perplexity,
         recall,
+        passkey,
         row_products,
         serving,
     )

@@ -140,7 +140,7 @@ def pieces(text: Tensor) -> int:
 def right(model: Any, planted: Planted, number: int, cache: Any) -> float:
     """The share of a value's words that follow its key, each after the right ones before it; uses up the cache."""
     answer = planted.answer(number)
-    return _share(_said(model, torch.cat([planted.question(number), answer[:, :-1]], 1), cache)[:, 1:], answer)
+    return _share(likeliest(model, torch.cat([planted.question(number), answer[:, :-1]], 1), cache)[:, 1:], answer)
 
 
 def right_at_once(model: Any, planted: Planted, turns: int) -> tuple[float, ...]:
@@ -159,7 +159,7 @@ def _right_in_turn(model: Any, planted: Planted, numbers: Tensor) -> list[float]
     lines = planted.pairs[torch.arange(len(numbers)), numbers]  # [B, 3 + V]
     question, answer = lines[:, :2], lines[:, 2:-1]
     cache = model(torch.cat([planted.text, question], 1), use_cache=True, logits_to_keep=1).past_key_values
-    right: list[float] = (_said(model, answer[:, :-1], cache) == answer[:, 1:]).float().mean(1).tolist()
+    right: list[float] = (likeliest(model, answer[:, :-1], cache) == answer[:, 1:]).float().mean(1).tolist()
     return right
 
 
@@ -185,7 +185,7 @@ def right_uncached(model: Any, planted: Planted, number: int) -> float:
     return _share(logits.argmax(-1), answer)
 
 
-def _said(model: Any, tokens: Tensor, cache: Any) -> Tensor:
+def likeliest(model: Any, tokens: Tensor, cache: Any) -> Tensor:
     """The likeliest token after each of tokens int64 [B, n], which are fed one by one."""
     said = []
     for column in torch.split(tokens, 1, 1):

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import caching, compilation, overhead, picture, prompt, recall, report, step, stream
+from benchmarks import caching, compilation, overhead, passkey, picture, prompt, recall, report, step, stream
 from benchmarks.report import Row, Target, replaced, verdicts
 from benchmarks.timing import Plan, interleaved, medians, spread
-from kvpass.demo.recall import Recall
+from kvpass.demo.recall import AT_ONCE, LATER, Recall
 from kvpass.errors import KVPassError
 
 
@@ -159,3 +159,12 @@ def test_recall_has_a_table_for_each_way_of_asking():
     assert later.rows == [{"policy": "a", "16": 1.0, "64": 0.5}, refused]
     assert at_once.rows == [{"policy": "a", "16": 0.75, "64": 0.25}, refused]
     assert len([axes for axes in recall.figures(rows)["recall"].axes if axes.axison]) == 2
+
+
+def test_passkeys_have_a_table_for_each_way_of_asking():
+    outcome = {LATER: [1.0, 0.5, 0.0, 0.0, 1.0], AT_ONCE: [1.0] * 5}
+    rows = [*passkey._rows("a", outcome), *passkey._rows("b", KVPassError("why"))]
+    later, at_once = passkey.tables(rows)
+    refused = {"policy": "b", "refused": "why"}
+    assert later.rows == [{"policy": "a", "0%": 1.0, "25%": 0.5, "50%": 0.0, "75%": 0.0, "100%": 1.0}, refused]
+    assert [*at_once.rows[0].values()] == ["a", 1.0, 1.0, 1.0, 1.0, 1.0]

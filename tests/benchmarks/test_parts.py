@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kvpass
-from benchmarks import apart, bounded, caching, chunks, peers, serving, sinks, standing
+from benchmarks import apart, bounded, caching, chunks, passkey, peers, serving, sinks, standing
 from benchmarks.__main__ import PARTS, ROOT
 from benchmarks.bounded import Case
 from benchmarks.model import Conversation, build, dynamic, static, tokens
@@ -150,3 +150,21 @@ def test_a_word_that_one_head_rates_highest_is_surpassed_by_none():
     assert standing._above([scores], planted, 0) == pytest.approx(2 / 9)
     scores[0, 1, 6] = 10
     assert standing._above([scores, scores.flip(1)], planted, 0) == 0
+
+
+def test_a_passkey_stands_once_among_the_same_sentences():
+    first, last = (passkey.planted_at(load_memory(None), depth, trials=2, length=200) for depth in (0.0, 1.0))
+    said = first.pairs[0, 0].repeat(first.times)
+    assert first.text[0, 1 : 1 + len(said)].tolist() == said.tolist()
+    assert last.text[1, -len(said) :].tolist() == last.pairs[1, 0].repeat(last.times).tolist()
+    assert len(first.text[0].unique()) < 50
+
+
+@pytest.mark.slow
+@torch.inference_mode()
+def test_a_full_cache_says_every_passkey_and_a_window_the_last():
+    rows = passkey.rows(["full", "window"], trials=2, length=200, budget=64)
+    shares = {(row["policy"], row["asked"], row["depth"]): row["accuracy"] for row in rows}
+    for way in (LATER, AT_ONCE):
+        assert [shares["full", way, depth] for depth in passkey.DEPTHS] == [1.0] * 5
+        assert (shares["window", way, 0.0], shares["window", way, 1.0]) == (0.0, 1.0)

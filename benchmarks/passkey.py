@@ -1,0 +1,120 @@
+"""Passkey retrieval by depth, at equal memory: one fact in a text that says the same few sentences again and again.
+
+On the bundled model that has learnt to recall, in the words that it knows facts by: a key with a value, which is right
+if all its words are.  The task is that of arXiv:2305.16300; `kvpass eval --measure passkey` asks models that know it
+for a number in English.  `python -m benchmarks passkey` prints both tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+from tqdm import tqdm
+
+from benchmarks import apart, bounded
+from benchmarks.recall import BUDGET
+from benchmarks.report import Row, Table, Target
+from benchmarks.settings import Settings
+from kvpass import policies
+from kvpass.demo import recall
+from kvpass.demo.job import attempt
+from kvpass.demo.pairs import Planted, Tongue, plant
+from kvpass.demo.recall import AT_ONCE, LATER
+from kvpass.demo.subject import Subject, load_memory
+from kvpass.errors import KVPassError
+from kvpass.evaluation.passkey import NOISE
+
+TITLE = "Passkey retrieval"
+LENGTH, TRIALS = 1024, 8
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+SEED = 2_000_000_033  # of the pairs; neither training nor the demo has it
+
+
+def measure(settings: Settings) -> list[Row]:
+    names = ["full", *bounded.everything()]
+    chosen: dict[str, Any] = dict(policies=["full", "h2o"], trials=2) if settings.quick else dict(policies=names)
+    rows: list[Row] = apart.run("benchmarks.passkey:rows", threads=max(settings.threads), **chosen)
+    return rows
+
+
+@torch.inference_mode()
+def rows(policies: Sequence[str], trials: int = TRIALS, length: int = LENGTH, budget: int = BUDGET) -> list[Row]:
+    """For every policy, way of asking and depth the share of values whose words are all right."""
+    subject, found = load_memory(None), []
+    planted = [planted_at(subject, depth, trials, length) for depth in DEPTHS]
+    pieces = recall.pieces(planted[0].text)
+    with tqdm(total=len(policies) * pieces, unit="piece", dynamic_ncols=True) as bar:
+        for name in policies:
+            bar.set_description(f"passkey: {name}")
+            found += _rows(name, _accuracies(subject.model, planted, name, budget, bar))
+    return found
+
+
+def planted_at(subject: Subject, depth: float, trials: int, length: int) -> Planted:
+    """The same sentences again and again, with one pair in them, at a share of what is before the question."""
+    sentences = torch.tensor(subject.encode([NOISE])[0])
+    documents = sentences.repeat(length // len(sentences) + 1)[:length].repeat(trials, 1)
+    documents[:, 0] = subject.bos
+    behind = length - 1 - recall.TIMES * (recall.VALUE + 3)
+    distance = behind - round(depth * behind)
+    return plant(documents, Tongue.of(subject.tokenizer), (distance,), recall.VALUE, SEED, recall.TIMES)
+
+
+def _accuracies(
+    model: Any, planted: Sequence[Planted], name: str, budget: int, bar: Any
+) -> dict[str, list[float]] | KVPassError:
+    slots = budget if policies.get(name).evicts else None
+    return attempt(model, name, slots, "eager", lambda: accuracies(model, planted, bar.update))
+
+
+def accuracies(model: Any, planted: Sequence[Planted], tick: Any) -> dict[str, list[float]]:
+    """By way of asking and depth; the texts of all depths are rows of one batch."""
+    text, asked, answer = (
+        torch.cat(parts)
+        for parts in zip(*[(each.text, each.question(0), each.answer(0)) for each in planted], strict=True)
+    )
+    later = recall.likeliest(model, torch.cat([asked, answer[:, :-1]], 1), recall.read(model, text, tick))[:, 1:]
+    prompt = model(torch.cat([text, asked], 1), use_cache=True, logits_to_keep=1)
+    rest = recall.likeliest(model, answer[:, :-1], prompt.past_key_values)
+    at_once = torch.cat([prompt.logits[:, -1:].argmax(-1), rest], 1)
+    return {LATER: _shares(later, answer, len(planted)), AT_ONCE: _shares(at_once, answer, len(planted))}
+
+
+def _shares(said: Tensor, expected: Tensor, depths: int) -> list[float]:
+    shares: list[float] = (said == expected).all(1).float().view(depths, -1).mean(1).tolist()
+    return shares
+
+
+def _rows(name: str, outcome: dict[str, list[float]] | KVPassError) -> Iterator[Row]:
+    if isinstance(outcome, KVPassError):
+        yield {"policy": name, "error": str(outcome)}
+        return
+    for way, shares in outcome.items():
+        for depth, share in zip(DEPTHS, shares, strict=True):
+            yield {"policy": name, "asked": way, "depth": depth, "accuracy": share}
+
+
+def tables(rows: Sequence[Row]) -> list[Table]:
+    what = f"Share of passkeys that are said to the last word, by depth in {LENGTH:,} tokens, budget {BUDGET}"
+    refused = [{"policy": row["policy"], "refused": row["error"]} for row in rows if "error" in row]
+    return [Table(f"{what}, {way}", [*_lines(rows, way), *refused]) for way in (LATER, AT_ONCE)]
+
+
+def _lines(rows: Sequence[Row], way: str) -> list[Row]:
+    lines: dict[str, Row] = {}
+    for row in rows:
+        if row.get("asked") == way:
+            lines.setdefault(row["policy"], {"policy": row["policy"]})[f"{row['depth']:.0%}"] = row["accuracy"]
+    return [*lines.values()]
+
+
+def targets(rows: Sequence[Row]) -> list[Target]:
+    return []
+
+
+def figures(rows: Sequence[Row]) -> dict[str, Figure]:
+    return {}
