@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 import torch
@@ -26,25 +26,45 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--some", action="store_true", help=f"of each slow test's cases every {EVERY}th, one at least")
 
 
-@pytest.hookimpl(trylast=True)  # when the others have been left out
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--some"):
-        return
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """Of tests marked `few` all but so many cases are slow; then the marks choose; then `--some` does of slow ones."""
+    for cases in by_test(item for item in items if not item.get_closest_marker("slow")):
+        if few := cases[0].get_closest_marker("few"):
+            for item in left_out(cases, spread(cases, few.args[0])):
+                item.add_marker(pytest.mark.slow)
+    yield
+    if config.getoption("--some"):
+        slow = by_test(item for item in items if item.get_closest_marker("slow"))
+        left = [item for cases in slow for item in left_out(cases, spread(cases, wanted(cases)))]
+        config.hook.pytest_deselected(items=left)
+        items[:] = left_out(items, left)
+
+
+def by_test(items: Iterable[pytest.Item]) -> list[list[pytest.Item]]:
+    """The cases of each test."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("slow"):
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    chosen = {id(item) for items in cases.values() for item in spread(items)}
-    left = [item for items in cases.values() for item in items if id(item) not in chosen]
-    config.hook.pytest_deselected(items=left)
-    items[:] = [item for item in items if item not in left]
+        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return list(cases.values())
 
 
-def spread(cases: list[pytest.Item]) -> list[pytest.Item]:
-    """Some of the cases of one test, at even distances; `some` says how many, if it has that mark."""
+def wanted(cases: list[pytest.Item]) -> int:
+    """How many cases of a slow test `--some` runs; `some` says it, if it has that mark."""
     asked = cases[0].get_closest_marker("some")
-    count = asked.args[0] if asked else math.ceil(len(cases) / EVERY)
+    return asked.args[0] if asked else math.ceil(len(cases) / EVERY)
+
+
+def spread(cases: list[pytest.Item], count: int) -> list[pytest.Item]:
+    """So many of the cases of one test, at even distances."""
+    count = min(count, len(cases))
     return [cases[(2 * place + 1) * len(cases) // (2 * count)] for place in range(count)]
+
+
+def left_out(items: list[pytest.Item], chosen: list[pytest.Item]) -> list[pytest.Item]:
+    """All but those."""
+    taken = {id(item) for item in chosen}
+    return [item for item in items if id(item) not in taken]
 
 
 def pytest_collection_finish() -> None:

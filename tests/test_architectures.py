@@ -34,6 +34,7 @@ SAMPLE = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_sample_is_rewritten_completely(name: str) -> None:
     verdict = examine(name, PADDING)
@@ -177,6 +178,7 @@ def continued(model: torch.nn.Module, chosen: object, prompt: int, steps: int) -
     return out.sequences, out.past_key_values
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("prompt", [3, WINDOW - 1, WINDOW, WINDOW + 1, 20])
 def test_a_window_within_the_budget_is_kept_exactly(prompt: int) -> None:
     model, switch = mistral(), Switch()

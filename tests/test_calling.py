@@ -180,6 +180,7 @@ def assert_rows_are_as_alone(architecture: str, policy: str, lengths: Sequence[i
             assert held == [index[index >= 0].tolist() for index in b[0]], f"row {row}, layer {layer}"
 
 
+@pytest.mark.few(4)
 @cases
 @pytest.mark.parametrize("batch", BATCHES)
 def test_left_padding(architecture: str, policy: str, batch: str) -> None:
@@ -209,6 +210,7 @@ def test_a_prompt_in_pieces(architecture: str, policy: str) -> None:
         assert close(run.logits[mask.bool()], expected[mask.bool()])
 
 
+@pytest.mark.few(1)
 @cases
 def test_several_turns(architecture: str, policy: str) -> None:
     ids, mask = prompt(3, 30, (3, 1, 0))
@@ -596,6 +598,7 @@ def test_beyond_the_recompile_limit() -> None:
         assert not isinstance(feed(model, ids, mask, [10]).cache.layers[0].keys, Handle)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("limit", [1, 8])
 def test_a_model_compiled_by_kvpass_has_room_for_more_graphs(limit: int) -> None:
     torch._dynamo.reset()

@@ -45,6 +45,7 @@ def loop_on(model: Any, **given: Any) -> kvpass.DecodeLoop:
     return kvpass.DecodeLoop(model, **{"policy": "window", "budget": 64, "inner": "eager", **given})
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("architecture", ["Llama", "GPT2"])
 @pytest.mark.parametrize("padding", [(), (3, 1, 0)])
 def test_equal_to_generate_until_something_is_evicted(architecture: str, padding: tuple[int, ...]) -> None:
@@ -56,6 +57,7 @@ def test_equal_to_generate_until_something_is_evicted(architecture: str, padding
     assert (graphs(), breaks()) == (2, 0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in ("h2o", "buzz", "d2o") else pytest.mark.slow) for n in ROWS]
 )
@@ -209,6 +211,7 @@ class Watched(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["window", "h2o", "d2o", "tova", "roco"])
 @pytest.mark.parametrize("given", [{}, SAMPLED], ids=["greedy", "sampled"])
 def test_a_step_asks_nothing_of_the_device(name: str, given: dict[str, Any]) -> None:

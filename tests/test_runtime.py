@@ -46,6 +46,7 @@ def test_model_equals_reference(
     assert_equal_runs(traced("Llama"), steps, padding, policy=policy, budget=budget, positions=positions)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("architecture", ["GPTNeoX", "Cohere", "GPT2"])
 def test_other_rotary_embeddings_equal_the_reference(architecture: str) -> None:
     assert_equal_runs(traced(architecture), [12, 3, *[1] * 6], (3, 1, 0), policy="streaming", budget=8)

@@ -61,7 +61,7 @@ def run(examples: int, start: int = 0) -> Tally:
 
 
 def test_generated_models() -> None:
-    run(30).check()
+    run(12).check()
 
 
 def sources(count: int) -> list[str]:

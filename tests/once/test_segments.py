@@ -36,6 +36,7 @@ def bodies(pieces: list[Segment]) -> list[int]:
     return [kinds.setdefault(piece.body, len(kinds)) for piece in pieces]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("policy", ["h2o", "streaming"])
 def test_a_step_and_a_chunk_are_a_prologue_and_alike_layers_and_an_epilogue(policy: str) -> None:
     for gm in steps_of(build("Llama", layers=5), policy, [9, 1, 4]):

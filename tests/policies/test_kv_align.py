@@ -36,6 +36,7 @@ def options(architecture, recipe="direct", every=1, budget=8, **settings):
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("architecture", "recipe", "every"),
     [
@@ -53,6 +54,7 @@ def test_model_equals_reference(traced, architecture, recipe, every):
     assert_equal_runs(traced(architecture), [7, *[1] * 12], (0, 0, 0), **settings)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("architecture", SHAPES)
 def test_chunks_padding_and_long_prompts_equal_the_reference(traced, architecture):
     settings = options(architecture)
@@ -60,6 +62,7 @@ def test_chunks_padding_and_long_prompts_equal_the_reference(traced, architectur
     assert_equal_runs(traced(architecture), [13, 3, *[1] * 4, 5, *[1] * 3], (3, 1, 0), **settings)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("architecture", "recipe"), [("GPT2", "direct"), ("Llama", "paper")])
 def test_nothing_changes_while_nothing_is_evicted(architecture, recipe):
     model = build(architecture)
@@ -72,6 +75,7 @@ def test_nothing_changes_while_nothing_is_evicted(architecture, recipe):
     assert graphs() == 3
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("architecture", SHAPES)
 def test_a_long_prompt_is_the_same_as_its_last_tokens(architecture):
     model, settings = Traced(build(architecture)), options(architecture, budget=8)
@@ -128,6 +132,7 @@ def test_the_query_of_the_next_token_stands_at_the_number_of_held_tokens():
                 )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("architecture", SHAPES)
 def test_a_bare_loop_gives_the_same_as_position_ids(architecture):
     model = build(architecture)

@@ -205,6 +205,7 @@ def test_inputs_are_given_slots_first() -> None:
     assert len(slots) == sum(len(layer.names) for layer in stages.calls[0].slots)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("policy", "copies"), [("d2o", True), ("h2o", False)])
 def test_on_a_gpu_places_are_copied_for_who_merges_and_counting_is_left(policy: str, copies: bool) -> None:
     ids, mask = prompt(2, 12, (2, 0))

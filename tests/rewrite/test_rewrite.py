@@ -44,6 +44,7 @@ def symbols(gm: fx.GraphModule) -> list[fx.Node]:
     return found
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_step_graph_is_static(architecture: str) -> None:
     prompt_graph, step = compiled_graphs(architecture, [9, 1, 1, 1], (2, 0), policy="streaming", budget=6)
@@ -212,6 +213,7 @@ def by_rank(model: Any, budget: int, **settings: Any) -> Any:
     return torch.compile(model, backend=kvpass.backend("streaming", **chosen))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("apart", [False, True])
 def test_queries_and_keys_that_are_turned_apart_stand_at_their_ranks(apart: bool) -> None:
     model = Turned(apart, (1, -1))

@@ -29,6 +29,7 @@ every_policy = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.few(1)
 @every_policy
 def test_the_interpreted_module_equals_the_cpu(name: str, dtype: torch.dtype) -> None:
     exact = dtype == torch.float16
