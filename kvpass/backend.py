@@ -387,7 +387,8 @@ def backend(
             it was and warned about.
         validate: run each rewritten step graph once, uncompiled and on a small made-up conversation, beside the model's
             own, and refuse it if they differ; see `kvpass.rewrite.validate`.
-        kv_dtype: how keys and values are stored: "int8" or "int4", see `kvpass.storage`, or None for the model's dtype.
+        kv_dtype: how keys and values are stored: "int8", "int4", or either with "-hadamard" behind it, see
+            `kvpass.storage`; None for the model's dtype.
         crop: how many of the last tokens of a cache can be taken back (`DynamicCache.crop`), as assisted decoding and
             prompt lookup do; 0 for none, which costs nothing.
         policy_options: the policy's own, by name.

@@ -10,6 +10,7 @@ from typing import Any
 
 from kvpass.errors import KVPassError
 
+KV_DTYPES = ("int8", "int4", "int8-hadamard", "int4-hadamard")  # as in kvpass.storage, which is not imported yet
 DEMO_PARTS = ("recall", "stream", "documents", "completions")  # as in kvpass.demo.settings, which is not imported yet
 
 
@@ -52,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
     job.add_argument("--stream", metavar="N", type=at_least(8), default=4096, help="tokens of the long stream" + shown)
     job.add_argument("--threads", metavar="N", type=at_least(1), help="threads of torch (default: its own choice)")
     job.add_argument("--jobs", metavar="N", type=at_least(1), default=1, help="policies at a time" + shown)
-    job.add_argument("--kv-dtype", choices=["int8", "int4"], help="of stored keys and values (default: the model's)")
+    job.add_argument("--kv-dtype", choices=KV_DTYPES, help="of stored keys and values (default: the model's)")
     job.set_defaults(run=demo)
     _add_align(commands)
     _add_eval(commands)
@@ -131,7 +132,7 @@ def _add_eval(commands: Any) -> None:
     job.add_argument("--trials", metavar="N", type=at_least(1), default=4, help="prompts of each kind" + shown)
     job.add_argument("--rows", metavar="N", type=at_least(1), default=1, help="files or prompts in a batch" + shown)
     job.add_argument("--seed", metavar="N", type=int, default=0, help="of what is planted" + shown)
-    job.add_argument("--kv-dtype", choices=["int8", "int4"], help="of stored keys and values (default: the model's)")
+    job.add_argument("--kv-dtype", choices=KV_DTYPES, help="of stored keys and values (default: the model's)")
     job.add_argument("--inner", default="inductor", help="what compiles: inductor, eager, ..." + shown)
     job.add_argument("--threads", metavar="N", type=at_least(1), help="threads of torch (default: its own choice)")
     job.add_argument("--out", metavar="DIR", type=Path, default=Path("out/eval"), help="where results go" + shown)

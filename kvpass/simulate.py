@@ -265,7 +265,7 @@ def _reference_step(layer: _Layer, reference: ReferenceLayer, t: int) -> Tensor:
     rank = ranks.amax(-1)[:, :1, None] + 1
     q, k, v, stored = layer.step(t, rank)
     if reference.attends_to_stored(1):
-        kept, v = reference.stored(stored), reference.stored(v)
+        kept, v = reference.stored(stored), reference.stored(v, key=False)
         k = layer.rotated(kept, rank) if layer.ranked else kept
     q = q * reference.temper(real)
     keys = reference.rows("key")

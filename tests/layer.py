@@ -118,7 +118,7 @@ class Literal:
         q, k = rotary(new.q, place, self.theta) * layer.temper(new.real), rotary(new.k, place, self.theta)
         original, values, bias = new.k if ranked else k, new.v, None
         if layer.attends_to_stored(new.real.shape[1]):
-            kept, values = layer.stored(original), layer.stored(values)
+            kept, values = layer.stored(original), layer.stored(values, key=False)
             k = rotary(kept, place, self.theta) if ranked else kept
         attended = k
         if layer.length:

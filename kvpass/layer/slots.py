@@ -71,7 +71,7 @@ class Layout:
 
     @property
     def value_format(self) -> Format:
-        return format_of(self.kv_dtype, self.value_dim, self.dtype)
+        return format_of(self.kv_dtype, self.value_dim, self.dtype, keys=False)
 
     @property
     def tracks_rank(self) -> bool:

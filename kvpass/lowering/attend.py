@@ -61,12 +61,13 @@ def attend(
         logits, [B, Hkv, G, q, C] as `wide` has them.  A query that may attend to nothing gets a finite output that
         means nothing.
     """
-    if rotate is not None and query.shape[-1] * query.element_size() > WIDEST_ROTATED:
+    if key.format.turns or query.shape[-1] * query.element_size() > WIDEST_ROTATED:
         rope = None
     if by_kernel(query) and (rotate is None or rope is not None):
         from kvpass.lowering.attend_kernel import attended  # needs triton, which not every machine has
 
-        return attended(query, key, value, scale=scale, mask=mask, bias=bias, cap=cap, sink=sink, rows=rows, rope=rope)
+        asked = key.format.asked(query).to(query.dtype)
+        return attended(asked, key, value, scale=scale, mask=mask, bias=bias, cap=cap, sink=sink, rows=rows, rope=rope)
     logits = capped(scores(query, key, scale=scale, rotate=rotate), cap)
     if bias is not None:
         logits = logits + bias.to(logits.dtype)

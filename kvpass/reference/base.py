@@ -48,7 +48,7 @@ class Stream:
         seen: real tokens seen, those that are being taken in included.
         step: what is being taken in is a single token on held ones, not a prompt or chunk.
         layer: the number of the layer, if the policy asks for it.
-        stored: what storing a key or value [h, D] makes of it.
+        stored: what storing a key [h, D] makes of it, or with `key=False` a value.
         notes: what the policy remembers for the stream, by name.
         gone: tokens that have just left, for `Reference.settle`.
     """
@@ -59,7 +59,7 @@ class Stream:
     seen: int = 0
     step: bool = False
     layer: int = 0
-    stored: Callable[[Tensor], Tensor] = lambda row: row
+    stored: Callable[..., Tensor] = lambda row, key=True: row
     notes: dict[str, Any] = dataclasses.field(default_factory=dict)
     gone: list[Token] = dataclasses.field(default_factory=list)
 
@@ -273,7 +273,8 @@ class ReferenceLayer:
 
     def _token(self, stream: Stream, chunk: Chunk, b: int, place: int, j: int) -> Token:
         heads = self._heads(stream.head)
-        key, value = (self.stored(x[b, heads, j].clone()) for x in (chunk.key, chunk.value))
+        key = self.stored(chunk.key[b, heads, j].clone())
+        value = self.stored(chunk.value[b, heads, j].clone(), key=False)
         given = self.layout.policy.keep_prompt and not stream.step
         return Token(stream.seen + place, self.length + j, key, value, given)
 

@@ -74,7 +74,7 @@ class D2OReference(Reference):
             if gone:
                 key = math.e * target.key + sum(w * token.key for w, token in gone)
                 value = math.e * target.value + sum(w * token.value for w, token in gone)
-                target.key, target.value = stream.stored(key / total), stream.stored(value / total)
+                target.key, target.value = stream.stored(key / total), stream.stored(value / total, key=False)
 
     def average(self, stream: Stream, pairs: list[tuple[float, Token]], merged: list[bool]) -> None:
         for target in stream.tokens:
@@ -83,7 +83,7 @@ class D2OReference(Reference):
             if len(group) > 1:
                 key = torch.stack([token.key for token in group]).mean(0)
                 value = torch.stack([token.value for token in group]).mean(0)
-                target.key, target.value = stream.stored(key), stream.stored(value)
+                target.key, target.value = stream.stored(key), stream.stored(value, key=False)
 
     def official(self, stream: Stream, pairs: list[tuple[float, Token]], merged: list[bool]) -> None:
         for target in stream.tokens:
@@ -95,7 +95,8 @@ class D2OReference(Reference):
             if gone:
                 key = target.key + sum(u * token.key for u, token in gone)
                 value = target.value + sum(u * token.value for u, token in gone)
-                target.key, target.value = (stream.stored(x / (1 + len(gone))) for x in (key, value))
+                target.key = stream.stored(key / (1 + len(gone)))
+                target.value = stream.stored(value / (1 + len(gone)), key=False)
 
 
 def closest(token: Token, stream: Stream) -> tuple[float, Token]:

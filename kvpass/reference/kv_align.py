@@ -48,7 +48,7 @@ class KVAlignReference(Reference):
                 token.key, token.value = self.repaired(token, place, stream.layer)
                 token.notes["made"] = place
             if moved:
-                token.key, token.value = stream.stored(token.key), stream.stored(token.value)
+                token.key, token.value = stream.stored(token.key), stream.stored(token.value, key=False)
 
     def read(self, stream: Stream) -> list[Rows]:
         return [

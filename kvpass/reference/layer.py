@@ -179,7 +179,7 @@ class _Call:
         groups, count = self.layout.groups, query.shape[2]
         keys, ranks = store.rows("key"), store.ranks().clamp(min=0)
         if stored is not None:
-            keys, value = torch.cat([keys, store.stored(stored)], 2), store.stored(value)
+            keys, value = torch.cat([keys, store.stored(stored)], 2), store.stored(value, key=False)
             ranks = torch.cat([ranks, (store.positions() >= 0).sum(-1, keepdim=True)], -1)
         if self.rotary is not None and keys.shape[2]:
             keys = keys.to(self.layout.dtype)

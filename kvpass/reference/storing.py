@@ -11,14 +11,31 @@ from kvpass.precision import wide
 GROUP = 32
 
 
-def stored(layout: Layout, row: Tensor) -> Tensor:
-    """A key or value [..., D] as it is attended to once it is stored: [..., D]."""
+def stored(layout: Layout, row: Tensor, key: bool = True) -> Tensor:
+    """A key or a value [..., D] as it is attended to once it is stored: [..., D]."""
     if layout.kv_dtype is None:
         return row.to(layout.dtype)
-    whole = wide(row)
-    if layout.kv_dtype == "int8":
-        return _symmetric(whole)
-    return torch.cat([_between(group) for group in torch.split(whole, group_size(whole.shape[-1]), -1)], -1)
+    kind, _, turn = layout.kv_dtype.partition("-")
+    turns = key and turn == "hadamard"
+    made = _rounded(_turned(wide(row)) if turns else wide(row), kind)
+    return _turned(made) if turns else made
+
+
+def _rounded(row: Tensor, kind: str) -> Tensor:
+    if kind == "int8":
+        return _symmetric(row)
+    return torch.cat([_between(group) for group in torch.split(row, group_size(row.shape[-1]), -1)], -1)
+
+
+def _turned(row: Tensor) -> Tensor:
+    """By sums and differences of numbers that are 1, 2, 4, ... places apart, as long as that divides the row."""
+    made, apart = row.double(), 1
+    while row.shape[-1] % (2 * apart) == 0:
+        one, other = torch.unflatten(made, -1, (-1, 2, apart)).unbind(-2)
+        made = torch.stack([one + other, one - other], -2).flatten(-3)
+        apart *= 2
+    result: Tensor = (made / apart**0.5).to(row.dtype)
+    return result
 
 
 def group_size(dim: int) -> int:

@@ -39,7 +39,7 @@ from kvpass.layer.slots import FREE, Layout, Slots, first_state
 from kvpass.rewrite.context import StepContext
 from kvpass.rewrite.result import StepRewrite
 from kvpass.rewrite.rotary_slice import RotarySlice
-from kvpass.storage import KVDtype, Rows, plain
+from kvpass.storage import KVDtype, Rows, base_of, plain
 
 TOKENS = 61
 """Most tokens of the conversation."""
@@ -51,7 +51,7 @@ ON_AVERAGE = 0.1
 NUDGES, ULPS = 4, 8
 """How often the past is changed to see what rounding does to a model's own outputs, and by how many units in the last
 place."""
-ROUNDED: dict[KVDtype, float] = {"int8": 0.1, "int4": 0.5}
+ROUNDED: dict[str, float] = {"int8": 0.1, "int4": 0.5}
 """By how much of the mean number outputs may differ on average where the new token's rows are rounded."""
 
 
@@ -178,7 +178,7 @@ def _compare_stored(step: Step, plain: Step, count: int) -> None:
         if there is None or not isinstance(wanted[there], Tensor) or not wanted[there].is_floating_point():
             continue
         by = _on_average(ours[there], wanted[there])
-        if by > max(ROUNDED[layout.kv_dtype] for layout in step.layouts if layout.kv_dtype):
+        if by > max(ROUNDED[base_of(layout.kv_dtype)] for layout in step.layouts if layout.kv_dtype):
             _refuse(step, count, place, by)
 
 

@@ -1,8 +1,9 @@
 """How rows of keys and values lie in memory.
 
 A `Format` says what tensors hold a row and how attention works on them: `plain` is the model's own numbers, `int8` and
-`int4` are whole numbers with scales.  `Rows` are rows in a format: all that happens to slots (a row written, rows
-gathered, merged, grown, reordered) is said once, there.  Policies, graphs and models know of neither.
+`int4` are whole numbers with scales, and `hadamard` turns keys before they become such.  `Rows` are rows in a format:
+all that happens to slots (a row written, rows gathered, merged, grown, reordered) is said once, there.  Policies,
+graphs and models know of neither.
 """
 
 from __future__ import annotations
@@ -14,25 +15,34 @@ from typing import Literal, get_args
 import torch
 
 from kvpass.storage.base import Format, Rows
+from kvpass.storage.hadamard import Turned
 from kvpass.storage.int4 import Int4
 from kvpass.storage.int8 import Int8
 from kvpass.storage.plain import Plain
 
-KVDtype = Literal["int8", "int4"]
+KVDtype = Literal["int8", "int4", "int8-hadamard", "int4-hadamard"]
 KV_DTYPES: tuple[KVDtype, ...] = get_args(KVDtype)
 
-__all__ = ["KV_DTYPES", "Format", "KVDtype", "Rows", "format_of", "plain"]
+__all__ = ["KV_DTYPES", "Format", "KVDtype", "Rows", "base_of", "format_of", "plain"]
+
+
+_FORMATS: dict[str, Callable[[int, torch.dtype], Format]] = {"": Plain, "int8": Int8, "int4": Int4}
+
+
+def base_of(kv_dtype: KVDtype | None) -> str:
+    """The numbers of a format, however rows are turned before; "" for the model's own."""
+    return (kv_dtype or "").partition("-")[0]
 
 
 @functools.cache
-def format_of(kv_dtype: KVDtype | None, dim: int, dtype: torch.dtype) -> Format:
-    """The format of rows of `dim` numbers that a model makes in `dtype`.
+def format_of(kv_dtype: KVDtype | None, dim: int, dtype: torch.dtype, keys: bool = True) -> Format:
+    """The format of rows of `dim` numbers that a model makes in `dtype`, of keys or of values.
 
     Raises:
         PolicyError: rows of that many numbers cannot be stored so.
     """
-    made: dict[KVDtype | None, Callable[[int, torch.dtype], Format]] = {None: Plain, "int8": Int8, "int4": Int4}
-    return made[kv_dtype](dim, dtype)
+    made = _FORMATS[base_of(kv_dtype)](dim, dtype)
+    return Turned(made, dtype) if keys and "-" in (kv_dtype or "") else made
 
 
 def plain(rows: torch.Tensor) -> Rows:

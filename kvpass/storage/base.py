@@ -32,6 +32,10 @@ class Format(Protocol):
     def exact(self) -> bool:
         """Whether what was read and is stored again is what it was."""
 
+    @property
+    def turns(self) -> bool:
+        """Whether codes are of turned rows, so that `asked` does something."""
+
     def layout(self) -> list[tuple[int, torch.dtype]]:
         """The last dimension and the dtype of each tensor."""
 
@@ -40,6 +44,9 @@ class Format(Protocol):
 
     def decode(self, parts: Parts) -> Tensor:
         """Stored rows as they are attended to, [..., D]: the model's numbers, or as `wide` has them."""
+
+    def asked(self, query: Tensor) -> Tensor:
+        """Queries [..., D] as what the codes stand for is to be multiplied with; for code that reads codes itself."""
 
     def products(self, query: Tensor, parts: Parts) -> Tensor:
         """Of queries [B, H, R, D] and stored keys: [B, H, R, N]."""

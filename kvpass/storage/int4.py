@@ -36,6 +36,7 @@ class Int4:
     names = ("scale", "zero")
     bits = 4
     exact = False
+    turns = False
 
     def __post_init__(self) -> None:
         require(self.dim % 2 == 0, "kv_dtype", "int4", f"two numbers make a byte, and a head has {self.dim}")
@@ -92,6 +93,9 @@ class Int4:
             own = [x[..., first : first + count, None] for x in (zero, scale)]
             made.append(((torch.unflatten(codes, -1, (count, -1)) + own[0]) * own[1]).flatten(-2))
         return made
+
+    def asked(self, query: Tensor) -> Tensor:
+        return query
 
     def products(self, query: Tensor, parts: Parts) -> Tensor:
         if query.shape[2] > grid.MOST_ROWS:

@@ -30,6 +30,7 @@ class Int8:
     names = ("scale",)
     bits = 8
     exact = False
+    turns = False
 
     def layout(self) -> list[tuple[int, torch.dtype]]:
         return [(self.dim, torch.int8), (1, grid.SCALE)]
@@ -47,6 +48,9 @@ class Int8:
     def _wide(self, parts: Parts) -> tuple[Tensor, Tensor]:
         kind = widest(self.dtype)
         return parts[0].to(kind), parts[1].to(kind)
+
+    def asked(self, query: Tensor) -> Tensor:
+        return query
 
     def products(self, query: Tensor, parts: Parts) -> Tensor:
         codes, scale = self._wide(parts)

@@ -19,6 +19,7 @@ class Plain:
     names = ()
     bits = 0
     exact = True
+    turns = False
 
     def layout(self) -> list[tuple[int, torch.dtype]]:
         return [(self.dim, self.dtype)]
@@ -28,6 +29,9 @@ class Plain:
 
     def decode(self, parts: Parts) -> Tensor:
         return parts[0]
+
+    def asked(self, query: Tensor) -> Tensor:
+        return query
 
     def products(self, query: Tensor, parts: Parts) -> Tensor:
         return torch.matmul(query, parts[0].transpose(-1, -2))

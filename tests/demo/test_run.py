@@ -19,6 +19,7 @@ from kvpass.demo.pairs import Planted, Tongue
 from kvpass.demo.settings import PARTS, Settings
 from kvpass.demo.subject import Subject, has_position_table
 from kvpass.errors import AlignerError, KVPassError, PolicyError
+from kvpass.storage import KV_DTYPES
 
 TOKENIZER = Path(__file__).parents[2] / "examples" / "models" / "tokenizer"
 POLICIES = ["full", "h2o", "streaming"]
@@ -77,6 +78,7 @@ def test_sizes_fit_the_models(trained, tabled, length, stream):
 
 def test_the_parts_are_in_the_order_of_the_story_and_may_be_chosen():
     assert [part.name for part in run.parts(job())] == list(PARTS) == list(cli.DEMO_PARTS)
+    assert cli.KV_DTYPES == KV_DTYPES
     assert [part.name for part in run.parts(job(Settings(parts=("documents", "recall"))))] == ["recall", "documents"]
 
 

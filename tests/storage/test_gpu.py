@@ -8,13 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpass.storage import KVDtype
+from kvpass.storage import KVDtype, base_of
 from kvpass.testing import binaries, cuda_emission
 from kvpass.testing.cuda_emission import Emission
 from tests.testing.shared import STEPS, recorded, run
 
 pytestmark = pytest.mark.slow
-kinds = pytest.mark.parametrize(("name", "kv_dtype"), [("h2o", "int8"), ("streaming", "int4"), ("d2o", "int4")])
+kinds = pytest.mark.parametrize(
+    ("name", "kv_dtype"), [("h2o", "int8"), ("streaming", "int4"), ("d2o", "int4"), ("h2o", "int4-hadamard")]
+)
 
 
 @functools.cache
@@ -50,7 +52,7 @@ def test_the_interpreted_module_equals_the_cpu(name: str, kv_dtype: KVDtype) -> 
 def test_attention_reads_codes_by_one_kernel_that_spills_nothing(name: str, kv_dtype: KVDtype) -> None:
     made = emission(name, kv_dtype)
     buffer = made.step.inputs[made.step.names.index("slots_0_key")]
-    assert buffer.dtype == {"int8": torch.int8, "int4": torch.uint8}[kv_dtype]
+    assert buffer.dtype == {"int8": torch.int8, "int4": torch.uint8}[base_of(kv_dtype)]
     ran = run(made)
     for layer in range(2):
         first, *more = made.readers(ran, f"slots_{layer}_key")

@@ -10,7 +10,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import kvpass
-from kvpass.storage import KV_DTYPES, KVDtype
+from kvpass.storage import KV_DTYPES, KVDtype, base_of
 from tests.models import build, force, prompt
 from tests.once.test_stitch import compilations
 from tests.test_invariants import settings
@@ -19,13 +19,14 @@ from tests.traces import Traced
 every_format = pytest.mark.parametrize(
     "kv_dtype", [pytest.param(kind, marks=[] if kind == "int4" else [pytest.mark.slow]) for kind in KV_DTYPES]
 )
-KINDS = {"streaming": "int4", "d2o": "int8", "kv_align": "int4"}  # a policy that turns, merges or repairs rows
+KINDS = {"streaming": "int4", "d2o": "int8", "kv_align": "int4", "h2o": "int4-hadamard", "buzz": "int8-hadamard"}
+"""Policies that turn, merge or repair rows, and keys that are turned before they are stored."""
 GREEDY: dict[str, Any] = dict(do_sample=False, pad_token_id=0)
 
 
 @pytest.mark.parametrize(
     ("name", "kv_dtype"),
-    [pytest.param(*kind, marks=[] if kind[0] == "d2o" else [pytest.mark.slow]) for kind in KINDS.items()],
+    [pytest.param(*kind, marks=[] if kind[0] in ("d2o", "h2o") else [pytest.mark.slow]) for kind in KINDS.items()],
 )
 def test_a_model_equals_the_reference_at_every_step(name: str, kv_dtype: KVDtype) -> None:
     """With padding, a chunk in the middle, and positions as the policy prefers them."""
@@ -52,7 +53,7 @@ def test_the_model_but_for_the_rounding_until_something_is_evicted(kv_dtype: KVD
     )
     assert torch.equal(plain.logits[:, :12], stored.logits[:, :12])  # a prompt attends to what the model made
     apart = (plain.logits - stored.logits)[mask.bool()].abs().mean() / plain.logits.abs().mean()
-    assert 0 < apart < {"int8": 0.005, "int4": 0.06}[kv_dtype]
+    assert 0 < apart < {"int8": 0.005, "int4": 0.06}[base_of(kv_dtype)]
 
 
 @pytest.mark.slow
@@ -84,7 +85,7 @@ def test_reports_say_what_is_held(kv_dtype: KVDtype) -> None:
                 inner="eager")  # fmt: skip
     report = kvpass.inspect(run.cache)
     rows, heads, slots, layers = 2, 2, 17, 2
-    row = {"int8": 16 + 2, "int4": 8 + 2 + 1}[kv_dtype]  # of 16 numbers
+    row = {"int8": 16 + 2, "int4": 8 + 2 + 1}[base_of(kv_dtype)]  # of 16 numbers
     metadata = rows * slots * 3 * 8 + rows * 3 * 8
     assert report.nbytes == layers * (2 * rows * heads * slots * row + metadata)
     assert report.full_nbytes == layers * 2 * rows * heads * 40 * 16 * 2

@@ -1,0 +1,76 @@
+"""Rows that are turned before their numbers are rounded, so that a few large ones are spread over all.
+
+    x' = x H / sqrt(b),   H[i, j] = (-1)^(number of ones that i and j have in common, in binary)
+
+H is Sylvester's Hadamard matrix, of the largest power of two b that divides the size of a head; a row has one stretch
+of b numbers, or several.  It is orthogonal and its own inverse: a query that is turned alike has the same products with
+turned keys, so attention turns the query and never a stored row (Ashkboos et al., "QuaRot", 2024,
+https://arxiv.org/abs/2404.00456, section 4).  It is keys that have a few large numbers, in places that are the same for
+all tokens (Liu et al., "KIVI", 2024, https://arxiv.org/abs/2402.02750, section 3); values are stored as they are.
+
+The sums are of numbers in double precision with their signs, which is nearly always exact, whatever the order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+from torch import Tensor
+
+from kvpass.precision import wide, widest
+from kvpass.storage.base import Format, Parts
+
+
+@dataclasses.dataclass(frozen=True)
+class Turned:
+    """Rows of another format, turned."""
+
+    inner: Format
+    dtype: torch.dtype
+    exact = False
+    turns = True
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.inner.names
+
+    @property
+    def bits(self) -> int:
+        return self.inner.bits
+
+    def layout(self) -> list[tuple[int, torch.dtype]]:
+        return self.inner.layout()
+
+    def encode(self, rows: Tensor) -> Parts:
+        return self.inner.encode(turned(rows))
+
+    def decode(self, parts: Parts) -> Tensor:
+        return turned(self.inner.decode(parts))
+
+    def asked(self, query: Tensor) -> Tensor:
+        return turned(query)
+
+    def products(self, query: Tensor, parts: Parts) -> Tensor:
+        return self.inner.products(self.asked(query), parts)
+
+    def mixture(self, paid: Tensor, parts: Parts, dtype: torch.dtype) -> Tensor:
+        return turned(self.inner.mixture(paid, parts, widest(self.dtype))).to(dtype)
+
+
+def turned(rows: Tensor) -> Tensor:
+    """Rows [..., D] turned, as `wide` has them; turned once more they are what they were."""
+    dim = rows.shape[-1]
+    size = dim & -dim  # the largest power of two in it
+    pieces = torch.unflatten(rows.double(), -1, (-1, size))
+    return (torch.matmul(pieces, signs(size, rows.device)) / math.sqrt(size)).flatten(-2).to(wide(rows).dtype)
+
+
+def signs(size: int, device: torch.device) -> Tensor:
+    """H, float64 [b, b]; b is a power of two up to 65,536."""
+    places = torch.arange(size, device=device)
+    common = places[:, None] & places
+    for shift in (8, 4, 2, 1):
+        common = common ^ (common >> shift)
+    return (1 - 2 * (common & 1)).double()
