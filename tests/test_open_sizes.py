@@ -64,7 +64,7 @@ NAMES = [name for name in policies.names() if name != "kv_align"]  # it needs an
 SOME = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", SOME)
 def test_open_sizes_are_the_same_as_numbers(policy: str) -> None:
     """Rows, chunks of several lengths and budgets that are shares, past the first eviction."""

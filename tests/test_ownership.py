@@ -40,6 +40,7 @@ def test_two_models_have_plans_of_their_own() -> None:
     assert [budgets(model, shared) for model in (first, second, first)] == [*alone, alone[0]]
 
 
+@pytest.mark.slow
 def test_graphs_of_one_model_share_its_plan() -> None:
     """Later prompts get what the first one got, whatever their shape and whatever else is given."""
     model, other = different(3), prompt(3, 41, ())[0]

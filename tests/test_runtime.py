@@ -65,6 +65,7 @@ def bare(model: object, ids: torch.Tensor, **backend: object) -> torch.Tensor:
     return torch.cat(logits, 1)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("architecture", ["Llama", "GPT2"])
 def test_bare_loop_counts_tokens_seen(architecture: str) -> None:
     """Without position ids the model derives them from the cache: they are the tokens seen, not the slots held."""

@@ -68,6 +68,7 @@ def sources(count: int) -> list[str]:
     return [str(program(f"0/{number}")) for number in range(count)]
 
 
+@pytest.mark.slow
 def test_programs_do_not_depend_on_the_process() -> None:
     with alone() as pool:
         assert pool.submit(sources, 200).result() == sources(200)

@@ -88,6 +88,7 @@ def test_both_caching_operations_do_what_they_are_timed_for(monkeypatch):
     caching.concatenation(torch.float32)()
 
 
+@pytest.mark.slow
 def test_a_function_runs_apart():
     assert apart.run("benchmarks.bounded:everything") == bounded.everything()
 

@@ -38,6 +38,7 @@ def check_held(mine: list[Tensor], whole: list[Tensor], rank: int) -> None:
         assert torch.equal(here, all_heads[:, rank * heads : (rank + 1) * heads])
 
 
+@pytest.mark.slow
 def test_what_heads_choose_together_and_by_their_number(tmp_path: Path) -> None:
     settings = [{"policy": name, "budget": small.BUDGET} for name in ("tova", "random")]
     one = [small.run(small.small(), **each) for each in settings]

@@ -141,6 +141,7 @@ def test_a_prompt_of_another_length_compiles_nothing(policy: str) -> None:
     assert made[1:] == [made[1]] * 4
 
 
+@pytest.mark.slow
 def test_values_are_let_go_of_before_their_last_reader_runs() -> None:
     """What a segment reads last lives in the list that it is given, and nowhere else."""
     gm = fx.symbolic_trace(lambda x: x.cos().sin().tan())

@@ -26,7 +26,7 @@ GREEDY: dict[str, Any] = dict(do_sample=False, pad_token_id=0)
 
 @pytest.mark.parametrize(
     ("name", "kv_dtype"),
-    [pytest.param(*kind, marks=[] if kind[0] in ("d2o", "h2o") else [pytest.mark.slow]) for kind in KINDS.items()],
+    [pytest.param(*kind, marks=[] if kind[0] == "h2o" else [pytest.mark.slow]) for kind in KINDS.items()],
 )
 def test_a_model_equals_the_reference_at_every_step(name: str, kv_dtype: KVDtype) -> None:
     """With padding, a chunk in the middle, and positions as the policy prefers them."""

@@ -29,7 +29,7 @@ every_policy = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @every_policy
 def test_the_interpreted_module_equals_the_cpu(name: str, dtype: torch.dtype) -> None:
     exact = dtype == torch.float16
@@ -93,6 +93,7 @@ def test_newer_targets_compile(target: str) -> None:
     assert all(binary.registers > 0 for binary in binaries("h2o", torch.bfloat16, target))
 
 
+@pytest.mark.slow
 def test_a_short_chunk_runs_by_the_kernel_too() -> None:
     """Held slots and three new tokens: what the CPU leaves to torch's own attention."""
     chunk = next(step for step in recorded("h2o", torch.float16, (3,)) if step.queries == 3)
@@ -160,6 +161,7 @@ def test_a_report_names_every_launch() -> None:
     assert "sm_90" in text
 
 
+@pytest.mark.slow
 def test_an_interpreter_says_what_went_wrong() -> None:
     with (
         cuda_emission.Interpreter() as interpreter,
