@@ -2,6 +2,7 @@
 
     python -m benchmarks.quantised quality --budget 128
     python -m benchmarks.quantised step --budgets 1024 8192
+    python -m benchmarks.quantised outliers
 
 Quality is of the bundled model on held-out documents, token by token, as `benchmarks.quality` has it.  Equal bytes are
 twice as many tokens in int8, and four times as many in int4, as in half precision; by how much that is off is in the
@@ -33,7 +34,7 @@ from kvpass.demo.subject import load
 from kvpass.errors import KVPassError
 from kvpass.storage import KV_DTYPES, KVDtype, Rows, format_of
 
-TIMES = {None: 1, "int8": 2, "int4": 4}  # as many tokens in the same bytes, nearly
+TIMES: dict[KVDtype, int] = {"int8": 2, "int4": 4}  # as many tokens in the same bytes, nearly
 KINDS: tuple[KVDtype | None, ...] = (None, *KV_DTYPES)
 Cells = dict[tuple[KVDtype | None, int], float | str]
 
@@ -62,7 +63,7 @@ class Documents:
 def asked(policy: str, budget: int) -> list[tuple[KVDtype | None, int]]:
     """Every measurement of a policy: as many tokens in each format, then as many bytes."""
     same: list[tuple[KVDtype | None, int]] = [(kind, 1) for kind in KINDS]
-    return same + [(kind, TIMES[kind]) for kind in KV_DTYPES] if policies.get(policy).evicts else same
+    return [*same, *TIMES.items()] if policies.get(policy).evicts else same
 
 
 def quality(given: argparse.Namespace) -> None:
@@ -72,7 +73,7 @@ def quality(given: argparse.Namespace) -> None:
     made = torch.tensor(corpus.documents(texts, given.documents, given.length, subject.bos))
     documents, budget = Documents(subject.model, made, given.prompt), given.budget
     header = ["policy", f"plain, {budget}", *(f"{kind}, {budget}" for kind in KV_DTYPES)]
-    header += [f"{kind}, {TIMES[kind] * budget}" for kind in KV_DTYPES]
+    header += [f"{kind}, {times * budget}" for kind, times in TIMES.items()]
     _print_line(header)
     _print_line(["---", *["---:"] * (len(header) - 1)])
     for policy in given.policies:
@@ -99,7 +100,7 @@ def _print_line(cells: Sequence[str]) -> None:
 def sizes() -> None:
     """Print the bytes of a row in each format."""
     _print_line(["head size", "bfloat16", *KV_DTYPES, *(f"{kind}, of bfloat16" for kind in KV_DTYPES)])
-    _print_line(["---:"] * 6)
+    _print_line(["---:"] * (2 + 2 * len(KV_DTYPES)))
     for dim in (32, 64, 128):
         row = torch.randn(1, 1, 1, dim, dtype=torch.bfloat16)
         stored = [Rows.of(format_of(kind, dim, torch.bfloat16), row) for kind in KINDS]
@@ -107,12 +108,34 @@ def sizes() -> None:
         _print_line([str(dim), *map(str, taken), *(f"{size / taken[0]:.3f}" for size in taken[1:])])
 
 
+def outliers() -> None:
+    """Print by how much logits are off where a few numbers of every key are larger than the others.
+
+    Of random queries and keys of 128 numbers, four of which are so many times as large in all keys: the mean difference
+    of a logit in shares of the mean logit.
+    """
+    _print_line(["larger by", *KV_DTYPES])
+    _print_line(["---:"] * (1 + len(KV_DTYPES)))
+    for times in (1, 10, 50):
+        _print_line([str(times), *(f"{logit_error(kind, times):.4f}" for kind in KV_DTYPES)])
+
+
+def logit_error(kv_dtype: KVDtype, times: float, dim: int = 128) -> float:
+    """See `outliers`."""
+    drawn = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(1, 8, count, dim, generator=drawn) for count in (16, 1024))
+    key[..., torch.arange(4) * dim // 4 + 5] *= times
+    exact = query @ key.transpose(-1, -2)
+    stored = Rows.of(format_of(kv_dtype, dim, torch.float32), key)
+    return float((stored.format.products(query, stored.parts) - exact).abs().mean() / exact.abs().mean())
+
+
 @torch.inference_mode()
 def step(given: argparse.Namespace) -> None:
     """Print the milliseconds of a step in each format, for contenders that take turns."""
     torch._dynamo.config.recompile_limit = 256
     _print_line(["policy", "slots", "dtype", *map(str, KINDS), *(f"{kind}, times plain" for kind in KV_DTYPES)])
-    _print_line(["---", "---:", "---", *["---:"] * 5])
+    _print_line(["---", "---:", "---", *["---:"] * (1 + 2 * len(KV_DTYPES))])
     for budget in given.budgets:
         for dtype in given.dtypes:
             for policy in given.policies:
@@ -154,6 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     job.add_argument("--layers", type=int, default=4, metavar="N", help="of the benchmark's model (default: 4)")
     job.set_defaults(run=step)
     parts.add_parser("sizes").set_defaults(run=lambda _: sizes())
+    parts.add_parser("outliers").set_defaults(run=lambda _: outliers())
     given = parser.parse_args(arguments)
     torch.set_num_threads(given.threads)
     given.run(given)

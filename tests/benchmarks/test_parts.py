@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kvpass
-from benchmarks import apart, bounded, caching, chunks, passkey, peers, serving, sinks, standing
+from benchmarks import apart, bounded, caching, chunks, passkey, peers, quantised, serving, sinks, standing
 from benchmarks.__main__ import PARTS, ROOT
 from benchmarks.bounded import Case
 from benchmarks.model import Conversation, build, dynamic, static, tokens
@@ -169,3 +169,9 @@ def test_a_full_cache_says_every_passkey_and_a_window_the_last():
     for way in (LATER, AT_ONCE):
         assert [shares["full", way, depth] for depth in passkey.DEPTHS] == [1.0] * 5
         assert (shares["window", way, 0.0], shares["window", way, 1.0]) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_turning_keys_spreads_what_is_large_in_a_few_places(kind):
+    plain, turned = (quantised.logit_error(name, 50) for name in (kind, f"{kind}-hadamard"))
+    assert turned < 0.6 * plain
