@@ -16,7 +16,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks import apart, bounded
-from benchmarks.recall import BUDGET
+from benchmarks.recall import BUDGET, by_way
 from benchmarks.report import Row, Table, Target
 from benchmarks.settings import Settings
 from kvpass import policies
@@ -100,16 +100,7 @@ def _rows(name: str, outcome: dict[str, list[float]] | KVPassError) -> Iterator[
 
 def tables(rows: Sequence[Row]) -> list[Table]:
     what = f"Share of passkeys that are said to the last word, by depth in {LENGTH:,} tokens, budget {BUDGET}"
-    refused = [{"policy": row["policy"], "refused": row["error"]} for row in rows if "error" in row]
-    return [Table(f"{what}, {way}", [*_lines(rows, way), *refused]) for way in (LATER, AT_ONCE)]
-
-
-def _lines(rows: Sequence[Row], way: str) -> list[Row]:
-    lines: dict[str, Row] = {}
-    for row in rows:
-        if row.get("asked") == way:
-            lines.setdefault(row["policy"], {"policy": row["policy"]})[f"{row['depth']:.0%}"] = row["accuracy"]
-    return [*lines.values()]
+    return by_way(what, rows, "accuracy", lambda row: f"{row['depth']:.0%}")
 
 
 def targets(rows: Sequence[Row]) -> list[Target]:

@@ -6,7 +6,7 @@ and other words.  `python -m benchmarks recall` prints both tables.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -73,15 +73,20 @@ def _rows(name: str, outcome: Recall | KVPassError) -> Iterator[Row]:
 
 def tables(rows: Sequence[Row]) -> list[Table]:
     what = f"Share of the words of planted values that are recalled, by distance in tokens, budget {BUDGET}"
+    return by_way(what, rows, "recall", lambda row: str(row["distance"]))
+
+
+def by_way(what: str, rows: Sequence[Row], share: str, column: Callable[[Row], str]) -> list[Table]:
+    """A table for each way of asking: a line for each policy with the shares, then what was refused."""
     refused = [{"policy": row["policy"], "refused": row["error"]} for row in rows if "error" in row]
-    return [Table(f"{what}, {way}", [*_lines(rows, way), *refused]) for way in (LATER, AT_ONCE)]
+    return [Table(f"{what}, {way}", [*_lines(rows, way, share, column), *refused]) for way in (LATER, AT_ONCE)]
 
 
-def _lines(rows: Sequence[Row], way: str) -> list[Row]:
+def _lines(rows: Sequence[Row], way: str, share: str, column: Callable[[Row], str]) -> list[Row]:
     lines: dict[str, Row] = {}
     for row in rows:
         if row.get("asked") == way:
-            lines.setdefault(row["policy"], {"policy": row["policy"]})[str(row["distance"])] = row["recall"]
+            lines.setdefault(row["policy"], {"policy": row["policy"]})[column(row)] = row[share]
     return [*lines.values()]
 
 
