@@ -82,6 +82,7 @@ def test_a_sparse_index_must_choose_all(chosen: int, monkeypatch: pytest.MonkeyP
 # -- what comes into a graph from outside ----------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("policy", ["full", "streaming", "h2o"])
 def test_a_mask_of_four_dimensions_from_the_user(policy: str) -> None:
     """It hides every third token from the first row, which no mask of the model's does."""
@@ -129,6 +130,7 @@ class Broken(torch.nn.Module):
         return self.model(**inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["full", pytest.param("h2o", marks=pytest.mark.slow)])
 def test_a_model_with_graph_breaks(policy: str) -> None:
     model, total = Broken(zoo.build("llama")), 18
@@ -178,7 +180,7 @@ def continued(model: torch.nn.Module, chosen: object, prompt: int, steps: int) -
     return out.sequences, out.past_key_values
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("prompt", [3, WINDOW - 1, WINDOW, WINDOW + 1, 20])
 def test_a_window_within_the_budget_is_kept_exactly(prompt: int) -> None:
     model, switch = mistral(), Switch()

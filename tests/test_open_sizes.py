@@ -115,6 +115,7 @@ def test_growing_slots_are_two_compilations(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(backend.made) == 2
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_layers_with_slots_of_their_own_are_one_compilation() -> None:
     """Whatever the prompt: it is traced for one layer, with sizes that any layer may have.  Memory is the budget."""

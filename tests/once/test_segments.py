@@ -57,6 +57,7 @@ def test_layers_of_two_kinds() -> None:
     assert bodies(split(gm, readers_of_slots(gm))) == [0, 1, 2, 1, 2, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_layers_of_which_each_has_a_scale_of_its_own_are_compiled_whole() -> None:
     config = transformers.GPT2Config(vocab_size=128, n_embd=64, n_layer=3, n_head=4, n_positions=512)
     alike = steps_of(transformers.GPT2LMHeadModel(config).eval(), "h2o", [9, 1])[0]

@@ -87,6 +87,7 @@ def test_a_long_prompt_is_the_same_as_its_last_tokens(architecture):
     assert whole.held[-1][0][0, 0].tolist() == [13, 14, 15, 16, 26, 27, 28, 29]
 
 
+@pytest.mark.slow
 def test_a_table_that_starts_with_an_offset():
     """OPT looks position p up at p + 2."""
     torch.manual_seed(0)
