@@ -85,8 +85,13 @@ def _add_align(commands: Any) -> None:
     job.add_argument("--every", metavar="N", type=at_least(1), default=1, help="for paper: tokens that go at once")
     job.add_argument("--steps", metavar="N", type=at_least(1), default=1000, help="of the optimiser" + shown)
     job.add_argument("--tokens", metavar="N", type=at_least(1), default=1024, help="of each step" + shown)
+    job.add_argument("--rate", metavar="X", type=float, default=2e-3, help="the highest learning rate" + shown)
+    sizes: dict[str, Any] = dict(metavar=("N", "M"), nargs=2, type=at_least(1))
+    job.add_argument("--hidden", **sizes, help="sizes of the hidden layers (default: 96 96; paper, of keys: 256 64)")
+    job.add_argument("--hidden-values", **sizes, help="for paper, of values (default: --hidden, or else 64 128)")
     job.add_argument("--seed", metavar="N", type=int, default=0, help="of weights and windows" + shown)
     job.add_argument("--dtype", choices=["float32", "float16"], default="float32", help="of the file" + shown)
+    job.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: a GPU where there is one)")
     job.add_argument("--threads", metavar="N", type=at_least(1), help="threads of torch (default: its own choice)")
     job.set_defaults(run=align)
 
@@ -224,9 +229,12 @@ def align(parsed: argparse.Namespace) -> None:
         every=parsed.every,
         steps=parsed.steps,
         tokens=parsed.tokens,
+        rate=parsed.rate,
+        hidden=parsed.hidden and tuple(parsed.hidden),
+        hidden_values=parsed.hidden_values and tuple(parsed.hidden_values),
         seed=parsed.seed,
     )
-    command.train(parsed.model, parsed.text, parsed.out, settings, parsed.dtype, parsed.threads)
+    command.train(parsed.model, parsed.text, parsed.out, settings, parsed.dtype, parsed.threads, parsed.device)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,15 @@ from kvpass.errors import KVPassError
 __all__ = ["Settings", "train"]
 
 
-def train(model: str, text: Path | None, out: Path, settings: Settings, dtype: str, threads: int | None) -> None:
+def train(
+    model: str,
+    text: Path | None,
+    out: Path,
+    settings: Settings,
+    dtype: str = "float32",
+    threads: int | None = None,
+    device: str | None = None,
+) -> None:
     """Train an aligner and write `out` and, with the same name, a json of every figure.
 
     Args:
@@ -26,6 +34,7 @@ def train(model: str, text: Path | None, out: Path, settings: Settings, dtype: s
         text: a UTF-8 file, or None for what the standard library holds beside the held-out modules.
         dtype: of the stored weights, "float32" or "float16".
         threads: of torch; None leaves them as they are.
+        device: to train on; None for a GPU where there is one.
 
     Raises:
         KVPassError: the model, the text or the folder is not what it should be; see `kvpass.align.train.train`.
@@ -41,6 +50,7 @@ def train(model: str, text: Path | None, out: Path, settings: Settings, dtype: s
         settings = dataclasses.replace(settings, ahead=min(settings.ahead, chosen.trained - 1 - settings.window))
     texts = corpus.read(corpus.training_files()) if text is None else subject.read_texts(text)
     stream = torch.tensor([token for each in chosen.encode(texts) for token in (chosen.bos, *each)])
+    chosen.model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     checkpoint = out.with_suffix(".checkpoint.pt")
     trained = train_aligner(chosen.model, stream, settings, checkpoint)
     store.save(trained.aligner, out, getattr(torch, dtype))

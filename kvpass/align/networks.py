@@ -114,7 +114,7 @@ class PaperNetwork(nn.Module):
     x <- x + fc3(relu(fc2(relu(fc1[x; E_position(rank); E_layer; E_head])))), with embeddings of 32, 4 and 8.
     """
 
-    def __init__(self, signature: Signature, keys: Hidden = (256, 64), values: Hidden = (64, 128)) -> None:
+    def __init__(self, signature: Signature, keys: Hidden, values: Hidden) -> None:
         super().__init__()
         self.key = _Rows(signature, signature.key_dim, keys)
         self.value = _Rows(signature, signature.value_dim, values)

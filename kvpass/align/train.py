@@ -20,12 +20,13 @@ from torch import Tensor, nn
 
 from kvpass.align.aligner import Aligner, Recipe, Signature
 from kvpass.align.data import Pairs, Whole, continued, lengths, mean_rows, pair, whole, windows
-from kvpass.align.networks import DirectNetwork, PaperNetwork
+from kvpass.align.networks import DirectNetwork, Hidden, PaperNetwork
 from kvpass.align.signature import device_of, signature_of
 from kvpass.errors import AlignerError
 
 SAVE_EVERY = 100
 HELD_OUT = 0.05
+KEYS_OF_THE_PAPER, VALUES_OF_THE_PAPER = (256, 64), (64, 128)  # hidden numbers, for DistilGPT2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +45,10 @@ class Settings:
         distil: the weight of that comparison, a Kullback-Leibler divergence in nats, beside the rows' error.
         rate: the highest learning rate; it falls to a hundredth along a cosine.
         decay, clip: weight decay and the norm that gradients are clipped to.
-        hidden, embedding: sizes of "direct"; those of "paper" are the paper's.
+        hidden: sizes of the two hidden layers, of "paper" in the network of keys; None for (96, 96), and of "paper" for
+            the paper's on DistilGPT2.
+        hidden_values: of "paper", those in the network of values; None for `hidden`, or else the paper's.
+        embedding: of "direct", how many numbers say a position.
         seed: of the weights and of the windows.
     """
 
@@ -61,13 +65,18 @@ class Settings:
     rate: float = 2e-3
     decay: float = 0.01
     clip: float = 1.0
-    hidden: tuple[int, int] = (96, 96)
+    hidden: Hidden | None = None
+    hidden_values: Hidden | None = None
     embedding: int = 144
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.recipe not in ("direct", "paper"):
             raise AlignerError(f"recipe={self.recipe!r}: it is 'direct' or 'paper'")
+        if self.hidden_values and self.recipe != "paper":
+            raise AlignerError(f"hidden_values={self.hidden_values}: recipe {self.recipe!r} has one network for both")
+        if not self.rate > 0:
+            raise AlignerError(f"rate={self.rate}: it is above zero")
         if self.every < 1 or self.window <= self.sinks + self.every:
             raise AlignerError(
                 f"window={self.window} with every={self.every} leaves nothing to move behind {self.sinks} sinks"
@@ -129,6 +138,14 @@ def train(model: Any, stream: Tensor, settings: Settings, checkpoint: Path | Non
     return Trained(aligner, measure(aligner, model, stream[split:], settings), seconds)
 
 
+def network_of(signature: Signature, settings: Settings) -> DirectNetwork | PaperNetwork:
+    """The network of a recipe, with weights that nothing has trained yet."""
+    if settings.recipe == "direct":
+        return DirectNetwork(signature, settings.hidden or (96, 96), settings.embedding)
+    keys, values = settings.hidden, settings.hidden_values or settings.hidden
+    return PaperNetwork(signature, keys or KEYS_OF_THE_PAPER, values or VALUES_OF_THE_PAPER)
+
+
 @contextlib.contextmanager
 def _frozen(model: torch.nn.Module) -> Iterator[None]:
     """The model's weights take no gradients inside."""
@@ -148,11 +165,7 @@ class _Trainer:
     ) -> None:
         self.model, self.settings, self.stream, self.checkpoint = model, settings, stream, checkpoint
         torch.manual_seed(settings.seed)
-        network = (
-            PaperNetwork(signature)
-            if settings.recipe == "paper"
-            else DirectNetwork(signature, settings.hidden, settings.embedding)
-        )
+        network = network_of(signature, settings)
         self.network: Any = network.to(device_of(model))
         if isinstance(network, DirectNetwork):
             self._fit_scales(network)

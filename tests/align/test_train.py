@@ -11,7 +11,7 @@ import torch
 from kvpass import cli
 from kvpass.align.data import continued, lengths, pair, whole, windows
 from kvpass.align.signature import signature_of
-from kvpass.align.train import Settings, draw, learning_rate, train
+from kvpass.align.train import Settings, draw, learning_rate, network_of, train
 from kvpass.errors import AlignerError
 from tests.models import build
 
@@ -131,14 +131,40 @@ def test_the_command_needs_a_folder_to_write_to(tmp_path, capsys):
     assert "there is no folder" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("given", "keys", "values"),
+    [
+        ({}, (256, 64), (64, 128)),
+        ({"hidden": (128, 128)}, (128, 128), (128, 128)),
+        ({"hidden": (32, 16), "hidden_values": (8, 4)}, (32, 16), (8, 4)),
+        ({"hidden_values": (8, 4)}, (256, 64), (8, 4)),
+    ],
+)
+def test_the_hidden_layers_are_the_papers_or_those_that_are_given(given, keys, values):
+    network = network_of(signature_of(build("GPT2"), 24), Settings(window=24, recipe="paper", **given))
+    for part, sizes in ((network.key, keys), (network.value, values)):
+        assert (part.fc1.out_features, part.fc2.out_features) == sizes
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [({"rate": 0.0}, "rate=0.0"), ({"hidden_values": (8, 4)}, "has one network for both"), ({"window": 4}, "window=4")],
+)
+def test_settings_that_cannot_be_are_named(given, named):
+    with pytest.raises(AlignerError, match=named):
+        Settings(**given)
+
+
 @pytest.mark.slow
 def test_the_command_trains_and_writes(tmp_path, capsys):
     """On the bundled Llama, for a few steps."""
     source, out = tmp_path / "text.txt", tmp_path / "aligner.safetensors"
     source.write_text("def f(x):\n    return x + 1\n" * 400, encoding="utf-8")
     arguments = ["align", "train", "--model", "examples/models/tiny-llama", "--text", str(source), "--window", "16"]
-    assert cli.main([*arguments, "--out", str(out), "--steps", "3", "--tokens", "64", "--threads", "1"]) == 0
+    arguments += ["--rate", "1e-3", "--hidden", "16", "8", "--device", "cpu", "--threads", "1"]
+    assert cli.main([*arguments, "--out", str(out), "--steps", "3", "--tokens", "64"]) == 0
     written = json.loads(out.with_suffix(".json").read_text())
+    assert (written["settings"]["rate"], written["settings"]["hidden"]) == (1e-3, [16, 8])
     assert written["signature"]["layers"] == 6
     assert written["held_out"]["key_ratio"] > 0
     assert not out.with_suffix(".checkpoint.pt").exists()
