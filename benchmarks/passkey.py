@@ -7,21 +7,19 @@ for a number in English.  `python -m benchmarks passkey` prints both tables.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
-from tqdm import tqdm
 
 from benchmarks import apart, bounded
-from benchmarks.recall import BUDGET, by_way
+from benchmarks.recall import BUDGET, by_way, outcomes
 from benchmarks.report import Row, Table, Target
 from benchmarks.settings import Settings
-from kvpass import policies
 from kvpass.demo import recall
-from kvpass.demo.job import attempt
 from kvpass.demo.pairs import Planted, Tongue, plant
 from kvpass.demo.recall import AT_ONCE, LATER
 from kvpass.demo.subject import Subject, load_memory
@@ -46,11 +44,9 @@ def rows(policies: Sequence[str], trials: int = TRIALS, length: int = LENGTH, bu
     """For every policy, way of asking and depth the share of values whose words are all right."""
     subject, found = load_memory(None), []
     planted = [planted_at(subject, depth, trials, length) for depth in DEPTHS]
-    pieces = recall.pieces(planted[0].text)
-    with tqdm(total=len(policies) * pieces, unit="piece", dynamic_ncols=True) as bar:
-        for name in policies:
-            bar.set_description(f"passkey: {name}")
-            found += _rows(name, _accuracies(subject.model, planted, name, budget, bar))
+    ask = functools.partial(accuracies, subject.model, planted)
+    for name, outcome in outcomes("passkey", policies, recall.pieces(planted[0].text), subject.model, budget, ask):
+        found += _rows(name, outcome)
     return found
 
 
@@ -62,13 +58,6 @@ def planted_at(subject: Subject, depth: float, trials: int, length: int) -> Plan
     behind = length - 1 - recall.TIMES * (recall.VALUE + 3)
     distance = behind - round(depth * behind)
     return plant(documents, Tongue.of(subject.tokenizer), (distance,), recall.VALUE, SEED, recall.TIMES)
-
-
-def _accuracies(
-    model: Any, planted: Sequence[Planted], name: str, budget: int, bar: Any
-) -> dict[str, list[float]] | KVPassError:
-    slots = budget if policies.get(name).evicts else None
-    return attempt(model, name, slots, "eager", lambda: accuracies(model, planted, bar.update))
 
 
 def accuracies(model: Any, planted: Sequence[Planted], tick: Any) -> dict[str, list[float]]:

@@ -6,8 +6,9 @@ and other words.  `python -m benchmarks recall` prints both tables.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from matplotlib.figure import Figure
@@ -27,6 +28,7 @@ from kvpass.evaluation import plots
 
 TITLE = "Recall of planted pairs against distance"
 BUDGET, DOCUMENTS, LENGTH = 128, 16, 2048
+T = TypeVar("T")
 TURNS = 4  # prompts of all documents, each with another question
 SEED = 2_000_000_011  # of the pairs; neither training nor the demo has it
 
@@ -43,11 +45,26 @@ def rows(policies: Sequence[str], documents: int = DOCUMENTS, length: int = LENG
     """The share of words of the values that are recalled, for every policy, way of asking and distance."""
     subject, found = load_memory(None), []
     planted = planted_in(subject, documents, length)
-    with tqdm(total=len(policies) * recall.pieces(planted.text), unit="piece", dynamic_ncols=True) as bar:
-        for name in policies:
-            bar.set_description(f"recall: {name}")
-            found += _rows(name, _recalled(subject.model, planted, name, budget, bar))
+    ask = functools.partial(recall.measure, subject.model, planted, turns=TURNS)
+    for name, outcome in outcomes("recall", policies, recall.pieces(planted.text), subject.model, budget, ask):
+        found += _rows(name, outcome)
     return found
+
+
+def outcomes(
+    what: str, names: Sequence[str], pieces: int, model: Any, budget: int, ask: Callable[..., T]
+) -> Iterator[tuple[str, T | KVPassError]]:
+    """What each policy answers, or why it refuses.
+
+    Args:
+        pieces: how often a policy ticks.
+        ask: asks the model, which is compiled for the policy; called with `tick`.
+    """
+    with tqdm(total=len(names) * pieces, unit="piece", dynamic_ncols=True) as bar:
+        for name in names:
+            bar.set_description(f"{what}: {name}")
+            slots = budget if policies.get(name).evicts else None
+            yield name, attempt(model, name, slots, "eager", lambda: ask(tick=bar.update))
 
 
 def planted_in(subject: Subject, documents: int, length: int) -> Planted:
@@ -55,11 +72,6 @@ def planted_in(subject: Subject, documents: int, length: int) -> Planted:
     text = subject.encode(corpus.read(corpus.held_out_files()))
     tokens = torch.tensor([token for part in text for token in (subject.bos, *part)])
     return recall.planted(tokens, subject.bos, Tongue.of(subject.tokenizer), length, rows=documents, seed=SEED)
-
-
-def _recalled(model: Any, planted: Planted, name: str, budget: int, bar: Any) -> Recall | KVPassError:
-    slots = budget if policies.get(name).evicts else None
-    return attempt(model, name, slots, "eager", lambda: recall.measure(model, planted, bar.update, turns=TURNS))
 
 
 def _rows(name: str, outcome: Recall | KVPassError) -> Iterator[Row]:

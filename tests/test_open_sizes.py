@@ -16,7 +16,6 @@ from kvpass import compat, policies
 from kvpass.backend import Backend
 from tests.models import build, different
 
-QUICK = ("streaming", "d2o")
 LENGTHS = (5, 7, 3, 11, 4, 6, 2, 9, 8, 10)
 
 
@@ -61,11 +60,10 @@ def compiled(backend: Backend, name: str = "Llama") -> Any:
 
 
 NAMES = [name for name in policies.names() if name != "kv_align"]  # it needs an aligner, of fixed sizes
-SOME = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", SOME)
+@pytest.mark.parametrize("policy", NAMES)
 def test_open_sizes_are_the_same_as_numbers(policy: str) -> None:
     """Rows, chunks of several lengths and budgets that are shares, past the first eviction."""
     budget = None if policy == "full" else 0.5

@@ -429,11 +429,10 @@ class Policy:
         Raises:
             BudgetError: they leave less of the budget than the policy needs.
         """
-        changes = self.absorb(tokens, attention)
-        new = tokens.position.shape[-1] - tokens.held
-        if not self.keep_prompt or not new:
+        changes, places = self.absorb(tokens, attention), tokens.position.shape[-1]
+        if not self.keep_prompt or tokens.held == places:
             return changes
-        came = torch.arange(tokens.held + new, device=tokens.position.device) >= tokens.held
+        came = torch.arange(places, device=tokens.position.device) >= tokens.held
         given = tokens.state[GIVEN] | (came & tokens.live)
         left = self.room(tokens.updated({**changes, GIVEN: given}).competing)
         self.check_given(int(given.sum(-1).max()), int(torch.as_tensor(left).min()))
