@@ -17,6 +17,7 @@ from benchmarks import (
     chunks,
     compilation,
     cropping,
+    equal_bytes,
     overhead,
     passkey,
     perplexity,
@@ -50,6 +51,7 @@ PARTS: dict[str, ModuleType] = {
         perplexity,
         recall,
         passkey,
+        equal_bytes,
         row_products,
         serving,
     )

@@ -1,11 +1,11 @@
-"""Time to the first tokens of a fresh process, beside stock torch.compile, with cold and with warm caches.
+"""What compiling takes in a fresh process, by depth, beside stock torch.compile, with cold and with warm caches.
 
-What is timed is a prompt of 64 tokens and two steps, from the first call on: two graphs are traced and compiled.
+What is timed is a prompt of 64 tokens and two steps, from the first call on, and a second prompt of that length: kvpass
+runs the first one uncompiled, and compiles when another comes.
 """
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -23,89 +23,130 @@ from benchmarks.report import Row, Table, Target
 from benchmarks.settings import Settings
 from benchmarks.timing import timed
 
-TITLE = "Compile time to the first tokens"
+TITLE = "Compile time"
 STATIC, DYNAMIC = "torch.compile, StaticCache", "torch.compile, DynamicCache"
-POLICIES = ("streaming", "h2o", "tova", "d2o", "cascade")
+DEPTHS: dict[str, tuple[int, ...]] = {
+    STATIC: (4, 16, 32),
+    DYNAMIC: (16,),
+    "h2o": (4, 16, 32),
+    **dict.fromkeys(("streaming", "tova", "buzz", "cascade", "d2o"), (16,)),
+}
+"""The layers of the model that each contender is compiled for."""
 PROMPT, ROOM = 64, 1024
-OF_STOCK, WARM_OF_COLD = 1.25, 1 / 3
+OF_SHALLOW = 1.3  # h2o at the largest depth, of itself at the smallest
+OF_STOCK = {
+    ("h2o", 16): 0.6,
+    ("h2o", 32): 0.35,
+    **{(name, 16): 0.8 for name in ("streaming", "buzz", "cascade", "d2o")},
+}
+FIRST_TOKEN = 10.0  # seconds to the first token in a second process, at the largest depth
+SHALLOW, DEEP = 4, 32
 
 
 def measure(settings: Settings) -> list[Row]:
-    """Two processes for each contender and repetition, the second on the caches that the first one filled."""
-    contenders = [STATIC, DYNAMIC, *(POLICIES[1:2] if settings.quick else POLICIES)]
-    turns = [name for _ in range(1 if settings.quick else 2) for name in contenders]
+    """Two processes for each contender and depth, the second on the caches that the first one filled."""
+    depths = {STATIC: (4,), "h2o": (4,)} if settings.quick else DEPTHS
+    pairs = [(name, layers) for name, each in depths.items() for layers in each]
     rows = []
-    with tqdm(turns, unit="pair", dynamic_ncols=True) as bar:
-        for name in bar:
-            bar.set_description(f"compilation: {name}")
-            rows += _cold_and_warm(name)
+    with tqdm(pairs, unit="pair", dynamic_ncols=True) as bar:
+        for name, layers in bar:
+            bar.set_description(f"compilation: {name}, {layers} layers")
+            rows += _cold_and_warm(name, layers)
     return rows
 
 
-def _cold_and_warm(name: str) -> Iterator[Row]:
+def _cold_and_warm(name: str, layers: int) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
         for caches in ("cold", "warm"):
-            found = apart.run(
-                "benchmarks.compilation:first", environment={"TORCHINDUCTOR_CACHE_DIR": folder}, name=name
-            )
-            yield {"contender": name, "caches": caches, **found}
+            environment, given = {"TORCHINDUCTOR_CACHE_DIR": folder}, {"name": name, "layers": layers}
+            found = apart.run("benchmarks.compilation:first", environment=environment, **given)
+            yield {"contender": name, "layers": layers, "caches": caches, **found}
 
 
 @torch.inference_mode()
-def first(name: str) -> Row:
-    """Seconds of the prompt and of the two steps after it, in this process."""
-    model = build()
-    forward, cache = _contender(model, name)
-    state: list[Any] = [tokens(PROMPT), cache]
+def first(name: str, layers: int) -> Row:
+    """Seconds of a prompt, of the two steps after it, and of a second prompt of its length, in this process."""
+    model = build(layers=layers)
+    forward, begin = _contender(model, name)
+    state: list[Any] = []
+
+    def start() -> None:
+        state[:] = [tokens(PROMPT), begin()]
+        call()
 
     def call() -> None:
         out = forward(state[0], past_key_values=state[1], use_cache=True, logits_to_keep=1)
         state[:] = [out.logits[:, -1:].argmax(-1), out.past_key_values]
 
-    return {"prompt": timed(call), "steps": timed(call) + timed(call)}
+    return {"prompt": timed(start), "steps": timed(call) + timed(call), "again": timed(start)}
 
 
-def _contender(model: Any, name: str) -> tuple[Callable[..., Any], Any]:
-    """The compiled model, and the cache that it begins with."""
+def _contender(model: Any, name: str) -> tuple[Callable[..., Any], Callable[[], Any]]:
+    """The compiled model, and what makes the cache that a conversation begins with."""
     if name == STATIC:
-        return torch.compile(model), transformers.StaticCache(config=model.config, max_cache_len=ROOM)
+        return torch.compile(model), lambda: transformers.StaticCache(config=model.config, max_cache_len=ROOM)
     if name == DYNAMIC:
-        return torch.compile(model), None
-    return torch.compile(model, backend=kvpass.backend(**Case(name).settings())), None
+        return torch.compile(model), lambda: None
+    return torch.compile(model, backend=kvpass.backend(**Case(name).settings())), lambda: None
 
 
-def _seconds(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
-    """Median totals by contender and caches."""
-    found: dict[str, dict[str, list[float]]] = {}
+def _total(row: Row) -> float:
+    return float(row["prompt"] + row["steps"] + row["again"])
+
+
+def _found(rows: Sequence[Row]) -> dict[tuple[str, int], dict[str, Row]]:
+    """The cold and the warm row of each contender and depth."""
+    found: dict[tuple[str, int], dict[str, Row]] = {}
     for row in rows:
-        found.setdefault(row["contender"], {}).setdefault(row["caches"], []).append(row["prompt"] + row["steps"])
-    return {name: {kind: statistics.median(x) for kind, x in kinds.items()} for name, kinds in found.items()}
+        found.setdefault((row["contender"], row["layers"]), {})[row["caches"]] = row
+    return found
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
-    totals = _seconds(rows)
+    found = _found(rows)
     lines = [
         {
             "contender": name,
-            "cold, s": kinds["cold"],
-            "warm, s": kinds["warm"],
-            "cold, of StaticCache": kinds["cold"] / totals[STATIC]["cold"],
-            "warm, of cold": kinds["warm"] / kinds["cold"],
+            "layers": layers,
+            "prompt, s": pair["cold"]["prompt"],
+            "two steps, s": pair["cold"]["steps"],
+            "a second prompt, s": pair["cold"]["again"],
+            "all, s": _total(pair["cold"]),
+            "of StaticCache": _share(found, (name, layers), (STATIC, layers)),
+            "warm: prompt, s": pair["warm"]["prompt"],
+            "warm: all, s": _total(pair["warm"]),
         }
-        for name, kinds in totals.items()
+        for (name, layers), pair in found.items()
     ]
-    return [Table(f"A prompt of {PROMPT} tokens and two steps in a fresh process, imports left out", lines)]
+    return [Table(f"Prompts of {PROMPT} tokens and two steps in a fresh process, imports left out", lines)]
+
+
+def _share(found: dict[tuple[str, int], dict[str, Row]], of: tuple[str, int], to: tuple[str, int]) -> float | None:
+    """One contender's seconds with cold caches beside another's."""
+    return _total(found[of]["cold"]) / _total(found[to]["cold"]) if of in found and to in found else None
 
 
 def targets(rows: Sequence[Row]) -> list[Target]:
-    return [target for line in tables(rows)[0].rows for target in _targets(line)]
-
-
-def _targets(line: Row) -> Iterator[Target]:
-    if line["contender"] not in (STATIC, DYNAMIC):
-        what = f"{line['contender']}: compile time, of {STATIC}"
-        yield Target("compilation", what, OF_STOCK, line["cold, of StaticCache"])
-        yield Target("compilation", f"{line['contender']}: warm, of cold", WARM_OF_COLD, line["warm, of cold"])
+    found = _found(rows)
+    deep, warm = ("h2o", DEEP), found.get(("h2o", DEEP), {}).get("warm")
+    return [
+        Target("compilation", f"h2o: {DEEP} layers, of {SHALLOW}", OF_SHALLOW, _share(found, deep, ("h2o", SHALLOW))),
+        *(
+            Target(
+                "compilation",
+                f"{name}: {layers} layers, of {STATIC}",
+                limit,
+                _share(found, (name, layers), (STATIC, layers)),
+            )
+            for (name, layers), limit in OF_STOCK.items()
+        ),
+        Target(
+            "compilation",
+            f"h2o: seconds to the first token in a second process, {DEEP} layers",
+            FIRST_TOKEN,
+            warm["prompt"] if warm else None,
+        ),
+    ]
 
 
 def figures(rows: Sequence[Row]) -> dict[str, Figure]:

@@ -3,6 +3,7 @@
     python -m benchmarks.quantised quality --budget 128
     python -m benchmarks.quantised step --budgets 1024 8192
     python -m benchmarks.quantised outliers
+    python -m benchmarks.quantised peers
 
 Quality is of the bundled model on held-out documents, token by token, as `benchmarks.quality` has it.  Equal bytes are
 twice as many tokens in int8, and four times as many in int4, as in half precision; by how much that is off is in the
@@ -18,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from tqdm import tqdm
 
@@ -130,6 +132,57 @@ def logit_error(kv_dtype: KVDtype, times: float, dim: int = 128) -> float:
     return float((stored.format.products(query, stored.parts) - exact).abs().mean() / exact.abs().mean())
 
 
+PEERS: dict[str, dict[str, Any]] = {
+    "quanto, 4 bits": {"backend": "quanto", "nbits": 4, "q_group_size": 32},
+    "hqq, 4 bits": {"backend": "hqq", "nbits": 4, "q_group_size": 32, "axis_key": 1, "axis_value": 1},
+    "hqq, 8 bits": {"backend": "hqq", "nbits": 8, "q_group_size": 32, "axis_key": 1, "axis_value": 1},
+    "fp8": {"backend": "fp8"},
+}
+"""Quantised caches of transformers, with groups of as many numbers as ours in four bits."""
+
+
+@torch.inference_mode()
+def peers(given: argparse.Namespace) -> None:
+    """Print how far logits are off with a full cache that is stored in few bits, ours beside those of transformers.
+
+    After a prompt the tokens of held-out text go in one by one; a logit's difference from the model's with an ordinary
+    cache, root mean square over all tokens and words, in shares of the logits' own spread.
+    """
+    subject = load(None)
+    texts = subject.encode(corpus.read(corpus.held_out_files()))
+    ids = torch.tensor(corpus.documents(texts, given.documents, given.prompt + given.steps, subject.bos))
+    exact = _logits(subject.model, ids, given.prompt, transformers.DynamicCache())
+    _print_line(["cache", "logits off by", "the likeliest word is another"])
+    _print_line(["---", "---:", "---:"])
+    for name, settings in PEERS.items():
+        try:
+            held = transformers.QuantizedCache(config=subject.model.config, **settings)
+        except ImportError as error:
+            _print_line([name, str(error).splitlines()[0], ""])
+            continue
+        _print_line([name, *_off(_logits(subject.model, ids, given.prompt, held), exact)])
+    for kind in KV_DTYPES:
+        torch._dynamo.reset()
+        chosen = kvpass.backend("full", budget=ids.shape[1], kv_dtype=kind, inner="eager")
+        found = _logits(torch.compile(subject.model, backend=chosen), ids, given.prompt, None)
+        _print_line([f"kvpass, {kind}", *_off(found, exact)])
+
+
+def _logits(model: Any, ids: Tensor, prompt: int, cache: Any) -> Tensor:
+    """Logits [B, n, V] of the tokens after a prompt, which go in one by one."""
+    out, found = model(ids[:, :prompt], past_key_values=cache, use_cache=True), []
+    for column in ids[:, prompt:].split(1, 1):
+        out = model(column, past_key_values=out.past_key_values, use_cache=True)
+        found.append(out.logits)
+    return torch.cat(found, 1)
+
+
+def _off(found: Tensor, exact: Tensor) -> list[str]:
+    spread = exact - exact.mean(-1, keepdim=True)
+    other = (found.argmax(-1) != exact.argmax(-1)).float().mean()
+    return [f"{float((found - exact).norm() / spread.norm()):.4f}", f"{100 * float(other):.2f} %"]
+
+
 @torch.inference_mode()
 def step(given: argparse.Namespace) -> None:
     """Print the milliseconds of a step in each format, for contenders that take turns."""
@@ -176,6 +229,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     job.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], metavar="DTYPE")
     job.add_argument("--layers", type=int, default=4, metavar="N", help="of the benchmark's model (default: 4)")
     job.set_defaults(run=step)
+    job = parts.add_parser("peers")
+    job.add_argument("--documents", type=int, default=4, metavar="N", help="rows of one batch (default: 4)")
+    job.add_argument("--prompt", type=int, default=512, metavar="N", help="tokens fed at once (default: 512)")
+    job.add_argument("--steps", type=int, default=256, metavar="N", help="tokens fed one by one (default: 256)")
+    job.set_defaults(run=peers)
     parts.add_parser("sizes").set_defaults(run=lambda _: sizes())
     parts.add_parser("outliers").set_defaults(run=lambda _: outliers())
     given = parser.parse_args(arguments)

@@ -20,13 +20,13 @@ from kvpass.capture.capture import Capture, capture
 from kvpass.capture.sites import AttentionSite
 from kvpass.capture.spread import with_spreads
 from kvpass.errors import KVPassError, PolicyError, UnreadableGraph, UnsupportedGraph
+from kvpass.findings import Recorder, SiteReport
 from kvpass.layer.slots import Chunk, Layout
 from kvpass.layer.statistics import Asked
 from kvpass.lowering import cache_key
 from kvpass.lowering.residual import write_out_sums
 from kvpass.lowering.row_products import spell_out
 from kvpass.policies.base import Policy
-from kvpass.report import Recorder, SiteReport
 from kvpass.rewrite.context import StepCall, StepContext
 from kvpass.rewrite.pipeline import rewrite_step
 from kvpass.rewrite.record import Record

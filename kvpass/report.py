@@ -9,55 +9,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.fx as fx
 from torch import Tensor
 
-from kvpass import logs
+from kvpass.backend import backend
 from kvpass.errors import CacheHandleError, KVPassError
+from kvpass.findings import Recorder, SiteReport
 from kvpass.rewrite.record import Record
 from kvpass.runtime.handle import LayerCache, caches_in
-from kvpass.timings import Stopwatch, Timings
-
-
-@dataclasses.dataclass(frozen=True)
-class SiteReport:
-    """One attention call, or a cache update that feeds none.
-
-    Attributes:
-        graph: number of the graph it is in, from 1.
-        module: the module of the model that it belongs to, as far as it is known.
-        line: file, line and code of the user's source.
-        verdict: "rewritten", "left alone" or "refused".
-        reason: why, unless it was rewritten.
-    """
-
-    graph: int
-    module: str
-    line: str
-    verdict: str
-    reason: str
-
-
-@dataclasses.dataclass
-class Recorder:
-    """Collects what a backend finds and does while it compiles; programs only if it is to keep them.
-
-    Attributes:
-        watch: counts its seconds.
-    """
-
-    graphs: list[str] = dataclasses.field(default_factory=list)
-    sites: list[SiteReport] = dataclasses.field(default_factory=list)
-    notes: list[str] = dataclasses.field(default_factory=list)
-    passes: list[Record] = dataclasses.field(default_factory=list)
-    programs: list[tuple[str, str]] = dataclasses.field(default_factory=list)
-    keeps_programs: bool = False
-    watch: Stopwatch = dataclasses.field(default_factory=Stopwatch)
-
-    def note_program(self, title: str, graph: fx.Graph) -> None:
-        """A graph as it stands now."""
-        if self.keeps_programs:
-            self.programs.append((title, logs.program(graph)))
+from kvpass.timings import Timings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,9 +71,6 @@ def explain(
         graphs: keep the programs: Dynamo's graph, its canonical form, and a step graph after every pass.
         timings: compile what the call takes, unless `inner` says otherwise, and say where the time went.
     """
-    # Imported late: the backend reports to this module.
-    from kvpass.backend import backend
-
     recorder = Recorder(keeps_programs=graphs)
     chosen = backend(policy, **{"inner": "inductor" if timings else "eager", **settings, "strict": False})
     chosen = dataclasses.replace(chosen, recorder=recorder)

@@ -14,7 +14,7 @@ import torch
 
 import kvpass
 from kvpass.backend import Backend
-from kvpass.report import Recorder
+from kvpass.findings import Recorder
 from tests.architectures import inputs, zoo
 from tests.architectures.__main__ import parts, written
 from tests.architectures.apart import examine_apart

@@ -14,10 +14,10 @@ from transformers import DynamicCache
 import kvpass
 from kvpass.capture import sites, spelled
 from kvpass.capture.rotary import Rotary
+from kvpass.findings import Recorder
 from kvpass.policies import Policy
 from kvpass.policies.buzz import Buzz
 from kvpass.policies.sage import Sage
-from kvpass.report import Recorder
 from tests.adversary.models import Small, sdpa, seen
 from tests.adversary.oracle import Case, judge
 from tests.architectures import zoo

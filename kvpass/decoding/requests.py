@@ -14,23 +14,21 @@ import dataclasses
 import enum
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from kvpass.backend import Backend
 from kvpass.decoding.prefill import chunks, lengths
 from kvpass.decoding.sampling import RowSampling, Sampling
-from kvpass.decoding.stepping import State, refreshed
+from kvpass.decoding.stepping import Loop, State, refreshed
 from kvpass.errors import BudgetError, CacheHandleError, KVPassError, RequestError
 from kvpass.layer.slots import Slots
 from kvpass.policies.base import require
 from kvpass.runtime.caches import even_out, keep_address
 from kvpass.runtime.handle import Handle, LayerCache, caches_in, moved
 from kvpass.runtime.memory import free_bytes
-
-if TYPE_CHECKING:
-    from kvpass.decoding.loop import DecodeLoop
 
 Reason = Literal["stop", "length", "cancelled", "error"]
 ATTEMPTS = 2  # a request whose step fails is begun anew once
@@ -130,10 +128,21 @@ class Request:
         return GenerationOutput(*named, self.status, self.reason, self.error)
 
 
+class Serving(Loop, Protocol):
+    """What requests ask of their loop; see `DecodeLoop`."""
+
+    device: torch.device
+    prefill_chunk: int | None
+    vocabulary: int | None
+
+    @property
+    def chosen(self) -> Backend: ...
+
+
 class Requests:
     """The requests of a loop: queued, being read, or in a row."""
 
-    def __init__(self, loop: DecodeLoop, rows: int) -> None:
+    def __init__(self, loop: Serving, rows: int) -> None:
         self.loop, self.count = loop, rows
         self.queue: collections.deque[Request] = collections.deque()
         self.rows: dict[int, Request] = {}
@@ -144,7 +153,7 @@ class Requests:
         self.number = 0
 
     @staticmethod
-    def of(loop: DecodeLoop, rows: int) -> Requests:
+    def of(loop: Serving, rows: int) -> Requests:
         """For a loop whose slots are as many for every request.
 
         Raises:
@@ -343,7 +352,7 @@ class Batch(State):
         caches: of each layer, with R rows.
     """
 
-    def __init__(self, loop: DecodeLoop, cache: Any, rows: int) -> None:
+    def __init__(self, loop: Serving, cache: Any, rows: int) -> None:
         none = torch.zeros(rows, dtype=torch.int64, device=loop.device)
         self.stops = torch.full((rows, MOST_STOPS), -1, device=loop.device)
         super().__init__(loop, cache, none, none[:, None], none[:, None])
@@ -355,7 +364,7 @@ class Batch(State):
         self.cursor.zero_()
 
     @staticmethod
-    def of(loop: DecodeLoop, cache: Any, rows: int) -> Batch:
+    def of(loop: Serving, cache: Any, rows: int) -> Batch:
         """Free rows for requests whose prompts leave caches as this one, which is no longer one after that.
 
         Raises:

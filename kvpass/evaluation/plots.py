@@ -67,3 +67,25 @@ def bars(values: Mapping[str, float], up: str, limit: float | None = None) -> Fi
     if limit is not None:
         axes.axhline(limit, color="black", linewidth=0.8, linestyle=":")
     return figure
+
+
+def grouped(panels: Mapping[str, Mapping[str, Mapping[str, float]]], spread: float = 4.0) -> Figure:
+    """A panel for each title, one above the other: for each kind a bar beside every name that it has a value for.
+
+    Args:
+        spread: an axis on which the largest value is so many times the middle one is logarithmic.
+    """
+    figure = Figure(figsize=(11, 3.6 * len(panels)), layout="constrained")
+    for (title, kinds), axes in zip(panels.items(), figure.subplots(len(panels), 1, squeeze=False).flat, strict=True):
+        names = list(dict.fromkeys(name for values in kinds.values() for name in values))
+        width = 0.8 / max(1, len(kinds))
+        for number, (kind, values) in enumerate(kinds.items()):
+            places = [names.index(name) + (number - (len(kinds) - 1) / 2) * width for name in values]
+            axes.bar(places, list(values.values()), width, label=kind)
+        heights = sorted(value for values in kinds.values() for value in values.values())
+        if heights and heights[-1] > spread * heights[len(heights) // 2] > 0:
+            axes.set_yscale("log")
+        axes.set_xticks(range(len(names)), labels=names, rotation=30)
+        axes.set_title(title)
+    figure.axes[0].legend(fontsize="small")
+    return figure

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from kvpass.budget import Budget
-from kvpass.lowering.column_scores import column_scores, row_scan
+from kvpass.lowering.column_scores import column_scores, row_scan, scored_attention
 from kvpass.policies import specify
 from kvpass.policies.base import Attention, Policy, Statistic
 from kvpass.policies.heads import Spread
@@ -19,6 +19,11 @@ SUMS: tuple[Statistic, ...] = ("total", "squares", "last", "window", "logits")
 def powers(policy: Policy) -> int:
     """How many sums over all queries the policy needs: see `column_scores`."""
     return 2 if "squares" in policy.statistics else int("total" in policy.statistics)
+
+
+def of_all_queries(policy: Policy) -> bool:
+    """Whether it asks for sums over all queries, which attention to the same keys can make on its way."""
+    return powers(policy) > 0 and policy.statistics <= {*SUMS}
 
 
 def wanted(policy: Policy) -> list[Statistic]:
@@ -57,13 +62,32 @@ def statistics(
     return [made[name] for name in wanted(policy)]
 
 
+def attended(
+    policy: Policy,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    real: Tensor,
+    scale: float,
+    cap: float | None = None,
+    sink: Tensor | None = None,
+    heads: int | None = None,
+) -> tuple[Tensor, list[Tensor]]:
+    """What attention gives, and what `statistics` does, for a policy `of_all_queries`; see `scored_attention`."""
+    asked = (policy.observation, powers(policy))
+    output, *sums = scored_attention(query, key, value, mask, real, scale, *asked, cap, sink, heads)
+    made = dict(zip(SUMS, sums, strict=True))
+    return output, [made[name] for name in wanted(policy)]
+
+
 @dataclasses.dataclass(frozen=True)
 class Asked:
     """What the statistics of a prompt or chunk are made of.
 
     Attributes:
         query: [B, Hq, q, D]; key: [B, Ha, N, D], as attended to; the last q of N are those of the queries.
-        mask: [B or 1, Hq or 1, q, N], boolean or additive, or None; sink: [B or 1, Hq, q or 1, 1] or None.
+        mask: [B or 1, Hq, Ha or 1, q, N], boolean or additive, or None; sink: [B or 1, Hq, q or 1, 1] or None.
         causal, scale, cap, heads: as of `kvpass.lowering.column_scores`.
         spread: where the other heads of the layer are.
     """

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from kvpass.layer.slots import FREE, Layout, Slots, align, first_values, rows_at
-from kvpass.layer.statistics import statistics
+from kvpass.layer.statistics import attended as attended_and_scored
+from kvpass.layer.statistics import of_all_queries, statistics
 from kvpass.lowering.attend import LOWEST, attend, by_kernel, capped, scores
 from kvpass.lowering.column_scores import regrouped
 from kvpass.lowering.rope import Rope
@@ -368,29 +369,42 @@ def extend_step(
     keys = torch.cat([kept, key.to(kept.dtype)], 2)
     keys, values, facts = _expanded(site, keys, torch.cat([rows, value.to(rows.dtype)], 2))
     mask, bias = _chunk_mask(layout, site, slots, real, facts)
-    full = _per_query_head(mask, bias, query.shape[1], layout.heads, query.dtype)
+    full = _per_head(_joined(mask, bias, query.dtype), query, keys, layout.heads)
     own = policy.bias(held, query.shape[1] // layout.heads)
+    if own is None and _scores_on_the_way(policy, site, query, keys, values):
+        given = (real, site.scale, site.cap, site.sink, layout.heads)
+        output, sums = attended_and_scored(policy, query, keys, values, full, *given)
+        return Attended(output), [*sums, *_asked(layout, site, query, keys, full)]
     seen = full
     if own is not None:
         own = torch.nn.functional.pad(own, (0, chunk))[..., None, :]  # [B, ., ., 1, C + q]
-        seen = _per_query_head(mask, added(bias, own), query.shape[1], layout.heads, query.dtype)
+        seen = _per_head(_joined(mask, added(bias, own), query.dtype), query, keys, layout.heads)
     attended = _attended(site, query, keys, values, seen)
     if not policy.statistics:
         return attended, []
     common = (real, False, site.scale, layout.budget, site.cap, site.sink, layout.heads, layout.spread)
-    sums = statistics(policy, query, keys, full, *common)
-    if layout.crops:
-        sums += [query, keys, full] if site.sink is None else [query, keys, full, site.sink]
-    return attended, sums
+    return attended, [*statistics(policy, query, keys, full, *common), *_asked(layout, site, query, keys, full)]
+
+
+def _scores_on_the_way(policy: Policy, site: Site, query: Tensor, keys: Tensor, values: Tensor) -> bool:
+    """Whether attention and sums come of the same products; kernels of a GPU make each for itself."""
+    alike = query.dtype == keys.dtype == values.dtype and query.device.type == "cpu"
+    return alike and not site.lse and of_all_queries(policy)
+
+
+def _asked(layout: Layout, site: Site, query: Tensor, keys: Tensor, mask: Tensor) -> list[Tensor]:
+    """What the statistics are made of, for a layout that crops."""
+    if not layout.crops:
+        return []
+    return [query, keys, mask] if site.sink is None else [query, keys, mask, site.sink]
 
 
 def _attended(site: Site, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Attended:
-    """Attention of a chunk; mask bool or additive [B, Hq or 1, q, N]."""
+    """Attention of a chunk; mask bool or additive [B, Hq, Ha or 1, q, N]."""
     heads = keys.shape[1]
     grouped = torch.unflatten(query, 1, (heads, -1))
     if site.cap is None and site.sink is None and not site.lse and not by_kernel(grouped):
-        given: dict[str, Any] = dict(attn_mask=mask, scale=site.scale, enable_gqa=True)
-        return Attended(torch.nn.functional.scaled_dot_product_attention(query, keys, values, **given))
+        return Attended(_library_attention(site.scale, grouped, keys, values, mask))
     apart = mask[:, :, None] if mask.shape[1] == 1 else torch.unflatten(mask, 1, (heads, -1))
     allowed, bias = (apart, None) if apart.dtype == torch.bool else (apart > torch.finfo(apart.dtype).min / 2, apart)
     given = dict(scale=site.scale, mask=allowed, bias=bias, cap=site.cap, sink=site.sinks(heads), rows=site.lse)
@@ -398,25 +412,41 @@ def _attended(site: Site, query: Tensor, keys: Tensor, values: Tensor, mask: Ten
     return Attended(output.flatten(1, 2), _log_sum_exp(site, logits))
 
 
+def _library_attention(scale: float, grouped: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """Queries [B, Ha, G, q, D] to [B, Hq, q, Dv].  A mask for each KV head is not repeated for its query heads: each
+    KV head comes as a row of the batch instead."""
+    function, query = torch.nn.functional.scaled_dot_product_attention, grouped.flatten(1, 2)
+    given: dict[str, Any] = dict(scale=scale, enable_gqa=True)
+    if mask.shape[1] in (1, query.shape[1]):
+        return function(query, keys, values, attn_mask=mask, **given)
+    keys, values, mask = (x.flatten(0, 1)[:, None] for x in (keys, values, mask.expand(len(keys), -1, -1, -1)))
+    return function(grouped.flatten(0, 1), keys, values, attn_mask=mask, **given).view(*query.shape[:3], -1)
+
+
 def _chunk_mask(
     layout: Layout, site: Site, slots: Slots, real: Tensor, facts: list[Tensor]
 ) -> tuple[Tensor, Tensor | None]:
     """Mask bool [B, H', 1 or G, q, C + q] and bias of a chunk on [held slots, chunk]."""
     count = real.shape[1]
-    new = real[:, None, None, None].expand(-1, layout.groups, -1, count, -1)  # [B, H', 1, q, q]
+    new = real[:, None, None, None].expand(-1, layout.groups, -1, -1, -1)  # [B, H', 1, 1, q]
     running = slots.length[:, None] + torch.arange(count, device=real.device)
     index = torch.cat([slots.index, running[:, None].expand(-1, layout.groups, -1)], -1)
-    live = (slots.position >= 0)[:, :, None, None].expand(-1, -1, -1, count, -1)
-    mask = torch.cat([live, new], -1)
+    mask = torch.cat([(slots.position >= 0)[:, :, None, None], new], -1)  # the same for all queries
     arriving = slots.seen[:, None] + real.cumsum(-1) - 1
     position = torch.cat([slots.position, arriving[:, None].expand(-1, layout.groups, -1)], -1)
-    return with_mask(mask, site.mask(index, position, facts) if site.mask else None)
+    mask, bias = with_mask(mask, site.mask(index, position, facts) if site.mask else None)
+    return mask.expand(-1, -1, -1, count, -1), bias
 
 
-def _per_query_head(mask: Tensor, bias: Tensor | None, query_heads: int, heads: int, dtype: torch.dtype) -> Tensor:
-    """The mask as [B, Hq or 1, q, N], boolean or additive."""
-    if bias is not None:
-        mask = torch.where(mask, bias.to(dtype), torch.finfo(dtype).min)
+def _joined(mask: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Both as one, boolean or additive."""
+    return mask if bias is None else torch.where(mask, bias.to(dtype), torch.finfo(dtype).min)
+
+
+def _per_head(mask: Tensor, query: Tensor, keys: Tensor, heads: int) -> Tensor:
+    """A mask [B, H', 1 or G, q, N] as [B, Hq, Ha or 1, q, N], where kernels want it as [B, Hq or 1, q, N]."""
     if mask.shape[1] == 1 and mask.shape[2] == 1:
         return mask[:, 0]
-    return mask.expand(-1, heads, query_heads // heads, -1, -1).flatten(1, 2)
+    if mask.shape[2] == 1 and keys.shape[1] == heads and query.device.type == "cpu":
+        return mask.expand(-1, heads, -1, -1, -1)[:, :, 0]
+    return mask.expand(-1, heads, query.shape[1] // heads, -1, -1).flatten(1, 2)

@@ -80,7 +80,7 @@ class _Rows:
         return dataclasses.replace(self, query=query, mask=mask, sink=sink, causal=False)
 
     def logits(self, room: _Room) -> Tensor:
-        """Masked logits, [B, Hkv, G, n, S] as `wide` has them; mask bool or additive [B or 1, Hq or 1, n or 1, S]."""
+        """Masked logits, [B, Hkv, G, n, S] as `wide` has them."""
         rows, heads, keys, dim = self.key.shape
         groups, count = self.query.shape[1] // heads, self.query.shape[2]
         grouped = self.query.reshape(rows * heads, groups * count, dim)
@@ -132,7 +132,7 @@ def _at(x: Tensor | None, place: Tensor) -> Tensor | None:
 
 
 def _grouped(x: Tensor, heads: int) -> Tensor:
-    """[B or 1, Hq or 1, ...] as [B or 1, Hkv or 1, G or 1, ...]."""
+    """[B or 1, Hq, Hkv or 1, ...] as [B or 1, Hkv or 1, G or 1, ...]."""
     return torch.unflatten(x, 1, (heads, -1)) if x.shape[1] > 1 else x[:, :, None]
 
 
@@ -151,17 +151,31 @@ def _pieces(spans: list[slice], rows: _Rows) -> Iterator[tuple[_Rows, Tensor]]:
 
 def _sums(rows: _Rows, real: Tensor, powers: int) -> list[Tensor]:
     """Probabilities to the power of 1, ..., `powers`, each summed over the real queries: [B, Hkv, G, S]."""
-    query, key = rows.query, rows.key
-    sums = [query.new_zeros(_shape(query, key, key.shape[2]), dtype=torch.float32) for _ in range(powers)]
-    spans = _spans(query.shape[2], query, key) if powers else []
-    room, counted = _Room(spans, query, key, widest(query.dtype)), real[:, None, None, None]  # [B, 1, 1, 1, q]
-    for span, (piece, logits) in zip(spans, _pieces(spans, rows), strict=True):
-        paid = piece.paid(logits, room)
-        weight = counted[..., span].to(paid.dtype).expand(*paid.shape[:3], 1, -1)
-        for power, total in enumerate(sums, 1):
-            paid = paid if power == 1 else paid.square_()
-            total[..., : paid.shape[-1]] += torch.matmul(weight, paid)[..., 0, :]
+    sums = _zeros(rows, powers)
+    for span, paid in _paid(rows) if powers else ():
+        _add(sums, paid, real[:, span])
     return sums
+
+
+def _zeros(rows: _Rows, powers: int) -> list[Tensor]:
+    query, key = rows.query, rows.key
+    return [query.new_zeros(_shape(query, key, key.shape[2]), dtype=torch.float32) for _ in range(powers)]
+
+
+def _paid(rows: _Rows) -> Iterator[tuple[slice, Tensor]]:
+    """Consecutive queries and their probabilities, [B, Hkv, G, n, s], which may be written to."""
+    spans = _spans(rows.query.shape[2], rows.query, rows.key)
+    room = _Room(spans, rows.query, rows.key, widest(rows.query.dtype))
+    for span, (piece, logits) in zip(spans, _pieces(spans, rows), strict=True):
+        yield span, piece.paid(logits, room)
+
+
+def _add(sums: list[Tensor], paid: Tensor, real: Tensor) -> None:
+    """Add probabilities of queries that count `real` [B, n], to the power of 1, 2, ..., each to its sum."""
+    weight = real[:, None, None, None].to(paid.dtype).expand(*paid.shape[:3], 1, -1)
+    for power, total in enumerate(sums, 1):
+        paid = paid if power == 1 else paid.square_()
+        total[..., : paid.shape[-1]] += torch.matmul(weight, paid)[..., 0, :]
 
 
 def _late(rows: _Rows, real: Tensor, window: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -219,7 +233,7 @@ def column_scores(
 
     Args:
         query: [B, Hq, q, D]; key: [B, Hkv, S, D]; the queries are the last q of the S tokens.
-        mask: bool or additive [B or 1, Hq or 1, q, S], or None.
+        mask: bool or additive [B or 1, Hq, Hkv or 1, q, S], or None; with Hkv on a CPU alone.
         real: bool [B, q], false for queries that are padding; they are left out of every figure.
         causal: a query does not see the keys after it.
         window: how many of the last real queries `window` averages over.
@@ -236,6 +250,65 @@ def column_scores(
     sums = rows.summed(real, powers)
     nothing = [query.new_empty(_shape(query, key, 0), dtype=torch.float32) for _ in range(2 - powers)]
     return [regrouped(x, heads) for x in (*sums, *nothing, *_late(rows, real, window))]
+
+
+@torch.library.custom_op("kvpass::scored_attention", mutates_args=())
+def scored_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    real: Tensor,
+    scale: float,
+    window: int,
+    powers: int,
+    cap: float | None = None,
+    sink: Tensor | None = None,
+    heads: int | None = None,
+) -> list[Tensor]:
+    """Attention and its column statistics from the same products, on a CPU.
+
+    Args:
+        value: [B, Hkv, S, Dv], of the dtype that query and key have.
+        powers: 1 or 2.
+        The others are as for `column_scores`.
+
+    Returns:
+        [B, Hq, q, Dv], and what `column_scores` returns.
+    """
+    rows = _Rows(query, key, mask, False, scale, cap, sink)
+    sums, output = _zeros(rows, powers), query.new_empty(*_shape(query, key, query.shape[2]), value.shape[3])
+    for span, paid in _paid(rows):
+        mixed = torch.matmul(paid.flatten(2, 3).to(value.dtype), value)  # [B, Hkv, G * n, Dv]
+        output[:, :, :, span] = mixed.view(*paid.shape[:4], -1)
+        _add(sums, paid, real[:, span])
+    nothing = [query.new_empty(_shape(query, key, 0), dtype=torch.float32) for _ in range(2 - powers)]
+    return [output.flatten(1, 2), *(regrouped(x, heads) for x in (*sums, *nothing, *_late(rows, real, window)))]
+
+
+@scored_attention.register_fake
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    real: Tensor,
+    scale: float,
+    window: int,
+    powers: int,
+    cap: float | None = None,
+    sink: Tensor | None = None,
+    heads: int | None = None,
+) -> list[Tensor]:
+    output = query.new_empty(*query.shape[:3], value.shape[3])
+    return [output, *_empty_scores(query, key, powers, heads)]
+
+
+def _empty_scores(query: Tensor, key: Tensor, powers: int, heads: int | None) -> list[Tensor]:
+    """Tensors like those that `column_scores` returns."""
+    widths = [key.shape[2] if powers >= power else 0 for power in (1, 2)] + [key.shape[2]] * 3
+    made = [query.new_empty(_shape(query, key, width), dtype=torch.float32) for width in widths]
+    return [regrouped(x, heads) for x in made]
 
 
 def regrouped(x: Tensor, heads: int | None) -> Tensor:
@@ -257,9 +330,18 @@ def _(
     sink: Tensor | None = None,
     heads: int | None = None,
 ) -> list[Tensor]:
-    widths = [key.shape[2] if powers >= power else 0 for power in (1, 2)] + [key.shape[2]] * 3
-    made = [query.new_empty(_shape(query, key, width), dtype=torch.float32) for width in widths]
-    return [regrouped(x, heads) for x in made]
+    return _empty_scores(query, key, powers, heads)
+
+
+def _padded(rows: Tensor, keys: int, room: _Room) -> Tensor:
+    """Rows [..., s] with zeros for the keys that they do not see, [..., keys]."""
+    seen = rows.shape[-1]
+    if seen == keys:
+        return rows
+    wider = room.shaped(*rows.shape[:-1], keys)
+    wider[..., :seen] = rows
+    wider[..., seen:] = 0
+    return wider
 
 
 @torch.library.custom_op("kvpass::row_scan", mutates_args=())
@@ -289,10 +371,11 @@ def row_scan(
     query, key = _alike(query, key)
     chosen, keys, held = policies.specified(policy), key.shape[2], key.shape[2] - query.shape[2]
     slots = slots_for(chosen, budget or share, query.shape[2])
-    spans = _spans(query.shape[2], query, key)
+    spans, dtype = _spans(query.shape[2], query, key), widest(query.dtype)
+    room, wider = _Room(spans, query, key, dtype), _Room(spans, query, key, dtype)
     pieces = _pieces(spans, _Rows(query, key, mask, causal, scale, cap, sink))
-    paid = (piece.paid(logits) for piece, logits in pieces)
-    whole = (regrouped(torch.nn.functional.pad(rows, (0, keys - rows.shape[-1])), heads) for rows in paid)
+    paid = (piece.paid(logits, room) for piece, logits in pieces)
+    whole = (regrouped(_padded(rows, keys, wider), heads) for rows in paid)
     made = chosen.scan(whole, real, held, slots, Spread.read(spread))
     return made.clone(memory_format=torch.contiguous_format)
 

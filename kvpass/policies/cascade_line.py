@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -64,43 +64,56 @@ class Rule:
         loser = torch.where(score_at(arriving) >= score_at(rank), rank, arriving) if self.select else arriving
         return torch.where(rank < held, loser, torch.where(held < self.size, NOBODY, held - 1))
 
-    def insert(self, line: Tensor, token: int, number: Tensor, score: Tensor) -> Tensor:
-        """The line with one more token, unless its number is negative.
+    def insert(self, line: list[int], token: int, number: int, score: Sequence[float]) -> None:
+        """Put one more token into a line, unless its number is negative.
 
         Args:
-            line: int64 [B, H', |C|], tokens by age, the newest first and -1 after the last.
-            number: int64 [B, 1 or H', 1].
-            score: [B, H', N] of every token.
+            line: tokens by age, the newest first; changed in place.
+            score: of every token.
         """
+        if number < 0:
+            return
+        rank, held = self._border(number, len(line)), len(line)
+        if rank < held:
+            keeps_old = self.select and score[line[rank - 1]] >= score[line[rank]]
+            del line[rank if keeps_old else rank - 1]
+        elif held == self.size:
+            line.pop()
+        line.insert(0, token)
 
-        def score_at(rank: Tensor) -> Tensor:
-            there = line.gather(-1, rank.clamp(0, self.size - 1))
-            return score.gather(-1, there.clamp(min=0))
-
-        leaving = self.leaving(number, (line >= 0).sum(-1, keepdim=True), score_at)
-        last = torch.where(leaving == NOBODY, self.size, leaving)
-        longer = torch.where(torch.arange(self.size, device=line.device) <= last, line.roll(1, -1), line)
-        longer[..., 0] = token
-        return torch.where(number < 0, line, longer)
+    def _border(self, number: int, held: int) -> int:
+        """`border` of numbers."""
+        if self.eager and number <= self.size:
+            return held
+        for i, accepts in enumerate(self.accepts):
+            start = i * self.size // len(self.accepts)
+            if i and number % accepts and start < held:
+                return start
+        return held
 
     def replay(self, pieces: Iterable[Tensor], number: Tensor, early: bool) -> Tensor:
         """The scores [B, H', N] after a prompt whose tokens were inserted one after the other, or LOST.
+
+        Each token's place depends on where the one before it went, which a host follows a hundred times as fast as
+        operations on tensors do.
 
         Args:
             pieces: the scores after each token, [B, H', n, N].
             number: int64 [B, q], negative for sinks and padding.
             early: a token is inserted before its own query has changed the scores.
         """
-        line, before, token = torch.empty(0), torch.empty(0), 0
+        numbers, lines, last, token = number.tolist(), list[list[list[int]]](), torch.empty(0), 0
         for after in pieces:
             if token == 0:
-                line = number.new_full((*after.shape[:2], self.size), -1)
-                before = torch.zeros_like(after[:, :, 0])
-            for n in range(after.shape[2]):
-                score = before if early else after[:, :, n]
-                line = self.insert(line, token, number[:, None, token, None], score)
-                before, token = after[:, :, n], token + 1
-        return survivors(line, before)
+                lines = [[[] for _ in range(after.shape[1])] for _ in numbers]
+                last = torch.zeros_like(after[:, :, 0])
+            seen = torch.cat([last[:, :, None], after[:, :, :-1]], 2) if early else after
+            for row, counted in enumerate(numbers):
+                for line, scores in zip(lines[row], seen[row].cpu().numpy(), strict=True):
+                    for n in range(after.shape[2]):
+                        self.insert(line, token + n, counted[token + n], scores[n])
+            last, token = after[:, :, -1], token + after.shape[2]
+        return survivors(self._as_tensor(lines, last), last)
 
     def extend(self, number: Tensor, held: int, score: Tensor) -> Tensor:
         """The scores [B, H', N] after the tokens from place `held` on were inserted one after the other, or LOST.
@@ -109,10 +122,19 @@ class Rule:
             number: int64 [B, H', N], negative for sinks and for places that hold no token.
         """
         by_age = torch.where(number < 0, -1, number)[..., :held].sort(dim=-1, descending=True)
-        line = torch.where(by_age.values < 0, -1, by_age.indices)[..., : self.size]
-        for token in range(held, number.shape[-1]):
-            line = self.insert(line, token, number[..., token, None], score)
-        return survivors(line, score)
+        ordered = torch.where(by_age.values < 0, -1, by_age.indices)[..., : self.size].tolist()
+        lines = [[[token for token in line if token >= 0] for line in row] for row in ordered]
+        scores, numbers = score.cpu().numpy(), number.tolist()
+        for row, found in enumerate(lines):
+            for head, line in enumerate(found):
+                for token in range(held, number.shape[-1]):
+                    self.insert(line, token, numbers[row][head][token], scores[row, head])
+        return survivors(self._as_tensor(lines, score), score)
+
+    def _as_tensor(self, lines: list[list[list[int]]], like: Tensor) -> Tensor:
+        """Lines as int64 [B, H', |C|], -1 after the last token."""
+        filled = [[[*line, *[-1] * (self.size - len(line))] for line in row] for row in lines]
+        return torch.tensor(filled, device=like.device)
 
 
 def averaged(pieces: Iterable[Tensor], real: Tensor, decay: float) -> Iterator[Tensor]:

@@ -22,12 +22,12 @@ from kvpass.layer.statistics import Asked
 from kvpass.policies.base import Attention
 from kvpass.reference import ReferenceLayer, reference_of
 from kvpass.reference.base import attention_logits
-from kvpass.rewrite.context import StepContext
+from kvpass.rewrite.context import Pass, StepContext
 from kvpass.rewrite.expansion import Expansion, cut_expansion
 from kvpass.rewrite.masks import MaskOnSlots, Masks
 from kvpass.rewrite.passes import STEP_PASSES
 from kvpass.rewrite.passes.attention import as_cached, attend_on_slots, early_enough, put_in_place
-from kvpass.rewrite.record import Pass, Record
+from kvpass.rewrite.record import Record
 from kvpass.rewrite.rotary_slice import RotarySlice
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import sympy  # type: ignore[import-untyped]
 import torch
@@ -247,6 +247,14 @@ class StepContext:
             f"{graphs.source_line(node)}: {graphs.name_of(node)!r} still depends on the length of the cache ({what}); "
             "it is not a mask, a rotary embedding or position arithmetic that kvpass can express on slots"
         )
+
+
+class Pass(Protocol):
+    """A step of the rewrite, which changes the graph of a context and leaves there what later ones need."""
+
+    __name__: str
+
+    def __call__(self, step: StepContext, /) -> Record: ...
 
 
 def has_loose_strides(tensor: Any) -> bool:

@@ -7,20 +7,18 @@ from collections.abc import Callable, Sequence
 
 import torch.fx as fx
 
-from kvpass import graphs, logs
-from kvpass.rewrite.context import StepContext, has_loose_strides
+from kvpass import graphs
+from kvpass.rewrite.context import Pass, StepContext, has_loose_strides
 from kvpass.rewrite.passes import STEP_PASSES
 from kvpass.rewrite.passes.outputs import on_all_tokens
-from kvpass.rewrite.record import Pass, Record
+from kvpass.rewrite.record import Record
 from kvpass.rewrite.result import StepRewrite
 
 Watch = Callable[[Record, fx.Graph], None]
 """Is told of each pass that has run, and sees the graph as it stands then."""
 
 
-def rewrite_step(
-    step: StepContext, passes: Sequence[Pass] = STEP_PASSES, watch: Watch = logs.after_pass
-) -> StepRewrite:
+def rewrite_step(step: StepContext, passes: Sequence[Pass] = STEP_PASSES, watch: Watch | None = None) -> StepRewrite:
     """Run the passes over a step graph and describe what it became.
 
     Raises:
@@ -30,7 +28,8 @@ def rewrite_step(
         start = time.perf_counter()
         record = each(step)
         record.name, record.milliseconds = each.__name__, 1000 * (time.perf_counter() - start)
-        watch(record, step.graph)
+        if watch is not None:
+            watch(record, step.graph)
         step.records.append(record)
     step.gm.recompile()
     return _described(step)

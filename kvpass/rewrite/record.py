@@ -1,12 +1,8 @@
-"""What a pass is, and what it says that it did."""
+"""What a pass says that it did."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Protocol
-
-if TYPE_CHECKING:
-    from kvpass.rewrite.context import StepContext
 
 
 @dataclasses.dataclass
@@ -28,11 +24,3 @@ class Record:
     def __str__(self) -> str:
         left = "".join(f"; left {what}, as {why}" for what, why in self.left.items())
         return f"{self.name}: {len(self.matched)} rewritten in {self.milliseconds:.1f} ms{left}"
-
-
-class Pass(Protocol):
-    """A step of the rewrite, which changes the graph of a context and leaves there what later ones need."""
-
-    __name__: str
-
-    def __call__(self, step: StepContext, /) -> Record: ...

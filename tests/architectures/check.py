@@ -17,7 +17,7 @@ import kvpass
 from kvpass import compat, graphs
 from kvpass.backend import Backend, compile_in_place
 from kvpass.capture.capture import capture
-from kvpass.report import Recorder
+from kvpass.findings import Recorder
 from tests.architectures import images, inputs, zoo
 from tests.traces import Switch
 

@@ -118,14 +118,18 @@ def test_prompts_are_beside_the_one_without_statistics():
     assert prompt.targets([{**row, "tokens": 1024} for row in rows])[0].met is None
 
 
-def test_compile_times_are_medians_beside_the_static_cache():
-    def run(name: str, caches: str, seconds: float) -> Row:
-        return {"contender": name, "caches": caches, "prompt": seconds, "steps": 0.0}
+def test_compile_times_are_held_beside_the_static_cache_of_their_depth():
+    def run(name: str, layers: int, caches: str, seconds: float) -> Row:
+        each = {"prompt": seconds, "steps": 2 * seconds, "again": seconds}
+        return {"contender": name, "layers": layers, "caches": caches, **each}
 
-    times = {compilation.STATIC: (20, 5), compilation.DYNAMIC: (30, 5), "h2o": (26, 13)}
-    rows = [run(name, c, s) for name, pair in times.items() for c, s in zip(("cold", "warm"), pair, strict=True)]
-    rows.append(run("h2o", "cold", 24.0))
-    assert [(t.measured, t.met) for t in compilation.targets(rows)] == [(1.25, True), (13 / 25, False)]
+    times = {(compilation.STATIC, 32): (20, 5), ("h2o", 32): (6, 3), ("h2o", 4): (5, 4), ("d2o", 16): (7, 1)}
+    rows = [run(*key, c, s) for key, pair in times.items() for c, s in zip(("cold", "warm"), pair, strict=True)]
+    held = {target.what: target.measured for target in compilation.targets(rows)}
+    assert held["h2o: 32 layers, of 4"] == 6 / 5
+    assert held["h2o: 32 layers, of torch.compile, StaticCache"] == 6 / 20
+    assert held["d2o: 16 layers, of torch.compile, StaticCache"] is None
+    assert held["h2o: seconds to the first token in a second process, 32 layers"] == 3
 
 
 def test_a_stream_is_judged_after_its_warm_up():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import tests.strategies  # noqa: F401  loads the Hypothesis profile
 from kvpass.lowering import column_scores as module
-from kvpass.lowering.column_scores import column_scores, row_scan
+from kvpass.lowering.column_scores import column_scores, row_scan, scored_attention
 from kvpass.policies import resolve, specify
 
 NAMES = ("total", "squares", "last", "window", "logits")
@@ -65,12 +65,44 @@ def test_pieces_add_up_to_the_whole(data):
         assert got[name].shape[-1] == 0
 
 
-@pytest.mark.parametrize("name", ["total", "scan"])
+@given(data=st.data())
+def test_attention_and_its_sums_come_of_the_same_products(data):
+    draw = data.draw
+    drawn = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
+    rows, heads, groups, count = (draw(st.integers(1, most)) for most in (2, 3, 3, 9))
+    keys, dtype = count + draw(st.integers(0, 4)), draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
+    query, key, value = (
+        torch.randn(rows, each, n, dim, generator=drawn).to(dtype)
+        for each, n, dim in ((heads * groups, count, 4), (heads, keys, 4), (heads, keys, 6))
+    )
+    hidden = torch.rand(rows, draw(st.sampled_from([1, heads, heads * groups])), count, keys, generator=drawn) < 0.3
+    hidden[..., 0] = False
+    mask = ~hidden if draw(st.booleans()) else (0.5 - 1e4 * hidden).to(dtype)
+    real = torch.rand(rows, count, generator=drawn) > draw(st.sampled_from([-1.0, 0.3]))
+    given, powers = (mask, real, 0.5, 2), draw(st.integers(1, 2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "PIECE", draw(st.sampled_from([1, 3 * rows * heads * groups * keys, 1 << 20])))
+        output, *sums = scored_attention(query, key, value, *given, powers)
+        alone = column_scores(query, key, mask, real, False, 0.5, 2, powers)
+    for made, expected in zip(sums, alone, strict=True):
+        assert torch.equal(made, expected)
+    each = mask.repeat_interleave(groups, 1) if mask.shape[1] == heads else mask
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, each, scale=0.5, enable_gqa=True)
+    loose = {} if dtype != torch.bfloat16 else dict(atol=0.05, rtol=0.05)
+    torch.testing.assert_close(output, expected, **loose)
+
+
+@pytest.mark.parametrize("name", ["total", "scan", "attention"])
 def test_the_shapes_for_the_compiler_are_those_of_the_real_thing(name):
     query, key, real = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 9, 8), torch.ones(2, 6, dtype=torch.bool)
     common = (query, key, None, real, True, 0.5)
     if name == "scan":
         torch.library.opcheck(row_scan, (*common, specify(resolve("cascade", {"sinks": 1})), 5, 0.0))
+        return
+    if name == "attention":
+        mask, value = torch.ones(2, 2, 6, 9, dtype=torch.bool), torch.randn(2, 2, 9, 5)
+        for powers in (1, 2):
+            torch.library.opcheck(scored_attention, (query, key, value, mask, real, 0.5, 3, powers))
         return
     for powers in range(3):
         torch.library.opcheck(column_scores, (*common, 3, powers))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvpass.budget import slots_for
 from kvpass.errors import BudgetError, PolicyError
 from kvpass.policies.cascade import Cascade, approximate_context
-from kvpass.policies.cascade_line import Rule, intervals
+from kvpass.policies.cascade_line import NOBODY, Rule, intervals
 from kvpass.simulate import simulate
 from tests.strategies import ROWS, cases
 from tests.test_simulate import check
@@ -39,13 +39,20 @@ def test_the_closed_form_is_the_scan_over_sub_caches(growth, cascades, eager, se
     width = 3
     size, accepts = cascades * width, intervals(cascades, growth)
     rule, caches = Rule(size, accepts, eager, select), [[] for _ in range(cascades)]
-    line = torch.full((1, 1, size), -1)
+    held: list[int] = []
     drawn = torch.Generator().manual_seed(cascades)
     for number in range(120):
         score = torch.rand(120, generator=drawn)  # the scores of all tokens change at every step
         literal(caches, width, accepts, number, score.tolist(), eager and number <= size, select)
-        line = rule.insert(line, number, torch.tensor([[[number]]]), score[None, None])
-        held = [token for token in line[0, 0].tolist() if token >= 0]
+        before, by_age = list(held), score[torch.tensor(held or [0])]
+
+        def score_at(rank, by_age=by_age):
+            return by_age[rank.clamp(0, len(by_age) - 1)]
+
+        rank = rule.leaving(torch.tensor(number), torch.tensor(len(held)), score_at)
+        rule.insert(held, number, number, score.tolist())
+        gone = set(before) - set(held)
+        assert gone == (set() if rank == NOBODY else {before[rank]})
         assert held == sorted((token for cache in caches for token in cache), reverse=True)
         for i, cache in enumerate(caches):  # sub-cache i is the ranks [iW, (i + 1)W) from the newest
             assert held[i * width : (i + 1) * width] == cache[::-1]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import kvpass
 from kvpass.capture import sites
-from kvpass.report import Recorder
+from kvpass.findings import Recorder
 from kvpass.storage.base import Parts
 from kvpass.storage.int8 import Int8
 from tests.models import build

@@ -16,6 +16,7 @@ To add one: a function from a context to a `Record`, a line in `STEP_PASSES`, an
 
 from __future__ import annotations
 
+from kvpass.rewrite.context import Pass
 from kvpass.rewrite.passes.attention import attend_on_slots
 from kvpass.rewrite.passes.counting import leave_counting
 from kvpass.rewrite.passes.ids import renumber_ids
@@ -26,7 +27,6 @@ from kvpass.rewrite.passes.places import copy_places
 from kvpass.rewrite.passes.ranks import turn_at_read
 from kvpass.rewrite.passes.sizes import settle_sizes
 from kvpass.rewrite.passes.slots import take_slots
-from kvpass.rewrite.record import Pass
 
 STEP_PASSES: tuple[Pass, ...] = (
     take_slots,
