@@ -34,7 +34,7 @@ SAMPLE = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_sample_is_rewritten_completely(name: str) -> None:
     verdict = examine(name, PADDING)

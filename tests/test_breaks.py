@@ -76,7 +76,7 @@ def run(model: Any, ids: Tensor, cache: Cache, pieces: list[int]) -> Tensor:
     return torch.cat([model(part, cache) for part in ids.split(pieces, 1)], 1)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("pieces", [[5, 1, 1, 1, 1], [4, 5]], ids=["tokens", "chunk"])
 @pytest.mark.parametrize("where", ["after attention", "item", "after the projection", "between layers"])
 def test_breaks_behind_attention_are_held(where: str, pieces: list[int]) -> None:
@@ -87,6 +87,7 @@ def test_breaks_behind_attention_are_held(where: str, pieces: list[int]) -> None
     assert all(isinstance(tensor, Handle) for pair in cache.held.values() for tensor in pair)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("pieces", [[5, 1, 1, 1, 1], [4, 5]], ids=["tokens", "chunk"])
 @pytest.mark.parametrize(
     ("where", "kind", "said"),

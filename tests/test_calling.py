@@ -180,7 +180,7 @@ def assert_rows_are_as_alone(architecture: str, policy: str, lengths: Sequence[i
             assert held == [index[index >= 0].tolist() for index in b[0]], f"row {row}, layer {layer}"
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @cases
 @pytest.mark.parametrize("batch", BATCHES)
 def test_left_padding(architecture: str, policy: str, batch: str) -> None:
@@ -201,6 +201,7 @@ def test_an_empty_row_touches_no_other(architecture: str, policy: str) -> None:
 # -- pieces and conversations ------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @cases
 def test_a_prompt_in_pieces(architecture: str, policy: str) -> None:
     ids, mask = prompt(3, 20, (3, 1, 0))
@@ -418,6 +419,7 @@ def test_compile_config_with_a_static_cache_is_refused(architecture: str, policy
         generate(model, compile_config=config, cache_implementation="static")
 
 
+@pytest.mark.few(1)
 @costly
 @pytest.mark.parametrize(
     "way",
@@ -456,6 +458,7 @@ def test_generate_on_a_compiled_forward(architecture: str, policy: str) -> None:
 # -- numbers and modes -------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @costly
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16, torch.float16])
 def test_dtypes(architecture: str, policy: str, dtype: torch.dtype) -> None:

@@ -40,6 +40,7 @@ def compare(case, lengths, holes, padded_steps=False, limits=(), spare=0, kv_dty
         torch.testing.assert_close(got[real], expected[real], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("row", EVICTING, ids=lambda row: row.name)
 @given(data=st.data())
 def test_padded_prompts_and_chunks(row, data):

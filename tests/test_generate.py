@@ -35,7 +35,7 @@ def generated(model: object, *, bounded: bool = False, **how: object) -> torch.T
     return out.sequences
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_same_tokens_in_two_graphs(architecture: str) -> None:
     model = build(architecture)

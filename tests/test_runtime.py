@@ -76,6 +76,7 @@ def test_bare_loop_counts_tokens_seen(architecture: str) -> None:
     assert torch.allclose(ours, told, atol=1e-5)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("policy", ["streaming", "h2o", "full"])
 def test_equal_to_uncompiled_until_something_is_evicted(policy: str) -> None:
     model = build("Llama")

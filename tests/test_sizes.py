@@ -62,7 +62,7 @@ def decoded(model: Any, ids: Tensor, encoded: int, pieces: list[int], padded: bo
     return torch.cat(logits, 1)[1:]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("hides", [False, True], ids=["seen", "hidden"])
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize("pieces", [[8, *[1] * 6], [3, 3, 3, 5]], ids=str)

@@ -124,6 +124,7 @@ def values_for_keys(found: Callable[..., Any]) -> Callable[..., Any]:
     return swapped
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("where", "name", "wrong"),
     [(spelled, "_sdpa_call", other_scale), (sites, "_site", without_mask), (sites, "_site", values_for_keys)],

@@ -1201,6 +1201,7 @@ def test_held_or_refused_under_other_policies(case: Row) -> None:
 LATE_START = torch.tensor([[1] * 11, [0] + [1] * 10])
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("padding", [NONE, LATE_START], ids=["unpadded", "padded"])
 @pytest.mark.parametrize("pieces", [(5, 1, 3), (1, 1, 3)], ids=str)
 @pytest.mark.parametrize("shape", INDICES)

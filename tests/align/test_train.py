@@ -65,6 +65,7 @@ def test_windows_of_all_lengths_are_drawn():
     assert 60 < sum(length == 255 for length in drawn) < 140
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("recipe", ["direct", "paper"])
 def test_training_beats_doing_nothing(recipe):
     trained = train(build("GPT2"), text(), dataclasses.replace(SMALL, recipe=recipe, steps=120))

@@ -54,6 +54,7 @@ def run(model: Callable[..., Any], *calls: tuple[Any, ...]) -> Beside:
     return beside
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_the_canonical_graph_gives_what_the_models_gives(spelling: Spelling) -> None:
     ids = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(0))

@@ -49,7 +49,7 @@ def exchanges(model: nn.Module, **settings: Any) -> list[list[int]]:
     return found
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("policy", "options"), SHOWN, ids=str)
 def test_a_layer_of_a_step_exchanges_once_where_heads_choose_together(policy: str, options: dict[str, Any]) -> None:
     prompt, step = exchanges(small(RANKS), policy=policy, budget=12, **options)

@@ -72,6 +72,7 @@ def test_attention_to_codes_equals_its_plain_form(
         torch.testing.assert_close(got, wanted, atol=CLOSE[dtype], rtol=CLOSE[dtype])
 
 
+@pytest.mark.few(5)
 @every_dtype
 @pytest.mark.parametrize("kind", ["none", "bool", "additive"])
 @pytest.mark.parametrize(("causal", "extra"), [(True, False), (False, True), (True, True)])

@@ -92,6 +92,7 @@ def test_a_cache_that_grows_along_another_dimension_is_refused() -> None:
     assert "torch.cat([past, new], -2)" in report.refused[0].reason
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("architecture", "found"), [("Llama", True), ("GPTNeoX", True), ("Phi", True), ("GPT2", False)]
 )
