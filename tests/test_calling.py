@@ -187,6 +187,7 @@ def test_left_padding(architecture: str, policy: str, batch: str) -> None:
     assert_rows_are_as_alone(architecture, policy, BATCHES[batch], "left")
 
 
+@pytest.mark.few(2)
 @cases
 @pytest.mark.parametrize("batch", ["ragged", "further apart than the budget", "one token"])
 def test_right_padding(architecture: str, policy: str, batch: str) -> None:
