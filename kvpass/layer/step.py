@@ -407,8 +407,8 @@ def _attended(site: Site, query: Tensor, keys: Tensor, values: Tensor, mask: Ten
         return Attended(_library_attention(site.scale, grouped, keys, values, mask))
     apart = mask[:, :, None] if mask.shape[1] == 1 else torch.unflatten(mask, 1, (heads, -1))
     allowed, bias = (apart, None) if apart.dtype == torch.bool else (apart > torch.finfo(apart.dtype).min / 2, apart)
-    given = dict(scale=site.scale, mask=allowed, bias=bias, cap=site.cap, sink=site.sinks(heads), rows=site.lse)
-    output, _, logits = attend(grouped, plain(keys), plain(values), **given)
+    given: dict[str, Any] = dict(mask=allowed, bias=bias, cap=site.cap, sink=site.sinks(heads), rows=site.lse)
+    output, _, logits = attend(grouped, plain(keys), plain(values), scale=site.scale, **given)
     return Attended(output.flatten(1, 2), _log_sum_exp(site, logits))
 
 
@@ -420,7 +420,7 @@ def _library_attention(scale: float, grouped: Tensor, keys: Tensor, values: Tens
     if mask.shape[1] in (1, query.shape[1]):
         return function(query, keys, values, attn_mask=mask, **given)
     keys, values, mask = (x.flatten(0, 1)[:, None] for x in (keys, values, mask.expand(len(keys), -1, -1, -1)))
-    return function(grouped.flatten(0, 1), keys, values, attn_mask=mask, **given).view(*query.shape[:3], -1)
+    return function(grouped.flatten(0, 1), keys, values, attn_mask=mask, **given).reshape(*query.shape[:3], -1)
 
 
 def _chunk_mask(
