@@ -36,7 +36,7 @@ from kvpass.storage import KVDtype
 TITLE = "Quality in the same bytes"
 PERPLEXITY, RECALL = "perplexity", "recall"
 BUDGETS = {PERPLEXITY: 64, RECALL: 128}  # tokens in half precision
-DOCUMENTS, LENGTH, CHUNK = {PERPLEXITY: 8, RECALL: 8}, {PERPLEXITY: 1024, RECALL: 2048}, 16
+DOCUMENTS, LENGTH, CHUNK = 8, {PERPLEXITY: 1024, RECALL: 2048}, 16
 STORED: tuple[tuple[KVDtype | None, int], ...] = ((None, 1), ("int8", 1), ("int4", 1), ("int8", 2), ("int4", 4))
 """Formats, and how many times the budget they hold."""
 EQUAL = ((None, 1), ("int8", 2), ("int4", 4))
@@ -65,11 +65,13 @@ def _apart(what: str, name: str, quick: bool) -> list[Row]:
 @torch.inference_mode()
 def rows(what: str, name: str, quick: bool) -> list[Row]:
     """What one policy reaches in each format, or why it refuses."""
-    model, ask = {PERPLEXITY: _texts, RECALL: _pairs}[what](2 if quick else DOCUMENTS[what])
+    documents = 2 if quick else DOCUMENTS
+    model, ask = {PERPLEXITY: _texts, RECALL: _pairs}[what](documents)
     policy = DemoSettings().policy(name)
     return [
         {
             "measure": what,
+            "documents": documents,
             "policy": name,
             "kv_dtype": kind,
             "times": times,
@@ -122,13 +124,14 @@ def _by_policy(rows: Sequence[Row], what: str) -> dict[str, dict[tuple[KVDtype |
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
-    return [Table(_caption(what), list(_lines(rows, what))) for what in (PERPLEXITY, RECALL)]
+    documents = rows[0]["documents"]
+    return [Table(_caption(what, documents), list(_lines(rows, what))) for what in (PERPLEXITY, RECALL)]
 
 
-def _caption(what: str) -> str:
+def _caption(what: str, documents: int) -> str:
     more = {
-        PERPLEXITY: f"Perplexity of {DOCUMENTS[what]} held-out documents of {LENGTH[what]:,} tokens",
-        RECALL: f"Share of planted words that are recalled, of all distances, texts of {LENGTH[what]:,} tokens",
+        PERPLEXITY: f"Perplexity of {documents} held-out documents of {LENGTH[what]:,} tokens",
+        RECALL: f"Share of planted words recalled from all distances, {documents} texts of {LENGTH[what]:,} tokens",
     }
     return f"{more[what]}, by format and tokens held"
 

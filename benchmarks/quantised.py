@@ -134,6 +134,7 @@ def logit_error(kv_dtype: KVDtype, times: float, dim: int = 128) -> float:
 
 PEERS: dict[str, dict[str, Any]] = {
     "quanto, 4 bits": {"backend": "quanto", "nbits": 4, "q_group_size": 32},
+    "quanto, 4 bits, no token unrounded": {"backend": "quanto", "nbits": 4, "q_group_size": 32, "residual_length": 1},
     "hqq, 4 bits": {"backend": "hqq", "nbits": 4, "q_group_size": 32, "axis_key": 1, "axis_value": 1},
     "hqq, 8 bits": {"backend": "hqq", "nbits": 8, "q_group_size": 32, "axis_key": 1, "axis_value": 1},
     "fp8": {"backend": "fp8"},

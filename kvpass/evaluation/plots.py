@@ -87,5 +87,5 @@ def grouped(panels: Mapping[str, Mapping[str, Mapping[str, float]]], spread: flo
             axes.set_yscale("log")
         axes.set_xticks(range(len(names)), labels=names, rotation=30)
         axes.set_title(title)
-    figure.axes[0].legend(fontsize="small")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize="small")
     return figure
