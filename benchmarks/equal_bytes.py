@@ -45,10 +45,8 @@ LIMITS: dict[KVDtype, float] = {"int8": 0.005, "int4": 0.03}  # of perplexity, a
 
 def measure(settings: Settings) -> list[Row]:
     """A row for each policy, measure, format and budget; a process for each policy and measure, one on each core."""
-    names = ["full", "streaming", "h2o"] if settings.quick else policies.names()
-    tasks = [
-        (what, name) for what in (PERPLEXITY, RECALL) for name in names if what == PERPLEXITY or name != "kv_align"
-    ]
+    asked = DemoSettings(policies=("full", "streaming", "h2o") if settings.quick else tuple(policies.names()))
+    tasks = [(PERPLEXITY, name) for name in asked.chosen] + [(RECALL, name) for name in asked.remembering]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         started = [pool.submit(_apart, what, name, settings.quick) for what, name in tasks]
         bar = tqdm(concurrent.futures.as_completed(started), total=len(tasks), unit="policy", desc="equal bytes")

@@ -62,7 +62,7 @@ def statistics(
     return [made[name] for name in wanted(policy)]
 
 
-def attended(
+def attended_and_scored(
     policy: Policy,
     query: Tensor,
     key: Tensor,

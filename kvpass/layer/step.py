@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from kvpass.layer.slots import FREE, Layout, Slots, align, first_values, rows_at
-from kvpass.layer.statistics import attended as attended_and_scored
-from kvpass.layer.statistics import of_all_queries, statistics
+from kvpass.layer.statistics import attended_and_scored, of_all_queries, statistics
 from kvpass.lowering.attend import LOWEST, attend, by_kernel, capped, scores
 from kvpass.lowering.column_scores import regrouped
 from kvpass.lowering.rope import Rope

@@ -215,6 +215,13 @@ def _alike(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     return query.to(dtype), key.to(dtype)
 
 
+def _scores(rows: _Rows, sums: list[Tensor], real: Tensor, window: int, heads: int | None) -> list[Tensor]:
+    """What `column_scores` returns, from the sums over all queries."""
+    left_out = rows.query.new_empty(_shape(rows.query, rows.key, 0), dtype=torch.float32)
+    nothing = [left_out.clone() for _ in range(2 - len(sums))]
+    return [regrouped(x, heads) for x in (*sums, *nothing, *_late(rows, real, window))]
+
+
 @torch.library.custom_op("kvpass::column_scores", mutates_args=())
 def column_scores(
     query: Tensor,
@@ -247,9 +254,7 @@ def column_scores(
     """
     query, key = _alike(query, key)
     rows = _Rows(query, key, mask, causal, scale, cap, sink)
-    sums = rows.summed(real, powers)
-    nothing = [query.new_empty(_shape(query, key, 0), dtype=torch.float32) for _ in range(2 - powers)]
-    return [regrouped(x, heads) for x in (*sums, *nothing, *_late(rows, real, window))]
+    return _scores(rows, rows.summed(real, powers), real, window, heads)
 
 
 @torch.library.custom_op("kvpass::scored_attention", mutates_args=())
@@ -282,8 +287,7 @@ def scored_attention(
         mixed = torch.matmul(paid.flatten(2, 3).to(value.dtype), value)  # [B, Hkv, G * n, Dv]
         output[:, :, :, span] = mixed.view(*paid.shape[:4], -1)
         _add(sums, paid, real[:, span])
-    nothing = [query.new_empty(_shape(query, key, 0), dtype=torch.float32) for _ in range(2 - powers)]
-    return [output.flatten(1, 2), *(regrouped(x, heads) for x in (*sums, *nothing, *_late(rows, real, window)))]
+    return [output.flatten(1, 2), *_scores(rows, sums, real, window, heads)]
 
 
 @scored_attention.register_fake
@@ -371,11 +375,9 @@ def row_scan(
     query, key = _alike(query, key)
     chosen, keys, held = policies.specified(policy), key.shape[2], key.shape[2] - query.shape[2]
     slots = slots_for(chosen, budget or share, query.shape[2])
-    spans, dtype = _spans(query.shape[2], query, key), widest(query.dtype)
-    room, wider = _Room(spans, query, key, dtype), _Room(spans, query, key, dtype)
-    pieces = _pieces(spans, _Rows(query, key, mask, causal, scale, cap, sink))
-    paid = (piece.paid(logits, room) for piece, logits in pieces)
-    whole = (regrouped(_padded(rows, keys, wider), heads) for rows in paid)
+    wider = _Room(_spans(query.shape[2], query, key), query, key, widest(query.dtype))
+    paid = _paid(_Rows(query, key, mask, causal, scale, cap, sink))
+    whole = (regrouped(_padded(rows, keys, wider), heads) for _, rows in paid)
     made = chosen.scan(whole, real, held, slots, Spread.read(spread))
     return made.clone(memory_format=torch.contiguous_format)
 
