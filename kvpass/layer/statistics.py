@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from kvpass.budget import Budget
-from kvpass.lowering.column_scores import column_scores, row_scan, scored_attention
+from kvpass.lowering.column_scores import column_scores, row_scan, scanned_attention, scored_attention
 from kvpass.policies import specify
 from kvpass.policies.base import Attention, Policy, Statistic
 from kvpass.policies.heads import Spread
@@ -22,8 +22,8 @@ def powers(policy: Policy) -> int:
 
 
 def of_all_queries(policy: Policy) -> bool:
-    """Whether it asks for sums over all queries, which attention to the same keys can make on its way."""
-    return powers(policy) > 0 and policy.statistics <= {*SUMS}
+    """Whether it asks for the rows of all queries, summed or scanned, which attention to the same keys makes anyway."""
+    return policy.statistics == {"scan"} or (powers(policy) > 0 and policy.statistics <= {*SUMS})
 
 
 def wanted(policy: Policy) -> list[Statistic]:
@@ -67,16 +67,25 @@ def attended_and_scored(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor,
+    mask: Tensor | None,
     real: Tensor,
+    causal: bool,
     scale: float,
+    budget: Budget,
     cap: float | None = None,
     sink: Tensor | None = None,
     heads: int | None = None,
+    spread: Spread | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
     """What attention gives, and what `statistics` does, for a policy `of_all_queries`; see `scored_attention`."""
+    if "scan" in policy.statistics:
+        written, where = (specify(policy), *room(budget)), spread.written() if spread else None
+        output, scan = scanned_attention(
+            query, key, value, mask, real, causal, scale, *written, cap, sink, heads, where
+        )
+        return output, [scan]
     asked = (policy.observation, powers(policy))
-    output, *sums = scored_attention(query, key, value, mask, real, scale, *asked, cap, sink, heads)
+    output, *sums = scored_attention(query, key, value, mask, real, causal, scale, *asked, cap, sink, heads)
     made = dict(zip(SUMS, sums, strict=True))
     return output, [made[name] for name in wanted(policy)]
 

@@ -369,11 +369,11 @@ def extend_step(
     keys, values, facts = _expanded(site, keys, torch.cat([rows, value.to(rows.dtype)], 2))
     mask, bias = _chunk_mask(layout, site, slots, real, facts)
     full = _per_head(_joined(mask, bias, query.dtype), query, keys, layout.heads)
+    common = (real, False, site.scale, layout.budget, site.cap, site.sink, layout.heads, layout.spread)
     own = policy.bias(held, query.shape[1] // layout.heads)
     if own is None and _scores_on_the_way(policy, site, query, keys, values):
-        given = (real, site.scale, site.cap, site.sink, layout.heads)
-        output, sums = attended_and_scored(policy, query, keys, values, full, *given)
-        return Attended(output), [*sums, *_asked(layout, site, query, keys, full)]
+        output, made = attended_and_scored(policy, query, keys, values, full, *common)
+        return Attended(output), [*made, *_asked(layout, site, query, keys, full)]
     seen = full
     if own is not None:
         own = torch.nn.functional.pad(own, (0, chunk))[..., None, :]  # [B, ., ., 1, C + q]
@@ -381,12 +381,11 @@ def extend_step(
     attended = _attended(site, query, keys, values, seen)
     if not policy.statistics:
         return attended, []
-    common = (real, False, site.scale, layout.budget, site.cap, site.sink, layout.heads, layout.spread)
     return attended, [*statistics(policy, query, keys, full, *common), *_asked(layout, site, query, keys, full)]
 
 
 def _scores_on_the_way(policy: Policy, site: Site, query: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Whether attention and sums come of the same products; kernels of a GPU make each for itself."""
+    """Whether attention and scores come of the same products; kernels of a GPU make each for itself."""
     alike = query.dtype == keys.dtype == values.dtype and query.device.type == "cpu"
     return alike and not site.lse and of_all_queries(policy)
 

@@ -1,8 +1,9 @@
 """What the queries of a prompt paid to each key, without ever holding a [queries x keys] matrix.
 
 The rows of the attention matrix are made again in pieces and only their sums survive.  What a policy asks
-about the last queries alone is made from those queries alone.  Both operators are opaque to the compiler
-so that one compiled prompt graph serves every prompt length.
+about the last queries alone is made from those queries alone.  Where attention itself is wanted on a CPU, two
+more operators take it from the same pieces.  All are opaque to the compiler so that one compiled prompt graph
+serves every prompt length.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import torch
 from torch import Tensor
 
 from kvpass import policies
-from kvpass.budget import slots_for
+from kvpass.budget import Budget, slots_for
 from kvpass.lowering.attend import softmax_beside
 from kvpass.policies.heads import Spread
 from kvpass.precision import wide, widest
 
-PIECE = 1 << 20  # logits alive at a time: 4 MB in float32; much more would leave the caches of a core
+PIECE = 1 << 21  # logits alive at a time: 8 MB in float32, of which each pass over them finds some in caches
 LOWEST = torch.finfo(torch.float32).min
 
 
@@ -28,18 +29,11 @@ def _shape(query: Tensor, key: Tensor, keys: int | torch.SymInt) -> tuple[int | 
     return (query.shape[0], key.shape[1], query.shape[1] // key.shape[1], keys)
 
 
-def _spans(count: int, query: Tensor, key: Tensor) -> list[slice]:
-    """Consecutive queries, `count` in all, few enough for one piece."""
-    step = max(1, PIECE // max(1, query.shape[0] * query.shape[1] * key.shape[2]))
-    return [slice(start, min(start + step, count)) for start in range(0, count, step)]
-
-
 class _Room:
     """Memory for one piece after the other; what was made in it before is lost."""
 
-    def __init__(self, spans: list[slice], query: Tensor, key: Tensor, dtype: torch.dtype) -> None:
-        most = max((span.stop - span.start for span in spans), default=0)
-        self.buffer = query.new_empty(query.shape[0] * query.shape[1] * most * key.shape[2], dtype=dtype)
+    def __init__(self, like: Tensor, size: int, dtype: torch.dtype) -> None:
+        self.buffer = like.new_empty(size, dtype=dtype)
 
     def shaped(self, *shape: int) -> Tensor:
         """A tensor of that shape, of unknown content."""
@@ -58,6 +52,17 @@ class _Rows:
     cap: float | None
     sink: Tensor | None
 
+    def spans(self) -> list[slice]:
+        """Consecutive queries, few enough for one piece."""
+        count = self.query.shape[2]
+        step = max(1, PIECE // max(1, self.query.shape[0] * self.query.shape[1] * self.key.shape[2]))
+        return [slice(start, min(start + step, count)) for start in range(0, count, step)]
+
+    def room(self, spans: list[slice], dtype: torch.dtype) -> _Room:
+        """Memory for what each of the spans makes of all keys."""
+        most = max((span.stop - span.start for span in spans), default=0)
+        return _Room(self.query, self.query.shape[0] * self.query.shape[1] * most * self.key.shape[2], dtype)
+
     def chosen(self, span: slice) -> _Rows:
         """Some of the queries, which if causal see the keys up to their own alone."""
         seen = self.key.shape[2] - self.query.shape[2] + span.stop if self.causal else self.key.shape[2]
@@ -65,6 +70,16 @@ class _Rows:
         sink = None if self.sink is None else _among(self.sink, span)
         query, key = self.query[:, :, span], self.key[:, :, :seen]
         return dataclasses.replace(self, query=query, key=key, mask=mask, sink=sink)
+
+    def by_heads(self) -> Iterator[tuple[slice, _Rows]]:
+        """The KV heads, as many at a time as there are threads: products of few large matrices are faster."""
+        heads = self.key.shape[1]
+        step = max(1, torch.get_num_threads() // len(self.key))
+        for start in range(0, heads, step):
+            some = slice(start, min(start + step, heads))
+            query, mask, sink = (_of_heads(x, some, heads) for x in (self.query, self.mask, self.sink))
+            assert query is not None
+            yield some, dataclasses.replace(self, query=query, key=self.key[:, some], mask=mask, sink=sink)
 
     def picked(self, place: Tensor) -> _Rows:
         """The queries at places [B, w], with their causal mask spelled out."""
@@ -97,10 +112,22 @@ class _Rows:
         return logits.masked_fill_(~part, LOWEST) if part.dtype == torch.bool else logits.add_(part)
 
     def paid(self, logits: Tensor, room: _Room | None = None) -> Tensor:
-        """The probabilities of such logits."""
+        """The probabilities of such logits; none for a query whose mask hides every key."""
         if self.sink is not None:
             return softmax_beside(logits, _grouped(self.sink, self.key.shape[1]))
-        return torch.softmax(logits, -1, out=None if room is None else room.shaped(*logits.shape))
+        made = torch.softmax(logits, -1, out=None if room is None else room.shaped(*logits.shape))
+        blind = self._blind()
+        if blind is None or (blind.device.type == "cpu" and not blind.any()):  # elsewhere the host does not wait
+            return made
+        return made.masked_fill_(_grouped(blind, self.key.shape[1]), 0)
+
+    def _blind(self) -> Tensor | None:
+        """Whose mask hides every key, [B or 1, Hq, Hkv or 1, q or 1, 1]; such is padding."""
+        if self.mask is None:
+            return None
+        if self.mask.dtype == torch.bool:
+            return ~self.mask.any(-1, keepdim=True)
+        return self.mask.amax(-1, keepdim=True) == -math.inf
 
     @property
     def by_kernel(self) -> bool:
@@ -123,6 +150,14 @@ def _among(x: Tensor, span: slice) -> Tensor:
     return x if x.shape[2] == 1 else x[:, :, span]
 
 
+def _of_heads(x: Tensor | None, some: slice, heads: int) -> Tensor | None:
+    """Of [., Hq, Hkv or 1, ...] what belongs to some of the KV heads, `heads` in all."""
+    if x is None or x.shape[1] == 1:
+        return x
+    each = x.shape[1] // heads
+    return x[:, some.start * each : some.stop * each]
+
+
 def _at(x: Tensor | None, place: Tensor) -> Tensor | None:
     """Places [B, w] of the queries of [B or 1, H, q or 1, N]."""
     if x is None or x.shape[2] == 1:
@@ -138,7 +173,7 @@ def _grouped(x: Tensor, heads: int) -> Tensor:
 
 def _pieces(spans: list[slice], rows: _Rows) -> Iterator[tuple[_Rows, Tensor]]:
     """Consecutive queries and their logits, [B, Hkv, G, n, s]; of causal ones for the s keys they see."""
-    room = _Room(spans, rows.query, rows.key, rows.query.dtype)
+    room = rows.room(spans, rows.query.dtype)
     for span in spans:
         piece = rows.chosen(span)
         logits = piece.logits(room)
@@ -152,8 +187,9 @@ def _pieces(spans: list[slice], rows: _Rows) -> Iterator[tuple[_Rows, Tensor]]:
 def _sums(rows: _Rows, real: Tensor, powers: int) -> list[Tensor]:
     """Probabilities to the power of 1, ..., `powers`, each summed over the real queries: [B, Hkv, G, S]."""
     sums = _zeros(rows, powers)
-    for span, paid in _paid(rows) if powers else ():
-        _add(sums, paid, real[:, span])
+    for heads, part in rows.by_heads() if powers else ():
+        for span, paid in _paid(part):
+            _add([total[:, heads] for total in sums], paid, real[:, span])
     return sums
 
 
@@ -164,8 +200,8 @@ def _zeros(rows: _Rows, powers: int) -> list[Tensor]:
 
 def _paid(rows: _Rows) -> Iterator[tuple[slice, Tensor]]:
     """Consecutive queries and their probabilities, [B, Hkv, G, n, s], which may be written to."""
-    spans = _spans(rows.query.shape[2], rows.query, rows.key)
-    room = _Room(spans, rows.query, rows.key, widest(rows.query.dtype))
+    spans = rows.spans()
+    room = rows.room(spans, widest(rows.query.dtype))
     for span, (piece, logits) in zip(spans, _pieces(spans, rows), strict=True):
         yield span, piece.paid(logits, room)
 
@@ -187,9 +223,9 @@ def _late(rows: _Rows, real: Tensor, window: int) -> tuple[Tensor, Tensor, Tenso
     if rows.by_kernel:
         return _late_by_kernel(chosen, (latest.values >= 0).float(), real.sum(-1, keepdim=True).clamp(1, window))
     counted = (latest.values >= 0).float()[:, None, None, :, None]
-    spans = _spans(chosen.query.shape[2], chosen.query, key)
     mean = query.new_zeros(_shape(query, key, key.shape[2]), dtype=torch.float32)
     last, logits = mean, mean
+    spans = chosen.spans()
     for span, (piece, made) in zip(spans, _pieces(spans, chosen), strict=True):
         paid = piece.paid(made) * counted[..., span, :]
         if span.start == 0:
@@ -202,7 +238,7 @@ def _late(rows: _Rows, real: Tensor, window: int) -> tuple[Tensor, Tensor, Tenso
 def _late_by_kernel(chosen: _Rows, counted: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """What `_late` returns, from its queries, of which `counted` [B, w] are real; their number is `count` [B, 1]."""
     newest = chosen.chosen(slice(0, 1))
-    logits = newest.logits(_Room([slice(0, 1)], newest.query, newest.key, newest.query.dtype))
+    logits = newest.logits(newest.room([slice(0, 1)], newest.query.dtype))
     first = counted[:, None, None, :1, None]
     last = (newest.paid(logits) * first)[..., 0, :]
     mean = last if counted.shape[1] == 1 else chosen.summed(counted / count, 1)[0]
@@ -257,13 +293,29 @@ def column_scores(
     return _scores(rows, rows.summed(real, powers), real, window, heads)
 
 
+def _mixing(rows: _Rows, value: Tensor, output: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """`_paid`, and on the way the values that are paid, written to `output` [B, Hkv, G, q, Dv]."""
+    for span, paid in _paid(rows):
+        seen = value[:, :, : paid.shape[-1]]
+        mixed = torch.matmul(paid.flatten(2, 3).to(value.dtype), seen)  # [B, Hkv, G * n, Dv]
+        output[:, :, :, span] = mixed.view(*paid.shape[:4], -1)
+        yield span, paid
+
+
+def _output(query: Tensor, value: Tensor) -> Tensor:
+    """Room for the output, [B, Hq, q, Dv], with tokens outside of heads as the library's attention has them."""
+    rows, heads, count, _ = query.shape
+    return query.new_empty(rows, count, heads, value.shape[3]).transpose(1, 2)
+
+
 @torch.library.custom_op("kvpass::scored_attention", mutates_args=())
 def scored_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor,
+    mask: Tensor | None,
     real: Tensor,
+    causal: bool,
     scale: float,
     window: int,
     powers: int,
@@ -281,13 +333,12 @@ def scored_attention(
     Returns:
         [B, Hq, q, Dv], and what `column_scores` returns.
     """
-    rows = _Rows(query, key, mask, False, scale, cap, sink)
-    sums, output = _zeros(rows, powers), query.new_empty(*_shape(query, key, query.shape[2]), value.shape[3])
-    for span, paid in _paid(rows):
-        mixed = torch.matmul(paid.flatten(2, 3).to(value.dtype), value)  # [B, Hkv, G * n, Dv]
-        output[:, :, :, span] = mixed.view(*paid.shape[:4], -1)
-        _add(sums, paid, real[:, span])
-    return [output.flatten(1, 2), *_scores(rows, sums, real, window, heads)]
+    rows, output = _Rows(query, key, mask, causal, scale, cap, sink), _output(query, value)
+    sums, grouped = _zeros(rows, powers), torch.unflatten(output, 1, (key.shape[1], -1))
+    for among, part in rows.by_heads():
+        for span, paid in _mixing(part, value[:, among], grouped[:, among]):
+            _add([total[:, among] for total in sums], paid, real[:, span])
+    return [output, *_scores(rows, sums, real, window, heads)]
 
 
 @scored_attention.register_fake
@@ -295,8 +346,9 @@ def _(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor,
+    mask: Tensor | None,
     real: Tensor,
+    causal: bool,
     scale: float,
     window: int,
     powers: int,
@@ -304,8 +356,7 @@ def _(
     sink: Tensor | None = None,
     heads: int | None = None,
 ) -> list[Tensor]:
-    output = query.new_empty(*query.shape[:3], value.shape[3])
-    return [output, *_empty_scores(query, key, powers, heads)]
+    return [_output(query, value), *_empty_scores(query, key, powers, heads)]
 
 
 def _empty_scores(query: Tensor, key: Tensor, powers: int, heads: int | None) -> list[Tensor]:
@@ -373,12 +424,48 @@ def row_scan(
         The others are as for `column_scores`.
     """
     query, key = _alike(query, key)
-    chosen, keys, held = policies.specified(policy), key.shape[2], key.shape[2] - query.shape[2]
-    slots = slots_for(chosen, budget or share, query.shape[2])
-    wider = _Room(_spans(query.shape[2], query, key), query, key, widest(query.dtype))
-    paid = _paid(_Rows(query, key, mask, causal, scale, cap, sink))
-    whole = (regrouped(_padded(rows, keys, wider), heads) for _, rows in paid)
-    made = chosen.scan(whole, real, held, slots, Spread.read(spread))
+    rows = _Rows(query, key, mask, causal, scale, cap, sink)
+    return _scanned(rows, _paid(rows), real, policy, budget or share, heads, spread)
+
+
+@torch.library.custom_op("kvpass::scanned_attention", mutates_args=())
+def scanned_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    real: Tensor,
+    causal: bool,
+    scale: float,
+    policy: str,
+    budget: int,
+    share: float,
+    cap: float | None = None,
+    sink: Tensor | None = None,
+    heads: int | None = None,
+    spread: str | None = None,
+) -> list[Tensor]:
+    """Attention and what `row_scan` returns from the same products, on a CPU; value as for `scored_attention`."""
+    rows, output = _Rows(query, key, mask, causal, scale, cap, sink), _output(query, value)
+    paid = _mixing(rows, value, torch.unflatten(output, 1, (key.shape[1], -1)))
+    return [output, _scanned(rows, paid, real, policy, budget or share, heads, spread)]
+
+
+def _scanned(
+    rows: _Rows,
+    paid: Iterator[tuple[slice, Tensor]],
+    real: Tensor,
+    policy: str,
+    budget: Budget,
+    heads: int | None,
+    spread: str | None,
+) -> Tensor:
+    """What `row_scan` returns, from all that the rows paid."""
+    query, key = rows.query, rows.key
+    chosen, count, keys = policies.specified(policy), query.shape[2], key.shape[2]
+    wider = rows.room(rows.spans(), widest(query.dtype))
+    whole = (regrouped(_padded(piece, keys, wider), heads).float() for _, piece in paid)
+    made = chosen.scan(whole, real, keys - count, slots_for(chosen, budget, count), Spread.read(spread))
     return made.clone(memory_format=torch.contiguous_format)
 
 
@@ -398,5 +485,30 @@ def _(
     heads: int | None = None,
     spread: str | None = None,
 ) -> Tensor:
+    return _empty_scan(query, key, policy, heads)
+
+
+@scanned_attention.register_fake
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    real: Tensor,
+    causal: bool,
+    scale: float,
+    policy: str,
+    budget: int,
+    share: float,
+    cap: float | None = None,
+    sink: Tensor | None = None,
+    heads: int | None = None,
+    spread: str | None = None,
+) -> list[Tensor]:
+    return [_output(query, value), _empty_scan(query, key, policy, heads)]
+
+
+def _empty_scan(query: Tensor, key: Tensor, policy: str, heads: int | None) -> Tensor:
+    """A tensor like the one that `row_scan` returns."""
     groups = 1 if policies.specified(policy).heads == "shared" else key.shape[1] if heads is None else heads
     return query.new_empty((key.shape[0], groups, key.shape[2]), dtype=torch.float32)

@@ -19,9 +19,8 @@ from kvpass.capture.sites import AttentionSite, arguments
 from kvpass.graphs import value
 from kvpass.layer import statistics
 from kvpass.layer.step import tempered
-from kvpass.policies import specify
-from kvpass.policies.base import Policy, Statistic
-from kvpass.rewrite import renumber
+from kvpass.policies.base import Policy
+from kvpass.rewrite import renumber, scored
 
 
 @dataclasses.dataclass
@@ -59,9 +58,10 @@ def rewrite_prompt(
     examples: Sequence[Any],
     telling: list[tuple[fx.Node, ...]],
 ) -> PromptRewrite:
-    """Add to a prompt graph the outputs that its policy needs; its own computation stays as it is.
+    """Add to a prompt graph the outputs that its policy needs; what it computes itself stays as it is.
 
-    Only a policy that renumbers changes that too, for prompts beyond its budget.
+    Only a policy that renumbers changes that too, for prompts beyond its budget; and where a policy's scores are made
+    of every row of attention, `kvpass.rewrite.scored` has both made of the same products.
 
     Args:
         telling: for each site the inputs that tell padding, see `kvpass.capture.hiding`.
@@ -94,9 +94,8 @@ def rewrite_prompt(
                 keys, values = emit(moved[site.grown_key]), emit(moved[site.grown_value])
             done.raw.append(emit(moved[rotary.raw]) if rotary else keys)
             done.values.append(values)
-            made = {
-                name: emit(node) for name, node in _statistics(copy.graph, site, moved, real, policy, budget).items()
-            }
+            found = scored.prompt_scores(copy.graph, site, moved, real, policy, budget)
+            made = {name: emit(node) for name, node in found.items()}
             done.statistics.append([made[name] for name in statistics.wanted(policy)])
             if extras:
                 mask = None if site.mask is None else emit(moved[site.mask])
@@ -200,37 +199,3 @@ def _temper(
         factored = graph.call_function(function, (query, real))
     call.replace_input_with(query, factored)
     moved[site.query] = factored
-
-
-def _statistics(
-    graph: fx.Graph,
-    site: AttentionSite,
-    moved: dict[fx.Node, fx.Node],
-    real: fx.Node | None,
-    policy: Policy,
-    budget: Budget,
-) -> dict[Statistic, fx.Node]:
-    """Nodes of what the policy asks for, as `kvpass.layer.statistics.statistics` would make it.
-
-    Policies that need the same sums over all queries have the same prompt graph, which is compiled once and
-    found in the compiler's caches by the others.
-    """
-    if not policy.statistics:
-        return {}
-    query, mask = moved[site.query], None if site.mask is None else moved[site.mask]
-    rows = graph.call_function(operator.getitem, (query, (slice(None), 0, slice(None), 0)))
-    everyone = graph.call_function(torch.ones_like, (rows,), {"dtype": torch.bool})  # [B, q]
-    real = everyone if real is None else graph.call_function(torch.logical_and, (real, everyone))
-    common = (query, moved[site.attended_key], mask, real, site.causal, site.scale)
-    heads = 1 if site.made else int(value(site.grown_key).shape[1])
-    beside = (site.cap, None if site.sink is None else moved[site.sink], heads)
-    made: dict[Statistic, fx.Node] = {}
-    if not policy.statistics.isdisjoint(statistics.SUMS):
-        asked = (policy.observation, statistics.powers(policy))
-        sums = graph.call_function(torch.ops.kvpass.column_scores.default, (*common, *asked, *beside))
-        for place, name in enumerate(statistics.SUMS):
-            made[name] = graph.call_function(operator.getitem, (sums, place))
-    if "scan" in policy.statistics:
-        written, where = (specify(policy), *statistics.room(budget)), site.spread.written() if site.spread else None
-        made["scan"] = graph.call_function(torch.ops.kvpass.row_scan.default, (*common, *written, *beside, where))
-    return made

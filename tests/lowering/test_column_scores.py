@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import tests.strategies  # noqa: F401  loads the Hypothesis profile
 from kvpass.lowering import column_scores as module
-from kvpass.lowering.column_scores import column_scores, row_scan, scored_attention
+from kvpass.lowering.column_scores import column_scores, row_scan, scanned_attention, scored_attention
 from kvpass.policies import resolve, specify
 
 NAMES = ("total", "squares", "last", "window", "logits")
@@ -77,19 +77,43 @@ def test_attention_and_its_sums_come_of_the_same_products(data):
     )
     hidden = torch.rand(rows, draw(st.sampled_from([1, heads, heads * groups])), count, keys, generator=drawn) < 0.3
     hidden[..., 0] = False
-    mask = ~hidden if draw(st.booleans()) else (0.5 - 1e4 * hidden).to(dtype)
+    causal = draw(st.booleans())  # then the last queries, and nothing else is hidden
+    seen = torch.ones(count, keys, dtype=torch.bool).tril(keys - count)[None, None]
+    mask = None if causal else ~hidden if draw(st.booleans()) else (0.5 - 1e4 * hidden).to(dtype)
     real = torch.rand(rows, count, generator=drawn) > draw(st.sampled_from([-1.0, 0.3]))
-    given, powers = (mask, real, 0.5, 2), draw(st.integers(1, 2))
+    given, powers = (mask, real, causal, 0.5), draw(st.integers(1, 2))
+    scan = (specify(resolve("cascade", {"sinks": 1, "cascades": 1})), 5, 0.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "PIECE", draw(st.sampled_from([1, 3 * rows * heads * groups * keys, 1 << 20])))
-        output, *sums = scored_attention(query, key, value, *given, powers)
-        alone = column_scores(query, key, mask, real, False, 0.5, 2, powers)
-    for made, expected in zip(sums, alone, strict=True):
+        output, *sums = scored_attention(query, key, value, *given, 2, powers)
+        alone = column_scores(query, key, *given, 2, powers)
+        scanning, scanned = scanned_attention(query, key, value, *given, *scan)
+        scanned_alone = row_scan(query, key, *given, *scan)
+    for made, expected in zip([*sums, scanned], [*alone, scanned_alone], strict=True):
         assert torch.equal(made, expected)
-    each = mask.repeat_interleave(groups, 1) if mask.shape[1] == heads else mask
+    each = seen if causal else mask.repeat_interleave(groups, 1) if mask.shape[1] == heads else mask
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, each, scale=0.5, enable_gqa=True)
     loose = {} if dtype != torch.bfloat16 else dict(atol=0.05, rtol=0.05)
-    torch.testing.assert_close(output, expected, **loose)
+    for made in (output, scanning):
+        torch.testing.assert_close(made, expected, **loose)
+
+
+@pytest.mark.parametrize("additive", [False, True])
+def test_a_query_whose_mask_hides_every_key_gets_nothing_and_changes_no_sum(additive):
+    """As in the library's attention; padding on the left has such queries, and -inf would make them no numbers."""
+    drawn = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 5, 4, generator=drawn) for heads in (4, 2, 2))
+    mask = torch.ones(5, 5, dtype=torch.bool).tril()[None, None].clone()
+    mask[..., :2] = False  # two tokens of padding
+    real = torch.tensor([[False, False, True, True, True]])
+    given = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf) if additive else mask
+    output, total, squares, *late = scored_attention(query, key, value, given, real, False, 0.5, 2, 2)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, given, scale=0.5, enable_gqa=True)
+    torch.testing.assert_close(output, expected)
+    shorter = (mask[..., 2:, 2:], real[:, 2:], False, 0.5, 2, 2)
+    alone = column_scores(query[:, :, 2:], key[:, :, 2:], *shorter)
+    for made, there in zip([total, squares, *late[:2]], alone, strict=False):
+        torch.testing.assert_close(made[..., 2:], there)
 
 
 @pytest.mark.parametrize("name", ["total", "scan", "attention"])
@@ -101,8 +125,10 @@ def test_the_shapes_for_the_compiler_are_those_of_the_real_thing(name):
         return
     if name == "attention":
         mask, value = torch.ones(2, 2, 6, 9, dtype=torch.bool), torch.randn(2, 2, 9, 5)
-        for powers in (1, 2):
-            torch.library.opcheck(scored_attention, (query, key, value, mask, real, 0.5, 3, powers))
+        for causal, powers in ((False, 1), (True, 2)):
+            given = (query, key, value, None if causal else mask, real, causal, 0.5)
+            torch.library.opcheck(scored_attention, (*given, 3, powers))
+            torch.library.opcheck(scanned_attention, (*given, specify(resolve("cascade", {"sinks": 1})), 5, 0.0))
         return
     for powers in range(3):
         torch.library.opcheck(column_scores, (*common, 3, powers))

@@ -64,13 +64,6 @@ def test_layers_share_one_table_of_angles(architecture: str) -> None:
     assert len(tables) == 1
 
 
-def test_statistics_are_only_made_for_who_asks() -> None:
-    for policy, count in (("window", 0), ("h2o", 2)):
-        prompt_graph, _ = compiled_graphs("Llama", [9, 1], policy=policy, budget=6)
-        calls = [n for n in prompt_graph.graph.nodes if n.target is torch.ops.kvpass.column_scores.default]
-        assert len(calls) == count
-
-
 def test_attention_without_a_cache_is_left_alone() -> None:
     class Encoder(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,113 @@
+"""What a policy asks of a prompt's attention.
+
+    attended = kvpass::attention(query, key, value, mask, ...)
+
+is followed by `kvpass::column_scores` or `kvpass::row_scan` of the same query, key and mask; or becomes
+
+    attended, *scores = kvpass::scored_attention(query, key, value, mask, real, ...)
+
+(`kvpass::scanned_attention` for a scan), which makes the rows of attention once for both.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from kvpass.budget import Budget
+from kvpass.capture.sites import AttentionSite, arguments
+from kvpass.graphs import expr, value
+from kvpass.layer import statistics
+from kvpass.policies import specify
+from kvpass.policies.base import Policy, Statistic
+
+OPERATORS = {
+    ("sums", False): torch.ops.kvpass.column_scores.default,
+    ("sums", True): torch.ops.kvpass.scored_attention.default,
+    ("scan", False): torch.ops.kvpass.row_scan.default,
+    ("scan", True): torch.ops.kvpass.scanned_attention.default,
+}
+"""Of a kind of score, alone or on the way of attention."""
+EXACT = (torch.float32, torch.float64)
+
+
+def prompt_scores(
+    graph: fx.Graph,
+    site: AttentionSite,
+    moved: dict[fx.Node, fx.Node],
+    real: fx.Node | None,
+    policy: Policy,
+    budget: Budget,
+) -> dict[Statistic, fx.Node]:
+    """Nodes of what the policy asks for, as `kvpass.layer.statistics.statistics` would make it.
+
+    Policies that need the same sums over all queries have the same prompt graph, which is compiled once and
+    found in the compiler's caches by the others.
+
+    Args:
+        moved: from the nodes of the site to those of `graph`; its call's is replaced with the call.
+        real: bool [B or 1, q], or None when no token is padding.
+    """
+    if not policy.statistics:
+        return {}
+    query = moved[site.query]
+    rows = graph.call_function(operator.getitem, (query, (slice(None), 0, slice(None), 0)))
+    everyone = graph.call_function(torch.ones_like, (rows,), {"dtype": torch.bool})  # [B, q]
+    present = everyone if real is None else graph.call_function(torch.logical_and, (real, everyone))
+    fused = _on_the_way(site, policy)
+    attended = (arguments(site.call)["value"],) if fused else ()
+    first, last = _common(site, moved, attended, present)
+    made: dict[Statistic, fx.Node] = {}
+    if not policy.statistics.isdisjoint(statistics.SUMS):
+        asked = (*first, policy.observation, statistics.powers(policy), *last)
+        results = graph.call_function(OPERATORS["sums", fused], asked)
+        made |= {name: _item(graph, results, place) for place, name in enumerate(statistics.SUMS, int(fused))}
+    if "scan" in policy.statistics:
+        written, where = (specify(policy), *statistics.room(budget)), site.spread.written() if site.spread else None
+        results = graph.call_function(OPERATORS["scan", fused], (*first, *written, *last, where))
+        made["scan"] = _item(graph, results, 1) if fused else results
+    if fused:
+        _replace(site, moved, _item(graph, results, 0))
+    return made
+
+
+def _common(
+    site: AttentionSite, moved: dict[fx.Node, fx.Node], attended: tuple[fx.Node, ...], present: fx.Node
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The arguments of the operators before and behind those that each asks on its own; `attended`: their values."""
+    mask, sink = (None if node is None else moved[node] for node in (site.mask, site.sink))
+    heads = 1 if site.made else int(value(site.grown_key).shape[1])
+    tensors = (moved[site.query], moved[site.attended_key], *(moved[node] for node in attended))
+    return (*tensors, mask, present, site.causal, site.scale), (site.cap, sink, heads)
+
+
+def _on_the_way(site: AttentionSite, policy: Policy) -> bool:
+    """Whether one operator can make attention and scores.
+
+    In half precision the library's attention stays, which does not round the logits; so does attention that the
+    model spells out, which has roundings of its own.  What is causal must be so from the first key on.
+    """
+    call = arguments(site.call)
+    tensors = [value(node) for node in (site.query, call["key"], call["value"], site.call)]
+    same = {(x.device.type, x.dtype) for x in tensors}
+    by_library = call["scores"] is None and call["hidden"] is None and site.lse is None
+    whole = not site.causal or expr(site.queries) == expr(value(site.attended_key).shape[2])
+    plain_mask = site.mask is None or (value(site.mask).ndim == 4 and not site.causal)
+    wanted = statistics.of_all_queries(policy) and not policy.renumbers
+    return wanted and by_library and whole and plain_mask and same in [{("cpu", dtype)} for dtype in EXACT]
+
+
+def _item(graph: fx.Graph, results: fx.Node, place: int) -> fx.Node:
+    return graph.call_function(operator.getitem, (results, place))
+
+
+def _replace(site: AttentionSite, moved: dict[fx.Node, fx.Node], output: fx.Node) -> None:
+    """Have `output` stand for the call."""
+    call = moved[site.call]
+    output.meta = dict(call.meta)
+    call.replace_all_uses_with(output)
+    call.graph.erase_node(call)
+    moved[site.call] = output
