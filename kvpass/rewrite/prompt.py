@@ -68,14 +68,15 @@ def rewrite_prompt(
     """
     copy, moved = compat.copy_graph_module(gm)
     output = copy.graph.output_node()
-    outputs: list[Any] = graphs.results(copy.graph)
+    own = len(graphs.results(copy.graph))
+    further: list[fx.Node] = []  # the model's own are read at the end: attention that is replaced may be one of them
     done = PromptRewrite(copy, sites, [], [], [], [], [])
     known: dict[tuple[fx.Node, ...], int] = {}
     told = [tuple(moved[node] for node in nodes) for nodes in telling]
 
     def emit(node: fx.Node) -> int:
-        outputs.append(node)
-        return len(outputs) - 1
+        further.append(node)
+        return own + len(further) - 1
 
     for site, policy, here in zip(sites, policies, told, strict=True):
         with copy.graph.inserting_before(moved[site.call]):
@@ -105,7 +106,7 @@ def rewrite_prompt(
     if policies[0].renumbers and graphs.expr(sites[0].queries) != 1:
         actual = dict(zip(graphs.placeholders(gm.graph), examples, strict=True))
         _renumber(gm, copy.graph, sites, moved, actual, policies[0], budget, told[0])
-    output.args = (tuple(outputs),)
+    output.args = ((*graphs.results(copy.graph), *further),)
     copy.recompile()
     return done
 

@@ -115,3 +115,27 @@ def test_padding_that_sees_nothing_makes_no_score_a_nan(policy: str) -> None:
     assert all(torch.isfinite(out).all() for out in outputs)
     for padded, alone in zip(outputs[:8], outputs[8:], strict=True):
         torch.testing.assert_close(padded, alone, atol=1e-5, rtol=1e-4)
+
+
+class Bare(torch.nn.Module):
+    """Returns its attention as it is."""
+
+    def forward(self, rows: torch.Tensor, past: Any = None) -> Any:
+        query, key, value = rows.unflatten(-1, (2, 12)).transpose(1, 2).chunk(3, -1)  # each [B, 2, q, 4]
+        if past is not None:
+            key, value = torch.cat([past[0], key], 2), torch.cat([past[1], value], 2)
+        count, total = query.shape[2], key.shape[2]
+        seen = torch.arange(total) <= torch.arange(total - count, total)[:, None]
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=seen), (key, value)
+
+
+@pytest.mark.parametrize("policy", ["h2o", "cascade"])
+def test_attention_may_be_what_a_model_returns(policy: str) -> None:
+    torch._dynamo.reset()
+    model, rows = Bare(), torch.randn(1, 7, 24, generator=torch.Generator().manual_seed(0))
+    compiled = torch.compile(model, backend=kvpass.backend(policy=policy, budget=8, inner="eager"))
+    with torch.no_grad():
+        expected, _ = model(rows)
+        out, past = compiled(rows[:, :6])
+        last, _ = compiled(rows[:, 6:], past)
+    torch.testing.assert_close(torch.cat([out, last], 2), expected, atol=1e-5, rtol=1e-4)
