@@ -65,8 +65,8 @@ def in_place(dtype: torch.dtype) -> Callable[[], Any]:
     layout, held = _full_layer(dtype)
 
     def function(*tensors: Tensor) -> tuple[()]:
-        *state, query, key, value, real = tensors
-        decode_step(layout, Site(DIM**-0.5), Slots.of(state, held), query, key, value, real)
+        *state, query, key, value, valid = tensors
+        decode_step(layout, Site(DIM**-0.5), Slots.of(state, held), query, key, value, valid)
         return ()
 
     new = [torch.randn(1, HEADS, 1, DIM).to(dtype) for _ in range(3)]

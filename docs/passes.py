@@ -46,7 +46,7 @@ class Model(nn.Module):
         position = torch.arange(seen, seen + ids.shape[1])[None]  # [1, q]
         for layer, project in enumerate(self.project):
             q, k, v = project(x).unflatten(-1, (3 * HEADS, DIM)).transpose(1, 2).chunk(3, 1)
-            q, k = turned(q, position), turned(k, position)
+            q, k = rotated(q, position), rotated(k, position)
             if past is not None:
                 k, v = torch.cat([past[layer][0], k], 2), torch.cat([past[layer][1], v], 2)
             present.append((k, v))
@@ -55,7 +55,7 @@ class Model(nn.Module):
         return x, present
 
 
-def turned(x: Tensor, position: Tensor) -> Tensor:
+def rotated(x: Tensor, position: Tensor) -> Tensor:
     """A rotary embedding of [B, H, q, D] at [1, q]."""
     angle = position[:, None, :, None] / 10.0 ** torch.arange(0, 1, 2 / DIM)
     one, other = x.chunk(2, -1)

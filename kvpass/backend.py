@@ -27,7 +27,8 @@ from kvpass.lowering import cache_key
 from kvpass.lowering.residual import write_out_sums
 from kvpass.lowering.row_products import spell_out
 from kvpass.policies.base import Policy
-from kvpass.rewrite.context import StepCall, StepContext
+from kvpass.rewrite.call import StepCall
+from kvpass.rewrite.context import StepContext
 from kvpass.rewrite.pipeline import rewrite_step
 from kvpass.rewrite.record import Record
 from kvpass.rewrite.result import StepRewrite
@@ -194,16 +195,17 @@ class Backend:
         sites = captured.sites
         if any(site.past_key is not None for site in sites):
             return self._absolute(
-                sites[0], "the prompt ran uncompiled, so its keys are turned to absolute positions already"
+                sites[0], "the prompt ran uncompiled, so its keys are rotated to absolute positions already"
             )
         sliding = [site for site in sites if site.window is not None]
         if sliding:
             return self._absolute(
                 sliding[0], "the layer has a sliding window of its own, so layers differ in how many tokens they hold"
             )
-        made = [site for site in sites if site.made]
-        if made:
-            return self._absolute(made[0], "the keys are computed from what is cached, which holds turned ones already")
+        computed = [site for site in sites if site.computed]
+        if computed:
+            why = "the keys are computed from what is cached, which holds rotated ones already"
+            return self._absolute(computed[0], why)
         for site in sites:
             found = rotary.find_rotary(captured.gm, site)
             if found is None:
@@ -211,7 +213,7 @@ class Backend:
             if not found.counts_tokens(site):
                 return self._absolute(site, "a token has several positions at once")
             if not rotary.positions_of(found, site):
-                return self._absolute(site, rotary.TURNED_APART)
+                return self._absolute(site, rotary.ROTATED_APART)
             if found.counts_rows_alike(site):
                 return self._absolute(site, rotary.ALIKE_IN_ALL_ROWS)
         return True

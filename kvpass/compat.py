@@ -667,7 +667,7 @@ def room_for_graphs() -> contextlib.AbstractContextManager[Any]:
 def numbers_as_symbols(names: set[str]) -> contextlib.AbstractContextManager[Any]:
     """Inside, attributes of these names that are whole numbers are traced as symbols from the first time on."""
     config: Any = torch.compiler.config  # a module whose type torch changes
-    chosen = [own for own in (config.dynamic_sources, rf".*\.({'|'.join(sorted(names))})$") if own]
+    chosen = [each for each in (config.dynamic_sources, rf".*\.({'|'.join(sorted(names))})$") if each]
     context: contextlib.AbstractContextManager[Any] = config.patch(dynamic_sources=",".join(chosen))
     return context
 

@@ -246,10 +246,10 @@ def eliminate_dead(graph: fx.Graph, among: set[fx.Node] | None = None) -> None:
     needed: set[fx.Node] = set()
     read: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        own = memory.get(node, node)
+        owner = memory.get(node, node)
         stays = among is not None and node not in among
         lasting = stays or node.op in ("placeholder", "output") or compat.mutates(node)
-        written = writes(node) and (own in read or own.op in ("placeholder", "get_attr"))
+        written = writes(node) and (owner in read or owner.op in ("placeholder", "get_attr"))
         if lasting or written or needed.intersection(node.users):
             needed.add(node)
             read.update(memory.get(parent, parent) for parent in node.all_input_nodes)

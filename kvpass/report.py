@@ -175,7 +175,7 @@ def _layer(cache: LayerCache) -> LayerReport:
     positions = cache.slots.held(layout)
     return LayerReport(
         repr(layout.policy), layout.budget, layout.capacity, cache.seen, positions,
-        cache.slots.nbytes, layout.rows * cache.stored * row, cache.notes,
+        cache.slots.nbytes, layout.batch * cache.stored * row, cache.notes,
     )  # fmt: skip
 
 

@@ -96,8 +96,8 @@ def rotary(x: Tensor, position: Tensor, theta: float) -> Tensor:
     frequency = theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
     angle = position[..., None].float() * frequency  # [B, 1 or H, N, D/2]
     cos, sin = torch.cat([angle.cos()] * 2, -1), torch.cat([angle.sin()] * 2, -1)
-    turned = torch.cat([-x[..., half:], x[..., :half]], -1)
-    return (x.float() * cos + turned.float() * sin).to(x.dtype)
+    rotated = torch.cat([-x[..., half:], x[..., :half]], -1)
+    return (x.float() * cos + rotated.float() * sin).to(x.dtype)
 
 
 @dataclasses.dataclass
@@ -122,19 +122,19 @@ class _Layer:
     def budget(self) -> int:
         """Tokens to keep between steps; all of them for a policy that never evicts."""
         budget, tokens = self.backend.budget, self.k.shape[2]
-        own = self.policy is self.backend.policy
-        kept = budgets.slots_for(self.policy, budget, self.prompt) if own and budget is not None else tokens
+        governed = self.policy is self.backend.policy
+        kept = budgets.slots_for(self.policy, budget, self.prompt) if governed and budget is not None else tokens
         if not self.policy.evicts and kept < tokens:
             raise BudgetError(f"budget={budget}: {self.policy.name!r} cannot hold {tokens} tokens")
         return kept
 
     def layout(self, capacity: int) -> Layout:
-        rows, heads, _, dim = self.k.shape
+        batch, heads, _, dim = self.k.shape
         return Layout(
             policy=self.policy,
             budget=self.budget,
             capacity=capacity,
-            rows=rows,
+            batch=batch,
             heads=heads,
             key_dim=dim,
             value_dim=self.v.shape[-1],
@@ -163,7 +163,7 @@ class _Layer:
         q, k, v = self.tokens(slice(t, t + 1), rank if counted else torch.full_like(rank, t))
         return q, k, v, self.k[:, :, t : t + 1] if self.ranked else k
 
-    def real(self, count: int) -> Tensor:
+    def valid(self, count: int) -> Tensor:
         return torch.ones(self.q.shape[0], count, dtype=torch.bool, device=self.q.device)
 
 
@@ -175,8 +175,8 @@ def _prompt(layer: _Layer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def _starts(layer: _Layer) -> Tensor:
     """Where each token of the prompt starts to count and to see, int64 [B, P]."""
-    real = layer.real(layer.prompt)
-    return window_starts(real, layer.budget) if layer.policy.renumbers else torch.zeros_like(real, dtype=torch.int64)
+    valid = layer.valid(layer.prompt)
+    return window_starts(valid, layer.budget) if layer.policy.renumbers else torch.zeros_like(valid, dtype=torch.int64)
 
 
 def _visible(layer: _Layer) -> Tensor:
@@ -186,19 +186,19 @@ def _visible(layer: _Layer) -> Tensor:
 
 
 def _compiled(layer: _Layer) -> Trace:
-    policy, real = layer.policy, layer.real(layer.prompt)
+    policy, valid = layer.policy, layer.valid(layer.prompt)
     q, k, v, stored = _prompt(layer)
-    q = tempered(policy, q, real.sum(-1, keepdim=True))
+    q = tempered(policy, q, valid.sum(-1, keepdim=True))
     output = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, attn_mask=_visible(layer), scale=layer.scale, enable_gqa=True
     )
     attention = Attention()
     if policy.statistics:
-        sums = statistics(policy, q, k, None, real, True, layer.scale, layer.budget)
-        attention = as_attention(policy, sums, real)
-    plan = policy.plan([attention], real, layer.budget)[0]
+        sums = statistics(policy, q, k, None, valid, True, layer.scale, layer.budget)
+        attention = as_attention(policy, sums, valid)
+    plan = policy.plan([attention], valid, layer.budget)[0]
     layout = layer.layout(plan.capacity)
-    slots = admit(layout, None, Chunk(stored, v, real, attention), plan.limits(len(q)))
+    slots = admit(layout, None, Chunk(stored, v, valid, attention), plan.limits(len(q)))
     clock = policy.clock((), layer.prompt, plan.budget)
     outputs, held = [output], [_positions(layout, slots)]
     for t in range(layer.prompt, layer.q.shape[2]):
@@ -213,12 +213,12 @@ def _compiled(layer: _Layer) -> Trace:
 
 
 def _compiled_step(layer: _Layer, layout: Layout, slots: Slots, t: int, sweep: bool) -> tuple[Tensor, Slots]:
-    site, real = Site(layer.scale, None, layer.rotate), layer.real(1)
+    site, valid = Site(layer.scale, None, layer.rotate), layer.valid(1)
     q, k, v, stored = layer.step(t, slots.next_rank())
     if slots.capacity == layout.capacity:
-        return decode_step(layout, site, slots, q, stored, v, real[:, 0], sweep).output, slots
-    (output, _), sums = extend_step(layout, site, slots, q, k, v, real)
-    return output, admit(layout, slots, Chunk(stored, v, real, as_attention(layout.policy, sums, real)))
+        return decode_step(layout, site, slots, q, stored, v, valid[:, 0], sweep).output, slots
+    (output, _), sums = extend_step(layout, site, slots, q, k, v, valid)
+    return output, admit(layout, slots, Chunk(stored, v, valid, as_attention(layout.policy, sums, valid)))
 
 
 def _positions(layout: Layout, slots: Slots) -> Tensor:
@@ -236,53 +236,55 @@ def _in_order(slots: Slots, rows: Rows) -> Tensor:
 
 def _reference(layer: _Layer) -> Trace:
     q, k, v, stored = _prompt(layer)
-    real, rule = layer.real(layer.prompt), reference_of(layer.policy)
+    valid, rule = layer.valid(layer.prompt), reference_of(layer.policy)
     factor = rule.temper(layer.prompt)
     logits = attention_logits(q * factor, k, _visible(layer), None, layer.scale)
-    plan = _plan(layer, logits.softmax(-1), real)
+    plan = _plan(layer, logits.softmax(-1), valid)
     reference = ReferenceLayer(layer.layout(plan.capacity), rule, plan.limits(len(q)))
-    reference.take(Chunk(stored, v, real, Attention()), logits.softmax(-1), logits)
+    reference.take(Chunk(stored, v, valid, Attention()), logits.softmax(-1), logits)
     outputs, held = [_weighted(logits.softmax(-1), v)], [reference.positions()]
     for t in range(layer.prompt, layer.q.shape[2]):
         outputs.append(_reference_step(layer, reference, t))
         held.append(reference.positions())
     width = max(layer.budget, *(p.shape[-1] for p in held))
     positions = torch.stack([_fitted(p, width, FREE).expand(-1, layer.k.shape[1], -1) for p in held])
-    keys, values = (_fitted_rows(reference.rows(name, stored=True), width) for name in ("key", "value"))
+    keys, values = (_fitted_rows(reference.held_rows(name, stored=True), width) for name in ("key", "value"))
     return Trace(positions, torch.cat(outputs, 2), keys, values)
 
 
-def _plan(layer: _Layer, rows: Tensor, real: Tensor) -> Plan:
-    """What the layer gets after a prompt with the probabilities `rows` [B, Hq, P, P]."""
-    total = rows.sum(2).view(rows.shape[0], layer.k.shape[1], -1, rows.shape[3])  # [B, Hkv, G, P]
-    return layer.policy.plan([Attention(total=total)], real, layer.budget)[0]
+def _plan(layer: _Layer, probabilities: Tensor, valid: Tensor) -> Plan:
+    """What the layer gets after a prompt with these probabilities, [B, Hq, P, P]."""
+    total = probabilities.sum(2).view(
+        probabilities.shape[0], layer.k.shape[1], -1, probabilities.shape[3]
+    )  # [B, Hkv, G, P]
+    return layer.policy.plan([Attention(total=total)], valid, layer.budget)[0]
 
 
 def _reference_step(layer: _Layer, reference: ReferenceLayer, t: int) -> Tensor:
-    real = layer.real(1)
-    reference.prepare(real)
+    valid = layer.valid(1)
+    reference.prepare(valid)
     held, ranks = reference.positions(), reference.ranks()
     rank = ranks.amax(-1)[:, :1, None] + 1
     q, k, v, stored = layer.step(t, rank)
     if reference.attends_to_stored(1):
         kept, v = reference.stored(stored), reference.stored(v, key=False)
         k = layer.rotated(kept, rank) if layer.ranked else kept
-    q = q * reference.temper(real)
-    keys = reference.rows("key")
+    q = q * reference.temper(valid)
+    keys = reference.held_rows("key")
     attended = torch.cat([layer.rotated(keys, ranks) if layer.ranked else keys, k], 2)
     live = torch.nn.functional.pad(held >= 0, (0, 1), value=True)[:, :, None]
     mask = live.repeat_interleave(q.shape[1] // live.shape[1], 1)
     logits = attention_logits(q, attended, mask, None, layer.scale)  # [B, Hq, 1, N + 1]
     bias = reference.bias(q.shape[1] // k.shape[1])
-    rows = (logits if bias is None else logits + torch.nn.functional.pad(bias, (0, 1))).softmax(-1)
-    output = _weighted(rows, torch.cat([reference.rows("value"), v], 2)).to(layer.q.dtype)
-    reference.take(Chunk(stored, layer.v[:, :, t : t + 1], real, Attention()), rows, logits)
+    probabilities = (logits if bias is None else logits + torch.nn.functional.pad(bias, (0, 1))).softmax(-1)
+    output = _weighted(probabilities, torch.cat([reference.held_rows("value"), v], 2)).to(layer.q.dtype)
+    reference.take(Chunk(stored, layer.v[:, :, t : t + 1], valid, Attention()), probabilities, logits)
     return output
 
 
-def _weighted(rows: Tensor, values: Tensor) -> Tensor:
+def _weighted(probabilities: Tensor, values: Tensor) -> Tensor:
     """Probabilities [B, Hq, q, N] over values [B, Hkv, N, Dv]: [B, Hq, q, Dv]."""
-    return rows.to(values.dtype) @ values.repeat_interleave(rows.shape[1] // values.shape[1], 1)
+    return probabilities.to(values.dtype) @ values.repeat_interleave(probabilities.shape[1] // values.shape[1], 1)
 
 
 def _fitted(x: Tensor, width: int, fill: float) -> Tensor:

@@ -79,5 +79,7 @@ class Stopwatch:
             yield
         finally:
             total, after = time.perf_counter() - began, compat.inductor_seconds()
-            own, validation, compiler = (self.seconds.get(name, 0.0) for name in ("kvpass", "validation", "compiler"))
-            found.append(Timings(total, own, validation, compiler, after[0] - inductor, after[1] - cpp))
+            kvpass, validation, compiler = (
+                self.seconds.get(name, 0.0) for name in ("kvpass", "validation", "compiler")
+            )
+            found.append(Timings(total, kvpass, validation, compiler, after[0] - inductor, after[1] - cpp))

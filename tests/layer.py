@@ -28,7 +28,7 @@ class Stretch:
     q: Tensor
     k: Tensor
     v: Tensor
-    real: Tensor
+    valid: Tensor
 
 
 def layout_for(
@@ -40,9 +40,9 @@ def layout_for(
     return Layout(*sizes, stretch.k.dtype, stretch.k.device, ranked, kv_dtype=kv_dtype)
 
 
-def positions_of(first: Tensor, real: Tensor) -> Tensor:
+def positions_of(first: Tensor, valid: Tensor) -> Tensor:
     """[B, 1, n]: first, first + 1, ... over the real tokens."""
-    return (first + (real.long().cumsum(-1) - 1)[:, None]).clamp(min=0)
+    return (first + (valid.long().cumsum(-1) - 1)[:, None]).clamp(min=0)
 
 
 class Lowered:
@@ -52,7 +52,7 @@ class Lowered:
         self.layout, self.theta, self.limits, self.step = layout, theta, limits, step
         self.scale = layout.key_dim**-0.5
         self.slots: Slots | None = None
-        self.clocks = [()] * layout.rows
+        self.clocks = [()] * layout.batch
 
     def rotate(self, keys: Tensor, position: Tensor) -> Tensor:
         return rotary(keys, position, self.theta)
@@ -65,30 +65,30 @@ class Lowered:
             first = torch.zeros(len(new.q), 1, 1, dtype=torch.int64)
         else:
             counted = ranked or policy.renumbers
-            first = slots.next_rank(new.real.shape[1]) if counted else slots.seen[:, None, None]
-        place = place_of(policy, budget, first, new.real, slots is None)
+            first = slots.next_rank(new.valid.shape[1]) if counted else slots.seen[:, None, None]
+        place = place_of(policy, budget, first, new.valid, slots is None)
         q, k = self.rotate(new.q, place), self.rotate(new.k, place)
-        chunk = Chunk(new.k if ranked else k, new.v, new.real, Attention())
-        if slots is not None and new.real.shape[1] == 1 and slots.capacity == self.layout.capacity:
+        chunk = Chunk(new.k if ranked else k, new.v, new.valid, Attention())
+        if slots is not None and new.valid.shape[1] == 1 and slots.capacity == self.layout.capacity:
             ticks = [policy.tick(clock, budget) for clock in self.clocks]
             self.clocks = [clock for _, clock in ticks]
             sweep = any(due for due, _ in ticks)
-            return self.step(self.layout, site, slots, q, chunk.key, new.v, new.real[:, 0], sweep).output
+            return self.step(self.layout, site, slots, q, chunk.key, new.v, new.valid[:, 0], sweep).output
         if slots is None:
-            q = tempered(policy, q, new.real.sum(-1, keepdim=True))
-            mask = prompt_mask(new.real, policy, budget)
+            q = tempered(policy, q, new.valid.sum(-1, keepdim=True))
+            mask = prompt_mask(new.valid, policy, budget)
             output = torch.nn.functional.scaled_dot_product_attention(
                 q, k, new.v, attn_mask=mask, scale=self.scale, enable_gqa=True
             )
             sums = []
             if policy.statistics:
-                sums = statistics(policy, q, k, mask, new.real, False, self.scale, self.layout.budget)
+                sums = statistics(policy, q, k, mask, new.valid, False, self.scale, self.layout.budget)
         else:
-            site = dataclasses.replace(site, mask=causal(slots, new.real.shape[1]))
-            (output, _), sums = extend_step(self.layout, site, slots, q, k, new.v, new.real)
-        attention = as_attention(policy, sums, new.real) if policy.statistics else Attention()
+            site = dataclasses.replace(site, mask=causal(slots, new.valid.shape[1]))
+            (output, _), sums = extend_step(self.layout, site, slots, q, k, new.v, new.valid)
+        attention = as_attention(policy, sums, new.valid) if policy.statistics else Attention()
         self.slots = admit(self.layout, slots, dataclasses.replace(chunk, attention=attention), self.limits)
-        counts = new.real.sum(-1).tolist()
+        counts = new.valid.sum(-1).tolist()
         self.clocks = [policy.clock(c, n, budget) for c, n in zip(self.clocks, counts, strict=True)]
         return output
 
@@ -107,34 +107,34 @@ class Literal:
 
     def feed(self, new: Stretch) -> Tensor:
         layer, ranked = self.layer, self.layout.ranked
-        layer.prepare(new.real)
+        layer.prepare(new.valid)
         held = layer.positions() if layer.length else torch.zeros(len(new.q), self.layout.groups, 0).long()
         live = held >= 0
         seen = torch.tensor([[[row[0].seen]] for row in layer.streams])
         policy, budget = self.layout.policy, max(row[0].budget for row in layer.streams)
         counted = ranked or policy.renumbers
         first = live.sum(-1)[:, :1, None] if counted else seen
-        place = place_of(policy, budget, first, new.real, not layer.length)
-        q, k = rotary(new.q, place, self.theta) * layer.temper(new.real), rotary(new.k, place, self.theta)
+        place = place_of(policy, budget, first, new.valid, not layer.length)
+        q, k = rotary(new.q, place, self.theta) * layer.temper(new.valid), rotary(new.k, place, self.theta)
         original, values, bias = new.k if ranked else k, new.v, None
-        if layer.attends_to_stored(new.real.shape[1]):
+        if layer.attends_to_stored(new.valid.shape[1]):
             kept, values = layer.stored(original), layer.stored(values, key=False)
             k = rotary(kept, place, self.theta) if ranked else kept
         attended = k
         if layer.length:
-            rows = layer.rows("key")
+            rows = layer.held_rows("key")
             attended = torch.cat([rotary(rows, layer.ranks().clamp(min=0), self.theta) if ranked else rows, k], 2)
-            values = torch.cat([layer.rows("value"), values], 2)
+            values = torch.cat([layer.held_rows("value"), values], 2)
             bias = layer.bias(q.shape[1] // k.shape[1])
         groups = q.shape[1] // self.layout.groups
-        count = new.real.shape[1]
+        count = new.valid.shape[1]
         old = live[:, :, None].expand(-1, -1, count, -1).repeat_interleave(groups, 1)
-        own = prompt_mask(new.real) if layer.length else prompt_mask(new.real, policy, budget)
+        own = prompt_mask(new.valid) if layer.length else prompt_mask(new.valid, policy, budget)
         mask = torch.cat([old, own.expand(-1, q.shape[1], -1, -1)], -1)
         logits = attention_logits(q, attended, mask, None, self.scale)
         biased = logits if bias is None else logits + torch.nn.functional.pad(bias, (0, count))
         rows = torch.nan_to_num(biased.softmax(-1))
-        layer.take(Chunk(original, new.v, new.real, Attention()), rows, logits)
+        layer.take(Chunk(original, new.v, new.valid, Attention()), rows, logits)
         return rows @ values.repeat_interleave(q.shape[1] // k.shape[1], 1)
 
     def positions(self) -> list[list[list[int]]]:
@@ -151,21 +151,21 @@ def causal(slots: Slots, count: int) -> Mask:
     return mask
 
 
-def place_of(policy: Policy, budget: int, first: Tensor, real: Tensor, prompt: bool) -> Tensor:
+def place_of(policy: Policy, budget: int, first: Tensor, valid: Tensor, prompt: bool) -> Tensor:
     """[B, 1, n]: the positions that a model gives the tokens."""
-    place = positions_of(first, real)
+    place = positions_of(first, valid)
     if not policy.renumbers:
         return place
     if prompt:
-        return (place - window_starts(real, budget)[:, None]).clamp(min=0)
+        return (place - window_starts(valid, budget)[:, None]).clamp(min=0)
     return place.clamp(max=policy.last_position())
 
 
-def prompt_mask(real: Tensor, policy: Policy | None = None, budget: int = 0) -> Tensor:
+def prompt_mask(valid: Tensor, policy: Policy | None = None, budget: int = 0) -> Tensor:
     """bool [B, 1, n, n]: causal, never to padding, and for a policy that renumbers not beyond the own window."""
-    count = real.shape[1]
-    mask = torch.ones(count, count, dtype=torch.bool).tril() & real[:, None]
+    count = valid.shape[1]
+    mask = torch.ones(count, count, dtype=torch.bool).tril() & valid[:, None]
     if policy is not None and policy.renumbers:
-        starts = window_starts(real, budget)
+        starts = window_starts(valid, budget)
         mask = mask & (starts[:, :, None] == starts[:, None])
     return mask[:, None]

@@ -36,7 +36,7 @@ def compare(case, lengths, holes, padded_steps=False, limits=(), spare=0, kv_dty
     for part in parts:
         got, expected = lowered.feed(part), literal.feed(part)
         assert lowered.positions() == literal.positions()
-        real = part.real[:, None, :, None].expand_as(got)
+        real = part.valid[:, None, :, None].expand_as(got)
         torch.testing.assert_close(got[real], expected[real], atol=1e-4, rtol=1e-4)
 
 
@@ -70,7 +70,7 @@ def test_a_row_of_a_batch_is_as_alone(row, data):
     if not policy.evicts:
         return
     prompt, *steps = stretches(case, [case.prompt, *[1] * data.draw(st.integers(1, 12))], 0.4, False)
-    prompt.real[:, -1] = True
+    prompt.valid[:, -1] = True
     limits = data.draw(st.permutations([case.budget, case.budget + 1, case.budget + 3])) if row.name == "d2o" else ()
     spare = 3 if limits else 0
     whole = layout_for(policy, case.budget, prompt, case.positions == "cache", spare)
@@ -79,9 +79,9 @@ def test_a_row_of_a_batch_is_as_alone(row, data):
     for b in range(case.rows):
         alone = Lowered(dataclasses.replace(whole, rows=1), 1e4, limits[b : b + 1])
         for part, output in zip((prompt, *steps), outputs, strict=True):
-            real = part.real[b]
+            real = part.valid[b]
             q, k, v = (x[b : b + 1, :, real] for x in (part.q, part.k, part.v))
-            got = alone.feed(Stretch(q, k, v, part.real[b : b + 1, real]))
+            got = alone.feed(Stretch(q, k, v, part.valid[b : b + 1, real]))
             torch.testing.assert_close(output[b : b + 1, :, real], got, atol=1e-4, rtol=1e-4)
         assert together.positions()[b] == alone.positions()[0]
 

@@ -114,6 +114,40 @@ def test_no_two_modules_of_a_room_have_one_name_and_none_that_of_a_standard_one(
     assert "step" not in names
 
 
+def test_no_two_files_import_each_other_on_whatever_way() -> None:
+    """At their tops, what is imported for types alone included: a file can be read after those that it imports."""
+    arrows = {path: {to for to in _files_imported(path) if to != path} for path in files()}
+    while leaves := [path for path, to in arrows.items() if not to & arrows.keys()]:
+        for path in leaves:
+            del arrows[path]
+    assert not arrows, "in circles, or importing one: " + ", ".join(str(path.relative_to(PACKAGE)) for path in arrows)
+
+
+def _files_imported(path: Path) -> Iterator[Path]:
+    """The files whose modules a file imports at its top."""
+    for node in ast.walk(_tree(path)):
+        inside = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        if inside:
+            for each in ast.walk(node):
+                each.in_function = True  # type: ignore[attr-defined]
+        if isinstance(node, (ast.Import, ast.ImportFrom)) and not hasattr(node, "in_function"):
+            yield from (file for name in _modules(node) if (file := _file_of(name)))
+
+
+def _modules(node: ast.Import | ast.ImportFrom) -> list[str]:
+    """The modules that a statement names, those that may be names inside of one included."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    inner = [f"{node.module}.{alias.name}" for alias in node.names]
+    return [name if _file_of(name) else str(node.module) for name in inner]
+
+
+def _file_of(module: str) -> Path | None:
+    first, *parts = module.split(".")
+    found = [PACKAGE.joinpath(*parts).with_suffix(".py"), PACKAGE.joinpath(*parts, "__init__.py")]
+    return next((file for file in found if first == "kvpass" and parts and file.exists()), None)
+
+
 def test_private_names_of_torch_are_in_compat_alone() -> None:
     """`torch._x` as an attribute or an import; strings do not count."""
     allowed = {"compat.py", "testing/compat.py", "testing/interpreter.py", "demo/meter.py"}

@@ -18,7 +18,7 @@ from tests.test_backend import loop
 EXACT = 1e-10
 
 
-class Turned(nn.Module):
+class Rotated(nn.Module):
     """Grouped attention with a rotary embedding, spelled out or not, with a cap, a sink or a bias."""
 
     def __init__(self, spelling: str) -> None:
@@ -65,7 +65,7 @@ def test_as_the_uncompiled_model(spelling: str, policy: str, positions: str) -> 
     if policy == "d2o" and positions == "cache":
         pytest.skip("its layers differ in what they hold")
     torch.manual_seed(0)
-    model, ids = Turned(spelling).double().eval(), torch.randint(0, 64, (2, 16))
+    model, ids = Rotated(spelling).double().eval(), torch.randint(0, 64, (2, 16))
     backend = kvpass.backend(policy, budget=32, positions=positions, inner="eager")
     got, expected = loop(torch.compile(model, backend=backend), ids), loop(model, ids)
     assert got.dtype == torch.float64
@@ -75,7 +75,7 @@ def test_as_the_uncompiled_model(spelling: str, policy: str, positions: str) -> 
 def test_merged_rows_and_those_beside_them() -> None:
     """A policy that merges leaves the rows alone that nothing is merged into, to the last bit."""
     torch.manual_seed(0)
-    model, ids = Turned("sdpa").double().eval(), torch.randint(0, 64, (1, 30))
+    model, ids = Rotated("sdpa").double().eval(), torch.randint(0, 64, (1, 30))
     backend = kvpass.backend(D2O(merge="official"), budget=12, positions="absolute", inner="eager")
     with torch.no_grad():
         _, past = torch.compile(model, backend=backend)(ids)

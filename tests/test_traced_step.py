@@ -26,14 +26,14 @@ class Traced:
     def __init__(self):
         self.graphs = {}
 
-    def __call__(self, layout, site, slots, q, k, v, real, sweep):
+    def __call__(self, layout, site, slots, q, k, v, valid, sweep):
         tensors = slots.tensors()
 
-        def step(tensors, q, k, v, real, weights):
+        def step(tensors, q, k, v, valid, weights):
             here = dataclasses.replace(site, weights=tuple(weights))
-            return decode_step(layout, here, Slots.of(tensors, slots), q, k, v, real, sweep)
+            return decode_step(layout, here, Slots.of(tensors, slots), q, k, v, valid, sweep)
 
-        arguments = (tensors, q, k, v, real, layout.policy.weights())
+        arguments = (tensors, q, k, v, valid, layout.policy.weights())
         if sweep not in self.graphs:
             self.graphs[sweep] = make_fx(step, tracing_mode="fake")(*arguments)
         return self.graphs[sweep](*arguments)
@@ -89,7 +89,7 @@ def test_a_merging_step_is_compiled_without_a_copy_of_the_slots():
     traced = Traced()
     lowered = Lowered(layout_for(case.policy, 68, prompt, False), 1e4, step=traced)
     lowered.feed(prompt)
-    arguments = [*lowered.slots.tensors(), last.q, last.k, last.v, last.real[:, 0]]
+    arguments = [*lowered.slots.tensors(), last.q, last.k, last.v, last.valid[:, 0]]
     weights = lowered.layout.policy.weights()
     expected = [x.clone() for x in arguments]
     lowered.step(lowered.layout, Site(0.25), Slots.of(expected[:-4], lowered.slots), *expected[-4:], False)

@@ -70,7 +70,7 @@ def _attending(bench: Bench, query: Tensor, key: Tensor, value: Tensor, **given:
     mask = torch.ones(len(key), 1, 1, 1, key.shape[2], dtype=torch.bool, device=bench.device)
 
     def function(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
-        return attend(q, plain(k), plain(v), scale=0.1, mask=m, rows=False, **given)[0]
+        return attend(q, plain(k), plain(v), scale=0.1, mask=m, with_logits=False, **given)[0]
 
     run = torch.compile(function, dynamic=False)
     return bench.seconds(lambda: run(query, key, value, mask))
@@ -130,8 +130,8 @@ def step(bench: Bench, name: str, slots: int, rows: int) -> Callable[[], Any]:
     held.length.fill_(capacity)
 
     def function(*tensors: Tensor) -> Tensor:
-        *state, q, k, v, real = tensors
-        return decode_step(layout, Site(DIM**-0.5), Slots.of(state, held), q, k, v, real).output
+        *state, q, k, v, valid = tensors
+        return decode_step(layout, Site(DIM**-0.5), Slots.of(state, held), q, k, v, valid).output
 
     new = [bench.randn(rows, count, 1, DIM) for count in (HEADS * GROUPS, HEADS, HEADS)]
     arguments = [*held.tensors(), *new, torch.ones(rows, dtype=torch.bool, device=bench.device)]
@@ -176,13 +176,13 @@ def prompt_scores(bench: Bench) -> Iterator[Row]:
     count = 128 if bench.small else 8192
     query = bench.randn(1, HEADS * GROUPS, count, DIM)
     key, value = bench.randn(1, HEADS, count, DIM), bench.randn(1, HEADS, count, DIM)
-    real = torch.ones(1, count, dtype=torch.bool, device=bench.device)
+    valid = torch.ones(1, count, dtype=torch.bool, device=bench.device)
     whole = torch.nn.functional.scaled_dot_product_attention
     attention = bench.seconds(lambda: whole(query, key, value, is_causal=True, enable_gqa=True), 10)
     yield Row("prompt", f"flash attention, {count} tokens", attention * 1e3, "ms")
     for name, window, powers in (("sums", 1, 1), ("sums and squares", 1, 2), ("last 64 rows", 64, 0)):
         spent = bench.seconds(
-            lambda: column_scores(query, key, None, real, True, DIM**-0.5, window, powers),  # noqa: B023
+            lambda: column_scores(query, key, None, valid, True, DIM**-0.5, window, powers),  # noqa: B023
             10,
         )
         goal = ("<= 1.35", spent / attention <= 1.35) if powers else ("", None)

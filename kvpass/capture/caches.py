@@ -16,7 +16,7 @@ import torch
 import torch.fx as fx
 
 from kvpass import graphs
-from kvpass.capture import crossing, growth, operators, selection, spelled, torn
+from kvpass.capture import crossing, growth, operators, sparse_index, spelled, torn
 from kvpass.capture.operators import MOVES, SAME_VALUE, known_name
 from kvpass.capture.sites import stored
 from kvpass.capture.spelled import Call, Unread, is_as_wide
@@ -38,14 +38,14 @@ class Reading:
 
     Attributes:
         key, value: where what it attends to comes from.
-        made: it attends to what is computed from the cache, and not to what is cached.
+        computed: it attends to what is computed from the cache, and not to what is cached.
         keys_out, values_out: where the graph returns the grown ones.
     """
 
     call: Call
     key: Origin
     value: Origin
-    made: bool
+    computed: bool
     keys_out: int
     values_out: int
 
@@ -103,8 +103,8 @@ def find(gm: fx.GraphModule, carried: set[fx.Node]) -> list[Found]:
 def _known(found: list[Found], outputs: dict[fx.Node, int]) -> set[int]:
     """The places of outputs that are caches which were read, those of sparse indices among them."""
     readings = [f.reading for f in found if f.reading]
-    chosen = [each for reading in readings for each in selection.find(reading.call.mask)]
-    scored_by = {outputs[node] for each in chosen for node, _ in selection.cached(each, list(outputs))}
+    chosen = [each for reading in readings for each in sparse_index.find(reading.call.mask)]
+    scored_by = {outputs[node] for each in chosen for node, _ in sparse_index.cached(each, list(outputs))}
     return scored_by | {place for reading in readings for place in (reading.keys_out, reading.values_out)}
 
 
@@ -270,18 +270,18 @@ def _overwrites(user: fx.Node, cache: fx.Node) -> bool:
 
 
 def _reading(call: Call, ends: set[fx.Node], outputs: dict[fx.Node, int], known: dict[int, int]) -> Reading:
-    made = False
+    computed = False
     try:
         key, val = _origin(call.key, outputs), _origin(call.value, outputs)
     except _Refused:
         behind = _stored_behind(call, ends, outputs)
         if behind is None:
             raise
-        (key, val), made = behind, True
+        (key, val), computed = behind, True
     if (key.past is None) != (val.past is None):
         raise _Refused("the key has a past and the value has none, or the other way round")
     cached = [expr(value(origin.grown).shape[2]) for origin in (key, val)]
-    if made and any(expr(value(node).shape[-2]) not in cached for node in (call.key, call.value)):
+    if computed and any(expr(value(node).shape[-2]) not in cached for node in (call.key, call.value)):
         raise _Refused("there are not as many keys and values attended to as are cached")
     if key.past is None and _from_elsewhere(call):
         raise _Refused("its keys are made of other tokens than its queries")
@@ -293,7 +293,7 @@ def _reading(call: Call, ends: set[fx.Node], outputs: dict[fx.Node, int], known:
     _check_left_alone(val)
     if keys_out == values_out or known.get(keys_out, values_out) != values_out or keys_out in known.values():
         raise _Refused("one cached tensor serves as keys and as values")
-    return Reading(call, key, val, made, keys_out, values_out)
+    return Reading(call, key, val, computed, keys_out, values_out)
 
 
 def _check_left_alone(origin: Origin) -> None:

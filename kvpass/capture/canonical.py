@@ -3,7 +3,7 @@
 A model's graph says in its own words that a cache grows and that queries attend to it.  Capture says it in these:
 
     grown = kvpass::append(past, new)
-    output = kvpass::attention(query, key, value, mask, sink, scale, cap, causal, hidden, dtypes)
+    output = kvpass::attention(query, key, value, mask, sink_logit, scale, cap, causal, hidden, dtypes)
 
 They are ordinary operators that run on any tensors and that compilers take apart like others, so that a canonical
 graph is a program: it gives what the model's own graph gives.  What is computed beside them, as masks, stays as the
@@ -23,7 +23,7 @@ from torch import Tensor
 torch.library.define("kvpass::append", "(Tensor? past, Tensor new) -> Tensor")
 torch.library.define(
     "kvpass::attention",
-    "(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? sink, float scale, float? cap=None, "
+    "(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? sink_logit, float scale, float? cap=None, "
     "bool causal=False, float? hidden=None, ScalarType? scores=None, ScalarType? weights=None, "
     "ScalarType? output=None) -> Tensor",
 )
@@ -54,7 +54,7 @@ def attention(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    sink: Tensor | None,
+    sink_logit: Tensor | None,
     scale: float,
     cap: float | None = None,
     causal: bool = False,
@@ -69,7 +69,7 @@ def attention(
         query: [B, Hq, q, D].
         key, value: [B, H, S, D] and [B, H, S, Dv], where H divides Hq.
         mask: bool or additive, [B or 1, Hq or 1, q or 1, S], or None.
-        sink: the logits of what is attended to beside the keys, [B or 1, Hq, q or 1, 1], or None.
+        sink_logit: the logits of what is attended to beside the keys, [B or 1, Hq, q or 1, 1], or None.
         causal: query i sees the keys 0 .. i.
         hidden: the logit of what a bool mask hides; None is as scaled_dot_product_attention has it.
         scores, weights, output: where attention is spelled out, the dtypes of the products of query and key, of the
@@ -84,8 +84,8 @@ def attention(
             query, key.to(query.dtype), value.to(query.dtype), attn_mask=mask, is_causal=causal, scale=scale
         )
     logits = _logits(query, key, mask, scale, cap, hidden, (scores, weights))  # [B, Hq, q, S]
-    if sink is not None:
-        logits = torch.cat([logits, sink.expand(*logits.shape[:3], 1).to(logits.dtype)], -1)
+    if sink_logit is not None:
+        logits = torch.cat([logits, sink_logit.expand(*logits.shape[:3], 1).to(logits.dtype)], -1)
     paid = torch.softmax(logits, -1)[..., : key.shape[2]].to(output)
     return torch.matmul(paid, value.to(output))
 

@@ -78,8 +78,8 @@ def _name_attributes(graph: fx.Graph) -> None:
         if not isinstance(given, torch.Tensor) or given.is_complex() or (node.args[1] in "TH" and given.ndim != 2):
             continue
         with graph.inserting_before(node):
-            turned = graph.call_method("transpose", (node.args[0], *_ATTRIBUTES[str(node.args[1])]))
-        _replace(node, turned)
+            transposed = graph.call_method("transpose", (node.args[0], *_ATTRIBUTES[str(node.args[1])]))
+        _replace(node, transposed)
         graph.erase_node(node)
 
 
@@ -98,7 +98,7 @@ def _put_operators(graph: fx.Graph, readings: list[Reading]) -> None:
     for reading in readings:
         call = reading.call.moved(replaced)
         cached = (appended[reading.key.grown], appended[reading.value.grown])
-        attended = (call.key, call.value) if reading.made else cached
+        attended = (call.key, call.value) if reading.computed else cached
         if call.lse is not None:
             _sum_up(graph, call, attended[0])
         replaced[reading.call.node] = _attend(graph, call, attended)
@@ -117,7 +117,7 @@ def _attend(graph: fx.Graph, call: Call, attended: tuple[fx.Node, fx.Node]) -> f
     beside: dict[str, Any] = {}
     if call.dtypes is not None:
         beside = dict(zip(("scores", "weights", "output"), call.dtypes, strict=True)) | {"hidden": call.hidden}
-    given = (call.query, *attended, call.mask, call.sink, call.scale, call.cap)
+    given = (call.query, *attended, call.mask, call.sink_logit, call.scale, call.cap)
     with graph.inserting_before(call.node):
         node = graph.call_function(ATTENTION, given, {"causal": call.causal, **beside})
     _replace(call.node, node)

@@ -31,9 +31,9 @@ def is_fixed(call: Call, queries: Mapping[fx.Node, fx.Node]) -> bool:
     Args:
         queries: see `queries_of`.
     """
-    own = _inputs(graphs.behind([call.query], reader=call.node, through=queries))
+    queried = _inputs(graphs.behind([call.query], reader=call.node, through=queries))
     attended = [_inputs(graphs.behind([node], reader=call.node)) for node in (call.key, call.value)]
-    return bool(own) and all(made_of and own.isdisjoint(made_of) for made_of in attended)
+    return bool(queried) and all(made_of and queried.isdisjoint(made_of) for made_of in attended)
 
 
 def _inputs(nodes: set[fx.Node]) -> set[fx.Node]:

@@ -21,7 +21,7 @@ from kvpass.capture import operators
 from kvpass.errors import UnsupportedGraph
 from kvpass.graphs import Sizes, expr, is_tensor, value
 
-Way = Literal["free", "plain", "sliced", "own", "lengthened", "beside"]
+Way = Literal["free", "plain", "sliced", "own place", "lengthened", "beside"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Followed:
     """How a tensor is made.
 
     Attributes:
-        way: "free" of the keys; "plain": free of them, and made of something lengthened; "sliced" slice by slice; "own"
-            by looking up each key's own entry; "lengthened": a tensor without keys, padded to as many entries as there
-            are keys; "beside": in a way that is not proven.
+        way: "free" of the keys; "plain": free of them, and made of something lengthened; "sliced" slice by slice; "own
+            place": by looking up each key's own entry; "lengthened": a tensor without keys, padded to as many entries
+            as there are keys; "beside": in a way that is not proven.
         axis: the dimension that follows the keys, None if there is none.
     """
 
@@ -144,16 +144,16 @@ class KeyAxis:
             place = places.pop() if len(places) == 1 else None
             return None if place is None else Followed("sliced", place)
         index = by.get(whose.axis)  # type: ignore[arg-type]
-        if base in self.padding and isinstance(index, fx.Node) and index in self.offsets and not self.is_own(index):
+        if base in self.padding and isinstance(index, fx.Node) and index in self.offsets and not self.is_place(index):
             raise UnsupportedGraph(
                 f"{graphs.source_line(node)}: the mask looks padding up at other places than those of the keys"
             )
-        if isinstance(index, fx.Node) and self.is_own(index) and set(following) == {index}:
+        if isinstance(index, fx.Node) and self.is_place(index) and set(following) == {index}:
             place = places.pop()
-            return None if place is None else Followed("own", place)
+            return None if place is None else Followed("own place", place)
         return None
 
-    def is_own(self, index: fx.Node) -> bool:
+    def is_place(self, index: fx.Node) -> bool:
         """Whether an index is each key's place in the padded sequence."""
         offset = self.offsets.get(index)
         return offset is not None and bool(sympy.expand(offset - self.first) == 0)

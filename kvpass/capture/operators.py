@@ -163,9 +163,9 @@ def carry(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
 
 
 def _aligned(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
-    shape, own = value(node).shape, value(operand).shape
-    place = dim + len(shape) - len(own)
-    return place if 0 <= place < len(shape) and expr(shape[place]) == expr(own[dim]) else None
+    shape, source = value(node).shape, value(operand).shape
+    place = dim + len(shape) - len(source)
+    return place if 0 <= place < len(shape) and expr(shape[place]) == expr(source[dim]) else None
 
 
 def _by_tensor(node: fx.Node) -> bool:
@@ -270,12 +270,12 @@ def _beside_features(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
 def _outside_product(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
     """Rows of the first factor and columns of the second; what is summed over is no axis of the result."""
     first, second = node.args[:2]
-    ndim, own = value(node).ndim, value(operand).ndim
-    if first is second or own < 2 or value(first).ndim < 2 or value(second).ndim < 2:  # type: ignore[arg-type]
+    ndim, width = value(node).ndim, value(operand).ndim
+    if first is second or width < 2 or value(first).ndim < 2 or value(second).ndim < 2:  # type: ignore[arg-type]
         return None
-    if dim >= own - 2:
-        summed = own - 1 if operand is first else own - 2
-        return None if dim == summed else ndim - own + dim
+    if dim >= width - 2:
+        summed = width - 1 if operand is first else width - 2
+        return None if dim == summed else ndim - width + dim
     return _aligned(node, operand, dim)
 
 

@@ -1,4 +1,4 @@
-"""Rotary embeddings: what turns a key, and by which positions, found in a canonical graph."""
+"""Rotary embeddings: what rotates a key, and by which positions, found in a canonical graph."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvpass.capture.operators import MOVES, SAME_VALUE, known_name
 from kvpass.capture.sites import AttentionSite
 from kvpass.graphs import ancestors, expr, is_tensor, value
 
-TURNED_APART = "the query is not turned by the positions that turn the key"
+ROTATED_APART = "the query is not rotated by the positions that rotate the key"
 ALIKE_IN_ALL_ROWS = "the rows of a batch, which may be padded differently, count their tokens in one vector"
 
 
@@ -51,19 +51,19 @@ class Rotary:
         return bool(sympy.simplify(count - queries) == 0 or sympy.simplify(count - rows * queries) == 0)
 
 
-def rows_come_first(position: fx.Node, turned: fx.Node) -> bool:
-    """Whether the first dimension of positions, which may be of size 1, comes to stand first in what they turn.
+def rows_come_first(position: fx.Node, rotated: fx.Node) -> bool:
+    """Whether the first dimension of positions, which may be of size 1, comes to stand first in what they rotate.
 
     Also where that is not known.
     """
     places: dict[fx.Node, int | None] = {position: 0}
-    behind = ancestors(turned, stop={position})
+    behind = ancestors(rotated, stop={position})
     for node in position.graph.nodes:
         parents = [parent for parent in node.all_input_nodes if places.get(parent) is not None]
         if parents and node not in places and node in behind:
             found = {_placed(node, parent, places[parent]) for parent in parents}  # type: ignore[arg-type]
             places[node] = found.pop() if len(found) == 1 else None
-    return places.get(turned) in (0, None)
+    return places.get(rotated) in (0, None)
 
 
 def find_rotary(gm: fx.GraphModule, site: AttentionSite) -> Rotary | None:
@@ -81,7 +81,7 @@ def find_rotary(gm: fx.GraphModule, site: AttentionSite) -> Rotary | None:
     ]
     for raw in sorted(candidates, key=order.__getitem__, reverse=True):
         rest = ancestors(site.key, stop={raw, *ends})
-        positions = [n for n in rest if _turns_into_an_angle(n, rest)]
+        positions = [n for n in rest if _becomes_an_angle(n, rest)]
         if len(positions) == 1 and not _carries_tokens(ancestors(site.key, stop={raw}) - ancestors(positions[0]), ends):
             return Rotary(raw, positions[0])
     return None
@@ -93,16 +93,16 @@ def _boundaries(graph: fx.Graph) -> set[fx.Node]:
 
 
 def positions_of(rotary: Rotary, site: AttentionSite) -> list[fx.Node]:
-    """The positions that turn the site's key and its queries: none if some query is not turned by the key's.
+    """The positions that rotate the site's key and its queries: none if some query is not rotated by the key's.
 
-    A model that turns queries and keys one by one makes what it needs of the same positions twice.
+    A model that rotates queries and keys one by one makes what it needs of the same positions twice.
     """
-    ends, turns_key = _boundaries(site.call.graph), reshaped(rotary.position)
+    ends, rotates_key = _boundaries(site.call.graph), reshaped(rotary.position)
     found = [rotary.position]
     for each in site.all:
         behind = ancestors(each.query, stop=ends)
-        angles = [node for node in behind if _turns_into_an_angle(node, behind)]
-        alike = [node for node in angles if _same(reshaped(node), turns_key)]
+        angles = [node for node in behind if _becomes_an_angle(node, behind)]
+        alike = [node for node in angles if _same(reshaped(node), rotates_key)]
         if not alike:
             return []
         found += alike
@@ -117,7 +117,7 @@ def reshaped(node: fx.Node) -> fx.Node:
 
 
 def given_positions(rotary: Rotary, site: AttentionSite) -> list[fx.Node]:
-    """The inputs that are the positions which turn a site's key and queries."""
+    """The inputs that are the positions which rotate a site's key and queries."""
     found = [reshaped(position) for position in positions_of(rotary, site)]
     return [node for node in dict.fromkeys(found) if node.op == "placeholder"]
 
@@ -149,7 +149,7 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _turns_into_an_angle(node: fx.Node, among: set[fx.Node]) -> bool:
+def _becomes_an_angle(node: fx.Node, among: set[fx.Node]) -> bool:
     """An integer tensor whose next use is no longer one."""
     if not is_tensor(node) or value(node).is_floating_point() or value(node).dtype == torch.bool:
         return False

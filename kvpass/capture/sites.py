@@ -28,11 +28,11 @@ class AttentionSite:
         causal: the call's own is_causal.
         keys_out, values_out: where the graph returns the key and value that the model stores.
         window: how many of the last tokens the model stores, None for all.
-        cap, sink: see `kvpass.capture.canonical.attention`.
+        cap, sink_logit: see `kvpass.capture.canonical.attention`.
         lse: the node of `kvpass::log_sum_exp` of the same logits, or None.
-        made: the keys and values that attention sees, [B, Ha, past + q, D], where they or the mask are computed from
-            the grown ones; None where attention sees these and nothing else reads them.
-        readers: later attention calls on the same cache, such as those of layers that share it.
+        computed: the keys and values that attention sees, [B, Ha, past + q, D], where they or the mask are computed
+            from the grown ones; None where attention sees these and nothing else reads them.
+        shared_by: later attention calls on the same cache, such as those of layers that share it.
         spread: where the other heads are, if other processes have some.
     """
 
@@ -51,30 +51,30 @@ class AttentionSite:
     values_out: int
     window: int | None = None
     cap: float | None = None
-    sink: fx.Node | None = None
+    sink_logit: fx.Node | None = None
     lse: fx.Node | None = None
-    made: tuple[fx.Node, fx.Node] | None = None
-    readers: tuple[AttentionSite, ...] = ()
+    computed: tuple[fx.Node, fx.Node] | None = None
+    shared_by: tuple[AttentionSite, ...] = ()
     spread: Spread | None = None
 
     @property
     def all(self) -> tuple[AttentionSite, ...]:
-        """The site and its readers."""
-        return (self, *self.readers)
+        """The site and those that share its cache."""
+        return (self, *self.shared_by)
 
     @property
     def has_row_masks(self) -> bool:
         """Whether the rows of a batch have masks of their own."""
         return self.mask is not None and value(self.mask).ndim == 4 and expr(value(self.mask).shape[0]) != 1
 
-    def computed(self) -> AttentionSite:
+    def as_computed(self) -> AttentionSite:
         """The same, with what it attends to taken as computed from the cache."""
-        return dataclasses.replace(self, made=self.made or (self.grown_key, self.grown_value))
+        return dataclasses.replace(self, computed=self.computed or (self.grown_key, self.grown_value))
 
     @property
     def attended_key(self) -> fx.Node:
         """The keys that attention sees, [B, Ha or Hkv, past + q, D]."""
-        return self.made[0] if self.made else self.grown_key
+        return self.computed[0] if self.computed else self.grown_key
 
     @property
     def queries(self) -> Any:
@@ -85,13 +85,13 @@ class AttentionSite:
         """The same site in a copy of the graph."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         there: dict[str, Any] = {name: to[v] if isinstance(v, fx.Node) else v for name, v in fields.items()}
-        there["made"] = self.made and (to[self.made[0]], to[self.made[1]])
-        there["readers"] = tuple(reader.moved(to) for reader in self.readers)
+        there["computed"] = self.computed and (to[self.computed[0]], to[self.computed[1]])
+        there["shared_by"] = tuple(other.moved(to) for other in self.shared_by)
         return AttentionSite(**there)
 
 
 def sites(graph: fx.Graph) -> list[AttentionSite]:
-    """The first attention call on each cache, with the others on that cache as its readers.
+    """The first attention call on each cache, with the others on that cache, which share it.
 
     If one of them attends to what is computed from the cache, so do all.
     """
@@ -102,9 +102,11 @@ def sites(graph: fx.Graph) -> list[AttentionSite]:
         if call.target is ATTENTION:
             site = _site(call, outputs, ends)
             found.setdefault(site.keys_out, []).append(site)
-    made = {place for place, group in found.items() if any(site.made for site in group)}
-    alike = {place: [site.computed() if place in made else site for site in group] for place, group in found.items()}
-    return [dataclasses.replace(first, readers=tuple(rest)) for first, *rest in alike.values()]
+    computed = {place for place, group in found.items() if any(site.computed for site in group)}
+    alike = {
+        place: [site.as_computed() if place in computed else site for site in group] for place, group in found.items()
+    }
+    return [dataclasses.replace(first, shared_by=tuple(rest)) for first, *rest in alike.values()]
 
 
 def _site(call: fx.Node, outputs: dict[fx.Node, int], ends: list[fx.Node]) -> AttentionSite:
@@ -114,11 +116,12 @@ def _site(call: fx.Node, outputs: dict[fx.Node, int], ends: list[fx.Node]) -> At
     of_cache = grown == attended and not (given["mask"] and _reads(given["mask"], grown, ends))
     (past_key, key), (past_value, val) = grown[0].args, grown[1].args
     (keys_out, window), (values_out, _) = (stored(node, outputs) or (-1, None) for node in grown)
-    beside = {name: given[name] for name in ("query", "mask", "scale", "causal", "cap", "sink")}
-    lse, made = _log_sum_exp(call, given), None if of_cache else attended
+    beside = {name: given[name] for name in ("query", "mask", "scale", "causal", "cap", "sink_logit")}
+    lse, computed = _log_sum_exp(call, given), None if of_cache else attended
     return AttentionSite(
         call=call, key=key, value=val, past_key=past_key, past_value=past_value, grown_key=grown[0],  # type: ignore[arg-type]
-        grown_value=grown[1], keys_out=keys_out, values_out=values_out, window=window, lse=lse, made=made, **beside,
+        grown_value=grown[1], keys_out=keys_out, values_out=values_out, window=window, lse=lse, computed=computed,
+        **beside,
     )  # fmt: skip
 
 

@@ -36,7 +36,7 @@ class Call:
         mask: bool or additive, [B or 1, Hq or 1, q or 1, S], or None.
         scale: multiplies the products.
         cap: bounds the logits, or None.
-        sink: the logits of what is attended to beside the keys, [B or 1, Hq, q or 1, 1], or None.
+        sink_logit: the logits of what is attended to beside the keys, [B or 1, Hq, q or 1, 1], or None.
         lse: where the model asks for the log-sum-exp of the logits, [B, Hq, q] or [B, Hq, q, 1], or None.
         causal, dropout: as of scaled_dot_product_attention.
         hidden, dtypes: see `kvpass.capture.canonical.attention`; the three dtypes of attention that is spelled out.
@@ -49,7 +49,7 @@ class Call:
     mask: fx.Node | None
     scale: float
     cap: float | None = None
-    sink: fx.Node | None = None
+    sink_logit: fx.Node | None = None
     lse: fx.Node | None = None
     causal: bool = False
     dropout: float = 0.0
@@ -58,7 +58,7 @@ class Call:
 
     def moved(self, to: dict[fx.Node, fx.Node]) -> Call:
         """The same with other nodes as operands, where these have taken the place of the graph's own."""
-        operands = {name: getattr(self, name) for name in ("query", "key", "value", "mask", "sink")}
+        operands = {name: getattr(self, name) for name in ("query", "key", "value", "mask", "sink_logit")}
         return dataclasses.replace(self, **{name: to.get(node, node) for name, node in operands.items()})
 
 
@@ -149,7 +149,7 @@ class _Spelled:
         self.factor, self.cap = 1.0, 0.0
         self.masks: list[fx.Node] = []
         self.casts: list[torch.dtype] = []
-        self.sink: fx.Node | None = None
+        self.sink_logit: fx.Node | None = None
         self.hidden: float | None = None
         self.shifted = False
         self.at = softmax  # the operation that is looked at
@@ -175,7 +175,7 @@ class _Spelled:
         mask = self._mask(value(query).shape[:2], joined=value(product).ndim == 3)
         scale = self.factor * (self.cap or 1.0)
         return Call(
-            node, query, key, _tensor(probabilities.args[1]), mask, scale, self.cap or None, self.sink,
+            node, query, key, _tensor(probabilities.args[1]), mask, scale, self.cap or None, self.sink_logit,
             self._log_sum_exp(), hidden=self.hidden,
             dtypes=(value(product).dtype, value(self.softmax).dtype, value(node).dtype),
         )  # fmt: skip
@@ -183,7 +183,7 @@ class _Spelled:
     def _check_casts(self, dtype: torch.dtype) -> None:
         """Logits and probabilities may be computed in a wider dtype than the product's, and not in a narrower one."""
         given = [dtype, value(self.softmax).dtype, *self.casts]
-        if not all(is_as_wide(own, dtype) for own in given):
+        if not all(is_as_wide(each, dtype) for each in given):
             raise _Unreadable("logits or probabilities are made narrower than their product is")
 
     # -- from the softmax back -------------------------------------------------------------------------
@@ -254,7 +254,7 @@ class _Spelled:
         if self.cap:
             raise _Unreadable("the mask is inside of the cap")
         boolean = value(mask).dtype == torch.bool
-        if self.sink is not None and expr(value(mask).shape[-1]) != expr(value(logits).shape[-1]):
+        if self.sink_logit is not None and expr(value(mask).shape[-1]) != expr(value(logits).shape[-1]):
             raise _Unreadable("the mask is not as wide as the logits beside the sink")
         self.masks.append(mask if boolean or self.factor == 1.0 else self._scaled(mask))
         return logits
@@ -281,13 +281,19 @@ class _Spelled:
 
     def _joined(self, node: fx.Node) -> fx.Node:
         given = operators.bound(node)
-        logits, *sink = given["tensors"]
+        logits, *sink_logit = given["tensors"]
         last = _is_last(given.get("dim", 0), value(node))
-        if self.sink or self.factor != 1.0 or len(sink) != 1 or not last or value(sink[0]).shape[-1] != 1:
+        if (
+            self.sink_logit
+            or self.factor != 1.0
+            or len(sink_logit) != 1
+            or not last
+            or value(sink_logit[0]).shape[-1] != 1
+        ):
             raise _Unreadable("what is joined to the logits is not one column of sinks at their end")
-        if value(sink[0]).ndim != 4:
+        if value(sink_logit[0]).ndim != 4:
             raise _Unreadable("sinks are not [B or 1, Hq, q or 1, 1]")
-        self.sink = sink[0]
+        self.sink_logit = sink_logit[0]
         return _tensor(logits)
 
     def _filled(self, node: fx.Node) -> fx.Node:
@@ -333,7 +339,7 @@ class _Spelled:
 
     def _log_sum_exp(self) -> fx.Node | None:
         """Where the model sums up the very logits that the softmax takes, and nothing beside them."""
-        if self.sink is not None or self.shifted:
+        if self.sink_logit is not None or self.shifted:
             return None
         same = [_tensor(operators.bound(self.softmax)["input"])]
         while known_name(same[-1]) in _CASTS:
@@ -367,7 +373,7 @@ class _Spelled:
         if not is_tensor(node):
             return False
         cuts_sink = known_name(node) == "getitem" and node.args[1] == (Ellipsis, slice(None, -1, None))
-        return (self.sink is not None and cuts_sink) or self._hands_on(node)
+        return (self.sink_logit is not None and cuts_sink) or self._hands_on(node)
 
     # -- masks -----------------------------------------------------------------------------------------
 

@@ -112,7 +112,7 @@ def _spread(site: AttentionSite, policy: Policy) -> Spread | None:
     kinds = {origin.kind for origin in every}
     if kinds == {"whole"} or (kinds == {"plain"} and not _talks(site.call.graph)):
         return None
-    if kinds == {"rows"} and len({origin.mesh for origin in every}) == 1 and not site.made:
+    if kinds == {"rows"} and len({origin.mesh for origin in every}) == 1 and not site.computed:
         return _shared_out(site, next(iter(every)).mesh)
     talks = _talks(site.call.graph) or "weights that are shared out among processes"
     told = "; ".join(f"its {name} by {_told(origins)}" for name, origins in made.items())

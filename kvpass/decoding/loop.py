@@ -197,12 +197,12 @@ class DecodeLoop:
                 that keeps them all, a name that is taken.
             PolicyError: a setting that cannot be, or a loop without rows.
         """
-        requests, own = self._served(), self.sampling
+        requests, default = self._served(), self.sampling
         settings = (
-            own.temperature if temperature is None else temperature,
-            own.top_k if top_k is None else top_k,
-            own.top_p if top_p is None else top_p,
-            (own.seed + requests.number) % PRIME if seed is None else seed,
+            default.temperature if temperature is None else temperature,
+            default.top_k if top_k is None else top_k,
+            default.top_p if top_p is None else top_p,
+            (default.seed + requests.number) % PRIME if seed is None else seed,
         )
         ends = self.stop.tolist() if stop is None else stop
         return requests.add(ids, request_id, max_new_tokens, ends, Sampling(*settings))

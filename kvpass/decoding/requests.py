@@ -463,7 +463,7 @@ class Batch(State):
     def mask(self) -> Tensor:
         """[R, tokens seen]: a row's own stand at its end; those of a row that stands still may be any."""
         places = torch.arange(self.length, device=self.done.device)
-        return (places >= self.length - self.caches[0].real_seen[:, None]).to(torch.int64)
+        return (places >= self.length - self.caches[0].valid_seen[:, None]).to(torch.int64)
 
     @property
     def variant(self) -> Any:
@@ -501,7 +501,7 @@ def _check_nothing_else(cache: Any) -> None:
 
 def _widened(one: LayerCache, rows: int) -> LayerCache:
     """A cache like this one with so many rows that hold nothing."""
-    layout = dataclasses.replace(one.layout, rows=rows)
+    layout = dataclasses.replace(one.layout, batch=rows)
     if not isinstance(one.slots, Slots):
         raise CacheHandleError("requests on a cache that runs with inner='reference'")
     slots = Slots.empty(layout)

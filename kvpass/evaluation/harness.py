@@ -119,8 +119,8 @@ class BoundedLM(HFLM):  # type: ignore[misc]
     def _stop_tokens(self) -> list[int]:
         """Those of the tokenizer and of the model's generation config."""
         told = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
-        own = told if isinstance(told, list) else [told]
-        return sorted({token for token in (self.eot_token_id, *own) if token is not None})
+        ends = told if isinstance(told, list) else [told]
+        return sorted({token for token in (self.eot_token_id, *ends) if token is not None})
 
     def _model_generate(
         self, context: Tensor, max_length: int, stop: list[str], *, attention_mask: Tensor, **how: Any

@@ -40,9 +40,11 @@ def section(measure: Measure, results: Sequence[Result]) -> str:
 def about(key: Mapping[str, Any]) -> str:
     """How it was measured, in a line."""
     fed = f"chunks of {key['chunk']}" if key["prefill"] == "chunk" else key["prefill"]
-    own = ", ".join(f"{name} {_listed(value)}" for name, value in key["settings"].items())
+    fields = ", ".join(f"{name} {_listed(value)}" for name, value in key["settings"].items())
     stored = f", rows in {key['kv_dtype']}" if key["kv_dtype"] else ""
-    return f"{key['model'] or 'the bundled model'}, {key['dtype']} on {key['device']}{stored}; prefill: {fed}; {own}."
+    return (
+        f"{key['model'] or 'the bundled model'}, {key['dtype']} on {key['device']}{stored}; prefill: {fed}; {fields}."
+    )
 
 
 def _listed(value: Any) -> str:
@@ -67,8 +69,8 @@ def lines(measure: Measure, results: Sequence[Result]) -> dict[str, list[tuple[f
     budgets = sorted({result.key["budget"] for result in results if result.key["budget"] is not None})
     found: dict[str, list[tuple[float, float]]] = {}
     for result in results:
-        own = [result.key["budget"]] if result.key["budget"] is not None else budgets
-        found.setdefault(result.key["policy"], []).extend((budget, result.columns[measure.up]) for budget in own)
+        spent = [result.key["budget"]] if result.key["budget"] is not None else budgets
+        found.setdefault(result.key["policy"], []).extend((budget, result.columns[measure.up]) for budget in spent)
     return found
 
 

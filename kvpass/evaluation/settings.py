@@ -74,11 +74,11 @@ class Case:
             texts: a digest of the texts.
         """
         names = ("prefill", "model", "device", "dtype", "kv_dtype", "inner")
-        own = {name: getattr(settings, name) for name in names}
+        read = {name: getattr(settings, name) for name in names}
         fields: dict[str, Any] = dataclasses.asdict(self.measure)  # type: ignore[call-overload]
         fields = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
         case = {"measure": self.measure.name, "policy": self.policy, "budget": self.budget}
-        return {**case, **own, "chunk": settings.chunked, "texts": texts, "settings": fields}
+        return {**case, **read, "chunk": settings.chunked, "texts": texts, "settings": fields}
 
 
 def cases(settings: Settings) -> Iterator[Case]:

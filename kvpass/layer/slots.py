@@ -20,7 +20,7 @@ from kvpass.storage import Format, KVDtype, Rows, format_of
 from kvpass.storage.base import Place
 
 FREE = -1
-PIECE = 1024  # evicted rows that are merged at a time
+BLOCK = 1024  # evicted rows that are merged at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Layout:
         policy: decides what stays.
         budget: tokens kept between steps.
         capacity: slots, the one for the token being written included.
-        rows, heads, key_dim, value_dim: B, Hkv, D and Dv.
+        batch, heads, key_dim, value_dim: B, Hkv, D and Dv.
         dtype, device: of keys and values.
         ranked: keys are stored before their rotary embedding and numbered by rank (positions="cache").
         layer: the number of the layer, for policies whose `align` asks for it; else 0, so that layers are alike.
@@ -44,7 +44,7 @@ class Layout:
     policy: Policy
     budget: int
     capacity: int
-    rows: int
+    batch: int
     heads: int
     key_dim: int
     value_dim: int
@@ -108,7 +108,7 @@ class Slots:
     @torch.inference_mode(False)  # steps outside of inference mode write to them, too
     def empty(layout: Layout) -> Slots:
         """Slots that hold nothing."""
-        rows, groups, capacity = layout.rows, layout.groups, layout.capacity
+        rows, groups, capacity = layout.batch, layout.groups, layout.capacity
         meta = (rows, groups, capacity)
 
         def integers(*shape: int, fill: int = 0) -> Tensor:
@@ -227,23 +227,23 @@ class Chunk:
 
     Attributes:
         key, value: [B, Hkv, q, D] and [B, Hkv, q, Dv]; the keys as they are to be stored.
-        real: bool [B, q], false for padding.
+        valid: bool [B, q], false for padding.
         attention: what the chunk's queries paid to [held slots, chunk], N = C + q (N = q for a prompt).
     """
 
     key: Tensor
     value: Tensor
-    real: Tensor
+    valid: Tensor
     attention: Attention
 
     def first(self, count: int) -> Chunk:
         """Its first tokens, without what their queries paid."""
-        return Chunk(self.key[:, :, :count], self.value[:, :, :count], self.real[:, :count], Attention())
+        return Chunk(self.key[:, :, :count], self.value[:, :, :count], self.valid[:, :count], Attention())
 
 
 def first_state(layout: Layout) -> State:
     """What the policy remembers of slots that hold nothing."""
-    shape, device = (layout.rows, layout.groups), layout.device
+    shape, device = (layout.batch, layout.groups), layout.device
     tokens = {
         name: torch.zeros(*shape, layout.capacity, dtype=dtype, device=device)
         for name, dtype in layout.policy.remembered().items()
@@ -275,10 +275,10 @@ def admit(
     Returns:
         Slots of the layout's capacity; of more when the policy defers and this is the prompt.
     """
-    limits = tuple(limits) or (layout.budget,) * layout.rows
+    limits = tuple(limits) or (layout.budget,) * layout.batch
     past = Slots.empty(_roomy(layout, chunk, min(limits))) if held is None else held
     key, value = Rows.of(layout.key_format, chunk.key), Rows.of(layout.value_format, chunk.value)
-    tokens, index = _candidates(layout, past, chunk.real, key, value, held is None)
+    tokens, index = _candidates(layout, past, chunk.valid, key, value, held is None)
     tokens = dataclasses.replace(tokens, budget=max(limits), limits=limits)
     tokens = tokens.updated(layout.policy.learned(tokens, chunk.attention))
     stays, changes = layout.policy.staying(tokens)
@@ -294,7 +294,7 @@ def admit(
         _merge_gone(layout, slots, tokens, tokens.live & ~stays, key, value)
     slots.free.copy_(_next_slot(layout, slots))
     if held is not None and layout.policy.aligns in ("step", "sweep"):
-        _align(layout, slots, chunk.real.shape[1])
+        _align(layout, slots, chunk.valid.shape[1])
     return slots
 
 
@@ -327,21 +327,21 @@ def _roomy(layout: Layout, chunk: Chunk, budget: int) -> Layout:
     One that exceeds the budget, the least of any row, gets more slots than the layout has, even if it would fit
     there: that is how the next step knows that all that is too much has to go, and not one token for each that comes.
     """
-    prompt, capacity = chunk.real.shape[1], layout.capacity
+    prompt, capacity = chunk.valid.shape[1], layout.capacity
     whole = layout.policy.defers and prompt > budget
     return dataclasses.replace(layout, capacity=max(capacity, prompt) + 1 if whole else capacity)
 
 
 def _candidates(
-    layout: Layout, past: Slots, real: Tensor, key: Rows, value: Rows, prompt: bool
+    layout: Layout, past: Slots, valid: Tensor, key: Rows, value: Rows, prompt: bool
 ) -> tuple[Tokens, Tensor]:
     """The tokens of [held slots, chunk], N = C + q, and their places in the padded sequence [B, H', N].
 
     The rows are the chunk's, as they are stored.
     """
-    policy, count = layout.policy, real.cumsum(-1)  # [B, q]
+    policy, count = layout.policy, valid.cumsum(-1)  # [B, q]
     fresh = past.seen[:, None] + count - 1
-    running = past.length[:, None] + torch.arange(real.shape[1], device=layout.device)
+    running = past.length[:, None] + torch.arange(valid.shape[1], device=layout.device)
 
     def joined(old: Tensor, new: Tensor) -> Tensor:
         new = new.expand(-1, layout.groups, -1)
@@ -350,7 +350,7 @@ def _candidates(
     arriving, state = first_values(policy, key, value), dict(past.state)
     for name, dtype in policy.remembered().items():
         state[name] = joined(past.state[name], arriving.get(name, torch.zeros_like(fresh, dtype=dtype)[:, None]))
-    position = joined(past.position, fresh.masked_fill(~real, FREE)[:, None])
+    position = joined(past.position, fresh.masked_fill(~valid, FREE)[:, None])
     tokens = Tokens(
         position=position,
         seen=(past.seen + count[:, -1])[:, None, None],
@@ -408,14 +408,14 @@ def _merge_gone(layout: Layout, slots: Slots, tokens: Tokens, gone: Tensor, key:
 
 
 def _mix(buffer: Rows, rows: Rows, places: Tensor, merge: Merge) -> None:
-    """buffer [B, Hkv, C, D] with the rows [B, Hkv, N, D] at `places` [B, H', E] merged into it, a piece at a time."""
+    """buffer [B, Hkv, C, D] with the rows [B, Hkv, N, D] at `places` [B, H', E] merged into it, a block at a time."""
     heads, held = buffer.shape[1], wide(buffer.read())
     into = merge.into.expand(-1, heads, -1)
     share = torch.zeros(buffer.shape[:3], device=buffer.device)
     share = share.scatter_add(-1, into, merge.share.expand(-1, heads, -1))[..., None]
     total = merge.own * held
-    for start in range(0, places.shape[-1], PIECE):
-        piece = slice(start, start + PIECE)
-        weighted = wide(rows.gathered(places[..., piece]).read()) * merge.weight[..., piece, None]
-        total.scatter_add_(2, into[..., piece, None].expand_as(weighted), weighted)
+    for start in range(0, places.shape[-1], BLOCK):
+        block = slice(start, start + BLOCK)
+        weighted = wide(rows.gathered(places[..., block]).read()) * merge.weight[..., block, None]
+        total.scatter_add_(2, into[..., block, None].expand_as(weighted), weighted)
     buffer.replace(torch.where(share > 0, total / (merge.own + share), held), share[..., 0] > 0)

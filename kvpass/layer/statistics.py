@@ -41,12 +41,12 @@ def statistics(
     query: Tensor,
     key: Tensor,
     mask: Tensor | None,
-    real: Tensor,
+    valid: Tensor,
     causal: bool,
     scale: float,
     budget: Budget,
     cap: float | None = None,
-    sink: Tensor | None = None,
+    sink_logit: Tensor | None = None,
     heads: int | None = None,
     spread: Spread | None = None,
 ) -> list[Tensor]:
@@ -54,11 +54,11 @@ def statistics(
     made: dict[Statistic, Tensor] = {}
     if not policy.statistics.isdisjoint(SUMS):
         asked = (policy.observation, powers(policy))
-        sums = column_scores(query, key, mask, real, causal, scale, *asked, cap, sink, heads)
+        sums = column_scores(query, key, mask, valid, causal, scale, *asked, cap, sink_logit, heads)
         made = dict(zip(SUMS, sums, strict=True))
     if "scan" in policy.statistics:
         written, where = (specify(policy), *room(budget)), spread.written() if spread else None
-        made["scan"] = row_scan(query, key, mask, real, causal, scale, *written, cap, sink, heads, where)
+        made["scan"] = row_scan(query, key, mask, valid, causal, scale, *written, cap, sink_logit, heads, where)
     return [made[name] for name in wanted(policy)]
 
 
@@ -68,12 +68,12 @@ def attended_and_scored(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    real: Tensor,
+    valid: Tensor,
     causal: bool,
     scale: float,
     budget: Budget,
     cap: float | None = None,
-    sink: Tensor | None = None,
+    sink_logit: Tensor | None = None,
     heads: int | None = None,
     spread: Spread | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
@@ -81,11 +81,11 @@ def attended_and_scored(
     if "scan" in policy.statistics:
         written, where = (specify(policy), *room(budget)), spread.written() if spread else None
         output, scan = scanned_attention(
-            query, key, value, mask, real, causal, scale, *written, cap, sink, heads, where
+            query, key, value, mask, valid, causal, scale, *written, cap, sink_logit, heads, where
         )
         return output, [scan]
     asked = (policy.observation, powers(policy))
-    output, *sums = scored_attention(query, key, value, mask, real, causal, scale, *asked, cap, sink, heads)
+    output, *sums = scored_attention(query, key, value, mask, valid, causal, scale, *asked, cap, sink_logit, heads)
     made = dict(zip(SUMS, sums, strict=True))
     return output, [made[name] for name in wanted(policy)]
 
@@ -96,7 +96,7 @@ class Asked:
 
     Attributes:
         query: [B, Hq, q, D]; key: [B, Ha, N, D], as attended to; the last q of N are those of the queries.
-        mask: [B or 1, Hq, Ha or 1, q, N], boolean or additive, or None; sink: [B or 1, Hq, q or 1, 1] or None.
+        mask: [B or 1, Hq, Ha or 1, q, N], boolean or additive, or None; sink_logit: [B or 1, Hq, q or 1, 1] or None.
         causal, scale, cap, heads: as of `kvpass.lowering.column_scores`.
         spread: where the other heads of the layer are.
     """
@@ -104,7 +104,7 @@ class Asked:
     query: Tensor
     key: Tensor
     mask: Tensor | None
-    sink: Tensor | None
+    sink_logit: Tensor | None
     causal: bool
     scale: float
     cap: float | None
@@ -115,21 +115,21 @@ class Asked:
         """Of the first `count` queries, without the keys behind them."""
         total = self.key.shape[2] - self.query.shape[2] + count
         mask = None if self.mask is None else self.mask[..., :count, :total]
-        sink = None if self.sink is None else self.sink[:, :, :count]
+        sink_logit = None if self.sink_logit is None else self.sink_logit[:, :, :count]
         return dataclasses.replace(
-            self, query=self.query[:, :, :count], key=self.key[:, :, :total], mask=mask, sink=sink
+            self, query=self.query[:, :, :count], key=self.key[:, :, :total], mask=mask, sink_logit=sink_logit
         )
 
-    def attention(self, policy: Policy, real: Tensor, budget: Budget) -> Attention:
-        """What the queries paid; real is bool [B, q], and the budget as users write it."""
+    def attention(self, policy: Policy, valid: Tensor, budget: Budget) -> Attention:
+        """What the queries paid; valid is bool [B, q], and the budget as users write it."""
         if not policy.statistics:
             return Attention()
-        given = (self.query, self.key, self.mask, real, self.causal, self.scale, budget)
-        made = statistics(policy, *given, self.cap, self.sink, self.heads, self.spread)
-        return as_attention(policy, made, real, self.spread)
+        given = (self.query, self.key, self.mask, valid, self.causal, self.scale, budget)
+        made = statistics(policy, *given, self.cap, self.sink_logit, self.heads, self.spread)
+        return as_attention(policy, made, valid, self.spread)
 
 
-def as_attention(policy: Policy, tensors: list[Tensor], real: Tensor, spread: Spread | None = None) -> Attention:
-    """What `statistics` returned, by name; real is bool [B, q]."""
+def as_attention(policy: Policy, tensors: list[Tensor], valid: Tensor, spread: Spread | None = None) -> Attention:
+    """What `statistics` returned, by name; valid is bool [B, q]."""
     named = dict(zip(wanted(policy), tensors, strict=True))
-    return Attention(**named, queries=real.sum(-1)[:, None, None], spread=spread)
+    return Attention(**named, queries=valid.sum(-1)[:, None, None], spread=spread)

@@ -34,10 +34,10 @@ class Mask(Protocol):
 
 
 Rotate = Callable[[Tensor, Tensor], list[Tensor]]
-"""The model's own rotary embedding: keys [B, Hkv, N, D] at positions int64 [B, H', N], in pieces of D."""
+"""The model's own rotary embedding: keys [B, Hkv, N, D] at positions int64 [B, H', N], in sections of D."""
 
 
-Expand = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, list[Tensor]]]
+ComputeKeys = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, list[Tensor]]]
 """What the model makes of its cache: stored [B, Hkv, N, D'] twice, to keys and values [B, Ha, N, D] for attention and
 facts [N, ...] that its mask reads."""
 
@@ -51,9 +51,9 @@ class Site:
         mask: the model's mask on slots, or None.
         rotate: the model's rotary embedding, or None when stored keys are attended to as they are.
         rope: the same as kernels can apply it, without ranks, if they can.
-        cap, sink: see `kvpass.capture.canonical.attention`; the sink is [B or 1, Hq, q or 1, 1].
+        cap, sink_logit: see `kvpass.capture.canonical.attention`; the latter is [B or 1, Hq, q or 1, 1].
         weights: the policy's own, as inputs of the graph; empty where they may be taken from the policy.
-        expand: makes keys and values from what is stored, or None when they are stored as they are.
+        compute_keys: makes keys and values from what is stored, or None when they are stored as they are.
         lse: whether the model wants the log-sum-exp of the logits as well.
         place: the slots to write to, [B, H'], where they are not to be read from `slots.free`.
     """
@@ -64,14 +64,14 @@ class Site:
     rope: Rope | None = None
     weights: tuple[Tensor, ...] = ()
     cap: float | None = None
-    sink: Tensor | None = None
-    expand: Expand | None = None
+    sink_logit: Tensor | None = None
+    compute_keys: ComputeKeys | None = None
     lse: bool = False
     place: Tensor | None = None
 
-    def sinks(self, heads: int) -> Tensor | None:
+    def sink_logits(self, heads: int) -> Tensor | None:
         """The sink's logits [B or 1, Hkv, G, q or 1, 1]."""
-        return None if self.sink is None else torch.unflatten(self.sink, 1, (heads, -1))
+        return None if self.sink_logit is None else torch.unflatten(self.sink_logit, 1, (heads, -1))
 
 
 class Attended(NamedTuple):
@@ -88,7 +88,7 @@ def decode_step(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    real: Tensor,
+    valid: Tensor,
     sweep: bool = False,
 ) -> Attended:
     """Write one token to the free slot, attend, let the policy observe and free the next slot.
@@ -96,19 +96,19 @@ def decode_step(
     Args:
         slots: overwritten in place.
         query: [B, Hq, 1, D]; key: [B, Hkv, 1, D], as it is stored; value: [B, Hkv, 1, Dv].
-        real: bool [B], false for a row whose token is padding.
+        valid: bool [B], false for a row whose token is padding.
         sweep: the other decode graph, which the host runs when `Policy.tick` says so.
     """
     policy = layout.policy
     new = (Rows.of(layout.key_format, key), Rows.of(layout.value_format, value))
-    tokens, index = _arrived(layout, slots, new, real)
-    _write(slots, new, slots.free if site.place is None else site.place, real if policy.overwrites else None)
+    tokens, index = _arrived(layout, slots, new, valid)
+    _write(slots, new, slots.free if site.place is None else site.place, valid if policy.overwrites else None)
     here = _View.of(layout, site, slots, tokens, index, query)
-    attended, probabilities, logits = here.attend(rows=bool(policy.statistics))
-    attention = _one_query(layout, probabilities, real)
+    attended, probabilities, logits = here.attend(with_logits=bool(policy.statistics))
+    attention = _one_query(layout, probabilities, valid)
     if sweep and "logits" in policy.statistics:
         assert logits is not None
-        seen = logits if here.own is None else here.logits()  # the policy sees them without its own bias
+        seen = logits if here.policy_bias is None else here.logits()  # the policy sees them without its own bias
         attention = dataclasses.replace(attention, logits=regrouped(seen, layout.heads)[..., 0, :].float())
     tokens, victim = _swept(layout, tokens, attention) if sweep else _stepped(layout, slots, tokens, attention)
     if policy.aligns == ("sweep" if sweep else "step"):
@@ -118,17 +118,17 @@ def decode_step(
 
 
 def read_step(
-    layout: Layout, site: Site, slots: Slots, query: Tensor, key: Tensor, value: Tensor, real: Tensor
+    layout: Layout, site: Site, slots: Slots, query: Tensor, key: Tensor, value: Tensor, valid: Tensor
 ) -> Attended:
     """Attend once more after a `decode_step`, to what that attended to: the query of a layer that shares its cache.
 
     Args:
         slots: K and V as they are now, all else as it was before the step.
-        query: [B, Hq, 1, D]; key, value: [B, Hkv, 1, D] and [B, Hkv, 1, Dv], the step's; real: bool [B].
+        query: [B, Hq, 1, D]; key, value: [B, Hkv, 1, D] and [B, Hkv, 1, Dv], the step's; valid: bool [B].
     """
     new = (Rows.of(layout.key_format, key), Rows.of(layout.value_format, value))
-    tokens, index = _arrived(layout, slots, new, real)
-    return _View.of(layout, site, slots, tokens, index, query).attend(rows=False)[0]
+    tokens, index = _arrived(layout, slots, new, valid)
+    return _View.of(layout, site, slots, tokens, index, query).attend(with_logits=False)[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +138,7 @@ class _View:
     Attributes:
         query: [B, Ha, ., 1, D], by the heads of the keys; key, value: rows [B, Ha, C, D] and [B, Ha, C, Dv].
         mask, bias: broadcastable to [B, Ha, ., 1, C]; the bias is the model's.
-        own: the policy's bias, likewise.
+        policy_bias: the policy's, likewise.
     """
 
     site: Site
@@ -147,7 +147,7 @@ class _View:
     value: Rows
     mask: Tensor
     bias: Tensor | None
-    own: Tensor | None
+    policy_bias: Tensor | None
     rotate: Callable[[Tensor], list[Tensor]] | None
     rope: Rope | None
 
@@ -158,21 +158,25 @@ class _View:
         live = tokens.live[:, :, None, None]  # [B, H', 1, 1, C]
         key, value, facts = _attended_rows(layout, site, *_read(layout, site, slots, tokens))
         mask, bias = with_mask(live, site.mask(index, tokens.position, facts) if site.mask else None)
-        own = layout.policy.bias(tokens, grouped.shape[2])
-        own = None if own is None else own[..., None, :]
+        policy_bias = layout.policy.bias(tokens, grouped.shape[2])
+        policy_bias = None if policy_bias is None else policy_bias[..., None, :]
         heads = key.shape[1]
         if heads != layout.heads:  # they are made from what is stored
             grouped, mask = regrouped(grouped, heads), _over(mask, heads)
-            bias, own = (None if x is None else _over(x, heads) for x in (bias, own))
+            bias, policy_bias = (None if x is None else _over(x, heads) for x in (bias, policy_bias))
         rope = None if site.rope is None else dataclasses.replace(site.rope, rank=tokens.rank)
-        return _View(site, grouped, key, value, mask, bias, own, _rotation(site, tokens), rope)
+        return _View(site, grouped, key, value, mask, bias, policy_bias, _rotation(site, tokens), rope)
 
-    def attend(self, rows: bool) -> tuple[Attended, Tensor | None, Tensor | None]:
-        """For one query, and if `rows` are wanted probabilities and logits, [B, Ha, ., 1, C] as `wide` has them."""
+    def attend(self, with_logits: bool) -> tuple[Attended, Tensor | None, Tensor | None]:
+        """For one query, and if `with_logits` probabilities and logits, [B, Ha, ., 1, C] as `wide` has them."""
         site = self.site
-        rows = rows or site.lse
-        given: dict[str, Any] = dict(scale=site.scale, mask=self.mask, rotate=self.rotate, cap=site.cap, rows=rows)
-        given |= dict(bias=added(self.bias, self.own), sink=site.sinks(self.key.shape[1]), rope=self.rope)
+        with_logits = with_logits or site.lse
+        given: dict[str, Any] = dict(
+            scale=site.scale, mask=self.mask, rotate=self.rotate, cap=site.cap, with_logits=with_logits
+        )
+        given |= dict(
+            bias=added(self.bias, self.policy_bias), sink_logit=site.sink_logits(self.key.shape[1]), rope=self.rope
+        )
         output, probabilities, logits = attend(self.query, self.key, self.value, **given)
         output = output.flatten(1, 2)  # here: the compiler moves a product to its first user
         return Attended(output, _log_sum_exp(site, logits)), probabilities, logits
@@ -193,9 +197,9 @@ def _over(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[1] * x.shape[2] == 1 else regrouped(x, heads)
 
 
-def _arrived(layout: Layout, slots: Slots, new: tuple[Rows, Rows], real: Tensor) -> tuple[Tokens, Tensor]:
+def _arrived(layout: Layout, slots: Slots, new: tuple[Rows, Rows], valid: Tensor) -> tuple[Tokens, Tensor]:
     """The slots' metadata with the new token in the free slot, and the indices [B, H', C] with it."""
-    fresh = _here(slots.free, layout.capacity) & real[:, None, None]  # [B, H', C]
+    fresh = _here(slots.free, layout.capacity) & valid[:, None, None]  # [B, H', C]
     position = torch.where(fresh, slots.seen[:, None, None], slots.position)
     index = torch.where(fresh, slots.length[:, None, None], slots.index)
     arriving, state = first_values(layout.policy, *new), dict(slots.state)
@@ -205,7 +209,7 @@ def _arrived(layout: Layout, slots: Slots, new: tuple[Rows, Rows], real: Tensor)
     if layout.tracks_rank:
         rank = _without(slots.rank, fresh & (slots.position >= 0)) if layout.policy.overwrites else slots.rank
         rank = torch.where(fresh, (position >= 0).sum(-1, keepdim=True) - 1, rank)
-    seen = (slots.seen + real)[:, None, None]
+    seen = (slots.seen + valid)[:, None, None]
     return Tokens(position, seen, state, layout.budget, layout.capacity, rank, layout.spread), index
 
 
@@ -248,18 +252,18 @@ def with_mask(live: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]
     return (live & mask, None) if mask.dtype == torch.bool else (live, mask)
 
 
-def added(bias: Tensor | None, own: Tensor | None) -> Tensor | None:
+def added(bias: Tensor | None, policy_bias: Tensor | None) -> Tensor | None:
     """The model's bias [B, ., ., q, N] and the policy's [B, ., ., 1, N]."""
-    if own is None:
+    if policy_bias is None:
         return bias
-    return own if bias is None else wide(bias) + own
+    return policy_bias if bias is None else wide(bias) + policy_bias
 
 
-def _one_query(layout: Layout, probabilities: Tensor | None, real: Tensor) -> Attention:
+def _one_query(layout: Layout, probabilities: Tensor | None, valid: Tensor) -> Attention:
     if probabilities is None:
-        return Attention(queries=real.long()[:, None, None], spread=layout.spread)
-    row = regrouped(probabilities, layout.heads)[..., 0, :].float() * real[:, None, None, None]  # [B, Hkv, G, C]
-    return Attention(row, row.square(), row, row, queries=real.long()[:, None, None], spread=layout.spread)
+        return Attention(queries=valid.long()[:, None, None], spread=layout.spread)
+    row = regrouped(probabilities, layout.heads)[..., 0, :].float() * valid[:, None, None, None]  # [B, Hkv, G, C]
+    return Attention(row, row.square(), row, row, queries=valid.long()[:, None, None], spread=layout.spread)
 
 
 def _stepped(layout: Layout, slots: Slots, tokens: Tokens, attention: Attention) -> tuple[Tokens, Tensor]:
@@ -316,15 +320,15 @@ def _read(layout: Layout, site: Site, slots: Slots, tokens: Tokens) -> tuple[Row
 
 def _attended_rows(layout: Layout, site: Site, key: Rows, value: Rows) -> tuple[Rows, Rows, list[Tensor]]:
     """What attention and its mask see of stored keys and values."""
-    if site.expand is None:
+    if site.compute_keys is None:
         return key, value, []
-    keys, values, facts = site.expand(key.read_as(layout.dtype), value.read_as(layout.dtype))
+    keys, values, facts = site.compute_keys(key.read_as(layout.dtype), value.read_as(layout.dtype))
     return plain(keys), plain(values), facts
 
 
-def _expanded(site: Site, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+def _with_computed_keys(site: Site, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
     """The same of the held rows and a chunk's."""
-    return (key, value, []) if site.expand is None else site.expand(key, value)
+    return (key, value, []) if site.compute_keys is None else site.compute_keys(key, value)
 
 
 def _realign(layout: Layout, site: Site, slots: Slots, tokens: Tokens) -> Tokens:
@@ -347,13 +351,13 @@ def _commit(layout: Layout, slots: Slots, tokens: Tokens, index: Tensor, victim:
 
 
 def extend_step(
-    layout: Layout, site: Site, slots: Slots, query: Tensor, key: Tensor, value: Tensor, real: Tensor
+    layout: Layout, site: Site, slots: Slots, query: Tensor, key: Tensor, value: Tensor, valid: Tensor
 ) -> tuple[Attended, list[Tensor]]:
     """Attend with a chunk of queries to [held slots, chunk], under the model's own mask.
 
     Args:
         query: [B, Hq, q, D]; key: [B, Hkv, q, D], as it is attended to; value: [B, Hkv, q, Dv].
-        real: bool [B, q].
+        valid: bool [B, q].
 
     Returns:
         What attention gives and the `kvpass.layer.statistics` of the chunk, whose columns are [held slots, chunk].
@@ -362,22 +366,22 @@ def extend_step(
     """
     policy, chunk = layout.policy, query.shape[2]
     held, rotate = slots.tokens(layout), site.rotate
-    query = tempered(policy, query, held.live.sum(-1)[:, :1] + real.sum(-1, keepdim=True))
+    query = tempered(policy, query, held.live.sum(-1)[:, :1] + valid.sum(-1, keepdim=True))
     stored, rows = (x.read_as(layout.dtype) for x in _read(layout, site, slots, held))
     kept = stored if rotate is None else torch.cat(rotate(stored, slots.rank), -1)
     keys = torch.cat([kept, key.to(kept.dtype)], 2)
-    keys, values, facts = _expanded(site, keys, torch.cat([rows, value.to(rows.dtype)], 2))
-    mask, bias = _chunk_mask(layout, site, slots, real, facts)
+    keys, values, facts = _with_computed_keys(site, keys, torch.cat([rows, value.to(rows.dtype)], 2))
+    mask, bias = _chunk_mask(layout, site, slots, valid, facts)
     full = _per_head(_joined(mask, bias, query.dtype), query, keys, layout.heads)
-    common = (real, False, site.scale, layout.budget, site.cap, site.sink, layout.heads, layout.spread)
-    own = policy.bias(held, query.shape[1] // layout.heads)
-    if own is None and _scores_on_the_way(policy, site, query, keys, values):
+    common = (valid, False, site.scale, layout.budget, site.cap, site.sink_logit, layout.heads, layout.spread)
+    policy_bias = policy.bias(held, query.shape[1] // layout.heads)
+    if policy_bias is None and _scores_on_the_way(policy, site, query, keys, values):
         output, made = attended_and_scored(policy, query, keys, values, full, *common)
         return Attended(output), [*made, *_asked(layout, site, query, keys, full)]
     seen = full
-    if own is not None:
-        own = torch.nn.functional.pad(own, (0, chunk))[..., None, :]  # [B, ., ., 1, C + q]
-        seen = _per_head(_joined(mask, added(bias, own), query.dtype), query, keys, layout.heads)
+    if policy_bias is not None:
+        policy_bias = torch.nn.functional.pad(policy_bias, (0, chunk))[..., None, :]  # [B, ., ., 1, C + q]
+        seen = _per_head(_joined(mask, added(bias, policy_bias), query.dtype), query, keys, layout.heads)
     attended = _attended(site, query, keys, values, seen)
     if not policy.statistics:
         return attended, []
@@ -394,18 +398,20 @@ def _asked(layout: Layout, site: Site, query: Tensor, keys: Tensor, mask: Tensor
     """What the statistics are made of, for a layout that crops."""
     if not layout.crops:
         return []
-    return [query, keys, mask] if site.sink is None else [query, keys, mask, site.sink]
+    return [query, keys, mask] if site.sink_logit is None else [query, keys, mask, site.sink_logit]
 
 
 def _attended(site: Site, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Attended:
     """Attention of a chunk; mask bool or additive [B, Hq, Ha or 1, q, N]."""
     heads = keys.shape[1]
     grouped = torch.unflatten(query, 1, (heads, -1))
-    if site.cap is None and site.sink is None and not site.lse and not by_kernel(grouped):
+    if site.cap is None and site.sink_logit is None and not site.lse and not by_kernel(grouped):
         return Attended(_library_attention(site.scale, grouped, keys, values, mask))
     apart = mask[:, :, None] if mask.shape[1] == 1 else torch.unflatten(mask, 1, (heads, -1))
     allowed, bias = (apart, None) if apart.dtype == torch.bool else (apart > torch.finfo(apart.dtype).min / 2, apart)
-    given: dict[str, Any] = dict(mask=allowed, bias=bias, cap=site.cap, sink=site.sinks(heads), rows=site.lse)
+    given: dict[str, Any] = dict(
+        mask=allowed, bias=bias, cap=site.cap, sink_logit=site.sink_logits(heads), with_logits=site.lse
+    )
     output, _, logits = attend(grouped, plain(keys), plain(values), scale=site.scale, **given)
     return Attended(output.flatten(1, 2), _log_sum_exp(site, logits))
 
@@ -422,15 +428,15 @@ def _library_attention(scale: float, grouped: Tensor, keys: Tensor, values: Tens
 
 
 def _chunk_mask(
-    layout: Layout, site: Site, slots: Slots, real: Tensor, facts: list[Tensor]
+    layout: Layout, site: Site, slots: Slots, valid: Tensor, facts: list[Tensor]
 ) -> tuple[Tensor, Tensor | None]:
     """Mask bool [B, H', 1 or G, q, C + q] and bias of a chunk on [held slots, chunk]."""
-    count = real.shape[1]
-    new = real[:, None, None, None].expand(-1, layout.groups, -1, -1, -1)  # [B, H', 1, 1, q]
-    running = slots.length[:, None] + torch.arange(count, device=real.device)
+    count = valid.shape[1]
+    new = valid[:, None, None, None].expand(-1, layout.groups, -1, -1, -1)  # [B, H', 1, 1, q]
+    running = slots.length[:, None] + torch.arange(count, device=valid.device)
     index = torch.cat([slots.index, running[:, None].expand(-1, layout.groups, -1)], -1)
     mask = torch.cat([(slots.position >= 0)[:, :, None, None], new], -1)  # the same for all queries
-    arriving = slots.seen[:, None] + real.cumsum(-1) - 1
+    arriving = slots.seen[:, None] + valid.cumsum(-1) - 1
     position = torch.cat([slots.position, arriving[:, None].expand(-1, layout.groups, -1)], -1)
     mask, bias = with_mask(mask, site.mask(index, position, facts) if site.mask else None)
     return mask.expand(-1, -1, -1, count, -1), bias

@@ -6,7 +6,7 @@ which the compiler schedules like its own, and torch's operations around them.
 
 With a rotary embedding applied at read, on a GPU the kernels rotate the keys that they load, where the embedding mixes
 pairs as `rope` knows them.  Else the first product is spelled out as multiply and sum: the compiler then fuses the
-rotation into the reduction and no rotated copy of the keys is ever written.  The rotated keys come in pieces of D for
+rotation into the reduction and no rotated copy of the keys is ever written.  The rotated keys come in sections of D for
 the same reason.
 """
 
@@ -38,8 +38,8 @@ def attend(
     bias: Tensor | None = None,
     rotate: Callable[[Tensor], list[Tensor]] | None = None,
     cap: float | None = None,
-    sink: Tensor | None = None,
-    rows: bool = True,
+    sink_logit: Tensor | None = None,
+    with_logits: bool = True,
     rope: Rope | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Attend to the slots that `mask` allows.
@@ -50,10 +50,10 @@ def attend(
         scale: multiplies the logits.
         mask: bool, broadcastable to [B, Hkv, G, q, C].
         bias: added to the logits, broadcastable likewise.
-        rotate: applied to the keys at read, pointwise in the slots; gives pieces [B, Hkv, C, d] of D.
+        rotate: applied to the keys at read, pointwise in the slots; gives sections [B, Hkv, C, d] of D.
         cap: bounds the logits before bias and mask, as cap * tanh(logits / cap).
-        sink: further logits [B or 1, Hkv, G, q or 1, 1] in the softmax, to which no value belongs.
-        rows: whether the attention rows are wanted.
+        sink_logit: further logits [B or 1, Hkv, G, q or 1, 1] in the softmax, to which no value belongs.
+        with_logits: whether probabilities and logits are wanted.
         rope: the same as `rotate`, for the kernels.
 
     Returns:
@@ -61,21 +61,32 @@ def attend(
         logits, [B, Hkv, G, q, C] as `wide` has them.  A query that may attend to nothing gets a finite output that
         means nothing.
     """
-    if key.format.turns or query.shape[-1] * query.element_size() > WIDEST_ROTATED:
+    if key.format.transforms or query.shape[-1] * query.element_size() > WIDEST_ROTATED:
         rope = None
     if by_kernel(query) and (rotate is None or rope is not None):
         from kvpass.lowering.attend_kernel import attended  # needs triton, which not every machine has
 
         asked = key.format.asked(query).to(query.dtype)
-        return attended(asked, key, value, scale=scale, mask=mask, bias=bias, cap=cap, sink=sink, rows=rows, rope=rope)
+        return attended(
+            asked,
+            key,
+            value,
+            scale=scale,
+            mask=mask,
+            bias=bias,
+            cap=cap,
+            sink_logit=sink_logit,
+            with_logits=with_logits,
+            rope=rope,
+        )
     logits = capped(scores(query, key, scale=scale, rotate=rotate), cap)
     if bias is not None:
         logits = logits + bias.to(logits.dtype)
     logits = torch.where(mask, logits, LOWEST)
-    probabilities = softmax_beside(logits, sink)
+    probabilities = softmax_beside(logits, sink_logit)
     output = value.format.mixture(probabilities.flatten(2, 3), value.parts, query.dtype)  # [B, Hkv, G*q, Dv]
     output = output.view(*query.shape[:4], -1)
-    return output, probabilities if rows else None, logits if rows else None
+    return output, probabilities if with_logits else None, logits if with_logits else None
 
 
 def by_kernel(query: Tensor) -> bool:
@@ -88,14 +99,14 @@ def capped(logits: Tensor, cap: float | None) -> Tensor:
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
-def softmax_beside(logits: Tensor, sink: Tensor | None) -> Tensor:
+def softmax_beside(logits: Tensor, sink_logit: Tensor | None) -> Tensor:
     """Softmax over the last dimension and the sink [..., 1], whose share is left out."""
-    if sink is None:
+    if sink_logit is None:
         return torch.softmax(logits, -1)
-    sink = sink.to(logits.dtype)
-    most = torch.maximum(logits.amax(-1, keepdim=True), sink)
+    sink_logit = sink_logit.to(logits.dtype)
+    most = torch.maximum(logits.amax(-1, keepdim=True), sink_logit)
     paid = torch.exp(logits - most)
-    return paid / (paid.sum(-1, keepdim=True) + torch.exp(sink - most))
+    return paid / (paid.sum(-1, keepdim=True) + torch.exp(sink_logit - most))
 
 
 def scores(query: Tensor, key: Rows, *, scale: float, rotate: Callable[[Tensor], list[Tensor]] | None = None) -> Tensor:
@@ -106,10 +117,10 @@ def scores(query: Tensor, key: Rows, *, scale: float, rotate: Callable[[Tensor],
     query = written_out(query)
     by_width: dict[int, Tensor] = {}
     start = 0
-    for piece in rotate(key.read_as(query.dtype)):
-        width = piece.shape[-1]
+    for section in rotate(key.read_as(query.dtype)):
+        width = section.shape[-1]
         part = query[..., start : start + width]  # [B, Hkv, G, q, d]
-        product = wide(part[..., None, :]) * wide(piece[:, :, None, None])  # [B, Hkv, G, q, C, d]
+        product = wide(part[..., None, :]) * wide(section[:, :, None, None])  # [B, Hkv, G, q, C, d]
         by_width[width] = by_width[width] + product if width in by_width else product
         start += width
     sums = [products.sum(-1) for products in by_width.values()]

@@ -229,7 +229,7 @@ def power(number: int, least: int = 16) -> int:
 def _block(width: int, itemsize: int, rows: int, rotary: int) -> int:
     """Slots that a program loads at a time.
 
-    Fewer beside many rows, which need the registers for themselves, and where keys are turned: with their partners and
+    Fewer beside many rows, which need the registers for themselves, and where keys are rotated: with their partners and
     weights.
     """
     most = 128 if rows <= 16 else 32 if rows * width <= 8192 else 16
@@ -269,7 +269,7 @@ def attend_slots(
     value_zero: Tensor | None,
     mask: Tensor,
     bias: Tensor | None,
-    sink: Tensor | None,
+    sink_logit: Tensor | None,
     rank: Tensor | None,
     cos: Tensor | None,
     sin: Tensor | None,
@@ -323,8 +323,8 @@ def attend_slots(
     )  # fmt: skip
     output = query.new_empty((rows, heads, groups, queries, width))
     lse = query.new_empty((rows, heads, groups, queries), dtype=torch.float32)
-    has_sink = sink is not None
-    sink = m_part if sink is None else packed(sink.float())
+    has_sink = sink_logit is not None
+    sink = m_part if sink_logit is None else packed(sink_logit.float())
     own_sinks = sink.shape[3]
     torch.library.wrap_triton(join)[(rows * heads * inside,)](
         m_part, l_part, acc_part, sink, output, lse,
@@ -344,8 +344,8 @@ def attended(
     mask: Tensor,
     bias: Tensor | None,
     cap: float | None,
-    sink: Tensor | None,
-    rows: bool,
+    sink_logit: Tensor | None,
+    with_logits: bool,
     rope: Rope | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """What `attend` returns, by the kernels; what follows them is plain torch, which the compiler fuses."""
@@ -353,9 +353,9 @@ def attended(
     mask, bias = _wide(mask, key.shape[2]), None if bias is None else _wide(bias, key.shape[2])
     rotary = (None, None, None, 0, False) if rope is None else _as_arguments(rope)
     stored = _beside(key, value)
-    given = (mask, bias, sink, *rotary, scale, cap, rows, key.format.bits)
+    given = (mask, bias, sink_logit, *rotary, scale, cap, with_logits, key.format.bits)
     output, lse, logits = torch.ops.kvpass.attend_slots(query, keys, values, *stored, *given)
-    if not rows:
+    if not with_logits:
         return output, None, None
     return output, torch.exp(logits - lse[..., None]), logits
 

@@ -2,7 +2,7 @@
 
 kvpass knows no formula of a rotary embedding; it cuts the model's own code out.  But all of them are linear in the key
 and mix numbers in pairs (Su et al., 2021, https://arxiv.org/abs/2104.09864, section 3.2.2).  Which pairs is seen by
-turning unit vectors once, with what weights by turning two keys of ones and zeros, one for each side of the pairs.
+rotating unit vectors once, with what weights by rotating two keys of ones and zeros, one for each side of the pairs.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def spell_out(graph: fx.Graph, parts: int | None = None) -> None:
         if node.target is aten.mm.default or (node.target is aten.addmm.default and not node.kwargs):
             *bias, rows, matrix = node.args
             if is_open(rows.meta["val"], matrix.meta["val"]):
-                _turn_around(graph, node, rows, matrix, *bias)
+                _multiplied_transposed(graph, node, rows, matrix, *bias)
                 continue
             count = halves(rows.meta["val"], matrix.meta["val"], processor) if parts is None else parts
             if count:
@@ -124,7 +124,9 @@ def is_open(rows: torch.Tensor, matrix: torch.Tensor) -> bool:
     return known and bool(compat.symbols(rows)) and not compat.symbols(matrix)
 
 
-def _turn_around(graph: fx.Graph, node: fx.Node, rows: fx.Node, matrix: fx.Node, bias: fx.Node | None = None) -> None:
+def _multiplied_transposed(
+    graph: fx.Graph, node: fx.Node, rows: fx.Node, matrix: fx.Node, bias: fx.Node | None = None
+) -> None:
     """(W x')' for x W': of few rows the library makes it in half the time, of many in the same.
 
     Measured as the figures of `LIMITS`: of 2 to 4 rows in 0.3 to 0.8 of the time, of 8 in 0.7 to 1.7, of 16 and more
@@ -157,8 +159,8 @@ def is_worth_it(node: fx.Node, processor: Processor) -> bool:
 def _replace_scores(graph: fx.Graph, node: fx.Node, rows: fx.Node, matrix: fx.Node) -> None:
     """Rows [B, R, K] times matrices [B, K, N], as multiply and sum."""
     with graph.inserting_before(node):
-        own, wide = _stored(graph, rows), _as(graph, matrix, torch.float32)
-        taken = [call_aten(graph, aten.select.int, own, 1, at) for at in range(rows.meta["val"].shape[1])]
+        stored, wide = _stored(graph, rows), _as(graph, matrix, torch.float32)
+        taken = [call_aten(graph, aten.select.int, stored, 1, at) for at in range(rows.meta["val"].shape[1])]
         products = [
             call_aten(graph, aten.mul.Tensor, wide, call_aten(graph, aten.unsqueeze.default, row, 2)) for row in taken
         ]
@@ -189,8 +191,8 @@ def _stored(graph: fx.Graph, rows: fx.Node) -> fx.Node:
     What the rows are computed from is so computed once, and not for every column.  The product with one is there for
     rows that are views of something larger.
     """
-    own = call_aten(graph, aten.mul.Scalar, _as(graph, rows, torch.float32), 1.0)
-    return compat.write_out(graph, own, own.meta["val"].contiguous().stride())
+    stored = call_aten(graph, aten.mul.Scalar, _as(graph, rows, torch.float32), 1.0)
+    return compat.write_out(graph, stored, stored.meta["val"].contiguous().stride())
 
 
 def _columns(graph: fx.Graph, matrix: fx.Node, parts: int) -> list[fx.Node]:

@@ -1,4 +1,4 @@
-"""Where a graph is cut, and which of its pieces are the same function.
+"""Where a graph is cut, and which of its segments are the same function.
 
     before     embed  norm q k v cos sin write attend mlp  norm q k v write attend mlp  ...  norm head
     anchors                              ^                            ^
@@ -9,11 +9,11 @@
 An anchor is any node that each layer has one of.  Between two anchors the graph is cut where the fewest values are
 alive, which in a transformer is where only the residual stream is.  What one layer makes and all later ones read, such
 as a table of angles, is made before the first layer instead.  The cut decides what is shared and never what is
-computed: pieces run in the order of the graph and hand on every value that crosses, so a cut in a strange place is
+computed: segments run in the order of the graph and hand on every value that crosses, so a cut in a strange place is
 slow, not wrong.
 
-What could make it wrong is memory that two pieces share and one of them writes to, and modes that are entered in one
-piece and left in another.  A graph in which a cut would part such a thing is not cut at all.
+What could make it wrong is memory that two segments share and one of them writes to, and modes that are entered in one
+segment and left in another.  A graph in which a cut would part such a thing is not cut at all.
 """
 
 from __future__ import annotations
@@ -62,14 +62,18 @@ class Segment:
     @classmethod
     def of(cls, nodes: Sequence[fx.Node]) -> Segment:
         """The segment of some nodes of one graph."""
-        own = {node: place for place, node in enumerate(nodes)}
+        place_of = {node: place for place, node in enumerate(nodes)}
         operands: dict[fx.Node, int] = {}
 
         def told(parent: fx.Node) -> tuple[str, int]:
-            return ("own", own[parent]) if parent in own else ("operand", operands.setdefault(parent, len(operands)))
+            return (
+                ("own", place_of[parent])
+                if parent in place_of
+                else ("operand", operands.setdefault(parent, len(operands)))
+            )
 
         body = tuple((node.op, _target(node), _told(node, told)) for node in nodes)
-        results = tuple(own[node] for node in nodes if any(user not in own for user in node.users))
+        results = tuple(place_of[node] for node in nodes if any(user not in place_of for user in node.users))
         return cls(tuple(nodes), tuple(operands), body, results)
 
     @property
@@ -138,7 +142,7 @@ def readers_of_slots(gm: fx.GraphModule) -> list[fx.Node]:
 
 
 def split(gm: fx.GraphModule, anchors: Sequence[fx.Node]) -> list[Segment]:
-    """The pieces of a graph in the order in which they run; empty if it is to stay whole.
+    """The segments of a graph in the order in which they run; empty if it is to stay whole.
 
     Args:
         anchors: one node of each layer.
@@ -147,21 +151,21 @@ def split(gm: fx.GraphModule, anchors: Sequence[fx.Node]) -> list[Segment]:
     if len(set(anchors).intersection(order)) < ALIKE or any(node.op == "call_module" for node in order):
         return []
     order, bounds = _bounds(order, anchors)
-    pieces = [Segment.of(order[a:b]) for a, b in itertools.pairwise(bounds)]
-    common = max(collections.Counter(piece.body for piece in pieces).values())
-    return _returning_alike(pieces) if common >= ALIKE and _is_sound(gm, pieces) else []
+    segments = [Segment.of(order[a:b]) for a, b in itertools.pairwise(bounds)]
+    common = max(collections.Counter(segment.body for segment in segments).values())
+    return _returning_alike(segments) if common >= ALIKE and _is_sound(gm, segments) else []
 
 
 def _is_outside(node: fx.Node) -> bool:
     return node.op in ("placeholder", "output") or compat.changes_nothing(node)
 
 
-def _returning_alike(pieces: list[Segment]) -> list[Segment]:
+def _returning_alike(segments: list[Segment]) -> list[Segment]:
     """Segments that compute the same give the same, even if nobody reads it: the first layer's padding, say."""
     results: dict[Any, set[int]] = {}
-    for piece in pieces:
-        results.setdefault(piece.body, set()).update(piece.results)
-    return [dataclasses.replace(piece, results=tuple(sorted(results[piece.body]))) for piece in pieces]
+    for segment in segments:
+        results.setdefault(segment.body, set()).update(segment.results)
+    return [dataclasses.replace(segment, results=tuple(sorted(results[segment.body]))) for segment in segments]
 
 
 def _bounds(order: list[fx.Node], anchors: Sequence[fx.Node]) -> tuple[list[fx.Node], list[int]]:
@@ -183,13 +187,13 @@ def _begin(order: list[fx.Node], cuts: list[int], known: dict[Any, int]) -> tupl
         known: the bodies of other layers, with their lengths.
     """
     shared = _shared(order, cuts)
-    own = [node for node in order[: cuts[0]] if node not in shared]
-    length = next((n for n in known.values() if Segment.of(own[-n:]).body in known), 0)
-    first = order.index(own[-length]) if length else 0
+    first_layer = [node for node in order[: cuts[0]] if node not in shared]
+    length = next((n for n in known.values() if Segment.of(first_layer[-n:]).body in known), 0)
+    first = order.index(first_layer[-length]) if length else 0
     late = [node for node in order[first : cuts[0]] if node in shared]
     if not length or not _may_move(order, late, first):
         return order, 0
-    return [*order[:first], *late, *own[-length:], *order[cuts[0] :]], first + len(late)
+    return [*order[:first], *late, *first_layer[-length:], *order[cuts[0] :]], first + len(late)
 
 
 def _cuts(order: list[fx.Node], anchors: Sequence[fx.Node]) -> list[int]:
@@ -260,22 +264,26 @@ class _Memory:
         return node
 
 
-def _is_sound(gm: fx.GraphModule, pieces: list[Segment]) -> bool:
-    """Whether running the pieces one after the other is running the graph."""
-    later = [node for piece in pieces[1:] for node in piece.nodes]
-    return not any(map(_parts_a_mode, pieces)) and not any(map(compat.is_batching, later)) and _keeps_writes(gm, pieces)
+def _is_sound(gm: fx.GraphModule, segments: list[Segment]) -> bool:
+    """Whether running the segments one after the other is running the graph."""
+    later = [node for segment in segments[1:] for node in segment.nodes]
+    return (
+        not any(map(_parts_a_mode, segments))
+        and not any(map(compat.is_batching, later))
+        and _keeps_writes(gm, segments)
+    )
 
 
-def _parts_a_mode(piece: Segment) -> bool:
-    """Whether a mode is entered in one piece and left in another."""
-    modes = [node for node in piece.nodes if compat.sets_a_mode(node)]
-    return len(modes) % 2 == 1 or any(parent in piece.operands for node in modes for parent in node.all_input_nodes)
+def _parts_a_mode(segment: Segment) -> bool:
+    """Whether a mode is entered in one segment and left in another."""
+    modes = [node for node in segment.nodes if compat.sets_a_mode(node)]
+    return len(modes) % 2 == 1 or any(parent in segment.operands for node in modes for parent in node.all_input_nodes)
 
 
-def _keeps_writes(gm: fx.GraphModule, pieces: list[Segment]) -> bool:
+def _keeps_writes(gm: fx.GraphModule, segments: list[Segment]) -> bool:
     """Whether no memory that is written to crosses a cut, inputs under their own name excepted."""
     memory = _Memory(gm.graph)
-    home = {node: number for number, piece in enumerate(pieces) for node in piece.nodes}
+    home = {node: number for number, segment in enumerate(segments) for node in segment.nodes}
     groups: dict[fx.Node, list[fx.Node]] = {}
     for node in gm.graph.nodes:
         groups.setdefault(memory.of(node), []).append(node)
@@ -284,11 +292,11 @@ def _keeps_writes(gm: fx.GraphModule, pieces: list[Segment]) -> bool:
 
 
 def _stays(group: list[fx.Node], home: dict[fx.Node, int]) -> bool:
-    """Whether nodes that share memory that is written to are in one piece, or are one input and views of it.
+    """Whether nodes that share memory that is written to are in one segment, or are one input and views of it.
 
     Args:
         group: in the order of the graph.
-        home: the piece of each node that is in one.
+        home: the segment of each node that is in one.
     """
     inner = [node for node in group if node in home]
     outer = [node for node in group if node not in home]

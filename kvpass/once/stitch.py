@@ -43,7 +43,7 @@ def compile_once(
     """Compile a graph with the code of its layers shared; None if it is to be compiled whole.
 
     Graphs on a CPU alone: on a GPU a step is one CUDA graph, and what it launches was counted for the whole.  And of
-    plain tensors alone: what is in a tensor that wraps others, such as a quantised weight, is not in a piece's key.
+    plain tensors alone: what is in a tensor that wraps others, such as a quantised weight, is not in a segment's key.
 
     Args:
         gm: a graph that nobody needs gradients of.
@@ -54,13 +54,13 @@ def compile_once(
     """
     if not _on_cpu(examples) or any(map(compat.is_wrapper, examples)) or not compat.allows_parts(patches(gm)):
         return None
-    pieces = segments.split(gm, anchors)
-    if not pieces:
+    found = segments.split(gm, anchors)
+    if not found:
         return None
     with compat.in_parts(gm, examples) as parts:
         kinds, program = _Kinds(gm, parts, patches, alike), []
-        for piece in pieces:
-            compiled = kinds.run_of(piece)
+        for segment in found:
+            compiled = kinds.run_of(segment)
             if compiled is None:
                 return None
             program.append(compiled)
@@ -84,45 +84,45 @@ class _Kinds:
         self._sizes = {compat.expression(v): n for n, v in self.values.items() if isinstance(v, torch.SymInt)}
         self._known: dict[Any, tuple[compat.Boxed, list[Any], set[Any]]] = {}
 
-    def run_of(self, piece: Segment) -> tuple[Segment, compat.Boxed] | None:
-        """A piece with all its operands, and what runs it; None if it cannot be run apart."""
-        piece = piece.reading(self._bound(piece))
-        operands = [self.values[node] for node in piece.operands]
-        compiled = self._compiled(piece, operands)
+    def run_of(self, segment: Segment) -> tuple[Segment, compat.Boxed] | None:
+        """A segment with all its operands, and what runs it; None if it cannot be run apart."""
+        segment = segment.reading(self._bound(segment))
+        operands = [self.values[node] for node in segment.operands]
+        compiled = self._compiled(segment, operands)
         if compiled is None:
             return None
         run, made = compiled
-        self.values.update(zip(piece.returned, made, strict=True))
-        return piece, run
+        self.values.update(zip(segment.returned, made, strict=True))
+        return segment, run
 
-    def _compiled(self, piece: Segment, operands: list[Any]) -> tuple[compat.Boxed, list[Any]] | None:
-        """What runs a piece, and fakes of what it gives, in sizes of its own."""
-        key, own = piece.key(operands, self.alike), segments.met(operands, self.alike)
+    def _compiled(self, segment: Segment, operands: list[Any]) -> tuple[compat.Boxed, list[Any]] | None:
+        """What runs a segment, and fakes of what it gives, in sizes of its own."""
+        key, sizes = segment.key(operands, self.alike), segments.met(operands, self.alike)
         if key not in self._known:
-            module = as_module(piece, operands)
+            module = as_module(segment, operands)
             compiled = self.parts.compile(module, operands, self.patches(module))
             if compiled is None:
                 return None
-            self._known[key] = (*compiled, own)
+            self._known[key] = (*compiled, sizes)
         run, made, theirs = self._known[key]
-        return run, self.parts.fresh(made, dict(zip(theirs, own, strict=True)) if len(own) == 1 else {})
+        return run, self.parts.fresh(made, dict(zip(theirs, sizes, strict=True)) if len(sizes) == 1 else {})
 
-    def _bound(self, piece: Segment) -> list[fx.Node]:
-        """The inputs of the graph that say what the symbols in the sizes of a piece's operands are."""
-        free = {symbol for node in piece.operands for symbol in compat.symbols(self.values[node])}
+    def _bound(self, segment: Segment) -> list[fx.Node]:
+        """The inputs of the graph that say what the symbols in the sizes of a segment's operands are."""
+        free = {symbol for node in segment.operands for symbol in compat.symbols(self.values[node])}
         return [self._sizes[symbol] for symbol in sorted(free, key=str) if symbol in self._sizes]
 
 
-def as_module(piece: Segment, operands: Sequence[Any]) -> fx.GraphModule:
+def as_module(segment: Segment, operands: Sequence[Any]) -> fx.GraphModule:
     """A segment as a graph of its own, with names that say nothing of where it was.
 
     So the compiler's caches on disk, which look at names, serve a model of another depth too.
     """
     graph, held, moved = fx.Graph(), {}, {}
-    for number, (node, value) in enumerate(zip(piece.operands, operands, strict=True)):
+    for number, (node, value) in enumerate(zip(segment.operands, operands, strict=True)):
         moved[node] = graph.placeholder(f"operand_{number}")
         compat.as_operand(moved[node], node, value)
-    for number, node in enumerate(piece.nodes):
+    for number, node in enumerate(segment.nodes):
         args, kwargs = map_arg((node.args, node.kwargs), lambda parent: moved[parent])
         target = node.target
         if node.op == "get_attr":
@@ -130,7 +130,7 @@ def as_module(piece: Segment, operands: Sequence[Any]) -> fx.GraphModule:
             held[target] = operator.attrgetter(str(node.target))(node.graph.owning_module)
         moved[node] = graph.create_node(node.op, target, args, kwargs, name=f"value_{number}")
         moved[node].meta = dict(node.meta)
-    graph.output(tuple(moved[node] for node in piece.returned))
+    graph.output(tuple(moved[node] for node in segment.returned))
     return fx.GraphModule(held, graph)
 
 
@@ -138,19 +138,19 @@ def _stitched(gm: fx.GraphModule, program: list[tuple[Segment, compat.Boxed]]) -
     """A function that runs segments one after the other, written out as in the module's docstring."""
     names = {node: f"a[{number}]" for number, node in enumerate(graphs.placeholders(gm.graph))}
     inputs, outputs = set(names), graphs.results(gm.graph)
-    made = itertools.chain.from_iterable(piece.returned for piece, _ in program)
+    made = itertools.chain.from_iterable(segment.returned for segment, _ in program)
     names.update((node, f"v{number}") for number, node in enumerate(made))
     runs = {id(run): run for _, run in program}  # not all of them can be hashed
     called = {key: f"run_{number}" for number, key in enumerate(runs)}
-    last = {node: number for number, (piece, _) in enumerate(program) for node in piece.operands}
+    last = {node: number for number, (segment, _) in enumerate(program) for node in segment.operands}
     kept = inputs.union(out for out in outputs if isinstance(out, fx.Node))
     lines = []
-    for number, (piece, run) in enumerate(program):
-        lines.append(f"given = [{_listed(names[node] for node in piece.operands)}]")
-        lines += _let_go(names[node] for node in piece.operands if last[node] == number and node not in kept)
-        to = f"{_listed(names[node] for node in piece.returned)} = " if piece.results else ""
+    for number, (segment, run) in enumerate(program):
+        lines.append(f"given = [{_listed(names[node] for node in segment.operands)}]")
+        lines += _let_go(names[node] for node in segment.operands if last[node] == number and node not in kept)
+        to = f"{_listed(names[node] for node in segment.returned)} = " if segment.results else ""
         lines.append(f"{to}{called[id(run)]}(given)")
-        lines += _let_go(names[node] for node in piece.returned if node not in last and node not in kept)
+        lines += _let_go(names[node] for node in segment.returned if node not in last and node not in kept)
     lines.append(f"return ({_listed(names[out] if isinstance(out, fx.Node) else repr(out) for out in outputs)})")
     scope: dict[str, Any] = {name: runs[key] for key, name in called.items()}
     exec("def call(*a):\n    " + "\n    ".join(lines), scope)

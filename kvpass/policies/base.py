@@ -183,7 +183,7 @@ class Policy:
         evicts: False for a policy that never lets go of a token.
         ranks: keep `Tokens.rank` up in decode steps; costs two passes over the metadata.
         overwrites: the victim is chosen before the next token is written, and keeps its slot until then.
-        renumbers: the ids that a model looks positions up with, or turns keys with, count held tokens and no
+        renumbers: the ids that a model looks positions up with, or rotates keys with, count held tokens and no
             others; a prompt longer than the budget starts again for its last tokens (`window_starts`).
         spreads: whether a layer's heads may be spread over processes: "heads" if each has KV heads with all of their
             query heads, and what the policy asks about other heads goes through `kvpass.policies.heads`; "always" if
@@ -251,7 +251,7 @@ class Policy:
         return self
 
     def plan(
-        self, attention: Sequence[Attention], real: Tensor, budget: int, earlier: Sequence[Plan] | None = None
+        self, attention: Sequence[Attention], valid: Tensor, budget: int, earlier: Sequence[Plan] | None = None
     ) -> list[Plan]:
         """What each layer gets, once the statistics of all of them are known at the end of a prompt.
 
@@ -259,11 +259,11 @@ class Policy:
 
         Args:
             attention: of the layers that this policy governs.
-            real: bool [B, q], false for padding.
+            valid: bool [B, q], false for padding.
             budget: the mean over the layers.
             earlier: what an earlier prompt on the same model was given, if any.
         """
-        return [Plan(budget, self.capacity(budget, real.shape[1]))] * len(attention)
+        return [Plan(budget, self.capacity(budget, valid.shape[1]))] * len(attention)
 
     # The host's count of steps, for work that is done once in a while.
 
@@ -308,13 +308,13 @@ class Policy:
         return self.observe(tokens, attention)
 
     def scan(
-        self, rows: Iterable[Tensor], real: Tensor, held: int, budget: int, spread: Spread | None = None
+        self, rows: Iterable[Tensor], valid: Tensor, held: int, budget: int, spread: Spread | None = None
     ) -> Tensor:
         """`Attention.scan` from attention rows, for what sums over queries cannot say; never traced.
 
         Args:
-            rows: consecutive queries, float32 [B, Hkv, G, n, held + q]; all pieces together have q queries.
-            real: bool [B, q], false for padding.
+            rows: consecutive queries, float32 [B, Hkv, G, n, held + q]; all blocks together have q queries.
+            valid: bool [B, q], false for padding.
             held: how many of the columns are slots.
             spread: as of `Attention`.
         """
@@ -354,7 +354,7 @@ class Policy:
     # Attention.
 
     @property
-    def bias_of_its_own(self) -> bool:
+    def biases(self) -> bool:
         """Whether `bias` may give anything."""
         return type(self).bias is not Policy.bias
 
@@ -371,7 +371,7 @@ class Policy:
         """Multiplies the logits of queries that attend to `count` tokens, int64 of any shape; None for one."""
         return None
 
-    def without_own_logits(self: Kind) -> Kind:
+    def with_plain_logits(self: Kind) -> Kind:
         """The same policy, but that attention is to the held tokens what the model makes it."""
         copied, here = copy.copy(self), type(self)
         plain = type(here.__name__, (here,), {"bias": Policy.bias, "temper": Policy.temper})
@@ -504,7 +504,7 @@ def _inverse(order: Tensor) -> Tensor:
     return torch.empty_like(order).scatter(-1, order, places)
 
 
-def window_starts(real: Tensor, room: int) -> Tensor:
+def window_starts(valid: Tensor, room: int) -> Tensor:
     """Where each token of a prompt starts to count, for policies that renumber: int64 [B, q].
 
     The last `room` real tokens of a row make one window, which nothing before it is seen from; those before
@@ -512,10 +512,10 @@ def window_starts(real: Tensor, room: int) -> Tensor:
     token's window, zero for all of a prompt that fits.
 
     Args:
-        real: bool [B, q], false for padding.
+        valid: bool [B, q], false for padding.
     """
-    place = (real.long().cumsum(-1) - 1).clamp(min=0)
-    last = (real.long().sum(-1, keepdim=True) - room).clamp(min=0)  # [B, 1]
+    place = (valid.long().cumsum(-1) - 1).clamp(min=0)
+    last = (valid.long().sum(-1, keepdim=True) - room).clamp(min=0)  # [B, 1]
     return torch.where(place < last, place // room * room, last)
 
 

@@ -149,15 +149,15 @@ class Cascade(Policy):
         return Rule(budget - self.sinks, intervals(self.cascades, self.growth), self.eager_fill, self.select)
 
     def scan(
-        self, rows: Iterable[Tensor], real: Tensor, held: int, budget: int, spread: Spread | None = None
+        self, rows: Iterable[Tensor], valid: Tensor, held: int, budget: int, spread: Spread | None = None
     ) -> Tensor:
         """The scores when a prompt ends, LOST for tokens that were dropped; for a chunk what its rows add."""
-        paid = (self._reduced(piece, spread) for piece in rows)
-        pieces = averaged(paid, real, self._decay(budget))
+        paid = (self._reduced(block, spread) for block in rows)
+        blocks = averaged(paid, valid, self._decay(budget))
         if held:
-            return [after[:, :, -1] for after in pieces][-1]
-        number = torch.where(real, real.cumsum(-1) - 1 - self.sinks, -1)  # [B, q]
-        score = self._rule(budget).replay(pieces, number, self.overwrites)
+            return [after[:, :, -1] for after in blocks][-1]
+        number = torch.where(valid, valid.cumsum(-1) - 1 - self.sinks, -1)  # [B, q]
+        score = self._rule(budget).replay(blocks, number, self.overwrites)
         return torch.where(number[:, None] < 0, 0, score)
 
     def absorb(self, tokens: Tokens, attention: Attention) -> State:

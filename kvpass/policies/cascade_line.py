@@ -91,19 +91,19 @@ class Rule:
                 return start
         return held
 
-    def replay(self, pieces: Iterable[Tensor], number: Tensor, early: bool) -> Tensor:
+    def replay(self, blocks: Iterable[Tensor], number: Tensor, early: bool) -> Tensor:
         """The scores [B, H', N] after a prompt whose tokens were inserted one after the other, or LOST.
 
         Each token's place depends on where the one before it went, which a host follows a hundred times as fast as
         operations on tensors do.
 
         Args:
-            pieces: the scores after each token, [B, H', n, N].
+            blocks: the scores after each token, [B, H', n, N].
             number: int64 [B, q], negative for sinks and padding.
             early: a token is inserted before its own query has changed the scores.
         """
         numbers, lines, last, token = number.tolist(), list[list[list[int]]](), torch.empty(0), 0
-        for after in pieces:
+        for after in blocks:
             if token == 0:
                 lines = [[[] for _ in range(after.shape[1])] for _ in numbers]
                 last = torch.zeros_like(after[:, :, 0])
@@ -137,16 +137,16 @@ class Rule:
         return torch.tensor(filled, device=like.device)
 
 
-def averaged(pieces: Iterable[Tensor], real: Tensor, decay: float) -> Iterator[Tensor]:
+def averaged(blocks: Iterable[Tensor], valid: Tensor, decay: float) -> Iterator[Tensor]:
     """The moving average mu <- decay mu + (1 - decay) s after each query; padding changes nothing.
 
     Args:
-        pieces: s for consecutive queries, [B, H', n, N].
-        real: bool [B, q].
+        blocks: s for consecutive queries, [B, H', n, N].
+        valid: bool [B, q].
     """
-    start, score = 0, torch.zeros(1, device=real.device)
-    for paid in pieces:
-        arrived = real[:, start : start + paid.shape[2]]
+    start, score = 0, torch.zeros(1, device=valid.device)
+    for paid in blocks:
+        arrived = valid[:, start : start + paid.shape[2]]
         start, count = start + paid.shape[2], arrived.cumsum(-1)
         passed = (count[:, :, None] - count[:, None]).clamp(min=0)  # [B, n, n], real queries in between
         weight = ((1 - decay) * decay**passed * arrived[:, None]).tril()

@@ -120,20 +120,20 @@ class D2O(Policy):
         return Full() if layer in self.skip_layers or layer - layers in self.skip_layers else self
 
     def plan(
-        self, attention: Sequence[Attention], real: Tensor, budget: int, earlier: Sequence[Plan] | None = None
+        self, attention: Sequence[Attention], valid: Tensor, budget: int, earlier: Sequence[Plan] | None = None
     ) -> list[Plan]:
         if self.calibrate and earlier:
             return [Plan(plan.budget, plan.capacity) for plan in earlier]
         spread = attention[0].spread if attention else None
         totals = [layer.total for layer in attention if layer.total is not None]
-        rows = column_variances(totals, real, spread, self.density)
+        rows = column_variances(totals, valid, spread, self.density)
         how = (self.layers, self.gate, self.alpha, self.minimum_budget())
-        prompts = real.sum(-1).tolist()
+        prompts = valid.sum(-1).tolist()
         budgets = [layer_budgets(row, budget, prompt, *how) for row, prompt in zip(rows, prompts, strict=True)]
         if self.calibrate:
-            return [Plan(own, own + 1) for own in budgets[0]]
+            return [Plan(budget, budget + 1) for budget in budgets[0]]
         room = largest_layer_budget(len(totals), budget, self.layers, self.alpha) + 1
-        return [Plan(max(own), max(own) + 1, own, room) for own in zip(*budgets, strict=True)]
+        return [Plan(max(rows), max(rows) + 1, rows, room) for rows in zip(*budgets, strict=True)]
 
     def state(self) -> dict[str, torch.dtype]:
         return {"score": torch.float32}

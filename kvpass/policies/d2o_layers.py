@@ -14,31 +14,31 @@ from kvpass.policies.heads import Spread, gathered
 LEAST_SHARE = 0.01  # of the prompt, for every layer
 
 
-def column_variance(total: Tensor, real: Tensor, density: str = "kv") -> Tensor:
+def column_variance(total: Tensor, valid: Tensor, density: str = "kv") -> Tensor:
     """F = Var_j(colsum_j) over the real tokens, for each row and head (Eq. 4): float64 [B, h].
 
     Args:
         total: attention summed over the queries, [B, Hkv, G, N].
-        real: bool [B, N].
+        valid: bool [B, N].
         density: "kv" sums over the G query heads of a KV head first, so h = Hkv; "query" takes every query head by
             itself, so h = Hq.
     """
     paid = (total.sum(2) if density == "kv" else total.flatten(1, 2)).double()  # [B, h, N]
-    here = real[:, None].to(paid.dtype)
+    here = valid[:, None].to(paid.dtype)
     count = here.sum(-1, keepdim=True).clamp(min=1)
     mean = (paid * here).sum(-1, keepdim=True) / count
     return ((paid - mean).square() * here).sum(-1) / count[..., 0]
 
 
 def column_variances(
-    totals: Sequence[Tensor], real: Tensor, spread: Spread | None, density: str = "kv"
+    totals: Sequence[Tensor], valid: Tensor, spread: Spread | None, density: str = "kv"
 ) -> list[list[list[float]]]:
     """F for each row, layer and head, those of other processes included, which costs one collective.
 
     Args:
         totals: of each layer, as of `column_variance`.
     """
-    here = [column_variance(total, real, density) for total in totals]
+    here = [column_variance(total, valid, density) for total in totals]
     ranks = 1 if spread is None else spread.ranks
     flat = gathered(torch.cat([layer.flatten() for layer in here]), spread).view(ranks, -1)
     parts = torch.split(flat, [layer.numel() for layer in here], 1)  # of each layer [ranks, B * h]

@@ -97,10 +97,10 @@ class KVAlign(Policy):
             )
 
     def plan(
-        self, attention: Sequence[Attention], real: Tensor, budget: int, earlier: Sequence[Plan] | None = None
+        self, attention: Sequence[Attention], valid: Tensor, budget: int, earlier: Sequence[Plan] | None = None
     ) -> list[Plan]:
         self._check("layers", self.trained.signature.layers, len(attention))
-        return super().plan(attention, real, budget, earlier)
+        return super().plan(attention, valid, budget, earlier)
 
     def _check(self, what: str, trained: object, found: object) -> None:
         if trained != found:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-PIECE = 256  # keys compared with all others at a time
+BLOCK = 256  # keys compared with all others at a time
 LATE = torch.iinfo(torch.int64).max
 
 
@@ -20,7 +20,7 @@ def nearest(key: Tensor, held: Tensor, position: Tensor) -> tuple[Tensor, Tensor
         The cosines, float32 [B, Hkv, E], and the slots, int64 [B, Hkv, E].
     """
     norm = _norm(held)[:, :, None]  # [B, Hkv, 1, C]
-    found = [_nearest(piece, held, norm, position[:, :, None]) for piece in torch.split(key, PIECE, 2)]
+    found = [_nearest(block, held, norm, position[:, :, None]) for block in torch.split(key, BLOCK, 2)]
     return torch.cat([cosine for cosine, _ in found], 2), torch.cat([slot for _, slot in found], 2)
 
 

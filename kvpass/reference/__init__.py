@@ -20,9 +20,9 @@ def reference_of(policy: Policy) -> Reference:
     Raises:
         PolicyError: the policy has none.
     """
-    own = getattr(policy, "reference", None)
-    if own is not None:
-        reference: Reference = own()
+    named = getattr(policy, "reference", None)
+    if named is not None:
+        reference: Reference = named()
         return reference
     try:
         module = importlib.import_module(f"kvpass.reference.{policy.name}")

@@ -82,22 +82,22 @@ class Reference:
         """What the logits of queries that attend to `count` tokens are multiplied with."""
         return 1.0
 
-    def observe(self, tokens: list[Token], rows: Tensor) -> None:
+    def observe(self, tokens: list[Token], probabilities: Tensor) -> None:
         """Learn from new attention: probabilities float32 [queries, heads, tokens], padding queries left out."""
 
     def evict(self, tokens: list[Token], head: int, seen: int, budget: int) -> list[Token]:
         """The tokens to keep of the stream of KV head `head` (0 if shared), `seen` real tokens so far."""
         raise NotImplementedError
 
-    def take(self, stream: Stream, new: list[Token], rows: Tensor, logits: Tensor) -> None:
+    def take(self, stream: Stream, new: list[Token], probabilities: Tensor, logits: Tensor) -> None:
         """Take new tokens in, after they have attended.
 
         Args:
-            rows: probabilities float32 [queries, heads, held + new], padding queries left out.
+            probabilities: probabilities float32 [queries, heads, held + new], padding queries left out.
             logits: likewise, before the softmax and without the policy's own bias.
         """
         tokens = stream.tokens + new
-        self.observe(tokens, rows)
+        self.observe(tokens, probabilities)
         stream.tokens = self.kept(tokens, stream)
 
     def kept(self, tokens: list[Token], stream: Stream) -> list[Token]:
@@ -115,18 +115,18 @@ class Taken:
     """What a layer took in last; see `ReferenceLayer.take`."""
 
     chunk: Chunk
-    rows: Tensor
+    probabilities: Tensor
     logits: Tensor
 
     def first(self, count: int) -> Taken:
         """Its first tokens."""
-        total = self.rows.shape[-1] - self.rows.shape[2] + count
-        rows, logits = (part[:, :, :count, :total] for part in (self.rows, self.logits))
-        return Taken(self.chunk.first(count), rows, logits)
+        total = self.probabilities.shape[-1] - self.probabilities.shape[2] + count
+        probabilities, logits = (part[:, :, :count, :total] for part in (self.probabilities, self.logits))
+        return Taken(self.chunk.first(count), probabilities, logits)
 
     def take_into(self, cache: Any) -> None:
         """Take it in once more, on a cache as it was before it."""
-        cache.slots.take(self.chunk, self.rows, self.logits, part=True)
+        cache.slots.take(self.chunk, self.probabilities, self.logits, part=True)
 
 
 class ReferenceLayer:
@@ -139,7 +139,7 @@ class ReferenceLayer:
         self.stored = functools.partial(stored, layout)
         self.streams = [
             [Stream(head, budget, layer=layout.layer, stored=self.stored) for head in range(layout.groups)]
-            for budget in limits or (layout.budget,) * layout.rows
+            for budget in limits or (layout.budget,) * layout.batch
         ]
         self.length = 0
         self.fed = 0  # how often tokens were taken in
@@ -174,27 +174,27 @@ class ReferenceLayer:
 
     def tensors(self) -> list[Any]:
         """What a rewritten graph takes in place of `Slots.tensors`: itself, and what positions are made of."""
-        length = torch.full((self.layout.rows,), self.length, device=self.layout.device)
+        length = torch.full((self.layout.batch,), self.length, device=self.layout.device)
         held = torch.nn.functional.pad(self.positions(), (0, 1), value=FREE)
-        free = torch.full((self.layout.rows, 1), held.shape[-1] - 1, device=self.layout.device)
+        free = torch.full((self.layout.batch, 1), held.shape[-1] - 1, device=self.layout.device)
         return [self, None, held, None, free, self.seen(), length, None]
 
     def seen(self) -> Tensor:
         """Real tokens seen, int64 [B]."""
         return torch.tensor([row[0].seen for row in self.streams], device=self.layout.device)
 
-    def prepare(self, real: Tensor) -> None:
-        """To be called before the tokens `real` [B, q] attend; lets the policy make room for a single one."""
-        if real.shape[1] > 1 or not self.length:
+    def prepare(self, valid: Tensor) -> None:
+        """To be called before the tokens `valid` [B, q] attend; lets the policy make room for a single one."""
+        if valid.shape[1] > 1 or not self.length:
             return
-        for row, counts in zip(self.streams, real[:, 0].tolist(), strict=True):
+        for row, counts in zip(self.streams, valid[:, 0].tolist(), strict=True):
             for stream in row if counts else []:
                 self.reference.prepare(stream)
 
     def bias(self, groups: int) -> Tensor | None:
         """What queries add to their logits on the held tokens, float32 [B, Hq, 1, N], or None."""
         held = self.positions()
-        out = torch.zeros(self.layout.rows, self.layout.heads, groups, held.shape[-1])
+        out = torch.zeros(self.layout.batch, self.layout.heads, groups, held.shape[-1])
         some = False
         for b, row in enumerate(self.streams):
             for stream in row:
@@ -204,10 +204,10 @@ class ReferenceLayer:
                     out[b, self._heads(stream.head), :, : len(stream.tokens)] = bias
         return out.flatten(1, 2)[:, :, None].to(self.layout.device) if some else None
 
-    def temper(self, real: Tensor) -> Tensor:
-        """What the logits of the tokens `real` [B, q] are multiplied with, float32 [B, 1, 1, 1]."""
-        counts = [len(row[0].tokens) + int(new) for row, new in zip(self.streams, real.sum(-1).tolist(), strict=True)]
-        return torch.tensor([self.reference.temper(n) for n in counts], device=real.device).view(-1, 1, 1, 1)
+    def temper(self, valid: Tensor) -> Tensor:
+        """What the logits of the tokens `valid` [B, q] are multiplied with, float32 [B, 1, 1, 1]."""
+        counts = [len(row[0].tokens) + int(new) for row, new in zip(self.streams, valid.sum(-1).tolist(), strict=True)]
+        return torch.tensor([self.reference.temper(n) for n in counts], device=valid.device).view(-1, 1, 1, 1)
 
     def index(self) -> Tensor:
         """int64 [B, H', N]: places of the held tokens in the padded sequence, -1 after the last."""
@@ -221,12 +221,12 @@ class ReferenceLayer:
         """int64 [B, H', N]: 0, 1, 2, ... over the held tokens."""
         return self._padded([[list(range(len(stream.tokens))) for stream in row] for row in self.streams])
 
-    def rows(self, name: str, stored: bool = False) -> Tensor:
+    def held_rows(self, name: str, stored: bool = False) -> Tensor:
         """[B, Hkv, N, D]: the held keys or values, zero after the last, as attention sees them or as stored."""
         dim = self.layout.key_dim if name == "key" else self.layout.value_dim
         longest = max(len(stream.tokens) for row in self.streams for stream in row)
         kind = self.layout.dtype if self.layout.kv_dtype is None else widest(self.layout.dtype)
-        out = torch.zeros(self.layout.rows, self.layout.heads, longest, dim, dtype=kind, device=self.layout.device)
+        out = torch.zeros(self.layout.batch, self.layout.heads, longest, dim, dtype=kind, device=self.layout.device)
         for b, row in enumerate(self.streams):
             for h, stream in enumerate(row):
                 seen = Reference.read(self.reference, stream) if stored else self.reference.read(stream)
@@ -234,32 +234,37 @@ class ReferenceLayer:
                     out[b, self._heads(h), n] = key if name == "key" else value
         return out
 
-    def take(self, chunk: Chunk, rows: Tensor, logits: Tensor | None = None, part: bool = False) -> None:
+    def take(self, chunk: Chunk, probabilities: Tensor, logits: Tensor | None = None, part: bool = False) -> None:
         """Take in new tokens and evict.
 
         Args:
             chunk: the keys as they are stored; its `attention` is not looked at.
-            rows: probabilities float32 [B, Hq, q, N + q] of the chunk's queries over [held, chunk].
-            logits: likewise, before the softmax and the policy's bias; the logarithm of `rows` will do for
+            probabilities: probabilities float32 [B, Hq, q, N + q] of the chunk's queries over [held, chunk].
+            logits: likewise, before the softmax and the policy's bias; the logarithm of `probabilities` will do for
                 policies that have no bias.
             part: it is the first part of a longer chunk, so a single token is no step.
         """
-        logits = rows.log() if logits is None else logits
-        self.taken = Taken(chunk, rows, logits)
+        logits = probabilities.log() if logits is None else logits
+        self.taken = Taken(chunk, probabilities, logits)
         for b, row in enumerate(self.streams):
-            new = torch.nonzero(chunk.real[b]).flatten().tolist()
+            new = torch.nonzero(chunk.valid[b]).flatten().tolist()
             for stream in row:
-                columns = list(range(len(stream.tokens))) + [rows.shape[-1] - chunk.real.shape[1] + j for j in new]
-                stream.step = self.length > 0 and chunk.real.shape[1] == 1 and not part
+                columns = list(range(len(stream.tokens))) + [
+                    probabilities.shape[-1] - chunk.valid.shape[1] + j for j in new
+                ]
+                stream.step = self.length > 0 and chunk.valid.shape[1] == 1 and not part
                 tokens = [self._token(stream, chunk, b, place, j) for place, j in enumerate(new)]
-                seen = [part[b, self._queries(stream, rows)][:, new][:, :, columns] for part in (rows, logits)]
+                seen = [
+                    part[b, self._queries(stream, probabilities)][:, new][:, :, columns]
+                    for part in (probabilities, logits)
+                ]
                 if self.layout.policy.keep_prompt:
                     given = sum(token.given for token in stream.tokens + tokens)
                     self.layout.policy.check_given(given, stream.budget - given)
                 stream.seen += len(new)
                 self.reference.take(stream, tokens, *(part.transpose(0, 1) for part in seen))
             self.reference.settle(row)
-        self.length += chunk.real.shape[1]
+        self.length += chunk.valid.shape[1]
         self.fed += 1
 
     def attends_to_stored(self, count: int) -> bool:
@@ -278,9 +283,9 @@ class ReferenceLayer:
         given = self.layout.policy.keep_prompt and not stream.step
         return Token(stream.seen + place, self.length + j, key, value, given)
 
-    def _queries(self, stream: Stream, rows: Tensor) -> slice:
+    def _queries(self, stream: Stream, probabilities: Tensor) -> slice:
         """The query heads of a stream."""
-        group, heads = rows.shape[1] // self.layout.heads, self._heads(stream.head)
+        group, heads = probabilities.shape[1] // self.layout.heads, self._heads(stream.head)
         return slice(heads.start * group, heads.stop * group)
 
     def _heads(self, group: int) -> slice:
@@ -291,7 +296,7 @@ class ReferenceLayer:
         longest = max(len(entry) for row in lists for entry in row)
         filled = [[entry + [FREE] * (longest - len(entry)) for entry in row] for row in lists]
         return torch.tensor(filled, dtype=torch.int64, device=self.layout.device).view(
-            self.layout.rows, self.layout.groups, longest
+            self.layout.batch, self.layout.groups, longest
         )
 
 

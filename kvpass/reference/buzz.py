@@ -18,15 +18,15 @@ class BuzzReference(Reference):
     def temper(self, count: int) -> float:
         return math.log(max(count, 1), 512) if self.policy.log_n else 1.0
 
-    def observe(self, tokens: list[Token], rows: Tensor) -> None:
-        if len(rows) == 0:
+    def observe(self, tokens: list[Token], probabilities: Tensor) -> None:
+        if len(probabilities) == 0:
             return
-        for token, paid in zip(tokens, rows.sum((0, 1)).tolist(), strict=True):
+        for token, paid in zip(tokens, probabilities.sum((0, 1)).tolist(), strict=True):
             token.score = paid + (0.0 if self.policy.variant == "fast" else token.score)
 
-    def take(self, stream: Stream, new: list[Token], rows: Tensor, logits: Tensor) -> None:
+    def take(self, stream: Stream, new: list[Token], probabilities: Tensor, logits: Tensor) -> None:
         policy, tokens, prompt = self.policy, stream.tokens + new, not stream.tokens
-        self.observe(tokens, rows)
+        self.observe(tokens, probabilities)
         stream.tokens = tokens
         window, threshold = policy.sizes(stream.budget)
         if len(tokens) - policy.sinks - window <= threshold:

@@ -75,24 +75,24 @@ class CascadeReference(Reference):
         for token, paid in zip(tokens, row.T.tolist(), strict=True):
             token.score = decay * token.score + (1 - decay) * REDUCE[self.policy.reduce](paid)
 
-    def take(self, stream: Stream, new: list[Token], rows: Tensor, logits: Tensor) -> None:
+    def take(self, stream: Stream, new: list[Token], probabilities: Tensor, logits: Tensor) -> None:
         tokens, policy = stream.tokens + new, self.policy
         width = (stream.budget - policy.sinks) // policy.cascades
         decay = math.exp(-math.log(100) / width) if policy.gamma is None else policy.gamma
         prompt = not stream.step and stream.seen == len(new)
         if stream.step and new and policy.order == "write_first":
             self.arrive(stream, new[0])
-            self.score(tokens, rows[0], decay)
+            self.score(tokens, probabilities[0], decay)
         elif prompt and policy.order == "write_first":
-            for token, row in zip(new, rows, strict=True):
+            for token, row in zip(new, probabilities, strict=True):
                 self.insert(stream, token)
                 self.score(tokens, row, decay)
         elif prompt:
-            for token, row in zip(new, rows, strict=True):
+            for token, row in zip(new, probabilities, strict=True):
                 self.score(tokens, row, decay)
                 self.insert(stream, token)
         else:
-            for row in rows:
+            for row in probabilities:
                 self.score(tokens, row, decay)
             for token in new:
                 self.insert(stream, token)

@@ -16,13 +16,13 @@ class D2OReference(Reference):
     def __init__(self, policy: D2O) -> None:
         self.policy = policy
 
-    def observe(self, tokens: list[Token], rows: Tensor) -> None:
-        for token, paid in zip(tokens, rows.sum((0, 1)).tolist(), strict=True):
+    def observe(self, tokens: list[Token], probabilities: Tensor) -> None:
+        for token, paid in zip(tokens, probabilities.sum((0, 1)).tolist(), strict=True):
             token.score += paid
 
-    def take(self, stream: Stream, new: list[Token], rows: Tensor, logits: Tensor) -> None:
+    def take(self, stream: Stream, new: list[Token], probabilities: Tensor, logits: Tensor) -> None:
         tokens = stream.tokens + new
-        self.observe(tokens, rows)
+        self.observe(tokens, probabilities)
         prompt = stream.notes.setdefault("prompt", True)
         stream.notes["prompt"] = False
         if prompt and self.policy.compress_at == "first_decode":

@@ -15,8 +15,8 @@ class H2OReference(Reference):
     def __init__(self, heavy: float) -> None:
         self.heavy = heavy
 
-    def observe(self, tokens: list[Token], rows: Tensor) -> None:
-        for token, paid in zip(tokens, rows.sum((0, 1)).tolist(), strict=True):
+    def observe(self, tokens: list[Token], probabilities: Tensor) -> None:
+        for token, paid in zip(tokens, probabilities.sum((0, 1)).tolist(), strict=True):
             token.score += paid
 
     def evict(self, tokens: list[Token], head: int, seen: int, budget: int) -> list[Token]:

@@ -20,7 +20,7 @@ class KVAlignReference(Reference):
         self.sinks, self.window = self.aligner.signature.sinks, self.aligner.signature.window
         self.stores = self.every > 1 or self.aligner.recipe == "paper"
 
-    def take(self, stream: Stream, new: list[Token], rows: Tensor, logits: Tensor) -> None:
+    def take(self, stream: Stream, new: list[Token], probabilities: Tensor, logits: Tensor) -> None:
         """Number the new tokens, let the oldest that are no sinks go, and repair what moved."""
         if stream.notes.get("prompted") is None:
             stream.notes["prompted"] = True

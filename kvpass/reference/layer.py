@@ -22,8 +22,8 @@ from kvpass.layer.statistics import Asked
 from kvpass.policies.base import Attention
 from kvpass.reference import ReferenceLayer, reference_of
 from kvpass.reference.base import attention_logits
+from kvpass.rewrite.computed_keys import ComputedKeys, cut_computed_keys
 from kvpass.rewrite.context import Pass, StepContext
-from kvpass.rewrite.expansion import Expansion, cut_expansion
 from kvpass.rewrite.masks import MaskOnSlots, Masks
 from kvpass.rewrite.passes import STEP_PASSES
 from kvpass.rewrite.passes.attention import as_cached, attend_on_slots, early_enough, put_in_place
@@ -35,22 +35,22 @@ def take_prompt(
     layout: Layout, chunk: Chunk, asked: Asked, site: AttentionSite, limits: Sequence[int]
 ) -> ReferenceLayer:
     """The reference's layer after a prompt."""
-    query, keys, mask, sink = asked.query, asked.key, asked.mask, asked.sink
+    query, keys, mask, sink_logit = asked.query, asked.key, asked.mask, asked.sink_logit
     new, total = query.shape[2], keys.shape[2]
     seen = torch.ones(new, total, dtype=torch.bool, device=query.device)
     if site.causal:
         seen = seen.tril(total - new)
-    allowed = seen.expand(query.shape[0], 1, -1, -1) & chunk.real[:, None, None]
+    allowed = seen.expand(query.shape[0], 1, -1, -1) & chunk.valid[:, None, None]
     bias = None
     if mask is not None and mask.dtype == torch.bool:
         allowed = allowed & mask
     elif mask is not None:
         bias = mask.expand(query.shape[0], -1, new, -1)
     store = ReferenceLayer(layout, reference_of(layout.policy), limits)
-    logits = attention_logits(query * store.temper(chunk.real), keys, allowed, bias, site.scale, site.cap)
+    logits = attention_logits(query * store.temper(chunk.valid), keys, allowed, bias, site.scale, site.cap)
     padded = torch.nn.functional.pad(logits, (0, 0, total - new, 0), value=-torch.inf)
-    rows = _softmax(logits, sink)
-    store.take(chunk, torch.nn.functional.pad(rows, (0, 0, total - new, 0)), padded)
+    probabilities = _softmax(logits, sink_logit)
+    store.take(chunk, torch.nn.functional.pad(probabilities, (0, 0, total - new, 0)), padded)
     return store
 
 
@@ -77,16 +77,16 @@ def _replace(
     """One attention call on the cache of a layer; `new` are the key as attended to and as stored, and the value."""
     mask, _ = masks.of(site, number)
     rotary = step.rotaries[number] if step.rotaries else None
-    expansion = cut_expansion(step.gm, site, step.sizes, mask.facts if mask else ())
+    computed = cut_computed_keys(step.gm, site, step.sizes, mask.facts if mask else ())
     bound = {
         "mask": mask.nodes if mask else [],
         "angles": list(rotary.angles.bound) if rotary else [],
-        "turn": list(rotary.turn.bound) if rotary else [],
-        "expand": list(expansion.slice.bound) if expansion else [],
+        "rotate": list(rotary.rotate.bound) if rotary else [],
+        "computed": list(computed.slice.bound) if computed else [],
     }
     wide_lse = site.lse is not None and value(site.lse).ndim == 4
-    call = _Call(site, step.layouts[number], mask, rotary, expansion, site is step.sites[number], wide_lse)
-    arguments = (step.slot_inputs[number][0], site.query, *new, step.inputs.real(number), bound, site.sink)
+    call = _Call(site, step.layouts[number], mask, rotary, computed, site is step.sites[number], wide_lse)
+    arguments = (step.slot_inputs[number][0], site.query, *new, step.inputs.valid(number), bound, site.sink_logit)
     with step.graph.inserting_before(site.call):
         both = step.graph.call_function(call, arguments)
     early_enough(site, both.all_input_nodes).prepend(both)
@@ -100,7 +100,7 @@ class View:
     """What attention sees of a layer: the held tokens and the new ones.
 
     Attributes:
-        keys, values: [B, Hkv, N + q, D] and [B, Hkv, N + q, Dv], the keys turned.
+        keys, values: [B, Hkv, N + q, D] and [B, Hkv, N + q, Dv], the keys rotated.
         places, position: int64 [B, H', N + q], in the padded sequence and among the real tokens.
         factor: on the logits, float32 [B, 1, 1, 1].
         bias: the policy's own, float32 [B, Hq, 1, N], or None.
@@ -122,7 +122,7 @@ class _Call:
     layout: Layout
     mask: MaskOnSlots | None
     rotary: RotarySlice | None
-    expansion: Expansion | None
+    computed: ComputedKeys | None
     first: bool
     wide_lse: bool
 
@@ -137,31 +137,31 @@ class _Call:
         key: Tensor,
         stored: Tensor,
         value: Tensor,
-        real: Tensor,
+        valid: Tensor,
         bound: dict[str, list[Any]],
-        sink: Tensor | None,
+        sink_logit: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """The output [B, Hq, q, Dv] and the log-sum-exp of the logits, [B, Hq, q], or [B, Hq, q, 1] if wide."""
         layout, site, queries = self.layout, self.site, query.shape[2]
         if self.first:
             alone = stored if store.attends_to_stored(queries) else None
-            store.view = self._view(store, query, key, alone, value, real, bound)
+            store.view = self._view(store, query, key, alone, value, valid, bound)
         view: View = store.view
         keys, values = view.keys, view.values
         facts: list[Tensor] = []
-        if self.expansion is not None:
+        if self.computed is not None:
             keys, values = keys.to(layout.dtype), values.to(layout.dtype)
-            keys, values, facts = self.expansion.on_slots(keys, values, bound["expand"])
-        own = None
+            keys, values, facts = self.computed.on_slots(keys, values, bound["computed"])
+        model_mask = None
         if self.mask is not None:
-            own = self.mask.on_slots(view.places, view.position, layout.heads, bound["mask"], facts)
-        allowed, bias = _allowed(layout, view.position[..., :-queries] >= 0, real, own, query.shape[1])
+            model_mask = self.mask.on_slots(view.places, view.position, layout.heads, bound["mask"], facts)
+        allowed, bias = _allowed(layout, view.position[..., :-queries] >= 0, valid, model_mask, query.shape[1])
         logits = attention_logits(query * view.factor, keys, allowed, bias, site.scale, site.cap)
         biased = _plus(logits, view.bias)
-        rows = _softmax(biased, sink)  # [B, Hq, q, N + q]
+        probabilities = _softmax(biased, sink_logit)  # [B, Hq, q, N + q]
         if self.first:
-            store.take(Chunk(stored, value, real, Attention()), rows, logits)
-        output: Tensor = rows.to(values.dtype) @ values.repeat_interleave(query.shape[1] // values.shape[1], 1)
+            store.take(Chunk(stored, value, valid, Attention()), probabilities, logits)
+        output: Tensor = probabilities.to(values.dtype) @ values.repeat_interleave(query.shape[1] // values.shape[1], 1)
         output, lse = output.to(layout.dtype), biased.logsumexp(-1).to(layout.dtype)
         return output, lse[..., None] if self.wide_lse else lse
 
@@ -172,29 +172,29 @@ class _Call:
         key: Tensor,
         stored: Tensor | None,
         value: Tensor,
-        real: Tensor,
+        valid: Tensor,
         bound: dict[str, list[Any]],
     ) -> View:
         """`stored` is the key of a token that is attended to as it is stored, else None."""
         groups, count = self.layout.groups, query.shape[2]
-        keys, ranks = store.rows("key"), store.ranks().clamp(min=0)
+        keys, ranks = store.held_rows("key"), store.ranks().clamp(min=0)
         if stored is not None:
             keys, value = torch.cat([keys, store.stored(stored)], 2), store.stored(value, key=False)
             ranks = torch.cat([ranks, (store.positions() >= 0).sum(-1, keepdim=True)], -1)
         if self.rotary is not None and keys.shape[2]:
             keys = keys.to(self.layout.dtype)
             table = self.rotary.table(keys.shape[2], bound["angles"], keys.device)
-            keys = torch.cat(self.rotary.on_slots(keys, ranks, table, bound["turn"]), -1)
+            keys = torch.cat(self.rotary.on_slots(keys, ranks, table, bound["rotate"]), -1)
         if stored is None:
             keys = torch.cat([keys, key.to(keys.dtype)], 2)
-        new = store.length + torch.arange(count, device=query.device).expand(self.layout.rows, groups, -1)
-        arriving = (store.seen()[:, None] + real.cumsum(-1) - 1)[:, None].expand(-1, groups, -1)
+        new = store.length + torch.arange(count, device=query.device).expand(self.layout.batch, groups, -1)
+        arriving = (store.seen()[:, None] + valid.cumsum(-1) - 1)[:, None].expand(-1, groups, -1)
         return View(
             keys=keys,
-            values=_beside(store.rows("value"), value),
+            values=_beside(store.held_rows("value"), value),
             places=torch.cat([store.index(), new], -1),
             position=torch.cat([store.positions(), arriving], -1),
-            factor=store.temper(real),
+            factor=store.temper(valid),
             bias=store.bias(query.shape[1] // self.layout.heads),
         )
 
@@ -203,29 +203,33 @@ def _beside(held: Tensor, new: Tensor) -> Tensor:
     return torch.cat([held, new.to(held.dtype)], 2)
 
 
-def _softmax(logits: Tensor, sink: Tensor | None) -> Tensor:
+def _softmax(logits: Tensor, sink_logit: Tensor | None) -> Tensor:
     """Probabilities of logits [B, Hq, q, N] beside a sink [B or 1, Hq, q or 1, 1]; zero where nothing may be seen."""
-    if sink is None:
+    if sink_logit is None:
         return torch.nan_to_num(logits.softmax(-1))
-    beside = sink.float().expand(*logits.shape[:3], 1)
+    beside = sink_logit.float().expand(*logits.shape[:3], 1)
     return torch.nan_to_num(torch.cat([logits, beside], -1).softmax(-1)[..., :-1])
 
 
 def _allowed(
-    layout: Layout, live: Tensor, real: Tensor, own: Tensor | None, query_heads: int
+    layout: Layout, live: Tensor, valid: Tensor, model_mask: Tensor | None, query_heads: int
 ) -> tuple[Tensor, Tensor | None]:
     """Mask bool and the model's bias, [B, Hq, q, N + q], of queries over [held, new]."""
-    count = real.shape[1]
+    count = valid.shape[1]
     groups = layout.groups
     held = live[:, :, None].expand(-1, -1, count, -1)  # [B, H', q, N]
-    seen = torch.cat([held, real[:, None, None].expand(-1, groups, count, -1)], -1)
+    seen = torch.cat([held, valid[:, None, None].expand(-1, groups, count, -1)], -1)
     seen = seen.repeat_interleave(query_heads // groups, 1)
-    if own is None:
+    if model_mask is None:
         return seen, None
-    own = own.expand(layout.rows, layout.heads, query_heads // layout.heads, count, -1).flatten(1, 2)
-    return (seen & own, None) if own.dtype == torch.bool else (seen, own)
+    model_mask = model_mask.expand(layout.batch, layout.heads, query_heads // layout.heads, count, -1).flatten(1, 2)
+    return (seen & model_mask, None) if model_mask.dtype == torch.bool else (seen, model_mask)
 
 
-def _plus(logits: Tensor, own: Tensor | None) -> Tensor:
+def _plus(logits: Tensor, policy_bias: Tensor | None) -> Tensor:
     """Logits [B, Hq, q, N + q] with the policy's own bias on the held tokens [B, Hq, 1, N]."""
-    return logits if own is None else logits + torch.nn.functional.pad(own, (0, logits.shape[-1] - own.shape[-1]))
+    return (
+        logits
+        if policy_bias is None
+        else logits + torch.nn.functional.pad(policy_bias, (0, logits.shape[-1] - policy_bias.shape[-1]))
+    )

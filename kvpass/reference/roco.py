@@ -17,9 +17,11 @@ def variance(values: list[float]) -> float:
 
 
 class RoCoReference(Reference):
-    def observe(self, tokens: list[Token], rows: Tensor) -> None:
-        first = tokens[-1].position - len(rows) + 1 if tokens else 0  # the position of the first of these queries
-        for token, paid in zip(tokens, rows.permute(2, 0, 1).tolist(), strict=True):
+    def observe(self, tokens: list[Token], probabilities: Tensor) -> None:
+        first = (
+            tokens[-1].position - len(probabilities) + 1 if tokens else 0
+        )  # the position of the first of these queries
+        for token, paid in zip(tokens, probabilities.permute(2, 0, 1).tolist(), strict=True):
             for query, values in enumerate(paid):
                 if first + query >= token.position:
                     token.notes.setdefault("paid", []).extend(values)

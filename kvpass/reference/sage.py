@@ -27,8 +27,8 @@ class SageReference(Reference):
         k = math.floor(budget / 2 / group) if self.top is None else self.top
         return sinks, k, budget - sinks - group * k
 
-    def take(self, stream: Stream, new: list[Token], rows: Tensor, logits: Tensor) -> None:
-        tokens, budget, group = stream.tokens + new, stream.budget, rows.shape[1]
+    def take(self, stream: Stream, new: list[Token], probabilities: Tensor, logits: Tensor) -> None:
+        tokens, budget, group = stream.tokens + new, stream.budget, probabilities.shape[1]
         sinks, k, recent = self.sizes(budget, group)
         stream.notes["since"] = stream.notes.get("since", 0) + len(new) if stream.step else 0
         if self.fits(stream):
@@ -66,8 +66,8 @@ class SageReference(Reference):
     def bias(self, stream: Stream, group: int) -> Tensor | None:
         if self.share == "union":
             return None
-        rows = [[self.counted(token, head) for token in stream.tokens] for head in range(group)]
-        return torch.tensor(rows)[None]
+        counts = [[self.counted(token, head) for token in stream.tokens] for head in range(group)]
+        return torch.tensor(counts)[None]
 
     def counted(self, token: Token, head: int) -> float:
         """The logarithm of how often the query head sees the token."""

@@ -13,15 +13,15 @@ class SnapKVReference(Reference):
         self.window = window
         self.kernel = kernel
 
-    def take(self, stream: Stream, new: list[Token], rows: Tensor, logits: Tensor) -> None:
+    def take(self, stream: Stream, new: list[Token], probabilities: Tensor, logits: Tensor) -> None:
         tokens = stream.tokens + new
         if new and not stream.step:
-            self.vote(tokens, rows, stream.seen)
+            self.vote(tokens, probabilities, stream.seen)
         stream.tokens = self.evict(tokens, stream.head, stream.seen, stream.budget)
 
-    def vote(self, tokens: list[Token], rows: Tensor, seen: int) -> None:
+    def vote(self, tokens: list[Token], probabilities: Tensor, seen: int) -> None:
         prefix = [n for n, token in enumerate(tokens) if token.position < seen - self.window]
-        votes = rows[-self.window :].mean((0, 1))[prefix].tolist()  # over queries and query heads
+        votes = probabilities[-self.window :].mean((0, 1))[prefix].tolist()  # over queries and query heads
         side = self.kernel // 2
         for place, n in enumerate(prefix):
             near = votes[max(0, place - side) : place + side + 1]

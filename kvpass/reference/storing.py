@@ -15,10 +15,10 @@ def stored(layout: Layout, row: Tensor, key: bool = True) -> Tensor:
     """A key or a value [..., D] as it is attended to once it is stored: [..., D]."""
     if layout.kv_dtype is None:
         return row.to(layout.dtype)
-    kind, _, turn = layout.kv_dtype.partition("-")
-    turns = key and turn == "hadamard"
-    made = _rounded(_turned(wide(row)) if turns else wide(row), kind)
-    return _turned(made) if turns else made
+    kind, _, transform = layout.kv_dtype.partition("-")
+    transforms = key and transform == "hadamard"
+    made = _rounded(_hadamard(wide(row)) if transforms else wide(row), kind)
+    return _hadamard(made) if transforms else made
 
 
 def _rounded(row: Tensor, kind: str) -> Tensor:
@@ -27,7 +27,7 @@ def _rounded(row: Tensor, kind: str) -> Tensor:
     return torch.cat([_between(group) for group in torch.split(row, group_size(row.shape[-1]), -1)], -1)
 
 
-def _turned(row: Tensor) -> Tensor:
+def _hadamard(row: Tensor) -> Tensor:
     """By sums and differences of numbers that are 1, 2, 4, ... places apart, as long as that divides the row."""
     made, apart = row.double(), 1
     while row.shape[-1] % (2 * apart) == 0:

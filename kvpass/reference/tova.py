@@ -9,10 +9,10 @@ from kvpass.reference.base import Reference, Token
 
 
 class TovaReference(Reference):
-    def observe(self, tokens: list[Token], rows: Tensor) -> None:
-        if len(rows) == 0:
+    def observe(self, tokens: list[Token], probabilities: Tensor) -> None:
+        if len(probabilities) == 0:
             return
-        for token, paid in zip(tokens, rows[-1].mean(0).tolist(), strict=True):
+        for token, paid in zip(tokens, probabilities[-1].mean(0).tolist(), strict=True):
             token.score = paid
 
     def evict(self, tokens: list[Token], head: int, seen: int, budget: int) -> list[Token]:

@@ -2,110 +2,42 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import sympy  # type: ignore[import-untyped]
-import torch
 import torch.fx as fx
 from torch import Tensor
 
 from kvpass import compat, graphs
-from kvpass.capture.sites import AttentionSite
 from kvpass.errors import UnsupportedGraph
-from kvpass.graphs import Sizes, value
-from kvpass.layer.slots import Layout, Slots
+from kvpass.graphs import value
+from kvpass.rewrite.call import StepCall
 from kvpass.rewrite.inputs import FurtherInputs
 from kvpass.rewrite.open import OpenNodes
 from kvpass.rewrite.record import Record
 from kvpass.rewrite.result import Outputs
 from kvpass.rewrite.rotary_slice import RotarySlice
+from kvpass.rewrite.step_graph import StepGraph
 
 
-@dataclasses.dataclass(frozen=True)
-class Telling:
-    """Which inputs tell padding from real tokens, see `kvpass.capture.hiding`.
-
-    Attributes:
-        sites: for each site those that do in all masks on its cache.
-        known: those of which every held token is known to have an entry of one.
-    """
-
-    sites: tuple[tuple[fx.Node, ...], ...]
-    known: frozenset[fx.Node]
-
-    def moved(self, to: dict[fx.Node, fx.Node]) -> Telling:
-        """The same in a copy of the graph."""
-        sites = tuple(tuple(to[node] for node in told) for told in self.sites)
-        return Telling(sites, frozenset(to[node] for node in self.known))
-
-
-@dataclasses.dataclass(frozen=True)
-class StepCall:
-    """A canonical step graph and the call that it is rewritten for.
+class StepContext(StepGraph):
+    """A step graph while it is rewritten, with what is put into it.
 
     Attributes:
-        gm, sites: the graph, which stays as it is, and its attention on caches.
-        layouts, slots: of each layer.
-        arguments: Dynamo's.
-        sizes: how the graph's symbols are to be read in this call.
-        seen: tokens before it.
-        windows: for each layer how many tokens the model stores, None for all.
-        telling: the inputs that tell padding.
-        sweep: whether it is a step with the policy's sweep.
-        opened: the layouts with open sizes for what other calls may differ in, if there are any.
-    """
-
-    gm: fx.GraphModule
-    sites: list[AttentionSite]
-    layouts: list[Layout]
-    slots: list[Slots]
-    arguments: tuple[Any, ...]
-    sizes: Sizes
-    seen: int
-    windows: tuple[int | None, ...]
-    telling: Telling
-    sweep: bool = False
-    opened: list[Layout] = dataclasses.field(default_factory=list)
-
-    def of(self, change: Callable[[Layout], Layout]) -> StepCall:
-        """The same call on slots that are laid out otherwise; their rows hold no data."""
-        layouts, opened = [change(each) for each in self.layouts], [change(each) for each in self.opened]
-        slots = [each.described(layout) for each, layout in zip(self.slots, layouts, strict=True)]
-        return dataclasses.replace(self, layouts=layouts, opened=opened, slots=slots)
-
-
-class StepContext:
-    """A copy of a step graph while it is rewritten.
-
-    Attributes:
-        call: what it is rewritten for.
-        gm, graph: the copy; sites, holders, telling: the call's sites, the placeholders and the inputs that tell
-            padding, in the copy.
-        actual: Dynamo's argument at each placeholder.
-        rows, queries: B and q, which may be open sizes.
-        layouts, capacities: of each layer the layout, and how many slots there are; capacities and budgets may be open.
-        decodes: one token goes to a slot that is free, and not, as a chunk does, beside the slots.
-        ranked: keys are stored before their rotary embedding and numbered by rank.
-        whole: masks look up entries in the tensors that have one for every token; by default a graph is given those
-            of its slots alone.
         inputs: what it takes beside slots and Dynamo's arguments.
         open: the nodes of sizes that stay open.
 
-    And what passes leave for those after them:
-        slot_inputs: for each layer the placeholders of its slots' tensors, in the order of `Slots.names`.
+    And what passes leave for those after them, beside what `StepGraph` has:
         weights, weight_inputs: the policy's own tensors and their placeholders.
-        own: all of these placeholders.
-        length: int64 of no dimensions, the tokens seen, padding included.
-        on_length: nodes that are computed from it, and what each is.
+        on_length: nodes that are computed from `length`, and what each is.
         counts: for each window the nodes that count the keys.
         rotaries, raw_keys: for each layer the rotary embedding of its keys, and these before it; none where keys are
             stored as they are attended to.
         given_positions: the places of Dynamo's arguments that ranks have taken the place of.
         places: for each layer a copy of the slot that it writes to, none where it needs none.
         replaced: what stands for the model's own attention, by the name of its node.
-        chunks: for each layer stored key, value, real and statistics of a chunk.
+        chunks: for each layer stored key, value, valid and statistics of a chunk.
         unread: outputs that grow and that nothing reads on slots: the argument that each is longer than, and the
             dimension.
         counted: bool [B, 1], which of the tokens were real, if the caller counts.
@@ -114,33 +46,12 @@ class StepContext:
     """
 
     def __init__(self, call: StepCall, whole: bool = False) -> None:
-        copy, moved = compat.copy_graph_module(call.gm)
-        self.call, self.gm, self.graph = call, copy, copy.graph
-        self.sites = [site.moved(moved) for site in call.sites]
-        self.slots, self.sizes, self.windows = call.slots, call.sizes, call.windows
-        self.layouts = call.opened or call.layouts
-        self.holders = graphs.placeholders(self.graph)
-        self.actual = dict(zip(self.holders, call.arguments, strict=True))
-        self.telling = call.telling.moved(moved)
-        self.rows = call.sizes.fixed(value(call.sites[0].key).shape[0]) if call.sizes.open else call.layouts[0].rows
-        self.queries = call.sizes.queries
-        self.capacities = [
-            slots.capacity if isinstance(layout.capacity, int) else layout.capacity
-            for layout, slots in zip(self.layouts, call.slots, strict=True)
-        ]
-        # A prompt that is still held whole takes its first token in as a chunk.
-        roomy = all(s.capacity == x.capacity for s, x in zip(call.slots, call.layouts, strict=True))
-        self.decodes = bool(self.queries == 1) and roomy
-        self.ranked = call.layouts[0].ranked
-        self.whole = whole
+        super().__init__(call, whole)
         self.open = OpenNodes(self)
-        self.inputs = FurtherInputs(self)
+        self.inputs = FurtherInputs(self, self.compute)
 
-        self.slot_inputs: list[list[fx.Node]] = []
         self.weights: list[Tensor] = []
         self.weight_inputs: list[fx.Node] = []
-        self.own: set[fx.Node] = set()
-        self.length: fx.Node
         self.on_length: dict[fx.Node, sympy.Expr] = {}
         self.counts: dict[int | None, list[fx.Node]] = {}
         self.rotaries: list[RotarySlice] = []
@@ -153,55 +64,6 @@ class StepContext:
         self.counted: fx.Node | None = None
         self.outputs: Outputs
         self.records: list[Record] = []
-
-    @property
-    def decodes_on_gpu(self) -> bool:
-        return self.decodes and self.device.type == "cuda"
-
-    @property
-    def device(self) -> torch.device:
-        """Where the slots are."""
-        return self.layouts[0].device
-
-    def slot(self, layer: int, name: str) -> fx.Node:
-        """The placeholder of one of a layer's tensors, by its name in `Slots.names`."""
-        return self.slot_inputs[layer][self.slots[layer].names.index(name)]
-
-    def line(self, layer: int = 0) -> str:
-        """The line of the user's source at which a layer attends."""
-        return graphs.source_line(self.sites[layer].call)
-
-    # -- what nodes will be --------------------------------------------------------------------------------------
-
-    def shape(self, node: fx.Node) -> tuple[Any, ...]:
-        """The shape of a node's tensor in this call."""
-        return tuple(size if isinstance(size, int) else self.sizes.fixed(size) for size in value(node).shape)
-
-    def example(self, node: fx.Node) -> Any:
-        """A tensor like the one that the node will be, strides included; or the size that it is."""
-        if graphs.is_size(node):
-            return self.sizes.fixed(node)
-        kind: dict[str, Any] = dict(dtype=value(node).dtype, device=self.device_of(node))
-        strides = value(node).stride()
-        made_dense = node.op == "placeholder" and has_loose_strides(value(node))  # see `StepRewrite.flat`
-        dense = made_dense or any(self.sizes.grows(stride) for stride in strides)
-        fixed = None if dense else [self.sizes.fixed(stride) for stride in strides]
-        if self.sizes.open:
-            return self.sizes.open.like(self.shape(node), fixed, **kind)
-        shape = self.shape(node)
-        return torch.empty(shape, **kind) if fixed is None else torch.empty_strided(shape, fixed, **kind)
-
-    def of_shape(self, shape: tuple[Any, ...], dtype: torch.dtype) -> Tensor:
-        """What describes a dense tensor of ours."""
-        kind: dict[str, Any] = dict(dtype=dtype, device="meta")
-        return self.sizes.open.like(shape, None, **kind) if self.sizes.open else torch.empty(shape, **kind)
-
-    def device_of(self, node: fx.Node) -> torch.device:
-        """Where a node's tensor is; our own inputs are where the slots are."""
-        ours = value(node).device.type == "meta" or node in self.own
-        return self.device if ours else value(node).device
-
-    # -- new nodes -----------------------------------------------------------------------------------------------
 
     def compute(
         self, function: Callable[..., list[Tensor]], nodes: list[fx.Node], before: fx.Node, name: str
@@ -255,8 +117,3 @@ class Pass(Protocol):
     __name__: str
 
     def __call__(self, step: StepContext, /) -> Record: ...
-
-
-def has_loose_strides(tensor: Any) -> bool:
-    """Whether a tensor's strides may change from call to call."""
-    return isinstance(tensor, Tensor) and any(isinstance(stride, torch.SymInt) for stride in tensor.stride())

@@ -4,7 +4,8 @@ them before it runs."""
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -14,9 +15,10 @@ from kvpass import compat
 from kvpass.graphs import value
 from kvpass.layer.slots import Slots
 from kvpass.rewrite.mask_slice import Entry
+from kvpass.rewrite.step_graph import StepGraph
 
-if TYPE_CHECKING:
-    from kvpass.rewrite.context import StepContext
+Compute = Callable[[Callable[..., list[Tensor]], list[fx.Node], fx.Node, str], list[fx.Node]]
+"""See `kvpass.rewrite.context.StepContext.compute`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,12 +52,12 @@ class FurtherInputs:
         asides: by node, of what it gives, which is computed beside the graph as it reads all tokens.
     """
 
-    def __init__(self, step: StepContext) -> None:
-        self._step = step
+    def __init__(self, step: StepGraph, compute: Compute) -> None:
+        self._step, self._compute = step, compute
         self.columns: dict[fx.Node, fx.Node] = {}
         self.entries: dict[tuple[int | None, Entry], fx.Node] = {}
         self.asides: dict[fx.Node, fx.Node] = {}
-        self._real: dict[tuple[fx.Node, ...], fx.Node] = {}
+        self._valid: dict[tuple[fx.Node, ...], fx.Node] = {}
 
     @property
     def nodes(self) -> list[fx.Node]:
@@ -77,7 +79,7 @@ class FurtherInputs:
             return self.entries[None, entry]
         if (layer, entry) not in self.entries:
             count = step.capacities[layer] + step.queries
-            shape = (step.rows, step.layouts[layer].groups, count, *entry.rest)
+            shape = (step.batch, step.layouts[layer].groups, count, *entry.rest)
             self.entries[layer, entry] = self._new(f"{name}_at_{layer}", shape, value(entry.node).dtype)
         return self.entries[layer, entry]
 
@@ -87,31 +89,31 @@ class FurtherInputs:
             self.asides[node] = self._new(f"{node.name}_aside", self._step.shape(node), value(node).dtype)
         return self.asides[node]
 
-    def real(self, layer: int) -> fx.Node:
+    def valid(self, layer: int) -> fx.Node:
         """bool [B, q]: which of the new tokens are not padding, for a layer."""
         telling = self._step.telling.sites[layer]
-        if telling not in self._real:
-            self._real[telling] = self._emit_real([self.column(holder) for holder in telling])
-        return self._real[telling]
+        if telling not in self._valid:
+            self._valid[telling] = self._emit_valid([self.column(holder) for holder in telling])
+        return self._valid[telling]
 
-    def _emit_real(self, columns: list[fx.Node]) -> fx.Node:
+    def _emit_valid(self, columns: list[fx.Node]) -> fx.Node:
         step = self._step
-        shape, device = (step.rows, step.queries), step.device
+        shape, device = (step.batch, step.queries), step.device
 
         def function(*columns: Tensor) -> list[Tensor]:
-            real = torch.ones(shape, dtype=torch.bool, device=device)
+            valid = torch.ones(shape, dtype=torch.bool, device=device)
             for column in columns:
-                real = real & (column != 0)
-            return [real]
+                valid = valid & (column != 0)
+            return [valid]
 
-        node = step.compute(function, columns, step.length.next, f"kvpass_real_{len(self._real)}")[0]
+        node = self._compute(function, columns, step.length.next, f"kvpass_valid_{len(self._valid)}")[0]
         node.meta["example_value"] = step.of_shape(shape, torch.bool)
         return node
 
     @property
-    def some_real(self) -> fx.Node:
-        """The first that was asked for of what `real` gives."""
-        return next(iter(self._real.values()))
+    def some_valid(self) -> fx.Node:
+        """The first that was asked for of what `valid` gives."""
+        return next(iter(self._valid.values()))
 
     def looked_up(self) -> tuple[list[LookedUp], list[fx.Node]]:
         """Where entries are looked up, and the nodes among that which are computed beside the graph."""

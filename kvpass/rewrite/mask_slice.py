@@ -17,7 +17,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass import graphs
-from kvpass.capture import operators, selection
+from kvpass.capture import operators, sparse_index
 from kvpass.capture.keys import KeyAxis
 from kvpass.errors import UnsupportedGraph
 from kvpass.graphs import Sizes, Slice, expr, value
@@ -62,7 +62,7 @@ class MaskSlice:
         padding: inputs that tell padding from real tokens and do nothing else; held tokens are real.
         entries: what else it reads of each token.
         aside: what it reads of all tokens together, such as how many of a row are padding; among what the slice binds.
-        facts: what it reads of the key's stored rows, see `kvpass.rewrite.expansion`.
+        facts: what it reads of the key's stored rows, see `kvpass.rewrite.computed_keys`.
     """
 
     slice: Slice
@@ -94,13 +94,13 @@ class MaskSlice:
             entries: of every slot, each [B, H', N, ...], see `Entry.at`.
             facts: of every slot, each [N, ...].
         """
-        real = [torch.ones(p.shape, dtype=value(p.node).dtype, device=index.device) for p in self.padding]
+        valid = [torch.ones(p.shape, dtype=value(p.node).dtype, device=index.device) for p in self.padding]
         count = len(entries)
 
         def one(place: Tensor, position: Tensor, *read: Tensor) -> Tensor:
             place = place.clamp(min=0)[None]  # free slots look up something too
-            own = [entry.one(x) for entry, x in zip(self.entries, read[:count], strict=True)]
-            given = (place - first, position[None, None] + 1, *real, *own, *read[count:])
+            looked_up = [entry.one(x) for entry, x in zip(self.entries, read[:count], strict=True)]
+            given = (place - first, position[None, None] + 1, *valid, *looked_up, *read[count:])
             mask: Tensor = self.slice.module(*given, *bound)
             return mask.squeeze(-1) if mask.shape[-1] == 1 else _refuse_width(mask)  # [b, h, q]
 
@@ -160,7 +160,7 @@ def cut_mask(gm: fx.GraphModule, mask: fx.Node, sizes: Sizes, around: Around) ->
     Raises:
         UnsupportedGraph: it cannot be had for one key, by name and line.
     """
-    chosen = selection.find(mask)
+    chosen = sparse_index.find(mask)
     behind = graphs.ancestors(mask, [*around.stored, *(each.node for each in chosen)])
     roots = [*around.counts, *around.inputs]
     moved = graphs.dependent(gm.graph, behind, roots)
@@ -175,9 +175,11 @@ def cut_mask(gm: fx.GraphModule, mask: fx.Node, sizes: Sizes, around: Around) ->
 def _facts(graph: fx.Graph, mask: fx.Node, stored: list[fx.Node], roots: list[fx.Node]) -> list[fx.Node]:
     """The last tensors on the way to a mask that are computed from stored rows and from no key index."""
     behind = graphs.ancestors(mask, stored) | set(stored)
-    own = graphs.dependent(graph, behind, stored) - graphs.dependent(graph, behind, roots)
-    own = {node for node in own & behind if graphs.is_tensor(node)}
-    return [n for n in graph.nodes if n in own and (n is mask or any(u in behind - own for u in n.users))]
+    stored_only = graphs.dependent(graph, behind, stored) - graphs.dependent(graph, behind, roots)
+    stored_only = {node for node in stored_only & behind if graphs.is_tensor(node)}
+    return [
+        n for n in graph.nodes if n in stored_only and (n is mask or any(u in behind - stored_only for u in n.users))
+    ]
 
 
 def check_not_overwritten(moved: set[fx.Node], behind: set[fx.Node], result: fx.Node) -> None:
@@ -204,7 +206,7 @@ class _KeyCutter:
         around: Around,
         behind: set[fx.Node],
         facts: list[fx.Node],
-        chosen: list[selection.Selection],
+        chosen: list[sparse_index.SparseIndex],
     ) -> None:
         self.gm, self.sizes, self.around = gm, sizes, around
         self.totals = {expr(value(node).shape[2]) for node in around.stored}
@@ -214,7 +216,7 @@ class _KeyCutter:
         self.env: dict[fx.Node, Any] = dict.fromkeys(around.counts, index)
         self.padding, self.entries = [n for n in around.padding if n in behind], list[Entry]()
         self.env.update({node: self.graph.placeholder(node.name) for node in [*self.padding, *facts]})
-        self.env.update({each.node: selection.everything(each, self.graph) for each in chosen})
+        self.env.update({each.node: sparse_index.everything(each, self.graph) for each in chosen})
         axes = {node: self._axis_of(node) for node in facts}
         axes |= {each.node: value(each.node).ndim - 1 for each in chosen}
         given = {node: axis for node, axis in around.inputs.items() if node in behind}
@@ -231,8 +233,8 @@ class _KeyCutter:
         made = self.copy(mask)
         self._check_axis(mask)
         self.graph.output(made)
-        own = [*self.padding, *(entry.node for entry in self.entries), *self.facts, *self.bound]
-        graphs.put_first(self.graph, [*self.roots, *(self.env[node] for node in own)])
+        inputs = [*self.padding, *(entry.node for entry in self.entries), *self.facts, *self.bound]
+        graphs.put_first(self.graph, [*self.roots, *(self.env[node] for node in inputs)])
         return Slice(fx.GraphModule(self.gm, self.graph), tuple(self.bound))
 
     def _check_axis(self, mask: fx.Node) -> None:
@@ -251,7 +253,7 @@ class _KeyCutter:
         if graphs.is_size(node):
             return 1 if self.sizes.is_total(node) or self.spells_total(node) else self._number_or_bound(node)
         followed = self.axes.of(node)
-        if operators.known_name(node) == "cumsum" and self._counts_real(node):
+        if operators.known_name(node) == "cumsum" and self._counts_valid(node):
             return self.count
         if followed.way == "free":
             return self._bind(node)
@@ -261,7 +263,7 @@ class _KeyCutter:
             return self._beside(node, followed.axis)
         if followed.way == "lengthened":
             return self._refuse(node, "a lengthened tensor is not looked up by a key index")
-        return self._sliced(node, own=followed.way == "own")
+        return self._sliced(node, by_place=followed.way == "own place")
 
     def _number_or_bound(self, node: fx.Node) -> Any:
         number = self.number(node)
@@ -304,16 +306,16 @@ class _KeyCutter:
     def _refuse(self, node: fx.Node, why: str) -> NoReturn:
         raise UnsupportedGraph(f"{graphs.source_line(node)}: {why}")
 
-    def _sliced(self, node: fx.Node, own: bool) -> fx.Node:
+    def _sliced(self, node: fx.Node, by_place: bool) -> fx.Node:
         base = node.args[0]
         if graphs.name_of(node) == "getitem" and isinstance(base, fx.Node) and self.axes.of(base).way == "lengthened":
             return self.filled(node)
         for parent in node.all_input_nodes:
             self.copy(parent)
         there = dict(self.env)
-        if own:  # a tensor of one entry is at hand
+        if by_place:  # a tensor of one entry is at hand
             for parent in node.all_input_nodes:
-                if parent is not base and self.axes.is_own(parent):
+                if parent is not base and self.axes.is_place(parent):
                     there[parent] = self.graph.call_function(torch.zeros_like, (self.env[parent],))
         copied = self.graph.node_copy(node, lambda parent: there[parent])
         if graphs.name_of(node) == "expand":
@@ -346,7 +348,7 @@ class _KeyCutter:
         within = self.graph.call_function(operator.lt, (last, count))
         return self.graph.call_function(torch.where, (within, found, filling or 0))
 
-    def _counts_real(self, node: fx.Node) -> bool:
+    def _counts_valid(self, node: fx.Node) -> bool:
         """A running sum over an input that tells padding, which counts the real tokens up to a key."""
         given = operators.bound(node)
         column = given.get("input")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch
@@ -12,13 +12,11 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass import graphs
-from kvpass.capture import selection, tokens
+from kvpass.capture import sparse_index, tokens
 from kvpass.capture.sites import AttentionSite
 from kvpass.graphs import value
+from kvpass.rewrite.context import StepContext
 from kvpass.rewrite.mask_slice import Around, MaskSlice, cut_mask
-
-if TYPE_CHECKING:
-    from kvpass.rewrite.context import StepContext
 
 
 class Masks:
@@ -42,12 +40,12 @@ class Masks:
             self._cut[site.mask, padding] = cut_mask(
                 step.gm, site.mask, step.sizes, self._around(site, window, padding)
             )
-        piece = self._cut[site.mask, padding]
-        bound = [step.inputs.aside(node) if node in piece.aside else node for node in piece.slice.bound]
+        sliced = self._cut[site.mask, padding]
+        bound = [step.inputs.aside(node) if node in sliced.aside else node for node in sliced.slice.bound]
         first = [] if window is None else [self._first_stored(window)]
-        entries = [step.inputs.entry(layer, entry) for entry in piece.entries]
+        entries = [step.inputs.entry(layer, entry) for entry in sliced.entries]
         nodes = [*first, step.length, *entries, *bound]
-        return SlicedMask(nodes, step.queries, piece, bool(first), step.whole), (piece.key, bool(first))
+        return SlicedMask(nodes, step.queries, sliced, bool(first), step.whole), (sliced.key, bool(first))
 
     def _around(self, site: AttentionSite, window: int | None, padding: tuple[fx.Node, ...]) -> Around:
         step = self._step
@@ -68,9 +66,9 @@ class Masks:
         """Sparse indices in a mask, which choose all slots: the keys that they score by are dropped."""
         step = self._step
         held, outputs = max(step.capacities), graphs.results(step.graph)
-        for each in selection.find(mask):
+        for each in sparse_index.find(mask):
             each.check(held if step.decodes else held + step.queries)
-            for node, dim in selection.cached(each, outputs):
+            for node, dim in sparse_index.cached(each, outputs):
                 step.unread[outputs.index(node)] = (step.holders.index(graphs.past_of(node)), dim)
 
     def _first_stored(self, window: int) -> fx.Node:
@@ -112,25 +110,25 @@ class SlicedMask(MaskOnSlots):
         whole: the nodes of its entries are the tensors in which to look up, and not what was found for each slot.
     """
 
-    piece: MaskSlice
+    sliced: MaskSlice
     shifted: bool
     whole: bool = False
 
     @property
     def facts(self) -> tuple[fx.Node, ...]:
-        return self.piece.facts
+        return self.sliced.facts
 
     def on_slots(
         self, index: Tensor, position: Tensor, heads: int, tensors: list[Tensor], facts: list[Tensor]
     ) -> Tensor:
-        start, count = int(self.shifted), len(self.piece.entries)
+        start, count = int(self.shifted), len(self.sliced.entries)
         first = tensors[0] if start else 0
         length, given, bound = tensors[start], tensors[start + 1 :][:count], tensors[start + 1 + count :]
         if self.whole:
-            entries = [entry.at(full, index) for entry, full in zip(self.piece.entries, given, strict=True)]
+            entries = [entry.at(full, index) for entry, full in zip(self.sliced.entries, given, strict=True)]
         else:
             entries = [_in_slots(x, index, length, self.queries) for x in given]
-        return self.piece.on_slots(index, position, first, heads, entries, bound, facts)
+        return self.sliced.on_slots(index, position, first, heads, entries, bound, facts)
 
 
 def _in_slots(entries: Tensor, index: Tensor, length: Tensor, queries: int) -> Tensor:

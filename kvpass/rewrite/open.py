@@ -6,16 +6,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch.fx as fx
 
 from kvpass import compat, graphs
 from kvpass.errors import UnsupportedGraph
-
-if TYPE_CHECKING:
-    from kvpass.rewrite.context import StepContext
+from kvpass.rewrite.step_graph import StepGraph
 
 _FUNCTIONS = {"Add": operator.add, "Mul": operator.mul}
 
@@ -23,7 +21,7 @@ _FUNCTIONS = {"Add": operator.add, "Mul": operator.mul}
 class OpenNodes:
     """The nodes of open sizes in a step graph, each made once."""
 
-    def __init__(self, step: StepContext) -> None:
+    def __init__(self, step: StepGraph) -> None:
         self._step = step
         self._made: dict[sympy.Expr, fx.Node] = {}
         self._emitted: list[fx.Node] = []  # in the order of the graph
@@ -35,11 +33,11 @@ class OpenNodes:
 
     def for_layer(self, layer: int) -> list[fx.Node]:
         """Those of them that are not another layer's own; they come in the same order for all layers."""
-        own = self.own
-        return [self._node(symbol) for symbol in self._spoken if own.get(symbol, layer) == layer]
+        layer_of = self.layer_of
+        return [self._node(symbol) for symbol in self._spoken if layer_of.get(symbol, layer) == layer]
 
     @functools.cached_property
-    def own(self) -> dict[sympy.Symbol, int]:
+    def layer_of(self) -> dict[sympy.Symbol, int]:
         """The layer of each symbol that is the capacity of one layer alone."""
         alike = self._step.sizes.open.alike if self._step.sizes.open else frozenset()
         capacities = enumerate(map(graphs.expr, self._step.capacities))

@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 import torch.fx as fx
 
 from kvpass import graphs
-from kvpass.rewrite.context import Pass, StepContext, has_loose_strides
+from kvpass.rewrite.context import Pass, StepContext
 from kvpass.rewrite.passes import STEP_PASSES
 from kvpass.rewrite.passes.outputs import on_all_tokens
 from kvpass.rewrite.record import Record
 from kvpass.rewrite.result import StepRewrite
+from kvpass.rewrite.step_graph import has_loose_strides
 
 Watch = Callable[[Record, fx.Graph], None]
 """Is told of each pass that has run, and sees the graph as it stands then."""
@@ -57,6 +58,6 @@ def _described(step: StepContext) -> StepRewrite:
         grown=there.grown,
         asides=len(step.inputs.asides),
         unread=step.unread,
-        real=there.real,
+        valid=there.valid,
         positions=tuple(dict.fromkeys(step.given_positions)),
     )

@@ -33,7 +33,7 @@ class PromptRewrite:
         raw: for each site, the place among the outputs of its keys before their rotary embedding; the
             place of the keys themselves where they are stored as they are.
         values: for each site, the place of its values.
-        real: for each site, the place of bool [B, q], or None when no token is padding.
+        valid: for each site, the place of bool [B, q], or None when no token is padding.
         statistics: for each site, the places of what `kvpass.layer.statistics` gives; empty when none are needed.
         extras: for each site, the places of its query, its attended keys, its mask and its sink (None if it
             has none), which the eager reference asks for, and a cache that is to be cropped.
@@ -43,7 +43,7 @@ class PromptRewrite:
     sites: list[AttentionSite]
     raw: list[int]
     values: list[int]
-    real: list[int | None]
+    valid: list[int | None]
     statistics: list[list[int]]
     extras: list[tuple[int, int, int | None, int | None]]
 
@@ -68,7 +68,7 @@ def rewrite_prompt(
     """
     copy, moved = compat.copy_graph_module(gm)
     output = copy.graph.output_node()
-    own = len(graphs.results(copy.graph))
+    model_outputs = len(graphs.results(copy.graph))
     further: list[fx.Node] = []  # the model's own are read at the end: attention that is replaced may be one of them
     done = PromptRewrite(copy, sites, [], [], [], [], [])
     known: dict[tuple[fx.Node, ...], int] = {}
@@ -76,18 +76,18 @@ def rewrite_prompt(
 
     def emit(node: fx.Node) -> int:
         further.append(node)
-        return own + len(further) - 1
+        return model_outputs + len(further) - 1
 
     for site, policy, here in zip(sites, policies, told, strict=True):
         with copy.graph.inserting_before(moved[site.call]):
-            whole = _real_tokens(copy.graph, moved[site.grown_key], here)
+            whole = _valid_tokens(copy.graph, moved[site.grown_key], here)
             if whole is not None and here not in known:
                 known[here] = emit(whole)
-            done.real.append(None if whole is None else known[here])
-            real = _of_new(copy.graph, site, moved, whole)
+            done.valid.append(None if whole is None else known[here])
+            valid = _of_new(copy.graph, site, moved, whole)
             if policy.tempers:
                 for each in site.all:
-                    _temper(copy.graph, each, moved, policy, real)
+                    _temper(copy.graph, each, moved, policy, valid)
         with copy.graph.inserting_before(moved[site.call].next):  # not at the end: queries would outlive their layer
             rotary = find_rotary(gm, site) if ranked else None
             keys, values = site.keys_out, site.values_out
@@ -95,14 +95,14 @@ def rewrite_prompt(
                 keys, values = emit(moved[site.grown_key]), emit(moved[site.grown_value])
             done.raw.append(emit(moved[rotary.raw]) if rotary else keys)
             done.values.append(values)
-            found = scored.prompt_scores(copy.graph, site, moved, real, policy, budget)
+            found = scored.prompt_scores(copy.graph, site, moved, valid, policy, budget)
             made = {name: emit(node) for name, node in found.items()}
             done.statistics.append([made[name] for name in statistics.wanted(policy)])
             if extras:
                 mask = None if site.mask is None else emit(moved[site.mask])
-                sink = None if site.sink is None else emit(moved[site.sink])
-                attended = emit(moved[site.attended_key]) if site.made else keys
-                done.extras.append((emit(moved[site.query]), attended, mask, sink))
+                sink_logit = None if site.sink_logit is None else emit(moved[site.sink_logit])
+                attended = emit(moved[site.attended_key]) if site.computed else keys
+                done.extras.append((emit(moved[site.query]), attended, mask, sink_logit))
     if policies[0].renumbers and graphs.expr(sites[0].queries) != 1:
         actual = dict(zip(graphs.placeholders(gm.graph), examples, strict=True))
         _renumber(gm, copy.graph, sites, moved, actual, policies[0], budget, told[0])
@@ -123,37 +123,37 @@ def _renumber(
 ) -> None:
     """Number and mask the tokens by windows, of which the last is all that is kept."""
 
-    def real_of(real: Tensor | None, count: int, device: torch.device) -> Tensor:
-        return torch.ones(1, count, dtype=torch.bool, device=device) if real is None else real
+    def valid_of(valid: Tensor | None, count: int, device: torch.device) -> Tensor:
+        return torch.ones(1, count, dtype=torch.bool, device=device) if valid is None else valid
 
-    def ids_of(ids: Tensor, along: int, real: Tensor | None) -> Tensor:
+    def ids_of(ids: Tensor, along: int, valid: Tensor | None) -> Tensor:
         count = ids.shape[along]
-        here = real_of(real, count, ids.device)
+        here = valid_of(valid, count, ids.device)
         return renumber.on_windows(ids, along, here, budgets.window_for(policy, budget, count))
 
-    def mask_of(mask: Tensor | None, query: Tensor, real: Tensor | None, causal: bool) -> Tensor:
+    def mask_of(mask: Tensor | None, query: Tensor, valid: Tensor | None, causal: bool) -> Tensor:
         count = query.shape[2]
         room = budgets.window_for(policy, budget, count)
-        return renumber.within_windows(mask, causal, real_of(real, count, query.device), room)
+        return renumber.within_windows(mask, causal, valid_of(valid, count, query.device), room)
 
     for reader in renumber.readers(gm, sites, actual, renumber.fits_prompt):
         node, ids = moved[reader.node], moved[reader.ids]
         with graph.inserting_before(node):
-            real = _real_tokens(graph, moved[reader.ids], told, reader.along)
-            counted = graph.call_function(ids_of, (ids, reader.along, real))
+            valid = _valid_tokens(graph, moved[reader.ids], told, reader.along)
+            counted = graph.call_function(ids_of, (ids, reader.along, valid))
         counted.meta["example_value"] = value(reader.ids)
         node.replace_input_with(ids, counted)
     for site in (each for owner in sites for each in owner.all):
         call = moved[site.call]
         with graph.inserting_before(call):
             mask = None if site.mask is None else moved[site.mask]
-            real = _real_tokens(graph, moved[site.grown_key], told)
-            windows = graph.call_function(mask_of, (mask, moved[site.query], real, site.causal))
+            valid = _valid_tokens(graph, moved[site.grown_key], told)
+            windows = graph.call_function(mask_of, (mask, moved[site.query], valid, site.causal))
         call.kwargs = {**arguments(call), "mask": windows, "causal": False}
         call.args = ()
 
 
-def _real_tokens(graph: fx.Graph, tokens: fx.Node, told: tuple[fx.Node, ...], along: int = 2) -> fx.Node | None:
+def _valid_tokens(graph: fx.Graph, tokens: fx.Node, told: tuple[fx.Node, ...], along: int = 2) -> fx.Node | None:
     """Which tokens are not padding, those of an adopted past included: bool [B or 1, past + q], None for all.
 
     Args:
@@ -168,35 +168,35 @@ def _real_tokens(graph: fx.Graph, tokens: fx.Node, told: tuple[fx.Node, ...], al
             count.meta["example_value"] = total
             subscript: Any = (Ellipsis, slice(None, count))
             node = graph.call_function(operator.getitem, (node, subscript))
-        own = graph.call_function(operator.ne, (node, 0))
-        own = own if ndim == 2 else graph.call_method("unsqueeze", (own, 0))
-        made = own if made is None else graph.call_function(operator.and_, (made, own))
+        tells = graph.call_function(operator.ne, (node, 0))
+        tells = tells if ndim == 2 else graph.call_method("unsqueeze", (tells, 0))
+        made = tells if made is None else graph.call_function(operator.and_, (made, tells))
     return made
 
 
 def _of_new(
-    graph: fx.Graph, site: AttentionSite, moved: dict[fx.Node, fx.Node], real: fx.Node | None
+    graph: fx.Graph, site: AttentionSite, moved: dict[fx.Node, fx.Node], valid: fx.Node | None
 ) -> fx.Node | None:
     """Those of the tokens that are queries: all, unless a past was adopted."""
-    if real is None or site.past_key is None:
-        return real
+    if valid is None or site.past_key is None:
+        return valid
     past = graph.call_method("size", (moved[site.past_key], 2))
     past.meta["example_value"] = value(site.past_key).shape[2]
-    return graph.call_function(operator.getitem, (real, (slice(None), slice(past, None))))
+    return graph.call_function(operator.getitem, (valid, (slice(None), slice(past, None))))
 
 
 def _temper(
-    graph: fx.Graph, site: AttentionSite, moved: dict[fx.Node, fx.Node], policy: Policy, real: fx.Node | None
+    graph: fx.Graph, site: AttentionSite, moved: dict[fx.Node, fx.Node], policy: Policy, valid: fx.Node | None
 ) -> None:
     """Multiply the prompt's queries with the policy's factor for as many tokens as each row has."""
     query, call = moved[site.query], moved[site.call]
 
-    def function(query: Tensor, real: Tensor | None) -> Tensor:
+    def function(query: Tensor, valid: Tensor | None) -> Tensor:
         everyone = torch.ones_like(query[:, 0, :, 0], dtype=torch.bool)  # [B, q]
-        present = everyone if real is None else everyone & real
+        present = everyone if valid is None else everyone & valid
         return tempered(policy, query, present.sum(-1, keepdim=True))
 
     with graph.inserting_before(call):
-        factored = graph.call_function(function, (query, real))
+        factored = graph.call_function(function, (query, valid))
     call.replace_input_with(query, factored)
     moved[site.query] = factored

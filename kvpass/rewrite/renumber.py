@@ -57,17 +57,17 @@ def readers(
     Raises:
         UnsupportedGraph: nothing does, as far as can be told.
     """
-    turned = _turned(gm, sites)
+    rotated = _rotated(gm, sites)
     lookups = [n for n in gm.graph.nodes if n.target is torch.nn.functional.embedding]
-    tables = [n for n in lookups if not _holds_words(gm, n)] or ([] if turned else lookups)
+    tables = [n for n in lookups if not _holds_words(gm, n)] or ([] if rotated else lookups)
     found = [_reader(n, _index(n), sites) for n in tables if _counts(_index(n), actual, fits)]
-    if not found and not turned:
+    if not found and not rotated:
         raise UnsupportedGraph(
             f"{graphs.source_line(sites[0].call)}: this policy renumbers positions, and nothing here can be told to "
             "read them: no rotary embedding, and no lookup whose index counts tokens; let the model make its own "
             "position ids, or choose a policy that leaves them"
         )
-    return [*found, *turned]
+    return [*found, *rotated]
 
 
 def _reader(node: fx.Node, ids: fx.Node, sites: list[AttentionSite]) -> Reader:
@@ -98,7 +98,7 @@ def _counts(index: fx.Node, actual: dict[fx.Node, Any], fits: Plausible) -> bool
     return len(given) == len(whole) == 1 and fits(whole[0])
 
 
-def _turned(gm: fx.GraphModule, sites: list[AttentionSite]) -> list[Reader]:
+def _rotated(gm: fx.GraphModule, sites: list[AttentionSite]) -> list[Reader]:
     """Where position ids become the angles of a rotary embedding."""
     rotaries = [find_rotary(gm, site) for site in sites]
     ids = dict.fromkeys(rotary.position for rotary in rotaries if rotary is not None)
@@ -144,9 +144,9 @@ def on_held(ids: Tensor, along: int, position: Tensor, seen: Tensor, queries: in
     return _less(ids, along, shift)
 
 
-def on_windows(ids: Tensor, along: int, real: Tensor, room: int) -> Tensor:
-    """Ids of a prompt, counted from the start of each token's window; `real` is bool [B, q]."""
-    return _less(ids, along, window_starts(real, room))
+def on_windows(ids: Tensor, along: int, valid: Tensor, room: int) -> Tensor:
+    """Ids of a prompt, counted from the start of each token's window; `valid` is bool [B, q]."""
+    return _less(ids, along, window_starts(valid, room))
 
 
 def _less(ids: Tensor, along: int, shift: Tensor) -> Tensor:
@@ -158,9 +158,9 @@ def _less(ids: Tensor, along: int, shift: Tensor) -> Tensor:
     return ids - shift.view(shape).to(ids.dtype)
 
 
-def within_windows(mask: Tensor | None, causal: bool, real: Tensor, room: int) -> Tensor:
+def within_windows(mask: Tensor | None, causal: bool, valid: Tensor, room: int) -> Tensor:
     """The mask of a prompt [B, Hq or 1, q, q] under which each token sees its own window only."""
-    starts = window_starts(real, room)
+    starts = window_starts(valid, room)
     same = (starts[:, :, None] == starts[:, None])[:, None]  # [B, 1, q, q]
     if causal:
         same = same & torch.ones_like(same[:1]).tril()

@@ -31,7 +31,7 @@ class Outputs:
     lengths: dict[int, Any]
     grown: list[int]
     chunks: list[list[int]]
-    real: int | None
+    valid: int | None
 
 
 @dataclasses.dataclass
@@ -50,13 +50,13 @@ class StepRewrite:
         entries: what it looks up for the token of each slot.
         outputs: for each output of the original graph its place in the rewritten one's, None for a cache.
         lengths: outputs of the original graph that are the tokens seen before, plus a number.
-        chunks: for each site of an extend graph the places of stored key, value, real and statistics.
+        chunks: for each site of an extend graph the places of stored key, value, valid and statistics.
         beside: computes, from Dynamo's arguments and uncompiled, what takes all tokens to compute: first the `grown`
             outputs of the original graph, such as a mask that another graph goes on with, then `asides` further
             inputs, then what entries are looked up in.
         unread: outputs of the original graph that grow and that nothing reads on slots: the argument that each is
             longer than, and the dimension.
-        real: the place of bool [B, 1], which of the tokens were real, if the graph leaves counting to its caller.
+        valid: the place of bool [B, 1], which of the tokens were real, if the graph leaves counting to its caller.
         positions: which of Dynamo's arguments are positions that ranks have taken the place of.
     """
 
@@ -76,7 +76,7 @@ class StepRewrite:
     grown: list[int]
     asides: int = 0
     unread: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
-    real: int | None = None
+    valid: int | None = None
     positions: tuple[int, ...] = ()
 
     def at(self, numbers: Sequence[int]) -> StepRewrite:
@@ -89,8 +89,8 @@ class StepRewrite:
 
     def count(self, slots: list[Slots], results: Sequence[Any]) -> None:
         """Count the tokens of a step, if its graph leaves that to its caller: see `rewrite.passes.counting`."""
-        if self.real is not None:
-            new = results[self.real][:, 0].long()
+        if self.valid is not None:
+            new = results[self.valid][:, 0].long()
             torch._foreach_add_([layer.seen for layer in slots], [new] * len(slots))
             torch._foreach_add_([layer.length for layer in slots], 1)
 

@@ -22,7 +22,7 @@ from kvpass.graphs import Sizes, Slice, expr, value
 from kvpass.lowering.rope import Pairs, pairs_of, weights_of
 from kvpass.lowering.written import written_out
 from kvpass.rewrite.mask_slice import check_not_overwritten
-from kvpass.rewrite.pieces import InPieces, Padded
+from kvpass.rewrite.sections import InSections, Padded
 
 Like = tuple[tuple[Any, ...], torch.dtype]
 """The shape and the dtype of a tensor, or of a size, which may be open."""
@@ -33,43 +33,45 @@ class RotarySlice:
     """The rotary embedding as a function of the key before it and of its position, in two parts.
 
     The first depends on positions alone (cosines and sines, say).  It is evaluated once for the ranks
-    0, 1, ... and gives a table that all layers share; the second turns a key with a row of the table.
+    0, 1, ... and gives a table that all layers share; the second rotates a key with a row of the table.
 
     Attributes:
-        angles: from positions, shaped as `position`, to what the key is turned with.
-        turn: inputs are the key [B, Hkv, q, D] and the results of `angles`.
+        angles: from positions, shaped as `position`, to what the key is rotated with.
+        rotate: inputs are the key [B, Hkv, q, D] and the results of `angles`.
         position: the shape of the positions that the model's code expects.
-        angled: shapes and dtypes of what `angles` reads besides positions.
-        turned: and of what `turn` gets besides the results of `angles`, the key [B, Hkv, q, D] first.
+        angle_inputs: shapes and dtypes of what `angles` reads besides positions.
+        rotate_inputs: and of what `rotate` gets besides the results of `angles`, the key [B, Hkv, q, D] first.
     """
 
     angles: Slice
-    turn: Slice
+    rotate: Slice
     position: tuple[Any, ...]
-    angled: tuple[Like, ...]
-    turned: tuple[Like, ...]
+    angle_inputs: tuple[Like, ...]
+    rotate_inputs: tuple[Like, ...]
 
     @property
     def key(self) -> tuple[Any, ...]:
-        return (self.angles.key, self.turn.key, str(self.position))
+        return (self.angles.key, self.rotate.key, str(self.position))
 
     @property
     def shape(self) -> tuple[Any, ...]:
         """[B, Hkv, q, D] of the keys."""
-        return self.turned[0][0]
+        return self.rotate_inputs[0][0]
 
     def at_hand(self) -> RotarySlice:
         """The same for the call at hand alone, with numbers for open sizes."""
         position, *rest = (
             tuple(map(compat.at_hand, shape))
-            for shape in (self.position, *(s for s, _ in (*self.angled, *self.turned)))
+            for shape in (self.position, *(s for s, _ in (*self.angle_inputs, *self.rotate_inputs)))
         )
-        likes = list(zip(rest, (dtype for _, dtype in (*self.angled, *self.turned)), strict=True))
-        count = len(self.angled)
-        return dataclasses.replace(self, position=position, angled=tuple(likes[:count]), turned=tuple(likes[count:]))
+        likes = list(zip(rest, (dtype for _, dtype in (*self.angle_inputs, *self.rotate_inputs)), strict=True))
+        count = len(self.angle_inputs)
+        return dataclasses.replace(
+            self, position=position, angle_inputs=tuple(likes[:count]), rotate_inputs=tuple(likes[count:])
+        )
 
     def table(self, count: int, bound: list[Tensor], device: torch.device) -> list[Tensor]:
-        """What keys at positions 0 .. count - 1 are turned with, each [count, ...]."""
+        """What keys at positions 0 .. count - 1 are rotated with, each [count, ...]."""
 
         run = self.angles.module if isinstance(count, int) else Padded(self.angles.module).run
 
@@ -80,49 +82,53 @@ class RotarySlice:
         return [written_out(rows) for rows in torch.vmap(at)(torch.arange(count, device=device))]
 
     def on_slots(self, keys: Tensor, rank: Tensor, table: list[Tensor], bound: list[Tensor]) -> list[Tensor]:
-        """Keys [B, Hkv, N, D] at positions [B, H', N] -> rotated, in pieces [B, Hkv, N, d] of D."""
-        turn = InPieces(self.turn.module)
+        """Keys [B, Hkv, N, D] at positions [B, H', N] -> rotated, in sections [B, Hkv, N, d] of D."""
+        rotate = InSections(self.rotate.module)
 
         def one(key: Tensor, place: Tensor) -> tuple[Tensor, ...]:
             """One slot's keys [b, Hkv, D] at one position, b as in `shape`."""
             repeated = key[:, :, None].expand(-1, -1, self.shape[2], -1)
-            pieces = turn.run_on(repeated, *(rows[place] for rows in table), *bound)
-            return tuple(piece[:, :, 0] for piece in pieces)
+            sections = rotate.run_on(repeated, *(rows[place] for rows in table), *bound)
+            return tuple(section[:, :, 0] for section in sections)
 
         slots = torch.vmap(one, in_dims=(2, 0), out_dims=2)  # over N
         if expr(self.shape[0]) == 1:
             each = torch.vmap(lambda row, place: slots(row[None], place), (None, 0))  # over H'
-            return [_own_heads(piece[:, :, 0]) for piece in torch.vmap(each)(keys, rank)]
-        turned = torch.vmap(torch.vmap(lambda place: slots(keys, place)))(rank)
-        return [_own_heads(_own_rows(piece)) for piece in turned]
+            return [_head_by_head(section[:, :, 0]) for section in torch.vmap(each)(keys, rank)]
+        rotated = torch.vmap(torch.vmap(lambda place: slots(keys, place)))(rank)
+        return [_head_by_head(_row_by_row(section)) for section in rotated]
 
     def alone(self) -> RotarySlice:
-        """The same for one row and one query, if keys are turned each by itself, as seen on drawn ones; else as it is.
+        """The same for one row and one query, if keys are rotated each by itself, as seen on drawn ones; else as it is.
 
-        Turning all rows at the positions of each costs the square of the rows, times the new tokens, where no compiler
+        Rotating all rows at the positions of each costs the square of the rows, times the new tokens, where no compiler
         leaves out what is not read.
         """
         if expr(self.shape[0]) == expr(self.shape[2]) == 1:
             return self
-        if any(not shape for shape, _ in (*self.angled, *self.turned)):  # it reads open sizes
+        if any(not shape for shape, _ in (*self.angle_inputs, *self.rotate_inputs)):  # it reads open sizes
             return self
         cuts = self.at_hand()._cuts()
         if cuts is None:
             return self
-        one = ((1, self.shape[1], 1, self.shape[3]), self.turned[0][1])
-        return dataclasses.replace(self, angles=_narrowed(self.angles, cuts), turned=(one, *self.turned[1:]))
+        one = ((1, self.shape[1], 1, self.shape[3]), self.rotate_inputs[0][1])
+        return dataclasses.replace(
+            self, angles=_narrowed(self.angles, cuts), rotate_inputs=(one, *self.rotate_inputs[1:])
+        )
 
     def _cuts(self) -> list[list[int]] | None:
         """For each result of `angles` the dimensions of which one entry does for a row and query; None if none does."""
         drawn = torch.Generator().manual_seed(0)
-        angled, (keys, *rest) = ([_drawn(like, drawn) for like in likes] for likes in (self.angled, self.turned))
+        angled, (keys, *rest) = (
+            [_drawn(like, drawn) for like in likes] for likes in (self.angle_inputs, self.rotate_inputs)
+        )
         try:
             angles = self.angles.module(torch.tensor(3).expand(self.position), *angled)
             cuts = [_alike(x, (self.shape[0], self.shape[2])) for x in angles]
             narrow = [_first(*each) for each in zip(angles, cuts, strict=True)]
-            turned = self.turn.module(keys, *angles, *rest)
+            rotated = self.rotate.module(keys, *angles, *rest)
             alone = all(
-                _close(self.turn.module(_one(keys, place), *narrow, *rest), _one(turned, place)) for place in (0, -1)
+                _close(self.rotate.module(_one(keys, place), *narrow, *rest), _one(rotated, place)) for place in (0, -1)
             )
         except (RuntimeError, IndexError):  # it spells sizes out, or looks up what drawn numbers are not
             return None
@@ -139,14 +145,14 @@ class RotarySlice:
             return _drawn(like, generator)
 
         try:
-            angles = self.angles.module(torch.tensor(3).expand(self.position), *map(drawn, self.angled))
-            rest = [*angles, *map(drawn, self.turned[1:])]
+            angles = self.angles.module(torch.tensor(3).expand(self.position), *map(drawn, self.angle_inputs))
+            rest = [*angles, *map(drawn, self.rotate_inputs[1:])]
             keys = torch.cat([torch.eye(self.shape[3]), drawn(((1, self.shape[3]), torch.float32)) * 9])
-            turned = [self.turn.module(key.expand(self.shape), *rest) for key in keys.to(self.turned[0][1])]
+            rotated = [self.rotate.module(key.expand(self.shape), *rest) for key in keys.to(self.rotate_inputs[0][1])]
         except (RuntimeError, IndexError):  # it has tensors on another device, or looks up what drawn numbers are not
             return None
-        alike = all(torch.equal(x, x[:1, :1, :1].expand_as(x)) for x in turned)
-        matrix, got = torch.stack([x[0, 0, 0] for x in turned]).double().tensor_split([self.shape[3]])
+        alike = all(torch.equal(x, x[:1, :1, :1].expand_as(x)) for x in rotated)
+        matrix, got = torch.stack([x[0, 0, 0] for x in rotated]).double().tensor_split([self.shape[3]])
         wanted = keys[-1:].double() @ matrix
         linear = torch.allclose(got, wanted, rtol=0, atol=0.02 * float(wanted.abs().max()))
         return pairs_of(matrix) if alike and linear else None
@@ -154,21 +160,25 @@ class RotarySlice:
     def weights(self, pairs: Pairs, table: list[Tensor], bound: list[Tensor]) -> tuple[Tensor, Tensor]:
         """What numbers and their partners are multiplied with at the positions of a table, each [N, D]."""
 
-        def turn(key: Tensor) -> Tensor:
-            turned: Tensor = torch.vmap(lambda *rows: self.turn.module(key.expand(self.shape), *rows, *bound))(*table)
-            return turned[:, 0, 0, 0]
+        def rotate(key: Tensor) -> Tensor:
+            rotated: Tensor = torch.vmap(lambda *rows: self.rotate.module(key.expand(self.shape), *rows, *bound))(
+                *table
+            )
+            return rotated[:, 0, 0, 0]
 
-        return weights_of(turn, pairs, torch.empty(self.shape[3], dtype=self.turned[0][1], device=table[0].device))
+        return weights_of(
+            rotate, pairs, torch.empty(self.shape[3], dtype=self.rotate_inputs[0][1], device=table[0].device)
+        )
 
 
-def _own_rows(turned: Tensor) -> Tensor:
+def _row_by_row(rotated: Tensor) -> Tensor:
     """[B, H', B, Hkv, N, d] -> [B, H', Hkv, N, d]: each row at its own positions."""
-    return turned.diagonal(0, 0, 2).movedim(-1, 0)
+    return rotated.diagonal(0, 0, 2).movedim(-1, 0)
 
 
-def _own_heads(turned: Tensor) -> Tensor:
+def _head_by_head(rotated: Tensor) -> Tensor:
     """[B, H', Hkv, N, d] -> [B, Hkv, N, d]: each head at its own positions."""
-    return turned[:, 0] if turned.shape[1] == 1 else turned.diagonal(0, 1, 2).movedim(-1, 1)
+    return rotated[:, 0] if rotated.shape[1] == 1 else rotated.diagonal(0, 1, 2).movedim(-1, 1)
 
 
 def _drawn(like: Like, generator: torch.Generator) -> Tensor:
@@ -199,15 +209,15 @@ def _close(x: Tensor, y: Tensor) -> bool:
     return x.shape == y.shape and torch.allclose(x, y, rtol=close, atol=close * float(y.abs().max()))
 
 
-def _narrowed(piece: Slice, cuts: list[list[int]]) -> Slice:
+def _narrowed(whole: Slice, cuts: list[list[int]]) -> Slice:
     """A slice whose results have only the first entry of some dimensions."""
     graph = fx.Graph()
-    made = list(graph.graph_copy(piece.module.graph, {}))  # type: ignore[arg-type]
+    made = list(graph.graph_copy(whole.module.graph, {}))  # type: ignore[arg-type]
     for i, dims in enumerate(cuts):
         for d in dims:
             made[i] = graph.call_method("narrow", (made[i], d, 0, 1))
     graph.output(tuple(made))
-    return Slice(fx.GraphModule(piece.module, graph), piece.bound)
+    return Slice(fx.GraphModule(whole.module, graph), whole.bound)
 
 
 def cut_rotary(gm: fx.GraphModule, site: AttentionSite, rotary: Rotary, sizes: Sizes) -> RotarySlice:
@@ -221,11 +231,11 @@ def cut_rotary(gm: fx.GraphModule, site: AttentionSite, rotary: Rotary, sizes: S
     behind = graphs.behind([site.key], {rotary.raw})
     check_not_overwritten(graphs.dependent(gm.graph, behind, [rotary.raw, rotary.position]), behind, site.key)
     angles = _angles(gm, site.key, rotary)
-    turn = graphs.cut(gm, [site.key], [rotary.raw, *angles], number, unpack=True)
+    rotate = graphs.cut(gm, [site.key], [rotary.raw, *angles], number, unpack=True)
     cut = graphs.cut(gm, angles, [rotary.position], number)
     position, *angled = (_like(node, sizes) for node in (rotary.position, *cut.bound))
-    turned = tuple(_like(node, sizes) for node in (rotary.raw, *turn.bound))
-    return RotarySlice(cut, turn, position[0], tuple(angled), turned).alone()
+    rotated = tuple(_like(node, sizes) for node in (rotary.raw, *rotate.bound))
+    return RotarySlice(cut, rotate, position[0], tuple(angled), rotated).alone()
 
 
 def _like(node: fx.Node, sizes: Sizes) -> Like:
@@ -236,7 +246,7 @@ def _like(node: fx.Node, sizes: Sizes) -> Like:
 
 
 def _angles(gm: fx.GraphModule, key: fx.Node, rotary: Rotary) -> list[fx.Node]:
-    """The tensors that depend on positions alone and that the key is turned with."""
+    """The tensors that depend on positions alone and that the key is rotated with."""
     rest = graphs.behind([key], {rotary.raw})
     on_position = graphs.dependent(gm.graph, rest, [rotary.position])
     on_key = graphs.dependent(gm.graph, rest | {rotary.raw}, [rotary.raw])

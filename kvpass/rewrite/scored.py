@@ -4,7 +4,7 @@
 
 is followed by `kvpass::column_scores` or `kvpass::row_scan` of the same query, key and mask; or becomes
 
-    attended, *scores = kvpass::scored_attention(query, key, value, mask, real, ...)
+    attended, *scores = kvpass::scored_attention(query, key, value, mask, valid, ...)
 
 (`kvpass::scanned_attention` for a scan), which makes the rows of attention once for both.
 """
@@ -38,7 +38,7 @@ def prompt_scores(
     graph: fx.Graph,
     site: AttentionSite,
     moved: dict[fx.Node, fx.Node],
-    real: fx.Node | None,
+    valid: fx.Node | None,
     policy: Policy,
     budget: Budget,
 ) -> dict[Statistic, fx.Node]:
@@ -49,14 +49,14 @@ def prompt_scores(
 
     Args:
         moved: from the nodes of the site to those of `graph`; its call's is replaced with the call.
-        real: bool [B or 1, q], or None when no token is padding.
+        valid: bool [B or 1, q], or None when no token is padding.
     """
     if not policy.statistics:
         return {}
     query = moved[site.query]
     rows = graph.call_function(operator.getitem, (query, (slice(None), 0, slice(None), 0)))
     everyone = graph.call_function(torch.ones_like, (rows,), {"dtype": torch.bool})  # [B, q]
-    present = everyone if real is None else graph.call_function(torch.logical_and, (real, everyone))
+    present = everyone if valid is None else graph.call_function(torch.logical_and, (valid, everyone))
     fused = _on_the_way(site, policy)
     attended = (arguments(site.call)["value"],) if fused else ()
     first, last = _common(site, moved, attended, present)
@@ -78,10 +78,10 @@ def _common(
     site: AttentionSite, moved: dict[fx.Node, fx.Node], attended: tuple[fx.Node, ...], present: fx.Node
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """The arguments of the operators before and behind those that each asks on its own; `attended`: their values."""
-    mask, sink = (None if node is None else moved[node] for node in (site.mask, site.sink))
-    heads = 1 if site.made else int(value(site.grown_key).shape[1])
+    mask, sink_logit = (None if node is None else moved[node] for node in (site.mask, site.sink_logit))
+    heads = 1 if site.computed else int(value(site.grown_key).shape[1])
     tensors = (moved[site.query], moved[site.attended_key], *(moved[node] for node in attended))
-    return (*tensors, mask, present, site.causal, site.scale), (site.cap, sink, heads)
+    return (*tensors, mask, present, site.causal, site.scale), (site.cap, sink_logit, heads)
 
 
 def _on_the_way(site: AttentionSite, policy: Policy) -> bool:

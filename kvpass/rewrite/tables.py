@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.fx as fx
 from torch import Tensor
 
 from kvpass import graphs
 from kvpass.lowering.rope import Pairs
+from kvpass.rewrite.context import StepContext
 from kvpass.rewrite.rotary_slice import RotarySlice
-
-if TYPE_CHECKING:
-    from kvpass.rewrite.context import StepContext
 
 
 class Tables:
@@ -39,7 +37,7 @@ class Tables:
         return self._tables[key]
 
     def pairs(self, rotary: RotarySlice | None) -> Pairs | None:
-        """What an embedding mixes, where a kernel attends and can turn the keys itself."""
+        """What an embedding mixes, where a kernel attends and can rotate the keys itself."""
         if rotary is None or not self._step.decodes_on_gpu:
             return None
         if rotary.key not in self._pairs:
@@ -48,13 +46,13 @@ class Tables:
 
     def mixing(self, rotary: RotarySlice, pairs: Pairs, capacity: int, before: fx.Node) -> list[fx.Node]:
         """The nodes of a `Rope`'s weights for ranks 0 .. capacity - 1."""
-        key = (rotary.key, rotary.turn.bound, str(capacity))
+        key = (rotary.key, rotary.rotate.bound, str(capacity))
         if key not in self._tables:
             table = self.angles(rotary, capacity)
 
             def function(*given: Tensor) -> list[Tensor]:
                 return list(rotary.weights(pairs, list(given[: len(table)]), list(given[len(table) :])))
 
-            nodes = [*table, *rotary.turn.bound]
+            nodes = [*table, *rotary.rotate.bound]
             self._tables[key] = self._step.compute(function, nodes, before, f"kvpass_mixed_{len(self._tables)}")
         return self._tables[key]

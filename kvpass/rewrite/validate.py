@@ -291,7 +291,7 @@ def _values(gm: fx.GraphModule, names: set[str], arguments: tuple[Any, ...]) -> 
     return found
 
 
-def _own(argument: Any) -> Any:
+def _copied(argument: Any) -> Any:
     """A copy of a tensor that a graph may write to."""
     written = isinstance(argument, Tensor) and not isinstance(argument, torch.nn.Parameter)
     return argument.clone() if written else argument
@@ -303,28 +303,28 @@ class _Conversation:
     def __init__(self, step: Step, count: int) -> None:
         self.step, self.count = step, count
         self.drawn = torch.Generator().manual_seed(count)
-        self.rows = step.layouts[0].rows
+        self.batch = step.layouts[0].batch
         self.holders = graphs.placeholders(step.gm.graph)
         self.cut = step.seen - count
-        self.real = self._real()  # bool [B, L]
-        self.turned: dict[Any, Tensor] = {}
+        self.valid = self._valid()  # bool [B, L]
+        self.rotated: dict[Any, Tensor] = {}
         self.held = [min(count, window or count) for window in step.context.windows]
         self.stored = [self._stored(layout, held) for layout, held in zip(step.layouts, self.held, strict=True)]
         self.plain = self._plain()
 
-    def _real(self) -> Tensor:
+    def _valid(self) -> Tensor:
         """Up to two tokens on the left of a row are padding, where that is known and no one gives positions."""
-        real = torch.ones(self.rows, self.count, dtype=torch.bool)
+        valid = torch.ones(self.batch, self.count, dtype=torch.bool)
         if self.step.context.telling.known and not (self.step.ranked and self.step.rewrite.positions):
-            for row in range(self.rows):
-                real[row, : (row + 1) % (min(self.count, 2) + 1)] = False
-        return real
+            for row in range(self.batch):
+                valid[row, : (row + 1) % (min(self.count, 2) + 1)] = False
+        return valid
 
     def _stored(self, layout: Layout, held: int) -> tuple[Rows, Rows]:
         """Keys and values [B, Hkv, held, D] as slots hold them; the same for layers that are alike."""
         fine = dataclasses.replace(layout, kv_dtype=self.step.kv_dtype)
         drawn = torch.Generator().manual_seed(layout.key_dim)
-        shape = (layout.rows, layout.heads, held)
+        shape = (layout.batch, layout.heads, held)
         pair = [torch.randn(*shape, dim, generator=drawn) for dim in (layout.key_dim, layout.value_dim)]
         key, value = (x.to(layout.device, layout.dtype) for x in pair)
         rows = Rows.of(fine.key_format, key), Rows.of(fine.value_format, value)
@@ -375,8 +375,8 @@ class _Conversation:
     def _padded(self, node: fx.Node, column: Tensor) -> Tensor:
         """An input that tells padding, for this conversation; what comes is real."""
         made = torch.ones_like(column)
-        real = self.real if column.ndim == 2 and column.shape[0] == self.rows else self.real[-1:]
-        made[..., : self.count] = real.view(*column.shape[:-1], self.count).to(column.device, column.dtype)
+        valid = self.valid if column.ndim == 2 and column.shape[0] == self.batch else self.valid[-1:]
+        made[..., : self.count] = valid.view(*column.shape[:-1], self.count).to(column.device, column.dtype)
         return made
 
     def _counted(self, positions: Tensor) -> Tensor:
@@ -384,7 +384,7 @@ class _Conversation:
 
     def arguments(self) -> tuple[Any, ...]:
         """Those of the model's own graph, with a past."""
-        return self._with_past(self._turned)
+        return self._with_past(self._rotated)
 
     def nudged(self, number: int) -> tuple[Any, ...]:
         """Those with every number of the past changed by a few units in the last place."""
@@ -396,7 +396,7 @@ class _Conversation:
 
     def _with_past(self, key_of: Callable[[int, Tensor], Tensor]) -> tuple[Any, ...]:
         """The arguments with a past, whose keys are made of a layer's number and its stored ones."""
-        made = [_own(x) for x in self.plain]
+        made = [_copied(x) for x in self.plain]
         for i, (key_place, value_place) in enumerate(self.step.pasts):
             key, val = (rows.read() for rows in self.stored[i])
             made[key_place] = self._apart(key_of(i, key), self.step.arguments[key_place])
@@ -404,34 +404,34 @@ class _Conversation:
         return tuple(made)
 
     def _apart(self, rows: Tensor, like: Tensor) -> Tensor:
-        """[B, 1, L, h * D] as the model's cache has it, [B, h, L, D]; see `kvpass.rewrite.expansion.joined`."""
+        """[B, 1, L, h * D] as the model's cache has it, [B, h, L, D]; see `kvpass.rewrite.computed_keys.joined`."""
         return torch.unflatten(rows[:, 0], -1, (like.shape[1], -1)).transpose(1, 2) if self._joins(rows, like) else rows
 
     def _joins(self, rows: Tensor, like: Tensor) -> bool:
         return rows.shape[1] != like.shape[1]
 
-    def _turned(self, layer: int, key: Tensor) -> Tensor:
-        """Keys as the model caches them: turned, where slots hold them before."""
+    def _rotated(self, layer: int, key: Tensor) -> Tensor:
+        """Keys as the model caches them: rotated, where slots hold them before."""
         if not self.step.ranked:
             return key
         rotary = self.step.context.rotaries[layer].at_hand()
-        nodes = [*rotary.angles.bound, *rotary.turn.bound]
+        nodes = [*rotary.angles.bound, *rotary.rotate.bound]
         follows = self._positions_follow_padding(layer)
         kind = (rotary.key, tuple(node.name for node in nodes), key.shape, key.dtype, follows)
-        if kind not in self.turned:
-            self.turned[kind] = self._turn(rotary, key, follows, self._evaluated(nodes))
-        return self.turned[kind]
+        if kind not in self.rotated:
+            self.rotated[kind] = self._rotate(rotary, key, follows, self._evaluated(nodes))
+        return self.rotated[kind]
 
     def _positions_follow_padding(self, layer: int) -> bool:
         """Whether the model's own code counts real tokens, and not places in the padded sequence."""
         site = self.step.sites[layer]
-        found = None if self.real.all() else find_rotary(site.call.graph.owning_module, site)  # type: ignore[arg-type]
+        found = None if self.valid.all() else find_rotary(site.call.graph.owning_module, site)  # type: ignore[arg-type]
         return found is not None and not self.step.told.keys().isdisjoint(graphs.ancestors(found.position))
 
-    def _turn(self, rotary: RotarySlice, key: Tensor, follows: bool, bound: list[Any]) -> Tensor:
+    def _rotate(self, rotary: RotarySlice, key: Tensor, follows: bool, bound: list[Any]) -> Tensor:
         table = rotary.table(self.count, bound[: len(rotary.angles.bound)], key.device)
-        real = self.real if follows else torch.ones_like(self.real)
-        rank = (real.cumsum(-1) - 1).clamp(min=0)[:, None].to(key.device)
+        valid = self.valid if follows else torch.ones_like(self.valid)
+        rank = (valid.cumsum(-1) - 1).clamp(min=0)[:, None].to(key.device)
         return torch.cat(rotary.on_slots(key, rank, table, bound[len(rotary.angles.bound) :]), -1)
 
     def _evaluated(self, nodes: list[fx.Node]) -> list[Any]:
@@ -448,7 +448,7 @@ class _Conversation:
         """The arguments of the rewritten graph."""
         shared: dict[Any, tuple[Rows, Rows]] = {}
         slots = [self._slots(i, shared) for i in range(len(self.step.layouts))]
-        plain = tuple(map(_own, self.plain))
+        plain = tuple(map(_copied, self.plain))
         return self.step.rewrite.flat(slots, plain, self.step.rewrite.on_all_tokens(plain), self.count)
 
     def _slots(self, layer: int, shared: dict[Any, tuple[Rows, Rows]]) -> Slots:
@@ -460,16 +460,16 @@ class _Conversation:
         )
         held = place[:count]
         policy = layout.policy
-        apart = self.step.sites[layer].readers or policy.merges or policy.aligns != "never"
+        apart = self.step.sites[layer].shared_by or policy.merges or policy.aligns != "never"
         alike = (layout.key_format, layout.value_format, given.key.shape, given.value.shape, count)
         kind = (layer,) if apart else alike
         if kind not in shared:
             key, value = (rows.scattered(held, given.capacity) for rows in self.stored[layer])
             shared[kind] = (key, value)
-        real = self.real.to(layout.device)
-        position = torch.where(real, real.cumsum(-1) - 1, FREE)
-        index = torch.where(real, torch.arange(self.count, device=layout.device), FREE)
-        seen = real.sum(-1)
+        valid = self.valid.to(layout.device)
+        position = torch.where(valid, valid.cumsum(-1) - 1, FREE)
+        index = torch.where(valid, torch.arange(self.count, device=layout.device), FREE)
+        seen = valid.sum(-1)
         fixed = [torch.full_like(given.position, FREE) for _ in range(2)]
         for buffer, entries in zip(fixed, (position, index), strict=True):
             buffer[:, :, held] = entries[:, None, -count:]

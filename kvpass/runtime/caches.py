@@ -51,22 +51,22 @@ def _grow(cache: LayerCache, layout: Layout) -> None:
 
 
 def tick(
-    caches: list[LayerCache], real: Sequence[Sequence[bool] | None] | None = None
+    caches: list[LayerCache], valid: Sequence[Sequence[bool] | None] | None = None
 ) -> tuple[bool, list[tuple[Any, ...]]]:
     """Whether this step is one with the policy's sweep, from the host's counts, and the counts after it.
 
     Args:
-        real: for each layer which rows' tokens are not padding, which does not count; None for all.
+        valid: for each layer which rows' tokens are not padding, which does not count; None for all.
     """
-    ticked = [_ticked(cache, rows) for cache, rows in zip(caches, real or [None] * len(caches), strict=True)]
+    ticked = [_ticked(cache, rows) for cache, rows in zip(caches, valid or [None] * len(caches), strict=True)]
     sweep = any(due for layer in ticked for due, _ in layer)
     return sweep, [tuple(clock for _, clock in layer) for layer in ticked]
 
 
-def _ticked(cache: LayerCache, real: Sequence[bool] | None) -> list[tuple[bool, Any]]:
+def _ticked(cache: LayerCache, valid: Sequence[bool] | None) -> list[tuple[bool, Any]]:
     """For each row whether its sweep is due, and its clock afterwards; the reference counts by itself."""
     tick, limit = cache.layout.policy.tick, cache.limit
-    counts = real if real and cache.clocks else [True] * len(cache.clocks)
+    counts = valid if valid and cache.clocks else [True] * len(cache.clocks)
     return [tick(clock, limit) if new else (False, clock) for clock, new in zip(cache.clocks, counts, strict=True)]
 
 
@@ -91,21 +91,21 @@ def keeps_clock(policy: Policy) -> bool:
     return bool(policy.clock((), 1, 1 << 30))
 
 
-def real_counts(policy: Policy, real: Tensor) -> list[int]:
+def valid_counts(policy: Policy, valid: Tensor) -> list[int]:
     """Real tokens of each row, for policies that keep a clock; reading them waits for the device."""
     if not keeps_clock(policy):
         return []
-    counts: list[int] = real.sum(-1).tolist()
+    counts: list[int] = valid.sum(-1).tolist()
     return counts
 
 
 def take_in(cache: LayerCache, chunk: Chunk, into: Slots | None = None) -> None:
     """Take in a chunk; see `admit`."""
     policy, before = cache.layout.policy, cache.slots
-    cache.slots = admit(cache.layout, before, chunk, (cache.limit,) * cache.layout.rows, into)
+    cache.slots = admit(cache.layout, before, chunk, (cache.limit,) * cache.layout.batch, into)
     if cache.slots is not before:
         keep_address(cache.slots)
-    counts = real_counts(policy, chunk.real)
+    counts = valid_counts(policy, chunk.valid)
     cache.clocks = tuple(policy.clock(c, n, cache.limit) for c, n in zip(cache.clocks, counts, strict=False))
 
 

@@ -13,7 +13,8 @@ from kvpass.compat import OpenSizes
 from kvpass.layer.slots import Chunk, Layout
 from kvpass.layer.statistics import Asked
 from kvpass.policies.base import Policy
-from kvpass.rewrite.context import StepCall, StepContext
+from kvpass.rewrite.call import StepCall
+from kvpass.rewrite.context import StepContext
 from kvpass.rewrite.result import StepRewrite
 from kvpass.rewrite.validate import Validation
 from kvpass.runtime.ownership import Known, Plans

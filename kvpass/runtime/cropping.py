@@ -62,8 +62,8 @@ class TakenChunk:
 
     @torch.no_grad()
     def take_into(self, cache: LayerCache) -> None:
-        policy, real = cache.layout.policy, self.chunk.real
-        paid = self.asked.attention(policy, real, cache.layout.budget) if self.asked else Attention()
+        policy, valid = cache.layout.policy, self.chunk.valid
+        paid = self.asked.attention(policy, valid, cache.layout.budget) if self.asked else Attention()
         take_in(cache, dataclasses.replace(self.chunk, attention=paid), self.into)
 
 
@@ -78,7 +78,7 @@ class Repeated:
         taken, before = self.taken.first(count), cache.seen
         call = _before(cache, count, chunk=True)
         taken.take_into(cache)
-        padding = ~taken.chunk.real
+        padding = ~taken.chunk.valid
         if bool(padding.any()):
             cache.absent = torch.cat([cache.absent, places_of(padding, before)], 1)
         cache.seen += count
@@ -114,21 +114,21 @@ def remember(caches: list[LayerCache], calls: list[history.Call], taken: Sequenc
 
 def take_results(cache: LayerCache, site: AttentionSite, results: list[Tensor]) -> Taken:
     """Take in a chunk from what the graph of a step gives for a layer: `StepRewrite.chunks`."""
-    key, value, real, *beside = results
+    key, value, valid, *beside = results
     policy, layout = cache.layout.policy, cache.layout
     sums, made_of = beside[: len(policy.statistics)], beside[len(policy.statistics) :]
-    paid = as_attention(policy, sums, real, layout.spread) if sums else Attention()
-    take_in(cache, Chunk(key, value, real, paid), _spare(cache) if cache.backend.crop else None)
-    return TakenChunk(Chunk(key, value, real, Attention()), _asked(cache, site, made_of), cache.slots)
+    paid = as_attention(policy, sums, valid, layout.spread) if sums else Attention()
+    take_in(cache, Chunk(key, value, valid, paid), _spare(cache) if cache.backend.crop else None)
+    return TakenChunk(Chunk(key, value, valid, Attention()), _asked(cache, site, made_of), cache.slots)
 
 
 def _asked(cache: LayerCache, site: AttentionSite, made_of: list[Tensor]) -> Asked | None:
     """What the statistics of a chunk are made of, from what `layer.step.extend_step` gives for it."""
     if not made_of:
         return None
-    query, key, mask, *sink = made_of
+    query, key, mask, *sink_logit = made_of
     common = (False, site.scale, site.cap, cache.layout.heads, cache.layout.spread)
-    return Asked(query, key, mask, sink[0] if sink else None, *common)
+    return Asked(query, key, mask, sink_logit[0] if sink_logit else None, *common)
 
 
 def _spare(cache: LayerCache) -> Slots:

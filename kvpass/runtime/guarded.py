@@ -122,8 +122,8 @@ def grows(cache: Any) -> bool:
 
 def _keys(cache: Any) -> list[Tensor]:
     """The first tensor of each layer."""
-    own = getattr(cache, "self_attention_cache", cache)
-    layers = getattr(own, "layers", own)
+    decoder = getattr(cache, "self_attention_cache", cache)
+    layers = getattr(decoder, "layers", decoder)
     if not isinstance(layers, (list, tuple)):
         return []
     firsts = [layer[0] if isinstance(layer, (list, tuple)) and layer else layer for layer in layers]

@@ -153,7 +153,7 @@ class LayerCache:
     _picked: list[_Picked] = dataclasses.field(default_factory=list)
 
     @property
-    def real_seen(self) -> Tensor:
+    def valid_seen(self) -> Tensor:
         """int64 [B]: real tokens seen, on the device."""
         seen: Tensor = self.slots.tensors()[5]  # a reference has none of its own until asked
         return seen
@@ -221,7 +221,7 @@ class LayerCache:
         slots = self.slots.map(apply)
         return dataclasses.replace(
             self,
-            layout=dataclasses.replace(self.layout, rows=slots.key.shape[0], device=slots.key.device),
+            layout=dataclasses.replace(self.layout, batch=slots.key.shape[0], device=slots.key.device),
             slots=slots,
             absent=apply(self.absent),
             calls=(),
@@ -239,7 +239,7 @@ class Handle(Tensor):
     @staticmethod
     def of(cache: LayerCache, part: Part, dim: int, nothing: Tensor) -> Handle:
         """The handle of a layer's keys or of its values, as of now: a view of one NaN."""
-        handle = nothing.expand(cache.layout.rows, cache.heads, cache.stored, dim).as_subclass(Handle)
+        handle = nothing.expand(cache.layout.batch, cache.heads, cache.stored, dim).as_subclass(Handle)
         handle.cache, handle.seen, handle.part = cache, cache.seen, part
         if cache.stored == cache.seen:
             compat.mark_growing(handle)
@@ -452,7 +452,7 @@ def current(value: Any, part: Part, backend: Any) -> LayerCache:
     _check_usable(cache)
     with compat.without_torch_function():
         shape = tuple(value.shape)
-    if shape[:3] != (cache.layout.rows, cache.heads, cache.stored):
+    if shape[:3] != (cache.layout.batch, cache.heads, cache.stored):
         raise CacheHandleError(f"a cache handle of shape {shape} does not fit its slots {cache.layout}")
     if cache.backend is not backend and cache.backend.family != backend.family:
         raise CacheHandleError(f"this cache was made by {cache.backend} and cannot go on under {backend}")

@@ -36,7 +36,7 @@ def told_by(gm: fx.GraphModule, sites: list[AttentionSite], step: bool) -> list[
 
 
 def positions_among(gm: fx.GraphModule, sites: list[AttentionSite]) -> list[int]:
-    """Which of a graph's arguments are positions that turn queries and keys."""
+    """Which of a graph's arguments are positions that rotate queries and keys."""
     holders = graphs.placeholders(gm.graph)
     rotaries = [(find_rotary(gm, site), site) for site in sites]
     given = [node for rotary, site in rotaries if rotary for node in given_positions(rotary, site)]
@@ -49,11 +49,11 @@ def count_tokens(ids: Tensor, queries: int, rows: int, columns: list[Tensor], se
     Args:
         columns: zero for padding, each [B or 1, q] or [q].
     """
-    real = ~padding_of(columns, rows, queries, ids.device)
+    valid = ~padding_of(columns, rows, queries, ids.device)
     before = seen[:, None].to(ids.device) if isinstance(seen, Tensor) else seen
-    wanted = before + real.long().cumsum(-1) - 1
+    wanted = before + valid.long().cumsum(-1) - 1
     given = ids.reshape(-1, queries) if ids.shape[-1] == queries else ids.reshape(queries, -1).T
-    return ((given == wanted) | ~real).all()
+    return ((given == wanted) | ~valid).all()
 
 
 def places_of(chosen: Tensor, start: int = 0) -> Tensor:
@@ -76,7 +76,7 @@ def agreement(cache: LayerCache, column: Tensor) -> tuple[Tensor, Tensor]:
     if absent.shape[1]:
         row = torch.arange(absent.shape[0], device=absent.device)[:, None].clamp(max=before.shape[0] - 1)
         shown = ((before[row, absent.clamp(min=0)] != 0) & (absent >= 0)).any()
-    same = ((before == 1).sum(-1) == cache.real_seen) & ((before != 0).sum(-1) == cache.real_seen)
+    same = ((before == 1).sum(-1) == cache.valid_seen) & ((before != 0).sum(-1) == cache.valid_seen)
     return same.all(), ~shown
 
 

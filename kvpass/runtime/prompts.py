@@ -11,17 +11,17 @@ from torch import Tensor
 
 from kvpass import budget as budgets
 from kvpass import compat, graphs
-from kvpass.capture import selection
+from kvpass.capture import sparse_index
 from kvpass.capture.capture import Capture
 from kvpass.errors import BudgetError, PolicyError, UnsupportedGraph
 from kvpass.layer.slots import Chunk, Layout, admit
 from kvpass.layer.statistics import Asked, as_attention
 from kvpass.policies.base import Attention, Plan, Policy
 from kvpass.policies.window import Window
-from kvpass.rewrite.expansion import joined
+from kvpass.rewrite.computed_keys import joined
 from kvpass.rewrite.prompt import rewrite_prompt
 from kvpass.runtime import history, ownership
-from kvpass.runtime.caches import keep_address, lengthened, real_counts
+from kvpass.runtime.caches import keep_address, lengthened, valid_counts
 from kvpass.runtime.classes import AsTraced
 from kvpass.runtime.compiler import Compiler
 from kvpass.runtime.handle import LayerCache
@@ -49,11 +49,11 @@ class PromptLayer:
 
     def without(self, gone: int, budget: budgets.Budget) -> PromptLayer:
         """The same without its last tokens, as if they had not been there; the budget as users write it."""
-        chunk, asked = self.chunk.first(self.chunk.real.shape[1] - gone), None
+        chunk, asked = self.chunk.first(self.chunk.valid.shape[1] - gone), None
         if self.asked is not None:
             new = self.asked.query.shape[2] - gone
             asked = self.asked.first(new)
-            paid = asked.attention(self.policy, chunk.real[:, chunk.real.shape[1] - new :], budget)
+            paid = asked.attention(self.policy, chunk.valid[:, chunk.valid.shape[1] - new :], budget)
             chunk = dataclasses.replace(chunk, attention=paid)
         return dataclasses.replace(self, chunk=chunk, asked=asked)
 
@@ -116,9 +116,9 @@ class PromptRunner:
         self.past = holders.index(sites[0].past_key) if sites[0].past_key else None
         self.positions = positions_among(gm, sites) if ranked else []
         self.told = [holders.index(node) for node in told[0]]
-        self.chosen = [each for site in sites for each in selection.find(site.mask)]
+        self.sparse_indices = [each for site in sites for each in sparse_index.find(site.mask)]
         outputs = graphs.results(gm.graph)
-        grown = [pair for each in self.chosen for pair in selection.cached(each, outputs)]
+        grown = [pair for each in self.sparse_indices for pair in sparse_index.cached(each, outputs)]
         self.scored_by = [(outputs.index(node), dim) for node, dim in grown]
         self.owned, self.constants = ownership.owned(gm), ownership.constants(gm)
         self.projecting = [ownership.projecting(site) for site in sites]
@@ -155,8 +155,8 @@ class PromptRunner:
         self._check_positions(traced)
         layers = [self._layer(results, i, adopted) for i in range(len(self.sites))]
         del results[self.outputs :]
-        prompt = layers[0].chunk.real.shape[1]
-        for each in self.chosen:
+        prompt = layers[0].chunk.valid.shape[1]
+        for each in self.sparse_indices:
             each.check(prompt)
         for place, dim in self.scored_by:
             results[place] = lengthened(results[place], dim, 0)
@@ -169,7 +169,7 @@ class PromptRunner:
 
     def stored(self, layers: list[PromptLayer], model: list[Any]) -> Iterator[LayerCache]:
         """Slots for each layer of a prompt; the list lets go of its rows one by one."""
-        prompt = layers[0].chunk.real.shape[1]
+        prompt = layers[0].chunk.valid.shape[1]
         budget = budgets.slots_for(self.backend.policy, self.backend.budget, prompt)
         layers[:] = [_within_window(layer, budget) for layer in layers]
         plans = self._plans(layers, budget, prompt, model)
@@ -191,28 +191,28 @@ class PromptRunner:
     def _layer(self, results: list[Any], i: int, adopted: int) -> PromptLayer:
         site, places = self.sites[i], self.rewrite
         key, value = results[places.raw[i]], results[places.values[i]]
-        real = self._real(results, i, key)
+        valid = self._valid(results, i, key)
         sums = [results[place] for place in places.statistics[i]]
-        attention = as_attention(self.policies[i], sums, real[:, adopted:], site.spread) if sums else Attention()
+        attention = as_attention(self.policies[i], sums, valid[:, adopted:], site.spread) if sums else Attention()
         heads = key.shape[1]
-        if site.made:
+        if site.computed:
             key, value = joined(key), joined(value)
         asked = None
         if places.extras:
             query, attended, *others = places.extras[i]
-            mask, sink = (None if place is None else results[place] for place in others)
+            mask, sink_logit = (None if place is None else results[place] for place in others)
             common = (site.causal, site.scale, site.cap, key.shape[1], site.spread)
-            asked = Asked(results[query], results[attended], mask, sink, *common)
-        return PromptLayer(self.policies[i], heads, site.window, Chunk(key, value, real, attention), asked)
+            asked = Asked(results[query], results[attended], mask, sink_logit, *common)
+        return PromptLayer(self.policies[i], heads, site.window, Chunk(key, value, valid, attention), asked)
 
-    def _real(self, results: list[Any], i: int, key: Tensor) -> Tensor:
+    def _valid(self, results: list[Any], i: int, key: Tensor) -> Tensor:
         """bool [B, S]: which tokens are not padding."""
         rows, _, count, _ = key.shape
-        place = self.rewrite.real[i]
+        place = self.rewrite.valid[i]
         if place is None:
             return torch.ones(rows, count, dtype=torch.bool, device=key.device)
-        real: Tensor = results[place].expand(rows, -1)
-        return real
+        valid: Tensor = results[place].expand(rows, -1)
+        return valid
 
     def _model(self, arguments: tuple[Any, ...]) -> list[Any]:
         """What tells the model of a call: its tensors, or if it has none the graph."""
@@ -239,7 +239,7 @@ class PromptRunner:
             return []
         attention = [layer.chunk.attention for layer in layers]
         first = self.backend.plans.of(model, shape)
-        made = self.backend.policy.plan(attention, layers[0].chunk.real, budget, first)
+        made = self.backend.policy.plan(attention, layers[0].chunk.valid, budget, first)
         if first is None:
             self.backend.plans.keep(model, shape, made)
         opens = self.backend.opens_sizes(layers[0].chunk.key.device)
@@ -262,7 +262,7 @@ class PromptRunner:
             policy=layer.policy,
             budget=budget,
             capacity=plan.capacity,
-            rows=rows,
+            batch=rows,
             heads=heads,
             key_dim=dim,
             value_dim=chunk.value.shape[-1],
@@ -276,14 +276,14 @@ class PromptRunner:
             tight=plan.room > 0 and self.backend.opens_sizes(chunk.key.device),
         )
         notes = (ADOPTED,) if self.adopts else ()
-        absent = places_of(~chunk.real)
+        absent = places_of(~chunk.valid)
         mine = (self.backend, next(self.backend.layers), layout)
         if self.backend.is_reference and layer.asked is not None:
             store = self.backend.listed(layout, chunk, layer.asked, self.sites[number], limits)
             return LayerCache(*mine, store, count, shown, layer.window, notes=notes, absent=absent)
         slots = admit(layout, None, chunk, limits)
         keep_address(slots)
-        clocks = tuple(layer.policy.clock((), n, plan.budget) for n in real_counts(layer.policy, chunk.real))
+        clocks = tuple(layer.policy.clock((), n, plan.budget) for n in valid_counts(layer.policy, chunk.valid))
         counted = (plan.budget, clocks)
         return LayerCache(*mine, slots, count, shown, layer.window, *counted, notes=notes, absent=absent)
 

@@ -44,24 +44,24 @@ class Measures:
 
     Attributes:
         numbers: those of `StepRunner.sizes`, such as rows and new tokens.
-        capacities: of each of the layers `own`, or else the one of all layers; 1 if they do not have the same one.
+        capacities: of each of the layers `tight`, or else the one of all layers; 1 if they do not have the same one.
         budget: likewise, one for all; 1 where it is the capacity or one less.
-        own: the layers whose layouts are `tight`, so that each has a capacity of its own.
+        tight: the layers whose layouts are `tight`, so that each has a capacity of its own.
     """
 
     numbers: tuple[int, ...]
     capacities: tuple[int, ...] = (1,)
     budget: int = 1
-    own: tuple[int, ...] = ()
+    tight: tuple[int, ...] = ()
 
     @staticmethod
     def of(caches: list[LayerCache], numbers: tuple[int, ...]) -> Measures:
         if any(cache.slots.capacity != cache.layout.capacity for cache in caches):
             return Measures(numbers)
-        own = tuple(place for place, cache in enumerate(caches) if cache.layout.tight)
-        if own:
-            layouts = [caches[place].layout for place in own]
-            return Measures(numbers, tuple(layout.capacity for layout in layouts), layouts[0].budget, own)
+        tight = tuple(place for place, cache in enumerate(caches) if cache.layout.tight)
+        if tight:
+            layouts = [caches[place].layout for place in tight]
+            return Measures(numbers, tuple(layout.capacity for layout in layouts), layouts[0].budget, tight)
         sizes = {(cache.layout.budget, cache.layout.capacity) for cache in caches}
         budget, capacity = next(iter(sizes))
         if len(sizes) > 1:
@@ -90,13 +90,13 @@ class Measures:
     @property
     def alike(self) -> tuple[int, ...]:
         """The capacities of layers that have their own."""
-        return tuple(range(len(self.numbers), len(self.numbers) + len(self.own)))
+        return tuple(range(len(self.numbers), len(self.numbers) + len(self.tight)))
 
     def layout(self, layer: int, layout: Layout, sizes: dict[int, Any]) -> Layout:
         """A layer's layout with open sizes, by place, for capacity and budget."""
         first = len(self.numbers)
-        place = first + (self.own.index(layer) if layer in self.own else 0)
-        if place not in sizes or bool(self.own) != layout.tight:
+        place = first + (self.tight.index(layer) if layer in self.tight else 0)
+        if place not in sizes or bool(self.tight) != layout.tight:
             return layout
         capacity = sizes[place]
         otherwise = layout.budget if layout.tight else capacity - (layout.capacity - layout.budget)
@@ -105,10 +105,10 @@ class Measures:
 
     def common(self, layout: Layout) -> Layout:
         """What a layout shares with those of other rows, and of another capacity where that can be open."""
-        if self.capacities == (1,) or bool(self.own) != layout.tight:
-            return dataclasses.replace(layout, rows=0)
+        if self.capacities == (1,) or bool(self.tight) != layout.tight:
+            return dataclasses.replace(layout, batch=0)
         beside = layout.budget if layout.tight else layout.budget - layout.capacity
-        return dataclasses.replace(layout, rows=0, budget=beside if self.budget == 1 else 0, capacity=0)
+        return dataclasses.replace(layout, batch=0, budget=beside if self.budget == 1 else 0, capacity=0)
 
 
 @dataclasses.dataclass
@@ -203,7 +203,7 @@ class ReadySteps:
         made = self._opened.setdefault(kind, [])
         known = next((ready for ready in made if ready.serves(measures)), None)
         first = decodes and self._met.setdefault(kind, measures) == measures
-        if known or (first and not measures.own) or len(made) == MOST_OPEN:
+        if known or (first and not measures.tight) or len(made) == MOST_OPEN:
             return known
         for free in dict.fromkeys((measures.free_slots if first else measures.free, measures.free_numbers)):
             found = self._opened_for(measures, free, rewrite)

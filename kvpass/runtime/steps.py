@@ -18,7 +18,8 @@ from kvpass.capture.capture import Capture
 from kvpass.errors import CacheHandleError, UnsupportedGraph
 from kvpass.graphs import Sizes
 from kvpass.layer.slots import Layout
-from kvpass.rewrite.context import StepCall, StepContext, Telling
+from kvpass.rewrite.call import StepCall, Telling
+from kvpass.rewrite.context import StepContext
 from kvpass.rewrite.pipeline import rewrite_step
 from kvpass.rewrite.result import StepRewrite, of_new
 from kvpass.rewrite.validate import Step, Validation, validate
@@ -116,11 +117,11 @@ class StepRunner:
         if self.backend.is_reference:
             for cache, told in zip(caches, self.telling, strict=True):
                 columns = self._columns(arguments, told, cache.seen, queries)
-                cache.slots.prepare(~padding_of(columns, cache.layout.rows, queries, cache.layout.device))
+                cache.slots.prepare(~padding_of(columns, cache.layout.batch, queries, cache.layout.device))
         clocks: Sequence[tuple[Any, ...]] = [cache.clocks for cache in caches]
         sweep = False
         if queries == 1:
-            sweep, clocks = tick(caches, self._real_rows(caches, arguments))
+            sweep, clocks = tick(caches, self._valid_rows(caches, arguments))
         rewrite, aside, flat, run = self._prepared(caches, arguments, others, known, sweep)
         for cache in caches:
             cache.broken = True
@@ -270,7 +271,7 @@ class StepRunner:
         queries = self._queries(self._numbers(arguments))
         for place in self.positions:
             columns = self._columns(arguments, self.telling[0], cache.seen, queries)
-            fits = count_tokens(arguments[place], queries, cache.layout.rows, columns, cache.real_seen)
+            fits = count_tokens(arguments[place], queries, cache.layout.batch, columns, cache.valid_seen)
             if fits.is_cuda:
                 cache.doubts.add(fits)
             elif not bool(fits):
@@ -283,7 +284,7 @@ class StepRunner:
             if padding is not None:
                 cache.absent = torch.cat([cache.absent, places_of(padding, before)], 1)
 
-    def _real_rows(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> list[list[bool] | None]:
+    def _valid_rows(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> list[list[bool] | None]:
         """For each layer in which rows a single token is not padding, for policies that count; None for all rows."""
         if not any(keeps_clock(cache.layout.policy) for cache in caches):
             return [None] * len(caches)
@@ -298,7 +299,7 @@ class StepRunner:
         for cache, told in zip(caches, self.telling, strict=True):
             if told not in found:
                 columns = self._columns(arguments, told, before, queries)
-                found[told] = self._padding_in(columns, queries, cache.layout.rows)
+                found[told] = self._padding_in(columns, queries, cache.layout.batch)
         return [found[told] for told in self.telling]
 
     def _padding_in(self, columns: list[Tensor], queries: int, rows: int) -> Tensor | None:
@@ -451,8 +452,8 @@ class StepRunner:
             return
         step = self._to_check(context, rewrite)
         policy = step.layouts[0].policy
-        if policy.tempers or policy.bias_of_its_own:
-            step = self._rewritten(context.call.of(_without_own_logits))
+        if policy.tempers or policy.biases:
+            step = self._rewritten(context.call.of(_with_plain_logits))
         if self.backend.kv_dtype is not None:
             step = dataclasses.replace(step, plain=self._rewritten(step.context.call.of(_unrounded)))
         self.validation = validate(step)
@@ -483,8 +484,8 @@ class StepRunner:
         return tuple(outputs)
 
 
-def _without_own_logits(layout: Layout) -> Layout:
-    return dataclasses.replace(layout, policy=layout.policy.without_own_logits())
+def _with_plain_logits(layout: Layout) -> Layout:
+    return dataclasses.replace(layout, policy=layout.policy.with_plain_logits())
 
 
 def _unrounded(layout: Layout) -> Layout:

@@ -1,7 +1,7 @@
 """How rows of keys and values lie in memory.
 
 A `Format` says what tensors hold a row and how attention works on them: `plain` is the model's own numbers, `int8` and
-`int4` are whole numbers with scales, and `hadamard` turns keys before they become such.  `Rows` are rows in a format:
+`int4` are whole numbers with scales, `hadamard` transforms keys before they become such.  `Rows` are rows in a format:
 all that happens to slots (a row written, rows gathered, merged, grown, reordered) is said once, there.  Policies,
 graphs and models know of neither.
 """
@@ -15,7 +15,7 @@ from typing import Literal, get_args
 import torch
 
 from kvpass.storage.base import Format, Rows
-from kvpass.storage.hadamard import Turned
+from kvpass.storage.hadamard import Hadamard
 from kvpass.storage.int4 import Int4
 from kvpass.storage.int8 import Int8
 from kvpass.storage.plain import Plain
@@ -30,7 +30,7 @@ _FORMATS: dict[str, Callable[[int, torch.dtype], Format]] = {"": Plain, "int8": 
 
 
 def base_of(kv_dtype: KVDtype | None) -> str:
-    """The numbers of a format, however rows are turned before; "" for the model's own."""
+    """The numbers of a format, however rows are transformed before; "" for the model's own."""
     return (kv_dtype or "").partition("-")[0]
 
 
@@ -42,7 +42,7 @@ def format_of(kv_dtype: KVDtype | None, dim: int, dtype: torch.dtype, keys: bool
         PolicyError: rows of that many numbers cannot be stored so.
     """
     made = _FORMATS[base_of(kv_dtype)](dim, dtype)
-    return Turned(made, dtype) if keys and "-" in (kv_dtype or "") else made
+    return Hadamard(made, dtype) if keys and "-" in (kv_dtype or "") else made
 
 
 def plain(rows: torch.Tensor) -> Rows:

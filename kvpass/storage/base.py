@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-PIECE = 4096  # rows that are encoded at a time: what it takes in between is several times their size
+BLOCK = 4096  # rows that are encoded at a time: what it takes in between is several times their size
 
 Parts = tuple[Tensor, ...]
 """The tensors of rows [B, H, N, D]: each [B, H, N, ...], the one with the numbers or their codes first."""
@@ -33,8 +33,8 @@ class Format(Protocol):
         """Whether what was read and is stored again is what it was."""
 
     @property
-    def turns(self) -> bool:
-        """Whether codes are of turned rows, so that `asked` does something."""
+    def transforms(self) -> bool:
+        """Whether codes are of transformed rows, so that `asked` does something."""
 
     def layout(self) -> list[tuple[int, torch.dtype]]:
         """The last dimension and the dtype of each tensor."""
@@ -71,10 +71,10 @@ class Rows:
     @staticmethod
     def of(format: Format, rows: Tensor) -> Rows:
         """Rows [B, H, N, D] as they are to be stored."""
-        if rows.shape[2] <= PIECE or format.exact:
+        if rows.shape[2] <= BLOCK or format.exact:
             return Rows(format, format.encode(rows))
-        pieces = [format.encode(piece) for piece in torch.split(rows, PIECE, 2)]
-        return Rows(format, tuple(torch.cat(part, 2) for part in zip(*pieces, strict=True)))
+        blocks = [format.encode(block) for block in torch.split(rows, BLOCK, 2)]
+        return Rows(format, tuple(torch.cat(part, 2) for part in zip(*blocks, strict=True)))
 
     @property
     def codes(self) -> Tensor:

@@ -35,32 +35,32 @@ def steps(rows: Tensor, scale: Tensor) -> Tensor:
     return torch.where(scale > 0, rows / scale, 0).round()
 
 
-def summed_over_dim(query: Tensor, pieces: Sequence[Tensor]) -> Tensor:
-    """Products of queries [B, H, R, D] with keys [B, H, N, D] that come in pieces of D: [B, H, R, N].
+def summed_over_dim(query: Tensor, sections: Sequence[Tensor]) -> Tensor:
+    """Products of queries [B, H, R, D] with keys [B, H, N, D] that come in sections of D: [B, H, R, N].
 
     The queries are written out in the dtype of the sums: beside numbers in half precision, a compiler would convert
     twice as many codes at a time, for which processors have no instruction.
     """
-    query, widths = written_out(wide(query)), [piece.shape[-1] for piece in pieces]
+    query, widths = written_out(wide(query)), [section.shape[-1] for section in sections]
     rows = [torch.split(query[:, :, r, None], widths, -1) for r in range(query.shape[2])]  # [B, H, 1, d] each
-    products = [[part * piece for part, piece in zip(row, pieces, strict=True)] for row in rows]
+    products = [[part * section for part, section in zip(row, sections, strict=True)] for row in rows]
     return torch.stack([functools.reduce(torch.add, parts).sum(-1) for parts in products], 2)
 
 
-def summed_over_rows(paid: Sequence[Tensor], pieces: Sequence[Tensor]) -> Tensor:
-    """Mixtures of values [B, H, N, D] that come in pieces of D, each by its own [B, H, R, N]: [B, H, R, D].
+def summed_over_rows(paid: Sequence[Tensor], sections: Sequence[Tensor]) -> Tensor:
+    """Mixtures of values [B, H, N, D] that come in sections of D, each by its own [B, H, R, N]: [B, H, R, D].
 
     Stretches of the rows are summed side by side, as many as there are registers for, and none so long that a compiler
     sums it in a cascade.
     """
     paid, (count, length) = [written_out(x) for x in paid], paid[0].shape[2:]
-    stretches = max(SUMS // (count * len(pieces)), -(-length // LONGEST), 1)
+    stretches = max(SUMS // (count * len(sections)), -(-length // LONGEST), 1)
     size = max(1, length // stretches)
     whole = length // size * size
     cuts = [slice(start, start + size) for start in range(0, whole, size)]
     cuts += [slice(whole, length)] if whole < length else []
-    pairs = list(zip(paid, pieces, strict=True))
-    sums = [torch.cat([_added(x[:, :, r, :, None], piece, cuts) for x, piece in pairs], -1) for r in range(count)]
+    pairs = list(zip(paid, sections, strict=True))
+    sums = [torch.cat([_added(x[:, :, r, :, None], section, cuts) for x, section in pairs], -1) for r in range(count)]
     return torch.stack(sums, 2)
 
 

@@ -1,10 +1,10 @@
-"""Rows that are turned before their numbers are rounded, so that a few large ones are spread over all.
+"""Rows that are transformed before their numbers are rounded, so that a few large ones are spread over all.
 
     x' = x H / sqrt(b),   H[i, j] = (-1)^(number of ones that i and j have in common, in binary)
 
 H is Sylvester's Hadamard matrix, of the largest power of two b that divides the size of a head; a row has one stretch
-of b numbers, or several.  It is orthogonal and its own inverse: a query that is turned alike has the same products with
-turned keys, so attention turns the query and never a stored row (Ashkboos et al., "QuaRot", 2024,
+of b numbers, or several.  It is orthogonal and its own inverse: a transformed query has the same products with
+transformed keys, so attention transforms the query and never a stored row (Ashkboos et al., "QuaRot", 2024,
 https://arxiv.org/abs/2404.00456, section 4).  It is keys that have a few large numbers, in places that are the same for
 all tokens (Liu et al., "KIVI", 2024, https://arxiv.org/abs/2402.02750, section 3); values are stored as they are.
 
@@ -24,13 +24,13 @@ from kvpass.storage.base import Format, Parts
 
 
 @dataclasses.dataclass(frozen=True)
-class Turned:
-    """Rows of another format, turned."""
+class Hadamard:
+    """Rows of another format, transformed."""
 
     inner: Format
     dtype: torch.dtype
     exact = False
-    turns = True
+    transforms = True
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -44,27 +44,27 @@ class Turned:
         return self.inner.layout()
 
     def encode(self, rows: Tensor) -> Parts:
-        return self.inner.encode(turned(rows))
+        return self.inner.encode(transformed(rows))
 
     def decode(self, parts: Parts) -> Tensor:
-        return turned(self.inner.decode(parts))
+        return transformed(self.inner.decode(parts))
 
     def asked(self, query: Tensor) -> Tensor:
-        return turned(query)
+        return transformed(query)
 
     def products(self, query: Tensor, parts: Parts) -> Tensor:
         return self.inner.products(self.asked(query), parts)
 
     def mixture(self, paid: Tensor, parts: Parts, dtype: torch.dtype) -> Tensor:
-        return turned(self.inner.mixture(paid, parts, widest(self.dtype))).to(dtype)
+        return transformed(self.inner.mixture(paid, parts, widest(self.dtype))).to(dtype)
 
 
-def turned(rows: Tensor) -> Tensor:
-    """Rows [..., D] turned, as `wide` has them; turned once more they are what they were."""
+def transformed(rows: Tensor) -> Tensor:
+    """Rows [..., D] transformed, as `wide` has them; transformed once more they are what they were."""
     dim = rows.shape[-1]
     size = dim & -dim  # the largest power of two in it
-    pieces = torch.unflatten(rows.double(), -1, (-1, size))
-    return (torch.matmul(pieces, signs(size, rows.device)) / math.sqrt(size)).flatten(-2).to(wide(rows).dtype)
+    stretches = torch.unflatten(rows.double(), -1, (-1, size))
+    return (torch.matmul(stretches, signs(size, rows.device)) / math.sqrt(size)).flatten(-2).to(wide(rows).dtype)
 
 
 def signs(size: int, device: torch.device) -> Tensor:

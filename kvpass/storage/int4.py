@@ -36,7 +36,7 @@ class Int4:
     names = ("scale", "zero")
     bits = 4
     exact = False
-    turns = False
+    transforms = False
 
     def __post_init__(self) -> None:
         require(self.dim % 2 == 0, "kv_dtype", "int4", f"two numbers make a byte, and a head has {self.dim}")
@@ -90,8 +90,8 @@ class Int4:
         count = max(1, self.groups // 2)  # of groups in a half; a row that is one group has it in both
         made = []
         for codes, first in zip(self._halves(parts), (0, self.groups - count), strict=True):
-            own = [x[..., first : first + count, None] for x in (zero, scale)]
-            made.append(((torch.unflatten(codes, -1, (count, -1)) + own[0]) * own[1]).flatten(-2))
+            zero_of, scale_of = (x[..., first : first + count, None] for x in (zero, scale))
+            made.append(((torch.unflatten(codes, -1, (count, -1)) + zero_of) * scale_of).flatten(-2))
         return made
 
     def asked(self, query: Tensor) -> Tensor:
@@ -106,10 +106,10 @@ class Int4:
         if paid.shape[2] > grid.MOST_ROWS:
             return torch.matmul(paid, self.decode(parts)).to(dtype)
         scaled, offsets = self._shares(paid, parts)
-        pieces = [piece for codes in self._halves(parts) for piece in codes.chunk(max(1, self.groups // 2), -1)]
-        of = [place * self.groups // len(pieces) for place in range(len(pieces))]  # the group of each piece
-        mixed = grid.summed_over_rows([scaled[group] for group in of], pieces)
-        mixed = torch.unflatten(mixed, -1, (len(pieces), -1)) + torch.stack([offsets[group] for group in of], -2)
+        sections = [section for codes in self._halves(parts) for section in codes.chunk(max(1, self.groups // 2), -1)]
+        of = [place * self.groups // len(sections) for place in range(len(sections))]  # the group of each section
+        mixed = grid.summed_over_rows([scaled[group] for group in of], sections)
+        mixed = torch.unflatten(mixed, -1, (len(sections), -1)) + torch.stack([offsets[group] for group in of], -2)
         return mixed.flatten(-2).to(dtype)
 
     def _shares(self, paid: Tensor, parts: Parts) -> tuple[list[Tensor], list[Tensor]]:

@@ -30,7 +30,7 @@ class Int8:
     names = ("scale",)
     bits = 8
     exact = False
-    turns = False
+    transforms = False
 
     def layout(self) -> list[tuple[int, torch.dtype]]:
         return [(self.dim, torch.int8), (1, grid.SCALE)]

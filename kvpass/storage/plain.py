@@ -19,7 +19,7 @@ class Plain:
     names = ()
     bits = 0
     exact = True
-    turns = False
+    transforms = False
 
     def layout(self) -> list[tuple[int, torch.dtype]]:
         return [(self.dim, self.dtype)]

@@ -87,7 +87,7 @@ def pretended_gpu() -> Iterator[None]:
         get_device_properties=_Properties, get_device_capability=(9, 0), current_device=0, device_count=1,
         is_bf16_supported=True,
     )  # fmt: skip
-    own = {name: getattr(torch.cuda, name) for name in answers}
+    real = {name: getattr(torch.cuda, name) for name in answers}
     active = dict(vars(triton.runtime.driver))
     try:
         _forget_answers()
@@ -100,7 +100,7 @@ def pretended_gpu() -> Iterator[None]:
             yield
     finally:
         vars(triton.runtime.driver).update(active)
-        for name, function in own.items():
+        for name, function in real.items():
             setattr(torch.cuda, name, function)
         for name, interface in before.items():
             registered.pop(name, None) if interface is None else registered.update({name: interface})

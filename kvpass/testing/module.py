@@ -52,11 +52,11 @@ def kernels(source: str) -> dict[str, str]:
 
 def launches(source: str) -> list[Launch]:
     """Every launch of the module's `call`."""
-    own, found = kernels(source), []
+    ours, found = kernels(source), []
     for call in _calls(source):
         name = _called(call)
         arguments = tuple(ast.unparse(argument) for argument in call.args)
-        if name.endswith(".run") and name[:-4] in own:
+        if name.endswith(".run") and name[:-4] in ours:
             found.append(Launch(name[:-4], True, arguments))
         elif name.startswith(("extern_kernels.", "torch.ops.", "aten.", "inductor_ops.")):
             found.append(Launch(name, False, arguments))

@@ -28,7 +28,7 @@ class Small(nn.Module):
     Args:
         attend: one function for all layers, or one for each.
         layers, heads, kv_heads: sizes; D is 8.
-        rotary: queries and keys are turned by the token's index, in this shape of `INDICES`.
+        rotary: queries and keys are rotated by the token's index, in this shape of `INDICES`.
         grow: (past, new) -> grown.
         kept: the dtype of the cache, if it is another.
         tables: buffers, handed to `attend` among the inputs.
@@ -70,7 +70,7 @@ class Small(nn.Module):
             q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], 1)
             if self.rotary:
                 index = INDICES[self.rotary](i, inputs.get("p"))
-                q, k = turned(q, index), turned(k, index)
+                q, k = rotated(q, index), rotated(k, index)
             k, v = k.to(self.kept), v.to(self.kept)
             if past is not None:
                 k, v = self.grow(past[layer][0], k), self.grow(past[layer][1], v)
@@ -128,7 +128,7 @@ INDICES: dict[str, Callable[[Tensor, Tensor | None], Tensor]] = {
     "[1, 1, q, 1]": lambda i, p: i[None, None],
     "[B, 1, q, 1]": lambda i, p: _real_ones(i, p)[:, None, :, None],
 }
-"""From i [q, 1] and p [B, S], which is 0 for padding, to the index by which [B, H, q, D] is turned."""
+"""From i [q, 1] and p [B, S], which is 0 for padding, to the index by which [B, H, q, D] is rotated."""
 
 
 def _real_ones(i: Tensor, p: Tensor | None) -> Tensor:
@@ -136,7 +136,7 @@ def _real_ones(i: Tensor, p: Tensor | None) -> Tensor:
     return i[None, :, 0] if p is None else (p.cumsum(-1) - 1).clamp(min=0)[:, -i.shape[0] :]
 
 
-def turned(x: Tensor, index: Tensor) -> Tensor:
+def rotated(x: Tensor, index: Tensor) -> Tensor:
     """A rotary embedding of [B, H, q, D] by an index of one of these shapes."""
     angle = index / 10.0 ** torch.arange(0, 1, 2 / DIM)  # [..., D / 2]
     angle = torch.cat([angle, angle], -1)

@@ -132,7 +132,7 @@ def test_a_query_that_is_an_output() -> None:
     (_, captured), *_ = beside.captured
     first, second = beside.calls(ATTENTION)
     assert second.args[0] is first
-    assert [len(site.readers) for site in captured.sites] == [1]
+    assert [len(site.shared_by) for site in captured.sites] == [1]
     assert max(beside.apart) < 1e-6
 
 

@@ -189,7 +189,7 @@ def test_what_is_read_off() -> None:
     assert call.scale == pytest.approx(0.25)
     assert call.mask is not None
     (call,) = find(sinks, q, q, q, torch.ones(1, 1, 3, 3, dtype=torch.bool))
-    assert call.sink is not None
+    assert call.sink_logit is not None
     assert call.cap is None
     (call,) = find(gate_by_sum, q, q, q, torch.ones(1, 1, 3, 3, dtype=torch.bool))
     assert call.lse is not None

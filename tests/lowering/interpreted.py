@@ -51,8 +51,8 @@ def attention_of(
         mask=mask,
         bias=draw(*mask_shape).float() if extras.get("bias") else None,
         cap=2.0 if extras.get("cap") else None,
-        sink=draw(1, heads, groups, 1, 1).float() if extras.get("sink") else None,
-        rows=True,
+        sink_logit=draw(1, heads, groups, 1, 1).float() if extras.get("sink") else None,
+        with_logits=True,
     )
     rope = _rope(draw, key, extras) if extras.get("rope") else None
     keys, values = (Rows.of(format_of(kv_dtype, x.shape[-1], dtype), x) for x in (key, value))
@@ -111,10 +111,10 @@ def column_sums(seed: int, dtype: torch.dtype, kind: str, causal: bool, sink: bo
     mask = {"none": None, "bool": shown, "additive": draw(1, heads * groups, count, keys).float()}[kind]
     sinks = draw(1, heads * groups, 1, 1).float() if sink else None
     real = draw(rows, count).float() > -0.8
-    plain = module._Rows(query.float(), key.float(), mask, causal, 0.3, 3.0 if cap else None, sinks)
+    plain = module._Attention(query.float(), key.float(), mask, causal, 0.3, 3.0 if cap else None, sinks)
     expected = [*module._sums(plain, real, 2), *module._late(plain, real, window)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module._Rows, "summed", _by_kernel)
+        patch.setattr(module._Attention, "summed", _by_kernel)
         given = dataclasses.replace(plain, query=query, key=key)
         latest = torch.where(real, torch.arange(count), -1).topk(window)
         chosen, counted = given.picked(latest.values.clamp(min=0)), (latest.values >= 0).float()
@@ -123,5 +123,5 @@ def column_sums(seed: int, dtype: torch.dtype, kind: str, causal: bool, sink: bo
 
 
 def _by_kernel(rows: Any, weight: Tensor, powers: int) -> list[Tensor]:
-    common = (rows.causal, rows.scale, rows.cap, rows.sink, powers)
+    common = (rows.causal, rows.scale, rows.cap, rows.sink_logit, powers)
     return column_kernel.column_sums(rows.query, rows.key, rows.mask, weight, *common)

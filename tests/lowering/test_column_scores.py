@@ -56,7 +56,7 @@ def test_pieces_add_up_to_the_whole(data):
     real = torch.rand(rows, count, generator=drawn) > draw(st.sampled_from([-1.0, 0.3, 1.0]))
     window, powers = draw(st.integers(1, 5)), draw(st.integers(0, 2))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "PIECE", draw(st.sampled_from([1, 3 * rows * heads * groups * keys, 1 << 20])))
+        patch.setattr(module, "BLOCK", draw(st.sampled_from([1, 3 * rows * heads * groups * keys, 1 << 20])))
         got = dict(zip(NAMES, column_scores(query, key, mask, real, causal, 0.5, window, powers), strict=True))
     expected = whole(query, key, mask, real, causal, 0.5, window)
     for name in ("last", "window", "logits", *NAMES[:powers]):
@@ -84,7 +84,7 @@ def test_attention_and_its_sums_come_of_the_same_products(data):
     given, powers = (mask, real, causal, 0.5), draw(st.integers(1, 2))
     scan = (specify(resolve("cascade", {"sinks": 1, "cascades": 1})), 5, 0.0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "PIECE", draw(st.sampled_from([1, 3 * rows * heads * groups * keys, 1 << 20])))
+        patch.setattr(module, "BLOCK", draw(st.sampled_from([1, 3 * rows * heads * groups * keys, 1 << 20])))
         output, *sums = scored_attention(query, key, value, *given, 2, powers)
         alone = column_scores(query, key, *given, 2, powers)
         scanning, scanned = scanned_attention(query, key, value, *given, *scan)
@@ -134,17 +134,17 @@ def test_the_shapes_for_the_compiler_are_those_of_the_real_thing(name):
         torch.library.opcheck(column_scores, (*common, 3, powers))
 
 
-def test_no_piece_is_larger_than_it_may_be(monkeypatch):
+def test_no_block_is_larger_than_it_may_be(monkeypatch):
     """A [queries x keys] matrix is never made, whatever the prompt's length."""
     sizes = []
-    made = module._Rows.logits
+    made = module._Attention.logits
 
     def spied(*args):
         logits = made(*args)
         sizes.append(logits.numel())
         return logits
 
-    monkeypatch.setattr(module._Rows, "logits", spied)
+    monkeypatch.setattr(module._Attention, "logits", spied)
     query, key = torch.randn(1, 4, 3000, 8), torch.randn(1, 2, 3000, 8)
     column_scores(query, key, None, torch.ones(1, 3000, dtype=torch.bool), True, 0.5, 64, 2)
-    assert max(sizes) <= module.PIECE
+    assert max(sizes) <= module.BLOCK

@@ -1,4 +1,4 @@
-"""Rotary embeddings are seen to mix pairs, and applied as a kernel does it turn as the model's code does."""
+"""Rotary embeddings are seen to mix pairs, and applied as a kernel does it rotate as the model's code does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def angles(width: int) -> tuple[Tensor, Tensor]:
 
 
 def halves(key: Tensor) -> Tensor:
-    """As Llama turns keys."""
+    """As Llama rotates keys."""
     cos, sin = (torch.cat([x, x], -1) for x in angles(WIDTH))
     return key * cos + torch.cat([-key[WIDTH // 2 :], key[: WIDTH // 2]], -1) * sin
 
@@ -27,18 +27,18 @@ def neighbours(key: Tensor) -> Tensor:
     """As GPT-J does, here in the first 8 numbers only."""
     cos, sin = angles(8)
     even, odd = key[:8:2], key[1:8:2]
-    turned = torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2)
-    return torch.cat([turned, key[8:].expand(POSITIONS, -1)], -1)
+    rotated = torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2)
+    return torch.cat([rotated, key[8:].expand(POSITIONS, -1)], -1)
 
 
-@pytest.mark.parametrize(("turn", "pairs"), [(halves, Pairs(12, False)), (neighbours, Pairs(8, True))])
-def test_what_is_seen_turns_as_the_model_does(turn, pairs):
-    seen = pairs_of(torch.stack([turn(unit)[3] for unit in torch.eye(WIDTH)]))
+@pytest.mark.parametrize(("rotate", "pairs"), [(halves, Pairs(12, False)), (neighbours, Pairs(8, True))])
+def test_what_is_seen_rotates_as_the_model_does(rotate, pairs):
+    seen = pairs_of(torch.stack([rotate(unit)[3] for unit in torch.eye(WIDTH)]))
     assert seen == pairs
-    own, other = weights_of(turn, pairs, torch.empty(WIDTH))
+    own, other = weights_of(rotate, pairs, torch.empty(WIDTH))
     key = torch.randn(WIDTH)
     ours = key * own + key[pairs.partner(torch.arange(WIDTH))] * other
-    torch.testing.assert_close(ours, turn(key))
+    torch.testing.assert_close(ours, rotate(key))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Where graphs are cut, and which pieces are taken for the same."""
+"""Where graphs are cut, and which segments are taken for the same."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ def steps_of(model: Any, policy: str, steps: list[int]) -> list[fx.GraphModule]:
     return graphs[1:]
 
 
-def bodies(pieces: list[Segment]) -> list[int]:
-    """The kind of each piece, as a number in the order in which kinds are met."""
+def bodies(segments: list[Segment]) -> list[int]:
+    """The kind of each segment, as a number in the order in which kinds are met."""
     kinds: dict[Any, int] = {}
-    return [kinds.setdefault(piece.body, len(kinds)) for piece in pieces]
+    return [kinds.setdefault(segment.body, len(kinds)) for segment in segments]
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("policy", ["h2o", "streaming"])
 def test_a_step_and_a_chunk_are_a_prologue_and_alike_layers_and_an_epilogue(policy: str) -> None:
     for gm in steps_of(build("Llama", layers=5), policy, [9, 1, 4]):
-        pieces = split(gm, readers_of_slots(gm))
-        assert bodies(pieces) == [0, 1, 1, 1, 1, 1, 2]
-        run = [node for piece in pieces for node in piece.nodes]
+        segments = split(gm, readers_of_slots(gm))
+        assert bodies(segments) == [0, 1, 1, 1, 1, 1, 2]
+        run = [node for segment in segments for node in segment.nodes]
         assert set(run) == {node for node in gm.graph.nodes if node.op not in ("placeholder", "output")}
         place = {node: i for i, node in enumerate(run)}
         assert len(run) == len(place)
@@ -116,30 +116,30 @@ def test_held_constants_are_told_by_their_contents() -> None:
 
 
 def test_operands_are_told_by_their_layout_and_dtype_and_not_by_their_contents() -> None:
-    piece = whole(lambda a, b: (a + b,))
-    plain, turned = torch.randn(3, 3), torch.randn(3, 3).T
+    segment = whole(lambda a, b: (a + b,))
+    plain, transposed = torch.randn(3, 3), torch.randn(3, 3).T
     shifted = torch.randn(10)[1:].view(3, 3)
-    keys = [piece.key([plain, b]) for b in (plain, torch.randn(3, 3), turned, shifted, plain.double())]
+    keys = [segment.key([plain, b]) for b in (plain, torch.randn(3, 3), transposed, shifted, plain.double())]
     assert keys[0] == keys[1]
     assert len(set(keys)) == 4
-    assert piece.key([plain, torch.nn.Parameter(plain)]) != keys[0]
+    assert segment.key([plain, torch.nn.Parameter(plain)]) != keys[0]
 
 
 def test_a_size_may_stand_for_one_that_is_like_it() -> None:
     """Nothing else may: two of them are told apart from one and from each other, as is one that is not among them."""
     sizes = compat.OpenSizes([5, 6, 7], set(), alike=(0, 1))
     one, other, third = (sizes.size(symbol) for symbol in sizes.symbols)
-    piece = whole(lambda x, y: x.sum() + y.sum())
+    segment = whole(lambda x, y: x.sum() + y.sum())
 
     def key(*shape: Any) -> Any:
-        return piece.key([sizes.like(part, None) for part in shape], sizes.alike)
+        return segment.key([sizes.like(part, None) for part in shape], sizes.alike)
 
     assert key((2, one), (one,)) == key((2, other), (other,))
     assert key((2, one), (other,)) != key((2, other), (one,))
     assert key((2, one), (one,)) != key((2, one), (other,))
     assert key((2, one), (one,)) != key((2, third), (third,))
     assert key((2, one), (2 * one,)) == key((2, other), (2 * other,)) != key((2, one), (3 * one,))
-    assert piece.key([sizes.like((one,), None)]) != piece.key([sizes.like((other,), None)])
+    assert segment.key([sizes.like((one,), None)]) != segment.key([sizes.like((other,), None)])
 
 
 def test_names_tell_nothing() -> None:
@@ -174,10 +174,10 @@ def layers(x: Tensor, between: Callable[[Tensor, int], Tensor]) -> Tensor:
 
 
 def test_a_layer_ends_where_one_value_is_alive() -> None:
-    pieces = cut_by_hand(lambda x: layers(x, lambda y, _: y), torch.randn(3))
-    assert [len(piece.nodes) for piece in pieces] == [3, 3, 3, 3]
-    assert bodies(pieces) == [0, 0, 0, 0]
-    assert all(len(piece.operands) == 1 for piece in pieces)
+    segments = cut_by_hand(lambda x: layers(x, lambda y, _: y), torch.randn(3))
+    assert [len(segment.nodes) for segment in segments] == [3, 3, 3, 3]
+    assert bodies(segments) == [0, 0, 0, 0]
+    assert all(len(segment.operands) == 1 for segment in segments)
 
 
 def test_what_all_layers_read_is_made_before_the_first() -> None:
@@ -189,9 +189,9 @@ def test_what_all_layers_read_is_made_before_the_first() -> None:
             x = torch.tanh(y + table) + x
         return x
 
-    pieces = cut_by_hand(function, torch.randn(3))
-    assert bodies(pieces) == [0, 1, 1, 1, 1]
-    assert [node.target for node in pieces[0].nodes] == ["cos"]
+    segments = cut_by_hand(function, torch.randn(3))
+    assert bodies(segments) == [0, 1, 1, 1, 1]
+    assert [node.target for node in segments[0].nodes] == ["cos"]
 
 
 def test_memory_that_is_written_to_keeps_a_graph_whole() -> None:

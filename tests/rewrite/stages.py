@@ -13,7 +13,8 @@ import kvpass
 from kvpass import compat, logs
 from kvpass.backend import Backend
 from kvpass.graphs import placeholders
-from kvpass.rewrite.context import StepCall, StepContext
+from kvpass.rewrite.call import StepCall
+from kvpass.rewrite.context import StepContext
 from kvpass.rewrite.passes import STEP_PASSES
 from kvpass.rewrite.pipeline import rewrite_step
 from kvpass.rewrite.record import Record

@@ -97,16 +97,16 @@ def test_slices_of_tables_become_lookups() -> None:
 
 def test_queries_stand_at_their_ranks() -> None:
     stages = by_rank()
-    made = stages.made("turn_at_read")
+    made = stages.made("rotate_at_read")
     assert any("slots_0_position" in line for line in made)
-    assert len(stages.stages["turn_at_read"].record.matched) == 4  # of the query and the key of two layers
-    ours, theirs = on_own_arguments(stages, "turn_at_read")  # nothing is gone: ranks are positions
+    assert len(stages.stages["rotate_at_read"].record.matched) == 4  # of the query and the key of two layers
+    ours, theirs = on_own_arguments(stages, "rotate_at_read")  # nothing is gone: ranks are positions
     torch.testing.assert_close(ours, theirs)
 
 
 def test_positions_stay_where_keys_are_stored_as_they_are() -> None:
     stages = by_place()
-    assert stages.made("turn_at_read") == stages.gone("turn_at_read") == []
+    assert stages.made("rotate_at_read") == stages.gone("rotate_at_read") == []
     assert stages.contexts[0].rotaries == []
 
 

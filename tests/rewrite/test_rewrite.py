@@ -14,7 +14,7 @@ from kvpass import graphs
 from kvpass.capture.canonical import APPEND, ATTENTION
 from kvpass.capture.capture import capture
 from kvpass.capture.rotary import find_rotary
-from kvpass.rewrite.pieces import InPieces, Pieces
+from kvpass.rewrite.sections import InSections, Sections
 from tests.models import ARCHITECTURES, build, force, prompt
 
 
@@ -58,7 +58,7 @@ def test_a_step_graph_is_static(architecture: str) -> None:
 
 @pytest.mark.parametrize("architecture", ["Llama", "GPTNeoX"])
 def test_layers_share_one_table_of_angles(architecture: str) -> None:
-    """Layers turn keys by the same code, whose nodes have other names in each."""
+    """Layers rotate keys by the same code, whose nodes have other names in each."""
     _, step = compiled_graphs(architecture, [9, 1, 1], policy="streaming", budget=6, positions="cache")
     tables = [node for node in step.graph.nodes if node.target is torch.ops.aten.cos.default]
     assert len(tables) == 1
@@ -125,9 +125,9 @@ def half(x: torch.Tensor, cos: torch.Tensor) -> torch.Tensor:
 
 
 def partial(x: torch.Tensor, cos: torch.Tensor) -> torch.Tensor:
-    turned, rest = x.split([6, 2], -1)
-    a, b = turned.chunk(2, -1)
-    return torch.cat([turned * cos[..., :6] + torch.cat([-b, a], -1), rest], -1)
+    rotated, rest = x.split([6, 2], -1)
+    a, b = rotated.chunk(2, -1)
+    return torch.cat([rotated * cos[..., :6] + torch.cat([-b, a], -1), rest], -1)
 
 
 def interleaved(x: torch.Tensor, cos: torch.Tensor) -> torch.Tensor:
@@ -135,25 +135,25 @@ def interleaved(x: torch.Tensor, cos: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("function", [half, partial, interleaved])
-def test_functions_run_on_tensors_in_pieces(function: Any) -> None:
+def test_functions_run_on_tensors_in_sections(function: Any) -> None:
     x, cos = torch.randn(2, 3, 8), torch.randn(3, 8)
-    pieces = InPieces(fx.symbolic_trace(function)).run_on(x, cos)
-    assert torch.allclose(torch.cat(pieces, -1), function(x, cos))
+    sections = InSections(fx.symbolic_trace(function)).run_on(x, cos)
+    assert torch.allclose(torch.cat(sections, -1), function(x, cos))
 
 
 def test_halves_are_never_joined() -> None:
-    pieces = InPieces(fx.symbolic_trace(half)).run_on(torch.randn(2, 3, 8), torch.randn(3, 8))
-    assert [piece.shape[-1] for piece in pieces] == [4, 4]
+    sections = InSections(fx.symbolic_trace(half)).run_on(torch.randn(2, 3, 8), torch.randn(3, 8))
+    assert [section.shape[-1] for section in sections] == [4, 4]
 
 
 def test_pieces_cut_and_join() -> None:
     x = torch.arange(6.0)
-    pieces = Pieces((x[:2], x[2:]))
-    assert [p.tolist() for p in pieces.between(1, 5).parts] == [[1.0], [2.0, 3.0, 4.0]]
-    assert torch.equal(pieces.joined(), x)
+    sections = Sections((x[:2], x[2:]))
+    assert [p.tolist() for p in sections.between(1, 5).tensors] == [[1.0], [2.0, 3.0, 4.0]]
+    assert torch.equal(sections.joined(), x)
 
 
-class Turned(torch.nn.Module):
+class Rotated(torch.nn.Module):
     """One layer with a rotary embedding; `apart` makes the angles anew for queries and for keys, `shape` positions."""
 
     def __init__(self, apart: bool, shape: tuple[int, ...]) -> None:
@@ -177,7 +177,7 @@ class Turned(torch.nn.Module):
             x.view(rows, count, 2, 16).transpose(1, 2) for x in self.project(self.embed(ids)).chunk(3, -1)
         )
         shared = None if self.apart else self.angles(row)
-        query, key = (turned(x, *(shared or self.angles(row))) for x in (query, key))
+        query, key = (rotated(x, *(shared or self.angles(row))) for x in (query, key))
         if past is not None:
             key, val = torch.cat([past[0], key], 2), torch.cat([past[1], val], 2)
         seen = mask[:, None, None].bool() & (torch.arange(before + count) <= position[:, None])
@@ -185,7 +185,7 @@ class Turned(torch.nn.Module):
         return out.transpose(1, 2).reshape(rows, count, 32), (key, val)
 
 
-def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     pairs = x.unflatten(-1, (-1, 2))
     return x * cos + torch.stack([-pairs[..., 1], pairs[..., 0]], -1).flatten(-2) * sin
 
@@ -209,17 +209,17 @@ def by_rank(model: Any, budget: int, **settings: Any) -> Any:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("apart", [False, True])
-def test_queries_and_keys_that_are_turned_apart_stand_at_their_ranks(apart: bool) -> None:
-    model = Turned(apart, (1, -1))
+def test_queries_and_keys_that_are_rotated_apart_stand_at_their_ranks(apart: bool) -> None:
+    model = Rotated(apart, (1, -1))
     exact = last_output(model, 2)
     assert torch.allclose(last_output(by_rank(model, 32), 2), exact, atol=1e-5)
-    shared = Turned(False, (1, -1))
+    shared = Rotated(False, (1, -1))
     assert torch.allclose(last_output(by_rank(model, 8), 2), last_output(by_rank(shared, 8), 2), atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(-1,), (-1, 1)])
 def test_rows_that_count_alike_have_no_ranks_of_their_own(shape: tuple[int, ...]) -> None:
-    model = Turned(False, shape)
+    model = Rotated(False, shape)
     with pytest.raises(kvpass.UnsupportedGraph, match="count their tokens in one vector"):
         last_output(by_rank(model, 8), 2)
     absolute = last_output(by_rank(model, 32, positions=None), 2)

@@ -1,4 +1,4 @@
-"""A model's rotary embedding on slots: seen to mix pairs, and to turn rows and queries each by itself."""
+"""A model's rotary embedding on slots: seen to mix pairs, and to rotate rows and queries each by itself."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ WIDTH = 12
 
 
 def sliced(
-    turn: Callable[..., Tensor],
+    rotate: Callable[..., Tensor],
     *bound: tuple[int, ...],
     dtype: torch.dtype = torch.float32,
     rows: int = 2,
     queries: int = 1,
 ) -> RotarySlice:
-    """Keys [B, 3, q, 12] turned by the model's own code, as it is cut out of a graph."""
+    """Keys [B, 3, q, 12] rotated by the model's own code, as it is cut out of a graph."""
 
     def of_positions(position, inverse):
         phase = position[..., None] * torch.cat([inverse, inverse])
         return phase.cos()[:, None].to(dtype), phase.sin()[:, None].to(dtype)
 
-    pieces = [Slice(torch.fx.symbolic_trace(function), ()) for function in (of_positions, turn)]
+    slices = [Slice(torch.fx.symbolic_trace(function), ()) for function in (of_positions, rotate)]
     likes = [(shape, dtype) for shape in ((rows, 3, queries, WIDTH), *bound)]
-    return RotarySlice(*pieces, (rows, queries), (((WIDTH // 2,), torch.float32),), tuple(likes))
+    return RotarySlice(*slices, (rows, queries), (((WIDTH // 2,), torch.float32),), tuple(likes))
 
 
 def llama(key, cos, sin):
@@ -45,13 +45,13 @@ def test_the_pairs_of_a_model_are_seen(dtype):
 
 
 def normed(key, cos, sin):
-    turned = llama(key, cos, sin)
-    return turned * torch.rsqrt(turned.square().mean(-1, keepdim=True))
+    rotated = llama(key, cos, sin)
+    return rotated * torch.rsqrt(rotated.square().mean(-1, keepdim=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("turn", "bound"),
+    ("rotate", "bound"),
     [
         (normed, ()),  # not linear
         (lambda key, cos, sin: llama(key, cos, sin) + 1, ()),
@@ -61,8 +61,8 @@ def normed(key, cos, sin):
     ],
     ids=["normed", "shifted", "heads", "rows", "multiplied"],
 )
-def test_what_else_follows_an_embedding_is_left_to_the_plain_form(turn, bound, dtype):
-    assert sliced(turn, *bound, dtype=dtype).pairs() is None
+def test_what_else_follows_an_embedding_is_left_to_the_plain_form(rotate, bound, dtype):
+    assert sliced(rotate, *bound, dtype=dtype).pairs() is None
 
 
 def on_slots(rotary: RotarySlice, groups: int, *bound: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ def on_slots(rotary: RotarySlice, groups: int, *bound: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize("groups", [1, 3])
-def test_keys_turned_for_one_row_and_query_are_those_turned_for_all(queries, groups):
+def test_keys_rotated_for_one_row_and_query_are_those_rotated_for_all(queries, groups):
     whole = sliced(llama, rows=4, queries=queries)
     alone = whole.alone()
     assert alone.shape == (1, 3, 1, WIDTH)
@@ -95,7 +95,7 @@ def test_what_follows_the_embedding_may_be_alone_too():
 
 
 @pytest.mark.parametrize(
-    ("turn", "bound"),
+    ("rotate", "bound"),
     [
         (lambda key, cos, sin: llama(key, cos, sin) + key.mean(2, keepdim=True), ()),  # queries mix
         (lambda key, cos, sin: llama(key, cos, sin) - key.flip(0), ()),  # rows mix
@@ -106,6 +106,6 @@ def test_what_follows_the_embedding_may_be_alone_too():
     ],
     ids=["queries mix", "rows mix", "rows differ", "queries differ", "spelled out", "open"],
 )
-def test_keys_that_are_not_turned_alone_are_turned_for_all(turn, bound):
-    whole = sliced(turn, *bound, rows=4, queries=3)
+def test_keys_that_are_not_rotated_alone_are_rotated_for_all(rotate, bound):
+    whole = sliced(rotate, *bound, rows=4, queries=3)
     assert whole.alone() is whole

@@ -14,7 +14,7 @@ from kvpass.layer.slots import Layout, Slots
 from kvpass.policies import resolve
 from kvpass.reference.storing import stored
 from kvpass.storage import KV_DTYPES, KVDtype, Rows, base_of, format_of, plain
-from kvpass.storage.hadamard import turned
+from kvpass.storage.hadamard import transformed
 
 STEP = {"int8": 1 / 127, "int4": 2 / 15}  # at most, in shares of the largest number of a row as it is rounded
 every_format = pytest.mark.parametrize("kv_dtype", KV_DTYPES)
@@ -44,7 +44,7 @@ def test_codes_stand_for_what_the_definition_says(kv_dtype: KVDtype, given_rows:
     made = Rows.of(here.key_format, given_rows)
     read = made.read()
     assert torch.equal(read, stored(here, given_rows))
-    rounded, exact = (turned(x.double()) if here.key_format.turns else x for x in (read, given_rows))
+    rounded, exact = (transformed(x.double()) if here.key_format.transforms else x for x in (read, given_rows))
     half = STEP[base_of(kv_dtype)] * 0.57  # of a step, and that of a coarse scale
     most = exact.abs().amax(-1, keepdim=True) * half
     assert ((rounded - exact).abs() <= most + most.amax() * 1e-6).all()

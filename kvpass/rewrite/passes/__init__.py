@@ -2,7 +2,7 @@
 
     slots.py       take_slots             slots come in as inputs
     lengths.py     put_length_on_device   arithmetic on the cache's length becomes arithmetic on a counter
-    ranks.py       turn_at_read           positions="cache": positions become ranks, keys are turned when they are read
+    ranks.py       rotate_at_read         positions="cache": positions become ranks, keys are rotated when they are read
     ids.py         renumber_ids           for policies that renumber: position ids count held tokens
     places.py      copy_places            on GPUs, for policies that merge: where layers write, read before they do
     attention.py   attend_on_slots        every attention call becomes the policy's step on slots
@@ -24,14 +24,14 @@ from kvpass.rewrite.passes.lengths import put_length_on_device
 from kvpass.rewrite.passes.order import order_inputs
 from kvpass.rewrite.passes.outputs import bound_outputs
 from kvpass.rewrite.passes.places import copy_places
-from kvpass.rewrite.passes.ranks import turn_at_read
+from kvpass.rewrite.passes.ranks import rotate_at_read
 from kvpass.rewrite.passes.sizes import settle_sizes
 from kvpass.rewrite.passes.slots import take_slots
 
 STEP_PASSES: tuple[Pass, ...] = (
     take_slots,
     put_length_on_device,
-    turn_at_read,
+    rotate_at_read,
     renumber_ids,
     copy_places,
     attend_on_slots,

@@ -26,8 +26,8 @@ from kvpass.graphs import value
 from kvpass.layer.slots import Layout, Slots
 from kvpass.layer.step import Attended, Site, decode_step, extend_step, read_step
 from kvpass.lowering.rope import Pairs, Rope
+from kvpass.rewrite.computed_keys import ComputedKeys, cut_computed_keys
 from kvpass.rewrite.context import StepContext
-from kvpass.rewrite.expansion import Expansion, cut_expansion
 from kvpass.rewrite.masks import MaskOnSlots, Masks
 from kvpass.rewrite.record import Record
 from kvpass.rewrite.rotary_slice import RotarySlice
@@ -59,11 +59,11 @@ class _Attending:
         step, site = self.step, self.step.sites[number]
         new = new_rows(step, number)
         slots = step.slot_inputs[number]
-        before = step.copied_slots(number) if site.readers and step.decodes else slots
+        before = step.copied_slots(number) if site.shared_by and step.decodes else slots
         made = self._splice(number, site, slots, new, first=True)
-        for reader in site.readers:
-            self._splice(number, reader, before, new, first=False)
-        step.chunks.append([] if step.decodes else [*stored_rows(step, number, new), step.inputs.real(number), *made])
+        for other in site.shared_by:
+            self._splice(number, other, before, new, first=False)
+        step.chunks.append([] if step.decodes else [*stored_rows(step, number, new), step.inputs.valid(number), *made])
 
     def _splice(
         self, number: int, site: AttentionSite, slots: list[fx.Node], new: list[fx.Node], first: bool
@@ -77,33 +77,33 @@ class _Attending:
         mask, mask_key = self.masks.of(site, number)
         rotary = step.rotaries[number] if step.rotaries else None
         pairs = self.tables.pairs(rotary)
-        expansion = cut_expansion(step.gm, site, step.sizes, mask.facts if mask else ())
+        computed = cut_computed_keys(step.gm, site, step.sizes, mask.facts if mask else ())
         mixed = self.tables.mixing(rotary, pairs, layout.capacity, site.call) if rotary and pairs else []
         groups = {
             "slots": slots,
-            "new": [site.query, *new, step.inputs.real(number)],
+            "new": [site.query, *new, step.inputs.valid(number)],
             "mask": mask.nodes if mask else [],
             "table": self.tables.angles(rotary, layout.capacity) if rotary else [],
-            "turn": rotary.turn.bound if rotary else (),
+            "rotate": rotary.rotate.bound if rotary else (),
             "mixed": mixed,
-            "expand": expansion.slice.bound if expansion else (),
-            "sink": [] if site.sink is None else [site.sink],
+            "computed": computed.slice.bound if computed else (),
+            "sink_logit": [] if site.sink_logit is None else [site.sink_logit],
             "weights": step.weight_inputs,
             "place": step.places[number : number + 1],
         }
         nodes = [node for group in groups.values() for node in group]
-        own = {symbol: OWN for symbol, layer in step.open.own.items() if layer == number}
+        renamed = {symbol: LAYERS_CAPACITY for symbol, layer in step.open.layer_of.items() if layer == number}
         key = (
             *self._sized(number),
             mask_key,
             rotary and (rotary.key, pairs),
-            expansion and expansion.slice.key,
-            (site.scale, site.cap, site.sink is None, site.lse is None, first),
-            *(_described(step, node, own) for node in nodes),
+            computed and computed.slice.key,
+            (site.scale, site.cap, site.sink_logit is None, site.lse is None, first),
+            *(_described(step, node, renamed) for node in nodes),
         )
         if key not in self._traced:
             counts = {name: len(group) for name, group in groups.items()}
-            layer = _Layer(layout, site, mask, rotary, pairs, expansion)
+            layer = _Layer(layout, site, mask, rotary, pairs, computed)
             self._traced[key] = self._trace(number, layer, nodes, counts, first)
         before = early_enough(site, nodes)
         made = step.spliced(self._traced[key], nodes, before, f"kvpass_{site.call.name}", number)
@@ -112,8 +112,8 @@ class _Attending:
     def _sized(self, number: int) -> tuple[Layout, int]:
         """A layer's layout and its slots, without what is an open size of its own."""
         layout, slots = self.step.call.layouts[number], self.step.slots[number].capacity
-        own = number in self.step.open.own.values()
-        return (dataclasses.replace(layout, capacity=0), 0) if own else (layout, slots)
+        has_its_own = number in self.step.open.layer_of.values()
+        return (dataclasses.replace(layout, capacity=0), 0) if has_its_own else (layout, slots)
 
     def _trace(
         self, number: int, layer: _Layer, nodes: list[fx.Node], counts: dict[str, int], first: bool
@@ -131,27 +131,27 @@ class _Attending:
         def function(*tensors: Tensor) -> Any:
             given = _grouped(tensors, counts)
             slots = Slots.of(given["slots"], like)
-            query, key, new_value, real = given["new"]
+            query, key, new_value, valid = given["new"]
             here = layer.site(given)
             if step.decodes and first:
-                return given_out(decode_step(layout, here, slots, query, key, new_value, real[:, 0], step.call.sweep))
+                return given_out(decode_step(layout, here, slots, query, key, new_value, valid[:, 0], step.call.sweep))
             if step.decodes:
-                return given_out(read_step(layout, here, slots, query, key, new_value, real[:, 0]))
-            attended, sums = extend_step(layout, here, slots, query, key, new_value, real)
+                return given_out(read_step(layout, here, slots, query, key, new_value, valid[:, 0]))
+            attended, sums = extend_step(layout, here, slots, query, key, new_value, valid)
             return given_out(attended) + (sums if first else [])
 
         return step.traced(function, nodes, number)
 
 
-OWN = sympy.Symbol("own")
+LAYERS_CAPACITY = sympy.Symbol("layers_capacity")
 """Stands for the open size of a layer that is its own, so that layers can be seen to be alike."""
 
 
-def _described(step: StepContext, node: fx.Node, own: dict[sympy.Symbol, sympy.Symbol]) -> str:
+def _described(step: StepContext, node: fx.Node, renamed: dict[sympy.Symbol, sympy.Symbol]) -> str:
     """What of a node's value the code for a layer depends on."""
 
     def said(size: Any) -> str:
-        return str(graphs.expr(size).xreplace(own)) if own and isinstance(size, torch.SymInt) else str(size)
+        return str(graphs.expr(size).xreplace(renamed)) if renamed and isinstance(size, torch.SymInt) else str(size)
 
     if graphs.is_size(node):
         return said(step.sizes.fixed(node))
@@ -168,21 +168,21 @@ def new_rows(step: StepContext, number: int) -> list[fx.Node]:
 
 def stored_rows(step: StepContext, number: int, new: list[fx.Node]) -> list[fx.Node]:
     """Of `new_rows` the key as it is stored, and the value."""
-    return [step.raw_keys[number] if step.ranked and not step.sites[number].made else new[0], new[1]]
+    return [step.raw_keys[number] if step.ranked and not step.sites[number].computed else new[0], new[1]]
 
 
 def as_cached(graph: fx.Graph, site: AttentionSite, node: fx.Node) -> fx.Node:
-    """A key or value [B, h, q, D]; [B, 1, q, h * D] where keys and values are made of it, see `expansion.joined`."""
-    if not site.made or value(node).shape[1] == 1:
+    """A key or value [B, h, q, D]; [B, 1, q, h * D] where keys and values are made of it (`computed_keys.joined`)."""
+    if not site.computed or value(node).shape[1] == 1:
         return node
     with graph.inserting_after(node):
-        turned = graph.call_method("transpose", (node, 1, 2))
-    with graph.inserting_after(turned):
-        flat = graph.call_method("flatten", (turned, 2))
+        transposed = graph.call_method("transpose", (node, 1, 2))
+    with graph.inserting_after(transposed):
+        flat = graph.call_method("flatten", (transposed, 2))
     with graph.inserting_after(flat):
         one = graph.call_method("unsqueeze", (flat, 1))
-    turned.meta["example_value"] = value(node).transpose(1, 2)
-    flat.meta["example_value"] = value(turned).flatten(2)
+    transposed.meta["example_value"] = value(node).transpose(1, 2)
+    flat.meta["example_value"] = value(transposed).flatten(2)
     one.meta["example_value"] = value(flat).unsqueeze(1)
     return one
 
@@ -201,12 +201,12 @@ def early_enough(site: AttentionSite, needed: list[fx.Node]) -> fx.Node:
 
 def put_in_place(step: StepContext, site: AttentionSite, made: list[fx.Node]) -> list[fx.Node]:
     """Let what a step gives, in the order of `Attended`, stand for the model's own; what it gives beyond that."""
-    own = [node for node in (site.call, site.lse) if node is not None]
-    for theirs, ours in zip(own, made, strict=False):
+    replaced = [node for node in (site.call, site.lse) if node is not None]
+    for theirs, ours in zip(replaced, made, strict=False):
         step.replaced[theirs.name] = ours
         ours.meta["example_value"] = value(theirs)
         theirs.replace_all_uses_with(ours)
-    return made[len(own) :]
+    return made[len(replaced) :]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,33 +218,33 @@ class _Layer:
     mask: MaskOnSlots | None
     rotary: RotarySlice | None
     pairs: Pairs | None
-    expansion: Expansion | None
+    computed: ComputedKeys | None
 
     def site(self, given: dict[str, list[Tensor]]) -> Site:
         """The site, with the tensors that its parts read."""
-        mask, rotary, expansion, heads = self.mask, self.rotary, self.expansion, self.layout.heads
+        mask, rotary, computed, heads = self.mask, self.rotary, self.computed, self.layout.heads
 
         def masked(index: Tensor, position: Tensor, facts: list[Tensor]) -> Tensor:
             assert mask is not None
             return mask.on_slots(index, position, heads, given["mask"], facts)
 
-        def turned(keys: Tensor, rank: Tensor) -> list[Tensor]:
+        def rotated(keys: Tensor, rank: Tensor) -> list[Tensor]:
             assert rotary is not None
-            return rotary.on_slots(keys, rank, given["table"], given["turn"])
+            return rotary.on_slots(keys, rank, given["table"], given["rotate"])
 
-        def expanded(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-            assert expansion is not None
-            return expansion.on_slots(key, value, given["expand"])
+        def made_of_cache(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+            assert computed is not None
+            return computed.on_slots(key, value, given["computed"])
 
         return Site(
             scale=self.found.scale,
             mask=masked if mask else None,
-            rotate=turned if rotary else None,
+            rotate=rotated if rotary else None,
             rope=Rope(given["mixed"][0], given["mixed"][1], self.pairs) if self.pairs else None,
             weights=tuple(given["weights"]),
             cap=self.found.cap,
-            sink=given["sink"][0] if given["sink"] else None,
-            expand=expanded if expansion else None,
+            sink_logit=given["sink_logit"][0] if given["sink_logit"] else None,
+            compute_keys=made_of_cache if computed else None,
             lse=self.found.lse is not None,
             place=given["place"][0] if given["place"] else None,
         )

@@ -1,6 +1,6 @@
 """Counters move on outside of the graph, on a GPU: two launches a step, and not two a layer.
 
-before   slots_0_seen.copy_(...); slots_0_length.add_(1)      after    return ..., real
+before   slots_0_seen.copy_(...); slots_0_length.add_(1)      after    return ..., valid
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def leave_counting(step: StepContext) -> Record:
         for user in [user for user in counter.users if _writes(user, counter)]:
             assert not user.users
             step.graph.erase_node(user)
-    step.counted = step.inputs.some_real
+    step.counted = step.inputs.some_valid
     return Record([counter.name for counter in counters])
 
 

@@ -48,9 +48,9 @@ def _sorted(step: StepContext) -> tuple[Outputs, list[Any]]:
     starts = itertools.accumulate(map(len, step.chunks), initial=len(kept))
     chunks = [list(range(start, start + len(chunk))) for start, chunk in zip(starts, step.chunks, strict=False)]
     kept += [node for chunk in step.chunks for node in chunk]
-    real = None if step.counted is None else len(kept)
+    valid = None if step.counted is None else len(kept)
     kept += [] if step.counted is None else [step.counted]
-    return Outputs(outputs, lengths, grown, chunks if any(chunks) else [], real), kept
+    return Outputs(outputs, lengths, grown, chunks if any(chunks) else [], valid), kept
 
 
 def on_all_tokens(step: StepContext, looked_in: list[fx.Node]) -> fx.GraphModule | None:

@@ -1,7 +1,7 @@
 """Positions by rank: queries stand behind the held tokens, and the keys' rotary embedding waits until they are read.
 
     before   angles = cos(position * inv_freq)            after    ranks = rank_of_first + arange(q)
-             query, key = turn(query, angles), ...                 angles = cos(ranks * inv_freq)
+             query, key = rotate(query, angles), ...                 angles = cos(ranks * inv_freq)
 
 Every layer's rotary embedding is cut out first, as a function of a rank, for the pass that attends.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 from kvpass import graphs
 from kvpass.capture.rotary import (
     ALIKE_IN_ALL_ROWS,
-    TURNED_APART,
+    ROTATED_APART,
     Rotary,
     find_rotary,
     positions_of,
@@ -33,7 +33,7 @@ from kvpass.rewrite.rotary_slice import cut_rotary
 BOTH_WAYS = "a mask reads the positions through the same operation as the rotary embedding"
 
 
-def turn_at_read(step: StepContext) -> Record:
+def rotate_at_read(step: StepContext) -> Record:
     """Let positions be ranks.
 
     Raises:
@@ -61,10 +61,10 @@ def _rotary(step: StepContext, layer: int) -> Rotary:
 
 
 def _positions(step: StepContext, layer: int, rotary: Rotary) -> list[fx.Node]:
-    """What the layer's key and query are turned by."""
+    """What the layer's key and query are rotated by."""
     found = positions_of(rotary, step.sites[layer])
     if not found:
-        _refuse(step, layer, TURNED_APART)
+        _refuse(step, layer, ROTATED_APART)
     return found
 
 
@@ -83,13 +83,13 @@ def _rank_of_first(step: StepContext) -> fx.Node:
 
     held = [step.slot(0, "position"), step.slot(0, "free")]
     first = step.compute(function, held, step.length.next, "kvpass_first_rank")[0]
-    first.meta["example_value"] = step.of_shape((step.rows,), torch.int64)
+    first.meta["example_value"] = step.of_shape((step.batch,), torch.int64)
     return first
 
 
 def _rank(step: StepContext, position: fx.Node, first: fx.Node) -> None:
-    """Put ranks, live slots + 0, 1, ..., in the place of positions, for what turns queries and keys."""
-    shape, rows, queries, dtype = step.shape(position), step.rows, step.queries, value(position).dtype
+    """Put ranks, live slots + 0, 1, ..., in the place of positions, for what rotates queries and keys."""
+    shape, rows, queries, dtype = step.shape(position), step.batch, step.queries, value(position).dtype
     given = reshaped(position)
     if given in step.holders:
         step.given_positions.append(step.holders.index(given))
@@ -99,10 +99,10 @@ def _rank(step: StepContext, position: fx.Node, first: fx.Node) -> None:
     if rows > 1 and padded and not _tells_rows_apart(step, position):
         _refuse(step, 0, ALIKE_IN_ALL_ROWS)
     users = _users_but_masks(step, position)
-    real = [step.inputs.real(0)] if padded and not step.decodes else []  # only real tokens count
+    valid = [step.inputs.valid(0)] if padded and not step.decodes else []  # only real tokens count
 
-    def function(first: Tensor, *real: Tensor) -> list[Tensor]:
-        steps = [(new.cumsum(-1) - 1).clamp(min=0) for new in real] or [torch.arange(queries, device=first.device)]
+    def function(first: Tensor, *valid: Tensor) -> list[Tensor]:
+        steps = [(new.cumsum(-1) - 1).clamp(min=0) for new in valid] or [torch.arange(queries, device=first.device)]
         ranks = first[:, None] + steps[0]  # [B, q]
         if len(shape) == 1:
             return [ranks[0]]
@@ -111,25 +111,25 @@ def _rank(step: StepContext, position: fx.Node, first: fx.Node) -> None:
         return [ranks.view(full).to(dtype)]
 
     before = step.length.next if position.op == "placeholder" else position.next
-    ranks = step.compute(function, [first, *real], before, f"kvpass_rank_{position.name}")[0]
+    ranks = step.compute(function, [first, *valid], before, f"kvpass_rank_{position.name}")[0]
     ranks.meta["example_value"] = value(position)
     for user in users:
         user.replace_input_with(position, ranks)
 
 
 def _tells_rows_apart(step: StepContext, position: fx.Node) -> bool:
-    """Whether positions have, or could have, a dimension for the rows of what they turn."""
-    turned = [node for site in step.sites for each in site.all for node in (each.query, each.key)]
-    return value(position).ndim > 1 and all(rows_come_first(position, node) for node in turned)
+    """Whether positions have, or could have, a dimension for the rows of what they rotate."""
+    rotated = [node for site in step.sites for each in site.all for node in (each.query, each.key)]
+    return value(position).ndim > 1 and all(rows_come_first(position, node) for node in rotated)
 
 
 def _users_but_masks(step: StepContext, position: fx.Node) -> list[fx.Node]:
-    """What reads positions to turn queries and keys with; a mask compares them with places, which stay."""
+    """What reads positions to rotate queries and keys with; a mask compares them with places, which stay."""
     sites = [each for site in step.sites for each in site.all]
     calls = {site.call for site in sites}
     masks = {node for site in sites if site.mask for node in graphs.ancestors(site.mask, calls)}
-    turning = {node for site in sites for node in graphs.ancestors(site.query, calls)}
+    rotating = {node for site in sites for node in graphs.ancestors(site.query, calls)}
     users = [user for user in step.graph.nodes if user in position.users]
-    if any(user in masks and user in turning for user in users):
+    if any(user in masks and user in rotating for user in users):
         _refuse(step, 0, BOTH_WAYS)
     return [user for user in users if user not in masks]

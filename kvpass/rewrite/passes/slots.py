@@ -30,7 +30,7 @@ def take_slots(step: StepContext) -> Record:
     step.weights = [] if policy.aligns == "never" else [tensor.to(step.device) for tensor in policy.weights()]
     step.weight_inputs = _inputs(step, [f"kvpass_weight_{i}" for i in range(len(step.weights))], step.weights, first)
     step.length = _length(step)
-    return Record([node.name for node in step.own])
+    return Record([node.name for node in step.our_inputs])
 
 
 def _described(step: StepContext, layer: int) -> list[Tensor]:
@@ -41,7 +41,7 @@ def _described(step: StepContext, layer: int) -> list[Tensor]:
 def _of_any_size(step: StepContext, layer: int, tensor: Tensor) -> Tensor:
     """What describes one of the slots' tensors, [B, ...] or [B, ., C, ...]; itself where neither is an open size."""
     capacity = step.capacities[layer]
-    shape = [step.rows, *tensor.shape[1:]]
+    shape = [step.batch, *tensor.shape[1:]]
     if not isinstance(capacity, int) and len(shape) > 2 and shape[2] == step.slots[layer].capacity:
         shape[2] = capacity
     if all(isinstance(size, int) for size in shape):
@@ -56,7 +56,7 @@ def _inputs(step: StepContext, names: list[str], tensors: list[Tensor], before: 
         nodes = [step.graph.placeholder(name) for name in names]
     for node, tensor in zip(nodes, tensors, strict=True):
         compat.as_new_input(node, tensor, in_place=True)
-    step.own.update(nodes)
+    step.our_inputs.update(nodes)
     return nodes
 
 

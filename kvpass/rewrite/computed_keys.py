@@ -35,7 +35,7 @@ def joined(rows: Tensor) -> Tensor:
 
 
 @dataclasses.dataclass(frozen=True)
-class Expansion:
+class ComputedKeys:
     """From what is cached to what is attended to.
 
     Attributes:
@@ -63,13 +63,15 @@ class Expansion:
         return keys.movedim(0, 2), values.movedim(0, 2), facts
 
 
-def cut_expansion(gm: fx.GraphModule, site: AttentionSite, sizes: Sizes, facts: Sequence[fx.Node]) -> Expansion | None:
+def cut_computed_keys(
+    gm: fx.GraphModule, site: AttentionSite, sizes: Sizes, facts: Sequence[fx.Node]
+) -> ComputedKeys | None:
     """Cut out what computes a site's keys, values and facts from its cache; None where they are cached as they are.
 
     Raises:
         UnsupportedGraph: those of one token are made from other tokens as well, or those of one row from other rows.
     """
-    if site.made is None:
+    if site.computed is None:
         return None
     tokens = _Tokens.of(site)
     if not tokens.growing:
@@ -77,7 +79,7 @@ def cut_expansion(gm: fx.GraphModule, site: AttentionSite, sizes: Sizes, facts: 
             f"{graphs.source_line(site.call)}: the model's code compares the cache's length with a number, so that a "
             "graph serves one length only; a sparse index over its tokens does that, and so does a window on them"
         )
-    made, stored = [*site.made, *facts], [site.grown_key, site.grown_value]
+    made, stored = [*site.computed, *facts], [site.grown_key, site.grown_value]
     behind = graphs.dependent(gm.graph, graphs.behind(made, stored, site.call), stored) - set(stored)
     for node in behind:
         _check_per_token(node, tokens)
@@ -86,7 +88,7 @@ def cut_expansion(gm: fx.GraphModule, site: AttentionSite, sizes: Sizes, facts: 
     def number(node: fx.Node) -> int:
         return 1 if expr(node) in tokens.totals else sizes.fixed(node)
 
-    return Expansion(graphs.cut(gm, made, stored, number, reader=site.call), value(site.grown_key).shape[1])
+    return ComputedKeys(graphs.cut(gm, made, stored, number, reader=site.call), value(site.grown_key).shape[1])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,9 +1,9 @@
-"""Run a traced function on a tensor that is kept in pieces along its last dimension.
+"""Run a traced function on a tensor that is kept in sections along its last dimension.
 
-Rotary embeddings cut a key in halves and concatenate them again, turned.  A compiler for CPUs writes
+Rotary embeddings cut a key in halves and concatenate them again, rotated.  A compiler for CPUs writes
 every concatenation to memory, which for the keys in the slots would be a copy of the whole buffer at
-every step.  Attention only sums over that dimension, so the pieces never have to be joined: slices pick
-pieces, concatenations list them, and everything pointwise works on each.
+every step.  Attention only sums over that dimension, so the sections never have to be joined: slices pick
+sections, concatenations list them, and everything pointwise works on each.
 """
 
 from __future__ import annotations
@@ -22,60 +22,60 @@ from kvpass import graphs
 
 
 @dataclasses.dataclass(frozen=True)
-class Pieces:
-    """A tensor as consecutive pieces of its last dimension."""
+class Sections:
+    """A tensor as consecutive sections of its last dimension."""
 
-    parts: tuple[Tensor, ...]
+    tensors: tuple[Tensor, ...]
 
     @property
     def width(self) -> int:
-        return sum(part.shape[-1] for part in self.parts)
+        return sum(section.shape[-1] for section in self.tensors)
 
     @property
     def ends(self) -> list[int]:
-        """Where each piece ends."""
-        widths = [part.shape[-1] for part in self.parts]
+        """Where each section ends."""
+        widths = [section.shape[-1] for section in self.tensors]
         return [sum(widths[: i + 1]) for i in range(len(widths))]
 
-    def cut_at(self, places: set[int]) -> Pieces:
+    def cut_at(self, places: set[int]) -> Sections:
         """The same tensor with further cuts."""
-        parts, start = [], 0
-        for part, end in zip(self.parts, self.ends, strict=True):
+        sections, start = [], 0
+        for section, end in zip(self.tensors, self.ends, strict=True):
             cuts = [start, *sorted(p for p in places if start < p < end), end]
-            parts += [part[..., a - start : b - start] for a, b in itertools.pairwise(cuts)]
+            sections += [section[..., a - start : b - start] for a, b in itertools.pairwise(cuts)]
             start = end
-        return Pieces(tuple(parts))
+        return Sections(tuple(sections))
 
-    def between(self, start: int, stop: int) -> Pieces:
-        """The piece of the tensor from `start` up to `stop`."""
+    def between(self, start: int, stop: int) -> Sections:
+        """The section of the tensor from `start` up to `stop`."""
         cut = self.cut_at({start, stop})
         ends = cut.ends
-        chosen = [p for p, end in zip(cut.parts, ends, strict=True) if start < end <= stop]
-        return Pieces(tuple(chosen))
+        chosen = [p for p, end in zip(cut.tensors, ends, strict=True) if start < end <= stop]
+        return Sections(tuple(chosen))
 
     def joined(self) -> Tensor:
         """One tensor, as a sum of tensors padded with zeros, which compilers fuse."""
         before, total = 0, None
-        for part in self.parts:
-            padded = torch.nn.functional.pad(part, [before, self.width - before - part.shape[-1]])
+        for section in self.tensors:
+            padded = torch.nn.functional.pad(section, [before, self.width - before - section.shape[-1]])
             total = padded if total is None else total + padded
-            before += part.shape[-1]
+            before += section.shape[-1]
         assert total is not None
         return total
 
 
-class InPieces(fx.Interpreter):
-    """Interprets a graph whose first input is kept in pieces; returns pieces."""
+class InSections(fx.Interpreter):
+    """Interprets a graph whose first input is kept in sections; returns sections."""
 
     def run_on(self, first: Tensor, *others: Any) -> tuple[Tensor, ...]:
-        result = self.run(Pieces((first,)), *others)
-        return result.parts if isinstance(result, Pieces) else (result,)
+        result = self.run(Sections((first,)), *others)
+        return result.tensors if isinstance(result, Sections) else (result,)
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op not in ("call_function", "call_method"):
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        if not any(isinstance(arg, Pieces) for arg in _flat(args)):
+        if not any(isinstance(arg, Sections) for arg in _flat(args)):
             return super().run_node(n)
         name = graphs.name_of(n)
         apply = getattr(self, n.op)
@@ -88,12 +88,12 @@ class InPieces(fx.Interpreter):
         if n.target is operator.getitem and _slices_last(args):
             return _sliced(args[0], args[1][-1])
         if name in ("cat", "concat") and _along_last(args, kwargs):
-            return Pieces(tuple(part for piece in args[0] for part in _pieces(piece).parts))
+            return Sections(tuple(section for whole in args[0] for section in _sections(whole).tensors))
         if name in ("chunk", "split") and _along_last(args, kwargs):
             return _divided(args[0], args[1], name == "chunk")
         if n.target is operator.getitem and isinstance(args[0], tuple):
             return args[0][args[1]]
-        return call(fx.node.map_aggregate(args, lambda arg: arg.joined() if isinstance(arg, Pieces) else arg))
+        return call(fx.node.map_aggregate(args, lambda arg: arg.joined() if isinstance(arg, Sections) else arg))
 
 
 class Padded(fx.Interpreter):
@@ -105,11 +105,11 @@ class Padded(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         if n.op != "call_function" or graphs.name_of(n) not in ("cat", "concat"):
             return super().run_node(n)
-        (parts, *rest), kwargs = self.fetch_args_kwargs_from_env(n)
-        dim = kwargs.get("dim", rest[0] if rest else 0) % parts[0].ndim
-        if dim == parts[0].ndim - 1:
-            return Pieces(tuple(parts)).joined()
-        moved = Pieces(tuple(part.movedim(dim, -1) for part in parts))
+        (sections, *rest), kwargs = self.fetch_args_kwargs_from_env(n)
+        dim = kwargs.get("dim", rest[0] if rest else 0) % sections[0].ndim
+        if dim == sections[0].ndim - 1:
+            return Sections(tuple(sections)).joined()
+        moved = Sections(tuple(section.movedim(dim, -1) for section in sections))
         return moved.joined().movedim(-1, dim)
 
 
@@ -122,39 +122,39 @@ def _flat(args: Any) -> list[Any]:
     return [leaf for arg in args for leaf in (_flat(arg) if isinstance(arg, (tuple, list)) else [arg])]
 
 
-def _pieces(x: Any) -> Pieces:
-    return x if isinstance(x, Pieces) else Pieces((x,))
+def _sections(x: Any) -> Sections:
+    return x if isinstance(x, Sections) else Sections((x,))
 
 
-def _pointwise(call: Callable[[Any], Any], args: tuple[Any, ...]) -> Pieces:
-    """Apply piece by piece, cutting the other operands alike; those that broadcast stay whole."""
-    width = max(arg.width for arg in args if isinstance(arg, Pieces))
-    split = [_pieces(a) if _as_wide(a, width) else None for a in args]
+def _pointwise(call: Callable[[Any], Any], args: tuple[Any, ...]) -> Sections:
+    """Apply section by section, cutting the other operands alike; those that broadcast stay whole."""
+    width = max(arg.width for arg in args if isinstance(arg, Sections))
+    split = [_sections(a) if _as_wide(a, width) else None for a in args]
     places = {end for s in split if s is not None for end in s.ends}
     cut = [None if s is None else s.cut_at(places) for s in split]
-    count = max(len(c.parts) for c in cut if c is not None)
-    return Pieces(
-        tuple(call([a if c is None else c.parts[i] for a, c in zip(args, cut, strict=True)]) for i in range(count))
+    count = max(len(c.tensors) for c in cut if c is not None)
+    return Sections(
+        tuple(call([a if c is None else c.tensors[i] for a, c in zip(args, cut, strict=True)]) for i in range(count))
     )
 
 
 def _as_wide(arg: Any, width: int) -> bool:
-    if isinstance(arg, Pieces):
+    if isinstance(arg, Sections):
         return arg.width == width
     return isinstance(arg, Tensor) and arg.ndim > 0 and arg.shape[-1] == width and width > 1
 
 
 def _slices_last(args: tuple[Any, ...]) -> bool:
     """x[..., a:b]: only the last dimension is cut, without a step."""
-    if not isinstance(args[0], Pieces) or not isinstance(args[1], tuple):
+    if not isinstance(args[0], Sections) or not isinstance(args[1], tuple):
         return False
     *others, last = args[1]
-    reaches_last = Ellipsis in others or len(args[1]) == args[0].parts[0].ndim
+    reaches_last = Ellipsis in others or len(args[1]) == args[0].tensors[0].ndim
     whole = all(o is Ellipsis or o == slice(None) for o in others)
     return reaches_last and whole and isinstance(last, slice) and last.step in (None, 1)
 
 
-def _sliced(x: Pieces, where: slice) -> Pieces:
+def _sliced(x: Sections, where: slice) -> Sections:
     start, stop, _ = where.indices(x.width)
     return x.between(start, stop)
 
@@ -162,11 +162,11 @@ def _sliced(x: Pieces, where: slice) -> Pieces:
 def _along_last(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     place = 1 if isinstance(args[0], (list, tuple)) else 2
     dim = kwargs.get("dim", args[place] if len(args) > place else 0)
-    sample = _pieces(_flat(args)[0]).parts[0]
+    sample = _sections(_flat(args)[0]).tensors[0]
     return isinstance(dim, int) and dim in (-1, sample.ndim - 1)
 
 
-def _divided(x: Pieces, size: Any, chunk: bool) -> tuple[Pieces, ...]:
+def _divided(x: Sections, size: Any, chunk: bool) -> tuple[Sections, ...]:
     if isinstance(size, int):
         step = -(-x.width // size) if chunk else size
         sizes = [min(step, x.width - at) for at in range(0, x.width, step)]

@@ -18,7 +18,7 @@ from kvpass.graphs import ancestors, expr, name_of, value
 
 
 @dataclasses.dataclass(frozen=True)
-class Selection:
+class SparseIndex:
     """A choice among the keys.
 
     Attributes:
@@ -46,20 +46,20 @@ class Selection:
             )
 
 
-def find(mask: fx.Node | None) -> list[Selection]:
+def find(mask: fx.Node | None) -> list[SparseIndex]:
     """The choices that a mask is made of."""
     if mask is None:
         return []
     made = [_read(node) for node in ancestors(mask) if name_of(node) == "scatter"]
-    return [selection for selection in made if selection is not None and _nearest(selection, mask)]
+    return [index for index in made if index is not None and _nearest(index, mask)]
 
 
-def _nearest(selection: Selection, mask: fx.Node) -> bool:
+def _nearest(index: SparseIndex, mask: fx.Node) -> bool:
     """Whether the mask is made of it in this layer, and not of hidden states that an earlier one had a say in."""
     seen, todo = set[fx.Node](), [mask]
     while todo:
         node = todo.pop()
-        if node is selection.node:
+        if node is index.node:
             return True
         if node not in seen and not _makes_states(node):
             seen.add(node)
@@ -75,7 +75,7 @@ def _makes_states(node: fx.Node) -> bool:
 _PROJECTIONS = frozenset({"linear", "addmm", "softmax", "scaled_dot_product_attention"})
 
 
-def _read(node: fx.Node) -> Selection | None:
+def _read(node: fx.Node) -> SparseIndex | None:
     """A number scattered along the last dimension to the places of a topk."""
     if len(node.args) != 4 or not isinstance(node.args[3], (bool, int, float)):
         return None
@@ -84,7 +84,7 @@ def _read(node: fx.Node) -> Selection | None:
         best = best.args[0]
     if not isinstance(best, fx.Node) or name_of(best) != "topk" or node.args[1] not in (-1, value(node).ndim - 1):
         return None
-    return Selection(node, node.args[3], best, _most(best))
+    return SparseIndex(node, node.args[3], best, _most(best))
 
 
 def _most(best: fx.Node) -> int | None:
@@ -95,14 +95,14 @@ def _most(best: fx.Node) -> int | None:
     return int(numbers[0]) if count.is_Integer or count.func.__name__ == "Min" else 0
 
 
-def cached(selection: Selection, outputs: list[fx.Node]) -> list[tuple[fx.Node, int]]:
+def cached(index: SparseIndex, outputs: list[fx.Node]) -> list[tuple[fx.Node, int]]:
     """The grown keys by which it scores that the graph returns, and the dimension along which they grow."""
-    behind = ancestors(selection.best, filter(_makes_states, ancestors(selection.best)))
+    behind = ancestors(index.best, filter(_makes_states, ancestors(index.best)))
     kept = [node for node in outputs if node in behind and graphs.is_tensor(node) and value(node).ndim == 3]
     return [(node, 1) for node in kept if node.target is torch.cat]
 
 
-def everything(selection: Selection, graph: fx.Graph) -> fx.Node:
+def everything(index: SparseIndex, graph: fx.Graph) -> fx.Node:
     """A mask of which everything is chosen, emitted into a graph."""
-    kind = {"dtype": value(selection.node).dtype, "device": value(selection.node).device}
-    return graph.call_function(torch.full, ((1,) * value(selection.node).ndim, selection.number), kind)
+    kind = {"dtype": value(index.node).dtype, "device": value(index.node).device}
+    return graph.call_function(torch.full, ((1,) * value(index.node).ndim, index.number), kind)
