@@ -12,7 +12,7 @@ from torch import Tensor
 from kvpass import budget as budgets
 from kvpass.errors import BudgetError, KVPassError
 from kvpass.layer.slots import FREE, Chunk, Layout, Slots, admit, rows_in_order
-from kvpass.layer.statistics import as_attention, statistics
+from kvpass.layer.statistics import Asked, as_attention
 from kvpass.layer.step import Rotate, Site, decode_step, extend_step, tempered
 from kvpass.policies.base import Attention, Plan, Policy, window_starts
 from kvpass.reference import ReferenceLayer, reference_of
@@ -192,10 +192,8 @@ def _compiled(layer: _Layer) -> Trace:
     output = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, attn_mask=_visible(layer), scale=layer.scale, enable_gqa=True
     )
-    attention = Attention()
-    if policy.statistics:
-        sums = statistics(policy, q, k, None, valid, True, layer.scale, layer.budget)
-        attention = as_attention(policy, sums, valid)
+    asked = Asked(q, k, None, None, True, layer.scale, None, k.shape[1], None)
+    attention = asked.attention(policy, valid, layer.budget)
     plan = policy.plan([attention], valid, layer.budget)[0]
     layout = layer.layout(plan.capacity)
     slots = admit(layout, None, Chunk(stored, v, valid, attention), plan.limits(len(q)))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpass.layer.slots import Chunk, Layout, Slots, admit
-from kvpass.layer.statistics import as_attention, statistics
+from kvpass.layer.statistics import Asked, as_attention, statistics
 from kvpass.layer.step import Mask, Site, decode_step, extend_step, tempered
 from kvpass.policies import Policy
 from kvpass.policies.base import Attention, window_starts
@@ -82,7 +82,8 @@ class Lowered:
             )
             sums = []
             if policy.statistics:
-                sums = statistics(policy, q, k, mask, new.valid, False, self.scale, self.layout.budget)
+                asked = Asked(q, k, mask, None, False, self.scale, None, k.shape[1], None)
+                sums = statistics(policy, asked, new.valid, self.layout.budget)
         else:
             site = dataclasses.replace(site, mask=causal(slots, new.valid.shape[1]))
             (output, _), sums = extend_step(self.layout, site, slots, q, k, new.v, new.valid)

@@ -36,60 +36,6 @@ def room(budget: Budget) -> tuple[Any, float]:
     return (0, budget) if isinstance(budget, float) else (budget, 0.0)
 
 
-def statistics(
-    policy: Policy,
-    query: Tensor,
-    key: Tensor,
-    mask: Tensor | None,
-    valid: Tensor,
-    causal: bool,
-    scale: float,
-    budget: Budget,
-    cap: float | None = None,
-    sink_logit: Tensor | None = None,
-    heads: int | None = None,
-    spread: Spread | None = None,
-) -> list[Tensor]:
-    """The tensors that the policy asks for; `budget` as users write it, the others as for `column_scores`."""
-    made: dict[Statistic, Tensor] = {}
-    if not policy.statistics.isdisjoint(SUMS):
-        asked = (policy.observation, powers(policy))
-        sums = column_scores(query, key, mask, valid, causal, scale, *asked, cap, sink_logit, heads)
-        made = dict(zip(SUMS, sums, strict=True))
-    if "scan" in policy.statistics:
-        written, where = (specify(policy), *room(budget)), spread.written() if spread else None
-        made["scan"] = row_scan(query, key, mask, valid, causal, scale, *written, cap, sink_logit, heads, where)
-    return [made[name] for name in wanted(policy)]
-
-
-def attended_and_scored(
-    policy: Policy,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    valid: Tensor,
-    causal: bool,
-    scale: float,
-    budget: Budget,
-    cap: float | None = None,
-    sink_logit: Tensor | None = None,
-    heads: int | None = None,
-    spread: Spread | None = None,
-) -> tuple[Tensor, list[Tensor]]:
-    """What attention gives, and what `statistics` does, for a policy `of_all_queries`; see `scored_attention`."""
-    if "scan" in policy.statistics:
-        written, where = (specify(policy), *room(budget)), spread.written() if spread else None
-        output, scan = scanned_attention(
-            query, key, value, mask, valid, causal, scale, *written, cap, sink_logit, heads, where
-        )
-        return output, [scan]
-    asked = (policy.observation, powers(policy))
-    output, *sums = scored_attention(query, key, value, mask, valid, causal, scale, *asked, cap, sink_logit, heads)
-    made = dict(zip(SUMS, sums, strict=True))
-    return output, [made[name] for name in wanted(policy)]
-
-
 @dataclasses.dataclass(frozen=True)
 class Asked:
     """What the statistics of a prompt or chunk are made of.
@@ -111,6 +57,15 @@ class Asked:
     heads: int
     spread: Spread | None
 
+    @property
+    def last(self) -> tuple[float | None, Tensor | None, int]:
+        """The arguments that all operators of `kvpass.lowering.column_scores` have behind their own."""
+        return self.cap, self.sink_logit, self.heads
+
+    @property
+    def written_spread(self) -> str | None:
+        return self.spread.written() if self.spread else None
+
     def first(self, count: int) -> Asked:
         """Of the first `count` queries, without the keys behind them."""
         total = self.key.shape[2] - self.query.shape[2] + count
@@ -124,9 +79,34 @@ class Asked:
         """What the queries paid; valid is bool [B, q], and the budget as users write it."""
         if not policy.statistics:
             return Attention()
-        given = (self.query, self.key, self.mask, valid, self.causal, self.scale, budget)
-        made = statistics(policy, *given, self.cap, self.sink_logit, self.heads, self.spread)
+        made = statistics(policy, self, valid, budget)
         return as_attention(policy, made, valid, self.spread)
+
+
+def statistics(policy: Policy, asked: Asked, valid: Tensor, budget: Budget) -> list[Tensor]:
+    """The tensors that the policy asks for; valid is bool [B, q], and the budget as users write it."""
+    made: dict[Statistic, Tensor] = {}
+    first = (asked.query, asked.key, asked.mask, valid, asked.causal, asked.scale)
+    if not policy.statistics.isdisjoint(SUMS):
+        sums = column_scores(*first, policy.observation, powers(policy), *asked.last)
+        made = dict(zip(SUMS, sums, strict=True))
+    if "scan" in policy.statistics:
+        made["scan"] = row_scan(*first, specify(policy), *room(budget), *asked.last, asked.written_spread)
+    return [made[name] for name in wanted(policy)]
+
+
+def attended_and_scored(
+    policy: Policy, asked: Asked, value: Tensor, valid: Tensor, budget: Budget
+) -> tuple[Tensor, list[Tensor]]:
+    """What attention gives, and what `statistics` does, for a policy `of_all_queries`; see `scored_attention`."""
+    first = (asked.query, asked.key, value, asked.mask, valid, asked.causal, asked.scale)
+    if "scan" in policy.statistics:
+        scan = (specify(policy), *room(budget), *asked.last, asked.written_spread)
+        output, made = scanned_attention(*first, *scan)
+        return output, [made]
+    output, *sums = scored_attention(*first, policy.observation, powers(policy), *asked.last)
+    named = dict(zip(SUMS, sums, strict=True))
+    return output, [named[name] for name in wanted(policy)]
 
 
 def as_attention(policy: Policy, tensors: list[Tensor], valid: Tensor, spread: Spread | None = None) -> Attention:

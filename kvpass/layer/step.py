@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvpass.layer.slots import FREE, Layout, Slots, align, first_values, rows_at
-from kvpass.layer.statistics import attended_and_scored, of_all_queries, statistics
+from kvpass.layer.statistics import Asked, attended_and_scored, of_all_queries, statistics
 from kvpass.lowering.attend import LOWEST, attend, by_kernel, capped, scores
 from kvpass.lowering.column_scores import regrouped
 from kvpass.lowering.rope import Rope
@@ -373,11 +373,12 @@ def extend_step(
     keys, values, facts = _with_computed_keys(site, keys, torch.cat([rows, value.to(rows.dtype)], 2))
     mask, bias = _chunk_mask(layout, site, slots, valid, facts)
     full = _per_head(_joined(mask, bias, query.dtype), query, keys, layout.heads)
-    common = (valid, False, site.scale, layout.budget, site.cap, site.sink_logit, layout.heads, layout.spread)
+    common = (site.sink_logit, False, site.scale, site.cap, layout.heads, layout.spread)
+    asked = Asked(query, keys, full, *common)
     policy_bias = policy.bias(held, query.shape[1] // layout.heads)
     if policy_bias is None and _scores_on_the_way(policy, site, query, keys, values):
-        output, made = attended_and_scored(policy, query, keys, values, full, *common)
-        return Attended(output), [*made, *_asked(layout, site, query, keys, full)]
+        output, made = attended_and_scored(policy, asked, values, valid, layout.budget)
+        return Attended(output), [*made, *_for_crops(layout, asked)]
     seen = full
     if policy_bias is not None:
         policy_bias = torch.nn.functional.pad(policy_bias, (0, chunk))[..., None, :]  # [B, ., ., 1, C + q]
@@ -385,7 +386,7 @@ def extend_step(
     attended = _attended(site, query, keys, values, seen)
     if not policy.statistics:
         return attended, []
-    return attended, [*statistics(policy, query, keys, full, *common), *_asked(layout, site, query, keys, full)]
+    return attended, [*statistics(policy, asked, valid, layout.budget), *_for_crops(layout, asked)]
 
 
 def _scores_on_the_way(policy: Policy, site: Site, query: Tensor, keys: Tensor, values: Tensor) -> bool:
@@ -394,11 +395,10 @@ def _scores_on_the_way(policy: Policy, site: Site, query: Tensor, keys: Tensor, 
     return alike and not site.lse and of_all_queries(policy)
 
 
-def _asked(layout: Layout, site: Site, query: Tensor, keys: Tensor, mask: Tensor) -> list[Tensor]:
+def _for_crops(layout: Layout, asked: Asked) -> list[Tensor]:
     """What the statistics are made of, for a layout that crops."""
-    if not layout.crops:
-        return []
-    return [query, keys, mask] if site.sink_logit is None else [query, keys, mask, site.sink_logit]
+    tensors = (asked.query, asked.key, asked.mask, asked.sink_logit)
+    return [tensor for tensor in tensors if tensor is not None] if layout.crops else []
 
 
 def _attended(site: Site, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Attended:
