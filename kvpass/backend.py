@@ -21,8 +21,6 @@ from kvpass.capture.sites import AttentionSite
 from kvpass.capture.spread import with_spreads
 from kvpass.errors import KVPassError, PolicyError, UnreadableGraph, UnsupportedGraph
 from kvpass.findings import Recorder, SiteReport
-from kvpass.layer.slots import Chunk, Layout
-from kvpass.layer.statistics import Asked
 from kvpass.lowering import cache_key
 from kvpass.lowering.residual import write_out_sums
 from kvpass.lowering.row_products import spell_out
@@ -35,6 +33,8 @@ from kvpass.rewrite.result import StepRewrite
 from kvpass.rewrite.validate import Validation
 from kvpass.runtime.guarded import Guarded
 from kvpass.runtime.handle import Handle
+from kvpass.runtime.holding import Holding
+from kvpass.runtime.on_slots import OnSlots
 from kvpass.runtime.ownership import Known, Plans
 from kvpass.runtime.prompts import PromptRunner
 from kvpass.runtime.rows import Row, refuse
@@ -134,7 +134,7 @@ class Backend:
             if self._left_alone(captured.refused, any(carried)) or not captured.sites:
                 return None
             self._check_inference(captured.sites, examples)
-            known = with_spreads(captured.sites, self.policy, self.is_reference)
+            known = with_spreads(captured.sites, self.policy, self.holding.spreads)
             captured = dataclasses.replace(captured, sites=known)
             if any(carried):
                 return StepRunner(self, gm, captured)
@@ -176,12 +176,21 @@ class Backend:
     @property
     def family(self) -> tuple[Any, ...]:
         """What two backends must share for one to go on with the other's caches."""
-        return (self.policy, self.budget, self.positions, self.kv_dtype, self.crop, self.is_reference)
+        return (self.policy, self.budget, self.positions, self.kv_dtype, self.crop, self.holding)
 
     @property
-    def is_reference(self) -> bool:
-        """Whether layers are the eager reference's."""
-        return self.inner == "reference"
+    def holding(self) -> Holding:
+        """What the tokens of layers are held in."""
+        if self.inner != "reference":
+            return OnSlots()
+        from kvpass.reference.in_lists import InLists  # the compiled path knows nothing of references
+
+        return InLists()
+
+    @property
+    def validates(self) -> bool:
+        """Whether the first rewrite of a step graph is held against the graph."""
+        return self.validate and self.holding.validates
 
     @property
     def prefers_ranks(self) -> bool:
@@ -289,19 +298,8 @@ class Backend:
             UnsupportedGraph: something in it cannot be said on slots.
         """
         with self._spending("kvpass"):
-            if not self.is_reference:
-                context = StepContext(call)
-                return context, rewrite_step(context, watch=self.watch)
-            from kvpass.reference.layer import REFERENCE_PASSES  # the compiled path knows nothing of references
-
-            context = StepContext(call, whole=True)
-            return context, rewrite_step(context, REFERENCE_PASSES, self.watch)
-
-    def listed(self, layout: Layout, chunk: Chunk, asked: Asked, site: AttentionSite, limits: Sequence[int]) -> Any:
-        """The eager reference's layer after a prompt."""
-        from kvpass.reference.layer import take_prompt  # the compiled path knows nothing of references
-
-        return take_prompt(layout, chunk, asked, site, limits)
+            context = StepContext(call, whole=self.holding.whole)
+            return context, rewrite_step(context, self.holding.passes, self.watch)
 
     def watch(self, record: Record, graph: fx.Graph) -> None:
         """A pass has run."""

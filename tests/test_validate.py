@@ -68,7 +68,7 @@ def test_what_is_right_passes_and_is_not_disturbed(
     torch.testing.assert_close(checked, plain, rtol=0, atol=0)
 
 
-def test_keys_that_are_turned_at_read_are_held_against_the_models_own() -> None:
+def test_keys_that_are_rotated_at_read_are_held_against_the_models_own() -> None:
     recorder = Recorder()
     run(Traced(build("GPTNeoX")), recorder, policy="streaming", budget=12, positions="cache")
     assert len(notes(recorder)) == 2  # steps and chunks

@@ -52,11 +52,11 @@ def processes() -> int:
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
-def with_spreads(sites: list[AttentionSite], policy: Policy, reference: bool = False) -> list[AttentionSite]:
+def with_spreads(sites: list[AttentionSite], policy: Policy, held_apart: bool = True) -> list[AttentionSite]:
     """The sites of a graph, each with where its other heads are.
 
     Args:
-        reference: layers are to be the eager reference's, which knows its own heads alone.
+        held_apart: what holds the tokens can do with some of a layer's heads; the eager reference cannot.
 
     Raises:
         SpreadError: heads are spread, or may be, in a way in which the policy would choose otherwise than in one
@@ -72,7 +72,7 @@ def with_spreads(sites: list[AttentionSite], policy: Policy, reference: bool = F
     found = [_spread(site, policy) for site in sites]
     if any(found):
         _check_alike(sites, found, policy)
-        _check_asks(sites[0], found[0], policy, says, reference)
+        _check_asks(sites[0], found[0], policy, says, held_apart)
     return [dataclasses.replace(site, spread=each) for site, each in zip(sites, found, strict=True)]
 
 
@@ -83,11 +83,11 @@ def _check_alike(sites: list[AttentionSite], found: list[Spread | None], policy:
         raise _refused(sites[0], policy, "the heads of its layers are spread over different processes")
 
 
-def _check_asks(site: AttentionSite, spread: Spread | None, policy: Policy, says: str, reference: bool) -> None:
+def _check_asks(site: AttentionSite, spread: Spread | None, policy: Policy, says: str, held_apart: bool) -> None:
     if says == "never" and spread is not None:
         here = f"each has {spread.heads // spread.ranks} of {spread.heads} KV heads"
         raise _refused(site, policy, f"{here}, {UNSAID}")
-    if reference:
+    if not held_apart:
         raise _refused(site, policy, "inner='reference' sees the heads of its own process; run it in one process")
 
 

@@ -8,15 +8,13 @@ from typing import Any, Protocol
 import torch
 import torch.fx as fx
 
-from kvpass.capture.sites import AttentionSite
 from kvpass.compat import OpenSizes
-from kvpass.layer.slots import Chunk, Layout
-from kvpass.layer.statistics import Asked
 from kvpass.policies.base import Policy
 from kvpass.rewrite.call import StepCall
 from kvpass.rewrite.context import StepContext
 from kvpass.rewrite.result import StepRewrite
 from kvpass.rewrite.validate import Validation
+from kvpass.runtime.holding import Holding
 from kvpass.runtime.ownership import Known, Plans
 from kvpass.storage import KVDtype
 
@@ -27,8 +25,8 @@ class Compiler(Protocol):
     Attributes:
         policy, budget, kv_dtype: settings of caches.
         crop: how many of the last tokens can be taken back.
-        validate: whether the first rewrite of a step graph is held against the graph.
-        is_reference: layers are the eager reference's, and want to see a prompt's queries and masks.
+        validates: whether the first rewrite of a step graph is held against the graph.
+        holding: what the tokens of layers are held in.
         plans: what the layers of each model were given first; stepped: what makes the keys of layers that have taken
             steps; layers: a number for every cache that is made.
     """
@@ -42,9 +40,9 @@ class Compiler(Protocol):
     @property
     def crop(self) -> int: ...
     @property
-    def validate(self) -> bool: ...
+    def validates(self) -> bool: ...
     @property
-    def is_reference(self) -> bool: ...
+    def holding(self) -> Holding: ...
     @property
     def plans(self) -> Plans: ...
     @property
@@ -84,8 +82,4 @@ class Compiler(Protocol):
 
     def note_validation(self, done: Validation) -> None:
         """Hear what came of holding a rewritten step against the model's own."""
-        ...
-
-    def listed(self, layout: Layout, chunk: Chunk, asked: Asked, site: AttentionSite, limits: Sequence[int]) -> Any:
-        """The eager reference's layer after a prompt."""
         ...

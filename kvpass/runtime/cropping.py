@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,31 +15,13 @@ from torch import Tensor
 from kvpass.capture.sites import AttentionSite
 from kvpass.layer.slots import Chunk, Slots
 from kvpass.layer.statistics import Asked, as_attention
-from kvpass.layer.undo import Kept, Untouched
+from kvpass.layer.undo import Untouched
 from kvpass.policies.base import Attention
 from kvpass.runtime import history
 from kvpass.runtime.caches import take_in
 from kvpass.runtime.handle import LayerCache
+from kvpass.runtime.holding import Taken
 from kvpass.runtime.padding import places_of
-
-
-class Taken(Protocol):
-    """A chunk that was taken in.
-
-    Attributes:
-        chunk: its rows.
-    """
-
-    @property
-    def chunk(self) -> Chunk: ...
-
-    def first(self, count: int) -> Taken:
-        """Its first tokens."""
-        ...
-
-    def take_into(self, cache: Any) -> None:
-        """Take it in once more, on a cache as it was before it."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,25 +71,21 @@ def calls_before(caches: list[LayerCache], queries: int) -> list[history.Call]:
     """For each layer the call that is about to be made; none if nothing is to be taken back."""
     if not caches[0].backend.crop:
         return []
-    roomy = all(cache.backend.is_reference or cache.slots.capacity == cache.layout.capacity for cache in caches)
+    roomy = all(cache.slots.capacity == cache.layout.capacity for cache in caches)
     return [_before(cache, queries, chunk=queries > 1 or not roomy) for cache in caches]
 
 
 def _before(cache: LayerCache, queries: int, chunk: bool) -> history.Call:
     """A call; that of a chunk leaves the slots alone, and its tokens are taken in after it."""
-    if cache.backend.is_reference:
-        kept: history.Kept = Untouched(cache.slots.copied())
-    elif chunk:
-        kept = Untouched(cache.slots)
-    else:
-        kept = Kept.before_step(cache.layout, cache.slots)
+    kept = cache.backend.holding.kept(cache, chunk)
     return history.Call(queries, kept, None, cache.layout, cache.seen, cache.clocks, cache.absent)
 
 
-def remember(caches: list[LayerCache], calls: list[history.Call], taken: Sequence[Taken]) -> None:
+def remember(caches: list[LayerCache], calls: list[history.Call], taken: Sequence[Taken | None]) -> None:
     """Note the calls once they have been made, and what they took in."""
     for place, (cache, call) in enumerate(zip(caches, calls, strict=False)):
-        again = Repeated(taken[place]) if taken and call.new > 1 else None
+        chunk = taken[place]
+        again = Repeated(chunk) if chunk is not None and call.new > 1 else None
         cache.calls = history.followed(cache.calls, dataclasses.replace(call, again=again), cache.backend.crop)
 
 

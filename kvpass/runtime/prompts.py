@@ -14,14 +14,14 @@ from kvpass import compat, graphs
 from kvpass.capture import sparse_index
 from kvpass.capture.capture import Capture
 from kvpass.errors import BudgetError, PolicyError, UnsupportedGraph
-from kvpass.layer.slots import Chunk, Layout, admit
+from kvpass.layer.slots import Chunk, Layout
 from kvpass.layer.statistics import Asked, as_attention
 from kvpass.policies.base import Attention, Plan, Policy
 from kvpass.policies.window import Window
 from kvpass.rewrite.computed_keys import joined
 from kvpass.rewrite.prompt import rewrite_prompt
 from kvpass.runtime import history, ownership
-from kvpass.runtime.caches import keep_address, lengthened, valid_counts
+from kvpass.runtime.caches import lengthened
 from kvpass.runtime.classes import AsTraced
 from kvpass.runtime.compiler import Compiler
 from kvpass.runtime.handle import LayerCache
@@ -109,7 +109,7 @@ class PromptRunner:
                 "and this layer has a sliding window of its own"
             )
         scored = any(policy.statistics for policy in self.policies)
-        extras = backend.is_reference or (backend.crop > 0 and scored)
+        extras = backend.holding.asks or (backend.crop > 0 and scored)
         told = told_by(gm, sites, step=False)
         self.rewrite = rewrite_prompt(gm, sites, self.policies, backend.budget, ranked, extras, examples, told)
         holders = graphs.placeholders(gm.graph)
@@ -257,7 +257,6 @@ class PromptRunner:
         chunk = layer.chunk
         rows, heads, count, dim = chunk.key.shape
         shown = layer.heads
-        limits = plan.limits(rows)
         layout = Layout(
             policy=layer.policy,
             budget=budget,
@@ -278,14 +277,9 @@ class PromptRunner:
         notes = (ADOPTED,) if self.adopts else ()
         absent = places_of(~chunk.valid)
         mine = (self.backend, next(self.backend.layers), layout)
-        if self.backend.is_reference and layer.asked is not None:
-            store = self.backend.listed(layout, chunk, layer.asked, self.sites[number], limits)
-            return LayerCache(*mine, store, count, shown, layer.window, notes=notes, absent=absent)
-        slots = admit(layout, None, chunk, limits)
-        keep_address(slots)
-        clocks = tuple(layer.policy.clock((), n, plan.budget) for n in valid_counts(layer.policy, chunk.valid))
-        counted = (plan.budget, clocks)
-        return LayerCache(*mine, slots, count, shown, layer.window, *counted, notes=notes, absent=absent)
+        holding = self.backend.holding
+        slots, limit, clocks = holding.admitted(layout, chunk, layer.asked, self.sites[number], plan)
+        return LayerCache(*mine, slots, count, shown, layer.window, limit, clocks, notes=notes, absent=absent)
 
 
 @dataclasses.dataclass(frozen=True)

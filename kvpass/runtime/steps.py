@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -27,7 +28,7 @@ from kvpass.runtime import ownership
 from kvpass.runtime.caches import count, keeps_clock, kind, lengthened, make_room, tick
 from kvpass.runtime.classes import AsTraced
 from kvpass.runtime.compiler import Compiler
-from kvpass.runtime.cropping import Taken, calls_before, remember, take_results
+from kvpass.runtime.cropping import calls_before, remember
 from kvpass.runtime.handle import LayerCache, check_layers, current
 from kvpass.runtime.padding import (
     HIDDEN_BEFORE,
@@ -114,10 +115,9 @@ class StepRunner:
         for cache in caches:
             make_room(cache, queries)
         calls = calls_before(caches, queries)
-        if self.backend.is_reference:
-            for cache, told in zip(caches, self.telling, strict=True):
-                columns = self._columns(arguments, told, cache.seen, queries)
-                cache.slots.prepare(~padding_of(columns, cache.layout.batch, queries, cache.layout.device))
+        holding = self.backend.holding
+        for cache, told in zip(caches, self.telling, strict=True):
+            holding.prepare(cache, functools.partial(self._valid, cache, told, arguments, queries))
         clocks: Sequence[tuple[Any, ...]] = [cache.clocks for cache in caches]
         sweep = False
         if queries == 1:
@@ -127,18 +127,18 @@ class StepRunner:
             cache.broken = True
         results = run(*flat)
         rewrite.count([cache.slots for cache in caches], results)
-        taken = self._take_in(caches, [[results[place] for place in places] for places in rewrite.chunks])
+        taken = [
+            holding.take_in(cache, site, [results[place] for place in places])
+            for cache, site, places in zip(caches, self.sites, rewrite.chunks, strict=True)
+        ]
         count(caches, queries, clocks)
         remember(caches, calls, taken)
         return rewrite, results, aside
 
-    def _take_in(self, caches: list[LayerCache], chunks: list[list[Tensor]]) -> list[Taken]:
-        """Take in what a graph gave of a chunk for each layer, where it leaves that to its caller."""
-        if self.backend.is_reference:
-            return [cache.slots.taken for cache in caches]
-        return [
-            take_results(cache, site, chunk) for cache, site, chunk in zip(caches, self.sites, chunks, strict=False)
-        ]
+    def _valid(self, cache: LayerCache, told: tuple[fx.Node, ...], arguments: tuple[Any, ...], queries: int) -> Tensor:
+        """bool [B, q]: which of the new tokens are not padding, for a layer."""
+        columns = self._columns(arguments, told, cache.seen, queries)
+        return ~padding_of(columns, cache.layout.batch, queries, cache.layout.device)
 
     def _prepared(
         self, caches: list[LayerCache], arguments: tuple[Any, ...], *how: Any
@@ -448,7 +448,7 @@ class StepRunner:
 
     def _validate(self, context: StepContext, rewrite: StepRewrite) -> None:
         """Hold the first rewrite of the graph against the graph; later ones differ in sizes alone."""
-        if not self.backend.validate or self.validation is not None or self.backend.is_reference:
+        if not self.backend.validates or self.validation is not None:
             return
         step = self._to_check(context, rewrite)
         policy = step.layouts[0].policy

@@ -13,7 +13,8 @@ from torch import Tensor
 from kvpass import compat as kvpass_compat
 from kvpass import graphs
 from kvpass.backend import Backend, backend
-from kvpass.rewrite.context import StepCall, StepContext
+from kvpass.rewrite.call import StepCall
+from kvpass.rewrite.context import StepContext
 from kvpass.rewrite.pipeline import rewrite_step
 from kvpass.rewrite.result import StepRewrite
 from kvpass.testing import compat

@@ -146,7 +146,7 @@ def test_halves_are_never_joined() -> None:
     assert [section.shape[-1] for section in sections] == [4, 4]
 
 
-def test_pieces_cut_and_join() -> None:
+def test_sections_cut_and_join() -> None:
     x = torch.arange(6.0)
     sections = Sections((x[:2], x[2:]))
     assert [p.tolist() for p in sections.between(1, 5).tensors] == [[1.0], [2.0, 3.0, 4.0]]

@@ -20,7 +20,7 @@ every_format = pytest.mark.parametrize(
     "kv_dtype", [pytest.param(kind, marks=[] if kind == "int4" else [pytest.mark.slow]) for kind in KV_DTYPES]
 )
 KINDS = {"streaming": "int4", "d2o": "int8", "kv_align": "int4", "h2o": "int4-hadamard", "buzz": "int8-hadamard"}
-"""Policies that turn, merge or repair rows, and keys that are turned before they are stored."""
+"""Policies that turn, merge or repair rows, and keys that are transformed before they are stored."""
 GREEDY: dict[str, Any] = dict(do_sample=False, pad_token_id=0)
 
 
@@ -146,7 +146,7 @@ def test_heads_of_an_odd_size_are_refused_in_int4() -> None:
 @pytest.mark.slow
 @every_format
 def test_layers_are_compiled_once_and_give_what_uncompiled_ones_do(kv_dtype: KVDtype) -> None:
-    """Scales are operands of a layer like any other; a step has a piece before the layers, one of them, one behind."""
+    """Scales are operands of a layer like others; a step has a segment before the layers, one of them, one behind."""
     ids, mask = prompt(1, 14, ())
     given: dict[str, Any] = dict(policy="h2o", budget=8, kv_dtype=kv_dtype, inspect=False)
     expected = force(build("Llama", layers=4), ids, mask, [10, *[1] * 4], **given, inner="eager").logits

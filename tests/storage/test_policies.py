@@ -16,8 +16,8 @@ from tests.strategies import TABLE, Case, Row, cases
 from tests.test_chunks_and_padding import EVICTING, compare
 
 EXACT = ("d2o", "kv_align")  # all others copy rows and never compute one
-TURNED = [pytest.param(f"{kind}-hadamard", marks=pytest.mark.slow) for kind in ("int8", "int4")]
-every_format = pytest.mark.parametrize("kv_dtype", ["int8", "int4", *TURNED])
+HADAMARD = [pytest.param(f"{kind}-hadamard", marks=pytest.mark.slow) for kind in ("int8", "int4")]
+every_format = pytest.mark.parametrize("kv_dtype", ["int8", "int4", *HADAMARD])
 
 
 def without_ties(row: Row) -> st.SearchStrategy[Case]:
@@ -39,7 +39,7 @@ def check(case: Case, kv_dtype: KVDtype) -> None:
     torch.testing.assert_close(got.values, expected.values, **close)
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", "int4", "int4-hadamard", TURNED[0]])
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4", "int4-hadamard", HADAMARD[0]])
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
 @given(data=st.data())
 @settings(max_examples=5)

@@ -50,7 +50,7 @@ def _sorted(step: StepContext) -> tuple[Outputs, list[Any]]:
     kept += [node for chunk in step.chunks for node in chunk]
     valid = None if step.counted is None else len(kept)
     kept += [] if step.counted is None else [step.counted]
-    return Outputs(outputs, lengths, grown, chunks if any(chunks) else [], valid), kept
+    return Outputs(outputs, lengths, grown, chunks, valid), kept
 
 
 def on_all_tokens(step: StepContext, looked_in: list[fx.Node]) -> fx.GraphModule | None:
