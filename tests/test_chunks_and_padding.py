@@ -77,7 +77,7 @@ def test_a_row_of_a_batch_is_as_alone(row, data):
     together = Lowered(whole, 1e4, limits)
     outputs = [together.feed(part) for part in (prompt, *steps)]
     for b in range(case.rows):
-        alone = Lowered(dataclasses.replace(whole, rows=1), 1e4, limits[b : b + 1])
+        alone = Lowered(dataclasses.replace(whole, batch=1), 1e4, limits[b : b + 1])
         for part, output in zip((prompt, *steps), outputs, strict=True):
             real = part.valid[b]
             q, k, v = (x[b : b + 1, :, real] for x in (part.q, part.k, part.v))
