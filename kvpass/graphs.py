@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -83,41 +83,56 @@ def ancestors(node: fx.Node, stop: Iterable[fx.Node] = ()) -> set[fx.Node]:
     return seen
 
 
+@dataclasses.dataclass(frozen=True)
+class Writers:
+    """What writes in place in a graph, as the graph is when this is made.
+
+    Attributes:
+        memory: for each node that may be a view, the node whose memory it shares.
+        to: the nodes that write to each such memory, in order.
+    """
+
+    memory: Mapping[fx.Node, fx.Node]
+    to: Mapping[fx.Node, Sequence[fx.Node]]
+
+    @classmethod
+    def of(cls, graph: fx.Graph) -> Writers:
+        memory = _memory(graph)
+        to: dict[fx.Node, list[fx.Node]] = {}
+        for node in memory:
+            if writes(node):
+                to.setdefault(memory[node], []).append(node)
+        return cls(memory, to)
+
+    def to_memory_of(self, node: fx.Node) -> Sequence[fx.Node]:
+        """What writes to a node or to what it is a view of."""
+        return self.to.get(self.memory.get(node, node), ())
+
+
 def behind(
-    results: list[fx.Node],
+    results: Sequence[fx.Node],
     stop: Iterable[fx.Node] = (),
     reader: fx.Node | None = None,
     through: Mapping[fx.Node, fx.Node] | None = None,
+    writers: Writers | None = None,
 ) -> set[fx.Node]:
     """The results and all that they are computed from, writes in place included; not walking into `stop`.
 
     Args:
         reader: what reads the results, after which writes no longer matter; by default the last of them.
         through: nodes of which only one operand is followed, and that operand.
+        writers: of the graph, if they are known.
     """
-    graph = results[0].graph
-    memory, writers = _memory(graph), _writers_before(graph, {reader} if reader else set(results))
+    writers = writers or Writers.of(results[0].graph)
+    last = reader or max(results)
     halted, seen, todo = set(stop), set(), list(results)
     while todo:
         current = todo.pop()
         if current not in seen and current not in halted:
             seen.add(current)
             todo.extend([through[current]] if through and current in through else current.all_input_nodes)
-            todo.extend(writers.get(memory.get(current, current), ()))
+            todo.extend(writer for writer in writers.to_memory_of(current) if writer < last)
     return seen
-
-
-def _writers_before(graph: fx.Graph, ends: set[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """The writes in place that come before the last of `ends`, by the node whose memory they write to."""
-    memory, left = _memory(graph), set(ends)
-    found: dict[fx.Node, list[fx.Node]] = {}
-    for node in graph.nodes:
-        left.discard(node)
-        if not left:
-            break
-        if writes(node) and node in memory:
-            found.setdefault(memory[node], []).append(node)
-    return found
 
 
 def move_before(node: fx.Node, needed: fx.Node) -> None:
@@ -214,24 +229,23 @@ def writes(node: fx.Node) -> bool:
     return name in _AUGMENTED or (name.endswith("_") and not name.endswith("__") and not of_operators)
 
 
-def writers_to(nodes: set[fx.Node]) -> list[fx.Node]:
+def writers_to(nodes: set[fx.Node], writers: Writers | None = None) -> list[fx.Node]:
     """The nodes that write in place to the memory of any of `nodes`, views included, in order."""
     if not nodes:
         return []
-    graph = next(iter(nodes)).graph
-    memory = _memory(graph)
-    owned = {memory.get(node, node) for node in nodes}
-    return [n for n in graph.nodes if writes(n) and memory.get(n, n.args[0]) in owned]
+    writers = writers or Writers.of(next(iter(nodes)).graph)
+    return sorted({writer for node in nodes for writer in writers.to_memory_of(node)})
 
 
-def overwritten(nodes: set[fx.Node], since: fx.Node | None = None) -> fx.Node | None:
+def overwritten(nodes: set[fx.Node], since: fx.Node | None = None, writers: Writers | None = None) -> fx.Node | None:
     """A node that writes to one of `nodes` and is not among them, so that they do not say what is computed.
 
     Args:
         since: look only at what comes after this node.
+        writers: of the graph, if they are known.
     """
-    writers = [writer for writer in writers_to(nodes) if writer not in nodes]
-    return next((writer for writer in writers if since is None or since < writer), None)
+    late = [writer for writer in writers_to(nodes, writers) if writer not in nodes]
+    return next((writer for writer in late if since is None or since < writer), None)
 
 
 def eliminate_dead(graph: fx.Graph, among: set[fx.Node] | None = None) -> None:

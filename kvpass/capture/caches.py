@@ -20,7 +20,7 @@ from kvpass.capture import crossing, growth, operators, sparse_index, spelled, t
 from kvpass.capture.operators import MOVES, SAME_VALUE, known_name
 from kvpass.capture.sites import stored
 from kvpass.capture.spelled import Call, Unread, is_as_wide
-from kvpass.graphs import ancestors, expr, is_tensor, value
+from kvpass.graphs import Writers, ancestors, expr, is_tensor, value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,11 +82,11 @@ def find(gm: fx.GraphModule, carried: set[fx.Node]) -> list[Found]:
     ends = {end for call in read for end in (call.node, call.lse) if end is not None}
     updates = [node for node in gm.graph.nodes if _grows_a_cache(node, outputs)]
     found: list[Found] = []
-    queries = crossing.queries_of(read)
+    queries, writers = crossing.queries_of(read), graphs.Writers.of(gm.graph)
     for call in read:
         known = {f.reading.keys_out: f.reading.values_out for f in found if f.reading}
-        fixed = _fixed(call, outputs, queries)
-        found.append(fixed or _examine(call, ends, outputs, updates, carried, known))
+        fixed = _fixed(call, outputs, queries, writers)
+        found.append(fixed or _examine(call, ends, outputs, updates, carried, known, writers))
     used = {origin.grown for f in found if f.reading for origin in (f.reading.key, f.reading.value)}
     used |= {node for f in found for node in f.fixed}
     refused_at = {f.node for f in found if f.refusal}
@@ -168,13 +168,15 @@ def _cat_parts(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     return (past, new) if is_past else None
 
 
-def _fixed(call: Call, outputs: dict[fx.Node, int], queries: Mapping[fx.Node, fx.Node]) -> Found | None:
+def _fixed(
+    call: Call, outputs: dict[fx.Node, int], queries: Mapping[fx.Node, fx.Node], writers: Writers
+) -> Found | None:
     """A call on keys and values that are returned without a past, and to which no token of its queries adds."""
     try:
         origins = _origin(call.key, outputs), _origin(call.value, outputs)
     except _Refused:
         return None
-    stored_once = all(origin.past is None for origin in origins) and crossing.is_fixed(call, queries)
+    stored_once = all(origin.past is None for origin in origins) and crossing.is_fixed(call, queries, writers)
     return Found(call.node, fixed=tuple(origin.grown for origin in origins)) if stored_once else None
 
 
@@ -185,6 +187,7 @@ def _examine(
     updates: list[fx.Node],
     carried: set[fx.Node],
     known: dict[int, int],
+    writers: Writers,
 ) -> Found:
     behind = ancestors(call.key, stop=ends) | ancestors(call.value, stop=ends)
     near = _unprojected(call.key, ends) | _unprojected(call.value, ends)
@@ -201,7 +204,7 @@ def _examine(
                 "cache_implementation='static' or 'sliding_window', or pass a DynamicCache or none, as kvpass has "
                 "fixed slots of its own"
             )
-        reading = _reading(call, ends, outputs, known)
+        reading = _reading(call, ends, outputs, known, writers)
     except _Refused as why:
         if cached or _leaves_otherwise(call, outputs):
             return Found(call.node, refusal=str(why))
@@ -269,12 +272,14 @@ def _overwrites(user: fx.Node, cache: fx.Node) -> bool:
     return graphs.writes(user) and user.args[0] is cache and is_tensor(cache) and value(cache).ndim >= 3
 
 
-def _reading(call: Call, ends: set[fx.Node], outputs: dict[fx.Node, int], known: dict[int, int]) -> Reading:
+def _reading(
+    call: Call, ends: set[fx.Node], outputs: dict[fx.Node, int], known: dict[int, int], writers: Writers
+) -> Reading:
     computed = False
     try:
         key, val = _origin(call.key, outputs), _origin(call.value, outputs)
     except _Refused:
-        behind = _stored_behind(call, ends, outputs)
+        behind = _stored_behind(call, ends, outputs, writers)
         if behind is None:
             raise
         (key, val), computed = behind, True
@@ -283,43 +288,46 @@ def _reading(call: Call, ends: set[fx.Node], outputs: dict[fx.Node, int], known:
     cached = [expr(value(origin.grown).shape[2]) for origin in (key, val)]
     if computed and any(expr(value(node).shape[-2]) not in cached for node in (call.key, call.value)):
         raise _Refused("there are not as many keys and values attended to as are cached")
-    if key.past is None and _from_elsewhere(call):
+    if key.past is None and _from_elsewhere(call, writers):
         raise _Refused("its keys are made of other tokens than its queries")
     (keys_out, window), (values_out, value_window) = _place(key.grown, outputs), _place(val.grown, outputs)
     if window != value_window:
         raise _Refused(f"the last {window} keys are stored and the last {value_window} values")
     _check(call, key, reader=keys_out in known)
-    _check_left_alone(key)
-    _check_left_alone(val)
+    _check_left_alone(key, writers)
+    _check_left_alone(val, writers)
     if keys_out == values_out or known.get(keys_out, values_out) != values_out or keys_out in known.values():
         raise _Refused("one cached tensor serves as keys and as values")
     return Reading(call, key, val, computed, keys_out, values_out)
 
 
-def _check_left_alone(origin: Origin) -> None:
+def _check_left_alone(origin: Origin, writers: Writers) -> None:
     """A step stores new tokens where the model attends, and what is written to their memory in between would show."""
-    late = None if origin.past is None else graphs.overwritten({origin.new}, since=origin.grown)
+    late = None if origin.past is None else graphs.overwritten({origin.new}, origin.grown, writers)
     if late is not None:
         raise _Refused(f"new tokens are written to at {graphs.source_line(late)}, after they were stored")
 
 
-def _from_elsewhere(call: Call) -> bool:
+def _from_elsewhere(call: Call, writers: Writers) -> bool:
     """Whether queries come from tokens that keys do not come from: cross-attention, whose keys no step adds to."""
-    return not _tokens_behind(call.query, call.node) <= _tokens_behind(call.key, call.node)
+    queried, attended = (_tokens_behind(node, call.node, writers) for node in (call.query, call.key))
+    return not queried <= attended
 
 
-def _tokens_behind(node: fx.Node, reader: fx.Node) -> set[fx.Node]:
+def _tokens_behind(node: fx.Node, reader: fx.Node, writers: Writers) -> set[fx.Node]:
     """The inputs that bring tokens in: what is looked up in tables, and hidden states."""
-    behind = graphs.behind([node], reader=reader)
+    behind = graphs.behind([node], reader=reader, writers=writers)
     looked_up = [n.args[0] for n in behind if n.target is torch.nn.functional.embedding and is_tensor(n.args[0])]
     found = {p for n in looked_up for p in ancestors(n) if p.op == "placeholder" and is_tensor(p)}  # type: ignore[arg-type]
     hidden = [p for p in behind if p.op == "placeholder" and is_tensor(p) and value(p).ndim == 3]
     return found | {p for p in hidden if value(p).is_floating_point() and not isinstance(value(p), torch.nn.Parameter)}
 
 
-def _stored_behind(call: Call, ends: set[fx.Node], outputs: dict[fx.Node, int]) -> tuple[Origin, Origin] | None:
+def _stored_behind(
+    call: Call, ends: set[fx.Node], outputs: dict[fx.Node, int], writers: Writers
+) -> tuple[Origin, Origin] | None:
     """The two caches that key and value are computed from, in the order in which the model's code grows them."""
-    near = graphs.behind([call.key, call.value], ends, call.node)
+    near = graphs.behind([call.key, call.value], ends, call.node, writers=writers)
     updates = [node for node in call.node.graph.nodes if node in near and _grows_a_cache(node, outputs)]
     grown = [node for node in updates if stored(node, outputs) is not None]
     if len(grown) != 2:

@@ -13,7 +13,7 @@ import torch.fx as fx
 
 from kvpass import compat, graphs
 from kvpass.capture.spelled import Call
-from kvpass.graphs import is_tensor
+from kvpass.graphs import Writers, is_tensor
 
 DOES_NOT_GROW = "its keys and values do not grow: they are made of other inputs than its queries"
 
@@ -23,16 +23,17 @@ def queries_of(calls: list[Call]) -> dict[fx.Node, fx.Node]:
     return {end: call.query for call in calls for end in (call.node, call.lse) if end is not None}
 
 
-def is_fixed(call: Call, queries: Mapping[fx.Node, fx.Node]) -> bool:
+def is_fixed(call: Call, queries: Mapping[fx.Node, fx.Node], writers: Writers) -> bool:
     """Whether no input that the query is a row of has a part in any key or value.
 
     A query of a later layer also carries what earlier attention calls gave.  Whose row it is shows along their queries.
 
     Args:
         queries: see `queries_of`.
+        writers: of the graph.
     """
-    queried = _inputs(graphs.behind([call.query], reader=call.node, through=queries))
-    attended = [_inputs(graphs.behind([node], reader=call.node)) for node in (call.key, call.value)]
+    queried = _inputs(graphs.behind([call.query], reader=call.node, through=queries, writers=writers))
+    attended = [_inputs(graphs.behind([node], reader=call.node, writers=writers)) for node in (call.key, call.value)]
     return bool(queried) and all(made_of and queried.isdisjoint(made_of) for made_of in attended)
 
 
