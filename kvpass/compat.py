@@ -1,6 +1,6 @@
 """Every private name of torch that kvpass relies on, in one place.
 
-Tested on torch 2.11 and 2.13.  Nothing else in the package imports from a private module.
+docs/testing.md says which releases of torch were tried.  Nothing else in the package imports from a private module.
 """
 
 from __future__ import annotations
@@ -49,6 +49,26 @@ SIZE = torch.ops.aten.sym_size.int
 
 NEURAL = torch._C._nn
 """Where torch.nn.functional has some of its functions from, under which names Dynamo records them."""
+
+
+COMPARISONS = {f"__{name}__": name for name in ("eq", "ne", "lt", "le", "gt", "ge")}
+"""Dynamo of torch 2.11 records x == 0 as a call of the method, and later ones as one of the operator of this name."""
+
+
+QUESTIONS = frozenset(
+    [
+        "size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "data_ptr",
+        "type", "get_device", "has_names", "is_contiguous", "is_floating_point", "is_complex", "is_signed",
+        "is_inference", "is_same_size", "is_pinned", "is_shared", "_is_view", "untyped_storage",
+        "is_conj", "is_neg", "_is_zerotensor",
+        "__len__", "__repr__", "__hash__", "__format__", "__dir__",
+    ]
+)  # fmt: skip
+"""Methods of a tensor that read nothing but shape, dtype and the like.
+
+Which of them torch asks a tensor of a class of its own differs between versions, and 2.11 does so while Dynamo looks at
+the inputs of a graph, before it says that it compiles.
+"""
 
 
 def write_out(graph: fx.Graph, node: fx.Node, strides: Sequence[int]) -> fx.Node:

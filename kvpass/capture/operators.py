@@ -38,15 +38,13 @@ _HOMES = (torch, operator, torch.nn.functional, compat.NEURAL, torch.special)
 def known_name(node: fx.Node) -> str:
     """The name of the operator that a node calls; empty for what is no operator of torch's."""
     if node.op == "call_method":
-        return _COMPARISONS.get(str(node.target), str(node.target)) if hasattr(torch.Tensor, str(node.target)) else ""
+        method = str(node.target)
+        return compat.COMPARISONS.get(method, method) if hasattr(torch.Tensor, method) else ""
     name = name_of(node)
     if node.op != "call_function" or not any(getattr(home, name, None) is node.target for home in _HOMES):
         return "getitem" if node.target is operator.getitem else ""
     return name
 
-
-_COMPARISONS = {f"__{name}__": name for name in ("eq", "ne", "lt", "le", "gt", "ge")}
-"""Dynamo of torch 2.11 records x == 0 as a call of this method."""
 
 POINTWISE = frozenset(
     {"add", "sub", "subtract", "mul", "multiply", "truediv", "div", "divide", "true_divide", "floordiv",

@@ -281,21 +281,10 @@ def _nothing(layout: Layout) -> Tensor:
     return torch.full((1,), torch.nan, dtype=layout.dtype, device=layout.device)
 
 
-_QUESTIONS = frozenset(
-    [
-        "size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "data_ptr",
-        "type", "get_device", "has_names", "is_contiguous", "is_floating_point", "is_complex", "is_signed",
-        "is_inference", "is_same_size", "is_pinned", "is_shared", "_is_view", "untyped_storage",
-        "is_conj", "is_neg", "_is_zerotensor",
-        "__len__", "__repr__", "__hash__", "__format__", "__dir__",
-    ]
-)  # fmt: skip
-
-
 def _only_asks(func: Any) -> bool:
     """Whether the function reads nothing but shape, dtype and the like."""
     name = getattr(func, "__name__", "")
-    return name in _QUESTIONS or name in ("__get__", "__set__", "__delete__", "as_subclass", "requires_grad_")
+    return name in compat.QUESTIONS or name in ("__get__", "__set__", "__delete__", "as_subclass", "requires_grad_")
 
 
 def _is(args: Any) -> bool:

@@ -16,9 +16,8 @@ from kvpass import compat
 from kvpass.errors import CacheHandleError
 
 _MOVES = frozenset(
-    {"__getitem__", "unsqueeze", "squeeze", "stack", "cpu", "cuda", "to", "detach", "__get__", "__set__"}
+    {"__getitem__", "unsqueeze", "squeeze", "stack", "cpu", "cuda", "to", "detach", "as_subclass", "__get__", "__set__"}
 )
-_QUESTIONS = frozenset({"size", "dim", "numel", "stride", "__len__", "__repr__", "__hash__", "as_subclass"})
 
 
 class Row(Tensor):
@@ -34,7 +33,7 @@ class Row(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Raises: CacheHandleError: something else is done to it than to be moved."""
         name = getattr(func, "__name__", "")
-        allowed = name in _MOVES | _QUESTIONS or (name == "cat" and _is_alone(*args))
+        allowed = name in _MOVES | compat.QUESTIONS or (name == "cat" and _is_alone(*args))
         if not torch.compiler.is_compiling() and not allowed:
             refuse(name)
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]

@@ -258,6 +258,11 @@ def cubin(
     return built.asm["ptx"], int(built.metadata.shared)
 
 
+def wrap_interpreted() -> None:
+    """Let a kernel that is interpreted be called as it is: torch 2.11 has no wrapper for one."""
+    torch.library.wrap_triton = lambda kernel: kernel
+
+
 def assembler(capability: int) -> str:
     """The path of the ptxas that knows a GPU."""
     from triton import knobs

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from kvpass.errors import KVPassError
+from kvpass.testing import compat
 
 NEAREST = 1.5 * 2**23  # added to a number in float32 of up to half as much, it leaves no room for a fraction
 
@@ -156,7 +157,7 @@ def _prepare() -> None:
     InterpreterBuilder.create_masked_load = watched_load
     InterpreterBuilder.create_masked_store = watched_store
     InterpreterBuilder.create_dot = _dot
-    torch.library.wrap_triton = lambda kernel: kernel  # torch 2.11 has none for what is interpreted
+    compat.wrap_interpreted()
     _stub_inductor()
 
 
