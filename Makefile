@@ -2,8 +2,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUNS := .venv/.runs
 INSTALLED := .venv/.installed
+OLDEST := .venv-oldest
 
-.PHONY: demo test slow whole lint architectures reach bench clean
+.PHONY: demo test oldest slow whole lint architectures reach bench clean
 
 # The main job: tables, pictures and completions in out/, in eight minutes on two cores.  Two policies at a time with one
 # thread each: so small a model gains little from a second one, and compiling, which takes most of the time, keeps both busy.
@@ -11,7 +12,16 @@ demo: $(RUNS)
 	$(BIN)/kvpass demo --threads 1 --jobs 2
 
 # A process for each of up to four cores; a file stays in one, as its tests share what was compiled.
-PYTEST := $(BIN)/python -m pytest -q -n auto --maxprocesses 4
+TESTS := python -m pytest -q -n auto --maxprocesses 4
+PYTEST := $(BIN)/$(TESTS)
+
+# What `make oldest` runs: files without their slow cases, and single cases.
+PARTS := tests/test_handle.py tests/test_runtime.py tests/test_generate.py tests/rewrite
+KINDS := h2o streaming buzz d2o cascade sage
+CASES := $(KINDS:%='tests/test_invariants.py::test_the_reference_at_every_step[Llama-padded-%]')
+CASES += 'tests/policies/test_kv_align.py::test_model_equals_reference[Llama-paper-1]'
+CASES += tests/test_compiled.py::test_the_smallest_case_by_default
+CASES += 'tests/test_compiled.py::test_inductor_equals_eager[Llama-streaming]'
 
 test: $(INSTALLED)
 	$(PYTEST) --dist loadfile
@@ -20,6 +30,12 @@ test: $(INSTALLED)
 # of all tests, in two and a half.
 slow: $(INSTALLED)
 	$(PYTEST) --dist worksteal -m slow --some
+
+# On the oldest versions that pyproject.toml allows, in an environment of their own: what depends most on torch and
+# transformers, and one policy of each kind (which docs/testing.md lists).
+oldest: $(OLDEST)/.installed
+	$(OLDEST)/bin/$(TESTS) --dist worksteal -m "slow or not slow" $(CASES)
+	$(OLDEST)/bin/$(TESTS) --dist loadfile $(PARTS)
 
 whole: $(INSTALLED)
 	$(PYTEST) --dist worksteal -m "slow or not slow"
@@ -57,6 +73,12 @@ $(INSTALLED): $(RUNS)
 	$(BIN)/python -m pip install --no-compile -c constraints.txt -e '.[demo,test,dev]'
 	touch $@
 
+# torch of that age is to be had with CUDA alone, which is most of five gigabytes: none of it stays in pip's cache.
+$(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --no-compile --no-cache-dir -c constraints-oldest.txt -e '.[test]'
+	touch $@
+
 clean:
-	rm -rf .venv out build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf .venv $(OLDEST) out build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find kvpass tests examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,33 @@
+"""What `make oldest` installs is the oldest that pyproject.toml allows."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+REQUIREMENT = re.compile(r'"([\w-]+)>=([\d.]+)')
+PINNED = re.compile(r"^([\w-]+)==([\d.]+)", re.MULTILINE)
+
+
+def required() -> dict[str, str]:
+    """The lowest version of everything that kvpass and its tests need."""
+    text = (ROOT / "pyproject.toml").read_text()
+    lists = [re.search(rf"^{name} = \[(.*?)\]", text, re.MULTILINE | re.DOTALL) for name in ("dependencies", "test")]
+    return dict(found for each in lists if each for found in REQUIREMENT.findall(each[1]))
+
+
+PINS = dict(PINNED.findall((ROOT / "constraints-oldest.txt").read_text()))
+
+
+def test_requirements_are_found() -> None:
+    assert {"torch", "triton", "transformers", "pytest"} <= required().keys()
+
+
+@pytest.mark.parametrize("package", required())
+def test_the_oldest_that_is_allowed_is_tested(package: str) -> None:
+    """`>=2.3` allows 2.3.0 and 2.3.1 alike, of which the first may never have been published."""
+    lowest = required()[package].split(".")
+    assert PINS[package].split(".")[: len(lowest)] == lowest
