@@ -1,4 +1,4 @@
-"""Whole architectures: the four that differ most by default, every third that transformers offers among the slow tests.
+"""Whole architectures: one by default, four that differ most and every third that transformers offers when slow.
 
 `make architectures` examines all of them.
 """

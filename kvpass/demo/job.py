@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import kvpass
+from kvpass.backend import Backend, Inner, compile_in_place
 from kvpass.demo import corpus, meter, recall, stream
 from kvpass.demo.pairs import Planted, Tongue
 from kvpass.demo.recall import Recall
@@ -25,6 +26,23 @@ T = TypeVar("T")
 Tick = Callable[[], object]
 
 
+class Traces:
+    """What Dynamo has traced of a model that one policy after the other calls in one way."""
+
+    def __init__(self) -> None:
+        self._way: tuple[object, ...] = ()
+        self._counted = meter.Counted()
+
+    def under(self, chosen: Backend, model: Any, *way: object) -> meter.Counted:
+        """Compile the model for a backend; of a model that is called in another `way` all traces are forgotten."""
+        if self._way != (model, *way) or not self._counted.serves(chosen):
+            meter.forget_compiled_code()
+            self._way, self._counted = (model, *way), meter.Counted()
+            compile_in_place(model, self._counted, strict=True)
+        self._counted.to(chosen)
+        return self._counted
+
+
 @dataclasses.dataclass(frozen=True)
 class Job:
     """Models with their tokens.
@@ -34,6 +52,7 @@ class Job:
         documents, stream: its text, int64 [B, T] and [1, S].
         memory: the model that is asked about what was planted.
         planted: its text; or why there is none.
+        traces: what policies that are run alike share.
     """
 
     settings: Settings
@@ -42,6 +61,7 @@ class Job:
     stream: Tensor
     memory: Subject
     planted: Planted | KVPassError
+    traces: Traces = dataclasses.field(default_factory=Traces, compare=False, repr=False)
 
     @property
     def planted_pieces(self) -> int:
@@ -54,7 +74,7 @@ class Job:
         if isinstance(planted, KVPassError):
             return planted
 
-        def measured() -> Recall:
+        def measured(_: meter.Counted) -> Recall:
             return recall.measure(self.memory.model, planted, tick, sampled=self.settings.new_tokens)
 
         return self._attempt(policy, self.memory, "eager", None, measured)
@@ -68,22 +88,25 @@ class Job:
     def _stream(self, policy: str, tokens: Tensor, tick: Tick) -> Run | KVPassError:
         """Tokens [B, T]; a policy that never evicts gets T slots, which saves compiling for each doubling."""
 
-        def streamed() -> Run:
-            return stream.run(self.subject.model, tokens, every=self.settings.every, tick=tick)
+        def streamed(counted: meter.Counted) -> Run:
+            model, every = self.subject.model, self.settings.every
+            return stream.run(model, tokens, every=every, tick=tick, mark=counted.mark)
 
         return self._attempt(policy, self.subject, "inductor", tokens.shape[1], streamed)
 
     def _attempt(
-        self, name: str, subject: Subject, inner: str, room: int | None, action: Callable[[], T]
+        self, name: str, subject: Subject, inner: Inner, room: int | None, action: Callable[[meter.Counted], T]
     ) -> T | KVPassError:
-        """`action()` under a policy."""
-        try:
+        """`action` under a policy, with what counts graphs; after others of its kind it goes on with their traces."""
+
+        def compiled() -> T:
             policy = self.settings.policy(name)
-        except KVPassError as error:
-            return error
+            slots, kv_dtype = self.settings.slots(policy, room), self.settings.kv_dtype
+            chosen = kvpass.backend(policy, budget=slots, inner=inner, kv_dtype=kv_dtype)
+            return action(self.traces.under(chosen, subject.model, room))
+
         with torch.inference_mode(), _threads(self.settings.threads):
-            slots = self.settings.slots(policy, room)
-            return attempt(subject.model, policy, slots, inner, action, self.settings.kv_dtype)
+            return unless_refused(compiled)
 
 
 def prepare(settings: Settings) -> Job:

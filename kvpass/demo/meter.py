@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+import torch.fx as fx
 from torch._dynamo.utils import counters
+
+from kvpass.switch import Switch
 
 
 def forget_compiled_code() -> None:
@@ -38,3 +43,22 @@ class Mark:
     @staticmethod
     def now() -> Mark:
         return Mark(graphs(), graph_breaks())
+
+
+class Counted(Switch):
+    """A switch that knows in how many graphs a model ran since a backend was chosen, and how often they broke."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._broken: list[int] = []
+        self._breaks = graph_breaks()
+
+    def __call__(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        now = graph_breaks()
+        self._broken.append(now - self._breaks)
+        self._breaks = now
+        return super().__call__(gm, examples)
+
+    def mark(self) -> Mark:
+        """What would be counted if everything had been traced since then."""
+        return Mark(len(self.ran), sum(self._broken[number] for number in self.ran))

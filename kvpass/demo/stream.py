@@ -35,7 +35,7 @@ class Run:
         busy: [T - prompt], True where something was compiled during the step.
         snapshots: which positions were held, every few steps.
         cache_bytes, full_bytes: of all rows at the end, and of a cache that kept everything.
-        decode_graphs: graphs captured after the prompt.
+        decode_graphs: graphs that ran after the prompt, beside the prompt's own.
         graph_breaks: from the prompt on.
     """
 
@@ -58,12 +58,13 @@ class Run:
 class Recorder:
     """Takes one column of tokens after another; `finish` makes a `Run` of it."""
 
-    def __init__(self, model: Any, every: int) -> None:
+    def __init__(self, model: Any, every: int, mark: Callable[[], meter.Mark] = meter.Mark.now) -> None:
         self.model = model
         self.every = every
+        self.mark = mark
         self.seen = 0
         self.cache: Any = None
-        self.start = meter.Mark.now()
+        self.start = mark()
         self.after_prompt = self.start
         self.losses: list[Tensor] = []
         self.seconds: list[float] = []
@@ -73,7 +74,7 @@ class Recorder:
     def prompt(self, tokens: Tensor, targets: Tensor) -> None:
         """Feed the first tokens [B, P]; the targets [B, P] are what follows each of them."""
         self._feed(tokens, targets)
-        self.after_prompt = meter.Mark.now()
+        self.after_prompt = self.mark()
 
     def step(self, tokens: Tensor, targets: Tensor) -> None:
         """Feed tokens [B, 1]; the targets [B, 1] are what follows, [B, 0] at the end."""
@@ -92,7 +93,7 @@ class Recorder:
         self.losses.append(negative_log_likelihood(output.logits[:, : targets.shape[1]], targets).cpu())
 
     def finish(self) -> Run:
-        report, end = kvpass.inspect(self.cache), meter.Mark.now()
+        report, end = kvpass.inspect(self.cache), self.mark()
         return Run(
             losses=torch.cat(self.losses, 1),
             seconds=self.seconds,
@@ -105,15 +106,24 @@ class Recorder:
         )
 
 
-def run(model: Any, tokens: Tensor, *, every: int, tick: Callable[[], object], prompt: int = PROMPT) -> Run:
+def run(
+    model: Any,
+    tokens: Tensor,
+    *,
+    every: int,
+    tick: Callable[[], object],
+    prompt: int = PROMPT,
+    mark: Callable[[], meter.Mark] = meter.Mark.now,
+) -> Run:
     """Stream tokens [B, T] from an empty cache through a compiled causal model, one by one after the prompt.
 
     Args:
         every: take a snapshot of the held positions after this many tokens.
         tick: called after every step.
         prompt: how many tokens are fed at once to begin with; at least 2.
+        mark: counts graphs and breaks.
     """
-    recorder, following = Recorder(model, every), tokens[:, 1:]
+    recorder, following = Recorder(model, every, mark), tokens[:, 1:]
     recorder.prompt(tokens[:, :prompt], following[:, :prompt])
     for place in range(prompt, tokens.shape[1]):
         one = slice(place, place + 1)

@@ -18,8 +18,8 @@ from kvpass import compat, graphs
 from kvpass.backend import Backend, compile_in_place
 from kvpass.capture.capture import capture
 from kvpass.findings import Recorder
+from kvpass.switch import Switch
 from tests.architectures import images, inputs, zoo
-from tests.traces import Switch
 
 PROMPT, STEPS, BUDGET = 12, 8, 10
 PADDING = 3

@@ -128,7 +128,8 @@ def test_a_policy_that_cannot_be_made_is_an_outcome_too():
 
 def test_full_gets_no_budget_for_recall(monkeypatch):
     budgets = {}
-    compiled_as(monkeypatch, lambda model, *, policy, budget, inner, kv_dtype: budgets.update({policy.name: budget}))
+    monkeypatch.setattr(kvpass, "backend", lambda policy, budget, **_: budgets.update({policy.name: budget}))
+    monkeypatch.setattr(jobs.Traces, "under", lambda *_: None)
     monkeypatch.setattr(recall, "measure", lambda model, planted, tick, sampled: "done")
     for policy in ("full", "window"):
         assert job(Settings(budget=32)).recall(policy, lambda: None) == "done"

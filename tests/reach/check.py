@@ -13,8 +13,8 @@ from torch import Tensor
 
 import kvpass
 from kvpass.backend import compile_in_place
+from kvpass.switch import Switch
 from tests.reach.rows import Row
-from tests.traces import Switch
 
 STEPS, BUDGET = 8, 8
 TOLERANCE = 2e-4

@@ -11,9 +11,9 @@ from torch import Tensor
 
 import kvpass
 from kvpass.backend import compile_in_place
+from kvpass.switch import Switch
 from tests.reach import images
 from tests.reach.check import BUDGET, TOLERANCE, apart
-from tests.traces import Switch
 
 STEPS = 3
 
