@@ -326,7 +326,7 @@ class Backend:
         if callable(self.inner):
             return self.inner(gm, examples)
         if self.inner in ("eager", "reference"):
-            return gm.forward
+            return compat.code_of(gm)
         if self.inner != "inductor":
             return compat.registered_backend(self.inner)(gm, examples)
         if self.once and layers:

@@ -310,8 +310,11 @@ def empty_cache(model: Any) -> Any:
 def copy_graph_module(gm: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
     """A copy that may be rewritten, and where each node of the original went.
 
-    Dynamo goes on reading the original after a backend returns, so it must stay as it is.
+    Dynamo goes on reading the original after a backend returns, so it must stay as it is.  Most copies never run as
+    they are: the copy's code is made when it is asked for, as that takes as long as copying.
     """
+    from torch.fx._lazy_graph_module import _LazyGraphModule
+
     graph = fx.Graph()
     moved: dict[fx.Node, fx.Node] = {}
     result = graph.graph_copy(gm.graph, moved)
@@ -319,12 +322,20 @@ def copy_graph_module(gm: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node,
     for node, copied in moved.items():
         if node.op == "placeholder" and hasattr(node, "_dynamo_source"):
             copied._dynamo_source = node._dynamo_source
-    copy = fx.GraphModule(gm, graph)
+    copy = _LazyGraphModule(gm, graph)
     copy.meta.update(gm.meta)
     for name in ("_param_name_to_source", "_source_to_user_stacks"):
         if hasattr(gm, name):
             setattr(copy, name, getattr(gm, name))
     return copy, moved
+
+
+def code_of(gm: fx.GraphModule) -> Callable[..., Any]:
+    """What runs a graph; that of a copy is made by now."""
+    from torch.fx._lazy_graph_module import _LazyGraphModule
+
+    _LazyGraphModule.force_recompile(gm)
+    return gm.forward
 
 
 def as_new_input(node: fx.Node, example: Tensor, *, in_place: bool) -> None:

@@ -134,7 +134,7 @@ class PromptRunner:
         """
         may_come_once = all(_is_fixed(example) for example in examples)
         if may_come_once and not self.backend.compiles_prompts_at_once:
-            self.inner: Callable[..., Any] = _Later(self.rewrite.gm.forward, self._compiled)
+            self.inner: Callable[..., Any] = _Later(compat.code_of(self.rewrite.gm), self._compiled)
         else:
             self.inner = self._compiled(examples)
 

@@ -153,7 +153,7 @@ class Ready:
         """
         if chunk and not self.came and not backend.compiles_at_once:
             self.came = True
-            return self.rewrite.gm.forward
+            return compat.code_of(self.rewrite.gm)
         with compat.one_at_a_time():
             given = (self.rewrite.gm, self.rewrite.examples or flat, ranked, self.rewrite.open)
             self.run = self.run or backend.compile_step(*given)
