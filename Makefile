@@ -11,7 +11,7 @@ OLDEST := .venv-oldest
 demo: $(RUNS)
 	$(BIN)/kvpass demo --threads 1 --jobs 2
 
-# A process for each of up to four cores; a file stays in one, as its tests share what was compiled.
+# A process for each of up to four cores; a file stays in one, as its tests share what was compiled, and the longest begin.
 TESTS := python -m pytest -q -n auto --maxprocesses 4
 PYTEST := $(BIN)/$(TESTS)
 
@@ -24,7 +24,7 @@ CASES += tests/test_compiled.py::test_the_smallest_case_by_default
 CASES += 'tests/test_compiled.py::test_inductor_equals_eager[Llama-streaming]'
 
 test: $(INSTALLED)
-	$(PYTEST) --dist loadfile
+	$(PYTEST) --dist loadfile --no-loadscope-reorder
 
 # Of slow tests with many cases a few, spread evenly, which takes half an hour on two cores; `make whole` runs all cases
 # of all tests, in two and a half.

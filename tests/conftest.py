@@ -1,6 +1,8 @@
 """No compiled code is carried from test to test.
 
 Tests that ask for `traced` are the exception: they share what Dynamo traces of a model that they call in the same way.
+
+What imports torch is imported where it is needed: the process that only hands tests to others starts without it.
 """
 
 from __future__ import annotations
@@ -8,18 +10,22 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
-from tests import models
-from tests.quick import trace_quickly
-from tests.traces import Traced
-
-trace_quickly()
+if TYPE_CHECKING:
+    from tests.traces import Traced
 
 
 EVERY = 12
+LONGEST = (
+    "test_calling", "test_cases", "test_cuda_emission", "test_runtime", "test_architectures", "test_validate",
+    "test_kv_align", "test_decode", "test_prefill", "test_open_sizes", "test_stitch", "test_generate",
+    "test_invariants", "test_handle", "test_sizes", "test_passes", "test_rewrite", "test_segments", "test_compiled",
+    "test_backend", "test_encoder_decoders", "test_cropping",
+)  # fmt: skip
+"""The files whose tests take longest begin, so that none of them is what one process does at the end alone."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -29,6 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """Of tests marked `few` all but so many cases are slow; then the marks choose; then `--some` does of slow ones."""
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
     for cases in by_test(item for item in items if not item.get_closest_marker("slow")):
         if few := cases[0].get_closest_marker("few"):
             for item in left_out(cases, spread(cases, few.args[0])):
@@ -68,13 +75,23 @@ def left_out(items: list[pytest.Item], chosen: list[pytest.Item]) -> list[pytest
 
 
 def pytest_collection_finish() -> None:
-    """What imports have made stays, and looking through everything again and again took a tenth of the time."""
+    """Set up what runs tests, not what hands them out.
+
+    What imports have made stays, and looking through everything again and again took a tenth of the time.
+    """
+    from tests.quick import trace_quickly
+
+    trace_quickly()
     gc.freeze()
     gc.set_threshold(10_000, 20, 100)
 
 
 @pytest.fixture(autouse=True)
 def fresh_dynamo(request: pytest.FixtureRequest) -> Iterator[None]:
+    import torch
+
+    from tests import models
+
     shares = "traced" in request.fixturenames
     if not shares:
         models.forget()
@@ -88,4 +105,6 @@ def fresh_dynamo(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture
 def traced() -> Callable[..., Traced]:
     """See `tests.models.traced`."""
+    from tests import models
+
     return models.traced

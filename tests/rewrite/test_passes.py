@@ -235,6 +235,8 @@ def test_on_a_cpu_neither_happens() -> None:
 
 def test_every_pass_says_what_it_did(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("KVPASS_LOGS", "passes,graphs")
+    for name in ("kvpass.passes", "kvpass.graphs"):
+        caplog.set_level(logging.INFO, name)  # is put back, as what `configure` sets would not be
     with caplog.at_level(logging.INFO, "kvpass"):
         staged(Small(plain), budget=8, positions="absolute")
     said = [entry.getMessage() for entry in caplog.records if entry.name == "kvpass.passes"]
