@@ -15,11 +15,11 @@ import torch
 import kvpass
 from kvpass.backend import Backend
 from kvpass.findings import Recorder
+from kvpass.switch import Switch
 from tests.architectures import inputs, zoo
 from tests.architectures.__main__ import parts, written
 from tests.architectures.apart import examine_apart
 from tests.architectures.check import BUDGET, PADDING, PROMPT, backend, examine, generate
-from tests.traces import Switch
 
 
 def text(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -34,8 +34,7 @@ SAMPLE = {
 }
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("name", SAMPLE)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "gemma2" else pytest.mark.slow) for n in SAMPLE])
 def test_a_sample_is_rewritten_completely(name: str) -> None:
     verdict = examine(name, PADDING)
     assert verdict.word == "rewritten", verdict
@@ -59,6 +58,7 @@ def test_the_page_has_no_defects_and_counts_right(table: str) -> None:
     assert f"{words.count('rewritten')} of {len(caching)} architectures" in parts()[table]
 
 
+@pytest.mark.slow
 def test_refusals_name_a_line() -> None:
     """Attention that takes no softmax over one product of queries and keys."""
     verdict = examine("prophetnet")

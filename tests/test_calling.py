@@ -84,8 +84,8 @@ def served(architecture: str, policy: str, budget: int = BUDGET, inner: Any = fa
 
 
 def plain(architecture: str, dtype: torch.dtype = torch.float32) -> Any:
-    """The uncompiled model."""
-    model = build(architecture, dtype)
+    """The uncompiled model, of one layer: what is traced of a model takes most of the time here."""
+    model = build(architecture, dtype, layers=1)
     model.generation_config.eos_token_id = None
     return model
 
@@ -129,7 +129,7 @@ def close(a: Tensor, b: Tensor, tolerance: float = 1e-4) -> bool:
 def bounded(cache: Any, policy: str) -> bool:
     """Whether the cache runs on slots, within the budget."""
     layers = kvpass.inspect(cache).layers
-    return len(layers) == 2 and all(policy == "full" or layer.capacity <= BUDGET + 1 for layer in layers)
+    return len(layers) == 1 and all(policy == "full" or layer.capacity <= BUDGET + 1 for layer in layers)
 
 
 # -- batches -----------------------------------------------------------------------------------------------
@@ -180,14 +180,14 @@ def assert_rows_are_as_alone(architecture: str, policy: str, lengths: Sequence[i
             assert held == [index[index >= 0].tolist() for index in b[0]], f"row {row}, layer {layer}"
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @cases
 @pytest.mark.parametrize("batch", BATCHES)
 def test_left_padding(architecture: str, policy: str, batch: str) -> None:
     assert_rows_are_as_alone(architecture, policy, BATCHES[batch], "left")
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @cases
 @pytest.mark.parametrize("batch", ["ragged", "further apart than the budget", "one token"])
 def test_right_padding(architecture: str, policy: str, batch: str) -> None:

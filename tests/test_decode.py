@@ -28,7 +28,7 @@ def fresh_dynamo() -> Iterator[None]:
 
 @functools.cache
 def llama() -> Any:
-    return build("Llama")
+    return build("Llama", layers=1)
 
 
 HOST = {"_local_scalar_dense", "nonzero", "item", "is_nonzero"}
@@ -45,12 +45,12 @@ def loop_on(model: Any, **given: Any) -> kvpass.DecodeLoop:
     return kvpass.DecodeLoop(model, **{"policy": "window", "budget": 64, "inner": "eager", **given})
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("architecture", ["Llama", "GPT2"])
 @pytest.mark.parametrize("padding", [(), (3, 1, 0)])
 def test_equal_to_generate_until_something_is_evicted(architecture: str, padding: tuple[int, ...]) -> None:
     forget()
-    model, (ids, mask) = build(architecture), prompt(3, 9, padding)
+    model, (ids, mask) = build(architecture, layers=1), prompt(3, 9, padding)
     loop = loop_on(model, every=5)
     loop.prompt(ids, mask)
     assert torch.equal(loop.generate(12), greedy(model, ids, mask, 12, eos_token_id=-1))
@@ -294,7 +294,7 @@ class Turning(torch.nn.Module):
 @torch.no_grad()
 def test_what_dynamo_asked_of_the_length_holds_for_steps_that_are_repeated() -> None:
     forget()
-    model, (ids, _) = Turning(build("Llama")), prompt(1, 9, ())
+    model, (ids, _) = Turning(build("Llama", layers=1)), prompt(1, 9, ())
     loop = loop_on(model)
     loop.prompt(ids)
     out, wanted = model(ids), []

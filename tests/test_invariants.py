@@ -43,7 +43,7 @@ def settings(name: str, architecture: str, budget: int) -> dict[str, object]:
     return {"policy": name, "budget": fitting(policy, budget) if policy.evicts else 64, **options}
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(6)
 @every_policy
 @every_model
 def test_the_uncompiled_model_until_something_is_evicted(
@@ -63,7 +63,7 @@ def test_the_uncompiled_model_until_something_is_evicted(
     assert model.graphs == 2  # a prompt and a step, whatever the policy
 
 
-@pytest.mark.few(14)
+@pytest.mark.few(10)
 @every_policy
 @every_model
 def test_the_reference_at_every_step(

@@ -50,7 +50,7 @@ def notes(recorder: Recorder) -> list[str]:
     return [note for note in recorder.notes if "beside the model's own" in note]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "policy", [pytest.param(p, marks=pytest.mark.slow if p == "cascade" else []) for p in POLICIES]
 )

@@ -1184,7 +1184,7 @@ def parameter(case: Row) -> Any:
     return pytest.param(case, id=case.name, marks=[pytest.mark.slow] if case.slow else [])
 
 
-@pytest.mark.few(144)  # and `make slow` has the others
+@pytest.mark.few(80)  # and `make slow` has the others
 @pytest.mark.some(144)
 @pytest.mark.parametrize("case", [parameter(row) for row in ROWS])
 def test_held_or_refused(case: Row) -> None:
@@ -1270,6 +1270,7 @@ def test_a_calibrated_plan_is_of_one_model() -> None:
     assert ours == alone
 
 
+@pytest.mark.slow  # by default tests/test_sizes.py has another
 @torch.no_grad()
 def test_guidance_after_beams_on_a_padded_model() -> None:
     """J: `generate` with guidance_scale, on a model that beams have run on."""

@@ -122,7 +122,7 @@ def run(model: Any, ids: Tensor) -> tuple[Tensor, Any]:
     return torch.cat(outputs, 1), past
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_every_spelling_is_rewritten_and_right(spelling: Spelling) -> None:
     model, ids = Model(spelling).eval(), torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))

@@ -133,7 +133,7 @@ def test_the_query_of_the_next_token_stands_at_the_number_of_held_tokens():
                 )
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", SHAPES)
 def test_a_bare_loop_gives_the_same_as_position_ids(architecture):
     model = build(architecture)
