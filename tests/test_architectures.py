@@ -206,6 +206,7 @@ def broken(forward: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("padding", [0, PADDING])
 def test_the_first_step_behind_a_broken_prompt_reads_the_window(padding: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dynamo has not seen the layers' counts of tokens change then."""

@@ -194,6 +194,7 @@ def test_right_padding(architecture: str, policy: str, batch: str) -> None:
     assert_rows_are_as_alone(architecture, policy, BATCHES[batch], "right")
 
 
+@pytest.mark.few(1)
 @cases
 def test_an_empty_row_touches_no_other(architecture: str, policy: str) -> None:
     assert_rows_are_as_alone(architecture, policy, (6, 5, 9), "left", silent=[1])

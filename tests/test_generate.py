@@ -50,7 +50,7 @@ def under(model: Traced, policy: str) -> Any:
     return model.under(kvpass.backend(**{"policy": policy, **POLICIES[policy]}, inner="eager"))
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("policy", ["full", "h2o"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_same_tokens_under_other_policies(traced: Callable[..., Traced], architecture: str, policy: str) -> None:

@@ -57,7 +57,7 @@ class Rotated(nn.Module):
         return logits.softmax(-1) @ v
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("positions", ["absolute", "cache"])
 @pytest.mark.parametrize("policy", ["h2o", "d2o"])
 @pytest.mark.parametrize("spelling", ["sdpa", "by hand", "cap", "sink"])

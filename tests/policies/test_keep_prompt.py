@@ -31,7 +31,7 @@ def kept(draw: st.DataObject, row: Row, given: int, **fixed: object) -> Case:
     return draw.draw(cases(row, options=options, budget=budget, **fixed))
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @keeping
 @given(data=st.data(), prompt=st.integers(1, 12))
 def test_a_prompt_stays_as_the_reference_has_it(row: Row, data: st.DataObject, prompt: int) -> None:
@@ -39,7 +39,7 @@ def test_a_prompt_stays_as_the_reference_has_it(row: Row, data: st.DataObject, p
     assert (got.positions[..., :prompt] == torch.arange(prompt)).all()
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @keeping
 @given(data=st.data())
 def test_chunks_stay_as_the_reference_has_it(row: Row, data: st.DataObject) -> None:

@@ -61,6 +61,7 @@ def test_attention_that_a_model_spells_out_is_kept() -> None:
     assert counted(spelled_out(), 9, policy="h2o", budget=8) == (2, 2, 0)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("policy", ["h2o", "cascade"])
 @pytest.mark.parametrize("architecture", ["Llama", "GPT2"])
@@ -97,6 +98,7 @@ class Masked(torch.nn.Module):
         return x + out.transpose(1, 2).flatten(2), (key, value)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("policy", ["h2o", "roco", "tova", "cascade"])
 def test_padding_that_sees_nothing_makes_no_score_a_nan(policy: str) -> None:
     """The library gives such a query zeros; a softmax of ours made them NaN, and with them the sums of all keys."""

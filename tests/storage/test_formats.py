@@ -67,6 +67,7 @@ def test_products_and_mixtures_are_those_of_decoded_rows(kv_dtype: KVDtype, give
         torch.testing.assert_close(mixture.double(), paid.double() @ read, **close)
 
 
+@pytest.mark.few(2)
 @every_format
 @pytest.mark.parametrize("dim", [pytest.param(16, marks=pytest.mark.slow), 64])
 def test_the_compiler_makes_the_same_codes(kv_dtype: KVDtype, dim: int) -> None:
