@@ -6,7 +6,7 @@ OLDEST := .venv-oldest
 
 .PHONY: demo test oldest slow whole lint architectures reach bench clean
 
-# The main job: tables, pictures and completions in out/, in eight minutes on two cores.  Two policies at a time with one
+# The main job: tables, pictures and completions in out/, in six minutes on two cores.  Two policies at a time with one
 # thread each: so small a model gains little from a second one, and compiling, which takes most of the time, keeps both busy.
 demo: $(RUNS)
 	$(BIN)/kvpass demo --threads 1 --jobs 2
