@@ -2,12 +2,17 @@
 
 On the bundled models, as `benchmarks.quality` and `benchmarks.recall` have them, but texts go in by chunks.  Bytes are
 nearly the same: docs/quantised.md has by how much they differ.
+
+What rounding costs is a difference between two runs over the same texts, as many tokens held.  It is taken text by
+text, and its standard error over the texts says what other texts would have made of it.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import copy
+import dataclasses
+import math
 import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +33,6 @@ from kvpass.demo.settings import Settings as DemoSettings
 from kvpass.demo.subject import load, load_memory
 from kvpass.errors import KVPassError
 from kvpass.evaluation import plots
-from kvpass.evaluation.perplexity import exponential
 from kvpass.evaluation.scoring import Batch, score
 from kvpass.policies import Policy
 from kvpass.storage import KVDtype
@@ -36,11 +40,15 @@ from kvpass.storage import KVDtype
 TITLE = "Quality in the same bytes"
 PERPLEXITY, RECALL = "perplexity", "recall"
 BUDGETS = {PERPLEXITY: 64, RECALL: 128}  # tokens in half precision
-DOCUMENTS, LENGTH, CHUNK = 8, {PERPLEXITY: 1024, RECALL: 2048}, 16
+DOCUMENTS, QUICK_DOCUMENTS = {PERPLEXITY: 12, RECALL: 16}, 2
+LENGTH, CHUNK = {PERPLEXITY: 1024, RECALL: 2048}, 16
 STORED: tuple[tuple[KVDtype | None, int], ...] = ((None, 1), ("int8", 1), ("int4", 1), ("int8", 2), ("int4", 4))
 """Formats, and how many times the budget they hold."""
 EQUAL = ((None, 1), ("int8", 2), ("int4", 4))
 LIMITS: dict[KVDtype, float] = {"int8": 0.005, "int4": 0.03}  # of perplexity, at as many tokens
+Cells = dict[tuple[KVDtype | None, int], Row]
+Ask = Callable[[Any], list[float]]
+"""A number for each text, of a compiled model."""
 
 
 def measure(settings: Settings) -> list[Row]:
@@ -63,7 +71,7 @@ def _apart(what: str, name: str, quick: bool) -> list[Row]:
 @torch.inference_mode()
 def rows(what: str, name: str, quick: bool) -> list[Row]:
     """What one policy reaches in each format, or why it refuses."""
-    documents = 2 if quick else DOCUMENTS
+    documents = QUICK_DOCUMENTS if quick else DOCUMENTS[what]
     model, ask = {PERPLEXITY: _texts, RECALL: _pairs}[what](documents)
     policy = DemoSettings().policy(name)
     return [
@@ -79,42 +87,72 @@ def rows(what: str, name: str, quick: bool) -> list[Row]:
     ]
 
 
-def _value(model: Any, policy: Policy, what: str, kind: KVDtype | None, times: int, ask: Callable[[Any], float]) -> Row:
+def _value(model: Any, policy: Policy, what: str, kind: KVDtype | None, times: int, ask: Ask) -> Row:
     slots = policy.fitting_budget(times * BUDGETS[what]) if policy.evicts else LENGTH[what]
     outcome = job.attempt(model, policy, slots, "eager", lambda: ask(model), kind)
-    found = {"error": str(outcome)} if isinstance(outcome, KVPassError) else {"value": outcome}
+    if isinstance(outcome, KVPassError):
+        found: Row = {"error": str(outcome)}
+    else:
+        mean = statistics.fmean(outcome)
+        found = {"value": math.exp(mean) if what == PERPLEXITY else mean, "texts": outcome}
     return {"budget": slots if policy.evicts else None, **found}
 
 
-def _texts(documents: int) -> tuple[Any, Callable[[Any], float]]:
-    """The model that text is streamed through, and its perplexity over held-out documents."""
+def _texts(documents: int) -> tuple[Any, Ask]:
+    """The model that text is streamed through, and its mean loss in each of so many held-out documents, in nats."""
     subject = load(None)
     encoded = subject.encode(corpus.read(corpus.held_out_files()))
     texts = corpus.documents(encoded, documents, LENGTH[PERPLEXITY], subject.bos)
     batch = Batch.of([text[:1] for text in texts], [text[1:] for text in texts], torch.device("cpu"))
 
-    def ask(model: Any) -> float:
-        scored = score(Caller.of(model, model), batch, CHUNK, "chunk")
-        return exponential((-scored.log_likelihoods).flatten().tolist())
+    def ask(model: Any) -> list[float]:
+        losses: list[float] = (-score(Caller.of(model, model), batch, CHUNK, "chunk").log_likelihoods).mean(1).tolist()
+        return losses
 
     return subject.model, ask
 
 
-def _pairs(documents: int) -> tuple[Any, Callable[[Any], float]]:
-    """The model that recalls, and the share of planted words that it does, of all distances."""
+def _pairs(documents: int) -> tuple[Any, Ask]:
+    """The model that recalls, and the share of planted words that it does in each text, of all distances."""
     subject = load_memory(None)
     planted = planted_in(subject, documents, LENGTH[RECALL])
 
-    def ask(model: Any) -> float:
+    def ask(model: Any) -> list[float]:
         cache = recall.read(model, planted.text, int)
         numbers = range(len(planted.distances))
-        return statistics.fmean(recall.right(model, planted, number, copy.deepcopy(cache)) for number in numbers)
+        shares = [recall.right_by_row(model, planted, number, copy.deepcopy(cache)) for number in numbers]
+        found: list[float] = torch.stack(shares).mean(0).tolist()
+        return found
 
     return subject.model, ask
 
 
-def _by_policy(rows: Sequence[Row], what: str) -> dict[str, dict[tuple[KVDtype | None, int], Row]]:
-    found: dict[str, dict[tuple[KVDtype | None, int], Row]] = {}
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """What rounding changes with as many tokens held.
+
+    Attributes:
+        mean: of perplexity, as a share of it; of recall, in shares of all words.
+        error: the standard error of the mean over texts; None if there is one text.
+    """
+
+    mean: float
+    error: float | None
+
+    @staticmethod
+    def between(rounded: Row, plain: Row) -> Difference:
+        """Text by text; losses in nats differ by what their perplexities differ by, as a share."""
+        apart = [one - other for one, other in zip(rounded["texts"], plain["texts"], strict=True)]
+        mean = statistics.fmean(apart)
+        error = statistics.stdev(apart) / math.sqrt(len(apart)) if len(apart) > 1 else None
+        return Difference(math.expm1(mean) if rounded["measure"] == PERPLEXITY else mean, error)
+
+    def __str__(self) -> str:
+        return f"{100 * self.mean:+.2f} %" + ("" if self.error is None else f" ± {100 * self.error:.2f}")
+
+
+def _by_policy(rows: Sequence[Row], what: str) -> dict[str, Cells]:
+    found: dict[str, Cells] = {}
     for row in rows:
         if row["measure"] == what:
             found.setdefault(row["policy"], {})[row["kv_dtype"], row["times"]] = row
@@ -122,14 +160,16 @@ def _by_policy(rows: Sequence[Row], what: str) -> dict[str, dict[tuple[KVDtype |
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
-    documents = rows[0]["documents"]
-    return [Table(_caption(what, documents), list(_lines(rows, what))) for what in (PERPLEXITY, RECALL)]
+    values = [Table(_caption(what, rows), list(_lines(rows, what))) for what in (PERPLEXITY, RECALL)]
+    lost = "What rounding changes with as many tokens held: perplexity as a share of it, recall in shares of all words"
+    return [*values, Table(f"{lost}; ± one standard error over the texts", list(_differences(rows)))]
 
 
-def _caption(what: str, documents: int) -> str:
+def _caption(what: str, rows: Sequence[Row]) -> str:
+    texts = next((row["documents"] for row in rows if row["measure"] == what), 0)
     more = {
-        PERPLEXITY: f"Perplexity of {documents} held-out documents of {LENGTH[what]:,} tokens",
-        RECALL: f"Share of planted words recalled from all distances, {documents} texts of {LENGTH[what]:,} tokens",
+        PERPLEXITY: f"Perplexity of {texts} held-out documents of {LENGTH[what]:,} tokens",
+        RECALL: f"Share of planted words recalled from all distances, {texts} texts of {LENGTH[what]:,} tokens",
     }
     return f"{more[what]}, by format and tokens held"
 
@@ -145,20 +185,33 @@ def _shown(row: Row | None) -> Any:
     return None if row is None else row.get("value", row.get("error"))
 
 
+def _differences(rows: Sequence[Row]) -> Iterator[Row]:
+    """A line for each policy: what each format changes of each measure."""
+    lines: dict[str, Row] = {}
+    for what in (PERPLEXITY, RECALL):
+        for policy, cells in _by_policy(rows, what).items():
+            line = lines.setdefault(policy, {"policy": policy})
+            line |= {f"{what}, {kind}": str(more) for kind in LIMITS if (more := difference(cells, kind)) is not None}
+    yield from lines.values()
+
+
 def targets(rows: Sequence[Row]) -> list[Target]:
     """How much more perplexity a format costs, as many tokens held."""
     found = _by_policy(rows, PERPLEXITY)
     return [
-        Target("equal_bytes", f"{policy}: perplexity in {kind}, beside the same tokens unrounded, less 1", limit, more)
+        Target(
+            "equal_bytes", f"{policy}: perplexity in {kind}, beside the same tokens unrounded: {more}", limit, more.mean
+        )
         for policy, cells in found.items()
         for kind, limit in LIMITS.items()
-        if (more := _more(cells, kind)) is not None
+        if (more := difference(cells, kind)) is not None
     ]
 
 
-def _more(cells: dict[tuple[KVDtype | None, int], Row], kind: KVDtype) -> float | None:
-    rounded, plain = (cells.get((each, 1), {}).get("value") for each in (kind, None))
-    return rounded / plain - 1 if rounded and plain else None
+def difference(cells: Cells, kind: KVDtype) -> Difference | None:
+    """Between a format and plain rows, as many tokens held; None where either was refused."""
+    rounded, plain = (cells.get((each, 1), {}) for each in (kind, None))
+    return Difference.between(rounded, plain) if "texts" in rounded and "texts" in plain else None
 
 
 def figures(rows: Sequence[Row]) -> dict[str, Figure]:

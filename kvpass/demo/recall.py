@@ -139,8 +139,14 @@ def pieces(text: Tensor) -> int:
 
 def right(model: Any, planted: Planted, number: int, cache: Any) -> float:
     """The share of a value's words that follow its key, each after the right ones before it; uses up the cache."""
+    return right_by_row(model, planted, number, cache).mean().item()
+
+
+def right_by_row(model: Any, planted: Planted, number: int, cache: Any) -> Tensor:
+    """The same for each text, float32 [B]."""
     answer = planted.answer(number)
-    return _share(likeliest(model, torch.cat([planted.question(number), answer[:, :-1]], 1), cache)[:, 1:], answer)
+    said = likeliest(model, torch.cat([planted.question(number), answer[:, :-1]], 1), cache)
+    return (said[:, 1:] == answer).float().mean(1)
 
 
 def right_at_once(model: Any, planted: Planted, turns: int) -> tuple[float, ...]:

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 
-from benchmarks import caching, compilation, overhead, passkey, picture, prompt, recall, report, step, stream
+from benchmarks import (
+    caching,
+    compilation,
+    equal_bytes,
+    overhead,
+    passkey,
+    picture,
+    prompt,
+    recall,
+    report,
+    step,
+    stream,
+)
 from benchmarks.report import Row, Target, replaced, verdicts
 from benchmarks.timing import Plan, interleaved, medians, spread
 from kvpass.demo.recall import AT_ONCE, LATER, Recall
@@ -172,3 +185,36 @@ def test_passkeys_have_a_table_for_each_way_of_asking():
     refused = {"policy": "b", "refused": "why"}
     assert later.rows == [{"policy": "a", "0%": 1.0, "25%": 0.5, "50%": 0.0, "75%": 0.0, "100%": 1.0}, refused]
     assert [*at_once.rows[0].values()] == ["a", 1.0, 1.0, 1.0, 1.0, 1.0]
+
+
+def stored(kind: str | None, times: int, texts: list[float], what: str = equal_bytes.PERPLEXITY) -> Row:
+    return {
+        "measure": what, "documents": len(texts), "policy": "h2o", "kv_dtype": kind, "times": times, "budget": 64,
+        "value": sum(texts) / len(texts), "texts": texts,
+    }  # fmt: skip
+
+
+def test_what_rounding_costs_is_taken_text_by_text():
+    plain, rounded = stored(None, 1, [1.0, 2.0, 6.0]), stored("int8", 1, [1.01, 2.0, 6.02])
+    found = equal_bytes.Difference.between(rounded, plain)
+    assert found.mean == pytest.approx(math.expm1(0.01))
+    assert found.error == pytest.approx(0.01 / math.sqrt(3))  # though losses differ by far more from text to text
+    assert str(found) == "+1.01 % ± 0.58"
+    assert equal_bytes.Difference.between(stored("int8", 1, [1.0]), stored(None, 1, [1.0])).error is None
+
+
+def test_recall_differs_by_shares_of_all_words():
+    rounded, plain = (stored(kind, 1, [x, x], equal_bytes.RECALL) for kind, x in (("int8", 0.25), (None, 0.5)))
+    assert equal_bytes.Difference.between(rounded, plain) == equal_bytes.Difference(-0.25, 0.0)
+
+
+def test_same_bytes_are_compared_by_policy_and_format():
+    rows = [stored(kind, times, [1.0, 1.1]) for kind, times in equal_bytes.STORED]
+    rows += [stored(kind, times, [0.5, 0.5], equal_bytes.RECALL) for kind, times in equal_bytes.STORED[:3]]
+    rows.append({**stored("int8", 1, []), "policy": "other", "error": "refused"})
+    perplexity, _, differences = equal_bytes.tables(rows)
+    assert perplexity.caption.startswith("Perplexity of 2 held-out documents")
+    assert list(perplexity.rows[0]) == ["policy", "plain, 64", "int8, 64", "int4, 64", "int8, 128", "int4, 256"]
+    assert differences.rows[0]["perplexity, int8"] == "+0.00 % ± 0.00"
+    assert [target.met for target in equal_bytes.targets(rows)] == [True, True]
+    assert list(equal_bytes.figures(rows)) == ["equal_bytes"]
