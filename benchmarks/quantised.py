@@ -1,7 +1,8 @@
 """Rows in int8 and int4: perplexity at equal tokens and at equal bytes, and the time of a step beside plain rows.
 
     python -m benchmarks.quantised quality --budget 128
-    python -m benchmarks.quantised step --budgets 1024 8192
+    python -m benchmarks.quantised step --budgets 1024 8192 --clock processor
+    python -m benchmarks.quantised products --clock processor
     python -m benchmarks.quantised outliers
     python -m benchmarks.quantised peers
 
@@ -14,17 +15,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import statistics
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from tqdm import tqdm
 
 import kvpass
-from benchmarks.model import Conversation, build
+from benchmarks.model import DIM, HEADS, KV_HEADS, Conversation, build
 from benchmarks.model import tokens as random_tokens
 from benchmarks.quality import LEFT_OUT
 from benchmarks.timing import Local, Plan, interleaved, medians
@@ -34,10 +37,12 @@ from kvpass.demo.job import attempt
 from kvpass.demo.stream import perplexity
 from kvpass.demo.subject import load
 from kvpass.errors import KVPassError
-from kvpass.storage import KV_DTYPES, KVDtype, Rows, format_of
+from kvpass.storage import KV_DTYPES, KVDtype, Rows, format_of, words
 
 TIMES: dict[KVDtype, int] = {"int8": 2, "int4": 4}  # as many tokens in the same bytes, nearly
 KINDS: tuple[KVDtype | None, ...] = (None, *KV_DTYPES)
+PROMPT = 64  # tokens before the steps that are timed
+CLOCKS = {"wall": time.perf_counter, "processor": time.thread_time}
 Cells = dict[tuple[KVDtype | None, int], float | str]
 
 
@@ -132,11 +137,14 @@ def logit_error(kv_dtype: KVDtype, times: float, dim: int = 128) -> float:
     return float((stored.format.products(query, stored.parts) - exact).abs().mean() / exact.abs().mean())
 
 
+HQQ = {"q_group_size": 32, "axis_key": 1, "axis_value": 1}
 PEERS: dict[str, dict[str, Any]] = {
     "quanto, 4 bits": {"backend": "quanto", "nbits": 4, "q_group_size": 32},
     "quanto, 4 bits, no token unrounded": {"backend": "quanto", "nbits": 4, "q_group_size": 32, "residual_length": 1},
-    "hqq, 4 bits": {"backend": "hqq", "nbits": 4, "q_group_size": 32, "axis_key": 1, "axis_value": 1},
-    "hqq, 8 bits": {"backend": "hqq", "nbits": 8, "q_group_size": 32, "axis_key": 1, "axis_value": 1},
+    "hqq, 4 bits": {"backend": "hqq", "nbits": 4, **HQQ},
+    "hqq, 4 bits, no token unrounded": {"backend": "hqq", "nbits": 4, "residual_length": 1, **HQQ},
+    "hqq, 8 bits": {"backend": "hqq", "nbits": 8, **HQQ},
+    "hqq, 8 bits, no token unrounded": {"backend": "hqq", "nbits": 8, "residual_length": 1, **HQQ},
     "fp8": {"backend": "fp8"},
 }
 """Quantised caches of transformers, with groups of as many numbers as ours in four bits."""
@@ -148,6 +156,9 @@ def peers(given: argparse.Namespace) -> None:
 
     After a prompt the tokens of held-out text go in one by one; a logit's difference from the model's with an ordinary
     cache, root mean square over all tokens and words, in shares of the logits' own spread.
+
+    Two of the peers are packages of their own: `pip install optimum-quanto hqq termcolor`.  hqq imports termcolor and
+    does not ask for it; with hqq alone transformers cannot import its caches.
     """
     subject = load(None)
     texts = subject.encode(corpus.read(corpus.held_out_files()))
@@ -159,7 +170,7 @@ def peers(given: argparse.Namespace) -> None:
         try:
             held = transformers.QuantizedCache(config=subject.model.config, **settings)
         except ImportError as error:
-            _print_line([name, str(error).splitlines()[0], ""])
+            _print_line([name, f"{str(error).splitlines()[0]} (pip install optimum-quanto hqq termcolor)", ""])
             continue
         _print_line([name, *_off(_logits(subject.model, ids, given.prompt, held), exact)])
     for kind in KV_DTYPES:
@@ -188,28 +199,77 @@ def _off(found: Tensor, exact: Tensor) -> list[str]:
 def step(given: argparse.Namespace) -> None:
     """Print the milliseconds of a step in each format, for contenders that take turns."""
     torch._dynamo.config.recompile_limit = 256
-    _print_line(["policy", "slots", "dtype", *map(str, KINDS), *(f"{kind}, times plain" for kind in KV_DTYPES)])
-    _print_line(["---", "---:", "---", *["---:"] * (1 + 2 * len(KV_DTYPES))])
+    kinds: list[KVDtype | None] = [None, *given.formats]
+    _print_line(["policy", "slots", "dtype", *map(str, kinds), *(f"{kind}, times plain" for kind in given.formats)])
+    _print_line(["---", "---:", "---", *["---:"] * (2 * len(kinds) - 1)])
     for budget in given.budgets:
         for dtype in given.dtypes:
             for policy in given.policies:
-                _print_line([policy, str(budget), dtype, *_step(policy, budget, build(dtype, given.layers))])
+                model = build(dtype, given.layers)
+                talks = {str(kind): _conversation(model, policy, budget, kind) for kind in kinds}
+                _print_line([policy, str(budget), dtype, *_step(talks, CLOCKS[given.clock])])
 
 
-def _step(policy: str, budget: int, model: Any) -> list[str]:
-    talks = {str(kind): _conversation(model, policy, budget, kind) for kind in KINDS}
-    taken = medians(interleaved([Local(name, talk.step) for name, talk in talks.items()], Plan()))
-    shares = [statistics.fmean([taken[kind]]) / taken[str(None)] for kind in KV_DTYPES]
-    return [*(f"{ms:.2f}" for ms in taken.values()), *(f"{share:.2f}" for share in shares)]
+def _step(talks: dict[str, Conversation], clock: Callable[[], float]) -> list[str]:
+    """Milliseconds of each, and of all but the first, in shares of that."""
+    taken = medians(interleaved([Local(name, talk.step, clock) for name, talk in talks.items()], Plan()))
+    first, *others = taken.values()
+    return [*(f"{ms:.2f}" for ms in taken.values()), *(f"{ms / first:.2f}" for ms in others)]
 
 
 def _conversation(model: Any, policy: str, budget: int, kv_dtype: KVDtype | None) -> Conversation:
+    """After a short prompt: a step reads all slots, whatever is in them."""
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=kvpass.backend(policy, budget=budget, kv_dtype=kv_dtype))
-    talk = Conversation(compiled, compiled(random_tokens(budget + 40), use_cache=True).past_key_values)
+    talk = Conversation(compiled, compiled(random_tokens(PROMPT), use_cache=True).past_key_values)
     for _ in range(3):
         talk.step()
     return talk
+
+
+def _compiled(function: Callable[..., Tensor], *arguments: Tensor) -> Callable[..., Tensor]:
+    compiled: Callable[..., Tensor] = torch.compile(make_fx(function, tracing_mode="fake")(*arguments))
+    return compiled
+
+
+LOADS = {"words": words.fill, "bytes": lambda codes, together: False}
+"""How codes are loaded: as the processor has it, or byte by byte."""
+
+
+@torch.inference_mode()
+def products(given: argparse.Namespace) -> None:
+    """Print the microseconds of a layer's product with keys, and with values, by format and how codes are loaded.
+
+    Of the benchmark's model: two queries for each of four KV heads of 64 numbers.
+    """
+    _print_line(["slots", "format", "loaded in", "with keys", "with values"])
+    _print_line(["---:", "---", "---", "---:", "---:"])
+    for slots in given.slots:
+        calls: dict[tuple[str, str, int], Callable[[], object]] = {}
+        for kind in given.formats:
+            for loads, fill in LOADS.items():
+                with mock.patch.object(words, "fill", fill):
+                    calls |= {(kind, loads, n): call for n, call in enumerate(_products(kind, slots))}
+        taken = interleaved([Local(str(key), call, CLOCKS[given.clock]) for key, call in calls.items()], Plan())
+        for kind in given.formats:
+            for loads in LOADS:
+                both = [1e3 * medians(taken)[str((kind, loads, n))] for n in (0, 1)]
+                _print_line([str(slots), kind, loads, *(f"{microseconds:.0f}" for microseconds in both)])
+
+
+def _products(kind: KVDtype, slots: int) -> list[Callable[[], object]]:
+    """Both products, compiled."""
+    torch._dynamo.reset()
+    made, drawn = format_of(kind, DIM, torch.bfloat16), torch.Generator().manual_seed(0)
+    query = torch.randn(1, KV_HEADS, HEADS // KV_HEADS, DIM, generator=drawn).to(torch.bfloat16)
+    paid = torch.randn(1, KV_HEADS, HEADS // KV_HEADS, slots, generator=drawn).softmax(-1)
+    parts = Rows.of(made, torch.randn(1, KV_HEADS, slots, DIM, generator=drawn).to(torch.bfloat16)).parts
+    with_keys = _compiled(lambda query, *parts: made.products(query, parts), query, *parts)
+    with_values = _compiled(lambda paid, *parts: made.mixture(paid, parts, torch.bfloat16), paid, *parts)
+    calls = [lambda: with_keys(query, *parts), lambda: with_values(paid, *parts)]
+    for call in calls:
+        call()
+    return calls
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -229,7 +289,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     job.add_argument("--budgets", nargs="+", type=int, default=[1024, 8192], metavar="N")
     job.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], metavar="DTYPE")
     job.add_argument("--layers", type=int, default=4, metavar="N", help="of the benchmark's model (default: 4)")
+    job.add_argument(
+        "--formats", nargs="+", choices=KV_DTYPES, default=KV_DTYPES, metavar="FORMAT", help="default: all"
+    )
+    job.add_argument("--clock", choices=CLOCKS, default="wall", help="processor: of the one thread, on a busy machine")
     job.set_defaults(run=step)
+    job = parts.add_parser("products")
+    job.add_argument("--slots", nargs="+", type=int, default=[1025, 8193], metavar="N")
+    job.add_argument("--formats", nargs="+", choices=KV_DTYPES, default=[*TIMES], metavar="FORMAT")
+    job.add_argument("--clock", choices=CLOCKS, default="wall", help="processor: of the one thread, on a busy machine")
+    job.set_defaults(run=products)
     job = parts.add_parser("peers")
     job.add_argument("--documents", type=int, default=4, metavar="N", help="rows of one batch (default: 4)")
     job.add_argument("--prompt", type=int, default=512, metavar="N", help="tokens fed at once (default: 512)")
