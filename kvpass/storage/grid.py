@@ -67,3 +67,14 @@ def summed_over_rows(paid: Sequence[Tensor], sections: Sequence[Tensor]) -> Tens
 def _added(one: Tensor, other: Tensor, cuts: Sequence[slice]) -> Tensor:
     """The sum over dimension 2 of a product, stretch by stretch."""
     return functools.reduce(torch.add, [(one[:, :, cut] * other[:, :, cut]).sum(2) for cut in cuts])
+
+
+def summed(terms: Tensor) -> Tensor:
+    """The sum over dimension 2 of [B, H, N, d], never of so many at a time that a compiler sums them in a cascade."""
+    length = terms.shape[2]
+    if length <= LONGEST:
+        return terms.sum(2)
+    stretches = -(-length // LONGEST)
+    whole = length // stretches * stretches
+    made = torch.unflatten(terms[:, :, :whole], 2, (stretches, -1)).sum(3).sum(2)
+    return made if whole == length else made + terms[:, :, whole:].sum(2)

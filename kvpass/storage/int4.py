@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvpass.policies.base import require
 from kvpass.precision import wide, widest
-from kvpass.storage import grid
+from kvpass.storage import grid, words
 from kvpass.storage.base import Parts
 
 MOST = 15
@@ -53,6 +53,11 @@ class Int4:
             return self.dim // GROUP
         return 1 if self.half < GROUP else 2
 
+    @property
+    def _in_a_half(self) -> int:
+        """How many groups a half of the row has to do with; a row that is one group has it in both."""
+        return max(1, self.groups // 2)
+
     def layout(self) -> list[tuple[int, torch.dtype]]:
         return [(self.half, torch.uint8), (self.groups, grid.SCALE), (self.groups, torch.int8)]
 
@@ -68,9 +73,10 @@ class Int4:
 
     def decode(self, parts: Parts) -> Tensor:
         both = parts[0].to(self._wide)[..., None, :]  # [..., 1, D / 2]
-        unit = torch.arange(2, device=both.device, dtype=both.dtype)[:, None] * 15 + 1  # 1 and 16
-        codes = torch.floor(both / unit)
-        codes = torch.unflatten((codes - 16 * torch.floor(codes / 16)).flatten(-2), -1, (self.groups, -1))
+        high = torch.floor(both * (1 / 16))
+        low = (torch.arange(2, device=both.device)[:, None] == 0).to(both.dtype)  # 1 for the row's first half, 0 behind
+        codes = low * both + (1 - 17 * low) * high
+        codes = torch.unflatten(codes.flatten(-2), -1, (self.groups, -1))
         scale, zero = (part.to(self._wide)[..., None] for part in parts[1:])
         return ((codes + zero) * scale).flatten(-2)
 
@@ -87,8 +93,7 @@ class Int4:
     def _decoded(self, parts: Parts) -> list[Tensor]:
         """The two halves of the rows, as `decode` has them."""
         scale, zero = (part.to(self._wide) for part in parts[1:])
-        count = max(1, self.groups // 2)  # of groups in a half; a row that is one group has it in both
-        made = []
+        count, made = self._in_a_half, []
         for codes, first in zip(self._halves(parts), (0, self.groups - count), strict=True):
             zero_of, scale_of = (x[..., first : first + count, None] for x in (zero, scale))
             made.append(((torch.unflatten(codes, -1, (count, -1)) + zero_of) * scale_of).flatten(-2))
@@ -100,20 +105,35 @@ class Int4:
     def products(self, query: Tensor, parts: Parts) -> Tensor:
         if query.shape[2] > grid.MOST_ROWS:
             return torch.matmul(wide(query), self.decode(parts).transpose(-1, -2))
+        if self._fill_words(parts):
+            return words.products(query, self._words(parts))
         return grid.summed_over_dim(query, self._decoded(parts))
 
     def mixture(self, paid: Tensor, parts: Parts, dtype: torch.dtype) -> Tensor:
         if paid.shape[2] > grid.MOST_ROWS:
             return torch.matmul(paid, self.decode(parts)).to(dtype)
-        scaled, offsets = self._shares(paid, parts)
-        sections = [section for codes in self._halves(parts) for section in codes.chunk(max(1, self.groups // 2), -1)]
-        of = [place * self.groups // len(sections) for place in range(len(sections))]  # the group of each section
-        mixed = grid.summed_over_rows([scaled[group] for group in of], sections)
-        mixed = torch.unflatten(mixed, -1, (len(sections), -1)) + torch.stack([offsets[group] for group in of], -2)
-        return mixed.flatten(-2).to(dtype)
+        if self._fill_words(parts):
+            return words.mixture(paid, self._words(parts)).to(dtype)
+        return grid.summed_over_rows(*self._shares(paid, parts)).to(dtype)
 
     def _shares(self, paid: Tensor, parts: Parts) -> tuple[list[Tensor], list[Tensor]]:
-        """For each group probabilities times its scales, [B, H, R, N], and what its zero points add, [B, H, R, 1]."""
-        scale, zero = (part.to(self._wide)[:, :, None] for part in parts[1:])
-        scaled = [paid * scale[..., group] for group in range(self.groups)]
-        return scaled, [(x * zero[..., group]).sum(-1, keepdim=True) for group, x in enumerate(scaled)]
+        """For each stretch of a row in one group probabilities times scales, [B, H, R, N], and codes with zero points.
+
+        What zero points add has no sum of its own: that would be over all slots, of numbers that do not lie together.
+        """
+        scale, zero = (part.to(self._wide) for part in parts[1:])
+        sections = [section for codes in self._halves(parts) for section in codes.chunk(self._in_a_half, -1)]
+        of = [place * self.groups // len(sections) for place in range(len(sections))]  # the group of each section
+        shares = [paid * scale[:, :, None, :, group] for group in range(self.groups)]
+        codes = [section + zero[..., group, None] for section, group in zip(sections, of, strict=True)]
+        return [shares[group] for group in of], codes
+
+    def _fill_words(self, parts: Parts) -> bool:
+        return self.groups > 1 and words.fill(parts[0], self.half // self._in_a_half)
+
+    def _words(self, parts: Parts) -> list[words.Group]:
+        """The groups, which are of one half each: those of the first half have low bits."""
+        scale, zero = (part.to(self._wide) for part in parts[1:])
+        chunks = parts[0].view(torch.int32).chunk(self._in_a_half, -1)
+        fourths = [words.nibbles(chunk, high, self._wide) for high in (False, True) for chunk in chunks]
+        return [words.Group(each, scale[..., g, None], zero[..., g, None]) for g, each in enumerate(fourths)]

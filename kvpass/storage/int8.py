@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvpass.precision import wide, widest
-from kvpass.storage import grid
+from kvpass.storage import grid, words
 from kvpass.storage.base import Parts
 
 MOST = 127
@@ -56,10 +56,19 @@ class Int8:
         codes, scale = self._wide(parts)
         if query.shape[2] > grid.MOST_ROWS:
             return torch.matmul(wide(query), (codes * scale).transpose(-1, -2))
+        if words.fill(parts[0], self.dim):
+            return words.products(query, [self._words(parts)])
         return grid.summed_over_dim(query, [codes]) * scale[:, :, None, :, 0]
 
     def mixture(self, paid: Tensor, parts: Parts, dtype: torch.dtype) -> Tensor:
         codes, scale = self._wide(parts)
         if paid.shape[2] > grid.MOST_ROWS:
             return torch.matmul(paid, codes * scale).to(dtype)
+        if words.fill(parts[0], self.dim):
+            return words.mixture(paid, [self._words(parts)]).to(dtype)
         return grid.summed_over_rows([paid * scale[:, :, None, :, 0]], [codes]).to(dtype)
+
+    def _words(self, parts: Parts) -> words.Group:
+        """The whole rows."""
+        kind = widest(self.dtype)
+        return words.Group(words.signed(parts[0].view(torch.int32), kind), parts[1].to(kind))

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._inductor.utils import run_and_get_code
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import tests.strategies  # noqa: F401  loads the Hypothesis profile
 from kvpass.errors import PolicyError
@@ -14,6 +19,7 @@ from kvpass.layer.slots import Layout, Slots
 from kvpass.policies import resolve
 from kvpass.reference.storing import stored
 from kvpass.storage import KV_DTYPES, KVDtype, Rows, base_of, format_of, plain
+from kvpass.storage.grid import LONGEST
 from kvpass.storage.hadamard import transformed
 
 STEP = {"int8": 1 / 127, "int4": 2 / 15}  # at most, in shares of the largest number of a row as it is rounded
@@ -52,19 +58,63 @@ def test_codes_stand_for_what_the_definition_says(kv_dtype: KVDtype, given_rows:
 
 
 @every_format
+@pytest.mark.parametrize("capability", ["AVX2", "DEFAULT"])
 @given(given_rows=rows(), seed=st.integers(0, 99))
 @settings(max_examples=15)
-def test_products_and_mixtures_are_those_of_decoded_rows(kv_dtype: KVDtype, given_rows: Tensor, seed: int) -> None:
+def test_products_and_mixtures_are_those_of_decoded_rows(
+    kv_dtype: KVDtype, capability: str, given_rows: Tensor, seed: int
+) -> None:
+    """However codes are loaded, which is a matter of the processor."""
     made = Rows.of(format_of(kv_dtype, given_rows.shape[-1], torch.float32), given_rows)
     read, drawn = made.read().double(), torch.Generator().manual_seed(seed)
     for count in (1, 3, 17):
         query = torch.randn(2, 3, count, given_rows.shape[-1], generator=drawn)
         paid = torch.randn(2, 3, count, given_rows.shape[2], generator=drawn).softmax(-1)
         close = dict(rtol=1e-4, atol=float(read.abs().max()) * 1e-4)
-        products = made.format.products(query, made.parts)
+        with loading_as(capability):
+            products = made.format.products(query, made.parts)
+            mixture = made.format.mixture(paid, made.parts, torch.float32)
         torch.testing.assert_close(products.double(), query.double() @ read.transpose(-1, -2), **close)
-        mixture = made.format.mixture(paid, made.parts, torch.float32)
         torch.testing.assert_close(mixture.double(), paid.double() @ read, **close)
+
+
+def loading_as(capability: str) -> Any:
+    """As a processor with such vectors loads codes."""
+    return mock.patch.object(torch.backends.cpu, "get_cpu_capability", return_value=capability)
+
+
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "dim", "filling"),
+    [
+        ("int8", 64, True),
+        ("int4", 64, True),
+        ("int4", 32, False),
+        pytest.param("int8", 32, True, marks=slow),
+        pytest.param("int8", 80, False, marks=slow),
+        pytest.param("int4", 128, True, marks=slow),
+    ],
+)
+def test_codes_that_fill_vectors_are_loaded_in_words(kv_dtype: KVDtype, dim: int, filling: bool) -> None:
+    """And however they are loaded, compiled products and mixtures sum nothing in a cascade."""
+    made, count = format_of(kv_dtype, dim, torch.bfloat16), LONGEST + 1
+    parts = Rows.of(made, torch.randn(1, 1, count, dim).to(torch.bfloat16)).parts
+    query, paid = torch.randn(1, 1, 2, dim).to(torch.bfloat16), torch.randn(1, 1, 2, count).softmax(-1)
+
+    def attended(query: Tensor, paid: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor]:
+        return made.products(query, parts), made.mixture(paid, parts, torch.float32)
+
+    with loading_as("AVX2"):
+        expected = attended(query, paid, *parts)
+        graph = make_fx(attended, tracing_mode="fake")(query, paid, *parts)
+        found, code = run_and_get_code(torch.compile(graph), query, paid, *parts)
+    for got, exact in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, exact, rtol=1e-4, atol=1e-4)
+    views = [node for node in graph.graph.nodes if node.target is torch.ops.aten.view.dtype]
+    assert bool(views) == filling
+    assert "cascade_sum_combine" not in "".join(code)
 
 
 @pytest.mark.few(2)
