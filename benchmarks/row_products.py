@@ -1,4 +1,4 @@
-"""Products of a few rows with a matrix: torch's library beside the loops of `lowering.row_products`.
+"""Products of a few rows with a matrix, and of attention: torch's library beside the loops of `lowering.row_products`.
 
 Matrices come from memory, as in a step of a model that no cache has room for: each is one of many.  `LIMITS` of
 `kvpass.lowering.row_products` says where the loops stop being the faster ones, from what this prints.
@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import math
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from matplotlib.figure import Figure
@@ -21,15 +24,17 @@ from benchmarks.report import Row, Table, Target, under
 from benchmarks.settings import Settings
 from benchmarks.timing import Local, Plan, interleaved, medians
 from kvpass import compat
-from kvpass.lowering.row_products import spell_out
+from kvpass.lowering.row_products import Processor, spell_out
 
 TITLE = "Products of a few rows"
 LIBRARY, ONE, TWO = "library", "loops", "loops over halves"
 PARTS = {LIBRARY: 0, ONE: 1, TWO: 2}
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16)
 SIZES = ((512, 512), (512, 1408), (1408, 512), (2048, 2048), (2048, 8192))  # [K, N]
-QUICK = dict(counts=(1, 4), sizes=SIZES[1:2])
-WHOLE = dict(counts=ROWS, sizes=SIZES)
+HEADS, SLOTS, DIM = 4, 1025, 64  # of attention
+SCORES, VALUES = "queries and keys", "probabilities and values"
+QUICK: dict[str, Any] = dict(counts=(1, 4), sizes=SIZES[1:2])
+WHOLE: dict[str, Any] = dict(counts=ROWS, sizes=SIZES)
 READ = 128 << 20  # bytes of all matrices of a contender's turn: more than caches have room for
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -54,28 +59,45 @@ def rows(dtype: str, count: int, plan: Row, counts: Sequence[int], sizes: Sequen
     for height, (wide, columns) in tqdm(cases, unit="case", desc=f"row products, {under(about)}", dynamic_ncols=True):
         torch._dynamo.reset()
         given = _Given.random(height, wide, columns, getattr(torch, dtype))
-        taken = medians(interleaved([given.contender(name) for name in PARTS], Plan(**plan)))
-        each = {name: ms / len(given.matrices) for name, ms in taken.items()}
-        found.append({**about, "rows": height, "K": wide, "N": columns, **each})
+        found.append({**about, "rows": height, "what": f"{wide:,} x {columns:,}", **given.timed(PARTS, Plan(**plan))})
+    for height, what in itertools.product(counts, (SCORES, VALUES)):
+        torch._dynamo.reset()
+        attended = _Given.of_attention(height, what, getattr(torch, dtype))
+        found.append({**about, "rows": height, "what": what, **attended.timed((LIBRARY, ONE), Plan(**plan))})
     return found
 
 
 @dataclasses.dataclass(frozen=True)
 class _Given:
-    """What is multiplied: rows [R, K], and matrices [N, K] as of linear layers, one after another."""
+    """What is multiplied: rows and matrices, one matrix after another, by a product."""
 
     x: Tensor
     matrices: list[Tensor]
+    product: Callable[[Tensor, Tensor], Tensor]
 
     @staticmethod
     def random(height: int, wide: int, columns: int, dtype: torch.dtype) -> _Given:
+        """Rows [R, K], and matrices [N, K] as of linear layers."""
         number = max(2, READ // (wide * columns * dtype.itemsize))
         matrices = [torch.randn(columns, wide).to(dtype) for _ in range(number)]
-        return _Given(torch.randn(height, wide).to(dtype), matrices)
+        return _Given(torch.randn(height, wide).to(dtype), matrices, _linear)
+
+    @staticmethod
+    def of_attention(height: int, what: str, dtype: torch.dtype) -> _Given:
+        """Queries [H, R, D] or probabilities [H, R, C], and keys or values [H, C, D]."""
+        number = READ // 2 // (HEADS * SLOTS * DIM * dtype.itemsize)
+        held = [torch.randn(HEADS, SLOTS, DIM).to(dtype) for _ in range(number)]
+        x = torch.rand(HEADS, height, DIM if what == SCORES else SLOTS).to(dtype)
+        return _Given(x, held, _scores if what == SCORES else _mixture)
+
+    def timed(self, names: Iterable[str], plan: Plan) -> dict[str, float]:
+        """Milliseconds of a product by each of these ways."""
+        taken = medians(interleaved([self.contender(name) for name in names], plan))
+        return {name: ms / len(self.matrices) for name, ms in taken.items()}
 
     def contender(self, name: str) -> Local:
         """A contender whose step is the product with every matrix."""
-        product = compiled(PARTS[name])
+        product = compiled(self.product, PARTS[name])
 
         def step() -> None:
             for matrix in self.matrices:
@@ -85,23 +107,62 @@ class _Given:
         return Local(name, step)
 
 
-def compiled(parts: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """A linear layer: with so many parts of its columns in one loop, or with none by the library."""
+def _linear(x: Tensor, matrix: Tensor) -> Tensor:
+    return torch.nn.functional.linear(x, matrix)
+
+
+def _scores(query: Tensor, key: Tensor) -> Tensor:
+    return query @ key.transpose(1, 2)
+
+
+def _mixture(probabilities: Tensor, value: Tensor) -> Tensor:
+    return probabilities @ value
+
+
+def compiled(function: Callable[[Tensor, Tensor], Tensor], parts: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """A product with so many parts of its columns in one loop, or with none by the library."""
     spelled = compat.graph_pass(uuid.uuid4().bytes, functools.partial(spell_out, parts=parts))
 
     def product(x: Tensor, matrix: Tensor) -> Tensor:
-        return torch.nn.functional.linear(x, matrix)
+        return function(x, matrix)
 
     return torch.compile(product, dynamic=False, options={"post_grad_custom_pre_pass": spelled})
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
-    """For each dtype and number of threads, a line per case."""
+    """For each dtype and number of threads, a line per case; then the most rows for which loops are the faster ones."""
     made: dict[str, list[Row]] = {}
     for row in rows:
-        line = {"K x N": f"{row['K']:,} x {row['N']:,}", "rows": row["rows"]}
-        made.setdefault(under(row), []).append(line | {f"{name}, ms": row[name] for name in PARTS})
-    return [Table(f"Products of a few rows, {title}", lines) for title, lines in made.items()]
+        line = {"product": row["what"], "rows": row["rows"]}
+        made.setdefault(under(row), []).append(line | {f"{name}, ms": row.get(name) for name in PARTS})
+    timed = [Table(f"Products of a few rows, {title}", lines) for title, lines in made.items()]
+    return [*timed, Table(f"The most rows for which loops are faster, {vectors()}", limits(rows))]
+
+
+def limits(rows: Sequence[Row]) -> list[Row]:
+    """For each dtype, number of threads and product the most rows for which each way is the faster one."""
+    products: dict[tuple[str, str], list[Row]] = {}
+    for row in sorted(rows, key=lambda row: row["rows"]):
+        products.setdefault((under(row), row["what"]), []).append(row)
+    return [
+        {
+            "loops": title,
+            "product": what,
+            "over halves, of the loops": _most(cases, lambda row: row.get(TWO, math.inf) <= row[ONE]),
+            "either, of all": _most(cases, lambda row: min(row[ONE], row.get(TWO, math.inf)) <= row[LIBRARY]),
+        }
+        for (title, what), cases in products.items()
+    ]
+
+
+def _most(cases: Sequence[Row], holds: Callable[[Row], bool]) -> int:
+    """The most rows of a case for which something holds; 0 if it does for none."""
+    return max((row["rows"] for row in cases if holds(row)), default=0)
+
+
+def vectors() -> str:
+    """What loops are made for on this processor."""
+    return f"{Processor.here().vectors}, dot products of {sorted(map(str, compat.dot_products())) or 'none'}"
 
 
 def targets(rows: Sequence[Row]) -> list[Target]:

@@ -15,6 +15,7 @@ import sympy  # type: ignore[import-untyped]
 import torch
 import torch.fx as fx
 from torch import Tensor
+from torch.fx.node import map_arg
 
 Compiled = Callable[..., Sequence[Any]]
 Boxed = Callable[[list[Any]], Sequence[Any]]
@@ -71,7 +72,7 @@ the inputs of a graph, before it says that it compiles.
 """
 
 
-def write_out(graph: fx.Graph, node: fx.Node, strides: Sequence[int]) -> fx.Node:
+def write_out(graph: fx.Graph, node: fx.Node, strides: Sequence[int | fx.Node]) -> fx.Node:
     """A new node with the value of one of an operator graph, which Inductor writes to a buffer with these strides.
 
     A strided view would have it written too, but over whatever strides Inductor chose for it.
@@ -80,7 +81,7 @@ def write_out(graph: fx.Graph, node: fx.Node, strides: Sequence[int]) -> fx.Node
 
     value = node.meta["val"]
     made = graph.call_function(force_stride_order, (node, list(strides)))
-    made.meta["val"] = value.as_strided(value.shape, strides)
+    made.meta["val"] = value.as_strided(value.shape, map_arg(tuple(strides), lambda stride: stride.meta["val"]))
     return made
 
 

@@ -8,12 +8,15 @@ dtype, and fuses what comes after.  Sums are in float32 whatever the dtype.
 A batch has a sum for each of its rows.  The compiler makes one loop of them, so the weights are read once all the same:
 what is in a register is multiplied with every row.  Loops over two halves of the columns at once have more loads on
 their way.  Both are worth it up to the number of rows at which the library, which has its rows in tiles, is faster.
-`LIMITS` says which that is.  The same goes for the scores of queries and keys in half precision.
+`LIMITS` says which that is.  The same goes for attention's products, of queries and keys, and of probabilities and
+values.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import operator
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -23,6 +26,7 @@ from kvpass.graphs import call_aten
 
 aten, prims = torch.ops.aten, torch.ops.prims
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FEW = 2  # layers in a graph
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,26 +37,35 @@ class Limits:
         paired: rows for which two halves of the columns go through one loop.
         near: rows if all of them, in float32, fill no more than half of the first cache: each is read for every column.
         far: rows that fill more.
+        scores, values: rows of attention's products, whose matrices have columns, or rows, that lie together.
     """
 
     paired: int
     near: int
     far: int
+    scores: int = 0
+    values: int = 0
 
 
 LIMITS = {
-    (torch.float32, False): Limits(paired=3, near=12, far=8),
-    (torch.bfloat16, False): Limits(paired=2, near=16, far=8),
-    (torch.float16, False): Limits(paired=2, near=16, far=16),
-    (torch.bfloat16, True): Limits(paired=2, near=8, far=2),
-    (torch.float16, True): Limits(paired=2, near=8, far=2),
+    ("AVX2", torch.float32, False): Limits(paired=8, near=12, far=8, scores=8),
+    ("AVX2", torch.bfloat16, False): Limits(paired=4, near=16, far=16, scores=16, values=16),
+    ("AVX2", torch.float16, False): Limits(paired=4, near=16, far=16, scores=16, values=16),
+    ("AVX512", torch.float32, False): Limits(paired=3, near=12, far=8),
+    ("AVX512", torch.bfloat16, False): Limits(paired=2, near=16, far=8, scores=2),
+    ("AVX512", torch.float16, False): Limits(paired=2, near=16, far=16, scores=2),
+    ("AVX512", torch.bfloat16, True): Limits(paired=2, near=8, far=2, scores=2),
+    ("AVX512", torch.float16, True): Limits(paired=2, near=8, far=2, scores=2),
 }
-"""By dtype and whether the processor has dot products of it, as those with AVX512-BF16 or AMX have of bfloat16.
+"""By the vectors that loops are made of, by dtype, and by whether the processor has dot products of it, as those with
+AVX512-BF16 or AMX have of bfloat16.
 
-From `python -m benchmarks row_products` on one thread of a processor with AVX-512 and AVX512-BF16, at 1 to 16 rows and
-three sizes of matrices that come from memory; without dot products of bfloat16, by keeping the library from using them.
-float16 with dot products is taken to be as bfloat16 is.  The size of the matrix decides nothing: it is read once.
+From the last table that `python -m benchmarks row_products` prints, of one thread, 1 to 16 rows and matrices that come
+from memory.  With AVX-512 without dot products of bfloat16, by keeping the library from using them; float16 with dot
+products is taken to be as bfloat16 is.  The size of the matrix decides nothing: it is read once.
 """
+
+OTHERS = "AVX512"  # what processors that are not in the table are taken to be
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,28 +75,36 @@ class Processor:
     Attributes:
         cache: bytes of a core's first data cache.
         dots: the dtypes of half precision that there are dot products of.
+        vectors: what loops are made of, as torch names it.
     """
 
     cache: int
     dots: frozenset[torch.dtype]
+    vectors: str = OTHERS
 
     @staticmethod
     def here() -> Processor:
         """This machine's."""
-        return Processor(compat.first_cache(), compat.dot_products())
+        return Processor(compat.first_cache(), compat.dot_products(), torch.backends.cpu.get_cpu_capability())
+
+    def limits(self, dtype: torch.dtype) -> Limits:
+        """What holds for products in a dtype."""
+        has_dots = dtype in self.dots
+        return LIMITS.get((self.vectors, dtype, has_dots)) or LIMITS[OTHERS, dtype, has_dots]
 
 
 def spell_out(graph: fx.Graph, parts: int | None = None) -> None:
     """Replace each `mm`, `addmm` and `bmm` of one row or a few on a CPU in a graph of aten's operators.
 
     Args:
-        parts: into how many parts all columns go, for measuring; by default `halves` says.
+        parts: into how many parts all columns go, for measuring, and whether attention's products are spelled out; by
+            default `halves` and `is_worth_it` say.
     """
     processor = Processor.here()
     stored: dict[fx.Node, fx.Node] = {}
+    for node in batches(graph, processor) if parts is None else _all_batches(graph) if parts else []:
+        _replace_batch(graph, node)
     for node in list(graph.nodes):
-        if node.target is aten.bmm.default and is_worth_it(node, processor):
-            _replace_scores(graph, node, *node.args)
         if node.target is aten.mm.default or (node.target is aten.addmm.default and not node.kwargs):
             *bias, rows, matrix = node.args
             if is_open(rows.meta["val"], matrix.meta["val"]):
@@ -111,7 +132,7 @@ def halves(rows: torch.Tensor, matrix: torch.Tensor, processor: Processor) -> in
     count, columns = rows.shape[0], matrix.shape[1]
     if matrix.stride(0) != 1:
         return int(count == 1)  # columns do not lie together, as in GPT-2
-    limits = LIMITS[rows.dtype, rows.dtype in processor.dots]
+    limits = processor.limits(rows.dtype)
     near = 4 * rows.numel() <= processor.cache // 2
     if count > (limits.near if near else limits.far):
         return 0
@@ -141,23 +162,45 @@ def _multiplied_transposed(
     graph.erase_node(node)
 
 
-def is_worth_it(node: fx.Node, processor: Processor) -> bool:
-    """Whether scores [B, R, N] of queries [B, R, K] and keys [B, K, N] in half precision are faster spelled out.
+def batches(graph: fx.Graph, processor: Processor) -> list[fx.Node]:
+    """Attention's products that are to be spelled out.
 
-    In float32 the library is as fast.  So it is for values, whose columns do not lie together; and what calls it ends
-    a kernel, without which the layers would be one.
+    What calls the library ends a kernel, without which the layers of a graph would be one and share nothing: so where
+    there are more than a `FEW`, probabilities and values are left to it.
     """
-    parents = [parent.meta["val"] for parent in node.all_input_nodes]
-    queries, keys = parents[0], parents[-1]
-    if queries.device.type != "cpu" or queries.dtype not in DTYPES[1:] or keys.stride(1) != 1:
-        return False
-    if compat.symbols(queries) or compat.symbols(keys):
-        return False
-    return bool(queries.shape[1] <= LIMITS[queries.dtype, queries.dtype in processor.dots].paired)
+    found = [node for node in _all_batches(graph) if is_worth_it(node, processor)]
+    values = [node for node in found if not _is_of_keys(node)]
+    return found if len(values) <= FEW else [node for node in found if _is_of_keys(node)]
 
 
-def _replace_scores(graph: fx.Graph, node: fx.Node, rows: fx.Node, matrix: fx.Node) -> None:
+def _all_batches(graph: fx.Graph) -> list[fx.Node]:
+    """Products of [B, R, K] and [B, K, N] on a CPU that can be spelled out: each of the R rows has a sum of its own."""
+    found = []
+    for node in graph.find_nodes(op="call_function", target=aten.bmm.default):
+        rows, matrix = (parent.meta["val"] for parent in node.args)
+        dense = matrix.stride(1) == 1 or matrix.stride(2) == 1
+        if rows.device.type == "cpu" and rows.dtype in DTYPES and dense and not isinstance(rows.shape[1], torch.SymInt):
+            found.append(node)
+    return found
+
+
+def is_worth_it(node: fx.Node, processor: Processor) -> bool:
+    """Whether attention's product of [B, R, K] and [B, K, N] is faster spelled out."""
+    rows = node.args[0].meta["val"]  # type: ignore[union-attr]
+    limits = processor.limits(rows.dtype)
+    return bool(rows.shape[1] <= (limits.scores if _is_of_keys(node) else limits.values))
+
+
+def _is_of_keys(node: fx.Node) -> bool:
+    """Whether a product is of queries and keys: the columns of the second lie together.  Of values the rows do."""
+    return bool(node.args[1].meta["val"].stride(1) == 1)  # type: ignore[union-attr]
+
+
+def _replace_batch(graph: fx.Graph, node: fx.Node) -> None:
     """Rows [B, R, K] times matrices [B, K, N], as multiply and sum."""
+    rows, matrix = node.args
+    assert isinstance(rows, fx.Node)
+    assert isinstance(matrix, fx.Node)
     with graph.inserting_before(node):
         stored, wide = _stored(graph, rows), _as(graph, matrix, torch.float32)
         taken = [call_aten(graph, aten.select.int, stored, 1, at) for at in range(rows.meta["val"].shape[1])]
@@ -165,8 +208,8 @@ def _replace_scores(graph: fx.Graph, node: fx.Node, rows: fx.Node, matrix: fx.No
             call_aten(graph, aten.mul.Tensor, wide, call_aten(graph, aten.unsqueeze.default, row, 2)) for row in taken
         ]
         sums = [call_aten(graph, aten.sum.dim_IntList, product, [1]) for product in products]  # [B, N] each
-        made = call_aten(graph, aten.view.default, call_aten(graph, aten.cat.default, sums, 1), node.meta["val"].shape)
-        made = _as(graph, made, node.meta["val"].dtype)
+        apart = [call_aten(graph, aten.unsqueeze.default, each, 1) for each in sums]
+        made = _as(graph, call_aten(graph, aten.cat.default, apart, 1), node.meta["val"].dtype)
     node.replace_all_uses_with(made)
     graph.erase_node(node)
 
@@ -191,8 +234,19 @@ def _stored(graph: fx.Graph, rows: fx.Node) -> fx.Node:
     What the rows are computed from is so computed once, and not for every column.  The product with one is there for
     rows that are views of something larger.
     """
-    stored = call_aten(graph, aten.mul.Scalar, _as(graph, rows, torch.float32), 1.0)
-    return compat.write_out(graph, stored, stored.meta["val"].contiguous().stride())
+    own = call_aten(graph, aten.mul.Scalar, _as(graph, rows, torch.float32), 1.0)
+    return compat.write_out(graph, own, _strides(graph, own))
+
+
+def _strides(graph: fx.Graph, node: fx.Node) -> list[Any]:
+    """Those of a dense tensor of a node's shape, as nodes where they are no numbers."""
+    strides: list[Any] = [1]
+    for dim in range(node.meta["val"].ndim - 1, 0, -1):
+        size = node.meta["val"].shape[dim]
+        factors = (call_aten(graph, compat.SIZE, node, dim) if isinstance(size, torch.SymInt) else size, strides[-1])
+        is_number = all(isinstance(factor, int) for factor in factors)
+        strides.append(operator.mul(*factors) if is_number else call_aten(graph, operator.mul, *factors))
+    return strides[::-1]
 
 
 def _columns(graph: fx.Graph, matrix: fx.Node, parts: int) -> list[fx.Node]:

@@ -12,7 +12,8 @@ from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from kvpass import compat
-from kvpass.lowering.row_products import DTYPES, Processor, halves, spell_out
+from kvpass.lowering import row_products
+from kvpass.lowering.row_products import DTYPES, Limits, Processor, halves, is_worth_it, spell_out
 
 aten = torch.ops.aten
 PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
@@ -115,27 +116,100 @@ def test_columns_that_cannot_be_halved_and_those_that_lie_apart():
     assert halves(torch.empty(2, 64), torch.empty(64, 32), processor) == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def scores(queries, keys):
+    return queries @ keys.transpose(1, 2)
+
+
+def attention(queries, keys, values):
+    return scores(queries, keys) @ values
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 2])
-def test_scores_in_half_precision(rows, dtype):
-    queries, keys = torch.randn(3, rows, 64).to(dtype), torch.randn(3, 9, 64).to(dtype)
-    traced, left = spelled(lambda q, k: torch.bmm(q, k.transpose(1, 2)), queries, keys)
-    exact, made = queries.double() @ keys.double().transpose(1, 2), traced(queries, keys)
-    assert left == 0
-    assert (made.dtype, made.stride()) == (dtype, (9 * rows, 9, 1))
-    assert (made.double() - exact).abs().max() <= exact.abs().max() * torch.finfo(dtype).eps
+@pytest.mark.parametrize("function", [scores, torch.bmm])
+def test_products_of_attention(function, rows, dtype):
+    given = torch.randn(3, rows, 64 if function is scores else 9).to(dtype), torch.randn(3, 9, 64).to(dtype)
+    traced = make_fx(function, tracing_mode="fake")(*given)
+    spell_out(traced.graph, parts=1)
+    traced.recompile()
+    exact, made = function(*(tensor.double() for tensor in given)), traced(*given)
+    assert not products_of(traced.graph)
+    assert (made.dtype, made.shape, made.stride()) == (dtype, exact.shape, exact.contiguous().stride())
+    assert (made.double() - exact).abs().max() <= exact.abs().max() * max(torch.finfo(dtype).eps, 1e-6)
+
+
+def products_of(graph):
+    return graph.find_nodes(op="call_function", target=aten.bmm.default)
 
 
 @pytest.mark.parametrize(
-    ("queries", "keys"),
+    ("vectors", "dtype", "rows", "expected"),
     [
-        (torch.randn(3, 2, 64), torch.randn(3, 9, 64).transpose(1, 2)),
-        (torch.randn(3, 3, 64).bfloat16(), torch.randn(3, 9, 64).bfloat16().transpose(1, 2)),
-        (torch.randn(3, 2, 9).bfloat16(), torch.randn(3, 9, 64).bfloat16()),  # probabilities and values
+        ("AVX512", torch.float32, 2, [False, False]),
+        ("AVX512", torch.bfloat16, 2, [True, False]),
+        ("AVX512", torch.bfloat16, 3, [False, False]),
+        ("something else", torch.bfloat16, 2, [True, False]),
     ],
 )
-def test_other_batches_are_left_alone(queries, keys):
-    assert spelled(torch.bmm, queries, keys)[1] == 1
+def test_which_products_of_attention_are_worth_it(vectors, dtype, rows, expected):
+    given = (torch.randn(3, rows, 64), torch.randn(3, 9, 64), torch.randn(3, 9, 64))
+    traced = make_fx(attention, tracing_mode="fake")(*(x.to(dtype) for x in given))
+    processor = Processor(32 << 10, frozenset(), vectors)
+    assert [is_worth_it(node, processor) for node in products_of(traced.graph)] == expected
+
+
+def test_products_with_anything_else_are_left_alone():
+    queries = torch.randn(3, 2, 64)
+    assert spelled(torch.bmm, queries, torch.randn(3, 9, 128)[..., ::2].transpose(1, 2))[1] == 1
+    assert spelled(torch.bmm, queries.double(), torch.randn(3, 64, 9).double())[1] == 1
+
+
+@pytest.mark.parametrize(("layers", "left"), [(2, 0), (3, 3)])
+def test_values_go_through_loops_where_there_are_few_layers(layers, left, monkeypatch):
+    """What calls the library ends a kernel: else many layers would be one, which share nothing."""
+    monkeypatch.setattr(row_products.Processor, "here", lambda: Processor(32 << 10, frozenset(), "made up"))
+    monkeypatch.setitem(row_products.LIMITS, ("made up", torch.float32, False), Limits(2, 2, 2, scores=2, values=2))
+
+    def deep(queries, keys, values):
+        for _ in range(layers):
+            queries = attention(queries, keys, values)
+        return queries
+
+    assert spelled(deep, torch.randn(3, 2, 8), torch.randn(3, 9, 8), torch.randn(3, 9, 8))[1] == left
+
+
+@pytest.mark.filterwarnings("error:Raw SymInt")
+def test_an_open_number_of_slots(monkeypatch):
+    monkeypatch.setattr(row_products.Processor, "here", lambda: Processor(32 << 10, frozenset(), "made up"))
+    monkeypatch.setitem(row_products.LIMITS, ("made up", torch.float32, False), Limits(2, 2, 2, scores=2, values=2))
+    given = torch.randn(3, 2, 8), torch.randn(3, 9, 8), torch.randn(3, 9, 8)
+    options = {"post_grad_custom_pre_pass": compat.graph_pass(uuid.uuid4().bytes, spell_out)}
+    compiled = torch.compile(attention, options=options)
+    for keys in given[1:]:
+        torch._dynamo.mark_dynamic(keys, 1)
+    made, codes = run_and_get_code(compiled, *given)
+    assert torch.allclose(made, attention(*given), atol=1e-5)
+    assert "extern_kernels.bmm" not in codes[-1]
+    longer = torch.randn(3, 2, 8), torch.randn(3, 21, 8), torch.randn(3, 21, 8)
+    assert torch.allclose(compiled(*longer), attention(*longer), atol=1e-5)
+
+
+@pytest.mark.parametrize(("rows", "dtype"), [(1, torch.float32), (4, torch.float32), (2, torch.bfloat16)])
+def test_weights_in_int8_are_converted_in_registers(rows, dtype):
+    """Codes times a scale for each column, as weight-only quantisation has it."""
+
+    def linear(x, codes, scale):
+        return torch.nn.functional.linear(x, codes.to(x.dtype)) * scale
+
+    x, scale = torch.randn(rows, 64).to(dtype), torch.rand(96).to(dtype)
+    codes = torch.randint(-128, 128, (96, 64), dtype=torch.int8)
+    options = {"post_grad_custom_pre_pass": compat.graph_pass(uuid.uuid4().bytes, spell_out)}
+    made, written = run_and_get_code(torch.compile(linear, options=options), x, codes, scale)
+    exact = linear(x.double(), codes, scale.double())
+    assert (made.double() - exact).abs().max() <= exact.abs().max() * max(2 * torch.finfo(dtype).eps, 1e-5)
+    body = written[-1][written[-1].index("def call(") : written[-1].index("def get_args")]
+    assert "empty_strided_cpu" in body
+    assert not re.findall(r"extern_kernels|empty_strided_cpu\(\((?:64, 96|96, 64)\)", body)
 
 
 def test_not_on_a_gpu():
