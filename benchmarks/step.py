@@ -1,7 +1,8 @@
 """The time of a step against the tokens seen, beside what people use today.
 
 Contenders take turns in one process, kvpress in one of its own.  Caches of transformers are filled with random keys
-and values; a conversation of kvpass is moved on to a place in the text (`bounded.move_on`).
+and values; a conversation of kvpass is moved on to a place in the text (`bounded.move_on`).  The floor stands beside
+reading as many bytes once (`benchmarks.reading`), which no step can go below.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from benchmarks import apart, bounded, peers
+from benchmarks import apart, bounded, peers, reading
 from benchmarks.bounded import BUDGET, LEAST, Case
 from benchmarks.model import Conversation, build
 from benchmarks.report import Row, Table, Target, under
@@ -27,7 +28,7 @@ from kvpass.evaluation import plots
 
 TITLE = "Step time against tokens seen"
 UNCOMPILED, STATIC, CONCATENATION = "uncompiled, DynamicCache", "torch.compile, StaticCache", "StreamingLLM, cat"
-FLOOR = "kvpass, 8 slots (the floor)"
+FLOOR, LOOP_FLOOR = "kvpass, 8 slots (the floor)", "DecodeLoop, 8 slots"
 OURS, THEIRS = "kvpass, ", "kvpress, "
 PRESSES = ("knorm", "streaming", "tova")
 PROMPT = BUDGET + 76  # so that every policy has evicted
@@ -36,6 +37,7 @@ LENGTHS, LONG = (1024, 4096, 16384, 65536), 16384
 QUICK: dict[str, Any] = dict(lengths=(1024, LONG), policies=("streaming", "h2o", "d2o"))
 NAMED = ("streaming", "sage", "buzz", "h2o", "tova", "cascade", "d2o")  # those that targets speak of
 
+OF_READING = {"float32": 1.15, "bfloat16": 1.3}  # a step with 8 slots, of reading its bytes once
 GOALS = ((UNCOMPILED, LONG, 7.0), (STATIC, LONG, 10.0), (UNCOMPILED, 4 * LONG, 25.0), (THEIRS, LONG, 1.7))
 
 
@@ -60,8 +62,8 @@ def rows(
         stack.callback(bench.bar.close)
         presses = bench.presses(stack, Path(kvpress))
         talks = {FLOOR: bench.made(LEAST)} | {f"{OURS}{name}": bench.made(Case(name)) for name in policies}
-        loop = bounded.Loop.of(bench.model, Case(LOOPED), PROMPT)
-        found = [row for seen in lengths for row in bench.at(seen, talks, [loop, *presses(seen)])]
+        loops = bench.loops()
+        found = [row for seen in lengths for row in bench.at(seen, talks, [*loops, *presses(seen)])]
     return found + bench.refusals
 
 
@@ -89,6 +91,11 @@ class _Bench:
         self.bar.set_postfix_str(f"compiling {case.name}")
         return bounded.conversation(self.model, case, PROMPT)
 
+    def loops(self) -> list[Contender]:
+        self.bar.set_postfix_str("compiling DecodeLoops")
+        floor = dataclasses.replace(bounded.Loop.of(self.model, LEAST, PROMPT), name=LOOP_FLOOR)
+        return [bounded.Loop.of(self.model, Case(LOOPED), PROMPT), floor]
+
     def at(self, seen: int, talks: Mapping[str, Conversation], others: Sequence[Contender]) -> Iterator[Row]:
         """The rows at so many tokens seen."""
         plan = self.plan if seen <= LONG else self.plan.fewer(0.4)
@@ -102,10 +109,12 @@ class _Bench:
             bounded.move_on(talk, seen)
         self.bar.set_postfix_str(f"{seen:,} tokens seen")
         timed = [Local(name, talk.step) for name, talk in {**full, **talks}.items()]
-        taken = interleaved([*timed, *others], plan, self.bar.update)
+        count = reading.bytes_read(self.model, talks[FLOOR])
+        taken = interleaved([*timed, *others, *reading.readers(count)], plan, self.bar.update)
         middle, width = medians(taken), spread(taken)
         for name, milliseconds in middle.items():
-            yield {**self.about, "seen": seen, "contender": name, "ms": milliseconds, "spread": width[name]}
+            row = {**self.about, "seen": seen, "contender": name, "ms": milliseconds, "spread": width[name]}
+            yield row | {"bytes": count} if name in reading.NAMES else row
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
@@ -115,21 +124,70 @@ def tables(rows: Sequence[Row]) -> list[Table]:
         lines = made.setdefault(under(row), {})
         line = lines.setdefault(row["contender"], {"milliseconds a step": row["contender"]})
         line[f"{row['seen']:,}" if "ms" in row else "refused"] = row.get("ms", row.get("error"))
-    return [
+    steps = [
         Table(f"Step, budget {BUDGET:,}, {title}, by tokens seen", [*lines.values()]) for title, lines in made.items()
     ]
+    floors = [{"floor": title, **floor.line} for title, floor in _floors(rows).items()]
+    return [*steps, *([Table("A step with 8 slots beside reading its bytes once", floors)] if floors else [])]
+
+
+@dataclasses.dataclass(frozen=True)
+class Floor:
+    """What a step with 8 slots takes, and reading as many bytes, in milliseconds."""
+
+    bytes: int
+    reading: float
+    steps: dict[str, float]
+
+    @property
+    def line(self) -> Row:
+        """Of a table."""
+        speed = {"MB": self.bytes / 1e6, "read at, GB/s": self.bytes / self.reading / 1e6, "in, ms": self.reading}
+        return speed | {f"{name}, of that": share for name, share in self.of_reading.items()}
+
+    @property
+    def of_reading(self) -> dict[str, float]:
+        return {name: ms / self.reading for name, ms in self.steps.items()}
+
+
+def _floors(rows: Sequence[Row]) -> dict[str, Floor]:
+    """By dtype and number of threads, from the rows at the fewest tokens."""
+    found: dict[str, Floor] = {}
+    for title, cases in _at_fewest(rows).items():
+        read = [cases[name] for name in reading.NAMES if name in cases]
+        steps = {name: cases[name]["ms"] for name in (FLOOR, LOOP_FLOOR) if name in cases}
+        if read and steps:
+            found[title] = Floor(read[0]["bytes"], min(row["ms"] for row in read), steps)
+    return found
+
+
+def _at_fewest(rows: Sequence[Row]) -> dict[str, dict[str, Row]]:
+    """By dtype and number of threads the rows of each contender at the fewest tokens."""
+    found: dict[str, dict[str, Row]] = {}
+    timed = [row for row in rows if "ms" in row]
+    for row in sorted(timed, key=lambda row: row["seen"], reverse=True):
+        found.setdefault(under(row), {})[row["contender"]] = row
+    return found
 
 
 Times = dict[tuple[str, int], float]
 
 
 def targets(rows: Sequence[Row]) -> list[Target]:
-    """How many times faster than the others the policies are: the one in the middle, and the slowest."""
+    """How many times faster than the others the policies are, the one in the middle and the slowest, and the floor."""
     found: dict[str, Times] = {}
     for row in rows:
         if "ms" in row:
             found.setdefault(under(row), {})[row["contender"], row["seen"]] = row["ms"]
-    return [target for title, times in found.items() for goal in GOALS for target in _against(title, times, *goal)]
+    against = [target for title, times in found.items() for goal in GOALS for target in _against(title, times, *goal)]
+    return [*against, *_of_reading(rows)]
+
+
+def _of_reading(rows: Sequence[Row]) -> Iterator[Target]:
+    for title, floor in _floors(rows).items():
+        limit = next(limit for dtype, limit in OF_READING.items() if title.startswith(dtype))
+        for name, share in floor.of_reading.items():
+            yield Target("step", f"{name}, of reading its bytes once ({title})", limit, share)
 
 
 def _against(title: str, times: Times, other: str, seen: int, limit: float) -> Iterator[Target]:

@@ -8,7 +8,21 @@ import pytest
 import torch
 
 import kvpass
-from benchmarks import apart, bounded, caching, chunks, passkey, peers, quantised, serving, sinks, standing
+from benchmarks import (
+    apart,
+    bounded,
+    caching,
+    chunks,
+    passkey,
+    peers,
+    quantised,
+    reading,
+    row_products,
+    serving,
+    sinks,
+    standing,
+    step,
+)
 from benchmarks.__main__ import PARTS, ROOT
 from benchmarks.bounded import Case
 from benchmarks.model import Conversation, build, dynamic, static, tokens
@@ -175,3 +189,36 @@ def test_a_full_cache_says_every_passkey_and_a_window_the_last():
 def test_turning_keys_spreads_what_is_large_in_a_few_places(kind):
     plain, turned = (quantised.logit_error(name, 50) for name in (kind, f"{kind}-hadamard"))
     assert turned < 0.6 * plain
+
+
+@torch.inference_mode()
+def test_a_step_reads_all_weights_and_what_is_held(model):
+    talk = talk_of(model, Case("untended", budget=8), 40)
+    held = 2 * 9 * 4 * 64 * 4  # keys and values, slots, heads, dimensions, bytes
+    assert reading.bytes_read(model, talk) == sum(4 * p.numel() for p in model.parameters()) + held
+
+
+def test_the_floor_is_held_against_the_fastest_reading():
+    about = {"dtype": "float32", "threads": 1}
+    times = {step.FLOOR: 6.0, step.LOOP_FLOOR: 5.0, reading.NAMES[0]: 4.0, reading.NAMES[1]: 5.0}
+    rows = [{**about, "seen": 1024, "contender": name, "ms": ms, "bytes": 10**8} for name, ms in times.items()]
+    rows.append({**about, "seen": 4096, "contender": reading.NAMES[0], "ms": 1.0, "bytes": 10**8})
+    found = {target.what: target for target in step.targets(rows) if "reading" in target.what}
+    assert {what: (target.measured, target.met) for what, target in found.items()} == {
+        f"{step.FLOOR}, of reading its bytes once (float32, 1 thread)": (1.5, False),
+        f"{step.LOOP_FLOOR}, of reading its bytes once (float32, 1 thread)": (1.25, False),
+    }
+    (line,) = step.tables(rows)[-1].rows
+    assert line["read at, GB/s"] == 25
+    assert not [target for target in step.targets(rows[:2]) if "reading" in target.what]  # as of older measurements
+
+
+def test_loops_are_the_faster_ones_up_to_a_number_of_rows():
+    times = [(1, 2.0, 1.5, 1.0), (2, 2.0, 1.5, 1.8), (4, 2.0, 3.0, 2.5)]
+    rows = [
+        {"dtype": "float32", "threads": 1, "rows": count, "what": "512 x 512", "library": lib, "loops": one}
+        | {"loops over halves": two}
+        for count, lib, one, two in times
+    ]
+    (line,) = row_products.limits(rows)
+    assert (line["over halves, of the loops"], line["either, of all"]) == (4, 2)
