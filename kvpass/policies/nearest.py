@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 256  # keys compared with all others at a time
+LEAST = 1e-12  # of a norm
 LATE = torch.iinfo(torch.int64).max
 
 
@@ -19,23 +20,36 @@ def nearest(key: Tensor, held: Tensor, position: Tensor) -> tuple[Tensor, Tensor
     Returns:
         The cosines, float32 [B, Hkv, E], and the slots, int64 [B, Hkv, E].
     """
+    if key.shape[2] == 1:
+        return _best(_of_one(key, held), position[:, :, None])
     norm = _norm(held)[:, :, None]  # [B, Hkv, 1, C]
-    found = [_nearest(block, held, norm, position[:, :, None]) for block in torch.split(key, BLOCK, 2)]
+    found = [_best(_of_many(block, held, norm), position[:, :, None]) for block in torch.split(key, BLOCK, 2)]
     return torch.cat([cosine for cosine, _ in found], 2), torch.cat([slot for _, slot in found], 2)
 
 
-def _nearest(key: Tensor, held: Tensor, norm: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-    cosine = _products(key, held) / (_norm(key)[..., None] * norm)  # [B, Hkv, e, C]
+def _best(cosine: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+    """Of cosines [B, Hkv, e, C] with slots the highest, and where it is."""
     cosine = torch.where(position < 0, -torch.inf, cosine)
     best = cosine.amax(-1, keepdim=True)
     return best[..., 0], torch.where(cosine == best, position, LATE).argmin(-1)
 
 
-def _products(key: Tensor, held: Tensor) -> Tensor:
-    if key.shape[2] == 1:  # in a decode step: one pass over the slots, and no converted copy of them
-        return (key[..., None, :].float() * held[:, :, None].float()).sum(-1)
-    return key.float() @ held.float().transpose(-1, -2)
+def _of_many(key: Tensor, held: Tensor, norm: Tensor) -> Tensor:
+    return key.float() @ held.float().transpose(-1, -2) / (_norm(key)[..., None] * norm)
+
+
+def _of_one(key: Tensor, held: Tensor) -> Tensor:
+    """Cosines [B, Hkv, 1, C] of a decode step's key, in one pass over the slots and with no converted copy of them.
+
+    Products and norms go through the slots together if both read something of the head: a compiler walks through norms
+    alone as one long row of slots, in a loop of its own.
+    """
+    shrink = 1 / _norm(key)[..., None]  # [B, Hkv, 1, 1]
+    slots = held.float() * shrink
+    product = (slots * (key.float() * shrink)).sum(-1)  # [B, Hkv, C]
+    length = torch.maximum(slots.square().sum(-1).sqrt(), LEAST * shrink[..., 0])
+    return (product / length)[:, :, None]
 
 
 def _norm(key: Tensor) -> Tensor:
-    return key.float().square().sum(-1).sqrt().clamp(min=1e-12)
+    return key.float().square().sum(-1).sqrt().clamp(min=LEAST)
