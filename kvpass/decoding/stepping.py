@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -38,6 +38,7 @@ class State:
     def __init__(self, loop: Loop, cache: Any, first: Tensor, position: Tensor, mask: Tensor) -> None:
         self.loop, self.cache, self.before = loop, cache, mask
         self.ids, self.position = first[:, None].clone(), position.clone()
+        self.may_end = len(loop.stop) > 0  # whether a conversation may end before the others
         self.done = self._stops(first)
         self.made = torch.full((loop.every, len(first)), loop.pad, device=first.device)
         self.made[0] = first
@@ -106,15 +107,22 @@ class State:
     def choose(self, logits: Tensor) -> None:
         """Sample and move on, all on the device; logits [B, 1, vocabulary]."""
         drawn = self.loop.sampling.choose(logits[:, -1], self.loop.generator)
-        self.position.add_((~self.done).long()[:, None])
-        self.made.index_copy_(0, self.cursor, torch.where(self.done, self.loop.pad, drawn)[None])
-        self.ids.copy_(torch.where(self.done[:, None], self.ids, drawn[:, None]))
-        self.done.logical_or_(self._stops(self.ids[:, 0]))
+        if self.may_end:
+            goes = ~self.done
+            self.position.add_(goes[:, None])
+            self.made.index_copy_(0, self.cursor, torch.where(goes, drawn, self.loop.pad)[None])
+            self.ids.copy_(torch.where(goes[:, None], drawn[:, None], self.ids))
+            self.done.logical_or_((self.ids == self.loop.stop).any(-1))
+        else:
+            self.position.add_(1)
+            self.made.index_copy_(0, self.cursor, drawn[None])
+            self.ids.copy_(drawn[:, None])
         self.cursor.add_(1)
 
     def tell(self, mask: Tensor) -> None:
-        """Say in a padding mask [B, tokens seen] which of the new tokens are real."""
-        mask[:, -1:] = (~self.done)[:, None]
+        """Say in a padding mask [B, tokens seen] which of the new tokens are real: all, without a token to stop at."""
+        if self.may_end:
+            mask[:, -1:] = (~self.done)[:, None]
 
     @property
     def variant(self) -> Any:
@@ -141,6 +149,7 @@ class Step:
         self.state = state
         self.taken = 0  # steps since the cache object was brought up to date
         self.known: dict[Any, Any] = {}  # kinds of step that have run, each with the slots that it is of
+        self.bound: dict[Any, Callable[..., Sequence[Any]]] = {}  # by kind, and whether it sweeps
         self.graphs: dict[Any, torch.cuda.CUDAGraph] = {}
         self.caches: list[LayerCache] = []
 
@@ -149,6 +158,7 @@ class Step:
         self.settled = bool(self.caches) and ran.runner is self.runner
         if not self.settled:
             self.known.clear()
+            self.bound.clear()
             self.graphs.clear()
         self.runner, self.caches, self.arguments, self.mask = ran.runner, ran.caches, ran.arguments, mask
         self.lasts, self.began = ran.runner.lasts(ran), ran.caches[0].seen - 1
@@ -164,9 +174,9 @@ class Step:
         if not self.settled or kind not in self.known or not self.lasts(self.caches[0].seen - self.began):
             return False
         if self.mask.device.type == "cuda":
-            self._replay((kind, self.state.variant))
+            self._replay(kind)
         else:
-            self._call()
+            self._call(kind)
         self.taken += 1
         return True
 
@@ -175,27 +185,32 @@ class Step:
         self.arguments = self.runner.moved(self.caches, self.arguments, by)
         self.taken += by
 
-    def _call(self) -> None:
+    def _call(self, kind: Any) -> None:
         """What a step does on the device."""
         self.state.tell(self.mask)
         self.arguments = self.runner.following(self.caches, self.arguments)
-        _, results, _ = self.runner.advance(self.caches, self.arguments, self.others, self.padding)
+        sweep, clocks = self.runner.ticked(self.caches, self.arguments)
+        if (kind, sweep) not in self.bound:
+            how = (self.others, self.padding, sweep)
+            self.bound[kind, sweep] = self.runner.bound(self.caches, self.arguments, *how)
+        results = self.bound[kind, sweep](self.arguments, clocks)
         self.state.choose(results[self.place])
 
-    def _replay(self, key: Any) -> None:
+    def _replay(self, kind: Any) -> None:
+        key = (kind, self.state.variant)
         if key in self.graphs:
             _, clocks = caches.tick(self.caches)
             caches.count(self.caches, 1, clocks)
         else:
-            self.graphs[key] = self._captured()  # the host's counts move on while it is captured
+            self.graphs[key] = self._captured(kind)  # the host's counts move on while it is captured
         self.graphs[key].replay()
 
-    def _captured(self) -> torch.cuda.CUDAGraph:
+    def _captured(self, kind: Any) -> torch.cuda.CUDAGraph:
         """The step as a CUDA graph."""
         graph = torch.cuda.CUDAGraph()
         graph.register_generator_state(self.state.loop.generator)
         with torch.cuda.graph(graph):
-            self._call()
+            self._call(kind)
         return graph
 
 

@@ -104,9 +104,15 @@ class StepRewrite:
         Args:
             seen: the tokens before these.
         """
-        dense = torch.contiguous_format
-        flat: list[Any] = [tensor for layer in slots for tensor in layer.tensors()]
-        flat += self.weights
+        return [*self.held(slots), *self.given(arguments, aside, slots, seen)]
+
+    def held(self, slots: list[Slots]) -> list[Any]:
+        """Those arguments that a step leaves where they are: the slots' tensors and the policy's weights."""
+        return [*(tensor for layer in slots for tensor in layer.tensors()), *self.weights]
+
+    def given(self, arguments: tuple[Any, ...], aside: list[Any], slots: list[Slots], seen: int) -> list[Any]:
+        """The others, see `flat`."""
+        dense, flat = torch.contiguous_format, list[Any]()
         for place in self.columns:
             flat.append(of_new(arguments[place], seen, self.queries).clone(memory_format=dense))
         further = aside[len(self.grown) :]
@@ -114,8 +120,11 @@ class StepRewrite:
             full = arguments[entry.place] if entry.given else further[self.asides + entry.place]
             flat.append(full if entry.layer is None else entry.of(full, slots[entry.layer], self.queries))
         flat += further[: self.asides]
-        for place in self.inputs:
-            flat.append(arguments[place].clone(memory_format=dense) if place in self.loose else arguments[place])
+        first = len(flat)
+        flat += [arguments[place] for place in self.inputs]
+        for at, place in enumerate(self.inputs) if self.loose else ():
+            if place in self.loose:
+                flat[first + at] = arguments[place].clone(memory_format=dense)
         return flat
 
     @property

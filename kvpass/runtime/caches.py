@@ -58,7 +58,14 @@ def tick(
     Args:
         valid: for each layer which rows' tokens are not padding, which does not count; None for all.
     """
-    ticked = [_ticked(cache, rows) for cache, rows in zip(caches, valid or [None] * len(caches), strict=True)]
+    if not any(cache.clocks for cache in caches):
+        return False, [()] * len(caches)
+    known: dict[Any, list[tuple[bool, Any]]] = {}  # layers mostly count alike
+    ticked = []
+    for cache, rows in zip(caches, valid or [None] * len(caches), strict=True):
+        alike = (id(cache.layout.policy), cache.limit, cache.clocks, None if rows is None else tuple(rows))
+        known[alike] = known.get(alike) or _ticked(cache, rows)
+        ticked.append(known[alike])
     sweep = any(due for layer in ticked for due, _ in layer)
     return sweep, [tuple(clock for _, clock in layer) for layer in ticked]
 

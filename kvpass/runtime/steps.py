@@ -25,7 +25,8 @@ from kvpass.rewrite.pipeline import rewrite_step
 from kvpass.rewrite.result import StepRewrite, of_new
 from kvpass.rewrite.validate import Step, Validation, validate
 from kvpass.runtime import ownership
-from kvpass.runtime.caches import count, keeps_clock, kind, lengthened, make_room, tick
+from kvpass.runtime.bound import Bound
+from kvpass.runtime.caches import count, kind, lengthened, make_room, tick
 from kvpass.runtime.classes import AsTraced
 from kvpass.runtime.compiler import Compiler
 from kvpass.runtime.cropping import calls_before, remember
@@ -121,7 +122,7 @@ class StepRunner:
         clocks: Sequence[tuple[Any, ...]] = [cache.clocks for cache in caches]
         sweep = False
         if queries == 1:
-            sweep, clocks = tick(caches, self._valid_rows(caches, arguments))
+            sweep, clocks = self.ticked(caches, arguments)
         rewrite, aside, flat, run = self._prepared(caches, arguments, others, known, sweep)
         for cache in caches:
             cache.broken = True
@@ -134,6 +135,24 @@ class StepRunner:
         count(caches, queries, clocks)
         remember(caches, calls, taken)
         return rewrite, results, aside
+
+    def bound(
+        self,
+        caches: list[LayerCache],
+        arguments: tuple[Any, ...],
+        others: tuple[int | None, ...],
+        known: frozenset[int],
+        sweep: bool,
+    ) -> Callable[[tuple[Any, ...], Sequence[tuple[Any, ...]]], Sequence[Any]]:
+        """What does the same as `advance` for one token, on these caches as long as their slots stay: see `Bound`."""
+        if self.backend.holding.whole:  # it has more to do around a graph than slots have
+            return lambda arguments, _: self.advance(caches, arguments, others, known)[1]
+        rewrite, _, _, run = self._prepared(caches, arguments, others, known, sweep)
+        return Bound(caches, rewrite, run)
+
+    def ticked(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> tuple[bool, list[tuple[Any, ...]]]:
+        """Whether the step of one token among these arguments is one with the sweep, and the clocks after it."""
+        return tick(caches, self._valid_rows(caches, arguments))
 
     def _valid(self, cache: LayerCache, told: tuple[fx.Node, ...], arguments: tuple[Any, ...], queries: int) -> Tensor:
         """bool [B, q]: which of the new tokens are not padding, for a layer."""
@@ -286,7 +305,7 @@ class StepRunner:
 
     def _valid_rows(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> list[list[bool] | None]:
         """For each layer in which rows a single token is not padding, for policies that count; None for all rows."""
-        if not any(keeps_clock(cache.layout.policy) for cache in caches):
+        if not any(cache.clocks for cache in caches):
             return [None] * len(caches)
         found = self._padding(caches, arguments, caches[0].seen, 1)
         return [None if padding is None else (~padding[:, 0]).tolist() for padding in found]
@@ -306,8 +325,9 @@ class StepRunner:
         """bool [B, q]: which of the new tokens are padding; None if none is, or if the host would have to wait."""
         if not columns or (queries == 1 and columns[0].is_cuda):
             return None
-        padding = padding_of(columns, rows, queries, columns[0].device)
-        return padding if bool(padding.any()) else None
+        if all(bool(column.all()) for column in columns):
+            return None
+        return padding_of(columns, rows, queries, columns[0].device)
 
     def _columns(
         self, arguments: tuple[Any, ...], told: tuple[fx.Node, ...], before: int, queries: int
