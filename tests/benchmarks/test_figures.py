@@ -211,7 +211,7 @@ def test_recall_differs_by_shares_of_all_words():
 def test_same_bytes_are_compared_by_policy_and_format():
     rows = [stored(kind, times, [1.0, 1.1]) for kind, times in equal_bytes.STORED]
     rows += [stored(kind, times, [0.5, 0.5], equal_bytes.RECALL) for kind, times in equal_bytes.STORED[:3]]
-    rows.append({**stored("int8", 1, []), "policy": "other", "error": "refused"})
+    rows.append({**stored("int8", 1, [1.0]), "policy": "other", "error": "refused"})
     perplexity, _, differences = equal_bytes.tables(rows)
     assert perplexity.caption.startswith("Perplexity of 2 held-out documents")
     assert list(perplexity.rows[0]) == ["policy", "plain, 64", "int8, 64", "int4, 64", "int8, 128", "int4, 256"]
