@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import subprocess
 import tempfile
@@ -12,6 +13,7 @@ from typing import Any
 
 from kvpass.errors import KVPassError
 from kvpass.testing import compat
+from kvpass.testing.listing import PROCESSORS, Listing, disassembled
 
 TARGETS = ("sm_80", "sm_90")
 NEWER = ("sm_100", "sm_120")
@@ -31,6 +33,8 @@ class Binary:
         spills: bytes of a thread that are kept in memory for want of registers.
         shared: bytes of shared memory of a program.
         configuration: block sizes, warps and stages, as text.
+        warps: of a program.
+        cubin: the machine code.
     """
 
     name: str
@@ -39,6 +43,22 @@ class Binary:
     spills: int
     shared: int
     configuration: str
+    warps: int = 4
+    cubin: bytes = dataclasses.field(default=b"", repr=False, compare=False)
+
+    @functools.cached_property
+    def listing(self) -> Listing:
+        """The instructions.
+
+        Raises:
+            ListingError: the disassembler refuses them.
+        """
+        return disassembled(self.cubin)
+
+    @property
+    def resident(self) -> int:
+        """Programs that one streaming multiprocessor holds at a time."""
+        return PROCESSORS[self.target].resident(self.registers, self.shared, self.warps)
 
 
 def newer() -> list[str]:
@@ -79,11 +99,12 @@ def compiled(
     options = dict(num_warps=num_warps, num_stages=num_stages)
     try:
         with compat.pretended_gpu():
-            ptx, shared = compat.cubin(function, signature, constants, attributes, capability, **options)
+            ptx, cubin, shared = compat.cubin(function, signature, constants, attributes, capability, **options)
     except Exception as error:
         raise KernelError(f"{function.__name__} for {target} with {constants}: {error}") from error
     registers, spills = _assembled(ptx, capability)
-    return Binary(function.__name__, target, registers, spills, shared, _text({**constants, **options}))
+    text = _text({**constants, **options})
+    return Binary(function.__name__, target, registers, spills, shared, text, num_warps, cubin)
 
 
 def _text(configuration: dict[str, Any]) -> str:

@@ -246,8 +246,8 @@ def cubin(
     attributes: Any,
     capability: int,
     **options: Any,
-) -> tuple[str, int]:
-    """The PTX of a kernel for one GPU, and the shared memory that it uses; ptxas accepts it."""
+) -> tuple[str, bytes, int]:
+    """The PTX of a kernel for one GPU, its machine code, and the shared memory that it uses; ptxas accepts it."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -255,7 +255,7 @@ def cubin(
     known = {(function.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(function, signature=signature, constexprs=known, attrs=attributes)
     built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return built.asm["ptx"], int(built.metadata.shared)
+    return built.asm["ptx"], built.asm["cubin"], int(built.metadata.shared)
 
 
 def wrap_interpreted() -> None:
@@ -269,3 +269,33 @@ def assembler(capability: int) -> str:
 
     tool = knobs.nvidia.ptxas_blackwell if capability >= 100 else knobs.nvidia.ptxas
     return str(tool.path)
+
+
+def disassembler() -> str:
+    """The path of nvdisasm."""
+    from triton import knobs
+
+    return str(knobs.nvidia.nvdisasm.path)
+
+
+@contextlib.contextmanager
+def recorded_launches() -> Iterator[list[tuple[Any, tuple[int, ...], dict[str, Any], dict[str, Any]]]]:
+    """Inside, Triton's kernels are not launched but noted: function, grid, arguments by name, and options."""
+    from triton.runtime.jit import JITFunction
+
+    noted: list[tuple[Any, tuple[int, ...], dict[str, Any], dict[str, Any]]] = []
+
+    def note(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        arguments = dict(zip(self.arg_names, args, strict=False))
+        arguments |= {name: value for name, value in kwargs.items() if name in self.arg_names}
+        options = {name: value for name, value in kwargs.items() if name not in self.arg_names}
+        noted.append((self, tuple(grid), arguments, options))
+
+    run, wrap = JITFunction.run, torch.library.wrap_triton
+    JITFunction.run = note
+    torch.library.wrap_triton = lambda kernel: kernel
+    try:
+        yield noted
+    finally:
+        JITFunction.run = run
+        torch.library.wrap_triton = wrap
