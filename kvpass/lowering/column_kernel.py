@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+TWOS = tl.constexpr(1.4426950408889634)  # log2(e): probabilities are powers of two, for which there is an instruction
 TILE = 16 << 10  # bytes of queries, and of keys, that a program holds at a time
 
 
@@ -38,20 +39,23 @@ def block_of_logits(
     COUNT: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Masked logits [BQ, BK] of q [BQ, D] and k [D, BK]; KIND of the mask: 0 none, 1 bool, 2 additive."""
-    x = tl.dot(q, k, input_precision="ieee") * SCALE
+    """Masked logits [BQ, BK] of q [BQ, D] and k [D, BK], in powers of two; CAUSAL where some lie ahead of their query.
+
+    KIND of the mask: 0 none, 1 bool, 2 additive.
+    """
+    x = tl.dot(q, k, input_precision="ieee")
     if CAP > 0:
-        x = (2.0 / (1.0 + tl.exp(-2.0 / CAP * x)) - 1.0) * CAP  # tanh
+        x = (2.0 / (1.0 + tl.exp(-2.0 * SCALE / CAP * x)) - 1.0) * (CAP * TWOS)  # tanh
+    else:
+        x *= SCALE * TWOS
     if KIND > 0:
         inside = (rows < COUNT)[:, None] & (columns < KEYS)[None, :]
         given = tl.load(masks + rows.to(tl.int64)[:, None] * mask_query + columns[None, :], mask=inside, other=0)
-        if KIND == 1:
-            x = tl.where(given != 0, x, LOWEST)
-        else:
-            x += given.to(tl.float32)
+        added = tl.maximum(x + given.to(tl.float32) * TWOS, LOWEST)
+        x = tl.where(given != 0, x, LOWEST) if KIND == 1 else added
     if CAUSAL:
         x = tl.where(columns[None, :] <= rows[:, None] + (KEYS - COUNT), x, LOWEST)
-    return tl.where((columns < KEYS)[None, :], x, float("-inf"))
+    return x
 
 
 @triton.jit
@@ -60,7 +64,7 @@ def totals(
     key,  # [B, Hkv, S, D], dense
     mask,  # [B or 1, Hq or 1, q or 1, S]; anything for KIND 0
     sink,  # float32 [B or 1, Hq, q or 1]; anything without HAS_SINK
-    out,  # float32 [B, Hq, q]: log of the sum of exp(logit)
+    out,  # float32 [B, Hq, q]: the logarithm to base two of the sum of exp(logit)
     mask_row: tl.constexpr,
     mask_head: tl.constexpr,
     mask_query: tl.constexpr,
@@ -80,8 +84,8 @@ def totals(
     BQ: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """One block of queries of one head."""
-    start, which = tl.program_id(0) * BQ, tl.program_id(1).to(tl.int64)
+    """One block of queries of one head; the last ones first, which see the most keys where these are causal."""
+    start, which = (tl.num_programs(0) - 1 - tl.program_id(0)) * BQ, tl.program_id(1).to(tl.int64)
     row, head = which // HEADS, which % HEADS
     i, d = start + tl.arange(0, BQ), tl.arange(0, WIDTH)
     q = tl.load(query + (which * COUNT + i)[:, None] * D + d[None, :], mask=(i < COUNT)[:, None] & (d < D), other=0.0)
@@ -89,22 +93,62 @@ def totals(
     masks = mask + row * mask_row + head * mask_head
     top = tl.full([BQ], LOWEST, tl.float32)
     paid = tl.zeros([BQ], tl.float32)
-    end = KEYS
+    end, seen = KEYS, KEYS // BK * BK  # blocks up to `seen` are whole: there and before every query
     if CAUSAL:
         end = min(KEYS, start + BQ + (KEYS - COUNT))
-    for at in range(0, end, BK):
+        seen = min(KEYS, start + (KEYS - COUNT) + 1) // BK * BK
+    for at in range(0, seen, BK):
+        j = at + tl.arange(0, BK)
+        k = tl.load(keys + j[None, :] * D + d[:, None], mask=(d < D)[:, None], other=0.0)
+        x = block_of_logits(q, k, i, j, masks, mask_query, KIND, False, SCALE, CAP, COUNT, KEYS)
+        higher = tl.maximum(top, tl.max(x, 1))
+        paid = paid * tl.exp2(top - higher) + tl.sum(tl.exp2(x - higher[:, None]), 1)
+        top = higher
+    for at in range(seen, end, BK):
         j = at + tl.arange(0, BK)
         k = tl.load(keys + j[None, :] * D + d[:, None], mask=(j < KEYS)[None, :] & (d < D)[:, None], other=0.0)
         x = block_of_logits(q, k, i, j, masks, mask_query, KIND, CAUSAL, SCALE, CAP, COUNT, KEYS)
+        x = tl.where((j < KEYS)[None, :], x, float("-inf"))
         higher = tl.maximum(top, tl.max(x, 1))
-        paid = paid * tl.exp(top - higher) + tl.sum(tl.exp(x - higher[:, None]), 1)
+        paid = paid * tl.exp2(top - higher) + tl.sum(tl.exp2(x - higher[:, None]), 1)
         top = higher
     if HAS_SINK:
         own = tl.load(sink + row * sink_row + head * max(1, sink_query) + i * (sink_query > 1), mask=i < COUNT, other=0)
+        own = own * TWOS
         higher = tl.maximum(top, own)
-        paid = paid * tl.exp(top - higher) + tl.exp(own - higher)
+        paid = paid * tl.exp2(top - higher) + tl.exp2(own - higher)
         top = higher
-    tl.store(out + which * COUNT + i, top + tl.log(paid), mask=i < COUNT)
+    tl.store(out + which * COUNT + i, top + tl.log2(paid), mask=i < COUNT)
+
+
+@triton.jit
+def shares(
+    query,
+    k,  # [D, BK]
+    total,
+    weight,
+    masks,
+    which,
+    row,
+    i,  # the queries' numbers [BQ]
+    j,  # the keys' numbers [BK]
+    d,
+    mask_query: tl.constexpr,
+    KIND: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    SCALE: tl.constexpr,
+    CAP: tl.constexpr,
+    COUNT: tl.constexpr,
+    KEYS: tl.constexpr,
+    D: tl.constexpr,
+):
+    """Probabilities [BQ, BK] of a block, and what its queries count [BQ, 1]: nothing where there are none."""
+    there = i < COUNT
+    whole = tl.load(total + which * COUNT + i, mask=there, other=0.0)
+    counted = tl.load(weight + row * COUNT + i, mask=there, other=0.0)
+    q = tl.load(query + (which * COUNT + i)[:, None] * D + d[None, :], mask=there[:, None] & (d < D), other=0.0)
+    x = block_of_logits(q, k, i, j, masks, mask_query, KIND, CAUSAL, SCALE, CAP, COUNT, KEYS)
+    return tl.exp2(x - whole[:, None]), counted[:, None]
 
 
 @triton.jit
@@ -133,32 +177,39 @@ def columns(
     BQ: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """One block of keys for one query head."""
+    """One block of keys for one query head; queries are added up number by number, and across a block at the end."""
     start, which = tl.program_id(0) * BK, tl.program_id(1).to(tl.int64)
     row, head = which // HEADS, which % HEADS
     j, d = start + tl.arange(0, BK), tl.arange(0, WIDTH)
     keys = key + (row * (HEADS // GROUPS) + head // GROUPS) * KEYS * D
     k = tl.load(keys + j[None, :] * D + d[:, None], mask=(j < KEYS)[None, :] & (d < D)[:, None], other=0.0)
     masks = mask + row * mask_row + head * mask_head
-    first = 0
+    first, after = 0, 0
     if CAUSAL:
-        first = max(0, start - (KEYS - COUNT)) // BQ * BQ  # no query before sees any of these keys
-    once = tl.zeros([BK], tl.float32)
-    twice = tl.zeros([BK], tl.float32)
-    for at in range(first, COUNT, BQ):
+        first = max(0, start - (KEYS - COUNT)) // BQ * BQ  # no query before sees any of these keys,
+        after = max(0, start + BK - 1 - (KEYS - COUNT) + BQ - 1) // BQ * BQ  # and all from here on see all of them
+        after = max(first, min(after, tl.cdiv(COUNT, BQ) * BQ))
+    once = tl.zeros([BQ, BK], tl.float32)
+    twice = tl.zeros([BQ, BK], tl.float32)
+    for at in range(first, after, BQ):
         i = at + tl.arange(0, BQ)
-        there = i < COUNT
-        q = tl.load(query + (which * COUNT + i)[:, None] * D + d[None, :], mask=there[:, None] & (d < D), other=0.0)
-        x = block_of_logits(q, k, i, j, masks, mask_query, KIND, CAUSAL, SCALE, CAP, COUNT, KEYS)
-        whole = tl.load(total + which * COUNT + i, mask=there, other=0.0)
-        counted = tl.load(weight + row * COUNT + i, mask=there, other=0.0)
-        p = tl.where(there[:, None], tl.exp(x - whole[:, None]), 0.0)
-        once += tl.sum(p * counted[:, None], 0)
+        p, counted = shares(
+            query, k, total, weight, masks, which, row, i, j, d, mask_query, KIND, True, SCALE, CAP, COUNT, KEYS, D
+        )  # fmt: skip
+        once += p * counted
         if SQUARES:
-            twice += tl.sum(p * p * counted[:, None], 0)
-    tl.store(sums + which * KEYS + j, once, mask=j < KEYS)
+            twice += p * (p * counted)
+    for at in range(after, COUNT, BQ):
+        i = at + tl.arange(0, BQ)
+        p, counted = shares(
+            query, k, total, weight, masks, which, row, i, j, d, mask_query, KIND, False, SCALE, CAP, COUNT, KEYS, D
+        )  # fmt: skip
+        once += p * counted
+        if SQUARES:
+            twice += p * (p * counted)
+    tl.store(sums + which * KEYS + j, tl.sum(once, 0), mask=j < KEYS)
     if SQUARES:
-        tl.store(squares + which * KEYS + j, twice, mask=j < KEYS)
+        tl.store(squares + which * KEYS + j, tl.sum(twice, 0), mask=j < KEYS)
 
 
 def column_sums(
