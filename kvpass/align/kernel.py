@@ -18,10 +18,32 @@ from torch import Tensor
 
 from kvpass.lowering.attend_kernel import dense, packed, power
 
-ROWS = 16  # of a program: what a product takes at least, so that a GPU has many programs
-STEP = 32  # numbers of a head that are taken at a time
+ROWS, FEW_ROWS = 32, 16  # of a program, each of which reads all weights; fewer of wide heads, for the registers
+WIDE_HEAD = 256
+STEP = 32  # numbers of a head that are taken in at a time,
+OUT_STEP = 64  # and put out: a stretch for each warp
 WARPS = 8  # fewer would spill
-PRECISION = tl.constexpr("tf32x3")  # tensor cores, three products for one: nearly as exact as float32
+TF32 = tl.constexpr(-8192)  # the bits of a float32 that tensor cores multiply
+
+
+@triton.jit
+def parted(x):
+    """A float32 as two that tensor cores multiply: what they see of it, and the rest."""
+    coarse = (x.to(tl.int32, bitcast=True) & TF32).to(tl.float32, bitcast=True)
+    return coarse, x - coarse
+
+
+@triton.jit
+def product(coarse, fine, weight, total, EXACT: tl.constexpr):
+    """`total` plus the product of a number in two parts and a weight, nearly as exact as in float32.
+
+    Where numbers in half precision are EXACT, their second part is zero.
+    """
+    heavy, light = parted(weight)
+    total = tl.dot(coarse, light, total, input_precision="tf32")
+    if not EXACT:
+        total = tl.dot(fine, heavy, total, input_precision="tf32")
+    return tl.dot(coarse, heavy, total, input_precision="tf32")
 
 
 @triton.jit
@@ -51,7 +73,8 @@ def taken_in(
             )
             inside = (d < D)[:, None] & (h < H1)[None, :]
             w = tl.load(weight + (head * D + d)[:, None] * H1 + h[None, :], mask=inside, other=0.0)
-            hidden += tl.dot(x.to(tl.float32), w, input_precision=PRECISION)
+            coarse, fine = parted(x.to(tl.float32))
+            hidden = product(coarse, fine, w, hidden, x.dtype != tl.float32)
     return hidden
 
 
@@ -81,6 +104,7 @@ def put_out(
 ):
     """Write the rows of all heads, changed where they move."""
     s = tl.arange(0, SECOND)
+    coarse, fine = parted(hidden)
     for head in range(HEADS):
         for start in range(0, D, WIDE):
             d = start + tl.arange(0, WIDE)
@@ -89,10 +113,10 @@ def put_out(
             x = tl.load(rows + head * row_head + c[:, None] * row_slot + d[None, :], mask=inside, other=0.0)
             known = (s < H2)[:, None] & (d < D)[None, :]
             w = tl.load(weight + s[:, None] * TOTAL + column[None, :], mask=known, other=0.0)
-            change = tl.dot(hidden, w, input_precision=PRECISION)
-            change += tl.load(bias + column, mask=d < D, other=0.0)[None, :]
-            change += tl.load(shift + rank[:, None] * TOTAL + column[None, :], mask=inside, other=0.0)
-            change -= tl.load(shift + made[:, None] * TOTAL + column[None, :], mask=inside, other=0.0)
+            shifted = tl.load(shift + rank[:, None] * TOTAL + column[None, :], mask=inside, other=0.0)
+            shifted -= tl.load(shift + made[:, None] * TOTAL + column[None, :], mask=inside, other=0.0)
+            shifted += tl.load(bias + column, mask=d < D, other=0.0)[None, :]  # all before the product, which waits
+            change = product(coarse, fine, w, shifted, False)
             new = tl.where(moves[:, None], (x.to(tl.float32) + change).to(x.dtype), x)
             tl.store(out + (head * C + c[:, None]) * D + d[None, :], new, mask=inside)
 
@@ -131,6 +155,8 @@ def repair(
     SECOND: tl.constexpr,
     KEY_STEP: tl.constexpr,
     VALUE_STEP: tl.constexpr,
+    KEY_OUT: tl.constexpr,
+    VALUE_OUT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One block of the rows of one B, keys and values of all heads."""
@@ -149,15 +175,16 @@ def repair(
     hidden = taken_in(hidden, values, on_value, c, there, value_head, value_slot, HEADS, DV, H1, FIRST, VALUE_STEP)
     within = (h < H1)[:, None] & (s < H2)[None, :]
     w = tl.load(inner + h[:, None] * H2 + s[None, :], mask=within, other=0.0)
-    hidden = tl.dot(tl.maximum(hidden, 0.0), w, input_precision=PRECISION)
+    coarse, fine = parted(tl.maximum(hidden, 0.0))
+    hidden = product(coarse, fine, w, tl.zeros([BLOCK, SECOND], tl.float32), False)
     hidden = tl.maximum(hidden + tl.load(inner_bias + s, mask=s < H2, other=0.0)[None, :], 0.0)
     put_out(
         hidden, keys, new_key + row * HEADS * C * D, outer, outer_bias, shift, m, r, moving, c, there,
-        key_head, key_slot, HEADS, C, D, H2, 0, HEADS * (D + DV), SECOND, KEY_STEP,
+        key_head, key_slot, HEADS, C, D, H2, 0, HEADS * (D + DV), SECOND, KEY_OUT,
     )  # fmt: skip
     put_out(
         hidden, values, new_value + row * HEADS * C * DV, outer, outer_bias, shift, m, r, moving, c, there,
-        value_head, value_slot, HEADS, C, DV, H2, HEADS * D, HEADS * (D + DV), SECOND, VALUE_STEP,
+        value_head, value_slot, HEADS, C, DV, H2, HEADS * D, HEADS * (D + DV), SECOND, VALUE_OUT,
     )  # fmt: skip
 
 
@@ -192,11 +219,13 @@ def repair_rows(
     rows, heads, slots, dim = key.shape
     width, (first, second) = value.shape[3], inner.shape
     new_key, new_value = key.new_empty((rows, heads, slots, dim)), value.new_empty((rows, heads, slots, width))
-    torch.library.wrap_triton(repair)[(triton.cdiv(slots, ROWS), rows)](
+    block = ROWS if max(dim, width) < WIDE_HEAD else FEW_ROWS
+    torch.library.wrap_triton(repair)[(triton.cdiv(slots, block), rows)](
         key, value, packed(made), packed(rank), packed(moves), on_key, on_value, from_made, from_rank, shift,
         inner, inner_bias, outer, outer_bias, new_key, new_value, *key.stride()[:3], *value.stride()[:3],
         HEADS=heads, C=slots, D=dim, DV=width, H1=first, H2=second, FIRST=power(first), SECOND=power(second),
-        KEY_STEP=min(STEP, power(dim)), VALUE_STEP=min(STEP, power(width)), BLOCK=ROWS, num_warps=WARPS, num_stages=2,
+        KEY_STEP=min(STEP, power(dim)), VALUE_STEP=min(STEP, power(width)), KEY_OUT=min(OUT_STEP, power(dim)),
+        VALUE_OUT=min(OUT_STEP, power(width)), BLOCK=block, num_warps=WARPS, num_stages=2,
     )  # fmt: skip
     return new_key, new_value
 

@@ -24,9 +24,12 @@ from kvpass.lowering.rope import Rope
 from kvpass.storage import Rows
 
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+TWOS = tl.constexpr(1.4426950408889634)  # log2(e): a GPU has an instruction for powers of two
 TILE = 16 << 10  # bytes of K, and of V, that a program holds at a time
 PROGRAMS = 1024  # enough for several waves on any GPU of today
-MOST_PARTS = 64  # `join` holds them all at once
+ENOUGH = 512  # for about one, which is what many parts are made for
+FEW_PARTS, MOST_PARTS = 64, 256  # where there are enough programs, and where one head is all there is
+JOINED = 4096  # numbers of all parts that a program of `join` holds at once
 
 
 @triton.jit
@@ -51,6 +54,92 @@ def numbers(
         return tl.load(rows + d, mask=inside, other=0).to(tl.float32)
     else:
         return tl.load(rows + d, mask=inside, other=0)
+
+
+@triton.jit
+def packed_rows(
+    rows,  # of one head, [C, D / 2]
+    scale,  # of that head [C, GROUPS], likewise the zero points
+    zero,
+    c,
+    slot: tl.constexpr,
+    GROUPS: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """Rows in four bits as they lie: bytes [BLOCK, HALF], then scales and zero points of both halves [BLOCK, SPANS]."""
+    SPANS: tl.constexpr = HALF // 32 if D % 64 == 0 else 1
+    e, g = tl.arange(0, HALF)[None, :], tl.arange(0, SPANS)[None, :]
+    there, low, second = (c < C)[:, None], c[:, None] * GROUPS + g, GROUPS // 2
+    byte = tl.load(rows + c[:, None] * slot + e, mask=there & (e < D // 2), other=0)
+    first, last = there & (g < GROUPS), there & (second + g < GROUPS)
+    low_scale, low_zero = tl.load(scale + low, mask=first, other=0.0), tl.load(zero + low, mask=first, other=0)
+    high = low + second
+    high_scale, high_zero = tl.load(scale + high, mask=last, other=0.0), tl.load(zero + high, mask=last, other=0)
+    return byte, low_scale, low_zero, high_scale, high_zero
+
+
+@triton.jit
+def meant(
+    code,  # int32 [BLOCK, HALF]
+    scale,  # [BLOCK, SPANS], likewise the zero points
+    zero,
+    BLOCK: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """Numbers, float32, that codes of one half of the rows stand for."""
+    SPANS: tl.constexpr = scale.shape[1]
+    step = scale.to(tl.float32)
+    apart = tl.reshape(code.to(tl.float32), [BLOCK, SPANS, HALF // SPANS])
+    return tl.reshape(apart * step[:, :, None] + (zero.to(tl.float32) * step)[:, :, None], [BLOCK, HALF])
+
+
+@triton.jit
+def halves(
+    rows,  # of one head, at slots [BLOCK, 1]
+    there,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """The two halves of rows, [BLOCK, HALF] each; codes of eight bits are left to be multiplied."""
+    e = tl.arange(0, HALF)[None, :]
+    inside = there[:, None] & (e < D // 2)
+    return tl.load(rows + e, mask=inside, other=0), tl.load(rows + D // 2 + e, mask=inside, other=0)
+
+
+@triton.jit
+def turned(
+    number,  # [BLOCK, HALF]
+    partner,
+    cos,  # at the ranks of slots [BLOCK, 1] and the half
+    sin,
+    inside,
+    HALF: tl.constexpr,
+):
+    """Numbers of keys turned with their partners, float32."""
+    e = tl.arange(0, HALF)[None, :]
+    made = number.to(tl.float32) * tl.load(cos + e, mask=inside, other=0.0).to(tl.float32)
+    return made + partner.to(tl.float32) * tl.load(sin + e, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def along(
+    rows,  # a mask or a bias of one KV head
+    group,  # of the program's rows [ROWS], likewise the next two
+    asking,
+    here,
+    c,
+    C: tl.constexpr,
+    of_group: tl.constexpr,
+    of_query: tl.constexpr,
+):
+    """What belongs to slots, [1, BLOCK] where it is the same for all rows, else [ROWS, BLOCK]."""
+    if of_group == 0 and of_query == 0:
+        return tl.load(rows + c, mask=c < C, other=0)[None, :]
+    else:
+        own = group * of_group + asking * of_query
+        return tl.load(rows + own[:, None] + c[None, :], mask=here[:, None] & (c < C)[None, :], other=0)
 
 
 @triton.jit
@@ -92,6 +181,7 @@ def split(
     VALUE_GROUPS: tl.constexpr,
     ROTARY: tl.constexpr,  # how many numbers of a key are mixed in pairs, 0 without
     INTERLEAVED: tl.constexpr,
+    HALVED: tl.constexpr,  # whether keys are worked on in halves of D
     POSITIONS: tl.constexpr,
     SCALE: tl.constexpr,
     CAP: tl.constexpr,
@@ -108,6 +198,8 @@ def split(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
+    HALF: tl.constexpr,
+    VALUE_HALF: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Attention of R = G * q rows to one part of the slots of one KV head."""
@@ -117,7 +209,13 @@ def split(
     here = r < R
     group, asking = r // QUERIES, r % QUERIES
     first = which.to(tl.int64) * R + r
-    q = tl.load(query + first[:, None] * D + d[None, :], mask=here[:, None] & (d < D)[None, :], other=0.0)
+    if HALVED:
+        e = tl.arange(0, HALF)
+        asked = here[:, None] & (e < D // 2)[None, :]
+        q = tl.load(query + first[:, None] * D + e[None, :], mask=asked, other=0.0)
+        q_high = tl.load(query + first[:, None] * D + D // 2 + e[None, :], mask=asked, other=0.0)
+    else:
+        q = tl.load(query + first[:, None] * D + d[None, :], mask=here[:, None] & (d < D)[None, :], other=0.0)
     keys = key + row * key_row + head * key_head
     values = value + row * value_row + head * value_head
     masks = mask + row * mask_row + head * mask_head
@@ -130,57 +228,135 @@ def split(
             partner = tl.where(d < ROTARY // 2, d + ROTARY // 2, tl.where(d < ROTARY, d - ROTARY // 2, d))
     m_i = tl.full([ROWS], LOWEST, tl.float32)
     l_i = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, VALUE_WIDTH], tl.float32)
+    if BITS == 4:
+        acc = tl.zeros([ROWS, VALUE_HALF], tl.float32)
+        acc_high = tl.zeros([ROWS, VALUE_HALF], tl.float32)
+    else:
+        acc = tl.zeros([ROWS, VALUE_WIDTH], tl.float32)
+    # What comes to registers is asked for a turn ahead: the product would have to wait for it, after its wait for K.
+    c = part * PART + tl.arange(0, BLOCK)
+    of_head = which.to(tl.int64) * C
+    # Not so what each row has of its own, which would take registers.
+    MASK_AHEAD: tl.constexpr = mask_group == 0 and mask_query == 0
+    BIAS_AHEAD: tl.constexpr = HAS_BIAS and bias_group == 0 and bias_query == 0
+    if MASK_AHEAD:
+        shown = along(masks, group, asking, here, c, C, mask_group, mask_query)
+    if BIAS_AHEAD:
+        more = along(biases, group, asking, here, c, C, bias_group, bias_query)
+    if BITS == 8:
+        key_step = tl.load(key_scale + of_head + c, mask=c < C, other=0.0)
+        value_step = tl.load(value_scale + of_head + c, mask=c < C, other=0.0)
+    if ROTARY > 0:
+        place = tl.load(ranks + c, mask=c < C, other=0)
+    if BITS == 4:
+        k_scale, k_zero = key_scale + of_head * KEY_GROUPS, key_zero + of_head * KEY_GROUPS
+        v_scale, v_zero = value_scale + of_head * VALUE_GROUPS, value_zero + of_head * VALUE_GROUPS
+        if HALVED:
+            k_byte, k_s, k_z, k_s_high, k_z_high = packed_rows(
+                keys, k_scale, k_zero, c, key_slot, KEY_GROUPS, C, D, HALF
+            )  # fmt: skip
+        v_byte, v_s, v_z, v_s_high, v_z_high = packed_rows(
+            values, v_scale, v_zero, c, value_slot, VALUE_GROUPS, C, DV, VALUE_HALF
+        )  # fmt: skip
     for start in range(part * PART, min(part * PART + PART, C), BLOCK):
         c = start + tl.arange(0, BLOCK)
-        there = c < C
-        inside = there[None, :] & (d < D)[:, None]
-        slot = which.to(tl.int64) * C + c
-        at_keys = keys + c[None, :] * key_slot
-        k = numbers(at_keys, key_scale, key_zero, slot[None, :], d[:, None], inside, BITS, KEY_GROUPS, D).to(q.dtype)
-        if ROTARY > 0:
-            at = tl.load(ranks + c, mask=there, other=0)
-            at = tl.minimum(tl.maximum(at, 0), POSITIONS - 1)[None, :] * D + d[:, None]  # a free slot has no place
-            other = partner[:, None]
-            beside = numbers(at_keys, key_scale, key_zero, slot[None, :], other, inside, BITS, KEY_GROUPS, D)
-            rotated = k.to(tl.float32) * tl.load(cos + at, mask=inside, other=0.0).to(tl.float32)
-            rotated += beside.to(tl.float32) * tl.load(sin + at, mask=inside, other=0.0).to(tl.float32)
-            k = rotated.to(q.dtype)
-        qk = tl.dot(q, k, input_precision="ieee") * SCALE  # [ROWS, BLOCK]
+        there, after = c < C, c + BLOCK
+        slot = of_head + c
+        if MASK_AHEAD:
+            shown_after = along(masks, group, asking, here, after, C, mask_group, mask_query)
+        if BIAS_AHEAD:
+            more_after = along(biases, group, asking, here, after, C, bias_group, bias_query)
         if BITS == 8:
-            qk *= tl.load(key_scale + slot, mask=there, other=0.0).to(tl.float32)[None, :]
+            key_step_after = tl.load(key_scale + slot + BLOCK, mask=after < C, other=0.0)
+            value_step_after = tl.load(value_scale + slot + BLOCK, mask=after < C, other=0.0)
+        if ROTARY > 0:
+            place_after = tl.load(ranks + after, mask=after < C, other=0)
+            at = tl.minimum(tl.maximum(place, 0), POSITIONS - 1) * D  # a free slot has no place
+        if HALVED:
+            if BITS == 4:
+                both = k_byte.to(tl.int32)
+                low, high = meant(both & 15, k_s, k_z, BLOCK, HALF), meant(both >> 4, k_s_high, k_z_high, BLOCK, HALF)
+                k_byte, k_s, k_z, k_s_high, k_z_high = packed_rows(
+                    keys, k_scale, k_zero, after, key_slot, KEY_GROUPS, C, D, HALF
+                )  # fmt: skip
+            else:
+                low, high = halves(keys + c[:, None] * key_slot, there, D, HALF)
+            if ROTARY > 0:
+                inside = there[:, None] & (e < D // 2)[None, :]
+                at_cos, at_sin = cos + at[:, None], sin + at[:, None]
+                turned_low = turned(low, high, at_cos, at_sin, inside, HALF)
+                high = turned(high, low, at_cos + D // 2, at_sin + D // 2, inside, HALF)
+                low = turned_low
+            qk = tl.dot(q, tl.trans(low.to(q.dtype)), input_precision="ieee")
+            qk = tl.dot(q_high, tl.trans(high.to(q.dtype)), qk, input_precision="ieee") * SCALE
+        else:
+            inside = there[None, :] & (d < D)[:, None]
+            at_keys = keys + c[None, :] * key_slot
+            places = slot[None, :]
+            k = numbers(at_keys, key_scale, key_zero, places, d[:, None], inside, BITS, KEY_GROUPS, D).to(q.dtype)
+            if ROTARY > 0:
+                at = at[None, :] + d[:, None]
+                other = partner[:, None]
+                beside = numbers(at_keys, key_scale, key_zero, places, other, inside, BITS, KEY_GROUPS, D)
+                rotated = k.to(tl.float32) * tl.load(cos + at, mask=inside, other=0.0).to(tl.float32)
+                rotated += beside.to(tl.float32) * tl.load(sin + at, mask=inside, other=0.0).to(tl.float32)
+                k = rotated.to(q.dtype)
+            qk = tl.dot(q, k, input_precision="ieee") * SCALE  # [ROWS, BLOCK]
+        if BITS == 8:
+            qk *= key_step.to(tl.float32)[None, :]
         if CAP > 0:
             qk = (2.0 / (1.0 + tl.exp(-2.0 / CAP * qk)) - 1.0) * CAP  # tanh
-        both = here[:, None] & there[None, :]
-        if HAS_BIAS:
-            if bias_group == 0 and bias_query == 0:
-                qk += tl.load(biases + c, mask=there, other=0.0).to(tl.float32)[None, :]
-            else:
-                own = group * bias_group + asking * bias_query
-                qk += tl.load(biases + own[:, None] + c[None, :], mask=both, other=0.0).to(tl.float32)
-        if mask_group == 0 and mask_query == 0:
-            qk = tl.where((tl.load(masks + c, mask=there, other=0) != 0)[None, :], qk, LOWEST)
+        if BIAS_AHEAD:
+            qk += more.to(tl.float32)
+        elif HAS_BIAS:
+            qk += along(biases, group, asking, here, c, C, bias_group, bias_query).to(tl.float32)
+        if MASK_AHEAD:
+            qk = tl.where(shown != 0, qk, LOWEST)
         else:
-            own = group * mask_group + asking * mask_query
-            qk = tl.where(tl.load(masks + own[:, None] + c[None, :], mask=both, other=0) != 0, qk, LOWEST)
+            qk = tl.where(along(masks, group, asking, here, c, C, mask_group, mask_query) != 0, qk, LOWEST)
         if STORE:
-            tl.store(logits + first[:, None] * C + c[None, :], qk, mask=both)
+            tl.store(logits + first[:, None] * C + c[None, :], qk, mask=here[:, None] & there[None, :])
         qk = tl.where(there[None, :], qk, float("-inf"))
         m_new = tl.maximum(m_i, tl.max(qk, 1))
-        alpha = tl.exp(m_i - m_new)
-        p = tl.exp(qk - m_new[:, None])
+        alpha = tl.exp2((m_i - m_new) * TWOS)
+        p = tl.exp2((qk - m_new[:, None]) * TWOS)
         l_i = l_i * alpha + tl.sum(p, 1)
-        at_values, within = values + c[:, None] * value_slot, there[:, None] & (dv < DV)[None, :]
-        v = numbers(at_values, value_scale, value_zero, slot[:, None], dv[None, :], within, BITS, VALUE_GROUPS, DV)
-        v = v.to(q.dtype)
         if BITS == 8:
-            p *= tl.load(value_scale + slot, mask=there, other=0.0).to(tl.float32)[None, :]
-        acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+            p *= value_step.to(tl.float32)[None, :]
+        paid = p.to(q.dtype)
+        if BITS == 4:
+            both = v_byte.to(tl.int32)
+            low = meant(both & 15, v_s, v_z, BLOCK, VALUE_HALF)
+            high = meant(both >> 4, v_s_high, v_z_high, BLOCK, VALUE_HALF)
+            v_byte, v_s, v_z, v_s_high, v_z_high = packed_rows(
+                values, v_scale, v_zero, after, value_slot, VALUE_GROUPS, C, DV, VALUE_HALF
+            )  # fmt: skip
+            acc = acc * alpha[:, None] + tl.dot(paid, low.to(q.dtype), input_precision="ieee")
+            acc_high = acc_high * alpha[:, None] + tl.dot(paid, high.to(q.dtype), input_precision="ieee")
+        else:
+            at_values, within = values + c[:, None] * value_slot, there[:, None] & (dv < DV)[None, :]
+            v = numbers(at_values, value_scale, value_zero, slot[:, None], dv[None, :], within, BITS, VALUE_GROUPS, DV)
+            acc = acc * alpha[:, None] + tl.dot(paid, v.to(q.dtype), input_precision="ieee")
         m_i = m_new
-    place = first * PARTS + part
-    tl.store(m_part + place, m_i, mask=here)
-    tl.store(l_part + place, l_i, mask=here)
-    tl.store(acc_part + place[:, None] * DV + dv[None, :], acc, mask=here[:, None] & (dv < DV)[None, :])
+        if MASK_AHEAD:
+            shown = shown_after
+        if BIAS_AHEAD:
+            more = more_after
+        if BITS == 8:
+            key_step, value_step = key_step_after, value_step_after
+        if ROTARY > 0:
+            place = place_after
+    made = first * PARTS + part
+    tl.store(m_part + made, m_i, mask=here)
+    tl.store(l_part + made, l_i, mask=here)
+    into = acc_part + made[:, None] * DV
+    if BITS == 4:
+        ev = tl.arange(0, VALUE_HALF)[None, :]
+        within = here[:, None] & (ev < DV // 2)
+        tl.store(into + ev, acc, mask=within)
+        tl.store(into + DV // 2 + ev, acc_high, mask=within)
+    else:
+        tl.store(into + dv[None, :], acc, mask=here[:, None] & (dv < DV)[None, :])
 
 
 @triton.jit
@@ -199,26 +375,27 @@ def join(
     DV: tl.constexpr,
     PARTS: tl.constexpr,
     WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
+    PIECE: tl.constexpr,
 ):
-    """One answer from the parts of one query; ROWS is Hq * q."""
+    """Some numbers of the answer to one query, from its parts; ROWS is Hq * q."""
     which = tl.program_id(0).to(tl.int64)
-    s, dv = tl.arange(0, WIDTH), tl.arange(0, VALUE_WIDTH)
+    s, dv = tl.arange(0, WIDTH), tl.program_id(1) * PIECE + tl.arange(0, PIECE)
+    inside_both = (s < PARTS)[:, None] & (dv < DV)[None, :]
+    accs = tl.load(acc_part + (which * PARTS + s)[:, None] * DV + dv[None, :], mask=inside_both, other=0.0)
     m_parts = tl.load(m_part + which * PARTS + s, mask=s < PARTS, other=float("-inf"))
+    l_parts = tl.load(l_part + which * PARTS + s, mask=s < PARTS, other=0.0)
     m_i = tl.max(m_parts, 0)
     if HAS_SINK:
         row, inside = which // ROWS, which % ROWS
         own = tl.load(sink + row * sink_row + inside // QUERIES * sink_query + (inside % QUERIES) * (sink_query > 1))
         m_i = tl.maximum(m_i, own)
     alpha = tl.exp(m_parts - m_i)  # [WIDTH]
-    l_i = tl.sum(alpha * tl.load(l_part + which * PARTS + s, mask=s < PARTS, other=0.0), 0)
+    l_i = tl.sum(alpha * l_parts, 0)
     if HAS_SINK:
         l_i += tl.exp(own - m_i)
-    inside_both = (s < PARTS)[:, None] & (dv < DV)[None, :]
-    accs = tl.load(acc_part + (which * PARTS + s)[:, None] * DV + dv[None, :], mask=inside_both, other=0.0)
     acc = tl.sum(accs * alpha[:, None], 0) / l_i
     tl.store(output + which * DV + dv, acc.to(output.dtype.element_ty), mask=dv < DV)
-    tl.store(lse + which, m_i + tl.log(l_i))
+    tl.store(lse + which, m_i + tl.log(l_i), mask=tl.program_id(1) == 0)
 
 
 def power(number: int, least: int = 16) -> int:
@@ -226,24 +403,38 @@ def power(number: int, least: int = 16) -> int:
     return int(max(least, triton.next_power_of_2(number)))
 
 
-def _block(width: int, itemsize: int, rows: int, rotary: int) -> int:
+def _halved(bits: int, dim: int, rotary: int, interleaved: bool) -> bool:
+    """Whether keys are worked on in halves: both codes of a byte, or a number and its partner, are loaded at once."""
+    if rotary:
+        return rotary == dim and not interleaved
+    return bits == 4
+
+
+def _block(width: int, itemsize: int, rows: int, dear: bool) -> int:
     """Slots that a program loads at a time.
 
-    Fewer beside many rows, which need the registers for themselves, and where keys are rotated: with their partners and
-    weights.
+    Fewer beside many rows, which need the registers for themselves, and where rows are `dear`: made of codes of four
+    bits, turned and made of codes, or turned with partners that are loaded apart.
     """
     most = 128 if rows <= 16 else 32 if rows * width <= 8192 else 16
-    return max(16, min(most, TILE // (width * itemsize)) // (2 if rotary else 1))
+    return max(16, min(most, TILE // (width * itemsize)) // (2 if dear else 1))
 
 
-def _warps(rows: int, rotary: int) -> int:
-    return 4 if rows <= 16 and not rotary else 8
+def _how(rows: int, bits: int, rotary: int, halved: bool) -> dict[str, int]:
+    """Warps, and tiles that are loaded ahead and worked on.
+
+    More warps beside many rows and where keys are turned, for the registers.  Codes of eight bits take about as long to
+    convert as to load, which is then done at the same time.
+    """
+    wide = rows > 16 or (rotary > 0 and not (bits > 0 and halved))
+    return {"num_warps": 8 if wide else 4, "num_stages": 3 if bits == 8 and not (wide or rotary) else 2}
 
 
 def _parts(programs: int, capacity: int, block: int) -> tuple[int, int]:
     """Into how many parts the slots are cut, and of how many slots each."""
     blocks = -(-capacity // block)
-    wanted = max(1, min(blocks, MOST_PARTS, -(-PROGRAMS // programs)))
+    most = min(MOST_PARTS, max(FEW_PARTS, ENOUGH // programs))
+    wanted = max(1, min(blocks, most, -(-PROGRAMS // programs)))
     each = -(-blocks // wanted)
     return -(-blocks // each), each * block
 
@@ -298,8 +489,9 @@ def attend_slots(
     capacity, width = key.shape[2], value.shape[3] * (2 if bits == 4 else 1)
     inside = groups * queries
     key_width, value_width = power(dim), power(width)
-    padded = power(inside)
-    block = _block(max(key_width, value_width), query.element_size(), padded, rotary or bits == 4)
+    padded, halved = power(inside), _halved(bits, dim, rotary, interleaved)
+    dear = bits == 4 or (rotary > 0 and (bits == 8 or not halved))
+    block = _block(max(key_width, value_width), query.element_size(), padded, dear)
     parts, each = _parts(rows * heads, capacity, block)
     query, mask = packed(query), packed(mask)
     has_bias = bias is not None
@@ -316,21 +508,24 @@ def attend_slots(
         query, key, value, *beside, mask, bias, rank, cos, sin, logits, m_part, l_part, acc_part,
         *key.stride()[:3], *value.stride()[:3], *_strides(mask), *(_strides(bias) if has_bias else (0, 0, 0, 0)),
         *_strides(rank)[:2], BITS=bits, KEY_GROUPS=groups_of_key, VALUE_GROUPS=groups_of_value,
-        ROTARY=rotary, INTERLEAVED=interleaved, POSITIONS=positions,
+        ROTARY=rotary, INTERLEAVED=interleaved, HALVED=halved, POSITIONS=positions,
         SCALE=scale, CAP=cap or 0.0, HAS_BIAS=has_bias, STORE=store, HEADS=heads, R=inside, QUERIES=queries,
         C=capacity, D=dim, DV=width, PARTS=parts, PART=each, ROWS=padded,
-        WIDTH=key_width, VALUE_WIDTH=value_width, BLOCK=block, num_warps=_warps(padded, rotary), num_stages=2,
+        WIDTH=key_width, VALUE_WIDTH=value_width, HALF=power(dim // 2), VALUE_HALF=power(width // 2),
+        BLOCK=block, **_how(padded, bits, rotary, halved),
     )  # fmt: skip
     output = query.new_empty((rows, heads, groups, queries, width))
     lse = query.new_empty((rows, heads, groups, queries), dtype=torch.float32)
     has_sink = sink_logit is not None
     sink = m_part if sink_logit is None else packed(sink_logit.float())
     own_sinks = sink.shape[3]
-    torch.library.wrap_triton(join)[(rows * heads * inside,)](
+    width_of_parts = power(parts, 1)
+    piece = max(16, min(value_width, JOINED // width_of_parts))
+    torch.library.wrap_triton(join)[(rows * heads * inside, triton.cdiv(width, piece))](
         m_part, l_part, acc_part, sink, output, lse,
         sink_row=0 if sink.shape[0] == 1 else heads * groups * own_sinks, sink_query=own_sinks,
         HAS_SINK=has_sink, ROWS=heads * inside, QUERIES=queries, DV=width, PARTS=parts,
-        WIDTH=power(parts, 1), VALUE_WIDTH=value_width, num_warps=4, num_stages=1,
+        WIDTH=width_of_parts, PIECE=piece, num_warps=4, num_stages=1,
     )  # fmt: skip
     return output, lse, logits
 

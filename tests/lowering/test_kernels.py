@@ -11,15 +11,16 @@ from kvpass.align import kernel as align_kernel
 from kvpass.align.aligner import MOST_HIDDEN
 from kvpass.lowering import attend_kernel, column_kernel
 from kvpass.lowering.attend import MOST_ROWS, WIDEST_ROTATED, by_kernel
-from kvpass.storage import KVDtype, format_of
+from kvpass.lowering.rope import Pairs, Rope
+from kvpass.storage import KVDtype, Rows, format_of
 from kvpass.testing.cuda_emission import TARGETS, Binary, compiled
+from kvpass.testing.launches import launched
 from tests.testing.shared import call
 
 NAMES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
 every_dtype = pytest.mark.parametrize(
     "dtype", [pytest.param(x, marks=[] if x == torch.bfloat16 else pytest.mark.slow) for x in NAMES]
 )
-CODES = {torch.int8: "*i8", torch.uint8: "*u8"}
 CLOSE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 3e-2}
 
 
@@ -85,40 +86,30 @@ def test_sums_equal_their_plain_form(dtype: torch.dtype, kind: str, causal: bool
 
 
 def split_for(
-    target: str, dtype: torch.dtype, dim: int, rows: int, full: bool, rotated: int = 0, kv_dtype: KVDtype | None = None
+    target: str,
+    dtype: torch.dtype,
+    dim: int,
+    rows: int,
+    full: bool,
+    rotated: int = 0,
+    kv_dtype: KVDtype | None = None,
+    interleaved: bool = False,
 ) -> Binary:
     """`split` for 8 KV heads of 4,097 slots; `full` has a mask and a bias of its own for each query.
 
     `rotated` is how many numbers of a key are; rows are stored as `kv_dtype` says.
     """
-    stored = format_of(kv_dtype, dim, dtype)
-    groups = stored.layout()[-1][0] if stored.names else 0
-    slots, heads = 4097, 8
-    width, padded = attend_kernel.power(dim), attend_kernel.power(rows)
-    block = attend_kernel._block(width, dtype.itemsize, padded, rotated or stored.bits == 4)
-    parts, each = attend_kernel._parts(heads, slots, block)
-    names = attend_kernel.split.arg_names
-    strides = {f"{x}_{y}": z for x in ("key", "value") for y, z in
-               (("row", heads * slots * dim), ("head", slots * dim), ("slot", dim))}  # fmt: skip
-    for name in ("mask", "bias"):
-        strides |= {f"{name}_row": slots, f"{name}_head": 0, f"{name}_group": slots * full, f"{name}_query": 0}
-    constants = dict(
-        **strides, rank_row=slots, rank_head=0, BITS=stored.bits, KEY_GROUPS=groups, VALUE_GROUPS=groups,
-        ROTARY=rotated, INTERLEAVED=False, POSITIONS=slots,
-        SCALE=0.1, CAP=0.0, HAS_BIAS=full, STORE=True, HEADS=heads, R=rows, QUERIES=1, C=slots, D=dim,
-        DV=dim, PARTS=parts, PART=each, ROWS=padded, WIDTH=width, VALUE_WIDTH=width, BLOCK=block,
-    )  # fmt: skip
-    pointers = dict.fromkeys(("query", "cos", "sin"), NAMES[dtype])
-    pointers |= dict.fromkeys(("key", "value"), NAMES.get(stored.layout()[0][1], CODES.get(stored.layout()[0][1])))
-    pointers |= dict.fromkeys(("key_scale", "value_scale"), "*bf16")
-    pointers |= dict.fromkeys(("key_zero", "value_zero"), "*i8")
-    pointers |= {"mask": "*i1", "bias": "*fp32", "rank": "*i64"}
-    pointers |= dict.fromkeys(("logits", "m_part", "l_part", "acc_part"), "*fp32")
-    signature = {name: pointers.get(name, "constexpr") for name in names}
-    # As Inductor has it, whose buffers all begin on 16 bytes.
-    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in pointers}
-    warps = attend_kernel._warps(padded, rotated)
-    return compiled(attend_kernel.split, signature, constants, target, attributes=aligned, num_warps=warps)
+    slots, heads, there = 4097, 8, torch.device("meta")
+    key, value = (Rows.empty(format_of(kv_dtype, dim, dtype), (1, heads, slots), there) for _ in range(2))
+    query = torch.empty(1, heads, rows, 1, dim, dtype=dtype, device=there)
+    beside = torch.empty(1, 1, rows if full else 1, 1, slots, device=there)
+    table = torch.empty(slots, dim, dtype=dtype, device=there)
+    ranks = torch.empty(1, 1, slots, dtype=torch.int64, device=there)
+    given: dict[str, Any] = dict(mask=beside.bool(), bias=beside if full else None, scale=0.1, cap=None, sink=None)
+    rope = Rope(table, table, Pairs(rotated, interleaved), ranks) if rotated else None
+    split, join = launched(attend_kernel.attended, query, key, value, rows=True, rope=rope, **given)
+    assert (split.name, join.name) == ("split", "join")
+    return split.binary(target)
 
 
 shapes = pytest.mark.parametrize(
@@ -175,25 +166,64 @@ def test_attention_to_codes_spills_nothing(
 
 
 @pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("kv_dtype", "rotated"), [(None, 0), (None, 128), ("int8", 0)])
+def test_rows_come_by_wide_copies_that_one_wait_is_for(target: str, kv_dtype: KVDtype | None, rotated: int) -> None:
+    """Of numbers 16 bytes a thread, each byte of K and V once; no other load of a turn is waited for in it."""
+    binary = split_for(target, torch.bfloat16, 128, 4, False, rotated=rotated, kv_dtype=kv_dtype)
+    listing = binary.listing
+    (loop,) = listing.loops
+    turn = listing.inside(loop)
+    block = int(binary.configuration.partition(" BLOCK=")[2].split()[0])
+    row = 128 * (1 if kv_dtype == "int8" else 2)
+    tables = 2 * row if rotated else 0
+    copied = turn.moved("LDGSTS") * binary.warps
+    assert copied >= block * (2 * row + tables)
+    assert copied - block * (2 * row + tables) <= 2 * 4 * block * binary.warps  # scales or a mask
+    if kv_dtype is None:
+        assert set(turn.widths("LDGSTS")) == {"LDGSTS.E.BYPASS.128"}
+    assert turn.of("HMMA") > 0
+    assert listing.waits(loop) < 1.3  # what a product would have to wait for is asked for a turn ahead
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("rotated", [0, 128])
+def test_a_byte_of_two_codes_is_loaded_once(target: str, rotated: int) -> None:
+    binary = split_for(target, torch.bfloat16, 128, 4, False, rotated=rotated, kv_dtype="int4")
+    listing = binary.listing
+    (loop,) = listing.loops
+    turn = listing.inside(loop)
+    widths = turn.widths("LDG", "LDGSTS")
+    assert sum(n for name, n in widths.items() if name.endswith("U8")) <= 8  # zero points and the mask alone
+    block = int(binary.configuration.partition(" BLOCK=")[2].split()[0])
+    wide = [n for name, n in widths.items() if name.endswith(".128")]
+    assert sum(wide) * 32 * 16 * binary.warps == block * (2 * 64 + 2 * 2 * rotated)
+
+
+def test_sums_of_a_prompt_are_products_of_warp_groups_and_compare_nothing_where_all_is_seen() -> None:
+    query, key = (torch.empty(1, heads, 8192, 128, dtype=torch.bfloat16, device="meta") for heads in (32, 8))
+    weight = torch.ones(1, 8192, device="meta")
+    both = launched(column_kernel.column_sums, query, key, None, weight, True, 0.1, None, None, 1)
+    assert [launch.name for launch in both] == ["totals", "columns"]
+    for launch in both:
+        listing = launch.binary("sm_90").listing
+        assert len(listing.loops) == 2  # whole blocks, and those that some queries do not see
+        assert all(listing.inside(loop).of("HGMMA") == 128 // 16 for loop in listing.loops)
+        whole, diagonal = listing.loops if launch.name == "totals" else reversed(listing.loops)
+        assert listing.inside(whole).instructions < listing.inside(diagonal).instructions
+
+
+@pytest.mark.parametrize("target", TARGETS)
 @every_dtype
 @pytest.mark.parametrize(("dim", "hidden"), [(128, 96), (64, MOST_HIDDEN), (256, MOST_HIDDEN)])
 def test_repairs_spill_nothing(target: str, dtype: torch.dtype, dim: int, hidden: int) -> None:
-    slots, heads = 4097, 8
-    names = align_kernel.repair.arg_names
-    pointers = dict.fromkeys(("key", "value", "new_key", "new_value"), NAMES[dtype])
-    pointers |= {"made": "*i64", "rank": "*i64", "moves": "*i1"}
-    pointers |= dict.fromkeys(("on_key", "on_value", "from_made", "from_rank", "shift"), "*fp32")
-    pointers |= dict.fromkeys(("inner", "inner_bias", "outer", "outer_bias"), "*fp32")
-    strides = {f"{x}_{y}": z for x in ("key", "value") for y, z in
-               (("row", heads * slots * dim), ("head", slots * dim), ("slot", dim))}  # fmt: skip
-    constants = dict(
-        **strides, HEADS=heads, C=slots, D=dim, DV=dim, H1=hidden, H2=hidden, FIRST=128, SECOND=128,
-        KEY_STEP=align_kernel.STEP, VALUE_STEP=align_kernel.STEP, BLOCK=align_kernel.ROWS,
-    )  # fmt: skip
-    signature = {name: pointers.get(name, "constexpr") for name in names}
-    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in pointers}
-    how: dict[str, Any] = dict(attributes=aligned, num_warps=align_kernel.WARPS)
-    binary = compiled(align_kernel.repair, signature, constants, target, **how)
+    there: dict[str, Any] = dict(device="meta")
+    key, value = (torch.empty(1, 8, 4097, dim, dtype=dtype, **there) for _ in range(2))
+    made = torch.empty(1, 4097, dtype=torch.int64, **there)
+    shapes = [(8 * dim, hidden), (8 * dim, hidden), (64, hidden), (64, hidden), (64, 16 * dim), (hidden, hidden)]
+    shapes += [(hidden,), (hidden, 16 * dim), (16 * dim,)]
+    weights = [torch.empty(*shape, **there) for shape in shapes]
+    (launch,) = launched(align_kernel.repaired, weights, key, value, made, made, made.bool())
+    binary = launch.binary(target)
     assert binary.spills == 0
     assert binary.shared <= 99 << 10  # what every GPU since sm_80 has
 
@@ -223,9 +253,12 @@ def test_what_runs_by_kernels() -> None:
     assert MOST_ROWS == 64
 
 
-@pytest.mark.parametrize(("programs", "slots"), [(1, 1), (8, 1025), (64, 4097), (2048, 65537), (8, 65537)])
+@pytest.mark.parametrize(
+    ("programs", "slots"), [(1, 1), (8, 1025), (64, 4097), (2048, 65537), (8, 65537), (1, 65537), (3, 65537)]
+)
 def test_parts_cover_all_slots_and_no_part_is_empty(programs: int, slots: int) -> None:
     parts, each = attend_kernel._parts(programs, slots, 64)
+    assert parts <= attend_kernel.FEW_PARTS or programs < 8
     assert parts * each >= slots
     assert (parts - 1) * each < slots
     assert parts <= attend_kernel.MOST_PARTS
