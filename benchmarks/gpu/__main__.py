@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu import checks, layer, model
-from benchmarks.gpu.bench import Bench, Row, table
+from benchmarks.gpu.bench import Bench, Row, predicted, table
 
 CHECKS = (checks.attention, checks.prompt_scores, checks.repairs, checks.models)
 FIGURES = (
@@ -32,8 +32,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("out/gpu"))
     parser.add_argument("--minutes", type=float, default=8.0, help="no section is begun that would take longer")
     parser.add_argument("--layers", type=int, default=8, help="of the 32 that an 8B has; compiling takes its time")
+    parser.add_argument("--predict", action="store_true", help="count the kernels' machine code; needs no GPU")
     parser.add_argument("--rehearse", action="store_true", help="small sizes, on the CPU: nothing is measured")
     given = parser.parse_args(arguments)
+    if given.predict:
+        from benchmarks.gpu import predict  # needs triton, which not every machine has
+
+        predict.main()
+        return 0
     if not given.rehearse and not torch.cuda.is_available():
         parser.error("there is no GPU; --rehearse runs small sizes on the CPU")
     device = torch.device("cpu" if given.rehearse else "cuda")
@@ -44,12 +50,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(bench: Bench, out: Path) -> int:
     rows: list[Row] = []
+    expected = predicted(_device(bench))
     for section in CHECKS:
         rows += section(bench)
     wrong = [row for row in rows if row.met is False]
     for figure in FIGURES if not wrong else ():
         if bench.in_time(figure.__name__):
-            rows += figure(bench)
+            rows += [row.beside(expected) for row in figure(bench)]
             _write(bench, rows, out)  # so that a run that is cut off leaves something
     _write(bench, rows, out)
     print("\n".join(table(rows)))
@@ -57,9 +64,12 @@ def _run(bench: Bench, out: Path) -> int:
     return 1 if wrong else 0
 
 
+def _device(bench: Bench) -> str:
+    return torch.cuda.get_device_name() if bench.device.type == "cuda" else "a rehearsal on a CPU"
+
+
 def _write(bench: Bench, rows: list[Row], out: Path) -> None:
-    name = torch.cuda.get_device_name() if bench.device.type == "cuda" else "a rehearsal on a CPU"
-    about = {"device": name, "torch": torch.__version__, "layers": bench.layers, "rehearsal": bench.small}
+    about = {"device": _device(bench), "torch": torch.__version__, "layers": bench.layers, "rehearsal": bench.small}
     out.mkdir(parents=True, exist_ok=True)
     report = {**about, "rows": [dataclasses.asdict(row) for row in rows], "left_out": bench.left_out}
     (out / "gpu.json").write_text(json.dumps(report, indent=1) + "\n")

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+
+PREDICTED = Path(__file__).with_name("predicted.json")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,6 +21,7 @@ class Row:
 
     Attributes:
         target: what the figure should be, as text, empty if there is none; met: whether it is.
+        predicted: what `predict` made of the kernels' machine code, if anything.
     """
 
     section: str
@@ -25,6 +30,11 @@ class Row:
     unit: str
     target: str = ""
     met: bool | None = None
+    predicted: float | None = None
+
+    def beside(self, predicted: Mapping[tuple[str, str], float]) -> Row:
+        """The same with what was predicted for its section and case."""
+        return dataclasses.replace(self, predicted=predicted.get((self.section, self.case)))
 
 
 @dataclasses.dataclass
@@ -45,7 +55,7 @@ class Bench:
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        return torch.float32 if self.device.type == "cpu" else torch.bfloat16
 
     def in_time(self, what: str, seconds: float = 0.0) -> bool:
         """Whether there are so many seconds left; what is not run is listed."""
@@ -68,20 +78,23 @@ class Bench:
             torch.cuda.synchronize()
 
     def seconds(self, run: Callable[[], Any], turns: int = 30) -> float:
-        """The median time of a call, caches flushed before each, compiled and warm."""
+        """The median time of a call, caches flushed before each, compiled and warm.
+
+        The call is queued while the GPU still flushes a GiB, so that launching it on the host is not in the time: a
+        `DecodeLoop` replays a CUDA graph.
+        """
         for _ in range(3):
             run()
-        flush = torch.empty(1 << (20 if self.small else 28), dtype=torch.int8, device=self.device)
+        flush = torch.empty(1 << (20 if self.small else 30), dtype=torch.int8, device=self.device)
         return statistics.median(self._once(run, flush) for _ in range(3 if self.small else turns))
 
     def _once(self, run: Callable[[], Any], flush: torch.Tensor) -> float:
-        flush.zero_()
-        self.sync()
         if self.device.type != "cuda":
             start = time.perf_counter()
             run()
             return time.perf_counter() - start
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        flush.zero_()
         start.record()
         run()
         end.record()
@@ -96,10 +109,18 @@ class Bench:
         return torch.randn(*shape, device=self.device, dtype=self.dtype)
 
 
+def predicted(device: str) -> dict[tuple[str, str], float]:
+    """What `python -m benchmarks.gpu --predict` wrote down for a device of such a name, by section and case."""
+    found = json.loads(PREDICTED.read_text())
+    rows = next((rows for name, rows in found.items() if name in device), [])
+    return {(row["section"], row["case"]): row["value"] for row in rows}
+
+
 def table(rows: list[Row]) -> Iterator[str]:
     """The rows as Markdown."""
-    yield "| section | case | value | target | met |"
-    yield "|---|---|---|---|---|"
+    yield "| section | case | value | predicted | target | met |"
+    yield "|---|---|---|---|---|---|"
     for row in rows:
         met = "" if row.met is None else "yes" if row.met else "NO"
-        yield f"| {row.section} | {row.case} | {row.value:.4g} {row.unit} | {row.target} | {met} |"
+        predicted = "" if row.predicted is None else f"{row.predicted:.4g}"
+        yield f"| {row.section} | {row.case} | {row.value:.4g} {row.unit} | {predicted} | {row.target} | {met} |"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,9 +19,46 @@ from kvpass.lowering.attend import attend
 from kvpass.lowering.column_scores import column_scores
 from kvpass.lowering.rope import Pairs, Rope
 from kvpass.policies import resolve
-from kvpass.storage import plain
+from kvpass.storage import KVDtype, format_of
+from kvpass.storage import Rows as Stored
 
 HEADS, GROUPS, DIM = 8, 4, 128
+BATCHES, LENGTHS = (1, 8, 32), (1024, 4096, 16384, 65536)
+PROMPT = 8192
+REPAIRED = (8, 1024)  # rows of a batch, slots
+
+
+class Case(NamedTuple):
+    """Attention to so many slots of so many rows, as they are stored, keys rotated at read or not."""
+
+    rows: int
+    slots: int
+    kv_dtype: KVDtype | None = None
+    turned: bool = False
+
+    @property
+    def name(self) -> str:
+        extras = [self.kv_dtype or "", "keys rotated at read" if self.turned else ""]
+        return ", ".join([f"batch {self.rows}, {self.slots} slots", *filter(None, extras)])
+
+    @property
+    def aimed(self) -> bool:
+        """Whether there is a target."""
+        return self.slots >= 4096 and self.rows >= 8 and self.kv_dtype is None and not self.turned
+
+    def held(self, device: torch.device, dtype: torch.dtype) -> tuple[Stored, Stored]:
+        """Keys and values of zeros."""
+        kept = format_of(self.kv_dtype, DIM, dtype)
+        key, value = (Stored.empty(kept, (self.rows, HEADS, self.slots), device) for _ in range(2))
+        return key, value
+
+
+def cases(batches: Sequence[int] = BATCHES, lengths: Sequence[int] = LENGTHS) -> list[Case]:
+    """Plain ones of all sizes, then the other ways to store and to read of some."""
+    plain = [Case(rows, slots) for rows, slots in itertools.product(batches, lengths)]
+    others: list[tuple[KVDtype | None, bool]] = [(None, True), ("int8", False), ("int4", False), ("int4", True)]
+    few = [case for case in plain if case.slots in (256, 4096, 16384)]
+    return plain + [Case(case.rows, case.slots, *other) for other in others for case in few]
 
 
 def copy_bandwidth(bench: Bench) -> float:
@@ -45,35 +82,38 @@ def rotary(slots: int, like: Tensor) -> tuple[Callable[[Tensor], list[Tensor]], 
 
 
 def bandwidth(bench: Bench) -> Iterator[Row]:
-    """`attend` as a share of what a copy reaches; bytes are those of K and V."""
+    """`attend` as a share of what a copy reaches; bytes are those of K and V as they are stored."""
     reached = copy_bandwidth(bench)
     yield Row("copy", "1 GiB", reached / 1e9, "GB/s")
-    batches, lengths = ((1, 2), (256,)) if bench.small else ((1, 8, 32), (1024, 4096, 16384, 65536))
-    for rows, slots in itertools.product(batches, lengths):
-        size = 2 * rows * HEADS * slots * DIM * bench.dtype.itemsize
-        if size * 2 > bench.memory() or not bench.in_time(f"attend {rows}x{slots}", 10):
+    for case in cases((1, 2), (256,)) if bench.small else cases():
+        if size_of(case) * 2 > bench.memory() or not bench.in_time(f"attend, {case.name}", 10):
             continue
-        query = bench.randn(rows, HEADS, GROUPS, 1, DIM)
-        key, value = bench.randn(rows, HEADS, slots, DIM), bench.randn(rows, HEADS, slots, DIM)
-        share = size / _attending(bench, query, key, value) / reached
-        aimed = slots >= 4096 and rows >= 8
-        goal = (">= 0.85", share >= 0.85) if aimed else ("", None)
-        yield Row("attend, of copy", f"batch {rows}, {slots} slots", share, "", *goal)
-        if aimed:
-            rotate, rope = rotary(slots, key)
-            share = size / _attending(bench, query, key, value, rotate=rotate, rope=rope) / reached
-            yield Row("attend, of copy", f"batch {rows}, {slots} slots, keys turned at read", share, "")
+        share = size_of(case) / _attending(bench, case) / reached
+        goal = (">= 0.85", share >= 0.85) if case.aimed else ("", None)
+        yield Row("attend, of copy", case.name, share, "", *goal)
 
 
-def _attending(bench: Bench, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> float:
+def size_of(case: Case) -> int:
+    """Bytes of K and V with what belongs to their codes."""
+    held = case.held(torch.device("meta"), torch.bfloat16)
+    return sum(part.nbytes for stored in held for part in stored.parts)
+
+
+def _attending(bench: Bench, case: Case) -> float:
     """Seconds of `attend` to all slots."""
-    mask = torch.ones(len(key), 1, 1, 1, key.shape[2], dtype=torch.bool, device=bench.device)
+    query = bench.randn(case.rows, HEADS, GROUPS, 1, DIM)
+    key, value = case.held(bench.device, bench.dtype)
+    for part in (*key.parts, *value.parts):
+        part.normal_() if part.is_floating_point() else part.random_(0, 127)
+    mask = torch.ones(case.rows, 1, 1, 1, case.slots, dtype=torch.bool, device=bench.device)
+    given: dict[str, Any] = dict(zip(("rotate", "rope"), rotary(case.slots, query), strict=True)) if case.turned else {}
 
-    def function(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
-        return attend(q, plain(k), plain(v), scale=0.1, mask=m, with_logits=False, **given)[0]
+    def function(q: Tensor, k: list[Tensor], v: list[Tensor], m: Tensor) -> Tensor:
+        keys, values = Stored(key.format, tuple(k)), Stored(value.format, tuple(v))
+        return attend(q, keys, values, scale=0.1, mask=m, with_logits=False, **given)[0]
 
     run = torch.compile(function, dynamic=False)
-    return bench.seconds(lambda: run(query, key, value, mask))
+    return bench.seconds(lambda: run(query, list(key.parts), list(value.parts), mask))
 
 
 class Rows(NamedTuple):
@@ -110,7 +150,7 @@ class Rows(NamedTuple):
 
 def repairs(bench: Bench) -> Iterator[Row]:
     """What kv_align does to all rows in every step, beside copying them."""
-    batch, slots = (1, 256) if bench.small else (8, 1024)
+    batch, slots = (1, 256) if bench.small else REPAIRED
     rows = Rows.drawn(bench, batch, slots)
     copied = bench.seconds(lambda: (rows.key.clone(), rows.value.clone()))
     yield Row(
@@ -173,7 +213,7 @@ def caching(bench: Bench) -> Iterator[Row]:
 
 def prompt_scores(bench: Bench) -> Iterator[Row]:
     """What scoring a prompt costs beside its attention."""
-    count = 128 if bench.small else 8192
+    count = 128 if bench.small else PROMPT
     query = bench.randn(1, HEADS * GROUPS, count, DIM)
     key, value = bench.randn(1, HEADS, count, DIM), bench.randn(1, HEADS, count, DIM)
     valid = torch.ones(1, count, dtype=torch.bool, device=bench.device)
@@ -187,3 +227,4 @@ def prompt_scores(bench: Bench) -> Iterator[Row]:
         )
         goal = ("<= 1.35", spent / attention <= 1.35) if powers else ("", None)
         yield Row("prompt", f"{name}, of attention", spent / attention, "x", *goal)
+        yield Row("prompt", name, spent * 1e3, "ms")

@@ -107,7 +107,7 @@ def split_for(
     ranks = torch.empty(1, 1, slots, dtype=torch.int64, device=there)
     given: dict[str, Any] = dict(mask=beside.bool(), bias=beside if full else None, scale=0.1, cap=None, sink=None)
     rope = Rope(table, table, Pairs(rotated, interleaved), ranks) if rotated else None
-    split, join = launched(attend_kernel.attended, query, key, value, rows=True, rope=rope, **given)
+    split, join = launched(attend_kernel.attended, query, key, value, with_logits=True, rope=rope, **given)
     assert (split.name, join.name) == ("split", "join")
     return split.binary(target)
 

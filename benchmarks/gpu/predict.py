@@ -1,0 +1,219 @@
+"""What the benchmark should find on GPUs that are not there: every kernel counted, then the roofline's answer.
+
+python -m benchmarks.gpu --predict
+
+Writes `predicted.json` beside this file, which a run on a GPU puts into a column of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu import layer, roofline
+from benchmarks.gpu.bench import PREDICTED, Bench, Row
+from benchmarks.gpu.layer import Case
+from benchmarks.gpu.roofline import Gpu, Time, Work
+from kvpass.align import kernel as align_kernel
+from kvpass.lowering import attend_kernel, column_kernel
+from kvpass.testing.binaries import Binary
+from kvpass.testing.launches import Launched, launched
+from kvpass.testing.listing import ASYNCHRONOUS, GLOBAL_LOADS, GLOBAL_STORES, SHARED, TENSOR, WARP
+
+TARGET = "sm_90"
+THERE = torch.device("meta")
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A launch, its machine code, and what the code does not say.
+
+    Attributes:
+        turns: how often each loop turns whenever it is entered; a mean over programs.
+        memory: bytes that all programs together need of what is not in the cache.
+        near: whether what it loads has just been written, and is in the cache.
+    """
+
+    launch: Launched
+    binary: Binary
+    turns: tuple[float, ...]
+    memory: int
+    near: bool = False
+
+    def work(self) -> Work:
+        """What the roofline asks of it."""
+        binary, listing, programs = self.binary, self.binary.listing, self.launch.programs
+        return Work(
+            programs=programs,
+            warps=binary.warps,
+            resident=binary.resident,
+            memory=self.memory,
+            cache=listing.moved(self.turns) * binary.warps * programs,
+            counts=listing.executed(self.turns),
+            waits=listing.waited(self.turns),
+            latency=roofline.NEAR if self.near else roofline.LATENCY,
+        )
+
+
+class Compiler:
+    """Compiles launches; code does not depend on how many slots there are but for a few constants, so one size does."""
+
+    def __init__(self) -> None:
+        self.made: dict[tuple[Any, ...], Binary] = {}
+
+    def __call__(self, launch: Launched) -> Binary:
+        names = ("BITS", "ROTARY", "BLOCK", "WIDTH", "PIECE", "SQUARES", "BQ")
+        same = (launch.name, *(launch.arguments.get(name) for name in names))
+        if same not in self.made:
+            self.made[same] = launch.binary(TARGET)
+        return self.made[same]
+
+
+def attention(case: Case, compiler: Compiler) -> list[Kernel]:
+    """`split` and `join` of one call."""
+    query = torch.empty(case.rows, layer.HEADS, layer.GROUPS, 1, layer.DIM, dtype=torch.bfloat16, device=THERE)
+    key, value = case.held(THERE, torch.bfloat16)
+    mask = torch.ones(case.rows, 1, 1, 1, case.slots, dtype=torch.bool, device=THERE)
+    rope = layer.rotary(case.slots, query)[1] if case.turned else None
+    given: dict[str, Any] = dict(scale=0.1, mask=mask, bias=None, cap=None, sink=None, with_logits=False, rope=rope)
+    split, join = launched(attend_kernel.attended, query, key, value, **given)
+    turns = -(-split.arguments["PART"] // split.arguments["BLOCK"])
+    memory = layer.size_of(case) + _bytes([query, mask, *([rope.cos, rope.sin] if rope else [])])
+    return [Kernel(split, compiler(split), (turns,), memory), Kernel(join, compiler(join), (), 0, near=True)]
+
+
+def prompt(powers: int, compiler: Compiler) -> list[Kernel]:
+    """`totals` and `columns` of a causal prompt."""
+    kind: dict[str, Any] = dict(dtype=torch.bfloat16, device=THERE)
+    query = torch.empty(1, layer.HEADS * layer.GROUPS, layer.PROMPT, layer.DIM, **kind)
+    key = torch.empty(1, layer.HEADS, layer.PROMPT, layer.DIM, **kind)
+    weight = torch.ones(1, layer.PROMPT, device=THERE)
+    made = launched(column_kernel.column_sums, query, key, None, weight, True, 0.1, None, None, powers)
+    size = _bytes([query, key])  # which the cache holds after the first of a head's programs
+    return [Kernel(launch, compiler(launch), _mean_turns(launch), size, near=True) for launch in made]
+
+
+def _mean_turns(launch: Launched) -> tuple[float, float]:
+    """Of the two loops of a causal kernel: blocks that are whole, and the one on the diagonal."""
+    assert launch.arguments["BQ"] == launch.arguments["BK"]
+    whole = (layer.PROMPT // launch.arguments["BQ"] - 1) / 2
+    return (whole, 1.0) if launch.name == "totals" else (1.0, whole)
+
+
+def repairs(compiler: Compiler) -> list[Kernel]:
+    """`repair` of all rows of a layer."""
+    rows = layer.Rows.drawn(Bench(THERE, False, 1, time.monotonic()), *layer.REPAIRED)
+    moves = rows.made > rows.rank
+    weights = [tensor[0] for tensor in rows.weights]
+    (launch,) = launched(align_kernel.repaired, weights, rows.key, rows.value, rows.made, rows.rank, moves)
+    pieces = layer.DIM // launch.arguments["KEY_OUT"]
+    turns = (layer.HEADS,) * 2 + (layer.HEADS, pieces) * 2  # what is taken in of a head is unrolled
+    moved = 2 * _bytes([rows.key, rows.value])  # what is read again to be changed is in the cache
+    return [Kernel(launch, compiler(launch), turns, moved + _bytes(weights), near=True)]  # weights are in the cache
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """A row of the benchmark that is launches of our kernels, one after the other.
+
+    Attributes:
+        size: bytes that cannot but be moved.
+    """
+
+    section: str
+    case: str
+    kernels: list[Kernel]
+    size: int
+
+    def times(self, gpu: Gpu) -> list[Time]:
+        return [roofline.seconds(gpu, kernel.work()) for kernel in self.kernels]
+
+    def row(self, gpu: Gpu) -> Row:
+        """As the benchmark has it: a share of a copy's bandwidth, its time's multiple, or milliseconds."""
+        spent, reached = sum(time.total for time in self.times(gpu)), gpu.memory * roofline.REACHED
+        if self.section == "attend, of copy":
+            return Row(self.section, self.case, self.size / spent / reached, "")
+        if self.section == "repair of a layer":
+            return Row(self.section, self.case, spent / (2 * roofline.LAUNCH + self.size / reached), "x")
+        return Row(self.section, self.case, spent * 1e3, "ms")
+
+
+def figures() -> list[Figure]:
+    """All of them, compiled."""
+    compiler = Compiler()
+    made = [
+        Figure("attend, of copy", case.name, attention(case, compiler), layer.size_of(case)) for case in layer.cases()
+    ]
+    batch, slots = layer.REPAIRED
+    changed = repairs(compiler)
+    made.append(Figure("repair of a layer", f"batch {batch}, {slots} slots, of a copy", changed, changed[0].memory))
+    for name, powers in (("sums", 1), ("sums and squares", 2)):
+        both = prompt(powers, compiler)
+        made.append(Figure("prompt", name, both, both[0].memory))
+    return made
+
+
+def main() -> None:
+    """Count, predict, write and print."""
+    made = figures()
+    rows = {gpu.name: [dataclasses.asdict(figure.row(gpu)) for figure in made] for gpu in roofline.GPUS}
+    PREDICTED.write_text(json.dumps(rows, indent=1) + "\n")
+    print("\n".join([*counted(made), "", *predictions(made)]))
+
+
+LOADS = (*GLOBAL_LOADS, *ASYNCHRONOUS)
+
+
+def counted(made: list[Figure]) -> Iterator[str]:
+    """Counts in Markdown, as a warp executes them: a turn of each innermost loop, or all where there is none."""
+    yield (
+        "| kernel | warps | registers | spills | shared | side by side | instructions | waits | global memory "
+        "| bytes a load | tensor cores | powers | shared memory |"
+    )
+    yield "|---|" + "---:|" * 7 + "---|---:|---|---:|---:|"
+    seen: set[int] = set()
+    for figure in made:
+        for kernel in figure.kernels:
+            if id(kernel.binary) not in seen:
+                yield from _rows(kernel, f"{kernel.launch.name}: {figure.case}")
+            seen.add(id(kernel.binary))
+
+
+def _rows(kernel: Kernel, label: str) -> Iterator[str]:
+    binary, listing = kernel.binary, kernel.binary.listing
+    size = f"{binary.warps} | {binary.registers} | {binary.spills} | {binary.shared / 1024:.0f} KiB | {binary.resident}"
+    turns = [(listing.inside(loop), listing.waits(loop)) for loop in listing.innermost]
+    for counts, waits in turns or [(listing.executed(()), listing.waited(()))]:
+        each = counts.moved(*LOADS) / WARP / max(1, counts.of(*LOADS))
+        cells = [
+            f"{counts.instructions:g}", f"{waits:.2f}", _named(counts.widths(*LOADS, *GLOBAL_STORES)), f"{each:.1f}",
+            _named(counts.widths(*TENSOR)), f"{counts.of('MUFU'):g}", f"{counts.moved(*SHARED) / 1024:.1f} KiB",
+        ]  # fmt: skip
+        yield f"| {label} | {size} | {' | '.join(cells)} |"
+
+
+def _named(widths: dict[str, float]) -> str:
+    return ", ".join(f"{count:g} {name}" for name, count in widths.items())
+
+
+def predictions(made: list[Figure]) -> Iterator[str]:
+    """Predictions in Markdown: microseconds, the benchmark's figure, and the limit of each launch."""
+    yield "| figure | " + " | ".join(f"{gpu.name}, us | its figure | limits" for gpu in roofline.GPUS) + " |"
+    yield "|---|" + "---:|---:|---|" * len(roofline.GPUS)
+    for figure in made:
+        cells = []
+        for gpu in roofline.GPUS:
+            times, row = figure.times(gpu), figure.row(gpu)
+            spent, limits = sum(time.total for time in times), ", ".join(time.bound for time in times)
+            cells.append(f"{spent * 1e6:.1f} | {row.value:.2f} | {limits}")
+        yield f"| {figure.section}: {figure.case} | {' | '.join(cells)} |"
+
+
+def _bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
