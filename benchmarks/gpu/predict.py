@@ -81,7 +81,9 @@ def attention(case: Case, compiler: Compiler) -> list[Kernel]:
     key, value = case.held(THERE, torch.bfloat16)
     mask = torch.ones(case.rows, 1, 1, 1, case.slots, dtype=torch.bool, device=THERE)
     rope = layer.rotary(case.slots, query)[1] if case.turned else None
-    given: dict[str, Any] = dict(scale=0.1, mask=mask, bias=None, cap=None, sink=None, with_logits=False, rope=rope)
+    given: dict[str, Any] = dict(
+        scale=0.1, mask=mask, bias=None, cap=None, sink_logit=None, with_logits=False, rope=rope
+    )
     split, join = launched(attend_kernel.attended, query, key, value, **given)
     turns = -(-split.arguments["PART"] // split.arguments["BLOCK"])
     memory = layer.size_of(case) + _bytes([query, mask, *([rope.cos, rope.sin] if rope else [])])

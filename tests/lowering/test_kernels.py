@@ -105,7 +105,9 @@ def split_for(
     beside = torch.empty(1, 1, rows if full else 1, 1, slots, device=there)
     table = torch.empty(slots, dim, dtype=dtype, device=there)
     ranks = torch.empty(1, 1, slots, dtype=torch.int64, device=there)
-    given: dict[str, Any] = dict(mask=beside.bool(), bias=beside if full else None, scale=0.1, cap=None, sink=None)
+    given: dict[str, Any] = dict(
+        mask=beside.bool(), bias=beside if full else None, scale=0.1, cap=None, sink_logit=None
+    )
     rope = Rope(table, table, Pairs(rotated, interleaved), ranks) if rotated else None
     split, join = launched(attend_kernel.attended, query, key, value, with_logits=True, rope=rope, **given)
     assert (split.name, join.name) == ("split", "join")
