@@ -67,6 +67,15 @@ def results(graph: fx.Graph) -> list[Any]:
     return list(graph.output_node().args[0])  # type: ignore[arg-type]
 
 
+def let_go_of_data(graph: fx.Graph) -> None:
+    """Describe inputs that real tensors stand for without their data: a graph outlives what it was compiled with."""
+    for node in placeholders(graph):
+        example = value(node)
+        if isinstance(example, torch.Tensor) and not compat.is_fake(example):
+            kind: dict[str, Any] = dict(dtype=example.dtype, device="meta")
+            node.meta["example_value"] = torch.empty_strided(example.shape, example.stride(), **kind)
+
+
 def past_of(grown: fx.Node) -> fx.Node:
     """The first part of a concatenation."""
     return grown.all_input_nodes[0]

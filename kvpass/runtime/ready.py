@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from kvpass import compat
+from kvpass import compat, graphs
 from kvpass.errors import UnsupportedGraph
 from kvpass.layer.slots import Layout
 from kvpass.rewrite.result import StepRewrite
@@ -155,8 +155,10 @@ class Ready:
             self.came = True
             return compat.code_of(self.rewrite.gm)
         with compat.one_at_a_time():
-            given = (self.rewrite.gm, self.rewrite.examples or flat, ranked, self.rewrite.open)
-            self.run = self.run or backend.compile_step(*given)
+            if self.run is None:
+                given = (self.rewrite.gm, self.rewrite.examples or flat, ranked, self.rewrite.open)
+                self.run = backend.compile_step(*given)
+                graphs.let_go_of_data(self.rewrite.gm.graph)
         return self.run
 
 

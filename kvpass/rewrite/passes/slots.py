@@ -28,30 +28,24 @@ def take_slots(step: StepContext) -> Record:
         step.slot_inputs.append(_inputs(step, names, _described(step, layer), first))
     policy = step.layouts[0].policy
     step.weights = [] if policy.aligns == "never" else [tensor.to(step.device) for tensor in policy.weights()]
-    names = [f"kvpass_weight_{i}" for i in range(len(step.weights))]
-    step.weight_inputs = _inputs(step, names, list(map(_like, step.weights)), first)
+    step.weight_inputs = _inputs(step, [f"kvpass_weight_{i}" for i in range(len(step.weights))], step.weights, first)
     step.length = _length(step)
     return Record([node.name for node in step.our_inputs])
 
 
 def _described(step: StepContext, layer: int) -> list[Tensor]:
     tensors = step.slots[layer].tensors()
-    return [_of_any_size(step, layer, tensor) if step.sizes.open else _like(tensor) for tensor in tensors]
-
-
-def _like(tensor: Tensor) -> Tensor:
-    """What describes a tensor without its data: a graph outlives the conversation that it was rewritten for."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return [_of_any_size(step, layer, tensor) for tensor in tensors] if step.sizes.open else tensors
 
 
 def _of_any_size(step: StepContext, layer: int, tensor: Tensor) -> Tensor:
-    """What describes one of the slots' tensors, [B, ...] or [B, ., C, ...], of which either may be an open size."""
+    """What describes one of the slots' tensors, [B, ...] or [B, ., C, ...]; itself where neither is an open size."""
     capacity = step.capacities[layer]
     shape = [step.batch, *tensor.shape[1:]]
     if not isinstance(capacity, int) and len(shape) > 2 and shape[2] == step.slots[layer].capacity:
         shape[2] = capacity
     if all(isinstance(size, int) for size in shape):
-        return _like(tensor)
+        return tensor
     if not tensor.is_contiguous():
         raise UnsupportedGraph("slots that are not contiguous serve one number of rows and one capacity")
     return step.of_shape(tuple(shape), tensor.dtype)
