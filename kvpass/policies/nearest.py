@@ -20,7 +20,7 @@ def nearest(key: Tensor, held: Tensor, position: Tensor) -> tuple[Tensor, Tensor
     Returns:
         The cosines, float32 [B, Hkv, E], and the slots, int64 [B, Hkv, E].
     """
-    if key.shape[2] == 1:
+    if key.shape[2] == 1 and key.device.type == "cpu":
         return _best(_of_one(key, held), position[:, :, None])
     norm = _norm(held)[:, :, None]  # [B, Hkv, 1, C]
     found = [_best(_of_many(block, held, norm), position[:, :, None]) for block in torch.split(key, BLOCK, 2)]
@@ -35,14 +35,20 @@ def _best(cosine: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _of_many(key: Tensor, held: Tensor, norm: Tensor) -> Tensor:
-    return key.float() @ held.float().transpose(-1, -2) / (_norm(key)[..., None] * norm)
+    return _products(key, held) / (_norm(key)[..., None] * norm)
+
+
+def _products(key: Tensor, held: Tensor) -> Tensor:
+    if key.shape[2] == 1:  # in a decode step on a GPU: no converted copy of the slots, and one launch with the norms
+        return (key[..., None, :].float() * held[:, :, None].float()).sum(-1)
+    return key.float() @ held.float().transpose(-1, -2)
 
 
 def _of_one(key: Tensor, held: Tensor) -> Tensor:
     """Cosines [B, Hkv, 1, C] of a decode step's key, in one pass over the slots and with no converted copy of them.
 
-    Products and norms go through the slots together if both read something of the head: a compiler walks through norms
-    alone as one long row of slots, in a loop of its own.
+    On a CPU products and norms go through the slots together if both read something of the head: a compiler walks
+    through norms alone as one long row of slots, in a loop of its own.  On a GPU that would be two launches more.
     """
     shrink = 1 / _norm(key)[..., None]  # [B, Hkv, 1, 1]
     slots = held.float() * shrink
