@@ -338,7 +338,7 @@ class Backend:
     def _patches(self, patches: dict[str, Any], policy: Policy | None, gm: fx.GraphModule | None) -> dict[str, Any]:
         modes = compat.inductor_mode(self.mode) if self.mode else {}
         stamp = compat.graph_pass(cache_key.digest(policy, gm), _reshape if policy else _as_it_is)
-        return patches | modes | dict(self.options) | {"post_grad_custom_pre_pass": stamp}
+        return compat.whole_vectors() | patches | modes | dict(self.options) | {"post_grad_custom_pre_pass": stamp}
 
 
 def _reshape(graph: fx.Graph) -> None:

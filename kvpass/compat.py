@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
+import os
+import subprocess
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -42,6 +45,37 @@ KEEP_THE_ORDER = {
     # rewritten one of them, and for that they would all be copied.
     "reorder_for_locality": False,
 }
+
+
+MOVES = ("-mmove-max=256", "-mstore-max=256")
+"""Flags under which g++ copies a vector of AVX2 in one piece.
+
+Inductor loads whole numbers by `memcpy` to an array on the stack, and the array as a vector.  g++ copies it in halves
+by default on AMD's processors, and a processor cannot forward two stores to one load: it waits, at every load.
+"""
+
+
+def whole_vectors() -> dict[str, str]:
+    """Settings of Inductor that add `MOVES`, where they apply and the user has not set that architecture: its own have
+    no room for flags but this."""
+    from torch._inductor import config
+
+    fits = torch.backends.cpu.get_cpu_capability() == "AVX2"
+    if not fits or getattr(config.cpp, "march", "") is not None or not _takes(MOVES):
+        return {}
+    return {"cpp.march": " ".join(["native", *MOVES])}
+
+
+@functools.cache
+def _takes(flags: tuple[str, ...]) -> bool:
+    """Whether Inductor's compiler of C++ knows these flags."""
+    from torch._inductor import cpp_builder, exc
+
+    try:
+        asked = [cpp_builder.get_cpp_compiler(), *flags, "-E", "-x", "c++", os.devnull]
+        return subprocess.run(asked, capture_output=True, check=False).returncode == 0
+    except (exc.InvalidCxxCompiler, OSError):  # Inductor says so when it needs one
+        return False
 
 
 SIZE = torch.ops.aten.sym_size.int

@@ -91,7 +91,7 @@ def _products(query: Tensor, group: Group) -> Tensor:
     if group.zero is not None:
         pairs.append((written_out(_total(parts)), group.zero))
     terms = [_total([part[:, :, r, None] * codes for part, codes in pairs]) for r in range(query.shape[2])]
-    return torch.stack([(each * group.scale).sum(-1) for each in terms], 2)
+    return torch.stack([each.sum(-1) * group.scale[..., 0] for each in terms], 2)
 
 
 def mixture(paid: Tensor, groups: Sequence[Group]) -> Tensor:
@@ -104,6 +104,8 @@ def mixture(paid: Tensor, groups: Sequence[Group]) -> Tensor:
 def _mixture(paid: Tensor, group: Group) -> Tensor:
     """Of one group, by probabilities [B, H, N, 1]: [B, H, size]."""
     share = paid * group.scale
+    if group.zero is None:
+        share = written_out(share)  # beside scales in half precision the loop would be over twice as many numbers
     made = [grid.summed(share * fourth.codes) / fourth.unit for fourth in group.fourths]
     if group.zero is not None:
         offset = grid.summed(share * group.zero.expand_as(group.fourths[0].codes))
