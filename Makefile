@@ -4,6 +4,10 @@ RUNS := .venv/.runs
 INSTALLED := .venv/.installed
 OLDEST := .venv-oldest
 
+# Bytecode is kept, whatever the environment says: a process that compiles torch's and transformers' sources anew takes
+# ten seconds longer to begin, and the demo, the tests and the benchmarks begin dozens.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test oldest slow whole lint architectures reach bench clean
 
 # The main job: tables, pictures and completions in out/, in six minutes on two cores.  Two policies at a time with one

@@ -13,7 +13,7 @@ the same reason.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch import Tensor
 from kvpass.lowering.rope import Rope
 from kvpass.lowering.written import written_out
 from kvpass.precision import wide
-from kvpass.storage import Rows
+from kvpass.storage import Rows, grid
 
 LOWEST = torch.finfo(torch.float32).min
 WIDEST_ROTATED = 512  # bytes of a key that the kernels can rotate; wider ones would spill
@@ -111,17 +111,25 @@ def softmax_beside(logits: Tensor, sink_logit: Tensor | None) -> Tensor:
 
 def scores(query: Tensor, key: Rows, *, scale: float, rotate: Callable[[Tensor], list[Tensor]] | None = None) -> Tensor:
     """The logits before mask and bias, [B, Hkv, G, q, C] as `wide` has them; the products in the model's dtype."""
+    shape = query.shape[:4]
     if rotate is None:
         products = key.format.products(query.flatten(2, 3), key.parts)
-        return wide(products.view(*query.shape[:4], key.shape[2])) * scale
-    query = written_out(query)
+        return wide(products.view(*shape, key.shape[2])) * scale
+    query, sections = written_out(query.flatten(2, 3)), rotate(key.read_as(query.dtype))
+    rows = query.shape[2]
+    if isinstance(rows, int) and rows <= grid.MOST_ROWS:  # sums of one loop, in which a key is rotated once for all of them
+        asked = [query[:, :, row, None] for row in range(rows)]
+        made = torch.stack([_products(one, sections) for one in asked], 2)
+    else:
+        made = _products(query[:, :, :, None], [section[:, :, None] for section in sections])
+    return made.view(*shape, key.shape[2]) * scale
+
+
+def _products(query: Tensor, sections: Sequence[Tensor]) -> Tensor:
+    """Of queries [..., 1, D] with keys [..., C, D] that come in sections [..., C, d] of D: [..., C]."""
     by_width: dict[int, Tensor] = {}
-    start = 0
-    for section in rotate(key.read_as(query.dtype)):
-        width = section.shape[-1]
-        part = query[..., start : start + width]  # [B, Hkv, G, q, d]
-        product = wide(part[..., None, :]) * wide(section[:, :, None, None])  # [B, Hkv, G, q, C, d]
+    parts = torch.split(query, [section.shape[-1] for section in sections], -1)
+    for part, section in zip(parts, sections, strict=True):
+        width, product = section.shape[-1], wide(part) * wide(section)
         by_width[width] = by_width[width] + product if width in by_width else product
-        start += width
-    sums = [products.sum(-1) for products in by_width.values()]
-    return functools.reduce(torch.add, sums) * scale
+    return functools.reduce(torch.add, [products.sum(-1) for products in by_width.values()])
