@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvpass.lowering.attend_kernel import dense, packed, power
 
-ROWS, FEW_ROWS = 32, 16  # of a program, each of which reads all weights; fewer of wide heads, for the registers
+ROWS, FEW_ROWS = 32, 16  # of a program, each of which reads all weights; fewer for registers, of wide heads and numbers
 WIDE_HEAD = 256
 STEP = 32  # numbers of a head that are taken in at a time,
 OUT_STEP = 64  # and put out: a stretch for each warp
@@ -219,7 +219,8 @@ def repair_rows(
     rows, heads, slots, dim = key.shape
     width, (first, second) = value.shape[3], inner.shape
     new_key, new_value = key.new_empty((rows, heads, slots, dim)), value.new_empty((rows, heads, slots, width))
-    block = ROWS if max(dim, width) < WIDE_HEAD else FEW_ROWS
+    narrow = max(dim, width) < WIDE_HEAD and key.element_size() < 4
+    block = ROWS if narrow else FEW_ROWS
     torch.library.wrap_triton(repair)[(triton.cdiv(slots, block), rows)](
         key, value, packed(made), packed(rank), packed(moves), on_key, on_value, from_made, from_rank, shift,
         inner, inner_bias, outer, outer_bias, new_key, new_value, *key.stride()[:3], *value.stride()[:3],

@@ -117,7 +117,7 @@ def scores(query: Tensor, key: Rows, *, scale: float, rotate: Callable[[Tensor],
         return wide(products.view(*shape, key.shape[2])) * scale
     query, sections = written_out(query.flatten(2, 3)), rotate(key.read_as(query.dtype))
     rows = query.shape[2]
-    if isinstance(rows, int) and rows <= grid.MOST_ROWS:  # sums of one loop, in which a key is rotated once for all of them
+    if isinstance(rows, int) and rows <= grid.MOST_ROWS:  # sums of one loop: a key is rotated once for all of them
         asked = [query[:, :, row, None] for row in range(rows)]
         made = torch.stack([_products(one, sections) for one in asked], 2)
     else:

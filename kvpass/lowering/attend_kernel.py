@@ -138,8 +138,8 @@ def along(
     if of_group == 0 and of_query == 0:
         return tl.load(rows + c, mask=c < C, other=0)[None, :]
     else:
-        own = group * of_group + asking * of_query
-        return tl.load(rows + own[:, None] + c[None, :], mask=here[:, None] & (c < C)[None, :], other=0)
+        place = group * of_group + asking * of_query
+        return tl.load(rows + place[:, None] + c[None, :], mask=here[:, None] & (c < C)[None, :], other=0)
 
 
 @triton.jit
@@ -364,7 +364,7 @@ def join(
     m_part,  # as `split` left them
     l_part,
     acc_part,
-    sink,  # float32 [B or 1, Hkv, G, q or 1]; anything without HAS_SINK
+    sink_logit,  # float32 [B or 1, Hkv, G, q or 1]; anything without HAS_SINK
     output,  # [B, Hkv, R, Dv]
     lse,  # float32 [B, Hkv, R]: log of the sum of exp(logit), the sink's share included
     sink_row: tl.constexpr,
@@ -387,12 +387,13 @@ def join(
     m_i = tl.max(m_parts, 0)
     if HAS_SINK:
         row, inside = which // ROWS, which % ROWS
-        own = tl.load(sink + row * sink_row + inside // QUERIES * sink_query + (inside % QUERIES) * (sink_query > 1))
-        m_i = tl.maximum(m_i, own)
+        place = row * sink_row + inside // QUERIES * sink_query + (inside % QUERIES) * (sink_query > 1)
+        of_sink = tl.load(sink_logit + place)
+        m_i = tl.maximum(m_i, of_sink)
     alpha = tl.exp(m_parts - m_i)  # [WIDTH]
     l_i = tl.sum(alpha * l_parts, 0)
     if HAS_SINK:
-        l_i += tl.exp(own - m_i)
+        l_i += tl.exp(of_sink - m_i)
     acc = tl.sum(accs * alpha[:, None], 0) / l_i
     tl.store(output + which * DV + dv, acc.to(output.dtype.element_ty), mask=dv < DV)
     tl.store(lse + which, m_i + tl.log(l_i), mask=tl.program_id(1) == 0)
@@ -517,13 +518,13 @@ def attend_slots(
     output = query.new_empty((rows, heads, groups, queries, width))
     lse = query.new_empty((rows, heads, groups, queries), dtype=torch.float32)
     has_sink = sink_logit is not None
-    sink = m_part if sink_logit is None else packed(sink_logit.float())
-    own_sinks = sink.shape[3]
+    sinks = packed(sink_logit.float()) if sink_logit is not None else m_part  # which is not read then
+    per_group = sinks.shape[3]
     width_of_parts = power(parts, 1)
     piece = max(16, min(value_width, JOINED // width_of_parts))
     torch.library.wrap_triton(join)[(rows * heads * inside, triton.cdiv(width, piece))](
-        m_part, l_part, acc_part, sink, output, lse,
-        sink_row=0 if sink.shape[0] == 1 else heads * groups * own_sinks, sink_query=own_sinks,
+        m_part, l_part, acc_part, sinks, output, lse,
+        sink_row=0 if sinks.shape[0] == 1 else heads * groups * per_group, sink_query=per_group,
         HAS_SINK=has_sink, ROWS=heads * inside, QUERIES=queries, DV=width, PARTS=parts,
         WIDTH=width_of_parts, PIECE=piece, num_warps=4, num_stages=1,
     )  # fmt: skip

@@ -21,7 +21,8 @@ from torch import Tensor
 
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 TWOS = tl.constexpr(1.4426950408889634)  # log2(e): probabilities are powers of two, for which there is an instruction
-TILE = 16 << 10  # bytes of queries, and of keys, that a program holds at a time
+TILE = 8 << 10  # numbers of queries, and of keys, that a program holds at a time
+TILE_OF_FLOATS = 2 << 10  # the same in float32, whose products take no tensor cores and many registers
 
 
 @triton.jit
@@ -63,7 +64,7 @@ def totals(
     query,  # [B, Hq, q, D], dense
     key,  # [B, Hkv, S, D], dense
     mask,  # [B or 1, Hq or 1, q or 1, S]; anything for KIND 0
-    sink,  # float32 [B or 1, Hq, q or 1]; anything without HAS_SINK
+    sink_logit,  # float32 [B or 1, Hq, q or 1]; anything without HAS_SINK
     out,  # float32 [B, Hq, q]: the logarithm to base two of the sum of exp(logit)
     mask_row: tl.constexpr,
     mask_head: tl.constexpr,
@@ -113,10 +114,10 @@ def totals(
         paid = paid * tl.exp2(top - higher) + tl.sum(tl.exp2(x - higher[:, None]), 1)
         top = higher
     if HAS_SINK:
-        own = tl.load(sink + row * sink_row + head * max(1, sink_query) + i * (sink_query > 1), mask=i < COUNT, other=0)
-        own = own * TWOS
-        higher = tl.maximum(top, own)
-        paid = paid * tl.exp2(top - higher) + tl.exp2(own - higher)
+        place = row * sink_row + head * max(1, sink_query) + i * (sink_query > 1)
+        of_sink = tl.load(sink_logit + place, mask=i < COUNT, other=0) * TWOS
+        higher = tl.maximum(top, of_sink)
+        paid = paid * tl.exp2(top - higher) + tl.exp2(of_sink - higher)
         top = higher
     tl.store(out + which * COUNT + i, top + tl.log2(paid), mask=i < COUNT)
 
@@ -220,7 +221,7 @@ def column_sums(
     causal: bool,
     scale: float,
     cap: float | None,
-    sink: Tensor | None,
+    sink_logit: Tensor | None,
     powers: int,
 ) -> list[Tensor]:
     """Sums over the queries of the probabilities and, for two `powers`, of their squares.
@@ -237,21 +238,26 @@ def column_sums(
     groups, keys = heads // key.shape[1], key.shape[2]
     query, key, weight = query.contiguous(), key.contiguous(), weight.float().contiguous()
     width = max(16, triton.next_power_of_2(dim))
-    side = max(16, min(64, TILE // (width * query.element_size())))
+    side = side_of(width, query.dtype)
     total = query.new_empty((rows, heads, count), dtype=torch.float32)
-    own = _sink(sink, heads)
+    beside = _sink(sink_logit, heads)
     mask = mask if mask is None or mask.stride(-1) == 1 else mask.contiguous()
     common: dict[str, Any] = dict(
         **_mask(mask), CAUSAL=causal, SCALE=scale, CAP=cap or 0.0, HEADS=heads, GROUPS=groups, COUNT=count,
         KEYS=keys, D=dim, WIDTH=width, BQ=side, BK=side, num_warps=4, num_stages=2,
     )  # fmt: skip
     seen = query if mask is None else mask
-    behind = total if sink is None else sink.float().contiguous()
-    totals[(triton.cdiv(count, side), rows * heads)](query, key, seen, behind, total, **common, **own)
+    behind = total if sink_logit is None else sink_logit.float().contiguous()
+    totals[(triton.cdiv(count, side), rows * heads)](query, key, seen, behind, total, **common, **beside)
     made = [query.new_empty((rows, heads, keys), dtype=torch.float32) for _ in range(powers)]
     grid = (triton.cdiv(keys, side), rows * heads)
     columns[grid](query, key, seen, total, weight, made[0], made[-1], **common, SQUARES=powers == 2)
     return [torch.unflatten(sums, 1, (-1, groups)) for sums in made]
+
+
+def side_of(width: int, dtype: torch.dtype) -> int:
+    """How many queries, and keys, of so many numbers a program holds at a time."""
+    return max(16, min(64, (TILE_OF_FLOATS if dtype == torch.float32 else TILE) // width))
 
 
 def _mask(mask: Tensor | None) -> dict[str, int]:
@@ -263,9 +269,9 @@ def _mask(mask: Tensor | None) -> dict[str, int]:
     return {**dict(zip(names, strides, strict=True)), "KIND": 1 if mask.dtype == torch.bool else 2}
 
 
-def _sink(sink: Tensor | None, heads: int) -> dict[str, Any]:
-    """How `totals` reads the sink [B or 1, Hq, q or 1, 1]."""
-    if sink is None:
+def _sink(sink_logit: Tensor | None, heads: int) -> dict[str, Any]:
+    """How `totals` reads the logits of the sink [B or 1, Hq, q or 1, 1]."""
+    if sink_logit is None:
         return dict(sink_row=0, sink_query=0, HAS_SINK=False)
-    own = sink.shape[2]
-    return dict(sink_row=0 if sink.shape[0] == 1 else heads * own, sink_query=own, HAS_SINK=True)
+    queries = sink_logit.shape[2]
+    return dict(sink_row=0 if sink_logit.shape[0] == 1 else heads * queries, sink_query=queries, HAS_SINK=True)

@@ -235,9 +235,9 @@ def test_repairs_spill_nothing(target: str, dtype: torch.dtype, dim: int, hidden
 def test_sums_compile_and_spill_nothing(target: str, dtype: torch.dtype) -> None:
     for function in (column_kernel.totals, column_kernel.columns):
         pointers = {"query": NAMES[dtype], "key": NAMES[dtype], "mask": "*i1", "COUNT": "i32", "KEYS": "i32"}
-        pointers |= dict.fromkeys(("sink", "out", "total", "weight", "sums", "squares"), "*fp32")
+        pointers |= dict.fromkeys(("sink_logit", "out", "total", "weight", "sums", "squares"), "*fp32")
         signature = {name: pointers.get(name, "constexpr") for name in function.arg_names}
-        side = max(16, min(64, column_kernel.TILE // (128 * dtype.itemsize)))
+        side = column_kernel.side_of(128, dtype)
         known = dict(
             mask_row=0, mask_head=0, mask_query=0, sink_row=0, sink_query=0, KIND=0, CAUSAL=True, HAS_SINK=False,
             SQUARES=True, SCALE=0.1, CAP=0.0, HEADS=32, GROUPS=4, D=128, WIDTH=128, BQ=side, BK=side,
