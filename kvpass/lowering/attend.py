@@ -12,8 +12,7 @@ the same reason.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -117,19 +116,8 @@ def scores(query: Tensor, key: Rows, *, scale: float, rotate: Callable[[Tensor],
         return wide(products.view(*shape, key.shape[2])) * scale
     query, sections = written_out(query.flatten(2, 3)), rotate(key.read_as(query.dtype))
     rows = query.shape[2]
-    if isinstance(rows, int) and rows <= grid.MOST_ROWS:  # sums of one loop: a key is rotated once for all of them
-        asked = [query[:, :, row, None] for row in range(rows)]
-        made = torch.stack([_products(one, sections) for one in asked], 2)
+    if isinstance(rows, int) and rows <= grid.MOST_ROWS:  # a key is rotated once for all of them
+        made = grid.row_by_row(query, sections)
     else:
-        made = _products(query[:, :, :, None], [section[:, :, None] for section in sections])
+        made = grid.over_sections(query[:, :, :, None], [section[:, :, None] for section in sections])
     return made.view(*shape, key.shape[2]) * scale
-
-
-def _products(query: Tensor, sections: Sequence[Tensor]) -> Tensor:
-    """Of queries [..., 1, D] with keys [..., C, D] that come in sections [..., C, d] of D: [..., C]."""
-    by_width: dict[int, Tensor] = {}
-    parts = torch.split(query, [section.shape[-1] for section in sections], -1)
-    for part, section in zip(parts, sections, strict=True):
-        width, product = section.shape[-1], wide(part) * wide(section)
-        by_width[width] = by_width[width] + product if width in by_width else product
-    return functools.reduce(torch.add, [products.sum(-1) for products in by_width.values()])

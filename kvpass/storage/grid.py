@@ -41,10 +41,25 @@ def summed_over_dim(query: Tensor, sections: Sequence[Tensor]) -> Tensor:
     The queries are written out in the dtype of the sums: beside numbers in half precision, a compiler would convert
     twice as many codes at a time, for which processors have no instruction.
     """
-    query, widths = written_out(wide(query)), [section.shape[-1] for section in sections]
-    rows = [torch.split(query[:, :, r, None], widths, -1) for r in range(query.shape[2])]  # [B, H, 1, d] each
-    products = [[part * section for part, section in zip(row, sections, strict=True)] for row in rows]
-    return torch.stack([functools.reduce(torch.add, parts).sum(-1) for parts in products], 2)
+    return row_by_row(written_out(wide(query)), sections)
+
+
+def row_by_row(query: Tensor, sections: Sequence[Tensor]) -> Tensor:
+    """The same of queries that are written out: sums of one loop, in which a key is read once for all of them."""
+    return torch.stack([over_sections(query[:, :, r, None], sections) for r in range(query.shape[2])], 2)
+
+
+def over_sections(query: Tensor, sections: Sequence[Tensor]) -> Tensor:
+    """Products of queries [..., 1, D] with keys [..., N, D] that come in sections [..., N, d] of D: [..., N].
+
+    Sections of one size are added before they are summed.
+    """
+    by_width: dict[int, Tensor] = {}
+    parts = torch.split(query, [section.shape[-1] for section in sections], -1)
+    for part, section in zip(parts, sections, strict=True):
+        width, product = section.shape[-1], wide(part) * wide(section)
+        by_width[width] = by_width[width] + product if width in by_width else product
+    return functools.reduce(torch.add, [products.sum(-1) for products in by_width.values()])
 
 
 def summed_over_rows(paid: Sequence[Tensor], sections: Sequence[Tensor]) -> Tensor:
