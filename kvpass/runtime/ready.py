@@ -166,8 +166,9 @@ class ReadySteps:
     """What one step graph was rewritten to.
 
     The first number of rows, and the first capacity, get code of their own, which is faster; the second of either gets
-    code for all others.  Chunks of any length share theirs from the first, and so do layers whose capacities are their
-    own: as numbers, these would make each layer another piece of code.
+    code for all others.  Rows that are open in Dynamo's graph are a second number already: it was made for one that had
+    the first.  Chunks of any length share theirs from the first, and so do layers whose capacities are their own: as
+    numbers, these would make each layer another piece of code.
     """
 
     def __init__(self, symbols: set[str]) -> None:
@@ -204,7 +205,8 @@ class ReadySteps:
         """A rewritten graph with open sizes; None if the call is to have its own."""
         made = self._opened.setdefault(kind, [])
         known = next((ready for ready in made if ready.serves(measures)), None)
-        first = decodes and self._met.setdefault(kind, measures) == measures
+        fixed = decodes and not measures.free_numbers  # all that can be open is that of slots
+        first = fixed and self._met.setdefault(kind, measures) == measures
         if known or (first and not measures.tight) or len(made) == MOST_OPEN:
             return known
         for free in dict.fromkeys((measures.free_slots if first else measures.free, measures.free_numbers)):
