@@ -149,7 +149,7 @@ class _Layer:
 
     @property
     def rotate(self) -> Rotate | None:
-        return (lambda keys, rank: [self.rotated(keys, rank)]) if self.ranked else None
+        return (lambda keys, rank: [self.rotated(keys.joined(), rank)]) if self.ranked else None
 
     def tokens(self, chosen: slice, first: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys at positions first, first + 1, ... (`first` is [B, 1, 1 or n]), and values."""

@@ -60,7 +60,7 @@ class Lowered:
     def feed(self, new: Stretch) -> Tensor:
         policy, slots, ranked = self.layout.policy, self.slots, self.layout.ranked
         budget = max(self.limits, default=self.layout.budget)
-        site = Site(self.scale, None, (lambda keys, rank: [self.rotate(keys, rank)]) if ranked else None)
+        site = Site(self.scale, None, (lambda keys, rank: [self.rotate(keys.joined(), rank)]) if ranked else None)
         if slots is None:
             first = torch.zeros(len(new.q), 1, 1, dtype=torch.int64)
         else:

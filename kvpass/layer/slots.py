@@ -67,7 +67,7 @@ class Layout:
 
     @property
     def key_format(self) -> Format:
-        return format_of(self.kv_dtype, self.key_dim, self.dtype)
+        return format_of(self.kv_dtype, self.key_dim, self.dtype, rotated=self.ranked)
 
     @property
     def value_format(self) -> Format:

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from kvpass.layer.slots import FREE, Layout, Slots, align, first_values, rows_at
 from kvpass.layer.statistics import Asked, attended_and_scored, of_all_queries, statistics
-from kvpass.lowering.attend import LOWEST, attend, by_kernel, capped, scores
+from kvpass.lowering.attend import LOWEST, Rotation, attend, by_kernel, capped, scores
 from kvpass.lowering.column_scores import regrouped
 from kvpass.lowering.rope import Rope
 from kvpass.policies.base import LATE, Attention, Policy, State, Tokens, rank_of
 from kvpass.precision import wide
-from kvpass.storage import Rows, plain
+from kvpass.storage import Rows, Sections, plain
 
 
 class Mask(Protocol):
@@ -33,7 +33,7 @@ class Mask(Protocol):
         """
 
 
-Rotate = Callable[[Tensor, Tensor], list[Tensor]]
+Rotate = Callable[[Sections, Tensor], list[Tensor]]
 """The model's own rotary embedding: keys [B, Hkv, N, D] at positions int64 [B, H', N], in sections of D."""
 
 
@@ -148,7 +148,7 @@ class _View:
     mask: Tensor
     bias: Tensor | None
     policy_bias: Tensor | None
-    rotate: Callable[[Tensor], list[Tensor]] | None
+    rotate: Rotation | None
     rope: Rope | None
 
     @staticmethod
@@ -238,7 +238,7 @@ def tempered(policy: Policy, query: Tensor, count: Tensor) -> Tensor:
     return query if factor is None else (query * factor.view(-1, *[1] * (query.ndim - 1))).to(query.dtype)
 
 
-def _rotation(site: Site, tokens: Tokens) -> Callable[[Tensor], list[Tensor]] | None:
+def _rotation(site: Site, tokens: Tokens) -> Rotation | None:
     rotate, rank = site.rotate, tokens.rank
     if rotate is None or rank is None:
         return None
@@ -368,7 +368,7 @@ def extend_step(
     held, rotate = slots.tokens(layout), site.rotate
     query = tempered(policy, query, held.live.sum(-1)[:, :1] + valid.sum(-1, keepdim=True))
     stored, rows = (x.read_as(layout.dtype) for x in _read(layout, site, slots, held))
-    kept = stored if rotate is None else torch.cat(rotate(stored, slots.rank), -1)
+    kept = stored if rotate is None else torch.cat(rotate(Sections((stored,)), slots.rank), -1)
     keys = torch.cat([kept, key.to(kept.dtype)], 2)
     keys, values, facts = _with_computed_keys(site, keys, torch.cat([rows, value.to(rows.dtype)], 2))
     mask, bias = _chunk_mask(layout, site, slots, valid, facts)

@@ -20,7 +20,10 @@ from torch import Tensor
 from kvpass.lowering.rope import Rope
 from kvpass.lowering.written import written_out
 from kvpass.precision import wide
-from kvpass.storage import Rows, grid
+from kvpass.storage import Rows, Sections, grid
+
+Rotation = Callable[[Sections], list[Tensor]]
+"""Rotates keys [B, Hkv, N, D], each by the position of its slot; gives sections [B, Hkv, N, d] of D."""
 
 LOWEST = torch.finfo(torch.float32).min
 WIDEST_ROTATED = 512  # bytes of a key that the kernels can rotate; wider ones would spill
@@ -35,7 +38,7 @@ def attend(
     scale: float,
     mask: Tensor,
     bias: Tensor | None = None,
-    rotate: Callable[[Tensor], list[Tensor]] | None = None,
+    rotate: Rotation | None = None,
     cap: float | None = None,
     sink_logit: Tensor | None = None,
     with_logits: bool = True,
@@ -49,7 +52,7 @@ def attend(
         scale: multiplies the logits.
         mask: bool, broadcastable to [B, Hkv, G, q, C].
         bias: added to the logits, broadcastable likewise.
-        rotate: applied to the keys at read, pointwise in the slots; gives sections [B, Hkv, C, d] of D.
+        rotate: applied to the keys at read, pointwise in the slots.
         cap: bounds the logits before bias and mask, as cap * tanh(logits / cap).
         sink_logit: further logits [B or 1, Hkv, G, q or 1, 1] in the softmax, to which no value belongs.
         with_logits: whether probabilities and logits are wanted.
@@ -108,13 +111,14 @@ def softmax_beside(logits: Tensor, sink_logit: Tensor | None) -> Tensor:
     return paid / (paid.sum(-1, keepdim=True) + torch.exp(sink_logit - most))
 
 
-def scores(query: Tensor, key: Rows, *, scale: float, rotate: Callable[[Tensor], list[Tensor]] | None = None) -> Tensor:
+def scores(query: Tensor, key: Rows, *, scale: float, rotate: Rotation | None = None) -> Tensor:
     """The logits before mask and bias, [B, Hkv, G, q, C] as `wide` has them; the products in the model's dtype."""
     shape = query.shape[:4]
     if rotate is None:
         products = key.format.products(query.flatten(2, 3), key.parts)
         return wide(products.view(*shape, key.shape[2])) * scale
-    query, sections = written_out(query.flatten(2, 3)), rotate(key.read_as(query.dtype))
+    sections = rotate(key.in_sections(query.dtype))
+    query = written_out(wide(query.flatten(2, 3)))  # else each key would convert the queries anew
     rows = query.shape[2]
     if isinstance(rows, int) and rows <= grid.MOST_ROWS:  # a key is rotated once for all of them
         made = grid.row_by_row(query, sections)

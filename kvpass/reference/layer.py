@@ -29,6 +29,7 @@ from kvpass.rewrite.passes import STEP_PASSES
 from kvpass.rewrite.passes.attention import as_cached, attend_on_slots, early_enough, put_in_place
 from kvpass.rewrite.record import Record
 from kvpass.rewrite.rotary_slice import RotarySlice
+from kvpass.storage import Sections
 
 
 def take_prompt(
@@ -184,7 +185,7 @@ class _Call:
         if self.rotary is not None and keys.shape[2]:
             keys = keys.to(self.layout.dtype)
             table = self.rotary.table(keys.shape[2], bound["angles"], keys.device)
-            keys = torch.cat(self.rotary.on_slots(keys, ranks, table, bound["rotate"]), -1)
+            keys = torch.cat(self.rotary.on_slots(Sections((keys,)), ranks, table, bound["rotate"]), -1)
         if stored is None:
             keys = torch.cat([keys, key.to(keys.dtype)], 2)
         new = store.length + torch.arange(count, device=query.device).expand(self.layout.batch, groups, -1)

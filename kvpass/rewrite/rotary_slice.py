@@ -8,6 +8,7 @@ out stay valid.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -21,8 +22,10 @@ from kvpass.errors import UnsupportedGraph
 from kvpass.graphs import Sizes, Slice, expr, value
 from kvpass.lowering.rope import Pairs, pairs_of, weights_of
 from kvpass.lowering.written import written_out
+from kvpass.precision import wide
 from kvpass.rewrite.mask_slice import check_not_overwritten
 from kvpass.rewrite.sections import InSections, Padded
+from kvpass.storage import Sections
 
 Like = tuple[tuple[Any, ...], torch.dtype]
 """The shape and the dtype of a tensor, or of a size, which may be open."""
@@ -39,6 +42,7 @@ class RotarySlice:
         angles: from positions, shaped as `position`, to what the key is rotated with.
         rotate: inputs are the key [B, Hkv, q, D] and the results of `angles`.
         position: the shape of the positions that the model's code expects.
+        angle_dtypes: of the results of `angles`.
         angle_inputs: shapes and dtypes of what `angles` reads besides positions.
         rotate_inputs: and of what `rotate` gets besides the results of `angles`, the key [B, Hkv, q, D] first.
     """
@@ -46,6 +50,7 @@ class RotarySlice:
     angles: Slice
     rotate: Slice
     position: tuple[Any, ...]
+    angle_dtypes: tuple[torch.dtype, ...]
     angle_inputs: tuple[Like, ...]
     rotate_inputs: tuple[Like, ...]
 
@@ -71,7 +76,10 @@ class RotarySlice:
         )
 
     def table(self, count: int, bound: list[Tensor], device: torch.device) -> list[Tensor]:
-        """What keys at positions 0 .. count - 1 are rotated with, each [count, ...]."""
+        """What keys at positions 0 .. count - 1 are rotated with, each [count, ...].
+
+        On a CPU in float32, as every key of every head would convert its row anew; `on_slots` rounds what it reads.
+        """
 
         run = self.angles.module if isinstance(count, int) else Padded(self.angles.module).run
 
@@ -79,23 +87,30 @@ class RotarySlice:
             result: tuple[Tensor, ...] = run(place.expand(self.position), *bound)
             return result
 
-        return [written_out(rows) for rows in torch.vmap(at)(torch.arange(count, device=device))]
+        made = torch.vmap(at)(torch.arange(count, device=device))
+        return [written_out(wide(rows) if rows.is_floating_point() and rows.is_cpu else rows) for rows in made]
 
-    def on_slots(self, keys: Tensor, rank: Tensor, table: list[Tensor], bound: list[Tensor]) -> list[Tensor]:
+    def _as_made(self, angles: Iterable[Tensor]) -> list[Tensor]:
+        """What a table has for a position as `angles` gives it."""
+        return [each.to(dtype) for each, dtype in zip(angles, self.angle_dtypes, strict=True)]
+
+    def on_slots(self, keys: Sections, rank: Tensor, table: list[Tensor], bound: list[Tensor]) -> list[Tensor]:
         """Keys [B, Hkv, N, D] at positions [B, H', N] -> rotated, in sections [B, Hkv, N, d] of D."""
-        rotate = InSections(self.rotate.module)
+        rotate, count = InSections(self.rotate.module), len(keys.tensors)
+        given = keys.tensors if keys.whole is None else (*keys.tensors, keys.whole)
 
-        def one(key: Tensor, place: Tensor) -> tuple[Tensor, ...]:
-            """One slot's keys [b, Hkv, D] at one position, b as in `shape`."""
-            repeated = key[:, :, None].expand(-1, -1, self.shape[2], -1)
-            sections = rotate.run_on(repeated, *(rows[place] for rows in table), *bound)
+        def one(parts: tuple[Tensor, ...], place: Tensor) -> tuple[Tensor, ...]:
+            """One slot's keys [b, Hkv, .], in sections and whole, at one position; b as in `shape`."""
+            repeated = tuple(part[:, :, None].expand(-1, -1, self.shape[2], -1) for part in parts)
+            key = Sections(repeated[:count], *repeated[count:])
+            sections = rotate.run_on(key, *self._as_made(rows[place] for rows in table), *bound)
             return tuple(section[:, :, 0] for section in sections)
 
         slots = torch.vmap(one, in_dims=(2, 0), out_dims=2)  # over N
         if expr(self.shape[0]) == 1:
-            each = torch.vmap(lambda row, place: slots(row[None], place), (None, 0))  # over H'
-            return [_head_by_head(section[:, :, 0]) for section in torch.vmap(each)(keys, rank)]
-        rotated = torch.vmap(torch.vmap(lambda place: slots(keys, place)))(rank)
+            each = torch.vmap(lambda row, place: slots(tuple(part[None] for part in row), place), (None, 0))  # over H'
+            return [_head_by_head(section[:, :, 0]) for section in torch.vmap(each)(given, rank)]
+        rotated = torch.vmap(torch.vmap(lambda place: slots(given, place)))(rank)
         return [_head_by_head(_row_by_row(section)) for section in rotated]
 
     def alone(self) -> RotarySlice:
@@ -161,9 +176,9 @@ class RotarySlice:
         """What numbers and their partners are multiplied with at the positions of a table, each [N, D]."""
 
         def rotate(key: Tensor) -> Tensor:
-            rotated: Tensor = torch.vmap(lambda *rows: self.rotate.module(key.expand(self.shape), *rows, *bound))(
-                *table
-            )
+            rotated: Tensor = torch.vmap(
+                lambda *rows: self.rotate.module(key.expand(self.shape), *self._as_made(rows), *bound)
+            )(*table)
             return rotated[:, 0, 0, 0]
 
         return weights_of(
@@ -235,7 +250,8 @@ def cut_rotary(gm: fx.GraphModule, site: AttentionSite, rotary: Rotary, sizes: S
     cut = graphs.cut(gm, angles, [rotary.position], number)
     position, *angled = (_like(node, sizes) for node in (rotary.position, *cut.bound))
     rotated = tuple(_like(node, sizes) for node in (rotary.raw, *rotate.bound))
-    return RotarySlice(cut, rotate, position[0], tuple(angled), rotated).alone()
+    dtypes = tuple(value(node).dtype for node in angles)
+    return RotarySlice(cut, rotate, position[0], dtypes, tuple(angled), rotated).alone()
 
 
 def _like(node: fx.Node, sizes: Sizes) -> Like:

@@ -8,67 +8,22 @@ sections, concatenations list them, and everything pointwise works on each.
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import operator
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.fx as fx
 from torch import Tensor
 
 from kvpass import graphs
-
-
-@dataclasses.dataclass(frozen=True)
-class Sections:
-    """A tensor as consecutive sections of its last dimension."""
-
-    tensors: tuple[Tensor, ...]
-
-    @property
-    def width(self) -> int:
-        return sum(section.shape[-1] for section in self.tensors)
-
-    @property
-    def ends(self) -> list[int]:
-        """Where each section ends."""
-        widths = [section.shape[-1] for section in self.tensors]
-        return [sum(widths[: i + 1]) for i in range(len(widths))]
-
-    def cut_at(self, places: set[int]) -> Sections:
-        """The same tensor with further cuts."""
-        sections, start = [], 0
-        for section, end in zip(self.tensors, self.ends, strict=True):
-            cuts = [start, *sorted(p for p in places if start < p < end), end]
-            sections += [section[..., a - start : b - start] for a, b in itertools.pairwise(cuts)]
-            start = end
-        return Sections(tuple(sections))
-
-    def between(self, start: int, stop: int) -> Sections:
-        """The section of the tensor from `start` up to `stop`."""
-        cut = self.cut_at({start, stop})
-        ends = cut.ends
-        chosen = [p for p, end in zip(cut.tensors, ends, strict=True) if start < end <= stop]
-        return Sections(tuple(chosen))
-
-    def joined(self) -> Tensor:
-        """One tensor, as a sum of tensors padded with zeros, which compilers fuse."""
-        before, total = 0, None
-        for section in self.tensors:
-            padded = torch.nn.functional.pad(section, [before, self.width - before - section.shape[-1]])
-            total = padded if total is None else total + padded
-            before += section.shape[-1]
-        assert total is not None
-        return total
+from kvpass.storage import Sections
 
 
 class InSections(fx.Interpreter):
     """Interprets a graph whose first input is kept in sections; returns sections."""
 
-    def run_on(self, first: Tensor, *others: Any) -> tuple[Tensor, ...]:
-        result = self.run(Sections((first,)), *others)
+    def run_on(self, first: Sections, *others: Any) -> tuple[Tensor, ...]:
+        result = self.run(first, *others)
         return result.tensors if isinstance(result, Sections) else (result,)
 
     def run_node(self, n: fx.Node) -> Any:

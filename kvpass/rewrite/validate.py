@@ -39,7 +39,7 @@ from kvpass.layer.slots import FREE, Layout, Slots, first_state
 from kvpass.rewrite.context import StepContext
 from kvpass.rewrite.result import StepRewrite
 from kvpass.rewrite.rotary_slice import RotarySlice
-from kvpass.storage import KVDtype, Rows, base_of, plain
+from kvpass.storage import KVDtype, Rows, Sections, base_of, plain
 
 TOKENS = 61
 """Most tokens of the conversation."""
@@ -432,7 +432,7 @@ class _Conversation:
         table = rotary.table(self.count, bound[: len(rotary.angles.bound)], key.device)
         valid = self.valid if follows else torch.ones_like(self.valid)
         rank = (valid.cumsum(-1) - 1).clamp(min=0)[:, None].to(key.device)
-        return torch.cat(rotary.on_slots(key, rank, table, bound[len(rotary.angles.bound) :]), -1)
+        return torch.cat(rotary.on_slots(Sections((key,)), rank, table, bound[len(rotary.angles.bound) :]), -1)
 
     def _evaluated(self, nodes: list[fx.Node]) -> list[Any]:
         """What nodes give that depend on no token, such as frequencies."""

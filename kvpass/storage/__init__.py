@@ -19,14 +19,19 @@ from kvpass.storage.hadamard import Hadamard
 from kvpass.storage.int4 import Int4
 from kvpass.storage.int8 import Int8
 from kvpass.storage.plain import Plain
+from kvpass.storage.sections import Sections
 
 KVDtype = Literal["int8", "int4", "int8-hadamard", "int4-hadamard"]
 KV_DTYPES: tuple[KVDtype, ...] = get_args(KVDtype)
 
-__all__ = ["KV_DTYPES", "Format", "KVDtype", "Rows", "base_of", "format_of", "plain"]
+__all__ = ["KV_DTYPES", "Format", "KVDtype", "Rows", "Sections", "base_of", "format_of", "plain"]
 
 
-_FORMATS: dict[str, Callable[[int, torch.dtype], Format]] = {"": Plain, "int8": Int8, "int4": Int4}
+_FORMATS: dict[str, Callable[[int, torch.dtype, bool], Format]] = {
+    "": lambda dim, dtype, _: Plain(dim, dtype),
+    "int8": Int8,
+    "int4": Int4,
+}
 
 
 def base_of(kv_dtype: KVDtype | None) -> str:
@@ -35,14 +40,20 @@ def base_of(kv_dtype: KVDtype | None) -> str:
 
 
 @functools.cache
-def format_of(kv_dtype: KVDtype | None, dim: int, dtype: torch.dtype, keys: bool = True) -> Format:
+def format_of(
+    kv_dtype: KVDtype | None, dim: int, dtype: torch.dtype, keys: bool = True, rotated: bool = False
+) -> Format:
     """The format of rows of `dim` numbers that a model makes in `dtype`, of keys or of values.
+
+    Args:
+        rotated: each is rotated whenever it is read.
 
     Raises:
         PolicyError: rows of that many numbers cannot be stored so.
     """
-    made = _FORMATS[base_of(kv_dtype)](dim, dtype)
-    return Hadamard(made, dtype) if keys and "-" in (kv_dtype or "") else made
+    if keys and "-" in (kv_dtype or ""):
+        return Hadamard(_FORMATS[base_of(kv_dtype)](dim, dtype, False), dtype)
+    return _FORMATS[base_of(kv_dtype)](dim, dtype, rotated)
 
 
 def plain(rows: torch.Tensor) -> Rows:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from kvpass.storage.sections import Sections
 
 BLOCK = 4096  # rows that are encoded at a time: what it takes in between is several times their size
 
@@ -44,6 +47,9 @@ class Format(Protocol):
 
     def decode(self, parts: Parts) -> Tensor:
         """Stored rows as they are attended to, [..., D]: the model's numbers, or as `wide` has them."""
+
+    def sections(self, parts: Parts) -> Sequence[Tensor]:
+        """The same in consecutive sections of D, as they can be read without moving numbers."""
 
     def asked(self, query: Tensor) -> Tensor:
         """Queries [..., D] as what the codes stand for is to be multiplied with; for code that reads codes itself."""
@@ -97,6 +103,10 @@ class Rows:
     def read_as(self, dtype: torch.dtype) -> Tensor:
         """All rows for code that is the model's own or a policy's, which expects the model's dtype."""
         return self.parts[0] if self.format.exact else self.read().to(dtype)
+
+    def in_sections(self, dtype: torch.dtype) -> Sections:
+        """The same for code that works on sections."""
+        return Sections(tuple(x.to(dtype) for x in self.format.sections(self.parts)), self.read_as(dtype))
 
     def at(self, place: Place) -> Tensor:
         """One row of each head, [B, H, D]."""

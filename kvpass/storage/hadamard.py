@@ -49,6 +49,9 @@ class Hadamard:
     def decode(self, parts: Parts) -> Tensor:
         return transformed(self.inner.decode(parts))
 
+    def sections(self, parts: Parts) -> list[Tensor]:
+        return [self.decode(parts)]
+
     def asked(self, query: Tensor) -> Tensor:
         return transformed(query)
 

@@ -29,10 +29,15 @@ FURTHEST = 127  # the largest zero point
 
 @dataclasses.dataclass(frozen=True)
 class Int4:
-    """Pairs of codes [..., D / 2], scales [..., g] and zero points [..., g] for g groups."""
+    """Pairs of codes [..., D / 2], scales [..., g] and zero points [..., g] for g groups.
+
+    Attributes:
+        rotated: rows are rotated whenever they are read, so that pairs lie `words.in_planes` where words are loaded.
+    """
 
     dim: int
     dtype: torch.dtype
+    rotated: bool = False
     names = ("scale", "zero")
     bits = 4
     exact = False
@@ -69,16 +74,28 @@ class Int4:
         zero = grid.steps(least, scale.to(exact.dtype)).clamp(-FURTHEST, FURTHEST)
         codes = (grid.steps(exact, scale.to(exact.dtype)) - zero).clamp(0, MOST).flatten(-2)
         low, high = torch.split(codes, self.half, -1)
-        return (low + 16 * high).to(torch.uint8), scale[..., 0].to(grid.SCALE), zero[..., 0].to(torch.int8)
+        pairs = (low + 16 * high).to(torch.uint8)
+        pairs = words.in_planes(pairs) if self._in_planes(pairs) else pairs
+        return pairs, scale[..., 0].to(grid.SCALE), zero[..., 0].to(torch.int8)
 
     def decode(self, parts: Parts) -> Tensor:
-        both = parts[0].to(self._wide)[..., None, :]  # [..., 1, D / 2]
+        pairs = words.in_order(parts[0]) if self._in_planes(parts[0]) else parts[0]
+        both = pairs.to(self._wide)[..., None, :]  # [..., 1, D / 2]
         high = torch.floor(both * (1 / 16))
         low = (torch.arange(2, device=both.device)[:, None] == 0).to(both.dtype)  # 1 for the row's first half, 0 behind
         codes = low * both + (1 - 17 * low) * high
         codes = torch.unflatten(codes.flatten(-2), -1, (self.groups, -1))
         scale, zero = (part.to(self._wide)[..., None] for part in parts[1:])
         return ((codes + zero) * scale).flatten(-2)
+
+    def sections(self, parts: Parts) -> list[Tensor]:
+        if not self._in_planes(parts[0]):
+            return [self.decode(parts)]
+        return [section for group in self._words(parts) for section in group.decoded()]
+
+    def _in_planes(self, pairs: Tensor) -> bool:
+        """Whether pairs lie so; each eighth of a row, which is a plane, then has to do with one group."""
+        return self.rotated and self.dim % GROUP == 0 and GROUP % (self.dim // 8) == 0 and words.fill(pairs, self.half)
 
     @property
     def _wide(self) -> torch.dtype:
@@ -134,6 +151,13 @@ class Int4:
     def _words(self, parts: Parts) -> list[words.Group]:
         """The groups, which are of one half each: those of the first half have low bits."""
         scale, zero = (part.to(self._wide) for part in parts[1:])
-        chunks = parts[0].view(torch.int32).chunk(self._in_a_half, -1)
-        fourths = [words.nibbles(chunk, high, self._wide) for high in (False, True) for chunk in chunks]
-        return [words.Group(each, scale[..., g, None], zero[..., g, None]) for g, each in enumerate(fourths)]
+        codes, in_planes = parts[0].view(torch.int32), self._in_planes(parts[0])
+        if in_planes:
+            planes = [plane for high in (False, True) for plane in words.nibbles(codes, high, self._wide)]
+            each = len(planes) // self.groups
+            of_groups = [planes[first : first + each] for first in range(0, len(planes), each)]
+        else:
+            chunks = codes.chunk(self._in_a_half, -1)
+            of_groups = [words.nibbles(chunk, high, self._wide) for high in (False, True) for chunk in chunks]
+        given = enumerate(of_groups)
+        return [words.Group(each, scale[..., g, None], zero[..., g, None], in_planes) for g, each in given]

@@ -23,10 +23,15 @@ MOST = 127
 
 @dataclasses.dataclass(frozen=True)
 class Int8:
-    """Codes [..., D] and scales [..., 1]."""
+    """Codes [..., D] and scales [..., 1].
+
+    Attributes:
+        rotated: rows are rotated whenever they are read, so that codes lie `words.in_planes` where words are loaded.
+    """
 
     dim: int
     dtype: torch.dtype
+    rotated: bool = False
     names = ("scale",)
     bits = 8
     exact = False
@@ -39,11 +44,18 @@ class Int8:
         exact = wide(rows)
         scale = grid.storable(exact.abs().amax(-1, keepdim=True).float() / MOST)
         codes = grid.steps(exact, scale.to(exact.dtype)).clamp(-MOST, MOST)
-        return codes.to(torch.int8), scale.to(grid.SCALE)
+        whole = codes.to(torch.int8)
+        return words.in_planes(whole) if self._in_planes(whole) else whole, scale.to(grid.SCALE)
 
     def decode(self, parts: Parts) -> Tensor:
-        codes, scale = self._wide(parts)
+        codes, scale = self._wide((words.in_order(parts[0]) if self._in_planes(parts[0]) else parts[0], parts[1]))
         return codes * scale
+
+    def sections(self, parts: Parts) -> list[Tensor]:
+        return self._words(parts).decoded() if self._in_planes(parts[0]) else [self.decode(parts)]
+
+    def _in_planes(self, codes: Tensor) -> bool:
+        return self.rotated and words.fill(codes, self.dim)
 
     def _wide(self, parts: Parts) -> tuple[Tensor, Tensor]:
         kind = widest(self.dtype)
@@ -53,22 +65,23 @@ class Int8:
         return query
 
     def products(self, query: Tensor, parts: Parts) -> Tensor:
-        codes, scale = self._wide(parts)
         if query.shape[2] > grid.MOST_ROWS:
-            return torch.matmul(wide(query), (codes * scale).transpose(-1, -2))
+            return torch.matmul(wide(query), self.decode(parts).transpose(-1, -2))
         if words.fill(parts[0], self.dim):
             return words.products(query, [self._words(parts)])
+        codes, scale = self._wide(parts)
         return grid.summed_over_dim(query, [codes]) * scale[:, :, None, :, 0]
 
     def mixture(self, paid: Tensor, parts: Parts, dtype: torch.dtype) -> Tensor:
-        codes, scale = self._wide(parts)
         if paid.shape[2] > grid.MOST_ROWS:
-            return torch.matmul(paid, codes * scale).to(dtype)
+            return torch.matmul(paid, self.decode(parts)).to(dtype)
         if words.fill(parts[0], self.dim):
             return words.mixture(paid, [self._words(parts)]).to(dtype)
+        codes, scale = self._wide(parts)
         return grid.summed_over_rows([paid * scale[:, :, None, :, 0]], [codes]).to(dtype)
 
     def _words(self, parts: Parts) -> words.Group:
         """The whole rows."""
         kind = widest(self.dtype)
-        return words.Group(words.signed(parts[0].view(torch.int32), kind), parts[1].to(kind))
+        codes = words.signed(parts[0].view(torch.int32), kind)
+        return words.Group(codes, parts[1].to(kind), in_planes=self._in_planes(parts[0]))

@@ -30,6 +30,9 @@ class Plain:
     def decode(self, parts: Parts) -> Tensor:
         return parts[0]
 
+    def sections(self, parts: Parts) -> list[Tensor]:
+        return [parts[0]]
+
     def asked(self, query: Tensor) -> Tensor:
         return query
 

@@ -5,6 +5,9 @@ through memory: ten times slower.  A word has four bytes, so eight of them fill 
 its word where it stands; as a float it is the code times a power of two, which is exact, and what it is multiplied
 with takes that back.  Codes at one place in their words are of every fourth number of a row.
 
+Rows that are rotated whenever they are read lie `in_planes`: an embedding mixes numbers half a row apart, and codes at
+one place in their words are of numbers that stand together, so that what it is to them can be read in order.
+
 Longer vectors load bytes as they are, and so do rows that do not fill vectors with words: `kvpass.storage.grid`.
 """
 
@@ -26,8 +29,8 @@ WORD = 4  # bytes
 
 
 @dataclasses.dataclass(frozen=True)
-class Fourth:
-    """Codes of every fourth number of a group: [B, H, N, d], each times `unit`, a power of two."""
+class Part:
+    """Codes of some numbers of a group, [B, H, N, d], each times `unit`, a power of two."""
 
     codes: Tensor
     unit: float = 1.0
@@ -38,18 +41,44 @@ class Group:
     """Numbers of a row that stand together and share a scale: scale * (code + zero).
 
     Attributes:
-        fourths: four, the first of the numbers 0, 4, 8, ... of the group, the next of those behind.
+        parts: n of them; the first of the numbers 0, n, 2n, ... of the group and the next of those behind, or
+            `in_planes` of the first n-th of its numbers and so on.
         scale, zero: [B, H, N, 1]; no zero point is zero.
     """
 
-    fourths: Sequence[Fourth]
+    parts: Sequence[Part]
     scale: Tensor
     zero: Tensor | None = None
+    in_planes: bool = False
 
     @property
     def size(self) -> int:
         """How many numbers it has."""
-        return WORD * self.fourths[0].codes.shape[-1]
+        return len(self.parts) * self.parts[0].codes.shape[-1]
+
+    def divided(self, row: Tensor) -> list[Tensor]:
+        """Its numbers [..., size] as the parts have them."""
+        count = len(self.parts)
+        return list(row.chunk(count, -1)) if self.in_planes else [row[..., first::count] for first in range(count)]
+
+    def joined(self, numbers: Sequence[Tensor]) -> Tensor:
+        """And back."""
+        return torch.cat(list(numbers), -1) if self.in_planes else torch.stack(list(numbers), -1).flatten(-2)
+
+    def decoded(self) -> list[Tensor]:
+        """The numbers of each part."""
+        codes = [part.codes / part.unit for part in self.parts]
+        return [(each if self.zero is None else each + self.zero) * self.scale for each in codes]
+
+
+def in_planes(codes: Tensor) -> Tensor:
+    """Bytes [..., n] in an order in which the first bytes of all words are the first fourth of them, and so on."""
+    return torch.unflatten(codes, -1, (WORD, -1)).transpose(-1, -2).flatten(-2)
+
+
+def in_order(codes: Tensor) -> Tensor:
+    """And back."""
+    return torch.unflatten(codes, -1, (-1, WORD)).transpose(-1, -2).flatten(-2)
 
 
 def fill(codes: Tensor, together: int) -> bool:
@@ -58,21 +87,21 @@ def fill(codes: Tensor, together: int) -> bool:
     return aligned and codes.device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX2"
 
 
-def signed(words: Tensor, kind: torch.dtype) -> list[Fourth]:
+def signed(words: Tensor, kind: torch.dtype) -> list[Part]:
     """The bytes of words int32 [B, H, N, d], each moved to the top of its word, where its sign is."""
     tops = [words << (24 - 8 * byte) for byte in range(WORD - 1)] + [words]
-    return [Fourth((tops[0] if byte == 0 else top & -(1 << 24)).to(kind), 2.0**24) for byte, top in enumerate(tops)]
+    return [Part((tops[0] if byte == 0 else top & -(1 << 24)).to(kind), 2.0**24) for byte, top in enumerate(tops)]
 
 
-def nibbles(words: Tensor, high: bool, kind: torch.dtype) -> list[Fourth]:
+def nibbles(words: Tensor, high: bool, kind: torch.dtype) -> list[Part]:
     """The low or high half of each byte of words int32 [B, H, N, d]; the topmost is moved down, as it has the sign."""
     return [_nibble(words, 8 * byte + 4 * high, kind) for byte in range(WORD)]
 
 
-def _nibble(words: Tensor, at: int, kind: torch.dtype) -> Fourth:
+def _nibble(words: Tensor, at: int, kind: torch.dtype) -> Part:
     if at == 28:
-        return Fourth(((words >> at) & 15).to(kind))
-    return Fourth((words & (15 << at)).to(kind), 2.0**at)
+        return Part(((words >> at) & 15).to(kind))
+    return Part((words & (15 << at)).to(kind), 2.0**at)
 
 
 def products(query: Tensor, groups: Sequence[Group]) -> Tensor:
@@ -86,11 +115,11 @@ def products(query: Tensor, groups: Sequence[Group]) -> Tensor:
 
 def _products(query: Tensor, group: Group) -> Tensor:
     """Of queries [B, H, R, size]: the sum of scale * (query * code + query * zero), [B, H, R, N]."""
-    parts = [query[..., byte::WORD] for byte in range(WORD)]  # [B, H, R, d] each
-    pairs = [(written_out(part / fourth.unit), fourth.codes) for part, fourth in zip(parts, group.fourths, strict=True)]
+    asked = group.divided(query)  # [B, H, R, d] each
+    pairs = [(written_out(each / part.unit), part.codes) for each, part in zip(asked, group.parts, strict=True)]
     if group.zero is not None:
-        pairs.append((written_out(_total(parts)), group.zero))
-    terms = [_total([part[:, :, r, None] * codes for part, codes in pairs]) for r in range(query.shape[2])]
+        pairs.append((written_out(_total(asked)), group.zero))
+    terms = [_total([each[:, :, r, None] * codes for each, codes in pairs]) for r in range(query.shape[2])]
     return torch.stack([each.sum(-1) * group.scale[..., 0] for each in terms], 2)
 
 
@@ -106,11 +135,11 @@ def _mixture(paid: Tensor, group: Group) -> Tensor:
     share = paid * group.scale
     if group.zero is None:
         share = written_out(share)  # beside scales in half precision the loop would be over twice as many numbers
-    made = [grid.summed(share * fourth.codes) / fourth.unit for fourth in group.fourths]
+    made = [grid.summed(share * part.codes) / part.unit for part in group.parts]
     if group.zero is not None:
-        offset = grid.summed(share * group.zero.expand_as(group.fourths[0].codes))
+        offset = grid.summed(share * group.zero.expand_as(group.parts[0].codes))
         made = [sums + offset for sums in made]
-    return torch.stack(made, -1).flatten(-2)
+    return group.joined(made)
 
 
 def _total(terms: Sequence[Tensor]) -> Tensor:

@@ -137,12 +137,12 @@ def interleaved(x: torch.Tensor, cos: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("function", [half, partial, interleaved])
 def test_functions_run_on_tensors_in_sections(function: Any) -> None:
     x, cos = torch.randn(2, 3, 8), torch.randn(3, 8)
-    sections = InSections(fx.symbolic_trace(function)).run_on(x, cos)
+    sections = InSections(fx.symbolic_trace(function)).run_on(Sections((x,)), cos)
     assert torch.allclose(torch.cat(sections, -1), function(x, cos))
 
 
 def test_halves_are_never_joined() -> None:
-    sections = InSections(fx.symbolic_trace(half)).run_on(torch.randn(2, 3, 8), torch.randn(3, 8))
+    sections = InSections(fx.symbolic_trace(half)).run_on(Sections((torch.randn(2, 3, 8),)), torch.randn(3, 8))
     assert [section.shape[-1] for section in sections] == [4, 4]
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from kvpass.graphs import Slice
 from kvpass.lowering.rope import Pairs
 from kvpass.rewrite.rotary_slice import RotarySlice
+from kvpass.storage import Sections
 
 WIDTH = 12
 
@@ -30,7 +31,7 @@ def sliced(
 
     slices = [Slice(torch.fx.symbolic_trace(function), ()) for function in (of_positions, rotate)]
     likes = [(shape, dtype) for shape in ((rows, 3, queries, WIDTH), *bound)]
-    return RotarySlice(*slices, (rows, queries), (((WIDTH // 2,), torch.float32),), tuple(likes))
+    return RotarySlice(*slices, (rows, queries), (dtype, dtype), (((WIDTH // 2,), torch.float32),), tuple(likes))
 
 
 def llama(key, cos, sin):
@@ -72,7 +73,7 @@ def on_slots(rotary: RotarySlice, groups: int, *bound: Tensor) -> Tensor:
     keys = torch.randn(rows, 3, 5, WIDTH, generator=drawn)
     rank = torch.randint(0, 7, (rows, groups, 5), generator=drawn)
     table = rotary.table(7, [torch.linspace(1, 0.1, WIDTH // 2)], keys.device)
-    return torch.cat(rotary.on_slots(keys, rank, table, list(bound)), -1)
+    return torch.cat(rotary.on_slots(Sections((keys,)), rank, table, list(bound)), -1)
 
 
 @pytest.mark.parametrize("queries", [1, 3])

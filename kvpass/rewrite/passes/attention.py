@@ -32,6 +32,7 @@ from kvpass.rewrite.masks import MaskOnSlots, Masks
 from kvpass.rewrite.record import Record
 from kvpass.rewrite.rotary_slice import RotarySlice
 from kvpass.rewrite.tables import Tables
+from kvpass.storage import Sections
 
 
 def attend_on_slots(step: StepContext) -> Record:
@@ -228,7 +229,7 @@ class _Layer:
             assert mask is not None
             return mask.on_slots(index, position, heads, given["mask"], facts)
 
-        def rotated(keys: Tensor, rank: Tensor) -> list[Tensor]:
+        def rotated(keys: Sections, rank: Tensor) -> list[Tensor]:
             assert rotary is not None
             return rotary.on_slots(keys, rank, given["table"], given["rotate"])
 
