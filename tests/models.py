@@ -33,11 +33,15 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma": ("GemmaForCausalLM", dict(_GROUPED, head_dim=16)),
     "Cohere": ("CohereForCausalLM", _GROUPED),
 }
+HEADS_OF_64: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama-64": ("LlamaForCausalLM", dict(_GROUPED, hidden_size=256)),
+    "Cohere-64": ("CohereForCausalLM", dict(_GROUPED, hidden_size=256)),  # its embedding mixes neighbours
+}
 
 
 @functools.cache
 def _built(architecture: str, layers: int) -> torch.nn.Module:
-    name, config = ARCHITECTURES[architecture]
+    name, config = (ARCHITECTURES | HEADS_OF_64)[architecture]
     model_class = getattr(transformers, name)
     torch.manual_seed(0)
     made = model_class.config_class(**config, pad_token_id=0, bos_token_id=1, eos_token_id=2)

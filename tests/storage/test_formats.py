@@ -59,14 +59,16 @@ def test_codes_stand_for_what_the_definition_says(kv_dtype: KVDtype, given_rows:
 
 @every_format
 @pytest.mark.parametrize("capability", ["AVX2", "DEFAULT"])
-@given(given_rows=rows(), seed=st.integers(0, 99))
+@given(given_rows=rows(), seed=st.integers(0, 99), rotated=st.booleans())
 @settings(max_examples=15)
 def test_products_and_mixtures_are_those_of_decoded_rows(
-    kv_dtype: KVDtype, capability: str, given_rows: Tensor, seed: int
+    kv_dtype: KVDtype, capability: str, given_rows: Tensor, seed: int, rotated: bool
 ) -> None:
-    """However codes are loaded, which is a matter of the processor."""
-    made = Rows.of(format_of(kv_dtype, given_rows.shape[-1], torch.float32), given_rows)
-    read, drawn = made.read().double(), torch.Generator().manual_seed(seed)
+    """However codes are loaded, which is a matter of the processor, and however they lie for that."""
+    here = format_of(kv_dtype, given_rows.shape[-1], torch.float32, rotated=rotated)
+    with loading_as(capability):
+        made = Rows.of(here, given_rows)
+        read, drawn = made.read().double(), torch.Generator().manual_seed(seed)
     for count in (1, 3, 17):
         query = torch.randn(2, 3, count, given_rows.shape[-1], generator=drawn)
         paid = torch.randn(2, 3, count, given_rows.shape[2], generator=drawn).softmax(-1)
@@ -76,6 +78,23 @@ def test_products_and_mixtures_are_those_of_decoded_rows(
             mixture = made.format.mixture(paid, made.parts, torch.float32)
         torch.testing.assert_close(products.double(), query.double() @ read.transpose(-1, -2), **close)
         torch.testing.assert_close(mixture.double(), paid.double() @ read, **close)
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "dim", "count"),
+    [("int8", 64, 4), ("int8", 32, 4), ("int8", 80, 1), ("int4", 64, 8), ("int4", 256, 8), ("int4", 192, 1)],
+)
+def test_rows_that_are_rotated_when_read_come_in_sections(kv_dtype: KVDtype, dim: int, count: int) -> None:
+    """Where words are loaded: in planes, the same numbers in the same order as decoded whole, whoever wrote them."""
+    x = torch.randn(2, 3, 5, dim)
+    with loading_as("AVX2"):
+        lying, plainly = (Rows.of(format_of(kv_dtype, dim, x.dtype, rotated=r), x) for r in (True, False))
+        sections = lying.in_sections(x.dtype)
+        assert torch.equal(lying.read(), plainly.read())
+        assert torch.equal(torch.cat(sections.tensors, -1), sections.joined())
+    assert torch.equal(sections.joined(), plainly.read())
+    assert len(sections.tensors) == count
+    assert torch.equal(lying.codes, plainly.codes) == (count == 1)
 
 
 def loading_as(capability: str) -> Any:

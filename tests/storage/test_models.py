@@ -11,8 +11,9 @@ from torch._dynamo.utils import counters
 
 import kvpass
 from kvpass.storage import KV_DTYPES, KVDtype, base_of
-from tests.models import build, force, prompt
+from tests.models import HEADS_OF_64, build, force, prompt
 from tests.once.test_stitch import compilations
+from tests.storage.test_formats import loading_as
 from tests.test_invariants import settings
 from tests.traces import Traced
 
@@ -41,6 +42,20 @@ def test_a_model_equals_the_reference_at_every_step(name: str, kv_dtype: KVDtype
     real = mask.bool()
     # A hidden state that differs in its last bit may fall on the other side of a code's edge.
     torch.testing.assert_close(lowered.logits[real], literal.logits[real], atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("kv_dtype", ["int4", "int8"])
+@pytest.mark.parametrize("architecture", HEADS_OF_64)
+def test_keys_in_planes_are_rotated_as_the_model_rotates(architecture: str, kv_dtype: KVDtype) -> None:
+    """Whether an embedding mixes halves of a row, which planes divide, or neighbours."""
+    steps = [12, *[1] * 4, 4, *[1] * 3]
+    model, (ids, mask) = Traced(build(architecture)), prompt(2, sum(steps), (3, 0))
+    given: dict[str, Any] = dict(policy="streaming", budget=8, kv_dtype=kv_dtype)
+    with loading_as("AVX2"):
+        ours, theirs = (force(model, ids, mask, steps, **given, inner=inner) for inner in ("eager", "reference"))
+    real = mask.bool()
+    torch.testing.assert_close(ours.logits[real], theirs.logits[real], atol=2e-3, rtol=2e-3)
 
 
 @pytest.mark.slow
