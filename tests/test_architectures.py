@@ -66,6 +66,7 @@ def test_refusals_name_a_line() -> None:
     assert "feeds no attention call" in verdict.reason
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("chosen", [PROMPT - 1, PROMPT])
 def test_a_sparse_index_must_choose_all(chosen: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it would hide from the prompt or from the slots is refused, and not shown."""
@@ -82,7 +83,7 @@ def test_a_sparse_index_must_choose_all(chosen: int, monkeypatch: pytest.MonkeyP
 # -- what comes into a graph from outside ----------------------------------------------------------------
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["full", "streaming", "h2o"])
 def test_a_mask_of_four_dimensions_from_the_user(policy: str) -> None:
     """It hides every third token from the first row, which no mask of the model's does."""

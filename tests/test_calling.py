@@ -180,7 +180,7 @@ def assert_rows_are_as_alone(architecture: str, policy: str, lengths: Sequence[i
             assert held == [index[index >= 0].tolist() for index in b[0]], f"row {row}, layer {layer}"
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @cases
 @pytest.mark.parametrize("batch", BATCHES)
 def test_left_padding(architecture: str, policy: str, batch: str) -> None:
@@ -473,6 +473,7 @@ def test_dtypes(architecture: str, policy: str, dtype: torch.dtype) -> None:
     assert close(run.logits[mask.bool()], expected[mask.bool()], tolerance)
 
 
+@pytest.mark.slow
 @costly
 def test_inference_mode_and_no_grad_may_change(architecture: str, policy: str) -> None:
     model = served(architecture, policy)

@@ -159,6 +159,7 @@ def test_other_ways_to_store_and_to_count(model: Traced, more: dict[str, Any]) -
     same(cropped, straight)
 
 
+@pytest.mark.slow
 def test_slots_that_were_doubled_in_between_go_back(model: Traced, monkeypatch: pytest.MonkeyPatch) -> None:
     """`full` without a budget."""
     monkeypatch.setattr("kvpass.budget.SPARE", 1)

@@ -264,10 +264,8 @@ def test_modes_are_passed_to_inductor() -> None:
     assert decode.CAPTURING[0] == "reduce-overhead"
 
 
-@pytest.mark.parametrize(
-    ("name", "tokens"),
-    [("mistral", 5), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("mistral", 12), ("gemma2", 5)))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "tokens"), [("mistral", 5), ("mistral", 12), ("gemma2", 5)])
 def test_layers_that_store_their_last_tokens_only(name: str, tokens: int) -> None:
     """Their own window of eight tokens fills up in the prompt or on the way, which takes another graph of Dynamo's."""
     forget()
@@ -291,6 +289,7 @@ class Turning(torch.nn.Module):
         return out
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_what_dynamo_asked_of_the_length_holds_for_steps_that_are_repeated() -> None:
     forget()

@@ -35,7 +35,7 @@ def generated(model: object, *, bounded: bool = False, **how: object) -> torch.T
     return out.sequences
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_same_tokens_in_two_graphs(architecture: str) -> None:
     model = build(architecture)
@@ -50,7 +50,7 @@ def under(model: Traced, policy: str) -> Any:
     return model.under(kvpass.backend(**{"policy": policy, **POLICIES[policy]}, inner="eager"))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("policy", ["full", "h2o"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_same_tokens_under_other_policies(traced: Callable[..., Traced], architecture: str, policy: str) -> None:
@@ -78,6 +78,7 @@ def test_beam_search_reorders_the_slots(traced: Callable[..., Traced], policy: s
     assert torch.equal(generated(under(model, policy), bounded=True, num_beams=3, do_sample=False), expected)
 
 
+@pytest.mark.slow
 def test_several_sequences_from_one_prompt() -> None:
     model = build("Llama")
     expected = generated(model, num_return_sequences=2, do_sample=True)

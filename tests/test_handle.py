@@ -152,6 +152,7 @@ def test_an_interrupted_step_is_noticed(model: torch.nn.Module) -> None:
         follow(compiled, cache, ids[:, :1])
 
 
+@pytest.mark.slow
 def test_chunk_of_another_length_on_live_slots(model: torch.nn.Module) -> None:
     """Several turns: every length of chunk is its own graph, and each equals one token at a time for a window."""
     ids, mask = prompt(2, 24, ())
@@ -198,6 +199,7 @@ MIXED = [
 ]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("count", [1, 3], ids=["token", "chunk"])
 @pytest.mark.parametrize(("mix", "said"), MIXED)
 def test_handles_in_another_place_are_refused(

@@ -43,7 +43,7 @@ def settings(name: str, architecture: str, budget: int) -> dict[str, object]:
     return {"policy": name, "budget": fitting(policy, budget) if policy.evicts else 64, **options}
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @every_policy
 @every_model
 def test_the_uncompiled_model_until_something_is_evicted(

@@ -84,6 +84,7 @@ def test_ten_lengths_are_one_compilation() -> None:
     assert len(backend.made) == 2
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("first", [1, 2])
 def test_ten_batches_are_two_compilations(first: int) -> None:
     """The first number of rows has code of its own, all others share theirs, which is of Dynamo's second graph."""
@@ -162,7 +163,7 @@ class Counted(nn.Module):
         return self.out(out), (k, v)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", ["mask by count", "times rows", "times count", "mean", "few", "padded"])
 @torch.no_grad()
 def test_models_that_look_at_their_sizes(how: str) -> None:

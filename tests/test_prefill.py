@@ -105,6 +105,7 @@ def test_generate_is_equal_to_the_reference(name: str, chunk: int, tokens: int, 
     torch.testing.assert_close(torch.stack(ours.logits), torch.stack(theirs.logits), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_uncompiled_model_until_something_is_evicted() -> None:
     ids, mask = prompt(2, 23, (9, 0))
     model = build("Llama", layers=1)
@@ -192,6 +193,7 @@ def test_compiled_by_inductor(name: str) -> None:
     torch.testing.assert_close(ours.logits[mask.bool()], theirs.logits[mask.bool()], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_loop_feeds_prompts_in_chunks() -> None:
     given = dict(policy="h2o", budget=8, inner="eager")
     model, (ids, mask) = build("Llama", layers=1), prompt(2, 19, (7, 0))

@@ -65,7 +65,7 @@ def bare(model: object, ids: torch.Tensor, **backend: object) -> torch.Tensor:
     return torch.cat(logits, 1)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["Llama", "GPT2"])
 def test_bare_loop_counts_tokens_seen(architecture: str) -> None:
     """Without position ids the model derives them from the cache: they are the tokens seen, not the slots held."""
@@ -91,6 +91,7 @@ def test_equal_to_uncompiled_until_something_is_evicted(policy: str) -> None:
     assert graphs() == 2
 
 
+@pytest.mark.slow
 def test_prompt_of_one_token() -> None:
     model = build("Llama")
     ids, mask = prompt(2, 12, ())
@@ -113,6 +114,7 @@ def test_adopts_a_prompt_that_ran_uncompiled() -> None:
     assert "adopted" in kvpass.inspect(cache).layers[0].notes[0]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("policy", ["streaming", "buzz"])
 def test_an_adopted_prompt_keeps_its_absolute_positions(policy: str) -> None:
     """Its keys carry their rotary embedding already, so a policy that would number slots leaves it."""
@@ -139,7 +141,7 @@ def test_a_prompt_that_cannot_be_adopted_is_refused(settings: dict[str, str]) ->
             compiled(ids[:, 8:], past_key_values=cache, use_cache=True)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("queries", [1, 7, 149])
 def test_full_without_budget_doubles_its_slots(monkeypatch: pytest.MonkeyPatch, queries: int) -> None:
     monkeypatch.setattr("kvpass.budget.SPARE", 30)
@@ -162,6 +164,7 @@ def test_budget_as_a_share_of_the_prompt() -> None:
     assert run.held[-1][0][0, 0].tolist() == list(range(19, 26))  # 0.35 of 20 is 7, exactly
 
 
+@pytest.mark.slow
 def test_interleaved_conversations_do_not_touch_each_other() -> None:
     model = Traced(build("Llama"))
     (a, mask), (b, _) = prompt(2, 24, ()), prompt(2, 25, ())

@@ -62,7 +62,7 @@ def decoded(model: Any, ids: Tensor, encoded: int, pieces: list[int], padded: bo
     return torch.cat(logits, 1)[1:]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("hides", [False, True], ids=["seen", "hidden"])
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize("pieces", [[8, *[1] * 6], [3, 3, 3, 5]], ids=str)
@@ -76,7 +76,8 @@ def test_an_encoder_as_long_as_what_was_seen(pieces: list[int], padded: bool, hi
         assert torch.allclose(got, decoded(model, ids, encoded, pieces, padded, hides), atol=1e-5), encoded
 
 
-@pytest.mark.parametrize(("rows", "beams"), [(2, 4), pytest.param(3, 3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("rows", "beams"), [(2, 4), (3, 3)])
 def test_guidance_after_beams(rows: int, beams: int) -> None:
     """Of two rows, a padding mask has as many as the second step has tokens."""
     ids, mask = prompt(rows, 9, (3, 1, 0))

@@ -75,11 +75,12 @@ def test_keys_that_are_rotated_at_read_are_held_against_the_models_own() -> None
     assert all("equal" in note for note in notes(recorder))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy",
     [
-        pytest.param(Sage(share="private"), marks=pytest.mark.slow, id="private"),
-        pytest.param(Sage(share="concat"), marks=pytest.mark.slow, id="concat"),
+        pytest.param(Sage(share="private"), id="private"),
+        pytest.param(Sage(share="concat"), id="concat"),
         pytest.param(Buzz(log_n=True), id="log_n"),
     ],
 )
@@ -102,6 +103,7 @@ def test_layers_that_store_their_last_tokens_only(name: str) -> None:
     assert all("equal" in note for note in notes(recorder))
 
 
+@pytest.mark.slow
 def test_what_is_left_out_is_reported() -> None:
     recorder = Recorder()
     run(Traced(zoo.build("mistral")), recorder, DynamicCache(config=zoo.config("mistral")), policy="h2o", budget=5)
@@ -124,7 +126,7 @@ def values_for_keys(found: Callable[..., Any]) -> Callable[..., Any]:
     return swapped
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("where", "name", "wrong"),
     [(spelled, "_sdpa_call", other_scale), (sites, "_site", without_mask), (sites, "_site", values_for_keys)],
@@ -159,7 +161,8 @@ def rounding() -> Any:
     return model
 
 
-@pytest.mark.parametrize("wrong", [None, pytest.param(values_for_keys, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", [None, values_for_keys])
 def test_what_rounding_does_to_the_model_itself_is_no_difference(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvpass.rewrite.validate.TOLERANCE", {torch.float32: 0.0})
     recorder = Recorder()

@@ -15,11 +15,11 @@ from kvpass.align import Aligner, Signature
 from kvpass.align.networks import DirectNetwork
 from kvpass.layer.slots import Layout, Slots
 from kvpass.layer.step import Site, decode_step
-from kvpass.lowering.attend import attend
+from kvpass.lowering.attend import Rotation, attend
 from kvpass.lowering.column_scores import column_scores
 from kvpass.lowering.rope import Pairs, Rope
 from kvpass.policies import resolve
-from kvpass.storage import KVDtype, format_of
+from kvpass.storage import KVDtype, Sections, format_of
 from kvpass.storage import Rows as Stored
 
 HEADS, GROUPS, DIM = 8, 4, 128
@@ -68,14 +68,15 @@ def copy_bandwidth(bench: Bench) -> float:
     return 2 * source.nbytes / bench.seconds(lambda: into.copy_(source))
 
 
-def rotary(slots: int, like: Tensor) -> tuple[Callable[[Tensor], list[Tensor]], Rope]:
+def rotary(slots: int, like: Tensor) -> tuple[Rotation, Rope]:
     """Llama's embedding for slots in the order of their ranks, plainly and for the kernels, in the dtype of `like`."""
     kind: dict[str, Any] = dict(device=like.device, dtype=torch.float32)
     phase = torch.arange(slots, **kind)[:, None] * 1e4 ** -(torch.arange(0, DIM, 2, **kind) / DIM)
     cos, sin = torch.cat([phase.cos(), phase.cos()], -1), torch.cat([-phase.sin(), phase.sin()], -1)
     cos, sin = cos.to(like.dtype), sin.to(like.dtype)
 
-    def rotate(keys: Tensor) -> list[Tensor]:
+    def rotate(sections: Sections) -> list[Tensor]:
+        keys = sections.joined()
         return [keys * cos.to(keys) + keys.roll(DIM // 2, -1) * sin.to(keys)]
 
     return rotate, Rope(cos, sin, Pairs(DIM, False), torch.arange(slots, device=like.device)[None, None])

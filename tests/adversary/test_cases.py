@@ -1184,7 +1184,7 @@ def parameter(case: Row) -> Any:
     return pytest.param(case, id=case.name, marks=[pytest.mark.slow] if case.slow else [])
 
 
-@pytest.mark.few(72)  # and `make slow` has the others
+@pytest.mark.few(48)  # and `make slow` has the others
 @pytest.mark.some(144)
 @pytest.mark.parametrize("case", [parameter(row) for row in ROWS])
 def test_held_or_refused(case: Row) -> None:
@@ -1203,7 +1203,7 @@ def test_held_or_refused_under_other_policies(case: Row) -> None:
 LATE_START = torch.tensor([[1] * 11, [0] + [1] * 10])
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("padding", [NONE, LATE_START], ids=["unpadded", "padded"])
 @pytest.mark.parametrize("pieces", [(5, 1, 3), (1, 1, 3)], ids=str)
 @pytest.mark.parametrize("shape", INDICES)
@@ -1235,6 +1235,7 @@ OWN_PLACES = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("places", OWN_PLACES)
 def test_position_ids_of_the_user_are_not_replaced(places: str) -> None:
     """H: relative positions count tokens; where nothing has gone and the user counts otherwise, the user's hold."""
@@ -1244,6 +1245,7 @@ def test_position_ids_of_the_user_are_not_replaced(places: str) -> None:
     assert verdict.kind in ("held", "refused"), str(verdict)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_calibrated_plan_is_of_one_model() -> None:
     """H: one backend for two models of the same size; each keeps what it would keep with a backend of its own."""

@@ -40,7 +40,7 @@ def test_continuations_begin_at_one_column() -> None:
     ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("chunk", "feed"),
     [pytest.param(None, "token", marks=pytest.mark.slow), (4, "token"), (4, "chunk"), (None, "whole")],

@@ -91,6 +91,7 @@ def counted(layers: int, policy: str = "h2o") -> tuple[int, Tensor, Tensor]:
     return count, ours.logits, plain.logits
 
 
+@pytest.mark.slow
 def test_four_layers_compile_what_one_does() -> None:
     """A prologue, a layer and an epilogue, of the prompt and of a step."""
     count, ours, plain = counted(4, "window")

@@ -62,7 +62,7 @@ def test_chunks_padding_and_long_prompts_equal_the_reference(traced, architectur
     assert_equal_runs(traced(architecture), [13, 3, *[1] * 4, 5, *[1] * 3], (3, 1, 0), **settings)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "recipe"), [("GPT2", "direct"), ("Llama", "paper")])
 def test_nothing_changes_while_nothing_is_evicted(architecture, recipe):
     model = build(architecture)
@@ -75,7 +75,7 @@ def test_nothing_changes_while_nothing_is_evicted(architecture, recipe):
     assert graphs() == 3
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", SHAPES)
 def test_a_long_prompt_is_the_same_as_its_last_tokens(architecture):
     model, settings = Traced(build(architecture)), options(architecture, budget=8)
@@ -169,6 +169,7 @@ def test_one_decode_graph_for_every_one():
     assert graphs() == 2
 
 
+@pytest.mark.slow
 def test_generate_runs_beyond_the_window():
     model = build("GPT2")
     ids, mask = prompt(2, 9, (2, 0))

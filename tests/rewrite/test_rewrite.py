@@ -44,7 +44,7 @@ def symbols(gm: fx.GraphModule) -> list[fx.Node]:
     return found
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_step_graph_is_static(architecture: str) -> None:
     prompt_graph, step = compiled_graphs(architecture, [9, 1, 1, 1], (2, 0), policy="streaming", budget=6)

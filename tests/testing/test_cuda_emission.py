@@ -41,7 +41,7 @@ def test_the_interpreted_module_equals_the_cpu_in_full_precision() -> None:
     emission("h2o", torch.float32).check(ran("h2o", torch.float32), **EXACT[torch.float32])
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @every_policy
 def test_kernels_compile_for_both_targets_and_attention_spills_nothing(name: str, dtype: torch.dtype) -> None:
     for target in cuda_emission.TARGETS:
