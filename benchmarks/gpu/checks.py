@@ -44,7 +44,7 @@ def attention(bench: Bench) -> Iterator[Row]:
         yield _row(f"{case}, probabilities", _error(got[1].cpu(), wanted[1]))
         rotate, rope = rotary(slots, key)
         got = attend(query, plain(key), plain(value), scale=0.1, mask=mask, rotate=rotate, rope=rope)
-        turned = rotary(slots, exact[1])[0](exact[1])[0]
+        turned = rotary(slots, exact[1])[0](plain(exact[1]).in_sections(torch.float64))[0]
         wanted = attend(exact[0], plain(turned), plain(exact[2]), scale=0.1, mask=mask.cpu())
         yield _row(f"{case}, keys turned at read", _error(got[0].cpu(), wanted[0]))
 
