@@ -51,6 +51,9 @@ LAST_GRAPH = (
 )
 M = TypeVar("M", bound=torch.nn.Module)
 
+Reshape = Callable[[fx.Graph], None]
+"""What is done to the operators of a graph before they are lowered, in place."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
@@ -250,13 +253,13 @@ class Backend:
     def compile_prompt(
         self, gm: fx.GraphModule, examples: Sequence[Any], layers: Sequence[fx.Node] = ()
     ) -> Callable[..., Any]:
-        """Compile a prompt graph; what it does for the policy is all in the graph, so policies share the caches.
+        """Compile a prompt graph.
 
         Args:
             layers: one node of each layer, if there are any.
         """
         with self._spending("compiler"):
-            return self._compile_inner(gm, examples, {}, None, layers)
+            return self._compile_inner(gm, examples, {}, _as_it_is, layers)
 
     def compile_step(
         self, gm: fx.GraphModule, examples: Sequence[Any], ranked: bool, sizes: compat.OpenSizes | None = None
@@ -264,7 +267,7 @@ class Backend:
         """Compile a rewritten step graph, of which some sizes may be open."""
         layers, alike = once.readers_of_slots(gm), sizes.alike if sizes else frozenset()
         with self._spending("compiler"):
-            return self._compile_inner(gm, examples, self._for_steps(ranked), self.policy, layers, alike)
+            return self._compile_inner(gm, examples, self._for_steps(ranked), _reshape, layers, alike)
 
     @property
     def compiles_at_once(self) -> bool:
@@ -285,7 +288,7 @@ class Backend:
 
     def step_patches(self, ranked: bool) -> dict[str, Any]:
         """What Inductor is configured with for a rewritten step graph."""
-        return self._patches(self._for_steps(ranked), self.policy, None)
+        return self._patches(self._for_steps(ranked), _reshape, None)
 
     def _for_steps(self, ranked: bool) -> dict[str, Any]:
         in_order = compat.KEEP_THE_ORDER if self.policy.merges else {}
@@ -319,7 +322,7 @@ class Backend:
         gm: fx.GraphModule,
         examples: Sequence[Any],
         patches: dict[str, Any],
-        policy: Policy | None,
+        reshape: Reshape,
         layers: Sequence[fx.Node],
         alike: Collection[Any] = (),
     ) -> Callable[..., Any]:
@@ -330,14 +333,14 @@ class Backend:
         if self.inner != "inductor":
             return compat.registered_backend(self.inner)(gm, examples)
         if self.once and layers:
-            shared = once.compile_once(gm, examples, layers, lambda part: self._patches(patches, policy, part), alike)
+            shared = once.compile_once(gm, examples, layers, lambda part: self._patches(patches, reshape, part), alike)
             if shared is not None:
                 return shared
-        return compat.inductor(gm, examples, self._patches(patches, policy, gm))
+        return compat.inductor(gm, examples, self._patches(patches, reshape, gm))
 
-    def _patches(self, patches: dict[str, Any], policy: Policy | None, gm: fx.GraphModule | None) -> dict[str, Any]:
+    def _patches(self, patches: dict[str, Any], reshape: Reshape, gm: fx.GraphModule | None) -> dict[str, Any]:
         modes = compat.inductor_mode(self.mode) if self.mode else {}
-        stamp = compat.graph_pass(cache_key.digest(policy, gm), _reshape if policy else _as_it_is)
+        stamp = compat.graph_pass(reshape.__name__.encode() + cache_key.digest(gm), reshape)
         return compat.whole_vectors() | patches | modes | dict(self.options) | {"post_grad_custom_pre_pass": stamp}
 
 

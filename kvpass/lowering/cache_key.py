@@ -1,8 +1,11 @@
-"""What compiled code depends on beside the graph: our own sources, the policy, its options, and constants.
+"""What compiled code depends on beside the graph: how we lower it, and the numbers in its constants.
 
-Inductor's caches look at the graph and at torch's version.  Without this stamp, an edit of a policy or of
-a lowering could be answered with code compiled before it.  Of a tensor that the graph holds as a constant the
-outermost of these caches looks at the shape and the dtype alone.
+Inductor's caches look at the graph and at torch's version.  Without this stamp, an edit of a lowering could be answered
+with code compiled before it.  Of a tensor that the graph holds as a constant the outermost of these caches looks at the
+shape and the dtype alone.
+
+A policy is no part of it: what it does is operators of the graph by then.  So parts in which policies do the same, such
+as all that is before the layers and behind them, are compiled once for all of them.
 """
 
 from __future__ import annotations
@@ -10,17 +13,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import inspect
 import operator
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch.fx as fx
 from torch import Tensor
-
-if TYPE_CHECKING:  # policies with weights call `contents`
-    from kvpass.policies.base import Policy
 
 
 @functools.cache
@@ -33,9 +31,9 @@ def _sources() -> bytes:
     return digest.digest()
 
 
-def digest(policy: Policy | None, gm: fx.GraphModule | None = None) -> bytes:
-    """Differs whenever our sources, the policy's source, one of its options or one of the graph's constants does."""
-    found = hashlib.sha256(_sources() + (_of_policy(policy) if policy else b""))
+def digest(gm: fx.GraphModule | None = None) -> bytes:
+    """Differs whenever the sources of `kvpass.lowering` or one of the graph's constants does."""
+    found = hashlib.sha256(_sources())
     for name, constant in _constants(gm) if gm else ():
         found.update(f"{name} {tuple(constant.shape)} {constant.dtype}".encode() + contents(constant))
     return found.digest()
@@ -45,14 +43,6 @@ def contents(tensor: Tensor) -> bytes:
     """The numbers of a tensor as they lie in memory, whatever the dtype."""
     here = tensor.detach().cpu().contiguous()
     return ctypes.string_at(here.data_ptr(), here.nbytes)
-
-
-def _of_policy(policy: Policy) -> bytes:
-    try:
-        source = inspect.getsource(type(policy))
-    except (OSError, TypeError):
-        source = ""  # a policy typed at a prompt: its options and the graph are all there is
-    return source.encode() + repr(policy).encode()
 
 
 def _constants(gm: fx.GraphModule) -> Iterator[tuple[str, Tensor]]:

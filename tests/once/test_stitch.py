@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 import kvpass
+from kvpass.backend import _as_it_is
 from kvpass.once import stitch
 from kvpass.once.segments import Segment
 from tests.models import build, force, graphs, prompt
@@ -110,7 +111,7 @@ from torch._dynamo.utils import counters
 from tests.models import build, force, prompt
 
 ids, mask = prompt(1, 12, ())
-force(build("Llama", layers={layers}), ids, mask, [9, 1, 1, 1], policy="streaming", budget=8)
+force(build("Llama", layers={layers}), ids, mask, [9, 1, 1, 1], policy="{policy}", budget=8)
 print(counters["aot_autograd"]["autograd_cache_miss"])
 """
 
@@ -119,12 +120,25 @@ print(counters["aot_autograd"]["autograd_cache_miss"])
 def test_a_second_process_compiles_nothing_whatever_the_depth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces are found in the caches on disk, as names in them say nothing of where they were."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    misses = []
-    for layers in (4, 4, 6):
-        script = tmp_path / "script.py"
-        script.write_text(SCRIPT.replace("{layers}", str(layers)))
-        misses.append(int(last_line(script, tmp_path / "cache")))
-    assert misses == [6, 0, 0]
+    assert misses([(4, "streaming"), (4, "streaming"), (6, "streaming")], tmp_path) == [6, 0, 0]
+
+
+@pytest.mark.slow
+def test_of_another_policy_the_layers_alone_are_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is before them and behind them is found on disk, if the policies number tokens alike."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    first, other = misses([(4, "window"), (4, "tova")], tmp_path)
+    assert first == 6
+    assert other <= 2  # a layer of the prompt, which makes what the policy asks for, and of the step
+
+
+def misses(calls: list[tuple[int, str]], folder: Path) -> list[int]:
+    """How many pieces are compiled for models of so many layers under policies, each in a process of its own."""
+    script, found = folder / "script.py", []
+    for layers, policy in calls:
+        script.write_text(SCRIPT.replace("{layers}", str(layers)).replace("{policy}", policy))
+        found.append(int(last_line(script, folder / "cache")))
+    return found
 
 
 @pytest.mark.slow
@@ -199,5 +213,8 @@ def test_settings_that_need_the_whole_graph(setting: dict[str, Any], monkeypatch
     gm = fx.symbolic_trace(lambda x: (x.cos(),))
     plain = kvpass.backend("h2o", budget=8)
     for backend in (plain, dataclasses.replace(plain, **{k: tuple(v.items()) for k, v in setting.items()})):
-        assert stitch.compile_once(gm, [torch.zeros(1)], [], lambda part, b=backend: b._patches({}, None, part)) is None
+        assert (
+            stitch.compile_once(gm, [torch.zeros(1)], [], lambda part, b=backend: b._patches({}, _as_it_is, part))
+            is None
+        )
     assert len(asked) == 1
