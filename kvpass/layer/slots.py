@@ -184,7 +184,10 @@ class Slots:
     @torch.inference_mode(False)
     @torch.no_grad()
     def map(self, function: Callable[[Tensor], Tensor]) -> Slots:
-        return Slots.of([function(tensor) for tensor in self.tensors()], self)
+        made = Slots.of([function(tensor) for tensor in self.tensors()], self)
+        if made.key.device.type == self.key.device.type:
+            return made
+        return dataclasses.replace(made, key=self.key.elsewhere(function), value=self.value.elsewhere(function))
 
     def held(self, layout: Layout) -> Tensor:
         """int64 [B, Hkv, n]: places of the held tokens in the padded sequence, sorted, -1 after the last."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -50,6 +50,12 @@ class Format(Protocol):
 
     def sections(self, parts: Parts) -> Sequence[Tensor]:
         """The same in consecutive sections of D, as they can be read without moving numbers."""
+
+    def ordered(self, parts: Parts) -> Parts:
+        """The same with numbers in their order, whatever the device that they are on has them lie like."""
+
+    def laid(self, parts: Parts) -> Parts:
+        """And back, as they lie on the device that they are on."""
 
     def asked(self, query: Tensor) -> Tensor:
         """Queries [..., D] as what the codes stand for is to be multiplied with; for code that reads codes itself."""
@@ -107,6 +113,10 @@ class Rows:
     def in_sections(self, dtype: torch.dtype) -> Sections:
         """The same for code that works on sections."""
         return Sections(tuple(x.to(dtype) for x in self.format.sections(self.parts)), self.read_as(dtype))
+
+    def elsewhere(self, move: Callable[[Tensor], Tensor]) -> Rows:
+        """These rows moved to another kind of device, where codes may lie otherwise."""
+        return Rows(self.format, self.format.laid(tuple(map(move, self.format.ordered(self.parts)))))
 
     def at(self, place: Place) -> Tensor:
         """One row of each head, [B, H, D]."""

@@ -52,6 +52,12 @@ class Hadamard:
     def sections(self, parts: Parts) -> list[Tensor]:
         return [self.decode(parts)]
 
+    def ordered(self, parts: Parts) -> Parts:
+        return parts
+
+    def laid(self, parts: Parts) -> Parts:
+        return parts
+
     def asked(self, query: Tensor) -> Tensor:
         return transformed(query)
 

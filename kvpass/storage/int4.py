@@ -75,12 +75,10 @@ class Int4:
         codes = (grid.steps(exact, scale.to(exact.dtype)) - zero).clamp(0, MOST).flatten(-2)
         low, high = torch.split(codes, self.half, -1)
         pairs = (low + 16 * high).to(torch.uint8)
-        pairs = words.in_planes(pairs) if self._in_planes(pairs) else pairs
-        return pairs, scale[..., 0].to(grid.SCALE), zero[..., 0].to(torch.int8)
+        return self.laid((pairs, scale[..., 0].to(grid.SCALE), zero[..., 0].to(torch.int8)))
 
     def decode(self, parts: Parts) -> Tensor:
-        pairs = words.in_order(parts[0]) if self._in_planes(parts[0]) else parts[0]
-        both = pairs.to(self._wide)[..., None, :]  # [..., 1, D / 2]
+        both = self.ordered(parts)[0].to(self._wide)[..., None, :]  # [..., 1, D / 2]
         high = torch.floor(both * (1 / 16))
         low = (torch.arange(2, device=both.device)[:, None] == 0).to(both.dtype)  # 1 for the row's first half, 0 behind
         codes = low * both + (1 - 17 * low) * high
@@ -92,6 +90,14 @@ class Int4:
         if not self._in_planes(parts[0]):
             return [self.decode(parts)]
         return [section for group in self._words(parts) for section in group.decoded()]
+
+    def ordered(self, parts: Parts) -> Parts:
+        codes, *beside = parts
+        return words.in_order(codes) if self._in_planes(codes) else codes, *beside
+
+    def laid(self, parts: Parts) -> Parts:
+        codes, *beside = parts
+        return words.in_planes(codes) if self._in_planes(codes) else codes, *beside
 
     def _in_planes(self, pairs: Tensor) -> bool:
         """Whether pairs lie so; each eighth of a row, which is a plane, then has to do with one group."""

@@ -44,15 +44,22 @@ class Int8:
         exact = wide(rows)
         scale = grid.storable(exact.abs().amax(-1, keepdim=True).float() / MOST)
         codes = grid.steps(exact, scale.to(exact.dtype)).clamp(-MOST, MOST)
-        whole = codes.to(torch.int8)
-        return words.in_planes(whole) if self._in_planes(whole) else whole, scale.to(grid.SCALE)
+        return self.laid((codes.to(torch.int8), scale.to(grid.SCALE)))
 
     def decode(self, parts: Parts) -> Tensor:
-        codes, scale = self._wide((words.in_order(parts[0]) if self._in_planes(parts[0]) else parts[0], parts[1]))
+        codes, scale = self._wide(self.ordered(parts))
         return codes * scale
 
     def sections(self, parts: Parts) -> list[Tensor]:
         return self._words(parts).decoded() if self._in_planes(parts[0]) else [self.decode(parts)]
+
+    def ordered(self, parts: Parts) -> Parts:
+        codes, *beside = parts
+        return words.in_order(codes) if self._in_planes(codes) else codes, *beside
+
+    def laid(self, parts: Parts) -> Parts:
+        codes, *beside = parts
+        return words.in_planes(codes) if self._in_planes(codes) else codes, *beside
 
     def _in_planes(self, codes: Tensor) -> bool:
         return self.rotated and words.fill(codes, self.dim)

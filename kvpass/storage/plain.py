@@ -33,6 +33,12 @@ class Plain:
     def sections(self, parts: Parts) -> list[Tensor]:
         return [parts[0]]
 
+    def ordered(self, parts: Parts) -> Parts:
+        return parts
+
+    def laid(self, parts: Parts) -> Parts:
+        return parts
+
     def asked(self, query: Tensor) -> Tensor:
         return query
 

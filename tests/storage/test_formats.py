@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 from unittest import mock
 
@@ -95,6 +96,33 @@ def test_rows_that_are_rotated_when_read_come_in_sections(kv_dtype: KVDtype, dim
     assert torch.equal(sections.joined(), plainly.read())
     assert len(sections.tensors) == count
     assert torch.equal(lying.codes, plainly.codes) == (count == 1)
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4", "int4-hadamard"])
+def test_rows_that_are_moved_to_another_kind_of_device_lie_as_they_do_there(kv_dtype: KVDtype) -> None:
+    """Both ways, whether words are loaded on the one or on the other."""
+    made = format_of(kv_dtype, 64, torch.float32, rotated=True)
+    x = torch.randn(2, 3, 5, 64)
+    for here, there in (("AVX2", "DEFAULT"), ("DEFAULT", "AVX2")):
+        with loading_as(here) as capability:
+
+            def move(tensor: Tensor, there: str = there, capability: Any = capability) -> Tensor:
+                capability.return_value = there
+                return tensor.clone()
+
+            rows = Rows.of(made, x)
+            expected = rows.read()
+            assert torch.equal(rows.elsewhere(move).read(), expected)
+
+
+def test_slots_are_moved_so() -> None:
+    here = dataclasses.replace(layout("int8", 64), ranked=True)
+    slots = Slots.empty(here)
+    with mock.patch.object(Rows, "elsewhere", autospec=True, side_effect=Rows.elsewhere) as moved:
+        slots.map(torch.clone)
+        assert not moved.called
+        assert slots.map(lambda tensor: tensor.to("meta")).key.device.type == "meta"
+    assert moved.call_count == 2  # keys and values
 
 
 def loading_as(capability: str) -> Any:
