@@ -92,12 +92,10 @@ class Int4:
         return [section for group in self._words(parts) for section in group.decoded()]
 
     def ordered(self, parts: Parts) -> Parts:
-        codes, *beside = parts
-        return words.in_order(codes) if self._in_planes(codes) else codes, *beside
+        return words.in_order(parts) if self._in_planes(parts[0]) else parts
 
     def laid(self, parts: Parts) -> Parts:
-        codes, *beside = parts
-        return words.in_planes(codes) if self._in_planes(codes) else codes, *beside
+        return words.in_planes(parts) if self._in_planes(parts[0]) else parts
 
     def _in_planes(self, pairs: Tensor) -> bool:
         """Whether pairs lie so; each eighth of a row, which is a plane, then has to do with one group."""

@@ -54,12 +54,10 @@ class Int8:
         return self._words(parts).decoded() if self._in_planes(parts[0]) else [self.decode(parts)]
 
     def ordered(self, parts: Parts) -> Parts:
-        codes, *beside = parts
-        return words.in_order(codes) if self._in_planes(codes) else codes, *beside
+        return words.in_order(parts) if self._in_planes(parts[0]) else parts
 
     def laid(self, parts: Parts) -> Parts:
-        codes, *beside = parts
-        return words.in_planes(codes) if self._in_planes(codes) else codes, *beside
+        return words.in_planes(parts) if self._in_planes(parts[0]) else parts
 
     def _in_planes(self, codes: Tensor) -> bool:
         return self.rotated and words.fill(codes, self.dim)

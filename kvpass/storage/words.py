@@ -23,6 +23,7 @@ from torch import Tensor
 from kvpass.lowering.written import written_out
 from kvpass.precision import wide
 from kvpass.storage import grid
+from kvpass.storage.base import Parts
 
 LANES = 8  # numbers of a vector of AVX2
 WORD = 4  # bytes
@@ -71,14 +72,14 @@ class Group:
         return [(each if self.zero is None else each + self.zero) * self.scale for each in codes]
 
 
-def in_planes(codes: Tensor) -> Tensor:
-    """Bytes [..., n] in an order in which the first bytes of all words are the first fourth of them, and so on."""
-    return torch.unflatten(codes, -1, (WORD, -1)).transpose(-1, -2).flatten(-2)
+def in_planes(parts: Parts) -> Parts:
+    """The same with codes [..., n] such that the first bytes of all words are the first fourth of them, and so on."""
+    return torch.unflatten(parts[0], -1, (WORD, -1)).transpose(-1, -2).flatten(-2), *parts[1:]
 
 
-def in_order(codes: Tensor) -> Tensor:
+def in_order(parts: Parts) -> Parts:
     """And back."""
-    return torch.unflatten(codes, -1, (-1, WORD)).transpose(-1, -2).flatten(-2)
+    return torch.unflatten(parts[0], -1, (-1, WORD)).transpose(-1, -2).flatten(-2), *parts[1:]
 
 
 def fill(codes: Tensor, together: int) -> bool:
