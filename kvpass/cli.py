@@ -49,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
         "--planted", metavar="N", type=at_least(8), default=2048, help="tokens of a text with pairs" + shown
     )
     job.add_argument("--documents", metavar="N", type=at_least(1), default=4, help="documents, one batch" + shown)
-    job.add_argument("--length", metavar="N", type=at_least(8), default=768, help="tokens of each document" + shown)
+    job.add_argument("--length", metavar="N", type=at_least(8), default=1024, help="tokens of each document" + shown)
     job.add_argument("--stream", metavar="N", type=at_least(8), default=4096, help="tokens of the long stream" + shown)
     job.add_argument("--threads", metavar="N", type=at_least(1), help="threads of torch (default: its own choice)")
     job.add_argument("--jobs", metavar="N", type=at_least(1), default=1, help="policies at a time" + shown)

@@ -44,7 +44,7 @@ class Settings:
     out: Path = Path("out")
     planted: int = 2048
     documents: int = 4
-    length: int = 768
+    length: int = 1024
     stream: int = 4096
     new_tokens: int = 8
     every: int = 16

@@ -68,7 +68,7 @@ def test_a_budget_is_fitted_to_the_policy():
 
 @pytest.mark.parametrize(
     ("trained", "tabled", "length", "stream"),
-    [(None, False, 768, 4096), (512, False, 512, 4096), (512, True, 512, 512), (10_000, True, 768, 4096)],
+    [(None, False, 1024, 4096), (512, False, 512, 4096), (512, True, 512, 512), (10_000, True, 1024, 4096)],
 )
 def test_sizes_fit_the_models(trained, tabled, length, stream):
     fitted = Settings().fitted(subject(trained, tabled), subject(trained))
