@@ -51,9 +51,9 @@ def format_of(
     Raises:
         PolicyError: rows of that many numbers cannot be stored so.
     """
-    if keys and "-" in (kv_dtype or ""):
-        return Hadamard(_FORMATS[base_of(kv_dtype)](dim, dtype, False), dtype)
-    return _FORMATS[base_of(kv_dtype)](dim, dtype, rotated)
+    transformed = keys and "-" in (kv_dtype or "")
+    made = _FORMATS[base_of(kv_dtype)](dim, dtype, rotated and not transformed)
+    return Hadamard(made, dtype) if transformed else made
 
 
 def plain(rows: torch.Tensor) -> Rows:
