@@ -20,7 +20,7 @@ TESTS := python -m pytest -q -n auto --maxprocesses 4
 PYTEST := $(BIN)/$(TESTS)
 
 # What `make oldest` runs: files without their slow cases, and single cases.
-PARTS := tests/test_handle.py tests/test_runtime.py tests/test_generate.py tests/rewrite
+PARTS := tests/test_handle.py tests/test_runtime.py tests/test_generate.py tests/rewrite tests/replay
 KINDS := h2o streaming buzz d2o cascade sage
 CASES := $(KINDS:%='tests/test_invariants.py::test_the_reference_at_every_step[Llama-padded-%]')
 CASES += 'tests/policies/test_kv_align.py::test_model_equals_reference[Llama-paper-1]'

@@ -24,6 +24,7 @@ from benchmarks import (
     picture,
     prompt,
     recall,
+    replays,
     report,
     row_products,
     serving,
@@ -53,6 +54,7 @@ PARTS: dict[str, ModuleType] = {
         passkey,
         equal_bytes,
         row_products,
+        replays,
         serving,
     )
 }

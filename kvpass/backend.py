@@ -25,6 +25,7 @@ from kvpass.lowering import cache_key
 from kvpass.lowering.residual import write_out_sums
 from kvpass.lowering.row_products import spell_out
 from kvpass.policies.base import Policy
+from kvpass.replay import Replayed
 from kvpass.rewrite.call import StepCall
 from kvpass.rewrite.context import StepContext
 from kvpass.rewrite.pipeline import rewrite_step
@@ -71,6 +72,8 @@ class Backend:
     crop: int = 0
     once: bool = dataclasses.field(default=True, repr=False)
     """Whether layers that are alike share the compiler's work (`kvpass.once`); off for comparisons alone."""
+    replays: bool = dataclasses.field(default=True, repr=False)
+    """Whether steps on a CPU are repeated without their Python (`kvpass.replay`); off for comparisons alone."""
     recorder: Recorder | None = dataclasses.field(default=None, compare=False, repr=False)
     plans: Plans = dataclasses.field(default_factory=Plans, compare=False, repr=False)
     stepped: Known = dataclasses.field(default_factory=Known, compare=False, repr=False)
@@ -262,12 +265,14 @@ class Backend:
             return self._compile_inner(gm, examples, {}, _as_it_is, layers)
 
     def compile_step(
-        self, gm: fx.GraphModule, examples: Sequence[Any], ranked: bool, sizes: compat.OpenSizes | None = None
+        self, gm: fx.GraphModule, examples: Sequence[Any], ranked: bool, chunk: bool, sizes: compat.OpenSizes | None
     ) -> Callable[..., Any]:
         """Compile a rewritten step graph, of which some sizes may be open."""
         layers, alike = once.readers_of_slots(gm), sizes.alike if sizes else frozenset()
         with self._spending("compiler"):
-            return self._compile_inner(gm, examples, self._for_steps(ranked), _reshape, layers, alike)
+            run = self._compile_inner(gm, examples, self._for_steps(ranked), _reshape, layers, alike)
+        repeats = self.replays and self.inner == "inductor" and not chunk and compat.on_cpu(examples)
+        return Replayed(run) if repeats else run
 
     @property
     def compiles_at_once(self) -> bool:

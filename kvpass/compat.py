@@ -6,12 +6,14 @@ docs/testing.md says which releases of torch were tried.  Nothing else in the pa
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import itertools
 import os
 import subprocess
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import types
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import sympy  # type: ignore[import-untyped]
@@ -638,6 +640,11 @@ class Parts:
             return torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
 
 
+def on_cpu(values: Iterable[Any]) -> bool:
+    """Whether the tensors among them, if there are any, are on a CPU."""
+    return all(value.device.type == "cpu" for value in values if isinstance(value, Tensor))
+
+
 def symbols(value: Any) -> set[Any]:
     """The symbols that a fake tensor's sizes and strides, or a size, are made of."""
     sizes = (*value.shape, *value.stride()) if isinstance(value, Tensor) else (value,)
@@ -689,6 +696,57 @@ def in_parts(gm: fx.GraphModule, examples: Sequence[Any]) -> Iterator[Parts]:
         holders = gm.graph.find_nodes(op="placeholder")
         fakes = [node.meta["example_value"] for node in holders] if traced else inputs
         yield Parts(fakes, next(value.fake_mode for value in fakes if isinstance(value, FakeTensor)))
+
+
+PLAIN_TENSORS = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+KERNEL, ALLOCATOR = "kernel", "empty_strided_cpu"
+"""What Inductor calls the function of each kernel for a CPU, and what its modules allocate memory with."""
+
+
+def generated_scopes() -> list[dict[str, Any]]:
+    """The globals of the modules that Inductor has written in this process."""
+    from torch._inductor.codecache import PyCodeCache
+
+    return [vars(module) for module in PyCodeCache.modules]
+
+
+def kernel_library(value: Any) -> str | None:
+    """The file of a kernel that Inductor generated for a CPU; None for anything else."""
+    found = isinstance(value, types.BuiltinFunctionType) and value.__name__ == KERNEL
+    return getattr(value.__self__, "__file__", None) if found else None
+
+
+def cpp_library(source: str) -> ctypes.CDLL:
+    """C++ as a library, compiled once for all processes."""
+    from torch._inductor.codecache import CppCodeCache
+
+    return cast(ctypes.CDLL, CppCodeCache.load(source))
+
+
+def is_shared(tensor: Tensor) -> bool:
+    """Whether anything but this tensor holds its memory."""
+    holders = torch._C._storage_Use_Count
+    alone = torch.empty(1, device="cpu")
+    return holders(tensor.untyped_storage()._cdata) > holders(alone.untyped_storage()._cdata)
+
+
+def watched(see: Callable[[Any, Any, Any, Any], None]) -> contextlib.AbstractContextManager[Any]:
+    """Inside, what torch's dispatcher runs is told, each with its arguments and results, when it has run."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            results = function(*args, **(kwargs or {}))
+            see(function, args, kwargs or {}, results)
+            return results
+
+    return Watch()  # type: ignore[no-untyped-call]
+
+
+def writes_results(operator: Any) -> bool:
+    """Whether all that an operator gives is what it was given to write to."""
+    given = [result.alias_info for result in operator._schema.returns]
+    return bool(operator._schema.is_mutable) and all(alias is not None and alias.is_write for alias in given)
 
 
 @contextlib.contextmanager

@@ -29,11 +29,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "logs": {"errors", "compat", "rewrite"},
     "rewrite": REWRITE,
     "once": {"errors", "compat", "graphs", "lowering"},
+    "replay": {"errors", "compat"},
     "runtime": REWRITE,
     "timings": {"errors", "compat"},
     "findings": {"rewrite", "logs", "timings"},
     "reference": REWRITE,
-    "backend": {*REWRITE, "runtime", "once", "logs", "findings"},
+    "backend": {*REWRITE, "runtime", "once", "replay", "logs", "findings"},
     "report": {*REWRITE, "runtime", "timings", "findings", "backend"},
     "decoding": {*LAYER, "runtime", "backend"},
 }

@@ -52,7 +52,7 @@ def compile_once(
         alike: symbols of sizes that may stand for each other, so that what is asked of one when it is compiled for is
             asked of all: `compat.OpenSizes.alike`.
     """
-    if not _on_cpu(examples) or any(map(compat.is_wrapper, examples)) or not compat.allows_parts(patches(gm)):
+    if not compat.on_cpu(examples) or any(map(compat.is_wrapper, examples)) or not compat.allows_parts(patches(gm)):
         return None
     found = segments.split(gm, anchors)
     if not found:
@@ -65,10 +65,6 @@ def compile_once(
                 return None
             program.append(compiled)
     return _stitched(gm, program)
-
-
-def _on_cpu(examples: Iterable[Any]) -> bool:
-    return all(not isinstance(each, torch.Tensor) or each.device.type == "cpu" for each in examples)
 
 
 class _Kinds:

@@ -61,9 +61,9 @@ class Compiler(Protocol):
         ...
 
     def compile_step(
-        self, gm: fx.GraphModule, examples: Sequence[Any], ranked: bool, sizes: OpenSizes | None = None
+        self, gm: fx.GraphModule, examples: Sequence[Any], ranked: bool, chunk: bool, sizes: OpenSizes | None
     ) -> Callable[..., Any]:
-        """Compile a rewritten step graph, of which some sizes may be open."""
+        """Compile a rewritten step graph, of one token or of a chunk, of which some sizes may be open."""
         ...
 
     @property

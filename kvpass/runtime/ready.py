@@ -156,7 +156,7 @@ class Ready:
             return compat.code_of(self.rewrite.gm)
         with compat.one_at_a_time():
             if self.run is None:
-                given = (self.rewrite.gm, self.rewrite.examples or flat, ranked, self.rewrite.open)
+                given = (self.rewrite.gm, self.rewrite.examples or flat, ranked, chunk, self.rewrite.open)
                 self.run = backend.compile_step(*given)
                 graphs.let_go_of_data(self.rewrite.gm.graph)
         return self.run

@@ -78,7 +78,12 @@ class Recording(Backend):
         return False
 
     def compile_step(
-        self, gm: fx.GraphModule, examples: Sequence[Any], ranked: bool, sizes: kvpass_compat.OpenSizes | None = None
+        self,
+        gm: fx.GraphModule,
+        examples: Sequence[Any],
+        ranked: bool,
+        chunk: bool,
+        sizes: kvpass_compat.OpenSizes | None,
     ) -> Callable[..., Any]:
         step, run = self.steps[-1], gm.forward
 

@@ -1,0 +1,85 @@
+"""What a step costs without the Python that Inductor writes around its kernels, beside the same step with it.
+
+By the clock of the thread, as what is taken out is work of the processor: see `kvpass.replay`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+import kvpass
+from benchmarks import apart, bounded
+from benchmarks.bounded import LEAST, NOTHING, Case
+from benchmarks.model import LAYERS, Conversation, build
+from benchmarks.report import Row, Table, Target
+from benchmarks.settings import Settings
+from benchmarks.step import PROMPT
+from benchmarks.timing import Local, Plan, interleaved, medians
+
+TITLE = "Steps without generated Python"
+CASES = {"the floor": LEAST, "no policy": NOTHING, "h2o": Case("h2o")}
+REPEATED, AS_COMPILED = "repeated", "as compiled"
+
+
+def measure(settings: Settings) -> list[Row]:
+    """A row for each case, in a process for each dtype."""
+    found: list[Row] = []
+    for dtype in dict.fromkeys(dtype for dtype, _ in settings.combinations()):
+        given = dict(dtype=dtype, names=["h2o"] if settings.quick else list(CASES))
+        found += apart.run("benchmarks.replays:rows", plan=dataclasses.asdict(settings.plan), **given)
+    return found
+
+
+@torch.inference_mode()
+def rows(dtype: str, names: Sequence[str], plan: Row) -> list[Row]:
+    """Milliseconds of a step of each case, with and without."""
+    torch._dynamo.config.recompile_limit = 256  # each contender is a compilation of the same `forward`
+    model, contenders = build(dtype), []
+    for name in tqdm(names, unit="case", desc=f"replays, {dtype}", dynamic_ncols=True):
+        for way, replays in ((AS_COMPILED, False), (REPEATED, True)):
+            talk = _talk(model, CASES[name], replays)
+            contenders.append(Local(f"{name}, {way}", talk.step, time.thread_time))
+    found = medians(interleaved(contenders, Plan(**plan)))
+    return [
+        {"case": name, "dtype": dtype, **{way: found[f"{name}, {way}"] for way in (AS_COMPILED, REPEATED)}}
+        for name in names
+    ]
+
+
+def _talk(model: Any, case: Case, replays: bool) -> Conversation:
+    """A conversation that has been recorded, if that is allowed."""
+    talk = bounded.conversation(model, case, PROMPT)
+    backend = dataclasses.replace(kvpass.backend(**case.settings()), replays=replays)
+    talk.forward = torch.compile(model, backend=backend)
+    for _ in range(3):
+        talk.step()
+    return talk
+
+
+def tables(rows: Sequence[Row]) -> list[Table]:
+    lines = [
+        {
+            "": row["case"],
+            "dtype": row["dtype"],
+            "as compiled, ms": row[AS_COMPILED],
+            "repeated, ms": row[REPEATED],
+            "of it": row[REPEATED] / row[AS_COMPILED],
+        }
+        for row in rows
+    ]
+    return [Table(f"A step of {LAYERS} layers, one row, milliseconds of its thread", lines)]
+
+
+def targets(rows: Sequence[Row]) -> list[Target]:
+    return []
+
+
+def figures(rows: Sequence[Row]) -> dict[str, Figure]:
+    return {}

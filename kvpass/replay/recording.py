@@ -1,0 +1,199 @@
+"""Running compiled code once, and noting what it did.
+
+While it runs, the kernels in the modules that Inductor wrote are exchanged for functions that note what they get, and
+so is what these modules allocate memory with.  A mode of torch's dispatcher sees everything else that computes.  So
+what is noted is all that ran, or there is no program.
+
+A block of memory is used again once nothing but the recording holds it.  As a program runs in the order of its
+recording, that is as right at every later run: two tensors in one block did not live at the same time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from kvpass import compat
+from kvpass.replay.launcher import MOST
+from kvpass.replay.program import NOWHERE, Kernels, Operator, Part, Program, View
+
+UNREPEATABLE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+def record(run: compat.Compiled, arguments: Sequence[Any]) -> tuple[Sequence[Any], Program | None]:
+    """What compiled code gives, and a program of it; None if there can be none."""
+    recording = _Recording([each for each in arguments if isinstance(each, Tensor)])
+    with recording.listening():
+        results = run(*arguments)
+    return results, recording.program(results)
+
+
+class _Recording:
+    """What has run so far.
+
+    Attributes:
+        refused: whether something ran that a program cannot say.
+        blocks: memory between kernels, each a tensor of bytes and its base.
+    """
+
+    def __init__(self, inputs: list[Tensor]) -> None:
+        self.inputs = inputs
+        self.refused = any(type(each) not in compat.PLAIN_TENSORS for each in inputs)
+        self.parts: list[Part] = []
+        self.kept: list[Tensor] = []
+        self._held: list[Tensor] = []
+        self.blocks: dict[int, Tensor] = {}
+        self.count = len(inputs) + 1
+        self._base_of = {id(each): base for base, each in enumerate(inputs, 1)}
+        self._in_storage: dict[int, list[tuple[int, Tensor]]] = {}
+        for base, each in enumerate(inputs, 1):
+            self._begins_in(base, each)
+        self._thread, self._apart = threading.get_ident(), False
+
+    def _begins_in(self, base: int, tensor: Tensor) -> None:
+        """Know a base again by its storage."""
+        self._in_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append((base, tensor))
+
+    def _new_base(self, tensor: Tensor) -> int:
+        base = self.count
+        self.count += 1
+        self._begins_in(base, tensor)
+        self._base_of[id(tensor)] = base
+        return base
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Inside, what this thread runs is noted."""
+        exchanged = [(scope, name, scope[name]) for scope in compat.generated_scopes() for name in list(scope)]
+        exchanged = [(scope, name, value) for scope, name, value in exchanged if self._instead(name, value)]
+        try:
+            for scope, name, value in exchanged:
+                scope[name] = self._instead(name, value)
+            with compat.watched(self._saw):
+                yield
+        finally:
+            for scope, name, value in exchanged:
+                scope[name] = value
+
+    def _instead(self, name: str, value: Any) -> Callable[..., Any] | None:
+        """What takes the place of a global of a generated module; None if it stays."""
+        if name == compat.ALLOCATOR:
+            return functools.partial(self._allocate, value)
+        library = compat.kernel_library(value)
+        return functools.partial(self._launch, value, library) if library else None
+
+    def listens(self) -> bool:
+        """Whether what runs now is to be noted: another thread's is not, and our own allocations are not."""
+        return threading.get_ident() == self._thread and not self._apart
+
+    def _launch(self, kernel: Callable[..., Any], library: str, *given: Any) -> Any:
+        if self.listens() and not self.refused:
+            self._note_kernel(library, given)
+        return kernel(*given)
+
+    def _note_kernel(self, library: str, given: Sequence[Any]) -> None:
+        words = [self._word(each) for each in given]
+        if not 0 < len(given) <= MOST or None in words:
+            self.refused = True
+            return
+        if not self.parts or not isinstance(self.parts[-1], Kernels):
+            self.parts.append(Kernels())
+        part = self.parts[-1]
+        assert isinstance(part, Kernels)
+        part.add(_address(library), [word for word in words if word is not None])
+
+    def _word(self, given: Any) -> tuple[int, int] | None:
+        """What a kernel gets, as a base and a distance; None if a program cannot say it."""
+        if isinstance(given, Tensor):
+            view = self.view(given)
+            return (view.base, view.behind) if isinstance(view, View) else None
+        return (NOWHERE, given) if type(given) is int else None
+
+    def view(self, tensor: Tensor) -> View | None:
+        """A tensor that the code has, said by the base whose memory it is in; None if it may be of several."""
+        base = self._base_of.get(id(tensor))
+        if base is not None:
+            return View.in_base(base, 0, tensor)
+        found = self._in_storage.get(tensor.untyped_storage().data_ptr(), [])
+        if len(found) > 1 and tensor.numel():
+            return None  # arguments that share memory now need not do so the next time
+        if not found or not tensor.numel():
+            self.kept.append(tensor)  # a constant, which was there before
+            return View.in_base(NOWHERE, tensor.data_ptr(), tensor)
+        base, whole = found[0]
+        return View.in_base(base, tensor.data_ptr() - whole.data_ptr(), tensor)
+
+    def _allocate(self, allocate: Callable[..., Tensor], shape: Any, strides: Any, dtype: torch.dtype) -> Tensor:
+        """Memory of the generated code's own, in a block that nothing holds any more, or in a new one."""
+        if not self.listens() or 0 in shape:
+            return allocate(shape, strides, dtype)
+        self._apart = True
+        try:
+            size = dtype.itemsize * (1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)))
+            base, block = self._block(size)
+            return View(base, 0, dtype, shape, strides).of(block)
+        finally:
+            self._apart = False
+
+    def _block(self, size: int) -> tuple[int, Tensor]:
+        for base, block in reversed(self.blocks.items()):
+            if block.numel() == size and not compat.is_shared(block):
+                return base, block
+        block = torch.empty(size, dtype=torch.uint8, device="cpu")
+        base = self._new_base(block)
+        self.blocks[base] = block
+        return base, block
+
+    def _saw(self, function: Any, args: Any, kwargs: Any, results: Any) -> None:
+        """An operator has run that is no kernel: a view is seen where it is used."""
+        if self.listens() and not self.refused and not function.is_view:
+            self._note_operator(function, args, kwargs, results)
+
+    def _note_operator(self, function: Any, args: Any, kwargs: Any, results: Any) -> None:
+        given = fx.node.map_aggregate((args, kwargs), self._said)
+        if any(tag in function.tags for tag in UNREPEATABLE):
+            self.refused = True
+        elif compat.writes_results(function):
+            self.parts.append(Operator(function, *given, made=[]))
+        elif isinstance(results, Tensor) or (
+            isinstance(results, (tuple, list)) and all(isinstance(each, Tensor) for each in results)
+        ):
+            made = [results] if isinstance(results, Tensor) else list(results)
+            self._held += made  # so that no later tensor gets its memory and is taken for it
+            self.parts.append(Operator(function, *given, made=[self._new_base(each) for each in made]))
+        else:
+            self.refused = True
+
+    def _said(self, what: Any) -> Any:
+        if not isinstance(what, Tensor):
+            return what
+        view = self.view(what)
+        if view is None or view.base == NOWHERE:
+            self.refused = self.refused or view is None
+            return what
+        return view
+
+    def program(self, results: Sequence[Any]) -> Program | None:
+        """What was noted, if it is all that ran."""
+        said = [self._said(result) for result in results]
+        if self.refused:
+            return None
+        fresh = {result.base for result in said if isinstance(result, View)} & self.blocks.keys()
+        sizes = {base: block.numel() for base, block in self.blocks.items()}
+        return Program(self.parts, said, len(self.inputs), sizes, frozenset(fresh), self.count, self.kept)
+
+
+def _address(library: str) -> int:
+    """Where a generated kernel's machine code is."""
+    kernel = getattr(ctypes.CDLL(library), compat.KERNEL)
+    address = ctypes.cast(kernel, ctypes.c_void_p).value
+    assert address is not None
+    return address

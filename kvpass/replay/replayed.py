@@ -1,0 +1,103 @@
+"""Which arguments a program serves."""
+
+from __future__ import annotations
+
+import operator
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpass import compat
+from kvpass.replay.program import Program
+from kvpass.replay.recording import record
+
+MOST_PROGRAMS = 4  # of one piece of compiled code, for arguments of other shapes
+
+Shape = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+
+
+def _shape(tensor: Tensor) -> Shape:
+    return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
+
+
+class Replayed:
+    """Stands for compiled code: its first run with arguments of certain shapes is recorded, and later ones repeat it.
+
+    What the code gives is in memory of its own in every run, as it is without a recording; what lies between its
+    kernels is not, so that runs at the same time, in several threads, are left to the code itself.  That is also what
+    runs where it does what no program can say.
+    """
+
+    def __init__(self, run: compat.Compiled) -> None:
+        self._run = run
+        self._programs: dict[Any, Program | None] = {}
+        self._last: _Served | None = None
+        self._lock = threading.Lock()
+
+    def __call__(self, *arguments: Any) -> Sequence[Any]:
+        if not self._lock.acquire(blocking=False):
+            return self._run(*arguments)
+        try:
+            if self._last is None or not self._last.serves(arguments):
+                self._last = _Served(arguments)
+            key = self._last.key
+            if key not in self._programs:
+                return self._recorded(key, arguments)
+            program = self._programs[key]
+            if program is None:
+                return self._run(*arguments)
+            try:
+                return program.run(self._last.tensors_of(arguments))
+            finally:
+                program.let_go()
+        finally:
+            self._lock.release()
+
+    def _recorded(self, key: Any, arguments: Sequence[Any]) -> Sequence[Any]:
+        results, program = record(self._run, arguments)
+        while len(self._programs) >= MOST_PROGRAMS:
+            del self._programs[next(iter(self._programs))]
+        self._programs[key] = program
+        return results
+
+
+class _Served:
+    """Arguments that came, without holding them.
+
+    Attributes:
+        key: what a program depends on: shapes, sizes, and whether tensors are made for inference alone.
+    """
+
+    def __init__(self, arguments: Sequence[Any]) -> None:
+        tensors = [place for place, each in enumerate(arguments) if isinstance(each, Tensor)]
+        numbers = [place for place, each in enumerate(arguments) if not isinstance(each, Tensor)]
+        self.tensors_of, self._numbers_of = _picking(tensors), _picking(numbers)
+        self._numbers = self._numbers_of(arguments)
+        given = self.tensors_of(arguments)
+        self._shapes = [_shape(each) for each in given]
+        self._seen = [weakref.ref(each) for each in given]
+        self._infers = torch.is_inference_mode_enabled()
+        self.key = (tuple(self._shapes), self._numbers, self._infers)
+
+    def serves(self, arguments: Sequence[Any]) -> bool:
+        """Whether what runs on those runs on these: a tensor that is the same one still has the shape that it had."""
+        if self._numbers_of(arguments) != self._numbers or torch.is_inference_mode_enabled() != self._infers:
+            return False
+        given = self.tensors_of(arguments)
+        changed = [place for place, each in enumerate(given) if self._seen[place]() is not each]
+        if any(_shape(given[place]) != self._shapes[place] for place in changed):
+            return False
+        for place in changed:
+            self._seen[place] = weakref.ref(given[place])
+        return True
+
+
+def _picking(places: list[int]) -> Any:
+    """A function that gives what is at these places as a tuple."""
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    return lambda arguments: tuple(arguments[place] for place in places)

@@ -1,0 +1,233 @@
+"""Compiled code that is repeated without its Python gives and does what it would."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvpass
+from kvpass import compat
+from kvpass.replay import Replayed, launcher, recording
+from kvpass.replay.program import Operator
+from tests.models import build, prompt
+
+
+def compiled(function: Callable[..., Any], *examples: Any) -> Replayed:
+    """A function as Inductor compiles it for these examples, repeated."""
+    gm = torch.fx.symbolic_trace(function)
+    for node, example in zip(gm.graph.find_nodes(op="placeholder"), examples, strict=True):
+        node.meta["example_value"] = example
+    with torch.no_grad():
+        return Replayed(compat.inductor(gm, list(examples), {}))
+
+
+def rows(count: int, seed: int = 0) -> Tensor:
+    return torch.randn(count, 16, generator=torch.Generator().manual_seed(seed))
+
+
+def programs(replayed: Replayed) -> list[Any]:
+    return list(replayed._programs.values())
+
+
+def accumulate(x: Tensor, matrix: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+    """Has a product that the library makes, what lies between kernels, and a write in place."""
+    product = torch.softmax(x, -1) @ matrix
+    total.add_(product)
+    return product.cos(), total.sum(-1)
+
+
+@pytest.fixture(scope="module")
+def accumulating() -> Replayed:
+    return compiled(accumulate, rows(64), rows(16), rows(64))
+
+
+def test_other_arguments_give_what_they_give_in_memory_of_their_own(accumulating: Replayed) -> None:
+    given = []
+    for seed in range(4):
+        x, matrix, total = rows(64, seed), rows(16, seed + 10), rows(64, seed + 20)
+        expected_total = total.clone()
+        expected = accumulate(x, matrix, expected_total)
+        results = accumulating(x, matrix, total)
+        assert torch.allclose(total, expected_total, atol=1e-5)
+        given.append((results, expected))
+    for results, expected in given:  # none was written over by a later run
+        for result, right in zip(results, expected, strict=True):
+            assert torch.allclose(result, right, atol=1e-5)
+    (program,) = programs(accumulating)
+    assert any(isinstance(part, Operator) for part in program.parts)
+
+
+def test_nothing_of_a_run_is_held(accumulating: Replayed) -> None:
+    for seed in range(2):
+        arguments = [rows(64, seed), rows(16), rows(64)]
+        results = list(accumulating(*arguments))
+    held = [weakref.ref(each) for each in (*arguments, *results)]
+    del arguments, results
+    gc.collect()
+    assert [each() for each in held] == [None] * len(held)
+
+
+def test_memory_between_kernels_is_used_again() -> None:
+    """Ten products one after the other need two of them at a time."""
+
+    def chain(x: Tensor, matrix: Tensor) -> tuple[Tensor]:
+        for _ in range(10):
+            x = torch.tanh(x @ matrix)
+        return (x,)
+
+    x, matrix = rows(64), rows(16) / 4
+    replayed = compiled(chain, x, matrix)
+    replayed(x, matrix)
+    (program,) = programs(replayed)
+    assert len(program.blocks) <= 3
+    assert torch.allclose(replayed(x, matrix)[0], chain(x, matrix)[0], atol=1e-5)
+
+
+def test_arguments_that_share_memory_once_need_not_do_so_again(accumulating: Replayed) -> None:
+    both = torch.cat([rows(64), rows(64, 1)])
+    x, total = both[:64], both[64:]
+    accumulating(x, rows(16), total)
+    x, total = rows(64, 2), rows(64, 3)
+    right = total.clone()
+    expected = accumulate(x, rows(16), right)
+    results = accumulating(x, rows(16), total)
+    assert torch.allclose(results[0], expected[0], atol=1e-5)
+    assert torch.allclose(total, right, atol=1e-5)
+
+
+def test_of_views_into_shared_memory_there_is_no_program() -> None:
+    both = rows(8)
+    noted = recording._Recording([both[:4], both[4:]])
+    assert noted.view(both[2:3]) is None  # whose it is cannot be said
+    assert noted.view(noted.inputs[1]).base == 2  # type: ignore[union-attr]
+
+
+def test_kernels_get_pointers_and_whole_numbers_alone() -> None:
+    noted = recording._Recording([rows(8)])
+    assert noted._word(7) == (0, 7)
+    assert noted._word(noted.inputs[0][2:]) == (1, 2 * 16 * 4)
+    assert noted._word(0.5) is None
+    assert noted._word(True) is None
+
+
+def test_random_numbers_are_drawn_anew() -> None:
+    def noisy(x: Tensor) -> tuple[Tensor]:
+        return (x + torch.rand_like(x),)
+
+    x = rows(8)
+    replayed = compiled(noisy, x)
+    drawn = [replayed(x)[0] for _ in range(4)]
+    assert len({tuple(each.flatten().tolist()) for each in drawn}) == 4
+    assert all(bool(((each - x >= 0) & (each - x <= 1)).all()) for each in drawn)
+
+
+def test_code_that_asks_for_values_is_run_itself() -> None:
+    calls = []
+
+    def run(x: Tensor) -> tuple[Tensor]:
+        calls.append(1)
+        return (x * int(x.sum() > 0),)
+
+    replayed = Replayed(run)
+    for sign in (1.0, -1.0, 1.0):
+        x = torch.full((3,), sign)
+        assert torch.equal(replayed(x)[0], x * int(sign > 0))
+    assert programs(replayed) == [None]
+    assert len(calls) == 3
+
+
+def test_operators_alone_are_a_program_too() -> None:
+    replayed = Replayed(lambda x, y: ((x @ y).relu(), x.T, 3))
+    for seed in range(3):
+        x, y = rows(16, seed), rows(16, seed + 5)
+        product, turned, number = replayed(x, y)
+        assert torch.allclose(product, (x @ y).relu())
+        assert torch.equal(turned, x.T)
+        assert turned.data_ptr() == x.data_ptr()
+        assert number == 3
+
+
+def test_other_shapes_strides_and_numbers_are_programs_of_their_own() -> None:
+    replayed = Replayed(lambda x, n: (x * n,))
+    for x, number in ((rows(4), 1), (rows(5), 1), (rows(16).T, 1), (rows(4), 2), (rows(5), 1)):
+        for _ in range(2):
+            assert torch.equal(replayed(x, number)[0], x * number)
+    assert len(programs(replayed)) == 4
+
+
+def test_no_more_programs_are_kept_than_are_useful() -> None:
+    replayed = Replayed(lambda x: (x + 1,))
+    for count in range(1, 10):
+        replayed(rows(count))
+    assert len(programs(replayed)) == 4
+
+
+def test_what_is_recorded_in_inference_mode_runs_outside_of_it(accumulating: Replayed) -> None:
+    x, matrix, total = rows(64), rows(16), rows(64)
+    with torch.inference_mode():
+        accumulating(x, matrix, total.clone())
+        accumulating(x, matrix, total.clone())
+    right = total.clone()
+    expected = accumulate(x, matrix, right)
+    for _ in range(2):
+        assert torch.allclose(accumulating(x, matrix, total.clone())[0], expected[0], atol=1e-5)
+
+
+def test_threads_do_not_share_what_lies_between_kernels(accumulating: Replayed) -> None:
+    wrong: list[int] = []
+
+    def work(seed: int) -> None:
+        x, matrix = rows(64, seed), rows(16, seed)
+        right = accumulate(x, matrix, rows(64))[0]
+        for _ in range(200):
+            if not torch.allclose(accumulating(x, matrix, rows(64))[0], right, atol=1e-5):
+                wrong.append(seed)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_modules_are_as_they_were_after_a_recording(accumulating: Replayed) -> None:
+    before = [dict(scope) for scope in compat.generated_scopes()]
+    accumulating(rows(64), rows(16), rows(64).double().float().contiguous())
+    recording.record(accumulating._run, [rows(64), rows(16), rows(64)])
+    after = [dict(scope) for scope in compat.generated_scopes()]
+    assert all(one == other for one, other in zip(before, after, strict=True))
+
+
+def test_the_launcher_has_a_case_for_every_number_of_arguments() -> None:
+    text = launcher.source()
+    assert all(f"case {count}:" in text for count in (1, launcher.MOST))
+    assert f"case {launcher.MOST + 1}:" not in text
+
+
+@pytest.mark.parametrize("policy", ["h2o", pytest.param("d2o", marks=pytest.mark.slow)])
+def test_a_decode_loop_runs_no_generated_python(policy: str) -> None:
+    """Its steps are programs, and say what the model says."""
+    ids, _ = prompt(1, 20)
+    model = build("Llama", layers=3)
+    torch._dynamo.reset()
+    loop = kvpass.DecodeLoop(model, policy, budget=8)
+    loop.prompt(ids)
+    loop.generate(12)
+    state = loop.state
+    assert state is not None
+    assert state.step is not None
+    runs = [bound.run for bound in state.step.bound.values()]  # type: ignore[attr-defined]
+    assert runs
+    for run in runs:
+        assert isinstance(run, Replayed)
+        assert None not in programs(run)
+        run._run = None  # type: ignore[assignment]
+    assert loop.generate(6).shape == (1, 6)
