@@ -39,9 +39,12 @@ class View:
 
     def of(self, tensor: Tensor) -> Tensor:
         """It, where `tensor` is the base's."""
-        if not self.behind and View.in_base(self.base, 0, tensor) == self:
+        at_once = not self.behind and tensor.dtype == self.dtype
+        if at_once and tensor.shape == self.shape and tensor.stride() == self.strides:
             return tensor
         first = tensor.storage_offset() * tensor.element_size() + self.behind
+        if tensor.dtype == self.dtype:
+            return tensor.as_strided(self.shape, self.strides, first // self.dtype.itemsize)
         made = torch.empty(0, dtype=self.dtype, device="cpu")
         return made.set_(tensor.untyped_storage(), first // self.dtype.itemsize, self.shape, self.strides)
 
@@ -123,10 +126,16 @@ class Operator:
         self.args, self.kwargs = fx.node.map_aggregate((self.args, self.kwargs), found)
 
     def run(self, memory: Memory) -> None:
-        found = fx.node.map_aggregate((self.args, self.kwargs), memory.find)
-        results = self.function(*found[0], **found[1])
+        args = [self._found(memory, each) for each in self.args]
+        results = self.function(*args, **{name: self._found(memory, each) for name, each in self.kwargs.items()})
         for base, result in zip(self.made, _tensors(results), strict=True) if self.made else ():
             memory.put(base, result)
+
+    def _found(self, memory: Memory, what: Any) -> Any:
+        """An argument; a list of tensors seldom is one."""
+        if isinstance(what, View):
+            return memory.find(what)
+        return fx.node.map_aggregate(what, memory.find) if isinstance(what, (tuple, list)) else what
 
 
 def _tensors(results: Any) -> Sequence[Tensor]:
@@ -167,11 +176,15 @@ class Program:
     def _block(self, base: int) -> Tensor:
         return torch.empty(self.blocks[base], dtype=torch.uint8, device="cpu")
 
-    def run(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """What the compiled code gives for arguments of which these are the tensors; not twice at a time."""
+    def run(self, tensors: Sequence[Tensor], addresses: list[int]) -> list[Any]:
+        """What the compiled code gives for arguments of which these are the tensors; not twice at a time.
+
+        Args:
+            addresses: where each of them begins.
+        """
         memory = self.memory
         memory.tensors[1 : self.inputs + 1] = tensors
-        memory.addresses[1 : self.inputs + 1] = array("q", map(Tensor.data_ptr, tensors))
+        memory.addresses[1 : self.inputs + 1] = array("q", addresses)
         for base in self.fresh:
             memory.put(base, self._block(base))
         with compat.without_modes():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ class Replayed:
             if program is None:
                 return self._run(*arguments)
             try:
-                return program.run(self._last.tensors_of(arguments))
+                return program.run(self._last.tensors_of(arguments), self._last.addresses)
             finally:
                 program.let_go()
         finally:
@@ -70,6 +70,7 @@ class _Served:
 
     Attributes:
         key: what a program depends on: shapes, sizes, and whether tensors are made for inference alone.
+        addresses: where each tensor among the last ones began.
     """
 
     def __init__(self, arguments: Sequence[Any]) -> None:
@@ -80,20 +81,31 @@ class _Served:
         given = self.tensors_of(arguments)
         self._shapes = [_shape(each) for each in given]
         self._seen = [weakref.ref(each) for each in given]
+        self.addresses = _addresses(given)
         self._infers = torch.is_inference_mode_enabled()
         self.key = (tuple(self._shapes), self._numbers, self._infers)
 
     def serves(self, arguments: Sequence[Any]) -> bool:
-        """Whether what runs on those runs on these: a tensor that is the same one still has the shape that it had."""
+        """Whether what runs on those runs on these: the same tensor at the same address has the shape that it had."""
         if self._numbers_of(arguments) != self._numbers or torch.is_inference_mode_enabled() != self._infers:
             return False
         given = self.tensors_of(arguments)
-        changed = [place for place, each in enumerate(given) if self._seen[place]() is not each]
+        before, self.addresses = self.addresses, _addresses(given)
+        moved = before != self.addresses
+        changed = [
+            place
+            for place, each in enumerate(given)
+            if self._seen[place]() is not each or (moved and before[place] != self.addresses[place])
+        ]
         if any(_shape(given[place]) != self._shapes[place] for place in changed):
             return False
         for place in changed:
             self._seen[place] = weakref.ref(given[place])
         return True
+
+
+def _addresses(tensors: Iterable[Tensor]) -> list[int]:
+    return list(map(Tensor.data_ptr, tensors))
 
 
 def _picking(places: list[int]) -> Any:

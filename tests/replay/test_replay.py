@@ -162,6 +162,15 @@ def test_other_shapes_strides_and_numbers_are_programs_of_their_own() -> None:
     assert len(programs(replayed)) == 4
 
 
+def test_weights_that_were_replaced_are_read_where_they_are() -> None:
+    weight = torch.nn.Parameter(rows(16))
+    replayed = Replayed(lambda x, w: (x @ w.detach(),))
+    for new in (rows(16), rows(16, 1), rows(16, 2).T, rows(16, 3)[:, :4], rows(16, 4).double()):
+        weight.data = new
+        x = rows(8).to(new.dtype)
+        assert torch.allclose(replayed(x, weight)[0], x @ new)
+
+
 def test_no_more_programs_are_kept_than_are_useful() -> None:
     replayed = Replayed(lambda x: (x + 1,))
     for count in range(1, 10):
