@@ -29,9 +29,13 @@ UNREPEATABLE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 def record(run: compat.Compiled, arguments: Sequence[Any]) -> tuple[Sequence[Any], Program | None]:
-    """What compiled code gives, and a program of it; None if there can be none."""
+    """What compiled code gives, and a program of it; None if there can be none.
+
+    Args:
+        arguments: tensors among them are numbers in memory with nothing around them.
+    """
     recording = _Recording([each for each in arguments if isinstance(each, Tensor)])
-    with recording.listening():
+    with compat.one_at_a_time(), recording.listening():  # or one thread would exchange what another has exchanged
         results = run(*arguments)
     return results, recording.program(results)
 
@@ -46,7 +50,7 @@ class _Recording:
 
     def __init__(self, inputs: list[Tensor]) -> None:
         self.inputs = inputs
-        self.refused = any(type(each) not in compat.PLAIN_TENSORS for each in inputs)
+        self.refused = False
         self.parts: list[Part] = []
         self.kept: list[Tensor] = []
         self._held: list[Tensor] = []
@@ -122,6 +126,9 @@ class _Recording:
         base = self._base_of.get(id(tensor))
         if base is not None:
             return View.in_base(base, 0, tensor)
+        if tensor.layout != torch.strided:
+            self.kept.append(tensor)  # a library's own, such as a packed weight: nobody looks into it
+            return View(NOWHERE, 0, tensor.dtype, tuple(tensor.shape), ())
         found = self._in_storage.get(tensor.untyped_storage().data_ptr(), [])
         if len(found) > 1 and tensor.numel():
             return None  # arguments that share memory now need not do so the next time
@@ -163,14 +170,13 @@ class _Recording:
             self.refused = True
         elif compat.writes_results(function):
             self.parts.append(Operator(function, *given, made=[]))
-        elif isinstance(results, Tensor) or (
-            isinstance(results, (tuple, list)) and all(isinstance(each, Tensor) for each in results)
-        ):
-            made = [results] if isinstance(results, Tensor) else list(results)
+        else:
+            made = list(results) if isinstance(results, (tuple, list)) else [results]
+            if not all(isinstance(each, Tensor) and each.layout == torch.strided for each in made):
+                self.refused = True
+                return
             self._held += made  # so that no later tensor gets its memory and is taken for it
             self.parts.append(Operator(function, *given, made=[self._new_base(each) for each in made]))
-        else:
-            self.refused = True
 
     def _said(self, what: Any) -> Any:
         if not isinstance(what, Tensor):

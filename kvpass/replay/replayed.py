@@ -24,6 +24,13 @@ def _shape(tensor: Tensor) -> Shape:
     return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
 
 
+def _is_plain(argument: Any) -> bool:
+    """Whether it is no tensor, or one of numbers in memory with nothing around them."""
+    if not isinstance(argument, Tensor):
+        return True
+    return type(argument) in compat.PLAIN_TENSORS and argument.layout == torch.strided
+
+
 class Replayed:
     """Stands for compiled code: its first run with arguments of certain shapes is recorded, and later ones repeat it.
 
@@ -43,19 +50,21 @@ class Replayed:
             return self._run(*arguments)
         try:
             if self._last is None or not self._last.serves(arguments):
-                self._last = _Served(arguments)
-            key = self._last.key
-            if key not in self._programs:
-                return self._recorded(key, arguments)
-            program = self._programs[key]
-            if program is None:
-                return self._run(*arguments)
-            try:
-                return program.run(self._last.tensors_of(arguments), self._last.addresses)
-            finally:
-                program.let_go()
+                self._last = _Served(arguments) if all(map(_is_plain, arguments)) else None
+            return self._run(*arguments) if self._last is None else self._repeated(self._last, arguments)
         finally:
             self._lock.release()
+
+    def _repeated(self, served: _Served, arguments: Sequence[Any]) -> Sequence[Any]:
+        if served.key not in self._programs:
+            return self._recorded(served.key, arguments)
+        program = self._programs[served.key]
+        if program is None:
+            return self._run(*arguments)
+        try:
+            return program.run(served.tensors_of(arguments), served.addresses)
+        finally:
+            program.let_go()
 
     def _recorded(self, key: Any, arguments: Sequence[Any]) -> Sequence[Any]:
         results, program = record(self._run, arguments)

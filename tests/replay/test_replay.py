@@ -143,6 +143,15 @@ def test_code_that_asks_for_values_is_run_itself() -> None:
     assert len(calls) == 3
 
 
+def test_weights_that_a_library_has_packed() -> None:
+    packed, x = rows(16).to_mkldnn(), rows(8)
+    replayed = Replayed(lambda x: (x @ packed.to_dense(),))
+    assert all(torch.allclose(replayed(x)[0], x @ rows(16)) for _ in range(3))
+    assert None not in programs(replayed)
+    given = Replayed(lambda x, packed: (x @ packed.to_dense(),))
+    assert all(torch.allclose(given(x, packed)[0], x @ rows(16)) for _ in range(3))
+
+
 def test_operators_alone_are_a_program_too() -> None:
     replayed = Replayed(lambda x, y: ((x @ y).relu(), x.T, 3))
     for seed in range(3):
@@ -197,6 +206,27 @@ def test_threads_do_not_share_what_lies_between_kernels(accumulating: Replayed) 
         right = accumulate(x, matrix, rows(64))[0]
         for _ in range(200):
             if not torch.allclose(accumulating(x, matrix, rows(64))[0], right, atol=1e-5):
+                wrong.append(seed)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_threads_that_record_at_the_same_time_note_their_own(accumulating: Replayed) -> None:
+    """Each a program of its own, of the same kernels."""
+    wrong: list[int] = []
+
+    def work(seed: int) -> None:
+        x, matrix = rows(64, seed), rows(16, seed)
+        right = accumulate(x, matrix, rows(64))[0]
+        for _ in range(10):
+            own = Replayed(accumulating._run)
+            results = [own(x, matrix, rows(64))[0] for _ in range(3)]
+            if not all(torch.allclose(result, right, atol=1e-5) for result in results) or None in programs(own):
                 wrong.append(seed)
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
