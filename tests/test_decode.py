@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvpass
 from kvpass.decoding import loop as decode
+from kvpass.replay import Replayed
 from tests.architectures import zoo
 from tests.models import breaks, build, forget, graphs, lasting, prompt
 from tests.strategies import ROWS
@@ -301,3 +302,24 @@ def test_what_dynamo_asked_of_the_length_holds_for_steps_that_are_repeated() -> 
         wanted.append(out.logits[:, -1].argmax(-1))
         out = model(wanted[-1][:, None], past_key_values=out.past_key_values)
     assert torch.equal(loop.generate(10), torch.stack(wanted, 1))
+
+
+@pytest.mark.parametrize("policy", ["h2o", pytest.param("d2o", marks=pytest.mark.slow)])
+def test_a_decode_loop_runs_no_generated_python(policy: str) -> None:
+    """Its steps are programs, and say what the model says."""
+    ids, _ = prompt(1, 20)
+    model = build("Llama", layers=3)
+    torch._dynamo.reset()
+    loop = kvpass.DecodeLoop(model, policy, budget=8)
+    loop.prompt(ids)
+    loop.generate(12)
+    state = loop.state
+    assert state is not None
+    assert state.step is not None
+    runs = [bound.run for bound in state.step.bound.values()]  # type: ignore[attr-defined]
+    assert runs
+    for run in runs:
+        assert isinstance(run, Replayed)
+        assert None not in run._programs.values()
+        run._run = None  # type: ignore[assignment]
+    assert loop.generate(6).shape == (1, 6)

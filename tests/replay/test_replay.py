@@ -12,11 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import kvpass
 from kvpass import compat
 from kvpass.replay import Replayed, launcher, recording
 from kvpass.replay.program import Operator
-from tests.models import build, prompt
 
 
 def compiled(function: Callable[..., Any], *examples: Any) -> Replayed:
@@ -249,24 +247,3 @@ def test_the_launcher_has_a_case_for_every_number_of_arguments() -> None:
     text = launcher.source()
     assert all(f"case {count}:" in text for count in (1, launcher.MOST))
     assert f"case {launcher.MOST + 1}:" not in text
-
-
-@pytest.mark.parametrize("policy", ["h2o", pytest.param("d2o", marks=pytest.mark.slow)])
-def test_a_decode_loop_runs_no_generated_python(policy: str) -> None:
-    """Its steps are programs, and say what the model says."""
-    ids, _ = prompt(1, 20)
-    model = build("Llama", layers=3)
-    torch._dynamo.reset()
-    loop = kvpass.DecodeLoop(model, policy, budget=8)
-    loop.prompt(ids)
-    loop.generate(12)
-    state = loop.state
-    assert state is not None
-    assert state.step is not None
-    runs = [bound.run for bound in state.step.bound.values()]  # type: ignore[attr-defined]
-    assert runs
-    for run in runs:
-        assert isinstance(run, Replayed)
-        assert None not in programs(run)
-        run._run = None  # type: ignore[assignment]
-    assert loop.generate(6).shape == (1, 6)
