@@ -185,15 +185,18 @@ class Program:
         memory = self.memory
         memory.tensors[1 : self.inputs + 1] = tensors
         memory.addresses[1 : self.inputs + 1] = array("q", addresses)
-        for base in self.fresh:
-            memory.put(base, self._block(base))
-        with compat.without_modes():
-            for part in self.parts:
-                part.run(memory)
-            return [memory.find(result) for result in self.results]
+        try:
+            for base in self.fresh:
+                memory.put(base, self._block(base))
+            with compat.without_modes():
+                for part in self.parts:
+                    part.run(memory)
+                return [memory.find(result) for result in self.results]
+        finally:
+            self._let_go()
 
-    def let_go(self) -> None:
-        """Hold nothing of what the last run was given or gave."""
+    def _let_go(self) -> None:
+        """Hold nothing of what a run was given or gave."""
         self.memory.tensors[1 : self.inputs + 1] = self._nothing
         for base in self._passing:
             self.memory.tensors[base] = None

@@ -76,11 +76,14 @@ class _Recording:
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Inside, what this thread runs is noted."""
-        exchanged = [(scope, name, scope[name]) for scope in compat.generated_scopes() for name in list(scope)]
-        exchanged = [(scope, name, value) for scope, name, value in exchanged if self._instead(name, value)]
+        found = [(scope, name, scope[name]) for scope in compat.generated_scopes() for name in list(scope)]
+        exchanged = []
         try:
-            for scope, name, value in exchanged:
-                scope[name] = self._instead(name, value)
+            for scope, name, value in found:
+                instead = self._instead(name, value)
+                if instead:
+                    exchanged.append((scope, name, value))
+                    scope[name] = instead
             with compat.watched(self._saw):
                 yield
         finally:

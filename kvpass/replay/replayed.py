@@ -61,10 +61,7 @@ class Replayed:
         program = self._programs[served.key]
         if program is None:
             return self._run(*arguments)
-        try:
-            return program.run(served.tensors_of(arguments), served.addresses)
-        finally:
-            program.let_go()
+        return program.run(served.tensors_of(arguments), served.addresses)
 
     def _recorded(self, key: Any, arguments: Sequence[Any]) -> Sequence[Any]:
         results, program = record(self._run, arguments)

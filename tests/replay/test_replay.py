@@ -41,6 +41,15 @@ def accumulate(x: Tensor, matrix: Tensor, total: Tensor) -> tuple[Tensor, Tensor
     return product.cos(), total.sum(-1)
 
 
+def in_threads(work: Callable[[int], None]) -> None:
+    """Run something four times at once, each with a seed of its own."""
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 @pytest.fixture(scope="module")
 def accumulating() -> Replayed:
     return compiled(accumulate, rows(64), rows(16), rows(64))
@@ -206,11 +215,7 @@ def test_threads_do_not_share_what_lies_between_kernels(accumulating: Replayed) 
             if not torch.allclose(accumulating(x, matrix, rows(64))[0], right, atol=1e-5):
                 wrong.append(seed)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work)
     assert not wrong
 
 
@@ -227,11 +232,7 @@ def test_threads_that_record_at_the_same_time_note_their_own(accumulating: Repla
             if not all(torch.allclose(result, right, atol=1e-5) for result in results) or None in programs(own):
                 wrong.append(seed)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work)
     assert not wrong
 
 
