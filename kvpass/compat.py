@@ -12,6 +12,7 @@ import functools
 import itertools
 import os
 import subprocess
+import sys
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -510,10 +511,24 @@ class OpenSizes:
 
 def inductor(gm: fx.GraphModule, examples: Sequence[Any], patches: dict[str, Any]) -> Compiled:
     """Compile with Inductor under the given configuration."""
+    with _tracing(examples) as inputs:
+        return cast(Compiled, _compile_fx(gm, inputs, patches))
+
+
+def _compile_fx(gm: fx.GraphModule, inputs: Sequence[Any], patches: dict[str, Any]) -> Any:
+    """Compile with Inductor; without vectors if it writes C++ with them that is none.
+
+    torch 2.11 does so of a padding mask of open length: its check of an index reads a vector before that is made.
+    """
+    from torch._inductor import exc
     from torch._inductor.compile_fx import compile_fx
 
-    with _tracing(examples) as inputs:
-        return cast(Compiled, compile_fx(gm, inputs, config_patches=patches))
+    try:
+        return compile_fx(gm, inputs, config_patches=patches)
+    except exc.InductorError as error:
+        if not isinstance(error.inner_exception, exc.CppCompileError):
+            raise
+    return compile_fx(gm, inputs, config_patches={**patches, "cpp.simdlen": 1})
 
 
 @contextlib.contextmanager
@@ -575,13 +590,12 @@ class Parts:
             kind that we do not know.
         """
         from torch._guards import TracingContext, tracing
-        from torch._inductor.compile_fx import compile_fx
 
         made, views = self._results(module, operands)
         if not all(isinstance(value, (Tensor, torch.SymInt)) for value in made):
             return None
         with tracing(TracingContext(self.mode)):  # AOTAutograd writes to it
-            run: Any = compile_fx(module, operands, config_patches=patches)
+            run: Any = _compile_fx(module, operands, patches)
         wrappers, code = _unwrapped(run)
         if code is None or len(code.output_strides or ()) != len(made):
             return None
@@ -714,6 +728,37 @@ def kernel_library(value: Any) -> str | None:
     """The file of a kernel that Inductor generated for a CPU; None for anything else."""
     found = isinstance(value, types.BuiltinFunctionType) and value.__name__ == KERNEL
     return getattr(value.__self__, "__file__", None) if found else None
+
+
+def is_foreign(function: Any) -> bool:
+    """Whether it is a function of a library that is neither Python's nor torch's, such as one that Inductor generated."""
+    library = getattr(function, "__self__", None)
+    if not isinstance(function, types.BuiltinFunctionType) or not isinstance(library, types.ModuleType):
+        return False
+    return library.__name__.partition(".")[0] not in {"torch", *sys.stdlib_module_names}
+
+
+def allocator() -> Callable[..., Tensor]:
+    """What `ALLOCATOR` is in the modules that Inductor writes."""
+    return cast(Callable[..., Tensor], torch._C._dynamo.guards._empty_strided_cpu)
+
+
+@contextlib.contextmanager
+def calls_watched(see: Callable[[types.FrameType, Any], None]) -> Iterator[None]:
+    """Inside, the functions in C that this thread calls from Python are told, each with the frame that calls it.
+
+    Python has one place for whoever watches calls, which has to be free.
+    """
+
+    def told(frame: types.FrameType, event: str, function: Any) -> None:
+        if event == "c_call":
+            see(frame, function)
+
+    sys.setprofile(told)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
 
 
 def cpp_library(source: str) -> ctypes.CDLL:

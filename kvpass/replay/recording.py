@@ -1,8 +1,10 @@
 """Running compiled code once, and noting what it did.
 
 While it runs, the kernels in the modules that Inductor wrote are exchanged for functions that note what they get, and
-so is what these modules allocate memory with.  A mode of torch's dispatcher sees everything else that computes.  So
-what is noted is all that ran, or there is no program.
+so is what these modules allocate memory with.  A mode of torch's dispatcher sees everything else that computes.  That
+nothing ran past both is not taken for granted, as Inductor forgets modules that it wrote, or writes none in Python:
+every function in C that is called is looked at, and one of a library that is neither Python's nor torch's must have
+been exchanged.  So what is noted is all that ran, or there is no program.
 
 A block of memory is used again once nothing but the recording holds it.  As a program runs in the order of its
 recording, that is as right at every later run: two tensors in one block did not live at the same time.
@@ -14,6 +16,7 @@ import contextlib
 import ctypes
 import functools
 import threading
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -61,6 +64,7 @@ class _Recording:
         for base, each in enumerate(inputs, 1):
             self._begins_in(base, each)
         self._thread, self._apart = threading.get_ident(), False
+        self._allocator = compat.allocator()
 
     def _begins_in(self, base: int, tensor: Tensor) -> None:
         """Know a base again by its storage."""
@@ -84,7 +88,7 @@ class _Recording:
                 if instead:
                     exchanged.append((scope, name, value))
                     scope[name] = instead
-            with compat.watched(self._saw):
+            with compat.watched(self._saw), compat.calls_watched(self._called):
                 yield
         finally:
             for scope, name, value in exchanged:
@@ -100,6 +104,13 @@ class _Recording:
     def listens(self) -> bool:
         """Whether what runs now is to be noted: another thread's is not, and our own allocations are not."""
         return threading.get_ident() == self._thread and not self._apart
+
+    def _called(self, caller: types.FrameType, function: Any) -> None:
+        """A function in C is called from Python: what computes or allocates past the recording ends it."""
+        if compat.is_foreign(function):
+            self.refused = self.refused or caller.f_code is not _Recording._launch.__code__
+        elif function is self._allocator:
+            self.refused = self.refused or caller.f_code is not _Recording._allocate.__code__
 
     def _launch(self, kernel: Callable[..., Any], library: str, *given: Any) -> Any:
         if self.listens() and not self.refused:
