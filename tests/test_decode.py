@@ -304,6 +304,24 @@ def test_what_dynamo_asked_of_the_length_holds_for_steps_that_are_repeated() -> 
     assert torch.equal(loop.generate(10), torch.stack(wanted, 1))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["caches disabled", "wrapper in C++"])
+def test_a_decode_loop_whose_code_cannot_be_recorded(how: str) -> None:
+    """Kernels that ran past the recording were in no program, and a loop repeated its first token."""
+    ids, _ = prompt(1, 20)
+    model = build("Llama", layers=3)
+    expected = decoded(kvpass.DecodeLoop(model, "h2o", budget=8, inner="eager"), ids)
+    torch._dynamo.reset()
+    with torch.compiler.config.patch(force_disable_caches=how == "caches disabled"):
+        options = {"cpp_wrapper": True} if how == "wrapper in C++" else {}
+        assert torch.equal(decoded(kvpass.DecodeLoop(model, "h2o", budget=8, options=options), ids), expected)
+
+
+def decoded(loop: kvpass.DecodeLoop, ids: torch.Tensor) -> torch.Tensor:
+    loop.prompt(ids)
+    return loop.generate(12)
+
+
 @pytest.mark.parametrize("policy", ["h2o", pytest.param("d2o", marks=pytest.mark.slow)])
 def test_a_decode_loop_runs_no_generated_python(policy: str) -> None:
     """Its steps are programs, and say what the model says."""

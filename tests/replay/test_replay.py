@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -17,13 +18,13 @@ from kvpass.replay import Replayed, launcher, recording
 from kvpass.replay.program import Operator
 
 
-def compiled(function: Callable[..., Any], *examples: Any) -> Replayed:
+def compiled(function: Callable[..., Any], *examples: Any, **patches: Any) -> Replayed:
     """A function as Inductor compiles it for these examples, repeated."""
     gm = torch.fx.symbolic_trace(function)
     for node, example in zip(gm.graph.find_nodes(op="placeholder"), examples, strict=True):
         node.meta["example_value"] = example
     with torch.no_grad():
-        return Replayed(compat.inductor(gm, list(examples), {}))
+        return Replayed(compat.inductor(gm, list(examples), patches))
 
 
 def rows(count: int, seed: int = 0) -> Tensor:
@@ -39,6 +40,18 @@ def accumulate(x: Tensor, matrix: Tensor, total: Tensor) -> tuple[Tensor, Tensor
     product = torch.softmax(x, -1) @ matrix
     total.add_(product)
     return product.cos(), total.sum(-1)
+
+
+def is_right(accumulating: Replayed) -> bool:
+    """Whether what accumulates does so, run after run, each with other numbers."""
+    for seed in range(4):
+        x, matrix, total = rows(64, seed), rows(16, seed + 10), rows(64, seed + 20)
+        expected_total = total.clone()
+        expected = accumulate(x, matrix, expected_total)
+        results = [*accumulating(x, matrix, total), total]
+        if not all(torch.allclose(*pair, atol=1e-5) for pair in zip(results, [*expected, expected_total], strict=True)):
+            return False
+    return True
 
 
 def in_threads(work: Callable[[int], None]) -> None:
@@ -242,6 +255,41 @@ def test_modules_are_as_they_were_after_a_recording(accumulating: Replayed) -> N
     recording.record(accumulating._run, [rows(64), rows(16), rows(64)])
     after = [dict(scope) for scope in compat.generated_scopes()]
     assert all(one == other for one, other in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("missed", ["modules", "allocations"])
+def test_what_runs_past_a_recording_ends_it(
+    missed: str, accumulating: Replayed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inductor keeps no list of its modules where caches are disabled: tokens repeated themselves for that."""
+    if missed == "modules":
+        monkeypatch.setattr(compat, "generated_scopes", list)
+    else:
+        monkeypatch.setattr(compat, "ALLOCATOR", "by another name")
+    own = Replayed(accumulating._run)
+    assert is_right(own)
+    assert programs(own) == [None]
+
+
+def test_code_whose_kernels_are_called_from_c_is_run_itself() -> None:
+    own = compiled(accumulate, rows(64), rows(16), rows(64), cpp_wrapper=True)
+    assert is_right(own)
+    assert programs(own) == [None]
+
+
+def test_a_thread_that_is_profiled_records_nothing(accumulating: Replayed) -> None:
+    def profile(*_: Any) -> None: ...
+
+    own = Replayed(accumulating._run)
+    sys.setprofile(profile)
+    try:
+        assert is_right(own)
+        assert sys.getprofile() is profile
+    finally:
+        sys.setprofile(None)
+    assert not programs(own)
+    assert is_right(own)
+    assert None not in programs(own)
 
 
 def test_the_launcher_has_a_case_for_every_number_of_arguments() -> None:
