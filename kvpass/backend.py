@@ -22,6 +22,7 @@ from kvpass.capture.spread import with_spreads
 from kvpass.errors import KVPassError, PolicyError, UnreadableGraph, UnsupportedGraph
 from kvpass.findings import Recorder, SiteReport
 from kvpass.lowering import cache_key
+from kvpass.lowering.counted import look_up_unchecked
 from kvpass.lowering.residual import write_out_sums
 from kvpass.lowering.row_products import spell_out
 from kvpass.policies.base import Policy
@@ -262,7 +263,7 @@ class Backend:
             layers: one node of each layer, if there are any.
         """
         with self._spending("compiler"):
-            return self._compile_inner(gm, examples, {}, _as_it_is, layers)
+            return self._compile_inner(gm, examples, {}, look_up_unchecked, layers)
 
     def compile_step(
         self, gm: fx.GraphModule, examples: Sequence[Any], ranked: bool, chunk: bool, sizes: compat.OpenSizes | None
@@ -351,12 +352,9 @@ class Backend:
 
 def _reshape(graph: fx.Graph) -> None:
     """What is done to the operators of a step before they are lowered."""
+    look_up_unchecked(graph)
     spell_out(graph)
     write_out_sums(graph)
-
-
-def _as_it_is(graph: fx.Graph) -> None:
-    """No change: the pass is there for its part of the key of the compiler's caches."""
 
 
 def _refusal(error: KVPassError) -> Callable[..., Any]:

@@ -511,24 +511,10 @@ class OpenSizes:
 
 def inductor(gm: fx.GraphModule, examples: Sequence[Any], patches: dict[str, Any]) -> Compiled:
     """Compile with Inductor under the given configuration."""
-    with _tracing(examples) as inputs:
-        return cast(Compiled, _compile_fx(gm, inputs, patches))
-
-
-def _compile_fx(gm: fx.GraphModule, inputs: Sequence[Any], patches: dict[str, Any]) -> Any:
-    """Compile with Inductor; without vectors if it writes C++ with them that is none.
-
-    torch 2.11 does so of a padding mask of open length: its check of an index reads a vector before that is made.
-    """
-    from torch._inductor import exc
     from torch._inductor.compile_fx import compile_fx
 
-    try:
-        return compile_fx(gm, inputs, config_patches=patches)
-    except exc.InductorError as error:
-        if not isinstance(error.inner_exception, exc.CppCompileError):
-            raise
-    return compile_fx(gm, inputs, config_patches={**patches, "cpp.simdlen": 1})
+    with _tracing(examples) as inputs:
+        return cast(Compiled, compile_fx(gm, inputs, config_patches=patches))
 
 
 @contextlib.contextmanager
@@ -590,12 +576,13 @@ class Parts:
             kind that we do not know.
         """
         from torch._guards import TracingContext, tracing
+        from torch._inductor.compile_fx import compile_fx
 
         made, views = self._results(module, operands)
         if not all(isinstance(value, (Tensor, torch.SymInt)) for value in made):
             return None
         with tracing(TracingContext(self.mode)):  # AOTAutograd writes to it
-            run: Any = _compile_fx(module, operands, patches)
+            run: Any = compile_fx(module, operands, config_patches=patches)
         wrappers, code = _unwrapped(run)
         if code is None or len(code.output_strides or ()) != len(made):
             return None
@@ -731,7 +718,7 @@ def kernel_library(value: Any) -> str | None:
 
 
 def is_foreign(function: Any) -> bool:
-    """Whether it is a function of a library that is neither Python's nor torch's, such as one that Inductor generated."""
+    """Whether it is a function of a library that is neither Python's nor torch's, such as one of Inductor's."""
     library = getattr(function, "__self__", None)
     if not isinstance(function, types.BuiltinFunctionType) or not isinstance(library, types.ModuleType):
         return False
@@ -740,7 +727,8 @@ def is_foreign(function: Any) -> bool:
 
 def allocator() -> Callable[..., Tensor]:
     """What `ALLOCATOR` is in the modules that Inductor writes."""
-    return cast(Callable[..., Tensor], torch._C._dynamo.guards._empty_strided_cpu)
+    guards: Any = torch._C._dynamo.guards
+    return cast(Callable[..., Tensor], guards._empty_strided_cpu)
 
 
 @contextlib.contextmanager

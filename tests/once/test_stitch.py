@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 import kvpass
-from kvpass.backend import _as_it_is
+from kvpass.lowering.counted import look_up_unchecked
 from kvpass.once import stitch
 from kvpass.once.segments import Segment
 from tests.models import build, force, graphs, prompt
@@ -214,7 +214,9 @@ def test_settings_that_need_the_whole_graph(setting: dict[str, Any], monkeypatch
     plain = kvpass.backend("h2o", budget=8)
     for backend in (plain, dataclasses.replace(plain, **{k: tuple(v.items()) for k, v in setting.items()})):
         assert (
-            stitch.compile_once(gm, [torch.zeros(1)], [], lambda part, b=backend: b._patches({}, _as_it_is, part))
+            stitch.compile_once(
+                gm, [torch.zeros(1)], [], lambda part, b=backend: b._patches({}, look_up_unchecked, part)
+            )
             is None
         )
     assert len(asked) == 1
