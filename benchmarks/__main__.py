@@ -13,6 +13,7 @@ from types import ModuleType
 
 import benchmarks
 from benchmarks import (
+    batches,
     caching,
     chunks,
     compilation,
@@ -41,6 +42,7 @@ PARTS: dict[str, ModuleType] = {
     for module in (
         step,
         overhead,
+        batches,
         caching,
         prompt,
         chunks,

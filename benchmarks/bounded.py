@@ -98,10 +98,10 @@ class Loop:
     loop: kvpass.DecodeLoop
 
     @staticmethod
-    def of(model: Any, case: Case, prompt: int) -> Loop:
+    def of(model: Any, case: Case, prompt: int, rows: int = 1) -> Loop:
         """A loop whose prompt has run and whose decode graph is compiled."""
         loop = kvpass.DecodeLoop(model, **case.settings())
-        loop.prompt(tokens(prompt))
+        loop.prompt(torch.cat([tokens(prompt, seed) for seed in range(rows)]))
         loop.generate(2 * loop.every)
         return Loop(f"DecodeLoop, {case.name}", loop)
 

@@ -14,16 +14,15 @@ import torch
 from torch import Tensor
 
 from benchmarks.bounded import layers
-from benchmarks.model import Conversation
 from benchmarks.timing import Local
 
 LANES = 8  # sums of one loop, so that it waits for memory and not for the sum before
 NAMES = ("reading the floor's bytes, torch.sum", "reading the floor's bytes, compiled", "the same, several sums a loop")
 
 
-def bytes_read(model: Any, talk: Conversation) -> int:
-    """What a step of a conversation reads: the weights, each once, and the keys and values that it holds."""
-    held = [part for layer in layers(talk.cache) for part in (*layer.slots.key.parts, *layer.slots.value.parts)]
+def bytes_read(model: Any, cache: Any) -> int:
+    """What a step reads: the weights, each once, and the keys and values that a conversation's cache holds."""
+    held = [part for layer in layers(cache) for part in (*layer.slots.key.parts, *layer.slots.value.parts)]
     return sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *held))
 
 

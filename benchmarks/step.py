@@ -109,7 +109,7 @@ class _Bench:
             bounded.move_on(talk, seen)
         self.bar.set_postfix_str(f"{seen:,} tokens seen")
         timed = [Local(name, talk.step) for name, talk in {**full, **talks}.items()]
-        count = reading.bytes_read(self.model, talks[FLOOR])
+        count = reading.bytes_read(self.model, talks[FLOOR].cache)
         taken = interleaved([*timed, *others, *reading.readers(count)], plan, self.bar.update)
         middle, width = medians(taken), spread(taken)
         for name, milliseconds in middle.items():

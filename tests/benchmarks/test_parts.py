@@ -10,6 +10,7 @@ import torch
 import kvpass
 from benchmarks import (
     apart,
+    batches,
     bounded,
     caching,
     chunks,
@@ -119,6 +120,26 @@ def test_every_part_has_what_the_program_asks_of_it():
     assert (ROOT / "README.md").is_file()
 
 
+def test_batches_are_held_against_one_row_and_dtypes_against_float32():
+    taken = {("float32", 1): 8.0, ("float32", 4): 12.0, ("bfloat16", 1): 5.0}
+    rows = [
+        {"threads": 1, "case": case, "dtype": dtype, "rows": count, "ms": ms * scale, "bytes": 10**6}
+        for case, scale in (("no policy", 1), ("d2o", 1.2))
+        for (dtype, count), ms in taken.items()
+    ]
+    found = {target.what.removesuffix(" (1 thread(s))"): target.measured for target in batches.targets(rows)}
+    assert found == pytest.approx(
+        {
+            "no policy: bfloat16, of float32": 0.625,
+            "no policy: 4 rows, of one, float32": 1.5,
+            "d2o, of no policy, float32": 1.2,
+            "d2o, of no policy, bfloat16": 1.2,
+        }
+    )
+    (table,) = batches.tables(rows)
+    assert [line["float32, of one row"] for line in table.rows] == [1.0, 1.0, 1.5, 1.5]
+
+
 def test_requests_come_alike_for_all_and_their_lengths_have_a_tail():
     first, again = serving.arrivals(200), serving.arrivals(200)
     assert first == again
@@ -195,7 +216,7 @@ def test_turning_keys_spreads_what_is_large_in_a_few_places(kind):
 def test_a_step_reads_all_weights_and_what_is_held(model):
     talk = talk_of(model, Case("untended", budget=8), 40)
     held = 2 * 9 * 4 * 64 * 4  # keys and values, slots, heads, dimensions, bytes
-    assert reading.bytes_read(model, talk) == sum(4 * p.numel() for p in model.parameters()) + held
+    assert reading.bytes_read(model, talk.cache) == sum(4 * p.numel() for p in model.parameters()) + held
 
 
 def test_the_floor_is_held_against_the_fastest_reading():

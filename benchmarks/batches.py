@@ -1,0 +1,122 @@
+"""Steps of one row and of four, in both dtypes, all of which take turns in one process.
+
+Of `DecodeLoop`s, which leave out what a model's own Python and Dynamo's guards cost.  What a step reads stands beside
+it: the weights once, whatever the rows, and the keys and values of every row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import torch
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+from benchmarks import apart, bounded, reading
+from benchmarks.bounded import LEAST, NOTHING, Case, Loop
+from benchmarks.model import build
+from benchmarks.report import Row, Table, Target
+from benchmarks.settings import Settings
+from benchmarks.step import PROMPT
+from benchmarks.timing import Plan, interleaved, medians
+
+TITLE = "Steps in both dtypes, and of several rows"
+CASES = {"the floor": LEAST, "no policy": NOTHING, "h2o": Case("h2o"), "d2o": Case("d2o")}
+MANY = 4  # rows
+OF_FLOAT32, OF_ONE_ROW, OF_NOTHING = 0.65, 1.5, 1.25
+QUICK = ("no policy", "h2o")
+
+
+def measure(settings: Settings) -> list[Row]:
+    """The rows of each number of threads, from a process of its own."""
+    found: list[Row] = []
+    given = dict(names=QUICK if settings.quick else [*CASES], plan=dataclasses.asdict(settings.plan))
+    for threads in settings.threads:
+        made = apart.run("benchmarks.batches:rows", threads=threads, dtypes=settings.dtypes, **given)
+        found += [{"threads": threads, **row} for row in made]
+    return found
+
+
+@torch.inference_mode()
+def rows(dtypes: Sequence[str], names: Sequence[str], plan: Row) -> list[Row]:
+    """Milliseconds and bytes of each case; several rows are compiled first, so that Dynamo fixes their number."""
+    torch._dynamo.config.recompile_limit = 256  # each contender is a compilation of the same `forward`
+    models = {dtype: build(dtype) for dtype in dtypes}
+    kinds = [(count, dtype, name) for count in (MANY, 1) for dtype in dtypes for name in names]
+    loops = {}
+    for kind in tqdm(kinds, unit="loop", desc="batches: compiling", dynamic_ncols=True):
+        count, dtype, name = kind
+        made = Loop.of(models[dtype], CASES[name], PROMPT, count)
+        loops[kind] = dataclasses.replace(made, name=str(kind))
+    found = medians(interleaved([*loops.values()], Plan(**plan)))
+    return [
+        {
+            "case": name,
+            "dtype": dtype,
+            "rows": count,
+            "ms": found[str(kind)],
+            "bytes": reading.bytes_read(models[dtype], loops[kind].loop.past_key_values),
+        }
+        for kind in kinds
+        for count, dtype, name in [kind]
+    ]
+
+
+Key = tuple[str, int, str]
+
+
+def _by_threads(rows: Sequence[Row]) -> dict[int, dict[Key, Row]]:
+    """By case, rows and dtype."""
+    found: dict[int, dict[Key, Row]] = {}
+    for row in rows:
+        found.setdefault(row["threads"], {})[row["case"], row["rows"], row["dtype"]] = row
+    return found
+
+
+def tables(rows: Sequence[Row]) -> list[Table]:
+    made = []
+    for threads, known in _by_threads(rows).items():
+        lines: dict[tuple[str, int], Row] = {}
+        for case, count, dtype in sorted(known, key=lambda key: (key[1], key[2] != "float32")):
+            line = lines.setdefault((case, count), {"": case, "rows": count})
+            line |= _columns(known, (case, count, dtype))
+        caption = (
+            f"A step of a DecodeLoop, {bounded.BUDGET:,} slots ({bounded.FLOOR} for the floor), {threads} thread(s)"
+        )
+        made.append(Table(caption, [*lines.values()]))
+    return made
+
+
+def _columns(known: dict[Key, Row], key: Key) -> Row:
+    case, count, dtype = key
+    row, one = known[key], known[case, 1, dtype]
+    columns = {
+        f"{dtype}, ms": row["ms"],
+        f"{dtype}, of one row": row["ms"] / one["ms"],
+        f"{dtype}, MB": row["bytes"] / 1e6,
+    }
+    wide = known.get((case, count, "float32"))
+    return columns | ({f"{dtype}, of float32": row["ms"] / wide["ms"]} if wide and dtype != "float32" else {})
+
+
+def targets(rows: Sequence[Row]) -> list[Target]:
+    return [target for threads, known in _by_threads(rows).items() for target in _targets(threads, known)]
+
+
+def _targets(threads: int, known: dict[Key, Row]) -> Iterator[Target]:
+    def share(name: str, limit: float, of: Key, to: Key) -> Iterator[Target]:
+        if of in known and to in known:
+            yield Target("batches", f"{name} ({threads} thread(s))", limit, known[of]["ms"] / known[to]["ms"])
+
+    for case in QUICK:
+        yield from share(f"{case}: bfloat16, of float32", OF_FLOAT32, (case, 1, "bfloat16"), (case, 1, "float32"))
+        yield from share(
+            f"{case}: {MANY} rows, of one, float32", OF_ONE_ROW, (case, MANY, "float32"), (case, 1, "float32")
+        )
+    for dtype in ("float32", "bfloat16"):
+        yield from share(f"d2o, of no policy, {dtype}", OF_NOTHING, ("d2o", 1, dtype), ("no policy", 1, dtype))
+
+
+def figures(rows: Sequence[Row]) -> dict[str, Figure]:
+    return {}
