@@ -20,12 +20,15 @@ TESTS := python -m pytest -q -n auto --maxprocesses 4
 PYTEST := $(BIN)/$(TESTS)
 
 # What `make oldest` runs: files without their slow cases, and single cases.
-PARTS := tests/test_handle.py tests/test_runtime.py tests/test_generate.py tests/rewrite tests/replay
+PARTS := tests/test_handle.py tests/test_runtime.py tests/test_generate.py tests/rewrite tests/replay \
+    tests/lowering/test_counted.py
 KINDS := h2o streaming buzz d2o cascade sage
 CASES := $(KINDS:%='tests/test_invariants.py::test_the_reference_at_every_step[Llama-padded-%]')
 CASES += 'tests/policies/test_kv_align.py::test_model_equals_reference[Llama-paper-1]'
 CASES += tests/test_compiled.py::test_the_smallest_case_by_default
 CASES += 'tests/test_compiled.py::test_inductor_equals_eager[Llama-streaming]'
+CASES += tests/test_decode.py::test_compiled_by_inductor
+CASES += 'tests/test_decode.py::test_a_decode_loop_runs_no_generated_python[h2o]'
 
 test: $(INSTALLED)
 	$(PYTEST) --dist loadfile --no-loadscope-reorder

@@ -109,6 +109,10 @@ the inputs of a graph, before it says that it compiles.
 """
 
 
+CHECKS_TOO_EARLY = torch.__version__ < "2.13"
+"""Whether Inductor writes the check of a place that is counted before the place itself, which is no C++ (in 2.11)."""
+
+
 def write_out(graph: fx.Graph, node: fx.Node, strides: Sequence[int | fx.Node]) -> fx.Node:
     """A new node with the value of one of an operator graph, which Inductor writes to a buffer with these strides.
 

@@ -1,18 +1,17 @@
 """Lookups at places that count a dimension, which need nobody to check that they are in range.
 
 Masks are made so: `padding[rows, places]`, where both are counted out from 0 to the size of what is looked up in.  The
-compiler cannot always see that of an open size, and checks every place.  (That of torch 2.11 writes such a check before
-what it checks, which is no C++.)
+compiler cannot always see that of an open size, and checks every place.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.fx as fx
 
+from kvpass import compat
 from kvpass.graphs import expr
+from kvpass.lowering.written import write_out
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -31,17 +30,20 @@ def look_up_unchecked(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=aten.index.Tensor):
         table, places = node.args
         sizes = table.meta["val"].shape
-        if all(place is None or counts(place, size) for place, size in zip(places, sizes, strict=False)):
+        counted = [(_counter(place), size) for place, size in zip(places, sizes, strict=False) if place is not None]
+        if all(counter and expr(counter.meta["val"].shape[0]) == expr(size) for counter, size in counted):
             node.target = aten._unsafe_index.Tensor
+        elif compat.CHECKS_TOO_EARLY:
+            for counter in dict.fromkeys(counter for counter, _ in counted if counter):
+                write_out(graph, counter, counter.args, [1])  # the check of what is read comes behind the reading
 
 
-def counts(place: fx.Node, size: Any) -> bool:
-    """Whether all its numbers are from 0 up to a size that is left out."""
+def _counter(place: fx.Node) -> fx.Node | None:
+    """What counts 0, 1, 2, ..., if all numbers of a place are of that."""
     while place.target in OF_ITS_NUMBERS or _adds_nothing(place):
         place = place.args[0]  # type: ignore[assignment]
-    if place.target is not prims.iota.default or (place.kwargs["start"], place.kwargs["step"]) != (0, 1):
-        return False
-    return bool(expr(place.meta["val"].shape[0]) == expr(size))
+    counts = place.target is prims.iota.default and (place.kwargs["start"], place.kwargs["step"]) == (0, 1)
+    return place if counts else None
 
 
 def _adds_nothing(node: fx.Node) -> bool:

@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 
 from kvpass import compat
-from kvpass.graphs import call_aten
+from kvpass.lowering.written import write_out
 
 aten = torch.ops.aten
 
@@ -20,7 +20,7 @@ def write_out_sums(graph: fx.Graph) -> None:
     """Have sums [B, T, D] with several readers written to buffers, in a graph of aten's operators with fixed sizes."""
     for node in list(graph.nodes):
         if node.target is aten.add.Tensor and len(node.users) > 1 and is_stream(node):
-            _write_out(graph, node)
+            write_out(graph, node, node.meta["val"].shape, node.meta["val"].stride())
 
 
 def is_stream(node: fx.Node) -> bool:
@@ -37,11 +37,3 @@ def is_stream(node: fx.Node) -> bool:
         and total.is_floating_point()
         and total.is_contiguous()
     )
-
-
-def _write_out(graph: fx.Graph, node: fx.Node) -> None:
-    """Put a strided view between a node and its readers: the compiler makes a buffer of what is under one."""
-    value = node.meta["val"]
-    with graph.inserting_after(node):
-        view = call_aten(graph, aten.as_strided.default, node, list(value.shape), list(value.stride()))
-    node.replace_all_uses_with(view, delete_user_cb=lambda user: user is not view)

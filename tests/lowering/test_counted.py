@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch._decomp import get_decompositions
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from kvpass import compat
 from kvpass.lowering.counted import look_up_unchecked
 
 aten = torch.ops.aten
@@ -21,14 +23,19 @@ def padding(mask: Tensor) -> Tensor:
     return mask[rows, (torch.arange(mask.shape[1]) + 0)[None, None, None, :]]
 
 
-def unchecked(function: Callable[..., Tensor], *examples: Tensor, sizes: str) -> bool:
-    """Whether the only lookup of a function is left without a check; it gives the same."""
+def lowered(function: Callable[..., Tensor], *examples: Tensor, sizes: str) -> list[Any]:
+    """What a function calls afterwards; it gives the same."""
     as_lowered = get_decompositions([aten.arange.start_step, aten.arange.start, aten.arange.default])
     gm = make_fx(function, as_lowered, tracing_mode=sizes)(*examples)
     look_up_unchecked(gm.graph)
     gm.recompile()
     assert torch.equal(gm(*examples), function(*examples))
-    (target,) = [node.target for node in gm.graph.nodes if "index" in str(node.target)]
+    return [node.target for node in gm.graph.nodes]
+
+
+def unchecked(function: Callable[..., Tensor], *examples: Tensor, sizes: str) -> bool:
+    """Whether the only lookup of a function is left without a check."""
+    (target,) = [target for target in lowered(function, *examples, sizes=sizes) if "index" in str(target)]
     return target is aten._unsafe_index.Tensor
 
 
@@ -59,3 +66,14 @@ def test_places_that_count_a_dimension_are_not_checked(function: Callable[[Tenso
 )
 def test_other_places_are_checked(function: Callable[[Tensor], Tensor], sizes: str) -> None:
     assert not unchecked(function, torch.rand(7, 3), sizes=sizes)
+
+
+@pytest.mark.parametrize("sizes", ["fake", "symbolic"])
+@pytest.mark.parametrize("early", [True, False])
+def test_what_counts_and_is_checked_too_early_is_read_from_memory(
+    early: bool, sizes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat, "CHECKS_TOO_EARLY", early)
+    called = lowered(lambda table: table[torch.arange(table.shape[0] - 1)], torch.rand(7, 3), sizes=sizes)
+    assert (aten.as_strided.default in called) == early
+    assert aten.index.Tensor in called
