@@ -1,7 +1,7 @@
 """Steps of one row and of four, in both dtypes, all of which take turns in one process.
 
 Of `DecodeLoop`s, which leave out what a model's own Python and Dynamo's guards cost.  What a step reads stands beside
-it: the weights once, whatever the rows, and the keys and values of every row.
+it: the weights once, whatever the rows, and the keys and values of every row; and what reading the floor's bytes takes.
 """
 
 from __future__ import annotations
@@ -18,14 +18,18 @@ from benchmarks.bounded import LEAST, NOTHING, Case, Loop
 from benchmarks.model import build
 from benchmarks.report import Row, Table, Target
 from benchmarks.settings import Settings
-from benchmarks.step import PROMPT
-from benchmarks.timing import Plan, interleaved, medians
+from benchmarks.step import OF_READING, PROMPT
+from benchmarks.timing import Contender, Plan, interleaved, medians
 
 TITLE = "Steps in both dtypes, and of several rows"
-CASES = {"the floor": LEAST, "no policy": NOTHING, "h2o": Case("h2o"), "d2o": Case("d2o")}
+FLOOR, READING = "the floor", "reading the floor's bytes"
+CASES = {FLOOR: LEAST, "no policy": NOTHING, "h2o": Case("h2o"), "d2o": Case("d2o")}
 MANY = 4  # rows
 OF_FLOAT32, OF_ONE_ROW, OF_NOTHING = 0.65, 1.5, 1.25
 QUICK = ("no policy", "h2o")
+
+Key = tuple[str, int, str]
+"""A case, its rows, and a dtype."""
 
 
 def measure(settings: Settings) -> list[Row]:
@@ -43,27 +47,28 @@ def rows(dtypes: Sequence[str], names: Sequence[str], plan: Row) -> list[Row]:
     """Milliseconds and bytes of each case; several rows are compiled first, so that Dynamo fixes their number."""
     torch._dynamo.config.recompile_limit = 256  # each contender is a compilation of the same `forward`
     models = {dtype: build(dtype) for dtype in dtypes}
-    kinds = [(count, dtype, name) for count in (MANY, 1) for dtype in dtypes for name in names]
-    loops = {}
-    for kind in tqdm(kinds, unit="loop", desc="batches: compiling", dynamic_ncols=True):
-        count, dtype, name = kind
-        made = Loop.of(models[dtype], CASES[name], PROMPT, count)
-        loops[kind] = dataclasses.replace(made, name=str(kind))
-    found = medians(interleaved([*loops.values()], Plan(**plan)))
+    kinds = [(name, count, dtype) for count in (MANY, 1) for dtype in dtypes for name in names]
+    timed: dict[Key, list[Contender]] = {}
+    sizes: dict[Key, int] = {}
+    for name, count, dtype in tqdm(kinds, unit="loop", desc="batches: compiling", dynamic_ncols=True):
+        kind, model = (name, count, dtype), models[dtype]
+        made = Loop.of(model, CASES[name], PROMPT, count)
+        timed[kind] = [dataclasses.replace(made, name=str(kind))]
+        sizes[kind] = reading.bytes_read(model, made.loop.past_key_values)
+        if (name, count) == (FLOOR, 1):
+            sizes[READING, 1, dtype] = sizes[kind]
+            timed[READING, 1, dtype] = _readers(dtype, sizes[kind])
+    found = medians(interleaved([each for ways in timed.values() for each in ways], Plan(**plan)))
     return [
-        {
-            "case": name,
-            "dtype": dtype,
-            "rows": count,
-            "ms": found[str(kind)],
-            "bytes": reading.bytes_read(models[dtype], loops[kind].loop.past_key_values),
-        }
-        for kind in kinds
-        for count, dtype, name in [kind]
+        {"case": kind[0], "rows": kind[1], "dtype": kind[2], "ms": min(found[each.name] for each in ways)}
+        | {"bytes": sizes[kind]}
+        for kind, ways in timed.items()
     ]
 
 
-Key = tuple[str, int, str]
+def _readers(dtype: str, count: int) -> list[Contender]:
+    """What reads so many bytes, each in another way: the fastest counts."""
+    return [dataclasses.replace(each, name=f"{dtype}, {each.name}") for each in reading.readers(count)]
 
 
 def _by_threads(rows: Sequence[Row]) -> dict[int, dict[Key, Row]]:
@@ -114,7 +119,8 @@ def _targets(threads: int, known: dict[Key, Row]) -> Iterator[Target]:
         yield from share(
             f"{case}: {MANY} rows, of one, float32", OF_ONE_ROW, (case, MANY, "float32"), (case, 1, "float32")
         )
-    for dtype in ("float32", "bfloat16"):
+    for dtype, limit in OF_READING.items():
+        yield from share(f"{FLOOR}, of reading its bytes once, {dtype}", limit, (FLOOR, 1, dtype), (READING, 1, dtype))
         yield from share(f"d2o, of no policy, {dtype}", OF_NOTHING, ("d2o", 1, dtype), ("no policy", 1, dtype))
 
 

@@ -6,8 +6,9 @@ and sum, the compiler makes loops of it that read the weights about as fast as m
 dtype, and fuses what comes after.  Sums are in float32 whatever the dtype.
 
 A batch has a sum for each of its rows.  The compiler makes one loop of them, so the weights are read once all the same:
-what is in a register is multiplied with every row.  Loops over two halves of the columns at once have more loads on
-their way.  Both are worth it up to the number of rows at which the library, which has its rows in tiles, is faster.
+what is in a register is multiplied with every row.  Loops over two halves or four quarters of the columns at once have
+more loads on their way, as a processor looks ahead within a page of each.  All are worth it up to the number of rows at
+which the library, which has its rows in tiles, is faster.
 `LIMITS` says which that is.  The same goes for attention's products, of queries and keys, and of probabilities and
 values.
 """
@@ -15,6 +16,7 @@ values.
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from typing import Any
 
@@ -34,12 +36,14 @@ class Limits:
     """Up to how many rows a product is faster spelled out, for one dtype and kind of processor.
 
     Attributes:
-        paired: rows for which two halves of the columns go through one loop.
+        quartered: rows for which four quarters of the columns go through one loop.
+        paired: rows for which two halves do.
         near: rows if all of them, in float32, fill no more than half of the first cache: each is read for every column.
         far: rows that fill more.
         scores, values: rows of attention's products, whose matrices have columns, or rows, that lie together.
     """
 
+    quartered: int
     paired: int
     near: int
     far: int
@@ -48,22 +52,26 @@ class Limits:
 
 
 LIMITS = {
-    ("AVX2", torch.float32, False): Limits(paired=8, near=12, far=8, scores=8),
-    ("AVX2", torch.bfloat16, False): Limits(paired=4, near=16, far=16, scores=16, values=16),
-    ("AVX2", torch.float16, False): Limits(paired=4, near=16, far=16, scores=16, values=16),
-    ("AVX512", torch.float32, False): Limits(paired=3, near=12, far=8),
-    ("AVX512", torch.bfloat16, False): Limits(paired=2, near=16, far=8, scores=2),
-    ("AVX512", torch.float16, False): Limits(paired=2, near=16, far=16, scores=2),
-    ("AVX512", torch.bfloat16, True): Limits(paired=2, near=8, far=2, scores=2),
-    ("AVX512", torch.float16, True): Limits(paired=2, near=8, far=2, scores=2),
+    ("AVX2", torch.float32, False): Limits(quartered=2, paired=8, near=12, far=8, scores=8),
+    ("AVX2", torch.bfloat16, False): Limits(quartered=2, paired=4, near=16, far=16, scores=16, values=16),
+    ("AVX2", torch.float16, False): Limits(quartered=2, paired=4, near=16, far=16, scores=16, values=16),
+    ("AVX512", torch.float32, False): Limits(quartered=3, paired=8, near=12, far=8, scores=8),
+    ("AVX512", torch.bfloat16, False): Limits(quartered=2, paired=4, near=16, far=8, scores=2),
+    ("AVX512", torch.float16, False): Limits(quartered=2, paired=4, near=16, far=16, scores=2),
+    ("AVX512", torch.bfloat16, True): Limits(quartered=2, paired=4, near=8, far=4, scores=2),
+    ("AVX512", torch.float16, True): Limits(quartered=2, paired=4, near=8, far=4, scores=2),
 }
 """By the vectors that loops are made of, by dtype, and by whether the processor has dot products of it, as those with
 AVX512-BF16 or AMX have of bfloat16.
 
 From the last table that `python -m benchmarks row_products` prints, of one thread, 1 to 16 rows and matrices that come
 from memory.  With AVX-512 without dot products of bfloat16, by keeping the library from using them; float16 with dot
-products is taken to be as bfloat16 is.  The size of the matrix decides nothing: it is read once.
+products is taken to be as bfloat16 is; quarters with AVX2 were timed on a processor that has AVX-512 as well.  The size
+of the matrix decides nothing: it is read once.
 """
+
+QUARTERED_FAR = 4
+"""Rows that fill more, see `Limits.near`, for which four quarters go through one loop: with every dtype and vectors."""
 
 OTHERS = "AVX512"  # what processors that are not in the table are taken to be
 
@@ -98,7 +106,7 @@ def spell_out(graph: fx.Graph, parts: int | None = None) -> None:
 
     Args:
         parts: into how many parts all columns go, for measuring, and whether attention's products are spelled out; by
-            default `halves` and `is_worth_it` say.
+            default `split` and `is_worth_it` say.
     """
     processor = Processor.here()
     stored: dict[fx.Node, fx.Node] = {}
@@ -110,7 +118,7 @@ def spell_out(graph: fx.Graph, parts: int | None = None) -> None:
             if is_open(rows.meta["val"], matrix.meta["val"]):
                 _multiplied_transposed(graph, node, rows, matrix, *bias)
                 continue
-            count = halves(rows.meta["val"], matrix.meta["val"], processor) if parts is None else parts
+            count = split(rows.meta["val"], matrix.meta["val"], processor) if parts is None else parts
             if count:
                 _replace(graph, node, stored, _Product(rows, matrix, count, *bias))
 
@@ -125,8 +133,8 @@ class _Product:
     bias: fx.Node | None = None
 
 
-def halves(rows: torch.Tensor, matrix: torch.Tensor, processor: Processor) -> int:
-    """Into how many parts the columns of [R, K] @ [K, N] go to be faster spelled out, 1 or 2; 0 if the library is."""
+def split(rows: torch.Tensor, matrix: torch.Tensor, processor: Processor) -> int:
+    """Into how many parts the columns of [R, K] @ [K, N] go to be faster spelled out; 0 if the library is."""
     if rows.device.type != "cpu" or rows.dtype not in DTYPES or compat.symbols(rows):
         return 0  # each row has a sum of its own, so an open number of rows has none
     count, columns = rows.shape[0], matrix.shape[1]
@@ -136,7 +144,9 @@ def halves(rows: torch.Tensor, matrix: torch.Tensor, processor: Processor) -> in
     near = 4 * rows.numel() <= processor.cache // 2
     if count > (limits.near if near else limits.far):
         return 0
-    return 2 if columns % 2 == 0 and (count <= limits.paired or not near) else 1
+    if count <= (limits.quartered if near else QUARTERED_FAR):
+        return math.gcd(columns, 4)
+    return math.gcd(columns, 2) if count <= limits.paired or not near else 1
 
 
 def is_open(rows: torch.Tensor, matrix: torch.Tensor) -> bool:

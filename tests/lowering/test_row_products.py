@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from kvpass import compat
 from kvpass.lowering import row_products
-from kvpass.lowering.row_products import DTYPES, Limits, Processor, halves, is_worth_it, spell_out
+from kvpass.lowering.row_products import DTYPES, Limits, Processor, is_worth_it, spell_out, split
 
 aten = torch.ops.aten
 PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
@@ -77,18 +77,19 @@ def test_other_products_are_left_alone(rows, weight):
 @pytest.mark.parametrize(
     ("dtype", "dots", "rows", "width", "expected"),
     [
-        (torch.float32, False, 1, 512, 2),
-        (torch.float32, False, 3, 512, 2),
-        (torch.float32, False, 4, 512, 1),  # the rows stay near
-        (torch.float32, False, 4, 1536, 1),
-        (torch.float32, False, 4, 1540, 2),
+        (torch.float32, False, 1, 512, 4),
+        (torch.float32, False, 3, 512, 4),
+        (torch.float32, False, 4, 512, 2),  # the rows stay near
+        (torch.float32, False, 4, 1536, 2),
+        (torch.float32, False, 4, 1540, 4),
         (torch.float32, False, 8, 2048, 2),
         (torch.float32, False, 9, 2048, 0),
         (torch.float32, False, 12, 512, 1),
         (torch.float32, False, 13, 256, 0),
-        (torch.bfloat16, True, 2, 8192, 2),
-        (torch.bfloat16, True, 3, 2048, 1),
-        (torch.bfloat16, True, 3, 2080, 0),
+        (torch.bfloat16, True, 2, 8192, 4),
+        (torch.bfloat16, True, 3, 2048, 2),
+        (torch.bfloat16, True, 4, 2080, 4),
+        (torch.bfloat16, True, 5, 2080, 0),
         (torch.bfloat16, True, 8, 512, 1),
         (torch.bfloat16, True, 9, 512, 0),
         (torch.bfloat16, False, 8, 2048, 2),  # the library has to convert
@@ -101,19 +102,20 @@ def test_other_products_are_left_alone(rows, weight):
 def test_the_number_of_parts(dtype, dots, rows, width, expected):
     processor = Processor(cache=48 << 10, dots=frozenset([dtype] if dots else []))
     x, weight = torch.empty(rows, width, dtype=dtype), torch.empty(64, width, dtype=dtype)
-    assert halves(x, weight.t(), processor) == expected
+    assert split(x, weight.t(), processor) == expected
 
 
 def test_a_smaller_cache_has_room_for_fewer_rows():
     x, weight = torch.empty(4, 1536), torch.empty(64, 1536)
-    assert halves(x, weight.t(), Processor(32 << 10, frozenset())) == 2
+    assert split(x, weight.t(), Processor(32 << 10, frozenset())) == 4
 
 
-def test_columns_that_cannot_be_halved_and_those_that_lie_apart():
+def test_columns_that_cannot_be_split_and_those_that_lie_apart():
     processor = Processor(48 << 10, frozenset())
-    assert halves(torch.empty(1, 64), torch.empty(33, 64).t(), processor) == 1
-    assert halves(torch.empty(1, 64), torch.empty(64, 32), processor) == 1
-    assert halves(torch.empty(2, 64), torch.empty(64, 32), processor) == 0
+    assert split(torch.empty(1, 64), torch.empty(33, 64).t(), processor) == 1
+    assert split(torch.empty(1, 64), torch.empty(34, 64).t(), processor) == 2
+    assert split(torch.empty(1, 64), torch.empty(64, 32), processor) == 1
+    assert split(torch.empty(2, 64), torch.empty(64, 32), processor) == 0
 
 
 def scores(queries, keys):
@@ -168,7 +170,7 @@ def test_products_with_anything_else_are_left_alone():
 def test_values_go_through_loops_where_there_are_few_layers(layers, left, monkeypatch):
     """What calls the library ends a kernel: else many layers would be one, which share nothing."""
     monkeypatch.setattr(row_products.Processor, "here", lambda: Processor(32 << 10, frozenset(), "made up"))
-    monkeypatch.setitem(row_products.LIMITS, ("made up", torch.float32, False), Limits(2, 2, 2, scores=2, values=2))
+    monkeypatch.setitem(row_products.LIMITS, ("made up", torch.float32, False), Limits(2, 2, 2, 2, scores=2, values=2))
 
     def deep(queries, keys, values):
         for _ in range(layers):
@@ -181,7 +183,7 @@ def test_values_go_through_loops_where_there_are_few_layers(layers, left, monkey
 @pytest.mark.filterwarnings("error:Raw SymInt")
 def test_an_open_number_of_slots(monkeypatch):
     monkeypatch.setattr(row_products.Processor, "here", lambda: Processor(32 << 10, frozenset(), "made up"))
-    monkeypatch.setitem(row_products.LIMITS, ("made up", torch.float32, False), Limits(2, 2, 2, scores=2, values=2))
+    monkeypatch.setitem(row_products.LIMITS, ("made up", torch.float32, False), Limits(2, 2, 2, 2, scores=2, values=2))
     given = torch.randn(3, 2, 8), torch.randn(3, 9, 8), torch.randn(3, 9, 8)
     options = {"post_grad_custom_pre_pass": compat.graph_pass(uuid.uuid4().bytes, spell_out)}
     compiled = torch.compile(attention, options=options)
@@ -214,7 +216,7 @@ def test_weights_in_int8_are_converted_in_registers(rows, dtype):
 
 def test_not_on_a_gpu():
     x, weight = torch.empty(1, 64, device="meta"), torch.empty(64, 64, device="meta")
-    assert halves(x, weight.t(), Processor.here()) == 0
+    assert split(x, weight.t(), Processor.here()) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
