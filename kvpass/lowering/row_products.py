@@ -29,6 +29,8 @@ from kvpass.graphs import call_aten
 aten, prims = torch.ops.aten, torch.ops.prims
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FEW = 2  # layers in a graph
+LINE = 64  # bytes that memory gives at once
+SUMS = 16  # of one loop, which registers have room for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,22 +54,22 @@ class Limits:
 
 
 LIMITS = {
-    ("AVX2", torch.float32, False): Limits(quartered=2, paired=8, near=12, far=8, scores=8),
+    ("AVX2", torch.float32, False): Limits(quartered=2, paired=8, near=12, far=8, scores=8, values=4),
     ("AVX2", torch.bfloat16, False): Limits(quartered=2, paired=4, near=16, far=16, scores=16, values=16),
     ("AVX2", torch.float16, False): Limits(quartered=2, paired=4, near=16, far=16, scores=16, values=16),
-    ("AVX512", torch.float32, False): Limits(quartered=3, paired=8, near=12, far=8, scores=8),
-    ("AVX512", torch.bfloat16, False): Limits(quartered=2, paired=4, near=16, far=8, scores=2),
-    ("AVX512", torch.float16, False): Limits(quartered=2, paired=4, near=16, far=16, scores=2),
-    ("AVX512", torch.bfloat16, True): Limits(quartered=2, paired=4, near=8, far=4, scores=2),
-    ("AVX512", torch.float16, True): Limits(quartered=2, paired=4, near=8, far=4, scores=2),
+    ("AVX512", torch.float32, False): Limits(quartered=3, paired=8, near=12, far=8, scores=8, values=4),
+    ("AVX512", torch.bfloat16, False): Limits(quartered=2, paired=4, near=16, far=8, scores=2, values=4),
+    ("AVX512", torch.float16, False): Limits(quartered=2, paired=4, near=16, far=16, scores=4, values=4),
+    ("AVX512", torch.bfloat16, True): Limits(quartered=2, paired=4, near=8, far=4, scores=2, values=4),
+    ("AVX512", torch.float16, True): Limits(quartered=2, paired=4, near=8, far=4, scores=2, values=4),
 }
 """By the vectors that loops are made of, by dtype, and by whether the processor has dot products of it, as those with
 AVX512-BF16 or AMX have of bfloat16.
 
 From the last table that `python -m benchmarks row_products` prints, of one thread, 1 to 16 rows and matrices that come
 from memory.  With AVX-512 without dot products of bfloat16, by keeping the library from using them; float16 with dot
-products is taken to be as bfloat16 is; quarters with AVX2 were timed on a processor that has AVX-512 as well.  The size
-of the matrix decides nothing: it is read once.
+products is taken to be as bfloat16 is; quarters, and values in float32, with AVX2 were timed on a processor that has
+AVX-512 as well.  The size of the matrix decides nothing: it is read once.
 """
 
 QUARTERED_FAR = 4
@@ -213,15 +215,31 @@ def _replace_batch(graph: fx.Graph, node: fx.Node) -> None:
     assert isinstance(matrix, fx.Node)
     with graph.inserting_before(node):
         stored, wide = _stored(graph, rows), _as(graph, matrix, torch.float32)
-        taken = [call_aten(graph, aten.select.int, stored, 1, at) for at in range(rows.meta["val"].shape[1])]
-        products = [
-            call_aten(graph, aten.mul.Tensor, wide, call_aten(graph, aten.unsqueeze.default, row, 2)) for row in taken
-        ]
-        sums = [call_aten(graph, aten.sum.dim_IntList, product, [1]) for product in products]  # [B, N] each
-        apart = [call_aten(graph, aten.unsqueeze.default, each, 1) for each in sums]
-        made = _as(graph, call_aten(graph, aten.cat.default, apart, 1), node.meta["val"].dtype)
-    node.replace_all_uses_with(made)
+        columns = _columns(graph, wide, pieces(rows.meta["val"], matrix.meta["val"]))
+        made = [_mixed(graph, stored, at, columns) for at in range(rows.meta["val"].shape[1])]
+        whole = _as(graph, call_aten(graph, aten.cat.default, made, 1), node.meta["val"].dtype)
+    node.replace_all_uses_with(whole)
     graph.erase_node(node)
+
+
+def pieces(rows: torch.Tensor, matrix: torch.Tensor) -> int:
+    """Into how many parts the columns of [B, R, K] @ [B, K, N] go, each with a sum in one loop.
+
+    A row of values lies together: a loop over a part alone would leave out most of it, and another come back for it.
+    """
+    if matrix.stride(1) == 1:
+        return 1
+    lines = matrix.shape[2] * matrix.element_size() // LINE
+    most = min(lines, SUMS // rows.shape[1])
+    return math.gcd(matrix.shape[2], 1 << max(most.bit_length() - 1, 0))
+
+
+def _mixed(graph: fx.Graph, rows: fx.Node, at: int, columns: list[fx.Node]) -> fx.Node:
+    """A row of [B, R, K] times columns [B, K, ...], as [B, 1, N]."""
+    row = call_aten(graph, aten.unsqueeze.default, call_aten(graph, aten.select.int, rows, 1, at), 2)
+    products = [call_aten(graph, aten.mul.Tensor, part, row) for part in columns]
+    sums = [call_aten(graph, aten.sum.dim_IntList, product, [1]) for product in products]
+    return call_aten(graph, aten.unsqueeze.default, call_aten(graph, aten.cat.default, sums, 1), 1)
 
 
 def _replace(graph: fx.Graph, node: fx.Node, stored: dict[fx.Node, fx.Node], product: _Product) -> None:
@@ -260,11 +278,11 @@ def _strides(graph: fx.Graph, node: fx.Node) -> list[Any]:
 
 
 def _columns(graph: fx.Graph, matrix: fx.Node, parts: int) -> list[fx.Node]:
-    """A matrix [K, N] in parts of as many columns."""
+    """A matrix [..., K, N] in parts of as many columns."""
     if parts == 1:
         return [matrix]
-    size = matrix.meta["val"].shape[1] // parts
-    return [call_aten(graph, aten.slice.Tensor, matrix, 1, at * size, (at + 1) * size) for at in range(parts)]
+    size, last = matrix.meta["val"].shape[-1] // parts, matrix.meta["val"].ndim - 1
+    return [call_aten(graph, aten.slice.Tensor, matrix, last, at * size, (at + 1) * size) for at in range(parts)]
 
 
 def _multiplied(graph: fx.Graph, rows: fx.Node, columns: list[fx.Node]) -> fx.Node:
