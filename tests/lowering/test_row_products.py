@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from kvpass import compat
 from kvpass.lowering import row_products
-from kvpass.lowering.row_products import DTYPES, Limits, Processor, is_worth_it, spell_out, split
+from kvpass.lowering.row_products import DTYPES, Limits, Processor, is_worth_it, pieces, spell_out, split
 
 aten = torch.ops.aten
 PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
@@ -140,6 +140,24 @@ def test_products_of_attention(function, rows, dtype):
     assert (made.double() - exact).abs().max() <= exact.abs().max() * max(torch.finfo(dtype).eps, 1e-6)
 
 
+@pytest.mark.parametrize(
+    ("rows", "width", "dtype", "expected"),
+    [
+        (2, 64, torch.float32, 4),  # sixteen numbers are a cache line
+        (2, 128, torch.float32, 8),
+        (2, 64, torch.bfloat16, 2),
+        (8, 64, torch.float32, 2),  # no more sums than registers have room for
+        (17, 64, torch.float32, 1),
+        (2, 96, torch.float32, 4),
+        (2, 33, torch.float32, 1),
+        (2, 8, torch.float32, 1),
+    ],
+)
+def test_a_row_of_values_is_read_in_cache_lines(rows, width, dtype, expected):
+    assert pieces(torch.empty(3, rows, 9), torch.empty(3, 9, width, dtype=dtype)) == expected
+    assert pieces(torch.empty(3, rows, width), torch.empty(3, 9, width, dtype=dtype).transpose(1, 2)) == 1
+
+
 def products_of(graph):
     return graph.find_nodes(op="call_function", target=aten.bmm.default)
 
@@ -147,10 +165,11 @@ def products_of(graph):
 @pytest.mark.parametrize(
     ("vectors", "dtype", "rows", "expected"),
     [
-        ("AVX512", torch.float32, 2, [False, False]),
-        ("AVX512", torch.bfloat16, 2, [True, False]),
-        ("AVX512", torch.bfloat16, 3, [False, False]),
-        ("something else", torch.bfloat16, 2, [True, False]),
+        ("AVX512", torch.float32, 2, [True, True]),
+        ("AVX512", torch.float32, 5, [True, False]),
+        ("AVX512", torch.bfloat16, 2, [True, True]),
+        ("AVX512", torch.bfloat16, 3, [False, True]),
+        ("something else", torch.bfloat16, 2, [True, True]),
     ],
 )
 def test_which_products_of_attention_are_worth_it(vectors, dtype, rows, expected):
