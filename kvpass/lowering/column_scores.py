@@ -22,6 +22,7 @@ from kvpass.policies.heads import Spread
 from kvpass.precision import wide, widest
 
 BLOCK = 1 << 21  # logits alive at a time: 8 MB in float32, of which each pass over them finds some in caches
+SCANNED = 2 * BLOCK  # where no head can be left for later: as many queries at a time as of half of the heads
 LOWEST = torch.finfo(torch.float32).min
 
 
@@ -51,11 +52,12 @@ class _Attention:
     scale: float
     cap: float | None
     sink_logit: Tensor | None
+    block: int = BLOCK
 
     def spans(self) -> list[slice]:
         """Consecutive queries, few enough for one block."""
         count = self.query.shape[2]
-        step = max(1, BLOCK // max(1, self.query.shape[0] * self.query.shape[1] * self.key.shape[2]))
+        step = max(1, self.block // max(1, self.query.shape[0] * self.query.shape[1] * self.key.shape[2]))
         return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
     def room(self, spans: list[slice], dtype: torch.dtype) -> _Room:
@@ -388,17 +390,6 @@ def _(
     return _empty_scores(query, key, powers, heads)
 
 
-def _padded(paid: Tensor, keys: int, room: _Room) -> Tensor:
-    """Rows [..., s] with zeros for the keys that they do not see, [..., keys]."""
-    seen = paid.shape[-1]
-    if seen == keys:
-        return paid
-    wider = room.shaped(*paid.shape[:-1], keys)
-    wider[..., :seen] = paid
-    wider[..., seen:] = 0
-    return wider
-
-
 @torch.library.custom_op("kvpass::row_scan", mutates_args=())
 def row_scan(
     query: Tensor,
@@ -424,7 +415,7 @@ def row_scan(
         The others are as for `column_scores`.
     """
     query, key = _alike(query, key)
-    attention = _Attention(query, key, mask, causal, scale, cap, sink_logit)
+    attention = _Attention(query, key, mask, causal, scale, cap, sink_logit, SCANNED)
     return _scanned(attention, _paid(attention), valid, policy, budget or share, heads, spread)
 
 
@@ -446,7 +437,8 @@ def scanned_attention(
     spread: str | None = None,
 ) -> list[Tensor]:
     """Attention and what `row_scan` returns from the same products, on a CPU; value as for `scored_attention`."""
-    attention, output = _Attention(query, key, mask, causal, scale, cap, sink_logit), _output(query, value)
+    attention = _Attention(query, key, mask, causal, scale, cap, sink_logit, SCANNED)
+    output = _output(query, value)
     paid = _mixing(attention, value, torch.unflatten(output, 1, (key.shape[1], -1)))
     return [output, _scanned(attention, paid, valid, policy, budget or share, heads, spread)]
 
@@ -463,9 +455,8 @@ def _scanned(
     """What `row_scan` returns, from all that the rows paid."""
     query, key = attention.query, attention.key
     chosen, count, keys = policies.specified(policy), query.shape[2], key.shape[2]
-    wider = attention.room(attention.spans(), widest(query.dtype))
-    whole = (regrouped(_padded(block, keys, wider), heads).float() for _, block in paid)
-    made = chosen.scan(whole, valid, keys - count, slots_for(chosen, budget, count), Spread.read(spread))
+    rows = (regrouped(block, heads).float() for _, block in paid)
+    made = chosen.scan(rows, valid, keys - count, slots_for(chosen, budget, count), Spread.read(spread))
     return made.clone(memory_format=torch.contiguous_format)
 
 

@@ -313,7 +313,8 @@ class Policy:
         """`Attention.scan` from attention rows, for what sums over queries cannot say; never traced.
 
         Args:
-            rows: consecutive queries, float32 [B, Hkv, G, n, held + q]; all blocks together have q queries.
+            rows: consecutive queries, float32 [B, Hkv, G, n, s]; all blocks together have q queries.  The s of the
+                held + q keys are all that any of the block sees: all of them in the last, and never fewer than before.
             valid: bool [B, q], false for padding.
             held: how many of the columns are slots.
             spread: as of `Attention`.

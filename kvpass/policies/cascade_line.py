@@ -98,7 +98,7 @@ class Rule:
         operations on tensors do.
 
         Args:
-            blocks: the scores after each token, [B, H', n, N].
+            blocks: the scores after each token, [B, H', n, s], of all tokens up to the last of the block at least.
             number: int64 [B, q], negative for sinks and padding.
             early: a token is inserted before its own query has changed the scores.
         """
@@ -107,11 +107,12 @@ class Rule:
             if token == 0:
                 lines = [[[] for _ in range(after.shape[1])] for _ in numbers]
                 last = torch.zeros_like(after[:, :, 0])
-            seen = torch.cat([last[:, :, None], after[:, :, :-1]], 2) if early else after
+            before, here = last.cpu().numpy(), after.cpu().numpy()
             for row, counted in enumerate(numbers):
-                for line, scores in zip(lines[row], seen[row].cpu().numpy(), strict=True):
-                    for n in range(after.shape[2]):
-                        self.insert(line, token + n, counted[token + n], scores[n])
+                for line, first, scores in zip(lines[row], before[row], here[row], strict=True):
+                    seen = [first, *scores[:-1]] if early else scores
+                    for n in range(len(scores)):
+                        self.insert(line, token + n, counted[token + n], seen[n])
             last, token = after[:, :, -1], token + after.shape[2]
         return survivors(self._as_tensor(lines, last), last)
 
@@ -141,16 +142,18 @@ def averaged(blocks: Iterable[Tensor], valid: Tensor, decay: float) -> Iterator[
     """The moving average mu <- decay mu + (1 - decay) s after each query; padding changes nothing.
 
     Args:
-        blocks: s for consecutive queries, [B, H', n, N].
+        blocks: s for consecutive queries, [B, H', n, N], of no fewer keys than those before; others are paid nothing.
         valid: bool [B, q].
     """
-    start, score = 0, torch.zeros(1, device=valid.device)
+    start, score = 0, None
     for paid in blocks:
         arrived = valid[:, start : start + paid.shape[2]]
         start, count = start + paid.shape[2], arrived.cumsum(-1)
         passed = (count[:, :, None] - count[:, None]).clamp(min=0)  # [B, n, n], real queries in between
         weight = ((1 - decay) * decay**passed * arrived[:, None]).tril()
-        after = weight[:, None] @ paid + decay ** count[:, None, :, None] * score[..., None, :]
+        after = weight[:, None] @ paid
+        if score is not None:
+            after[..., : score.shape[-1]].addcmul_(decay ** count[:, None, :, None], score[..., None, :])
         score = after[:, :, -1]
         yield after
 

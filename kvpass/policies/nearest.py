@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-BLOCK = 256  # keys compared with all others at a time
+BLOCK = 64  # keys compared with all others at a time: their cosines stay in caches
 LEAST = 1e-12  # of a norm
 LATE = torch.iinfo(torch.int64).max
 
@@ -20,28 +20,40 @@ def nearest(key: Tensor, held: Tensor, position: Tensor) -> tuple[Tensor, Tensor
     Returns:
         The cosines, float32 [B, Hkv, E], and the slots, int64 [B, Hkv, E].
     """
-    if key.shape[2] == 1 and key.device.type == "cpu":
-        return _best(_of_one(key, held), position[:, :, None])
-    norm = _norm(held)[:, :, None]  # [B, Hkv, 1, C]
-    found = [_best(_of_many(block, held, norm), position[:, :, None]) for block in torch.split(key, BLOCK, 2)]
-    return torch.cat([cosine for cosine, _ in found], 2), torch.cat([slot for _, slot in found], 2)
-
-
-def _best(cosine: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-    """Of cosines [B, Hkv, e, C] with slots the highest, and where it is."""
-    cosine = torch.where(position < 0, -torch.inf, cosine)
+    if key.shape[2] != 1:
+        return _of_many(key, held, position)
+    cosine = _of_one(key, held) if key.device.type == "cpu" else _at_once(key, held)  # [B, Hkv, 1, C]
+    cosine = torch.where(position[:, :, None] < 0, -torch.inf, cosine)
     best = cosine.amax(-1, keepdim=True)
-    return best[..., 0], torch.where(cosine == best, position, LATE).argmin(-1)
+    return best[..., 0], torch.where(cosine == best, position[:, :, None], LATE).argmin(-1)
 
 
-def _of_many(key: Tensor, held: Tensor, norm: Tensor) -> Tensor:
-    return _products(key, held) / (_norm(key)[..., None] * norm)
+def _of_many(key: Tensor, held: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+    """`nearest` of the keys that a prompt or a chunk drops, which nothing compiles: one product and one pass a block.
+
+    Slots are put in order of position, free ones last, as of equals the first is found.
+    """
+    batch, heads, count, _ = key.shape
+    order = torch.where(position < 0, LATE, position).argsort(dim=-1, stable=True)
+    order = order[..., : max(1, int((position >= 0).sum(-1).max()))]
+    rows = held.gather(2, order[..., None].expand(*order.shape, held.shape[3]))
+    slots = _unit(rows).flatten(0, 1).transpose(1, 2)  # [B * Hkv, D, n]
+    hidden = torch.where(position.gather(-1, order) < 0, -torch.inf, 0.0).flatten(0, 1)[:, None]
+    blocks = [_unit(block).flatten(0, 1) for block in torch.split(key, BLOCK, 2)]
+    found = [torch.baddbmm(hidden, block, slots).max(-1) for block in blocks]
+    cosine, place = (torch.cat(each, 1).view(batch, heads, count) for each in zip(*found, strict=True))
+    return cosine, order.gather(-1, place)
 
 
-def _products(key: Tensor, held: Tensor) -> Tensor:
-    if key.shape[2] == 1:  # in a decode step on a GPU: no converted copy of the slots, and one launch with the norms
-        return (key[..., None, :].float() * held[:, :, None].float()).sum(-1)
-    return key.float() @ held.float().transpose(-1, -2)
+def _unit(key: Tensor) -> Tensor:
+    """Keys of length one, in float32."""
+    return key.float() / _norm(key)[..., None]
+
+
+def _at_once(key: Tensor, held: Tensor) -> Tensor:
+    """Cosines [B, Hkv, 1, C] in a step on a GPU: no converted copy of the slots, and one launch with the norms."""
+    product = (key[..., None, :].float() * held[:, :, None].float()).sum(-1)
+    return product / (_norm(key)[..., None] * _norm(held)[:, :, None])
 
 
 def _of_one(key: Tensor, held: Tensor) -> Tensor:

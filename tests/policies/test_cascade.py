@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvpass.budget import slots_for
 from kvpass.errors import BudgetError, PolicyError
 from kvpass.policies.cascade import Cascade, approximate_context
-from kvpass.policies.cascade_line import NOBODY, Rule, intervals
+from kvpass.policies.cascade_line import NOBODY, Rule, averaged, intervals
 from kvpass.simulate import simulate
 from tests.strategies import ROWS, cases
 from tests.test_simulate import check
@@ -98,6 +98,26 @@ def held_after(tokens, **options):
     settings = {"prompt": 1, "budget": 4, "sinks": 0, "cascades": 2, "compiled": True}
     trace = simulate("cascade", q, k, v, **settings, **options)
     return [[p for p in row.tolist() if p >= 0] for row in trace.positions[:, 0, 0]]
+
+
+@given(seed=st.integers(0, 99), sizes=st.lists(st.integers(1, 4), min_size=1, max_size=5), early=st.booleans())
+def test_keys_that_a_block_does_not_see_are_paid_nothing(seed, sizes, early):
+    """Blocks of rows that end with their last query give what whole rows give, spelled out token by token."""
+    drawn, count = torch.Generator().manual_seed(seed), sum(sizes)
+    rows = torch.rand(1, 1, count, count, generator=drawn).tril()
+    valid = torch.rand(1, count, generator=drawn) < 0.8
+    score, expected = torch.zeros(count), []
+    for row, real in zip(rows[0, 0], valid[0], strict=True):
+        score = 0.9 * score + 0.1 * row if real else score
+        expected.append(score)
+    ends = torch.tensor(sizes).cumsum(0).tolist()
+    blocks = [rows[:, :, end - size : end, :end] for end, size in zip(ends, sizes, strict=True)]
+    found = [*averaged(blocks, valid, 0.9)]
+    for after, end, size in zip(found, ends, sizes, strict=True):
+        torch.testing.assert_close(after[0, 0], torch.stack(expected[end - size : end])[:, :end])
+    rule, number = Rule(4, intervals(2, "pow2"), eager=False), valid.long().cumsum(-1).where(valid, 0) - 1
+    whole = rule.replay([torch.stack(expected)[None, None]], number, early)
+    torch.testing.assert_close(rule.replay(found, number, early), whole)
 
 
 def test_without_selection_every_second_token_passes_on():

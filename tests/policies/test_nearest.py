@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 
-from kvpass.policies.nearest import nearest
+from kvpass.policies.nearest import BLOCK, nearest
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("count", [0, 1, 3, 2 * BLOCK + 1])
 def test_the_most_similar_slot_that_holds_a_token(count, dtype):
     drawn = torch.Generator().manual_seed(count)
     key, held = (torch.randn(2, 3, size, 8, generator=drawn).to(dtype) for size in (count, 20))
