@@ -126,12 +126,19 @@ def write_out(graph: fx.Graph, node: fx.Node, strides: Sequence[int | fx.Node]) 
     return made
 
 
-def with_strides(x: Tensor, strides: Sequence[Any]) -> Tensor:
-    """The same, which Inductor writes to a buffer with these strides; traced, and run as it is."""
+def written_out(x: Tensor) -> Tensor:
+    """The same numbers, dense, which the compiler computes once and reads from memory; traced, and run as it is.
+
+    It would else compute pointwise expressions, such as the cosines of an embedding, anew wherever they are
+    read: in the innermost loop over slots, heads and dimensions.
+    """
     from torch._inductor.inductor_prims import force_stride_order
 
-    written: Tensor = force_stride_order(x, list(strides))
-    return written
+    x = x.contiguous()
+    if symbols(x):  # a strided view is of whatever strides the compiler chose, which are others then
+        forced: Tensor = force_stride_order(x, list(x.stride()))
+        return forced
+    return x.as_strided(x.shape, x.stride())
 
 
 def first_cache() -> int:

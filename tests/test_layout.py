@@ -22,7 +22,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "precision": set(),
     "policies": {"errors", "align", "compat"},  # kv_align's networks; what other processes know of their heads
     "budget": {"errors", "policies"},
-    "storage": {"errors", "policies", "precision", "lowering"},
+    "storage": {"errors", "policies", "precision", "compat"},
     "lowering": {*BASE, "storage"},
     "layer": LAYER,
     "capture": BASE,

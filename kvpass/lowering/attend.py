@@ -17,8 +17,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from kvpass.compat import written_out
 from kvpass.lowering.rope import Rope
-from kvpass.lowering.written import written_out
 from kvpass.precision import wide
 from kvpass.storage import Rows, Sections, grid
 

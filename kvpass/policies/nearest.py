@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvpass.compat import written_out
+
 BLOCK = 64  # keys compared with all others at a time: their cosines stay in caches
 LEAST = 1e-12  # of a norm
 LATE = torch.iinfo(torch.int64).max
@@ -62,9 +64,9 @@ def _of_one(key: Tensor, held: Tensor) -> Tensor:
     On a CPU products and norms go through the slots together if both read something of the head: a compiler walks
     through norms alone as one long row of slots, in a loop of its own.  On a GPU that would be two launches more.
     """
-    shrink = 1 / _norm(key)[..., None]  # [B, Hkv, 1, 1]
+    shrink = written_out(1 / _norm(key)[..., None])  # [B, Hkv, 1, 1]
     slots = held.float() * shrink
-    product = (slots * (key.float() * shrink)).sum(-1)  # [B, Hkv, C]
+    product = (slots * written_out(key.float() * shrink)).sum(-1)  # [B, Hkv, C]
     length = torch.maximum(slots.square().sum(-1).sqrt(), LEAST * shrink[..., 0])
     return (product / length)[:, :, None]
 

@@ -18,10 +18,10 @@ from torch import Tensor
 from kvpass import compat, graphs
 from kvpass.capture.rotary import Rotary
 from kvpass.capture.sites import AttentionSite
+from kvpass.compat import written_out
 from kvpass.errors import UnsupportedGraph
 from kvpass.graphs import Sizes, Slice, expr, value
 from kvpass.lowering.rope import Pairs, pairs_of, weights_of
-from kvpass.lowering.written import written_out
 from kvpass.precision import wide
 from kvpass.rewrite.mask_slice import check_not_overwritten
 from kvpass.rewrite.sections import InSections, Padded

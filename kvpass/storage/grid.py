@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvpass.lowering.written import written_out
+from kvpass.compat import written_out
 from kvpass.precision import wide
 
 SCALE = torch.bfloat16  # the range of float32; that it is coarse costs nothing, as codes are made for what is stored

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvpass.lowering.written import written_out
+from kvpass.compat import written_out
 from kvpass.precision import wide
 from kvpass.storage import grid
 from kvpass.storage.base import Parts

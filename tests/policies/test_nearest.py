@@ -47,3 +47,11 @@ def test_a_step_goes_through_the_slots_once():
     sums = [loop for loop in codes[-1].split("#pragma GCC ivdep") if "x2<static_cast<int64_t>(64L)" in loop]
     assert len(sums) == 1
     assert "tmp_acc1_vec" in sums[0]
+
+
+def test_what_a_step_compares_with_is_made_once():
+    """The key that goes is not scaled anew, nor its length taken again, for every slot."""
+    key, held = torch.randn(1, 4, 1, 64), torch.randn(1, 4, 33, 64)
+    _, codes = run_and_get_code(torch.compile(nearest), key, held, torch.arange(33).expand(1, 4, 33))
+    (over_slots,) = [loop for loop in codes[-1].split("#pragma GCC ivdep") if "tmp_acc1_vec" in loop]
+    assert "sqrt" not in over_slots.partition("vec_reduce_all")[0]

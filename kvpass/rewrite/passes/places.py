@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvpass.lowering.written import written_out
+from kvpass.compat import written_out
 from kvpass.rewrite.context import StepContext
 from kvpass.rewrite.record import Record
 
