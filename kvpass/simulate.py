@@ -11,10 +11,10 @@ from torch import Tensor
 
 from kvpass import budget as budgets
 from kvpass.errors import BudgetError, KVPassError
-from kvpass.layer.slots import FREE, Chunk, Layout, Slots, admit, rows_in_order
+from kvpass.layer.slots import FREE, Chunk, Layout, Slots, admit
 from kvpass.layer.statistics import Asked, as_attention
 from kvpass.layer.step import Rotate, Site, decode_step, extend_step, tempered
-from kvpass.policies.base import Attention, Plan, Policy, window_starts
+from kvpass.policies.base import Attention, Plan, Policy, rows_in_order, window_starts
 from kvpass.reference import ReferenceLayer, reference_of
 from kvpass.reference.base import attention_logits
 from kvpass.storage import KVDtype, Rows

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import kvpass
-from kvpass.layer.slots import rows_in_order
+from kvpass.policies.base import rows_in_order
 from kvpass.runtime.handle import caches_in
 from tests.models import build, lasting, prompt
 from tests.strategies import ROWS

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from kvpass.policies.base import LATE, Attention, Merge, Policy, State, Tokens, rank_of
+from kvpass.policies.base import Attention, Merge, Policy, State, Tokens, rank_of, rows_in_order
 from kvpass.policies.heads import Spread
 from kvpass.precision import wide
 from kvpass.storage import Format, KVDtype, Rows, format_of
@@ -391,11 +391,6 @@ def rows_at(slot: Tensor, heads: int) -> Place:
     row = torch.arange(slot.shape[0], device=slot.device)[:, None]
     head = torch.arange(heads, device=slot.device)[None]
     return row, head, slot.expand(-1, heads)
-
-
-def rows_in_order(position: Tensor) -> Tensor:
-    """The places of the tokens sorted by position, free ones last."""
-    return torch.where(position < 0, LATE, position).argsort(-1)
 
 
 def _merge_gone(layout: Layout, slots: Slots, tokens: Tokens, gone: Tensor, key: Rows, value: Rows) -> None:

@@ -490,9 +490,14 @@ def rank_of(position: Tensor) -> Tensor:
     return _inverse(by_position)
 
 
+def rows_in_order(position: Tensor) -> Tensor:
+    """The places of the tokens of `position` [..., N] sorted by position, free ones last."""
+    return torch.where(position < 0, LATE, position).argsort(-1)
+
+
 def highest(score: Tensor, position: Tensor, count: int | Tensor) -> Tensor:
     """bool [..., N]: the `count` live tokens of highest score; of two equals the earlier one is taken."""
-    order = torch.where(position < 0, LATE, position).argsort(-1)
+    order = rows_in_order(position)
     score = torch.where(position < 0, lowest(score.dtype), score).gather(-1, order)
     order = order.gather(-1, score.argsort(dim=-1, descending=True, stable=True))
     dead = (position < 0).gather(-1, order)

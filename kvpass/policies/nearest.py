@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from kvpass.compat import written_out
+from kvpass.policies.base import LATE, rows_in_order
 
 BLOCK = 64  # keys compared with all others at a time: their cosines stay in caches
 LEAST = 1e-12  # of a norm
-LATE = torch.iinfo(torch.int64).max
 
 
 def nearest(key: Tensor, held: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
@@ -36,8 +36,7 @@ def _of_many(key: Tensor, held: Tensor, position: Tensor) -> tuple[Tensor, Tenso
     Slots are put in order of position, free ones last, as of equals the first is found.
     """
     batch, heads, count, _ = key.shape
-    order = torch.where(position < 0, LATE, position).argsort(dim=-1, stable=True)
-    order = order[..., : max(1, int((position >= 0).sum(-1).max()))]
+    order = rows_in_order(position)[..., : max(1, int((position >= 0).sum(-1).max()))]
     rows = held.gather(2, order[..., None].expand(*order.shape, held.shape[3]))
     slots = _unit(rows).flatten(0, 1).transpose(1, 2)  # [B * Hkv, D, n]
     hidden = torch.where(position.gather(-1, order) < 0, -torch.inf, 0.0).flatten(0, 1)[:, None]
