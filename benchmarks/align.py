@@ -35,7 +35,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import kvpass
-from kvpass import align
+from kvpass import align, cache_names
 from kvpass.align.signature import signature_of
 from kvpass.demo import corpus, subject
 from kvpass.policies.base import Policy
@@ -97,7 +97,7 @@ def streamed(model: Any, ids: Tensor, policy: Policy, window: int, settings: Set
     out = compiled(ids[:, :window], use_cache=True)
     losses = []
     for t in tqdm(range(window, settings.length - 1), desc=f"{policy.name} {window}", leave=False):
-        out = compiled(ids[:, t : t + 1], past_key_values=out.past_key_values, use_cache=True)
+        out = cache_names.call(compiled, ids[:, t : t + 1], cache_names.returned(out))
         if t >= settings.skip:
             losses.append(loss_of(out.logits[:, -1], ids[:, t + 1]))
     return float(torch.stack(losses).mean())
@@ -123,7 +123,7 @@ def streaming(model: Any, ids: Tensor, policy: Policy, window: int) -> Callable[
     state = {"out": compiled(ids[:1, :window], use_cache=True)}
 
     def step() -> None:
-        state["out"] = compiled(ids[:1, :1], past_key_values=state["out"].past_key_values, use_cache=True)
+        state["out"] = cache_names.call(compiled, ids[:1, :1], cache_names.returned(state["out"]))
 
     return step
 

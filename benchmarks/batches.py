@@ -54,7 +54,7 @@ def rows(dtypes: Sequence[str], names: Sequence[str], plan: Row) -> list[Row]:
         kind, model = (name, count, dtype), models[dtype]
         made = Loop.of(model, CASES[name], PROMPT, count)
         timed[kind] = [dataclasses.replace(made, name=str(kind))]
-        sizes[kind] = reading.bytes_read(model, made.loop.past_key_values)
+        sizes[kind] = reading.bytes_read(model, made.loop.cache)
         if (name, count) == (FLOOR, 1):
             sizes[READING, 1, dtype] = sizes[kind]
             timed[READING, 1, dtype] = _readers(dtype, sizes[kind])

@@ -12,7 +12,7 @@ from torch import Tensor
 import kvpass
 from benchmarks.model import Conversation, tokens
 from benchmarks.timing import timed
-from kvpass import policies
+from kvpass import cache_names, policies
 from kvpass.decoding.stepping import refreshed
 from kvpass.policies import Policy, Tokens
 from kvpass.runtime.handle import LayerCache
@@ -83,7 +83,7 @@ def conversation(model: Any, case: Case, prompt: int, **more: Any) -> Conversati
     chosen = {**case.settings(), **more}
     ids = tokens(prompt)
     first = torch.compile(model, backend=kvpass.backend(inner="eager", **chosen))
-    cache = first(ids, use_cache=True, logits_to_keep=1).past_key_values
+    cache = cache_names.returned(first(ids, use_cache=True, logits_to_keep=1))
     made = Conversation(torch.compile(model, backend=kvpass.backend(**chosen)), cache)
     for _ in range(2):
         made.step()

@@ -23,6 +23,7 @@ from benchmarks.bounded import BUDGET, Case
 from benchmarks.model import build, tokens
 from benchmarks.report import Row, Table, Target
 from benchmarks.settings import Settings
+from kvpass import cache_names
 from kvpass.evaluation import plots
 
 TITLE = "Long prompts in chunks"
@@ -82,7 +83,7 @@ def _bounded(model: Any, policy: str) -> Callable[..., Any]:
 def _growing(model: Any, ids: torch.Tensor) -> Any:
     cache = transformers.DynamicCache()
     for part in ids.split(CHUNK, 1):
-        model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache_names.call(model, part, cache, logits_to_keep=1)
     return cache
 
 

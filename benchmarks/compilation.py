@@ -22,6 +22,7 @@ from benchmarks.model import build, tokens
 from benchmarks.report import Row, Table, Target
 from benchmarks.settings import Settings
 from benchmarks.timing import timed
+from kvpass import cache_names
 
 TITLE = "Compile time"
 STATIC, DYNAMIC = "torch.compile, StaticCache", "torch.compile, DynamicCache"
@@ -75,8 +76,8 @@ def first(name: str, layers: int) -> Row:
         call()
 
     def call() -> None:
-        out = forward(state[0], past_key_values=state[1], use_cache=True, logits_to_keep=1)
-        state[:] = [out.logits[:, -1:].argmax(-1), out.past_key_values]
+        out = cache_names.call(forward, state[0], state[1], logits_to_keep=1)
+        state[:] = [out.logits[:, -1:].argmax(-1), cache_names.returned(out)]
 
     return {"prompt": timed(start), "steps": timed(call) + timed(call), "again": timed(start)}
 

@@ -18,6 +18,7 @@ from benchmarks.report import Row, Table, Target, under
 from benchmarks.settings import Settings
 from benchmarks.step import PROMPT
 from benchmarks.timing import Local, Plan, interleaved, medians, spread
+from kvpass import cache_names
 
 TITLE = "Steps and chunks whose tokens can be taken back"
 CROP = 8
@@ -61,7 +62,7 @@ def _call(talk: Conversation, new: int) -> Callable[[], Any]:
 
 
 def _chunk(talk: Conversation, ids: torch.Tensor) -> None:
-    talk.cache = talk.forward(ids, past_key_values=talk.cache, use_cache=True).past_key_values
+    talk.cache = cache_names.returned(cache_names.call(talk.forward, ids, talk.cache))
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:

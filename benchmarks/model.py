@@ -10,6 +10,8 @@ import torch
 import transformers
 from torch import Tensor
 
+from kvpass import cache_names
+
 LAYERS, WIDTH, HEADS, KV_HEADS, DIM, VOCABULARY = 8, 512, 8, 4, 64, 4096
 LONGEST = 1 << 17  # positions that the configuration allows
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -65,8 +67,11 @@ class Conversation:
     after: Callable[[Any], object] = lambda cache: None
     ids: Tensor = dataclasses.field(default_factory=lambda: tokens(1))
 
+    def __post_init__(self) -> None:
+        self._name = cache_names.keyword(self.forward)  # looked up once: steps are timed
+
     def step(self) -> None:
-        out = self.forward(self.ids, past_key_values=self.cache, use_cache=True)
-        self.cache = out.past_key_values
+        out = self.forward(self.ids, **{self._name: self.cache}, use_cache=True)
+        self.cache = cache_names.returned(out)
         self.after(self.cache)
         self.ids = out.logits[:, -1:].argmax(-1)

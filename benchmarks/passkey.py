@@ -19,6 +19,7 @@ from benchmarks import apart, bounded
 from benchmarks.recall import BUDGET, by_way, outcomes
 from benchmarks.report import Row, Table, Target
 from benchmarks.settings import Settings
+from kvpass import cache_names
 from kvpass.demo import recall
 from kvpass.demo.pairs import Planted, Tongue, plant
 from kvpass.demo.recall import AT_ONCE, LATER
@@ -68,7 +69,7 @@ def accuracies(model: Any, planted: Sequence[Planted], tick: Any) -> dict[str, l
     )
     later = recall.likeliest(model, torch.cat([asked, answer[:, :-1]], 1), recall.read(model, text, tick))[:, 1:]
     prompt = model(torch.cat([text, asked], 1), use_cache=True, logits_to_keep=1)
-    rest = recall.likeliest(model, answer[:, :-1], prompt.past_key_values)
+    rest = recall.likeliest(model, answer[:, :-1], cache_names.returned(prompt))
     at_once = torch.cat([prompt.logits[:, -1:].argmax(-1), rest], 1)
     return {LATER: _shares(later, answer, len(planted)), AT_ONCE: _shares(at_once, answer, len(planted))}
 

@@ -20,6 +20,7 @@ import kvpass
 from benchmarks import apart
 from benchmarks.report import Row, Table, Target
 from benchmarks.settings import Settings
+from kvpass import cache_names
 from kvpass.demo import corpus
 from kvpass.demo.stream import PROMPT, negative_log_likelihood
 from kvpass.demo.subject import load
@@ -56,12 +57,12 @@ def rows(tokens: int, policies: Sequence[str]) -> list[Row]:
 
 def _along(forward: Callable[..., Any], text: Tensor, tick: Callable[[], object]) -> Iterator[Row]:
     """Perplexity and median latency of each 250 tokens, and the bytes of the cache after them."""
-    cache = forward(text[:, :PROMPT], use_cache=True).past_key_values
+    cache = cache_names.returned(forward(text[:, :PROMPT], use_cache=True))
     losses, seconds = [], []
     for place in range(PROMPT, text.shape[1] - 1):
         start = perf_counter()
-        out = forward(text[:, place : place + 1], past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
+        out = cache_names.call(forward, text[:, place : place + 1], cache)
+        cache = cache_names.returned(out)
         losses.append(float(negative_log_likelihood(out.logits, text[:, place + 1 : place + 2])))
         seconds.append(perf_counter() - start)
         tick()

@@ -31,7 +31,7 @@ from benchmarks.model import DIM, HEADS, KV_HEADS, Conversation, build
 from benchmarks.model import tokens as random_tokens
 from benchmarks.quality import LEFT_OUT
 from benchmarks.timing import Local, Plan, interleaved, medians
-from kvpass import policies
+from kvpass import cache_names, policies
 from kvpass.demo import corpus, stream
 from kvpass.demo.job import attempt
 from kvpass.demo.stream import perplexity
@@ -182,9 +182,9 @@ def peers(given: argparse.Namespace) -> None:
 
 def _logits(model: Any, ids: Tensor, prompt: int, cache: Any) -> Tensor:
     """Logits [B, n, V] of the tokens after a prompt, which go in one by one."""
-    out, found = model(ids[:, :prompt], past_key_values=cache, use_cache=True), []
+    out, found = cache_names.call(model, ids[:, :prompt], cache), []
     for column in ids[:, prompt:].split(1, 1):
-        out = model(column, past_key_values=out.past_key_values, use_cache=True)
+        out = cache_names.call(model, column, cache_names.returned(out))
         found.append(out.logits)
     return torch.cat(found, 1)
 
@@ -221,7 +221,7 @@ def _conversation(model: Any, policy: str, budget: int, kv_dtype: KVDtype | None
     """After a short prompt: a step reads all slots, whatever is in them."""
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=kvpass.backend(policy, budget=budget, kv_dtype=kv_dtype))
-    talk = Conversation(compiled, compiled(random_tokens(PROMPT), use_cache=True).past_key_values)
+    talk = Conversation(compiled, cache_names.returned(compiled(random_tokens(PROMPT), use_cache=True)))
     for _ in range(3):
         talk.step()
     return talk

@@ -21,7 +21,7 @@ from benchmarks.model import build, tokens
 from benchmarks.report import Row, Table, Target
 from benchmarks.settings import Settings
 from benchmarks.timing import timed
-from kvpass import compat
+from kvpass import cache_names, compat
 from kvpass.backend import Backend
 
 TITLE = "New lengths, batches and budgets"
@@ -85,8 +85,8 @@ class _Talk:
 
     def _call(self, rows: int, count: int, begins: bool = False) -> None:
         past = None if begins else self.past
-        out = self.model(tokens(count).expand(rows, -1).contiguous(), past_key_values=past, use_cache=True)
-        self.past = out.past_key_values
+        out = cache_names.call(self.model, tokens(count).expand(rows, -1).contiguous(), past)
+        self.past = cache_names.returned(out)
 
     def turns(self) -> Iterator[tuple[int, Callable[[], None]]]:
         """Turns of one conversation, each with a step after it, which is not timed but for the first."""

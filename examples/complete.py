@@ -23,4 +23,4 @@ inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
 with torch.inference_mode():
     result = model.generate(**inputs, max_new_tokens=400, do_sample=False, return_dict_in_generate=True)
 print(tokenizer.decode(result.sequences[0], skip_special_tokens=True))
-print(kvpass.inspect(result.past_key_values))
+print(kvpass.inspect(result))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -455,7 +456,7 @@ def compile(model: M, policy: str | Policy = "full", **settings: Any) -> M:
     So is the model inside of one that adapts it, as PEFT's do (`get_base_model`): it is what their `generate` calls.
 
     Takes what `backend` takes.  Calls have room for more graphs than torch.compile makes by default, and if strict an
-    ordinary cache among what they return, as `past_key_values`, is an UnsupportedGraph.
+    ordinary cache among what they return, as `cache` or `past_key_values`, is an UnsupportedGraph.
     """
     chosen = backend(policy, **settings)
     compile_in_place(model, chosen, chosen.strict)
@@ -466,7 +467,7 @@ def compile_in_place(model: torch.nn.Module, chosen: Compile, strict: bool) -> N
     """Compile what users of a model call with a backend, of kvpass or around one."""
     for called in _called(model):
         called.compile(backend=chosen)
-        compat.wrap_compiled(called, lambda call: Guarded(call, strict))
+        compat.wrap_compiled(called, functools.partial(Guarded, strict=strict, model=called))
 
 
 def _called(model: torch.nn.Module) -> list[torch.nn.Module]:

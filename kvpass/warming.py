@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from kvpass import cache_names
 from kvpass.backend import compile as compile_model
 from kvpass.decoding.prefill import Caller, chunks, last_of
 from kvpass.errors import PolicyError
@@ -153,21 +154,21 @@ class _Talk:
         out = self.model.generate(
             ids,
             attention_mask=self._mask(ids.shape[1]),
-            past_key_values=self.cache,
+            **cache_names.arguments(self.model, self.cache),
             min_new_tokens=answer,
             max_new_tokens=answer,
             do_sample=False,
             return_dict_in_generate=True,
             pad_token_id=0,
         )
-        self.cache, self.seen = out.past_key_values, out.sequences.shape[1] - 1
+        self.cache, self.seen = cache_names.returned(out), out.sequences.shape[1] - 1
 
     def _call(self, counts: Sequence[int]) -> None:
         caller = Caller.of(self.model)
         for count in counts:
             self.seen += count
             made = chunks(caller, self._tokens(count), self._mask(self.seen), self.cache, None)
-            self.cache = last_of(made).past_key_values
+            self.cache = cache_names.returned(last_of(made))
 
 
 @contextlib.contextmanager

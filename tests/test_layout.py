@@ -12,12 +12,13 @@ import pytest
 import kvpass
 
 PACKAGE = Path(kvpass.__file__).parent
-BASE = {"errors", "compat", "graphs", "policies", "precision", "budget"}
+BASE = {"errors", "compat", "cache_names", "graphs", "policies", "precision", "budget"}
 LAYER = {*BASE, "layer", "lowering", "storage"}
 REWRITE = {*LAYER, "capture", "rewrite"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "compat": {"errors"},
+    "cache_names": set(),
     "graphs": {"errors", "compat"},
     "precision": set(),
     "policies": {"errors", "align", "compat"},  # kv_align's networks; what other processes know of their heads

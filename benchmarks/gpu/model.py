@@ -12,6 +12,7 @@ from torch import Tensor
 
 import kvpass
 from benchmarks.gpu.bench import Bench, Row
+from kvpass import cache_names
 
 LENGTHS = ((256, 1024), (512, 2048), (1024, 4096), (2048, 8192))  # prompt and generated tokens: D2O's table 3
 BUDGET = 1024
@@ -54,13 +55,13 @@ def _plain(bench: Bench, model: Any, ids: Tensor, total: int, static: bool, step
     """A full cache: a loop of greedy steps at the mean length of the run."""
     cache = transformers.StaticCache(config=model.config, max_cache_len=total) if static else None
     step = torch.compile(model, mode="reduce-overhead") if static and bench.device.type == "cuda" else model
-    out = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    state = [out.logits[:, -1:].argmax(-1), out.past_key_values]
+    out = cache_names.call(model, ids, cache, logits_to_keep=1)
+    state = [out.logits[:, -1:].argmax(-1), cache_names.returned(out)]
 
     def run(count: int) -> None:
         for _ in range(count):
-            out = step(state[0], past_key_values=state[1], use_cache=True)
-            state[:] = [out.logits[:, -1:].argmax(-1).clone(), out.past_key_values]
+            out = cache_names.call(step, *state)
+            state[:] = [out.logits[:, -1:].argmax(-1).clone(), cache_names.returned(out)]
 
     run(4)
     return _rate(bench, lambda: run(steps), len(ids), steps)

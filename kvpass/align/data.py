@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvpass import cache_names
 from kvpass.align.signature import cached_rows, device_of, rows_of
 from kvpass.errors import AlignerError
 
@@ -90,7 +91,7 @@ def whole(model: Any, ids: Tensor, ahead: int = 0) -> Whole:
     if not ahead:
         return Whole(ids, *_stacked(cached_rows(model, ids)), None)
     out = model(input_ids=ids, use_cache=True)
-    key, value = _stacked(rows_of(model, out.past_key_values))
+    key, value = _stacked(rows_of(model, cache_names.returned(out)))
     return Whole(ids, key[:, :, :, :held], value[:, :, :, :held], out.logits[:, held:])
 
 
@@ -134,7 +135,8 @@ def continued(model: Any, windows: Whole, key: Tensor, value: Tensor, sinks: int
         cache.update(parts[0], parts[1], layer)
     ids = windows.ids[:, held:]
     place = cache.get_seq_length() + torch.arange(ids.shape[1], device=ids.device)
-    logits: Tensor = model(input_ids=ids, past_key_values=cache, position_ids=place[None], use_cache=True).logits
+    past = cache_names.arguments(model, cache)
+    logits: Tensor = model(input_ids=ids, **past, position_ids=place[None], use_cache=True).logits
     return logits
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvpass import cache_names
 from kvpass.align.aligner import Signature
 from kvpass.errors import AlignerError
 
@@ -18,7 +19,7 @@ def signature_of(model: Any, window: int, sinks: int = 4, every: int = 1) -> Sig
 
     Args:
         model: a causal language model as transformers has them: `model(input_ids=..., use_cache=True)`
-            returns an object with `past_key_values`.
+            returns an object with `cache` or `past_key_values`.
 
     Raises:
         AlignerError: it returns no cache of keys and values, or its layers differ in heads or head dimension.
@@ -35,7 +36,7 @@ def signature_of(model: Any, window: int, sinks: int = 4, every: int = 1) -> Sig
 def cached_rows(model: Any, ids: Tensor) -> Rows:
     """The keys [B, Hkv, n, D] and values [B, Hkv, n, Dv] of each layer, for ids int64 [B, n] from position 0 on."""
     body = getattr(model, "base_model", model)  # without the head: only the cache is wanted
-    return rows_of(model, body(input_ids=ids, use_cache=True).past_key_values)
+    return rows_of(model, cache_names.returned(body(input_ids=ids, use_cache=True)))
 
 
 def rows_of(model: Any, cache: Any) -> Rows:

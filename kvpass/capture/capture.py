@@ -67,20 +67,35 @@ def capture(gm: fx.GraphModule, carried: Sequence[bool]) -> Capture:
 
 
 _ATTRIBUTES = {"mT": (-1, -2), "mH": (-1, -2), "T": (0, 1), "H": (0, 1)}
+_OPERATORS = {
+    torch.ops.aten.mT: "mT",
+    torch.ops.aten.mH: "mH",
+    torch.ops.aten.numpy_T: "T",
+    torch.ops.aten.matrix_H: "H",
+}
+"""What Dynamo records for these attributes since torch 2.14."""
 
 
 def _name_attributes(graph: fx.Graph) -> None:
-    """x.mT is x.transpose(-1, -2), and the like, where x holds real numbers."""
+    """Write x.mT as x.transpose(-1, -2), and the like, where x holds real numbers."""
     for node in list(graph.nodes):
-        if node.op != "call_function" or node.target is not getattr or node.args[1] not in _ATTRIBUTES:
-            continue
-        given = value(node.args[0])
-        if not isinstance(given, torch.Tensor) or given.is_complex() or (node.args[1] in "TH" and given.ndim != 2):
+        name = _attribute(node)
+        given = value(node.args[0]) if name else None
+        if not isinstance(given, torch.Tensor) or given.is_complex() or (name in ("T", "H") and given.ndim != 2):
             continue
         with graph.inserting_before(node):
-            transposed = graph.call_method("transpose", (node.args[0], *_ATTRIBUTES[str(node.args[1])]))
+            transposed = graph.call_method("transpose", (node.args[0], *_ATTRIBUTES[str(name)]))
         _replace(node, transposed)
         graph.erase_node(node)
+
+
+def _attribute(node: fx.Node) -> str | None:
+    """Return the attribute of `_ATTRIBUTES` that a node reads, or None."""
+    if node.op != "call_function":
+        return None
+    if node.target is getattr:
+        return str(node.args[1]) if node.args[1] in _ATTRIBUTES else None
+    return _OPERATORS.get(getattr(node.target, "overloadpacket", node.target))
 
 
 def _put_operators(graph: fx.Graph, readings: list[Reading]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvpass import cache_names
 from kvpass.backend import backend
 from kvpass.decoding.prefill import Caller, check_budget, chunks, last_of
 from kvpass.decoding.requests import GenerationOutput, Requests
@@ -69,8 +70,9 @@ class DecodeLoop:
     ) -> None:
         """
         Args:
-            model: takes `input_ids`, `past_key_values` and `use_cache`, and `attention_mask` and `position_ids` if
-                prompts are padded; returns an object with `logits` and `past_key_values`.  It is not changed.
+            model: takes `input_ids`, `cache` or `past_key_values`, and `use_cache`, and `attention_mask` and
+                `position_ids` if prompts are padded; returns an object with `logits` and the cache under the same name.
+                It is not changed.
             temperature, top_k, top_p, seed: see `Sampling`; temperature 0 is greedy.
             stop: tokens that end a conversation; they are handed out, and are in the cache of a later prompt.
             every: see the attributes.
@@ -99,7 +101,7 @@ class DecodeLoop:
         )
         if chunk is not None:
             check_budget(self.chosen.budget)
-        self.compiled = Guarded(torch.compile(model, backend=self.chosen), self.chosen.strict)
+        self.compiled = Guarded(torch.compile(model, backend=self.chosen), self.chosen.strict, model)
         self.device = next(model.parameters()).device
         self.vocabulary = _vocabulary(model)
         self.generator = self.sampling.generator(self.device)
@@ -109,13 +111,18 @@ class DecodeLoop:
         self.requests = None if rows is None else Requests.of(self, rows)
 
     @property
-    def past_key_values(self) -> Any:
+    def cache(self) -> Any:
         """The model's own cache object as of now; None before the first prompt."""
         state = self.state if self.requests is None else self.requests.batch
         if state is None:
             return None
         state.settle()
         return state.cache
+
+    @property
+    def past_key_values(self) -> Any:
+        """Return the cache under the name that transformers had for it before 5.24."""
+        return self.cache
 
     @torch.no_grad()
     def prompt(self, ids: Tensor, attention_mask: Tensor | None = None) -> None:
@@ -143,7 +150,7 @@ class DecodeLoop:
         whole = mask if old is None else torch.cat([old.mask(), mask], 1)
         out = last_of(chunks(self.caller, ids, whole, None if old is None else old.cache, self.prefill_chunk))
         first = self.sampling.choose(out.logits[:, -1], self.generator)
-        self.state = State(self, out.past_key_values, first, whole.sum(-1, keepdim=True), whole)
+        self.state = State(self, cache_names.returned(out), first, whole.sum(-1, keepdim=True), whole)
 
     @torch.no_grad()
     def stream(self, tokens: int) -> Iterator[Tensor]:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from kvpass import compat
+from kvpass import cache_names, compat
 from kvpass.budget import Budget
 from kvpass.errors import BudgetError, CacheHandleError, PolicyError
 from kvpass.policies.base import require
@@ -33,12 +32,14 @@ class Caller:
     Attributes:
         call: the model or what torch.compile made of it.
         takes: the names of its arguments.
+        cache_name: the keyword under which it takes its cache.
         name: its class, for errors.
         begin: makes an empty cache, or None for a model that makes it itself.
     """
 
     call: Callable[..., Any]
     takes: frozenset[str]
+    cache_name: str
     name: str
     begin: Callable[[], Any]
 
@@ -46,9 +47,8 @@ class Caller:
     def of(call: Callable[..., Any], model: Any = None) -> Caller:
         """From a compiled model; `model` is the one that was compiled, if that cannot be seen."""
         model = model or getattr(call, "_orig_mod", call)
-        forward = getattr(model, "forward", model)
-        takes = frozenset(inspect.signature(forward).parameters)
-        return Caller(call, takes, type(model).__name__, lambda: compat.empty_cache(model))
+        takes, name = cache_names.parameters(model), cache_names.keyword(model)
+        return Caller(call, takes, name, type(model).__name__, lambda: compat.empty_cache(model))
 
     def __call__(self, ids: Tensor, mask: Tensor, position: Tensor, cache: Any, keep: int = 1) -> Any:
         """The model's own output.
@@ -57,12 +57,27 @@ class Caller:
             ids: int64 [B, q]; position: int64 [B, q], among the real tokens.
             mask: [B, tokens seen + q].
             keep: of how many of the last tokens logits are wanted, 0 for all.
+
+        Raises:
+            CacheHandleError: the returned cache does not count these tokens behind those that it had seen.
         """
         given = dict(attention_mask=mask, position_ids=position, logits_to_keep=keep)
         named = {name: value for name, value in given.items() if name in self.takes}
         cache = self.begin() if cache is None else cache
         with compat.room_for_graphs():
-            return self.call(ids, past_key_values=cache, use_cache=True, **named)
+            out = self.call(ids, **{self.cache_name: cache}, use_cache=True, **named)
+        self._check_count(cache_names.returned(out), ids.shape[1], mask.shape[1])
+        return out
+
+    def _check_count(self, cache: Any, fed: int, total: int) -> None:
+        """Raise CacheHandleError if a cache of kvpass counts another number of tokens than `total`."""
+        found = caches_in(cache)
+        if found and found[0].seen != total:
+            raise CacheHandleError(
+                f"{self.name} was fed {fed} tokens behind {total - fed}, and the cache that it returned counts "
+                f"{found[0].seen} tokens instead of {total}: the model does not continue the cache passed as "
+                f"`{self.cache_name}`; let its forward take the cache under this name and return it"
+            )
 
     def check_padding(self, mask: Tensor) -> None:
         """Raise PolicyError for padding, [B, T], that the model could not be told of."""
@@ -77,8 +92,9 @@ def prefill(
     attention_mask: Tensor | None = None,
     *,
     chunk: int,
-    past_key_values: Any = None,
+    cache: Any = None,
     logits: Logits = "last",
+    past_key_values: Any = None,
 ) -> Any:
     """Feed a prompt in chunks to a model that kvpass compiled; the cache is bounded between them.
 
@@ -87,28 +103,32 @@ def prefill(
 
     Args:
         compiled: `torch.compile(model, backend=kvpass.backend(...))`, or a model after `kvpass.compile`; it takes
-            `input_ids`, `past_key_values` and `use_cache`, and `attention_mask` and `position_ids` if there is padding,
-            and returns an object with `logits` and `past_key_values`.
+            `input_ids`, `cache` or `past_key_values`, and `use_cache`, and `attention_mask` and `position_ids` if there
+            is padding, and returns an object with `logits` and the cache under the same name.
         ids: int64 [B, T].
         attention_mask: [B, tokens seen before + T], 0 for padding, which comes first in each row; None for no padding.
         chunk: tokens that go in together, from 1 on.
-        past_key_values: a cache of kvpass to go on with, None for an empty one.
+        cache: a cache of kvpass to go on with, None for an empty one.
         logits: "last" for those of the last token, [B, 1, V]; "all" for those of every token, [B, T, V], which is what
             scoring a text wants, and takes memory as T does.
+        past_key_values: another name for `cache`.
 
     Returns:
-        The model's output for the last chunk, with these `logits`, and the cache as `past_key_values`.
+        The model's output for the last chunk, with these `logits`, and the cache under the model's own name.
 
     Raises:
-        PolicyError: a chunk, a prompt or a mask that cannot be.
+        PolicyError: a chunk, a prompt or a mask that cannot be, or a cache under both names.
+        CacheHandleError: the cache is not of kvpass, or the model does not go on with it.
         BudgetError: an empty cache and a budget that is a share of the prompt, of whose length the first chunk knows
             nothing.
     """
     caller = Caller.of(compiled)
-    seen = _seen(past_key_values)
+    require(cache is None or past_key_values is None, "past_key_values", "a cache", "is another name for `cache`")
+    cache = past_key_values if cache is None else cache
+    seen = _seen(cache)
     mask = _checked(ids, attention_mask, seen, chunk, logits)
     caller.check_padding(mask)
-    made = chunks(caller, ids, mask, past_key_values, chunk, keep=int(logits == "last"))
+    made = chunks(caller, ids, mask, cache, chunk, keep=int(logits == "last"))
     if logits == "last":
         last = last_of(made)
         last.logits = last.logits[:, -1:]
@@ -131,7 +151,7 @@ def chunks(caller: Caller, ids: Tensor, mask: Tensor, cache: Any, chunk: int | N
     for count in lengths(ids.shape[1], chunk, before == 0):
         part, upto = slice(done, done + count), before + done + count
         out = caller(_growing(ids[:, part]), _growing(mask[:, :upto]), _growing(position[:, part]), cache, keep)
-        cache, done = out.past_key_values, done + count
+        cache, done = cache_names.returned(out), done + count
         # What goes on with a cache has the slots that its prompt came to.
         for layer in caches_in(cache)[:1] if chunk is not None and before == 0 else []:
             check_budget(layer.backend.budget)

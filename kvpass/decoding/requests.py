@@ -19,6 +19,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from kvpass import cache_names
 from kvpass.backend import Backend
 from kvpass.decoding.prefill import chunks, lengths
 from kvpass.decoding.sampling import RowSampling, Sampling
@@ -300,9 +301,10 @@ class Requests:
     def _admit(self, request: Request, out: Any) -> None:
         """Copy what a prompt left into a free row."""
         row = next(row for row in range(self.count) if row not in self.rows)
-        caches = caches_in(out.past_key_values)
+        cache = cache_names.returned(out)
+        caches = caches_in(cache)
         if self.batch is None:
-            self.batch = Batch.of(self.loop, out.past_key_values, self.count)
+            self.batch = Batch.of(self.loop, cache, self.count)
         try:
             self.batch.check(caches)
         except CacheHandleError as error:

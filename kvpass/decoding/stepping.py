@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from kvpass import cache_names
 from kvpass.decoding.prefill import Caller
 from kvpass.decoding.sampling import Sampling
 from kvpass.errors import CacheHandleError
@@ -99,7 +100,7 @@ class State:
                 "a mask of this model is made from all tokens anew in every step, which a decode loop does not repeat; "
                 "use model.generate"
             )
-        self.cache = out.past_key_values
+        self.cache = cache_names.returned(out)
         self.step = self.step or Step(self)
         self.step.repeat(ran[0], out.logits, mask)
         self.choose(out.logits)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass import compat
+from kvpass import cache_names, compat
 from kvpass.demo.pairs import Planted, Tongue, plant
 from kvpass.demo.stream import PROMPT
 from kvpass.errors import KVPassError
@@ -125,9 +125,9 @@ def read(model: Any, text: Tensor, tick: Callable[[], object]) -> Any:
     """The cache after text int64 [B, T], fed in pieces of one length; the prompt before them is what is left over."""
     first = text[:, : text.shape[1] - pieces(text) * PIECE]
     compat.mark_growing(first, 1)  # prompts with a question are longer
-    cache = model(first, use_cache=True).past_key_values
+    cache = cache_names.returned(model(first, use_cache=True))
     for start in range(first.shape[1], text.shape[1], PIECE):
-        cache = model(text[:, start : start + PIECE], past_key_values=cache, use_cache=True).past_key_values
+        cache = cache_names.returned(cache_names.call(model, text[:, start : start + PIECE], cache))
         tick()
     return cache
 
@@ -164,7 +164,8 @@ def _right_in_turn(model: Any, planted: Planted, numbers: Tensor) -> list[float]
     """For each row its share of right words, where the prompt ends with the question of that number."""
     lines = planted.pairs[torch.arange(len(numbers)), numbers]  # [B, 3 + V]
     question, answer = lines[:, :2], lines[:, 2:-1]
-    cache = model(torch.cat([planted.text, question], 1), use_cache=True, logits_to_keep=1).past_key_values
+    out = model(torch.cat([planted.text, question], 1), use_cache=True, logits_to_keep=1)
+    cache = cache_names.returned(out)
     right: list[float] = (likeliest(model, answer[:, :-1], cache) == answer[:, 1:]).float().mean(1).tolist()
     return right
 
@@ -173,10 +174,10 @@ def sample(model: Any, planted: Planted, question: Question, count: int, cache: 
     """Tokens sampled after a question, with the same random numbers whatever the model; uses up the cache."""
     generator, said = torch.Generator().manual_seed(0), list[int]()
     mark, column = torch.split(planted.question(question.number), 1, 1)
-    cache = model(mark, past_key_values=cache, use_cache=True).past_key_values
+    cache = cache_names.returned(cache_names.call(model, mark, cache))
     for _ in range(count):
-        out = model(column, past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
+        out = cache_names.call(model, column, cache)
+        cache = cache_names.returned(out)
         shares = (out.logits[:, -1].float() / TEMPERATURE).softmax(-1)
         column = torch.multinomial(shares, 1, generator=generator)
         said.append(int(column[question.row, 0]))
@@ -195,8 +196,8 @@ def likeliest(model: Any, tokens: Tensor, cache: Any) -> Tensor:
     """The likeliest token after each of tokens int64 [B, n], which are fed one by one."""
     said = []
     for column in torch.split(tokens, 1, 1):
-        out = model(column, past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
+        out = cache_names.call(model, column, cache)
+        cache = cache_names.returned(out)
         said.append(out.logits[:, -1].argmax(-1))
     return torch.stack(said, 1)
 

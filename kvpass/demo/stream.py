@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import kvpass
+from kvpass import cache_names
 from kvpass.demo import meter
 
 PROMPT = 2  # tokens of the first step: sizes of one are special to torch.compile and cost a graph of their own
@@ -86,9 +87,8 @@ class Recorder:
             self.snapshots.append(Snapshot(self.seen, held_positions(self.cache)))
 
     def _feed(self, tokens: Tensor, targets: Tensor) -> None:
-        past = {} if self.cache is None else {"past_key_values": self.cache}
-        output = self.model(input_ids=tokens, use_cache=True, **past)
-        self.cache = output.past_key_values
+        output = self.model(input_ids=tokens, use_cache=True, **cache_names.arguments(self.model, self.cache))
+        self.cache = cache_names.returned(output)
         self.seen += tokens.shape[1]
         self.losses.append(negative_log_likelihood(output.logits[:, : targets.shape[1]], targets).cpu())
 

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kvpass import cache_names
 from kvpass.decoding.prefill import Caller, chunks, last_of
 from kvpass.policies.base import require
 
@@ -112,7 +113,7 @@ def _stepped(caller: Caller, batch: Batch, chunk: int | None) -> Iterator[tuple[
     last = last_of(chunks(caller, ids[:, :context], mask[:, :context], None, chunk))
     yield context - 1, last.logits[:, -1:]
     if ids.shape[1] > context + 1:
-        steps = chunks(caller, ids[:, context:-1], mask[:, :-1], last.past_key_values, 1)
+        steps = chunks(caller, ids[:, context:-1], mask[:, :-1], cache_names.returned(last), 1)
         for place, out in enumerate(steps, context):
             yield place, out.logits[:, -1:]
 

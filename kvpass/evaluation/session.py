@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from kvpass import cache_names
 from kvpass.decoding.loop import DecodeLoop
 from kvpass.decoding.prefill import Caller, chunks, last_of
 from kvpass.demo.subject import Subject
@@ -56,7 +57,7 @@ class Session:
     @torch.no_grad()
     def read(self, ids: Tensor) -> Any:
         """The cache after tokens int64 [B, T]."""
-        cache = last_of(chunks(self.caller, ids, torch.ones_like(ids), None, self.chunk)).past_key_values
+        cache = cache_names.returned(last_of(chunks(self.caller, ids, torch.ones_like(ids), None, self.chunk)))
         self.tick(ids.shape[1])
         return cache
 

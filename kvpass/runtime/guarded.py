@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass import compat
+from kvpass import cache_names, compat
 from kvpass.errors import UnsupportedGraph
 from kvpass.runtime.handle import Handle
 
@@ -24,20 +24,23 @@ class Guarded:
     Attributes:
         call: what torch.compile made.
         strict: whether an ordinary cache among the outputs is an error.
+        taken: the parameters of the model's forward; of what is called, if the model is not given.
     """
 
-    def __init__(self, call: Callable[..., Any], strict: bool) -> None:
+    def __init__(self, call: Callable[..., Any], strict: bool, model: Any = None) -> None:
         self.call, self.strict = call, strict
+        self.taken = cache_names.parameters(call if model is None else model)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Raises: UnsupportedGraph: the cache is of a kind that has no place here, or the model ran uncompiled."""
         for given in (*arguments, *named.values()):
             _check_kind(getattr(given, "self_attention_cache", given))
-        named = {name: _dense(value) for name, value in named.items()}
-        cache, given = named.get("past_key_values"), (*arguments, *named.values())
+        named = {name: _dense(value) for name, value in cache_names.renamed(named, self.taken).items()}
+        given = (*arguments, *named.values())
+        cache = next((value for value in given if _is_ours(value)), None)
         with compat.room_for_graphs(), _for_length_of(cache, given), _for_counts_of(cache):
             made = self.call(*arguments, **named)
-        if self.strict and not compat.is_disabled() and grows(getattr(made, "past_key_values", None)):
+        if self.strict and not compat.is_disabled() and grows(cache_names.returned(made)):
             raise UnsupportedGraph(
                 "the model returned an ordinary cache, which grows: torch ran the attention, or the update of the "
                 "cache, uncompiled. Look for what breaks the graph with TORCH_LOGS=graph_breaks,recompiles, such as a "
@@ -118,6 +121,11 @@ def grows(cache: Any) -> bool:
     """Whether a cache object, or nested tuples, hold keys [B, H, S, D] and none that are kvpass's."""
     keys = _keys(cache)
     return any(key.ndim == 4 and key.shape[2] > 0 for key in keys) and not any(isinstance(k, Handle) for k in keys)
+
+
+def _is_ours(value: Any) -> bool:
+    """Return whether an argument is a cache, under whatever name, with handles for its keys."""
+    return not isinstance(value, Tensor) and any(isinstance(key, Handle) for key in _keys(value))
 
 
 def _keys(cache: Any) -> list[Tensor]:

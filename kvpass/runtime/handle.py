@@ -18,7 +18,7 @@ import optree
 import torch
 from torch import Tensor
 
-from kvpass import compat
+from kvpass import cache_names, compat
 from kvpass.errors import CacheHandleError
 from kvpass.layer.slots import Layout, Slots
 from kvpass.runtime import history
@@ -472,13 +472,17 @@ def caches_in(cache: Any) -> list[LayerCache]:
     return list({id(handle.cache): handle.cache for handle in _handles(cache)}.values())
 
 
+_INNER = ("self_attention_cache", "layers")
+"""Where cache objects have those for decoding, or one for each layer."""
+
+
 def _handles(cache: Any) -> Iterator[Handle]:
     """Every handle in a DecodeLoop, a cache object (anything with `layers` that have `keys`) or nested containers."""
-    for attribute in ("past_key_values", "self_attention_cache", "layers"):
-        inner = getattr(cache, attribute, None)
-        if inner is not None:
-            yield from _handles(inner)
-            return
+    if not isinstance(cache, Tensor):  # a handle has a `cache` of its own
+        for inner in (cache_names.returned(cache), *(getattr(cache, name, None) for name in _INNER)):
+            if inner is not None:
+                yield from _handles(inner)
+                return
     for leaf in optree.tree_leaves(cache):
         keys = leaf if isinstance(leaf, Tensor) else getattr(leaf, "keys", None)
         if isinstance(keys, Handle):

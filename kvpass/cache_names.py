@@ -1,0 +1,86 @@
+"""The names under which models take and return their cache: `cache` and `past_key_values`.
+
+transformers 5.24 renamed `past_key_values` to `cache`.  For older models the old name is an alias.  Models that are new
+since then swallow it among their other keyword arguments.  Every call of a model takes the name from here.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+OLD, NEW = "past_key_values", "cache"
+
+
+def parameters(model: Any) -> frozenset[str]:
+    """Return the names of the parameters of a model's forward, or of a function."""
+    forward = getattr(model, "forward", model)
+    return _of_class(forward.__func__) if inspect.ismethod(forward) else _named(forward)
+
+
+def _named(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
+
+
+_of_class = functools.lru_cache(maxsize=256)(_named)  # of a class: what is made for one model would keep it alive
+
+
+def keyword(model: Any) -> str:
+    """Return the keyword under which a model's forward takes its cache.
+
+    Args:
+        model: a module, a compiled one, one that wraps another as PEFT's and DDP's do, or a function.
+    """
+    for each in _inward(model):
+        taken = parameters(each)
+        for name in (OLD, NEW):  # a model from before the rename may use `cache` for something else
+            if name in taken:
+                return name
+    return OLD
+
+
+def _inward(model: Any) -> Iterator[Any]:
+    """Yield a model and the models that it wraps, outermost first."""
+    seen: list[Any] = []
+    while callable(model) and not any(model is each for each in seen):
+        seen.append(model)
+        yield model
+        model = _wrapped(model)
+
+
+def _wrapped(model: Any) -> Any:
+    """Return the model that a wrapper calls, or None."""
+    base: Callable[[], Any] | None = getattr(model, "get_base_model", None)
+    if callable(base):
+        return base()
+    names = ("_orig_mod", "_torchdynamo_orig_callable", "module", "pretrained_model")
+    return next((inner for name in names if (inner := getattr(model, name, None)) is not None), None)
+
+
+def arguments(model: Any, cache: Any) -> dict[str, Any]:
+    """Return the keyword argument that passes a cache to a model; none for no cache."""
+    return {} if cache is None else {keyword(model): cache}
+
+
+def renamed(given: dict[str, Any], taken: frozenset[str]) -> dict[str, Any]:
+    """Return keyword arguments with the cache under the one of both names that is among the parameters `taken`."""
+    for name, other in ((OLD, NEW), (NEW, OLD)):
+        if name in given and other not in given and name not in taken and other in taken:
+            return {other if key == name else key: value for key, value in given.items()}
+    return given
+
+
+def returned(output: Any) -> Any:
+    """Return the cache in a model's output, or None."""
+    for name in (NEW, OLD):  # where the old name is an alias, it warns
+        found = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+        if found is not None:
+            return found
+    return None
+
+
+def call(model: Any, ids: Any, cache: Any = None, **named: Any) -> Any:
+    """Return a model's output for tokens behind a cache, None for an empty one."""
+    return model(ids, **arguments(model, cache), use_cache=True, **named)
