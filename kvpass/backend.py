@@ -14,7 +14,7 @@ import torch
 import torch.fx as fx
 
 from kvpass import budget as budgets
-from kvpass import compat, graphs, logs, once, policies
+from kvpass import compat, graphs, logs, once, policies, versions
 from kvpass.capture import crossing, rotary, spelled
 from kvpass.capture.caches import Found
 from kvpass.capture.capture import Capture, capture
@@ -411,6 +411,7 @@ def backend(
     )
     _check_settings(positions, inner, mode, options)
     logs.configure()
+    versions.warn_of_untested()
     known = (None, *KV_DTYPES)
     policies.base.require(kv_dtype in known, "kv_dtype", kv_dtype, f"is one of {', '.join(map(repr, known))}")
     _check_crop(crop, chosen)

@@ -15,18 +15,18 @@ DEMO_PARTS = ("recall", "stream", "documents", "completions")  # as in kvpass.de
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status, 2 for anything that the caller got wrong."""
+    """Run the command; return the exit status: 2 for a wrong call, 1 if `doctor` finds that something is missing."""
     whole = parser()
     parsed, rest = whole.parse_known_args(arguments)
     if rest and parsed.command != "lm-eval":
         whole.error(f"unrecognized arguments: {' '.join(rest)}")
     parsed.rest = rest
     try:
-        parsed.run(parsed)
+        status: int | None = parsed.run(parsed)
     except KVPassError as error:
         print(f"kvpass: {error}", file=sys.stderr)
         return 2
-    return 0
+    return status or 0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -63,6 +63,13 @@ def parser() -> argparse.ArgumentParser:
         add_help=False,  # all that follows is the harness's
     )
     harness.set_defaults(run=lm_eval)
+    check = commands.add_parser(
+        "doctor",
+        help="what this installation lacks: versions, the C++ compiler, names of torch",
+        description="Checks the versions, the C++ compiler and each name of torch that kvpass relies on.  The exit "
+        "status is 1 if something is missing.",
+    )
+    check.set_defaults(run=doctor)
     return whole
 
 
@@ -170,6 +177,15 @@ def at_least(least: int) -> Callable[[str], int]:
         return number
 
     return convert
+
+
+def doctor(parsed: argparse.Namespace) -> int:
+    """Print what was found of this installation; return 1 if something is missing."""
+    from kvpass.doctor import examined
+
+    found = examined()
+    print(*found, sep="\n")
+    return int(any(finding.missing for finding in found))
 
 
 def demo(parsed: argparse.Namespace) -> None:

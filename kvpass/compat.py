@@ -72,13 +72,41 @@ def whole_vectors() -> dict[str, str]:
 @functools.cache
 def _takes(flags: tuple[str, ...]) -> bool:
     """Whether Inductor's compiler of C++ knows these flags."""
+    compiler = cpp_compiler()
+    if compiler is None:  # Inductor says so when it needs one
+        return False
+    return subprocess.run([compiler, *flags, "-E", "-x", "c++", os.devnull], capture_output=True).returncode == 0
+
+
+def cpp_compiler() -> str | None:
+    """Return the compiler of C++ that Inductor takes, None if it finds none that starts."""
     from torch._inductor import cpp_builder, exc
 
     try:
-        asked = [cpp_builder.get_cpp_compiler(), *flags, "-E", "-x", "c++", os.devnull]
-        return subprocess.run(asked, capture_output=True, check=False).returncode == 0
-    except (exc.InvalidCxxCompiler, OSError):  # Inductor says so when it needs one
-        return False
+        compiler = str(cpp_builder.get_cpp_compiler())
+        subprocess.run([compiler, "--version"], capture_output=True, check=True)
+    except (exc.InvalidCxxCompiler, OSError, subprocess.CalledProcessError):
+        return None
+    return compiler
+
+
+METHODS = (
+    "torch.fx.experimental.symbolic_shapes.ShapeEnv.bound_sympy",
+    "torch.fx.experimental.symbolic_shapes.ShapeEnv.create_symbol",
+    "torch.fx.experimental.symbolic_shapes.ShapeEnv.create_symintnode",
+    "torch.fx.experimental.symbolic_shapes.ShapeEnv.deserialize_symexpr",
+    "torch.fx.experimental.symbolic_shapes.ShapeEnv.replace",
+    "torch.fx.experimental.symbolic_shapes.SymExprPrinter.doprint",
+    "torch._inductor.output_code.CompiledFxGraph.current_callable",
+    "torch._inductor.output_code.CompiledFxGraph.output_strides",
+    "torch._subclasses.fake_tensor.FakeTensorMode.from_tensor",
+    "torch._inductor.config.combo_kernels",
+    "torch._inductor.config.realize_acc_reads_threshold",
+    "torch._inductor.config.realize_opcount_threshold",
+    "torch._inductor.config.realize_reads_threshold",
+    "torch._inductor.config.reorder_for_locality",
+)
+"""Methods, fields and settings that stand nowhere else in this file under their full names."""
 
 
 SIZE = torch.ops.aten.sym_size.int

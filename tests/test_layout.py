@@ -21,6 +21,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cache_names": set(),
     "graphs": {"errors", "compat"},
     "precision": set(),
+    "versions": set(),
+    "doctor": {"compat", "versions"},
     "policies": {"errors", "align", "compat"},  # kv_align's networks; what other processes know of their heads
     "budget": {"errors", "policies"},
     "storage": {"errors", "policies", "precision", "compat"},
@@ -35,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "timings": {"errors", "compat"},
     "findings": {"rewrite", "logs", "timings"},
     "reference": REWRITE,
-    "backend": {*REWRITE, "runtime", "once", "replay", "logs", "findings"},
+    "backend": {*REWRITE, "runtime", "once", "replay", "logs", "findings", "versions"},
     "report": {*REWRITE, "runtime", "timings", "findings", "backend"},
     "decoding": {*LAYER, "runtime", "backend"},
 }

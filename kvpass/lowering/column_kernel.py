@@ -245,6 +245,7 @@ def column_sums(
     common: dict[str, Any] = dict(
         **_mask(mask), CAUSAL=causal, SCALE=scale, CAP=cap or 0.0, HEADS=heads, GROUPS=groups, COUNT=count,
         KEYS=keys, D=dim, WIDTH=width, BQ=side, BK=side, num_warps=4, num_stages=2,
+        enable_fp_fusion=True,
     )  # fmt: skip
     seen = query if mask is None else mask
     behind = total if sink_logit is None else sink_logit.float().contiguous()

@@ -97,9 +97,10 @@ def compiled(
     """
     capability = int(target.removeprefix("sm_"))
     options = dict(num_warps=num_warps, num_stages=num_stages)
+    fused = dict(options, enable_fp_fusion=True)  # triton 3.10 takes another default
     try:
         with compat.pretended_gpu():
-            ptx, cubin, shared = compat.cubin(function, signature, constants, attributes, capability, **options)
+            ptx, cubin, shared = compat.cubin(function, signature, constants, attributes, capability, **fused)
     except Exception as error:
         raise KernelError(f"{function.__name__} for {target} with {constants}: {error}") from error
     registers, spills = _assembled(ptx, capability)

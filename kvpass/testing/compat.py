@@ -1,6 +1,6 @@
 """Private names of torch and triton that emission without a GPU needs, in one place.
 
-Tried on torch 2.13 with triton 3.7.  Nothing here is imported by the rest of kvpass.
+docs/testing.md says which releases were tried.  Nothing here is imported by the rest of kvpass.
 """
 
 from __future__ import annotations
@@ -264,11 +264,10 @@ def wrap_interpreted() -> None:
 
 
 def assembler(capability: int) -> str:
-    """The path of the ptxas that knows a GPU."""
-    from triton import knobs
+    """Return the path of the ptxas that triton assembles with for a GPU: of two, an older and a newer one."""
+    from triton.backends.nvidia.compiler import get_ptxas
 
-    tool = knobs.nvidia.ptxas_blackwell if capability >= 100 else knobs.nvidia.ptxas
-    return str(tool.path)
+    return str(get_ptxas(capability).path)
 
 
 def disassembler() -> str:

@@ -1,0 +1,50 @@
+"""The versions that kvpass is tested with, and the warning about newer ones."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import re
+import warnings
+
+TESTED = {"torch": ("2.11", "2.15"), "triton": ("3.6", "3.9"), "transformers": ("5.17", "5.24")}
+"""The lowest and the highest tested release of each package; docs/testing.md says what runs on which."""
+
+
+def installed(package: str) -> str | None:
+    """Return the installed version of a package without importing it, None if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def untested(package: str) -> str | None:
+    """Return the installed version if it is newer than all tested ones, else None."""
+    version = installed(package)
+    return version if version and _release(version) > _release(TESTED[package][1]) else None
+
+
+def too_old(package: str) -> str | None:
+    """Return the installed version if it is older than all tested ones, else None."""
+    version = installed(package)
+    return version if version and _release(version) < _release(TESTED[package][0]) else None
+
+
+def range_of(package: str) -> str:
+    """Return the tested range as text."""
+    return " to ".join(TESTED[package])
+
+
+@functools.cache
+def warn_of_untested() -> None:
+    """Warn once in a process of packages that are newer than all tested ones."""
+    newer = {package: version for package in TESTED if (version := untested(package))}
+    if newer:
+        named = ", ".join(f"{package} {version} (tested: {range_of(package)})" for package, version in newer.items())
+        warnings.warn(f"kvpass is not tested with {named}; `kvpass doctor` checks what it relies on", stacklevel=3)
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Return the major and the minor number: patch releases count as tested."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
