@@ -21,9 +21,10 @@ from kvpass.graphs import Sizes
 from kvpass.layer.slots import Layout
 from kvpass.rewrite.call import StepCall, Telling
 from kvpass.rewrite.context import StepContext
+from kvpass.rewrite.conversation import Step
 from kvpass.rewrite.pipeline import rewrite_step
 from kvpass.rewrite.result import StepRewrite, of_new
-from kvpass.rewrite.validate import Step, Validation, validate
+from kvpass.rewrite.validate import Validation, validate
 from kvpass.runtime import ownership
 from kvpass.runtime.bound import Bound
 from kvpass.runtime.caches import count, kind, lengthened, make_room, tick
@@ -470,24 +471,15 @@ class StepRunner:
         """Hold the first rewrite of the graph against the graph; later ones differ in sizes alone."""
         if not self.backend.validates or self.validation is not None:
             return
-        step = self._to_check(context, rewrite)
-        policy = step.layouts[0].policy
+        policy = context.layouts[0].policy
         if policy.tempers or policy.biases:
-            step = self._rewritten(context.call.of(_with_plain_logits))
-        if self.backend.kv_dtype is not None:
-            step = dataclasses.replace(step, plain=self._rewritten(step.context.call.of(_unrounded)))
-        self.validation = validate(step)
-        self.backend.note_validation(self.validation)
-
-    def _rewritten(self, call: StepCall) -> Step:
-        """The graph once more, for a call on slots that are laid out otherwise."""
-        context = StepContext(call)
-        return self._to_check(context, rewrite_step(context))
-
-    def _to_check(self, context: StepContext, rewrite: StepRewrite) -> Step:
+            context = StepContext(context.call.of(_with_plain_logits))
+            rewrite = rewrite_step(context)
         call = context.call
+        graphs_of = (self.model, self.gm, self.sites, context, rewrite)
         given = (call.arguments, self.pasts, self.told, call.seen, self.backend.kv_dtype)
-        return Step(self.model, self.sites, context, rewrite, call.layouts, call.slots, *given)
+        self.validation = validate(Step(*graphs_of, call.layouts, call.slots, *given))
+        self.backend.note_validation(self.validation)
 
     def _outputs(
         self, rewrite: StepRewrite, results: Sequence[Any], aside: list[Any], caches: list[LayerCache], arguments: Any
@@ -506,11 +498,6 @@ class StepRunner:
 
 def _with_plain_logits(layout: Layout) -> Layout:
     return dataclasses.replace(layout, policy=layout.policy.with_plain_logits())
-
-
-def _unrounded(layout: Layout) -> Layout:
-    """With rows as the model makes them."""
-    return dataclasses.replace(layout, kv_dtype=None)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,291 @@
+"""The made-up conversation of a validation: arguments of a step for the model's own graph and for the rewritten one.
+
+Tokens that went before have random keys and values.  In the model's graph they lie in order; in the rewritten one
+those that are held lie in slots that are drawn at random for every head, and free slots hold rows of other tokens.
+Arguments are made when they are asked for, and layers that are alike share their rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from kvpass import compat, graphs
+from kvpass.capture.rotary import find_rotary
+from kvpass.capture.sites import AttentionSite
+from kvpass.graphs import Sizes, value
+from kvpass.layer.slots import FREE, Layout, Slots, first_state
+from kvpass.policies.base import rank_of
+from kvpass.rewrite.context import StepContext
+from kvpass.rewrite.result import StepRewrite
+from kvpass.rewrite.rotary_slice import RotarySlice
+from kvpass.rewrite.walk import Walk, copied
+from kvpass.storage import KVDtype, Rows, Sections, plain
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A step graph, the result of its rewrite, and the call at hand.
+
+    Attributes:
+        gm: the model's own graph.
+        canonical: the same in canonical form; sites: its attention calls on caches.
+        context, rewrite: what the passes left, and the result.
+        layouts, slots: of each layer, at hand; nothing is written to them.
+        arguments: of the call.
+        pasts: for each layer the numbers of its keys and values among the arguments.
+        padding_inputs: the inputs that mark padding, and their numbers.
+        seen: the tokens before the call.
+        kv_dtype: the format that rows are stored in.
+    """
+
+    gm: fx.GraphModule
+    canonical: fx.GraphModule
+    sites: Sequence[AttentionSite]
+    context: StepContext
+    rewrite: StepRewrite
+    layouts: Sequence[Layout]
+    slots: Sequence[Slots]
+    arguments: tuple[Any, ...]
+    pasts: Sequence[tuple[int, int]]
+    padding_inputs: dict[fx.Node, int]
+    seen: int
+    kv_dtype: KVDtype | None = None
+
+    @property
+    def sizes(self) -> Sizes:
+        return self.context.sizes
+
+    @property
+    def ranked(self) -> bool:
+        return self.layouts[0].ranked
+
+    @property
+    def queries(self) -> int:
+        """q of the call at hand."""
+        return compat.at_hand(self.rewrite.queries)
+
+    def line(self, layer: int = 0) -> str:
+        """The source line of a layer's attention."""
+        return graphs.source_line(self.sites[layer].call)
+
+
+class Conversation:
+    """A made-up conversation of `count` tokens, the same every time it is made."""
+
+    def __init__(self, step: Step, count: int) -> None:
+        self.step, self.count = step, count
+        self.batch = step.layouts[0].batch
+        self.holders = graphs.placeholders(step.gm.graph)
+        self.cut = step.seen - count
+        self.valid = self._valid()  # bool [B, L]
+        self.held = [min(count, window or count) for window in step.context.windows]
+        numbers = {place: compat.at_hand(size) for place, size in step.rewrite.lengths.items()}
+        self.rewrite = dataclasses.replace(step.rewrite, queries=step.queries, lengths=numbers)
+        self._rows: dict[Any, tuple[Rows, Rows]] = {}
+        self._slots: dict[Any, Slots] = {}
+        self._rotated: dict[Any, Tensor] = {}
+        self.plain = self._plain()
+
+    def _valid(self) -> Tensor:
+        """Up to two tokens on the left of a row are padding, where that is known and no one gives positions."""
+        valid = torch.ones(self.batch, self.count, dtype=torch.bool)
+        if self.step.context.telling.known and not (self.step.ranked and self.step.rewrite.positions):
+            for row in range(self.batch):
+                valid[row, : (row + 1) % (min(self.count, 2) + 1)] = False
+        return valid
+
+    def rows(self, layer: int) -> tuple[Rows, Rows]:
+        """Keys and values [B, Hkv, held, D] as slots hold them; the same for layers that are alike."""
+        layout, held = self.step.layouts[layer], self.held[layer]
+        shape = (layout.batch, layout.heads, held)
+        kind = (layout.key_format, layout.value_format, layout.dtype, layout.kv_dtype, shape)
+        if kind not in self._rows:
+            drawn = torch.Generator().manual_seed(layout.key_dim)
+            pair = [torch.randn(*shape, dim, generator=drawn) for dim in (layout.key_dim, layout.value_dim)]
+            key, val = (x.to(layout.device, layout.dtype) for x in pair)
+            stored = Rows.of(layout.key_format, key), Rows.of(layout.value_format, val)
+            if layout.kv_dtype is None:
+                stored = plain(stored[0].read_as(layout.dtype)), plain(stored[1].read_as(layout.dtype))
+            self._rows[kind] = stored
+        return self._rows[kind]
+
+    # -- the model's own graph ---------------------------------------------------------------------------------------
+
+    def _plain(self) -> tuple[Any, ...]:
+        """The arguments of the call, cut, without the past."""
+        made = [self._cut(i, node) for i, node in enumerate(self.holders)]
+        for node, place in self.step.padding_inputs.items():
+            if node in self._known():
+                made[place] = self._padded(made[place])
+        for place in self.step.rewrite.positions:
+            made[place] = self._counted(made[place])
+        return tuple(made)
+
+    def _known(self) -> set[fx.Node]:
+        names = {node.name for node in self.step.context.telling.known}
+        return {node for node in self.step.padding_inputs if node.name in names}
+
+    def _cut(self, place: int, node: fx.Node) -> Any:
+        given, sizes = self.step.arguments[place], self.step.sizes
+        if isinstance(given, int) and not isinstance(given, bool):
+            return given - self.cut if sizes.grows(value(node)) else given
+        if not isinstance(given, Tensor) or isinstance(given, torch.nn.Parameter) or place in self._pasts:
+            return given
+        for dim, size in enumerate(value(node).shape):
+            if sizes.grows(size):
+                given = given.index_select(dim, self._chosen(given.shape[dim]).to(given.device))
+        return given
+
+    @property
+    def _pasts(self) -> dict[int, tuple[int, int]]:
+        """For each argument that is a past its layer, and 0 for keys, 1 for values."""
+        return {place: (i, kind) for i, pair in enumerate(self.step.pasts) for kind, place in enumerate(pair)}
+
+    def _chosen(self, size: int) -> Tensor:
+        """Which of the entries for all tokens are taken: some of those that went before, and all that are new.
+
+        Where too few went before, theirs come several times.
+        """
+        seen, drawn = self.step.seen, torch.Generator().manual_seed(size)
+        times = -(-self.count // seen)
+        before = torch.cat([torch.randperm(seen, generator=drawn) for _ in range(times)])[: self.count]
+        return torch.cat([before.sort().values, torch.arange(seen, size)])
+
+    def _padded(self, column: Tensor) -> Tensor:
+        """An input that marks padding, for this conversation; the new tokens are real."""
+        made = torch.ones_like(column)
+        valid = self.valid if column.ndim == 2 and column.shape[0] == self.batch else self.valid[-1:]
+        made[..., : self.count] = valid.view(*column.shape[:-1], self.count).to(column.device, column.dtype)
+        return made
+
+    def _counted(self, positions: Tensor) -> Tensor:
+        return torch.arange(self.count, self.count + self.step.queries).expand(positions.shape).to(positions)
+
+    def argument(self, place: int) -> Any:
+        """An argument of the model's own graph."""
+        if place not in self._pasts:
+            return copied(self.plain[place])
+        layer, kind = self._pasts[place]
+        rows = self.rows(layer)[kind].read_as(self.step.layouts[layer].dtype)
+        if kind == 0 and self.step.ranked:
+            rows = self._as_cached(layer, rows)
+        return self.apart(rows, self.step.arguments[place].shape[1])
+
+    def apart(self, rows: Tensor, heads: int) -> Tensor:
+        """[B, 1, L, h * D] as the model's cache has it, [B, h, L, D]; see `kvpass.rewrite.computed_keys.joined`."""
+        return rows if rows.shape[1] == heads else torch.unflatten(rows[:, 0], -1, (heads, -1)).transpose(1, 2)
+
+    def _as_cached(self, layer: int, key: Tensor) -> Tensor:
+        """Keys as the model caches them, which are rotated."""
+        rotary = self.step.context.rotaries[layer].at_hand()
+        nodes = [*rotary.angles.bound, *rotary.rotate.bound]
+        follows = self.positions_follow_padding(layer)
+        kind = (rotary.key, tuple(node.name for node in nodes), key.shape, key.dtype, follows)
+        if kind not in self._rotated:
+            self._rotated[kind] = self._rotate(rotary, key, follows, self._evaluated(nodes))
+        return self._rotated[kind]
+
+    def positions_follow_padding(self, layer: int) -> bool:
+        """Whether the model's own code counts real tokens, and not places in the padded sequence."""
+        site = self.step.sites[layer]
+        found = None if self.valid.all() else find_rotary(self.step.canonical, site)
+        return found is not None and not self.step.padding_inputs.keys().isdisjoint(graphs.ancestors(found.position))
+
+    def _rotate(self, rotary: RotarySlice, key: Tensor, follows: bool, bound: list[Any]) -> Tensor:
+        table = rotary.table(self.count, bound[: len(rotary.angles.bound)], key.device)
+        valid = self.valid if follows else torch.ones_like(self.valid)
+        rank = (valid.cumsum(-1) - 1).clamp(min=0)[:, None].to(key.device)
+        return torch.cat(rotary.on_slots(Sections((key,)), rank, table, bound[len(rotary.angles.bound) :]), -1)
+
+    def _evaluated(self, nodes: list[fx.Node]) -> list[Any]:
+        """The values of nodes that depend on no token, such as frequencies."""
+        found = {node.name: argument for node, argument in zip(self.holders, self.plain, strict=True)}
+        wanted = [node for node in self.step.gm.graph.nodes if node.name in {n.name for n in nodes} - found.keys()]
+
+        def keep(_: Walk, node: fx.Node, result: Any) -> Any:
+            found[node.name] = copied(result)
+            return result
+
+        if wanted:
+            Walk(self.step.gm, self._unrotated, dict.fromkeys(wanted, keep)).run_to(wanted[-1])
+        return [found[node.name] for node in nodes]
+
+    def _unrotated(self, place: int) -> Any:
+        if place not in self._pasts:
+            return copied(self.plain[place])
+        layer, kind = self._pasts[place]
+        return self.rows(layer)[kind].read_as(self.step.layouts[layer].dtype)
+
+    # -- the rewritten graph -----------------------------------------------------------------------------------------
+
+    def flat(self) -> FlatArguments:
+        """The arguments of the rewritten graph."""
+        plain_arguments = tuple(map(copied, self.plain))
+        templates = [self._template(layer) for layer in range(len(self.step.layouts))]
+        given = self.rewrite.given(plain_arguments, self.rewrite.on_all_tokens(plain_arguments), templates, self.count)
+        keeps = [not self._rewrites_rows(layer) for layer in range(len(templates))]
+        return FlatArguments(templates, keeps, [*self.rewrite.weights, *given])
+
+    def _rewrites_rows(self, layer: int) -> bool:
+        """Whether a step reads a layer's rows again after it wrote to them, or writes to more than the free slot."""
+        policy = self.step.layouts[layer].policy
+        return bool(self.step.sites[layer].shared_by) or policy.merges or policy.aligns != "never"
+
+    def _template(self, layer: int) -> Slots:
+        """A layer's slots with the tokens in them; the same for layers that are alike."""
+        layout, given, count = self.step.layouts[layer], self.step.slots[layer], self.held[layer]
+        kind = (dataclasses.replace(layout, layer=0), given.capacity, count)
+        if kind not in self._slots:
+            self._slots[kind] = self._filled(layer, layout, given, count)
+        return self._slots[kind]
+
+    def _filled(self, layer: int, layout: Layout, given: Slots, count: int) -> Slots:
+        drawn, shape = torch.Generator().manual_seed(given.capacity), given.position.shape
+        order = torch.rand(shape, generator=drawn).argsort(-1)  # [B, H', C]: which of the tokens a slot holds
+        holds = order < count
+        token = (self.count - count + order).clamp(max=self.count - 1)
+        valid = self.valid[:, None].expand(-1, shape[1], -1).gather(-1, token) & holds
+        ranks = (self.valid.cumsum(-1) - 1)[:, None].expand(-1, shape[1], -1).gather(-1, token)
+        position = torch.where(valid, ranks, FREE).to(layout.device)
+        rows = (order % count).to(layout.device)
+        key, val = (x.gathered(rows) for x in self.rows(layer))
+        free = order.argsort(-1)[..., min(count, given.capacity - 1)]
+        return Slots(
+            key=key,
+            value=val,
+            position=position,
+            index=torch.where(valid, token, FREE).to(layout.device),
+            free=free.to(given.free),
+            seen=self.valid.sum(-1).to(given.seen),
+            length=torch.full_like(given.length, self.count),
+            rank=torch.where(position >= 0, rank_of(position), 0),
+            state=first_state(dataclasses.replace(layout, capacity=given.capacity)),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class FlatArguments:
+    """The arguments of a rewritten graph: copies of the slots of each layer when they are asked for, then the others.
+
+    Attributes:
+        templates: slots of each layer; keeps: whether the rows of a layer need no copy.
+    """
+
+    templates: Sequence[Slots]
+    keeps: Sequence[bool]
+    others: Sequence[Any]
+
+    def __call__(self, number: int) -> Any:
+        for slots, keeps in zip(self.templates, self.keeps, strict=True):
+            names = slots.names
+            if number < len(names):
+                tensor = slots.tensors()[number]
+                return tensor if keeps and names[number] in slots.stored else tensor.clone()
+            number -= len(names)
+        return self.others[number]

@@ -1,0 +1,170 @@
+"""What an attention call gives in double precision, and how far the rounding of its dtypes may take it from there.
+
+Logits are products of rounded numbers, summed and rounded again: each is off by some units in the last place of the
+product of the norms, and of the logit itself.  A softmax turns an error of a logit into a share of the probability,
+and probabilities and the result are rounded once more.  So the tolerance follows from the dtypes of one call and from
+the numbers that are attended to, however many layers there are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SAFETY = 4.0
+"""How many times the estimated rounding error is allowed."""
+SAME = 16.0
+"""Units in the last place by which values may differ, as a whole, that are computed alike from equal values."""
+HIDDEN = -1e4
+"""A bias of at most so much hides a key, see `kvpass.capture.hiding`."""
+TENSOR_CORES = 2.0**-11
+"""The precision of products in float32 on a GPU, which may be computed in TF32."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """The exact result of an attention call.
+
+    Attributes:
+        output: float64 [B, Hq, q, Dv].
+        error: float64 [B, Hq, q], the root mean square over Dv that is allowed.
+        lse, lse_error: float64 [B, Hq, q], the log-sum-exp without the sink.
+        some: bool [B, Hq, q], whether the query sees a key.
+        bias: float64 [B or 1, Hq or 1, q, N], what the mask adds; -inf where it hides a key.
+    """
+
+    output: Tensor
+    error: Tensor
+    lse: Tensor
+    lse_error: Tensor
+    some: Tensor
+    bias: Tensor | None
+
+    def excess(self, output: Tensor, only: Tensor | None = None) -> float:
+        """By how much an output [B, Hq, q, Dv] exceeds the allowed error, as a multiple; of `only` these queries."""
+        apart = (output.double() - self.output).square().mean(-1).sqrt()
+        return _largest(apart, self.error, self.some if only is None else self.some & only)
+
+    def lse_excess(self, lse: Tensor) -> float:
+        """The same of a log-sum-exp of the shape [B, Hq, q]."""
+        return _largest((lse.double() - self.lse).abs(), self.lse_error, self.some)
+
+
+def _largest(apart: Tensor, allowed: Tensor, only: Tensor) -> float:
+    share = torch.where(only, apart / allowed, 0.0)
+    return math.inf if bool(share.isnan().any()) else float(share.max()) if share.numel() else 0.0
+
+
+def expected(call: dict[str, Any], columns: Tensor | None = None, queries: Tensor | None = None) -> Expected:
+    """The exact result of a call of `kvpass.capture.canonical.attention`, or of its log-sum-exp.
+
+    Args:
+        call: the operator's arguments by name; without a value there is no output.
+        columns: the keys that are attended to, all by default.
+        queries: the queries that are looked at, all by default.
+    """
+    query, key, value = call["query"], call["key"], call.get("value")
+    value = key if value is None else value
+    bias = _bias(call, query.shape[2], key.shape[2])
+    if columns is not None:
+        key, value, bias = key[:, :, columns], value[:, :, columns], _taken(bias, -1, columns)
+    if queries is not None:
+        query, bias = query[:, :, queries], _taken(bias, -2, queries)
+    logits, error = _logits(call, query, _for_heads(key, query), bias)
+    return _attended(call, logits, error, _for_heads(value, query), bias, queries)
+
+
+def _for_heads(rows: Tensor, query: Tensor) -> Tensor:
+    return rows.double().repeat_interleave(query.shape[1] // rows.shape[1], 1)
+
+
+def _taken(bias: Tensor | None, dim: int, chosen: Tensor) -> Tensor | None:
+    if bias is None or bias.shape[dim] == 1:
+        return bias
+    return bias.index_select(dim, chosen.to(bias.device))
+
+
+def _bias(call: dict[str, Any], queries: int, keys: int) -> Tensor | None:
+    """What mask and causality add to the logits, -inf for a key that a boolean one hides, or None."""
+    mask, made = call["mask"], None
+    if mask is not None:
+        mask = mask.reshape(*[1] * (4 - mask.ndim), *mask.shape)
+        made = mask.double() if mask.dtype != torch.bool else torch.zeros(mask.shape, device=mask.device).double()
+        made = made.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else made
+    if call.get("causal"):
+        ahead = torch.ones(queries, keys, dtype=torch.bool, device=call["query"].device).triu(1)
+        made = torch.zeros(1, 1, queries, keys, device=ahead.device).double().masked_fill(ahead, -torch.inf)
+    return made
+
+
+def _logits(call: dict[str, Any], query: Tensor, key: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The logits [B, Hq, q, N] and how far each may be off."""
+    given, products = _eps(query), _eps(query, call.get("scores"), call.get("weights"))
+    accumulated = min(given, torch.finfo(torch.float32).eps)
+    logits = query.double() @ key.transpose(-1, -2) * call["scale"]
+    norms = query.double().norm(dim=-1)[..., None] * key.norm(dim=-1)[..., None, :] * abs(call["scale"])
+    error = norms * (given / math.sqrt(query.shape[-1]) + accumulated) + products * logits.abs()
+    if call.get("cap") is not None:
+        logits = torch.tanh(logits / call["cap"]) * call["cap"]
+        error = error + products * logits.abs()
+    if bias is not None:
+        logits = logits + bias
+        error = error + torch.where(bias == -torch.inf, 0.0, products * logits.abs())
+    return logits, SAFETY * error
+
+
+def _attended(
+    call: dict[str, Any],
+    logits: Tensor,
+    error: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    queries: Tensor | None,
+) -> Expected:
+    some = (logits > HIDDEN).any(-1)
+    logits = torch.where(some[..., None], logits, 0.0)  # such a query is not compared
+    lse, sink = logits.logsumexp(-1), call.get("sink_logit")
+    whole = logits
+    if sink is not None:
+        sink = sink if queries is None or sink.shape[2] == 1 else sink[:, :, queries]
+        whole = torch.cat([logits, sink.double().expand(*logits.shape[:3], 1)], -1)
+    paid = whole.softmax(-1)[..., : logits.shape[-1]]
+    output = paid @ value
+    doubt = (2 * error.clamp(max=10)).expm1()
+    squares = value.square().sum(-1)  # [B, Hq, N]
+    apart = squares[..., None, :] - 2 * output @ value.transpose(-1, -2) + output.square().sum(-1)[..., None]
+    own = _eps(call["query"], call.get("weights"), call.get("output"))
+    rounding = SAFETY * own * (paid * squares.sqrt()[..., None, :]).sum(-1)
+    sink_doubt = 0 if sink is None else (1 - paid.sum(-1)) * output.norm(dim=-1) * doubt.amax(-1)
+    allowed = (paid * doubt * apart.clamp(min=0).sqrt()).sum(-1) + rounding + sink_doubt
+    shares = logits.softmax(-1)
+    lse_error = (shares * doubt).sum(-1) + SAFETY * own * lse.abs()
+    tiny = torch.finfo(torch.float64).tiny
+    return Expected(output, allowed / math.sqrt(value.shape[-1]) + tiny, lse, lse_error + tiny, some, bias)
+
+
+def _eps(tensor: Tensor, *dtypes: torch.dtype | None) -> float:
+    """A unit in the last place of the coarsest of some dtypes."""
+    eps = max(torch.finfo(dtype).eps for dtype in (tensor.dtype, *dtypes) if dtype is not None)
+    return max(eps, TENSOR_CORES) if tensor.is_cuda and eps > torch.finfo(torch.float64).eps else eps
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    """Whether two values are equal that are computed alike from equal values."""
+    if not isinstance(theirs, Tensor) or not isinstance(ours, Tensor):
+        return not isinstance(theirs, (bool, int, float)) or bool(ours == theirs)
+    if ours.shape != theirs.shape:
+        return False
+    if not theirs.is_floating_point():
+        return torch.equal(ours.to(theirs.dtype), theirs)
+    if torch.equal(ours, theirs) or not theirs.numel():
+        return True
+    known = theirs.isfinite()
+    if not torch.equal(known, ours.isfinite()):
+        return False
+    apart = (ours.double() - theirs.double())[known].norm()
+    return bool(apart <= SAME * _eps(theirs) * theirs[known].double().norm())
