@@ -20,7 +20,7 @@ import torch
 import torch.fx as fx
 
 from kvpass import compat, graphs
-from kvpass.capture import batched, caches
+from kvpass.capture import batched, caches, operators
 from kvpass.capture.caches import Found, Origin, Reading
 from kvpass.capture.canonical import APPEND, ATTENTION, LOG_SUM_EXP
 from kvpass.capture.sites import AttentionSite, sites
@@ -55,6 +55,7 @@ def capture(gm: fx.GraphModule, carried: Sequence[bool]) -> Capture:
     """
     copy, _ = compat.copy_graph_module(gm)
     _name_attributes(copy.graph)
+    operators.bind(copy.graph)
     batched.write_out(copy.graph)
     handles = {node for node, ours in zip(graphs.placeholders(copy.graph), carried, strict=True) if ours}
     found = caches.find(copy, handles)

@@ -116,11 +116,13 @@ def _counts_along(node: fx.Node, step: bool, counting: dict[fx.Node, int]) -> in
     first of them is for `KeyAxis` to see.
     """
     name = operators.known_name(node)
+    if is_tensor(node) and not operators.holds_indices(value(node).dtype):
+        return None
     if name == "arange":
         start = node.args[0] if len(node.args) == 2 else 0
         return 0 if len(node.args) < 3 and expr(start) == 0 else None
     parents = [p for p in node.all_input_nodes if is_tensor(p)]
-    if len(parents) != 1 or parents[0] not in counting or not is_tensor(node) or value(node).is_floating_point():
+    if len(parents) != 1 or parents[0] not in counting or not is_tensor(node):
         return None
     if name not in operators.MOVES | operators.SAME_VALUE and not (name == "add" and _adds_place(node, step)):
         return None
@@ -190,8 +192,11 @@ def _apply(rule: Rule, node: fx.Node, of: Callable[[fx.Node], Interval], anythin
             return (float(argument), float(argument))
         return argument
 
-    given = fx.node.map_aggregate((node.args, node.kwargs), interval)
-    made = rule(node, *given[0], **given[1])
+    args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), interval)
+    try:
+        made = rule(node, *args, **kwargs)
+    except TypeError:  # an argument that the rule has no name for: nothing is known
+        return anything
     return anything if made is None else made
 
 
@@ -242,13 +247,12 @@ def _is_whole(argument: Any) -> bool:
 
 
 def _added(node: fx.Node, a: Any, b: Any, *, alpha: Any = (1.0, 1.0)) -> Any:
-    if not (_is_whole(a) and _is_whole(b)) or alpha != (1.0, 1.0):
-        return None
-    return (a[0] + b[0], a[1] + b[1])
+    more = _multiplied(node, b, alpha) if alpha != (1.0, 1.0) else b
+    return (a[0] + more[0], a[1] + more[1]) if _is_whole(a) and _is_whole(more) else None
 
 
-def _subtracted(node: fx.Node, a: Any, b: Any) -> Any:
-    return (a[0] - b[1], a[1] - b[0]) if _is_whole(a) and _is_whole(b) else None
+def _subtracted(node: fx.Node, a: Any, b: Any, *, alpha: Any = (1.0, 1.0)) -> Any:
+    return _added(node, a, _negated(node, b), alpha=alpha) if _is_whole(b) else None
 
 
 def _multiplied(node: fx.Node, a: Any, b: Any) -> Any:
@@ -260,8 +264,9 @@ def _multiplied(node: fx.Node, a: Any, b: Any) -> Any:
     return (min(products), max(products))
 
 
-def _divided(node: fx.Node, a: Any, b: Any) -> Any:
-    return (a[0] / b[0], a[1] / b[0]) if _is_whole(b) and b[0] == b[1] and b[0] > 0 else None
+def _divided(node: fx.Node, a: Any, b: Any, *, rounding_mode: str | None = None) -> Any:
+    by_number = rounding_mode is None and _is_whole(b) and b[0] == b[1] and b[0] > 0
+    return (a[0] / b[0], a[1] / b[0]) if by_number else None
 
 
 def _negated(node: fx.Node, a: Any) -> Any:
@@ -337,6 +342,10 @@ def _larger(node: fx.Node, a: Any, b: Any) -> Any:
     return (max(a[0], b[0]), max(a[1], b[1])) if _is_whole(a) and _is_whole(b) else None
 
 
+def _clamped(node: fx.Node, a: Any, min: Any = None, max: Any = None) -> Any:
+    return _larger(node, a, min) if max is None else None
+
+
 def is_bool(node: fx.Node) -> bool:
     return bool(value(node).dtype == torch.bool)
 
@@ -359,6 +368,7 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("lt", "less"), _less),
     **dict.fromkeys(("gt", "greater"), _swapped(_less)),
     **dict.fromkeys(operators.SAME_VALUE | {"bool", "long", "int"}, _cast),
+    **dict.fromkeys(("clamp", "clip", "clamp_min"), _clamped),
     "where": _chosen,
     "le": _less_or_equal,
     "ge": _swapped(_less_or_equal),

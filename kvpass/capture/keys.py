@@ -70,8 +70,10 @@ class KeyAxis:
         self.sizes, self.lengths, self.first = sizes, lengths, first
         self.padding = set(padding)
         entries = entries | {node: value(node).ndim - 1 for node in padding if sizes.grown(value(node))}
-        self.offsets: dict[fx.Node, sympy.Expr] = dict.fromkeys(counts, sympy.Integer(0))
-        roots = {**dict.fromkeys(self.offsets, 0), **entries, **facts}
+        counts = list(counts)
+        exact = [node for node in counts if operators.holds_indices(value(node).dtype)]
+        self.offsets: dict[fx.Node, sympy.Expr] = dict.fromkeys(exact, sympy.Integer(0))
+        roots = {**dict.fromkeys(counts, 0), **entries, **facts}
         self.known = {node: Followed("sliced", axis) for node, axis in roots.items()}
         for node in graph.nodes:
             if node in among and node not in self.known and not graphs.is_size(node):
@@ -161,10 +163,10 @@ class KeyAxis:
     def _count(self, node: fx.Node) -> None:
         """Keep up by how much a tensor is more than the key index."""
         parents = [p for p in node.all_input_nodes if p in self.offsets]
-        if len(parents) != 1 or self.known[node].way != "sliced" or value(node).is_floating_point():
+        if len(parents) != 1 or self.known[node].way != "sliced" or not operators.holds_indices(value(node).dtype):
             return
         name, offset = operators.known_name(node), self.offsets[parents[0]]
-        if name in operators.SAME_VALUE | operators.MOVES and value(node).dtype.itemsize >= 4:
+        if name in operators.SAME_VALUE | operators.MOVES:
             self.offsets[node] = offset
         others = [arg for arg in node.args if arg is not parents[0]]
         if name in ("add", "iadd") and len(others) == 1 and not node.kwargs:

@@ -112,17 +112,63 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
 }
 
 
+_LEADING: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(MOVES | REDUCES | ALONG | SAME_VALUE | _FEATURES.keys() | {"logsumexp", "dropout"}, ("input",)),
+    **dict.fromkeys(POINTWISE | {"max", "min", "matmul"}, ("input", "other")),
+    **dict.fromkeys(("masked_fill", "masked_fill_"), ("input", "mask", "value")),
+    **dict.fromkeys(("clamp", "clamp_", "clip"), ("input", "min", "max")),
+    **dict.fromkeys(("full_like", "zeros_like", "ones_like"), ("input", "fill_value")),
+    "where": ("condition", "input", "other"),
+    "clamp_min": ("input", "min"),
+    "clamp_max": ("input", "max"),
+    "bmm": ("input", "mat2"),
+    "baddbmm": ("input", "batch1", "batch2"),
+    "getitem": (),
+}
+"""The arguments that `bind` puts first."""
+
+
+def bind(graph: fx.Graph) -> None:
+    """Write calls in one form, so that a position says which argument it holds.
+
+    Leading arguments that are given by name are moved to their positions; `x.where(condition, other)` becomes
+    `where(condition, x, other)`.  What stays a keyword changes the operation: `alpha`, `rounding_mode`, `dtype`.
+    """
+    for node in list(graph.nodes):
+        name = known_name(node)
+        names = _LEADING.get(name, ())
+        given = {{"self": "input"}.get(key, key): argument for key, argument in node.kwargs.items()}
+        if name == "where" and node.op == "call_method":
+            given |= dict(zip(("input", "condition", "other"), node.args, strict=False))
+            with graph.inserting_before(node):
+                function = graph.call_function(torch.where, tuple(given[each] for each in names if each in given))
+            function.meta = dict(node.meta)
+            node.replace_all_uses_with(function)
+            graph.erase_node(node)
+        elif given:
+            args = list(node.args)
+            while len(args) < len(names) and names[len(args)] in given:
+                args.append(given.pop(names[len(args)]))
+            if len(args) > len(node.args):
+                node.args, node.kwargs = tuple(args), given
+
+
 def bound(node: fx.Node) -> dict[str, Any]:
     """The arguments of a node by name, for operators whose arguments the table names."""
-    names = _SIGNATURES.get(known_name(node), ())
-    if node.op == "call_method" and known_name(node) == "where":
-        names = ("input", "condition", "other")
-    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    given = dict(zip(_SIGNATURES.get(known_name(node), ()), node.args, strict=False)) | dict(node.kwargs)
     if "axis" in given:
         given["dim"] = given.pop("axis")
-    if "self" in given:
-        given["input"] = given.pop("self")
     return given
+
+
+def holds_indices(dtype: torch.dtype) -> bool:
+    """Whether a dtype holds every position exactly and can index: not int8, not bfloat16."""
+    return dtype in (torch.int32, torch.int64)
+
+
+def counts_exactly(dtype: torch.dtype) -> bool:
+    """Whether arange of a dtype is the index converted to it; in half precision it depends on the arange's size."""
+    return not dtype.is_floating_point or dtype in (torch.float32, torch.float64)
 
 
 def is_pointwise(node: fx.Node) -> bool:

@@ -20,6 +20,7 @@ from kvpass.capture import operators
 from kvpass.capture.hiding import HIDDEN
 from kvpass.capture.operators import known_name
 from kvpass.graphs import expr, is_tensor, name_of, value
+from kvpass.precision import widest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +132,37 @@ def is_boundary(node: fx.Node) -> bool:
 
 
 _CASTS = frozenset({"to", "float", "double", "half", "bfloat16", "type_as"})
+_VIEWS = frozenset({"view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze"})
 _PRODUCTS = frozenset({"matmul", "bmm", "baddbmm"})
+FILLED = -1e32
+"""Stands for the one number that is filled in: logits and biases that are added to it leave it as it is."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Added:
+    """A mask or bias that is added to logits, and the shape of these."""
+
+    mask: fx.Node
+    shape: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Filled:
+    """A number that takes the place of the logits that are not allowed, and the shape of the logits."""
+
+    allowed: fx.Node
+    number: float
+    shape: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Floor:
+    """A number so low that it hides, below which no logit falls."""
+
+    number: float
+
+
+_Change = _Added | _Filled | _Floor
 
 
 class _Unreadable(Exception):
@@ -147,10 +178,9 @@ class _Spelled:
     def __init__(self, gm: fx.GraphModule, softmax: fx.Node) -> None:
         self.gm, self.graph, self.softmax = gm, gm.graph, softmax
         self.factor, self.cap = 1.0, 0.0
-        self.masks: list[fx.Node] = []
+        self.changes: list[_Change] = []  # from the softmax back; numbers and masks include all later factors
         self.casts: list[torch.dtype] = []
         self.sink_logit: fx.Node | None = None
-        self.hidden: float | None = None
         self.shifted = False
         self.at = softmax  # the operation that is looked at
 
@@ -165,18 +195,19 @@ class _Spelled:
         product, probabilities = self._first_product(), self._second_product()
         self.at = product
         query, key, bias, alpha = _operands(product)
+        if bias is not None:
+            self._add(bias, product, product)
         self._scaled_by(alpha)
-        self.masks += [bias] if bias else []
         query = _with_heads(query)
         self.at = probabilities
         node = _output(probabilities)
         self.at = self.softmax
         self._check_casts(value(product).dtype)
-        mask = self._mask(value(query).shape[:2], joined=value(product).ndim == 3)
+        mask, hidden = self._mask(value(query).shape[:2])
         scale = self.factor * (self.cap or 1.0)
         return Call(
             node, query, key, _tensor(probabilities.args[1]), mask, scale, self.cap or None, self.sink_logit,
-            self._log_sum_exp(), hidden=self.hidden,
+            self._log_sum_exp(), hidden=hidden,
             dtypes=(value(product).dtype, value(self.softmax).dtype, value(node).dtype),
         )  # fmt: skip
 
@@ -203,11 +234,11 @@ class _Spelled:
         if self._hands_on(node):
             return _tensor(node.args[0])
         steps = {
-            "add": self._added, "iadd": self._added, "sub": self._less_maximum, "mul": self._multiplied,
+            "add": self._added, "iadd": self._added, "sub": self._subtracted, "mul": self._multiplied,
             "imul": self._multiplied, "truediv": self._divided, "div": self._divided, "itruediv": self._divided,
             "tanh": self._capped, "cat": self._joined, "concat": self._joined, "masked_fill": self._filled,
             "masked_fill_": self._filled, "where": self._chosen, "max": self._bounded, "maximum": self._bounded,
-            "clamp": self._bounded, "clamp_min": self._bounded,
+            "clamp": self._bounded, "clip": self._bounded, "clamp_min": self._bounded,
         }  # fmt: skip
         if name not in steps:
             raise _Unreadable("it is no operation on logits that is known")
@@ -219,7 +250,7 @@ class _Spelled:
         if name in _CASTS:
             self.casts.append(value(node).dtype)
             return True
-        if name in ("view", "reshape"):
+        if name in _VIEWS:
             return same_last_two(node)
         return name in ("contiguous", "clone", "detach") or (name == "dropout" and operators.is_pointwise(node))
 
@@ -244,53 +275,50 @@ class _Spelled:
         return _tensor(node.args[0])
 
     def _added(self, node: fx.Node) -> fx.Node:
-        first, second = map(_tensor, _two(node))
+        first, second, alpha = _sum(node)
         logits, mask = (first, second) if _from_product(first) else (second, first)
-        if _from_product(mask):
-            raise _Unreadable("both of its operands are made of products")
-        return self._masked(logits, mask)
+        if _from_product(mask) or (logits is second and alpha != 1):
+            raise _Unreadable("both of its operands are made of products, or the logits are multiplied by alpha")
+        return self._add(mask, logits, node, alpha)
 
-    def _masked(self, logits: fx.Node, mask: fx.Node) -> fx.Node:
+    def _subtracted(self, node: fx.Node) -> fx.Node:
+        """Softmax does not see that a row's maximum is subtracted; anything else is a bias."""
+        logits, other, alpha = _sum(node)
+        if alpha == 1 and _is_maximum(other, logits):
+            self.shifted = True
+            return logits
+        if _from_product(other):
+            raise _Unreadable("what is subtracted from the logits is neither the maximum of each row nor a mask")
+        return self._add(other, logits, node, -alpha)
+
+    def _add(self, mask: fx.Node, logits: fx.Node, node: fx.Node, alpha: float = 1.0) -> fx.Node:
+        """Record a mask that a node adds to logits; gives these."""
+        factor = alpha * self.factor
+        if value(mask).dtype == torch.bool:
+            mask = self._emit(operator.mul, mask, 1.0)
+        mask = mask if factor == 1.0 else self._emit(operator.mul, mask, factor)
+        return self._change(_Added(mask, value(node).shape), logits)
+
+    def _change(self, change: _Added | _Filled, logits: fx.Node) -> fx.Node:
+        """Record what is done to logits, which must stay as many as they are; gives these."""
         if self.cap:
             raise _Unreadable("the mask is inside of the cap")
-        boolean = value(mask).dtype == torch.bool
-        if self.sink_logit is not None and expr(value(mask).shape[-1]) != expr(value(logits).shape[-1]):
+        if not _same_sizes(value(logits).shape, change.shape):
+            raise _Unreadable("the mask has dimensions that the logits do not have")
+        width = value(change.mask if isinstance(change, _Added) else change.allowed).shape[-1]
+        if self.sink_logit is not None and expr(width) != expr(change.shape[-1]):
             raise _Unreadable("the mask is not as wide as the logits beside the sink")
-        self.masks.append(mask if boolean or self.factor == 1.0 else self._scaled(mask))
-        return logits
-
-    def _scaled(self, mask: fx.Node) -> fx.Node:
-        """A mask that is scaled with the logits; what it hides stays at the lowest number."""
-        lowest = torch.finfo(value(mask).dtype).min
-        hidden = self._emit(operator.le, mask, lowest / 2)
-        return self._emit(torch.masked_fill, self._emit(operator.mul, mask, self.factor), hidden, lowest)
-
-    def _less_maximum(self, node: fx.Node) -> fx.Node:
-        """Softmax does not see that a row's maximum was taken off."""
-        logits, most = map(_tensor, _two(node))
-        while known_name(most) in ("detach", "contiguous"):
-            most = _tensor(most.args[0])
-        if known_name(most) == "getitem" and most.args[1] == 0 and known_name(_any(most.args[0])) == "max":
-            most = _any(most.args[0])
-        given = operators.bound(most)
-        of_row = known_name(most) in ("max", "amax") and given.get("input") is logits and given.get("keepdim")
-        if not of_row or not _is_last(given.get("dim"), value(logits)):
-            raise _Unreadable("what is taken off the logits is not the maximum of each row")
-        self.shifted = True
+        self.changes.append(change)
         return logits
 
     def _joined(self, node: fx.Node) -> fx.Node:
         given = operators.bound(node)
         logits, *sink_logit = given["tensors"]
         last = _is_last(given.get("dim", 0), value(node))
-        if (
-            self.sink_logit
-            or self.factor != 1.0
-            or len(sink_logit) != 1
-            or not last
-            or value(sink_logit[0]).shape[-1] != 1
-        ):
+        if self.sink_logit or len(sink_logit) != 1 or not last or value(sink_logit[0]).shape[-1] != 1:
             raise _Unreadable("what is joined to the logits is not one column of sinks at their end")
+        if self.changes or self.factor != 1.0 or self.cap:
+            raise _Unreadable("the column of sinks is masked or scaled with the logits: join it to them afterwards")
         if value(sink_logit[0]).ndim != 4:
             raise _Unreadable("sinks are not [B or 1, Hq, q or 1, 1]")
         self.sink_logit = sink_logit[0]
@@ -298,8 +326,8 @@ class _Spelled:
 
     def _filled(self, node: fx.Node) -> fx.Node:
         given = operators.bound(node)
-        self.hidden = self._check_hides(given["value"])
-        return self._masked(_tensor(given["input"]), self._emit(torch.logical_not, _tensor(given["mask"])))
+        allowed = self._emit(torch.logical_not, _tensor(given["mask"]))
+        return self._fill(_tensor(given["input"]), allowed, given["value"], node)
 
     def _chosen(self, node: fx.Node) -> fx.Node:
         given = operators.bound(node)
@@ -308,14 +336,16 @@ class _Spelled:
             logits, filling, condition = filling, logits, self._emit(torch.logical_not, condition)
         if isinstance(filling, fx.Node) and _from_product(filling):
             raise _Unreadable("both of its branches are made of products")
-        self.hidden = self._check_hides(filling)
-        return self._masked(_tensor(logits), condition)
+        return self._fill(_tensor(logits), condition, filling, node)
 
-    def _check_hides(self, filling: Any) -> float:
-        """What is filled in must be a number so low that its token is hidden."""
-        number = self._spelled_out(filling)
-        if number > HIDDEN:
-            raise _Unreadable(f"{number:g} hides nothing: it would have to be at most {HIDDEN:g}")
+    def _fill(self, logits: fx.Node, allowed: fx.Node, filling: Any, node: fx.Node) -> fx.Node:
+        return self._change(_Filled(allowed, self._low_enough(filling, node), value(node).shape), logits)
+
+    def _low_enough(self, filling: Any, node: fx.Node) -> float:
+        """The number that is filled in, as the softmax sees it: so low that its token is hidden."""
+        number = float(torch.tensor(self._spelled_out(filling), dtype=value(node).dtype)) * self.factor
+        if self.cap or not number <= HIDDEN:
+            raise _Unreadable(f"{number:g} hides nothing after all factors: it would have to be at most {HIDDEN:g}")
         return number
 
     def _spelled_out(self, argument: Any) -> float:
@@ -334,7 +364,7 @@ class _Spelled:
             logits, least = given["input"], given.get("min")
             if given.get("max") is not None:
                 raise _Unreadable("logits are kept from rising")
-        self._check_hides(least)
+        self.changes.append(_Floor(self._low_enough(least, node)))
         return _tensor(logits)
 
     def _log_sum_exp(self) -> fx.Node | None:
@@ -377,42 +407,75 @@ class _Spelled:
 
     # -- masks -----------------------------------------------------------------------------------------
 
-    def _mask(self, sizes: Any, joined: bool) -> fx.Node | None:
-        """All masks as one of four dimensions; `sizes` are B and Hq, which the logits have `joined` in one or not."""
-        masks = [self._four_dimensional(mask, sizes, joined) for mask in self.masks]
-        if not masks:
-            return None
-        total = masks[0]
-        for mask in masks[1:]:
-            total = self._both(total, mask)
+    def _mask(self, sizes: Any) -> tuple[fx.Node | None, float | None]:
+        """All changes as one mask of four dimensions, and the number that a bool one fills in; `sizes` are B and Hq."""
+        changes = [self._aligned(change, sizes) for change in reversed(self.changes)]  # as the model makes them
+        fills = [change for change in changes if isinstance(change, _Filled)]
+        if any(isinstance(change, _Added) for change in changes) or len({fill.number for fill in fills}) > 1:
+            return self._as_bias(changes, fills), None
+        allowed, hidden = None, None
+        for change in changes:
+            if isinstance(change, _Filled):
+                allowed = change.allowed if allowed is None else self._emit(torch.logical_and, allowed, change.allowed)
+                hidden = change.number
+            elif hidden is not None:
+                hidden = max(hidden, change.number)
+        return allowed, hidden
+
+    def _as_bias(self, changes: list[_Change], fills: list[_Filled]) -> fx.Node | None:
+        """Changes as one bias.  A query that sees no key attends by what is filled in alone, which logits must not
+        change when they are added to it."""
+        one = len({fill.number for fill in fills}) == 1 and _nothing_added_after(changes, fills[0])
+        total: fx.Node | None = None
+        for change in changes:
+            if isinstance(change, _Added):
+                total = change.mask if total is None else self._emit(operator.add, total, change.mask)
+            elif isinstance(change, _Filled):
+                number = FILLED if one else self._absorbing(change.number)
+                total = self._emit(operator.mul, change.allowed, 0.0) if total is None else self._wide(total)
+                hidden = self._emit(torch.logical_not, change.allowed)
+                total = self._emit(torch.masked_fill, total, hidden, number)
+            elif total is not None:
+                total = self._emit(torch.clamp_min, self._wide(total), self._absorbing(change.number))
         return total
 
-    def _four_dimensional(self, mask: fx.Node, sizes: Any, joined: bool) -> fx.Node:
-        shape = value(mask).shape
-        if len(shape) > 4:
-            raise _Unreadable(f"a mask has {len(shape)} dimensions")
-        if joined and len(shape) == 3 and expr(shape[0]) != 1:
-            if expr(shape[0]) != expr(sizes[0] * sizes[1]):
-                raise _Unreadable(f"a mask's {shape[0]} entries are not those of all rows and heads")
+    def _absorbing(self, number: float) -> float:
+        """A number to which logits of ordinary size can be added without changing it."""
+        if number * torch.finfo(widest(value(self.softmax).dtype)).eps > -64:
+            raise _Unreadable(f"{number:g} is filled in beside other masks: use the lowest number of the dtype")
+        return number
+
+    def _wide(self, mask: fx.Node) -> fx.Node:
+        """A mask in a dtype that holds the lowest numbers."""
+        dtype = value(mask).dtype
+        return mask if dtype.is_floating_point and dtype != torch.float16 else self._emit("float", mask)
+
+    def _aligned(self, change: _Change, sizes: Any) -> _Change:
+        """The same with a mask of four dimensions."""
+        if isinstance(change, _Added):
+            return dataclasses.replace(change, mask=self._four_dimensional(change.mask, change.shape, sizes))
+        if isinstance(change, _Filled):
+            return dataclasses.replace(change, allowed=self._four_dimensional(change.allowed, change.shape, sizes))
+        return change
+
+    def _four_dimensional(self, mask: fx.Node, shape: Any, sizes: Any) -> fx.Node:
+        """A mask on logits of that shape as [B or 1, Hq or 1, q or 1, S or 1]; `sizes` are B and Hq."""
+        ndim = value(mask).ndim
+        if ndim < len(shape):  # aligned from the right, as in any broadcasting
+            mask = self._emit(operator.getitem, mask, (*[None] * (len(shape) - ndim), Ellipsis))
+        own, leading = value(mask).shape[:-2], shape[:-2]
+        if all(expr(size) == 1 for size in own):
+            part = (*[0] * len(own), None, None, Ellipsis)
+            return mask if len(own) == 2 else self._emit(operator.getitem, mask, part)
+        if _same_sizes(leading, sizes):
+            return mask
+        if len(own) == 1 and expr(own[0]) == expr(sizes[0] * sizes[1]):
             return self._emit(torch.unflatten, mask, 0, (-1, int(sizes[1])))
-        if len(shape) < 4:
-            return self._emit(operator.getitem, mask, (*[None] * (4 - len(shape)), Ellipsis))
-        return mask
-
-    def _both(self, later: fx.Node, earlier: fx.Node) -> fx.Node:
-        """One mask for two, of which the model's code applies one before the other."""
-        ands = [value(mask).dtype == torch.bool for mask in (later, earlier)]
-        if all(ands):
-            return self._emit(torch.logical_and, later, earlier)
-        if not any(ands):
-            return self._emit(operator.add, later, earlier)
-        if ands[0]:
-            return self._filled_in(earlier, later)
-        return self._emit(operator.add, later, self._filled_in(self._emit(torch.zeros_like, later), earlier))
-
-    def _filled_in(self, additive: fx.Node, allowed: fx.Node) -> fx.Node:
-        hidden = self._emit(torch.logical_not, allowed)
-        return self._emit(torch.masked_fill, additive, hidden, torch.finfo(value(additive).dtype).min)
+        if len(own) == 3 and _same_sizes((leading[0], leading[1] * leading[2]), sizes):
+            heads = [int(size) for size in leading[1:]]
+            each = self._emit("expand", mask, -1, *heads, -1, -1)
+            return self._emit(torch.flatten, each, 1, 2)
+        raise _Unreadable(f"a mask of {list(value(mask).shape)} is not along the rows and heads of the logits")
 
     def _emit(self, target: Any, *args: Any) -> fx.Node:
         """A new node before the softmax."""
@@ -420,9 +483,13 @@ class _Spelled:
 
 
 def _emit(graph: fx.Graph, before: fx.Node, target: Any, *args: Any) -> fx.Node:
+    """A new node that calls a function, or the method of that name."""
+    method = isinstance(target, str)
     with graph.inserting_before(before):
-        node = graph.call_function(target, args)
-    node.meta["example_value"] = compat.propagate(target, *(value(a) if isinstance(a, fx.Node) else a for a in args))
+        node = graph.call_method(target, args) if method else graph.call_function(target, args)
+    called = operator.methodcaller(target, *args[1:]) if method else target
+    given = args[:1] if method else args
+    node.meta["example_value"] = compat.propagate(called, *(value(a) if isinstance(a, fx.Node) else a for a in given))
     node.meta["stack_trace"] = before.meta.get("stack_trace")
     return node
 
@@ -435,12 +502,16 @@ def is_as_wide(dtype: torch.dtype, than: torch.dtype) -> bool:
 def same_last_two(node: fx.Node) -> bool:
     """Whether a view leaves the last two dimensions as they are."""
     before, after = value(node.args[0]).shape, value(node).shape  # type: ignore[arg-type]
-    return len(after) > 2 and [expr(s) for s in before[-2:]] == [expr(s) for s in after[-2:]]
+    return len(after) > 2 and _same_sizes(before[-2:], after[-2:])
+
+
+def _same_sizes(one: Any, other: Any) -> bool:
+    return [expr(size) for size in one] == [expr(size) for size in other]
 
 
 def _rejoins(node: fx.Node) -> bool:
     """Whether a node writes rows and heads in other dimensions, and changes nothing else."""
-    return known_name(node) in ("view", "reshape") and same_last_two(node)
+    return known_name(node) in _VIEWS and same_last_two(node)
 
 
 def _is_last(dim: Any, tensor: Any) -> bool:
@@ -463,9 +534,31 @@ def _tensor(argument: Any) -> fx.Node:
 
 def _two(node: fx.Node) -> tuple[Any, Any]:
     """Both operands of an operation that has two, and nothing else."""
-    if node.kwargs or len(node.args) != 2:
-        raise _Unreadable("it has more than two operands")
+    if any(setting is not None for setting in node.kwargs.values()) or len(node.args) != 2:
+        raise _Unreadable("it has more than two operands, or is rounded")
     return node.args
+
+
+def _sum(node: fx.Node) -> tuple[fx.Node, fx.Node, float]:
+    """Both operands of a sum or a difference, and what the second is multiplied with."""
+    if len(node.args) != 2 or node.kwargs.keys() - {"alpha"}:
+        raise _Unreadable("it is no sum of two tensors")
+    return _tensor(node.args[0]), _tensor(node.args[1]), _number(node.kwargs.get("alpha", 1))
+
+
+def _is_maximum(most: fx.Node, logits: fx.Node) -> bool:
+    """Whether a tensor is the maximum of each row of logits."""
+    while known_name(most) in ("detach", "contiguous"):
+        most = _tensor(most.args[0])
+    if known_name(most) == "getitem" and most.args[1] == 0 and known_name(_any(most.args[0])) == "max":
+        most = _any(most.args[0])
+    given = operators.bound(most)
+    of_row = known_name(most) in ("max", "amax") and given.get("input") is logits and given.get("keepdim")
+    return bool(of_row) and _is_last(given.get("dim"), value(logits))
+
+
+def _nothing_added_after(changes: list[_Change], fill: _Filled) -> bool:
+    return not any(isinstance(change, _Added) for change in changes[changes.index(fill) :])
 
 
 def _number(argument: Any) -> float:
@@ -504,9 +597,7 @@ def _operands(product: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None, float
 
 def _untransposed(node: fx.Node) -> fx.Node:
     """x of x.transpose(-1, -2)."""
-    while known_name(node) in ("contiguous", "clone") or (
-        known_name(node) in ("view", "reshape") and same_last_two(node)
-    ):
+    while known_name(node) in ("contiguous", "clone") or _rejoins(node):
         node = _tensor(node.args[0])
     if not is_tensor(node.args[0]) or not operators.swaps_last_two(node):
         raise _Unreadable("its second operand is not a transpose of keys")
@@ -527,7 +618,7 @@ def _output(product: fx.Node) -> fx.Node:
     """The output with its rows and heads apart, [B, Hq, q, Dv]."""
     if value(product).ndim == 4:
         return product
-    apart = [user for user in product.users if known_name(user) in ("view", "reshape") and value(user).ndim == 4]
+    apart = [user for user in product.users if known_name(user) in _VIEWS and value(user).ndim == 4]
     if len(apart) != 1 or len(product.users) != 1 or not same_last_two(apart[0]):
         raise _Unreadable("its rows and heads are not taken apart to [B, Hq, q, D]")
     return apart[0]

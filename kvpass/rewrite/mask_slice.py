@@ -213,7 +213,7 @@ class _KeyCutter:
         self.graph = fx.Graph()
         index, self.count = self.roots = (self.graph.placeholder("index"), self.graph.placeholder("count"))
         self.facts = facts
-        self.env: dict[fx.Node, Any] = dict.fromkeys(around.counts, index)
+        self.env: dict[fx.Node, Any] = {node: self._as(value(node).dtype, index) for node in around.counts}
         self.padding, self.entries = [n for n in around.padding if n in behind], list[Entry]()
         self.env.update({node: self.graph.placeholder(node.name) for node in [*self.padding, *facts]})
         self.env.update({each.node: sparse_index.everything(each, self.graph) for each in chosen})
@@ -225,6 +225,10 @@ class _KeyCutter:
         )  # fmt: skip
         self.on_fact = set(facts) | graphs.dependent(gm.graph, behind, [*facts, *around.stored])
         self.bound, self.aside = list[fx.Node](), list[fx.Node]()
+
+    def _as(self, dtype: torch.dtype, index: fx.Node) -> fx.Node:
+        """An int64 index in the dtype of the model's own, which may round it."""
+        return index if dtype == torch.int64 else self.graph.call_method("to", (index, dtype))
 
     def _axis_of(self, fact: fx.Node) -> int:
         return next(d for d, size in enumerate(value(fact).shape) if expr(size) in self.totals)
@@ -254,7 +258,7 @@ class _KeyCutter:
             return 1 if self.sizes.is_total(node) or self.spells_total(node) else self._number_or_bound(node)
         followed = self.axes.of(node)
         if operators.known_name(node) == "cumsum" and self._counts_valid(node):
-            return self.count
+            return self._as(value(node).dtype, self.count)
         if followed.way == "free":
             return self._bind(node)
         if node in self.around.inputs:
@@ -349,8 +353,13 @@ class _KeyCutter:
         return self.graph.call_function(torch.where, (within, found, filling or 0))
 
     def _counts_valid(self, node: fx.Node) -> bool:
-        """A running sum over an input that tells padding, which counts the real tokens up to a key."""
-        given = operators.bound(node)
+        """A running sum over an input that tells padding, which counts the real tokens up to a key.
+
+        A sum in half precision is rounded on the way, so that the model's own code has to compute it.
+        """
+        given, dtype = operators.bound(node), value(node).dtype
+        if not operators.counts_exactly(dtype):
+            return False
         column = given.get("input")
         while isinstance(column, fx.Node) and operators.known_name(column) in operators.SAME_VALUE:
             column = column.args[0]

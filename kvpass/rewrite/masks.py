@@ -12,7 +12,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass import graphs
-from kvpass.capture import sparse_index, tokens
+from kvpass.capture import operators, sparse_index, tokens
 from kvpass.capture.sites import AttentionSite
 from kvpass.graphs import value
 from kvpass.rewrite.context import StepContext
@@ -53,7 +53,7 @@ class Masks:
         pasts = {past for each in step.sites for past in (each.past_key, each.past_value)}
         inputs = tokens.token_inputs(behind - pasts, step.actual, step.sizes)
         return Around(
-            counts=[count for count in step.counts[window] if count in behind],
+            counts=[n for n in step.counts[window] if n in behind and operators.counts_exactly(value(n).dtype)],
             inputs={node: axis for node, axis in inputs.items() if node not in padding},
             padding=list(padding),
             stored=[site.grown_key, site.grown_value],

@@ -17,7 +17,8 @@ import torch
 import torch.fx as fx
 
 from kvpass import compat, graphs
-from kvpass.capture import tokens
+from kvpass.capture import operators, tokens
+from kvpass.errors import UnsupportedGraph
 from kvpass.graphs import Sizes, value
 from kvpass.rewrite.context import StepContext
 from kvpass.rewrite.record import Record
@@ -130,21 +131,33 @@ class OnLength:
         return node
 
     def _arange_on_length(self, node: fx.Node) -> None:
-        """arange(past, past + q) becomes past + arange(q)."""
+        """arange(past, past + q) becomes past + arange(q), in int64 until the sum is made.
+
+        Raises:
+            UnsupportedGraph: its dtype rounds several numbers in a way of its own.
+        """
         if len(node.args) != 2:
             return
         start, end = node.args
         count = self.sizes.in_length(end) - self.sizes.in_length(start)
         if self.sizes.grows_in(count):
             return
+        dtype = value(node).dtype
+        if count != 1 and not operators.counts_exactly(dtype):
+            raise UnsupportedGraph(
+                f"{graphs.source_line(node)}: positions are counted in {dtype}, which rounds them: count them in int64"
+            )
         with self.graph.inserting_before(node):
             steps = self.graph.call_function(
-                torch.arange, (self.number(self.sizes.fixed_part(count)),), dict(node.kwargs)
+                torch.arange, (self.number(self.sizes.fixed_part(count)),), {**node.kwargs, "dtype": torch.int64}
             )
             offset = self.sizes.on_length(start, self.length, self.graph, self.number)
             shifted = self.graph.call_function(operator.add, (steps, offset))
-        for made in (steps, shifted):
-            made.meta.update(node.meta)
+            for made in (steps, shifted):
+                made.meta.update(node.meta, example_value=value(node).new_empty(value(node).shape, dtype=torch.int64))
+            if dtype != torch.int64:
+                shifted = self.graph.call_method("to", (shifted, dtype))
+                shifted.meta.update(node.meta)
         self.rewritten.append(node.name)
         node.replace_all_uses_with(shifted)
 
