@@ -1,9 +1,14 @@
-"""The dtype that sums are computed in."""
+"""The dtype that sums are computed in, and the numbers that hide tokens in them."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+HIDDEN = -1e4
+"""A logit from here on down hides a token: nothing of it is left after a softmax beside logits of ordinary size."""
+FILLED = -1e32
+"""Stands for the one number that a mask fills in: logits and biases that are added to it leave it as it is."""
 
 
 def widest(dtype: torch.dtype) -> torch.dtype:

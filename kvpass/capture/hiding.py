@@ -18,9 +18,8 @@ import torch.fx as fx
 from kvpass import graphs
 from kvpass.capture import operators
 from kvpass.graphs import expr, is_tensor, value
+from kvpass.precision import HIDDEN
 
-HIDDEN = -1e4
-"""A bias from here on down hides a token: nothing of it is left after a softmax beside logits of ordinary size."""
 LARGE = 1e30
 """No number that a model computes at run time is taken to be larger; those in its code may be."""
 

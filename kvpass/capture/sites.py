@@ -32,6 +32,8 @@ class AttentionSite:
         lse: the node of `kvpass::log_sum_exp` of the same logits, or None.
         computed: the keys and values that attention sees, [B, Ha, past + q, D], where they or the mask are computed
             from the grown ones; None where attention sees these and nothing else reads them.
+        hidden: the logit of what a bool mask hides, if attention is spelled out.
+        spelled: whether attention is spelled out, and not a call of scaled_dot_product_attention.
         shared_by: later attention calls on the same cache, such as those of layers that share it.
         spread: where the other heads are, if other processes have some.
     """
@@ -54,6 +56,8 @@ class AttentionSite:
     sink_logit: fx.Node | None = None
     lse: fx.Node | None = None
     computed: tuple[fx.Node, fx.Node] | None = None
+    hidden: float | None = None
+    spelled: bool = False
     shared_by: tuple[AttentionSite, ...] = ()
     spread: Spread | None = None
 
@@ -116,12 +120,12 @@ def _site(call: fx.Node, outputs: dict[fx.Node, int], ends: list[fx.Node]) -> At
     of_cache = grown == attended and not (given["mask"] and _reads(given["mask"], grown, ends))
     (past_key, key), (past_value, val) = grown[0].args, grown[1].args
     (keys_out, window), (values_out, _) = (stored(node, outputs) or (-1, None) for node in grown)
-    beside = {name: given[name] for name in ("query", "mask", "scale", "causal", "cap", "sink_logit")}
+    beside = {name: given[name] for name in ("query", "mask", "scale", "causal", "cap", "sink_logit", "hidden")}
     lse, computed = _log_sum_exp(call, given), None if of_cache else attended
     return AttentionSite(
         call=call, key=key, value=val, past_key=past_key, past_value=past_value, grown_key=grown[0],  # type: ignore[arg-type]
         grown_value=grown[1], keys_out=keys_out, values_out=values_out, window=window, lse=lse, computed=computed,
-        **beside,
+        spelled=given["scores"] is not None, **beside,
     )  # fmt: skip
 
 

@@ -17,10 +17,9 @@ import torch.fx as fx
 
 from kvpass import compat, graphs
 from kvpass.capture import operators
-from kvpass.capture.hiding import HIDDEN
 from kvpass.capture.operators import known_name
 from kvpass.graphs import expr, is_tensor, name_of, value
-from kvpass.precision import widest
+from kvpass.precision import FILLED, HIDDEN, widest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,8 +133,6 @@ def is_boundary(node: fx.Node) -> bool:
 _CASTS = frozenset({"to", "float", "double", "half", "bfloat16", "type_as"})
 _VIEWS = frozenset({"view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze"})
 _PRODUCTS = frozenset({"matmul", "bmm", "baddbmm"})
-FILLED = -1e32
-"""Stands for the one number that is filled in: logits and biases that are added to it leave it as it is."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from kvpass.layer.slots import FREE, Layout, Slots, align, first_values, rows_at
 from kvpass.layer.statistics import Asked, attended_and_scored, of_all_queries, statistics
-from kvpass.lowering.attend import LOWEST, Rotation, attend, by_kernel, capped, scores
+from kvpass.lowering.attend import LOWEST, Blank, Rotation, attend, by_kernel, capped, scores
 from kvpass.lowering.column_scores import regrouped
 from kvpass.lowering.rope import Rope
 from kvpass.policies.base import LATE, Attention, Policy, State, Tokens, rank_of
-from kvpass.precision import wide
+from kvpass.precision import FILLED, wide
 from kvpass.storage import Rows, Sections, plain
 
 
@@ -56,6 +56,9 @@ class Site:
         compute_keys: makes keys and values from what is stored, or None when they are stored as they are.
         lse: whether the model wants the log-sum-exp of the logits as well.
         place: the slots to write to, [B, H'], where they are not to be read from `slots.free`.
+        hidden: the logit of what a bool mask hides; None for what is left out as if it were not there.
+        spelled: whether the model spells a softmax out, which gives NaN where it finds nothing.
+        told: whether padding is known, and not held.
     """
 
     scale: float
@@ -68,6 +71,17 @@ class Site:
     compute_keys: ComputeKeys | None = None
     lse: bool = False
     place: Tensor | None = None
+    hidden: float | None = None
+    spelled: bool = False
+    told: bool = False
+
+    def blank(self, slots: Slots, valid: Tensor, is_bias: bool) -> Blank | None:
+        """The queries whose answer may be unknown; `valid` is bool [B, q], and the mask a bias or not."""
+        if self.mask is None or self.sink_logit is not None or not (self.spelled or (self.told and is_bias)):
+            return None
+        real = valid[:, None, None, :, None]  # padding is not asked about: its answer must be a number
+        padded = real & (slots.length != slots.seen)[:, None, None, None, None]
+        return Blank(real if self.spelled else torch.zeros_like(real), padded if self.told else torch.zeros_like(real))
 
     def sink_logits(self, heads: int) -> Tensor | None:
         """The sink's logits [B or 1, Hkv, G, q or 1, 1]."""
@@ -103,13 +117,14 @@ def decode_step(
     new = (Rows.of(layout.key_format, key), Rows.of(layout.value_format, value))
     tokens, index = _arrived(layout, slots, new, valid)
     _write(slots, new, slots.free if site.place is None else site.place, valid if policy.overwrites else None)
-    here = _View.of(layout, site, slots, tokens, index, query)
+    here = _View.of(layout, site, slots, tokens, index, query, valid)
     attended, probabilities, logits = here.attend(with_logits=bool(policy.statistics))
     attention = _one_query(layout, probabilities, valid)
     if sweep and "logits" in policy.statistics:
         assert logits is not None
         seen = logits if here.policy_bias is None else here.logits()  # the policy sees them without its own bias
-        attention = dataclasses.replace(attention, logits=regrouped(seen, layout.heads)[..., 0, :].float())
+        seen = regrouped(seen, layout.heads)[..., 0, :].float().clamp_min(LOWEST)
+        attention = dataclasses.replace(attention, logits=seen)
     tokens, victim = _swept(layout, tokens, attention) if sweep else _stepped(layout, slots, tokens, attention)
     if policy.aligns == ("sweep" if sweep else "step"):
         tokens = _realign(layout, site, slots, tokens)
@@ -128,7 +143,7 @@ def read_step(
     """
     new = (Rows.of(layout.key_format, key), Rows.of(layout.value_format, value))
     tokens, index = _arrived(layout, slots, new, valid)
-    return _View.of(layout, site, slots, tokens, index, query).attend(with_logits=False)[0]
+    return _View.of(layout, site, slots, tokens, index, query, valid).attend(with_logits=False)[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,14 +165,17 @@ class _View:
     policy_bias: Tensor | None
     rotate: Rotation | None
     rope: Rope | None
+    blank: Blank | None
 
     @staticmethod
-    def of(layout: Layout, site: Site, slots: Slots, tokens: Tokens, index: Tensor, query: Tensor) -> _View:
+    def of(
+        layout: Layout, site: Site, slots: Slots, tokens: Tokens, index: Tensor, query: Tensor, valid: Tensor
+    ) -> _View:
         grouped = query.view(query.shape[0], layout.heads, -1, *query.shape[2:])  # [B, Hkv, G, 1, D]
         grouped = tempered(layout.policy, grouped, tokens.live.sum(-1)[:, :1])
         live = tokens.live[:, :, None, None]  # [B, H', 1, 1, C]
         key, value, facts = _attended_rows(layout, site, *_read(layout, site, slots, tokens))
-        mask, bias = with_mask(live, site.mask(index, tokens.position, facts) if site.mask else None)
+        mask, bias = with_mask(live, site.mask(index, tokens.position, facts) if site.mask else None, site.hidden)
         policy_bias = layout.policy.bias(tokens, grouped.shape[2])
         policy_bias = None if policy_bias is None else policy_bias[..., None, :]
         heads = key.shape[1]
@@ -165,7 +183,8 @@ class _View:
             grouped, mask = regrouped(grouped, heads), _over(mask, heads)
             bias, policy_bias = (None if x is None else _over(x, heads) for x in (bias, policy_bias))
         rope = None if site.rope is None else dataclasses.replace(site.rope, rank=tokens.rank)
-        return _View(site, grouped, key, value, mask, bias, policy_bias, _rotation(site, tokens), rope)
+        blank = site.blank(slots, valid[:, None], bias is not None)
+        return _View(site, grouped, key, value, mask, bias, policy_bias, _rotation(site, tokens), rope, blank)
 
     def attend(self, with_logits: bool) -> tuple[Attended, Tensor | None, Tensor | None]:
         """For one query, and if `with_logits` probabilities and logits, [B, Ha, ., 1, C] as `wide` has them."""
@@ -175,7 +194,10 @@ class _View:
             scale=site.scale, mask=self.mask, rotate=self.rotate, cap=site.cap, with_logits=with_logits
         )
         given |= dict(
-            bias=added(self.bias, self.policy_bias), sink_logit=site.sink_logits(self.key.shape[1]), rope=self.rope
+            bias=added(self.bias, self.policy_bias),
+            sink_logit=site.sink_logits(self.key.shape[1]),
+            rope=self.rope,
+            blank=self.blank,
         )
         output, probabilities, logits = attend(self.query, self.key, self.value, **given)
         output = output.flatten(1, 2)  # here: the compiler moves a product to its first user
@@ -184,7 +206,7 @@ class _View:
     def logits(self) -> Tensor:
         """What the model makes of the keys before the softmax, [B, Ha, ., 1, C] as `wide` has them."""
         logits = capped(scores(self.query, self.key, scale=self.site.scale, rotate=self.rotate), self.site.cap)
-        return torch.where(self.mask, logits if self.bias is None else logits + self.bias.to(logits.dtype), LOWEST)
+        return torch.where(self.mask, logits if self.bias is None else logits + self.bias.to(logits.dtype), -torch.inf)
 
 
 def _log_sum_exp(site: Site, logits: Tensor | None) -> Tensor | None:
@@ -245,11 +267,16 @@ def _rotation(site: Site, tokens: Tokens) -> Rotation | None:
     return lambda keys: rotate(keys, rank)
 
 
-def with_mask(live: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The boolean mask and the additive bias that `live` and the model's own mask make together."""
-    if mask is None:
-        return live, None
-    return (live & mask, None) if mask.dtype == torch.bool else (live, mask)
+def with_mask(live: Tensor, mask: Tensor | None, hidden: float | None) -> tuple[Tensor, Tensor | None]:
+    """The boolean mask and the additive bias that `live` and the model's own mask make together.
+
+    What is not live is not there.  What the model hides by a finite number is: a query that sees nothing attends to it.
+    """
+    if mask is None or mask.dtype != torch.bool:
+        return live, mask
+    if hidden is None or hidden == -torch.inf:
+        return live & mask, None
+    return live, torch.where(mask, 0.0, FILLED)
 
 
 def added(bias: Tensor | None, policy_bias: Tensor | None) -> Tensor | None:
@@ -372,18 +399,20 @@ def extend_step(
     keys = torch.cat([kept, key.to(kept.dtype)], 2)
     keys, values, facts = _with_computed_keys(site, keys, torch.cat([rows, value.to(rows.dtype)], 2))
     mask, bias = _chunk_mask(layout, site, slots, valid, facts)
-    full = _per_head(_joined(mask, bias, query.dtype), query, keys, layout.heads)
+    dtype = _dtype_of_bias(site, bias, query.dtype)
+    full = _per_head(_joined(mask, bias, dtype), query, keys, layout.heads)
     common = (site.sink_logit, False, site.scale, site.cap, layout.heads, layout.spread)
     asked = Asked(query, keys, full, *common)
     policy_bias = policy.bias(held, query.shape[1] // layout.heads)
     if policy_bias is None and _scores_on_the_way(policy, site, query, keys, values):
         output, made = attended_and_scored(policy, asked, values, valid, layout.budget)
-        return Attended(output), [*made, *_for_crops(layout, asked)]
+        return Attended(_blanked(site, slots, output, full, valid)), [*made, *_for_crops(layout, asked)]
     seen = full
     if policy_bias is not None:
         policy_bias = torch.nn.functional.pad(policy_bias, (0, chunk))[..., None, :]  # [B, ., ., 1, C + q]
-        seen = _per_head(_joined(mask, added(bias, policy_bias), query.dtype), query, keys, layout.heads)
+        seen = _per_head(_joined(mask, added(bias, policy_bias), dtype), query, keys, layout.heads)
     attended = _attended(site, query, keys, values, seen)
+    attended = attended._replace(output=_blanked(site, slots, attended.output, full, valid))
     if not policy.statistics:
         return attended, []
     return attended, [*statistics(policy, asked, valid, layout.budget), *_for_crops(layout, asked)]
@@ -408,7 +437,7 @@ def _attended(site: Site, query: Tensor, keys: Tensor, values: Tensor, mask: Ten
     if site.cap is None and site.sink_logit is None and not site.lse and not by_kernel(grouped):
         return Attended(_library_attention(site.scale, grouped, keys, values, mask))
     apart = mask[:, :, None] if mask.shape[1] == 1 else torch.unflatten(mask, 1, (heads, -1))
-    allowed, bias = (apart, None) if apart.dtype == torch.bool else (apart > torch.finfo(apart.dtype).min / 2, apart)
+    allowed, bias = (apart, None) if apart.dtype == torch.bool else (apart != -torch.inf, apart)
     given: dict[str, Any] = dict(
         mask=allowed, bias=bias, cap=site.cap, sink_logit=site.sink_logits(heads), with_logits=site.lse
     )
@@ -438,13 +467,29 @@ def _chunk_mask(
     mask = torch.cat([(slots.position >= 0)[:, :, None, None], new], -1)  # the same for all queries
     arriving = slots.seen[:, None] + valid.cumsum(-1) - 1
     position = torch.cat([slots.position, arriving[:, None].expand(-1, layout.groups, -1)], -1)
-    mask, bias = with_mask(mask, site.mask(index, position, facts) if site.mask else None)
+    mask, bias = with_mask(mask, site.mask(index, position, facts) if site.mask else None, site.hidden)
     return mask.expand(-1, -1, -1, count, -1), bias
 
 
 def _joined(mask: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Both as one, boolean or additive."""
-    return mask if bias is None else torch.where(mask, bias.to(dtype), torch.finfo(dtype).min)
+    return mask if bias is None else torch.where(mask, bias.to(dtype), -torch.inf)
+
+
+def _dtype_of_bias(site: Site, bias: Tensor | None, dtype: torch.dtype) -> torch.dtype:
+    """The queries' dtype, if it holds the numbers that hide."""
+    narrow = dtype == torch.float16 and bias is not None and (site.spelled or bias.dtype != dtype)
+    return torch.float32 if narrow else dtype
+
+
+def _blanked(site: Site, slots: Slots, output: Tensor, mask: Tensor, valid: Tensor) -> Tensor:
+    """Output [B, Hq, q, Dv] of a chunk, with NaN for the queries whose answer is unknown."""
+    blank = site.blank(slots, valid, mask.dtype != torch.bool)
+    if blank is None:
+        return output
+    most = torch.where(mask.any(-1), 0.0, -torch.inf) if mask.dtype == torch.bool else mask.amax(-1)
+    unknown = blank.of(most[:, :, None, :, None]).flatten(1, 2)  # [B, 1, Ha or Hq, q, 1]
+    return torch.where(unknown.repeat_interleave(output.shape[1] // unknown.shape[1], 1), torch.nan, output)
 
 
 def _per_head(mask: Tensor, query: Tensor, keys: Tensor, heads: int) -> Tensor:

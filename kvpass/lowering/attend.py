@@ -13,13 +13,14 @@ the same reason.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvpass.compat import written_out
 from kvpass.lowering.rope import Rope
-from kvpass.precision import wide
+from kvpass.precision import HIDDEN, wide
 from kvpass.storage import Rows, Sections, grid
 
 Rotation = Callable[[Sections], list[Tensor]]
@@ -43,6 +44,7 @@ def attend(
     sink_logit: Tensor | None = None,
     with_logits: bool = True,
     rope: Rope | None = None,
+    blank: Blank | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Attend to the slots that `mask` allows.
 
@@ -57,11 +59,11 @@ def attend(
         sink_logit: further logits [B or 1, Hkv, G, q or 1, 1] in the softmax, to which no value belongs.
         with_logits: whether probabilities and logits are wanted.
         rope: the same as `rotate`, for the kernels.
+        blank: for which queries the answer is unknown.
 
     Returns:
         output [B, Hkv, G, q, Dv] in the dtype of `query`, and if wanted the probabilities and the masked
-        logits, [B, Hkv, G, q, C] as `wide` has them.  A query that may attend to nothing gets a finite output that
-        means nothing.
+        logits, [B, Hkv, G, q, C] as `wide` has them.  A query that may attend to nothing gets zeros.
     """
     if key.format.transforms or query.shape[-1] * query.element_size() > WIDEST_ROTATED:
         rope = None
@@ -80,12 +82,13 @@ def attend(
             sink_logit=sink_logit,
             with_logits=with_logits,
             rope=rope,
+            blank=blank,
         )
     logits = capped(scores(query, key, scale=scale, rotate=rotate), cap)
     if bias is not None:
         logits = logits + bias.to(logits.dtype)
-    logits = torch.where(mask, logits, LOWEST)
-    probabilities = softmax_beside(logits, sink_logit)
+    logits = torch.where(mask, logits, -torch.inf)
+    probabilities = softmax_beside(logits, sink_logit, blank)
     output = value.format.mixture(probabilities.flatten(2, 3), value.parts, query.dtype)  # [B, Hkv, G*q, Dv]
     output = output.view(*query.shape[:4], -1)
     return output, probabilities if with_logits else None, logits if with_logits else None
@@ -101,14 +104,34 @@ def capped(logits: Tensor, cap: float | None) -> Tensor:
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
-def softmax_beside(logits: Tensor, sink_logit: Tensor | None) -> Tensor:
-    """Softmax over the last dimension and the sink [..., 1], whose share is left out."""
-    if sink_logit is None:
-        return torch.softmax(logits, -1)
-    sink_logit = sink_logit.to(logits.dtype)
-    most = torch.maximum(logits.amax(-1, keepdim=True), sink_logit)
+class Blank(NamedTuple):
+    """Queries whose answer is unknown, which NaN says; both bool, broadcastable to [B, Hkv, G, q, 1].
+
+    Attributes:
+        empty: those that get it if no key has a finite logit, as in a softmax that is spelled out.
+        padded: those that get it if every key is hidden by a finite logit: the model then attends to padding as well,
+            which is not held.
+    """
+
+    empty: Tensor
+    padded: Tensor
+
+    def of(self, most: Tensor) -> Tensor:
+        """Which queries of these highest logits are such."""
+        return torch.where(most == -torch.inf, self.empty, self.padded & (most <= HIDDEN))
+
+
+def softmax_beside(logits: Tensor, sink_logit: Tensor | None, blank: Blank | None = None) -> Tensor:
+    """Softmax over the last dimension and the sink [..., 1], whose share is left out; zero where no logit is finite."""
+    highest = logits.amax(-1, keepdim=True)
+    most = highest.clamp_min(LOWEST)
+    if sink_logit is not None:
+        sink_logit = sink_logit.to(logits.dtype)
+        most = torch.maximum(most, sink_logit)
     paid = torch.exp(logits - most)
-    return paid / (paid.sum(-1, keepdim=True) + torch.exp(sink_logit - most))
+    total = paid.sum(-1, keepdim=True)
+    total = total.clamp_min(1) if sink_logit is None else total + torch.exp(sink_logit - most)
+    return paid / (total if blank is None else torch.where(blank.of(highest), torch.nan, total))
 
 
 def scores(query: Tensor, key: Rows, *, scale: float, rotate: Rotation | None = None) -> Tensor:

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvpass.lowering.attend import Blank
 from kvpass.lowering.rope import Rope
 from kvpass.storage import Rows
 
@@ -29,6 +30,7 @@ TILE = 16 << 10  # bytes of K, and of V, that a program holds at a time
 PROGRAMS = 1024  # enough for several waves on any GPU of today
 ENOUGH = 512  # for about one, which is what many parts are made for
 FEW_PARTS, MOST_PARTS = 64, 256  # where there are enough programs, and where one head is all there is
+SUMMED = 32.0  # the log of more keys than there are
 JOINED = 4096  # numbers of all parts that a program of `join` holds at once
 
 
@@ -311,9 +313,10 @@ def split(
         elif HAS_BIAS:
             qk += along(biases, group, asking, here, c, C, bias_group, bias_query).to(tl.float32)
         if MASK_AHEAD:
-            qk = tl.where(shown != 0, qk, LOWEST)
+            qk = tl.where(shown != 0, qk, float("-inf"))
         else:
-            qk = tl.where(along(masks, group, asking, here, c, C, mask_group, mask_query) != 0, qk, LOWEST)
+            shown_here = along(masks, group, asking, here, c, C, mask_group, mask_query)
+            qk = tl.where(shown_here != 0, qk, float("-inf"))
         if STORE:
             tl.store(logits + first[:, None] * C + c[None, :], qk, mask=here[:, None] & there[None, :])
         qk = tl.where(there[None, :], qk, float("-inf"))
@@ -394,7 +397,7 @@ def join(
     l_i = tl.sum(alpha * l_parts, 0)
     if HAS_SINK:
         l_i += tl.exp(of_sink - m_i)
-    acc = tl.sum(accs * alpha[:, None], 0) / l_i
+    acc = tl.sum(accs * alpha[:, None], 0) / tl.where(l_i == 0.0, 1.0, l_i)  # a query may see nothing
     tl.store(output + which * DV + dv, acc.to(output.dtype.element_ty), mask=dv < DV)
     tl.store(lse + which, m_i + tl.log(l_i), mask=tl.program_id(1) == 0)
 
@@ -543,6 +546,7 @@ def attended(
     sink_logit: Tensor | None,
     with_logits: bool,
     rope: Rope | None = None,
+    blank: Blank | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """What `attend` returns, by the kernels; what follows them is plain torch, which the compiler fuses."""
     keys, values = dense(key.codes), dense(value.codes)
@@ -551,9 +555,12 @@ def attended(
     stored = _beside(key, value)
     given = (mask, bias, sink_logit, *rotary, scale, cap, with_logits, key.format.bits)
     output, lse, logits = torch.ops.kvpass.attend_slots(query, keys, values, *stored, *given)
+    lse = lse[..., None]
+    if blank is not None:  # of hidden logits alone the sum is little more than the highest
+        output = torch.where(blank.of(lse - SUMMED), torch.nan, output)
     if not with_logits:
         return output, None, None
-    return output, torch.exp(logits - lse[..., None]), logits
+    return output, torch.exp(logits - lse.clamp_min(LOWEST.value)), logits
 
 
 def _beside(key: Rows, value: Rows) -> list[Tensor | None]:

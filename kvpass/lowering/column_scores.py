@@ -232,7 +232,7 @@ def _late(attention: _Attention, valid: Tensor, window: int) -> tuple[Tensor, Te
         paid = block.paid(made) * counted[..., span, :]
         if span.start == 0:
             last = paid[..., 0, :].float().clone()
-            logits = (made[..., 0, :] * counted[..., 0, :]).float()
+            logits = torch.where(counted[..., 0, :] > 0, made[..., 0, :], 0).float()
         mean += paid.sum(-2)
     return last, mean.div_(valid.sum(-1).clamp(1, window)[:, None, None, None]), logits
 
@@ -244,7 +244,7 @@ def _late_by_kernel(chosen: _Attention, counted: Tensor, count: Tensor) -> tuple
     first = counted[:, None, None, :1, None]
     last = (newest.paid(logits) * first)[..., 0, :]
     mean = last if counted.shape[1] == 1 else chosen.summed(counted / count, 1)[0]
-    return last, mean, (logits * first)[..., 0, :]
+    return last, mean, torch.where(first > 0, logits, 0)[..., 0, :]
 
 
 def _alike(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:

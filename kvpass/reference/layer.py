@@ -19,6 +19,7 @@ from kvpass.capture.sites import AttentionSite
 from kvpass.graphs import value
 from kvpass.layer.slots import Chunk, Layout
 from kvpass.layer.statistics import Asked
+from kvpass.layer.step import with_mask
 from kvpass.policies.base import Attention
 from kvpass.reference import ReferenceLayer, reference_of
 from kvpass.reference.base import attention_logits
@@ -156,7 +157,9 @@ class _Call:
         model_mask = None
         if self.mask is not None:
             model_mask = self.mask.on_slots(view.places, view.position, layout.heads, bound["mask"], facts)
-        allowed, bias = _allowed(layout, view.position[..., :-queries] >= 0, valid, model_mask, query.shape[1])
+        allowed, bias = _allowed(
+            layout, view.position[..., :-queries] >= 0, valid, model_mask, query.shape[1], site.hidden
+        )
         logits = attention_logits(query * view.factor, keys, allowed, bias, site.scale, site.cap)
         biased = _plus(logits, view.bias)
         probabilities = _softmax(biased, sink_logit)  # [B, Hq, q, N + q]
@@ -213,7 +216,12 @@ def _softmax(logits: Tensor, sink_logit: Tensor | None) -> Tensor:
 
 
 def _allowed(
-    layout: Layout, live: Tensor, valid: Tensor, model_mask: Tensor | None, query_heads: int
+    layout: Layout,
+    live: Tensor,
+    valid: Tensor,
+    model_mask: Tensor | None,
+    query_heads: int,
+    hidden: float | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Mask bool and the model's bias, [B, Hq, q, N + q], of queries over [held, new]."""
     count = valid.shape[1]
@@ -224,7 +232,7 @@ def _allowed(
     if model_mask is None:
         return seen, None
     model_mask = model_mask.expand(layout.batch, layout.heads, query_heads // layout.heads, count, -1).flatten(1, 2)
-    return (seen & model_mask, None) if model_mask.dtype == torch.bool else (seen, model_mask)
+    return with_mask(seen, model_mask, hidden)
 
 
 def _plus(logits: Tensor, policy_bias: Tensor | None) -> Tensor:

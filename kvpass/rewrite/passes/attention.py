@@ -99,12 +99,13 @@ class _Attending:
             mask_key,
             rotary and (rotary.key, pairs),
             computed and computed.slice.key,
-            (site.scale, site.cap, site.sink_logit is None, site.lse is None, first),
+            (site.scale, site.cap, site.sink_logit is None, site.lse is None, site.hidden, site.spelled, first),
+            bool(step.telling.sites[number]),
             *(_described(step, node, renamed) for node in nodes),
         )
         if key not in self._traced:
             counts = {name: len(group) for name, group in groups.items()}
-            layer = _Layer(layout, site, mask, rotary, pairs, computed)
+            layer = _Layer(layout, site, mask, rotary, pairs, computed, bool(step.telling.sites[number]))
             self._traced[key] = self._trace(number, layer, nodes, counts, first)
         before = early_enough(site, nodes)
         made = step.spliced(self._traced[key], nodes, before, f"kvpass_{site.call.name}", number)
@@ -220,6 +221,7 @@ class _Layer:
     rotary: RotarySlice | None
     pairs: Pairs | None
     computed: ComputedKeys | None
+    told: bool  # whether inputs tell padding, which is not held
 
     def site(self, given: dict[str, list[Tensor]]) -> Site:
         """The site, with the tensors that its parts read."""
@@ -247,6 +249,9 @@ class _Layer:
             sink_logit=given["sink_logit"][0] if given["sink_logit"] else None,
             compute_keys=made_of_cache if computed else None,
             lse=self.found.lse is not None,
+            hidden=self.found.hidden,
+            spelled=self.found.spelled,
+            told=self.told,
             place=given["place"][0] if given["place"] else None,
         )
 

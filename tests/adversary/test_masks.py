@@ -1,0 +1,298 @@
+"""How a mask is read, class by class: each spelling is held and equal, or refused by name and line."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.adversary.models import Attend, Bare, Feed, additive, keys, queries, sdpa, seen
+from tests.adversary.oracle import Case, Kind, judge
+
+LOWEST = torch.finfo(torch.float32).min
+LEFT = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1], [1] * 11])
+SEGMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 2, 2, 2, 2, 3], [0, 0, 1, 1, 1, 1, 1, 2, 2, 3, 3]])
+REAL = torch.ones(2, 400, dtype=torch.int64)
+PIECES = (5, 1, 1, 3, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Spelling:
+    """A model of one layer, how it is called, and the verdict that it must get."""
+
+    name: str
+    attend: Attend
+    kind: Kind = "held"
+    pieces: tuple[int, ...] = PIECES
+    inputs: dict[str, Feed] = dataclasses.field(default_factory=dict)
+    policy: str = "full"
+    model: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def check(self) -> None:
+        made = Bare(self.attend, table=torch.tensor([0.5, 1.0]), **self.model)
+        case = Case(made, self.inputs, self.pieces, wrap=made.call, real=self.inputs.get("p"))
+        verdict = judge(case, self.policy)
+        assert verdict.kind == self.kind, verdict
+
+
+def spelled(name: str, change: Callable[..., Tensor], kind: Kind = "held", **how: Any) -> Spelling:
+    """Attention with change(logits, i, j, **inputs) before the softmax."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor, table: Tensor, **inputs: Tensor) -> Tensor:
+        return change(q @ k.mT / 3, i, j, **inputs).softmax(-1) @ v
+
+    return Spelling(name, attend, kind, **how)
+
+
+def called(name: str, mask: Callable[..., Tensor], kind: Kind = "held", **how: Any) -> Spelling:
+    """scaled_dot_product_attention under mask(i, j, **inputs)."""
+    return Spelling(name, sdpa(lambda i, j, table, **inputs: mask(i, j, **inputs)), kind, **how)
+
+
+def parameters(spellings: list[Spelling]) -> Any:
+    return pytest.mark.parametrize("spelling", [pytest.param(each, id=each.name) for each in spellings])
+
+
+def hidden(i: Tensor, j: Tensor, low: float = LOWEST) -> Tensor:
+    """A causal mask that is added, [q, S]."""
+    return torch.zeros(()).masked_fill(j > i, low)
+
+
+PADDED = {"inputs": {"p": seen(LEFT)}}
+BOUND = [
+    spelled("where-of-zeros", lambda a, i, j, p: a + padding_of(p, i, j), **PADDED),
+    spelled("where-by-name", lambda a, i, j: torch.where(condition=j <= i, input=a, other=-1e9)),
+    spelled("where-as-a-method", lambda a, i, j: a.where(j <= i, -1e9)),
+    spelled("where-as-a-method-by-name", lambda a, i, j: a.where(condition=j <= i, other=torch.tensor(-1e9))),
+    spelled("masked-fill-by-name", lambda a, i, j: a.masked_fill(mask=j > i, value=LOWEST)),
+    spelled("add-by-name", lambda a, i, j: torch.add(a, other=hidden(i, j))),
+    spelled("add-with-alpha", lambda a, i, j: torch.add(a, hidden(i, j, -1e9), alpha=2)),
+    spelled("subtract-with-alpha", lambda a, i, j: torch.sub(a, hidden(i, j, 1e9), alpha=2)),
+    spelled("multiply-by-name", lambda a, i, j: torch.mul(a, other=0.5) + hidden(i, j)),
+    spelled(
+        "padding-by-name", lambda a, i, j, p: a.masked_fill((j > i) | torch.eq(keys(p), other=0), LOWEST), **PADDED
+    ),
+    spelled("rounded-logits", lambda a, i, j: torch.div(a, 0.5, rounding_mode="floor") + hidden(i, j), "refused"),
+    spelled("rounded-indices", lambda a, i, j: a.masked_fill(torch.div(j, 2, rounding_mode="floor") > i // 2, -1e9)),
+    spelled("alpha-on-the-logits", lambda a, i, j: torch.add(hidden(i, j), a, alpha=2), "refused"),
+]
+
+
+def padding_of(p: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    seen_by = (j <= i) & keys(p).bool()
+    return torch.zeros_like(seen_by, dtype=torch.float32).where(seen_by, -torch.inf)
+
+
+@pytest.mark.few(4)
+@parameters(BOUND)
+def test_arguments_are_bound_by_signature(spelling: Spelling) -> None:
+    """`operators.bind` writes every call in one form before anything is read, and no reader sees another."""
+    spelling.check()
+
+
+SCALED = [
+    spelled("filled-then-multiplied", lambda a, i, j: a.masked_fill(j > i, -1e4) * 1e-4, "refused"),
+    spelled("filled-then-divided", lambda a, i, j: torch.where(j <= i, a, -1e4) / 1e4, "refused"),
+    spelled("bounded-then-multiplied", lambda a, i, j: a.masked_fill(j > i, -1e9).clamp(min=-1e4) * 1e-3, "refused"),
+    spelled("filled-then-capped", lambda a, i, j: torch.tanh(a.masked_fill(j > i, -1e9) / 2) * 2, "refused"),
+    spelled("added-then-multiplied", lambda a, i, j: (a + hidden(i, j, -1e4)) * 1e-4),
+    spelled("low-enough-after-the-factor", lambda a, i, j: a.masked_fill(j > i, -1e9) * 0.5),
+    spelled("lowest-then-multiplied", lambda a, i, j: (a + hidden(i, j)) * 0.5),
+    spelled("bounded", lambda a, i, j: a.masked_fill(j > i, -1e9).clamp(min=-1e4)),
+]
+
+
+@pytest.mark.few(4)
+@parameters(SCALED)
+def test_a_mask_is_judged_after_all_later_factors(spelling: Spelling) -> None:
+    """The walk from the softmax back has multiplied the factors of all later operations when it meets a mask."""
+    spelling.check()
+
+
+def near(i: Tensor, j: Tensor) -> Tensor:
+    """Earlier tokens of the same three: the first of each three sees nothing."""
+    return (j < i) & (j // 3 == i // 3)
+
+
+def earlier(i: Tensor, j: Tensor, s: Tensor) -> Tensor:
+    """Earlier tokens of the same segment: the first of each segment sees nothing."""
+    return (j < i) & (keys(s) == queries(s, i))
+
+
+SEGMENTED = {"inputs": {"s": seen(SEGMENTS)}}
+HALF = {"model": {"dtype": torch.bfloat16}}
+SINGLE = (1, 1, 1, 1, 1, 1, 1)
+EMPTY = [
+    spelled("filled-lowest", lambda a, i, j: a.masked_fill(~near(i, j), LOWEST)),
+    spelled("filled-1e9", lambda a, i, j: a.masked_fill(~near(i, j), -1e9)),
+    spelled("filled-1e4", lambda a, i, j: a.masked_fill(~near(i, j), -1e4)),
+    spelled("added-lowest", lambda a, i, j: a + additive(near(i, j))),
+    spelled("added-1e9", lambda a, i, j: a + additive(near(i, j), -1e9)),
+    spelled("bounded-below", lambda a, i, j: torch.max(a + additive(near(i, j)), torch.tensor(LOWEST))),
+    spelled("biased-then-filled", lambda a, i, j: (a + 0.3 * (j - i)).masked_fill(~near(i, j), -1e4)),
+    spelled("bfloat16", lambda a, i, j: a.masked_fill(~near(i, j), torch.finfo(a.dtype).min), **HALF),
+    spelled("one-token-at-a-time", lambda a, i, j: a.masked_fill(~near(i, j), -1e9), pieces=SINGLE),
+    spelled("segments", lambda a, i, j, s: a.masked_fill(~earlier(i, j, s), LOWEST), **SEGMENTED),
+    called("library-bool", lambda i, j: near(i, j)[None, None]),
+    called("library-segments", earlier, **SEGMENTED),
+    called("library-lowest", lambda i, j: additive(near(i, j))[None, None]),
+    called("library-infinite", lambda i, j: additive(near(i, j), -torch.inf)[None, None]),
+    called("library-bfloat16", lambda i, j: additive(near(i, j)).bfloat16()[None, None], **HALF),
+]
+
+
+@pytest.mark.few(6)
+@parameters(EMPTY)
+def test_a_query_that_sees_nothing_gets_the_models_answer(spelling: Spelling) -> None:
+    """What is hidden stays above what is not there: free slots are at -inf, which no mask of the model is below."""
+    spelling.check()
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("policy", ["streaming", "h2o", "sage"])
+@parameters([EMPTY[0], EMPTY[3], EMPTY[10], EMPTY[13]])
+def test_a_query_that_sees_nothing_under_other_policies(spelling: Spelling, policy: str) -> None:
+    """Prompts and chunks that are scored on the way have the same answers, and no NaN in what a policy sums up."""
+    dataclasses.replace(spelling, policy=policy).check()
+
+
+def test_a_query_that_sees_padding_alone_is_refused() -> None:
+    """The model averages over padding as well, which is not held: validation sees NaN where the model has numbers."""
+    attend = spelled("", lambda a, i, j, p: a.masked_fill(~near(i, j) | (keys(p) == 0), LOWEST)).attend
+    Spelling("", attend, "refused", inputs={"p": seen(LEFT)}, pieces=(5, 1, 1, 1, 1)).check()
+
+
+TWICE = [
+    spelled("different-numbers", lambda a, i, j: a.masked_fill(j > i, -1e9).masked_fill(~near(i, j), -1e4), "refused"),
+    spelled("the-other-way", lambda a, i, j: a.masked_fill(~near(i, j), -1e4).masked_fill(j > i, LOWEST), "refused"),
+    spelled("both-low", lambda a, i, j: a.masked_fill(~near(i, j), -1e9).masked_fill(j > i, LOWEST)),
+    spelled("both-low-replaced", lambda a, i, j: torch.where(near(i, j), a.masked_fill(j > i, LOWEST), -1e9)),
+    spelled("the-same-number", lambda a, i, j: a.masked_fill(j > i, -1e4).masked_fill(~near(i, j), -1e4)),
+    spelled("added-after", lambda a, i, j: a.masked_fill(~near(i, j), -1e4) + hidden(i, j), "refused"),
+    spelled("added-after-the-lowest", lambda a, i, j: a.masked_fill(j > i, LOWEST) + additive(near(i, j), -1e9)),
+    spelled("infinite-and-lowest", lambda a, i, j: a.masked_fill(j > i, -torch.inf).masked_fill(~near(i, j), LOWEST)),
+]
+
+
+@pytest.mark.few(4)
+@parameters(TWICE)
+def test_masks_apply_in_the_models_order(spelling: Spelling) -> None:
+    """Masks are composed from the first to the last; numbers that cannot be told apart so are refused."""
+    spelling.check()
+
+
+def beside(name: str, change: Callable[..., Tensor], kind: Kind = "refused") -> Spelling:
+    """Attention with change(masked logits, a column of sinks, i, j) before the softmax."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor, table: Tensor) -> Tensor:
+        a = q @ k.mT / 3 + hidden(i, j, -1e9)
+        return change(a, table[:1].expand(*a.shape[:3], 1), i, j).softmax(-1)[..., :-1] @ v
+
+    return Spelling(name, attend, kind)
+
+
+SINKS = [
+    beside("nothing-after", lambda a, s, i, j: torch.cat([a, s], -1), "held"),
+    beside("a-mask-as-wide", lambda a, s, i, j: torch.cat([a, s], -1) + F.pad(hidden(i, j), (0, 1))),
+    beside("a-bias-of-queries", lambda a, s, i, j: torch.cat([a, s], -1) + i * 0.1),
+    beside("rows-filled", lambda a, s, i, j: torch.cat([a, s], -1).masked_fill(i % 3 == 1, -1e9)),
+    beside("keys-filled", lambda a, s, i, j: torch.cat([a, s], -1).masked_fill(F.pad(j > i, (0, 1)), -1e9)),
+    beside("bounded", lambda a, s, i, j: torch.cat([a, s], -1).clamp(min=-1e9)),
+    beside("scaled", lambda a, s, i, j: torch.cat([a, s], -1) * 0.5),
+]
+
+
+@pytest.mark.few(3)
+@parameters(SINKS)
+def test_what_is_done_to_sinks_too_is_refused(spelling: Spelling) -> None:
+    """The walk meets the column of sinks only where nothing has been done to it."""
+    spelling.check()
+
+
+def grouped(name: str, change: Callable[..., Tensor], kind: Kind = "held") -> Spelling:
+    """Attention of five dimensions, [B, Hkv, G, q, S]."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor, table: Tensor) -> Tensor:
+        a = q.view(q.shape[0], 2, 2, *q.shape[2:]) @ k[:, :, None].mT / 3
+        mixed = change(a, i, j).softmax(-1) @ v[:, :, None]
+        return mixed.view(q.shape[0], 4, *q.shape[2:])
+
+    return Spelling(name, attend, kind, model={"heads": 4, "kv_heads": 2})
+
+
+SLOPES = torch.tensor([0.0, -0.5, 0.25, 1.0])
+VIEWED = [
+    grouped("five-and-a-mask-of-two", lambda a, i, j: a + hidden(i, j)),
+    grouped("five-and-a-mask-of-four", lambda a, i, j: a + hidden(i, j)[None, None]),
+    grouped("five-and-a-mask-of-five", lambda a, i, j: a + hidden(i, j) + SLOPES.view(2, 2, 1, 1) * (j - i)),
+    grouped("five-and-groups", lambda a, i, j: a + hidden(i, j) + SLOPES[:2].view(2, 1, 1) * (j - i)),
+    grouped("five-and-kv-heads", lambda a, i, j: a + hidden(i, j) + SLOPES[:2].view(2, 1, 1, 1) * (j - i)),
+    spelled("rows-and-heads-joined", lambda a, i, j: back(a.flatten(0, 1) + hidden(i, j), a)),
+    spelled("joined-and-slopes", lambda a, i, j: back(a.flatten(0, 1) + sloped(i, j, 1), a)),
+    spelled("rows-as-heads", lambda a, i, j: back(a.reshape(1, -1, *a.shape[-2:]) + sloped(i, j, 1), a), "refused"),
+    spelled("heads-as-rows", lambda a, i, j: back(a.reshape(-1, 1, *a.shape[-2:]) + sloped(i, j, 2), a), "refused"),
+    spelled("more-dimensions", lambda a, i, j: (a.flatten(0, 1) + hidden(i, j)[None, None])[0].view_as(a)),
+    spelled("padding-along-heads", lambda a, i, j, p: back(a[:, :, None] + crossed(p, i, j), a), "refused", **PADDED),
+]
+
+
+def back(a: Tensor, like: Tensor) -> Tensor:
+    return a.reshape(like.shape)
+
+
+def sloped(i: Tensor, j: Tensor, more: int) -> Tensor:
+    """A bias [B * H, q, S], with further dimensions behind the first."""
+    return SLOPES.view(-1, *[1] * (more + 1)) * (j - i) + hidden(i, j)
+
+
+def crossed(p: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    """A mask [B, 1, 1, S] where logits are [B, H, 1, q, S], so that rows meet heads."""
+    return hidden(i, j) + torch.zeros(()).masked_fill(keys(p) == 0, -1e9)
+
+
+@pytest.mark.few(4)
+@parameters(VIEWED)
+def test_masks_are_read_along_the_axes_of_their_logits(spelling: Spelling) -> None:
+    """Each mask is aligned with the shape of the logits that it meets, and that is compared with rows and heads."""
+    spelling.check()
+
+
+LONG = (253, 1, 3, 4)
+COUNTED = [
+    spelled("bfloat16", lambda a, i, j: a + hidden(i, j) + 0.1 * (counted(j, torch.bfloat16) - i), pieces=LONG),
+    spelled("float16", lambda a, i, j: a + hidden(i, j) + 0.1 * (counted(j, torch.float16) - i), pieces=(2046, 1, 3)),
+    spelled("int8", lambda a, i, j: a + hidden(i, j) + 0.01 * counted(j, torch.int8), pieces=(126, 1, 3, 1)),
+    spelled("uint8", lambda a, i, j: a + hidden(i, j) + 0.01 * counted(j, torch.uint8), pieces=LONG),
+    spelled("cast", lambda a, i, j: a + hidden(i, j) + 0.1 * (j.bfloat16() - i.bfloat16()), pieces=LONG),
+    spelled("sum-int8", lambda a, i, j, p: summed(a, i, j, p, torch.int8), pieces=(126, 1, 3, 1),
+            inputs={"p": seen(REAL)}),
+    spelled("sum-bfloat16", lambda a, i, j, p: summed(a, i, j, p, torch.bfloat16), pieces=LONG,
+            inputs={"p": seen(REAL)}),
+    spelled("queries-bfloat16", lambda a, i, j: a + hidden(i, j) + 0.1 * (j - of_queries(a)), pieces=(253, 1, 1, 1)),
+    spelled("queries-in-a-chunk", lambda a, i, j: a + hidden(i, j) + 0.1 * (j - of_queries(a)), "refused", pieces=LONG),
+]  # fmt: skip
+
+
+def counted(j: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.arange(j.shape[0], dtype=dtype)
+
+
+def summed(a: Tensor, i: Tensor, j: Tensor, p: Tensor, dtype: torch.dtype) -> Tensor:
+    """Logits with a bias by the number of real tokens, as a dtype counts them."""
+    return a.masked_fill((j > i) | (keys(p) == 0), LOWEST) + 0.05 * keys(p.cumsum(-1, dtype=dtype)).float()
+
+
+def of_queries(a: Tensor) -> Tensor:
+    return torch.arange(a.shape[-1] - a.shape[-2], a.shape[-1], dtype=torch.bfloat16)[:, None]
+
+
+@pytest.mark.few(3)
+@parameters(COUNTED)
+def test_an_index_keeps_its_dtype(spelling: Spelling) -> None:
+    """A key's index is converted as the model's arange is; where its dtype rounds sums, the model's code counts."""
+    spelling.check()
