@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.adversary import families
 from tests.adversary.models import DIM, INDICES, Attend, Bare, Feed, Small, later, seen
 from tests.adversary.oracle import Case
 
@@ -330,8 +331,23 @@ def spelled_out(e: Expressions, bias: str | None, read: set[str]) -> list[str]:
 
 
 def program(seed: str) -> Program:
-    """The program of that seed, in every process the same."""
-    draw = Random(seed)
+    """The program of that seed, in every process the same; one in four is of a family."""
+    chosen = Random(f"family {seed}")
+    return of_family(families.member(chosen)) if chosen.randrange(4) == 0 else mixed(Random(seed))
+
+
+def of_family(made: families.Member) -> Program:
+    lines = [f"def attend({', '.join(['q', 'k', 'v', 'i', 'j', *made.names, 'table'])}):"]
+    lines += [f"    {line}" for line in ["i = i[None, None]", *made.body]]
+    usual: dict[str, Any] = {
+        "names": made.names, "pad": "none", "changes": None, "grow": GROW[0], "pieces": PIECES[0],
+        "model": (("heads", 2), ("kv_heads", 2)), "policy": ("full",),
+    }  # fmt: skip
+    return Program(source="\n".join(lines) + "\n", **{**usual, **made.others})
+
+
+def mixed(draw: Random) -> Program:
+    """A program of ordinary parts, and of an odd one now and then."""
     e = Expressions(draw)
     allowed = odd(draw, ALLOWED, ODD_ALLOWED, 20)
     if "{p}" in allowed:

@@ -69,7 +69,7 @@ class Small(nn.Module):
             heads = self.project[layer](x).unflatten(-1, (-1, DIM)).transpose(1, 2)
             q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], 1)
             if self.rotary:
-                index = INDICES[self.rotary](i, inputs.get("p"))
+                index = {**INDICES, **ODD_INDICES}[self.rotary](i, inputs.get("p"))
                 q, k = rotated(q, index), rotated(k, index)
             k, v = k.to(self.kept), v.to(self.kept)
             if past is not None:
@@ -129,6 +129,10 @@ INDICES: dict[str, Callable[[Tensor, Tensor | None], Tensor]] = {
     "[B, 1, q, 1]": lambda i, p: _real_ones(i, p)[:, None, :, None],
 }
 """From i [q, 1] and p [B, S], which is 0 for padding, to the index by which [B, H, q, D] is rotated."""
+
+
+ODD_INDICES = {"long": lambda i, p: torch.where(i.max() >= 8, 0.5 * i, i.float())[None, None]}
+"""The same by a factor that depends on all tokens of a call."""
 
 
 def _real_ones(i: Tensor, p: Tensor | None) -> Tensor:
