@@ -256,6 +256,8 @@ class _KeyCutter:
     def _copied(self, node: fx.Node) -> Any:
         if graphs.is_size(node):
             return 1 if self.sizes.is_total(node) or self.spells_total(node) else self._number_or_bound(node)
+        if isinstance(value(node), torch.Size):
+            return tuple(self._size(node, size) for size in value(node))
         followed = self.axes.of(node)
         if operators.known_name(node) == "cumsum" and self._counts_valid(node):
             return self._as(value(node).dtype, self.count)
@@ -268,6 +270,13 @@ class _KeyCutter:
         if followed.way == "lengthened":
             return self._refuse(node, "a lengthened tensor is not looked up by a key index")
         return self._sliced(node, by_place=followed.way == "own place")
+
+    def _size(self, node: fx.Node, size: Any) -> int:
+        """One of the sizes of a shape."""
+        if self.sizes.is_total(size) or (expr(size).free_symbols and expr(size) in self.totals):
+            return 1
+        fixed = None if self.sizes.grows(size) else self.sizes.fixed(size)
+        return fixed if isinstance(fixed, int) else self._refuse(node, "the mask is made of a shape that is no number")
 
     def _number_or_bound(self, node: fx.Node) -> Any:
         number = self.number(node)

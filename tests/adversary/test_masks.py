@@ -161,10 +161,12 @@ def test_a_query_that_sees_nothing_under_other_policies(spelling: Spelling, poli
     dataclasses.replace(spelling, policy=policy).check()
 
 
-def test_a_query_that_sees_padding_alone_is_refused() -> None:
-    """The model averages over padding as well, which is not held: validation sees NaN where the model has numbers."""
-    attend = spelled("", lambda a, i, j, p: a.masked_fill(~near(i, j) | (keys(p) == 0), LOWEST)).attend
-    Spelling("", attend, "refused", inputs={"p": seen(LEFT)}, pieces=(5, 1, 1, 1, 1)).check()
+def test_a_query_that_sees_padding_alone_gets_nan() -> None:
+    """The model averages over padding as well, which is not held: no number is plausible and wrong."""
+    allowed = spelled("", lambda a, i, j, p: a.masked_fill(~near(i, j) | (keys(p) == 0), LOWEST)).attend
+    made = Bare(allowed, table=torch.ones(2))
+    case = Case(made, {"p": seen(LEFT)}, (5, 1, 1), wrap=made.call, real=seen(LEFT))
+    assert judge(case).detail == "call 2: off by nan"
 
 
 TWICE = [

@@ -37,7 +37,8 @@ def attention_of(
 ) -> Pairs:
     """shape: B, Hkv, G, q, C, D, Dv; extras: whether there is a `bias`, a `sink`, a `cap`, a `rope` at read.
 
-    It may be of `interleaved` pairs in the first half of D; ranks are of every head's `own` or shared.
+    It may be of `interleaved` pairs in the first half of D; ranks are of every head's `own` or shared.  Queries may
+    see nothing: `empty` for the first row, and `hidden` where the bias is the lowest number for all slots.
     """
     rows, heads, groups, queries, slots, dim, width = shape
     draw = _drawer(seed, dtype)
@@ -46,10 +47,15 @@ def attention_of(
     )  # fmt: skip
     mask = draw(*mask_shape).float() > -0.5
     mask[..., -1] = True
+    bias = draw(*mask_shape).float() if extras.get("bias") else None
+    if extras.get("empty"):
+        mask[0] = False
+    if extras.get("hidden"):
+        bias = torch.full(mask_shape, torch.finfo(torch.float32).min)
     given: dict[str, Any] = dict(
         scale=0.3,
         mask=mask,
-        bias=draw(*mask_shape).float() if extras.get("bias") else None,
+        bias=bias,
         cap=2.0 if extras.get("cap") else None,
         sink_logit=draw(1, heads, groups, 1, 1).float() if extras.get("sink") else None,
         with_logits=True,

@@ -38,8 +38,11 @@ attentions = pytest.mark.parametrize(
             (2, 3, 1, 1, 70),
             {"rope": True, "interleaved": True, "own": True, "bias": True},
         ),  # in part
+        ((2, 2, 4, 1, 300, 32, 32), (2, 1, 1, 1, 300), {"empty": True}),  # nothing is there for one row
+        ((2, 2, 4, 1, 300, 32, 32), (2, 1, 1, 1, 300), {"empty": True, "sink": True}),
+        ((1, 2, 2, 9, 40, 16, 16), (1, 1, 1, 9, 40), {"hidden": True}),  # everything is hidden, and some is not there
     ],
-    ids=["decode", "single", "odd", "chunk", "one", "rotated", "interleaved"],
+    ids=["decode", "single", "odd", "chunk", "one", "rotated", "interleaved", "empty", "sink-alone", "hidden"],
 )
 
 
