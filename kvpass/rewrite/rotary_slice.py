@@ -93,11 +93,11 @@ class RotarySlice:
         made = torch.vmap(at)(torch.arange(count, device=device))
         return [written_out(wide(rows) if rows.is_floating_point() and rows.is_cpu else rows) for rows in made]
 
-    def probe(self, bound: Sequence[Any]) -> Tensor:
-        """What keys at a few positions are rotated with, of each row and query that differs; for comparisons."""
+    def probe(self, bound: Sequence[Any], device: torch.device) -> Tensor:
+        """Return what keys at a few positions are rotated with, once where rows or queries do not differ."""
         shape, made = tuple(map(compat.at_hand, self.position)), list[Tensor]()
         for place in PROBED:
-            for x in self.angles.module(torch.full(shape, place, device=_device_of(bound)), *bound):
+            for x in self.angles.module(torch.full(shape, place, device=device), *bound):
                 alike = [d for d in range(x.ndim) if bool((x == x.narrow(d, 0, 1)).all())]
                 made.append(torch.view_as_real(_first(x, alike).resolve_conj()) if x.is_complex() else _first(x, alike))
         return torch.cat([x.flatten().double() for x in made])
@@ -198,22 +198,17 @@ class RotarySlice:
         )
 
 
-def _device_of(bound: Sequence[Any]) -> torch.device | None:
-    """Where the tensors are that angles are made of."""
-    return next((x.device for x in bound if isinstance(x, Tensor)), None)
-
-
 def probe_rotaries(
-    gm: fx.GraphModule, sites: Sequence[AttentionSite], sizes: Sizes, arguments: Sequence[Any]
+    gm: fx.GraphModule, sites: Sequence[AttentionSite], sizes: Sizes, arguments: Sequence[Any], device: torch.device
 ) -> Tensor | None:
-    """`RotarySlice.probe` of each rotary embedding of a graph, for the arguments of a call; None if it has none."""
+    """Return `RotarySlice.probe` of each rotary embedding of a graph, for the arguments of a call, or None."""
     found: dict[tuple[fx.Node, ...], Tensor] = {}
     for site in sites:
         rotary = find_rotary(gm, site)
         angles = () if rotary is None else tuple(_angles(gm, site.key, rotary))
         if rotary is not None and angles not in found:
             cut = cut_rotary(gm, site, rotary, sizes)
-            found[angles] = cut.probe(graphs.computing(gm, list(cut.angles.bound))(*arguments))
+            found[angles] = cut.probe(graphs.computing(gm, list(cut.angles.bound))(*arguments), device)
     return torch.cat(list(found.values())) if found else None
 
 

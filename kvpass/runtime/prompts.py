@@ -187,10 +187,11 @@ class PromptRunner:
         """The position id of each row's first real token, where held tokens are numbered by rank instead."""
         if self.positions is None:
             return None
+        key = results[self.rewrite.raw[0]]
         if self.angles is None:
-            sizes = Sizes((), measured(self.gm, arguments), results[self.rewrite.raw[0]].shape[2])
-            self.angles = probe_rotaries(self.gm, self.sites, sizes, arguments)
-        return self.positions.first(arguments, self._valid(results, 0, results[self.rewrite.raw[0]]))
+            sizes = Sizes((), measured(self.gm, arguments), key.shape[2])
+            self.angles = probe_rotaries(self.gm, self.sites, sizes, arguments, key.device)
+        return self.positions.first(arguments, self._valid(results, 0, key))
 
     def _layer(self, results: list[Any], i: int, adopted: int, first: Tensor | None) -> PromptLayer:
         site, places = self.sites[i], self.rewrite

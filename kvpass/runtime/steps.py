@@ -315,7 +315,7 @@ class StepRunner:
         if self.angles is None:
             numbers, counters, windows = self._read_call(caches, arguments)
             sizes = self._sizes(numbers, counters, others, windows, None)
-            self.angles = probe_rotaries(self.gm, self.sites, sizes, arguments)
+            self.angles = probe_rotaries(self.gm, self.sites, sizes, arguments, cache.layout.device)
         if self.angles is None or not alike(self.angles, cache.angles):
             raise UnsupportedGraph(f"{graphs.source_line(self.sites[0].call)}: {OTHER_ANGLES}")
         cache.angles = self.angles
