@@ -231,6 +231,8 @@ class Backend:
                 return self._absolute(site, "a token has several positions at once")
             if not rotary.positions_of(found, site):
                 return self._absolute(site, rotary.ROTATED_APART)
+            if not rotary.turns_each_token_alone(found, site):
+                return self._absolute(site, rotary.BY_OTHER_TOKENS)
             if found.counts_rows_alike(site):
                 return self._absolute(site, rotary.ALIKE_IN_ALL_ROWS)
         return True

@@ -304,6 +304,11 @@ def mark_in_place(buffer: Tensor) -> None:
     torch._dynamo.mark_static_address(buffer, guard=False)
 
 
+def parts_of(model: torch.nn.Module) -> list[dict[str, Any]]:
+    """Where the modules of a model keep their parameters, buffers and modules; each follows what is replaced."""
+    return [held for x in model.modules() for held in (x._parameters, x._buffers, x._modules)]
+
+
 def is_of_module(node: fx.Node) -> bool:
     """An input of a graph that is a parameter or a buffer of a module."""
     return node.op == "placeholder" and "_dynamo_static_input_type" in (node.meta.get("tensor_dict") or {})

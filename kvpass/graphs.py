@@ -514,6 +514,17 @@ def cut(
     return Slice(fx.GraphModule(gm, graph), tuple(bound))
 
 
+def computing(gm: fx.GraphModule, wanted: list[fx.Node]) -> fx.GraphModule:
+    """A graph of the same arguments that gives some of a graph's nodes, and computes nothing else."""
+    graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
+    needed = behind(wanted) if wanted else set()
+    for node in gm.graph.nodes:
+        if node.op == "placeholder" or node in needed:
+            env[node] = graph.node_copy(node, env.__getitem__)
+    graph.output(tuple(env[node] for node in wanted))
+    return fx.GraphModule(gm, graph)
+
+
 def dependent(graph: fx.Graph, among: set[fx.Node], roots: list[fx.Node]) -> set[fx.Node]:
     """The roots and those of `among` that are computed from them, memory that such are written to included."""
     memory, found = _memory(graph), set(roots)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -341,3 +341,41 @@ def test_a_decode_loop_runs_no_generated_python(policy: str) -> None:
         assert None not in run._programs.values()
         run._run = None  # type: ignore[assignment]
     assert loop.generate(6).shape == (1, 6)
+
+
+def replace_weight(linear: torch.nn.Linear) -> None:
+    made = torch.randn(linear.weight.shape, generator=torch.Generator().manual_seed(1))
+    linear.weight = torch.nn.Parameter(made)
+
+
+REPLACED: dict[str, Callable[[Any], None]] = {
+    "a-parameter": lambda layer: replace_weight(layer.mlp.down_proj),
+    "a-module": lambda layer: setattr(layer.mlp, "act_fn", torch.nn.Tanh()),
+    "the-keys": lambda layer: replace_weight(layer.self_attn.k_proj),
+}
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("what", REPLACED)
+def test_what_is_replaced_in_the_model_is_used(what: str) -> None:
+    """A loop repeats the tensors of its last call of the model.
+
+    It compares the model's objects by identity before each batch of steps, as the user's code runs in between alone, so
+    that no step can be made of an object that the model no longer has.
+    """
+    forget()
+    ours, theirs, (ids, _) = build("Llama", layers=1), build("Llama", layers=1), prompt(1, 6, ())
+    loop = loop_on(ours, every=4)
+    loop.prompt(ids)
+    made, expected = [int(tokens) for tokens in loop.stream(8)], []
+    REPLACED[what](ours.model.layers[0])
+    made += [int(tokens) for tokens in loop.stream(8)]
+    token, cache = ids, None
+    with torch.no_grad():
+        for number in range(16):
+            if number == 8:
+                REPLACED[what](theirs.model.layers[0])
+            out = theirs(token, past_key_values=cache, use_cache=True)
+            token, cache = out.logits[:, -1:].argmax(-1), out.past_key_values
+            expected.append(int(token))
+    assert made == expected

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from kvpass import graphs
+from kvpass import compat, graphs
 from kvpass.capture import crossing, growth, operators, sparse_index, spelled, torn
 from kvpass.capture.operators import MOVES, SAME_VALUE, known_name
 from kvpass.capture.sites import stored
@@ -194,6 +194,7 @@ def _examine(
     otherwise = [node for node in near if node not in updates and _grows_otherwise(node, outputs)]
     kept = [node for node in near if node.op == "placeholder" or node in outputs]
     otherwise += [user for node in kept for user in node.users if _overwrites(user, node)]
+    otherwise += _replaced_in(call, ends, outputs)
     cached = behind.intersection(updates) or behind & carried or otherwise
     try:
         if otherwise:
@@ -210,6 +211,20 @@ def _examine(
             return Found(call.node, refusal=str(why))
         return Found(call.node, refusal=torn.why(call, ends))
     return Found(call.node, reading)
+
+
+def _replaced_in(call: Call, ends: set[fx.Node], outputs: dict[fx.Node, int]) -> list[fx.Node]:
+    """The update of a cache of a fixed size, by torch.where, say, if both keys and values come from one.
+
+    Where there are as many keys as queries, these may be all tokens, and an input what was made of them before a break.
+    """
+    if expr(value(call.key).shape[-2]) == expr(value(call.query).shape[-2]):
+        return []
+    updates = [
+        [n for n in _unprojected(x, ends) if n in outputs and _cat_parts(n) is None and growth.stays_as_long(n)]
+        for x in (call.key, call.value)
+    ]
+    return updates[0] if all(updates) else []
 
 
 def _leaves_otherwise(call: Call, outputs: dict[fx.Node, int]) -> bool:
@@ -278,6 +293,7 @@ def _reading(
     computed = False
     try:
         key, val = _origin(call.key, outputs), _origin(call.value, outputs)
+        computed = _is_converted(call, key, val)
     except _Refused:
         behind = _stored_behind(call, ends, outputs, writers)
         if behind is None:
@@ -285,9 +301,8 @@ def _reading(
         (key, val), computed = behind, True
     if (key.past is None) != (val.past is None):
         raise _Refused("the key has a past and the value has none, or the other way round")
-    cached = [expr(value(origin.grown).shape[2]) for origin in (key, val)]
-    if computed and any(expr(value(node).shape[-2]) not in cached for node in (call.key, call.value)):
-        raise _Refused("there are not as many keys and values attended to as are cached")
+    if computed:
+        _check_as_many(call, key, val)
     if key.past is None and _from_elsewhere(call, writers):
         raise _Refused("its keys are made of other tokens than its queries")
     (keys_out, window), (values_out, value_window) = _place(key.grown, outputs), _place(val.grown, outputs)
@@ -299,6 +314,24 @@ def _reading(
     if keys_out == values_out or known.get(keys_out, values_out) != values_out or keys_out in known.values():
         raise _Refused("one cached tensor serves as keys and as values")
     return Reading(call, key, val, computed, keys_out, values_out)
+
+
+def _is_converted(call: Call, key: Origin, val: Origin) -> bool:
+    """Whether keys or values are attended to in another dtype than they are cached in."""
+    pairs = ((call.key, key), (call.value, val))
+    return any(value(attended).dtype != value(origin.grown).dtype for attended, origin in pairs)
+
+
+def _check_as_many(call: Call, key: Origin, val: Origin) -> None:
+    """Refuse keys that are computed from a part of the cache, or from several of its tokens each."""
+    cached = {expr(value(origin.grown).shape[2]) for origin in (key, val)}
+    for node in (call.key, call.value):
+        if expr(value(node).shape[-2]) not in cached:
+            raise _Refused(
+                f"attention reads {value(node).shape[-2]} keys and the cache returns "
+                f"{value(key.grown).shape[2]}: this layer prunes or pools its keys. A window or a choice of keys can "
+                "be a part of the attention mask instead"
+            )
 
 
 def _check_left_alone(origin: Origin, writers: Writers) -> None:
@@ -330,10 +363,20 @@ def _stored_behind(
     near = graphs.behind([call.key, call.value], ends, call.node, writers=writers)
     updates = [node for node in call.node.graph.nodes if node in near and _grows_a_cache(node, outputs)]
     grown = [node for node in updates if stored(node, outputs) is not None]
+    if not updates:
+        grown = [node for node in call.node.graph.nodes if _starts_a_cache(node, call, ends, outputs)]
     if len(grown) != 2:
         return None
     first, second = (_origin(node, outputs) for node in grown)
     return first, second
+
+
+def _starts_a_cache(node: fx.Node, call: Call, ends: set[fx.Node], outputs: dict[fx.Node, int]) -> bool:
+    """Whether a prompt returns a node as rows [B, h, q, D] for its tokens, of which keys or values are computed."""
+    if node not in outputs or not is_tensor(node) or value(node).ndim != 4 or node.op == "placeholder":
+        return False
+    near = _unprojected(call.key, ends) | _unprojected(call.value, ends)
+    return node in near and expr(value(node).shape[2]) == expr(value(call.query).shape[2])
 
 
 def _place(grown: fx.Node, outputs: dict[fx.Node, int]) -> tuple[int, int | None]:
@@ -389,6 +432,21 @@ def _origin(node: fx.Node, outputs: dict[fx.Node, int]) -> Origin:
     return Origin(node, None if empty or past.op != "placeholder" else past, new)
 
 
+def _check_takes_all(node: fx.Node, grown: fx.Node, copies: float) -> None:
+    """Refuse a selection of the cache's elements that is none at the small sizes at which it is run.
+
+    What a subscript selects depends on how a length compares with its bounds.  Dynamo has decided that, so that the
+    size which it recorded says whether everything is taken, at all lengths that the graph serves.
+
+    Args:
+        copies: how many times as many elements as `grown` the result has at small sizes.
+    """
+    size, whole = value(node).numel(), value(grown).numel()
+    if copies.is_integer() and compat.known_equal(size, whole * int(copies)):
+        return
+    raise _Refused(f"{known_name(node)!r} at {graphs.source_line(node)} takes a part of the cached keys or values")
+
+
 def _check_heads(attended: fx.Node, grown: fx.Node, chain: list[fx.Node]) -> None:
     """Each query head's keys must be those of its group: run the operations on numbered elements and see.
 
@@ -406,6 +464,7 @@ def _check_heads(attended: fx.Node, grown: fx.Node, chain: list[fx.Node]) -> Non
         except (RuntimeError, TypeError, IndexError):
             line = graphs.source_line(node)
             raise _Refused(f"{line}: {known_name(node)!r} on keys or values is not understood") from None
+        _check_takes_all(node, grown, made.numel() / numbered.numel())
     rows, _, tokens, width = shape
     if made.shape[-2:] != (tokens, width) or made.numel() % numbered.numel():
         raise _Refused(f"keys or values of shape {tuple(value(grown).shape)} are cached, others are attended to")

@@ -114,7 +114,8 @@ def _put_operators(graph: fx.Graph, readings: list[Reading]) -> None:
     for reading in readings:
         call = reading.call.moved(replaced)
         cached = (appended[reading.key.grown], appended[reading.value.grown])
-        attended = (call.key, call.value) if reading.computed else cached
+        computed = (appended.get(call.key, call.key), appended.get(call.value, call.value))
+        attended = computed if reading.computed else cached
         if call.lse is not None:
             _sum_up(graph, call, attended[0])
         replaced[reading.call.node] = _attend(graph, call, attended)

@@ -50,6 +50,12 @@ _LAYOUT = (
 )
 
 
+def stays_as_long(node: fx.Node) -> bool:
+    """Whether a tensor is an input of the same shape in which some elements were replaced: a cache of a fixed size."""
+    parents = node.all_input_nodes if _holds_states(node) else []
+    return any(_is_as_long(node, given) for parent in parents for given in _inputs_of(parent))
+
+
 def _holds_states(node: Any) -> bool:
     """Whether an output is a tensor of numbers for rows, tokens and features at least, and no input itself."""
     if not is_tensor(node) or node.op == "placeholder":

@@ -9,13 +9,14 @@ import sympy  # type: ignore[import-untyped]
 import torch
 import torch.fx as fx
 
-from kvpass import graphs
+from kvpass import compat, graphs
 from kvpass.capture import canonical, operators, spelled
 from kvpass.capture.operators import MOVES, SAME_VALUE, known_name
 from kvpass.capture.sites import AttentionSite
 from kvpass.graphs import ancestors, expr, is_tensor, value
 
 ROTATED_APART = "the query is not rotated by the positions that rotate the key"
+BY_OTHER_TOKENS = "a key is not proven to be rotated by its own position alone: its angles may follow from other tokens"
 ALIKE_IN_ALL_ROWS = "the rows of a batch, which may be padded differently, count their tokens in one vector"
 
 
@@ -116,10 +117,90 @@ def reshaped(node: fx.Node) -> fx.Node:
     return node
 
 
-def given_positions(rotary: Rotary, site: AttentionSite) -> list[fx.Node]:
-    """The inputs that are the positions which rotate a site's key and queries."""
-    found = [reshaped(position) for position in positions_of(rotary, site)]
-    return [node for node in dict.fromkeys(found) if node.op == "placeholder"]
+def turns_each_token_alone(rotary: Rotary, site: AttentionSite) -> bool:
+    """Whether a key is rotated by its own position alone, and not by what other tokens of its call have.
+
+    Each dimension of positions and of the raw key that counts rows or tokens is followed to the rotated key, through
+    operations that are proven to make a slice of the same one.  A prompt of one token has no such dimension to follow;
+    there nothing may be summed up along any.  No other input of the call may count tokens.
+    """
+    position = reshaped(rotary.position)
+    beside = graphs.behind([site.key], {rotary.raw, position})
+    if any(_may_count(node) for node in beside):
+        return False
+    among = beside | {rotary.raw, position}
+    roots = {position: range(value(position).ndim), rotary.raw: (0, 2)}
+    return all(_is_followed(node, dim, among) for node, dims in roots.items() for dim in dims)
+
+
+def _may_count(node: fx.Node) -> bool:
+    """Whether a node is an input of the call that may say how many tokens it has, as whole numbers and scalars may."""
+    if node.op != "placeholder" or not is_tensor(node) or compat.is_of_module(node):
+        return False
+    return (not value(node).is_floating_point() and not value(node).is_complex()) or value(node).ndim == 0
+
+
+def _is_followed(root: fx.Node, dim: int, among: set[fx.Node]) -> bool:
+    """Whether all that is made of a tensor, among some nodes, has the slices of its dimension apart."""
+    single = expr(value(root).shape[dim]) == 1
+    places: dict[fx.Node, int | None] = {root: dim}
+    for node in root.graph.nodes:
+        parents = [parent for parent in node.all_input_nodes if parent in places]
+        if node not in among or node in places or not parents or graphs.is_size(node) or _is_empty(node):
+            continue
+        follow = _follow_one if single else _follow
+        found = {follow(node, parent, places[parent]) for parent in parents}
+        place = found.pop() if len(found) == 1 else None
+        if place is None and (not single or known_name(node) in operators.REDUCES | operators.ALONG):
+            return False
+        places[node] = place
+    return True
+
+
+def _is_empty(node: fx.Node) -> bool:
+    """Whether a tensor has no elements, as the features that are not rotated where all are."""
+    return is_tensor(node) and expr(value(node).numel()) == 0
+
+
+def _follow_one(node: fx.Node, parent: fx.Node, dim: int | None) -> int | None:
+    """`_follow` for a dimension of size 1, which a pointwise operation may broadcast without mixing anything."""
+    if dim is not None and operators.is_pointwise(node):
+        return _placed(node, parent, dim)
+    return _follow(node, parent, dim)
+
+
+def _follow(node: fx.Node, parent: fx.Node, dim: int | None) -> int | None:
+    """The dimension of a result whose slices are made of those of an operand's; see `operators.carry`."""
+    if dim is None:
+        return None
+    name, given = known_name(node) or graphs.name_of(node), value(parent)
+    place = operators.carry(node, parent, dim)
+    if place is not None or not isinstance(given, torch.Tensor):
+        return place
+    looked_up = operators.lookup(node)
+    if looked_up and parent is not looked_up[0]:
+        return operators.index_axis(node, parent, dim)
+    if name in ("polar", "complex"):
+        return int(dim + value(node).ndim - given.ndim)
+    if name in ("view_as_complex", "view_as_real"):
+        return dim if dim < min(given.ndim, value(node).ndim) else None
+    if name in ("outer", "ger"):
+        return 0 if parent is node.args[0] else 1
+    if name == "stack":
+        along = operators.bound(node).get("dim", node.args[1] if len(node.args) > 1 else 0) % value(node).ndim
+        return int(dim + (along <= dim))
+    return _in_equation(node, parent, dim) if name == "einsum" else None
+
+
+def _in_equation(node: fx.Node, parent: fx.Node, dim: int) -> int | None:
+    """Where einsum puts a dimension of an operand, by the letter that stands for it."""
+    equation, *operands = node.args
+    given = list(operands[0]) if isinstance(operands[0], (tuple, list)) else operands
+    left, arrow, right = str(equation).replace(" ", "").partition("->")
+    if not arrow or "." in left or given.count(parent) != 1:
+        return None
+    letters = left.split(",")[given.index(parent)]
+    return right.index(letters[dim]) if letters[dim] in right and letters.count(letters[dim]) == 1 else None
 
 
 def _placed(node: fx.Node, parent: fx.Node, dim: int) -> int | None:

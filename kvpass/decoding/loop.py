@@ -20,7 +20,7 @@ from kvpass.backend import backend
 from kvpass.decoding.prefill import Caller, check_budget, chunks, last_of
 from kvpass.decoding.requests import GenerationOutput, Requests
 from kvpass.decoding.sampling import PRIME, Sampling
-from kvpass.decoding.stepping import State
+from kvpass.decoding.stepping import ModelParts, State
 from kvpass.errors import CacheHandleError
 from kvpass.policies.base import Policy, require
 from kvpass.runtime.guarded import Guarded
@@ -102,6 +102,7 @@ class DecodeLoop:
         if chunk is not None:
             check_budget(self.chosen.budget)
         self.compiled = Guarded(torch.compile(model, backend=self.chosen), self.chosen.strict, model)
+        self.parts = ModelParts(model)
         self.device = next(model.parameters()).device
         self.vocabulary = _vocabulary(model)
         self.generator = self.sampling.generator(self.device)

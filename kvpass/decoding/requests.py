@@ -445,6 +445,7 @@ class Batch(State):
 
     def run(self, count: int) -> list[list[int]]:
         """So many tokens for each row, or fewer if a row ends and the host sees it at no cost."""
+        self.follow_model()
         ended = int(self.done.sum()) if self.done.device.type == "cpu" else None
         for _ in range(count):
             self._advance()
@@ -510,7 +511,8 @@ def _widened(one: LayerCache, rows: int) -> LayerCache:
     keep_address(slots)
     slots.length.fill_(one.seen)
     none = one.absent.new_zeros(rows, 0)
-    return dataclasses.replace(one, layout=layout, slots=slots, absent=none, clocks=one.clocks * rows, _picked=[])
+    fresh: dict[str, Any] = dict(absent=none, first=None, clocks=one.clocks * rows, _picked=[])
+    return dataclasses.replace(one, layout=layout, slots=slots, **fresh)
 
 
 def _put(layer: LayerCache, row: int, one: LayerCache) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from kvpass import cache_names
+from kvpass import cache_names, compat
 from kvpass.decoding.prefill import Caller
 from kvpass.decoding.sampling import Sampling
 from kvpass.errors import CacheHandleError
@@ -16,9 +18,30 @@ from kvpass.runtime import caches, steps
 from kvpass.runtime.handle import Handle, LayerCache, renewed
 
 
+class ModelParts:
+    """The parameters, buffers and modules of a model, as objects, to see that none was replaced by another."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self.note()
+
+    def note(self) -> None:
+        """Take the model as it is now."""
+        self._tables = compat.parts_of(self._model)
+        self._known = list(self._now())
+
+    def replaced(self) -> bool:
+        """Whether an object was replaced, added or removed since the model was noted."""
+        return not all(itertools.starmap(operator.is_, itertools.zip_longest(self._now(), self._known)))
+
+    def _now(self) -> Iterator[Any]:
+        return itertools.chain.from_iterable(map(dict.values, self._tables))
+
+
 class Loop(Protocol):
     """What a state asks of its loop; see `DecodeLoop`."""
 
+    parts: ModelParts
     every: int
     pad: int
     stop: Tensor
@@ -66,6 +89,7 @@ class State:
 
     def take(self, count: int) -> list[Tensor]:
         """The next tokens: so many, or fewer if all conversations stop."""
+        self.follow_model()
         while self.pending < count:
             self._advance()
             self.pending += 1
@@ -81,6 +105,14 @@ class State:
         self.finished = over[-1]
         self.ended = bool(over[-1].all())
         return 1 + int((~over[:-1]).any(-1).sum())
+
+    def follow_model(self) -> None:
+        """Go through the model again where a parameter or a module of it was replaced.
+
+        It can only have been while the host had the tokens, so that it is enough to look between two batches of steps.
+        """
+        if self.step is not None and self.loop.parts.replaced():
+            self.step.forget()
 
     def _advance(self) -> None:
         """One token for every conversation."""
@@ -100,6 +132,7 @@ class State:
                 "a mask of this model is made from all tokens anew in every step, which a decode loop does not repeat; "
                 "use model.generate"
             )
+        self.loop.parts.note()
         self.cache = cache_names.returned(out)
         self.step = self.step or Step(self)
         self.step.repeat(ran[0], out.logits, mask)
@@ -151,6 +184,7 @@ class Step:
         self.taken = 0  # steps since the cache object was brought up to date
         self.known: dict[Any, Any] = {}  # kinds of step that have run, each with the slots that it is of
         self.bound: dict[Any, Callable[..., Sequence[Any]]] = {}  # by kind, and whether it sweeps
+        self.settled, self.arguments = False, tuple[Any, ...]()
         self.graphs: dict[Any, torch.cuda.CUDAGraph] = {}
         self.caches: list[LayerCache] = []
 
@@ -158,14 +192,18 @@ class Step:
         """Take over from a step that went through the model, with these logits and this padding mask."""
         self.settled = bool(self.caches) and ran.runner is self.runner
         if not self.settled:
-            self.known.clear()
-            self.bound.clear()
-            self.graphs.clear()
+            self.forget()
         self.runner, self.caches, self.arguments, self.mask = ran.runner, ran.caches, ran.arguments, mask
         self.lasts, self.began = ran.runner.lasts(ran), ran.caches[0].seen - 1
         self.others, self.padding = ran.others, ran.known
         self.place = next(i for i, made in enumerate(ran.results) if _is_same(made, logits))
         self.known[ran.kind] = [cache.slots for cache in self.caches]
+
+    def forget(self) -> None:
+        """Repeat nothing of the steps so far, and hold none of the tensors that they were given."""
+        self.settled, self.arguments = False, ()
+        for kinds in (self.known, self.bound, self.graphs):
+            kinds.clear()
 
     def run(self) -> bool:
         """One step, on a GPU by replaying it; False if it is of a kind that has not run yet."""

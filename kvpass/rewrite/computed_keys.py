@@ -174,7 +174,30 @@ def _follows(node: fx.Node, parent: fx.Node, axis: int | None) -> int | None:
     if graphs.name_of(node) in _WRITES:  # one tensor written over another, or a part of it along other dimensions
         last = value(node).ndim - value(parent).ndim + axis
         return last if graphs.name_of(node) == "copy_" or parent is node.args[0] or _writes_whole(node) else None
+    if node.target in _NORMS:
+        return _beside_norm(node, axis)
     return operators.carry(node, parent, axis)
+
+
+_NORMS: dict[Any, tuple[str, ...]] = {
+    torch.nn.functional.normalize: ("input", "p", "dim", "eps"),
+    torch.linalg.vector_norm: ("x", "ord", "dim", "keepdim"),
+    torch.norm: ("input", "p", "dim", "keepdim"),
+    "norm": ("input", "p", "dim", "keepdim"),
+}
+"""Functions and the method that measure vectors along a dimension, and their arguments."""
+
+
+def _beside_norm(node: fx.Node, axis: int) -> int | None:
+    """Where a dimension is in the result of a norm along others; None if the norm runs along it."""
+    given = dict(zip(_NORMS[node.target], node.args, strict=False)) | dict(node.kwargs)
+    normalizes = node.target is torch.nn.functional.normalize
+    dims, ndim = given.get("dim", 1 if normalizes else None), value(node.args[0]).ndim  # type: ignore[arg-type]
+    along = {dim % ndim for dim in (dims if isinstance(dims, (tuple, list)) else [dims]) if isinstance(dim, int)}
+    if not along or axis in along:
+        return None
+    keeps = normalizes or bool(given.get("keepdim", False))
+    return axis if keeps else axis - sum(dim < axis for dim in along)
 
 
 def _writes_whole(node: fx.Node) -> bool:

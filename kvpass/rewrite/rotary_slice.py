@@ -8,7 +8,7 @@ out stay valid.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass import compat, graphs
-from kvpass.capture.rotary import Rotary
+from kvpass.capture.rotary import Rotary, find_rotary
 from kvpass.capture.sites import AttentionSite
 from kvpass.compat import written_out
 from kvpass.errors import UnsupportedGraph
@@ -26,6 +26,9 @@ from kvpass.precision import wide
 from kvpass.rewrite.mask_slice import check_not_overwritten
 from kvpass.rewrite.sections import InSections, Padded
 from kvpass.storage import Sections
+
+PROBED = (1, 5)
+"""Positions at which angles of two graphs are compared."""
 
 Like = tuple[tuple[Any, ...], torch.dtype]
 """The shape and the dtype of a tensor, or of a size, which may be open."""
@@ -89,6 +92,15 @@ class RotarySlice:
 
         made = torch.vmap(at)(torch.arange(count, device=device))
         return [written_out(wide(rows) if rows.is_floating_point() and rows.is_cpu else rows) for rows in made]
+
+    def probe(self, bound: Sequence[Any], device: torch.device) -> Tensor:
+        """Return what keys at a few positions are rotated with, once where rows or queries do not differ."""
+        shape, made = tuple(map(compat.at_hand, self.position)), list[Tensor]()
+        for place in PROBED:
+            for x in self.angles.module(torch.full(shape, place, device=device), *bound):
+                alike = [d for d in range(x.ndim) if bool((x == x.narrow(d, 0, 1)).all())]
+                made.append(torch.view_as_real(_first(x, alike).resolve_conj()) if x.is_complex() else _first(x, alike))
+        return torch.cat([x.flatten().double() for x in made])
 
     def _as_made(self, angles: Iterable[Tensor]) -> list[Tensor]:
         """What a table has for a position as `angles` gives it."""
@@ -184,6 +196,20 @@ class RotarySlice:
         return weights_of(
             rotate, pairs, torch.empty(self.shape[3], dtype=self.rotate_inputs[0][1], device=table[0].device)
         )
+
+
+def probe_rotaries(
+    gm: fx.GraphModule, sites: Sequence[AttentionSite], sizes: Sizes, arguments: Sequence[Any], device: torch.device
+) -> Tensor | None:
+    """Return `RotarySlice.probe` of each rotary embedding of a graph, for the arguments of a call, or None."""
+    found: dict[tuple[fx.Node, ...], Tensor] = {}
+    for site in sites:
+        rotary = find_rotary(gm, site)
+        angles = () if rotary is None else tuple(_angles(gm, site.key, rotary))
+        if rotary is not None and angles not in found:
+            cut = cut_rotary(gm, site, rotary, sizes)
+            found[angles] = cut.probe(graphs.computing(gm, list(cut.angles.bound))(*arguments), device)
+    return torch.cat(list(found.values())) if found else None
 
 
 def _row_by_row(rotated: Tensor) -> Tensor:

@@ -129,6 +129,9 @@ class LayerCache:
         notes: facts to report, such as an adopted prompt.
         doubts: what was asked of the device and not waited for.
         absent: int64 [B, P], the places in the padded sequence of the padding that was left out, -1 after the last.
+        first: int64 [B], the position id of each row's first real token, where keys are rotated by rank; None where
+            that is not known, or is none.
+        angles: what keys at a few positions are rotated with, where that is done by rank; see `RotarySlice.probe`.
         weights: of what the layer's keys were made.
         calls: the last ones, as far as they can be taken back.
         cropped: what took its place when tokens were taken back; it is not gone on with.
@@ -146,6 +149,8 @@ class LayerCache:
     broken: bool = False
     notes: tuple[str, ...] = ()
     absent: Tensor = dataclasses.field(default_factory=lambda: torch.empty(0, 0, dtype=torch.int64))
+    first: Tensor | None = None
+    angles: Tensor | None = None
     doubts: Doubts = dataclasses.field(default_factory=lambda: Doubts())
     weights: tuple[weakref.ref[Any], ...] = ()
     calls: history.Calls = ()
@@ -224,6 +229,7 @@ class LayerCache:
             layout=dataclasses.replace(self.layout, batch=slots.key.shape[0], device=slots.key.device),
             slots=slots,
             absent=apply(self.absent),
+            first=None if self.first is None else apply(self.first),
             calls=(),
             _picked=[],
         )

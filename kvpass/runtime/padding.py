@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.fx as fx
 from torch import Tensor
 
 from kvpass import graphs
 from kvpass.capture.hiding import telling
-from kvpass.capture.rotary import find_rotary, given_positions
+from kvpass.capture.rotary import find_rotary, reshaped
 from kvpass.capture.sites import AttentionSite
+from kvpass.errors import UnsupportedGraph
 from kvpass.policies.base import LATE
 from kvpass.runtime.handle import LayerCache
 
 OWN_POSITIONS = (
     "the position ids are not 0, 1, 2, ... over the real tokens of a row, and held tokens are numbered by their rank "
     "instead: leave position_ids out, or pass positions='absolute'"
+)
+PADDING_BETWEEN = (
+    "the position ids that the model makes do not go on one by one over the real tokens of a row, as where padding "
+    "between these counts, and held tokens are numbered by their rank instead: pad on the left, give position_ids that "
+    "count real tokens, or pass positions='absolute'"
+)
+OTHER_ANGLES = (
+    "this call rotates keys by other angles than the calls before, as where the length decides on the frequencies, and "
+    "all held keys are rotated when they are read: use positions='absolute'"
 )
 SHOWN_AGAIN = (
     "a token that the mask hid when it came, and that was left out of the cache for that, is no longer hidden; give "
@@ -35,25 +47,77 @@ def told_by(gm: fx.GraphModule, sites: list[AttentionSite], step: bool) -> list[
     return [known[among] for among in masks]
 
 
-def positions_among(gm: fx.GraphModule, sites: list[AttentionSite]) -> list[int]:
-    """Which of a graph's arguments are positions that rotate queries and keys."""
-    holders = graphs.placeholders(gm.graph)
-    rotaries = [(find_rotary(gm, site), site) for site in sites]
-    given = [node for rotary, site in rotaries if rotary for node in given_positions(rotary, site)]
-    return [holders.index(node) for node in dict.fromkeys(given)]
+class Positions:
+    """The position ids that rotate the keys of a graph, computed from the arguments of each call.
 
-
-def count_tokens(ids: Tensor, queries: int, rows: int, columns: list[Tensor], seen: Tensor | int = 0) -> Tensor:
-    """Whether position ids [..., q] of real tokens go on from `seen` [B], one by one; a bool on the device.
-
-    Args:
-        columns: zero for padding, each [B or 1, q] or [q].
+    Ranks take their place where held tokens are numbered by rank.  Distances between real tokens stay what they are
+    only if the ids of a row go on one by one, from whichever number its first real token has.
     """
-    valid = ~padding_of(columns, rows, queries, ids.device)
-    before = seen[:, None].to(ids.device) if isinstance(seen, Tensor) else seen
-    wanted = before + valid.long().cumsum(-1) - 1
-    given = ids.reshape(-1, queries) if ids.shape[-1] == queries else ids.reshape(queries, -1).T
-    return ((given == wanted) | ~valid).all()
+
+    def __init__(self, gm: fx.GraphModule, sites: list[AttentionSite]) -> None:
+        rotaries = [find_rotary(gm, site) for site in sites]
+        nodes = list(dict.fromkeys(reshaped(rotary.position) for rotary in rotaries if rotary))
+        self._given = [node.op == "placeholder" for node in nodes]
+        self._module = graphs.computing(gm, nodes)
+
+    def first(self, arguments: tuple[Any, ...], valid: Tensor) -> Tensor | None:
+        """The id of each row's first real token in a prompt, int64 [B]; None if no ids rotate keys.
+
+        Args:
+            valid: bool [B, q].
+
+        Raises:
+            UnsupportedGraph: the ids of a row do not go on one by one, or those that the caller gave begin above 0.
+        """
+        first = None
+        for ids, given in zip(self._ids(arguments, valid), self._given, strict=True):
+            offsets = _offsets(ids, valid)
+            first = torch.where(valid.any(-1), offsets.gather(-1, valid.long().argmax(-1, keepdim=True))[:, 0], 0)
+            if not bool(_is_constant(offsets, valid, torch.zeros_like(first) if given else first)):
+                raise UnsupportedGraph(self.refusal)
+        return first
+
+    def go_on(self, arguments: tuple[Any, ...], valid: Tensor, first: Tensor | None, seen: Tensor) -> Tensor:
+        """Whether the ids of a step's real tokens follow those of the row's tokens before; a bool on the device.
+
+        Args:
+            valid: bool [B, q].
+            first: see the method of that name; None where rows were taken from several prompts.
+            seen: the real tokens before, int64 [B].
+        """
+        fits = torch.ones((), dtype=torch.bool, device=valid.device)
+        for ids, given in zip(self._ids(arguments, valid), self._given, strict=True):
+            begin = torch.zeros_like(seen) if given else first
+            if begin is not None:
+                fits = fits & _is_constant(_offsets(ids, valid), valid, begin + seen)
+        return fits
+
+    @property
+    def refusal(self) -> str:
+        """What to say where ids do not follow each other."""
+        return OWN_POSITIONS if any(self._given) else PADDING_BETWEEN
+
+    def _ids(self, arguments: tuple[Any, ...], valid: Tensor) -> list[Tensor]:
+        """Each layer's ids as [B or 1, q]; layers mostly share them."""
+        queries = valid.shape[1]
+        made = [ids if ids.shape[-1] == queries or ids.ndim != 2 else ids.T for ids in self._module(*arguments)]
+        return [ids.reshape(-1, queries).to(valid.device) for ids in made]
+
+
+def _offsets(ids: Tensor, valid: Tensor) -> Tensor:
+    """By how much ids [B or 1, q] are above the rank among the real tokens of the call, int64 [B, q]."""
+    return ids - (valid.long().cumsum(-1) - 1)
+
+
+def _is_constant(offsets: Tensor, valid: Tensor, wanted: Tensor) -> Tensor:
+    """Whether offsets [B, q] of real tokens are those wanted of their rows [B]."""
+    return ((offsets == wanted.to(offsets.device)[:, None]) | ~valid).all()
+
+
+def alike(one: Tensor, other: Tensor) -> bool:
+    """Whether two graphs rotate keys by the same angles, but for rounding; see `RotarySlice.probe`."""
+    other = other.to(one.device)
+    return one.shape == other.shape and torch.allclose(one, other, rtol=1e-2, atol=1e-2)
 
 
 def places_of(chosen: Tensor, start: int = 0) -> Tensor:

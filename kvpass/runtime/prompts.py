@@ -14,18 +14,21 @@ from kvpass import compat, graphs
 from kvpass.capture import sparse_index
 from kvpass.capture.capture import Capture
 from kvpass.errors import BudgetError, PolicyError, UnsupportedGraph
+from kvpass.graphs import Sizes
 from kvpass.layer.slots import Chunk, Layout
 from kvpass.layer.statistics import Asked, as_attention
 from kvpass.policies.base import Attention, Plan, Policy
 from kvpass.policies.window import Window
 from kvpass.rewrite.computed_keys import joined
 from kvpass.rewrite.prompt import rewrite_prompt
+from kvpass.rewrite.rotary_slice import probe_rotaries
 from kvpass.runtime import history, ownership
 from kvpass.runtime.caches import lengthened
 from kvpass.runtime.classes import AsTraced
 from kvpass.runtime.compiler import Compiler
 from kvpass.runtime.handle import LayerCache
-from kvpass.runtime.padding import OWN_POSITIONS, count_tokens, places_of, positions_among, told_by
+from kvpass.runtime.padding import Positions, places_of, told_by
+from kvpass.runtime.sizes import measured
 
 ADOPTED = "adopted: the prompt ran uncompiled, so nothing is known of its attention"
 
@@ -39,6 +42,7 @@ class PromptLayer:
         asked: the query, the attended keys, the mask and the sink, where a reference wants them, or a crop may.
         window: how many of the last tokens the model stores, None for all.
         heads: of the model's cache.
+        first: see `LayerCache`.
     """
 
     policy: Policy
@@ -46,6 +50,7 @@ class PromptLayer:
     window: int | None
     chunk: Chunk
     asked: Asked | None
+    first: Tensor | None = None
 
     def without(self, gone: int, budget: budgets.Budget) -> PromptLayer:
         """The same without its last tokens, as if they had not been there; the budget as users write it."""
@@ -114,8 +119,9 @@ class PromptRunner:
         self.rewrite = rewrite_prompt(gm, sites, self.policies, backend.budget, ranked, extras, examples, told)
         holders = graphs.placeholders(gm.graph)
         self.past = holders.index(sites[0].past_key) if sites[0].past_key else None
-        self.positions = positions_among(gm, sites) if ranked else []
-        self.told = [holders.index(node) for node in told[0]]
+        self.positions = Positions(gm, sites) if ranked else None
+        self.gm = gm
+        self.angles: Tensor | None = None
         self.sparse_indices = [each for site in sites for each in sparse_index.find(site.mask)]
         outputs = graphs.results(gm.graph)
         grown = [pair for each in self.sparse_indices for pair in sparse_index.cached(each, outputs)]
@@ -152,8 +158,8 @@ class PromptRunner:
         """Run Dynamo's arguments, which are given as they are and as they are in the graph."""
         results = list(self.inner(*traced))
         adopted = 0 if self.past is None else traced[self.past].shape[2]
-        self._check_positions(traced)
-        layers = [self._layer(results, i, adopted) for i in range(len(self.sites))]
+        first = self._first(results, traced)
+        layers = [self._layer(results, i, adopted, first) for i in range(len(self.sites))]
         del results[self.outputs :]
         prompt = layers[0].chunk.valid.shape[1]
         for each in self.sparse_indices:
@@ -177,18 +183,17 @@ class PromptRunner:
             yield self._store(i, layers[i], plan)
             layers[i] = None  # type: ignore[call-overload]
 
-    def _check_positions(self, arguments: tuple[Any, ...]) -> None:
-        """Positions that a user gives must count the real tokens, where held tokens are numbered by rank instead."""
-        for place in self.positions:
-            query = arguments[place].shape[-1]
-            columns = [arguments[told][..., :query] for told in self.told]
-            rows = max(
-                [arguments[place].reshape(-1, query).shape[0], *(c.reshape(-1, query).shape[0] for c in columns)]
-            )
-            if not bool(count_tokens(arguments[place], query, rows, columns)):
-                raise UnsupportedGraph(OWN_POSITIONS)
+    def _first(self, results: list[Any], arguments: tuple[Any, ...]) -> Tensor | None:
+        """The position id of each row's first real token, where held tokens are numbered by rank instead."""
+        if self.positions is None:
+            return None
+        key = results[self.rewrite.raw[0]]
+        if self.angles is None:
+            sizes = Sizes((), measured(self.gm, arguments), key.shape[2])
+            self.angles = probe_rotaries(self.gm, self.sites, sizes, arguments, key.device)
+        return self.positions.first(arguments, self._valid(results, 0, key))
 
-    def _layer(self, results: list[Any], i: int, adopted: int) -> PromptLayer:
+    def _layer(self, results: list[Any], i: int, adopted: int, first: Tensor | None) -> PromptLayer:
         site, places = self.sites[i], self.rewrite
         key, value = results[places.raw[i]], results[places.values[i]]
         valid = self._valid(results, i, key)
@@ -203,7 +208,7 @@ class PromptRunner:
             mask, sink_logit = (None if place is None else results[place] for place in others)
             common = (site.causal, site.scale, site.cap, key.shape[1], site.spread)
             asked = Asked(results[query], results[attended], mask, sink_logit, *common)
-        return PromptLayer(self.policies[i], heads, site.window, Chunk(key, value, valid, attention), asked)
+        return PromptLayer(self.policies[i], heads, site.window, Chunk(key, value, valid, attention), asked, first)
 
     def _valid(self, results: list[Any], i: int, key: Tensor) -> Tensor:
         """bool [B, S]: which tokens are not padding."""
@@ -279,7 +284,8 @@ class PromptRunner:
         mine = (self.backend, next(self.backend.layers), layout)
         holding = self.backend.holding
         slots, limit, clocks = holding.admitted(layout, chunk, layer.asked, self.sites[number], plan)
-        return LayerCache(*mine, slots, count, shown, layer.window, limit, clocks, notes=notes, absent=absent)
+        given: dict[str, Any] = dict(notes=notes, absent=absent, first=layer.first, angles=self.angles)
+        return LayerCache(*mine, slots, count, shown, layer.window, limit, clocks, **given)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,6 +24,7 @@ from kvpass.rewrite.context import StepContext
 from kvpass.rewrite.conversation import Step
 from kvpass.rewrite.pipeline import rewrite_step
 from kvpass.rewrite.result import StepRewrite, of_new
+from kvpass.rewrite.rotary_slice import probe_rotaries
 from kvpass.rewrite.validate import Validation, validate
 from kvpass.runtime import ownership
 from kvpass.runtime.bound import Bound
@@ -34,13 +35,13 @@ from kvpass.runtime.cropping import calls_before, remember
 from kvpass.runtime.handle import LayerCache, check_layers, current
 from kvpass.runtime.padding import (
     HIDDEN_BEFORE,
-    OWN_POSITIONS,
+    OTHER_ANGLES,
     SHOWN_AGAIN,
+    Positions,
     agreement,
-    count_tokens,
+    alike,
     padding_of,
     places_of,
-    positions_among,
     told_by,
 )
 from kvpass.runtime.ready import Measures, Opened, Ready, ReadySteps
@@ -69,7 +70,8 @@ class StepRunner:
         self.telling = told_by(self.gm, self.sites, step=True)
         self.told = {node: holders.index(node) for nodes in self.telling for node in nodes}
         self.readings: dict[Any, Sizes] = {}
-        self.positions: list[int] | None = None
+        self.positions: Positions | None = None
+        self.angles: Tensor | None = None
         self.validation: Validation | None = None
         self.ready = ReadySteps(
             {str(symbol) for node in self.gm.graph.nodes for symbol in compat.symbols(graphs.value(node))}
@@ -84,6 +86,7 @@ class StepRunner:
         caches = [self._cache(arguments, places) for places in self.pasts]
         check_layers(caches)
         self._check_weights(caches, arguments)
+        self._check_windows(caches)
         self._check_hidden(caches)
         arguments = self.as_traced(arguments)
         for cache in caches:
@@ -92,6 +95,7 @@ class StepRunner:
         known, before = self._known(caches, arguments), caches[0].seen
         others = self._others(caches, arguments, known)
         self._check_positions(caches, arguments)
+        self._check_angles(caches, arguments, others)
         rewrite, results, aside = self.advance(caches, arguments, others, known)
         self._note_padding(caches, arguments, before)
         if listener is not None:
@@ -188,10 +192,7 @@ class StepRunner:
         sweep: bool,
     ) -> Ready:
         """The rewritten graph for caches in which there is room."""
-        windows = tuple(cache.window if cache.stored < cache.seen else None for cache in caches)
-        numbers, seen = measures.numbers, caches[0].seen
-        new = self._queries(numbers)
-        counters = tuple(Counter.of(arguments[place], seen, new) for place in self.counters.values())
+        numbers, counters, windows = self._read_call(caches, arguments)
         how, tied = (counters, windows, known, sweep), ties(others, numbers)
         call = (*how, others, numbers, tuple((cache.layout, cache.slots.capacity) for cache in caches))
         ready = self.ready.known(call, measures)
@@ -212,6 +213,15 @@ class StepRunner:
             )
             self.worked.add(others)
         return ready
+
+    def _read_call(
+        self, caches: list[LayerCache], arguments: tuple[Any, ...]
+    ) -> tuple[tuple[int, ...], tuple[Counter, ...], tuple[int | None, ...]]:
+        """The sizes, the numbers that count tokens, and the windows that are full, of a call."""
+        windows = tuple(cache.window if cache.stored < cache.seen else None for cache in caches)
+        numbers, seen = self._numbers(arguments), caches[0].seen
+        new = self._queries(numbers)
+        return numbers, tuple(Counter.of(arguments[place], seen, new) for place in self.counters.values()), windows
 
     def _others(
         self, caches: list[LayerCache], arguments: tuple[Any, ...], known: frozenset[int]
@@ -282,20 +292,33 @@ class StepRunner:
                 raise UnsupportedGraph(f"{graphs.source_line(site.call)}: {HIDDEN_BEFORE}")
 
     def _check_positions(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> None:
-        """Positions that a user gives must count the real tokens, where held tokens are numbered by rank instead."""
+        """Positions must count the real tokens, where held tokens are numbered by rank instead."""
         cache = caches[0]
         if not cache.layout.ranked:
             return
         if self.positions is None:
-            self.positions = positions_among(self.gm, self.sites)
-        queries = self._queries(self._numbers(arguments))
-        for place in self.positions:
-            columns = self._columns(arguments, self.telling[0], cache.seen, queries)
-            fits = count_tokens(arguments[place], queries, cache.layout.batch, columns, cache.valid_seen)
-            if fits.is_cuda:
-                cache.doubts.add(fits)
-            elif not bool(fits):
-                raise UnsupportedGraph(OWN_POSITIONS)
+            self.positions = Positions(self.gm, self.sites)
+        valid = self._valid(cache, self.telling[0], arguments, self._queries(self._numbers(arguments)))
+        fits = self.positions.go_on(arguments, valid, cache.first, cache.valid_seen)
+        if fits.is_cuda:
+            cache.doubts.add(fits)
+        elif not bool(fits):
+            raise UnsupportedGraph(self.positions.refusal)
+
+    def _check_angles(
+        self, caches: list[LayerCache], arguments: tuple[Any, ...], others: tuple[int | None, ...]
+    ) -> None:
+        """Keys that are rotated when they are read must be rotated as the call in which they came would have."""
+        cache = caches[0]
+        if not cache.layout.ranked or cache.angles is None or cache.angles is self.angles:
+            return
+        if self.angles is None:
+            numbers, counters, windows = self._read_call(caches, arguments)
+            sizes = self._sizes(numbers, counters, others, windows, None)
+            self.angles = probe_rotaries(self.gm, self.sites, sizes, arguments, cache.layout.device)
+        if self.angles is None or not alike(self.angles, cache.angles):
+            raise UnsupportedGraph(f"{graphs.source_line(self.sites[0].call)}: {OTHER_ANGLES}")
+        cache.angles = self.angles
 
     def _note_padding(self, caches: list[LayerCache], arguments: tuple[Any, ...], before: int) -> None:
         """Remember which of the new tokens were padding; of a single one on a GPU that is left to the counts."""
@@ -387,6 +410,19 @@ class StepRunner:
                 raise CacheHandleError(
                     f"{graphs.source_line(site.call)}: the cache was made with its heads spread over processes as "
                     f"{cache.layout.spread}, and this step has {site.spread}; run both by the same model"
+                )
+
+    def _check_windows(self, caches: list[LayerCache]) -> None:
+        """A layer must store as many of its last tokens here as in the prompt, on which its slots were planned."""
+        for site, cache in zip(self.sites, caches, strict=True):
+            if site.window != cache.window:
+                here, before = (
+                    "all" if count is None else f"the last {count}" for count in (site.window, cache.window)
+                )
+                raise UnsupportedGraph(
+                    f"{graphs.source_line(site.call)}: this call stores {here} of the layer's tokens, and the prompt "
+                    f"stored {before}: let every call cut the cache by the same subscript, as k[:, :, -n:], or leave "
+                    "the cache whole and hide old tokens in the attention mask"
                 )
 
     def _queries(self, numbers: tuple[int, ...]) -> int:

@@ -17,12 +17,14 @@ from torch import Tensor
 from kvpass import graphs
 from kvpass.capture.rotary import (
     ALIKE_IN_ALL_ROWS,
+    BY_OTHER_TOKENS,
     ROTATED_APART,
     Rotary,
     find_rotary,
     positions_of,
     reshaped,
     rows_come_first,
+    turns_each_token_alone,
 )
 from kvpass.errors import UnsupportedGraph
 from kvpass.graphs import value
@@ -57,6 +59,8 @@ def _rotary(step: StepContext, layer: int) -> Rotary:
     rotary = find_rotary(step.gm, step.sites[layer])
     if rotary is None:
         raise UnsupportedGraph(f"{step.line(layer)}: the keys had a rotary embedding in the prompt and have none here")
+    if not turns_each_token_alone(rotary, step.sites[layer]):
+        _refuse(step, layer, BY_OTHER_TOKENS)
     return rotary
 
 
