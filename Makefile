@@ -3,12 +3,13 @@ BIN := .venv/bin
 RUNS := .venv/.runs
 INSTALLED := .venv/.installed
 OLDEST := .venv-oldest
+NEWEST := .venv-newest
 
 # Bytecode is kept, whatever the environment says: a process that compiles torch's and transformers' sources anew takes
 # ten seconds longer to begin, and the demo, the tests and the benchmarks begin dozens.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test oldest slow whole lint architectures reach bench clean
+.PHONY: demo test oldest newest slow whole lint architectures reach bench clean
 
 # The main job: tables, pictures and completions in out/, in six minutes on two cores.  Two policies at a time with one
 # thread each: so small a model gains little from a second one, and compiling, which takes most of the time, keeps both busy.
@@ -19,7 +20,7 @@ demo: $(RUNS)
 TESTS := python -m pytest -q -n auto --maxprocesses 4
 PYTEST := $(BIN)/$(TESTS)
 
-# What `make oldest` runs: files without their slow cases, and single cases.
+# What `make oldest` and `make newest` run: files without their slow cases, and single cases.
 PARTS := tests/test_handle.py tests/test_runtime.py tests/test_generate.py tests/rewrite tests/replay \
     tests/lowering/test_counted.py
 KINDS := h2o streaming buzz d2o cascade sage
@@ -29,6 +30,9 @@ CASES += tests/test_compiled.py::test_the_smallest_case_by_default
 CASES += 'tests/test_compiled.py::test_inductor_equals_eager[Llama-streaming]'
 CASES += tests/test_decode.py::test_compiled_by_inductor
 CASES += 'tests/test_decode.py::test_a_decode_loop_runs_no_generated_python[h2o]'
+# What `make newest` runs beside these: names of caches, of torch and of operators, and what triton makes for GPUs.
+CHANGED := tests/test_cache_names.py tests/test_doctor.py tests/test_prefill.py tests/capture/test_capture.py \
+    tests/testing/test_cuda_emission.py
 
 test: $(INSTALLED)
 	$(PYTEST) --dist loadfile --no-loadscope-reorder
@@ -43,6 +47,11 @@ slow: $(INSTALLED)
 oldest: $(OLDEST)/.installed
 	$(OLDEST)/bin/$(TESTS) --dist worksteal -m "slow or not slow" $(CASES)
 	$(OLDEST)/bin/$(TESTS) --dist loadfile $(PARTS)
+
+# On the newest versions that were tried, with the CUDA build of torch: the same, and what last needed a change for them.
+newest: $(NEWEST)/.installed
+	$(NEWEST)/bin/$(TESTS) --dist worksteal -m "slow or not slow" $(CASES)
+	$(NEWEST)/bin/$(TESTS) --dist loadfile $(PARTS) $(CHANGED)
 
 whole: $(INSTALLED)
 	$(PYTEST) --dist worksteal -m "slow or not slow"
@@ -86,6 +95,12 @@ $(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
 	$(OLDEST)/bin/python -m pip install --no-compile --no-cache-dir -c constraints-oldest.txt -e '.[test]'
 	touch $@
 
+# torch as anybody gets it from the package index, with CUDA.
+$(NEWEST)/.installed: pyproject.toml constraints-newest.txt
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --no-compile --no-cache-dir -c constraints-newest.txt -e '.[test]'
+	touch $@
+
 clean:
-	rm -rf .venv $(OLDEST) out build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf .venv $(OLDEST) $(NEWEST) out build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find kvpass tests examples -name __pycache__ -type d -prune -exec rm -rf {} +

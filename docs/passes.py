@@ -24,7 +24,7 @@ HEAD = """# The passes, on a real graph
 
 What becomes of one decode step of a model of two layers: `python docs/passes.py` writes this page. Policy `streaming`
 with a budget of 4 and positions by rank. Any model's own are printed with `KVPASS_LOGS=passes,graphs`, or by
-`kvpass.explain(model, policy, graphs=True)(ids, past_key_values=cache)`. What each pass is for stands in its file in
+`kvpass.explain(model, policy, graphs=True)(ids, cache=cache)`. What each pass is for stands in its file in
 `kvpass/rewrite/passes`. Of what a pass changes only the lines that are new are shown, the first of them where there are
 many, and how many went.
 

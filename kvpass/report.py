@@ -64,8 +64,8 @@ def explain(
 ) -> Callable[..., ExplainReport]:
     """Say what the backend would make of a model: `explain(model, policy=..., budget=...)(*args, **kwargs)`.
 
-    The model is traced for one call with the arguments and nothing is compiled.  Give `past_key_values` from
-    an earlier call under the same settings to see a decode step.  Takes what `kvpass.backend` takes.
+    The model is traced for one call with the arguments and nothing is compiled.  Give the cache from an
+    earlier call under the same settings to see a decode step.  Takes what `kvpass.backend` takes.
 
     Args:
         graphs: keep the programs: Dynamo's graph, its canonical form, and a step graph after every pass.

@@ -630,6 +630,13 @@ def test_a_model_that_was_given_up_returns_no_cache_that_grows(monkeypatch: pyte
         assert not isinstance(feed(strict, ids, mask, [10]).cache.layers[0].keys, Handle)
 
 
+@pytest.fixture
+def no_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offloaded caches make a stream, which builds of torch for CUDA refuse where there is no GPU."""
+    monkeypatch.setattr(torch, "Stream", lambda: None)
+
+
+@pytest.mark.usefixtures("no_streams")
 def test_an_offloaded_cache_is_an_error_that_says_what_to_do() -> None:
     model, (ids, mask) = build("Llama"), prompt(2, 9, (2, 0))
     kvpass.compile(model, "h2o", budget=16, inner="eager")
@@ -637,6 +644,7 @@ def test_an_offloaded_cache_is_an_error_that_says_what_to_do() -> None:
         model.generate(ids, attention_mask=mask, max_new_tokens=4, cache_implementation="offloaded", pad_token_id=0)
 
 
+@pytest.mark.usefixtures("no_streams")
 @pytest.mark.parametrize("around", [lambda cache: cache, lambda cache: transformers.EncoderDecoderCache(cache, cache)])
 def test_a_cache_is_looked_at_wherever_it_is_given(around: Callable[[Any], Any]) -> None:
     guarded = Guarded(lambda *_: pytest.fail("the model was called"), strict=True)

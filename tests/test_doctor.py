@@ -72,7 +72,7 @@ def test_a_lost_name_is_reported_with_what_it_was_for(monkeypatch, capsys) -> No
     monkeypatch.setattr(inspect, "getsource", lambda module: USES)
     monkeypatch.setattr(compat, "METHODS", ("torch.fx.Graph.no_such_method", "torch.fx.Graph.lint"))
     assert cli.main(["doctor"]) == 1
-    lost = [line for line in capsys.readouterr().out.splitlines() if line.startswith("MISSING")]
+    lost = sorted(line for line in capsys.readouterr().out.splitlines() if line.startswith("MISSING"))
     assert [line.split(":")[0].removeprefix("MISSING ") for line in lost] == [
         "torch._C._dynamo.guards._no_such_name",
         "torch._dynamo.config.no_such_setting",

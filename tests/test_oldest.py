@@ -1,4 +1,4 @@
-"""What `make oldest` installs is the oldest that pyproject.toml allows."""
+"""What `make oldest` installs is the oldest that pyproject.toml allows, and the tested range is what is tested."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
+
+from kvpass.versions import TESTED
 
 ROOT = Path(__file__).parents[1]
 REQUIREMENT = re.compile(r'"([\w-]+)>=([\d.]+)')
@@ -31,3 +33,15 @@ def test_the_oldest_that_is_allowed_is_tested(package: str) -> None:
     """`>=2.3` allows 2.3.0 and 2.3.1 alike, of which the first may never have been published."""
     lowest = required()[package].split(".")
     assert PINS[package].split(".")[: len(lowest)] == lowest
+
+
+def test_the_range_that_is_named_is_the_one_that_is_tested() -> None:
+    newest, usual = (dict(PINNED.findall((ROOT / f"constraints{of}.txt").read_text())) for of in ("-newest", ""))
+    for package, (low, high) in TESTED.items():
+        assert PINS[package].startswith(f"{low}.")
+        assert newest[package].startswith(f"{high}.")
+        assert version(low) <= version(usual[package]) <= version(newest[package])
+
+
+def version(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(".")))

@@ -82,7 +82,8 @@ def find(gm: fx.GraphModule, carried: set[fx.Node]) -> list[Found]:
     ends = {end for call in read for end in (call.node, call.lse) if end is not None}
     updates = [node for node in gm.graph.nodes if _grows_a_cache(node, outputs)]
     found: list[Found] = []
-    queries, writers = crossing.queries_of(read), graphs.Writers.of(gm.graph)
+    writers = graphs.Writers.of(gm.graph)
+    queries = crossing.queries_of(read, writers)
     for call in read:
         known = {f.reading.keys_out: f.reading.values_out for f in found if f.reading}
         fixed = _fixed(call, outputs, queries, writers)

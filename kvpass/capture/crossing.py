@@ -18,9 +18,18 @@ from kvpass.graphs import Writers, is_tensor
 DOES_NOT_GROW = "its keys and values do not grow: they are made of other inputs than its queries"
 
 
-def queries_of(calls: list[Call]) -> dict[fx.Node, fx.Node]:
-    """The query of each attention call, by the nodes of its results."""
-    return {end: call.query for call in calls for end in (call.node, call.lse) if end is not None}
+def queries_of(calls: list[Call], writers: Writers) -> dict[fx.Node, fx.Node]:
+    """Return the query of each attention call by the nodes of its results, if inputs have a part in the query.
+
+    A query of parameters alone, as in attention over layers, says nothing: there the tokens come in as keys and values.
+    """
+    return {
+        end: call.query
+        for call in calls
+        if _inputs(graphs.behind([call.query], reader=call.node, writers=writers))
+        for end in (call.node, call.lse)
+        if end is not None
+    }
 
 
 def is_fixed(call: Call, queries: Mapping[fx.Node, fx.Node], writers: Writers) -> bool:

@@ -2,7 +2,7 @@
 
     compiled, steps = cuda_emission.record(model, policy="h2o", budget=256)
     out = compiled(ids, use_cache=True)  # runs on the CPU, uncompiled
-    out = compiled(next_id, past_key_values=out.past_key_values, use_cache=True)
+    out = compiled(next_id, cache=out.cache, use_cache=True)
 
     emission = cuda_emission.emit(steps[0])
     emission.launches, emission.allocations  # from the code

@@ -45,8 +45,17 @@ def _three_axes(*sections: int) -> dict[str, Any]:
 _THREE_AXES, _THREE_FEW = _three_axes(2, 3, 3), _three_axes(1, 1, 2)
 _TWO_BY_TWO = dict(mm_tokens_per_image=4)
 _ONE_SIZE = dict(image_grid_pinpoints=[[SIDE, SIDE]])
+_INTO_64 = dict(vision_config=dict(text_hidden_size=64, projection_hidden_dim=64))
 
 SPECIAL: dict[str, dict[str, Any]] = {
+    "apertus1p5": dict(
+        image_token_offset=64,
+        audio_token_offset=80,
+        vision_config=dict(
+            codebook_size=16, base_channels=32, channel_multiplier=[1, 2], num_res_blocks=1, latent_channels=32
+        ),
+        audio_config=dict(codebook_size=16),
+    ),
     "aria": dict(projector_patch_to_query_dict={(SIDE // PATCH) ** 2: 4}),
     "gemma3": _TWO_BY_TWO,
     "gemma4": dict(
@@ -67,6 +76,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "glm4v_moe": _THREE_FEW,
     "glm_ocr": _THREE_AXES,
     "glmga": _THREE_AXES,
+    "inkling2": _INTO_64,
+    "inkling2_loop": _INTO_64,
     "janus": dict(vision_config=dict(projection_dim=64)),
     "llama4": dict(
         vision_config=dict(intermediate_size=256, vision_output_dim=64, projector_input_dim=64, projector_output_dim=64)

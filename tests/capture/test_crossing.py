@@ -90,6 +90,24 @@ def latent(model: Decoder, x: Tensor, heard: Tensor) -> tuple[Tensor, Tensor]:
     return model.latents.expand(x.shape[0], -1, -1), x
 
 
+def over_layers(model: Decoder, x: Tensor, heard: Tensor) -> tuple[Tensor, Tensor]:
+    """Self-attention behind attention over layers, whose query is a parameter: its keys are the tokens."""
+    layers, query = torch.stack([x, 2 * x], 2), model.latents[:1].expand(*x.shape[:2], -1, -1)
+    y = F.scaled_dot_product_attention(query, layers, layers)[:, :, 0]
+    return y + heard[:, :1], y
+
+
+def spelled_over_layers(model: Decoder, x: Tensor, heard: Tensor) -> tuple[Tensor, Tensor]:
+    layers = torch.stack([x, 2 * x], 2)
+    y = ((model.latents[:1] @ layers.transpose(-1, -2)).softmax(-1) @ layers)[:, :, 0]
+    return y * heard[:, :1], y
+
+
+def twice_over_layers(model: Decoder, x: Tensor, heard: Tensor) -> tuple[Tensor, Tensor]:
+    once = over_layers(model, x, heard)[1]
+    return over_layers(model, once, heard)
+
+
 def mixed(model: Decoder, x: Tensor, heard: Tensor) -> tuple[Tensor, Tensor]:
     return x, torch.cat([heard, x], 1)
 
@@ -120,8 +138,13 @@ def test_lengths_say_nothing(tokens: int, heard: int) -> None:
     assert other.refusal is None
 
 
-@pytest.mark.parametrize("made", [written, told, latent, mixed], ids=lambda made: str(made.__name__))
+@pytest.mark.parametrize(
+    "made",
+    [written, told, latent, over_layers, spelled_over_layers, twice_over_layers, mixed],
+    ids=lambda made: str(made.__name__),
+)
 def test_what_a_token_has_a_part_in_is_not_left_alone(made: Made) -> None:
+    """A call's query stands for its rows only if inputs have a part in it, so parameters cannot hide the tokens."""
     assert not any(each.fixed for each in found(made, *given(4, 4)))
 
 

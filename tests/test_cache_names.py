@@ -1,0 +1,213 @@
+"""Caches under both names, `cache` and `past_key_values`, as arguments and in outputs.
+
+The name of a call follows from the signature of what is called, so a model that swallows the other one gets its cache;
+and whatever a model does with it, a cache that does not count the tokens that were fed is an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import kvpass
+from kvpass import cache_names
+from kvpass.cache_names import NEW, OLD
+from kvpass.errors import CacheHandleError, PolicyError
+from kvpass.runtime import guarded
+from tests.models import build, prompt
+
+
+def of_old(ids: Any, past_key_values: Any = None, cache: bool = True) -> None:
+    """A model from before the rename, to which the new name is something else."""
+
+
+def of_new(ids: Any, cache: Any = None, **swallowed: Any) -> None: ...
+
+
+def of_any(*ids: Any, **swallowed: Any) -> None: ...
+
+
+@functools.wraps(of_new)
+def with_an_alias(*ids: Any, **named: Any) -> None: ...
+
+
+class Wrapper(nn.Module):
+    def __init__(self, **inside: Any) -> None:
+        super().__init__()
+        for name, value in inside.items():
+            setattr(self, name, value)
+
+    def forward(self, *ids: Any, **named: Any) -> None: ...
+
+
+class New(nn.Module):
+    def forward(self, ids: Any, cache: Any = None) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        (of_old, OLD),
+        (of_new, NEW),
+        (of_any, OLD),
+        (with_an_alias, NEW),
+        (New(), NEW),
+        (New().forward, NEW),
+        (Wrapper(module=New()), NEW),
+        (Wrapper(get_base_model=lambda: New()), NEW),
+        (Wrapper(pretrained_model=Wrapper(module=New())), NEW),
+        (Wrapper(), OLD),
+        (torch.compile(New(), backend="eager"), NEW),
+        (torch.compile(of_new, backend="eager"), NEW),
+    ],
+)
+def test_the_name_is_that_of_the_signature(model: Any, name: str) -> None:
+    assert cache_names.keyword(model) == name
+    assert cache_names.arguments(model, "kept") == {name: "kept"}
+    assert cache_names.arguments(model, None) == {}
+
+
+def test_models_of_transformers_have_the_name_of_their_version() -> None:
+    """A decorated alias does not hide what it stands for."""
+    release = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    assert cache_names.keyword(build("Llama")) == (NEW if release >= (5, 24) else OLD)
+
+
+@pytest.mark.parametrize(
+    ("given", "taken", "passed"),
+    [
+        ({OLD: 1, "ids": 2}, {NEW, "ids"}, {NEW: 1, "ids": 2}),
+        ({NEW: 1}, {OLD}, {OLD: 1}),
+        ({OLD: 1, NEW: True}, {OLD, NEW}, {OLD: 1, NEW: True}),
+        ({OLD: 1, NEW: 2}, {NEW}, {OLD: 1, NEW: 2}),  # the model says what is wrong with it
+        ({OLD: 1}, {"kwargs"}, {OLD: 1}),
+        ({"ids": 2}, {NEW}, {"ids": 2}),
+    ],
+)
+def test_arguments_are_renamed_only_to_what_is_taken(given: Any, taken: set[str], passed: Any) -> None:
+    assert cache_names.renamed(given, frozenset(taken)) == passed
+
+
+def test_outputs_have_it_under_either_name() -> None:
+    for output in (SimpleNamespace(cache=3), SimpleNamespace(past_key_values=3), {NEW: 3}, {OLD: 3, NEW: None}):
+        assert cache_names.returned(output) == 3
+    assert cache_names.returned(SimpleNamespace(logits=3)) is None
+    assert cache_names.returned((3, 4)) is None
+
+
+@dataclasses.dataclass
+class Output:
+    logits: Tensor
+    cache: Any
+
+
+class Swallowing(nn.Module):
+    """Takes its cache as `cache`, and whatever else it is given."""
+
+    def __init__(self, forgets: bool = False, twice: bool = False) -> None:
+        super().__init__()
+        self.inner, self.forgets, self.twice = build("Llama", layers=1), forgets, twice
+        self.name = cache_names.keyword(self.inner)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: Any = None,
+        **swallowed: Any,
+    ) -> Output:
+        if self.twice:
+            input_ids, attention_mask, position_ids = torch.cat([input_ids, input_ids], 1), None, None
+        if self.forgets:
+            cache, attention_mask = None, None
+        out = self.inner(input_ids, attention_mask, position_ids, **{self.name: cache}, use_cache=True)
+        return Output(out.logits, cache_names.returned(out))
+
+
+def compiled(model: nn.Module, **settings: Any) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(model, backend=kvpass.backend("full", inner="eager", **settings))
+
+
+def test_chunks_reach_a_model_that_swallows_the_old_name() -> None:
+    model, (ids, mask) = Swallowing().eval(), prompt(2, 24, (3, 0))
+    expected = build("Llama", layers=1)(
+        ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)
+    ).logits
+    out = kvpass.prefill(compiled(model), ids[:, :16], mask[:, :16], chunk=8)
+    for name in (NEW, OLD):
+        with torch.no_grad():
+            last = kvpass.prefill(compiled(model), ids[:, :16], mask[:, :16], chunk=8)
+            last = kvpass.prefill(compiled(model), ids[:, 16:], mask, chunk=8, **{name: last.cache})
+        torch.testing.assert_close(last.logits, expected[:, -1:], atol=1e-4, rtol=1e-4)
+        assert kvpass.inspect(last).layers[0].seen == 24
+    with pytest.raises(PolicyError, match="past_key_values"):
+        kvpass.prefill(compiled(model), ids[:, 16:], mask, chunk=8, cache=out.cache, past_key_values=out.cache)
+
+
+@torch.no_grad()
+def test_a_loop_decodes_with_a_model_that_swallows_the_old_name() -> None:
+    ids, _ = prompt(1, 12, ())
+    loop, plain = kvpass.DecodeLoop(Swallowing().eval(), inner="eager", prefill_chunk=5), build("Llama", layers=1)
+    loop.prompt(ids)
+    found = loop.generate(6)
+    for _ in range(6):
+        ids = torch.cat([ids, plain(ids).logits[:, -1:].argmax(-1)], 1)
+    assert torch.equal(found, ids[:, 12:])
+    assert loop.cache is loop.past_key_values
+    assert kvpass.inspect(loop).layers[0].seen == kvpass.inspect(loop.cache).layers[0].seen
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model", [Swallowing, functools.partial(build, "Llama", layers=1)])
+@pytest.mark.parametrize("name", [OLD, NEW])
+def test_a_bare_loop_may_use_either_name(model: Any, name: str) -> None:
+    """`kvpass.compile` knows the model, so either name works with every version of transformers."""
+    torch._dynamo.reset()
+    ids, _ = prompt(1, 12, ())
+    expected = build("Llama", layers=1)(ids).logits
+    run = kvpass.compile(model().eval(), "full", inner="eager")
+    cache = None
+    for part in ids.split([6, 5, 1], 1):
+        out = run(part, **{name: cache}, use_cache=True)
+        cache = cache_names.returned(out)
+    torch.testing.assert_close(out.logits, expected[:, -1:], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("fault", ["forgets", "twice"])
+def test_a_cache_that_does_not_count_what_was_fed_is_an_error(fault: str) -> None:
+    model, (ids, _) = Swallowing(**{fault: True}).eval(), prompt(1, 24, ())
+    with pytest.raises(CacheHandleError, match=r"Swallowing was fed 8 tokens behind \d+, and .* counts \d+ tokens"):
+        kvpass.prefill(compiled(model), ids, chunk=8)
+    with pytest.raises(CacheHandleError, match="does not continue the cache passed as `cache`"):
+        decoded(kvpass.DecodeLoop(model, inner="eager"), ids)
+
+
+def decoded(loop: kvpass.DecodeLoop, ids: Tensor) -> Tensor:
+    loop.prompt(ids)
+    return loop.generate(3)
+
+
+@pytest.mark.parametrize("name", [OLD, NEW])
+def test_a_call_is_protected_under_either_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches are known by their handles: how a call is traced does not depend on the name."""
+    torch._dynamo.reset()
+    looked: list[Any] = []
+    monkeypatch.setattr(
+        guarded, "_for_length_of", lambda cache, given: looked.append(cache) or contextlib.nullcontext()
+    )
+    run = kvpass.compile(build("Llama", layers=1), "full", inner="eager")
+    with torch.no_grad():
+        cache = cache_names.returned(run(prompt(1, 5, ())[0], use_cache=True))
+        run(torch.tensor([[3]]), **{name: cache}, use_cache=True)
+        run(torch.tensor([[3]]), None, None, cache, use_cache=True)
+    assert looked == [None, cache, cache]
