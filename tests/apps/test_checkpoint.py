@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvpass.apps import checkpoint
+from kvpass.demo import subject
 from kvpass.errors import CheckpointError, KVPassError
 
 MAKEFILE = Path(__file__).parents[2] / "Makefile"
@@ -102,3 +103,8 @@ def test_the_cache_lies_where_the_user_keeps_caches(monkeypatch: pytest.MonkeyPa
 
 def test_make_installs_what_the_loader_reads() -> None:
     assert f"{checkpoint.PACKAGE}=={checkpoint.VERSION}" in MAKEFILE.read_text()
+
+
+def test_the_demo_and_evaluation_take_it_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "folder", lambda: subject.BUNDLED)
+    assert subject.load(checkpoint.NAME).name == checkpoint.NAME
