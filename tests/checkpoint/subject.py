@@ -1,0 +1,142 @@
+"""The checkpoint under test: uncompiled, compiled, and what an answer is held against."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import kvpass
+from tests.aligners import random_aligner
+from tests.strategies import ROWS, fitting
+from tests.traces import Traced
+
+WHOLE = 30
+"""Layers of the checkpoint."""
+KV_HEADS, DIM = 3, 64
+ROOMY = 2048
+"""A budget within which nothing is evicted: more than the longest conversation."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What a model made of one batch of conversations.
+
+    Attributes:
+        context: token ids before the answer, int64 [B, T].
+        tokens: the answer, int64 [B, n].
+        logits: [B, n, vocabulary], from which each token was chosen; None if the way of decoding does not return them.
+        pieces: how many tokens of the context went in with each call; None for all with one.
+        mask: [B, T], 0 for padding; None for no padding.
+        score: mean log-probability of the tokens, from a beam search.
+    """
+
+    context: Tensor
+    tokens: Tensor
+    logits: Tensor | None = None
+    pieces: tuple[int, ...] | None = None
+    mask: Tensor | None = None
+    score: float | None = None
+
+    @property
+    def fed(self) -> tuple[int, ...]:
+        """Return how many tokens each call took: the pieces of the context, then one token at a time."""
+        return (*(self.pieces or (self.context.shape[1],)), *[1] * (self.tokens.shape[1] - 1))
+
+    def calls(self) -> Iterator[dict[str, Tensor]]:
+        """Yield the arguments of each call in which this answer was made."""
+        ids = torch.cat([self.context, self.tokens], 1)
+        mask = torch.ones_like(ids)
+        if self.mask is not None:
+            mask[:, : self.mask.shape[1]] = self.mask
+        position, done = (mask.cumsum(-1) - 1).clamp(min=0), 0
+        for count in self.fed:
+            new, done = slice(done, done + count), done + count
+            yield dict(input_ids=ids[:, new], attention_mask=mask[:, :done], position_ids=position[:, new])
+
+    def likelihood(self, logits: Tensor) -> Tensor:
+        """Return the mean log-probability of each row's tokens, [B], under logits [B, n, V]."""
+        return logits.log_softmax(-1).gather(-1, self.tokens[..., None]).mean((1, 2))
+
+
+class Subject:
+    """The checkpoint in one dtype, with all its layers or the first of them.
+
+    Attributes:
+        plain: the uncompiled model.
+        traced: the same weights, compiled; all policies share what Dynamo traces.
+    """
+
+    def __init__(self, dtype: torch.dtype, layers: int = WHOLE) -> None:
+        model, self.tokenizer = loaded(dtype)
+        self.plain, self.dtype, self.layers = first_layers(model, layers), dtype, layers
+        self.traced = Traced(copy.copy(self.plain))
+
+    def settings(self, policy: str, budget: int) -> dict[str, Any]:
+        """Return what `kvpass.backend` is given for a policy: its smallest budget of at least `budget`."""
+        options = {**ROWS[policy].fixed, **ROWS[policy].lossless}
+        if policy == "kv_align":  # aligners are trained for a model; a random one is as good for comparing
+            options["aligner"] = random_aligner("direct", self.layers, KV_HEADS, DIM, window=ROOMY)
+        chosen = kvpass.policies.resolve(policy, options)
+        return {"policy": policy, "budget": fitting(chosen, budget) if chosen.evicts else ROOMY, **options}
+
+    def under(self, **settings: Any) -> Any:
+        """Return the model as it is after `kvpass.compile` with these settings."""
+        return self.traced.under(kvpass.backend(**settings))
+
+    def by_kernel(self, answer: Answer) -> list[Tensor]:
+        """Return the uncompiled model's logits [B, n, V] for an answer under each of torch's attention kernels."""
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            flash = forced(self.plain, answer)
+        with sdpa_kernel(SDPBackend.MATH):
+            math = forced(self.plain, answer)
+        return [flash, math, forced(self.eager, answer)]
+
+    @functools.cached_property
+    def eager(self) -> Any:
+        """The uncompiled model with attention as separate products and softmax; the weights are shared."""
+        model = copy.deepcopy(self.plain, {id(weight): weight for weight in self.plain.parameters()})
+        model.set_attn_implementation("eager")
+        return model
+
+
+@torch.no_grad()
+def forced(model: Any, answer: Answer) -> Tensor:
+    """Return a model's logits [B, n, V] for an answer, whose tokens it is fed in the same calls."""
+    cache, logits = None, []
+    for arguments in answer.calls():
+        out = model(**arguments, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache = out.past_key_values
+        logits.append(out.logits[:, -1].float())
+    return torch.stack(logits[-answer.tokens.shape[1] :], 1)
+
+
+def first_layers(model: Any, count: int) -> Any:
+    """Return the model with its first layers alone; the weights are shared."""
+    if count == WHOLE:
+        return model
+    inner, cut = copy.copy(model.model), copy.copy(model)
+    inner._modules = {**inner._modules, "layers": model.model.layers[:count]}
+    cut._modules = {**cut._modules, "model": inner}
+    cut.config = inner.config = copy.deepcopy(model.config)
+    cut.config.num_hidden_layers = count
+    return cut
+
+
+@functools.cache
+def loaded(dtype: torch.dtype) -> tuple[Any, Any]:
+    """Return model and tokenizer; the weights are read once in a process.
+
+    No token ends an answer, so that all have the same length.
+    """
+    from kvpass.apps import checkpoint
+
+    model, tokenizer = checkpoint.load(dtype)
+    model.generation_config.eos_token_id = None
+    return model, tokenizer

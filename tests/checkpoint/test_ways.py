@@ -1,0 +1,86 @@
+"""Every way of decoding with every policy, on the first layers of the checkpoint.
+
+The first layers of a real model make what random weights do not: sink tokens, features of very large size, and the
+distances between logits of a trained vocabulary. What only depth brings is in `test_whole`.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.checkpoint import ways
+from tests.checkpoint.oracles import check_against_reference, check_as_near_as_kernels, check_equal
+from tests.checkpoint.subject import ROOMY, Subject, forced
+from tests.strategies import ROWS
+
+LAYERS = 4
+TIGHT = 64
+"""Slots that the conversations do not fit into."""
+KINDS = ("h2o", "streaming", "buzz", "d2o", "cascade", "sage", "kv_align")
+"""One policy of each kind: scored, by rank, sweeping, merging, a scan, selected from the prompt, repaired rows."""
+DEFAULT = {(name, "turns") for name in KINDS} | {("h2o", way) for way in ("padded", "beams", "decode_loop", "requests")}
+HALF = {("h2o", "turns"), ("d2o", "turns"), ("h2o", "padded")}
+
+float32 = pytest.mark.parametrize("subject", [(torch.float32, LAYERS)], indirect=True, ids=["float32"])
+bfloat16 = pytest.mark.parametrize("subject", [(torch.bfloat16, LAYERS)], indirect=True, ids=["bfloat16"])
+
+
+def cases(chosen: set[tuple[str, str]]) -> pytest.MarkDecorator:
+    """Parametrize a test by policy and way, of which all but these are slow."""
+    every = [
+        pytest.param(name, way, marks=[] if (name, way) in chosen else pytest.mark.slow)
+        for way in ways.WAYS
+        for name in ROWS
+    ]
+    return pytest.mark.parametrize(("name", "way"), every)
+
+
+@float32
+@pytest.mark.some(9)
+@cases(DEFAULT)
+def test_the_uncompiled_model_until_something_is_evicted(subject: Subject, name: str, way: str) -> None:
+    settings = subject.settings(name, ROOMY)
+    with torch.no_grad():
+        answers = ways.WAYS[way](subject, {**settings, "inner": "eager"})
+    for answer in answers:
+        check_equal(answer, forced(subject.plain, answer))
+
+
+@float32
+@pytest.mark.some(9)
+@cases(DEFAULT)
+def test_the_reference_after_eviction(subject: Subject, name: str, way: str) -> None:
+    settings = subject.settings(name, TIGHT)
+    with torch.no_grad():
+        answers = ways.WAYS[way](subject, {**settings, "inner": "eager"})
+    check_against_reference(subject, answers, settings)
+
+
+@float32
+def test_beams_are_the_uncompiled_models(subject: Subject) -> None:
+    """Scores alone would not show that a worse beam was chosen."""
+    with torch.no_grad():
+        (ours,) = ways.beams(subject, {**subject.settings("h2o", ROOMY), "inner": "eager"})
+        theirs = ways.beam_search(subject.plain, ways.medium(subject))
+    assert torch.equal(ours.tokens, theirs.tokens)
+
+
+@bfloat16
+@pytest.mark.some(9)
+@cases(HALF)
+def test_as_near_as_torchs_kernels_in_half_precision(subject: Subject, name: str, way: str) -> None:
+    with torch.no_grad():
+        answers = ways.WAYS[way](subject, {**subject.settings(name, ROOMY), "inner": "eager"})
+    check_as_near_as_kernels(subject, answers)
+
+
+@bfloat16
+@pytest.mark.some(5)
+@cases({("h2o", "turns")})
+def test_eviction_in_half_precision(subject: Subject, name: str, way: str) -> None:
+    """Its own rounding decides what a policy evicts, so it is held against no other run; it must be finite."""
+    with torch.no_grad():
+        answers = ways.WAYS[way](subject, {**subject.settings(name, TIGHT), "inner": "eager"})
+    assert all(answer.logits is None or answer.logits.isfinite().all() for answer in answers)
+    assert all(answer.tokens.shape[1] == ways.NEW for answer in answers)

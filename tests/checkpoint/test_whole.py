@@ -1,0 +1,59 @@
+"""The whole checkpoint, whose 30 layers make what a change in the last place becomes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kvpass
+from tests.checkpoint import ways
+from tests.checkpoint.oracles import check_against_reference, check_as_near_as_kernels, check_equal
+from tests.checkpoint.subject import ROOMY, WHOLE, Subject, forced
+from tests.checkpoint.test_ways import TIGHT
+from tests.strategies import ROWS
+
+float32 = pytest.mark.parametrize("subject", [(torch.float32, WHOLE)], indirect=True, ids=["float32"])
+bfloat16 = pytest.mark.parametrize("subject", [(torch.bfloat16, WHOLE)], indirect=True, ids=["bfloat16"])
+policies = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "h2o" else pytest.mark.slow) for name in ROWS]
+)
+
+
+@float32
+@pytest.mark.some(2)
+@policies
+def test_the_uncompiled_model_and_then_the_reference(subject: Subject, name: str) -> None:
+    """Greedy tokens of `generate`: the uncompiled model's, and under a tight budget the reference's."""
+    with torch.no_grad():
+        for answer in ways.generate(subject, {**subject.settings(name, ROOMY), "inner": "eager"}):
+            check_equal(answer, forced(subject.plain, answer))
+        tight = subject.settings(name, TIGHT)
+        check_against_reference(subject, ways.generate(subject, {**tight, "inner": "eager"}), tight)
+
+
+@bfloat16
+@pytest.mark.some(2)
+@policies
+def test_as_near_as_torchs_kernels_in_half_precision(subject: Subject, name: str) -> None:
+    """Every step is validated on the way, which a model this deep must pass in half precision."""
+    with torch.no_grad():
+        answers = ways.generate(subject, {**subject.settings(name, ROOMY), "inner": "eager"})
+    check_as_near_as_kernels(subject, answers)
+
+
+@pytest.mark.slow
+@pytest.mark.some(2)
+@pytest.mark.parametrize("name", ["h2o", "streaming", "d2o", "cascade"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_by_inductor(installed: None, name: str, dtype: torch.dtype) -> None:
+    """`kvpass.compile` with all defaults, and `generate`."""
+    subject = Subject(dtype)
+    settings = subject.settings(name, ROOMY)
+    kvpass.compile(subject.traced.model, settings.pop("policy"), **settings)
+    with torch.no_grad():
+        answers = [ways.answer_of(subject.traced.model, ids) for ids in (ways.short(subject), ways.medium(subject))]
+    if dtype == torch.bfloat16:
+        check_as_near_as_kernels(subject, answers)
+    else:
+        for answer in answers:
+            check_equal(answer, forced(subject.plain, answer))
