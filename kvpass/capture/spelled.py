@@ -191,12 +191,14 @@ class _Spelled:
             raise _Unreadable("it is not over the last dimension")
         product, probabilities = self._first_product(), self._second_product()
         self.at = product
+        _check_groups(product)
         query, key, bias, alpha = _operands(product)
         if bias is not None:
             self._add(bias, product, product)
         self._scaled_by(alpha)
         query = _with_heads(query)
         self.at = probabilities
+        _check_groups(probabilities)
         node = _output(probabilities)
         self.at = self.softmax
         self._check_casts(value(product).dtype)
@@ -590,6 +592,15 @@ def _operands(product: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None, float
         return _tensor(bound["batch1"]), _untransposed(_tensor(bound["batch2"])), _tensor(bound["input"]), alpha
     query, key = _two(product)
     return _tensor(query), _untransposed(_tensor(key)), None, 1.0
+
+
+def _check_groups(product: fx.Node) -> None:
+    """Where heads are written in two dimensions, the queries of one KV head must be those along the second."""
+    if value(product).ndim != 5:
+        return
+    first, second = (value(_tensor(operand)).shape for operand in product.args[:2])
+    if len(first) != 5 or len(second) != 5 or not _same_sizes(first[:2], second[:2]):
+        raise _Unreadable("keys or values are not [B, Hkv, 1, ...] where queries are [B, Hkv, Hq / Hkv, ...]")
 
 
 def _untransposed(node: fx.Node) -> fx.Node:

@@ -126,12 +126,11 @@ PARTS = [
     "k, v = k.narrow(2, 0, min(64, k.shape[2])), v.narrow(2, 0, min(64, v.shape[2]))",
     "k, v = k[:, :, : k.shape[2]], v[:, :, : v.shape[2]]",
 ]
-SEEN = ["m = (j <= i)[..., -k.shape[2] :]", "m = (j <= i)[..., : k.shape[2]]"]
 
 
 def of_parts(draw: Random) -> Member:
     """Attention to a part of the cache, by a number that is crossed in some of the calls."""
-    lines = [draw.choice(PARTS), draw.choice(SEEN), "return F.scaled_dot_product_attention(q, k, v, attn_mask=m)"]
+    lines = [draw.choice(PARTS), "return F.scaled_dot_product_attention(q, k, v)"]
     return Member(lines, others={"pieces": draw.choice(CROSSING)})
 
 
@@ -145,7 +144,7 @@ WINDOWS = [
 
 def of_windows(draw: Random) -> Member:
     """A cache of the last tokens, whose window begins in the prompt or after it."""
-    lines = ["m = (j <= i) | (j[-1] == j)", "return F.scaled_dot_product_attention(q, k, v, attn_mask=m)"]
+    lines = ["return F.scaled_dot_product_attention(q, k, v)"]
     pieces = draw.choice([(10, 1, 1, 1, 1, 1), (14, 1, 1, 1), (5, 1, 1), (62, 1, 1, 1, 1)])
     return Member(lines, others={"grow": draw.choice(WINDOWS), "pieces": pieces})
 

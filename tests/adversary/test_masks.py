@@ -227,6 +227,34 @@ def grouped(name: str, change: Callable[..., Tensor], kind: Kind = "held") -> Sp
     return Spelling(name, attend, kind, model={"heads": 4, "kv_heads": 2})
 
 
+def shared(
+    name: str, of_keys: Callable[[Tensor], Tensor], of_values: Callable[[Tensor], Tensor], kind: Kind
+) -> Spelling:
+    """Attention of five dimensions to of_keys(k), [B, ., ., D, S], and of_values(v), [B, ., ., S, D]."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor, table: Tensor) -> Tensor:
+        a = q.view(q.shape[0], 2, 2, *q.shape[2:]) @ of_keys(k) / 3 + hidden(i, j)
+        return (a.softmax(-1) @ of_values(v)).view(q.shape)
+
+    return Spelling(name, attend, kind, model={"heads": 4, "kv_heads": 2})
+
+
+SHARED = [
+    shared("by-groups", lambda k: k.unsqueeze(2).mT, lambda v: v.unsqueeze(2), "held"),
+    shared("one-after-the-other", lambda k: k.mT.unsqueeze(1), lambda v: v.unsqueeze(1), "refused"),
+    shared("by-a-view", lambda k: k.mT.reshape(k.shape[0], 1, 2, 8, -1), lambda v: v[:, None], "refused"),
+    shared("keys-alone", lambda k: k.mT.unsqueeze(1), lambda v: v.unsqueeze(2), "refused"),
+    shared("values-alone", lambda k: k.unsqueeze(2).mT, lambda v: v.unsqueeze(1), "refused"),
+]
+
+
+@pytest.mark.few(2)
+@parameters(SHARED)
+def test_heads_in_two_dimensions_share_keys_by_groups(spelling: Spelling) -> None:
+    """Both products compare the dimensions of their operands: the map of heads is not lost with a view."""
+    spelling.check()
+
+
 SLOPES = torch.tensor([0.0, -0.5, 0.25, 1.0])
 VIEWED = [
     grouped("five-and-a-mask-of-two", lambda a, i, j: a + hidden(i, j)),
