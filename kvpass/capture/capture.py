@@ -68,7 +68,7 @@ def capture(gm: fx.GraphModule, carried: Sequence[bool]) -> Capture:
 
 
 _ATTRIBUTES = {"mT": (-1, -2), "mH": (-1, -2), "T": (0, 1), "H": (0, 1)}
-_OPERATORS = {
+_OPERATORS: dict[Any, str] = {
     torch.ops.aten.mT: "mT",
     torch.ops.aten.mH: "mH",
     torch.ops.aten.numpy_T: "T",
@@ -96,7 +96,8 @@ def _attribute(node: fx.Node) -> str | None:
         return None
     if node.target is getattr:
         return str(node.args[1]) if node.args[1] in _ATTRIBUTES else None
-    return _OPERATORS.get(getattr(node.target, "overloadpacket", node.target))
+    target: Any = node.target
+    return _OPERATORS.get(getattr(target, "overloadpacket", target))
 
 
 def _put_operators(graph: fx.Graph, readings: list[Reading]) -> None:
