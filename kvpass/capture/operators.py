@@ -219,6 +219,11 @@ def _by_tensor(node: fx.Node) -> bool:
     return any(is_tensor(leaf) for leaf in _leaves((node.args[1:], dict(node.kwargs))))
 
 
+def leaves(node: fx.Node) -> list[Any]:
+    """What a node is called with, out of all tuples and slices."""
+    return _leaves((node.args, dict(node.kwargs)))
+
+
 def _leaves(argument: Any) -> list[Any]:
     if isinstance(argument, (tuple, list)):
         return [leaf for part in argument for leaf in _leaves(part)]

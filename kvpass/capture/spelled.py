@@ -423,14 +423,14 @@ class _Spelled:
 
     def _as_bias(self, changes: list[_Change], fills: list[_Filled]) -> fx.Node | None:
         """Changes as one bias.  A query that sees no key attends by what is filled in alone, which logits must not
-        change when they are added to it."""
-        one = len({fill.number for fill in fills}) == 1 and _nothing_added_after(changes, fills[0])
+        change when they are added to it.  Where one number is all that hides, another can stand for it."""
+        one = len({fill.number for fill in fills}) == 1 and _only_hides(changes, fills[0])
         total: fx.Node | None = None
         for change in changes:
             if isinstance(change, _Added):
                 total = change.mask if total is None else self._emit(operator.add, total, change.mask)
             elif isinstance(change, _Filled):
-                number = FILLED if one else self._absorbing(change.number)
+                number = FILLED if one and not self._absorbs(change.number) else self._absorbing(change.number)
                 total = self._emit(operator.mul, change.allowed, 0.0) if total is None else self._wide(total)
                 hidden = self._emit(torch.logical_not, change.allowed)
                 total = self._emit(torch.masked_fill, total, hidden, number)
@@ -438,9 +438,12 @@ class _Spelled:
                 total = self._emit(torch.clamp_min, self._wide(total), self._absorbing(change.number))
         return total
 
+    def _absorbs(self, number: float) -> bool:
+        """Whether logits of ordinary size can be added to a number without changing it."""
+        return number * torch.finfo(widest(value(self.softmax).dtype)).eps <= -64
+
     def _absorbing(self, number: float) -> float:
-        """A number to which logits of ordinary size can be added without changing it."""
-        if number * torch.finfo(widest(value(self.softmax).dtype)).eps > -64:
+        if not self._absorbs(number):
             raise _Unreadable(f"{number:g} is filled in beside other masks: use the lowest number of the dtype")
         return number
 
@@ -556,8 +559,23 @@ def _is_maximum(most: fx.Node, logits: fx.Node) -> bool:
     return bool(of_row) and _is_last(given.get("dim"), value(logits))
 
 
-def _nothing_added_after(changes: list[_Change], fill: _Filled) -> bool:
-    return not any(isinstance(change, _Added) for change in changes[changes.index(fill) :])
+def _only_hides(changes: list[_Change], fill: _Filled) -> bool:
+    """Whether nothing is added after a fill, and what is added before hides nothing as far as it can be seen."""
+    before, after = changes[: changes.index(fill)], changes[changes.index(fill) :]
+    added = any(isinstance(change, _Added) for change in after)
+    return not added and not any(_may_hide(change.mask) for change in before if isinstance(change, _Added))
+
+
+def _may_hide(mask: fx.Node) -> bool:
+    """Whether a bias is a mask: made with a large number, or of an input as large as attention."""
+    sizes = [node for node in mask.graph.nodes if graphs.is_size(node) or isinstance(value(node), torch.Size)]
+    behind = graphs.ancestors(mask, sizes)
+    large = any(abs(leaf) >= -HIDDEN for node in behind for leaf in operators.leaves(node) if _is_number(leaf))
+    return large or any(node.op == "placeholder" and is_tensor(node) and value(node).ndim > 2 for node in behind)
+
+
+def _is_number(argument: Any) -> bool:
+    return isinstance(argument, (int, float)) and not isinstance(argument, bool)
 
 
 def _number(argument: Any) -> float:

@@ -177,6 +177,9 @@ TWICE = [
     spelled("the-same-number", lambda a, i, j: a.masked_fill(j > i, -1e4).masked_fill(~near(i, j), -1e4)),
     spelled("added-after", lambda a, i, j: a.masked_fill(~near(i, j), -1e4) + hidden(i, j), "refused"),
     spelled("added-after-the-lowest", lambda a, i, j: a.masked_fill(j > i, LOWEST) + additive(near(i, j), -1e9)),
+    spelled("added-before", lambda a, i, j: (a + hidden(i, j, -1e9)).masked_fill(~near(i, j), -1e4), "refused"),
+    spelled("biased-before", lambda a, i, j: (a - 0.1 * (i - j)).masked_fill(~near(i, j), -1e4)),
+    spelled("added-before-the-lowest", lambda a, i, j: (a + hidden(i, j, -1e9)).masked_fill(~near(i, j), LOWEST)),
     spelled("infinite-and-lowest", lambda a, i, j: a.masked_fill(j > i, -torch.inf).masked_fill(~near(i, j), LOWEST)),
 ]
 
