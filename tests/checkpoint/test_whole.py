@@ -28,7 +28,8 @@ def test_the_uncompiled_model_and_then_the_reference(subject: Subject, name: str
         for answer in ways.generate(subject, {**subject.settings(name, ROOMY), "inner": "eager"}):
             check_equal(answer, forced(subject.plain, answer))
         tight = subject.settings(name, TIGHT)
-        check_against_reference(subject, ways.generate(subject, {**tight, "inner": "eager"}), tight)
+        answers = ways.generate(subject, {**tight, "inner": "eager"})
+        check_against_reference(subject, answers, tight, "generate")
 
 
 @bfloat16
