@@ -49,9 +49,9 @@ Positions = Literal["absolute", "cache"]
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 Inner = str | Compile
 LAST_GRAPH = (
-    "this is the last graph that torch.compile makes of this function: called in yet another way it will run "
-    "uncompiled, where a cache of kvpass is refused and the cache of a new prompt grows without bound. Raise "
-    "torch._dynamo.config.recompile_limit, or use kvpass.compile, which does"
+    "this is the last graph that torch.compile makes of this function: called in yet another way it is refused, or "
+    "with strict=False runs uncompiled, where the cache of a new prompt grows without bound. See with TORCH_LOGS=recompiles "
+    "what changes from call to call, or raise torch._dynamo.config.recompile_limit"
 )
 M = TypeVar("M", bound=torch.nn.Module)
 
@@ -92,7 +92,7 @@ class Backend:
 
     def __reduce__(self) -> tuple[Any, ...]:
         settings = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.compare}
-        return functools.partial(Backend, **settings), ()
+        return functools.partial(type(self), **settings), ()
 
     def __call__(
         self,

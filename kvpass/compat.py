@@ -876,16 +876,6 @@ def inductor_options() -> set[str]:
     return set(config.get_config_copy())
 
 
-def room_for_graphs() -> contextlib.AbstractContextManager[Any]:
-    """Inside, in this thread, torch.compile makes more graphs of a function before it gives it up."""
-    config = torch._dynamo.config
-    many, all_of_them = max(config.recompile_limit, 256), max(config.accumulated_recompile_limit, 1024)
-    context: contextlib.AbstractContextManager[Any] = config.patch(
-        recompile_limit=many, accumulated_recompile_limit=all_of_them
-    )
-    return context
-
-
 MOST_GRAPHS = {"recompile_limit": 256, "accumulated_recompile_limit": 1024}
 """How many graphs torch may make of a function for a backend of kvpass; by default it gives up after 8."""
 
@@ -941,7 +931,7 @@ def _backend_asked() -> Any:
             return None
         backend = frame.f_locals.get("compiler_fn")
         while backend is not None:
-            if (getattr(backend, "__module__", None) or "").partition(".")[0] == "kvpass":
+            if any(str(each.__module__).partition(".")[0] == "kvpass" for each in (backend, *type(backend).__mro__)):
                 return backend
             backend = getattr(backend, "_torchdynamo_orig_backend", None) or getattr(backend, "compiler_fn", None)
         frame = frame.f_back
