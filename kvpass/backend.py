@@ -50,8 +50,8 @@ Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 Inner = str | Compile
 LAST_GRAPH = (
     "this is the last graph that torch.compile makes of this function: called in yet another way it is refused, or "
-    "with strict=False runs uncompiled, where the cache of a new prompt grows without bound. See with TORCH_LOGS=recompiles "
-    "what changes from call to call, or raise torch._dynamo.config.recompile_limit"
+    "with strict=False runs uncompiled, where the cache of a new prompt grows without bound. See with "
+    "TORCH_LOGS=recompiles what changes from call to call, or raise torch._dynamo.config.recompile_limit"
 )
 M = TypeVar("M", bound=torch.nn.Module)
 

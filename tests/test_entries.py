@@ -482,3 +482,31 @@ def test_weights_in_float32_run_under_autocast(dtype: torch.dtype) -> None:
     assert bounded(out.past_key_values)
     assert out.past_key_values.layers[0].values.dtype == torch.float32
     assert (out.logits[:, -1] - expected).abs().max() < 0.02 * expected.abs().max()
+
+
+JAMBA: dict[str, Any] = dict(
+    vocab_size=128, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, attn_layer_period=2, attn_layer_offset=1, expert_layer_offset=1, num_experts=2,
+    use_mamba_kernels=False, mamba_d_state=4, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_second_turn_of_a_model_that_maps_over_rows() -> None:
+    """Jamba scans a turn under vmap; what begins and ends the region stays in the graph."""
+    model = transformers.JambaForCausalLM(transformers.JambaConfig(**JAMBA)).eval()
+    ids, _ = prompt(1, 24, ())
+
+    def turns(call: Any) -> list[Tensor]:
+        cache, logits = None, []
+        for first, last in ((0, 12), (12, 17), (17, 18), (18, 24)):
+            out = call(ids[:, first:last], past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            logits.append(out.logits)
+        return logits
+
+    with torch.no_grad():
+        expected = turns(model)
+        kvpass.compile(model, "full", inner="eager")
+        for ours, theirs in zip(turns(model), expected, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
