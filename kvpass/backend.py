@@ -34,7 +34,8 @@ from kvpass.rewrite.pipeline import rewrite_step
 from kvpass.rewrite.record import Record
 from kvpass.rewrite.result import StepRewrite
 from kvpass.rewrite.validate import Validation
-from kvpass.runtime.guarded import Guarded
+from kvpass.runtime import entries
+from kvpass.runtime.guarded import compile_module, unwatch, watch_module
 from kvpass.runtime.handle import Handle
 from kvpass.runtime.holding import Holding
 from kvpass.runtime.on_slots import OnSlots
@@ -48,9 +49,9 @@ Positions = Literal["absolute", "cache"]
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 Inner = str | Compile
 LAST_GRAPH = (
-    "this is the last graph that torch.compile makes of this function: called in yet another way it will run "
-    "uncompiled, where a cache of kvpass is refused and the cache of a new prompt grows without bound. Raise "
-    "torch._dynamo.config.recompile_limit, or use kvpass.compile, which does"
+    "this is the last graph that torch.compile makes of this function: called in yet another way it is refused, or "
+    "with strict=False runs uncompiled, where the cache of a new prompt grows without bound. See with "
+    "TORCH_LOGS=recompiles what changes from call to call, or raise torch._dynamo.config.recompile_limit"
 )
 M = TypeVar("M", bound=torch.nn.Module)
 
@@ -82,6 +83,16 @@ class Backend:
     """The tensors of which layers that have taken steps make their keys."""
     layers: Iterator[int] = dataclasses.field(default_factory=itertools.count, compare=False, repr=False)
     """A number for every layer's cache that is made."""
+
+    def __post_init__(self) -> None:
+        compat.set_up_compilations()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Backend:
+        return self  # a copied model goes on with the same plans and numbers of layers
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        settings = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.compare}
+        return functools.partial(type(self), **settings), ()
 
     def __call__(
         self,
@@ -178,7 +189,8 @@ class Backend:
         if torch.is_grad_enabled() and any(isinstance(e, torch.Tensor) and e.requires_grad for e in examples):
             raise UnsupportedGraph(
                 f"{graphs.source_line(sites[0].call)}: the graph needs gradients, and a bounded cache has none; "
-                "call model.eval() and decode under torch.no_grad() or torch.inference_mode()"
+                "call model.eval() and decode under torch.no_grad() or torch.inference_mode(); to train, pass "
+                "use_cache=False"
             )
 
     @property
@@ -412,6 +424,7 @@ def backend(
         positions != "cache" or not chosen.renumbers, "positions", positions, f"{chosen.name} numbers tokens itself"
     )
     _check_settings(positions, inner, mode, options)
+    _check_enabled(strict)
     logs.configure()
     versions.warn_of_untested()
     known = (None, *KV_DTYPES)
@@ -419,6 +432,16 @@ def backend(
     _check_crop(crop, chosen)
     settings = tuple(sorted((options or {}).items()))
     return Backend(chosen, budget, positions, inner, mode, settings, strict, validate, kv_dtype, crop)
+
+
+def _check_enabled(strict: bool) -> None:
+    """Where torch.compile is off, no backend is ever asked."""
+    if not compat.is_disabled():
+        return
+    message = "torch.compile is disabled (TORCH_COMPILE_DISABLE=1), so nothing bounds a cache: unset that"
+    if strict:
+        raise UnsupportedGraph(f"{message}, or pass strict=False")
+    warnings.warn(message, stacklevel=3)
 
 
 def _check_crop(crop: Any, policy: Policy) -> None:
@@ -456,10 +479,10 @@ def _check_settings(positions: Any, inner: Any, mode: Any, options: dict[str, An
 def compile(model: M, policy: str | Policy = "full", **settings: Any) -> M:
     """Compile a model in place, so that `model.generate` runs compiled too; returns the model.
 
-    So is the model inside of one that adapts it, as PEFT's do (`get_base_model`): it is what their `generate` calls.
+    So is every module inside of it that `generate` or a wrapper may call in its place; see `kvpass.runtime.entries`.
+    Copies of the model (copy.deepcopy, pickle, torch.save) are compiled in the same way at their first call.
 
-    Takes what `backend` takes.  Calls have room for more graphs than torch.compile makes by default, and if strict an
-    ordinary cache among what they return, as `cache` or `past_key_values`, is an UnsupportedGraph.
+    Takes what `backend` takes.  If strict, an ordinary cache that grows in a call is an UnsupportedGraph.
     """
     chosen = backend(policy, **settings)
     compile_in_place(model, chosen, chosen.strict)
@@ -468,16 +491,12 @@ def compile(model: M, policy: str | Policy = "full", **settings: Any) -> M:
 
 def compile_in_place(model: torch.nn.Module, chosen: Compile, strict: bool) -> None:
     """Compile what users of a model call with a backend, of kvpass or around one."""
-    for called in _called(model):
-        called.compile(backend=chosen)
-        compat.wrap_compiled(called, functools.partial(Guarded, strict=strict, model=called))
-
-
-def _called(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The modules that users of a model call, it first, and the one that its `generate` calls if that is another."""
-    asked = getattr(model, "get_base_model", None)
-    base = asked() if callable(asked) else model
-    return [model] if base is model or not isinstance(base, torch.nn.Module) else [model, base]
+    unwatch(model)
+    compiled = entries.compiled(model)
+    for called in compiled:
+        compile_module(called, chosen, strict)
+    for inner in entries.watched(model, compiled) if strict else ():
+        watch_module(inner, model)
 
 
 def by_name(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 
+from torch import Tensor
+
 from kvpass.errors import BudgetError
 from kvpass.policies.base import Policy
 
@@ -45,3 +47,30 @@ def slots_for(policy: Policy, budget: Budget, prompt: int) -> int:
     slots = policy.fitting_budget(math.floor(Fraction(str(budget)) * prompt))
     policy.check_budget(slots)
     return slots
+
+
+def slots_of_rows(policy: Policy, budget: Budget, valid: Tensor) -> list[int]:
+    """Return the tokens to keep for each row of a prompt; a share is one of the row's real tokens.
+
+    Args:
+        valid: bool [B, S], false for padding.
+    """
+    rows, padded = valid.shape
+    lengths = valid.sum(-1).tolist() if isinstance(budget, float) else [padded] * rows
+    return [slots_for(policy, budget, length) for length in lengths]
+
+
+def slots_of_all(policy: Policy, budget: Budget, valid: Tensor) -> int:
+    """Return the tokens to keep for every row of a prompt, for a policy that gives all rows the same.
+
+    Raises:
+        BudgetError: the rows' shares differ.
+    """
+    kept = slots_of_rows(policy, budget, valid)
+    if len(set(kept)) > 1:
+        lengths = valid.sum(-1).tolist()
+        raise BudgetError(
+            f"budget={budget!r} is a share of each row, and rows of {lengths} tokens would keep {kept}, which policy "
+            f"{policy.name!r} cannot hold side by side: give a number of slots, or rows of one length"
+        )
+    return kept[0]

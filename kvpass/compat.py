@@ -15,7 +15,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import sympy  # type: ignore[import-untyped]
 import torch
@@ -249,6 +249,18 @@ def is_batching(node: fx.Node) -> bool:
     return node.op == "call_function" and module.startswith(("torch._C._functorch", "torch._functorch"))
 
 
+def batching_kind(node: fx.Node) -> Literal["begins", "ends", "prepares", "maps"] | None:
+    """Return what a call does for a region of vmap: begin it, end it, prepare for any, or map tensors in or out."""
+    if not is_batching(node):
+        return None
+    name = node.target.__name__  # type: ignore[union-attr]
+    if name.endswith("_increment_nesting"):
+        return "begins"
+    if name.endswith("_decrement_nesting"):
+        return "ends"
+    return "prepares" if name == "lazy_load_decompositions" else "maps"
+
+
 def is_log_only(node: fx.Node) -> bool:
     """torch's own usage logging, which Dynamo leaves in graphs."""
     return node.target is torch._C._log_api_usage_once
@@ -266,6 +278,15 @@ def never_a_frame_of_its_own(function: Any) -> None:
 def without_torch_function() -> contextlib.AbstractContextManager[None]:
     """Tensor subclasses behave as plain tensors inside."""
     context: contextlib.AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return context
+
+
+def without_torch_functions() -> contextlib.AbstractContextManager[None]:
+    """Neither tensor subclasses nor function modes, such as a default device, intercept operations inside.
+
+    Dynamo dispatches on a mode again inside of `without_torch_function`, so a traced `__torch_function__` never ends.
+    """
+    context: contextlib.AbstractContextManager[None] = torch._C.DisableTorchFunction()
     return context
 
 
@@ -855,14 +876,66 @@ def inductor_options() -> set[str]:
     return set(config.get_config_copy())
 
 
-def room_for_graphs() -> contextlib.AbstractContextManager[Any]:
-    """Inside, in this thread, torch.compile makes more graphs of a function before it gives it up."""
-    config = torch._dynamo.config
-    many, all_of_them = max(config.recompile_limit, 256), max(config.accumulated_recompile_limit, 1024)
-    context: contextlib.AbstractContextManager[Any] = config.patch(
-        recompile_limit=many, accumulated_recompile_limit=all_of_them
-    )
-    return context
+MOST_GRAPHS = {"recompile_limit": 256, "accumulated_recompile_limit": 1024}
+"""How many graphs torch may make of a function for a backend of kvpass; by default it gives up after 8."""
+
+_WAYS = ("skip_nnmodule_hook_guards", "fail_on_recompile_limit_hit")
+"""Further settings: whether hooks that are added later go unnoticed, and whether there is an error at the limit."""
+
+
+class _Ours(int):
+    """A setting of torch's as kvpass has set it, which knows what it was before."""
+
+    before: Any
+
+    @classmethod
+    def instead_of(cls, before: Any, value: int) -> _Ours:
+        ours = cls(value)
+        ours.before = before
+        return ours
+
+
+def set_up_compilations() -> None:
+    """Let torch compile with settings of ours whenever it is about to compile for a backend of kvpass.
+
+    A limit of graphs counts those of all backends of a function, and is looked at before a backend is asked: a backend
+    alone could not raise it.  torch calls what is registered here before it looks.
+    """
+    from torch._dynamo import utils
+
+    if _with_our_settings not in (utils.get_hook_for_recompile_user_context() or ()):
+        utils.register_hook_for_recompile_user_context(_with_our_settings)
+
+
+def _with_our_settings() -> str:
+    """Change Dynamo's settings for a compilation that is about to begin, and undo what an earlier one has changed."""
+    config: Any = torch._dynamo.config
+    for name in (*MOST_GRAPHS, *_WAYS):
+        if isinstance(set_to := getattr(config, name), _Ours):
+            setattr(config, name, set_to.before)
+    backend = _backend_asked()
+    if backend is None:
+        return ""
+    limits = {name: max(getattr(config, name), most) for name, most in MOST_GRAPHS.items()}
+    fails = getattr(backend, "strict", True) and not config.suppress_errors  # torch allows one of both
+    for name, value in (limits | {"skip_nnmodule_hook_guards": False, "fail_on_recompile_limit_hit": fails}).items():
+        setattr(config, name, _Ours.instead_of(getattr(config, name), value))
+    return "kvpass"
+
+
+def _backend_asked() -> Any:
+    """Return the backend of kvpass that the compilation at hand is for, or None."""
+    frame: types.FrameType | None = sys._getframe(2)
+    for _ in range(4):
+        if frame is None:
+            return None
+        backend = frame.f_locals.get("compiler_fn")
+        while backend is not None:
+            if any(str(each.__module__).partition(".")[0] == "kvpass" for each in (backend, *type(backend).__mro__)):
+                return backend
+            backend = getattr(backend, "_torchdynamo_orig_backend", None) or getattr(backend, "compiler_fn", None)
+        frame = frame.f_back
+    return None
 
 
 def numbers_as_symbols(names: set[str]) -> contextlib.AbstractContextManager[Any]:
@@ -901,18 +974,57 @@ def is_last_graph() -> bool:
     return count is not None and count + 1 >= torch._dynamo.config.recompile_limit
 
 
-def is_disabled() -> bool:
-    """Whether torch.compile was told to run everything uncompiled."""
+def hooks_so_far() -> int:
+    """Return how many hooks this process has registered, on whatever module."""
+    from torch.utils.hooks import RemovableHandle
+
+    return int(RemovableHandle.next_id)
+
+
+def why_uncompiled() -> str | None:
+    """Return what makes torch.compile run everything uncompiled now, or None."""
     from torch._dynamo import eval_frame
+    from torch.utils import _python_dispatch
 
-    return bool(torch._dynamo.config.disable) or eval_frame._stance.stance != "default"
+    if is_disabled():
+        return "torch.compile is disabled (TORCH_COMPILE_DISABLE=1)"
+    stance = eval_frame._stance
+    if stance.stance in ("force_eager", "aot_eager_then_compile") or stance.backend is not None:
+        return f"torch.compiler.set_stance({stance.stance!r}) is in force"
+    if _python_dispatch.is_in_any_mode_without_ignore_compile_internals():
+        return "a dispatch mode, such as FlopCounterMode, is active, under which torch.compile compiles nothing"
+    return None
 
 
-def wrap_compiled(model: torch.nn.Module, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Wrap what a model that was compiled in place is called by."""
-    call = model._compiled_call_impl
-    assert call is not None
-    model._compiled_call_impl = wrapper(call)
+def is_disabled() -> bool:
+    """Return whether torch.compile was turned off for the process."""
+    return bool(torch._dynamo.config.disable) or os.environ.get("TORCHDYNAMO_DISABLE") == "1"
+
+
+def is_limit_of_graphs(error: BaseException) -> bool:
+    """Return whether torch refuses to make another graph of a function."""
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    return isinstance(error, FailOnRecompileLimitHit)
+
+
+COMPILED_CALL = "_compiled_call_impl"
+"""Where a module has what it is called by; torch leaves it out of copies and pickles."""
+
+
+def compiled_call(model: torch.nn.Module) -> Any:
+    """Return what a module is called by if it was compiled in place, or None."""
+    return getattr(model, COMPILED_CALL)
+
+
+def set_compiled_call(model: torch.nn.Module, call: Any) -> None:
+    """Let a module be called by something else than its forward."""
+    model.__dict__[COMPILED_CALL] = call
+
+
+def uncompiled_call(model: torch.nn.Module) -> Callable[..., Any]:
+    """Return what calls a module as if it had not been compiled, with its hooks."""
+    return model._call_impl
 
 
 def registered_backend(name: str) -> Callable[[fx.GraphModule, Sequence[Any]], Compiled]:

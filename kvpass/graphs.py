@@ -268,6 +268,7 @@ def eliminate_dead(graph: fx.Graph, among: set[fx.Node] | None = None) -> None:
     memory = _memory(graph)
     needed: set[fx.Node] = set()
     read: set[fx.Node] = set()
+    mapped = _MappedRegions()
     for node in reversed(graph.nodes):
         owner = memory.get(node, node)
         stays = among is not None and node not in among
@@ -276,9 +277,37 @@ def eliminate_dead(graph: fx.Graph, among: set[fx.Node] | None = None) -> None:
         if lasting or written or needed.intersection(node.users):
             needed.add(node)
             read.update(memory.get(parent, parent) for parent in node.all_input_nodes)
+        needed.update(mapped.markers(node, node in needed))
     for node in reversed(list(graph.nodes)):
         if node not in needed and not node.users:
             graph.erase_node(node)
+
+
+class _MappedRegions:
+    """Find the calls that begin and end the regions of torch.vmap in which something is needed.
+
+    Nothing uses the results of these calls, and what a region maps over fails without them.
+    """
+
+    def __init__(self) -> None:
+        self._ends: list[fx.Node] = []
+        self._used: list[bool] = []
+        self._any = False
+
+    def markers(self, node: fx.Node, needed: bool) -> list[fx.Node]:
+        """Return the markers that turn out to be needed at a node, for the nodes of a graph from its end on."""
+        kind = compat.batching_kind(node)
+        if kind == "ends":
+            self._ends.append(node)
+            self._used.append(False)
+        elif kind == "begins" and self._ends:
+            end, used = self._ends.pop(), self._used.pop()
+            return [node, end] if used else []
+        elif kind == "prepares":
+            return [node] if self._any else []
+        elif kind == "maps" and needed:
+            self._any, self._used = True, [True] * len(self._used)
+        return []
 
 
 def _memory(graph: fx.Graph) -> dict[fx.Node, fx.Node]:

@@ -590,11 +590,15 @@ def test_nothing_breaks_graphs() -> None:
     assert breaks() == 0
 
 
-def test_beyond_the_recompile_limit() -> None:
-    """torch.compile gives a function up then, and warns before: what runs on slots is not continued wrongly."""
+def test_beyond_the_recompile_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch gives a function up, it warns before: what runs on slots is not continued wrongly.
+
+    With strict=True, the default, there is an error instead (`tests/test_entries.py`).
+    """
     torch._dynamo.reset()
+    monkeypatch.setattr("kvpass.compat.MOST_GRAPHS", {"recompile_limit": 1})
     ids, mask = prompt(3, 10, ())
-    model = torch.compile(plain("Llama"), backend=kvpass.backend(**settings("h2o")))
+    model = torch.compile(plain("Llama"), backend=kvpass.backend(**settings("h2o"), strict=False))
     with torch._dynamo.config.patch(recompile_limit=1):
         with pytest.warns(UserWarning, match="last graph .*recompile_limit"):
             begun = feed(model, ids[:, :9], mask[:, :9], [9])
@@ -618,16 +622,29 @@ def test_a_model_compiled_by_kvpass_has_room_for_more_graphs(limit: int) -> None
 def test_a_model_that_was_given_up_returns_no_cache_that_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     ids, mask = prompt(3, 10, ())
-    patched = torch._dynamo.config.patch(recompile_limit=1)
-    monkeypatch.setattr("kvpass.compat.room_for_graphs", lambda: patched)
+    monkeypatch.setattr("kvpass.compat.MOST_GRAPHS", {"recompile_limit": 1})
     strict, lax = (kvpass.compile(plain("Llama"), **settings("h2o"), strict=how) for how in (True, False))
-    with pytest.warns(UserWarning, match="last graph"):
-        feed(strict, ids[:, :9], mask[:, :9], [9])
-    with pytest.raises(kvpass.UnsupportedGraph, match="ordinary cache, which grows"):
+    with torch._dynamo.config.patch(recompile_limit=1):
+        with pytest.warns(UserWarning, match="last graph"):
+            feed(strict, ids[:, :9], mask[:, :9], [9])
+        with pytest.raises(kvpass.UnsupportedGraph, match="as many graphs of the model as it may"):
+            feed(strict, ids, mask, [10])
+        assert not isinstance(feed(lax, ids, mask, [10]).cache.layers[0].keys, Handle)
+    with torch.compiler.set_stance("force_eager"), pytest.raises(kvpass.UnsupportedGraph, match="would run uncompiled"):
         feed(strict, ids, mask, [10])
-    assert not isinstance(feed(lax, ids, mask, [10]).cache.layers[0].keys, Handle)
-    with torch.compiler.set_stance("force_eager"):
-        assert not isinstance(feed(strict, ids, mask, [10]).cache.layers[0].keys, Handle)
+
+
+@pytest.mark.parametrize("cache", ["returned", "given"])
+def test_an_ordinary_cache_that_grows_is_an_error_wherever_it_is(cache: str) -> None:
+    kept = transformers.DynamicCache()
+
+    def uncompiled(_: Tensor, other: Any = None) -> Any:
+        kept.update(torch.ones(1, 1, 3, 4), torch.ones(1, 1, 3, 4), 0)
+        return (torch.ones(1), kept) if cache == "returned" else torch.ones(1)
+
+    with pytest.raises(kvpass.UnsupportedGraph, match="ordinary cache, which grows"):
+        Guarded(uncompiled, strict=True)(torch.ones(1), kept)
+    assert Guarded(uncompiled, strict=False)(torch.ones(1), kept) is not None
 
 
 @pytest.fixture

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass import graphs
+from kvpass import compat, graphs
 
 
 def traced(function: object) -> fx.GraphModule:
@@ -63,3 +67,42 @@ def test_a_write_that_nobody_reads_goes() -> None:
 def test_operators_with_an_underscore_write_nothing() -> None:
     gm = traced(lambda x, y: x & y)
     assert not any(graphs.writes(node) for node in gm.graph.nodes)
+
+
+def _traced(function: Callable[[Tensor], Tensor], x: Tensor) -> fx.GraphModule:
+    """Return Dynamo's graph of a function."""
+    made: list[fx.GraphModule] = []
+
+    def backend(gm: fx.GraphModule, _: Any) -> Any:
+        made.append(gm)
+        return gm.forward
+
+    torch.compile(function, backend=backend)(x)
+    return made[0]
+
+
+def _over_rows(x: Tensor) -> Tensor:
+    return torch.vmap(lambda row: row.cumsum(0) * 2)(x)
+
+
+MAPPED: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
+    "used": (lambda x: _over_rows(x) + 1, 1),
+    "unused": (lambda x: (x + 1, _over_rows(x))[0], 0),
+    "nested": (lambda x: torch.vmap(_over_rows)(x[:, None]) + 1, 2),
+    "one of two": (lambda x: (_over_rows(x), _over_rows(x + 1))[1], 1),
+}
+
+
+@pytest.mark.parametrize("name", MAPPED)
+def test_regions_of_vmap_stay_whole_or_go(name: str) -> None:
+    """What begins and ends a region has no users, and is needed as long as anything inside is."""
+    function, regions = MAPPED[name]
+    x = torch.arange(6.0).view(2, 3)
+    gm = _traced(function, x)
+    graphs.eliminate_dead(gm.graph)
+    gm.graph.lint()
+    gm.recompile()
+    (made,) = gm(x)
+    assert torch.equal(made, function(x))
+    kinds = [compat.batching_kind(node) for node in gm.graph.nodes]
+    assert kinds.count("begins") == kinds.count("ends") == regions

@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import kvpass
 from kvpass import compat, policies
 from kvpass.backend import Backend
-from tests.models import build, different
+from tests.models import build, different, many_graphs
 
 LENGTHS = (5, 7, 3, 11, 4, 6, 2, 9, 8, 10)
 
@@ -68,7 +68,7 @@ def test_open_sizes_are_the_same_as_numbers(policy: str) -> None:
     """Rows, chunks of several lengths and budgets that are shares, past the first eviction."""
     budget = None if policy == "full" else 0.5
     ours, theirs = (counting(policy, numbers, budget=budget) for numbers in (False, True))
-    with compat.room_for_graphs():
+    with many_graphs():
         one, other = compiled(ours), compiled(theirs)
         for rows, pieces in ((1, (40, 1, 5, 1)), (1, (50, 1, 7, 1)), (2, (44, 1, 3, 1)), (3, (48, 1, 6, 1, 1))):
             for got, wanted in zip(logits(one, rows, pieces), logits(other, rows, pieces), strict=True):
@@ -89,7 +89,7 @@ def test_ten_lengths_are_one_compilation() -> None:
 def test_ten_batches_are_two_compilations(first: int) -> None:
     """The first number of rows has code of its own, all others share theirs, which is of Dynamo's second graph."""
     backend = counting("h2o", budget=24)
-    with compat.room_for_graphs():
+    with many_graphs():
         model = compiled(backend)
         for rows in range(first, first + 10):
             list(logits(model, rows, (30, 1, 1)))
@@ -170,7 +170,7 @@ def test_models_that_look_at_their_sizes(how: str) -> None:
     """Each answers as it does uncompiled, on shared code or on its own."""
     torch.manual_seed(0)
     model = Counted(how).eval()
-    with compat.room_for_graphs():
+    with many_graphs():
         fast = torch.compile(model, backend=counting("window", budget=64))
         for rows in (1, 2, 3, 5):
             ids, past, other = torch.randint(0, 64, (rows, 40)), None, None
@@ -202,7 +202,7 @@ def test_what_is_asked_of_one_of_sizes_that_are_alike_is_asked_of_all() -> None:
 def test_generated_code_serves_other_sizes(policy: str) -> None:
     """Inductor's, whose layers are compiled once; open are lengths alone, then rows and lengths."""
     ours, theirs = counting(policy, inner="inductor", budget=24), counting(policy, numbers=True, budget=24)
-    with compat.room_for_graphs():
+    with many_graphs():
         one, other = compiled(ours), compiled(theirs)
         for rows, pieces in ((1, (40, 1, 5, 1)), (2, (44, 1)), (3, (48, 1, 4))):
             for got, wanted in zip(logits(one, rows, pieces), logits(other, rows, pieces), strict=True):

@@ -112,7 +112,8 @@ def _known(found: list[Found], outputs: dict[fx.Node, int]) -> set[int]:
 _UNREAD = "the cache that is grown here feeds no attention call that can be followed"
 _BROKEN = (
     "; the graph has none at all, so that it breaks in between: see TORCH_LOGS=graph_breaks. Where it breaks for a "
-    "warning about output_attentions=True, leave that out: slots do not hold every token, and have no weights for all"
+    "warning about output_attentions=True, leave that out: slots do not hold every token, and have no weights for all. "
+    "Where the model uses flex_attention, which is not followed, load it with attn_implementation='sdpa' or 'eager'"
 )
 
 
@@ -390,7 +391,10 @@ def _place(grown: fx.Node, outputs: dict[fx.Node, int]) -> tuple[int, int | None
 def _check(call: Call, origin: Origin, reader: bool) -> None:
     query, key = call.query, origin.new
     if call.dropout:
-        raise _Refused(f"attention with dropout {call.dropout}: the model is in training mode")
+        raise _Refused(
+            f"attention with dropout {call.dropout}: the model is in training mode; call model.eval(), or pass "
+            "use_cache=False to train"
+        )
     if not value(key).is_floating_point():
         raise _Refused(f"the cache holds {value(key).dtype}, which is not floating-point")
     if value(query).ndim != 4 or value(key).ndim != 4:
@@ -427,8 +431,8 @@ def _origin(node: fx.Node, outputs: dict[fx.Node, int]) -> Origin:
     if parts is None:
         return Origin(node, None, node)
     past, new = parts
-    if value(node).dtype != value(new).dtype:
-        raise _Refused(f"{value(new).dtype} is cached as {value(node).dtype}")
+    if not is_as_wide(value(node).dtype, value(new).dtype):
+        raise _Refused(f"{value(new).dtype} is cached as {value(node).dtype}, which loses digits")
     empty = value(past).ndim != 4 or expr(value(past).shape[2]) == 0
     return Origin(node, None if empty or past.op != "placeholder" else past, new)
 

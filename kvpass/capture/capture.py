@@ -125,10 +125,22 @@ def _put_operators(graph: fx.Graph, readings: list[Reading]) -> None:
 
 def _append(graph: fx.Graph, origin: Origin) -> fx.Node:
     """The operator that gives what is stored; without a past and a concatenation that is the new tokens themselves."""
+    new = _as_cached(graph, origin)
     with graph.inserting_after(origin.grown):
-        node = graph.call_function(APPEND, (origin.past, origin.new))
+        node = graph.call_function(APPEND, (origin.past, new))
     _replace(origin.grown, node)
     return node
+
+
+def _as_cached(graph: fx.Graph, origin: Origin) -> fx.Node:
+    """Return the new tokens in the dtype of the cache, to which the model's concatenation promotes them."""
+    new, dtype = origin.new, value(origin.grown).dtype
+    if value(new).dtype == dtype:
+        return new
+    with graph.inserting_before(origin.grown):
+        promoted = graph.call_method("to", (new, dtype))
+    promoted.meta = {**origin.grown.meta, "example_value": value(new).to(dtype)}
+    return promoted
 
 
 def _attend(graph: fx.Graph, call: Call, attended: tuple[fx.Node, fx.Node]) -> fx.Node:

@@ -64,8 +64,7 @@ class Caller:
         given = dict(attention_mask=mask, position_ids=position, logits_to_keep=keep)
         named = {name: value for name, value in given.items() if name in self.takes}
         cache = self.begin() if cache is None else cache
-        with compat.room_for_graphs():
-            out = self.call(ids, **{self.cache_name: cache}, use_cache=True, **named)
+        out = self.call(ids, **{self.cache_name: cache}, use_cache=True, **named)
         self._check_count(cache_names.returned(out), ids.shape[1], mask.shape[1])
         return out
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvpass import policies
-from kvpass.budget import Budget, slots_for
+from kvpass.budget import Budget, slots_of_all
 from kvpass.lowering.attend import softmax_beside
 from kvpass.policies.heads import Spread
 from kvpass.precision import wide, widest
@@ -456,7 +456,7 @@ def _scanned(
     query, key = attention.query, attention.key
     chosen, count, keys = policies.specified(policy), query.shape[2], key.shape[2]
     rows = (regrouped(block, heads).float() for _, block in paid)
-    made = chosen.scan(rows, valid, keys - count, slots_for(chosen, budget, count), Spread.read(spread))
+    made = chosen.scan(rows, valid, keys - count, slots_of_all(chosen, budget, valid), Spread.read(spread))
     return made.clone(memory_format=torch.contiguous_format)
 
 

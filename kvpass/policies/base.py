@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import ClassVar, Literal, TypeVar
 
@@ -165,6 +165,15 @@ class Plan:
     def with_room(self) -> Plan:
         """The same with slots for any prompt, where each number of slots would be compiled for itself."""
         return dataclasses.replace(self, capacity=max(self.capacity, self.room))
+
+
+def by_rows(plans: Mapping[int, Plan], budgets: Sequence[int]) -> Plan:
+    """Return a layer's plan in which each row gets what the plan for its own budget gives it."""
+    if len(plans) == 1:
+        return next(iter(plans.values()))
+    rows = tuple(plans[budget].limits(len(budgets))[row] for row, budget in enumerate(budgets))
+    capacity, room = (max(getattr(plan, name) for plan in plans.values()) for name in ("capacity", "room"))
+    return Plan(max(rows), capacity, rows, room)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -81,7 +81,7 @@ def kind(caches: list[LayerCache]) -> Any:
     """What a step of one token depends on beside the contents of tensors; equal for two that can replace each other."""
     sweep, _ = tick(caches)
     windows = tuple(cache.stored < cache.seen for cache in caches if cache.window is not None)
-    return sweep, windows, tuple(id(cache.slots) for cache in caches)
+    return sweep, windows, tuple(id(cache.slots) for cache in caches), compat.hooks_so_far()
 
 
 def count(caches: list[LayerCache], queries: int, clocks: Sequence[tuple[Any, ...]]) -> None:

@@ -1,13 +1,16 @@
-"""Calls of a model that kvpass compiled itself: with room for many graphs, and with no cache that grows unseen.
+"""Calls of a model that kvpass compiled itself: none of them returns a cache that grows unseen.
 
 Where torch gives a function up, because of its limit of graphs or because it cannot go on behind a graph break, the
-function runs uncompiled and no backend is asked.  What comes back shows it.
+function runs uncompiled and no backend is asked.  So it does where torch.compile is turned off, and so does a module
+inside of the model that is called by itself.  What comes back shows it.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import contextvars
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,36 +20,181 @@ from kvpass import cache_names, compat
 from kvpass.errors import UnsupportedGraph
 from kvpass.runtime.handle import Handle
 
+UNCOMPILED = (
+    "the model returned an ordinary cache, which grows: torch ran the attention, or the update of the "
+    "cache, uncompiled. Look for what breaks the graph with TORCH_LOGS=graph_breaks,recompiles, such as a "
+    "function under torch.compiler.disable or a break within a loop, or pass strict=False"
+)
+MANY_GRAPHS = (
+    "torch.compile has made as many graphs of the model as it may, and would run it uncompiled, where the cache grows: "
+    "see with TORCH_LOGS=recompiles what changes from call to call, or begin anew with torch._dynamo.reset()"
+)
+SHALLOW = (
+    "this model is a shallow copy (copy.copy) of one that kvpass compiled, and is not compiled itself: use "
+    "copy.deepcopy, or kvpass.compile on the copy"
+)
+BATCHES = (
+    "transformers' continuous batching keeps all requests in a paged cache of its own, which kvpass does not bound: "
+    "use kvpass.DecodeLoop(model, ..., rows=N) and its add(), or an uncompiled model"
+)
+
+
+_RUNNING: contextvars.ContextVar[bool] = contextvars.ContextVar("_RUNNING", default=False)
+"""Whether a compiled model runs in this thread, which checks its cache itself."""
+
 
 class Guarded:
-    """A compiled model's call.
+    """Calls a compiled model and checks that its cache is bounded.
 
     Attributes:
-        call: what torch.compile made.
-        strict: whether an ordinary cache among the outputs is an error.
+        call: what torch.compile made; None before the first call of a copied or unpickled model.
+        strict: whether an ordinary cache that grows is an error.
+        model, backend: the module that was compiled in place and by what; None for other calls.
         taken: the parameters of the model's forward; of what is called, if the model is not given.
     """
 
-    def __init__(self, call: Callable[..., Any], strict: bool, model: Any = None) -> None:
-        self.call, self.strict = call, strict
+    def __init__(self, call: Callable[..., Any] | None, strict: bool, model: Any = None, backend: Any = None) -> None:
+        self.call, self.strict, self.model, self.backend = call, strict, model, backend
         self.taken = cache_names.parameters(call if model is None else model)
+        compat.never_a_frame_of_its_own(Guarded.__call__)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Raises: UnsupportedGraph: the cache is of a kind that has no place here, or the model ran uncompiled."""
+        if self.call is None:
+            return self._compiled_anew()(*arguments, **named)
+        if torch.compiler.is_compiling():  # part of a larger graph
+            return self.call(*arguments, **named)
+        why = compat.why_uncompiled()
+        if why is not None and self.strict:
+            raise UnsupportedGraph(
+                f"{why}, so the model would run uncompiled and its cache would grow: leave it out, or pass strict=False"
+            )
+        if why is not None and self.model is not None:  # torch would never again compile what it skips now
+            return compat.uncompiled_call(self.model)(*arguments, **named)
         for given in (*arguments, *named.values()):
             _check_kind(getattr(given, "self_attention_cache", given))
         named = {name: _dense(value) for name, value in cache_names.renamed(named, self.taken).items()}
         given = (*arguments, *named.values())
         cache = next((value for value in given if _is_ours(value)), None)
-        with compat.room_for_graphs(), _for_length_of(cache, given), _for_counts_of(cache):
+        before = _ordinary(given) if self.strict else []
+        with _for_length_of(cache, given), _for_counts_of(cache), _running():
             made = self.call(*arguments, **named)
-        if self.strict and not compat.is_disabled() and grows(cache_names.returned(made)):
+        if self.strict and (_have_grown(before) or grows(made)):
+            raise UnsupportedGraph(UNCOMPILED)
+        return made
+
+    def _compiled_anew(self) -> Guarded:
+        """Compile a model that was copied or unpickled, as the one that it comes from was compiled."""
+        if compat.compiled_call(self.model) is not self:
+            raise UnsupportedGraph(SHALLOW)
+        return compile_module(self.model, self.backend, self.strict)
+
+    def for_copies(self) -> Guarded:
+        """Return what a copy of the model is called by; `model` becomes the copy where the model is copied with it."""
+        return Guarded(None, self.strict, self.model, self.backend)
+
+
+class Watched:
+    """Calls a module inside of a compiled model that uncompiled code calls by itself, and refuses a cache that grows.
+
+    Attributes:
+        model: the module; whole: the name of the class that was compiled.
+        around: what was compiled, where that is known; once another backend compiles it, nothing is checked.
+    """
+
+    def __init__(self, model: torch.nn.Module, whole: str, around: torch.nn.Module | None = None) -> None:
+        self.model, self.whole, self.around = model, whole, None if around is None else weakref.ref(around)
+        compat.never_a_frame_of_its_own(Watched.__call__)
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Raises: UnsupportedGraph: the module ran uncompiled and its cache has grown."""
+        call = compat.uncompiled_call(self.model)
+        if torch.compiler.is_compiling() or _RUNNING.get() or self._is_compiled_by_others():
+            return call(*arguments, **named)
+        before = _ordinary((*arguments, *named.values()))
+        made = call(*arguments, **named)
+        if _have_grown(before) or grows(made):
+            inner = type(self.model).__name__
             raise UnsupportedGraph(
-                "the model returned an ordinary cache, which grows: torch ran the attention, or the update of the "
-                "cache, uncompiled. Look for what breaks the graph with TORCH_LOGS=graph_breaks,recompiles, such as a "
-                "function under torch.compiler.disable or a break within a loop, or pass strict=False"
+                f"{inner} was called by itself and ran uncompiled, so its cache grows: kvpass compiled the "
+                f"{self.whole} around it. Call that, or kvpass.compile the {inner}, or pass strict=False"
             )
         return made
+
+    def _is_compiled_by_others(self) -> bool:
+        around = None if self.around is None else self.around()
+        return around is not None and not isinstance(compat.compiled_call(around), Guarded)
+
+    def for_copies(self) -> Watched:
+        """Return what a copy of the module is called by."""
+        return Watched(self.model, self.whole)
+
+
+class _State:
+    """Gives the state of a module to copies and pickles, with what calls it: torch leaves that out."""
+
+    def __init__(self, caller: Guarded | Watched) -> None:
+        self.caller = caller
+
+    def __call__(self) -> Any:
+        model = self.caller.model
+        state = type(model).__getstate__(model)
+        if not isinstance(state, dict) or compat.compiled_call(model) is not self.caller:
+            return state
+        caller = self.caller.for_copies()
+        return {**state, compat.COMPILED_CALL: caller, "__getstate__": _State(caller)}
+
+
+class _NoBatches:
+    """Refuses a way to generate that brings a cache of its own."""
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        raise UnsupportedGraph(BATCHES)
+
+
+def compile_module(model: torch.nn.Module, backend: Any, strict: bool) -> Guarded:
+    """Compile one module in place and return what it is called by."""
+    model.compile(backend=backend)
+    guarded = Guarded(compat.compiled_call(model), strict, model, backend)
+    _put(model, guarded)
+    for name in ("generate_batch", "init_continuous_batching"):
+        if strict and hasattr(type(model), name):
+            model.__dict__[name] = _NoBatches()
+        elif isinstance(model.__dict__.get(name), _NoBatches):
+            del model.__dict__[name]
+    return guarded
+
+
+def watch_module(model: torch.nn.Module, whole: torch.nn.Module) -> None:
+    """Let a module inside of one that was compiled refuse to run uncompiled on a cache."""
+    _put(model, Watched(model, type(whole).__name__, whole))
+
+
+def unwatch(model: torch.nn.Module) -> None:
+    """Undo what `watch_module` did to the modules of a model."""
+    for module in model.modules():
+        if isinstance(compat.compiled_call(module), Watched):
+            compat.set_compiled_call(module, None)
+            module.__dict__.pop("__getstate__", None)
+
+
+def _put(model: torch.nn.Module, caller: Guarded | Watched) -> None:
+    compat.set_compiled_call(model, caller)
+    model.__dict__["__getstate__"] = _State(caller)
+
+
+@contextlib.contextmanager
+def _running() -> Iterator[None]:
+    """A compiled model runs inside, and where torch raises its limit of graphs, that is an error of kvpass."""
+    token = _RUNNING.set(True)
+    try:
+        yield
+    except Exception as error:
+        if compat.is_limit_of_graphs(error):
+            raise UnsupportedGraph(MANY_GRAPHS) from error
+        raise
+    finally:
+        _RUNNING.reset(token)
 
 
 def _for_length_of(cache: Any, given: tuple[Any, ...]) -> contextlib.AbstractContextManager[Any]:
@@ -117,10 +265,51 @@ def dense(tokens: Tensor) -> Tensor:
     return tokens.clone(memory_format=torch.contiguous_format)
 
 
-def grows(cache: Any) -> bool:
-    """Whether a cache object, or nested tuples, hold keys [B, H, S, D] and none that are kvpass's."""
+def grows(made: Any) -> bool:
+    """Return whether a cache among what a model returned holds keys [B, H, S, D] and none that are kvpass's."""
+    return any(ordinary_tokens(cache) > 0 for cache in _caches(made))
+
+
+def _caches(made: Any) -> Iterator[Any]:
+    """Yield the caches in a model's output: what is named so, cache objects, and pairs of keys and values."""
+    if isinstance(made, (tuple, list)):
+        named = [("", value) for value in made]
+    else:
+        named = list(made.items() if isinstance(made, Mapping) else getattr(made, "__dict__", {}).items())
+    for name, value in named:
+        pairs = isinstance(value, (tuple, list)) and bool(value) and isinstance(value[0], (tuple, list))
+        if pairs or name in (cache_names.OLD, cache_names.NEW) or _is_object(value):
+            yield value
+
+
+def _is_object(value: Any) -> bool:
+    """Return whether a value is a cache object: it has `layers`, of its own or for decoding."""
+    return not isinstance(value, (Tensor, torch.nn.Module)) and isinstance(
+        getattr(getattr(value, "self_attention_cache", value), "layers", None), list
+    )
+
+
+def _ordinary(given: tuple[Any, ...]) -> list[tuple[Any, int]]:
+    """Return the cache objects among arguments that hold no handles, each with the tokens that it stores."""
+    objects = [value for value in given if _is_object(value)]
+    return [(value, ordinary_tokens(value)) for value in objects if not any(map(_is_handle, _keys(value)))]
+
+
+def _have_grown(caches: list[tuple[Any, int]]) -> bool:
+    """Return whether one of the caches stores more tokens than before."""
+    return any(ordinary_tokens(cache) > before for cache, before in caches)
+
+
+def ordinary_tokens(cache: Any) -> int:
+    """Return how many tokens a cache object, or nested tuples, store in tensors; 0 for a cache of kvpass."""
     keys = _keys(cache)
-    return any(key.ndim == 4 and key.shape[2] > 0 for key in keys) and not any(isinstance(k, Handle) for k in keys)
+    if any(map(_is_handle, keys)):
+        return 0
+    return max((key.shape[2] for key in keys if key.ndim == 4), default=0)
+
+
+def _is_handle(key: Tensor) -> bool:
+    return isinstance(key, Handle)
 
 
 def _is_ours(value: Any) -> bool:

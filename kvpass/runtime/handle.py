@@ -263,7 +263,7 @@ class Handle(Tensor):
                     "tokens live in slots and not in this tensor. Reordering rows, copying and moving work; "
                     "anything else needs kvpass.inspect(cache) or an uncompiled model."
                 )
-        with compat.without_torch_function():
+        with compat.without_torch_functions():
             return func(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Handle:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,6 +39,17 @@ HIDDEN_BEFORE = (
     "padding was hidden when it came, and left out of the cache for that, and nothing proves that the mask of this "
     "call hides it too; give rows of one length, or one row at a time"
 )
+
+
+def wrong_mask(gm: fx.GraphModule, arguments: Sequence[Any], tokens: int) -> str | None:
+    """Return what is wrong with an attention mask that has no column for each of so many tokens, or None."""
+    for node, given in zip(graphs.placeholders(gm.graph), arguments, strict=True):
+        if "attention_mask" in node.name and isinstance(given, Tensor) and given.ndim == 2 and given.shape[1] != tokens:
+            return (
+                f"attention_mask has {given.shape[1]} columns, {tokens} are needed: one for each token that the cache "
+                "has seen and for each new one"
+            )
+    return None
 
 
 def told_by(gm: fx.GraphModule, sites: list[AttentionSite], step: bool) -> list[tuple[fx.Node, ...]]:

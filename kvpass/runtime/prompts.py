@@ -17,7 +17,7 @@ from kvpass.errors import BudgetError, PolicyError, UnsupportedGraph
 from kvpass.graphs import Sizes
 from kvpass.layer.slots import Chunk, Layout
 from kvpass.layer.statistics import Asked, as_attention
-from kvpass.policies.base import Attention, Plan, Policy
+from kvpass.policies.base import Attention, Plan, Policy, by_rows
 from kvpass.policies.window import Window
 from kvpass.rewrite.computed_keys import joined
 from kvpass.rewrite.prompt import rewrite_prompt
@@ -31,6 +31,11 @@ from kvpass.runtime.padding import Positions, places_of, told_by
 from kvpass.runtime.sizes import measured
 
 ADOPTED = "adopted: the prompt ran uncompiled, so nothing is known of its attention"
+
+RENUMBERED = (
+    "a policy that renumbers tokens takes its budget before padding is known, so a budget that is a share of the "
+    "prompt is refused for rows with padding: give a number of slots, or rows of one length"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,10 +180,13 @@ class PromptRunner:
 
     def stored(self, layers: list[PromptLayer], model: list[Any]) -> Iterator[LayerCache]:
         """Slots for each layer of a prompt; the list lets go of its rows one by one."""
-        prompt = layers[0].chunk.valid.shape[1]
-        budget = budgets.slots_for(self.backend.policy, self.backend.budget, prompt)
+        valid = layers[0].chunk.valid
+        prompt, shares = valid.shape[1], budgets.slots_of_rows(self.backend.policy, self.backend.budget, valid)
+        budget, policy = max(shares), self.backend.policy
+        if policy.renumbers and set(shares) != {budgets.slots_for(policy, self.backend.budget, prompt)}:
+            raise BudgetError(RENUMBERED)
         layers[:] = [_within_window(layer, budget) for layer in layers]
-        plans = self._plans(layers, budget, prompt, model)
+        plans = self._plans(layers, shares, prompt, model)
         for i, plan in enumerate(plans):
             yield self._store(i, layers[i], plan)
             layers[i] = None  # type: ignore[call-overload]
@@ -223,12 +231,14 @@ class PromptRunner:
         """What tells the model of a call: its tensors, or if it has none the graph."""
         return [arguments[place] for place in self.owned] or list(self.constants) or [self]
 
-    def _plans(self, layers: list[PromptLayer], budget: int, prompt: int, model: list[Any]) -> list[tuple[int, Plan]]:
-        """For each layer the budget that users gave and what the policy makes of it."""
-        governed = [layer for layer in layers if layer.policy is self.backend.policy]
+    def _plans(
+        self, layers: list[PromptLayer], shares: list[int], prompt: int, model: list[Any]
+    ) -> list[tuple[int, Plan]]:
+        """For each layer the budget that users gave, of the row with most, and what the policy makes of it."""
+        governed, budget = [layer for layer in layers if layer.policy is self.backend.policy], max(shares)
         self._check_room(budget, prompt)
         rows, heads = layers[0].chunk.key.shape[:2]
-        made = self._governed(governed, budget, model, (len(layers), heads))
+        made = self._governed(governed, shares, model, (len(layers), heads))
         if self.ranked and (len(governed) < len(layers) or len({plan.limits(rows) for plan in made}) > 1):
             raise PolicyError(
                 f"positions='cache': {self.backend.policy} gives the layers different budgets, and a query has one "
@@ -238,13 +248,16 @@ class PromptRunner:
         whole = budgets.slots_for(self.backend.policy, None, prompt)
         return [(budget, next(mine)) if x.policy is self.backend.policy else _alone(x, whole) for x in layers]
 
-    def _governed(self, layers: list[PromptLayer], budget: int, model: list[Any], shape: Any) -> list[Plan]:
+    def _governed(self, layers: list[PromptLayer], shares: list[int], model: list[Any], shape: Any) -> list[Plan]:
         """What the backend's policy gives the layers that it governs; see `ownership.Plans`."""
         if not layers:
             return []
         attention = [layer.chunk.attention for layer in layers]
-        first = self.backend.plans.of(model, shape)
-        made = self.backend.policy.plan(attention, layers[0].chunk.valid, budget, first)
+        first, valid = self.backend.plans.of(model, shape), layers[0].chunk.valid
+        plans = {share: self.backend.policy.plan(attention, valid, share, first) for share in sorted(set(shares))}
+        if len(plans) > 1 and not all(plan.rows for layers in plans.values() for plan in layers):
+            budgets.slots_of_all(self.backend.policy, self.backend.budget, valid)
+        made = [by_rows(dict(zip(plans, each, strict=True)), shares) for each in zip(*plans.values(), strict=True)]
         if first is None:
             self.backend.plans.keep(model, shape, made)
         opens = self.backend.opens_sizes(layers[0].chunk.key.device)

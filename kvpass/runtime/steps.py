@@ -43,6 +43,7 @@ from kvpass.runtime.padding import (
     padding_of,
     places_of,
     told_by,
+    wrong_mask,
 )
 from kvpass.runtime.ready import Measures, Opened, Ready, ReadySteps
 from kvpass.runtime.sizes import Counter, Tie, counters, free_sizes, lasting, lengths_of, measured, size_at, ties
@@ -80,7 +81,16 @@ class StepRunner:
 
     def __call__(self, *arguments: Any) -> tuple[Any, ...]:
         with compat.with_torch_function():
-            return self._run(arguments)
+            try:
+                return self._run(arguments)
+            except UnsupportedGraph as refusal:
+                raise self._clearer(arguments, refusal) from None
+
+    def _clearer(self, arguments: tuple[Any, ...], refusal: UnsupportedGraph) -> UnsupportedGraph:
+        """Return a refusal that names a wrong attention mask, where there is one."""
+        tokens = arguments[self.pasts[0][0]].seen + self._queries(self._numbers(arguments))
+        wrong = wrong_mask(self.gm, arguments, tokens)
+        return refusal if wrong is None else UnsupportedGraph(wrong)
 
     def _run(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         caches = [self._cache(arguments, places) for places in self.pasts]
