@@ -30,10 +30,10 @@ from kvpass.policies.base import Policy
 from kvpass.replay import Replayed
 from kvpass.rewrite.call import StepCall
 from kvpass.rewrite.context import StepContext
+from kvpass.rewrite.lockstep import Validation
 from kvpass.rewrite.pipeline import rewrite_step
 from kvpass.rewrite.record import Record
 from kvpass.rewrite.result import StepRewrite
-from kvpass.rewrite.validate import Validation
 from kvpass.runtime import entries
 from kvpass.runtime.guarded import compile_module, unwatch, watch_module
 from kvpass.runtime.handle import Handle
@@ -157,7 +157,7 @@ class Backend:
             captured = dataclasses.replace(captured, sites=known)
             if any(carried):
                 return StepRunner(self, gm, captured)
-            return PromptRunner(self, captured, examples, self._ranked(captured))
+            return PromptRunner(self, gm, captured, examples, self._ranked(captured))
 
     def _record(self, captured: Capture, carried: bool) -> None:
         if self.recorder is None:
@@ -262,12 +262,13 @@ class Backend:
         """What runs inside counts for a name in the report's `Timings`."""
         return self.recorder.watch.spending(name) if self.recorder else contextlib.nullcontext()
 
-    def note_validation(self, done: Validation) -> None:
-        """Report what came of holding a rewritten step against the model's own."""
+    def note_validation(self, graph: Literal["prompt", "step"], done: Validation) -> None:
+        """Report the result of the validation of a rewritten graph."""
         if self.recorder is not None:
             self.recorder.watch.add("validation", done.seconds)
             came = "equal" if done.skipped is None else f"left out, as {done.skipped}"
-            self.recorder.notes.append(f"the rewritten step beside the model's own: {came} ({done.seconds:.2f} s)")
+            compared = {"prompt": "prompt against the model's", "step": "step beside the model's own"}[graph]
+            self.recorder.notes.append(f"the rewritten {compared}: {came} ({done.seconds:.2f} s)")
 
     def compile_prompt(
         self, gm: fx.GraphModule, examples: Sequence[Any], layers: Sequence[fx.Node] = ()

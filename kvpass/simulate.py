@@ -215,8 +215,8 @@ def _compiled_step(layer: _Layer, layout: Layout, slots: Slots, t: int, sweep: b
     q, k, v, stored = layer.step(t, slots.next_rank())
     if slots.capacity == layout.capacity:
         return decode_step(layout, site, slots, q, stored, v, valid[:, 0], sweep).output, slots
-    (output, _), sums = extend_step(layout, site, slots, q, k, v, valid)
-    return output, admit(layout, slots, Chunk(stored, v, valid, as_attention(layout.policy, sums, valid)))
+    attended, sums = extend_step(layout, site, slots, q, k, v, valid)
+    return attended.output, admit(layout, slots, Chunk(stored, v, valid, as_attention(layout.policy, sums, valid)))
 
 
 def _positions(layout: Layout, slots: Slots) -> Tensor:

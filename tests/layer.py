@@ -86,7 +86,7 @@ class Lowered:
                 sums = statistics(policy, asked, new.valid, self.layout.budget)
         else:
             site = dataclasses.replace(site, mask=causal(slots, new.valid.shape[1]))
-            (output, _), sums = extend_step(self.layout, site, slots, q, k, new.v, new.valid)
+            (output, *_), sums = extend_step(self.layout, site, slots, q, k, new.v, new.valid)
         attention = as_attention(policy, sums, new.valid) if policy.statistics else Attention()
         self.slots = admit(self.layout, slots, dataclasses.replace(chunk, attention=attention), self.limits)
         counts = new.valid.sum(-1).tolist()

@@ -89,9 +89,17 @@ class Site:
 
 
 class Attended(NamedTuple):
-    """What attention gives: the output [B, Hq, q, Dv], and where wanted a log-sum-exp, [B, Hq, q] as `wide` has it."""
+    """The results of attention, and the mask that it ran under.
+
+    Attributes:
+        output: [B, Hq, q, Dv].
+        mask, bias: the keys that are seen, and the model's bias; bool and a number [B, Ha or 1, ., q, N].
+        lse: where wanted the log-sum-exp, [B, Hq, q] as `wide` has it.
+    """
 
     output: Tensor
+    mask: Tensor
+    bias: Tensor | None
     lse: Tensor | None = None
 
 
@@ -201,7 +209,7 @@ class _View:
         )
         output, probabilities, logits = attend(self.query, self.key, self.value, **given)
         output = output.flatten(1, 2)  # here: the compiler moves a product to its first user
-        return Attended(output, _log_sum_exp(site, logits)), probabilities, logits
+        return Attended(output, self.mask, self.bias, _log_sum_exp(site, logits)), probabilities, logits
 
     def logits(self) -> Tensor:
         """What the model makes of the keys before the softmax, [B, Ha, ., 1, C] as `wide` has them."""
@@ -406,13 +414,13 @@ def extend_step(
     policy_bias = policy.bias(held, query.shape[1] // layout.heads)
     if policy_bias is None and _scores_on_the_way(policy, site, query, keys, values):
         output, made = attended_and_scored(policy, asked, values, valid, layout.budget)
-        return Attended(_blanked(site, slots, output, full, valid)), [*made, *_for_crops(layout, asked)]
+        return Attended(_blanked(site, slots, output, full, valid), mask, bias), [*made, *_for_crops(layout, asked)]
     seen = full
     if policy_bias is not None:
         policy_bias = torch.nn.functional.pad(policy_bias, (0, chunk))[..., None, :]  # [B, ., ., 1, C + q]
         seen = _per_head(_joined(mask, added(bias, policy_bias), dtype), query, keys, layout.heads)
-    attended = _attended(site, query, keys, values, seen)
-    attended = attended._replace(output=_blanked(site, slots, attended.output, full, valid))
+    output, lse = _attended(site, query, keys, values, seen)
+    attended = Attended(_blanked(site, slots, output, full, valid), mask, bias, lse)
     if not policy.statistics:
         return attended, []
     return attended, [*statistics(policy, asked, valid, layout.budget), *_for_crops(layout, asked)]
@@ -430,19 +438,19 @@ def _for_crops(layout: Layout, asked: Asked) -> list[Tensor]:
     return [tensor for tensor in tensors if tensor is not None] if layout.crops else []
 
 
-def _attended(site: Site, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Attended:
-    """Attention of a chunk; mask bool or additive [B, Hq, Ha or 1, q, N]."""
+def _attended(site: Site, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Attention of a chunk, and its log-sum-exp if wanted; mask bool or additive [B, Hq, Ha or 1, q, N]."""
     heads = keys.shape[1]
     grouped = torch.unflatten(query, 1, (heads, -1))
     if site.cap is None and site.sink_logit is None and not site.lse and not by_kernel(grouped):
-        return Attended(_library_attention(site.scale, grouped, keys, values, mask))
+        return _library_attention(site.scale, grouped, keys, values, mask), None
     apart = mask[:, :, None] if mask.shape[1] == 1 else torch.unflatten(mask, 1, (heads, -1))
     allowed, bias = (apart, None) if apart.dtype == torch.bool else (apart != -torch.inf, apart)
     given: dict[str, Any] = dict(
         mask=allowed, bias=bias, cap=site.cap, sink_logit=site.sink_logits(heads), with_logits=site.lse
     )
     output, _, logits = attend(grouped, plain(keys), plain(values), scale=site.scale, **given)
-    return Attended(output.flatten(1, 2), _log_sum_exp(site, logits))
+    return output.flatten(1, 2), _log_sum_exp(site, logits)
 
 
 def _library_attention(scale: float, grouped: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:

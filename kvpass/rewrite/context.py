@@ -37,6 +37,7 @@ class StepContext(StepGraph):
         given_positions: the places of Dynamo's arguments that ranks have taken the place of.
         places: for each layer a copy of the slot that it writes to, none where it needs none.
         replaced: what stands for the model's own attention, by the name of its node.
+        masks: for each attention call, by its name, which slots it sees and the bias on them, if there is one.
         chunks: for each layer stored key, value, valid and statistics of a chunk.
         unread: outputs that grow and that nothing reads on slots: the argument that each is longer than, and the
             dimension.
@@ -59,6 +60,7 @@ class StepContext(StepGraph):
         self.given_positions: list[int] = []
         self.places: list[fx.Node] = []
         self.replaced: dict[str, fx.Node] = {}
+        self.masks: dict[str, tuple[fx.Node, fx.Node | None]] = {}
         self.chunks: list[list[fx.Node]] = []
         self.unread: dict[int, tuple[int, int]] = {}
         self.counted: fx.Node | None = None

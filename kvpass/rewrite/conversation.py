@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.fx as fx
@@ -75,16 +75,41 @@ class Step:
         return graphs.source_line(self.sites[layer].call)
 
 
-class Conversation:
-    """A made-up conversation of `count` tokens, the same every time it is made."""
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a conversation is to be like.
 
-    def __init__(self, step: Step, count: int) -> None:
-        self.step, self.count = step, count
+    Attributes:
+        count: the tokens before those of the call.
+        near: tokens of interest, which are held where not all are.
+        gap: whether one token amid the others is padding, too, where padding is known.
+        ids: what the whole numbers that belong to tokens are changed to: "changing" amid the conversation, or with the
+            new tokens ("new"); None leaves them.
+    """
+
+    count: int
+    near: tuple[int, ...] = ()
+    gap: bool = False
+    ids: Literal["changing", "new"] | None = None
+
+
+class Conversation:
+    """A made-up conversation, the same every time it is made.
+
+    Attributes:
+        valid: bool [B, L], which tokens are no padding.
+        stored: for each layer how many of the last tokens the model's cache has.
+        kept: for each layer which of these its slots hold, sorted, as numbers of tokens.
+    """
+
+    def __init__(self, step: Step, plan: Plan) -> None:
+        self.step, self.plan, self.count = step, plan, plan.count
         self.batch = step.layouts[0].batch
         self.holders = graphs.placeholders(step.gm.graph)
-        self.cut = step.seen - count
-        self.valid = self._valid()  # bool [B, L]
-        self.held = [min(count, window or count) for window in step.context.windows]
+        self.cut = step.seen - plan.count
+        self.valid = self._valid()
+        self.stored = [min(plan.count, window or plan.count) for window in step.context.windows]
+        self.kept = [self._kept(layer) for layer in range(len(step.layouts))]
         numbers = {place: compat.at_hand(size) for place, size in step.rewrite.lengths.items()}
         self.rewrite = dataclasses.replace(step.rewrite, queries=step.queries, lengths=numbers)
         self._rows: dict[Any, tuple[Rows, Rows]] = {}
@@ -92,17 +117,52 @@ class Conversation:
         self._rotated: dict[Any, Tensor] = {}
         self.plain = self._plain()
 
+    @property
+    def said(self) -> str:
+        """Describes it, for an error."""
+        return f"on a made-up conversation of {self.count} tokens"
+
     def _valid(self) -> Tensor:
-        """Up to two tokens on the left of a row are padding, where that is known and no one gives positions."""
+        """Up to two tokens on the left of a row are padding, where that is known and no one gives positions.
+
+        One more amid the others leaves ranks as they are only where keys are not rotated by rank.
+        """
         valid = torch.ones(self.batch, self.count, dtype=torch.bool)
         if self.step.context.telling.known and not (self.step.ranked and self.step.rewrite.positions):
             for row in range(self.batch):
                 valid[row, : (row + 1) % (min(self.count, 2) + 1)] = False
+                if self.plan.gap and not self.step.ranked and self.count >= 6:
+                    valid[row, self.count // 2 + row % 2] = False
         return valid
+
+    def _kept(self, layer: int) -> Tensor:
+        """All that is stored if it fits, else tokens at both ends, those near some of interest, and others."""
+        stored = self.stored[layer]
+        first, room = self.count - stored, self.step.slots[layer].capacity - self.step.context.decodes
+        if stored <= room:
+            return torch.arange(first, self.count)
+        near = [token + by for token in self.plan.near for by in (0, -1, 1)]
+        wanted = [self.count - 1, first, self.count - 2, first + 1, *near]
+        drawn = torch.randperm(stored, generator=torch.Generator().manual_seed(stored)) + first
+        order = [token for token in (*wanted, *drawn.tolist()) if first <= token < self.count]
+        return torch.tensor(sorted(list(dict.fromkeys(order))[:room]))
+
+    @property
+    def evicted(self) -> bool:
+        """Whether a layer holds fewer tokens than the model's cache has."""
+        return any(len(kept) < stored for kept, stored in zip(self.kept, self.stored, strict=True))
+
+    def columns(self, layer: int) -> Tensor | None:
+        """Which of the keys of the model's attention the slots hold and the call adds; None for all."""
+        kept, stored = self.kept[layer], self.stored[layer]
+        if len(kept) == stored:
+            return None
+        new = torch.arange(stored, stored + self.step.queries)
+        return torch.cat([kept - self.count + stored, new]).to(self.step.layouts[layer].device)
 
     def rows(self, layer: int) -> tuple[Rows, Rows]:
         """Keys and values [B, Hkv, held, D] as slots hold them; the same for layers that are alike."""
-        layout, held = self.step.layouts[layer], self.held[layer]
+        layout, held = self.step.layouts[layer], self.stored[layer]
         shape = (layout.batch, layout.heads, held)
         kind = (layout.key_format, layout.value_format, layout.dtype, layout.kv_dtype, shape)
         if kind not in self._rows:
@@ -120,6 +180,10 @@ class Conversation:
     def _plain(self) -> tuple[Any, ...]:
         """The arguments of the call, cut, without the past."""
         made = [self._cut(i, node) for i, node in enumerate(self.holders)]
+        marks = self.step.padding_inputs.values()
+        for i, argument in enumerate(made):
+            if i not in marks and i not in self._pasts and self._is_ids(argument):
+                made[i] = self._moved(i, argument)
         for node, place in self.step.padding_inputs.items():
             if node in self._known():
                 made[place] = self._padded(made[place])
@@ -130,6 +194,21 @@ class Conversation:
     def _known(self) -> set[fx.Node]:
         names = {node.name for node in self.step.context.telling.known}
         return {node for node in self.step.padding_inputs if node.name in names}
+
+    def _is_ids(self, argument: Any) -> bool:
+        whole = isinstance(argument, Tensor) and not isinstance(argument, torch.nn.Parameter) and argument.ndim > 0
+        return whole and argument.dtype in (torch.int64, torch.int32) and argument.numel() > 0
+
+    def _moved(self, place: int, ids: Tensor) -> Tensor:
+        """Positions that count the tokens go on from this conversation; ids of tokens change if they are to."""
+        new, total = self.step.queries, self.count + self.step.queries
+        if ids.shape[-1] == new and bool((ids.amax(-1) == self.step.seen + new - 1).all()):
+            return (ids - self.cut).clamp(min=0)
+        if self.plan.ids is None or ids.shape[-1] != total or ids.is_cuda:
+            return ids
+        changed, since = ids.clone(), self.count // 2 if self.plan.ids == "changing" else self.count
+        changed[..., :since], changed[..., since:] = ids.amax(), ids.amax() - 1 if int(ids.amax()) > 0 else 1
+        return changed
 
     def _cut(self, place: int, node: fx.Node) -> Any:
         given, sizes = self.step.arguments[place], self.step.sizes
@@ -239,34 +318,56 @@ class Conversation:
 
     def _template(self, layer: int) -> Slots:
         """A layer's slots with the tokens in them; the same for layers that are alike."""
-        layout, given, count = self.step.layouts[layer], self.step.slots[layer], self.held[layer]
-        kind = (dataclasses.replace(layout, layer=0), given.capacity, count)
+        layout, given = self.step.layouts[layer], self.step.slots[layer]
+        kind = (dataclasses.replace(layout, layer=0), given.capacity, self.stored[layer])
         if kind not in self._slots:
-            self._slots[kind] = self._filled(layer, layout, given, count)
+            self._slots[kind] = self._filled(layer, layout, given)
         return self._slots[kind]
 
-    def _filled(self, layer: int, layout: Layout, given: Slots, count: int) -> Slots:
-        drawn, shape = torch.Generator().manual_seed(given.capacity), given.position.shape
-        order = torch.rand(shape, generator=drawn).argsort(-1)  # [B, H', C]: which of the tokens a slot holds
-        holds = order < count
-        token = (self.count - count + order).clamp(max=self.count - 1)
+    def _filled(self, layer: int, layout: Layout, given: Slots) -> Slots:
+        shape, kept = given.position.shape, self.kept[layer]
+        order = self._order(shape)
+        holds, token = order < len(kept), kept[order.clamp(max=len(kept) - 1)]
         valid = self.valid[:, None].expand(-1, shape[1], -1).gather(-1, token) & holds
         ranks = (self.valid.cumsum(-1) - 1)[:, None].expand(-1, shape[1], -1).gather(-1, token)
         position = torch.where(valid, ranks, FREE).to(layout.device)
-        rows = (order % count).to(layout.device)
-        key, val = (x.gathered(rows) for x in self.rows(layer))
-        free = order.argsort(-1)[..., min(count, given.capacity - 1)]
+        rows = torch.where(holds, token - self.count + self.stored[layer], order % self.stored[layer])
+        key, val = (x.gathered(rows.to(layout.device)) for x in self.rows(layer))
         return Slots(
             key=key,
             value=val,
             position=position,
             index=torch.where(valid, token, FREE).to(layout.device),
-            free=free.to(given.free),
+            free=self._free(layer).to(given.free),
             seen=self.valid.sum(-1).to(given.seen),
             length=torch.full_like(given.length, self.count),
             rank=torch.where(position >= 0, rank_of(position), 0),
             state=first_state(dataclasses.replace(layout, capacity=given.capacity)),
         )
+
+    def _order(self, shape: torch.Size) -> Tensor:
+        """int64 [B, H', C]: which of the tokens each slot holds, by number among them; higher for free slots."""
+        return torch.rand(shape, generator=torch.Generator().manual_seed(shape[-1])).argsort(-1)
+
+    def _free(self, layer: int) -> Tensor:
+        """int64 [B, H']: the slot that a new token is written to."""
+        shape = self.step.slots[layer].position.shape
+        return self._order(shape).argsort(-1)[..., min(len(self.kept[layer]), shape[-1] - 1)]
+
+    def among_columns(self, layer: int, tokens: Tensor) -> Tensor:
+        """The numbers of tokens among `columns`, -1 for none."""
+        numbers = torch.full((self.count + self.step.queries + 1,), -1)
+        numbers[self.kept[layer]] = torch.arange(len(self.kept[layer]))
+        numbers[self.count : -1] = torch.arange(self.step.queries) + len(self.kept[layer])
+        return numbers.to(tokens.device)[tokens]  # FREE is the last
+
+    def tokens_seen(self, layer: int) -> Tensor:
+        """int64 [B, H', C or C + q]: the token at each slot when queries attend, and of a chunk; FREE for none."""
+        index, new = self._template(layer).index, self.step.queries
+        if self.step.context.decodes:
+            return index.scatter(-1, self._free(layer).to(index.device)[..., None], self.count)
+        chunk = torch.arange(self.count, self.count + new, device=index.device)
+        return torch.cat([index, chunk.expand(*index.shape[:2], -1)], -1)
 
 
 @dataclasses.dataclass(frozen=True)

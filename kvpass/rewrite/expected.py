@@ -34,7 +34,9 @@ class Expected:
         error: float64 [B, Hq, q], the root mean square over Dv that is allowed.
         lse, lse_error: float64 [B, Hq, q], the log-sum-exp without the sink.
         some: bool [B, Hq, q], whether the query sees a key.
-        bias: float64 [B or 1, Hq or 1, q, N], what the mask adds; -inf where it hides a key.
+        bias: float64 [B or 1, Hq or 1, q or 1, N], what the mask adds, -inf where it hides a key; None for nothing.
+        bias_eps: a unit in the last place of the mask's own dtype.
+        keys: N.
     """
 
     output: Tensor
@@ -43,6 +45,8 @@ class Expected:
     lse_error: Tensor
     some: Tensor
     bias: Tensor | None
+    bias_eps: float
+    keys: int
 
     def excess(self, output: Tensor, only: Tensor | None = None) -> float:
         """By how much an output [B, Hq, q, Dv] exceeds the allowed error, as a multiple; of `only` these queries."""
@@ -53,10 +57,45 @@ class Expected:
         """The same of a log-sum-exp of the shape [B, Hq, q]."""
         return _largest((lse.double() - self.lse).abs(), self.lse_error, self.some)
 
+    def sees(self, mask: Tensor, bias: Tensor | None, columns: Tensor) -> bool:
+        """Whether a mask [B, ., ., q, N] and a bias on slots are those on the keys, for queries that see any.
+
+        Args:
+            columns: int64 [B, H', N], the number of the slot's key among those here; -1 for a free slot.
+        """
+        ours = torch.zeros((), dtype=torch.float64, device=mask.device) if bias is None else bias.double()
+        ours = torch.where(mask, ours, -torch.inf)
+        rows, heads, queries, _ = self.output.shape
+        ours = _by_query_head(ours, heads).expand(rows, heads, queries, -1)
+        groups = heads // columns.shape[1]
+        chosen = columns.repeat_interleave(groups, 1)[:, :, None].expand(-1, -1, queries, -1)
+        theirs = self._on_all(rows, heads, queries).gather(-1, chosen.clamp(min=0)).masked_fill(chosen < 0, -torch.inf)
+        some = self.some[..., None]
+        hidden = theirs <= HIDDEN
+        if bool((((ours <= HIDDEN) != hidden) & some).any()):
+            return False
+        eps = 0.0 if bias is None else _eps(bias)
+        close = (ours - theirs).abs() <= SAME * max(eps, self.bias_eps) * theirs.abs()
+        return bool((close | hidden | ~some).all())
+
+    def _on_all(self, rows: int, heads: int, queries: int) -> Tensor:
+        if self.bias is None:
+            return self.output.new_zeros(()).expand(rows, heads, queries, self.keys)
+        return self.bias.expand(rows, heads, queries, -1)
+
 
 def _largest(apart: Tensor, allowed: Tensor, only: Tensor) -> float:
     share = torch.where(only, apart / allowed, 0.0)
     return math.inf if bool(share.isnan().any()) else float(share.max()) if share.numel() else 0.0
+
+
+def _by_query_head(mask: Tensor, heads: int) -> Tensor:
+    """[B, H or 1, G or 1, q, N] as [B, Hq or 1, q, N]."""
+    if mask.ndim == 4 or mask.shape[1] * mask.shape[2] in (1, heads):
+        return mask if mask.ndim == 4 else mask.flatten(1, 2)
+    if mask.shape[2] == 1:
+        return mask.expand(-1, -1, heads // mask.shape[1], -1, -1).flatten(1, 2)
+    return mask.expand(-1, heads // mask.shape[2], -1, -1, -1).flatten(1, 2)
 
 
 def expected(call: dict[str, Any], columns: Tensor | None = None, queries: Tensor | None = None) -> Expected:
@@ -144,7 +183,10 @@ def _attended(
     shares = logits.softmax(-1)
     lse_error = (shares * doubt).sum(-1) + SAFETY * own * lse.abs()
     tiny = torch.finfo(torch.float64).tiny
-    return Expected(output, allowed / math.sqrt(value.shape[-1]) + tiny, lse, lse_error + tiny, some, bias)
+    error = allowed / math.sqrt(value.shape[-1]) + tiny
+    floating = call["mask"] is not None and call["mask"].is_floating_point()
+    bias_eps = _eps(call["mask"]) if floating else 0.0
+    return Expected(output, error, lse, lse_error + tiny, some, bias, bias_eps, value.shape[2])
 
 
 def _eps(tensor: Tensor, *dtypes: torch.dtype | None) -> float:

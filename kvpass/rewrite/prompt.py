@@ -37,6 +37,7 @@ class PromptRewrite:
         statistics: for each site, the places of what `kvpass.layer.statistics` gives; empty when none are needed.
         extras: for each site, the places of its query, its attended keys, its mask and its sink (None if it
             has none), which the eager reference asks for, and a cache that is to be cropped.
+        calls: for each attention call, by its name, and each log-sum-exp the node that gives its result.
     """
 
     gm: fx.GraphModule
@@ -46,6 +47,7 @@ class PromptRewrite:
     valid: list[int | None]
     statistics: list[list[int]]
     extras: list[tuple[int, int, int | None, int | None]]
+    calls: dict[str, fx.Node] = dataclasses.field(default_factory=dict)
 
 
 def rewrite_prompt(
@@ -107,6 +109,8 @@ def rewrite_prompt(
         actual = dict(zip(graphs.placeholders(gm.graph), examples, strict=True))
         _renumber(gm, copy.graph, sites, moved, actual, policies[0], budget, told[0])
     output.args = ((*graphs.results(copy.graph), *further),)
+    ends = [node for site in sites for each in site.all for node in (each.call, each.lse) if node is not None]
+    done.calls = {node.name: moved[node] for node in ends}
     copy.recompile()
     return done
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.fx as fx
@@ -12,8 +12,8 @@ from kvpass.compat import OpenSizes
 from kvpass.policies.base import Policy
 from kvpass.rewrite.call import StepCall
 from kvpass.rewrite.context import StepContext
+from kvpass.rewrite.lockstep import Validation
 from kvpass.rewrite.result import StepRewrite
-from kvpass.rewrite.validate import Validation
 from kvpass.runtime.holding import Holding
 from kvpass.runtime.ownership import Known, Plans
 from kvpass.storage import KVDtype
@@ -80,6 +80,6 @@ class Compiler(Protocol):
         """Whether what compiles for a device can do with sizes that are no numbers."""
         ...
 
-    def note_validation(self, done: Validation) -> None:
-        """Hear what came of holding a rewritten step against the model's own."""
+    def note_validation(self, graph: Literal["prompt", "step"], done: Validation) -> None:
+        """Hear the result of the validation of a rewritten graph."""
         ...

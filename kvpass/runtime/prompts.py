@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.fx as fx
 from torch import Tensor
 
 from kvpass import budget as budgets
@@ -22,6 +24,7 @@ from kvpass.policies.window import Window
 from kvpass.rewrite.computed_keys import joined
 from kvpass.rewrite.prompt import rewrite_prompt
 from kvpass.rewrite.rotary_slice import probe_rotaries
+from kvpass.rewrite.validate_prompt import Prompt, validate_prompt
 from kvpass.runtime import history, ownership
 from kvpass.runtime.caches import lengthened
 from kvpass.runtime.classes import AsTraced
@@ -92,7 +95,9 @@ class _Later:
 class PromptRunner:
     """Runs a prompt: the model's own attention, after which each layer's cache becomes slots."""
 
-    def __init__(self, backend: Compiler, captured: Capture, examples: Sequence[Any], ranked: bool) -> None:
+    def __init__(
+        self, backend: Compiler, model: fx.GraphModule, captured: Capture, examples: Sequence[Any], ranked: bool
+    ) -> None:
         gm, sites = captured.gm, captured.sites
         self.backend, self.sites, self.ranked = backend, sites, ranked
         self.policies = [backend.policy.for_layer(i, len(sites)) for i in range(len(sites))]
@@ -121,12 +126,20 @@ class PromptRunner:
         scored = any(policy.statistics for policy in self.policies)
         extras = backend.holding.asks or (backend.crop > 0 and scored)
         told = told_by(gm, sites, step=False)
-        self.rewrite = rewrite_prompt(gm, sites, self.policies, backend.budget, ranked, extras, examples, told)
+        common = (backend.budget, ranked, extras, examples, told)
+        self.rewrite = rewrite_prompt(gm, sites, self.policies, *common)
         holders = graphs.placeholders(gm.graph)
         self.past = holders.index(sites[0].past_key) if sites[0].past_key else None
         self.positions = Positions(gm, sites) if ranked else None
         self.gm = gm
         self.angles: Tensor | None = None
+        self.told = [holders.index(node) for node in told[0]]
+        self.unchecked: Prompt | None = None
+        if backend.validates:
+            plain = [policy.with_plain_logits() if policy.tempers else policy for policy in self.policies]
+            rewritten = functools.partial(rewrite_prompt, gm, sites, plain, *common)
+            own, _ = compat.copy_graph_module(model)
+            self.unchecked = Prompt(own, gm, sites, None if backend.policy.renumbers else rewritten, self.told)
         self.sparse_indices = [each for site in sites for each in sparse_index.find(site.mask)]
         outputs = graphs.results(gm.graph)
         grown = [pair for each in self.sparse_indices for pair in sparse_index.cached(each, outputs)]
@@ -161,6 +174,7 @@ class PromptRunner:
 
     def _run(self, arguments: tuple[Any, ...], traced: tuple[Any, ...]) -> tuple[Any, ...]:
         """Run Dynamo's arguments, which are given as they are and as they are in the graph."""
+        self._validate(traced)
         results = list(self.inner(*traced))
         adopted = 0 if self.past is None else traced[self.past].shape[2]
         first = self._first(results, traced)
@@ -177,6 +191,13 @@ class PromptRunner:
         for site, cache in zip(self.sites, taken.caches(), strict=True):
             results[site.keys_out], results[site.values_out] = cache.handles()
         return tuple(results)
+
+    def _validate(self, arguments: tuple[Any, ...]) -> None:
+        """Hold the graphs of the first call against each other, before it runs."""
+        if self.unchecked is not None:
+            done = validate_prompt(self.unchecked, arguments)
+            self.unchecked = None
+            self.backend.note_validation("prompt", done)
 
     def stored(self, layers: list[PromptLayer], model: list[Any]) -> Iterator[LayerCache]:
         """Slots for each layer of a prompt; the list lets go of its rows one by one."""

@@ -525,7 +525,7 @@ class StepRunner:
         graphs_of = (self.model, self.gm, self.sites, context, rewrite)
         given = (call.arguments, self.pasts, self.told, call.seen, self.backend.kv_dtype)
         self.validation = validate(Step(*graphs_of, call.layouts, call.slots, *given))
-        self.backend.note_validation(self.validation)
+        self.backend.note_validation("step", self.validation)
 
     def _outputs(
         self, rewrite: StepRewrite, results: Sequence[Any], aside: list[Any], caches: list[LayerCache], arguments: Any

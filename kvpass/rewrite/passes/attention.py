@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -108,7 +109,8 @@ class _Attending:
             layer = _Layer(layout, site, mask, rotary, pairs, computed, bool(step.telling.sites[number]))
             self._traced[key] = self._trace(number, layer, nodes, counts, first)
         before = early_enough(site, nodes)
-        made = step.spliced(self._traced[key], nodes, before, f"kvpass_{site.call.name}", number)
+        *made, seen, bias = step.spliced(self._traced[key], nodes, before, f"kvpass_{site.call.name}", number)
+        step.masks[site.call.name] = (seen, None if bias is seen else bias)
         return put_in_place(step, site, made)
 
     def _sized(self, number: int) -> tuple[Layout, int]:
@@ -124,11 +126,13 @@ class _Attending:
         like = step.slots[number]
         lse_like = None if lse is None else (step.shape(lse), value(lse).dtype)
 
-        def given_out(attended: Attended) -> list[Tensor]:
-            if lse_like is None or attended.lse is None:
-                return [attended.output]
-            shape, dtype = lse_like
-            return [attended.output, attended.lse.view(shape).to(dtype)]
+        def given_out(attended: Attended, sums: Sequence[Tensor] = ()) -> list[Tensor]:
+            lse = []
+            if lse_like is not None and attended.lse is not None:
+                shape, dtype = lse_like
+                lse = [attended.lse.view(shape).to(dtype)]
+            bias = attended.mask if attended.bias is None else attended.bias
+            return [attended.output, *lse, *sums, attended.mask, bias]
 
         def function(*tensors: Tensor) -> Any:
             given = _grouped(tensors, counts)
@@ -140,7 +144,7 @@ class _Attending:
             if step.decodes:
                 return given_out(read_step(layout, here, slots, query, key, new_value, valid[:, 0]))
             attended, sums = extend_step(layout, here, slots, query, key, new_value, valid)
-            return given_out(attended) + (sums if first else [])
+            return given_out(attended, sums if first else ())
 
         return step.traced(function, nodes, number)
 
