@@ -4,6 +4,9 @@ https://arxiv.org/abs/2406.11430
 The keys of smallest L2 norm tend to be those that are attended to: the largest goes, for each KV head on
 its own.  No attention is looked at, and no token is safe for being recent.  A rotary embedding leaves the
 norm alone, so it does not matter whether keys are stored before it.  A chunk is judged like a prompt.
+
+Norms are compared in float16.  A word that comes twice has one key in the first layer, but for its rotation, whose
+rounding would else choose between the two: of equal norms the earlier token stays.
 """
 
 from __future__ import annotations
@@ -24,10 +27,10 @@ class KNorm(Policy):
     heads: ClassVar[Literal["shared", "kv"]] = "kv"
 
     def state(self) -> dict[str, torch.dtype]:
-        return {"norm": torch.float32}
+        return {"norm": torch.float16}
 
     def arrive(self, key: Tensor, value: Tensor) -> State:
-        return {"norm": key.float().square().sum(-1).sqrt()}  # [B, Hkv, n]
+        return {"norm": key.float().square().sum(-1).sqrt().half()}  # [B, Hkv, n]
 
     def worth(self, tokens: Tokens) -> Tensor:
         return -tokens.state["norm"]

@@ -8,7 +8,7 @@ from kvpass.reference.base import Reference, Token
 
 class KNormReference(Reference):
     def evict(self, tokens: list[Token], head: int, seen: int, budget: int) -> list[Token]:
-        smallest = sorted(tokens, key=lambda token: (float(token.key.float().norm()), token.position))[:budget]
+        smallest = sorted(tokens, key=lambda token: (float(token.key.float().norm().half()), token.position))[:budget]
         return sorted(smallest, key=lambda token: token.position)
 
 

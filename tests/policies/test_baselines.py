@@ -76,6 +76,24 @@ def test_knorm_keeps_the_smallest_of_all_keys_seen():
         assert torch.equal(heads, smallest.sort().values)
 
 
+@pytest.mark.parametrize("positions", ["absolute", "cache"])
+@pytest.mark.parametrize("theta", [100.0, 1e4, 1e6])
+def test_knorm_keeps_the_earlier_of_two_equal_keys(theta, positions):
+    """A word that comes again has one key in the first layer but for its rotation: norms differ by rounding alone.
+
+    Rounding to float16 is coarser than that by four orders of magnitude, so no such pair is told apart any more.
+    """
+    q, k, v = layer(48, heads=2, dim=64)
+    k = k[:, :, :6].repeat(1, 1, 8, 1)  # six words, over and over
+    norms = k[0].norm(dim=-1).half()
+    options = dict(prompt=24, budget=10, rope_theta=theta, positions=positions)
+    ours, literal = (simulate("knorm", q, k, v, compiled=way, **options).positions[:, 0] for way in (True, False))
+    assert torch.equal(ours, literal)
+    for seen, heads in enumerate(ours, 24):
+        earliest = norms[:, :seen].sort(stable=True).indices[:, :10]
+        assert torch.equal(heads, earliest.sort().values)
+
+
 def test_roco_averages_and_protects_what_varies():
     q, k, v = layer(32, groups=2)
     rows, budget = probabilities(q, k), 8
