@@ -269,7 +269,7 @@ VIEWED = [
     spelled("joined-and-slopes", lambda a, i, j: back(a.flatten(0, 1) + sloped(i, j, 1), a)),
     spelled("rows-as-heads", lambda a, i, j: back(a.reshape(1, -1, *a.shape[-2:]) + sloped(i, j, 1), a), "refused"),
     spelled("heads-as-rows", lambda a, i, j: back(a.reshape(-1, 1, *a.shape[-2:]) + sloped(i, j, 2), a), "refused"),
-    spelled("more-dimensions", lambda a, i, j: (a.flatten(0, 1) + hidden(i, j)[None, None])[0].view_as(a)),
+    spelled("more-dimensions", lambda a, i, j: (a.flatten(0, 1) + hidden(i, j)[None, None])[0].view_as(a), "refused"),
     spelled("padding-along-heads", lambda a, i, j, p: back(a[:, :, None] + crossed(p, i, j), a), "refused", **PADDED),
 ]
 
