@@ -30,7 +30,6 @@ TILE = 16 << 10  # bytes of K, and of V, that a program holds at a time
 PROGRAMS = 1024  # enough for several waves on any GPU of today
 ENOUGH = 512  # for about one, which is what many parts are made for
 FEW_PARTS, MOST_PARTS = 64, 256  # where there are enough programs, and where one head is all there is
-SUMMED = 32.0  # the log of more keys than there are
 JOINED = 4096  # numbers of all parts that a program of `join` holds at once
 
 
@@ -369,7 +368,8 @@ def join(
     acc_part,
     sink_logit,  # float32 [B or 1, Hkv, G, q or 1]; anything without HAS_SINK
     output,  # [B, Hkv, R, Dv]
-    lse,  # float32 [B, Hkv, R]: log of the sum of exp(logit), the sink's share included
+    most,  # float32 [B, Hkv, R]: the highest logit, the sink's included, -inf where a query sees nothing
+    total,  # the sum of exp(logit - most), 1 there
     sink_row: tl.constexpr,
     sink_query: tl.constexpr,
     HAS_SINK: tl.constexpr,
@@ -397,9 +397,12 @@ def join(
     l_i = tl.sum(alpha * l_parts, 0)
     if HAS_SINK:
         l_i += tl.exp(of_sink - m_i)
-    acc = tl.sum(accs * alpha[:, None], 0) / tl.where(l_i == 0.0, 1.0, l_i)  # a query may see nothing
+    m_i = tl.where(l_i == 0.0, float("-inf"), m_i)
+    l_i = tl.where(l_i == 0.0, 1.0, l_i)
+    acc = tl.sum(accs * alpha[:, None], 0) / l_i
     tl.store(output + which * DV + dv, acc.to(output.dtype.element_ty), mask=dv < DV)
-    tl.store(lse + which, m_i + tl.log(l_i), mask=tl.program_id(1) == 0)
+    tl.store(most + which, m_i, mask=tl.program_id(1) == 0)
+    tl.store(total + which, l_i, mask=tl.program_id(1) == 0)
 
 
 def power(number: int, least: int = 16) -> int:
@@ -474,7 +477,7 @@ def attend_slots(
     cap: float | None,
     store: bool,
     bits: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Attention to slots in two launches; see `kvpass.lowering.attend.attend` for what the arguments are.
 
     Args:
@@ -486,8 +489,8 @@ def attend_slots(
         store: whether the logits are wanted.
 
     Returns:
-        output [B, Hkv, G, q, Dv]; the log of the sum of exp(logits), float32 [B, Hkv, G, q]; the masked
-        logits, float32 [B, Hkv, G, q, C], or [0] if they are not wanted.
+        output [B, Hkv, G, q, Dv]; the highest logit and the sum of exp(logit - highest), float32 [B, Hkv, G, q]; the
+        masked logits, float32 [B, Hkv, G, q, C], or [0] if they are not wanted.
     """
     rows, heads, groups, queries, dim = query.shape
     capacity, width = key.shape[2], value.shape[3] * (2 if bits == 4 else 1)
@@ -519,19 +522,20 @@ def attend_slots(
         BLOCK=block, **_how(padded, bits, rotary, halved),
     )  # fmt: skip
     output = query.new_empty((rows, heads, groups, queries, width))
-    lse = query.new_empty((rows, heads, groups, queries), dtype=torch.float32)
+    most = query.new_empty((rows, heads, groups, queries), dtype=torch.float32)
+    total = torch.empty_like(most)
     has_sink = sink_logit is not None
     sinks = packed(sink_logit.float()) if sink_logit is not None else m_part  # which is not read then
     per_group = sinks.shape[3]
     width_of_parts = power(parts, 1)
     piece = max(16, min(value_width, JOINED // width_of_parts))
     torch.library.wrap_triton(join)[(rows * heads * inside, triton.cdiv(width, piece))](
-        m_part, l_part, acc_part, sinks, output, lse,
+        m_part, l_part, acc_part, sinks, output, most, total,
         sink_row=0 if sinks.shape[0] == 1 else heads * groups * per_group, sink_query=per_group,
         HAS_SINK=has_sink, ROWS=heads * inside, QUERIES=queries, DV=width, PARTS=parts,
         WIDTH=width_of_parts, PIECE=piece, num_warps=4, num_stages=1,
     )  # fmt: skip
-    return output, lse, logits
+    return output, most, total, logits
 
 
 def attended(
@@ -554,13 +558,13 @@ def attended(
     rotary = (None, None, None, 0, False) if rope is None else _as_arguments(rope)
     stored = _beside(key, value)
     given = (mask, bias, sink_logit, *rotary, scale, cap, with_logits, key.format.bits)
-    output, lse, logits = torch.ops.kvpass.attend_slots(query, keys, values, *stored, *given)
-    lse = lse[..., None]
-    if blank is not None:  # of hidden logits alone the sum is little more than the highest
-        output = torch.where(blank.of(lse - SUMMED), torch.nan, output)
+    output, most, total, logits = torch.ops.kvpass.attend_slots(query, keys, values, *stored, *given)
+    most = most[..., None]
+    if blank is not None:
+        output = torch.where(blank.of(most), torch.nan, output)
     if not with_logits:
         return output, None, None
-    return output, torch.exp(logits - lse.clamp_min(LOWEST.value)), logits
+    return output, torch.exp(logits - most.clamp_min(LOWEST.value)) / total[..., None], logits
 
 
 def _beside(key: Rows, value: Rows) -> list[Tensor | None]:
