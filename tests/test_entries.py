@@ -221,6 +221,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("way", COPIES)
 def test_a_copy_is_bounded(way: str) -> None:
     """What compiles a module is part of its state, so no way to copy all of the state can lose it."""
@@ -267,18 +268,16 @@ def test_a_backend_is_pickled_as_its_settings() -> None:
 
 # -- torch.compile gives up, or is turned off -------------------------------------------------------------------------
 
-SWEEP = ("window", "streaming", "h2o", "tova", "knorm", "random", "roco", "full")
-
 
 def test_a_sweep_of_policies_is_bounded() -> None:
     """torch's limit counts the graphs of all backends of a function; that of kvpass's is another."""
     model, (ids, _) = tiny(), prompt(1, 12, ())
-    for policy in SWEEP:
-        compiled = torch.compile(model, backend=kvpass.backend(policy, budget=16, inner="eager"))
-        with torch.no_grad():
+    with torch._dynamo.config.patch(recompile_limit=3), torch.no_grad():
+        for policy in ("window", "streaming", "h2o"):
+            compiled = torch.compile(model, backend=kvpass.backend(policy, budget=8, inner="eager"))
             out = compiled(ids, use_cache=True)
             out = compiled(ids[:, :1], past_key_values=out.past_key_values)
-        assert bounded(out.past_key_values), policy
+            assert bounded(out.past_key_values), policy
 
 
 def test_graphs_of_other_backends_leave_room() -> None:
@@ -446,6 +445,7 @@ class Passing(torch.overrides.TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mode", [lambda: torch.device("cpu"), Passing], ids=["device", "mode"])
 def test_steps_run_under_a_function_mode(mode: Callable[[], Any]) -> None:
     """A traced `__torch_function__` turns modes off as well, which Dynamo would ask again and again."""

@@ -117,6 +117,14 @@ def expected(call: dict[str, Any], columns: Tensor | None = None, queries: Tenso
     return _attended(call, logits, error, _for_heads(value, query), bias, queries)
 
 
+def as_computed(call: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Return the arguments of a call with its operands in the dtype of the result, to which autocasting rounds them."""
+    narrower = torch.finfo(dtype).eps > torch.finfo(call["query"].dtype).eps
+    if not narrower or call.get("output") is not None:
+        return call
+    return {**call, **{name: call[name].to(dtype) for name in ("query", "key", "value") if name in call}}
+
+
 def _for_heads(rows: Tensor, query: Tensor) -> Tensor:
     return rows.double().repeat_interleave(query.shape[1] // rows.shape[1], 1)
 

@@ -22,7 +22,7 @@ from kvpass.capture.canonical import ATTENTION
 from kvpass.capture.sites import AttentionSite, arguments
 from kvpass.errors import UnsupportedGraph
 from kvpass.graphs import source_line
-from kvpass.rewrite.expected import Expected, expected, same
+from kvpass.rewrite.expected import Expected, as_computed, expected, same
 from kvpass.rewrite.walk import Visit, Walk
 
 NOT_APPENDED = "the cache is not the past and the new tokens, one after the other"
@@ -166,6 +166,7 @@ class Lockstep:
         def visit(walk: Walk, node: fx.Node, result: Tensor) -> Tensor:
             given = {name: walk.load(x) if isinstance(x, fx.Node) else x for name, x in arguments(node).items()}
             theirs = self.their(node).reshape(result.shape)
+            given = as_computed(given, theirs.dtype)
             made = expected(given, None if compares else columns, self.queries)
             if compares:
                 self.check(self._excess(node, made, theirs), site, "attention is not what the model is read to compute")
