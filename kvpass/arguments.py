@@ -113,8 +113,9 @@ def check_fields(made: Any) -> None:
     Raises:
         PolicyError: a field's value that its annotation does not allow.
     """
-    for field in [field for field in dataclasses.fields(made) if field.init]:
-        check = _check(_field_annotation(type(made), field.name))
+    cls: Any = type(made)
+    for field in [field for field in dataclasses.fields(cls) if field.init]:
+        check = _check(_field_annotation(cls, field.name))
         object.__setattr__(made, field.name, _value(field.name, getattr(made, field.name), check))
 
 
@@ -150,7 +151,7 @@ def _checks(function: Callable[..., Any]) -> dict[str, _Check]:
 
 
 @functools.cache
-def _field_annotation(cls: type, name: str) -> Any:
+def _field_annotation(cls: type[Any], name: str) -> Any:
     """The annotation of a dataclass's field; Any for one of a user's that names what its module does not have."""
     owner = next(base for base in cls.__mro__ if name in inspect.get_annotations(base))
     holder = types.SimpleNamespace(__annotations__={name: inspect.get_annotations(owner)[name]})

@@ -41,7 +41,7 @@ def load(dtype: torch.dtype | str = torch.float32, device: str | torch.device = 
         CheckpointError: the package is missing or damaged, or what reads it is not installed.
     """
     saved = folder()
-    model = AutoModelForCausalLM.from_pretrained(saved, dtype=dtype)
+    model: Any = AutoModelForCausalLM.from_pretrained(saved, dtype=dtype)
     return model.eval().to(device), AutoTokenizer.from_pretrained(saved)
 
 
@@ -126,7 +126,8 @@ def _convert(file: Path, into: Path) -> None:
     # transformers takes a model that was read from GGUF for a quantised one and refuses to save it.
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    models: Any = AutoModelForCausalLM
+    model = models.from_config(config, dtype=torch.float32)
     model.load_state_dict(quantised.state_dict())
     model.generation_config = quantised.generation_config
     model.save_pretrained(into)

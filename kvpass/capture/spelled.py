@@ -417,7 +417,7 @@ class _Spelled:
             if isinstance(change, _Filled):
                 allowed = change.allowed if allowed is None else self._emit(torch.logical_and, allowed, change.allowed)
                 hidden = change.number
-            elif hidden is not None:
+            elif isinstance(change, _Floor) and hidden is not None:
                 hidden = max(hidden, change.number)
         return allowed, hidden
 

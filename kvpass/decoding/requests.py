@@ -563,7 +563,7 @@ def _check_nothing_else(cache: Any, empty: Any) -> None:
 
 def _tensors(value: Any) -> list[Tensor]:
     """The tensors in containers that are no handles."""
-    return [x for x in optree.tree_leaves(value) if isinstance(x, Tensor) and not isinstance(x, Handle)]  # type: ignore[arg-type]
+    return [x for x in optree.tree_leaves(value) if isinstance(x, Tensor) and not isinstance(x, Handle)]
 
 
 def _are_constants(found: Sequence[Tensor], before: Sequence[Tensor]) -> bool:

@@ -25,7 +25,7 @@ def last_new_kind(graph: fx.Graph, sites: Sequence[AttentionSite]) -> fx.Node:
     place = {node: number for number, node in enumerate(nodes)}
     ends = [number for number, node in enumerate(nodes) if node in calls]
     known: set[Any] = set()
-    last = nodes[ends[0]]
+    last: fx.Node = nodes[ends[0]]
     for before, end in itertools.pairwise([-1, *ends]):
         kind = tuple(_described(node, place, end, ends[0]) for node in nodes[before + 1 : end + 1] if not _input(node))
         if kind not in known:

@@ -122,7 +122,7 @@ def _other_sizes(prompt: Prompt, holders: Sequence[fx.Node], now: dict[Any, int]
         return
     asked = compat.guarded(*(value(node) for node in holders))
     taken = {size for node in (site.query, site.key, site.value) for size in value(node).shape if isinstance(size, int)}
-    others = [[now[rows]], [x for x in ROWS if x not in taken]] if rows.is_Symbol and rows in now else [[None]]
+    others: list[list[int | None]] = [[now[rows]], [x for x in ROWS if x not in taken]] if rows.is_Symbol and rows in now else [[None]]
     for count in (each for group in reversed(others) for each in group):
         for new in (x for x in LENGTHS if x not in taken | {count}):
             changed = {symbol: new for symbol, number in now.items() if symbol == length or number == now[length]}
@@ -203,7 +203,7 @@ def _compare(prompt: Prompt, call: _Call) -> None:
     queries = None
     if call.queries > QUERIES:
         drawn = torch.randperm(call.queries, generator=torch.Generator().manual_seed(0))[: QUERIES - 2]
-        queries = torch.cat([drawn, torch.tensor([0, call.queries - 1])]).unique().to(device)
+        queries = torch.cat([drawn, torch.tensor([0, call.queries - 1])]).unique().to(device)  # type: ignore[no-untyped-call]
     common = (prompt.gm, prompt.canonical, prompt.sites, call.argument, call.queries, call.said)
     pair = Lockstep(*common, last, queries, call.real.to(device))
     theirs = pair.run_model()
