@@ -122,7 +122,9 @@ def _other_sizes(prompt: Prompt, holders: Sequence[fx.Node], now: dict[Any, int]
         return
     asked = compat.guarded(*(value(node) for node in holders))
     taken = {size for node in (site.query, site.key, site.value) for size in value(node).shape if isinstance(size, int)}
-    others: list[list[int | None]] = [[now[rows]], [x for x in ROWS if x not in taken]] if rows.is_Symbol and rows in now else [[None]]
+    others: list[list[int | None]] = [[None]]
+    if rows.is_Symbol and rows in now:
+        others = [[now[rows]], [x for x in ROWS if x not in taken]]
     for count in (each for group in reversed(others) for each in group):
         for new in (x for x in LENGTHS if x not in taken | {count}):
             changed = {symbol: new for symbol, number in now.items() if symbol == length or number == now[length]}
