@@ -15,6 +15,7 @@ import torch.fx as fx
 
 from kvpass import budget as budgets
 from kvpass import compat, graphs, logs, once, policies, versions
+from kvpass.arguments import Natural, checked
 from kvpass.capture import crossing, rotary, spelled
 from kvpass.capture.caches import Found
 from kvpass.capture.capture import Capture, capture
@@ -43,7 +44,7 @@ from kvpass.runtime.ownership import Known, Plans
 from kvpass.runtime.prompts import PromptRunner
 from kvpass.runtime.rows import Row, refuse
 from kvpass.runtime.steps import StepRunner
-from kvpass.storage import KV_DTYPES, KVDtype
+from kvpass.storage import KVDtype
 
 Positions = Literal["absolute", "cache"]
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -117,7 +118,7 @@ class Backend:
 
     def _with(self, mode: str | None, options: dict[str, Any] | None) -> Backend:
         """The backend with Inductor's settings where it has none of its own."""
-        _check_settings(self.positions, self.inner, mode, options)
+        _check_settings(self.inner, mode, options)
         merged = {**(options or {}), **dict(self.options)}
         return dataclasses.replace(self, mode=self.mode or mode, options=tuple(sorted(merged.items())))
 
@@ -380,10 +381,11 @@ def _refusal(error: KVPassError) -> Callable[..., Any]:
     return refuse
 
 
+@checked
 def backend(
     policy: str | Policy = "full",
     *,
-    budget: int | float | None = None,
+    budget: budgets.Budget = None,
     positions: Positions | None = None,
     inner: Inner = "inductor",
     mode: str | None = None,
@@ -391,7 +393,7 @@ def backend(
     strict: bool = True,
     validate: bool = True,
     kv_dtype: KVDtype | None = None,
-    crop: int = 0,
+    crop: Natural = 0,
     **policy_options: Any,
 ) -> Backend:
     """A backend for torch.compile(model, backend=...) that bounds the model's KV cache.
@@ -424,12 +426,10 @@ def backend(
     policies.base.require(
         positions != "cache" or not chosen.renumbers, "positions", positions, f"{chosen.name} numbers tokens itself"
     )
-    _check_settings(positions, inner, mode, options)
+    _check_settings(inner, mode, options)
     _check_enabled(strict)
     logs.configure()
     versions.warn_of_untested()
-    known = (None, *KV_DTYPES)
-    policies.base.require(kv_dtype in known, "kv_dtype", kv_dtype, f"is one of {', '.join(map(repr, known))}")
     _check_crop(crop, chosen)
     settings = tuple(sorted((options or {}).items()))
     return Backend(chosen, budget, positions, inner, mode, settings, strict, validate, kv_dtype, crop)
@@ -445,10 +445,8 @@ def _check_enabled(strict: bool) -> None:
     warnings.warn(message, stacklevel=3)
 
 
-def _check_crop(crop: Any, policy: Policy) -> None:
+def _check_crop(crop: int, policy: Policy) -> None:
     """A token must be what it is whatever comes with it, or it is another one once that has been taken back."""
-    whole = isinstance(crop, int) and not isinstance(crop, bool) and crop >= 0
-    policies.base.require(whole, "crop", crop, "is a number of tokens from 0 on")
     if not crop:
         return
     why = "so none can be taken back from a call without a change to the others"
@@ -461,10 +459,7 @@ def _check_crop(crop: Any, policy: Policy) -> None:
     )
 
 
-def _check_settings(positions: Any, inner: Any, mode: Any, options: dict[str, Any] | None) -> None:
-    policies.base.require(
-        positions in (None, "absolute", "cache"), "positions", positions, "is 'absolute', 'cache' or None"
-    )
+def _check_settings(inner: Inner, mode: str | None, options: dict[str, Any] | None) -> None:
     if isinstance(inner, str) and inner not in ("inductor", "eager", "reference"):
         known = ["eager", "reference", *torch.compiler.list_backends(exclude_tags=())]
         policies.base.require(inner in known, "inner", inner, f"is one of {', '.join(known)}")
@@ -477,6 +472,7 @@ def _check_settings(positions: Any, inner: Any, mode: Any, options: dict[str, An
         policies.base.require(name in compat.inductor_options(), "options", name, "is no setting of Inductor's")
 
 
+@checked
 def compile(model: M, policy: str | Policy = "full", **settings: Any) -> M:
     """Compile a model in place, so that `model.generate` runs compiled too; returns the model.
 

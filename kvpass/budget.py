@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from typing import Annotated
 
 from torch import Tensor
 
+from kvpass.arguments import Condition
 from kvpass.errors import BudgetError
 from kvpass.policies.base import Policy
 
-Budget = int | float | None
+Budget = Annotated[
+    int | float | None,
+    Condition(
+        holds=lambda budget: not isinstance(budget, float) or 0 < budget <= 1,
+        message="neither a number of slots nor a share of the prompt above 0 and up to 1.0",
+        error=BudgetError,
+    ),
+]
 SPARE = 256  # slots that an unbounded cache has to grow into before it is compiled again
 
 
@@ -20,13 +29,8 @@ def check(policy: Policy, budget: Budget) -> None:
         if policy.evicts:
             raise BudgetError(f"policy {policy.name!r} needs a budget: the slots to keep, or a share of the prompt")
         return
-    if isinstance(budget, bool) or not isinstance(budget, (int, float)):
-        raise BudgetError(f"budget={budget!r} is neither a number of slots nor a share of the prompt")
-    if isinstance(budget, float):
-        if not 0 < budget <= 1:
-            raise BudgetError(f"budget={budget!r}: a share of the prompt lies above 0 and is at most 1.0")
-        return
-    policy.check_budget(budget)
+    if isinstance(budget, int):
+        policy.check_budget(budget)
 
 
 def window_for(policy: Policy, budget: Budget, prompt: int) -> int:

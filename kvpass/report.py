@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvpass.arguments import checked
 from kvpass.backend import backend
 from kvpass.errors import CacheHandleError, KVPassError
 from kvpass.findings import Recorder, SiteReport
+from kvpass.policies.base import Policy
 from kvpass.rewrite.record import Record
 from kvpass.runtime.handle import LayerCache, caches_in
 from kvpass.timings import Timings
@@ -59,8 +61,14 @@ class ExplainReport:
         return "\n".join([lines, summary, *more, *timings, *programs])
 
 
+@checked
 def explain(
-    model: torch.nn.Module, policy: Any = "full", *, graphs: bool = False, timings: bool = False, **settings: Any
+    model: torch.nn.Module,
+    policy: str | Policy = "full",
+    *,
+    graphs: bool = False,
+    timings: bool = False,
+    **settings: Any,
 ) -> Callable[..., ExplainReport]:
     """Say what the backend would make of a model: `explain(model, policy=..., budget=...)(*args, **kwargs)`.
 
@@ -72,8 +80,8 @@ def explain(
         timings: compile what the call takes, unless `inner` says otherwise, and say where the time went.
     """
     recorder = Recorder(keeps_programs=graphs)
-    chosen = backend(policy, **{"inner": "inductor" if timings else "eager", **settings, "strict": False})
-    chosen = dataclasses.replace(chosen, recorder=recorder)
+    chosen = backend(policy, **{"inner": "inductor" if timings else "eager", **settings})
+    chosen = dataclasses.replace(chosen, strict=False, recorder=recorder)
 
     def run(*args: Any, **kwargs: Any) -> ExplainReport:
         error, spent = None, list[Timings]()

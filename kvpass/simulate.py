@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from kvpass import budget as budgets
-from kvpass.errors import BudgetError, KVPassError
+from kvpass.arguments import Condition, checked, shown
+from kvpass.backend import Backend, Positions, backend
+from kvpass.errors import BudgetError, KVPassError, PolicyError
 from kvpass.layer.slots import FREE, Chunk, Layout, Slots, admit
 from kvpass.layer.statistics import Asked, as_attention
 from kvpass.layer.step import Rotate, Site, decode_step, extend_step, tempered
@@ -19,8 +21,13 @@ from kvpass.reference import ReferenceLayer, reference_of
 from kvpass.reference.base import attention_logits
 from kvpass.storage import KVDtype, Rows
 
-if TYPE_CHECKING:
-    from kvpass.backend import Backend, Positions
+Heads = Annotated[
+    Tensor,
+    Condition(
+        holds=lambda x: x.ndim == 4 and x.numel() > 0 and x.is_floating_point() and not x.is_meta,
+        message="must be a floating-point tensor [rows, heads, tokens, features] that is not empty",
+    ),
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,17 +48,18 @@ class Trace:
     values: Tensor
 
 
+@checked
 def simulate(
     policy: str | Policy | Backend,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Heads,
+    k: Heads,
+    v: Heads,
     *,
     prompt: int,
-    budget: int | float | None = None,
+    budget: budgets.Budget = None,
     positions: Positions | None = None,
-    rope_theta: float | None = None,
-    scale: float | None = None,
+    rope_theta: Annotated[float, Condition("above 0", lambda base: 0 < base < math.inf)] | None = None,
+    scale: Annotated[float, Condition("that is finite", math.isfinite)] | None = None,
     kv_dtype: KVDtype | None = None,
     compiled: bool = False,
     **policy_options: Any,
@@ -70,19 +78,26 @@ def simulate(
         PolicyError, BudgetError: as `kvpass.backend`.
         KVPassError: shapes that do not fit together.
     """
-    # Imported late: the backend draws in the whole compiler.
-    from kvpass.backend import Backend, backend
-
-    chosen = policy
-    if not isinstance(chosen, Backend):
-        chosen = backend(chosen, budget=budget, positions=positions, kv_dtype=kv_dtype, **policy_options)
-    _check_shapes(q, k, v, prompt)
+    settings = dict(policy_options, budget=budget, positions=positions, kv_dtype=kv_dtype)
+    _check_shapes(q, k, v, prompt, rope_theta)
+    chosen = _with_nothing_beside(policy, settings) if isinstance(policy, Backend) else backend(policy, **settings)
     layer = _Layer(chosen, q, k, v, prompt, rope_theta, 1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     return _compiled(layer) if compiled else _reference(layer)
 
 
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor, prompt: int) -> None:
-    if not q.ndim == k.ndim == v.ndim == 4 or k.shape[:3] != v.shape[:3] or q.shape[2:] != k.shape[2:]:
+def _with_nothing_beside(chosen: Backend, settings: dict[str, Any]) -> Backend:
+    beside = [name for name, value in settings.items() if value is not None]
+    if beside:
+        raise PolicyError(f"{', '.join(beside)}: set in the backend {chosen}, not beside it")
+    return chosen
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, prompt: int, theta: float | None) -> None:
+    if len({(x.dtype, x.device) for x in (q, k, v)}) > 1:
+        raise KVPassError(f"q {shown(q)}, k {shown(k)}, v {shown(v)} must have one dtype and be on one device")
+    if theta is not None and q.shape[3] % 2:
+        raise KVPassError(f"rope_theta={theta}: heads of {q.shape[3]} features have no halves to rotate")
+    if k.shape[:3] != v.shape[:3] or q.shape[2:] != k.shape[2:]:
         raise KVPassError(f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not make one attention layer")
     if q.shape[0] != k.shape[0] or q.shape[1] % k.shape[1]:
         raise KVPassError(f"{q.shape[1]} query heads cannot share {k.shape[1]} KV heads")

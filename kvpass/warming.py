@@ -9,16 +9,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from kvpass import cache_names
+from kvpass.arguments import Condition, Positive, checked
 from kvpass.backend import compile as compile_model
 from kvpass.decoding.prefill import Caller, chunks, last_of
 from kvpass.errors import PolicyError
-from kvpass.policies.base import Policy, require
+from kvpass.policies.base import Policy
 from kvpass.runtime.handle import LayerCache, caches_in
 
 M = TypeVar("M", bound=torch.nn.Module)
@@ -30,11 +31,12 @@ TURNS = (5, 7, 6)  # tokens of later turns
 WITHOUT_BUDGET = (32, 48)  # tokens of prompts, where nothing is evicted
 
 
+@checked
 def warm(
     model: M,
     policy: str | Policy = "full",
     *,
-    rows: Sequence[int] = (1,),
+    rows: Annotated[Sequence[Positive], Condition("and one at least", bool)] = (1,),
     turns: bool = True,
     progress: bool = True,
     **settings: Any,
@@ -60,15 +62,13 @@ def warm(
         PolicyError: rows that cannot be, or a model that reads something else than token ids.
         UnsupportedGraph: the model cannot be rewritten.
     """
-    sizes = tuple(rows)
-    require(bool(sizes) and all(isinstance(size, int) and size > 0 for size in sizes), "rows", rows, "are above zero")
     reads = getattr(model, "main_input_name", "input_ids")
     if reads != "input_ids":
         raise PolicyError(f"warm makes up token ids, and {type(model).__name__} reads {reads}: run an input of yours")
     compile_model(model, policy, **settings)
     lengths = _prompts(settings.get("budget"))
-    batches = [(size, padded) for size in sizes for padded in _paddings(size)]
-    batches += [(size, True) for size in _third(sizes)]
+    batches = [(size, padded) for size in rows for padded in _paddings(size)]
+    batches += [(size, True) for size in _third(rows)]
     talks = [(size, padded, length) for size, padded in batches for length in lengths]
     several = TURNS if turns and not _encodes(model) else ()
     with torch.no_grad(), _bar(len(talks) * (1 + len(several)), progress) as tick:

@@ -9,19 +9,21 @@ further prompts: for the prompt and for the first step.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from kvpass import cache_names
+from kvpass.arguments import Natural, Positive, checked
 from kvpass.backend import backend
-from kvpass.decoding.prefill import Caller, check_budget, chunks, last_of
-from kvpass.decoding.requests import GenerationOutput, Requests
-from kvpass.decoding.sampling import PRIME, Sampling
+from kvpass.decoding.prefill import Caller, PaddingMask, TokenIds, check_budget, chunks, last_of, padding
+from kvpass.decoding.requests import FAILS, GenerationOutput, Prompt, Requests
+from kvpass.decoding.sampling import PRIME, Sampling, Seed, Temperature, TopK, TopP
 from kvpass.decoding.stepping import ModelParts, State
-from kvpass.errors import CacheHandleError
+from kvpass.errors import CacheHandleError, PolicyError
 from kvpass.policies.base import Policy, require
 from kvpass.runtime.guarded import Guarded
 
@@ -52,20 +54,21 @@ class DecodeLoop:
         generator: what tokens are drawn with; its state may be set.
     """
 
+    @checked
     def __init__(
         self,
         model: torch.nn.Module,
         policy: str | Policy = "full",
         *,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        seed: int = 0,
+        temperature: Temperature = 0.0,
+        top_k: TopK | None = None,
+        top_p: TopP | None = None,
+        seed: Seed = 0,
         stop: Sequence[int] = (),
-        every: int = 16,
+        every: Positive = 16,
         pad: int = 0,
-        prefill_chunk: int | None = None,
-        rows: int | None = None,
+        prefill_chunk: Positive | None = None,
+        rows: Positive | None = None,
         **settings: Any,
     ) -> None:
         """
@@ -84,27 +87,21 @@ class DecodeLoop:
         Raises:
             PolicyError: an option that cannot be.
         """
-        mode = settings.get("mode")
-        require(mode not in CAPTURING, "mode", mode, "a DecodeLoop captures its steps itself; leave the mode out")
-        options = settings.get("options") or {}
-        require("triton.cudagraphs" not in options, "options", options, "a DecodeLoop captures its steps itself")
-        require(every >= 1, "every", every, "is a number of steps from 1 on")
-        chunk = prefill_chunk
-        require(chunk is None or chunk >= 1, "prefill_chunk", chunk, "is a number of tokens from 1 on, or None")
-        self.model, self.every, self.pad, self.prefill_chunk = model, every, pad, chunk
+        self.model, self.every, self.pad, self.prefill_chunk = model, every, pad, prefill_chunk
         self.sampling = Sampling(temperature, top_k, top_p, seed)
-        require(rows is None or rows >= 1, "rows", rows, "is a number of requests from 1 on, or None")
         self.chosen = backend(policy, **settings)
-        crop = self.chosen.crop
+        mode, options, crop = self.chosen.mode, dict(self.chosen.options), self.chosen.crop
+        require(mode not in CAPTURING, "mode", mode, "a DecodeLoop captures its steps itself; leave the mode out")
+        require("triton.cudagraphs" not in options, "options", options, "a DecodeLoop captures its steps itself")
         require(
             not crop, "crop", crop, "nothing takes tokens back in a DecodeLoop, whose steps are repeated as they are"
         )
-        if chunk is not None:
+        if prefill_chunk is not None:
             check_budget(self.chosen.budget)
         self.compiled = Guarded(torch.compile(model, backend=self.chosen), self.chosen.strict, model)
         self.parts = ModelParts(model)
-        self.device = next(model.parameters()).device
-        self.vocabulary = _vocabulary(model)
+        self.device = next(itertools.chain(model.parameters(), model.buffers(), [torch.empty(0)])).device
+        require(self.device.type != "meta", "model", type(model).__name__, "has no weights: it is on the device meta")
         self.generator = self.sampling.generator(self.device)
         self.caller = Caller.of(self.compiled, model)
         self.stop = torch.tensor(list(stop), dtype=torch.int64, device=self.device)
@@ -125,8 +122,9 @@ class DecodeLoop:
         """Return the cache under the name that transformers had for it before 5.24."""
         return self.cache
 
+    @checked
     @torch.no_grad()
-    def prompt(self, ids: Tensor, attention_mask: Tensor | None = None) -> None:
+    def prompt(self, ids: TokenIds, attention_mask: PaddingMask | None = None) -> None:
         """Feed a prompt: the first one, or what follows what was said so far.
 
         Conversations that had stopped go on.
@@ -136,11 +134,14 @@ class DecodeLoop:
 
         Raises:
             CacheHandleError: a further prompt has another number of rows.
-            PolicyError: the loop is one of requests.
+            PolicyError: an argument that cannot be, a token outside of the vocabulary, or the loop is one of requests.
         """
         require(self.requests is None, "rows", self._rows, "a loop of requests takes prompts by `add`")
-        ids = ids.to(self.device)
-        mask = torch.ones_like(ids) if attention_mask is None else attention_mask.to(self.device, ids.dtype)
+        ids = ids.to(self.device, torch.int64)
+        mask = padding(ids, attention_mask, 0)
+        if not bool(mask[:, -1].all()):
+            raise PolicyError("attention_mask: a row is all padding; each must have one token at least")
+        self.caller.check_known(ids)
         old = self.state
         if old is not None:
             if len(ids) != len(old.ids):
@@ -153,8 +154,9 @@ class DecodeLoop:
         first = self.sampling.choose(out.logits[:, -1], self.generator)
         self.state = State(self, cache_names.returned(out), first, whole.sum(-1, keepdim=True), whole)
 
+    @checked
     @torch.no_grad()
-    def stream(self, tokens: int) -> Iterator[Tensor]:
+    def stream(self, tokens: Natural) -> Iterator[Tensor]:
         """Up to so many new tokens, int64 [B] each on the CPU, until every conversation has stopped.
 
         Left early, the loop may stand up to `every` tokens further on than what was handed out.
@@ -166,7 +168,8 @@ class DecodeLoop:
             yield from chunk
             tokens -= len(chunk)
 
-    def generate(self, tokens: int) -> Tensor:
+    @checked
+    def generate(self, tokens: Natural) -> Tensor:
         """All that `stream` gives, int64 [B, n] on the CPU."""
         made = list(self.stream(tokens))
         rows = 0 if self.state is None else len(self.state.ids)
@@ -174,16 +177,17 @@ class DecodeLoop:
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
+    @checked
     def add(
         self,
-        ids: Tensor | Sequence[int],
+        ids: Prompt,
         *,
-        max_new_tokens: int = 20,
-        stop: Sequence[int] | None = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        seed: int | None = None,
+        max_new_tokens: Annotated[Positive, FAILS] = 20,
+        stop: Annotated[Sequence[int], FAILS] | None = None,
+        temperature: Temperature | None = None,
+        top_k: TopK | None = None,
+        top_p: TopP | None = None,
+        seed: Seed | None = None,
         request_id: str | None = None,
     ) -> str:
         """Queue a request; a row takes it in as soon as one is free.  Needs a loop with `rows`.
@@ -215,6 +219,7 @@ class DecodeLoop:
         ends = self.stop.tolist() if stop is None else stop
         return requests.add(ids, request_id, max_new_tokens, ends, Sampling(*settings))
 
+    @checked
     def cancel(self, request_id: str) -> bool:
         """End a request; its last output has what it made so far.  Whether it was there and had not finished."""
         return self._served().cancel(request_id)
@@ -240,7 +245,8 @@ class DecodeLoop:
         while self.pending:
             yield from self.step()
 
-    def generate_batch(self, inputs: Sequence[Tensor | Sequence[int]], **how: Any) -> dict[str, GenerationOutput]:
+    @checked
+    def generate_batch(self, inputs: Sequence[Any], **how: Any) -> dict[str, GenerationOutput]:
         """Serve these prompts to their ends.
 
         What other requests make in the meantime comes with the next `step`.
@@ -263,11 +269,3 @@ class DecodeLoop:
     @property
     def _rows(self) -> int | None:
         return None if self.requests is None else self.requests.count
-
-
-def _vocabulary(model: torch.nn.Module) -> int | None:
-    """How many tokens a model knows; None if it does not say."""
-    told = getattr(model, "get_input_embeddings", None)
-    embedding = told() if callable(told) else None
-    weight = getattr(embedding, "weight", None)
-    return len(weight) if isinstance(weight, Tensor) else None

@@ -10,12 +10,13 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
 from kvpass import cache_names, compat
+from kvpass.arguments import Condition, Positive, checked
 from kvpass.budget import Budget
 from kvpass.errors import BudgetError, CacheHandleError, PolicyError
 from kvpass.policies.base import require
@@ -23,6 +24,31 @@ from kvpass.runtime.guarded import dense
 from kvpass.runtime.handle import caches_in
 
 Logits = Literal["last", "all"]
+
+
+def are_token_ids(x: Tensor) -> bool:
+    """Whether a tensor holds integers that can be read one by one."""
+    return _has_values(x) and not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+
+
+def _has_values(x: Tensor) -> bool:
+    return x.layout == torch.strided and not x.is_meta
+
+
+TokenIds = Annotated[
+    Tensor,
+    Condition(
+        holds=lambda ids: ids.ndim == 2 and ids.numel() > 0 and are_token_ids(ids),
+        message="must be an integer tensor of token ids, [rows, tokens], with one token at least",
+    ),
+]
+PaddingMask = Annotated[
+    Tensor,
+    Condition(
+        holds=lambda mask: mask.ndim == 2 and _has_values(mask) and bool(((mask == 0) | (mask == 1)).all()),
+        message="must be a tensor [rows, tokens] of 1 for tokens and 0 for padding",
+    ),
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +61,7 @@ class Caller:
         cache_name: the keyword under which it takes its cache.
         name: its class, for errors.
         begin: makes an empty cache, or None for a model that makes it itself.
+        vocabulary: how many tokens the model knows; None if it does not say.
     """
 
     call: Callable[..., Any]
@@ -42,13 +69,14 @@ class Caller:
     cache_name: str
     name: str
     begin: Callable[[], Any]
+    vocabulary: int | None
 
     @staticmethod
     def of(call: Callable[..., Any], model: Any = None) -> Caller:
         """From a compiled model; `model` is the one that was compiled, if that cannot be seen."""
         model = model or getattr(call, "_orig_mod", call)
         takes, name = cache_names.parameters(model), cache_names.keyword(model)
-        return Caller(call, takes, name, type(model).__name__, lambda: compat.empty_cache(model))
+        return Caller(call, takes, name, type(model).__name__, lambda: compat.empty_cache(model), _vocabulary(model))
 
     def __call__(self, ids: Tensor, mask: Tensor, position: Tensor, cache: Any, keep: int = 1) -> Any:
         """The model's own output.
@@ -83,14 +111,40 @@ class Caller:
         if "attention_mask" not in self.takes and not bool(mask.all()):
             raise PolicyError(f"attention_mask: {self.name} takes none, so prompts cannot be padded")
 
+    def check_known(self, ids: Tensor) -> None:
+        """Raise PolicyError for a token id that the model does not have.
 
+        That waits for the device, so it is done for prompts and not for steps; compiled code would read beyond a table.
+        """
+        unknown = self.unknown_token(ids)
+        if unknown is not None:
+            raise PolicyError(f"ids: token {unknown} is not in the vocabulary of {self.vocabulary}")
+
+    def unknown_token(self, ids: Tensor) -> int | None:
+        """The lowest or highest of these token ids if the model does not have it."""
+        low, high = (int(end) for end in ids.aminmax())
+        above = self.vocabulary is not None and high >= self.vocabulary
+        return low if low < 0 else high if above else None
+
+
+def _vocabulary(model: Any) -> int | None:
+    """How many tokens a model knows; None if it does not say."""
+    try:
+        embedding = model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+    count = getattr(embedding, "num_embeddings", None)  # weights that are packed have another number of rows
+    return count if isinstance(count, int) else None
+
+
+@checked
 @torch.no_grad()
 def prefill(
     compiled: Callable[..., Any],
-    ids: Tensor,
-    attention_mask: Tensor | None = None,
+    ids: TokenIds,
+    attention_mask: PaddingMask | None = None,
     *,
-    chunk: int,
+    chunk: Positive,
     cache: Any = None,
     logits: Logits = "last",
     past_key_values: Any = None,
@@ -116,7 +170,7 @@ def prefill(
         The model's output for the last chunk, with these `logits`, and the cache under the model's own name.
 
     Raises:
-        PolicyError: a chunk, a prompt or a mask that cannot be, or a cache under both names.
+        PolicyError: an argument that cannot be, a token outside of the vocabulary, or a cache under both names.
         CacheHandleError: the cache is not of kvpass, or the model does not go on with it.
         BudgetError: an empty cache and a budget that is a share of the prompt, of whose length the first chunk knows
             nothing.
@@ -125,8 +179,10 @@ def prefill(
     require(cache is None or past_key_values is None, "past_key_values", "a cache", "is another name for `cache`")
     cache = past_key_values if cache is None else cache
     seen = _seen(cache)
-    mask = _checked(ids, attention_mask, seen, chunk, logits)
+    ids = ids.long()
+    mask = padding(ids, attention_mask, seen)
     caller.check_padding(mask)
+    caller.check_known(ids)
     made = chunks(caller, ids, mask, cache, chunk, keep=int(logits == "last"))
     if logits == "last":
         last = last_of(made)
@@ -210,13 +266,19 @@ def check_budget(budget: Budget) -> None:
         )
 
 
-def _checked(ids: Tensor, mask: Tensor | None, seen: int, chunk: int, logits: str) -> Tensor:
-    """The padding mask [B, seen + T]."""
-    require(isinstance(chunk, int) and chunk >= 1, "chunk", chunk, "is a number of tokens from 1 on")
-    require(logits in ("last", "all"), "logits", logits, "is 'last' or 'all'")
-    require(ids.ndim == 2 and ids.numel() > 0, "ids", tuple(ids.shape), "is [rows, tokens] with one token at least")
+def padding(ids: Tensor, mask: Tensor | None, seen: int) -> Tensor:
+    """The padding mask, int64 [B, seen + T], of prompts [B, T] behind so many tokens.
+
+    Raises:
+        PolicyError: a mask of other tokens, or padding that does not come first in its row of the prompts.
+    """
     wanted = (len(ids), seen + ids.shape[1])
     if mask is None:
         return torch.ones(wanted, dtype=torch.int64, device=ids.device)
-    require(tuple(mask.shape) == wanted, "attention_mask", tuple(mask.shape), f"is {wanted}: all tokens so far")
-    return mask.to(ids.device)
+    require(tuple(mask.shape) == wanted, "attention_mask", tuple(mask.shape), f"must be {wanted}: all tokens so far")
+    mask = mask.to(ids.device, torch.int64)
+    behind = (mask[:, seen:].diff(dim=-1) < 0).any(-1).tolist()
+    if any(behind):
+        row = behind.index(True)
+        raise PolicyError(f"attention_mask: row {row} has padding behind a token; pad prompts on the left")
+    return mask

@@ -14,14 +14,15 @@ import dataclasses
 import enum
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from kvpass import cache_names
+from kvpass.arguments import Condition
 from kvpass.backend import Backend
-from kvpass.decoding.prefill import chunks, lengths
+from kvpass.decoding.prefill import are_token_ids, chunks, lengths
 from kvpass.decoding.sampling import RowSampling, Sampling
 from kvpass.decoding.stepping import Loop, State, refreshed
 from kvpass.errors import BudgetError, CacheHandleError, KVPassError, RequestError
@@ -34,6 +35,24 @@ from kvpass.runtime.memory import free_bytes
 Reason = Literal["stop", "length", "cancelled", "error"]
 ATTEMPTS = 2  # a request whose step fails is begun anew once
 MOST_STOPS = 8  # tokens that a request may end at
+FAILS = Condition(error=RequestError)
+
+
+def _is_prompt(ids: Tensor | Sequence[int]) -> bool:
+    """Whether there are tokens, of one prompt."""
+    shape = ids.shape if isinstance(ids, Tensor) else (len(ids),)
+    integral = not isinstance(ids, Tensor) or are_token_ids(ids)
+    return integral and shape[-1:] > (0,) and tuple(shape[:-1]) in ((), (1,))
+
+
+Prompt = Annotated[
+    Tensor | Sequence[int],
+    Condition(
+        holds=_is_prompt,
+        message="must be one prompt that is not empty: a list of whole numbers, or an integer tensor [T] or [1, T]",
+        error=RequestError,
+    ),
+]
 
 
 class RequestStatus(enum.IntEnum):
@@ -134,7 +153,6 @@ class Serving(Loop, Protocol):
 
     device: torch.device
     prefill_chunk: int | None
-    vocabulary: int | None
 
     @property
     def chosen(self) -> Backend: ...
@@ -173,7 +191,7 @@ class Requests:
         """Queue a request; see `DecodeLoop.add`."""
         name = f"req_{self.number}" if request_id is None else request_id
         self.number += 1
-        request = Request(name, _numbers(ids), most, frozenset(stop), sampling)
+        request = Request(name, torch.as_tensor(ids).flatten().tolist(), most, frozenset(stop), sampling)
         self._check(request)
         self.known[name] = request
         self.queue.append(request)
@@ -183,25 +201,17 @@ class Requests:
         name, prompt, most = f"request {request.request_id!r}", request.prompt, request.most
         if request.request_id in self.known:
             raise RequestError(f"{name} is there already")
-        if not prompt:
-            raise RequestError(f"{name}: the prompt is empty")
-        if most < 1:
-            raise RequestError(f"{name}: max_new_tokens={most} is a number of tokens from 1 on")
         if len(request.stop) > MOST_STOPS:
             raise RequestError(f"{name}: {len(request.stop)} tokens to stop at; at most {MOST_STOPS} are possible")
-        self._check_vocabulary(name, prompt)
+        unknown = self.loop.caller.unknown_token(torch.tensor(prompt))
+        if unknown is not None:
+            raise RequestError(f"{name}: token {unknown} is not in the vocabulary of {self.loop.caller.vocabulary}")
         policy, budget = self.loop.chosen.policy, self.loop.chosen.budget
         if not policy.evicts and isinstance(budget, int) and len(prompt) + most - 1 > budget:
             raise RequestError(
                 f"{name}: {len(prompt)} tokens and {most} new ones exceed the budget of {budget}, and policy "
                 f"{policy.name!r} keeps every token"
             )
-
-    def _check_vocabulary(self, name: str, prompt: list[int]) -> None:
-        size = self.loop.vocabulary
-        wrong = next((token for token in prompt if token < 0 or (size is not None and token >= size)), None)
-        if wrong is not None:
-            raise RequestError(f"{name}: token {wrong} is not in the vocabulary of {size}")
 
     def cancel(self, name: str) -> bool:
         """End a request; see `DecodeLoop.cancel`."""
@@ -250,7 +260,7 @@ class Requests:
         try:
             return add()
         except RequestError as error:
-            name = f"req_{number}"
+            name, self.number = f"req_{number}", number + 1
             done[name] = GenerationOutput(name, [], [], [], RequestStatus.FAILED, "error", str(error))
             return name
 
@@ -332,16 +342,6 @@ class Requests:
             for row, request in self.rows.items():
                 if not request.finished:
                     request.take(column[row])
-
-
-def _numbers(ids: Any) -> list[int]:
-    """Token ids from a list, or a tensor [T] or [1, T]."""
-    flat = ids.reshape(-1).tolist() if isinstance(ids, Tensor) and (ids.ndim < 2 or len(ids) == 1) else ids
-    if isinstance(flat, Tensor):
-        raise RequestError(f"a request of shape {tuple(flat.shape)}: one prompt at a time, [T] or [1, T]")
-    if not all(isinstance(token, int) and not isinstance(token, bool) for token in flat):
-        raise RequestError("a prompt is made of whole numbers, the ids of its tokens")
-    return list(flat)
 
 
 class Batch(State):

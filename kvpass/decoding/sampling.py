@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from kvpass.policies.base import require
+from kvpass.arguments import Condition, Natural, Positive, at_least
+
+Temperature = Annotated[float, at_least(0)]
+TopK = Positive
+TopP = Annotated[float, Condition("above 0 and up to 1", lambda share: 0 < share <= 1)]
+Seed = Natural
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,12 +31,6 @@ class Sampling:
     top_k: int | None = None
     top_p: float | None = None
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        require(self.temperature >= 0, "temperature", self.temperature, "is not negative; 0 is greedy")
-        require(self.top_k is None or self.top_k >= 1, "top_k", self.top_k, "is a number of tokens from 1 on, or None")
-        require(self.seed >= 0, "seed", self.seed, "is not negative")
-        require(self.top_p is None or 0 < self.top_p <= 1, "top_p", self.top_p, "is a share in (0, 1], or None")
 
     def generator(self, device: torch.device) -> torch.Generator:
         """A fresh generator."""

@@ -12,6 +12,7 @@ import json
 import re
 from typing import Any, TypeVar
 
+from kvpass.arguments import checked, shown
 from kvpass.errors import PolicyError
 from kvpass.policies.base import Attention, Policy, Tokens
 
@@ -43,6 +44,7 @@ def names() -> list[str]:
     return sorted({*_BUILT_IN, *_registered})
 
 
+@checked
 def get(name: str) -> type[Policy]:
     """The class of a policy.
 
@@ -64,7 +66,9 @@ def register(cls: P) -> P:
         PolicyError: it is not a frozen dataclass derived from `Policy`, or the name is taken.
     """
     if not (isinstance(cls, type) and issubclass(cls, Policy) and dataclasses.is_dataclass(cls)):
-        raise PolicyError(f"{cls!r} is not a dataclass derived from kvpass.policies.Policy")
+        raise PolicyError(f"cls={shown(cls)}: must be a dataclass derived from kvpass.policies.Policy")
+    if not isinstance(getattr(cls, "name", None), str):
+        raise PolicyError(f"cls={shown(cls)}: its attribute `name` must be a string")
     taken = _registered.get(cls.name)
     if cls.name in _BUILT_IN or (taken is not None and taken.__qualname__ != cls.__qualname__):
         raise PolicyError(f"the policy name {cls.name!r} is taken")
@@ -72,6 +76,7 @@ def register(cls: P) -> P:
     return cls
 
 
+@checked
 def resolve(policy: str | Policy, options: dict[str, Any]) -> Policy:
     """A policy object from a name and its options, or the object itself.
 
@@ -94,6 +99,7 @@ def resolve(policy: str | Policy, options: dict[str, Any]) -> Policy:
         raise PolicyError(f"policy {policy!r} with {options}: {error}") from error
 
 
+@checked
 def parse(text: str) -> Policy:
     """The policy that a name, or a name and options, stands for, as people write it on a command line.
 

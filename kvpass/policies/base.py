@@ -21,6 +21,7 @@ from typing import ClassVar, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from kvpass.arguments import check_fields
 from kvpass.errors import BudgetError, PolicyError
 from kvpass.policies.heads import Spread
 
@@ -212,12 +213,12 @@ class Policy:
     prompt_must_compete: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
-        """Check the options; a policy with options of its own checks them after these.
+        """Check the options, those of derived classes too, against their annotations.
 
         Raises:
             PolicyError: a value cannot be.
         """
-        require(isinstance(self.keep_prompt, bool), "keep_prompt", self.keep_prompt, "must be True or False")
+        check_fields(self)
         means_nothing = f"means nothing for {self.name!r}: {self.prompt_must_compete}"
         require(not (self.keep_prompt and self.prompt_must_compete), "keep_prompt", self.keep_prompt, means_nothing)
 

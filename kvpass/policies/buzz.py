@@ -21,15 +21,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from kvpass.arguments import Natural, Positive, at_least
 from kvpass.errors import BudgetError
-from kvpass.policies.base import LATE, Attention, Clock, Policy, State, Statistic, Tokens, require
+from kvpass.policies.base import LATE, Attention, Clock, Policy, State, Statistic, Tokens
 from kvpass.policies.buzz_hives import best_of_hives
-from kvpass.policies.buzz_sizes import Strides, thinned_if_due, threshold_for, window_and_threshold
+from kvpass.policies.buzz_sizes import OldStride, Stride, Strides, thinned_if_due, threshold_for, window_and_threshold
 
 LOG_BASE = math.log(512)
 
@@ -49,14 +50,14 @@ class Buzz(Policy):
     old_stride: s' (Fig. 8a), at least 2; None for floor((s + 1) / 2).
     """
 
-    stride: int = 5
-    sinks: int = 4
-    window: int | None = None
-    threshold: int | None = None
+    stride: Stride = 5
+    sinks: Natural = 4
+    window: Positive | None = None
+    threshold: Annotated[int, at_least(2)] | None = None
     log_n: bool = False
     variant: Literal["buzz", "fast", "nomax"] = "buzz"
     iterate_prompt: bool = True
-    old_stride: int | None = None
+    old_stride: OldStride | None = None
     name: ClassVar[str] = "buzz"
     prompt_must_compete: ClassVar[str] = (
         "its hives are counted from the sinks on, and when they are thinned out follows from the count alone"
@@ -66,15 +67,6 @@ class Buzz(Policy):
     positions: ClassVar[Literal["absolute", "cache"]] = "cache"
     statistics: ClassVar[frozenset[Statistic]] = frozenset({"total"})
     ranks: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        Strides.of(self.stride, self.old_stride)  # or an error
-        require(self.sinks >= 0, "sinks", self.sinks, "must not be negative")
-        require(self.window is None or self.window >= 1, "window", self.window, "must be at least 1")
-        require(self.threshold is None or self.threshold >= 2, "threshold", self.threshold, "must be at least 2")
-        known = ("buzz", "fast", "nomax")
-        require(self.variant in known, "variant", self.variant, f"must be one of {', '.join(known)}")
 
     @property
     def strides(self) -> Strides:

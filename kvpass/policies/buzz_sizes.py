@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from fractions import Fraction
+from typing import Annotated
 
-from kvpass.policies.base import require
+from kvpass.arguments import at_least
+
+# Below these a cache would grow without bound.
+Stride = Annotated[int, at_least(3)]
+OldStride = Annotated[int, at_least(2)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,9 +28,6 @@ class Strides:
     @staticmethod
     def of(stride: int, old_stride: int | None) -> Strides:
         """By the options of the policy."""
-        require(stride >= 3, "stride", stride, "must be at least 3: the cache would grow without bound")
-        fits = old_stride is None or old_stride >= 2
-        require(fits, "old_stride", old_stride, "must be None or at least 2: the cache would grow without bound")
         return Strides(stride, (stride + 1) // 2 if old_stride is None else old_stride)
 
     @property

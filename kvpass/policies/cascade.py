@@ -30,9 +30,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from kvpass.arguments import Natural, Positive, Share
 from kvpass.errors import BudgetError
-from kvpass.policies.base import Attention, Policy, State, Statistic, Tokens, require
-from kvpass.policies.cascade_line import BASES, Rule, approximate_context, averaged, intervals
+from kvpass.policies.base import Attention, Policy, State, Statistic, Tokens
+from kvpass.policies.cascade_line import Rule, approximate_context, averaged, intervals
 from kvpass.policies.heads import Spread, reduced
 
 __all__ = ["Cascade", "approximate_context"]
@@ -52,11 +53,11 @@ class Cascade(Policy):
     select: False for no token selection (Table 3): what a sub-cache does not accept is dropped.
     """
 
-    cascades: int = 4
-    sinks: int = 4
+    cascades: Positive = 4
+    sinks: Natural = 4
     growth: Literal["pow2", "pow3", "pow4", "linear"] = "pow2"
     reduce: Literal["mean", "max", "median"] = "mean"
-    gamma: float | None = None
+    gamma: Share | None = None
     order: Literal["write_first", "attend_first"] = "write_first"
     eager_fill: bool = False
     heads: Literal["shared", "kv"] = "shared"  # type: ignore[misc]
@@ -69,22 +70,6 @@ class Cascade(Policy):
     positions: ClassVar[Literal["absolute", "cache"]] = "cache"
     statistics: ClassVar[frozenset[Statistic]] = frozenset({"scan"})
     ranks: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.cascades >= 1, "cascades", self.cascades, "must be at least 1")
-        require(self.sinks >= 0, "sinks", self.sinks, "must not be negative")
-        require(self.gamma is None or 0 <= self.gamma <= 1, "gamma", self.gamma, "must be None or lie in [0, 1]")
-        require(isinstance(self.select, bool), "select", self.select, "must be True or False")
-        choices = {
-            "growth": (*BASES, "linear"),
-            "reduce": ("mean", "max", "median"),
-            "order": ("write_first", "attend_first"),
-            "heads": ("shared", "kv"),
-        }
-        for option, known in choices.items():
-            value = getattr(self, option)
-            require(value in known, option, value, f"must be one of {', '.join(known)}")
 
     @property
     def overwrites(self) -> bool:

@@ -22,11 +22,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from kvpass.arguments import Natural, Share, at_least
 from kvpass.policies.base import (
     Attention,
     Merge,
@@ -37,7 +38,6 @@ from kvpass.policies.base import (
     Tokens,
     highest,
     latest_of_least,
-    require,
     share_of,
 )
 from kvpass.policies.d2o_layers import column_variances, largest_layer_budget, layer_budgets
@@ -46,12 +46,6 @@ from kvpass.policies.heads import reduced
 from kvpass.policies.nearest import nearest
 
 UNSET = -2.0  # below every cosine
-CHOICES = {
-    "layers": ("softmax", "gate", "paper"),
-    "merge": ("paper", "average", "none", "official"),
-    "compress_at": ("prompt_end", "first_decode"),
-    "density": ("kv", "query"),
-}
 
 __all__ = ["D2O", "layer_budgets"]
 
@@ -74,12 +68,12 @@ class D2O(Policy):
     density: what variances are taken of (Eq. 4): the column sums of a "kv" head, or of each "query" head.
     """
 
-    sinks: int = 4
-    heavy: float = 0.75
+    sinks: Natural = 4
+    heavy: Share = 0.75
     layers: Literal["softmax", "gate", "paper"] = "softmax"
-    gate: float = 100.0
-    alpha: float = 3.0
-    beta: float = 0.5
+    gate: Annotated[float, at_least(0)] = 100.0
+    alpha: Annotated[float, at_least(1)] = 3.0
+    beta: Share = 0.5
     merge: Literal["paper", "average", "none", "official"] = "paper"
     compress_at: Literal["prompt_end", "first_decode"] = "prompt_end"
     skip_layers: tuple[int, ...] = ()
@@ -90,20 +84,6 @@ class D2O(Policy):
     spreads: ClassVar[Literal["never", "heads", "always"]] = "heads"
     heads: ClassVar[Literal["shared", "kv"]] = "kv"
     statistics: ClassVar[frozenset[Statistic]] = frozenset({"total"})
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "skip_layers", tuple(self.skip_layers))
-        require(self.sinks >= 0, "sinks", self.sinks, "must not be negative")
-        require(0 <= self.heavy <= 1, "heavy", self.heavy, "must lie between 0 and 1")
-        require(self.gate >= 0, "gate", self.gate, "must not be negative")
-        require(self.alpha >= 1, "alpha", self.alpha, "must be at least 1")
-        require(0 <= self.beta <= 1, "beta", self.beta, "must lie between 0 and 1")
-        for option, known in CHOICES.items():
-            value = getattr(self, option)
-            require(value in known, option, value, f"must be one of {', '.join(known)}")
-        whole = all(isinstance(layer, int) for layer in self.skip_layers)
-        require(whole, "skip_layers", self.skip_layers, "must be layer numbers")
 
     @property
     def defers(self) -> bool:

@@ -16,22 +16,19 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvpass.policies.base import Attention, Policy, Statistic, Tokens, require, share_of
+from kvpass.arguments import Share
+from kvpass.policies.base import Attention, Policy, Statistic, Tokens, share_of
 
 
 @dataclasses.dataclass(frozen=True)
 class H2O(Policy):
     """Options: `heavy`, the share of the budget that goes to heavy hitters; the rest is recent."""
 
-    heavy: float = 0.5
+    heavy: Share = 0.5
     name: ClassVar[str] = "h2o"
     spreads: ClassVar[Literal["never", "heads", "always"]] = "heads"
     heads: ClassVar[Literal["shared", "kv"]] = "kv"
     statistics: ClassVar[frozenset[Statistic]] = frozenset({"total"})
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(0 <= self.heavy <= 1, "heavy", self.heavy, "must lie between 0 and 1")
 
     def minimum_budget(self) -> int:
         return 2

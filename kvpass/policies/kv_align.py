@@ -32,6 +32,7 @@ from torch import Tensor
 
 from kvpass.align.aligner import Aligner
 from kvpass.align.store import load
+from kvpass.arguments import Positive
 from kvpass.errors import AlignerError, BudgetError
 from kvpass.policies.base import Attention, Clock, Plan, Policy, State, Tokens, require
 
@@ -47,7 +48,7 @@ class KVAlign(Policy):
     """
 
     aligner: Aligner | str | os.PathLike[str] | None = None
-    every: int = 1
+    every: Positive = 1
     name: ClassVar[str] = "kv_align"
     prompt_must_compete: ClassVar[str] = "a prompt that is longer than its budget starts again for its last tokens"
     renumbers: ClassVar[bool] = True
@@ -61,7 +62,6 @@ class KVAlign(Policy):
             )
         if not isinstance(self.aligner, Aligner):
             object.__setattr__(self, "aligner", load(self.aligner))
-        require(isinstance(self.every, int) and self.every >= 1, "every", self.every, "must be at least 1")
         trained = self.trained.signature.every
         require(
             self.trained.recipe != "paper" or self.every == trained,

@@ -8,11 +8,12 @@ tokens of a chunk draw like those of a prompt.
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from torch import Tensor
 
-from kvpass.policies.base import Policy, Tokens, require
+from kvpass.arguments import between
+from kvpass.policies.base import Policy, Tokens
 from kvpass.policies.heads import numbers
 
 PRIME = 2**31 - 1
@@ -22,14 +23,10 @@ PRIME = 2**31 - 1
 class Random(Policy):
     """Options: `seed`, any integer from 0 to 2**31 - 2."""
 
-    seed: int = 0
+    seed: Annotated[int, between(0, PRIME - 1)] = 0
     name: ClassVar[str] = "random"
     spreads: ClassVar[Literal["never", "heads", "always"]] = "heads"
     heads: ClassVar[Literal["shared", "kv"]] = "kv"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(0 <= self.seed < PRIME, "seed", self.seed, f"must lie between 0 and {PRIME - 1}")
 
     def worth(self, tokens: Tokens) -> Tensor:
         heads = numbers(tokens.position, tokens.spread)  # [H', 1]

@@ -23,6 +23,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from kvpass.arguments import Natural, Positive
 from kvpass.errors import BudgetError
 from kvpass.policies.base import Attention, Clock, Policy, State, Statistic, Tokens, highest, require
 
@@ -60,9 +61,9 @@ class Sage(Policy):
     """
 
     share: Literal["union", "concat", "private"] = "union"
-    refresh_interval: int | None = None
-    sinks: int | None = None
-    top: int | None = None
+    refresh_interval: Positive | None = None
+    sinks: Natural | None = None
+    top: Positive | None = None
     select_at: Literal["prompt_end", "overflow"] = "prompt_end"
     name: ClassVar[str] = "sage"
     prompt_must_compete: ClassVar[str] = (
@@ -71,17 +72,6 @@ class Sage(Policy):
     spreads: ClassVar[Literal["never", "heads", "always"]] = "heads"
     heads: ClassVar[Literal["shared", "kv"]] = "kv"
     statistics: ClassVar[frozenset[Statistic]] = frozenset({"logits"})
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        known = ("union", "concat", "private")
-        require(self.share in known, "share", self.share, f"must be one of {', '.join(known)}")
-        every = self.refresh_interval
-        require(every is None or every >= 1, "refresh_interval", every, "must be None or at least 1")
-        require(self.sinks is None or self.sinks >= 0, "sinks", self.sinks, "must be None or at least 0")
-        require(self.top is None or self.top >= 1, "top", self.top, "must be None or at least 1")
-        times = ("prompt_end", "overflow")
-        require(self.select_at in times, "select_at", self.select_at, f"must be one of {', '.join(times)}")
 
     def minimum_budget(self) -> int:
         """The least that one query head for each KV head can do with; how many there are a model says."""

@@ -12,20 +12,21 @@ selected.  A chunk is a prompt: the selection is made again, among the held toke
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from kvpass.policies.base import Attention, Policy, State, Statistic, Tokens, require
+from kvpass.arguments import Condition, Positive
+from kvpass.policies.base import Attention, Policy, State, Statistic, Tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class SnapKV(Policy):
     """Options: `window`, the queries that vote and the tokens that are safe; `kernel`, the width of the smoothing."""
 
-    window: int = 64
-    kernel: int = 5
+    window: Positive = 64
+    kernel: Annotated[int, Condition("that is odd and at least 1", lambda count: count >= 1 and count % 2 == 1)] = 5
     name: ClassVar[str] = "snapkv"
     prompt_must_compete: ClassVar[str] = (
         "it chooses among the tokens of a prompt; what it does with later ones is policy='window'"
@@ -33,11 +34,6 @@ class SnapKV(Policy):
     spreads: ClassVar[Literal["never", "heads", "always"]] = "heads"
     heads: ClassVar[Literal["shared", "kv"]] = "kv"
     statistics: ClassVar[frozenset[Statistic]] = frozenset({"window"})
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.window >= 1, "window", self.window, "must be at least 1")
-        require(self.kernel >= 1 and self.kernel % 2 == 1, "kernel", self.kernel, "must be odd and at least 1")
 
     @property
     def observation(self) -> int:

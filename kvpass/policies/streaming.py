@@ -15,21 +15,18 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvpass.policies.base import Policy, Tokens, require
+from kvpass.arguments import Natural
+from kvpass.policies.base import Policy, Tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class Streaming(Policy):
     """Options: `sinks`, the number of first tokens that always stay (default 4, as in the paper)."""
 
-    sinks: int = 4
+    sinks: Natural = 4
     name: ClassVar[str] = "streaming"
     spreads: ClassVar[Literal["never", "heads", "always"]] = "always"
     positions: ClassVar[Literal["absolute", "cache"]] = "cache"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.sinks >= 0, "sinks", self.sinks, "must not be negative")
 
     def minimum_budget(self) -> int:
         return self.sinks + 1

@@ -1,0 +1,302 @@
+"""Check the arguments of public functions and the options of policies against their annotations.
+
+An annotation says everything that is checked: types, unions and literals as they stand, and conditions as a `Condition`
+in `Annotated`.  Whole numbers, numbers and truth values of numpy, and tensors of one, come out as Python's own.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import dataclasses
+import functools
+import inspect
+import math
+import numbers
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from typing import Annotated, Any, Final, Literal, TypeVar, cast
+
+from torch import Tensor
+
+from kvpass.errors import KVPassError, PolicyError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+LONGEST = 80  # characters of a value in a message
+REFUSED: Final = object()
+"""Stands for the value of an argument that its annotation does not allow."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Condition:
+    """What `Annotated` adds to a type.
+
+    Attributes:
+        text: what a message says behind the name of the type.
+        holds: whether a value that the type allows may be used.
+        message: what a message says of any value that may not be used, instead of "must be" and what is allowed.
+        error: the class of the error for such a value.
+    """
+
+    text: str = ""
+    holds: Callable[[Any], bool] = lambda _: True
+    message: str = ""
+    error: type[KVPassError] | None = None
+
+
+def at_least(low: float) -> Condition:
+    """Allow numbers from `low` on."""
+    return Condition(f"of at least {low}", lambda number: low <= number < math.inf)
+
+
+def between(low: float, high: float) -> Condition:
+    """Allow numbers from `low` to `high`, both included."""
+    return Condition(f"from {low} to {high}", lambda number: low <= number <= high)
+
+
+Natural = Annotated[int, at_least(0)]
+Positive = Annotated[int, at_least(1)]
+Share = Annotated[float, between(0, 1)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Check:
+    """An annotation as a check.
+
+    Attributes:
+        text: what is allowed.
+        read: the value as the function gets it, or REFUSED.
+        message, error: as of `Condition`.
+    """
+
+    text: str
+    read: Callable[[Any], Any]
+    message: str = ""
+    error: type[KVPassError] | None = None
+
+    @staticmethod
+    def over(text: str, read: Callable[[Any], Any], parts: Iterable[_Check | Condition]) -> _Check:
+        """A check with the message and the error of the first part that has one."""
+        parts = list(parts)
+        message = next((part.message for part in parts if part.message), "")
+        return _Check(text, read, message, next((part.error for part in parts if part.error), None))
+
+
+def checked(function: F) -> F:
+    """Check the arguments of every call of a function, before anything else of it runs.
+
+    Raises:
+        PolicyError: an argument that its annotation does not allow, one too many, or one that is missing; or the error
+            that the annotation names.
+    """
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            given = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise PolicyError(f"{function.__qualname__}: {error}") from None
+        for name, check in _checks(function).items():
+            if name in given.arguments:
+                given.arguments[name] = _value(name, given.arguments[name], check)
+        return function(*given.args, **given.kwargs)
+
+    return cast(F, call)
+
+
+def check_fields(made: Any) -> None:
+    """Check the fields of a frozen dataclass; to be called by its `__post_init__`.
+
+    Raises:
+        PolicyError: a field's value that its annotation does not allow.
+    """
+    for field in [field for field in dataclasses.fields(made) if field.init]:
+        check = _check(_field_annotation(type(made), field.name))
+        object.__setattr__(made, field.name, _value(field.name, getattr(made, field.name), check))
+
+
+def _value(name: str, value: Any, check: _Check) -> Any:
+    """The value to use, or an error that names the argument, the value and what is allowed."""
+    read = check.read(value)
+    if read is REFUSED:
+        raise (check.error or PolicyError)(f"{name}={shown(value)}: {check.message or f'must be {check.text}'}")
+    return read
+
+
+def shown(value: Any) -> str:
+    """A value for a message, on one short line."""
+    if isinstance(value, Tensor):
+        return f"<{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}>"
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # a message needs no more than the type
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 4]} ..."
+
+
+# -- annotations -------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _checks(function: Callable[..., Any]) -> dict[str, _Check]:
+    """The checks of a function's arguments, by name; `**` takes what others check."""
+    hints = typing.get_type_hints(function, include_extras=True)
+    parameters = inspect.signature(function).parameters.values()
+    named = [parameter.name for parameter in parameters if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
+    return {name: _check(hints[name]) for name in named if name in hints}
+
+
+@functools.cache
+def _field_annotation(cls: type, name: str) -> Any:
+    """The annotation of a dataclass's field; Any for one of a user's that names what its module does not have."""
+    owner = next(base for base in cls.__mro__ if name in inspect.get_annotations(base))
+    holder = types.SimpleNamespace(__annotations__={name: inspect.get_annotations(owner)[name]})
+    try:
+        return typing.get_type_hints(holder, vars(sys.modules[owner.__module__]), include_extras=True)[name]
+    except (AttributeError, NameError, TypeError):
+        return Any
+
+
+@functools.cache
+def _check(annotation: Any) -> _Check:
+    """The check that an annotation stands for; any class is one of its instances."""
+    origin = typing.get_origin(annotation)
+    if annotation in _PLAIN:
+        return _PLAIN[annotation]
+    if isinstance(annotation, TypeVar):
+        return _check(annotation.__bound__)
+    if origin in _GENERIC:
+        return _GENERIC[origin](*typing.get_args(annotation))
+    return _instance(origin or annotation)
+
+
+def _instance(cls: Any) -> _Check:
+    """A check for instances of a class; what is none, or a protocol, allows anything."""
+    if not isinstance(cls, type) or getattr(cls, "_is_protocol", False):
+        return _PLAIN[Any]
+    return _Check(f"a {cls.__name__}", lambda value: value if isinstance(value, cls) else REFUSED)
+
+
+def _annotated(base: Any, *conditions: Condition) -> _Check:
+    check = _check(base)
+
+    def read(value: Any) -> Any:
+        found = check.read(value)
+        return found if found is not REFUSED and all(condition.holds(found) for condition in conditions) else REFUSED
+
+    texts = [check.text, *(condition.text for condition in conditions)]
+    return _Check.over(" ".join(filter(None, texts)), read, [*conditions, check])
+
+
+def _union(*annotations: Any) -> _Check:
+    checks = [_check(annotation) for annotation in annotations]
+
+    def read(value: Any) -> Any:
+        return next((found for check in checks if (found := check.read(value)) is not REFUSED), REFUSED)
+
+    return _Check.over(_alternatives([check.text for check in checks]), read, checks)
+
+
+def _literal(*choices: Any) -> _Check:
+    def read(value: Any) -> Any:
+        return next((known for known in choices if isinstance(value, type(known)) and value == known), REFUSED)
+
+    return _Check(_alternatives([repr(choice) for choice in choices]), read)
+
+
+def _items(item: Any, *rest: Any) -> _Check:
+    """A check of a sequence and of each of its items, which come out as a tuple."""
+    if rest not in ((), (Ellipsis,)):
+        return _instance(tuple)
+    check = _check(item)
+
+    def read(value: Any) -> Any:
+        if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable) or _is_scalar(value):
+            return REFUSED
+        found = tuple(check.read(each) for each in value)
+        return REFUSED if any(each is REFUSED for each in found) else found
+
+    return _Check.over(f"a list, each item {check.text}", read, [check])
+
+
+def _mapping(key: Any, item: Any) -> _Check:
+    keys, items = _check(key), _check(item)
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return REFUSED
+        found = {keys.read(name): items.read(each) for name, each in value.items()}
+        return REFUSED if REFUSED in found or any(each is REFUSED for each in found.values()) else found
+
+    return _Check(f"a dict, each key {keys.text}", read)
+
+
+def _subclass(base: Any) -> _Check:
+    bound: type = typing.get_origin(base) or base
+    return _Check(
+        f"a subclass of {bound.__name__}",
+        lambda value: value if isinstance(value, type) and issubclass(value, bound) else REFUSED,
+    )
+
+
+def _alternatives(texts: list[str]) -> str:
+    """Texts with commas between them, and the last one after "or"."""
+    return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} or {texts[-1]}"
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+
+def _is_scalar(value: Any) -> bool:
+    return getattr(value, "ndim", None) == 0
+
+
+def _plain(value: Any) -> Any:
+    """Python's own number for a tensor of no dimension or a number of numpy's."""
+    return value.item() if _is_scalar(value) and not getattr(value, "is_meta", False) else value
+
+
+def _whole(value: Any) -> Any:
+    value = _plain(value)
+    fits = isinstance(value, numbers.Integral) and not isinstance(value, bool) and -(2**63) <= int(value) < 2**63
+    return int(value) if fits else REFUSED
+
+
+def _number(value: Any) -> Any:
+    value = _plain(value)
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        return REFUSED
+    found = value if isinstance(value, int) else float(value)
+    return REFUSED if math.isnan(found) else found
+
+
+def _truth(value: Any) -> Any:
+    value = _plain(value)
+    return value if isinstance(value, bool) else REFUSED
+
+
+_PLAIN: dict[Any, _Check] = {
+    Any: _Check("anything", lambda value: value),
+    None: _Check("None", lambda value: REFUSED if value is not None else None),
+    type(None): _Check("None", lambda value: REFUSED if value is not None else None),
+    int: _Check("a 64-bit integer", _whole),
+    float: _Check("a number", _number),
+    bool: _Check("True or False", _truth),
+    str: _Check("a string", lambda value: value if isinstance(value, str) else REFUSED),
+    Tensor: _Check("a tensor", lambda value: value if isinstance(value, Tensor) else REFUSED),
+}
+
+_GENERIC: dict[Any, Callable[..., _Check]] = {
+    Annotated: _annotated,
+    Literal: _literal,
+    types.UnionType: _union,
+    typing.Union: _union,
+    collections.abc.Sequence: _items,
+    tuple: _items,
+    dict: _mapping,
+    type: _subclass,
+    collections.abc.Callable: lambda *_: _Check("a callable", lambda value: value if callable(value) else REFUSED),
+}
