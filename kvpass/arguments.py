@@ -231,7 +231,8 @@ def _mapping(key: Any, item: Any) -> _Check:
         found = {keys.read(name): items.read(each) for name, each in value.items()}
         return REFUSED if REFUSED in found or any(each is REFUSED for each in found.values()) else found
 
-    return _Check(f"a dict, each key {keys.text}", read)
+    values = "" if item is Any else f" and each value {items.text}"
+    return _Check(f"a dict, each key {keys.text}{values}", read)
 
 
 def _subclass(base: Any) -> _Check:
@@ -267,10 +268,9 @@ def _whole(value: Any) -> Any:
 
 def _number(value: Any) -> Any:
     value = _plain(value)
-    if not isinstance(value, numbers.Real) or isinstance(value, bool):
-        return REFUSED
-    found = value if isinstance(value, int) else float(value)
-    return REFUSED if math.isnan(found) else found
+    if isinstance(value, numbers.Integral):
+        return _whole(value)
+    return float(value) if isinstance(value, numbers.Real) and not math.isnan(value) else REFUSED
 
 
 def _truth(value: Any) -> Any:

@@ -78,7 +78,7 @@ def simulate(
         PolicyError, BudgetError: as `kvpass.backend`.
         KVPassError: shapes that do not fit together.
     """
-    settings = dict(policy_options, budget=budget, positions=positions, kv_dtype=kv_dtype)
+    settings = dict(budget=budget, positions=positions, kv_dtype=kv_dtype, **policy_options)
     _check_shapes(q, k, v, prompt, rope_theta)
     chosen = _with_nothing_beside(policy, settings) if isinstance(policy, Backend) else backend(policy, **settings)
     layer = _Layer(chosen, q, k, v, prompt, rope_theta, 1 / math.sqrt(q.shape[-1]) if scale is None else scale)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -163,6 +164,29 @@ def test_a_stream_hands_out_as_it_goes() -> None:
     first = [next(stream) for _ in range(4)]
     assert kvpass.inspect(loop).layers[0].seen == 9 + 3  # three of the four went through the model
     assert torch.equal(torch.stack([*first, *stream], 1), greedy(model, ids, mask, 10, eos_token_id=-1))
+
+
+def test_a_stream_that_is_left_early_loses_nothing() -> None:
+    """What was made and not handed out comes first, whoever asks next; so no count of taken tokens can lose any."""
+    model, (ids, mask) = llama(), prompt(2, 9, ())
+    expected = greedy(model, ids, mask, 16, eos_token_id=-1)
+    for taken in ((1, 2, 5), (4, 4), (3, 1, 1, 9)):
+        loop, got = loop_on(model, every=4), []
+        loop.prompt(ids, mask)
+        for count in taken:
+            got += list(itertools.islice(loop.stream(16), count))
+        got += loop.generate(16 - len(got)).unbind(1)
+        assert torch.equal(torch.stack(got, 1), expected)
+
+
+def test_a_row_that_has_stopped_stays_within_the_positions_of_the_model() -> None:
+    """A stopped row is fed on beside the others: at the position of its last token, not of one after it."""
+    model, (ids, mask) = build("GPT2", layers=1), prompt(2, 9, (0, 6))
+    model.transformer.wpe = torch.nn.Embedding.from_pretrained(model.transformer.wpe.weight[:12].clone())
+    free = greedy(model, ids[:1], mask[:1], 4, eos_token_id=-1)[0]
+    loop = loop_on(model, every=8, stop=[int(free[3])])
+    loop.prompt(ids, mask)
+    assert loop.generate(9)[0, :4].tolist() == free.tolist()
 
 
 SAMPLED = dict(temperature=0.8, top_k=20, top_p=0.9)

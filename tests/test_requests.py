@@ -9,19 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import kvpass
 from kvpass import GenerationOutput, RequestStatus
 from kvpass.decoding import requests as serving
 from kvpass.decoding import stepping
-from tests.models import build, different, graphs, prompt
+from tests.models import build, different, forget, graphs, prompt
 from tests.test_invariants import settings
 
 LENGTHS = (3, 17, 9, 1, 12, 30, 5)
 MOST = (6, 3, 14, 9, 1, 7, 12)
 
 
-def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
+def prompts(lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
     return [prompt(1, n, ())[0][0].tolist() for n in lengths]
 
 
@@ -275,6 +276,112 @@ def test_refusals() -> None:
         serving_loop(policy="full", budget=None)
     with pytest.raises(kvpass.PolicyError, match="holds a prompt whole"):
         serving_loop(policy="d2o", compress_at="first_decode")
+
+
+def gpt2(positions: int) -> Any:
+    model = build("GPT2", layers=1)
+    model.transformer.wpe = torch.nn.Embedding.from_pretrained(model.transformer.wpe.weight[:positions].clone())
+    return model
+
+
+def test_a_request_that_fails_ends_alone() -> None:
+    """Those beside one that leaves the positions of its model are served, and a row that is done does not leave them.
+
+    A step of several requests does not say which is at fault, so each of them runs alone until it is past that step:
+    whatever makes one fail, in the prompt or in any step, another cannot end because of it.
+    """
+    model = gpt2(48)
+    loop = serving_loop(model, policy="h2o", budget=16)
+    wanted = [(10, 20), (40, 20), (40, 9), (5, 30), (60, 3), (44, 12), (48, 1)]
+    names = [
+        loop.add(ids, max_new_tokens=most)
+        for ids, (_, most) in zip(prompts([n for n, _ in wanted]), wanted, strict=True)
+    ]
+    done = ended(loop)
+    single = kvpass.DecodeLoop(model, "h2o", budget=16, inner="eager")
+    for name, (length, most) in zip(names, wanted, strict=True):
+        output, fits = done[name], length + most - 1 <= 48
+        assert (output.status.name, output.finish_reason) == (("FINISHED", "length") if fits else ("FAILED", "error"))
+        assert fits or "IndexError" in str(output.error)
+        if fits:
+            single.prompt(torch.tensor(prompts([length])))
+            assert output.generated_tokens == single.generate(most)[0].tolist()
+            single.state = None
+
+
+def test_a_request_that_cannot_be_admitted_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Iteration ends whatever is raised on the way into a row: by the end of the request, or by the error itself."""
+    loop = serving_loop(build("Llama", layers=1))
+    raised: list[Exception] = []
+
+    def check(*_: Any) -> None:
+        if raised:
+            raise raised.pop()
+
+    monkeypatch.setattr(serving, "_check_nothing_else", check)
+    raised.append(kvpass.CacheHandleError("the layers hold more"))
+    first = loop.generate_batch(prompts((5, 5)), max_new_tokens=3)
+    assert [output.status.name for output in first.values()] == ["FAILED", "FINISHED"]
+    assert next(iter(first.values())).error == "the layers hold more"
+    for error in (kvpass.BudgetError("no memory"), RuntimeError("no memory either")):
+        name = loop.add(prompts((5,))[0], max_new_tokens=3)
+        raised.append(error)
+        with pytest.raises(type(error), match="no memory"):
+            list(loop)
+        assert loop.pending == 1
+        assert ended(loop)[name].generated_tokens == [*first.values()][1].generated_tokens
+    put = serving.Batch.take_in
+    monkeypatch.setattr(serving.Batch, "take_in", lambda *how: (check(), put(*how))[1])
+    for errors, status in (
+        ([RuntimeError("once")], "FINISHED"),
+        ([RuntimeError("twice"), RuntimeError("twice")], "FAILED"),
+    ):
+        name = loop.add(prompts((5,))[0], max_new_tokens=3)
+        raised += errors
+        assert ended(loop)[name].status.name == status
+
+
+def windowed(window: int) -> Any:
+    config = transformers.MistralConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, sliding_window=window,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.MistralForCausalLM(config).eval()
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("given", [dict(budget=16), dict(budget=6), dict(policy="streaming", budget=8)], ids=str)
+def test_models_with_a_sliding_window(given: dict[str, Any]) -> None:
+    """A layer's own window is a constant of its cache: the same before there are tokens and after each prompt."""
+    forget()
+    model, lengths = windowed(8), (5, 14, 3, 9)
+    done = [*serving_loop(model, **{**given, "rows": 2}).generate_batch(prompts(lengths), max_new_tokens=12).values()]
+    for output, ids in zip(done, prompts(lengths), strict=True):
+        assert output.generated_tokens == alone(model, ids, 12, **given), output.error
+
+
+def test_caches_that_hold_more_than_slots() -> None:
+    """What a layer holds for its rows is found in containers too; a constant is one that an empty cache has."""
+
+    class Layer:
+        def __init__(self, **held: Any) -> None:
+            self.keys = self.values = None
+            self.__dict__.update(held)
+
+    class Held:
+        def __init__(self, *layers: Layer) -> None:
+            self.layers = layers
+
+    window, count = torch.tensor(8), torch.tensor(5)
+    for held in ({"states": torch.zeros(1, 2)}, {"states": {0: torch.zeros(1, 2)}}, {"count": count}, {"n": [window]}):
+        with pytest.raises(kvpass.CacheHandleError, match=f"layer 1 .* holds {next(iter(held))} beside"):
+            serving._check_nothing_else(Held(Layer(), Layer(**held)), Held(Layer(), Layer(count=torch.tensor(0))))
+    for empty in (None, Held(), Held(Layer(window=torch.tensor(9)))):
+        with pytest.raises(kvpass.CacheHandleError, match="holds window"):
+            serving._check_nothing_else(Held(Layer(window=window)), empty)
+    serving._check_nothing_else(Held(Layer(window=window, size=3)), Held(Layer(window=window.clone())))
+    serving._check_nothing_else((), None)
 
 
 def faulty(chance: float, seed: int) -> Any:

@@ -159,14 +159,16 @@ class DecodeLoop:
     def stream(self, tokens: Natural) -> Iterator[Tensor]:
         """Up to so many new tokens, int64 [B] each on the CPU, until every conversation has stopped.
 
-        Left early, the loop may stand up to `every` tokens further on than what was handed out.
+        Left early, the loop may stand up to `every` tokens further on than what was handed out: the next `stream` or
+        `generate` begins with these, and they are part of the conversation that a further prompt goes on with.
         """
         if self.state is None:
             raise CacheHandleError("a DecodeLoop needs a prompt before it can decode")
-        while tokens > 0 and not self.state.ended:
-            chunk = self.state.take(min(tokens, self.every))
-            yield from chunk
-            tokens -= len(chunk)
+        for left in range(tokens, 0, -1):
+            made = self.state.next(left)
+            if made is None:
+                return
+            yield made
 
     @checked
     def generate(self, tokens: Natural) -> Tensor:

@@ -12,10 +12,12 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
+import itertools
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, Literal, Protocol
 
+import optree
 import torch
 from torch import Tensor
 
@@ -33,7 +35,7 @@ from kvpass.runtime.handle import Handle, LayerCache, caches_in, moved
 from kvpass.runtime.memory import free_bytes
 
 Reason = Literal["stop", "length", "cancelled", "error"]
-ATTEMPTS = 2  # a request whose step fails is begun anew once
+ATTEMPTS = 2  # a request that fails while it runs alone is begun anew once
 MOST_STOPS = 8  # tokens that a request may end at
 FAILS = Condition(error=RequestError)
 
@@ -97,7 +99,8 @@ class Request:
 
     Attributes:
         tokens: made so far; told: those that have been handed out, more than that after it was begun anew.
-        attempts: how often it has been begun.
+        failures: how often it has failed while no other request ran.
+        suspect: it runs alone for so many tokens, as a step of several requests has failed by then.
     """
 
     request_id: str
@@ -107,7 +110,8 @@ class Request:
     sampling: Sampling
     tokens: list[int] = dataclasses.field(default_factory=list)
     told: list[int] = dataclasses.field(default_factory=list)
-    attempts: int = 0
+    failures: int = 0
+    suspect: int = 0
     status: RequestStatus = RequestStatus.PENDING
     reason: Reason | None = None
     error: str | None = None
@@ -124,7 +128,11 @@ class Request:
     def begin(self) -> None:
         """Start, or start anew: what was made is made again, and not handed out again."""
         self.tokens, self.status = [], RequestStatus.PREFILLING
-        self.attempts += 1
+
+    @property
+    def runs_alone(self) -> bool:
+        """Whether no other request may be in the batch."""
+        return len(self.tokens) < self.suspect
 
     def take(self, token: int) -> None:
         """One more token."""
@@ -205,7 +213,9 @@ class Requests:
             raise RequestError(f"{name}: {len(request.stop)} tokens to stop at; at most {MOST_STOPS} are possible")
         unknown = self.loop.caller.unknown_token(torch.tensor(prompt))
         if unknown is not None:
-            raise RequestError(f"{name}: token {unknown} is not in the vocabulary of {self.loop.caller.vocabulary}")
+            raise RequestError(
+                f"{name}: ids: token {unknown} is not in the vocabulary of {self.loop.caller.vocabulary}"
+            )
         policy, budget = self.loop.chosen.policy, self.loop.chosen.budget
         if not policy.evicts and isinstance(budget, int) and len(prompt) + most - 1 > budget:
             raise RequestError(
@@ -278,7 +288,7 @@ class Requests:
 
     def _read_on(self) -> bool:
         """Feed one chunk of a prompt to the model, if there is a row for it; whether a request has begun with that."""
-        if self.filling is None and not (self.queue and len(self.rows) < self.count):
+        if self.filling is None and not self._may_begin():
             return False
         request = self.queue.popleft() if self.filling is None else self.filling[0]
         try:
@@ -293,6 +303,12 @@ class Requests:
             self._admit(request, out)
         return left == 1
 
+    def _may_begin(self) -> bool:
+        """Whether there is a row for the next request, and it and those in rows may run together."""
+        if not self.queue or len(self.rows) == self.count:
+            return False
+        return not self.rows or not any(request.runs_alone for request in (self.queue[0], *self.rows.values()))
+
     def _begun(self, request: Request) -> tuple[Request, Iterator[Any], int]:
         request.begin()
         ids = torch.tensor([request.prompt], device=self.loop.device)
@@ -300,29 +316,63 @@ class Requests:
         return request, chunks(*how), len(lengths(ids.shape[1], self.loop.prefill_chunk, True))
 
     def _again(self, requests: Sequence[Request], error: Exception) -> None:
-        """Begin requests anew, before all others; those for which that has been done have failed, and on a refusal."""
-        for request in reversed(requests):
-            if request.attempts < ATTEMPTS and not isinstance(error, KVPassError):
-                request.status = RequestStatus.PENDING
-                self.queue.appendleft(request)
-            else:
-                request.end("error", "".join(traceback.format_exception_only(error)).strip())
+        """Begin requests anew, before all others, after a step of all of them has failed.
+
+        Which of several is at fault shows when each runs alone.  One that fails alone for the second time, or on a
+        refusal, ends with the error, and the others are no longer suspects.
+        """
+        if len(requests) > 1:
+            # The longest goes first: it is the likeliest to have left the positions that a model has.
+            for request in sorted(requests, key=lambda request: request.held):
+                self._begin_later(request, suspect=len(request.tokens) + self.loop.every)
+            return
+        (request,) = requests
+        request.failures += 1
+        if request.failures < ATTEMPTS and not isinstance(error, KVPassError):
+            self._begin_later(request, request.suspect)
+            return
+        request.end("error", "".join(traceback.format_exception_only(error)).strip())
+        for other in self.queue:
+            other.suspect = 0
+
+    def _begin_later(self, request: Request, suspect: int = 0) -> None:
+        """Put a request before all others in the queue."""
+        request.status, request.suspect = RequestStatus.PENDING, suspect
+        self.queue.appendleft(request)
 
     def _admit(self, request: Request, out: Any) -> None:
-        """Copy what a prompt left into a free row."""
+        """Copy what a prompt left into a free row.
+
+        Raises:
+            BudgetError: there is no memory for the rows; the request stays in the queue.
+        """
         row = next(row for row in range(self.count) if row not in self.rows)
         cache = cache_names.returned(out)
         caches = caches_in(cache)
-        if self.batch is None:
-            self.batch = Batch.of(self.loop, cache, self.count)
         try:
+            _check_nothing_else(cache, self.loop.caller.begin())
+            if self.batch is None:
+                self.batch = Batch.of(self.loop, cache, self.count)
             self.batch.check(caches)
         except CacheHandleError as error:
             request.end("error", str(error))
             return
-        request.take(self.batch.take_in(row, caches, request, out.logits[:, -1]))
-        request.status = max(request.status, RequestStatus.DECODING)
+        except Exception:
+            self._begin_later(request, request.suspect)
+            raise
         self.rows[row] = request
+        try:
+            request.take(self.batch.take_in(row, caches, request, out.logits[:, -1]))
+        except Exception as error:
+            self._restart(error)
+            return
+        request.status = max(request.status, RequestStatus.DECODING)
+
+    def _restart(self, error: Exception) -> None:
+        """Give the rows up, whose tensors a step has left in any state."""
+        there = list(self.rows.values())
+        self.batch, self.rows = None, {}
+        self._again(there, error)
 
     def _decode(self) -> None:
         """Tokens for all rows, up to the next look."""
@@ -335,8 +385,7 @@ class Requests:
             soon = self.queue or not self.loop.chosen.policy.evicts  # who keeps all has slots for the longest row
             columns = self.batch.run(min(self.loop.every, min(left) if soon else max(left)))
         except Exception as error:
-            self.batch, self.rows = None, {}
-            self._again(there, error)
+            self._restart(error)
             return
         for column in columns:
             for row, request in self.rows.items():
@@ -380,7 +429,6 @@ class Batch(State):
             raise BudgetError(
                 f"rows={rows}: their slots take {needed / 2**20:,.0f} MiB, and {free / 2**20:,.0f} MiB are free"
             )
-        _check_nothing_else(cache)
         wide = {id(layer): _widened(layer, rows) for layer in one}
 
         def widened(value: Any) -> Any:
@@ -411,9 +459,10 @@ class Batch(State):
             _put(layer, row, one)
         self.sampling.put(row, request.sampling)
         first = int(self.sampling.at(row).choose(logits, torch.zeros(1, dtype=torch.int64, device=logits.device)))
-        self.ids[row], self.position[row], self.made_of[row], self.most[row] = first, seen, 1, request.most
+        ended = first in request.stop or request.most == 1
+        self.ids[row], self.position[row], self.made_of[row], self.most[row] = first, seen - ended, 1, request.most
         self.stops[row] = torch.tensor([*request.stop, *[-1] * (MOST_STOPS - len(request.stop))])
-        self.done[row] = first in request.stop or request.most == 1
+        self.done[row] = ended
         return first
 
     def free(self, row: int) -> None:
@@ -483,23 +532,45 @@ class Batch(State):
     def choose(self, logits: Tensor) -> None:
         """Sample and move on, all on the device; logits [R, 1, vocabulary]."""
         drawn, goes = self.sampling.choose(logits[:, -1], self.made_of), ~self.done
-        self.position.add_(goes[:, None])
         self.made_of.add_(goes)
         self.made.index_copy_(0, self.cursor, torch.where(goes, drawn, self.loop.pad)[None])
         self.ids.copy_(torch.where(goes[:, None], drawn[:, None], self.ids))
         self.done.logical_or_(self._stops(drawn) | (self.made_of >= self.most))
+        self.position.add_((~self.done)[:, None])
         self.cursor.add_(1)
 
 
-def _check_nothing_else(cache: Any) -> None:
-    """Raise CacheHandleError for a model's cache object that holds more than slots, such as recurrent states."""
-    for layer in getattr(cache, "layers", ()):
-        other = [name for name, x in vars(layer).items() if isinstance(x, Tensor) and not isinstance(x, Handle)]
+def _check_nothing_else(cache: Any, empty: Any) -> None:
+    """Raise CacheHandleError for a model's cache object that holds more than slots, such as recurrent states.
+
+    What a layer holds in no dimension, and held before there were any tokens, belongs to the model and to no row.
+
+    Args:
+        empty: the cache that the model's prompts begin with, None if the model makes it itself.
+    """
+    begun = itertools.chain(getattr(empty, "layers", ()), itertools.repeat(None))
+    for number, (layer, before) in enumerate(zip(getattr(cache, "layers", ()), begun, strict=False)):
+        held = {name: _tensors(value) for name, value in vars(layer).items()}
+        other = [
+            name for name, found in held.items() if not _are_constants(found, _tensors(getattr(before, name, None)))
+        ]
         if other:
             raise CacheHandleError(
-                f"a layer of the model's cache holds {', '.join(other)} beside keys and values; requests need a cache "
-                "of slots alone"
+                f"layer {number} of the model's cache, a {type(layer).__name__}, holds {', '.join(other)} beside keys "
+                "and values; requests need a cache of slots alone: use DecodeLoop without rows, or model.generate"
             )
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """The tensors in containers that are no handles."""
+    return [x for x in optree.tree_leaves(value) if isinstance(x, Tensor) and not isinstance(x, Handle)]  # type: ignore[arg-type]
+
+
+def _are_constants(found: Sequence[Tensor], before: Sequence[Tensor]) -> bool:
+    """Whether tensors have no dimension, and are what they were before."""
+    if len(found) != len(before):
+        return not found
+    return all(x.ndim == 0 and torch.equal(x, was.to(x.device)) for x, was in zip(found, before, strict=True))
 
 
 def _widened(one: LayerCache, rows: int) -> LayerCache:

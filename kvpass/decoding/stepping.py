@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -55,19 +56,22 @@ class State:
 
     Attributes:
         ids: int64 [B, 1], the last token of each row, which the model has not seen yet.
-        position: int64 [B, 1], its place among the real tokens.
+        position: int64 [B, 1], its place among the real tokens; of a row that has stopped that of the token before it,
+            as a model may have no further positions.
+        ready: tokens that the host has looked at and not handed out.
         ended: whether all conversations have, as of the host's last look.
     """
 
     def __init__(self, loop: Loop, cache: Any, first: Tensor, position: Tensor, mask: Tensor) -> None:
         self.loop, self.cache, self.before = loop, cache, mask
-        self.ids, self.position = first[:, None].clone(), position.clone()
         self.may_end = len(loop.stop) > 0  # whether a conversation may end before the others
         self.done = self._stops(first)
+        self.ids, self.position = first[:, None].clone(), position - self.done[:, None].to(position.dtype)
         self.made = torch.full((loop.every, len(first)), loop.pad, device=first.device)
         self.made[0] = first
         self.cursor = torch.ones(1, dtype=torch.int64, device=first.device)
         self.pending = 1  # tokens in `made` that the host has not seen
+        self.ready: collections.deque[Tensor] = collections.deque()
         self.ended = False
         self.finished = torch.zeros(len(first), dtype=torch.bool)  # on the host: stopped in what was handed out
         self.step: Step | None = None
@@ -81,13 +85,23 @@ class State:
         count = self._seen() - self.before.shape[1]
         steps = torch.arange(count, device=self.before.device)
         # A row's real tokens are those of the prompts and then, up to where it stopped, one a step.
-        said = self.position - self.before.sum(-1, keepdim=True)
+        said = self.position + self.done[:, None] - self.before.sum(-1, keepdim=True)
         return torch.cat([self.before, (steps < said).to(self.before.dtype)], 1)
 
     def _seen(self) -> int:
         return self.before.shape[1] if self.step is None else self.step.caches[0].seen
 
-    def take(self, count: int) -> list[Tensor]:
+    def next(self, wanted: int) -> Tensor | None:
+        """The next token of each row, [B]; None if all conversations have stopped.
+
+        Args:
+            wanted: how many are likely to be asked for.
+        """
+        if not self.ready and not self.ended:
+            self.ready.extend(self._take(min(wanted, self.loop.every)))
+        return self.ready.popleft() if self.ready else None
+
+    def _take(self, count: int) -> list[Tensor]:
         """The next tokens: so many, or fewer if all conversations stop."""
         self.follow_model()
         while self.pending < count:
@@ -143,10 +157,10 @@ class State:
         drawn = self.loop.sampling.choose(logits[:, -1], self.loop.generator)
         if self.may_end:
             goes = ~self.done
-            self.position.add_(goes[:, None])
             self.made.index_copy_(0, self.cursor, torch.where(goes, drawn, self.loop.pad)[None])
             self.ids.copy_(torch.where(goes[:, None], drawn[:, None], self.ids))
             self.done.logical_or_((self.ids == self.loop.stop).any(-1))
+            self.position.add_((~self.done)[:, None])
         else:
             self.position.add_(1)
             self.made.index_copy_(0, self.cursor, drawn[None])
