@@ -12,19 +12,20 @@ import pytest
 import kvpass
 
 PACKAGE = Path(kvpass.__file__).parent
-BASE = {"errors", "compat", "cache_names", "graphs", "policies", "precision", "budget"}
+BASE = {"errors", "arguments", "compat", "cache_names", "graphs", "policies", "precision", "budget"}
 LAYER = {*BASE, "layer", "lowering", "storage"}
 REWRITE = {*LAYER, "capture", "rewrite"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
+    "arguments": {"errors"},
     "compat": {"errors"},
     "cache_names": set(),
     "graphs": {"errors", "compat"},
     "precision": set(),
     "versions": set(),
     "doctor": {"compat", "versions"},
-    "policies": {"errors", "align", "compat"},  # kv_align's networks; what other processes know of their heads
-    "budget": {"errors", "policies"},
+    "policies": {"errors", "arguments", "align", "compat"},  # kv_align's networks; what other ranks know of their heads
+    "budget": {"errors", "arguments", "policies"},
     "storage": {"errors", "policies", "precision", "compat"},
     "lowering": {*BASE, "storage"},
     "layer": LAYER,
