@@ -382,7 +382,7 @@ def test_every_public_argument_is_checked(function: Callable[..., Any]) -> None:
         if parameter.kind is not inspect.Parameter.VAR_KEYWORD and name != "self"
     ]
     anything = [name for name in named if arguments._check(hints[name]).read(object()) is not arguments.REFUSED]
-    assert anything == (["past_key_values"] if function is kvpass.prefill else [])
+    assert anything == (["cache", "past_key_values"] if function is kvpass.prefill else [])
     assert function.__code__ is checked(len).__code__  # type: ignore[attr-defined]
 
 

@@ -24,12 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "precision": set(),
     "versions": set(),
     "doctor": {"compat", "versions"},
-    "policies": {
-        "errors",
-        "arguments",
-        "align",
-        "compat",
-    },  # kv_align's networks; what other processes know of their heads
+    "policies": {"errors", "arguments", "align", "compat"},  # kv_align's networks; what other ranks know of their heads
     "budget": {"errors", "arguments", "policies"},
     "storage": {"errors", "policies", "precision", "compat"},
     "lowering": {*BASE, "storage"},

@@ -76,8 +76,7 @@ class Caller:
         """From a compiled model; `model` is the one that was compiled, if that cannot be seen."""
         model = model or getattr(call, "_orig_mod", call)
         takes, name = cache_names.parameters(model), cache_names.keyword(model)
-        begin, vocabulary = lambda: compat.empty_cache(model), _vocabulary(model)
-        return Caller(call, takes, name, type(model).__name__, begin, vocabulary)
+        return Caller(call, takes, name, type(model).__name__, lambda: compat.empty_cache(model), _vocabulary(model))
 
     def __call__(self, ids: Tensor, mask: Tensor, position: Tensor, cache: Any, keep: int = 1) -> Any:
         """The model's own output.
