@@ -8,7 +8,15 @@ from kvpass.backend import Backend, backend, compile
 from kvpass.decoding.loop import DecodeLoop
 from kvpass.decoding.prefill import prefill
 from kvpass.decoding.requests import GenerationOutput, RequestStatus
-from kvpass.errors import BudgetError, CacheHandleError, KVPassError, PolicyError, RequestError, UnsupportedGraph
+from kvpass.errors import (
+    BudgetError,
+    CacheHandleError,
+    KVPassError,
+    LookupRangeError,
+    PolicyError,
+    RequestError,
+    UnsupportedGraph,
+)
 from kvpass.report import CacheReport, ExplainReport, explain, inspect
 from kvpass.simulate import Trace, simulate
 from kvpass.warming import warm
@@ -22,6 +30,7 @@ __all__ = [
     "ExplainReport",
     "GenerationOutput",
     "KVPassError",
+    "LookupRangeError",
     "PolicyError",
     "RequestError",
     "RequestStatus",

@@ -24,6 +24,7 @@ from kvpass.capture.spread import with_spreads
 from kvpass.errors import KVPassError, PolicyError, UnreadableGraph, UnsupportedGraph
 from kvpass.findings import Recorder, SiteReport
 from kvpass.lowering import cache_key
+from kvpass.lowering.checked_lookup import check_rows
 from kvpass.lowering.counted import look_up_unchecked
 from kvpass.lowering.residual import write_out_sums
 from kvpass.lowering.row_products import spell_out
@@ -280,7 +281,7 @@ class Backend:
             layers: one node of each layer, if there are any.
         """
         with self._spending("compiler"):
-            return self._compile_inner(gm, examples, {}, look_up_unchecked, layers)
+            return self._compile_inner(gm, examples, {}, _reshape_prompt, layers)
 
     def compile_step(
         self, gm: fx.GraphModule, examples: Sequence[Any], ranked: bool, chunk: bool, sizes: compat.OpenSizes | None
@@ -367,9 +368,15 @@ class Backend:
         return compat.whole_vectors() | patches | modes | dict(self.options) | {"post_grad_custom_pre_pass": stamp}
 
 
+def _reshape_prompt(graph: fx.Graph) -> None:
+    """Change the operators of a prompt before they are lowered."""
+    look_up_unchecked(graph)
+    check_rows(graph)
+
+
 def _reshape(graph: fx.Graph) -> None:
     """What is done to the operators of a step before they are lowered."""
-    look_up_unchecked(graph)
+    _reshape_prompt(graph)
     spell_out(graph)
     write_out_sums(graph)
 

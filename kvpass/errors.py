@@ -31,6 +31,10 @@ class CacheHandleError(KVPassError):
     """A cache that was changed, continued elsewhere, or built in a way that its slots cannot follow."""
 
 
+class LookupRangeError(KVPassError, IndexError):
+    """A token id or a position that the model's table has no row for."""
+
+
 class RequestError(KVPassError, ValueError):
     """A request that cannot be served: its prompt, its length or its name."""
 

@@ -78,18 +78,21 @@ class Caller:
         takes, name = cache_names.parameters(model), cache_names.keyword(model)
         return Caller(call, takes, name, type(model).__name__, lambda: compat.empty_cache(model), _vocabulary(model))
 
-    def __call__(self, ids: Tensor, mask: Tensor, position: Tensor, cache: Any, keep: int = 1) -> Any:
+    def __call__(
+        self, ids: Tensor, mask: Tensor, position: Tensor, cache: Any, keep: int = 1, plain: bool = False
+    ) -> Any:
         """The model's own output.
 
         Args:
             ids: int64 [B, q]; position: int64 [B, q], among the real tokens.
             mask: [B, tokens seen + q].
             keep: of how many of the last tokens logits are wanted, 0 for all.
+            plain: leave mask and positions to the model, for a prompt without padding.
 
         Raises:
             CacheHandleError: the returned cache does not count these tokens behind those that it had seen.
         """
-        given = dict(attention_mask=mask, position_ids=position, logits_to_keep=keep)
+        given = dict(logits_to_keep=keep) | ({} if plain else dict(attention_mask=mask, position_ids=position))
         named = {name: value for name, value in given.items() if name in self.takes}
         cache = self.begin() if cache is None else cache
         out = self.call(ids, **{self.cache_name: cache}, use_cache=True, **named)
@@ -202,10 +205,12 @@ def chunks(caller: Caller, ids: Tensor, mask: Tensor, cache: Any, chunk: int | N
         chunk: None for the whole prompt at once.
     """
     done, before = 0, mask.shape[1] - ids.shape[1]
+    plain = before == 0 and bool(mask.all())  # a mask costs the attention of a prompt twice the time
     position = (mask.cumsum(-1) - 1).clamp(min=0)[:, before:]
     for count in lengths(ids.shape[1], chunk, before == 0):
         part, upto = slice(done, done + count), before + done + count
-        out = caller(_growing(ids[:, part]), _growing(mask[:, :upto]), _growing(position[:, part]), cache, keep)
+        given = (_growing(ids[:, part]), _growing(mask[:, :upto]), _growing(position[:, part]), cache)
+        out = caller(*given, keep, plain and done == 0)
         cache, done = cache_names.returned(out), done + count
         # What goes on with a cache has the slots that its prompt came to.
         for layer in caches_in(cache)[:1] if chunk is not None and before == 0 else []:

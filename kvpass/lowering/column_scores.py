@@ -9,8 +9,9 @@ serves every prompt length.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -21,9 +22,12 @@ from kvpass.lowering.attend import softmax_beside
 from kvpass.policies.heads import Spread
 from kvpass.precision import wide, widest
 
-BLOCK = 1 << 21  # logits alive at a time: 8 MB in float32, of which each pass over them finds some in caches
-SCANNED = 2 * BLOCK  # where no head can be left for later: as many queries at a time as of half of the heads
+BLOCK = 1 << 20  # logits alive at a time: 4 MB in float32, which each pass over them finds in caches
+SCANNED = 4 * BLOCK  # for a scan, which needs all heads of a row at once
 LOWEST = torch.finfo(torch.float32).min
+
+Seen = Callable[[slice], slice]
+"""The keys that are looked at for some of the queries."""
 
 
 def _shape(query: Tensor, key: Tensor, keys: int | torch.SymInt) -> tuple[int | torch.SymInt, ...]:
@@ -52,12 +56,34 @@ class _Attention:
     scale: float
     cap: float | None
     sink_logit: Tensor | None
-    block: int = BLOCK
 
-    def spans(self) -> list[slice]:
-        """Consecutive queries, few enough for one block."""
+    def pieces(self, whole_rows: bool = False) -> Iterator[tuple[tuple[slice, slice], _Attention]]:
+        """Split into few rows and KV heads, about as many matrices as there are threads.
+
+        All rows and heads at once would leave a block only a few queries of each.  Rounding to half precision is left
+        out on a CPU, where a product in float32 takes less time than converting what one in half precision gives.
+
+        Args:
+            whole_rows: take all heads of one row at a time.
+        """
+        (rows, heads), threads = self.key.shape[:2], torch.get_num_threads()
+        most_rows = 1 if whole_rows else max(1, threads // heads)
+        most_heads = heads if whole_rows else min(heads, threads)
+        for row, head in itertools.product(range(0, rows, most_rows), range(0, heads, most_heads)):
+            part = slice(row, min(row + most_rows, rows)), slice(head, min(head + most_heads, heads))
+            query, key, mask, sink_logit = (
+                _part(x, part, heads) for x in (self.query, self.key, self.mask, self.sink_logit)
+            )
+            assert query is not None
+            assert key is not None
+            if key.device.type == "cpu":
+                query, key = wide(query), wide(key)
+            yield part, dataclasses.replace(self, query=query, key=key, mask=mask, sink_logit=sink_logit)
+
+    def spans(self, block: int) -> list[slice]:
+        """Consecutive queries, few enough for a block of logits."""
         count = self.query.shape[2]
-        step = max(1, self.block // max(1, self.query.shape[0] * self.query.shape[1] * self.key.shape[2]))
+        step = max(1, block // max(1, self.query.shape[0] * self.query.shape[1] * self.key.shape[2]))
         return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
     def room(self, spans: list[slice], dtype: torch.dtype) -> _Room:
@@ -65,23 +91,25 @@ class _Attention:
         most = max((span.stop - span.start for span in spans), default=0)
         return _Room(self.query, self.query.shape[0] * self.query.shape[1] * most * self.key.shape[2], dtype)
 
-    def chosen(self, span: slice) -> _Attention:
-        """Some of the queries, which if causal see the keys up to their own alone."""
-        seen = self.key.shape[2] - self.query.shape[2] + span.stop if self.causal else self.key.shape[2]
-        mask = None if self.mask is None else _among(self.mask, span)[..., :seen]
-        sink_logit = None if self.sink_logit is None else _among(self.sink_logit, span)
-        query, key = self.query[:, :, span], self.key[:, :, :seen]
-        return dataclasses.replace(self, query=query, key=key, mask=mask, sink_logit=sink_logit)
+    def keys_before(self, span: slice) -> slice:
+        """The keys up to the last that causal queries see; all keys of others."""
+        return slice(0, self.key.shape[2] - self.query.shape[2] + span.stop if self.causal else self.key.shape[2])
 
-    def by_heads(self) -> Iterator[tuple[slice, _Attention]]:
-        """The KV heads, as many at a time as there are threads: products of few large matrices are faster."""
-        heads = self.key.shape[1]
-        step = max(1, torch.get_num_threads() // len(self.key))
-        for start in range(0, heads, step):
-            some = slice(start, min(start + step, heads))
-            query, mask, sink_logit = (_of_heads(x, some, heads) for x in (self.query, self.mask, self.sink_logit))
-            assert query is not None
-            yield some, dataclasses.replace(self, query=query, key=self.key[:, some], mask=mask, sink_logit=sink_logit)
+    def keys_seen(self, span: slice) -> slice:
+        """`keys_before`, without those on either side that a boolean mask hides from all of these queries."""
+        keys = self.keys_before(span)
+        if self.mask is None or self.mask.dtype != torch.bool or self.mask.device.type != "cpu":
+            return keys  # an additive mask shares a row without any key out among all of them
+        seen = _among(self.mask, span)[..., keys].flatten(0, -2).any(0).nonzero()
+        first, last = (int(seen[0]), int(seen[-1])) if len(seen) else (0, 0)
+        return slice(first, keys.stop if self.causal else last + 1)  # causal queries end where their keys do
+
+    def chosen(self, span: slice, keys: slice) -> _Attention:
+        """Some of the queries and keys."""
+        mask = None if self.mask is None else _among(self.mask, span)[..., keys]
+        sink_logit = None if self.sink_logit is None else _among(self.sink_logit, span)
+        query, key = self.query[:, :, span], self.key[:, :, keys]
+        return dataclasses.replace(self, query=query, key=key, mask=mask, sink_logit=sink_logit)
 
     def picked(self, place: Tensor) -> _Attention:
         """The queries at places [B, w], with their causal mask spelled out."""
@@ -152,12 +180,15 @@ def _among(x: Tensor, span: slice) -> Tensor:
     return x if x.shape[2] == 1 else x[:, :, span]
 
 
-def _of_heads(x: Tensor | None, some: slice, heads: int) -> Tensor | None:
-    """Of [., Hq, Hkv or 1, ...] what belongs to some of the KV heads, `heads` in all."""
-    if x is None or x.shape[1] == 1:
-        return x
-    each = x.shape[1] // heads
-    return x[:, some.start * each : some.stop * each]
+def _part(x: Tensor | None, part: tuple[slice, slice], heads: int) -> Tensor | None:
+    """Of [B or 1, Hq, Hkv or 1, ...] some rows and what belongs to some of the KV heads, `heads` in all."""
+    if x is None:
+        return None
+    rows, some = part
+    each = x.shape[1] // heads  # 0 for one that all heads share
+    return x[
+        rows if x.shape[0] > 1 else slice(None), slice(some.start * each, some.stop * each) if each else slice(None)
+    ]
 
 
 def _at(x: Tensor | None, place: Tensor) -> Tensor | None:
@@ -173,39 +204,43 @@ def _grouped(x: Tensor, heads: int) -> Tensor:
     return torch.unflatten(x, 1, (heads, -1)) if x.shape[1] > 1 else x[:, :, None]
 
 
-def _blocks(spans: list[slice], attention: _Attention) -> Iterator[tuple[_Attention, Tensor]]:
-    """Consecutive queries and their logits, [B, Hkv, G, n, s]; of causal ones for the s keys they see."""
+def _blocks(attention: _Attention, spans: list[slice], seen: Seen) -> Iterator[tuple[slice, _Attention, Tensor]]:
+    """Yield for consecutive queries the keys that are `seen`, both as attention, and its logits [B, Hkv, G, n, s]."""
     room = attention.room(spans, attention.query.dtype)
+    most = max((span.stop - span.start for span in spans), default=0) if attention.causal else 0
+    ahead = torch.ones(most, most, dtype=torch.bool, device=attention.query.device).triu(1)
     for span in spans:
-        block = attention.chosen(span)
+        keys = seen(span)
+        block = attention.chosen(span, keys)
         logits = block.logits(room)
         if attention.causal:
-            new, seen = span.stop - span.start, block.key.shape[2]
-            ahead = torch.ones(new, new, dtype=torch.bool, device=logits.device).triu(1)
-            logits[..., seen - new :].masked_fill_(ahead, LOWEST)
-        yield block, logits
+            new = span.stop - span.start
+            diagonal = logits[..., max(0, logits.shape[-1] - new) :]
+            diagonal.masked_fill_(ahead[:new, new - diagonal.shape[-1] : new], LOWEST)
+        yield keys, block, logits
 
 
 def _sums(attention: _Attention, valid: Tensor, powers: int) -> list[Tensor]:
     """Probabilities to the power of 1, ..., `powers`, each summed over the real queries: [B, Hkv, G, S]."""
     sums = _zeros(attention, powers)
-    for heads, part in attention.by_heads() if powers else ():
-        for span, paid in _paid(part):
-            _add([total[:, heads] for total in sums], paid, valid[:, span])
+    for part, piece in attention.pieces() if powers else ():
+        totals, real = [total[part] for total in sums], valid[part[0]]
+        for span, keys, paid in _paid(piece, BLOCK, piece.keys_seen):
+            _add([total[..., keys] for total in totals], paid, real[:, span])
     return sums
 
 
-def _zeros(attention: _Attention, powers: int) -> list[Tensor]:
+def _zeros(attention: _Attention, count: int) -> list[Tensor]:
     query, key = attention.query, attention.key
-    return [query.new_zeros(_shape(query, key, key.shape[2]), dtype=torch.float32) for _ in range(powers)]
+    return [query.new_zeros(_shape(query, key, key.shape[2]), dtype=torch.float32) for _ in range(count)]
 
 
-def _paid(attention: _Attention) -> Iterator[tuple[slice, Tensor]]:
-    """Consecutive queries and their probabilities, [B, Hkv, G, n, s], which may be written to."""
-    spans = attention.spans()
+def _paid(attention: _Attention, block: int, seen: Seen) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Consecutive queries, keys, and the probabilities, [B, Hkv, G, n, s], which may be written to."""
+    spans = attention.spans(block)
     room = attention.room(spans, widest(attention.query.dtype))
-    for span, (block, logits) in zip(spans, _blocks(spans, attention), strict=True):
-        yield span, block.paid(logits, room)
+    for span, (keys, some, logits) in zip(spans, _blocks(attention, spans, seen), strict=True):
+        yield span, keys, some.paid(logits, room)
 
 
 def _add(sums: list[Tensor], paid: Tensor, valid: Tensor) -> None:
@@ -213,7 +248,7 @@ def _add(sums: list[Tensor], paid: Tensor, valid: Tensor) -> None:
     weight = valid[:, None, None, None].to(paid.dtype).expand(*paid.shape[:3], 1, -1)
     for power, total in enumerate(sums, 1):
         paid = paid if power == 1 else paid.square_()
-        total[..., : paid.shape[-1]] += torch.matmul(weight, paid)[..., 0, :]
+        total += torch.matmul(weight, paid)[..., 0, :]
 
 
 def _late(attention: _Attention, valid: Tensor, window: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -224,22 +259,22 @@ def _late(attention: _Attention, valid: Tensor, window: int) -> tuple[Tensor, Te
     chosen = attention.picked(latest.values.clamp(min=0))
     if attention.by_kernel:
         return _late_by_kernel(chosen, (latest.values >= 0).float(), valid.sum(-1, keepdim=True).clamp(1, window))
-    counted = (latest.values >= 0).float()[:, None, None, :, None]
-    mean = query.new_zeros(_shape(query, key, key.shape[2]), dtype=torch.float32)
-    last, logits = mean, mean
-    spans = chosen.spans()
-    for span, (block, made) in zip(spans, _blocks(spans, chosen), strict=True):
-        paid = block.paid(made) * counted[..., span, :]
-        if span.start == 0:
-            last = paid[..., 0, :].float().clone()
-            logits = torch.where(counted[..., 0, :] > 0, made[..., 0, :], 0).float()
-        mean += paid.sum(-2)
+    counted = (latest.values >= 0).float()
+    last, mean, logits = _zeros(attention, 3)
+    for part, piece in chosen.pieces():
+        real, spans = counted[part[0], None, None, :, None], piece.spans(BLOCK)
+        for span, (_, block, made) in zip(spans, _blocks(piece, spans, piece.keys_before), strict=True):
+            paid = block.paid(made) * real[..., span, :]
+            if span.start == 0:
+                last[part] = paid[..., 0, :]
+                logits[part] = torch.where(real[..., 0, :] > 0, made[..., 0, :], 0)
+            mean[part] += paid.sum(-2)
     return last, mean.div_(valid.sum(-1).clamp(1, window)[:, None, None, None]), logits
 
 
 def _late_by_kernel(chosen: _Attention, counted: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """What `_late` returns, from its queries, of which `counted` [B, w] are real; their number is `count` [B, 1]."""
-    newest = chosen.chosen(slice(0, 1))
+    newest = chosen.chosen(slice(0, 1), slice(None))
     logits = newest.logits(newest.room([slice(0, 1)], newest.query.dtype))
     first = counted[:, None, None, :1, None]
     last = (newest.paid(logits) * first)[..., 0, :]
@@ -295,13 +330,14 @@ def column_scores(
     return _scores(attention, attention.summed(valid, powers), valid, window, heads)
 
 
-def _mixing(attention: _Attention, value: Tensor, output: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """`_paid`, and on the way the values that are paid, written to `output` [B, Hkv, G, q, Dv]."""
-    for span, paid in _paid(attention):
-        seen = value[:, :, : paid.shape[-1]]
-        mixed = torch.matmul(paid.flatten(2, 3).to(value.dtype), seen)  # [B, Hkv, G * n, Dv]
-        output[:, :, :, span] = mixed.view(*paid.shape[:4], -1)
-        yield span, paid
+def _mixing(
+    paid: Iterable[tuple[slice, slice, Tensor]], value: Tensor, output: Tensor
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """The same, and on the way the values that are paid, written to `output` [B, Hkv, G, q, Dv]."""
+    for span, keys, each in paid:
+        mixed = torch.matmul(each.flatten(2, 3).to(value.dtype), value[:, :, keys])  # [B, Hkv, G * n, Dv]
+        output[:, :, :, span] = mixed.view(*each.shape[:4], -1)
+        yield span, keys, each
 
 
 def _output(query: Tensor, value: Tensor) -> Tensor:
@@ -337,9 +373,10 @@ def scored_attention(
     """
     attention, output = _Attention(query, key, mask, causal, scale, cap, sink_logit), _output(query, value)
     sums, grouped = _zeros(attention, powers), torch.unflatten(output, 1, (key.shape[1], -1))
-    for among, part in attention.by_heads():
-        for span, paid in _mixing(part, value[:, among], grouped[:, among]):
-            _add([total[:, among] for total in sums], paid, valid[:, span])
+    for part, piece in attention.pieces():
+        totals, real = [total[part] for total in sums], valid[part[0]]
+        for span, keys, paid in _mixing(_paid(piece, BLOCK, piece.keys_seen), value[part], grouped[part]):
+            _add([total[..., keys] for total in totals], paid, real[:, span])
     return [output, *_scores(attention, sums, valid, window, heads)]
 
 
@@ -415,8 +452,8 @@ def row_scan(
         The others are as for `column_scores`.
     """
     query, key = _alike(query, key)
-    attention = _Attention(query, key, mask, causal, scale, cap, sink_logit, SCANNED)
-    return _scanned(attention, _paid(attention), valid, policy, budget or share, heads, spread)
+    attention = _Attention(query, key, mask, causal, scale, cap, sink_logit)
+    return _scanned(attention, valid, policy, budget or share, heads, spread)
 
 
 @torch.library.custom_op("kvpass::scanned_attention", mutates_args=())
@@ -437,27 +474,29 @@ def scanned_attention(
     spread: str | None = None,
 ) -> list[Tensor]:
     """Attention and what `row_scan` returns from the same products, on a CPU; value as for `scored_attention`."""
-    attention = _Attention(query, key, mask, causal, scale, cap, sink_logit, SCANNED)
-    output = _output(query, value)
-    paid = _mixing(attention, value, torch.unflatten(output, 1, (key.shape[1], -1)))
-    return [output, _scanned(attention, paid, valid, policy, budget or share, heads, spread)]
+    attention, output = _Attention(query, key, mask, causal, scale, cap, sink_logit), _output(query, value)
+    mixed = value, torch.unflatten(output, 1, (key.shape[1], -1))
+    return [output, _scanned(attention, valid, policy, budget or share, heads, spread, mixed)]
 
 
 def _scanned(
     attention: _Attention,
-    paid: Iterator[tuple[slice, Tensor]],
     valid: Tensor,
     policy: str,
     budget: Budget,
     heads: int | None,
     spread: str | None,
+    mixed: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """What `row_scan` returns, from all that the rows paid."""
-    query, key = attention.query, attention.key
-    chosen, count, keys = policies.specified(policy), query.shape[2], key.shape[2]
-    rows = (regrouped(block, heads).float() for _, block in paid)
-    made = chosen.scan(rows, valid, keys - count, slots_of_all(chosen, budget, valid), Spread.read(spread))
-    return made.clone(memory_format=torch.contiguous_format)
+    """What `row_scan` returns; `mixed`: the values, and the output [B, Hkv, G, q, Dv] that attention is written to."""
+    chosen, count, keys = policies.specified(policy), attention.query.shape[2], attention.key.shape[2]
+    slots, made = slots_of_all(chosen, budget, valid), []
+    for part, piece in attention.pieces(whole_rows=True):
+        paid = _paid(piece, SCANNED, piece.keys_before)
+        paid = paid if mixed is None else _mixing(paid, *(x[part] for x in mixed))
+        rows = (regrouped(each, heads).float() for _, _, each in paid)
+        made.append(chosen.scan(rows, valid[part[0]], keys - count, slots, Spread.read(spread)))
+    return torch.cat(made)
 
 
 @row_scan.register_fake

@@ -17,7 +17,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass import compat
-from kvpass.replay.launcher import launcher
+from kvpass.replay.launcher import launch
 
 NOWHERE = 0  # the base of numbers, and of memory that is never another's
 
@@ -99,7 +99,7 @@ class Kernels:
 
     def run(self, memory: Memory) -> None:
         calls, arguments, bases = (words.buffer_info()[0] for words in (self.calls, self.arguments, memory.addresses))
-        launcher()(calls, self.count, arguments, bases)
+        launch(calls, self.count, arguments, bases)
 
 
 @dataclasses.dataclass

@@ -148,3 +148,61 @@ def test_no_block_is_larger_than_it_may_be(monkeypatch):
     query, key = torch.randn(1, 4, 3000, 8), torch.randn(1, 2, 3000, 8)
     column_scores(query, key, None, torch.ones(1, 3000, dtype=torch.bool), True, 0.5, 64, 2)
     assert max(sizes) <= module.BLOCK
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_block_has_queries_of_few_rows_and_heads(rows, monkeypatch):
+    """Blocks that all rows shared had a few queries each, so that eight rows took twenty times as long as one."""
+    shapes = []
+    made = module._Attention.logits
+    monkeypatch.setattr(module._Attention, "logits", lambda *args: shapes.append(out := made(*args)) or out)
+    monkeypatch.setattr(module, "BLOCK", 2 * 40 * 8)
+    query, key = torch.randn(rows, 4, 40, 8), torch.randn(rows, 2, 40, 8)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    column_scores(query, key, None, torch.ones(rows, 40, dtype=torch.bool), True, 0.5, 1, 1)
+    assert {logits.shape[:3] for logits in shapes} == {(1, 1, 2)}
+    assert max(logits.shape[3] for logits in shapes) == 8
+
+
+def masks(count: int) -> dict[str, torch.Tensor]:
+    """Boolean masks [1, 1, count, count] of prompts."""
+    causal = torch.ones(count, count, dtype=torch.bool).tril()
+    padded, behind = causal.clone(), causal.clone()
+    padded[:, :7], behind[:, -9:] = False, False
+    blind = causal.clone()
+    blind[8:16] = False
+    kinds = {"causal": causal, "window": causal.triu(-3), "padded": padded, "behind": behind, "blind": blind}
+    return {name: mask[None, None] for name, mask in kinds.items()}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kind", masks(1))
+@pytest.mark.parametrize("heads", [1, 4])
+def test_keys_that_a_mask_hides_are_left_out_and_change_nothing(kind, heads, causal, monkeypatch):
+    """Against the same mask as an additive one, of which no key is left out."""
+    drawn = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, each, 24, 4, generator=drawn) for each in (4, 2, 2))
+    mask = masks(24)[kind].expand(2, heads, -1, -1)
+    real = mask.any(-1).any(1)
+    monkeypatch.setattr(module, "BLOCK", 4 * 4 * 24)
+    seen = []
+    made = module._Attention.logits
+    monkeypatch.setattr(module._Attention, "logits", lambda *args: seen.append(out := made(*args)) or out)
+    output, total, squares, *_ = scored_attention(query, key, value, mask, real, causal, 0.5, 2, 2)
+    products = sum(logits.numel() for logits in seen)
+    seen.clear()
+    additive = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
+    expected = scored_attention(query, key, value, additive, real, causal, 0.5, 2, 2)
+    for got, wanted in zip((output, total, squares), expected, strict=False):
+        torch.testing.assert_close(got, wanted)
+    assert products < sum(logits.numel() for logits in seen) or causal
+
+
+def test_sums_of_half_precision_are_those_of_float32():
+    """Logits are not rounded: kept tokens differ from those of a reference in float32 by ties alone."""
+    drawn = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(1, each, 64, 16, generator=drawn).bfloat16() for each in (4, 2))
+    given = (None, torch.ones(1, 64, dtype=torch.bool), True, 2.0, 4, 2)
+    expected = column_scores(query.float(), key.float(), *given)
+    for got, wanted in zip(column_scores(query, key, *given), expected, strict=True):
+        assert torch.equal(got, wanted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import sys
 import threading
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from kvpass import compat
 from kvpass.replay import Replayed, launcher, recording
-from kvpass.replay.program import Operator
+from kvpass.replay.program import NOWHERE, Kernels, Memory, Operator
 
 
 def compiled(function: Callable[..., Any], *examples: Any, **patches: Any) -> Replayed:
@@ -292,7 +293,67 @@ def test_a_thread_that_is_profiled_records_nothing(accumulating: Replayed) -> No
     assert None not in programs(own)
 
 
-def test_the_launcher_has_a_case_for_every_number_of_arguments() -> None:
-    text = launcher.source()
-    assert all(f"case {count}:" in text for count in (1, launcher.MOST))
-    assert f"case {launcher.MOST + 1}:" not in text
+def libraries(counts: list[int]) -> Any:
+    """C++ functions of so many arguments, each of which adds all of them to what the first points to; one throws."""
+    adding = "\n".join(
+        f"""extern "C" void add_{n}({", ".join(f"word a{i}" for i in range(n))}) {{
+          *reinterpret_cast<word*>(a0) += {" + ".join(["0", *(f"a{i}" for i in range(1, n))])};
+        }}"""
+        for n in counts
+    )
+    source = f"""#include <cstdint>
+    #include <stdexcept>
+    typedef int64_t word;
+    {adding}
+    extern "C" void fail(word) {{ throw std::out_of_range("no such row"); }}
+    extern "C" void fail_otherwise(word) {{ throw 3; }}
+    """
+    return compat.cpp_library(source)
+
+
+def address(function: Any) -> int:
+    found = ctypes.cast(function, ctypes.c_void_p).value
+    assert found is not None
+    return found
+
+
+def launched(*functions: tuple[int, list[int]]) -> None:
+    """Launch functions on plain numbers."""
+    kernels = Kernels()
+    for where, numbers in functions:
+        kernels.add(where, [(NOWHERE, number) for number in numbers])
+    kernels.run(Memory(1))
+
+
+def test_a_function_gets_its_arguments_whatever_their_number() -> None:
+    counts = [1, 7, 8, 9, 160, 161, launcher.MOST]
+    library, total = libraries(counts), torch.zeros(1, dtype=torch.int64)
+    for count in counts:
+        total.zero_()
+        launched((address(getattr(library, f"add_{count}")), [total.data_ptr(), *range(1, count)]))
+        assert total.item() == sum(range(count))
+
+
+@pytest.mark.parametrize(("name", "message"), [("fail", "no such row"), ("fail_otherwise", "unknown type")])
+def test_an_exception_in_a_kernel_is_one_of_python(name: str, message: str) -> None:
+    """The launcher catches whatever is thrown, so none can pass through ctypes, which would end the process."""
+    library, total = libraries([2]), torch.zeros(1, dtype=torch.int64)
+    adds = (address(library.add_2), [total.data_ptr(), 1])
+    with pytest.raises(RuntimeError, match=message):
+        launched(adds, (address(getattr(library, name)), [0]), adds)
+    assert total.item() == 1  # what stands behind it did not run
+
+
+def test_a_step_goes_on_after_an_exception() -> None:
+    """Inductor's own check throws in a recorded program; the next run gives what it should."""
+
+    def look_up(table: Tensor, index: Tensor) -> tuple[Tensor]:
+        return (table[index, index] * 2,)
+
+    table, index = rows(16), torch.tensor([3])
+    replayed = compiled(look_up, table, index)
+    replayed(table, index)
+    assert None not in programs(replayed)
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        replayed(table, torch.tensor([16]))
+    assert torch.equal(replayed(table, torch.tensor([5]))[0], table[5, 5:6] * 2)
