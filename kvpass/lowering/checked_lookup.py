@@ -6,6 +6,8 @@ cannot leave its thread and ends the process.  So the rows of a table are checke
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.fx as fx
 from torch import Tensor
@@ -57,10 +59,11 @@ def check_rows(graph: fx.Graph) -> None:
 
 def _lookup(node: fx.Node) -> tuple[fx.Node, fx.Node, int] | None:
     """The table, the index and the lowest number allowed, if this looks up rows of a table of numbers."""
+    arguments: Any = node.args
     if node.target is aten.embedding.default:
-        table, index, least = node.args[0], node.args[1], 0
-    elif node.target is aten.index.Tensor and len(node.args[1]) == 1:
-        (table, (index,)), least = node.args, -1
+        table, index, least = arguments[0], arguments[1], 0
+    elif node.target is aten.index.Tensor and len(arguments[1]) == 1:
+        (table, (index,)), least = arguments, -1
     else:
         return None
     values = table.meta["val"]
