@@ -196,7 +196,7 @@ class Backend:
 
     @property
     def validates(self) -> bool:
-        """Whether the first rewrite of a step graph is held against the graph."""
+        """Whether the first rewrite of a graph is validated."""
         return self.validate and self.holding.validates
 
     @property
@@ -392,8 +392,8 @@ def backend(
         mode, options: as of torch.compile, for Inductor.
         strict: raise UnsupportedGraph for a cache update that cannot be rewritten; with False it is left as
             it was and warned about.
-        validate: run each rewritten step graph once, uncompiled and on a small made-up conversation, beside the model's
-            own, and refuse it if they differ; see `kvpass.rewrite.validate`.
+        validate: run each rewritten graph once, uncompiled and on made-up conversations, beside the model's own, and
+            refuse it if they differ; see `kvpass.rewrite.lockstep`.
         kv_dtype: how keys and values are stored: "int8", "int4", or either with "-hadamard" behind it, see
             `kvpass.storage`; None for the model's dtype.
         crop: how many of the last tokens of a cache can be taken back (`DynamicCache.crop`), as assisted decoding and

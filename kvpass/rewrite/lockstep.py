@@ -79,6 +79,7 @@ class Lockstep:
         self.wanted: dict[str, Expected] = {}
         self.inputs: dict[str, Tensor] = {}
         self._theirs: dict[str, Tensor] = {}
+        self._finite: dict[str, Tensor] = {}
 
     # -- Dynamo's graph ----------------------------------------------------------------------------------------------
 
@@ -105,9 +106,10 @@ class Lockstep:
             raise Unfit(f"the model's own graph does not run on a made-up conversation: {error}") from error
 
     def _keep_result(self, walk: Walk, node: fx.Node, result: Tensor) -> Tensor:
-        known = result if bool(result.isfinite().all()) else result.nan_to_num(0.0, 0.0, 0.0)
-        self._theirs[node.name] = known
-        return known.clone()
+        finite = result.isfinite()
+        self._theirs[node.name] = result if bool(finite.all()) else result.nan_to_num(0.0, 0.0, 0.0)
+        self._finite[node.name] = finite
+        return self._theirs[node.name].clone()
 
     def _keep_new_rows(self, site: AttentionSite, past: fx.Node | None) -> Visit:
         """Keep the new tokens of a grown cache, and check that the past comes before them."""
@@ -205,14 +207,16 @@ class Lockstep:
     # -- comparing ---------------------------------------------------------------------------------------------------
 
     def _excess(self, call: fx.Node, wanted: Expected, result: Tensor) -> float:
+        """By how much a result exceeds the rounding error; of real queries for which the model has numbers."""
+        finite = self._finite[_in_model(call)]
+        compared = finite.reshape(*result.shape[:3], -1).all(-1)
+        compared = compared if self.real is None else compared & self.real[:, None]
+        result = result if call.target is ATTENTION else result.reshape(compared.shape)
+        if self.queries is not None:
+            result, compared = result[:, :, self.queries], compared[:, :, self.queries]
         if call.target is not ATTENTION:
-            lse = result.reshape(*result.shape[:2], -1)
-            return wanted.lse_excess(lse if self.queries is None else lse[:, :, self.queries])
-        looked_at = result if self.queries is None else result[:, :, self.queries]
-        real = None if self.real is None else self.real[:, None]
-        if real is not None and self.queries is not None:
-            real = real[:, :, self.queries]
-        return wanted.excess(looked_at, real) if looked_at.shape == wanted.output.shape else float("inf")
+            return wanted.lse_excess(result, compared)
+        return wanted.excess(result, compared) if result.shape == wanted.output.shape else float("inf")
 
     def check(self, excess: float, site: AttentionSite, what: str) -> None:
         """Refuse a difference above the rounding error."""

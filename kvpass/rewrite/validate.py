@@ -23,7 +23,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass import compat, graphs
-from kvpass.capture.sites import AttentionSite
+from kvpass.capture.sites import AttentionSite, arguments
 from kvpass.errors import KVPassError, UnsupportedGraph
 from kvpass.graphs import value
 from kvpass.rewrite.constants import of_lengths, smallest_table
@@ -183,6 +183,9 @@ def _run_rewritten(step: Step, made: Conversation, pair: Lockstep) -> list[Any]:
     context, left = step.context, set(step.rewrite.gm.graph.nodes)
     moved = [each for site in context.sites for each in site.all]
     for (layer, site), ours in zip(pair.calls, moved, strict=True):
+        given = arguments(site.call)
+        if (ours.scale, ours.cap) != (given["scale"], given["cap"]):
+            pair.refuse(site, f"logits are scaled by {ours.scale} and capped at {ours.cap} instead")
         mask, bias = context.masks[site.call.name]
         if mask in left and mask.op != "placeholder":
             late = mask if bias is None or bias not in left or bias < mask else bias
