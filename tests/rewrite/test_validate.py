@@ -132,7 +132,12 @@ WRONG = [
     pytest.param(Small(plain), free_slots_are_seen, {}, id="free slots"),
     pytest.param(Small(GROUPED, heads=4, kv_heads=2), query_heads_exchanged, {}, id="heads"),
     pytest.param(Small(plain, rotary="[q, 1]"), length_counts_one_more, {}, id="position"),
-    pytest.param(Small(plain, rotary="[q, 1]"), queries_stand_one_later, dict(positions="cache"), id="rank"),
+    pytest.param(
+        Small(sdpa(with_padding), rotary="[B, 1, q, 1]"),
+        queries_stand_one_later,
+        dict(positions="cache", inputs={"p": PADDED}),
+        id="rank",
+    ),
     pytest.param(
         Small(with_sink, tables={"sink": torch.tensor([1.0, 3.0])}), changed_site(sink_logit=None), {}, id="no sink"
     ),
@@ -283,5 +288,5 @@ def test_layers_of_one_kind_are_told_from_others() -> None:
     calls = staged(Small(alike), budget=12).calls[-1]
     names = [site.call for site in calls.sites]
     assert last_new_kind(calls.gm.graph, calls.sites) is names[2]  # the first two read the embedding
-    other = staged(Small([plain, plain, plain, heads(lambda x: x * 2)]), budget=12).calls[-1]
+    other = staged(Small([plain, plain, plain, sdpa(windowed)]), budget=12).calls[-1]
     assert last_new_kind(other.gm.graph, other.sites) is other.sites[3].call
