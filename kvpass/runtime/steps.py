@@ -21,10 +21,11 @@ from kvpass.graphs import Sizes
 from kvpass.layer.slots import Layout
 from kvpass.rewrite.call import StepCall, Telling
 from kvpass.rewrite.context import StepContext
-from kvpass.rewrite.conversation import Step
 from kvpass.rewrite.pipeline import rewrite_step
 from kvpass.rewrite.result import StepRewrite, of_new
-from kvpass.rewrite.validate import Validation, validate
+from kvpass.rewrite.validation.conversation import Step
+from kvpass.rewrite.validation.lockstep import Validation
+from kvpass.rewrite.validation.steps import validate
 from kvpass.runtime import ownership
 from kvpass.runtime.bound import Bound
 from kvpass.runtime.caches import count, kind, lengthened, make_room, tick

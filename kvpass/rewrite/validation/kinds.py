@@ -21,7 +21,7 @@ def last_new_kind(graph: fx.Graph, sites: Sequence[AttentionSite]) -> fx.Node:
     on the same nodes before the first call, or on weights and caches of the same shape.
     """
     calls = {each.call for site in sites for each in site.all}
-    nodes = [node for node in graph.nodes if node.op != "output"]
+    nodes: list[fx.Node] = [node for node in graph.nodes if node.op != "output"]
     ends = [number for number, node in enumerate(nodes) if node in calls]
     describe = _Describe(nodes, ends[0], sites)
     known: set[Any] = set()

@@ -21,15 +21,11 @@ from kvpass import graphs
 from kvpass.capture import canonical, sites
 from kvpass.findings import Recorder
 from kvpass.layer import step as layer_step
-from kvpass.rewrite import constants
-from kvpass.rewrite.expected import Expected, expected, same
-from kvpass.rewrite.kinds import last_new_kind
 from kvpass.rewrite.mask_slice import MaskSlice
 from kvpass.rewrite.passes import attention, ranks, slots
 from tests.adversary.models import DIM, Small, heads, keys, logits, plain, sdpa, seen
 from tests.adversary.oracle import Case, judge
 from tests.models import build
-from tests.rewrite.stages import staged
 from tests.test_validate import Rounded, notes, run
 from tests.traces import Traced
 
@@ -220,73 +216,3 @@ def test_a_chaotic_model_is_accepted(dtype: torch.dtype, policy: str) -> None:
     run(Traced(chaotic(dtype)), recorder, policy=policy, budget=12)
     assert len(notes(recorder)) == 2
     assert all("equal" in note for note in notes(recorder))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_the_tolerance_follows_from_the_dtype(dtype: torch.dtype) -> None:
-    """Attention in a dtype is within it, by any kernel, and a scale that is off by 200 units is not."""
-    torch.manual_seed(0)
-    query, key, value = (torch.randn(2, heads, n, 16).to(dtype) for heads, n in ((4, 3), (2, 40), (2, 40)))
-    call = dict(query=query, key=key, value=value, mask=None, scale=0.25)
-    exact = expected(call)
-
-    def excess(factor: float, scores: Any = None) -> float:
-        attended = torch.ops.kvpass.attention.default(
-            query, key, value, None, None, 0.25 * factor, scores=scores, weights=scores, output=scores
-        )
-        return float(exact.excess(attended))
-
-    assert excess(1) < 1
-    assert excess(1, dtype) < 1
-    assert excess(1 + 200 * torch.finfo(dtype).eps) > 1
-
-
-def test_a_query_that_sees_no_key_is_compared_with_nothing() -> None:
-    query, key = torch.randn(1, 1, 2, 4), torch.randn(1, 1, 3, 4)
-    mask = torch.tensor([[True, True, False], [False, False, False]])[None, None]
-    exact = expected(dict(query=query, key=key, value=key, mask=mask, scale=1.0))
-    assert exact.some.flatten().tolist() == [True, False]
-    assert exact.excess(exact.output + torch.tensor([0.0, 5.0])[:, None]) == 0
-
-
-def test_a_mask_on_slots_is_compared_by_token() -> None:
-    query, key = torch.randn(1, 2, 1, 4), torch.randn(1, 1, 3, 4)
-    bias = torch.tensor([0.0, 0.5, -1e9])
-    exact: Expected = expected(dict(query=query, key=key, value=key, mask=bias[None, None, None], scale=1.0))
-    order = torch.tensor([[[2, -1, 0, 1]]])
-    mask = torch.tensor([True, False, True, True]).view(1, 1, 1, 1, 4)
-    given = torch.tensor([-1e9, 7.0, 0.0, 0.5]).view(1, 1, 1, 1, 4)
-    assert exact.sees(mask, given, order)
-    assert not exact.sees(mask, given, order.roll(1, -1))
-    assert not exact.sees(torch.ones_like(mask), given, order)
-    assert not exact.sees(mask, given * 1.01, order)
-
-
-def test_values_that_are_computed_alike_are_the_same_up_to_the_last_places() -> None:
-    x = torch.randn(50).to(torch.bfloat16)
-    assert same(x, x)
-    assert same(x * (1 + 2**-8), x)
-    assert not same(x * 1.2, x)
-    assert not same(torch.where(x > 1, torch.nan, x), x)
-    assert not same(x.long(), x.long() + 1)
-
-
-def test_constants_are_found_in_comparisons_slices_tables_and_narrow_dtypes() -> None:
-    def attend(q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor, table: Tensor, **_: Any) -> Tensor:
-        near = j > i - 77
-        narrow = torch.arange(k.shape[2], dtype=torch.uint8)
-        mask = near & (j // 33 == i // 33) & (narrow >= 0) & (table[: k.shape[2]] > -9)
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask[None, None])
-
-    calls = staged(Small(attend, tables={"table": torch.zeros(501)}), budget=12).calls
-    found = constants.of_lengths(calls[-1].gm.graph)
-    assert {33, 77, 256, 501} <= set(found)
-
-
-def test_layers_of_one_kind_are_told_from_others() -> None:
-    alike = [plain] * 4
-    calls = staged(Small(alike), budget=12).calls[-1]
-    names = [site.call for site in calls.sites]
-    assert last_new_kind(calls.gm.graph, calls.sites) is names[2]  # the first two read the embedding
-    other = staged(Small([plain, plain, plain, sdpa(windowed)]), budget=12).calls[-1]
-    assert last_new_kind(other.gm.graph, other.sites) is other.sites[3].call

@@ -1,9 +1,9 @@
 """Graphs that go in lockstep: at every attention call their results are compared, and all go on with the model's own.
 
 So a difference is seen where it arises, none grows on its way through the layers, and the tolerance follows from the
-dtypes of one attention call (`kvpass.rewrite.expected`).  Between attention calls the graphs are the same operations
-on the same numbers: queries, new rows and outputs must be equal but for the last places, and no choice that a model
-makes of such numbers, as of an expert, or of a whole number to round to, can differ.
+dtypes of one attention call (`kvpass.rewrite.validation.expected`).  Between attention calls the graphs are the same
+operations on the same numbers: queries, new rows and outputs must be equal but for the last places, and no choice that
+a model makes of such numbers, as of an expert, or of a whole number to round to, can differ.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from kvpass.capture.canonical import ATTENTION
 from kvpass.capture.sites import AttentionSite, arguments
 from kvpass.errors import UnsupportedGraph
 from kvpass.graphs import source_line
-from kvpass.rewrite.expected import Expected, expected, same
-from kvpass.rewrite.walk import Visit, Walk
+from kvpass.rewrite.validation.expected import Expected, expected, same
+from kvpass.rewrite.validation.walk import Visit, Walk
 
 NOT_APPENDED = "the cache is not the past and the new tokens, one after the other"
 
