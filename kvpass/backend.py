@@ -32,10 +32,10 @@ from kvpass.policies.base import Policy
 from kvpass.replay import Replayed
 from kvpass.rewrite.call import StepCall
 from kvpass.rewrite.context import StepContext
-from kvpass.rewrite.lockstep import Validation
 from kvpass.rewrite.pipeline import rewrite_step
 from kvpass.rewrite.record import Record
 from kvpass.rewrite.result import StepRewrite
+from kvpass.rewrite.validation.lockstep import Validation
 from kvpass.runtime import entries
 from kvpass.runtime.guarded import compile_module, unwatch, watch_module
 from kvpass.runtime.handle import Handle
@@ -211,7 +211,7 @@ class Backend:
 
     @property
     def validates(self) -> bool:
-        """Whether the first rewrite of a step graph is held against the graph."""
+        """Whether the first rewrite of a graph is validated."""
         return self.validate and self.holding.validates
 
     @property
@@ -416,8 +416,8 @@ def backend(
         mode, options: as of torch.compile, for Inductor.
         strict: raise UnsupportedGraph for a cache update that cannot be rewritten; with False it is left as
             it was and warned about.
-        validate: run each rewritten step graph once, uncompiled and on a small made-up conversation, beside the model's
-            own, and refuse it if they differ; see `kvpass.rewrite.validate`.
+        validate: run each rewritten graph once, uncompiled and on made-up conversations, beside the model's own, and
+            refuse it if they differ; see `kvpass.rewrite.validation.lockstep`.
         kv_dtype: how keys and values are stored: "int8", "int4", or either with "-hadamard" behind it, see
             `kvpass.storage`; None for the model's dtype.
         crop: how many of the last tokens of a cache can be taken back (`DynamicCache.crop`), as assisted decoding and

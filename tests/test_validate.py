@@ -104,10 +104,12 @@ def test_layers_that_store_their_last_tokens_only(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_left_out_is_reported() -> None:
+def test_a_layers_own_window_may_be_longer_than_there_are_slots() -> None:
+    """Some tokens of the conversation are evicted, then."""
     recorder = Recorder()
     run(Traced(zoo.build("mistral")), recorder, DynamicCache(config=zoo.config("mistral")), policy="h2o", budget=5)
-    assert any("left out, as there are fewer slots than" in note for note in notes(recorder))
+    assert len(notes(recorder)) >= 2
+    assert all("equal" in note for note in notes(recorder))
 
 
 def other_scale(found: Callable[..., spelled.Call]) -> Callable[..., spelled.Call]:

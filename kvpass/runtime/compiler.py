@@ -12,8 +12,8 @@ from kvpass.compat import OpenSizes
 from kvpass.policies.base import Policy
 from kvpass.rewrite.call import StepCall
 from kvpass.rewrite.context import StepContext
-from kvpass.rewrite.lockstep import Validation
 from kvpass.rewrite.result import StepRewrite
+from kvpass.rewrite.validation.lockstep import Validation
 from kvpass.runtime.holding import Holding
 from kvpass.runtime.ownership import Known, Plans
 from kvpass.storage import KVDtype

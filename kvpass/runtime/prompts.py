@@ -24,7 +24,7 @@ from kvpass.policies.window import Window
 from kvpass.rewrite.computed_keys import joined
 from kvpass.rewrite.prompt import rewrite_prompt
 from kvpass.rewrite.rotary_slice import probe_rotaries
-from kvpass.rewrite.validate_prompt import Prompt, validate_prompt
+from kvpass.rewrite.validation.prompts import Prompt, validate_prompt
 from kvpass.runtime import history, ownership
 from kvpass.runtime.caches import lengthened
 from kvpass.runtime.classes import AsTraced

@@ -21,12 +21,12 @@ from kvpass.graphs import Sizes
 from kvpass.layer.slots import Layout
 from kvpass.rewrite.call import StepCall, Telling
 from kvpass.rewrite.context import StepContext
-from kvpass.rewrite.conversation import Step
-from kvpass.rewrite.lockstep import Validation
 from kvpass.rewrite.pipeline import rewrite_step
 from kvpass.rewrite.result import StepRewrite, of_new
 from kvpass.rewrite.rotary_slice import probe_rotaries
-from kvpass.rewrite.validate import validate
+from kvpass.rewrite.validation.conversation import Step
+from kvpass.rewrite.validation.lockstep import Validation
+from kvpass.rewrite.validation.steps import validate
 from kvpass.runtime import ownership
 from kvpass.runtime.bound import Bound
 from kvpass.runtime.caches import count, kind, lengthened, make_room, tick

@@ -1,12 +1,11 @@
-"""Translation validation: a rewritten step graph is held against the model's own graph before anything runs on it.
+"""Translation validation of a step: Dynamo's graph, its canonical form, and the graph on slots.
 
-Three graphs are interpreted in lockstep (`kvpass.rewrite.lockstep`) on the same made-up conversation:
+They are interpreted in lockstep (`kvpass.rewrite.validation.lockstep`) on the same made-up conversations:
 
     Dynamo's     its attention is the canonical call in exact arithmetic; its caches are past and new rows
     canonical    gives the arguments of that call: query, keys, values, mask, scale
-    rewritten    its queries and new rows are the canonical ones; its attention is the same call on the rows as stored
-
-What is proven about a graph (`kvpass.capture`) holds for all arguments; this holds for some, but assumes nothing.
+    rewritten    its queries and new rows are the canonical ones, its mask on a slot is that of the slot's token; its
+                 attention is the same call on the held rows, as they are stored
 
 A policy that changes logits (sage, buzz with `log_n`) is held against the model without that change.
 """
@@ -23,14 +22,15 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass import compat, graphs
-from kvpass.capture.sites import AttentionSite
+from kvpass.capture.sites import AttentionSite, arguments
 from kvpass.errors import KVPassError, UnsupportedGraph
 from kvpass.graphs import value
-from kvpass.rewrite.constants import of_lengths, smallest_table
-from kvpass.rewrite.conversation import Conversation, Plan, Step
-from kvpass.rewrite.kinds import last_new_kind
-from kvpass.rewrite.lockstep import Lockstep, Unfit, Validation, without_side_effects
-from kvpass.rewrite.walk import Visit, Walk
+from kvpass.rewrite.validation.constants import of_lengths, smallest_table
+from kvpass.rewrite.validation.conversation import Conversation, Plan, Step
+from kvpass.rewrite.validation.kinds import last_new_kind
+from kvpass.rewrite.validation.lockstep import Lockstep, Unfit, Validation, without_side_effects
+from kvpass.rewrite.validation.slots import MadeSlots
+from kvpass.rewrite.validation.walk import Visit, Walk
 from kvpass.storage import Rows
 
 TOKENS = 61
@@ -180,13 +180,17 @@ def _compare(step: Step, made: Conversation, last: fx.Node | None) -> None:
 
 def _run_rewritten(step: Step, made: Conversation, pair: Lockstep) -> list[Any]:
     visits: dict[fx.Node, Visit] = {}
+    slots = MadeSlots(made)
     context, left = step.context, set(step.rewrite.gm.graph.nodes)
     moved = [each for site in context.sites for each in site.all]
     for (layer, site), ours in zip(pair.calls, moved, strict=True):
+        given = arguments(site.call)
+        if (ours.scale, ours.cap) != (given["scale"], given["cap"]):
+            pair.refuse(site, f"logits are scaled by {ours.scale} and capped at {ours.cap} instead")
         mask, bias = context.masks[site.call.name]
         if mask in left and mask.op != "placeholder":
             late = mask if bias is None or bias not in left or bias < mask else bias
-            visits[late] = _at_mask(made, pair, layer, site, mask, bias)
+            visits[late] = _at_mask(slots, pair, layer, site, mask, bias)
         for node in (site.call, site.lse):
             if node is not None:
                 what = "attention to the slots is not attention to the cache"
@@ -196,7 +200,7 @@ def _run_rewritten(step: Step, made: Conversation, pair: Lockstep) -> list[Any]:
             visits |= {our: pair.at_input(site, their) for our, their in pairs if our in left and our not in visits}
     try:
         end = None if pair.last is None else context.replaced[pair.last.name]
-        return Walk(step.rewrite.gm, made.flat(), visits).run_to(end)
+        return Walk(step.rewrite.gm, slots.flat(), visits).run_to(end)
     except KVPassError:
         raise
     except Exception as error:
@@ -206,15 +210,14 @@ def _run_rewritten(step: Step, made: Conversation, pair: Lockstep) -> list[Any]:
 
 
 def _at_mask(
-    made: Conversation, pair: Lockstep, layer: int, site: AttentionSite, mask: fx.Node, bias: fx.Node | None
+    slots: MadeSlots, pair: Lockstep, layer: int, site: AttentionSite, mask: fx.Node, bias: fx.Node | None
 ) -> Visit:
     """Compare which slots are seen, and the bias on them, with the model's own mask of their tokens."""
 
     def visit(walk: Walk, node: fx.Node, result: Tensor) -> Tensor:
         walk.env[node] = result
-        wanted, tokens = pair.wanted[site.call.name], made.tokens_seen(layer)
-        on = None if bias is None else walk.load(bias)
-        if not wanted.sees(walk.load(mask), on, made.among_columns(layer, tokens)):
+        wanted, on = pair.wanted[site.call.name], None if bias is None else walk.load(bias)
+        if not wanted.sees(walk.load(mask), on, slots.columns(layer)):
             pair.refuse(site, "the mask on the slots is not the mask of their tokens")
         return result
 

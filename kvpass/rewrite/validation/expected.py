@@ -53,9 +53,10 @@ class Expected:
         apart = (output.double() - self.output).square().mean(-1).sqrt()
         return _largest(apart, self.error, self.some if only is None else self.some & only)
 
-    def lse_excess(self, lse: Tensor) -> float:
+    def lse_excess(self, lse: Tensor, only: Tensor | None = None) -> float:
         """The same of a log-sum-exp of the shape [B, Hq, q]."""
-        return _largest((lse.double() - self.lse).abs(), self.lse_error, self.some)
+        apart = (lse.double() - self.lse).abs()
+        return _largest(apart, self.lse_error, self.some if only is None else self.some & only)
 
     def sees(self, mask: Tensor, bias: Tensor | None, columns: Tensor) -> bool:
         """Whether a mask [B, ., ., q, N] and a bias on slots are those on the keys, for queries that see any.
@@ -126,7 +127,8 @@ def as_computed(call: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _for_heads(rows: Tensor, query: Tensor) -> Tensor:
-    return rows.double().repeat_interleave(query.shape[1] // rows.shape[1], 1)
+    """Rows once for each query head; a row without numbers counts for nothing, as a key that is hidden does."""
+    return rows.double().nan_to_num(0.0, 0.0, 0.0).repeat_interleave(query.shape[1] // rows.shape[1], 1)
 
 
 def _taken(bias: Tensor | None, dim: int, chosen: Tensor) -> Tensor | None:

@@ -1,9 +1,9 @@
 """Graphs that go in lockstep: at every attention call their results are compared, and all go on with the model's own.
 
 So a difference is seen where it arises, none grows on its way through the layers, and the tolerance follows from the
-dtypes of one attention call (`kvpass.rewrite.expected`).  Between attention calls the graphs are the same operations
-on the same numbers: queries, new rows and outputs must be equal but for the last places, and no choice that a model
-makes of such numbers, as of an expert, or of a whole number to round to, can differ.
+dtypes of one attention call (`kvpass.rewrite.validation.expected`).  Between attention calls the graphs are the same
+operations on the same numbers: queries, new rows and outputs must be equal but for the last places, and no choice that
+a model makes of such numbers, as of an expert, or of a whole number to round to, can differ.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from kvpass.capture.canonical import ATTENTION
 from kvpass.capture.sites import AttentionSite, arguments
 from kvpass.errors import UnsupportedGraph
 from kvpass.graphs import source_line
-from kvpass.rewrite.expected import Expected, as_computed, expected, same
-from kvpass.rewrite.walk import Visit, Walk
+from kvpass.rewrite.validation.expected import Expected, as_computed, expected, same
+from kvpass.rewrite.validation.walk import Visit, Walk
 
 NOT_APPENDED = "the cache is not the past and the new tokens, one after the other"
 
@@ -79,6 +79,7 @@ class Lockstep:
         self.wanted: dict[str, Expected] = {}
         self.inputs: dict[str, Tensor] = {}
         self._theirs: dict[str, Tensor] = {}
+        self._finite: dict[str, Tensor] = {}
 
     # -- Dynamo's graph ----------------------------------------------------------------------------------------------
 
@@ -105,9 +106,10 @@ class Lockstep:
             raise Unfit(f"the model's own graph does not run on a made-up conversation: {error}") from error
 
     def _keep_result(self, walk: Walk, node: fx.Node, result: Tensor) -> Tensor:
-        known = result if bool(result.isfinite().all()) else result.nan_to_num(0.0, 0.0, 0.0)
-        self._theirs[node.name] = known
-        return known.clone()
+        finite = result.isfinite()
+        self._theirs[node.name] = result if bool(finite.all()) else result.nan_to_num(0.0, 0.0, 0.0)
+        self._finite[node.name] = finite
+        return self._theirs[node.name].clone()
 
     def _keep_new_rows(self, site: AttentionSite, past: fx.Node | None) -> Visit:
         """Keep the new tokens of a grown cache, and check that the past comes before them."""
@@ -206,14 +208,16 @@ class Lockstep:
     # -- comparing ---------------------------------------------------------------------------------------------------
 
     def _excess(self, call: fx.Node, wanted: Expected, result: Tensor) -> float:
+        """By how much a result exceeds the rounding error; of real queries for which the model has numbers."""
+        finite = self._finite[_in_model(call)]
+        compared = finite.reshape(*result.shape[:3], -1).all(-1)
+        compared = compared if self.real is None else compared & self.real[:, None]
+        result = result if call.target is ATTENTION else result.reshape(compared.shape)
+        if self.queries is not None:
+            result, compared = result[:, :, self.queries], compared[:, :, self.queries]
         if call.target is not ATTENTION:
-            lse = result.reshape(*result.shape[:2], -1)
-            return wanted.lse_excess(lse if self.queries is None else lse[:, :, self.queries])
-        looked_at = result if self.queries is None else result[:, :, self.queries]
-        real = None if self.real is None else self.real[:, None]
-        if real is not None and self.queries is not None:
-            real = real[:, :, self.queries]
-        return wanted.excess(looked_at, real) if looked_at.shape == wanted.output.shape else float("inf")
+            return wanted.lse_excess(result, compared)
+        return wanted.excess(result, compared) if result.shape == wanted.output.shape else float("inf")
 
     def check(self, excess: float, site: AttentionSite, what: str) -> None:
         """Refuse a difference above the rounding error."""

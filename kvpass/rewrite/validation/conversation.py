@@ -1,8 +1,7 @@
-"""The made-up conversation of a validation: arguments of a step for the model's own graph and for the rewritten one.
+"""The made-up conversation of a validation: arguments of a step for the model's own graph.
 
-Tokens that went before have random keys and values.  In the model's graph they lie in order; in the rewritten one
-those that are held lie in slots that are drawn at random for every head, and free slots hold rows of other tokens.
-Arguments are made when they are asked for, and layers that are alike share their rows.
+Tokens that went before have random keys and values, which lie in order.  Arguments are made when they are asked for,
+and layers that are alike share their rows.
 """
 
 from __future__ import annotations
@@ -19,12 +18,11 @@ from kvpass import compat, graphs
 from kvpass.capture.rotary import find_rotary
 from kvpass.capture.sites import AttentionSite
 from kvpass.graphs import Sizes, value
-from kvpass.layer.slots import FREE, Layout, Slots, first_state
-from kvpass.policies.base import rank_of
+from kvpass.layer.slots import Layout, Slots
 from kvpass.rewrite.context import StepContext
 from kvpass.rewrite.result import StepRewrite
 from kvpass.rewrite.rotary_slice import RotarySlice
-from kvpass.rewrite.walk import Walk, copied
+from kvpass.rewrite.validation.walk import Walk, copied
 from kvpass.storage import KVDtype, Rows, Sections, plain
 
 
@@ -113,7 +111,6 @@ class Conversation:
         numbers = {place: compat.at_hand(size) for place, size in step.rewrite.lengths.items()}
         self.rewrite = dataclasses.replace(step.rewrite, queries=step.queries, lengths=numbers)
         self._rows: dict[Any, tuple[Rows, Rows]] = {}
-        self._slots: dict[Any, Slots] = {}
         self._rotated: dict[Any, Tensor] = {}
         self.plain = self._plain()
 
@@ -174,8 +171,6 @@ class Conversation:
                 stored = plain(stored[0].read_as(layout.dtype)), plain(stored[1].read_as(layout.dtype))
             self._rows[kind] = stored
         return self._rows[kind]
-
-    # -- the model's own graph ---------------------------------------------------------------------------------------
 
     def _plain(self) -> tuple[Any, ...]:
         """The arguments of the call, cut, without the past."""
@@ -300,93 +295,3 @@ class Conversation:
             return copied(self.plain[place])
         layer, kind = self._pasts[place]
         return self.rows(layer)[kind].read_as(self.step.layouts[layer].dtype)
-
-    # -- the rewritten graph -----------------------------------------------------------------------------------------
-
-    def flat(self) -> FlatArguments:
-        """The arguments of the rewritten graph."""
-        plain_arguments = tuple(map(copied, self.plain))
-        templates = [self._template(layer) for layer in range(len(self.step.layouts))]
-        given = self.rewrite.given(plain_arguments, self.rewrite.on_all_tokens(plain_arguments), templates, self.count)
-        keeps = [not self._rewrites_rows(layer) for layer in range(len(templates))]
-        return FlatArguments(templates, keeps, [*self.rewrite.weights, *given])
-
-    def _rewrites_rows(self, layer: int) -> bool:
-        """Whether a step reads a layer's rows again after it wrote to them, or writes to more than the free slot."""
-        policy = self.step.layouts[layer].policy
-        return bool(self.step.sites[layer].shared_by) or policy.merges or policy.aligns != "never"
-
-    def _template(self, layer: int) -> Slots:
-        """A layer's slots with the tokens in them; the same for layers that are alike."""
-        layout, given = self.step.layouts[layer], self.step.slots[layer]
-        kind = (dataclasses.replace(layout, layer=0), given.capacity, self.stored[layer])
-        if kind not in self._slots:
-            self._slots[kind] = self._filled(layer, layout, given)
-        return self._slots[kind]
-
-    def _filled(self, layer: int, layout: Layout, given: Slots) -> Slots:
-        shape, kept = given.position.shape, self.kept[layer]
-        order = self._order(shape)
-        holds, token = order < len(kept), kept[order.clamp(max=len(kept) - 1)]
-        valid = self.valid[:, None].expand(-1, shape[1], -1).gather(-1, token) & holds
-        ranks = (self.valid.cumsum(-1) - 1)[:, None].expand(-1, shape[1], -1).gather(-1, token)
-        position = torch.where(valid, ranks, FREE).to(layout.device)
-        rows = torch.where(holds, token - self.count + self.stored[layer], order % self.stored[layer])
-        key, val = (x.gathered(rows.to(layout.device)) for x in self.rows(layer))
-        return Slots(
-            key=key,
-            value=val,
-            position=position,
-            index=torch.where(valid, token, FREE).to(layout.device),
-            free=self._free(layer).to(given.free),
-            seen=self.valid.sum(-1).to(given.seen),
-            length=torch.full_like(given.length, self.count),
-            rank=torch.where(position >= 0, rank_of(position), 0),
-            state=first_state(dataclasses.replace(layout, capacity=given.capacity)),
-        )
-
-    def _order(self, shape: torch.Size) -> Tensor:
-        """int64 [B, H', C]: which of the tokens each slot holds, by number among them; higher for free slots."""
-        return torch.rand(shape, generator=torch.Generator().manual_seed(shape[-1])).argsort(-1)
-
-    def _free(self, layer: int) -> Tensor:
-        """int64 [B, H']: the slot that a new token is written to."""
-        shape = self.step.slots[layer].position.shape
-        return self._order(shape).argsort(-1)[..., min(len(self.kept[layer]), shape[-1] - 1)]
-
-    def among_columns(self, layer: int, tokens: Tensor) -> Tensor:
-        """The numbers of tokens among `columns`, -1 for none."""
-        numbers = torch.full((self.count + self.step.queries + 1,), -1)
-        numbers[self.kept[layer]] = torch.arange(len(self.kept[layer]))
-        numbers[self.count : -1] = torch.arange(self.step.queries) + len(self.kept[layer])
-        return numbers.to(tokens.device)[tokens]  # FREE is the last
-
-    def tokens_seen(self, layer: int) -> Tensor:
-        """int64 [B, H', C or C + q]: the token at each slot when queries attend, and of a chunk; FREE for none."""
-        index, new = self._template(layer).index, self.step.queries
-        if self.step.context.decodes:
-            return index.scatter(-1, self._free(layer).to(index.device)[..., None], self.count)
-        chunk = torch.arange(self.count, self.count + new, device=index.device)
-        return torch.cat([index, chunk.expand(*index.shape[:2], -1)], -1)
-
-
-@dataclasses.dataclass(frozen=True)
-class FlatArguments:
-    """The arguments of a rewritten graph: copies of the slots of each layer when they are asked for, then the others.
-
-    Attributes:
-        templates: slots of each layer; keeps: whether the rows of a layer need no copy.
-    """
-
-    templates: Sequence[Slots]
-    keeps: Sequence[bool]
-    others: Sequence[Any]
-
-    def __call__(self, number: int) -> Any:
-        for slots, keeps in zip(self.templates, self.keeps, strict=True):
-            names = slots.names
-            if number < len(names):
-                tensor = slots.tensors()[number]
-                return tensor if keeps and names[number] in slots.stored else tensor.clone()
-            number -= len(names)
-        return self.others[number]

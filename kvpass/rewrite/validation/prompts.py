@@ -1,8 +1,8 @@
 """Translation validation of a prompt: Dynamo's graph, its canonical form, and the graph with what a policy asks for.
 
-They go in lockstep, see `kvpass.rewrite.lockstep`.  A graph for all lengths runs on a short made-up prompt, whose
-length and rows are numbers that nothing else in the graph has, so that a dimension taken for another one shows.  A
-graph for one length runs on the call at hand: one layer of each kind, and some of the queries of each.
+They go in lockstep, see `kvpass.rewrite.validation.lockstep`.  A graph for all lengths runs on a short made-up prompt,
+whose length and rows are numbers that nothing else in the graph has, so that a dimension taken for another one shows.
+A graph for one length runs on the call at hand: one layer of each kind, and some of the queries of each.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from kvpass import compat, graphs
 from kvpass.capture.sites import AttentionSite
 from kvpass.errors import KVPassError, UnsupportedGraph
 from kvpass.graphs import expr, value
-from kvpass.rewrite.kinds import last_new_kind
-from kvpass.rewrite.lockstep import Lockstep, Unfit, Validation, without_side_effects
 from kvpass.rewrite.prompt import PromptRewrite
-from kvpass.rewrite.walk import Visit, Walk, copied
+from kvpass.rewrite.validation.constants import of_lengths, smallest_table
+from kvpass.rewrite.validation.kinds import last_new_kind
+from kvpass.rewrite.validation.lockstep import Lockstep, Unfit, Validation, without_side_effects
+from kvpass.rewrite.validation.walk import Visit, Walk, copied
 
 LENGTHS = (11, 13, 17, 19, 23, 9, 7)
 """Lengths of a made-up prompt, of which the first is taken that is no other size of the graph."""
@@ -32,6 +33,8 @@ ROWS = (3, 5, 2)
 """Rows, likewise."""
 LONG = 64
 """Of prompts of more tokens, all rows together, only one layer of each kind is run."""
+LONGEST, MORE = 600, 3
+"""The longest prompts behind constants of a graph, and how many of them."""
 QUERIES = 24
 """Most queries of a call that are looked at."""
 
@@ -67,8 +70,21 @@ def validate_prompt(prompt: Prompt, arguments: tuple[Any, ...]) -> Validation:
             except Unfit as failure:
                 why = str(failure)
             else:
+                _try_longer(prompt, arguments)
                 return Validation(time.perf_counter() - began)
     return Validation(time.perf_counter() - began, why)
+
+
+def _try_longer(prompt: Prompt, arguments: tuple[Any, ...]) -> None:
+    """Run prompts behind the constants of the graph, as far as the model's own graph runs on them."""
+    lengths = [number + 2 for number in of_lengths(prompt.gm.graph) if LENGTHS[0] < number <= LONGEST][-MORE:]
+    if value(prompt.sites[0].query).device.type != "cpu":  # where a lookup out of range cannot be caught
+        lengths = [number for number in lengths if number <= smallest_table(prompt.gm.graph)]
+    for made in _made_up(prompt, arguments, lengths, 2):
+        try:
+            _compare(prompt, made)
+        except Unfit:
+            continue
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,16 +107,21 @@ class _Call:
 
 def _calls(prompt: Prompt, arguments: tuple[Any, ...]) -> Iterator[_Call]:
     """Made-up prompts, if the graph serves other sizes, then the call at hand."""
+    yield from _made_up(prompt, arguments, LENGTHS, max(ROWS))
+    now = _sizes(graphs.placeholders(prompt.canonical.graph), arguments)
+    call = _described(prompt, arguments, now, "on a prompt")
+    if call is not None:
+        yield call
+
+
+def _made_up(prompt: Prompt, arguments: tuple[Any, ...], lengths: Sequence[int], most_rows: int) -> Iterator[_Call]:
+    """Prompts of some lengths, as far as the graph serves them."""
     holders = graphs.placeholders(prompt.canonical.graph)
-    now = _sizes(holders, arguments)
-    for sizes in _other_sizes(prompt, holders, now):
+    for sizes in _other_sizes(prompt, holders, _sizes(holders, arguments), lengths, most_rows):
         made = tuple(_resized(node, x, sizes) for node, x in zip(holders, arguments, strict=True))
         call = _described(prompt, _with_padding(prompt, made), sizes, "on a made-up prompt")
         if call is not None:
             yield call
-    call = _described(prompt, arguments, now, "on a prompt")
-    if call is not None:
-        yield call
 
 
 def _sizes(holders: Sequence[fx.Node], arguments: tuple[Any, ...]) -> dict[Any, int]:
@@ -114,23 +135,25 @@ def _sizes(holders: Sequence[fx.Node], arguments: tuple[Any, ...]) -> dict[Any, 
     return {symbol: number for symbol, number in found.items() if symbol.is_Symbol}
 
 
-def _other_sizes(prompt: Prompt, holders: Sequence[fx.Node], now: dict[Any, int]) -> Iterator[dict[Any, int]]:
-    """Sizes of made-up prompts that the guards of the graph allow; what equals a length or the rows goes with it."""
+def _other_sizes(
+    prompt: Prompt, holders: Sequence[fx.Node], now: dict[Any, int], lengths: Sequence[int], most_rows: int
+) -> Iterator[dict[Any, int]]:
+    """Sizes of made-up prompts that the guards of the graph allow, each length once.
+
+    What equals the length, or the rows, in the call at hand goes with it.
+    """
     site = prompt.sites[0]
     length, rows = expr(site.queries), expr(value(site.key).shape[0])
     if not length.is_Symbol or length not in now or site.past_key is not None:
         return
     asked = compat.guarded(*(value(node) for node in holders))
     taken = {size for node in (site.query, site.key, site.value) for size in value(node).shape if isinstance(size, int)}
-    others: list[list[int | None]] = [[None]]
-    if rows.is_Symbol and rows in now:
-        others = [[now[rows]], [x for x in ROWS if x not in taken]]
-    for count in (each for group in reversed(others) for each in group):
-        for new in (x for x in LENGTHS if x not in taken | {count}):
+    free = rows.is_Symbol and rows in now
+    counts = [x for x in ROWS if x not in taken and x <= most_rows] + [now[rows]] if free else [0]
+    for new in (x for x in lengths if x not in taken):
+        for count in (x for x in counts if x != new):
             changed = {symbol: new for symbol, number in now.items() if symbol == length or number == now[length]}
-            if count is not None:
-                changed |= {rows: count}
-            sizes = {**now, **changed}
+            sizes = {**now, **changed, **({rows: count} if free else {})}
             if _holds(asked, sizes) and all(_allowed(node, sizes) for node in holders):
                 yield sizes
                 break
@@ -153,7 +176,7 @@ def _number(size: Any, sizes: dict[Any, int]) -> int:
 
 
 def _resized(node: fx.Node, argument: Any, sizes: dict[Any, int]) -> Any:
-    """An argument at other sizes: its first entries, or some of them again."""
+    """An argument at other sizes: its first entries, then these again; numbers that count go on."""
     if isinstance(value(node), torch.SymInt):
         return _number(node, sizes)
     if not isinstance(argument, Tensor) or not compat.symbols(value(node)):
@@ -161,8 +184,12 @@ def _resized(node: fx.Node, argument: Any, sizes: dict[Any, int]) -> Any:
     for dim, size in enumerate(value(node).shape):
         wanted = _number(size, sizes)
         if wanted != argument.shape[dim]:
-            chosen = torch.arange(wanted, device=argument.device) % max(argument.shape[dim], 1)
-            argument = argument.index_select(dim, chosen)
+            chosen = torch.arange(wanted, device=argument.device)
+            counts = argument.dtype == torch.int64 and bool((argument.diff(dim=dim) == 1).all())
+            counts = counts and argument.shape[dim] > 1  # positions go on
+            taken = argument.index_select(dim, chosen % max(argument.shape[dim], 1))
+            shape = [-1 if d == dim else 1 for d in range(taken.ndim)]
+            argument = argument.narrow(dim, 0, 1) + chosen.view(shape) if counts else taken
     return argument
 
 
@@ -204,8 +231,8 @@ def _compare(prompt: Prompt, call: _Call) -> None:
     last = last_new_kind(prompt.canonical.graph, prompt.sites) if call.rows * call.queries > LONG else None
     queries = None
     if call.queries > QUERIES:
-        drawn = torch.randperm(call.queries, generator=torch.Generator().manual_seed(0))[: QUERIES - 2]
-        queries = torch.cat([drawn, torch.tensor([0, call.queries - 1])]).unique().to(device)  # type: ignore[no-untyped-call]
+        drawn = torch.randperm(call.queries, generator=torch.Generator().manual_seed(0))[: QUERIES - 2].tolist()
+        queries = torch.tensor(sorted({*drawn, 0, call.queries - 1}), device=device)
     common = (prompt.gm, prompt.canonical, prompt.sites, call.argument, call.queries, call.said)
     pair = Lockstep(*common, last, queries, call.real.to(device))
     theirs = pair.run_model()

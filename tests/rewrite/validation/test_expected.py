@@ -1,0 +1,59 @@
+"""Attention in double precision, and the tolerance that follows from dtypes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvpass.rewrite.validation.expected import Expected, expected, same
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_tolerance_follows_from_the_dtype(dtype: torch.dtype) -> None:
+    """Attention in a dtype is within it, by any kernel, and a scale that is off by 200 units is not."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, heads, n, 16).to(dtype) for heads, n in ((4, 3), (2, 40), (2, 40)))
+    call = dict(query=query, key=key, value=value, mask=None, scale=0.25)
+    exact = expected(call)
+
+    def excess(factor: float, scores: Any = None) -> float:
+        attended = torch.ops.kvpass.attention.default(
+            query, key, value, None, None, 0.25 * factor, scores=scores, weights=scores, output=scores
+        )
+        return float(exact.excess(attended))
+
+    assert excess(1) < 1
+    assert excess(1, dtype) < 1
+    assert excess(1 + 200 * torch.finfo(dtype).eps) > 1
+
+
+def test_a_query_that_sees_no_key_is_compared_with_nothing() -> None:
+    query, key = torch.randn(1, 1, 2, 4), torch.randn(1, 1, 3, 4)
+    mask = torch.tensor([[True, True, False], [False, False, False]])[None, None]
+    exact = expected(dict(query=query, key=key, value=key, mask=mask, scale=1.0))
+    assert exact.some.flatten().tolist() == [True, False]
+    assert exact.excess(exact.output + torch.tensor([0.0, 5.0])[:, None]) == 0
+
+
+def test_a_mask_on_slots_is_compared_by_token() -> None:
+    query, key = torch.randn(1, 2, 1, 4), torch.randn(1, 1, 3, 4)
+    bias = torch.tensor([0.0, 0.5, -1e9])
+    exact: Expected = expected(dict(query=query, key=key, value=key, mask=bias[None, None, None], scale=1.0))
+    order = torch.tensor([[[2, -1, 0, 1]]])
+    mask = torch.tensor([True, False, True, True]).view(1, 1, 1, 1, 4)
+    given = torch.tensor([-1e9, 7.0, 0.0, 0.5]).view(1, 1, 1, 1, 4)
+    assert exact.sees(mask, given, order)
+    assert not exact.sees(mask, given, order.roll(1, -1))
+    assert not exact.sees(torch.ones_like(mask), given, order)
+    assert not exact.sees(mask, given * 1.01, order)
+
+
+def test_values_that_are_computed_alike_are_the_same_up_to_the_last_places() -> None:
+    x = torch.randn(50).to(torch.bfloat16)
+    assert same(x, x)
+    assert same(x * (1 + 2**-8), x)
+    assert not same(x * 1.2, x)
+    assert not same(torch.where(x > 1, torch.nan, x), x)
+    assert not same(x.long(), x.long() + 1)

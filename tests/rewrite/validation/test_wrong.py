@@ -1,0 +1,218 @@
+"""Validation in lockstep: wrong rewrites of every kind are refused, and a chaotic model in half precision is not.
+
+A wrong mask, position, scale, head or row cannot pass again: attention of both graphs starts from equal inputs and is
+held against the same call in double precision, masks are compared bit by bit, and the conversations reach both sides
+of every constant of the graph.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from kvpass import graphs
+from kvpass.capture import canonical, sites
+from kvpass.findings import Recorder
+from kvpass.layer import step as layer_step
+from kvpass.rewrite.mask_slice import MaskSlice
+from kvpass.rewrite.passes import attention, ranks, slots
+from tests.adversary.models import DIM, Small, heads, keys, logits, plain, sdpa, seen
+from tests.adversary.oracle import Case, judge
+from tests.models import build
+from tests.test_validate import Rounded, notes, run
+from tests.traces import Traced
+
+NOT_THE_MODELS = "is not the model's"
+PADDED = seen([[1] * 16, [0] + [1] * 15])
+
+
+def refused(model: Small, policy: str = "streaming", inputs: Any = None, pieces: Any = (5, 1), **settings: Any) -> bool:
+    """Whether a case is refused by validation."""
+    case = Case(model, inputs or {}, pieces=pieces, real=(inputs or {}).get("p"))
+    verdict = judge(case, policy, **settings)
+    assert verdict.kind == "held" or NOT_THE_MODELS in verdict.detail, verdict
+    return verdict.kind == "refused"
+
+
+def causal(i: Tensor, j: Tensor, **_: Any) -> Tensor:
+    return (j <= i)[None, None]
+
+
+def windowed(i: Tensor, j: Tensor, **_: Any) -> Tensor:
+    return ((j <= i) & (j > i - 6))[None, None]
+
+
+def with_padding(i: Tensor, j: Tensor, p: Tensor) -> Tensor:
+    return (j <= i) & keys(p).bool()
+
+
+def with_bias(a: Tensor, i: Tensor, j: Tensor, **_: Any) -> Tensor:
+    return a + (j - i) * torch.tensor([0.5, 0.25])[None, :, None, None] + torch.zeros(()).masked_fill(j > i, -1e9)
+
+
+def with_sink(q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor, sink: Tensor, **_: Any) -> Tensor:
+    a = (q @ k.transpose(-1, -2) * DIM**-0.5).masked_fill((j > i)[None, None], -1e9)
+    column = sink.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], -1)
+    return torch.cat([a, column], -1).softmax(-1)[..., :-1] @ v
+
+
+GROUPED = heads(lambda x: x.repeat_interleave(2, 1))
+
+
+# -- wrong rewrites ------------------------------------------------------------------------------------------------
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+def changed_site(**change: Any) -> Patch:
+    """A part of an attention call is read wrongly, where steps are rewritten and not in the canonical graph."""
+
+    def patch(monkeypatch: pytest.MonkeyPatch) -> None:
+        found = sites._site
+        monkeypatch.setattr(sites, "_site", lambda *args: dataclasses.replace(found(*args), **change))
+
+    return patch
+
+
+def mask_of_the_next_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = MaskSlice.on_slots
+    monkeypatch.setattr(MaskSlice, "on_slots", lambda self, index, *rest: right(self, index + 1, *rest))
+
+
+def free_slots_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = layer_step.with_mask
+    monkeypatch.setattr(layer_step, "with_mask", lambda live, *others: right(torch.ones_like(live), *others))
+
+
+def query_heads_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = attention._grouped
+
+    def exchanged(tensors: Any, counts: Any) -> Any:
+        given = right(tensors, counts)
+        given["new"][0] = given["new"][0].flip(1)
+        return given
+
+    monkeypatch.setattr(attention, "_grouped", exchanged)
+
+
+def one_later(made: fx.Node) -> fx.Node:
+    with made.graph.inserting_after(made):
+        later = made.graph.call_function(operator.add, (made, 1))
+    later.meta["example_value"] = graphs.value(made)
+    return later
+
+
+def length_counts_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = slots._length
+    monkeypatch.setattr(slots, "_length", lambda step: one_later(right(step)))
+
+
+def queries_stand_one_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = ranks._rank_of_first
+    monkeypatch.setattr(ranks, "_rank_of_first", lambda step: one_later(right(step)))
+
+
+WRONG = [
+    pytest.param(Small(plain), changed_site(scale=0.4), {}, id="scale"),
+    pytest.param(Small(plain, dtype=torch.bfloat16), changed_site(scale=0.4), {}, id="scale-bfloat16"),
+    pytest.param(Small(sdpa(windowed)), changed_site(mask=None), {}, id="no mask"),
+    pytest.param(Small(sdpa(windowed)), mask_of_the_next_key, {}, id="window off by one"),
+    pytest.param(Small(logits(with_bias)), mask_of_the_next_key, {}, id="bias off by one"),
+    pytest.param(Small(plain), free_slots_are_seen, {}, id="free slots"),
+    pytest.param(Small(GROUPED, heads=4, kv_heads=2), query_heads_exchanged, {}, id="heads"),
+    pytest.param(Small(plain, rotary="[q, 1]"), length_counts_one_more, {}, id="position"),
+    pytest.param(
+        Small(sdpa(with_padding), rotary="[B, 1, q, 1]"),
+        queries_stand_one_later,
+        dict(positions="cache", inputs={"p": PADDED}),
+        id="rank",
+    ),
+    pytest.param(
+        Small(with_sink, tables={"sink": torch.tensor([1.0, 3.0])}), changed_site(sink_logit=None), {}, id="no sink"
+    ),
+]
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize(("model", "patch", "settings"), WRONG)
+def test_a_wrong_step_is_refused(
+    model: Small, patch: Patch, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And passes as it is, so that it is the change which is refused."""
+    assert not refused(model, **settings)
+    patch(monkeypatch)
+    assert refused(model, **settings)
+
+
+def test_padding_that_is_attended_to_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Small(sdpa(with_padding))
+    assert not refused(model, inputs={"p": PADDED})
+    free_slots_are_seen(monkeypatch)
+    assert refused(model, inputs={"p": PADDED})
+
+
+def test_a_prompt_whose_heads_are_exchanged_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operator of the canonical graph itself is wrong here, which no comparison of canonical graphs would show."""
+    monkeypatch.setattr(
+        canonical, "_for_heads", lambda rows, query: rows.repeat(1, query.shape[1] // rows.shape[1], 1, 1)
+    )
+    assert refused(Small(GROUPED, heads=4, kv_heads=2), pieces=(5,))
+
+
+@pytest.mark.parametrize("name", ["scale", "cap"])
+def test_a_prompt_that_is_read_wrongly_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its canonical graph is held against Dynamo's."""
+    right = torch.ops.kvpass.attention.default
+    from kvpass.capture import capture
+
+    def wrong(graph: fx.Graph, call: Any, attended: Any) -> fx.Node:
+        return made(graph, dataclasses.replace(call, **{name: 0.5}), attended)
+
+    made = capture._attend
+    monkeypatch.setattr(capture, "_attend", wrong)
+    assert refused(Small(logits(lambda a, i, j, **_: a + torch.zeros(()).masked_fill(j > i, -1e9))), pieces=(5,))
+    assert right is canonical.ATTENTION
+
+
+def test_a_window_that_is_wrong_behind_64_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of six tokens nothing would show: the conversation is longer than the constant, and than there are slots."""
+    model = Small(sdpa(lambda i, j: ((j <= i) & (j > i - 64))[None, None]))
+    assert not refused(model)
+    right = MaskSlice.on_slots
+
+    def wrong(self: MaskSlice, index: Tensor, *rest: Any) -> Tensor:
+        return right(self, torch.where((index > 0) & (index < 8), index + 1, index), *rest)
+
+    monkeypatch.setattr(MaskSlice, "on_slots", wrong)
+    assert refused(model)
+
+
+# -- right ones ----------------------------------------------------------------------------------------------------
+
+
+def chaotic(dtype: torch.dtype, layers: int = 6) -> Any:
+    """A model whose activations are rounded to few numbers, and whose weights are large."""
+    model = build("Llama", layers=layers)
+    for module in list(model.model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, torch.nn.Linear):
+                rounded = Rounded(child.in_features, child.out_features, bias=False)
+                rounded.weight = torch.nn.Parameter(child.weight * 6)
+                setattr(module, name, rounded)
+    return model.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("policy", ["h2o", pytest.param("streaming", marks=pytest.mark.slow)])
+def test_a_chaotic_model_is_accepted(dtype: torch.dtype, policy: str) -> None:
+    recorder = Recorder()
+    run(Traced(chaotic(dtype)), recorder, policy=policy, budget=12)
+    assert len(notes(recorder)) == 2
+    assert all("equal" in note for note in notes(recorder))
