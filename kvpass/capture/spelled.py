@@ -342,7 +342,9 @@ class _Spelled:
 
     def _low_enough(self, filling: Any, node: fx.Node) -> float:
         """The number that is filled in, as the softmax sees it: so low that its token is hidden."""
-        number = float(torch.tensor(self._spelled_out(filling), dtype=value(node).dtype)) * self.factor
+        dtype = value(node).dtype
+        filled = torch.tensor(self._spelled_out(filling), dtype=torch.float64).to(dtype)
+        number = float((filled.double() * self.factor).to(dtype))
         if self.cap or not number <= HIDDEN:
             raise _Unreadable(f"{number:g} hides nothing after all factors: it would have to be at most {HIDDEN:g}")
         return number
