@@ -42,7 +42,7 @@ def warn_of_untested() -> None:
     newer = {package: version for package in TESTED if (version := untested(package))}
     if newer:
         named = ", ".join(f"{package} {version} (tested: {range_of(package)})" for package, version in newer.items())
-        warnings.warn(f"kvpass is not tested with {named}; `kvpass doctor` checks what it relies on", stacklevel=3)
+        warnings.warn(f"kvpass is not tested with {named}; `kvpass doctor` checks what it relies on", stacklevel=4)
 
 
 def _release(version: str) -> tuple[int, ...]:

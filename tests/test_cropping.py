@@ -240,7 +240,7 @@ def test_keys_and_values_are_cropped_alike(talk: Talk) -> None:
 
 @pytest.mark.parametrize("crop", [-1, 1.5, True, "4"])
 def test_settings_that_are_no_number_of_tokens(crop: Any) -> None:
-    with pytest.raises(kvpass.PolicyError, match=r"crop=.*is a number of tokens from 0 on"):
+    with pytest.raises(kvpass.PolicyError, match=r"crop=.*must be a 64-bit integer of at least 0"):
         kvpass.backend("h2o", budget=8, crop=crop)
 
 

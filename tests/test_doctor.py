@@ -87,7 +87,7 @@ def test_names_of_compat_are_found_in_its_source() -> None:
     assert {
         "torch._dynamo.eval_frame._stance.stance",
         "torch._C._dynamo.guards._empty_strided_cpu",
-        "torch._dynamo.config.accumulated_recompile_limit",
+        "torch._dynamo.config.recompile_limit",
         "torch.fx.experimental._config.backed_size_oblivious",
         "torch._inductor.compile_fx.compile_fx",
     } <= names

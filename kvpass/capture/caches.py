@@ -431,7 +431,7 @@ def _origin(node: fx.Node, outputs: dict[fx.Node, int]) -> Origin:
     if parts is None:
         return Origin(node, None, node)
     past, new = parts
-    if not is_as_wide(value(node).dtype, value(new).dtype):
+    if value(node).dtype != value(new).dtype and not is_as_wide(value(node).dtype, value(new).dtype):
         raise _Refused(f"{value(new).dtype} is cached as {value(node).dtype}, which loses digits")
     empty = value(past).ndim != 4 or expr(value(past).shape[2]) == 0
     return Origin(node, None if empty or past.op != "placeholder" else past, new)

@@ -65,7 +65,7 @@ def test_weights_come_in_where_a_policy_has_them() -> None:
 def test_position_arithmetic_moves_to_a_counter() -> None:
     stages = by_place()
     made, gone = stages.made("put_length_on_device"), stages.gone("put_length_on_device")
-    assert any(re.fullmatch(r"\w+ = torch\.arange\(1\)", line) for line in made)
+    assert any(re.fullmatch(r"\w+ = torch\.arange\(1, dtype = torch\.int64\)", line) for line in made)
     assert any(re.fullmatch(r"\w+ = arange\w* \+ clone", line) for line in made)
     assert [line for line in gone if line.startswith("position = arange")]
     ours, theirs = on_own_arguments(stages, "put_length_on_device")
