@@ -84,14 +84,15 @@ class StepRunner:
         with compat.with_torch_function():
             try:
                 return self._run(arguments)
-            except UnsupportedGraph as refusal:
-                raise self._clearer(arguments, refusal) from None
+            except UnsupportedGraph:
+                if wrong := self._wrong_mask(arguments):
+                    raise UnsupportedGraph(wrong) from None
+                raise
 
-    def _clearer(self, arguments: tuple[Any, ...], refusal: UnsupportedGraph) -> UnsupportedGraph:
-        """Return a refusal that names a wrong attention mask, where there is one."""
+    def _wrong_mask(self, arguments: tuple[Any, ...]) -> str | None:
+        """Describe an attention mask that does not have a column for each token, None if there is none."""
         tokens = arguments[self.pasts[0][0]].seen + self._queries(self._numbers(arguments))
-        wrong = wrong_mask(self.gm, arguments, tokens)
-        return refusal if wrong is None else UnsupportedGraph(wrong)
+        return wrong_mask(self.gm, arguments, tokens)
 
     def _run(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         caches = [self._cache(arguments, places) for places in self.pasts]
