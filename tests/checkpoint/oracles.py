@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import torch
@@ -15,6 +14,11 @@ CLOSE = 2e-3
 """How far logits of up to 30 may be apart in float32 after 30 layers."""
 FORCED = ("beams", "decode_loop", "requests")
 """Ways that the reference has not: it reorders no rows, and its steps are not repeated."""
+
+
+SLACK = 1.5
+"""Uncompiled steps round logits, as attention that is spelled out does, which errs 2 to 5 times as much a call as fused
+kernels; generated code does not round them."""
 
 
 def check_equal(answer: Answer, expected: Tensor) -> None:
@@ -33,20 +37,20 @@ def check_equal(answer: Answer, expected: Tensor) -> None:
 def check_as_near_as_kernels(subject: Subject, answers: Sequence[Answer]) -> None:
     """Check answers in half precision against the uncompiled model under each of torch's attention kernels.
 
-    Logits of all answers together are no further from one of the kernels' than two kernels' are from each other, by
-    their root mean square. No token's logit is further below the highest than two such differences allow.
+    The error of the logits of all answers, against the same weights in float32, is at most `SLACK` times a kernel's, by
+    their root mean square: two kernels may round alike, so their distance from each other bounds nothing. No token's
+    logit is further below the highest than two differences between kernels allow.
     """
     by_kernel = [subject.by_kernel(answer) for answer in answers]
     for answer, logits in zip(answers, by_kernel, strict=True):
         _check_tokens(answer, logits)
     pairs = [(a, k) for a, k in zip(answers, by_kernel, strict=True) if a.logits is not None]
     if pairs:
-        ours = [_rms([answer.logits - logits[i] for answer, logits in pairs]) for i in range(len(by_kernel[0]))]
-        between = [
-            _rms([logits[i] - logits[j] for _, logits in pairs])
-            for i, j in itertools.combinations(range(len(by_kernel[0])), 2)
-        ]
-        assert min(ours) <= max(between)
+        exact = [subject.exact(answer) for answer, _ in pairs]
+        ours = _rms([answer.logits - right for (answer, _), right in zip(pairs, exact, strict=True)])
+        kernels = range(len(by_kernel[0]))
+        theirs = [_rms([logits[i] - right for (_, logits), right in zip(pairs, exact, strict=True)]) for i in kernels]
+        assert ours <= SLACK * max(theirs), (ours, theirs)
 
 
 def _check_tokens(answer: Answer, by_kernel: Sequence[Tensor]) -> None:

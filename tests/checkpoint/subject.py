@@ -98,6 +98,15 @@ class Subject:
             math = forced(self.plain, answer)
         return [flash, math, forced(self.eager, answer)]
 
+    def exact(self, answer: Answer) -> Tensor:
+        """Return the logits [B, n, V] for an answer of the uncompiled model with the same weights in float32."""
+        return forced(self.widened, answer)
+
+    @functools.cached_property
+    def widened(self) -> Any:
+        """The uncompiled model in float32, with the weights as they are rounded in the subject's dtype."""
+        return copy.deepcopy(self.plain).float()
+
     @functools.cached_property
     def eager(self) -> Any:
         """The uncompiled model with attention as separate products and softmax; the weights are shared."""
