@@ -269,6 +269,7 @@ class Backend:
         if self.recorder is not None:
             self.recorder.watch.add("validation", done.seconds)
             came = "equal" if done.skipped is None else f"left out, as {done.skipped}"
+            came += f", but for {len(done.left_out)} left out, the first as {done.left_out[0]}" if done.left_out else ""
             compared = {"prompt": "prompt against the model's", "step": "step beside the model's own"}[graph]
             self.recorder.notes.append(f"the rewritten {compared}: {came} ({done.seconds:.2f} s)")
 

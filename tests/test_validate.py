@@ -18,6 +18,7 @@ from kvpass.findings import Recorder
 from kvpass.policies import Policy
 from kvpass.policies.buzz import Buzz
 from kvpass.policies.sage import Sage
+from kvpass.rewrite.validation import lockstep
 from tests.adversary.models import Small, sdpa, seen
 from tests.adversary.oracle import Case, judge
 from tests.architectures import zoo
@@ -208,3 +209,15 @@ def test_ranks_are_held_against_the_models_own_where_rows_are_padded_differently
     padding = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1]])
     verdict = judge(Case(model, {"p": seen(padding)}, pieces, real=seen(padding)), "streaming", positions="cache")
     assert verdict.kind == "refused", verdict
+
+
+def test_a_failure_of_validation_itself_is_noted_and_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("no such size")
+
+    recorder = Recorder()
+    with monkeypatch.context() as patch:
+        patch.setattr(lockstep, "expected", fails)
+        run(Traced(build("Llama", layers=1)), recorder, policy="h2o", budget=12)
+    assert notes(recorder)
+    assert all("left out, as" in note and "RuntimeError: no such size" in note for note in notes(recorder))

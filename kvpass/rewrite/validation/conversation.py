@@ -7,6 +7,8 @@ and layers that are alike share their rows.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -15,6 +17,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass import compat, graphs
+from kvpass.capture import sparse_index
 from kvpass.capture.rotary import find_rotary
 from kvpass.capture.sites import AttentionSite
 from kvpass.graphs import Sizes, value
@@ -68,6 +71,13 @@ class Step:
         """q of the call at hand."""
         return compat.at_hand(self.rewrite.queries)
 
+    @functools.cached_property
+    def most_keys(self) -> float:
+        """The most keys of which sparse indices choose all: what they hide of more is not hidden on the slots."""
+        masks = dict.fromkeys(each.mask for site in self.sites for each in site.all)
+        found = [index.most for mask in masks for index in sparse_index.find(mask)]
+        return min((most for most in found if most is not None), default=math.inf)
+
     def line(self, layer: int = 0) -> str:
         """The source line of a layer's attention."""
         return graphs.source_line(self.sites[layer].call)
@@ -89,6 +99,11 @@ class Plan:
     near: tuple[int, ...] = ()
     gap: bool = False
     ids: Literal["changing", "new"] | None = None
+
+    @property
+    def said(self) -> str:
+        """Describes it, for an error."""
+        return f"on a made-up conversation of {self.count} tokens"
 
 
 class Conversation:
@@ -113,11 +128,6 @@ class Conversation:
         self._rows: dict[Any, tuple[Rows, Rows]] = {}
         self._rotated: dict[Any, Tensor] = {}
         self.plain = self._plain()
-
-    @property
-    def said(self) -> str:
-        """Describes it, for an error."""
-        return f"on a made-up conversation of {self.count} tokens"
 
     def _valid(self) -> Tensor:
         """Up to two tokens on the left of a row are padding, where that is known and no one gives positions.

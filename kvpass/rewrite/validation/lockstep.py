@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -20,10 +20,10 @@ from torch import Tensor
 from kvpass import graphs
 from kvpass.capture.canonical import ATTENTION
 from kvpass.capture.sites import AttentionSite, arguments
-from kvpass.errors import UnsupportedGraph
+from kvpass.errors import KVPassError, UnsupportedGraph
 from kvpass.graphs import source_line
 from kvpass.rewrite.validation.expected import Expected, as_computed, expected, same
-from kvpass.rewrite.validation.walk import Visit, Walk
+from kvpass.rewrite.validation.walk import DoesNotRun, Visit, Walk
 
 NOT_APPENDED = "the cache is not the past and the new tokens, one after the other"
 
@@ -35,14 +35,46 @@ class Validation:
     Attributes:
         seconds: how long it took.
         skipped: why it was left out; None if the graphs were run and agree.
+        left_out: of what was made up beyond the first, what could not be compared, and why.
     """
 
     seconds: float
     skipped: str | None = None
+    left_out: tuple[str, ...] = ()
 
 
 class Unfit(Exception):
-    """The model's own graph does not run on a made-up conversation."""
+    """Nothing can be said of a made-up call: the model's own graph does not run on it, or it cannot be compared."""
+
+
+@contextlib.contextmanager
+def own_failures(said: str) -> Iterator[None]:
+    """Errors of the validation's own code say nothing about the graphs.
+
+    Raises:
+        Unfit: from any error that is not of kvpass.
+    """
+    try:
+        yield
+    except (KVPassError, Unfit):
+        raise
+    except Exception as error:
+        raise Unfit(not_made(said, error)) from error
+
+
+@contextlib.contextmanager
+def leaving_out(left: list[str], said: str) -> Iterator[None]:
+    """Note what cannot be compared in `left`, and go on."""
+    try:
+        with own_failures(said):
+            yield
+    except Unfit as failure:
+        left.append(str(failure))
+
+
+def not_made(said: str, error: Exception) -> str:
+    """Why a comparison was not made, from an error of the validation's own code."""
+    return f"comparing {said} failed itself with {type(error).__name__}: {error}"
 
 
 class Lockstep:
@@ -100,10 +132,8 @@ class Lockstep:
         try:
             last = None if self.last is None else named[_in_model(self.last)]
             return Walk(self.gm, self.argument, visits, self.caches).run_to(last)
-        except UnsupportedGraph:
-            raise
-        except Exception as error:  # the model's own code, on arguments that are made up
-            raise Unfit(f"the model's own graph does not run on a made-up conversation: {error}") from error
+        except DoesNotRun as error:
+            raise Unfit(f"the model's own graph does not run {self.said}: {error}") from error
 
     def _keep_result(self, walk: Walk, node: fx.Node, result: Tensor) -> Tensor:
         finite = result.isfinite()
@@ -138,6 +168,9 @@ class Lockstep:
             columns: the keys that the third graph attends to in a layer, None for all.
             rounding: what is done to new rows, if the third graph attends to others than the model's; then nothing is
                 compared.
+
+        Raises:
+            UnsupportedGraph: it differs, or does not run where the model's own graph does.
         """
         visits: dict[fx.Node, Visit] = {}
         for layer, site in self.calls:
@@ -149,7 +182,10 @@ class Lockstep:
                 visits |= {node: self._at_append(site) for node in (site.grown_key, site.grown_value)}
             for node in (site.query, site.key, site.value):
                 visits.setdefault(node, self._keep_input)
-        Walk(self.canonical, self.argument, {**visits, **(rounding or {})}, self.caches).run_to(self.last)
+        try:
+            Walk(self.canonical, self.argument, {**visits, **(rounding or {})}, self.caches).run_to(self.last)
+        except DoesNotRun as error:
+            self.refuse(self.sites[0], f"the canonical graph does not run: {error}")
 
     def _keep_input(self, walk: Walk, node: fx.Node, result: Tensor) -> Tensor:
         self.inputs[node.name] = result.clone()
@@ -167,7 +203,7 @@ class Lockstep:
     def _at_call(self, site: AttentionSite, columns: Tensor | None, compares: bool) -> Visit:
         def visit(walk: Walk, node: fx.Node, result: Tensor) -> Tensor:
             given = {name: walk.load(x) if isinstance(x, fx.Node) else x for name, x in arguments(node).items()}
-            theirs = self.their(node).reshape(result.shape)
+            theirs = self._shaped(site, self.their(node), result)
             given = as_computed(given, theirs.dtype)
             made = expected(given, None if compares else columns, self.queries)
             if compares:
@@ -183,8 +219,9 @@ class Lockstep:
         """Compare the third graph's result of a canonical call, and go on with the model's."""
 
         def visit(walk: Walk, node: fx.Node, result: Tensor) -> Tensor:
+            theirs = self._shaped(site, self.their(call), result)
             self.check(self._excess(call, self.wanted[call.name], result), site, what)
-            return self.their(call).reshape(result.shape).clone()
+            return theirs.clone()
 
         return visit
 
@@ -218,6 +255,12 @@ class Lockstep:
         if call.target is not ATTENTION:
             return wanted.lse_excess(result, compared)
         return wanted.excess(result, compared) if result.shape == wanted.output.shape else float("inf")
+
+    def _shaped(self, site: AttentionSite, theirs: Tensor, result: Tensor) -> Tensor:
+        """The model's own value in the shape of a result, which must have as many numbers."""
+        if theirs.numel() != result.numel():
+            self.refuse(site, f"attention has the shape {tuple(result.shape)} instead of {tuple(theirs.shape)}")
+        return theirs.reshape(result.shape)
 
     def check(self, excess: float, site: AttentionSite, what: str) -> None:
         """Refuse a difference above the rounding error."""

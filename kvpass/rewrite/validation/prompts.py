@@ -8,6 +8,7 @@ A graph for one length runs on the call at hand: one layer of each kind, and som
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,13 +20,21 @@ from torch import Tensor
 
 from kvpass import compat, graphs
 from kvpass.capture.sites import AttentionSite
-from kvpass.errors import KVPassError, UnsupportedGraph
+from kvpass.errors import KVPassError
 from kvpass.graphs import expr, value
 from kvpass.rewrite.prompt import PromptRewrite
 from kvpass.rewrite.validation.constants import of_lengths, smallest_table
 from kvpass.rewrite.validation.kinds import last_new_kind
-from kvpass.rewrite.validation.lockstep import Lockstep, Unfit, Validation, without_side_effects
-from kvpass.rewrite.validation.walk import Visit, Walk, copied
+from kvpass.rewrite.validation.lockstep import (
+    Lockstep,
+    Unfit,
+    Validation,
+    leaving_out,
+    not_made,
+    own_failures,
+    without_side_effects,
+)
+from kvpass.rewrite.validation.walk import DoesNotRun, Visit, Walk, copied
 
 LENGTHS = (11, 13, 17, 19, 23, 9, 7)
 """Lengths of a made-up prompt, of which the first is taken that is no other size of the graph."""
@@ -63,28 +72,34 @@ def validate_prompt(prompt: Prompt, arguments: tuple[Any, ...]) -> Validation:
         UnsupportedGraph: they differ; names the first attention call that does.
     """
     began, why = time.perf_counter(), "no call was tried"
+    left: list[str] = []
     with without_side_effects():
-        for made in _calls(prompt, arguments):
-            try:
-                _compare(prompt, made)
-            except Unfit as failure:
-                why = str(failure)
-            else:
-                _try_longer(prompt, arguments)
-                return Validation(time.perf_counter() - began)
+        try:
+            for made in _calls(prompt, arguments):
+                try:
+                    with own_failures(made.said):
+                        _compare(prompt, made)
+                except Unfit as failure:
+                    why = str(failure)
+                else:
+                    with leaving_out(left, "on longer prompts"):
+                        _try_longer(prompt, arguments, left)
+                    return Validation(time.perf_counter() - began, None, tuple(left))
+        except KVPassError:
+            raise
+        except Exception as error:
+            why = not_made("on prompts", error)
     return Validation(time.perf_counter() - began, why)
 
 
-def _try_longer(prompt: Prompt, arguments: tuple[Any, ...]) -> None:
-    """Run prompts behind the constants of the graph, as far as the model's own graph runs on them."""
+def _try_longer(prompt: Prompt, arguments: tuple[Any, ...], left: list[str]) -> None:
+    """Run prompts behind the constants of the graph, as far as the model's own graph runs on them; note the others."""
     lengths = [number + 2 for number in of_lengths(prompt.gm.graph) if LENGTHS[0] < number <= LONGEST][-MORE:]
     if value(prompt.sites[0].query).device.type != "cpu":  # where a lookup out of range cannot be caught
         lengths = [number for number in lengths if number <= smallest_table(prompt.gm.graph)]
     for made in _made_up(prompt, arguments, lengths, 2):
-        try:
+        with leaving_out(left, made.said):
             _compare(prompt, made)
-        except Unfit:
-            continue
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +155,8 @@ def _other_sizes(
 ) -> Iterator[dict[Any, int]]:
     """Sizes of made-up prompts that the guards of the graph allow, each length once.
 
-    What equals the length, or the rows, in the call at hand goes with it.
+    What equals the length, or else the rows, in the call at hand goes with it; inputs that mark padding must have one
+    row, or all of them.
     """
     site = prompt.sites[0]
     length, rows = expr(site.queries), expr(value(site.key).shape[0])
@@ -152,11 +168,20 @@ def _other_sizes(
     counts = [x for x in ROWS if x not in taken and x <= most_rows] + [now[rows]] if free else [0]
     for new in (x for x in lengths if x not in taken):
         for count in (x for x in counts if x != new):
+            wide = {symbol: count for symbol, number in now.items() if free and number == now[rows]}
             changed = {symbol: new for symbol, number in now.items() if symbol == length or number == now[length]}
-            sizes = {**now, **changed, **({rows: count} if free else {})}
-            if _holds(asked, sizes) and all(_allowed(node, sizes) for node in holders):
+            sizes = {**now, **wide, **changed, **({rows: count} if free else {})}
+            served = _holds(asked, sizes) and all(_allowed(node, sizes) for node in holders)
+            if served and all(
+                _marks_rows(holders[place], value(site.key).shape[0], sizes) for place in prompt.padding_inputs
+            ):
                 yield sizes
                 break
+
+
+def _marks_rows(node: fx.Node, rows: Any, sizes: dict[Any, int]) -> bool:
+    """Whether an input that marks padding has one row, or as many as the prompt."""
+    return math.prod(_number(size, sizes) for size in value(node).shape[:-1]) in (1, _number(rows, sizes))
 
 
 def _holds(asked: Sequence[Any], sizes: dict[Any, int]) -> bool:
@@ -248,9 +273,6 @@ def _compare(prompt: Prompt, call: _Call) -> None:
     end = None if last is None else made.calls[last.name]
     try:
         ours = Walk(made.gm, call.argument, visits, pair.caches).run_to(end)
-    except KVPassError:
-        raise
-    except Exception as error:
-        line = graphs.source_line(prompt.sites[0].call)
-        raise UnsupportedGraph(f"{line}: the rewritten graph does not run {call.said}: {error}") from error
+    except DoesNotRun as error:
+        pair.refuse(prompt.sites[0], f"the rewritten graph does not run: {error}")
     pair.compare_outputs(ours[: len(theirs)], theirs, ())

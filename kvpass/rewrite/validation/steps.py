@@ -23,14 +23,22 @@ from torch import Tensor
 
 from kvpass import compat, graphs
 from kvpass.capture.sites import AttentionSite, arguments
-from kvpass.errors import KVPassError, UnsupportedGraph
+from kvpass.errors import KVPassError
 from kvpass.graphs import value
 from kvpass.rewrite.validation.constants import of_lengths, smallest_table
 from kvpass.rewrite.validation.conversation import Conversation, Plan, Step
 from kvpass.rewrite.validation.kinds import last_new_kind
-from kvpass.rewrite.validation.lockstep import Lockstep, Unfit, Validation, without_side_effects
+from kvpass.rewrite.validation.lockstep import (
+    Lockstep,
+    Unfit,
+    Validation,
+    leaving_out,
+    not_made,
+    own_failures,
+    without_side_effects,
+)
 from kvpass.rewrite.validation.slots import MadeSlots
-from kvpass.rewrite.validation.walk import Visit, Walk
+from kvpass.rewrite.validation.walk import DoesNotRun, Visit, Walk
 from kvpass.storage import Rows
 
 TOKENS = 61
@@ -48,26 +56,32 @@ def validate(step: Step) -> Validation:
         UnsupportedGraph: they differ; names the first attention call that does.
     """
     began, why = time.perf_counter(), "the graph does not serve a length that fits into the slots"
+    left: list[str] = []
     with without_side_effects():
-        for plan in _first_plans(step):
-            try:
-                _compare(step, Conversation(step, plan), None)
-            except Unfit as failure:
-                why = str(failure)
-            else:
-                _try_others(step, plan)
-                return Validation(time.perf_counter() - began)
+        try:
+            for plan in _first_plans(step):
+                try:
+                    with own_failures(plan.said):
+                        _compare(step, Conversation(step, plan), None)
+                except Unfit as failure:
+                    why = str(failure)
+                else:
+                    with leaving_out(left, "on further conversations"):
+                        _try_others(step, plan, left)
+                    return Validation(time.perf_counter() - began, None, tuple(left))
+        except KVPassError:
+            raise
+        except Exception as error:
+            why = not_made("on conversations", error)
     return Validation(time.perf_counter() - began, why)
 
 
-def _try_others(step: Step, first: Plan) -> None:
-    """Run one layer of each kind on further conversations, as far as the model's own graph runs on them."""
+def _try_others(step: Step, first: Plan, left: list[str]) -> None:
+    """Run one layer of each kind on further conversations, as far as the model's own graph runs; note the others."""
     last = last_new_kind(step.canonical.graph, step.sites)
     for plan in _further_plans(step, first):
-        try:
+        with leaving_out(left, plan.said):
             _compare(step, Conversation(step, plan), last)
-        except Unfit:
-            continue
 
 
 def _first_plans(step: Step) -> Iterator[Plan]:
@@ -130,12 +144,14 @@ def _fits(step: Step, count: int) -> bool:
     """Whether a conversation of so many tokens can be made up.
 
     Where held tokens are numbered anew all must be held.  Where layers store their last tokens only, at least so many
-    that they have begun to.
+    that they have begun to.  A sparse index must choose all keys, as it does on the slots.
     """
     numbered = step.ranked or any(layout.policy.renumbers for layout in step.layouts)
     if numbered and count > _room(step):
         return False
     if count < max((window for window in step.context.windows if window is not None), default=1):
+        return False
+    if count + step.queries > step.most_keys:
         return False
     return count == step.seen or _serves(step, count)
 
@@ -147,7 +163,24 @@ def _serves(step: Step, count: int) -> bool:
     asked = compat.guarded(*(value(node) for node in graphs.placeholders(step.gm.graph)))
     known = {symbol: sympy.Integer(count) for symbol in symbols if len(symbols) == 1}
     refused = any(each.xreplace(known) == sympy.false for each in asked)
-    return not refused and all(compat.may_be(length, count) for length in lengths)
+    return not refused and all(compat.may_be(length, count) for length in lengths) and _inputs_serve(step, count)
+
+
+def _inputs_serve(step: Step, count: int) -> bool:
+    """Whether the inputs beside pasts may have the sizes that they have of so many tokens.
+
+    One that marks padding has an entry for each token; if its size is a number the graph is of one length.
+    """
+    holders, pasts = graphs.placeholders(step.gm.graph), {place for pair in step.pasts for place in pair}
+    if not all(step.sizes.grows(value(holders[place]).shape[-1]) for place in step.padding_inputs.values()):
+        return False
+    for place, (node, given) in enumerate(zip(holders, step.arguments, strict=True)):
+        if place in pasts or not (graphs.is_tensor(node) or graphs.is_size(node)):
+            continue
+        pairs = zip(value(node).shape, given.shape, strict=True) if graphs.is_tensor(node) else [(value(node), given)]
+        if not all(compat.may_be(size, now - step.seen + count) for size, now in pairs if step.sizes.grows(size)):
+            return False
+    return True
 
 
 def _past_lengths(step: Step) -> list[Any]:
@@ -163,7 +196,7 @@ def _compare(step: Step, made: Conversation, last: fx.Node | None) -> None:
         UnsupportedGraph: the graphs differ.
         Unfit: the model's own graph does not run.
     """
-    pair = Lockstep(step.gm, step.canonical, step.sites, made.argument, step.queries, made.said, last)
+    pair = Lockstep(step.gm, step.canonical, step.sites, made.argument, step.queries, made.plan.said, last)
     theirs = pair.run_model()
     pair.run_canonical(made.columns)
     if step.kv_dtype is not None and step.context.decodes:  # the new row is attended to as it is stored
@@ -201,12 +234,8 @@ def _run_rewritten(step: Step, made: Conversation, pair: Lockstep) -> list[Any]:
     try:
         end = None if pair.last is None else context.replaced[pair.last.name]
         return Walk(step.rewrite.gm, slots.flat(), visits).run_to(end)
-    except KVPassError:
-        raise
-    except Exception as error:
-        raise UnsupportedGraph(
-            f"{step.line()}: the rewritten graph does not run on a made-up conversation: {error}"
-        ) from error
+    except DoesNotRun as error:
+        pair.refuse(step.sites[0], f"the rewritten graph does not run: {error}")
 
 
 def _at_mask(

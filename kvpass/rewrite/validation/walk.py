@@ -16,6 +16,10 @@ Visit = Callable[["Walk", fx.Node, Any], Any]
 """Takes a node and its value; returns the value that the graph goes on with."""
 
 
+class DoesNotRun(Exception):
+    """A node of a graph fails; it is the graph's own failure, and not one of what looks on or of the memory's size."""
+
+
 class Walk(fx.Interpreter):
     """Runs a graph; an argument is made when the first node reads it, and dropped behind the last one.
 
@@ -58,7 +62,11 @@ class Walk(fx.Interpreter):
         return dropped
 
     def run_to(self, last: fx.Node | None = None) -> list[Any]:
-        """Run up to a node, by default to the end; returns the results that are computed by then, else None."""
+        """Run up to a node, by default to the end; returns the results that are computed by then, else None.
+
+        Raises:
+            DoesNotRun: a node fails.
+        """
         for node in self._nodes:
             if node.op not in ("placeholder", "output"):
                 value = self._run(node)
@@ -72,7 +80,12 @@ class Walk(fx.Interpreter):
 
     def _run(self, node: fx.Node) -> Any:
         args, kwargs = map_arg((node.args, node.kwargs), self.load)
-        return getattr(self, node.op)(node.target, args, kwargs)
+        try:
+            return getattr(self, node.op)(node.target, args, kwargs)
+        except (torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception as error:
+            raise DoesNotRun(f"{node.name!r} fails with {type(error).__name__}: {error}") from error
 
     def load(self, node: fx.Node) -> Any:
         """The value of a node that was computed or is an argument."""
