@@ -209,7 +209,7 @@ def chunks(caller: Caller, ids: Tensor, mask: Tensor, cache: Any, chunk: int | N
     position = (mask.cumsum(-1) - 1).clamp(min=0)[:, before:]
     for count in lengths(ids.shape[1], chunk, before == 0):
         part, upto = slice(done, done + count), before + done + count
-        given = (_growing(ids[:, part]), _growing(mask[:, :upto]), _growing(position[:, part]), cache)
+        given = (growing(ids[:, part]), growing(mask[:, :upto]), growing(position[:, part]), cache)
         out = caller(*given, keep, plain and done == 0)
         cache, done = cache_names.returned(out), done + count
         # What goes on with a cache has the slots that its prompt came to.
@@ -240,8 +240,8 @@ def lengths(tokens: int, chunk: int | None, first: bool) -> list[int]:
     return [*([rest] if rest else []), *[chunk] * count]
 
 
-def _growing(x: Tensor) -> Tensor:
-    """The tensor by itself in memory, of a length that Dynamo is told to expect any of."""
+def growing(x: Tensor) -> Tensor:
+    """Return a tensor by itself in memory, whose last dimension Dynamo traces as dynamic."""
     x = dense(x)
     if x.shape[-1] > 1:
         compat.mark_growing(x, x.ndim - 1)

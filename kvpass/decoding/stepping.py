@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvpass import cache_names, compat
-from kvpass.decoding.prefill import Caller
+from kvpass.decoding.prefill import Caller, growing
 from kvpass.decoding.sampling import Sampling
 from kvpass.errors import CacheHandleError
 from kvpass.runtime import caches, steps
@@ -138,7 +138,7 @@ class State:
         mask = torch.cat([self.mask(), (~self.done)[:, None].to(self.before.dtype)], 1)
         self.settle()
         with steps.listening() as ran:
-            out = self.loop.caller(self.ids, mask, self.position, self.cache)
+            out = self.loop.caller(self.ids, growing(mask), self.position, self.cache)
         if len(ran) != 1:
             raise CacheHandleError("the model ran its decode step in several graphs, or in none of kvpass")
         if not ran[0].repeats:

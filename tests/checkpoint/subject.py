@@ -110,9 +110,14 @@ class Subject:
     @functools.cached_property
     def eager(self) -> Any:
         """The uncompiled model with attention as separate products and softmax; the weights are shared."""
-        model = copy.deepcopy(self.plain, {id(weight): weight for weight in self.plain.parameters()})
+        model = with_the_same_weights(self.plain)
         model.set_attn_implementation("eager")
         return model
+
+
+def with_the_same_weights(model: Any) -> Any:
+    """Return a copy of a model that shares its weights, and no module."""
+    return copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
 
 
 @torch.no_grad()
