@@ -153,7 +153,7 @@ def _bias(call: dict[str, Any], queries: int, keys: int) -> Tensor | None:
 def _logits(call: dict[str, Any], query: Tensor, key: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """The logits [B, Hq, q, N] and how far each may be off."""
     given, products = _eps(query), _eps(query, call.get("scores"), call.get("weights"))
-    accumulated = min(given, torch.finfo(torch.float32).eps)
+    accumulated = _accumulated(query)
     logits = query.double() @ key.transpose(-1, -2) * call["scale"]
     norms = query.double().norm(dim=-1)[..., None] * key.norm(dim=-1)[..., None, :] * abs(call["scale"])
     error = norms * (given / math.sqrt(query.shape[-1]) + accumulated) + products * logits.abs()
@@ -186,7 +186,9 @@ def _attended(
     doubt = (2 * error.clamp(max=10)).expm1()
     squares = value.square().sum(-1)  # [B, Hq, N]
     apart = squares[..., None, :] - 2 * output @ value.transpose(-1, -2) + output.square().sum(-1)[..., None]
-    own = _eps(call["query"], call.get("weights"), call.get("output"))
+    # The rounding of a sum of N terms grows as that of a random walk.
+    summed = _accumulated(call["query"]) * math.sqrt(value.shape[2])
+    own = _eps(call["query"], call.get("weights"), call.get("output")) + summed
     rounding = SAFETY * own * (paid * squares.sqrt()[..., None, :]).sum(-1)
     sink_doubt = 0 if sink is None else (1 - paid.sum(-1)) * output.norm(dim=-1) * doubt.amax(-1)
     allowed = (paid * doubt * apart.clamp(min=0).sqrt()).sum(-1) + rounding + sink_doubt
@@ -197,6 +199,11 @@ def _attended(
     floating = call["mask"] is not None and call["mask"].is_floating_point()
     bias_eps = _eps(call["mask"]) if floating else 0.0
     return Expected(output, error, lse, lse_error + tiny, some, bias, bias_eps, value.shape[2])
+
+
+def _accumulated(tensor: Tensor) -> float:
+    """A unit in the last place of the numbers in which sums over products of a dtype are kept."""
+    return min(_eps(tensor), torch.finfo(torch.float32).eps)
 
 
 def _eps(tensor: Tensor, *dtypes: torch.dtype | None) -> float:
