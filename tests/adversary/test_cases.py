@@ -1211,7 +1211,10 @@ def test_ranks_instead_of_indices_of_any_shape(shape: str, pieces: tuple[int, ..
     """B: held tokens are numbered in each row by itself, for which an index must have a dimension."""
     model = Small(sdpa(lambda i, j, p: causal(i, j) & keys(p).bool()), rotary=shape)
     verdict = judge(Case(model, {"p": seen(padding)}, pieces, real=seen(padding)), "streaming", positions="cache")
-    assert verdict.kind == ("held" if shape in ("[1, 1, q, 1]", "[B, 1, q, 1]") else "refused"), verdict
+    # Where a row begins with a call of padding alone, the first position of its first real token is not known.
+    begins_late = shape == "[1, 1, q, 1]" and padding is LATE_START and pieces[0] == 1
+    held = shape in ("[1, 1, q, 1]", "[B, 1, q, 1]") and not begins_late
+    assert verdict.kind == ("held" if held else "refused"), verdict
 
 
 def masked_in_prompts(i: Tensor, j: Tensor, p: Tensor) -> Tensor:
