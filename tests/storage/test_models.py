@@ -82,9 +82,8 @@ def test_beams_copies_and_several_sequences_carry_their_scales(kv_dtype: KVDtype
     out = model.generate(ids, **how, return_dict_in_generate=True)
     branch = copy.deepcopy(out.past_key_values)
     token, wide = out.sequences[:, -1:], torch.nn.functional.pad(mask, (0, 6), value=1)
-    first, second = (
-        model(token, attention_mask=wide, past_key_values=past).logits for past in (out.past_key_values, branch)
-    )
+    rest = dict(attention_mask=wide, position_ids=wide.cumsum(-1)[:, -1:] - 1)
+    first, second = (model(token, past_key_values=past, **rest).logits for past in (out.past_key_values, branch))
     assert torch.equal(first, second)
     key = branch.layers[0].keys
     with_scales = key[torch.tensor([1, 0])].cache.slots
