@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 import torch.fx as fx
@@ -41,6 +42,18 @@ class Validation:
     seconds: float
     skipped: str | None = None
     left_out: tuple[str, ...] = ()
+
+
+class MadeUp(Protocol):
+    """A made-up call."""
+
+    @property
+    def said(self) -> str:
+        """The call in a message."""
+        ...
+
+
+Made = TypeVar("Made", bound=MadeUp)
 
 
 class Unfit(Exception):
@@ -286,3 +299,41 @@ def without_side_effects() -> contextlib.ExitStack:
     stack.enter_context(torch.no_grad())
     stack.enter_context(torch.random.fork_rng(devices=[]))
     return stack
+
+
+def validated(
+    calls: Iterable[Made],
+    compare: Callable[[Made], None],
+    further: Callable[[Made, list[str]], None],
+    kind: str,
+    why: str,
+) -> Validation:
+    """Compare on the first call that the model's own graph runs on, then on further ones.
+
+    Args:
+        calls: made-up calls, each made when it is asked for.
+        further: compares on further calls behind the first, and notes those that are left out.
+        kind: the name of the calls, for notes.
+        why: the reason to give if there is no call.
+
+    Raises:
+        UnsupportedGraph: the graphs differ; names the first attention call that does.
+    """
+    began, left = time.perf_counter(), list[str]()
+    with without_side_effects():
+        try:
+            for made in calls:
+                try:
+                    with own_failures(made.said):
+                        compare(made)
+                except Unfit as failure:
+                    why = str(failure)
+                else:
+                    with leaving_out(left, f"on further {kind}"):
+                        further(made, left)
+                    return Validation(time.perf_counter() - began, None, tuple(left))
+        except KVPassError:
+            raise
+        except Exception as error:
+            why = not_made(f"on {kind}", error)
+    return Validation(time.perf_counter() - began, why)

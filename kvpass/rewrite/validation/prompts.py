@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,19 +19,15 @@ from torch import Tensor
 
 from kvpass import compat, graphs
 from kvpass.capture.sites import AttentionSite
-from kvpass.errors import KVPassError
 from kvpass.graphs import expr, value
 from kvpass.rewrite.prompt import PromptRewrite
 from kvpass.rewrite.validation.constants import of_lengths, smallest_table
 from kvpass.rewrite.validation.kinds import last_new_kind
 from kvpass.rewrite.validation.lockstep import (
     Lockstep,
-    Unfit,
     Validation,
     leaving_out,
-    not_made,
-    own_failures,
-    without_side_effects,
+    validated,
 )
 from kvpass.rewrite.validation.walk import DoesNotRun, Visit, Walk, copied
 
@@ -71,25 +66,13 @@ def validate_prompt(prompt: Prompt, arguments: tuple[Any, ...]) -> Validation:
     Raises:
         UnsupportedGraph: they differ; names the first attention call that does.
     """
-    began, why = time.perf_counter(), "no call was tried"
-    left: list[str] = []
-    with without_side_effects():
-        try:
-            for made in _calls(prompt, arguments):
-                try:
-                    with own_failures(made.said):
-                        _compare(prompt, made)
-                except Unfit as failure:
-                    why = str(failure)
-                else:
-                    with leaving_out(left, "on longer prompts"):
-                        _try_longer(prompt, arguments, left)
-                    return Validation(time.perf_counter() - began, None, tuple(left))
-        except KVPassError:
-            raise
-        except Exception as error:
-            why = not_made("on prompts", error)
-    return Validation(time.perf_counter() - began, why)
+    return validated(
+        _calls(prompt, arguments),
+        lambda made: _compare(prompt, made),
+        lambda _, left: _try_longer(prompt, arguments, left),
+        "prompts",
+        "no call was tried",
+    )
 
 
 def _try_longer(prompt: Prompt, arguments: tuple[Any, ...], left: list[str]) -> None:

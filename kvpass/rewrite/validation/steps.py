@@ -12,7 +12,6 @@ A policy that changes logits (sage, buzz with `log_n`) is held against the model
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,19 +22,15 @@ from torch import Tensor
 
 from kvpass import compat, graphs
 from kvpass.capture.sites import AttentionSite, arguments
-from kvpass.errors import KVPassError
 from kvpass.graphs import value
 from kvpass.rewrite.validation.constants import of_lengths, smallest_table
 from kvpass.rewrite.validation.conversation import Conversation, Plan, Step
 from kvpass.rewrite.validation.kinds import last_new_kind
 from kvpass.rewrite.validation.lockstep import (
     Lockstep,
-    Unfit,
     Validation,
     leaving_out,
-    not_made,
-    own_failures,
-    without_side_effects,
+    validated,
 )
 from kvpass.rewrite.validation.slots import MadeSlots
 from kvpass.rewrite.validation.walk import DoesNotRun, Visit, Walk
@@ -55,25 +50,13 @@ def validate(step: Step) -> Validation:
     Raises:
         UnsupportedGraph: they differ; names the first attention call that does.
     """
-    began, why = time.perf_counter(), "the graph does not serve a length that fits into the slots"
-    left: list[str] = []
-    with without_side_effects():
-        try:
-            for plan in _first_plans(step):
-                try:
-                    with own_failures(plan.said):
-                        _compare(step, Conversation(step, plan), None)
-                except Unfit as failure:
-                    why = str(failure)
-                else:
-                    with leaving_out(left, "on further conversations"):
-                        _try_others(step, plan, left)
-                    return Validation(time.perf_counter() - began, None, tuple(left))
-        except KVPassError:
-            raise
-        except Exception as error:
-            why = not_made("on conversations", error)
-    return Validation(time.perf_counter() - began, why)
+    return validated(
+        _first_plans(step),
+        lambda plan: _compare(step, Conversation(step, plan), None),
+        lambda first, left: _try_others(step, first, left),
+        "conversations",
+        "the graph does not serve a length that fits into the slots",
+    )
 
 
 def _try_others(step: Step, first: Plan, left: list[str]) -> None:
