@@ -82,7 +82,7 @@ class Talk:
             for tensor in (slots.position, slots.index, *(slots.state[x] for x in cache.layout.policy.state())):
                 kept = torch.arange(order.shape[-1]) < live[..., None]
                 found.append(tensor.gather(-1, order).masked_fill(~kept, 0))
-            found += [slots.state[x] for x in cache.layout.policy.row_state()]
+            found += [slots.state[x] for x in cache.layout.row_state()]
         return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,12 +12,15 @@ import kvpass
 from kvpass import budget as budgets
 from kvpass import policies
 from kvpass.policies.base import Plan, by_rows
+from tests.aligners import random_aligner
 from tests.models import build, different, force, prompt
+from tests.strategies import TABLE
+from tests.traces import Traced
 
 
-def held(run: Any, row: int = 0, padding: int = 0) -> list[list[int]]:
-    """Return the positions, counted behind the padding, that a row holds in each layer after the last step."""
-    return [[place - padding for place in layer[row, 0].tolist() if place >= 0] for layer in run.held[-1]]
+def held(run: Any, row: int = 0, padding: int = 0, step: int = -1) -> list[list[int]]:
+    """Return the positions, counted behind the padding, that a row holds in each layer after a step."""
+    return [[place - padding for place in layer[row, 0].tolist() if place >= 0] for layer in run.held[step]]
 
 
 @pytest.mark.parametrize("policy", ["streaming", "h2o", "cascade", "d2o"])
@@ -42,11 +46,60 @@ def test_rows_of_different_lengths_keep_their_own_share_under_d2o(inner: str) ->
         assert held(together, row, left) == held(alone)
 
 
-@pytest.mark.parametrize("policy", ["streaming", "h2o", "tova"])
-def test_rows_of_different_shares_are_refused_by_other_policies(policy: str) -> None:
-    ids, mask = prompt(2, 20, (8, 0))
-    with pytest.raises(kvpass.BudgetError, match=r"rows of \[12, 20\] tokens would keep \[6, 10\]"):
-        force(build("Llama"), ids, mask, [20], policy=policy, budget=0.5, inner="eager")
+PADDING = (9, 0, 4)
+STEPS = [25, *[1] * 8]  # more than `every` and `refresh_interval`, and past the next sweep of buzz
+OPTIONS: list[tuple[str, dict[str, Any]]] = [
+    *((row.name, row.fixed) for row in TABLE if row.name not in ("full", "kv_align")),
+    ("buzz", {"iterate_prompt": False, "log_n": True}),
+    ("buzz", {"window": 2}),
+    ("cascade", {"order": "attend_first", "heads": "kv"}),
+    ("cascade", {"cascades": 2, "sinks": 1, "reduce": "max", "growth": "linear"}),
+    ("d2o", {"merge": "none"}),
+    ("d2o", {"calibrate": True}),
+    ("sage", {"refresh_interval": 3, "share": "private"}),
+    ("h2o", {"positions": "cache"}),
+    ("roco", {"positions": "cache"}),
+    ("cascade", {"positions": "absolute"}),
+    ("tova", {"kv_dtype": "int8"}),
+    ("kv_align", {"recipe": "direct", "every": 1}),
+    ("kv_align", {"recipe": "paper", "every": 1}),
+    ("kv_align", {"recipe": "direct", "every": 2}),
+]
+every_policy = pytest.mark.parametrize(
+    ("name", "options"), OPTIONS, ids=[f"{name}-{options}" if options else name for name, options in OPTIONS]
+)
+
+
+def settings(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Return what `kvpass.backend` takes."""
+    if name == "kv_align":
+        every = options["every"]
+        options = {"aligner": random_aligner(options["recipe"], layers=2, heads=2, dim=16, every=every), "every": every}
+    return {"policy": name, "budget": 0.5, **options}
+
+
+@every_policy
+def test_a_row_keeps_its_own_share_beside_others(
+    traced: Callable[..., Traced], name: str, options: dict[str, Any]
+) -> None:
+    """As the reference does, and as it does alone."""
+    model, (ids, mask) = traced("Llama", 3, "is fed a share"), prompt(3, sum(STEPS), PADDING)
+    chosen = settings(name, options)
+    together = force(model, ids, mask, STEPS, **chosen, inner="eager")
+    reference = force(model, ids, mask, STEPS, **chosen, inner="reference")
+    for ours, theirs in zip(together.held, reference.held, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+    real = mask.bool()
+    torch.testing.assert_close(together.logits[real], reference.logits[real], atol=1e-4, rtol=1e-4)
+    if options.get("calibrate"):
+        return  # the rows of a batch get the layer budgets of the first, which is another when a row is alone
+    for row, left in enumerate(PADDING):
+        alone = force(build("Llama"), ids[row : row + 1, left:], mask[row : row + 1, left:], [25 - left, *STEPS[1:]],
+                      **chosen, inner="eager")  # fmt: skip
+        for step, layers in enumerate(alone.held):
+            for layer, mine in enumerate(layers):
+                assert held(together, row, left, step)[layer] == [x for x in mine[0, 0].tolist() if x >= 0]
+        torch.testing.assert_close(together.logits[row, left:], alone.logits[0], atol=1e-4, rtol=1e-4)
 
 
 def test_slots_of_rows() -> None:
