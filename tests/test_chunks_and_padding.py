@@ -67,7 +67,8 @@ def test_padded_steps_change_nothing(row, data):
     sweeps = options.get("refresh_interval") or options.get("every", 1) > 1 or options.get("select_at") == "overflow"
     if row.name == "buzz" or sweeps:
         return  # they sweep when the host's count says so, and it does not know of padding
-    compare(case, [case.prompt] + [1] * data.draw(st.integers(1, 12)), 0.3, padded_steps=True)
+    limits = data.draw(st.just([]) | budgets(case))
+    compare(case, [case.prompt] + [1] * data.draw(st.integers(1, 12)), 0.3, padded_steps=True, limits=limits)
 
 
 @pytest.mark.parametrize("row", EVICTING, ids=lambda row: row.name)

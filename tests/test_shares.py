@@ -11,8 +11,10 @@ import torch
 import kvpass
 from kvpass import budget as budgets
 from kvpass import policies
-from kvpass.policies.base import Plan, by_rows
+from kvpass.policies.base import ROW_BUDGET, Plan, by_rows
+from kvpass.runtime.handle import caches_in
 from tests.aligners import random_aligner
+from tests.architectures import zoo
 from tests.models import build, different, force, prompt
 from tests.strategies import TABLE
 from tests.traces import Traced
@@ -47,7 +49,7 @@ def test_rows_of_different_lengths_keep_their_own_share_under_d2o(inner: str) ->
 
 
 PADDING = (9, 0, 4)
-STEPS = [25, *[1] * 8]  # more than `every` and `refresh_interval`, and past the next sweep of buzz
+STEPS = [25, *[1] * 5, 3, *[1] * 4]  # past what `every` and `refresh_interval` say, and past the next sweep of buzz
 OPTIONS: list[tuple[str, dict[str, Any]]] = [
     *((row.name, row.fixed) for row in TABLE if row.name not in ("full", "kv_align")),
     ("buzz", {"iterate_prompt": False, "log_n": True}),
@@ -78,6 +80,7 @@ def settings(name: str, options: dict[str, Any]) -> dict[str, Any]:
     return {"policy": name, "budget": 0.5, **options}
 
 
+@pytest.mark.few(8)
 @every_policy
 def test_a_row_keeps_its_own_share_beside_others(
     traced: Callable[..., Traced], name: str, options: dict[str, Any]
@@ -94,12 +97,107 @@ def test_a_row_keeps_its_own_share_beside_others(
     if options.get("calibrate"):
         return  # the rows of a batch get the layer budgets of the first, which is another when a row is alone
     for row, left in enumerate(PADDING):
-        alone = force(build("Llama"), ids[row : row + 1, left:], mask[row : row + 1, left:], [25 - left, *STEPS[1:]],
+        alone = force(model, ids[row : row + 1, left:], mask[row : row + 1, left:], [25 - left, *STEPS[1:]],
                       **chosen, inner="eager")  # fmt: skip
         for step, layers in enumerate(alone.held):
             for layer, mine in enumerate(layers):
                 assert held(together, row, left, step)[layer] == [x for x in mine[0, 0].tolist() if x >= 0]
         torch.testing.assert_close(together.logits[row, left:], alone.logits[0], atol=1e-4, rtol=1e-4)
+
+
+PICKED = [
+    ("h2o", {}),
+    ("buzz", {}),
+    ("cascade", {}),
+    ("d2o", {}),
+    ("sage", {"refresh_interval": 3}),
+    ("kv_align", {"recipe": "direct", "every": 2}),
+]
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(("name", "options"), PICKED, ids=[name for name, _ in PICKED])
+@torch.no_grad()
+def test_budgets_go_with_the_rows_that_are_picked(
+    traced: Callable[..., Traced], name: str, options: dict[str, Any]
+) -> None:
+    """Reordered, dropped and repeated, and other ones at the next step, as beams are."""
+    ids, mask = prompt(3, 40, PADDING)
+    position = (mask.cumsum(-1) - 1).clamp(min=0)
+    model = traced("Llama", 3, "is fed a share").under(kvpass.backend(**settings(name, options), inner="eager"))
+
+    def run(picks: dict[int, list[int]]) -> tuple[torch.Tensor, list[list[int]], list[int]]:
+        """Return the last logits, what the first layer's first heads hold, and the row that each row was."""
+        out = model(ids[:, :25].contiguous(), attention_mask=mask[:, :25].contiguous(),
+                    position_ids=position[:, :25].contiguous(), use_cache=True)  # fmt: skip
+        rows = [0, 1, 2]
+        for t in range(25, 40):
+            if t in picks:
+                out.past_key_values.reorder_cache(torch.tensor(picks[t]))
+                rows = [rows[pick] for pick in picks[t]]
+            given = (x[rows, :][:, at].contiguous() for x, at in
+                     ((ids, slice(t, t + 1)), (mask, slice(t + 1)), (position, slice(t, t + 1))))  # fmt: skip
+            new, upto, here = given
+            out = model(
+                new, attention_mask=upto, position_ids=here, past_key_values=out.past_key_values, use_cache=True
+            )
+        positions = kvpass.inspect(out.past_key_values).layers[0].positions
+        return out.logits[:, -1], positions[:, 0].tolist(), rows
+
+    straight, held_straight, _ = run({})
+    logits, positions, rows = run({27: [2, 0, 1], 28: [1, 1, 0], 30: [2, 0], 33: [1, 0, 0]})
+    torch.testing.assert_close(logits, straight[rows], atol=1e-4, rtol=1e-4)
+    assert [[x for x in each if x >= 0] for each in positions] == [
+        [x for x in held_straight[row] if x >= 0] for row in rows
+    ]
+
+
+@pytest.mark.parametrize("policy", ["h2o", "buzz", "d2o"])
+def test_budgets_are_remembered_by_row_where_they_differ_alone(policy: str) -> None:
+    """d2o always does, as layers get budgets of their own."""
+    for padding in ((6, 6), (6, 0)):
+        run = force(build("Llama"), *prompt(2, 21, padding), [20, 1], policy=policy, budget=0.5, inner="eager")
+        for cache in caches_in(run.cache):
+            assert (ROW_BUDGET in cache.slots.state) == cache.layout.row_budgets
+            assert cache.layout.row_budgets == (padding == (6, 0) or policy == "d2o")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["h2o", "buzz", "cascade"])
+def test_compiled(policy: str) -> None:
+    """Of two prompts, whose slots are an open size from the second on."""
+    runs: dict[str, list[Any]] = {}
+    for inner in ("inductor", "eager"):
+        model = Traced(build("Llama"))
+        for tokens in (25, 39):
+            ids, mask = prompt(3, tokens + sum(STEPS[1:]), PADDING)
+            run = force(model, ids, mask, [tokens, *STEPS[1:]], policy=policy, budget=0.5, inner=inner)
+            runs.setdefault(inner, []).append((run, mask.bool()))
+    for (compiled, real), (eager, _) in zip(*runs.values(), strict=True):
+        for ours, theirs in zip(compiled.held, eager.held, strict=True):
+            assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+        torch.testing.assert_close(compiled.logits[real], eager.logits[real], atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_a_window_of_the_models_own_within_the_share_of_some_rows_is_refused() -> None:
+    """Eight tokens, which a row of twelve keeps six of and a row of twenty ten."""
+    ids, mask = prompt(2, 20, (8, 0))
+    model = torch.compile(zoo.build("mistral"), backend=kvpass.backend("h2o", budget=0.5, inner="eager"))
+    with pytest.raises(kvpass.BudgetError, match=r"gives rows \[6, 10\] tokens, .* stores its last 7"):
+        model(ids, attention_mask=mask, use_cache=True)
+
+
+def test_a_share_for_an_aligner_is_no_larger_than_its_window() -> None:
+    """Positions of a long prompt too; rows are what they are alone."""
+    ids, mask = prompt(2, 90, (50, 0))
+    chosen = settings("kv_align", {"recipe": "direct", "every": 1})
+    window = chosen["aligner"].signature.window
+    assert 20 < window < 45
+    run = force(build("Llama"), ids, mask, [88, 1, 1], **chosen, inner="eager")
+    assert [len(row) for row in held(run, 0)[:1] + held(run, 1)[:1]] == [19, window]
+    alone = force(build("Llama"), ids[1:], mask[1:], [88, 1, 1], **{**chosen, "budget": window}, inner="eager")
+    torch.testing.assert_close(run.logits[1:], alone.logits, atol=1e-4, rtol=1e-4)
 
 
 def test_slots_of_rows() -> None:
