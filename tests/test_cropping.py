@@ -148,7 +148,7 @@ WAYS: list[tuple[str, dict[str, Any], tuple[int, ...]]] = [
     ("h2o", {"positions": "cache"}, ()),
     ("h2o", {"budget": 0.5}, ()),
     ("h2o", {"budget": 0.5}, (5, 0)),
-    ("cascade", {"budget": 0.6}, (5, 0)),
+    ("cascade", {"budget": 0.8, "cascades": 2, "sinks": 1}, (5, 0)),
     ("buzz", {"budget": 0.8}, (5, 0)),
 ]
 

@@ -407,7 +407,10 @@ class Policy:
         raise NotImplementedError
 
     def victim(self, tokens: Tokens) -> Tensor:
-        """The slot [B, H'] to be overwritten next: by default a free one, else that of the token worth least."""
+        """The slot [B, H'] to be overwritten next: by default a free one, else that of the token worth least.
+
+        Where rows have budgets of their own, a row that holds more than its budget has no free slot to give.
+        """
         if not self.evicts:
             return (~tokens.live).int().argmax(-1)
         worth = self.rated(tokens)
