@@ -200,6 +200,24 @@ def test_a_share_for_an_aligner_is_no_larger_than_its_window() -> None:
     torch.testing.assert_close(run.logits[1:], alone.logits, atol=1e-4, rtol=1e-4)
 
 
+def test_what_policies_compute_of_budgets_by_row_is_what_they_compute_of_numbers() -> None:
+    numbers = [*range(12, 400), 4096, 100_003]
+    by_row = torch.tensor(numbers).view(-1, 1, 1)
+    for options in ({}, {"stride": 4, "sinks": 2}, {"old_stride": 2}, {"window": 3}, {"threshold": 5}):
+        buzz = policies.resolve("buzz", options)
+        sizes = torch.stack([torch.as_tensor(x).expand_as(by_row) for x in buzz.sizes(by_row)], -1)
+        assert sizes[:, 0, 0].tolist() == [[*buzz.sizes(number)] for number in numbers]
+    for options in ({}, {"cascades": 3}, {"gamma": 0.5}):
+        cascade = policies.resolve("cascade", options)
+        decays = torch.stack([torch.as_tensor(x).expand(by_row.shape) for x in cascade._decays(by_row)], -1)
+        expected = torch.tensor([cascade._decays(number) for number in numbers])
+        torch.testing.assert_close(decays[:, 0, 0], expected, atol=0, rtol=2e-7)
+    for options in ({}, {"sinks": 1}, {"top": 2}):
+        sage = policies.resolve("sage", options)
+        split = torch.stack([torch.as_tensor(x).expand_as(by_row) for x in sage._split(by_row, 3)], -1)
+        assert split[:, 0, 0].tolist() == [[*sage._split(number, 3)] for number in numbers]
+
+
 def test_slots_of_rows() -> None:
     valid = torch.ones(3, 20, dtype=torch.bool)
     valid[1, :8] = False
