@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvpass.arguments import Condition
 from kvpass.errors import BudgetError
-from kvpass.policies.base import Policy
+from kvpass.policies.base import LATE, Policy, share_of
 
 Budget = Annotated[
     int | float | None,
@@ -33,13 +33,23 @@ def check(policy: Policy, budget: Budget) -> None:
         policy.check_budget(budget)
 
 
-def window_for(policy: Policy, budget: Budget, prompt: int) -> int:
-    """As `slots_for`, for a prompt whose length may be symbolic, and without its errors."""
+def window_for(policy: Policy, budget: Budget, prompt: int, valid: Tensor | None = None) -> int | Tensor:
+    """As `slots_for` for a policy that renumbers, for a prompt whose length may be symbolic, and without its errors.
+
+    Args:
+        valid: bool [B, S], false for padding; None if there is none.
+
+    Returns:
+        A number, or int64 [B, 1] for a share of prompts that may have padding.
+    """
     if not isinstance(budget, float):
         assert budget is not None  # policies that renumber evict
         return int(budget)
-    share = Fraction(str(budget))
-    return max(prompt * share.numerator // share.denominator, policy.minimum_budget())
+    least, most = policy.minimum_budget(), policy.last_position()
+    if valid is not None:
+        return share_of(valid.sum(-1, keepdim=True), budget).clamp(min=least, max=most)
+    share = max(share_of(prompt, budget), least)
+    return share if most == LATE else min(share, most)
 
 
 def slots_for(policy: Policy, budget: Budget, prompt: int) -> int:
@@ -62,19 +72,3 @@ def slots_of_rows(policy: Policy, budget: Budget, valid: Tensor) -> list[int]:
     rows, padded = valid.shape
     lengths = valid.sum(-1).tolist() if isinstance(budget, float) else [padded] * rows
     return [slots_for(policy, budget, length) for length in lengths]
-
-
-def slots_of_all(policy: Policy, budget: Budget, valid: Tensor) -> int:
-    """Return the tokens to keep for every row of a prompt, for a policy that gives all rows the same.
-
-    Raises:
-        BudgetError: the rows' shares differ.
-    """
-    kept = slots_of_rows(policy, budget, valid)
-    if len(set(kept)) > 1:
-        lengths = valid.sum(-1).tolist()
-        raise BudgetError(
-            f"budget={budget!r} is a share of each row, and rows of {lengths} tokens would keep {kept}, which policy "
-            f"{policy.name!r} cannot hold side by side: give a number of slots, or rows of one length"
-        )
-    return kept[0]

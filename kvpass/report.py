@@ -112,7 +112,7 @@ class LayerReport:
 
     Attributes:
         policy: what decides, with its options.
-        capacity: slots, the one for the next token included; budget: tokens kept between steps.
+        capacity: slots, the one for the next token included; budget: tokens kept between steps by the row with most.
         seen: tokens seen, padding included.
         positions: int64 [B, Hkv, n], the places of the held tokens in the (padded) sequence, sorted, -1
             after the last.

@@ -143,12 +143,12 @@ class _Layer:
             raise BudgetError(f"budget={budget}: {self.policy.name!r} cannot hold {tokens} tokens")
         return kept
 
-    def layout(self, capacity: int) -> Layout:
+    def layout(self, plan: Plan) -> Layout:
         batch, heads, _, dim = self.k.shape
         return Layout(
             policy=self.policy,
             budget=self.budget,
-            capacity=capacity,
+            capacity=plan.capacity,
             batch=batch,
             heads=heads,
             key_dim=dim,
@@ -157,6 +157,7 @@ class _Layer:
             device=self.k.device,
             ranked=self.ranked,
             kv_dtype=self.backend.kv_dtype,
+            row_budgets=plan.differs(self.budget),
         )
 
     def rotated(self, x: Tensor, position: Tensor) -> Tensor:
@@ -210,7 +211,7 @@ def _compiled(layer: _Layer) -> Trace:
     asked = Asked(q, k, None, None, True, layer.scale, None, k.shape[1], None)
     attention = asked.attention(policy, valid, layer.budget)
     plan = policy.plan([attention], valid, layer.budget)[0]
-    layout = layer.layout(plan.capacity)
+    layout = layer.layout(plan)
     slots = admit(layout, None, Chunk(stored, v, valid, attention), plan.limits(len(q)))
     clock = policy.clock((), layer.prompt, plan.budget)
     outputs, held = [output], [_positions(layout, slots)]
@@ -253,7 +254,7 @@ def _reference(layer: _Layer) -> Trace:
     factor = rule.temper(layer.prompt)
     logits = attention_logits(q * factor, k, _visible(layer), None, layer.scale)
     plan = _plan(layer, logits.softmax(-1), valid)
-    reference = ReferenceLayer(layer.layout(plan.capacity), rule, plan.limits(len(q)))
+    reference = ReferenceLayer(layer.layout(plan), rule, plan.limits(len(q)))
     reference.take(Chunk(stored, v, valid, Attention()), logits.softmax(-1), logits)
     outputs, held = [_weighted(logits.softmax(-1), v)], [reference.positions()]
     for t in range(layer.prompt, layer.q.shape[2]):

@@ -113,12 +113,13 @@ def _converse(talk: _Talk, length: int, turns: Sequence[int], tick: Tick) -> Non
 
 def _until_sweep(caches: Sequence[LayerCache]) -> int:
     """Steps until the policy sweeps; none if it never does within as many as there are slots."""
-    clocks = [(cache.layout.policy, cache.limit, clock) for cache in caches[:1] for clock in cache.clocks[:1]]
-    for policy, limit, clock in clocks:
-        for count in range(1, limit + 2):
-            due, clock = policy.tick(clock, limit)
-            if due:
-                return count
+    if not caches or not caches[0].clocks:
+        return 0
+    policy, limit, clock = caches[0].layout.policy, caches[0].limits[0], caches[0].clocks[0]
+    for count in range(1, limit + 2):
+        due, clock = policy.tick(clock, limit)
+        if due:
+            return count
     return 0
 
 

@@ -32,12 +32,20 @@ class Stretch:
 
 
 def layout_for(
-    policy: Policy, budget: int, stretch: Stretch, ranked: bool, spare: int = 0, kv_dtype: KVDtype | None = None
+    policy: Policy,
+    budget: int,
+    stretch: Stretch,
+    ranked: bool,
+    spare: int = 0,
+    kv_dtype: KVDtype | None = None,
+    limits: Sequence[int] = (),
 ) -> Layout:
+    """`limits` are the budgets of the rows, if they have their own; there are slots for each of them."""
     rows, heads, count, dim = stretch.k.shape
-    capacity = policy.capacity(budget, count) + spare
+    capacity = max(policy.capacity(each, count) for each in (budget, *limits)) + spare
     sizes = (policy, budget, capacity, rows, heads, dim, dim)
-    return Layout(*sizes, stretch.k.dtype, stretch.k.device, ranked, kv_dtype=kv_dtype)
+    rest = dict(kv_dtype=kv_dtype, row_budgets=bool(limits))
+    return Layout(*sizes, stretch.k.dtype, stretch.k.device, ranked, **rest)
 
 
 def positions_of(first: Tensor, valid: Tensor) -> Tensor:
@@ -59,7 +67,8 @@ class Lowered:
 
     def feed(self, new: Stretch) -> Tensor:
         policy, slots, ranked = self.layout.policy, self.slots, self.layout.ranked
-        budget = max(self.limits, default=self.layout.budget)
+        limits = tuple(self.limits) or (self.layout.budget,) * self.layout.batch
+        budget = torch.tensor(limits)[:, None]
         site = Site(self.scale, None, (lambda keys, rank: [self.rotate(keys.joined(), rank)]) if ranked else None)
         if slots is None:
             first = torch.zeros(len(new.q), 1, 1, dtype=torch.int64)
@@ -70,7 +79,7 @@ class Lowered:
         q, k = self.rotate(new.q, place), self.rotate(new.k, place)
         chunk = Chunk(new.k if ranked else k, new.v, new.valid, Attention())
         if slots is not None and new.valid.shape[1] == 1 and slots.capacity == self.layout.capacity:
-            ticks = [policy.tick(clock, budget) for clock in self.clocks]
+            ticks = [policy.tick(clock, limit) for clock, limit in zip(self.clocks, limits, strict=True)]
             self.clocks = [clock for _, clock in ticks]
             sweep = any(due for due, _ in ticks)
             return self.step(self.layout, site, slots, q, chunk.key, new.v, new.valid[:, 0], sweep).output
@@ -83,14 +92,16 @@ class Lowered:
             sums = []
             if policy.statistics:
                 asked = Asked(q, k, mask, None, False, self.scale, None, k.shape[1], None)
-                sums = statistics(policy, asked, new.valid, self.layout.budget)
+                scanned = budget[..., None] if self.limits else self.layout.budget
+                sums = statistics(policy, asked, new.valid, scanned)
         else:
             site = dataclasses.replace(site, mask=causal(slots, new.valid.shape[1]))
             (output, *_), sums = extend_step(self.layout, site, slots, q, k, new.v, new.valid)
         attention = as_attention(policy, sums, new.valid) if policy.statistics else Attention()
         self.slots = admit(self.layout, slots, dataclasses.replace(chunk, attention=attention), self.limits)
         counts = new.valid.sum(-1).tolist()
-        self.clocks = [policy.clock(c, n, budget) for c, n in zip(self.clocks, counts, strict=True)]
+        rows = zip(self.clocks, counts, limits, strict=True)
+        self.clocks = [policy.clock(*row) for row in rows]
         return output
 
     def positions(self) -> list[list[list[int]]]:
@@ -112,7 +123,7 @@ class Literal:
         held = layer.positions() if layer.length else torch.zeros(len(new.q), self.layout.groups, 0).long()
         live = held >= 0
         seen = torch.tensor([[[row[0].seen]] for row in layer.streams])
-        policy, budget = self.layout.policy, max(row[0].budget for row in layer.streams)
+        policy, budget = self.layout.policy, torch.tensor([[row[0].budget] for row in layer.streams])
         counted = ranked or policy.renumbers
         first = live.sum(-1)[:, :1, None] if counted else seen
         place = place_of(policy, budget, first, new.valid, not layer.length)
@@ -152,8 +163,8 @@ def causal(slots: Slots, count: int) -> Mask:
     return mask
 
 
-def place_of(policy: Policy, budget: int, first: Tensor, valid: Tensor, prompt: bool) -> Tensor:
-    """[B, 1, n]: the positions that a model gives the tokens."""
+def place_of(policy: Policy, budget: Tensor, first: Tensor, valid: Tensor, prompt: bool) -> Tensor:
+    """[B, 1, n]: the positions that a model gives the tokens; the budget is [B, 1]."""
     place = positions_of(first, valid)
     if not policy.renumbers:
         return place
@@ -162,7 +173,7 @@ def place_of(policy: Policy, budget: int, first: Tensor, valid: Tensor, prompt: 
     return place.clamp(max=policy.last_position())
 
 
-def prompt_mask(valid: Tensor, policy: Policy | None = None, budget: int = 0) -> Tensor:
+def prompt_mask(valid: Tensor, policy: Policy | None = None, budget: int | Tensor = 0) -> Tensor:
     """bool [B, 1, n, n]: causal, never to padding, and for a policy that renumbers not beyond the own window."""
     count = valid.shape[1]
     mask = torch.ones(count, count, dtype=torch.bool).tril() & valid[:, None]

@@ -10,9 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.layer import Literal, Lowered, Stretch, layout_for
-from tests.strategies import EXAMPLES, TABLE, Case, cases
+from tests.strategies import EXAMPLES, ROWS, TABLE, Case, cases, fitting
 
 EVICTING = [row for row in TABLE if row.name != "full"]
+
+
+@st.composite
+def budgets(draw, case):
+    """A budget for each row, not all of them the same, that the policy can work with."""
+    policy, most = case.policy, case.budget + 8
+    if case.name == "kv_align":
+        most = policy.trained.signature.window
+    fit = sorted({fitting(policy, draw(st.integers(ROWS[case.name].least, most))) for _ in range(case.rows)})
+    return draw(st.permutations([fit[0], *fit, *fit][: case.rows]))
 
 
 def stretches(case, lengths, holes, padded_steps):
@@ -31,7 +41,7 @@ def compare(case, lengths, holes, padded_steps=False, limits=(), spare=0, kv_dty
     if not policy.evicts:
         return
     parts = list(stretches(case, lengths, holes, padded_steps))
-    layout = layout_for(policy, case.budget, parts[0], case.positions == "cache", spare, kv_dtype)
+    layout = layout_for(policy, case.budget, parts[0], case.positions == "cache", spare, kv_dtype, limits)
     lowered, literal = Lowered(layout, theta, limits), Literal(layout, theta, limits)
     for part in parts:
         got, expected = lowered.feed(part), literal.feed(part)
@@ -57,23 +67,26 @@ def test_padded_steps_change_nothing(row, data):
     sweeps = options.get("refresh_interval") or options.get("every", 1) > 1 or options.get("select_at") == "overflow"
     if row.name == "buzz" or sweeps:
         return  # they sweep when the host's count says so, and it does not know of padding
-    compare(case, [case.prompt] + [1] * data.draw(st.integers(1, 12)), 0.3, padded_steps=True)
+    limits = data.draw(st.just([]) | budgets(case))
+    compare(case, [case.prompt] + [1] * data.draw(st.integers(1, 12)), 0.3, padded_steps=True, limits=limits)
 
 
 @pytest.mark.parametrize("row", EVICTING, ids=lambda row: row.name)
 @given(data=st.data())
 @settings(max_examples=EXAMPLES // 3)
 def test_a_row_of_a_batch_is_as_alone(row, data):
-    """A prompt with padding in other places in each row, and steps: each row as if it had its real tokens alone."""
+    """A prompt with padding in other places in each row, and steps: each row as if it had its real tokens alone.
+
+    In half of the cases rows have budgets of their own.
+    """
     case = dataclasses.replace(data.draw(cases(row, dim=8)), rows=3)
     policy = case.policy.for_layer(0, 1)
     if not policy.evicts:
         return
     prompt, *steps = stretches(case, [case.prompt, *[1] * data.draw(st.integers(1, 12))], 0.4, False)
     prompt.valid[:, -1] = True
-    limits = data.draw(st.permutations([case.budget, case.budget + 1, case.budget + 3])) if row.name == "d2o" else ()
-    spare = 3 if limits else 0
-    whole = layout_for(policy, case.budget, prompt, case.positions == "cache", spare)
+    limits = data.draw(st.just([]) | budgets(case))
+    whole = layout_for(policy, case.budget, prompt, case.positions == "cache", limits=limits)
     together = Lowered(whole, 1e4, limits)
     outputs = [together.feed(part) for part in (prompt, *steps)]
     for b in range(case.rows):
@@ -99,14 +112,15 @@ def test_a_missed_sweep_stays_within_the_slots(data):
         assert all(len(head) == len(set(head)) < layout.capacity for row in lowered.positions() for head in row)
 
 
+@pytest.mark.parametrize("row", EVICTING, ids=lambda row: row.name)
 @given(data=st.data())
-def test_rows_with_budgets_of_their_own(data):
-    """D2O gives each row of a layer its budget, in slots for the largest or more."""
-    row = next(row for row in TABLE if row.name == "d2o")
-    case = data.draw(cases(row, dim=8))
-    limits = [data.draw(st.integers(row.least, case.budget + 5)) for _ in range(case.rows)]
+def test_rows_with_budgets_of_their_own(row, data):
+    """In slots for the largest or more; prompts, steps and chunks."""
+    case = dataclasses.replace(data.draw(cases(row, dim=8)), rows=3)
     lengths = data.draw(st.lists(st.sampled_from([1, 1, 5]), max_size=12))
-    compare(case, [case.prompt, *lengths], 0.2, limits=limits, spare=5)
+    compare(
+        case, [case.prompt, *lengths], 0.2, limits=data.draw(budgets(case)), spare=data.draw(st.sampled_from([0, 5]))
+    )
 
 
 @pytest.mark.parametrize("prompt", range(5, 15))

@@ -82,7 +82,7 @@ class Talk:
             for tensor in (slots.position, slots.index, *(slots.state[x] for x in cache.layout.policy.state())):
                 kept = torch.arange(order.shape[-1]) < live[..., None]
                 found.append(tensor.gather(-1, order).masked_fill(~kept, 0))
-            found += [slots.state[x] for x in cache.layout.policy.row_state()]
+            found += [slots.state[x] for x in cache.layout.row_state()]
         return found
 
 
@@ -143,11 +143,23 @@ def test_steps_and_a_part_of_the_chunk_before_them_are_taken_back_together(model
     same(cropped, straight)
 
 
-@pytest.mark.parametrize("more", [{"kv_dtype": "int8"}, {"positions": "cache"}, {"budget": 0.5}], ids=str)
+WAYS: list[tuple[str, dict[str, Any], tuple[int, ...]]] = [
+    ("h2o", {"kv_dtype": "int8"}, ()),
+    ("h2o", {"positions": "cache"}, ()),
+    ("h2o", {"budget": 0.5}, ()),
+    ("h2o", {"budget": 0.5}, (5, 0)),
+    ("cascade", {"budget": 0.8, "cascades": 2, "sinks": 1}, (5, 0)),
+    ("buzz", {"budget": 0.8}, (5, 0)),
+]
+
+
+@pytest.mark.parametrize(("name", "more", "padding"), WAYS, ids=str)
 @pytest.mark.slow
-def test_other_ways_to_store_and_to_count(model: Traced, more: dict[str, Any]) -> None:
-    under = model.under(chosen("h2o", **more))
-    cropped, straight = Talk(under), Talk(under)
+def test_other_ways_to_store_and_to_count(
+    model: Traced, name: str, more: dict[str, Any], padding: tuple[int, ...]
+) -> None:
+    under = model.under(chosen(name, **more))
+    cropped, straight = Talk(under, padding=padding), Talk(under, padding=padding)
     for stays, goes in ((13, 3), (3, 4), (2, 0)):
         cropped.feed(stays, goes)
         cropped.crop(goes)

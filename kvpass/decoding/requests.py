@@ -582,7 +582,8 @@ def _widened(one: LayerCache, rows: int) -> LayerCache:
     keep_address(slots)
     slots.length.fill_(one.seen)
     none = one.absent.new_zeros(rows, 0)
-    fresh: dict[str, Any] = dict(absent=none, first=None, clocks=one.clocks * rows, _picked=[])
+    fresh: dict[str, Any] = dict(absent=none, first=None, _picked=[])
+    fresh |= dict(limits=one.limits * rows, clocks=one.clocks * rows)
     return dataclasses.replace(one, layout=layout, slots=slots, **fresh)
 
 
@@ -594,4 +595,5 @@ def _put(layer: LayerCache, row: int, one: LayerCache) -> None:
     index, position = layer.slots.index[row], layer.slots.position[row]
     index.copy_(torch.where(position >= 0, index + shift, index))
     layer.slots.length[row] = layer.seen
+    layer.limits = (*layer.limits[:row], *one.limits, *layer.limits[row + 1 :])
     layer.clocks = (*layer.clocks[:row], *one.clocks, *layer.clocks[row + 1 :])

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from kvpass.policies.base import Attention, Merge, Policy, State, Tokens, rank_of, rows_in_order
+from kvpass.policies.base import ROW_BUDGET, Attention, Merge, Policy, State, Tokens, rank_of, rows_in_order
 from kvpass.policies.heads import Spread
 from kvpass.precision import wide
 from kvpass.storage import Format, KVDtype, Rows, format_of
@@ -30,6 +30,7 @@ class Layout:
     Attributes:
         policy: decides what stays.
         budget: tokens kept between steps.
+        row_budgets: each row has a budget of its own, an entry of the slots' state that steps read instead.
         capacity: slots, the one for the token being written included.
         batch, heads, key_dim, value_dim: B, Hkv, D and Dv.
         dtype, device: of keys and values.
@@ -56,6 +57,7 @@ class Layout:
     spread: Spread | None = None
     crops: bool = False
     tight: bool = False
+    row_budgets: bool = False
 
     @property
     def groups(self) -> int:
@@ -72,6 +74,14 @@ class Layout:
     @property
     def value_format(self) -> Format:
         return format_of(self.kv_dtype, self.value_dim, self.dtype, keys=False)
+
+    def row_state(self) -> dict[str, int | float]:
+        """Names and first values of what is remembered for each row and head: the policy's, and the row's budget."""
+        return {**self.policy.row_state(), **({ROW_BUDGET: 0} if self.row_budgets else {})}
+
+    def budget_in(self, state: State) -> int | Tensor:
+        """Tokens kept between steps, a number or int64 [B, H', 1], for slots with that state."""
+        return state[ROW_BUDGET] if self.row_budgets else self.budget
 
     @property
     def tracks_rank(self) -> bool:
@@ -136,7 +146,8 @@ class Slots:
         """What the policy sees of the slots."""
         rank = self.rank if layout.tracks_rank else None
         seen = self.seen[:, None, None]
-        return Tokens(self.position, seen, self.state, layout.budget, self.capacity, rank, layout.spread)
+        budget = layout.budget_in(self.state)
+        return Tokens(self.position, seen, self.state, budget, self.capacity, rank, layout.spread)
 
     @property
     def capacity(self) -> int:
@@ -204,7 +215,7 @@ class Slots:
             getattr(slots, name)[..., :count] = getattr(self, name)
         for name in layout.policy.remembered():
             slots.state[name][..., :count] = self.state[name]
-        for name in layout.policy.row_state():
+        for name in layout.row_state():
             slots.state[name].copy_(self.state[name])
         slots.seen.copy_(self.seen)
         slots.length.copy_(self.length)
@@ -253,7 +264,7 @@ def first_state(layout: Layout) -> State:
     }
     rows = {
         name: torch.full((*shape, 1), first, dtype=torch.float32 if isinstance(first, float) else None, device=device)
-        for name, first in layout.policy.row_state().items()
+        for name, first in layout.row_state().items()
     }
     return {**tokens, **rows}
 
@@ -272,7 +283,8 @@ def admit(
     place if it has the layout's capacity and there is no `into`.  Runs once per prompt or turn, uncompiled.
 
     Args:
-        limits: the budget of each row, where the policy's plan gives layers or rows their own; else the layout's.
+        limits: for a prompt, the budget of each row, if it is not the layout's; slots remember them, if the layout has
+            `row_budgets`.
         into: slots of the layout's capacity to write to; `held` is left as it is then.
 
     Returns:
@@ -280,9 +292,12 @@ def admit(
     """
     limits = tuple(limits) or (layout.budget,) * layout.batch
     past = Slots.empty(_roomy(layout, chunk, min(limits))) if held is None else held
+    if held is None and layout.row_budgets:
+        past.state[ROW_BUDGET].copy_(torch.tensor(limits).view(-1, 1, 1))
     key, value = Rows.of(layout.key_format, chunk.key), Rows.of(layout.value_format, chunk.value)
     tokens, index = _candidates(layout, past, chunk.valid, key, value, held is None)
-    tokens = dataclasses.replace(tokens, budget=max(limits), limits=limits)
+    if not layout.row_budgets:
+        tokens = dataclasses.replace(tokens, budget=max(limits))
     tokens = tokens.updated(layout.policy.learned(tokens, chunk.attention))
     stays, changes = layout.policy.staying(tokens)
     tokens = tokens.updated(changes)
@@ -358,7 +373,7 @@ def _candidates(
         position=position,
         seen=(past.seen + count[:, -1])[:, None, None],
         state=state,
-        budget=layout.budget,
+        budget=layout.budget_in(state),
         held=0 if prompt else past.capacity,
         rank=rank_of(position) if policy.ranks else None,
         spread=layout.spread,
@@ -381,7 +396,7 @@ def _fill(layout: Layout, slots: Slots, tokens: Tokens, stays: Tensor, index: Te
         chosen = tokens.state[name].gather(-1, kept)
         slots.state[name].zero_()
         slots.state[name][..., :count] = chosen
-    for name in layout.policy.row_state():
+    for name in layout.row_state():
         slots.state[name].copy_(tokens.state[name])
     slots.rank.copy_((slots.position >= 0).cumsum(-1) - 1)
 

@@ -31,8 +31,10 @@ def wanted(policy: Policy) -> list[Statistic]:
     return sorted(policy.statistics)
 
 
-def room(budget: Budget) -> tuple[Any, float]:
-    """A budget as `row_scan` takes it, as operators have no unions: a number of slots, or 0 and a share."""
+def room(budget: Budget | Tensor) -> tuple[Any, float]:
+    """A budget as `row_scan` takes it, as operators have no unions: a number of slots, or 0 and a share or 0.0."""
+    if isinstance(budget, Tensor):
+        return 0, 0.0
     return (0, budget) if isinstance(budget, float) else (budget, 0.0)
 
 
@@ -75,34 +77,43 @@ class Asked:
             self, query=self.query[:, :, :count], key=self.key[:, :, :total], mask=mask, sink_logit=sink_logit
         )
 
-    def attention(self, policy: Policy, valid: Tensor, budget: Budget) -> Attention:
-        """What the queries paid; valid is bool [B, q], and the budget as users write it."""
+    def scan(self, policy: Policy, budget: Budget | Tensor) -> tuple[Any, ...]:
+        """The arguments of `row_scan` behind those that all operators begin with; see `statistics`."""
+        by_row = (budget,) if isinstance(budget, Tensor) else ()
+        return (specify(policy), *room(budget), *self.last, self.written_spread, *by_row)
+
+    def attention(self, policy: Policy, valid: Tensor, budget: Budget | Tensor) -> Attention:
+        """What the queries paid; the arguments are those of `statistics`."""
         if not policy.statistics:
             return Attention()
         made = statistics(policy, self, valid, budget)
         return as_attention(policy, made, valid, self.spread)
 
 
-def statistics(policy: Policy, asked: Asked, valid: Tensor, budget: Budget) -> list[Tensor]:
-    """The tensors that the policy asks for; valid is bool [B, q], and the budget as users write it."""
+def statistics(policy: Policy, asked: Asked, valid: Tensor, budget: Budget | Tensor) -> list[Tensor]:
+    """The tensors that the policy asks for.
+
+    Args:
+        valid: bool [B, q], false for padding.
+        budget: as users write it, or that of each row, int64 [B, H', 1].
+    """
     made: dict[Statistic, Tensor] = {}
     first = (asked.query, asked.key, asked.mask, valid, asked.causal, asked.scale)
     if not policy.statistics.isdisjoint(SUMS):
         sums = column_scores(*first, policy.observation, powers(policy), *asked.last)
         made = dict(zip(SUMS, sums, strict=True))
     if "scan" in policy.statistics:
-        made["scan"] = row_scan(*first, specify(policy), *room(budget), *asked.last, asked.written_spread)
+        made["scan"] = row_scan(*first, *asked.scan(policy, budget))
     return [made[name] for name in wanted(policy)]
 
 
 def attended_and_scored(
-    policy: Policy, asked: Asked, value: Tensor, valid: Tensor, budget: Budget
+    policy: Policy, asked: Asked, value: Tensor, valid: Tensor, budget: Budget | Tensor
 ) -> tuple[Tensor, list[Tensor]]:
     """What attention gives, and what `statistics` does, for a policy `of_all_queries`; see `scored_attention`."""
     first = (asked.query, asked.key, value, asked.mask, valid, asked.causal, asked.scale)
     if "scan" in policy.statistics:
-        scan = (specify(policy), *room(budget), *asked.last, asked.written_spread)
-        output, made = scanned_attention(*first, *scan)
+        output, made = scanned_attention(*first, *asked.scan(policy, budget))
         return output, [made]
     output, *sums = scored_attention(*first, policy.observation, powers(policy), *asked.last)
     named = dict(zip(SUMS, sums, strict=True))

@@ -18,7 +18,7 @@ from kvpass.layer.statistics import Asked, attended_and_scored, of_all_queries, 
 from kvpass.lowering.attend import LOWEST, Blank, Rotation, attend, by_kernel, capped, scores
 from kvpass.lowering.column_scores import regrouped
 from kvpass.lowering.rope import Rope
-from kvpass.policies.base import LATE, Attention, Policy, State, Tokens, rank_of
+from kvpass.policies.base import LATE, ROW_BUDGET, Attention, Policy, State, Tokens, rank_of
 from kvpass.precision import FILLED, wide
 from kvpass.storage import Rows, Sections, plain
 
@@ -240,7 +240,8 @@ def _arrived(layout: Layout, slots: Slots, new: tuple[Rows, Rows], valid: Tensor
         rank = _without(slots.rank, fresh & (slots.position >= 0)) if layout.policy.overwrites else slots.rank
         rank = torch.where(fresh, (position >= 0).sum(-1, keepdim=True) - 1, rank)
     seen = (slots.seen + valid)[:, None, None]
-    return Tokens(position, seen, state, layout.budget, layout.capacity, rank, layout.spread), index
+    budget = layout.budget_in(state)
+    return Tokens(position, seen, state, budget, layout.capacity, rank, layout.spread), index
 
 
 def _here(slot: Tensor, capacity: int) -> Tensor:
@@ -382,7 +383,8 @@ def _commit(layout: Layout, slots: Slots, tokens: Tokens, index: Tensor, victim:
     slots.seen.copy_(tokens.seen[:, 0, 0])
     slots.length.add_(1)
     for name, old in slots.state.items():
-        old.copy_(tokens.state[name])
+        if name != ROW_BUDGET:
+            old.copy_(tokens.state[name])
 
 
 def extend_step(
@@ -413,7 +415,7 @@ def extend_step(
     asked = Asked(query, keys, full, *common)
     policy_bias = policy.bias(held, query.shape[1] // layout.heads)
     if policy_bias is None and _scores_on_the_way(policy, site, query, keys, values):
-        output, made = attended_and_scored(policy, asked, values, valid, layout.budget)
+        output, made = attended_and_scored(policy, asked, values, valid, held.budget)
         return Attended(_blanked(site, slots, output, full, valid), mask, bias), [*made, *_for_crops(layout, asked)]
     seen = full
     if policy_bias is not None:
@@ -423,7 +425,7 @@ def extend_step(
     attended = Attended(_blanked(site, slots, output, full, valid), mask, bias, lse)
     if not policy.statistics:
         return attended, []
-    return attended, [*statistics(policy, asked, valid, layout.budget), *_for_crops(layout, asked)]
+    return attended, [*statistics(policy, asked, valid, held.budget), *_for_crops(layout, asked)]
 
 
 def _scores_on_the_way(policy: Policy, site: Site, query: Tensor, keys: Tensor, values: Tensor) -> bool:

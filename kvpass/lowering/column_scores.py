@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvpass import policies
-from kvpass.budget import Budget, slots_of_all
+from kvpass.budget import slots_of_rows
 from kvpass.lowering.attend import softmax_beside
 from kvpass.policies.heads import Spread
 from kvpass.precision import wide, widest
@@ -442,18 +442,21 @@ def row_scan(
     sink_logit: Tensor | None = None,
     heads: int | None = None,
     spread: str | None = None,
+    row_budgets: Tensor | None = None,
 ) -> Tensor:
     """What a policy makes of the rows, float32 [B, H', S], when it must see one query after the other.
 
     Args:
         policy: its specification, see `kvpass.policies.specify`.
-        budget, share: a number of slots, or 0 and a share of the prompt.
+        budget, share: a number of slots, or 0 and a share of each row's prompt.
         spread: where the other heads of the layer are, see `kvpass.policies.heads`, as text.
+        row_budgets: int64 [B, H', 1], the slots of each row instead.
         The others are as for `column_scores`.
     """
     query, key = _alike(query, key)
     attention = _Attention(query, key, mask, causal, scale, cap, sink_logit)
-    return _scanned(attention, valid, policy, budget or share, heads, spread)
+    slots = _slots(policy, budget or share, row_budgets, valid)
+    return _scanned(attention, valid, policy, slots, heads, spread)
 
 
 @torch.library.custom_op("kvpass::scanned_attention", mutates_args=())
@@ -472,30 +475,40 @@ def scanned_attention(
     sink_logit: Tensor | None = None,
     heads: int | None = None,
     spread: str | None = None,
+    row_budgets: Tensor | None = None,
 ) -> list[Tensor]:
     """Attention and what `row_scan` returns from the same products, on a CPU; value as for `scored_attention`."""
     attention, output = _Attention(query, key, mask, causal, scale, cap, sink_logit), _output(query, value)
     mixed = value, torch.unflatten(output, 1, (key.shape[1], -1))
-    return [output, _scanned(attention, valid, policy, budget or share, heads, spread, mixed)]
+    slots = _slots(policy, budget or share, row_budgets, valid)
+    return [output, _scanned(attention, valid, policy, slots, heads, spread, mixed)]
+
+
+def _slots(policy: str, budget: int | float, row_budgets: Tensor | None, valid: Tensor) -> list[int]:
+    """Return the slots of each row; the arguments are those of `row_scan`."""
+    if row_budgets is None:
+        return slots_of_rows(policies.specified(policy), budget, valid)
+    slots: list[int] = row_budgets[:, 0, 0].tolist()
+    return slots
 
 
 def _scanned(
     attention: _Attention,
     valid: Tensor,
     policy: str,
-    budget: Budget,
+    slots: list[int],
     heads: int | None,
     spread: str | None,
     mixed: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """What `row_scan` returns; `mixed`: the values, and the output [B, Hkv, G, q, Dv] that attention is written to."""
     chosen, count, keys = policies.specified(policy), attention.query.shape[2], attention.key.shape[2]
-    slots, made = slots_of_all(chosen, budget, valid), []
-    for part, piece in attention.pieces(whole_rows=True):
+    made = []
+    for part, piece in attention.pieces(whole_rows=True):  # of one row each
         paid = _paid(piece, SCANNED, piece.keys_before)
         paid = paid if mixed is None else _mixing(paid, *(x[part] for x in mixed))
         rows = (regrouped(each, heads).float() for _, _, each in paid)
-        made.append(chosen.scan(rows, valid[part[0]], keys - count, slots, Spread.read(spread)))
+        made.append(chosen.scan(rows, valid[part[0]], keys - count, slots[part[0].start], Spread.read(spread)))
     return torch.cat(made)
 
 
@@ -514,6 +527,7 @@ def _(
     sink_logit: Tensor | None = None,
     heads: int | None = None,
     spread: str | None = None,
+    row_budgets: Tensor | None = None,
 ) -> Tensor:
     return _empty_scan(query, key, policy, heads)
 
@@ -534,6 +548,7 @@ def _(
     sink_logit: Tensor | None = None,
     heads: int | None = None,
     spread: str | None = None,
+    row_budgets: Tensor | None = None,
 ) -> list[Tensor]:
     return [_output(query, value), _empty_scan(query, key, policy, heads)]
 

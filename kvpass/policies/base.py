@@ -35,6 +35,8 @@ Clock = tuple[int, ...]
 LATE = torch.iinfo(torch.int64).max
 GIVEN = "given"
 """What the state of a policy with `keep_prompt` calls tokens that stay."""
+ROW_BUDGET = "row_budget"
+"""What the state calls the budget of each row, int64 [B, H', 1], where rows have budgets of their own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,10 +74,8 @@ class Tokens:
         position: int64 [B, H', N], the token's place among the real tokens of its row; -1 is a free slot.
         seen: int64 [B, 1, 1], real tokens seen so far, the newest included.
         state: what the policy remembers, by name: each [B, H', N], or [B, H', 1] for its `row_state`.
-        budget: tokens to keep between steps.
+        budget: tokens to keep between steps: a number, or int64 [B, H', 1] where rows or layers have their own.
         held: how many of the N places are slots; the others are the new tokens of a prompt (held = 0) or chunk.
-        limits: at the end of a prompt, tokens to keep of each row, as planned; a policy that needs them later has them
-            in its `row_state`, which follows rows when they are picked.
         aside: tokens that stay whatever they are worth and are not among these; a number or int64 [B, H', 1].
         rank: int64 [B, H', N], the place among the live tokens, if it is kept up.
         spread: as of `Attention`.
@@ -84,11 +84,10 @@ class Tokens:
     position: Tensor
     seen: Tensor
     state: State
-    budget: int
+    budget: int | Tensor
     held: int = 0
     rank: Tensor | None = None
     spread: Spread | None = None
-    limits: tuple[int, ...] = ()
     aside: int | Tensor = 0
 
     @property
@@ -147,7 +146,7 @@ class Plan:
     """What one layer gets.
 
     Attributes:
-        budget: tokens between steps, of the row that keeps most; what `Policy.clock` and `tick` are told.
+        budget: tokens between steps, of the row that keeps most.
         capacity: slots for them.
         rows: tokens between steps of each row, if rows get different ones.
         room: slots that the layer needs for any prompt, if that depends on the prompt.
@@ -159,8 +158,12 @@ class Plan:
     room: int = 0
 
     def limits(self, rows: int) -> tuple[int, ...]:
-        """Tokens between steps of each of so many rows."""
+        """Tokens between steps of each of so many rows; what `Policy.clock` and `tick` are told of each."""
         return self.rows or (self.budget,) * rows
+
+    def differs(self, budget: int) -> bool:
+        """Whether budgets are to be remembered by row, as they may not be the one that users gave."""
+        return bool(self.rows) or self.budget != budget
 
     @property
     def with_room(self) -> Plan:
@@ -404,11 +407,18 @@ class Policy:
         raise NotImplementedError
 
     def victim(self, tokens: Tokens) -> Tensor:
-        """The slot [B, H'] to be overwritten next: by default a free one, else that of the token worth least."""
+        """The slot [B, H'] to be overwritten next: by default a free one, else that of the token worth least.
+
+        Where rows have budgets of their own, a row that holds more than its budget has no free slot to give.
+        """
         if not self.evicts:
             return (~tokens.live).int().argmax(-1)
         worth = self.rated(tokens)
-        return latest_of_least(torch.where(tokens.live, worth, lowest(worth.dtype)), tokens)
+        free: float | Tensor = lowest(worth.dtype)
+        if isinstance(tokens.budget, Tensor):  # a full row has free slots where another row's budget is larger
+            full = tokens.live.sum(-1, keepdim=True) > tokens.budget
+            free = torch.where(full, topmost(worth.dtype), free).to(worth.dtype)
+        return latest_of_least(torch.where(tokens.live, worth, free), tokens)
 
     def sweep(self, tokens: Tokens) -> tuple[Tensor, State]:
         """Who stays after a prompt or chunk, or a step with the sweep, bool [B, H', N], and what else changes.
@@ -487,6 +497,11 @@ def lowest(dtype: torch.dtype) -> float | int:
     return -torch.inf if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
+def topmost(dtype: torch.dtype) -> float | int:
+    """The greatest value of a dtype."""
+    return torch.inf if dtype.is_floating_point else torch.iinfo(dtype).max
+
+
 def latest_of_least(worth: Tensor, tokens: Tokens) -> Tensor:
     """The slot [B, H'] of least worth; of equals a free one, else the one that holds the latest token."""
     least = worth == worth.amin(-1, keepdim=True)
@@ -520,7 +535,7 @@ def _inverse(order: Tensor) -> Tensor:
     return torch.empty_like(order).scatter(-1, order, places)
 
 
-def window_starts(valid: Tensor, room: int) -> Tensor:
+def window_starts(valid: Tensor, room: int | Tensor) -> Tensor:
     """Where each token of a prompt starts to count, for policies that renumber: int64 [B, q].
 
     The last `room` real tokens of a row make one window, which nothing before it is seen from; those before
@@ -529,6 +544,7 @@ def window_starts(valid: Tensor, room: int) -> Tensor:
 
     Args:
         valid: bool [B, q], false for padding.
+        room: a number, or int64 [B, 1].
     """
     place = (valid.long().cumsum(-1) - 1).clamp(min=0)
     last = (valid.long().sum(-1, keepdim=True) - room).clamp(min=0)  # [B, 1]

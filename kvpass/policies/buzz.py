@@ -21,14 +21,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from kvpass.arguments import Natural, Positive, at_least
 from kvpass.errors import BudgetError
-from kvpass.policies.base import LATE, Attention, Clock, Policy, State, Statistic, Tokens
+from kvpass.policies.base import LATE, Attention, Clock, Count, Policy, State, Statistic, Tokens
 from kvpass.policies.buzz_hives import best_of_hives
 from kvpass.policies.buzz_sizes import OldStride, Stride, Strides, thinned_if_due, threshold_for, window_and_threshold
 
@@ -73,9 +73,11 @@ class Buzz(Policy):
         """s and s'."""
         return Strides.of(self.stride, self.old_stride)
 
-    def sizes(self, budget: int) -> tuple[int, int]:
-        """w and T."""
-        room, window, threshold = budget - self.sinks, self.window, self.threshold
+    def sizes(self, budget: Count) -> tuple[Count, Count]:
+        """w and T, numbers or as a budget of each row."""
+        room: Any = budget - self.sinks
+        window: Any = self.window
+        threshold: Any = self.threshold
         if window is None:
             split = window_and_threshold(room, self.stride, 0, self.old_stride)
             window = split[0] if threshold is None else room - threshold
@@ -124,6 +126,10 @@ class Buzz(Policy):
         """Only asked when the host has missed a sweep: the oldest goes, as with sinks and a window."""
         return torch.where(tokens.position < self.sinks, LATE, tokens.position)
 
+    def victim(self, tokens: Tokens) -> Tensor:
+        """A free slot while there is one: when a row has too many tokens its next sweep says, and not its budget."""
+        return super().victim(dataclasses.replace(tokens, budget=0))
+
     def sweep(self, tokens: Tokens) -> tuple[Tensor, State]:
         window, threshold = self.sizes(tokens.budget)
         middle = tokens.live.sum(-1, keepdim=True) - self.sinks - window  # [B, H', 1]
@@ -141,7 +147,7 @@ class Buzz(Policy):
         keeps = torch.where(due & inside, stays & (after % again == 0), tokens.live)
         return keeps, {"old": torch.where(due, (size + again - 1) // again, old)}
 
-    def _passes(self, tokens: Tokens, size: Tensor, interval: int, threshold: int) -> Tensor:
+    def _passes(self, tokens: Tokens, size: Tensor, interval: int, threshold: int | Tensor) -> Tensor:
         """The interval of all further passes together over the middle of a prompt or chunk; 1 for none."""
         again, places = torch.ones_like(size), tokens.position.shape[-1]
         if tokens.held == places or (tokens.held == 0 and not self.iterate_prompt):

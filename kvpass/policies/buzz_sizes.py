@@ -6,7 +6,10 @@ import dataclasses
 from fractions import Fraction
 from typing import Annotated
 
+from torch import Tensor
+
 from kvpass.arguments import at_least
+from kvpass.policies.base import Count
 
 # Below these a cache would grow without bound.
 Stride = Annotated[int, at_least(3)]
@@ -50,15 +53,21 @@ def threshold_for(window: int, stride: int = 5, old_stride: int | None = None) -
 
 
 def window_and_threshold(
-    budget: int, stride: int = 5, sinks: int = 4, old_stride: int | None = None
-) -> tuple[int, int]:
-    """w and T for a budget: sinks + w + T == budget, T / w as in `threshold_for` or next to it.
+    budget: Count, stride: int = 5, sinks: int = 4, old_stride: int | None = None
+) -> tuple[Count, Count]:
+    """w and T for a budget, or int64 for those of rows.
+
+    sinks + w + T == budget, and T / w is as in `threshold_for` or next to it.
 
     >>> window_and_threshold(68)
     (12, 52)
     """
-    window = max(1, round((budget - sinks) / (1 + Strides.of(stride, old_stride).ratio)))
-    return window, budget - sinks - window
+    room, parts = budget - sinks, 1 + Strides.of(stride, old_stride).ratio
+    if isinstance(room, Tensor):  # in float64, in which Python divides and rounds
+        windows = (room.double() / parts).round().long().clamp(min=1)
+        return windows, room - windows  # type: ignore[return-value]  # of what the budget is
+    window = max(1, round(room / parts))
+    return window, room - window  # type: ignore[return-value]
 
 
 def thinned(middle: int, old: int, strides: Strides) -> int:

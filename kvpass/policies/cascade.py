@@ -25,7 +25,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -99,14 +99,22 @@ class Cascade(Policy):
         assert attention.last is not None
         assert attention.queries is not None
         paid = self._reduced(attention.last[..., None, :], attention.spread)[:, :, 0]
-        decay = self._decay(tokens.budget)
-        score = decay * tokens.state["score"] + (1 - decay) * paid
+        decay, rest = self._decays(tokens.budget)
+        score = decay * tokens.state["score"] + rest * paid
         scored = (attention.queries > 0) & tokens.live & (tokens.position >= self.sinks)
         arrived = attention.queries.expand_as(tokens.state["arrived"])
         return {"score": torch.where(scored, score, tokens.state["score"]), "arrived": arrived}
 
-    def _decay(self, budget: int) -> float:
+    def _decay(self, budget: Any) -> float:
         return math.exp(-math.log(100) * self.cascades / (budget - self.sinks)) if self.gamma is None else self.gamma
+
+    def _decays(self, budget: int | Tensor) -> tuple[float | Tensor, float | Tensor]:
+        """The decay and what is left to one: numbers, or float32 [B, H', 1], which are rounded as numbers are."""
+        if self.gamma is None and isinstance(budget, Tensor):
+            decays = (-math.log(100) * self.cascades / (budget - self.sinks).double()).exp()
+            return decays.float(), (1 - decays).float()
+        decay = self._decay(budget)
+        return decay, 1 - decay
 
     def _reduced(self, rows: Tensor, spread: Spread | None) -> Tensor:
         """[B, Hkv, G, n, N] over the query heads: [B, H', n, N]."""
@@ -130,7 +138,7 @@ class Cascade(Policy):
         goes = scored & (age == leaving) & (self.overwrites | (late > 0))
         return torch.where(goes.any(-1, keepdim=True), goes, ~tokens.live).int().argmax(-1)
 
-    def _rule(self, budget: int) -> Rule:
+    def _rule(self, budget: int | Tensor) -> Rule:
         return Rule(budget - self.sinks, intervals(self.cascades, self.growth), self.eager_fill, self.select)
 
     def scan(
@@ -150,10 +158,17 @@ class Cascade(Policy):
         assert attention.queries is not None
         score = attention.scan
         if tokens.held:
-            score = score + self._decay(tokens.budget) ** attention.queries * tokens.state["score"]
+            score = score + self._decays(tokens.budget)[0] ** attention.queries * tokens.state["score"]
             number = tokens.position - self.sinks  # negative for sinks and padding
-            score = torch.where(number < 0, 0, self._rule(tokens.budget).extend(number, tokens.held, score))
+            score = torch.where(number < 0, 0, self._extended(tokens, number, score))
         return {"score": score, "arrived": torch.zeros_like(tokens.state["arrived"])}
+
+    def _extended(self, tokens: Tokens, number: Tensor, score: Tensor) -> Tensor:
+        """`Rule.extend` by the budget of each row."""
+        if not isinstance(tokens.budget, Tensor):
+            return self._rule(tokens.budget).extend(number, tokens.held, score)
+        rows = zip(tokens.budget[:, 0, 0].tolist(), torch.split(number, 1), torch.split(score, 1), strict=True)
+        return torch.cat([self._rule(budget).extend(places, tokens.held, mine) for budget, places, mine in rows])
 
     def sweep(self, tokens: Tokens) -> tuple[Tensor, State]:
         return tokens.live & (tokens.state["score"] >= 0), {}

@@ -32,13 +32,13 @@ class Rule:
     """Who makes room.
 
     Attributes:
-        size: |C|, the slots of all sub-caches.
+        size: |C|, the slots of all sub-caches; a number, but for `border` and `leaving` it may be that of each row.
         accepts: f_i for each sub-cache.
         eager: all accept as long as no more than |C| tokens came before.
         select: of two that compete the higher score stays; else the one that was there.
     """
 
-    size: int
+    size: int | Tensor
     accepts: list[int]
     eager: bool
     select: bool = True
@@ -81,12 +81,18 @@ class Rule:
             line.pop()
         line.insert(0, token)
 
+    @property
+    def slots(self) -> int:
+        """`size` as a number."""
+        assert not isinstance(self.size, Tensor)
+        return self.size
+
     def _border(self, number: int, held: int) -> int:
         """`border` of numbers."""
         if self.eager and number <= self.size:
             return held
         for i, accepts in enumerate(self.accepts):
-            start = i * self.size // len(self.accepts)
+            start = i * self.slots // len(self.accepts)
             if i and number % accepts and start < held:
                 return start
         return held
@@ -123,7 +129,7 @@ class Rule:
             number: int64 [B, H', N], negative for sinks and for places that hold no token.
         """
         by_age = torch.where(number < 0, -1, number)[..., :held].sort(dim=-1, descending=True)
-        ordered = torch.where(by_age.values < 0, -1, by_age.indices)[..., : self.size].tolist()
+        ordered = torch.where(by_age.values < 0, -1, by_age.indices)[..., : self.slots].tolist()
         lines = [[[token for token in line if token >= 0] for line in row] for row in ordered]
         scores, numbers = score.cpu().numpy(), number.tolist()
         for row, found in enumerate(lines):
@@ -134,7 +140,7 @@ class Rule:
 
     def _as_tensor(self, lines: list[list[list[int]]], like: Tensor) -> Tensor:
         """Lines as int64 [B, H', |C|], -1 after the last token."""
-        filled = [[[*line, *[-1] * (self.size - len(line))] for line in row] for row in lines]
+        filled = [[[*line, *[-1] * (self.slots - len(line))] for line in row] for row in lines]
         return torch.tensor(filled, device=like.device)
 
 

@@ -37,7 +37,6 @@ from kvpass.policies.base import (
     Statistic,
     Tokens,
     highest,
-    latest_of_least,
     share_of,
 )
 from kvpass.policies.d2o_layers import column_variances, largest_layer_budget, layer_budgets
@@ -119,35 +118,23 @@ class D2O(Policy):
         return {"score": torch.float32}
 
     def row_state(self) -> dict[str, int | float]:
-        return {"limit": 0, "threshold": UNSET}  # the budget of the row, and tau
+        return {"threshold": UNSET}  # tau
 
     def observe(self, tokens: Tokens, attention: Attention) -> State:
         assert attention.total is not None
         return {"score": tokens.state["score"] + attention.total.sum(2)}  # [B, Hkv, N]
 
-    def absorb(self, tokens: Tokens, attention: Attention) -> State:
-        changes = self.observe(tokens, attention)
-        if tokens.held:
-            return changes
-        like = tokens.state["limit"]
-        return {**changes, "limit": like.new_tensor(tokens.limits).view(-1, 1, 1).expand_as(like)}
-
-    def room(self, tokens: Tokens) -> Tensor:
-        return tokens.state["limit"] - tokens.aside
-
-    def _recent(self, budget: Tensor) -> Tensor:
+    def _recent(self, budget: int | Tensor) -> int | Tensor:
         """M, of a row's budget."""
         shared = budget - self.sinks if self.extra_sinks else budget
-        return torch.minimum(shared - share_of(shared, self.heavy), budget - self.sinks)
+        recent, most = shared - share_of(shared, self.heavy), budget - self.sinks
+        if isinstance(recent, Tensor) and isinstance(most, Tensor):
+            return torch.minimum(recent, most)
+        return min(recent, most)
 
     def worth(self, tokens: Tokens) -> Tensor:
         safe = (tokens.position < self.sinks) | tokens.newest(self._recent(self.room(tokens)))
         return torch.where(safe, torch.inf, tokens.state["score"])
-
-    def victim(self, tokens: Tokens) -> Tensor:
-        full = tokens.live.sum(-1, keepdim=True) > tokens.state["limit"]
-        free = torch.where(full, torch.inf, -torch.inf)
-        return latest_of_least(torch.where(tokens.live, self.rated(tokens), free), tokens)
 
     def sweep(self, tokens: Tokens) -> tuple[Tensor, State]:
         if self.defers and tokens.held == 0:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from kvpass.arguments import Natural, Positive
 from kvpass.errors import BudgetError
-from kvpass.policies.base import Attention, Clock, Policy, State, Statistic, Tokens, highest, require
+from kvpass.policies.base import Attention, Clock, Count, Policy, State, Statistic, Tokens, highest, require
 
 HIDDEN = torch.finfo(torch.float32).min
 MOST_GROUPS = 62
@@ -80,15 +80,24 @@ class Sage(Policy):
     def _leaves_recent(self, budget: int) -> bool:
         return self._sinks(budget) + (budget // 2 if self.top is None else self.top) < budget
 
-    def _sinks(self, budget: int) -> int:
-        return budget // 4 if self.sinks is None else self.sinks
+    def _sinks(self, budget: Count) -> Count:
+        return budget // 4 if self.sinks is None else self.sinks  # type: ignore[return-value]
 
-    def _split(self, budget: int, groups: int) -> tuple[int, int, int]:
-        return budget_split(budget, groups, self.sinks, self.top)
+    def _split(self, budget: int | Tensor, groups: int) -> tuple[int | Tensor, int | Tensor, int | Tensor]:
+        """`budget_split`; the budgets of rows have been checked by it when their prompts ended."""
+        if not isinstance(budget, Tensor):
+            return budget_split(budget, groups, self.sinks, self.top)
+        sinks, top = self._sinks(budget), budget // (2 * groups) if self.top is None else self.top
+        return sinks, top, budget - sinks - groups * top
 
-    def _fits(self, budget: int) -> int:
+    def _check_split(self, budget: int | Tensor, groups: int) -> None:
+        """Raise BudgetError when the budget of a row leaves nothing for recent tokens."""
+        for slots in set(budget.flatten().tolist()) if isinstance(budget, Tensor) else {budget}:
+            budget_split(slots, groups, self.sinks, self.top)
+
+    def _fits(self, budget: Count) -> Count:
         """The longest prompt from which nothing is selected when it ends."""
-        return budget if self.select_at == "overflow" else budget + 1
+        return budget if self.select_at == "overflow" else budget + 1  # type: ignore[return-value]
 
     def state(self) -> dict[str, torch.dtype]:
         return {"takers": torch.int64}  # how many query heads took it ("private": a bit for each); -1: all do
@@ -113,7 +122,10 @@ class Sage(Policy):
         assert attention.queries is not None
         groups, step = attention.logits.shape[2], tokens.held == tokens.position.shape[-1]
         since = tokens.state["since"] + attention.queries
-        due, recent = attention.queries > 0, torch.full_like(since, self._split(tokens.budget, groups)[2])
+        if not step:
+            self._check_split(tokens.budget, groups)
+        due, left = attention.queries > 0, self._split(tokens.budget, groups)[2]
+        recent = left.expand_as(since) if isinstance(left, Tensor) else torch.full_like(since, left)
         if step:
             overflows, again = self._due(tokens, since)
             due, recent = due & (overflows | again), torch.where(overflows, recent, self._early(recent))
@@ -137,6 +149,7 @@ class Sage(Policy):
         sinks, top, _ = self._split(tokens.budget, groups)
         candidate = (tokens.position >= sinks) & (tokens.position < tokens.seen - 1 - recent)
         position = torch.where(candidate, tokens.position, -1)[:, :, None].expand(-1, -1, groups, -1)
+        top = top[:, :, None] if isinstance(top, Tensor) else top
         took = highest(logits, position, top)  # [B, Hkv, G, N]
         if self.share != "private":
             return took.sum(2)

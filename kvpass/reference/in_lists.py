@@ -33,9 +33,9 @@ class InLists:
 
     def admitted(
         self, layout: Layout, chunk: Chunk, asked: Asked | None, site: AttentionSite, plan: Plan
-    ) -> tuple[ReferenceLayer, int, tuple[Clock, ...]]:
+    ) -> tuple[ReferenceLayer, tuple[int, ...], tuple[Clock, ...]]:
         assert asked is not None  # `asks`
-        return take_prompt(layout, chunk, asked, site, plan.limits(layout.batch)), 0, ()
+        return take_prompt(layout, chunk, asked, site, plan.limits(layout.batch)), (), ()
 
     def prepare(self, cache: Any, valid: Callable[[], Tensor]) -> None:
         cache.slots.prepare(valid())

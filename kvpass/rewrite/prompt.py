@@ -133,11 +133,11 @@ def _renumber(
     def ids_of(ids: Tensor, along: int, valid: Tensor | None) -> Tensor:
         count = ids.shape[along]
         here = valid_of(valid, count, ids.device)
-        return renumber.on_windows(ids, along, here, budgets.window_for(policy, budget, count))
+        return renumber.on_windows(ids, along, here, budgets.window_for(policy, budget, count, valid))
 
     def mask_of(mask: Tensor | None, query: Tensor, valid: Tensor | None, causal: bool) -> Tensor:
         count = query.shape[2]
-        room = budgets.window_for(policy, budget, count)
+        room = budgets.window_for(policy, budget, count, valid)
         return renumber.within_windows(mask, causal, valid_of(valid, count, query.device), room)
 
     for reader in renumber.readers(gm, sites, actual, renumber.fits_prompt):

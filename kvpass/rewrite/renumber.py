@@ -144,8 +144,8 @@ def on_held(ids: Tensor, along: int, position: Tensor, seen: Tensor, queries: in
     return _less(ids, along, shift)
 
 
-def on_windows(ids: Tensor, along: int, valid: Tensor, room: int) -> Tensor:
-    """Ids of a prompt, counted from the start of each token's window; `valid` is bool [B, q]."""
+def on_windows(ids: Tensor, along: int, valid: Tensor, room: int | Tensor) -> Tensor:
+    """Ids of a prompt, counted from the start of each token's window; valid and room are as of `window_starts`."""
     return _less(ids, along, window_starts(valid, room))
 
 
@@ -158,7 +158,7 @@ def _less(ids: Tensor, along: int, shift: Tensor) -> Tensor:
     return ids - shift.view(shape).to(ids.dtype)
 
 
-def within_windows(mask: Tensor | None, causal: bool, valid: Tensor, room: int) -> Tensor:
+def within_windows(mask: Tensor | None, causal: bool, valid: Tensor, room: int | Tensor) -> Tensor:
     """The mask of a prompt [B, Hq or 1, q, q] under which each token sees its own window only."""
     starts = window_starts(valid, room)
     same = (starts[:, :, None] == starts[:, None])[:, None]  # [B, 1, q, q]

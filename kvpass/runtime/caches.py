@@ -34,7 +34,7 @@ def make_room(cache: LayerCache, queries: int) -> None:
         )
     capacity = budgets.slots_for(layout.policy, None, cache.seen + queries)
     _grow(cache, dataclasses.replace(layout, budget=capacity, capacity=capacity))
-    cache.limit = capacity
+    cache.limits = (capacity,) * layout.batch
 
 
 def even_out(one: LayerCache, other: LayerCache) -> None:
@@ -63,7 +63,7 @@ def tick(
     known: dict[Any, list[tuple[bool, Any]]] = {}  # layers mostly count alike
     ticked = []
     for cache, rows in zip(caches, valid or [None] * len(caches), strict=True):
-        alike = (id(cache.layout.policy), cache.limit, cache.clocks, None if rows is None else tuple(rows))
+        alike = (id(cache.layout.policy), cache.limits, cache.clocks, None if rows is None else tuple(rows))
         known[alike] = known.get(alike) or _ticked(cache, rows)
         ticked.append(known[alike])
     sweep = any(due for layer in ticked for due, _ in layer)
@@ -72,9 +72,11 @@ def tick(
 
 def _ticked(cache: LayerCache, valid: Sequence[bool] | None) -> list[tuple[bool, Any]]:
     """For each row whether its sweep is due, and its clock afterwards; the reference counts by itself."""
-    tick, limit = cache.layout.policy.tick, cache.limit
-    counts = valid if valid and cache.clocks else [True] * len(cache.clocks)
-    return [tick(clock, limit) if new else (False, clock) for clock, new in zip(cache.clocks, counts, strict=True)]
+    if not cache.clocks:
+        return []
+    tick, counts = cache.layout.policy.tick, valid or [True] * len(cache.clocks)
+    rows = zip(cache.clocks, cache.limits, counts, strict=True)
+    return [tick(clock, limit) if new else (False, clock) for clock, limit, new in rows]
 
 
 def kind(caches: list[LayerCache]) -> Any:
@@ -109,11 +111,12 @@ def valid_counts(policy: Policy, valid: Tensor) -> list[int]:
 def take_in(cache: LayerCache, chunk: Chunk, into: Slots | None = None) -> None:
     """Take in a chunk; see `admit`."""
     policy, before = cache.layout.policy, cache.slots
-    cache.slots = admit(cache.layout, before, chunk, (cache.limit,) * cache.layout.batch, into)
+    cache.slots = admit(cache.layout, before, chunk, cache.limits, into)
     if cache.slots is not before:
         keep_address(cache.slots)
     counts = valid_counts(policy, chunk.valid)
-    cache.clocks = tuple(policy.clock(c, n, cache.limit) for c, n in zip(cache.clocks, counts, strict=False))
+    rows = zip(cache.clocks, counts, cache.limits, strict=False)
+    cache.clocks = tuple(policy.clock(clock, new, limit) for clock, new, limit in rows)
 
 
 def lengthened(past: Tensor, dim: int, count: int) -> Tensor:

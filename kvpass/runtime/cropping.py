@@ -43,8 +43,9 @@ class TakenChunk:
 
     @torch.no_grad()
     def take_into(self, cache: LayerCache) -> None:
-        policy, valid = cache.layout.policy, self.chunk.valid
-        paid = self.asked.attention(policy, valid, cache.layout.budget) if self.asked else Attention()
+        layout, valid = cache.layout, self.chunk.valid
+        budget = layout.budget_in(cache.slots.state)
+        paid = self.asked.attention(layout.policy, valid, budget) if self.asked else Attention()
         take_in(cache, dataclasses.replace(self.chunk, attention=paid), self.into)
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from kvpass import cache_names, compat
 from kvpass.errors import CacheHandleError
 from kvpass.layer.slots import Layout, Slots
+from kvpass.policies.base import Clock
 from kvpass.runtime import history
 from kvpass.runtime.rows import Row
 
@@ -123,7 +124,7 @@ class LayerCache:
         heads: the heads that the model believes to be stored; the layout has one in which all are joined where
             keys are computed from what is stored.
         window: how many of the last tokens the model believes to be stored, None for all.
-        limit: the layer's own budget, of the row that keeps most.
+        limits: the layer's own budget, of each row; empty with `inner="reference"`.
         clocks: what the host counts for each row, see `Policy.clock`; empty for most policies.
         broken: set while a step runs, so that one that was interrupted is noticed.
         notes: facts to report, such as an adopted prompt.
@@ -144,7 +145,7 @@ class LayerCache:
     seen: int
     heads: int
     window: int | None = None
-    limit: int = 0
+    limits: tuple[int, ...] = ()
     clocks: tuple[Any, ...] = ()
     broken: bool = False
     notes: tuple[str, ...] = ()
@@ -224,15 +225,27 @@ class LayerCache:
         if not isinstance(self.slots, Slots):
             raise CacheHandleError(f"{operation} on a cache that runs with inner='reference'")
         slots = self.slots.map(apply)
+        batch = slots.key.shape[0]
+        limits, clocks = self._counts_of(batch, apply)
         return dataclasses.replace(
             self,
-            layout=dataclasses.replace(self.layout, batch=slots.key.shape[0], device=slots.key.device),
+            layout=dataclasses.replace(self.layout, batch=batch, device=slots.key.device),
             slots=slots,
+            limits=limits,
+            clocks=clocks,
             absent=apply(self.absent),
             first=None if self.first is None else apply(self.first),
             calls=(),
             _picked=[],
         )
+
+    def _counts_of(self, batch: int, apply: Callable[[Tensor], Tensor]) -> tuple[tuple[int, ...], tuple[Clock, ...]]:
+        """The `limits` and `clocks` of picked rows; the host waits for the device only where rows differ in them."""
+        if len(set(self.limits)) <= 1 and len(set(self.clocks)) <= 1:
+            return self.limits[:1] * batch, self.clocks[:1] * batch
+        rows: list[int] = apply(torch.arange(self.layout.batch, device=self.layout.device)).tolist()
+        clocks = tuple(self.clocks[row] for row in rows) if self.clocks else ()
+        return tuple(self.limits[row] for row in rows), clocks
 
 
 class Handle(Tensor):

@@ -58,8 +58,8 @@ class Holding(Protocol):
 
     def admitted(
         self, layout: Layout, chunk: Chunk, asked: Asked | None, site: AttentionSite, plan: Plan
-    ) -> tuple[Any, int, tuple[Clock, ...]]:
-        """What holds a prompt's tokens (`LayerCache.slots`), and `limit` and `clocks`, by which the host counts."""
+    ) -> tuple[Any, tuple[int, ...], tuple[Clock, ...]]:
+        """What holds a prompt's tokens (`LayerCache.slots`), and `limits` and `clocks`, by which the host counts."""
         ...
 
     def prepare(self, cache: Any, valid: Callable[[], Tensor]) -> None:

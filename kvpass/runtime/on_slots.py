@@ -36,11 +36,12 @@ class OnSlots:
 
     def admitted(
         self, layout: Layout, chunk: Chunk, asked: Asked | None, site: AttentionSite, plan: Plan
-    ) -> tuple[Slots, int, tuple[Clock, ...]]:
-        slots = admit(layout, None, chunk, plan.limits(layout.batch))
+    ) -> tuple[Slots, tuple[int, ...], tuple[Clock, ...]]:
+        limits = plan.limits(layout.batch)
+        slots = admit(layout, None, chunk, limits)
         keep_address(slots)
         counts = valid_counts(layout.policy, chunk.valid)
-        return slots, plan.budget, tuple(layout.policy.clock((), n, plan.budget) for n in counts)
+        return slots, limits, tuple(layout.policy.clock((), *row) for row in zip(counts, limits, strict=False))
 
     def prepare(self, cache: LayerCache, valid: Callable[[], Tensor]) -> None:
         """Nothing: the graph makes room."""

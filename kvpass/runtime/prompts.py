@@ -36,8 +36,13 @@ from kvpass.runtime.sizes import measured
 ADOPTED = "adopted: the prompt ran uncompiled, so nothing is known of its attention"
 
 RENUMBERED = (
-    "a policy that renumbers tokens takes its budget before padding is known, so a budget that is a share of the "
-    "prompt is refused for rows with padding: give a number of slots, or rows of one length"
+    "a policy that renumbers tokens makes windows of a share of the prompt, from `minimum_budget` up to "
+    "`last_position`, and its `fitting_budget` gives other budgets: give a number of slots"
+)
+MIXED = (
+    "budget={budget!r} gives rows {shares} tokens, and the model has a layer that stores its last {window}: that is "
+    "within the budget of some rows, which then need no policy there, and not of others; give a number of slots, or "
+    "rows of one length"
 )
 
 
@@ -204,12 +209,18 @@ class PromptRunner:
         valid = layers[0].chunk.valid
         prompt, shares = valid.shape[1], budgets.slots_of_rows(self.backend.policy, self.backend.budget, valid)
         budget, policy = max(shares), self.backend.policy
-        if policy.renumbers and set(shares) != {budgets.slots_for(policy, self.backend.budget, prompt)}:
-            raise BudgetError(RENUMBERED)
+        if policy.renumbers and isinstance(self.backend.budget, float):
+            windows = torch.as_tensor(budgets.window_for(policy, self.backend.budget, prompt, valid))
+            if windows.flatten().tolist() != shares:
+                raise BudgetError(RENUMBERED)
+        self._check_windows(layers, shares)
         layers[:] = [_within_window(layer, budget) for layer in layers]
         plans = self._plans(layers, shares, prompt, model)
+        by_row = any(
+            plan.differs(budget) for layer, (_, plan) in zip(layers, plans, strict=True) if layer.policy is policy
+        )
         for i, plan in enumerate(plans):
-            yield self._store(i, layers[i], plan)
+            yield self._store(i, layers[i], plan, by_row)
             layers[i] = None  # type: ignore[call-overload]
 
     def _first(self, results: list[Any], arguments: tuple[Any, ...]) -> Tensor | None:
@@ -276,13 +287,17 @@ class PromptRunner:
         attention = [layer.chunk.attention for layer in layers]
         first, valid = self.backend.plans.of(model, shape), layers[0].chunk.valid
         plans = {share: self.backend.policy.plan(attention, valid, share, first) for share in sorted(set(shares))}
-        if len(plans) > 1 and not all(plan.rows for layers in plans.values() for plan in layers):
-            budgets.slots_of_all(self.backend.policy, self.backend.budget, valid)
         made = [by_rows(dict(zip(plans, each, strict=True)), shares) for each in zip(*plans.values(), strict=True)]
         if first is None:
             self.backend.plans.keep(model, shape, made)
         opens = self.backend.opens_sizes(layers[0].chunk.key.device)
         return made if opens else [plan.with_room for plan in made]
+
+    def _check_windows(self, layers: list[PromptLayer], shares: list[int]) -> None:
+        """Whether each layer that has a window of its own keeps that in all rows or in none; see `_within_window`."""
+        for window in {layer.window for layer in layers if layer.window is not None and layer.policy.evicts}:
+            if min(shares) < window <= max(shares):
+                raise BudgetError(MIXED.format(budget=self.backend.budget, shares=shares, window=window))
 
     def _check_room(self, budget: int, prompt: int) -> None:
         if not self.backend.policy.evicts and prompt > budget:
@@ -291,7 +306,7 @@ class PromptRunner:
                 f"a prompt of {prompt} exceeds its budget of {budget}"
             )
 
-    def _store(self, number: int, layer: PromptLayer, planned: tuple[int, Plan]) -> LayerCache:
+    def _store(self, number: int, layer: PromptLayer, planned: tuple[int, Plan], by_row: bool) -> LayerCache:
         budget, plan = planned
         chunk = layer.chunk
         rows, heads, count, dim = chunk.key.shape
@@ -312,14 +327,15 @@ class PromptRunner:
             spread=self.sites[number].spread,
             crops=self.backend.crop > 0,
             tight=plan.room > 0 and self.backend.opens_sizes(chunk.key.device),
+            row_budgets=by_row and layer.policy is self.backend.policy,
         )
         notes = (ADOPTED,) if self.adopts else ()
         absent = places_of(~chunk.valid)
         mine = (self.backend, next(self.backend.layers), layout)
         holding = self.backend.holding
-        slots, limit, clocks = holding.admitted(layout, chunk, layer.asked, self.sites[number], plan)
+        slots, limits, clocks = holding.admitted(layout, chunk, layer.asked, self.sites[number], plan)
         given: dict[str, Any] = dict(notes=notes, absent=absent, first=layer.first, angles=self.angles)
-        return LayerCache(*mine, slots, count, shown, layer.window, limit, clocks, **given)
+        return LayerCache(*mine, slots, count, shown, layer.window, limits, clocks, **given)
 
 
 @dataclasses.dataclass(frozen=True)
