@@ -35,7 +35,7 @@ from benchmarks import (
 )
 from benchmarks.report import Row, Target, verdicts
 from benchmarks.settings import Settings
-from kvpass.evaluation.tables import markdown
+from kvpass.apps.evaluation.tables import markdown
 
 PARTS: dict[str, ModuleType] = {
     module.__name__.rpartition(".")[2]: module

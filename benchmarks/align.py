@@ -35,9 +35,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 import kvpass
-from kvpass import align, cache_names
-from kvpass.align.signature import signature_of
-from kvpass.demo import corpus, subject
+from kvpass import cache_names
+from kvpass.apps import corpus, models
+from kvpass.policies import aligners
+from kvpass.policies.aligners.signature import signature_of
 from kvpass.policies.base import Policy
 from kvpass.policies.kv_align import KVAlign
 from kvpass.policies.streaming import Streaming
@@ -69,7 +70,7 @@ def prose() -> list[str]:
     return ["\n\n".join(text for text in dict.fromkeys(found) if len(text) > 400)]
 
 
-def tokens_of(chosen: subject.Subject, texts: list[str], settings: Settings) -> Tensor:
+def tokens_of(chosen: models.LoadedModel, texts: list[str], settings: Settings) -> Tensor:
     """int64 [rows, skip + labels + 1]."""
     return torch.tensor(corpus.documents(chosen.encode(texts), settings.rows, settings.length, chosen.bos))
 
@@ -194,16 +195,16 @@ def parsed() -> argparse.Namespace:
 def main() -> None:
     arguments = parsed()
     torch.set_num_threads(1)
-    chosen = subject.load(arguments.model)
+    chosen = models.load(arguments.model)
     model: Any = chosen.model
     settings = Settings(arguments.rows, arguments.skip, arguments.labels, arguments.turns)
     texts = prose() if arguments.text == "prose" else corpus.read(corpus.held_out_files())
     ids = tokens_of(chosen, texts, settings)
-    policies: Policies = {"window": KVAlign(align.nothing(signature_of(model, max(arguments.windows))))}
+    policies: Policies = {"window": KVAlign(aligners.nothing(signature_of(model, max(arguments.windows))))}
     if not chosen.tabled:
         policies["streaming"] = Streaming()
     for path in arguments.aligner:
-        aligner = align.load(path, model)
+        aligner = aligners.load(path, model)
         for every in [aligner.signature.every] if aligner.recipe == "paper" else arguments.every:
             policies[path.stem if every == 1 else f"{path.stem}, every {every}"] = KVAlign(aligner, every)
     about = {

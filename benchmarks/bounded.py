@@ -13,9 +13,9 @@ import kvpass
 from benchmarks.model import Conversation, tokens
 from benchmarks.timing import timed
 from kvpass import cache_names, policies
+from kvpass.cache.handle import LayerCache
 from kvpass.decoding.stepping import refreshed
 from kvpass.policies import Policy, Tokens
-from kvpass.runtime.handle import LayerCache
 
 BUDGET = 1024
 FLOOR = 8  # slots of the model that does little but read its weights
@@ -32,7 +32,7 @@ class Untended(Policy):
 
     name: ClassVar[str] = "untended"
 
-    def worth(self, tokens: Tokens) -> Tensor:
+    def score(self, tokens: Tokens) -> Tensor:
         return -tokens.position
 
     def victim(self, tokens: Tokens) -> Tensor:

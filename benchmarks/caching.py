@@ -21,8 +21,8 @@ from benchmarks.model import DTYPES
 from benchmarks.report import Row, Table, Target, under
 from benchmarks.settings import Settings
 from benchmarks.timing import Local, Plan, interleaved, medians
-from kvpass.layer.slots import Layout, Slots
-from kvpass.layer.step import Site, decode_step
+from kvpass.cache.slots import Layout, Slots
+from kvpass.cache.step import Site, decode_step
 from kvpass.policies import resolve
 
 TITLE = "One caching operation beside concatenation"

@@ -24,7 +24,7 @@ from benchmarks.model import build, tokens
 from benchmarks.report import Row, Table, Target
 from benchmarks.settings import Settings
 from kvpass import cache_names
-from kvpass.evaluation import plots
+from kvpass.apps.evaluation import plots
 
 TITLE = "Long prompts in chunks"
 WHOLE, GROWING = "whole", "chunks, growing cache"

@@ -27,15 +27,16 @@ from benchmarks.recall import planted_in
 from benchmarks.report import Row, Table, Target
 from benchmarks.settings import Settings
 from kvpass import policies
+from kvpass.apps import corpus
+from kvpass.apps.demo import job, recall
+from kvpass.apps.demo.settings import DemoSettings
+from kvpass.apps.evaluation import plots
+from kvpass.apps.evaluation.scoring import ScoringBatch, score
+from kvpass.apps.models import load, load_memory
 from kvpass.decoding.prefill import Caller
-from kvpass.demo import corpus, job, recall
-from kvpass.demo.settings import Settings as DemoSettings
-from kvpass.demo.subject import load, load_memory
 from kvpass.errors import KVPassError
-from kvpass.evaluation import plots
-from kvpass.evaluation.scoring import Batch, score
+from kvpass.lowering.formats import KVDtype
 from kvpass.policies import Policy
-from kvpass.storage import KVDtype
 
 TITLE = "Quality in the same bytes"
 PERPLEXITY, RECALL = "perplexity", "recall"
@@ -103,7 +104,7 @@ def _texts(documents: int) -> tuple[Any, Ask]:
     subject = load(None)
     encoded = subject.encode(corpus.read(corpus.held_out_files()))
     texts = corpus.documents(encoded, documents, LENGTH[PERPLEXITY], subject.bos)
-    batch = Batch.of([text[:1] for text in texts], [text[1:] for text in texts], torch.device("cpu"))
+    batch = ScoringBatch.of([text[:1] for text in texts], [text[1:] for text in texts], torch.device("cpu"))
 
     def ask(model: Any) -> list[float]:
         losses: list[float] = (-score(Caller.of(model, model), batch, CHUNK, "chunk").log_likelihoods).mean(1).tolist()

@@ -20,7 +20,7 @@ from benchmarks.report import Row, Table, Target, under
 from benchmarks.settings import Settings
 from benchmarks.step import PROMPT
 from benchmarks.timing import Local, Plan, interleaved, medians, spread
-from kvpass.evaluation import plots
+from kvpass.apps.evaluation import plots
 
 TITLE = "A policy's step beside attention with no policy"
 FLOOR, PLAIN = "8 slots, no policy (the floor)", "no policy"

@@ -20,12 +20,12 @@ from benchmarks.recall import BUDGET, by_way, outcomes
 from benchmarks.report import Row, Table, Target
 from benchmarks.settings import Settings
 from kvpass import cache_names
-from kvpass.demo import recall
-from kvpass.demo.pairs import Planted, Tongue, plant
-from kvpass.demo.recall import AT_ONCE, LATER
-from kvpass.demo.subject import Subject, load_memory
+from kvpass.apps.demo import recall
+from kvpass.apps.demo.pairs import PlantedPairs, Tongue, plant
+from kvpass.apps.demo.recall import AT_ONCE, LATER
+from kvpass.apps.evaluation.passkey import NOISE
+from kvpass.apps.models import LoadedModel, load_memory
 from kvpass.errors import KVPassError
-from kvpass.evaluation.passkey import NOISE
 
 TITLE = "Passkey retrieval"
 LENGTH, TRIALS = 1024, 8
@@ -51,7 +51,7 @@ def rows(policies: Sequence[str], trials: int = TRIALS, length: int = LENGTH, bu
     return found
 
 
-def planted_at(subject: Subject, depth: float, trials: int, length: int) -> Planted:
+def planted_at(subject: LoadedModel, depth: float, trials: int, length: int) -> PlantedPairs:
     """The same sentences again and again, with one pair in them, at a share of what is before the question."""
     sentences = torch.tensor(subject.encode([NOISE])[0])
     documents = sentences.repeat(length // len(sentences) + 1)[:length].repeat(trials, 1)
@@ -61,7 +61,7 @@ def planted_at(subject: Subject, depth: float, trials: int, length: int) -> Plan
     return plant(documents, Tongue.of(subject.tokenizer), (distance,), recall.VALUE, SEED, recall.TIMES)
 
 
-def accuracies(model: Any, planted: Sequence[Planted], tick: Any) -> dict[str, list[float]]:
+def accuracies(model: Any, planted: Sequence[PlantedPairs], tick: Any) -> dict[str, list[float]]:
     """By way of asking and depth; the texts of all depths are rows of one batch."""
     text, asked, answer = (
         torch.cat(parts)

@@ -21,11 +21,11 @@ from benchmarks import apart
 from benchmarks.report import Row, Table, Target
 from benchmarks.settings import Settings
 from kvpass import cache_names
-from kvpass.demo import corpus
-from kvpass.demo.stream import PROMPT, negative_log_likelihood
-from kvpass.demo.subject import load
-from kvpass.evaluation import plots
-from kvpass.runtime.handle import Handle
+from kvpass.apps import corpus
+from kvpass.apps.demo.stream import PROMPT, negative_log_likelihood
+from kvpass.apps.evaluation import plots
+from kvpass.apps.models import load
+from kvpass.cache.handle import Handle
 
 TITLE = "Perplexity, memory and latency against tokens"
 FULL = "full, uncompiled"

@@ -21,7 +21,7 @@ from benchmarks.model import build, tokens
 from benchmarks.report import Row, Table, Target
 from benchmarks.settings import Settings
 from benchmarks.timing import Contender, Local, Plan, interleaved
-from kvpass.evaluation import plots
+from kvpass.apps.evaluation import plots
 
 TITLE = "Prompts with and without statistics"
 PLAIN = "window"

@@ -25,10 +25,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kvpass import policies
-from kvpass.demo import corpus, stream
-from kvpass.demo.job import attempt
-from kvpass.demo.stream import perplexity
-from kvpass.demo.subject import load
+from kvpass.apps import corpus
+from kvpass.apps.demo import stream
+from kvpass.apps.demo.job import attempt
+from kvpass.apps.demo.stream import perplexity
+from kvpass.apps.models import load
 from kvpass.errors import KVPassError
 
 LEFT_OUT = ("kv_align",)  # it needs networks that were trained for the model
@@ -100,7 +101,7 @@ def measure(model: Any, tokens: Tensor, case: Case, inner: str, tick: Callable[[
     """The perplexity of documents [B, T] after their prompt, or the reason why the policy refuses."""
     slots = tokens.shape[1] if case.budget is None else case.budget
 
-    def streamed() -> stream.Run:
+    def streamed() -> stream.StreamRun:
         return stream.run(model, tokens, every=tokens.shape[1], tick=tick, prompt=case.prompt)
 
     outcome = attempt(model, policies.parse(case.policy), slots, inner, streamed)

@@ -32,12 +32,13 @@ from benchmarks.model import tokens as random_tokens
 from benchmarks.quality import LEFT_OUT
 from benchmarks.timing import Local, Plan, interleaved, medians
 from kvpass import cache_names, policies
-from kvpass.demo import corpus, stream
-from kvpass.demo.job import attempt
-from kvpass.demo.stream import perplexity
-from kvpass.demo.subject import load
+from kvpass.apps import corpus
+from kvpass.apps.demo import stream
+from kvpass.apps.demo.job import attempt
+from kvpass.apps.demo.stream import perplexity
+from kvpass.apps.models import load
 from kvpass.errors import KVPassError
-from kvpass.storage import KV_DTYPES, KVDtype, Rows, format_of, words
+from kvpass.lowering.formats import KV_DTYPES, KVDtype, Rows, format_of, words
 
 TIMES: dict[KVDtype, int] = {"int8": 2, "int4": 4}  # as many tokens in the same bytes, nearly
 KINDS: tuple[KVDtype | None, ...] = (None, *KV_DTYPES)
@@ -59,7 +60,7 @@ class Documents:
         tokens, evicts = self.tokens, policies.get(policy).evicts
         slots = policies.resolve(policy, {}).fitting_budget(budget) if evicts else tokens.shape[1]
 
-        def streamed() -> stream.Run:
+        def streamed() -> stream.StreamRun:
             return stream.run(self.model, tokens, every=tokens.shape[1], tick=int, prompt=self.prompt)
 
         with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""Recall of planted key-value pairs as a function of distance, at equal memory.
+"""RecallOutcome of planted key-value pairs as a function of distance, at equal memory.
 
 On the bundled model that has learnt to recall (`examples/train_recall.py`), with the pairs of the demo but other texts
 and other words.  `python -m benchmarks recall` prints both tables.
@@ -18,15 +18,16 @@ from benchmarks import apart, bounded
 from benchmarks.report import Row, Table, Target
 from benchmarks.settings import Settings
 from kvpass import policies
-from kvpass.demo import corpus, recall
-from kvpass.demo.job import attempt
-from kvpass.demo.pairs import Planted, Tongue
-from kvpass.demo.recall import AT_ONCE, LATER, Recall
-from kvpass.demo.subject import Subject, load_memory
+from kvpass.apps import corpus
+from kvpass.apps.demo import recall
+from kvpass.apps.demo.job import attempt
+from kvpass.apps.demo.pairs import PlantedPairs, Tongue
+from kvpass.apps.demo.recall import AT_ONCE, LATER, RecallOutcome
+from kvpass.apps.evaluation import plots
+from kvpass.apps.models import LoadedModel, load_memory
 from kvpass.errors import KVPassError
-from kvpass.evaluation import plots
 
-TITLE = "Recall of planted pairs against distance"
+TITLE = "RecallOutcome of planted pairs against distance"
 BUDGET, DOCUMENTS, LENGTH = 128, 16, 2048
 T = TypeVar("T")
 TURNS = 4  # prompts of all documents, each with another question
@@ -67,14 +68,14 @@ def outcomes(
             yield name, attempt(model, name, slots, "eager", lambda: ask(tick=bar.update))
 
 
-def planted_in(subject: Subject, documents: int, length: int) -> Planted:
+def planted_in(subject: LoadedModel, documents: int, length: int) -> PlantedPairs:
     """Held-out texts with a pair at each distance."""
     text = subject.encode(corpus.read(corpus.held_out_files()))
     tokens = torch.tensor([token for part in text for token in (subject.bos, *part)])
     return recall.planted(tokens, subject.bos, Tongue.of(subject.tokenizer), length, rows=documents, seed=SEED)
 
 
-def _rows(name: str, outcome: Recall | KVPassError) -> Iterator[Row]:
+def _rows(name: str, outcome: RecallOutcome | KVPassError) -> Iterator[Row]:
     if isinstance(outcome, KVPassError):
         yield {"policy": name, "error": str(outcome)}
         return

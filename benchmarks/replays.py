@@ -1,6 +1,6 @@
 """What a step costs without the Python that Inductor writes around its kernels, beside the same step with it.
 
-By the clock of the thread, as what is taken out is work of the processor: see `kvpass.replay`.
+By the clock of the thread, as what is taken out is work of the processor: see `kvpass.lowering.replay`.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from kvpass.evaluation.tables import cell
+from kvpass.apps.evaluation.tables import cell
 
 Row = dict[str, Any]
 

@@ -23,8 +23,8 @@ from benchmarks import apart
 from benchmarks.report import Row, Table, Target, under
 from benchmarks.settings import Settings
 from benchmarks.timing import Local, Plan, interleaved, medians
-from kvpass import compat
 from kvpass.lowering.row_products import Processor, spell_out
+from kvpass.torch_private import inductor
 
 TITLE = "Products of a few rows"
 LIBRARY, ONE, TWO, FOUR = "library", "loops", "loops over halves", "loops over quarters"
@@ -121,7 +121,7 @@ def _mixture(probabilities: Tensor, value: Tensor) -> Tensor:
 
 def compiled(function: Callable[[Tensor, Tensor], Tensor], parts: int) -> Callable[[Tensor, Tensor], Tensor]:
     """A product with so many parts of its columns in one loop, or with none by the library."""
-    spelled = compat.graph_pass(uuid.uuid4().bytes, functools.partial(spell_out, parts=parts))
+    spelled = inductor.graph_pass(uuid.uuid4().bytes, functools.partial(spell_out, parts=parts))
 
     def product(x: Tensor, matrix: Tensor) -> Tensor:
         return function(x, matrix)
@@ -168,7 +168,7 @@ def _most(cases: Sequence[Row], holds: Callable[[Row], bool]) -> int:
 
 def vectors() -> str:
     """What loops are made for on this processor."""
-    return f"{Processor.here().vectors}, dot products of {sorted(map(str, compat.dot_products())) or 'none'}"
+    return f"{Processor.here().vectors}, dot products of {sorted(map(str, inductor.dot_products())) or 'none'}"
 
 
 def targets(rows: Sequence[Row]) -> list[Target]:

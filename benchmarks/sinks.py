@@ -8,16 +8,16 @@ from __future__ import annotations
 import torch
 
 from benchmarks.report import Row
-from kvpass.demo import corpus
-from kvpass.demo.subject import Subject, load, load_memory
-from kvpass.evaluation.tables import markdown
+from kvpass.apps import corpus
+from kvpass.apps.evaluation.tables import markdown
+from kvpass.apps.models import LoadedModel, load, load_memory
 
 DOCUMENTS, LENGTH, AFTER = 4, 1024, 256
 SINKS = 4
 
 
 @torch.no_grad()
-def rows(name: str, subject: Subject) -> list[Row]:
+def rows(name: str, subject: LoadedModel) -> list[Row]:
     """The share of attention that tokens from `AFTER` on pay to the first token and to the first four, by layer."""
     texts = subject.encode(corpus.read(corpus.held_out_files()))
     documents = torch.tensor(corpus.documents(texts, DOCUMENTS, LENGTH, subject.bos))

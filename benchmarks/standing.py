@@ -17,10 +17,10 @@ from torch import Tensor
 
 from benchmarks.recall import LENGTH, planted_in
 from benchmarks.report import Row
-from kvpass.demo.pairs import Planted
-from kvpass.demo.recall import AT_ONCE, LATER
-from kvpass.demo.subject import load_memory
-from kvpass.evaluation.tables import markdown
+from kvpass.apps.demo.pairs import PlantedPairs
+from kvpass.apps.demo.recall import AT_ONCE, LATER
+from kvpass.apps.evaluation.tables import markdown
+from kvpass.apps.models import load_memory
 
 TEXTS, LAST = 2, 32
 
@@ -67,7 +67,7 @@ def _attention(model: Any, tokens: Tensor) -> tuple[Tensor, ...]:
     return layers
 
 
-def _above(scores: list[Tensor], planted: Planted, number: int) -> float:
+def _above(scores: list[Tensor], planted: PlantedPairs, number: int) -> float:
     """The mean over rows and words, for that saying of the line and that head of scores [B, Hq, T] that is best."""
     lines = torch.arange(planted.text.shape[1])[planted.places(number)].view(planted.times, -1)
     every = [_surpassing(score, words) for score in scores for words in lines[:, 2:-1]]

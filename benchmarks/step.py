@@ -24,7 +24,7 @@ from benchmarks.model import Conversation, build
 from benchmarks.report import Row, Table, Target, under
 from benchmarks.settings import Settings
 from benchmarks.timing import Contender, Local, Plan, interleaved, medians, spread
-from kvpass.evaluation import plots
+from kvpass.apps.evaluation import plots
 
 TITLE = "Step time against tokens seen"
 UNCOMPILED, STATIC, CONCATENATION = "uncompiled, DynamicCache", "torch.compile, StaticCache", "StreamingLLM, cat"

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kvpass
-from kvpass.report import ExplainReport
+from kvpass.diagnostics.report import ExplainReport
 from kvpass.rewrite.record import Record
 
 PAGE = Path(__file__).with_name("passes.md")

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from kvpass import policies
-from kvpass.demo import corpus, plots, stream
-from kvpass.demo.job import attempt
-from kvpass.demo.subject import load
+from kvpass.apps import corpus
+from kvpass.apps.demo import plots, stream
+from kvpass.apps.demo.job import attempt
+from kvpass.apps.models import load
 from kvpass.errors import KVPassError
 
 BUDGET, PROMPT, LENGTH, EVERY = 68, 128, 512, 2
@@ -28,7 +29,7 @@ def draw(model: Any, tokens: Tensor, name: str) -> None:
     policy = policies.resolve(name, dict(OPTIONS.get(name, {})))
     budget = BUDGET if policy.evicts else LENGTH
 
-    def streamed() -> stream.Run:
+    def streamed() -> stream.StreamRun:
         return stream.run(model, tokens, every=EVERY, tick=lambda: None, prompt=PROMPT)
 
     run = attempt(model, policy, budget, "eager", streamed)

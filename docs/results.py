@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import replaced
-from kvpass.evaluation.tables import markdown
+from kvpass.apps.evaluation.tables import markdown
 
 README, PICTURE = Path("README.md"), Path("docs/recall.png")
 MEBIBYTE = 2**20

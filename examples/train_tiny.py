@@ -3,7 +3,7 @@
     python examples/train_tiny.py llama     # 5M parameters, rotary positions, good up to 2,048 positions
     python examples/train_tiny.py gpt2      # 4M parameters, learned absolute positions, 512 of them
 
-The text is whatever the running Python ships (`kvpass.demo.corpus`); the held-out modules are never
+The text is whatever the running Python ships (`kvpass.apps.corpus`); the held-out modules are never
 seen.  A run can be stopped and started again: it goes on from its last checkpoint.  The weights are
 written as float16 beside `training.json`, which holds every figure that the documentation quotes.
 """
@@ -31,7 +31,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from kvpass.demo import corpus
+from kvpass.apps import corpus
 
 VOCABULARY = 2048
 END = "<|endoftext|>"

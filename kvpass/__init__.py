@@ -8,6 +8,9 @@ from kvpass.backend import Backend, backend, compile
 from kvpass.decoding.loop import DecodeLoop
 from kvpass.decoding.prefill import prefill
 from kvpass.decoding.requests import GenerationOutput, RequestStatus
+from kvpass.diagnostics.report import CacheReport, ExplainReport, explain, inspect
+from kvpass.diagnostics.simulate import Trace, simulate
+from kvpass.diagnostics.warm import warm
 from kvpass.errors import (
     BudgetError,
     CacheHandleError,
@@ -17,9 +20,6 @@ from kvpass.errors import (
     RequestError,
     UnsupportedGraph,
 )
-from kvpass.report import CacheReport, ExplainReport, explain, inspect
-from kvpass.simulate import Trace, simulate
-from kvpass.warming import warm
 
 __all__ = [
     "Backend",

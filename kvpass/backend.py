@@ -14,22 +14,26 @@ import torch
 import torch.fx as fx
 
 from kvpass import budget as budgets
-from kvpass import compat, graphs, logs, once, policies, versions
+from kvpass import policies, versions
 from kvpass.arguments import Natural, checked
-from kvpass.capture import crossing, rotary, spelled
-from kvpass.capture.caches import Found
+from kvpass.cache.handle import Handle
+from kvpass.cache.row_picking import Row, refuse
+from kvpass.capture import cross_attention, decomposed_attention, rotary
+from kvpass.capture.caches import CallReading
 from kvpass.capture.capture import Capture, capture
+from kvpass.capture.head_sharding import with_spreads
 from kvpass.capture.sites import AttentionSite
-from kvpass.capture.spread import with_spreads
 from kvpass.errors import KVPassError, PolicyError, UnreadableGraph, UnsupportedGraph
-from kvpass.findings import Recorder, SiteReport
-from kvpass.lowering import cache_key
+from kvpass.fx import shapes, walk
+from kvpass.lowering import cache_key, layer_dedup
 from kvpass.lowering.checked_lookup import check_rows
-from kvpass.lowering.counted import look_up_unchecked
-from kvpass.lowering.residual import write_out_sums
+from kvpass.lowering.formats import KVDtype
+from kvpass.lowering.fused_add import write_out_sums
+from kvpass.lowering.replay import Replayed
 from kvpass.lowering.row_products import spell_out
+from kvpass.lowering.unchecked_index import look_up_unchecked
 from kvpass.policies.base import Policy
-from kvpass.replay import Replayed
+from kvpass.rewrite import logs
 from kvpass.rewrite.call import StepCall
 from kvpass.rewrite.context import StepContext
 from kvpass.rewrite.pipeline import rewrite_step
@@ -37,15 +41,14 @@ from kvpass.rewrite.record import Record
 from kvpass.rewrite.result import StepRewrite
 from kvpass.rewrite.validation.lockstep import Validation
 from kvpass.runtime import entries
-from kvpass.runtime.guarded import compile_module, unwatch, watch_module
-from kvpass.runtime.handle import Handle
-from kvpass.runtime.holding import Holding
-from kvpass.runtime.on_slots import OnSlots
-from kvpass.runtime.ownership import Known, Plans
+from kvpass.runtime.compiled_call import compile_module, unwatch, watch_module
+from kvpass.runtime.kv_store import KVStore
+from kvpass.runtime.model_identity import PlansByModel, SeenTensors
 from kvpass.runtime.prompts import PromptRunner
-from kvpass.runtime.rows import Row, refuse
+from kvpass.runtime.recorder import Recorder, SiteReport
+from kvpass.runtime.slot_store import SlotStore
 from kvpass.runtime.steps import StepRunner
-from kvpass.storage import KVDtype
+from kvpass.torch_private import compiled_parts, dynamo, fx_nodes, inductor, symbolic_shapes
 
 Positions = Literal["absolute", "cache"]
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -75,19 +78,19 @@ class Backend:
     validate: bool = True
     kv_dtype: KVDtype | None = None
     crop: int = 0
-    once: bool = dataclasses.field(default=True, repr=False)
-    """Whether layers that are alike share the compiler's work (`kvpass.once`); off for comparisons alone."""
+    deduplicates: bool = dataclasses.field(default=True, repr=False)
+    """Whether layers that are alike share the compiler's work (`kvpass.lowering.layer_dedup`); off for comparisons alone."""
     replays: bool = dataclasses.field(default=True, repr=False)
-    """Whether steps on a CPU are repeated without their Python (`kvpass.replay`); off for comparisons alone."""
+    """Whether steps on a CPU are repeated without their Python (`kvpass.lowering.replay`); off for comparisons alone."""
     recorder: Recorder | None = dataclasses.field(default=None, compare=False, repr=False)
-    plans: Plans = dataclasses.field(default_factory=Plans, compare=False, repr=False)
-    stepped: Known = dataclasses.field(default_factory=Known, compare=False, repr=False)
+    plans: PlansByModel = dataclasses.field(default_factory=PlansByModel, compare=False, repr=False)
+    stepped: SeenTensors = dataclasses.field(default_factory=SeenTensors, compare=False, repr=False)
     """The tensors of which layers that have taken steps make their keys."""
     layers: Iterator[int] = dataclasses.field(default_factory=itertools.count, compare=False, repr=False)
     """A number for every layer's cache that is made."""
 
     def __post_init__(self) -> None:
-        compat.set_up_compilations()
+        dynamo.set_up_compilations()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Backend:
         return self  # a copied model goes on with the same plans and numbers of layers
@@ -127,15 +130,15 @@ class Backend:
         carried = any(isinstance(example, Handle) for example in examples)
         if any(isinstance(example, Row) for example in examples):
             refuse("attention")
-        copy, _ = compat.copy_graph_module(gm)  # finding attention calls adds nodes
+        copy, _ = fx_nodes.copy_graph_module(gm)  # finding attention calls adds nodes
         try:
             runner = self._runner(copy, examples)
         except UnreadableGraph as failure:
             if self.strict or carried:
                 raise
             warnings.warn(f"kvpass leaves a graph as it was, and its caches grow: {failure}", stacklevel=2)
-            runner, (copy, _) = None, compat.copy_graph_module(gm)
-        if runner is not None and compat.is_last_graph():
+            runner, (copy, _) = None, fx_nodes.copy_graph_module(gm)
+        if runner is not None and dynamo.is_last_graph():
             warnings.warn(LAST_GRAPH, stacklevel=2)
         if isinstance(runner, PromptRunner):
             runner.compile(examples)
@@ -143,9 +146,9 @@ class Backend:
 
     def _runner(self, gm: fx.GraphModule, examples: Sequence[Any]) -> PromptRunner | StepRunner | None:
         """What is to run in place of a graph, None if it stays as it is."""
-        with graphs.reading(node for node in gm.graph.nodes if spelled.is_boundary(node)):
-            if any(spelled.is_boundary(node) for node in gm.graph.nodes):
-                graphs.fix_floats(gm.graph)
+        with walk.reading(node for node in gm.graph.nodes if decomposed_attention.is_boundary(node)):
+            if any(decomposed_attention.is_boundary(node) for node in gm.graph.nodes):
+                shapes.fix_floats(gm.graph)
             carried = [isinstance(example, Handle) for example in examples]
             self._note_program("dynamo's graph", gm.graph)
             captured = capture(gm, carried)
@@ -155,7 +158,7 @@ class Backend:
             if self._left_alone(captured.refused, any(carried)) or not captured.sites:
                 return None
             self._check_inference(captured.sites, examples)
-            known = with_spreads(captured.sites, self.policy, self.holding.spreads)
+            known = with_spreads(captured.sites, self.policy, self.kv_store.spreads)
             captured = dataclasses.replace(captured, sites=known)
             if any(carried):
                 return StepRunner(self, gm, captured)
@@ -167,18 +170,20 @@ class Backend:
         self.recorder.graphs.append("prompt" if captured.sites and not carried else "step" if carried else "no cache")
         for f in captured.found:
             verdict = "rewritten" if f.reading else "refused" if f.refusal else "left alone"
-            reason = f.refusal or ("" if f.reading else crossing.DOES_NOT_GROW if f.fixed else "it updates no cache")
-            where = (len(self.recorder.graphs), graphs.module_of(f.node), graphs.source_line(f.node))
+            reason = f.refusal or (
+                "" if f.reading else cross_attention.DOES_NOT_GROW if f.fixed else "it updates no cache"
+            )
+            where = (len(self.recorder.graphs), walk.module_of(f.node), walk.source_line(f.node))
             self.recorder.sites.append(SiteReport(*where, verdict, reason))
 
-    def _left_alone(self, refused: list[Found], carried: bool) -> bool:
+    def _left_alone(self, refused: list[CallReading], carried: bool) -> bool:
         """Refuse what cannot be rewritten, or with strict=False warn and leave the whole graph as it was.
 
         A graph in which some caches grow and others do not could not be static, so there are no halves.
         """
         if not refused:
             return False
-        lines = "\n".join(f"  {graphs.source_line(f.node)}\n    {f.refusal}" for f in refused)
+        lines = "\n".join(f"  {walk.source_line(f.node)}\n    {f.refusal}" for f in refused)
         message = f"{len(refused)} cache-updating operation(s) cannot be rewritten:\n{lines}"
         if carried:
             raise UnsupportedGraph(f"{message}\nThe cache was rewritten before, so the graph cannot be left as it was.")
@@ -190,7 +195,7 @@ class Backend:
     def _check_inference(self, sites: list[AttentionSite], examples: Sequence[Any]) -> None:
         if torch.is_grad_enabled() and any(isinstance(e, torch.Tensor) and e.requires_grad for e in examples):
             raise UnsupportedGraph(
-                f"{graphs.source_line(sites[0].call)}: the graph needs gradients, and a bounded cache has none; "
+                f"{walk.source_line(sites[0].call)}: the graph needs gradients, and a bounded cache has none; "
                 "call model.eval() and decode under torch.no_grad() or torch.inference_mode(); to train, pass "
                 "use_cache=False"
             )
@@ -198,21 +203,21 @@ class Backend:
     @property
     def family(self) -> tuple[Any, ...]:
         """What two backends must share for one to go on with the other's caches."""
-        return (self.policy, self.budget, self.positions, self.kv_dtype, self.crop, self.holding)
+        return (self.policy, self.budget, self.positions, self.kv_dtype, self.crop, self.kv_store)
 
     @property
-    def holding(self) -> Holding:
+    def kv_store(self) -> KVStore:
         """What the tokens of layers are held in."""
         if self.inner != "reference":
-            return OnSlots()
-        from kvpass.reference.in_lists import InLists  # the compiled path knows nothing of references
+            return SlotStore()
+        from kvpass.runtime.reference_store import ReferenceStore  # the compiled path knows nothing of references
 
-        return InLists()
+        return ReferenceStore()
 
     @property
     def validates(self) -> bool:
         """Whether the first rewrite of a graph is validated."""
-        return self.validate and self.holding.validates
+        return self.validate and self.kv_store.validates
 
     @property
     def prefers_ranks(self) -> bool:
@@ -254,7 +259,7 @@ class Backend:
     def _absolute(self, site: AttentionSite, why: str) -> bool:
         """Stay with absolute positions, unless the user asked for others."""
         if self.positions == "cache":
-            line = graphs.source_line(site.call)
+            line = walk.source_line(site.call)
             raise UnsupportedGraph(f"{line}: positions='cache' is not possible: {why}; use positions='absolute'")
         if self.recorder is not None:
             self.recorder.notes.append(f"{why}: positions are absolute")
@@ -285,13 +290,18 @@ class Backend:
             return self._compile_inner(gm, examples, {}, _reshape_prompt, layers)
 
     def compile_step(
-        self, gm: fx.GraphModule, examples: Sequence[Any], ranked: bool, chunk: bool, sizes: compat.OpenSizes | None
+        self,
+        gm: fx.GraphModule,
+        examples: Sequence[Any],
+        ranked: bool,
+        chunk: bool,
+        sizes: symbolic_shapes.SymbolicSizes | None,
     ) -> Callable[..., Any]:
         """Compile a rewritten step graph, of which some sizes may be open."""
-        layers, alike = once.readers_of_slots(gm), sizes.alike if sizes else frozenset()
+        layers, alike = layer_dedup.readers_of_slots(gm), sizes.alike if sizes else frozenset()
         with self._spending("compiler"):
             run = self._compile_inner(gm, examples, self._for_steps(ranked), _reshape, layers, alike)
-        repeats = self.replays and self.inner == "inductor" and not chunk and compat.on_cpu(examples)
+        repeats = self.replays and self.inner == "inductor" and not chunk and compiled_parts.on_cpu(examples)
         return Replayed(run) if repeats else run
 
     @property
@@ -307,7 +317,7 @@ class Backend:
         """
         return self.inner != "inductor" or self.compiles_at_once or self.recorder is not None
 
-    def opens_sizes(self, device: torch.device) -> bool:
+    def has_dynamic_sizes(self, device: torch.device) -> bool:
         """Whether what compiles for a device can do with sizes that are no numbers; on GPUs that was not tried."""
         return self.inner in ("inductor", "eager") and device.type == "cpu"
 
@@ -316,8 +326,8 @@ class Backend:
         return self._patches(self._for_steps(ranked), _reshape, None)
 
     def _for_steps(self, ranked: bool) -> dict[str, Any]:
-        in_order = compat.KEEP_THE_ORDER if self.policy.merges else {}
-        return compat.FEWER_LAUNCHES | in_order | (compat.FUSE_INTO_REDUCTIONS if ranked else {})
+        in_order = inductor.KEEP_THE_ORDER if self.policy.merges else {}
+        return inductor.FEWER_LAUNCHES | in_order | (inductor.FUSE_INTO_REDUCTIONS if ranked else {})
 
     def rewrite(self, call: StepCall) -> tuple[StepContext, StepRewrite]:
         """Rewrite a step graph: onto slots, or onto the eager reference.
@@ -326,8 +336,8 @@ class Backend:
             UnsupportedGraph: something in it cannot be said on slots.
         """
         with self._spending("kvpass"):
-            context = StepContext(call, whole=self.holding.whole)
-            return context, rewrite_step(context, self.holding.passes, self.watch)
+            context = StepContext(call, whole=self.kv_store.whole)
+            return context, rewrite_step(context, self.kv_store.passes, self.watch)
 
     def watch(self, record: Record, graph: fx.Graph) -> None:
         """A pass has run."""
@@ -354,19 +364,21 @@ class Backend:
         if callable(self.inner):
             return self.inner(gm, examples)
         if self.inner in ("eager", "reference"):
-            return compat.code_of(gm)
+            return fx_nodes.code_of(gm)
         if self.inner != "inductor":
-            return compat.registered_backend(self.inner)(gm, examples)
-        if self.once and layers:
-            shared = once.compile_once(gm, examples, layers, lambda part: self._patches(patches, reshape, part), alike)
+            return dynamo.registered_backend(self.inner)(gm, examples)
+        if self.deduplicates and layers:
+            shared = layer_dedup.compile_deduplicated(
+                gm, examples, layers, lambda part: self._patches(patches, reshape, part), alike
+            )
             if shared is not None:
                 return shared
-        return compat.inductor(gm, examples, self._patches(patches, reshape, gm))
+        return inductor.inductor(gm, examples, self._patches(patches, reshape, gm))
 
     def _patches(self, patches: dict[str, Any], reshape: Reshape, gm: fx.GraphModule | None) -> dict[str, Any]:
-        modes = compat.inductor_mode(self.mode) if self.mode else {}
-        stamp = compat.graph_pass(reshape.__name__.encode() + cache_key.digest(gm), reshape)
-        return compat.whole_vectors() | patches | modes | dict(self.options) | {"post_grad_custom_pre_pass": stamp}
+        modes = inductor.inductor_mode(self.mode) if self.mode else {}
+        stamp = inductor.graph_pass(reshape.__name__.encode() + cache_key.digest(gm), reshape)
+        return inductor.whole_vectors() | patches | modes | dict(self.options) | {"post_grad_custom_pre_pass": stamp}
 
 
 def _reshape_prompt(graph: fx.Graph) -> None:
@@ -420,7 +432,7 @@ def backend(
         validate: run each rewritten graph once, uncompiled and on made-up conversations, beside the model's own, and
             refuse it if they differ; see `kvpass.rewrite.validation.lockstep`.
         kv_dtype: how keys and values are stored: "int8", "int4", or either with "-hadamard" behind it, see
-            `kvpass.storage`; None for the model's dtype.
+            `kvpass.lowering.formats`; None for the model's dtype.
         crop: how many of the last tokens of a cache can be taken back (`DynamicCache.crop`), as assisted decoding and
             prompt lookup do; 0 for none, which costs nothing.
         policy_options: the policy's own, by name.
@@ -445,7 +457,7 @@ def backend(
 
 def _check_enabled(strict: bool) -> None:
     """Where torch.compile is off, no backend is ever asked."""
-    if not compat.is_disabled():
+    if not dynamo.is_disabled():
         return
     message = "torch.compile is disabled (TORCH_COMPILE_DISABLE=1), so nothing bounds a cache: unset that"
     if strict:
@@ -461,9 +473,9 @@ def _check_crop(crop: int, policy: Policy) -> None:
     policies.base.require(
         not policy.renumbers, "crop", crop, f"{policy.name} numbers the tokens of a call by how many they are, {why}"
     )
-    tempered = policy.temper(torch.ones(1, 1, dtype=torch.int64)) is not None
+    with_logit_scale = policy.logit_scale(torch.ones(1, 1, dtype=torch.int64)) is not None
     policies.base.require(
-        not tempered, "crop", crop, f"{policy} weighs the tokens of a call by how many they are, {why}"
+        not with_logit_scale, "crop", crop, f"{policy} weighs the tokens of a call by how many they are, {why}"
     )
 
 
@@ -473,11 +485,11 @@ def _check_settings(inner: Inner, mode: str | None, options: dict[str, Any] | No
         policies.base.require(inner in known, "inner", inner, f"is one of {', '.join(known)}")
     if mode is not None:
         try:
-            compat.inductor_mode(mode)
+            inductor.inductor_mode(mode)
         except (RuntimeError, KeyError) as error:
             raise PolicyError(f"mode={mode!r}: {error}") from error
     for name in options or {}:
-        policies.base.require(name in compat.inductor_options(), "options", name, "is no setting of Inductor's")
+        policies.base.require(name in inductor.inductor_options(), "options", name, "is no setting of Inductor's")
 
 
 @checked
@@ -497,10 +509,10 @@ def compile(model: M, policy: str | Policy = "full", **settings: Any) -> M:
 def compile_in_place(model: torch.nn.Module, chosen: Compile, strict: bool) -> None:
     """Compile what users of a model call with a backend, of kvpass or around one."""
     unwatch(model)
-    compiled = entries.compiled(model)
+    compiled = entries.set_up_compiled(model)
     for called in compiled:
         compile_module(called, chosen, strict)
-    for inner in entries.watched(model, compiled) if strict else ():
+    for inner in entries.set_up_watched(model, compiled) if strict else ():
         watch_module(inner, model)
 
 

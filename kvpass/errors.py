@@ -19,7 +19,7 @@ class UnsupportedGraph(KVPassError):
     """An attention call whose cache update cannot be rewritten; names the line and the reason."""
 
 
-class SpreadError(UnsupportedGraph):
+class ShardingError(UnsupportedGraph):
     """Heads that are spread over processes in a way in which a policy would choose otherwise than in one process."""
 
 

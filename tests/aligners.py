@@ -6,8 +6,8 @@ import functools
 
 import torch
 
-from kvpass.align import Aligner, Signature, nothing
-from kvpass.align.networks import DirectNetwork, PaperNetwork
+from kvpass.policies.aligners import Aligner, Signature, nothing
+from kvpass.policies.aligners.networks import DirectNetwork, PaperNetwork
 
 
 @functools.cache

@@ -59,8 +59,8 @@ def by_test(items: Iterable[pytest.Item]) -> list[list[pytest.Item]]:
 
 def wanted(cases: list[pytest.Item]) -> int:
     """How many cases of a slow test `--some` runs; `some` says it, if it has that mark."""
-    asked = cases[0].get_closest_marker("some")
-    return asked.args[0] if asked else math.ceil(len(cases) / EVERY)
+    spec = cases[0].get_closest_marker("some")
+    return spec.args[0] if spec else math.ceil(len(cases) / EVERY)
 
 
 def spread(cases: list[pytest.Item], count: int) -> list[pytest.Item]:

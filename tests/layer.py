@@ -8,15 +8,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from kvpass.layer.slots import Chunk, Layout, Slots, admit
-from kvpass.layer.statistics import Asked, as_attention, statistics
-from kvpass.layer.step import Mask, Site, decode_step, extend_step, tempered
+from kvpass.cache.slots import Chunk, Layout, Slots, admit
+from kvpass.cache.statistics import StatisticsSpec, as_attention, statistics
+from kvpass.cache.step import Mask, Site, decode_step, extend_step, with_logit_scale
+from kvpass.diagnostics.simulate import rotary
+from kvpass.lowering.formats import KVDtype
 from kvpass.policies import Policy
 from kvpass.policies.base import Attention, window_starts
 from kvpass.reference import ReferenceLayer, reference_of
 from kvpass.reference.base import attention_logits
-from kvpass.simulate import rotary
-from kvpass.storage import KVDtype
 
 Step = Callable[..., Tensor]
 
@@ -81,19 +81,19 @@ class Lowered:
         if slots is not None and new.valid.shape[1] == 1 and slots.capacity == self.layout.capacity:
             ticks = [policy.tick(clock, limit) for clock, limit in zip(self.clocks, limits, strict=True)]
             self.clocks = [clock for _, clock in ticks]
-            sweep = any(due for due, _ in ticks)
-            return self.step(self.layout, site, slots, q, chunk.key, new.v, new.valid[:, 0], sweep).output
+            compact = any(due for due, _ in ticks)
+            return self.step(self.layout, site, slots, q, chunk.key, new.v, new.valid[:, 0], compact).output
         if slots is None:
-            q = tempered(policy, q, new.valid.sum(-1, keepdim=True))
+            q = with_logit_scale(policy, q, new.valid.sum(-1, keepdim=True))
             mask = prompt_mask(new.valid, policy, budget)
             output = torch.nn.functional.scaled_dot_product_attention(
                 q, k, new.v, attn_mask=mask, scale=self.scale, enable_gqa=True
             )
             sums = []
             if policy.statistics:
-                asked = Asked(q, k, mask, None, False, self.scale, None, k.shape[1], None)
+                spec = StatisticsSpec(q, k, mask, None, False, self.scale, None, k.shape[1], None)
                 scanned = budget[..., None] if self.limits else self.layout.budget
-                sums = statistics(policy, asked, new.valid, scanned)
+                sums = statistics(policy, spec, new.valid, scanned)
         else:
             site = dataclasses.replace(site, mask=causal(slots, new.valid.shape[1]))
             (output, *_), sums = extend_step(self.layout, site, slots, q, k, new.v, new.valid)
@@ -127,7 +127,7 @@ class Literal:
         counted = ranked or policy.renumbers
         first = live.sum(-1)[:, :1, None] if counted else seen
         place = place_of(policy, budget, first, new.valid, not layer.length)
-        q, k = rotary(new.q, place, self.theta) * layer.temper(new.valid), rotary(new.k, place, self.theta)
+        q, k = rotary(new.q, place, self.theta) * layer.logit_scale(new.valid), rotary(new.k, place, self.theta)
         original, values, bias = new.k if ranked else k, new.v, None
         if layer.attends_to_stored(new.valid.shape[1]):
             kept, values = layer.stored(original), layer.stored(values, key=False)

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import kvpass
+from kvpass.apps.switch import Switch
 from kvpass.backend import Backend
-from kvpass.findings import Recorder
-from kvpass.switch import Switch
+from kvpass.runtime.recorder import Recorder
 from tests.architectures import inputs, zoo
 from tests.architectures.__main__ import parts, written
 from tests.architectures.apart import examine_apart

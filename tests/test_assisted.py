@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import kvpass
+from tests.cache.test_cropping import CROP, NAMES, chosen
 from tests.models import build
-from tests.test_cropping import CROP, NAMES, chosen
-from tests.test_open_sizes import counting
+from tests.runtime.test_symbolic_sizes import counting
 from tests.traces import Traced
 
 # Not the same words over and over: their keys would be equally near to each other, and d2o's choice one of rounding.

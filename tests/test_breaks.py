@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import kvpass
-from kvpass.runtime.handle import Handle
+from kvpass.cache.handle import Handle
 from tests.models import build, prompt
 
 

@@ -21,8 +21,8 @@ import transformers
 from torch import Tensor
 
 import kvpass
-from kvpass.runtime.guarded import Guarded
-from kvpass.runtime.handle import Handle
+from kvpass.cache.handle import Handle
+from kvpass.runtime.compiled_call import CompiledCall
 from tests.models import Run, breaks, build, lasting, many_graphs, prompt
 
 MODELS = pathlib.Path(__file__).parent.parent / "examples" / "models"
@@ -593,10 +593,10 @@ def test_nothing_breaks_graphs() -> None:
 def test_beyond_the_recompile_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where torch gives a function up, it warns before: what runs on slots is not continued wrongly.
 
-    With strict=True, the default, there is an error instead (`tests/test_entries.py`).
+    With strict=True, the default, there is an error instead (`tests/runtime/test_entries.py`).
     """
     torch._dynamo.reset()
-    monkeypatch.setattr("kvpass.compat.MOST_GRAPHS", {"recompile_limit": 1})
+    monkeypatch.setattr("kvpass.torch_private.dynamo.MOST_GRAPHS", {"recompile_limit": 1})
     ids, mask = prompt(3, 10, ())
     model = torch.compile(plain("Llama"), backend=kvpass.backend(**settings("h2o"), strict=False))
     with torch._dynamo.config.patch(recompile_limit=1):
@@ -622,7 +622,7 @@ def test_a_model_compiled_by_kvpass_has_room_for_more_graphs(limit: int) -> None
 def test_a_model_that_was_given_up_returns_no_cache_that_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     ids, mask = prompt(3, 10, ())
-    monkeypatch.setattr("kvpass.compat.MOST_GRAPHS", {"recompile_limit": 1})
+    monkeypatch.setattr("kvpass.torch_private.dynamo.MOST_GRAPHS", {"recompile_limit": 1})
     strict, lax = (kvpass.compile(plain("Llama"), **settings("h2o"), strict=how) for how in (True, False))
     with torch._dynamo.config.patch(recompile_limit=1):
         with pytest.warns(UserWarning, match="last graph"):
@@ -643,8 +643,8 @@ def test_an_ordinary_cache_that_grows_is_an_error_wherever_it_is(cache: str) -> 
         return (torch.ones(1), kept) if cache == "returned" else torch.ones(1)
 
     with pytest.raises(kvpass.UnsupportedGraph, match="ordinary cache, which grows"):
-        Guarded(uncompiled, strict=True)(torch.ones(1), kept)
-    assert Guarded(uncompiled, strict=False)(torch.ones(1), kept) is not None
+        CompiledCall(uncompiled, strict=True)(torch.ones(1), kept)
+    assert CompiledCall(uncompiled, strict=False)(torch.ones(1), kept) is not None
 
 
 @pytest.fixture
@@ -664,7 +664,7 @@ def test_an_offloaded_cache_is_an_error_that_says_what_to_do() -> None:
 @pytest.mark.usefixtures("no_streams")
 @pytest.mark.parametrize("around", [lambda cache: cache, lambda cache: transformers.EncoderDecoderCache(cache, cache)])
 def test_a_cache_is_looked_at_wherever_it_is_given(around: Callable[[Any], Any]) -> None:
-    guarded = Guarded(lambda *_: pytest.fail("the model was called"), strict=True)
+    guarded = CompiledCall(lambda *_: pytest.fail("the model was called"), strict=True)
     with pytest.raises(kvpass.UnsupportedGraph, match="leave out cache_implementation='offloaded'"):
         guarded(None, around(transformers.DynamicCache(offloading=True)))
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import kvpass
-from kvpass.switch import Switch
+from kvpass.apps.switch import Switch
 from tests.architectures import inputs, zoo
 from tests.architectures.check import PROMPT, generate
 from tests.models import breaks, graphs

@@ -14,7 +14,7 @@ import torch
 from benchmarks.gpu import __main__ as script
 from benchmarks.gpu import checks, layer, roofline
 from benchmarks.gpu.bench import Bench, Row, predicted, table
-from kvpass.testing.listing import Counts, Instruction
+from tests.gpu.listing import Counts, Instruction
 
 
 @pytest.fixture

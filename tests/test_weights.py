@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 import kvpass
-from kvpass.runtime.handle import Handle
+from kvpass.cache.handle import Handle
 from tests.models import build, force, prompt
 from tests.traces import Traced
 

@@ -15,7 +15,7 @@ from benchmarks.gpu.bench import Bench, Row
 from benchmarks.gpu.layer import Rows, rotary
 from kvpass.lowering.attend import attend
 from kvpass.lowering.column_scores import column_scores
-from kvpass.storage import plain
+from kvpass.lowering.formats import plain
 
 CLOSE = 2e-2  # bfloat16
 

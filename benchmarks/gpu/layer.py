@@ -11,16 +11,16 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from benchmarks.gpu.bench import Bench, Row
-from kvpass.align import Aligner, Signature
-from kvpass.align.networks import DirectNetwork
-from kvpass.layer.slots import Layout, Slots
-from kvpass.layer.step import Site, decode_step
+from kvpass.cache.slots import Layout, Slots
+from kvpass.cache.step import Site, decode_step
 from kvpass.lowering.attend import Rotation, attend
 from kvpass.lowering.column_scores import column_scores
-from kvpass.lowering.rope import Pairs, Rope
+from kvpass.lowering.formats import KVDtype, Sections, format_of
+from kvpass.lowering.formats import Rows as Stored
+from kvpass.lowering.rope import Rope, RotaryPairs
 from kvpass.policies import resolve
-from kvpass.storage import KVDtype, Sections, format_of
-from kvpass.storage import Rows as Stored
+from kvpass.policies.aligners import Aligner, Signature
+from kvpass.policies.aligners.networks import DirectNetwork
 
 HEADS, GROUPS, DIM = 8, 4, 128
 BATCHES, LENGTHS = (1, 8, 32), (1024, 4096, 16384, 65536)
@@ -79,7 +79,7 @@ def rotary(slots: int, like: Tensor) -> tuple[Rotation, Rope]:
         keys = sections.joined()
         return [keys * cos.to(keys) + keys.roll(DIM // 2, -1) * sin.to(keys)]
 
-    return rotate, Rope(cos, sin, Pairs(DIM, False), torch.arange(slots, device=like.device)[None, None])
+    return rotate, Rope(cos, sin, RotaryPairs(DIM, False), torch.arange(slots, device=like.device)[None, None])
 
 
 def bandwidth(bench: Bench) -> Iterator[Row]:

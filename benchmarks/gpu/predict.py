@@ -20,11 +20,11 @@ from benchmarks.gpu import layer, roofline
 from benchmarks.gpu.bench import PREDICTED, Bench, Row
 from benchmarks.gpu.layer import Case
 from benchmarks.gpu.roofline import Gpu, Time, Work
-from kvpass.align import kernel as align_kernel
+from kvpass.lowering import aligner_kernel as align_kernel
 from kvpass.lowering import attend_kernel, column_kernel
-from kvpass.testing.binaries import Binary
-from kvpass.testing.launches import Launched, launched
-from kvpass.testing.listing import ASYNCHRONOUS, GLOBAL_LOADS, GLOBAL_STORES, SHARED, TENSOR, WARP
+from tests.gpu.binaries import Binary
+from tests.gpu.launches import Launched, launched
+from tests.gpu.listing import ASYNCHRONOUS, GLOBAL_LOADS, GLOBAL_STORES, SHARED, TENSOR, WARP
 
 TARGET = "sm_90"
 THERE = torch.device("meta")

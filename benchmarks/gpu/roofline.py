@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from kvpass.testing.listing import SHARED, Counts
+from tests.gpu.listing import SHARED, Counts
 
 REACHED = 0.92  # of the memory's bandwidth, by a copy and by reads alike
 LATENCY = 700e-9  # seconds from a load to its arrival, from memory under load

@@ -24,14 +24,14 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from kvpass import compat, graphs
-from kvpass.capture import operators
-from kvpass.graphs import is_tensor, value
+from kvpass.fx import alias, op_table, walk
+from kvpass.fx.walk import is_tensor, value
+from kvpass.torch_private import fx_nodes
 
 
 def write_out(graph: fx.Graph) -> None:
     """Write out every torch.vmap of a graph, or none if one cannot be."""
-    calls = [node for node in graph.nodes if compat.is_batching(node)]
+    calls = [node for node in graph.nodes if fx_nodes.is_batching(node)]
     if not calls:
         return
     before = set(graph.nodes)
@@ -110,7 +110,7 @@ class _Writer:
     def _inside(self, node: fx.Node) -> None:
         """Something that is computed for one of each at a time."""
         scalars = all(value(each).ndim == 0 for each in node.all_input_nodes if each in self.mapped and is_tensor(each))
-        if not is_tensor(node) or value(node).ndim != 0 or not scalars or graphs.writes(node):
+        if not is_tensor(node) or value(node).ndim != 0 or not scalars or alias.writes(node):
             raise _NotFollowed
         made = self._looked_up(node) if node.target in _LOOKUPS else self._place_by_place(node)
         if value(made).dtype != value(node).dtype:  # a number's dtype gives way to that of a tensor with dimensions
@@ -126,12 +126,12 @@ class _Writer:
 
     def _place_by_place(self, node: fx.Node) -> fx.Node:
         outside = [each for each in node.all_input_nodes if each not in self.mapped and is_tensor(each)]
-        made_alike = operators.known_name(node) in _MADE and _arguments(node)[1] in ((), [])
-        if not (operators.is_pointwise(node) or made_alike) or not all(map(_is_scalar, outside)):
+        made_alike = op_table.known_name(node) in _MADE and _arguments(node)[1] in ((), [])
+        if not (op_table.is_pointwise(node) or made_alike) or not all(map(_is_scalar, outside)):
             raise _NotFollowed
         with self.graph.inserting_before(node):
             made = self.graph.node_copy(node, lambda each: self.mapped.get(each, each))
-        made.meta["example_value"] = operators.run_on(made, {each: value(each) for each in made.all_input_nodes})
+        made.meta["example_value"] = op_table.run_on(made, {each: value(each) for each in made.all_input_nodes})
         return made
 
     def _emit(self, node: fx.Node, target: Any, *args: Any) -> fx.Node:
@@ -147,7 +147,7 @@ _MADE = frozenset({"new_zeros", "new_ones"})
 
 
 def _is(node: fx.Node, name: str) -> bool:
-    return compat.is_batching(node) and graphs.name_of(node) == name
+    return fx_nodes.is_batching(node) and walk.name_of(node) == name
 
 
 def _arguments(node: fx.Node) -> tuple[Any, ...]:

@@ -1,6 +1,6 @@
 """Which attention calls of a model's own graph are on a cache, and how that grows.
 
-The anchors are attention calls, see `kvpass.capture.spelled`.  From key and value we walk back through operations
+The anchors are attention calls, see `kvpass.capture.decomposed_attention`.  From key and value we walk back through operations
 that only change the shape to the concatenation that grew the past.  Nothing is recognised by the name of a
 model, a module or an argument.
 """
@@ -15,12 +15,15 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from kvpass import compat, graphs
-from kvpass.capture import crossing, growth, operators, sparse_index, spelled, torn
-from kvpass.capture.operators import MOVES, SAME_VALUE, known_name
+from kvpass.capture import cross_attention, decomposed_attention, graph_break, sparse_index, unsupported_growth
+from kvpass.capture.decomposed_attention import AttentionCall, UnreadSoftmax, is_as_wide
 from kvpass.capture.sites import stored
-from kvpass.capture.spelled import Call, Unread, is_as_wide
-from kvpass.graphs import Writers, ancestors, expr, is_tensor, value
+from kvpass.fx import alias, op_table, walk
+from kvpass.fx.alias import Writers
+from kvpass.fx.op_table import MOVES, SAME_VALUE, known_name
+from kvpass.fx.shapes import expr
+from kvpass.fx.walk import ancestors, is_tensor, value
+from kvpass.torch_private import symbolic_shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Reading:
         keys_out, values_out: where the graph returns the grown ones.
     """
 
-    call: Call
+    call: AttentionCall
     key: Origin
     value: Origin
     computed: bool
@@ -51,7 +54,7 @@ class Reading:
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class CallReading:
     """What became of one attention call or cache update: read, or why not.
 
     Attributes:
@@ -71,19 +74,19 @@ class _Refused(Exception):
     pass
 
 
-def find(gm: fx.GraphModule, carried: set[fx.Node]) -> list[Found]:
+def find(gm: fx.GraphModule, carried: set[fx.Node]) -> list[CallReading]:
     """Every attention call of a model's own graph, and every cache update that feeds none.
 
     Args:
         carried: the placeholders whose value is a cache handle of ours.
     """
-    outputs = {node: place for place, node in enumerate(graphs.results(gm.graph)) if isinstance(node, fx.Node)}
-    read, unread = spelled.find(gm)
+    outputs = {node: index for index, node in enumerate(walk.results(gm.graph)) if isinstance(node, fx.Node)}
+    read, unread = decomposed_attention.find(gm)
     ends = {end for call in read for end in (call.node, call.lse) if end is not None}
     updates = [node for node in gm.graph.nodes if _grows_a_cache(node, outputs)]
-    found: list[Found] = []
-    writers = graphs.Writers.of(gm.graph)
-    queries = crossing.queries_of(read, writers)
+    found: list[CallReading] = []
+    writers = alias.Writers.of(gm.graph)
+    queries = cross_attention.queries_of(read, writers)
     for call in read:
         known = {f.reading.keys_out: f.reading.values_out for f in found if f.reading}
         fixed = _fixed(call, outputs, queries, writers)
@@ -94,19 +97,21 @@ def find(gm: fx.GraphModule, carried: set[fx.Node]) -> list[Found]:
     for update in updates:
         if update not in used and not any(update in ancestors(call) for call in refused_at):
             why = _softmax_near(update, unread) if read or unread else _BROKEN
-            found.append(Found(update, refusal=_UNREAD + why))
+            found.append(CallReading(update, refusal=_UNREAD + why))
     if not any(f.refusal for f in found):
-        found += [Found(node, refusal=why) for node, why in growth.unread(gm.graph, _known(found, outputs))]
+        found += [
+            CallReading(node, refusal=why) for node, why in unsupported_growth.unread(gm.graph, _known(found, outputs))
+        ]
     found += _unused_handles(found, carried) + _beside_handles(found, carried)
     return found
 
 
-def _known(found: list[Found], outputs: dict[fx.Node, int]) -> set[int]:
+def _known(found: list[CallReading], outputs: dict[fx.Node, int]) -> set[int]:
     """The places of outputs that are caches which were read, those of sparse indices among them."""
     readings = [f.reading for f in found if f.reading]
     chosen = [each for reading in readings for each in sparse_index.find(reading.call.mask)]
     scored_by = {outputs[node] for each in chosen for node, _ in sparse_index.cached(each, list(outputs))}
-    return scored_by | {place for reading in readings for place in (reading.keys_out, reading.values_out)}
+    return scored_by | {index for reading in readings for index in (reading.keys_out, reading.values_out)}
 
 
 _UNREAD = "the cache that is grown here feeds no attention call that can be followed"
@@ -117,28 +122,30 @@ _BROKEN = (
 )
 
 
-def _softmax_near(update: fx.Node, unread: list[Unread]) -> str:
+def _softmax_near(update: fx.Node, unread: list[UnreadSoftmax]) -> str:
     """What was not understood around the first softmax that an update leads to, if it leads to any."""
     near = next((each for each in unread if update in ancestors(each.softmax)), None)
     return f"; the next softmax is not read as attention, for {near}" if near else ""
 
 
-def _unused_handles(found: list[Found], carried: set[fx.Node]) -> list[Found]:
+def _unused_handles(found: list[CallReading], carried: set[fx.Node]) -> list[CallReading]:
     used = {origin.past for f in found if f.reading for origin in (f.reading.key, f.reading.value)}
     if any(f.refusal for f in found):
         return []
     lost = [node for node in carried - used if any(not _about_shape(user) for user in node.users)]
     return [
-        Found(next(iter(node.users)), refusal="a kvpass cache is used here in a way that is not an attention call")
+        CallReading(
+            next(iter(node.users)), refusal="a kvpass cache is used here in a way that is not an attention call"
+        )
         for node in lost[:1]
     ]
 
 
-def _beside_handles(found: list[Found], carried: set[fx.Node]) -> list[Found]:
+def _beside_handles(found: list[CallReading], carried: set[fx.Node]) -> list[CallReading]:
     """Caches that grow as ordinary tensors where others are kvpass's."""
     pasts = {origin.past: f.node for f in found if f.reading for origin in (f.reading.key, f.reading.value)}
     ordinary = [call for past, call in pasts.items() if carried and past not in carried]
-    return [Found(ordinary[0], refusal=_ORDINARY)] if ordinary else []
+    return [CallReading(ordinary[0], refusal=_ORDINARY)] if ordinary else []
 
 
 _ORDINARY = (
@@ -171,26 +178,26 @@ def _cat_parts(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _fixed(
-    call: Call, outputs: dict[fx.Node, int], queries: Mapping[fx.Node, fx.Node], writers: Writers
-) -> Found | None:
+    call: AttentionCall, outputs: dict[fx.Node, int], queries: Mapping[fx.Node, fx.Node], writers: Writers
+) -> CallReading | None:
     """A call on keys and values that are returned without a past, and to which no token of its queries adds."""
     try:
         origins = _origin(call.key, outputs), _origin(call.value, outputs)
     except _Refused:
         return None
-    stored_once = all(origin.past is None for origin in origins) and crossing.is_fixed(call, queries, writers)
-    return Found(call.node, fixed=tuple(origin.grown for origin in origins)) if stored_once else None
+    stored_once = all(origin.past is None for origin in origins) and cross_attention.is_fixed(call, queries, writers)
+    return CallReading(call.node, fixed=tuple(origin.grown for origin in origins)) if stored_once else None
 
 
 def _examine(
-    call: Call,
+    call: AttentionCall,
     ends: set[fx.Node],
     outputs: dict[fx.Node, int],
     updates: list[fx.Node],
     carried: set[fx.Node],
     known: dict[int, int],
     writers: Writers,
-) -> Found:
+) -> CallReading:
     behind = ancestors(call.key, stop=ends) | ancestors(call.value, stop=ends)
     near = _unprojected(call.key, ends) | _unprojected(call.value, ends)
     otherwise = [node for node in near if node not in updates and _grows_otherwise(node, outputs)]
@@ -200,7 +207,7 @@ def _examine(
     cached = behind.intersection(updates) or behind & carried or otherwise
     try:
         if otherwise:
-            line = graphs.source_line(otherwise[0])
+            line = walk.source_line(otherwise[0])
             raise _Refused(
                 f"its cache is updated at {line} in a way that is not a concatenation along dimension -2 of "
                 "[B, H, S, D]; a preallocated cache such as StaticCache has to give way to a growing one: leave out "
@@ -210,12 +217,12 @@ def _examine(
         reading = _reading(call, ends, outputs, known, writers)
     except _Refused as why:
         if cached or _leaves_otherwise(call, outputs):
-            return Found(call.node, refusal=str(why))
-        return Found(call.node, refusal=torn.why(call, ends))
-    return Found(call.node, reading)
+            return CallReading(call.node, refusal=str(why))
+        return CallReading(call.node, refusal=graph_break.why(call, ends))
+    return CallReading(call.node, reading)
 
 
-def _replaced_in(call: Call, ends: set[fx.Node], outputs: dict[fx.Node, int]) -> list[fx.Node]:
+def _replaced_in(call: AttentionCall, ends: set[fx.Node], outputs: dict[fx.Node, int]) -> list[fx.Node]:
     """The update of a cache of a fixed size, by torch.where, say, if both keys and values come from one.
 
     Where there are as many keys as queries, these may be all tokens, and an input what was made of them before a break.
@@ -223,13 +230,17 @@ def _replaced_in(call: Call, ends: set[fx.Node], outputs: dict[fx.Node, int]) ->
     if expr(value(call.key).shape[-2]) == expr(value(call.query).shape[-2]):
         return []
     updates = [
-        [n for n in _unprojected(x, ends) if n in outputs and _cat_parts(n) is None and growth.stays_as_long(n)]
+        [
+            n
+            for n in _unprojected(x, ends)
+            if n in outputs and _cat_parts(n) is None and unsupported_growth.stays_as_long(n)
+        ]
         for x in (call.key, call.value)
     ]
     return updates[0] if all(updates) else []
 
 
-def _leaves_otherwise(call: Call, outputs: dict[fx.Node, int]) -> bool:
+def _leaves_otherwise(call: AttentionCall, outputs: dict[fx.Node, int]) -> bool:
     """Whether keys or values are returned in another form than they are attended to: a cache, in a layout not ours.
 
     Returned as they are, they are what an encoder gave, which no later call adds to.
@@ -268,7 +279,7 @@ def _unprojected(node: fx.Node, ends: set[fx.Node]) -> set[fx.Node]:
         current = todo.pop()
         if current not in seen and current not in ends:
             seen.add(current)
-            if graphs.name_of(current) not in _PROJECTIONS:
+            if walk.name_of(current) not in _PROJECTIONS:
                 todo.extend(current.all_input_nodes)
     return seen
 
@@ -286,11 +297,11 @@ def _grows_otherwise(node: fx.Node, outputs: dict[fx.Node, int]) -> bool:
 
 def _overwrites(user: fx.Node, cache: fx.Node) -> bool:
     """An input or output that is written to in place: a preallocated cache."""
-    return graphs.writes(user) and user.args[0] is cache and is_tensor(cache) and value(cache).ndim >= 3
+    return alias.writes(user) and user.args[0] is cache and is_tensor(cache) and value(cache).ndim >= 3
 
 
 def _reading(
-    call: Call, ends: set[fx.Node], outputs: dict[fx.Node, int], known: dict[int, int], writers: Writers
+    call: AttentionCall, ends: set[fx.Node], outputs: dict[fx.Node, int], known: dict[int, int], writers: Writers
 ) -> Reading:
     computed = False
     try:
@@ -318,13 +329,13 @@ def _reading(
     return Reading(call, key, val, computed, keys_out, values_out)
 
 
-def _is_converted(call: Call, key: Origin, val: Origin) -> bool:
+def _is_converted(call: AttentionCall, key: Origin, val: Origin) -> bool:
     """Whether keys or values are attended to in another dtype than they are cached in."""
     pairs = ((call.key, key), (call.value, val))
     return any(value(attended).dtype != value(origin.grown).dtype for attended, origin in pairs)
 
 
-def _check_as_many(call: Call, key: Origin, val: Origin) -> None:
+def _check_as_many(call: AttentionCall, key: Origin, val: Origin) -> None:
     """Refuse keys that are computed from a part of the cache, or from several of its tokens each."""
     cached = {expr(value(origin.grown).shape[2]) for origin in (key, val)}
     for node in (call.key, call.value):
@@ -338,12 +349,12 @@ def _check_as_many(call: Call, key: Origin, val: Origin) -> None:
 
 def _check_left_alone(origin: Origin, writers: Writers) -> None:
     """A step stores new tokens where the model attends, and what is written to their memory in between would show."""
-    late = None if origin.past is None else graphs.overwritten({origin.new}, origin.grown, writers)
+    late = None if origin.past is None else alias.overwritten({origin.new}, origin.grown, writers)
     if late is not None:
-        raise _Refused(f"new tokens are written to at {graphs.source_line(late)}, after they were stored")
+        raise _Refused(f"new tokens are written to at {walk.source_line(late)}, after they were stored")
 
 
-def _from_elsewhere(call: Call, writers: Writers) -> bool:
+def _from_elsewhere(call: AttentionCall, writers: Writers) -> bool:
     """Whether queries come from tokens that keys do not come from: cross-attention, whose keys no step adds to."""
     queried, attended = (_tokens_behind(node, call.node, writers) for node in (call.query, call.key))
     return not queried <= attended
@@ -351,7 +362,7 @@ def _from_elsewhere(call: Call, writers: Writers) -> bool:
 
 def _tokens_behind(node: fx.Node, reader: fx.Node, writers: Writers) -> set[fx.Node]:
     """The inputs that bring tokens in: what is looked up in tables, and hidden states."""
-    behind = graphs.behind([node], reader=reader, writers=writers)
+    behind = alias.behind([node], reader=reader, writers=writers)
     looked_up = [n.args[0] for n in behind if n.target is torch.nn.functional.embedding and is_tensor(n.args[0])]
     found = {p for n in looked_up for p in ancestors(n) if p.op == "placeholder" and is_tensor(p)}  # type: ignore[arg-type]
     hidden = [p for p in behind if p.op == "placeholder" and is_tensor(p) and value(p).ndim == 3]
@@ -359,10 +370,10 @@ def _tokens_behind(node: fx.Node, reader: fx.Node, writers: Writers) -> set[fx.N
 
 
 def _stored_behind(
-    call: Call, ends: set[fx.Node], outputs: dict[fx.Node, int], writers: Writers
+    call: AttentionCall, ends: set[fx.Node], outputs: dict[fx.Node, int], writers: Writers
 ) -> tuple[Origin, Origin] | None:
     """The two caches that key and value are computed from, in the order in which the model's code grows them."""
-    near = graphs.behind([call.key, call.value], ends, call.node, writers=writers)
+    near = alias.behind([call.key, call.value], ends, call.node, writers=writers)
     updates = [node for node in call.node.graph.nodes if node in near and _grows_a_cache(node, outputs)]
     grown = [node for node in updates if stored(node, outputs) is not None]
     if not updates:
@@ -373,7 +384,7 @@ def _stored_behind(
     return first, second
 
 
-def _starts_a_cache(node: fx.Node, call: Call, ends: set[fx.Node], outputs: dict[fx.Node, int]) -> bool:
+def _starts_a_cache(node: fx.Node, call: AttentionCall, ends: set[fx.Node], outputs: dict[fx.Node, int]) -> bool:
     """Whether a prompt returns a node as rows [B, h, q, D] for its tokens, of which keys or values are computed."""
     if node not in outputs or not is_tensor(node) or value(node).ndim != 4 or node.op == "placeholder":
         return False
@@ -382,13 +393,13 @@ def _starts_a_cache(node: fx.Node, call: Call, ends: set[fx.Node], outputs: dict
 
 
 def _place(grown: fx.Node, outputs: dict[fx.Node, int]) -> tuple[int, int | None]:
-    place = stored(grown, outputs)
-    if place is None:
+    index = stored(grown, outputs)
+    if index is None:
         raise _Refused("the grown cache is not returned by the graph")
-    return place
+    return index
 
 
-def _check(call: Call, origin: Origin, reader: bool) -> None:
+def _check(call: AttentionCall, origin: Origin, reader: bool) -> None:
     query, key = call.query, origin.new
     if call.dropout:
         raise _Refused(
@@ -406,7 +417,7 @@ def _check(call: Call, origin: Origin, reader: bool) -> None:
 
 
 def _origin(node: fx.Node, outputs: dict[fx.Node, int]) -> Origin:
-    """Walk from a key or value to the cache, and see that its heads, tokens and features are those of the cache."""
+    """GraphRun from a key or value to the cache, and see that its heads, tokens and features are those of the cache."""
     chain, seen_output = list[fx.Node](), None
     attended = node
     while True:
@@ -422,7 +433,7 @@ def _origin(node: fx.Node, outputs: dict[fx.Node, int]) -> Origin:
     if parts is None:
         if seen_output is None:
             raise _Refused(
-                f"its key or value comes from {graphs.name_of(node)!r} ({graphs.source_line(node)}), which is no "
+                f"its key or value comes from {walk.name_of(node)!r} ({walk.source_line(node)}), which is no "
                 "concatenation with the past, and is not computed from one cached pair"
             )
         node = seen_output
@@ -447,9 +458,9 @@ def _check_takes_all(node: fx.Node, grown: fx.Node, copies: float) -> None:
         copies: how many times as many elements as `grown` the result has at small sizes.
     """
     size, whole = value(node).numel(), value(grown).numel()
-    if copies.is_integer() and compat.known_equal(size, whole * int(copies)):
+    if copies.is_integer() and symbolic_shapes.known_equal(size, whole * int(copies)):
         return
-    raise _Refused(f"{known_name(node)!r} at {graphs.source_line(node)} takes a part of the cached keys or values")
+    raise _Refused(f"{known_name(node)!r} at {walk.source_line(node)} takes a part of the cached keys or values")
 
 
 def _check_heads(attended: fx.Node, grown: fx.Node, chain: list[fx.Node]) -> None:
@@ -458,16 +469,16 @@ def _check_heads(attended: fx.Node, grown: fx.Node, chain: list[fx.Node]) -> Non
     Args:
         chain: the operations from the grown cache to what is attended to, the last one first.
     """
-    shape = operators.concrete(value(grown).shape)
+    shape = op_table.concrete(value(grown).shape)
     numbered = torch.arange(math.prod(shape), dtype=torch.int32).view(shape)
     dtype, made = value(grown).dtype, numbered
     for node in reversed(chain):
         if not value(node).dtype == dtype and not is_as_wide(value(node).dtype, dtype):
             raise _Refused(f"what is cached in {dtype} is attended to in {value(node).dtype}, which loses digits")
         try:
-            made = operators.run_on(node, {node.all_input_nodes[0]: made}) if known_name(node) in MOVES else made
+            made = op_table.run_on(node, {node.all_input_nodes[0]: made}) if known_name(node) in MOVES else made
         except (RuntimeError, TypeError, IndexError):
-            line = graphs.source_line(node)
+            line = walk.source_line(node)
             raise _Refused(f"{line}: {known_name(node)!r} on keys or values is not understood") from None
         _check_takes_all(node, grown, made.numel() / numbered.numel())
     rows, _, tokens, width = shape
@@ -477,5 +488,5 @@ def _check_heads(attended: fx.Node, grown: fx.Node, chain: list[fx.Node]) -> Non
     if not torch.equal(made.reshape(rows, -1, tokens, width), numbered.repeat_interleave(groups, 1)):
         raise _Refused(
             "the keys or values of a head are not those that are cached for its group of query heads: rows, heads, "
-            f"tokens or features are moved between the cache and {graphs.source_line(attended)}"
+            f"tokens or features are moved between the cache and {walk.source_line(attended)}"
         )

@@ -86,8 +86,8 @@ def attention(
     logits = _logits(query, key, mask, scale, cap, hidden, (scores, weights))  # [B, Hq, q, S]
     if sink_logit is not None:
         logits = torch.cat([logits, sink_logit.expand(*logits.shape[:3], 1).to(logits.dtype)], -1)
-    paid = torch.softmax(logits, -1)[..., : key.shape[2]].to(output)
-    return torch.matmul(paid, value.to(output))
+    probs = torch.softmax(logits, -1)[..., : key.shape[2]].to(output)
+    return torch.matmul(probs, value.to(output))
 
 
 @torch.library.impl("kvpass::log_sum_exp", "CompositeImplicitAutograd")

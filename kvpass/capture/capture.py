@@ -19,13 +19,14 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from kvpass import compat, graphs
-from kvpass.capture import batched, caches, operators
-from kvpass.capture.caches import Found, Origin, Reading
+from kvpass.capture import batched, caches
+from kvpass.capture.caches import CallReading, Origin, Reading
 from kvpass.capture.canonical import APPEND, ATTENTION, LOG_SUM_EXP
+from kvpass.capture.decomposed_attention import AttentionCall
 from kvpass.capture.sites import AttentionSite, sites
-from kvpass.capture.spelled import Call
-from kvpass.graphs import value
+from kvpass.fx import alias, op_table, walk
+from kvpass.fx.walk import value
+from kvpass.torch_private import fx_nodes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,10 +41,10 @@ class Capture:
 
     gm: fx.GraphModule
     sites: list[AttentionSite]
-    found: list[Found]
+    found: list[CallReading]
 
     @property
-    def refused(self) -> list[Found]:
+    def refused(self) -> list[CallReading]:
         return [found for found in self.found if found.refusal]
 
 
@@ -53,11 +54,11 @@ def capture(gm: fx.GraphModule, carried: Sequence[bool]) -> Capture:
     Args:
         carried: for each placeholder whether its value is a cache handle of ours.
     """
-    copy, _ = compat.copy_graph_module(gm)
+    copy, _ = fx_nodes.copy_graph_module(gm)
     _name_attributes(copy.graph)
-    operators.bind(copy.graph)
+    op_table.bind(copy.graph)
     batched.write_out(copy.graph)
-    handles = {node for node, ours in zip(graphs.placeholders(copy.graph), carried, strict=True) if ours}
+    handles = {node for node, ours in zip(walk.placeholders(copy.graph), carried, strict=True) if ours}
     found = caches.find(copy, handles)
     readings = [f.reading for f in found if f.reading]
     if any(f.refusal for f in found) or not readings:
@@ -105,7 +106,7 @@ def _put_operators(graph: fx.Graph, readings: list[Reading]) -> None:
     ends = {
         node for each in readings for node in (each.call.node, each.call.lse, each.key.grown, each.value.grown) if node
     }
-    behind = {node for end in ends for node in graphs.ancestors(end)}
+    behind = {node for end in ends for node in walk.ancestors(end)}
     appended: dict[fx.Node, fx.Node] = {}
     for reading in readings:
         for origin in (reading.key, reading.value):
@@ -120,7 +121,7 @@ def _put_operators(graph: fx.Graph, readings: list[Reading]) -> None:
         if call.lse is not None:
             _sum_up(graph, call, attended[0])
         replaced[reading.call.node] = _attend(graph, call, attended)
-    graphs.eliminate_dead(graph, among=behind)
+    alias.eliminate_dead(graph, among=behind)
 
 
 def _append(graph: fx.Graph, origin: Origin) -> fx.Node:
@@ -143,7 +144,7 @@ def _as_cached(graph: fx.Graph, origin: Origin) -> fx.Node:
     return promoted
 
 
-def _attend(graph: fx.Graph, call: Call, attended: tuple[fx.Node, fx.Node]) -> fx.Node:
+def _attend(graph: fx.Graph, call: AttentionCall, attended: tuple[fx.Node, fx.Node]) -> fx.Node:
     beside: dict[str, Any] = {}
     if call.dtypes is not None:
         beside = dict(zip(("scores", "weights", "output"), call.dtypes, strict=True)) | {"hidden": call.hidden}
@@ -154,7 +155,7 @@ def _attend(graph: fx.Graph, call: Call, attended: tuple[fx.Node, fx.Node]) -> f
     return node
 
 
-def _sum_up(graph: fx.Graph, call: Call, key: fx.Node) -> None:
+def _sum_up(graph: fx.Graph, call: AttentionCall, key: fx.Node) -> None:
     """The log-sum-exp of the same logits, in the shape and the dtype in which the model has it."""
     assert call.lse is not None
     assert call.dtypes is not None

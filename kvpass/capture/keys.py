@@ -16,10 +16,10 @@ from typing import Literal
 import sympy  # type: ignore[import-untyped]
 import torch.fx as fx
 
-from kvpass import graphs
-from kvpass.capture import operators
 from kvpass.errors import UnsupportedGraph
-from kvpass.graphs import Sizes, expr, is_tensor, value
+from kvpass.fx import op_table, walk
+from kvpass.fx.shapes import Sizes, expr
+from kvpass.fx.walk import is_tensor, value
 
 Way = Literal["free", "plain", "sliced", "own place", "lengthened", "beside"]
 
@@ -71,12 +71,12 @@ class KeyAxis:
         self.padding = set(padding)
         entries = entries | {node: value(node).ndim - 1 for node in padding if sizes.grown(value(node))}
         counts = list(counts)
-        exact = [node for node in counts if operators.holds_indices(value(node).dtype)]
+        exact = [node for node in counts if op_table.holds_indices(value(node).dtype)]
         self.offsets: dict[fx.Node, sympy.Expr] = dict.fromkeys(exact, sympy.Integer(0))
         roots = {**dict.fromkeys(counts, 0), **entries, **facts}
         self.known = {node: Followed("sliced", axis) for node, axis in roots.items()}
         for node in graph.nodes:
-            if node in among and node not in self.known and not graphs.is_size(node):
+            if node in among and node not in self.known and not walk.is_size(node):
                 self.known[node] = self._follow(node)
                 self._count(node)
 
@@ -92,7 +92,7 @@ class KeyAxis:
         axis = self._growing_axis(node)
         if is_lengthened(node, self.sizes):
             return Followed("lengthened", axis)
-        looked_up = operators.lookup(node)
+        looked_up = op_table.lookup(node)
         if looked_up is not None:
             return self._look_up(node, *looked_up) or Followed("beside", axis)
         carried = self._carried(node, followers) if followers else self._spread(node)
@@ -113,20 +113,20 @@ class KeyAxis:
         axes = [self.of(p).axis for p in followers]
         if any(axis is None for axis in axes) or any(self.of(p).way == "lengthened" for p in followers):
             return None
-        places = {operators.carry(node, p, axis) for p, axis in zip(followers, axes, strict=True)}  # type: ignore[arg-type]
-        return places.pop() if len(places) == 1 else None
+        indices = {op_table.propagate_dim(node, p, axis) for p, axis in zip(followers, axes, strict=True)}  # type: ignore[arg-type]
+        return indices.pop() if len(indices) == 1 else None
 
     def _spread(self, node: fx.Node) -> int | None:
         """A tensor that is the same for every key, made as large as there are keys."""
-        if operators.known_name(node) not in operators.SPREADS:
+        if op_table.known_name(node) not in op_table.SPREADS:
             return None
         axis = self._growing_axis(node)
         sources = [p for p in node.all_input_nodes if is_tensor(p) and p is node.args[0]]
         if axis is None:
             return None
-        for source in sources if operators.known_name(node).startswith(("expand", "broadcast")) else []:
-            place = axis - value(node).ndim + value(source).ndim
-            if place >= 0 and expr(value(source).shape[place]) != 1:
+        for source in sources if op_table.known_name(node).startswith(("expand", "broadcast")) else []:
+            index = axis - value(node).ndim + value(source).ndim
+            if index >= 0 and expr(value(source).shape[index]) != 1:
                 return None
         return axis
 
@@ -138,7 +138,7 @@ class KeyAxis:
         following = {i: self.of(i).axis for i in indices if self.of(i).way not in ("free", "plain")}
         if any(axis is None for axis in following.values()):
             return None
-        places = {operators.index_axis(node, i, axis) for i, axis in following.items()}  # type: ignore[arg-type]
+        places = {op_table.index_axis(node, i, axis) for i, axis in following.items()}  # type: ignore[arg-type]
         whose = self.of(base)
         if whose.way == "lengthened" and not following:
             return PLAIN
@@ -148,7 +148,7 @@ class KeyAxis:
         index = by.get(whose.axis)  # type: ignore[arg-type]
         if base in self.padding and isinstance(index, fx.Node) and index in self.offsets and not self.is_place(index):
             raise UnsupportedGraph(
-                f"{graphs.source_line(node)}: the mask looks padding up at other places than those of the keys"
+                f"{walk.source_line(node)}: the mask looks padding up at other places than those of the keys"
             )
         if isinstance(index, fx.Node) and self.is_place(index) and set(following) == {index}:
             place = places.pop()
@@ -163,10 +163,10 @@ class KeyAxis:
     def _count(self, node: fx.Node) -> None:
         """Keep up by how much a tensor is more than the key index."""
         parents = [p for p in node.all_input_nodes if p in self.offsets]
-        if len(parents) != 1 or self.known[node].way != "sliced" or not operators.holds_indices(value(node).dtype):
+        if len(parents) != 1 or self.known[node].way != "sliced" or not op_table.holds_indices(value(node).dtype):
             return
-        name, offset = operators.known_name(node), self.offsets[parents[0]]
-        if name in operators.SAME_VALUE | operators.MOVES:
+        name, offset = op_table.known_name(node), self.offsets[parents[0]]
+        if name in op_table.SAME_VALUE | op_table.MOVES:
             self.offsets[node] = offset
         others = [arg for arg in node.args if arg is not parents[0]]
         if name in ("add", "iadd") and len(others) == 1 and not node.kwargs:
@@ -178,11 +178,11 @@ class KeyAxis:
         """A number, or arithmetic on the cache's length."""
         if isinstance(argument, fx.Node) and argument in self.lengths:
             return self.lengths[argument]
-        return self.sizes.in_length(argument) if isinstance(argument, int) or graphs.is_size(argument) else None
+        return self.sizes.in_length(argument) if isinstance(argument, int) or walk.is_size(argument) else None
 
 
 def is_lengthened(node: fx.Node, sizes: Sizes) -> bool:
     """A tensor that does not grow, lengthened along its last dimension to all keys."""
-    if graphs.name_of(node) != "pad" or not is_tensor(node) or not sizes.is_total(value(node).shape[-1]):
+    if walk.name_of(node) != "pad" or not is_tensor(node) or not sizes.is_total(value(node).shape[-1]):
         return False
     return not sizes.grown(value(node.args[0]))  # type: ignore[arg-type]

@@ -9,11 +9,13 @@ import sympy  # type: ignore[import-untyped]
 import torch
 import torch.fx as fx
 
-from kvpass import compat, graphs
-from kvpass.capture import canonical, operators, spelled
-from kvpass.capture.operators import MOVES, SAME_VALUE, known_name
+from kvpass.capture import canonical, decomposed_attention
 from kvpass.capture.sites import AttentionSite
-from kvpass.graphs import ancestors, expr, is_tensor, value
+from kvpass.fx import alias, op_table, walk
+from kvpass.fx.op_table import MOVES, SAME_VALUE, known_name
+from kvpass.fx.shapes import expr
+from kvpass.fx.walk import ancestors, is_tensor, value
+from kvpass.torch_private import dynamo
 
 ROTATED_APART = "the query is not rotated by the positions that rotate the key"
 BY_OTHER_TOKENS = "a key is not proven to be rotated by its own position alone: its angles may follow from other tokens"
@@ -57,14 +59,14 @@ def rows_come_first(position: fx.Node, rotated: fx.Node) -> bool:
 
     Also where that is not known.
     """
-    places: dict[fx.Node, int | None] = {position: 0}
+    indices: dict[fx.Node, int | None] = {position: 0}
     behind = ancestors(rotated, stop={position})
     for node in position.graph.nodes:
-        parents = [parent for parent in node.all_input_nodes if places.get(parent) is not None]
-        if parents and node not in places and node in behind:
-            found = {_placed(node, parent, places[parent]) for parent in parents}  # type: ignore[arg-type]
-            places[node] = found.pop() if len(found) == 1 else None
-    return places.get(rotated) in (0, None)
+        parents = [parent for parent in node.all_input_nodes if indices.get(parent) is not None]
+        if parents and node not in indices and node in behind:
+            found = {_placed(node, parent, indices[parent]) for parent in parents}  # type: ignore[arg-type]
+            indices[node] = found.pop() if len(found) == 1 else None
+    return indices.get(rotated) in (0, None)
 
 
 def find_rotary(gm: fx.GraphModule, site: AttentionSite) -> Rotary | None:
@@ -73,7 +75,7 @@ def find_rotary(gm: fx.GraphModule, site: AttentionSite) -> Rotary | None:
     `raw` is the latest key on the way such that all that follows it depends on positions and on nothing
     else that the tokens have a say in.
     """
-    order = {node: place for place, node in enumerate(gm.graph.nodes)}
+    order = {node: index for index, node in enumerate(gm.graph.nodes)}
     ends = _boundaries(gm.graph)
     behind = ancestors(site.key, stop=ends)
     shape = [expr(size) for size in value(site.key).shape]
@@ -90,7 +92,7 @@ def find_rotary(gm: fx.GraphModule, site: AttentionSite) -> Rotary | None:
 
 def _boundaries(graph: fx.Graph) -> set[fx.Node]:
     """The nodes of attention calls: what comes before them is another matter."""
-    return {node for node in graph.nodes if canonical.is_attention(node) or spelled.is_boundary(node)}
+    return {node for node in graph.nodes if canonical.is_attention(node) or decomposed_attention.is_boundary(node)}
 
 
 def positions_of(rotary: Rotary, site: AttentionSite) -> list[fx.Node]:
@@ -125,7 +127,7 @@ def turns_each_token_alone(rotary: Rotary, site: AttentionSite) -> bool:
     there nothing may be summed up along any.  No other input of the call may count tokens.
     """
     position = reshaped(rotary.position)
-    beside = graphs.behind([site.key], {rotary.raw, position})
+    beside = alias.behind([site.key], {rotary.raw, position})
     if any(_may_count(node) for node in beside):
         return False
     among = beside | {rotary.raw, position}
@@ -135,7 +137,7 @@ def turns_each_token_alone(rotary: Rotary, site: AttentionSite) -> bool:
 
 def _may_count(node: fx.Node) -> bool:
     """Whether a node is an input of the call that may say how many tokens it has, as whole numbers and scalars may."""
-    if node.op != "placeholder" or not is_tensor(node) or compat.is_of_module(node):
+    if node.op != "placeholder" or not is_tensor(node) or dynamo.is_of_module(node):
         return False
     return (not value(node).is_floating_point() and not value(node).is_complex()) or value(node).ndim == 0
 
@@ -143,17 +145,17 @@ def _may_count(node: fx.Node) -> bool:
 def _is_followed(root: fx.Node, dim: int, among: set[fx.Node]) -> bool:
     """Whether all that is made of a tensor, among some nodes, has the slices of its dimension apart."""
     single = expr(value(root).shape[dim]) == 1
-    places: dict[fx.Node, int | None] = {root: dim}
+    indices: dict[fx.Node, int | None] = {root: dim}
     for node in root.graph.nodes:
-        parents = [parent for parent in node.all_input_nodes if parent in places]
-        if node not in among or node in places or not parents or graphs.is_size(node) or _is_empty(node):
+        parents = [parent for parent in node.all_input_nodes if parent in indices]
+        if node not in among or node in indices or not parents or walk.is_size(node) or _is_empty(node):
             continue
         follow = _follow_one if single else _follow
-        found = {follow(node, parent, places[parent]) for parent in parents}
-        place = found.pop() if len(found) == 1 else None
-        if place is None and (not single or known_name(node) in operators.REDUCES | operators.ALONG):
+        found = {follow(node, parent, indices[parent]) for parent in parents}
+        index = found.pop() if len(found) == 1 else None
+        if index is None and (not single or known_name(node) in op_table.REDUCES | op_table.ALONG):
             return False
-        places[node] = place
+        indices[node] = index
     return True
 
 
@@ -164,7 +166,7 @@ def _is_empty(node: fx.Node) -> bool:
 
 def _follow_one(node: fx.Node, parent: fx.Node, dim: int | None) -> int | None:
     """`_follow` for a dimension of size 1, which a pointwise operation may broadcast without mixing anything."""
-    if dim is not None and operators.is_pointwise(node):
+    if dim is not None and op_table.is_pointwise(node):
         return _placed(node, parent, dim)
     return _follow(node, parent, dim)
 
@@ -173,13 +175,13 @@ def _follow(node: fx.Node, parent: fx.Node, dim: int | None) -> int | None:
     """The dimension of a result whose slices are made of those of an operand's; see `operators.carry`."""
     if dim is None:
         return None
-    name, given = known_name(node) or graphs.name_of(node), value(parent)
-    place = operators.carry(node, parent, dim)
-    if place is not None or not isinstance(given, torch.Tensor):
-        return place
-    looked_up = operators.lookup(node)
+    name, given = known_name(node) or walk.name_of(node), value(parent)
+    index = op_table.propagate_dim(node, parent, dim)
+    if index is not None or not isinstance(given, torch.Tensor):
+        return index
+    looked_up = op_table.lookup(node)
     if looked_up and parent is not looked_up[0]:
-        return operators.index_axis(node, parent, dim)
+        return op_table.index_axis(node, parent, dim)
     if name in ("polar", "complex"):
         return int(dim + value(node).ndim - given.ndim)
     if name in ("view_as_complex", "view_as_real"):
@@ -187,7 +189,7 @@ def _follow(node: fx.Node, parent: fx.Node, dim: int | None) -> int | None:
     if name in ("outer", "ger"):
         return 0 if parent is node.args[0] else 1
     if name == "stack":
-        along = operators.bound(node).get("dim", node.args[1] if len(node.args) > 1 else 0) % value(node).ndim
+        along = op_table.bound(node).get("dim", node.args[1] if len(node.args) > 1 else 0) % value(node).ndim
         return int(dim + (along <= dim))
     return _in_equation(node, parent, dim) if name == "einsum" else None
 
@@ -205,14 +207,14 @@ def _in_equation(node: fx.Node, parent: fx.Node, dim: int) -> int | None:
 
 def _placed(node: fx.Node, parent: fx.Node, dim: int) -> int | None:
     """Where a dimension of an operand comes to stand, however large the result is along it."""
-    if operators.is_pointwise(node) and is_tensor(node):
+    if op_table.is_pointwise(node) and is_tensor(node):
         return int(dim + value(node).ndim - value(parent).ndim)
-    return operators.carry(node, parent, dim)
+    return op_table.propagate_dim(node, parent, dim)
 
 
 def _takes_all(node: fx.Node) -> bool:
     """Whether an index, if the node is one, takes every element."""
-    if graphs.name_of(node) != "getitem":
+    if walk.name_of(node) != "getitem":
         return True
     parts = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
     return all(part is None or part is Ellipsis or part == slice(None) for part in parts)
@@ -221,7 +223,7 @@ def _takes_all(node: fx.Node) -> bool:
 def _same(one: Any, other: Any) -> bool:
     """Whether two nodes, or arguments of nodes, are the same computation."""
     if isinstance(one, fx.Node) and isinstance(other, fx.Node) and one is not other:
-        if graphs.is_size(one) and graphs.is_size(other):
+        if walk.is_size(one) and walk.is_size(other):
             return bool(expr(one) == expr(other))
         made = one.op == other.op and one.op in ("call_function", "call_method") and one.target == other.target
         return made and one.kwargs == other.kwargs and _same(one.args, other.args)

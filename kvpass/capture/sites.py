@@ -7,10 +7,11 @@ from typing import Any
 
 import torch.fx as fx
 
-from kvpass import graphs
 from kvpass.capture.canonical import APPEND, ATTENTION, LOG_SUM_EXP, is_attention
-from kvpass.graphs import ancestors, expr, value
-from kvpass.policies.heads import Spread
+from kvpass.fx import alias, walk
+from kvpass.fx.shapes import expr
+from kvpass.fx.walk import ancestors, value
+from kvpass.policies.heads import HeadSharding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +34,7 @@ class AttentionSite:
         computed: the keys and values that attention sees, [B, Ha, past + q, D], where they or the mask are computed
             from the grown ones; None where attention sees these and nothing else reads them.
         hidden: the logit of what a bool mask hides, if attention is spelled out.
-        spelled: whether attention is spelled out, and not a call of scaled_dot_product_attention.
+        decomposed: whether attention is spelled out, and not a call of scaled_dot_product_attention.
         shared_by: later attention calls on the same cache, such as those of layers that share it.
         spread: where the other heads are, if other processes have some.
     """
@@ -57,9 +58,9 @@ class AttentionSite:
     lse: fx.Node | None = None
     computed: tuple[fx.Node, fx.Node] | None = None
     hidden: float | None = None
-    spelled: bool = False
+    decomposed: bool = False
     shared_by: tuple[AttentionSite, ...] = ()
-    spread: Spread | None = None
+    spread: HeadSharding | None = None
 
     @property
     def all(self) -> tuple[AttentionSite, ...]:
@@ -99,16 +100,16 @@ def sites(graph: fx.Graph) -> list[AttentionSite]:
 
     If one of them attends to what is computed from the cache, so do all.
     """
-    outputs = {node: place for place, node in enumerate(graphs.results(graph)) if isinstance(node, fx.Node)}
+    outputs = {node: index for index, node in enumerate(walk.results(graph)) if isinstance(node, fx.Node)}
     found: dict[int, list[AttentionSite]] = {}
     ends = [node for node in graph.nodes if is_attention(node)]
     for call in ends:
         if call.target is ATTENTION:
             site = _site(call, outputs, ends)
             found.setdefault(site.keys_out, []).append(site)
-    computed = {place for place, group in found.items() if any(site.computed for site in group)}
+    computed = {index for index, group in found.items() if any(site.computed for site in group)}
     alike = {
-        place: [site.as_computed() if place in computed else site for site in group] for place, group in found.items()
+        index: [site.as_computed() if index in computed else site for site in group] for index, group in found.items()
     }
     return [dataclasses.replace(first, shared_by=tuple(rest)) for first, *rest in alike.values()]
 
@@ -125,7 +126,7 @@ def _site(call: fx.Node, outputs: dict[fx.Node, int], ends: list[fx.Node]) -> At
     return AttentionSite(
         call=call, key=key, value=val, past_key=past_key, past_value=past_value, grown_key=grown[0],  # type: ignore[arg-type]
         grown_value=grown[1], keys_out=keys_out, values_out=values_out, window=window, lse=lse, computed=computed,
-        spelled=given["scores"] is not None, **beside,
+        decomposed=given["scores"] is not None, **beside,
     )  # fmt: skip
 
 
@@ -141,7 +142,7 @@ def _appended(
     call: fx.Node, attended: tuple[fx.Node, fx.Node], outputs: dict[fx.Node, int], ends: list[fx.Node]
 ) -> tuple[fx.Node, fx.Node]:
     """The two caches that keys and values are computed from, in the order in which the model's code grows them."""
-    near = graphs.behind(list(attended), ends, call)
+    near = alias.behind(list(attended), ends, call)
     first, second = [
         node for node in call.graph.nodes if node in near and node.target is APPEND and stored(node, outputs)
     ]
@@ -172,7 +173,7 @@ def stored(grown: fx.Node, outputs: dict[fx.Node, int]) -> tuple[int, int | None
 
 def _last_tokens(node: fx.Node) -> int | None:
     """n, if a node is x[:, :, -n:] of [B, H, S, D]."""
-    if graphs.name_of(node) != "getitem" or not isinstance(node.args[1], tuple):
+    if walk.name_of(node) != "getitem" or not isinstance(node.args[1], tuple):
         return None
     whole = slice(None)
     before, along, after = node.args[1][:2], node.args[1][2:3], node.args[1][3:]

@@ -11,10 +11,11 @@ import dataclasses
 import torch
 import torch.fx as fx
 
-from kvpass import graphs
 from kvpass.capture.canonical import is_attention
 from kvpass.errors import UnsupportedGraph
-from kvpass.graphs import ancestors, expr, name_of, value
+from kvpass.fx import walk
+from kvpass.fx.shapes import expr
+from kvpass.fx.walk import ancestors, name_of, value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +42,7 @@ class SparseIndex:
         """
         if self.most is not None and keys > self.most:
             raise UnsupportedGraph(
-                f"{graphs.source_line(self.best)}: a sparse index chooses {self.most} of the tokens, and here it would "
+                f"{walk.source_line(self.best)}: a sparse index chooses {self.most} of the tokens, and here it would "
                 f"have to choose among {keys}; kvpass can only leave it out where it chooses all of them"
             )
 
@@ -98,7 +99,7 @@ def _most(best: fx.Node) -> int | None:
 def cached(index: SparseIndex, outputs: list[fx.Node]) -> list[tuple[fx.Node, int]]:
     """The grown keys by which it scores that the graph returns, and the dimension along which they grow."""
     behind = ancestors(index.best, filter(_makes_states, ancestors(index.best)))
-    kept = [node for node in outputs if node in behind and graphs.is_tensor(node) and value(node).ndim == 3]
+    kept = [node for node in outputs if node in behind and walk.is_tensor(node) and value(node).ndim == 3]
     return [(node, 1) for node in kept if node.target is torch.cat]
 
 

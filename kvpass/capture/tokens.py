@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from kvpass import graphs
-from kvpass.graphs import value
+from kvpass.fx import shapes, walk
+from kvpass.fx.walk import value
 
 
-def iotas(nodes: Iterable[fx.Node], sizes: graphs.Sizes, window: int | None = None) -> list[fx.Node]:
+def iotas(nodes: Iterable[fx.Node], sizes: shapes.Sizes, window: int | None = None) -> list[fx.Node]:
     """The aranges that count the keys: past and new tokens, from zero.
 
     Args:
@@ -26,13 +26,13 @@ def iotas(nodes: Iterable[fx.Node], sizes: graphs.Sizes, window: int | None = No
     return [n for n in fixed if any(_moves(user, sizes) for user in n.users)]
 
 
-def _moves(node: fx.Node, sizes: graphs.Sizes) -> bool:
+def _moves(node: fx.Node, sizes: shapes.Sizes) -> bool:
     """Adds a size that grows with the cache."""
-    sums = [arg for arg in node.args if graphs.is_size(arg) and sizes.grows(arg)]
-    return bool(sums) and graphs.name_of(node) in ("add", "iadd")
+    sums = [arg for arg in node.args if walk.is_size(arg) and sizes.grows(arg)]
+    return bool(sums) and walk.name_of(node) in ("add", "iadd")
 
 
-def token_inputs(nodes: set[fx.Node], actual: dict[fx.Node, Any], sizes: graphs.Sizes) -> dict[fx.Node, int]:
+def token_inputs(nodes: set[fx.Node], actual: dict[fx.Node, Any], sizes: shapes.Sizes) -> dict[fx.Node, int]:
     """The inputs among the nodes that may have an entry for every token, and the dimension that runs over them.
 
     That is what grows along one dimension.  Whether the entries are the tokens' is for the uses to show: a lookup by

@@ -22,10 +22,10 @@ from kvpass.backend import backend
 from kvpass.decoding.prefill import Caller, PaddingMask, TokenIds, check_budget, chunks, last_of, padding
 from kvpass.decoding.requests import FAILS, GenerationOutput, Prompt, Requests
 from kvpass.decoding.sampling import PRIME, Sampling, Seed, Temperature, TopK, TopP
-from kvpass.decoding.stepping import ModelParts, State
+from kvpass.decoding.stepping import LoopState, ModelParts
 from kvpass.errors import CacheHandleError, PolicyError
 from kvpass.policies.base import Policy, require
-from kvpass.runtime.guarded import Guarded
+from kvpass.runtime.compiled_call import CompiledCall
 
 CAPTURING = ("reduce-overhead", "max-autotune")
 
@@ -98,14 +98,14 @@ class DecodeLoop:
         )
         if prefill_chunk is not None:
             check_budget(self.chosen.budget)
-        self.compiled = Guarded(torch.compile(model, backend=self.chosen), self.chosen.strict, model)
+        self.compiled = CompiledCall(torch.compile(model, backend=self.chosen), self.chosen.strict, model)
         self.parts = ModelParts(model)
         self.device = next(itertools.chain(model.parameters(), model.buffers(), [torch.empty(0)])).device
         require(self.device.type != "meta", "model", type(model).__name__, "has no weights: it is on the device meta")
         self.generator = self.sampling.generator(self.device)
         self.caller = Caller.of(self.compiled, model)
         self.stop = torch.tensor(list(stop), dtype=torch.int64, device=self.device)
-        self.state: State | None = None
+        self.state: LoopState | None = None
         self.requests = None if rows is None else Requests.of(self, rows)
 
     @property
@@ -152,7 +152,7 @@ class DecodeLoop:
         whole = mask if old is None else torch.cat([old.mask(), mask], 1)
         out = last_of(chunks(self.caller, ids, whole, None if old is None else old.cache, self.prefill_chunk))
         first = self.sampling.choose(out.logits[:, -1], self.generator)
-        self.state = State(self, cache_names.returned(out), first, whole.sum(-1, keepdim=True), whole)
+        self.state = LoopState(self, cache_names.returned(out), first, whole.sum(-1, keepdim=True), whole)
 
     @checked
     @torch.no_grad()

@@ -15,13 +15,14 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from kvpass import cache_names, compat
+from kvpass import cache_names
 from kvpass.arguments import Condition, Positive, checked
 from kvpass.budget import Budget
+from kvpass.cache.handle import caches_in
 from kvpass.errors import BudgetError, CacheHandleError, PolicyError
 from kvpass.policies.base import require
-from kvpass.runtime.guarded import dense
-from kvpass.runtime.handle import caches_in
+from kvpass.runtime.compiled_call import dense
+from kvpass.torch_private import dynamo
 
 Logits = Literal["last", "all"]
 
@@ -76,7 +77,7 @@ class Caller:
         """From a compiled model; `model` is the one that was compiled, if that cannot be seen."""
         model = model or getattr(call, "_orig_mod", call)
         takes, name = cache_names.parameters(model), cache_names.keyword(model)
-        return Caller(call, takes, name, type(model).__name__, lambda: compat.empty_cache(model), _vocabulary(model))
+        return Caller(call, takes, name, type(model).__name__, lambda: dynamo.empty_cache(model), _vocabulary(model))
 
     def __call__(
         self, ids: Tensor, mask: Tensor, position: Tensor, cache: Any, keep: int = 1, plain: bool = False
@@ -244,7 +245,7 @@ def growing(x: Tensor) -> Tensor:
     """Return a tensor by itself in memory, whose last dimension Dynamo traces as dynamic."""
     x = dense(x)
     if x.shape[-1] > 1:
-        compat.mark_growing(x, x.ndim - 1)
+        dynamo.mark_growing(x, x.ndim - 1)
     return x
 
 

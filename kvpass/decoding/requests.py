@@ -24,14 +24,14 @@ from torch import Tensor
 from kvpass import cache_names
 from kvpass.arguments import Condition
 from kvpass.backend import Backend
+from kvpass.cache.handle import Handle, LayerCache, caches_in, moved
+from kvpass.cache.slots import Slots
 from kvpass.decoding.prefill import are_token_ids, chunks, lengths
 from kvpass.decoding.sampling import RowSampling, Sampling
-from kvpass.decoding.stepping import Loop, State, refreshed
+from kvpass.decoding.stepping import LoopSettings, LoopState, refreshed
 from kvpass.errors import BudgetError, CacheHandleError, KVPassError, RequestError
-from kvpass.layer.slots import Slots
 from kvpass.policies.base import require
 from kvpass.runtime.caches import even_out, keep_address
-from kvpass.runtime.handle import Handle, LayerCache, caches_in, moved
 from kvpass.runtime.memory import free_bytes
 
 Reason = Literal["stop", "length", "cancelled", "error"]
@@ -156,7 +156,7 @@ class Request:
         return GenerationOutput(*named, self.status, self.reason, self.error)
 
 
-class Serving(Loop, Protocol):
+class ServingOptions(LoopSettings, Protocol):
     """What requests ask of their loop; see `DecodeLoop`."""
 
     device: torch.device
@@ -169,18 +169,18 @@ class Serving(Loop, Protocol):
 class Requests:
     """The requests of a loop: queued, being read, or in a row."""
 
-    def __init__(self, loop: Serving, rows: int) -> None:
+    def __init__(self, loop: ServingOptions, rows: int) -> None:
         self.loop, self.count = loop, rows
         self.queue: collections.deque[Request] = collections.deque()
         self.rows: dict[int, Request] = {}
         self.known: dict[str, Request] = {}
         self.filling: tuple[Request, Iterator[Any], int] | None = None
         self.kept: list[GenerationOutput] = []
-        self.batch: Batch | None = None
+        self.batch: RequestBatch | None = None
         self.number = 0
 
     @staticmethod
-    def of(loop: Serving, rows: int) -> Requests:
+    def of(loop: ServingOptions, rows: int) -> Requests:
         """For a loop whose slots are as many for every request.
 
         Raises:
@@ -352,7 +352,7 @@ class Requests:
         try:
             _check_nothing_else(cache, self.loop.caller.begin())
             if self.batch is None:
-                self.batch = Batch.of(self.loop, cache, self.count)
+                self.batch = RequestBatch.of(self.loop, cache, self.count)
             self.batch.check(caches)
         except CacheHandleError as error:
             request.end("error", str(error))
@@ -393,7 +393,7 @@ class Requests:
                     request.take(column[row])
 
 
-class Batch(State):
+class RequestBatch(LoopState):
     """The rows on the device.
 
     Attributes:
@@ -403,7 +403,7 @@ class Batch(State):
         caches: of each layer, with R rows.
     """
 
-    def __init__(self, loop: Serving, cache: Any, rows: int) -> None:
+    def __init__(self, loop: ServingOptions, cache: Any, rows: int) -> None:
         none = torch.zeros(rows, dtype=torch.int64, device=loop.device)
         self.stops = torch.full((rows, MOST_STOPS), -1, device=loop.device)
         super().__init__(loop, cache, none, none[:, None], none[:, None])
@@ -415,7 +415,7 @@ class Batch(State):
         self.cursor.zero_()
 
     @staticmethod
-    def of(loop: Serving, cache: Any, rows: int) -> Batch:
+    def of(loop: ServingOptions, cache: Any, rows: int) -> RequestBatch:
         """Free rows for requests whose prompts leave caches as this one, which is no longer one after that.
 
         Raises:
@@ -434,7 +434,7 @@ class Batch(State):
         def widened(value: Any) -> Any:
             return moved(value, wide[id(value.cache)]) if isinstance(value, Handle) else value
 
-        return Batch(loop, refreshed(cache, 0, widened), rows)
+        return RequestBatch(loop, refreshed(cache, 0, widened), rows)
 
     def check(self, caches: Sequence[LayerCache]) -> None:
         """Raise CacheHandleError unless the caches of a prompt fit into a row, for which either may get more slots."""
@@ -507,15 +507,15 @@ class Batch(State):
         return columns
 
     def settle(self) -> None:
-        """As of `State`; padding is not remembered, since a place belongs to whichever request is in the row."""
+        """As of `LoopState`; padding is not remembered, since a place belongs to whichever request is in the row."""
         super().settle()
         for layer in self.caches:
             layer.absent = layer.absent[:, :0]
 
     def mask(self) -> Tensor:
         """[R, tokens seen]: a row's own stand at its end; those of a row that stands still may be any."""
-        places = torch.arange(self.length, device=self.done.device)
-        return (places >= self.length - self.caches[0].valid_seen[:, None]).to(torch.int64)
+        indices = torch.arange(self.length, device=self.done.device)
+        return (indices >= self.length - self.caches[0].valid_seen[:, None]).to(torch.int64)
 
     @property
     def variant(self) -> Any:

@@ -59,8 +59,8 @@ def _likeliest(logits: Tensor, count: int) -> Tensor:
 def _within(logits: Tensor, share: float) -> Tensor:
     """The logits with all at minus infinity before which the likelier ones have the share already."""
     ordered, order = logits.sort(-1, descending=True)
-    paid = torch.softmax(ordered, -1)
-    out = paid.cumsum(-1) - paid >= share  # the likeliest one is always in
+    probs = torch.softmax(ordered, -1)
+    out = probs.cumsum(-1) - probs >= share  # the likeliest one is always in
     return logits.masked_fill(torch.zeros_like(out).scatter(-1, order, out), -torch.inf)
 
 
@@ -129,10 +129,10 @@ class RowSampling:
     def _limited(self, logits: Tensor) -> Tensor:
         """The logits with all at minus infinity that are not in the draw of their row; see `Sampling`."""
         ordered, order = logits.sort(-1, descending=True)
-        place = torch.arange(logits.shape[-1], device=logits.device)
-        ordered = ordered.masked_fill(place >= self.top_k[:, None], -torch.inf)
-        paid = torch.softmax(ordered, -1)
-        ordered = ordered.masked_fill(paid.cumsum(-1) - paid >= self.top_p[:, None], -torch.inf)
+        index = torch.arange(logits.shape[-1], device=logits.device)
+        ordered = ordered.masked_fill(index >= self.top_k[:, None], -torch.inf)
+        probs = torch.softmax(ordered, -1)
+        ordered = ordered.masked_fill(probs.cumsum(-1) - probs >= self.top_p[:, None], -torch.inf)
         return torch.empty_like(logits).scatter(-1, order, ordered)
 
     def _noise(self, made: Tensor, vocabulary: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The decode step, again and again, with all that it needs on the device: `State` and `Step`."""
+"""The decode step, again and again, with all that it needs on the device: `LoopState` and `RepeatedStep`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kvpass import cache_names, compat
+from kvpass import cache_names
+from kvpass.cache.handle import Handle, LayerCache, renewed
 from kvpass.decoding.prefill import Caller, growing
 from kvpass.decoding.sampling import Sampling
 from kvpass.errors import CacheHandleError
 from kvpass.runtime import caches, steps
-from kvpass.runtime.handle import Handle, LayerCache, renewed
+from kvpass.torch_private import dynamo
 
 
 class ModelParts:
@@ -28,7 +29,7 @@ class ModelParts:
 
     def note(self) -> None:
         """Take the model as it is now."""
-        self._tables = compat.parts_of(self._model)
+        self._tables = dynamo.parts_of(self._model)
         self._known = list(self._now())
 
     def replaced(self) -> bool:
@@ -39,7 +40,7 @@ class ModelParts:
         return itertools.chain.from_iterable(map(dict.values, self._tables))
 
 
-class Loop(Protocol):
+class LoopSettings(Protocol):
     """What a state asks of its loop; see `DecodeLoop`."""
 
     parts: ModelParts
@@ -51,7 +52,7 @@ class Loop(Protocol):
     caller: Caller
 
 
-class State:
+class LoopState:
     """A conversation between two looks of the host; all tensors stay where they are from step to step.
 
     Attributes:
@@ -62,7 +63,7 @@ class State:
         ended: whether all conversations have, as of the host's last look.
     """
 
-    def __init__(self, loop: Loop, cache: Any, first: Tensor, position: Tensor, mask: Tensor) -> None:
+    def __init__(self, loop: LoopSettings, cache: Any, first: Tensor, position: Tensor, mask: Tensor) -> None:
         self.loop, self.cache, self.before = loop, cache, mask
         self.may_end = len(loop.stop) > 0  # whether a conversation may end before the others
         self.done = self._stops(first)
@@ -74,7 +75,7 @@ class State:
         self.ready: collections.deque[Tensor] = collections.deque()
         self.ended = False
         self.finished = torch.zeros(len(first), dtype=torch.bool)  # on the host: stopped in what was handed out
-        self.step: Step | None = None
+        self.step: RepeatedStep | None = None
 
     def _stops(self, tokens: Tensor) -> Tensor:
         """bool [B]: is one of the tokens to stop at."""
@@ -148,7 +149,7 @@ class State:
             )
         self.loop.parts.note()
         self.cache = cache_names.returned(out)
-        self.step = self.step or Step(self)
+        self.step = self.step or RepeatedStep(self)
         self.step.repeat(ran[0], out.logits, mask)
         self.choose(out.logits)
 
@@ -184,7 +185,7 @@ class State:
             self.step.taken = 0
 
 
-class Step:
+class RepeatedStep:
     """The decode step, again and again, without Dynamo and without the model's Python.
 
     Only what two steps in a row through the model ran on is repeated, as the first may have had the number of tokens
@@ -193,7 +194,7 @@ class Step:
 
     runner: steps.StepRunner
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: LoopState) -> None:
         self.state = state
         self.taken = 0  # steps since the cache object was brought up to date
         self.known: dict[Any, Any] = {}  # kinds of step that have run, each with the slots that it is of
@@ -202,7 +203,7 @@ class Step:
         self.graphs: dict[Any, torch.cuda.CUDAGraph] = {}
         self.caches: list[LayerCache] = []
 
-    def repeat(self, ran: steps.Ran, logits: Tensor, mask: Tensor) -> None:
+    def repeat(self, ran: steps.StepResult, logits: Tensor, mask: Tensor) -> None:
         """Take over from a step that went through the model, with these logits and this padding mask."""
         self.settled = bool(self.caches) and ran.runner is self.runner
         if not self.settled:
@@ -210,7 +211,7 @@ class Step:
         self.runner, self.caches, self.arguments, self.mask = ran.runner, ran.caches, ran.arguments, mask
         self.lasts, self.began = ran.runner.lasts(ran), ran.caches[0].seen - 1
         self.others, self.padding = ran.others, ran.known
-        self.place = next(i for i, made in enumerate(ran.results) if _is_same(made, logits))
+        self.logits_index = next(i for i, made in enumerate(ran.results) if _is_same(made, logits))
         self.known[ran.kind] = [cache.slots for cache in self.caches]
 
     def forget(self) -> None:
@@ -242,12 +243,12 @@ class Step:
         """What a step does on the device."""
         self.state.tell(self.mask)
         self.arguments = self.runner.following(self.caches, self.arguments)
-        sweep, clocks = self.runner.ticked(self.caches, self.arguments)
-        if (kind, sweep) not in self.bound:
-            how = (self.others, self.padding, sweep)
-            self.bound[kind, sweep] = self.runner.bound(self.caches, self.arguments, *how)
-        results = self.bound[kind, sweep](self.arguments, clocks)
-        self.state.choose(results[self.place])
+        compact, clocks = self.runner.ticked(self.caches, self.arguments)
+        if (kind, compact) not in self.bound:
+            how = (self.others, self.padding, compact)
+            self.bound[kind, compact] = self.runner.bound(self.caches, self.arguments, *how)
+        results = self.bound[kind, compact](self.arguments, clocks)
+        self.state.choose(results[self.logits_index])
 
     def _replay(self, kind: Any) -> None:
         key = (kind, self.state.variant)

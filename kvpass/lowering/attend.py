@@ -1,6 +1,6 @@
 """Attention of a few queries over slots, with the probabilities that policies live on.
 
-On a CPU it is two grouped matrix products and a softmax as `wide` has it: the query heads of a KV head are rows of
+On a CPU it is two grouped matrix products and a softmax as `upcast` has it: the query heads of a KV head are rows of
 one product, so K and V are read once and never repeated.  On a GPU it is the kernels of `attend_kernel`,
 which the compiler schedules like its own, and torch's operations around them.
 
@@ -18,10 +18,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpass.compat import written_out
+from kvpass.fx.precision import HIDDEN, upcast
+from kvpass.lowering.formats import Rows, Sections, grid
 from kvpass.lowering.rope import Rope
-from kvpass.precision import HIDDEN, wide
-from kvpass.storage import Rows, Sections, grid
+from kvpass.torch_private.inductor import materialized
 
 Rotation = Callable[[Sections], list[Tensor]]
 """Rotates keys [B, Hkv, N, D], each by the position of its slot; gives sections [B, Hkv, N, d] of D."""
@@ -44,7 +44,7 @@ def attend(
     sink_logit: Tensor | None = None,
     with_logits: bool = True,
     rope: Rope | None = None,
-    blank: Blank | None = None,
+    blank: UnknownQueries | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Attend to the slots that `mask` allows.
 
@@ -63,14 +63,14 @@ def attend(
 
     Returns:
         output [B, Hkv, G, q, Dv] in the dtype of `query`, and if wanted the probabilities and the masked
-        logits, [B, Hkv, G, q, C] as `wide` has them.  A query that may attend to nothing gets zeros.
+        logits, [B, Hkv, G, q, C] as `upcast` has them.  A query that may attend to nothing gets zeros.
     """
     if key.format.transforms or query.shape[-1] * query.element_size() > WIDEST_ROTATED:
         rope = None
     if by_kernel(query) and (rotate is None or rope is not None):
         from kvpass.lowering.attend_kernel import attended  # needs triton, which not every machine has
 
-        asked = key.format.asked(query).to(query.dtype)
+        asked = key.format.prepared_query(query).to(query.dtype)
         return attended(
             asked,
             key,
@@ -89,7 +89,7 @@ def attend(
         logits = logits + bias.to(logits.dtype)
     logits = torch.where(mask, logits, -torch.inf)
     probabilities = softmax_beside(logits, sink_logit, blank)
-    output = value.format.mixture(probabilities.flatten(2, 3), value.parts, query.dtype)  # [B, Hkv, G*q, Dv]
+    output = value.format.weighted_sum(probabilities.flatten(2, 3), value.parts, query.dtype)  # [B, Hkv, G*q, Dv]
     output = output.view(*query.shape[:4], -1)
     return output, probabilities if with_logits else None, logits if with_logits else None
 
@@ -104,7 +104,7 @@ def capped(logits: Tensor, cap: float | None) -> Tensor:
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
-class Blank(NamedTuple):
+class UnknownQueries(NamedTuple):
     """Queries whose answer is unknown, which NaN says; both bool, broadcastable to [B, Hkv, G, q, 1].
 
     Attributes:
@@ -121,27 +121,27 @@ class Blank(NamedTuple):
         return torch.where(most == -torch.inf, self.empty, self.padded & (most <= HIDDEN))
 
 
-def softmax_beside(logits: Tensor, sink_logit: Tensor | None, blank: Blank | None = None) -> Tensor:
+def softmax_beside(logits: Tensor, sink_logit: Tensor | None, blank: UnknownQueries | None = None) -> Tensor:
     """Softmax over the last dimension and the sink [..., 1], whose share is left out; zero where no logit is finite."""
     highest = logits.amax(-1, keepdim=True)
     most = highest.clamp_min(LOWEST)
     if sink_logit is not None:
         sink_logit = sink_logit.to(logits.dtype)
         most = torch.maximum(most, sink_logit)
-    paid = torch.exp(logits - most)
-    total = paid.sum(-1, keepdim=True)
+    probs = torch.exp(logits - most)
+    total = probs.sum(-1, keepdim=True)
     total = total.clamp_min(1) if sink_logit is None else total + torch.exp(sink_logit - most)
-    return paid / (total if blank is None else torch.where(blank.of(highest), torch.nan, total))
+    return probs / (total if blank is None else torch.where(blank.of(highest), torch.nan, total))
 
 
 def scores(query: Tensor, key: Rows, *, scale: float, rotate: Rotation | None = None) -> Tensor:
-    """The logits before mask and bias, [B, Hkv, G, q, C] as `wide` has them; the products in the model's dtype."""
+    """The logits before mask and bias, [B, Hkv, G, q, C] as `upcast` has them; the products in the model's dtype."""
     shape = query.shape[:4]
     if rotate is None:
         products = key.format.products(query.flatten(2, 3), key.parts)
-        return wide(products.view(*shape, key.shape[2])) * scale
+        return upcast(products.view(*shape, key.shape[2])) * scale
     sections = rotate(key.in_sections(query.dtype))
-    query = written_out(wide(query.flatten(2, 3)))  # else each key would convert the queries anew
+    query = materialized(upcast(query.flatten(2, 3)))  # else each key would convert the queries anew
     rows = query.shape[2]
     if isinstance(rows, int) and rows <= grid.MOST_ROWS:  # a key is rotated once for all of them
         made = grid.row_by_row(query, sections)

@@ -20,9 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvpass.lowering.attend import Blank
+from kvpass.lowering.attend import UnknownQueries
+from kvpass.lowering.formats import Rows
 from kvpass.lowering.rope import Rope
-from kvpass.storage import Rows
 
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 TWOS = tl.constexpr(1.4426950408889634)  # log2(e): a GPU has an instruction for powers of two
@@ -139,8 +139,8 @@ def along(
     if of_group == 0 and of_query == 0:
         return tl.load(rows + c, mask=c < C, other=0)[None, :]
     else:
-        place = group * of_group + asking * of_query
-        return tl.load(rows + place[:, None] + c[None, :], mask=here[:, None] & (c < C)[None, :], other=0)
+        index = group * of_group + asking * of_query
+        return tl.load(rows + index[:, None] + c[None, :], mask=here[:, None] & (c < C)[None, :], other=0)
 
 
 @triton.jit
@@ -248,7 +248,7 @@ def split(
         key_step = tl.load(key_scale + of_head + c, mask=c < C, other=0.0)
         value_step = tl.load(value_scale + of_head + c, mask=c < C, other=0.0)
     if ROTARY > 0:
-        place = tl.load(ranks + c, mask=c < C, other=0)
+        index = tl.load(ranks + c, mask=c < C, other=0)
     if BITS == 4:
         k_scale, k_zero = key_scale + of_head * KEY_GROUPS, key_zero + of_head * KEY_GROUPS
         v_scale, v_zero = value_scale + of_head * VALUE_GROUPS, value_zero + of_head * VALUE_GROUPS
@@ -272,7 +272,7 @@ def split(
             value_step_after = tl.load(value_scale + slot + BLOCK, mask=after < C, other=0.0)
         if ROTARY > 0:
             place_after = tl.load(ranks + after, mask=after < C, other=0)
-            at = tl.minimum(tl.maximum(place, 0), POSITIONS - 1) * D  # a free slot has no place
+            at = tl.minimum(tl.maximum(index, 0), POSITIONS - 1) * D  # a free slot has no place
         if HALVED:
             if BITS == 4:
                 both = k_byte.to(tl.int32)
@@ -293,12 +293,12 @@ def split(
         else:
             inside = there[None, :] & (d < D)[:, None]
             at_keys = keys + c[None, :] * key_slot
-            places = slot[None, :]
-            k = numbers(at_keys, key_scale, key_zero, places, d[:, None], inside, BITS, KEY_GROUPS, D).to(q.dtype)
+            indices = slot[None, :]
+            k = numbers(at_keys, key_scale, key_zero, indices, d[:, None], inside, BITS, KEY_GROUPS, D).to(q.dtype)
             if ROTARY > 0:
                 at = at[None, :] + d[:, None]
                 other = partner[:, None]
-                beside = numbers(at_keys, key_scale, key_zero, places, other, inside, BITS, KEY_GROUPS, D)
+                beside = numbers(at_keys, key_scale, key_zero, indices, other, inside, BITS, KEY_GROUPS, D)
                 rotated = k.to(tl.float32) * tl.load(cos + at, mask=inside, other=0.0).to(tl.float32)
                 rotated += beside.to(tl.float32) * tl.load(sin + at, mask=inside, other=0.0).to(tl.float32)
                 k = rotated.to(q.dtype)
@@ -325,7 +325,7 @@ def split(
         l_i = l_i * alpha + tl.sum(p, 1)
         if BITS == 8:
             p *= value_step.to(tl.float32)[None, :]
-        paid = p.to(q.dtype)
+        probs = p.to(q.dtype)
         if BITS == 4:
             both = v_byte.to(tl.int32)
             low = meant(both & 15, v_s, v_z, BLOCK, VALUE_HALF)
@@ -333,12 +333,12 @@ def split(
             v_byte, v_s, v_z, v_s_high, v_z_high = packed_rows(
                 values, v_scale, v_zero, after, value_slot, VALUE_GROUPS, C, DV, VALUE_HALF
             )  # fmt: skip
-            acc = acc * alpha[:, None] + tl.dot(paid, low.to(q.dtype), input_precision="ieee")
-            acc_high = acc_high * alpha[:, None] + tl.dot(paid, high.to(q.dtype), input_precision="ieee")
+            acc = acc * alpha[:, None] + tl.dot(probs, low.to(q.dtype), input_precision="ieee")
+            acc_high = acc_high * alpha[:, None] + tl.dot(probs, high.to(q.dtype), input_precision="ieee")
         else:
             at_values, within = values + c[:, None] * value_slot, there[:, None] & (dv < DV)[None, :]
             v = numbers(at_values, value_scale, value_zero, slot[:, None], dv[None, :], within, BITS, VALUE_GROUPS, DV)
-            acc = acc * alpha[:, None] + tl.dot(paid, v.to(q.dtype), input_precision="ieee")
+            acc = acc * alpha[:, None] + tl.dot(probs, v.to(q.dtype), input_precision="ieee")
         m_i = m_new
         if MASK_AHEAD:
             shown = shown_after
@@ -347,7 +347,7 @@ def split(
         if BITS == 8:
             key_step, value_step = key_step_after, value_step_after
         if ROTARY > 0:
-            place = place_after
+            index = place_after
     made = first * PARTS + part
     tl.store(m_part + made, m_i, mask=here)
     tl.store(l_part + made, l_i, mask=here)
@@ -390,8 +390,8 @@ def join(
     m_i = tl.max(m_parts, 0)
     if HAS_SINK:
         row, inside = which // ROWS, which % ROWS
-        place = row * sink_row + inside // QUERIES * sink_query + (inside % QUERIES) * (sink_query > 1)
-        of_sink = tl.load(sink_logit + place)
+        index = row * sink_row + inside // QUERIES * sink_query + (inside % QUERIES) * (sink_query > 1)
+        of_sink = tl.load(sink_logit + index)
         m_i = tl.maximum(m_i, of_sink)
     alpha = tl.exp(m_parts - m_i)  # [WIDTH]
     l_i = tl.sum(alpha * l_parts, 0)
@@ -550,7 +550,7 @@ def attended(
     sink_logit: Tensor | None,
     with_logits: bool,
     rope: Rope | None = None,
-    blank: Blank | None = None,
+    blank: UnknownQueries | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """What `attend` returns, by the kernels; what follows them is plain torch, which the compiler fuses."""
     keys, values = dense(key.codes), dense(value.codes)

@@ -93,7 +93,7 @@ def totals(
     keys = key + (row * (HEADS // GROUPS) + head // GROUPS) * KEYS * D
     masks = mask + row * mask_row + head * mask_head
     top = tl.full([BQ], LOWEST, tl.float32)
-    paid = tl.zeros([BQ], tl.float32)
+    probs = tl.zeros([BQ], tl.float32)
     end, seen = KEYS, KEYS // BK * BK  # blocks up to `seen` are whole: there and before every query
     if CAUSAL:
         end = min(KEYS, start + BQ + (KEYS - COUNT))
@@ -103,7 +103,7 @@ def totals(
         k = tl.load(keys + j[None, :] * D + d[:, None], mask=(d < D)[:, None], other=0.0)
         x = block_of_logits(q, k, i, j, masks, mask_query, KIND, False, SCALE, CAP, COUNT, KEYS)
         higher = tl.maximum(top, tl.max(x, 1))
-        paid = paid * tl.exp2(top - higher) + tl.sum(tl.exp2(x - higher[:, None]), 1)
+        probs = probs * tl.exp2(top - higher) + tl.sum(tl.exp2(x - higher[:, None]), 1)
         top = higher
     for at in range(seen, end, BK):
         j = at + tl.arange(0, BK)
@@ -111,15 +111,15 @@ def totals(
         x = block_of_logits(q, k, i, j, masks, mask_query, KIND, CAUSAL, SCALE, CAP, COUNT, KEYS)
         x = tl.where((j < KEYS)[None, :], x, float("-inf"))
         higher = tl.maximum(top, tl.max(x, 1))
-        paid = paid * tl.exp2(top - higher) + tl.sum(tl.exp2(x - higher[:, None]), 1)
+        probs = probs * tl.exp2(top - higher) + tl.sum(tl.exp2(x - higher[:, None]), 1)
         top = higher
     if HAS_SINK:
-        place = row * sink_row + head * max(1, sink_query) + i * (sink_query > 1)
-        of_sink = tl.load(sink_logit + place, mask=i < COUNT, other=0) * TWOS
+        index = row * sink_row + head * max(1, sink_query) + i * (sink_query > 1)
+        of_sink = tl.load(sink_logit + index, mask=i < COUNT, other=0) * TWOS
         higher = tl.maximum(top, of_sink)
-        paid = paid * tl.exp2(top - higher) + tl.exp2(of_sink - higher)
+        probs = probs * tl.exp2(top - higher) + tl.exp2(of_sink - higher)
         top = higher
-    tl.store(out + which * COUNT + i, top + tl.log2(paid), mask=i < COUNT)
+    tl.store(out + which * COUNT + i, top + tl.log2(probs), mask=i < COUNT)
 
 
 @triton.jit
@@ -190,14 +190,14 @@ def columns(
         first = max(0, start - (KEYS - COUNT)) // BQ * BQ  # no query before sees any of these keys,
         after = max(0, start + BK - 1 - (KEYS - COUNT) + BQ - 1) // BQ * BQ  # and all from here on see all of them
         after = max(first, min(after, tl.cdiv(COUNT, BQ) * BQ))
-    once = tl.zeros([BQ, BK], tl.float32)
+    deduplicates = tl.zeros([BQ, BK], tl.float32)
     twice = tl.zeros([BQ, BK], tl.float32)
     for at in range(first, after, BQ):
         i = at + tl.arange(0, BQ)
         p, counted = shares(
             query, k, total, weight, masks, which, row, i, j, d, mask_query, KIND, True, SCALE, CAP, COUNT, KEYS, D
         )  # fmt: skip
-        once += p * counted
+        deduplicates += p * counted
         if SQUARES:
             twice += p * (p * counted)
     for at in range(after, COUNT, BQ):
@@ -205,10 +205,10 @@ def columns(
         p, counted = shares(
             query, k, total, weight, masks, which, row, i, j, d, mask_query, KIND, False, SCALE, CAP, COUNT, KEYS, D
         )  # fmt: skip
-        once += p * counted
+        deduplicates += p * counted
         if SQUARES:
             twice += p * (p * counted)
-    tl.store(sums + which * KEYS + j, tl.sum(once, 0), mask=j < KEYS)
+    tl.store(sums + which * KEYS + j, tl.sum(deduplicates, 0), mask=j < KEYS)
     if SQUARES:
         tl.store(squares + which * KEYS + j, tl.sum(twice, 0), mask=j < KEYS)
 

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from kvpass import policies
 from kvpass.budget import slots_of_rows
+from kvpass.fx.precision import accumulate_dtype, upcast
 from kvpass.lowering.attend import softmax_beside
-from kvpass.policies.heads import Spread
-from kvpass.precision import wide, widest
+from kvpass.policies.heads import HeadSharding
 
 BLOCK = 1 << 20  # logits alive at a time: 4 MB in float32, which each pass over them finds in caches
 SCANNED = 4 * BLOCK  # for a scan, which needs all heads of a row at once
@@ -34,7 +34,7 @@ def _shape(query: Tensor, key: Tensor, keys: int | torch.SymInt) -> tuple[int | 
     return (query.shape[0], key.shape[1], query.shape[1] // key.shape[1], keys)
 
 
-class _Room:
+class _Workspace:
     """Memory for one block after the other; what was made in it before is lost."""
 
     def __init__(self, like: Tensor, size: int, dtype: torch.dtype) -> None:
@@ -46,7 +46,7 @@ class _Room:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Attention:
+class _ScoredAttention:
     """Queries and all that makes attention rows of them; see `column_scores`."""
 
     query: Tensor
@@ -57,7 +57,7 @@ class _Attention:
     cap: float | None
     sink_logit: Tensor | None
 
-    def pieces(self, whole_rows: bool = False) -> Iterator[tuple[tuple[slice, slice], _Attention]]:
+    def pieces(self, whole_rows: bool = False) -> Iterator[tuple[tuple[slice, slice], _ScoredAttention]]:
         """Split into few rows and KV heads, about as many matrices as there are threads.
 
         All rows and heads at once would leave a block only a few queries of each.  Rounding to half precision is left
@@ -77,7 +77,7 @@ class _Attention:
             assert query is not None
             assert key is not None
             if key.device.type == "cpu":
-                query, key = wide(query), wide(key)
+                query, key = upcast(query), upcast(key)
             yield part, dataclasses.replace(self, query=query, key=key, mask=mask, sink_logit=sink_logit)
 
     def spans(self, block: int) -> list[slice]:
@@ -86,10 +86,10 @@ class _Attention:
         step = max(1, block // max(1, self.query.shape[0] * self.query.shape[1] * self.key.shape[2]))
         return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
-    def room(self, spans: list[slice], dtype: torch.dtype) -> _Room:
+    def workspace(self, spans: list[slice], dtype: torch.dtype) -> _Workspace:
         """Memory for what each of the spans makes of all keys."""
         most = max((span.stop - span.start for span in spans), default=0)
-        return _Room(self.query, self.query.shape[0] * self.query.shape[1] * most * self.key.shape[2], dtype)
+        return _Workspace(self.query, self.query.shape[0] * self.query.shape[1] * most * self.key.shape[2], dtype)
 
     def keys_before(self, span: slice) -> slice:
         """The keys up to the last that causal queries see; all keys of others."""
@@ -104,36 +104,36 @@ class _Attention:
         first, last = (int(seen[0]), int(seen[-1])) if len(seen) else (0, 0)
         return slice(first, keys.stop if self.causal else last + 1)  # causal queries end where their keys do
 
-    def chosen(self, span: slice, keys: slice) -> _Attention:
+    def chosen(self, span: slice, keys: slice) -> _ScoredAttention:
         """Some of the queries and keys."""
         mask = None if self.mask is None else _among(self.mask, span)[..., keys]
         sink_logit = None if self.sink_logit is None else _among(self.sink_logit, span)
         query, key = self.query[:, :, span], self.key[:, :, keys]
         return dataclasses.replace(self, query=query, key=key, mask=mask, sink_logit=sink_logit)
 
-    def picked(self, place: Tensor) -> _Attention:
+    def picked(self, index: Tensor) -> _ScoredAttention:
         """The queries at places [B, w], with their causal mask spelled out."""
-        batch, count, keys = len(place), self.query.shape[2], self.key.shape[2]
-        mask, sink_logit = _at(self.mask, place), _at(self.sink_logit, place)
+        batch, count, keys = len(index), self.query.shape[2], self.key.shape[2]
+        mask, sink_logit = _at(self.mask, index), _at(self.sink_logit, index)
         if self.causal:
-            visible = torch.arange(keys, device=place.device) <= (place + keys - count)[:, None, :, None]
+            visible = torch.arange(keys, device=index.device) <= (index + keys - count)[:, None, :, None]
             hidden = LOWEST if mask is not None and mask.dtype != torch.bool else False
             mask = visible if mask is None else torch.where(visible, mask, hidden)
         query = self.query.gather(
-            2, place[:, None, :, None].expand(batch, *self.query.shape[1:2], -1, self.query.shape[3])
+            2, index[:, None, :, None].expand(batch, *self.query.shape[1:2], -1, self.query.shape[3])
         )
         return dataclasses.replace(self, query=query, mask=mask, sink_logit=sink_logit, causal=False)
 
-    def logits(self, room: _Room) -> Tensor:
-        """Masked logits, [B, Hkv, G, n, S] as `wide` has them."""
+    def logits(self, workspace: _Workspace) -> Tensor:
+        """Masked logits, [B, Hkv, G, n, S] as `upcast` has them."""
         batch, heads, keys, dim = self.key.shape
         groups, count = self.query.shape[1] // heads, self.query.shape[2]
         grouped = self.query.reshape(batch * heads, groups * count, dim)
-        out, transposed = room.shaped(batch * heads, groups * count, keys), self.key.flatten(0, 1).transpose(1, 2)
+        out, transposed = workspace.shaped(batch * heads, groups * count, keys), self.key.flatten(0, 1).transpose(1, 2)
         # baddbmm for its factor on the product: no pass over the logits of its own
         with torch.autocast(out.device.type, enabled=False):  # it would have another dtype than `out`
             torch.baddbmm(out[:, :1, :1], grouped, transposed, beta=0, alpha=self.scale, out=out)
-        logits = wide(out).view(batch, heads, groups, count, keys)
+        logits = upcast(out).view(batch, heads, groups, count, keys)
         if self.cap is not None:
             logits = logits.div_(self.cap).tanh_().mul_(self.cap)
         if self.mask is None:
@@ -141,11 +141,11 @@ class _Attention:
         part = _grouped(self.mask, heads)
         return logits.masked_fill_(~part, LOWEST) if part.dtype == torch.bool else logits.add_(part)
 
-    def paid(self, logits: Tensor, room: _Room | None = None) -> Tensor:
+    def probs(self, logits: Tensor, workspace: _Workspace | None = None) -> Tensor:
         """The probabilities of such logits; none for a query whose mask hides every key."""
         if self.sink_logit is not None:
             return softmax_beside(logits, _grouped(self.sink_logit, self.key.shape[1]))
-        made = torch.softmax(logits, -1, out=None if room is None else room.shaped(*logits.shape))
+        made = torch.softmax(logits, -1, out=None if workspace is None else workspace.shaped(*logits.shape))
         blind = self._blind()
         if blind is None or (blind.device.type == "cpu" and not blind.any()):  # elsewhere the host does not wait
             return made
@@ -191,12 +191,12 @@ def _part(x: Tensor | None, part: tuple[slice, slice], heads: int) -> Tensor | N
     ]
 
 
-def _at(x: Tensor | None, place: Tensor) -> Tensor | None:
+def _at(x: Tensor | None, index: Tensor) -> Tensor | None:
     """Places [B, w] of the queries of [B or 1, H, q or 1, N]."""
     if x is None or x.shape[2] == 1:
         return x
-    x = x.expand(len(place), -1, -1, -1)
-    return x.gather(2, place[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+    x = x.expand(len(index), -1, -1, -1)
+    return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
 
 def _grouped(x: Tensor, heads: int) -> Tensor:
@@ -204,15 +204,17 @@ def _grouped(x: Tensor, heads: int) -> Tensor:
     return torch.unflatten(x, 1, (heads, -1)) if x.shape[1] > 1 else x[:, :, None]
 
 
-def _blocks(attention: _Attention, spans: list[slice], seen: Seen) -> Iterator[tuple[slice, _Attention, Tensor]]:
+def _blocks(
+    attention: _ScoredAttention, spans: list[slice], seen: Seen
+) -> Iterator[tuple[slice, _ScoredAttention, Tensor]]:
     """Yield for consecutive queries the keys that are `seen`, both as attention, and its logits [B, Hkv, G, n, s]."""
-    room = attention.room(spans, attention.query.dtype)
+    workspace = attention.workspace(spans, attention.query.dtype)
     most = max((span.stop - span.start for span in spans), default=0) if attention.causal else 0
     ahead = torch.ones(most, most, dtype=torch.bool, device=attention.query.device).triu(1)
     for span in spans:
         keys = seen(span)
         block = attention.chosen(span, keys)
-        logits = block.logits(room)
+        logits = block.logits(workspace)
         if attention.causal:
             new = span.stop - span.start
             diagonal = logits[..., max(0, logits.shape[-1] - new) :]
@@ -220,38 +222,38 @@ def _blocks(attention: _Attention, spans: list[slice], seen: Seen) -> Iterator[t
         yield keys, block, logits
 
 
-def _sums(attention: _Attention, valid: Tensor, powers: int) -> list[Tensor]:
+def _sums(attention: _ScoredAttention, valid: Tensor, powers: int) -> list[Tensor]:
     """Probabilities to the power of 1, ..., `powers`, each summed over the real queries: [B, Hkv, G, S]."""
     sums = _zeros(attention, powers)
     for part, piece in attention.pieces() if powers else ():
         totals, real = [total[part] for total in sums], valid[part[0]]
-        for span, keys, paid in _paid(piece, BLOCK, piece.keys_seen):
-            _add([total[..., keys] for total in totals], paid, real[:, span])
+        for span, keys, probs in _probs(piece, BLOCK, piece.keys_seen):
+            _add([total[..., keys] for total in totals], probs, real[:, span])
     return sums
 
 
-def _zeros(attention: _Attention, count: int) -> list[Tensor]:
+def _zeros(attention: _ScoredAttention, count: int) -> list[Tensor]:
     query, key = attention.query, attention.key
     return [query.new_zeros(_shape(query, key, key.shape[2]), dtype=torch.float32) for _ in range(count)]
 
 
-def _paid(attention: _Attention, block: int, seen: Seen) -> Iterator[tuple[slice, slice, Tensor]]:
+def _probs(attention: _ScoredAttention, block: int, seen: Seen) -> Iterator[tuple[slice, slice, Tensor]]:
     """Consecutive queries, keys, and the probabilities, [B, Hkv, G, n, s], which may be written to."""
     spans = attention.spans(block)
-    room = attention.room(spans, widest(attention.query.dtype))
+    workspace = attention.workspace(spans, accumulate_dtype(attention.query.dtype))
     for span, (keys, some, logits) in zip(spans, _blocks(attention, spans, seen), strict=True):
-        yield span, keys, some.paid(logits, room)
+        yield span, keys, some.probs(logits, workspace)
 
 
-def _add(sums: list[Tensor], paid: Tensor, valid: Tensor) -> None:
+def _add(sums: list[Tensor], probs: Tensor, valid: Tensor) -> None:
     """Add probabilities of queries that count `valid` [B, n], to the power of 1, 2, ..., each to its sum."""
-    weight = valid[:, None, None, None].to(paid.dtype).expand(*paid.shape[:3], 1, -1)
+    weight = valid[:, None, None, None].to(probs.dtype).expand(*probs.shape[:3], 1, -1)
     for power, total in enumerate(sums, 1):
-        paid = paid if power == 1 else paid.square_()
-        total += torch.matmul(weight, paid)[..., 0, :]
+        probs = probs if power == 1 else probs.square_()
+        total += torch.matmul(weight, probs)[..., 0, :]
 
 
-def _late(attention: _Attention, valid: Tensor, window: int) -> tuple[Tensor, Tensor, Tensor]:
+def _late(attention: _ScoredAttention, valid: Tensor, window: int) -> tuple[Tensor, Tensor, Tensor]:
     """Of the last `window` real queries: the last row, the mean of the rows, and the last logits, [B, Hkv, G, S]."""
     query, key = attention.query, attention.key
     count = query.shape[2]
@@ -264,20 +266,20 @@ def _late(attention: _Attention, valid: Tensor, window: int) -> tuple[Tensor, Te
     for part, piece in chosen.pieces():
         real, spans = counted[part[0], None, None, :, None], piece.spans(BLOCK)
         for span, (_, block, made) in zip(spans, _blocks(piece, spans, piece.keys_before), strict=True):
-            paid = block.paid(made) * real[..., span, :]
+            probs = block.probs(made) * real[..., span, :]
             if span.start == 0:
-                last[part] = paid[..., 0, :]
+                last[part] = probs[..., 0, :]
                 logits[part] = torch.where(real[..., 0, :] > 0, made[..., 0, :], 0)
-            mean[part] += paid.sum(-2)
+            mean[part] += probs.sum(-2)
     return last, mean.div_(valid.sum(-1).clamp(1, window)[:, None, None, None]), logits
 
 
-def _late_by_kernel(chosen: _Attention, counted: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _late_by_kernel(chosen: _ScoredAttention, counted: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """What `_late` returns, from its queries, of which `counted` [B, w] are real; their number is `count` [B, 1]."""
     newest = chosen.chosen(slice(0, 1), slice(None))
-    logits = newest.logits(newest.room([slice(0, 1)], newest.query.dtype))
+    logits = newest.logits(newest.workspace([slice(0, 1)], newest.query.dtype))
     first = counted[:, None, None, :1, None]
-    last = (newest.paid(logits) * first)[..., 0, :]
+    last = (newest.probs(logits) * first)[..., 0, :]
     mean = last if counted.shape[1] == 1 else chosen.summed(counted / count, 1)[0]
     return last, mean, torch.where(first > 0, logits, 0)[..., 0, :]
 
@@ -288,7 +290,9 @@ def _alike(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     return query.to(dtype), key.to(dtype)
 
 
-def _scores(attention: _Attention, sums: list[Tensor], valid: Tensor, window: int, heads: int | None) -> list[Tensor]:
+def _scores(
+    attention: _ScoredAttention, sums: list[Tensor], valid: Tensor, window: int, heads: int | None
+) -> list[Tensor]:
     """What `column_scores` returns, from the sums over all queries."""
     left_out = attention.query.new_empty(_shape(attention.query, attention.key, 0), dtype=torch.float32)
     nothing = [left_out.clone() for _ in range(2 - len(sums))]
@@ -326,15 +330,15 @@ def column_scores(
         what is left out has no keys.
     """
     query, key = _alike(query, key)
-    attention = _Attention(query, key, mask, causal, scale, cap, sink_logit)
+    attention = _ScoredAttention(query, key, mask, causal, scale, cap, sink_logit)
     return _scores(attention, attention.summed(valid, powers), valid, window, heads)
 
 
 def _mixing(
-    paid: Iterable[tuple[slice, slice, Tensor]], value: Tensor, output: Tensor
+    probs: Iterable[tuple[slice, slice, Tensor]], value: Tensor, output: Tensor
 ) -> Iterator[tuple[slice, slice, Tensor]]:
     """The same, and on the way the values that are paid, written to `output` [B, Hkv, G, q, Dv]."""
-    for span, keys, each in paid:
+    for span, keys, each in probs:
         mixed = torch.matmul(each.flatten(2, 3).to(value.dtype), value[:, :, keys])  # [B, Hkv, G * n, Dv]
         output[:, :, :, span] = mixed.view(*each.shape[:4], -1)
         yield span, keys, each
@@ -371,12 +375,12 @@ def scored_attention(
     Returns:
         [B, Hq, q, Dv], and what `column_scores` returns.
     """
-    attention, output = _Attention(query, key, mask, causal, scale, cap, sink_logit), _output(query, value)
+    attention, output = _ScoredAttention(query, key, mask, causal, scale, cap, sink_logit), _output(query, value)
     sums, grouped = _zeros(attention, powers), torch.unflatten(output, 1, (key.shape[1], -1))
     for part, piece in attention.pieces():
         totals, real = [total[part] for total in sums], valid[part[0]]
-        for span, keys, paid in _mixing(_paid(piece, BLOCK, piece.keys_seen), value[part], grouped[part]):
-            _add([total[..., keys] for total in totals], paid, real[:, span])
+        for span, keys, probs in _mixing(_probs(piece, BLOCK, piece.keys_seen), value[part], grouped[part]):
+            _add([total[..., keys] for total in totals], probs, real[:, span])
     return [output, *_scores(attention, sums, valid, window, heads)]
 
 
@@ -454,7 +458,7 @@ def row_scan(
         The others are as for `column_scores`.
     """
     query, key = _alike(query, key)
-    attention = _Attention(query, key, mask, causal, scale, cap, sink_logit)
+    attention = _ScoredAttention(query, key, mask, causal, scale, cap, sink_logit)
     slots = _slots(policy, budget or share, row_budgets, valid)
     return _scanned(attention, valid, policy, slots, heads, spread)
 
@@ -478,7 +482,7 @@ def scanned_attention(
     row_budgets: Tensor | None = None,
 ) -> list[Tensor]:
     """Attention and what `row_scan` returns from the same products, on a CPU; value as for `scored_attention`."""
-    attention, output = _Attention(query, key, mask, causal, scale, cap, sink_logit), _output(query, value)
+    attention, output = _ScoredAttention(query, key, mask, causal, scale, cap, sink_logit), _output(query, value)
     mixed = value, torch.unflatten(output, 1, (key.shape[1], -1))
     slots = _slots(policy, budget or share, row_budgets, valid)
     return [output, _scanned(attention, valid, policy, slots, heads, spread, mixed)]
@@ -493,7 +497,7 @@ def _slots(policy: str, budget: int | float, row_budgets: Tensor | None, valid: 
 
 
 def _scanned(
-    attention: _Attention,
+    attention: _ScoredAttention,
     valid: Tensor,
     policy: str,
     slots: list[int],
@@ -505,10 +509,10 @@ def _scanned(
     chosen, count, keys = policies.specified(policy), attention.query.shape[2], attention.key.shape[2]
     made = []
     for part, piece in attention.pieces(whole_rows=True):  # of one row each
-        paid = _paid(piece, SCANNED, piece.keys_before)
-        paid = paid if mixed is None else _mixing(paid, *(x[part] for x in mixed))
-        rows = (regrouped(each, heads).float() for _, _, each in paid)
-        made.append(chosen.scan(rows, valid[part[0]], keys - count, slots[part[0].start], Spread.read(spread)))
+        probs = _probs(piece, SCANNED, piece.keys_before)
+        probs = probs if mixed is None else _mixing(probs, *(x[part] for x in mixed))
+        rows = (regrouped(each, heads).float() for _, _, each in probs)
+        made.append(chosen.scan(rows, valid[part[0]], keys - count, slots[part[0].start], HeadSharding.read(spread)))
     return torch.cat(made)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 @dataclasses.dataclass(frozen=True)
-class Pairs:
+class RotaryPairs:
     """Which numbers of a key [D] are mixed: the first `width`, each with its neighbour or with one half a width away.
 
     The neighbours of `interleaved` are 0 and 1, 2 and 3, and so on.
@@ -24,15 +24,15 @@ class Pairs:
     width: int
     interleaved: bool
 
-    def partner(self, place: Tensor) -> Tensor:
+    def partner(self, index: Tensor) -> Tensor:
         """The places that the numbers at places [D] are mixed with; their own where they are not mixed."""
         half = max(1, self.width // 2)
-        other = place ^ 1 if self.interleaved else torch.where(place < half, place + half, place - half)
-        return torch.where(place < self.width, other, place)
+        other = index ^ 1 if self.interleaved else torch.where(index < half, index + half, index - half)
+        return torch.where(index < self.width, other, index)
 
-    def leads(self, place: Tensor) -> Tensor:
+    def leads(self, index: Tensor) -> Tensor:
         """bool [D]: one side of the pairs, and what is not mixed."""
-        return place <= self.partner(place)
+        return index <= self.partner(index)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,34 +47,34 @@ class Rope:
 
     cos: Tensor
     sin: Tensor
-    pairs: Pairs
+    pairs: RotaryPairs
     rank: Tensor | None = None
 
 
-def pairs_of(matrix: Tensor) -> Pairs | None:
+def pairs_of(matrix: Tensor) -> RotaryPairs | None:
     """What an embedding [D, D] (from, to) mixes; None for anything but the pairs that kernels know."""
-    place = torch.arange(len(matrix), device=matrix.device)
-    mixed = ((matrix != 0) & (place != place[:, None])).any(0)
+    index = torch.arange(len(matrix), device=matrix.device)
+    mixed = ((matrix != 0) & (index != index[:, None])).any(0)
     if not mixed.any():
         return None
-    width = int((place * mixed).max()) + 1
+    width = int((index * mixed).max()) + 1
     if width % 2:
         return None
-    for pairs in (Pairs(width, False), Pairs(width, True)):
-        allowed = (place[:, None] == place) | (place[:, None] == pairs.partner(place))
+    for pairs in (RotaryPairs(width, False), RotaryPairs(width, True)):
+        allowed = (index[:, None] == index) | (index[:, None] == pairs.partner(index))
         if not (matrix != 0)[~allowed].any():
             return pairs
     return None
 
 
-def weights_of(rotate: Callable[[Tensor], Tensor], pairs: Pairs, like: Tensor) -> tuple[Tensor, Tensor]:
+def weights_of(rotate: Callable[[Tensor], Tensor], pairs: RotaryPairs, like: Tensor) -> tuple[Tensor, Tensor]:
     """`cos` and `sin` of a `Rope`.
 
     Args:
         rotate: rotates one key [D] by every position, [N, D].
         like: of the dtype and device of the keys, with D numbers.
     """
-    place = torch.arange(like.shape[-1], device=like.device)
-    leads = pairs.leads(place)
+    index = torch.arange(like.shape[-1], device=like.device)
+    leads = pairs.leads(index)
     first, second = rotate(leads.to(like.dtype)), rotate((~leads).to(like.dtype))
     return torch.where(leads, first, second), torch.where(leads, second, first)

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from kvpass import compat
-from kvpass.graphs import call_aten
+from kvpass.fx.splicing import call_aten
+from kvpass.torch_private import inductor, symbolic_shapes
 
 aten, prims = torch.ops.aten, torch.ops.prims
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -34,7 +34,7 @@ SUMS = 16  # of one loop, which registers have room for
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class RowLimits:
     """Up to how many rows a product is faster spelled out, for one dtype and kind of processor.
 
     Attributes:
@@ -54,14 +54,14 @@ class Limits:
 
 
 LIMITS = {
-    ("AVX2", torch.float32, False): Limits(quartered=2, paired=8, near=12, far=8, scores=8, values=4),
-    ("AVX2", torch.bfloat16, False): Limits(quartered=2, paired=4, near=16, far=16, scores=16, values=16),
-    ("AVX2", torch.float16, False): Limits(quartered=2, paired=4, near=16, far=16, scores=16, values=16),
-    ("AVX512", torch.float32, False): Limits(quartered=3, paired=8, near=12, far=8, scores=8, values=4),
-    ("AVX512", torch.bfloat16, False): Limits(quartered=2, paired=4, near=16, far=8, scores=2, values=4),
-    ("AVX512", torch.float16, False): Limits(quartered=2, paired=4, near=16, far=16, scores=4, values=4),
-    ("AVX512", torch.bfloat16, True): Limits(quartered=2, paired=4, near=8, far=4, scores=2, values=4),
-    ("AVX512", torch.float16, True): Limits(quartered=2, paired=4, near=8, far=4, scores=2, values=4),
+    ("AVX2", torch.float32, False): RowLimits(quartered=2, paired=8, near=12, far=8, scores=8, values=4),
+    ("AVX2", torch.bfloat16, False): RowLimits(quartered=2, paired=4, near=16, far=16, scores=16, values=16),
+    ("AVX2", torch.float16, False): RowLimits(quartered=2, paired=4, near=16, far=16, scores=16, values=16),
+    ("AVX512", torch.float32, False): RowLimits(quartered=3, paired=8, near=12, far=8, scores=8, values=4),
+    ("AVX512", torch.bfloat16, False): RowLimits(quartered=2, paired=4, near=16, far=8, scores=2, values=4),
+    ("AVX512", torch.float16, False): RowLimits(quartered=2, paired=4, near=16, far=16, scores=4, values=4),
+    ("AVX512", torch.bfloat16, True): RowLimits(quartered=2, paired=4, near=8, far=4, scores=2, values=4),
+    ("AVX512", torch.float16, True): RowLimits(quartered=2, paired=4, near=8, far=4, scores=2, values=4),
 }
 """By the vectors that loops are made of, by dtype, and by whether the processor has dot products of it, as those with
 AVX512-BF16 or AMX have of bfloat16.
@@ -73,7 +73,7 @@ AVX-512 as well.  The size of the matrix decides nothing: it is read once.
 """
 
 QUARTERED_FAR = 4
-"""Rows that fill more, see `Limits.near`, for which four quarters go through one loop: with every dtype and vectors."""
+"""Rows that fill more, see `RowLimits.near`, for which four quarters go through one loop: with every dtype and vectors."""
 
 OTHERS = "AVX512"  # what processors that are not in the table are taken to be
 
@@ -95,9 +95,9 @@ class Processor:
     @staticmethod
     def here() -> Processor:
         """This machine's."""
-        return Processor(compat.first_cache(), compat.dot_products(), torch.backends.cpu.get_cpu_capability())
+        return Processor(inductor.l1_cache_bytes(), inductor.dot_products(), torch.backends.cpu.get_cpu_capability())
 
-    def limits(self, dtype: torch.dtype) -> Limits:
+    def limits(self, dtype: torch.dtype) -> RowLimits:
         """What holds for products in a dtype."""
         has_dots = dtype in self.dots
         return LIMITS.get((self.vectors, dtype, has_dots)) or LIMITS[OTHERS, dtype, has_dots]
@@ -117,7 +117,7 @@ def spell_out(graph: fx.Graph, parts: int | None = None) -> None:
     for node in list(graph.nodes):
         if node.target is aten.mm.default or (node.target is aten.addmm.default and not node.kwargs):
             *bias, rows, matrix = node.args
-            if is_open(rows.meta["val"], matrix.meta["val"]):
+            if has_dynamic_rows(rows.meta["val"], matrix.meta["val"]):
                 _multiplied_transposed(graph, node, rows, matrix, *bias)
                 continue
             count = split(rows.meta["val"], matrix.meta["val"], processor) if parts is None else parts
@@ -137,7 +137,7 @@ class _Product:
 
 def split(rows: torch.Tensor, matrix: torch.Tensor, processor: Processor) -> int:
     """Into how many parts the columns of [R, K] @ [K, N] go to be faster spelled out; 0 if the library is."""
-    if rows.device.type != "cpu" or rows.dtype not in DTYPES or compat.symbols(rows):
+    if rows.device.type != "cpu" or rows.dtype not in DTYPES or symbolic_shapes.symbols(rows):
         return 0  # each row has a sum of its own, so an open number of rows has none
     count, columns = rows.shape[0], matrix.shape[1]
     if matrix.stride(0) != 1:
@@ -151,10 +151,10 @@ def split(rows: torch.Tensor, matrix: torch.Tensor, processor: Processor) -> int
     return math.gcd(columns, 2) if count <= limits.paired or not near else 1
 
 
-def is_open(rows: torch.Tensor, matrix: torch.Tensor) -> bool:
+def has_dynamic_rows(rows: torch.Tensor, matrix: torch.Tensor) -> bool:
     """Whether an open number of rows [R, K] meets a matrix [K, N] whose columns lie together, in float32 on a CPU."""
     known = rows.device.type == "cpu" and rows.dtype == torch.float32 and matrix.stride(0) == 1
-    return known and bool(compat.symbols(rows)) and not compat.symbols(matrix)
+    return known and bool(symbolic_shapes.symbols(rows)) and not symbolic_shapes.symbols(matrix)
 
 
 def _multiplied_transposed(
@@ -263,7 +263,7 @@ def _stored(graph: fx.Graph, rows: fx.Node) -> fx.Node:
     rows that are views of something larger.
     """
     own = call_aten(graph, aten.mul.Scalar, _as(graph, rows, torch.float32), 1.0)
-    return compat.write_out(graph, own, _strides(graph, own))
+    return inductor.write_out(graph, own, _strides(graph, own))
 
 
 def _strides(graph: fx.Graph, node: fx.Node) -> list[Any]:
@@ -271,7 +271,10 @@ def _strides(graph: fx.Graph, node: fx.Node) -> list[Any]:
     strides: list[Any] = [1]
     for dim in range(node.meta["val"].ndim - 1, 0, -1):
         size = node.meta["val"].shape[dim]
-        factors = (call_aten(graph, compat.SIZE, node, dim) if isinstance(size, torch.SymInt) else size, strides[-1])
+        factors = (
+            call_aten(graph, symbolic_shapes.SIZE, node, dim) if isinstance(size, torch.SymInt) else size,
+            strides[-1],
+        )
         is_number = all(isinstance(factor, int) for factor in factors)
         strides.append(operator.mul(*factors) if is_number else call_aten(graph, operator.mul, *factors))
     return strides[::-1]

@@ -1,8 +1,8 @@
 """What a policy is: pure tensor functions over the metadata of the held tokens.
 
 A policy knows nothing of graphs, kernels or models.  It says what it needs (`statistics`, `heads`), what
-it remembers (`state`, `row_state`), how it learns from attention (`observe`, `absorb`) and what each held
-token is worth (`worth`).  The token that is worth least goes first; the same function ranks the tokens of
+it remembers (`state`, `row_state`), how it learns from attention (`observe`, `observe_chunk`) and what each held
+token is worth (`score`).  The token that is worth least goes first; the same function ranks the tokens of
 a prompt and names the victim of a decode step, so a policy cannot disagree with itself.  The other hooks
 have defaults that most policies leave alone.
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kvpass.arguments import check_fields
 from kvpass.errors import BudgetError, PolicyError
-from kvpass.policies.heads import Spread
+from kvpass.policies.heads import HeadSharding
 
 Statistic = Literal["total", "squares", "last", "window", "logits", "scan"]
 State = dict[str, Tensor]
@@ -33,7 +33,7 @@ Clock = tuple[int, ...]
 """What the host knows of one row from counting tokens; () before the first."""
 
 LATE = torch.iinfo(torch.int64).max
-GIVEN = "given"
+PINNED = "pinned"
 """What the state of a policy with `keep_prompt` calls tokens that stay."""
 ROW_BUDGET = "row_budget"
 """What the state calls the budget of each row, int64 [B, H', 1], where rows have budgets of their own."""
@@ -63,7 +63,7 @@ class Attention:
     logits: Tensor | None = None
     scan: Tensor | None = None
     queries: Tensor | None = None
-    spread: Spread | None = None
+    spread: HeadSharding | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Tokens:
         state: what the policy remembers, by name: each [B, H', N], or [B, H', 1] for its `row_state`.
         budget: tokens to keep between steps: a number, or int64 [B, H', 1] where rows or layers have their own.
         held: how many of the N places are slots; the others are the new tokens of a prompt (held = 0) or chunk.
-        aside: tokens that stay whatever they are worth and are not among these; a number or int64 [B, H', 1].
+        pinned_count: tokens that stay whatever they are worth and are not among these; a number or int64 [B, H', 1].
         rank: int64 [B, H', N], the place among the live tokens, if it is kept up.
         spread: as of `Attention`.
     """
@@ -87,8 +87,8 @@ class Tokens:
     budget: int | Tensor
     held: int = 0
     rank: Tensor | None = None
-    spread: Spread | None = None
-    aside: int | Tensor = 0
+    spread: HeadSharding | None = None
+    pinned_count: int | Tensor = 0
 
     @property
     def live(self) -> Tensor:
@@ -109,16 +109,18 @@ class Tokens:
         return dataclasses.replace(self, state={**self.state, **changes})
 
     @property
-    def given(self) -> Tensor:
+    def pinned(self) -> Tensor:
         """bool [B, H', N]: stays because it came with a prompt or chunk; see `Policy.keep_prompt`."""
-        return self.state[GIVEN] & self.live
+        return self.state[PINNED] & self.live
 
     @property
     def competing(self) -> Tokens:
         """Those that are not given, as if the others were none."""
-        given = self.given
-        aside = self.aside + given.sum(-1, keepdim=True)
-        return dataclasses.replace(self, position=torch.where(given, -1, self.position), rank=None, aside=aside)
+        given = self.pinned
+        pinned_count = self.pinned_count + given.sum(-1, keepdim=True)
+        return dataclasses.replace(
+            self, position=torch.where(given, -1, self.position), rank=None, pinned_count=pinned_count
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,15 +151,15 @@ class Plan:
         budget: tokens between steps, of the row that keeps most.
         capacity: slots for them.
         rows: tokens between steps of each row, if rows get different ones.
-        room: slots that the layer needs for any prompt, if that depends on the prompt.
+        max_capacity: slots that the layer needs for any prompt, if that depends on the prompt.
     """
 
     budget: int
     capacity: int
     rows: tuple[int, ...] = ()
-    room: int = 0
+    max_capacity: int = 0
 
-    def limits(self, rows: int) -> tuple[int, ...]:
+    def budgets_of_rows(self, rows: int) -> tuple[int, ...]:
         """Tokens between steps of each of so many rows; what `Policy.clock` and `tick` are told of each."""
         return self.rows or (self.budget,) * rows
 
@@ -166,18 +168,18 @@ class Plan:
         return bool(self.rows) or self.budget != budget
 
     @property
-    def with_room(self) -> Plan:
+    def with_max_capacity(self) -> Plan:
         """The same with slots for any prompt, where each number of slots would be compiled for itself."""
-        return dataclasses.replace(self, capacity=max(self.capacity, self.room))
+        return dataclasses.replace(self, capacity=max(self.capacity, self.max_capacity))
 
 
 def by_rows(plans: Mapping[int, Plan], budgets: Sequence[int]) -> Plan:
     """Return a layer's plan in which each row gets what the plan for its own budget gives it."""
     if len(plans) == 1:
         return next(iter(plans.values()))
-    rows = tuple(plans[budget].limits(len(budgets))[row] for row, budget in enumerate(budgets))
-    capacity, room = (max(getattr(plan, name) for plan in plans.values()) for name in ("capacity", "room"))
-    return Plan(max(rows), capacity, rows, room)
+    rows = tuple(plans[budget].budgets_of_rows(len(budgets))[row] for row, budget in enumerate(budgets))
+    capacity, most = (max(getattr(plan, name) for plan in plans.values()) for name in ("capacity", "max_capacity"))
+    return Plan(max(rows), capacity, rows, most)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,13 +287,13 @@ class Policy:
         return ()
 
     def tick(self, clock: Clock, budget: int) -> tuple[bool, Clock]:
-        """Whether the next token of a row needs the decode graph with the `sweep`, and the clock after it."""
+        """Whether the next token of a row needs the decode graph with the `compact`, and the clock after it."""
         return False, clock
 
     # What is remembered, and how attention changes it.
 
     def state(self) -> dict[str, torch.dtype]:
-        """Names and dtypes of what is remembered for each token; a new token starts at zero, but see `arrive`."""
+        """Names and dtypes of what is remembered for each token; a new token starts at zero, but see `init_token_state`."""
         return {}
 
     def row_state(self) -> dict[str, int | float]:
@@ -300,10 +302,10 @@ class Policy:
 
     @property
     def sees_rows(self) -> bool:
-        """Whether `arrive` gives anything, and new tokens' rows are to be read for it."""
-        return type(self).arrive is not Policy.arrive
+        """Whether `init_token_state` gives anything, and new tokens' rows are to be read for it."""
+        return type(self).init_token_state is not Policy.init_token_state
 
-    def arrive(self, key: Tensor, value: Tensor) -> State:
+    def init_token_state(self, key: Tensor, value: Tensor) -> State:
         """First values [B, H', n] of the state of new tokens, from their stored rows.
 
         Args:
@@ -316,12 +318,12 @@ class Policy:
         """What changes in the state after one new token has attended; by default nothing."""
         return {}
 
-    def absorb(self, tokens: Tokens, attention: Attention) -> State:
+    def observe_chunk(self, tokens: Tokens, attention: Attention) -> State:
         """What changes after a prompt or chunk, or in a step with the sweep; by default as `observe` has it."""
         return self.observe(tokens, attention)
 
     def scan(
-        self, rows: Iterable[Tensor], valid: Tensor, held: int, budget: int, spread: Spread | None = None
+        self, rows: Iterable[Tensor], valid: Tensor, held: int, budget: int, spread: HeadSharding | None = None
     ) -> Tensor:
         """`Attention.scan` from attention rows, for what sums over queries cannot say; never traced.
 
@@ -337,10 +339,10 @@ class Policy:
     # Rows that are rewritten.
 
     @property
-    def aligns(self) -> Literal["never", "read", "step", "sweep"]:
+    def aligns(self) -> Literal["never", "read", "step", "compact"]:
         """When `align` is asked for the held rows: never, whenever they are read, or to be stored.
 
-        They are stored after every step ("step") or after those with the sweep ("sweep"), and after a chunk.
+        They are stored after every step ("step") or after those with the sweep ("compact"), and after a chunk.
         """
         return "never"
 
@@ -349,7 +351,7 @@ class Policy:
         return []
 
     def align(
-        self, tokens: Tokens, key: Tensor, value: Tensor, layer: int, weights: Sequence[Tensor], gone: int
+        self, tokens: Tokens, key: Tensor, value: Tensor, layer: int, weights: Sequence[Tensor], evicted: int
     ) -> tuple[Tensor, Tensor, State]:
         """The rows that attention is to see instead of those that are stored, and what changes in the state.
 
@@ -357,7 +359,7 @@ class Policy:
             key, value: the slots' [B, Hkv, C, D] and [B, Hkv, C, Dv].
             layer: which of the model's layers they belong to.
             weights: those of `weights`, on the device of the slots.
-            gone: at most so many tokens have gone since the last time, if the rows are to be stored.
+            evicted: at most so many tokens have gone since the last time, if the rows are to be stored.
         """
         raise NotImplementedError
 
@@ -377,18 +379,18 @@ class Policy:
         return None
 
     @property
-    def tempers(self) -> bool:
-        """Whether `temper` gives anything."""
-        return self.temper(torch.ones(1, 1, dtype=torch.int64)) is not None
+    def scales_logits(self) -> bool:
+        """Whether `logit_scale` gives anything."""
+        return self.logit_scale(torch.ones(1, 1, dtype=torch.int64)) is not None
 
-    def temper(self, count: Tensor) -> Tensor | None:
+    def logit_scale(self, count: Tensor) -> Tensor | None:
         """Multiplies the logits of queries that attend to `count` tokens, int64 of any shape; None for one."""
         return None
 
     def with_plain_logits(self: Kind) -> Kind:
         """The same policy, but that attention is to the held tokens what the model makes it."""
         copied, here = copy.copy(self), type(self)
-        plain = type(here.__name__, (here,), {"bias": Policy.bias, "temper": Policy.temper})
+        plain = type(here.__name__, (here,), {"bias": Policy.bias, "logit_scale": Policy.logit_scale})
         object.__setattr__(copied, "__class__", plain)
         return copied
 
@@ -396,10 +398,10 @@ class Policy:
 
     @property
     def merges(self) -> bool:
-        """Whether tokens that go live on in others: whether the policy has a `fold`."""
-        return type(self).fold is not Policy.fold
+        """Whether tokens that go live on in others: whether the policy has a `merge_evicted`."""
+        return type(self).merge_evicted is not Policy.merge_evicted
 
-    def worth(self, tokens: Tokens) -> Tensor:
+    def score(self, tokens: Tokens) -> Tensor:
         """[B, H', N] int64 or float32: the token worth least is evicted first; of two equals the later one.
 
         What it says about free slots does not matter.
@@ -413,27 +415,27 @@ class Policy:
         """
         if not self.evicts:
             return (~tokens.live).int().argmax(-1)
-        worth = self.rated(tokens)
+        worth = self.protected_score(tokens)
         free: float | Tensor = lowest(worth.dtype)
         if isinstance(tokens.budget, Tensor):  # a full row has free slots where another row's budget is larger
             full = tokens.live.sum(-1, keepdim=True) > tokens.budget
             free = torch.where(full, topmost(worth.dtype), free).to(worth.dtype)
         return latest_of_least(torch.where(tokens.live, worth, free), tokens)
 
-    def sweep(self, tokens: Tokens) -> tuple[Tensor, State]:
+    def compact(self, tokens: Tokens) -> tuple[Tensor, State]:
         """Who stays after a prompt or chunk, or a step with the sweep, bool [B, H', N], and what else changes.
 
         By default the `budget` tokens worth most.
         """
-        return highest(self.worth(tokens), tokens.position, self.room(tokens)), {}
+        return highest(self.score(tokens), tokens.position, self.unpinned_budget(tokens)), {}
 
-    def fold(self, tokens: Tokens, held: Tensor, gone: Tensor, valid: Tensor) -> Merge:
+    def merge_evicted(self, tokens: Tokens, held: Tensor, evicted: Tensor, valid: Tensor) -> Merge:
         """Where the tokens that go live on; called if a policy has it.
 
         Args:
             tokens: the slots, with those that go already freed.
             held: the stored keys of the slots [B, Hkv, C, D].
-            gone: the stored keys of the tokens that go [B, Hkv, E, D], by position.
+            evicted: the stored keys of the tokens that go [B, Hkv, E, D], by position.
             valid: bool [B, H', E], false where there is none.
         """
         raise NotImplementedError
@@ -442,24 +444,24 @@ class Policy:
 
     def remembered(self) -> dict[str, torch.dtype]:
         """`state`, and which tokens were given."""
-        return {**self.state(), GIVEN: torch.bool} if self.keep_prompt else self.state()
+        return {**self.state(), PINNED: torch.bool} if self.keep_prompt else self.state()
 
-    def learned(self, tokens: Tokens, attention: Attention) -> State:
-        """`absorb`, and which tokens were given.
+    def observe_unpinned(self, tokens: Tokens, attention: Attention) -> State:
+        """`observe_chunk`, and which tokens were given.
 
         Raises:
             BudgetError: they leave less of the budget than the policy needs.
         """
-        changes, places = self.absorb(tokens, attention), tokens.position.shape[-1]
-        if not self.keep_prompt or tokens.held == places:
+        changes, indices = self.observe_chunk(tokens, attention), tokens.position.shape[-1]
+        if not self.keep_prompt or tokens.held == indices:
             return changes
-        came = torch.arange(places, device=tokens.position.device) >= tokens.held
-        given = tokens.state[GIVEN] | (came & tokens.live)
-        left = self.room(tokens.updated({**changes, GIVEN: given}).competing)
-        self.check_given(int(given.sum(-1).max()), int(torch.as_tensor(left).min()))
-        return {**changes, GIVEN: given}
+        came = torch.arange(indices, device=tokens.position.device) >= tokens.held
+        given = tokens.state[PINNED] | (came & tokens.live)
+        left = self.unpinned_budget(tokens.updated({**changes, PINNED: given}).competing)
+        self.check_pinned(int(given.sum(-1).max()), int(torch.as_tensor(left).min()))
+        return {**changes, PINNED: given}
 
-    def check_given(self, given: int, left: int) -> None:
+    def check_pinned(self, given: int, left: int) -> None:
         """Raise BudgetError when tokens that stay leave less of a budget than the policy needs."""
         least = self.minimum_budget()
         if left < least:
@@ -468,28 +470,28 @@ class Policy:
                 f"leaves {max(left, 0)} of it for others, and {self} needs at least {least}"
             )
 
-    def room(self, tokens: Tokens) -> int | Tensor:
+    def unpinned_budget(self, tokens: Tokens) -> int | Tensor:
         """How many of these tokens may stay, a number or int64 [B, H', 1]."""
-        return tokens.budget - tokens.aside
+        return tokens.budget - tokens.pinned_count
 
-    def rated(self, tokens: Tokens) -> Tensor:
-        """`worth`, with those that were given above all others."""
+    def protected_score(self, tokens: Tokens) -> Tensor:
+        """`score`, with those that were given above all others."""
         if not self.keep_prompt:
-            return self.worth(tokens)
-        worth = self.worth(tokens.competing)
+            return self.score(tokens)
+        worth = self.score(tokens.competing)
         below, top = (torch.finfo(worth.dtype).max, torch.inf) if worth.is_floating_point() else (LATE - 1, LATE)
-        return torch.where(tokens.given, top, worth.clamp(max=below))
+        return torch.where(tokens.pinned, top, worth.clamp(max=below))
 
-    def staying(self, tokens: Tokens) -> tuple[Tensor, State]:
-        """`sweep`, and those that were given."""
+    def keep_mask(self, tokens: Tokens) -> tuple[Tensor, State]:
+        """`compact`, and those that were given."""
         if not self.keep_prompt:
-            return self.sweep(tokens)
-        stays, changes = self.sweep(tokens.competing)
-        return stays | tokens.given, changes
+            return self.compact(tokens)
+        stays, changes = self.compact(tokens.competing)
+        return stays | tokens.pinned, changes
 
-    def folded(self, tokens: Tokens, held: Tensor, gone: Tensor, valid: Tensor) -> Merge:
-        """`fold`, but into none of those that were given."""
-        return self.fold(tokens.competing if self.keep_prompt else tokens, held, gone, valid)
+    def merge_unpinned(self, tokens: Tokens, held: Tensor, evicted: Tensor, valid: Tensor) -> Merge:
+        """`merge_evicted`, but into none of those that were given."""
+        return self.merge_evicted(tokens.competing if self.keep_prompt else tokens, held, evicted, valid)
 
 
 def lowest(dtype: torch.dtype) -> float | int:
@@ -531,24 +533,24 @@ def highest(score: Tensor, position: Tensor, count: int | Tensor) -> Tensor:
 
 
 def _inverse(order: Tensor) -> Tensor:
-    places = torch.arange(order.shape[-1], device=order.device).expand_as(order)
-    return torch.empty_like(order).scatter(-1, order, places)
+    indices = torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    return torch.empty_like(order).scatter(-1, order, indices)
 
 
-def window_starts(valid: Tensor, room: int | Tensor) -> Tensor:
+def window_starts(valid: Tensor, unpinned_budget: int | Tensor) -> Tensor:
     """Where each token of a prompt starts to count, for policies that renumber: int64 [B, q].
 
-    The last `room` real tokens of a row make one window, which nothing before it is seen from; those before
-    it make windows of `room` tokens from the first one on.  The entry is the number of real tokens before the
+    The last `unpinned_budget` real tokens of a row make one window, which nothing before it is seen from; those before
+    it make windows of `unpinned_budget` tokens from the first one on.  The entry is the number of real tokens before the
     token's window, zero for all of a prompt that fits.
 
     Args:
         valid: bool [B, q], false for padding.
-        room: a number, or int64 [B, 1].
+        unpinned_budget: a number, or int64 [B, 1].
     """
-    place = (valid.long().cumsum(-1) - 1).clamp(min=0)
-    last = (valid.long().sum(-1, keepdim=True) - room).clamp(min=0)  # [B, 1]
-    return torch.where(place < last, place // room * room, last)
+    index = (valid.long().cumsum(-1) - 1).clamp(min=0)
+    last = (valid.long().sum(-1, keepdim=True) - unpinned_budget).clamp(min=0)  # [B, 1]
+    return torch.where(index < last, index // unpinned_budget * unpinned_budget, last)
 
 
 def share_of(count: Count, fraction: float) -> Count:

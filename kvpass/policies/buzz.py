@@ -75,13 +75,13 @@ class Buzz(Policy):
 
     def sizes(self, budget: Count) -> tuple[Count, Count]:
         """w and T, numbers or as a budget of each row."""
-        room: Any = budget - self.sinks
+        unpinned_budget: Any = budget - self.sinks
         window: Any = self.window
         threshold: Any = self.threshold
         if window is None:
-            split = window_and_threshold(room, self.stride, 0, self.old_stride)
-            window = split[0] if threshold is None else room - threshold
-        return window, room - window if threshold is None else threshold
+            split = window_and_threshold(unpinned_budget, self.stride, 0, self.old_stride)
+            window = split[0] if threshold is None else unpinned_budget - threshold
+        return window, unpinned_budget - window if threshold is None else threshold
 
     def minimum_budget(self) -> int:
         return self.sinks + (self.window or 1) + (self.threshold or 2)
@@ -107,7 +107,7 @@ class Buzz(Policy):
 
     # The tensors.
 
-    def temper(self, count: Tensor) -> Tensor | None:
+    def logit_scale(self, count: Tensor) -> Tensor | None:
         return count.clamp(min=1).float().log() / LOG_BASE if self.log_n else None
 
     def state(self) -> dict[str, torch.dtype]:
@@ -119,10 +119,12 @@ class Buzz(Policy):
     def observe(self, tokens: Tokens, attention: Attention) -> State:
         assert attention.total is not None
         assert attention.queries is not None
-        paid, before = attention.total.sum(2), tokens.state["score"]  # [B, Hkv, N]
-        return {"score": torch.where(attention.queries > 0, paid, before) if self.variant == "fast" else before + paid}
+        probs, before = attention.total.sum(2), tokens.state["score"]  # [B, Hkv, N]
+        return {
+            "score": torch.where(attention.queries > 0, probs, before) if self.variant == "fast" else before + probs
+        }
 
-    def worth(self, tokens: Tokens) -> Tensor:
+    def score(self, tokens: Tokens) -> Tensor:
         """Only asked when the host has missed a sweep: the oldest goes, as with sinks and a window."""
         return torch.where(tokens.position < self.sinks, LATE, tokens.position)
 
@@ -130,17 +132,17 @@ class Buzz(Policy):
         """A free slot while there is one: when a row has too many tokens its next sweep says, and not its budget."""
         return super().victim(dataclasses.replace(tokens, budget=0))
 
-    def sweep(self, tokens: Tokens) -> tuple[Tensor, State]:
+    def compact(self, tokens: Tokens) -> tuple[Tensor, State]:
         window, threshold = self.sizes(tokens.budget)
         middle = tokens.live.sum(-1, keepdim=True) - self.sinks - window  # [B, H', 1]
-        place, old, interval = tokens.order - self.sinks, tokens.state["old"], self.strides.old
-        inside = tokens.live & (place >= 0) & (place < middle)
-        fresh, hive = inside & (place >= old), (place - old).clamp(min=0) // self.stride
-        first = (place - old) % self.stride == 0
-        best = first if self.variant == "nomax" else best_of_hives(tokens.state["score"], fresh, hive, place)
-        stays = torch.where(fresh, best, place % interval == 0)
+        index, old, interval = tokens.order - self.sinks, tokens.state["old"], self.strides.old
+        inside = tokens.live & (index >= 0) & (index < middle)
+        fresh, hive = inside & (index >= old), (index - old).clamp(min=0) // self.stride
+        first = (index - old) % self.stride == 0
+        best = first if self.variant == "nomax" else best_of_hives(tokens.state["score"], fresh, hive, index)
+        stays = torch.where(fresh, best, index % interval == 0)
         kept = (old + interval - 1) // interval
-        after = torch.where(fresh, kept + hive, place // interval)  # the place among those that stay
+        after = torch.where(fresh, kept + hive, index // interval)  # the place among those that stay
         size = kept + (middle - old + self.stride - 1) // self.stride
         again = self._passes(tokens, size, interval, threshold)
         due = middle > threshold
@@ -149,10 +151,10 @@ class Buzz(Policy):
 
     def _passes(self, tokens: Tokens, size: Tensor, interval: int, threshold: int | Tensor) -> Tensor:
         """The interval of all further passes together over the middle of a prompt or chunk; 1 for none."""
-        again, places = torch.ones_like(size), tokens.position.shape[-1]
-        if tokens.held == places or (tokens.held == 0 and not self.iterate_prompt):
+        again, indices = torch.ones_like(size), tokens.position.shape[-1]
+        if tokens.held == indices or (tokens.held == 0 and not self.iterate_prompt):
             return again
-        for _ in range(places.bit_length()):
+        for _ in range(indices.bit_length()):
             again = torch.where((size + again - 1) // again > threshold, again * interval, again)
         return again
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from kvpass.policies.base import LATE
 
 
-def best_of_hives(score: Tensor, fresh: Tensor, hive: Tensor, place: Tensor) -> Tensor:
+def best_of_hives(score: Tensor, fresh: Tensor, hive: Tensor, index: Tensor) -> Tensor:
     """bool [B, H', N]: the token of highest score in its hive, of equals the first.
 
     Args:
@@ -21,5 +21,5 @@ def best_of_hives(score: Tensor, fresh: Tensor, hive: Tensor, place: Tensor) -> 
     score = torch.where(fresh, score, -torch.inf)
     hives = (*score.shape[:2], last + 1)
     most = score.new_full(hives, -torch.inf).scatter_reduce(-1, where, score, "amax").gather(-1, where)
-    place = torch.where(score == most, place, LATE)
-    return place == place.new_full(hives, LATE).scatter_reduce(-1, where, place, "amin").gather(-1, where)
+    index = torch.where(score == most, index, LATE)
+    return index == index.new_full(hives, LATE).scatter_reduce(-1, where, index, "amin").gather(-1, where)

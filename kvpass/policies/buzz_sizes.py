@@ -62,12 +62,12 @@ def window_and_threshold(
     >>> window_and_threshold(68)
     (12, 52)
     """
-    room, parts = budget - sinks, 1 + Strides.of(stride, old_stride).ratio
-    if isinstance(room, Tensor):  # in float64, in which Python divides and rounds
-        windows = (room.double() / parts).round().long().clamp(min=1)
-        return windows, room - windows  # type: ignore[return-value]  # of what the budget is
-    window = max(1, round(room / parts))
-    return window, room - window  # type: ignore[return-value]
+    unpinned_budget, parts = budget - sinks, 1 + Strides.of(stride, old_stride).ratio
+    if isinstance(unpinned_budget, Tensor):  # in float64, in which Python divides and rounds
+        windows = (unpinned_budget.double() / parts).round().long().clamp(min=1)
+        return windows, unpinned_budget - windows  # type: ignore[return-value]  # of what the budget is
+    window = max(1, round(unpinned_budget / parts))
+    return window, unpinned_budget - window  # type: ignore[return-value]
 
 
 def thinned(middle: int, old: int, strides: Strides) -> int:

@@ -33,8 +33,8 @@ from torch import Tensor
 from kvpass.arguments import Natural, Positive, Share
 from kvpass.errors import BudgetError
 from kvpass.policies.base import Attention, Policy, State, Statistic, Tokens
-from kvpass.policies.cascade_line import Rule, approximate_context, averaged, intervals
-from kvpass.policies.heads import Spread, reduced
+from kvpass.policies.cascade_line import CascadeRule, approximate_context, averaged, intervals
+from kvpass.policies.heads import HeadSharding, reduced
 
 __all__ = ["Cascade", "approximate_context"]
 
@@ -98,9 +98,9 @@ class Cascade(Policy):
     def observe(self, tokens: Tokens, attention: Attention) -> State:
         assert attention.last is not None
         assert attention.queries is not None
-        paid = self._reduced(attention.last[..., None, :], attention.spread)[:, :, 0]
+        probs = self._reduced(attention.last[..., None, :], attention.spread)[:, :, 0]
         decay, rest = self._decays(tokens.budget)
-        score = decay * tokens.state["score"] + rest * paid
+        score = decay * tokens.state["score"] + rest * probs
         scored = (attention.queries > 0) & tokens.live & (tokens.position >= self.sinks)
         arrived = attention.queries.expand_as(tokens.state["arrived"])
         return {"score": torch.where(scored, score, tokens.state["score"]), "arrived": arrived}
@@ -116,7 +116,7 @@ class Cascade(Policy):
         decay = self._decay(budget)
         return decay, 1 - decay
 
-    def _reduced(self, rows: Tensor, spread: Spread | None) -> Tensor:
+    def _reduced(self, rows: Tensor, spread: HeadSharding | None) -> Tensor:
         """[B, Hkv, G, n, N] over the query heads: [B, H', n, N]."""
         if self.heads == "shared":
             return reduced(rows, self.reduce, spread)
@@ -138,22 +138,22 @@ class Cascade(Policy):
         goes = scored & (age == leaving) & (self.overwrites | (late > 0))
         return torch.where(goes.any(-1, keepdim=True), goes, ~tokens.live).int().argmax(-1)
 
-    def _rule(self, budget: int | Tensor) -> Rule:
-        return Rule(budget - self.sinks, intervals(self.cascades, self.growth), self.eager_fill, self.select)
+    def _rule(self, budget: int | Tensor) -> CascadeRule:
+        return CascadeRule(budget - self.sinks, intervals(self.cascades, self.growth), self.eager_fill, self.select)
 
     def scan(
-        self, rows: Iterable[Tensor], valid: Tensor, held: int, budget: int, spread: Spread | None = None
+        self, rows: Iterable[Tensor], valid: Tensor, held: int, budget: int, spread: HeadSharding | None = None
     ) -> Tensor:
         """The scores when a prompt ends, LOST for tokens that were dropped; for a chunk what its rows add."""
-        paid = (self._reduced(block, spread) for block in rows)
-        blocks = averaged(paid, valid, self._decay(budget))
+        probs = (self._reduced(block, spread) for block in rows)
+        blocks = averaged(probs, valid, self._decay(budget))
         if held:
             return [after[:, :, -1] for after in blocks][-1]
         number = torch.where(valid, valid.cumsum(-1) - 1 - self.sinks, -1)  # [B, q]
         score = self._rule(budget).replay(blocks, number, self.overwrites)
         return torch.where(number[:, None] < 0, 0, score)
 
-    def absorb(self, tokens: Tokens, attention: Attention) -> State:
+    def observe_chunk(self, tokens: Tokens, attention: Attention) -> State:
         assert attention.scan is not None
         assert attention.queries is not None
         score = attention.scan
@@ -164,11 +164,11 @@ class Cascade(Policy):
         return {"score": score, "arrived": torch.zeros_like(tokens.state["arrived"])}
 
     def _extended(self, tokens: Tokens, number: Tensor, score: Tensor) -> Tensor:
-        """`Rule.extend` by the budget of each row."""
+        """`CascadeRule.extend` by the budget of each row."""
         if not isinstance(tokens.budget, Tensor):
             return self._rule(tokens.budget).extend(number, tokens.held, score)
         rows = zip(tokens.budget[:, 0, 0].tolist(), torch.split(number, 1), torch.split(score, 1), strict=True)
-        return torch.cat([self._rule(budget).extend(places, tokens.held, mine) for budget, places, mine in rows])
+        return torch.cat([self._rule(budget).extend(indices, tokens.held, mine) for budget, indices, mine in rows])
 
-    def sweep(self, tokens: Tokens) -> tuple[Tensor, State]:
+    def compact(self, tokens: Tokens) -> tuple[Tensor, State]:
         return tokens.live & (tokens.state["score"] >= 0), {}

@@ -28,7 +28,7 @@ def approximate_context(slots: int, cascades: int = 4, growth: str = "pow2") -> 
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
+class CascadeRule:
     """Who makes room.
 
     Attributes:
@@ -152,12 +152,12 @@ def averaged(blocks: Iterable[Tensor], valid: Tensor, decay: float) -> Iterator[
         valid: bool [B, q].
     """
     start, score = 0, None
-    for paid in blocks:
-        arrived = valid[:, start : start + paid.shape[2]]
-        start, count = start + paid.shape[2], arrived.cumsum(-1)
+    for probs in blocks:
+        arrived = valid[:, start : start + probs.shape[2]]
+        start, count = start + probs.shape[2], arrived.cumsum(-1)
         passed = (count[:, :, None] - count[:, None]).clamp(min=0)  # [B, n, n], real queries in between
         weight = ((1 - decay) * decay**passed * arrived[:, None]).tril()
-        after = weight[:, None] @ paid
+        after = weight[:, None] @ probs
         if score is not None:
             after[..., : score.shape[-1]].addcmul_(decay ** count[:, None, :, None], score[..., None, :])
         score = after[:, :, -1]
@@ -167,5 +167,5 @@ def averaged(blocks: Iterable[Tensor], valid: Tensor, decay: float) -> Iterator[
 def survivors(line: Tensor, score: Tensor) -> Tensor:
     """The scores [B, H', N] of the tokens in the line, LOST for the others."""
     kept = torch.nn.functional.pad(torch.full_like(score, LOST), (0, 1))
-    place = torch.where(line < 0, score.shape[-1], line)  # a place of its own for what is not there
-    return kept.scatter(-1, place, score.gather(-1, line.clamp(min=0)))[..., :-1]
+    index = torch.where(line < 0, score.shape[-1], line)  # a place of its own for what is not there
+    return kept.scatter(-1, index, score.gather(-1, line.clamp(min=0)))[..., :-1]

@@ -111,8 +111,8 @@ class D2O(Policy):
         budgets = [layer_budgets(row, budget, prompt, *how) for row, prompt in zip(rows, prompts, strict=True)]
         if self.calibrate:
             return [Plan(budget, budget + 1) for budget in budgets[0]]
-        room = largest_layer_budget(len(totals), budget, self.layers, self.alpha) + 1
-        return [Plan(max(rows), max(rows) + 1, rows, room) for rows in zip(*budgets, strict=True)]
+        most = largest_layer_budget(len(totals), budget, self.layers, self.alpha) + 1
+        return [Plan(max(rows), max(rows) + 1, rows, most) for rows in zip(*budgets, strict=True)]
 
     def state(self) -> dict[str, torch.dtype]:
         return {"score": torch.float32}
@@ -132,17 +132,17 @@ class D2O(Policy):
             return torch.minimum(recent, most)
         return min(recent, most)
 
-    def worth(self, tokens: Tokens) -> Tensor:
-        safe = (tokens.position < self.sinks) | tokens.newest(self._recent(self.room(tokens)))
+    def score(self, tokens: Tokens) -> Tensor:
+        safe = (tokens.position < self.sinks) | tokens.newest(self._recent(self.unpinned_budget(tokens)))
         return torch.where(safe, torch.inf, tokens.state["score"])
 
-    def sweep(self, tokens: Tokens) -> tuple[Tensor, State]:
+    def compact(self, tokens: Tokens) -> tuple[Tensor, State]:
         if self.defers and tokens.held == 0:
             return tokens.live, {}
-        return highest(self.worth(tokens), tokens.position, self.room(tokens)), {}
+        return highest(self.score(tokens), tokens.position, self.unpinned_budget(tokens)), {}
 
-    def fold(self, tokens: Tokens, held: Tensor, gone: Tensor, valid: Tensor) -> Merge:
-        similar, into = nearest(gone, held, tokens.position)  # [B, Hkv, E]
+    def merge_evicted(self, tokens: Tokens, held: Tensor, evicted: Tensor, valid: Tensor) -> Merge:
+        similar, into = nearest(evicted, held, tokens.position)  # [B, Hkv, E]
         official = self.merge == "official"
         judged = reduced(similar[:, :, None], "mean", tokens.spread) if official else similar
         mean = torch.where(valid, judged, 0).sum(-1, keepdim=True) / valid.sum(-1, keepdim=True).clamp(min=1)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpass.policies.base import share_of
-from kvpass.policies.heads import Spread, gathered
+from kvpass.policies.heads import HeadSharding, gathered
 
 LEAST_SHARE = 0.01  # of the prompt, for every layer
 
@@ -23,15 +23,15 @@ def column_variance(total: Tensor, valid: Tensor, density: str = "kv") -> Tensor
         density: "kv" sums over the G query heads of a KV head first, so h = Hkv; "query" takes every query head by
             itself, so h = Hq.
     """
-    paid = (total.sum(2) if density == "kv" else total.flatten(1, 2)).double()  # [B, h, N]
-    here = valid[:, None].to(paid.dtype)
+    probs = (total.sum(2) if density == "kv" else total.flatten(1, 2)).double()  # [B, h, N]
+    here = valid[:, None].to(probs.dtype)
     count = here.sum(-1, keepdim=True).clamp(min=1)
-    mean = (paid * here).sum(-1, keepdim=True) / count
-    return ((paid - mean).square() * here).sum(-1) / count[..., 0]
+    mean = (probs * here).sum(-1, keepdim=True) / count
+    return ((probs - mean).square() * here).sum(-1) / count[..., 0]
 
 
 def column_variances(
-    totals: Sequence[Tensor], valid: Tensor, spread: Spread | None, density: str = "kv"
+    totals: Sequence[Tensor], valid: Tensor, spread: HeadSharding | None, density: str = "kv"
 ) -> list[list[list[float]]]:
     """F for each row, layer and head, those of other processes included, which costs one collective.
 

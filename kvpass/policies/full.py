@@ -21,5 +21,5 @@ class Full(Policy):
     spreads: ClassVar[Literal["never", "heads", "always"]] = "always"
     evicts: ClassVar[bool] = False
 
-    def worth(self, tokens: Tokens) -> Tensor:
+    def score(self, tokens: Tokens) -> Tensor:
         return tokens.position

@@ -40,6 +40,8 @@ class H2O(Policy):
         assert attention.total is not None
         return {"score": tokens.state["score"] + attention.total.sum(2)}  # [B, Hkv, N]
 
-    def worth(self, tokens: Tokens) -> Tensor:
-        room = self.room(tokens)
-        return torch.where(tokens.newest(room - share_of(room, self.heavy)), torch.inf, tokens.state["score"])
+    def score(self, tokens: Tokens) -> Tensor:
+        unpinned_budget = self.unpinned_budget(tokens)
+        return torch.where(
+            tokens.newest(unpinned_budget - share_of(unpinned_budget, self.heavy)), torch.inf, tokens.state["score"]
+        )

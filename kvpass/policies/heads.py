@@ -15,13 +15,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvpass import compat
+from kvpass.torch_private import fx_nodes
 
 Reduce = Literal["mean", "max", "median"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Spread:
+class HeadSharding:
     """Where the heads of a layer are, if each of some processes has as many of them, in the order of their ranks.
 
     Attributes:
@@ -41,12 +41,12 @@ class Spread:
         return json.dumps(dataclasses.astuple(self))
 
     @staticmethod
-    def read(text: str | None) -> Spread | None:
+    def read(text: str | None) -> HeadSharding | None:
         """What `written` gave; None for None."""
-        return None if text is None else Spread(*json.loads(text))
+        return None if text is None else HeadSharding(*json.loads(text))
 
 
-def reduced(x: Tensor, how: Reduce, spread: Spread | None) -> Tensor:
+def reduced(x: Tensor, how: Reduce, spread: HeadSharding | None) -> Tensor:
     """Over all query heads of the layer: [B, h, G, ...] to [B, 1, ...]; of an even number the lower median.
 
     Costs one collective of the result if the heads are spread, and of all heads for the median.
@@ -58,21 +58,21 @@ def reduced(x: Tensor, how: Reduce, spread: Spread | None) -> Tensor:
     if spread is None:
         return here
     if how == "max":
-        return compat.all_reduced(here, "max", spread.group)
-    return compat.all_reduced(here, "sum", spread.group) / spread.ranks
+        return fx_nodes.all_reduced(here, "max", spread.group)
+    return fx_nodes.all_reduced(here, "sum", spread.group) / spread.ranks
 
 
-def gathered(x: Tensor, spread: Spread | None, dim: int = 0) -> Tensor:
+def gathered(x: Tensor, spread: HeadSharding | None, dim: int = 0) -> Tensor:
     """What all processes have along a dimension of heads, in their order; one collective if the heads are spread."""
     if spread is None:
         return x
     mine, size = spread.first // (spread.heads // spread.ranks), x.shape[dim]
     whole = x.new_zeros((*x.shape[:dim], size * spread.ranks, *x.shape[dim + 1 :]))
     whole.narrow(dim, mine * size, size).copy_(x)
-    return compat.all_reduced(whole, "sum", spread.group)
+    return fx_nodes.all_reduced(whole, "sum", spread.group)
 
 
-def numbers(position: Tensor, spread: Spread | None) -> Tensor:
+def numbers(position: Tensor, spread: HeadSharding | None) -> Tensor:
     """The numbers of the KV heads in the layer, int64 [h, 1], of metadata [B, h, N]."""
     here = torch.arange(position.shape[1], device=position.device)[:, None]
     return here if spread is None else here + spread.first

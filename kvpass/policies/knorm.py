@@ -29,8 +29,8 @@ class KNorm(Policy):
     def state(self) -> dict[str, torch.dtype]:
         return {"norm": torch.float16}
 
-    def arrive(self, key: Tensor, value: Tensor) -> State:
+    def init_token_state(self, key: Tensor, value: Tensor) -> State:
         return {"norm": key.float().square().sum(-1).sqrt().half()}  # [B, Hkv, n]
 
-    def worth(self, tokens: Tokens) -> Tensor:
+    def score(self, tokens: Tokens) -> Tensor:
         return -tokens.state["norm"]

@@ -30,10 +30,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvpass.align.aligner import Aligner
-from kvpass.align.store import load
 from kvpass.arguments import Positive
 from kvpass.errors import AlignerError, BudgetError
+from kvpass.policies.aligners.aligner import Aligner
+from kvpass.policies.aligners.store import load
 from kvpass.policies.base import Attention, Clock, Plan, Policy, State, Tokens, require
 
 UNKNOWN = -1  # the position that a token was made at, before its first step is over
@@ -43,7 +43,7 @@ UNKNOWN = -1  # the position that a token was made at, before its first step is 
 class KVAlign(Policy):
     """Options.
 
-    aligner: a `kvpass.align.Aligner`, or the path of one that was saved.
+    aligner: a `kvpass.policies.aligners.Aligner`, or the path of one that was saved.
     every: how many tokens go at once.
     """
 
@@ -57,7 +57,7 @@ class KVAlign(Policy):
         super().__post_init__()
         if self.aligner is None:
             raise AlignerError(
-                "kv_align needs aligner=..., a kvpass.align.Aligner or the path of one; train one for the model "
+                "kv_align needs aligner=..., a kvpass.policies.aligners.Aligner or the path of one; train one for the model "
                 "with `kvpass align train --model ... --out ...`"
             )
         if not isinstance(self.aligner, Aligner):
@@ -134,7 +134,7 @@ class KVAlign(Policy):
     def row_state(self) -> dict[str, int | float]:
         return {"start": 0}  # the first token of the window that is also the first sink
 
-    def arrive(self, key: Tensor, value: Tensor) -> State:
+    def init_token_state(self, key: Tensor, value: Tensor) -> State:
         signature = self.trained.signature
         self._check("KV heads, head dimension", (signature.heads, signature.key_dim), (key.shape[1], key.shape[3]))
         unknown = torch.full((key.shape[0], 1, key.shape[2]), UNKNOWN, dtype=torch.int64, device=key.device)
@@ -143,7 +143,7 @@ class KVAlign(Policy):
     def observe(self, tokens: Tokens, attention: Attention) -> State:
         return {"made": _made(tokens)}
 
-    def absorb(self, tokens: Tokens, attention: Attention) -> State:
+    def observe_chunk(self, tokens: Tokens, attention: Attention) -> State:
         count = tokens.position.shape[-1]
         if tokens.held == count:
             return self.observe(tokens, attention)
@@ -152,12 +152,12 @@ class KVAlign(Policy):
             return {"made": tokens.position - start, "start": start.expand_as(tokens.state["start"])}
         fresh = torch.arange(count, device=tokens.position.device) >= tokens.held
         before = (tokens.live & ~fresh).sum(-1, keepdim=True)
-        place = before + (fresh & tokens.live).long().cumsum(-1) - 1
-        return {"made": torch.where(fresh, place.clamp(max=self.last_position()), tokens.state["made"])}
+        index = before + (fresh & tokens.live).long().cumsum(-1) - 1
+        return {"made": torch.where(fresh, index.clamp(max=self.last_position()), tokens.state["made"])}
 
     # Who goes.
 
-    def worth(self, tokens: Tokens) -> Tensor:
+    def score(self, tokens: Tokens) -> Tensor:
         return torch.where(self._sink(tokens), torch.iinfo(torch.int64).max, tokens.position)
 
     def _sink(self, tokens: Tokens) -> Tensor:
@@ -165,9 +165,9 @@ class KVAlign(Policy):
         start = tokens.state["start"]
         return (tokens.position >= start) & (tokens.position < start + self.sinks)
 
-    def sweep(self, tokens: Tokens) -> tuple[Tensor, State]:
+    def compact(self, tokens: Tokens) -> tuple[Tensor, State]:
         if tokens.held < tokens.position.shape[-1]:
-            return super().sweep(tokens)
+            return super().compact(tokens)
         full = tokens.live.sum(-1, keepdim=True) > tokens.budget
         goes = ~self._sink(tokens) & (self._rank(tokens) < self.sinks + self.every)
         return tokens.live & ~(full & goes), {}
@@ -181,21 +181,21 @@ class KVAlign(Policy):
     # The repair.
 
     @property
-    def aligns(self) -> Literal["never", "read", "step", "sweep"]:
+    def aligns(self) -> Literal["never", "read", "step", "compact"]:
         if self.trained.recipe == "nothing":
             return "never"
         if self.every > 1:
-            return "sweep"
+            return "compact"
         return "read" if self.trained.recipe == "direct" else "step"
 
     def weights(self) -> list[Tensor]:
         return self.trained.weights()
 
     def align(
-        self, tokens: Tokens, key: Tensor, value: Tensor, layer: int, weights: Sequence[Tensor], gone: int
+        self, tokens: Tokens, key: Tensor, value: Tensor, layer: int, weights: Sequence[Tensor], evicted: int
     ) -> tuple[Tensor, Tensor, State]:
         made, rank = _made(tokens), self._rank(tokens)
-        moves = -(-gone // self.every) if self.trained.recipe == "paper" else 1
+        moves = -(-evicted // self.every) if self.trained.recipe == "paper" else 1
         for move in reversed(range(moves)):
             here = rank + move * self.every  # all but the last move of "paper" lead to a place on the way
             moving = tokens.live & ~self._sink(tokens) & (made > here)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvpass.compat import written_out
 from kvpass.policies.base import LATE, rows_in_order
+from kvpass.torch_private.inductor import materialized
 
 BLOCK = 64  # keys compared with all others at a time: their cosines stay in caches
 LEAST = 1e-12  # of a norm
@@ -23,14 +23,14 @@ def nearest(key: Tensor, held: Tensor, position: Tensor) -> tuple[Tensor, Tensor
         The cosines, float32 [B, Hkv, E], and the slots, int64 [B, Hkv, E].
     """
     if key.shape[2] != 1:
-        return _of_many(key, held, position)
-    cosine = _of_one(key, held) if key.device.type == "cpu" else _at_once(key, held)  # [B, Hkv, 1, C]
+        return _nearest_of_many(key, held, position)
+    cosine = _nearest_of_one(key, held) if key.device.type == "cpu" else _at_once(key, held)  # [B, Hkv, 1, C]
     cosine = torch.where(position[:, :, None] < 0, -torch.inf, cosine)
     best = cosine.amax(-1, keepdim=True)
     return best[..., 0], torch.where(cosine == best, position[:, :, None], LATE).argmin(-1)
 
 
-def _of_many(key: Tensor, held: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+def _nearest_of_many(key: Tensor, held: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
     """`nearest` of the keys that a prompt or a chunk drops, which nothing compiles: one product and one pass a block.
 
     Slots are put in order of position, free ones last, as of equals the first is found.
@@ -42,8 +42,8 @@ def _of_many(key: Tensor, held: Tensor, position: Tensor) -> tuple[Tensor, Tenso
     hidden = torch.where(position.gather(-1, order) < 0, -torch.inf, 0.0).flatten(0, 1)[:, None]
     blocks = [_unit(block).flatten(0, 1) for block in torch.split(key, BLOCK, 2)]
     found = [torch.baddbmm(hidden, block, slots).max(-1) for block in blocks]
-    cosine, place = (torch.cat(each, 1).view(batch, heads, count) for each in zip(*found, strict=True))
-    return cosine, order.gather(-1, place)
+    cosine, index = (torch.cat(each, 1).view(batch, heads, count) for each in zip(*found, strict=True))
+    return cosine, order.gather(-1, index)
 
 
 def _unit(key: Tensor) -> Tensor:
@@ -57,15 +57,15 @@ def _at_once(key: Tensor, held: Tensor) -> Tensor:
     return product / (_norm(key)[..., None] * _norm(held)[:, :, None])
 
 
-def _of_one(key: Tensor, held: Tensor) -> Tensor:
+def _nearest_of_one(key: Tensor, held: Tensor) -> Tensor:
     """Cosines [B, Hkv, 1, C] of a decode step's key, in one pass over the slots and with no converted copy of them.
 
     On a CPU products and norms go through the slots together if both read something of the head: a compiler walks
     through norms alone as one long row of slots, in a loop of its own.  On a GPU that would be two launches more.
     """
-    shrink = written_out(1 / _norm(key)[..., None])  # [B, Hkv, 1, 1]
+    shrink = materialized(1 / _norm(key)[..., None])  # [B, Hkv, 1, 1]
     slots = held.float() * shrink
-    product = (slots * written_out(key.float() * shrink)).sum(-1)  # [B, Hkv, C]
+    product = (slots * materialized(key.float() * shrink)).sum(-1)  # [B, Hkv, C]
     length = torch.maximum(slots.square().sum(-1).sqrt(), LEAST * shrink[..., 0])
     return (product / length)[:, :, None]
 

@@ -28,7 +28,7 @@ class Random(Policy):
     spreads: ClassVar[Literal["never", "heads", "always"]] = "heads"
     heads: ClassVar[Literal["shared", "kv"]] = "kv"
 
-    def worth(self, tokens: Tokens) -> Tensor:
+    def score(self, tokens: Tokens) -> Tensor:
         heads = numbers(tokens.position, tokens.spread)  # [H', 1]
         drawn = (tokens.position * 48271 + heads * 69621 + self.seed) % PRIME
         for factor, shift in ((16807, 15), (39373, 13), (742938, 16)):

@@ -42,14 +42,14 @@ class RoCo(Policy):
             "squares": tokens.state["squares"] + attention.squares.mean(2),
         }
 
-    def worth(self, tokens: Tokens) -> Tensor:
+    def score(self, tokens: Tokens) -> Tensor:
         saw = tokens.seen - tokens.position  # every query since it came, its own included
         mean = tokens.state["total"] / saw
         variance = tokens.state["squares"] / saw - mean.square()
-        room = self.room(tokens)
-        safe = tokens.newest(room - room // 2)
+        unpinned_budget = self.unpinned_budget(tokens)
+        safe = tokens.newest(unpinned_budget - unpinned_budget // 2)
         older = torch.where(tokens.live & ~safe, variance, -torch.inf)
-        return torch.where(safe | highest_of(older, room // 4), torch.inf, mean)
+        return torch.where(safe | highest_of(older, unpinned_budget // 4), torch.inf, mean)
 
 
 def highest_of(score: Tensor, count: int | Tensor) -> Tensor:
@@ -58,7 +58,7 @@ def highest_of(score: Tensor, count: int | Tensor) -> Tensor:
     A count that is a number costs a top-k, one that is int64 [B, H', 1] a sort.
     """
     if isinstance(count, Tensor):
-        place = (count - 1).clamp(min=0, max=score.shape[-1] - 1)
-        return (score >= score.sort(-1, descending=True).values.gather(-1, place)) & (count > 0)
+        index = (count - 1).clamp(min=0, max=score.shape[-1] - 1)
+        return (score >= score.sort(-1, descending=True).values.gather(-1, index)) & (count > 0)
     count = min(count, score.shape[-1])
     return score >= (score.topk(count, -1).values[..., -1:] if count else torch.inf)

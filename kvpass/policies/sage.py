@@ -117,7 +117,7 @@ class Sage(Policy):
         block = (tokens.position < sinks + groups * top) & (tokens.seen <= self._fits(tokens.budget))
         return torch.where(block & tokens.live, -1, tokens.state["takers"])
 
-    def absorb(self, tokens: Tokens, attention: Attention) -> State:
+    def observe_chunk(self, tokens: Tokens, attention: Attention) -> State:
         assert attention.logits is not None
         assert attention.queries is not None
         groups, step = attention.logits.shape[2], tokens.held == tokens.position.shape[-1]
@@ -156,7 +156,7 @@ class Sage(Policy):
         require(groups <= MOST_GROUPS, "share", self.share, f"is for up to {MOST_GROUPS} query heads per KV head")
         return (took.long() << torch.arange(groups, device=logits.device)[:, None]).sum(2)
 
-    def worth(self, tokens: Tokens) -> Tensor:
+    def score(self, tokens: Tokens) -> Tensor:
         """Sinks and what was taken are safe; then the latest."""
         sink = tokens.position < self._sinks(tokens.budget)
         return torch.where(sink | (tokens.state["takers"] != 0), torch.iinfo(torch.int64).max, tokens.position)

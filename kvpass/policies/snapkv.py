@@ -48,24 +48,24 @@ class SnapKV(Policy):
     def observe(self, tokens: Tokens, attention: Attention) -> State:
         return {}
 
-    def absorb(self, tokens: Tokens, attention: Attention) -> State:
+    def observe_chunk(self, tokens: Tokens, attention: Attention) -> State:
         assert attention.window is not None
         assert attention.queries is not None
         judged = (attention.queries > 0) & tokens.live & ~tokens.newest(self.window)
-        paid = torch.where(judged[:, :, None], attention.window, 0.0)  # [B, Hkv, G, N]
-        score = self._smoothed(paid.mean(2), tokens)
+        probs = torch.where(judged[:, :, None], attention.window, 0.0)  # [B, Hkv, G, N]
+        score = self._smoothed(probs.mean(2), tokens)
         return {
             "score": torch.where(judged, score, tokens.state["score"]),
             "selected": judged | tokens.state["selected"],
         }
 
-    def _smoothed(self, paid: Tensor, tokens: Tokens) -> Tensor:
+    def _smoothed(self, probs: Tensor, tokens: Tokens) -> Tensor:
         """The average over `kernel` neighbours in the text, [B, Hkv, N]."""
-        in_order = torch.empty_like(paid).scatter(-1, tokens.order, paid)
+        in_order = torch.empty_like(probs).scatter(-1, tokens.order, probs)
         pooled = torch.nn.functional.avg_pool1d(in_order, self.kernel, stride=1, padding=self.kernel // 2)
         return pooled.gather(-1, tokens.order)
 
-    def worth(self, tokens: Tokens) -> Tensor:
+    def score(self, tokens: Tokens) -> Tensor:
         """The window is safe, then come the selected by score, then the others, below zero, by age."""
         age = tokens.position - tokens.seen
         worth = torch.where(tokens.state["selected"], tokens.state["score"], age)

@@ -31,5 +31,5 @@ class Streaming(Policy):
     def minimum_budget(self) -> int:
         return self.sinks + 1
 
-    def worth(self, tokens: Tokens) -> Tensor:
+    def score(self, tokens: Tokens) -> Tensor:
         return torch.where(tokens.position < self.sinks, torch.iinfo(torch.int64).max, tokens.position)

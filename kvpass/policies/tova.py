@@ -30,8 +30,8 @@ class Tova(Policy):
     def observe(self, tokens: Tokens, attention: Attention) -> State:
         assert attention.last is not None
         assert attention.queries is not None
-        paid = reduced(attention.last, "mean", attention.spread)  # [B, 1, N]
-        return {"score": torch.where(attention.queries > 0, paid, tokens.state["score"])}
+        probs = reduced(attention.last, "mean", attention.spread)  # [B, 1, N]
+        return {"score": torch.where(attention.queries > 0, probs, tokens.state["score"])}
 
-    def worth(self, tokens: Tokens) -> Tensor:
+    def score(self, tokens: Tokens) -> Tensor:
         return torch.where(tokens.newest(1), torch.inf, tokens.state["score"])

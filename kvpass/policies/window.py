@@ -18,5 +18,5 @@ class Window(Policy):
     name: ClassVar[str] = "window"
     spreads: ClassVar[Literal["never", "heads", "always"]] = "always"
 
-    def worth(self, tokens: Tokens) -> Tensor:
+    def score(self, tokens: Tokens) -> Tensor:
         return tokens.position

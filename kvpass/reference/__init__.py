@@ -9,9 +9,9 @@ import importlib
 
 from kvpass.errors import PolicyError
 from kvpass.policies.base import Policy
-from kvpass.reference.base import Reference, ReferenceLayer, Stream, Token
+from kvpass.reference.base import HeadStream, Reference, ReferenceLayer, Token
 
-__all__ = ["Reference", "ReferenceLayer", "Stream", "Token", "reference_of"]
+__all__ = ["HeadStream", "Reference", "ReferenceLayer", "Token", "reference_of"]
 
 
 def reference_of(policy: Policy) -> Reference:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass.layer.slots import FREE, NAMES, Chunk, Layout
-from kvpass.precision import widest
+from kvpass.cache.slots import FREE, NAMES, Chunk, Layout
+from kvpass.fx.precision import accumulate_dtype
 from kvpass.reference.storing import stored
 
 
@@ -24,7 +24,7 @@ class Token:
         position: its place among the real tokens of its row.
         index: its place in the padded sequence.
         key, value: [h, D] and [h, Dv]; h = Hkv when the heads keep the same tokens, else 1.
-        given: it stays, as the policy keeps prompts and it came with one.
+        pinned: it stays, as the policy keeps prompts and it came with one.
         score: whatever the policy accumulates.
         notes: what else it remembers, by name.
     """
@@ -33,13 +33,13 @@ class Token:
     index: int
     key: Tensor
     value: Tensor
-    given: bool = False
+    pinned: bool = False
     score: float = 0.0
     notes: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
-class Stream:
+class HeadStream:
     """The tokens held for one row and KV head (or for all heads of a row, if they keep the same).
 
     Attributes:
@@ -50,7 +50,7 @@ class Stream:
         layer: the number of the layer, if the policy asks for it.
         stored: what storing a key [h, D] makes of it, or with `key=False` a value.
         notes: what the policy remembers for the stream, by name.
-        gone: tokens that have just left, for `Reference.settle`.
+        evicted: tokens that have just left, for `Reference.settle`.
     """
 
     head: int
@@ -61,24 +61,24 @@ class Stream:
     layer: int = 0
     stored: Callable[..., Tensor] = lambda row, key=True: row
     notes: dict[str, Any] = dataclasses.field(default_factory=dict)
-    gone: list[Token] = dataclasses.field(default_factory=list)
+    evicted: list[Token] = dataclasses.field(default_factory=list)
 
 
 class Reference:
     """What a policy's reference says; one object serves every stream of a layer."""
 
-    def prepare(self, stream: Stream) -> None:
+    def prepare(self, stream: HeadStream) -> None:
         """Make room before a single new token attends; by default nothing goes before it has."""
 
-    def bias(self, stream: Stream, group: int) -> Tensor | None:
+    def bias(self, stream: HeadStream, group: int) -> Tensor | None:
         """What later queries add to their logits, [h, G = group, tokens]; None for nothing."""
         return None
 
-    def read(self, stream: Stream) -> list[tuple[Tensor, Tensor]]:
+    def read(self, stream: HeadStream) -> list[tuple[Tensor, Tensor]]:
         """The key and value of each held token as attention sees them; by default as they are stored."""
         return [(token.key, token.value) for token in stream.tokens]
 
-    def temper(self, count: int) -> float:
+    def logit_scale(self, count: int) -> float:
         """What the logits of queries that attend to `count` tokens are multiplied with."""
         return 1.0
 
@@ -89,7 +89,7 @@ class Reference:
         """The tokens to keep of the stream of KV head `head` (0 if shared), `seen` real tokens so far."""
         raise NotImplementedError
 
-    def take(self, stream: Stream, new: list[Token], probabilities: Tensor, logits: Tensor) -> None:
+    def take(self, stream: HeadStream, new: list[Token], probabilities: Tensor, logits: Tensor) -> None:
         """Take new tokens in, after they have attended.
 
         Args:
@@ -100,29 +100,29 @@ class Reference:
         self.observe(tokens, probabilities)
         stream.tokens = self.kept(tokens, stream)
 
-    def kept(self, tokens: list[Token], stream: Stream) -> list[Token]:
+    def kept(self, tokens: list[Token], stream: HeadStream) -> list[Token]:
         """Those that were given, and of the others what `evict` keeps in the rest of the budget."""
-        given, others = [t for t in tokens if t.given], [t for t in tokens if not t.given]
+        given, others = [t for t in tokens if t.pinned], [t for t in tokens if not t.pinned]
         chosen = self.evict(others, stream.head, stream.seen, stream.budget - len(given))
         return sorted([*given, *chosen], key=lambda token: token.position)
 
-    def settle(self, row: list[Stream]) -> None:
+    def settle(self, row: list[HeadStream]) -> None:
         """Called when all KV heads of a row have taken their tokens in."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Taken:
+class TakenByReference:
     """What a layer took in last; see `ReferenceLayer.take`."""
 
     chunk: Chunk
     probabilities: Tensor
     logits: Tensor
 
-    def first(self, count: int) -> Taken:
+    def first(self, count: int) -> TakenByReference:
         """Its first tokens."""
         total = self.probabilities.shape[-1] - self.probabilities.shape[2] + count
         probabilities, logits = (part[:, :, :count, :total] for part in (self.probabilities, self.logits))
-        return Taken(self.chunk.first(count), probabilities, logits)
+        return TakenByReference(self.chunk.first(count), probabilities, logits)
 
     def take_into(self, cache: Any) -> None:
         """Take it in once more, on a cache as it was before it."""
@@ -132,19 +132,19 @@ class Taken:
 class ReferenceLayer:
     """The streams of one layer; takes prompts, chunks and single tokens alike."""
 
-    def __init__(self, layout: Layout, reference: Reference, limits: Sequence[int] = ()) -> None:
-        """`limits` are the budgets of each row, if the policy's plan gives layers or rows their own."""
+    def __init__(self, layout: Layout, reference: Reference, row_budgets: Sequence[int] = ()) -> None:
+        """`row_budgets` are the budgets of each row, if the policy's plan gives layers or rows their own."""
         self.layout = layout
         self.reference = reference
         self.stored = functools.partial(stored, layout)
         self.streams = [
-            [Stream(head, budget, layer=layout.layer, stored=self.stored) for head in range(layout.groups)]
-            for budget in limits or (layout.budget,) * layout.batch
+            [HeadStream(head, budget, layer=layout.layer, stored=self.stored) for head in range(layout.groups)]
+            for budget in row_budgets or (layout.budget,) * layout.batch
         ]
         self.length = 0
         self.fed = 0  # how often tokens were taken in
         self.view: Any = None  # what the last tokens attended to, for layers that share the cache
-        self.taken: Taken | None = None
+        self.taken: TakenByReference | None = None
 
     def copied(self) -> ReferenceLayer:
         """The same tokens, apart from these."""
@@ -204,10 +204,10 @@ class ReferenceLayer:
                     out[b, self._heads(stream.head), :, : len(stream.tokens)] = bias
         return out.flatten(1, 2)[:, :, None].to(self.layout.device) if some else None
 
-    def temper(self, valid: Tensor) -> Tensor:
+    def logit_scale(self, valid: Tensor) -> Tensor:
         """What the logits of the tokens `valid` [B, q] are multiplied with, float32 [B, 1, 1, 1]."""
         counts = [len(row[0].tokens) + int(new) for row, new in zip(self.streams, valid.sum(-1).tolist(), strict=True)]
-        return torch.tensor([self.reference.temper(n) for n in counts], device=valid.device).view(-1, 1, 1, 1)
+        return torch.tensor([self.reference.logit_scale(n) for n in counts], device=valid.device).view(-1, 1, 1, 1)
 
     def index(self) -> Tensor:
         """int64 [B, H', N]: places of the held tokens in the padded sequence, -1 after the last."""
@@ -225,7 +225,7 @@ class ReferenceLayer:
         """[B, Hkv, N, D]: the held keys or values, zero after the last, as attention sees them or as stored."""
         dim = self.layout.key_dim if name == "key" else self.layout.value_dim
         longest = max(len(stream.tokens) for row in self.streams for stream in row)
-        kind = self.layout.dtype if self.layout.kv_dtype is None else widest(self.layout.dtype)
+        kind = self.layout.dtype if self.layout.kv_dtype is None else accumulate_dtype(self.layout.dtype)
         out = torch.zeros(self.layout.batch, self.layout.heads, longest, dim, dtype=kind, device=self.layout.device)
         for b, row in enumerate(self.streams):
             for h, stream in enumerate(row):
@@ -245,7 +245,7 @@ class ReferenceLayer:
             part: it is the first part of a longer chunk, so a single token is no step.
         """
         logits = probabilities.log() if logits is None else logits
-        self.taken = Taken(chunk, probabilities, logits)
+        self.taken = TakenByReference(chunk, probabilities, logits)
         for b, row in enumerate(self.streams):
             new = torch.nonzero(chunk.valid[b]).flatten().tolist()
             for stream in row:
@@ -253,14 +253,14 @@ class ReferenceLayer:
                     probabilities.shape[-1] - chunk.valid.shape[1] + j for j in new
                 ]
                 stream.step = self.length > 0 and chunk.valid.shape[1] == 1 and not part
-                tokens = [self._token(stream, chunk, b, place, j) for place, j in enumerate(new)]
+                tokens = [self._token(stream, chunk, b, index, j) for index, j in enumerate(new)]
                 seen = [
                     part[b, self._queries(stream, probabilities)][:, new][:, :, columns]
                     for part in (probabilities, logits)
                 ]
                 if self.layout.policy.keep_prompt:
-                    given = sum(token.given for token in stream.tokens + tokens)
-                    self.layout.policy.check_given(given, stream.budget - given)
+                    given = sum(token.pinned for token in stream.tokens + tokens)
+                    self.layout.policy.check_pinned(given, stream.budget - given)
                 stream.seen += len(new)
                 self.reference.take(stream, tokens, *(part.transpose(0, 1) for part in seen))
             self.reference.settle(row)
@@ -276,14 +276,14 @@ class ReferenceLayer:
         whole = self.layout.policy.defers and self.fed == 1 and self.length > least
         return count == 1 and self.layout.kv_dtype is not None and self.fed > 0 and not whole
 
-    def _token(self, stream: Stream, chunk: Chunk, b: int, place: int, j: int) -> Token:
+    def _token(self, stream: HeadStream, chunk: Chunk, b: int, index: int, j: int) -> Token:
         heads = self._heads(stream.head)
         key = self.stored(chunk.key[b, heads, j].clone())
         value = self.stored(chunk.value[b, heads, j].clone(), key=False)
         given = self.layout.policy.keep_prompt and not stream.step
-        return Token(stream.seen + place, self.length + j, key, value, given)
+        return Token(stream.seen + index, self.length + j, key, value, given)
 
-    def _queries(self, stream: Stream, probabilities: Tensor) -> slice:
+    def _queries(self, stream: HeadStream, probabilities: Tensor) -> slice:
         """The query heads of a stream."""
         group, heads = probabilities.shape[1] // self.layout.heads, self._heads(stream.head)
         return slice(heads.start * group, heads.stop * group)

@@ -7,7 +7,7 @@ import math
 from torch import Tensor
 
 from kvpass.policies.buzz import Buzz
-from kvpass.reference.base import Reference, Stream, Token
+from kvpass.reference.base import HeadStream, Reference, Token
 
 
 class BuzzReference(Reference):
@@ -15,16 +15,16 @@ class BuzzReference(Reference):
         self.policy = policy
         self.interval = math.floor((policy.stride + 1) / 2) if policy.old_stride is None else policy.old_stride
 
-    def temper(self, count: int) -> float:
+    def logit_scale(self, count: int) -> float:
         return math.log(max(count, 1), 512) if self.policy.log_n else 1.0
 
     def observe(self, tokens: list[Token], probabilities: Tensor) -> None:
         if len(probabilities) == 0:
             return
-        for token, paid in zip(tokens, probabilities.sum((0, 1)).tolist(), strict=True):
-            token.score = paid + (0.0 if self.policy.variant == "fast" else token.score)
+        for token, probs in zip(tokens, probabilities.sum((0, 1)).tolist(), strict=True):
+            token.score = probs + (0.0 if self.policy.variant == "fast" else token.score)
 
-    def take(self, stream: Stream, new: list[Token], probabilities: Tensor, logits: Tensor) -> None:
+    def take(self, stream: HeadStream, new: list[Token], probabilities: Tensor, logits: Tensor) -> None:
         policy, tokens, prompt = self.policy, stream.tokens + new, not stream.tokens
         self.observe(tokens, probabilities)
         stream.tokens = tokens

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvpass.policies.cascade import Cascade
-from kvpass.reference.base import Reference, Stream, Token
+from kvpass.reference.base import HeadStream, Reference, Token
 
 GROWTH: dict[str, Callable[[int], int]] = {
     "pow2": lambda i: 2**i,
@@ -19,7 +19,7 @@ GROWTH: dict[str, Callable[[int], int]] = {
     "linear": lambda i: i + 1,
 }
 REDUCE: dict[str, Callable[[list[float]], float]] = {
-    "mean": lambda paid: sum(paid) / len(paid),
+    "mean": lambda probs: sum(probs) / len(probs),
     "max": max,
     "median": median_low,
 }
@@ -29,13 +29,13 @@ class CascadeReference(Reference):
     def __init__(self, policy: Cascade) -> None:
         self.policy = policy
 
-    def caches(self, stream: Stream) -> list[list[Token]]:
+    def caches(self, stream: HeadStream) -> list[list[Token]]:
         if "caches" not in stream.notes:
             stream.notes["caches"] = [[] for _ in range(self.policy.cascades)]
         caches: list[list[Token]] = stream.notes["caches"]
         return caches
 
-    def insert(self, stream: Stream, item: Token) -> None:
+    def insert(self, stream: HeadStream, item: Token) -> None:
         """One token into the sub-caches, the paper's scan."""
         policy, caches = self.policy, self.caches(stream)
         if item.position < policy.sinks:
@@ -59,11 +59,11 @@ class CascadeReference(Reference):
                     cache[-1] = item
                 return
 
-    def held(self, stream: Stream) -> list[Token]:
+    def held(self, stream: HeadStream) -> list[Token]:
         tokens = stream.notes.get("sinks", []) + [token for cache in self.caches(stream) for token in cache]
         return sorted(tokens, key=lambda token: token.position)
 
-    def prepare(self, stream: Stream) -> None:
+    def prepare(self, stream: HeadStream) -> None:
         if self.policy.order == "write_first":
             nothing = torch.zeros(0)
             stream.notes["next"] = Token(stream.seen, -1, nothing, nothing)
@@ -72,16 +72,16 @@ class CascadeReference(Reference):
 
     def score(self, tokens: list[Token], row: Tensor, decay: float) -> None:
         """mu <- gamma mu + (1 - gamma) sbar; row [heads, tokens]."""
-        for token, paid in zip(tokens, row.T.tolist(), strict=True):
-            token.score = decay * token.score + (1 - decay) * REDUCE[self.policy.reduce](paid)
+        for token, probs in zip(tokens, row.T.tolist(), strict=True):
+            token.score = decay * token.score + (1 - decay) * REDUCE[self.policy.reduce](probs)
 
-    def take(self, stream: Stream, new: list[Token], probabilities: Tensor, logits: Tensor) -> None:
+    def take(self, stream: HeadStream, new: list[Token], probabilities: Tensor, logits: Tensor) -> None:
         tokens, policy = stream.tokens + new, self.policy
         width = (stream.budget - policy.sinks) // policy.cascades
         decay = math.exp(-math.log(100) / width) if policy.gamma is None else policy.gamma
         prompt = not stream.step and stream.seen == len(new)
         if stream.step and new and policy.order == "write_first":
-            self.arrive(stream, new[0])
+            self.init_token_state(stream, new[0])
             self.score(tokens, probabilities[0], decay)
         elif prompt and policy.order == "write_first":
             for token, row in zip(new, probabilities, strict=True):
@@ -98,7 +98,7 @@ class CascadeReference(Reference):
                 self.insert(stream, token)
         stream.tokens = self.held(stream)
 
-    def arrive(self, stream: Stream, token: Token) -> None:
+    def init_token_state(self, stream: HeadStream, token: Token) -> None:
         """Put the token where `prepare` made room for it."""
         for tokens in [stream.notes.get("sinks", []), *self.caches(stream)]:
             for n, held in enumerate(tokens):

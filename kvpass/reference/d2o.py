@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpass.policies.d2o import D2O
-from kvpass.reference.base import Reference, Stream, Token
+from kvpass.reference.base import HeadStream, Reference, Token
 
 
 class D2OReference(Reference):
@@ -17,10 +17,10 @@ class D2OReference(Reference):
         self.policy = policy
 
     def observe(self, tokens: list[Token], probabilities: Tensor) -> None:
-        for token, paid in zip(tokens, probabilities.sum((0, 1)).tolist(), strict=True):
-            token.score += paid
+        for token, probs in zip(tokens, probabilities.sum((0, 1)).tolist(), strict=True):
+            token.score += probs
 
-    def take(self, stream: Stream, new: list[Token], probabilities: Tensor, logits: Tensor) -> None:
+    def take(self, stream: HeadStream, new: list[Token], probabilities: Tensor, logits: Tensor) -> None:
         tokens = stream.tokens + new
         self.observe(tokens, probabilities)
         prompt = stream.notes.setdefault("prompt", True)
@@ -29,7 +29,7 @@ class D2OReference(Reference):
             stream.tokens = tokens
             return
         kept = self.kept(tokens, stream)
-        stream.gone = [token for token in tokens if token not in kept]
+        stream.evicted = [token for token in tokens if token not in kept]
         stream.tokens = kept
 
     def evict(self, tokens: list[Token], head: int, seen: int, budget: int) -> list[Token]:
@@ -40,10 +40,10 @@ class D2OReference(Reference):
         middle = sorted((t for t in tokens if t not in safe), key=lambda t: (-t.score, t.position))
         return sorted(safe + middle[: max(0, budget - len(safe))], key=lambda token: token.position)
 
-    def settle(self, row: list[Stream]) -> None:
-        if not row[0].gone or self.policy.merge == "none":
+    def settle(self, row: list[HeadStream]) -> None:
+        if not row[0].evicted or self.policy.merge == "none":
             return
-        found = [[closest(token, stream) for token in stream.gone] for stream in row]
+        found = [[closest(token, stream) for token in stream.evicted] for stream in row]
         if self.policy.merge == "official":
             means = [sum(u for u, _ in each) / len(row) for each in zip(*found, strict=True)]
             tau = self.threshold(row[0], means)
@@ -55,53 +55,53 @@ class D2OReference(Reference):
                 mix = self.average if self.policy.merge == "average" else self.paper
                 mix(stream, pairs, [u >= tau for u, _ in pairs])
         for stream in row:
-            stream.gone = []
+            stream.evicted = []
 
-    def threshold(self, stream: Stream, similar: list[float]) -> float:
+    def threshold(self, stream: HeadStream, similar: list[float]) -> float:
         """tau, moved by the tokens that go."""
         mean, old = sum(similar) / len(similar), stream.notes.get("tau")
         stream.notes["tau"] = mean if old is None else self.policy.beta * mean + (1 - self.policy.beta) * old
         return float(stream.notes["tau"])
 
-    def paper(self, stream: Stream, pairs: list[tuple[float, Token]], merged: list[bool]) -> None:
+    def paper(self, stream: HeadStream, pairs: list[tuple[float, Token]], merged: list[bool]) -> None:
         for target in stream.tokens:
-            gone = [
+            evicted = [
                 (math.exp(u), token)
-                for token, (u, into), yes in zip(stream.gone, pairs, merged, strict=True)
+                for token, (u, into), yes in zip(stream.evicted, pairs, merged, strict=True)
                 if into is target and yes
             ]
-            total = math.e + sum(weight for weight, _ in gone)
-            if gone:
-                key = math.e * target.key + sum(w * token.key for w, token in gone)
-                value = math.e * target.value + sum(w * token.value for w, token in gone)
+            total = math.e + sum(weight for weight, _ in evicted)
+            if evicted:
+                key = math.e * target.key + sum(w * token.key for w, token in evicted)
+                value = math.e * target.value + sum(w * token.value for w, token in evicted)
                 target.key, target.value = stream.stored(key / total), stream.stored(value / total, key=False)
 
-    def average(self, stream: Stream, pairs: list[tuple[float, Token]], merged: list[bool]) -> None:
+    def average(self, stream: HeadStream, pairs: list[tuple[float, Token]], merged: list[bool]) -> None:
         for target in stream.tokens:
-            found = zip(stream.gone, pairs, merged, strict=True)
+            found = zip(stream.evicted, pairs, merged, strict=True)
             group = [target] + [token for token, (_, into), yes in found if into is target and yes]
             if len(group) > 1:
                 key = torch.stack([token.key for token in group]).mean(0)
                 value = torch.stack([token.value for token in group]).mean(0)
                 target.key, target.value = stream.stored(key), stream.stored(value, key=False)
 
-    def official(self, stream: Stream, pairs: list[tuple[float, Token]], merged: list[bool]) -> None:
+    def official(self, stream: HeadStream, pairs: list[tuple[float, Token]], merged: list[bool]) -> None:
         for target in stream.tokens:
-            gone = [
+            evicted = [
                 (u, token)
-                for token, (u, into), yes in zip(stream.gone, pairs, merged, strict=True)
+                for token, (u, into), yes in zip(stream.evicted, pairs, merged, strict=True)
                 if into is target and yes
             ]
-            if gone:
-                key = target.key + sum(u * token.key for u, token in gone)
-                value = target.value + sum(u * token.value for u, token in gone)
-                target.key = stream.stored(key / (1 + len(gone)))
-                target.value = stream.stored(value / (1 + len(gone)), key=False)
+            if evicted:
+                key = target.key + sum(u * token.key for u, token in evicted)
+                value = target.value + sum(u * token.value for u, token in evicted)
+                target.key = stream.stored(key / (1 + len(evicted)))
+                target.value = stream.stored(value / (1 + len(evicted)), key=False)
 
 
-def closest(token: Token, stream: Stream) -> tuple[float, Token]:
+def closest(token: Token, stream: HeadStream) -> tuple[float, Token]:
     """The largest cosine of the token's key with that of one that stays and was not given, and that one."""
-    kept = [other for other in stream.tokens if not other.given]
+    kept = [other for other in stream.tokens if not other.pinned]
     cosines = [float(torch.cosine_similarity(token.key[0], other.key[0], dim=0)) for other in kept]
     best = max(cosines)
     return best, kept[cosines.index(best)]

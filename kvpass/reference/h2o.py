@@ -16,8 +16,8 @@ class H2OReference(Reference):
         self.heavy = heavy
 
     def observe(self, tokens: list[Token], probabilities: Tensor) -> None:
-        for token, paid in zip(tokens, probabilities.sum((0, 1)).tolist(), strict=True):
-            token.score += paid
+        for token, probs in zip(tokens, probabilities.sum((0, 1)).tolist(), strict=True):
+            token.score += probs
 
     def evict(self, tokens: list[Token], head: int, seen: int, budget: int) -> list[Token]:
         if len(tokens) <= budget:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpass.policies.kv_align import KVAlign
-from kvpass.reference.base import Reference, Stream, Token
+from kvpass.reference.base import HeadStream, Reference, Token
 
 Rows = tuple[Tensor, Tensor]
 
@@ -20,37 +20,37 @@ class KVAlignReference(Reference):
         self.sinks, self.window = self.aligner.signature.sinks, self.aligner.signature.window
         self.stores = self.every > 1 or self.aligner.recipe == "paper"
 
-    def take(self, stream: Stream, new: list[Token], probabilities: Tensor, logits: Tensor) -> None:
+    def take(self, stream: HeadStream, new: list[Token], probabilities: Tensor, logits: Tensor) -> None:
         """Number the new tokens, let the oldest that are no sinks go, and repair what moved."""
         if stream.notes.get("prompted") is None:
             stream.notes["prompted"] = True
             stream.tokens = new[-stream.budget :]
-            for place, token in enumerate(stream.tokens):
-                token.notes["made"] = place
+            for index, token in enumerate(stream.tokens):
+                token.notes["made"] = index
             return
-        for place, token in enumerate(new, start=len(stream.tokens)):
-            token.notes["made"] = min(place, self.window)
+        for index, token in enumerate(new, start=len(stream.tokens)):
+            token.notes["made"] = min(index, self.window)
         stream.tokens = stream.tokens + new
         excess = len(stream.tokens) - stream.budget
         if excess > 0:
-            gone = self.every if stream.step else excess
-            stream.tokens = stream.tokens[: self.sinks] + stream.tokens[self.sinks + gone :]
+            evicted = self.every if stream.step else excess
+            stream.tokens = stream.tokens[: self.sinks] + stream.tokens[self.sinks + evicted :]
         if self.stores:
             self.store(stream)
 
-    def store(self, stream: Stream) -> None:
+    def store(self, stream: HeadStream) -> None:
         for rank, token in enumerate(stream.tokens):
             moved = rank >= self.sinks and token.notes["made"] > rank and self.aligner.recipe != "nothing"
             while rank >= self.sinks and token.notes["made"] > rank:
-                place = rank
+                index = rank
                 if self.aligner.recipe == "paper":  # it knows steps of `every` positions and no others
-                    place += (token.notes["made"] - rank - 1) // self.every * self.every
-                token.key, token.value = self.repaired(token, place, stream.layer)
-                token.notes["made"] = place
+                    index += (token.notes["made"] - rank - 1) // self.every * self.every
+                token.key, token.value = self.repaired(token, index, stream.layer)
+                token.notes["made"] = index
             if moved:
                 token.key, token.value = stream.stored(token.key), stream.stored(token.value, key=False)
 
-    def read(self, stream: Stream) -> list[Rows]:
+    def read(self, stream: HeadStream) -> list[Rows]:
         return [
             (token.key, token.value)
             if self.stores or rank < self.sinks or token.notes["made"] <= rank
@@ -70,7 +70,7 @@ class KVAlignReference(Reference):
         """One network of the layer sees all heads, keys and values together, and both positions."""
         weights = self.aligner.tensors
         key, value = token.key.float().flatten(), token.value.float().flatten()
-        made, now = (weights["place"][min(place, self.window)] for place in (token.notes["made"], rank))
+        made, now = (weights["place"][min(index, self.window)] for index in (token.notes["made"], rank))
         x = torch.cat([key, value, made, now])
         parts = [weights[f"fc1.{name}"][layer] for name in ("key", "value", "made", "rank")]
         hidden = torch.relu(x @ torch.cat(parts) + weights["fc1.bias"][layer])
@@ -85,8 +85,8 @@ class KVAlignReference(Reference):
         weights = {name: self.aligner.tensors[f"{part}.{name}"] for name in _PAPER}
         out = []
         for head, x in enumerate(row.float()):
-            place = weights["position"][min(rank, self.window)]
-            hidden = torch.cat([x, place, weights["layer"][layer], weights["head"][head]])
+            index = weights["position"][min(rank, self.window)]
+            hidden = torch.cat([x, index, weights["layer"][layer], weights["head"][head]])
             hidden = torch.relu(weights["fc1.weight"] @ hidden + weights["fc1.bias"])
             hidden = torch.relu(weights["fc2.weight"] @ hidden + weights["fc2.bias"])
             out.append(weights["fc3.weight"] @ hidden + weights["fc3.bias"])

@@ -21,8 +21,8 @@ class RoCoReference(Reference):
         first = (
             tokens[-1].position - len(probabilities) + 1 if tokens else 0
         )  # the position of the first of these queries
-        for token, paid in zip(tokens, probabilities.permute(2, 0, 1).tolist(), strict=True):
-            for query, values in enumerate(paid):
+        for token, probs in zip(tokens, probabilities.permute(2, 0, 1).tolist(), strict=True):
+            for query, values in enumerate(probs):
                 if first + query >= token.position:
                     token.notes.setdefault("paid", []).extend(values)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvpass.policies.sage import Sage
-from kvpass.reference.base import Reference, Stream, Token
+from kvpass.reference.base import HeadStream, Reference, Token
 
 
 class SageReference(Reference):
@@ -27,7 +27,7 @@ class SageReference(Reference):
         k = math.floor(budget / 2 / group) if self.top is None else self.top
         return sinks, k, budget - sinks - group * k
 
-    def take(self, stream: Stream, new: list[Token], probabilities: Tensor, logits: Tensor) -> None:
+    def take(self, stream: HeadStream, new: list[Token], probabilities: Tensor, logits: Tensor) -> None:
         tokens, budget, group = stream.tokens + new, stream.budget, probabilities.shape[1]
         sinks, k, recent = self.sizes(budget, group)
         stream.notes["since"] = stream.notes.get("since", 0) + len(new) if stream.step else 0
@@ -42,11 +42,11 @@ class SageReference(Reference):
             self.select(tokens, logits[-1], stream, sinks, k, max(recent - self.every, 0))
         stream.tokens = self.ring(tokens, budget, sinks)
 
-    def fits(self, stream: Stream) -> bool:
+    def fits(self, stream: HeadStream) -> bool:
         """Whether nothing has to be selected from what the stream has seen."""
         return stream.seen <= stream.budget + (0 if self.late else 1)
 
-    def select(self, tokens: list[Token], last: Tensor, stream: Stream, sinks: int, k: int, recent: int) -> None:
+    def select(self, tokens: list[Token], last: Tensor, stream: HeadStream, sinks: int, k: int, recent: int) -> None:
         stream.notes["since"] = 0
         if self.fits(stream):
             return
@@ -63,7 +63,7 @@ class SageReference(Reference):
             tokens.remove(next(t for t in tokens if t.position >= sinks and not t.notes.get("takers")))
         return tokens
 
-    def bias(self, stream: Stream, group: int) -> Tensor | None:
+    def bias(self, stream: HeadStream, group: int) -> Tensor | None:
         if self.share == "union":
             return None
         counts = [[self.counted(token, head) for token in stream.tokens] for head in range(group)]

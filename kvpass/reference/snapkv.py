@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvpass.policies.snapkv import SnapKV
-from kvpass.reference.base import Reference, Stream, Token
+from kvpass.reference.base import HeadStream, Reference, Token
 
 
 class SnapKVReference(Reference):
@@ -13,7 +13,7 @@ class SnapKVReference(Reference):
         self.window = window
         self.kernel = kernel
 
-    def take(self, stream: Stream, new: list[Token], probabilities: Tensor, logits: Tensor) -> None:
+    def take(self, stream: HeadStream, new: list[Token], probabilities: Tensor, logits: Tensor) -> None:
         tokens = stream.tokens + new
         if new and not stream.step:
             self.vote(tokens, probabilities, stream.seen)
@@ -23,8 +23,8 @@ class SnapKVReference(Reference):
         prefix = [n for n, token in enumerate(tokens) if token.position < seen - self.window]
         votes = probabilities[-self.window :].mean((0, 1))[prefix].tolist()  # over queries and query heads
         side = self.kernel // 2
-        for place, n in enumerate(prefix):
-            near = votes[max(0, place - side) : place + side + 1]
+        for index, n in enumerate(prefix):
+            near = votes[max(0, index - side) : index + side + 1]
             tokens[n].score = sum(near) / self.kernel  # what lies beyond either end counts as zero
             tokens[n].notes["selected"] = True
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvpass.layer.slots import Layout
-from kvpass.precision import wide
+from kvpass.cache.slots import Layout
+from kvpass.fx.precision import upcast
 
 GROUP = 32
 
@@ -17,7 +17,7 @@ def stored(layout: Layout, row: Tensor, key: bool = True) -> Tensor:
         return row.to(layout.dtype)
     kind, _, transform = layout.kv_dtype.partition("-")
     transforms = key and transform == "hadamard"
-    made = _rounded(_hadamard(wide(row)) if transforms else wide(row), kind)
+    made = _rounded(_hadamard(upcast(row)) if transforms else upcast(row), kind)
     return _hadamard(made) if transforms else made
 
 

@@ -12,8 +12,8 @@ class TovaReference(Reference):
     def observe(self, tokens: list[Token], probabilities: Tensor) -> None:
         if len(probabilities) == 0:
             return
-        for token, paid in zip(tokens, probabilities[-1].mean(0).tolist(), strict=True):
-            token.score = paid
+        for token, probs in zip(tokens, probabilities[-1].mean(0).tolist(), strict=True):
+            token.score = probs
 
     def evict(self, tokens: list[Token], head: int, seen: int, budget: int) -> list[Token]:
         while len(tokens) > budget:

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch.fx as fx
 
+from kvpass.cache.slots import Layout, Slots
 from kvpass.capture.sites import AttentionSite
-from kvpass.graphs import Sizes
-from kvpass.layer.slots import Layout, Slots
+from kvpass.fx.shapes import Sizes
 
 
 @dataclasses.dataclass(frozen=True)
-class Telling:
-    """Which inputs tell padding from real tokens, see `kvpass.capture.hiding`.
+class PaddingInputs:
+    """Which inputs tell padding from real tokens, see `kvpass.capture.padding_analysis`.
 
     Attributes:
         sites: for each site those that do in all masks on its cache.
@@ -25,10 +25,10 @@ class Telling:
     sites: tuple[tuple[fx.Node, ...], ...]
     known: frozenset[fx.Node]
 
-    def moved(self, to: dict[fx.Node, fx.Node]) -> Telling:
+    def moved(self, to: dict[fx.Node, fx.Node]) -> PaddingInputs:
         """The same in a copy of the graph."""
         sites = tuple(tuple(to[node] for node in told) for told in self.sites)
-        return Telling(sites, frozenset(to[node] for node in self.known))
+        return PaddingInputs(sites, frozenset(to[node] for node in self.known))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,9 +42,9 @@ class StepCall:
         sizes: how the graph's symbols are to be read in this call.
         seen: tokens before it.
         windows: for each layer how many tokens the model stores, None for all.
-        telling: the inputs that tell padding.
-        sweep: whether it is a step with the policy's sweep.
-        opened: the layouts with open sizes for what other calls may differ in, if there are any.
+        padding_inputs: the inputs that tell padding.
+        compact: whether it is a step with the policy's sweep.
+        dynamic_dims: the layouts with open sizes for what other calls may differ in, if there are any.
     """
 
     gm: fx.GraphModule
@@ -55,12 +55,12 @@ class StepCall:
     sizes: Sizes
     seen: int
     windows: tuple[int | None, ...]
-    telling: Telling
-    sweep: bool = False
-    opened: list[Layout] = dataclasses.field(default_factory=list)
+    padding_inputs: PaddingInputs
+    compact: bool = False
+    dynamic_dims: list[Layout] = dataclasses.field(default_factory=list)
 
     def of(self, change: Callable[[Layout], Layout]) -> StepCall:
         """The same call on slots that are laid out otherwise; their rows hold no data."""
-        layouts, opened = [change(each) for each in self.layouts], [change(each) for each in self.opened]
+        layouts, dynamic_dims = [change(each) for each in self.layouts], [change(each) for each in self.dynamic_dims]
         slots = [each.described(layout) for each, layout in zip(self.slots, layouts, strict=True)]
-        return dataclasses.replace(self, layouts=layouts, opened=opened, slots=slots)
+        return dataclasses.replace(self, layouts=layouts, dynamic_dims=dynamic_dims, slots=slots)

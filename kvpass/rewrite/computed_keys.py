@@ -22,11 +22,12 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass import graphs
-from kvpass.capture import operators
 from kvpass.capture.sites import AttentionSite
 from kvpass.errors import UnsupportedGraph
-from kvpass.graphs import Sizes, Slice, expr, value
+from kvpass.fx import alias, op_table, splicing, walk
+from kvpass.fx.shapes import Sizes, expr
+from kvpass.fx.splicing import Slice
+from kvpass.fx.walk import value
 
 
 def joined(rows: Tensor) -> Tensor:
@@ -76,11 +77,11 @@ def cut_computed_keys(
     tokens = _Tokens.of(site)
     if not tokens.growing:
         raise UnsupportedGraph(
-            f"{graphs.source_line(site.call)}: the model's code compares the cache's length with a number, so that a "
+            f"{walk.source_line(site.call)}: the model's code compares the cache's length with a number, so that a "
             "graph serves one length only; a sparse index over its tokens does that, and so does a window on them"
         )
     made, stored = [*site.computed, *facts], [site.grown_key, site.grown_value]
-    behind = graphs.dependent(gm.graph, graphs.behind(made, stored, site.call), stored) - set(stored)
+    behind = alias.dependent(gm.graph, alias.behind(made, stored, site.call), stored) - set(stored)
     for node in behind:
         _check_per_token(node, tokens)
     _check_rows([node for node in gm.graph.nodes if node in behind], stored)
@@ -88,7 +89,7 @@ def cut_computed_keys(
     def number(node: fx.Node) -> int:
         return 1 if expr(node) in tokens.totals else sizes.fixed(node)
 
-    return ComputedKeys(graphs.cut(gm, made, stored, number, reader=site.call), value(site.grown_key).shape[1])
+    return ComputedKeys(splicing.cut(gm, made, stored, number, reader=site.call), value(site.grown_key).shape[1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,12 +129,12 @@ def _check_per_token(node: fx.Node, tokens: _Tokens) -> None:
     """Refuse what may mix tokens."""
     if not isinstance(value(node), torch.Tensor):
         return  # a size, or a tuple whose items are looked at
-    axis, name = tokens.axis(node), graphs.name_of(node)
+    axis, name = tokens.axis(node), walk.name_of(node)
     parents = [p for p in node.all_input_nodes if tokens.has(p)]
     if axis is not None and (name in _FRESH or all(_keeps_apart(node, p, tokens) == axis for p in parents)):
         return
     raise UnsupportedGraph(
-        f"{graphs.source_line(node)}: keys or values are computed from the cache by {name!r}, which may look at "
+        f"{walk.source_line(node)}: keys or values are computed from the cache by {name!r}, which may look at "
         "several tokens at once and cannot be asked about one slot"
     )
 
@@ -149,7 +150,7 @@ def _check_rows(nodes: list[fx.Node], stored: list[fx.Node]) -> None:
         return
     rows: dict[fx.Node, int | None] = dict.fromkeys(stored, 0)
     for node in nodes:
-        if graphs.name_of(node) in _FRESH:
+        if walk.name_of(node) in _FRESH:
             rows[node] = 0 if expr(value(node).shape[0]) == count else None
         elif isinstance(value(node), (torch.Tensor, tuple, list)):
             parents = [parent for parent in node.all_input_nodes if parent in rows]
@@ -157,8 +158,8 @@ def _check_rows(nodes: list[fx.Node], stored: list[fx.Node]) -> None:
             rows[node] = found.pop() if len(found) == 1 else None
             if rows[node] is None:
                 raise UnsupportedGraph(
-                    f"{graphs.source_line(node)}: keys or values are computed from the cache by "
-                    f"{graphs.name_of(node)!r}, which may put a row's where another row's are attended to"
+                    f"{walk.source_line(node)}: keys or values are computed from the cache by "
+                    f"{walk.name_of(node)!r}, which may put a row's where another row's are attended to"
                 )
 
 
@@ -171,12 +172,12 @@ def _follows(node: fx.Node, parent: fx.Node, axis: int | None) -> int | None:
     """Where a dimension of an operand is in the result, whose slices along it are made from that one's."""
     if axis is None:
         return None
-    if graphs.name_of(node) in _WRITES:  # one tensor written over another, or a part of it along other dimensions
+    if walk.name_of(node) in _WRITES:  # one tensor written over another, or a part of it along other dimensions
         last = value(node).ndim - value(parent).ndim + axis
-        return last if graphs.name_of(node) == "copy_" or parent is node.args[0] or _writes_whole(node) else None
+        return last if walk.name_of(node) == "copy_" or parent is node.args[0] or _writes_whole(node) else None
     if node.target in _NORMS:
         return _beside_norm(node, axis)
-    return operators.carry(node, parent, axis)
+    return op_table.propagate_dim(node, parent, axis)
 
 
 _NORMS: dict[Any, tuple[str, ...]] = {
@@ -203,4 +204,4 @@ def _beside_norm(node: fx.Node, axis: int) -> int | None:
 def _writes_whole(node: fx.Node) -> bool:
     """Whether x[...] = y leaves every token of y at its place: the subscript cuts the last dimension at most."""
     parts = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-    return all(operators.keeps_whole(part) for part in parts[:-1])
+    return all(op_table.keeps_whole(part) for part in parts[:-1])

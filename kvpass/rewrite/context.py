@@ -9,16 +9,17 @@ import sympy  # type: ignore[import-untyped]
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass import compat, graphs
 from kvpass.errors import UnsupportedGraph
-from kvpass.graphs import value
+from kvpass.fx import splicing, walk
+from kvpass.fx.walk import value
 from kvpass.rewrite.call import StepCall
 from kvpass.rewrite.inputs import FurtherInputs
-from kvpass.rewrite.open import OpenNodes
 from kvpass.rewrite.record import Record
 from kvpass.rewrite.result import Outputs
 from kvpass.rewrite.rotary_slice import RotarySlice
 from kvpass.rewrite.step_graph import StepGraph
+from kvpass.rewrite.symbolic_sizes import SizeNodes
+from kvpass.torch_private import fake_tensors
 
 
 class StepContext(StepGraph):
@@ -48,7 +49,7 @@ class StepContext(StepGraph):
 
     def __init__(self, call: StepCall, whole: bool = False) -> None:
         super().__init__(call, whole)
-        self.open = OpenNodes(self)
+        self.open = SizeNodes(self)
         self.inputs = FurtherInputs(self, self.compute)
 
         self.weights: list[Tensor] = []
@@ -79,15 +80,15 @@ class StepContext(StepGraph):
         Open sizes are inputs as well, as the function may know them from elsewhere: those of a layer if it is given.
         """
         count, given = len(nodes), [*nodes, *self._open_for(layer)]
-        with compat.fake_mode(self.sizes.open) as fake:
+        with fake_tensors.fake_mode(self.sizes.open) as fake:
             examples = [fake(self.example(node)) for node in given]
-            return compat.trace(lambda *values: function(*values[:count]), examples)
+            return fake_tensors.trace(lambda *values: function(*values[:count]), examples)
 
     def spliced(
         self, traced: fx.GraphModule, nodes: list[fx.Node], before: fx.Node, name: str, layer: int | None = None
     ) -> list[fx.Node]:
         """What `traced` made, before another node; what it made for a layer serves one that is like it."""
-        return graphs.splice(self.gm, traced, [*nodes, *self._open_for(layer)], before, name)
+        return splicing.splice(self.gm, traced, [*nodes, *self._open_for(layer)], before, name)
 
     def _open_for(self, layer: int | None) -> list[fx.Node]:
         return self.open.all if layer is None else self.open.for_layer(layer)
@@ -106,9 +107,9 @@ class StepContext(StepGraph):
 
     def refuse_growth(self, node: fx.Node) -> None:
         """Raises: UnsupportedGraph: a node depends on the cache's length in a way that is not understood."""
-        what = value(node) if graphs.is_size(node) else "a tensor that grows with it"
+        what = value(node) if walk.is_size(node) else "a tensor that grows with it"
         raise UnsupportedGraph(
-            f"{graphs.source_line(node)}: {graphs.name_of(node)!r} still depends on the length of the cache ({what}); "
+            f"{walk.source_line(node)}: {walk.name_of(node)!r} still depends on the length of the cache ({what}); "
             "it is not a mask, a rotary embedding or position arithmetic that kvpass can express on slots"
         )
 

@@ -11,36 +11,36 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass import compat
-from kvpass.graphs import value
-from kvpass.layer.slots import Slots
-from kvpass.rewrite.mask_slice import Entry
+from kvpass.cache.slots import Slots
+from kvpass.fx.walk import value
+from kvpass.rewrite.mask_slice import PerTokenInput
 from kvpass.rewrite.step_graph import StepGraph
+from kvpass.torch_private import dynamo
 
 Compute = Callable[[Callable[..., list[Tensor]], list[fx.Node], fx.Node, str], list[fx.Node]]
 """See `kvpass.rewrite.context.StepContext.compute`."""
 
 
 @dataclasses.dataclass(frozen=True)
-class LookedUp:
-    """An entry for each slot of a layer, see `Entry`.
+class GatheredInput:
+    """An entry for each slot of a layer, see `PerTokenInput`.
 
     Attributes:
         layer: whose slots; None for the tensor itself, in which a reference looks up.
         given: whether the tensor is one of Dynamo's arguments, and not computed beside the graph.
-        place: among these, or among what is looked up of those.
+        arg_index: among these, or among what is looked up of those.
     """
 
     layer: int | None
-    entry: Entry
+    entry: PerTokenInput
     given: bool
-    place: int
+    arg_index: int
 
     def of(self, full: Tensor, slots: Slots, queries: int) -> Tensor:
         """[B, H', C + q, ...]: of the slots, then of the new tokens."""
         new = slots.length[:, None] + torch.arange(queries, device=slots.length.device)
-        places = torch.cat([slots.index, new[:, None].expand(-1, slots.index.shape[1], -1)], -1)
-        return self.entry.at(full, places.to(full.device))
+        indices = torch.cat([slots.index, new[:, None].expand(-1, slots.index.shape[1], -1)], -1)
+        return self.entry.at(full, indices.to(full.device))
 
 
 class FurtherInputs:
@@ -49,19 +49,19 @@ class FurtherInputs:
     Attributes:
         columns: by Dynamo's placeholder, of its columns of the new tokens.
         entries: by layer and entry, of what is looked up for the tokens.
-        asides: by node, of what it gives, which is computed beside the graph as it reads all tokens.
+        host_inputs: by node, of what it gives, which is computed beside the graph as it reads all tokens.
     """
 
     def __init__(self, step: StepGraph, compute: Compute) -> None:
         self._step, self._compute = step, compute
         self.columns: dict[fx.Node, fx.Node] = {}
-        self.entries: dict[tuple[int | None, Entry], fx.Node] = {}
-        self.asides: dict[fx.Node, fx.Node] = {}
+        self.entries: dict[tuple[int | None, PerTokenInput], fx.Node] = {}
+        self.host_inputs: dict[fx.Node, fx.Node] = {}
         self._valid: dict[tuple[fx.Node, ...], fx.Node] = {}
 
     @property
     def nodes(self) -> list[fx.Node]:
-        return [*self.columns.values(), *self.entries.values(), *self.asides.values()]
+        return [*self.columns.values(), *self.entries.values(), *self.host_inputs.values()]
 
     def column(self, holder: fx.Node) -> fx.Node:
         """The new tokens' columns of one of Dynamo's arguments that has one for every token."""
@@ -70,7 +70,7 @@ class FurtherInputs:
             self.columns[holder] = self._new(f"{holder.name}_now", shape, value(holder).dtype)
         return self.columns[holder]
 
-    def entry(self, layer: int, entry: Entry) -> fx.Node:
+    def entry(self, layer: int, entry: PerTokenInput) -> fx.Node:
         """What a mask looks up for the token of each slot of a layer, or if `whole` what it looks up in."""
         step, name = self._step, entry.node.name
         if step.whole:
@@ -83,18 +83,18 @@ class FurtherInputs:
             self.entries[layer, entry] = self._new(f"{name}_at_{layer}", shape, value(entry.node).dtype)
         return self.entries[layer, entry]
 
-    def aside(self, node: fx.Node) -> fx.Node:
+    def host_input(self, node: fx.Node) -> fx.Node:
         """What a node gives that reads all tokens."""
-        if node not in self.asides:
-            self.asides[node] = self._new(f"{node.name}_aside", self._step.shape(node), value(node).dtype)
-        return self.asides[node]
+        if node not in self.host_inputs:
+            self.host_inputs[node] = self._new(f"{node.name}_aside", self._step.shape(node), value(node).dtype)
+        return self.host_inputs[node]
 
     def valid(self, layer: int) -> fx.Node:
         """bool [B, q]: which of the new tokens are not padding, for a layer."""
-        telling = self._step.telling.sites[layer]
-        if telling not in self._valid:
-            self._valid[telling] = self._emit_valid([self.column(holder) for holder in telling])
-        return self._valid[telling]
+        padding_inputs = self._step.padding_inputs.sites[layer]
+        if padding_inputs not in self._valid:
+            self._valid[padding_inputs] = self._emit_valid([self.column(holder) for holder in padding_inputs])
+        return self._valid[padding_inputs]
 
     def _emit_valid(self, columns: list[fx.Node]) -> fx.Node:
         step = self._step
@@ -115,17 +115,17 @@ class FurtherInputs:
         """The first that was asked for of what `valid` gives."""
         return next(iter(self._valid.values()))
 
-    def looked_up(self) -> tuple[list[LookedUp], list[fx.Node]]:
+    def looked_up(self) -> tuple[list[GatheredInput], list[fx.Node]]:
         """Where entries are looked up, and the nodes among that which are computed beside the graph."""
         made, computed = [], list[fx.Node]()
         for layer, entry in self.entries:
             node = entry.node
             if node.op == "placeholder":
-                made.append(LookedUp(layer, entry, True, self._step.holders.index(node)))
+                made.append(GatheredInput(layer, entry, True, self._step.holders.index(node)))
                 continue
             if node not in computed:
                 computed.append(node)
-            made.append(LookedUp(layer, entry, False, computed.index(node)))
+            made.append(GatheredInput(layer, entry, False, computed.index(node)))
         return made, computed
 
     def _new(self, name: str, shape: tuple[Any, ...], dtype: torch.dtype) -> fx.Node:
@@ -134,5 +134,5 @@ class FurtherInputs:
     def _like(self, name: str, example: Tensor) -> fx.Node:
         with self._step.graph.inserting_after(self._step.holders[-1]):
             node = self._step.graph.placeholder(name)
-        compat.as_new_input(node, example, in_place=False)
+        dynamo.as_new_input(node, example, in_place=False)
         return node

@@ -16,15 +16,17 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass import graphs
-from kvpass.capture import operators, sparse_index
+from kvpass.capture import sparse_index
 from kvpass.capture.keys import KeyAxis
 from kvpass.errors import UnsupportedGraph
-from kvpass.graphs import Sizes, Slice, expr, value
+from kvpass.fx import alias, op_table, splicing, walk
+from kvpass.fx.shapes import Sizes, expr
+from kvpass.fx.splicing import Slice
+from kvpass.fx.walk import value
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class PerTokenInput:
     """What a mask reads of each token: its entry in a tensor that has one for every token.
 
     Attributes:
@@ -37,10 +39,10 @@ class Entry:
     axis: int
     shape: tuple[Any, ...] = dataclasses.field(compare=False)
 
-    def at(self, full: Tensor, places: Tensor) -> Tensor:
+    def at(self, full: Tensor, indices: Tensor) -> Tensor:
         """The entries at places [B, H', N] of the padded sequence: [B, H', N, ...], without the axis."""
         moved = full.movedim(self.axis, 0)  # [S, ...]
-        return moved[places.clamp(0, moved.shape[0] - 1)]
+        return moved[indices.clamp(0, moved.shape[0] - 1)]
 
     @property
     def rest(self) -> tuple[Any, ...]:
@@ -61,14 +63,14 @@ class MaskSlice:
             tokens up to it [1, 1], then one tensor for each of `padding`, `entries` and `facts`.
         padding: inputs that tell padding from real tokens and do nothing else; held tokens are real.
         entries: what else it reads of each token.
-        aside: what it reads of all tokens together, such as how many of a row are padding; among what the slice binds.
+        host_input: what it reads of all tokens together, such as how many of a row are padding; among what the slice binds.
         facts: what it reads of the key's stored rows, see `kvpass.rewrite.computed_keys`.
     """
 
     slice: Slice
-    padding: tuple[Entry, ...]
-    entries: tuple[Entry, ...]
-    aside: tuple[fx.Node, ...]
+    padding: tuple[PerTokenInput, ...]
+    entries: tuple[PerTokenInput, ...]
+    host_input: tuple[fx.Node, ...]
     facts: tuple[fx.Node, ...] = ()
 
     @property
@@ -91,7 +93,7 @@ class MaskSlice:
         Args:
             position: int64 [B, H', N], the places among the real tokens.
             first: the place of the first key that the model stores, a number.
-            entries: of every slot, each [B, H', N, ...], see `Entry.at`.
+            entries: of every slot, each [B, H', N, ...], see `PerTokenInput.at`.
             facts: of every slot, each [N, ...].
         """
         valid = [torch.ones(p.shape, dtype=value(p.node).dtype, device=index.device) for p in self.padding]
@@ -132,7 +134,7 @@ def _by_row_and_head(inner: Tensor, heads: int) -> Tensor:
 
 
 @dataclasses.dataclass(frozen=True)
-class Around:
+class MaskContext:
     """What a step graph has that masks are computed from.
 
     Attributes:
@@ -154,29 +156,29 @@ class Around:
     last: int | None
 
 
-def cut_mask(gm: fx.GraphModule, mask: fx.Node, sizes: Sizes, around: Around) -> MaskSlice:
+def cut_mask(gm: fx.GraphModule, mask: fx.Node, sizes: Sizes, around: MaskContext) -> MaskSlice:
     """Cut the mask out as a function of the key index, and of what belongs to the key's token.
 
     Raises:
         UnsupportedGraph: it cannot be had for one key, by name and line.
     """
     chosen = sparse_index.find(mask)
-    behind = graphs.ancestors(mask, [*around.stored, *(each.node for each in chosen)])
+    behind = walk.ancestors(mask, [*around.stored, *(each.node for each in chosen)])
     roots = [*around.counts, *around.inputs]
-    moved = graphs.dependent(gm.graph, behind, roots)
+    moved = alias.dependent(gm.graph, behind, roots)
     check_not_overwritten(moved, behind - set(around.inputs), mask)
     facts = _facts(gm.graph, mask, around.stored, roots)
     cutter = _KeyCutter(gm, sizes, around, behind, facts, chosen)
     made = cutter.cut(mask)
     padding = tuple(cutter.entry_of(node, value(node).ndim - 1) for node in cutter.padding)
-    return MaskSlice(made, padding, tuple(cutter.entries), tuple(cutter.aside), tuple(facts))
+    return MaskSlice(made, padding, tuple(cutter.entries), tuple(cutter.host_input), tuple(facts))
 
 
 def _facts(graph: fx.Graph, mask: fx.Node, stored: list[fx.Node], roots: list[fx.Node]) -> list[fx.Node]:
     """The last tensors on the way to a mask that are computed from stored rows and from no key index."""
-    behind = graphs.ancestors(mask, stored) | set(stored)
-    stored_only = graphs.dependent(graph, behind, stored) - graphs.dependent(graph, behind, roots)
-    stored_only = {node for node in stored_only & behind if graphs.is_tensor(node)}
+    behind = walk.ancestors(mask, stored) | set(stored)
+    stored_only = alias.dependent(graph, behind, stored) - alias.dependent(graph, behind, roots)
+    stored_only = {node for node in stored_only & behind if walk.is_tensor(node)}
     return [
         n for n in graph.nodes if n in stored_only and (n is mask or any(u in behind - stored_only for u in n.users))
     ]
@@ -184,10 +186,10 @@ def _facts(graph: fx.Graph, mask: fx.Node, stored: list[fx.Node], roots: list[fx
 
 def check_not_overwritten(moved: set[fx.Node], behind: set[fx.Node], result: fx.Node) -> None:
     """Refuse writes in place that a copy of `moved` would miss, or that come after what is read of `behind`."""
-    for writer in (graphs.overwritten(moved), graphs.overwritten(behind, since=result)):
+    for writer in (alias.overwritten(moved), alias.overwritten(behind, since=result)):
         if writer is not None:
             raise UnsupportedGraph(
-                f"{graphs.source_line(writer)}: {graphs.name_of(writer)!r} writes in place to what an attention mask "
+                f"{walk.source_line(writer)}: {walk.name_of(writer)!r} writes in place to what an attention mask "
                 "or a rotary embedding is computed from, and such a computation cannot be moved onto slots"
             )
 
@@ -203,7 +205,7 @@ class _KeyCutter:
         self,
         gm: fx.GraphModule,
         sizes: Sizes,
-        around: Around,
+        around: MaskContext,
         behind: set[fx.Node],
         facts: list[fx.Node],
         chosen: list[sparse_index.SparseIndex],
@@ -214,7 +216,7 @@ class _KeyCutter:
         index, self.count = self.roots = (self.graph.placeholder("index"), self.graph.placeholder("count"))
         self.facts = facts
         self.env: dict[fx.Node, Any] = {node: self._as(value(node).dtype, index) for node in around.counts}
-        self.padding, self.entries = [n for n in around.padding if n in behind], list[Entry]()
+        self.padding, self.entries = [n for n in around.padding if n in behind], list[PerTokenInput]()
         self.env.update({node: self.graph.placeholder(node.name) for node in [*self.padding, *facts]})
         self.env.update({each.node: sparse_index.everything(each, self.graph) for each in chosen})
         axes = {node: self._axis_of(node) for node in facts}
@@ -223,8 +225,8 @@ class _KeyCutter:
         self.axes = KeyAxis(
             gm.graph, behind, sizes, around.counts, given, self.padding, axes, around.lengths, around.first
         )  # fmt: skip
-        self.on_fact = set(facts) | graphs.dependent(gm.graph, behind, [*facts, *around.stored])
-        self.bound, self.aside = list[fx.Node](), list[fx.Node]()
+        self.on_fact = set(facts) | alias.dependent(gm.graph, behind, [*facts, *around.stored])
+        self.bound, self.host_input = list[fx.Node](), list[fx.Node]()
 
     def _as(self, dtype: torch.dtype, index: fx.Node) -> fx.Node:
         """An int64 index in the dtype of the model's own, which may round it."""
@@ -238,14 +240,14 @@ class _KeyCutter:
         self._check_axis(mask)
         self.graph.output(made)
         inputs = [*self.padding, *(entry.node for entry in self.entries), *self.facts, *self.bound]
-        graphs.put_first(self.graph, [*self.roots, *(self.env[node] for node in inputs)])
+        splicing.put_first(self.graph, [*self.roots, *(self.env[node] for node in inputs)])
         return Slice(fx.GraphModule(self.gm, self.graph), tuple(self.bound))
 
     def _check_axis(self, mask: fx.Node) -> None:
         """The keys must lie along the mask's last dimension."""
         axis = self.axes.of(mask).axis
         if axis is not None and axis != value(mask).ndim - 1:
-            raise UnsupportedGraph(f"{graphs.source_line(mask)}: the keys are not the mask's last dimension")
+            raise UnsupportedGraph(f"{walk.source_line(mask)}: the keys are not the mask's last dimension")
 
     def copy(self, node: fx.Node) -> Any:
         """The node's copy, for one key."""
@@ -254,12 +256,12 @@ class _KeyCutter:
         return self.env[node]
 
     def _copied(self, node: fx.Node) -> Any:
-        if graphs.is_size(node):
+        if walk.is_size(node):
             return 1 if self.sizes.is_total(node) or self.spells_total(node) else self._number_or_bound(node)
         if isinstance(value(node), torch.Size):
             return tuple(self._size(node, size) for size in value(node))
         followed = self.axes.of(node)
-        if operators.known_name(node) == "cumsum" and self._counts_valid(node):
+        if op_table.known_name(node) == "cumsum" and self._counts_valid(node):
             return self._as(value(node).dtype, self.count)
         if followed.way == "free":
             return self._bind(node)
@@ -291,9 +293,9 @@ class _KeyCutter:
         self.entries.append(self.entry_of(node, axis))
         return self.graph.placeholder(node.name)
 
-    def entry_of(self, node: fx.Node, axis: int) -> Entry:
+    def entry_of(self, node: fx.Node, axis: int) -> PerTokenInput:
         shape = tuple(1 if d == axis else self._fixed(node, size) for d, size in enumerate(value(node).shape))
-        return Entry(node, axis, shape)
+        return PerTokenInput(node, axis, shape)
 
     def _fixed(self, node: fx.Node, size: Any) -> Any:
         if self.sizes.grows(size):
@@ -304,7 +306,7 @@ class _KeyCutter:
         """What is computed beside the graph, from the arguments of the call."""
         if node.op == "placeholder":
             self._refuse(node, f"the mask is computed from {node.name!r}, which grows and has no entry for each token")
-        what = f"the attention mask is computed by {graphs.name_of(node)!r}, not proven to treat keys one by one"
+        what = f"the attention mask is computed by {walk.name_of(node)!r}, not proven to treat keys one by one"
         if node in self.on_fact:
             self._refuse(node, f"{what}, from what the cache holds")
         if axis is not None:
@@ -313,15 +315,15 @@ class _KeyCutter:
             return self._entry(node, axis)
         if self.sizes.grown(value(node)) or self.around.last is not None:
             self._refuse(node, what)
-        self.aside.append(node)
+        self.host_input.append(node)
         return self._bind(node)
 
     def _refuse(self, node: fx.Node, why: str) -> NoReturn:
-        raise UnsupportedGraph(f"{graphs.source_line(node)}: {why}")
+        raise UnsupportedGraph(f"{walk.source_line(node)}: {why}")
 
     def _sliced(self, node: fx.Node, by_place: bool) -> fx.Node:
         base = node.args[0]
-        if graphs.name_of(node) == "getitem" and isinstance(base, fx.Node) and self.axes.of(base).way == "lengthened":
+        if walk.name_of(node) == "getitem" and isinstance(base, fx.Node) and self.axes.of(base).way == "lengthened":
             return self.filled(node)
         for parent in node.all_input_nodes:
             self.copy(parent)
@@ -331,7 +333,7 @@ class _KeyCutter:
                 if parent is not base and self.axes.is_place(parent):
                     there[parent] = self.graph.call_function(torch.zeros_like, (self.env[parent],))
         copied = self.graph.node_copy(node, lambda parent: there[parent])
-        if graphs.name_of(node) == "expand":
+        if walk.name_of(node) == "expand":
             copied.args = _expanded(node, copied)
         return copied
 
@@ -341,16 +343,16 @@ class _KeyCutter:
 
     def filled(self, node: fx.Node) -> fx.Node:
         """A lookup in a tensor that was lengthened with some number."""
-        base, places = node.args
-        given = operators.signature(_pad, base)  # type: ignore[arg-type]
+        base, indices = node.args
+        given = op_table.signature(_pad, base)  # type: ignore[arg-type]
         x, filling = given["input"], given["value"]
         if given["mode"] != "constant" or not isinstance(filling, (int, float, type(None))):
             self._refuse(node, "a tensor is lengthened with something else than a number")
-        if not isinstance(places, tuple) or len(places) != value(x).ndim or not graphs.is_tensor(places[-1]):
+        if not isinstance(indices, tuple) or len(indices) != value(x).ndim or not walk.is_tensor(indices[-1]):
             self._refuse(node, "a lengthened tensor is not looked up by a key index")
         if [*given["pad"][:1]] != [0] or any(given["pad"][2:]):
             self._refuse(node, "a tensor is lengthened elsewhere than at its end")
-        *others, last = (self.copy(p) if isinstance(p, fx.Node) else p for p in places)
+        *others, last = (self.copy(p) if isinstance(p, fx.Node) else p for p in indices)
         count = self.sizes.fixed(value(x).shape[-1])
         end = count - 1
         if not isinstance(count, int):  # open: it is asked of the tensor
@@ -366,11 +368,11 @@ class _KeyCutter:
 
         A sum in half precision is rounded on the way, so that the model's own code has to compute it.
         """
-        given, dtype = operators.bound(node), value(node).dtype
-        if not operators.counts_exactly(dtype):
+        given, dtype = op_table.bound(node), value(node).dtype
+        if not op_table.counts_exactly(dtype):
             return False
         column = given.get("input")
-        while isinstance(column, fx.Node) and operators.known_name(column) in operators.SAME_VALUE:
+        while isinstance(column, fx.Node) and op_table.known_name(column) in op_table.SAME_VALUE:
             column = column.args[0]
         return column in self.padding and value(column).ndim == 2 and given.get("dim") in (-1, 1)
 

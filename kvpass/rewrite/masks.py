@@ -11,12 +11,12 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass import graphs
-from kvpass.capture import operators, sparse_index, tokens
+from kvpass.capture import sparse_index, tokens
 from kvpass.capture.sites import AttentionSite
-from kvpass.graphs import value
+from kvpass.fx import op_table, shapes, walk
+from kvpass.fx.walk import value
 from kvpass.rewrite.context import StepContext
-from kvpass.rewrite.mask_slice import Around, MaskSlice, cut_mask
+from kvpass.rewrite.mask_slice import MaskContext, MaskSlice, cut_mask
 
 
 class Masks:
@@ -34,42 +34,42 @@ class Masks:
             return None, None
         if window is None and not step.sizes.grown(value(site.mask)):
             return ColumnMask([site.mask], step.queries), "columns"
-        padding = tuple(node for node in step.telling.sites[layer] if node in step.telling.known)
+        padding = tuple(node for node in step.padding_inputs.sites[layer] if node in step.padding_inputs.known)
         if (site.mask, padding) not in self._cut:
             self._choose_all(site.mask)
             self._cut[site.mask, padding] = cut_mask(
                 step.gm, site.mask, step.sizes, self._around(site, window, padding)
             )
         sliced = self._cut[site.mask, padding]
-        bound = [step.inputs.aside(node) if node in sliced.aside else node for node in sliced.slice.bound]
+        bound = [step.inputs.host_input(node) if node in sliced.host_input else node for node in sliced.slice.bound]
         first = [] if window is None else [self._first_stored(window)]
         entries = [step.inputs.entry(layer, entry) for entry in sliced.entries]
         nodes = [*first, step.length, *entries, *bound]
         return SlicedMask(nodes, step.queries, sliced, bool(first), step.whole), (sliced.key, bool(first))
 
-    def _around(self, site: AttentionSite, window: int | None, padding: tuple[fx.Node, ...]) -> Around:
+    def _around(self, site: AttentionSite, window: int | None, padding: tuple[fx.Node, ...]) -> MaskContext:
         step = self._step
-        behind = graphs.ancestors(site.mask, [site.grown_key, site.grown_value])  # type: ignore[arg-type]
+        behind = walk.ancestors(site.mask, [site.grown_key, site.grown_value])  # type: ignore[arg-type]
         pasts = {past for each in step.sites for past in (each.past_key, each.past_value)}
         inputs = tokens.token_inputs(behind - pasts, step.actual, step.sizes)
-        return Around(
-            counts=[n for n in step.counts[window] if n in behind and operators.counts_exactly(value(n).dtype)],
+        return MaskContext(
+            counts=[n for n in step.counts[window] if n in behind and op_table.counts_exactly(value(n).dtype)],
             inputs={node: axis for node, axis in inputs.items() if node not in padding},
             padding=list(padding),
             stored=[site.grown_key, site.grown_value],
             lengths=step.on_length,
-            first=sympy.Integer(0) if window is None else graphs.LENGTH - window,
+            first=sympy.Integer(0) if window is None else shapes.LENGTH - window,
             last=window,
         )
 
     def _choose_all(self, mask: fx.Node) -> None:
         """Sparse indices in a mask, which choose all slots: the keys that they score by are dropped."""
         step = self._step
-        held, outputs = max(step.capacities), graphs.results(step.graph)
+        held, outputs = max(step.capacities), walk.results(step.graph)
         for each in sparse_index.find(mask):
             each.check(held if step.decodes else held + step.queries)
             for node, dim in sparse_index.cached(each, outputs):
-                step.unread[outputs.index(node)] = (step.holders.index(graphs.past_of(node)), dim)
+                step.unread[outputs.index(node)] = (step.holders.index(walk.past_of(node)), dim)
 
     def _first_stored(self, window: int) -> fx.Node:
         """The place in the padded sequence of the first token that the model stores."""
@@ -97,7 +97,7 @@ class MaskOnSlots:
     def on_slots(
         self, index: Tensor, position: Tensor, heads: int, tensors: list[Tensor], facts: list[Tensor]
     ) -> Tensor:
-        """See `kvpass.layer.step.Mask`; `tensors` are the values of `nodes`."""
+        """See `kvpass.cache.step.Mask`; `tensors` are the values of `nodes`."""
         raise NotImplementedError
 
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 
 import torch.fx as fx
 
-from kvpass import graphs
+from kvpass.fx import walk
 from kvpass.rewrite.context import Pass, StepContext
 from kvpass.rewrite.passes import STEP_PASSES
-from kvpass.rewrite.passes.outputs import on_all_tokens
+from kvpass.rewrite.passes.outputs import host_precomputed
 from kvpass.rewrite.record import Record
 from kvpass.rewrite.result import StepRewrite
 from kvpass.rewrite.step_graph import has_loose_strides
@@ -38,25 +38,25 @@ def rewrite_step(step: StepContext, passes: Sequence[Pass] = STEP_PASSES, watch:
 
 def _described(step: StepContext) -> StepRewrite:
     entries, looked_in = step.inputs.looked_up()
-    left = set(graphs.placeholders(step.graph))
+    left = set(walk.placeholders(step.graph))
     inputs = [place for place, holder in enumerate(step.holders) if holder in left]
     there = step.outputs
     return StepRewrite(
         gm=step.gm,
         open=step.sizes.open,
-        examples=[step.example(node) for node in graphs.placeholders(step.graph)] if step.sizes.open else None,
+        examples=[step.example(node) for node in walk.placeholders(step.graph)] if step.sizes.open else None,
         weights=step.weights,
         inputs=inputs,
-        loose={place for place in inputs if has_loose_strides(graphs.value(step.holders[place]))},
+        loose={place for place in inputs if has_loose_strides(walk.value(step.holders[place]))},
         columns=[step.holders.index(holder) for holder in step.inputs.columns],
         entries=entries,
         queries=step.queries,
         outputs=there.outputs,
         lengths=there.lengths,
         chunks=there.chunks,
-        beside=on_all_tokens(step, looked_in),
+        beside=host_precomputed(step, looked_in),
         grown=there.grown,
-        asides=len(step.inputs.asides),
+        host_inputs=len(step.inputs.host_inputs),
         unread=step.unread,
         valid=there.valid,
         positions=tuple(dict.fromkeys(step.given_positions)),

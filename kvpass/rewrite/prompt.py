@@ -12,15 +12,16 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass import budget as budgets
-from kvpass import compat, graphs
 from kvpass.budget import Budget
+from kvpass.cache import statistics
+from kvpass.cache.step import with_logit_scale
 from kvpass.capture.rotary import find_rotary
 from kvpass.capture.sites import AttentionSite, arguments
-from kvpass.graphs import value
-from kvpass.layer import statistics
-from kvpass.layer.step import tempered
+from kvpass.fx import shapes, walk
+from kvpass.fx.walk import value
 from kvpass.policies.base import Policy
 from kvpass.rewrite import renumber, scored
+from kvpass.torch_private import fx_nodes
 
 
 @dataclasses.dataclass
@@ -34,7 +35,7 @@ class PromptRewrite:
             place of the keys themselves where they are stored as they are.
         values: for each site, the place of its values.
         valid: for each site, the place of bool [B, q], or None when no token is padding.
-        statistics: for each site, the places of what `kvpass.layer.statistics` gives; empty when none are needed.
+        statistics: for each site, the places of what `kvpass.cache.statistics` gives; empty when none are needed.
         extras: for each site, the places of its query, its attended keys, its mask and its sink (None if it
             has none), which the eager reference asks for, and a cache that is to be cropped.
         calls: for each attention call, by its name, and each log-sum-exp the node that gives its result.
@@ -58,7 +59,7 @@ def rewrite_prompt(
     ranked: bool,
     extras: bool,
     examples: Sequence[Any],
-    telling: list[tuple[fx.Node, ...]],
+    padding_inputs: list[tuple[fx.Node, ...]],
 ) -> PromptRewrite:
     """Add to a prompt graph the outputs that its policy needs; what it computes itself stays as it is.
 
@@ -66,15 +67,15 @@ def rewrite_prompt(
     of every row of attention, `kvpass.rewrite.scored` has both made of the same products.
 
     Args:
-        telling: for each site the inputs that tell padding, see `kvpass.capture.hiding`.
+        padding_inputs: for each site the inputs that tell padding, see `kvpass.capture.padding_analysis`.
     """
-    copy, moved = compat.copy_graph_module(gm)
+    copy, moved = fx_nodes.copy_graph_module(gm)
     output = copy.graph.output_node()
-    model_outputs = len(graphs.results(copy.graph))
+    model_outputs = len(walk.results(copy.graph))
     further: list[fx.Node] = []  # the model's own are read at the end: attention that is replaced may be one of them
     done = PromptRewrite(copy, sites, [], [], [], [], [])
     known: dict[tuple[fx.Node, ...], int] = {}
-    told = [tuple(moved[node] for node in nodes) for nodes in telling]
+    told = [tuple(moved[node] for node in nodes) for nodes in padding_inputs]
 
     def emit(node: fx.Node) -> int:
         further.append(node)
@@ -87,7 +88,7 @@ def rewrite_prompt(
                 known[here] = emit(whole)
             done.valid.append(None if whole is None else known[here])
             valid = _of_new(copy.graph, site, moved, whole)
-            if policy.tempers:
+            if policy.scales_logits:
                 for each in site.all:
                     _temper(copy.graph, each, moved, policy, valid)
         with copy.graph.inserting_before(moved[site.call].next):  # not at the end: queries would outlive their layer
@@ -105,10 +106,10 @@ def rewrite_prompt(
                 sink_logit = None if site.sink_logit is None else emit(moved[site.sink_logit])
                 attended = emit(moved[site.attended_key]) if site.computed else keys
                 done.extras.append((emit(moved[site.query]), attended, mask, sink_logit))
-    if policies[0].renumbers and graphs.expr(sites[0].queries) != 1:
-        actual = dict(zip(graphs.placeholders(gm.graph), examples, strict=True))
+    if policies[0].renumbers and shapes.expr(sites[0].queries) != 1:
+        actual = dict(zip(walk.placeholders(gm.graph), examples, strict=True))
         _renumber(gm, copy.graph, sites, moved, actual, policies[0], budget, told[0])
-    output.args = ((*graphs.results(copy.graph), *further),)
+    output.args = ((*walk.results(copy.graph), *further),)
     ends = [node for site in sites for each in site.all for node in (each.call, each.lse) if node is not None]
     done.calls = {node.name: moved[node] for node in ends}
     copy.recompile()
@@ -167,7 +168,7 @@ def _valid_tokens(graph: fx.Graph, tokens: fx.Node, told: tuple[fx.Node, ...], a
     total, made = value(tokens).shape[along], None
     for node in told:
         ndim = value(node).ndim
-        if graphs.expr(value(node).shape[-1]) != graphs.expr(total):  # there may be entries for tokens to come
+        if shapes.expr(value(node).shape[-1]) != shapes.expr(total):  # there may be entries for tokens to come
             count = graph.call_method("size", (tokens, along))
             count.meta["example_value"] = total
             subscript: Any = (Ellipsis, slice(None, count))
@@ -198,7 +199,7 @@ def _temper(
     def function(query: Tensor, valid: Tensor | None) -> Tensor:
         everyone = torch.ones_like(query[:, 0, :, 0], dtype=torch.bool)  # [B, q]
         present = everyone if valid is None else everyone & valid
-        return tempered(policy, query, present.sum(-1, keepdim=True))
+        return with_logit_scale(policy, query, present.sum(-1, keepdim=True))
 
     with graph.inserting_before(call):
         factored = graph.call_function(function, (query, valid))

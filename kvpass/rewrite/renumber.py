@@ -15,11 +15,11 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass import graphs
 from kvpass.capture.rotary import find_rotary
 from kvpass.capture.sites import AttentionSite
 from kvpass.errors import UnsupportedGraph
-from kvpass.graphs import ancestors, is_tensor, name_of, value
+from kvpass.fx import shapes, walk
+from kvpass.fx.walk import ancestors, is_tensor, name_of, value
 from kvpass.policies.base import window_starts
 
 _COUNTS = frozenset({"arange", "cumsum"})
@@ -63,7 +63,7 @@ def readers(
     found = [_reader(n, _index(n), sites) for n in tables if _counts(_index(n), actual, fits)]
     if not found and not rotated:
         raise UnsupportedGraph(
-            f"{graphs.source_line(sites[0].call)}: this policy renumbers positions, and nothing here can be told to "
+            f"{walk.source_line(sites[0].call)}: this policy renumbers positions, and nothing here can be told to "
             "read them: no rotary embedding, and no lookup whose index counts tokens; let the model make its own "
             "position ids, or choose a policy that leaves them"
         )
@@ -71,7 +71,7 @@ def readers(
 
 
 def _reader(node: fx.Node, ids: fx.Node, sites: list[AttentionSite]) -> Reader:
-    shape, queries = [graphs.expr(size) for size in value(ids).shape], graphs.expr(sites[0].queries)
+    shape, queries = [shapes.expr(size) for size in value(ids).shape], shapes.expr(sites[0].queries)
     along = [d for d, size in enumerate(shape) if size == queries and (d or len(shape) == 1)]
     return Reader(node, ids, along[-1] if along else len(shape) - 1)
 
@@ -85,7 +85,7 @@ def _index(lookup: fx.Node) -> fx.Node:
 def _holds_words(gm: fx.GraphModule, lookup: fx.Node) -> bool:
     table = lookup.args[1] if len(lookup.args) > 1 else lookup.kwargs["weight"]
     assert isinstance(table, fx.Node)
-    widths = {value(out).shape[-1] for out in graphs.results(gm.graph) if is_tensor(out) and value(out).ndim}
+    widths = {value(out).shape[-1] for out in walk.results(gm.graph) if is_tensor(out) and value(out).ndim}
     return any(user.target is not lookup.target for user in table.users) or value(table).shape[0] in widths
 
 
@@ -139,8 +139,8 @@ def on_held(ids: Tensor, along: int, position: Tensor, seen: Tensor, queries: in
         position: int64 [B, H', C], the held tokens; seen: int64 [B].
     """
     held = (position[:, 0] >= 0).sum(-1)  # [B]
-    place = held[:, None] + torch.arange(queries, device=ids.device)
-    shift = (seen - held)[:, None] + (place - last).clamp(min=0)  # [B, q]
+    index = held[:, None] + torch.arange(queries, device=ids.device)
+    shift = (seen - held)[:, None] + (index - last).clamp(min=0)  # [B, q]
     return _less(ids, along, shift)
 
 

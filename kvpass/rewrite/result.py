@@ -10,9 +10,10 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass import compat, graphs
-from kvpass.layer.slots import Slots
-from kvpass.rewrite.inputs import LookedUp
+from kvpass.cache.slots import Slots
+from kvpass.fx import shapes
+from kvpass.rewrite.inputs import GatheredInput
+from kvpass.torch_private import symbolic_shapes
 
 
 def of_new(column: Tensor, seen: int, queries: int) -> Tensor:
@@ -52,7 +53,7 @@ class StepRewrite:
         lengths: outputs of the original graph that are the tokens seen before, plus a number.
         chunks: for each site of an extend graph the places of stored key, value, valid and statistics.
         beside: computes, from Dynamo's arguments and uncompiled, what takes all tokens to compute: first the `grown`
-            outputs of the original graph, such as a mask that another graph goes on with, then `asides` further
+            outputs of the original graph, such as a mask that another graph goes on with, then `host_inputs` further
             inputs, then what entries are looked up in.
         unread: outputs of the original graph that grow and that nothing reads on slots: the argument that each is
             longer than, and the dimension.
@@ -61,20 +62,20 @@ class StepRewrite:
     """
 
     gm: fx.GraphModule
-    open: compat.OpenSizes | None
+    open: symbolic_shapes.SymbolicSizes | None
     examples: list[Any] | None
     weights: list[Tensor]
     inputs: list[int]
     loose: set[int]
     columns: list[int]
-    entries: list[LookedUp]
+    entries: list[GatheredInput]
     queries: Any
     outputs: list[int | None]
     lengths: dict[int, Any]
     chunks: list[list[int]]
     beside: fx.GraphModule | None
     grown: list[int]
-    asides: int = 0
+    host_inputs: int = 0
     unread: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
     valid: int | None = None
     positions: tuple[int, ...] = ()
@@ -84,8 +85,8 @@ class StepRewrite:
         if self.open is None:
             return self
         known = dict(zip(self.open.symbols, numbers, strict=True))
-        lengths = {place: int(graphs.expr(size).subs(known)) for place, size in self.lengths.items()}
-        return dataclasses.replace(self, queries=int(graphs.expr(self.queries).subs(known)), lengths=lengths)
+        lengths = {index: int(shapes.expr(size).subs(known)) for index, size in self.lengths.items()}
+        return dataclasses.replace(self, queries=int(shapes.expr(self.queries).subs(known)), lengths=lengths)
 
     def count(self, slots: list[Slots], results: Sequence[Any]) -> None:
         """Count the tokens of a step, if its graph leaves that to its caller: see `rewrite.passes.counting`."""
@@ -94,37 +95,37 @@ class StepRewrite:
             torch._foreach_add_([layer.seen for layer in slots], [new] * len(slots))
             torch._foreach_add_([layer.length for layer in slots], 1)
 
-    def on_all_tokens(self, arguments: tuple[Any, ...]) -> list[Any]:
+    def host_precomputed(self, arguments: tuple[Any, ...]) -> list[Any]:
         """What `beside` gives."""
         return list(self.beside(*arguments)) if self.beside else []
 
-    def flat(self, slots: list[Slots], arguments: tuple[Any, ...], aside: list[Any], seen: int) -> list[Any]:
-        """The rewritten graph's arguments: from the slots, Dynamo's arguments, and `on_all_tokens`.
+    def flat(self, slots: list[Slots], arguments: tuple[Any, ...], host_input: list[Any], seen: int) -> list[Any]:
+        """The rewritten graph's arguments: from the slots, Dynamo's arguments, and `host_precomputed`.
 
         Args:
             seen: the tokens before these.
         """
-        return [*self.held(slots), *self.given(arguments, aside, slots, seen)]
+        return [*self.held(slots), *self.given(arguments, host_input, slots, seen)]
 
     def held(self, slots: list[Slots]) -> list[Any]:
         """Those arguments that a step leaves where they are: the slots' tensors and the policy's weights."""
         return [*(tensor for layer in slots for tensor in layer.tensors()), *self.weights]
 
-    def given(self, arguments: tuple[Any, ...], aside: list[Any], slots: list[Slots], seen: int) -> list[Any]:
+    def given(self, arguments: tuple[Any, ...], host_input: list[Any], slots: list[Slots], seen: int) -> list[Any]:
         """The others, see `flat`."""
         dense, flat = torch.contiguous_format, list[Any]()
-        for place in self.columns:
-            flat.append(of_new(arguments[place], seen, self.queries).clone(memory_format=dense))
-        further = aside[len(self.grown) :]
+        for index in self.columns:
+            flat.append(of_new(arguments[index], seen, self.queries).clone(memory_format=dense))
+        further = host_input[len(self.grown) :]
         for entry in self.entries:
-            full = arguments[entry.place] if entry.given else further[self.asides + entry.place]
+            full = arguments[entry.arg_index] if entry.given else further[self.host_inputs + entry.arg_index]
             flat.append(full if entry.layer is None else entry.of(full, slots[entry.layer], self.queries))
-        flat += further[: self.asides]
+        flat += further[: self.host_inputs]
         first = len(flat)
-        flat += [arguments[place] for place in self.inputs]
-        for at, place in enumerate(self.inputs) if self.loose else ():
-            if place in self.loose:
-                flat[first + at] = arguments[place].clone(memory_format=dense)
+        flat += [arguments[index] for index in self.inputs]
+        for at, index in enumerate(self.inputs) if self.loose else ():
+            if index in self.loose:
+                flat[first + at] = arguments[index].clone(memory_format=dense)
         return flat
 
     @property

@@ -15,17 +15,20 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass import compat, graphs
 from kvpass.capture.rotary import Rotary, find_rotary
 from kvpass.capture.sites import AttentionSite
-from kvpass.compat import written_out
 from kvpass.errors import UnsupportedGraph
-from kvpass.graphs import Sizes, Slice, expr, value
-from kvpass.lowering.rope import Pairs, pairs_of, weights_of
-from kvpass.precision import wide
+from kvpass.fx import alias, splicing, walk
+from kvpass.fx.precision import upcast
+from kvpass.fx.shapes import Sizes, expr
+from kvpass.fx.splicing import Slice
+from kvpass.fx.walk import value
+from kvpass.lowering.formats import Sections
+from kvpass.lowering.rope import RotaryPairs, pairs_of, weights_of
 from kvpass.rewrite.mask_slice import check_not_overwritten
-from kvpass.rewrite.sections import InSections, Padded
-from kvpass.storage import Sections
+from kvpass.rewrite.sections import PaddedSections, SectionInterpreter
+from kvpass.torch_private import symbolic_shapes
+from kvpass.torch_private.inductor import materialized
 
 PROBED = (1, 5)
 """Positions at which angles of two graphs are compared."""
@@ -69,7 +72,7 @@ class RotarySlice:
     def at_hand(self) -> RotarySlice:
         """The same for the call at hand alone, with numbers for open sizes."""
         position, *rest = (
-            tuple(map(compat.at_hand, shape))
+            tuple(map(symbolic_shapes.size_hint, shape))
             for shape in (self.position, *(s for s, _ in (*self.angle_inputs, *self.rotate_inputs)))
         )
         likes = list(zip(rest, (dtype for _, dtype in (*self.angle_inputs, *self.rotate_inputs)), strict=True))
@@ -84,20 +87,20 @@ class RotarySlice:
         On a CPU in float32, as every key of every head would convert its row anew; `on_slots` rounds what it reads.
         """
 
-        run = self.angles.module if isinstance(count, int) else Padded(self.angles.module).run
+        run = self.angles.module if isinstance(count, int) else PaddedSections(self.angles.module).run
 
-        def at(place: Tensor) -> tuple[Tensor, ...]:
-            result: tuple[Tensor, ...] = run(place.expand(self.position), *bound)
+        def at(index: Tensor) -> tuple[Tensor, ...]:
+            result: tuple[Tensor, ...] = run(index.expand(self.position), *bound)
             return result
 
         made = torch.vmap(at)(torch.arange(count, device=device))
-        return [written_out(wide(rows) if rows.is_floating_point() and rows.is_cpu else rows) for rows in made]
+        return [materialized(upcast(rows) if rows.is_floating_point() and rows.is_cpu else rows) for rows in made]
 
     def probe(self, bound: Sequence[Any], device: torch.device) -> Tensor:
         """Return what keys at a few positions are rotated with, once where rows or queries do not differ."""
-        shape, made = tuple(map(compat.at_hand, self.position)), list[Tensor]()
-        for place in PROBED:
-            for x in self.angles.module(torch.full(shape, place, device=device), *bound):
+        shape, made = tuple(map(symbolic_shapes.size_hint, self.position)), list[Tensor]()
+        for index in PROBED:
+            for x in self.angles.module(torch.full(shape, index, device=device), *bound):
                 alike = [d for d in range(x.ndim) if bool((x == x.narrow(d, 0, 1)).all())]
                 made.append(torch.view_as_real(_first(x, alike).resolve_conj()) if x.is_complex() else _first(x, alike))
         return torch.cat([x.flatten().double() for x in made])
@@ -108,21 +111,21 @@ class RotarySlice:
 
     def on_slots(self, keys: Sections, rank: Tensor, table: list[Tensor], bound: list[Tensor]) -> list[Tensor]:
         """Keys [B, Hkv, N, D] at positions [B, H', N] -> rotated, in sections [B, Hkv, N, d] of D."""
-        rotate, count = InSections(self.rotate.module), len(keys.tensors)
+        rotate, count = SectionInterpreter(self.rotate.module), len(keys.tensors)
         given = keys.tensors if keys.whole is None else (*keys.tensors, keys.whole)
 
-        def one(parts: tuple[Tensor, ...], place: Tensor) -> tuple[Tensor, ...]:
+        def one(parts: tuple[Tensor, ...], index: Tensor) -> tuple[Tensor, ...]:
             """One slot's keys [b, Hkv, .], in sections and whole, at one position; b as in `shape`."""
             repeated = tuple(part[:, :, None].expand(-1, -1, self.shape[2], -1) for part in parts)
             key = Sections(repeated[:count], *repeated[count:])
-            sections = rotate.run_on(key, *self._as_made(rows[place] for rows in table), *bound)
+            sections = rotate.run_on(key, *self._as_made(rows[index] for rows in table), *bound)
             return tuple(section[:, :, 0] for section in sections)
 
         slots = torch.vmap(one, in_dims=(2, 0), out_dims=2)  # over N
         if expr(self.shape[0]) == 1:
-            each = torch.vmap(lambda row, place: slots(tuple(part[None] for part in row), place), (None, 0))  # over H'
+            each = torch.vmap(lambda row, index: slots(tuple(part[None] for part in row), index), (None, 0))  # over H'
             return [_head_by_head(section[:, :, 0]) for section in torch.vmap(each)(given, rank)]
-        rotated = torch.vmap(torch.vmap(lambda place: slots(given, place)))(rank)
+        rotated = torch.vmap(torch.vmap(lambda index: slots(given, index)))(rank)
         return [_head_by_head(_row_by_row(section)) for section in rotated]
 
     def alone(self) -> RotarySlice:
@@ -155,13 +158,13 @@ class RotarySlice:
             narrow = [_first(*each) for each in zip(angles, cuts, strict=True)]
             rotated = self.rotate.module(keys, *angles, *rest)
             alone = all(
-                _close(self.rotate.module(_one(keys, place), *narrow, *rest), _one(rotated, place)) for place in (0, -1)
+                _close(self.rotate.module(_one(keys, index), *narrow, *rest), _one(rotated, index)) for index in (0, -1)
             )
         except (RuntimeError, IndexError):  # it spells sizes out, or looks up what drawn numbers are not
             return None
         return cuts if alone else None
 
-    def pairs(self) -> Pairs | None:
+    def pairs(self) -> RotaryPairs | None:
         """Which numbers of a key are mixed, seen on unit vectors; None for what is no mixture that kernels know.
 
         That is also what is not linear, as a norm behind the embedding, or differs between rows, heads or queries.
@@ -184,7 +187,7 @@ class RotarySlice:
         linear = torch.allclose(got, wanted, rtol=0, atol=0.02 * float(wanted.abs().max()))
         return pairs_of(matrix) if alike and linear else None
 
-    def weights(self, pairs: Pairs, table: list[Tensor], bound: list[Tensor]) -> tuple[Tensor, Tensor]:
+    def weights(self, pairs: RotaryPairs, table: list[Tensor], bound: list[Tensor]) -> tuple[Tensor, Tensor]:
         """What numbers and their partners are multiplied with at the positions of a table, each [N, D]."""
 
         def rotate(key: Tensor) -> Tensor:
@@ -208,7 +211,7 @@ def probe_rotaries(
         angles = () if rotary is None else tuple(_angles(gm, site.key, rotary))
         if rotary is not None and angles not in found:
             cut = cut_rotary(gm, site, rotary, sizes)
-            found[angles] = cut.probe(graphs.computing(gm, list(cut.angles.bound))(*arguments), device)
+            found[angles] = cut.probe(splicing.computing(gm, list(cut.angles.bound))(*arguments), device)
     return torch.cat(list(found.values())) if found else None
 
 
@@ -227,9 +230,9 @@ def _drawn(like: Like, generator: torch.Generator) -> Tensor:
     return torch.randn(shape, generator=generator).to(dtype)
 
 
-def _one(keys: Tensor, place: int) -> Tensor:
+def _one(keys: Tensor, index: int) -> Tensor:
     """The key of one row and query, [1, Hkv, 1, D] of [B, Hkv, q, D]."""
-    return keys[place, None, :, place, None]
+    return keys[index, None, :, index, None]
 
 
 def _alike(x: Tensor, sizes: tuple[int, ...]) -> list[int]:
@@ -269,11 +272,11 @@ def cut_rotary(gm: fx.GraphModule, site: AttentionSite, rotary: Rotary, sizes: S
             raise UnsupportedGraph(f"the rotary embedding uses the cache's length, {value(node)}, as a size")
         return sizes.fixed(node)
 
-    behind = graphs.behind([site.key], {rotary.raw})
-    check_not_overwritten(graphs.dependent(gm.graph, behind, [rotary.raw, rotary.position]), behind, site.key)
+    behind = alias.behind([site.key], {rotary.raw})
+    check_not_overwritten(alias.dependent(gm.graph, behind, [rotary.raw, rotary.position]), behind, site.key)
     angles = _angles(gm, site.key, rotary)
-    rotate = graphs.cut(gm, [site.key], [rotary.raw, *angles], number, unpack=True)
-    cut = graphs.cut(gm, angles, [rotary.position], number)
+    rotate = splicing.cut(gm, [site.key], [rotary.raw, *angles], number, unpack=True)
+    cut = splicing.cut(gm, angles, [rotary.position], number)
     position, *angled = (_like(node, sizes) for node in (rotary.position, *cut.bound))
     rotated = tuple(_like(node, sizes) for node in (rotary.raw, *rotate.bound))
     dtypes = tuple(value(node).dtype for node in angles)
@@ -281,7 +284,7 @@ def cut_rotary(gm: fx.GraphModule, site: AttentionSite, rotary: Rotary, sizes: S
 
 
 def _like(node: fx.Node, sizes: Sizes) -> Like:
-    if graphs.is_size(node):
+    if walk.is_size(node):
         return (), torch.int64
     given = value(node)
     return tuple(sizes.fixed(size) for size in given.shape), given.dtype
@@ -289,7 +292,7 @@ def _like(node: fx.Node, sizes: Sizes) -> Like:
 
 def _angles(gm: fx.GraphModule, key: fx.Node, rotary: Rotary) -> list[fx.Node]:
     """The tensors that depend on positions alone and that the key is rotated with."""
-    rest = graphs.behind([key], {rotary.raw})
-    on_position = graphs.dependent(gm.graph, rest, [rotary.position])
-    on_key = graphs.dependent(gm.graph, rest | {rotary.raw}, [rotary.raw])
+    rest = alias.behind([key], {rotary.raw})
+    on_position = alias.dependent(gm.graph, rest, [rotary.position])
+    on_key = alias.dependent(gm.graph, rest | {rotary.raw}, [rotary.raw])
     return [n for n in gm.graph.nodes if n in on_position - on_key and any(user in on_key for user in n.users)]

@@ -18,9 +18,10 @@ import torch
 import torch.fx as fx
 
 from kvpass.budget import Budget
+from kvpass.cache import statistics
 from kvpass.capture.sites import AttentionSite, arguments
-from kvpass.graphs import expr, value
-from kvpass.layer import statistics
+from kvpass.fx.shapes import expr
+from kvpass.fx.walk import value
 from kvpass.policies import specify
 from kvpass.policies.base import Policy, Statistic
 
@@ -42,7 +43,7 @@ def prompt_scores(
     policy: Policy,
     budget: Budget,
 ) -> dict[Statistic, fx.Node]:
-    """Nodes of what the policy asks for, as `kvpass.layer.statistics.statistics` would make it.
+    """Nodes of what the policy asks for, as `kvpass.cache.statistics.statistics` would make it.
 
     Policies that need the same sums over all queries have the same prompt graph, which is compiled once and
     found in the compiler's caches by the others.
@@ -62,9 +63,9 @@ def prompt_scores(
     first, last = _common(site, moved, attended, present)
     made: dict[Statistic, fx.Node] = {}
     if not policy.statistics.isdisjoint(statistics.SUMS):
-        asked = (*first, policy.observation, statistics.powers(policy), *last)
-        results = graph.call_function(OPERATORS["sums", fused], asked)
-        made |= {name: _item(graph, results, place) for place, name in enumerate(statistics.SUMS, int(fused))}
+        spec = (*first, policy.observation, statistics.powers(policy), *last)
+        results = graph.call_function(OPERATORS["sums", fused], spec)
+        made |= {name: _item(graph, results, index) for index, name in enumerate(statistics.SUMS, int(fused))}
     if "scan" in policy.statistics:
         written, where = (specify(policy), *statistics.room(budget)), site.spread.written() if site.spread else None
         results = graph.call_function(OPERATORS["scan", fused], (*first, *written, *last, where))
@@ -100,8 +101,8 @@ def _on_the_way(site: AttentionSite, policy: Policy) -> bool:
     return wanted and by_library and whole and plain_mask and same in [{("cpu", dtype)} for dtype in EXACT]
 
 
-def _item(graph: fx.Graph, results: fx.Node, place: int) -> fx.Node:
-    return graph.call_function(operator.getitem, (results, place))
+def _item(graph: fx.Graph, results: fx.Node, index: int) -> fx.Node:
+    return graph.call_function(operator.getitem, (results, index))
 
 
 def _replace(site: AttentionSite, moved: dict[fx.Node, fx.Node], output: fx.Node) -> None:

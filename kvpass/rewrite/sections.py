@@ -15,11 +15,11 @@ from typing import Any
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass import graphs
-from kvpass.storage import Sections
+from kvpass.fx import walk
+from kvpass.lowering.formats import Sections
 
 
-class InSections(fx.Interpreter):
+class SectionInterpreter(fx.Interpreter):
     """Interprets a graph whose first input is kept in sections; returns sections."""
 
     def run_on(self, first: Sections, *others: Any) -> tuple[Tensor, ...]:
@@ -32,7 +32,7 @@ class InSections(fx.Interpreter):
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         if not any(isinstance(arg, Sections) for arg in _flat(args)):
             return super().run_node(n)
-        name = graphs.name_of(n)
+        name = walk.name_of(n)
         apply = getattr(self, n.op)
 
         def call(new: Any) -> Any:
@@ -51,14 +51,14 @@ class InSections(fx.Interpreter):
         return call(fx.node.map_aggregate(args, lambda arg: arg.joined() if isinstance(arg, Sections) else arg))
 
 
-class Padded(fx.Interpreter):
+class PaddedSections(fx.Interpreter):
     """Interprets a graph with sums of padded tensors for concatenations.
 
     The rule that torch.vmap has for a concatenation asks sizes for their numbers, which an open one does not have.
     """
 
     def run_node(self, n: fx.Node) -> Any:
-        if n.op != "call_function" or graphs.name_of(n) not in ("cat", "concat"):
+        if n.op != "call_function" or walk.name_of(n) not in ("cat", "concat"):
             return super().run_node(n)
         (sections, *rest), kwargs = self.fetch_args_kwargs_from_env(n)
         dim = kwargs.get("dim", rest[0] if rest else 0) % sections[0].ndim
@@ -85,8 +85,8 @@ def _pointwise(call: Callable[[Any], Any], args: tuple[Any, ...]) -> Sections:
     """Apply section by section, cutting the other operands alike; those that broadcast stay whole."""
     width = max(arg.width for arg in args if isinstance(arg, Sections))
     split = [_sections(a) if _as_wide(a, width) else None for a in args]
-    places = {end for s in split if s is not None for end in s.ends}
-    cut = [None if s is None else s.cut_at(places) for s in split]
+    indices = {end for s in split if s is not None for end in s.ends}
+    cut = [None if s is None else s.cut_at(indices) for s in split]
     count = max(len(c.tensors) for c in cut if c is not None)
     return Sections(
         tuple(call([a if c is None else c.tensors[i] for a, c in zip(args, cut, strict=True)]) for i in range(count))
@@ -115,8 +115,8 @@ def _sliced(x: Sections, where: slice) -> Sections:
 
 
 def _along_last(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    place = 1 if isinstance(args[0], (list, tuple)) else 2
-    dim = kwargs.get("dim", args[place] if len(args) > place else 0)
+    index = 1 if isinstance(args[0], (list, tuple)) else 2
+    dim = kwargs.get("dim", args[index] if len(args) > index else 0)
     sample = _sections(_flat(args)[0]).tensors[0]
     return isinstance(dim, int) and dim in (-1, sample.ndim - 1)
 

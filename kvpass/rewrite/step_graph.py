@@ -8,9 +8,10 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass import compat, graphs
-from kvpass.graphs import value
+from kvpass.fx import walk
+from kvpass.fx.walk import value
 from kvpass.rewrite.call import StepCall
+from kvpass.torch_private import fx_nodes
 
 
 class StepGraph:
@@ -33,14 +34,14 @@ class StepGraph:
     """
 
     def __init__(self, call: StepCall, whole: bool = False) -> None:
-        copy, moved = compat.copy_graph_module(call.gm)
+        copy, moved = fx_nodes.copy_graph_module(call.gm)
         self.call, self.gm, self.graph = call, copy, copy.graph
         self.sites = [site.moved(moved) for site in call.sites]
         self.slots, self.sizes, self.windows = call.slots, call.sizes, call.windows
-        self.layouts = call.opened or call.layouts
-        self.holders = graphs.placeholders(self.graph)
+        self.layouts = call.dynamic_dims or call.layouts
+        self.holders = walk.placeholders(self.graph)
         self.actual = dict(zip(self.holders, call.arguments, strict=True))
-        self.telling = call.telling.moved(moved)
+        self.padding_inputs = call.padding_inputs.moved(moved)
         self.batch = call.sizes.fixed(value(call.sites[0].key).shape[0]) if call.sizes.open else call.layouts[0].batch
         self.queries = call.sizes.queries
         self.capacities = [
@@ -71,7 +72,7 @@ class StepGraph:
 
     def line(self, layer: int = 0) -> str:
         """The line of the user's source at which a layer attends."""
-        return graphs.source_line(self.sites[layer].call)
+        return walk.source_line(self.sites[layer].call)
 
     def shape(self, node: fx.Node) -> tuple[Any, ...]:
         """The shape of a node's tensor in this call."""
@@ -79,7 +80,7 @@ class StepGraph:
 
     def example(self, node: fx.Node) -> Any:
         """A tensor like the one that the node will be, strides included; or the size that it is."""
-        if graphs.is_size(node):
+        if walk.is_size(node):
             return self.sizes.fixed(node)
         kind: dict[str, Any] = dict(dtype=value(node).dtype, device=self.device_of(node))
         strides = value(node).stride()

@@ -7,8 +7,8 @@ from typing import Any
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass import graphs
-from kvpass.lowering.rope import Pairs
+from kvpass.fx import walk
+from kvpass.lowering.rope import RotaryPairs
 from kvpass.rewrite.context import StepContext
 from kvpass.rewrite.rotary_slice import RotarySlice
 
@@ -19,7 +19,7 @@ class Tables:
     def __init__(self, step: StepContext) -> None:
         self._step = step
         self._tables: dict[Any, list[fx.Node]] = {}
-        self._pairs: dict[Any, Pairs | None] = {}
+        self._pairs: dict[Any, RotaryPairs | None] = {}
 
     def angles(self, rotary: RotarySlice, capacity: int) -> list[fx.Node]:
         """The nodes of the table of angles for ranks 0 .. capacity - 1."""
@@ -28,7 +28,7 @@ class Tables:
             step, first = self._step, self._step.sites[0].call
             nodes = [step.length, *rotary.angles.bound]  # the length only stands for the device
             for node in rotary.angles.bound:  # a later module of the model may make it
-                graphs.move_before(first, node)
+                walk.move_before(first, node)
 
             def function(length: Tensor, *bound: Tensor) -> list[Tensor]:
                 return rotary.table(capacity, list(bound), length.device)
@@ -36,7 +36,7 @@ class Tables:
             self._tables[key] = step.compute(function, nodes, first, f"kvpass_table_{len(self._tables)}")
         return self._tables[key]
 
-    def pairs(self, rotary: RotarySlice | None) -> Pairs | None:
+    def pairs(self, rotary: RotarySlice | None) -> RotaryPairs | None:
         """What an embedding mixes, where a kernel attends and can rotate the keys itself."""
         if rotary is None or not self._step.decodes_on_gpu:
             return None
@@ -44,7 +44,7 @@ class Tables:
             self._pairs[rotary.key] = rotary.pairs()
         return self._pairs[rotary.key]
 
-    def mixing(self, rotary: RotarySlice, pairs: Pairs, capacity: int, before: fx.Node) -> list[fx.Node]:
+    def mixing(self, rotary: RotarySlice, pairs: RotaryPairs, capacity: int, before: fx.Node) -> list[fx.Node]:
         """The nodes of a `Rope`'s weights for ranks 0 .. capacity - 1."""
         key = (rotary.key, rotary.rotate.bound, str(capacity))
         if key not in self._tables:

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from kvpass import budget as budgets
-from kvpass import compat
+from kvpass.cache.handle import LayerCache
+from kvpass.cache.slots import Chunk, Layout, Slots, admit
 from kvpass.errors import BudgetError
-from kvpass.layer.slots import Chunk, Layout, Slots, admit
 from kvpass.policies.base import Policy
-from kvpass.runtime.handle import LayerCache
+from kvpass.torch_private import dynamo
 
 
 def keep_address(slots: Slots) -> None:
     for tensor in slots.tensors():
-        compat.mark_in_place(tensor)
+        dynamo.mark_in_place(tensor)
 
 
 def make_room(cache: LayerCache, queries: int) -> None:
@@ -41,7 +41,7 @@ def even_out(one: LayerCache, other: LayerCache) -> None:
     """Give the same layer of two conversations as many slots as either has, if their capacities are their own."""
     most = max(one.layout.capacity, other.layout.capacity)
     for cache in (one, other):
-        if cache.layout.tight and cache.layout.capacity < most:
+        if cache.layout.exact_capacity and cache.layout.capacity < most:
             _grow(cache, dataclasses.replace(cache.layout, capacity=most))
 
 
@@ -66,8 +66,8 @@ def tick(
         alike = (id(cache.layout.policy), cache.limits, cache.clocks, None if rows is None else tuple(rows))
         known[alike] = known.get(alike) or _ticked(cache, rows)
         ticked.append(known[alike])
-    sweep = any(due for layer in ticked for due, _ in layer)
-    return sweep, [tuple(clock for _, clock in layer) for layer in ticked]
+    compact = any(due for layer in ticked for due, _ in layer)
+    return compact, [tuple(clock for _, clock in layer) for layer in ticked]
 
 
 def _ticked(cache: LayerCache, valid: Sequence[bool] | None) -> list[tuple[bool, Any]]:
@@ -81,15 +81,15 @@ def _ticked(cache: LayerCache, valid: Sequence[bool] | None) -> list[tuple[bool,
 
 def kind(caches: list[LayerCache]) -> Any:
     """What a step of one token depends on beside the contents of tensors; equal for two that can replace each other."""
-    sweep, _ = tick(caches)
+    compact, _ = tick(caches)
     windows = tuple(cache.stored < cache.seen for cache in caches if cache.window is not None)
-    return sweep, windows, tuple(id(cache.slots) for cache in caches), compat.hooks_so_far()
+    return compact, windows, tuple(id(cache.slots) for cache in caches), dynamo.hooks_so_far()
 
 
 def count(caches: list[LayerCache], queries: int, clocks: Sequence[tuple[Any, ...]]) -> None:
     """What the host knows of a conversation, after so many more tokens."""
     for cache, clock in zip(caches, clocks, strict=True):
-        cache.broken = False
+        cache.interrupted = False
         cache.seen += queries
         if queries == 1:
             cache.clocks = clock
@@ -124,5 +124,5 @@ def lengthened(past: Tensor, dim: int, count: int) -> Tensor:
     shape = list(past.shape)
     shape[dim] += count
     empty = past.new_full((), torch.nan).expand(shape)
-    compat.mark_growing(empty, dim)
+    dynamo.mark_growing(empty, dim)
     return empty

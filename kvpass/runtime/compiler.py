@@ -8,15 +8,15 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.fx as fx
 
-from kvpass.compat import OpenSizes
+from kvpass.lowering.formats import KVDtype
 from kvpass.policies.base import Policy
 from kvpass.rewrite.call import StepCall
 from kvpass.rewrite.context import StepContext
 from kvpass.rewrite.result import StepRewrite
 from kvpass.rewrite.validation.lockstep import Validation
-from kvpass.runtime.holding import Holding
-from kvpass.runtime.ownership import Known, Plans
-from kvpass.storage import KVDtype
+from kvpass.runtime.kv_store import KVStore
+from kvpass.runtime.model_identity import PlansByModel, SeenTensors
+from kvpass.torch_private.symbolic_shapes import SymbolicSizes
 
 
 class Compiler(Protocol):
@@ -26,7 +26,7 @@ class Compiler(Protocol):
         policy, budget, kv_dtype: settings of caches.
         crop: how many of the last tokens can be taken back.
         validates: whether the first rewrite of a step graph is held against the graph.
-        holding: what the tokens of layers are held in.
+        kv_store: what the tokens of layers are held in.
         plans: what the layers of each model were given first; stepped: what makes the keys of layers that have taken
             steps; layers: a number for every cache that is made.
     """
@@ -42,11 +42,11 @@ class Compiler(Protocol):
     @property
     def validates(self) -> bool: ...
     @property
-    def holding(self) -> Holding: ...
+    def kv_store(self) -> KVStore: ...
     @property
-    def plans(self) -> Plans: ...
+    def plans(self) -> PlansByModel: ...
     @property
-    def stepped(self) -> Known: ...
+    def stepped(self) -> SeenTensors: ...
     @property
     def layers(self) -> Iterator[int]: ...
 
@@ -61,7 +61,7 @@ class Compiler(Protocol):
         ...
 
     def compile_step(
-        self, gm: fx.GraphModule, examples: Sequence[Any], ranked: bool, chunk: bool, sizes: OpenSizes | None
+        self, gm: fx.GraphModule, examples: Sequence[Any], ranked: bool, chunk: bool, sizes: SymbolicSizes | None
     ) -> Callable[..., Any]:
         """Compile a rewritten step graph, of one token or of a chunk, of which some sizes may be open."""
         ...
@@ -76,7 +76,7 @@ class Compiler(Protocol):
         """The same of the graph of a prompt whose sizes are numbers, on a CPU."""
         ...
 
-    def opens_sizes(self, device: torch.device) -> bool:
+    def has_dynamic_sizes(self, device: torch.device) -> bool:
         """Whether what compiles for a device can do with sizes that are no numbers."""
         ...
 

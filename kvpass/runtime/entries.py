@@ -18,7 +18,7 @@ _NAMES = re.compile(r"(^|_)(past|caches?|kv|kvs)(_|$)")
 _OTHERS = frozenset({"use_cache", "cache_position", "cache_implementation"})
 
 
-def compiled(model: torch.nn.Module) -> list[torch.nn.Module]:
+def set_up_compiled(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the modules to compile in place: the model, what it adapts, and those inside that generate on a cache."""
     asked = getattr(model, "get_base_model", None)
     base = asked() if callable(asked) else None
@@ -27,7 +27,7 @@ def compiled(model: torch.nn.Module) -> list[torch.nn.Module]:
     return list({id(module): module for module in found}.values())
 
 
-def watched(model: torch.nn.Module, others: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+def set_up_watched(model: torch.nn.Module, others: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
     """Return the further modules whose forward takes a cache, without those that stand in lists, as layers do."""
     known = {id(module) for module in others}
     paths = [(path.split("."), module) for path, module in model.named_modules() if id(module) not in known]

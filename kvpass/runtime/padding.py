@@ -9,13 +9,13 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass import graphs
-from kvpass.capture.hiding import telling
+from kvpass.cache.handle import LayerCache
+from kvpass.capture.padding_analysis import padding_inputs
 from kvpass.capture.rotary import find_rotary, reshaped
 from kvpass.capture.sites import AttentionSite
 from kvpass.errors import UnsupportedGraph
+from kvpass.fx import splicing, walk
 from kvpass.policies.base import LATE
-from kvpass.runtime.handle import LayerCache
 
 OWN_POSITIONS = (
     "the position ids are not 0, 1, 2, ... over the real tokens of a row, and held tokens are numbered by their rank "
@@ -43,7 +43,7 @@ HIDDEN_BEFORE = (
 
 def wrong_mask(gm: fx.GraphModule, arguments: Sequence[Any], tokens: int) -> str | None:
     """Return what is wrong with an attention mask that has no column for each of so many tokens, or None."""
-    for node, given in zip(graphs.placeholders(gm.graph), arguments, strict=True):
+    for node, given in zip(walk.placeholders(gm.graph), arguments, strict=True):
         if "attention_mask" in node.name and isinstance(given, Tensor) and given.ndim == 2 and given.shape[1] != tokens:
             return (
                 f"attention_mask has {given.shape[1]} columns, {tokens} are needed: one for each token that the cache "
@@ -55,11 +55,11 @@ def wrong_mask(gm: fx.GraphModule, arguments: Sequence[Any], tokens: int) -> str
 def told_by(gm: fx.GraphModule, sites: list[AttentionSite], step: bool) -> list[tuple[fx.Node, ...]]:
     """For each site the inputs that tell padding in all masks on its cache; layers mostly share their masks."""
     masks = [tuple(each.mask for each in site.all) for site in sites]
-    known = {among: telling(gm, list(among), step) for among in dict.fromkeys(masks)}
+    known = {among: padding_inputs(gm, list(among), step) for among in dict.fromkeys(masks)}
     return [known[among] for among in masks]
 
 
-class Positions:
+class PositionCheck:
     """The position ids that rotate the keys of a graph, computed from the arguments of each call.
 
     Ranks take their place where held tokens are numbered by rank.  Distances between real tokens stay what they are
@@ -70,7 +70,7 @@ class Positions:
         rotaries = [find_rotary(gm, site) for site in sites]
         nodes = list(dict.fromkeys(reshaped(rotary.position) for rotary in rotaries if rotary))
         self._given = [node.op == "placeholder" for node in nodes]
-        self._module = graphs.computing(gm, nodes)
+        self._module = splicing.computing(gm, nodes)
 
     def first(self, arguments: tuple[Any, ...], valid: Tensor) -> Tensor | None:
         """The id of each row's first real token in a prompt, int64 [B]; None if no ids rotate keys.
@@ -135,8 +135,8 @@ def alike(one: Tensor, other: Tensor) -> bool:
 def places_of(chosen: Tensor, start: int = 0) -> Tensor:
     """Where bool [B, n] is true: int64 [B, P], counted from `start`, -1 after the last of a row."""
     most = int(chosen.sum(-1).max())
-    places = torch.arange(start, start + chosen.shape[1], device=chosen.device)
-    ordered = torch.where(chosen, places, LATE).sort(-1).values[:, :most]
+    indices = torch.arange(start, start + chosen.shape[1], device=chosen.device)
+    ordered = torch.where(chosen, indices, LATE).sort(-1).values[:, :most]
     return torch.where(ordered == LATE, -1, ordered)
 
 

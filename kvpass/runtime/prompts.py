@@ -12,26 +12,28 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass import budget as budgets
-from kvpass import compat, graphs
+from kvpass.cache import history
+from kvpass.cache.handle import LayerCache
+from kvpass.cache.slots import Chunk, Layout
+from kvpass.cache.statistics import StatisticsSpec, as_attention
 from kvpass.capture import sparse_index
 from kvpass.capture.capture import Capture
 from kvpass.errors import BudgetError, PolicyError, UnsupportedGraph
-from kvpass.graphs import Sizes
-from kvpass.layer.slots import Chunk, Layout
-from kvpass.layer.statistics import Asked, as_attention
+from kvpass.fx import walk
+from kvpass.fx.shapes import Sizes
 from kvpass.policies.base import Attention, Plan, Policy, by_rows
 from kvpass.policies.window import Window
 from kvpass.rewrite.computed_keys import joined
 from kvpass.rewrite.prompt import rewrite_prompt
 from kvpass.rewrite.rotary_slice import probe_rotaries
-from kvpass.rewrite.validation.prompts import Prompt, validate_prompt
-from kvpass.runtime import history, ownership
+from kvpass.rewrite.validation.prompts import PromptCase, validate_prompt
+from kvpass.runtime import model_identity
 from kvpass.runtime.caches import lengthened
-from kvpass.runtime.classes import AsTraced
 from kvpass.runtime.compiler import Compiler
-from kvpass.runtime.handle import LayerCache
-from kvpass.runtime.padding import Positions, places_of, told_by
+from kvpass.runtime.padding import PositionCheck, places_of, told_by
 from kvpass.runtime.sizes import measured
+from kvpass.runtime.subclasses import UnwrappedSubclasses
+from kvpass.torch_private import dynamo, fx_nodes, symbolic_shapes, tensor_types
 
 ADOPTED = "adopted: the prompt ran uncompiled, so nothing is known of its attention"
 
@@ -52,7 +54,7 @@ class PromptLayer:
 
     Attributes:
         chunk: all its tokens.
-        asked: the query, the attended keys, the mask and the sink, where a reference wants them, or a crop may.
+        spec: the query, the attended keys, the mask and the sink, where a reference wants them, or a crop may.
         window: how many of the last tokens the model stores, None for all.
         heads: of the model's cache.
         first: see `LayerCache`.
@@ -62,28 +64,28 @@ class PromptLayer:
     heads: int
     window: int | None
     chunk: Chunk
-    asked: Asked | None
+    spec: StatisticsSpec | None
     first: Tensor | None = None
 
     def without(self, gone: int, budget: budgets.Budget) -> PromptLayer:
         """The same without its last tokens, as if they had not been there; the budget as users write it."""
-        chunk, asked = self.chunk.first(self.chunk.valid.shape[1] - gone), None
-        if self.asked is not None:
-            new = self.asked.query.shape[2] - gone
-            asked = self.asked.first(new)
-            paid = asked.attention(self.policy, chunk.valid[:, chunk.valid.shape[1] - new :], budget)
-            chunk = dataclasses.replace(chunk, attention=paid)
-        return dataclasses.replace(self, chunk=chunk, asked=asked)
+        chunk, spec = self.chunk.first(self.chunk.valid.shape[1] - gone), None
+        if self.spec is not None:
+            new = self.spec.query.shape[2] - gone
+            spec = self.spec.first(new)
+            probs = spec.attention(self.policy, chunk.valid[:, chunk.valid.shape[1] - new :], budget)
+            chunk = dataclasses.replace(chunk, attention=probs)
+        return dataclasses.replace(self, chunk=chunk, spec=spec)
 
 
 def _is_fixed(example: Any) -> bool:
     """Whether it has no size that is open, and is on a CPU, where a graph that is not compiled costs little."""
     if isinstance(example, Tensor):
-        return example.device.type == "cpu" and not compat.symbols(example)
+        return example.device.type == "cpu" and not symbolic_shapes.symbols(example)
     return not isinstance(example, torch.SymInt)
 
 
-class _Later:
+class _DeferredPrompt:
     """Runs what is not compiled once, and is compiled for all further runs."""
 
     def __init__(self, run: Callable[..., Any], compile: Callable[[Sequence[Any]], Callable[..., Any]]) -> None:
@@ -109,50 +111,50 @@ class PromptRunner:
         self.adopts = any(site.past_key is not None for site in sites)
         if self.adopts and any("scan" in policy.statistics for policy in self.policies):
             raise UnsupportedGraph(
-                f"{graphs.source_line(sites[0].call)}: {backend.policy} replays the attention of the prompt, and this "
+                f"{walk.source_line(sites[0].call)}: {backend.policy} replays the attention of the prompt, and this "
                 "prompt ran uncompiled; run it through the compiled model"
             )
         if self.adopts and any(site.window is not None for site in sites):
             raise UnsupportedGraph(
-                f"{graphs.source_line(sites[0].call)}: the prompt ran uncompiled and this layer stored only the end "
+                f"{walk.source_line(sites[0].call)}: the prompt ran uncompiled and this layer stored only the end "
                 "of it; run the prompt through the compiled model"
             )
         if self.adopts and backend.policy.renumbers:
             raise UnsupportedGraph(
-                f"{graphs.source_line(sites[0].call)}: {backend.policy.name} numbers the tokens of a prompt, and this "
+                f"{walk.source_line(sites[0].call)}: {backend.policy.name} numbers the tokens of a prompt, and this "
                 "prompt ran uncompiled; run it through the compiled model"
             )
         sliding = [site for site in sites if site.window is not None]
         if sliding and backend.policy.renumbers:
             raise UnsupportedGraph(
-                f"{graphs.source_line(sliding[0].call)}: {backend.policy.name} numbers the tokens of all layers alike, "
+                f"{walk.source_line(sliding[0].call)}: {backend.policy.name} numbers the tokens of all layers alike, "
                 "and this layer has a sliding window of its own"
             )
         scored = any(policy.statistics for policy in self.policies)
-        extras = backend.holding.asks or (backend.crop > 0 and scored)
+        extras = backend.kv_store.asks or (backend.crop > 0 and scored)
         told = told_by(gm, sites, step=False)
         common = (backend.budget, ranked, extras, examples, told)
         self.rewrite = rewrite_prompt(gm, sites, self.policies, *common)
-        holders = graphs.placeholders(gm.graph)
+        holders = walk.placeholders(gm.graph)
         self.past = holders.index(sites[0].past_key) if sites[0].past_key else None
-        self.positions = Positions(gm, sites) if ranked else None
+        self.positions = PositionCheck(gm, sites) if ranked else None
         self.gm = gm
         self.angles: Tensor | None = None
         self.told = [holders.index(node) for node in told[0]]
-        self.unchecked: Prompt | None = None
+        self.unchecked: PromptCase | None = None
         if backend.validates:
-            plain = [policy.with_plain_logits() if policy.tempers else policy for policy in self.policies]
+            plain = [policy.with_plain_logits() if policy.scales_logits else policy for policy in self.policies]
             rewritten = functools.partial(rewrite_prompt, gm, sites, plain, *common)
-            own, _ = compat.copy_graph_module(model)
-            self.unchecked = Prompt(own, gm, sites, None if backend.policy.renumbers else rewritten, self.told)
+            own, _ = fx_nodes.copy_graph_module(model)
+            self.unchecked = PromptCase(own, gm, sites, None if backend.policy.renumbers else rewritten, self.told)
         self.sparse_indices = [each for site in sites for each in sparse_index.find(site.mask)]
-        outputs = graphs.results(gm.graph)
+        outputs = walk.results(gm.graph)
         grown = [pair for each in self.sparse_indices for pair in sparse_index.cached(each, outputs)]
         self.scored_by = [(outputs.index(node), dim) for node, dim in grown]
-        self.owned, self.constants = ownership.owned(gm), ownership.constants(gm)
-        self.projecting = [ownership.projecting(site) for site in sites]
-        self.as_traced = AsTraced()
-        self.outputs = len(graphs.results(gm.graph))
+        self.owned, self.constants = model_identity.owned(gm), model_identity.constants(gm)
+        self.projecting = [model_identity.projecting(site) for site in sites]
+        self.as_traced = UnwrappedSubclasses()
+        self.outputs = len(walk.results(gm.graph))
 
     def compile(self, examples: Sequence[Any]) -> None:
         """Hand the rewritten graph to the inner compiler, whose errors are its own.
@@ -163,18 +165,18 @@ class PromptRunner:
         """
         may_come_once = all(_is_fixed(example) for example in examples)
         if may_come_once and not self.backend.compiles_prompts_at_once:
-            self.inner: Callable[..., Any] = _Later(compat.code_of(self.rewrite.gm), self._compiled)
+            self.inner: Callable[..., Any] = _DeferredPrompt(fx_nodes.code_of(self.rewrite.gm), self._compiled)
         else:
             self.inner = self._compiled(examples)
 
     def _compiled(self, examples: Sequence[Any]) -> Callable[..., Any]:
-        returned = graphs.results(self.rewrite.gm.graph)
+        returned = walk.results(self.rewrite.gm.graph)
         layers = [returned[site.keys_out] for site in self.sites]
-        with compat.one_at_a_time():
+        with dynamo.one_at_a_time():
             return self.backend.compile_prompt(self.rewrite.gm, examples, layers)
 
     def __call__(self, *arguments: Any) -> tuple[Any, ...]:
-        with compat.with_torch_function():
+        with tensor_types.with_torch_function():
             return self._run(arguments, self.as_traced(arguments))
 
     def _run(self, arguments: tuple[Any, ...], traced: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -188,9 +190,9 @@ class PromptRunner:
         prompt = layers[0].chunk.valid.shape[1]
         for each in self.sparse_indices:
             each.check(prompt)
-        for place, dim in self.scored_by:
-            results[place] = lengthened(results[place], dim, 0)
-        weights = [ownership.held_weakly(arguments[place] for place in places) for places in self.projecting]
+        for index, dim in self.scored_by:
+            results[index] = lengthened(results[index], dim, 0)
+        weights = [model_identity.held_weakly(arguments[index] for index in indices) for indices in self.projecting]
         taken = TakenPrompt(self, layers, self._model(arguments), weights, prompt - adopted)
         del layers  # each is let go of once it is stored
         for site, cache in zip(self.sites, taken.caches(), strict=True):
@@ -234,34 +236,34 @@ class PromptRunner:
         return self.positions.first(arguments, self._valid(results, 0, key))
 
     def _layer(self, results: list[Any], i: int, adopted: int, first: Tensor | None) -> PromptLayer:
-        site, places = self.sites[i], self.rewrite
-        key, value = results[places.raw[i]], results[places.values[i]]
+        site, indices = self.sites[i], self.rewrite
+        key, value = results[indices.raw[i]], results[indices.values[i]]
         valid = self._valid(results, i, key)
-        sums = [results[place] for place in places.statistics[i]]
+        sums = [results[index] for index in indices.statistics[i]]
         attention = as_attention(self.policies[i], sums, valid[:, adopted:], site.spread) if sums else Attention()
         heads = key.shape[1]
         if site.computed:
             key, value = joined(key), joined(value)
-        asked = None
-        if places.extras:
-            query, attended, *others = places.extras[i]
-            mask, sink_logit = (None if place is None else results[place] for place in others)
+        spec = None
+        if indices.extras:
+            query, attended, *others = indices.extras[i]
+            mask, sink_logit = (None if index is None else results[index] for index in others)
             common = (site.causal, site.scale, site.cap, key.shape[1], site.spread)
-            asked = Asked(results[query], results[attended], mask, sink_logit, *common)
-        return PromptLayer(self.policies[i], heads, site.window, Chunk(key, value, valid, attention), asked, first)
+            spec = StatisticsSpec(results[query], results[attended], mask, sink_logit, *common)
+        return PromptLayer(self.policies[i], heads, site.window, Chunk(key, value, valid, attention), spec, first)
 
     def _valid(self, results: list[Any], i: int, key: Tensor) -> Tensor:
         """bool [B, S]: which tokens are not padding."""
         rows, _, count, _ = key.shape
-        place = self.rewrite.valid[i]
-        if place is None:
+        index = self.rewrite.valid[i]
+        if index is None:
             return torch.ones(rows, count, dtype=torch.bool, device=key.device)
-        valid: Tensor = results[place].expand(rows, -1)
+        valid: Tensor = results[index].expand(rows, -1)
         return valid
 
     def _model(self, arguments: tuple[Any, ...]) -> list[Any]:
         """What tells the model of a call: its tensors, or if it has none the graph."""
-        return [arguments[place] for place in self.owned] or list(self.constants) or [self]
+        return [arguments[index] for index in self.owned] or list(self.constants) or [self]
 
     def _plans(
         self, layers: list[PromptLayer], shares: list[int], prompt: int, model: list[Any]
@@ -271,7 +273,7 @@ class PromptRunner:
         self._check_room(budget, prompt)
         rows, heads = layers[0].chunk.key.shape[:2]
         made = self._governed(governed, shares, model, (len(layers), heads))
-        if self.ranked and (len(governed) < len(layers) or len({plan.limits(rows) for plan in made}) > 1):
+        if self.ranked and (len(governed) < len(layers) or len({plan.budgets_of_rows(rows) for plan in made}) > 1):
             raise PolicyError(
                 f"positions='cache': {self.backend.policy} gives the layers different budgets, and a query has one "
                 "place among the held tokens; use positions='absolute'"
@@ -281,7 +283,7 @@ class PromptRunner:
         return [(budget, next(mine)) if x.policy is self.backend.policy else _alone(x, whole) for x in layers]
 
     def _governed(self, layers: list[PromptLayer], shares: list[int], model: list[Any], shape: Any) -> list[Plan]:
-        """What the backend's policy gives the layers that it governs; see `ownership.Plans`."""
+        """What the backend's policy gives the layers that it governs; see `ownership.PlansByModel`."""
         if not layers:
             return []
         attention = [layer.chunk.attention for layer in layers]
@@ -290,8 +292,8 @@ class PromptRunner:
         made = [by_rows(dict(zip(plans, each, strict=True)), shares) for each in zip(*plans.values(), strict=True)]
         if first is None:
             self.backend.plans.keep(model, shape, made)
-        opens = self.backend.opens_sizes(layers[0].chunk.key.device)
-        return made if opens else [plan.with_room for plan in made]
+        opens = self.backend.has_dynamic_sizes(layers[0].chunk.key.device)
+        return made if opens else [plan.with_max_capacity for plan in made]
 
     def _check_windows(self, layers: list[PromptLayer], shares: list[int]) -> None:
         """Whether each layer that has a window of its own keeps that in all rows or in none; see `_within_window`."""
@@ -326,16 +328,16 @@ class PromptRunner:
             kv_dtype=self.backend.kv_dtype,
             spread=self.sites[number].spread,
             crops=self.backend.crop > 0,
-            tight=plan.room > 0 and self.backend.opens_sizes(chunk.key.device),
+            exact_capacity=plan.max_capacity > 0 and self.backend.has_dynamic_sizes(chunk.key.device),
             row_budgets=by_row and layer.policy is self.backend.policy,
         )
         notes = (ADOPTED,) if self.adopts else ()
         absent = places_of(~chunk.valid)
         mine = (self.backend, next(self.backend.layers), layout)
-        holding = self.backend.holding
-        slots, limits, clocks = holding.admitted(layout, chunk, layer.asked, self.sites[number], plan)
+        kv_store = self.backend.kv_store
+        slots, budgets_of_rows, clocks = kv_store.admitted(layout, chunk, layer.spec, self.sites[number], plan)
         given: dict[str, Any] = dict(notes=notes, absent=absent, first=layer.first, angles=self.angles)
-        return LayerCache(*mine, slots, count, shown, layer.window, limits, clocks, **given)
+        return LayerCache(*mine, slots, count, shown, layer.window, budgets_of_rows, clocks, **given)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -345,7 +347,7 @@ class TakenPrompt:
     Attributes:
         runner: what ran it.
         layers: what it left of each; nothing any more once they are stored, unless tokens may be taken back.
-        model: what tells the model, see `ownership.Plans`.
+        model: what tells the model, see `ownership.PlansByModel`.
         weights: for each layer, of what its keys were made.
         new: its tokens, without an adopted past.
     """
@@ -353,19 +355,19 @@ class TakenPrompt:
     runner: PromptRunner
     layers: list[PromptLayer]
     model: list[Any]
-    weights: list[ownership.Weights]
+    weights: list[model_identity.Weights]
     new: int
 
     def caches(self) -> Iterator[LayerCache]:
         """A cache for each layer."""
         crop = self.runner.backend.crop
-        shorter = Shorter(self)
+        shorter = ShorterPrompt(self)
         layers = list(self.layers) if crop else self.layers
-        for place, cache in enumerate(self.runner.stored(layers, self.model)):
-            cache.weights = self.weights[place]
+        for index, cache in enumerate(self.runner.stored(layers, self.model)):
+            cache.weights = self.weights[index]
             if crop:
                 was = (cache.layout, cache.seen, cache.clocks, cache.absent)
-                cache.calls = (history.Call(self.new, None, _Layer(shorter, place), *was),)
+                cache.calls = (history.PastCall(self.new, None, _LayerOfPrompt(shorter, index), *was),)
             yield cache
 
     def without(self, gone: int) -> TakenPrompt:
@@ -374,7 +376,7 @@ class TakenPrompt:
         return dataclasses.replace(self, layers=layers, new=self.new - gone)
 
 
-class Shorter:
+class ShorterPrompt:
     """A prompt without its last tokens: all layers at once, as a policy may plan them together."""
 
     def __init__(self, prompt: TakenPrompt) -> None:
@@ -390,14 +392,14 @@ class Shorter:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Layer:
+class _LayerOfPrompt:
     """One layer of a prompt that can be taken in again with fewer tokens: a `history.Again`."""
 
-    prompt: Shorter
-    place: int
+    prompt: ShorterPrompt
+    layer_index: int
 
     def first(self, cache: LayerCache, count: int) -> LayerCache:
-        return self.prompt.caches(count)[self.place]
+        return self.prompt.caches(count)[self.layer_index]
 
 
 def _within_window(layer: PromptLayer, budget: int) -> PromptLayer:

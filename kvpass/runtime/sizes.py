@@ -10,9 +10,9 @@ import sympy  # type: ignore[import-untyped]
 import torch
 import torch.fx as fx
 
-from kvpass import graphs
+from kvpass.cache.handle import LayerCache
 from kvpass.capture.sites import AttentionSite
-from kvpass.runtime.handle import LayerCache
+from kvpass.fx import shapes, walk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,44 +41,44 @@ def lengths_of(caches: list[LayerCache], queries: int) -> set[int]:
     return lengths | {length + queries for length in lengths}
 
 
-Places = dict[Any, tuple[int, int]]
+SizeSources = dict[Any, tuple[int, int]]
 """For a symbol an argument's place and the dimension to look at."""
 
 
-def free_sizes(gm: fx.GraphModule, sites: list[AttentionSite]) -> tuple[Places, Places]:
+def free_sizes(gm: fx.GraphModule, sites: list[AttentionSite]) -> tuple[SizeSources, SizeSources]:
     """Symbols that a step graph is compiled for as numbers, such as the rows, and those of other inputs.
 
     Of the latter some follow the cache: a padding mask's length, say.  The past's own is left out.
     """
-    known: Places = {}
-    for place, node in enumerate(graphs.placeholders(gm.graph)):
-        if not graphs.is_tensor(node):
+    known: SizeSources = {}
+    for index, node in enumerate(walk.placeholders(gm.graph)):
+        if not walk.is_tensor(node):
             continue
-        for dim, size in enumerate(graphs.value(node).shape):
+        for dim, size in enumerate(walk.value(node).shape):
             if isinstance(size, torch.SymInt):
-                known.setdefault(graphs.expr(size), (place, dim))
+                known.setdefault(shapes.expr(size), (index, dim))
     wanted = {
-        symbol for site in sites for size in graphs.value(site.query).shape for symbol in graphs.expr(size).free_symbols
+        symbol for site in sites for size in walk.value(site.query).shape for symbol in shapes.expr(size).free_symbols
     }
     pasts = [past for site in sites for past in (site.past_key, site.past_value)]
-    grown = {symbol for past in pasts for symbol in graphs.expr(graphs.value(past).shape[2]).free_symbols}  # type: ignore[arg-type]
-    others = {symbol: place for symbol, place in known.items() if symbol not in wanted | grown and symbol.is_Symbol}
-    return {symbol: place for symbol, place in known.items() if symbol in wanted}, others
+    grown = {symbol for past in pasts for symbol in shapes.expr(walk.value(past).shape[2]).free_symbols}  # type: ignore[arg-type]
+    others = {symbol: index for symbol, index in known.items() if symbol not in wanted | grown and symbol.is_Symbol}
+    return {symbol: index for symbol, index in known.items() if symbol in wanted}, others
 
 
 @dataclasses.dataclass(frozen=True)
-class Tie:
+class SizeTie:
     """A size that is one of `StepRunner.sizes` in a call, by its place among them.
 
     Dynamo gives the rows of a padding mask a symbol of their own if nothing says that they are those of the tokens.
     """
 
-    place: int
+    arg_index: int
 
 
-def ties(others: Iterable[int | None], numbers: tuple[int, ...]) -> tuple[int | Tie | None, ...]:
+def ties(others: Iterable[int | None], numbers: tuple[int, ...]) -> tuple[int | SizeTie | None, ...]:
     """Sizes of other inputs, as the first of `numbers` that they equal, if there is one."""
-    return tuple(Tie(numbers.index(size)) if size in numbers else size for size in others)
+    return tuple(SizeTie(numbers.index(size)) if size in numbers else size for size in others)
 
 
 def counters(gm: fx.GraphModule) -> dict[Any, int]:
@@ -87,30 +87,30 @@ def counters(gm: fx.GraphModule) -> dict[Any, int]:
     Dynamo also hands over the strides and the offset of a tensor that is a slice of a growing one.  No node computes
     with these: the tensor that they belong to is copied where that matters, see `StepRewrite.flat`.
     """
-    holders = graphs.placeholders(gm.graph)
-    tensors = [graphs.value(node) for node in holders if graphs.is_tensor(node)]
-    sized = {symbol for tensor in tensors for size in tensor.shape for symbol in graphs.expr(size).free_symbols}
+    holders = walk.placeholders(gm.graph)
+    tensors = [walk.value(node) for node in holders if walk.is_tensor(node)]
+    sized = {symbol for tensor in tensors for size in tensor.shape for symbol in shapes.expr(size).free_symbols}
     found: dict[Any, int] = {}
-    for place, node in enumerate(holders):
-        if node.users and isinstance(graphs.value(node), torch.SymInt) and graphs.expr(node).is_Symbol:
-            found.setdefault(graphs.expr(node), place)
-    return {symbol: place for symbol, place in found.items() if symbol not in sized}
+    for index, node in enumerate(holders):
+        if node.users and isinstance(walk.value(node), torch.SymInt) and shapes.expr(node).is_Symbol:
+            found.setdefault(shapes.expr(node), index)
+    return {symbol: index for symbol, index in found.items() if symbol not in sized}
 
 
-def size_at(arguments: tuple[Any, ...], place: tuple[int, int]) -> int:
-    argument, dim = place
+def size_at(arguments: tuple[Any, ...], index: tuple[int, int]) -> int:
+    argument, dim = index
     return int(arguments[argument].shape[dim])
 
 
 def measured(gm: fx.GraphModule, arguments: tuple[Any, ...]) -> dict[Any, int]:
     """What the symbols of a graph are that are arguments or sizes of arguments."""
     found: dict[Any, int] = {}
-    for node, argument in zip(graphs.placeholders(gm.graph), arguments, strict=True):
-        is_tensor = graphs.is_tensor(node)
-        sizes = zip(graphs.value(node).shape, argument.shape, strict=True) if is_tensor else [(node, argument)]
+    for node, argument in zip(walk.placeholders(gm.graph), arguments, strict=True):
+        is_tensor = walk.is_tensor(node)
+        sizes = zip(walk.value(node).shape, argument.shape, strict=True) if is_tensor else [(node, argument)]
         for size, number in sizes:
-            if is_tensor or isinstance(graphs.value(node), torch.SymInt):
-                found[graphs.expr(size)] = int(number)
+            if is_tensor or isinstance(walk.value(node), torch.SymInt):
+                found[shapes.expr(size)] = int(number)
     return {symbol: number for symbol, number in found.items() if symbol.is_Symbol}
 
 

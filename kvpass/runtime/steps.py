@@ -14,31 +14,30 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass import compat, graphs
+from kvpass.cache.handle import LayerCache, check_layers, current
+from kvpass.cache.slots import Layout
 from kvpass.capture.capture import Capture
 from kvpass.errors import CacheHandleError, UnsupportedGraph
-from kvpass.graphs import Sizes
-from kvpass.layer.slots import Layout
-from kvpass.rewrite.call import StepCall, Telling
+from kvpass.fx import shapes, walk
+from kvpass.fx.shapes import Sizes
+from kvpass.rewrite.call import PaddingInputs, StepCall
 from kvpass.rewrite.context import StepContext
 from kvpass.rewrite.pipeline import rewrite_step
 from kvpass.rewrite.result import StepRewrite, of_new
 from kvpass.rewrite.rotary_slice import probe_rotaries
-from kvpass.rewrite.validation.conversation import Step
+from kvpass.rewrite.validation.conversation import StepCase
 from kvpass.rewrite.validation.lockstep import Validation
 from kvpass.rewrite.validation.steps import validate
-from kvpass.runtime import ownership
-from kvpass.runtime.bound import Bound
+from kvpass.runtime import model_identity
 from kvpass.runtime.caches import count, kind, lengthened, make_room, tick
-from kvpass.runtime.classes import AsTraced
 from kvpass.runtime.compiler import Compiler
 from kvpass.runtime.cropping import calls_before, remember
-from kvpass.runtime.handle import LayerCache, check_layers, current
+from kvpass.runtime.fast_step import FastStep
 from kvpass.runtime.padding import (
     HIDDEN_BEFORE,
     OTHER_ANGLES,
     SHOWN_AGAIN,
-    Positions,
+    PositionCheck,
     agreement,
     alike,
     padding_of,
@@ -46,8 +45,10 @@ from kvpass.runtime.padding import (
     told_by,
     wrong_mask,
 )
-from kvpass.runtime.ready import Measures, Opened, Ready, ReadySteps
-from kvpass.runtime.sizes import Counter, Tie, counters, free_sizes, lasting, lengths_of, measured, size_at, ties
+from kvpass.runtime.sizes import Counter, SizeTie, counters, free_sizes, lasting, lengths_of, measured, size_at, ties
+from kvpass.runtime.subclasses import UnwrappedSubclasses
+from kvpass.runtime.variants import CompiledVariant, DynamicDims, ShapeKey, VariantCache
+from kvpass.torch_private import dynamo, fx_nodes, inductor, symbolic_shapes, tensor_types
 
 MOST_UNCLEAR = 4  # sizes that may or may not follow the cache and are tried one by one
 
@@ -55,33 +56,33 @@ MOST_UNCLEAR = 4  # sizes that may or may not follow the cache and are tried one
 class StepRunner:
     """Runs one token, or a chunk, on live slots.
 
-    The graph is rewritten at its first run, when the layouts are known, and compiled then or later, see `Ready`.
+    The graph is rewritten at its first run, when the layouts are known, and compiled then or later, see `CompiledVariant`.
     """
 
     def __init__(self, backend: Compiler, model: fx.GraphModule, captured: Capture) -> None:
         self.backend = backend
-        self.model, _ = compat.copy_graph_module(model)  # Dynamo strips the original of its shapes
+        self.model, _ = fx_nodes.copy_graph_module(model)  # Dynamo strips the original of its shapes
         self.gm, self.sites = captured.gm, captured.sites
-        holders = graphs.placeholders(self.gm.graph)
+        holders = walk.placeholders(self.gm.graph)
         self.pasts = [(holders.index(s.past_key), holders.index(s.past_value)) for s in self.sites]  # type: ignore[arg-type]
-        self.as_traced = AsTraced(place for pair in self.pasts for place in pair)
-        self.projecting = [ownership.projecting(site) for site in self.sites]
+        self.as_traced = UnwrappedSubclasses(place for pair in self.pasts for place in pair)
+        self.projecting = [model_identity.projecting(site) for site in self.sites]
         self.sizes, self.others = free_sizes(self.gm, self.sites)
         self.counters = counters(self.gm)
         self.queries: dict[tuple[int, ...], int] = {}
-        self.telling = told_by(self.gm, self.sites, step=True)
-        self.told = {node: holders.index(node) for nodes in self.telling for node in nodes}
+        self.padding_inputs = told_by(self.gm, self.sites, step=True)
+        self.told = {node: holders.index(node) for nodes in self.padding_inputs for node in nodes}
         self.readings: dict[Any, Sizes] = {}
-        self.positions: Positions | None = None
+        self.positions: PositionCheck | None = None
         self.angles: Tensor | None = None
         self.validation: Validation | None = None
-        self.ready = ReadySteps(
-            {str(symbol) for node in self.gm.graph.nodes for symbol in compat.symbols(graphs.value(node))}
+        self.ready = VariantCache(
+            {str(symbol) for node in self.gm.graph.nodes for symbol in symbolic_shapes.symbols(walk.value(node))}
         )
         self.worked: set[tuple[int | None, ...]] = set()
 
     def __call__(self, *arguments: Any) -> tuple[Any, ...]:
-        with compat.with_torch_function():
+        with tensor_types.with_torch_function():
             try:
                 return self._run(arguments)
             except UnsupportedGraph:
@@ -95,7 +96,7 @@ class StepRunner:
         return wrong_mask(self.gm, arguments, tokens)
 
     def _run(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        caches = [self._cache(arguments, places) for places in self.pasts]
+        caches = [self._cache(arguments, indices) for indices in self.pasts]
         check_layers(caches)
         self._check_weights(caches, arguments)
         self._check_windows(caches)
@@ -108,11 +109,11 @@ class StepRunner:
         others = self._others(caches, arguments, known)
         self._check_positions(caches, arguments)
         self._check_angles(caches, arguments, others)
-        rewrite, results, aside = self.advance(caches, arguments, others, known)
+        rewrite, results, host_inputs = self.advance(caches, arguments, others, known)
         self._note_padding(caches, arguments, before)
         if listener is not None:
-            listener.append(Ran(self, caches, arguments, others, known, results, step, rewrite.repeats))
-        return self._outputs(rewrite, results, aside, caches, arguments)
+            listener.append(StepResult(self, caches, arguments, others, known, results, step, rewrite.repeats))
+        return self._outputs(rewrite, results, host_inputs, caches, arguments)
 
     def advance(
         self,
@@ -127,31 +128,31 @@ class StepRunner:
             others, known: see `_others`, `_known`.
 
         Returns:
-            The description of the rewritten graph, what it gave, and `StepRewrite.on_all_tokens`.
+            The description of the rewritten graph, what it gave, and `StepRewrite.host_precomputed`.
         """
         queries = self._queries(self._numbers(arguments))
         for cache in caches:
             make_room(cache, queries)
         calls = calls_before(caches, queries)
-        holding = self.backend.holding
-        for cache, told in zip(caches, self.telling, strict=True):
-            holding.prepare(cache, functools.partial(self._valid, cache, told, arguments, queries))
+        kv_store = self.backend.kv_store
+        for cache, told in zip(caches, self.padding_inputs, strict=True):
+            kv_store.prepare(cache, functools.partial(self._valid, cache, told, arguments, queries))
         clocks: Sequence[tuple[Any, ...]] = [cache.clocks for cache in caches]
-        sweep = False
+        compact = False
         if queries == 1:
-            sweep, clocks = self.ticked(caches, arguments)
-        rewrite, aside, flat, run = self._prepared(caches, arguments, others, known, sweep)
+            compact, clocks = self.ticked(caches, arguments)
+        rewrite, host_inputs, flat, run = self._prepared(caches, arguments, others, known, compact)
         for cache in caches:
-            cache.broken = True
+            cache.interrupted = True
         results = run(*flat)
         rewrite.count([cache.slots for cache in caches], results)
         taken = [
-            holding.take_in(cache, site, [results[place] for place in places])
-            for cache, site, places in zip(caches, self.sites, rewrite.chunks, strict=True)
+            kv_store.take_in(cache, site, [results[index] for index in indices])
+            for cache, site, indices in zip(caches, self.sites, rewrite.chunks, strict=True)
         ]
         count(caches, queries, clocks)
         remember(caches, calls, taken)
-        return rewrite, results, aside
+        return rewrite, results, host_inputs
 
     def bound(
         self,
@@ -159,13 +160,13 @@ class StepRunner:
         arguments: tuple[Any, ...],
         others: tuple[int | None, ...],
         known: frozenset[int],
-        sweep: bool,
+        compact: bool,
     ) -> Callable[[tuple[Any, ...], Sequence[tuple[Any, ...]]], Sequence[Any]]:
-        """What does the same as `advance` for one token, on these caches as long as their slots stay: see `Bound`."""
-        if self.backend.holding.whole:  # it has more to do around a graph than slots have
+        """What does the same as `advance` for one token, on these caches as long as their slots stay: see `FastStep`."""
+        if self.backend.kv_store.whole:  # it has more to do around a graph than slots have
             return lambda arguments, _: self.advance(caches, arguments, others, known)[1]
-        rewrite, _, _, run = self._prepared(caches, arguments, others, known, sweep)
-        return Bound(caches, rewrite, run)
+        rewrite, _, _, run = self._prepared(caches, arguments, others, known, compact)
+        return FastStep(caches, rewrite, run)
 
     def ticked(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> tuple[bool, list[tuple[Any, ...]]]:
         """Whether the step of one token among these arguments is one with the sweep, and the clocks after it."""
@@ -178,48 +179,48 @@ class StepRunner:
 
     def _prepared(
         self, caches: list[LayerCache], arguments: tuple[Any, ...], *how: Any
-    ) -> tuple[StepRewrite, list[Any], list[Any], compat.Compiled]:
+    ) -> tuple[StepRewrite, list[Any], list[Any], inductor.Compiled]:
         """What is to run: its description, what is computed beside it, its arguments, and its code.
 
         Args:
             how: what else `_ready` takes.
         """
-        measures = Measures.of(caches, self._numbers(arguments))
+        measures = ShapeKey.of(caches, self._numbers(arguments))
         ready = self._ready(caches, arguments, measures, *how)
         rewrite = ready.at(measures)
-        aside = rewrite.on_all_tokens(arguments)
-        flat = rewrite.flat([cache.slots for cache in caches], arguments, aside, caches[0].seen)
+        host_inputs = rewrite.host_precomputed(arguments)
+        flat = rewrite.flat([cache.slots for cache in caches], arguments, host_inputs, caches[0].seen)
         run = ready.runner(self.backend, flat, caches[0].layout.ranked, rewrite.queries > 1)
         if ready.serves(measures):
-            return rewrite, aside, flat, run
+            return rewrite, host_inputs, flat, run
         return self._prepared(caches, arguments, *how)  # compiling has asked more of the sizes
 
     def _ready(
         self,
         caches: list[LayerCache],
         arguments: tuple[Any, ...],
-        measures: Measures,
+        measures: ShapeKey,
         others: tuple[int | None, ...],
         known: frozenset[int],
-        sweep: bool,
-    ) -> Ready:
+        compact: bool,
+    ) -> CompiledVariant:
         """The rewritten graph for caches in which there is room."""
         numbers, counters, windows = self._read_call(caches, arguments)
-        how, tied = (counters, windows, known, sweep), ties(others, numbers)
+        how, tied = (counters, windows, known, compact), ties(others, numbers)
         call = (*how, others, numbers, tuple((cache.layout, cache.slots.capacity) for cache in caches))
         ready = self.ready.known(call, measures)
         if ready is not None:
             return ready
 
-        def rewritten(opened: Opened | None) -> StepRewrite:
+        def rewritten(opened: DynamicDims | None) -> StepRewrite:
             sizes = self._sizes(numbers, counters, tied if opened else others, windows, opened)
             sized = opened.by_place if opened else {}
             layouts = [measures.layout(i, cache.layout, sized) for i, cache in enumerate(caches)] if opened else []
-            return self._specialise(caches, arguments, sizes, windows, known, sweep, layouts)
+            return self._specialise(caches, arguments, sizes, windows, known, compact, layouts)
 
-        opens = self.backend.opens_sizes(caches[0].layout.device)
+        opens = self.backend.has_dynamic_sizes(caches[0].layout.device)
         room = tuple((measures.common(x.layout), x.slots.capacity - x.layout.capacity) for x in caches)
-        with compat.one_at_a_time():
+        with dynamo.one_at_a_time():
             ready = self.ready.made(
                 call, (*how, tied, room) if opens else None, measures, self._queries(numbers) == 1, rewritten
             )
@@ -233,7 +234,7 @@ class StepRunner:
         windows = tuple(cache.window if cache.stored < cache.seen else None for cache in caches)
         numbers, seen = self._numbers(arguments), caches[0].seen
         new = self._queries(numbers)
-        return numbers, tuple(Counter.of(arguments[place], seen, new) for place in self.counters.values()), windows
+        return numbers, tuple(Counter.of(arguments[index], seen, new) for index in self.counters.values()), windows
 
     def _others(
         self, caches: list[LayerCache], arguments: tuple[Any, ...], known: frozenset[int]
@@ -262,10 +263,10 @@ class StepRunner:
         queries, refusals = self._queries(self._numbers(arguments)), []
         for cache in caches:
             make_room(cache, queries)
-        sweep, _ = tick(caches) if queries == 1 else (False, [])
+        compact, _ = tick(caches) if queries == 1 else (False, [])
         for reading in readings:
             try:
-                self._ready(caches, arguments, Measures.of(caches, self._numbers(arguments)), reading, known, sweep)
+                self._ready(caches, arguments, ShapeKey.of(caches, self._numbers(arguments)), reading, known, compact)
             except UnsupportedGraph as refusal:
                 refusals.append(refusal)
             else:
@@ -273,7 +274,7 @@ class StepRunner:
         raise refusals[0]
 
     def _numbers(self, arguments: tuple[Any, ...]) -> tuple[int, ...]:
-        return tuple(size_at(arguments, place) for place in self.sizes.values())
+        return tuple(size_at(arguments, index) for index in self.sizes.values())
 
     def _known(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> frozenset[int]:
         """Which of the inputs that tell padding still say of every token that went before what they said then.
@@ -285,35 +286,35 @@ class StepRunner:
             CacheHandleError: a token that was left out as padding is to be seen.
         """
         known, queries = set(), self._queries(self._numbers(arguments))
-        for node, place in self.told.items():
+        for node, index in self.told.items():
             for cache in self._those_told_by(caches, node)[:1]:
-                same, gone = agreement(cache, arguments[place])
+                same, gone = agreement(cache, arguments[index])
                 waits = not same.is_cuda or queries > 1
                 if not waits:
-                    cache.doubts.add(same & gone)
+                    cache.deferred_checks.add(same & gone)
                 elif not bool(gone):
                     raise CacheHandleError(SHOWN_AGAIN)
                 if not waits or bool(same):
-                    known.add(place)
+                    known.add(index)
         return frozenset(known)
 
     def _check_hidden(self, caches: list[LayerCache]) -> None:
         """What was left out as padding must be hidden here as well: a model may mask its prompts alone."""
-        for site, cache, told in zip(self.sites, caches, self.telling, strict=True):
+        for site, cache, told in zip(self.sites, caches, self.padding_inputs, strict=True):
             if cache.absent.shape[1] and not told:
-                raise UnsupportedGraph(f"{graphs.source_line(site.call)}: {HIDDEN_BEFORE}")
+                raise UnsupportedGraph(f"{walk.source_line(site.call)}: {HIDDEN_BEFORE}")
 
     def _check_positions(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> None:
-        """Positions must count the real tokens, where held tokens are numbered by rank instead."""
+        """PositionCheck must count the real tokens, where held tokens are numbered by rank instead."""
         cache = caches[0]
         if not cache.layout.ranked:
             return
         if self.positions is None:
-            self.positions = Positions(self.gm, self.sites)
-        valid = self._valid(cache, self.telling[0], arguments, self._queries(self._numbers(arguments)))
+            self.positions = PositionCheck(self.gm, self.sites)
+        valid = self._valid(cache, self.padding_inputs[0], arguments, self._queries(self._numbers(arguments)))
         fits = self.positions.go_on(arguments, valid, cache.first, cache.valid_seen)
         if fits.is_cuda:
-            cache.doubts.add(fits)
+            cache.deferred_checks.add(fits)
         elif not bool(fits):
             raise UnsupportedGraph(self.positions.refusal)
 
@@ -329,7 +330,7 @@ class StepRunner:
             sizes = self._sizes(numbers, counters, others, windows, None)
             self.angles = probe_rotaries(self.gm, self.sites, sizes, arguments, cache.layout.device)
         if self.angles is None or not alike(self.angles, cache.angles):
-            raise UnsupportedGraph(f"{graphs.source_line(self.sites[0].call)}: {OTHER_ANGLES}")
+            raise UnsupportedGraph(f"{walk.source_line(self.sites[0].call)}: {OTHER_ANGLES}")
         cache.angles = self.angles
 
     def _note_padding(self, caches: list[LayerCache], arguments: tuple[Any, ...], before: int) -> None:
@@ -351,11 +352,11 @@ class StepRunner:
     ) -> list[Tensor | None]:
         """For each layer what `_padding_in` says of the new tokens; layers mostly share what tells it."""
         found: dict[tuple[fx.Node, ...], Tensor | None] = {}
-        for cache, told in zip(caches, self.telling, strict=True):
+        for cache, told in zip(caches, self.padding_inputs, strict=True):
             if told not in found:
                 columns = self._columns(arguments, told, before, queries)
                 found[told] = self._padding_in(columns, queries, cache.layout.batch)
-        return [found[told] for told in self.telling]
+        return [found[told] for told in self.padding_inputs]
 
     def _padding_in(self, columns: list[Tensor], queries: int, rows: int) -> Tensor | None:
         """bool [B, q]: which of the new tokens are padding; None if none is, or if the host would have to wait."""
@@ -372,37 +373,37 @@ class StepRunner:
         return [of_new(arguments[self.told[node]], before, queries) for node in told]
 
     def _those_told_by(self, caches: list[LayerCache], node: fx.Node) -> list[LayerCache]:
-        return [cache for cache, nodes in zip(caches, self.telling, strict=True) if node in nodes]
+        return [cache for cache, nodes in zip(caches, self.padding_inputs, strict=True) if node in nodes]
 
     def following(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments of the step before with those that are numbers and count tokens as they stand now."""
         moved = list(arguments)
-        for place in self.counters.values():
-            if arguments[place] == caches[0].seen - 1:
-                moved[place] = caches[0].seen
+        for index in self.counters.values():
+            if arguments[index] == caches[0].seen - 1:
+                moved[index] = caches[0].seen
         return tuple(moved)
 
-    def lasts(self, ran: Ran) -> Callable[[int], bool]:
+    def lasts(self, ran: StepResult) -> Callable[[int], bool]:
         """Whether this graph is Dynamo's, a number of tokens after a step that ran: what it asked of sizes holds."""
         seen = ran.caches[0].seen - 1
         following = {symbol for symbol, size in zip(self.others, ran.others, strict=True) if size is None}
-        counting = {symbol for symbol, place in self.counters.items() if ran.arguments[place] == seen}
+        counting = {symbol for symbol, index in self.counters.items() if ran.arguments[index] == seen}
         now, past = measured(self.gm, ran.arguments), set[Any]()
         for site in self.sites:
             for node in (site.past_key, site.past_value):
-                past |= graphs.expr(graphs.value(node).shape[2]).free_symbols  # type: ignore[arg-type]
+                past |= shapes.expr(walk.value(node).shape[2]).free_symbols  # type: ignore[arg-type]
         growing = {symbol for symbol in past if now.get(symbol) == seen}
-        asked = compat.guarded(*(graphs.value(node) for node in graphs.placeholders(self.gm.graph)))
+        asked = symbolic_shapes.guarded(*(walk.value(node) for node in walk.placeholders(self.gm.graph)))
         return lasting(asked, now, following | counting | growing)
 
     def moved(self, caches: list[LayerCache], arguments: tuple[Any, ...], by: int) -> tuple[Any, ...]:
         """The arguments of the step before as they would be if so many more tokens had gone before it."""
-        counting = [place for place in self.counters.values() if arguments[place] == caches[0].seen - 1]
-        return tuple(x + by if place in counting else x for place, x in enumerate(arguments))
+        counting = [index for index in self.counters.values() if arguments[index] == caches[0].seen - 1]
+        return tuple(x + by if index in counting else x for index, x in enumerate(arguments))
 
-    def _cache(self, arguments: tuple[Any, ...], places: tuple[int, int]) -> LayerCache:
-        cache = current(arguments[places[0]], "keys", self.backend)
-        if current(arguments[places[1]], "values", self.backend) is not cache:
+    def _cache(self, arguments: tuple[Any, ...], indices: tuple[int, int]) -> LayerCache:
+        cache = current(arguments[indices[0]], "keys", self.backend)
+        if current(arguments[indices[1]], "values", self.backend) is not cache:
             raise CacheHandleError(
                 "the keys and the values of a layer come from different layers or different conversations"
             )
@@ -410,17 +411,17 @@ class StepRunner:
 
     def _check_weights(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> None:
         """Where layers are in graphs of their own, what their keys are made of tells which cache is whose."""
-        for site, cache, places in zip(self.sites, caches, self.projecting, strict=True):
-            here = [arguments[place] for place in places]
+        for site, cache, indices in zip(self.sites, caches, self.projecting, strict=True):
+            here = [arguments[index] for index in indices]
             self.backend.stepped.add(here)
-            if ownership.made_elsewhere(cache.weights, here, self.backend.stepped):
+            if model_identity.made_elsewhere(cache.weights, here, self.backend.stepped):
                 raise CacheHandleError(
-                    f"{graphs.source_line(site.call)}: the caches of layers were exchanged: what was given here is of "
+                    f"{walk.source_line(site.call)}: the caches of layers were exchanged: what was given here is of "
                     "another layer, or of another copy of the model"
                 )
             if site.spread != cache.layout.spread:
                 raise CacheHandleError(
-                    f"{graphs.source_line(site.call)}: the cache was made with its heads spread over processes as "
+                    f"{walk.source_line(site.call)}: the cache was made with its heads spread over processes as "
                     f"{cache.layout.spread}, and this step has {site.spread}; run both by the same model"
                 )
 
@@ -432,7 +433,7 @@ class StepRunner:
                     "all" if count is None else f"the last {count}" for count in (site.window, cache.window)
                 )
                 raise UnsupportedGraph(
-                    f"{graphs.source_line(site.call)}: this call stores {here} of the layer's tokens, and the prompt "
+                    f"{walk.source_line(site.call)}: this call stores {here} of the layer's tokens, and the prompt "
                     f"stored {before}: let every call cut the cache by the same subscript, as k[:, :, -n:], or leave "
                     "the cache whole and hide old tokens in the attention mask"
                 )
@@ -441,16 +442,16 @@ class StepRunner:
         """q, for the sizes of `self.sizes`."""
         if numbers not in self.queries:
             known = dict(zip(self.sizes, numbers, strict=True))
-            self.queries[numbers] = int(graphs.expr(self.sites[0].queries).subs(known))
+            self.queries[numbers] = int(shapes.expr(self.sites[0].queries).subs(known))
         return self.queries[numbers]
 
     def _readings(self, sizes: list[int], lengths: set[int]) -> list[tuple[int | None, ...]]:
         """What sizes of inputs may be, None for one that follows the cache; as many as can first."""
-        unclear = [place for place, size in enumerate(sizes) if size in lengths]
+        unclear = [index for index, size in enumerate(sizes) if size in lengths]
         counts = range(len(unclear) + 1) if len(unclear) <= MOST_UNCLEAR else (0, len(unclear))
-        fixed = [set(places) for count in counts for places in itertools.combinations(unclear, count)]
+        fixed = [set(indices) for count in counts for indices in itertools.combinations(unclear, count)]
         return [
-            tuple(None if place in unclear and place not in kept else size for place, size in enumerate(sizes))
+            tuple(None if index in unclear and index not in kept else size for index, size in enumerate(sizes))
             for kept in fixed
         ]
 
@@ -464,33 +465,33 @@ class StepRunner:
         self,
         numbers: tuple[int, ...],
         counters: tuple[Counter, ...],
-        others: tuple[int | Tie | None, ...],
+        others: tuple[int | SizeTie | None, ...],
         windows: tuple[int | None, ...],
-        opened: Opened | None,
+        opened: DynamicDims | None,
     ) -> Sizes:
         known: dict[Any, Any] = dict(zip(self.sizes, numbers, strict=True))
         if opened:
             ours = opened.symbols
-            known.update({symbol: ours[place] for place, symbol in enumerate(self.sizes) if place in ours})
+            known.update({symbol: ours[index] for index, symbol in enumerate(self.sizes) if index in ours})
         tied_to = tuple(known.values())
-        new = graphs.expr(self.sites[0].queries).subs(known) if opened else self._queries(numbers)
+        new = shapes.expr(self.sites[0].queries).subs(known) if opened else self._queries(numbers)
         for symbol, counter in zip(self.counters, counters, strict=True):
             if counter.counts != "seen":
                 known[symbol] = counter.number + (new if counter.counts == "new" else 0)
         for symbol, size in zip(self.others, others, strict=True):
             if size is not None:
-                known[symbol] = tied_to[size.place] if isinstance(size, Tie) else size
+                known[symbol] = tied_to[size.arg_index] if isinstance(size, SizeTie) else size
         lengths = [x - c.number for x, c in zip(self.counters, counters, strict=True) if c.counts == "seen"]
         for site, window in zip(self.sites, windows, strict=True):
             for past in (site.past_key, site.past_value):
-                stored = graphs.expr(graphs.value(past).shape[2])  # type: ignore[arg-type]
+                stored = shapes.expr(walk.value(past).shape[2])  # type: ignore[arg-type]
                 if window is None:
                     lengths.append(stored)
                 else:
                     known.update(dict.fromkeys(stored.free_symbols, window))
         least = max((window + 1 for window in windows if window is not None), default=0)
         whole = [site for site, window in zip(self.sites, windows, strict=True) if window is None]
-        totals = {graphs.expr(size): size for size in (graphs.value(site.grown_key).shape[2] for site in whole)}
+        totals = {shapes.expr(size): size for size in (walk.value(site.grown_key).shape[2] for site in whole)}
         queries, sizes = self._queries(numbers), opened.sizes if opened else None
         if sizes:
             queries = sizes.size(new)
@@ -503,14 +504,16 @@ class StepRunner:
         sizes: Sizes,
         windows: tuple[int | None, ...],
         known: frozenset[int],
-        sweep: bool,
+        compact: bool,
         opened: list[Layout],
     ) -> StepRewrite:
         layouts, slots = [cache.layout for cache in caches], [cache.slots for cache in caches]
-        told = Telling(tuple(self.telling), frozenset(node for node, place in self.told.items() if place in known))
-        given = (self.gm, self.sites, layouts, slots, arguments, sizes, caches[0].seen, windows, told, sweep)
+        told = PaddingInputs(
+            tuple(self.padding_inputs), frozenset(node for node, index in self.told.items() if index in known)
+        )
+        given = (self.gm, self.sites, layouts, slots, arguments, sizes, caches[0].seen, windows, told, compact)
         call = StepCall(*given, opened)
-        with graphs.reading(site.call for site in self.sites):
+        with walk.reading(site.call for site in self.sites):
             context, rewrite = self.backend.rewrite(call)
             self._validate(context, rewrite)
         return rewrite
@@ -520,25 +523,30 @@ class StepRunner:
         if not self.backend.validates or self.validation is not None:
             return
         policy = context.layouts[0].policy
-        if policy.tempers or policy.biases:
+        if policy.scales_logits or policy.biases:
             context = StepContext(context.call.of(_with_plain_logits))
             rewrite = rewrite_step(context)
         call = context.call
         graphs_of = (self.model, self.gm, self.sites, context, rewrite)
         given = (call.arguments, self.pasts, self.told, call.seen, self.backend.kv_dtype)
-        self.validation = validate(Step(*graphs_of, call.layouts, call.slots, *given))
+        self.validation = validate(StepCase(*graphs_of, call.layouts, call.slots, *given))
         self.backend.note_validation("step", self.validation)
 
     def _outputs(
-        self, rewrite: StepRewrite, results: Sequence[Any], aside: list[Any], caches: list[LayerCache], arguments: Any
+        self,
+        rewrite: StepRewrite,
+        results: Sequence[Any],
+        host_inputs: list[Any],
+        caches: list[LayerCache],
+        arguments: Any,
     ) -> tuple[Any, ...]:
-        outputs = [None if place is None else results[place] for place in rewrite.outputs]
-        for place, result in zip(rewrite.grown, aside, strict=False):
-            outputs[place] = result
-        for place, beyond in rewrite.lengths.items():
-            outputs[place] = caches[0].seen - rewrite.queries + beyond
-        for place, (past, dim) in rewrite.unread.items():
-            outputs[place] = lengthened(arguments[past], dim, rewrite.queries)
+        outputs = [None if index is None else results[index] for index in rewrite.outputs]
+        for index, result in zip(rewrite.grown, host_inputs, strict=False):
+            outputs[index] = result
+        for index, beyond in rewrite.lengths.items():
+            outputs[index] = caches[0].seen - rewrite.queries + beyond
+        for index, (past, dim) in rewrite.unread.items():
+            outputs[index] = lengthened(arguments[past], dim, rewrite.queries)
         for site, cache in zip(self.sites, caches, strict=True):
             outputs[site.keys_out], outputs[site.values_out] = cache.handles()
         return tuple(outputs)
@@ -549,7 +557,7 @@ def _with_plain_logits(layout: Layout) -> Layout:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ran:
+class StepResult:
     """One run of a step: on what caches, with which of Dynamo's arguments, and what the rewritten graph gave.
 
     `kind` is equal for two steps of one token that run the same code on the same buffers.  `repeats` is false if
@@ -566,13 +574,13 @@ class Ran:
     repeats: bool
 
 
-_LISTENER: contextvars.ContextVar[list[Ran] | None] = contextvars.ContextVar("kvpass_listener", default=None)
+_LISTENER: contextvars.ContextVar[list[StepResult] | None] = contextvars.ContextVar("kvpass_listener", default=None)
 
 
 @contextlib.contextmanager
-def listening() -> Iterator[list[Ran]]:
+def listening() -> Iterator[list[StepResult]]:
     """Collects the steps that run inside."""
-    ran: list[Ran] = []
+    ran: list[StepResult] = []
     token = _LISTENER.set(ran)
     try:
         yield ran

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import kvpass
-from kvpass.runtime.handle import Handle
+from kvpass.cache.handle import Handle
 from tests.adversary.models import Feed
 
 Kind = Literal["held", "refused", "wrong", "foreign"]

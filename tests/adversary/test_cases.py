@@ -1275,7 +1275,7 @@ def test_a_calibrated_plan_is_of_one_model() -> None:
     assert ours == alone
 
 
-@pytest.mark.slow  # by default tests/test_sizes.py has another
+@pytest.mark.slow  # by default tests/runtime/test_sizes.py has another
 @torch.no_grad()
 def test_guidance_after_beams_on_a_padded_model() -> None:
     """J: `generate` with guidance_scale, on a model that beams have run on."""

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpass.apps import checkpoint
-from kvpass.demo import subject
+from kvpass.apps import checkpoint, models
 from kvpass.errors import CheckpointError, KVPassError
 
 MAKEFILE = Path(__file__).parents[2] / "Makefile"
@@ -106,5 +105,5 @@ def test_make_installs_what_the_loader_reads() -> None:
 
 
 def test_the_demo_and_evaluation_take_it_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "folder", lambda: subject.BUNDLED)
-    assert subject.load(checkpoint.NAME).name == checkpoint.NAME
+    monkeypatch.setattr(checkpoint, "folder", lambda: models.BUNDLED)
+    assert models.load(checkpoint.NAME).name == checkpoint.NAME

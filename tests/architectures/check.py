@@ -14,11 +14,12 @@ import torch.fx as fx
 from torch import Tensor
 
 import kvpass
-from kvpass import compat, graphs
+from kvpass.apps.switch import Switch
 from kvpass.backend import Backend, compile_in_place
 from kvpass.capture.capture import capture
-from kvpass.findings import Recorder
-from kvpass.switch import Switch
+from kvpass.fx import shapes
+from kvpass.runtime.recorder import Recorder
+from kvpass.torch_private import fx_nodes
 from tests.architectures import images, inputs, zoo
 
 PROMPT, STEPS, BUDGET = 12, 8, 10
@@ -158,8 +159,8 @@ class Beside:
         self.graphs, self.worst = 0, 0.0
 
     def __call__(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        copy, _ = compat.copy_graph_module(gm)
-        graphs.fix_floats(copy.graph)
+        copy, _ = fx_nodes.copy_graph_module(gm)
+        shapes.fix_floats(copy.graph)
         captured = capture(copy, [False] * len(examples))
         if not captured.sites:
             return gm.forward

@@ -22,7 +22,7 @@ from benchmarks import (
 )
 from benchmarks.report import Row, Target, replaced, verdicts
 from benchmarks.timing import Plan, interleaved, medians, spread
-from kvpass.demo.recall import AT_ONCE, LATER, Recall
+from kvpass.apps.demo.recall import AT_ONCE, LATER, RecallOutcome
 from kvpass.errors import KVPassError
 
 
@@ -169,7 +169,7 @@ def test_the_picture_is_summed_up_by_its_first_and_last_quarter():
 
 
 def test_recall_has_a_table_for_each_way_of_asking():
-    outcome = Recall((16, 64), later=(1.0, 0.5), at_once=(0.75, 0.25))
+    outcome = RecallOutcome((16, 64), later=(1.0, 0.5), at_once=(0.75, 0.25))
     rows = [*recall._rows("a", outcome), *recall._rows("b", KVPassError("why"))]
     refused = {"policy": "b", "refused": "why"}
     later, at_once = recall.tables(rows)

@@ -27,9 +27,9 @@ from benchmarks import (
 from benchmarks.__main__ import PARTS, ROOT
 from benchmarks.bounded import Case
 from benchmarks.model import Conversation, build, dynamic, static, tokens
-from kvpass.demo.pairs import Planted
-from kvpass.demo.recall import AT_ONCE, LATER
-from kvpass.demo.subject import load_memory
+from kvpass.apps.demo.pairs import PlantedPairs
+from kvpass.apps.demo.recall import AT_ONCE, LATER
+from kvpass.apps.models import load_memory
 
 
 @pytest.fixture(scope="module")
@@ -175,13 +175,13 @@ def test_attention_to_first_tokens_is_a_share_for_each_layer():
 
 def test_planted_words_are_surpassed_by_a_share_of_all_tokens():
     found = standing.rows(texts=1, length=200)
-    asked = [(way, score) for way in (LATER, AT_ONCE) for score in standing.SCORES]
-    assert [(row["asked"], row["score"]) for row in found] == asked
+    spec = [(way, score) for way in (LATER, AT_ONCE) for score in standing.SCORES]
+    assert [(row["asked"], row["score"]) for row in found] == spec
     assert all(0 <= row[str(distance)] < 1 for row in found for distance in (16, 32, 64, 128))
 
 
 def test_a_word_that_one_head_rates_highest_is_surpassed_by_none():
-    planted = Planted(torch.zeros(1, 9, dtype=torch.int64), torch.zeros(1, 1, 4, dtype=torch.int64), (1,), times=2)
+    planted = PlantedPairs(torch.zeros(1, 9, dtype=torch.int64), torch.zeros(1, 1, 4, dtype=torch.int64), (1,), times=2)
     scores = torch.arange(9.0).flip(0).repeat(1, 2, 1)  # the first token has most; the words are at 2 and 6
     assert standing._above([scores], planted, 0) == pytest.approx(2 / 9)
     scores[0, 1, 6] = 10

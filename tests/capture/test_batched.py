@@ -11,8 +11,8 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass import compat
 from kvpass.capture import batched
+from kvpass.torch_private import fx_nodes
 
 ROWS, QUERIES, KEYS = torch.arange(2), torch.arange(3, 6), torch.arange(6)
 TABLE = torch.randn(2, 6, generator=torch.Generator().manual_seed(0))
@@ -46,11 +46,11 @@ def written_out(function: Callable[..., Tensor], *arguments: Tensor) -> tuple[Te
     left: list[int] = []
 
     def backend(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
-        assert any(map(compat.is_batching, gm.graph.nodes))
+        assert any(map(fx_nodes.is_batching, gm.graph.nodes))
         batched.write_out(gm.graph)
         gm.graph.lint()
         gm.recompile()
-        left.append(sum(map(compat.is_batching, gm.graph.nodes)))
+        left.append(sum(map(fx_nodes.is_batching, gm.graph.nodes)))
         return gm.forward
 
     torch._dynamo.reset()

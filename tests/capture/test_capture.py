@@ -10,11 +10,12 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass import compat, graphs
 from kvpass.capture.canonical import APPEND, ATTENTION, LOG_SUM_EXP
 from kvpass.capture.capture import Capture, capture
 from kvpass.capture.sites import arguments
-from tests.capture.test_spelled import SPELLINGS, Model, Spelling
+from kvpass.fx import walk
+from kvpass.torch_private import fx_nodes
+from tests.capture.test_decomposed_attention import SPELLINGS, Model, Spelling
 
 CAPTURED = (APPEND, ATTENTION, LOG_SUM_EXP)
 
@@ -27,7 +28,7 @@ class Beside:
         self.apart: list[float] = []
 
     def __call__(self, gm: fx.GraphModule, examples: Any) -> Callable[..., Any]:
-        copy, _ = compat.copy_graph_module(gm)
+        copy, _ = fx_nodes.copy_graph_module(gm)
         captured = capture(copy, [False] * len(examples))
         self.captured.append((copy, captured))
 
@@ -63,7 +64,7 @@ def test_the_canonical_graph_gives_what_the_models_gives(spelling: Spelling) -> 
     assert len(beside.calls(ATTENTION)) == len(beside.captured) >= 2
     assert len(beside.calls(APPEND)) == 2 * len(beside.captured)
     for _, captured in beside.captured:
-        left = {graphs.name_of(node) for node in captured.gm.graph.nodes}
+        left = {walk.name_of(node) for node in captured.gm.graph.nodes}
         assert not left & {"softmax", "scaled_dot_product_attention", "cat", "bmm", "baddbmm"}
 
 

@@ -27,9 +27,9 @@ def test_the_uncompiled_model_and_then_the_reference(subject: Subject, name: str
     with torch.no_grad():
         for answer in ways.generate(subject, {**subject.settings(name, ROOMY), "inner": "eager"}):
             check_equal(answer, forced(subject.plain, answer))
-        tight = subject.settings(name, TIGHT)
-        answers = ways.generate(subject, {**tight, "inner": "eager"})
-        check_against_reference(subject, answers, tight, "generate")
+        exact_capacity = subject.settings(name, TIGHT)
+        answers = ways.generate(subject, {**exact_capacity, "inner": "eager"})
+        check_against_reference(subject, answers, exact_capacity, "generate")
 
 
 @bfloat16

@@ -1,4 +1,4 @@
-"""Kernels beside their plain forms, for the process in which Triton interprets: each returns pairs of tensors."""
+"""KernelCalls beside their plain forms, for the process in which Triton interprets: each returns pairs of tensors."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpass.align import Signature, aligner
-from kvpass.align import kernel as align_kernel
-from kvpass.align.networks import DirectNetwork
+from kvpass.lowering import aligner_kernel as align_kernel
 from kvpass.lowering import attend_kernel, column_kernel
 from kvpass.lowering import column_scores as module
 from kvpass.lowering import rope as ropes
 from kvpass.lowering.attend import attend
-from kvpass.storage import KVDtype, Rows, format_of, plain
+from kvpass.lowering.formats import KVDtype, Rows, format_of, plain
+from kvpass.policies.aligners import Signature, aligner
+from kvpass.policies.aligners.networks import DirectNetwork
 
 Pairs = list[tuple[Tensor, Tensor]]
 
@@ -73,7 +73,7 @@ def attention_of(
 
 def _rope(draw: Callable[..., Tensor], key: Tensor, extras: dict[str, bool]) -> ropes.Rope:
     rows, heads, slots, dim = key.shape
-    pairs = ropes.Pairs(dim // 2, True) if extras.get("interleaved") else ropes.Pairs(dim, False)
+    pairs = ropes.RotaryPairs(dim // 2, True) if extras.get("interleaved") else ropes.RotaryPairs(dim, False)
     cos, sin = draw(slots, dim), draw(slots, dim)
     sin[:, pairs.width :] = 0
     rank = torch.rand(rows, heads if extras.get("own") else 1, slots, generator=torch.Generator().manual_seed(1))
@@ -117,10 +117,10 @@ def column_sums(seed: int, dtype: torch.dtype, kind: str, causal: bool, sink: bo
     mask = {"none": None, "bool": shown, "additive": draw(1, heads * groups, count, keys).float()}[kind]
     sinks = draw(1, heads * groups, 1, 1).float() if sink else None
     real = draw(rows, count).float() > -0.8
-    plain = module._Attention(query.float(), key.float(), mask, causal, 0.3, 3.0 if cap else None, sinks)
+    plain = module._ScoredAttention(query.float(), key.float(), mask, causal, 0.3, 3.0 if cap else None, sinks)
     expected = [*module._sums(plain, real, 2), *module._late(plain, real, window)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module._Attention, "summed", _by_kernel)
+        patch.setattr(module._ScoredAttention, "summed", _by_kernel)
         given = dataclasses.replace(plain, query=query, key=key)
         latest = torch.where(real, torch.arange(count), -1).topk(window)
         chosen, counted = given.picked(latest.values.clamp(min=0)), (latest.values >= 0).float()

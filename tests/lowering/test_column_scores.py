@@ -137,14 +137,14 @@ def test_the_shapes_for_the_compiler_are_those_of_the_real_thing(name):
 def test_no_block_is_larger_than_it_may_be(monkeypatch):
     """A [queries x keys] matrix is never made, whatever the prompt's length."""
     sizes = []
-    made = module._Attention.logits
+    made = module._ScoredAttention.logits
 
     def spied(*args):
         logits = made(*args)
         sizes.append(logits.numel())
         return logits
 
-    monkeypatch.setattr(module._Attention, "logits", spied)
+    monkeypatch.setattr(module._ScoredAttention, "logits", spied)
     query, key = torch.randn(1, 4, 3000, 8), torch.randn(1, 2, 3000, 8)
     column_scores(query, key, None, torch.ones(1, 3000, dtype=torch.bool), True, 0.5, 64, 2)
     assert max(sizes) <= module.BLOCK
@@ -154,8 +154,8 @@ def test_no_block_is_larger_than_it_may_be(monkeypatch):
 def test_a_block_has_queries_of_few_rows_and_heads(rows, monkeypatch):
     """Blocks that all rows shared had a few queries each, so that eight rows took twenty times as long as one."""
     shapes = []
-    made = module._Attention.logits
-    monkeypatch.setattr(module._Attention, "logits", lambda *args: shapes.append(out := made(*args)) or out)
+    made = module._ScoredAttention.logits
+    monkeypatch.setattr(module._ScoredAttention, "logits", lambda *args: shapes.append(out := made(*args)) or out)
     monkeypatch.setattr(module, "BLOCK", 2 * 40 * 8)
     query, key = torch.randn(rows, 4, 40, 8), torch.randn(rows, 2, 40, 8)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
@@ -186,8 +186,8 @@ def test_keys_that_a_mask_hides_are_left_out_and_change_nothing(kind, heads, cau
     real = mask.any(-1).any(1)
     monkeypatch.setattr(module, "BLOCK", 4 * 4 * 24)
     seen = []
-    made = module._Attention.logits
-    monkeypatch.setattr(module._Attention, "logits", lambda *args: seen.append(out := made(*args)) or out)
+    made = module._ScoredAttention.logits
+    monkeypatch.setattr(module._ScoredAttention, "logits", lambda *args: seen.append(out := made(*args)) or out)
     output, total, squares, *_ = scored_attention(query, key, value, mask, real, causal, 0.5, 2, 2)
     products = sum(logits.numel() for logits in seen)
     seen.clear()

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from kvpass.align import kernel as align_kernel
-from kvpass.align.aligner import MOST_HIDDEN
+from kvpass.lowering import aligner_kernel as align_kernel
 from kvpass.lowering import attend_kernel, column_kernel
 from kvpass.lowering.attend import MOST_ROWS, WIDEST_ROTATED, by_kernel
-from kvpass.lowering.rope import Pairs, Rope
-from kvpass.storage import KVDtype, Rows, format_of
-from kvpass.testing.cuda_emission import TARGETS, Binary, compiled
-from kvpass.testing.launches import launched
-from tests.testing.shared import call
+from kvpass.lowering.formats import KVDtype, Rows, format_of
+from kvpass.lowering.rope import Rope, RotaryPairs
+from kvpass.policies.aligners.aligner import MOST_HIDDEN
+from tests.gpu.cuda_emission import TARGETS, Binary, compiled
+from tests.gpu.launches import launched
+from tests.gpu.shared import call
 
 NAMES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
 every_dtype = pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def split_for(
     given: dict[str, Any] = dict(
         mask=beside.bool(), bias=beside if full else None, scale=0.1, cap=None, sink_logit=None
     )
-    rope = Rope(table, table, Pairs(rotated, interleaved), ranks) if rotated else None
+    rope = Rope(table, table, RotaryPairs(rotated, interleaved), ranks) if rotated else None
     split, join = launched(attend_kernel.attended, query, key, value, with_logits=True, rope=rope, **given)
     assert (split.name, join.name) == ("split", "join")
     return split.binary(target)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpass.lowering.rope import Pairs, pairs_of, weights_of
+from kvpass.lowering.rope import RotaryPairs, pairs_of, weights_of
 
 POSITIONS, WIDTH = 7, 12
 
@@ -31,7 +31,7 @@ def neighbours(key: Tensor) -> Tensor:
     return torch.cat([rotated, key[8:].expand(POSITIONS, -1)], -1)
 
 
-@pytest.mark.parametrize(("rotate", "pairs"), [(halves, Pairs(12, False)), (neighbours, Pairs(8, True))])
+@pytest.mark.parametrize(("rotate", "pairs"), [(halves, RotaryPairs(12, False)), (neighbours, RotaryPairs(8, True))])
 def test_what_is_seen_rotates_as_the_model_does(rotate, pairs):
     seen = pairs_of(torch.stack([rotate(unit)[3] for unit in torch.eye(WIDTH)]))
     assert seen == pairs
@@ -54,7 +54,9 @@ def test_other_mixtures_are_left_to_the_plain_form(matrix):
     assert pairs_of(matrix) is None
 
 
-@pytest.mark.parametrize("pairs", [Pairs(8, False), Pairs(6, True), Pairs(12, False), Pairs(2, True)])
+@pytest.mark.parametrize(
+    "pairs", [RotaryPairs(8, False), RotaryPairs(6, True), RotaryPairs(12, False), RotaryPairs(2, True)]
+)
 def test_partners_are_mutual_and_each_pair_has_one_leader(pairs):
     place = torch.arange(WIDTH)
     partner = pairs.partner(place)

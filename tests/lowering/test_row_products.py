@@ -11,9 +11,9 @@ from torch._inductor.inductor_prims import force_stride_order
 from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from kvpass import compat
 from kvpass.lowering import row_products
-from kvpass.lowering.row_products import DTYPES, Limits, Processor, is_worth_it, pieces, spell_out, split
+from kvpass.lowering.row_products import DTYPES, Processor, RowLimits, is_worth_it, pieces, spell_out, split
+from kvpass.torch_private import inductor
 
 aten = torch.ops.aten
 PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
@@ -189,7 +189,9 @@ def test_products_with_anything_else_are_left_alone():
 def test_values_go_through_loops_where_there_are_few_layers(layers, left, monkeypatch):
     """What calls the library ends a kernel: else many layers would be one, which share nothing."""
     monkeypatch.setattr(row_products.Processor, "here", lambda: Processor(32 << 10, frozenset(), "made up"))
-    monkeypatch.setitem(row_products.LIMITS, ("made up", torch.float32, False), Limits(2, 2, 2, 2, scores=2, values=2))
+    monkeypatch.setitem(
+        row_products.LIMITS, ("made up", torch.float32, False), RowLimits(2, 2, 2, 2, scores=2, values=2)
+    )
 
     def deep(queries, keys, values):
         for _ in range(layers):
@@ -202,9 +204,11 @@ def test_values_go_through_loops_where_there_are_few_layers(layers, left, monkey
 @pytest.mark.filterwarnings("error:Raw SymInt")
 def test_an_open_number_of_slots(monkeypatch):
     monkeypatch.setattr(row_products.Processor, "here", lambda: Processor(32 << 10, frozenset(), "made up"))
-    monkeypatch.setitem(row_products.LIMITS, ("made up", torch.float32, False), Limits(2, 2, 2, 2, scores=2, values=2))
+    monkeypatch.setitem(
+        row_products.LIMITS, ("made up", torch.float32, False), RowLimits(2, 2, 2, 2, scores=2, values=2)
+    )
     given = torch.randn(3, 2, 8), torch.randn(3, 9, 8), torch.randn(3, 9, 8)
-    options = {"post_grad_custom_pre_pass": compat.graph_pass(uuid.uuid4().bytes, spell_out)}
+    options = {"post_grad_custom_pre_pass": inductor.graph_pass(uuid.uuid4().bytes, spell_out)}
     compiled = torch.compile(attention, options=options)
     for keys in given[1:]:
         torch._dynamo.mark_dynamic(keys, 1)
@@ -224,7 +228,7 @@ def test_weights_in_int8_are_converted_in_registers(rows, dtype):
 
     x, scale = torch.randn(rows, 64).to(dtype), torch.rand(96).to(dtype)
     codes = torch.randint(-128, 128, (96, 64), dtype=torch.int8)
-    options = {"post_grad_custom_pre_pass": compat.graph_pass(uuid.uuid4().bytes, spell_out)}
+    options = {"post_grad_custom_pre_pass": inductor.graph_pass(uuid.uuid4().bytes, spell_out)}
     made, written = run_and_get_code(torch.compile(linear, options=options), x, codes, scale)
     exact = linear(x.double(), codes, scale.double())
     assert (made.double() - exact).abs().max() <= exact.abs().max() * max(2 * torch.finfo(dtype).eps, 1e-5)
@@ -242,7 +246,7 @@ def test_not_on_a_gpu():
 def test_weights_are_read_in_their_own_dtype(dtype):
     """Nothing is called, neither the library nor a conversion, and no matrix is made in float32."""
     x, weight = torch.randn(1, 64).to(dtype), torch.randn(96, 64).to(dtype)
-    options = {"post_grad_custom_pre_pass": compat.graph_pass(uuid.uuid4().bytes, spell_out)}
+    options = {"post_grad_custom_pre_pass": inductor.graph_pass(uuid.uuid4().bytes, spell_out)}
     _, codes = run_and_get_code(torch.compile(torch.nn.functional.linear, options=options), x, weight)
     body = codes[-1][codes[-1].index("def call(") : codes[-1].index("def get_args")]
     assert not re.findall(r"extern_kernels|torch\.ops\.(aten|prims)|copy_\(", body)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvpass.diagnostics.simulate import simulate
 from kvpass.errors import BudgetError, PolicyError
 from kvpass.policies import parse, resolve
 from kvpass.policies.base import share_of
 from kvpass.policies.cascade import Cascade
 from kvpass.policies.d2o import D2O
 from kvpass.policies.sage import Sage
-from kvpass.simulate import simulate
 
 
 def layer(tokens, heads=1, groups=1, dim=8, seed=0):

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvpass.diagnostics.simulate import simulate
 from kvpass.errors import BudgetError, PolicyError
 from kvpass.policies.buzz import Buzz, threshold_for, window_and_threshold
-from kvpass.simulate import simulate
 from tests.strategies import ROWS, cases
 
 

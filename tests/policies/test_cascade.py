@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpass.budget import slots_for
+from kvpass.diagnostics.simulate import simulate
 from kvpass.errors import BudgetError, PolicyError
 from kvpass.policies.cascade import Cascade, approximate_context
-from kvpass.policies.cascade_line import NOBODY, Rule, averaged, intervals
-from kvpass.simulate import simulate
+from kvpass.policies.cascade_line import NOBODY, CascadeRule, averaged, intervals
+from tests.diagnostics.test_simulate import check
 from tests.strategies import ROWS, cases
-from tests.test_simulate import check
 
 
 def literal(caches, width, accepts, number, score, eager, select=True):
@@ -38,7 +38,7 @@ def literal(caches, width, accepts, number, score, eager, select=True):
 def test_the_closed_form_is_the_scan_over_sub_caches(growth, cascades, eager, select):
     width = 3
     size, accepts = cascades * width, intervals(cascades, growth)
-    rule, caches = Rule(size, accepts, eager, select), [[] for _ in range(cascades)]
+    rule, caches = CascadeRule(size, accepts, eager, select), [[] for _ in range(cascades)]
     held: list[int] = []
     drawn = torch.Generator().manual_seed(cascades)
     for number in range(120):
@@ -51,8 +51,8 @@ def test_the_closed_form_is_the_scan_over_sub_caches(growth, cascades, eager, se
 
         rank = rule.leaving(torch.tensor(number), torch.tensor(len(held)), score_at)
         rule.insert(held, number, number, score.tolist())
-        gone = set(before) - set(held)
-        assert gone == (set() if rank == NOBODY else {before[rank]})
+        evicted = set(before) - set(held)
+        assert evicted == (set() if rank == NOBODY else {before[rank]})
         assert held == sorted((token for cache in caches for token in cache), reverse=True)
         for i, cache in enumerate(caches):  # sub-cache i is the ranks [iW, (i + 1)W) from the newest
             assert held[i * width : (i + 1) * width] == cache[::-1]
@@ -115,7 +115,7 @@ def test_keys_that_a_block_does_not_see_are_paid_nothing(seed, sizes, early):
     found = [*averaged(blocks, valid, 0.9)]
     for after, end, size in zip(found, ends, sizes, strict=True):
         torch.testing.assert_close(after[0, 0], torch.stack(expected[end - size : end])[:, :end])
-    rule, number = Rule(4, intervals(2, "pow2"), eager=False), valid.long().cumsum(-1).where(valid, 0) - 1
+    rule, number = CascadeRule(4, intervals(2, "pow2"), eager=False), valid.long().cumsum(-1).where(valid, 0) - 1
     whole = rule.replay([torch.stack(expected)[None, None]], number, early)
     torch.testing.assert_close(rule.replay(found, number, early), whole)
 

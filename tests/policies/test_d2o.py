@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvpass.diagnostics.simulate import simulate
 from kvpass.errors import PolicyError
 from kvpass.policies.base import Attention, Plan
 from kvpass.policies.d2o import D2O, layer_budgets
 from kvpass.policies.d2o_layers import column_variance, largest_layer_budget
-from kvpass.simulate import simulate
 from tests.strategies import ROWS, cases
 
 
@@ -46,13 +46,13 @@ def test_one_step_merges_by_the_formula(merge):
     q, k, v = (torch.randn(1, 1, 7, 4, generator=drawn) for _ in range(3))
     trace = simulate("d2o", q, k, v, prompt=6, budget=6, sinks=1, merge=merge, compiled=True)
     held = trace.positions[-1, 0, 0].tolist()
-    (gone,) = set(range(7)) - set(held)
-    similar = torch.cosine_similarity(k[0, 0, gone], k[0, 0, held], dim=-1)
+    (evicted,) = set(range(7)) - set(held)
+    similar = torch.cosine_similarity(k[0, 0, evicted], k[0, 0, held], dim=-1)
     # The first token that ever goes sets tau to its own u, and so is merged.
     into, (own, other) = int(similar.argmax()), weights(merge, float(similar.max()))
     for rows, x in ((trace.keys, k), (trace.values, v)):
         expected = x[0, 0, held].clone()
-        expected[into] = own * expected[into] + other * x[0, 0, gone]
+        expected[into] = own * expected[into] + other * x[0, 0, evicted]
         torch.testing.assert_close(rows[0, 0], expected)
 
 
@@ -119,7 +119,7 @@ def test_a_plan_gives_every_layer_its_budget_and_a_slot_for_the_next_token():
     assert sum(layer.budget for layer in plan) == 60
     assert plan[0].budget > plan[1].budget > plan[2].budget
     assert [layer.capacity - layer.budget for layer in plan] == [1, 1, 1]
-    assert {layer.with_room.capacity for layer in plan} == {largest_layer_budget(3, 20) + 1}
+    assert {layer.with_max_capacity.capacity for layer in plan} == {largest_layer_budget(3, 20) + 1}
 
 
 @st.composite

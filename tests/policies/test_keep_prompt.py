@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvpass
+from kvpass.diagnostics.simulate import simulate
 from kvpass.errors import BudgetError, PolicyError
 from kvpass.policies import names, resolve
 from kvpass.reference.random import drawn
-from kvpass.simulate import simulate
 from tests.aligners import random_aligner
+from tests.diagnostics.test_simulate import check
 from tests.strategies import ROWS, Case, Row, cases
 from tests.test_chunks_and_padding import compare
-from tests.test_simulate import check
 
 KEEPING = ["d2o", "h2o", "knorm", "random", "roco", "streaming", "tova", "window"]
 keeping = pytest.mark.parametrize("row", [ROWS[name] for name in KEEPING], ids=KEEPING)

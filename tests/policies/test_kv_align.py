@@ -7,15 +7,15 @@ import torch
 import transformers
 
 import kvpass
-from kvpass.align import Signature, nothing
+from kvpass.diagnostics.simulate import simulate
 from kvpass.errors import AlignerError, BudgetError, PolicyError, UnsupportedGraph
+from kvpass.policies.aligners import Signature, nothing
 from kvpass.policies.base import window_starts
 from kvpass.policies.kv_align import KVAlign
 from kvpass.rewrite.renumber import fits_prompt, fits_step
-from kvpass.simulate import simulate
 from tests.aligners import random_aligner
 from tests.models import build, force, graphs, prompt
-from tests.test_runtime import assert_equal_runs, bare
+from tests.runtime.test_runtime import assert_equal_runs, bare
 from tests.traces import Traced
 
 SHAPES = {"GPT2": dict(layers=2, heads=4, dim=16), "Llama": dict(layers=2, heads=2, dim=16)}

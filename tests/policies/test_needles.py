@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvpass.simulate import simulate
+from kvpass.diagnostics.simulate import simulate
 from tests.strategies import TABLE
 
 BUDGET, PROMPT, SEEDS = 20, 64, 12

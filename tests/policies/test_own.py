@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import kvpass
+from kvpass.diagnostics.simulate import simulate
 from kvpass.policies import base, names
-from kvpass.simulate import simulate
 from tests.models import breaks, build, force, graphs, prompt
 from tests.strategies import TABLE
 
@@ -25,10 +25,10 @@ class ValueNorm(base.Policy):
     def state(self) -> dict[str, torch.dtype]:
         return {"norm": torch.float32}
 
-    def arrive(self, key: Tensor, value: Tensor) -> base.State:
+    def init_token_state(self, key: Tensor, value: Tensor) -> base.State:
         return {"norm": value.float().norm(dim=-1).sum(1, keepdim=True)}  # [B, 1, n]
 
-    def worth(self, tokens: base.Tokens) -> Tensor:
+    def score(self, tokens: base.Tokens) -> Tensor:
         return tokens.state["norm"]
 
 
@@ -65,7 +65,9 @@ def test_flags_follow_from_what_a_policy_has() -> None:
         assert has["scan"] == ("scan" in policy.statistics), name
         assert has["align"] == (policy.aligns is not base.Policy.aligns), name
         assert has["align"] == has["weights"], name
-    merging = {row.name for row in TABLE if kvpass.policies.get(row.name).fold is not base.Policy.fold}
+    merging = {
+        row.name for row in TABLE if kvpass.policies.get(row.name).merge_evicted is not base.Policy.merge_evicted
+    }
     assert merging == {"d2o"}
 
 

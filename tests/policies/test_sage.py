@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvpass.diagnostics.simulate import simulate
 from kvpass.errors import BudgetError, PolicyError
 from kvpass.policies.sage import Sage, budget_split
-from kvpass.simulate import simulate
 from tests.strategies import ROWS, cases
 
 

@@ -12,8 +12,8 @@ import transformers
 from torch import Tensor
 
 import kvpass
+from kvpass.apps.switch import Switch
 from kvpass.backend import compile_in_place
-from kvpass.switch import Switch
 from tests.reach.rows import Row
 
 STEPS, BUDGET = 8, 8

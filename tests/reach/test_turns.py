@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import kvpass
+from kvpass.apps.switch import Switch
 from kvpass.backend import compile_in_place
-from kvpass.switch import Switch
 from tests.reach import images
 from tests.reach.check import BUDGET, TOLERANCE, apart
 

@@ -10,16 +10,17 @@ import torch.fx as fx
 from torch import Tensor
 
 import kvpass
-from kvpass import compat, logs
 from kvpass.backend import Backend
-from kvpass.graphs import placeholders
+from kvpass.cache.handle import Handle
+from kvpass.fx.walk import placeholders
+from kvpass.rewrite import logs
 from kvpass.rewrite.call import StepCall
 from kvpass.rewrite.context import StepContext
 from kvpass.rewrite.passes import STEP_PASSES
 from kvpass.rewrite.pipeline import rewrite_step
 from kvpass.rewrite.record import Record
 from kvpass.rewrite.result import StepRewrite
-from kvpass.runtime.handle import Handle
+from kvpass.torch_private import fx_nodes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Stages(Backend):
         self.contexts.append(context)
 
         def keep(record: Record, graph: fx.Graph) -> None:
-            copy, _ = compat.copy_graph_module(context.gm)
+            copy, _ = fx_nodes.copy_graph_module(context.gm)
             self.stages[record.name] = Stage(body(graph), copy, record)
 
         rewrite_step(context, watch=keep)

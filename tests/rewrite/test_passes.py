@@ -14,9 +14,9 @@ import torch
 import kvpass
 from docs.passes import Model, page, report
 from kvpass.rewrite.passes import STEP_PASSES
-from kvpass.testing.recording import record
 from tests.adversary.models import Small, causal, plain, sdpa
 from tests.aligners import random_aligner
+from tests.gpu.recording import record
 from tests.models import build, force, prompt
 from tests.rewrite.stages import Stages, staged, with_rows
 
@@ -125,14 +125,14 @@ def test_attention_and_updates_of_caches_are_gone() -> None:
     assert sum("torch.ops.kvpass.attention" in line for line in before.lines) == 2
     assert len(after.record.matched) == 2
     output = after.gm.graph.output_node().args[0][0]  # type: ignore[index]
-    behind = {node.name for node in kvpass.graphs.ancestors(output)}
+    behind = {node.name for node in kvpass.fx.walk.ancestors(output)}
     assert not any("attention" in name or "append" in name for name in behind)
     writes = [line for line in after.lines if line.startswith("index_put_") and "slots_" in line]
     assert len(writes) == 2 * 2  # one row of K and one of V in each layer
 
 
 def test_layers_that_are_alike_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvpass.layer import step
+    from kvpass.cache import step
 
     calls: list[Any] = []
     lowered = step.decode_step
@@ -144,8 +144,8 @@ def test_layers_that_are_alike_are_traced_once(monkeypatch: pytest.MonkeyPatch) 
 
 def test_what_grows_leaves_the_outputs() -> None:
     stages = by_place()
-    assert len(kvpass.graphs.results(stages.before("bound_outputs").gm.graph)) == 1 + 2 * 2
-    assert len(kvpass.graphs.results(stages.stages["bound_outputs"].gm.graph)) == 1
+    assert len(kvpass.fx.walk.results(stages.before("bound_outputs").gm.graph)) == 1 + 2 * 2
+    assert len(kvpass.fx.walk.results(stages.stages["bound_outputs"].gm.graph)) == 1
     assert stages.contexts[0].outputs.outputs == [0, None, None, None, None]
 
 
@@ -181,7 +181,7 @@ def test_sizes_become_numbers_and_the_dead_goes() -> None:
     gone = stages.gone("settle_sizes")
     assert any("torch.ops.kvpass.append" in line for line in gone)
     left = stages.stages["settle_sizes"].gm.graph.nodes
-    assert not [node for node in left if kvpass.graphs.is_size(node)]
+    assert not [node for node in left if kvpass.fx.walk.is_size(node)]
 
 
 class Long(Small):
@@ -219,9 +219,9 @@ def test_on_a_gpu_places_are_copied_for_who_merges_and_counting_is_left(policy: 
             )
             cache = out.past_key_values
     graph = steps[-1].gm.graph
-    inputs = kvpass.graphs.placeholders(graph)
+    inputs = kvpass.fx.walk.placeholders(graph)
     counters = {node for node in inputs if re.fullmatch(r"slots_\d_(seen|length)", node.name)}
-    writes = [node for node in graph.nodes if kvpass.compat.mutates(node) and node.args[0] in counters]
+    writes = [node for node in graph.nodes if kvpass.torch_private.fx_nodes.mutates(node) and node.args[0] in counters]
     assert not writes
     free = [node for node in inputs if node.name.endswith("_free")]
     assert all(any("clamp" in user.name for user in node.users) == copies for node in free)

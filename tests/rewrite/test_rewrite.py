@@ -10,11 +10,11 @@ import torch.fx as fx
 import transformers
 
 import kvpass
-from kvpass import graphs
 from kvpass.capture.canonical import APPEND, ATTENTION
 from kvpass.capture.capture import capture
 from kvpass.capture.rotary import find_rotary
-from kvpass.rewrite.sections import InSections, Sections
+from kvpass.fx import walk
+from kvpass.rewrite.sections import SectionInterpreter, Sections
 from tests.models import ARCHITECTURES, build, force, prompt
 
 
@@ -37,7 +37,7 @@ def symbols(gm: fx.GraphModule) -> list[fx.Node]:
     """Nodes whose recorded value is a symbolic size, or a tensor with one."""
     found = []
     for node in gm.graph.nodes:
-        recorded = graphs.value(node)
+        recorded = walk.value(node)
         sizes = recorded.shape if isinstance(recorded, torch.Tensor) else [recorded]
         if any(isinstance(size, torch.SymInt) for size in sizes):
             found.append(node)
@@ -137,12 +137,12 @@ def interleaved(x: torch.Tensor, cos: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("function", [half, partial, interleaved])
 def test_functions_run_on_tensors_in_sections(function: Any) -> None:
     x, cos = torch.randn(2, 3, 8), torch.randn(3, 8)
-    sections = InSections(fx.symbolic_trace(function)).run_on(Sections((x,)), cos)
+    sections = SectionInterpreter(fx.symbolic_trace(function)).run_on(Sections((x,)), cos)
     assert torch.allclose(torch.cat(sections, -1), function(x, cos))
 
 
 def test_halves_are_never_joined() -> None:
-    sections = InSections(fx.symbolic_trace(half)).run_on(Sections((torch.randn(2, 3, 8),)), torch.randn(3, 8))
+    sections = SectionInterpreter(fx.symbolic_trace(half)).run_on(Sections((torch.randn(2, 3, 8),)), torch.randn(3, 8))
     assert [section.shape[-1] for section in sections] == [4, 4]
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpass.graphs import Slice
-from kvpass.lowering.rope import Pairs
+from kvpass.fx.splicing import Slice
+from kvpass.lowering.formats import Sections
+from kvpass.lowering.rope import RotaryPairs
 from kvpass.rewrite.rotary_slice import RotarySlice
-from kvpass.storage import Sections
 
 WIDTH = 12
 
@@ -41,7 +41,7 @@ def llama(key, cos, sin):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_the_pairs_of_a_model_are_seen(dtype):
-    assert sliced(llama, dtype=dtype).pairs() == Pairs(12, False)
+    assert sliced(llama, dtype=dtype).pairs() == RotaryPairs(12, False)
     assert sliced(lambda key, cos, sin, scale: llama(key, cos, sin) * scale, (1,), dtype=dtype).pairs()
 
 

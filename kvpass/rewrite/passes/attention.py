@@ -5,7 +5,7 @@
              out = kvpass::attention(query, k, v, mask)                  them
                                                                    the policy observes, chooses whom to drop
 
-The step is `kvpass.layer.step`, traced to torch's operators and spliced in.  Layers that share a cache with an earlier
+The step is `kvpass.cache.step`, traced to torch's operators and spliced in.  Layers that share a cache with an earlier
 one attend to what that one attended to.
 """
 
@@ -21,19 +21,19 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass import graphs
+from kvpass.cache.slots import Layout, Slots
+from kvpass.cache.step import Attended, Site, decode_step, extend_step, read_step
 from kvpass.capture.sites import AttentionSite
-from kvpass.graphs import value
-from kvpass.layer.slots import Layout, Slots
-from kvpass.layer.step import Attended, Site, decode_step, extend_step, read_step
-from kvpass.lowering.rope import Pairs, Rope
+from kvpass.fx import shapes, walk
+from kvpass.fx.walk import value
+from kvpass.lowering.formats import Sections
+from kvpass.lowering.rope import Rope, RotaryPairs
 from kvpass.rewrite.computed_keys import ComputedKeys, cut_computed_keys
 from kvpass.rewrite.context import StepContext
 from kvpass.rewrite.masks import MaskOnSlots, Masks
 from kvpass.rewrite.record import Record
 from kvpass.rewrite.rotary_slice import RotarySlice
 from kvpass.rewrite.tables import Tables
-from kvpass.storage import Sections
 
 
 def attend_on_slots(step: StepContext) -> Record:
@@ -42,13 +42,13 @@ def attend_on_slots(step: StepContext) -> Record:
     Raises:
         UnsupportedGraph: its mask or its keys cannot be said on slots.
     """
-    attending = _Attending(step)
+    attending = _AttentionReplacement(step)
     for layer in range(len(step.sites)):
         attending.replace(layer)
     return Record([each.call.name for site in step.sites for each in site.all])
 
 
-class _Attending:
+class _AttentionReplacement:
     """The layers of one graph; what is traced for one serves those that are like it."""
 
     def __init__(self, step: StepContext) -> None:
@@ -100,13 +100,13 @@ class _Attending:
             mask_key,
             rotary and (rotary.key, pairs),
             computed and computed.slice.key,
-            (site.scale, site.cap, site.sink_logit is None, site.lse is None, site.hidden, site.spelled, first),
-            bool(step.telling.sites[number]),
+            (site.scale, site.cap, site.sink_logit is None, site.lse is None, site.hidden, site.decomposed, first),
+            bool(step.padding_inputs.sites[number]),
             *(_described(step, node, renamed) for node in nodes),
         )
         if key not in self._traced:
             counts = {name: len(group) for name, group in groups.items()}
-            layer = _Layer(layout, site, mask, rotary, pairs, computed, bool(step.telling.sites[number]))
+            layer = _LayerCall(layout, site, mask, rotary, pairs, computed, bool(step.padding_inputs.sites[number]))
             self._traced[key] = self._trace(number, layer, nodes, counts, first)
         before = early_enough(site, nodes)
         *made, seen, bias = step.spliced(self._traced[key], nodes, before, f"kvpass_{site.call.name}", number)
@@ -120,7 +120,7 @@ class _Attending:
         return (dataclasses.replace(layout, capacity=0), 0) if has_its_own else (layout, slots)
 
     def _trace(
-        self, number: int, layer: _Layer, nodes: list[fx.Node], counts: dict[str, int], first: bool
+        self, number: int, layer: _LayerCall, nodes: list[fx.Node], counts: dict[str, int], first: bool
     ) -> fx.GraphModule:
         step, layout, lse = self.step, layer.layout, layer.found.lse
         like = step.slots[number]
@@ -140,7 +140,9 @@ class _Attending:
             query, key, new_value, valid = given["new"]
             here = layer.site(given)
             if step.decodes and first:
-                return given_out(decode_step(layout, here, slots, query, key, new_value, valid[:, 0], step.call.sweep))
+                return given_out(
+                    decode_step(layout, here, slots, query, key, new_value, valid[:, 0], step.call.compact)
+                )
             if step.decodes:
                 return given_out(read_step(layout, here, slots, query, key, new_value, valid[:, 0]))
             attended, sums = extend_step(layout, here, slots, query, key, new_value, valid)
@@ -157,9 +159,9 @@ def _described(step: StepContext, node: fx.Node, renamed: dict[sympy.Symbol, sym
     """What of a node's value the code for a layer depends on."""
 
     def said(size: Any) -> str:
-        return str(graphs.expr(size).xreplace(renamed)) if renamed and isinstance(size, torch.SymInt) else str(size)
+        return str(shapes.expr(size).xreplace(renamed)) if renamed and isinstance(size, torch.SymInt) else str(size)
 
-    if graphs.is_size(node):
+    if walk.is_size(node):
         return said(step.sizes.fixed(node))
     sizes = [*map(said, step.shape(node)), "by", *map(said, value(node).stride())]
     return str((sizes, value(node).dtype, step.device_of(node)))
@@ -201,7 +203,7 @@ def early_enough(site: AttentionSite, needed: list[fx.Node]) -> fx.Node:
     if site.lse is None or site.call < site.lse:
         return site.call
     for node in needed:
-        graphs.move_before(site.lse, node)
+        walk.move_before(site.lse, node)
     return site.lse
 
 
@@ -216,16 +218,16 @@ def put_in_place(step: StepContext, site: AttentionSite, made: list[fx.Node]) ->
 
 
 @dataclasses.dataclass(frozen=True)
-class _Layer:
+class _LayerCall:
     """What a layer's step is made of."""
 
     layout: Layout
     found: AttentionSite
     mask: MaskOnSlots | None
     rotary: RotarySlice | None
-    pairs: Pairs | None
+    pairs: RotaryPairs | None
     computed: ComputedKeys | None
-    told: bool  # whether inputs tell padding, which is not held
+    knows_padding: bool  # whether inputs tell padding, which is not held
 
     def site(self, given: dict[str, list[Tensor]]) -> Site:
         """The site, with the tensors that its parts read."""
@@ -254,9 +256,9 @@ class _Layer:
             compute_keys=made_of_cache if computed else None,
             lse=self.found.lse is not None,
             hidden=self.found.hidden,
-            spelled=self.found.spelled,
-            told=self.told,
-            place=given["place"][0] if given["place"] else None,
+            decomposed=self.found.decomposed,
+            knows_padding=self.knows_padding,
+            write_index=given["place"][0] if given["place"] else None,
         )
 
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch.fx as fx
 
-from kvpass import compat
 from kvpass.rewrite.context import StepContext
 from kvpass.rewrite.record import Record
+from kvpass.torch_private import fx_nodes
 
 
 def leave_counting(step: StepContext) -> Record:
@@ -26,4 +26,4 @@ def leave_counting(step: StepContext) -> Record:
 
 
 def _writes(node: fx.Node, counter: fx.Node) -> bool:
-    return compat.mutates(node) and node.args[0] is counter
+    return fx_nodes.mutates(node) and node.args[0] is counter

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from kvpass.graphs import value
+from kvpass.fx.walk import value
 from kvpass.rewrite import renumber
 from kvpass.rewrite.context import StepContext
 from kvpass.rewrite.record import Record

@@ -16,17 +16,19 @@ import sympy  # type: ignore[import-untyped]
 import torch
 import torch.fx as fx
 
-from kvpass import compat, graphs
-from kvpass.capture import operators, tokens
+from kvpass.capture import tokens
 from kvpass.errors import UnsupportedGraph
-from kvpass.graphs import Sizes, value
+from kvpass.fx import op_table, walk
+from kvpass.fx.shapes import Sizes
+from kvpass.fx.walk import value
 from kvpass.rewrite.context import StepContext
 from kvpass.rewrite.record import Record
+from kvpass.torch_private import fake_tensors
 
 
 def put_length_on_device(step: StepContext) -> Record:
     """Rewrite what is computed from the length; says which nodes count the keys, which is for masks to rewrite."""
-    on_length = OnLength(step.graph, step.sizes, step.length, step.open.of)
+    on_length = LengthArithmetic(step.graph, step.sizes, step.length, step.open.of)
     lookups = on_length.slices()
     for window in set(step.windows):
         step.counts[window] = [*tokens.iotas(step.graph.nodes, step.sizes, window), *lookups]
@@ -37,7 +39,7 @@ def put_length_on_device(step: StepContext) -> Record:
 
 
 @dataclasses.dataclass(frozen=True)
-class OnLength:
+class LengthArithmetic:
     """Rewrites what a step graph computes from the length.
 
     Attributes:
@@ -58,14 +60,14 @@ class OnLength:
     def positions(self) -> None:
         """Arithmetic of tensors on the cache's length: from a symbolic size to the counter on the device."""
         for node in list(self.graph.nodes):
-            if not graphs.is_tensor(node) or node.op == "placeholder":
+            if not walk.is_tensor(node) or node.op == "placeholder":
                 continue
-            growing = [arg for arg in node.args if graphs.is_size(arg) and self.sizes.grows(arg)]
+            growing = [arg for arg in node.args if walk.is_size(arg) and self.sizes.grows(arg)]
             if not growing:
                 continue
             if node.target is torch.arange:
                 self._arange_on_length(node)
-            elif any(graphs.is_tensor(arg) for arg in node.args) and graphs.name_of(node) in _ARITHMETIC:
+            elif any(walk.is_tensor(arg) for arg in node.args) and walk.name_of(node) in _ARITHMETIC:
                 self.rewritten.append(node.name)
                 with self.graph.inserting_before(node):
                     node.args = tuple(self._on_length(arg) if arg in growing else arg for arg in node.args)
@@ -80,7 +82,7 @@ class OnLength:
         """Slices of tables whose ends grow become lookups; returns the key indices that were made for them."""
         counts: list[fx.Node] = []
         for node in list(self.graph.nodes):
-            if graphs.name_of(node) != "getitem" or not graphs.is_tensor(node.args[0]):
+            if walk.name_of(node) != "getitem" or not walk.is_tensor(node.args[0]):
                 continue
             base, parts = node.args[0], node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
             growing = self._growing_slices(node, parts)
@@ -106,7 +108,7 @@ class OnLength:
         """Which of the slices have an end that grows; none if they are not all of a kind that can be looked up."""
         if not all(isinstance(part, slice) and part.step is None for part in parts):
             return [False]
-        ends = [any(graphs.is_size(end) and self.sizes.grows(end) for end in (p.start, p.stop)) for p in parts]
+        ends = [any(walk.is_size(end) and self.sizes.grows(end) for end in (p.start, p.stop)) for p in parts]
         sizes = [size for size, grows in zip(value(node).shape, ends, strict=False) if grows]
         return ends if all(self.sizes.is_total(size) or not self.sizes.grows(size) for size in sizes) else [False]
 
@@ -125,7 +127,7 @@ class OnLength:
 
     def _call(self, target: Any, *args: Any) -> fx.Node:
         node = self.graph.call_function(target, args)
-        node.meta["example_value"] = compat.propagate(
+        node.meta["example_value"] = fake_tensors.propagate(
             target, *(value(a) if isinstance(a, fx.Node) else a for a in args)
         )
         return node
@@ -143,9 +145,9 @@ class OnLength:
         if self.sizes.grows_in(count):
             return
         dtype = value(node).dtype
-        if count != 1 and not operators.counts_exactly(dtype):
+        if count != 1 and not op_table.counts_exactly(dtype):
             raise UnsupportedGraph(
-                f"{graphs.source_line(node)}: positions are counted in {dtype}, which rounds them: count them in int64"
+                f"{walk.source_line(node)}: positions are counted in {dtype}, which rounds them: count them in int64"
             )
         with self.graph.inserting_before(node):
             steps = self.graph.call_function(

@@ -5,7 +5,7 @@ before   def step(ids, mask_now, slots_0_key, ...)    after    def step(slots_0_
 
 from __future__ import annotations
 
-from kvpass import graphs
+from kvpass.fx import splicing, walk
 from kvpass.rewrite.context import StepContext
 from kvpass.rewrite.record import Record
 
@@ -13,6 +13,6 @@ from kvpass.rewrite.record import Record
 def order_inputs(step: StepContext) -> Record:
     """Put the placeholders in the order in which `StepRewrite.flat` gives their values."""
     ours = [*(node for nodes in step.slot_inputs for node in nodes), *step.weight_inputs, *step.inputs.nodes]
-    left = set(graphs.placeholders(step.graph))
-    graphs.put_first(step.graph, [*ours, *(holder for holder in step.holders if holder in left)])
-    return Record([node.name for node in graphs.placeholders(step.graph)])
+    left = set(walk.placeholders(step.graph))
+    splicing.put_first(step.graph, [*ours, *(holder for holder in step.holders if holder in left)])
+    return Record([node.name for node in walk.placeholders(step.graph)])

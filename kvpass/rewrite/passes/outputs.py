@@ -12,39 +12,40 @@ from typing import Any
 
 import torch.fx as fx
 
-from kvpass import compat, graphs
 from kvpass.errors import UnsupportedGraph
-from kvpass.graphs import value
+from kvpass.fx import alias, walk
+from kvpass.fx.walk import value
 from kvpass.rewrite.context import StepContext
 from kvpass.rewrite.record import Record
 from kvpass.rewrite.result import Outputs
+from kvpass.torch_private import fx_nodes
 
 
 def bound_outputs(step: StepContext) -> Record:
     """Give the graph its new outputs."""
     step.outputs, kept = _sorted(step)
     step.graph.output_node().args = (tuple(kept),)
-    gone = [place for place, now in enumerate(step.outputs.outputs) if now is None]
-    return Record([f"output {place}" for place in gone])
+    gone = [index for index, now in enumerate(step.outputs.outputs) if now is None]
+    return Record([f"output {index}" for index in gone])
 
 
 def _sorted(step: StepContext) -> tuple[Outputs, list[Any]]:
-    originals = graphs.results(step.graph)
-    caches = {place for site in step.sites for place in (site.keys_out, site.values_out)}
+    originals = walk.results(step.graph)
+    caches = {index for site in step.sites for index in (site.keys_out, site.values_out)}
     lengths = {
-        place: step.sizes.beyond_length(out)
-        for place, out in enumerate(originals)
-        if graphs.is_size(out) and step.sizes.grows(out)
+        index: step.sizes.beyond_length(out)
+        for index, out in enumerate(originals)
+        if walk.is_size(out) and step.sizes.grows(out)
     }
     grown = [
-        place
-        for place, out in enumerate(originals)
-        if place not in caches | step.unread.keys() and graphs.is_tensor(out) and step.sizes.grown(value(out))
+        index
+        for index, out in enumerate(originals)
+        if index not in caches | step.unread.keys() and walk.is_tensor(out) and step.sizes.grown(value(out))
     ]
     gone = {*caches, *lengths, *grown, *step.unread}
-    kept = [out for place, out in enumerate(originals) if place not in gone]
+    kept = [out for index, out in enumerate(originals) if index not in gone]
     order = iter(range(len(kept)))
-    outputs = [None if place in gone else next(order) for place in range(len(originals))]
+    outputs = [None if index in gone else next(order) for index in range(len(originals))]
     starts = itertools.accumulate(map(len, step.chunks), initial=len(kept))
     chunks = [list(range(start, start + len(chunk))) for start, chunk in zip(starts, step.chunks, strict=False)]
     kept += [node for chunk in step.chunks for node in chunk]
@@ -53,29 +54,29 @@ def _sorted(step: StepContext) -> tuple[Outputs, list[Any]]:
     return Outputs(outputs, lengths, grown, chunks, valid), kept
 
 
-def on_all_tokens(step: StepContext, looked_in: list[fx.Node]) -> fx.GraphModule | None:
+def host_precomputed(step: StepContext, looked_in: list[fx.Node]) -> fx.GraphModule | None:
     """What computes the outputs that grow with the cache, and what is read of all tokens; None if that is nothing.
 
     Raises:
         UnsupportedGraph: it takes attention, or writes to an input.
     """
-    read = [*step.inputs.asides, *looked_in]
+    read = [*step.inputs.host_inputs, *looked_in]
     if not step.outputs.grown and not read:
         return None
-    copy, moved = compat.copy_graph_module(step.call.gm)
+    copy, moved = fx_nodes.copy_graph_module(step.call.gm)
     there = {node.name: node for node in moved.values()}
-    outputs = graphs.results(copy.graph)
+    outputs = walk.results(copy.graph)
     for node in read:
         if node.name not in there:
             step.refuse_growth(node)
-    wanted = [outputs[place] for place in step.outputs.grown] + [there[node.name] for node in read]
+    wanted = [outputs[index] for index in step.outputs.grown] + [there[node.name] for node in read]
     copy.graph.output_node().args = (tuple(wanted),)
-    needed = graphs.behind(wanted, reader=copy.graph.output_node())
+    needed = alias.behind(wanted, reader=copy.graph.output_node())
     _check_reads_no_cache(step, wanted, {node.name for node in needed})
     for node in reversed(list(copy.graph.nodes)):
         if node not in needed and node.op not in ("placeholder", "output"):
             copy.graph.erase_node(node)
-    for writer in graphs.writers_to({node for node in needed if node.op in ("placeholder", "get_attr")}):
+    for writer in alias.writers_to({node for node in needed if node.op in ("placeholder", "get_attr")}):
         step.refuse_growth(writer)  # it would be written to twice
     if {node.name for node in copy.graph.nodes} & {each.call.name for site in step.sites for each in site.all}:
         step.refuse_growth(wanted[0])
@@ -87,9 +88,9 @@ def _check_reads_no_cache(step: StepContext, wanted: list[fx.Node], needed: set[
     pasts = {past.name for site in step.call.sites for past in (site.past_key, site.past_value) if past is not None}
     if needed.isdisjoint(pasts):
         return
-    first = next(node for node in wanted if not pasts.isdisjoint(each.name for each in graphs.ancestors(node)))
+    first = next(node for node in wanted if not pasts.isdisjoint(each.name for each in walk.ancestors(node)))
     raise UnsupportedGraph(
-        f"{graphs.source_line(first)}: {graphs.name_of(first)!r} has an entry for every token seen and is computed "
+        f"{walk.source_line(first)}: {walk.name_of(first)!r} has an entry for every token seen and is computed "
         "from the cache, as attention weights are, and slots do not hold every token: leave output_attentions out, or "
         "run the model uncompiled"
     )

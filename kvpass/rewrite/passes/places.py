@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvpass.compat import written_out
 from kvpass.rewrite.context import StepContext
 from kvpass.rewrite.record import Record
+from kvpass.torch_private.inductor import materialized
 
 
 def copy_places(step: StepContext) -> Record:
@@ -25,4 +25,4 @@ def copy_places(step: StepContext) -> Record:
 
 
 def _written(*numbers: Tensor) -> list[Tensor]:
-    return [written_out(number.clamp(min=0)) for number in numbers]  # a plain copy would be optimized away
+    return [materialized(number.clamp(min=0)) for number in numbers]  # a plain copy would be optimized away

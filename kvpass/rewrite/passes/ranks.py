@@ -14,7 +14,6 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass import graphs
 from kvpass.capture.rotary import (
     ALIKE_IN_ALL_ROWS,
     BY_OTHER_TOKENS,
@@ -27,7 +26,8 @@ from kvpass.capture.rotary import (
     turns_each_token_alone,
 )
 from kvpass.errors import UnsupportedGraph
-from kvpass.graphs import value
+from kvpass.fx import shapes, walk
+from kvpass.fx.walk import value
 from kvpass.rewrite.context import StepContext
 from kvpass.rewrite.record import Record
 from kvpass.rewrite.rotary_slice import cut_rotary
@@ -97,9 +97,9 @@ def _rank(step: StepContext, position: fx.Node, first: fx.Node) -> None:
     given = reshaped(position)
     if given in step.holders:
         step.given_positions.append(step.holders.index(given))
-    fits = [d for d, size in enumerate(shape) if graphs.expr(size) == graphs.expr(queries) and (d or len(shape) == 1)]
+    fits = [d for d, size in enumerate(shape) if shapes.expr(size) == shapes.expr(queries) and (d or len(shape) == 1)]
     along = fits[-1] if fits else len(shape) - 1
-    padded = bool(step.telling.sites[0])
+    padded = bool(step.padding_inputs.sites[0])
     if rows > 1 and padded and not _tells_rows_apart(step, position):
         _refuse(step, 0, ALIKE_IN_ALL_ROWS)
     users = _users_but_masks(step, position)
@@ -131,8 +131,8 @@ def _users_but_masks(step: StepContext, position: fx.Node) -> list[fx.Node]:
     """What reads positions to rotate queries and keys with; a mask compares them with places, which stay."""
     sites = [each for site in step.sites for each in site.all]
     calls = {site.call for site in sites}
-    masks = {node for site in sites if site.mask for node in graphs.ancestors(site.mask, calls)}
-    rotating = {node for site in sites for node in graphs.ancestors(site.query, calls)}
+    masks = {node for site in sites if site.mask for node in walk.ancestors(site.mask, calls)}
+    rotating = {node for site in sites for node in walk.ancestors(site.query, calls)}
     users = [user for user in step.graph.nodes if user in position.users]
     if any(user in masks and user in rotating for user in users):
         _refuse(step, 0, BOTH_WAYS)

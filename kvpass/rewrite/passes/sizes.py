@@ -11,10 +11,11 @@ from typing import Any
 
 import torch.fx as fx
 
-from kvpass import compat, graphs
-from kvpass.graphs import value
+from kvpass.fx import alias, walk
+from kvpass.fx.walk import value
 from kvpass.rewrite.context import StepContext
 from kvpass.rewrite.record import Record
+from kvpass.torch_private import fx_nodes
 
 
 def settle_sizes(step: StepContext) -> Record:
@@ -23,16 +24,16 @@ def settle_sizes(step: StepContext) -> Record:
     Raises:
         UnsupportedGraph: something still depends on the length of the cache.
     """
-    for node in [node for node in step.graph.nodes if compat.is_log_only(node)]:
+    for node in [node for node in step.graph.nodes if fx_nodes.is_log_only(node)]:
         step.graph.erase_node(node)
-    graphs.eliminate_dead(step.graph)
-    settled = [node for node in step.graph.nodes if graphs.is_size(node) and node.users]
+    alias.eliminate_dead(step.graph)
+    settled = [node for node in step.graph.nodes if walk.is_size(node) and node.users]
     for node in settled:
         if step.sizes.grows(node):
             step.refuse_growth(_reader(node))
         if not step.sizes.settled(node):
             _settle(node, step.open.of(step.sizes.fixed(node)))
-    graphs.eliminate_dead(step.graph)
+    alias.eliminate_dead(step.graph)
     for holder in step.holders:
         if not holder.users and not step.open.has(holder):
             step.graph.erase_node(holder)
@@ -47,7 +48,7 @@ def _reader(size: fx.Node) -> fx.Node:
     readers: list[fx.Node] = []
     for node in size.graph.nodes:
         if sizes.intersection(node.all_input_nodes):
-            (sizes.add if graphs.is_size(node) else readers.append)(node)
+            (sizes.add if walk.is_size(node) else readers.append)(node)
     return readers[0] if readers else size
 
 

@@ -14,10 +14,10 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass import compat
 from kvpass.errors import UnsupportedGraph
 from kvpass.rewrite.context import StepContext
 from kvpass.rewrite.record import Record
+from kvpass.torch_private import dynamo
 
 
 def take_slots(step: StepContext) -> Record:
@@ -55,7 +55,7 @@ def _inputs(step: StepContext, names: list[str], tensors: list[Tensor], before: 
     with step.graph.inserting_before(before):
         nodes = [step.graph.placeholder(name) for name in names]
     for node, tensor in zip(nodes, tensors, strict=True):
-        compat.as_new_input(node, tensor, in_place=True)
+        dynamo.as_new_input(node, tensor, in_place=True)
     step.our_inputs.update(nodes)
     return nodes
 

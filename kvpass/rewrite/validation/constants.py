@@ -10,8 +10,9 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass import compat, graphs
-from kvpass.graphs import value
+from kvpass.fx import walk
+from kvpass.fx.walk import value
+from kvpass.torch_private import dynamo, symbolic_shapes
 
 MOST = 4200
 """More tokens than these are not made up."""
@@ -41,7 +42,7 @@ def smallest_table(graph: fx.Graph) -> int:
 def _numbers(node: fx.Node) -> Iterator[int]:
     if node.op not in ("call_function", "call_method") or not any(map(_counts, node.all_input_nodes)):
         return
-    name = graphs.name_of(node).strip("_")
+    name = walk.name_of(node).strip("_")
     if name in _ARITHMETIC:
         yield from _whole((*node.args, *node.kwargs.values()))
     elif name == "narrow" or (name == "getitem" and not isinstance(node.args[1], int)):
@@ -52,7 +53,7 @@ def _counts(node: fx.Node) -> bool:
     """Whether a node may be a number of tokens or a place among them: a size, whole numbers, or what grows."""
     held = value(node)
     if not isinstance(held, Tensor):
-        return graphs.is_size(node)
+        return walk.is_size(node)
     return not held.is_floating_point() or any(isinstance(size, torch.SymInt) for size in held.shape)
 
 
@@ -70,12 +71,12 @@ def _whole(arguments: Any) -> Iterator[int]:
 
 def _tables(node: fx.Node) -> Iterator[int]:
     """The sizes of a parameter, buffer or constant in which a node looks something up."""
-    if graphs.name_of(node) not in _TABLES:
+    if walk.name_of(node) not in _TABLES:
         return
     for parent in node.all_input_nodes:
         held = value(parent)
-        if isinstance(held, Tensor) and (parent.op == "get_attr" or compat.is_of_module(parent)):
-            dims = held.shape[:1] if graphs.name_of(node) == "embedding" else held.shape
+        if isinstance(held, Tensor) and (parent.op == "get_attr" or dynamo.is_of_module(parent)):
+            dims = held.shape[:1] if walk.name_of(node) == "embedding" else held.shape
             yield from (size for size in dims if isinstance(size, int))
 
 
@@ -86,11 +87,11 @@ def _narrow(node: fx.Node) -> Iterator[int]:
         return
     parents = [value(parent) for parent in node.all_input_nodes]
     whole = [x for x in parents if isinstance(x, Tensor) and not x.is_floating_point() and x.dtype != torch.bool]
-    if whole or graphs.name_of(node) in ("arange", "cumsum"):
+    if whole or walk.name_of(node) in ("arange", "cumsum"):
         yield EXACT[held.dtype]
 
 
 def _guards(graph: fx.Graph) -> Iterator[int]:
-    asked = compat.guarded(*(value(node) for node in graphs.placeholders(graph)))
+    asked = symbolic_shapes.guarded(*(value(node) for node in walk.placeholders(graph)))
     for each in asked:
         yield from (int(number) for number in each.atoms(sympy.Integer))

@@ -16,21 +16,23 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass import compat, graphs
+from kvpass.cache.slots import Layout, Slots
 from kvpass.capture import sparse_index
 from kvpass.capture.rotary import find_rotary
 from kvpass.capture.sites import AttentionSite
-from kvpass.graphs import Sizes, value
-from kvpass.layer.slots import Layout, Slots
+from kvpass.fx import walk
+from kvpass.fx.shapes import Sizes
+from kvpass.fx.walk import value
+from kvpass.lowering.formats import KVDtype, Rows, Sections, plain
 from kvpass.rewrite.context import StepContext
 from kvpass.rewrite.result import StepRewrite
 from kvpass.rewrite.rotary_slice import RotarySlice
-from kvpass.rewrite.validation.walk import Walk, copied
-from kvpass.storage import KVDtype, Rows, Sections, plain
+from kvpass.rewrite.validation.interpreter import GraphRun, copied
+from kvpass.torch_private import symbolic_shapes
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class StepCase:
     """A step graph, the result of its rewrite, and the call at hand.
 
     Attributes:
@@ -69,7 +71,7 @@ class Step:
     @property
     def queries(self) -> int:
         """q of the call at hand."""
-        return compat.at_hand(self.rewrite.queries)
+        return symbolic_shapes.size_hint(self.rewrite.queries)
 
     @functools.cached_property
     def most_keys(self) -> float:
@@ -80,11 +82,11 @@ class Step:
 
     def line(self, layer: int = 0) -> str:
         """The source line of a layer's attention."""
-        return graphs.source_line(self.sites[layer].call)
+        return walk.source_line(self.sites[layer].call)
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class ConversationPlan:
     """What a conversation is to be like.
 
     Attributes:
@@ -115,15 +117,15 @@ class Conversation:
         kept: for each layer which of these its slots hold, sorted, as numbers of tokens.
     """
 
-    def __init__(self, step: Step, plan: Plan) -> None:
+    def __init__(self, step: StepCase, plan: ConversationPlan) -> None:
         self.step, self.plan, self.count = step, plan, plan.count
         self.batch = step.layouts[0].batch
-        self.holders = graphs.placeholders(step.gm.graph)
+        self.holders = walk.placeholders(step.gm.graph)
         self.cut = step.seen - plan.count
         self.valid = self._valid()
         self.stored = [min(plan.count, window or plan.count) for window in step.context.windows]
         self.kept = [self._kept(layer) for layer in range(len(step.layouts))]
-        numbers = {place: compat.at_hand(size) for place, size in step.rewrite.lengths.items()}
+        numbers = {index: symbolic_shapes.size_hint(size) for index, size in step.rewrite.lengths.items()}
         self.rewrite = dataclasses.replace(step.rewrite, queries=step.queries, lengths=numbers)
         self._rows: dict[Any, tuple[Rows, Rows]] = {}
         self._rotated: dict[Any, Tensor] = {}
@@ -135,7 +137,7 @@ class Conversation:
         One more amid the others leaves ranks as they are only where keys are not rotated by rank.
         """
         valid = torch.ones(self.batch, self.count, dtype=torch.bool)
-        if self.step.context.telling.known and not (self.step.ranked and self.step.rewrite.positions):
+        if self.step.context.padding_inputs.known and not (self.step.ranked and self.step.rewrite.positions):
             for row in range(self.batch):
                 valid[row, : (row + 1) % (min(self.count, 2) + 1)] = False
                 if self.plan.gap and not self.step.ranked and self.count >= 6:
@@ -189,22 +191,22 @@ class Conversation:
         for i, argument in enumerate(made):
             if i not in marks and i not in self._pasts and self._is_ids(argument):
                 made[i] = self._moved(i, argument)
-        for node, place in self.step.padding_inputs.items():
+        for node, index in self.step.padding_inputs.items():
             if node in self._known():
-                made[place] = self._padded(made[place])
-        for place in self.step.rewrite.positions:
-            made[place] = self._counted(made[place])
+                made[index] = self._padded(made[index])
+        for index in self.step.rewrite.positions:
+            made[index] = self._counted(made[index])
         return tuple(made)
 
     def _known(self) -> set[fx.Node]:
-        names = {node.name for node in self.step.context.telling.known}
+        names = {node.name for node in self.step.context.padding_inputs.known}
         return {node for node in self.step.padding_inputs if node.name in names}
 
     def _is_ids(self, argument: Any) -> bool:
         whole = isinstance(argument, Tensor) and not isinstance(argument, torch.nn.Parameter) and argument.ndim > 0
         return whole and argument.dtype in (torch.int64, torch.int32) and argument.numel() > 0
 
-    def _moved(self, place: int, ids: Tensor) -> Tensor:
+    def _moved(self, index: int, ids: Tensor) -> Tensor:
         """Positions that count the tokens go on from this conversation; ids of tokens change if they are to."""
         new, total = self.step.queries, self.count + self.step.queries
         if ids.shape[-1] == new and bool((ids.amax(-1) == self.step.seen + new - 1).all()):
@@ -215,11 +217,11 @@ class Conversation:
         changed[..., :since], changed[..., since:] = ids.amax(), ids.amax() - 1 if int(ids.amax()) > 0 else 1
         return changed
 
-    def _cut(self, place: int, node: fx.Node) -> Any:
-        given, sizes = self.step.arguments[place], self.step.sizes
+    def _cut(self, index: int, node: fx.Node) -> Any:
+        given, sizes = self.step.arguments[index], self.step.sizes
         if isinstance(given, int) and not isinstance(given, bool):
             return given - self.cut if sizes.grows(value(node)) else given
-        if not isinstance(given, Tensor) or isinstance(given, torch.nn.Parameter) or place in self._pasts:
+        if not isinstance(given, Tensor) or isinstance(given, torch.nn.Parameter) or index in self._pasts:
             return given
         for dim, size in enumerate(value(node).shape):
             if sizes.grows(size):
@@ -229,7 +231,7 @@ class Conversation:
     @property
     def _pasts(self) -> dict[int, tuple[int, int]]:
         """For each argument that is a past its layer, and 0 for keys, 1 for values."""
-        return {place: (i, kind) for i, pair in enumerate(self.step.pasts) for kind, place in enumerate(pair)}
+        return {index: (i, kind) for i, pair in enumerate(self.step.pasts) for kind, index in enumerate(pair)}
 
     def _chosen(self, size: int) -> Tensor:
         """Which of the entries for all tokens are taken: some of those that went before, and all that are new.
@@ -251,15 +253,15 @@ class Conversation:
     def _counted(self, positions: Tensor) -> Tensor:
         return torch.arange(self.count, self.count + self.step.queries).expand(positions.shape).to(positions)
 
-    def argument(self, place: int) -> Any:
+    def argument(self, index: int) -> Any:
         """An argument of the model's own graph."""
-        if place not in self._pasts:
-            return copied(self.plain[place])
-        layer, kind = self._pasts[place]
+        if index not in self._pasts:
+            return copied(self.plain[index])
+        layer, kind = self._pasts[index]
         rows = self.rows(layer)[kind].read_as(self.step.layouts[layer].dtype)
         if kind == 0 and self.step.ranked:
             rows = self._as_cached(layer, rows)
-        return self.apart(rows, self.step.arguments[place].shape[1])
+        return self.apart(rows, self.step.arguments[index].shape[1])
 
     def apart(self, rows: Tensor, heads: int) -> Tensor:
         """[B, 1, L, h * D] as the model's cache has it, [B, h, L, D]; see `kvpass.rewrite.computed_keys.joined`."""
@@ -279,7 +281,7 @@ class Conversation:
         """Whether the model's own code counts real tokens, and not places in the padded sequence."""
         site = self.step.sites[layer]
         found = None if self.valid.all() else find_rotary(self.step.canonical, site)
-        return found is not None and not self.step.padding_inputs.keys().isdisjoint(graphs.ancestors(found.position))
+        return found is not None and not self.step.padding_inputs.keys().isdisjoint(walk.ancestors(found.position))
 
     def _rotate(self, rotary: RotarySlice, key: Tensor, follows: bool, bound: list[Any]) -> Tensor:
         table = rotary.table(self.count, bound[: len(rotary.angles.bound)], key.device)
@@ -292,16 +294,16 @@ class Conversation:
         found = {node.name: argument for node, argument in zip(self.holders, self.plain, strict=True)}
         wanted = [node for node in self.step.gm.graph.nodes if node.name in {n.name for n in nodes} - found.keys()]
 
-        def keep(_: Walk, node: fx.Node, result: Any) -> Any:
+        def keep(_: GraphRun, node: fx.Node, result: Any) -> Any:
             found[node.name] = copied(result)
             return result
 
         if wanted:
-            Walk(self.step.gm, self._unrotated, dict.fromkeys(wanted, keep)).run_to(wanted[-1])
+            GraphRun(self.step.gm, self._unrotated, dict.fromkeys(wanted, keep)).run_to(wanted[-1])
         return [found[node.name] for node in nodes]
 
-    def _unrotated(self, place: int) -> Any:
-        if place not in self._pasts:
-            return copied(self.plain[place])
-        layer, kind = self._pasts[place]
+    def _unrotated(self, index: int) -> Any:
+        if index not in self._pasts:
+            return copied(self.plain[index])
+        layer, kind = self._pasts[index]
         return self.rows(layer)[kind].read_as(self.step.layouts[layer].dtype)

@@ -20,7 +20,7 @@ SAFETY = 4.0
 SAME = 16.0
 """Units in the last place by which values may differ, as a whole, that are computed alike from equal values."""
 HIDDEN = -1e4
-"""A bias of at most so much hides a key, see `kvpass.capture.hiding`."""
+"""A bias of at most so much hides a key, see `kvpass.capture.padding_analysis`."""
 TENSOR_CORES = 2.0**-11
 """The precision of products in float32 on a GPU, which may be computed in TF32."""
 
@@ -181,17 +181,17 @@ def _attended(
     if sink is not None:
         sink = sink if queries is None or sink.shape[2] == 1 else sink[:, :, queries]
         whole = torch.cat([logits, sink.double().expand(*logits.shape[:3], 1)], -1)
-    paid = whole.softmax(-1)[..., : logits.shape[-1]]
-    output = paid @ value
+    probs = whole.softmax(-1)[..., : logits.shape[-1]]
+    output = probs @ value
     doubt = (2 * error.clamp(max=10)).expm1()
     squares = value.square().sum(-1)  # [B, Hq, N]
     apart = squares[..., None, :] - 2 * output @ value.transpose(-1, -2) + output.square().sum(-1)[..., None]
     # The rounding of a sum of N terms grows as that of a random walk.
     summed = _accumulated(call["query"]) * math.sqrt(value.shape[2])
     own = _eps(call["query"], call.get("weights"), call.get("output")) + summed
-    rounding = SAFETY * own * (paid * squares.sqrt()[..., None, :]).sum(-1)
-    sink_doubt = 0 if sink is None else (1 - paid.sum(-1)) * output.norm(dim=-1) * doubt.amax(-1)
-    allowed = (paid * doubt * apart.clamp(min=0).sqrt()).sum(-1) + rounding + sink_doubt
+    rounding = SAFETY * own * (probs * squares.sqrt()[..., None, :]).sum(-1)
+    sink_doubt = 0 if sink is None else (1 - probs.sum(-1)) * output.norm(dim=-1) * doubt.amax(-1)
+    allowed = (probs * doubt * apart.clamp(min=0).sqrt()).sum(-1) + rounding + sink_doubt
     shares = logits.softmax(-1)
     lse_error = (shares * doubt).sum(-1) + SAFETY * own * lse.abs()
     tiny = torch.finfo(torch.float64).tiny

@@ -9,9 +9,10 @@ from typing import Any
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass import compat
 from kvpass.capture.sites import AttentionSite
-from kvpass.graphs import LENGTH, expr, is_size, value
+from kvpass.fx.shapes import LENGTH, expr
+from kvpass.fx.walk import is_size, value
+from kvpass.torch_private import dynamo
 
 
 def last_new_kind(graph: fx.Graph, sites: Sequence[AttentionSite]) -> fx.Node:
@@ -23,7 +24,7 @@ def last_new_kind(graph: fx.Graph, sites: Sequence[AttentionSite]) -> fx.Node:
     calls = {each.call for site in sites for each in site.all}
     nodes: list[fx.Node] = [node for node in graph.nodes if node.op != "output"]
     ends = [number for number, node in enumerate(nodes) if node in calls]
-    describe = _Describe(nodes, ends[0], sites)
+    describe = _KindDescription(nodes, ends[0], sites)
     known: set[Any] = set()
     last = nodes[ends[0]]
     for before, end in itertools.pairwise([-1, *ends]):
@@ -38,7 +39,7 @@ def _is_input(node: fx.Node) -> bool:
     return node.op in ("placeholder", "get_attr")
 
 
-class _Describe:
+class _KindDescription:
     """Describes an operation so that one that does the same before another call has the same description."""
 
     def __init__(self, nodes: Sequence[fx.Node], first: int, sites: Sequence[AttentionSite]) -> None:
@@ -59,7 +60,7 @@ class _Describe:
             return f"node {node.name}" if early else f"{end - self._place[node]} before"
         if is_size(node):
             return f"size {self._size(value(node))}"
-        if node.op == "get_attr" or node in self._pasts or compat.is_of_module(node):
+        if node.op == "get_attr" or node in self._pasts or dynamo.is_of_module(node):
             held = value(node)
             return str([*map(self._size, held.shape), held.dtype]) if isinstance(held, Tensor) else node.name
         return f"input {node.name}"

@@ -18,13 +18,13 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass import graphs
 from kvpass.capture.canonical import ATTENTION
 from kvpass.capture.sites import AttentionSite, arguments
 from kvpass.errors import KVPassError, UnsupportedGraph
-from kvpass.graphs import source_line
+from kvpass.fx import walk
+from kvpass.fx.walk import source_line
 from kvpass.rewrite.validation.expected import Expected, as_computed, expected, same
-from kvpass.rewrite.validation.walk import DoesNotRun, Visit, Walk
+from kvpass.rewrite.validation.interpreter import DoesNotRun, GraphRun, Visit
 
 NOT_APPENDED = "the cache is not the past and the new tokens, one after the other"
 
@@ -44,7 +44,7 @@ class Validation:
     left_out: tuple[str, ...] = ()
 
 
-class MadeUp(Protocol):
+class MadeUpCall(Protocol):
     """A made-up call."""
 
     @property
@@ -53,7 +53,7 @@ class MadeUp(Protocol):
         ...
 
 
-Made = TypeVar("Made", bound=MadeUp)
+Made = TypeVar("Made", bound=MadeUpCall)
 
 
 class Unfit(Exception):
@@ -118,8 +118,8 @@ class Lockstep:
     ) -> None:
         self.gm, self.canonical, self.sites, self.argument, self.said = gm, canonical, sites, argument, said
         self.new, self.last, self.queries, self.real = new, last, queries, real
-        self._numbers = {node: number for number, node in enumerate(graphs.placeholders(canonical.graph))}
-        self.caches = [place for site in sites for place in (site.keys_out, site.values_out)]
+        self._numbers = {node: number for number, node in enumerate(walk.placeholders(canonical.graph))}
+        self.caches = [index for site in sites for index in (site.keys_out, site.values_out)]
         self.calls = [(i, each) for i, site in enumerate(sites) for each in site.all]
         self.wanted: dict[str, Expected] = {}
         self.inputs: dict[str, Tensor] = {}
@@ -144,11 +144,11 @@ class Lockstep:
                 visits[named[_in_model(node)]] = self._keep_new_rows(site, past)
         try:
             last = None if self.last is None else named[_in_model(self.last)]
-            return Walk(self.gm, self.argument, visits, self.caches).run_to(last)
+            return GraphRun(self.gm, self.argument, visits, self.caches).run_to(last)
         except DoesNotRun as error:
             raise Unfit(f"the model's own graph does not run {self.said}: {error}") from error
 
-    def _keep_result(self, walk: Walk, node: fx.Node, result: Tensor) -> Tensor:
+    def _keep_result(self, walk: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
         finite = result.isfinite()
         self._theirs[node.name] = result if bool(finite.all()) else result.nan_to_num(0.0, 0.0, 0.0)
         self._finite[node.name] = finite
@@ -157,7 +157,7 @@ class Lockstep:
     def _keep_new_rows(self, site: AttentionSite, past: fx.Node | None) -> Visit:
         """Keep the new tokens of a grown cache, and check that the past comes before them."""
 
-        def visit(walk: Walk, node: fx.Node, result: Tensor) -> Tensor:
+        def visit(walk: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
             before = result.shape[2] - self.new
             if past is not None and not torch.equal(result[:, :, :before], self.argument(self._numbers[past])):
                 self.refuse(site, NOT_APPENDED)
@@ -196,16 +196,16 @@ class Lockstep:
             for node in (site.query, site.key, site.value):
                 visits.setdefault(node, self._keep_input)
         try:
-            Walk(self.canonical, self.argument, {**visits, **(rounding or {})}, self.caches).run_to(self.last)
+            GraphRun(self.canonical, self.argument, {**visits, **(rounding or {})}, self.caches).run_to(self.last)
         except DoesNotRun as error:
             self.refuse(self.sites[0], f"the canonical graph does not run: {error}")
 
-    def _keep_input(self, walk: Walk, node: fx.Node, result: Tensor) -> Tensor:
+    def _keep_input(self, walk: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
         self.inputs[node.name] = result.clone()
         return result
 
     def _at_append(self, site: AttentionSite) -> Visit:
-        def visit(walk: Walk, node: fx.Node, result: Tensor) -> Tensor:
+        def visit(walk: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
             kept = self._theirs.get(_in_model(node))
             if kept is not None and not same(result[:, :, result.shape[2] - self.new :], kept):
                 self.refuse(site, NOT_APPENDED)
@@ -214,7 +214,7 @@ class Lockstep:
         return visit
 
     def _at_call(self, site: AttentionSite, columns: Tensor | None, compares: bool) -> Visit:
-        def visit(walk: Walk, node: fx.Node, result: Tensor) -> Tensor:
+        def visit(walk: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
             given = {name: walk.load(x) if isinstance(x, fx.Node) else x for name, x in arguments(node).items()}
             theirs = self._shaped(site, self.their(node), result)
             given = as_computed(given, theirs.dtype)
@@ -231,7 +231,7 @@ class Lockstep:
     def at_call(self, site: AttentionSite, call: fx.Node, what: str) -> Visit:
         """Compare the third graph's result of a canonical call, and go on with the model's."""
 
-        def visit(walk: Walk, node: fx.Node, result: Tensor) -> Tensor:
+        def visit(walk: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
             theirs = self._shaped(site, self.their(call), result)
             self.check(self._excess(call, self.wanted[call.name], result), site, what)
             return theirs.clone()
@@ -241,7 +241,7 @@ class Lockstep:
     def at_input(self, site: AttentionSite, canonical: fx.Node) -> Visit:
         """Compare the third graph's value of a query, or of new rows."""
 
-        def visit(walk: Walk, node: fx.Node, result: Tensor) -> Tensor:
+        def visit(walk: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
             if canonical.name in self.inputs and not same(result, self.inputs[canonical.name]):
                 self.refuse(site, f"{canonical.name!r}, a query or new rows, has another value")
             return result
@@ -251,9 +251,9 @@ class Lockstep:
     def compare_outputs(self, ours: Sequence[Any], theirs: Sequence[Any], left_out: Iterable[int]) -> None:
         """Compare results, as far as both have them."""
         skipped = {*self.caches, *left_out}
-        for place, (our, their) in enumerate(zip(ours, theirs, strict=True)):
-            if place not in skipped and our is not None and their is not None and not same(our, their):
-                self.refuse(self.sites[-1], f"output {place} has another value")
+        for index, (our, their) in enumerate(zip(ours, theirs, strict=True)):
+            if index not in skipped and our is not None and their is not None and not same(our, their):
+                self.refuse(self.sites[-1], f"output {index} has another value")
 
     # -- comparing ---------------------------------------------------------------------------------------------------
 

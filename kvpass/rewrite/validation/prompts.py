@@ -17,11 +17,13 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass import compat, graphs
 from kvpass.capture.sites import AttentionSite
-from kvpass.graphs import expr, value
+from kvpass.fx import walk
+from kvpass.fx.shapes import expr
+from kvpass.fx.walk import value
 from kvpass.rewrite.prompt import PromptRewrite
 from kvpass.rewrite.validation.constants import of_lengths, smallest_table
+from kvpass.rewrite.validation.interpreter import DoesNotRun, GraphRun, Visit, copied
 from kvpass.rewrite.validation.kinds import last_new_kind
 from kvpass.rewrite.validation.lockstep import (
     Lockstep,
@@ -29,7 +31,7 @@ from kvpass.rewrite.validation.lockstep import (
     leaving_out,
     validated,
 )
-from kvpass.rewrite.validation.walk import DoesNotRun, Visit, Walk, copied
+from kvpass.torch_private import symbolic_shapes
 
 LENGTHS = (11, 13, 17, 19, 23, 9, 7)
 """Lengths of a made-up prompt, of which the first is taken that is no other size of the graph."""
@@ -44,7 +46,7 @@ QUERIES = 24
 
 
 @dataclasses.dataclass(frozen=True)
-class Prompt:
+class PromptCase:
     """A prompt graph, the result of its rewrite, and the call at hand.
 
     Attributes:
@@ -60,7 +62,7 @@ class Prompt:
     padding_inputs: Sequence[int]
 
 
-def validate_prompt(prompt: Prompt, arguments: tuple[Any, ...]) -> Validation:
+def validate_prompt(prompt: PromptCase, arguments: tuple[Any, ...]) -> Validation:
     """Run the graphs and compare.
 
     Raises:
@@ -75,7 +77,7 @@ def validate_prompt(prompt: Prompt, arguments: tuple[Any, ...]) -> Validation:
     )
 
 
-def _try_longer(prompt: Prompt, arguments: tuple[Any, ...], left: list[str]) -> None:
+def _try_longer(prompt: PromptCase, arguments: tuple[Any, ...], left: list[str]) -> None:
     """Run prompts behind the constants of the graph, as far as the model's own graph runs on them; note the others."""
     lengths = [number + 2 for number in of_lengths(prompt.gm.graph) if LENGTHS[0] < number <= LONGEST][-MORE:]
     if value(prompt.sites[0].query).device.type != "cpu":  # where a lookup out of range cannot be caught
@@ -86,7 +88,7 @@ def _try_longer(prompt: Prompt, arguments: tuple[Any, ...], left: list[str]) -> 
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
+class _PromptCall:
     """Arguments of a prompt.
 
     Attributes:
@@ -103,18 +105,20 @@ class _Call:
         return copied(self.arguments[number])
 
 
-def _calls(prompt: Prompt, arguments: tuple[Any, ...]) -> Iterator[_Call]:
+def _calls(prompt: PromptCase, arguments: tuple[Any, ...]) -> Iterator[_PromptCall]:
     """Made-up prompts, if the graph serves other sizes, then the call at hand."""
     yield from _made_up(prompt, arguments, LENGTHS, max(ROWS))
-    now = _sizes(graphs.placeholders(prompt.canonical.graph), arguments)
+    now = _sizes(walk.placeholders(prompt.canonical.graph), arguments)
     call = _described(prompt, arguments, now, "on a prompt")
     if call is not None:
         yield call
 
 
-def _made_up(prompt: Prompt, arguments: tuple[Any, ...], lengths: Sequence[int], most_rows: int) -> Iterator[_Call]:
+def _made_up(
+    prompt: PromptCase, arguments: tuple[Any, ...], lengths: Sequence[int], most_rows: int
+) -> Iterator[_PromptCall]:
     """Prompts of some lengths, as far as the graph serves them."""
-    holders = graphs.placeholders(prompt.canonical.graph)
+    holders = walk.placeholders(prompt.canonical.graph)
     for sizes in _other_sizes(prompt, holders, _sizes(holders, arguments), lengths, most_rows):
         made = tuple(_resized(node, x, sizes) for node, x in zip(holders, arguments, strict=True))
         call = _described(prompt, _with_padding(prompt, made), sizes, "on a made-up prompt")
@@ -126,15 +130,15 @@ def _sizes(holders: Sequence[fx.Node], arguments: tuple[Any, ...]) -> dict[Any, 
     """The values of the symbols that are arguments or sizes of arguments."""
     found: dict[Any, int] = {}
     for node, argument in zip(holders, arguments, strict=True):
-        pairs = zip(value(node).shape, argument.shape, strict=True) if graphs.is_tensor(node) else [(node, argument)]
+        pairs = zip(value(node).shape, argument.shape, strict=True) if walk.is_tensor(node) else [(node, argument)]
         for size, number in pairs:
-            if graphs.is_tensor(node) or isinstance(value(node), torch.SymInt):
+            if walk.is_tensor(node) or isinstance(value(node), torch.SymInt):
                 found[expr(size)] = int(number)
     return {symbol: number for symbol, number in found.items() if symbol.is_Symbol}
 
 
 def _other_sizes(
-    prompt: Prompt, holders: Sequence[fx.Node], now: dict[Any, int], lengths: Sequence[int], most_rows: int
+    prompt: PromptCase, holders: Sequence[fx.Node], now: dict[Any, int], lengths: Sequence[int], most_rows: int
 ) -> Iterator[dict[Any, int]]:
     """Sizes of made-up prompts that the guards of the graph allow, each length once.
 
@@ -145,7 +149,7 @@ def _other_sizes(
     length, rows = expr(site.queries), expr(value(site.key).shape[0])
     if not length.is_Symbol or length not in now or site.past_key is not None:
         return
-    asked = compat.guarded(*(value(node) for node in holders))
+    asked = symbolic_shapes.guarded(*(value(node) for node in holders))
     taken = {size for node in (site.query, site.key, site.value) for size in value(node).shape if isinstance(size, int)}
     free = rows.is_Symbol and rows in now
     counts = [x for x in ROWS if x not in taken and x <= most_rows] + [now[rows]] if free else [0]
@@ -156,7 +160,7 @@ def _other_sizes(
             sizes = {**now, **wide, **changed, **({rows: count} if free else {})}
             served = _holds(asked, sizes) and all(_allowed(node, sizes) for node in holders)
             if served and all(
-                _marks_rows(holders[place], value(site.key).shape[0], sizes) for place in prompt.padding_inputs
+                _marks_rows(holders[index], value(site.key).shape[0], sizes) for index in prompt.padding_inputs
             ):
                 yield sizes
                 break
@@ -174,9 +178,9 @@ def _holds(asked: Sequence[Any], sizes: dict[Any, int]) -> bool:
 
 def _allowed(node: fx.Node, sizes: dict[Any, int]) -> bool:
     """Whether the ranges of an input's symbols allow some values."""
-    shape = value(node).shape if graphs.is_tensor(node) else (value(node),)
+    shape = value(node).shape if walk.is_tensor(node) else (value(node),)
     symbols = [size for size in shape if isinstance(size, torch.SymInt)]
-    return all(compat.may_be(size, _number(size, sizes)) for size in symbols)
+    return all(symbolic_shapes.may_equal(size, _number(size, sizes)) for size in symbols)
 
 
 def _number(size: Any, sizes: dict[Any, int]) -> int:
@@ -187,7 +191,7 @@ def _resized(node: fx.Node, argument: Any, sizes: dict[Any, int]) -> Any:
     """An argument at other sizes: its first entries, then these again; numbers that count go on."""
     if isinstance(value(node), torch.SymInt):
         return _number(node, sizes)
-    if not isinstance(argument, Tensor) or not compat.symbols(value(node)):
+    if not isinstance(argument, Tensor) or not symbolic_shapes.symbols(value(node)):
         return argument
     for dim, size in enumerate(value(node).shape):
         wanted = _number(size, sizes)
@@ -201,7 +205,7 @@ def _resized(node: fx.Node, argument: Any, sizes: dict[Any, int]) -> Any:
     return argument
 
 
-def _with_padding(prompt: Prompt, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+def _with_padding(prompt: PromptCase, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """Every row has another number of tokens of padding on its left; those behind the first have one in the middle."""
     made = list(arguments)
     for number in prompt.padding_inputs:
@@ -213,7 +217,7 @@ def _with_padding(prompt: Prompt, arguments: tuple[Any, ...]) -> tuple[Any, ...]
     return tuple(made)
 
 
-def _described(prompt: Prompt, arguments: tuple[Any, ...], sizes: dict[Any, int], said: str) -> _Call | None:
+def _described(prompt: PromptCase, arguments: tuple[Any, ...], sizes: dict[Any, int], said: str) -> _PromptCall | None:
     """A call with these arguments; None if its sizes are not known."""
     site = prompt.sites[0]
     try:
@@ -225,10 +229,10 @@ def _described(prompt: Prompt, arguments: tuple[Any, ...], sizes: dict[Any, int]
         total = arguments[number].shape[-1] if site.past_key is not None else queries
         column = arguments[number].reshape(-1, arguments[number].shape[-1])[:, total - queries : total]
         real = real & (column != 0).cpu()
-    return _Call(arguments, rows, queries, real, f"{said} of {queries} tokens")
+    return _PromptCall(arguments, rows, queries, real, f"{said} of {queries} tokens")
 
 
-def _compare(prompt: Prompt, call: _Call) -> None:
+def _compare(prompt: PromptCase, call: _PromptCall) -> None:
     """Run the three graphs on one prompt.
 
     Raises:
@@ -255,7 +259,7 @@ def _compare(prompt: Prompt, call: _Call) -> None:
                 visits[made.calls[node.name]] = pair.at_call(site, node, "the prompt's attention is not the model's")
     end = None if last is None else made.calls[last.name]
     try:
-        ours = Walk(made.gm, call.argument, visits, pair.caches).run_to(end)
+        ours = GraphRun(made.gm, call.argument, visits, pair.caches).run_to(end)
     except DoesNotRun as error:
         pair.refuse(prompt.sites[0], f"the rewritten graph does not run: {error}")
     pair.compare_outputs(ours[: len(theirs)], theirs, ())

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass.layer.slots import FREE, Layout, Slots, first_state
+from kvpass.cache.slots import FREE, Layout, Slots, first_state
 from kvpass.policies.base import rank_of
 from kvpass.rewrite.validation.conversation import Conversation
-from kvpass.rewrite.validation.walk import copied
+from kvpass.rewrite.validation.interpreter import copied
 
 
-class MadeSlots:
+class MadeUpSlots:
     """The slots of every layer in a conversation."""
 
     def __init__(self, made: Conversation) -> None:
@@ -31,7 +31,7 @@ class MadeSlots:
         made = self.made
         arguments = tuple(map(copied, made.plain))
         slots = [self.of(layer) for layer in range(len(self.step.layouts))]
-        given = made.rewrite.given(arguments, made.rewrite.on_all_tokens(arguments), slots, made.count)
+        given = made.rewrite.given(arguments, made.rewrite.host_precomputed(arguments), slots, made.count)
         keeps = [not self._rewrites_rows(layer) for layer in range(len(slots))]
         return FlatArguments(slots, keeps, [*made.rewrite.weights, *given])
 

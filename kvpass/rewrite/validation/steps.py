@@ -20,11 +20,13 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass import compat, graphs
 from kvpass.capture.sites import AttentionSite, arguments
-from kvpass.graphs import value
+from kvpass.fx import shapes, walk
+from kvpass.fx.walk import value
+from kvpass.lowering.formats import Rows
 from kvpass.rewrite.validation.constants import of_lengths, smallest_table
-from kvpass.rewrite.validation.conversation import Conversation, Plan, Step
+from kvpass.rewrite.validation.conversation import Conversation, ConversationPlan, StepCase
+from kvpass.rewrite.validation.interpreter import DoesNotRun, GraphRun, Visit
 from kvpass.rewrite.validation.kinds import last_new_kind
 from kvpass.rewrite.validation.lockstep import (
     Lockstep,
@@ -32,9 +34,8 @@ from kvpass.rewrite.validation.lockstep import (
     leaving_out,
     validated,
 )
-from kvpass.rewrite.validation.slots import MadeSlots
-from kvpass.rewrite.validation.walk import DoesNotRun, Visit, Walk
-from kvpass.storage import Rows
+from kvpass.rewrite.validation.slots import MadeUpSlots
+from kvpass.torch_private import symbolic_shapes
 
 TOKENS = 61
 """Most tokens of the first conversation, which is run through all layers."""
@@ -44,7 +45,7 @@ LENGTHS = 6
 """Most lengths of further conversations."""
 
 
-def validate(step: Step) -> Validation:
+def validate(step: StepCase) -> Validation:
     """Run the graphs and compare.
 
     Raises:
@@ -59,7 +60,7 @@ def validate(step: Step) -> Validation:
     )
 
 
-def _try_others(step: Step, first: Plan, left: list[str]) -> None:
+def _try_others(step: StepCase, first: ConversationPlan, left: list[str]) -> None:
     """Run one layer of each kind on further conversations, as far as the model's own graph runs; note the others."""
     last = last_new_kind(step.canonical.graph, step.sites)
     for plan in _further_plans(step, first):
@@ -67,7 +68,7 @@ def _try_others(step: Step, first: Plan, left: list[str]) -> None:
             _compare(step, Conversation(step, plan), last)
 
 
-def _first_plans(step: Step) -> Iterator[Plan]:
+def _first_plans(step: StepCase) -> Iterator[ConversationPlan]:
     """A conversation of which the slots hold every token, as far as there is one, else one of which they do not."""
     windows = [window for window in step.context.windows if window is not None]
     if windows:
@@ -76,10 +77,10 @@ def _first_plans(step: Step) -> Iterator[Plan]:
         counts = [min(max(step.seen, FEW), _room(step), TOKENS), min(step.seen, _room(step), TOKENS), step.seen]
     for count in dict.fromkeys(counts):
         if count >= 1 and _fits(step, count):
-            yield Plan(count)
+            yield ConversationPlan(count)
 
 
-def _further_plans(step: Step, first: Plan) -> Iterator[Plan]:
+def _further_plans(step: StepCase, first: ConversationPlan) -> Iterator[ConversationPlan]:
     """Conversations on both sides of the constants of a graph, with tokens evicted, padding amid them, other ids."""
     new, constants = step.queries, of_lengths(step.gm.graph)
     lengths = [number + 2 for number in constants]
@@ -88,13 +89,13 @@ def _further_plans(step: Step, first: Plan) -> Iterator[Plan]:
         lengths = [count for count in lengths if count + new <= max(step.seen, smallest_table(step.gm.graph))]
     lengths = [count for count in dict.fromkeys(lengths) if count > 1 and count != first.count and _fits(step, count)]
     for count in sorted(lengths, reverse=True)[:LENGTHS]:
-        yield Plan(count, _interesting(constants, count, new), gap=True)
+        yield ConversationPlan(count, _interesting(constants, count, new), gap=True)
     few = min(first.count, _room(step))
     if _fits(step, few) and few > 1:
-        yield Plan(few, gap=True)
+        yield ConversationPlan(few, gap=True)
         if _has_ids(step):
-            yield Plan(few, ids="changing")
-            yield Plan(few, ids="new")
+            yield ConversationPlan(few, ids="changing")
+            yield ConversationPlan(few, ids="new")
 
 
 def _interesting(constants: list[int], count: int, new: int) -> tuple[int, ...]:
@@ -103,12 +104,12 @@ def _interesting(constants: list[int], count: int, new: int) -> tuple[int, ...]:
     return tuple(token for token in ends if 0 <= token < count)
 
 
-def _has_ids(step: Step) -> bool:
+def _has_ids(step: StepCase) -> bool:
     """Whether an input has a whole number for every token."""
-    holders = graphs.placeholders(step.gm.graph)
+    holders = walk.placeholders(step.gm.graph)
     marks = step.padding_inputs.values()
     return any(
-        graphs.is_tensor(node)
+        walk.is_tensor(node)
         and not value(node).is_floating_point()
         and i not in marks
         and any(step.sizes.grows(size) for size in value(node).shape)
@@ -117,13 +118,13 @@ def _has_ids(step: Step) -> bool:
     )
 
 
-def _room(step: Step) -> int:
+def _room(step: StepCase) -> int:
     """The tokens that fit into the slots of each layer whose past is held whole."""
     whole = [slots.capacity for slots, window in zip(step.slots, step.context.windows, strict=True) if window is None]
     return min(whole, default=step.seen + 1) - step.context.decodes
 
 
-def _fits(step: Step, count: int) -> bool:
+def _fits(step: StepCase, count: int) -> bool:
     """Whether a conversation of so many tokens can be made up.
 
     Where held tokens are numbered anew all must be held.  Where layers store their last tokens only, at least so many
@@ -139,40 +140,46 @@ def _fits(step: Step, count: int) -> bool:
     return count == step.seen or _serves(step, count)
 
 
-def _serves(step: Step, count: int) -> bool:
+def _serves(step: StepCase, count: int) -> bool:
     """Whether Dynamo's guards leave the graph for so many tokens in every past that is held whole."""
     lengths = _past_lengths(step)
-    symbols = {symbol for length in lengths for symbol in graphs.expr(length).free_symbols}
-    asked = compat.guarded(*(value(node) for node in graphs.placeholders(step.gm.graph)))
+    symbols = {symbol for length in lengths for symbol in shapes.expr(length).free_symbols}
+    asked = symbolic_shapes.guarded(*(value(node) for node in walk.placeholders(step.gm.graph)))
     known = {symbol: sympy.Integer(count) for symbol in symbols if len(symbols) == 1}
     refused = any(each.xreplace(known) == sympy.false for each in asked)
-    return not refused and all(compat.may_be(length, count) for length in lengths) and _inputs_serve(step, count)
+    return (
+        not refused
+        and all(symbolic_shapes.may_equal(length, count) for length in lengths)
+        and _inputs_serve(step, count)
+    )
 
 
-def _inputs_serve(step: Step, count: int) -> bool:
+def _inputs_serve(step: StepCase, count: int) -> bool:
     """Whether the inputs beside pasts may have the sizes that they have of so many tokens.
 
     One that marks padding has an entry for each token; if its size is a number the graph is of one length.
     """
-    holders, pasts = graphs.placeholders(step.gm.graph), {place for pair in step.pasts for place in pair}
-    if not all(step.sizes.grows(value(holders[place]).shape[-1]) for place in step.padding_inputs.values()):
+    holders, pasts = walk.placeholders(step.gm.graph), {index for pair in step.pasts for index in pair}
+    if not all(step.sizes.grows(value(holders[index]).shape[-1]) for index in step.padding_inputs.values()):
         return False
-    for place, (node, given) in enumerate(zip(holders, step.arguments, strict=True)):
-        if place in pasts or not (graphs.is_tensor(node) or graphs.is_size(node)):
+    for index, (node, given) in enumerate(zip(holders, step.arguments, strict=True)):
+        if index in pasts or not (walk.is_tensor(node) or walk.is_size(node)):
             continue
-        pairs = zip(value(node).shape, given.shape, strict=True) if graphs.is_tensor(node) else [(value(node), given)]
-        if not all(compat.may_be(size, now - step.seen + count) for size, now in pairs if step.sizes.grows(size)):
+        pairs = zip(value(node).shape, given.shape, strict=True) if walk.is_tensor(node) else [(value(node), given)]
+        if not all(
+            symbolic_shapes.may_equal(size, now - step.seen + count) for size, now in pairs if step.sizes.grows(size)
+        ):
             return False
     return True
 
 
-def _past_lengths(step: Step) -> list[Any]:
+def _past_lengths(step: StepCase) -> list[Any]:
     """The lengths of the layers' pasts that are held whole, as the graph has them."""
     whole = [site for site, window in zip(step.sites, step.context.windows, strict=True) if window is None]
     return [value(past).shape[2] for site in whole for past in (site.past_key, site.past_value)]  # type: ignore[arg-type]
 
 
-def _compare(step: Step, made: Conversation, last: fx.Node | None) -> None:
+def _compare(step: StepCase, made: Conversation, last: fx.Node | None) -> None:
     """Run the three graphs on one conversation, up to a canonical call.
 
     Raises:
@@ -185,18 +192,18 @@ def _compare(step: Step, made: Conversation, last: fx.Node | None) -> None:
     if step.kv_dtype is not None and step.context.decodes:  # the new row is attended to as it is stored
         pair.run_canonical(made.columns, _rounding(step))
     ours, rewrite = _run_rewritten(step, made, pair), made.rewrite
-    outputs = [None if place is None else ours[place] for place in rewrite.outputs]
+    outputs = [None if index is None else ours[index] for index in rewrite.outputs]
     if last is None:
-        for place, beyond in rewrite.lengths.items():
-            outputs[place] = made.count + beyond
-        for place, grown in zip(rewrite.grown, rewrite.on_all_tokens(made.plain), strict=False):
-            outputs[place] = grown
+        for index, beyond in rewrite.lengths.items():
+            outputs[index] = made.count + beyond
+        for index, grown in zip(rewrite.grown, rewrite.host_precomputed(made.plain), strict=False):
+            outputs[index] = grown
     pair.compare_outputs(outputs, theirs, rewrite.unread)
 
 
-def _run_rewritten(step: Step, made: Conversation, pair: Lockstep) -> list[Any]:
+def _run_rewritten(step: StepCase, made: Conversation, pair: Lockstep) -> list[Any]:
     visits: dict[fx.Node, Visit] = {}
-    slots = MadeSlots(made)
+    slots = MadeUpSlots(made)
     context, left = step.context, set(step.rewrite.gm.graph.nodes)
     moved = [each for site in context.sites for each in site.all]
     for (layer, site), ours in zip(pair.calls, moved, strict=True):
@@ -216,17 +223,17 @@ def _run_rewritten(step: Step, made: Conversation, pair: Lockstep) -> list[Any]:
             visits |= {our: pair.at_input(site, their) for our, their in pairs if our in left and our not in visits}
     try:
         end = None if pair.last is None else context.replaced[pair.last.name]
-        return Walk(step.rewrite.gm, slots.flat(), visits).run_to(end)
+        return GraphRun(step.rewrite.gm, slots.flat(), visits).run_to(end)
     except DoesNotRun as error:
         pair.refuse(step.sites[0], f"the rewritten graph does not run: {error}")
 
 
 def _at_mask(
-    slots: MadeSlots, pair: Lockstep, layer: int, site: AttentionSite, mask: fx.Node, bias: fx.Node | None
+    slots: MadeUpSlots, pair: Lockstep, layer: int, site: AttentionSite, mask: fx.Node, bias: fx.Node | None
 ) -> Visit:
     """Compare which slots are seen, and the bias on them, with the model's own mask of their tokens."""
 
-    def visit(walk: Walk, node: fx.Node, result: Tensor) -> Tensor:
+    def visit(walk: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
         walk.env[node] = result
         wanted, on = pair.wanted[site.call.name], None if bias is None else walk.load(bias)
         if not wanted.sees(walk.load(mask), on, slots.columns(layer)):
@@ -236,7 +243,7 @@ def _at_mask(
     return visit
 
 
-def _rounding(step: Step) -> dict[fx.Node, Visit]:
+def _rounding(step: StepCase) -> dict[fx.Node, Visit]:
     """At the canonical nodes that make new rows: what is read of the rows once they are stored."""
     there = {node.name: node for node in step.canonical.graph.nodes}
     raw_keys = [there[node.name] for node in step.context.raw_keys] or [site.key for site in step.sites]
@@ -250,7 +257,7 @@ def _rounding(step: Step) -> dict[fx.Node, Visit]:
 def _stored_as(format: Any, heads: int, dtype: torch.dtype) -> Visit:
     """Rows [B, h, q, D] as they are read once they are stored; of one head where keys are computed from them."""
 
-    def visit(walk: Walk, node: fx.Node, result: Tensor) -> Tensor:
+    def visit(walk: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
         joins = result.shape[1] != heads
         rows = result.transpose(1, 2).flatten(2)[:, None] if joins else result
         read = Rows.of(format, rows).read_as(dtype)

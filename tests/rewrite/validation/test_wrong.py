@@ -17,16 +17,16 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass import graphs
+from kvpass.cache import step as layer_step
 from kvpass.capture import canonical, sites
-from kvpass.findings import Recorder
-from kvpass.layer import step as layer_step
+from kvpass.fx import walk
 from kvpass.rewrite.mask_slice import MaskSlice
 from kvpass.rewrite.passes import attention, ranks, slots
+from kvpass.runtime.recorder import Recorder
 from tests.adversary.models import DIM, Small, heads, keys, logits, plain, sdpa, seen
 from tests.adversary.oracle import Case, judge
 from tests.models import build
-from tests.test_validate import Rounded, notes, run
+from tests.rewrite.test_validate import Rounded, notes, run
 from tests.traces import Traced
 
 NOT_THE_MODELS = "is not the model's"
@@ -105,7 +105,7 @@ def query_heads_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
 def one_later(made: fx.Node) -> fx.Node:
     with made.graph.inserting_after(made):
         later = made.graph.call_function(operator.add, (made, 1))
-    later.meta["example_value"] = graphs.value(made)
+    later.meta["example_value"] = walk.value(made)
     return later
 
 

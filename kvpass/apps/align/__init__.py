@@ -1,0 +1,1 @@
+"""Train KV-Align's inference networks."""

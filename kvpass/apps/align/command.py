@@ -1,0 +1,80 @@
+"""`kvpass align train`: from a model and a text to an aligner in a file, and its figures beside it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+from pathlib import Path
+
+import torch
+
+from kvpass.apps import corpus, models
+from kvpass.apps.align.train import Trained, TrainingSettings
+from kvpass.apps.align.train import train as train_aligner
+from kvpass.errors import KVPassError
+from kvpass.policies.aligners import store
+
+__all__ = ["TrainingSettings", "train"]
+
+
+def train(
+    model: str,
+    text: Path | None,
+    out: Path,
+    settings: TrainingSettings,
+    dtype: str = "float32",
+    threads: int | None = None,
+    device: str | None = None,
+) -> None:
+    """Train an aligner and write `out` and, with the same name, a json of every figure.
+
+    Args:
+        model: name or path for transformers.
+        text: a UTF-8 file, or None for what the standard library holds beside the held-out modules.
+        dtype: of the stored weights, "float32" or "float16".
+        threads: of torch; None leaves them as they are.
+        device: to train on; None for a GPU where there is one.
+
+    Raises:
+        KVPassError: the model, the text or the folder is not what it should be; see `kvpass.apps.align.train.train`.
+    """
+    if threads:
+        torch.set_num_threads(threads)
+    if not out.parent.is_dir():
+        raise KVPassError(f"cannot write {out}: there is no folder {out.parent}")
+    chosen = models.load(model)
+    if chosen.tabled and chosen.trained is not None and settings.window >= chosen.trained:
+        raise KVPassError(f"--window {settings.window}: {model} has positions 0 to {chosen.trained - 1}")
+    if chosen.tabled and chosen.trained is not None:
+        settings = dataclasses.replace(settings, ahead=min(settings.ahead, chosen.trained - 1 - settings.window))
+    texts = corpus.read(corpus.training_files()) if text is None else models.read_texts(text)
+    stream = torch.tensor([token for each in chosen.encode(texts) for token in (chosen.bos, *each)])
+    chosen.model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    checkpoint = out.with_suffix(".checkpoint.pt")
+    trained = train_aligner(chosen.model, stream, settings, checkpoint)
+    store.save(trained.aligner, out, getattr(torch, dtype))
+    written = figures(trained, settings, len(stream))
+    out.with_suffix(".json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+    checkpoint.unlink(missing_ok=True)
+    print(json.dumps(written, indent=2))
+
+
+def figures(trained: Trained, settings: TrainingSettings, tokens: int) -> dict[str, object]:
+    """What there is to say about a run."""
+    errors = trained.errors
+    return {
+        "signature": dataclasses.asdict(trained.aligner.signature),
+        "settings": dataclasses.asdict(settings),
+        "text_tokens": tokens,
+        "parameters": sum(tensor.numel() for tensor in trained.aligner.tensors.values()),
+        "seconds": round(trained.seconds),
+        "held_out": {
+            **{name: round(value, 6) for name, value in dataclasses.asdict(errors).items()},
+            "key_ratio": round(errors.key_ratio, 4),
+            "value_ratio": round(errors.value_ratio, 4),
+        },
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+    }

@@ -1,0 +1,337 @@
+"""Train an aligner for a model.
+
+The text is never stored as rows: every step draws windows, runs the model on them and on what is left of
+them after a deletion, and learns from the difference.  A step draws the same windows whenever it is run,
+so a run that was stopped goes on from its last checkpoint as if it had not been.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvpass.apps.align.data import TrainingPairs, WholeRows, continued, lengths, mean_rows, pair, whole, windows
+from kvpass.errors import AlignerError
+from kvpass.policies.aligners.aligner import Aligner, Recipe, Signature
+from kvpass.policies.aligners.networks import DirectNetwork, Hidden, PaperNetwork
+from kvpass.policies.aligners.signature import device_of, signature_of
+
+SAVE_EVERY = 100
+HELD_OUT = 0.05
+KEYS_OF_THE_PAPER, VALUES_OF_THE_PAPER = (256, 64), (64, 128)  # hidden numbers, for DistilGPT2
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingSettings:
+    """How to train.
+
+    Attributes:
+        window: the largest window M that the aligner is for.
+        recipe: "direct", or "paper" for rows that move by `every` positions at a time.
+        steps: of the optimiser.
+        tokens: that a step runs the model on, before any deletion.
+        parts: of "paper", into which the rows of a step are cut, each for an update of its own.
+        deletions: how many numbers of deleted tokens a step of "direct" draws.
+        ahead: tokens behind each window of "direct" whose predictions on repaired rows are compared with those
+            of the model that has lost nothing; 0 for rows only.
+        distil: the weight of that comparison, a Kullback-Leibler divergence in nats, beside the rows' error.
+        rate: the highest learning rate; it falls to a hundredth along a cosine.
+        decay, clip: weight decay and the norm that gradients are clipped to.
+        hidden: sizes of the two hidden layers, of "paper" in the network of keys; None for (96, 96), and of "paper" for
+            the paper's on DistilGPT2.
+        hidden_values: of "paper", those in the network of values; None for `hidden`, or else the paper's.
+        embedding: of "direct", how many numbers say a position.
+        seed: of the weights and of the windows.
+    """
+
+    window: int = 255
+    recipe: Recipe = "direct"
+    every: int = 1
+    sinks: int = 4
+    steps: int = 1000
+    tokens: int = 1024
+    parts: int = 8
+    deletions: int = 3
+    ahead: int = 0
+    distil: float = 5.0
+    rate: float = 2e-3
+    decay: float = 0.01
+    clip: float = 1.0
+    hidden: Hidden | None = None
+    hidden_values: Hidden | None = None
+    embedding: int = 144
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.recipe not in ("direct", "paper"):
+            raise AlignerError(f"recipe={self.recipe!r}: it is 'direct' or 'paper'")
+        if self.hidden_values and self.recipe != "paper":
+            raise AlignerError(f"hidden_values={self.hidden_values}: recipe {self.recipe!r} has one network for both")
+        if not self.rate > 0:
+            raise AlignerError(f"rate={self.rate}: it is above zero")
+        if self.every < 1 or self.window <= self.sinks + self.every:
+            raise AlignerError(
+                f"window={self.window} with every={self.every} leaves nothing to move behind {self.sinks} sinks"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class AlignmentErrors:
+    """Mean squared errors on text that was held out, of keys and of values, repaired and left alone.
+
+    Attributes:
+        key_ratio, value_ratio, ratio: repaired over left alone; the last is the mean over keys and values.
+    """
+
+    key: float
+    value: float
+    key_alone: float
+    value_alone: float
+
+    @property
+    def key_ratio(self) -> float:
+        return self.key / self.key_alone
+
+    @property
+    def value_ratio(self) -> float:
+        return self.value / self.value_alone
+
+    @property
+    def ratio(self) -> float:
+        return (self.key_ratio + self.value_ratio) / 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """What training gives: the aligner, its errors, and the seconds spent, earlier runs included."""
+
+    aligner: Aligner
+    errors: AlignmentErrors
+    seconds: float
+
+
+def train(model: Any, stream: Tensor, settings: TrainingSettings, checkpoint: Path | None = None) -> Trained:
+    """Train an aligner.
+
+    Args:
+        model: see `kvpass.policies.aligners.signature.signature_of`; its weights are left alone.
+        stream: int64 [T], the text; its last twentieth is held out to measure errors on.
+        checkpoint: where the run can be taken up again.
+
+    Raises:
+        AlignerError: a model without a cache of keys and values, too little text, or a checkpoint of another run.
+    """
+    signature = signature_of(model, settings.window, settings.sinks, settings.every)
+    split = int(len(stream) * (1 - HELD_OUT))
+    with _frozen(model):
+        trainer = _Trainer(model, signature, settings, stream[:split], checkpoint)
+        seconds = trainer.run()
+    aligner = Aligner(settings.recipe, signature, trainer.network.stored())
+    return Trained(aligner, measure(aligner, model, stream[split:], settings), seconds)
+
+
+def network_of(signature: Signature, settings: TrainingSettings) -> DirectNetwork | PaperNetwork:
+    """The network of a recipe, with weights that nothing has trained yet."""
+    if settings.recipe == "direct":
+        return DirectNetwork(signature, settings.hidden or (96, 96), settings.embedding)
+    keys, values = settings.hidden, settings.hidden_values or settings.hidden
+    return PaperNetwork(signature, keys or KEYS_OF_THE_PAPER, values or VALUES_OF_THE_PAPER)
+
+
+@contextlib.contextmanager
+def _frozen(model: torch.nn.Module) -> Iterator[None]:
+    """The model's weights take no gradients inside."""
+    learning = [weight for weight in model.parameters() if weight.requires_grad]
+    for weight in learning:
+        weight.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for weight in learning:
+            weight.requires_grad_(True)
+
+
+class _Trainer:
+    def __init__(
+        self, model: Any, signature: Signature, settings: TrainingSettings, stream: Tensor, checkpoint: Path | None
+    ) -> None:
+        self.model, self.settings, self.stream, self.checkpoint = model, settings, stream, checkpoint
+        torch.manual_seed(settings.seed)
+        network = network_of(signature, settings)
+        self.network: Any = network.to(device_of(model))
+        if isinstance(network, DirectNetwork):
+            self._fit_scales(network)
+        self.optimizer = torch.optim.AdamW(self.network.parameters(), settings.rate, weight_decay=settings.decay)
+        self.done, self.spent = 0, 0.0
+        self.scale = self._errors_of_nothing()
+        self._resume()
+
+    def run(self) -> float:
+        settings, start = self.settings, time.perf_counter() - self.spent
+        bar = _bar(range(self.done, settings.steps), self.done, settings.steps)
+        for step in bar:
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate(settings, step)
+            for drawn in self._parts(draw(self.model, self.stream, settings, self._seed(step)), self._seed(step)):
+                loss = self._update(drawn)
+            if (step + 1) % 20 == 0:
+                bar.set_postfix(error=f"{loss.item():.3f}")
+            if (step + 1) % SAVE_EVERY == 0 or step + 1 == settings.steps:
+                self._save(step + 1, time.perf_counter() - start)
+        return time.perf_counter() - start
+
+    def _parts(
+        self, drawn: tuple[WholeRows, list[TrainingPairs]], seed: int
+    ) -> list[tuple[WholeRows, list[TrainingPairs]]]:
+        """What is drawn, or for "paper" random parts of its rows: running the model costs more than an update."""
+        windows, sets = drawn
+        if self.settings.recipe != "paper":
+            return [drawn]
+        count = len(sets[0].made)
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).to(sets[0].made.device)
+        return [(windows, [made.some(rows) for made in sets]) for rows in order.chunk(self.settings.parts)]
+
+    def _update(self, drawn: tuple[WholeRows, list[TrainingPairs]]) -> Tensor:
+        """A step of the optimiser; the loss before it."""
+        loss = self._loss(drawn)
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(self.network.parameters(), self.settings.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    def _seed(self, step: int) -> int:
+        return self.settings.seed * 1_000_003 + step + 1
+
+    def _loss(self, drawn: tuple[WholeRows, list[TrainingPairs]]) -> Tensor:
+        windows, sets = drawn
+        repaired = [self.network(made.key, made.value, made.made, made.rank) for made in sets]
+        errors = [self._error(rows, made) for rows, made in zip(repaired, sets, strict=True)]
+        loss = torch.stack(errors).mean()
+        if windows.logits is None:
+            return loss
+        logits = continued(self.model, windows, repaired[0][0], repaired[0][1], self.settings.sinks)
+        return loss + self.settings.distil * divergence(logits, windows.logits)
+
+    def _error(self, repaired: tuple[Tensor, Tensor], made: TrainingPairs) -> Tensor:
+        """The mean over layers, keys and values of the squared error, as a share of what doing nothing leaves."""
+        errors = [_per_layer(repaired[0], made.wanted_key), _per_layer(repaired[1], made.wanted_value)]
+        if self.settings.recipe == "paper":  # a plain mean squared error
+            errors, scales = [error.mean() for error in errors], [scale.mean() for scale in self.scale]
+        else:
+            scales = self.scale
+        return torch.stack([error / scale for error, scale in zip(errors, scales, strict=True)]).mean()
+
+    def _samples(self) -> list[TrainingPairs]:
+        drawn = [draw(self.model, self.stream, self.settings, self._seed(step)) for step in range(-8, 0)]
+        return [made for _, sets in drawn for made in sets]
+
+    def _errors_of_nothing(self) -> list[Tensor]:
+        """[L] each, for keys and values; rows that no deletion moves count as those that it moves most.
+
+        Such are the values of a first layer under rotary embeddings.
+        """
+        sets = self._samples()
+        keys = torch.stack([_per_layer(x.key, x.wanted_key) for x in sets]).mean(0)
+        values = torch.stack([_per_layer(x.value, x.wanted_value) for x in sets]).mean(0)
+        return [scale.where(scale > 1e-6 * scale.max(), scale.max()) for scale in (keys, values)]
+
+    def _fit_scales(self, network: DirectNetwork) -> None:
+        sets = self._samples()
+        rows = torch.cat([torch.cat([x.key.flatten(2), x.value.flatten(2)], -1) for x in sets], 1)
+        wanted = torch.cat([torch.cat([x.wanted_key.flatten(2), x.wanted_value.flatten(2)], -1) for x in sets], 1)
+        network.fit_scales(rows, wanted)
+        network.fit_places(mean_rows(self.model, self.stream[: self.settings.window + 1]))
+
+    def _resume(self) -> None:
+        if self.checkpoint is None or not self.checkpoint.exists():
+            return
+        state = torch.load(self.checkpoint, weights_only=True)
+        if state["settings"] != repr(self.settings):
+            raise AlignerError(
+                f"{self.checkpoint} is of another run, with {state['settings']}; remove it to start anew"
+            )
+        self.network.load_state_dict(state["network"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.done, self.spent = state["step"], state["seconds"]
+
+    def _save(self, step: int, seconds: float) -> None:
+        if self.checkpoint is None:
+            return
+        state = {"network": self.network.state_dict(), "optimizer": self.optimizer.state_dict()}
+        about = {"settings": repr(self.settings), "step": step, "seconds": seconds}
+        torch.save(state | about, self.checkpoint)
+
+
+def draw(model: Any, stream: Tensor, settings: TrainingSettings, seed: int) -> tuple[WholeRows, list[TrainingPairs]]:
+    """The windows of one step, and their pairs."""
+    generator = torch.Generator().manual_seed(seed)
+    sinks, window = settings.sinks, settings.window
+    if settings.recipe == "paper":
+        dropped, ahead = [settings.every], 0
+    else:
+        window, ahead = lengths(window, sinks, generator), settings.ahead
+        dropped = torch.randint(1, window - sinks + 1, (settings.deletions,), generator=generator).tolist()
+    rows = max(1, settings.tokens // (window + 1))
+    drawn = whole(model, windows(stream, rows, window + 1 + ahead, sinks, generator), ahead)
+    return drawn, [pair(model, drawn, count, sinks) for count in dropped]
+
+
+def divergence(logits: Tensor, wanted: Tensor) -> Tensor:
+    """KL(wanted || predicted) in nats, averaged over tokens [B, n, V]."""
+    ours, theirs = (x.float().log_softmax(-1) for x in (logits, wanted))
+    return (theirs.exp() * (theirs - ours)).sum(-1).mean()
+
+
+def learning_rate(settings: TrainingSettings, step: int) -> float:
+    """A cosine after 50 steps of warm-up."""
+    falling = 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * step / settings.steps))
+    return settings.rate * falling * min(1.0, (step + 1) / 50)
+
+
+def _per_layer(rows: Tensor, wanted: Tensor) -> Tensor:
+    return (rows - wanted).square().mean((1, 2, 3))
+
+
+@torch.no_grad()
+def measure(
+    aligner: Aligner, model: Any, stream: Tensor, settings: TrainingSettings, rounds: int = 20
+) -> AlignmentErrors:
+    """The errors of an aligner's repair on pairs drawn as in training, from another text int64 [T]."""
+    weights = [tensor.to(device_of(model)) for tensor in aligner.weights()]
+    total = torch.zeros(4, dtype=torch.float64)
+    for seed in range(rounds):
+        for made in draw(model, stream, settings, -1 - seed)[1]:
+            key, value = _repaired(aligner, weights, made)
+            errors = [(key, made.wanted_key), (value, made.wanted_value)]
+            errors += [(made.key, made.wanted_key), (made.value, made.wanted_value)]
+            total += torch.stack([_per_layer(*pair).mean() for pair in errors]).double().cpu()
+    sets = rounds * (1 if settings.recipe == "paper" else settings.deletions)
+    return AlignmentErrors(*(total / sets).tolist())
+
+
+def _repaired(aligner: Aligner, weights: list[Tensor], made: TrainingPairs) -> tuple[Tensor, Tensor]:
+    keys, values = [], []
+    places = made.made[None], made.rank[None], torch.ones_like(made.made[None], dtype=torch.bool)
+    for layer in range(len(made.key)):
+        rows = [x[layer].transpose(0, 1)[None] for x in (made.key, made.value)]  # [1, H, N, D]
+        key, value = aligner.repaired(weights, layer, rows[0], rows[1], *places)
+        keys.append(key[0].transpose(0, 1))
+        values.append(value[0].transpose(0, 1))
+    return torch.stack(keys), torch.stack(values)
+
+
+def _bar(steps: Iterable[int], done: int, total: int) -> Any:
+    try:
+        from tqdm import tqdm
+    except ModuleNotFoundError as error:
+        raise AlignerError("training shows its progress with tqdm: pip install 'kvpass[align]'") from error
+    return tqdm(steps, initial=done, total=total, unit="step", desc="align", mininterval=2, dynamic_ncols=True)

@@ -1,0 +1,267 @@
+"""The command `kvpass`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvpass.errors import KVPassError
+
+KV_DTYPES = (
+    "int8",
+    "int4",
+    "int8-hadamard",
+    "int4-hadamard",
+)  # as in kvpass.lowering.formats, which is not imported yet
+DEMO_PARTS = (
+    "recall",
+    "stream",
+    "documents",
+    "completions",
+)  # as in kvpass.apps.demo.settings, which is not imported yet
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return the exit status: 2 for a wrong call, 1 if `doctor` finds that something is missing."""
+    whole = parser()
+    parsed, rest = whole.parse_known_args(arguments)
+    if rest and parsed.command != "lm-eval":
+        whole.error(f"unrecognized arguments: {' '.join(rest)}")
+    parsed.rest = rest
+    try:
+        status: int | None = parsed.run(parsed)
+    except KVPassError as error:
+        print(f"kvpass: {error}", file=sys.stderr)
+        return 2
+    return status or 0
+
+
+def parser() -> argparse.ArgumentParser:
+    whole = argparse.ArgumentParser(prog="kvpass", description="Bounded KV caches through torch.compile.")
+    commands = whole.add_subparsers(dest="command", required=True)
+    job = commands.add_parser(
+        "demo",
+        help="recall, perplexity, speed and memory of every policy on real text",
+        description="Streams text through a model under each policy, and writes tables and pictures.",
+    )
+    shown = " (default: %(default)s)"
+    job.add_argument("--model", metavar="NAME_OR_PATH", help="a Hugging Face causal model (default: the bundled one)")
+    job.add_argument("--policy", metavar="P", nargs="+", default=[], help="policies to run (default: all of them)")
+    job.add_argument("--part", nargs="+", choices=DEMO_PARTS, default=[], help="what to do (default: all)")
+    job.add_argument("--budget", metavar="N", type=at_least(1), default=256, help="tokens kept" + shown)
+    job.add_argument("--text", metavar="FILE", type=Path, help="UTF-8 text (default: standard-library source)")
+    job.add_argument("--aligner", metavar="FILE", type=Path, help="for kv_align (default: that of the bundled model)")
+    job.add_argument("--out", metavar="DIR", type=Path, default=Path("out"), help="where results go" + shown)
+    job.add_argument(
+        "--planted", metavar="N", type=at_least(8), default=2048, help="tokens of a text with pairs" + shown
+    )
+    job.add_argument("--documents", metavar="N", type=at_least(1), default=4, help="documents, one batch" + shown)
+    job.add_argument("--length", metavar="N", type=at_least(8), default=1024, help="tokens of each document" + shown)
+    job.add_argument("--stream", metavar="N", type=at_least(8), default=4096, help="tokens of the long stream" + shown)
+    job.add_argument("--threads", metavar="N", type=at_least(1), help="threads of torch (default: its own choice)")
+    job.add_argument("--jobs", metavar="N", type=at_least(1), default=1, help="policies at a time" + shown)
+    job.add_argument("--kv-dtype", choices=KV_DTYPES, help="of stored keys and values (default: the model's)")
+    job.set_defaults(run=demo)
+    _add_align(commands)
+    _add_eval(commands)
+    harness = commands.add_parser(
+        "lm-eval",
+        help="lm-evaluation-harness with bounded caches: its own command, with the model kvpass",
+        add_help=False,  # all that follows is the harness's
+    )
+    harness.set_defaults(run=lm_eval)
+    check = commands.add_parser(
+        "doctor",
+        help="what this installation lacks: versions, the C++ compiler, names of torch",
+        description="Checks the versions, the C++ compiler and each name of torch that kvpass relies on.  The exit "
+        "status is 1 if something is missing.",
+    )
+    check.set_defaults(run=doctor)
+    return whole
+
+
+def _add_align(commands: Any) -> None:
+    jobs = commands.add_parser("align", help="networks for the policy kv_align").add_subparsers(
+        dest="job", required=True
+    )
+    job = jobs.add_parser(
+        "train",
+        help="train an aligner for a model",
+        description="Trains the networks that repair keys and values for the policy kv_align.  A run that was "
+        "stopped goes on from its last checkpoint, which lies beside the result until it is finished.",
+    )
+    shown = " (default: %(default)s)"
+    job.add_argument("--model", metavar="NAME_OR_PATH", required=True, help="a Hugging Face causal model")
+    job.add_argument("--text", metavar="FILE", type=Path, help="UTF-8 text (default: standard-library source)")
+    job.add_argument("--window", metavar="M", type=at_least(6), default=255, help="largest budget" + shown)
+    job.add_argument("--out", metavar="FILE", type=Path, required=True, help="the safetensors file to write")
+    job.add_argument("--recipe", choices=["direct", "paper"], default="direct", help="see the policy's page" + shown)
+    job.add_argument("--every", metavar="N", type=at_least(1), default=1, help="for paper: tokens that go at once")
+    job.add_argument("--steps", metavar="N", type=at_least(1), default=1000, help="of the optimiser" + shown)
+    job.add_argument("--tokens", metavar="N", type=at_least(1), default=1024, help="of each step" + shown)
+    job.add_argument("--rate", metavar="X", type=float, default=2e-3, help="the highest learning rate" + shown)
+    sizes: dict[str, Any] = dict(metavar=("N", "M"), nargs=2, type=at_least(1))
+    job.add_argument("--hidden", **sizes, help="sizes of the hidden layers (default: 96 96; paper, of keys: 256 64)")
+    job.add_argument("--hidden-values", **sizes, help="for paper, of values (default: --hidden, or else 64 128)")
+    job.add_argument("--seed", metavar="N", type=int, default=0, help="of weights and windows" + shown)
+    job.add_argument("--dtype", choices=["float32", "float16"], default="float32", help="of the file" + shown)
+    job.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: a GPU where there is one)")
+    job.add_argument("--threads", metavar="N", type=at_least(1), help="threads of torch (default: its own choice)")
+    job.set_defaults(run=align)
+
+
+MEASURES = ("perplexity", "stream", "passkey", "needle", "recall", "speed")
+
+
+def _add_eval(commands: Any) -> None:
+    job = commands.add_parser(
+        "eval",
+        help="perplexity, retrieval and speed under policies and budgets, on any checkpoint",
+        description="ShapeKey each policy under each budget and writes JSON, Markdown and plots.  What the folder has "
+        "already is not measured again.",
+    )
+    shown = " (default: %(default)s)"
+    job.add_argument("--model", metavar="NAME_OR_PATH", help="a Hugging Face causal model (default: the bundled one)")
+    job.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ..." + shown)
+    job.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="float32", help=shown[1:])
+    job.add_argument(
+        "--policy", metavar="P", nargs="+", default=["full", "streaming", "h2o"],
+        help="NAME or NAME:OPTION=VALUE,..." + shown,
+    )  # fmt: skip
+    job.add_argument(
+        "--budget", metavar="N", type=_budget, nargs="+", default=[256], help="tokens, or a share of the prompt" + shown
+    )
+    job.add_argument("--prefill", choices=["whole", "chunk", "token"], default="token", help="how texts go in" + shown)
+    job.add_argument("--chunk", metavar="N", type=at_least(2), default=512, help="for --prefill chunk" + shown)
+    job.add_argument("--measure", choices=MEASURES, nargs="+", default=["perplexity"], help="what to measure" + shown)
+    job.add_argument("--text", metavar="FILE", type=Path, nargs="+", default=[], help="UTF-8 (default: Python source)")
+    job.add_argument("--tokens", metavar="N", type=at_least(4), default=2048, help="of a file; of a stream" + shown)
+    job.add_argument("--restart", metavar="N", type=int, default=0, help="empty a stream's cache after N tokens")
+    job.add_argument(
+        "--length", metavar="N", type=at_least(8), nargs="+", default=[1024],
+        help="tokens of prompts; speed is that of the longest" + shown,
+    )  # fmt: skip
+    job.add_argument(
+        "--depth", metavar="X", type=float, nargs="+", default=[0, 0.25, 0.5, 0.75, 1], help="0 (first) to 1" + shown
+    )
+    job.add_argument(
+        "--distance", metavar="N", type=at_least(1), nargs="+", default=[32, 64, 128, 256, 512, 1024],
+        help="of recall, in tokens" + shown,
+    )  # fmt: skip
+    job.add_argument("--trials", metavar="N", type=at_least(1), default=4, help="prompts of each kind" + shown)
+    job.add_argument("--rows", metavar="N", type=at_least(1), default=1, help="files or prompts in a batch" + shown)
+    job.add_argument("--seed", metavar="N", type=int, default=0, help="of what is planted" + shown)
+    job.add_argument("--kv-dtype", choices=KV_DTYPES, help="of stored keys and values (default: the model's)")
+    job.add_argument("--inner", default="inductor", help="what compiles: inductor, eager, ..." + shown)
+    job.add_argument("--threads", metavar="N", type=at_least(1), help="threads of torch (default: its own choice)")
+    job.add_argument("--out", metavar="DIR", type=Path, default=Path("out/eval"), help="where results go" + shown)
+    job.set_defaults(run=evaluate)
+
+
+def _budget(text: str) -> int | float:
+    """A converter for argparse that takes whole numbers from 1 on, and shares."""
+    if text.isdigit():
+        return at_least(1)(text)
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of tokens nor a share above 0 and up to 1")
+    return share
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """A converter for argparse that takes whole numbers from `least` on."""
+
+    def convert(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        if number < least:
+            raise argparse.ArgumentTypeError(f"{text} is less than {least}")
+        return number
+
+    return convert
+
+
+def doctor(parsed: argparse.Namespace) -> int:
+    """Print what was found of this installation; return 1 if something is missing."""
+    from kvpass.diagnostics.doctor import examined
+
+    found = examined()
+    print(*found, sep="\n")
+    return int(any(finding.missing for finding in found))
+
+
+def demo(parsed: argparse.Namespace) -> None:
+    """The main job; its imports are heavy and need the extra `demo`."""
+    try:
+        from kvpass.apps.demo import run
+        from kvpass.apps.demo.settings import DemoSettings
+    except ModuleNotFoundError as error:
+        raise KVPassError(f"the demo needs {error.name}: pip install 'kvpass[demo]'") from error
+    run.main(
+        DemoSettings(
+            model=parsed.model,
+            policies=tuple(parsed.policy),
+            parts=tuple(parsed.part),
+            budget=parsed.budget,
+            text=parsed.text,
+            aligner=parsed.aligner,
+            out=parsed.out,
+            planted=parsed.planted,
+            documents=parsed.documents,
+            length=parsed.length,
+            stream=parsed.stream,
+            threads=parsed.threads,
+            jobs=parsed.jobs,
+            kv_dtype=parsed.kv_dtype,
+        )
+    )
+
+
+def evaluate(parsed: argparse.Namespace) -> None:
+    """ShapeKey; they need transformers and tqdm."""
+    try:
+        from kvpass.apps.evaluation import command
+    except ModuleNotFoundError as error:
+        raise KVPassError(f"evaluation needs {error.name}: pip install 'kvpass[demo]'") from error
+    command.main(parsed)
+
+
+def lm_eval(parsed: argparse.Namespace) -> None:
+    """The command of lm-evaluation-harness; needs the extra `eval`."""
+    try:
+        from kvpass.apps.evaluation import harness
+    except ModuleNotFoundError as error:
+        raise KVPassError(f"lm-evaluation-harness needs {error.name}: pip install 'kvpass[eval]'") from error
+    harness.run(parsed.rest)
+
+
+def align(parsed: argparse.Namespace) -> None:
+    """Train an aligner; needs the extra `align`."""
+    try:
+        from kvpass.apps.align import command
+    except ModuleNotFoundError as error:
+        raise KVPassError(f"training an aligner needs {error.name}: pip install 'kvpass[align]'") from error
+    settings = command.TrainingSettings(
+        window=parsed.window,
+        recipe=parsed.recipe,
+        every=parsed.every,
+        steps=parsed.steps,
+        tokens=parsed.tokens,
+        rate=parsed.rate,
+        hidden=parsed.hidden and tuple(parsed.hidden),
+        hidden_values=parsed.hidden_values and tuple(parsed.hidden_values),
+        seed=parsed.seed,
+    )
+    command.train(parsed.model, parsed.text, parsed.out, settings, parsed.dtype, parsed.threads, parsed.device)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

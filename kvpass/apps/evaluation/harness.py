@@ -1,0 +1,217 @@
+"""kvpass as a model of lm-evaluation-harness: `kvpass lm-eval --model kvpass --model_args ... --tasks ...`.
+
+The harness's own Hugging Face model loads, tokenises and cuts texts to length; what it would ask of the model goes
+through `DecodeLoop` and `score` instead, so under the policy `full` both give the same.  The harness looks for no
+plugins: in Python call `register`, or hand an instance of `BoundedLM` to `lm_eval.simple_evaluate`.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from lm_eval.__main__ import cli_evaluate
+from lm_eval.api.registry import model_registry
+from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils import Collator
+from torch import Tensor
+from tqdm import tqdm
+
+from kvpass import policies
+from kvpass.apps.evaluation.scoring import FEEDS, Feed, ScoringBatch, score
+from kvpass.backend import Inner, Positions
+from kvpass.decoding.loop import DecodeLoop
+from kvpass.lowering.formats import KVDtype
+from kvpass.policies.base import require
+
+NAME = "kvpass"
+NO_CHANGE: dict[str, object] = {"num_beams": 1, "repetition_penalty": 1.0, "use_cache": True, "min_p": 0.0}
+"""Settings of `generate` that tasks write down although they say nothing."""
+
+Request = tuple[Any, list[int], list[int]]  # what the harness calls it, the context, the continuation
+
+
+def register() -> None:
+    """Make the harness know the model by its name."""
+    model_registry.register(NAME, target=BoundedLM)
+
+
+def run(arguments: Sequence[str]) -> None:
+    """The harness's own command, with `kvpass` among its models and `--model kvpass` unless another is asked for."""
+    register()
+    named = any(argument.partition("=")[0] in ("--model", "-M") for argument in arguments)
+    sys.argv = ["lm_eval", *([] if arguments[:1] == ["run"] else ["run"]), *arguments]
+    sys.argv += [] if named else ["--model", NAME]
+    cli_evaluate()
+
+
+class BoundedLM(HFLM):  # type: ignore[misc]
+    """A Hugging Face causal model that decodes and scores with a bounded cache.
+
+    >>> lm_eval.simple_evaluate(BoundedLM("gpt2", policy="h2o", budget=256, device="cpu"), tasks=["lambada_openai"])
+    """
+
+    def __init__(
+        self,
+        pretrained: Any,
+        policy: str = "full",
+        budget: int | float | None = None,
+        kv_dtype: KVDtype | None = None,
+        positions: Positions | None = None,
+        prefill_chunk: int | None = None,
+        scoring: Feed | str = "token",
+        inner: Inner = "inductor",
+        device: str | None = None,
+        **harness: Any,
+    ) -> None:
+        """
+        Args:
+            pretrained: a name or folder of a causal model, or the model itself with `tokenizer=`.
+            policy: its name, with options after colons: `cascade:cascades=8:sinks=4` (`kvpass.policies.parse`).
+            budget, kv_dtype, positions, inner: see `kvpass.backend`.
+            prefill_chunk: contexts go in so many tokens at a time, see `kvpass.prefill`; None for whole ones.
+            scoring: how log-likelihoods are found: "token" and "chunk" feed continuations to a bounded cache, see
+                `kvpass.apps.evaluation.scoring.score`; "full" is one forward without kvpass.
+            device: a GPU where there is one, else the CPU.
+            harness: the other arguments of the harness's model: `dtype`, `batch_size`, `max_length`, `tokenizer`, ...
+
+        Raises:
+            PolicyError: an option that cannot be.
+            BudgetError: a budget that the policy cannot work with, or a share of the prompt beside prefill_chunk.
+        """
+        known = ("full", *(feed for feed in FEEDS if feed != "whole"))
+        require(scoring in known, "scoring", scoring, f"is one of {', '.join(known)}")
+        require(scoring != "chunk" or prefill_chunk is not None, "prefill_chunk", None, "is needed for scoring=chunk")
+        require(not harness.get("parallelize"), "parallelize", True, "is not supported: a loop is on one device")
+        self._loop = functools.partial(
+            DecodeLoop,
+            policy=policies.parse(policy),
+            budget=budget,
+            kv_dtype=kv_dtype,
+            positions=positions,
+            prefill_chunk=prefill_chunk,
+            inner=inner,
+            every=8,
+        )
+        self._chunk, self._scoring = prefill_chunk, scoring
+        self._loops: dict[tuple[Any, ...], DecodeLoop] = {}
+        super().__init__(pretrained, device=device or ("cuda" if torch.cuda.is_available() else "cpu"), **harness)
+        require(self.backend == "causal", "backend", self.backend, "is 'causal': there is one cache to bound")
+        self.loop()  # refuses its settings before a task is prepared
+
+    def loop(self, temperature: float = 0.0, top_k: int | None = None, top_p: float | None = None) -> DecodeLoop:
+        """The loop that samples so; all of them share what was compiled."""
+        how = (temperature, top_k, top_p)
+        if how not in self._loops:
+            self._loops[how] = self._loop(
+                self.model,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                stop=self._stop_tokens(),
+                pad=self.tokenizer.pad_token_id,
+            )
+        return self._loops[how]
+
+    def _stop_tokens(self) -> list[int]:
+        """Those of the tokenizer and of the model's generation config."""
+        told = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
+        ends = told if isinstance(told, list) else [told]
+        return sorted({token for token in (self.eot_token_id, *ends) if token is not None})
+
+    def _model_generate(
+        self, context: Tensor, max_length: int, stop: list[str], *, attention_mask: Tensor, **how: Any
+    ) -> Tensor:
+        """What the harness calls in the place of `model.generate`.
+
+        Args:
+            context, attention_mask: int64 [B, T], padded on the left.
+            max_length: T and the tokens to make.
+            stop: texts that end a row.
+            how: `do_sample`, `temperature`, `top_k`, `top_p`, and what changes nothing.
+
+        Returns:
+            int64 [B, T + n], up to the token with which the last row came to an end.
+
+        Raises:
+            PolicyError: another setting of `generate`.
+        """
+        loop = self.loop(**_sampling(how))
+        loop.state = None  # a new conversation
+        loop.prompt(context, attention_mask)
+        ends = _Ends(self.tokenizer, stop, loop.stop.tolist(), len(context))
+        made = list(ends.until_all(loop.stream(max_length - context.shape[1])))
+        return torch.cat([context.cpu(), *(column[:, None] for column in made)], 1)
+
+    def _loglikelihood_tokens(
+        self, requests: list[Request], disable_tqdm: bool = False, override_bs: int | None = None
+    ) -> list[tuple[float, bool]]:
+        """For each request the log-likelihood of its continuation, and whether greedy decoding would say just this."""
+        if self._scoring == "full" or not requests:
+            given = {} if override_bs is None else {"override_bs": override_bs}
+            return cast("list[tuple[float, bool]]", super()._loglikelihood_tokens(requests, disable_tqdm, **given))
+        order = Collator(requests, sort_fn=lambda request: (-len(request[1]) - len(request[2]), request[1]))
+        found: list[tuple[float, bool]] = []
+        with tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="log-likelihoods") as bar:
+            for batch in order.get_batched(n=override_bs or self._rows(requests)):
+                found += self._scored(batch)
+                bar.update(len(batch))
+        return cast("list[tuple[float, bool]]", order.get_original(found))
+
+    def _rows(self, requests: list[Request]) -> int:
+        """Of a batch; those of `auto` are found with whole forwards of the longest text, which take more memory."""
+        return cast(int, self._detect_batch_size() if self.batch_size == "auto" else self.batch_size)
+
+    def _scored(self, requests: list[Request]) -> list[tuple[float, bool]]:
+        cut = [self._fitting(context, continuation) for _, context, continuation in requests]
+        batch = ScoringBatch.of([context for context, _ in cut], [continuation for _, continuation in cut], self.device)
+        answers = score(self.loop().caller, batch, self._chunk, cast(Feed, self._scoring)).rows()
+        for (name, _, _), answer in zip(requests, answers, strict=True):
+            if name is not None:  # windows of a text have none
+                self.cache_hook.add_partial("loglikelihood", name, answer)
+        return answers
+
+    def _fitting(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
+        """The end of both that the model has positions for; its last token is never fed."""
+        limit = self.max_length + 1
+        require(0 < len(continuation) < limit, "continuation", len(continuation), f"has 1 to {limit - 1} tokens")
+        return context[-(limit - len(continuation)) :], continuation
+
+
+class _Ends:
+    """Which rows have said one of the texts, or one of the tokens, that end them."""
+
+    def __init__(self, tokenizer: Any, texts: list[str], tokens: list[int], rows: int) -> None:
+        self.tokenizer, self.texts, self.tokens = tokenizer, texts, tokens
+        # A text may begin within a token and end within another.
+        lengths = [len(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+        self.behind = max(lengths, default=0) + 2
+        self.said: list[list[int]] = [[] for _ in range(rows)]
+        self.over = [False] * rows
+
+    def until_all(self, columns: Iterator[Tensor]) -> Iterator[Tensor]:
+        """The columns int64 [B] up to that with which the last row has ended."""
+        for column in columns:
+            yield column
+            for row, token in enumerate(column.tolist()):
+                self.said[row].append(token)
+                self.over[row] = self.over[row] or self._ends(self.said[row])
+            if all(self.over):
+                return
+
+    def _ends(self, said: list[int]) -> bool:
+        recent = self.tokenizer.decode(said[-self.behind :])
+        return said[-1] in self.tokens or any(text in recent for text in self.texts)
+
+
+def _sampling(how: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a loop from those of `generate`."""
+    left = {name: value for name, value in how.items() if name not in ("do_sample", "temperature", "top_k", "top_p")}
+    for name, value in left.items():
+        require(value is None or NO_CHANGE.get(name) == value, name, value, "is not something that a DecodeLoop does")
+    if not how.get("do_sample"):
+        return {}
+    return {name: how[name] for name in ("temperature", "top_k", "top_p") if how.get(name) is not None}

@@ -1,0 +1,84 @@
+"""Results as Markdown and as pictures."""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvpass.apps.evaluation.results import Result
+from kvpass.apps.evaluation.session import Measure, Row
+from kvpass.apps.evaluation.tables import markdown
+
+
+def write(folder: Path, measures: Sequence[Measure], results: Sequence[Result]) -> str:
+    """`results.md`, and a picture for each measure if matplotlib is there; returns the Markdown."""
+    parts = [section(measure, results) for measure in measures]
+    text = "\n\n".join(part for part in parts if part) + "\n"
+    (folder / "results.md").write_text(text, encoding="utf-8")
+    if importlib.util.find_spec("matplotlib") is not None:
+        draw(folder, measures, results)
+    return text
+
+
+def section(measure: Measure, results: Sequence[Result]) -> str:
+    """A heading, a table with a line for each policy and budget, and the refusals."""
+    mine = _of(measure, results)
+    if not mine:
+        return ""
+    lines: list[Row] = [
+        {"policy": result.key["policy"], "budget": result.key["budget"], **result.columns}
+        for result in mine
+        if result.error is None
+    ]
+    refused = "".join(f"\n\n{result.label}: {result.error}" for result in mine if result.error is not None)
+    return f"## {measure.name}\n\n{about(mine[0].key)}\n\n{markdown(lines) if lines else 'Nothing ran.'}{refused}"
+
+
+def about(key: Mapping[str, Any]) -> str:
+    """How it was measured, in a line."""
+    fed = f"chunks of {key['chunk']}" if key["prefill"] == "chunk" else key["prefill"]
+    fields = ", ".join(f"{name} {_listed(value)}" for name, value in key["settings"].items())
+    stored = f", rows in {key['kv_dtype']}" if key["kv_dtype"] else ""
+    return (
+        f"{key['model'] or 'the bundled model'}, {key['dtype']} on {key['device']}{stored}; prefill: {fed}; {fields}."
+    )
+
+
+def _listed(value: Any) -> str:
+    return "/".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def draw(folder: Path, measures: Sequence[Measure], results: Sequence[Result]) -> None:
+    """A line for each policy and budget; where that would be a point, one for each policy over the budgets."""
+    from kvpass.apps.evaluation import plots  # needs matplotlib
+
+    for measure in measures:
+        found = lines(measure, [result for result in _of(measure, results) if result.error is None])
+        if any(len(points) > 1 for points in found.values()):
+            figure = plots.lines({measure.name: found}, measure.across, measure.up)
+            figure.savefig(folder / f"{measure.name}.png", dpi=90)
+
+
+def lines(measure: Measure, results: Sequence[Result]) -> dict[str, list[tuple[float, float]]]:
+    """Points by what is to stand in the legend; a policy without a budget is level."""
+    if measure.across != "budget":
+        return {result.label: list(_points(measure, result.rows)) for result in results}
+    budgets = sorted({result.key["budget"] for result in results if result.key["budget"] is not None})
+    found: dict[str, list[tuple[float, float]]] = {}
+    for result in results:
+        spent = [result.key["budget"]] if result.key["budget"] is not None else budgets
+        found.setdefault(result.key["policy"], []).extend((budget, result.columns[measure.up]) for budget in spent)
+    return found
+
+
+def _points(measure: Measure, rows: Sequence[Row]) -> Iterator[tuple[float, float]]:
+    """The mean of all rows at a place."""
+    for place in sorted({row[measure.across] for row in rows}):
+        yield place, statistics.fmean(row[measure.up] for row in rows if row[measure.across] == place)
+
+
+def _of(measure: Measure, results: Sequence[Result]) -> list[Result]:
+    return [result for result in results if result.key["measure"] == measure.name]

@@ -1,0 +1,116 @@
+"""`kvpass eval`: every measure under every policy and budget, each once."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from kvpass import policies
+from kvpass.apps import corpus, dynamo_counters
+from kvpass.apps.demo.job import unless_refused
+from kvpass.apps.evaluation import report
+from kvpass.apps.evaluation.results import Result, Results
+from kvpass.apps.evaluation.session import Measure, Row, Session
+from kvpass.apps.evaluation.settings import Budget, Case, EvaluationSettings, cases
+from kvpass.apps.models import LoadedModel, load, read_texts
+from kvpass.decoding.loop import DecodeLoop
+from kvpass.errors import KVPassError
+from kvpass.policies import Policy
+
+Tick = Callable[[int], object]
+
+
+def main(settings: EvaluationSettings) -> None:
+    """Measure what the folder does not have yet, write it down, and print the tables.
+
+    Raises:
+        KVPassError: a policy, the model, a text or the folder is not what it should be.
+    """
+    asked = list(cases(settings))
+    results = Results(settings.out)
+    texts = read(settings)
+    digest = hashlib.sha256("".join(texts.values()).encode()).hexdigest()[:16]
+    keys = [case.key(settings, digest) for case in asked]
+    todo = [(case, key) for case, key in zip(asked, keys, strict=True) if results.of(key) is None]
+    if todo:
+        subject = load(settings.model, _dtype(settings.dtype), settings.device)
+        encoded = dict(zip(texts, subject.encode(list(texts.values())), strict=True))
+        for case, rows in _measured(settings, subject, encoded, [case for case, _ in todo]):
+            results.add(_result(case, case.key(settings, digest), rows))
+    mine = [result for key in keys for result in results.all if result.key == key]
+    print(report.write(settings.out, settings.measures, mine), end="")
+
+
+def read(settings: EvaluationSettings) -> dict[str, str]:
+    """The texts by the names of their files.
+
+    Raises:
+        KVPassError: a file is no UTF-8 text.
+    """
+    paths = settings.texts or tuple(corpus.held_out_files())
+    found = {str(path): text for path in paths for text in read_texts(path)}
+    # The standard library lies elsewhere on each machine.
+    return found if settings.texts else {Path(path).name: text for path, text in found.items()}
+
+
+def _dtype(name: str) -> torch.dtype | str:
+    known: torch.dtype | str = name if name == "auto" else getattr(torch, name)
+    return known
+
+
+def _measured(
+    settings: EvaluationSettings, subject: LoadedModel, texts: dict[str, list[int]], todo: list[Case]
+) -> Iterator[tuple[Case, list[Row] | KVPassError]]:
+    """Each case with its rows, or why it was refused, on a bar of cases and one of tokens."""
+    with tqdm(total=len(todo), unit="case", dynamic_ncols=True) as bar:
+        for (policy, slots), group in groupby(todo, _held):
+            dynamo_counters.forget_compiled_code()
+            loop = unless_refused(partial(_loop, settings, subject, policy, slots))
+            for case in group:
+                name = f"{case.measure.name}: {case.policy} {case.budget or ''}".rstrip()
+                with tqdm(unit="token", desc=name, leave=False, dynamic_ncols=True) as tokens:
+                    yield case, _rows(settings, subject, texts, case.measure, loop, tokens.update)
+                bar.update()
+
+
+def _held(case: Case) -> tuple[Policy, Budget | None]:
+    """What a loop is for."""
+    policy = policies.parse(case.policy)
+    return policy, case.slots(policy)
+
+
+def _loop(settings: EvaluationSettings, subject: LoadedModel, policy: Policy, slots: Budget | None) -> DecodeLoop:
+    return DecodeLoop(
+        subject.model,
+        policy,
+        budget=slots,
+        kv_dtype=settings.kv_dtype,
+        inner=settings.inner,
+        prefill_chunk=settings.chunked,
+    )
+
+
+def _rows(
+    settings: EvaluationSettings,
+    subject: LoadedModel,
+    texts: dict[str, list[int]],
+    measure: Measure,
+    loop: DecodeLoop | KVPassError,
+    tick: Tick,
+) -> list[Row] | KVPassError:
+    if isinstance(loop, KVPassError):
+        return loop
+    session = Session(subject, loop, texts, settings.prefill, settings.chunked, tick)
+    return unless_refused(lambda: list(measure.rows(session)))
+
+
+def _result(case: Case, key: Row, rows: list[Row] | KVPassError) -> Result:
+    if isinstance(rows, KVPassError):
+        return Result(key, [], {}, str(rows))
+    return Result(key, rows, case.measure.columns(rows))

@@ -1,0 +1,96 @@
+"""What `kvpass eval` is asked to do."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from kvpass import policies
+from kvpass.apps.evaluation.scoring import Feed
+from kvpass.apps.evaluation.session import Measure
+from kvpass.lowering.formats import KVDtype
+from kvpass.policies import Policy
+
+Budget = int | float
+MOST_ROOM = 16_384  # slots that are made before they are needed, which saves compiling each time they double
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationSettings:
+    """Every measure is made under every policy and budget.
+
+    Attributes:
+        measures: what to measure.
+        policies: names, with options if wanted, as `kvpass.policies.parse` reads them.
+        budgets: tokens kept, or shares of the prompt.
+        prefill: how prompts and texts go in: "whole", in chunks of `chunk`, or token by token.
+        model: name or path for transformers; None is the bundled model.
+        device, dtype: where the model is, and of what numbers; "auto" are those of the checkpoint.
+        texts: UTF-8 files; none are the held-out part of the standard library.
+        kv_dtype: how keys and values are stored.
+        inner: what compiles the rewritten graphs.
+        out: the folder for results.
+    """
+
+    measures: tuple[Measure, ...]
+    policies: tuple[str, ...]
+    budgets: tuple[Budget, ...]
+    prefill: Feed = "token"
+    chunk: int = 512
+    model: str | None = None
+    device: str = "cpu"
+    dtype: str = "float32"
+    texts: tuple[Path, ...] = ()
+    kv_dtype: KVDtype | None = None
+    inner: str = "inductor"
+    out: Path = Path("out/eval")
+
+    @property
+    def chunked(self) -> int | None:
+        """Tokens that go in together, None for all."""
+        return {"whole": None, "chunk": self.chunk, "token": 1}[self.prefill]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One measure under one policy and budget, which is None for a policy that evicts nothing."""
+
+    measure: Measure
+    policy: str
+    budget: Budget | None
+
+    def slots(self, policy: Policy) -> Budget | None:
+        """The nearest budget that the policy can have; for one that evicts nothing room for all, or None to grow."""
+        if self.budget is None:
+            return self.measure.room if self.measure.room <= MOST_ROOM else None
+        return policy.fitting_budget(self.budget) if isinstance(self.budget, int) else self.budget
+
+    def key(self, settings: EvaluationSettings, texts: str) -> dict[str, Any]:
+        """All that a result depends on beside the machine: an equal key is the same measurement.
+
+        Args:
+            texts: a digest of the texts.
+        """
+        names = ("prefill", "model", "device", "dtype", "kv_dtype", "inner")
+        read = {name: getattr(settings, name) for name in names}
+        fields: dict[str, Any] = dataclasses.asdict(self.measure)  # type: ignore[call-overload]
+        fields = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
+        case = {"measure": self.measure.name, "policy": self.policy, "budget": self.budget}
+        return {**case, **read, "chunk": settings.chunked, "texts": texts, "settings": fields}
+
+
+def cases(settings: EvaluationSettings) -> Iterator[Case]:
+    """All of them, budget by budget, as measures of the same one share what is compiled.
+
+    A policy that evicts nothing has one case for all budgets.
+
+    Raises:
+        PolicyError: there is no such policy or option.
+    """
+    evicting = {text: policies.parse(text).evicts for text in settings.policies}
+    for policy, evicts in evicting.items():
+        for budget in settings.budgets if evicts else (None,):
+            for measure in settings.measures:
+                yield Case(measure, policy, budget)

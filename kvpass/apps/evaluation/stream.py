@@ -1,0 +1,71 @@
+"""Perplexity along one unbroken stream of all files."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
+
+from kvpass.apps import corpus
+from kvpass.apps.evaluation.perplexity import exponential
+from kvpass.apps.evaluation.session import Row, Session
+from kvpass.errors import PolicyError
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamMeasure:
+    """The files one after the other on one cache, by parts of the stream.
+
+    Attributes:
+        tokens: of the stream.
+        restart: after so many tokens the cache is emptied and the stream goes on with the token that begins a text,
+            which is what a full cache has to do at the end of its range; 0 for never.
+        parts: pieces of equal length, each with its perplexity.
+    """
+
+    tokens: int = 4096
+    restart: int = 0
+    parts: int = 16
+    name: ClassVar[str] = "stream"
+    across: ClassVar[str] = "tokens"
+    up: ClassVar[str] = "perplexity"
+
+    @property
+    def room(self) -> int:
+        return self.restart or self.tokens
+
+    def rows(self, session: Session) -> Iterator[Row]:
+        """A row for each part: tokens up to its end, and its perplexity.
+
+        Raises:
+            PolicyError: a whole prompt, as a stream is none.
+            KVPassError: the texts are too short.
+        """
+        if session.feed == "whole":
+            raise PolicyError("prefill='whole': a stream is no prompt; use 'chunk' or 'token'")
+        first = session.subject.bos
+        ids = corpus.unbroken(list(session.texts.values()), self.tokens, first)[1:]
+        step = (self.restart or self.tokens) - 1
+        losses: list[float] = []
+        for start in range(0, len(ids), step):
+            found = session.score([[first]], [ids[start : start + step]])
+            losses += (-found.log_likelihoods[0]).tolist()
+        size = -(-len(losses) // self.parts)
+        for start in range(0, len(losses), size):
+            part = losses[start : start + size]
+            yield {"tokens": start + len(part) + 1, "perplexity": exponential(part), "scored": len(part)}
+
+    def columns(self, rows: Sequence[Row]) -> Row:
+        """All of it, and its first and its last quarter."""
+        quarter = max(1, len(rows) // 4)
+        return {
+            "perplexity": _joined(rows),
+            "first quarter": _joined(rows[:quarter]),
+            "last quarter": _joined(rows[-quarter:]),
+        }
+
+
+def _joined(rows: Sequence[Row]) -> float:
+    """The perplexity of parts together."""
+    return exponential([math.log(row["perplexity"]) for row in rows for _ in range(row["scored"])])

@@ -1,0 +1,112 @@
+"""The model and the text that the demo looks at."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from kvpass.apps import checkpoint, corpus
+from kvpass.errors import KVPassError
+
+BUNDLED = Path(__file__).parents[2] / "examples" / "models" / "tiny-llama"
+MEMORY = BUNDLED.with_name("tiny-recall")
+ALIGNER = BUNDLED.with_name("tiny-llama-align") / "direct.safetensors"
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedModel:
+    """A causal language model with its tokenizer.
+
+    Attributes:
+        name: as it was asked for.
+        trained: positions that it was trained on, None if its configuration does not say.
+        tabled: positions come from a table, so that there is nothing beyond `trained`.
+    """
+
+    name: str
+    model: Any
+    tokenizer: Any
+    trained: int | None
+    tabled: bool
+
+    @property
+    def bos(self) -> int:
+        """The token that introduces a document."""
+        first = self.tokenizer.bos_token_id
+        token: int | None = self.tokenizer.eos_token_id if first is None else first
+        if token is None:
+            raise KVPassError(f"the tokenizer of {self.name} has neither a first nor an end-of-text token")
+        return token
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        return [self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
+
+
+def load(name: str | None, dtype: torch.dtype | str = torch.float32, device: str = "cpu") -> LoadedModel:
+    """A model by name or path; the bundled one by default, and the packaged one by its name (`kvpass.apps.checkpoint`).
+
+    Args:
+        dtype: of its weights; "auto" for that of the checkpoint.
+
+    Raises:
+        KVPassError: there is no such model.
+    """
+    if name is None:
+        return _load(_bundled(BUNDLED, "python examples/train_tiny.py llama"), BUNDLED.name, dtype, device)
+    if name == checkpoint.NAME:
+        return _load(str(checkpoint.folder()), name, dtype, device)
+    return _load(name, name, dtype, device)
+
+
+def load_memory(name: str | None) -> LoadedModel:
+    """The model that is asked what was planted in a text: by default the bundled one that has learnt to recall.
+
+    Raises:
+        KVPassError: there is no such model.
+    """
+    if name is None:
+        return _load(_bundled(MEMORY, "python -m examples.train_recall"), MEMORY.name)
+    return load(name)
+
+
+def _bundled(folder: Path, command: str) -> str:
+    if not (folder / "config.json").is_file():
+        raise KVPassError(
+            f"the bundled model examples/models/{folder.name} is not here: run from a checkout, make it with "
+            f"`{command}`, or choose another with --model NAME_OR_PATH"
+        )
+    return str(folder)
+
+
+def _load(source: str, name: str, dtype: torch.dtype | str = torch.float32, device: str = "cpu") -> LoadedModel:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+    except (OSError, ValueError) as error:
+        raise KVPassError(f"cannot load a language model from {source!r}: {error}") from error
+    trained = getattr(model.config, "max_position_embeddings", None)
+    return LoadedModel(name, model.eval().to(device), tokenizer, trained, has_position_table(model))
+
+
+def has_position_table(model: torch.nn.Module) -> bool:
+    """Whether there is an embedding table beside that of the tokens."""
+    words = model.get_input_embeddings()  # type: ignore[operator]
+    return any(isinstance(module, torch.nn.Embedding) and module is not words for module in model.modules())
+
+
+def read_texts(path: Path | None) -> list[str]:
+    """The text of one file, or the held-out part of the standard library.
+
+    Raises:
+        KVPassError: the file cannot be read as UTF-8 text.
+    """
+    if path is None:
+        return corpus.read(corpus.held_out_files())
+    try:
+        return [path.read_text(encoding="utf-8")]
+    except (OSError, UnicodeDecodeError) as error:
+        raise KVPassError(f"cannot read the text {path}: {error}") from error

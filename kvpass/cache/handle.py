@@ -1,0 +1,515 @@
+"""What the model's own cache object holds after a rewritten forward.
+
+A handle has the shape that the model believes in, [B, Hkv, tokens seen, D], and no data: it is a
+zero-stride view of one NaN that carries the layer's slots.  Whatever the model computes from the cache's
+shape stays right, an uncompiled use of the cache gives NaN and not a plausible answer, and operations
+that people apply to caches between forwards act on the slots or raise `CacheHandleError`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import optree
+import torch
+from torch import Tensor
+
+from kvpass import cache_names
+from kvpass.cache import history
+from kvpass.cache.row_picking import Row
+from kvpass.cache.slots import Layout, Slots
+from kvpass.errors import CacheHandleError
+from kvpass.policies.base import Clock
+from kvpass.torch_private import dynamo, tensor_types
+
+Part = Literal["keys", "values"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Picked:
+    """A conversation whose rows were picked anew for one of K and V; it is there for the other for as long as it lives.
+
+    Attributes:
+        operation, argument: how.
+        seen: the tokens that the conversation had seen then.
+        part: who asked.
+        made: the conversation with other rows.
+    """
+
+    operation: str
+    argument: Any
+    seen: int
+    part: Part
+    made: weakref.ref[LayerCache]
+
+    def serves(self, operation: str, argument: Any, seen: int, part: Part) -> bool:
+        """Whether it is what the other of K and V asks for."""
+        spec = (self.operation, self.seen) == (operation, seen) and self.part != part
+        return spec and _alike(self.argument, argument)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two arguments pick the same rows; lists, slices and tensors by what they hold."""
+    if one is other:
+        return True
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        kinds = [(x.shape, x.dtype, x.device) for x in (one, other)]
+        return kinds[0] == kinds[1] and torch.equal(one, other)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(_alike(a, b) for a, b in zip(one, other, strict=True))
+    return type(one) is type(other) and bool(one == other)
+
+
+def _kept(argument: Any) -> Any:
+    """An argument as it is now: what is in a list may be another thing later."""
+    return [_kept(part) for part in argument] if isinstance(argument, list) else argument
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cropped:
+    """What a conversation became when its last tokens were taken back for one of K and V.
+
+    Attributes:
+        tokens: how many.
+        left: which of K and V has not asked yet.
+        made: the conversation that goes on, on the same slots.
+    """
+
+    tokens: int
+    left: Part | None
+    made: LayerCache
+
+
+class DeferredChecks:
+    """Questions to a GPU whose answers the host looks at once they are there."""
+
+    def __init__(self) -> None:
+        self.spec: list[tuple[torch.cuda.Event, Tensor]] = []
+
+    def add(self, fine: Tensor) -> None:
+        """Ask whether a bool on a GPU is true."""
+        answer = torch.empty((), dtype=torch.bool, pin_memory=True)
+        answer.copy_(fine, non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        self.spec.append((event, answer))
+
+    def settle(self) -> None:
+        """Look at the answers that are there.
+
+        Raises:
+            CacheHandleError: one of them is no.
+        """
+        there = [answer for event, answer in self.spec if event.query()]  # type: ignore[no-untyped-call]
+        self.spec = self.spec[len(there) :]
+        if not all(map(bool, there)):
+            raise CacheHandleError(
+                "the mask says something else of tokens that went before than it said when they came; on a GPU a cache "
+                "cannot follow that: give the whole conversation anew, or leave its mask as it was"
+            )
+
+
+@dataclasses.dataclass
+class LayerCache:
+    """The slots of one layer and one conversation, shared by the handles of K and V.
+
+    Attributes:
+        backend: what made it; another backend refuses to go on with it.
+        number: grows from layer to layer of a conversation, in the order in which a prompt made them, and in copies.
+        layout, slots: the buffers; `slots` is a ReferenceLayer with `inner="reference"`.
+        seen: tokens seen, padding included; the host's copy of `slots.length`.
+        heads: the heads that the model believes to be stored; the layout has one in which all are joined where
+            keys are computed from what is stored.
+        window: how many of the last tokens the model believes to be stored, None for all.
+        limits: the layer's own budget, of each row; empty with `inner="reference"`.
+        clocks: what the host counts for each row, see `Policy.clock`; empty for most policies.
+        interrupted: set while a step runs, so that one that was interrupted is noticed.
+        notes: facts to report, such as an adopted prompt.
+        deferred_checks: what was asked of the device and not waited for.
+        absent: int64 [B, P], the places in the padded sequence of the padding that was left out, -1 after the last.
+        first: int64 [B], the position id of each row's first real token, where keys are rotated by rank; None where
+            that is not known, or is none.
+        angles: what keys at a few positions are rotated with, where that is done by rank; see `RotarySlice.probe`.
+        weights: of what the layer's keys were made.
+        calls: the last ones, as far as they can be taken back.
+        cropped: what took its place when tokens were taken back; it is not gone on with.
+    """
+
+    backend: Any
+    number: int
+    layout: Layout
+    slots: Any
+    seen: int
+    heads: int
+    window: int | None = None
+    limits: tuple[int, ...] = ()
+    clocks: tuple[Any, ...] = ()
+    interrupted: bool = False
+    notes: tuple[str, ...] = ()
+    absent: Tensor = dataclasses.field(default_factory=lambda: torch.empty(0, 0, dtype=torch.int64))
+    first: Tensor | None = None
+    angles: Tensor | None = None
+    deferred_checks: DeferredChecks = dataclasses.field(default_factory=lambda: DeferredChecks())
+    weights: tuple[weakref.ref[Any], ...] = ()
+    calls: history.Calls = ()
+    cropped: _Cropped | None = None
+    _picked: list[_Picked] = dataclasses.field(default_factory=list)
+
+    @property
+    def valid_seen(self) -> Tensor:
+        """int64 [B]: real tokens seen, on the device."""
+        seen: Tensor = self.slots.tensors()[5]  # a reference has none of its own until asked
+        return seen
+
+    @property
+    def stored(self) -> int:
+        """How many tokens the model believes to be stored."""
+        return self.seen if self.window is None else min(self.seen, self.window)
+
+    def handles(self) -> tuple[Handle, Handle]:
+        """The handles of K and V as of now."""
+        joined = self.heads // self.layout.heads
+        key, value = self.layout.key_dim // joined, self.layout.value_dim // joined
+        nothing = _nothing(self.layout)
+        return Handle.of(self, "keys", key, nothing), Handle.of(self, "values", value, nothing)
+
+    def select(self, operation: str, argument: Any, part: Part, apply: Callable[[Tensor], Tensor]) -> LayerCache:
+        """The conversation with its rows picked anew; asked for K and then for V, it is made once.
+
+        StatisticsSpec for the same part again, it is made again: somebody wants a second copy.
+        """
+        self._picked = [picked for picked in self._picked if picked.made() is not None]
+        for index, picked in enumerate(self._picked):
+            made = picked.made()
+            if made is not None and picked.serves(operation, argument, self.seen, part):
+                del self._picked[index]
+                return made
+        made = self.rebuilt(operation, apply)
+        self._picked.append(_Picked(operation, _kept(argument), self.seen, part, weakref.ref(made)))
+        return made
+
+    def crop(self, tokens: int, part: Part) -> LayerCache:
+        """The conversation without its last tokens; asked for K and then for V, it is made once.
+
+        Raises:
+            CacheHandleError: so many cannot be taken back.
+        """
+        done = self.cropped
+        if done is not None and (done.tokens, done.left, done.made.seen) == (tokens, part, self.seen - tokens):
+            self.cropped = dataclasses.replace(done, left=None)
+            return done.made
+        _check_usable(self)
+        history.check(self.calls, tokens, self.backend.crop)
+        made = self._without(tokens)
+        self.cropped, self.calls = _Cropped(tokens, "values" if part == "keys" else "keys", made), ()
+        return made
+
+    def _without(self, tokens: int) -> LayerCache:
+        """The conversation without its last tokens."""
+        cache: LayerCache = self
+        calls = self.calls
+        while tokens:
+            *earlier, last = calls
+            cache, calls = last.before(cache), tuple(earlier)
+            if last.new > tokens and last.again is not None:
+                made: LayerCache = last.again.first(cache, last.new - tokens)
+                return dataclasses.replace(made, calls=(*calls, *made.calls), _picked=[])
+            tokens -= last.new
+        return dataclasses.replace(cache, calls=calls, _picked=[])
+
+    def rebuilt(self, operation: str, apply: Callable[[Tensor], Tensor]) -> LayerCache:
+        """The conversation with `apply` done to each of its batch-first tensors."""
+        if not isinstance(self.slots, Slots):
+            raise CacheHandleError(f"{operation} on a cache that runs with inner='reference'")
+        slots = self.slots.map(apply)
+        batch = slots.key.shape[0]
+        limits, clocks = self._counts_of(batch, apply)
+        return dataclasses.replace(
+            self,
+            layout=dataclasses.replace(self.layout, batch=batch, device=slots.key.device),
+            slots=slots,
+            limits=limits,
+            clocks=clocks,
+            absent=apply(self.absent),
+            first=None if self.first is None else apply(self.first),
+            calls=(),
+            _picked=[],
+        )
+
+    def _counts_of(self, batch: int, apply: Callable[[Tensor], Tensor]) -> tuple[tuple[int, ...], tuple[Clock, ...]]:
+        """The `limits` and `clocks` of picked rows; the host waits for the device only where rows differ in them."""
+        if len(set(self.limits)) <= 1 and len(set(self.clocks)) <= 1:
+            return self.limits[:1] * batch, self.clocks[:1] * batch
+        rows: list[int] = apply(torch.arange(self.layout.batch, device=self.layout.device)).tolist()
+        clocks = tuple(self.clocks[row] for row in rows) if self.clocks else ()
+        return tuple(self.limits[row] for row in rows), clocks
+
+
+class Handle(Tensor):
+    """[B, Hkv, tokens stored, D] of NaN, carrying a `LayerCache`; see the module's docstring."""
+
+    cache: LayerCache
+    seen: int
+    part: Part
+
+    @staticmethod
+    def of(cache: LayerCache, part: Part, dim: int, nothing: Tensor) -> Handle:
+        """The handle of a layer's keys or of its values, as of now: a view of one NaN."""
+        handle = nothing.expand(cache.layout.batch, cache.heads, cache.stored, dim).as_subclass(Handle)
+        handle.cache, handle.seen, handle.part = cache, cache.seen, part
+        if cache.stored == cache.seen:
+            dynamo.mark_growing(handle)
+        return handle
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not torch.compiler.is_compiling():
+            action = _ACTIONS.get(getattr(func, "__name__", ""))
+            if action is not None:
+                return action(*args, **(kwargs or {}))
+            if not _only_asks(func):
+                raise CacheHandleError(
+                    f"{getattr(func, '__name__', func)} on a cache of kvpass: its {args[0].seen if _is(args) else ''} "
+                    "tokens live in slots and not in this tensor. Reordering rows, copying and moving work; "
+                    "anything else needs kvpass.inspect(cache) or an uncompiled model."
+                )
+        with tensor_types.without_torch_functions():
+            return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
+        _check_current(self)
+        key = id(self.cache)
+        if key not in memo:
+            memo[key] = self.cache.rebuilt("deepcopy", torch.clone)
+        return _like(self, memo[key])
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise CacheHandleError("a cache of kvpass cannot be pickled: its slots belong to a running conversation")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # mypy drops the name
+        layout = self.cache.layout
+        return f"Handle(shape={tuple(self.shape)}, policy={layout.policy}, capacity={layout.capacity})"
+
+
+def _nothing(layout: Layout) -> Tensor:
+    """[1], what handles of a layer are views of."""
+    dynamo.never_a_frame_of_its_own(Handle.__torch_function__)
+    return torch.full((1,), torch.nan, dtype=layout.dtype, device=layout.device)
+
+
+def _only_asks(func: Any) -> bool:
+    """Whether the function reads nothing but shape, dtype and the like."""
+    name = getattr(func, "__name__", "")
+    return name in tensor_types.QUESTIONS or name in (
+        "__get__",
+        "__set__",
+        "__delete__",
+        "as_subclass",
+        "requires_grad_",
+    )
+
+
+def _is(args: Any) -> bool:
+    return bool(args) and isinstance(args[0], Handle)
+
+
+def _like(handle: Handle, cache: LayerCache) -> Handle:
+    return Handle.of(cache, handle.part, handle.shape[-1], _nothing(cache.layout))
+
+
+def renewed(handle: Handle) -> Handle:
+    """The handle as it would be now, if its conversation has gone on without it."""
+    return _like(handle, handle.cache)
+
+
+def moved(handle: Handle, cache: LayerCache) -> Handle:
+    """The handle of the same part of another cache."""
+    return _like(handle, cache)
+
+
+def _check_usable(cache: LayerCache) -> None:
+    if cache.interrupted:
+        raise CacheHandleError("an earlier step on this cache was interrupted by an error; start again from the prompt")
+    if cache.cropped is not None:
+        raise CacheHandleError(
+            f"{cache.cropped.tokens} tokens of this cache have since been cropped, so the state that it stood for is "
+            "gone: copy a cache (copy.deepcopy) before cropping it"
+        )
+
+
+def _check_current(handle: Handle) -> None:
+    if handle.cache.cropped is not None:
+        _check_usable(handle.cache)
+    if handle.seen != handle.cache.seen:
+        raise CacheHandleError(
+            f"this cache stood at {handle.seen} tokens and has since gone on to {handle.cache.seen}: "
+            "copy a cache (copy.deepcopy) before continuing it in two ways"
+        )
+
+
+def _rows(operation: str, handle: Handle, argument: Any, apply: Callable[[Tensor], Tensor]) -> Handle:
+    _check_current(handle)
+    return _like(handle, handle.cache.select(operation, argument, handle.part, apply))
+
+
+def _index_select(handle: Handle, dim: int, index: Tensor) -> Handle:
+    if dim != 0:
+        raise CacheHandleError(f"index_select over dimension {dim} of a cache: only rows (dimension 0) can be picked")
+    return _rows("index_select", handle, index, lambda tensor: tensor.index_select(0, index.to(tensor.device)))
+
+
+def _getitem(handle: Handle, index: Any) -> Handle | Row:
+    kept = _first_tokens(handle, index)
+    if kept is not None:
+        return _crop(handle, kept)
+    first = index[0] if isinstance(index, tuple) else index
+    rest = index[1:] if isinstance(index, tuple) else ()
+    if isinstance(index, int) and not isinstance(index, bool):
+        with tensor_types.without_torch_function():
+            return Row.like(handle[index])
+    if isinstance(first, (Tensor, slice, list)) and all(part is Ellipsis or part == slice(None) for part in rest):
+        return _rows("getitem", handle, first, lambda tensor: tensor[first].clone())
+    raise CacheHandleError(
+        f"cache[{index}]: only whole rows of a cache of kvpass can be picked, and its last tokens cropped; those of a "
+        "layer that has more behind it than its own sliding window cannot be"
+    )
+
+
+def _first_tokens(handle: Handle, index: Any) -> int | None:
+    """How many tokens a subscript leaves that takes those from the first on, of all rows and heads; None for others."""
+    if not isinstance(index, tuple) or any(part is not Ellipsis and not isinstance(part, slice) for part in index):
+        return None
+    rows, heads, tokens, *rest = _by_dimension(index, handle.ndim)
+    if tokens == slice(None) or [rows, heads, *rest] != [slice(None)] * (handle.ndim - 1):
+        return None
+    start, stop, step = tokens.indices(handle.shape[2])
+    return stop if (start, step) == (0, 1) else None
+
+
+def _by_dimension(index: tuple[Any, ...], ndim: int) -> list[slice]:
+    """A subscript of slices with one for every dimension."""
+    place = index.index(Ellipsis) if Ellipsis in index else len(index)
+    given = [part for part in index if part is not Ellipsis]
+    return [*given[:place], *[slice(None)] * (ndim - len(given)), *given[place:]]
+
+
+def _crop(handle: Handle, kept: int) -> Handle:
+    """The handle without its last tokens, which are taken back from the slots."""
+    cache, stored = handle.cache, handle.shape[2]
+    if kept >= stored:
+        return handle
+    if cache.cropped is None:
+        _check_current(handle)
+    if stored < handle.seen:
+        raise CacheHandleError(
+            f"{stored - kept} tokens were to be cropped from a layer with a sliding window of its own, which stores "
+            f"{stored} of the {handle.seen} that it has seen"
+        )
+    return _like(handle, cache.crop(stored - kept, handle.part))
+
+
+def _repeat_interleave(handle: Handle, repeats: Any, dim: int | None = None, **_: Any) -> Handle:
+    if dim != 0:
+        raise CacheHandleError("repeat_interleave of a cache: only rows (dim=0) can be repeated")
+    return _rows("repeat_interleave", handle, repeats, lambda tensor: tensor.repeat_interleave(repeats, 0))
+
+
+def _clone(handle: Handle, **_: Any) -> Handle:
+    return _rows("clone", handle, None, torch.clone)
+
+
+def _same(handle: Handle, *_: Any, **__: Any) -> Handle:
+    return handle
+
+
+def _to(handle: Handle, *args: Any, **kwargs: Any) -> Handle:
+    with tensor_types.without_torch_function():
+        wanted = torch.empty(0, dtype=handle.dtype, device=handle.device).to(*args, **kwargs)
+    if wanted.dtype != handle.dtype:
+        raise CacheHandleError(f"a cache of kvpass in {handle.dtype} cannot be converted to {wanted.dtype}")
+    if wanted.device == handle.device:
+        return handle
+    return _rows("to", handle, str(wanted.device), lambda tensor: tensor.to(wanted.device))
+
+
+_ACTIONS: dict[str, Callable[..., Any]] = {
+    "index_select": _index_select,
+    "__getitem__": _getitem,
+    "repeat_interleave": _repeat_interleave,
+    "clone": _clone,
+    "contiguous": _same,
+    "detach": _same,
+    "to": _to,
+    "cpu": lambda handle: _to(handle, "cpu"),
+    "cuda": lambda handle, *args, **kwargs: _to(handle, "cuda"),
+}
+
+
+def current(value: Any, part: Part, backend: Any) -> LayerCache:
+    """The layer's cache behind a handle that a graph was given for the keys or for the values.
+
+    Raises:
+        CacheHandleError: it is not a handle, or one that cannot be gone on with; says which and why.
+    """
+    if not isinstance(value, Handle):
+        raise CacheHandleError("a layer's cache was replaced by an ordinary tensor in the middle of a conversation")
+    if value.part != part:
+        raise CacheHandleError(
+            f"the {value.part} of a layer were given back where its {part} belong: keep the parts of a cache apart"
+        )
+    _check_current(value)
+    cache = value.cache
+    cache.deferred_checks.settle()
+    _check_usable(cache)
+    with tensor_types.without_torch_function():
+        shape = tuple(value.shape)
+    if shape[:3] != (cache.layout.batch, cache.heads, cache.stored):
+        raise CacheHandleError(f"a cache handle of shape {shape} does not fit its slots {cache.layout}")
+    if cache.backend is not backend and cache.backend.family != backend.family:
+        raise CacheHandleError(f"this cache was made by {cache.backend} and cannot go on under {backend}")
+    return cache
+
+
+def check_layers(caches: list[LayerCache]) -> None:
+    """Whether the caches that a graph was given, in the order of its layers, can be those of its layers.
+
+    Raises:
+        CacheHandleError: one layer's cache stands in two layers, layers are exchanged, or stand at different tokens.
+    """
+    if len({cache.number for cache in caches}) < len(caches):
+        raise CacheHandleError("one layer's cache was given back for two layers: every layer has a cache of its own")
+    for index, (one, other) in enumerate(itertools.pairwise(caches)):
+        if one.number > other.number:
+            raise CacheHandleError(
+                f"the caches of layers were exchanged: what came for layer {index} of the graph is of a later layer "
+                f"than what came for layer {index + 1}"
+            )
+    counts = sorted({cache.seen for cache in caches})
+    if len(counts) > 1:
+        raise CacheHandleError(f"the layers' caches stand at {counts} tokens: they come from different conversations")
+
+
+def caches_in(cache: Any) -> list[LayerCache]:
+    """The caches of all layers behind the handles in a DecodeLoop, a model's cache object or nested containers."""
+    return list({id(handle.cache): handle.cache for handle in _handles(cache)}.values())
+
+
+_INNER = ("self_attention_cache", "layers")
+"""Where cache objects have those for decoding, or one for each layer."""
+
+
+def _handles(cache: Any) -> Iterator[Handle]:
+    """Every handle in a DecodeLoop, a cache object (anything with `layers` that have `keys`) or nested containers."""
+    if not isinstance(cache, Tensor):  # a handle has a `cache` of its own
+        for inner in (cache_names.returned(cache), *(getattr(cache, name, None) for name in _INNER)):
+            if inner is not None:
+                yield from _handles(inner)
+                return
+    for leaf in optree.tree_leaves(cache):
+        keys = leaf if isinstance(leaf, Tensor) else getattr(leaf, "keys", None)
+        if isinstance(keys, Handle):
+            yield keys

@@ -1,0 +1,52 @@
+"""Single rows that somebody takes out of a cache, as Whisper's `generate` does to hand out a cache for each input.
+
+The slots do not follow them: a row can be moved, given its dimension back and be stacked with others, and whatever
+would read or grow it is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpass.errors import CacheHandleError
+from kvpass.torch_private import dynamo, tensor_types
+
+_MOVES = frozenset(
+    {"__getitem__", "unsqueeze", "squeeze", "stack", "cpu", "cuda", "to", "detach", "as_subclass", "__get__", "__set__"}
+)
+
+
+class Row(Tensor):
+    """NaN in the shape of a row of keys or values, [Hkv, tokens stored, D] at first."""
+
+    @staticmethod
+    def like(row: Tensor) -> Row:
+        """A row of the shape, dtype and device of a tensor."""
+        dynamo.never_a_frame_of_its_own(Row.__torch_function__)
+        return torch.full((1,), torch.nan, dtype=row.dtype, device=row.device).expand(row.shape).as_subclass(Row)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Raises: CacheHandleError: something else is done to it than to be moved."""
+        name = getattr(func, "__name__", "")
+        allowed = name in _MOVES | tensor_types.QUESTIONS or (name == "cat" and _is_alone(*args))
+        if not torch.compiler.is_compiling() and not allowed:
+            refuse(name)
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+def _is_alone(parts: Sequence[Tensor], *_: Any) -> bool:
+    """Whether a concatenation adds nothing, as when a row becomes the first of an empty cache."""
+    return sum(part.numel() > 0 for part in parts) == 1
+
+
+def refuse(what: str) -> None:
+    """Raises: CacheHandleError: always."""
+    raise CacheHandleError(
+        f"{what} on a row that was taken out of a cache of kvpass, as Whisper's generate does: its tokens live in "
+        "slots that it was parted from. Go on from the cache that the model itself returns, or generate anew"
+    )

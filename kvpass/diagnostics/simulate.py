@@ -1,0 +1,310 @@
+"""Run a policy on one attention layer, without a model: to look at what it keeps, and to test it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from kvpass import budget as budgets
+from kvpass.arguments import Condition, checked, shown
+from kvpass.backend import Backend, Positions, backend
+from kvpass.cache.slots import FREE, Chunk, Layout, Slots, admit
+from kvpass.cache.statistics import StatisticsSpec, as_attention
+from kvpass.cache.step import Rotate, Site, decode_step, extend_step, with_logit_scale
+from kvpass.errors import BudgetError, KVPassError, PolicyError
+from kvpass.lowering.formats import KVDtype, Rows
+from kvpass.policies.base import Attention, Plan, Policy, rows_in_order, window_starts
+from kvpass.reference import ReferenceLayer, reference_of
+from kvpass.reference.base import attention_logits
+
+Heads = Annotated[
+    Tensor,
+    Condition(
+        holds=lambda x: x.ndim == 4 and x.numel() > 0 and x.is_floating_point() and not x.is_meta,
+        message="must be a floating-point tensor [rows, heads, tokens, features] that is not empty",
+    ),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """What a layer kept and computed.
+
+    Attributes:
+        positions: int64 [T - prompt + 1, B, Hkv, C], sorted, -1 after the last: the tokens held when the
+            prompt ends and after each step.
+        output: [B, Hq, T, Dv].
+        keys, values: [B, Hkv, C, D] and [B, Hkv, C, Dv], the final rows in the order of `positions[-1]`,
+            zero after the last; keys as they are stored (before RoPE with `positions="cache"`).
+    """
+
+    positions: Tensor
+    output: Tensor
+    keys: Tensor
+    values: Tensor
+
+
+@checked
+def simulate(
+    policy: str | Policy | Backend,
+    q: Heads,
+    k: Heads,
+    v: Heads,
+    *,
+    prompt: int,
+    budget: budgets.Budget = None,
+    positions: Positions | None = None,
+    rope_theta: Annotated[float, Condition("above 0", lambda base: 0 < base < math.inf)] | None = None,
+    scale: Annotated[float, Condition("that is finite", math.isfinite)] | None = None,
+    kv_dtype: KVDtype | None = None,
+    compiled: bool = False,
+    **policy_options: Any,
+) -> Trace:
+    """Run one attention layer: the first `prompt` tokens at once, then one token at a time.
+
+    Args:
+        policy: a name, a policy object, or a `kvpass.backend(...)`, which brings budget, positions and kv_dtype along.
+        q: [B, Hq, T, D]; k: [B, Hkv, T, D]; v: [B, Hkv, T, Dv]; before RoPE.
+        rope_theta: the base of a standard rotary embedding (halves rotated), or None for none.
+        scale: multiplies the logits; 1/sqrt(D) by default.
+        kv_dtype: see `kvpass.backend`.
+        compiled: False runs the eager reference, True the operations that are lowered in a model.
+
+    Raises:
+        PolicyError, BudgetError: as `kvpass.backend`.
+        KVPassError: shapes that do not fit together.
+    """
+    settings = dict(budget=budget, positions=positions, kv_dtype=kv_dtype, **policy_options)
+    _check_shapes(q, k, v, prompt, rope_theta)
+    chosen = _with_nothing_beside(policy, settings) if isinstance(policy, Backend) else backend(policy, **settings)
+    layer = _Layer(chosen, q, k, v, prompt, rope_theta, 1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    return _compiled(layer) if compiled else _reference(layer)
+
+
+def _with_nothing_beside(chosen: Backend, settings: dict[str, Any]) -> Backend:
+    beside = [name for name, value in settings.items() if value is not None]
+    if beside:
+        raise PolicyError(f"{', '.join(beside)}: set in the backend {chosen}, not beside it")
+    return chosen
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, prompt: int, theta: float | None) -> None:
+    if len({(x.dtype, x.device) for x in (q, k, v)}) > 1:
+        raise KVPassError(f"q {shown(q)}, k {shown(k)}, v {shown(v)} must have one dtype and be on one device")
+    if theta is not None and q.shape[3] % 2:
+        raise KVPassError(f"rope_theta={theta}: heads of {q.shape[3]} features have no halves to rotate")
+    if k.shape[:3] != v.shape[:3] or q.shape[2:] != k.shape[2:]:
+        raise KVPassError(f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not make one attention layer")
+    if q.shape[0] != k.shape[0] or q.shape[1] % k.shape[1]:
+        raise KVPassError(f"{q.shape[1]} query heads cannot share {k.shape[1]} KV heads")
+    if not 1 <= prompt <= q.shape[2]:
+        raise KVPassError(f"prompt={prompt} must lie between 1 and the number of tokens, {q.shape[2]}")
+
+
+def rotary(x: Tensor, position: Tensor, theta: float) -> Tensor:
+    """Standard RoPE, halves rotated: x [B, H, N, D] at positions [B, 1 or H, N]."""
+    half = x.shape[-1] // 2
+    frequency = theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
+    angle = position[..., None].float() * frequency  # [B, 1 or H, N, D/2]
+    cos, sin = torch.cat([angle.cos()] * 2, -1), torch.cat([angle.sin()] * 2, -1)
+    rotated = torch.cat([-x[..., half:], x[..., :half]], -1)
+    return (x.float() * cos + rotated.float() * sin).to(x.dtype)
+
+
+@dataclasses.dataclass
+class _Layer:
+    backend: Backend
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    prompt: int
+    theta: float | None
+    scale: float
+
+    @property
+    def policy(self) -> Policy:
+        return self.backend.policy.for_layer(0, 1)
+
+    @property
+    def ranked(self) -> bool:
+        return self.theta is not None and self.backend.prefers_ranks
+
+    @property
+    def budget(self) -> int:
+        """Tokens to keep between steps; all of them for a policy that never evicts."""
+        budget, tokens = self.backend.budget, self.k.shape[2]
+        governed = self.policy is self.backend.policy
+        kept = budgets.slots_for(self.policy, budget, self.prompt) if governed and budget is not None else tokens
+        if not self.policy.evicts and kept < tokens:
+            raise BudgetError(f"budget={budget}: {self.policy.name!r} cannot hold {tokens} tokens")
+        return kept
+
+    def layout(self, plan: Plan) -> Layout:
+        batch, heads, _, dim = self.k.shape
+        return Layout(
+            policy=self.policy,
+            budget=self.budget,
+            capacity=plan.capacity,
+            batch=batch,
+            heads=heads,
+            key_dim=dim,
+            value_dim=self.v.shape[-1],
+            dtype=self.k.dtype,
+            device=self.k.device,
+            ranked=self.ranked,
+            kv_dtype=self.backend.kv_dtype,
+            row_budgets=plan.differs(self.budget),
+        )
+
+    def rotated(self, x: Tensor, position: Tensor) -> Tensor:
+        return x if self.theta is None else rotary(x, position, self.theta)
+
+    @property
+    def rotate(self) -> Rotate | None:
+        return (lambda keys, rank: [self.rotated(keys.joined(), rank)]) if self.ranked else None
+
+    def tokens(self, chosen: slice, first: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys at positions first, first + 1, ... (`first` is [B, 1, 1 or n]), and values."""
+        q, k = self.q[:, :, chosen], self.k[:, :, chosen]
+        position = first + torch.arange(q.shape[2], device=q.device).expand(q.shape[0], 1, -1)
+        return self.rotated(q, position), self.rotated(k, position), self.v[:, :, chosen]
+
+    def step(self, t: int, rank: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Query, attended key, value and stored key of token t, whose rank is `rank` [B, 1, 1]."""
+        counted = self.ranked or self.policy.renumbers
+        q, k, v = self.tokens(slice(t, t + 1), rank if counted else torch.full_like(rank, t))
+        return q, k, v, self.k[:, :, t : t + 1] if self.ranked else k
+
+    def valid(self, count: int) -> Tensor:
+        return torch.ones(self.q.shape[0], count, dtype=torch.bool, device=self.q.device)
+
+
+def _prompt(layer: _Layer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Queries, attended keys, values and stored keys of the prompt."""
+    q, k, v = layer.tokens(slice(0, layer.prompt), -_starts(layer)[:, None])
+    return q, k, v, layer.k[:, :, : layer.prompt] if layer.ranked else k
+
+
+def _starts(layer: _Layer) -> Tensor:
+    """Where each token of the prompt starts to count and to see, int64 [B, P]."""
+    valid = layer.valid(layer.prompt)
+    return window_starts(valid, layer.budget) if layer.policy.renumbers else torch.zeros_like(valid, dtype=torch.int64)
+
+
+def _visible(layer: _Layer) -> Tensor:
+    """Which tokens of the prompt see which, bool [B, 1, P, P]."""
+    starts, index = _starts(layer), torch.arange(layer.prompt, device=layer.q.device)
+    return ((starts[:, :, None] == starts[:, None]) & (index <= index[:, None]))[:, None]
+
+
+def _compiled(layer: _Layer) -> Trace:
+    policy, valid = layer.policy, layer.valid(layer.prompt)
+    q, k, v, stored = _prompt(layer)
+    q = with_logit_scale(policy, q, valid.sum(-1, keepdim=True))
+    output = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=_visible(layer), scale=layer.scale, enable_gqa=True
+    )
+    spec = StatisticsSpec(q, k, None, None, True, layer.scale, None, k.shape[1], None)
+    attention = spec.attention(policy, valid, layer.budget)
+    plan = policy.plan([attention], valid, layer.budget)[0]
+    layout = layer.layout(plan)
+    slots = admit(layout, None, Chunk(stored, v, valid, attention), plan.budgets_of_rows(len(q)))
+    clock = policy.clock((), layer.prompt, plan.budget)
+    outputs, held = [output], [_positions(layout, slots)]
+    for t in range(layer.prompt, layer.q.shape[2]):
+        compact, clock = policy.tick(clock, plan.budget)
+        new, slots = _compiled_step(layer, layout, slots, t, compact)
+        outputs.append(new)
+        held.append(_positions(layout, slots))
+    width = max(layout.budget, *(int((p >= 0).sum(-1).max()) for p in held))
+    positions = torch.stack([_fitted(p, width, FREE) for p in held])
+    keys, values = (_fitted_rows(_in_order(slots, rows), width) for rows in (slots.key, slots.value))
+    return Trace(positions, torch.cat(outputs, 2), keys, values)
+
+
+def _compiled_step(layer: _Layer, layout: Layout, slots: Slots, t: int, compact: bool) -> tuple[Tensor, Slots]:
+    site, valid = Site(layer.scale, None, layer.rotate), layer.valid(1)
+    q, k, v, stored = layer.step(t, slots.next_rank())
+    if slots.capacity == layout.capacity:
+        return decode_step(layout, site, slots, q, stored, v, valid[:, 0], compact).output, slots
+    attended, sums = extend_step(layout, site, slots, q, k, v, valid)
+    return attended.output, admit(layout, slots, Chunk(stored, v, valid, as_attention(layout.policy, sums, valid)))
+
+
+def _positions(layout: Layout, slots: Slots) -> Tensor:
+    """Held positions [B, Hkv, C], sorted, -1 after the last."""
+    order = rows_in_order(slots.position)
+    return slots.position.gather(-1, order).expand(-1, layout.heads, -1).clone()
+
+
+def _in_order(slots: Slots, rows: Rows) -> Tensor:
+    """Rows [B, Hkv, C, D] as they are attended to, sorted by position, zero after the last."""
+    order = rows_in_order(slots.position)
+    live = (slots.position.gather(-1, order) >= 0)[..., None]
+    return torch.where(live, rows.gathered(order).read(), 0)
+
+
+def _reference(layer: _Layer) -> Trace:
+    q, k, v, stored = _prompt(layer)
+    valid, rule = layer.valid(layer.prompt), reference_of(layer.policy)
+    factor = rule.logit_scale(layer.prompt)
+    logits = attention_logits(q * factor, k, _visible(layer), None, layer.scale)
+    plan = _plan(layer, logits.softmax(-1), valid)
+    reference = ReferenceLayer(layer.layout(plan), rule, plan.budgets_of_rows(len(q)))
+    reference.take(Chunk(stored, v, valid, Attention()), logits.softmax(-1), logits)
+    outputs, held = [_weighted(logits.softmax(-1), v)], [reference.positions()]
+    for t in range(layer.prompt, layer.q.shape[2]):
+        outputs.append(_reference_step(layer, reference, t))
+        held.append(reference.positions())
+    width = max(layer.budget, *(p.shape[-1] for p in held))
+    positions = torch.stack([_fitted(p, width, FREE).expand(-1, layer.k.shape[1], -1) for p in held])
+    keys, values = (_fitted_rows(reference.held_rows(name, stored=True), width) for name in ("key", "value"))
+    return Trace(positions, torch.cat(outputs, 2), keys, values)
+
+
+def _plan(layer: _Layer, probabilities: Tensor, valid: Tensor) -> Plan:
+    """What the layer gets after a prompt with these probabilities, [B, Hq, P, P]."""
+    total = probabilities.sum(2).view(
+        probabilities.shape[0], layer.k.shape[1], -1, probabilities.shape[3]
+    )  # [B, Hkv, G, P]
+    return layer.policy.plan([Attention(total=total)], valid, layer.budget)[0]
+
+
+def _reference_step(layer: _Layer, reference: ReferenceLayer, t: int) -> Tensor:
+    valid = layer.valid(1)
+    reference.prepare(valid)
+    held, ranks = reference.positions(), reference.ranks()
+    rank = ranks.amax(-1)[:, :1, None] + 1
+    q, k, v, stored = layer.step(t, rank)
+    if reference.attends_to_stored(1):
+        kept, v = reference.stored(stored), reference.stored(v, key=False)
+        k = layer.rotated(kept, rank) if layer.ranked else kept
+    q = q * reference.logit_scale(valid)
+    keys = reference.held_rows("key")
+    attended = torch.cat([layer.rotated(keys, ranks) if layer.ranked else keys, k], 2)
+    live = torch.nn.functional.pad(held >= 0, (0, 1), value=True)[:, :, None]
+    mask = live.repeat_interleave(q.shape[1] // live.shape[1], 1)
+    logits = attention_logits(q, attended, mask, None, layer.scale)  # [B, Hq, 1, N + 1]
+    bias = reference.bias(q.shape[1] // k.shape[1])
+    probabilities = (logits if bias is None else logits + torch.nn.functional.pad(bias, (0, 1))).softmax(-1)
+    output = _weighted(probabilities, torch.cat([reference.held_rows("value"), v], 2)).to(layer.q.dtype)
+    reference.take(Chunk(stored, layer.v[:, :, t : t + 1], valid, Attention()), probabilities, logits)
+    return output
+
+
+def _weighted(probabilities: Tensor, values: Tensor) -> Tensor:
+    """Probabilities [B, Hq, q, N] over values [B, Hkv, N, Dv]: [B, Hq, q, Dv]."""
+    return probabilities.to(values.dtype) @ values.repeat_interleave(probabilities.shape[1] // values.shape[1], 1)
+
+
+def _fitted(x: Tensor, width: int, fill: float) -> Tensor:
+    """The last dimension cut, or filled, to `width`."""
+    return torch.nn.functional.pad(x, (0, width - x.shape[-1]), value=fill)
+
+
+def _fitted_rows(x: Tensor, width: int) -> Tensor:
+    return _fitted(x.transpose(2, 3), width, 0.0).transpose(2, 3)

@@ -1,0 +1,199 @@
+"""Find which nodes of a graph write to memory, and which nodes share it."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+import torch.fx as fx
+
+from kvpass.fx.walk import name_of, value
+from kvpass.torch_private import fake_tensors, fx_nodes, tensor_types
+
+
+@dataclasses.dataclass(frozen=True)
+class Writers:
+    """What writes in place in a graph, as the graph is when this is made.
+
+    Attributes:
+        memory: for each node that may be a view, the node whose memory it shares.
+        to: the nodes that write to each such memory, in order.
+    """
+
+    memory: Mapping[fx.Node, fx.Node]
+    to: Mapping[fx.Node, Sequence[fx.Node]]
+
+    @classmethod
+    def of(cls, graph: fx.Graph) -> Writers:
+        memory = _memory(graph)
+        to: dict[fx.Node, list[fx.Node]] = {}
+        for node in memory:
+            if writes(node):
+                to.setdefault(memory[node], []).append(node)
+        return cls(memory, to)
+
+    def to_memory_of(self, node: fx.Node) -> Sequence[fx.Node]:
+        """What writes to a node or to what it is a view of."""
+        return self.to.get(self.memory.get(node, node), ())
+
+
+def behind(
+    results: Sequence[fx.Node],
+    stop: Iterable[fx.Node] = (),
+    reader: fx.Node | None = None,
+    through: Mapping[fx.Node, fx.Node] | None = None,
+    writers: Writers | None = None,
+) -> set[fx.Node]:
+    """The results and all that they are computed from, writes in place included; not walking into `stop`.
+
+    Args:
+        reader: what reads the results, after which writes no longer matter; by default the last of them.
+        through: nodes of which only one operand is followed, and that operand.
+        writers: of the graph, if they are known.
+    """
+    writers = writers or Writers.of(results[0].graph)
+    last = reader or max(results)
+    halted, seen, todo = set(stop), set(), list(results)
+    while todo:
+        current = todo.pop()
+        if current not in seen and current not in halted:
+            seen.add(current)
+            todo.extend([through[current]] if through and current in through else current.all_input_nodes)
+            todo.extend(writer for writer in writers.to_memory_of(current) if writer < last)
+    return seen
+
+
+_AUGMENTED = frozenset({"iadd", "isub", "imul", "itruediv", "iand", "ior", "ixor", "setitem"})
+
+
+_VIEWS = frozenset(
+    {
+        "getitem", "view", "reshape", "expand", "expand_as", "transpose", "permute", "unsqueeze", "squeeze", "flatten",
+        "unflatten", "chunk", "split", "select", "narrow", "unbind", "diagonal", "contiguous", "to", "type_as", "float",
+        "view_as", "swapaxes", "detach",
+    }
+)  # fmt: skip
+
+
+def writes(node: fx.Node) -> bool:
+    """Whether a node of Dynamo's writes to its first argument in place."""
+    if node.op not in ("call_function", "call_method"):
+        return False
+    name = name_of(node)
+    of_operators = node.op == "call_function" and getattr(operator, name, None) is node.target  # and_, or_, not_
+    return name in _AUGMENTED or (name.endswith("_") and not name.endswith("__") and not of_operators)
+
+
+def writers_to(nodes: set[fx.Node], writers: Writers | None = None) -> list[fx.Node]:
+    """The nodes that write in place to the memory of any of `nodes`, views included, in order."""
+    if not nodes:
+        return []
+    writers = writers or Writers.of(next(iter(nodes)).graph)
+    return sorted({writer for node in nodes for writer in writers.to_memory_of(node)})
+
+
+def overwritten(nodes: set[fx.Node], since: fx.Node | None = None, writers: Writers | None = None) -> fx.Node | None:
+    """A node that writes to one of `nodes` and is not among them, so that they do not say what is computed.
+
+    Args:
+        since: look only at what comes after this node.
+        writers: of the graph, if they are known.
+    """
+    late = [writer for writer in writers_to(nodes, writers) if writer not in nodes]
+    return next((writer for writer in late if since is None or since < writer), None)
+
+
+def eliminate_dead(graph: fx.Graph, among: set[fx.Node] | None = None) -> None:
+    """Remove what nobody needs.  A write in place is needed if what it writes to is read afterwards.
+
+    torch.fx's own pass takes a write without users for dead, and one by setitem for needed.
+
+    Args:
+        among: what may be removed; by default everything.
+    """
+    memory = _memory(graph)
+    needed: set[fx.Node] = set()
+    read: set[fx.Node] = set()
+    mapped = _MappedRegions()
+    for node in reversed(graph.nodes):
+        owner = memory.get(node, node)
+        stays = among is not None and node not in among
+        lasting = stays or node.op in ("placeholder", "output") or fx_nodes.mutates(node)
+        written = writes(node) and (owner in read or owner.op in ("placeholder", "get_attr"))
+        if lasting or written or needed.intersection(node.users):
+            needed.add(node)
+            read.update(memory.get(parent, parent) for parent in node.all_input_nodes)
+        needed.update(mapped.markers(node, node in needed))
+    for node in reversed(list(graph.nodes)):
+        if node not in needed and not node.users:
+            graph.erase_node(node)
+
+
+class _MappedRegions:
+    """Find the calls that begin and end the regions of torch.vmap in which something is needed.
+
+    Nothing uses the results of these calls, and what a region maps over fails without them.
+    """
+
+    def __init__(self) -> None:
+        self._ends: list[fx.Node] = []
+        self._used: list[bool] = []
+        self._any = False
+
+    def markers(self, node: fx.Node, needed: bool) -> list[fx.Node]:
+        """Return the markers that turn out to be needed at a node, for the nodes of a graph from its end on."""
+        kind = fx_nodes.batching_kind(node)
+        if kind == "ends":
+            self._ends.append(node)
+            self._used.append(False)
+        elif kind == "begins" and self._ends:
+            end, used = self._ends.pop(), self._used.pop()
+            return [node, end] if used else []
+        elif kind == "prepares":
+            return [node] if self._any else []
+        elif kind == "maps" and needed:
+            self._any, self._used = True, [True] * len(self._used)
+        return []
+
+
+def _memory(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """For each node that may be a view, the node whose memory it shares."""
+    memory: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        base = node.args[0] if node.args else None
+        if isinstance(base, fx.Node) and (writes(node) or name_of(node) in _VIEWS):
+            memory[node] = memory.get(base, base)
+    return memory
+
+
+def may_alias(node: fx.Node, parent: fx.Node) -> bool:
+    """Whether a call may give memory of one of its arguments, as far as it is known.
+
+    Operators say it in their schema, what Dynamo traced in the fake tensors that it recorded.  Of what was put in
+    between the recorded tensor may be any of the right shape, so names of views count as well.
+    """
+    if fx_nodes.is_operator(node):
+        return parent in fx_nodes.passes_on(node)
+    made, taken = value(node), value(parent)
+    if isinstance(taken, (torch.SymInt, int)):
+        return False
+    if not isinstance(made, torch.Tensor) or not isinstance(taken, torch.Tensor):
+        return True
+    recorded = fake_tensors.is_fake(made) and fake_tensors.is_fake(taken)
+    return tensor_types.share_memory(made, taken) or (not recorded and (writes(node) or name_of(node) in _VIEWS))
+
+
+def dependent(graph: fx.Graph, among: set[fx.Node], roots: list[fx.Node]) -> set[fx.Node]:
+    """The roots and those of `among` that are computed from them, memory that such are written to included."""
+    memory, found = _memory(graph), set(roots)
+    count = 0
+    while count != len(found):
+        count = len(found)
+        for node in graph.nodes:
+            if node in among and found.intersection(node.all_input_nodes):
+                found.add(node)
+                if writes(node):
+                    found.update(among & {memory[node]})
+    return found

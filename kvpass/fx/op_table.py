@@ -1,0 +1,449 @@
+"""The one table of operators: what each does to the axes of what it is given.
+
+A question that comes up everywhere in reading a model is whether a tensor is made slice by slice along one axis: the
+mask of a key from what belongs to that key, the keys of a head from that head's.  `propagate_dim` answers it for one
+operation: given an axis of an operand, it names the axis of the result whose slice k is made from slice k of the
+operand and from no other.  An operator that is not in the table has no such axis, and whoever asks refuses it or goes
+another way; nothing is concluded from what is not listed.
+
+Operators come in kinds.
+
+- *pointwise*: operands are aligned by broadcasting.
+- *moves*: elements go to other places and keep their values.  No rule is written down for these: the operation is run
+  on a tensor of coordinates, and the result shows where each slice has gone.
+- *reduces*, *along*: something is done along given dimensions, which go or stay; the others are independent.
+- *features*: the last dimension, or the last few, are mixed; the others are independent.
+- *looks up*: elements are picked by an index; see `lookup`.
+
+A node is taken for an operator only if its target is the very function of torch, or method of tensors, of that name.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from kvpass.fx.shapes import expr
+from kvpass.fx.walk import is_size, is_tensor, name_of, value
+from kvpass.torch_private import dynamo, fake_tensors, fx_nodes
+
+_HOMES = (torch, operator, torch.nn.functional, fx_nodes.NEURAL, torch.special)
+
+
+def known_name(node: fx.Node) -> str:
+    """The name of the operator that a node calls; empty for what is no operator of torch's."""
+    if node.op == "call_method":
+        method = str(node.target)
+        return dynamo.COMPARISONS.get(method, method) if hasattr(torch.Tensor, method) else ""
+    name = name_of(node)
+    if node.op != "call_function" or not any(getattr(home, name, None) is node.target for home in _HOMES):
+        return "getitem" if node.target is operator.getitem else ""
+    return name
+
+
+POINTWISE = frozenset(
+    {"add", "sub", "subtract", "mul", "multiply", "truediv", "div", "divide", "true_divide", "floordiv",
+     "floor_divide", "mod", "remainder", "fmod", "neg", "negative", "pos", "abs", "absolute", "sign", "square",
+     "pow", "rsub", "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "reciprocal",
+     "sin", "cos", "tan", "tanh", "sigmoid", "relu", "silu", "gelu", "softplus", "erf", "clamp", "clamp_min",
+     "clamp_max", "clip", "maximum", "minimum", "where", "masked_fill", "eq", "ne", "lt", "le", "gt", "ge",
+     "greater", "less", "logical_and", "logical_or", "logical_xor", "logical_not", "bitwise_and", "bitwise_or",
+     "bitwise_xor", "bitwise_not", "and_", "or_", "xor", "inv", "invert", "__and__", "__or__",
+     "__xor__", "__invert__", "isnan", "isinf", "isfinite", "floor", "ceil", "round", "trunc", "nan_to_num",
+     "lerp", "addcmul", "zeros_like", "ones_like", "full_like", "to", "float", "half", "bfloat16", "double",
+     "int", "long", "short", "bool", "type", "type_as", "contiguous", "clone", "detach", "iadd", "isub", "imul",
+     "itruediv", "iand", "ior", "ixor", "add_", "sub_", "mul_", "div_", "masked_fill_", "clamp_", "__rsub__",
+     "__radd__", "__rmul__", "bitwise_left_shift", "bitwise_right_shift", "lshift", "rshift", "atan2", "logit",
+     "fill_"}
+)  # fmt: skip
+"""Operators whose result at a place is made from the operands at that place; `max` and `min` of two tensors are too."""
+
+MOVES = frozenset(
+    {"view", "reshape", "expand", "expand_as", "view_as", "broadcast_to", "transpose", "permute", "movedim",
+     "moveaxis", "swapaxes", "swapdims", "unsqueeze", "squeeze", "flatten", "unflatten", "getitem", "select",
+     "narrow", "chunk", "split", "tensor_split", "unbind", "repeat", "tile", "repeat_interleave", "flip",
+     "diagonal", "t", "adjoint", "ravel"}
+)  # fmt: skip
+"""Operators that move elements and change none, in ways that do not depend on any tensor's content."""
+
+REDUCES = frozenset(
+    {"sum", "mean", "prod", "amax", "amin", "any", "all", "argmax", "argmin", "max", "min", "logsumexp",
+     "count_nonzero", "std", "var", "median", "nansum"}
+)  # fmt: skip
+ALONG = frozenset(
+    {"softmax", "log_softmax", "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "sort", "argsort"}
+)  # fmt: skip
+_FEATURES = {"linear": 1, "layer_norm": None, "rms_norm": None}
+_LIKE = frozenset({"expand_as", "view_as"})  # of their second operand they take the shape
+SAME_VALUE = frozenset(
+    {"to", "float", "double", "half", "bfloat16", "type", "type_as", "contiguous", "clone", "detach"}
+)  # fmt: skip
+"""Operators that hand a tensor on, perhaps in another dtype."""
+SPREADS = frozenset(
+    {"expand", "expand_as", "broadcast_to", "zeros", "ones", "full", "new_zeros", "new_ones", "new_full"}
+)  # fmt: skip
+"""Operators whose result may be larger than what they are given, and is the same throughout where it is."""
+
+_SIGNATURES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(REDUCES | ALONG, ("input", "dim", "keepdim")),
+    "index_select": ("input", "dim", "index"),
+    "gather": ("input", "dim", "index"),
+    "take_along_dim": ("input", "indices", "dim"),
+    "embedding": ("input", "weight"),
+    "masked_fill": ("input", "mask", "value"),
+    "masked_fill_": ("input", "mask", "value"),
+    "where": ("condition", "input", "other"),
+    "clamp": ("input", "min", "max"),
+    "clip": ("input", "min", "max"),
+    "clamp_min": ("input", "min"),
+    "clamp_max": ("input", "max"),
+    "softmax": ("input", "dim", "_stacklevel", "dtype"),
+    "dropout": ("input", "p", "training", "inplace"),
+    "cat": ("tensors", "dim"),
+    "concat": ("tensors", "dim"),
+    "layer_norm": ("input", "normalized_shape"),
+    "rms_norm": ("input", "normalized_shape"),
+    "arange": ("start", "end", "step"),
+}
+
+
+_LEADING: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(MOVES | REDUCES | ALONG | SAME_VALUE | _FEATURES.keys() | {"logsumexp", "dropout"}, ("input",)),
+    **dict.fromkeys(POINTWISE | {"max", "min", "matmul"}, ("input", "other")),
+    **dict.fromkeys(("masked_fill", "masked_fill_"), ("input", "mask", "value")),
+    **dict.fromkeys(("clamp", "clamp_", "clip"), ("input", "min", "max")),
+    **dict.fromkeys(("full_like", "zeros_like", "ones_like"), ("input", "fill_value")),
+    "where": ("condition", "input", "other"),
+    "clamp_min": ("input", "min"),
+    "clamp_max": ("input", "max"),
+    "bmm": ("input", "mat2"),
+    "baddbmm": ("input", "batch1", "batch2"),
+    "getitem": (),
+}
+"""The arguments that `bind` puts first."""
+
+
+def bind(graph: fx.Graph) -> None:
+    """Write calls in one form, so that a position says which argument it holds.
+
+    Leading arguments that are given by name are moved to their positions; `x.where(condition, other)` becomes
+    `where(condition, x, other)`.  What stays a keyword changes the operation: `alpha`, `rounding_mode`, `dtype`.
+    """
+    for node in list(graph.nodes):
+        name = known_name(node)
+        names = _LEADING.get(name, ())
+        given = {{"self": "input"}.get(key, key): argument for key, argument in node.kwargs.items()}
+        if name == "where" and node.op == "call_method":
+            given |= dict(zip(("input", "condition", "other"), node.args, strict=False))
+            with graph.inserting_before(node):
+                function = graph.call_function(torch.where, tuple(given[each] for each in names if each in given))
+            function.meta = dict(node.meta)
+            node.replace_all_uses_with(function)
+            graph.erase_node(node)
+        elif given:
+            args = list(node.args)
+            while len(args) < len(names) and names[len(args)] in given:
+                args.append(given.pop(names[len(args)]))
+            if len(args) > len(node.args):
+                node.args, node.kwargs = tuple(args), given
+
+
+def bound(node: fx.Node) -> dict[str, Any]:
+    """The arguments of a node by name, for operators whose arguments the table names."""
+    given = dict(zip(_SIGNATURES.get(known_name(node), ()), node.args, strict=False)) | dict(node.kwargs)
+    if "axis" in given:
+        given["dim"] = given.pop("axis")
+    return given
+
+
+def holds_indices(dtype: torch.dtype) -> bool:
+    """Whether a dtype holds every position exactly and can index: not int8, not bfloat16."""
+    return dtype in (torch.int32, torch.int64)
+
+
+def counts_exactly(dtype: torch.dtype) -> bool:
+    """Whether arange of a dtype is the index converted to it; in half precision it depends on the arange's size."""
+    return not dtype.is_floating_point or dtype in (torch.float32, torch.float64)
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether a node's result at a place is made from its operands at that place."""
+    name = known_name(node)
+    two = len([arg for arg in node.args if is_tensor(arg)]) == 2
+    return name in POINTWISE or (name in ("max", "min") and two and not node.kwargs) or _drops_nothing(node)
+
+
+def _drops_nothing(node: fx.Node) -> bool:
+    given = bound(node)
+    return known_name(node) == "dropout" and not (given.get("p", 0.5) and given.get("training", True))
+
+
+def propagate_dim(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
+    """The dimension of the result whose slice k is made from slice k of the operand's `dim`; None if there is none.
+
+    Of other operands nothing is said: a caller asks about each that has an axis of its own.
+    """
+    if not isinstance(value(operand), (torch.Tensor, tuple, list)) or value(node) is None:
+        return None
+    name = known_name(node)
+    if is_pointwise(node):
+        return _aligned(node, operand, dim)
+    if name in MOVES and not _by_tensor(node):
+        return _moved(node, operand, dim)
+    if name in REDUCES | ALONG:
+        return _beside_dims(node, dim, goes=name in REDUCES)
+    if name in _FEATURES and node.args[0] is operand:
+        return _beside_features(node, operand, dim)
+    if name in ("matmul", "bmm") and not node.kwargs:
+        return _outside_product(node, operand, dim)
+    if name in ("cat", "concat", "stack"):
+        return _beside_joined(node, dim)
+    return None
+
+
+def _aligned(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
+    shape, source = value(node).shape, value(operand).shape
+    index = dim + len(shape) - len(source)
+    return index if 0 <= index < len(shape) and expr(shape[index]) == expr(source[dim]) else None
+
+
+def _by_tensor(node: fx.Node) -> bool:
+    """Whether where elements go depends on a tensor's content."""
+    if known_name(node) in _LIKE:
+        return False
+    return any(is_tensor(leaf) for leaf in _leaves((node.args[1:], dict(node.kwargs))))
+
+
+def leaves(node: fx.Node) -> list[Any]:
+    """What a node is called with, out of all tuples and slices."""
+    return _leaves((node.args, dict(node.kwargs)))
+
+
+def _leaves(argument: Any) -> list[Any]:
+    if isinstance(argument, (tuple, list)):
+        return [leaf for part in argument for leaf in _leaves(part)]
+    if isinstance(argument, dict):
+        return [leaf for part in argument.values() for leaf in _leaves(part)]
+    if isinstance(argument, slice):
+        return [argument.start, argument.stop, argument.step]
+    return [argument]
+
+
+def _moved(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
+    """Run the operation on coordinates along `dim`, and see along which dimension they lie in the result."""
+    if isinstance(value(operand), (tuple, list)):  # an item of what was split
+        return dim if known_name(node) == "getitem" and isinstance(node.args[1], int) else None
+    size, shape = value(operand).shape[dim], list(concrete(value(operand).shape))
+    alone = isinstance(size, int) and size == 1
+    if alone and known_name(node) == "expand":
+        return _aligned(node, operand, dim)
+    if alone:  # of one element nothing shows where it went; what names the size fails on two, and says nothing
+        shape[dim] = 2
+    try:
+        made = run_on(node, {operand: coordinates(tuple(shape), dim)})
+    except (RuntimeError, IndexError, ValueError, TypeError):
+        return None
+    parts = list(zip(made, value(node), strict=True)) if isinstance(made, (tuple, list)) else [(made, value(node))]
+    found = {_where(part, known, shape[dim], size) for part, known in parts}
+    return found.pop() if len(found) == 1 else None
+
+
+def _where(made: Any, known: Any, count: int, size: Any) -> int | None:
+    """Where coordinates lie, if that dimension is as large as it was whatever the symbols stand for."""
+    index = lies_along(made, count)
+    return None if index is None or expr(known.shape[index]) != expr(size) else index
+
+
+def swaps_last_two(node: fx.Node) -> bool:
+    """Whether a node is its operand with the last two dimensions exchanged, by whatever name."""
+    if known_name(node) not in MOVES or _by_tensor(node):
+        return False
+    given = torch.empty(concrete(value(node.args[0]).shape), device="meta")  # type: ignore[arg-type]
+    try:
+        made = run_on(node, {node.args[0]: given})  # type: ignore[dict-item]
+    except (RuntimeError, IndexError, ValueError, TypeError):
+        return False
+    return isinstance(made, torch.Tensor) and given.ndim > 1 and _lies_like(made, given.transpose(-1, -2))
+
+
+def _lies_like(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two views of one tensor are the same view."""
+    return (one.shape, one.stride(), one.storage_offset()) == (other.shape, other.stride(), other.storage_offset())
+
+
+def coordinates(shape: tuple[int, ...], dim: int) -> torch.Tensor:
+    """int64 of the given shape: each element's place along `dim`."""
+    line = torch.arange(shape[dim]).view([-1 if d == dim else 1 for d in range(len(shape))])
+    return line.expand(shape)
+
+
+def lies_along(made: Any, count: int) -> int | None:
+    """The dimension along which a tensor counts 0 .. count - 1, the same everywhere else; None for none or several."""
+    if not isinstance(made, torch.Tensor) or count < 2 or not made.numel():
+        return None
+    along = [d for d, size in enumerate(made.shape) if size == count]
+    along = [d for d in along if torch.equal(made, coordinates(tuple(made.shape), d))]
+    return along[0] if len(along) == 1 else None
+
+
+def _dims(node: fx.Node, ndim: int) -> set[int] | None:
+    """Along which dimensions an operation works; None if it does not say, or along all."""
+    dim = bound(node).get("dim")
+    dims: list[Any] = list(dim) if isinstance(dim, (tuple, list)) else [dim]
+    known = bool(dims) and all(isinstance(d, int) and not isinstance(d, bool) for d in dims)
+    return {d % ndim for d in dims} if known else None
+
+
+def _beside_dims(node: fx.Node, dim: int, goes: bool) -> int | None:
+    source = bound(node).get("input")
+    if not isinstance(source, fx.Node) or not is_tensor(source):
+        return None
+    dims = _dims(node, value(source).ndim)
+    if dims is None or dim in dims:
+        return None
+    keeps = not goes or bool(bound(node).get("keepdim", False))
+    return dim if keeps else dim - sum(d < dim for d in dims)
+
+
+def _beside_features(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
+    shape = bound(node).get("normalized_shape", ())
+    mixed = _FEATURES[known_name(node)] or (len(shape) if isinstance(shape, (tuple, list)) else 1)
+    return dim if dim < value(operand).ndim - mixed else None
+
+
+def _outside_product(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
+    """Rows of the first factor and columns of the second; what is summed over is no axis of the result."""
+    first, second = node.args[:2]
+    ndim, width = value(node).ndim, value(operand).ndim
+    if first is second or width < 2 or value(first).ndim < 2 or value(second).ndim < 2:  # type: ignore[arg-type]
+        return None
+    if dim >= width - 2:
+        summed = width - 1 if operand is first else width - 2
+        return None if dim == summed else ndim - width + dim
+    return _aligned(node, operand, dim)
+
+
+def _beside_joined(node: fx.Node, dim: int) -> int | None:
+    given = bound(node)
+    ndim, along = value(node).ndim, given.get("dim", node.args[1] if len(node.args) > 1 else 0)
+    if not isinstance(along, int) or known_name(node) == "stack":
+        return None
+    return None if along % ndim == dim else dim
+
+
+# -- running an operation on small tensors ----------------------------------------------------------------------------
+
+
+def concrete(shape: Any) -> tuple[int, ...]:
+    """A shape with small numbers, each symbol another, in place of the symbols."""
+    return tuple(_number(size) for size in shape)
+
+
+def _number(size: Any) -> int:
+    """A size with a small number for each symbol, the same wherever the symbol stands."""
+    expression = expr(size)
+    return int(expression.subs({symbol: _stands_for(symbol) for symbol in expression.free_symbols}))
+
+
+def _stands_for(symbol: Any) -> int:
+    digits = "".join(letter for letter in str(symbol) if letter.isdigit()) or "0"
+    return 3 + int(digits) % 5
+
+
+def run_on(node: fx.Node, given: dict[fx.Node, Any]) -> Any:
+    """What a node's operation gives for other operands, with `concrete` sizes."""
+
+    def replace(argument: fx.Node) -> Any:
+        if argument in given:
+            return given[argument]
+        if is_size(argument):
+            return _number(argument)
+        if known_name(node) in _LIKE:
+            return torch.empty(()).expand(concrete(value(argument).shape))
+        raise TypeError(f"{argument} is no size")
+
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), replace)
+    with fake_tensors.real_tensors():
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+# -- lookups ----------------------------------------------------------------------------------------------------------
+
+
+def lookup(node: fx.Node) -> tuple[fx.Node, dict[int, Any]] | None:
+    """What is looked up in, and by which dimension with which index; None if a node is no lookup by tensors.
+
+    The index may be a node, or for `getitem` any part of the subscript.
+    """
+    name, given = known_name(node), bound(node)
+    if name == "getitem" and is_tensor(node.args[0]) and _by_tensor(node):
+        parts = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+        return node.args[0], dict(_subscripts(parts, value(node.args[0]).ndim))  # type: ignore[return-value, arg-type]
+    if name in ("index_select", "gather") and isinstance(given.get("dim"), int):
+        return given["input"], {given["dim"] % value(given["input"]).ndim: given["index"]}
+    if name == "take_along_dim" and isinstance(given.get("dim"), int):
+        return given["input"], {given["dim"] % value(given["input"]).ndim: given["indices"]}
+    if name == "embedding" and is_tensor(given.get("weight")):
+        return given["weight"], {0: given["input"]}
+    return None
+
+
+def _subscripts(parts: tuple[Any, ...], ndim: int) -> Any:
+    """The parts of a subscript by the dimension that they apply to."""
+    taken = sum(part is not None and part is not Ellipsis for part in parts)
+    dim = 0
+    for part in parts:
+        if part is Ellipsis:
+            dim += ndim - taken
+        elif part is not None:
+            yield dim, part
+            dim += 1
+
+
+def index_axis(node: fx.Node, index: fx.Node, dim: int) -> int | None:
+    """The dimension of a lookup's result along which it follows `dim` of its index."""
+    name = known_name(node)
+    if name == "embedding":
+        return dim
+    if name == "index_select":
+        return int(bound(node)["dim"] % value(node).ndim)
+    if name in ("gather", "take_along_dim"):
+        along = bound(node)["dim"] % value(node).ndim
+        return dim if along == dim else None
+    return _among_subscripts(node, index, dim)
+
+
+def _among_subscripts(node: fx.Node, index: fx.Node, dim: int) -> int | None:
+    """For x[..., index, ...]: indices are broadcast together, and stand where the first did if they are neighbours."""
+    parts: list[Any] = list(node.args[1]) if isinstance(node.args[1], tuple) else [node.args[1]]
+    tensors = [i for i, part in enumerate(parts) if is_tensor(part)]
+    if any(value(parts[i]).dtype == torch.bool for i in tensors):
+        return None
+    rank = int(max(value(parts[i]).ndim for i in tensors))
+    together = tensors == list(range(tensors[0], tensors[-1] + 1))
+    base = value(node.args[0]).ndim  # type: ignore[arg-type]
+    named = sum(part is not None and part is not Ellipsis for part in parts)
+    before = 0
+    for part in itertools.takewhile(lambda p: not is_tensor(p), parts):
+        before += base - named if part is Ellipsis else 0 if isinstance(part, int) else 1
+    return int((before if together else 0) + rank - value(index).ndim + dim)
+
+
+def keeps_whole(part: Any) -> bool:
+    """Whether a part of a subscript takes a whole dimension."""
+    return part is Ellipsis or (isinstance(part, slice) and part == slice(None))
+
+
+def signature(function: Callable[..., Any], node: fx.Node) -> dict[str, Any]:
+    """A node's arguments by the names of a function's signature, with its defaults."""
+    given = inspect.signature(function).bind(*node.args, **node.kwargs)
+    given.apply_defaults()
+    return dict(given.arguments)

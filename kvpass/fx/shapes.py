@@ -1,0 +1,170 @@
+"""Read sizes of a graph as expressions of its symbols."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+import torch
+import torch.fx as fx
+from torch.fx.node import map_arg
+
+from kvpass.errors import UnsupportedGraph
+from kvpass.fx.walk import is_tensor, value
+from kvpass.torch_private import symbolic_shapes
+
+
+def expr(size: Any) -> sympy.Expr:
+    """A size, symbolic or not, as a sympy expression."""
+    if isinstance(size, fx.Node):
+        size = value(size)
+    return symbolic_shapes.expression(size) if isinstance(size, torch.SymInt) else sympy.Integer(size)
+
+
+def fix_floats(graph: fx.Graph) -> None:
+    """Put numbers in place of symbolic floats, and have Dynamo compile again where they differ.
+
+    Dynamo makes an attribute such as an attention scale symbolic once it has met two models in which it differs.
+    """
+    for node in graph.nodes:
+        if isinstance(value(node), torch.SymFloat):
+            number = float(value(node))
+            for user in list(node.users):
+                user.args, user.kwargs = map_arg((user.args, user.kwargs), _swap(node, number))
+
+
+def _swap(node: fx.Node, number: float) -> Callable[[fx.Node], Any]:
+    return lambda other: number if other is node else other
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """How the symbolic sizes of a step graph are to be read.
+
+    Attributes:
+        lengths: the expressions that stand for the cache's length, in each layer.
+        known: what the symbols that do not grow are in this call.
+        queries: q, the number of new tokens.
+        least: what the lengths cannot fall below.
+        totals: the lengths with the new tokens, as Dynamo has them.
+        open: sizes that do not grow and yet are no numbers; `known` has their symbols.
+    """
+
+    lengths: tuple[sympy.Expr, ...]
+    known: dict[sympy.Symbol, Any]
+    queries: Any
+    least: int = 0
+    totals: tuple[Any, ...] = ()
+    open: symbolic_shapes.SymbolicSizes | None = None
+
+    def __post_init__(self) -> None:
+        symbols = [length for length in self.lengths if length.is_Symbol]
+        above = {s: sympy.Symbol(f"{s}_above", integer=True, nonnegative=True) for s in symbols}
+        object.__setattr__(self, "_bounds", {s: self.least + t for s, t in above.items()})
+        object.__setattr__(self, "_back", {t: s - self.least for s, t in above.items()})
+        object.__setattr__(self, "_open", frozenset(self.open.symbols if self.open else ()))
+
+    def _simple(self, size: Any) -> sympy.Expr:
+        """A size without the maxima and minima that its bounds and the lengths' decide, and with what is known."""
+        size = value(size) if isinstance(size, fx.Node) else size
+        whole = symbolic_shapes.without_decided_bounds(size) if isinstance(size, torch.SymInt) else expr(size)
+        for name, function in (("Max", sympy.Max), ("Min", sympy.Min)):  # torch has its own
+            theirs = {part.func for part in sympy.preorder_traversal(whole) if part.func.__name__ == name}
+            for kind in theirs:
+                whole = whole.replace(kind, lambda *args, f=function: f(*(a.subs(self._bounds) for a in args)))  # type: ignore[attr-defined]
+        return whole.subs(self._back).subs(self.known)  # type: ignore[attr-defined]
+
+    def grows(self, size: Any) -> bool:
+        """Whether a size is not the same at every step."""
+        return self.grows_in(self._simple(size))
+
+    def grows_in(self, expression: sympy.Expr) -> bool:
+        """Whether an expression has symbols of what grows."""
+        return bool(expression.free_symbols - self._open)  # type: ignore[attr-defined]
+
+    def grown(self, tensor: Any) -> bool:
+        """Whether any dimension of a fake tensor is not the same at every step."""
+        return isinstance(tensor, torch.Tensor) and any(self.grows(size) for size in tensor.shape)
+
+    def settled(self, size: Any) -> bool:
+        """Whether a size is computed from open ones already, as what was traced for them has it."""
+        symbols = expr(size).free_symbols
+        return bool(symbols) and not self.grows_in(expr(size))
+
+    def fixed(self, size: Any) -> Any:
+        """A size that does not grow: a number, or an open size."""
+        simple = self._simple(size)
+        return self.open.size(sympy.expand(simple)) if self.open else int(simple)
+
+    def is_total(self, size: Any) -> bool:
+        """Whether a size is the cache's length plus the new tokens."""
+        return self.grows(size) and (self._adds_up(size) or self._must_be_total(size))
+
+    def _adds_up(self, size: Any) -> bool:
+        return any(
+            sympy.expand(self._simple(size) - length).subs(self.known) == expr(self.queries) and length.free_symbols
+            for length in self.lengths
+        )
+
+    def _must_be_total(self, size: Any) -> bool:
+        """Whether the model's code does with a size what is right for the number of keys alone, such as adding."""
+        size = value(size) if isinstance(size, fx.Node) else size
+        return any(symbolic_shapes.known_equal(size, total) for total in self.totals)
+
+    def in_length(self, size: Any) -> sympy.Expr:
+        """A size as an expression of one symbol, the cache's length."""
+        expression = self._simple(size)
+        for length in self.lengths:
+            for symbol in length.free_symbols:
+                expression = expression.subs(symbol, LENGTH - (length - symbol))
+        if self.grows_in(expression.subs(LENGTH, 0)):
+            raise UnsupportedGraph(f"the size {size} depends on more than the cache's length")
+        return sympy.expand(expression)
+
+    def beyond_length(self, size: Any) -> Any:
+        """A size that is the cache's length plus a number, or an open size: the latter."""
+        beyond = self.in_length(size) - LENGTH
+        if self.grows_in(beyond):
+            raise UnsupportedGraph(f"the graph returns {size}, which is not the cache's length plus a number")
+        return self.fixed_part(beyond)
+
+    def fixed_part(self, expression: sympy.Expr) -> Any:
+        """What is left of sizes whose lengths have cancelled out: a number, or an open size."""
+        return self.open.size(expression) if self.open else int(expression)
+
+    def on_length(self, size: Any, length: fx.Node, graph: fx.Graph, number: Callable[[Any], Any]) -> Any:
+        """Emit nodes that compute a size from the length, a tensor; returns the node or a number.
+
+        Args:
+            number: what stands in a graph for a number or an open size.
+        """
+
+        def emit(part: sympy.Expr) -> Any:
+            if part == LENGTH:
+                return length
+            if part.is_integer and LENGTH not in part.free_symbols:
+                return number(self.fixed_part(part))
+            function = _ON_TENSORS.get(part.func.__name__)
+            if function is None:
+                raise UnsupportedGraph(
+                    f"position arithmetic {part} on the cache's length is no sum, product, maximum or minimum"
+                )
+            terms = sorted((emit(term) for term in part.args), key=lambda term: not is_tensor(term))
+            made = terms[0]
+            for term in terms[1:]:
+                made = graph.call_function(function, (made, term))
+                made.meta["example_value"] = value(length)
+            return made
+
+        return emit(self.in_length(size))
+
+
+LENGTH = sympy.Symbol("length", integer=True, nonnegative=True)
+
+
+_ON_TENSORS: dict[str, Callable[..., Any]] = {
+    "Add": operator.add, "Mul": operator.mul, "Max": torch.clamp_min, "Min": torch.clamp_max
+}  # fmt: skip

@@ -1,0 +1,148 @@
+"""Cut a subgraph out of a graph, and splice one in."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch.fx.node import map_arg
+
+from kvpass.fx.alias import behind, dependent
+from kvpass.fx.walk import is_size, placeholders, value
+from kvpass.torch_private import fake_tensors
+
+
+def let_go_of_data(graph: fx.Graph) -> None:
+    """Describe inputs that real tensors stand for without their data: a graph outlives what it was compiled with."""
+    for node in placeholders(graph):
+        example = value(node)
+        if isinstance(example, torch.Tensor) and not fake_tensors.is_fake(example):
+            kind: dict[str, Any] = dict(dtype=example.dtype, device="meta")
+            node.meta["example_value"] = torch.empty_strided(example.shape, example.stride(), **kind)
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice:
+    """A subgraph cut out: `module(*replaced, *bound)` computes what `result` stood for.
+
+    Attributes:
+        module: the operations.
+        bound: nodes of the original graph that it also reads.
+        key: equal for slices that compute the same, whatever their nodes are called.
+    """
+
+    module: fx.GraphModule
+    bound: tuple[fx.Node, ...]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        index = {node: f"%{i}" for i, node in enumerate(self.module.graph.nodes)}
+        steps = [(node.op, None if node.op == "placeholder" else node.target, _told(node, index)) for node in index]
+        return (*steps, *((n.name, str(value(n))) for n in self.bound))
+
+
+def _told(node: fx.Node, index: dict[fx.Node, str]) -> str:
+    """The arguments of a node, with places instead of nodes."""
+    return str(fx.node.map_arg((node.args, node.kwargs), lambda parent: index[parent]))
+
+
+Resolve = Callable[[fx.Node], Any]
+
+
+def cut(
+    gm: fx.GraphModule,
+    results: list[fx.Node],
+    replaced: list[fx.Node],
+    resolve: Resolve,
+    *,
+    unpack: bool = False,
+    reader: fx.Node | None = None,
+) -> Slice:
+    """Cut out what computes `results` from `replaced`; nodes that do not depend on `replaced` are bound.
+
+    Args:
+        replaced: become the first inputs, in order.
+        resolve: the number to put in place of a node that is a size; one that stays open is bound.
+        unpack: return the one result itself and not a tuple.
+        reader: see `behind`.
+    """
+    needed = behind(results, replaced, reader)
+    moving = dependent(gm.graph, needed, replaced)
+    graph = fx.Graph()
+    env: dict[fx.Node, Any] = {node: graph.placeholder(node.name) for node in replaced}
+    bound: list[fx.Node] = []
+
+    def index(node: fx.Node) -> None:
+        if node in env:
+            return
+        number = resolve(node) if is_size(node) else None
+        if isinstance(number, int):
+            env[node] = number
+        elif number is not None or node not in moving:
+            env[node] = graph.placeholder(node.name)
+            bound.append(node)
+        else:
+            for parent in node.all_input_nodes:
+                index(parent)
+            env[node] = graph.node_copy(node, lambda parent: env[parent])
+
+    for node in gm.graph.nodes:  # in order, as some of them write in place
+        if node in moving:
+            index(node)
+    for result in results:
+        index(result)
+    made = tuple(env[result] for result in results)
+    graph.output(made[0] if unpack else made)
+    placeholders_first(graph)
+    return Slice(fx.GraphModule(gm, graph), tuple(bound))
+
+
+def computing(gm: fx.GraphModule, wanted: list[fx.Node]) -> fx.GraphModule:
+    """A graph of the same arguments that gives some of a graph's nodes, and computes nothing else."""
+    graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
+    needed = behind(wanted) if wanted else set()
+    for node in gm.graph.nodes:
+        if node.op == "placeholder" or node in needed:
+            env[node] = graph.node_copy(node, env.__getitem__)
+    graph.output(tuple(env[node] for node in wanted))
+    return fx.GraphModule(gm, graph)
+
+
+def placeholders_first(graph: fx.Graph) -> None:
+    put_first(graph, placeholders(graph))
+
+
+def put_first(graph: fx.Graph, nodes: list[fx.Node]) -> None:
+    """Let these nodes begin the graph, in this order."""
+    for node in reversed(nodes):
+        first = next(iter(graph.nodes))
+        if node is not first:
+            first.prepend(node)
+
+
+def splice(
+    gm: fx.GraphModule, traced: fx.GraphModule, inputs: list[fx.Node], before: fx.Node, prefix: str
+) -> list[Any]:
+    """Copy a traced function into a graph before a node; returns what it outputs."""
+    env: dict[fx.Node, Any] = dict(zip(placeholders(traced.graph), inputs, strict=True))
+    with gm.graph.inserting_before(before):
+        for node in traced.graph.nodes:
+            if node.op == "get_attr":
+                name = f"{prefix}_{node.target}"
+                setattr(gm, name, getattr(traced, node.target))
+                env[node] = gm.graph.create_node("get_attr", name)  # `get_attr` would have it be a buffer
+            elif node.op not in ("placeholder", "output"):
+                env[node] = gm.graph.node_copy(node, lambda parent: env[parent])
+                env[node].meta["example_value"] = node.meta.get("val")
+    returned = traced.graph.output_node().args[0]
+    return list(map_arg(returned if isinstance(returned, (list, tuple)) else [returned], lambda node: env[node]))
+
+
+def call_aten(graph: fx.Graph, target: Callable[..., Any], *args: Any) -> fx.Node:
+    """A new node in a graph of aten's operators that knows its value, as later passes ask for it."""
+    made = graph.call_function(target, args)
+    made.meta["val"] = target(*map_arg(args, lambda x: x.meta["val"]))
+    return made

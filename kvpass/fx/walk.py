@@ -1,0 +1,130 @@
+"""Read an FX graph: values of nodes, their names and lines, and what they follow from."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from kvpass.errors import KVPassError, UnreadableGraph, UnsupportedGraph
+
+
+def value(node: fx.Node) -> Any:
+    """The fake tensor, symbolic size or constant that Dynamo recorded for a node."""
+    return node.meta.get("example_value")
+
+
+def is_tensor(node: Any) -> bool:
+    return isinstance(node, fx.Node) and isinstance(value(node), torch.Tensor)
+
+
+def is_size(node: Any) -> bool:
+    """A node that stands for a size and not for a tensor."""
+    return (
+        isinstance(node, fx.Node) and isinstance(value(node), (torch.SymInt, int)) and not isinstance(value(node), bool)
+    )
+
+
+def constant(gm: fx.GraphModule, argument: Any) -> float | None:
+    """A number, or that of a tensor of one number that the code spells out; None for anything else."""
+    if isinstance(argument, (bool, int, float)):
+        return float(argument)
+    if not is_tensor(argument) or value(argument).numel() != 1:
+        return None
+    if argument.op == "get_attr":
+        held = getattr(gm, argument.target, None)
+        return float(held) if isinstance(held, torch.Tensor) and type(held) is torch.Tensor else None
+    args = [*argument.args, *argument.kwargs.values()]
+    if name_of(argument) in ("tensor", "scalar_tensor", "full"):
+        number = args[1] if name_of(argument) == "full" else args[0]
+        return float(number) if isinstance(number, (int, float)) else None
+    if name_of(argument) in ("to", "type_as", "expand", "view"):
+        return constant(gm, argument.args[0])
+    return None
+
+
+def placeholders(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op == "placeholder"]
+
+
+def results(graph: fx.Graph) -> list[Any]:
+    """What the graph returns, in order."""
+    return list(graph.output_node().args[0])  # type: ignore[arg-type]
+
+
+def past_of(grown: fx.Node) -> fx.Node:
+    """The first part of a concatenation."""
+    return grown.all_input_nodes[0]
+
+
+def ancestors(node: fx.Node, stop: Iterable[fx.Node] = ()) -> set[fx.Node]:
+    """The node and all that it is computed from, not walking into `stop`."""
+    halted, seen, todo = set(stop), set(), [node]
+    while todo:
+        current = todo.pop()
+        if current not in seen and current not in halted:
+            seen.add(current)
+            todo.extend(current.all_input_nodes)
+    return seen
+
+
+def move_before(node: fx.Node, needed: fx.Node) -> None:
+    """Move `needed`, and what it is computed from, to before a node that it must not depend on.
+
+    Raises:
+        UnsupportedGraph: it does.
+    """
+    behind = ancestors(needed)
+    if node in behind:
+        raise UnsupportedGraph(f"{source_line(needed)}: {name_of(needed)!r} depends on {name_of(node)!r}")
+    order = list(node.graph.nodes)
+    for later in order[order.index(node) :]:
+        if later in behind:
+            node.prepend(later)
+
+
+def name_of(node: fx.Node) -> str:
+    """The bare name of what a node calls."""
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+
+
+def source_line(node: fx.Node) -> str:
+    """The innermost line of user code that made a node, as `file:line: code`."""
+    trace = (node.meta.get("stack_trace") or node.stack_trace or "").strip().splitlines()
+    for index, code in zip(reversed(trace[:-1]), reversed(trace[1:]), strict=True):
+        if index.strip().startswith("File "):
+            file, line = index.split('"')[1], index.split("line ")[1].split(",")[0]
+            return f"{file}:{line}: {code.strip()}"
+    return "an unknown line"
+
+
+@contextlib.contextmanager
+def reading(calls: Iterable[fx.Node]) -> Iterator[None]:
+    """Errors that nobody foresaw while a graph is read and rewritten become refusals.
+
+    Args:
+        calls: the graph's attention calls, the first of which says where.
+
+    Raises:
+        UnreadableGraph: from any error that is not of kvpass.
+    """
+    try:
+        yield
+    except KVPassError:
+        raise
+    except Exception as error:
+        line = next((source_line(node) for node in calls), "a graph without attention")
+        raise UnreadableGraph(
+            f"{line}: reading the graph failed with {type(error).__name__}: {error}. The model is spelled in a way "
+            "that kvpass does not know; run it uncompiled, or report what is at that line"
+        ) from error
+
+
+def module_of(node: fx.Node) -> str:
+    """The path of the module whose code made a node, empty if it is not known."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    path = str(stack[-1][0]) if stack else ""
+    return path.replace("L['self'].", "").replace("L['fn'].", "").replace("_modules['", "").replace("']", "")

@@ -1,0 +1,239 @@
+"""The Triton kernel of recipe "direct": all three products of the network, a block of rows a program.
+
+Torch's operations would take a launch for each product and for what is around it, and write the rows in float32, the
+hidden ones and the changes.  Here a row is read, once for the first product and once to be changed, and written.
+
+The module is imported when the first graph for a GPU is traced, and needs triton.
+"""
+
+# Triton gives the arguments of kernels their types when it compiles them.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvpass.lowering.attend_kernel import dense, packed, power
+
+ROWS, FEW_ROWS = 32, 16  # of a program, each of which reads all weights; fewer for registers, of wide heads and numbers
+WIDE_HEAD = 256
+STEP = 32  # numbers of a head that are taken in at a time,
+OUT_STEP = 64  # and put out: a stretch for each warp
+WARPS = 8  # fewer would spill
+TF32 = tl.constexpr(-8192)  # the bits of a float32 that tensor cores multiply
+
+
+@triton.jit
+def parted(x):
+    """A float32 as two that tensor cores multiply: what they see of it, and the rest."""
+    coarse = (x.to(tl.int32, bitcast=True) & TF32).to(tl.float32, bitcast=True)
+    return coarse, x - coarse
+
+
+@triton.jit
+def product(coarse, fine, weight, total, EXACT: tl.constexpr):
+    """`total` plus the product of a number in two parts and a weight, nearly as exact as in float32.
+
+    Where numbers in half precision are EXACT, their second part is zero.
+    """
+    heavy, light = parted(weight)
+    total = tl.dot(coarse, light, total, input_precision="tf32")
+    if not EXACT:
+        total = tl.dot(fine, heavy, total, input_precision="tf32")
+    return tl.dot(coarse, heavy, total, input_precision="tf32")
+
+
+@triton.jit
+def taken_in(
+    hidden,  # [BLOCK, FIRST]
+    rows,  # of one B: [H, C, D] by strides
+    weight,  # [H * D, H1]
+    c,
+    there,
+    row_head: tl.constexpr,
+    row_slot: tl.constexpr,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    H1: tl.constexpr,
+    FIRST: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """`hidden` with the product of the rows of all heads."""
+    h = tl.arange(0, FIRST)
+    for head in range(HEADS):
+        for start in range(0, D, WIDE):
+            d = start + tl.arange(0, WIDE)
+            x = tl.load(
+                rows + head * row_head + c[:, None] * row_slot + d[None, :],
+                mask=there[:, None] & (d < D)[None, :],
+                other=0.0,
+            )
+            inside = (d < D)[:, None] & (h < H1)[None, :]
+            w = tl.load(weight + (head * D + d)[:, None] * H1 + h[None, :], mask=inside, other=0.0)
+            coarse, fine = parted(x.to(tl.float32))
+            hidden = product(coarse, fine, w, hidden, x.dtype != tl.float32)
+    return hidden
+
+
+@triton.jit
+def put_out(
+    hidden,  # [BLOCK, SECOND]
+    rows,  # of one B: [H, C, D] by strides
+    out,  # the same, dense
+    weight,  # [H2, TOTAL]; these rows' columns begin at FROM
+    bias,  # [TOTAL]
+    shift,  # [P, TOTAL]
+    made,
+    rank,
+    moves,
+    c,
+    there,
+    row_head: tl.constexpr,
+    row_slot: tl.constexpr,
+    HEADS: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    H2: tl.constexpr,
+    FROM: tl.constexpr,
+    TOTAL: tl.constexpr,
+    SECOND: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Write the rows of all heads, changed where they move."""
+    s = tl.arange(0, SECOND)
+    coarse, fine = parted(hidden)
+    for head in range(HEADS):
+        for start in range(0, D, WIDE):
+            d = start + tl.arange(0, WIDE)
+            column = FROM + head * D + d
+            inside = there[:, None] & (d < D)[None, :]
+            x = tl.load(rows + head * row_head + c[:, None] * row_slot + d[None, :], mask=inside, other=0.0)
+            known = (s < H2)[:, None] & (d < D)[None, :]
+            w = tl.load(weight + s[:, None] * TOTAL + column[None, :], mask=known, other=0.0)
+            shifted = tl.load(shift + rank[:, None] * TOTAL + column[None, :], mask=inside, other=0.0)
+            shifted -= tl.load(shift + made[:, None] * TOTAL + column[None, :], mask=inside, other=0.0)
+            shifted += tl.load(bias + column, mask=d < D, other=0.0)[None, :]  # all before the product, which waits
+            change = product(coarse, fine, w, shifted, False)
+            new = tl.where(moves[:, None], (x.to(tl.float32) + change).to(x.dtype), x)
+            tl.store(out + (head * C + c[:, None]) * D + d[None, :], new, mask=inside)
+
+
+@triton.jit
+def repair(
+    key,  # [B, H, C, D], the last dimension dense; likewise the values
+    value,  # [B, H, C, Dv]
+    made,  # int64 [B, C], dense; likewise the next two
+    rank,
+    moves,  # bool
+    on_key,  # [H * D, H1]
+    on_value,  # [H * Dv, H1]
+    from_made,  # [P, H1]
+    from_rank,
+    shift,  # [P, H * (D + Dv)]
+    inner,  # [H1, H2]
+    inner_bias,
+    outer,  # [H2, H * (D + Dv)]
+    outer_bias,
+    new_key,  # as key and value, dense
+    new_value,
+    key_row: tl.constexpr,
+    key_head: tl.constexpr,
+    key_slot: tl.constexpr,
+    value_row: tl.constexpr,
+    value_head: tl.constexpr,
+    value_slot: tl.constexpr,
+    HEADS: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    H1: tl.constexpr,
+    H2: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    KEY_STEP: tl.constexpr,
+    VALUE_STEP: tl.constexpr,
+    KEY_OUT: tl.constexpr,
+    VALUE_OUT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One block of the rows of one B, keys and values of all heads."""
+    row = tl.program_id(1).to(tl.int64)
+    c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = c < C
+    m = tl.load(made + row * C + c, mask=there, other=0)
+    r = tl.load(rank + row * C + c, mask=there, other=0)
+    moving = tl.load(moves + row * C + c, mask=there, other=0) != 0
+    h, s = tl.arange(0, FIRST), tl.arange(0, SECOND)
+    known = there[:, None] & (h < H1)[None, :]
+    hidden = tl.load(from_made + m[:, None] * H1 + h[None, :], mask=known, other=0.0)
+    hidden += tl.load(from_rank + r[:, None] * H1 + h[None, :], mask=known, other=0.0)
+    keys, values = key + row * key_row, value + row * value_row
+    hidden = taken_in(hidden, keys, on_key, c, there, key_head, key_slot, HEADS, D, H1, FIRST, KEY_STEP)
+    hidden = taken_in(hidden, values, on_value, c, there, value_head, value_slot, HEADS, DV, H1, FIRST, VALUE_STEP)
+    within = (h < H1)[:, None] & (s < H2)[None, :]
+    w = tl.load(inner + h[:, None] * H2 + s[None, :], mask=within, other=0.0)
+    coarse, fine = parted(tl.maximum(hidden, 0.0))
+    hidden = product(coarse, fine, w, tl.zeros([BLOCK, SECOND], tl.float32), False)
+    hidden = tl.maximum(hidden + tl.load(inner_bias + s, mask=s < H2, other=0.0)[None, :], 0.0)
+    put_out(
+        hidden, keys, new_key + row * HEADS * C * D, outer, outer_bias, shift, m, r, moving, c, there,
+        key_head, key_slot, HEADS, C, D, H2, 0, HEADS * (D + DV), SECOND, KEY_OUT,
+    )  # fmt: skip
+    put_out(
+        hidden, values, new_value + row * HEADS * C * DV, outer, outer_bias, shift, m, r, moving, c, there,
+        value_head, value_slot, HEADS, C, DV, H2, HEADS * D, HEADS * (D + DV), SECOND, VALUE_OUT,
+    )  # fmt: skip
+
+
+@torch.library.triton_op("kvpass::repair_rows", mutates_args={})
+def repair_rows(
+    key: Tensor,
+    value: Tensor,
+    made: Tensor,
+    rank: Tensor,
+    moves: Tensor,
+    on_key: Tensor,
+    on_value: Tensor,
+    from_made: Tensor,
+    from_rank: Tensor,
+    shift: Tensor,
+    inner: Tensor,
+    inner_bias: Tensor,
+    outer: Tensor,
+    outer_bias: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Repair rows in one launch.
+
+    Args:
+        key, value: [B, H, C, D] and [B, H, C, Dv], the last dimension dense.
+        made, rank: int64 [B, C], positions that the tables have.
+        moves: bool [B, C], which rows are changed at all.
+        on_key, ..., outer_bias: of one layer, float32 and dense; H1 and H2 hidden numbers, up to `MOST_HIDDEN`.
+
+    Returns:
+        Keys and values, as given but dense.
+    """
+    rows, heads, slots, dim = key.shape
+    width, (first, second) = value.shape[3], inner.shape
+    new_key, new_value = key.new_empty((rows, heads, slots, dim)), value.new_empty((rows, heads, slots, width))
+    narrow = max(dim, width) < WIDE_HEAD and key.element_size() < 4
+    block = ROWS if narrow else FEW_ROWS
+    torch.library.wrap_triton(repair)[(triton.cdiv(slots, block), rows)](
+        key, value, packed(made), packed(rank), packed(moves), on_key, on_value, from_made, from_rank, shift,
+        inner, inner_bias, outer, outer_bias, new_key, new_value, *key.stride()[:3], *value.stride()[:3],
+        HEADS=heads, C=slots, D=dim, DV=width, H1=first, H2=second, FIRST=power(first), SECOND=power(second),
+        KEY_STEP=min(STEP, power(dim)), VALUE_STEP=min(STEP, power(width)), KEY_OUT=min(OUT_STEP, power(dim)),
+        VALUE_OUT=min(OUT_STEP, power(width)), BLOCK=block, num_warps=WARPS, num_stages=2,
+    )  # fmt: skip
+    return new_key, new_value
+
+
+def repaired(
+    weights: list[Tensor], key: Tensor, value: Tensor, made: Tensor, rank: Tensor, moves: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What `kvpass.policies.aligners.Aligner.repaired` returns, with the weights of one layer."""
+    new_key, new_value = torch.ops.kvpass.repair_rows(dense(key), dense(value), made, rank, moves, *weights)
+    return new_key, new_value

@@ -1,0 +1,167 @@
+"""Rows in four bits: two codes to a byte, with a scale and a zero point for each group of numbers.
+
+    scale = (max x - min x) / 15,   zero = round(min x / scale)
+    code = round(x / scale) - zero,   x ~ scale * (code + zero)
+
+A byte has a number of the row's first half in its low bits and the one half a row further on in its high bits, so that
+both lie in memory in order.  Groups are of 32 numbers where halves are made of those, else of a half, and a short row
+is one: a head of 128 numbers takes 76 bytes, one of 64 takes 38, one of 32 takes 19.  Groups and zero points are
+what four bits need (Frantar et al., 2022, https://arxiv.org/abs/2210.17323, section 3; Liu et al., "KIVI", 2024,
+https://arxiv.org/abs/2402.02750, whose groups of keys run over tokens: here each row must be writable alone).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from kvpass.fx.precision import accumulate_dtype, upcast
+from kvpass.lowering.formats import grid, words
+from kvpass.lowering.formats.base import Parts
+from kvpass.policies.base import require
+
+MOST = 15
+GROUP = 32
+FURTHEST = 127  # the largest zero point
+
+
+@dataclasses.dataclass(frozen=True)
+class Int4:
+    """Pairs of codes [..., D / 2], scales [..., g] and zero points [..., g] for g groups.
+
+    Attributes:
+        rotated: rows are rotated whenever they are read, so that pairs lie `words.in_planes` where words are loaded.
+    """
+
+    dim: int
+    dtype: torch.dtype
+    rotated: bool = False
+    names = ("scale", "zero")
+    bits = 4
+    exact = False
+    transforms = False
+
+    def __post_init__(self) -> None:
+        require(self.dim % 2 == 0, "kv_dtype", "int4", f"two numbers make a byte, and a head has {self.dim}")
+
+    @property
+    def half(self) -> int:
+        """D / 2."""
+        return self.dim // 2
+
+    @property
+    def groups(self) -> int:
+        """How many groups a row has: one, or as many in each of its halves."""
+        if self.half % GROUP == 0:
+            return self.dim // GROUP
+        return 1 if self.half < GROUP else 2
+
+    @property
+    def _in_a_half(self) -> int:
+        """How many groups a half of the row has to do with; a row that is one group has it in both."""
+        return max(1, self.groups // 2)
+
+    def layout(self) -> list[tuple[int, torch.dtype]]:
+        return [(self.half, torch.uint8), (self.groups, grid.SCALE), (self.groups, torch.int8)]
+
+    def encode(self, rows: Tensor) -> Parts:
+        exact = torch.unflatten(upcast(rows), -1, (self.groups, -1))  # [..., g, D / g]
+        least, most = exact.amin(-1, keepdim=True), exact.amax(-1, keepdim=True)
+        size = torch.maximum((most - least) / MOST, torch.maximum(most, -least) / FURTHEST)
+        scale = grid.storable(size.float())
+        zero = grid.steps(least, scale.to(exact.dtype)).clamp(-FURTHEST, FURTHEST)
+        codes = (grid.steps(exact, scale.to(exact.dtype)) - zero).clamp(0, MOST).flatten(-2)
+        low, high = torch.split(codes, self.half, -1)
+        pairs = (low + 16 * high).to(torch.uint8)
+        return self.to_device_layout((pairs, scale[..., 0].to(grid.SCALE), zero[..., 0].to(torch.int8)))
+
+    def decode(self, parts: Parts) -> Tensor:
+        both = self.ordered(parts)[0].to(self._upcast)[..., None, :]  # [..., 1, D / 2]
+        high = torch.floor(both * (1 / 16))
+        low = (torch.arange(2, device=both.device)[:, None] == 0).to(both.dtype)  # 1 for the row's first half, 0 behind
+        codes = low * both + (1 - 17 * low) * high
+        codes = torch.unflatten(codes.flatten(-2), -1, (self.groups, -1))
+        scale, zero = (part.to(self._upcast)[..., None] for part in parts[1:])
+        return ((codes + zero) * scale).flatten(-2)
+
+    def sections(self, parts: Parts) -> list[Tensor]:
+        if not self._in_planes(parts[0]):
+            return [self.decode(parts)]
+        return [section for group in self._words(parts) for section in group.decoded()]
+
+    def ordered(self, parts: Parts) -> Parts:
+        return words.in_order(parts) if self._in_planes(parts[0]) else parts
+
+    def to_device_layout(self, parts: Parts) -> Parts:
+        return words.in_planes(parts) if self._in_planes(parts[0]) else parts
+
+    def _in_planes(self, pairs: Tensor) -> bool:
+        """Whether pairs lie so; each eighth of a row, which is a plane, then has to do with one group."""
+        return self.rotated and self.dim % GROUP == 0 and GROUP % (self.dim // 8) == 0 and words.fill(pairs, self.half)
+
+    @property
+    def _upcast(self) -> torch.dtype:
+        return accumulate_dtype(self.dtype)
+
+    def _halves(self, parts: Parts) -> list[Tensor]:
+        """The codes of the two halves of the rows, [B, H, N, D / 2] each."""
+        both = parts[0].to(self._upcast)
+        high = torch.floor(both * (1 / 16))
+        return [both - 16 * high, high]
+
+    def _decoded(self, parts: Parts) -> list[Tensor]:
+        """The two halves of the rows, as `decode` has them."""
+        scale, zero = (part.to(self._upcast) for part in parts[1:])
+        count, made = self._in_a_half, []
+        for codes, first in zip(self._halves(parts), (0, self.groups - count), strict=True):
+            zero_of, scale_of = (x[..., first : first + count, None] for x in (zero, scale))
+            made.append(((torch.unflatten(codes, -1, (count, -1)) + zero_of) * scale_of).flatten(-2))
+        return made
+
+    def prepared_query(self, query: Tensor) -> Tensor:
+        return query
+
+    def products(self, query: Tensor, parts: Parts) -> Tensor:
+        if query.shape[2] > grid.MOST_ROWS:
+            return torch.matmul(upcast(query), self.decode(parts).transpose(-1, -2))
+        if self._fill_words(parts):
+            return words.products(query, self._words(parts))
+        return grid.summed_over_dim(query, self._decoded(parts))
+
+    def weighted_sum(self, probs: Tensor, parts: Parts, dtype: torch.dtype) -> Tensor:
+        if probs.shape[2] > grid.MOST_ROWS:
+            return torch.matmul(probs, self.decode(parts)).to(dtype)
+        if self._fill_words(parts):
+            return words.weighted_sum(probs, self._words(parts)).to(dtype)
+        return grid.summed_over_rows(*self._shares(probs, parts)).to(dtype)
+
+    def _shares(self, probs: Tensor, parts: Parts) -> tuple[list[Tensor], list[Tensor]]:
+        """For each stretch of a row in one group probabilities times scales, [B, H, R, N], and codes with zero points.
+
+        What zero points add has no sum of its own: that would be over all slots, of numbers that do not lie together.
+        """
+        scale, zero = (part.to(self._upcast) for part in parts[1:])
+        sections = [section for codes in self._halves(parts) for section in codes.chunk(self._in_a_half, -1)]
+        of = [index * self.groups // len(sections) for index in range(len(sections))]  # the group of each section
+        shares = [probs * scale[:, :, None, :, group] for group in range(self.groups)]
+        codes = [section + zero[..., group, None] for section, group in zip(sections, of, strict=True)]
+        return [shares[group] for group in of], codes
+
+    def _fill_words(self, parts: Parts) -> bool:
+        return self.groups > 1 and words.fill(parts[0], self.half // self._in_a_half)
+
+    def _words(self, parts: Parts) -> list[words.WordGroup]:
+        """The groups, which are of one half each: those of the first half have low bits."""
+        scale, zero = (part.to(self._upcast) for part in parts[1:])
+        codes, in_planes = parts[0].view(torch.int32), self._in_planes(parts[0])
+        if in_planes:
+            planes = [plane for high in (False, True) for plane in words.nibbles(codes, high, self._upcast)]
+            each = len(planes) // self.groups
+            of_groups = [planes[first : first + each] for first in range(0, len(planes), each)]
+        else:
+            chunks = codes.chunk(self._in_a_half, -1)
+            of_groups = [words.nibbles(chunk, high, self._upcast) for high in (False, True) for chunk in chunks]
+        given = enumerate(of_groups)
+        return [words.WordGroup(each, scale[..., g, None], zero[..., g, None], in_planes) for g, each in given]

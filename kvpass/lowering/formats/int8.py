@@ -1,0 +1,92 @@
+"""Rows in eight bits: whole numbers from -127 to 127 and one scale for each row.
+
+    scale = max |x| / 127,   code = round(x / scale),   x ~ scale * code
+
+A head of 64 numbers takes 66 bytes.  Attention never decodes: the scale of a key multiplies its logit, that of a value
+its probability.  Rows of one head and token are alike in size, so a scale for each is fine enough (per-token scales:
+Sheng et al., "FlexGen", 2023, section 4.2, https://arxiv.org/abs/2303.06865).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from kvpass.fx.precision import accumulate_dtype, upcast
+from kvpass.lowering.formats import grid, words
+from kvpass.lowering.formats.base import Parts
+
+MOST = 127
+
+
+@dataclasses.dataclass(frozen=True)
+class Int8:
+    """Codes [..., D] and scales [..., 1].
+
+    Attributes:
+        rotated: rows are rotated whenever they are read, so that codes lie `words.in_planes` where words are loaded.
+    """
+
+    dim: int
+    dtype: torch.dtype
+    rotated: bool = False
+    names = ("scale",)
+    bits = 8
+    exact = False
+    transforms = False
+
+    def layout(self) -> list[tuple[int, torch.dtype]]:
+        return [(self.dim, torch.int8), (1, grid.SCALE)]
+
+    def encode(self, rows: Tensor) -> Parts:
+        exact = upcast(rows)
+        scale = grid.storable(exact.abs().amax(-1, keepdim=True).float() / MOST)
+        codes = grid.steps(exact, scale.to(exact.dtype)).clamp(-MOST, MOST)
+        return self.to_device_layout((codes.to(torch.int8), scale.to(grid.SCALE)))
+
+    def decode(self, parts: Parts) -> Tensor:
+        codes, scale = self._upcast(self.ordered(parts))
+        return codes * scale
+
+    def sections(self, parts: Parts) -> list[Tensor]:
+        return self._words(parts).decoded() if self._in_planes(parts[0]) else [self.decode(parts)]
+
+    def ordered(self, parts: Parts) -> Parts:
+        return words.in_order(parts) if self._in_planes(parts[0]) else parts
+
+    def to_device_layout(self, parts: Parts) -> Parts:
+        return words.in_planes(parts) if self._in_planes(parts[0]) else parts
+
+    def _in_planes(self, codes: Tensor) -> bool:
+        return self.rotated and words.fill(codes, self.dim)
+
+    def _upcast(self, parts: Parts) -> tuple[Tensor, Tensor]:
+        kind = accumulate_dtype(self.dtype)
+        return parts[0].to(kind), parts[1].to(kind)
+
+    def prepared_query(self, query: Tensor) -> Tensor:
+        return query
+
+    def products(self, query: Tensor, parts: Parts) -> Tensor:
+        if query.shape[2] > grid.MOST_ROWS:
+            return torch.matmul(upcast(query), self.decode(parts).transpose(-1, -2))
+        if words.fill(parts[0], self.dim):
+            return words.products(query, [self._words(parts)])
+        codes, scale = self._upcast(parts)
+        return grid.summed_over_dim(query, [codes]) * scale[:, :, None, :, 0]
+
+    def weighted_sum(self, probs: Tensor, parts: Parts, dtype: torch.dtype) -> Tensor:
+        if probs.shape[2] > grid.MOST_ROWS:
+            return torch.matmul(probs, self.decode(parts)).to(dtype)
+        if words.fill(parts[0], self.dim):
+            return words.weighted_sum(probs, [self._words(parts)]).to(dtype)
+        codes, scale = self._upcast(parts)
+        return grid.summed_over_rows([probs * scale[:, :, None, :, 0]], [codes]).to(dtype)
+
+    def _words(self, parts: Parts) -> words.WordGroup:
+        """The whole rows."""
+        kind = accumulate_dtype(self.dtype)
+        codes = words.signed(parts[0].view(torch.int32), kind)
+        return words.WordGroup(codes, parts[1].to(kind), in_planes=self._in_planes(parts[0]))

@@ -1,0 +1,59 @@
+"""A tensor that is never joined: what would be written to memory as one is kept as what it is made of."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import torch
+from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Sections:
+    """A tensor as consecutive sections of its last dimension.
+
+    Attributes:
+        whole: the tensor itself, where it can be had without joining them.
+    """
+
+    tensors: tuple[Tensor, ...]
+    whole: Tensor | None = None
+
+    @property
+    def width(self) -> int:
+        return sum(section.shape[-1] for section in self.tensors)
+
+    @property
+    def ends(self) -> list[int]:
+        """Where each section ends."""
+        widths = [section.shape[-1] for section in self.tensors]
+        return [sum(widths[: i + 1]) for i in range(len(widths))]
+
+    def cut_at(self, indices: set[int]) -> Sections:
+        """The same tensor with further cuts."""
+        sections, start = [], 0
+        for section, end in zip(self.tensors, self.ends, strict=True):
+            cuts = [start, *sorted(p for p in indices if start < p < end), end]
+            sections += [section[..., a - start : b - start] for a, b in itertools.pairwise(cuts)]
+            start = end
+        return Sections(tuple(sections))
+
+    def between(self, start: int, stop: int) -> Sections:
+        """The section of the tensor from `start` up to `stop`."""
+        cut = self.cut_at({start, stop})
+        ends = cut.ends
+        chosen = [p for p, end in zip(cut.tensors, ends, strict=True) if start < end <= stop]
+        return Sections(tuple(chosen))
+
+    def joined(self) -> Tensor:
+        """One tensor: `whole`, or a sum of tensors padded with zeros, which compilers fuse."""
+        if self.whole is not None:
+            return self.whole
+        before, total = 0, None
+        for section in self.tensors:
+            padded = torch.nn.functional.pad(section, [before, self.width - before - section.shape[-1]])
+            total = padded if total is None else total + padded
+            before += section.shape[-1]
+        assert total is not None
+        return total

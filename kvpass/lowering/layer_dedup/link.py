@@ -1,0 +1,177 @@
+"""Compiling one of each kind of segment, and running them one after the other.
+
+    def call(*a):                                        a: what the graph takes
+        given = [a[9], a[40]]
+        embed, cos, sin = run_0(given)
+        given = [embed, a[41], cos, sin, a[0], a[1]]     a layer: weights and slots are operands like any other
+        del embed                                        before the call: the list is all that keeps a value alive,
+        x, = run_1(given)                                and what runs empties it
+        given = [x, a[52], cos, sin, a[8], a[9]]
+        del x, cos, sin
+        y, = run_1(given)                                the same code for the next layer
+        ...
+        return (logits,)
+
+A slot buffer is an operand that the compiled code writes to in place, as it would if the graph were whole.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch.fx.node import map_arg
+
+from kvpass.fx import walk
+from kvpass.lowering.layer_dedup import segments
+from kvpass.lowering.layer_dedup.segments import Segment
+from kvpass.torch_private import compiled_parts, generated_code, inductor, symbolic_shapes, tensor_types
+
+Patches = Callable[[fx.GraphModule], dict[str, Any]]
+
+
+def compile_deduplicated(
+    gm: fx.GraphModule,
+    examples: Sequence[Any],
+    anchors: Sequence[fx.Node],
+    patches: Patches,
+    alike: Collection[Any] = (),
+) -> inductor.Compiled | None:
+    """Compile a graph with the code of its layers shared; None if it is to be compiled whole.
+
+    Graphs on a CPU alone: on a GPU a step is one CUDA graph, and what it launches was counted for the whole.  And of
+    plain tensors alone: what is in a tensor that wraps others, such as a quantised weight, is not in a segment's key.
+
+    Args:
+        gm: a graph that nobody needs gradients of.
+        anchors: one node of each layer.
+        patches: the configuration of Inductor for a part.
+        alike: symbols of sizes that may stand for each other, so that what is asked of one when it is compiled for is
+            asked of all: `compat.SymbolicSizes.alike`.
+    """
+    if (
+        not compiled_parts.on_cpu(examples)
+        or any(map(tensor_types.is_wrapper, examples))
+        or not compiled_parts.allows_parts(patches(gm))
+    ):
+        return None
+    found = segments.split(gm, anchors)
+    if not found:
+        return None
+    with compiled_parts.in_parts(gm, examples) as parts:
+        kinds, program = _SegmentKinds(gm, parts, patches, alike), []
+        for segment in found:
+            compiled = kinds.run_of(segment)
+            if compiled is None:
+                return None
+            program.append(compiled)
+    return _linked(gm, program)
+
+
+class _SegmentKinds:
+    """The kinds of segments that were met, with their code.
+
+    Attributes:
+        values: a fake tensor or a size for each node that a segment has read so far, or may read.
+    """
+
+    def __init__(
+        self, gm: fx.GraphModule, parts: compiled_parts.CompiledParts, patches: Patches, alike: Collection[Any]
+    ) -> None:
+        self.parts, self.patches, self.alike = parts, patches, alike
+        self.values: dict[fx.Node, Any] = dict(zip(walk.placeholders(gm.graph), parts.examples, strict=True))
+        self._sizes = {symbolic_shapes.expression(v): n for n, v in self.values.items() if isinstance(v, torch.SymInt)}
+        self._known: dict[Any, tuple[inductor.Boxed, list[Any], set[Any]]] = {}
+
+    def run_of(self, segment: Segment) -> tuple[Segment, inductor.Boxed] | None:
+        """A segment with all its operands, and what runs it; None if it cannot be run apart."""
+        segment = segment.reading(self._bound(segment))
+        operands = [self.values[node] for node in segment.operands]
+        compiled = self._compiled(segment, operands)
+        if compiled is None:
+            return None
+        run, made = compiled
+        self.values.update(zip(segment.returned, made, strict=True))
+        return segment, run
+
+    def _compiled(self, segment: Segment, operands: list[Any]) -> tuple[inductor.Boxed, list[Any]] | None:
+        """What runs a segment, and fakes of what it gives, in sizes of its own."""
+        key, sizes = segment.key(operands, self.alike), segments.met(operands, self.alike)
+        if key not in self._known:
+            module = as_module(segment, operands)
+            compiled = self.parts.compile(module, operands, self.patches(module))
+            if compiled is None:
+                return None
+            self._known[key] = (*compiled, sizes)
+        run, made, theirs = self._known[key]
+        return run, self.parts.fresh(made, dict(zip(theirs, sizes, strict=True)) if len(sizes) == 1 else {})
+
+    def _bound(self, segment: Segment) -> list[fx.Node]:
+        """The inputs of the graph that say what the symbols in the sizes of a segment's operands are."""
+        free = {symbol for node in segment.operands for symbol in symbolic_shapes.symbols(self.values[node])}
+        return [self._sizes[symbol] for symbol in sorted(free, key=str) if symbol in self._sizes]
+
+
+def as_module(segment: Segment, operands: Sequence[Any]) -> fx.GraphModule:
+    """A segment as a graph of its own, with names that say nothing of where it was.
+
+    So the compiler's caches on disk, which look at names, serve a model of another depth too.
+    """
+    graph, held, moved = fx.Graph(), {}, {}
+    for number, (node, value) in enumerate(zip(segment.operands, operands, strict=True)):
+        moved[node] = graph.placeholder(f"operand_{number}")
+        compiled_parts.as_operand(moved[node], node, value)
+    for number, node in enumerate(segment.nodes):
+        args, kwargs = map_arg((node.args, node.kwargs), lambda parent: moved[parent])
+        target = node.target
+        if node.op == "get_attr":
+            target = f"held_{number}"
+            held[target] = operator.attrgetter(str(node.target))(node.graph.owning_module)
+        moved[node] = graph.create_node(node.op, target, args, kwargs, name=f"value_{number}")
+        moved[node].meta = dict(node.meta)
+    graph.output(tuple(moved[node] for node in segment.returned))
+    return fx.GraphModule(held, graph)
+
+
+def _linked(gm: fx.GraphModule, program: list[tuple[Segment, inductor.Boxed]]) -> inductor.Compiled:
+    """A function that runs segments one after the other, written out as in the module's docstring."""
+    names = {node: f"a[{number}]" for number, node in enumerate(walk.placeholders(gm.graph))}
+    inputs, outputs = set(names), walk.results(gm.graph)
+    made = itertools.chain.from_iterable(segment.returned for segment, _ in program)
+    names.update((node, f"v{number}") for number, node in enumerate(made))
+    runs = {id(run): run for _, run in program}  # not all of them can be hashed
+    called = {key: f"run_{number}" for number, key in enumerate(runs)}
+    last = {node: number for number, (segment, _) in enumerate(program) for node in segment.operands}
+    kept = inputs.union(out for out in outputs if isinstance(out, fx.Node))
+    lines = []
+    for number, (segment, run) in enumerate(program):
+        lines.append(f"given = [{_listed(names[node] for node in segment.operands)}]")
+        lines += _let_go(names[node] for node in segment.operands if last[node] == number and node not in kept)
+        to = f"{_listed(names[node] for node in segment.returned)} = " if segment.results else ""
+        lines.append(f"{to}{called[id(run)]}(given)")
+        lines += _let_go(names[node] for node in segment.returned if node not in last and node not in kept)
+    lines.append(f"return ({_listed(names[out] if isinstance(out, fx.Node) else repr(out) for out in outputs)})")
+    scope: dict[str, Any] = {name: runs[key] for key, name in called.items()}
+    exec("def call(*a):\n    " + "\n    ".join(lines), scope)
+    return _without_modes(scope["call"])
+
+
+def _let_go(names: Iterable[str]) -> list[str]:
+    gone = ", ".join(names)
+    return [f"del {gone}"] if gone else []
+
+
+def _listed(names: Iterable[str]) -> str:
+    return "".join(f"{name}, " for name in names)
+
+
+def _without_modes(call: inductor.Compiled) -> inductor.Compiled:
+    def run(*arguments: Any) -> Sequence[Any]:
+        with generated_code.without_modes():
+            return call(*arguments)
+
+    return run

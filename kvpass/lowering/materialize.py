@@ -1,0 +1,21 @@
+"""Numbers that the compiler is to write to memory once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from kvpass.fx.splicing import call_aten
+
+
+def write_out(graph: fx.Graph, node: fx.Node, shape: Sequence[Any], strides: Sequence[Any]) -> None:
+    """Have the readers of a dense node of aten's operators read what the compiler wrote to memory.
+
+    It makes a buffer of what is under a strided view.
+    """
+    with graph.inserting_after(node):
+        view = call_aten(graph, torch.ops.aten.as_strided.default, node, list(shape), list(strides))
+    node.replace_all_uses_with(view, delete_user_cb=lambda user: user is not view)

@@ -1,0 +1,78 @@
+"""One call for many functions of machine code."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+
+from kvpass.torch_private import generated_code
+
+COUNTS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+"""How many arguments a function is called with: the first that suffices.
+
+Where arguments are words, the caller takes the spare ones off the stack and the function never looks at them.
+"""
+MOST = COUNTS[-1]  # arguments of a function
+MESSAGE = 1024  # bytes of an error's text
+LAUNCH = 3  # words that say what is called: address, place of its first argument, number of arguments
+
+
+def source() -> str:
+    """Write C++ that calls functions whose arguments are all words of 64 bits, pointers and numbers.
+
+    An argument is two words: a base's place and what is added to that base.  An exception ends the calls and becomes a
+    message, as none may pass through a caller that is not C++.
+    """
+    cases = "\n".join(f"      {'else ' * (i > 0)}if (call[2] <= {n}) {_call(n)};" for i, n in enumerate(COUNTS))
+    return f"""
+#include <cstdint>
+#include <cstdio>
+#include <exception>
+typedef int64_t word;
+
+static void launch_all(const word* calls, word count, const word* arguments, const word* bases) {{
+  word a[{MOST}] = {{}};
+  for (const word* call = calls; call != calls + {LAUNCH} * count; call += {LAUNCH}) {{
+    const word* given = arguments + 2 * call[1];
+    for (word i = 0; i < call[2]; ++i) a[i] = bases[given[2 * i]] + given[2 * i + 1];
+{cases}
+  }}
+}}
+
+extern "C" int launch(const word* calls, word count, const word* arguments, const word* bases, char* message) {{
+  try {{
+    launch_all(calls, count, arguments, bases);
+    return 0;
+  }} catch (const std::exception& error) {{
+    std::snprintf(message, {MESSAGE}, "%s", error.what());
+  }} catch (...) {{
+    std::snprintf(message, {MESSAGE}, "an exception of unknown type in a compiled kernel");
+  }}
+  return 1;
+}}
+"""
+
+
+def _call(count: int) -> str:
+    types, given = ", ".join(["word"] * count), ", ".join(f"a[{i}]" for i in range(count))
+    return f"reinterpret_cast<void (*)({types})>(call[0])({given})"
+
+
+@functools.cache
+def _library() -> Callable[..., int]:
+    launch = generated_code.cpp_library(source()).launch
+    launch.argtypes, launch.restype = [*[ctypes.c_int64] * 4, ctypes.c_char_p], ctypes.c_int
+    made: Callable[..., int] = launch
+    return made
+
+
+def launch(calls: int, count: int, arguments: int, bases: int) -> None:
+    """Call the functions, given addresses of 64-bit words and their number; other threads of Python run meanwhile.
+
+    Raises:
+        RuntimeError: a function threw a C++ exception; the functions behind it did not run.
+    """
+    message = ctypes.create_string_buffer(MESSAGE)
+    if _library()(calls, count, arguments, bases, message):
+        raise RuntimeError(message.value.decode(errors="replace"))

@@ -1,0 +1,201 @@
+"""What a trained aligner is: its weights, what they were trained for, and how they repair a row.
+
+A decode step asks for the repair of all held rows of one layer.  Everything that does not depend on the
+rows is precomputed here, once: fc1 acts on [row; embeddings], so it splits into W row + table[embeddings].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvpass.errors import AlignerError
+from kvpass.lowering.cache_key import contents
+
+Recipe = Literal["direct", "paper", "nothing"]
+RECIPES: tuple[Recipe, ...] = ("direct", "paper", "nothing")
+MOST_HIDDEN = 128  # numbers of a hidden row that a program of the kernel can hold
+
+
+@dataclasses.dataclass(frozen=True)
+class Signature:
+    """What an aligner was trained for.
+
+    Attributes:
+        architecture: the model's, as its configuration calls it.
+        layers, heads: those of the model that cache keys and values; heads are KV heads.
+        key_dim, value_dim: of one head.
+        window: the largest window M; position ids go from 0 to M.
+        sinks: how many first tokens of a window are left alone.
+        every: how many tokens leave at once; a "direct" aligner was trained for any number.
+    """
+
+    architecture: str
+    layers: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    window: int
+    sinks: int = 4
+    every: int = 1
+
+    def check_model(self, other: Signature) -> None:
+        """Raise AlignerError unless the other one, of a model at hand, is of the same model."""
+        for field in ("architecture", "layers", "heads", "key_dim", "value_dim"):
+            ours, theirs = getattr(self, field), getattr(other, field)
+            if ours != theirs:
+                raise AlignerError(
+                    f"the aligner was trained for a model with {field}={ours!r}, and this one has {theirs!r}; "
+                    "train one for it with `kvpass align train`"
+                )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Aligner:
+    """The weights of the key and value networks; equal to another with the same recipe, signature and weights.
+
+    Attributes:
+        recipe: "direct" repairs a row from what the model made, in one go, for any distance that it has to
+            move; "paper" moves a row, repaired or not, by `signature.every` positions; "nothing" leaves it.
+        signature: what it was trained for.
+        tensors: float32, by name; see `kvpass.policies.aligners.networks` for the shapes.
+        digest: of all that.
+    """
+
+    recipe: Recipe
+    signature: Signature
+    tensors: Mapping[str, Tensor] = dataclasses.field(repr=False)
+    digest: str = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        exact = {name: tensor.detach().to(torch.float32).contiguous() for name, tensor in self.tensors.items()}
+        object.__setattr__(self, "tensors", exact)
+        object.__setattr__(self, "digest", _digest(self.recipe, self.signature, exact))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Aligner) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Aligner:
+        return self  # nothing in it changes
+
+    def weights(self) -> list[Tensor]:
+        """The tensors that `repaired` works with, made from `tensors`."""
+        if self.recipe == "direct":
+            return _direct_weights(self.tensors)
+        if self.recipe == "paper":
+            return [*_paper_weights(self.tensors, "key"), *_paper_weights(self.tensors, "value")]
+        return []
+
+    def repaired(
+        self,
+        weights: list[Tensor],
+        layer: int,
+        key: Tensor,
+        value: Tensor,
+        made: Tensor,
+        rank: Tensor,
+        moves: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """The rows that move, as if they had been made at `rank`; the others as they are.
+
+        Args:
+            weights: those of `weights()`, on the device of the rows.
+            key, value: [B, Hkv, C, D] and [B, Hkv, C, Dv].
+            made: int64 [B, C], the position that each row was made at; of no interest to "paper".
+            rank: int64 [B, C], the position that it must have now.
+            moves: bool [B, C], which rows are repaired.
+        """
+        made, rank = (index.clamp(0, self.signature.window) for index in (made, rank))
+        if self.recipe == "direct":
+            change = _direct_by_kernel if _fits_kernel(weights, key) else _direct
+            return change([w[layer] for w in weights], key, value, made, rank, moves)
+        if self.recipe == "paper":
+            half = len(weights) // 2
+            by_rank = (layer, rank, moves)
+            return _paper(weights[:half], key, *by_rank), _paper(weights[half:], value, *by_rank)
+        return key, value
+
+
+def nothing(signature: Signature) -> Aligner:
+    """An aligner that leaves every row as it was made: sinks and a window with renumbered positions, no repair."""
+    return Aligner("nothing", signature, {})
+
+
+def _digest(recipe: Recipe, signature: Signature, tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256(f"{recipe} {signature}".encode())
+    for name in sorted(tensors):
+        digest.update(f"{name} {tuple(tensors[name].shape)}".encode() + contents(tensors[name]))
+    return digest.hexdigest()[:16]
+
+
+def _direct_weights(tensors: Mapping[str, Tensor]) -> list[Tensor]:
+    index = tensors["place"]
+    made = index @ tensors["fc1.made"]  # [L, M + 1, h1]
+    rank = index @ tensors["fc1.rank"] + tensors["fc1.bias"][:, None]
+    shift = index @ tensors["shift"]  # [L, M + 1, Hkv * (D + Dv)]
+    rest = [tensors[name] for name in ("fc2.weight", "fc2.bias", "fc3.weight", "fc3.bias")]
+    return [tensors["fc1.key"], tensors["fc1.value"], made, rank, shift, *rest]
+
+
+def _fits_kernel(weights: list[Tensor], key: Tensor) -> bool:
+    inner = weights[-4]  # [L, h1, h2]
+    return key.device.type == "cuda" and max(inner.shape[1:]) <= MOST_HIDDEN
+
+
+def _direct_by_kernel(
+    weights: list[Tensor], key: Tensor, value: Tensor, made: Tensor, rank: Tensor, moves: Tensor
+) -> tuple[Tensor, Tensor]:
+    from kvpass.lowering.aligner_kernel import repaired  # needs triton, which not every machine has
+
+    return repaired(weights, key, value, made, rank, moves)
+
+
+def _direct(
+    weights: list[Tensor], key: Tensor, value: Tensor, made: Tensor, rank: Tensor, moves: Tensor
+) -> tuple[Tensor, Tensor]:
+    on_key, on_value, from_made, from_rank, shift, inner, inner_bias, outer, outer_bias = weights
+    keys, values = (x.transpose(1, 2).flatten(2).float() for x in (key, value))  # [B, C, Hkv * D]
+    hidden = torch.relu(keys @ on_key + values @ on_value + from_made[made] + from_rank[rank])  # [B, C, h1]
+    hidden = torch.relu(hidden @ inner + inner_bias)  # [B, C, h2]
+    change = hidden @ outer + outer_bias + shift[rank] - shift[made]  # [B, C, Hkv * (D + Dv)]
+    width = keys.shape[-1]
+    on_keys, on_values = (_by_head(x, key.shape[1]) for x in (change[..., :width], change[..., width:]))
+    return _moved(key, on_keys, moves), _moved(value, on_values, moves)
+
+
+def _by_head(change: Tensor, heads: int) -> Tensor:
+    """[B, C, Hkv * D] as [B, Hkv, C, D]."""
+    return change.view(*change.shape[:2], heads, -1).transpose(1, 2)
+
+
+def _moved(rows: Tensor, change: Tensor, moves: Tensor) -> Tensor:
+    """Rows [B, Hkv, C, D] with a change added where they move, in the rows' dtype."""
+    return torch.where(moves[:, None, :, None], (rows.float() + change).to(rows.dtype), rows)
+
+
+def _paper_weights(tensors: Mapping[str, Tensor], part: str) -> list[Tensor]:
+    """For the keys or the values: W [D, h1], table [W + 1, L, Hkv, h1], then fc2 and fc3."""
+    named = {name.removeprefix(f"{part}."): tensor for name, tensor in tensors.items() if name.startswith(part)}
+    index, layer, head = named["position"], named["layer"], named["head"]
+    widths = [x.shape[1] for x in (index, layer, head)]
+    dim = named["fc1.weight"].shape[1] - sum(widths)
+    on_row, on_place, on_layer, on_head = torch.split(named["fc1.weight"], [dim, *widths], 1)
+    table = (index @ on_place.T)[:, None, None] + (layer @ on_layer.T)[:, None] + head @ on_head.T + named["fc1.bias"]
+    rest = [named["fc2.weight"].T, named["fc2.bias"], named["fc3.weight"].T, named["fc3.bias"]]
+    return [x.contiguous() for x in (on_row.T, table, *rest)]
+
+
+def _paper(weights: list[Tensor], rows: Tensor, layer: int, rank: Tensor, moves: Tensor) -> Tensor:
+    on_row, table, inner, inner_bias, outer, outer_bias = weights
+    at_place = table[:, layer][rank].transpose(1, 2)  # [B, Hkv, C, h1]
+    hidden = torch.relu(rows.float() @ on_row + at_place)
+    hidden = torch.relu(hidden @ inner + inner_bias)
+    return _moved(rows, hidden @ outer + outer_bias, moves)

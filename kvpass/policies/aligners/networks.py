@@ -1,0 +1,155 @@
+"""The networks that are trained, and what they are stored as.
+
+L layers, H KV heads, D and Dv head dimensions, N rows, M the window.  `stored()` gives an aligner's tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from kvpass.policies.aligners.aligner import Signature
+
+Hidden = tuple[int, int]
+
+
+class Network(Protocol):
+    """What training needs of either network; it is a module."""
+
+    def __call__(self, key: Tensor, value: Tensor, made: Tensor, rank: Tensor) -> tuple[Tensor, Tensor]:
+        """Repaired rows.
+
+        Args:
+            key, value: float32 [L, N, H, D] and [L, N, H, Dv].
+            made, rank: int64 [N], the positions that the rows were made at and must have.
+        """
+
+    def stored(self) -> dict[str, Tensor]:
+        """The tensors of `kvpass.policies.aligners.Aligner`."""
+
+
+class DirectNetwork(nn.Module):
+    """Recipe "direct": one network for each layer, which sees the keys and values of all heads.
+
+    [k; v] <- [k; v] + (E(rank) - E(made)) S + fc3(relu(fc2(relu(fc1[k; v; E(made); E(rank)])))),
+
+    all heads of a token in one row.  Rows are standardised on the way in and changes scaled on the way out;
+    `fit_scales` sets both, and `stored` multiplies them in.  fc3 starts at zero.  `fit_places` sets E and S
+    so that training starts from what the positions alone explain: the difference of their mean rows.
+    """
+
+    def __init__(self, signature: Signature, hidden: Hidden = (96, 96), embedding: int = 144) -> None:
+        super().__init__()
+        layers, inner, outer = signature.layers, *hidden
+        key, value = signature.heads * signature.key_dim, signature.heads * signature.value_dim
+        fan = key + value + 2 * embedding
+        self.on_key, self.on_value = _uniform(layers, key, inner, fan=fan), _uniform(layers, value, inner, fan=fan)
+        self.on_made, self.on_rank = (_uniform(layers, embedding, inner, fan=fan) for _ in range(2))
+        self.place = nn.Parameter(torch.randn(signature.window + 1, embedding))
+        self.shift = _zeros(layers, embedding, key + value)
+        self.first_bias = _zeros(layers, inner)
+        self.inner, self.inner_bias = _uniform(layers, inner, outer, fan=inner), _zeros(layers, outer)
+        self.outer, self.outer_bias = _zeros(layers, outer, key + value), _zeros(layers, key + value)
+        self.register_buffer("mean", torch.zeros(layers, 1, key + value))
+        self.register_buffer("spread", torch.ones(layers, 1, key + value))
+        self.register_buffer("change", torch.ones(layers, 1, key + value))
+        self.mean: Tensor
+        self.spread: Tensor
+        self.change: Tensor
+
+    def fit_scales(self, rows: Tensor, targets: Tensor) -> None:
+        """Set the scales from rows [L, N, H * (D + Dv)] and what they ought to become."""
+        self.mean.copy_(rows.mean(1, keepdim=True))
+        self.spread.copy_(rows.std(1, keepdim=True).clamp(min=1e-3))
+        self.change.copy_((targets - rows).square().mean(1, keepdim=True).sqrt().clamp(min=1e-4))
+
+    @torch.no_grad()
+    def fit_places(self, means: Tensor) -> None:
+        """Set E and S from the mean row at each position [L, M + 1, H * (D + Dv)]: their best product of that rank."""
+        layers, count, width = means.shape
+        scaled = ((means - means.mean(1, keepdim=True)) / self.change).transpose(0, 1).flatten(1)  # [M + 1, L * w]
+        left, values, right = torch.linalg.svd(scaled, full_matrices=False)
+        rank = min(self.place.shape[1], len(values))
+        self.place.zero_()[:, :rank] = left[:, :rank] * count**0.5  # each column of unit size
+        moved = (values[:rank, None] / count**0.5 * right[:rank]).view(rank, layers, width)
+        self.shift.zero_()[:, :rank] = moved.transpose(0, 1)
+
+    def forward(self, key: Tensor, value: Tensor, made: Tensor, rank: Tensor) -> tuple[Tensor, Tensor]:
+        rows = torch.cat([key.flatten(2), value.flatten(2)], -1)  # [L, N, H * (D + Dv)]
+        scaled = (rows - self.mean) / self.spread
+        first = torch.cat([self.on_key, self.on_value], 1)
+        indices = (self.place @ self.on_made)[:, made] + (self.place @ self.on_rank)[:, rank]  # [L, N, h1]
+        hidden = torch.relu(torch.baddbmm(indices + self.first_bias[:, None], scaled, first))
+        hidden = torch.relu(torch.baddbmm(self.inner_bias[:, None], hidden, self.inner))
+        table = self.place @ self.shift  # [L, M + 1, H * (D + Dv)]
+        change = torch.baddbmm(self.outer_bias[:, None], hidden, self.outer) + table[:, rank] - table[:, made]
+        moved = rows + self.change * change
+        width = key[0, 0].numel()
+        return moved[..., :width].view_as(key), moved[..., width:].view_as(value)
+
+    @torch.no_grad()
+    def stored(self) -> dict[str, Tensor]:
+        first = torch.cat([self.on_key, self.on_value], 1) / self.spread.transpose(1, 2)
+        width = self.on_key.shape[1]
+        return {
+            "fc1.key": first[:, :width],
+            "fc1.value": first[:, width:],
+            "fc1.made": self.on_made,
+            "fc1.rank": self.on_rank,
+            "fc1.bias": self.first_bias - (self.mean @ first)[:, 0],
+            "place": self.place,
+            "shift": self.shift * self.change,
+            "fc2.weight": self.inner,
+            "fc2.bias": self.inner_bias,
+            "fc3.weight": self.outer * self.change,
+            "fc3.bias": self.outer_bias * self.change[:, 0],
+        }
+
+
+class PaperNetwork(nn.Module):
+    """Recipe "paper": one network for all keys and one for all values, a head of a token at a time.
+
+    x <- x + fc3(relu(fc2(relu(fc1[x; E_position(rank); E_layer; E_head])))), with embeddings of 32, 4 and 8.
+    """
+
+    def __init__(self, signature: Signature, keys: Hidden, values: Hidden) -> None:
+        super().__init__()
+        self.key = _NetworkRows(signature, signature.key_dim, keys)
+        self.value = _NetworkRows(signature, signature.value_dim, values)
+
+    def forward(self, key: Tensor, value: Tensor, made: Tensor, rank: Tensor) -> tuple[Tensor, Tensor]:
+        return self.key(key, rank), self.value(value, rank)
+
+    @torch.no_grad()
+    def stored(self) -> dict[str, Tensor]:
+        return {name.replace("_table.weight", ""): tensor for name, tensor in self.state_dict().items()}
+
+
+class _NetworkRows(nn.Module):
+    def __init__(self, signature: Signature, dim: int, hidden: Hidden) -> None:
+        super().__init__()
+        self.position_table = nn.Embedding(signature.window + 1, 32)
+        self.layer_table = nn.Embedding(signature.layers, 4)
+        self.head_table = nn.Embedding(signature.heads, 8)
+        self.fc1 = nn.Linear(dim + 32 + 4 + 8, hidden[0])
+        self.fc2 = nn.Linear(*hidden)
+        self.fc3 = nn.Linear(hidden[1], dim)
+
+    def forward(self, x: Tensor, rank: Tensor) -> Tensor:
+        index = self.position_table(rank)[None, :, None].expand(*x.shape[:3], -1)
+        layer = self.layer_table.weight[:, None, None].expand(*x.shape[:3], -1)
+        head = self.head_table.weight.expand(*x.shape[:3], -1)
+        hidden = torch.relu(self.fc1(torch.cat([x, index, layer, head], -1)))
+        changed: Tensor = x + self.fc3(torch.relu(self.fc2(hidden)))
+        return changed
+
+
+def _uniform(*shape: int, fan: int) -> nn.Parameter:
+    """As torch.nn.Linear starts, for `fan` inputs."""
+    return nn.Parameter(torch.empty(*shape).uniform_(-(fan**-0.5), fan**-0.5))
+
+
+def _zeros(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(*shape))

@@ -1,0 +1,57 @@
+"""What an aligner must know of a model, found by running it once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpass import cache_names
+from kvpass.errors import AlignerError
+from kvpass.policies.aligners.aligner import Signature
+
+Rows = list[tuple[Tensor, Tensor]]
+
+
+def signature_of(model: Any, window: int, sinks: int = 4, every: int = 1) -> Signature:
+    """The signature of an aligner for a model.
+
+    Args:
+        model: a causal language model as transformers has them: `model(input_ids=..., use_cache=True)`
+            returns an object with `cache` or `past_key_values`.
+
+    Raises:
+        AlignerError: it returns no cache of keys and values, or its layers differ in heads or head dimension.
+    """
+    rows = cached_rows(model, torch.zeros(1, 2, dtype=torch.int64, device=device_of(model)))
+    shapes = {(key.shape[1], key.shape[3], value.shape[3]) for key, value in rows}
+    if len(shapes) != 1:
+        raise AlignerError(f"{name_of(model)} caches rows of shapes {sorted(shapes)}: one aligner needs one shape")
+    heads, key_dim, value_dim = shapes.pop()
+    return Signature(name_of(model), len(rows), heads, key_dim, value_dim, window, sinks, every)
+
+
+@torch.no_grad()
+def cached_rows(model: Any, ids: Tensor) -> Rows:
+    """The keys [B, Hkv, n, D] and values [B, Hkv, n, Dv] of each layer, for ids int64 [B, n] from position 0 on."""
+    body = getattr(model, "base_model", model)  # without the head: only the cache is wanted
+    return rows_of(model, cache_names.returned(body(input_ids=ids, use_cache=True)))
+
+
+def rows_of(model: Any, cache: Any) -> Rows:
+    """What a cache of transformers holds, layer by layer."""
+    layers = getattr(cache, "layers", None)
+    rows = [(x.keys, x.values) for x in layers] if layers is not None else [tuple(x[:2]) for x in cache or ()]
+    if not rows or any(not isinstance(x, Tensor) or x.ndim != 4 for pair in rows for x in pair):
+        raise AlignerError(f"{name_of(model)} returns no cache with keys and values [B, heads, tokens, dimension]")
+    return rows
+
+
+def name_of(model: Any) -> str:
+    """The architecture as the model's configuration calls it, else the name of its class."""
+    return str(getattr(getattr(model, "config", None), "model_type", None) or type(model).__name__)
+
+
+def device_of(model: torch.nn.Module) -> torch.device:
+    return next(model.parameters()).device

@@ -1,0 +1,56 @@
+"""What kvpass does to graphs, for whoever asks: KVPASS_LOGS, Python's logging, and torch's structured trace.
+
+    KVPASS_LOGS=passes python ...           a line for every pass over every step graph: what it rewrote, and how long
+    KVPASS_LOGS=passes,graphs python ...    and the program after it
+    TORCH_TRACE=/tmp/trace python ...       the same programs as artifacts, for tlparse
+
+The loggers are `kvpass.passes` and `kvpass.graphs`; a program of its own may set their levels instead.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import torch.fx as fx
+
+from kvpass.errors import PolicyError
+from kvpass.rewrite.record import Record
+from kvpass.torch_private import dynamo
+
+PASSES = logging.getLogger("kvpass.passes")
+GRAPHS = logging.getLogger("kvpass.graphs")
+
+
+def configure() -> None:
+    """Let the loggers that KVPASS_LOGS names write to stderr.
+
+    Raises:
+        PolicyError: it names another.
+    """
+    named = [name.strip() for name in os.environ.get("KVPASS_LOGS", "").split(",") if name.strip()]
+    for name in named:
+        if name not in ("passes", "graphs"):
+            raise PolicyError(f"KVPASS_LOGS={name!r}: there are 'passes' and 'graphs'")
+        logger = PASSES if name == "passes" else GRAPHS
+        logger.setLevel(logging.INFO)
+        if not logger.hasHandlers():
+            logger.addHandler(logging.StreamHandler())
+
+
+def after_pass(record: Record, graph: fx.Graph) -> None:
+    """A pass has run."""
+    PASSES.info("%s", record)
+    note_program(f"after {record.name}", graph)
+
+
+def note_program(title: str, graph: fx.Graph) -> None:
+    """A graph as it stands now."""
+    if GRAPHS.isEnabledFor(logging.INFO):
+        GRAPHS.info("# %s\n%s", title, program(graph))
+    dynamo.note_artifact(f"kvpass {title}".replace(" ", "_"), lambda: program(graph))
+
+
+def program(graph: fx.Graph) -> str:
+    """A graph as Python, a line for every node."""
+    return graph.python_code("self").src.strip()

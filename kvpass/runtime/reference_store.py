@@ -1,0 +1,48 @@
+"""Layers that hold their tokens in the eager reference's lists: a `kvpass.runtime.kv_store.KVStore`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from kvpass.cache.slots import Chunk, Layout
+from kvpass.cache.snapshot import UnchangedSlots
+from kvpass.cache.statistics import StatisticsSpec
+from kvpass.capture.sites import AttentionSite
+from kvpass.policies.base import Clock, Plan
+from kvpass.reference.base import ReferenceLayer, TakenByReference
+from kvpass.rewrite.context import Pass
+from kvpass.rewrite.on_reference import REFERENCE_PASSES, take_prompt
+
+
+@dataclasses.dataclass(frozen=True)
+class ReferenceStore:
+    """A `ReferenceLayer` for each cache; its calls in a step's graph take tokens in by themselves, and count."""
+
+    asks = True
+    whole = True
+    validates = False
+    spreads = False
+
+    @property
+    def passes(self) -> Sequence[Pass]:
+        return REFERENCE_PASSES
+
+    def admitted(
+        self, layout: Layout, chunk: Chunk, spec: StatisticsSpec | None, site: AttentionSite, plan: Plan
+    ) -> tuple[ReferenceLayer, tuple[int, ...], tuple[Clock, ...]]:
+        assert spec is not None  # `asks`
+        return take_prompt(layout, chunk, spec, site, plan.budgets_of_rows(layout.batch)), (), ()
+
+    def prepare(self, cache: Any, valid: Callable[[], Tensor]) -> None:
+        cache.slots.prepare(valid())
+
+    def kept(self, cache: Any, chunk: bool) -> UnchangedSlots:
+        return UnchangedSlots(cache.slots.copied())
+
+    def take_in(self, cache: Any, site: AttentionSite, results: list[Tensor]) -> TakenByReference:
+        taken: TakenByReference = cache.slots.taken
+        return taken

@@ -1,0 +1,57 @@
+"""Layers that hold their tokens in slots: a `KVStore`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from kvpass.cache import history
+from kvpass.cache.handle import LayerCache
+from kvpass.cache.slots import Chunk, Layout, Slots, admit
+from kvpass.cache.snapshot import SlotSnapshot, UnchangedSlots
+from kvpass.cache.statistics import StatisticsSpec
+from kvpass.capture.sites import AttentionSite
+from kvpass.policies.base import Clock, Plan
+from kvpass.rewrite.context import Pass
+from kvpass.rewrite.passes import STEP_PASSES
+from kvpass.runtime.caches import keep_address, valid_counts
+from kvpass.runtime.cropping import take_results
+from kvpass.runtime.kv_store import TakenIn
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotStore:
+    """Slots that a step writes in place, and that a prompt or chunk is admitted to."""
+
+    asks = False
+    whole = False
+    validates = True
+    spreads = True
+
+    @property
+    def passes(self) -> Sequence[Pass]:
+        return STEP_PASSES
+
+    def admitted(
+        self, layout: Layout, chunk: Chunk, spec: StatisticsSpec | None, site: AttentionSite, plan: Plan
+    ) -> tuple[Slots, tuple[int, ...], tuple[Clock, ...]]:
+        budgets_of_rows = plan.budgets_of_rows(layout.batch)
+        slots = admit(layout, None, chunk, budgets_of_rows)
+        keep_address(slots)
+        counts = valid_counts(layout.policy, chunk.valid)
+        return (
+            slots,
+            budgets_of_rows,
+            tuple(layout.policy.clock((), *row) for row in zip(counts, budgets_of_rows, strict=False)),
+        )
+
+    def prepare(self, cache: LayerCache, valid: Callable[[], Tensor]) -> None:
+        """Nothing: the graph makes room."""
+
+    def kept(self, cache: LayerCache, chunk: bool) -> history.Restorable:
+        return UnchangedSlots(cache.slots) if chunk else SlotSnapshot.before_step(cache.layout, cache.slots)
+
+    def take_in(self, cache: LayerCache, site: AttentionSite, results: list[Tensor]) -> TakenIn | None:
+        return take_results(cache, site, results) if results else None

@@ -1,0 +1,85 @@
+"""Where the time of compiling goes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator
+
+from kvpass.torch_private import inductor
+
+
+@dataclasses.dataclass(frozen=True)
+class Timings:
+    """Seconds of one call that was compiled, from its beginning to its end.
+
+    Attributes:
+        total: all of it.
+        kvpass: reading and rewriting graphs.
+        validation: holding rewritten graphs against the model's own.
+        compiler: what compiles the rewritten graphs: AOTAutograd and Inductor, or another `inner`.
+        inductor: of that Inductor's share, the wait for the C++ compiler included; 0 for what was found in its caches.
+        cpp: what the C++ compiler took, in processes beside the others.
+    """
+
+    total: float
+    kvpass: float
+    validation: float
+    compiler: float
+    inductor: float
+    cpp: float
+
+    @property
+    def tracing(self) -> float:
+        """What is left: Dynamo, and running the call."""
+        return self.total - self.kvpass - self.validation - self.compiler
+
+    def __str__(self) -> str:
+        parts = {
+            "Dynamo and the call": self.tracing,
+            "kvpass": self.kvpass,
+            "validation": self.validation,
+            "AOTAutograd": self.compiler - self.inductor,
+            "Inductor": self.inductor,
+        }
+        shares = ", ".join(f"{name} {seconds:.2f} s ({seconds / self.total:.0%})" for name, seconds in parts.items())
+        return f"{self.total:.2f} s: {shares}; the C++ compiler took {self.cpp:.2f} s, in processes of its own"
+
+
+class Stopwatch:
+    """Adds up seconds by name; what is timed inside something else counts for itself alone."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._inside: list[float] = []
+
+    @contextlib.contextmanager
+    def spending(self, name: str) -> Iterator[None]:
+        """What runs inside counts for a name."""
+        began = time.perf_counter()
+        self._inside.append(0.0)
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - began
+            self.add(name, spent - self._inside.pop())
+            if self._inside:
+                self._inside[-1] += spent
+
+    def add(self, name: str, seconds: float) -> None:
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+    @contextlib.contextmanager
+    def timing(self, found: list[Timings]) -> Iterator[None]:
+        """Appends the timings of what runs inside, which uses this watch."""
+        began, before = time.perf_counter(), inductor.inductor_seconds()
+        self.seconds.clear()
+        try:
+            yield
+        finally:
+            total, after = time.perf_counter() - began, inductor.inductor_seconds()
+            kvpass, validation, compiler = (
+                self.seconds.get(name, 0.0) for name in ("kvpass", "validation", "compiler")
+            )
+            found.append(Timings(total, kvpass, validation, compiler, after[0] - before[0], after[1] - before[1]))

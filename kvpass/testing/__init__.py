@@ -1,4 +1,0 @@
-"""Tools for tests of compiled graphs: `kvpass.testing.cuda_emission`.
-
-Nothing is imported before it is asked for; what is here needs triton, the rest of kvpass does not.
-"""

@@ -1,0 +1,21 @@
+"""List private methods that appear nowhere else in this room under their full names."""
+
+from __future__ import annotations
+
+METHODS = (
+    "torch.fx.experimental.symbolic_shapes.ShapeEnv.bound_sympy",
+    "torch.fx.experimental.symbolic_shapes.ShapeEnv.create_symbol",
+    "torch.fx.experimental.symbolic_shapes.ShapeEnv.create_symintnode",
+    "torch.fx.experimental.symbolic_shapes.ShapeEnv.deserialize_symexpr",
+    "torch.fx.experimental.symbolic_shapes.ShapeEnv.replace",
+    "torch.fx.experimental.symbolic_shapes.SymExprPrinter.doprint",
+    "torch._inductor.output_code.CompiledFxGraph.current_callable",
+    "torch._inductor.output_code.CompiledFxGraph.output_strides",
+    "torch._subclasses.fake_tensor.FakeTensorMode.from_tensor",
+    "torch._inductor.config.combo_kernels",
+    "torch._inductor.config.realize_acc_reads_threshold",
+    "torch._inductor.config.realize_opcount_threshold",
+    "torch._inductor.config.realize_reads_threshold",
+    "torch._inductor.config.reorder_for_locality",
+)
+"""Methods, fields and settings that stand nowhere else in this file under their full names."""

@@ -1,0 +1,151 @@
+"""Private names of symbolic shapes: read symbols and guards, and make dynamic sizes of our own."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch import Tensor
+
+SIZE = torch.ops.aten.sym_size.int
+"""A dimension of a tensor, as a node that is a size."""
+
+
+def expression(value: torch.SymInt) -> Any:
+    """The sympy expression behind a symbolic size."""
+    return value.node.expr
+
+
+def size_hint(size: Any) -> int:
+    """A size, or what an open one is in the call that it was made for."""
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+
+
+def known_equal(one: Any, other: Any) -> bool:
+    """Whether two sizes are equal wherever the guards that Dynamo has set hold."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(one == other)
+
+
+def without_decided_bounds(size: torch.SymInt) -> sympy.Expr:
+    """A size without the maxima and minima that the ranges decide which Dynamo has guarded."""
+    env = size.node.shape_env
+
+    def never_above(one: sympy.Expr, other: sympy.Expr) -> bool:
+        return bool(env.bound_sympy(one - other).upper <= 0)
+
+    def without(parts: tuple[sympy.Expr, ...], drops: Callable[[sympy.Expr, sympy.Expr], bool]) -> list[sympy.Expr]:
+        left = list(parts)
+        for part in parts:
+            if any(drops(part, other) for other in left if other is not part):
+                left.remove(part)
+        return left
+
+    whole = expression(size)
+    for part in list(sympy.preorder_traversal(whole)):
+        if part.func.__name__ == "Max":
+            left = without(part.args, never_above)
+        elif part.func.__name__ == "Min":
+            left = without(part.args, lambda one, other: never_above(other, one))
+        else:
+            continue
+        whole = whole.xreplace({part: part.func(*left)})
+    return whole
+
+
+def may_equal(size: Any, number: int) -> bool:
+    """Whether the ranges that Dynamo has guarded allow a size to be this number."""
+    if not isinstance(size, torch.SymInt):
+        return bool(size == number)
+    allowed = size.node.shape_env.bound_sympy(expression(size))
+    return bool(allowed.lower <= number <= allowed.upper)
+
+
+def guarded(*values: Any) -> list[sympy.Expr]:
+    """What Dynamo has asked of the symbols of a graph that are sizes, or are in the shapes of tensors, among these."""
+    sizes = [size for x in values for size in (x.shape if isinstance(x, Tensor) else (x,))]
+    symbolic = next((size for size in sizes if isinstance(size, torch.SymInt)), None)
+    if symbolic is None:
+        return []
+    env = symbolic.node.shape_env
+    return [env.replace(guard.expr) for guard in env.guards]  # in the symbols that sizes have by now
+
+
+class SymbolicSizes:
+    """Sizes that stay symbols in a graph, whatever they are in the call at hand.
+
+    What is traced for them holds for all numbers of which is true what was asked of them on the way: `hold`.
+
+    Attributes:
+        mode: in which tensors of such sizes are fake.
+        symbols: of each size, as sympy has it.
+        alike: those of them of which code for one may serve another: what is asked of one of them is asked of all.
+    """
+
+    def __init__(self, hints: Sequence[int], taken: set[str], alike: Collection[int] = ()) -> None:
+        """
+        Args:
+            hints: what each is in the call at hand, 2 at least.
+            taken: names of another graph's symbols, which must not be met.
+            alike: the places of those that are alike.
+        """
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+        self._env = ShapeEnv()
+        self.mode = FakeTensorMode(shape_env=self._env)
+        self.mode.cache_enabled = False  # expressions of sizes hardly repeat: looking them up was a third of a trace
+        self._names, self._taken = itertools.count(), taken
+        self._held: dict[Any, bool] = {}
+        self.symbols = [self._symbol(hint) for hint in hints]
+        self.alike = frozenset(self.symbols[index] for index in alike)
+        self._hints = dict(zip(self.symbols, hints, strict=True))
+
+    def _symbol(self, hint: int) -> Any:
+        from torch._dynamo.source import ConstantSource
+        from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+        while True:
+            source = ConstantSource(f"kvpass_{next(self._names)}")
+            symbol = self._env.create_symbol(hint, source, DimDynamic.DYNAMIC)
+            if str(symbol) not in self._taken:
+                return symbol
+
+    def size(self, expression: Any) -> Any:
+        """The symbolic size that an expression of the symbols is, or a number."""
+        if expression.is_Integer:
+            return int(expression)
+        return self._env.create_symintnode(expression, hint=int(expression.xreplace(self._hints)))
+
+    def like(self, shape: Sequence[Any], strides: Sequence[Any] | None, **kind: Any) -> Tensor:
+        """A fake tensor, dense if no strides are given."""
+        with torch.inference_mode(False), self.mode:
+            return torch.empty(shape, **kind) if strides is None else torch.empty_strided(shape, strides, **kind)
+
+    def hold(self, numbers: Sequence[int]) -> bool:
+        """Whether what was traced, and compiled since, serves these numbers."""
+        kind = (tuple(numbers), len(self._env.guards))  # there are more after compiling
+        if kind not in self._held:
+            known = dict(zip(self.symbols, map(sympy.Integer, numbers), strict=True))
+            asked = (answer for guard in self._env.guards for answer in self._answers(guard.expr, known))
+            self._held[kind] = min(numbers) >= 2 and all(answer == sympy.true for answer in asked)
+        return self._held[kind]
+
+    def _answers(self, asked: Any, known: dict[Any, Any]) -> Iterator[Any]:
+        """A question's answers: of a question about one of the sizes that are alike, those about all of them."""
+        yield asked.xreplace(known)
+        about = asked.free_symbols & self.alike
+        if len(about) == 1:
+            (one,) = about
+            for number in {known[symbol] for symbol in self.alike}:
+                yield asked.xreplace({**known, one: number})
+
+
+def symbols(value: Any) -> set[Any]:
+    """The symbols that a fake tensor's sizes and strides, or a size, are made of."""
+    sizes = (*value.shape, *value.stride()) if isinstance(value, Tensor) else (value,)
+    return {symbol for size in sizes if isinstance(size, torch.SymInt) for symbol in expression(size).free_symbols}

@@ -1,0 +1,58 @@
+import pytest
+
+from kvpass.apps import cli, models
+
+
+def refused(arguments, capsys) -> str:
+    """What `kvpass demo` prints when it refuses."""
+    assert cli.main(["demo", *arguments]) == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "required: command"),
+        (["demo", "--budget", "0"], "--budget: 0 is less than 1"),
+        (["demo", "--budget", "many"], "--budget: 'many' is not a whole number"),
+        (["demo", "--length", "2"], "--length: 2 is less than 8"),
+        (["demo", "--policy"], "--policy: expected at least one argument"),
+    ],
+)
+def test_usage_errors_name_the_argument(arguments, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_an_unknown_policy_is_refused_before_anything_is_loaded(tmp_path, capsys):
+    message = refused(["--policy", "h2o", "nonsense", "--out", str(tmp_path / "out")], capsys)
+    assert "unknown policy 'nonsense'" in message
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_text_is_named(tmp_path, capsys):
+    missing = tmp_path / "missing.txt"
+    assert str(missing) in refused(["--text", str(missing), "--out", str(tmp_path)], capsys)
+
+
+def test_a_text_that_is_not_text(tmp_path, capsys):
+    binary = tmp_path / "binary.txt"
+    binary.write_bytes(b"\xff\xfe\xfa")
+    assert "cannot read the text" in refused(["--text", str(binary), "--out", str(tmp_path)], capsys)
+
+
+def test_a_folder_that_is_a_file(tmp_path, capsys):
+    taken = tmp_path / "taken"
+    taken.touch()
+    assert "cannot write to the folder" in refused(["--out", str(taken)], capsys)
+
+
+def test_a_model_that_does_not_exist(tmp_path, capsys):
+    message = refused(["--model", str(tmp_path / "nowhere"), "--out", str(tmp_path)], capsys)
+    assert "cannot load a language model" in message
+
+
+def test_the_bundled_model_may_be_absent(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(models, "BUNDLED", tmp_path)
+    assert "choose another with --model" in refused(["--out", str(tmp_path)], capsys)

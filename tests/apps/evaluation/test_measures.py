@@ -1,0 +1,146 @@
+"""What measures feed and what they make of the answers; the model is a stand-in, the tokenizer is real."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from kvpass.apps.evaluation.needle import Needle
+from kvpass.apps.evaluation.passkey import Passkey
+from kvpass.apps.evaluation.perplexity import EVERY, Perplexity
+from kvpass.apps.evaluation.recall import RecallMeasure, answered
+from kvpass.apps.evaluation.scoring import Feed, Scored
+from kvpass.apps.evaluation.session import Session
+from kvpass.apps.evaluation.stream import StreamMeasure
+from kvpass.apps.models import LoadedModel
+from kvpass.decoding.prefill import Caller
+from kvpass.errors import PolicyError
+
+TOKENIZER = Path(__file__).parents[3] / "examples" / "models" / "tokenizer"
+BOS = 0
+Tokens = Sequence[Sequence[int]]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return transformers.AutoTokenizer.from_pretrained(TOKENIZER)
+
+
+@dataclasses.dataclass(frozen=True)
+class Standing(Session):
+    """A session that notes what it is asked to score, and answers by a function."""
+
+    scored: list[tuple[Tokens, Tokens]] = dataclasses.field(default_factory=list)
+    answer: Callable[[Sequence[int]], str] = lambda prompt: ""
+
+    def score(self, contexts: Tokens, continuations: Tokens) -> Scored:
+        """A token's loss is the token."""
+        self.scored.append((contexts, continuations))
+        width = max(map(len, continuations))
+        losses = torch.tensor([[*row, *[0] * (width - len(row))] for row in continuations]).float()
+        return Scored(-losses, losses > 0)
+
+    def says(self, prompts: Tokens, count: int) -> list[str]:
+        return [self.answer(prompt) for prompt in prompts]
+
+
+def session(texts: dict[str, list[int]], feed: Feed = "token", tokenizer: Any = None, **more: Any) -> Standing:
+    subject = LoadedModel("stub", None, tokenizer or SimpleNamespace(bos_token_id=BOS, eos_token_id=1), None, False)
+    loop: Any = SimpleNamespace(device=torch.device("cpu"))
+    return Standing(subject, loop, texts, feed, None, lambda tokens: None, **more)
+
+
+def test_each_file_is_scored_from_an_empty_cache() -> None:
+    standing = session({"a": [2, 2, 2, 2], "b": [3, 3, 3, 3, 3, 3, 3], "short": [9], "c": [1, 1, 1]})
+    rows = list(Perplexity(tokens=6, batch=2).rows(standing))
+    assert standing.scored[0] == ([[BOS], [BOS]], [[2, 2, 2, 2], [3, 3, 3, 3, 3]])
+    assert [(row["file"], row["tokens"]) for row in rows] == [("a", 4), ("b", 5), ("c", 3), (EVERY, 12)]
+    assert [math.log(row["perplexity"]) for row in rows] == pytest.approx([2, 3, 1, (8 + 15 + 3) / 12])
+    assert Perplexity().columns(rows)["files"] == 3
+
+
+def test_the_first_half_is_the_prompt_if_prompts_are_whole() -> None:
+    standing = session({"a": [4, 5, 6, 7, 8]}, "whole")
+    rows = list(Perplexity().rows(standing))
+    assert standing.scored == [([[BOS, 4, 5]], [[6, 7, 8]])]
+    assert rows[-1]["tokens"] == 3
+
+
+def test_a_stream_begins_anew_where_its_cache_is_emptied() -> None:
+    standing = session({"a": [5] * 6, "b": [7] * 20})
+    rows = list(StreamMeasure(tokens=16, restart=6, parts=3).rows(standing))
+    assert [follow for _, (follow,) in standing.scored] == [[5] * 5, [5, BOS, 7, 7, 7], [7] * 5]
+    assert {tuple(context) for (context,), _ in standing.scored} == {(BOS,)}
+    assert [row["tokens"] for row in rows] == [6, 11, 16]
+    assert [math.log(row["perplexity"]) for row in rows] == pytest.approx([5, 26 / 5, 7])
+    columns = StreamMeasure().columns(rows)
+    assert math.log(columns["perplexity"]) == pytest.approx((25 + 26 + 35) / 15)
+    assert math.log(columns["last quarter"]) == pytest.approx(7)
+
+
+def test_a_stream_is_no_prompt() -> None:
+    with pytest.raises(PolicyError, match="prefill='whole'"):
+        list(StreamMeasure().rows(session({"a": [1] * 99}, "whole")))
+
+
+@pytest.mark.parametrize("measure", [Passkey((120,), (0.0, 0.5, 1.0), 3), Needle((120,), (0.0, 0.5, 1.0), 3)])
+def test_a_secret_is_planted_where_it_should_be(measure: Passkey | Needle, tokenizer: Any) -> None:
+    seen: list[tuple[int, str]] = []
+
+    def answer(prompt: Sequence[int]) -> str:
+        text = tokenizer.decode(prompt)
+        digits = next(word.strip(".") for word in text.split() if word.strip(".").isdigit() and len(word) >= 5)
+        seen.append((len(prompt), text))
+        return f" {digits}." if text.index(digits) < len(text) / 3 else "12"
+
+    texts = {"a": tokenizer("some words of a text without figures\n" * 40)["input_ids"]}
+    rows = list(measure.rows(session(texts, tokenizer=tokenizer, answer=answer)))
+    assert {length for length, _ in seen} == {120}
+    assert len({text for _, text in seen}) == 9  # secrets differ
+    assert [(row["depth"], row["accuracy"]) for row in rows] == [(0.0, 1.0), (0.5, 0.0), (1.0, 0.0)]
+    assert measure.columns(rows)["accuracy"] == pytest.approx(1 / 3)
+    assert list(measure.rows(session(texts, tokenizer=tokenizer, answer=answer))) == rows  # drawn by the seed
+
+
+def test_a_prompt_that_is_too_short_is_refused(tokenizer: Any) -> None:
+    with pytest.raises(PolicyError, match="length=10"):
+        list(Passkey((10,)).rows(session({}, tokenizer=tokenizer)))
+
+
+def test_pairs_stand_at_their_distances(tokenizer: Any) -> None:
+    measure = RecallMeasure((16, 64, 40), trials=3)
+    texts, pairs = measure.planted(session({"a": list(range(100, 900))}, tokenizer=tokenizer))
+    assert len({len(text) for text in texts}) == 1
+    for text, mine in zip(texts, pairs, strict=True):
+        assert len({tuple(pair.spec) for pair in mine}) == 3
+        for distance, pair in zip(measure.distances, mine, strict=True):
+            end = len(text) - distance
+            assert text[end - len(pair.said) : end] == pair.said
+            assert pair.said[: len(pair.spec) + len(pair.value)] == [*pair.spec, *pair.value]
+    with pytest.raises(PolicyError, match="distances"):
+        RecallMeasure((16, 17)).planted(session({"a": [5]}, tokenizer=tokenizer))
+
+
+def test_an_answer_is_compared_token_by_token() -> None:
+    def counting(ids: Any, past_key_values: Any = None, use_cache: bool = True) -> Any:
+        """Says after each token the one that is greater by one."""
+        logits = torch.nn.functional.one_hot(ids + 1, 50).float()
+        return SimpleNamespace(logits=logits, past_key_values=past_key_values or [])
+
+    spec, value = torch.tensor([[3, 4], [7, 8]]), torch.tensor([[5, 6], [9, 11]])
+    mask = torch.ones(2, 6, dtype=torch.int64)
+    assert answered(Caller.of(counting), [], mask, spec, value).tolist() == [[True, True], [True, False]]
+
+
+def test_texts_are_a_ring() -> None:
+    standing = session({"a": [1, 2, 3], "b": [4, 5]})
+    assert standing.filler(3, 4) == [4, 5, 1, 2]
+    assert standing.filler(10, 7) == [1, 2, 3, 4, 5, 1, 2]

@@ -1,0 +1,153 @@
+"""Cases, what is measured again and what is not, tables, and the command from end to end."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from kvpass.apps import cli
+from kvpass.apps.evaluation import report, run
+from kvpass.apps.evaluation.command import MADE
+from kvpass.apps.evaluation.perplexity import Perplexity
+from kvpass.apps.evaluation.recall import RecallMeasure
+from kvpass.apps.evaluation.results import FILE, Result, Results
+from kvpass.apps.evaluation.settings import Case, EvaluationSettings, cases
+from kvpass.errors import KVPassError
+from kvpass.policies.cascade import Cascade
+from kvpass.policies.full import Full
+
+
+def settings(**more: Any) -> EvaluationSettings:
+    given: dict[str, Any] = dict(measures=(Perplexity(), RecallMeasure()), policies=("full", "h2o"), budgets=(8, 0.5))
+    return EvaluationSettings(**{**given, **more})
+
+
+def test_a_policy_that_evicts_nothing_is_measured_once() -> None:
+    found = [(case.measure.name, case.policy, case.budget) for case in cases(settings())]
+    assert found == [
+        ("perplexity", "full", None), ("recall", "full", None), ("perplexity", "h2o", 8), ("recall", "h2o", 8),
+        ("perplexity", "h2o", 0.5), ("recall", "h2o", 0.5),
+    ]  # fmt: skip
+
+
+def test_a_budget_is_fitted_to_the_policy() -> None:
+    assert Case(Perplexity(tokens=99), "full", None).slots(Full()) == 99
+    assert Case(Perplexity(tokens=10**6), "full", None).slots(Full()) is None  # it grows
+    assert Case(Perplexity(), "cascade", 65).slots(Cascade()) == 64
+    assert Case(Perplexity(), "cascade", 0.3).slots(Cascade()) == 0.3
+
+
+@pytest.mark.parametrize(
+    "more", [dict(prefill="chunk"), dict(dtype="bfloat16"), dict(model="another"), dict(kv_dtype="int8")]
+)
+def test_another_way_of_measuring_is_another_case(more: dict[str, Any]) -> None:
+    case = Case(Perplexity(), "h2o", 8)
+    assert case.key(settings(**more), "texts") != case.key(settings(), "texts")
+    assert case.key(settings(out=Path("elsewhere")), "texts") == case.key(settings(), "texts")
+    assert Case(Perplexity(tokens=9), "h2o", 8).key(settings(), "texts") != case.key(settings(), "texts")
+    assert case.key(settings(), "others") != case.key(settings(), "texts")
+
+
+def test_results_are_read_as_they_were_written_and_refusals_are_tried_again(tmp_path: Path) -> None:
+    key = Case(RecallMeasure((4, 9)), "h2o", 8).key(settings(), "texts")
+    Results(tmp_path / "new").add(Result(key, [], {}, "why"))
+    again = Results(tmp_path / "new")
+    assert again.of(key) is None
+    again.add(Result(key, [{"distance": 4}], {"4": 1.0}))
+    assert Results(tmp_path / "new").all == [Result(key, [{"distance": 4}], {"4": 1.0})]
+    assert Results(tmp_path / "new").of(key) is not None
+
+
+def test_a_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text("[{")
+    with pytest.raises(KVPassError, match="cannot go on with the results"):
+        Results(tmp_path)
+
+
+def result(policy: str, budget: int | None, measure: Any, error: str | None = None) -> Result:
+    rows = [{"distance": d, "pairs": d / 100} for d in (32, 64)]
+    key = Case(measure, policy, budget).key(settings(), "texts")
+    return Result(key, rows, {"perplexity": 2.0 + (budget or 0)}, error)
+
+
+def test_tables_have_a_line_for_each_result_and_say_what_was_refused() -> None:
+    found = [result("full", None, Perplexity()), result("h2o", 8, Perplexity()), result("h2o", 2, Perplexity(), "why")]
+    text = report.section(Perplexity(), found)
+    assert text.splitlines()[0] == "## perplexity"
+    assert "| full | - | 2.00 |" in text
+    assert "| h2o | 8 | 10.00 |" in text
+    assert text.endswith("h2o 2: why")
+    assert report.section(RecallMeasure(), found) == ""
+
+
+def test_lines_go_across_rows_or_budgets() -> None:
+    by_budget = [result("full", None, Perplexity()), result("h2o", 8, Perplexity()), result("h2o", 16, Perplexity())]
+    assert report.lines(Perplexity(), by_budget) == {"full": [(8, 2.0), (16, 2.0)], "h2o": [(8, 10.0), (16, 18.0)]}
+    assert report.lines(RecallMeasure(), [result("h2o", 8, RecallMeasure())]) == {"h2o 8": [(32, 0.32), (64, 0.64)]}
+
+
+def test_every_measure_has_a_name_on_the_command_line() -> None:
+    given = cli.parser().parse_args(["eval", "--measure", *MADE])
+    assert [MADE[name](given).name for name in cli.MEASURES] == list(cli.MEASURES) == list(MADE)
+
+
+@pytest.mark.parametrize("budget", ["0", "1.5", "many", "-3"])
+def test_bad_budgets_are_usage_errors(budget: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["eval", f"--budget={budget}"])
+    assert "--budget" in capsys.readouterr().err
+
+
+def test_an_unknown_policy_is_refused_before_anything_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["eval", "--policy", "h2o:weight=1", "--out", str(tmp_path / "out")]) == 2
+    assert "unknown option 'weight'" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_the_command_measures_what_the_folder_lacks(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    for path in texts:
+        path.write_text(f"def {path.stem}(x):\n    return x + 1  # {path.name}\n" * 9)
+    out = tmp_path / "out"
+    arguments = [
+        "eval", "--model", str(checkpoint), "--text", *map(str, texts), "--prefill", "chunk", "--chunk", "8",
+        "--tokens", "40", "--length", "56", "--depth", "0.5", "--trials", "2", "--distance", "12", "24", "--inner",
+        "eager", "--out", str(out), "--measure", *cli.MEASURES,
+    ]  # fmt: skip
+    assert cli.main([*arguments, "--policy", "full"]) == 0
+    found = {entry["key"]["measure"]: entry for entry in json.loads((out / FILE).read_text())}
+    assert [entry["error"] for entry in found.values()] == [None] * len(cli.MEASURES)
+    expected = [perplexity(checkpoint, path, 40) for path in texts]
+    rows = found["perplexity"]["rows"]
+    assert [row["perplexity"] for row in rows[:2]] == pytest.approx(expected, rel=1e-3)
+    assert found["speed"]["rows"][0]["tokens a second"] > 0
+    assert found["speed"]["rows"][0]["cache, MiB"] > 0
+    printed = capsys.readouterr().out
+    assert all(f"## {name}" in printed for name in cli.MEASURES)
+    assert (out / "stream.png").is_file()
+
+    monkeypatch.setattr(run, "load", lambda *_: pytest.fail("all of it was measured"))
+    assert cli.main([*arguments, "--policy", "full"]) == 0
+    assert capsys.readouterr().out == printed
+
+
+def perplexity(checkpoint: Path, path: Path, tokens: int) -> float:
+    """By one forward of the uncompiled model."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    text = tokenizer(path.read_text(), add_special_tokens=False)["input_ids"][: tokens - 1]
+    first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    ids = torch.tensor([[first, *text]])
+    with torch.no_grad():
+        return math.exp(model(ids, labels=ids).loss.item())

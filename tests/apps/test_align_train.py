@@ -1,0 +1,171 @@
+"""Collecting pairs, training on them, and taking a run up again."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from kvpass.apps import cli
+from kvpass.apps.align.data import continued, lengths, pair, whole, windows
+from kvpass.apps.align.train import TrainingSettings, draw, learning_rate, network_of, train
+from kvpass.errors import AlignerError
+from kvpass.policies.aligners.signature import signature_of
+from tests.models import build
+
+SMALL = TrainingSettings(window=24, steps=40, tokens=200, hidden=(32, 32), embedding=8)
+
+
+def text(tokens=4000):
+    """Tokens that follow each other by a simple rule, so that there is something to learn."""
+    drawn = torch.randint(3, 20, (tokens,), generator=torch.Generator().manual_seed(0))
+    return drawn + 5 * (torch.arange(tokens) % 7)
+
+
+def test_pairs_are_the_same_tokens_in_both_windows():
+    model, sinks = build("GPT2"), 4
+    ids = windows(text(), 3, 20, sinks, torch.Generator().manual_seed(1))
+    made = pair(model, whole(model, ids), 6, sinks)
+    assert made.key.shape == made.wanted_value.shape == (2, 3 * 10, 4, 16)
+    assert made.made.tolist() == list(range(10, 20)) * 3
+    assert made.rank.tolist() == list(range(4, 14)) * 3
+    shorter = torch.cat([ids[:, :4], ids[:, 10:]], 1)
+    with torch.no_grad():
+        cache = model(shorter, use_cache=True).past_key_values
+    assert torch.allclose(made.wanted_key[1].view(3, 10, 4, 16), cache.layers[1].keys[:, :, 4:].transpose(1, 2))
+
+
+def test_the_tokens_ahead_see_sinks_and_repaired_rows():
+    """With rows as they must become, what is predicted is what the shortened window predicts."""
+    model, sinks = build("GPT2"), 4
+    ids = windows(text(), 3, 25, sinks, torch.Generator().manual_seed(1))
+    run = whole(model, ids, 5)
+    assert run.key.shape == (2, 3, 4, 20, 16)
+    with torch.no_grad():
+        assert torch.allclose(run.logits, model(ids).logits[:, 20:], atol=1e-5)
+        made = pair(model, run, 6, sinks)
+        logits = continued(model, run, made.wanted_key, made.wanted_value, sinks)
+        shorter = model(torch.cat([ids[:, :4], ids[:, 10:]], 1)).logits[:, 14:]
+    assert torch.allclose(logits, shorter, atol=1e-4)
+
+
+def test_every_second_window_has_sinks_from_elsewhere():
+    stream = torch.arange(1000)
+    ids = windows(stream, 8, 30, 4, torch.Generator().manual_seed(2))
+    jumps = ids[:, 4] - ids[:, 3] != 1
+    assert jumps.tolist() == [True, False] * 4
+
+
+def test_windows_of_all_lengths_are_drawn():
+    generator = torch.Generator().manual_seed(0)
+    drawn = [lengths(255, 4, generator) for _ in range(300)]
+    assert min(drawn) < 16
+    assert 60 < sum(length == 255 for length in drawn) < 140
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("recipe", ["direct", "paper"])
+def test_training_beats_doing_nothing(recipe):
+    trained = train(build("GPT2"), text(), dataclasses.replace(SMALL, recipe=recipe, steps=120))
+    assert trained.errors.ratio < 0.95
+    assert trained.aligner.signature == signature_of(build("GPT2"), 24)
+
+
+def test_parts_of_rows_hold_every_row_once():
+    drawn = draw(build("GPT2"), text(), dataclasses.replace(SMALL, recipe="paper"), 1)[1][0]
+    order = torch.randperm(len(drawn.made), generator=torch.Generator().manual_seed(1))
+    parts = [drawn.some(rows) for rows in order.chunk(3)]
+    assert torch.equal(torch.cat([part.key for part in parts], 1), drawn.key[:, order])
+    assert torch.equal(torch.cat([part.rank for part in parts]), drawn.rank[order])
+
+
+@pytest.mark.parametrize("recipe", ["direct", "paper"])
+def test_a_run_goes_on_where_it_was_stopped(tmp_path, monkeypatch, recipe):
+    model, settings = build("GPT2"), dataclasses.replace(SMALL, recipe=recipe, steps=6)
+    monkeypatch.setattr("kvpass.apps.align.train.SAVE_EVERY", 3)
+    whole = train(model, text(), settings)
+    checkpoint = tmp_path / "run.pt"
+    calls = iter(range(100))
+
+    def stop(settings, step):
+        if next(calls) == 4:
+            raise KeyboardInterrupt
+        return learning_rate(settings, step)
+
+    monkeypatch.setattr("kvpass.apps.align.train.learning_rate", stop)
+    with pytest.raises(KeyboardInterrupt):
+        train(model, text(), settings, checkpoint)
+    assert torch.load(checkpoint)["step"] == 3
+    monkeypatch.undo()
+    again = train(model, text(), settings, checkpoint)
+    assert again.aligner == whole.aligner
+    with pytest.raises(AlignerError, match="another run"):
+        train(model, text(), dataclasses.replace(settings, seed=1), checkpoint)
+
+
+def test_too_little_text_and_bad_settings_are_named():
+    with pytest.raises(AlignerError, match="has no window of"):
+        train(build("GPT2"), text(20), SMALL)
+    with pytest.raises(AlignerError, match="leaves nothing to move"):
+        TrainingSettings(window=5, every=2)
+    with pytest.raises(AlignerError, match="recipe"):
+        TrainingSettings(recipe="other")
+
+
+def test_a_model_without_a_cache_is_refused():
+    class Bare(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(1))
+
+        def forward(self, input_ids, use_cache):
+            return type("Output", (), {"past_key_values": None})()
+
+    with pytest.raises(AlignerError, match="Bare returns no cache"):
+        signature_of(Bare(), 24)
+
+
+def test_the_command_needs_a_folder_to_write_to(tmp_path, capsys):
+    assert cli.main(["align", "train", "--model", "nowhere", "--out", str(tmp_path / "no" / "a.safetensors")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "keys", "values"),
+    [
+        ({}, (256, 64), (64, 128)),
+        ({"hidden": (128, 128)}, (128, 128), (128, 128)),
+        ({"hidden": (32, 16), "hidden_values": (8, 4)}, (32, 16), (8, 4)),
+        ({"hidden_values": (8, 4)}, (256, 64), (8, 4)),
+    ],
+)
+def test_the_hidden_layers_are_the_papers_or_those_that_are_given(given, keys, values):
+    network = network_of(signature_of(build("GPT2"), 24), TrainingSettings(window=24, recipe="paper", **given))
+    for part, sizes in ((network.key, keys), (network.value, values)):
+        assert (part.fc1.out_features, part.fc2.out_features) == sizes
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [({"rate": 0.0}, "rate=0.0"), ({"hidden_values": (8, 4)}, "has one network for both"), ({"window": 4}, "window=4")],
+)
+def test_settings_that_cannot_be_are_named(given, named):
+    with pytest.raises(AlignerError, match=named):
+        TrainingSettings(**given)
+
+
+@pytest.mark.slow
+def test_the_command_trains_and_writes(tmp_path, capsys):
+    """On the bundled Llama, for a few steps."""
+    source, out = tmp_path / "text.txt", tmp_path / "aligner.safetensors"
+    source.write_text("def f(x):\n    return x + 1\n" * 400, encoding="utf-8")
+    arguments = ["align", "train", "--model", "examples/models/tiny-llama", "--text", str(source), "--window", "16"]
+    arguments += ["--rate", "1e-3", "--hidden", "16", "8", "--device", "cpu", "--threads", "1"]
+    assert cli.main([*arguments, "--out", str(out), "--steps", "3", "--tokens", "64"]) == 0
+    written = json.loads(out.with_suffix(".json").read_text())
+    assert (written["settings"]["rate"], written["settings"]["hidden"]) == (1e-3, [16, 8])
+    assert written["signature"]["layers"] == 6
+    assert written["held_out"]["key_ratio"] > 0
+    assert not out.with_suffix(".checkpoint.pt").exists()

@@ -1,0 +1,71 @@
+"""One trace for several backends: each runs as if it had been compiled alone, and nothing is served that may not be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kvpass
+from kvpass.apps.demo.job import Traces
+from kvpass.apps.dynamo_counters import CounterMark
+from kvpass.apps.switch import Switch
+from tests.models import build, force, prompt
+from tests.traces import Traced
+
+
+def test_every_backend_runs_on_the_graphs_of_the_first() -> None:
+    ids, mask = prompt(2, 18, (2, 0))
+    shared, settings = Traced(build("Llama", layers=1)), dict(budget=8, inner="eager")
+    policies = ("h2o", "window", "h2o")
+    together = [force(shared, ids, mask, [10, *[1] * 8], policy=name, **settings) for name in policies]
+    assert shared.graphs == 2
+    alone = force(build("Llama", layers=1), ids, mask, [10, *[1] * 8], policy="window", **settings)
+    torch.testing.assert_close(together[1].logits, alone.logits, rtol=0, atol=0)
+    assert torch.equal(together[0].logits, together[2].logits)
+    assert not torch.equal(together[0].logits, together[1].logits)
+
+
+@torch.no_grad()
+def test_what_compiles_a_prompt_for_all_lengths_is_not_served_by_an_older_trace() -> None:
+    """It would ask something of the lengths that no guard of Dynamo's holds."""
+    eager, compiling = kvpass.backend("window", budget=8, inner="eager"), kvpass.backend("window", budget=8)
+    model, switch = build("Llama", layers=1), Switch().to(eager)
+    model.compile(backend=switch)
+    model(prompt(2, 9, ())[0], use_cache=True)
+    assert switch.serves(compiling)
+    model(prompt(2, 10, ())[0], use_cache=True)
+    assert switch.graphs == 2
+    assert switch.serves(eager)
+    assert not switch.serves(compiling)
+
+
+@torch.no_grad()
+def test_graphs_are_counted_as_if_each_backend_had_its_own() -> None:
+    traces, model = Traces(), build("Llama", layers=1)
+    ids, _ = prompt(2, 9, ())
+    for policy in ("window", "h2o"):
+        counted = traces.under(kvpass.backend(policy, budget=8, inner="eager"), model, "one way")
+        assert counted.mark() == CounterMark(0, 0)
+        cache = model(ids, use_cache=True).past_key_values
+        assert counted.mark() == CounterMark(1, 0)
+        for _ in range(2):
+            cache = model(ids[:, :1], past_key_values=cache, use_cache=True).past_key_values
+        assert counted.mark() == CounterMark(2, 0)
+    assert counted.graphs == 2
+    chosen = kvpass.backend("window", budget=8, inner="eager")
+    assert traces.under(chosen, model, "one way") is counted
+    assert traces.under(chosen, model, "another") is not counted
+
+
+def test_a_broken_graph_counts_for_every_backend_that_runs_on_it() -> None:
+    class Broken(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x + 1
+            torch._dynamo.graph_break()
+            return x * 2
+
+    traces, model = Traces(), Broken()
+    for policy in ("window", "h2o"):
+        counted = traces.under(kvpass.backend(policy, budget=8, inner="eager"), model)
+        assert model(torch.ones(2)).tolist() == pytest.approx([4, 4])
+        assert counted.mark() == CounterMark(2, 1)

@@ -1,0 +1,260 @@
+"""Attention calls, however they are spelled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvpass
+from kvpass.capture import decomposed_attention
+from kvpass.fx import walk
+
+LOWEST = torch.finfo(torch.float32).min
+Spelling = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def scale_first(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    return ((q * 0.25) @ k.transpose(-1, -2)).masked_fill(~allowed, LOWEST).softmax(-1) @ v
+
+
+def scale_and_mask_together(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    mask = torch.where(allowed, 0.0, LOWEST)
+    return ((torch.matmul(q, k.transpose(2, 3)) + mask) / 4.0).softmax(-1).matmul(v)
+
+
+def soft_cap(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    logits = torch.tanh(torch.matmul(q, k.transpose(2, 3)) * 0.25 / 3.0) * 3.0
+    logits = torch.where(allowed, logits, torch.tensor(LOWEST))
+    return torch.matmul(torch.nn.functional.softmax(logits, dim=-1, dtype=torch.float32).to(v.dtype), v)
+
+
+def sinks(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    logits = torch.matmul(q, k.transpose(2, 3)) * 0.25 + torch.where(allowed, 0.0, LOWEST)
+    beside = torch.tensor([0.5, -0.5, 1.0, 0.0]).reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], 1)
+    joined = torch.cat([logits, beside], -1)
+    joined = joined - joined.max(-1, keepdim=True).values
+    return torch.matmul(joined.softmax(-1)[..., :-1], v)
+
+
+def in_one_batch(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    rows, heads, count, dim = q.shape
+    q, k, v = (x.reshape(rows * heads, -1, dim) for x in (q, k, v))
+    bias = torch.zeros(rows * heads, 1, k.shape[1])
+    logits = bias.baddbmm(q, k.transpose(1, 2), beta=1.0, alpha=0.25).view(rows, heads, count, -1)
+    probabilities = logits.masked_fill(~allowed, LOWEST).softmax(-1)
+    return torch.bmm(probabilities.view(rows * heads, count, -1), v).view(rows, heads, count, dim)
+
+
+def gate_by_sum(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    """A sink that is applied afterwards: the output is multiplied by what the sink leaves of a row."""
+    logits = torch.matmul(q, k.transpose(2, 3)) * 0.25 + torch.where(allowed, 0.0, LOWEST)
+    left = (torch.logsumexp(logits, dim=-1) - torch.tensor([0.5, -0.5, 1.0, 0.0]).view(1, -1, 1)).sigmoid()
+    probabilities = torch.softmax(logits, -1, dtype=torch.float32).to(v.dtype)
+    return torch.matmul(probabilities, v) * left.unsqueeze(-1)
+
+
+def gate_by_sum_afterwards(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    logits = torch.matmul(q, k.transpose(2, 3)).masked_fill(~allowed, LOWEST).float()
+    return torch.matmul(logits.softmax(-1), v) * logits.logsumexp(-1, keepdim=True).tanh()
+
+
+def bias_of_values(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    """Each key has a bias that is made of its values, in all heads."""
+    bias = torch.nn.functional.softplus(v.transpose(1, 2).flatten(2) * 2).mean(-1) * 4
+    mask = bias[:, None, None].expand(-1, q.shape[1], q.shape[2], -1).masked_fill(~allowed, LOWEST)
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def bias_from_the_end(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    """The end of a table of biases, as long as the keys are; no more keys than the table has can be attended to."""
+    table = (torch.arange(1 - TABLE, 1) * torch.tensor([[0.5], [0.25], [0.1], [0.05]]))[:, None]  # [4, 1, TABLE]
+    bias = table[:, max(0, table.shape[1] - k.shape[2]) :, max(0, table.shape[2] - k.shape[2]) :]
+    logits = (torch.matmul(q, k.transpose(2, 3)) * 0.25 + bias).masked_fill(~allowed, LOWEST)
+    return torch.matmul(logits.softmax(-1), v)
+
+
+TABLE = 16
+SPELLINGS: list[Spelling] = [
+    scale_first,
+    scale_and_mask_together,
+    soft_cap,
+    sinks,
+    in_one_batch,
+    gate_by_sum,
+    gate_by_sum_afterwards,
+    bias_of_values,
+    bias_from_the_end,
+]
+
+
+class Model(torch.nn.Module):
+    """One attention layer with a growing past."""
+
+    def __init__(self, spelling: Spelling) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.spelling, self.embed = spelling, torch.nn.Embedding(64, 64)
+        self.qkv, self.out = torch.nn.Linear(64, 192), torch.nn.Linear(64, 64)
+        self.embed.weight.data.mul_(3)
+
+    def forward(self, ids: Tensor, past: Any = None) -> Any:
+        x = self.qkv(self.embed(ids))
+        q, k, v = (y.unflatten(-1, (4, -1)).transpose(1, 2) for y in x.chunk(3, -1))
+        seen = 0 if past is None else past[0].shape[2]
+        if past is not None:
+            k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
+        allowed = torch.arange(seen + ids.shape[1]) <= torch.arange(seen, seen + ids.shape[1])[:, None]
+        y = self.spelling(q, k, v, allowed[None, None])
+        return self.out(y.transpose(1, 2).flatten(2)), (k, v)
+
+
+@torch.no_grad()
+def run(model: Any, ids: Tensor) -> tuple[Tensor, Any]:
+    out, past = model(ids[:, :6])
+    outputs = [out]
+    for t in (6, *range(8, ids.shape[1])):  # a chunk, then single tokens
+        out, past = model(ids[:, t : 8 if t == 6 else t + 1], past)
+        outputs.append(out)
+    return torch.cat(outputs, 1), past
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_every_spelling_is_rewritten_and_right(spelling: Spelling) -> None:
+    model, ids = Model(spelling).eval(), torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
+    expected, _ = run(model, ids)
+    torch._dynamo.reset()
+    ours, past = run(torch.compile(model, backend=kvpass.backend("full", inner="eager")), ids)
+    torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
+    assert kvpass.inspect(past).seen == 16
+    bounded = []
+    for inner in ("eager", "reference"):
+        torch._dynamo.reset()
+        bounded.append(run(torch.compile(model, backend=kvpass.backend("h2o", budget=6, inner=inner)), ids)[0])
+    torch.testing.assert_close(bounded[0], bounded[1], atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(bounded[0], expected, atol=1e-3)  # something was evicted
+
+
+def test_a_table_that_ends_is_an_error_and_not_read_beyond() -> None:
+    model, ids = Model(bias_from_the_end).eval(), torch.zeros(2, TABLE + 1, dtype=torch.int64)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=kvpass.backend("streaming", budget=8, inner="eager"))
+    run(compiled, ids[:, :TABLE])
+    with pytest.raises(RuntimeError, match="fake"):
+        run(compiled, ids)
+
+
+def bias_of_all_values(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    bias = v.transpose(1, 2).flatten(2).mean(-1).cumsum(-1)
+    mask = torch.where(allowed, bias[:, None, None], LOWEST)
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def bias_beside_the_best(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    bias = torch.where(allowed, v.transpose(1, 2).flatten(2).mean(-1)[:, None, None], LOWEST)
+    mask = bias - bias.amax(-1, keepdim=True)
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+@pytest.mark.parametrize("spelling", [bias_of_all_values, bias_beside_the_best])
+def test_a_bias_that_looks_at_several_values_is_refused(spelling: Spelling) -> None:
+    model, ids = Model(spelling).eval(), torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
+    torch._dynamo.reset()
+    with pytest.raises(kvpass.UnsupportedGraph, match=r"several|not proven to treat keys one by one"):
+        run(torch.compile(model, backend=kvpass.backend("full", inner="eager")), ids)
+
+
+def find(
+    function: Callable[..., Any], *args: Tensor, unread: list[decomposed_attention.UnreadSoftmax] | None = None
+) -> list[decomposed_attention.AttentionCall]:
+    """The calls in the graph that Dynamo makes of a function; those that are none are added to `unread`."""
+    found: list[decomposed_attention.AttentionCall] = []
+
+    def backend(gm: Any, _: Any) -> Any:
+        for into, made in zip((found, [] if unread is None else unread), decomposed_attention.find(gm), strict=True):
+            into.extend(made)
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(function, backend=backend)(*args)
+    return found
+
+
+def test_what_is_read_off() -> None:
+    q = torch.randn(2, 4, 3, 16)
+    (call,) = find(soft_cap, q, q, q, torch.ones(1, 1, 3, 3, dtype=torch.bool))
+    assert call.cap == pytest.approx(3.0)
+    assert call.scale == pytest.approx(0.25)
+    assert call.mask is not None
+    (call,) = find(sinks, q, q, q, torch.ones(1, 1, 3, 3, dtype=torch.bool))
+    assert call.sink_logit is not None
+    assert call.cap is None
+    (call,) = find(gate_by_sum, q, q, q, torch.ones(1, 1, 3, 3, dtype=torch.bool))
+    assert call.lse is not None
+
+
+def sum_with_the_sink(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    joined = torch.cat([torch.matmul(q, k.transpose(2, 3)), torch.ones(*q.shape[:3], 1)], -1)
+    return torch.matmul(joined.softmax(-1)[..., :-1], v) * joined.logsumexp(-1, keepdim=True)
+
+
+def sum_of_other_logits(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    logits = torch.matmul(q, k.transpose(2, 3))
+    shifted = logits - logits.max(-1, keepdim=True).values
+    return torch.matmul(shifted.softmax(-1), v) * shifted.logsumexp(-1, keepdim=True)
+
+
+def sum_over_queries(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    logits = torch.matmul(q, k.transpose(2, 3))
+    return torch.matmul(logits.softmax(-1), v) * logits.logsumexp(-2)[..., None]
+
+
+@pytest.mark.parametrize("function", [sum_with_the_sink, sum_of_other_logits, sum_over_queries])
+def test_what_is_no_log_sum_exp_of_the_logits(function: Callable[..., Tensor]) -> None:
+    q = torch.randn(2, 4, 3, 16)
+    (call,) = find(function, q, q, q)
+    assert call.lse is None
+
+
+def squares(x: Tensor) -> Tensor:
+    return x @ x.transpose(-1, -2)
+
+
+NO_ATTENTION: dict[str, tuple[Callable[[Tensor], Tensor], str, str]] = {
+    "no second product": (lambda x: squares(x).softmax(-1), "softmax", "0 products are made of it"),
+    "no first product": (lambda x: x.softmax(-1) @ x.transpose(-1, -2), "softmax", "made of no product"),
+    "training": (lambda x: torch.dropout(squares(x).softmax(-1), 0.5, True) @ x, "softmax", "0 products"),
+    "other logits": (lambda x: squares(x).sin().softmax(-1) @ x, "sin", "no operation on logits that is known"),
+    "hides nothing": (
+        lambda x: squares(x).masked_fill(x.sum() > 0, -1.0).softmax(-1) @ x, "masked_fill", "-1 hides nothing"
+    ),
+    "over queries": (lambda x: squares(x).softmax(-2) @ x, "softmax", "not over the last dimension"),
+    "capped twice": (lambda x: squares(x).tanh().tanh().softmax(-1) @ x, "tanh", "capped twice"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NO_ATTENTION)
+def test_what_is_no_attention_and_why(name: str) -> None:
+    function, at, why = NO_ATTENTION[name]
+    unread: list[decomposed_attention.UnreadSoftmax] = []
+    assert find(function, torch.randn(2, 4, 16, 16), unread=unread) == []
+    (one,) = unread
+    assert walk.name_of(one.at) == at
+    assert why in one.why
+    assert "test_decomposed_attention.py:" in str(one)
+
+
+def test_a_refusal_says_which_operation_was_not_understood() -> None:
+    def sine(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+        return (q @ k.transpose(-1, -2)).sin().masked_fill(~allowed, LOWEST).softmax(-1) @ v
+
+    model, ids = Model(sine).eval(), torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
+    torch._dynamo.reset()
+    with pytest.raises(
+        kvpass.UnsupportedGraph, match=r"'sin' at .*test_decomposed_attention\.py:\d+: return .*no operation on logits"
+    ):
+        run(torch.compile(model, backend=kvpass.backend("full", inner="eager")), ids)

@@ -1,0 +1,408 @@
+"""DecodeLoop: the tokens of `generate`, without its host."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import kvpass
+from kvpass.decoding import loop as decode
+from kvpass.lowering.replay import Replayed
+from tests.architectures import zoo
+from tests.models import breaks, build, forget, graphs, lasting, prompt
+from tests.strategies import ROWS
+from tests.test_invariants import settings
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    """In place of the fixture for all tests: equal backends share what is compiled for the model of this file."""
+    with lasting():
+        yield
+
+
+@functools.cache
+def llama() -> Any:
+    return build("Llama", layers=1)
+
+
+HOST = {"_local_scalar_dense", "nonzero", "item", "is_nonzero"}
+
+
+def greedy(model: Any, ids: Tensor, mask: Tensor, tokens: int, **how: Any) -> Tensor:
+    """What the uncompiled model's `generate` says."""
+    with torch.no_grad():
+        out = model.generate(ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False, pad_token_id=0, **how)
+    return out[:, ids.shape[1] :]
+
+
+def loop_on(model: Any, **given: Any) -> kvpass.DecodeLoop:
+    return kvpass.DecodeLoop(model, **{"policy": "window", "budget": 64, "inner": "eager", **given})
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("architecture", ["Llama", "GPT2"])
+@pytest.mark.parametrize("padding", [(), (3, 1, 0)])
+def test_equal_to_generate_until_something_is_evicted(architecture: str, padding: tuple[int, ...]) -> None:
+    forget()
+    model, (ids, mask) = build(architecture, layers=1), prompt(3, 9, padding)
+    loop = loop_on(model, every=5)
+    loop.prompt(ids, mask)
+    assert torch.equal(loop.generate(12), greedy(model, ids, mask, 12, eos_token_id=-1))
+    assert (graphs(), breaks()) == (2, 0)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in ("h2o", "buzz", "d2o") else pytest.mark.slow) for n in ROWS]
+)
+def test_equal_to_generate_with_every_policy(name: str) -> None:
+    """`generate` on the compiled model, which evicts in every step, against the loop."""
+    model, (ids, mask) = build("Llama"), prompt(3, 12, (3, 1, 0))
+    given = {**settings(name, "Llama", 8), "inner": "eager"}
+    loop = kvpass.DecodeLoop(model, **given)
+    loop.prompt(ids, mask)
+    got = loop.generate(14)
+    held = kvpass.inspect(loop)
+    forget()
+    kvpass.compile(model, **given)
+    with torch.no_grad():
+        out = model.generate(
+            ids, attention_mask=mask, max_new_tokens=14, do_sample=False, pad_token_id=0, eos_token_id=-1,
+            return_dict_in_generate=True,
+        )  # fmt: skip
+    assert torch.equal(got, out.sequences[:, 12:])
+    for ours, theirs in zip(held.layers, kvpass.inspect(out.past_key_values).layers, strict=True):
+        assert torch.equal(ours.positions, theirs.positions)
+
+
+def test_a_full_cache_grows() -> None:
+    model, (ids, mask) = llama(), prompt(1, 9, ())
+    loop = kvpass.DecodeLoop(model, "full", inner="eager", every=64)
+    loop.prompt(ids, mask)
+    assert torch.equal(loop.generate(300), greedy(model, ids, mask, 300, eos_token_id=-1))
+    assert kvpass.inspect(loop).layers[0].seen == 9 + 299
+
+
+@pytest.mark.slow
+def test_compiled_by_inductor() -> None:
+    forget()
+    model, (ids, mask) = llama(), prompt(2, 9, (2, 0))
+    loop = loop_on(model, policy="h2o", inner="inductor", every=4)
+    loop.prompt(ids, mask)
+    with torch.compiler.set_stance("default"):
+        first = loop.generate(3)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        rest = loop.generate(9)
+    assert torch.equal(torch.cat([first, rest], 1), greedy(model, ids, mask, 12, eos_token_id=-1))
+    assert (graphs(), breaks()) == (2, 0)
+
+
+def test_continuing_is_as_if_it_had_not_stopped() -> None:
+    model, (ids, mask) = llama(), prompt(3, 9, (3, 1, 0))
+    whole, parts = loop_on(model, policy="h2o", budget=8), loop_on(model, policy="h2o", budget=8, every=3)
+    whole.prompt(ids, mask)
+    parts.prompt(ids, mask)
+    expected = whole.generate(15)
+    got = [parts.generate(4)]
+    kvpass.inspect(parts)
+    got += [parts.generate(1), parts.generate(10)]
+    assert torch.equal(torch.cat(got, 1), expected)
+
+
+def stopped(rows: Tensor, stop: list[int]) -> list[list[int]]:
+    """Each row up to its first stop."""
+    ends = [next((i + 1 for i, t in enumerate(row) if t in stop), len(row)) for row in rows.tolist()]
+    return [row[:end] for row, end in zip(rows.tolist(), ends, strict=True)]
+
+
+@pytest.mark.parametrize("every", [1, 4, 32])
+def test_stop_tokens(every: int) -> None:
+    model, (ids, mask) = llama(), prompt(3, 9, (3, 1, 0))
+    free = greedy(model, ids, mask, 20, eos_token_id=-1)
+    stop = [int(free[0, 6]), int(free[1, 2])]
+    loop = loop_on(model, every=every, stop=stop, pad=0)
+    loop.prompt(ids, mask)
+    got = loop.generate(20)
+    expected = stopped(free, stop)
+    assert got.shape[1] == max(map(len, expected))
+    for row, said in zip(got.tolist(), expected, strict=True):
+        assert row == said + [0] * (len(row) - len(said))
+
+
+def test_what_comes_after_a_stop_is_in_no_cache() -> None:
+    """A further prompt sees what was said up to the stop, however many steps the host let pass."""
+    model, (ids, mask) = llama(), prompt(2, 9, (2, 0))
+    more, more_mask = prompt(2, 5, (0, 1))
+    free = greedy(model, ids, mask, 20, eos_token_id=-1)
+    stop = [int(free[0, 3])]
+    said = stopped(free[:, :8], stop)
+    loop = loop_on(model, every=8, stop=stop)
+    loop.prompt(ids, mask)
+    loop.generate(8)
+    loop.prompt(more, more_mask)
+    loop.stop = torch.tensor([], dtype=torch.int64)
+    got = loop.generate(6)
+    for row in range(2):
+        real = [*ids[row, mask[row].bool()].tolist(), *said[row], *more[row, more_mask[row].bool()].tolist()]
+        alone = torch.tensor([real])
+        assert torch.equal(got[row : row + 1], greedy(model, alone, torch.ones_like(alone), 6, eos_token_id=-1))
+
+
+def test_a_stream_hands_out_as_it_goes() -> None:
+    model, (ids, mask) = llama(), prompt(2, 9, ())
+    loop = loop_on(model, every=4)
+    loop.prompt(ids, mask)
+    stream = loop.stream(10)
+    first = [next(stream) for _ in range(4)]
+    assert kvpass.inspect(loop).layers[0].seen == 9 + 3  # three of the four went through the model
+    assert torch.equal(torch.stack([*first, *stream], 1), greedy(model, ids, mask, 10, eos_token_id=-1))
+
+
+def test_a_stream_that_is_left_early_loses_nothing() -> None:
+    """What was made and not handed out comes first, whoever asks next; so no count of taken tokens can lose any."""
+    model, (ids, mask) = llama(), prompt(2, 9, ())
+    expected = greedy(model, ids, mask, 16, eos_token_id=-1)
+    for taken in ((1, 2, 5), (4, 4), (3, 1, 1, 9)):
+        loop, got = loop_on(model, every=4), []
+        loop.prompt(ids, mask)
+        for count in taken:
+            got += list(itertools.islice(loop.stream(16), count))
+        got += loop.generate(16 - len(got)).unbind(1)
+        assert torch.equal(torch.stack(got, 1), expected)
+
+
+def test_a_row_that_has_stopped_stays_within_the_positions_of_the_model() -> None:
+    """A stopped row is fed on beside the others: at the position of its last token, not of one after it."""
+    model, (ids, mask) = build("GPT2", layers=1), prompt(2, 9, (0, 6))
+    with torch.no_grad():  # else it says one token again and again
+        for number, weight in enumerate(each for each in model.parameters() if each.ndim > 1):
+            weight.normal_(0, 0.3, generator=torch.Generator().manual_seed(number))
+    model.transformer.wpe = torch.nn.Embedding.from_pretrained(model.transformer.wpe.weight[:12].clone())
+    free = greedy(model, ids[:1], mask[:1], 4, eos_token_id=-1)[0]
+    loop = loop_on(model, every=8, stop=[int(free[3])])
+    loop.prompt(ids, mask)
+    assert loop.generate(9)[0, :4].tolist() == free.tolist()
+
+
+SAMPLED = dict(temperature=0.8, top_k=20, top_p=0.9)
+
+
+def test_samples_are_those_of_the_seed() -> None:
+    model, (ids, mask) = llama(), prompt(3, 9, (3, 1, 0))
+    said = []
+    for seed in (1, 1, 2):
+        torch.rand(3)  # the global generator plays no part
+        loop = loop_on(model, **SAMPLED, seed=seed)
+        loop.prompt(ids, mask)
+        said.append(loop.generate(12))
+    assert torch.equal(said[0], said[1])
+    assert not torch.equal(said[0], said[2])
+
+
+@pytest.mark.parametrize(
+    ("given", "allowed"),
+    [
+        (dict(temperature=0.0), [3]),
+        (dict(temperature=1.0, top_k=2), [2, 3]),
+        (dict(temperature=1.0, top_p=0.6), [3]),
+        (dict(temperature=1.0, top_p=0.7), [2, 3]),
+        (dict(temperature=1.0), [0, 1, 2, 3]),
+    ],
+)
+def test_what_is_in_the_draw(given: dict[str, Any], allowed: list[int]) -> None:
+    shares = torch.tensor([0.05, 0.05, 0.25, 0.65])
+    sampling = kvpass.decoding.sampling.Sampling(**given)
+    drawn = sampling.choose(shares.log().expand(4000, 4), sampling.generator(torch.device("cpu")))
+    counts = drawn.bincount(minlength=4) / 4000
+    expected = torch.zeros(4)
+    expected[allowed] = shares[allowed] / shares[allowed].sum()
+    torch.testing.assert_close(counts, expected, atol=0.03, rtol=0)
+
+
+class Watched(TorchDispatchMode):
+    """Notes every operation that waits for the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ran.append(func.__name__.split(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", ["window", "h2o", "d2o", "tova", "roco"])
+@pytest.mark.parametrize("given", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_a_step_asks_nothing_of_the_device(name: str, given: dict[str, Any]) -> None:
+    model, (ids, mask) = llama(), prompt(2, 12, (2, 0))
+    loop = loop_on(model, policy=name, budget=8, stop=[5], **given)
+    loop.prompt(ids, mask)
+    loop.generate(4)
+    assert loop.state is not None
+    with torch.no_grad(), Watched() as watched:
+        loop.state.step.run()
+    assert len(watched.ran) > 50
+    assert HOST.isdisjoint(watched.ran)
+
+
+def test_refusals() -> None:
+    model, (ids, mask) = llama(), prompt(2, 9, ())
+    with pytest.raises(kvpass.PolicyError, match="mode"):
+        loop_on(model, mode="reduce-overhead")
+    with pytest.raises(kvpass.PolicyError, match="options"):
+        loop_on(model, options={"triton.cudagraphs": True})
+    for wrong in (dict(every=0), dict(temperature=-1.0), dict(top_k=0), dict(top_p=0.0)):
+        with pytest.raises(kvpass.PolicyError, match=next(iter(wrong))):
+            loop_on(model, **wrong)
+    loop = loop_on(model)
+    with pytest.raises(kvpass.CacheHandleError, match="prompt"):
+        loop.generate(3)
+    loop.prompt(ids, mask)
+    with pytest.raises(kvpass.CacheHandleError, match="rows"):
+        loop.prompt(ids[:1])
+
+
+def test_a_model_without_a_padding_mask_takes_no_padding() -> None:
+    class Bare(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own = torch.nn.Linear(2, 2)
+
+        def forward(self, input_ids: Tensor, past_key_values: Any = None, use_cache: bool = True) -> Any:
+            raise AssertionError("never gets here")
+
+    ids, mask = prompt(2, 9, (2, 0))
+    with pytest.raises(kvpass.PolicyError, match="attention_mask"):
+        loop_on(Bare()).prompt(ids, mask)
+
+
+def test_modes_are_passed_to_inductor() -> None:
+    chosen = kvpass.backend("h2o", budget=8, mode="reduce-overhead")
+    assert chosen.step_patches(False)["triton.cudagraphs"] is True
+    assert "triton.cudagraphs" not in kvpass.backend("h2o", budget=8).step_patches(False)
+    assert decode.CAPTURING[0] == "reduce-overhead"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "tokens"), [("mistral", 5), ("mistral", 12), ("gemma2", 5)])
+def test_layers_that_store_their_last_tokens_only(name: str, tokens: int) -> None:
+    """Their own window of eight tokens fills up in the prompt or on the way, which takes another graph of Dynamo's."""
+    forget()
+    model, ids = zoo.build(name), torch.randint(3, 120, (1, tokens), generator=torch.Generator().manual_seed(0))
+    loop = loop_on(model, policy="h2o", budget=32)
+    loop.prompt(ids)
+    assert torch.equal(loop.generate(12), greedy(model, ids, torch.ones_like(ids), 12, eos_token_id=-1))
+
+
+class Turning(torch.nn.Module):
+    """A model that answers otherwise from 14 tokens on."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model, self.config = model, model.config
+
+    def forward(self, input_ids: Tensor, past_key_values: Any = None, use_cache: bool = True) -> Any:
+        later = past_key_values is not None and past_key_values.get_seq_length() >= 14
+        out = self.model(input_ids, past_key_values=past_key_values, use_cache=use_cache)
+        out.logits = -out.logits if later else out.logits
+        return out
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_what_dynamo_asked_of_the_length_holds_for_steps_that_are_repeated() -> None:
+    forget()
+    model, (ids, _) = Turning(build("Llama", layers=1)), prompt(1, 9, ())
+    loop = loop_on(model)
+    loop.prompt(ids)
+    out, wanted = model(ids), []
+    for _ in range(10):
+        wanted.append(out.logits[:, -1].argmax(-1))
+        out = model(wanted[-1][:, None], past_key_values=out.past_key_values)
+    assert torch.equal(loop.generate(10), torch.stack(wanted, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["caches disabled", "wrapper in C++"])
+def test_a_decode_loop_whose_code_cannot_be_recorded(how: str) -> None:
+    """KernelCalls that ran past the recording were in no program, and a loop repeated its first token."""
+    ids, _ = prompt(1, 20)
+    model = build("Llama", layers=3)
+    expected = decoded(kvpass.DecodeLoop(model, "h2o", budget=8, inner="eager"), ids)
+    torch._dynamo.reset()
+    with torch.compiler.config.patch(force_disable_caches=how == "caches disabled"):
+        options = {"cpp_wrapper": True} if how == "wrapper in C++" else {}
+        assert torch.equal(decoded(kvpass.DecodeLoop(model, "h2o", budget=8, options=options), ids), expected)
+
+
+def decoded(loop: kvpass.DecodeLoop, ids: torch.Tensor) -> torch.Tensor:
+    loop.prompt(ids)
+    return loop.generate(12)
+
+
+@pytest.mark.parametrize("policy", ["h2o", pytest.param("d2o", marks=pytest.mark.slow)])
+def test_a_decode_loop_runs_no_generated_python(policy: str) -> None:
+    """Its steps are programs, and say what the model says."""
+    ids, _ = prompt(1, 20)
+    model = build("Llama", layers=3)
+    torch._dynamo.reset()
+    loop = kvpass.DecodeLoop(model, policy, budget=8)
+    loop.prompt(ids)
+    loop.generate(12)
+    state = loop.state
+    assert state is not None
+    assert state.step is not None
+    runs = [bound.run for bound in state.step.bound.values()]  # type: ignore[attr-defined]
+    assert runs
+    for run in runs:
+        assert isinstance(run, Replayed)
+        assert None not in run._programs.values()
+        run._run = None  # type: ignore[assignment]
+    assert loop.generate(6).shape == (1, 6)
+
+
+def replace_weight(linear: torch.nn.Linear) -> None:
+    made = torch.randn(linear.weight.shape, generator=torch.Generator().manual_seed(1))
+    linear.weight = torch.nn.Parameter(made)
+
+
+REPLACED: dict[str, Callable[[Any], None]] = {
+    "a-parameter": lambda layer: replace_weight(layer.mlp.down_proj),
+    "a-module": lambda layer: setattr(layer.mlp, "act_fn", torch.nn.Tanh()),
+    "the-keys": lambda layer: replace_weight(layer.self_attn.k_proj),
+}
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("what", REPLACED)
+def test_what_is_replaced_in_the_model_is_used(what: str) -> None:
+    """A loop repeats the tensors of its last call of the model.
+
+    It compares the model's objects by identity before each batch of steps, as the user's code runs in between alone, so
+    that no step can be made of an object that the model no longer has.
+    """
+    forget()
+    ours, theirs, (ids, _) = build("Llama", layers=1), build("Llama", layers=1), prompt(1, 6, ())
+    loop = loop_on(ours, every=4)
+    loop.prompt(ids)
+    made, expected = [int(tokens) for tokens in loop.stream(8)], []
+    REPLACED[what](ours.model.layers[0])
+    made += [int(tokens) for tokens in loop.stream(8)]
+    token, cache = ids, None
+    with torch.no_grad():
+        for number in range(16):
+            if number == 8:
+                REPLACED[what](theirs.model.layers[0])
+            out = theirs(token, past_key_values=cache, use_cache=True)
+            token, cache = out.logits[:, -1:].argmax(-1), out.past_key_values
+            expected.append(int(token))
+    assert made == expected

@@ -1,0 +1,443 @@
+"""Requests on one decode graph: the tokens of each are those that it gets alone, whatever happens to the others."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import kvpass
+from kvpass import GenerationOutput, RequestStatus
+from kvpass.decoding import requests as serving
+from kvpass.decoding import stepping
+from tests.models import build, different, forget, graphs, prompt
+from tests.test_invariants import settings
+
+LENGTHS = (3, 17, 9, 1, 12, 30, 5)
+MOST = (6, 3, 14, 9, 1, 7, 12)
+
+
+def prompts(lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
+    return [prompt(1, n, ())[0][0].tolist() for n in lengths]
+
+
+def serving_loop(model: Any = None, **given: Any) -> kvpass.DecodeLoop:
+    settings = {"policy": "h2o", "budget": 8, "inner": "eager", "rows": 3, "every": 4, **given}
+    return kvpass.DecodeLoop(build("Llama", layers=1) if model is None else model, **settings)
+
+
+def alone(model: Any, ids: list[int], most: int, **given: Any) -> list[int]:
+    """What a loop of one conversation says."""
+    loop = kvpass.DecodeLoop(model, **{"policy": "h2o", "budget": 8, "inner": "eager", **given})
+    loop.prompt(torch.tensor([ids]))
+    return loop.generate(most)[0].tolist()
+
+
+def ended(loop: kvpass.DecodeLoop, seen: Sequence[GenerationOutput] = ()) -> dict[str, GenerationOutput]:
+    """The last output of each request; what came in between, and was `seen` before, adds up to it."""
+    done: dict[str, GenerationOutput] = {}
+    parts = {output.request_id: list(output.new_tokens) for output in seen}
+    for output in loop:
+        assert output.request_id not in done
+        parts.setdefault(output.request_id, []).extend(output.new_tokens)
+        assert parts[output.request_id] == output.generated_tokens
+        if output.is_finished():
+            done[output.request_id] = output
+    return done
+
+
+def each_is_as_alone(name: str, lengths: tuple[int, ...] = LENGTHS, **more: Any) -> None:
+    given = {**settings(name, "Llama", 8), "inner": "eager", "prefill_chunk": 8, **more}
+    model = build("Llama", layers=2 if name == "kv_align" else 1)
+    loop = kvpass.DecodeLoop(model, **given, rows=3, every=4)
+    names = [loop.add(ids, max_new_tokens=most) for ids, most in zip(prompts(lengths), MOST, strict=False)]
+    done = ended(loop)
+    single = kvpass.DecodeLoop(model, **given)
+    for request, ids, most in zip(names, prompts(lengths), MOST, strict=False):
+        single.state = None
+        single.prompt(torch.tensor([ids]))
+        assert done[request].generated_tokens == single.generate(most)[0].tolist()
+        assert (done[request].finish_reason, done[request].status) == ("length", RequestStatus.FINISHED)
+        assert done[request].prompt_ids == ids
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["streaming", "cascade", "buzz", "d2o", "random", "kv_align"])
+def test_each_request_gets_what_it_gets_alone(name: str) -> None:
+    each_is_as_alone(name)
+
+
+@pytest.mark.slow
+def test_rows_get_more_slots_when_a_request_needs_them() -> None:
+    """d2o gives a layer as many as a prompt needs: those of later ones are more here, and fewer there."""
+    model = different(3)
+    given: dict[str, Any] = {"policy": "d2o", "budget": 8}
+    loop, met = serving_loop(model, **given), []
+    names = [loop.add(ids, max_new_tokens=9) for ids in prompts((30, 5, 9, 40, 17))]
+    done: dict[str, GenerationOutput] = {}
+    while loop.pending:
+        done |= {output.request_id: output for output in loop.step() if output.is_finished()}
+        met.append([layer.capacity for layer in kvpass.inspect(loop).layers])
+    for name, ids in zip(names, prompts((30, 5, 9, 40, 17)), strict=True):
+        assert done[name].generated_tokens == alone(model, ids, 9, **given)
+    assert all(a <= b for one, other in itertools.pairwise(met) for a, b in zip(one, other, strict=True))
+    assert met[0] != met[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"refresh_interval": 3}, {"select_at": "overflow", "budget": 14}])
+def test_steps_with_a_sweep(options: dict[str, object]) -> None:
+    each_is_as_alone("sage", **options)
+
+
+def test_one_loop_serves_all_kinds_of_requests() -> None:
+    """One test, as tracing takes the time: what is expected is what the same loop says to a request by itself."""
+    model = build("Llama", layers=1)
+    loop = serving_loop(model, prefill_chunk=8)
+    said = as_alone(model, loop)
+    count = graphs()
+    with torch.compiler.set_stance("fail_on_recompile"):
+        together(loop, said)
+        stops(loop, said)
+        seeds(loop)
+        cancelling(loop, said)
+        others_are_kept(loop)
+        bad_input(loop)
+        nothing_is_left_behind(loop)
+        cached = kvpass.inspect(loop).layers[0]
+    assert graphs() == count
+    assert (cached.positions.shape[0], cached.capacity) == (3, 9)
+
+
+def as_alone(model: Any, loop: kvpass.DecodeLoop) -> dict[int, list[int]]:
+    """Fourteen tokens after prompts of these lengths, by themselves; the first also in a loop of one conversation."""
+    said = {}
+    for ids in prompts():
+        said[len(ids)] = next(iter(loop.generate_batch([ids], max_new_tokens=14).values())).generated_tokens
+    first = prompts()[1]
+    assert said[len(first)] == alone(model, first, 14, prefill_chunk=8)
+    return said
+
+
+def together(loop: kvpass.DecodeLoop, said: dict[int, list[int]]) -> None:
+    names = [loop.add(ids, max_new_tokens=most) for ids, most in zip(prompts(), MOST, strict=True)]
+    assert loop.pending == len(names)
+    done = ended(loop)
+    for name, length, most in zip(names, LENGTHS, MOST, strict=True):
+        assert done[name].generated_tokens == said[length][:most]
+    assert loop.pending == 0
+
+
+def stops(loop: kvpass.DecodeLoop, said: dict[int, list[int]]) -> None:
+    ids, other = prompts((9, 5))
+    end = said[9][4]
+    one, two = loop.add(ids, max_new_tokens=12, stop=[1, end]), loop.add(torch.tensor([other]), max_new_tokens=3)
+    three = loop.add(ids, max_new_tokens=12, stop=[said[9][0]])
+    done = ended(loop)
+    place = said[9].index(end)
+    assert (done[one].generated_tokens, done[one].finish_reason) == (said[9][: place + 1], "stop")
+    assert (done[two].generated_tokens, done[two].finish_reason) == (said[5][:3], "length")
+    assert (done[three].generated_tokens, done[three].finish_reason) == (said[9][:1], "stop")
+
+
+SAMPLED: dict[str, Any] = dict(temperature=0.9, top_k=40, top_p=0.95)
+
+
+def seeds(loop: kvpass.DecodeLoop) -> None:
+    """A seed gives the same tokens whoever else is there."""
+    all_ids = prompts((9, 5, 4, 9))
+    by_itself = loop.generate_batch([all_ids[0]], max_new_tokens=10, seed=5, **SAMPLED)
+    (expected,) = (output.generated_tokens for output in by_itself.values())
+    loop.add(all_ids[1], max_new_tokens=4)
+    loop.add(all_ids[2], max_new_tokens=20, temperature=1.5, seed=1)
+    seen = loop.step()
+    mine = loop.add(all_ids[0], max_new_tokens=10, seed=5, **SAMPLED)
+    another = loop.add(all_ids[3], max_new_tokens=10, seed=6, **SAMPLED)
+    done = ended(loop, seen)
+    assert done[mine].generated_tokens == expected
+    assert done[another].generated_tokens != expected
+
+
+def cancelling(loop: kvpass.DecodeLoop, said: dict[int, list[int]]) -> None:
+    running, *others, waiting = (loop.add(ids, max_new_tokens=9) for ids in prompts((9, 5, 5, 17, 12)))
+    seen = loop.step()
+    while not seen:
+        seen = loop.step()
+    assert [output.request_id for output in seen] == [running]
+    assert loop.cancel(running)
+    assert loop.cancel(waiting)
+    assert not loop.cancel("nobody")
+    assert loop.pending == 5
+    assert {output.request_id for output in loop.step()} >= {running, waiting}
+    assert not loop.cancel(running)
+    done = {output.request_id: output for output in loop if output.is_finished()}
+    assert done.keys() == set(others)
+    assert [done[name].generated_tokens for name in others] == [said[n][:9] for n in (5, 5, 17)]
+
+
+def others_are_kept(loop: kvpass.DecodeLoop) -> None:
+    first = loop.add(prompts((5,))[0], max_new_tokens=3)
+    done = loop.generate_batch(prompts((9, 17)), max_new_tokens=6)
+    assert first not in done
+    later = [output for output in loop.step() if output.request_id == first]
+    assert later[-1].is_finished()
+    assert [token for output in later for token in output.new_tokens] == later[-1].generated_tokens
+
+
+def bad_input(loop: kvpass.DecodeLoop) -> None:
+    assert loop.add(prompts((5,))[0], max_new_tokens=3, request_id="mine") == "mine"
+    for wrong, match in (
+        (dict(ids=[]), "empty"),
+        (dict(ids=[3, 128]), "token 128"),
+        (dict(ids=[-1]), "token -1"),
+        (dict(ids=[1.5]), "whole numbers"),
+        (dict(ids=torch.zeros(2, 3, dtype=torch.int64)), "one prompt"),
+        (dict(ids=[3], request_id="mine"), "already"),
+        (dict(ids=[3], max_new_tokens=0), "max_new_tokens=0"),
+        (dict(ids=[3], stop=range(9)), "stop"),
+    ):
+        with pytest.raises(kvpass.RequestError, match=match):
+            loop.add(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(kvpass.PolicyError, match="temperature"):
+        loop.add([3], temperature=-1.0)
+    done = [*loop.generate_batch([[5, 6], [], [300], [7]], max_new_tokens=2).values()]
+    assert [output.status.name for output in done] == ["FINISHED", "FAILED", "FAILED", "FINISHED"]
+    assert "empty" in str(done[1].error)
+    assert "300" in str(done[2].error)
+    assert next(iter(loop)).request_id == "mine"
+
+
+def nothing_is_left_behind(loop: kvpass.DecodeLoop) -> None:
+    """The slots of a row are those of its request alone, whatever was there before."""
+    assert loop.requests is not None
+    held = []
+    for lengths in ((7,), (30, 3, 11), (7,)):
+        loop.generate_batch(prompts(lengths), max_new_tokens=1)
+        batch = loop.requests.batch
+        assert batch is not None
+        slots = batch.caches[0].slots
+        rows = (*slots.key.parts, *slots.value.parts)
+        held.append(
+            [x[0].clone() for x in (*rows, slots.position, slots.free, slots.seen, slots.rank, *slots.state.values())]
+        )
+    assert all(torch.equal(a, b) for a, b in zip(held[0], held[2], strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(held[0], held[1], strict=True))
+
+
+def test_rows_draw_by_their_own_settings() -> None:
+    shares = torch.tensor([0.05, 0.05, 0.25, 0.65])
+    rows = [(dict(temperature=0.0), [3]), (dict(temperature=1.0, top_k=2), [2, 3])]
+    rows += [(dict(temperature=1.0, top_p=0.7), [2, 3]), (dict(temperature=1.0), [0, 1, 2, 3])]
+    sampling = kvpass.decoding.sampling.RowSampling.of(len(rows), torch.device("cpu"))
+    counts = torch.zeros(len(rows), 4)
+    for row, (given, _) in enumerate(rows):
+        sampling.put(row, kvpass.decoding.sampling.Sampling(**given, seed=row))
+    for made in range(4000):
+        drawn = sampling.choose(shares.log().expand(len(rows), 4), torch.full((len(rows),), made))
+        counts[torch.arange(len(rows)), drawn] += 1
+    for row, (_, allowed) in enumerate(rows):
+        expected = torch.zeros(4)
+        expected[allowed] = shares[allowed] / shares[allowed].sum()
+        torch.testing.assert_close(counts[row] / 4000, expected, atol=0.03, rtol=0)
+
+
+@pytest.mark.slow
+def test_full_caches() -> None:
+    """Rows end at their own lengths; a request that would not fit is refused, and the others go on."""
+    model = build("Llama", layers=1)
+    loop = serving_loop(model, policy="full", budget=24, rows=2)
+    fits = [loop.add(ids, max_new_tokens=25 - len(ids)) for ids in prompts((20, 3, 9, 1, 24))]
+    with pytest.raises(kvpass.RequestError, match="budget of 24"):
+        loop.add(prompts((20,))[0], max_new_tokens=6)
+    done = ended(loop)
+    for name, ids in zip(fits, prompts((20, 3, 9, 1, 24)), strict=True):
+        assert done[name].generated_tokens == alone(model, ids, 25 - len(ids), policy="full", budget=64)
+
+
+def test_refusals() -> None:
+    with pytest.raises(kvpass.PolicyError, match="rows"):
+        serving_loop(rows=0)
+    loop = serving_loop(rows=10**10)
+    name = loop.add(prompts((5,))[0], max_new_tokens=2)
+    with pytest.raises(kvpass.BudgetError, match="rows=10000000000"):
+        loop.step()
+    assert loop.pending == 1
+    assert loop.cancel(name)
+    with pytest.raises(kvpass.PolicyError, match="rows"):
+        loop.prompt(torch.zeros(1, 3, dtype=torch.int64))
+    with pytest.raises(kvpass.PolicyError, match="rows"):
+        serving_loop(rows=None).add([3])
+    with pytest.raises(kvpass.BudgetError, match="budget=None"):
+        serving_loop(policy="full", budget=None)
+    with pytest.raises(kvpass.PolicyError, match="holds a prompt whole"):
+        serving_loop(policy="d2o", compress_at="first_decode")
+
+
+def gpt2(positions: int) -> Any:
+    model = build("GPT2", layers=1)
+    model.transformer.wpe = torch.nn.Embedding.from_pretrained(model.transformer.wpe.weight[:positions].clone())
+    return model
+
+
+def test_a_request_that_fails_ends_alone() -> None:
+    """Those beside one that leaves the positions of its model are served, and a row that is done does not leave them.
+
+    A step of several requests does not say which is at fault, so each of them runs alone until it is past that step:
+    whatever makes one fail, in the prompt or in any step, another cannot end because of it.
+    """
+    model = gpt2(48)
+    loop = serving_loop(model, policy="h2o", budget=16)
+    wanted = [(10, 20), (40, 20), (40, 9), (5, 30), (60, 3), (44, 12), (48, 1)]
+    names = [
+        loop.add(ids, max_new_tokens=most)
+        for ids, (_, most) in zip(prompts([n for n, _ in wanted]), wanted, strict=True)
+    ]
+    done = ended(loop)
+    single = kvpass.DecodeLoop(model, "h2o", budget=16, inner="eager")
+    for name, (length, most) in zip(names, wanted, strict=True):
+        output, fits = done[name], length + most - 1 <= 48
+        assert (output.status.name, output.finish_reason) == (("FINISHED", "length") if fits else ("FAILED", "error"))
+        assert fits or "IndexError" in str(output.error)
+        if fits:
+            single.prompt(torch.tensor(prompts([length])))
+            assert output.generated_tokens == single.generate(most)[0].tolist()
+            single.state = None
+
+
+def test_a_request_that_cannot_be_admitted_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Iteration ends whatever is raised on the way into a row: by the end of the request, or by the error itself."""
+    loop = serving_loop(build("Llama", layers=1))
+    raised: list[Exception] = []
+
+    def check(*_: Any) -> None:
+        if raised:
+            raise raised.pop()
+
+    monkeypatch.setattr(serving, "_check_nothing_else", check)
+    raised.append(kvpass.CacheHandleError("the layers hold more"))
+    first = loop.generate_batch(prompts((5, 5)), max_new_tokens=3)
+    assert [output.status.name for output in first.values()] == ["FAILED", "FINISHED"]
+    assert next(iter(first.values())).error == "the layers hold more"
+    for error in (kvpass.BudgetError("no memory"), RuntimeError("no memory either")):
+        name = loop.add(prompts((5,))[0], max_new_tokens=3)
+        raised.append(error)
+        with pytest.raises(type(error), match="no memory"):
+            list(loop)
+        assert loop.pending == 1
+        assert ended(loop)[name].generated_tokens == [*first.values()][1].generated_tokens
+    monkeypatch.setattr(serving, "_check_nothing_else", lambda *_: None)
+    put = serving.RequestBatch.take_in
+    monkeypatch.setattr(serving.RequestBatch, "take_in", lambda *how: (check(), put(*how))[1])
+    for errors, status in (
+        ([RuntimeError("once")], "FINISHED"),
+        ([RuntimeError("twice"), RuntimeError("twice")], "FAILED"),
+    ):
+        name = loop.add(prompts((5,))[0], max_new_tokens=3)
+        raised += errors
+        assert ended(loop)[name].status.name == status
+
+
+def windowed(window: int) -> Any:
+    config = transformers.MistralConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, sliding_window=window,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.MistralForCausalLM(config).eval()
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("given", [dict(budget=16), dict(budget=6), dict(policy="streaming", budget=8)], ids=str)
+def test_models_with_a_sliding_window(given: dict[str, Any]) -> None:
+    """A layer's own window is a constant of its cache: the same before there are tokens and after each prompt."""
+    forget()
+    model, lengths = windowed(8), (5, 14, 3, 9)
+    done = [*serving_loop(model, **{**given, "rows": 2}).generate_batch(prompts(lengths), max_new_tokens=12).values()]
+    for output, ids in zip(done, prompts(lengths), strict=True):
+        assert output.generated_tokens == alone(model, ids, 12, **given), output.error
+
+
+def test_caches_that_hold_more_than_slots() -> None:
+    """What a layer holds for its rows is found in containers too; a constant is one that an empty cache has."""
+
+    class Layer:
+        def __init__(self, **held: Any) -> None:
+            self.keys = self.values = None
+            self.__dict__.update(held)
+
+    class Held:
+        def __init__(self, *layers: Layer) -> None:
+            self.layers = layers
+
+    window, count = torch.tensor(8), torch.tensor(5)
+    for held in ({"states": torch.zeros(1, 2)}, {"states": {0: torch.zeros(1, 2)}}, {"count": count}, {"n": [window]}):
+        with pytest.raises(kvpass.CacheHandleError, match=f"layer 1 .* holds {next(iter(held))} beside"):
+            serving._check_nothing_else(Held(Layer(), Layer(**held)), Held(Layer(), Layer(count=torch.tensor(0))))
+    for empty in (None, Held(), Held(Layer(window=torch.tensor(9)))):
+        with pytest.raises(kvpass.CacheHandleError, match="holds window"):
+            serving._check_nothing_else(Held(Layer(window=window)), empty)
+    serving._check_nothing_else(Held(Layer(window=window, size=3)), Held(Layer(window=window.clone())))
+    serving._check_nothing_else((), None)
+
+
+def faulty(chance: float, seed: int) -> Any:
+    """What a step raises now and then."""
+    drawn = random.Random(seed)
+
+    def fail(*_: Any) -> None:
+        if drawn.random() < chance:
+            raise RuntimeError("out of luck")
+
+    return fail
+
+
+@pytest.mark.slow
+def test_none_is_lost_and_none_mixed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cancelled requests, bad ones, and steps and prompts that raise errors, in between."""
+    count, drawn, model = 1000, random.Random(7), build("Llama", layers=1)
+    kinds = [(drawn.choice(LENGTHS), drawn.choice(MOST)) for _ in range(12)]
+    expected = {kind: alone(model, prompts((kind[0],))[0], kind[1]) for kind in set(kinds)}
+    loop, wanted, done = serving_loop(model), {}, {}
+    fail, run = faulty(0.03, count), stepping.RepeatedStep.run
+    monkeypatch.setattr(stepping.RepeatedStep, "run", lambda step: (fail(), run(step))[1])
+    read = serving.chunks
+    monkeypatch.setattr(serving, "chunks", lambda *how: (fail(), read(*how))[1])
+    while len(wanted) < count or loop.pending:
+        for _ in range(drawn.randint(0, 3) if len(wanted) < count else 0):
+            kind = drawn.choice(kinds)
+            wanted[loop.add(prompts((kind[0],))[0], max_new_tokens=kind[1])] = kind
+            with pytest.raises(kvpass.RequestError):
+                loop.add([500])
+        if drawn.random() < 0.1 and wanted:
+            loop.cancel(drawn.choice([*wanted]))
+        for output in loop.step():
+            if output.is_finished():
+                assert output.request_id not in done
+                done[output.request_id] = output
+    assert done.keys() == wanted.keys()
+    reasons = {output.finish_reason for output in done.values()}
+    assert {"length", "cancelled"} <= reasons <= {"length", "cancelled", "error"}
+    for name, output in done.items():
+        said = expected[wanted[name]]
+        assert output.generated_tokens == said[: len(output.generated_tokens)]
+        assert output.finish_reason != "length" or output.generated_tokens == said
+    assert loop.requests is not None
+    assert not loop.requests.known
+    assert not any(loop.requests.rows)
+
+
+@pytest.mark.slow
+def test_compiled_by_inductor() -> None:
+    model = build("Llama")
+    loop = serving_loop(model, inner="inductor", prefill_chunk=8)
+    loop.generate_batch(prompts((1, 3, 30)), max_new_tokens=4)  # torch traces a prompt of one token by itself
+    with torch.compiler.set_stance("fail_on_recompile"):
+        names = [loop.add(ids, max_new_tokens=most) for ids, most in zip(prompts(), MOST, strict=True)]
+        done = ended(loop)
+    for name, ids, most in zip(names, prompts(), MOST, strict=True):
+        assert done[name].generated_tokens == alone(model, ids, most, prefill_chunk=8)

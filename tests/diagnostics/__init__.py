@@ -1,0 +1,1 @@
+"""Explain, inspect, simulate, warm and check an installation."""

@@ -1,0 +1,139 @@
+"""The table of operators: an axis that it names really is made slice by slice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.fx as fx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvpass.fx import op_table, walk
+from tests.capture.traced import spec
+
+SHAPE = (2, 3, 5, 4)
+
+CARRIED: dict[str, tuple[Callable[[Tensor], Any], dict[int, int | None]]] = {
+    "pointwise": (lambda x: x * 2 + x.sigmoid(), {0: 0, 1: 1, 2: 2, 3: 3}),
+    "transposed": (lambda x: x.transpose(1, 2), {0: 0, 1: 2, 2: 1, 3: 3}),
+    "permuted": (lambda x: x.permute(3, 0, 1, 2), {0: 1, 1: 2, 2: 3, 3: 0}),
+    "heads joined": (lambda x: x.transpose(1, 2).reshape(2, 5, 12), {0: 0, 1: None, 2: 1, 3: None}),
+    "grouped": (lambda x: x[:, :, None].expand(2, 3, 2, 5, 4).reshape(2, 6, 5, 4), {0: 0, 1: None, 2: 2, 3: 3}),
+    "repeated": (lambda x: x.repeat_interleave(2, 1), {0: 0, 1: None, 2: 2, 3: 3}),
+    "flipped": (lambda x: x.flip(2), {0: 0, 1: 1, 2: None, 3: 3}),
+    "rolled": (lambda x: x.roll(1, 2), {0: None, 1: None, 2: None, 3: None}),
+    "cut": (lambda x: x[:, :, 1:], {0: 0, 1: 1, 2: None, 3: 3}),
+    "all of it": (lambda x: x[:, :, :], {0: 0, 1: 1, 2: 2, 3: 3}),
+    "heads picked": (lambda x: x[:, [1, 0, 2]], {0: 0, 1: None, 2: 2, 3: 3}),
+    "summed": (lambda x: x.sum(1), {0: 0, 1: None, 2: 1, 3: 2}),
+    "summed and kept": (lambda x: x.sum(1, keepdim=True), {0: 0, 1: None, 2: 2, 3: 3}),
+    "summed whole": (lambda x: x.sum(), {0: None, 1: None, 2: None, 3: None}),
+    "maximum of a row": (lambda x: x.amax(-1), {0: 0, 1: 1, 2: 2, 3: None}),
+    "norm": (lambda x: x.norm(2, -1), {0: None, 1: None, 2: None, 3: None}),
+    "running sum": (lambda x: x.cumsum(2), {0: 0, 1: 1, 2: None, 3: 3}),
+    "softmax": (lambda x: torch.nn.functional.softmax(x, dim=2), {0: 0, 1: 1, 2: None, 3: 3}),
+    "product": (lambda x: torch.matmul(x, torch.ones(4, 6)), {0: 0, 1: 1, 2: 2, 3: None}),
+    "linear": (lambda x: torch.nn.functional.linear(x, torch.ones(6, 4)), {0: 0, 1: 1, 2: 2, 3: None}),
+    "layer norm": (lambda x: torch.nn.functional.layer_norm(x, (4,)), {0: 0, 1: 1, 2: 2, 3: None}),
+    "unknown": (lambda x: torch.fft.fft(x, dim=0), {0: None, 1: None, 2: None, 3: None}),
+}
+
+
+def followed(function: Callable[[Tensor], Any], x: Tensor, dim: int) -> int | None:
+    """Where an axis of the input is in the output, through all operations."""
+    return spec(function, (x,), lambda gm: _followed(gm.graph, dim))
+
+
+def _followed(graph: fx.Graph, dim: int) -> int | None:
+    axes: dict[fx.Node, int | None] = {walk.placeholders(graph)[0]: dim}
+    for node in graph.nodes:
+        parents = [p for p in node.all_input_nodes if p in axes]
+        if parents and node.op != "output":
+            places = {None if axes[p] is None else op_table.propagate_dim(node, p, axes[p]) for p in parents}  # type: ignore[arg-type]
+            axes[node] = places.pop() if len(places) == 1 else None
+    return axes[graph.output_node().args[0][0]]  # type: ignore[index]
+
+
+@pytest.mark.parametrize(("name", "dim"), [(name, dim) for name in CARRIED for dim in range(4)])
+def test_where_an_axis_goes(name: str, dim: int) -> None:
+    function, wanted = CARRIED[name]
+    assert followed(function, torch.rand(SHAPE), dim) == wanted[dim]
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(st.lists(st.sampled_from(sorted(CARRIED)), min_size=1, max_size=3), st.integers(0, 3), st.integers(0, 10**6))
+def test_what_is_named_is_made_slice_by_slice(names: list[str], dim: int, seed: int) -> None:
+    """Change every slice but one: that one stays as it was."""
+    drawn = torch.Generator().manual_seed(seed)
+
+    def function(x: Tensor) -> Any:
+        for name in names:
+            x = CARRIED[name][0](x)
+        return x
+
+    x = torch.rand(SHAPE, generator=drawn)
+    try:
+        function(x)
+    except (RuntimeError, IndexError):  # these cannot follow each other
+        return
+    axis = followed(function, x, dim)
+    if axis is None:
+        return
+    kept = int(torch.randint(SHAPE[dim], (), generator=drawn))
+    other = torch.rand(SHAPE, generator=drawn)
+    other.select(dim, kept).copy_(x.select(dim, kept))
+    torch.testing.assert_close(function(other).select(axis, kept), function(x).select(axis, kept))
+
+
+def test_a_function_of_that_name_is_no_operator() -> None:
+    def add(x: Tensor, y: Tensor) -> Tensor:
+        return x.flip(0) + y
+
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    node = graph.call_function(add, (x, x))
+    for each in (x, node):
+        each.meta["example_value"] = torch.rand(3, 2)
+    assert op_table.known_name(node) == ""
+    assert op_table.propagate_dim(node, x, 0) is None
+
+
+@pytest.mark.parametrize(
+    ("pick", "axis"),
+    [
+        (lambda x, i: x[i], 0),
+        (lambda x, i: x[:, i], 1),
+        (lambda x, i: x[None, :, i], 2),
+        (lambda x, i: x[..., i, :], 1),
+        (lambda x, i: x[i[:, None], i], 0),
+        (lambda x, i: x.index_select(2, i), 2),
+        (lambda x, i: torch.nn.functional.embedding(i, x[0]), 0),
+    ],
+)
+def test_a_lookup_follows_its_index(pick: Callable[..., Tensor], axis: int) -> None:
+    def question(gm: fx.GraphModule) -> int | None:
+        node = next(n for n in reversed(gm.graph.nodes) if op_table.lookup(n) is not None)
+        _, by = op_table.lookup(node)  # type: ignore[misc]
+        index = next(i for i in by.values() if isinstance(i, fx.Node))
+        return op_table.index_axis(node, index, 0)
+
+    assert spec(pick, (torch.rand(5, 5, 5), torch.tensor([2, 0, 1])), question) == axis
+
+
+@pytest.mark.parametrize(
+    ("move", "axis"),
+    [
+        (lambda x: x[None, :, None, :], 3),
+        (lambda x: x[:, None].expand(3, 2, 1).transpose(1, 2), 1),
+        (lambda x: x[:, :, None], 1),
+        (lambda x: x[:, -1:].reshape(3), None),
+        (lambda x: x.expand(3, 5), None),
+    ],
+)
+def test_an_axis_of_one_element_is_followed(move: Callable[[Tensor], Tensor], axis: int | None) -> None:
+    """As the tokens of a prompt of one are."""
+    assert followed(move, torch.randn(3, 1), 1) == axis

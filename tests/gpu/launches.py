@@ -1,0 +1,80 @@
+"""What a function would launch, without launching it: Triton kernels with the sizes that the function chose."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.gpu import torch_private
+from tests.gpu.binaries import Binary, compiled
+
+_POINTERS = {
+    torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int64: "*i64", torch.int32: "*i32",
+    torch.int8: "*i8", torch.uint8: "*u8", torch.bool: "*i1",
+}  # fmt: skip
+_ALIGNED = [["tt.divisibility", 16]]  # as torch allocates, and as Triton takes numbers that divide by it
+
+
+@dataclasses.dataclass(frozen=True)
+class Launched:
+    """One launch.
+
+    Attributes:
+        function: the kernel.
+        grid: programs in each dimension.
+        arguments: by name, tensors without data among them.
+        warps, stages: what Triton is told.
+    """
+
+    function: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    warps: int
+    stages: int
+
+    @property
+    def name(self) -> str:
+        return str(self.function.__name__)
+
+    @property
+    def programs(self) -> int:
+        """In all dimensions."""
+        count = 1
+        for size in self.grid:
+            count *= size
+        return count
+
+    def binary(self, target: str) -> Binary:
+        """Compile it as it would be for these arguments.
+
+        Raises:
+            KernelError: it does not compile.
+        """
+        signature, constants, attributes = {}, {}, {}
+        for place, parameter in enumerate(self.function.params):
+            value = self.arguments[parameter.name]
+            signature[parameter.name] = "constexpr" if parameter.is_constexpr else _kind(value)
+            if parameter.is_constexpr:
+                constants[parameter.name] = value
+            elif isinstance(value, Tensor) or value % 16 == 0:
+                attributes[(place,)] = _ALIGNED
+        how = dict(num_warps=self.warps, num_stages=self.stages)
+        return compiled(self.function, signature, constants, target, attributes=attributes, **how)
+
+
+def _kind(value: Any) -> str:
+    return _POINTERS[value.dtype] if isinstance(value, Tensor) else "i32"
+
+
+def launched(function: Callable[..., Any], *arguments: Any, **given: Any) -> list[Launched]:
+    """Call a function on tensors of device "meta", and what it would have launched on a GPU."""
+    with torch_private.recorded_launches() as noted:
+        function(*arguments, **given)
+    return [
+        Launched(kernel, grid, names, options.get("num_warps", 4), options.get("num_stages", 3))
+        for kernel, grid, names, options in noted
+    ]

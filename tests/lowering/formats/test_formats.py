@@ -1,0 +1,226 @@
+"""Rows in int8 and int4: how far they are from the model's, what the compiler makes of them, what they take."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._inductor.utils import run_and_get_code
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import tests.strategies  # noqa: F401  loads the Hypothesis profile
+from kvpass.cache.slots import Layout, Slots
+from kvpass.errors import PolicyError
+from kvpass.lowering.formats import KV_DTYPES, KVDtype, Rows, base_of, format_of, plain
+from kvpass.lowering.formats.grid import LONGEST
+from kvpass.lowering.formats.hadamard import transformed
+from kvpass.policies import resolve
+from kvpass.reference.storing import stored
+
+STEP = {"int8": 1 / 127, "int4": 2 / 15}  # at most, in shares of the largest number of a row as it is rounded
+every_format = pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+
+
+def layout(kv_dtype: KVDtype | None, dim: int, dtype: torch.dtype = torch.float32) -> Layout:
+    return Layout(resolve("window", {}), 8, 9, 2, 3, dim, dim, dtype, torch.device("cpu"), False, kv_dtype=kv_dtype)
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> Tensor:
+    """Rows [2, 3, N, D] of many sizes, some of zeros, of one number, or all to one side of zero."""
+    dim = draw(st.sampled_from([2, 8, 24, 32, 40, 64, 80, 96, 128, 256]))
+    drawn = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
+    made = torch.randn(2, 3, draw(st.integers(1, 5)), dim, generator=drawn) * 10.0 ** draw(st.integers(-12, 6))
+    made = made + draw(st.sampled_from([0.0, 0.0, 100.0])) * made.abs().amax()
+    special = draw(st.sampled_from([None, 0.0, -3.0]))
+    if special is not None:
+        made[0, 0] = special
+    return made
+
+
+@every_format
+@given(given_rows=rows())
+def test_codes_stand_for_what_the_definition_says(kv_dtype: KVDtype, given_rows: Tensor) -> None:
+    here = layout(kv_dtype, given_rows.shape[-1])
+    made = Rows.of(here.key_format, given_rows)
+    read = made.read()
+    assert torch.equal(read, stored(here, given_rows))
+    rounded, exact = (transformed(x.double()) if here.key_format.transforms else x for x in (read, given_rows))
+    half = STEP[base_of(kv_dtype)] * 0.57  # of a step, and that of a coarse scale
+    most = exact.abs().amax(-1, keepdim=True) * half
+    assert ((rounded - exact).abs() <= most + most.amax() * 1e-6).all()
+    assert [(part.shape[-1], part.dtype) for part in made.parts] == here.key_format.layout()
+
+
+@every_format
+@pytest.mark.parametrize("capability", ["AVX2", "DEFAULT"])
+@given(given_rows=rows(), seed=st.integers(0, 99), rotated=st.booleans())
+@settings(max_examples=15)
+def test_products_and_mixtures_are_those_of_decoded_rows(
+    kv_dtype: KVDtype, capability: str, given_rows: Tensor, seed: int, rotated: bool
+) -> None:
+    """However codes are loaded, which is a matter of the processor, and however they lie for that."""
+    here = format_of(kv_dtype, given_rows.shape[-1], torch.float32, rotated=rotated)
+    with loading_as(capability):
+        made = Rows.of(here, given_rows)
+        read, drawn = made.read().double(), torch.Generator().manual_seed(seed)
+    for count in (1, 3, 17):
+        query = torch.randn(2, 3, count, given_rows.shape[-1], generator=drawn)
+        paid = torch.randn(2, 3, count, given_rows.shape[2], generator=drawn).softmax(-1)
+        close = dict(rtol=1e-4, atol=float(read.abs().max()) * 1e-4)
+        with loading_as(capability):
+            products = made.format.products(query, made.parts)
+            mixture = made.format.weighted_sum(paid, made.parts, torch.float32)
+        torch.testing.assert_close(products.double(), query.double() @ read.transpose(-1, -2), **close)
+        torch.testing.assert_close(mixture.double(), paid.double() @ read, **close)
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "dim", "count"),
+    [("int8", 64, 4), ("int8", 32, 4), ("int8", 80, 1), ("int4", 64, 8), ("int4", 256, 8), ("int4", 192, 1)],
+)
+def test_rows_that_are_rotated_when_read_come_in_sections(kv_dtype: KVDtype, dim: int, count: int) -> None:
+    """Where words are loaded: in planes, the same numbers in the same order as decoded whole, whoever wrote them."""
+    x = torch.randn(2, 3, 5, dim)
+    with loading_as("AVX2"):
+        lying, plainly = (Rows.of(format_of(kv_dtype, dim, x.dtype, rotated=r), x) for r in (True, False))
+        sections = lying.in_sections(x.dtype)
+        assert torch.equal(lying.read(), plainly.read())
+        assert torch.equal(torch.cat(sections.tensors, -1), sections.joined())
+    assert torch.equal(sections.joined(), plainly.read())
+    assert len(sections.tensors) == count
+    assert torch.equal(lying.codes, plainly.codes) == (count == 1)
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4", "int4-hadamard"])
+def test_rows_that_are_moved_to_another_kind_of_device_lie_as_they_do_there(kv_dtype: KVDtype) -> None:
+    """Both ways, whether words are loaded on the one or on the other."""
+    made = format_of(kv_dtype, 64, torch.float32, rotated=True)
+    x = torch.randn(2, 3, 5, 64)
+    for here, there in (("AVX2", "DEFAULT"), ("DEFAULT", "AVX2")):
+        with loading_as(here) as capability:
+
+            def move(tensor: Tensor, there: str = there, capability: Any = capability) -> Tensor:
+                capability.return_value = there
+                return tensor.clone()
+
+            rows = Rows.of(made, x)
+            expected = rows.read()
+            assert torch.equal(rows.elsewhere(move).read(), expected)
+
+
+def test_slots_are_moved_so() -> None:
+    here = dataclasses.replace(layout("int8", 64), ranked=True)
+    slots = Slots.empty(here)
+    with mock.patch.object(Rows, "elsewhere", autospec=True, side_effect=Rows.elsewhere) as moved:
+        slots.map(torch.clone)
+        assert not moved.called
+        assert slots.map(lambda tensor: tensor.to("meta")).key.device.type == "meta"
+    assert moved.call_count == 2  # keys and values
+
+
+def loading_as(capability: str) -> Any:
+    """As a processor with such vectors loads codes."""
+    return mock.patch.object(torch.backends.cpu, "get_cpu_capability", return_value=capability)
+
+
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "dim", "filling"),
+    [
+        ("int8", 64, True),
+        ("int4", 64, True),
+        ("int4", 32, False),
+        pytest.param("int8", 32, True, marks=slow),
+        pytest.param("int8", 80, False, marks=slow),
+        pytest.param("int4", 128, True, marks=slow),
+    ],
+)
+def test_codes_that_fill_vectors_are_loaded_in_words(kv_dtype: KVDtype, dim: int, filling: bool) -> None:
+    """And however they are loaded, compiled products and mixtures sum nothing in a cascade."""
+    made, count = format_of(kv_dtype, dim, torch.bfloat16), LONGEST + 1
+    parts = Rows.of(made, torch.randn(1, 1, count, dim).to(torch.bfloat16)).parts
+    query, paid = torch.randn(1, 1, 2, dim).to(torch.bfloat16), torch.randn(1, 1, 2, count).softmax(-1)
+
+    def attended(query: Tensor, paid: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor]:
+        return made.products(query, parts), made.weighted_sum(paid, parts, torch.float32)
+
+    with loading_as("AVX2"):
+        expected = attended(query, paid, *parts)
+        graph = make_fx(attended, tracing_mode="fake")(query, paid, *parts)
+        found, code = run_and_get_code(torch.compile(graph), query, paid, *parts)
+    for got, exact in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, exact, rtol=1e-4, atol=1e-4)
+    views = [node for node in graph.graph.nodes if node.target is torch.ops.aten.view.dtype]
+    assert bool(views) == filling
+    assert "cascade_sum_combine" not in "".join(code)
+
+
+@pytest.mark.few(2)
+@every_format
+@pytest.mark.parametrize("dim", [pytest.param(16, marks=pytest.mark.slow), 64])
+def test_the_compiler_makes_the_same_codes(kv_dtype: KVDtype, dim: int) -> None:
+    """It may leave out roundings on the way to a narrow dtype and back: none is left to it."""
+    made, x = format_of(kv_dtype, dim, torch.bfloat16), torch.randn(2, 2, 50, dim).to(torch.bfloat16)
+
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        parts = made.encode(x)
+        return (*parts, made.decode(parts))
+
+    for got, expected in zip(torch.compile(function, fullgraph=True)(x), function(x), strict=True):
+        assert torch.equal(got, expected)
+
+
+@every_format
+def test_rows_that_are_not_numbers_stay_so(kv_dtype: KVDtype) -> None:
+    x = torch.zeros(1, 1, 2, 8)
+    x[..., 0, 3] = torch.nan
+    read = Rows.of(format_of(kv_dtype, 8, torch.float32), x).read()
+    assert read[0, 0, 0].isnan().all()
+    assert (read[0, 0, 1] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "dim", "share"),
+    [("int8", 64, 0.52), ("int8", 128, 0.51), ("int4", 32, 0.30), ("int4", 64, 0.30), ("int4", 128, 0.30)],
+)
+def test_rows_take_the_share_of_bfloat16_that_they_should(kv_dtype: KVDtype, dim: int, share: float) -> None:
+    slots, wide = (Slots.empty(layout(x, dim, torch.bfloat16)) for x in (kv_dtype, None))
+    size = [sum(part.nbytes for x in (each.key, each.value) for part in x.parts) for each in (slots, wide)]
+    assert size[0] <= share * size[1]
+    assert slots.nbytes - size[0] == wide.nbytes - size[1]  # nothing else is larger
+
+
+@every_format
+def test_slots_are_the_same_after_their_tensors_went_round(kv_dtype: KVDtype) -> None:
+    slots = Slots.empty(layout(kv_dtype, 8))
+    again = Slots.of(slots.tensors(), slots)
+    assert all(a is b for a, b in zip(slots.tensors(), again.tensors(), strict=True))
+    assert len(slots.names) == len(set(slots.names)) == len(slots.tensors())
+    shapes = dict(zip(slots.names, slots.tensors(), strict=True))
+    assert all(shapes[name].shape[:3] == (2, 3, 9) for name in slots.stored)
+
+
+@every_format
+def test_rows_that_are_not_replaced_keep_their_codes(kv_dtype: KVDtype) -> None:
+    x = torch.randn(2, 3, 9, 8)
+    made, before = (Rows.of(format_of(kv_dtype, 8, torch.float32), x) for _ in range(2))
+    only = torch.rand(2, 3, 9) > 0.5
+    made.replace(x * 2, only)
+    for part, old in zip(made.parts, before.parts, strict=True):
+        assert torch.equal(part[~only], old[~only])
+    assert not torch.equal(made.read()[only], before.read()[only])
+    assert torch.equal(plain(x).read(), x)
+
+
+def test_half_a_byte_is_refused() -> None:
+    with pytest.raises(PolicyError, match=r"kv_dtype='int4'.*has 5"):
+        format_of("int4", 5, torch.float32)

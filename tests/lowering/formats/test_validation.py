@@ -1,0 +1,40 @@
+"""Steps on stored rows are held against the model's own, by way of the same steps on plain rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+import kvpass
+from kvpass.capture import sites
+from kvpass.lowering.formats.base import Parts
+from kvpass.lowering.formats.int8 import Int8
+from kvpass.runtime.recorder import Recorder
+from tests.models import build
+from tests.rewrite.test_validate import notes, run, values_for_keys
+from tests.traces import Traced
+
+
+def test_a_step_is_validated_and_a_call_that_is_read_wrongly_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, recorder = Traced(build("Llama")), Recorder()
+    run(model, recorder, policy="h2o", budget=12, kv_dtype="int4")
+    assert notes(recorder)
+    assert all("equal" in note for note in notes(recorder))
+    monkeypatch.setattr(sites, "_site", values_for_keys(sites._site))
+    with pytest.raises(kvpass.UnsupportedGraph, match="is not the model's"):
+        run(model, policy="full", kv_dtype="int4")
+
+
+@pytest.mark.slow
+def test_a_format_that_multiplies_wrongly_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which no comparison of plain rows with the model's would see."""
+    right = Int8.weighted_sum
+
+    def wrong(self: Int8, paid: Tensor, parts: Parts, dtype: Any) -> Tensor:
+        return right(self, paid, (parts[0], parts[1] * 3), dtype)
+
+    monkeypatch.setattr(Int8, "weighted_sum", wrong)
+    with pytest.raises(kvpass.UnsupportedGraph, match="is not the model's"):
+        run(Traced(build("Llama")), policy="full", kv_dtype="int8")

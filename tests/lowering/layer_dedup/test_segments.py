@@ -1,0 +1,217 @@
+"""Where graphs are cut, and which segments are taken for the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.fx as fx
+import transformers
+from torch import Tensor
+
+from kvpass.lowering.layer_dedup import readers_of_slots
+from kvpass.lowering.layer_dedup.segments import Segment, split
+from kvpass.torch_private import symbolic_shapes
+from tests.models import build, force, prompt
+
+
+def steps_of(model: Any, policy: str, steps: list[int]) -> list[fx.GraphModule]:
+    """The rewritten graphs of a run, the prompt's left out."""
+    graphs: list[fx.GraphModule] = []
+
+    def keep(gm: fx.GraphModule, examples: Any) -> Callable[..., Any]:
+        graphs.append(gm)
+        return gm.forward
+
+    ids, mask = prompt(2, sum(steps), (3, 0))
+    force(model, ids, mask, steps, inspect=False, policy=policy, budget=8, inner=keep)
+    return graphs[1:]
+
+
+def bodies(segments: list[Segment]) -> list[int]:
+    """The kind of each segment, as a number in the order in which kinds are met."""
+    kinds: dict[Any, int] = {}
+    return [kinds.setdefault(segment.body, len(kinds)) for segment in segments]
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("policy", ["h2o", "streaming"])
+def test_a_step_and_a_chunk_are_a_prologue_and_alike_layers_and_an_epilogue(policy: str) -> None:
+    for gm in steps_of(build("Llama", layers=5), policy, [9, 1, 4]):
+        segments = split(gm, readers_of_slots(gm))
+        assert bodies(segments) == [0, 1, 1, 1, 1, 1, 2]
+        run = [node for segment in segments for node in segment.nodes]
+        assert set(run) == {node for node in gm.graph.nodes if node.op not in ("placeholder", "output")}
+        place = {node: i for i, node in enumerate(run)}
+        assert len(run) == len(place)
+        assert all(place[parent] < place[node] for node in run for parent in node.all_input_nodes if parent in place)
+
+
+def test_layers_of_two_kinds() -> None:
+    model = build("Llama", layers=6)
+    for layer in model.model.layers[1::2]:
+        layer.self_attn.scaling /= 2
+    gm = steps_of(model, "h2o", [9, 1])[0]
+    assert bodies(split(gm, readers_of_slots(gm))) == [0, 1, 2, 1, 2, 1, 2, 3]
+
+
+@pytest.mark.slow
+def test_layers_of_which_each_has_a_scale_of_its_own_are_compiled_whole() -> None:
+    config = transformers.GPT2Config(vocab_size=128, n_embd=64, n_layer=3, n_head=4, n_positions=512)
+    alike = steps_of(transformers.GPT2LMHeadModel(config).eval(), "h2o", [9, 1])[0]
+    config.scale_attn_by_inverse_layer_idx = True
+    scaled = steps_of(transformers.GPT2LMHeadModel(config).eval(), "h2o", [9, 1])[0]
+    assert bodies(split(alike, readers_of_slots(alike))) == [0, 1, 1, 1, 2]
+    assert split(scaled, readers_of_slots(scaled)) == []
+
+
+def test_two_layers_are_compiled_whole() -> None:
+    gm = steps_of(build("Llama"), "h2o", [9, 1])[0]
+    assert len(readers_of_slots(gm)) == 2
+    assert split(gm, readers_of_slots(gm)) == []
+
+
+def whole(function: Callable[..., Any]) -> Segment:
+    """All nodes of a function as one segment."""
+    graph = fx.symbolic_trace(function).graph
+    return Segment.of([node for node in graph.nodes if node.op not in ("placeholder", "output")])
+
+
+DIFFERENT: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "one operand twice": (lambda a, b: (a + a, b), lambda a, b: (a + b, b)),
+    "order of operands": (lambda a, b: ((a - b) * a,), lambda a, b: ((a - b) * b,)),
+    "numbers": (lambda a, b: (a * 0.5,), lambda a, b: (a * 0.25,)),
+    "types of numbers": (lambda a, b: (a * 1,), lambda a, b: (a * 1.0,)),
+    "truth is no number": (lambda a, b: (a.sum(0, keepdim=True),), lambda a, b: (a.sum(0, keepdim=1),)),
+    "dtypes": (lambda a, b: (a.to(torch.float64),), lambda a, b: (a.to(torch.int32),)),
+    "negative zero": (lambda a, b: (a + 0.0,), lambda a, b: (a + -0.0,)),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_different_functions_are_told_apart(case: str) -> None:
+    one, other = map(whole, DIFFERENT[case])
+    assert one.body != other.body
+    assert one.body == whole(DIFFERENT[case][0]).body
+
+
+class Held(torch.nn.Module):
+    def __init__(self, held: Tensor) -> None:
+        super().__init__()
+        self.held = held
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.held
+
+
+def test_held_constants_are_told_by_their_contents() -> None:
+    one, same, other, wide = (
+        whole(Held(held)).body for held in (torch.ones(2), torch.ones(2), torch.tensor([1.0, 2.0]), torch.ones(1, 2))
+    )
+    assert one == same
+    assert one != other
+    assert one != wide
+
+
+def test_operands_are_told_by_their_layout_and_dtype_and_not_by_their_contents() -> None:
+    segment = whole(lambda a, b: (a + b,))
+    plain, transposed = torch.randn(3, 3), torch.randn(3, 3).T
+    shifted = torch.randn(10)[1:].view(3, 3)
+    keys = [segment.key([plain, b]) for b in (plain, torch.randn(3, 3), transposed, shifted, plain.double())]
+    assert keys[0] == keys[1]
+    assert len(set(keys)) == 4
+    assert segment.key([plain, torch.nn.Parameter(plain)]) != keys[0]
+
+
+def test_a_size_may_stand_for_one_that_is_like_it() -> None:
+    """Nothing else may: two of them are told apart from one and from each other, as is one that is not among them."""
+    sizes = symbolic_shapes.SymbolicSizes([5, 6, 7], set(), alike=(0, 1))
+    one, other, third = (sizes.size(symbol) for symbol in sizes.symbols)
+    segment = whole(lambda x, y: x.sum() + y.sum())
+
+    def key(*shape: Any) -> Any:
+        return segment.key([sizes.like(part, None) for part in shape], sizes.alike)
+
+    assert key((2, one), (one,)) == key((2, other), (other,))
+    assert key((2, one), (other,)) != key((2, other), (one,))
+    assert key((2, one), (one,)) != key((2, one), (other,))
+    assert key((2, one), (one,)) != key((2, third), (third,))
+    assert key((2, one), (2 * one,)) == key((2, other), (2 * other,)) != key((2, one), (3 * one,))
+    assert segment.key([sizes.like((one,), None)]) != segment.key([sizes.like((other,), None)])
+
+
+def test_names_tell_nothing() -> None:
+    def one(a: Tensor, b: Tensor) -> tuple[Tensor]:
+        return (a + b * 2,)
+
+    def other(first: Tensor, second: Tensor) -> tuple[Tensor]:
+        return (first + second * 2,)
+
+    assert whole(one).body == whole(other).body
+
+
+def cut_by_hand(function: Callable[..., Any], *examples: Tensor) -> list[Segment]:
+    """A traced function of which each call of `tanh` is the anchor of a layer."""
+    gm = fx.symbolic_trace(function)
+    Recorder(gm).run(*examples)
+    return split(gm, [node for node in gm.graph.nodes if node.target is torch.tanh])
+
+
+class Recorder(fx.Interpreter):
+    """Notes what each node gives, as Dynamo does."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        n.meta["example_value"] = super().run_node(n)
+        return n.meta["example_value"]
+
+
+def layers(x: Tensor, between: Callable[[Tensor, int], Tensor]) -> Tensor:
+    for number in range(4):
+        x = between(torch.tanh(x * 2) + x, number)
+    return x
+
+
+def test_a_layer_ends_where_one_value_is_alive() -> None:
+    segments = cut_by_hand(lambda x: layers(x, lambda y, _: y), torch.randn(3))
+    assert [len(segment.nodes) for segment in segments] == [3, 3, 3, 3]
+    assert bodies(segments) == [0, 0, 0, 0]
+    assert all(len(segment.operands) == 1 for segment in segments)
+
+
+def test_what_all_layers_read_is_made_before_the_first() -> None:
+    def function(x: Tensor) -> Tensor:
+        table = None
+        for _ in range(4):
+            y = x * 2
+            table = x.cos() if table is None else table
+            x = torch.tanh(y + table) + x
+        return x
+
+    segments = cut_by_hand(function, torch.randn(3))
+    assert bodies(segments) == [0, 1, 1, 1, 1]
+    assert [node.target for node in segments[0].nodes] == ["cos"]
+
+
+def test_memory_that_is_written_to_keeps_a_graph_whole() -> None:
+    """The running total is written to in every layer, under the eyes of the compiler only if the graph is one."""
+
+    def function(x: Tensor) -> Any:
+        total = torch.zeros_like(x)
+        return layers(x, lambda y, _: y + total.add_(y)), total
+
+    def harmless(x: Tensor) -> Any:
+        return layers(x, lambda y, _: y + torch.zeros_like(y).add_(y))
+
+    assert cut_by_hand(function, torch.randn(3)) == []
+    assert len(cut_by_hand(harmless, torch.randn(3))) == 4
+
+
+def test_a_view_that_is_written_through_keeps_a_graph_whole() -> None:
+    def function(x: Tensor, kept: Tensor) -> Any:
+        part = kept[1:]
+        return layers(x, lambda y, n: y + part.add_(1)[0] if n == 3 else y), kept
+
+    assert cut_by_hand(function, torch.randn(3), torch.randn(2, 3)) == []
+    assert len(cut_by_hand(lambda x, kept: layers(x, lambda y, _: y + kept[0]), torch.randn(3), torch.randn(2, 3))) == 4

@@ -1,0 +1,512 @@
+"""Whoever asks for a bound gets it, or an error: modules inside, wrappers, copies, and torch.compile turned off.
+
+Every case asks for a bound in a way in which the model's own call, compiled, is not what runs.  Each ends with handles
+in the cache or with an error of kvpass: an ordinary cache that grows is no third outcome.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import kvpass
+from kvpass.cache.handle import Handle
+from kvpass.runtime import entries
+from kvpass.torch_private import dynamo
+from tests.models import build, graphs, prompt
+
+POLICY: dict[str, Any] = dict(policy="h2o", budget=8, inner="eager")
+
+
+def generate(model: Any, **more: Any) -> Any:
+    ids, mask = prompt(2, 20, (2, 0))
+    plain: dict[str, Any] = dict(max_new_tokens=3, do_sample=False, pad_token_id=0, eos_token_id=None)
+    with torch.no_grad():
+        return model.generate(ids, attention_mask=mask, return_dict_in_generate=True, **plain, **more)
+
+
+def bounded(cache: Any) -> bool:
+    return all(isinstance(layer.keys, Handle) for layer in cache.layers)
+
+
+def tiny() -> Any:
+    return build("Llama", layers=1)
+
+
+# -- modules inside, and wrappers ----------------------------------------------------------------------------------
+
+
+class Speaking(nn.Module):
+    """A model whose `generate` calls a child's, as those for images and speech do."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.language_model = inner
+
+    def forward(self, ids: Tensor, past_key_values: Any = None, **more: Any) -> Any:
+        return self.language_model(ids, past_key_values=past_key_values, **more)
+
+    def generate(self, ids: Tensor, **more: Any) -> Any:
+        return self.language_model.generate(ids, **more)
+
+
+class WithValues(nn.Module):
+    """A value head around a model."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.pretrained_model, self.head = inner, nn.Linear(64, 1)
+
+    def forward(self, ids: Tensor, **more: Any) -> Any:
+        out = self.pretrained_model(ids, output_hidden_states=True, **more)
+        return out.logits, self.head(out.hidden_states[-1])
+
+    def generate(self, *given: Any, **more: Any) -> Any:
+        return self.pretrained_model.generate(*given, **more)
+
+
+class Distributed(nn.Module):
+    """What a wrapper of distributed training shows of itself."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.module = inner
+
+    def forward(self, *given: Any, **more: Any) -> Any:
+        return self.module(*given, **more)
+
+
+class Ensemble(nn.Module):
+    """Models in a list."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([inner])
+
+    def forward(self, *given: Any, **more: Any) -> Any:
+        return self.experts[0](*given, **more)
+
+
+AROUND: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "a child's generate": (Speaking, lambda model: model),
+    "a value head": (WithValues, lambda model: model),
+    "module": (Distributed, lambda model: model.module),
+    "a list": (Ensemble, lambda model: model.experts[0]),
+    "two deep": (lambda inner: Distributed(Speaking(inner)), lambda model: model.module),
+}
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("name", AROUND)
+def test_a_model_inside_is_bounded_wherever_generate_is_called(name: str) -> None:
+    around, called = AROUND[name]
+    model = kvpass.compile(around(tiny()), **POLICY)
+    assert bounded(generate(called(model)).past_key_values)
+
+
+@pytest.mark.parametrize("around", [Speaking, Distributed])
+def test_a_wrapper_runs_as_one_graph(around: Callable[[Any], Any]) -> None:
+    """What is inside is compiled for calls of its own, and is part of the wrapper's graph in the wrapper's."""
+    model, (ids, _) = kvpass.compile(around(tiny()), **POLICY), prompt(1, 12, ())
+    with torch.no_grad():
+        out = model(ids, use_cache=True)
+    assert bounded(out.past_key_values)
+    assert graphs() == 1
+
+
+class Loop(nn.Module):
+    """A model of one's own, whose `generate` calls a child without a `generate`."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.decoder = inner
+
+    def forward(self, ids: Tensor, cache: Any = None) -> Any:
+        return self.decoder(ids, past_key_values=cache, use_cache=True)
+
+    def generate(self, ids: Tensor) -> Any:
+        return self.decoder(ids, use_cache=True)
+
+
+INNER: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Tensor], Any]]] = {
+    "a decoder": (lambda model: Loop(model.model), lambda model, ids: model.generate(ids)),
+    "a model without its head": (lambda model: model, lambda model, ids: model.model(ids, use_cache=True)),
+    "a cache that is given": (
+        lambda model: model, lambda model, ids: model.model(ids, past_key_values=transformers.DynamicCache())
+    ),
+    "tuples": (lambda model: model, lambda model, ids: model.model(ids, use_cache=True, return_dict=False)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", INNER)
+def test_a_module_inside_that_runs_uncompiled_refuses_a_cache(name: str) -> None:
+    around, call = INNER[name]
+    model, (ids, _) = kvpass.compile(around(tiny()), **POLICY), prompt(1, 12, ())
+    with torch.no_grad(), pytest.raises(kvpass.UnsupportedGraph, match="LlamaModel was called by itself"):
+        call(model, ids)
+
+
+def test_a_module_inside_runs_without_a_cache_and_unless_strict() -> None:
+    ids, _ = prompt(1, 12, ())
+    with torch.no_grad():
+        kvpass.compile(tiny(), **POLICY).model(ids, use_cache=False)
+        again = kvpass.compile(kvpass.compile(tiny(), **POLICY), **POLICY, strict=False)
+        out = again.model(ids, use_cache=True)
+    assert not bounded(out.past_key_values)
+
+
+BY_NAME: dict[str, bool] = {"past_key_values": True, "cache": True, "kv_cache": True, "use_cache": False, "ids": False}
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_what_takes_a_cache_is_seen_by_its_parameters(name: str) -> None:
+    module = nn.Module()
+    exec(f"def forward(ids, {'' if name == 'ids' else name + '=None'}): ...", made := {})  # type: ignore[var-annotated]
+    module.forward = made["forward"]  # type: ignore[method-assign]
+    assert entries.takes_a_cache(module) == BY_NAME[name]
+
+
+_SMALL: dict[str, Any] = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+BLIP: dict[str, Any] = dict(
+    vision_config=dict(_SMALL, intermediate_size=32, image_size=16, patch_size=8),
+    qformer_config=dict(_SMALL, intermediate_size=32, encoder_hidden_size=32, vocab_size=32),
+    text_config=dict(
+        _SMALL, model_type="opt", vocab_size=128, ffn_dim=32, word_embed_proj_dim=32, max_position_embeddings=64
+    ),
+    num_query_tokens=4,
+    image_token_index=5,
+)
+
+
+@pytest.mark.slow
+def test_blip_is_bounded() -> None:
+    """One of transformers' own whose `generate` calls its language model's."""
+    model = transformers.Blip2ForConditionalGeneration(transformers.Blip2Config(**BLIP)).eval()
+    kvpass.compile(model, **POLICY)
+    ids = torch.tensor([[5, 5, 5, 5, 7, 8, 9, 10, 11]])
+    with torch.no_grad():
+        out = model.generate(
+            pixel_values=torch.rand(1, 3, 16, 16), input_ids=ids, max_new_tokens=4, return_dict_in_generate=True
+        )
+    assert bounded(out.past_key_values)
+
+
+# -- copies ---------------------------------------------------------------------------------------------------------
+
+
+def saved(model: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "torch.save": saved,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "a copy of a copy": lambda model: copy.deepcopy(copy.deepcopy(model)),
+    "a copy of a wrapper": lambda model: copy.deepcopy(Distributed(model)).module,
+}
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("way", COPIES)
+def test_a_copy_is_bounded(way: str) -> None:
+    """What compiles a module is part of its state, so no way to copy all of the state can lose it."""
+    model = kvpass.compile(tiny(), **POLICY)
+    copied = COPIES[way](model)
+    expected = generate(model)
+    with torch.no_grad():
+        copied.lm_head.weight.mul_(-1)
+    out = generate(copied)
+    assert bounded(out.past_key_values)
+    assert not torch.equal(out.sequences, expected.sequences)
+    assert torch.equal(generate(model).sequences, expected.sequences)
+
+
+def test_a_copy_of_a_wrapper_is_bounded_inside() -> None:
+    assert bounded(generate(copy.deepcopy(kvpass.compile(Speaking(tiny()), **POLICY))).past_key_values)
+
+
+def test_a_shallow_copy_is_an_error() -> None:
+    model = kvpass.compile(tiny(), **POLICY)
+    with pytest.raises(kvpass.UnsupportedGraph, match=r"shallow copy \(copy.copy\)"):
+        generate(copy.copy(model))
+    assert bounded(generate(model).past_key_values)
+
+
+def test_a_copy_of_what_torch_compile_returns_is_bounded() -> None:
+    model = copy.deepcopy(torch.compile(tiny(), backend=kvpass.backend(**POLICY)))
+    with torch.no_grad():
+        assert bounded(model(prompt(1, 12, ())[0], use_cache=True).past_key_values)
+
+
+def test_a_model_that_is_compiled_again_is_what_it_was_compiled_to_last() -> None:
+    model = kvpass.compile(kvpass.compile(tiny(), **POLICY), **{**POLICY, "budget": 6})
+    assert kvpass.inspect(generate(copy.deepcopy(model)).past_key_values).layers[0].capacity == 7
+    model.compile(backend="eager")
+    assert not bounded(generate(model).past_key_values)
+
+
+def test_a_backend_is_pickled_as_its_settings() -> None:
+    chosen = kvpass.backend("d2o", budget=8, inner="eager", crop=0, options={"max_autotune": False})
+    assert pickle.loads(pickle.dumps(chosen)) == chosen
+    assert copy.deepcopy(chosen) is chosen
+
+
+# -- torch.compile gives up, or is turned off -------------------------------------------------------------------------
+
+
+def test_a_sweep_of_policies_is_bounded() -> None:
+    """torch's limit counts the graphs of all backends of a function; that of kvpass's is another."""
+    model, (ids, _) = tiny(), prompt(1, 12, ())
+    with torch._dynamo.config.patch(recompile_limit=3), torch.no_grad():
+        for policy in ("window", "streaming", "h2o"):
+            compiled = torch.compile(model, backend=kvpass.backend(policy, budget=8, inner="eager"))
+            out = compiled(ids, use_cache=True)
+            out = compiled(ids[:, :1], past_key_values=out.past_key_values)
+            assert bounded(out.past_key_values), policy
+
+
+def test_graphs_of_other_backends_leave_room() -> None:
+    """Also where others have filled the function's graphs up to the limit, in another thread's settings as well."""
+    model, chosen = tiny(), kvpass.backend(**POLICY)
+    with torch._dynamo.config.patch(recompile_limit=3), torch.no_grad():
+        for rows in range(1, 4):
+            torch.compile(model, backend="eager", dynamic=False)(prompt(rows, 12, ())[0], use_cache=False)
+        assert bounded(torch.compile(model, backend=chosen)(prompt(1, 12, ())[0], use_cache=True).past_key_values)
+
+
+def test_settings_are_changed_for_graphs_of_kvpass_alone() -> None:
+    config, other = torch._dynamo.config, torch.compile(lambda x: x - 1, backend="eager")
+    other(torch.ones(1))
+    before = config.recompile_limit
+    with torch.no_grad():
+        torch.compile(tiny(), backend=kvpass.backend(**POLICY))(prompt(1, 12, ())[0], use_cache=True)
+        torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
+    assert (config.recompile_limit, config.skip_nnmodule_hook_guards) == (before, True)
+    assert not config.fail_on_recompile_limit_hit
+
+
+@pytest.mark.parametrize("way", ["in place", "torch.compile"])
+def test_beyond_the_limit_there_is_an_error(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dynamo, "MOST_GRAPHS", {"recompile_limit": 1})
+    model, (ids, _) = tiny(), prompt(2, 12, ())
+    chosen = kvpass.backend(**POLICY)
+    call = kvpass.compile(model, **POLICY) if way == "in place" else torch.compile(model, backend=chosen)
+    error = kvpass.UnsupportedGraph if way == "in place" else Exception
+    with torch._dynamo.config.patch(recompile_limit=1), torch.no_grad():
+        with pytest.warns(UserWarning, match="last graph"):
+            call(ids, use_cache=True)
+        for _ in range(2):
+            with pytest.raises(error, match=r"as many graphs|recompile_limit"):
+                call(ids[:1, :7], use_cache=True)
+
+
+OFF: dict[str, Callable[[], Any]] = {
+    "force_eager": lambda: torch.compiler.set_stance("force_eager"),
+    "another backend": lambda: torch.compiler.set_stance("default", force_backend="eager"),
+    "a dispatch mode": lambda: __import__("torch.utils.flop_counter").utils.flop_counter.FlopCounterMode(display=False),
+}
+
+
+@pytest.mark.parametrize("name", OFF)
+def test_where_torch_compile_is_off_there_is_an_error_and_afterwards_a_bound(name: str) -> None:
+    model = kvpass.compile(tiny(), **POLICY)
+    for _ in range(2):
+        with OFF[name](), pytest.raises(kvpass.UnsupportedGraph, match="would run uncompiled"):
+            generate(model)
+        assert bounded(generate(model).past_key_values)
+
+
+@pytest.mark.parametrize("name", OFF)
+def test_where_torch_compile_is_off_a_lax_model_runs_as_it_is(name: str) -> None:
+    model = kvpass.compile(tiny(), **POLICY, strict=False)
+    with OFF[name]():
+        assert not bounded(generate(model).past_key_values)
+    assert bounded(generate(model).past_key_values)
+
+
+def test_a_disabled_torch_compile_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch._dynamo.config.patch(disable=True):
+        for ask in (
+            kvpass.backend,
+            functools.partial(kvpass.compile, tiny()),
+            functools.partial(kvpass.DecodeLoop, tiny()),
+        ):
+            with pytest.raises(kvpass.UnsupportedGraph, match="TORCH_COMPILE_DISABLE=1"):
+                ask("h2o", budget=8)
+        with pytest.warns(UserWarning, match="TORCH_COMPILE_DISABLE=1"):
+            kvpass.backend("h2o", budget=8, strict=False)
+    model = kvpass.compile(tiny(), **POLICY)
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    with pytest.raises(kvpass.UnsupportedGraph, match="TORCH_COMPILE_DISABLE=1"):
+        generate(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variable", ["TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"])
+def test_a_disabled_torch_compile_is_an_error_in_a_process_of_its_own(variable: str) -> None:
+    program = "import kvpass; kvpass.backend('h2o', budget=8)"
+    run = subprocess.run(
+        [sys.executable, "-c", program], env={"PATH": "", variable: "1"}, capture_output=True, check=False
+    )
+    assert b"UnsupportedGraph: torch.compile is disabled" in run.stderr
+
+
+# -- hooks ------------------------------------------------------------------------------------------------------------
+
+HOOKS: dict[str, Callable[[Any, list[int]], Any]] = {
+    "of the model": lambda model, ran: model.register_forward_hook(lambda *_: ran.append(1)),
+    "of a layer": lambda model, ran: model.model.layers[0].register_forward_pre_hook(lambda *_: ran.append(1)),
+    "of a projection": lambda model, ran: model.model.layers[0].self_attn.q_proj.register_forward_hook(
+        lambda *_: ran.append(1)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_hooks_that_are_added_and_removed_later_count(name: str) -> None:
+    """Dynamo guards what hooks there are, as it does not by default."""
+    model, ran = kvpass.compile(tiny(), **POLICY), list[int]()
+    ids, _ = prompt(1, 12, ())
+    with torch.no_grad():
+        cache = model(ids, use_cache=True).past_key_values
+        added = HOOKS[name](model, ran)
+        for count in range(1, 3):
+            cache = model(ids[:, :1], past_key_values=cache).past_key_values
+            assert len(ran) == count
+        added.remove()
+        cache = model(ids[:, :1], past_key_values=cache).past_key_values
+    assert len(ran) == 2
+    assert bounded(cache)
+
+
+def test_hooks_that_are_added_later_count_in_a_decode_loop() -> None:
+    model, (ids, _) = tiny(), prompt(1, 12, ())
+    loop = kvpass.DecodeLoop(model, **POLICY)
+    loop.prompt(ids)
+    loop.generate(6)
+    model.lm_head.register_forward_hook(lambda _, __, logits: logits.masked_fill(torch.arange(128) == 7, 1e4))
+    assert loop.generate(6)[0, 1:].tolist() == [7] * 5  # the first was chosen before
+
+
+# -- what is refused early --------------------------------------------------------------------------------------------
+
+
+def test_continuous_batching_is_refused_where_it_begins() -> None:
+    model = kvpass.compile(tiny(), **POLICY)
+    for each in (model, copy.deepcopy(model), kvpass.compile(Speaking(tiny()), **POLICY).language_model):
+        with pytest.raises(kvpass.UnsupportedGraph, match=r"DecodeLoop\(model, \.\.\., rows=N\)"):
+            each.generate_batch([[3, 4, 5]])
+
+
+def test_attention_masks_of_the_new_tokens_alone_are_named() -> None:
+    model, (ids, mask) = kvpass.compile(tiny(), **POLICY), prompt(2, 9, (2, 0))
+    for count in (4, 1):
+        with torch.no_grad():
+            cache = model(ids, attention_mask=mask, use_cache=True).past_key_values
+            with pytest.raises(kvpass.UnsupportedGraph, match=f"has {count} columns, {9 + count} are needed"):
+                model(ids[:, :count], attention_mask=mask[:, -count:], past_key_values=cache)
+
+
+def test_training_with_a_cache_says_what_to_do() -> None:
+    model, (ids, _) = tiny(), prompt(2, 9, ())
+    with pytest.raises(kvpass.UnsupportedGraph, match="to train, pass use_cache=False"):
+        kvpass.compile(model.train(), **POLICY)(ids, labels=ids)
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    assert model.lm_head.weight.grad is not None
+
+
+def test_flex_attention_says_what_to_use() -> None:
+    model = tiny()
+    model.set_attn_implementation("flex_attention")
+    with pytest.raises(kvpass.UnsupportedGraph, match="attn_implementation='sdpa' or 'eager'"):
+        generate(kvpass.compile(model, **POLICY))
+
+
+# -- modes ------------------------------------------------------------------------------------------------------------
+
+
+class Passing(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("mode", [lambda: torch.device("cpu"), Passing], ids=["device", "mode"])
+def test_steps_run_under_a_function_mode(mode: Callable[[], Any]) -> None:
+    """A traced `__torch_function__` turns modes off as well, which Dynamo would ask again and again."""
+    expected = generate(kvpass.compile(tiny(), **POLICY), num_beams=2)
+    before = graphs()
+    with mode():
+        out = generate(kvpass.compile(tiny(), **POLICY), num_beams=2)
+        kvpass.inspect(copy.deepcopy(out.past_key_values))
+    assert torch.equal(out.sequences, expected.sequences)
+    assert graphs() <= 2 * before
+
+
+def test_steps_run_under_a_default_device() -> None:
+    torch.set_default_device("cpu")
+    try:
+        loop = kvpass.DecodeLoop(tiny(), **POLICY)
+        loop.prompt(prompt(2, 12, ())[0])
+        assert loop.generate(4).shape == (2, 4)
+    finally:
+        torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_in_float32_run_under_autocast(dtype: torch.dtype) -> None:
+    """Values come in half precision beside rotated keys in float32, and a concatenation promotes them, exactly."""
+    model, (ids, mask) = tiny(), prompt(2, 12, (2, 0))
+    with torch.no_grad(), torch.autocast("cpu", dtype=dtype):
+        expected = model(ids, attention_mask=mask).logits[:, -1]
+        kvpass.compile(model, "full", inner="eager")
+        out = model(ids[:, :9], attention_mask=mask[:, :9], use_cache=True)
+        for place in range(9, 12):
+            more: dict[str, Any] = dict(attention_mask=mask[:, : place + 1], past_key_values=out.past_key_values)
+            out = model(ids[:, place : place + 1], **more)
+    assert bounded(out.past_key_values)
+    assert out.past_key_values.layers[0].values.dtype == torch.float32
+    assert (out.logits[:, -1] - expected).abs().max() < 0.02 * expected.abs().max()
+
+
+JAMBA: dict[str, Any] = dict(
+    vocab_size=128, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, attn_layer_period=2, attn_layer_offset=1, expert_layer_offset=1, num_experts=2,
+    use_mamba_kernels=False, mamba_d_state=4, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_second_turn_of_a_model_that_maps_over_rows() -> None:
+    """Jamba scans a turn under vmap; what begins and ends the region stays in the graph."""
+    model = transformers.JambaForCausalLM(transformers.JambaConfig(**JAMBA)).eval()
+    ids, _ = prompt(1, 24, ())
+
+    def turns(call: Any) -> list[Tensor]:
+        cache, logits = None, []
+        for first, last in ((0, 12), (12, 17), (17, 18), (18, 24)):
+            out = call(ids[:, first:last], past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            logits.append(out.logits)
+        return logits
+
+    with torch.no_grad():
+        expected = turns(model)
+        kvpass.compile(model, "full", inner="eager")
+        for ours, theirs in zip(turns(model), expected, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)

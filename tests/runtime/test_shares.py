@@ -1,0 +1,232 @@
+"""A budget that is a share is one of each row's real tokens: what a padded row keeps is what it keeps alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import kvpass
+from kvpass import budget as budgets
+from kvpass import policies
+from kvpass.cache.handle import caches_in
+from kvpass.policies.base import ROW_BUDGET, Plan, by_rows
+from tests.aligners import random_aligner
+from tests.architectures import zoo
+from tests.models import build, different, force, prompt
+from tests.strategies import TABLE
+from tests.traces import Traced
+
+
+def held(run: Any, row: int = 0, padding: int = 0, step: int = -1) -> list[list[int]]:
+    """Return the positions, counted behind the padding, that a row holds in each layer after a step."""
+    return [[place - padding for place in layer[row, 0].tolist() if place >= 0] for layer in run.held[step]]
+
+
+@pytest.mark.parametrize("policy", ["streaming", "h2o", "cascade", "d2o"])
+@pytest.mark.parametrize("padding", [(6,), (6, 6)], ids=["one row", "two rows"])
+@pytest.mark.few(2)
+def test_padding_is_not_shared_in(policy: str, padding: tuple[int, ...]) -> None:
+    """Rows of 14 tokens in 20 columns keep 7 of them, and not 10."""
+    model, (ids, mask) = build("Llama"), prompt(len(padding), 24, padding)
+    padded = force(model, ids, mask, [20, 1, 1], policy=policy, budget=0.5, inner="eager")
+    alone = force(model, ids[:1, 6:], mask[:1, 6:], [14, 1, 1], policy=policy, budget=0.5, inner="eager")
+    assert held(padded, padding=6) == held(alone)
+    torch.testing.assert_close(padded.logits[:1, -3:], alone.logits[:, -3:], atol=1e-4, rtol=0)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("inner", ["eager", "reference"])
+def test_rows_of_different_lengths_keep_their_own_share_under_d2o(inner: str) -> None:
+    model, (ids, mask) = different(2), prompt(2, 24, (8, 0))
+    together = force(model, ids, mask, [20, 1, 1], policy="d2o", budget=0.5, inner=inner)
+    for row, left in enumerate((8, 0)):
+        one = (ids[row : row + 1, left:], mask[row : row + 1, left:])
+        alone = force(model, *one, [20 - left, 1, 1], policy="d2o", budget=0.5, inner=inner)
+        assert held(together, row, left) == held(alone)
+
+
+PADDING = (9, 0, 4)
+STEPS = [25, *[1] * 5, 3, *[1] * 4]  # past what `every` and `refresh_interval` say, and past the next sweep of buzz
+OPTIONS: list[tuple[str, dict[str, Any]]] = [
+    *((row.name, row.fixed) for row in TABLE if row.name not in ("full", "kv_align")),
+    ("buzz", {"iterate_prompt": False, "log_n": True}),
+    ("buzz", {"window": 2}),
+    ("cascade", {"order": "attend_first", "heads": "kv"}),
+    ("cascade", {"cascades": 2, "sinks": 1, "reduce": "max", "growth": "linear"}),
+    ("d2o", {"merge": "none"}),
+    ("d2o", {"calibrate": True}),
+    ("sage", {"refresh_interval": 3, "share": "private"}),
+    ("h2o", {"positions": "cache"}),
+    ("roco", {"positions": "cache"}),
+    ("cascade", {"positions": "absolute"}),
+    ("tova", {"kv_dtype": "int8"}),
+    ("kv_align", {"recipe": "direct", "every": 1}),
+    ("kv_align", {"recipe": "paper", "every": 1}),
+    ("kv_align", {"recipe": "direct", "every": 2}),
+]
+every_policy = pytest.mark.parametrize(
+    ("name", "options"), OPTIONS, ids=[f"{name}-{options}" if options else name for name, options in OPTIONS]
+)
+
+
+def settings(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Return what `kvpass.backend` takes."""
+    if name == "kv_align":
+        every = options["every"]
+        options = {"aligner": random_aligner(options["recipe"], layers=2, heads=2, dim=16, every=every), "every": every}
+    return {"policy": name, "budget": 0.5, **options}
+
+
+@pytest.mark.few(8)
+@every_policy
+def test_a_row_keeps_its_own_share_beside_others(
+    traced: Callable[..., Traced], name: str, options: dict[str, Any]
+) -> None:
+    """As the reference does, and as it does alone."""
+    model, (ids, mask) = traced("Llama", 3, "is fed a share"), prompt(3, sum(STEPS), PADDING)
+    chosen = settings(name, options)
+    together = force(model, ids, mask, STEPS, **chosen, inner="eager")
+    reference = force(model, ids, mask, STEPS, **chosen, inner="reference")
+    for ours, theirs in zip(together.held, reference.held, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+    real = mask.bool()
+    torch.testing.assert_close(together.logits[real], reference.logits[real], atol=1e-4, rtol=1e-4)
+    if options.get("calibrate"):
+        return  # the rows of a batch get the layer budgets of the first, which is another when a row is alone
+    for row, left in enumerate(PADDING):
+        alone = force(model, ids[row : row + 1, left:], mask[row : row + 1, left:], [25 - left, *STEPS[1:]],
+                      **chosen, inner="eager")  # fmt: skip
+        for step, layers in enumerate(alone.held):
+            for layer, mine in enumerate(layers):
+                assert held(together, row, left, step)[layer] == [x for x in mine[0, 0].tolist() if x >= 0]
+        torch.testing.assert_close(together.logits[row, left:], alone.logits[0], atol=1e-4, rtol=1e-4)
+
+
+PICKED = [
+    ("h2o", {}),
+    ("buzz", {}),
+    ("cascade", {}),
+    ("d2o", {}),
+    ("sage", {"refresh_interval": 3}),
+    ("kv_align", {"recipe": "direct", "every": 2}),
+]
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(("name", "options"), PICKED, ids=[name for name, _ in PICKED])
+@torch.no_grad()
+def test_budgets_go_with_the_rows_that_are_picked(
+    traced: Callable[..., Traced], name: str, options: dict[str, Any]
+) -> None:
+    """Reordered, dropped and repeated, and other ones at the next step, as beams are."""
+    ids, mask = prompt(3, 40, PADDING)
+    position = (mask.cumsum(-1) - 1).clamp(min=0)
+    model = traced("Llama", 3, "is fed a share").under(kvpass.backend(**settings(name, options), inner="eager"))
+
+    def run(picks: dict[int, list[int]]) -> tuple[torch.Tensor, list[list[int]], list[int]]:
+        """Return the last logits, what the first layer's first heads hold, and the row that each row was."""
+        out = model(ids[:, :25].contiguous(), attention_mask=mask[:, :25].contiguous(),
+                    position_ids=position[:, :25].contiguous(), use_cache=True)  # fmt: skip
+        rows = [0, 1, 2]
+        for t in range(25, 40):
+            if t in picks:
+                out.past_key_values.reorder_cache(torch.tensor(picks[t]))
+                rows = [rows[pick] for pick in picks[t]]
+            given = (x[rows, :][:, at].contiguous() for x, at in
+                     ((ids, slice(t, t + 1)), (mask, slice(t + 1)), (position, slice(t, t + 1))))  # fmt: skip
+            new, upto, here = given
+            out = model(
+                new, attention_mask=upto, position_ids=here, past_key_values=out.past_key_values, use_cache=True
+            )
+        positions = kvpass.inspect(out.past_key_values).layers[0].positions
+        return out.logits[:, -1], positions[:, 0].tolist(), rows
+
+    straight, held_straight, _ = run({})
+    logits, positions, rows = run({27: [2, 0, 1], 28: [1, 1, 0], 30: [2, 0], 33: [1, 0, 0]})
+    torch.testing.assert_close(logits, straight[rows], atol=1e-4, rtol=1e-4)
+    assert [[x for x in each if x >= 0] for each in positions] == [
+        [x for x in held_straight[row] if x >= 0] for row in rows
+    ]
+
+
+@pytest.mark.parametrize("policy", ["h2o", "buzz", "d2o"])
+def test_budgets_are_remembered_by_row_where_they_differ_alone(policy: str) -> None:
+    """d2o always does, as layers get budgets of their own."""
+    for padding in ((6, 6), (6, 0)):
+        run = force(build("Llama"), *prompt(2, 21, padding), [20, 1], policy=policy, budget=0.5, inner="eager")
+        for cache in caches_in(run.cache):
+            assert (ROW_BUDGET in cache.slots.state) == cache.layout.row_budgets
+            assert cache.layout.row_budgets == (padding == (6, 0) or policy == "d2o")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["h2o", "buzz", "cascade"])
+def test_compiled(policy: str) -> None:
+    """Of two prompts, whose slots are an open size from the second on."""
+    runs: dict[str, list[Any]] = {}
+    for inner in ("inductor", "eager"):
+        model = Traced(build("Llama"))
+        for tokens in (25, 39):
+            ids, mask = prompt(3, tokens + sum(STEPS[1:]), PADDING)
+            run = force(model, ids, mask, [tokens, *STEPS[1:]], policy=policy, budget=0.5, inner=inner)
+            runs.setdefault(inner, []).append((run, mask.bool()))
+    for (compiled, real), (eager, _) in zip(*runs.values(), strict=True):
+        for ours, theirs in zip(compiled.held, eager.held, strict=True):
+            assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+        torch.testing.assert_close(compiled.logits[real], eager.logits[real], atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_a_window_of_the_models_own_within_the_share_of_some_rows_is_refused() -> None:
+    """Eight tokens, which a row of twelve keeps six of and a row of twenty ten."""
+    ids, mask = prompt(2, 20, (8, 0))
+    model = torch.compile(zoo.build("mistral"), backend=kvpass.backend("h2o", budget=0.5, inner="eager"))
+    with pytest.raises(kvpass.BudgetError, match=r"gives rows \[6, 10\] tokens, .* stores its last 7"):
+        model(ids, attention_mask=mask, use_cache=True)
+
+
+def test_a_share_for_an_aligner_is_no_larger_than_its_window() -> None:
+    """Positions of a long prompt too; rows are what they are alone."""
+    ids, mask = prompt(2, 90, (50, 0))
+    chosen = settings("kv_align", {"recipe": "direct", "every": 1})
+    window = chosen["aligner"].signature.window
+    assert 20 < window < 45
+    run = force(build("Llama"), ids, mask, [88, 1, 1], **chosen, inner="eager")
+    assert [len(row) for row in held(run, 0)[:1] + held(run, 1)[:1]] == [19, window]
+    alone = force(build("Llama"), ids[1:], mask[1:], [88, 1, 1], **{**chosen, "budget": window}, inner="eager")
+    torch.testing.assert_close(run.logits[1:], alone.logits, atol=1e-4, rtol=1e-4)
+
+
+def test_what_policies_compute_of_budgets_by_row_is_what_they_compute_of_numbers() -> None:
+    numbers = [*range(12, 400), 4096, 100_003]
+    by_row = torch.tensor(numbers).view(-1, 1, 1)
+    for options in ({}, {"stride": 4, "sinks": 2}, {"old_stride": 2}, {"window": 3}, {"threshold": 5}):
+        buzz = policies.resolve("buzz", options)
+        sizes = torch.stack([torch.as_tensor(x).expand_as(by_row) for x in buzz.sizes(by_row)], -1)
+        assert sizes[:, 0, 0].tolist() == [[*buzz.sizes(number)] for number in numbers]
+    for options in ({}, {"cascades": 3}, {"gamma": 0.5}):
+        cascade = policies.resolve("cascade", options)
+        decays = torch.stack([torch.as_tensor(x).expand(by_row.shape) for x in cascade._decays(by_row)], -1)
+        expected = torch.tensor([cascade._decays(number) for number in numbers])
+        torch.testing.assert_close(decays[:, 0, 0], expected, atol=0, rtol=2e-7)
+    for options in ({}, {"sinks": 1}, {"top": 2}):
+        sage = policies.resolve("sage", options)
+        split = torch.stack([torch.as_tensor(x).expand_as(by_row) for x in sage._split(by_row, 3)], -1)
+        assert split[:, 0, 0].tolist() == [[*sage._split(number, 3)] for number in numbers]
+
+
+def test_slots_of_rows() -> None:
+    valid = torch.ones(3, 20, dtype=torch.bool)
+    valid[1, :8] = False
+    streaming = policies.resolve("streaming", {})
+    assert budgets.slots_of_rows(streaming, 0.5, valid) == [10, 6, 10]
+    assert budgets.slots_of_rows(streaming, 9, valid) == [9, 9, 9]
+
+
+def test_a_plan_by_rows_takes_each_row_from_the_plan_for_its_budget() -> None:
+    plans = {6: Plan(7, 8, (5, 7), 9), 10: Plan(11, 12, (11, 10), 14)}
+    assert by_rows(plans, [10, 6]) == Plan(11, 12, (11, 7), 14)
+    assert by_rows({6: plans[6]}, [6, 6]) is plans[6]

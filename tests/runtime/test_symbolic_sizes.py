@@ -1,0 +1,210 @@
+"""Sizes that stay open: new lengths, batches, budgets and capacities run on code that is there."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+import kvpass
+from kvpass import policies
+from kvpass.backend import Backend
+from kvpass.torch_private import symbolic_shapes
+from tests.models import build, different, many_graphs
+
+LENGTHS = (5, 7, 3, 11, 4, 6, 2, 9, 8, 10)
+
+
+@dataclasses.dataclass(frozen=True)
+class Counting(Backend):
+    """A backend that counts the step graphs that it compiles; with `numbers` none has open sizes."""
+
+    numbers: bool = False
+    made: list[int] = dataclasses.field(default_factory=list, compare=False)
+
+    def compile_step(self, gm: Any, *how: Any) -> Any:
+        self.made.append(len(gm.graph.nodes))
+        return super().compile_step(gm, *how)
+
+    @property
+    def compiles_at_once(self) -> bool:
+        return True
+
+    def has_dynamic_sizes(self, device: torch.device) -> bool:
+        return not self.numbers and super().has_dynamic_sizes(device)
+
+
+def counting(policy: str, numbers: bool = False, inner: str = "eager", **settings: Any) -> Counting:
+    made = kvpass.backend(policy, inner=inner, **settings)
+    given = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
+    return Counting(**given, numbers=numbers)
+
+
+@torch.no_grad()
+def logits(model: Any, rows: int, pieces: tuple[int, ...]) -> Iterator[Tensor]:
+    """Those of one conversation of so many rows, fed in pieces."""
+    ids = torch.randint(0, 60, (rows, sum(pieces)), generator=torch.Generator().manual_seed(rows))
+    past = None
+    for piece in ids.split(pieces, 1):
+        out = model(piece, past_key_values=past, use_cache=True)
+        past = out.past_key_values
+        yield out.logits
+
+
+def compiled(backend: Backend, name: str = "Llama") -> Any:
+    return torch.compile(build(name), backend=backend)
+
+
+NAMES = [name for name in policies.names() if name != "kv_align"]  # it needs an aligner, of fixed sizes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", NAMES)
+def test_open_sizes_are_the_same_as_numbers(policy: str) -> None:
+    """Rows, chunks of several lengths and budgets that are shares, past the first eviction."""
+    budget = None if policy == "full" else 0.5
+    ours, theirs = (counting(policy, numbers, budget=budget) for numbers in (False, True))
+    with many_graphs():
+        one, other = compiled(ours), compiled(theirs)
+        for rows, pieces in ((1, (40, 1, 5, 1)), (1, (50, 1, 7, 1)), (2, (44, 1, 3, 1)), (3, (48, 1, 6, 1, 1))):
+            for got, wanted in zip(logits(one, rows, pieces), logits(other, rows, pieces), strict=True):
+                assert torch.allclose(got, wanted, atol=1e-5)
+    assert len(ours.made) < len(theirs.made)
+
+
+def test_ten_lengths_are_one_compilation() -> None:
+    """Of a chunk, that is; the steps of one token between them are another."""
+    backend = counting("h2o", budget=24)
+    pieces = (12, *(part for length in LENGTHS for part in (length, 1)))
+    assert len(list(logits(compiled(backend), 1, pieces))) == len(pieces)
+    assert len(backend.made) == 2
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("first", [1, 2])
+def test_ten_batches_are_two_compilations(first: int) -> None:
+    """The first number of rows has code of its own, all others share theirs, which is of Dynamo's second graph."""
+    backend = counting("h2o", budget=24)
+    with many_graphs():
+        model = compiled(backend)
+        for rows in range(first, first + 10):
+            list(logits(model, rows, (30, 1, 1)))
+    assert len(backend.made) == 2
+
+
+def test_ten_prompts_under_a_share_are_two_compilations() -> None:
+    backend = counting("streaming", budget=0.5)
+    model = compiled(backend)
+    for length in range(30, 50, 2):
+        list(logits(model, 1, (length, 1, 1)))
+    assert len(backend.made) == 2
+
+
+def test_growing_slots_are_two_compilations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Policy full doubles its slots, three times here."""
+    monkeypatch.setattr("kvpass.budget.SPARE", 1)
+    backend = counting("full")
+    model, plain = compiled(backend), build("Llama")
+    for got, wanted in zip(logits(model, 1, (6, *[1] * 40)), logits(plain, 1, (6, *[1] * 40)), strict=True):
+        assert torch.allclose(got, wanted, atol=1e-5)
+    assert len(backend.made) == 2
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_layers_with_slots_of_their_own_are_one_compilation() -> None:
+    """Whatever the prompt: it is traced for one layer, with sizes that any layer may have.  Memory is the budget."""
+    backend = counting("d2o", budget=12)
+    numbers = counting("d2o", numbers=True, budget=12)
+    one, other = (torch.compile(different(3), backend=each) for each in (backend, numbers))
+    met = set()
+    for length in (30, 8, 37):  # one fits, and the budgets are equal
+        for got, wanted in zip(logits(one, 1, (length, 1, 1)), logits(other, 1, (length, 1, 1)), strict=True):
+            assert torch.allclose(got, wanted, atol=1e-5)
+        ids = torch.randint(0, 60, (1, length), generator=torch.Generator().manual_seed(1))
+        capacities = [x.capacity for x in kvpass.inspect(one(ids, use_cache=True).past_key_values).layers]
+        assert sum(capacities) == 3 * (12 + 1)
+        met.add(tuple(capacities))
+    assert len(met) == 3
+    assert len(backend.made) == 1
+
+
+class Counted(nn.Module):
+    """Attention whose logits or outputs depend on how many rows or new tokens there are."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.embed = how, nn.Embedding(64, 16)
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 64)
+
+    def forward(self, ids: Tensor, past: Any = None) -> Any:
+        q, k, v = (x.unflatten(-1, (2, 8)).transpose(1, 2) for x in self.qkv(self.embed(ids)).chunk(3, -1))
+        if past is not None:
+            k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
+        count, total = q.shape[2], k.shape[2]
+        seen = torch.arange(total) <= torch.arange(total - count, total)[:, None]
+        if self.how == "mask by count":
+            seen = seen & (torch.arange(total) % count != 1)
+        out = scaled_dot_product_attention(q, k, v, attn_mask=seen[None, None]).transpose(1, 2).flatten(2)
+        if self.how == "times rows":
+            out = out * ids.shape[0]
+        elif self.how == "times count":
+            out = out * (2 * count + ids.shape[0] + 1)
+        elif self.how == "mean":
+            out = out + out.mean(1, keepdim=True)
+        elif self.how == "few":
+            out = out * 2 if count < 6 else out
+        elif self.how == "padded":
+            out = torch.cat([out, out.new_zeros(out.shape[0], 12 - count, 16)], 1).cumsum(1)[:, :count]
+        return self.out(out), (k, v)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("how", ["mask by count", "times rows", "times count", "mean", "few", "padded"])
+@torch.no_grad()
+def test_models_that_look_at_their_sizes(how: str) -> None:
+    """Each answers as it does uncompiled, on shared code or on its own."""
+    torch.manual_seed(0)
+    model = Counted(how).eval()
+    with many_graphs():
+        fast = torch.compile(model, backend=counting("window", budget=64))
+        for rows in (1, 2, 3, 5):
+            ids, past, other = torch.randint(0, 64, (rows, 40)), None, None
+            for piece in ids.split((9, 1, 4, 7, 1, 5, 6, 7), 1):
+                (got, past), (wanted, other) = fast(piece, past), model(piece, other)
+                assert torch.allclose(got, wanted, atol=1e-5), (rows, piece.shape)
+
+
+def test_what_was_asked_of_a_size_must_hold() -> None:
+    sizes = symbolic_shapes.SymbolicSizes([7, 12], {"s99"})
+    few, many = (sizes.size(symbol) for symbol in sizes.symbols)
+    assert [sizes.hold(numbers) for numbers in ([4, 3], [1, 4])] == [True, False]
+    assert few < many
+    assert [sizes.hold(numbers) for numbers in ([3, 4], [4, 3])] == [True, False]
+    assert int(few) == 7
+    assert [sizes.hold(numbers) for numbers in ([7, 30], [6, 30])] == [True, False]
+    assert "s99" not in map(str, sizes.symbols)
+
+
+def test_what_is_asked_of_one_of_sizes_that_are_alike_is_asked_of_all() -> None:
+    sizes = symbolic_shapes.SymbolicSizes([7, 12, 9], set(), alike=(0, 2))
+    one, _, _ = (sizes.size(symbol) for symbol in sizes.symbols)
+    assert one < 10
+    assert [sizes.hold(numbers) for numbers in ([7, 30, 9], [7, 12, 11], [11, 12, 7])] == [True, False, False]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["d2o", "h2o"])
+def test_generated_code_serves_other_sizes(policy: str) -> None:
+    """Inductor's, whose layers are compiled once; open are lengths alone, then rows and lengths."""
+    ours, theirs = counting(policy, inner="inductor", budget=24), counting(policy, numbers=True, budget=24)
+    with many_graphs():
+        one, other = compiled(ours), compiled(theirs)
+        for rows, pieces in ((1, (40, 1, 5, 1)), (2, (44, 1)), (3, (48, 1, 4))):
+            for got, wanted in zip(logits(one, rows, pieces), logits(other, rows, pieces), strict=True):
+                assert torch.allclose(got, wanted, atol=1e-4)

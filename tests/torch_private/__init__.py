@@ -1,0 +1,1 @@
+"""Every private name of torch that kvpass uses, by subsystem; no other room imports one."""
