@@ -21,8 +21,8 @@ from benchmarks.report import Row, Table, Target
 from benchmarks.settings import Settings
 from benchmarks.step import PROMPT
 from benchmarks.timing import Local
-from kvpass.apps import dynamo_counters
 from kvpass.apps.evaluation import plots
+from kvpass.torch_private import counters
 
 TITLE = "A stream of 100,000 tokens"
 POLICY = "h2o"
@@ -49,7 +49,7 @@ def rows(policy: str, tokens: int, layers: int, every: int) -> list[Row]:
 
 def _rows(talk: Conversation, beside: Conversation, tokens: int, every: int, bar: tqdm[Any]) -> Iterator[Row]:
     ours, floor = Local("ours", talk.step), Local("floor", beside.step)
-    compiled = dynamo_counters.activity()
+    compiled = counters.activity()
     for seen in range(PROMPT + every, tokens + 1, every):
         step = statistics.median(ours.seconds(every))
         bar.update(every)
@@ -58,7 +58,7 @@ def _rows(talk: Conversation, beside: Conversation, tokens: int, every: int, bar
             "ms": 1e3 * step,
             "floor": 1e3 * statistics.median(floor.seconds(BESIDE)),
             "MiB": memory.resident() / MEBIBYTE,
-            "compiled": dynamo_counters.activity() - compiled,
+            "compiled": counters.activity() - compiled,
         }
 
 

@@ -1,57 +1,63 @@
-"""Who may import whom: the folders in the order in which data goes through them, and no arrow against it."""
+"""Import rules: rooms in the order in which data goes through them, and no import against that order."""
 
 from __future__ import annotations
 
 import ast
 import collections
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 import kvpass
 
 PACKAGE = Path(kvpass.__file__).parent
-BASE = {"errors", "arguments", "compat", "cache_names", "graphs", "policies", "precision", "budget"}
-LAYER = {*BASE, "layer", "lowering", "storage"}
-REWRITE = {*LAYER, "capture", "rewrite"}
-MAY_IMPORT: dict[str, set[str]] = {
-    "errors": set(),
-    "arguments": {"errors"},
-    "compat": {"errors"},
-    "cache_names": set(),
-    "graphs": {"errors", "compat"},
-    "precision": set(),
-    "versions": set(),
-    "doctor": {"compat", "versions"},
-    "policies": {"errors", "arguments", "align", "compat"},  # kv_align's networks; what other ranks know of their heads
-    "budget": {"errors", "arguments", "policies"},
-    "storage": {"errors", "policies", "precision", "compat"},
-    "lowering": {*BASE, "storage"},
-    "layer": LAYER,
-    "capture": BASE,
-    "logs": {"errors", "compat", "rewrite"},
-    "rewrite": REWRITE,
-    "once": {"errors", "compat", "graphs", "lowering"},
-    "replay": {"errors", "compat"},
-    "runtime": REWRITE,
-    "timings": {"errors", "compat"},
-    "findings": {"rewrite", "logs", "timings"},
-    "reference": REWRITE,
-    "backend": {*REWRITE, "runtime", "once", "replay", "logs", "findings", "versions"},
-    "report": {*REWRITE, "runtime", "timings", "findings", "backend"},
-    "decoding": {*LAYER, "runtime", "backend"},
-    "apps": {"errors"},
+ROOMS = (
+    "errors",
+    "arguments",
+    "versions",
+    "cache_names",
+    "torch_private",
+    "fx",
+    "policies",
+    "budget",
+    "lowering",
+    "cache",
+    "reference",
+    "capture",
+    "rewrite",
+    "runtime",
+    "backend",
+    "decoding",
+    "diagnostics",
+    "apps",
+)
+"""Files and folders of the package.  Each imports only what stands before it."""
+SKIPPED = {
+    "reference": {"rewrite", "capture"},  # the reference is independent of what it is compared with
+    "capture": {"lowering", "cache", "reference", "budget"},
+    "fx": {"policies"},
+    "decoding": {"reference", "rewrite", "capture"},
 }
-"""What a file or folder of the package may import at its top; those that are not here may import everything."""
-LATER = {
-    ("backend", "reference"): "the compiled path knows nothing of references until it is asked for one",
+"""Earlier rooms that a room does without all the same."""
+LATE = {
+    ("policies/aligners/aligner.py", "kvpass.lowering.aligner_kernel"): "a kernel needs triton, which CPUs do without",
 }
-"""Arrows inside of functions, and why."""
+"""Imports inside of functions that the rules above do not allow, and why."""
 
 
-def room(module: str) -> str:
-    """The file or folder of the package that a module is, or is in."""
+class Import(NamedTuple):
+    """One import of a module of the package, and whether it stands inside of a function."""
+
+    path: str
+    module: str
+    late: bool
+
+
+def room_of(module: str) -> str:
+    """Return the file or folder of the package that a module is, or is in."""
     return module.split(".")[1] if "." in module else ""
 
 
@@ -59,68 +65,60 @@ def files() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
 
 
-def imports(path: Path) -> Iterator[tuple[str, bool]]:
-    """The modules of the package that a file imports, and whether it does so inside of a function.
-
-    What is imported for types alone runs never, and may be anything.
-    """
-    tree = ast.parse(path.read_text())
-    typing = {id(each) for node in ast.walk(tree) if _for_types(node) for each in ast.walk(node)}
-    top = {id(node) for node in tree.body}
-    for node in ast.walk(tree):
-        if id(node) in typing:
-            continue
-        for name in _names(node):
-            yield name, id(node) not in top
+def imports() -> Iterator[Import]:
+    """Yield the package's imports of itself.  What is imported for types alone never runs, and may be anything."""
+    for path in files():
+        tree = _tree(path)
+        typing = {id(each) for node in ast.walk(tree) if _is_for_types(node) for each in ast.walk(node)}
+        top = {id(node) for node in tree.body}
+        for node in ast.walk(tree):
+            if id(node) not in typing:
+                for module in _names(node):
+                    yield Import(str(path.relative_to(PACKAGE)), module, id(node) not in top)
 
 
-def _for_types(node: ast.AST) -> bool:
+def _is_for_types(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
 def _names(node: ast.AST) -> list[str]:
     if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "kvpass":
-        inside = node.module != "kvpass"
-        return [node.module or ""] if inside else [f"kvpass.{alias.name}" for alias in node.names]
+        return [node.module or ""] if node.module != "kvpass" else [f"kvpass.{alias.name}" for alias in node.names]
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names if alias.name.startswith("kvpass.")]
     return []
 
 
-@pytest.mark.parametrize("where", sorted(MAY_IMPORT))
-def test_no_arrow_goes_against_the_order(where: str) -> None:
-    wrong = []
-    for path in files():
-        parts = path.relative_to(PACKAGE).with_suffix("").parts
-        if parts[0] != where:
-            continue
-        for name, later in imports(path):
-            to = room(name)
-            allowed = to == where or to in MAY_IMPORT[where] or (later and (where, to) in LATER)
-            if not allowed:
-                wrong.append(f"{'/'.join(parts)} -> {name}")
+def _is_allowed(each: Import) -> bool:
+    here, to = each.path.split("/")[0].removesuffix(".py"), room_of(each.module)
+    if here in ("__init__", to):
+        return True
+    return ROOMS.index(to) < ROOMS.index(here) and to not in SKIPPED.get(here, ())
+
+
+def test_rooms_import_only_what_stands_before_them() -> None:
+    wrong = [each for each in imports() if not _is_allowed(each) and not (each.late and each[:2] in LATE)]
     assert not wrong
 
 
-def test_rules_are_of_what_there_is() -> None:
-    there = {path.relative_to(PACKAGE).with_suffix("").parts[0] for path in files()}
-    assert there >= MAY_IMPORT.keys()
-    used = {
-        (path.relative_to(PACKAGE).parts[0].removesuffix(".py"), room(n)) for path in files() for n, _ in imports(path)
-    }
-    assert used >= LATER.keys()
+def test_every_rule_is_needed() -> None:
+    there = {path.relative_to(PACKAGE).with_suffix("").parts[0] for path in files()} - {"__init__"}
+    assert there == set(ROOMS)
+    assert {each[:2] for each in imports() if each.late and not _is_allowed(each)} == LATE.keys()
 
 
-def test_no_two_modules_of_a_room_have_one_name_and_none_that_of_a_standard_one() -> None:
-    import sys
-
-    names = collections.Counter(path.stem for path in (PACKAGE / "rewrite").rglob("*.py") if path.stem != "__init__")
-    shadows = [path for path in PACKAGE.glob("*.py") if path.stem in sys.stdlib_module_names]
-    assert not shadows
-    assert "step" not in names
+def test_no_module_is_named_like_one_of_the_standard_library_at_the_top() -> None:
+    assert not [path for path in PACKAGE.glob("*.py") if path.stem in sys.stdlib_module_names]
 
 
-def test_no_two_files_import_each_other_on_whatever_way() -> None:
+def test_class_names_are_unique() -> None:
+    found = collections.Counter(
+        node.name for path in files() for node in ast.walk(_tree(path)) if isinstance(node, ast.ClassDef)
+    )
+    assert not [name for name, count in found.items() if count > 1]
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
     """At their tops, what is imported for types alone included: a file can be read after those that it imports."""
     arrows = {path: {to for to in _files_imported(path) if to != path} for path in files()}
     while leaves := [path for path, to in arrows.items() if not to & arrows.keys()]:
@@ -130,18 +128,17 @@ def test_no_two_files_import_each_other_on_whatever_way() -> None:
 
 
 def _files_imported(path: Path) -> Iterator[Path]:
-    """The files whose modules a file imports at its top."""
-    for node in ast.walk(_tree(path)):
-        inside = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-        if inside:
-            for each in ast.walk(node):
-                each.in_function = True  # type: ignore[attr-defined]
-        if isinstance(node, (ast.Import, ast.ImportFrom)) and not hasattr(node, "in_function"):
+    """Yield the files whose modules a file imports at its top."""
+    tree = _tree(path)
+    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    late = {id(each) for function in functions for each in ast.walk(function)}
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)) and id(node) not in late:
             yield from (file for name in _modules(node) if (file := _file_of(name)))
 
 
 def _modules(node: ast.Import | ast.ImportFrom) -> list[str]:
-    """The modules that a statement names, those that may be names inside of one included."""
+    """Return the modules that a statement names, those that may be names inside of one included."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     inner = [f"{node.module}.{alias.name}" for alias in node.names]
@@ -154,14 +151,13 @@ def _file_of(module: str) -> Path | None:
     return next((file for file in found if first == "kvpass" and parts and file.exists()), None)
 
 
-def test_private_names_of_torch_are_in_compat_alone() -> None:
+def test_private_names_of_torch_are_in_one_room() -> None:
     """`torch._x` as an attribute or an import; strings do not count."""
-    allowed = {"compat.py", "testing/compat.py", "testing/interpreter.py", "demo/meter.py"}
-    found = {str(path.relative_to(PACKAGE)) for path in files() if any(_private(n) for n in ast.walk(_tree(path)))}
-    assert found <= allowed
+    found = {path.relative_to(PACKAGE).parts[0] for path in files() if any(_private(n) for n in ast.walk(_tree(path)))}
+    assert found == {"torch_private"}
 
 
-def _tree(path: Path) -> ast.AST:
+def _tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
@@ -170,3 +166,8 @@ def _private(node: ast.AST) -> bool:
         return isinstance(node.value, ast.Name) and node.value.id == "torch"
     named = node.module if isinstance(node, ast.ImportFrom) else None
     return bool(named) and named.startswith("torch.") and any(part.startswith("_") for part in named.split("."))
+
+
+@pytest.mark.parametrize("room", [room for room in ROOMS if (PACKAGE / room).is_dir()])
+def test_a_room_says_what_it_is(room: str) -> None:
+    assert ast.get_docstring(_tree(PACKAGE / room / "__init__.py"))

@@ -10,7 +10,6 @@ as all that is before the layers and behind them, are compiled once for all of t
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import hashlib
 import operator
@@ -19,6 +18,8 @@ from pathlib import Path
 
 import torch.fx as fx
 from torch import Tensor
+
+from kvpass.fx.constants import tensor_bytes
 
 
 @functools.cache
@@ -35,14 +36,8 @@ def digest(gm: fx.GraphModule | None = None) -> bytes:
     """Differs whenever the sources of `kvpass.lowering` or one of the graph's constants does."""
     found = hashlib.sha256(_sources())
     for name, constant in _constants(gm) if gm else ():
-        found.update(f"{name} {tuple(constant.shape)} {constant.dtype}".encode() + contents(constant))
+        found.update(f"{name} {tuple(constant.shape)} {constant.dtype}".encode() + tensor_bytes(constant))
     return found.digest()
-
-
-def contents(tensor: Tensor) -> bytes:
-    """The numbers of a tensor as they lie in memory, whatever the dtype."""
-    here = tensor.detach().cpu().contiguous()
-    return ctypes.string_at(here.data_ptr(), here.nbytes)
 
 
 def _constants(gm: fx.GraphModule) -> Iterator[tuple[str, Tensor]]:

@@ -7,8 +7,7 @@ import torch
 
 import kvpass
 from kvpass.apps.demo.job import Traces
-from kvpass.apps.dynamo_counters import CounterMark
-from kvpass.apps.switch import Switch
+from kvpass.apps.switch import CounterMark, Switch
 from tests.models import build, force, prompt
 from tests.traces import Traced
 

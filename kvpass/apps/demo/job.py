@@ -11,17 +11,19 @@ import torch
 from torch import Tensor
 
 import kvpass
-from kvpass.apps import corpus, dynamo_counters
+from kvpass.apps import corpus
 from kvpass.apps.demo import recall, stream
 from kvpass.apps.demo.pairs import PlantedPairs, Tongue
 from kvpass.apps.demo.recall import RecallOutcome
 from kvpass.apps.demo.settings import DemoSettings
 from kvpass.apps.demo.stream import StreamRun
 from kvpass.apps.models import LoadedModel, load, load_memory, read_texts
+from kvpass.apps.switch import CountedCalls
 from kvpass.backend import Backend, Inner, compile_in_place
 from kvpass.errors import KVPassError
 from kvpass.lowering.formats import KVDtype
 from kvpass.policies import Policy
+from kvpass.torch_private import counters
 
 T = TypeVar("T")
 Tick = Callable[[], object]
@@ -32,13 +34,13 @@ class Traces:
 
     def __init__(self) -> None:
         self._way: tuple[object, ...] = ()
-        self._counted = dynamo_counters.CountedCalls()
+        self._counted = CountedCalls()
 
-    def under(self, chosen: Backend, model: Any, *way: object) -> dynamo_counters.CountedCalls:
+    def under(self, chosen: Backend, model: Any, *way: object) -> CountedCalls:
         """Compile the model for a backend; of a model that is called in another `way` all traces are forgotten."""
         if self._way != (model, *way) or not self._counted.serves(chosen):
-            dynamo_counters.forget_compiled_code()
-            self._way, self._counted = (model, *way), dynamo_counters.CountedCalls()
+            counters.forget_compiled_code()
+            self._way, self._counted = (model, *way), CountedCalls()
             compile_in_place(model, self._counted, strict=True)
         self._counted.to(chosen)
         return self._counted
@@ -75,7 +77,7 @@ class Job:
         if isinstance(planted, KVPassError):
             return planted
 
-        def measured(_: dynamo_counters.CountedCalls) -> RecallOutcome:
+        def measured(_: CountedCalls) -> RecallOutcome:
             return recall.measure(self.memory.model, planted, tick, sampled=self.settings.new_tokens)
 
         return self._attempt(policy, self.memory, "eager", None, measured)
@@ -89,7 +91,7 @@ class Job:
     def _stream(self, policy: str, tokens: Tensor, tick: Tick) -> StreamRun | KVPassError:
         """Tokens [B, T]; a policy that never evicts gets T slots, which saves compiling for each doubling."""
 
-        def streamed(counted: dynamo_counters.CountedCalls) -> StreamRun:
+        def streamed(counted: CountedCalls) -> StreamRun:
             model, every = self.subject.model, self.settings.every
             return stream.run(model, tokens, every=every, tick=tick, mark=counted.mark)
 
@@ -101,7 +103,7 @@ class Job:
         subject: LoadedModel,
         inner: Inner,
         room: int | None,
-        action: Callable[[dynamo_counters.CountedCalls], T],
+        action: Callable[[CountedCalls], T],
     ) -> T | KVPassError:
         """`action` under a policy, with what counts graphs; after others of its kind it goes on with their traces."""
 
@@ -149,7 +151,7 @@ def attempt(
     """`action()` with the model compiled for the policy; the reason if kvpass refuses."""
 
     def compiled() -> T:
-        dynamo_counters.forget_compiled_code()
+        counters.forget_compiled_code()
         kvpass.compile(model, policy=policy, budget=budget, inner=inner, kv_dtype=kv_dtype)
         return action()
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 import kvpass
 from kvpass import cache_names
-from kvpass.apps import dynamo_counters
+from kvpass.apps.switch import CounterMark
+from kvpass.torch_private import counters
 
 PROMPT = 2  # tokens of the first step: sizes of one are special to torch.compile and cost a graph of their own
 
@@ -59,9 +60,7 @@ class StreamRun:
 class StreamRecorder:
     """Takes one column of tokens after another; `finish` makes a `StreamRun` of it."""
 
-    def __init__(
-        self, model: Any, every: int, mark: Callable[[], dynamo_counters.CounterMark] = dynamo_counters.CounterMark.now
-    ) -> None:
+    def __init__(self, model: Any, every: int, mark: Callable[[], CounterMark] = CounterMark.now) -> None:
         self.model = model
         self.every = every
         self.mark = mark
@@ -81,10 +80,10 @@ class StreamRecorder:
 
     def step(self, tokens: Tensor, targets: Tensor) -> None:
         """Feed tokens [B, 1]; the targets [B, 1] are what follows, [B, 0] at the end."""
-        before, start = dynamo_counters.activity(), time.perf_counter()
+        before, start = counters.activity(), time.perf_counter()
         self._feed(tokens, targets)
         self.seconds.append(time.perf_counter() - start)
-        self.busy.append(dynamo_counters.activity() != before)
+        self.busy.append(counters.activity() != before)
         if self.seen % self.every == 0:
             self.snapshots.append(HeldSnapshot(self.seen, held_positions(self.cache)))
 
@@ -115,7 +114,7 @@ def run(
     every: int,
     tick: Callable[[], object],
     prompt: int = PROMPT,
-    mark: Callable[[], dynamo_counters.CounterMark] = dynamo_counters.CounterMark.now,
+    mark: Callable[[], CounterMark] = CounterMark.now,
 ) -> StreamRun:
     """Stream tokens [B, T] from an empty cache through a compiled causal model, one by one after the prompt.
 

@@ -12,7 +12,7 @@ import torch
 from tqdm import tqdm
 
 from kvpass import policies
-from kvpass.apps import corpus, dynamo_counters
+from kvpass.apps import corpus
 from kvpass.apps.demo.job import unless_refused
 from kvpass.apps.evaluation import report
 from kvpass.apps.evaluation.results import Result, Results
@@ -22,6 +22,7 @@ from kvpass.apps.models import LoadedModel, load, read_texts
 from kvpass.decoding.loop import DecodeLoop
 from kvpass.errors import KVPassError
 from kvpass.policies import Policy
+from kvpass.torch_private import counters
 
 Tick = Callable[[int], object]
 
@@ -70,7 +71,7 @@ def _measured(
     """Each case with its rows, or why it was refused, on a bar of cases and one of tokens."""
     with tqdm(total=len(todo), unit="case", dynamic_ncols=True) as bar:
         for (policy, slots), group in groupby(todo, _held):
-            dynamo_counters.forget_compiled_code()
+            counters.forget_compiled_code()
             loop = unless_refused(partial(_loop, settings, subject, policy, slots))
             for case in group:
                 name = f"{case.measure.name}: {case.policy} {case.budget or ''}".rstrip()

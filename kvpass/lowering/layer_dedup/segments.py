@@ -33,7 +33,7 @@ import torch.fx as fx
 from torch.fx.node import map_aggregate
 
 from kvpass.fx import alias, walk
-from kvpass.lowering import cache_key
+from kvpass.fx.constants import tensor_bytes
 from kvpass.torch_private import fx_nodes, symbolic_shapes
 
 ALIKE = 3
@@ -111,7 +111,7 @@ def _target(node: fx.Node) -> Any:
     held = operator.attrgetter(str(node.target))(node.graph.owning_module)
     if type(held) is not torch.Tensor:
         return ("held", id(held))
-    return ("constant", held.dtype, held.device, tuple(held.shape), held.stride(), cache_key.contents(held))
+    return ("constant", held.dtype, held.device, tuple(held.shape), held.stride(), tensor_bytes(held))
 
 
 def _told(node: fx.Node, told: Callable[[fx.Node], tuple[str, int]]) -> str:

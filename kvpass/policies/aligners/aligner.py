@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvpass.errors import AlignerError
-from kvpass.lowering.cache_key import contents
+from kvpass.fx.constants import tensor_bytes
 
 Recipe = Literal["direct", "paper", "nothing"]
 RECIPES: tuple[Recipe, ...] = ("direct", "paper", "nothing")
@@ -132,7 +132,7 @@ def nothing(signature: Signature) -> Aligner:
 def _digest(recipe: Recipe, signature: Signature, tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256(f"{recipe} {signature}".encode())
     for name in sorted(tensors):
-        digest.update(f"{name} {tuple(tensors[name].shape)}".encode() + contents(tensors[name]))
+        digest.update(f"{name} {tuple(tensors[name].shape)}".encode() + tensor_bytes(tensors[name]))
     return digest.hexdigest()[:16]
 
 
