@@ -79,9 +79,9 @@ class Backend:
     kv_dtype: KVDtype | None = None
     crop: int = 0
     deduplicates: bool = dataclasses.field(default=True, repr=False)
-    """Whether layers that are alike share the compiler's work (`kvpass.lowering.layer_dedup`); off for comparisons alone."""
+    """Whether equal layers share one compilation (`kvpass.lowering.layer_dedup`); turn off for comparisons only."""
     replays: bool = dataclasses.field(default=True, repr=False)
-    """Whether steps on a CPU are repeated without their Python (`kvpass.lowering.replay`); off for comparisons alone."""
+    """Whether CPU steps run without Inductor's Python (`kvpass.lowering.replay`); turn off for comparisons only."""
     recorder: Recorder | None = dataclasses.field(default=None, compare=False, repr=False)
     plans: PlansByModel = dataclasses.field(default_factory=PlansByModel, compare=False, repr=False)
     stepped: SeenTensors = dataclasses.field(default_factory=SeenTensors, compare=False, repr=False)

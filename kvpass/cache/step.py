@@ -265,7 +265,7 @@ def _without(rank: Tensor, evicted: Tensor) -> Tensor:
 
 
 def _write(slots: Slots, new: tuple[Rows, Rows], index: Tensor, only: Tensor | None) -> None:
-    """One row of K and one of V, in place, at slot `write_index` [B, H'] of each head; of `only` these rows [B] if given."""
+    """Write one row of K and of V in place, at slot `index` [B, H'] of each head; `only` selects rows [B]."""
     where = rows_at(index, new[0].shape[1])
     chosen = None if only is None else only[:, None, None]
     slots.key.put(where, new[0], chosen)
@@ -343,7 +343,7 @@ def _merge_victim(policy: Policy, slots: Slots, left: Tokens, victim: Tensor, va
 
 
 def _compacted(layout: Layout, tokens: Tokens, attention: Attention) -> tuple[Tokens, Tensor]:
-    """The policy's step with the sweep."""
+    """Observe and compact: what is left, and the slot [B, H'] that the next token is written to."""
     policy = layout.policy
     tokens = tokens.updated(policy.observe_unpinned(tokens, attention))
     stays, changes = policy.keep_mask(tokens)

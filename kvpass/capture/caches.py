@@ -1,7 +1,7 @@
 """Which attention calls of a model's own graph are on a cache, and how that grows.
 
-The anchors are attention calls, see `kvpass.capture.decomposed_attention`.  From key and value we walk back through operations
-that only change the shape to the concatenation that grew the past.  Nothing is recognised by the name of a
+The anchors are attention calls, see `kvpass.capture.decomposed_attention`.  From key and value we walk back through
+operations that only change the shape to the concatenation that grew the past.  Nothing is recognised by the name of a
 model, a module or an argument.
 """
 

@@ -73,7 +73,7 @@ AVX-512 as well.  The size of the matrix decides nothing: it is read once.
 """
 
 QUARTERED_FAR = 4
-"""Rows that fill more, see `RowLimits.near`, for which four quarters go through one loop: with every dtype and vectors."""
+"""Rows that fill more, see `RowLimits.near`, for which four quarters go through one loop: with every dtype."""
 
 OTHERS = "AVX512"  # what processors that are not in the table are taken to be
 

@@ -57,8 +57,8 @@ class KVAlign(Policy):
         super().__post_init__()
         if self.aligner is None:
             raise AlignerError(
-                "kv_align needs aligner=..., a kvpass.policies.aligners.Aligner or the path of one; train one for the model "
-                "with `kvpass align train --model ... --out ...`"
+                "kv_align needs aligner=..., an Aligner or the path of one (kvpass.policies.aligners); train one for "
+                "the model with `kvpass align train --model ... --out ...`"
             )
         if not isinstance(self.aligner, Aligner):
             object.__setattr__(self, "aligner", load(self.aligner))

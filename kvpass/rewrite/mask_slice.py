@@ -63,7 +63,7 @@ class MaskSlice:
             tokens up to it [1, 1], then one tensor for each of `padding`, `entries` and `facts`.
         padding: inputs that tell padding from real tokens and do nothing else; held tokens are real.
         entries: what else it reads of each token.
-        host_input: what it reads of all tokens together, such as how many of a row are padding; among what the slice binds.
+        host_input: what it reads of all tokens together, such as how many of a row are padding; the slice binds it.
         facts: what it reads of the key's stored rows, see `kvpass.rewrite.computed_keys`.
     """
 

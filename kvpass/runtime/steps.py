@@ -56,7 +56,8 @@ MOST_UNCLEAR = 4  # sizes that may or may not follow the cache and are tried one
 class StepRunner:
     """Runs one token, or a chunk, on live slots.
 
-    The graph is rewritten at its first run, when the layouts are known, and compiled then or later, see `CompiledVariant`.
+    The graph is rewritten at its first run, when the layouts are known, and compiled then or later: see
+    `CompiledVariant`.
     """
 
     def __init__(self, backend: Compiler, model: fx.GraphModule, captured: Capture) -> None:
@@ -162,14 +163,14 @@ class StepRunner:
         known: frozenset[int],
         compact: bool,
     ) -> Callable[[tuple[Any, ...], Sequence[tuple[Any, ...]]], Sequence[Any]]:
-        """What does the same as `advance` for one token, on these caches as long as their slots stay: see `FastStep`."""
+        """Return what does the same as `advance` for one token while these caches keep their slots: see `FastStep`."""
         if self.backend.kv_store.whole:  # it has more to do around a graph than slots have
             return lambda arguments, _: self.advance(caches, arguments, others, known)[1]
         rewrite, _, _, run = self._prepared(caches, arguments, others, known, compact)
         return FastStep(caches, rewrite, run)
 
     def ticked(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> tuple[bool, list[tuple[Any, ...]]]:
-        """Whether the step of one token among these arguments is one with the sweep, and the clocks after it."""
+        """Whether the step of one token with these arguments compacts, and the clocks after it."""
         return tick(caches, self._valid_rows(caches, arguments))
 
     def _valid(self, cache: LayerCache, told: tuple[fx.Node, ...], arguments: tuple[Any, ...], queries: int) -> Tensor:

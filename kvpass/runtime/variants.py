@@ -45,24 +45,24 @@ class ShapeKey:
 
     Attributes:
         numbers: those of `StepRunner.sizes`, such as rows and new tokens.
-        capacities: of each of the layers `exact_capacity`, or else the one of all layers; 1 if they do not have the same one.
+        capacities: of each of `exact_layers`, or else the one of all layers; 1 if they do not have the same one.
         budget: likewise, one for all; 1 where it is the capacity or one less.
-        exact_capacity: the layers whose layouts are `exact_capacity`, so that each has a capacity of its own.
+        exact_layers: the layers whose layouts have `exact_capacity`, so that each has a capacity of its own.
     """
 
     numbers: tuple[int, ...]
     capacities: tuple[int, ...] = (1,)
     budget: int = 1
-    exact_capacity: tuple[int, ...] = ()
+    exact_layers: tuple[int, ...] = ()
 
     @staticmethod
     def of(caches: list[LayerCache], numbers: tuple[int, ...]) -> ShapeKey:
         if any(cache.slots.capacity != cache.layout.capacity for cache in caches):
             return ShapeKey(numbers)
-        exact_capacity = tuple(index for index, cache in enumerate(caches) if cache.layout.exact_capacity)
-        if exact_capacity:
-            layouts = [caches[index].layout for index in exact_capacity]
-            return ShapeKey(numbers, tuple(layout.capacity for layout in layouts), layouts[0].budget, exact_capacity)
+        exact_layers = tuple(index for index, cache in enumerate(caches) if cache.layout.exact_capacity)
+        if exact_layers:
+            layouts = [caches[index].layout for index in exact_layers]
+            return ShapeKey(numbers, tuple(layout.capacity for layout in layouts), layouts[0].budget, exact_layers)
         sizes = {(cache.layout.budget, cache.layout.capacity) for cache in caches}
         budget, capacity = next(iter(sizes))
         if len(sizes) > 1:
@@ -91,13 +91,13 @@ class ShapeKey:
     @property
     def alike(self) -> tuple[int, ...]:
         """The capacities of layers that have their own."""
-        return tuple(range(len(self.numbers), len(self.numbers) + len(self.exact_capacity)))
+        return tuple(range(len(self.numbers), len(self.numbers) + len(self.exact_layers)))
 
     def layout(self, layer: int, layout: Layout, sizes: dict[int, Any]) -> Layout:
         """A layer's layout with open sizes, by place, for capacity and budget."""
         first = len(self.numbers)
-        place = first + (self.exact_capacity.index(layer) if layer in self.exact_capacity else 0)
-        if place not in sizes or bool(self.exact_capacity) != layout.exact_capacity:
+        place = first + (self.exact_layers.index(layer) if layer in self.exact_layers else 0)
+        if place not in sizes or bool(self.exact_layers) != layout.exact_capacity:
             return layout
         capacity = sizes[place]
         otherwise = layout.budget if layout.exact_capacity else capacity - (layout.capacity - layout.budget)
@@ -106,7 +106,7 @@ class ShapeKey:
 
     def common(self, layout: Layout) -> Layout:
         """What a layout shares with those of other rows, and of another capacity where that can be open."""
-        if self.capacities == (1,) or bool(self.exact_capacity) != layout.exact_capacity:
+        if self.capacities == (1,) or bool(self.exact_layers) != layout.exact_capacity:
             return dataclasses.replace(layout, batch=0)
         beside = layout.budget if layout.exact_capacity else layout.budget - layout.capacity
         return dataclasses.replace(layout, batch=0, budget=beside if self.budget == 1 else 0, capacity=0)
@@ -208,7 +208,7 @@ class VariantCache:
         known = next((ready for ready in made if ready.serves(measures)), None)
         fixed = decodes and not measures.free_numbers  # all that can be open is that of slots
         first = fixed and self._met.setdefault(kind, measures) == measures
-        if known or (first and not measures.exact_capacity) or len(made) == MOST_OPEN:
+        if known or (first and not measures.exact_layers) or len(made) == MOST_OPEN:
             return known
         for free in dict.fromkeys((measures.free_slots if first else measures.free, measures.free_numbers)):
             found = self._dynamic_dims_for(measures, free, rewrite)

@@ -8,7 +8,7 @@ with takes that back.  Codes at one place in their words are of every fourth num
 Rows that are rotated whenever they are read lie `in_planes`: an embedding mixes numbers half a row apart, and codes at
 one place in their words are of numbers that stand together, so that what it is to them can be read in order.
 
-Longer vectors load bytes as they are, and so do rows that do not fill vectors with words: `kvpass.lowering.formats.grid`.
+Longer vectors load bytes as they are, and so do rows that do not fill vectors with words: see `grid`.
 """
 
 from __future__ import annotations
