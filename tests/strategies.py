@@ -78,6 +78,7 @@ TABLE = [
             }
         ),
         scored=True,
+        lossless={"window": None, "threshold": None},
     ),
     Row(
         "cascade",
