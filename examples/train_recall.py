@@ -5,9 +5,9 @@
 The text is that of `examples/train_tiny.py`, with its tokenizer; among it stand lines of a key and a value
 (`kvpass.apps.demo.pairs`), most of which repeat an earlier one.  What a repeated line says after its key can be known
 from the earlier one alone, however far back that is.  Windows are short at first: copying is learnt on them within
-minutes and then carries over to longer ones.  Everything is drawn from the number of the step, so a run that was stopped
-goes on as if it had not been.  Beside the weights, in float16, stand `training.json`, which holds the settings and the
-recall by distance on held-out text, and `training.log`.
+minutes and then carries over to longer ones.  Everything is drawn from the number of the step, so a run that was
+stopped goes on as if it had not been.  Beside the weights, in float16, stand `training.json`, which holds the settings
+and the recall by distance on held-out text, and `training.log`.
 """
 
 from __future__ import annotations

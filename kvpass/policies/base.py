@@ -1,22 +1,22 @@
-"""What a policy is: pure tensor functions over the metadata of the held tokens.
+"""Define the interface of a policy: pure tensor functions over the metadata of the cached tokens.
 
-A policy knows nothing of graphs, kernels or models.  It says what it needs (`statistics`, `heads`), what
-it remembers (`state`, `row_state`), how it learns from attention (`observe`, `observe_chunk`) and what each held
-token is worth (`score`).  The token that is worth least goes first; the same function ranks the tokens of
-a prompt and names the victim of a decode step, so a policy cannot disagree with itself.  The other hooks
-have defaults that most policies leave alone.
+A policy knows nothing of graphs, kernels or models.  It declares which attention statistics it reads (`statistics`),
+which values it keeps per token and per row (`state`, `row_state`), how attention changes them (`observe`,
+`observe_chunk`), and a score per token (`score`).  The token of lowest score is evicted first.  The same function ranks
+the tokens of a prompt and selects the victim of a decode step, so both always agree.  All other hooks have defaults.
 
 Shapes: B rows, H' = 1 (`heads = "shared"`) or Hkv (`heads = "kv"`), G query heads per KV head, N tokens.
-All hooks that take tensors but `scan` are traced into the decode graph: static shapes, no host reads.
+All hooks that take tensors, except `scan`, are traced into the decode graph: static shapes and no host reads.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
-from typing import ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,20 +30,29 @@ State = dict[str, Tensor]
 Kind = TypeVar("Kind", bound="Policy")
 Count = TypeVar("Count", bound="int | Tensor")
 Clock = tuple[int, ...]
-"""What the host knows of one row from counting tokens; () before the first."""
+"""Counts that the host keeps for one row; () before the first token."""
 
 LATE = torch.iinfo(torch.int64).max
 PINNED = "pinned"
-"""What the state of a policy with `keep_prompt` calls tokens that stay."""
+"""The entry of the state that marks pinned tokens, for a policy with `keep_prompt`."""
 ROW_BUDGET = "row_budget"
-"""What the state calls the budget of each row, int64 [B, H', 1], where rows have budgets of their own."""
+"""The entry of the state that holds each row's budget, int64 [B, H', 1], if rows have different budgets."""
+RENAMED_HOOKS = {
+    "worth": "score",
+    "sweep": "compact",
+    "fold": "merge_evicted",
+    "absorb": "observe_chunk",
+    "arrive": "init_token_state",
+    "temper": "logit_scale",
+}
+"""Hooks by their names before 0.2, which policies may still use."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """What the newest queries paid to each token; a field is None unless the policy asked for it.
+    """Statistics of the newest queries' attention to each token; a field is None unless the policy lists it.
 
-    All but `scan` are float32 [B, Hkv, G, N].  In a decode step there is one query, and the fields coincide.
+    All fields except `scan` are float32 [B, Hkv, G, N].  A decode step has one query, so its fields coincide.
 
     Attributes:
         total: probabilities summed over the queries.
@@ -51,9 +60,9 @@ class Attention:
         last: the probabilities of the last real query of each row.
         window: probabilities averaged over the last `Policy.observation` real queries.
         logits: the scaled logits of the last real query, the model's mask included, the policy's bias not.
-        scan: float32 [B, H', N], what `Policy.scan` made of the rows; None in a decode step.
-        queries: int64 [B, 1, 1], how many real queries there were.
-        spread: where the other heads of the layer are, None if all are here; see `kvpass.policies.heads`.
+        scan: float32 [B, H', N], the result of `Policy.scan`; None in a decode step.
+        queries: int64 [B, 1, 1], the number of real queries.
+        spread: where the layer's other heads are, None if all are in this process; see `kvpass.policies.heads`.
     """
 
     total: Tensor | None = None
@@ -68,16 +77,16 @@ class Attention:
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """The tokens that a policy judges.
+    """Metadata of the tokens that a policy chooses among.
 
     Attributes:
-        position: int64 [B, H', N], the token's place among the real tokens of its row; -1 is a free slot.
-        seen: int64 [B, 1, 1], real tokens seen so far, the newest included.
-        state: what the policy remembers, by name: each [B, H', N], or [B, H', 1] for its `row_state`.
-        budget: tokens to keep between steps: a number, or int64 [B, H', 1] where rows or layers have their own.
-        held: how many of the N places are slots; the others are the new tokens of a prompt (held = 0) or chunk.
-        pinned_count: tokens that stay whatever they are worth and are not among these; a number or int64 [B, H', 1].
-        rank: int64 [B, H', N], the place among the live tokens, if it is kept up.
+        position: int64 [B, H', N], the token's position among the real tokens of its row; -1 marks a free slot.
+        seen: int64 [B, 1, 1], the number of real tokens so far, the newest included.
+        state: the policy's values by name: each [B, H', N], or [B, H', 1] for `row_state`.
+        budget: tokens to keep between steps: a number, or int64 [B, H', 1] if rows or layers have different budgets.
+        held: how many of the N entries are slots; the others are the new tokens of a prompt (held = 0) or chunk.
+        pinned_count: pinned tokens that are not among these; a number or int64 [B, H', 1].
+        rank: int64 [B, H', N], the index among the live tokens by position, if it is maintained.
         spread: as of `Attention`.
     """
 
@@ -92,47 +101,45 @@ class Tokens:
 
     @property
     def live(self) -> Tensor:
-        """bool [B, H', N]: holds a token."""
+        """bool [B, H', N]: whether the slot holds a token."""
         return self.position >= 0
 
     @property
     def order(self) -> Tensor:
-        """int64 [B, H', N]: the place among the live tokens, 0 for the earliest; means nothing on free slots."""
+        """int64 [B, H', N]: the index among the live tokens, 0 for the earliest; undefined for free slots."""
         return rank_of(self.position) if self.rank is None else self.rank
 
     def newest(self, count: int | Tensor) -> Tensor:
-        """bool [B, H', N]: among the last `count` real tokens seen."""
+        """Return bool [B, H', N]: whether the token is among the last `count` real tokens."""
         return self.position >= self.seen - count
 
     def updated(self, changes: State) -> Tokens:
-        """The same tokens with part of the state replaced."""
+        """Return these tokens with some entries of the state replaced."""
         return dataclasses.replace(self, state={**self.state, **changes})
 
     @property
     def pinned(self) -> Tensor:
-        """bool [B, H', N]: stays because it came with a prompt or chunk; see `Policy.keep_prompt`."""
+        """bool [B, H', N]: whether the token came with a prompt or chunk and stays; see `Policy.keep_prompt`."""
         return self.state[PINNED] & self.live
 
     @property
     def competing(self) -> Tokens:
-        """Those that are not given, as if the others were none."""
-        given = self.pinned
-        pinned_count = self.pinned_count + given.sum(-1, keepdim=True)
-        return dataclasses.replace(
-            self, position=torch.where(given, -1, self.position), rank=None, pinned_count=pinned_count
-        )
+        """The tokens without pinned ones, whose slots count as free."""
+        pinned = self.pinned
+        count = self.pinned_count + pinned.sum(-1, keepdim=True)
+        return dataclasses.replace(self, position=torch.where(pinned, -1, self.position), rank=None, pinned_count=count)
 
 
 @dataclasses.dataclass(frozen=True)
 class Merge:
-    """How E tokens that go live on in slots that stay, K and V alike.
+    """How E evicted tokens are merged into slots that stay, for keys and values alike.
 
-    A slot's row x becomes (own * x + sum of weight * x_gone) / (own + sum of share) over the tokens merged into it.
+    A slot's row x becomes (own * x + sum(weight * evicted)) / (own + sum(share)) over the tokens merged into it.
 
     Attributes:
-        into: int64 [B, H', E], the slot that each is merged into.
-        weight, share: float32 [B, H', E]; a share of zero leaves the slot as it was.
-        own: the slot's own weight.
+        into: int64 [B, H', E], the slot that each token is merged into.
+        weight, share: float32 [B, H', E]; a share of zero leaves the slot unchanged.
+        own: the weight of the slot's own row.
         state: changes to the policy's state.
     """
 
@@ -145,12 +152,12 @@ class Merge:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What one layer gets.
+    """The budget and the slots of one layer.
 
     Attributes:
-        budget: tokens between steps, of the row that keeps most.
-        capacity: slots for them.
-        rows: tokens between steps of each row, if rows get different ones.
+        budget: tokens kept between steps, the largest over the rows.
+        capacity: slots of the layer.
+        rows: tokens kept between steps for each row, if rows have different budgets.
         max_capacity: slots that the layer needs for any prompt, if that depends on the prompt.
     """
 
@@ -160,21 +167,21 @@ class Plan:
     max_capacity: int = 0
 
     def budgets_of_rows(self, rows: int) -> tuple[int, ...]:
-        """Tokens between steps of each of so many rows; what `Policy.clock` and `tick` are told of each."""
+        """Return the budget of each of `rows` rows, which `Policy.clock` and `tick` receive."""
         return self.rows or (self.budget,) * rows
 
     def differs(self, budget: int) -> bool:
-        """Whether budgets are to be remembered by row, as they may not be the one that users gave."""
+        """Return whether slots must store budgets by row, because they can differ from the user's `budget`."""
         return bool(self.rows) or self.budget != budget
 
     @property
     def with_max_capacity(self) -> Plan:
-        """The same with slots for any prompt, where each number of slots would be compiled for itself."""
+        """The plan with slots for any prompt, for compilers that specialise on the number of slots."""
         return dataclasses.replace(self, capacity=max(self.capacity, self.max_capacity))
 
 
 def by_rows(plans: Mapping[int, Plan], budgets: Sequence[int]) -> Plan:
-    """Return a layer's plan in which each row gets what the plan for its own budget gives it."""
+    """Combine plans for different budgets into one in which each row has the budget of its own plan."""
     if len(plans) == 1:
         return next(iter(plans.values()))
     rows = tuple(plans[budget].budgets_of_rows(len(budgets))[row] for row, budget in enumerate(budgets))
@@ -184,26 +191,26 @@ def by_rows(plans: Mapping[int, Plan], budgets: Sequence[int]) -> Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """Base of every policy: a frozen dataclass whose fields are its options.
+    """Base class of policies: a frozen dataclass whose fields are the policy's options.
 
     Attributes:
-        keep_prompt: only generated tokens compete, those that come one at a time; what a prompt or a chunk brings
-            stays.  The policy is asked about the others alone, with what is left of the budget.
+        keep_prompt: pin the tokens of prompts and chunks, so that only tokens that are generated one at a time are
+            evicted.  The hooks then see unpinned tokens, with the rest of the budget.
 
     Class attributes:
-        name: what `kvpass.backend(policy=...)` calls it.
-        heads: "shared" when all KV heads of a layer keep the same tokens, "kv" when each chooses its own.
-        positions: the default of `positions=`; "cache" numbers the held tokens 0..n-1 at read.
+        name: the name for `kvpass.backend(policy=...)`.
+        heads: "shared" if all KV heads of a layer keep the same tokens, "kv" if each head chooses its own.
+        positions: the default of `positions=`; "cache" numbers the cached tokens 0..n-1 when keys are read.
         statistics: the fields of `Attention` that the policy reads.
-        evicts: False for a policy that never lets go of a token.
-        ranks: keep `Tokens.rank` up in decode steps; costs two passes over the metadata.
-        overwrites: the victim is chosen before the next token is written, and keeps its slot until then.
-        renumbers: the ids that a model looks positions up with, or rotates keys with, count held tokens and no
-            others; a prompt longer than the budget starts again for its last tokens (`window_starts`).
-        spreads: whether a layer's heads may be spread over processes: "heads" if each has KV heads with all of their
-            query heads, and what the policy asks about other heads goes through `kvpass.policies.heads`; "always" if
-            it looks at positions alone.  Each class says so of itself: it is not inherited.
-        prompt_must_compete: why `keep_prompt` means nothing for the policy; "" if it does.
+        evicts: False for a policy that never evicts a token.
+        ranks: maintain `Tokens.rank` in decode steps; costs two passes over the metadata.
+        overwrites: choose the victim before the next token is written; the victim keeps its slot until then.
+        renumbers: the model's position ids count cached tokens only; a prompt longer than the budget restarts its
+            ids for its last tokens (`window_starts`).
+        spreads: whether processes may share a layer's heads: "heads" if each process has KV heads with all of their
+            query heads, and the policy reads other heads through `kvpass.policies.heads`; "always" if the policy
+            reads positions only.  Not inherited: each class declares it.
+        prompt_must_compete: the reason why `keep_prompt` is refused; "" if it is supported.
     """
 
     keep_prompt: bool = dataclasses.field(default=False, kw_only=True)
@@ -217,11 +224,20 @@ class Policy:
     spreads: ClassVar[Literal["never", "heads", "always"]] = "never"
     prompt_must_compete: ClassVar[str] = ""
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Accept hooks by their old names, with a warning."""
+        super().__init_subclass__(**options)
+        for old, new in RENAMED_HOOKS.items():
+            if old in cls.__dict__:
+                message = f"{cls.__qualname__}.{old}: this hook of policies is called {new!r} now"
+                warnings.warn(message, DeprecationWarning, stacklevel=2)
+                setattr(cls, new, cls.__dict__[old])
+
     def __post_init__(self) -> None:
         """Check the options, those of derived classes too, against their annotations.
 
         Raises:
-            PolicyError: a value cannot be.
+            PolicyError: an option has a value that is not allowed.
         """
         check_fields(self)
         means_nothing = f"means nothing for {self.name!r}: {self.prompt_must_compete}"
@@ -233,297 +249,298 @@ class Policy:
 
     @property
     def defers(self) -> bool:
-        """Whether a prompt is held whole until the next token has attended to it."""
+        """Whether a prompt stays whole until the next token has attended to it."""
         return False
 
     @property
     def observation(self) -> int:
-        """How many queries `Attention.window` averages over."""
+        """The number of queries that `Attention.window` averages over."""
         return 1
 
-    # Budgets: whole numbers on the host.
+    # Budgets: numbers on the host.
 
     def minimum_budget(self) -> int:
-        """The smallest budget that makes sense."""
+        """Return the smallest budget that the policy can work with."""
         return 1
 
     def check_budget(self, budget: int) -> None:
-        """Raise BudgetError when the policy cannot work with `budget` slots."""
+        """Raise BudgetError if the policy cannot work with `budget` slots."""
         least = self.minimum_budget()
         if budget < least:
             raise BudgetError(f"budget={budget} is too small for {self.name!r} with {self}: it needs at least {least}")
 
     def fitting_budget(self, budget: int) -> int:
-        """The largest budget up to `budget` that the policy can work with, at least its smallest."""
+        """Return the largest budget up to `budget` that the policy can work with, at least its minimum."""
         return max(budget, self.minimum_budget())
 
     def capacity(self, budget: int, prompt: int = 0) -> int:
-        """Slots of a layer, those that attention needs beyond the budget included, for a prompt of that length."""
+        """Return the slots of a layer for a prompt of `prompt` tokens, including those needed beyond the budget."""
         return budget + (self.evicts and not self.overwrites)
 
     def for_layer(self, layer: int, layers: int) -> Policy:
-        """The policy of one of the model's layers."""
+        """Return the policy of one of the model's `layers` layers."""
         return self
 
     def plan(
         self, attention: Sequence[Attention], valid: Tensor, budget: int, earlier: Sequence[Plan] | None = None
     ) -> list[Plan]:
-        """What each layer gets, once the statistics of all of them are known at the end of a prompt.
+        """Return the plan of each layer, from the statistics of all layers at the end of a prompt.
 
-        What a row gets must not depend on the others.
+        The budget of a row must not depend on other rows.
 
         Args:
-            attention: of the layers that this policy governs.
+            attention: statistics of the layers that this policy governs.
             valid: bool [B, q], false for padding.
             budget: the mean over the layers.
-            earlier: what an earlier prompt on the same model was given, if any.
+            earlier: the plans of an earlier prompt on the same model, if any.
         """
         return [Plan(budget, self.capacity(budget, valid.shape[1]))] * len(attention)
 
-    # The host's count of steps, for work that is done once in a while.
+    # Counts on the host, for policies that compact periodically.
 
     def clock(self, clock: Clock, new: int, budget: int) -> Clock:
-        """What the host knows of a row after a prompt or chunk with `new` real tokens."""
+        """Return a row's counts after a prompt or chunk with `new` real tokens."""
         return ()
 
     def tick(self, clock: Clock, budget: int) -> tuple[bool, Clock]:
-        """Whether the next token of a row needs the decode graph with the `compact`, and the clock after it."""
+        """Return whether the row's next token needs the decode graph that compacts, and the counts after it."""
         return False, clock
 
-    # What is remembered, and how attention changes it.
+    # State, and how attention changes it.
 
     def state(self) -> dict[str, torch.dtype]:
-        """Names and dtypes of what is remembered for each token; a new token starts at zero, but see `init_token_state`."""
+        """Return names and dtypes of the values of each token; they start at zero, or as `init_token_state` says."""
         return {}
 
     def row_state(self) -> dict[str, int | float]:
-        """Names and first values of what is remembered for each row and head: int64 or float32 [B, H', 1]."""
+        """Return names and initial values of the values of each row and head: int64 or float32 [B, H', 1]."""
         return {}
 
     @property
     def sees_rows(self) -> bool:
-        """Whether `init_token_state` gives anything, and new tokens' rows are to be read for it."""
+        """Whether the policy has an `init_token_state`, which reads new keys and values."""
         return type(self).init_token_state is not Policy.init_token_state
 
     def init_token_state(self, key: Tensor, value: Tensor) -> State:
-        """First values [B, H', n] of the state of new tokens, from their stored rows.
+        """Return initial state [B, H', n] of new tokens, from their stored keys and values.
 
         Args:
-            key: [B, Hkv, n, D]; with positions by rank before its rotary embedding.
+            key: [B, Hkv, n, D]; with positions="cache" without its rotary embedding.
             value: [B, Hkv, n, Dv].
         """
         return {}
 
     def observe(self, tokens: Tokens, attention: Attention) -> State:
-        """What changes in the state after one new token has attended; by default nothing."""
+        """Return changes to the state after one new token has attended; nothing by default."""
         return {}
 
     def observe_chunk(self, tokens: Tokens, attention: Attention) -> State:
-        """What changes after a prompt or chunk, or in a step with the sweep; by default as `observe` has it."""
+        """Return changes to the state after a prompt, chunk or compacting step; by default those of `observe`."""
         return self.observe(tokens, attention)
 
     def scan(
         self, rows: Iterable[Tensor], valid: Tensor, held: int, budget: int, spread: HeadSharding | None = None
     ) -> Tensor:
-        """`Attention.scan` from attention rows, for what sums over queries cannot say; never traced.
+        """Return `Attention.scan` from the attention of every query, where sums are not enough; never traced.
 
         Args:
-            rows: consecutive queries, float32 [B, Hkv, G, n, s]; all blocks together have q queries.  The s of the
-                held + q keys are all that any of the block sees: all of them in the last, and never fewer than before.
+            rows: blocks of consecutive queries, float32 [B, Hkv, G, n, s]; all blocks together have q queries.  The
+                first s of the held + q keys are all that the block's queries see; s never decreases, and the last
+                block has all keys.
             valid: bool [B, q], false for padding.
             held: how many of the columns are slots.
             spread: as of `Attention`.
         """
         raise NotImplementedError
 
-    # Rows that are rewritten.
+    # Keys and values that are rewritten.
 
     @property
     def aligns(self) -> Literal["never", "read", "step", "compact"]:
-        """When `align` is asked for the held rows: never, whenever they are read, or to be stored.
+        """When `align` runs: never, whenever keys and values are read, or to store its result.
 
-        They are stored after every step ("step") or after those with the sweep ("compact"), and after a chunk.
+        It stores after every step ("step") or after compacting steps ("compact"), and after a chunk.
         """
         return "never"
 
     def weights(self) -> list[Tensor]:
-        """What `align` works with; these tensors become inputs of the decode graph."""
+        """Return the tensors that `align` uses, which become inputs of the decode graph."""
         return []
 
     def align(
         self, tokens: Tokens, key: Tensor, value: Tensor, layer: int, weights: Sequence[Tensor], evicted: int
     ) -> tuple[Tensor, Tensor, State]:
-        """The rows that attention is to see instead of those that are stored, and what changes in the state.
+        """Return the keys and values that attention sees in place of the stored ones, and changes to the state.
 
         Args:
-            key, value: the slots' [B, Hkv, C, D] and [B, Hkv, C, Dv].
-            layer: which of the model's layers they belong to.
-            weights: those of `weights`, on the device of the slots.
-            evicted: at most so many tokens have gone since the last time, if the rows are to be stored.
+            key, value: those of the slots, [B, Hkv, C, D] and [B, Hkv, C, Dv].
+            layer: the index of the layer.
+            weights: the result of `weights`, on the device of the slots.
+            evicted: an upper bound of the tokens evicted since the last call, if the result is stored.
         """
         raise NotImplementedError
 
     def last_position(self) -> int:
-        """The highest position id that new tokens get; for policies that renumber."""
+        """Return the highest position id that new tokens get, for policies that renumber."""
         return LATE
 
     # Attention.
 
     @property
     def biases(self) -> bool:
-        """Whether `bias` may give anything."""
+        """Whether the policy has a `bias`."""
         return type(self).bias is not Policy.bias
 
     def bias(self, tokens: Tokens, groups: int) -> Tensor | None:
-        """Added to the logits of later queries: float32, broadcastable to [B, Hkv, G = groups, N]."""
+        """Return a bias for the logits of later queries: float32, broadcastable to [B, Hkv, G = groups, N], or None."""
         return None
 
     @property
     def scales_logits(self) -> bool:
-        """Whether `logit_scale` gives anything."""
+        """Whether the policy scales logits."""
         return self.logit_scale(torch.ones(1, 1, dtype=torch.int64)) is not None
 
     def logit_scale(self, count: Tensor) -> Tensor | None:
-        """Multiplies the logits of queries that attend to `count` tokens, int64 of any shape; None for one."""
+        """Return a factor for the logits of queries that attend to `count` tokens, int64 of any shape; None for 1."""
         return None
 
     def with_plain_logits(self: Kind) -> Kind:
-        """The same policy, but that attention is to the held tokens what the model makes it."""
+        """Return a copy of the policy that leaves the model's logits unchanged."""
         copied, here = copy.copy(self), type(self)
         plain = type(here.__name__, (here,), {"bias": Policy.bias, "logit_scale": Policy.logit_scale})
         object.__setattr__(copied, "__class__", plain)
         return copied
 
-    # Who goes.
+    # Eviction.
 
     @property
     def merges(self) -> bool:
-        """Whether tokens that go live on in others: whether the policy has a `merge_evicted`."""
+        """Whether evicted tokens are merged into others: whether the policy has a `merge_evicted`."""
         return type(self).merge_evicted is not Policy.merge_evicted
 
     def score(self, tokens: Tokens) -> Tensor:
-        """[B, H', N] int64 or float32: the token worth least is evicted first; of two equals the later one.
+        """Return int64 or float32 [B, H', N]: the token of lowest score is evicted first; of equals, the later one.
 
-        What it says about free slots does not matter.
+        Scores of free slots are ignored.
         """
         raise NotImplementedError
 
     def victim(self, tokens: Tokens) -> Tensor:
-        """The slot [B, H'] to be overwritten next: by default a free one, else that of the token worth least.
+        """Return the slot [B, H'] to overwrite next: by default a free one, else that of the token of lowest score.
 
-        Where rows have budgets of their own, a row that holds more than its budget has no free slot to give.
+        If rows have different budgets, a row that holds more than its budget takes none of its free slots.
         """
         if not self.evicts:
             return (~tokens.live).int().argmax(-1)
-        worth = self.protected_score(tokens)
-        free: float | Tensor = lowest(worth.dtype)
-        if isinstance(tokens.budget, Tensor):  # a full row has free slots where another row's budget is larger
+        score = self.protected_score(tokens)
+        free: float | Tensor = lowest(score.dtype)
+        if isinstance(tokens.budget, Tensor):  # a full row has free slots if another row's budget is larger
             full = tokens.live.sum(-1, keepdim=True) > tokens.budget
-            free = torch.where(full, topmost(worth.dtype), free).to(worth.dtype)
-        return latest_of_least(torch.where(tokens.live, worth, free), tokens)
+            free = torch.where(full, topmost(score.dtype), free).to(score.dtype)
+        return latest_of_least(torch.where(tokens.live, score, free), tokens)
 
     def compact(self, tokens: Tokens) -> tuple[Tensor, State]:
-        """Who stays after a prompt or chunk, or a step with the sweep, bool [B, H', N], and what else changes.
+        """Return which tokens stay after a prompt, a chunk or a compacting step, bool [B, H', N], and state changes.
 
-        By default the `budget` tokens worth most.
+        By default the `budget` tokens of highest score stay.
         """
         return highest(self.score(tokens), tokens.position, self.unpinned_budget(tokens)), {}
 
     def merge_evicted(self, tokens: Tokens, held: Tensor, evicted: Tensor, valid: Tensor) -> Merge:
-        """Where the tokens that go live on; called if a policy has it.
+        """Return how evicted tokens are merged into the slots that stay; optional.
 
         Args:
-            tokens: the slots, with those that go already freed.
-            held: the stored keys of the slots [B, Hkv, C, D].
-            evicted: the stored keys of the tokens that go [B, Hkv, E, D], by position.
-            valid: bool [B, H', E], false where there is none.
+            tokens: the slots, those of evicted tokens already free.
+            held: the stored keys of the slots, [B, Hkv, C, D].
+            evicted: the stored keys of the evicted tokens, [B, Hkv, E, D], by position.
+            valid: bool [B, H', E], false for entries without a token.
         """
         raise NotImplementedError
 
-    # What is asked of a policy: the above, with tokens set aside that stay whatever it says.
+    # What the cache calls: the hooks above, with pinned tokens kept out of them.
 
     def remembered(self) -> dict[str, torch.dtype]:
-        """`state`, and which tokens were given."""
+        """Return `state`, and the entry for pinned tokens."""
         return {**self.state(), PINNED: torch.bool} if self.keep_prompt else self.state()
 
     def observe_unpinned(self, tokens: Tokens, attention: Attention) -> State:
-        """`observe_chunk`, and which tokens were given.
+        """Return the changes of `observe_chunk`, and pin the new tokens.
 
         Raises:
-            BudgetError: they leave less of the budget than the policy needs.
+            BudgetError: pinned tokens leave less of the budget than the policy needs.
         """
-        changes, indices = self.observe_chunk(tokens, attention), tokens.position.shape[-1]
-        if not self.keep_prompt or tokens.held == indices:
+        changes, count = self.observe_chunk(tokens, attention), tokens.position.shape[-1]
+        if not self.keep_prompt or tokens.held == count:
             return changes
-        came = torch.arange(indices, device=tokens.position.device) >= tokens.held
-        given = tokens.state[PINNED] | (came & tokens.live)
-        left = self.unpinned_budget(tokens.updated({**changes, PINNED: given}).competing)
-        self.check_pinned(int(given.sum(-1).max()), int(torch.as_tensor(left).min()))
-        return {**changes, PINNED: given}
+        new = torch.arange(count, device=tokens.position.device) >= tokens.held
+        pinned = tokens.state[PINNED] | (new & tokens.live)
+        left = self.unpinned_budget(tokens.updated({**changes, PINNED: pinned}).competing)
+        self.check_pinned(int(pinned.sum(-1).max()), int(torch.as_tensor(left).min()))
+        return {**changes, PINNED: pinned}
 
-    def check_pinned(self, given: int, left: int) -> None:
-        """Raise BudgetError when tokens that stay leave less of a budget than the policy needs."""
+    def check_pinned(self, pinned: int, left: int) -> None:
+        """Raise BudgetError if pinned tokens leave less of a budget than the policy needs."""
         least = self.minimum_budget()
         if left < least:
             raise BudgetError(
-                f"the budget is too small for {self.name!r} with keep_prompt=True: {given} tokens are to stay, which "
+                f"the budget is too small for {self.name!r} with keep_prompt=True: {pinned} tokens are to stay, which "
                 f"leaves {max(left, 0)} of it for others, and {self} needs at least {least}"
             )
 
     def unpinned_budget(self, tokens: Tokens) -> int | Tensor:
-        """How many of these tokens may stay, a number or int64 [B, H', 1]."""
+        """Return how many of these tokens may stay, a number or int64 [B, H', 1]."""
         return tokens.budget - tokens.pinned_count
 
     def protected_score(self, tokens: Tokens) -> Tensor:
-        """`score`, with those that were given above all others."""
+        """Return `score`, with pinned tokens above all others."""
         if not self.keep_prompt:
             return self.score(tokens)
-        worth = self.score(tokens.competing)
-        below, top = (torch.finfo(worth.dtype).max, torch.inf) if worth.is_floating_point() else (LATE - 1, LATE)
-        return torch.where(tokens.pinned, top, worth.clamp(max=below))
+        score = self.score(tokens.competing)
+        below, top = (torch.finfo(score.dtype).max, torch.inf) if score.is_floating_point() else (LATE - 1, LATE)
+        return torch.where(tokens.pinned, top, score.clamp(max=below))
 
     def keep_mask(self, tokens: Tokens) -> tuple[Tensor, State]:
-        """`compact`, and those that were given."""
+        """Return the result of `compact`, with pinned tokens kept."""
         if not self.keep_prompt:
             return self.compact(tokens)
-        stays, changes = self.compact(tokens.competing)
-        return stays | tokens.pinned, changes
+        keep, changes = self.compact(tokens.competing)
+        return keep | tokens.pinned, changes
 
     def merge_unpinned(self, tokens: Tokens, held: Tensor, evicted: Tensor, valid: Tensor) -> Merge:
-        """`merge_evicted`, but into none of those that were given."""
+        """Return the result of `merge_evicted`, with no token merged into a pinned one."""
         return self.merge_evicted(tokens.competing if self.keep_prompt else tokens, held, evicted, valid)
 
 
 def lowest(dtype: torch.dtype) -> float | int:
-    """The least value of a dtype."""
+    """Return the least value of a dtype."""
     return -torch.inf if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
 def topmost(dtype: torch.dtype) -> float | int:
-    """The greatest value of a dtype."""
+    """Return the greatest value of a dtype."""
     return torch.inf if dtype.is_floating_point else torch.iinfo(dtype).max
 
 
-def latest_of_least(worth: Tensor, tokens: Tokens) -> Tensor:
-    """The slot [B, H'] of least worth; of equals a free one, else the one that holds the latest token."""
-    least = worth == worth.amin(-1, keepdim=True)
+def latest_of_least(score: Tensor, tokens: Tokens) -> Tensor:
+    """Return the slot [B, H'] of lowest score; of equals a free one, else the one with the latest token."""
+    least = score == score.amin(-1, keepdim=True)
     age = torch.where(tokens.live, tokens.position, LATE)
     return torch.where(least, age, -1).argmax(-1)
 
 
 def rank_of(position: Tensor) -> Tensor:
-    """The place of each token among the live ones of `position` [..., N]; free slots come last."""
+    """Return each token's index among the live tokens of `position` [..., N]; free slots come last."""
     by_position = torch.where(position < 0, LATE, position).argsort(dim=-1, stable=True)
     return _inverse(by_position)
 
 
 def rows_in_order(position: Tensor) -> Tensor:
-    """The places of the tokens of `position` [..., N] sorted by position, free ones last."""
+    """Return the slots of `position` [..., N] sorted by position, free ones last."""
     return torch.where(position < 0, LATE, position).argsort(-1)
 
 
 def highest(score: Tensor, position: Tensor, count: int | Tensor) -> Tensor:
-    """bool [..., N]: the `count` live tokens of highest score; of two equals the earlier one is taken."""
+    """Return bool [..., N]: the `count` live tokens of highest score; of equals, the earlier ones."""
     order = rows_in_order(position)
     score = torch.where(position < 0, lowest(score.dtype), score).gather(-1, order)
     order = order.gather(-1, score.argsort(dim=-1, descending=True, stable=True))
@@ -537,26 +554,26 @@ def _inverse(order: Tensor) -> Tensor:
     return torch.empty_like(order).scatter(-1, order, indices)
 
 
-def window_starts(valid: Tensor, unpinned_budget: int | Tensor) -> Tensor:
-    """Where each token of a prompt starts to count, for policies that renumber: int64 [B, q].
+def window_starts(valid: Tensor, size: int | Tensor) -> Tensor:
+    """Return where each token of a prompt starts to count, for policies that renumber: int64 [B, q].
 
-    The last `unpinned_budget` real tokens of a row make one window, which nothing before it is seen from; those before
-    it make windows of `unpinned_budget` tokens from the first one on.  The entry is the number of real tokens before the
-    token's window, zero for all of a prompt that fits.
+    The last `size` real tokens of a row form one window, whose tokens see nothing before it.  The tokens before it form
+    windows of `size` tokens, counted from the first token.  The result is the number of real tokens before the token's
+    window; it is zero for a prompt that fits.
 
     Args:
         valid: bool [B, q], false for padding.
-        unpinned_budget: a number, or int64 [B, 1].
+        size: a number, or int64 [B, 1].
     """
     index = (valid.long().cumsum(-1) - 1).clamp(min=0)
-    last = (valid.long().sum(-1, keepdim=True) - unpinned_budget).clamp(min=0)  # [B, 1]
-    return torch.where(index < last, index // unpinned_budget * unpinned_budget, last)
+    last = (valid.long().sum(-1, keepdim=True) - size).clamp(min=0)  # [B, 1]
+    return torch.where(index < last, index // size * size, last)
 
 
 def share_of(count: Count, fraction: float) -> Count:
-    """floor(fraction * count), exact for the fraction as it is written: 0.29 of 100 is 29 and not 28."""
+    """Return floor(fraction * count), exact for the decimal fraction: 0.29 of 100 is 29, not 28."""
     share = Fraction(str(fraction))
-    whole = count * share.numerator // share.denominator  # whole numbers: the count may be an open size
+    whole = count * share.numerator // share.denominator  # integers, because the count may be symbolic
     return whole  # type: ignore[return-value]  # of what the count is
 
 

@@ -58,6 +58,24 @@ def test_a_model_runs_on_it_in_two_graphs() -> None:
         assert run.held[-1][0][row, 0].tolist() == sorted(worth[row].topk(6).indices.tolist())
 
 
+@pytest.mark.parametrize(("old", "new"), sorted(base.RENAMED_HOOKS.items()))
+def test_hooks_by_their_old_names_work_with_a_warning(old: str, new: str) -> None:
+    hook = getattr(ValueNorm, new)
+    with pytest.warns(DeprecationWarning, match=f"Old.{old}: this hook of policies is called '{new}' now"):
+        made = type("Old", (ValueNorm,), {old: hook})
+    assert made.__dict__[new] is hook
+
+
+def test_a_policy_of_old_names_keeps_the_same_tokens() -> None:
+    with pytest.warns(DeprecationWarning):
+        old = type("Old", (base.Policy,), {
+            "name": "old_value_norm", "state": ValueNorm.state,
+            "arrive": ValueNorm.init_token_state, "worth": ValueNorm.score,
+        })  # fmt: skip
+    traces = [simulate(policy, *rows(24), prompt=10, budget=7, compiled=True) for policy in (old(), ValueNorm())]
+    assert torch.equal(traces[0].positions, traces[1].positions)
+
+
 def test_flags_follow_from_what_a_policy_has() -> None:
     for name in names():
         policy = kvpass.policies.get(name)
