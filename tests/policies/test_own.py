@@ -67,7 +67,7 @@ def test_hooks_by_their_old_names_work_with_a_warning(old: str, new: str) -> Non
 
 
 def test_a_policy_of_old_names_keeps_the_same_tokens() -> None:
-    with pytest.warns(DeprecationWarning):
+    with pytest.warns(DeprecationWarning, match="worth"):
         old = type("Old", (base.Policy,), {
             "name": "old_value_norm", "state": ValueNorm.state,
             "arrive": ValueNorm.init_token_state, "worth": ValueNorm.score,
