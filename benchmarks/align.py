@@ -1,7 +1,7 @@
 """KV-Align against recomputation and against sinks and a window, on the bundled models.
 
-    python benchmarks/align.py --model examples/models/tiny-gpt2 \
-        --aligner examples/models/tiny-gpt2-align/direct.safetensors examples/models/tiny-gpt2-align/paper.safetensors
+    python benchmarks/align.py --model kvpass/apps/data/tiny-gpt2 \
+        --aligner kvpass/apps/data/tiny-gpt2-align/direct.safetensors kvpass/apps/data/tiny-gpt2-align/paper.safetensors
 
 For each window M, over the same labels of the same documents:
 
@@ -177,7 +177,7 @@ def show(results: Results) -> None:
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--model", default="examples/models/tiny-gpt2")
+    parser.add_argument("--model", default="kvpass/apps/data/tiny-gpt2")
     parser.add_argument("--aligner", nargs="*", type=Path, default=[])
     parser.add_argument(
         "--every", nargs="+", type=int, default=[1], help="tokens that go at once, for aligners of recipe direct"

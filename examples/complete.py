@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvpass
 
-name = sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parent / "models" / "tiny-llama"
+name = sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parents[1] / "kvpass" / "apps" / "data" / "tiny-llama"
 prompt = sys.argv[2] if len(sys.argv) > 2 else "def main(arguments):\n    "
 
 tokenizer = AutoTokenizer.from_pretrained(name)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvpass
 
-NAME = Path(__file__).parent / "models" / "tiny-llama"
+NAME = Path(__file__).parents[1] / "kvpass" / "apps" / "data" / "tiny-llama"
 PROMPT = "def main(arguments):\n    parser = argparse.ArgumentParser()\n    parser.add_argument("
 POLICIES = ("streaming", "tova", "cascade", "d2o", "random")
 

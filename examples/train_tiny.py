@@ -35,7 +35,7 @@ from kvpass.apps import corpus
 
 VOCABULARY = 2048
 END = "<|endoftext|>"
-MODELS = Path(__file__).parent / "models"
+MODELS = Path(__file__).parents[1] / "kvpass" / "apps" / "data"
 
 
 @dataclasses.dataclass(frozen=True)

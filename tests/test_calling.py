@@ -25,7 +25,7 @@ from kvpass.cache.handle import Handle
 from kvpass.runtime.compiled_call import CompiledCall
 from tests.models import Run, breaks, build, lasting, many_graphs, prompt
 
-MODELS = pathlib.Path(__file__).parent.parent / "examples" / "models"
+MODELS = pathlib.Path(__file__).parent.parent / "kvpass" / "apps" / "data"
 ARCHITECTURES = ["Llama", "GPTNeoX"]
 POLICIES = ["full", "streaming", "h2o"]
 BUDGET, ROOM = 8, 64

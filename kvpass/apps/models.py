@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from kvpass.apps import checkpoint, corpus
 from kvpass.errors import KVPassError
 
-BUNDLED = Path(__file__).parents[2] / "examples" / "models" / "tiny-llama"
+BUNDLED = Path(__file__).parent / "data" / "tiny-llama"
 MEMORY = BUNDLED.with_name("tiny-recall")
 ALIGNER = BUNDLED.with_name("tiny-llama-align") / "direct.safetensors"
 
@@ -76,8 +76,8 @@ def load_memory(name: str | None) -> LoadedModel:
 def _bundled(folder: Path, command: str) -> str:
     if not (folder / "config.json").is_file():
         raise KVPassError(
-            f"the bundled model examples/models/{folder.name} is not here: run from a checkout, make it with "
-            f"`{command}`, or choose another with --model NAME_OR_PATH"
+            f"the bundled model {folder.name} is missing from this installation ({folder}): reinstall kvpass, make it "
+            f"with `{command}` in a checkout, or choose another with --model NAME_OR_PATH"
         )
     return str(folder)
 

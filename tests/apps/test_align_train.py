@@ -161,7 +161,7 @@ def test_the_command_trains_and_writes(tmp_path, capsys):
     """On the bundled Llama, for a few steps."""
     source, out = tmp_path / "text.txt", tmp_path / "aligner.safetensors"
     source.write_text("def f(x):\n    return x + 1\n" * 400, encoding="utf-8")
-    arguments = ["align", "train", "--model", "examples/models/tiny-llama", "--text", str(source), "--window", "16"]
+    arguments = ["align", "train", "--model", "kvpass/apps/data/tiny-llama", "--text", str(source), "--window", "16"]
     arguments += ["--rate", "1e-3", "--hidden", "16", "8", "--device", "cpu", "--threads", "1"]
     assert cli.main([*arguments, "--out", str(out), "--steps", "3", "--tokens", "64"]) == 0
     written = json.loads(out.with_suffix(".json").read_text())

@@ -19,7 +19,7 @@ from kvpass.policies.kv_align import KVAlign
 from tests.aligners import random_aligner
 from tests.models import build
 
-BUNDLED = Path(__file__).parents[2] / "examples" / "models"
+BUNDLED = Path(__file__).parents[2] / "kvpass" / "apps" / "data"
 
 
 @pytest.mark.parametrize("recipe", ["direct", "paper", "nothing"])

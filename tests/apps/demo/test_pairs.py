@@ -7,7 +7,7 @@ import transformers
 from kvpass.apps.demo.pairs import Tongue, plant
 from kvpass.errors import KVPassError
 
-TOKENIZER = Path(__file__).parents[3] / "examples" / "models" / "tokenizer"
+TOKENIZER = Path(__file__).parents[3] / "kvpass" / "apps" / "data" / "tokenizer"
 TONGUE = Tongue(torch.arange(100, 130), mark=1, end=2)
 
 

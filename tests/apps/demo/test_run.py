@@ -22,7 +22,7 @@ from kvpass.apps.models import LoadedModel, has_position_table
 from kvpass.errors import AlignerError, KVPassError, PolicyError
 from kvpass.lowering.formats import KV_DTYPES
 
-TOKENIZER = Path(__file__).parents[3] / "examples" / "models" / "tokenizer"
+TOKENIZER = Path(__file__).parents[3] / "kvpass" / "apps" / "data" / "tokenizer"
 POLICIES = ["full", "h2o", "streaming"]
 
 

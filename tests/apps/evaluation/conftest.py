@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-TOKENIZER = Path(__file__).parents[3] / "examples" / "models" / "tokenizer"
+TOKENIZER = Path(__file__).parents[3] / "kvpass" / "apps" / "data" / "tokenizer"
 POSITIONS = 64
 
 

@@ -24,7 +24,7 @@ from kvpass.apps.models import LoadedModel
 from kvpass.decoding.prefill import Caller
 from kvpass.errors import PolicyError
 
-TOKENIZER = Path(__file__).parents[3] / "examples" / "models" / "tokenizer"
+TOKENIZER = Path(__file__).parents[3] / "kvpass" / "apps" / "data" / "tokenizer"
 BOS = 0
 Tokens = Sequence[Sequence[int]]
 

@@ -1,0 +1,74 @@
+"""The models and policies of which graphs and outputs are recorded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import kvpass
+from kvpass import policies
+from tests import models
+from tests.aligners import random_aligner
+from tests.architectures import zoo
+
+BUDGET = 8
+"""The smallest that four sub-caches of `cascade` beside its four sinks have; a prompt of 12 tokens is longer."""
+
+WITH_ALL_POLICIES = ("Llama", "GPT2", "gpt_oss", "bart (reading)")
+WITH_THREE = (
+    "Mistral", "Qwen2", "Qwen3", "GPTNeoX", "Phi", "Gemma", "Cohere", "Llama-64",
+    "mistral", "mixtral", "deepseek_v2", "deepseek_v3", "falcon", "bloom", "mpt", "opt", "codegen", "gptj", "gpt_neo",
+    "gpt_bigcode", "olmo2", "stablelm", "starcoder2", "phi3", "gemma2", "gemma3n_text", "cohere2", "qwen3_moe",
+    "qwen3_next", "jamba", "lfm2", "persimmon", "biogpt", "llama4_text",
+    "t5 (reading)", "marian (reading)",
+)  # fmt: skip
+MODELS = (*WITH_ALL_POLICIES, *WITH_THREE)
+"""Names of `tests.models.ARCHITECTURES`, which are capitalised, or model types of `tests.architectures.zoo`."""
+
+BY_POSITION = ("streaming", "window", "random", "full")
+BY_SCORE = ("h2o", "tova", "roco", "snapkv", "knorm")
+IN_OTHER_WAYS = ("d2o", "buzz", "cascade", "sage", "kv_align")
+"""What merges, evicts in batches, keeps lines of sub-caches, selects, or repairs."""
+
+REFUSED = {("gpt_oss", "kv_align")}
+"""What the policy refuses of the model."""
+
+
+def policies_of(model: str) -> tuple[str, ...]:
+    """Return the policies that a model is recorded with: all, or one of each kind in turn."""
+    if model in WITH_ALL_POLICIES:
+        return tuple(name for name in policies.names() if (model, name) not in REFUSED)
+    number = WITH_THREE.index(model)
+    kinds = (BY_POSITION, number), (BY_SCORE, number), (IN_OTHER_WAYS, number + number // len(BY_SCORE))
+    return tuple(kind[place % len(kind)] for kind, place in kinds)
+
+
+def cases(names: tuple[str, ...] = (), only: tuple[str, ...] = ()) -> list[tuple[str, str]]:
+    """Return pairs of a model and a policy; of all models and policies if none are named."""
+    return [(model, policy) for model in names or MODELS for policy in policies_of(model) if not only or policy in only]
+
+
+def build(name: str) -> Any:
+    """Return a fresh tiny model in float32 and evaluation mode."""
+    if name in models.ARCHITECTURES | models.HEADS_OF_64:
+        return models.build(name)
+    kind, _, table = name.partition(" (")
+    return zoo.build(kind, table.rstrip(")") or "causal")
+
+
+def settings(policy: str, model: Any) -> dict[str, Any]:
+    """Return what `kvpass.backend` takes beside the policy's name."""
+    if policy == "full":
+        return {}
+    if policy == "snapkv":
+        return dict(budget=BUDGET, window=4)
+    if policy != "kv_align":
+        return dict(budget=BUDGET)
+    config = model.config
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return dict(budget=BUDGET, aligner=random_aligner("direct", layers=config.num_hidden_layers, heads=heads, dim=dim))
+
+
+def backend(policy: str, model: Any) -> kvpass.backend.Backend:
+    """Return the backend of a case; what it rewrites runs as it is."""
+    return kvpass.backend(policy, inner="eager", validate=False, **settings(policy, model))

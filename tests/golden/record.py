@@ -1,0 +1,139 @@
+"""Record the graphs of a model under a policy at every stage, and what the model computes with them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+import kvpass
+from kvpass import cache_names
+from kvpass.apps.switch import Switch
+from kvpass.backend import Backend, compile_in_place
+from kvpass.runtime.recorder import Recorder
+from tests.architectures import inputs, zoo
+from tests.golden import cases, program
+
+PROMPT, STEPS, CHUNK, PADDING = 12, 4, 3, 3
+TRACED_UNDER = "window"
+SHOWN = 4
+"""How many logits of a row are recorded."""
+TOLERANCE = 1e-3
+"""How far a logit may be from the recorded one, in shares of the standard deviation of all."""
+
+Outputs = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Recording:
+    """What is recorded of one model under one policy.
+
+    Attributes:
+        stages: title and text of each graph, in the order in which kvpass makes them.
+        outputs: tokens, a summary of the logits, and the positions held by each layer at the end; or the class of an
+            error.
+    """
+
+    stages: list[tuple[str, str]]
+    outputs: Outputs
+
+
+@dataclasses.dataclass
+class Stages(Recorder):
+    """Keeps the normalised text of every graph."""
+
+    def note_program(self, title: str, graph: fx.Graph) -> None:
+        self.programs.append((title, program.text(graph)))
+
+
+class Recorded(Backend):
+    """A backend that also records the graphs that it hands to a compiler."""
+
+    def _compile_inner(self, gm: fx.GraphModule, *given: Any) -> Callable[..., Any]:
+        if self.recorder is not None:
+            self.recorder.note_program("handed to the compiler", gm.graph)
+        return super()._compile_inner(gm, *given)
+
+
+@torch.no_grad()
+def record(name: str, policies: Sequence[str]) -> dict[str, Recording]:
+    """Record a model under each of some policies.
+
+    Dynamo traces the model once, under a policy that is always the same: a recording depends on no other that is made.
+    """
+    model, switch = cases.build(name), Switch()
+    torch._dynamo.reset()
+    compile_in_place(model, switch, strict=False)
+    _recorded(model, name, switch, TRACED_UNDER)
+    return {policy: _recorded(model, name, switch, policy) for policy in policies}
+
+
+def _recorded(model: Any, name: str, switch: Switch, policy: str) -> Recording:
+    stages = Stages()
+    try:
+        chosen = cases.backend(policy, model)
+        kept = {each.name: getattr(chosen, each.name) for each in dataclasses.fields(chosen)}
+        switch.to(Recorded(**{**kept, "recorder": stages}))
+        outputs = _run(model, name)
+    except kvpass.KVPassError as error:
+        outputs = {"refused": type(error).__name__}
+    except Exception as error:
+        outputs = {"failed": type(error).__name__}
+    return Recording(stages.programs, outputs)
+
+
+def _run(model: Any, name: str) -> Outputs:
+    """Generate after a prompt, and again after a chunk of further tokens where a decoder reads text alone."""
+    torch.manual_seed(0)
+    given = inputs.of(model, PROMPT, 0 if name in zoo.UNPADDED else PADDING)
+    first = _generate(model, given)
+    logits, last = list(first.logits), first
+    if not model.config.is_encoder_decoder:
+        further = torch.randint(3, zoo.VOCABULARY, (2, CHUNK - 1), generator=torch.Generator().manual_seed(2))
+        ids = torch.cat([first.sequences, further], 1)  # the last token that was generated is not cached
+        seen = torch.ones(2, ids.shape[1] - PROMPT, dtype=torch.int64)
+        mask = torch.cat([given["attention_mask"], seen], 1)
+        past = cache_names.arguments(model, cache_names.returned(first))
+        last = _generate(model, dict(input_ids=ids, attention_mask=mask, **past))
+        logits += last.logits
+    held = [layer.positions.tolist() for layer in kvpass.inspect(cache_names.returned(last)).layers]
+    return {"tokens": last.sequences.tolist(), "logits": summary(torch.stack(logits, 1)), "positions": held}
+
+
+def _generate(model: Any, given: Mapping[str, Tensor]) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return model.generate(
+            **given, max_new_tokens=STEPS, min_new_tokens=STEPS, do_sample=False, num_beams=1,
+            use_cache=True, output_logits=True, return_dict_in_generate=True,
+        )  # fmt: skip
+
+
+def summary(logits: Tensor) -> list[list[list[float]]]:
+    """Return mean, standard deviation and the first logits of each step and row, with four digits.
+
+    Args:
+        logits: float [B, T, vocabulary].
+    """
+    parts = [logits.mean(-1, keepdim=True), logits.std(-1, keepdim=True), logits[..., :SHOWN]]
+    return [[[float(f"{each:.4g}") for each in row] for row in step] for step in torch.cat(parts, -1).tolist()]
+
+
+def close(ours: list[list[list[float]]], theirs: list[list[list[float]]]) -> bool:
+    """True if two summaries of logits differ by no more than `TOLERANCE` and their last digit."""
+    one, other = torch.tensor(ours), torch.tensor(theirs)
+    if one.shape != other.shape:
+        return False
+    scale = float(other[..., 1].abs().max())
+    return torch.allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE * scale, equal_nan=True)
+
+
+def digest(text: str) -> str:
+    """Return a short hash of a text."""
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

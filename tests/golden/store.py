@@ -1,0 +1,104 @@
+"""Store recordings in one compressed file, and tell how others differ from them."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import lzma
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from tests.golden.record import Recording, close, digest
+
+FILE = Path(__file__).parent / "golden.json.xz"
+WITH_TEXTS = frozenset({"Llama", "GPT2", "gpt_oss", "bart (reading)", "deepseek_v2", "jamba"})
+"""The models of which the file has every text; of others it has hashes."""
+FINAL = "handed to the compiler"
+
+Case = tuple[str, str]
+"""A model and a policy."""
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what graphs depend on."""
+    return {"torch": torch.__version__.partition("+")[0], "transformers": transformers.__version__}
+
+
+def load() -> dict[str, Any]:
+    """Return what is stored; nothing if there is no file."""
+    if not FILE.exists():
+        return {"versions": versions(), "cases": {}, "texts": {}}
+    stored: dict[str, Any] = json.loads(lzma.decompress(FILE.read_bytes()))
+    return stored
+
+
+def save(recordings: Mapping[Case, Recording], stored: dict[str, Any], quickly: bool = False) -> int:
+    """Store recordings in place of those of the same cases, and return the size of the file in bytes."""
+    known, texts = dict(stored["cases"]), dict(stored["texts"])
+    for (model, policy), each in recordings.items():
+        known[f"{model} | {policy}"] = {
+            "stages": [[title, digest(text)] for title, text in each.stages],
+            "outputs": each.outputs,
+        }
+        if model in WITH_TEXTS:
+            texts.update({digest(text): text for _, text in each.stages})
+    used = {stage[1] for each in known.values() for stage in each["stages"]}
+    texts = {name: text for name, text in texts.items() if name in used}
+    content = {
+        "versions": versions(),
+        "cases": dict(sorted(known.items())),
+        "texts": dict(sorted(texts.items(), key=_like)),
+    }
+    packed = lzma.compress(
+        json.dumps(content, separators=(",", ":")).encode(), preset=1 if quickly else 9 | lzma.PRESET_EXTREME
+    )
+    FILE.write_bytes(packed)
+    return len(packed)
+
+
+def _like(item: tuple[str, str]) -> tuple[int, str]:
+    """Put texts of the same inputs together, which compress well behind each other."""
+    return item[1].count(" = input"), item[1]
+
+
+def difference(case: Case, ours: Recording, stored: Mapping[str, Any]) -> str:
+    """Return how a recording differs from the stored one, "" if it does not; titles of stages may differ."""
+    found = stored["cases"].get(" | ".join(case))
+    if found is None:
+        return "nothing is recorded of it"
+    parts = [_of_graphs(ours, found["stages"], stored["texts"]), _of_outputs(ours.outputs, found["outputs"])]
+    return "\n".join(part for part in parts if part)
+
+
+def _of_graphs(ours: Recording, stages: list[list[str]], texts: Mapping[str, str]) -> str:
+    hashes = [digest(text) for _, text in ours.stages]
+    recorded = [stage[1] for stage in stages]
+    if hashes == recorded:
+        return ""
+    equal = [one for (title, _), one in zip(ours.stages, hashes, strict=True) if title == FINAL] == [
+        one for title, one in stages if title == FINAL
+    ]
+    lines = [f"graphs handed to the compiler: {'equal' if equal else 'different'}"]
+    place = next((at for at, pair in enumerate(zip(hashes, recorded, strict=False)) if pair[0] != pair[1]), None)
+    if place is None:
+        return "\n".join([*lines, f"{len(hashes)} stages, recorded were {len(recorded)}"])
+    title, text = ours.stages[place]
+    lines.append(f"first different graph: number {place}, {title!r}, recorded as {stages[place][0]!r}")
+    if recorded[place] not in texts:
+        return "\n".join([*lines, "its text is not stored: compare two checkouts with --texts FOLDER and diff -r"])
+    before = texts[recorded[place]]
+    changes = difflib.unified_diff(before.splitlines(), text.splitlines(), "recorded", "now", lineterm="", n=2)
+    return "\n".join([*lines, *changes])
+
+
+def _of_outputs(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+    lines = []
+    for name in sorted({*ours, *theirs}):
+        one, other = ours.get(name), theirs.get(name)
+        if not (close(one, other) if name == "logits" and one and other else one == other):
+            lines.append(f"{name}: {str(one)[:300]}\n  recorded: {str(other)[:300]}")
+    return "\n".join(lines)
