@@ -37,7 +37,7 @@ SAVE_EVERY = 60
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="record, and do not compare")
-    parser.add_argument("--missing", action="store_true", help="only cases that are not recorded")
+    parser.add_argument("--missing", action="store_true", help="with --write: only cases that are not recorded")
     parser.add_argument("--models", nargs="+", choices=cases.MODELS, default=cases.MODELS, metavar="MODEL")
     parser.add_argument("--policies", nargs="+", choices=policies.names(), default=policies.names(), metavar="POLICY")
     parser.add_argument("--jobs", type=int, default=1, help="how many models at a time (default: %(default)s)")
@@ -48,8 +48,12 @@ def main() -> int:
         print(f"recorded with {stored['versions']}, and these are {store.versions()}", file=sys.stderr)
         return 1
     chosen = cases.cases(tuple(options.models), tuple(options.policies))
-    if options.missing:
-        chosen = [case for case in chosen if " | ".join(case) not in stored["cases"]]
+    missing = [case for case in chosen if " | ".join(case) not in stored["cases"]]
+    if options.missing and options.write:
+        chosen = missing
+    elif missing and not options.write:
+        print(f"{len(missing)} cases are not recorded, and left out: see --missing", file=sys.stderr)
+        chosen = [case for case in chosen if case not in missing]
     start = time.monotonic()
     made = tqdm(recorded(chosen, options.jobs, options.texts), total=len(chosen), disable=None)
     different = _write(made, stored) if options.write else _compare(made, stored)
