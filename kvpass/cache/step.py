@@ -75,19 +75,24 @@ class Site:
     decomposed: bool = False
     knows_padding: bool = False
 
-    def blank(self, slots: Slots, valid: Tensor, is_bias: bool) -> UnknownQueries | None:
-        """The queries whose answer may be unknown; `valid` is bool [B, q], and the mask a bias or not."""
+    def blank(self, slots: Slots, valid: Tensor, bias: torch.dtype | None) -> UnknownQueries | None:
+        """The queries whose answer may be unknown; `valid` is bool [B, q], and a mask is a bias of a dtype or none.
+
+        A model that adds a bias in half precision rounds logits away, or in part, where they meet numbers that hide.
+        Here sums are wider.  That matters to no query that sees a key.
+        """
         if (
             self.mask is None
             or self.sink_logit is not None
-            or not (self.decomposed or (self.knows_padding and is_bias))
+            or not (self.decomposed or (self.knows_padding and bias is not None))
         ):
             return None
         real = valid[:, None, None, :, None]  # padding is not asked about: its answer must be a number
         padded = real & (slots.length != slots.seen)[:, None, None, None, None]
+        none = torch.zeros_like(real)
+        rounded = self.decomposed and bias in (torch.float16, torch.bfloat16)
         return UnknownQueries(
-            real if self.decomposed else torch.zeros_like(real),
-            padded if self.knows_padding else torch.zeros_like(real),
+            real if self.decomposed else none, padded if self.knows_padding else none, real if rounded else None
         )
 
     def sink_logits(self, heads: int) -> Tensor | None:
@@ -200,7 +205,7 @@ class _QueryView:
             grouped, mask = regrouped(grouped, heads), _over(mask, heads)
             bias, policy_bias = (None if x is None else _over(x, heads) for x in (bias, policy_bias))
         rope = None if site.rope is None else dataclasses.replace(site.rope, rank=tokens.rank)
-        blank = site.blank(slots, valid[:, None], bias is not None)
+        blank = site.blank(slots, valid[:, None], None if bias is None else bias.dtype)
         return _QueryView(site, grouped, key, value, mask, bias, policy_bias, _rotation(site, tokens), rope, blank)
 
     def attend(self, with_logits: bool) -> tuple[Attended, Tensor | None, Tensor | None]:
@@ -425,13 +430,14 @@ def extend_step(
     policy_bias = policy.bias(held, query.shape[1] // layout.heads)
     if policy_bias is None and _scores_on_the_way(policy, site, query, keys, values):
         output, made = attended_and_scored(policy, spec, values, valid, held.budget)
-        return Attended(_blanked(site, slots, output, full, valid), mask, bias), [*made, *_for_crops(layout, spec)]
+        attended = Attended(_blanked(site, slots, output, (full, bias), valid), mask, bias)
+        return attended, [*made, *_for_crops(layout, spec)]
     seen = full
     if policy_bias is not None:
         policy_bias = torch.nn.functional.pad(policy_bias, (0, chunk))[..., None, :]  # [B, ., ., 1, C + q]
         seen = _per_head(_joined(mask, added(bias, policy_bias), dtype), query, keys, layout.heads)
     output, lse = _attended(site, query, keys, values, seen)
-    attended = Attended(_blanked(site, slots, output, full, valid), mask, bias, lse)
+    attended = Attended(_blanked(site, slots, output, (full, bias), valid), mask, bias, lse)
     if not policy.statistics:
         return attended, []
     return attended, [*statistics(policy, spec, valid, held.budget), *_for_crops(layout, spec)]
@@ -501,9 +507,14 @@ def _dtype_of_bias(site: Site, bias: Tensor | None, dtype: torch.dtype) -> torch
     return torch.float32 if narrow else dtype
 
 
-def _blanked(site: Site, slots: Slots, output: Tensor, mask: Tensor, valid: Tensor) -> Tensor:
-    """Output [B, Hq, q, Dv] of a chunk, with NaN for the queries whose answer is unknown."""
-    blank = site.blank(slots, valid, mask.dtype != torch.bool)
+def _blanked(site: Site, slots: Slots, output: Tensor, masks: tuple[Tensor, Tensor | None], valid: Tensor) -> Tensor:
+    """Output [B, Hq, q, Dv] of a chunk, with NaN for the queries whose answer is unknown.
+
+    Args:
+        masks: all that is hidden or added, and the model's own bias.
+    """
+    mask, bias = masks
+    blank = site.blank(slots, valid, None if bias is None else bias.dtype)
     if blank is None:
         return output
     most = torch.where(mask.any(-1), 0.0, -torch.inf) if mask.dtype == torch.bool else mask.amax(-1)

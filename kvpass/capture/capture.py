@@ -106,7 +106,7 @@ def _put_operators(graph: fx.Graph, readings: list[Reading]) -> None:
     ends = {
         node for each in readings for node in (each.call.node, each.call.lse, each.key.grown, each.value.grown) if node
     }
-    behind = {node for end in ends for node in walk.ancestors(end)}
+    behind = alias.behind(list(ends))  # and what writes in place to the logits, which nobody may use
     appended: dict[fx.Node, fx.Node] = {}
     for reading in readings:
         for origin in (reading.key, reading.value):

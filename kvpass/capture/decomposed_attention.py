@@ -8,6 +8,7 @@ and a column of learned sinks; `find` reads them off the graph.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import operator
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from kvpass.fx import op_table, walk
+from kvpass.fx import alias, op_table, walk
 from kvpass.fx.op_table import known_name
 from kvpass.fx.precision import FILLED, HIDDEN, accumulate_dtype
 from kvpass.fx.shapes import expr
@@ -89,11 +90,12 @@ def find(gm: fx.GraphModule) -> tuple[list[AttentionCall], list[UnreadSoftmax]]:
     """
     found: list[AttentionCall] = []
     unread: list[UnreadSoftmax] = []
+    writers = alias.Writers.of(gm.graph)
     for node in list(gm.graph.nodes):
         if fx_nodes.is_sdpa(node):
             found.append(_sdpa_call(gm.graph, node))
         elif known_name(node) == "softmax" and is_tensor(node):
-            spelled = _DecompositionReader(gm, node)
+            spelled = _DecompositionReader(gm, node, writers)
             try:
                 found.append(spelled.read())
             except _Unreadable as why:
@@ -134,30 +136,36 @@ def is_boundary(node: fx.Node) -> bool:
 _CASTS = frozenset({"to", "float", "double", "half", "bfloat16", "type_as"})
 _VIEWS = frozenset({"view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze"})
 _PRODUCTS = frozenset({"matmul", "bmm", "baddbmm"})
+_HALF = frozenset({torch.float16, torch.bfloat16})
+_STAND_INS = (FILLED, 1e3 * FILLED, 1e6 * FILLED)
+"""Stand for numbers that are filled in, from the highest to the lowest; all of them absorb logits."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Added:
-    """A mask or bias that is added to logits, and the shape of these."""
+    """A mask or bias that is added to logits, and the shape and the dtype of the sum."""
 
     mask: fx.Node
     shape: Any
+    dtype: torch.dtype
 
 
 @dataclasses.dataclass(frozen=True)
 class _Filled:
-    """A number that takes the place of the logits that are not allowed, and the shape of the logits."""
+    """A number that takes the place of the logits that are not allowed, and the shape and the dtype of these."""
 
     allowed: fx.Node
     number: float
     shape: Any
+    dtype: torch.dtype
 
 
 @dataclasses.dataclass(frozen=True)
 class _Floor:
-    """A number so low that it hides, below which no logit falls."""
+    """A number so low that it hides, below which no logit falls, and the dtype of the logits."""
 
     number: float
+    dtype: torch.dtype
 
 
 _Change = _Added | _Filled | _Floor
@@ -173,8 +181,8 @@ class _DecompositionReader:
     Every operation on the way is taken into account with all of its arguments, or the call is unreadable.
     """
 
-    def __init__(self, gm: fx.GraphModule, softmax: fx.Node) -> None:
-        self.gm, self.graph, self.softmax = gm, gm.graph, softmax
+    def __init__(self, gm: fx.GraphModule, softmax: fx.Node, writers: alias.Writers) -> None:
+        self.gm, self.graph, self.softmax, self.writers = gm, gm.graph, softmax, writers
         self.factor, self.cap = 1.0, 0.0
         self.changes: list[_Change] = []  # from the softmax back; numbers and masks include all later factors
         self.casts: list[torch.dtype] = []
@@ -190,17 +198,18 @@ class _DecompositionReader:
         """
         if not _is_last(op_table.bound(self.softmax).get("dim"), value(self.softmax)):
             raise _Unreadable("it is not over the last dimension")
-        product, probabilities = self._first_product(), self._second_product()
-        self.at = product
+        self.at = product = self._first_product()
         _check_groups(product)
         query, key, bias, alpha = _operands(product)
         if bias is not None:
             self._add(bias, product, product)
         self._scaled_by(alpha)
         query = _with_heads(query)
-        self.at = probabilities
+        self.at = probabilities = self._second_product()
         _check_groups(probabilities)
         node = _output(probabilities)
+        for operand in product.all_input_nodes:
+            self._check_left_alone(operand, product, node)
         self.at = self.softmax
         self._check_casts(value(product).dtype)
         mask, hidden = self._mask(value(query).shape[:2])
@@ -220,13 +229,35 @@ class _DecompositionReader:
     # -- from the softmax back -------------------------------------------------------------------------
 
     def _first_product(self) -> fx.Node:
-        node = _tensor(op_table.bound(self.softmax).get("input"))
+        node = self._as_read(_tensor(op_table.bound(self.softmax).get("input")), self.softmax)
         while known_name(node) not in _PRODUCTS:
             if node.op == "placeholder":
                 self.at = self.softmax
                 raise _Unreadable("its logits are made of no product")
-            node = self._step_back(node)
+            logits = self._step_back(node)
+            for operand in node.all_input_nodes:
+                if operand is not logits:
+                    self._check_left_alone(operand, node, self.softmax)
+            node = self._as_read(logits, node)
         return node
+
+    def _as_read(self, node: fx.Node, reader: fx.Node) -> fx.Node:
+        """The last write in place to logits before a node that reads them; the logits themselves if there is none."""
+        written = self._written(node, node, reader)
+        if written and any(_written_tensor(writer) is not _written_tensor(node) for writer in written):
+            self.at = written[-1]
+            raise _Unreadable("it writes to the memory of logits by another view of them")
+        return written[-1] if written else node
+
+    def _written(self, node: fx.Node, since: fx.Node, until: fx.Node) -> list[fx.Node]:
+        """What writes in place to the memory of a tensor between two nodes."""
+        return [writer for writer in self.writers.to_memory_of(node) if since < writer < until]
+
+    def _check_left_alone(self, node: fx.Node, since: fx.Node, until: fx.Node) -> None:
+        """Refuse a tensor that is written to after it was read, as the canonical call reads it again later."""
+        if written := self._written(node, since, until):
+            self.at = written[0]
+            raise _Unreadable("it writes in place to what attention is computed from, amid the computation")
 
     def _step_back(self, node: fx.Node) -> fx.Node:
         """Take one operation on the logits into account; what it was done to."""
@@ -234,8 +265,10 @@ class _DecompositionReader:
         if self._hands_on(node):
             return _tensor(node.args[0])
         steps = {
-            "add": self._added, "iadd": self._added, "sub": self._subtracted, "mul": self._multiplied,
-            "imul": self._multiplied, "truediv": self._divided, "div": self._divided, "itruediv": self._divided,
+            "add": self._added, "iadd": self._added, "add_": self._added, "sub": self._subtracted,
+            "isub": self._subtracted, "sub_": self._subtracted, "mul": self._multiplied, "imul": self._multiplied,
+            "mul_": self._multiplied, "truediv": self._divided, "div": self._divided, "itruediv": self._divided,
+            "div_": self._divided,
             "tanh": self._capped, "cat": self._joined, "concat": self._joined, "masked_fill": self._filled,
             "masked_fill_": self._filled, "where": self._chosen, "max": self._bounded, "maximum": self._bounded,
             "clamp": self._bounded, "clip": self._bounded, "clamp_min": self._bounded,
@@ -296,8 +329,20 @@ class _DecompositionReader:
         factor = alpha * self.factor
         if value(mask).dtype == torch.bool:
             mask = self._emit(operator.mul, mask, 1.0)
+        mask = _narrow(mask)
         mask = mask if factor == 1.0 else self._emit(operator.mul, mask, factor)
-        return self._change(_Added(mask, value(node).shape), logits)
+        dtype = self._rounded_to(value(node).dtype)
+        if value(mask).dtype != dtype and _HALF & {value(mask).dtype, dtype}:
+            mask = self._emit("to", mask, dtype)
+        return self._change(_Added(mask, value(node).shape, dtype), logits)
+
+    def _rounded_to(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype to which a sum in this one is rounded on the way to the softmax, which decides what it absorbs.
+
+        A mask is in half precision if and only if the model's sums with it are: see `kvpass.cache.step.Site.blank`.
+        """
+        later = [each for each in (*self.casts, value(self.softmax).dtype) if each in _HALF]
+        return later[-1] if later and dtype not in _HALF else dtype
 
     def _change(self, change: _Added | _Filled, logits: fx.Node) -> fx.Node:
         """Record what is done to logits, which must stay as many as they are; gives these."""
@@ -326,12 +371,12 @@ class _DecompositionReader:
 
     def _filled(self, node: fx.Node) -> fx.Node:
         given = op_table.bound(node)
-        allowed = self._emit(torch.logical_not, _tensor(given["mask"]))
+        allowed = self._emit(torch.logical_not, _narrow(_tensor(given["mask"])))
         return self._fill(_tensor(given["input"]), allowed, given["value"], node)
 
     def _chosen(self, node: fx.Node) -> fx.Node:
         given = op_table.bound(node)
-        condition, logits, filling = _tensor(given["condition"]), given["input"], given["other"]
+        condition, logits, filling = _narrow(_tensor(given["condition"])), given["input"], given["other"]
         if not (isinstance(logits, fx.Node) and is_tensor(logits) and _from_product(logits)):
             logits, filling, condition = filling, logits, self._emit(torch.logical_not, condition)
         if isinstance(filling, fx.Node) and _from_product(filling):
@@ -339,7 +384,8 @@ class _DecompositionReader:
         return self._fill(_tensor(logits), condition, filling, node)
 
     def _fill(self, logits: fx.Node, allowed: fx.Node, filling: Any, node: fx.Node) -> fx.Node:
-        return self._change(_Filled(allowed, self._low_enough(filling, node), value(node).shape), logits)
+        number, dtype = self._low_enough(filling, node), self._rounded_to(value(node).dtype)
+        return self._change(_Filled(allowed, number, value(node).shape, dtype), logits)
 
     def _low_enough(self, filling: Any, node: fx.Node) -> float:
         """The number that is filled in, as the softmax sees it: so low that its token is hidden."""
@@ -366,7 +412,7 @@ class _DecompositionReader:
             logits, least = given["input"], given.get("min")
             if given.get("max") is not None:
                 raise _Unreadable("logits are kept from rising")
-        self.changes.append(_Floor(self._low_enough(least, node)))
+        self.changes.append(_Floor(self._low_enough(least, node), self._rounded_to(value(node).dtype)))
         return _tensor(logits)
 
     def _log_sum_exp(self) -> fx.Node | None:
@@ -374,12 +420,13 @@ class _DecompositionReader:
         if self.sink_logit is not None or self.shifted:
             return None
         same = [_tensor(op_table.bound(self.softmax)["input"])]
+        first = same[0]
         while known_name(same[-1]) in _CASTS:
             same.append(_tensor(same[-1].args[0]))
         for node in same:  # grows
             same += [user for user in node.users if known_name(user) in _CASTS and user not in same]
         sums = [user for node in same for user in node.users if _sums_up_last(user)]
-        return sums[0] if sums else None
+        return next((each for each in sums if not self._written(first, *sorted((each, self.softmax)))), None)
 
     # -- from the softmax on ---------------------------------------------------------------------------
 
@@ -390,6 +437,7 @@ class _DecompositionReader:
             self.at = node
             if len(following) != 1:
                 raise _Unreadable(f"{len(following)} products are made of it, and not the one with the values")
+            self._check_left_alone(node, node, following[0])
             if known_name(following[0]) in _PRODUCTS:
                 break
             node = following[0]
@@ -426,34 +474,63 @@ class _DecompositionReader:
 
     def _as_bias(self, changes: list[_Change], fills: list[_Filled]) -> fx.Node | None:
         """Changes as one bias.  A query that sees no key attends by what is filled in alone, which logits must not
-        change when they are added to it.  Where one number is all that hides, another can stand for it."""
-        one = len({fill.number for fill in fills}) == 1 and _only_hides(changes, fills[0])
+        change when they are added to it.  Where only fills hide, other numbers in the same order can stand for them."""
+        if stand_ins := self._stand_ins(changes, fills):
+            changes = [
+                dataclasses.replace(each, number=stand_ins[each.number]) if isinstance(each, _Filled) else each
+                for each in changes
+                if not isinstance(each, _Floor)
+            ]
+        dtypes = {change.dtype for change in changes}
+        half = dtypes.pop() if len(dtypes) == 1 and dtypes <= _HALF else None
         total: fx.Node | None = None
         for change in changes:
             if isinstance(change, _Added):
                 total = change.mask if total is None else self._emit(operator.add, total, change.mask)
-            elif isinstance(change, _Filled):
-                number = FILLED if one and not self._absorbs(change.number) else self._absorbing(change.number)
-                total = self._emit(operator.mul, change.allowed, 0.0) if total is None else self._wide(total)
+                continue
+            number = self._absorbing(change.number, half)
+            if isinstance(change, _Filled):
+                if total is None:
+                    total = self._emit(operator.mul, change.allowed, 0.0)
+                    total = total if half is None else self._emit("to", total, half)
                 hidden = self._emit(torch.logical_not, change.allowed)
-                total = self._emit(torch.masked_fill, total, hidden, number)
+                total = self._emit(torch.masked_fill, self._wide(total, number), hidden, number)
             elif total is not None:
-                total = self._emit(torch.clamp_min, self._wide(total), self._absorbing(change.number))
+                total = self._emit(torch.clamp_min, self._wide(total, number), number)
         return total
 
-    def _absorbs(self, number: float) -> bool:
-        """Whether logits of ordinary size can be added to a number without changing it."""
-        return number * torch.finfo(accumulate_dtype(value(self.softmax).dtype)).eps <= -64
+    def _stand_ins(self, changes: list[_Change], fills: list[_Filled]) -> dict[float, float]:
+        """For each number that is filled in one that absorbs logits; none where that is not needed, or not proven.
 
-    def _absorbing(self, number: float) -> float:
-        if not self._absorbs(number):
+        A query that sees nothing attends, in equal shares, to the keys with the highest of the numbers: they are so far
+        apart that nothing is left of the others.  So only their order counts.
+        """
+        numbers = sorted({fill.number for fill in fills}, reverse=True)
+        if all(map(self._absorbs, numbers)) or not _only_hide(changes):
+            return {}
+        if any(isinstance(change, _Floor) for change in changes) and len(numbers) > 1:
+            return {}
+        finite = [number for number in numbers if number != -math.inf]
+        apart = all(one - other >= 128 for one, other in itertools.pairwise(finite))
+        if not apart or len(finite) > len(_STAND_INS):
+            return {}
+        return dict(zip(finite, _STAND_INS, strict=False)) | {-math.inf: -math.inf}
+
+    def _absorbs(self, number: float, dtype: torch.dtype | None = None) -> bool:
+        """Whether logits of ordinary size can be added to a number without changing it, in a dtype or the softmax's."""
+        eps = torch.finfo(dtype or accumulate_dtype(value(self.softmax).dtype)).eps
+        return number * eps <= -63 if dtype else number * eps <= -64  # the lowest number of float16 does
+
+    def _absorbing(self, number: float, half: torch.dtype | None) -> float:
+        if not (self._absorbs(number) or (half is not None and self._absorbs(number, half))):
             raise _Unreadable(f"{number:g} is filled in beside other masks: use the lowest number of the dtype")
         return number
 
-    def _wide(self, mask: fx.Node) -> fx.Node:
-        """A mask in a dtype that holds the lowest numbers."""
+    def _wide(self, mask: fx.Node, number: float) -> fx.Node:
+        """A mask in a dtype that holds a number."""
         dtype = value(mask).dtype
-        return mask if dtype.is_floating_point and dtype != torch.float16 else self._emit("float", mask)
+        holds = dtype.is_floating_point and (number == -math.inf or number >= torch.finfo(dtype).min)
+        return mask if holds else self._emit("float", mask)
 
     def _aligned(self, change: _Change, sizes: Any) -> _Change:
         """The same with a mask of four dimensions."""
@@ -564,11 +641,12 @@ def _is_maximum(most: fx.Node, logits: fx.Node) -> bool:
     return bool(of_row) and _is_last(given.get("dim"), value(logits))
 
 
-def _only_hides(changes: list[_Change], fill: _Filled) -> bool:
+def _only_hide(changes: list[_Change]) -> bool:
     """Whether nothing is added after a fill, and what is added before hides nothing as far as it can be seen."""
-    before, after = changes[: changes.index(fill)], changes[changes.index(fill) :]
-    added = any(isinstance(change, _Added) for change in after)
-    return not added and not any(_may_hide(change.mask) for change in before if isinstance(change, _Added))
+    first = next((number for number, change in enumerate(changes) if isinstance(change, _Filled)), len(changes))
+    if any(isinstance(change, _Added) for change in changes[first:]):
+        return False
+    return not any(_may_hide(change.mask) for change in changes[:first] if isinstance(change, _Added))
 
 
 def _may_hide(mask: fx.Node) -> bool:
@@ -577,6 +655,20 @@ def _may_hide(mask: fx.Node) -> bool:
     behind = walk.ancestors(mask, sizes)
     large = any(abs(leaf) >= -HIDDEN for node in behind for leaf in op_table.leaves(node) if _is_number(leaf))
     return large or any(node.op == "placeholder" and is_tensor(node) and value(node).ndim > 2 for node in behind)
+
+
+def _narrow(mask: fx.Node) -> fx.Node:
+    """A mask as it was before it was expanded to the shape of logits, which broadcasting does as well."""
+    while known_name(mask) == "expand_as" and _from_product(_any(mask.args[1])):
+        mask = _tensor(mask.args[0])
+    return mask
+
+
+def _written_tensor(node: fx.Node) -> Any:
+    """The tensor that operations in place, one after the other, have written to and given back."""
+    while alias.writes(node) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
 
 
 def _is_number(argument: Any) -> bool:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpass.fx.precision import HIDDEN, upcast
+from kvpass.fx.precision import ABSORBING, HIDDEN, upcast
 from kvpass.lowering.formats import Rows, Sections, grid
 from kvpass.lowering.rope import Rope
 from kvpass.torch_private.inductor import materialized
@@ -111,14 +111,20 @@ class UnknownQueries(NamedTuple):
         empty: those that get it if no key has a finite logit, as in a softmax that is spelled out.
         padded: those that get it if every key is hidden by a finite logit: the model then attends to padding as well,
             which is not held.
+        rounded: those that get it if every key is hidden by a number that absorbs logits in the model's half precision
+            and not here; None for no query.
     """
 
     empty: Tensor
     padded: Tensor
+    rounded: Tensor | None = None
 
     def of(self, most: Tensor) -> Tensor:
         """Which queries of these highest logits are such."""
-        return torch.where(most == -torch.inf, self.empty, self.padded & (most <= HIDDEN))
+        unknown = self.padded & (most <= HIDDEN)
+        if self.rounded is not None:
+            unknown = unknown | (self.rounded & (most <= HIDDEN) & (most > ABSORBING))
+        return torch.where(most == -torch.inf, self.empty, unknown)
 
 
 def softmax_beside(logits: Tensor, sink_logit: Tensor | None, blank: UnknownQueries | None = None) -> Tensor:

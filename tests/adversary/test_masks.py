@@ -102,6 +102,10 @@ SCALED = [
     spelled("filled-then-capped", lambda a, i, j: torch.tanh(a.masked_fill(j > i, -1e9) / 2) * 2, "refused"),
     spelled("added-then-multiplied", lambda a, i, j: (a + hidden(i, j, -1e4)) * 1e-4),
     spelled("low-enough-after-the-factor", lambda a, i, j: a.masked_fill(j > i, -1e9) * 0.5),
+    spelled("filled-then-scaled", lambda a, i, j: a.masked_fill(j > i, -1e4) / 8**0.5),
+    spelled("filled-then-halved", lambda a, i, j: torch.where(near(i, j), a, -1e4) * 0.5),
+    spelled("bounded-then-halved", lambda a, i, j: a.masked_fill(~near(i, j), -1e9).clamp(min=-1e4) * 0.5),
+    spelled("filled-then-divided-by-twenty", lambda a, i, j: a.masked_fill(j > i, -1e4) / 20, "refused"),
     spelled("lowest-then-multiplied", lambda a, i, j: (a + hidden(i, j)) * 0.5),
     spelled("bounded", lambda a, i, j: a.masked_fill(j > i, -1e9).clamp(min=-1e4)),
 ]
@@ -170,8 +174,14 @@ def test_a_query_that_sees_padding_alone_gets_nan() -> None:
 
 
 TWICE = [
-    spelled("different-numbers", lambda a, i, j: a.masked_fill(j > i, -1e9).masked_fill(~near(i, j), -1e4), "refused"),
-    spelled("the-other-way", lambda a, i, j: a.masked_fill(~near(i, j), -1e4).masked_fill(j > i, LOWEST), "refused"),
+    spelled("different-numbers", lambda a, i, j: a.masked_fill(j > i, -1e9).masked_fill(~near(i, j), -1e4)),
+    spelled("the-other-way", lambda a, i, j: a.masked_fill(~near(i, j), -1e4).masked_fill(j > i, LOWEST)),
+    spelled("lower-where-it-is-near", lambda a, i, j: a.masked_fill(j > i, -1e4).masked_fill(near(i, j), -2e4)),
+    spelled("and-infinite", lambda a, i, j: a.masked_fill(~near(i, j), -1e4).masked_fill(j > i, -torch.inf)),
+    spelled("biased-before-both", lambda a, i, j: twice(a - 0.1 * (i - j), i, j, -2e4, -1e4)),
+    spelled("numbers-close-together", lambda a, i, j: twice(a, i, j, -10010, -1e4), "refused"),
+    spelled("a-bound-between", lambda a, i, j: twice(a, i, j, -3e4, -1e4).clamp(min=-2e4), "refused"),
+    spelled("four-numbers", lambda a, i, j: twice(twice(a, i, j, -4e4, -3e4), i, j + 1, -2e4, -1e4), "refused"),
     spelled("both-low", lambda a, i, j: a.masked_fill(~near(i, j), -1e9).masked_fill(j > i, LOWEST)),
     spelled("both-low-replaced", lambda a, i, j: torch.where(near(i, j), a.masked_fill(j > i, LOWEST), -1e9)),
     spelled("the-same-number", lambda a, i, j: a.masked_fill(j > i, -1e4).masked_fill(~near(i, j), -1e4)),
@@ -189,6 +199,66 @@ TWICE = [
 def test_masks_apply_in_the_models_order(spelling: Spelling) -> None:
     """Masks are composed from the first to the last; numbers that cannot be told apart so are refused."""
     spelling.check()
+
+
+def twice(a: Tensor, i: Tensor, j: Tensor, one: float, other: float) -> Tensor:
+    """Logits of which later keys are filled with one number, and those that are not near with another."""
+    return a.masked_fill(j > i, one).masked_fill(~near(i, j), other)
+
+
+FLOAT16 = torch.finfo(torch.float16).min
+
+
+def in_half(name: str, change: Callable[..., Tensor], kind: Kind = "held", **how: Any) -> Spelling:
+    return spelled(name, change, kind, **{"model": {"dtype": torch.float16}, **how})
+
+
+def added_in(dtype: torch.dtype, allowed: Tensor, low: float) -> Tensor:
+    return torch.zeros((), dtype=dtype).masked_fill(~allowed, low)
+
+
+HALVES = [
+    in_half("filled-and-added", lambda a, i, j, p: a.masked_fill(j > i, FLOAT16) + padding_in(a, p, i, j), **PADDED),
+    in_half(
+        "chosen-and-added",
+        lambda a, i, j, p: torch.where(j <= i, a, torch.full([], FLOAT16, dtype=a.dtype)) + padding_in(a, p, i, j),
+        **PADDED,
+    ),
+    in_half("bounded", lambda a, i, j, p: torch.max(a + padding_in(a, p, i, j), torch.tensor(FLOAT16)), **PADDED),
+    in_half("biased-after", lambda a, i, j: a.masked_fill(j > i, FLOAT16) + (0.1 * (j - i)).to(a.dtype)),
+    in_half("float32-after", lambda a, i, j: (a.masked_fill(j > i, FLOAT16) + 0.1 * (j - i)).half()),
+    in_half("too-high", lambda a, i, j: a.masked_fill(j > i, -1e4) + (0.1 * (j - i)).to(a.dtype), "refused"),
+    spelled("bfloat16", lambda a, i, j: a.masked_fill(j > i, -1e4) + (0.1 * (j - i)).to(a.dtype), **HALF),
+    spelled("bfloat16-1e4", lambda a, i, j: (a + 0.3 * (j - i)).to(a.dtype).masked_fill(~near(i, j), -1e4), **HALF),
+]
+
+
+def padding_in(a: Tensor, p: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return added_in(a.dtype, (j <= i) & keys(p).bool(), torch.finfo(a.dtype).min)
+
+
+@pytest.mark.few(3)
+@parameters(HALVES)
+def test_numbers_absorb_logits_in_the_models_own_dtype(spelling: Spelling) -> None:
+    """float16 has no number lower than -65504: added to it, logits of ordinary size are rounded away."""
+    spelling.check()
+
+
+ROUNDED = {
+    "float16": lambda a, i, j: a + added_in(torch.float16, near(i, j), FLOAT16),
+    "float16-1e4": lambda a, i, j: a + added_in(torch.float16, near(i, j), -1e4),
+    "bfloat16-1e4": lambda a, i, j: a.bfloat16() + added_in(torch.bfloat16, near(i, j), -1e4),
+    "rounded-later": lambda a, i, j: (a.float() + added_in(torch.float32, near(i, j), FLOAT16)).half(),
+}
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", ROUNDED)
+def test_a_query_that_sees_nothing_in_half_precision_gets_nan(name: str) -> None:
+    """What the model rounds is not rounded in a step: no number is plausible and wrong."""
+    dtype = torch.bfloat16 if name.startswith("bfloat16") else torch.float16
+    made = Bare(spelled("", ROUNDED[name]).attend, table=torch.ones(2), dtype=dtype)
+    assert judge(Case(made, {}, (5, 1, 1), wrap=made.call)).detail == "call 2: off by nan"
 
 
 def beside(name: str, change: Callable[..., Tensor], kind: Kind = "refused") -> Spelling:

@@ -77,6 +77,21 @@ def bias_from_the_end(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tenso
     return torch.matmul(logits.softmax(-1), v)
 
 
+def written_in_place(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    """Nobody uses what the writes give back; the mask is as large as the logits."""
+    logits = torch.matmul(q, k.transpose(2, 3))
+    logits *= 0.5
+    logits.mul_(0.5)
+    logits.masked_fill_((allowed == 0).expand_as(logits), LOWEST)
+    return torch.matmul(logits.float().softmax(-1), v)
+
+
+def added_in_place(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    logits = torch.matmul(q, k.transpose(2, 3)).div_(4.0)
+    logits.add_(torch.where(allowed, 0.0, LOWEST))
+    return torch.matmul(logits.softmax(-1), v)
+
+
 TABLE = 16
 SPELLINGS: list[Spelling] = [
     scale_first,
@@ -88,6 +103,8 @@ SPELLINGS: list[Spelling] = [
     gate_by_sum_afterwards,
     bias_of_values,
     bias_from_the_end,
+    written_in_place,
+    added_in_place,
 ]
 
 
@@ -220,6 +237,19 @@ def test_what_is_no_log_sum_exp_of_the_logits(function: Callable[..., Tensor]) -
     assert call.lse is None
 
 
+def test_a_log_sum_exp_of_logits_that_are_written_to_afterwards_is_none_of_theirs() -> None:
+    def before(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        logits = torch.matmul(q, k.transpose(2, 3))
+        total = logits.logsumexp(-1, keepdim=True)
+        logits.mul_(0.5)
+        return torch.matmul(logits.softmax(-1), v) * total
+
+    q = torch.randn(2, 4, 3, 16)
+    (call,) = find(before, q, q, q)
+    assert call.lse is None
+    assert call.scale == 0.5
+
+
 def squares(x: Tensor) -> Tensor:
     return x @ x.transpose(-1, -2)
 
@@ -235,6 +265,32 @@ NO_ATTENTION: dict[str, tuple[Callable[[Tensor], Tensor], str, str]] = {
     "over queries": (lambda x: squares(x).softmax(-2) @ x, "softmax", "not over the last dimension"),
     "capped twice": (lambda x: squares(x).tanh().tanh().softmax(-1) @ x, "tanh", "capped twice"),
 }  # fmt: skip
+
+
+def in_place(write: Callable[[Tensor], Any], to: str) -> Callable[[Tensor], Tensor]:
+    """Attention amid which a write happens whose result nobody uses."""
+
+    def attend(x: Tensor) -> Tensor:
+        bias, keys = x.mean(-1)[..., None, :] * 2, x * 2
+        logits = x @ keys.transpose(-1, -2) + bias
+        if to in ("logits", "bias"):
+            write(logits if to == "logits" else bias)
+        probabilities = logits.softmax(-1)
+        if to in ("probabilities", "keys"):
+            write(probabilities if to == "probabilities" else keys)
+        return probabilities @ x
+
+    return attend
+
+
+NO_ATTENTION |= {
+    "written by subscript": (in_place(lambda t: t.__setitem__((..., 0), 0.0), "logits"), "setitem", "no operation"),
+    "written by a view": (in_place(lambda t: t[..., 0].fill_(0.0), "logits"), "fill_", "another view"),
+    "written by an unknown operation": (in_place(lambda t: t.sin_(), "logits"), "sin_", "no operation on logits"),
+    "probabilities are written": (in_place(lambda t: t.mul_(0.5), "probabilities"), "mul_", "amid the computation"),
+    "keys are written": (in_place(lambda t: t.mul_(0.5), "keys"), "mul_", "amid the computation"),
+    "a bias is written": (in_place(lambda t: t.mul_(0.5), "bias"), "mul_", "amid the computation"),
+}
 
 
 @pytest.mark.parametrize("name", NO_ATTENTION)

@@ -95,12 +95,16 @@ class ConversationPlan:
         gap: whether one token amid the others is padding, too, where padding is known.
         ids: what the whole numbers that belong to tokens are changed to: "changing" amid the conversation, or with the
             new tokens ("new"); None leaves them.
+        pads: whether rows begin with padding, where padding is known.
+        forgets: so many of the last tokens before the call are not held.
     """
 
     count: int
     near: tuple[int, ...] = ()
     gap: bool = False
     ids: Literal["changing", "new"] | None = None
+    pads: bool = True
+    forgets: int = 0
 
     @property
     def said(self) -> str:
@@ -137,7 +141,11 @@ class Conversation:
         One more amid the others leaves ranks as they are only where keys are not rotated by rank.
         """
         valid = torch.ones(self.batch, self.count, dtype=torch.bool)
-        if self.step.context.padding_inputs.known and not (self.step.ranked and self.step.rewrite.positions):
+        if (
+            self.plan.pads
+            and self.step.context.padding_inputs.known
+            and not (self.step.ranked and self.step.rewrite.positions)
+        ):
             for row in range(self.batch):
                 valid[row, : (row + 1) % (min(self.count, 2) + 1)] = False
                 if self.plan.gap and not self.step.ranked and self.count >= 6:
@@ -148,6 +156,9 @@ class Conversation:
         """All that is stored if it fits, else tokens at both ends, those near some of interest, and others."""
         stored = self.stored[layer]
         first, room = self.count - stored, self.step.slots[layer].capacity - self.step.context.decodes
+        if self.plan.forgets:  # at least one token is held
+            last = max(self.count - self.plan.forgets, first + 1)
+            return torch.arange(max(first, last - room), last)
         if stored <= room:
             return torch.arange(first, self.count)
         near = [token + by for token in self.plan.near for by in (0, -1, 1)]

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvpass.fx.precision import HIDDEN, accumulate_dtype
+
 SAFETY = 4.0
 """How many times the estimated rounding error is allowed."""
 SAME = 16.0
 """Units in the last place by which values may differ, as a whole, that are computed alike from equal values."""
-HIDDEN = -1e4
-"""A bias of at most so much hides a key, see `kvpass.capture.padding_analysis`."""
 TENSOR_CORES = 2.0**-11
 """The precision of products in float32 on a GPU, which may be computed in TF32."""
 
@@ -34,6 +34,8 @@ class Expected:
         error: float64 [B, Hq, q], the root mean square over Dv that is allowed.
         lse, lse_error: float64 [B, Hq, q], the log-sum-exp without the sink.
         some: bool [B, Hq, q], whether the query sees a key.
+        hidden: bool [B, Hq, q], whether finite logits hide every key, so that the query attends to hidden keys.
+        zero: bool [B, Hq, q], whether no key has a finite logit and the answer is zero.
         bias: float64 [B or 1, Hq or 1, q or 1, N], what the mask adds, -inf where it hides a key; None for nothing.
         bias_eps: a unit in the last place of the mask's own dtype.
         keys: N.
@@ -44,19 +46,37 @@ class Expected:
     lse: Tensor
     lse_error: Tensor
     some: Tensor
+    hidden: Tensor
+    zero: Tensor
     bias: Tensor | None
     bias_eps: float
     keys: int
 
     def excess(self, output: Tensor, only: Tensor | None = None) -> float:
-        """By how much an output [B, Hq, q, Dv] exceeds the allowed error, as a multiple; of `only` these queries."""
+        """By how much an output [B, Hq, q, Dv] exceeds the allowed error, as a multiple; of `only` these queries.
+
+        A query whose answer is NaN, as a softmax over nothing gives it, is not compared.
+        """
         apart = (output.double() - self.output).square().mean(-1).sqrt()
-        return _largest(apart, self.error, self.some if only is None else self.some & only)
+        known = self.some | self.hidden | self.zero
+        return _largest(apart, self.error, known if only is None else known & only)
 
     def lse_excess(self, lse: Tensor, only: Tensor | None = None) -> float:
-        """The same of a log-sum-exp of the shape [B, Hq, q]."""
+        """The same of a log-sum-exp of the shape [B, Hq, q]; that of hidden keys alone must hide, too."""
         apart = (lse.double() - self.lse).abs()
+        hides = self.hidden if only is None else self.hidden & only
+        if bool((hides & ~(lse <= HIDDEN / 2)).any()):
+            return math.inf
         return _largest(apart, self.lse_error, self.some if only is None else self.some & only)
+
+    def hides_new_keys(self) -> bool:
+        """Whether a query does not see its own key, so that it may see none; the last q keys are the queries' own."""
+        queries = self.some.shape[2]
+        if self.bias is None or self.bias.shape[-1] < queries:
+            return not bool(self.some.all())
+        own = self.bias[..., -queries:]
+        own = own.expand(*own.shape[:2], queries, queries).diagonal(dim1=-2, dim2=-1)
+        return bool((own <= HIDDEN).any())
 
     def sees(self, mask: Tensor, bias: Tensor | None, columns: Tensor) -> bool:
         """Whether a mask [B, ., ., q, N] and a bias on slots are those on the keys, for queries that see any.
@@ -114,8 +134,14 @@ def expected(call: dict[str, Any], columns: Tensor | None = None, queries: Tenso
         key, value, bias = key[:, :, columns], value[:, :, columns], _taken(bias, -1, columns)
     if queries is not None:
         query, bias = query[:, :, queries], _taken(bias, -2, queries)
-    logits, error = _logits(call, query, _for_heads(key, query), bias)
-    return _attended(call, logits, error, _for_heads(value, query), bias, queries)
+    logits, error = _logits(call, query, _for_heads(key, query))
+    added = _with_bias(call, logits, error, bias)
+    seen = torch.ones_like(logits[..., :1]) if bias is None else bias > HIDDEN / 2  # a bias may be added to what hides
+    some = seen.any(-1).expand(logits.shape[:-1])
+    if not bool(some.all()):
+        blind = _hidden_alone(call, logits, error, bias)
+        added = (torch.where(some[..., None], added[0], blind[0]), torch.where(some[..., None], added[1], blind[1]))
+    return _attended(call, *added, some, _for_heads(value, query), bias, queries)
 
 
 def as_computed(call: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
@@ -150,8 +176,8 @@ def _bias(call: dict[str, Any], queries: int, keys: int) -> Tensor | None:
     return made
 
 
-def _logits(call: dict[str, Any], query: Tensor, key: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The logits [B, Hq, q, N] and how far each may be off."""
+def _logits(call: dict[str, Any], query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """The logits [B, Hq, q, N] without a mask, and how far each may be off."""
     given, products = _eps(query), _eps(query, call.get("scores"), call.get("weights"))
     accumulated = _accumulated(query)
     logits = query.double() @ key.transpose(-1, -2) * call["scale"]
@@ -160,28 +186,50 @@ def _logits(call: dict[str, Any], query: Tensor, key: Tensor, bias: Tensor | Non
     if call.get("cap") is not None:
         logits = torch.tanh(logits / call["cap"]) * call["cap"]
         error = error + products * logits.abs()
-    if bias is not None:
-        logits = logits + bias
-        error = error + torch.where(bias == -torch.inf, 0.0, products * logits.abs())
     return logits, SAFETY * error
+
+
+def _with_bias(call: dict[str, Any], logits: Tensor, error: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Logits with what the mask adds, and how far each may be off."""
+    if bias is None:
+        return logits, error
+    products = _eps(call["query"], call.get("scores"), call.get("weights"))
+    logits = logits + bias
+    return logits, error + SAFETY * torch.where(bias == -torch.inf, 0.0, products * logits.abs())
+
+
+def _hidden_alone(call: dict[str, Any], logits: Tensor, error: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The same of queries that see no key: the rounding of a low number decides what is left of a logit beside it."""
+    hidden, mask = call.get("hidden"), call["mask"]
+    boolean = mask is not None and mask.dtype == torch.bool
+    if bias is None or (boolean and hidden is None):
+        return _with_bias(call, logits, error, bias)
+    if boolean and hidden is not None:
+        return torch.where(bias == -torch.inf, hidden, logits), torch.where(bias == -torch.inf, 0.0, error)
+    dtype = call.get("weights") or accumulate_dtype(call["query"].dtype)
+    low, made, high = ((logits + by * error + bias).to(dtype).double() for by in (-1, 0, 1))
+    apart = torch.maximum(high - made, made - low).nan_to_num(0.0)
+    absorbed = (low == bias) & (high == bias)
+    return made, apart + torch.where(absorbed | (made == -torch.inf), 0.0, 2 * torch.finfo(dtype).eps * made.abs())
 
 
 def _attended(
     call: dict[str, Any],
     logits: Tensor,
     error: Tensor,
+    some: Tensor,
     value: Tensor,
     bias: Tensor | None,
     queries: Tensor | None,
 ) -> Expected:
-    some = (logits > HIDDEN).any(-1)
-    logits = torch.where(some[..., None], logits, 0.0)  # such a query is not compared
-    lse, sink = logits.logsumexp(-1), call.get("sink_logit")
+    sink, nothing = call.get("sink_logit"), (logits == -torch.inf).all(-1)
+    logits = torch.where(nothing[..., None], 0.0, logits)
+    lse = logits.logsumexp(-1)
     whole = logits
     if sink is not None:
         sink = sink if queries is None or sink.shape[2] == 1 else sink[:, :, queries]
         whole = torch.cat([logits, sink.double().expand(*logits.shape[:3], 1)], -1)
-    probs = whole.softmax(-1)[..., : logits.shape[-1]]
+    probs = whole.softmax(-1)[..., : logits.shape[-1]].masked_fill(nothing[..., None], 0.0)
     output = probs @ value
     doubt = (2 * error.clamp(max=10)).expm1()
     squares = value.square().sum(-1)  # [B, Hq, N]
@@ -198,7 +246,9 @@ def _attended(
     error = allowed / math.sqrt(value.shape[-1]) + tiny
     floating = call["mask"] is not None and call["mask"].is_floating_point()
     bias_eps = _eps(call["mask"]) if floating else 0.0
-    return Expected(output, error, lse, lse_error + tiny, some, bias, bias_eps, value.shape[2])
+    spelled = call.get("weights") is not None and sink is None  # its softmax over nothing is NaN
+    zero = torch.zeros_like(nothing) if spelled else nothing
+    return Expected(output, error, lse, lse_error + tiny, some, ~some & ~nothing, zero, bias, bias_eps, value.shape[2])
 
 
 def _accumulated(tensor: Tensor) -> float:

@@ -102,6 +102,7 @@ class Lockstep:
         queries: the queries of each call that are looked at, None for all; real: bool [B, q], which are no padding.
         wanted: by the name of a canonical call its exact result.
         inputs: by the name of a canonical node the value of a query, or of new rows.
+        blind: whether a query does not see its own key in some call, so that one may see none.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class Lockstep:
         self.calls = [(i, each) for i, site in enumerate(sites) for each in site.all]
         self.wanted: dict[str, Expected] = {}
         self.inputs: dict[str, Tensor] = {}
+        self.blind = False
         self._theirs: dict[str, Tensor] = {}
         self._finite: dict[str, Tensor] = {}
 
@@ -220,6 +222,7 @@ class Lockstep:
             given = as_computed(given, theirs.dtype)
             made = expected(given, None if compares else columns, self.queries)
             if compares:
+                self.blind = self.blind or made.hides_new_keys()
                 self.check(self._excess(node, made, theirs), site, "attention is not what the model is read to compute")
             self.wanted[node.name] = made if columns is None or not compares else expected(given, columns, self.queries)
             return theirs.clone()
@@ -228,12 +231,17 @@ class Lockstep:
 
     # -- the third graph ---------------------------------------------------------------------------------------------
 
-    def at_call(self, site: AttentionSite, call: fx.Node, what: str) -> Visit:
-        """Compare the third graph's result of a canonical call, and go on with the model's."""
+    def at_call(self, site: AttentionSite, call: fx.Node, what: str, padded: Tensor | None = None) -> Visit:
+        """Compare the third graph's result of a canonical call, and go on with the model's.
+
+        Args:
+            padded: bool [B], the rows with padding that the third graph does not hold.  There a query that sees no key
+                has an unknown answer, as the model attends to padding, too.
+        """
 
         def visit(walk: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
             theirs = self._shaped(site, self.their(call), result)
-            self.check(self._excess(call, self.wanted[call.name], result), site, what)
+            self.check(self._excess(call, self.wanted[call.name], result, padded), site, what)
             return theirs.clone()
 
         return visit
@@ -257,7 +265,7 @@ class Lockstep:
 
     # -- comparing ---------------------------------------------------------------------------------------------------
 
-    def _excess(self, call: fx.Node, wanted: Expected, result: Tensor) -> float:
+    def _excess(self, call: fx.Node, wanted: Expected, result: Tensor, padded: Tensor | None = None) -> float:
         """By how much a result exceeds the rounding error; of real queries for which the model has numbers."""
         finite = self._finite[_in_model(call)]
         compared = finite.reshape(*result.shape[:3], -1).all(-1)
@@ -265,6 +273,8 @@ class Lockstep:
         result = result if call.target is ATTENTION else result.reshape(compared.shape)
         if self.queries is not None:
             result, compared = result[:, :, self.queries], compared[:, :, self.queries]
+        if padded is not None:
+            compared = compared & ~(padded[:, None, None] & wanted.hidden)
         if call.target is not ATTENTION:
             return wanted.lse_excess(result, compared)
         return wanted.excess(result, compared) if result.shape == wanted.output.shape else float("inf")
@@ -303,7 +313,7 @@ def without_side_effects() -> contextlib.ExitStack:
 
 def validated(
     calls: Iterable[Made],
-    compare: Callable[[Made], None],
+    compare: Callable[[Made], object],
     further: Callable[[Made, list[str]], None],
     kind: str,
     why: str,

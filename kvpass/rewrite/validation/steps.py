@@ -12,6 +12,7 @@ A policy that changes logits (sage, buzz with `log_n`) is held against the model
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,6 +44,8 @@ FEW = 7
 """As many are made up where the call at hand has seen fewer: of one token nothing shows in which order they are."""
 LENGTHS = 6
 """Most lengths of further conversations."""
+BLOCKS = 2
+"""Most constants of which conversations begin a block anew."""
 
 
 def validate(step: StepCase) -> Validation:
@@ -63,9 +66,14 @@ def validate(step: StepCase) -> Validation:
 def _try_others(step: StepCase, first: ConversationPlan, left: list[str]) -> None:
     """Run one layer of each kind on further conversations, as far as the model's own graph runs; note the others."""
     last = last_new_kind(step.canonical.graph, step.sites)
+    blind = False
     for plan in _further_plans(step, first):
         with leaving_out(left, plan.said):
-            _compare(step, Conversation(step, plan), last)
+            blind = _compare(step, Conversation(step, plan), last) or blind
+    if blind:
+        for plan in _blind_plans(step, first):
+            with leaving_out(left, plan.said):
+                _compare(step, Conversation(step, plan), last)
 
 
 def _first_plans(step: StepCase) -> Iterator[ConversationPlan]:
@@ -96,6 +104,24 @@ def _further_plans(step: StepCase, first: ConversationPlan) -> Iterator[Conversa
         if _has_ids(step):
             yield ConversationPlan(few, ids="changing")
             yield ConversationPlan(few, ids="new")
+
+
+def _blind_plans(step: StepCase, first: ConversationPlan) -> Iterator[ConversationPlan]:
+    """Conversations in which a query may see no key, or none that is held: at the beginning of a block or a segment."""
+    numbered = step.ranked or any(layout.policy.renumbers for layout in step.layouts)
+    table = math.inf if step.layouts[0].device.type == "cpu" else max(step.seen, smallest_table(step.gm.graph))
+    for number in of_lengths(step.gm.graph)[:BLOCKS]:
+        for count, forgets in ((number, 0), (number + 2, 2)):
+            if count + step.queries <= table and _fits(step, count) and not (numbered and forgets):
+                yield ConversationPlan(count, pads=False, forgets=forgets)
+    few = min(first.count, _room(step))
+    for count in (few - 1, few):  # one of them begins a block of two
+        if count > 1 and _fits(step, count):
+            yield ConversationPlan(count, pads=False)
+    if few > 1 and _fits(step, few) and _has_ids(step):
+        yield ConversationPlan(few, ids="new", pads=False)
+        if not numbered:
+            yield ConversationPlan(few, ids="changing", pads=False, forgets=few - few // 2)
 
 
 def _interesting(constants: list[int], count: int, new: int) -> tuple[int, ...]:
@@ -179,8 +205,8 @@ def _past_lengths(step: StepCase) -> list[Any]:
     return [value(past).shape[2] for site in whole for past in (site.past_key, site.past_value)]  # type: ignore[arg-type]
 
 
-def _compare(step: StepCase, made: Conversation, last: fx.Node | None) -> None:
-    """Run the three graphs on one conversation, up to a canonical call.
+def _compare(step: StepCase, made: Conversation, last: fx.Node | None) -> bool:
+    """Run the three graphs on one conversation, up to a canonical call; return whether a query may see no key.
 
     Raises:
         UnsupportedGraph: the graphs differ.
@@ -199,6 +225,7 @@ def _compare(step: StepCase, made: Conversation, last: fx.Node | None) -> None:
         for index, grown in zip(rewrite.grown, rewrite.host_precomputed(made.plain), strict=False):
             outputs[index] = grown
     pair.compare_outputs(outputs, theirs, rewrite.unread)
+    return pair.blind
 
 
 def _run_rewritten(step: StepCase, made: Conversation, pair: Lockstep) -> list[Any]:
@@ -206,6 +233,7 @@ def _run_rewritten(step: StepCase, made: Conversation, pair: Lockstep) -> list[A
     slots = MadeUpSlots(made)
     context, left = step.context, set(step.rewrite.gm.graph.nodes)
     moved = [each for site in context.sites for each in site.all]
+    padded = (~made.valid.all(-1)).to(step.layouts[0].device)
     for (layer, site), ours in zip(pair.calls, moved, strict=True):
         given = arguments(site.call)
         if (ours.scale, ours.cap) != (given["scale"], given["cap"]):
@@ -217,7 +245,7 @@ def _run_rewritten(step: StepCase, made: Conversation, pair: Lockstep) -> list[A
         for node in (site.call, site.lse):
             if node is not None:
                 what = "attention to the slots is not attention to the cache"
-                visits[context.replaced[node.name]] = pair.at_call(site, node, what)
+                visits[context.replaced[node.name]] = pair.at_call(site, node, what, padded)
         pairs = [(ours.query, site.query), (ours.key, site.key), (ours.value, site.value)]
         if not step.ranked or bool(made.valid.all()):
             visits |= {our: pair.at_input(site, their) for our, their in pairs if our in left and our not in visits}

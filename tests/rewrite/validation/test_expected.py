@@ -29,12 +29,42 @@ def test_the_tolerance_follows_from_the_dtype(dtype: torch.dtype) -> None:
     assert excess(1 + 200 * torch.finfo(dtype).eps) > 1
 
 
-def test_a_query_that_sees_no_key_is_compared_with_nothing() -> None:
-    query, key = torch.randn(1, 1, 2, 4), torch.randn(1, 1, 3, 4)
-    mask = torch.tensor([[True, True, False], [False, False, False]])[None, None]
-    exact = expected(dict(query=query, key=key, value=key, mask=mask, scale=1.0))
+LOWEST = torch.finfo(torch.float32).min
+SPELLED = dict(scores=torch.float32, weights=torch.float32, output=torch.float32)
+HALF = dict.fromkeys(SPELLED, torch.bfloat16)
+
+
+@pytest.mark.parametrize("low", [None, -torch.inf, LOWEST, -1e9, -1e4])
+@pytest.mark.parametrize("dtypes", [{}, SPELLED, HALF], ids=["library", "spelled", "spelled in half precision"])
+@pytest.mark.parametrize("fills", [False, True])
+def test_a_query_that_sees_no_key_is_compared_as_well(low: float | None, dtypes: Any, fills: bool) -> None:
+    """It attends to hidden keys, or its answer is zero; NaN of a softmax over nothing says nothing."""
+    torch.manual_seed(1)
+    dtype = dtypes.get("output", torch.float32)
+    low = torch.finfo(dtype).min if low == LOWEST else low
+    query, key = (torch.randn(1, 1, n, 4).to(dtype) for n in (2, 3))
+    allowed = torch.tensor([[True, True, False], [False, False, False]])[None, None]
+    call: dict[str, Any] = dict(query=query, key=key, value=key, sink_logit=None, scale=1.0, mask=allowed, **dtypes)
+    if low is not None and fills and dtypes:
+        call["hidden"] = low
+    elif low is not None:
+        call["mask"] = torch.zeros(()).masked_fill(~allowed, low).to(dtype)
+    exact = expected(call)
     assert exact.some.flatten().tolist() == [True, False]
-    assert exact.excess(exact.output + torch.tensor([0.0, 5.0])[:, None]) == 0
+    right = torch.ops.kvpass.attention.default(**call)
+    known = bool(right.isfinite().all())
+    assert known == (low not in (None, -torch.inf) or not dtypes)
+    assert exact.excess(right, right.isfinite().all(-1)) <= 1
+    moved = right + torch.tensor([0.0, 0.05])[:, None]
+    assert exact.excess(moved, moved.isfinite().all(-1)) > 1 or not known
+
+
+def test_a_key_of_its_own_that_is_hidden_is_noticed() -> None:
+    query, key = torch.randn(1, 1, 2, 4), torch.randn(1, 1, 3, 4)
+    for below, hides in ((2, False), (1, True)):
+        mask = torch.ones(2, 3, dtype=torch.bool).tril(below - 1)[None, None]
+        exact = expected(dict(query=query, key=key, value=key, mask=mask, scale=1.0))
+        assert exact.hides_new_keys() == hides
 
 
 def test_a_mask_on_slots_is_compared_by_token() -> None:

@@ -194,6 +194,98 @@ def test_a_window_that_is_wrong_behind_64_tokens_is_refused(monkeypatch: pytest.
     assert refused(model)
 
 
+# -- queries that see no key ---------------------------------------------------------------------------------------
+
+
+def in_blocks(i: Tensor, j: Tensor, **_: Any) -> Tensor:
+    """Earlier tokens of the same three."""
+    return (j < i) & (j // 3 == i // 3)
+
+
+def in_pairs(i: Tensor, j: Tensor, **_: Any) -> Tensor:
+    return (j < i) & (j // 2 == i // 2)
+
+
+def in_segments(i: Tensor, j: Tensor, s: Tensor) -> Tensor:
+    return (j < i) & (keys(s) == s[:, None, -i.shape[0] :, None])
+
+
+def in_blocks_and_no_padding(i: Tensor, j: Tensor, p: Tensor) -> Tensor:
+    return in_blocks(i, j) & keys(p).bool()
+
+
+def filled(allowed: Callable[..., Tensor], low: float) -> Any:
+    return logits(lambda a, i, j, **inputs: a.masked_fill(~allowed(i, j, **inputs), low))
+
+
+def added(allowed: Callable[..., Tensor], low: float) -> Any:
+    return logits(lambda a, i, j, **inputs: a + torch.zeros(()).masked_fill(~allowed(i, j, **inputs), low))
+
+
+def by_library(allowed: Callable[..., Tensor], low: float | None = None) -> Any:
+    if low is None:
+        return sdpa(lambda i, j, **inputs: allowed(i, j, **inputs).view(-1, 1, i.shape[0], j.shape[0]))
+    return sdpa(
+        lambda i, j, **inputs: (
+            torch.zeros(()).masked_fill(~allowed(i, j, **inputs), low).view(-1, 1, i.shape[0], j.shape[0])
+        )
+    )
+
+
+def hidden_keys_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A query that sees nothing gets zeros, or NaN, where the model averages over hidden keys."""
+    right = layer_step.with_mask
+
+    def wrong(live: Tensor, mask: Tensor | None, hidden: float | None) -> Any:
+        mask, bias = right(live, mask, hidden)
+        return (mask, None) if bias is None else (mask & (bias > -1e4), bias)
+
+    monkeypatch.setattr(layer_step, "with_mask", wrong)
+
+
+def hidden_keys_are_averaged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the other way round."""
+    right = layer_step.with_mask
+
+    def wrong(live: Tensor, mask: Tensor | None, hidden: float | None) -> Any:
+        mask, bias = right(live, mask, hidden)
+        left = torch.where(mask, 0.0 if bias is None else bias, -1e32).clamp_min(-1e32)
+        return live, left
+
+    monkeypatch.setattr(layer_step, "with_mask", wrong)
+
+
+LOWEST = torch.finfo(torch.float32).min
+SEGMENTS = {"s": seen([[0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 2], [0, 0, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2]])}
+BLIND = [
+    pytest.param(filled(in_blocks, LOWEST), hidden_keys_are_left_out, {}, id="filled"),
+    pytest.param(filled(in_blocks, -1e4), hidden_keys_are_left_out, {}, id="filled-1e4"),
+    pytest.param(added(in_blocks, LOWEST), hidden_keys_are_left_out, {}, id="added"),
+    pytest.param(added(in_blocks, -1e9), hidden_keys_are_left_out, {}, id="added-1e9"),
+    pytest.param(added(in_blocks, -1e4), hidden_keys_are_left_out, {}, id="added-1e4"),
+    pytest.param(by_library(in_blocks), hidden_keys_are_averaged, {}, id="library"),
+    pytest.param(by_library(in_blocks, -torch.inf), hidden_keys_are_averaged, {}, id="library-infinite"),
+    pytest.param(by_library(in_blocks, LOWEST), hidden_keys_are_left_out, {}, id="library-lowest"),
+    pytest.param(by_library(in_pairs), hidden_keys_are_averaged, {}, id="library-pairs"),
+    pytest.param(by_library(in_segments), hidden_keys_are_averaged, SEGMENTS, id="library-segments"),
+    pytest.param(filled(in_segments, -1e9), hidden_keys_are_left_out, SEGMENTS, id="filled-segments"),
+    pytest.param(filled(in_blocks_and_no_padding, LOWEST), hidden_keys_are_left_out, {"p": PADDED}, id="padded"),
+]
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("pieces", [(5, 1), (4, 2)], ids=["step", "chunk"])
+@pytest.mark.parametrize(("attend", "patch", "inputs"), BLIND)
+def test_a_wrong_answer_to_a_query_that_sees_no_key_is_refused(
+    attend: Any, patch: Patch, inputs: Any, pieces: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before one comes up: in most cases the tokens behind the prompt see others."""
+    model = Small(attend)
+    assert not refused(model, "full", inputs=inputs, pieces=pieces)
+    patch(monkeypatch)
+    assert refused(model, "full", inputs=inputs, pieces=pieces)
+
+
 # -- right ones ----------------------------------------------------------------------------------------------------
 
 
