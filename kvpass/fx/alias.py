@@ -1,4 +1,4 @@
-"""Find which nodes of a graph write to memory, and which nodes share it."""
+"""Find the nodes of a graph that write to memory, and the nodes that share memory."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvpass.torch_private import fake_tensors, fx_nodes, tensor_types
 
 @dataclasses.dataclass(frozen=True)
 class Writers:
-    """What writes in place in a graph, as the graph is when this is made.
+    """The in-place writes of a graph, as the graph was when this object was made.
 
     Attributes:
         memory: for each node that may be a view, the node whose memory it shares.
-        to: the nodes that write to each such memory, in order.
+        to: for each memory, the nodes that write to it, in the order of the graph.
     """
 
     memory: Mapping[fx.Node, fx.Node]
@@ -35,7 +35,7 @@ class Writers:
         return cls(memory, to)
 
     def to_memory_of(self, node: fx.Node) -> Sequence[fx.Node]:
-        """What writes to a node or to what it is a view of."""
+        """Return the nodes that write to the memory of a node, in order."""
         return self.to.get(self.memory.get(node, node), ())
 
 
@@ -46,12 +46,13 @@ def behind(
     through: Mapping[fx.Node, fx.Node] | None = None,
     writers: Writers | None = None,
 ) -> set[fx.Node]:
-    """The results and all that they are computed from, writes in place included; not walking into `stop`.
+    """Return the results and all nodes that they are computed from, in-place writes included.
 
     Args:
-        reader: what reads the results, after which writes no longer matter; by default the last of them.
-        through: nodes of which only one operand is followed, and that operand.
-        writers: of the graph, if they are known.
+        stop: nodes at which the walk ends; they are not returned.
+        reader: the node that reads the results; later writes do not matter.  The last of the results by default.
+        through: for some nodes, the one operand that the walk follows.
+        writers: the writes of the graph, if the caller has them.
     """
     writers = writers or Writers.of(results[0].graph)
     last = reader or max(results)
@@ -78,7 +79,7 @@ _VIEWS = frozenset(
 
 
 def writes(node: fx.Node) -> bool:
-    """Whether a node of Dynamo's writes to its first argument in place."""
+    """Check whether a node of Dynamo's graph writes to its first argument in place."""
     if node.op not in ("call_function", "call_method"):
         return False
     name = name_of(node)
@@ -87,7 +88,7 @@ def writes(node: fx.Node) -> bool:
 
 
 def writers_to(nodes: set[fx.Node], writers: Writers | None = None) -> list[fx.Node]:
-    """The nodes that write in place to the memory of any of `nodes`, views included, in order."""
+    """Return the nodes that write in place to the memory of any of `nodes`, views included, in order."""
     if not nodes:
         return []
     writers = writers or Writers.of(next(iter(nodes)).graph)
@@ -95,23 +96,26 @@ def writers_to(nodes: set[fx.Node], writers: Writers | None = None) -> list[fx.N
 
 
 def overwritten(nodes: set[fx.Node], since: fx.Node | None = None, writers: Writers | None = None) -> fx.Node | None:
-    """A node that writes to one of `nodes` and is not among them, so that they do not say what is computed.
+    """Return a node outside `nodes` that writes to their memory, or None.
+
+    Such a write means that `nodes` alone do not determine what is computed.
 
     Args:
-        since: look only at what comes after this node.
-        writers: of the graph, if they are known.
+        since: consider only writes after this node.
+        writers: the writes of the graph, if the caller has them.
     """
     late = [writer for writer in writers_to(nodes, writers) if writer not in nodes]
     return next((writer for writer in late if since is None or since < writer), None)
 
 
 def eliminate_dead(graph: fx.Graph, among: set[fx.Node] | None = None) -> None:
-    """Remove what nobody needs.  A write in place is needed if what it writes to is read afterwards.
+    """Remove nodes whose results are not needed.
 
-    torch.fx's own pass takes a write without users for dead, and one by setitem for needed.
+    An in-place write is needed if a later node reads the memory.  torch.fx's own pass removes every write without users
+    and keeps every setitem.
 
     Args:
-        among: what may be removed; by default everything.
+        among: the nodes that may be removed; all nodes by default.
     """
     memory = _memory(graph)
     needed: set[fx.Node] = set()
@@ -132,9 +136,9 @@ def eliminate_dead(graph: fx.Graph, among: set[fx.Node] | None = None) -> None:
 
 
 class _MappedRegions:
-    """Find the calls that begin and end the regions of torch.vmap in which something is needed.
+    """The calls that begin and end the regions of torch.vmap in which a result is needed.
 
-    Nothing uses the results of these calls, and what a region maps over fails without them.
+    No node uses the results of these calls, yet the calls inside a region fail without them.
     """
 
     def __init__(self) -> None:
@@ -143,7 +147,10 @@ class _MappedRegions:
         self._any = False
 
     def markers(self, node: fx.Node, needed: bool) -> list[fx.Node]:
-        """Return the markers that turn out to be needed at a node, for the nodes of a graph from its end on."""
+        """Return the region markers that a node shows to be needed.
+
+        Callers pass all nodes of a graph in reverse order.
+        """
         kind = fx_nodes.batching_kind(node)
         if kind == "ends":
             self._ends.append(node)
@@ -159,7 +166,7 @@ class _MappedRegions:
 
 
 def _memory(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """For each node that may be a view, the node whose memory it shares."""
+    """Return, for each node that may be a view, the node whose memory it shares."""
     memory: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         base = node.args[0] if node.args else None
@@ -169,10 +176,11 @@ def _memory(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 
 
 def may_alias(node: fx.Node, parent: fx.Node) -> bool:
-    """Whether a call may give memory of one of its arguments, as far as it is known.
+    """Check whether the result of a call may share memory with one of its arguments.
 
-    Operators say it in their schema, what Dynamo traced in the fake tensors that it recorded.  Of what was put in
-    between the recorded tensor may be any of the right shape, so names of views count as well.
+    An operator states aliases in its schema; for other calls the fake tensors that Dynamo recorded share storage.  For
+    nodes that kvpass inserted, the recorded value may be any tensor of the right shape, so the names of view methods
+    count as well.
     """
     if fx_nodes.is_operator(node):
         return parent in fx_nodes.passes_on(node)
@@ -186,7 +194,7 @@ def may_alias(node: fx.Node, parent: fx.Node) -> bool:
 
 
 def dependent(graph: fx.Graph, among: set[fx.Node], roots: list[fx.Node]) -> set[fx.Node]:
-    """The roots and those of `among` that are computed from them, memory that such are written to included."""
+    """Return the roots and the nodes of `among` computed from them, including memory that these nodes write to."""
     memory, found = _memory(graph), set(roots)
     count = 0
     while count != len(found):

@@ -8,6 +8,6 @@ from torch import Tensor
 
 
 def tensor_bytes(tensor: Tensor) -> bytes:
-    """Return a tensor's elements as they lie in memory, for any dtype."""
+    """Return the bytes of a tensor's elements in row-major order, for any dtype."""
     here = tensor.detach().cpu().contiguous()
     return ctypes.string_at(here.data_ptr(), here.nbytes)

@@ -1,21 +1,22 @@
-"""The one table of operators: what each does to the axes of what it is given.
+"""The one table of operators: how each operator maps the axes of its operands to those of its result.
 
-A question that comes up everywhere in reading a model is whether a tensor is made slice by slice along one axis: the
-mask of a key from what belongs to that key, the keys of a head from that head's.  `propagate_dim` answers it for one
-operation: given an axis of an operand, it names the axis of the result whose slice k is made from slice k of the
-operand and from no other.  An operator that is not in the table has no such axis, and whoever asks refuses it or goes
-another way; nothing is concluded from what is not listed.
+Reading a model keeps asking whether a tensor is computed slice by slice along one axis: whether the mask of a key
+depends on that key alone, or the keys of a head on that head alone.  `propagate_dim` answers for one operation: given
+an axis of an operand, it returns the axis of the result whose slice k is computed from slice k of the operand and from
+no other slice.  An operator outside the table has no such axis; its callers refuse the graph or use another method, and
+never assume an axis.
 
-Operators come in kinds.
+The table has these kinds of operators.
 
 - *pointwise*: operands are aligned by broadcasting.
-- *moves*: elements go to other places and keep their values.  No rule is written down for these: the operation is run
-  on a tensor of coordinates, and the result shows where each slice has gone.
-- *reduces*, *along*: something is done along given dimensions, which go or stay; the others are independent.
-- *features*: the last dimension, or the last few, are mixed; the others are independent.
-- *looks up*: elements are picked by an index; see `lookup`.
+- *moves*: elements change position and keep their values.  The table has no rule for these: the operation runs on a
+  tensor of coordinates, and the result shows the new axis of each slice.
+- *reduces*, *along*: the operator works along given dimensions, which a reduction may drop; other dimensions are
+  independent.
+- *features*: the operator mixes the last dimension, or the last few; other dimensions are independent.
+- *looks up*: an index picks elements; see `lookup`.
 
-A node is taken for an operator only if its target is the very function of torch, or method of tensors, of that name.
+A node counts as a call of an operator only if its target is torch's own function, or tensor method, of that name.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _HOMES = (torch, operator, torch.nn.functional, fx_nodes.NEURAL, torch.special)
 
 
 def known_name(node: fx.Node) -> str:
-    """The name of the operator that a node calls; empty for what is no operator of torch's."""
+    """Return the name of the torch operator that a node calls, or "" for any other node."""
     if node.op == "call_method":
         method = str(node.target)
         return dynamo.COMPARISONS.get(method, method) if hasattr(torch.Tensor, method) else ""
@@ -62,7 +63,10 @@ POINTWISE = frozenset(
      "__radd__", "__rmul__", "bitwise_left_shift", "bitwise_right_shift", "lshift", "rshift", "atan2", "logit",
      "fill_"}
 )  # fmt: skip
-"""Operators whose result at a place is made from the operands at that place; `max` and `min` of two tensors are too."""
+"""Operators that compute each element from the operands' elements at the same index.
+
+`max` and `min` of two tensors do so too.
+"""
 
 MOVES = frozenset(
     {"view", "reshape", "expand", "expand_as", "view_as", "broadcast_to", "transpose", "permute", "movedim",
@@ -70,7 +74,7 @@ MOVES = frozenset(
      "narrow", "chunk", "split", "tensor_split", "unbind", "repeat", "tile", "repeat_interleave", "flip",
      "diagonal", "t", "adjoint", "ravel"}
 )  # fmt: skip
-"""Operators that move elements and change none, in ways that do not depend on any tensor's content."""
+"""Operators that move elements without changing them, independently of any tensor's content."""
 
 REDUCES = frozenset(
     {"sum", "mean", "prod", "amax", "amin", "any", "all", "argmax", "argmin", "max", "min", "logsumexp",
@@ -80,15 +84,15 @@ ALONG = frozenset(
     {"softmax", "log_softmax", "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "sort", "argsort"}
 )  # fmt: skip
 _FEATURES = {"linear": 1, "layer_norm": None, "rms_norm": None}
-_LIKE = frozenset({"expand_as", "view_as"})  # of their second operand they take the shape
+_LIKE = frozenset({"expand_as", "view_as"})  # the second operand gives only its shape
 SAME_VALUE = frozenset(
     {"to", "float", "double", "half", "bfloat16", "type", "type_as", "contiguous", "clone", "detach"}
 )  # fmt: skip
-"""Operators that hand a tensor on, perhaps in another dtype."""
+"""Operators that return their operand's values, perhaps in another dtype."""
 SPREADS = frozenset(
     {"expand", "expand_as", "broadcast_to", "zeros", "ones", "full", "new_zeros", "new_ones", "new_full"}
 )  # fmt: skip
-"""Operators whose result may be larger than what they are given, and is the same throughout where it is."""
+"""Operators whose result may be larger than their operand, and is constant along the added size."""
 
 _SIGNATURES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(REDUCES | ALONG, ("input", "dim", "keepdim")),
@@ -126,14 +130,14 @@ _LEADING: dict[str, tuple[str, ...]] = {
     "baddbmm": ("input", "batch1", "batch2"),
     "getitem": (),
 }
-"""The arguments that `bind` puts first."""
+"""The arguments that `bind` makes positional."""
 
 
 def bind(graph: fx.Graph) -> None:
-    """Write calls in one form, so that a position says which argument it holds.
+    """Rewrite calls in one form, in which an argument's index identifies it.
 
-    Leading arguments that are given by name are moved to their positions; `x.where(condition, other)` becomes
-    `where(condition, x, other)`.  What stays a keyword changes the operation: `alpha`, `rounding_mode`, `dtype`.
+    Leading keyword arguments become positional; `x.where(condition, other)` becomes `where(condition, x, other)`.  The
+    remaining keywords change the operation: `alpha`, `rounding_mode`, `dtype`.
     """
     for node in list(graph.nodes):
         name = known_name(node)
@@ -155,7 +159,7 @@ def bind(graph: fx.Graph) -> None:
 
 
 def bound(node: fx.Node) -> dict[str, Any]:
-    """The arguments of a node by name, for operators whose arguments the table names."""
+    """Return the arguments of a node by name, for operators whose arguments the table names."""
     given = dict(zip(_SIGNATURES.get(known_name(node), ()), node.args, strict=False)) | dict(node.kwargs)
     if "axis" in given:
         given["dim"] = given.pop("axis")
@@ -163,17 +167,20 @@ def bound(node: fx.Node) -> dict[str, Any]:
 
 
 def holds_indices(dtype: torch.dtype) -> bool:
-    """Whether a dtype holds every position exactly and can index: not int8, not bfloat16."""
+    """Check whether a dtype holds every position exactly and can index, unlike int8 and bfloat16."""
     return dtype in (torch.int32, torch.int64)
 
 
 def counts_exactly(dtype: torch.dtype) -> bool:
-    """Whether arange of a dtype is the index converted to it; in half precision it depends on the arange's size."""
+    """Check whether arange in a dtype equals the converted index.
+
+    In half precision, the values of arange depend on its size.
+    """
     return not dtype.is_floating_point or dtype in (torch.float32, torch.float64)
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    """Whether a node's result at a place is made from its operands at that place."""
+    """Check whether a node computes each element from its operands' elements at the same index."""
     name = known_name(node)
     two = len([arg for arg in node.args if is_tensor(arg)]) == 2
     return name in POINTWISE or (name in ("max", "min") and two and not node.kwargs) or _drops_nothing(node)
@@ -185,9 +192,9 @@ def _drops_nothing(node: fx.Node) -> bool:
 
 
 def propagate_dim(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
-    """The dimension of the result whose slice k is made from slice k of the operand's `dim`; None if there is none.
+    """Return the result's dimension whose slice k is computed from slice k of the operand's `dim`, or None.
 
-    Of other operands nothing is said: a caller asks about each that has an axis of its own.
+    The answer holds for this operand alone: a caller asks about each operand that has the axis.
     """
     if not isinstance(value(operand), (torch.Tensor, tuple, list)) or value(node) is None:
         return None
@@ -214,14 +221,14 @@ def _aligned(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
 
 
 def _by_tensor(node: fx.Node) -> bool:
-    """Whether where elements go depends on a tensor's content."""
+    """Check whether the positions of elements in the result depend on a tensor's content."""
     if known_name(node) in _LIKE:
         return False
     return any(is_tensor(leaf) for leaf in _leaves((node.args[1:], dict(node.kwargs))))
 
 
 def leaves(node: fx.Node) -> list[Any]:
-    """What a node is called with, out of all tuples and slices."""
+    """Return the arguments of a node, with tuples, dicts and slices flattened."""
     return _leaves((node.args, dict(node.kwargs)))
 
 
@@ -236,14 +243,14 @@ def _leaves(argument: Any) -> list[Any]:
 
 
 def _moved(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
-    """Run the operation on coordinates along `dim`, and see along which dimension they lie in the result."""
-    if isinstance(value(operand), (tuple, list)):  # an item of what was split
+    """Run the operation on coordinates along `dim`, and return the dimension of the result along which they lie."""
+    if isinstance(value(operand), (tuple, list)):  # an item of a split tensor
         return dim if known_name(node) == "getitem" and isinstance(node.args[1], int) else None
     size, shape = value(operand).shape[dim], list(concrete(value(operand).shape))
     alone = isinstance(size, int) and size == 1
     if alone and known_name(node) == "expand":
         return _aligned(node, operand, dim)
-    if alone:  # of one element nothing shows where it went; what names the size fails on two, and says nothing
+    if alone:  # one element does not reveal its new axis; an operation that names the size fails on two
         shape[dim] = 2
     try:
         made = run_on(node, {operand: coordinates(tuple(shape), dim)})
@@ -255,13 +262,13 @@ def _moved(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
 
 
 def _where(made: Any, known: Any, count: int, size: Any) -> int | None:
-    """Where coordinates lie, if that dimension is as large as it was whatever the symbols stand for."""
+    """Return the dimension along which coordinates lie, if its size is `size` for all values of the symbols."""
     index = lies_along(made, count)
     return None if index is None or expr(known.shape[index]) != expr(size) else index
 
 
 def swaps_last_two(node: fx.Node) -> bool:
-    """Whether a node is its operand with the last two dimensions exchanged, by whatever name."""
+    """Check whether a node transposes its operand's last two dimensions, by whatever operator."""
     if known_name(node) not in MOVES or _by_tensor(node):
         return False
     given = torch.empty(concrete(value(node.args[0]).shape), device="meta")  # type: ignore[arg-type]
@@ -273,18 +280,18 @@ def swaps_last_two(node: fx.Node) -> bool:
 
 
 def _lies_like(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two views of one tensor are the same view."""
+    """Check whether two views of one tensor have the same shape, strides and offset."""
     return (one.shape, one.stride(), one.storage_offset()) == (other.shape, other.stride(), other.storage_offset())
 
 
 def coordinates(shape: tuple[int, ...], dim: int) -> torch.Tensor:
-    """int64 of the given shape: each element's place along `dim`."""
+    """Return an int64 tensor of the given shape whose elements are their index along `dim`."""
     line = torch.arange(shape[dim]).view([-1 if d == dim else 1 for d in range(len(shape))])
     return line.expand(shape)
 
 
 def lies_along(made: Any, count: int) -> int | None:
-    """The dimension along which a tensor counts 0 .. count - 1, the same everywhere else; None for none or several."""
+    """Return the one dimension along which a tensor counts 0 .. count - 1 and is constant elsewhere, or None."""
     if not isinstance(made, torch.Tensor) or count < 2 or not made.numel():
         return None
     along = [d for d, size in enumerate(made.shape) if size == count]
@@ -293,7 +300,7 @@ def lies_along(made: Any, count: int) -> int | None:
 
 
 def _dims(node: fx.Node, ndim: int) -> set[int] | None:
-    """Along which dimensions an operation works; None if it does not say, or along all."""
+    """Return the dimensions that an operation works along, or None if they are unknown or all."""
     dim = bound(node).get("dim")
     dims: list[Any] = list(dim) if isinstance(dim, (tuple, list)) else [dim]
     known = bool(dims) and all(isinstance(d, int) and not isinstance(d, bool) for d in dims)
@@ -318,7 +325,10 @@ def _beside_features(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
 
 
 def _outside_product(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
-    """Rows of the first factor and columns of the second; what is summed over is no axis of the result."""
+    """Return the result's dimension for the rows of the first factor or the columns of the second.
+
+    The dimension that is summed over has none.
+    """
     first, second = node.args[:2]
     ndim, width = value(node).ndim, value(operand).ndim
     if first is second or width < 2 or value(first).ndim < 2 or value(second).ndim < 2:  # type: ignore[arg-type]
@@ -341,12 +351,12 @@ def _beside_joined(node: fx.Node, dim: int) -> int | None:
 
 
 def concrete(shape: Any) -> tuple[int, ...]:
-    """A shape with small numbers, each symbol another, in place of the symbols."""
+    """Return a shape with a small number in place of each symbol."""
     return tuple(_number(size) for size in shape)
 
 
 def _number(size: Any) -> int:
-    """A size with a small number for each symbol, the same wherever the symbol stands."""
+    """Return a size with a small number in place of each symbol; a symbol always gets the same number."""
     expression = expr(size)
     return int(expression.subs({symbol: _stands_for(symbol) for symbol in expression.free_symbols}))
 
@@ -357,7 +367,7 @@ def _stands_for(symbol: Any) -> int:
 
 
 def run_on(node: fx.Node, given: dict[fx.Node, Any]) -> Any:
-    """What a node's operation gives for other operands, with `concrete` sizes."""
+    """Run a node's operation on the given operands, with `concrete` sizes."""
 
     def replace(argument: fx.Node) -> Any:
         if argument in given:
@@ -379,9 +389,9 @@ def run_on(node: fx.Node, given: dict[fx.Node, Any]) -> Any:
 
 
 def lookup(node: fx.Node) -> tuple[fx.Node, dict[int, Any]] | None:
-    """What is looked up in, and by which dimension with which index; None if a node is no lookup by tensors.
+    """Return the table of a lookup by tensors and the index for each dimension, or None.
 
-    The index may be a node, or for `getitem` any part of the subscript.
+    An index may be a node, or for `getitem` any part of the subscript.
     """
     name, given = known_name(node), bound(node)
     if name == "getitem" and is_tensor(node.args[0]) and _by_tensor(node):
@@ -397,7 +407,7 @@ def lookup(node: fx.Node) -> tuple[fx.Node, dict[int, Any]] | None:
 
 
 def _subscripts(parts: tuple[Any, ...], ndim: int) -> Any:
-    """The parts of a subscript by the dimension that they apply to."""
+    """Yield each part of a subscript with the dimension that it applies to."""
     taken = sum(part is not None and part is not Ellipsis for part in parts)
     dim = 0
     for part in parts:
@@ -409,7 +419,7 @@ def _subscripts(parts: tuple[Any, ...], ndim: int) -> Any:
 
 
 def index_axis(node: fx.Node, index: fx.Node, dim: int) -> int | None:
-    """The dimension of a lookup's result along which it follows `dim` of its index."""
+    """Return the dimension of a lookup's result that follows `dim` of its index, or None."""
     name = known_name(node)
     if name == "embedding":
         return dim
@@ -422,7 +432,11 @@ def index_axis(node: fx.Node, index: fx.Node, dim: int) -> int | None:
 
 
 def _among_subscripts(node: fx.Node, index: fx.Node, dim: int) -> int | None:
-    """For x[..., index, ...]: indices are broadcast together, and stand where the first did if they are neighbours."""
+    """Return that dimension for x[..., index, ...].
+
+    Index tensors are broadcast together.  Their dimensions replace the first one if the indices are adjacent, and come
+    first otherwise.
+    """
     parts: list[Any] = list(node.args[1]) if isinstance(node.args[1], tuple) else [node.args[1]]
     tensors = [i for i, part in enumerate(parts) if is_tensor(part)]
     if any(value(parts[i]).dtype == torch.bool for i in tensors):
@@ -438,12 +452,12 @@ def _among_subscripts(node: fx.Node, index: fx.Node, dim: int) -> int | None:
 
 
 def keeps_whole(part: Any) -> bool:
-    """Whether a part of a subscript takes a whole dimension."""
+    """Check whether a part of a subscript keeps a whole dimension."""
     return part is Ellipsis or (isinstance(part, slice) and part == slice(None))
 
 
 def signature(function: Callable[..., Any], node: fx.Node) -> dict[str, Any]:
-    """A node's arguments by the names of a function's signature, with its defaults."""
+    """Return a node's arguments by the parameter names of a function, with its defaults."""
     given = inspect.signature(function).bind(*node.args, **node.kwargs)
     given.apply_defaults()
     return dict(given.arguments)

@@ -1,4 +1,4 @@
-"""Read sizes of a graph as expressions of its symbols."""
+"""Read the sizes of a graph as expressions of its symbols."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from kvpass.torch_private import symbolic_shapes
 
 
 def expr(size: Any) -> sympy.Expr:
-    """A size, symbolic or not, as a sympy expression."""
+    """Return a size, symbolic or not, as a sympy expression."""
     if isinstance(size, fx.Node):
         size = value(size)
     return symbolic_shapes.expression(size) if isinstance(size, torch.SymInt) else sympy.Integer(size)
 
 
 def fix_floats(graph: fx.Graph) -> None:
-    """Put numbers in place of symbolic floats, and have Dynamo compile again where they differ.
+    """Replace symbolic floats by their values; Dynamo recompiles for other values.
 
-    Dynamo makes an attribute such as an attention scale symbolic once it has met two models in which it differs.
+    Dynamo makes an attribute such as an attention scale symbolic once it has met two models with different values.
     """
     for node in graph.nodes:
         if isinstance(value(node), torch.SymFloat):
@@ -42,15 +42,15 @@ def _swap(node: fx.Node, number: float) -> Callable[[fx.Node], Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """How the symbolic sizes of a step graph are to be read.
+    """The rules for reading the symbolic sizes of a step graph.
 
     Attributes:
-        lengths: the expressions that stand for the cache's length, in each layer.
-        known: what the symbols that do not grow are in this call.
+        lengths: each layer's cache length, as an expression.
+        known: the values in this call of the symbols that do not grow.
         queries: q, the number of new tokens.
-        least: what the lengths cannot fall below.
-        totals: the lengths with the new tokens, as Dynamo has them.
-        open: sizes that do not grow and yet are no numbers; `known` has their symbols.
+        least: a lower bound of the lengths.
+        totals: the lengths plus the new tokens, as Dynamo's sizes.
+        open: dynamic sizes that do not grow; `known` has their symbols.
     """
 
     lengths: tuple[sympy.Expr, ...]
@@ -68,7 +68,7 @@ class Sizes:
         object.__setattr__(self, "_open", frozenset(self.open.symbols if self.open else ()))
 
     def _simple(self, size: Any) -> sympy.Expr:
-        """A size without the maxima and minima that its bounds and the lengths' decide, and with what is known."""
+        """Simplify a size: drop maxima and minima that bounds decide, and insert the known values."""
         size = value(size) if isinstance(size, fx.Node) else size
         whole = symbolic_shapes.without_decided_bounds(size) if isinstance(size, torch.SymInt) else expr(size)
         for name, function in (("Max", sympy.Max), ("Min", sympy.Min)):  # torch has its own
@@ -78,29 +78,29 @@ class Sizes:
         return whole.subs(self._back).subs(self.known)  # type: ignore[attr-defined]
 
     def grows(self, size: Any) -> bool:
-        """Whether a size is not the same at every step."""
+        """Check whether a size changes from step to step."""
         return self.grows_in(self._simple(size))
 
     def grows_in(self, expression: sympy.Expr) -> bool:
-        """Whether an expression has symbols of what grows."""
+        """Check whether an expression has symbols that grow."""
         return bool(expression.free_symbols - self._open)  # type: ignore[attr-defined]
 
     def grown(self, tensor: Any) -> bool:
-        """Whether any dimension of a fake tensor is not the same at every step."""
+        """Check whether any dimension of a fake tensor changes from step to step."""
         return isinstance(tensor, torch.Tensor) and any(self.grows(size) for size in tensor.shape)
 
     def settled(self, size: Any) -> bool:
-        """Whether a size is computed from open ones already, as what was traced for them has it."""
+        """Check whether a size depends on symbols that stay dynamic, and on no others."""
         symbols = expr(size).free_symbols
         return bool(symbols) and not self.grows_in(expr(size))
 
     def fixed(self, size: Any) -> Any:
-        """A size that does not grow: a number, or an open size."""
+        """Return a size that does not grow, as a number or a dynamic size."""
         simple = self._simple(size)
         return self.open.size(sympy.expand(simple)) if self.open else int(simple)
 
     def is_total(self, size: Any) -> bool:
-        """Whether a size is the cache's length plus the new tokens."""
+        """Check whether a size is the cache's length plus the new tokens."""
         return self.grows(size) and (self._adds_up(size) or self._must_be_total(size))
 
     def _adds_up(self, size: Any) -> bool:
@@ -110,12 +110,19 @@ class Sizes:
         )
 
     def _must_be_total(self, size: Any) -> bool:
-        """Whether the model's code does with a size what is right for the number of keys alone, such as adding."""
+        """Check whether Dynamo's guards make a size equal to a total.
+
+        The model's code then uses it where only the number of keys is valid, for example in an addition.
+        """
         size = value(size) if isinstance(size, fx.Node) else size
         return any(symbolic_shapes.known_equal(size, total) for total in self.totals)
 
     def in_length(self, size: Any) -> sympy.Expr:
-        """A size as an expression of one symbol, the cache's length."""
+        """Return a size as an expression of one symbol, the cache's length.
+
+        Raises:
+            UnsupportedGraph: the size depends on more than the cache's length.
+        """
         expression = self._simple(size)
         for length in self.lengths:
             for symbol in length.free_symbols:
@@ -125,21 +132,28 @@ class Sizes:
         return sympy.expand(expression)
 
     def beyond_length(self, size: Any) -> Any:
-        """A size that is the cache's length plus a number, or an open size: the latter."""
+        """Return the difference between a size and the cache's length, as a number or a dynamic size.
+
+        Raises:
+            UnsupportedGraph: the size is not the length plus a number.
+        """
         beyond = self.in_length(size) - LENGTH
         if self.grows_in(beyond):
             raise UnsupportedGraph(f"the graph returns {size}, which is not the cache's length plus a number")
         return self.fixed_part(beyond)
 
     def fixed_part(self, expression: sympy.Expr) -> Any:
-        """What is left of sizes whose lengths have cancelled out: a number, or an open size."""
+        """Return an expression in which lengths have cancelled out, as a number or a dynamic size."""
         return self.open.size(expression) if self.open else int(expression)
 
     def on_length(self, size: Any, length: fx.Node, graph: fx.Graph, number: Callable[[Any], Any]) -> Any:
-        """Emit nodes that compute a size from the length, a tensor; returns the node or a number.
+        """Emit nodes that compute a size from the length, a tensor; return the node or a number.
 
         Args:
-            number: what stands in a graph for a number or an open size.
+            number: maps a number or a dynamic size to its value in the graph.
+
+        Raises:
+            UnsupportedGraph: the size is no sum, product, maximum or minimum.
         """
 
         def emit(part: sympy.Expr) -> Any:

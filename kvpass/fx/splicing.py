@@ -16,7 +16,10 @@ from kvpass.torch_private import fake_tensors
 
 
 def let_go_of_data(graph: fx.Graph) -> None:
-    """Describe inputs that real tensors stand for without their data: a graph outlives what it was compiled with."""
+    """Replace the real example tensors of inputs by meta tensors.
+
+    A graph outlives the arguments that it was compiled with, and must not keep their memory.
+    """
     for node in placeholders(graph):
         example = value(node)
         if isinstance(example, torch.Tensor) and not fake_tensors.is_fake(example):
@@ -26,12 +29,12 @@ def let_go_of_data(graph: fx.Graph) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """A subgraph cut out: `module(*replaced, *bound)` computes what `result` stood for.
+    """A subgraph cut out: `module(*replaced, *bound)` computes the value of the result.
 
     Attributes:
         module: the operations.
-        bound: nodes of the original graph that it also reads.
-        key: equal for slices that compute the same, whatever their nodes are called.
+        bound: further nodes of the original graph that the subgraph reads.
+        key: equal for slices that compute the same, whatever the names of their nodes.
     """
 
     module: fx.GraphModule
@@ -45,7 +48,7 @@ class Slice:
 
 
 def _told(node: fx.Node, index: dict[fx.Node, str]) -> str:
-    """The arguments of a node, with places instead of nodes."""
+    """Return the arguments of a node as text, with indices in place of nodes."""
     return str(fx.node.map_arg((node.args, node.kwargs), lambda parent: index[parent]))
 
 
@@ -61,12 +64,13 @@ def cut(
     unpack: bool = False,
     reader: fx.Node | None = None,
 ) -> Slice:
-    """Cut out what computes `results` from `replaced`; nodes that do not depend on `replaced` are bound.
+    """Cut out the computation of `results` from `replaced`; nodes independent of `replaced` become bound inputs.
 
     Args:
-        replaced: become the first inputs, in order.
-        resolve: the number to put in place of a node that is a size; one that stays open is bound.
-        unpack: return the one result itself and not a tuple.
+        replaced: the nodes that become the first inputs, in order.
+        resolve: returns for a size node the number that replaces it, a dynamic size, which becomes a bound input, or
+            None, which leaves the node in the subgraph.
+        unpack: return the one result itself instead of a tuple.
         reader: see `behind`.
     """
     needed = behind(results, replaced, reader)
@@ -89,7 +93,7 @@ def cut(
                 index(parent)
             env[node] = graph.node_copy(node, lambda parent: env[parent])
 
-    for node in gm.graph.nodes:  # in order, as some of them write in place
+    for node in gm.graph.nodes:  # in the order of the graph, as some of the nodes write in place
         if node in moving:
             index(node)
     for result in results:
@@ -101,7 +105,7 @@ def cut(
 
 
 def computing(gm: fx.GraphModule, wanted: list[fx.Node]) -> fx.GraphModule:
-    """A graph of the same arguments that gives some of a graph's nodes, and computes nothing else."""
+    """Return a graph with the same arguments that returns the wanted nodes and computes nothing else."""
     graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
     needed = behind(wanted) if wanted else set()
     for node in gm.graph.nodes:
@@ -116,7 +120,7 @@ def placeholders_first(graph: fx.Graph) -> None:
 
 
 def put_first(graph: fx.Graph, nodes: list[fx.Node]) -> None:
-    """Let these nodes begin the graph, in this order."""
+    """Move nodes to the beginning of the graph, in this order."""
     for node in reversed(nodes):
         first = next(iter(graph.nodes))
         if node is not first:
@@ -126,14 +130,14 @@ def put_first(graph: fx.Graph, nodes: list[fx.Node]) -> None:
 def splice(
     gm: fx.GraphModule, traced: fx.GraphModule, inputs: list[fx.Node], before: fx.Node, prefix: str
 ) -> list[Any]:
-    """Copy a traced function into a graph before a node; returns what it outputs."""
+    """Copy a traced function into a graph before a node; return its outputs."""
     env: dict[fx.Node, Any] = dict(zip(placeholders(traced.graph), inputs, strict=True))
     with gm.graph.inserting_before(before):
         for node in traced.graph.nodes:
             if node.op == "get_attr":
                 name = f"{prefix}_{node.target}"
                 setattr(gm, name, getattr(traced, node.target))
-                env[node] = gm.graph.create_node("get_attr", name)  # `get_attr` would have it be a buffer
+                env[node] = gm.graph.create_node("get_attr", name)  # `get_attr` would require a buffer of this name
             elif node.op not in ("placeholder", "output"):
                 env[node] = gm.graph.node_copy(node, lambda parent: env[parent])
                 env[node].meta["example_value"] = node.meta.get("val")
@@ -142,7 +146,7 @@ def splice(
 
 
 def call_aten(graph: fx.Graph, target: Callable[..., Any], *args: Any) -> fx.Node:
-    """A new node in a graph of aten's operators that knows its value, as later passes ask for it."""
+    """Add a call of an aten operator to a graph, with the value of its result for later passes."""
     made = graph.call_function(target, args)
     made.meta["val"] = target(*map_arg(args, lambda x: x.meta["val"]))
     return made

@@ -1,4 +1,4 @@
-"""Read an FX graph: values of nodes, their names and lines, and what they follow from."""
+"""Read an FX graph: values, names, source lines and ancestors of nodes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvpass.errors import KVPassError, UnreadableGraph, UnsupportedGraph
 
 
 def value(node: fx.Node) -> Any:
-    """The fake tensor, symbolic size or constant that Dynamo recorded for a node."""
+    """Return the fake tensor, symbolic size or constant that Dynamo recorded for a node."""
     return node.meta.get("example_value")
 
 
@@ -22,14 +22,14 @@ def is_tensor(node: Any) -> bool:
 
 
 def is_size(node: Any) -> bool:
-    """A node that stands for a size and not for a tensor."""
+    """Check whether a node stands for a size and not for a tensor."""
     return (
         isinstance(node, fx.Node) and isinstance(value(node), (torch.SymInt, int)) and not isinstance(value(node), bool)
     )
 
 
 def constant(gm: fx.GraphModule, argument: Any) -> float | None:
-    """A number, or that of a tensor of one number that the code spells out; None for anything else."""
+    """Return the number that an argument or a literal one-element tensor holds, or None."""
     if isinstance(argument, (bool, int, float)):
         return float(argument)
     if not is_tensor(argument) or value(argument).numel() != 1:
@@ -51,17 +51,17 @@ def placeholders(graph: fx.Graph) -> list[fx.Node]:
 
 
 def results(graph: fx.Graph) -> list[Any]:
-    """What the graph returns, in order."""
+    """Return the outputs of a graph, in order."""
     return list(graph.output_node().args[0])  # type: ignore[arg-type]
 
 
 def past_of(grown: fx.Node) -> fx.Node:
-    """The first part of a concatenation."""
+    """Return the first operand of a concatenation."""
     return grown.all_input_nodes[0]
 
 
 def ancestors(node: fx.Node, stop: Iterable[fx.Node] = ()) -> set[fx.Node]:
-    """The node and all that it is computed from, not walking into `stop`."""
+    """Return the node and all nodes that it is computed from; the walk ends at `stop`."""
     halted, seen, todo = set(stop), set(), [node]
     while todo:
         current = todo.pop()
@@ -72,10 +72,10 @@ def ancestors(node: fx.Node, stop: Iterable[fx.Node] = ()) -> set[fx.Node]:
 
 
 def move_before(node: fx.Node, needed: fx.Node) -> None:
-    """Move `needed`, and what it is computed from, to before a node that it must not depend on.
+    """Move `needed` and its ancestors before a node that it must not depend on.
 
     Raises:
-        UnsupportedGraph: it does.
+        UnsupportedGraph: `needed` depends on the node.
     """
     behind = ancestors(needed)
     if node in behind:
@@ -87,12 +87,12 @@ def move_before(node: fx.Node, needed: fx.Node) -> None:
 
 
 def name_of(node: fx.Node) -> str:
-    """The bare name of what a node calls."""
+    """Return the bare name of a node's target."""
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
 
 
 def source_line(node: fx.Node) -> str:
-    """The innermost line of user code that made a node, as `file:line: code`."""
+    """Return the innermost line of user code that made a node, as `file:line: code`."""
     trace = (node.meta.get("stack_trace") or node.stack_trace or "").strip().splitlines()
     for index, code in zip(reversed(trace[:-1]), reversed(trace[1:]), strict=True):
         if index.strip().startswith("File "):
@@ -103,13 +103,13 @@ def source_line(node: fx.Node) -> str:
 
 @contextlib.contextmanager
 def reading(calls: Iterable[fx.Node]) -> Iterator[None]:
-    """Errors that nobody foresaw while a graph is read and rewritten become refusals.
+    """Turn unexpected errors while a graph is read and rewritten into refusals.
 
     Args:
-        calls: the graph's attention calls, the first of which says where.
+        calls: the graph's attention calls; the message names the source line of the first.
 
     Raises:
-        UnreadableGraph: from any error that is not of kvpass.
+        UnreadableGraph: any error that is not a KVPassError was raised inside.
     """
     try:
         yield
@@ -124,7 +124,7 @@ def reading(calls: Iterable[fx.Node]) -> Iterator[None]:
 
 
 def module_of(node: fx.Node) -> str:
-    """The path of the module whose code made a node, empty if it is not known."""
+    """Return the path of the module whose code made a node, or "" if it is unknown."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     path = str(stack[-1][0]) if stack else ""
     return path.replace("L['self'].", "").replace("L['fn'].", "").replace("_modules['", "").replace("']", "")

@@ -16,11 +16,11 @@ from kvpass.torch_private.symbolic_shapes import expression, symbols
 from kvpass.torch_private.tensor_types import share_memory
 
 NEEDS_THE_WHOLE = ("cpp_wrapper", "fx_wrapper", "freezing", "aot_inductor_mode", "triton.cudagraphs")
-"""Settings of Inductor's under which a graph is not compiled in parts: not tried, or not worth it."""
+"""Inductor settings under which a graph is compiled whole: parts are untested under them, or do not pay."""
 
 
 def allows_parts(patches: dict[str, Any]) -> bool:
-    """Whether none of `NEEDS_THE_WHOLE` is set, in the configuration or by these patches."""
+    """Check that no setting of `NEEDS_THE_WHOLE` is enabled, in the configuration or by these patches."""
     from torch._inductor import config
 
     now = config.get_config_copy()
@@ -29,11 +29,11 @@ def allows_parts(patches: dict[str, Any]) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledParts:
-    """Compiles parts of one graph, each as a graph of its own.
+    """The compiler of parts of one graph, each as a graph of its own.
 
     Attributes:
-        examples: what the graph is called with, as fake tensors and symbolic sizes.
-        mode: of these.
+        examples: the graph's arguments, as fake tensors and symbolic sizes.
+        mode: the fake tensor mode of the examples.
     """
 
     examples: list[Any]
@@ -45,9 +45,9 @@ class CompiledParts:
         """Compile a part with Inductor.
 
         Returns:
-            What empties the list of arguments that it is given, and fakes of what it gives, with the strides that
-            Inductor chose.  None if something other than tensors and sizes is given, or code and wrappers are of a
-            kind that we do not know.
+            The compiled function, which empties the list of arguments that it gets, and fakes of its results, with the
+            strides that Inductor chose.  None if the part returns anything but tensors and sizes, or if the code or its
+            wrappers are of an unknown kind.
         """
         from torch._guards import TracingContext, tracing
         from torch._inductor.compile_fx import compile_fx
@@ -62,17 +62,17 @@ class CompiledParts:
             return None
         laid_out = [None if view else strides for view, strides in zip(views, code.output_strides, strict=True)]
         given = [self._strided(value, strides) for value, strides in zip(made, laid_out, strict=True)]
-        if any(True for _ in (*module.parameters(), *module.buffers())):  # these are put before the arguments
+        if any(True for _ in (*module.parameters(), *module.buffers())):  # compile_fx puts these before the arguments
             return (lambda arguments: run(*arguments)), given
-        if any(views) or any(map(symbols, made)):  # the wrapper marks sizes as dynamic on what is given
+        if any(views) or any(map(symbols, made)):  # the wrapper marks sizes of results as dynamic
             return cast(Boxed, next(wrapper for wrapper in wrappers if _name(wrapper) != "forward")), given
         return cast(Boxed, code.current_callable), given
 
     def _results(self, module: fx.GraphModule, operands: Sequence[Any]) -> tuple[list[Any], list[bool]]:
-        """Fakes of what a part gives, and which of them share memory with an operand or another one.
+        """Return fakes of a part's results, and for each whether it shares memory with an operand or another result.
 
-        Python's dispatcher is what Dynamo and AOTAutograd run operators on fakes under: without it a few of
-        them ask for the numbers behind symbolic sizes, and the code would serve these alone.
+        Dynamo and AOTAutograd run operators on fakes under Python's dispatcher.  Without it a few operators read the
+        numbers behind symbolic sizes, and the code would serve these numbers alone.
         """
         from torch._dispatch.python import enable_python_dispatcher
 
@@ -84,14 +84,14 @@ class CompiledParts:
         ]
 
     def _strided(self, value: Any, strides: Sequence[str] | None) -> Any:
-        """A fake that shares no memory, with strides that Inductor wrote down, or its own."""
+        """Return a fake without shared memory, with the strides that Inductor recorded if there are any."""
         if not isinstance(value, Tensor) or strides is None:
             return value
         chosen = [self.mode.shape_env.deserialize_symexpr(stride) for stride in strides]
         return self._like(value.shape, chosen, value)
 
     def fresh(self, values: Sequence[Any], renamed: Mapping[Any, Any]) -> list[Any]:
-        """Fake tensors like others that share no memory with anything, and sizes, with other symbols for some."""
+        """Return fake tensors and sizes like the given ones, without shared memory and with some symbols renamed."""
         return [
             self._like(self._sizes(value.shape, renamed), self._sizes(value.stride(), renamed), value)
             if isinstance(value, Tensor)
@@ -116,7 +116,7 @@ class CompiledParts:
 
 
 def on_cpu(values: Iterable[Any]) -> bool:
-    """Whether the tensors among them, if there are any, are on a CPU."""
+    """Check whether all tensors among the values are on a CPU."""
     return all(value.device.type == "cpu" for value in values if isinstance(value, Tensor))
 
 
@@ -129,10 +129,10 @@ def as_operand(placeholder: fx.Node, node: fx.Node, value: Any) -> None:
 
 
 def _unwrapped(run: Any) -> tuple[list[Any], Any]:
-    """What is around Inductor's code, outermost first, and the code; None if it has wrappers that we do not know.
+    """Return the wrappers around Inductor's code, outermost first, and the code, or None for unknown wrappers.
 
-    Each wrapper names what it wraps, as functools has it.  The outer ones, called forward, take the arguments one by
-    one and so keep them alive; the others take a list, which they empty.
+    Each wrapper has the function that it wraps as `__wrapped__`.  The outer ones, named forward, take the arguments one
+    by one and so keep them alive; the others take a list, which they empty.
     """
     from torch._inductor.output_code import CompiledFxGraph
 
@@ -152,10 +152,10 @@ def _name(wrapper: Any) -> str:
 
 @contextlib.contextmanager
 def in_parts(gm: fx.GraphModule, examples: Sequence[Any]) -> Iterator[CompiledParts]:
-    """What compiles the parts of a graph with these examples.
+    """Yield the compiler of parts of a graph with these examples.
 
-    Within Dynamo these are real tensors, and what stands for them in the graph has a mode that is not the context's:
-    the two share their environment of shapes.
+    Within Dynamo the examples are real tensors, and their fakes in the graph have another mode than the context's; the
+    two modes share their shape environment.
     """
     from torch._guards import TracingContext
     from torch._subclasses.fake_tensor import FakeTensor

@@ -1,4 +1,4 @@
-"""Read Dynamo's counters of what it captured and compiled in this process."""
+"""Read Dynamo's counters of captured and compiled graphs in this process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch._dynamo.utils import counters
 
 
 def forget_compiled_code() -> None:
-    """Drop all compiled code: Dynamo allows only a few variants of one function at a time."""
+    """Drop all compiled code; Dynamo allows only a few variants of one function at a time."""
     torch._dynamo.reset()
 
 
@@ -22,5 +22,5 @@ def graph_breaks() -> int:
 
 
 def activity() -> int:
-    """Return a number that changes whenever anything is compiled, recompilations that Dynamo does not note included."""
+    """Return a number that changes with every compilation, including recompilations that Dynamo does not count."""
     return sum(value for counter in counters.values() for value in counter.values())

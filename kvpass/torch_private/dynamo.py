@@ -1,4 +1,4 @@
-"""Private names of Dynamo: its settings, what it notes on inputs of a graph, and how it calls a backend."""
+"""Private names of Dynamo: its settings, its notes on graph inputs, and how it calls a backend."""
 
 from __future__ import annotations
 
@@ -16,43 +16,43 @@ from torch import Tensor
 from kvpass.torch_private.inductor import Compiled
 
 COMPARISONS = {f"__{name}__": name for name in ("eq", "ne", "lt", "le", "gt", "ge")}
-"""Dynamo of torch 2.11 records x == 0 as a call of the method, and later ones as one of the operator of this name."""
+"""The operators of comparison methods: torch 2.11 records x == 0 as a method call, later versions as an operator."""
 
 
 def never_a_frame_of_its_own(function: Any) -> None:
-    """Keep Dynamo from compiling a function that uncompiled code calls; one that it inlines is another matter.
+    """Keep Dynamo from compiling a function as a frame of its own; Dynamo may still inline the function.
 
-    A `__torch_function__` serves every operation with one piece of code, and what was compiled for one of them
-    was seen to run for another.
+    One code object of `__torch_function__` serves every operation, and Dynamo has run the code compiled for one
+    operation for another.
     """
     torch._dynamo.eval_frame.skip_code(function.__code__)
 
 
 def mark_growing(handle: Tensor, dim: int = 2) -> None:
-    """Tell Dynamo that a dimension changes from call to call, which saves one wasted static trace."""
+    """Mark a dimension as dynamic for Dynamo, which saves one static trace."""
     torch._dynamo.maybe_mark_dynamic(handle, dim)
 
 
 def mark_in_place(buffer: Tensor) -> None:
-    """Tell the compiler that the buffer keeps its address, so that CUDA graphs may write to it."""
+    """Mark a buffer's address as static, so that CUDA graphs may write to the buffer."""
     torch._dynamo.mark_static_address(buffer, guard=False)
 
 
 def parts_of(model: torch.nn.Module) -> list[dict[str, Any]]:
-    """Where the modules of a model keep their parameters, buffers and modules; each follows what is replaced."""
+    """Return the dictionaries of a model's parameters, buffers and modules; they show later replacements."""
     return [held for x in model.modules() for held in (x._parameters, x._buffers, x._modules)]
 
 
 def is_of_module(node: fx.Node) -> bool:
-    """An input of a graph that is a parameter or a buffer of a module."""
+    """Check whether a graph input is a parameter or a buffer of a module."""
     return node.op == "placeholder" and "_dynamo_static_input_type" in (node.meta.get("tensor_dict") or {})
 
 
 def empty_cache(model: Any) -> Any:
-    """The cache that `generate` of transformers begins with; None for other models, which make their own.
+    """Return an empty cache as `generate` of transformers makes it; None for models that make their own.
 
-    A model that makes it while Dynamo traces shows Dynamo the cache's own counts when they are above zero for the
-    first time, and these are numbers in the graph then.
+    If the model makes the cache while Dynamo traces, the cache's counts become numbers in the graph the first time that
+    they are above zero.
     """
     supports, config = getattr(model, "_supports_default_dynamic_cache", None), getattr(model, "config", None)
     if supports is None or not supports() or getattr(config, "is_encoder_decoder", False):
@@ -63,7 +63,7 @@ def empty_cache(model: Any) -> Any:
 
 
 def as_new_input(node: fx.Node, example: Tensor, *, in_place: bool) -> None:
-    """Describe a placeholder that Dynamo knows nothing of; `in_place` buffers keep their address."""
+    """Describe a placeholder that Dynamo does not know; `in_place` buffers keep their address."""
     node.meta["example_value"] = example
     node._dynamo_source = None
     if in_place:
@@ -71,22 +71,22 @@ def as_new_input(node: fx.Node, example: Tensor, *, in_place: bool) -> None:
 
 
 def one_at_a_time() -> contextlib.AbstractContextManager[Any]:
-    """Dynamo's own lock: tracing patches functions of Python for the whole process, so threads take turns."""
+    """Return Dynamo's own lock: tracing patches Python functions of the whole process, so threads take turns."""
     from torch._dynamo.convert_frame import compile_lock
 
     return compile_lock
 
 
 MOST_GRAPHS = {"recompile_limit": 256, "accumulated_recompile_limit": 1024}
-"""How many graphs torch may make of a function for a backend of kvpass; by default it gives up after 8."""
+"""The numbers of graphs that torch may compile of a function for a kvpass backend; torch's default is 8."""
 
 
 _WAYS = ("skip_nnmodule_hook_guards", "fail_on_recompile_limit_hit")
-"""Further settings: whether hooks that are added later go unnoticed, and whether there is an error at the limit."""
+"""Further settings: ignore hooks that are added later; raise an error at the recompile limit."""
 
 
 class _Ours(int):
-    """A setting of torch's as kvpass has set it, which knows what it was before."""
+    """The value of a torch setting that kvpass has set, with the value before."""
 
     before: Any
 
@@ -98,10 +98,10 @@ class _Ours(int):
 
 
 def set_up_compilations() -> None:
-    """Let torch compile with settings of ours whenever it is about to compile for a backend of kvpass.
+    """Register kvpass's Dynamo settings for every compilation for a kvpass backend.
 
-    A limit of graphs counts those of all backends of a function, and is looked at before a backend is asked: a backend
-    alone could not raise it.  torch calls what is registered here before it looks.
+    The recompile limit counts the graphs of all backends of a function, and torch checks it before it calls a backend,
+    so a backend cannot raise it.  torch calls the hook that is registered here before the check.
     """
     from torch._dynamo import utils
 
@@ -110,7 +110,7 @@ def set_up_compilations() -> None:
 
 
 def _with_our_settings() -> str:
-    """Change Dynamo's settings for a compilation that is about to begin, and undo what an earlier one has changed."""
+    """Set Dynamo's settings for the compilation that is about to begin, and undo those of an earlier one."""
     config: Any = torch._dynamo.config
     for name in (*MOST_GRAPHS, *_WAYS):
         if isinstance(set_to := getattr(config, name), _Ours):
@@ -119,14 +119,14 @@ def _with_our_settings() -> str:
     if backend is None:
         return ""
     limits = {name: max(getattr(config, name), most) for name, most in MOST_GRAPHS.items()}
-    fails = getattr(backend, "strict", True) and not config.suppress_errors  # torch allows one of both
+    fails = getattr(backend, "strict", True) and not config.suppress_errors  # torch does not allow both
     for name, value in (limits | {"skip_nnmodule_hook_guards": False, "fail_on_recompile_limit_hit": fails}).items():
         setattr(config, name, _Ours.instead_of(getattr(config, name), value))
     return "kvpass"
 
 
 def _backend_asked() -> Any:
-    """Return the backend of kvpass that the compilation at hand is for, or None."""
+    """Return the kvpass backend of the current compilation, or None."""
     frame: types.FrameType | None = sys._getframe(2)
     for _ in range(4):
         if frame is None:
@@ -141,7 +141,7 @@ def _backend_asked() -> Any:
 
 
 def numbers_as_symbols(names: set[str]) -> contextlib.AbstractContextManager[Any]:
-    """Inside, attributes of these names that are whole numbers are traced as symbols from the first time on."""
+    """Trace integer attributes of these names as symbols from the first trace on, inside the context."""
     config: Any = torch.compiler.config  # a module whose type torch changes
     chosen = [each for each in (config.dynamic_sources, rf".*\.({'|'.join(sorted(names))})$") if each]
     context: contextlib.AbstractContextManager[Any] = config.patch(dynamic_sources=",".join(chosen))
@@ -149,7 +149,7 @@ def numbers_as_symbols(names: set[str]) -> contextlib.AbstractContextManager[Any
 
 
 def one_like_other_sizes() -> contextlib.AbstractContextManager[Any]:
-    """Inside, a size that changes from call to call is traced as a symbol even if it is one now."""
+    """Trace a dynamic size as a symbol even if it is one in this call, inside the context."""
     from torch.fx.experimental import _config
 
     config: Any = _config  # a module whose type torch changes
@@ -158,7 +158,7 @@ def one_like_other_sizes() -> contextlib.AbstractContextManager[Any]:
 
 
 def is_last_graph() -> bool:
-    """Whether the function that is being compiled will get no further graph from torch.compile."""
+    """Check whether the function being compiled reaches torch.compile's recompile limit with this graph."""
     from torch._guards import CompileContext
 
     now = CompileContext.current_compile_id()
@@ -167,14 +167,14 @@ def is_last_graph() -> bool:
 
 
 def hooks_so_far() -> int:
-    """Return how many hooks this process has registered, on whatever module."""
+    """Return how many hooks this process has registered, on any module."""
     from torch.utils.hooks import RemovableHandle
 
     return int(RemovableHandle.next_id)
 
 
 def why_uncompiled() -> str | None:
-    """Return what makes torch.compile run everything uncompiled now, or None."""
+    """Return the reason why torch.compile runs everything uncompiled now, or None."""
     from torch._dynamo import eval_frame
     from torch.utils import _python_dispatch
 
@@ -189,44 +189,44 @@ def why_uncompiled() -> str | None:
 
 
 def is_disabled() -> bool:
-    """Return whether torch.compile was turned off for the process."""
+    """Check whether torch.compile is turned off for the process."""
     return bool(torch._dynamo.config.disable) or os.environ.get("TORCHDYNAMO_DISABLE") == "1"
 
 
 def is_limit_of_graphs(error: BaseException) -> bool:
-    """Return whether torch refuses to make another graph of a function."""
+    """Check whether an error says that torch refuses to compile another graph of a function."""
     from torch._dynamo.exc import FailOnRecompileLimitHit
 
     return isinstance(error, FailOnRecompileLimitHit)
 
 
 COMPILED_CALL = "_compiled_call_impl"
-"""Where a module has what it is called by; torch leaves it out of copies and pickles."""
+"""The attribute with a module's compiled call; torch leaves it out of copies and pickles."""
 
 
 def compiled_call(model: torch.nn.Module) -> Any:
-    """Return what a module is called by if it was compiled in place, or None."""
+    """Return the compiled call of a module that was compiled in place, or None."""
     return getattr(model, COMPILED_CALL)
 
 
 def set_compiled_call(model: torch.nn.Module, call: Any) -> None:
-    """Let a module be called by something else than its forward."""
+    """Set the function that runs when a module is called, in place of its forward."""
     model.__dict__[COMPILED_CALL] = call
 
 
 def uncompiled_call(model: torch.nn.Module) -> Callable[..., Any]:
-    """Return what calls a module as if it had not been compiled, with its hooks."""
+    """Return the uncompiled call of a module, hooks included."""
     return model._call_impl
 
 
 def registered_backend(name: str) -> Callable[[fx.GraphModule, Sequence[Any]], Compiled]:
-    """A torch.compile backend by its name."""
+    """Return a registered torch.compile backend by its name."""
     from torch._dynamo.backends.registry import lookup_backend
 
     return cast(Callable[[fx.GraphModule, Sequence[Any]], Compiled], lookup_backend(name))
 
 
 def note_artifact(name: str, text: Callable[[], str]) -> None:
-    """Add a text to torch's structured trace, if there is one (TORCH_TRACE)."""
+    """Add a text to torch's structured trace, if one is recorded (TORCH_TRACE)."""
     described = {"name": name, "encoding": "string"}
     torch._logging._internal.trace_structured("artifact", metadata_fn=lambda: described, payload_fn=text)

@@ -18,7 +18,7 @@ def is_fake(value: Any) -> bool:
 
 
 def propagate(function: Callable[..., Tensor], *args: Any) -> Tensor:
-    """What a function gives for example values; some of them may be real tensors, such as constants."""
+    """Run a function on example values, some of which may be real tensors such as constants."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     modes = [arg.fake_mode for arg in args if isinstance(arg, FakeTensor)]
@@ -30,7 +30,7 @@ def propagate(function: Callable[..., Tensor], *args: Any) -> Tensor:
 
 @contextlib.contextmanager
 def real_tensors() -> Iterator[None]:
-    """Operations inside compute, even where Dynamo is tracing around them."""
+    """Compute with real tensors inside the context, even while Dynamo is tracing."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     with _disable_current_modes(), torch.no_grad():
@@ -39,10 +39,10 @@ def real_tensors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def fake_mode(open_sizes: SymbolicSizes | None = None) -> Iterator[Callable[[Any], Any]]:
-    """A mode in which tensors have shapes and no data; yields what makes a static fake of a real tensor.
+    """Enter a mode in which tensors have no data; yield a function that makes static fakes of real tensors.
 
     Args:
-        open_sizes: those of fakes that are given to a function traced inside.
+        open_sizes: the dynamic sizes of the fakes that a function traced inside receives.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -52,9 +52,10 @@ def fake_mode(open_sizes: SymbolicSizes | None = None) -> Iterator[Callable[[Any
 
 
 def trace(function: Callable[..., Any], examples: Sequence[Any]) -> fx.GraphModule:
-    """The aten graph of a function; call inside `fake_mode` with its tensors, or sizes.
+    """Trace a function into an aten graph; call inside `fake_mode` with its tensors or sizes.
 
-    Under Python's dispatcher, as open sizes would else be asked for their numbers, see `Parts`.
+    Symbolic examples need Python's dispatcher, without which some operators read the numbers behind dynamic sizes; see
+    `CompiledParts`.
     """
     from torch._dispatch.python import enable_python_dispatcher
     from torch.fx.experimental.proxy_tensor import make_fx

@@ -1,4 +1,4 @@
-"""Private names that nodes of FX graphs call, and copying graphs."""
+"""Private functions of torch that FX nodes call, and copies of graphs."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import torch.fx as fx
 from torch import Tensor
 
 NEURAL = torch._C._nn
-"""Where torch.nn.functional has some of its functions from, under which names Dynamo records them."""
+"""The module with some functions of torch.nn.functional, under whose names Dynamo records them."""
 
 
 def is_sdpa(node: fx.Node) -> bool:
-    """A call of torch.nn.functional.scaled_dot_product_attention."""
+    """Check whether a node calls torch.nn.functional.scaled_dot_product_attention."""
     return node.op == "call_function" and node.target is torch.nn.functional.scaled_dot_product_attention
 
 
 def mutates(node: fx.Node) -> bool:
-    """A call of an aten operator that writes to an argument."""
+    """Check whether a node calls an operator that writes to an argument."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def is_operator(node: fx.Node) -> bool:
-    """A call of one of aten's operators, or of one of our own."""
+    """Check whether a node calls an operator overload, of aten or of kvpass."""
     return isinstance(node.target, torch._ops.OpOverload)
 
 
 def passes_on(node: fx.Node) -> list[fx.Node]:
-    """The arguments of an operator whose memory it writes to or gives, as its schema says."""
+    """Return the arguments that an operator writes to or returns an alias of, by its schema."""
     schema = node.target._schema  # type: ignore[union-attr]
     indices = [(index, argument.name) for index, argument in enumerate(schema.arguments) if argument.alias_info]
     given = [node.args[p] if p < len(node.args) else node.kwargs.get(name) for p, name in indices]
@@ -38,36 +38,36 @@ def passes_on(node: fx.Node) -> list[fx.Node]:
 
 
 def changes_nothing(node: fx.Node) -> bool:
-    """torch's usage logging, and gradients that are turned on and off, in a graph that nobody needs gradients of."""
+    """Check whether a node only logs usage or switches gradients, which inference does not need."""
     return is_log_only(node) or (node.op == "call_function" and node.target is torch._C._set_grad_enabled)
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Whether processes exchange tensors in a call, as Dynamo and the tracer of operators record it."""
+    """Check whether a call exchanges tensors between processes, in Dynamo's graphs or in aten graphs."""
     family, _, name = str(node.target).partition(".")
     return node.op == "call_function" and family.strip("_").startswith("c10d") and not name.startswith("wait_tensor")
 
 
 def all_reduced(x: Tensor, how: str, group: str) -> Tensor:
-    """The "sum" or "max" of what the processes of a group, by its name, have; can be traced, and run as it is."""
+    """Reduce a tensor over a process group, given by name, with "sum" or "max"; traceable, and runs eagerly."""
     operators = torch.ops._c10d_functional
     return cast(Tensor, operators.wait_tensor(operators.all_reduce(x, how, group)))
 
 
 def sets_a_mode(node: fx.Node) -> bool:
-    """One of the pair of calls between which autocasting is on or off."""
+    """Check whether a node enters or exits autocast."""
     pair = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
     return node.op == "call_function" and node.target in pair
 
 
 def is_batching(node: fx.Node) -> bool:
-    """A call into the machinery of vmap, which Dynamo leaves in graphs, and which other calls go through."""
+    """Check whether a node calls into the machinery of vmap, which Dynamo leaves in graphs."""
     module = getattr(node.target, "__module__", None) or ""
     return node.op == "call_function" and module.startswith(("torch._C._functorch", "torch._functorch"))
 
 
 def batching_kind(node: fx.Node) -> Literal["begins", "ends", "prepares", "maps"] | None:
-    """Return what a call does for a region of vmap: begin it, end it, prepare for any, or map tensors in or out."""
+    """Return the role of a call in a vmap region: it begins, ends or prepares regions, or maps tensors."""
     if not is_batching(node):
         return None
     name = node.target.__name__  # type: ignore[union-attr]
@@ -79,15 +79,15 @@ def batching_kind(node: fx.Node) -> Literal["begins", "ends", "prepares", "maps"
 
 
 def is_log_only(node: fx.Node) -> bool:
-    """torch's own usage logging, which Dynamo leaves in graphs."""
+    """Check whether a node is torch's own usage logging, which Dynamo leaves in graphs."""
     return node.target is torch._C._log_api_usage_once
 
 
 def copy_graph_module(gm: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
-    """A copy that may be rewritten, and where each node of the original went.
+    """Copy a graph module for rewriting; return the copy and a map from original to copied nodes.
 
-    Dynamo goes on reading the original after a backend returns, so it must stay as it is.  Most copies never run as
-    they are: the copy's code is made when it is asked for, as that takes as long as copying.
+    Dynamo still reads the original after a backend returns, so the original must not change.  Most copies are rewritten
+    before they run, and generating code takes as long as copying, so the copy generates its code on demand.
     """
     from torch.fx._lazy_graph_module import _LazyGraphModule
 
@@ -107,7 +107,7 @@ def copy_graph_module(gm: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node,
 
 
 def code_of(gm: fx.GraphModule) -> Callable[..., Any]:
-    """What runs a graph; that of a copy is made by now."""
+    """Return the function that runs a graph; the code of a copy is generated first."""
     from torch.fx._lazy_graph_module import _LazyGraphModule
 
     _LazyGraphModule.force_recompile(gm)

@@ -1,4 +1,4 @@
-"""DispatchWatch the code that Inductor generates while it runs."""
+"""Watch the code that Inductor generates while it runs."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ PLAIN_TENSORS = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 KERNEL, ALLOCATOR = "kernel", "empty_strided_cpu"
-"""What Inductor calls the function of each kernel for a CPU, and what its modules allocate memory with."""
+"""Inductor's names for the function of a CPU kernel, and for the allocator of its modules."""
 
 
 def generated_scopes() -> list[dict[str, Any]]:
-    """The globals of the modules that Inductor has written in this process."""
+    """Return the globals of the modules that Inductor has written in this process."""
     from torch._inductor.codecache import PyCodeCache
 
     return [vars(module) for module in PyCodeCache.modules]
 
 
 def kernel_library(value: Any) -> str | None:
-    """The file of a kernel that Inductor generated for a CPU; None for anything else."""
+    """Return the library file of a CPU kernel that Inductor generated; None for anything else."""
     found = isinstance(value, types.BuiltinFunctionType) and value.__name__ == KERNEL
     return getattr(value.__self__, "__file__", None) if found else None
 
 
 def is_foreign(function: Any) -> bool:
-    """Whether it is a function of a library that is neither Python's nor torch's, such as one of Inductor's."""
+    """Check whether a function belongs to a library that is neither Python's nor torch's, such as Inductor's."""
     library = getattr(function, "__self__", None)
     if not isinstance(function, types.BuiltinFunctionType) or not isinstance(library, types.ModuleType):
         return False
@@ -41,16 +41,16 @@ def is_foreign(function: Any) -> bool:
 
 
 def allocator() -> Callable[..., Tensor]:
-    """What `ALLOCATOR` is in the modules that Inductor writes."""
+    """Return the function behind `ALLOCATOR` in the modules that Inductor writes."""
     guards: Any = torch._C._dynamo.guards
     return cast(Callable[..., Tensor], guards._empty_strided_cpu)
 
 
 @contextlib.contextmanager
 def calls_watched(see: Callable[[types.FrameType, Any], None]) -> Iterator[None]:
-    """Inside, the functions in C that this thread calls from Python are told, each with the frame that calls it.
+    """Report each C function that this thread calls from Python, with the calling frame, inside the context.
 
-    Python has one place for whoever watches calls, which has to be free.
+    The context uses Python's one profiling hook, which must be free.
     """
 
     def told(frame: types.FrameType, event: str, function: Any) -> None:
@@ -65,21 +65,21 @@ def calls_watched(see: Callable[[types.FrameType, Any], None]) -> Iterator[None]
 
 
 def cpp_library(source: str) -> ctypes.CDLL:
-    """C++ as a library, compiled once for all processes."""
+    """Compile C++ source to a library, once for all processes."""
     from torch._inductor.codecache import CppCodeCache
 
     return cast(ctypes.CDLL, CppCodeCache.load(source))
 
 
 def is_shared(tensor: Tensor) -> bool:
-    """Whether anything but this tensor holds its memory."""
+    """Check whether anything but this tensor holds its storage."""
     holders = torch._C._storage_Use_Count
     alone = torch.empty(1, device="cpu")
     return holders(tensor.untyped_storage()._cdata) > holders(alone.untyped_storage()._cdata)
 
 
 def watched(see: Callable[[Any, Any, Any, Any], None]) -> contextlib.AbstractContextManager[Any]:
-    """Inside, what torch's dispatcher runs is told, each with its arguments and results, when it has run."""
+    """Report each operator that torch's dispatcher runs, with arguments and results, after it has run."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class DispatchWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -92,13 +92,13 @@ def watched(see: Callable[[Any, Any, Any, Any], None]) -> contextlib.AbstractCon
 
 
 def writes_results(operator: Any) -> bool:
-    """Whether all that an operator gives is what it was given to write to."""
+    """Check whether an operator returns nothing but arguments that it writes to."""
     given = [result.alias_info for result in operator._schema.returns]
     return bool(operator._schema.is_mutable) and all(alias is not None and alias.is_write for alias in given)
 
 
 @contextlib.contextmanager
 def without_modes() -> Iterator[None]:
-    """What AOTAutograd's wrapper sets around compiled code: no gradients and no autocasting."""
+    """Disable gradients and autocasting, as AOTAutograd's wrapper does around compiled code."""
     with torch.no_grad(), torch._C._DisableAutocast():
         yield

@@ -24,8 +24,8 @@ Boxed = Callable[[list[Any]], Sequence[Any]]
 
 
 FUSE_INTO_REDUCTIONS = {
-    # A rotary embedding at read is one long pointwise expression over the slots.  Past these thresholds
-    # Inductor would write it to memory, which is the copy of the slots that there must never be.
+    # A rotary embedding at read is one long pointwise expression over the slots.  Below these thresholds Inductor
+    # would write it to memory: a rotated copy of all slots.
     "realize_opcount_threshold": 200,
     "realize_acc_reads_threshold": 32,
     "realize_reads_threshold": 32,
@@ -33,30 +33,32 @@ FUSE_INTO_REDUCTIONS = {
 
 
 FEWER_LAUNCHES = {
-    # A step of one token is many small kernels, whose launches cost more than their work: those that do not
-    # depend on each other, such as the rotations of query and key, are made one.  Generated Triton alone has this.
+    # A step of one token is many small kernels, whose launches cost more than their work.  Independent kernels, such as
+    # the rotations of query and key, become one.  Only generated Triton supports this.
     "combo_kernels": True,
 }
 
 
 KEEP_THE_ORDER = {
-    # Inductor moves a computation to where it is used first: attention would read the values after a merge has
-    # rewritten one of them, and for that they would all be copied.
+    # Inductor moves a computation to its first use.  Attention would then read the values after a merge has rewritten
+    # one of them, and Inductor would copy all values to avoid this.
     "reorder_for_locality": False,
 }
 
 
 MOVES = ("-mmove-max=256", "-mstore-max=256")
-"""Flags under which g++ copies a vector of AVX2 in one piece.
+"""g++ flags that copy an AVX2 vector in one piece.
 
-Inductor loads whole numbers by `memcpy` to an array on the stack, and the array as a vector.  g++ copies it in halves
-by default on AMD's processors, and a processor cannot forward two stores to one load: it waits, at every load.
+Inductor loads integers by `memcpy` to an array on the stack, and the array as a vector.  By default g++ copies it in
+halves on AMD processors.  A processor cannot forward two stores to one load, so every load stalls.
 """
 
 
 def whole_vectors() -> dict[str, str]:
-    """Settings of Inductor that add `MOVES`, where they apply and the user has not set that architecture: its own have
-    no room for flags but this."""
+    """Return the Inductor settings that add `MOVES`, where the flags apply.
+
+    They replace `cpp.march`, the only setting that passes flags on, and only if the user has not set it.
+    """
     from torch._inductor import config
 
     fits = torch.backends.cpu.get_cpu_capability() == "AVX2"
@@ -67,15 +69,15 @@ def whole_vectors() -> dict[str, str]:
 
 @functools.cache
 def _takes(flags: tuple[str, ...]) -> bool:
-    """Whether Inductor's compiler of C++ knows these flags."""
+    """Check whether Inductor's C++ compiler knows these flags."""
     compiler = cpp_compiler()
-    if compiler is None:  # Inductor says so when it needs one
+    if compiler is None:  # Inductor reports this when it needs the compiler
         return False
     return subprocess.run([compiler, *flags, "-E", "-x", "c++", os.devnull], capture_output=True).returncode == 0
 
 
 def cpp_compiler() -> str | None:
-    """Return the compiler of C++ that Inductor takes, None if it finds none that starts."""
+    """Return the C++ compiler that Inductor uses, or None if none starts."""
     from torch._inductor import cpp_builder, exc
 
     try:
@@ -87,13 +89,13 @@ def cpp_compiler() -> str | None:
 
 
 CHECKS_TOO_EARLY = torch.__version__ < "2.13"
-"""Whether Inductor writes the check of a place that is counted before the place itself, which is no C++ (in 2.11)."""
+"""Whether Inductor emits the check of a computed index before the index itself, which is invalid C++ (in 2.11)."""
 
 
 def write_out(graph: fx.Graph, node: fx.Node, strides: Sequence[int | fx.Node]) -> fx.Node:
-    """A new node with the value of one of an operator graph, which Inductor writes to a buffer with these strides.
+    """Add a node whose value Inductor writes to a buffer with these strides, to an aten graph.
 
-    A strided view would have it written too, but over whatever strides Inductor chose for it.
+    A strided view would force a buffer too, but it would apply to whatever strides Inductor chose.
     """
     from torch._inductor.inductor_prims import force_stride_order
 
@@ -104,40 +106,40 @@ def write_out(graph: fx.Graph, node: fx.Node, strides: Sequence[int | fx.Node]) 
 
 
 def materialized(x: Tensor) -> Tensor:
-    """The same numbers, dense, which the compiler computes once and reads from memory; traced, and run as it is.
+    """Return the same numbers as a dense tensor that the compiler computes once and reads from memory.
 
-    It would else compute pointwise expressions, such as the cosines of an embedding, anew wherever they are
-    read: in the innermost loop over slots, heads and dimensions.
+    Otherwise the compiler recomputes pointwise expressions, such as the cosines of an embedding, in the innermost loop
+    over slots, heads and dimensions.  Traceable, and runs eagerly.
     """
     from torch._inductor.inductor_prims import force_stride_order
 
     x = x.contiguous()
-    if symbols(x):  # a strided view is of whatever strides the compiler chose, which are others then
+    if symbols(x):  # the compiler's strides are unknown then, and a strided view would apply to them
         forced: Tensor = force_stride_order(x, list(x.stride()))
         return forced
     return x.as_strided(x.shape, x.stride())
 
 
 def l1_cache_bytes() -> int:
-    """Bytes of a core's first data cache; the usual 32 KiB where torch does not know."""
+    """Return the bytes of a core's L1 data cache; the usual 32 KiB if torch does not know."""
     return int(_capabilities().get("l1d_cache_size", 0)) or 32 << 10
 
 
 def dot_products() -> frozenset[torch.dtype]:
-    """The dtypes of half precision that this processor has dot products of, which torch's libraries use."""
+    """Return the half-precision dtypes with dot-product instructions here, which torch's libraries use."""
     known = _capabilities()
     names = {torch.bfloat16: ("avx512_bf16", "amx_bf16", "bf16"), torch.float16: ("avx512_fp16", "amx_fp16")}
     return frozenset(dtype for dtype, any_of in names.items() if any(known.get(name) for name in any_of))
 
 
 def _capabilities() -> dict[str, Any]:
-    """What torch knows of the processor; older versions do not tell."""
+    """Return torch's facts about the processor; empty in older versions."""
     asked = getattr(torch.cpu, "get_capabilities", dict)
     return dict(asked())
 
 
 def inductor(gm: fx.GraphModule, examples: Sequence[Any], patches: dict[str, Any]) -> Compiled:
-    """Compile with Inductor under the given configuration."""
+    """Compile a graph with Inductor under the given configuration."""
     from torch._inductor.compile_fx import compile_fx
 
     with _tracing(examples) as inputs:
@@ -146,10 +148,10 @@ def inductor(gm: fx.GraphModule, examples: Sequence[Any], patches: dict[str, Any
 
 @contextlib.contextmanager
 def _tracing(examples: Sequence[Any]) -> Iterator[list[Any]]:
-    """The examples as a compiler expects them: within Dynamo as they are, outside of it as static fakes, or as the
-    fakes that they are already.
+    """Yield the examples as a compiler expects them.
 
-    Inductor's caches on disk serve only what is compiled with an environment of shapes, even if it stays empty.
+    Within Dynamo they stay as they are.  Outside of it fakes keep their mode, and real tensors become static fakes.
+    Inductor's caches on disk work only with a shape environment, even an empty one.
     """
     from torch._guards import TracingContext, tracing
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -169,14 +171,14 @@ def _tracing(examples: Sequence[Any]) -> Iterator[list[Any]]:
 
 
 def inductor_seconds() -> tuple[float, float]:
-    """Seconds that Inductor has taken in this process so far, and of the C++ compiler that it starts."""
+    """Return the seconds that Inductor and its C++ compiler have taken in this process so far."""
     from torch._dynamo.utils import compilation_time_metrics as spent
 
     return sum(spent.get("compile_fx_inner", ())), sum(spent.get("compile_file", ()))
 
 
 def inductor_mode(mode: str) -> dict[str, Any]:
-    """The configuration behind a mode of torch.compile; raises RuntimeError for an unknown one."""
+    """Return the configuration of a torch.compile mode; raise RuntimeError for an unknown mode."""
     from torch._inductor import list_mode_options
 
     options: dict[str, Any] = list_mode_options(mode)
@@ -184,14 +186,14 @@ def inductor_mode(mode: str) -> dict[str, Any]:
 
 
 def inductor_options() -> set[str]:
-    """The names of all of Inductor's settings."""
+    """Return the names of all Inductor settings."""
     from torch._inductor import config
 
     return set(config.get_config_copy())
 
 
 def graph_pass(digest: bytes, rewrite: Callable[[fx.Graph], None]) -> Any:
-    """A pass over the graph of aten's operators that Inductor lowers; `digest` is put into the key of its caches."""
+    """Return a pass over Inductor's aten graph; `digest` becomes part of the cache key."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     class GraphPass(CustomGraphPass):

@@ -1,4 +1,4 @@
-"""List private methods that appear nowhere else in this room under their full names."""
+"""List the private methods, fields and settings that this room never spells with their full names."""
 
 from __future__ import annotations
 
@@ -18,4 +18,4 @@ METHODS = (
     "torch._inductor.config.realize_reads_threshold",
     "torch._inductor.config.reorder_for_locality",
 )
-"""Methods, fields and settings that stand nowhere else in this file under their full names."""
+"""Methods, fields and settings that appear nowhere else in this room with their full names."""

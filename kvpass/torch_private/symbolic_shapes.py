@@ -1,4 +1,4 @@
-"""Private names of symbolic shapes: read symbols and guards, and make dynamic sizes of our own."""
+"""Private names of symbolic shapes: read symbols and guards, and create dynamic sizes."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ import torch
 from torch import Tensor
 
 SIZE = torch.ops.aten.sym_size.int
-"""A dimension of a tensor, as a node that is a size."""
+"""The operator that returns one dimension of a tensor as a size node."""
 
 
 def expression(value: torch.SymInt) -> Any:
-    """The sympy expression behind a symbolic size."""
+    """Return the sympy expression of a symbolic size."""
     return value.node.expr
 
 
 def size_hint(size: Any) -> int:
-    """A size, or what an open one is in the call that it was made for."""
+    """Return a size as a number: for a dynamic size, its value in the call that it was made for."""
     return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
 
 
 def known_equal(one: Any, other: Any) -> bool:
-    """Whether two sizes are equal wherever the guards that Dynamo has set hold."""
+    """Check whether two sizes are equal wherever Dynamo's guards hold."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return statically_known_true(one == other)
 
 
 def without_decided_bounds(size: torch.SymInt) -> sympy.Expr:
-    """A size without the maxima and minima that the ranges decide which Dynamo has guarded."""
+    """Return a size without the maxima and minima that Dynamo's guarded ranges decide."""
     env = size.node.shape_env
 
     def never_above(one: sympy.Expr, other: sympy.Expr) -> bool:
@@ -58,7 +58,7 @@ def without_decided_bounds(size: torch.SymInt) -> sympy.Expr:
 
 
 def may_equal(size: Any, number: int) -> bool:
-    """Whether the ranges that Dynamo has guarded allow a size to be this number."""
+    """Check whether Dynamo's guarded ranges allow a size to equal a number."""
     if not isinstance(size, torch.SymInt):
         return bool(size == number)
     allowed = size.node.shape_env.bound_sympy(expression(size))
@@ -66,7 +66,10 @@ def may_equal(size: Any, number: int) -> bool:
 
 
 def guarded(*values: Any) -> list[sympy.Expr]:
-    """What Dynamo has asked of the symbols of a graph that are sizes, or are in the shapes of tensors, among these."""
+    """Return Dynamo's guards of the graph to which symbolic sizes among the values belong.
+
+    The values are sizes and tensors.
+    """
     sizes = [size for x in values for size in (x.shape if isinstance(x, Tensor) else (x,))]
     symbolic = next((size for size in sizes if isinstance(size, torch.SymInt)), None)
     if symbolic is None:
@@ -76,29 +79,30 @@ def guarded(*values: Any) -> list[sympy.Expr]:
 
 
 class SymbolicSizes:
-    """Sizes that stay symbols in a graph, whatever they are in the call at hand.
+    """Sizes that stay symbols in a graph, whatever their values in the current call.
 
-    What is traced for them holds for all numbers of which is true what was asked of them on the way: `hold`.
+    Code that is traced with them serves all numbers that fulfil the guards set while tracing: `hold`.
 
     Attributes:
-        mode: in which tensors of such sizes are fake.
-        symbols: of each size, as sympy has it.
-        alike: those of them of which code for one may serve another: what is asked of one of them is asked of all.
+        mode: the fake tensor mode of tensors with such sizes.
+        symbols: the sympy symbol of each size.
+        alike: symbols that share code: a guard on one of them applies to all of them.
     """
 
     def __init__(self, hints: Sequence[int], taken: set[str], alike: Collection[int] = ()) -> None:
-        """
+        """Create one symbol for each size.
+
         Args:
-            hints: what each is in the call at hand, 2 at least.
-            taken: names of another graph's symbols, which must not be met.
-            alike: the places of those that are alike.
+            hints: the values in the current call, each at least 2.
+            taken: names of another graph's symbols, which must not be used again.
+            alike: indices of the sizes that share code.
         """
         from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
         self._env = ShapeEnv()
         self.mode = FakeTensorMode(shape_env=self._env)
-        self.mode.cache_enabled = False  # expressions of sizes hardly repeat: looking them up was a third of a trace
+        self.mode.cache_enabled = False  # expressions of sizes hardly repeat: lookups take a third of a trace
         self._names, self._taken = itertools.count(), taken
         self._held: dict[Any, bool] = {}
         self.symbols = [self._symbol(hint) for hint in hints]
@@ -116,19 +120,19 @@ class SymbolicSizes:
                 return symbol
 
     def size(self, expression: Any) -> Any:
-        """The symbolic size that an expression of the symbols is, or a number."""
+        """Return an expression of the symbols as a symbolic size, or as a number."""
         if expression.is_Integer:
             return int(expression)
         return self._env.create_symintnode(expression, hint=int(expression.xreplace(self._hints)))
 
     def like(self, shape: Sequence[Any], strides: Sequence[Any] | None, **kind: Any) -> Tensor:
-        """A fake tensor, dense if no strides are given."""
+        """Return a fake tensor, dense if no strides are given."""
         with torch.inference_mode(False), self.mode:
             return torch.empty(shape, **kind) if strides is None else torch.empty_strided(shape, strides, **kind)
 
     def hold(self, numbers: Sequence[int]) -> bool:
-        """Whether what was traced, and compiled since, serves these numbers."""
-        kind = (tuple(numbers), len(self._env.guards))  # there are more after compiling
+        """Check whether the traced and compiled code serves these numbers."""
+        kind = (tuple(numbers), len(self._env.guards))  # compiling adds guards
         if kind not in self._held:
             known = dict(zip(self.symbols, map(sympy.Integer, numbers), strict=True))
             asked = (answer for guard in self._env.guards for answer in self._answers(guard.expr, known))
@@ -136,7 +140,7 @@ class SymbolicSizes:
         return self._held[kind]
 
     def _answers(self, asked: Any, known: dict[Any, Any]) -> Iterator[Any]:
-        """A question's answers: of a question about one of the sizes that are alike, those about all of them."""
+        """Yield a guard's values: a guard on one of the alike sizes is evaluated for all of them."""
         yield asked.xreplace(known)
         about = asked.free_symbols & self.alike
         if len(about) == 1:
@@ -146,6 +150,6 @@ class SymbolicSizes:
 
 
 def symbols(value: Any) -> set[Any]:
-    """The symbols that a fake tensor's sizes and strides, or a size, are made of."""
+    """Return the symbols in a size, or in a fake tensor's sizes and strides."""
     sizes = (*value.shape, *value.stride()) if isinstance(value, Tensor) else (value,)
     return {symbol for size in sizes if isinstance(size, torch.SymInt) for symbol in expression(size).free_symbols}

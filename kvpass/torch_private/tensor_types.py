@@ -17,63 +17,70 @@ QUESTIONS = frozenset(
         "__len__", "__repr__", "__hash__", "__format__", "__dir__",
     ]
 )  # fmt: skip
-"""Methods of a tensor that read nothing but shape, dtype and the like.
+"""Tensor methods that read only metadata such as shape and dtype.
 
-Which of them torch asks a tensor of a class of its own differs between versions, and 2.11 does so while Dynamo looks at
-the inputs of a graph, before it says that it compiles.
+torch versions differ in which of them they call on a tensor subclass.  2.11 calls them while Dynamo inspects the inputs
+of a graph, before it reports that it compiles.
 """
 
 
 def share_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors, which may be fake, have one storage."""
+    """Check whether two tensors, which may be fake, share one storage."""
     return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def without_torch_function() -> contextlib.AbstractContextManager[None]:
-    """Tensor subclasses behave as plain tensors inside."""
+    """Treat tensor subclasses as plain tensors inside the context."""
     context: contextlib.AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
     return context
 
 
 def without_torch_functions() -> contextlib.AbstractContextManager[None]:
-    """Neither tensor subclasses nor function modes, such as a default device, intercept operations inside.
+    """Disable `__torch_function__` of tensor subclasses and of function modes, such as a default device, inside.
 
-    Dynamo dispatches on a mode again inside of `without_torch_function`, so a traced `__torch_function__` never ends.
+    Inside of `without_torch_function`, Dynamo dispatches on a mode again, so a traced `__torch_function__` recurses
+    without end.
     """
     context: contextlib.AbstractContextManager[None] = torch._C.DisableTorchFunction()
     return context
 
 
 def with_torch_function() -> contextlib.AbstractContextManager[None]:
-    """Tensor subclasses have their say inside, also where Dynamo has turned that off around a graph."""
+    """Enable `__torch_function__` of subclasses inside, also where Dynamo has disabled it around a graph."""
     context: contextlib.AbstractContextManager[None] = torch._C._EnableTorchFunction()
     return context
 
 
 def is_wrapper(value: Any) -> bool:
-    """A tensor of a class that wraps others, as quantised weights are; Dynamo does not look into its operations."""
+    """Check whether a tensor's class wraps other tensors, as quantised weights do.
+
+    Dynamo does not look into the operations of such a class.
+    """
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
     return isinstance(value, Tensor) and is_traceable_wrapper_subclass(value)
 
 
 def was_inlined(value: Any) -> bool:
-    """A tensor of a class whose `__torch_function__` Dynamo has traced through: in its graphs it is a plain tensor."""
+    """Check whether Dynamo traces through the `__torch_function__` of a tensor's class.
+
+    Dynamo's graphs then hold a plain tensor.
+    """
     plain = (Tensor.__torch_function__, torch._C._disabled_torch_function_impl)
     return isinstance(value, Tensor) and type(value).__torch_function__ not in plain and not is_wrapper(value)
 
 
 def as_plain(value: Tensor) -> Tensor:
-    """The same data as a tensor of no class of its own."""
+    """Return the same data as a plain Tensor."""
     with without_torch_function():
         return value.as_subclass(Tensor)
 
 
 def is_view(tensor: torch.Tensor) -> bool:
-    """Whether it shares the memory of another tensor, which torch.compile asks about as well."""
+    """Check whether a tensor is a view of another one; torch.compile guards on this."""
     return tensor._is_view()
 
 
 def stays(tensor: torch.Tensor, dim: int) -> None:
-    """Let torch.compile take the size of this dim as a fact, whatever it was in other calls."""
+    """Mark a dimension as static for torch.compile, even if it had other sizes in earlier calls."""
     torch._dynamo.mark_static(tensor, dim)
