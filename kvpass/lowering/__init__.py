@@ -1,1 +1,4 @@
-"""The attention primitives and a few row products; all else in a rewritten graph is plain torch."""
+"""Kernels and CPU loops of attention and of products of few rows.
+
+All else in a rewritten graph is plain torch.
+"""

@@ -1,7 +1,8 @@
-"""The Triton kernel of recipe "direct": all three products of the network, a block of rows a program.
+"""The Triton kernel of recipe "direct": all three products of the network, one block of rows per program.
 
-Torch's operations would take a launch for each product and for what is around it, and write the rows in float32, the
-hidden ones and the changes.  Here a row is read, once for the first product and once to be changed, and written.
+Torch's operations would need a launch for each product and each operation between products, and would write the rows,
+the hidden values and the changes in float32.  This kernel reads a row once for the first product and once to change it,
+and writes it once.
 
 The module is imported when the first graph for a GPU is traced, and needs triton.
 """
@@ -18,26 +19,26 @@ from torch import Tensor
 
 from kvpass.lowering.attend_kernel import dense, packed, power
 
-ROWS, FEW_ROWS = 32, 16  # of a program, each of which reads all weights; fewer for registers, of wide heads and numbers
+ROWS, FEW_ROWS = 32, 16  # of a program, which reads all weights; wide heads and wide dtypes leave registers for fewer
 WIDE_HEAD = 256
-STEP = 32  # numbers of a head that are taken in at a time,
-OUT_STEP = 64  # and put out: a stretch for each warp
-WARPS = 8  # fewer would spill
-TF32 = tl.constexpr(-8192)  # the bits of a float32 that tensor cores multiply
+STEP = 32  # numbers of a head per step of the input product,
+OUT_STEP = 64  # and of the output product: a stretch for each warp
+WARPS = 8  # fewer warps would spill registers
+TF32 = tl.constexpr(-8192)  # the bits of a float32 that tensor cores use
 
 
 @triton.jit
 def parted(x):
-    """A float32 as two that tensor cores multiply: what they see of it, and the rest."""
+    """Split a float32 into two numbers: the bits that tensor cores use, and the rest."""
     coarse = (x.to(tl.int32, bitcast=True) & TF32).to(tl.float32, bitcast=True)
     return coarse, x - coarse
 
 
 @triton.jit
 def product(coarse, fine, weight, total, EXACT: tl.constexpr):
-    """`total` plus the product of a number in two parts and a weight, nearly as exact as in float32.
+    """Return `total` plus the product of a split number and a weight, nearly as exact as in float32.
 
-    Where numbers in half precision are EXACT, their second part is zero.
+    The second part of half-precision numbers is zero, and is left out if EXACT.
     """
     heavy, light = parted(weight)
     total = tl.dot(coarse, light, total, input_precision="tf32")
@@ -61,7 +62,7 @@ def taken_in(
     FIRST: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """`hidden` with the product of the rows of all heads."""
+    """Add the product of all heads' rows and the weight to `hidden`."""
     h = tl.arange(0, FIRST)
     for head in range(HEADS):
         for start in range(0, D, WIDE):
@@ -102,7 +103,7 @@ def put_out(
     SECOND: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Write the rows of all heads, changed where they move."""
+    """Write the rows of all heads, changed where `moves` is true."""
     s = tl.arange(0, SECOND)
     coarse, fine = parted(hidden)
     for head in range(HEADS):
@@ -115,7 +116,7 @@ def put_out(
             w = tl.load(weight + s[:, None] * TOTAL + column[None, :], mask=known, other=0.0)
             shifted = tl.load(shift + rank[:, None] * TOTAL + column[None, :], mask=inside, other=0.0)
             shifted -= tl.load(shift + made[:, None] * TOTAL + column[None, :], mask=inside, other=0.0)
-            shifted += tl.load(bias + column, mask=d < D, other=0.0)[None, :]  # all before the product, which waits
+            shifted += tl.load(bias + column, mask=d < D, other=0.0)[None, :]  # before the product, which has to wait
             change = product(coarse, fine, w, shifted, False)
             new = tl.where(moves[:, None], (x.to(tl.float32) + change).to(x.dtype), x)
             tl.store(out + (head * C + c[:, None]) * D + d[None, :], new, mask=inside)
@@ -159,7 +160,7 @@ def repair(
     VALUE_OUT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One block of the rows of one B, keys and values of all heads."""
+    """Repair one block of the rows of one B, keys and values of all heads."""
     row = tl.program_id(1).to(tl.int64)
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = c < C
@@ -209,12 +210,13 @@ def repair_rows(
 
     Args:
         key, value: [B, H, C, D] and [B, H, C, Dv], the last dimension dense.
-        made, rank: int64 [B, C], positions that the tables have.
-        moves: bool [B, C], which rows are changed at all.
-        on_key, ..., outer_bias: of one layer, float32 and dense; H1 and H2 hidden numbers, up to `MOST_HIDDEN`.
+        made, rank: int64 [B, C], positions within the tables.
+        moves: bool [B, C], the rows to change.
+        on_key, ..., outer_bias: the weights of one layer, float32 and dense; H1 and H2 are the hidden sizes, up to
+            `MOST_HIDDEN`.
 
     Returns:
-        Keys and values, as given but dense.
+        Keys and values in the shapes and dtypes of the inputs, dense.
     """
     rows, heads, slots, dim = key.shape
     width, (first, second) = value.shape[3], inner.shape
@@ -234,6 +236,6 @@ def repair_rows(
 def repaired(
     weights: list[Tensor], key: Tensor, value: Tensor, made: Tensor, rank: Tensor, moves: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What `kvpass.policies.aligners.Aligner.repaired` returns, with the weights of one layer."""
+    """Repair rows as `kvpass.policies.aligners.Aligner.repaired` does, with the weights of one layer."""
     new_key, new_value = torch.ops.kvpass.repair_rows(dense(key), dense(value), made, rank, moves, *weights)
     return new_key, new_value

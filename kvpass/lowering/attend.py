@@ -1,13 +1,13 @@
-"""Attention of a few queries over slots, with the probabilities that policies live on.
+"""Attention of a few queries over slots, with the probabilities that policies need.
 
-On a CPU it is two grouped matrix products and a softmax as `upcast` has it: the query heads of a KV head are rows of
-one product, so K and V are read once and never repeated.  On a GPU it is the kernels of `attend_kernel`,
-which the compiler schedules like its own, and torch's operations around them.
+On a CPU this is two grouped matrix products and a softmax in the dtype of `upcast`.  The query heads of a KV head are
+rows of one product, so K and V are read once and never repeated.  On a GPU the kernels of `attend_kernel` run, which
+the compiler schedules like its own, with torch's operations around them.
 
-With a rotary embedding applied at read, on a GPU the kernels rotate the keys that they load, where the embedding mixes
-pairs as `rope` knows them.  Else the first product is spelled out as multiply and sum: the compiler then fuses the
-rotation into the reduction and no rotated copy of the keys is ever written.  The rotated keys come in sections of D for
-the same reason.
+A rotary embedding may be applied at read.  On a GPU the kernels then rotate the keys that they load, if the embedding
+mixes pairs that `rope` knows.  Otherwise the first product is written as multiply and sum: the compiler fuses the
+rotation into the reduction and never writes a rotated copy of the keys.  The rotated keys come in sections of D for the
+same reason.
 """
 
 from __future__ import annotations
@@ -24,11 +24,14 @@ from kvpass.lowering.rope import Rope
 from kvpass.torch_private.inductor import materialized
 
 Rotation = Callable[[Sections], list[Tensor]]
-"""Rotates keys [B, Hkv, N, D], each by the position of its slot; gives sections [B, Hkv, N, d] of D."""
+"""A function that rotates keys [B, Hkv, N, D] by their slots' positions.
+
+It returns sections [B, Hkv, N, d] of D.
+"""
 
 LOWEST = torch.finfo(torch.float32).min
-WIDEST_ROTATED = 512  # bytes of a key that the kernels can rotate; wider ones would spill
-MOST_ROWS = 64  # query heads of a KV head times queries in one program; the accumulators of more would spill
+WIDEST_ROTATED = 512  # bytes of a key that the kernels can rotate; wider keys would spill registers
+MOST_ROWS = 64  # query heads of a KV head times queries in one program; more accumulators would spill
 
 
 def attend(
@@ -56,14 +59,14 @@ def attend(
         bias: added to the logits, broadcastable likewise.
         rotate: applied to the keys at read, pointwise in the slots.
         cap: bounds the logits before bias and mask, as cap * tanh(logits / cap).
-        sink_logit: further logits [B or 1, Hkv, G, q or 1, 1] in the softmax, to which no value belongs.
-        with_logits: whether probabilities and logits are wanted.
-        rope: the same as `rotate`, for the kernels.
-        blank: for which queries the answer is unknown.
+        sink_logit: further logits [B or 1, Hkv, G, q or 1, 1] in the softmax, without values.
+        with_logits: return probabilities and logits too.
+        rope: the same embedding as `rotate`, for the kernels.
+        blank: the queries whose output is unknown.
 
     Returns:
-        output [B, Hkv, G, q, Dv] in the dtype of `query`, and if wanted the probabilities and the masked
-        logits, [B, Hkv, G, q, C] as `upcast` has them.  A query that may attend to nothing gets zeros.
+        output [B, Hkv, G, q, Dv] in the dtype of `query`, and with `with_logits` the probabilities and the masked
+        logits, [B, Hkv, G, q, C] in the dtype of `upcast`, else None.  A query that may attend to no slot gets zeros.
     """
     if key.format.transforms or query.shape[-1] * query.element_size() > WIDEST_ROTATED:
         rope = None
@@ -95,24 +98,28 @@ def attend(
 
 
 def by_kernel(query: Tensor) -> bool:
-    """Whether `attend` of a query [B, Hkv, G, q, D] is of few rows and on a GPU; kernels sum in float32."""
+    """Check whether `attend` uses the kernels for a query [B, Hkv, G, q, D].
+
+    The query must have few rows and be on a GPU.  The kernels sum in float32, so float64 is excluded.
+    """
     return query.device.type == "cuda" and query.dtype != torch.float64 and query.shape[2] * query.shape[3] <= MOST_ROWS
 
 
 def capped(logits: Tensor, cap: float | None) -> Tensor:
-    """cap * tanh(logits / cap)."""
+    """Return cap * tanh(logits / cap), or the logits without a cap."""
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
 class UnknownQueries(NamedTuple):
-    """Queries whose answer is unknown, which NaN says; both bool, broadcastable to [B, Hkv, G, q, 1].
+    """Queries whose output is unknown and becomes NaN; bool, broadcastable to [B, Hkv, G, q, 1].
 
     Attributes:
-        empty: those that get it if no key has a finite logit, as in a softmax that is spelled out.
-        padded: those that get it if every key is hidden by a finite logit: the model then attends to padding as well,
-            which is not held.
-        rounded: those that get it if every key is hidden by a number that absorbs logits in the model's half precision
-            and not here; None for no query.
+        empty: queries that are unknown if no key has a finite logit, as in a softmax that the model computes itself.
+        padded: queries that are unknown if finite logits mask every key: the model then attends to padding as well,
+        which
+            is not cached.
+        rounded: queries that are unknown if every key is masked by a number that absorbs logits in the model's half
+            precision but not in the dtype of `upcast`; None for no query.
     """
 
     empty: Tensor
@@ -120,7 +127,7 @@ class UnknownQueries(NamedTuple):
     rounded: Tensor | None = None
 
     def of(self, most: Tensor) -> Tensor:
-        """Which queries of these highest logits are such."""
+        """Return which queries with these highest logits are unknown."""
         unknown = self.padded & (most <= HIDDEN)
         if self.rounded is not None:
             unknown = unknown | (self.rounded & (most <= HIDDEN) & (most > ABSORBING))
@@ -128,7 +135,10 @@ class UnknownQueries(NamedTuple):
 
 
 def softmax_beside(logits: Tensor, sink_logit: Tensor | None, blank: UnknownQueries | None = None) -> Tensor:
-    """Softmax over the last dimension and the sink [..., 1], whose share is left out; zero where no logit is finite."""
+    """Return the softmax over the last dimension and the sink [..., 1], without the sink's share.
+
+    It is zero where no logit is finite, and NaN for the queries in `blank`.
+    """
     highest = logits.amax(-1, keepdim=True)
     most = highest.clamp_min(LOWEST)
     if sink_logit is not None:
@@ -141,15 +151,18 @@ def softmax_beside(logits: Tensor, sink_logit: Tensor | None, blank: UnknownQuer
 
 
 def scores(query: Tensor, key: Rows, *, scale: float, rotate: Rotation | None = None) -> Tensor:
-    """The logits before mask and bias, [B, Hkv, G, q, C] as `upcast` has them; the products in the model's dtype."""
+    """Return the logits before mask and bias, [B, Hkv, G, q, C] in the dtype of `upcast`.
+
+    The products are in the model's dtype.
+    """
     shape = query.shape[:4]
     if rotate is None:
         products = key.format.products(query.flatten(2, 3), key.parts)
         return upcast(products.view(*shape, key.shape[2])) * scale
     sections = rotate(key.in_sections(query.dtype))
-    query = materialized(upcast(query.flatten(2, 3)))  # else each key would convert the queries anew
+    query = materialized(upcast(query.flatten(2, 3)))  # otherwise the queries would be converted anew for each key
     rows = query.shape[2]
-    if isinstance(rows, int) and rows <= grid.MOST_ROWS:  # a key is rotated once for all of them
+    if isinstance(rows, int) and rows <= grid.MOST_ROWS:  # a key is rotated once for all rows
         made = grid.row_by_row(query, sections)
     else:
         made = grid.over_sections(query[:, :, :, None], [section[:, :, None] for section in sections])

@@ -1,9 +1,9 @@
-"""The Triton kernels of `attend`: decode and short extends on a GPU.
+"""The Triton kernels of `attend`: decode steps and short extends on a GPU.
 
-`split` cuts the slots of each KV head into parts that programs work on side by side, as flash decoding does
-(Dao et al., 2023, https://crfm.stanford.edu/2023/10/12/flashdecoding.html).  All query heads of a KV head, and
-all queries of a short chunk, are rows of one product in one program, so a row of K or V is loaded once from
-memory and by this kernel alone.  `join` makes one answer of the parts.
+`split` cuts the slots of each KV head into parts for parallel programs, as flash decoding does (Dao et al., 2023,
+https://crfm.stanford.edu/2023/10/12/flashdecoding.html).  All query heads of a KV head, and all queries of a short
+chunk, are rows of one product in one program, so the kernel loads a row of K or V from memory once.  `join` combines
+the parts to one output.
 
 The module is imported when the first graph for a GPU is traced, and needs triton.
 """
@@ -27,25 +27,25 @@ from kvpass.lowering.rope import Rope
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 TWOS = tl.constexpr(1.4426950408889634)  # log2(e): a GPU has an instruction for powers of two
 TILE = 16 << 10  # bytes of K, and of V, that a program holds at a time
-PROGRAMS = 1024  # enough for several waves on any GPU of today
-ENOUGH = 512  # for about one, which is what many parts are made for
-FEW_PARTS, MOST_PARTS = 64, 256  # where there are enough programs, and where one head is all there is
-JOINED = 4096  # numbers of all parts that a program of `join` holds at once
+PROGRAMS = 1024  # enough for several waves on current GPUs
+ENOUGH = 512  # about one wave, for which slots are cut into many parts
+FEW_PARTS, MOST_PARTS = 64, 256  # with enough programs, and with a single head
+JOINED = 4096  # numbers of all parts that a program of `join` holds at a time
 
 
 @triton.jit
 def numbers(
-    rows,  # of one head, at slots
-    scale,  # [B, Hkv, C, GROUPS]; anything but with 4 BITS, likewise the next
+    rows,  # rows of one head, at the slots
+    scale,  # [B, Hkv, C, GROUPS]; unused except with 4 BITS, likewise the next
     zero,
-    c,  # which slots of all heads
+    c,  # slot indices over all heads
     d,
     inside,
     BITS: tl.constexpr,
     GROUPS: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Numbers of rows, or their codes where one scale does for a row: that is for the products to multiply with."""
+    """Return the numbers of rows, or their codes where one scale serves a whole row: callers multiply by it."""
     if BITS == 4:
         byte = tl.load(rows + d % (D // 2), mask=inside, other=0).to(tl.int32)
         at = c * GROUPS + d * GROUPS // D
@@ -59,8 +59,8 @@ def numbers(
 
 @triton.jit
 def packed_rows(
-    rows,  # of one head, [C, D / 2]
-    scale,  # of that head [C, GROUPS], likewise the zero points
+    rows,  # rows of one head, [C, D / 2]
+    scale,  # scales of that head [C, GROUPS], likewise the zero points
     zero,
     c,
     slot: tl.constexpr,
@@ -69,7 +69,7 @@ def packed_rows(
     D: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """Rows in four bits as they lie: bytes [BLOCK, HALF], then scales and zero points of both halves [BLOCK, SPANS]."""
+    """Load rows in four bits: bytes [BLOCK, HALF], then scales and zero points of both halves [BLOCK, SPANS]."""
     SPANS: tl.constexpr = HALF // 32 if D % 64 == 0 else 1
     e, g = tl.arange(0, HALF)[None, :], tl.arange(0, SPANS)[None, :]
     there, low, second = (c < C)[:, None], c[:, None] * GROUPS + g, GROUPS // 2
@@ -89,7 +89,7 @@ def meant(
     BLOCK: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """Numbers, float32, that codes of one half of the rows stand for."""
+    """Decode the codes of one half of the rows to float32 numbers."""
     SPANS: tl.constexpr = scale.shape[1]
     step = scale.to(tl.float32)
     apart = tl.reshape(code.to(tl.float32), [BLOCK, SPANS, HALF // SPANS])
@@ -98,12 +98,12 @@ def meant(
 
 @triton.jit
 def halves(
-    rows,  # of one head, at slots [BLOCK, 1]
+    rows,  # rows of one head, at slots [BLOCK, 1]
     there,
     D: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """The two halves of rows, [BLOCK, HALF] each; codes of eight bits are left to be multiplied."""
+    """Load the two halves of rows, [BLOCK, HALF] each; eight-bit codes are not multiplied by their scale."""
     e = tl.arange(0, HALF)[None, :]
     inside = there[:, None] & (e < D // 2)
     return tl.load(rows + e, mask=inside, other=0), tl.load(rows + D // 2 + e, mask=inside, other=0)
@@ -113,12 +113,12 @@ def halves(
 def turned(
     number,  # [BLOCK, HALF]
     partner,
-    cos,  # at the ranks of slots [BLOCK, 1] and the half
+    cos,  # at the positions of slots [BLOCK, 1] and the half
     sin,
     inside,
     HALF: tl.constexpr,
 ):
-    """Numbers of keys turned with their partners, float32."""
+    """Rotate numbers of keys with their partners, in float32."""
     e = tl.arange(0, HALF)[None, :]
     made = number.to(tl.float32) * tl.load(cos + e, mask=inside, other=0.0).to(tl.float32)
     return made + partner.to(tl.float32) * tl.load(sin + e, mask=inside, other=0.0).to(tl.float32)
@@ -127,7 +127,7 @@ def turned(
 @triton.jit
 def along(
     rows,  # a mask or a bias of one KV head
-    group,  # of the program's rows [ROWS], likewise the next two
+    group,  # query groups of the program's rows [ROWS], likewise the next two
     asking,
     here,
     c,
@@ -135,7 +135,7 @@ def along(
     of_group: tl.constexpr,
     of_query: tl.constexpr,
 ):
-    """What belongs to slots, [1, BLOCK] where it is the same for all rows, else [ROWS, BLOCK]."""
+    """Load a mask or bias at slots: [1, BLOCK] where it is the same for all rows, else [ROWS, BLOCK]."""
     if of_group == 0 and of_query == 0:
         return tl.load(rows + c, mask=c < C, other=0)[None, :]
     else:
@@ -148,19 +148,19 @@ def split(
     query,  # [B, Hkv, R, D]
     key,  # [B, Hkv, C, D], the last dimension dense; likewise the values; with 4 BITS half as many bytes
     value,  # [B, Hkv, C, Dv]
-    key_scale,  # [B, Hkv, C, KEY_GROUPS], dense; anything without BITS; likewise the next
+    key_scale,  # [B, Hkv, C, KEY_GROUPS], dense; unused without BITS; likewise the next
     value_scale,
-    key_zero,  # the same; anything but with 4 BITS; likewise the next
+    key_zero,  # the same shape; unused except with 4 BITS; likewise the next
     value_zero,
     mask,  # bool [B or 1, Hkv or 1, G or 1, q or 1, C]
-    bias,  # the same, of floats; anything without HAS_BIAS
-    rank,  # int64 [B or 1, Hkv or 1, C], at which row of the next two a key is rotated; anything without ROTARY
-    cos,  # [N, D]: a key's number times this, and
-    sin,  # [N, D]: its partner's times this
-    logits,  # float32 [B, Hkv, R, C]; anything without STORE
-    m_part,  # float32 [B, Hkv, R, parts]: the largest logit of a part,
-    l_part,  # the sum of exp(logit - m),
-    acc_part,  # float32 [B, Hkv, R, parts, Dv], and the values in that mixture
+    bias,  # the same shape, floating point; unused without HAS_BIAS
+    rank,  # int64 [B or 1, Hkv or 1, C], each key's row of the next two; unused without ROTARY
+    cos,  # [N, D]: factors of a key's numbers,
+    sin,  # [N, D]: and of their partners
+    logits,  # float32 [B, Hkv, R, C]; unused without STORE
+    m_part,  # float32 [B, Hkv, R, parts]: the largest logit of a part
+    l_part,  # the sum of exp(logit - m)
+    acc_part,  # float32 [B, Hkv, R, parts, Dv]: the values weighted by exp(logit - m)
     key_row: tl.constexpr,
     key_head: tl.constexpr,
     key_slot: tl.constexpr,
@@ -177,12 +177,12 @@ def split(
     bias_query: tl.constexpr,
     rank_row: tl.constexpr,
     rank_head: tl.constexpr,
-    BITS: tl.constexpr,  # of a code; 0 where rows are numbers
+    BITS: tl.constexpr,  # bits of a code; 0 where rows are plain numbers
     KEY_GROUPS: tl.constexpr,
     VALUE_GROUPS: tl.constexpr,
-    ROTARY: tl.constexpr,  # how many numbers of a key are mixed in pairs, 0 without
+    ROTARY: tl.constexpr,  # how many numbers of a key are mixed in pairs; 0 without a rotary embedding
     INTERLEAVED: tl.constexpr,
-    HALVED: tl.constexpr,  # whether keys are worked on in halves of D
+    HALVED: tl.constexpr,  # keys are processed in halves of D
     POSITIONS: tl.constexpr,
     SCALE: tl.constexpr,
     CAP: tl.constexpr,
@@ -203,8 +203,8 @@ def split(
     VALUE_HALF: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Attention of R = G * q rows to one part of the slots of one KV head."""
-    part, which = tl.program_id(0), tl.program_id(1)  # which row and KV head
+    """Attend with R = G * q rows to one part of the slots of one KV head."""
+    part, which = tl.program_id(0), tl.program_id(1)  # `which`: row and KV head
     row, head = (which // HEADS).to(tl.int64), (which % HEADS).to(tl.int64)
     r, d, dv = tl.arange(0, ROWS), tl.arange(0, WIDTH), tl.arange(0, VALUE_WIDTH)
     here = r < R
@@ -234,10 +234,10 @@ def split(
         acc_high = tl.zeros([ROWS, VALUE_HALF], tl.float32)
     else:
         acc = tl.zeros([ROWS, VALUE_WIDTH], tl.float32)
-    # What comes to registers is asked for a turn ahead: the product would have to wait for it, after its wait for K.
+    # Operands in registers are loaded one iteration ahead: the product would otherwise wait for them after K.
     c = part * PART + tl.arange(0, BLOCK)
     of_head = which.to(tl.int64) * C
-    # Not so what each row has of its own, which would take registers.
+    # Not so masks and biases with a value per row, which would take too many registers.
     MASK_AHEAD: tl.constexpr = mask_group == 0 and mask_query == 0
     BIAS_AHEAD: tl.constexpr = HAS_BIAS and bias_group == 0 and bias_query == 0
     if MASK_AHEAD:
@@ -272,7 +272,7 @@ def split(
             value_step_after = tl.load(value_scale + slot + BLOCK, mask=after < C, other=0.0)
         if ROTARY > 0:
             place_after = tl.load(ranks + after, mask=after < C, other=0)
-            at = tl.minimum(tl.maximum(index, 0), POSITIONS - 1) * D  # a free slot has no place
+            at = tl.minimum(tl.maximum(index, 0), POSITIONS - 1) * D  # a free slot has no position
         if HALVED:
             if BITS == 4:
                 both = k_byte.to(tl.int32)
@@ -363,13 +363,13 @@ def split(
 
 @triton.jit
 def join(
-    m_part,  # as `split` left them
+    m_part,  # the results of `split`
     l_part,
     acc_part,
-    sink_logit,  # float32 [B or 1, Hkv, G, q or 1]; anything without HAS_SINK
+    sink_logit,  # float32 [B or 1, Hkv, G, q or 1]; unused without HAS_SINK
     output,  # [B, Hkv, R, Dv]
-    most,  # float32 [B, Hkv, R]: the highest logit, the sink's included, -inf where a query sees nothing
-    total,  # the sum of exp(logit - most), 1 there
+    most,  # float32 [B, Hkv, R]: the highest logit, the sink's included; -inf for a query without visible slots
+    total,  # the sum of exp(logit - most); 1 for a query without visible slots
     sink_row: tl.constexpr,
     sink_query: tl.constexpr,
     HAS_SINK: tl.constexpr,
@@ -380,7 +380,7 @@ def join(
     WIDTH: tl.constexpr,
     PIECE: tl.constexpr,
 ):
-    """Some numbers of the answer to one query, from its parts; ROWS is Hq * q."""
+    """Combine the parts of one query for PIECE numbers of its output; ROWS is Hq * q."""
     which = tl.program_id(0).to(tl.int64)
     s, dv = tl.arange(0, WIDTH), tl.program_id(1) * PIECE + tl.arange(0, PIECE)
     inside_both = (s < PARTS)[:, None] & (dv < DV)[None, :]
@@ -406,39 +406,42 @@ def join(
 
 
 def power(number: int, least: int = 16) -> int:
-    """The next power of two, as sizes of Triton's tensors must be; products take at least 16."""
+    """Return the next power of two, as Triton requires for tensor sizes; products need at least 16."""
     return int(max(least, triton.next_power_of_2(number)))
 
 
 def _halved(bits: int, dim: int, rotary: int, interleaved: bool) -> bool:
-    """Whether keys are worked on in halves: both codes of a byte, or a number and its partner, are loaded at once."""
+    """Check whether keys are processed in halves.
+
+    Both codes of a byte, or a number and its partner, are then loaded at once.
+    """
     if rotary:
         return rotary == dim and not interleaved
     return bits == 4
 
 
 def _block(width: int, itemsize: int, rows: int, dear: bool) -> int:
-    """Slots that a program loads at a time.
+    """Return how many slots a program loads at a time.
 
-    Fewer beside many rows, which need the registers for themselves, and where rows are `dear`: made of codes of four
-    bits, turned and made of codes, or turned with partners that are loaded apart.
+    Many rows need the registers for themselves and get fewer slots.  So do `dear` rows: decoded from four bits, decoded
+    and rotated, or rotated with partners that are loaded separately.
     """
     most = 128 if rows <= 16 else 32 if rows * width <= 8192 else 16
     return max(16, min(most, TILE // (width * itemsize)) // (2 if dear else 1))
 
 
 def _how(rows: int, bits: int, rotary: int, halved: bool) -> dict[str, int]:
-    """Warps, and tiles that are loaded ahead and worked on.
+    """Return the number of warps and of pipeline stages.
 
-    More warps beside many rows and where keys are turned, for the registers.  Codes of eight bits take about as long to
-    convert as to load, which is then done at the same time.
+    Many rows and rotated keys need the registers of more warps.  Eight-bit codes take about as long to convert as to
+    load, so a further stage overlaps the two.
     """
     wide = rows > 16 or (rotary > 0 and not (bits > 0 and halved))
     return {"num_warps": 8 if wide else 4, "num_stages": 3 if bits == 8 and not (wide or rotary) else 2}
 
 
 def _parts(programs: int, capacity: int, block: int) -> tuple[int, int]:
-    """Into how many parts the slots are cut, and of how many slots each."""
+    """Return the number of parts that the slots are cut into, and the slots of each part."""
     blocks = -(-capacity // block)
     most = min(MOST_PARTS, max(FEW_PARTS, ENOUGH // programs))
     wanted = max(1, min(blocks, most, -(-PROGRAMS // programs)))
@@ -447,12 +450,12 @@ def _parts(programs: int, capacity: int, block: int) -> tuple[int, int]:
 
 
 def packed(x: Tensor) -> Tensor:
-    """x.contiguous(), spelled so that it can be traced for a GPU that is not there."""
+    """Return x.contiguous(), in a form that can be traced for a GPU on a machine without one."""
     return x if x.is_contiguous() else torch.clone(x, memory_format=torch.contiguous_format)
 
 
 def _strides(x: Tensor) -> list[int]:
-    """Of all dimensions but the last, zero where there is one to share."""
+    """Return the strides of all dimensions but the last, with zero for broadcast dimensions."""
     return [0 if size == 1 else stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
 
 
@@ -478,19 +481,19 @@ def attend_slots(
     store: bool,
     bits: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Attention to slots in two launches; see `kvpass.lowering.attend.attend` for what the arguments are.
+    """Attend to slots in two launches; see `kvpass.lowering.attend.attend` for the arguments.
 
     Args:
         query: [B, Hkv, G, q, D] with G * q up to `attend.MOST_ROWS`.
-        key, value: numbers, or codes of so many `bits`.
-        key_scale, value_scale, key_zero, value_zero: [B, Hkv, C, groups], what the format has beside the codes.
+        key, value: numbers, or codes of `bits` bits.
+        key_scale, value_scale, key_zero, value_zero: [B, Hkv, C, groups], the format's scales and zero points.
         mask, bias: [B or 1, Hkv or 1, G or 1, q or 1, C].
-        rank, cos, sin, rotary, interleaved: of a `Rope`, which is applied to the keys at read, or None.
-        store: whether the logits are wanted.
+        rank, cos, sin, rotary, interleaved: the fields of a `Rope`, which is applied to the keys at read, or None.
+        store: return the logits.
 
     Returns:
         output [B, Hkv, G, q, Dv]; the highest logit and the sum of exp(logit - highest), float32 [B, Hkv, G, q]; the
-        masked logits, float32 [B, Hkv, G, q, C], or [0] if they are not wanted.
+        masked logits, float32 [B, Hkv, G, q, C], or [0] without `store`.
     """
     rows, heads, groups, queries, dim = query.shape
     capacity, width = key.shape[2], value.shape[3] * (2 if bits == 4 else 1)
@@ -525,7 +528,7 @@ def attend_slots(
     most = query.new_empty((rows, heads, groups, queries), dtype=torch.float32)
     total = torch.empty_like(most)
     has_sink = sink_logit is not None
-    sinks = packed(sink_logit.float()) if sink_logit is not None else m_part  # which is not read then
+    sinks = packed(sink_logit.float()) if sink_logit is not None else m_part  # unused then
     per_group = sinks.shape[3]
     width_of_parts = power(parts, 1)
     piece = max(16, min(value_width, JOINED // width_of_parts))
@@ -552,7 +555,7 @@ def attended(
     rope: Rope | None = None,
     blank: UnknownQueries | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """What `attend` returns, by the kernels; what follows them is plain torch, which the compiler fuses."""
+    """Return what `attend` returns, by the kernels and by plain torch around them, which the compiler fuses."""
     keys, values = dense(key.codes), dense(value.codes)
     mask, bias = _wide(mask, key.shape[2]), None if bias is None else _wide(bias, key.shape[2])
     rotary = (None, None, None, 0, False) if rope is None else _as_arguments(rope)
@@ -568,7 +571,7 @@ def attended(
 
 
 def _beside(key: Rows, value: Rows) -> list[Tensor | None]:
-    """The scales of keys and of values, and their zero points, or None each."""
+    """Return the scales of keys and of values, and their zero points, or None for each that is missing."""
     found = itertools.zip_longest(*(rows.parts[1:] for rows in (key, value)))
     flat: list[Tensor | None] = [part for pair in found for part in pair]
     return flat + [None] * (4 - len(flat))
@@ -579,10 +582,13 @@ def _as_arguments(rope: Rope) -> tuple[Tensor | None, Tensor, Tensor, int, bool]
 
 
 def dense(buffer: Tensor) -> Tensor:
-    """K or V with its last dimension dense, as the slots are; rows that a policy made anew may not be."""
+    """Return K or V with a dense last dimension.
+
+    Slots are dense, but rows that a policy computed may not be.
+    """
     return buffer if buffer.stride(-1) == 1 else packed(buffer)
 
 
 def _wide(mask: Tensor, capacity: int) -> Tensor:
-    """A mask or bias [..., C or 1] as [..., C]."""
+    """Expand a mask or bias [..., C or 1] to [..., C]."""
     return mask if mask.shape[-1] == capacity else mask.expand(*mask.shape[:-1], capacity)

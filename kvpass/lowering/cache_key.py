@@ -1,11 +1,11 @@
-"""What compiled code depends on beside the graph: how we lower it, and the numbers in its constants.
+"""The parts of a compile cache key beside the graph: the lowering's sources and the graph's constants.
 
-Inductor's caches look at the graph and at torch's version.  Without this stamp, an edit of a lowering could be answered
-with code compiled before it.  Of a tensor that the graph holds as a constant the outermost of these caches looks at the
-shape and the dtype alone.
+Inductor's caches look at the graph and at torch's version.  Without this digest, they could return code that was
+compiled before an edit of a lowering.  For a constant tensor of the graph, the outermost of these caches looks at shape
+and dtype alone.
 
-A policy is no part of it: what it does is operators of the graph by then.  So parts in which policies do the same, such
-as all that is before the layers and behind them, are compiled once for all of them.
+The policy is not part of the key: at this point its work is operators of the graph.  Parts in which policies agree,
+such as the code before the first and after the last layer, are compiled once for all policies.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _sources() -> bytes:
 
 
 def digest(gm: fx.GraphModule | None = None) -> bytes:
-    """Differs whenever the sources of `kvpass.lowering` or one of the graph's constants does."""
+    """Return a digest of the sources of `kvpass.lowering` and of the graph's constants."""
     found = hashlib.sha256(_sources())
     for name, constant in _constants(gm) if gm else ():
         found.update(f"{name} {tuple(constant.shape)} {constant.dtype}".encode() + tensor_bytes(constant))
@@ -43,5 +43,5 @@ def digest(gm: fx.GraphModule | None = None) -> bytes:
 def _constants(gm: fx.GraphModule) -> Iterator[tuple[str, Tensor]]:
     for node in gm.graph.find_nodes(op="get_attr"):
         constant = operator.attrgetter(str(node.target))(gm)
-        if type(constant) is Tensor:  # neither a fake one nor the body of an operator
+        if type(constant) is Tensor:  # neither a fake tensor nor the body of an operator
             yield str(node.target), constant

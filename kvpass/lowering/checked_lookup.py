@@ -1,7 +1,7 @@
-"""Checks of token ids and positions outside of compiled loops.
+"""Check token ids and positions outside of compiled loops.
 
-Inductor checks an index inside of the loop that reads the table.  Where several threads share the loop, the exception
-cannot leave its thread and ends the process.  So the rows of a table are checked by an operator in front of the loop.
+Inductor checks an index inside the loop that reads the table.  If several threads share the loop, the exception cannot
+leave its thread and ends the process.  So an operator in front of the loop checks the row indices.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ aten = torch.ops.aten
 
 @torch.library.custom_op("kvpass::checked_rows", mutates_args=())
 def checked_rows(index: Tensor, least: int, rows: int) -> Tensor:
-    """Return the numbers of rows in a table, counted from its first row.
+    """Return row indices of a table, with negative ones counted from the end.
 
     Args:
-        index: integers; least: the lowest one allowed, 0, or -rows where negative ones count from the end.
+        index: integers; least: the lowest index allowed, 0, or -rows if negative ones count from the end.
 
     Raises:
-        LookupRangeError: a number outside of the table.
+        LookupRangeError: an index outside of the table.
     """
     if index.numel():
         low, high = (int(end) for end in index.aminmax())
@@ -44,7 +44,7 @@ def _(index: Tensor, least: int, rows: int) -> Tensor:
 
 
 def check_rows(graph: fx.Graph) -> None:
-    """Check lookups of a table's rows on a CPU beforehand, in a graph of aten's operators."""
+    """Insert checks in front of CPU lookups of table rows, in an aten graph."""
     for node in list(graph.nodes):
         found = _lookup(node)
         if found is None:
@@ -58,7 +58,10 @@ def check_rows(graph: fx.Graph) -> None:
 
 
 def _lookup(node: fx.Node) -> tuple[fx.Node, fx.Node, int] | None:
-    """The table, the index and the lowest number allowed, if this looks up rows of a table of numbers."""
+    """Return the table, the index and the lowest index allowed, or None for other nodes.
+
+    The node must look up rows of a floating-point table.
+    """
     arguments: Any = node.args
     if node.target is aten.embedding.default:
         table, index, least = arguments[0], arguments[1], 0

@@ -1,8 +1,8 @@
-"""The Triton kernels of `column_scores`: sums over the rows of an attention matrix that is never held.
+"""The Triton kernels of `column_scores`: column sums of an attention matrix that is never stored.
 
-`totals` makes the log of the sum of each row, as flash attention's first half does (Dao et al., 2022,
-https://arxiv.org/abs/2205.14135); `columns` then makes the probabilities again, a block of keys a program, and
-adds them up over the queries.  No atomic operations: the sums are the same from run to run.
+`totals` computes the log of the sum of each row, as the first half of flash attention does (Dao et al., 2022,
+https://arxiv.org/abs/2205.14135).  `columns` then computes the probabilities again, one block of keys per program, and
+adds them up over the queries.  There are no atomic operations, so the sums are the same from run to run.
 
 The module is imported when the first prompt runs on a GPU, and needs triton.
 """
@@ -20,17 +20,17 @@ import triton.language as tl
 from torch import Tensor
 
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
-TWOS = tl.constexpr(1.4426950408889634)  # log2(e): probabilities are powers of two, for which there is an instruction
+TWOS = tl.constexpr(1.4426950408889634)  # log2(e): probabilities are powers of two, which have an instruction
 TILE = 8 << 10  # numbers of queries, and of keys, that a program holds at a time
-TILE_OF_FLOATS = 2 << 10  # the same in float32, whose products take no tensor cores and many registers
+TILE_OF_FLOATS = 2 << 10  # the same in float32, whose products use no tensor cores and many registers
 
 
 @triton.jit
 def block_of_logits(
     q,
     k,
-    rows,  # the queries' numbers [BQ]
-    columns,  # the keys' numbers [BK]
+    rows,  # indices of the queries [BQ]
+    columns,  # indices of the keys [BK]
     masks,
     mask_query: tl.constexpr,
     KIND: tl.constexpr,
@@ -40,9 +40,9 @@ def block_of_logits(
     COUNT: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Masked logits [BQ, BK] of q [BQ, D] and k [D, BK], in powers of two; CAUSAL where some lie ahead of their query.
+    """Return masked logits [BQ, BK] of q [BQ, D] and k [D, BK], times log2(e).
 
-    KIND of the mask: 0 none, 1 bool, 2 additive.
+    CAUSAL masks keys after their query.  KIND of the mask: 0 none, 1 bool, 2 additive.
     """
     x = tl.dot(q, k, input_precision="ieee")
     if CAP > 0:
@@ -63,8 +63,8 @@ def block_of_logits(
 def totals(
     query,  # [B, Hq, q, D], dense
     key,  # [B, Hkv, S, D], dense
-    mask,  # [B or 1, Hq or 1, q or 1, S]; anything for KIND 0
-    sink_logit,  # float32 [B or 1, Hq, q or 1]; anything without HAS_SINK
+    mask,  # [B or 1, Hq or 1, q or 1, S]; unused for KIND 0
+    sink_logit,  # float32 [B or 1, Hq, q or 1]; unused without HAS_SINK
     out,  # float32 [B, Hq, q]: the logarithm to base two of the sum of exp(logit)
     mask_row: tl.constexpr,
     mask_head: tl.constexpr,
@@ -85,7 +85,7 @@ def totals(
     BQ: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """One block of queries of one head; the last ones first, which see the most keys where these are causal."""
+    """Process one block of queries of one head; the last blocks first, which see most keys if causal."""
     start, which = (tl.num_programs(0) - 1 - tl.program_id(0)) * BQ, tl.program_id(1).to(tl.int64)
     row, head = which // HEADS, which % HEADS
     i, d = start + tl.arange(0, BQ), tl.arange(0, WIDTH)
@@ -94,7 +94,7 @@ def totals(
     masks = mask + row * mask_row + head * mask_head
     top = tl.full([BQ], LOWEST, tl.float32)
     probs = tl.zeros([BQ], tl.float32)
-    end, seen = KEYS, KEYS // BK * BK  # blocks up to `seen` are whole: there and before every query
+    end, seen = KEYS, KEYS // BK * BK  # blocks up to `seen` are whole and lie before every query
     if CAUSAL:
         end = min(KEYS, start + BQ + (KEYS - COUNT))
         seen = min(KEYS, start + (KEYS - COUNT) + 1) // BK * BK
@@ -131,8 +131,8 @@ def shares(
     masks,
     which,
     row,
-    i,  # the queries' numbers [BQ]
-    j,  # the keys' numbers [BK]
+    i,  # indices of the queries [BQ]
+    j,  # indices of the keys [BK]
     d,
     mask_query: tl.constexpr,
     KIND: tl.constexpr,
@@ -143,7 +143,7 @@ def shares(
     KEYS: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Probabilities [BQ, BK] of a block, and what its queries count [BQ, 1]: nothing where there are none."""
+    """Return a block's probabilities [BQ, BK] and query weights [BQ, 1], zero beyond the last query."""
     there = i < COUNT
     whole = tl.load(total + which * COUNT + i, mask=there, other=0.0)
     counted = tl.load(weight + row * COUNT + i, mask=there, other=0.0)
@@ -157,10 +157,10 @@ def columns(
     query,  # as for `totals`
     key,
     mask,
-    total,  # what `totals` made
-    weight,  # float32 [B, q]: what each query counts
+    total,  # the output of `totals`
+    weight,  # float32 [B, q]: the weight of each query
     sums,  # float32 [B, Hq, S]: the weighted sum of the probabilities,
-    squares,  # and of their squares; anything without SQUARES
+    squares,  # and of their squares; unused without SQUARES
     mask_row: tl.constexpr,
     mask_head: tl.constexpr,
     mask_query: tl.constexpr,
@@ -178,7 +178,10 @@ def columns(
     BQ: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """One block of keys for one query head; queries are added up number by number, and across a block at the end."""
+    """Process one block of keys for one query head.
+
+    Queries are added up elementwise over blocks, and across a block at the end.
+    """
     start, which = tl.program_id(0) * BK, tl.program_id(1).to(tl.int64)
     row, head = which // HEADS, which % HEADS
     j, d = start + tl.arange(0, BK), tl.arange(0, WIDTH)
@@ -187,8 +190,8 @@ def columns(
     masks = mask + row * mask_row + head * mask_head
     first, after = 0, 0
     if CAUSAL:
-        first = max(0, start - (KEYS - COUNT)) // BQ * BQ  # no query before sees any of these keys,
-        after = max(0, start + BK - 1 - (KEYS - COUNT) + BQ - 1) // BQ * BQ  # and all from here on see all of them
+        first = max(0, start - (KEYS - COUNT)) // BQ * BQ  # earlier queries see none of these keys,
+        after = max(0, start + BK - 1 - (KEYS - COUNT) + BQ - 1) // BQ * BQ  # and later ones see all of them
         after = max(first, min(after, tl.cdiv(COUNT, BQ) * BQ))
     deduplicates = tl.zeros([BQ, BK], tl.float32)
     twice = tl.zeros([BQ, BK], tl.float32)
@@ -224,11 +227,11 @@ def column_sums(
     sink_logit: Tensor | None,
     powers: int,
 ) -> list[Tensor]:
-    """Sums over the queries of the probabilities and, for two `powers`, of their squares.
+    """Sum the probabilities over the queries, and with two `powers` also their squares.
 
     Args:
         query: [B, Hq, q, D]; key: [B, Hkv, S, D]; mask: [B or 1, Hq or 1, q or 1, S].
-        weight: float32 [B, q], what each query counts.
+        weight: float32 [B, q], the weight of each query.
         The others are as for `column_scores`.
 
     Returns:
@@ -257,12 +260,12 @@ def column_sums(
 
 
 def side_of(width: int, dtype: torch.dtype) -> int:
-    """How many queries, and keys, of so many numbers a program holds at a time."""
+    """Return how many queries, and keys, of `width` numbers a program holds at a time."""
     return max(16, min(64, (TILE_OF_FLOATS if dtype == torch.float32 else TILE) // width))
 
 
 def _mask(mask: Tensor | None) -> dict[str, int]:
-    """How the kernels read the mask."""
+    """Return the kernels' arguments for the mask."""
     names = ("mask_row", "mask_head", "mask_query")
     if mask is None:
         return dict.fromkeys((*names, "KIND"), 0)
@@ -271,7 +274,7 @@ def _mask(mask: Tensor | None) -> dict[str, int]:
 
 
 def _sink(sink_logit: Tensor | None, heads: int) -> dict[str, Any]:
-    """How `totals` reads the logits of the sink [B or 1, Hq, q or 1, 1]."""
+    """Return the arguments of `totals` for the logits of the sink [B or 1, Hq, q or 1, 1]."""
     if sink_logit is None:
         return dict(sink_row=0, sink_query=0, HAS_SINK=False)
     queries = sink_logit.shape[2]

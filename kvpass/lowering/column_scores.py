@@ -1,9 +1,8 @@
-"""What the queries of a prompt paid to each key, without ever holding a [queries x keys] matrix.
+"""The attention that the queries of a prompt give to each key, without a [queries x keys] matrix in memory.
 
-The rows of the attention matrix are made again in blocks and only their sums survive.  What a policy asks
-about the last queries alone is made from those queries alone.  Where attention itself is wanted on a CPU, two
-more operators take it from the same blocks.  All are opaque to the compiler so that one compiled prompt graph
-serves every prompt length.
+The rows of the attention matrix are computed in blocks, and only their sums are kept.  Statistics of the last queries
+are computed from those queries alone.  If attention itself runs on a CPU, two more operators compute it from the same
+blocks.  All operators are opaque to the compiler, so that one compiled prompt graph serves every prompt length.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from kvpass.fx.precision import accumulate_dtype, upcast
 from kvpass.lowering.attend import softmax_beside
 from kvpass.policies.heads import HeadSharding
 
-BLOCK = 1 << 20  # logits alive at a time: 4 MB in float32, which each pass over them finds in caches
+BLOCK = 1 << 20  # logits in memory at a time: 4 MB in float32, which stay in the caches between passes
 SCANNED = 4 * BLOCK  # for a scan, which needs all heads of a row at once
 LOWEST = torch.finfo(torch.float32).min
 
 Seen = Callable[[slice], slice]
-"""The keys that are looked at for some of the queries."""
+"""A function that returns the keys to read for a slice of the queries."""
 
 
 def _shape(query: Tensor, key: Tensor, keys: int | torch.SymInt) -> tuple[int | torch.SymInt, ...]:
@@ -35,19 +34,19 @@ def _shape(query: Tensor, key: Tensor, keys: int | torch.SymInt) -> tuple[int | 
 
 
 class _Workspace:
-    """Memory for one block after the other; what was made in it before is lost."""
+    """Memory that each block reuses; the previous block's content is lost."""
 
     def __init__(self, like: Tensor, size: int, dtype: torch.dtype) -> None:
         self.buffer = like.new_empty(size, dtype=dtype)
 
     def shaped(self, *shape: int) -> Tensor:
-        """A tensor of that shape, of unknown content."""
+        """Return an uninitialised tensor of that shape."""
         return self.buffer[: math.prod(shape)].view(shape)
 
 
 @dataclasses.dataclass(frozen=True)
 class _ScoredAttention:
-    """Queries and all that makes attention rows of them; see `column_scores`."""
+    """Queries with all that determines their attention rows; see `column_scores`."""
 
     query: Tensor
     key: Tensor
@@ -58,10 +57,10 @@ class _ScoredAttention:
     sink_logit: Tensor | None
 
     def pieces(self, whole_rows: bool = False) -> Iterator[tuple[tuple[slice, slice], _ScoredAttention]]:
-        """Split into few rows and KV heads, about as many matrices as there are threads.
+        """Split into pieces of few rows and KV heads, with about as many matrices as threads.
 
-        All rows and heads at once would leave a block only a few queries of each.  Rounding to half precision is left
-        out on a CPU, where a product in float32 takes less time than converting what one in half precision gives.
+        All rows and heads at once would leave only a few queries of each in a block.  On a CPU the pieces are float32:
+        a product in float32 takes less time than converting the result of one in half precision.
 
         Args:
             whole_rows: take all heads of one row at a time.
@@ -81,38 +80,38 @@ class _ScoredAttention:
             yield part, dataclasses.replace(self, query=query, key=key, mask=mask, sink_logit=sink_logit)
 
     def spans(self, block: int) -> list[slice]:
-        """Consecutive queries, few enough for a block of logits."""
+        """Return consecutive slices of queries, each small enough for one block of logits."""
         count = self.query.shape[2]
         step = max(1, block // max(1, self.query.shape[0] * self.query.shape[1] * self.key.shape[2]))
         return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
     def workspace(self, spans: list[slice], dtype: torch.dtype) -> _Workspace:
-        """Memory for what each of the spans makes of all keys."""
+        """Return memory for the logits of each span over all keys."""
         most = max((span.stop - span.start for span in spans), default=0)
         return _Workspace(self.query, self.query.shape[0] * self.query.shape[1] * most * self.key.shape[2], dtype)
 
     def keys_before(self, span: slice) -> slice:
-        """The keys up to the last that causal queries see; all keys of others."""
+        """Return the keys up to the last that causal queries see, or all keys."""
         return slice(0, self.key.shape[2] - self.query.shape[2] + span.stop if self.causal else self.key.shape[2])
 
     def keys_seen(self, span: slice) -> slice:
-        """`keys_before`, without those on either side that a boolean mask hides from all of these queries."""
+        """Return `keys_before`, without outer keys that a boolean mask hides from all of these queries."""
         keys = self.keys_before(span)
         if self.mask is None or self.mask.dtype != torch.bool or self.mask.device.type != "cpu":
-            return keys  # an additive mask shares a row without any key out among all of them
+            return keys  # an additive mask spreads a row without visible keys over all keys
         seen = _among(self.mask, span)[..., keys].flatten(0, -2).any(0).nonzero()
         first, last = (int(seen[0]), int(seen[-1])) if len(seen) else (0, 0)
         return slice(first, keys.stop if self.causal else last + 1)  # causal queries end where their keys do
 
     def chosen(self, span: slice, keys: slice) -> _ScoredAttention:
-        """Some of the queries and keys."""
+        """Return the attention of some queries to some keys."""
         mask = None if self.mask is None else _among(self.mask, span)[..., keys]
         sink_logit = None if self.sink_logit is None else _among(self.sink_logit, span)
         query, key = self.query[:, :, span], self.key[:, :, keys]
         return dataclasses.replace(self, query=query, key=key, mask=mask, sink_logit=sink_logit)
 
     def picked(self, index: Tensor) -> _ScoredAttention:
-        """The queries at places [B, w], with their causal mask spelled out."""
+        """Return the queries at indices [B, w], with an explicit causal mask."""
         batch, count, keys = len(index), self.query.shape[2], self.key.shape[2]
         mask, sink_logit = _at(self.mask, index), _at(self.sink_logit, index)
         if self.causal:
@@ -125,13 +124,13 @@ class _ScoredAttention:
         return dataclasses.replace(self, query=query, mask=mask, sink_logit=sink_logit, causal=False)
 
     def logits(self, workspace: _Workspace) -> Tensor:
-        """Masked logits, [B, Hkv, G, n, S] as `upcast` has them."""
+        """Return masked logits, [B, Hkv, G, n, S] in the dtype of `upcast`."""
         batch, heads, keys, dim = self.key.shape
         groups, count = self.query.shape[1] // heads, self.query.shape[2]
         grouped = self.query.reshape(batch * heads, groups * count, dim)
         out, transposed = workspace.shaped(batch * heads, groups * count, keys), self.key.flatten(0, 1).transpose(1, 2)
-        # baddbmm for its factor on the product: no pass over the logits of its own
-        with torch.autocast(out.device.type, enabled=False):  # it would have another dtype than `out`
+        # baddbmm applies the scale without a further pass over the logits
+        with torch.autocast(out.device.type, enabled=False):  # autocast would give another dtype than that of `out`
             torch.baddbmm(out[:, :1, :1], grouped, transposed, beta=0, alpha=self.scale, out=out)
         logits = upcast(out).view(batch, heads, groups, count, keys)
         if self.cap is not None:
@@ -142,17 +141,17 @@ class _ScoredAttention:
         return logits.masked_fill_(~part, LOWEST) if part.dtype == torch.bool else logits.add_(part)
 
     def probs(self, logits: Tensor, workspace: _Workspace | None = None) -> Tensor:
-        """The probabilities of such logits; none for a query whose mask hides every key."""
+        """Return the probabilities of logits; zero for a query whose mask hides every key."""
         if self.sink_logit is not None:
             return softmax_beside(logits, _grouped(self.sink_logit, self.key.shape[1]))
         made = torch.softmax(logits, -1, out=None if workspace is None else workspace.shaped(*logits.shape))
         blind = self._blind()
-        if blind is None or (blind.device.type == "cpu" and not blind.any()):  # elsewhere the host does not wait
+        if blind is None or (blind.device.type == "cpu" and not blind.any()):  # on other devices the host must not wait
             return made
         return made.masked_fill_(_grouped(blind, self.key.shape[1]), 0)
 
     def _blind(self) -> Tensor | None:
-        """Whose mask hides every key, [B or 1, Hq, Hkv or 1, q or 1, 1]; such is padding."""
+        """Return the padding queries, whose mask hides every key, [B or 1, Hq, Hkv or 1, q or 1, 1]."""
         if self.mask is None:
             return None
         if self.mask.dtype == torch.bool:
@@ -161,11 +160,11 @@ class _ScoredAttention:
 
     @property
     def by_kernel(self) -> bool:
-        """Whether the sums are those of a kernel, which are in float32."""
+        """Whether a kernel computes the sums, in float32."""
         return self.query.device.type == "cuda" and self.query.dtype != torch.float64
 
     def summed(self, weight: Tensor, powers: int) -> list[Tensor]:
-        """Probabilities to the power of 1, ..., `powers`, each summed over queries that count `weight` [B, q]."""
+        """Sum probabilities to the power of 1, ..., `powers` over queries with weights [B, q]."""
         if not self.by_kernel or not powers:
             return _sums(self, weight, powers)
         from kvpass.lowering.column_kernel import column_sums  # needs triton, which not every machine has
@@ -176,23 +175,28 @@ class _ScoredAttention:
 
 
 def _among(x: Tensor, span: slice) -> Tensor:
-    """Some of the queries of [., ., q or 1, N]."""
+    """Return some of the queries of [., ., q or 1, N]."""
     return x if x.shape[2] == 1 else x[:, :, span]
 
 
 def _part(x: Tensor | None, part: tuple[slice, slice], heads: int) -> Tensor | None:
-    """Of [B or 1, Hq, Hkv or 1, ...] some rows and what belongs to some of the KV heads, `heads` in all."""
+    """Return some rows and KV heads of [B or 1, Hq, Hkv or 1, ...].
+
+    Args:
+        part: the rows and the KV heads.
+        heads: the number of KV heads in all.
+    """
     if x is None:
         return None
     rows, some = part
-    each = x.shape[1] // heads  # 0 for one that all heads share
+    each = x.shape[1] // heads  # 0 if all heads share it
     return x[
         rows if x.shape[0] > 1 else slice(None), slice(some.start * each, some.stop * each) if each else slice(None)
     ]
 
 
 def _at(x: Tensor | None, index: Tensor) -> Tensor | None:
-    """Places [B, w] of the queries of [B or 1, H, q or 1, N]."""
+    """Return the queries at indices [B, w] of [B or 1, H, q or 1, N]."""
     if x is None or x.shape[2] == 1:
         return x
     x = x.expand(len(index), -1, -1, -1)
@@ -200,14 +204,14 @@ def _at(x: Tensor | None, index: Tensor) -> Tensor | None:
 
 
 def _grouped(x: Tensor, heads: int) -> Tensor:
-    """[B or 1, Hq, Hkv or 1, ...] as [B or 1, Hkv or 1, G or 1, ...]."""
+    """Reshape [B or 1, Hq, Hkv or 1, ...] to [B or 1, Hkv or 1, G or 1, ...]."""
     return torch.unflatten(x, 1, (heads, -1)) if x.shape[1] > 1 else x[:, :, None]
 
 
 def _blocks(
     attention: _ScoredAttention, spans: list[slice], seen: Seen
 ) -> Iterator[tuple[slice, _ScoredAttention, Tensor]]:
-    """Yield for consecutive queries the keys that are `seen`, both as attention, and its logits [B, Hkv, G, n, s]."""
+    """Yield for each span its visible keys, the attention of both, and its logits [B, Hkv, G, n, s]."""
     workspace = attention.workspace(spans, attention.query.dtype)
     most = max((span.stop - span.start for span in spans), default=0) if attention.causal else 0
     ahead = torch.ones(most, most, dtype=torch.bool, device=attention.query.device).triu(1)
@@ -223,7 +227,7 @@ def _blocks(
 
 
 def _sums(attention: _ScoredAttention, valid: Tensor, powers: int) -> list[Tensor]:
-    """Probabilities to the power of 1, ..., `powers`, each summed over the real queries: [B, Hkv, G, S]."""
+    """Sum probabilities to the power of 1, ..., `powers` over the real queries: [B, Hkv, G, S]."""
     sums = _zeros(attention, powers)
     for part, piece in attention.pieces() if powers else ():
         totals, real = [total[part] for total in sums], valid[part[0]]
@@ -238,7 +242,7 @@ def _zeros(attention: _ScoredAttention, count: int) -> list[Tensor]:
 
 
 def _probs(attention: _ScoredAttention, block: int, seen: Seen) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Consecutive queries, keys, and the probabilities, [B, Hkv, G, n, s], which may be written to."""
+    """Yield spans of queries, their keys, and the probabilities [B, Hkv, G, n, s], which may be overwritten."""
     spans = attention.spans(block)
     workspace = attention.workspace(spans, accumulate_dtype(attention.query.dtype))
     for span, (keys, some, logits) in zip(spans, _blocks(attention, spans, seen), strict=True):
@@ -246,7 +250,7 @@ def _probs(attention: _ScoredAttention, block: int, seen: Seen) -> Iterator[tupl
 
 
 def _add(sums: list[Tensor], probs: Tensor, valid: Tensor) -> None:
-    """Add probabilities of queries that count `valid` [B, n], to the power of 1, 2, ..., each to its sum."""
+    """Add the probabilities of queries with weights [B, n], to the power of 1, 2, ..., each to its sum."""
     weight = valid[:, None, None, None].to(probs.dtype).expand(*probs.shape[:3], 1, -1)
     for power, total in enumerate(sums, 1):
         probs = probs if power == 1 else probs.square_()
@@ -254,7 +258,7 @@ def _add(sums: list[Tensor], probs: Tensor, valid: Tensor) -> None:
 
 
 def _late(attention: _ScoredAttention, valid: Tensor, window: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the last `window` real queries: the last row, the mean of the rows, and the last logits, [B, Hkv, G, S]."""
+    """Return the last row, mean row and last logits of the last `window` real queries, [B, Hkv, G, S]."""
     query, key = attention.query, attention.key
     count = query.shape[2]
     latest = torch.where(valid, torch.arange(count, device=key.device), -1).topk(min(window, count))  # last one first
@@ -275,7 +279,13 @@ def _late(attention: _ScoredAttention, valid: Tensor, window: int) -> tuple[Tens
 
 
 def _late_by_kernel(chosen: _ScoredAttention, counted: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What `_late` returns, from its queries, of which `counted` [B, w] are real; their number is `count` [B, 1]."""
+    """Return what `_late` returns, by the kernel.
+
+    Args:
+        chosen: the last queries.
+        counted: float [B, w], one for real queries.
+        count: the number of real queries, [B, 1].
+    """
     newest = chosen.chosen(slice(0, 1), slice(None))
     logits = newest.logits(newest.workspace([slice(0, 1)], newest.query.dtype))
     first = counted[:, None, None, :1, None]
@@ -285,7 +295,7 @@ def _late_by_kernel(chosen: _ScoredAttention, counted: Tensor, count: Tensor) ->
 
 
 def _alike(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in the wider of their dtypes, which differ under autocast."""
+    """Convert both tensors to the wider of their dtypes, which differ under autocast."""
     dtype = torch.promote_types(query.dtype, key.dtype)
     return query.to(dtype), key.to(dtype)
 
@@ -293,7 +303,7 @@ def _alike(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
 def _scores(
     attention: _ScoredAttention, sums: list[Tensor], valid: Tensor, window: int, heads: int | None
 ) -> list[Tensor]:
-    """What `column_scores` returns, from the sums over all queries."""
+    """Return the results of `column_scores` from the sums over all queries."""
     left_out = attention.query.new_empty(_shape(attention.query, attention.key, 0), dtype=torch.float32)
     nothing = [left_out.clone() for _ in range(2 - len(sums))]
     return [regrouped(x, heads) for x in (*sums, *nothing, *_late(attention, valid, window))]
@@ -313,21 +323,21 @@ def column_scores(
     sink_logit: Tensor | None = None,
     heads: int | None = None,
 ) -> list[Tensor]:
-    """Column statistics of the attention matrix softmax(scale * query key^T + mask).
+    """Compute column statistics of the attention matrix softmax(scale * query key^T + mask).
 
     Args:
         query: [B, Hq, q, D]; key: [B, Hkv, S, D]; the queries are the last q of the S tokens.
         mask: bool or additive [B or 1, Hq, Hkv or 1, q, S], or None; with Hkv on a CPU alone.
-        valid: bool [B, q], false for queries that are padding; they are left out of every figure.
-        causal: a query does not see the keys after it.
-        window: how many of the last real queries `window` averages over.
+        valid: bool [B, q], false for padding queries, which no statistic counts.
+        causal: a query does not see later keys.
+        window: how many of the last real queries the result `window` averages over.
         cap, sink_logit: see `kvpass.capture.canonical.attention`; the sink is [B or 1, Hq, q or 1, 1].
-        powers: 2 for all; 1 leaves out squares, 0 total as well.  They alone need the rows of all queries.
-        heads: Hc, the heads of the cache, if they are not those of the keys.
+        powers: 2 for all statistics; 1 leaves out squares, 0 total as well.  These alone need the rows of all queries.
+        heads: Hc, the heads of the cache, if they differ from those of the keys.
 
     Returns:
         total, squares, last, window and logits as in `kvpass.policies.Attention`, each float32 [B, Hc, Hq / Hc, S];
-        what is left out has no keys.
+        statistics that are left out have no keys.
     """
     query, key = _alike(query, key)
     attention = _ScoredAttention(query, key, mask, causal, scale, cap, sink_logit)
@@ -337,7 +347,7 @@ def column_scores(
 def _mixing(
     probs: Iterable[tuple[slice, slice, Tensor]], value: Tensor, output: Tensor
 ) -> Iterator[tuple[slice, slice, Tensor]]:
-    """The same, and on the way the values that are paid, written to `output` [B, Hkv, G, q, Dv]."""
+    """Yield the probabilities, and write their weighted sums of values to `output` [B, Hkv, G, q, Dv]."""
     for span, keys, each in probs:
         mixed = torch.matmul(each.flatten(2, 3).to(value.dtype), value[:, :, keys])  # [B, Hkv, G * n, Dv]
         output[:, :, :, span] = mixed.view(*each.shape[:4], -1)
@@ -345,7 +355,10 @@ def _mixing(
 
 
 def _output(query: Tensor, value: Tensor) -> Tensor:
-    """Room for the output, [B, Hq, q, Dv], with tokens outside of heads as the library's attention has them."""
+    """Allocate the output, [B, Hq, q, Dv].
+
+    In memory tokens lie outside of heads, as in torch's attention.
+    """
     batch, heads, count, _ = query.shape
     return query.new_empty(batch, count, heads, value.shape[3]).transpose(1, 2)
 
@@ -365,15 +378,15 @@ def scored_attention(
     sink_logit: Tensor | None = None,
     heads: int | None = None,
 ) -> list[Tensor]:
-    """Attention and its column statistics from the same products, on a CPU.
+    """Compute attention and its column statistics from the same products, on a CPU.
 
     Args:
-        value: [B, Hkv, S, Dv], of the dtype that query and key have.
+        value: [B, Hkv, S, Dv], in the dtype of query and key.
         powers: 1 or 2.
         The others are as for `column_scores`.
 
     Returns:
-        [B, Hq, q, Dv], and what `column_scores` returns.
+        The output [B, Hq, q, Dv], and the results of `column_scores`.
     """
     attention, output = _ScoredAttention(query, key, mask, causal, scale, cap, sink_logit), _output(query, value)
     sums, grouped = _zeros(attention, powers), torch.unflatten(output, 1, (key.shape[1], -1))
@@ -403,14 +416,14 @@ def _(
 
 
 def _empty_scores(query: Tensor, key: Tensor, powers: int, heads: int | None) -> list[Tensor]:
-    """Tensors like those that `column_scores` returns."""
+    """Return tensors like the results of `column_scores`."""
     widths = [key.shape[2] if powers >= power else 0 for power in (1, 2)] + [key.shape[2]] * 3
     made = [query.new_empty(_shape(query, key, width), dtype=torch.float32) for width in widths]
     return [regrouped(x, heads) for x in made]
 
 
 def regrouped(x: Tensor, heads: int | None) -> Tensor:
-    """[B, Hkv, G, ...] as [B, heads, Hkv * G / heads, ...]."""
+    """Reshape [B, Hkv, G, ...] to [B, heads, Hkv * G / heads, ...]."""
     return x if heads in (None, x.shape[1]) else torch.unflatten(x.flatten(1, 2), 1, (heads, -1))
 
 
@@ -448,13 +461,13 @@ def row_scan(
     spread: str | None = None,
     row_budgets: Tensor | None = None,
 ) -> Tensor:
-    """What a policy makes of the rows, float32 [B, H', S], when it must see one query after the other.
+    """Return a policy's scan over the attention rows, one query after the other, float32 [B, H', S].
 
     Args:
         policy: its specification, see `kvpass.policies.specify`.
         budget, share: a number of slots, or 0 and a share of each row's prompt.
-        spread: where the other heads of the layer are, see `kvpass.policies.heads`, as text.
-        row_budgets: int64 [B, H', 1], the slots of each row instead.
+        spread: the sharding of the layer's heads, see `kvpass.policies.heads`, as text.
+        row_budgets: int64 [B, H', 1], the slots of each row, in place of `budget` and `share`.
         The others are as for `column_scores`.
     """
     query, key = _alike(query, key)
@@ -481,7 +494,7 @@ def scanned_attention(
     spread: str | None = None,
     row_budgets: Tensor | None = None,
 ) -> list[Tensor]:
-    """Attention and what `row_scan` returns from the same products, on a CPU; value as for `scored_attention`."""
+    """Compute attention and `row_scan` from the same products, on a CPU; value as for `scored_attention`."""
     attention, output = _ScoredAttention(query, key, mask, causal, scale, cap, sink_logit), _output(query, value)
     mixed = value, torch.unflatten(output, 1, (key.shape[1], -1))
     slots = _slots(policy, budget or share, row_budgets, valid)
@@ -489,7 +502,7 @@ def scanned_attention(
 
 
 def _slots(policy: str, budget: int | float, row_budgets: Tensor | None, valid: Tensor) -> list[int]:
-    """Return the slots of each row; the arguments are those of `row_scan`."""
+    """Return the number of slots of each row; the arguments are those of `row_scan`."""
     if row_budgets is None:
         return slots_of_rows(policies.specified(policy), budget, valid)
     slots: list[int] = row_budgets[:, 0, 0].tolist()
@@ -505,10 +518,14 @@ def _scanned(
     spread: str | None,
     mixed: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """What `row_scan` returns; `mixed`: the values, and the output [B, Hkv, G, q, Dv] that attention is written to."""
+    """Return the result of `row_scan`.
+
+    Args:
+        mixed: the values, and the output [B, Hkv, G, q, Dv] to which attention is written.
+    """
     chosen, count, keys = policies.specified(policy), attention.query.shape[2], attention.key.shape[2]
     made = []
-    for part, piece in attention.pieces(whole_rows=True):  # of one row each
+    for part, piece in attention.pieces(whole_rows=True):  # pieces of one row each
         probs = _probs(piece, SCANNED, piece.keys_before)
         probs = probs if mixed is None else _mixing(probs, *(x[part] for x in mixed))
         rows = (regrouped(each, heads).float() for _, _, each in probs)
@@ -558,6 +575,6 @@ def _(
 
 
 def _empty_scan(query: Tensor, key: Tensor, policy: str, heads: int | None) -> Tensor:
-    """A tensor like the one that `row_scan` returns."""
+    """Return a tensor like the result of `row_scan`."""
     groups = 1 if policies.specified(policy).heads == "shared" else key.shape[1] if heads is None else heads
     return query.new_empty((key.shape[0], groups, key.shape[2]), dtype=torch.float32)

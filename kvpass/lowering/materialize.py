@@ -1,4 +1,4 @@
-"""Numbers that the compiler is to write to memory once."""
+"""Force the compiler to write values to memory once."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from kvpass.fx.splicing import call_aten
 
 
 def write_out(graph: fx.Graph, node: fx.Node, shape: Sequence[Any], strides: Sequence[Any]) -> None:
-    """Have the readers of a dense node of aten's operators read what the compiler wrote to memory.
+    """Make the readers of a dense aten node read its value from memory.
 
-    It makes a buffer of what is under a strided view.
+    The compiler allocates a buffer for the value under a strided view.
     """
     with graph.inserting_after(node):
         view = call_aten(graph, torch.ops.aten.as_strided.default, node, list(shape), list(strides))

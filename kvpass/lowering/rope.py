@@ -1,8 +1,8 @@
-"""Rotary embeddings as a kernel can apply them: every number of a key, mixed with one other.
+"""Rotary embeddings in a form that a kernel can apply: each number of a key is mixed with one other.
 
-kvpass knows no formula of a rotary embedding; it cuts the model's own code out.  But all of them are linear in the key
-and mix numbers in pairs (Su et al., 2021, https://arxiv.org/abs/2104.09864, section 3.2.2).  Which pairs is seen by
-rotating unit vectors once, with what weights by rotating two keys of ones and zeros, one for each side of the pairs.
+kvpass has no formula of a rotary embedding; it cuts out the model's own code.  All embeddings are linear in the key and
+mix numbers in pairs (Su et al., 2021, https://arxiv.org/abs/2104.09864, section 3.2.2).  Rotating unit vectors once
+shows the pairs.  Rotating two keys of ones and zeros, one for each side of the pairs, shows the weights.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True)
 class RotaryPairs:
-    """Which numbers of a key [D] are mixed: the first `width`, each with its neighbour or with one half a width away.
+    """The pairs of numbers in a key [D] that an embedding mixes, among the first `width` numbers.
 
-    The neighbours of `interleaved` are 0 and 1, 2 and 3, and so on.
+    With `interleaved` the pairs are 0 and 1, 2 and 3, and so on; otherwise partners are half a width apart.
     """
 
     width: int
     interleaved: bool
 
     def partner(self, index: Tensor) -> Tensor:
-        """The places that the numbers at places [D] are mixed with; their own where they are not mixed."""
+        """Return the partner indices of the numbers at indices [D]; their own for numbers that are not mixed."""
         half = max(1, self.width // 2)
         other = index ^ 1 if self.interleaved else torch.where(index < half, index + half, index - half)
         return torch.where(index < self.width, other, index)
 
     def leads(self, index: Tensor) -> Tensor:
-        """bool [D]: one side of the pairs, and what is not mixed."""
+        """Return bool [D], true for the first number of each pair and for numbers that are not mixed."""
         return index <= self.partner(index)
 
 
@@ -40,9 +40,9 @@ class Rope:
     """A rotary embedding at read: a key's number times `cos`, plus its partner's times `sin`.
 
     Attributes:
-        cos, sin: [N, D] for positions 0 .. N - 1, in the dtype of the keys; signs, and factors as of YaRN, are in them.
-        pairs: who is whose partner.
-        rank: int64 [B, Hkv or 1, C], the position of every slot; what a free one has does not matter.
+        cos, sin: [N, D] for positions 0 .. N - 1, in the dtype of the keys; they include signs, and factors as of YaRN.
+        pairs: the partner of each number.
+        rank: int64 [B, Hkv or 1, C], the position of every slot; that of a free slot is arbitrary.
     """
 
     cos: Tensor
@@ -52,7 +52,7 @@ class Rope:
 
 
 def pairs_of(matrix: Tensor) -> RotaryPairs | None:
-    """What an embedding [D, D] (from, to) mixes; None for anything but the pairs that kernels know."""
+    """Return the pairs that an embedding matrix [D, D] (from, to) mixes, or None if kernels do not support them."""
     index = torch.arange(len(matrix), device=matrix.device)
     mixed = ((matrix != 0) & (index != index[:, None])).any(0)
     if not mixed.any():
@@ -68,11 +68,11 @@ def pairs_of(matrix: Tensor) -> RotaryPairs | None:
 
 
 def weights_of(rotate: Callable[[Tensor], Tensor], pairs: RotaryPairs, like: Tensor) -> tuple[Tensor, Tensor]:
-    """`cos` and `sin` of a `Rope`.
+    """Return `cos` and `sin` of a `Rope`.
 
     Args:
         rotate: rotates one key [D] by every position, [N, D].
-        like: of the dtype and device of the keys, with D numbers.
+        like: a tensor with D numbers, in the dtype and on the device of the keys.
     """
     index = torch.arange(like.shape[-1], device=like.device)
     leads = pairs.leads(index)

@@ -1,16 +1,15 @@
 """Products of a few rows with a matrix, for decode steps on a CPU.
 
-A step of one conversation multiplies one row with every weight of the model.  That is bound by reading the weights,
-but the matrix products of torch's libraries are made for many rows and reach about half of that.  Spelled as multiply
-and sum, the compiler makes loops of it that read the weights about as fast as memory gives them, in the weights' own
-dtype, and fuses what comes after.  Sums are in float32 whatever the dtype.
+A decode step of one conversation multiplies one row with every weight of the model.  Reading the weights bounds its
+time, but the matrix products of torch's libraries are made for many rows and reach about half of that bandwidth.
+Written as multiply and sum, the product becomes loops of the compiler that read the weights in their own dtype at about
+memory bandwidth, and fuse the operations that follow.  Sums are in float32 for every dtype.
 
-A batch has a sum for each of its rows.  The compiler makes one loop of them, so the weights are read once all the same:
-what is in a register is multiplied with every row.  Loops over two halves or four quarters of the columns at once have
-more loads on their way, as a processor looks ahead within a page of each.  All are worth it up to the number of rows at
-which the library, which has its rows in tiles, is faster.
-`LIMITS` says which that is.  The same goes for attention's products, of queries and keys, and of probabilities and
-values.
+A batch has a sum for each of its rows.  The compiler makes one loop of the sums, so the weights are still read once and
+multiplied in registers with every row.  A loop over two halves or four quarters of the columns has more loads in
+flight, as a processor prefetches within a page of each.  The library keeps its rows in tiles and is faster from some
+number of rows on; `LIMITS` has that number.  The same holds for attention's products: queries with keys, and
+probabilities with values.
 """
 
 from __future__ import annotations
@@ -29,20 +28,20 @@ from kvpass.torch_private import inductor, symbolic_shapes
 aten, prims = torch.ops.aten, torch.ops.prims
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FEW = 2  # layers in a graph
-LINE = 64  # bytes that memory gives at once
-SUMS = 16  # of one loop, which registers have room for
+LINE = 64  # bytes of a cache line
+SUMS = 16  # sums of one loop that fit in registers
 
 
 @dataclasses.dataclass(frozen=True)
 class RowLimits:
-    """Up to how many rows a product is faster spelled out, for one dtype and kind of processor.
+    """The largest numbers of rows for which loops beat the library, for one dtype and kind of processor.
 
     Attributes:
-        quartered: rows for which four quarters of the columns go through one loop.
-        paired: rows for which two halves do.
-        near: rows if all of them, in float32, fill no more than half of the first cache: each is read for every column.
+        quartered: rows for which one loop takes four quarters of the columns.
+        paired: rows for which one loop takes two halves.
+        near: rows if all of them, in float32, fill at most half of the L1 cache: each is read for every column.
         far: rows that fill more.
-        scores, values: rows of attention's products, whose matrices have columns, or rows, that lie together.
+        scores, values: rows of attention's products, with matrices whose columns, or rows, are contiguous.
     """
 
     quartered: int
@@ -63,29 +62,29 @@ LIMITS = {
     ("AVX512", torch.bfloat16, True): RowLimits(quartered=2, paired=4, near=8, far=4, scores=2, values=4),
     ("AVX512", torch.float16, True): RowLimits(quartered=2, paired=4, near=8, far=4, scores=2, values=4),
 }
-"""By the vectors that loops are made of, by dtype, and by whether the processor has dot products of it, as those with
-AVX512-BF16 or AMX have of bfloat16.
+"""The limits by vector instructions, by dtype, and by whether the processor has dot products of it.
 
-From the last table that `python -m benchmarks row_products` prints, of one thread, 1 to 16 rows and matrices that come
-from memory.  With AVX-512 without dot products of bfloat16, by keeping the library from using them; float16 with dot
-products is taken to be as bfloat16 is; quarters, and values in float32, with AVX2 were timed on a processor that has
-AVX-512 as well.  The size of the matrix decides nothing: it is read once.
+AVX512-BF16 and AMX have dot products of bfloat16.  The limits come from the last table that
+`python -m benchmarks row_products` prints, for one thread, 1 to 16 rows and matrices that come from memory.  The rows
+for AVX-512 without dot products of bfloat16 were measured by keeping the library from using them.  float16 with dot
+products is assumed to behave like bfloat16.  Quarters, and values in float32, with AVX2 were timed on a processor that
+has AVX-512 as well.  The size of the matrix does not matter: it is read once.
 """
 
 QUARTERED_FAR = 4
-"""Rows that fill more, see `RowLimits.near`, for which four quarters go through one loop: with every dtype."""
+"""The largest number of `far` rows, see `RowLimits.near`, for which one loop takes four quarters, for every dtype."""
 
-OTHERS = "AVX512"  # what processors that are not in the table are taken to be
+OTHERS = "AVX512"  # assumed for processors that are not in the table
 
 
 @dataclasses.dataclass(frozen=True)
 class Processor:
-    """What decides between loops and library.
+    """The properties of a processor that decide between loops and library.
 
     Attributes:
-        cache: bytes of a core's first data cache.
-        dots: the dtypes of half precision that there are dot products of.
-        vectors: what loops are made of, as torch names it.
+        cache: bytes of a core's L1 data cache.
+        dots: half-precision dtypes with dot-product instructions.
+        vectors: the vector instructions, as torch names them.
     """
 
     cache: int
@@ -94,21 +93,21 @@ class Processor:
 
     @staticmethod
     def here() -> Processor:
-        """This machine's."""
+        """Return the properties of this machine's processor."""
         return Processor(inductor.l1_cache_bytes(), inductor.dot_products(), torch.backends.cpu.get_cpu_capability())
 
     def limits(self, dtype: torch.dtype) -> RowLimits:
-        """What holds for products in a dtype."""
+        """Return the limits of products in a dtype."""
         has_dots = dtype in self.dots
         return LIMITS.get((self.vectors, dtype, has_dots)) or LIMITS[OTHERS, dtype, has_dots]
 
 
 def spell_out(graph: fx.Graph, parts: int | None = None) -> None:
-    """Replace each `mm`, `addmm` and `bmm` of one row or a few on a CPU in a graph of aten's operators.
+    """Replace each `mm`, `addmm` and `bmm` of few rows on a CPU by multiply and sum, in an aten graph.
 
     Args:
-        parts: into how many parts all columns go, for measuring, and whether attention's products are spelled out; by
-            default `split` and `is_worth_it` say.
+        parts: for measurements: the number of parts of all columns, which also turns attention's products on or off; by
+            default `split` and `is_worth_it` decide.
     """
     processor = Processor.here()
     stored: dict[fx.Node, fx.Node] = {}
@@ -127,7 +126,10 @@ def spell_out(graph: fx.Graph, parts: int | None = None) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Product:
-    """Rows [R, K] times a matrix [K, N] whose columns go into so many parts, and a bias [N] or [R, N] on top."""
+    """A product of rows [R, K] and a matrix [K, N], plus a bias [N] or [R, N].
+
+    The columns are split into `parts` parts.
+    """
 
     rows: fx.Node
     matrix: fx.Node
@@ -136,12 +138,12 @@ class _Product:
 
 
 def split(rows: torch.Tensor, matrix: torch.Tensor, processor: Processor) -> int:
-    """Into how many parts the columns of [R, K] @ [K, N] go to be faster spelled out; 0 if the library is."""
+    """Return the number of column parts of [R, K] @ [K, N], or 0 if the library is faster."""
     if rows.device.type != "cpu" or rows.dtype not in DTYPES or symbolic_shapes.symbols(rows):
-        return 0  # each row has a sum of its own, so an open number of rows has none
+        return 0  # each row has a sum of its own, which a dynamic number of rows does not allow
     count, columns = rows.shape[0], matrix.shape[1]
     if matrix.stride(0) != 1:
-        return int(count == 1)  # columns do not lie together, as in GPT-2
+        return int(count == 1)  # columns are not contiguous, as in GPT-2
     limits = processor.limits(rows.dtype)
     near = 4 * rows.numel() <= processor.cache // 2
     if count > (limits.near if near else limits.far):
@@ -152,7 +154,7 @@ def split(rows: torch.Tensor, matrix: torch.Tensor, processor: Processor) -> int
 
 
 def has_dynamic_rows(rows: torch.Tensor, matrix: torch.Tensor) -> bool:
-    """Whether an open number of rows [R, K] meets a matrix [K, N] whose columns lie together, in float32 on a CPU."""
+    """Check for a float32 CPU product of a dynamic number of rows [R, K] and a column-contiguous matrix [K, N]."""
     known = rows.device.type == "cpu" and rows.dtype == torch.float32 and matrix.stride(0) == 1
     return known and bool(symbolic_shapes.symbols(rows)) and not symbolic_shapes.symbols(matrix)
 
@@ -160,10 +162,10 @@ def has_dynamic_rows(rows: torch.Tensor, matrix: torch.Tensor) -> bool:
 def _multiplied_transposed(
     graph: fx.Graph, node: fx.Node, rows: fx.Node, matrix: fx.Node, bias: fx.Node | None = None
 ) -> None:
-    """(W x')' for x W': of few rows the library makes it in half the time, of many in the same.
+    """Compute x W' as (W x')', which takes half the time for few rows, and the same for many.
 
-    Measured as the figures of `LIMITS`: of 2 to 4 rows in 0.3 to 0.8 of the time, of 8 in 0.7 to 1.7, of 16 and more
-    in 0.9 to 1.1; in bfloat16 it is the slower way.
+    Measured like the figures of `LIMITS`: 2 to 4 rows take 0.3 to 0.8 of the time, 8 rows 0.7 to 1.7, 16 and more 0.9
+    to 1.1.  In bfloat16 it is slower.
     """
     with graph.inserting_before(node):
         across = [call_aten(graph, aten.permute.default, each, [1, 0]) for each in (matrix, rows)]
@@ -175,10 +177,10 @@ def _multiplied_transposed(
 
 
 def batches(graph: fx.Graph, processor: Processor) -> list[fx.Node]:
-    """Attention's products that are to be spelled out.
+    """Return the products of attention to write as multiply and sum.
 
-    What calls the library ends a kernel, without which the layers of a graph would be one and share nothing: so where
-    there are more than a `FEW`, probabilities and values are left to it.
+    A call of the library ends a kernel; without such a call the compiler would make one kernel of all layers, which
+    could not be shared.  So with more than `FEW` layers, products of probabilities and values stay with the library.
     """
     found = [node for node in _all_batches(graph) if is_worth_it(node, processor)]
     values = [node for node in found if not _is_of_keys(node)]
@@ -186,7 +188,7 @@ def batches(graph: fx.Graph, processor: Processor) -> list[fx.Node]:
 
 
 def _all_batches(graph: fx.Graph) -> list[fx.Node]:
-    """Products of [B, R, K] and [B, K, N] on a CPU that can be spelled out: each of the R rows has a sum of its own."""
+    """Return the CPU products [B, R, K] @ [B, K, N] that can be written as one sum per row."""
     found = []
     for node in graph.find_nodes(op="call_function", target=aten.bmm.default):
         rows, matrix = (parent.meta["val"] for parent in node.args)
@@ -197,19 +199,22 @@ def _all_batches(graph: fx.Graph) -> list[fx.Node]:
 
 
 def is_worth_it(node: fx.Node, processor: Processor) -> bool:
-    """Whether attention's product of [B, R, K] and [B, K, N] is faster spelled out."""
+    """Check whether attention's product of [B, R, K] and [B, K, N] is faster as multiply and sum."""
     rows = node.args[0].meta["val"]  # type: ignore[union-attr]
     limits = processor.limits(rows.dtype)
     return bool(rows.shape[1] <= (limits.scores if _is_of_keys(node) else limits.values))
 
 
 def _is_of_keys(node: fx.Node) -> bool:
-    """Whether a product is of queries and keys: the columns of the second lie together.  Of values the rows do."""
+    """Check whether a product is of queries and keys: the second factor's columns are contiguous.
+
+    For values, the rows are contiguous.
+    """
     return bool(node.args[1].meta["val"].stride(1) == 1)  # type: ignore[union-attr]
 
 
 def _replace_batch(graph: fx.Graph, node: fx.Node) -> None:
-    """Rows [B, R, K] times matrices [B, K, N], as multiply and sum."""
+    """Replace a product of rows [B, R, K] and matrices [B, K, N] by multiply and sum."""
     rows, matrix = node.args
     assert isinstance(rows, fx.Node)
     assert isinstance(matrix, fx.Node)
@@ -223,9 +228,10 @@ def _replace_batch(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def pieces(rows: torch.Tensor, matrix: torch.Tensor) -> int:
-    """Into how many parts the columns of [B, R, K] @ [B, K, N] go, each with a sum in one loop.
+    """Return the number of column parts of [B, R, K] @ [B, K, N], each with a sum in one loop.
 
-    A row of values lies together: a loop over a part alone would leave out most of it, and another come back for it.
+    A row of values is contiguous: a loop over one part alone would skip most of it, and another loop would read it
+    again.
     """
     if matrix.stride(1) == 1:
         return 1
@@ -235,7 +241,7 @@ def pieces(rows: torch.Tensor, matrix: torch.Tensor) -> int:
 
 
 def _mixed(graph: fx.Graph, rows: fx.Node, at: int, columns: list[fx.Node]) -> fx.Node:
-    """A row of [B, R, K] times columns [B, K, ...], as [B, 1, N]."""
+    """Multiply a row of [B, R, K] with columns [B, K, ...]; return [B, 1, N]."""
     row = call_aten(graph, aten.unsqueeze.default, call_aten(graph, aten.select.int, rows, 1, at), 2)
     products = [call_aten(graph, aten.mul.Tensor, part, row) for part in columns]
     sums = [call_aten(graph, aten.sum.dim_IntList, product, [1]) for product in products]
@@ -243,7 +249,7 @@ def _mixed(graph: fx.Graph, rows: fx.Node, at: int, columns: list[fx.Node]) -> f
 
 
 def _replace(graph: fx.Graph, node: fx.Node, stored: dict[fx.Node, fx.Node], product: _Product) -> None:
-    """The product as multiply and sum; `stored` has rows that were made for products before."""
+    """Replace a product by multiply and sum; `stored` holds the buffered rows of earlier products."""
     with graph.inserting_before(node):
         if product.rows not in stored:
             stored[product.rows] = _stored(graph, product.rows)
@@ -257,17 +263,17 @@ def _replace(graph: fx.Graph, node: fx.Node, stored: dict[fx.Node, fx.Node], pro
 
 
 def _stored(graph: fx.Graph, rows: fx.Node) -> fx.Node:
-    """Rows [..., R, K] as float32 in a buffer of their own.
+    """Copy rows [..., R, K] as float32 to a buffer of their own.
 
-    What the rows are computed from is so computed once, and not for every column.  The product with one is there for
-    rows that are views of something larger.
+    Their inputs are then computed once, and not for every column.  The multiplication by one serves rows that are views
+    of a larger tensor.
     """
     own = call_aten(graph, aten.mul.Scalar, _as(graph, rows, torch.float32), 1.0)
     return inductor.write_out(graph, own, _strides(graph, own))
 
 
 def _strides(graph: fx.Graph, node: fx.Node) -> list[Any]:
-    """Those of a dense tensor of a node's shape, as nodes where they are no numbers."""
+    """Return the strides of a dense tensor of a node's shape, as nodes where they are not numbers."""
     strides: list[Any] = [1]
     for dim in range(node.meta["val"].ndim - 1, 0, -1):
         size = node.meta["val"].shape[dim]
@@ -281,7 +287,7 @@ def _strides(graph: fx.Graph, node: fx.Node) -> list[Any]:
 
 
 def _columns(graph: fx.Graph, matrix: fx.Node, parts: int) -> list[fx.Node]:
-    """A matrix [..., K, N] in parts of as many columns."""
+    """Split a matrix [..., K, N] into parts of equally many columns."""
     if parts == 1:
         return [matrix]
     size, last = matrix.meta["val"].shape[-1] // parts, matrix.meta["val"].ndim - 1
@@ -289,7 +295,10 @@ def _columns(graph: fx.Graph, matrix: fx.Node, parts: int) -> list[fx.Node]:
 
 
 def _multiplied(graph: fx.Graph, rows: fx.Node, columns: list[fx.Node]) -> fx.Node:
-    """Rows [R, K] times columns [K, ...] as [R, N], row by row in memory: sums of one loop, if they have one length."""
+    """Multiply rows [R, K] with columns [K, ...] to [R, N], row by row in memory.
+
+    Sums of one length share a loop.
+    """
     count = rows.meta["val"].shape[0]
     sums = [_sum(graph, _row(graph, rows, at), part) for at in range(count) for part in columns]
     made = call_aten(graph, aten.cat.default, sums)
@@ -297,15 +306,18 @@ def _multiplied(graph: fx.Graph, rows: fx.Node, columns: list[fx.Node]) -> fx.No
 
 
 def _row(graph: fx.Graph, rows: fx.Node, at: int) -> fx.Node:
-    """A row of [R, K] as [K, 1]."""
+    """Return a row of [R, K] as [K, 1]."""
     return call_aten(graph, aten.unsqueeze.default, call_aten(graph, aten.select.int, rows, 0, at), 1)
 
 
 def _sum(graph: fx.Graph, row: fx.Node, columns: fx.Node) -> fx.Node:
-    """A row [K, 1] times columns [K, N], as [N]."""
+    """Multiply a row [K, 1] with columns [K, N]; return [N]."""
     return call_aten(graph, aten.sum.dim_IntList, call_aten(graph, aten.mul.Tensor, columns, row), [0])
 
 
 def _as(graph: fx.Graph, x: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """The node in another dtype.  `aten.to` would be called and not compiled: it is too late to decompose it."""
+    """Return the node in another dtype.
+
+    `aten.to` would stay an uncompiled call, as decompositions have already run.
+    """
     return x if x.meta["val"].dtype == dtype else call_aten(graph, prims.convert_element_type.default, x, dtype)

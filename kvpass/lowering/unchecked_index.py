@@ -1,7 +1,7 @@
-"""Lookups at places that count a dimension, which need nobody to check that they are in range.
+"""Drop bounds checks for indices that are an arange over the indexed dimension.
 
-Masks are made so: `padding[rows, places]`, where both are counted out from 0 to the size of what is looked up in.  The
-compiler cannot always see that of an open size, and checks every place.
+Masks use such lookups: `padding[rows, positions]`, where both indices count from 0 to the size of the dimension.  For a
+dynamic size the compiler cannot always prove this, and checks every index.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ OF_ITS_NUMBERS = (
     aten.slice.Tensor,
     aten.clone.default,
 )
-"""Operators that give numbers of their first argument and no others."""
+"""Operators whose results contain only numbers of their first argument."""
 
 
 def look_up_unchecked(graph: fx.Graph) -> None:
-    """Leave out the check of places that are in range, in a graph of aten's operators."""
+    """Drop the bounds checks of indices that are in range, in an aten graph."""
     for node in graph.find_nodes(op="call_function", target=aten.index.Tensor):
         table, indices = node.args
         sizes = table.meta["val"].shape
@@ -35,11 +35,11 @@ def look_up_unchecked(graph: fx.Graph) -> None:
             node.target = aten._unsafe_index.Tensor
         elif inductor.CHECKS_TOO_EARLY:
             for counter in dict.fromkeys(counter for counter, _ in counted if counter):
-                write_out(graph, counter, counter.args, [1])  # the check of what is read comes behind the reading
+                write_out(graph, counter, counter.args, [1])  # the check then follows the load of the index
 
 
 def _counter(index: fx.Node) -> fx.Node | None:
-    """What counts 0, 1, 2, ..., if all numbers of a place are of that."""
+    """Return the node 0, 1, 2, ... from which all numbers of an index come, or None."""
     while index.target in OF_ITS_NUMBERS or _adds_nothing(index):
         index = index.args[0]  # type: ignore[assignment]
     counts = index.target is prims.iota.default and (index.kwargs["start"], index.kwargs["step"]) == (0, 1)

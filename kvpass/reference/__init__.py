@@ -1,6 +1,6 @@
-"""Literal eager transcriptions of the policies, over Python lists of tokens.
+"""Eager transcriptions of the policies from their papers, over Python lists of tokens.
 
-They share nothing with the compiled path but the options, and exist so that the two can be held together.
+They share only the policies' options with the compiled path, so that tests can compare the two.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ __all__ = ["HeadStream", "Reference", "ReferenceLayer", "Token", "reference_of"]
 
 
 def reference_of(policy: Policy) -> Reference:
-    """The reference of a policy: `kvpass.reference.<name>`, or what the policy's `reference()` returns.
+    """Return the reference of a policy: `kvpass.reference.<name>`, or the result of the policy's `reference()`.
 
     Raises:
-        PolicyError: the policy has none.
+        PolicyError: the policy has no reference.
     """
     named = getattr(policy, "reference", None)
     if named is not None:

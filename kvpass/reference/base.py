@@ -1,4 +1,4 @@
-"""One attention layer as the papers describe it: a list of tokens for each row (and KV head)."""
+"""One attention layer as the papers describe it: a list of tokens for each row and KV head."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from kvpass.reference.storing import stored
 
 @dataclasses.dataclass(eq=False)
 class Token:
-    """One held token.
+    """One cached token.
 
     Attributes:
-        position: its place among the real tokens of its row.
-        index: its place in the padded sequence.
+        position: its index among the real tokens of its row.
+        index: its index in the padded sequence.
         key, value: [h, D] and [h, Dv]; h = Hkv when the heads keep the same tokens, else 1.
-        pinned: it stays, as the policy keeps prompts and it came with one.
-        score: whatever the policy accumulates.
-        notes: what else it remembers, by name.
+        pinned: the token is never evicted, as it belongs to a prompt that the policy keeps.
+        score: the policy's score.
+        notes: further state of the policy, by name.
     """
 
     position: int
@@ -40,17 +40,19 @@ class Token:
 
 @dataclasses.dataclass
 class HeadStream:
-    """The tokens held for one row and KV head (or for all heads of a row, if they keep the same).
+    """The cached tokens of one row and KV head.
+
+    Heads of a row that keep the same tokens share a stream.
 
     Attributes:
-        head: the KV head, 0 if they are shared.
+        head: the KV head, 0 if the heads share their tokens.
         budget: tokens to keep between steps.
-        seen: real tokens seen, those that are being taken in included.
-        step: what is being taken in is a single token on held ones, not a prompt or chunk.
-        layer: the number of the layer, if the policy asks for it.
-        stored: what storing a key [h, D] makes of it, or with `key=False` a value.
-        notes: what the policy remembers for the stream, by name.
-        evicted: tokens that have just left, for `Reference.settle`.
+        seen: real tokens seen, including those of the current call.
+        step: the current call adds a single token to a cache, not a prompt or chunk.
+        layer: the index of the layer, for policies that need it.
+        stored: returns a key [h, D], or with `key=False` a value, as attention reads it back from storage.
+        notes: state of the policy for the stream, by name.
+        evicted: tokens just evicted, for `Reference.settle`.
     """
 
     head: int
@@ -65,35 +67,40 @@ class HeadStream:
 
 
 class Reference:
-    """What a policy's reference says; one object serves every stream of a layer."""
+    """The reference of a policy; one object serves all streams of a layer."""
 
     def prepare(self, stream: HeadStream) -> None:
-        """Make room before a single new token attends; by default nothing goes before it has."""
+        """Evict tokens before a single new token attends; by default none."""
 
     def bias(self, stream: HeadStream, group: int) -> Tensor | None:
-        """What later queries add to their logits, [h, G = group, tokens]; None for nothing."""
+        """Return the bias that later queries add to their logits, [h, G = group, tokens], or None."""
         return None
 
     def read(self, stream: HeadStream) -> list[tuple[Tensor, Tensor]]:
-        """The key and value of each held token as attention sees them; by default as they are stored."""
+        """Return the key and value of each cached token as attention sees them; by default as stored."""
         return [(token.key, token.value) for token in stream.tokens]
 
     def logit_scale(self, count: int) -> float:
-        """What the logits of queries that attend to `count` tokens are multiplied with."""
+        """Return the factor on the logits of queries that attend to `count` tokens."""
         return 1.0
 
     def observe(self, tokens: list[Token], probabilities: Tensor) -> None:
-        """Learn from new attention: probabilities float32 [queries, heads, tokens], padding queries left out."""
+        """Update scores from new probabilities, float32 [queries, heads, tokens], without padding queries."""
 
     def evict(self, tokens: list[Token], head: int, seen: int, budget: int) -> list[Token]:
-        """The tokens to keep of the stream of KV head `head` (0 if shared), `seen` real tokens so far."""
+        """Return the tokens to keep in a stream.
+
+        Args:
+            head: the KV head, 0 if the heads share their tokens.
+            seen: real tokens seen so far.
+        """
         raise NotImplementedError
 
     def take(self, stream: HeadStream, new: list[Token], probabilities: Tensor, logits: Tensor) -> None:
-        """Take new tokens in, after they have attended.
+        """Add new tokens to a stream after they have attended, and evict.
 
         Args:
-            probabilities: probabilities float32 [queries, heads, held + new], padding queries left out.
+            probabilities: float32 [queries, heads, cached + new], without padding queries.
             logits: likewise, before the softmax and without the policy's own bias.
         """
         tokens = stream.tokens + new
@@ -101,39 +108,39 @@ class Reference:
         stream.tokens = self.kept(tokens, stream)
 
     def kept(self, tokens: list[Token], stream: HeadStream) -> list[Token]:
-        """Those that were given, and of the others what `evict` keeps in the rest of the budget."""
+        """Return the pinned tokens, and the others that `evict` keeps in the rest of the budget."""
         given, others = [t for t in tokens if t.pinned], [t for t in tokens if not t.pinned]
         chosen = self.evict(others, stream.head, stream.seen, stream.budget - len(given))
         return sorted([*given, *chosen], key=lambda token: token.position)
 
     def settle(self, row: list[HeadStream]) -> None:
-        """Called when all KV heads of a row have taken their tokens in."""
+        """Finish a call after all KV heads of a row have added their tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TakenByReference:
-    """What a layer took in last; see `ReferenceLayer.take`."""
+    """The last tokens that a layer received; see `ReferenceLayer.take`."""
 
     chunk: Chunk
     probabilities: Tensor
     logits: Tensor
 
     def first(self, count: int) -> TakenByReference:
-        """Its first tokens."""
+        """Return the first `count` tokens."""
         total = self.probabilities.shape[-1] - self.probabilities.shape[2] + count
         probabilities, logits = (part[:, :, :count, :total] for part in (self.probabilities, self.logits))
         return TakenByReference(self.chunk.first(count), probabilities, logits)
 
     def take_into(self, cache: Any) -> None:
-        """Take it in once more, on a cache as it was before it."""
+        """Add the tokens again to a cache in its earlier state."""
         cache.slots.take(self.chunk, self.probabilities, self.logits, part=True)
 
 
 class ReferenceLayer:
-    """The streams of one layer; takes prompts, chunks and single tokens alike."""
+    """The streams of one layer; accepts prompts, chunks and single tokens."""
 
     def __init__(self, layout: Layout, reference: Reference, row_budgets: Sequence[int] = ()) -> None:
-        """`row_budgets` are the budgets of each row, if the policy's plan gives layers or rows their own."""
+        """Create empty streams; `row_budgets` holds the budget of each row, if the plan gives rows their own."""
         self.layout = layout
         self.reference = reference
         self.stored = functools.partial(stored, layout)
@@ -142,12 +149,12 @@ class ReferenceLayer:
             for budget in row_budgets or (layout.budget,) * layout.batch
         ]
         self.length = 0
-        self.fed = 0  # how often tokens were taken in
-        self.view: Any = None  # what the last tokens attended to, for layers that share the cache
+        self.fed = 0  # number of calls of `take`
+        self.view: Any = None  # keys and values that the last tokens attended to, for layers that share the cache
         self.taken: TakenByReference | None = None
 
     def copied(self) -> ReferenceLayer:
-        """The same tokens, apart from these."""
+        """Return an independent copy of the layer with the same tokens."""
         layer = copy.copy(self)
         layer.streams, layer.view, layer.taken = copy.deepcopy(self.streams), None, None
         return layer
@@ -158,33 +165,36 @@ class ReferenceLayer:
 
     @property
     def names(self) -> list[str]:
-        """As `Slots.names`."""
+        """Names as in `Slots.names`."""
         return list(NAMES)
 
     def held(self, layout: Layout) -> Tensor:
-        """As `Slots.held`."""
+        """Return the cached tokens as `Slots.held` does."""
         return self.index().expand(-1, layout.heads, -1)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the held keys and values."""
+        """Bytes of the cached keys and values."""
         layout = self.layout
         row = sum(count * kind.itemsize for x in (layout.key_format, layout.value_format) for count, kind in x.layout())
         return sum(len(t.key) * row for streams in self.streams for stream in streams for t in stream.tokens)
 
     def tensors(self) -> list[Any]:
-        """What a rewritten graph takes in place of `Slots.tensors`: itself, and what positions are made of."""
+        """Return the inputs of a rewritten graph in place of `Slots.tensors`.
+
+        The first is the layer itself; positions are computed from the others.
+        """
         length = torch.full((self.layout.batch,), self.length, device=self.layout.device)
         held = torch.nn.functional.pad(self.positions(), (0, 1), value=FREE)
         free = torch.full((self.layout.batch, 1), held.shape[-1] - 1, device=self.layout.device)
         return [self, None, held, None, free, self.seen(), length, None]
 
     def seen(self) -> Tensor:
-        """Real tokens seen, int64 [B]."""
+        """Return the number of real tokens seen, int64 [B]."""
         return torch.tensor([row[0].seen for row in self.streams], device=self.layout.device)
 
     def prepare(self, valid: Tensor) -> None:
-        """To be called before the tokens `valid` [B, q] attend; lets the policy make room for a single one."""
+        """Let the policy evict before a single token attends; call before the tokens `valid` [B, q] attend."""
         if valid.shape[1] > 1 or not self.length:
             return
         for row, counts in zip(self.streams, valid[:, 0].tolist(), strict=True):
@@ -192,7 +202,7 @@ class ReferenceLayer:
                 self.reference.prepare(stream)
 
     def bias(self, groups: int) -> Tensor | None:
-        """What queries add to their logits on the held tokens, float32 [B, Hq, 1, N], or None."""
+        """Return the bias of queries on the cached tokens, float32 [B, Hq, 1, N], or None."""
         held = self.positions()
         out = torch.zeros(self.layout.batch, self.layout.heads, groups, held.shape[-1])
         some = False
@@ -205,24 +215,24 @@ class ReferenceLayer:
         return out.flatten(1, 2)[:, :, None].to(self.layout.device) if some else None
 
     def logit_scale(self, valid: Tensor) -> Tensor:
-        """What the logits of the tokens `valid` [B, q] are multiplied with, float32 [B, 1, 1, 1]."""
+        """Return the factor on the logits of the tokens `valid` [B, q], float32 [B, 1, 1, 1]."""
         counts = [len(row[0].tokens) + int(new) for row, new in zip(self.streams, valid.sum(-1).tolist(), strict=True)]
         return torch.tensor([self.reference.logit_scale(n) for n in counts], device=valid.device).view(-1, 1, 1, 1)
 
     def index(self) -> Tensor:
-        """int64 [B, H', N]: places of the held tokens in the padded sequence, -1 after the last."""
+        """Return the cached tokens' indices in the padded sequence, int64 [B, H', N], padded with -1."""
         return self._padded([[[t.index for t in stream.tokens] for stream in row] for row in self.streams])
 
     def positions(self) -> Tensor:
-        """int64 [B, H', N], sorted, -1 after the last."""
+        """Return the cached tokens' positions, int64 [B, H', N], sorted, padded with -1."""
         return self._padded([[[t.position for t in stream.tokens] for stream in row] for row in self.streams])
 
     def ranks(self) -> Tensor:
-        """int64 [B, H', N]: 0, 1, 2, ... over the held tokens."""
+        """Return the cache positions 0, 1, 2, ... of the cached tokens, int64 [B, H', N], padded with -1."""
         return self._padded([[list(range(len(stream.tokens))) for stream in row] for row in self.streams])
 
     def held_rows(self, name: str, stored: bool = False) -> Tensor:
-        """[B, Hkv, N, D]: the held keys or values, zero after the last, as attention sees them or as stored."""
+        """Return the cached keys or values [B, Hkv, N, D], padded with zeros, as attention sees them or as stored."""
         dim = self.layout.key_dim if name == "key" else self.layout.value_dim
         longest = max(len(stream.tokens) for row in self.streams for stream in row)
         kind = self.layout.dtype if self.layout.kv_dtype is None else accumulate_dtype(self.layout.dtype)
@@ -235,14 +245,14 @@ class ReferenceLayer:
         return out
 
     def take(self, chunk: Chunk, probabilities: Tensor, logits: Tensor | None = None, part: bool = False) -> None:
-        """Take in new tokens and evict.
+        """Add new tokens and evict.
 
         Args:
-            chunk: the keys as they are stored; its `attention` is not looked at.
-            probabilities: probabilities float32 [B, Hq, q, N + q] of the chunk's queries over [held, chunk].
-            logits: likewise, before the softmax and the policy's bias; the logarithm of `probabilities` will do for
-                policies that have no bias.
-            part: it is the first part of a longer chunk, so a single token is no step.
+            chunk: the new tokens, with keys as they are stored; its `attention` is ignored.
+            probabilities: float32 [B, Hq, q, N + q] of the chunk's queries over [cached, chunk].
+            logits: likewise, before the softmax and the policy's bias; for policies without a bias, the logarithm of
+                `probabilities` suffices.
+            part: the chunk is the first part of a longer one, so a single token is no decode step.
         """
         logits = probabilities.log() if logits is None else logits
         self.taken = TakenByReference(chunk, probabilities, logits)
@@ -268,9 +278,9 @@ class ReferenceLayer:
         self.fed += 1
 
     def attends_to_stored(self, count: int) -> bool:
-        """Whether so many new tokens are attended to as they are stored, and not as the model made them.
+        """Check whether `count` new tokens are attended to in their stored form, not in the model's.
 
-        That is a single one, unless the prompt is still held whole, as policies that defer have it.
+        That holds for a single token, unless a policy that defers eviction still keeps the whole prompt.
         """
         least = min(row[0].budget for row in self.streams)
         whole = self.layout.policy.defers and self.fed == 1 and self.length > least
@@ -284,12 +294,12 @@ class ReferenceLayer:
         return Token(stream.seen + index, self.length + j, key, value, given)
 
     def _queries(self, stream: HeadStream, probabilities: Tensor) -> slice:
-        """The query heads of a stream."""
+        """Return the query heads of a stream."""
         group, heads = probabilities.shape[1] // self.layout.heads, self._heads(stream.head)
         return slice(heads.start * group, heads.stop * group)
 
     def _heads(self, group: int) -> slice:
-        """The KV heads of a stream."""
+        """Return the KV heads of a stream."""
         return slice(0, self.layout.heads) if self.layout.groups == 1 else slice(group, group + 1)
 
     def _padded(self, lists: list[list[list[int]]]) -> Tensor:
@@ -303,7 +313,7 @@ class ReferenceLayer:
 def attention_logits(
     query: Tensor, key: Tensor, mask: Tensor, bias: Tensor | None, scale: float, cap: float | None = None
 ) -> Tensor:
-    """Logits float32 [B, Hq, q, N], minus infinity where the mask is false.
+    """Return logits float32 [B, Hq, q, N], minus infinity where the mask is false.
 
     Args:
         query: [B, Hq, q, D]; key: [B, Hkv, N, D].

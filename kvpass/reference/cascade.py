@@ -1,4 +1,4 @@
-"""Reference of `cascade`: sub-caches as lists, newest last, with the recursion spelled out token by token."""
+"""Reference of `cascade`: sub-caches as lists, newest token last, with the recursion written token by token."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class CascadeReference(Reference):
         return caches
 
     def insert(self, stream: HeadStream, item: Token) -> None:
-        """One token into the sub-caches, the paper's scan."""
+        """Insert one token into the sub-caches, by the paper's scan."""
         policy, caches = self.policy, self.caches(stream)
         if item.position < policy.sinks:
             stream.notes.setdefault("sinks", []).append(item)
@@ -71,7 +71,7 @@ class CascadeReference(Reference):
             stream.tokens = [token for token in self.held(stream) if token is not stream.notes["next"]]
 
     def score(self, tokens: list[Token], row: Tensor, decay: float) -> None:
-        """mu <- gamma mu + (1 - gamma) sbar; row [heads, tokens]."""
+        """Update scores: mu <- gamma mu + (1 - gamma) sbar, for probabilities `row` [heads, tokens]."""
         for token, probs in zip(tokens, row.T.tolist(), strict=True):
             token.score = decay * token.score + (1 - decay) * REDUCE[self.policy.reduce](probs)
 
@@ -99,7 +99,7 @@ class CascadeReference(Reference):
         stream.tokens = self.held(stream)
 
     def init_token_state(self, stream: HeadStream, token: Token) -> None:
-        """Put the token where `prepare` made room for it."""
+        """Replace the token that `prepare` inserted as a placeholder."""
         for tokens in [stream.notes.get("sinks", []), *self.caches(stream)]:
             for n, held in enumerate(tokens):
                 if held is stream.notes["next"]:

@@ -1,4 +1,4 @@
-"""Reference of `d2o`: accumulated attention chooses, and what goes is merged into its nearest neighbour, one by one."""
+"""Reference of `d2o`: accumulated attention selects tokens; each evicted token is merged into its nearest neighbour."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class D2OReference(Reference):
             stream.evicted = []
 
     def threshold(self, stream: HeadStream, similar: list[float]) -> float:
-        """tau, moved by the tokens that go."""
+        """Return tau, updated with the similarities of the evicted tokens."""
         mean, old = sum(similar) / len(similar), stream.notes.get("tau")
         stream.notes["tau"] = mean if old is None else self.policy.beta * mean + (1 - self.policy.beta) * old
         return float(stream.notes["tau"])
@@ -100,7 +100,7 @@ class D2OReference(Reference):
 
 
 def closest(token: Token, stream: HeadStream) -> tuple[float, Token]:
-    """The largest cosine of the token's key with that of one that stays and was not given, and that one."""
+    """Return the largest cosine similarity of a token's key with the key of a kept, unpinned token, and that token."""
     kept = [other for other in stream.tokens if not other.pinned]
     cosines = [float(torch.cosine_similarity(token.key[0], other.key[0], dim=0)) for other in kept]
     best = max(cosines)

@@ -1,4 +1,4 @@
-"""Reference of `full`: nothing ever goes."""
+"""Reference of `full`: no token is evicted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reference of `h2o`: accumulated attention; the recent half is safe, the lowest of the others goes."""
+"""Reference of `h2o`: keep the recent half; of the other tokens, evict those with the least accumulated attention."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Reference of `kv_align`: every entry a token, every repair a network run on one entry.
+"""Reference of `kv_align`: each cached entry is a token, and each repair runs a network on one entry.
 
-fc1 is applied to the concatenated input as the paper has it; nothing is precomputed.
+fc1 is applied to the concatenated input as in the paper, without precomputation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class KVAlignReference(Reference):
         self.stores = self.every > 1 or self.aligner.recipe == "paper"
 
     def take(self, stream: HeadStream, new: list[Token], probabilities: Tensor, logits: Tensor) -> None:
-        """Number the new tokens, let the oldest that are no sinks go, and repair what moved."""
+        """Assign cache positions to new tokens, evict the oldest tokens that are not sinks, and repair moved tokens."""
         if stream.notes.get("prompted") is None:
             stream.notes["prompted"] = True
             stream.tokens = new[-stream.budget :]
@@ -43,7 +43,7 @@ class KVAlignReference(Reference):
             moved = rank >= self.sinks and token.notes["made"] > rank and self.aligner.recipe != "nothing"
             while rank >= self.sinks and token.notes["made"] > rank:
                 index = rank
-                if self.aligner.recipe == "paper":  # it knows steps of `every` positions and no others
+                if self.aligner.recipe == "paper":  # the paper's network knows only steps of `every` positions
                     index += (token.notes["made"] - rank - 1) // self.every * self.every
                 token.key, token.value = self.repaired(token, index, stream.layer)
                 token.notes["made"] = index
@@ -59,7 +59,7 @@ class KVAlignReference(Reference):
         ]
 
     def repaired(self, token: Token, rank: int, layer: int) -> Rows:
-        """Key [Hkv, D] and value [Hkv, Dv] as if the token had been made at `rank`."""
+        """Return key [Hkv, D] and value [Hkv, Dv] as if the token had been made at cache position `rank`."""
         if self.aligner.recipe == "direct":
             return self.direct(token, rank, layer)
         if self.aligner.recipe == "paper":
@@ -67,7 +67,7 @@ class KVAlignReference(Reference):
         return token.key, token.value
 
     def direct(self, token: Token, rank: int, layer: int) -> Rows:
-        """One network of the layer sees all heads, keys and values together, and both positions."""
+        """Apply the layer's network, which sees the keys and values of all heads and both positions."""
         weights = self.aligner.tensors
         key, value = token.key.float().flatten(), token.value.float().flatten()
         made, now = (weights["place"][min(index, self.window)] for index in (token.notes["made"], rank))
@@ -81,7 +81,7 @@ class KVAlignReference(Reference):
         return _plus(token.key, on_key), _plus(token.value, on_value)
 
     def paper(self, part: str, row: Tensor, rank: int, layer: int) -> Tensor:
-        """One network for all layers and heads: x + fc3(relu(fc2(relu(fc1[x; E_pos; E_layer; E_head]))))."""
+        """Apply the network of all layers and heads: x + fc3(relu(fc2(relu(fc1[x; E_pos; E_layer; E_head]))))."""
         weights = {name: self.aligner.tensors[f"{part}.{name}"] for name in _PAPER}
         out = []
         for head, x in enumerate(row.float()):

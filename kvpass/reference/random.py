@@ -1,4 +1,4 @@
-"""Reference of `random`: each token draws a number when it arrives, the highest stay."""
+"""Reference of `random`: each token draws a number on arrival, and the highest numbers are kept."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ PRIME = 2**31 - 1
 
 
 def drawn(seed: int, position: int, head: int) -> int:
-    """The number that a token draws, from 0 to PRIME - 1."""
+    """Return the number that a token draws, from 0 to PRIME - 1."""
     number = (position * 48271 + head * 69621 + seed) % PRIME
     for factor, shift in ((16807, 15), (39373, 13), (742938, 16)):
         number = (number ^ (number >> shift)) * factor % PRIME

@@ -1,4 +1,4 @@
-"""Reference of `roco`: every attention value that a token was paid is remembered, mean and spread are taken of them."""
+"""Reference of `roco`: store every probability of each token, and compute their mean and variance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reference of `sage`: each query head takes its top k of the prompt; sinks, what was taken and a ring stay."""
+"""Reference of `sage`: each query head selects k prompt tokens; sinks, selected tokens and a ring are kept."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from kvpass.reference.base import HeadStream, Reference, Token
 
 
 class SageReference(Reference):
-    """`takers` of a token is the set of query heads that took it, or "all" if it stays without being taken."""
+    """The reference; the note `takers` of a token is the set of query heads that selected it.
+
+    It is "all" for a token that is kept without selection.
+    """
 
     def __init__(self, policy: Sage) -> None:
         self.share = policy.share
@@ -22,7 +25,7 @@ class SageReference(Reference):
         self.late = policy.select_at == "overflow"
 
     def sizes(self, budget: int, group: int) -> tuple[int, int, int]:
-        """Sinks, tokens for each query head, and recent tokens."""
+        """Return the numbers of sinks, tokens per query head, and recent tokens."""
         sinks = math.floor(budget / 4) if self.sinks is None else self.sinks
         k = math.floor(budget / 2 / group) if self.top is None else self.top
         return sinks, k, budget - sinks - group * k
@@ -35,7 +38,7 @@ class SageReference(Reference):
             for token in tokens:
                 if token.position < sinks + group * k:
                     token.notes["takers"] = "all"
-        overflows = self.late and stream.seen == budget + 1  # the budget is full, and this one came on top
+        overflows = self.late and stream.seen == budget + 1  # the budget is full, and this token exceeds it
         if new and not self.fits(stream) and (overflows or not stream.step):
             self.select(tokens, logits[-1], stream, sinks, k, recent)
         elif new and stream.step and self.every is not None and stream.notes["since"] >= self.every:
@@ -43,7 +46,7 @@ class SageReference(Reference):
         stream.tokens = self.ring(tokens, budget, sinks)
 
     def fits(self, stream: HeadStream) -> bool:
-        """Whether nothing has to be selected from what the stream has seen."""
+        """Check whether the stream's tokens fit the budget, so that no selection is needed."""
         return stream.seen <= stream.budget + (0 if self.late else 1)
 
     def select(self, tokens: list[Token], last: Tensor, stream: HeadStream, sinks: int, k: int, recent: int) -> None:
@@ -70,7 +73,7 @@ class SageReference(Reference):
         return torch.tensor(counts)[None]
 
     def counted(self, token: Token, head: int) -> float:
-        """The logarithm of how often the query head sees the token."""
+        """Return the logarithm of how often the query head sees the token."""
         takers = token.notes.get("takers")
         if not takers or takers == "all":
             return 0.0

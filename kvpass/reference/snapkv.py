@@ -1,4 +1,4 @@
-"""Reference of `snapkv`: the last queries of a prompt vote, the vote is smoothed, the rest is a ring."""
+"""Reference of `snapkv`: the last queries of a prompt vote, the votes are smoothed, and other tokens form a ring."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SnapKVReference(Reference):
         side = self.kernel // 2
         for index, n in enumerate(prefix):
             near = votes[max(0, index - side) : index + side + 1]
-            tokens[n].score = sum(near) / self.kernel  # what lies beyond either end counts as zero
+            tokens[n].score = sum(near) / self.kernel  # positions beyond either end count as zero
             tokens[n].notes["selected"] = True
 
     def evict(self, tokens: list[Token], head: int, seen: int, budget: int) -> list[Token]:

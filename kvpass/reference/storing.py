@@ -1,4 +1,4 @@
-"""What storing a row makes of its numbers, written down from the definitions and one group at a time."""
+"""The numbers that storage keeps of a row, computed from the definitions, one group at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GROUP = 32
 
 
 def stored(layout: Layout, row: Tensor, key: bool = True) -> Tensor:
-    """A key or a value [..., D] as it is attended to once it is stored: [..., D]."""
+    """Return a key or a value [..., D] as attention reads it back from storage, [..., D]."""
     if layout.kv_dtype is None:
         return row.to(layout.dtype)
     kind, _, transform = layout.kv_dtype.partition("-")
@@ -28,7 +28,7 @@ def _rounded(row: Tensor, kind: str) -> Tensor:
 
 
 def _hadamard(row: Tensor) -> Tensor:
-    """By sums and differences of numbers that are 1, 2, 4, ... places apart, as long as that divides the row."""
+    """Transform a row by sums and differences of numbers 1, 2, 4, ... apart, while that divides the row."""
     made, apart = row.double(), 1
     while row.shape[-1] % (2 * apart) == 0:
         one, other = torch.unflatten(made, -1, (-1, 2, apart)).unbind(-2)
@@ -39,7 +39,10 @@ def _hadamard(row: Tensor) -> Tensor:
 
 
 def group_size(dim: int) -> int:
-    """Numbers of a row that share a scale in four bits: 32, or else a half of the row; all of a short one."""
+    """Return how many numbers of a row share a scale in four bits.
+
+    32, or else half of the row; a short row is one group.
+    """
     half = dim // 2
     return GROUP if half % GROUP == 0 else half if half >= GROUP else dim
 
@@ -51,7 +54,7 @@ def _symmetric(row: Tensor) -> Tensor:
 
 
 def _between(group: Tensor) -> Tensor:
-    """A group of numbers on 16 places between its least and its largest."""
+    """Round a group of numbers to 16 levels between its minimum and its maximum."""
     least, most = group.amin(-1, keepdim=True), group.amax(-1, keepdim=True)
     size = torch.maximum((most - least) / 15, group.abs().amax(-1, keepdim=True) / 127)
     scale = size.float().to(torch.bfloat16).to(group.dtype)

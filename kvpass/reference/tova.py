@@ -1,4 +1,4 @@
-"""Reference of `tova`: the token that the last query attends to least goes, the last one excepted."""
+"""Reference of `tova`: evict the token with the least attention from the last query, except the last token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reference of `window`: the last `budget` tokens."""
+"""Reference of `window`: keep the last `budget` tokens."""
 
 from __future__ import annotations
 
