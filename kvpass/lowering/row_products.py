@@ -228,7 +228,7 @@ def _replace_batch(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def pieces(rows: torch.Tensor, matrix: torch.Tensor) -> int:
-    """Return the number of column parts of [B, R, K] @ [B, K, N], each with a sum in one loop.
+    """Return the number of column parts of [B, R, K] @ [B, K, N], each a sum in one loop.
 
     A row of values is contiguous: a loop over one part alone would skip most of it, and another loop would read it
     again.

@@ -1,9 +1,9 @@
-"""How rows of keys and values lie in memory.
+"""Storage formats of keys and values.
 
-A `Format` says what tensors hold a row and how attention works on them: `plain` is the model's own numbers, `int8` and
-`int4` are whole numbers with scales, `hadamard` transforms keys before they become such.  `Rows` are rows in a format:
-all that happens to slots (a row written, rows gathered, merged, grown, reordered) is said once, there.  Policies,
-graphs and models know of neither.
+A `Format` defines the tensors that hold a row and how attention works on them: `plain` is the model's own numbers,
+`int8` and `int4` are integers with scales, `hadamard` transforms keys before they are quantised.  `Rows` are rows in a
+format and have every operation on slots: write, gather, merge, grow and reorder rows.  Policies, graphs and models know
+neither.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FORMATS: dict[str, Callable[[int, torch.dtype, bool], Format]] = {
 
 
 def base_of(kv_dtype: KVDtype | None) -> str:
-    """The numbers of a format, however rows are transformed before; "" for the model's own."""
+    """Return the quantisation of a format without its transform; "" for the model's own numbers."""
     return (kv_dtype or "").partition("-")[0]
 
 
@@ -43,13 +43,13 @@ def base_of(kv_dtype: KVDtype | None) -> str:
 def format_of(
     kv_dtype: KVDtype | None, dim: int, dtype: torch.dtype, keys: bool = True, rotated: bool = False
 ) -> Format:
-    """The format of rows of `dim` numbers that a model makes in `dtype`, of keys or of values.
+    """Return the format of rows of `dim` numbers in the model's `dtype`, for keys or for values.
 
     Args:
-        rotated: each is rotated whenever it is read.
+        rotated: each row is rotated whenever it is read.
 
     Raises:
-        PolicyError: rows of that many numbers cannot be stored so.
+        PolicyError: the format cannot store rows of that many numbers.
     """
     transformed = keys and "-" in (kv_dtype or "")
     made = _FORMATS[base_of(kv_dtype)](dim, dtype, rotated and not transformed)
@@ -57,5 +57,5 @@ def format_of(
 
 
 def plain(rows: torch.Tensor) -> Rows:
-    """Rows [B, H, N, D] as they are."""
+    """Return rows [B, H, N, D] in the plain format."""
     return Rows(Plain(rows.shape[-1], rows.dtype), (rows,))

@@ -11,60 +11,60 @@ from torch import Tensor
 
 from kvpass.lowering.formats.sections import Sections
 
-BLOCK = 4096  # rows that are encoded at a time: what it takes in between is several times their size
+BLOCK = 4096  # rows encoded at a time; intermediate results are several times their size
 
 Parts = tuple[Tensor, ...]
-"""The tensors of rows [B, H, N, D]: each [B, H, N, ...], the one with the numbers or their codes first."""
+"""The tensors of rows [B, H, N, D]: each [B, H, N, ...], the numbers or their codes first."""
 
 SlotIndices = tuple[Tensor, Tensor, Tensor]
 """One slot of every head: indices of rows, heads and slots, broadcastable to [B, H]."""
 
 
 class Format(Protocol):
-    """What tensors hold rows, and how attention works on them; equal to another that stores alike."""
+    """The tensors that hold rows, and attention on them; equal to formats that store alike."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the tensors behind the first."""
+        """Names of the tensors after the first."""
 
     @property
     def bits(self) -> int:
-        """Of a code; 0 where rows are numbers."""
+        """Bits of a code; 0 if rows are plain numbers."""
 
     @property
     def exact(self) -> bool:
-        """Whether what was read and is stored again is what it was."""
+        """Whether storing decoded rows again returns the same rows."""
 
     @property
     def transforms(self) -> bool:
-        """Whether codes are of transformed rows, so that `prepared_query` does something."""
+        """Whether codes are of transformed rows, so that `prepared_query` transforms queries."""
 
     def layout(self) -> list[tuple[int, torch.dtype]]:
-        """The last dimension and the dtype of each tensor."""
+        """Return the last dimension and the dtype of each tensor."""
 
     def encode(self, rows: Tensor) -> Parts:
-        """Rows [..., D] as they are stored."""
+        """Encode rows [..., D] as the tensors that store them."""
 
     def decode(self, parts: Parts) -> Tensor:
-        """Stored rows as they are attended to, [..., D]: the model's numbers, or as `wide` has them."""
+        """Decode stored rows, [..., D], to the model's numbers or to the dtype of `accumulate_dtype`."""
 
     def sections(self, parts: Parts) -> Sequence[Tensor]:
-        """The same in consecutive sections of D, as they can be read without moving numbers."""
+        """Decode stored rows in consecutive sections of D that can be read without moving numbers."""
 
     def ordered(self, parts: Parts) -> Parts:
-        """The same with numbers in their order, whatever the device that they are on has them lie like."""
+        """Reorder the tensors from the device's layout to the order of the numbers."""
 
     def to_device_layout(self, parts: Parts) -> Parts:
-        """And back, as they lie on the device that they are on."""
+        """Reorder the tensors from the order of the numbers to the layout of their device."""
 
     def prepared_query(self, query: Tensor) -> Tensor:
-        """Queries [..., D] as what the codes stand for is to be multiplied with; for code that reads codes itself."""
+        """Transform queries [..., D] for products with codes; for callers that read codes themselves."""
 
     def products(self, query: Tensor, parts: Parts) -> Tensor:
-        """Of queries [B, H, R, D] and stored keys: [B, H, R, N]."""
+        """Multiply queries [B, H, R, D] with stored keys: [B, H, R, N]."""
 
     def weighted_sum(self, probs: Tensor, parts: Parts, dtype: torch.dtype) -> Tensor:
-        """Of stored values, by probabilities [B, H, R, N] as `wide` has them: [B, H, R, D] in a dtype."""
+        """Sum stored values by probabilities [B, H, R, N] of `accumulate_dtype`: [B, H, R, D] in `dtype`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,13 +76,13 @@ class Rows:
 
     @staticmethod
     def empty(format: Format, shape: tuple[int, int, int], device: torch.device) -> Rows:
-        """B rows of N zeros for H heads."""
+        """Return N rows of zeros for B rows of the batch and H heads."""
         parts = [torch.zeros(*shape, last, dtype=kind, device=device) for last, kind in format.layout()]
         return Rows(format, tuple(parts))
 
     @staticmethod
     def of(format: Format, rows: Tensor) -> Rows:
-        """Rows [B, H, N, D] as they are to be stored."""
+        """Encode rows [B, H, N, D] in a format."""
         if rows.shape[2] <= BLOCK or format.exact:
             return Rows(format, format.encode(rows))
         blocks = [format.encode(block) for block in torch.split(rows, BLOCK, 2)]
@@ -95,7 +95,7 @@ class Rows:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the first tensor."""
+        """The shape of the first tensor."""
         return self.codes.shape
 
     @property
@@ -103,35 +103,38 @@ class Rows:
         return self.codes.device
 
     def read(self) -> Tensor:
-        """All rows as they are attended to."""
+        """Decode all rows as attention reads them."""
         return self.format.decode(self.parts)
 
     def read_as(self, dtype: torch.dtype) -> Tensor:
-        """All rows for code that is the model's own or a policy's, which expects the model's dtype."""
+        """Decode all rows in the dtype that the model's or a policy's code expects."""
         return self.parts[0] if self.format.exact else self.read().to(dtype)
 
     def in_sections(self, dtype: torch.dtype) -> Sections:
-        """The same for code that works on sections."""
+        """Decode all rows for code that works on sections."""
         return Sections(tuple(x.to(dtype) for x in self.format.sections(self.parts)), self.read_as(dtype))
 
     def elsewhere(self, move: Callable[[Tensor], Tensor]) -> Rows:
-        """These rows moved to another kind of device, where codes may lie otherwise."""
+        """Move the rows to another device, whose layout of codes may differ."""
         return Rows(self.format, self.format.to_device_layout(tuple(map(move, self.format.ordered(self.parts)))))
 
     def at(self, index: SlotIndices) -> Tensor:
-        """One row of each head, [B, H, D]."""
+        """Decode one row of each head, [B, H, D]."""
         return self.format.decode(tuple(part[index] for part in self.parts))
 
     def put(self, index: SlotIndices, new: Rows, only: Tensor | None = None) -> None:
-        """Overwrite one row of each head with those of `new` [B, H, 1, D], where `only` [B or 1, H or 1, 1] is true."""
+        """Overwrite one row of each head by those of `new` [B, H, 1, D].
+
+        If `only` [B or 1, H or 1, 1] is given, heads where it is false keep their row.
+        """
         for part, fresh in zip(self.parts, new.parts, strict=True):
             row = fresh[:, :, 0]
             part.index_put_(index, row if only is None else torch.where(only, row, part[index]))
 
     def replace(self, rows: Tensor, only: Tensor) -> None:
-        """Overwrite the rows for which `only` [B, H, N] is true with those of [B, H, N, D] and leave the others.
+        """Overwrite the rows where `only` [B, H, N] is true by those of `rows` [B, H, N, D].
 
-        A format that is `exact` is given the others as they were read.
+        An `exact` format writes all of `rows`, so the others must be as they were read.
         """
         for part, fresh in zip(self.parts, self.format.encode(rows), strict=True):
             part.copy_(fresh if self.format.exact else torch.where(only[..., None], fresh, part))
@@ -142,20 +145,20 @@ class Rows:
             part[:, :, : fresh.shape[2]] = fresh
 
     def scattered(self, indices: Tensor, count: int) -> Rows:
-        """The same at places [n] of so many rows, the others of zeros."""
+        """Return `count` rows with these rows at indices [n] and zeros elsewhere."""
         spread = Rows.empty(self.format, (*self.shape[:2], count), self.device)
         for part, fresh in zip(spread.parts, self.parts, strict=True):
             part[:, :, indices] = fresh
         return spread
 
     def gathered(self, chosen: Tensor) -> Rows:
-        """The rows at places [B, H', n]."""
+        """Return the rows at indices [B, H', n]."""
         indices = chosen.expand(-1, self.shape[1], -1)[..., None]
         return Rows(
             self.format, tuple(part.gather(2, indices.expand(-1, -1, -1, part.shape[-1])) for part in self.parts)
         )
 
     def beside(self, others: Rows) -> Rows:
-        """These rows, then others."""
+        """Concatenate these rows and others."""
         joined = zip(self.parts, others.parts, strict=True)
         return Rows(self.format, tuple(torch.cat(pair, 2) for pair in joined))

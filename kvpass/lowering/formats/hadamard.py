@@ -1,14 +1,14 @@
-"""Rows that are transformed before their numbers are rounded, so that a few large ones are spread over all.
+"""A transform of rows before quantisation that spreads a few large numbers over all.
 
     x' = x H / sqrt(b),   H[i, j] = (-1)^(number of ones that i and j have in common, in binary)
 
 H is Sylvester's Hadamard matrix, of the largest power of two b that divides the size of a head; a row has one stretch
-of b numbers, or several.  It is orthogonal and its own inverse: a transformed query has the same products with
+of b numbers, or several.  H is orthogonal and its own inverse: a transformed query has the same products with
 transformed keys, so attention transforms the query and never a stored row (Ashkboos et al., "QuaRot", 2024,
-https://arxiv.org/abs/2404.00456, section 4).  It is keys that have a few large numbers, in places that are the same for
-all tokens (Liu et al., "KIVI", 2024, https://arxiv.org/abs/2402.02750, section 3); values are stored as they are.
+https://arxiv.org/abs/2404.00456, section 4).  Keys have a few large numbers, at the same indices for all tokens (Liu et
+al., "KIVI", 2024, https://arxiv.org/abs/2402.02750, section 3); values do not and are stored without the transform.
 
-The sums are of numbers in double precision with their signs, which is nearly always exact, whatever the order.
+The sums are in double precision, of numbers with signs, which is nearly always exact in any order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvpass.lowering.formats.base import Format, Parts
 
 @dataclasses.dataclass(frozen=True)
 class Hadamard:
-    """Rows of another format, transformed."""
+    """A format of transformed rows, stored in another format."""
 
     inner: Format
     dtype: torch.dtype
@@ -69,15 +69,15 @@ class Hadamard:
 
 
 def transformed(rows: Tensor) -> Tensor:
-    """Rows [..., D] transformed, as `upcast` has them; transformed once more they are what they were."""
+    """Transform rows [..., D] in the dtype of `upcast`; a second transform returns the original rows."""
     dim = rows.shape[-1]
-    size = dim & -dim  # the largest power of two in it
+    size = dim & -dim  # the largest power of two that divides it
     stretches = torch.unflatten(rows.double(), -1, (-1, size))
     return (torch.matmul(stretches, signs(size, rows.device)) / math.sqrt(size)).flatten(-2).to(upcast(rows).dtype)
 
 
 def signs(size: int, device: torch.device) -> Tensor:
-    """H, float64 [b, b]; b is a power of two up to 65,536."""
+    """Return H, float64 [b, b]; b is a power of two up to 65,536."""
     indices = torch.arange(size, device=device)
     common = indices[:, None] & indices
     for shift in (8, 4, 2, 1):

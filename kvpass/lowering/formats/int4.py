@@ -1,12 +1,12 @@
-"""Rows in four bits: two codes to a byte, with a scale and a zero point for each group of numbers.
+"""Rows in four bits: two codes per byte, with a scale and a zero point for each group of numbers.
 
     scale = (max x - min x) / 15,   zero = round(min x / scale)
     code = round(x / scale) - zero,   x ~ scale * (code + zero)
 
-A byte has a number of the row's first half in its low bits and the one half a row further on in its high bits, so that
-both lie in memory in order.  Groups are of 32 numbers where halves are made of those, else of a half, and a short row
-is one: a head of 128 numbers takes 76 bytes, one of 64 takes 38, one of 32 takes 19.  Groups and zero points are
-what four bits need (Frantar et al., 2022, https://arxiv.org/abs/2210.17323, section 3; Liu et al., "KIVI", 2024,
+A byte has a number of the row's first half in its low bits and the number half a row further in its high bits, so that
+both halves are in order in memory.  Groups have 32 numbers if those divide a half, else a half of the row; a short row
+is one group.  A head of 128 numbers takes 76 bytes, one of 64 takes 38, one of 32 takes 19.  Four bits need groups and
+zero points (Frantar et al., 2022, https://arxiv.org/abs/2210.17323, section 3; Liu et al., "KIVI", 2024,
 https://arxiv.org/abs/2402.02750, whose groups of keys run over tokens: here each row must be writable alone).
 """
 
@@ -24,7 +24,7 @@ from kvpass.policies.base import require
 
 MOST = 15
 GROUP = 32
-FURTHEST = 127  # the largest zero point
+FURTHEST = 127  # the largest absolute value of a zero point
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Int4:
     """Pairs of codes [..., D / 2], scales [..., g] and zero points [..., g] for g groups.
 
     Attributes:
-        rotated: rows are rotated whenever they are read, so that pairs lie `words.in_planes` where words are loaded.
+        rotated: rows are rotated whenever they are read, so pairs are stored `words.in_planes` where words are loaded.
     """
 
     dim: int
@@ -53,14 +53,14 @@ class Int4:
 
     @property
     def groups(self) -> int:
-        """How many groups a row has: one, or as many in each of its halves."""
+        """The number of groups of a row: one, or equally many in each half."""
         if self.half % GROUP == 0:
             return self.dim // GROUP
         return 1 if self.half < GROUP else 2
 
     @property
     def _in_a_half(self) -> int:
-        """How many groups a half of the row has to do with; a row that is one group has it in both."""
+        """The number of groups that a half of the row uses; both halves use a single group."""
         return max(1, self.groups // 2)
 
     def layout(self) -> list[tuple[int, torch.dtype]]:
@@ -80,7 +80,7 @@ class Int4:
     def decode(self, parts: Parts) -> Tensor:
         both = self.ordered(parts)[0].to(self._upcast)[..., None, :]  # [..., 1, D / 2]
         high = torch.floor(both * (1 / 16))
-        low = (torch.arange(2, device=both.device)[:, None] == 0).to(both.dtype)  # 1 for the row's first half, 0 behind
+        low = (torch.arange(2, device=both.device)[:, None] == 0).to(both.dtype)  # 1 for the row's first half, 0 behind it
         codes = low * both + (1 - 17 * low) * high
         codes = torch.unflatten(codes.flatten(-2), -1, (self.groups, -1))
         scale, zero = (part.to(self._upcast)[..., None] for part in parts[1:])
@@ -98,7 +98,7 @@ class Int4:
         return words.in_planes(parts) if self._in_planes(parts[0]) else parts
 
     def _in_planes(self, pairs: Tensor) -> bool:
-        """Whether pairs lie so; each eighth of a row, which is a plane, then has to do with one group."""
+        """Check whether pairs are stored in planes; each plane, an eighth of a row, then belongs to one group."""
         return self.rotated and self.dim % GROUP == 0 and GROUP % (self.dim // 8) == 0 and words.fill(pairs, self.half)
 
     @property
@@ -106,13 +106,13 @@ class Int4:
         return accumulate_dtype(self.dtype)
 
     def _halves(self, parts: Parts) -> list[Tensor]:
-        """The codes of the two halves of the rows, [B, H, N, D / 2] each."""
+        """Return the codes of the two halves of the rows, [B, H, N, D / 2] each."""
         both = parts[0].to(self._upcast)
         high = torch.floor(both * (1 / 16))
         return [both - 16 * high, high]
 
     def _decoded(self, parts: Parts) -> list[Tensor]:
-        """The two halves of the rows, as `decode` has them."""
+        """Decode the two halves of the rows like `decode`."""
         scale, zero = (part.to(self._upcast) for part in parts[1:])
         count, made = self._in_a_half, []
         for codes, first in zip(self._halves(parts), (0, self.groups - count), strict=True):
@@ -138,9 +138,10 @@ class Int4:
         return grid.summed_over_rows(*self._shares(probs, parts)).to(dtype)
 
     def _shares(self, probs: Tensor, parts: Parts) -> tuple[list[Tensor], list[Tensor]]:
-        """For each stretch of a row in one group probabilities times scales, [B, H, R, N], and codes with zero points.
+        """Return the factors of a weighted sum, for each stretch of a row in one group.
 
-        What zero points add has no sum of its own: that would be over all slots, of numbers that do not lie together.
+        They are probabilities times scales, [B, H, R, N], and codes plus zero points.  Zero points have no sum of their
+        own: it would run over all slots, and their zero points are not contiguous.
         """
         scale, zero = (part.to(self._upcast) for part in parts[1:])
         sections = [section for codes in self._halves(parts) for section in codes.chunk(self._in_a_half, -1)]
@@ -153,7 +154,7 @@ class Int4:
         return self.groups > 1 and words.fill(parts[0], self.half // self._in_a_half)
 
     def _words(self, parts: Parts) -> list[words.WordGroup]:
-        """The groups, which are of one half each: those of the first half have low bits."""
+        """Return the word groups, each within one half; those of the first half use the low bits."""
         scale, zero = (part.to(self._upcast) for part in parts[1:])
         codes, in_planes = parts[0].view(torch.int32), self._in_planes(parts[0])
         if in_planes:

@@ -1,10 +1,10 @@
-"""Rows in eight bits: whole numbers from -127 to 127 and one scale for each row.
+"""Rows in eight bits: integers from -127 to 127 and one scale for each row.
 
     scale = max |x| / 127,   code = round(x / scale),   x ~ scale * code
 
-A head of 64 numbers takes 66 bytes.  Attention never decodes: the scale of a key multiplies its logit, that of a value
-its probability.  Rows of one head and token are alike in size, so a scale for each is fine enough (per-token scales:
-Sheng et al., "FlexGen", 2023, section 4.2, https://arxiv.org/abs/2303.06865).
+A head of 64 numbers takes 66 bytes.  Attention never decodes rows: the scale of a key multiplies its logit, that of a
+value its probability.  Numbers of one head and token have similar magnitudes, so one scale per row is fine enough
+(per-token scales: Sheng et al., "FlexGen", 2023, section 4.2, https://arxiv.org/abs/2303.06865).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Int8:
     """Codes [..., D] and scales [..., 1].
 
     Attributes:
-        rotated: rows are rotated whenever they are read, so that codes lie `words.in_planes` where words are loaded.
+        rotated: rows are rotated whenever they are read, so codes are stored `words.in_planes` where words are loaded.
     """
 
     dim: int
@@ -86,7 +86,7 @@ class Int8:
         return grid.summed_over_rows([probs * scale[:, :, None, :, 0]], [codes]).to(dtype)
 
     def _words(self, parts: Parts) -> words.WordGroup:
-        """The whole rows."""
+        """Return the whole rows as one word group."""
         kind = accumulate_dtype(self.dtype)
         codes = words.signed(parts[0].view(torch.int32), kind)
         return words.WordGroup(codes, parts[1].to(kind), in_planes=self._in_planes(parts[0]))

@@ -1,4 +1,4 @@
-"""Rows as the model makes them."""
+"""Rows in the model's own dtype."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tensor that is never joined: what would be written to memory as one is kept as what it is made of."""
+"""Tensors in sections, which are kept apart so that no joined tensor is written to memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Sections:
     """A tensor as consecutive sections of its last dimension.
 
     Attributes:
-        whole: the tensor itself, where it can be had without joining them.
+        whole: the tensor itself, if it exists without joining the sections.
     """
 
     tensors: tuple[Tensor, ...]
@@ -26,12 +26,12 @@ class Sections:
 
     @property
     def ends(self) -> list[int]:
-        """Where each section ends."""
+        """The end of each section."""
         widths = [section.shape[-1] for section in self.tensors]
         return [sum(widths[: i + 1]) for i in range(len(widths))]
 
     def cut_at(self, indices: set[int]) -> Sections:
-        """The same tensor with further cuts."""
+        """Return the same tensor with further cuts."""
         sections, start = [], 0
         for section, end in zip(self.tensors, self.ends, strict=True):
             cuts = [start, *sorted(p for p in indices if start < p < end), end]
@@ -40,14 +40,14 @@ class Sections:
         return Sections(tuple(sections))
 
     def between(self, start: int, stop: int) -> Sections:
-        """The section of the tensor from `start` up to `stop`."""
+        """Return the part of the tensor from `start` up to `stop`."""
         cut = self.cut_at({start, stop})
         ends = cut.ends
         chosen = [p for p, end in zip(cut.tensors, ends, strict=True) if start < end <= stop]
         return Sections(tuple(chosen))
 
     def joined(self) -> Tensor:
-        """One tensor: `whole`, or a sum of tensors padded with zeros, which compilers fuse."""
+        """Return one tensor: `whole`, or a sum of tensors padded with zeros, which compilers fuse."""
         if self.whole is not None:
             return self.whole
         before, total = 0, None

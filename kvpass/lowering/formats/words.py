@@ -1,14 +1,14 @@
 """Products over codes that are loaded in words of 32 bits.
 
-Vectors of eight numbers, as AVX2 has them, take eight bytes of codes, and what the compiler has for such a load goes
-through memory: ten times slower.  A word has four bytes, so eight of them fill a vector.  Each code is masked out of
-its word where it stands; as a float it is the code times a power of two, which is exact, and what it is multiplied
-with takes that back.  Codes at one place in their words are of every fourth number of a row.
+An AVX2 vector of eight numbers needs eight bytes of codes, and the compiler's code for such a load goes through memory,
+which is ten times slower.  A word has four bytes, so eight words fill a vector.  Each code is masked out of its word
+without a shift.  As a float it is the code times a power of two, which is exact, and the other factor of the product is
+divided by that power.  Codes at one offset in their words are of every fourth number of a row.
 
-Rows that are rotated whenever they are read lie `in_planes`: an embedding mixes numbers half a row apart, and codes at
-one place in their words are of numbers that stand together, so that what it is to them can be read in order.
+Rows that are rotated whenever they are read are stored `in_planes`: an embedding mixes numbers half a row apart.  Codes
+at one offset in their words then belong to adjacent numbers, so that cosines and sines can be read in order.
 
-Longer vectors load bytes as they are, and so do rows that do not fill vectors with words: see `grid`.
+Longer vectors load bytes directly, and so do rows that do not fill vectors with words: see `grid`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvpass.lowering.formats import grid
 from kvpass.lowering.formats.base import Parts
 from kvpass.torch_private.inductor import materialized
 
-LANES = 8  # numbers of a vector of AVX2
+LANES = 8  # numbers of an AVX2 vector
 WORD = 4  # bytes
 
 
@@ -39,12 +39,12 @@ class WordPart:
 
 @dataclasses.dataclass(frozen=True)
 class WordGroup:
-    """Numbers of a row that stand together and share a scale: scale * (code + zero).
+    """Adjacent numbers of a row that share a scale: scale * (code + zero).
 
     Attributes:
-        parts: n of them; the first of the numbers 0, n, 2n, ... of the group and the next of those behind, or
-            `in_planes` of the first n-th of its numbers and so on.
-        scale, zero: [B, H, N, 1]; no zero point is zero.
+        parts: n parts; the first has the numbers 0, n, 2n, ... of the group and the next those after them, or
+            with `in_planes` the first has the first n-th of the group's numbers, and so on.
+        scale, zero: [B, H, N, 1]; `zero` is None if all zero points are zero.
     """
 
     parts: Sequence[WordPart]
@@ -54,48 +54,51 @@ class WordGroup:
 
     @property
     def size(self) -> int:
-        """How many numbers it has."""
+        """The number of numbers in the group."""
         return len(self.parts) * self.parts[0].codes.shape[-1]
 
     def divided(self, row: Tensor) -> list[Tensor]:
-        """Its numbers [..., size] as the parts have them."""
+        """Split the group's numbers [..., size] like the parts."""
         count = len(self.parts)
         return list(row.chunk(count, -1)) if self.in_planes else [row[..., first::count] for first in range(count)]
 
     def joined(self, numbers: Sequence[Tensor]) -> Tensor:
-        """And back."""
+        """Join numbers that are split like the parts, [..., size]."""
         return torch.cat(list(numbers), -1) if self.in_planes else torch.stack(list(numbers), -1).flatten(-2)
 
     def decoded(self) -> list[Tensor]:
-        """The numbers of each part."""
+        """Decode the numbers of each part."""
         codes = [part.codes / part.unit for part in self.parts]
         return [(each if self.zero is None else each + self.zero) * self.scale for each in codes]
 
 
 def in_planes(parts: Parts) -> Parts:
-    """The same with codes [..., n] such that the first bytes of all words are the first fourth of them, and so on."""
+    """Reorder codes [..., n] such that the first bytes of all words are their first fourth, and so on."""
     return torch.unflatten(parts[0], -1, (WORD, -1)).transpose(-1, -2).flatten(-2), *parts[1:]
 
 
 def in_order(parts: Parts) -> Parts:
-    """And back."""
+    """Reorder codes that are in planes to the order of the numbers."""
     return torch.unflatten(parts[0], -1, (-1, WORD)).transpose(-1, -2).flatten(-2), *parts[1:]
 
 
 def fill(codes: Tensor, together: int) -> bool:
-    """Whether so many bytes of codes [B, H, N, ...] fill vectors with words, and the processor is to load those."""
+    """Check whether `together` bytes of codes [B, H, N, ...] fill vectors with words, on a processor with AVX2."""
     aligned = together % (WORD * LANES) == 0
     return aligned and codes.device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX2"
 
 
 def signed(words: Tensor, kind: torch.dtype) -> list[WordPart]:
-    """The bytes of words int32 [B, H, N, d], each moved to the top of its word, where its sign is."""
+    """Split words int32 [B, H, N, d] into signed bytes, each moved to the top of its word."""
     tops = [words << (24 - 8 * byte) for byte in range(WORD - 1)] + [words]
     return [WordPart((tops[0] if byte == 0 else top & -(1 << 24)).to(kind), 2.0**24) for byte, top in enumerate(tops)]
 
 
 def nibbles(words: Tensor, high: bool, kind: torch.dtype) -> list[WordPart]:
-    """The low or high half of each byte of words int32 [B, H, N, d]; the topmost is moved down, as it has the sign."""
+    """Return the low or high half of each byte of words int32 [B, H, N, d].
+
+    The topmost nibble includes the word's sign bit, so it is shifted down.
+    """
     return [_nibble(words, 8 * byte + 4 * high, kind) for byte in range(WORD)]
 
 
@@ -106,16 +109,20 @@ def _nibble(words: Tensor, at: int, kind: torch.dtype) -> WordPart:
 
 
 def products(query: Tensor, groups: Sequence[WordGroup]) -> Tensor:
-    """Of queries [B, H, R, D] and keys: [B, H, R, N].
+    """Multiply queries [B, H, R, D] with keys: [B, H, R, N].
 
-    Each group has a sum of its own: of all in one the compiler would write the terms to memory, as they read too much.
+    Each group has its own sum: in one sum of all groups the compiler would write the terms to memory, as they read too
+    many tensors.
     """
     parts = torch.split(upcast(query), [group.size for group in groups], -1)
     return _total([_products(part, group) for part, group in zip(parts, groups, strict=True)])
 
 
 def _products(query: Tensor, group: WordGroup) -> Tensor:
-    """Of queries [B, H, R, size]: the sum of scale * (query * code + query * zero), [B, H, R, N]."""
+    """Multiply queries [B, H, R, size] with a group of keys: [B, H, R, N].
+
+    The product is the sum of scale * (query * code + query * zero).
+    """
     prepared_query = group.divided(query)  # [B, H, R, d] each
     pairs = [
         (materialized(each / part.unit), part.codes) for each, part in zip(prepared_query, group.parts, strict=True)
@@ -127,17 +134,17 @@ def _products(query: Tensor, group: WordGroup) -> Tensor:
 
 
 def weighted_sum(probs: Tensor, groups: Sequence[WordGroup]) -> Tensor:
-    """Of values, by probabilities [B, H, R, N]: [B, H, R, D]."""
+    """Sum values by probabilities [B, H, R, N]: [B, H, R, D]."""
     probs = materialized(probs)
     rows = [probs[:, :, r, :, None] for r in range(probs.shape[2])]  # [B, H, N, 1] each
     return torch.stack([torch.cat([_weighted_sum(row, group) for group in groups], -1) for row in rows], 2)
 
 
 def _weighted_sum(probs: Tensor, group: WordGroup) -> Tensor:
-    """Of one group, by probabilities [B, H, N, 1]: [B, H, size]."""
+    """Sum the values of one group by probabilities [B, H, N, 1]: [B, H, size]."""
     share = probs * group.scale
     if group.zero is None:
-        share = materialized(share)  # beside scales in half precision the loop would be over twice as many numbers
+        share = materialized(share)  # with scales in half precision the loop would take twice as many numbers at a time
     made = [grid.summed(share * part.codes) / part.unit for part in group.parts]
     if group.zero is not None:
         offset = grid.summed(share * group.zero.expand_as(group.parts[0].codes))

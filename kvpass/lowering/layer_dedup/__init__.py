@@ -1,7 +1,7 @@
-"""A layer is compiled once: the layers of a graph that are alike share the compiler's work.
+"""Compile a layer once: identical layers of a graph share compiled code.
 
-`segments` cuts a graph into a prologue, its layers and an epilogue, `stitch` compiles one of each kind and runs them
-one after the other.
+`segments` cuts a graph into a prologue, its layers and an epilogue; `link` compiles one segment of each kind and runs
+all segments in order.
 """
 
 from kvpass.lowering.layer_dedup.link import compile_deduplicated

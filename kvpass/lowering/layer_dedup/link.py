@@ -1,18 +1,18 @@
-"""Compiling one of each kind of segment, and running them one after the other.
+"""Compile one segment of each kind, and run the segments in order.
 
-    def call(*a):                                        a: what the graph takes
+    def call(*a):                                        a: the arguments of the graph
         given = [a[9], a[40]]
         embed, cos, sin = run_0(given)
         given = [embed, a[41], cos, sin, a[0], a[1]]     a layer: weights and slots are operands like any other
-        del embed                                        before the call: the list is all that keeps a value alive,
-        x, = run_1(given)                                and what runs empties it
+        del embed                                        before the call: only the list keeps a value alive,
+        x, = run_1(given)                                and the compiled code empties the list
         given = [x, a[52], cos, sin, a[8], a[9]]
         del x, cos, sin
         y, = run_1(given)                                the same code for the next layer
         ...
         return (logits,)
 
-A slot buffer is an operand that the compiled code writes to in place, as it would if the graph were whole.
+A slot buffer is an operand that the compiled code writes to in place, as in a whole graph.
 """
 
 from __future__ import annotations
@@ -41,17 +41,18 @@ def compile_deduplicated(
     patches: Patches,
     alike: Collection[Any] = (),
 ) -> inductor.Compiled | None:
-    """Compile a graph with the code of its layers shared; None if it is to be compiled whole.
+    """Compile a graph with shared code for its layers, or return None for one to compile whole.
 
-    Graphs on a CPU alone: on a GPU a step is one CUDA graph, and what it launches was counted for the whole.  And of
-    plain tensors alone: what is in a tensor that wraps others, such as a quantised weight, is not in a segment's key.
+    Only graphs on a CPU are compiled in segments: on a GPU a step is one CUDA graph, whose launches are counted for the
+    whole graph.  And only graphs with plain tensors: a segment's key does not see inside a wrapper tensor, such as a
+    quantised weight.
 
     Args:
-        gm: a graph that nobody needs gradients of.
+        gm: a graph without gradients.
         anchors: one node of each layer.
-        patches: the configuration of Inductor for a part.
-        alike: symbols of sizes that may stand for each other, so that what is asked of one when it is compiled for is
-            asked of all: `compat.SymbolicSizes.alike`.
+        patches: returns the Inductor configuration of a part.
+        alike: symbols of sizes that share code, so that a guard on one of them applies to all:
+            `kvpass.torch_private.symbolic_shapes.SymbolicSizes.alike`.
     """
     if (
         not compiled_parts.on_cpu(examples)
@@ -73,7 +74,7 @@ def compile_deduplicated(
 
 
 class _SegmentKinds:
-    """The kinds of segments that were met, with their code.
+    """The kinds of segments seen so far, with their code.
 
     Attributes:
         values: a fake tensor or a size for each node that a segment has read so far, or may read.
@@ -88,7 +89,7 @@ class _SegmentKinds:
         self._known: dict[Any, tuple[inductor.Boxed, list[Any], set[Any]]] = {}
 
     def run_of(self, segment: Segment) -> tuple[Segment, inductor.Boxed] | None:
-        """A segment with all its operands, and what runs it; None if it cannot be run apart."""
+        """Return a segment with all its operands and its compiled code, or None if it cannot be compiled alone."""
         segment = segment.reading(self._bound(segment))
         operands = [self.values[node] for node in segment.operands]
         compiled = self._compiled(segment, operands)
@@ -99,7 +100,7 @@ class _SegmentKinds:
         return segment, run
 
     def _compiled(self, segment: Segment, operands: list[Any]) -> tuple[inductor.Boxed, list[Any]] | None:
-        """What runs a segment, and fakes of what it gives, in sizes of its own."""
+        """Return a segment's compiled code, and fakes of its results in the segment's sizes."""
         key, sizes = segment.key(operands, self.alike), segments.met(operands, self.alike)
         if key not in self._known:
             module = as_module(segment, operands)
@@ -111,15 +112,15 @@ class _SegmentKinds:
         return run, self.parts.fresh(made, dict(zip(theirs, sizes, strict=True)) if len(sizes) == 1 else {})
 
     def _bound(self, segment: Segment) -> list[fx.Node]:
-        """The inputs of the graph that say what the symbols in the sizes of a segment's operands are."""
+        """Return the graph inputs that hold the symbols in the sizes of a segment's operands."""
         free = {symbol for node in segment.operands for symbol in symbolic_shapes.symbols(self.values[node])}
         return [self._sizes[symbol] for symbol in sorted(free, key=str) if symbol in self._sizes]
 
 
 def as_module(segment: Segment, operands: Sequence[Any]) -> fx.GraphModule:
-    """A segment as a graph of its own, with names that say nothing of where it was.
+    """Return a segment as a graph of its own, with names that are independent of its position.
 
-    So the compiler's caches on disk, which look at names, serve a model of another depth too.
+    The compiler's caches on disk look at names, and so also serve a model of another depth.
     """
     graph, held, moved = fx.Graph(), {}, {}
     for number, (node, value) in enumerate(zip(segment.operands, operands, strict=True)):
@@ -138,12 +139,12 @@ def as_module(segment: Segment, operands: Sequence[Any]) -> fx.GraphModule:
 
 
 def _linked(gm: fx.GraphModule, program: list[tuple[Segment, inductor.Boxed]]) -> inductor.Compiled:
-    """A function that runs segments one after the other, written out as in the module's docstring."""
+    """Generate a function that runs the segments in order, as in the module's docstring."""
     names = {node: f"a[{number}]" for number, node in enumerate(walk.placeholders(gm.graph))}
     inputs, outputs = set(names), walk.results(gm.graph)
     made = itertools.chain.from_iterable(segment.returned for segment, _ in program)
     names.update((node, f"v{number}") for number, node in enumerate(made))
-    runs = {id(run): run for _, run in program}  # not all of them can be hashed
+    runs = {id(run): run for _, run in program}  # not all of them are hashable
     called = {key: f"run_{number}" for number, key in enumerate(runs)}
     last = {node: number for number, (segment, _) in enumerate(program) for node in segment.operands}
     kept = inputs.union(out for out in outputs if isinstance(out, fx.Node))

@@ -1,4 +1,4 @@
-"""Where a graph is cut, and which of its segments are the same function.
+"""Cut a graph into segments, and find the segments that are the same function.
 
     before     embed  norm q k v cos sin write attend mlp  norm q k v write attend mlp  ...  norm head
     anchors                              ^                            ^
@@ -6,14 +6,14 @@
     after      embed cos sin | norm q k v write attend mlp | norm q k v write attend mlp | ... | norm head
     kinds            0                     1                             1                          2
 
-An anchor is any node that each layer has one of.  Between two anchors the graph is cut where the fewest values are
-alive, which in a transformer is where only the residual stream is.  What one layer makes and all later ones read, such
-as a table of angles, is made before the first layer instead.  The cut decides what is shared and never what is
-computed: segments run in the order of the graph and hand on every value that crosses, so a cut in a strange place is
-slow, not wrong.
+An anchor is any node that each layer has once.  Between two anchors the graph is cut where the fewest values are alive;
+in a transformer that is where only the residual stream is alive.  Values that one layer computes and all later layers
+read, such as a table of angles, are computed before the first layer instead.  The cut decides only what is shared,
+never what is computed: segments run in the order of the graph and pass on every value that crosses a cut, so an unusual
+cut is slow, not wrong.
 
-What could make it wrong is memory that two segments share and one of them writes to, and modes that are entered in one
-segment and left in another.  A graph in which a cut would part such a thing is not cut at all.
+Two things could make it wrong: memory that two segments share and one of them writes to, and a mode that is entered in
+one segment and left in another.  A graph in which a cut would separate either is not cut at all.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from kvpass.fx.constants import tensor_bytes
 from kvpass.torch_private import fx_nodes, symbolic_shapes
 
 ALIKE = 3
-"""Layers of one kind from which on cutting a graph is worth its calls."""
+"""The number of identical layers from which on cutting a graph pays for its calls."""
 
 ALIKE_SIZE = sympy.Symbol("alike")
-"""Stands in keys for a size of which there may be another for each layer."""
+"""Stands in keys for a size that may differ between layers."""
 
-_NEVER = 1 << 20  # what a value weighs that no cut may separate from its readers
+_NEVER = 1 << 20  # the weight of a value that no cut may separate from its readers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,9 +50,9 @@ class Segment:
     """Consecutive nodes of a graph.
 
     Attributes:
-        operands: nodes of other segments that it reads, in the order of their first use.
-        body: equal for segments that compute the same, if their operands are alike.
-        results: which of its nodes others read, by their places.
+        operands: nodes of other segments that the segment reads, in the order of their first use.
+        body: equal for segments that compute the same from equal operands.
+        results: indices of the nodes that other segments read.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -62,7 +62,7 @@ class Segment:
 
     @classmethod
     def of(cls, nodes: Sequence[fx.Node]) -> Segment:
-        """The segment of some nodes of one graph."""
+        """Return the segment of consecutive nodes of one graph."""
         place_of = {node: index for index, node in enumerate(nodes)}
         operands: dict[fx.Node, int] = {}
 
@@ -83,16 +83,16 @@ class Segment:
         return [self.nodes[index] for index in self.results]
 
     def reading(self, more: Iterable[fx.Node]) -> Segment:
-        """The same with further operands, such as sizes that those it has are made of."""
+        """Return the segment with further operands, such as the sizes in the shapes of its operands."""
         return dataclasses.replace(self, operands=tuple(dict.fromkeys((*self.operands, *more))))
 
     def key(self, values: Sequence[Any], alike: Collection[Any] = ()) -> tuple[Any, ...]:
-        """Equal for segments that the same compiled code serves.
+        """Return a key that is equal for segments that the same compiled code serves.
 
         Args:
-            values: a fake tensor or a number for each operand.
-            alike: symbols of sizes of which one may stand for another, in a segment that has one of them: of how two
-                compare, nothing is known.
+            values: a fake tensor or a number for each operand. alike: symbols of sizes that may replace each other in a
+            segment that has only one of them; for several, their
+                order is unknown.
         """
         found = met(values, alike)
         renamed = dict.fromkeys(found, ALIKE_SIZE) if len(found) == 1 else {}
@@ -100,12 +100,12 @@ class Segment:
 
 
 def met(values: Sequence[Any], alike: Collection[Any]) -> set[Any]:
-    """Those of some symbols that operands have."""
+    """Return which of some symbols the operands have."""
     return {symbol for value in values for symbol in symbolic_shapes.symbols(value)}.intersection(alike)
 
 
 def _target(node: fx.Node) -> Any:
-    """What a node calls; of a constant its contents, and of any other attribute the object."""
+    """Return the target of a node: for a constant its contents, for any other attribute the object's identity."""
     if node.op != "get_attr":
         return node.target
     held = operator.attrgetter(str(node.target))(node.graph.owning_module)
@@ -115,7 +115,10 @@ def _target(node: fx.Node) -> Any:
 
 
 def _told(node: fx.Node, told: Callable[[fx.Node], tuple[str, int]]) -> str:
-    """The arguments of a node, with places instead of nodes and all else as it is: 1, 1.0 and True are three."""
+    """Return the arguments of a node as text, with indices in place of nodes.
+
+    The text includes types: 1, 1.0 and True differ.
+    """
 
     def tell(argument: Any) -> Any:
         return told(argument) if isinstance(argument, fx.Node) else (type(argument).__name__, repr(argument))
@@ -124,7 +127,7 @@ def _told(node: fx.Node, told: Callable[[fx.Node], tuple[str, int]]) -> str:
 
 
 def _about(value: Any, renamed: dict[Any, Any]) -> tuple[Any, ...]:
-    """All of an operand that compiled code depends on, with other names for some symbols."""
+    """Return all properties of an operand that compiled code depends on, with some symbols renamed."""
 
     def said(size: Any) -> str:
         return str(symbolic_shapes.expression(size).xreplace(renamed)) if isinstance(size, torch.SymInt) else str(size)
@@ -136,14 +139,17 @@ def _about(value: Any, renamed: dict[Any, Any]) -> tuple[Any, ...]:
 
 
 def readers_of_slots(gm: fx.GraphModule) -> list[fx.Node]:
-    """Anchors of a rewritten step: the first reader of each layer's keys, which in decoding is what writes to them."""
+    """Return the anchors of a rewritten step: the first reader of each layer's keys.
+
+    In decoding that is the write of the new key.
+    """
     keys = [node for node in walk.placeholders(gm.graph) if re.fullmatch(r"slots_\d+_key", node.name)]
     index = {node: i for i, node in enumerate(gm.graph.nodes)}
     return [min(node.users, key=index.__getitem__) for node in keys if node.users]
 
 
 def split(gm: fx.GraphModule, anchors: Sequence[fx.Node]) -> list[Segment]:
-    """The segments of a graph in the order in which they run; empty if it is to stay whole.
+    """Return the segments of a graph in order; empty if the graph must stay whole.
 
     Args:
         anchors: one node of each layer.
@@ -162,7 +168,10 @@ def _is_outside(node: fx.Node) -> bool:
 
 
 def _returning_alike(segments: list[Segment]) -> list[Segment]:
-    """Segments that compute the same give the same, even if nobody reads it: the first layer's padding, say."""
+    """Give segments of one body the same results, even if no node reads some of them.
+
+    An example is a padding mask that the first layer returns.
+    """
     results: dict[Any, set[int]] = {}
     for segment in segments:
         results.setdefault(segment.body, set()).update(segment.results)
@@ -170,7 +179,7 @@ def _returning_alike(segments: list[Segment]) -> list[Segment]:
 
 
 def _bounds(order: list[fx.Node], anchors: Sequence[fx.Node]) -> tuple[list[fx.Node], list[int]]:
-    """The nodes in the order in which they are to run, and where they are cut, both ends included."""
+    """Return the nodes in the order in which they run, and the cuts, both ends included."""
     cuts = _cuts(order, anchors)
     layers = [Segment.of(order[a:b]) for a, b in itertools.pairwise(cuts)]
     known = {layer.body: len(layer.nodes) for layer in layers}
@@ -180,9 +189,9 @@ def _bounds(order: list[fx.Node], anchors: Sequence[fx.Node]) -> tuple[list[fx.N
 
 
 def _begin(order: list[fx.Node], cuts: list[int], known: dict[Any, int]) -> tuple[list[fx.Node], int]:
-    """Put what the first layer makes for all of them before it; gives the order and where that layer begins.
+    """Move values that the first layer computes for all layers before it; return the order and the layer's start.
 
-    It begins at 0, together with what is before it, if it is not like another or cannot be told apart.
+    The start is 0, with everything before the layer, if the layer equals no other or cannot be separated.
 
     Args:
         known: the bodies of other layers, with their lengths.
@@ -198,7 +207,7 @@ def _begin(order: list[fx.Node], cuts: list[int], known: dict[Any, int]) -> tupl
 
 
 def _cuts(order: list[fx.Node], anchors: Sequence[fx.Node]) -> list[int]:
-    """Between each anchor and the next, the last place at which the fewest values are alive."""
+    """Return, between each anchor and the next, the last index at which the fewest values are alive."""
     index = {node: i for i, node in enumerate(order)}
     at = sorted({index[node] for node in anchors if node in index})
     alive = _alive(order, index, at)
@@ -206,9 +215,10 @@ def _cuts(order: list[fx.Node], anchors: Sequence[fx.Node]) -> list[int]:
 
 
 def _alive(order: list[fx.Node], index: dict[fx.Node, int], anchors: list[int]) -> list[int]:
-    """For each place how many values are made before it and read at it or after it; being returned does not count.
+    """Return, for each index, how many values are made before it and read at it or later.
 
-    What is alive at two anchors is shared by layers, and is taken to live on, so that the last layer is cut as others.
+    Being returned does not count.  Layers share a value that is alive at two anchors; it counts as alive to the end, so
+    that the last layer is cut like the others.
     """
     change = [0] * (len(order) + 2)
     for i, node in enumerate(order):
@@ -221,7 +231,7 @@ def _alive(order: list[fx.Node], index: dict[fx.Node, int], anchors: list[int]) 
 
 
 def _shared(order: list[fx.Node], cuts: list[int]) -> set[fx.Node]:
-    """What is made before the first cut and read behind the second one, and what that is made from."""
+    """Return the nodes before the first cut that are read after the second one, and their ancestors."""
     index = {node: i for i, node in enumerate(order)}
     beyond = cuts[1] if len(cuts) > 1 else len(order)
     wanted = [n for n in order[: cuts[0]] if any(index.get(user, -1) >= beyond for user in n.users)]
@@ -229,7 +239,10 @@ def _shared(order: list[fx.Node], cuts: list[int]) -> set[fx.Node]:
 
 
 def _may_move(order: list[fx.Node], late: list[fx.Node], first: int) -> bool:
-    """Whether nodes may run before `order[first]`: they write nothing, and nothing is written on their way."""
+    """Check whether nodes may run before `order[first]`.
+
+    They must write nothing, and no node that they pass may write to memory that they read.
+    """
     if not late:
         return True
     passed = order[first : order.index(late[-1]) + 1]
@@ -245,10 +258,10 @@ def _writes(node: fx.Node) -> bool:
 
 
 class _MemoryOwners:
-    """Which nodes may share their memory.
+    """A union of nodes that may share memory.
 
-    Aten's operators say so themselves; for what Dynamo traced, the fake tensors that it recorded do.  Where neither
-    is known, a node may share the memory of all that it is made from.
+    Aten operators state aliases in their schemas; for nodes of Dynamo's graph, the recorded fake tensors share storage.
+    Where neither is known, a node may share the memory of all its operands.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -259,14 +272,14 @@ class _MemoryOwners:
                     self._above[self.of(node)] = self.of(parent)
 
     def of(self, node: fx.Node) -> fx.Node:
-        """One node for all that may share memory."""
+        """Return one representative of all nodes that may share memory."""
         while node in self._above and self._above[node] is not node:
             node = self._above[node]
         return node
 
 
 def _is_sound(gm: fx.GraphModule, segments: list[Segment]) -> bool:
-    """Whether running the segments one after the other is running the graph."""
+    """Check whether running the segments in order computes the same as the graph."""
     later = [node for segment in segments[1:] for node in segment.nodes]
     return (
         not any(map(_parts_a_mode, segments))
@@ -276,13 +289,13 @@ def _is_sound(gm: fx.GraphModule, segments: list[Segment]) -> bool:
 
 
 def _parts_a_mode(segment: Segment) -> bool:
-    """Whether a mode is entered in one segment and left in another."""
+    """Check whether a mode is entered in one segment and left in another."""
     modes = [node for node in segment.nodes if fx_nodes.sets_a_mode(node)]
     return len(modes) % 2 == 1 or any(parent in segment.operands for node in modes for parent in node.all_input_nodes)
 
 
 def _keeps_writes(gm: fx.GraphModule, segments: list[Segment]) -> bool:
-    """Whether no memory that is written to crosses a cut, inputs under their own name excepted."""
+    """Check that no written memory crosses a cut, apart from graph inputs under their own name."""
     memory = _MemoryOwners(gm.graph)
     home = {node: number for number, segment in enumerate(segments) for node in segment.nodes}
     groups: dict[fx.Node, list[fx.Node]] = {}
@@ -293,17 +306,17 @@ def _keeps_writes(gm: fx.GraphModule, segments: list[Segment]) -> bool:
 
 
 def _stays(group: list[fx.Node], home: dict[fx.Node, int]) -> bool:
-    """Whether nodes that share memory that is written to are in one segment, or are one input and views of it.
+    """Check whether nodes that share written memory are in one segment, or are one graph input and its views.
 
     Args:
-        group: in the order of the graph.
+        group: the nodes, in the order of the graph.
         home: the segment of each node that is in one.
     """
     inner = [node for node in group if node in home]
     outer = [node for node in group if node not in home]
     last = max(index for index, node in enumerate(inner) if _writes(node))
     if not outer:
-        return len({home[node] for node in inner[: last + 1]}) == 1  # what is read afterwards does not change any more
+        return len({home[node] for node in inner[: last + 1]}) == 1  # reads after the last write are safe
     crosses = any(home.get(user) != home[node] for node in inner for user in node.users)
     ours = all(fx_nodes.mutates(node) for node in inner if _writes(node))
     return [node.op for node in outer] == ["placeholder"] and ours and not crosses

@@ -1,16 +1,16 @@
-"""Running compiled code on a CPU again without the Python that was compiled around it.
+"""Repeat compiled code on a CPU without Inductor's Python wrapper.
 
-What Inductor makes for a CPU are functions of machine code, and Python that allocates memory for what they write and
-calls one after the other: some forty microseconds a layer, in which nothing is computed.  What a CUDA graph is on a GPU
-is a `Program` here: the kernels that ran, with what each was given, so that one call launches them all.
+For a CPU, Inductor generates functions of machine code, and Python that allocates their output memory and calls them
+one after the other: some forty microseconds per layer in which nothing is computed.  A `Program` does what a CUDA graph
+does on a GPU: it holds the kernels that ran with their arguments, so that one call launches them all.
 
-    recording   runs compiled code once and notes each kernel, each operator between kernels, and whose memory they had
-    program     runs what was noted on other arguments
+    recording   runs compiled code once and records each kernel, each operator between kernels, and their memory
+    program     runs a recording on other arguments
     launcher    calls functions of machine code one after the other
-    replayed    which arguments a program serves; is what stands for the compiled code
+    replayed    decides which arguments a program serves, and replaces the compiled code
 
-Nothing is taken from the source that Inductor writes.  What runs is seen while it runs: its kernels, as these are
-exchanged for the time of the recording, and everything else that computes, as that goes through torch's dispatcher.
+The recording does not use the source that Inductor writes.  It watches the code while it runs: kernels are replaced for
+the time of the recording, and all other computation goes through torch's dispatcher.
 """
 
 from kvpass.lowering.replay.replayed import Replayed

@@ -1,4 +1,4 @@
-"""One call for many functions of machine code."""
+"""Launch many functions of machine code with one call."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from collections.abc import Callable
 from kvpass.torch_private import generated_code
 
 COUNTS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-"""How many arguments a function is called with: the first that suffices.
+"""The argument counts with which a function may be called; the first sufficient one is used.
 
-Where arguments are words, the caller takes the spare ones off the stack and the function never looks at them.
+Arguments are words, so the caller removes the spare ones from the stack and the function never reads them.
 """
 MOST = COUNTS[-1]  # arguments of a function
 MESSAGE = 1024  # bytes of an error's text
-LAUNCH = 3  # words that say what is called: address, place of its first argument, number of arguments
+LAUNCH = 3  # words that describe a call: address, index of its first argument, number of arguments
 
 
 def source() -> str:
-    """Write C++ that calls functions whose arguments are all words of 64 bits, pointers and numbers.
+    """Return C++ that calls functions whose arguments are all words of 64 bits, pointers and numbers.
 
-    An argument is two words: a base's place and what is added to that base.  An exception ends the calls and becomes a
-    message, as none may pass through a caller that is not C++.
+    An argument is two words: the index of a base and an offset from the base.  An exception ends the calls and becomes
+    a message, as no exception may pass through a caller that is not C++.
     """
     cases = "\n".join(f"      {'else ' * (i > 0)}if (call[2] <= {n}) {_call(n)};" for i, n in enumerate(COUNTS))
     return f"""
@@ -68,10 +68,10 @@ def _library() -> Callable[..., int]:
 
 
 def launch(calls: int, count: int, arguments: int, bases: int) -> None:
-    """Call the functions, given addresses of 64-bit words and their number; other threads of Python run meanwhile.
+    """Call the functions, given addresses of 64-bit words and their number; other Python threads run meanwhile.
 
     Raises:
-        RuntimeError: a function threw a C++ exception; the functions behind it did not run.
+        RuntimeError: a function threw a C++ exception; the functions after it did not run.
     """
     message = ctypes.create_string_buffer(MESSAGE)
     if _library()(calls, count, arguments, bases, message):

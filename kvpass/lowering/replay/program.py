@@ -1,8 +1,8 @@
-"""What compiled code ran, to be run again on other arguments.
+"""Recordings of compiled code, to run again on other arguments.
 
-MemoryMap is said by *bases*: zero, the tensors among the arguments, blocks for what lies between kernels, and what
-operators gave.  Whatever a kernel got is a base and a distance from it, so that other arguments are other bases and
-nothing else.
+A recording describes memory by *bases*: zero, the tensors among the arguments, blocks of memory between kernels, and
+the results of operators.  Each argument of a kernel is a base and an offset, so other arguments change nothing but the
+bases.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch import Tensor
 from kvpass.lowering.replay.launcher import launch
 from kvpass.torch_private import generated_code
 
-NOWHERE = 0  # the base of numbers, and of memory that is never another's
+NOWHERE = 0  # the base of numbers, and of memory that is never replaced
 
 
 @dataclasses.dataclass(frozen=True)
 class ArgumentView:
-    """A tensor in the memory of a base: so many bytes behind where the base's tensor begins."""
+    """A tensor in the memory of a base, `behind` bytes after the start of the base's tensor."""
 
     base: int
     behind: int
@@ -34,11 +34,11 @@ class ArgumentView:
 
     @staticmethod
     def in_base(base: int, behind: int, tensor: Tensor) -> ArgumentView:
-        """Like this tensor, there."""
+        """Return a view with the properties of a tensor, at this offset of a base."""
         return ArgumentView(base, behind, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
 
     def of(self, tensor: Tensor) -> Tensor:
-        """It, where `tensor` is the base's."""
+        """Return the view of the base's tensor."""
         at_once = not self.behind and tensor.dtype == self.dtype
         if at_once and tensor.shape == self.shape and tensor.stride() == self.strides:
             return tensor
@@ -50,10 +50,10 @@ class ArgumentView:
 
 
 class MemoryMap:
-    """What the bases are in one run.
+    """The bases of one run.
 
     Attributes:
-        tensors: of each base; addresses: where each begins.
+        tensors: the tensor of each base; addresses: the address at which each starts.
     """
 
     def __init__(self, count: int) -> None:
@@ -61,12 +61,12 @@ class MemoryMap:
         self.addresses = array("q", bytes(8 * count))
 
     def put(self, base: int, tensor: Tensor) -> None:
-        """Let this tensor be that base's."""
+        """Set the tensor of a base."""
         self.tensors[base] = tensor
         self.addresses[base] = tensor.data_ptr()
 
     def find(self, what: Any) -> Any:
-        """A tensor for a view of one; all else is what it is."""
+        """Return the tensor for a view, and anything else unchanged."""
         if not isinstance(what, ArgumentView):
             return what
         tensor = self.tensors[what.base]
@@ -75,27 +75,27 @@ class MemoryMap:
 
 
 class ProgramPart(Protocol):
-    """What runs at one go."""
+    """A part of a program that runs at once."""
 
     def settle(self, memory: MemoryMap, bases: Collection[int]) -> None: ...
     def run(self, memory: MemoryMap) -> None: ...
 
 
 class KernelCalls:
-    """KernelCalls that follow one another."""
+    """Consecutive kernel calls."""
 
     def __init__(self) -> None:
         self.calls, self.arguments = array("q"), array("q")
         self.count = 0
 
     def add(self, address: int, words: Sequence[tuple[int, int]]) -> None:
-        """One more, given words that are each a base and a distance."""
+        """Add a call whose arguments are words, each a base and an offset."""
         self.calls.extend((address, len(self.arguments) // 2, len(words)))
         self.arguments.extend(part for word in words for part in word)
         self.count += 1
 
     def settle(self, memory: MemoryMap, bases: Collection[int]) -> None:
-        """Nothing: bases are looked up by the launcher."""
+        """Do nothing: the launcher looks up bases."""
 
     def run(self, memory: MemoryMap) -> None:
         calls, arguments, bases = (words.buffer_info()[0] for words in (self.calls, self.arguments, memory.addresses))
@@ -104,12 +104,12 @@ class KernelCalls:
 
 @dataclasses.dataclass
 class OperatorCall:
-    """An operator of torch's between kernels, such as a product that a library makes.
+    """A torch operator between kernels, such as a matrix product of a library.
 
     Attributes:
-        function: what is called.
-        args, kwargs: with views in the place of tensors.
-        made: the bases of what it gives that is not written into what it is given.
+        function: the operator.
+        args, kwargs: its arguments, with views in place of tensors.
+        made: the bases of those results that are not written into arguments.
     """
 
     function: Callable[..., Any]
@@ -118,7 +118,7 @@ class OperatorCall:
     made: list[int]
 
     def settle(self, memory: MemoryMap, bases: Collection[int]) -> None:
-        """Look up once what is in bases that stay the same."""
+        """Look up the tensors of bases that stay the same, once."""
 
         def found(what: Any) -> Any:
             return memory.find(what) if isinstance(what, ArgumentView) and what.base in bases else what
@@ -132,7 +132,7 @@ class OperatorCall:
             memory.put(base, result)
 
     def _found(self, memory: MemoryMap, what: Any) -> Any:
-        """An argument; a list of tensors seldom is one."""
+        """Return an argument with tensors in place of views; lists of tensors are rare."""
         if isinstance(what, ArgumentView):
             return memory.find(what)
         return fx.node.map_aggregate(what, memory.find) if isinstance(what, (tuple, list)) else what
@@ -147,12 +147,12 @@ class Program:
     """Compiled code for arguments of certain shapes, without its Python.
 
     Attributes:
-        parts: what runs.
-        results: what is given in the end, with views in the place of tensors.
-        inputs: the number of tensors among the arguments; their bases are 1 to that.
-        blocks: the bytes of other bases that are memory between kernels.
-        fresh: those among them that results are in, which get new memory in every run.
-        kept: tensors that kernels read and that nobody else may hold.
+        parts: the parts to run, in order.
+        results: the results, with views in place of tensors.
+        inputs: the number of tensors among the arguments, whose bases are 1 to `inputs`.
+        blocks: for each base that is memory between kernels, its bytes.
+        fresh: the blocks that hold results and get new memory in every run.
+        kept: tensors that kernels read and that only the program may hold.
     """
 
     parts: list[ProgramPart]
@@ -177,10 +177,10 @@ class Program:
         return torch.empty(self.blocks[base], dtype=torch.uint8, device="cpu")
 
     def run(self, tensors: Sequence[Tensor], addresses: list[int]) -> list[Any]:
-        """What the compiled code gives for arguments of which these are the tensors; not twice at a time.
+        """Return the results of the compiled code for these tensors; not thread-safe.
 
         Args:
-            addresses: where each of them begins.
+            addresses: the address at which each tensor starts.
         """
         memory = self.memory
         memory.tensors[1 : self.inputs + 1] = tensors
@@ -196,7 +196,7 @@ class Program:
             self._let_go()
 
     def _let_go(self) -> None:
-        """Hold nothing of what a run was given or gave."""
+        """Release all tensors that a run received or returned."""
         self.memory.tensors[1 : self.inputs + 1] = self._nothing
         for base in self._passing:
             self.memory.tensors[base] = None

@@ -1,13 +1,13 @@
-"""Running compiled code once, and noting what it did.
+"""Run compiled code once, and record its calls.
 
-While it runs, the kernels in the modules that Inductor wrote are exchanged for functions that note what they get, and
-so is what these modules allocate memory with.  A mode of torch's dispatcher sees everything else that computes.  That
-nothing ran past both is not taken for granted, as Inductor forgets modules that it wrote, or writes none in Python:
-every function in C that is called is looked at, and one of a library that is neither Python's nor torch's must have
-been exchanged.  So what is noted is all that ran, or there is no program.
+During a recording, functions that record their arguments replace the kernels, and the allocator, in the modules that
+Inductor wrote.  A mode of torch's dispatcher sees all other computation.  Inductor forgets modules that it wrote, or
+writes none in Python, so the recording also checks every C function that is called: a function of a library that is
+neither Python's nor torch's must be one of the replaced ones.  So a recording holds everything that ran, or there is no
+program.
 
-A block of memory is used again once nothing but the recording holds it.  As a program runs in the order of its
-recording, that is as right at every later run: two tensors in one block did not live at the same time.
+A block of memory is used again once only the recording holds it.  A program runs in the order of its recording, so this
+is valid for every later run: two tensors in one block are never alive at the same time.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ UNREPEATABLE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 def record(run: inductor.Compiled, arguments: Sequence[Any]) -> tuple[Sequence[Any], Program | None]:
-    """What compiled code gives, and a program of it; None if there can be none.
+    """Run compiled code; return its results and a program of the run, or None if no program can be made.
 
     Args:
-        arguments: tensors among them are numbers in memory with nothing around them.
+        arguments: tensors among them must be plain strided tensors.
     """
     recording = _Recording([each for each in arguments if isinstance(each, Tensor)])
-    with dynamo.one_at_a_time(), recording.listening():  # or one thread would exchange what another has exchanged
+    with dynamo.one_at_a_time(), recording.listening():  # or one thread would replace the replacements of another
         results = run(*arguments)
     return results, recording.program(results)
 
 
 class _Recording:
-    """What has run so far.
+    """The calls recorded so far.
 
     Attributes:
-        refused: whether something ran that a program cannot say.
-        blocks: memory between kernels, each a tensor of bytes and its base.
+        refused: a call was made that a program cannot repeat.
+        blocks: memory between kernels: for each base a tensor of bytes.
     """
 
     def __init__(self, inputs: list[Tensor]) -> None:
@@ -67,7 +67,7 @@ class _Recording:
         self._allocator = generated_code.allocator()
 
     def _begins_in(self, base: int, tensor: Tensor) -> None:
-        """Know a base again by its storage."""
+        """Register a base by its storage."""
         self._in_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append((base, tensor))
 
     def _new_base(self, tensor: Tensor) -> int:
@@ -79,7 +79,7 @@ class _Recording:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Inside, what this thread runs is noted."""
+        """Record the calls of this thread inside the context."""
         found = [(scope, name, scope[name]) for scope in generated_code.generated_scopes() for name in list(scope)]
         exchanged = []
         try:
@@ -95,18 +95,18 @@ class _Recording:
                 scope[name] = value
 
     def _instead(self, name: str, value: Any) -> Callable[..., Any] | None:
-        """What takes the place of a global of a generated module; None if it stays."""
+        """Return the replacement of a global of a generated module, or None to keep the global."""
         if name == generated_code.ALLOCATOR:
             return functools.partial(self._allocate, value)
         library = generated_code.kernel_library(value)
         return functools.partial(self._launch, value, library) if library else None
 
     def listens(self) -> bool:
-        """Whether what runs now is to be noted: another thread's is not, and our own allocations are not."""
+        """Check whether to record the current call: not one of another thread, and not our own allocations."""
         return threading.get_ident() == self._thread and not self._apart
 
     def _called(self, caller: types.FrameType, function: Any) -> None:
-        """A function in C is called from Python: what computes or allocates past the recording ends it."""
+        """Handle a call of a C function from Python: computing or allocating past the recording ends it."""
         if generated_code.is_foreign(function):
             self.refused = self.refused or caller.f_code is not _Recording._launch.__code__
         elif function is self._allocator:
@@ -129,31 +129,31 @@ class _Recording:
         part.add(_address(library), [word for word in words if word is not None])
 
     def _word(self, given: Any) -> tuple[int, int] | None:
-        """What a kernel gets, as a base and a distance; None if a program cannot say it."""
+        """Return a kernel's argument as a base and an offset, or None if a program cannot express it."""
         if isinstance(given, Tensor):
             view = self.view(given)
             return (view.base, view.behind) if isinstance(view, ArgumentView) else None
         return (NOWHERE, given) if type(given) is int else None
 
     def view(self, tensor: Tensor) -> ArgumentView | None:
-        """A tensor that the code has, said by the base whose memory it is in; None if it may be of several."""
+        """Return a tensor as a view of the base that holds its memory; None if several bases may hold it."""
         base = self._base_of.get(id(tensor))
         if base is not None:
             return ArgumentView.in_base(base, 0, tensor)
         if tensor.layout != torch.strided:
-            self.kept.append(tensor)  # a library's own, such as a packed weight: nobody looks into it
+            self.kept.append(tensor)  # opaque memory of a library, such as a packed weight
             return ArgumentView(NOWHERE, 0, tensor.dtype, tuple(tensor.shape), ())
         found = self._in_storage.get(tensor.untyped_storage().data_ptr(), [])
         if len(found) > 1 and tensor.numel():
-            return None  # arguments that share memory now need not do so the next time
+            return None  # arguments that share memory in this run may not do so in the next
         if not found or not tensor.numel():
-            self.kept.append(tensor)  # a constant, which was there before
+            self.kept.append(tensor)  # a constant from before the recording
             return ArgumentView.in_base(NOWHERE, tensor.data_ptr(), tensor)
         base, whole = found[0]
         return ArgumentView.in_base(base, tensor.data_ptr() - whole.data_ptr(), tensor)
 
     def _allocate(self, allocate: Callable[..., Tensor], shape: Any, strides: Any, dtype: torch.dtype) -> Tensor:
-        """Memory of the generated code's own, in a block that nothing holds any more, or in a new one."""
+        """Allocate memory for the generated code, in a block that nothing holds any more or in a new one."""
         if not self.listens() or 0 in shape:
             return allocate(shape, strides, dtype)
         self._apart = True
@@ -174,7 +174,7 @@ class _Recording:
         return base, block
 
     def _saw(self, function: Any, args: Any, kwargs: Any, results: Any) -> None:
-        """An operator has run that is no kernel: a view is seen where it is used."""
+        """Record an operator that has run; views are recorded where they are used."""
         if self.listens() and not self.refused and not function.is_view:
             self._note_operator(function, args, kwargs, results)
 
@@ -189,7 +189,7 @@ class _Recording:
             if not all(isinstance(each, Tensor) and each.layout == torch.strided for each in made):
                 self.refused = True
                 return
-            self._held += made  # so that no later tensor gets its memory and is taken for it
+            self._held += made  # so that no later tensor reuses their memory
             self.parts.append(OperatorCall(function, *given, made=[self._new_base(each) for each in made]))
 
     def _said(self, what: Any) -> Any:
@@ -202,7 +202,7 @@ class _Recording:
         return view
 
     def program(self, results: Sequence[Any]) -> Program | None:
-        """What was noted, if it is all that ran."""
+        """Return a program of the recorded calls, or None if they are not all that ran."""
         said = [self._said(result) for result in results]
         if self.refused:
             return None
@@ -212,7 +212,7 @@ class _Recording:
 
 
 def _address(library: str) -> int:
-    """Where a generated kernel's machine code is."""
+    """Return the address of a generated kernel's machine code."""
     kernel = getattr(ctypes.CDLL(library), generated_code.KERNEL)
     address = ctypes.cast(kernel, ctypes.c_void_p).value
     assert address is not None

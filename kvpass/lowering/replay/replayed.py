@@ -1,4 +1,4 @@
-"""Which arguments a program serves."""
+"""Choose the program that serves given arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvpass.lowering.replay.program import Program
 from kvpass.lowering.replay.recording import record
 from kvpass.torch_private import generated_code, inductor
 
-MOST_PROGRAMS = 4  # of one piece of compiled code, for arguments of other shapes
+MOST_PROGRAMS = 4  # of one piece of compiled code, for different shapes of arguments
 
 Shape = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
@@ -26,18 +26,18 @@ def _shape(tensor: Tensor) -> Shape:
 
 
 def _is_plain(argument: Any) -> bool:
-    """Whether it is no tensor, or one of numbers in memory with nothing around them."""
+    """Check whether an argument is no tensor, or a plain strided tensor."""
     if not isinstance(argument, Tensor):
         return True
     return type(argument) in generated_code.PLAIN_TENSORS and argument.layout == torch.strided
 
 
 class Replayed:
-    """Stands for compiled code: its first run with arguments of certain shapes is recorded, and later ones repeat it.
+    """A replacement of compiled code that records the first run for each argument shape and repeats it later.
 
-    What the code gives is in memory of its own in every run, as it is without a recording; what lies between its
-    kernels is not, so that runs at the same time, in several threads, are left to the code itself.  That is also what
-    runs where it does what no program can say.
+    Results get memory of their own in every run, as without a recording.  Memory between kernels is shared by the runs
+    of a program, so a run in a second thread at the same time uses the compiled code itself.  So does code that a
+    program cannot repeat.
     """
 
     def __init__(self, run: inductor.Compiled) -> None:
@@ -73,11 +73,11 @@ class Replayed:
 
 
 class _Served:
-    """Arguments that came, without holding them.
+    """The last arguments, without references that keep them alive.
 
     Attributes:
-        key: what a program depends on: shapes, sizes, and whether tensors are made for inference alone.
-        addresses: where each tensor among the last ones began.
+        key: the properties that a program depends on: shapes, numbers, and inference mode.
+        addresses: the address of each tensor among the last arguments.
     """
 
     def __init__(self, arguments: Sequence[Any]) -> None:
@@ -93,7 +93,10 @@ class _Served:
         self.key = (tuple(self._shapes), self._numbers, self._infers)
 
     def serves(self, arguments: Sequence[Any]) -> bool:
-        """Whether what runs on those runs on these: the same tensor at the same address has the shape that it had."""
+        """Check whether the program for the earlier arguments serves these.
+
+        A tensor that is the same object at the same address still has its shape.
+        """
         if self._numbers_of(arguments) != self._numbers or torch.is_inference_mode_enabled() != self._infers:
             return False
         given = self.tensors_of(arguments)
@@ -116,7 +119,7 @@ def _addresses(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def _picking(indices: list[int]) -> Any:
-    """A function that gives what is at these places as a tuple."""
+    """Return a function that returns the arguments at some indices as a tuple."""
     if len(indices) > 1:
         return operator.itemgetter(*indices)
     return lambda arguments: tuple(arguments[index] for index in indices)
