@@ -80,7 +80,7 @@ class Int4:
     def decode(self, parts: Parts) -> Tensor:
         both = self.ordered(parts)[0].to(self._upcast)[..., None, :]  # [..., 1, D / 2]
         high = torch.floor(both * (1 / 16))
-        low = (torch.arange(2, device=both.device)[:, None] == 0).to(both.dtype)  # 1 for the row's first half, 0 behind it
+        low = (torch.arange(2, device=both.device)[:, None] == 0).to(both.dtype)  # 1 for the first half, 0 behind it
         codes = low * both + (1 - 17 * low) * high
         codes = torch.unflatten(codes.flatten(-2), -1, (self.groups, -1))
         scale, zero = (part.to(self._upcast)[..., None] for part in parts[1:])
