@@ -1,1 +1,1 @@
-"""The attention primitives and a few row products; all else in a rewritten graph is plain torch."""
+"""Lower rewritten graphs: storage formats, attention kernels, CPU products, layer deduplication and replay."""

@@ -1,6 +1,6 @@
-"""The registry of policies: `names`, `get`, `register`, and `resolve` and `parse` for what users pass.
+"""Look up eviction policies by name, register new ones, and read their options.
 
-Looking a policy up imports its module and nothing else.
+`get` imports the module of the one policy that is asked for, so that `import kvpass` stays light.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Literal eager transcriptions of the policies, over Python lists of tokens.
+"""Transcribe every policy from its paper, eagerly, over Python lists of tokens.
 
-They share nothing with the compiled path but the options, and exist so that the two can be held together.
+A reference shares nothing with the compiled path but the policy's options.  Tests compare the two at every step.
 """
 
 from __future__ import annotations
