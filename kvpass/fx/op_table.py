@@ -16,6 +16,9 @@ Operators come in kinds.
 - *looks up*: elements are picked by an index; see `lookup`.
 
 A node is taken for an operator only if its target is the very function of torch, or method of tensors, of that name.
+
+To add an operator, add its name to its kind, and its arguments to `_SIGNATURES` if it works along dimensions.  What it
+does to intervals of a mask is a rule in `kvpass.capture.padding_analysis`.
 """
 
 from __future__ import annotations

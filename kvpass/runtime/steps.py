@@ -183,7 +183,7 @@ class StepRunner:
         known: frozenset[int],
         compact: bool,
     ) -> Callable[[tuple[Any, ...], Sequence[tuple[Any, ...]]], Sequence[Any]]:
-        """Return a `FastStep`, which repeats `advance` for one token while these caches keep their slots."""
+        """Return what repeats `advance` for one token on these caches: a `FastStep`, if they have slots."""
         if self.backend.kv_store.whole:  # it has more to do around a graph than slots have
             return lambda arguments, _: self.advance(caches, arguments, others, known)[1]
         rewrite, _, _, run = self._prepared(caches, arguments, others, known, compact)

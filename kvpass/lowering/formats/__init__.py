@@ -4,6 +4,14 @@ A `Format` says what tensors hold a row and how attention works on them: `plain`
 `int4` are whole numbers with scales, `hadamard` transforms keys before they become such.  `Rows` are rows in a format:
 all that happens to slots (a row written, rows gathered, merged, grown, reordered) is said once, there.  Policies,
 graphs and models know of neither.
+
+Attention asks the format for products and decodes nothing.  Other code that needs numbers, such as a policy's merges or
+a chunk's attention, reads them by `Rows.read`.  `decode_step` encodes the new row and `admit` those of a chunk.  Rows
+that do not change are never encoded again, since a decoded row need not be encoded to the same codes.  Scales and other
+further tensors are graph inputs behind the policy's state, so all other inputs keep their indices.
+
+To add a format, derive one from `base.Format`, add its name here, and for GPUs a load in
+kvpass/lowering/attend_kernel.py.  tests/lowering/formats runs over all names.
 """
 
 from __future__ import annotations

@@ -11,6 +11,9 @@ is a `Program` here: the kernels that ran, with what each was given, so that one
 
 Nothing is taken from the source that Inductor writes.  What runs is seen while it runs: its kernels, as these are
 exchanged for the time of the recording, and everything else that computes, as that goes through torch's dispatcher.
+
+Chunks are not repeated, as their kernels take longer than their Python, and neither are steps on GPUs, which are CUDA
+graphs in a `DecodeLoop`.
 """
 
 from kvpass.lowering.replay.replayed import Replayed
