@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kvpass
-from kvpass.findings import Recorder
+from kvpass.runtime.recorder import Recorder
 from tests.checkpoint import conversations, ways
 from tests.checkpoint.oracles import check_against_reference, check_as_near_as_kernels, check_equal
 from tests.checkpoint.subject import ROOMY, WHOLE, Subject, forced, with_the_same_weights
