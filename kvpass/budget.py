@@ -1,4 +1,4 @@
-"""From what users write as a budget to whole slots."""
+"""Convert a budget, a number of slots or a share of the prompt, to whole slots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The names under which models take and return their cache: `cache` and `past_key_values`.
+"""Name the argument that carries a model's cache: `cache` or `past_key_values`.
 
 transformers 5.24 renamed `past_key_values` to `cache`.  For older models the old name is an alias.  Models that are new
 since then swallow it among their other keyword arguments.  Every call of a model takes the name from here.

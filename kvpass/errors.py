@@ -1,4 +1,4 @@
-"""Every error that kvpass raises, under one base class."""
+"""Define every error that kvpass raises, under one base class."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The versions that kvpass is tested with, and the warning about newer ones."""
+"""List the versions of torch and transformers that kvpass is tested with, and warn about newer ones."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import XLMConfig, XLMWithLMHeadModel
 
 import kvpass
 from kvpass.apps.switch import Switch
@@ -64,6 +65,30 @@ def test_refusals_name_a_line() -> None:
     verdict = examine("prophetnet")
     assert verdict.word == "refused"
     assert "feeds no attention call" in verdict.reason
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mask_token", "why"),
+    [(5, r"input_ids = input_ids\[:, -_slen:\].*depends on the length of the cache"), (2, "padding was hidden when")],
+)
+def test_masks_that_are_filled_in_place_are_read_and_a_text_sliced_by_the_cache_is_refused(
+    mask_token: int, why: str
+) -> None:
+    """XLM's prompts are held; each of its steps is given the whole text, of which it takes what is not cached.
+
+    Every call ends in a mask token.  Where that is padding, the next call shows what the last one hid.
+    """
+    sizes = dict(vocab_size=32, emb_dim=16, n_layers=2, n_heads=2, max_position_embeddings=64)
+    torch.manual_seed(0)
+    model = XLMWithLMHeadModel(XLMConfig(**sizes, pad_index=2, mask_token_id=mask_token)).eval()
+    ids = torch.randint(6, 32, (2, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = model(ids).logits
+        compiled = torch.compile(model, backend=kvpass.backend("full", inner="eager"))
+        torch.testing.assert_close(compiled(ids).logits, expected)
+    with pytest.raises(kvpass.UnsupportedGraph, match=why):
+        kvpass.compile(model, policy="full", inner="eager").generate(ids, max_new_tokens=3)
 
 
 @pytest.mark.few(1)

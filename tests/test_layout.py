@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import collections
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,9 @@ import pytest
 import kvpass
 
 PACKAGE = Path(kvpass.__file__).parent
+DESIGN = PACKAGE.parent / "docs" / "design.md"
+BEGIN, END = "<!-- rooms: python -m tests.test_layout -->\n", "<!-- end of rooms -->\n"
+"""Around the tree of rooms in docs/design.md."""
 ROOMS = (
     "errors",
     "arguments",
@@ -168,6 +172,59 @@ def _private(node: ast.AST) -> bool:
     return bool(named) and named.startswith("torch.") and any(part.startswith("_") for part in named.split("."))
 
 
-@pytest.mark.parametrize("room", [room for room in ROOMS if (PACKAGE / room).is_dir()])
-def test_a_room_says_what_it_is(room: str) -> None:
-    assert ast.get_docstring(_tree(PACKAGE / room / "__init__.py"))
+def _first_line(room: str) -> str:
+    """Return the first line of a room's docstring, empty if there is none."""
+    path = PACKAGE / room
+    found = ast.get_docstring(_tree(path / "__init__.py" if path.is_dir() else path.with_suffix(".py")))
+    return (found or "").partition("\n")[0]
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_says_what_it_is_in_one_short_sentence(room: str) -> None:
+    line = _first_line(room)
+    assert line.endswith(".")
+    assert len(line.split()) <= 20
+
+
+def tree_of_rooms() -> str:
+    """Return the map of the package: its rooms in order, each with the first line of its docstring."""
+    names = [f"{room}/" if (PACKAGE / room).is_dir() else f"{room}.py" for room in ROOMS]
+    lines = (f"    {name:15} {_first_line(room)}\n" for name, room in zip(names, ROOMS, strict=True))
+    return f"```text\nkvpass/\n{''.join(lines)}```\n"
+
+
+def _parts_of_design() -> tuple[str, str, str]:
+    """Return docs/design.md before the tree of rooms, the tree, and the text after it."""
+    before, _, rest = DESIGN.read_text().partition(BEGIN)
+    tree, _, after = rest.partition(END)
+    return before + BEGIN, tree, END + after
+
+
+def test_the_tree_in_the_design_is_current() -> None:
+    assert _parts_of_design()[1] == tree_of_rooms(), "write it anew: python -m tests.test_layout"
+
+
+def test_what_the_design_names_exists() -> None:
+    """Files in backticks, from the root or from the package, and `file::name` for a function, a method or a test."""
+    named = re.findall(r"`([\w/]+\.(?:py|md))(?:::([\w.]+))?`", DESIGN.read_text())
+    assert named
+    wrong = []
+    for name, inside in named:
+        path = next((p for p in (PACKAGE / name, PACKAGE.parent / name, DESIGN.parent / name) if p.exists()), None)
+        if path is None or (inside and inside not in set(_defined(_tree(path)))):
+            wrong.append(f"{name}::{inside}")
+    assert not wrong
+
+
+def _defined(tree: ast.AST, prefix: str = "") -> Iterator[str]:
+    """Yield the names of the functions and classes of a module, methods as `Class.method`."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield prefix + node.name
+            if isinstance(node, ast.ClassDef):
+                yield from _defined(node, f"{prefix}{node.name}.")
+
+
+if __name__ == "__main__":
+    before, _, after = _parts_of_design()
+    DESIGN.write_text(before + tree_of_rooms() + after)

@@ -1,1 +1,1 @@
-"""Applications on top of the library: nothing outside of this folder imports it, but tests and benchmarks do."""
+"""Run applications: command line, demo, evaluation, aligner training; no other room imports this one."""

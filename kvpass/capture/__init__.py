@@ -1,1 +1,1 @@
-"""What may be concluded from a traced graph: the table of operators, and proofs that rest on it."""
+"""Convert Dynamo's graph to canonical operators, and prove facts about masks, padding and positions."""

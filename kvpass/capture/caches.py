@@ -3,6 +3,16 @@
 The anchors are attention calls, see `kvpass.capture.decomposed_attention`.  From key and value we walk back through
 operations that only change the shape to the concatenation that grew the past.  Nothing is recognised by the name of a
 model, a module or an argument.
+
+The operations on the way run on numbered elements at small sizes, which shows where rows, tokens and heads end up.
+Small sizes show nothing of a subscript such as `[:, :, -64:]`, so the size that Dynamo recorded for each operation must
+be a multiple of the cache's, as an expression.
+
+A cache of a fixed size, such as StaticCache's, is refused.  To read one, `append` would take the position as an
+operand, with a proof that it is the number of tokens seen, and whatever lies behind the last token must be proven
+hidden.
+
+`_cat_parts` and `_origin` decide which updates grow a past.  Add a case in which a new one must not fire.
 """
 
 from __future__ import annotations

@@ -3,6 +3,14 @@
 Spelled out, attention is a product, a softmax and another product.  Between the first product and the
 softmax there may be a factor, a soft cap (a scaled tanh), masks and biases that are added or filled in,
 and a column of learned sinks; `find` reads them off the graph.
+
+Every argument of every operation is read, or the softmax is refused.  Masks apply in the model's order, each aligned
+with the logits that it meets.  A number that is filled in hides a token only if it is at most -1e4 after all later
+factors.  A bool mask keeps its one number; of several masks a bias is made, in which -1e4 beside another number is
+refused, as logits are added to it.  Nothing may be done to a column of sinks after it is joined.
+
+To add a spelling, add a step to `_DecompositionReader` that takes all of an operation's arguments into account, and a
+row to SPELLINGS in tests/capture/test_decomposed_attention.py.  Nothing behind capture changes.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Loops of steps: one conversation, prompts in chunks, many requests."""
+"""Decode in loops: one conversation, prompts in chunks, or many requests."""

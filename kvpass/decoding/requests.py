@@ -4,7 +4,13 @@ Each row of the batch is one request's.  A prompt runs at one row, and then its 
 free; the other rows go on, on the same graph.  Slots have a fixed size, so there are no pages, and no row moves.
 
 Rows have seen different numbers of tokens, but the masks of a model count places in one padded sequence.  So rows are
-padded on the left in thought: all are as long as the longest, and a row's tokens stand at its end.
+padded on the left in thought: all are as long as the longest, and a row's tokens stand at its end.  When a longer
+prompt comes, the indices of all other rows move up (`RequestBatch.settle_on`).  Masks depend on differences of indices,
+or on the padding, so no row notices.  Free rows are fed padding.
+
+An interrupted step leaves tensors half written.  They are thrown away, and its requests run again from their prompts,
+which gives the same tokens.  Tokens that were made are not replayed as a prompt, since a policy judges a prompt
+otherwise.
 """
 
 from __future__ import annotations

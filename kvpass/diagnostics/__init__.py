@@ -1,1 +1,1 @@
-"""Explain, inspect, simulate, warm and check an installation."""
+"""Report what was rewritten and held, simulate a policy, compile ahead, and check an installation."""

@@ -1,1 +1,1 @@
-"""Graph utilities: read nodes and sizes of FX graphs, find aliases, cut and splice subgraphs."""
+"""Read nodes and sizes of FX graphs, find aliases, and cut and splice subgraphs."""

@@ -17,6 +17,9 @@ The table has these kinds of operators.
 - *looks up*: an index picks elements; see `lookup`.
 
 A node counts as a call of an operator only if its target is torch's own function, or tensor method, of that name.
+
+To add an operator, add its name to its kind, and its arguments to `_SIGNATURES` if it works along dimensions.  Its
+effect on intervals of a mask is a rule in `kvpass.capture.padding_analysis`.
 """
 
 from __future__ import annotations

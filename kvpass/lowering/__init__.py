@@ -1,4 +1,1 @@
-"""Kernels and CPU loops of attention and of products of few rows.
-
-All else in a rewritten graph is plain torch.
-"""
+"""Lower rewritten graphs: storage formats, attention kernels, CPU products, layer sharing and replay."""

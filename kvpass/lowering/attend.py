@@ -91,9 +91,11 @@ def attend(
     if bias is not None:
         logits = logits + bias.to(logits.dtype)
     logits = torch.where(mask, logits, -torch.inf)
-    probabilities = softmax_beside(logits, sink_logit, blank)
+    probabilities = softmax_beside(logits, sink_logit)
     output = value.format.weighted_sum(probabilities.flatten(2, 3), value.parts, query.dtype)  # [B, Hkv, G*q, Dv]
     output = output.view(*query.shape[:4], -1)
+    if blank is not None:  # only in the output: a policy would add NaN to its scores
+        output = torch.where(blank.of(logits.amax(-1, keepdim=True)), torch.nan, output)
     return output, probabilities if with_logits else None, logits if with_logits else None
 
 
@@ -134,20 +136,18 @@ class UnknownQueries(NamedTuple):
         return torch.where(most == -torch.inf, self.empty, unknown)
 
 
-def softmax_beside(logits: Tensor, sink_logit: Tensor | None, blank: UnknownQueries | None = None) -> Tensor:
+def softmax_beside(logits: Tensor, sink_logit: Tensor | None) -> Tensor:
     """Return the softmax over the last dimension and the sink [..., 1], without the sink's share.
 
-    It is zero where no logit is finite, and NaN for the queries in `blank`.
+    The result is zero for a query without a finite logit.
     """
-    highest = logits.amax(-1, keepdim=True)
-    most = highest.clamp_min(LOWEST)
+    most = logits.amax(-1, keepdim=True).clamp_min(LOWEST)
     if sink_logit is not None:
         sink_logit = sink_logit.to(logits.dtype)
         most = torch.maximum(most, sink_logit)
     probs = torch.exp(logits - most)
     total = probs.sum(-1, keepdim=True)
-    total = total.clamp_min(1) if sink_logit is None else total + torch.exp(sink_logit - most)
-    return probs / (total if blank is None else torch.where(blank.of(highest), torch.nan, total))
+    return probs / (total.clamp_min(1) if sink_logit is None else total + torch.exp(sink_logit - most))
 
 
 def scores(query: Tensor, key: Rows, *, scale: float, rotate: Rotation | None = None) -> Tensor:

@@ -1,6 +1,14 @@
-"""The registry of policies: `names`, `get`, `register`, and `resolve` and `parse` for what users pass.
+"""Look up eviction policies by name, register new ones, and read their options.
 
-Looking a policy up imports its module and nothing else.
+`get` imports the module of one policy alone, so that `import kvpass` stays light.
+
+To add a policy to kvpass: a file here, its name in `_BUILT_IN`, a file in kvpass/reference, a row in
+tests/strategies.py, and a page in docs/policies with its picture (docs/pictures.py).  Start from the class attributes
+and `score`.  Override `victim` or `compact` only if the paper has a rule of its own for them.  Say in the docstring
+what a chunk does.  Write the reference from the paper and not from the policy, or both have the same mistake.
+
+To add a statistic: a field of `policies.base.Attention`, its sum in kvpass/lowering/column_scores.py, its name in
+kvpass/cache/statistics.py, and its form for a single query in `_one_query` of kvpass/cache/step.py.
 """
 
 from __future__ import annotations
@@ -40,13 +48,13 @@ P = TypeVar("P", bound=type[Policy])
 
 
 def names() -> list[str]:
-    """The names of all policies, sorted."""
+    """Return the names of all policies, sorted."""
     return sorted({*_BUILT_IN, *_registered})
 
 
 @checked
 def get(name: str) -> type[Policy]:
-    """The class of a policy.
+    """Return the class of a policy.
 
     Raises:
         PolicyError: no policy has that name.
@@ -60,10 +68,13 @@ def get(name: str) -> type[Policy]:
 
 
 def register(cls: P) -> P:
-    """Make a policy of your own known by its `name`; usable as a decorator.
+    """Register a policy class under its `name`; usable as a decorator.
+
+    Returns:
+        The class.
 
     Raises:
-        PolicyError: it is not a frozen dataclass derived from `Policy`, or the name is taken.
+        PolicyError: the class is no dataclass derived from `Policy`, has no `name`, or the name is taken.
     """
     if not (isinstance(cls, type) and issubclass(cls, Policy) and dataclasses.is_dataclass(cls)):
         raise PolicyError(f"cls={shown(cls)}: must be a dataclass derived from kvpass.policies.Policy")
@@ -78,10 +89,14 @@ def register(cls: P) -> P:
 
 @checked
 def resolve(policy: str | Policy, options: dict[str, Any]) -> Policy:
-    """A policy object from a name and its options, or the object itself.
+    """Return a policy object for a name and its options, or the object that was given.
+
+    Args:
+        policy: a name of `names()`, or a policy object.
+        options: the policy's options by name; empty for an object.
 
     Raises:
-        PolicyError: an unknown name or option, options beside an object, or a value that cannot be.
+        PolicyError: an unknown name or option, options beside an object, or a value that is not allowed.
     """
     if isinstance(policy, Policy):
         if options:
@@ -101,13 +116,13 @@ def resolve(policy: str | Policy, options: dict[str, Any]) -> Policy:
 
 @checked
 def parse(text: str) -> Policy:
-    """The policy that a name, or a name and options, stands for, as people write it on a command line.
+    """Return the policy that a command line names, with or without options.
 
-    Options follow a colon, commas or more colons between them: `"sage:select_at=overflow,top=4"`.  A value that reads
-    as a number, a truth value, None or a tuple is one; any other is a word.
+    Options follow a colon, with commas or more colons between them: `"sage:select_at=overflow,top=4"`.  A value is read
+    as a Python literal (number, bool, None, tuple) if it is one, and otherwise as a string.
 
     Raises:
-        PolicyError: as of `resolve`, and for an option without a value.
+        PolicyError: as from `resolve`, and for an option without a value.
     """
     name, _, given = text.partition(":")
     options = [option.partition("=") for option in _BETWEEN_OPTIONS.split(given) if option]
@@ -118,7 +133,7 @@ def parse(text: str) -> Policy:
 
 
 _BETWEEN_OPTIONS = re.compile(r"[,:](?=\w+(?:=|$)|$)")
-"""A comma within a value, as in a tuple, is followed by no option."""
+"""Matches separators of options; a comma inside a value, as in a tuple, is not followed by a name and `=`."""
 
 
 def _value(text: str) -> object:
@@ -129,14 +144,14 @@ def _value(text: str) -> object:
 
 
 def specify(policy: Policy) -> str:
-    """The policy as text, for operators, which take no objects; `specified` is the inverse.
+    """Return a policy as JSON text, for operators, which take no objects; `specified` is the inverse.
 
-    Only for policies whose options are text and numbers.
+    The policy's options must be text, numbers, or tuples of these.
     """
     return json.dumps([policy.name, dataclasses.asdict(policy)], sort_keys=True)
 
 
 def specified(text: str) -> Policy:
-    """The policy that `specify` wrote down."""
+    """Return the policy of a text that `specify` made."""
     name, options = json.loads(text)
     return resolve(name, {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()})

@@ -1,6 +1,6 @@
-"""Eager transcriptions of the policies from their papers, over Python lists of tokens.
+"""Transcribe every policy from its paper, eagerly, over Python lists of tokens.
 
-They share only the policies' options with the compiled path, so that tests can compare the two.
+A reference shares nothing with the compiled path but the policy's options.  Tests compare the two at every step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The rewrite of a step graph: attention on slots, and nothing left that grows."""
+"""Run the passes that turn a step graph into one on slots, in which no size grows."""
 
 from __future__ import annotations
 
@@ -16,14 +16,19 @@ from kvpass.rewrite.result import StepRewrite
 from kvpass.rewrite.step_graph import has_loose_strides
 
 Watch = Callable[[Record, fx.Graph], None]
-"""Is told of each pass that has run, and sees the graph as it stands then."""
+"""Called after each pass with its record and the graph as the pass left it."""
 
 
 def rewrite_step(step: StepContext, passes: Sequence[Pass] = STEP_PASSES, watch: Watch | None = None) -> StepRewrite:
-    """Run the passes over a step graph and describe what it became.
+    """Rewrite a step graph by a sequence of passes, and describe the result.
+
+    Args:
+        step: the context with the graph, which is rewritten in place.
+        passes: run in this order; each may read what earlier ones left in the context.
+        watch: called after each pass.
 
     Raises:
-        UnsupportedGraph: something in it cannot be said on slots; names the line.
+        UnsupportedGraph: a pass cannot express an operation on slots; the message names the line.
     """
     for each in passes:
         start = time.perf_counter()

@@ -1,1 +1,1 @@
-"""What runs in place of Dynamo's graphs: prompts fill slots, steps work on them; handles stand for them in models."""
+"""Run prompts and steps in place of Dynamo's graphs, and choose the compiled variant for each call."""

@@ -201,7 +201,9 @@ def _running() -> Iterator[None]:
 def _for_length_of(cache: Any, given: tuple[Any, ...]) -> contextlib.AbstractContextManager[Any]:
     """How a call on a cache is traced: after a prompt of one token, as encoder-decoders have, for any length.
 
-    That the new tokens [B, 1] are one stays a fact: models ask for it.
+    Dynamo takes a size of one for a constant, and would trace the step after such a prompt for that one length.  A bare
+    backend cannot change this, as Dynamo traces before it calls a backend.  That the new tokens [B, 1] are one stays a
+    fact: models ask for it.
     """
     first = next(iter(_keys(cache)), None)
     if not isinstance(first, Handle) or first.shape[2] != 1:

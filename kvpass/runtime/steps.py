@@ -1,4 +1,8 @@
-"""What runs in place of a step's graph: one token, or a chunk, on live slots."""
+"""Run a step's graph on live slots: one token, or a chunk.
+
+`StepRunner` stands in the place of one of Dynamo's graphs.  For each call it checks the handles and the padding, finds
+the rewritten graph for the call's layouts and sizes, runs it, and counts tokens.
+"""
 
 from __future__ import annotations
 
@@ -50,14 +54,25 @@ from kvpass.runtime.subclasses import UnwrappedSubclasses
 from kvpass.runtime.variants import CompiledVariant, DynamicDims, ShapeKey, VariantCache
 from kvpass.torch_private import dynamo, fx_nodes, inductor, symbolic_shapes, tensor_types
 
-MOST_UNCLEAR = 4  # sizes that may or may not follow the cache and are tried one by one
+MOST_UNCLEAR = 4  # with more sizes that may follow the cache, their combinations would be too many to try
 
 
 class StepRunner:
-    """Runs one token, or a chunk, on live slots.
+    """Run one token, or a chunk, on live slots, in place of one of Dynamo's graphs.
 
-    The graph is rewritten at its first run, when the layouts are known, and compiled then or later: see
+    The graph is rewritten at its first run, when the layouts are known.  It is compiled then or later, see
     `CompiledVariant`.
+
+    Attributes:
+        model, gm: Dynamo's graph and its canonical form; sites: the attention calls of the latter.
+        pasts: for each site the argument indices of its past keys and values.
+        projecting: for each site the argument indices of the weights that make its keys.
+        sizes, others: where to read the graph's own sizes, such as rows and new tokens, and those of other inputs.
+        counters: the arguments that are numbers and may count tokens, by symbol.
+        padding_inputs: for each site the inputs that mark padding; told: the argument index of each.
+        ready: the rewritten graphs.
+        validation: the result of the validation of the first one, None before it.
+        worked: the readings of `others` for which the graph could be rewritten.
     """
 
     def __init__(self, backend: Compiler, model: fx.GraphModule, captured: Capture) -> None:
@@ -123,13 +138,18 @@ class StepRunner:
         others: tuple[int | None, ...],
         known: frozenset[int],
     ) -> tuple[StepRewrite, Sequence[Any], list[Any]]:
-        """Run the tokens among Dynamo's arguments.
+        """Run the new tokens of a call and take them into the caches.
 
         Args:
-            others, known: see `_others`, `_known`.
+            others: the sizes of other inputs, see `_others`.
+            known: the padding inputs that agree with their earlier values, see `_known`.
 
         Returns:
-            The description of the rewritten graph, what it gave, and `StepRewrite.host_precomputed`.
+            The description of the rewritten graph, its results, and those of `StepRewrite.host_precomputed`.
+
+        Raises:
+            BudgetError: a policy that never evicts has no free slot for the tokens.
+            UnsupportedGraph: the graph cannot be rewritten for this call.
         """
         queries = self._queries(self._numbers(arguments))
         for cache in caches:
@@ -163,28 +183,28 @@ class StepRunner:
         known: frozenset[int],
         compact: bool,
     ) -> Callable[[tuple[Any, ...], Sequence[tuple[Any, ...]]], Sequence[Any]]:
-        """Return what does the same as `advance` for one token while these caches keep their slots: see `FastStep`."""
+        """Return what repeats `advance` for one token on these caches: a `FastStep`, if they have slots."""
         if self.backend.kv_store.whole:  # it has more to do around a graph than slots have
             return lambda arguments, _: self.advance(caches, arguments, others, known)[1]
         rewrite, _, _, run = self._prepared(caches, arguments, others, known, compact)
         return FastStep(caches, rewrite, run)
 
     def ticked(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> tuple[bool, list[tuple[Any, ...]]]:
-        """Whether the step of one token with these arguments compacts, and the clocks after it."""
+        """Return whether the step of one token with these arguments compacts, and each layer's clocks after it."""
         return tick(caches, self._valid_rows(caches, arguments))
 
     def _valid(self, cache: LayerCache, told: tuple[fx.Node, ...], arguments: tuple[Any, ...], queries: int) -> Tensor:
-        """bool [B, q]: which of the new tokens are not padding, for a layer."""
+        """Return a bool [B, q], true for the new tokens of a layer that are not padding."""
         columns = self._columns(arguments, told, cache.seen, queries)
         return ~padding_of(columns, cache.layout.batch, queries, cache.layout.device)
 
     def _prepared(
         self, caches: list[LayerCache], arguments: tuple[Any, ...], *how: Any
     ) -> tuple[StepRewrite, list[Any], list[Any], inductor.Compiled]:
-        """What is to run: its description, what is computed beside it, its arguments, and its code.
+        """Return the graph for a call: its description, host-precomputed inputs, arguments and code.
 
         Args:
-            how: what else `_ready` takes.
+            how: the further arguments of `_ready`.
         """
         measures = ShapeKey.of(caches, self._numbers(arguments))
         ready = self._ready(caches, arguments, measures, *how)
@@ -194,7 +214,7 @@ class StepRunner:
         run = ready.runner(self.backend, flat, caches[0].layout.ranked, rewrite.queries > 1)
         if ready.serves(measures):
             return rewrite, host_inputs, flat, run
-        return self._prepared(caches, arguments, *how)  # compiling has asked more of the sizes
+        return self._prepared(caches, arguments, *how)  # compiling added guards on sizes
 
     def _ready(
         self,
@@ -205,7 +225,7 @@ class StepRunner:
         known: frozenset[int],
         compact: bool,
     ) -> CompiledVariant:
-        """The rewritten graph for caches in which there is room."""
+        """Return the rewritten graph for caches that have free slots; rewrite it if no known one serves the call."""
         numbers, counters, windows = self._read_call(caches, arguments)
         how, tied = (counters, windows, known, compact), ties(others, numbers)
         call = (*how, others, numbers, tuple((cache.layout, cache.slots.capacity) for cache in caches))
@@ -231,7 +251,7 @@ class StepRunner:
     def _read_call(
         self, caches: list[LayerCache], arguments: tuple[Any, ...]
     ) -> tuple[tuple[int, ...], tuple[Counter, ...], tuple[int | None, ...]]:
-        """The sizes, the numbers that count tokens, and the windows that are full, of a call."""
+        """Return a call's sizes, the meaning of its counters, and for each layer its own window once that is full."""
         windows = tuple(cache.window if cache.stored < cache.seen else None for cache in caches)
         numbers, seen = self._numbers(arguments), caches[0].seen
         new = self._queries(numbers)
@@ -240,10 +260,10 @@ class StepRunner:
     def _others(
         self, caches: list[LayerCache], arguments: tuple[Any, ...], known: frozenset[int]
     ) -> tuple[int | None, ...]:
-        """The sizes of other inputs, None for those that follow the cache.
+        """Return the sizes of other inputs, None for those that follow the cache.
 
-        A size that follows the cache equals the tokens seen, but so may another, such as the length of what an
-        encoder read, at one step.  What the graph can be rewritten for is what it is.
+        A size that follows the cache equals the tokens seen, and so may another size at one step, such as an encoder's
+        length.  The reading for which the graph can be rewritten decides.
         """
         queries = self._queries(self._numbers(arguments))
         sizes = [size_at(arguments, at) for at in self.others.values()]
@@ -258,7 +278,11 @@ class StepRunner:
         readings: list[tuple[int | None, ...]],
         known: frozenset[int],
     ) -> tuple[int | None, ...]:
-        """The first reading of sizes for which the graph can be rewritten."""
+        """Return the first reading of sizes for which the graph can be rewritten.
+
+        Raises:
+            UnsupportedGraph: there is none; this is the refusal of the first reading.
+        """
         if len(readings) == 1:
             return readings[0]
         queries, refusals = self._queries(self._numbers(arguments)), []
@@ -278,13 +302,13 @@ class StepRunner:
         return tuple(size_at(arguments, index) for index in self.sizes.values())
 
     def _known(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> frozenset[int]:
-        """Which of the inputs that tell padding still say of every token that went before what they said then.
+        """Return the padding inputs that agree with their earlier values for all cached tokens, by argument index.
 
-        They are taken to be one for all that is held; of others, each slot's entry is looked up.  On a GPU the host
-        does not wait for the answer: where it is no, the next step ends in an error.
+        The graph takes them to be one for all held tokens.  For other inputs each slot's entry is looked up.  On a GPU
+        the host does not wait for the answer: a difference is an error at the next step.
 
         Raises:
-            CacheHandleError: a token that was left out as padding is to be seen.
+            CacheHandleError: an input shows a token that was left out of the cache as padding.
         """
         known, queries = set(), self._queries(self._numbers(arguments))
         for node, index in self.told.items():
@@ -300,13 +324,23 @@ class StepRunner:
         return frozenset(known)
 
     def _check_hidden(self, caches: list[LayerCache]) -> None:
-        """What was left out as padding must be hidden here as well: a model may mask its prompts alone."""
+        """Check that this graph hides padding, if a cache has left some out.
+
+        A model may mask padding in its prompts alone, and its steps would attend to it.
+
+        Raises:
+            UnsupportedGraph: no input of this graph marks padding.
+        """
         for site, cache, told in zip(self.sites, caches, self.padding_inputs, strict=True):
             if cache.absent.shape[1] and not told:
                 raise UnsupportedGraph(f"{walk.source_line(site.call)}: {HIDDEN_BEFORE}")
 
     def _check_positions(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> None:
-        """PositionCheck must count the real tokens, where held tokens are numbered by rank instead."""
+        """Check that position ids count a row's real tokens, where ranks replace them.
+
+        Raises:
+            UnsupportedGraph: they do not; on a GPU the next step raises instead.
+        """
         cache = caches[0]
         if not cache.layout.ranked:
             return
@@ -322,7 +356,11 @@ class StepRunner:
     def _check_angles(
         self, caches: list[LayerCache], arguments: tuple[Any, ...], others: tuple[int | None, ...]
     ) -> None:
-        """Keys that are rotated when they are read must be rotated as the call in which they came would have."""
+        """Check that this graph rotates keys by the same angles as the call that stored them.
+
+        Raises:
+            UnsupportedGraph: it does not, as where the length of the text decides on the frequencies.
+        """
         cache = caches[0]
         if not cache.layout.ranked or cache.angles is None or cache.angles is self.angles:
             return
@@ -335,14 +373,14 @@ class StepRunner:
         cache.angles = self.angles
 
     def _note_padding(self, caches: list[LayerCache], arguments: tuple[Any, ...], before: int) -> None:
-        """Remember which of the new tokens were padding; of a single one on a GPU that is left to the counts."""
+        """Record which new tokens were padding.  For a single token on a GPU only the counts know."""
         queries = self._queries(self._numbers(arguments))
         for cache, padding in zip(caches, self._padding(caches, arguments, before, queries), strict=True):
             if padding is not None:
                 cache.absent = torch.cat([cache.absent, places_of(padding, before)], 1)
 
     def _valid_rows(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> list[list[bool] | None]:
-        """For each layer in which rows a single token is not padding, for policies that count; None for all rows."""
+        """Return for each layer which rows have a real token, for policies with a clock; None for all rows."""
         if not any(cache.clocks for cache in caches):
             return [None] * len(caches)
         found = self._padding(caches, arguments, caches[0].seen, 1)
@@ -351,7 +389,7 @@ class StepRunner:
     def _padding(
         self, caches: list[LayerCache], arguments: tuple[Any, ...], before: int, queries: int
     ) -> list[Tensor | None]:
-        """For each layer what `_padding_in` says of the new tokens; layers mostly share what tells it."""
+        """Return `_padding_in` for each layer; layers that share their padding inputs share the result."""
         found: dict[tuple[fx.Node, ...], Tensor | None] = {}
         for cache, told in zip(caches, self.padding_inputs, strict=True):
             if told not in found:
@@ -360,7 +398,7 @@ class StepRunner:
         return [found[told] for told in self.padding_inputs]
 
     def _padding_in(self, columns: list[Tensor], queries: int, rows: int) -> Tensor | None:
-        """bool [B, q]: which of the new tokens are padding; None if none is, or if the host would have to wait."""
+        """Return a bool [B, q], true for new tokens that are padding; None if none is, or the host would wait."""
         if not columns or (queries == 1 and columns[0].is_cuda):
             return None
         if all(bool(column.all()) for column in columns):
@@ -370,14 +408,14 @@ class StepRunner:
     def _columns(
         self, arguments: tuple[Any, ...], told: tuple[fx.Node, ...], before: int, queries: int
     ) -> list[Tensor]:
-        """What the inputs that tell padding say of the new tokens, each [B or 1, q] or [q]."""
+        """Return the columns of the padding inputs for the new tokens, each [B or 1, q] or [q]."""
         return [of_new(arguments[self.told[node]], before, queries) for node in told]
 
     def _those_told_by(self, caches: list[LayerCache], node: fx.Node) -> list[LayerCache]:
         return [cache for cache, nodes in zip(caches, self.padding_inputs, strict=True) if node in nodes]
 
     def following(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments of the step before with those that are numbers and count tokens as they stand now."""
+        """Return the arguments of the last step with its token counters set to the tokens seen now."""
         moved = list(arguments)
         for index in self.counters.values():
             if arguments[index] == caches[0].seen - 1:
@@ -385,7 +423,11 @@ class StepRunner:
         return tuple(moved)
 
     def lasts(self, ran: StepResult) -> Callable[[int], bool]:
-        """Whether this graph is Dynamo's, a number of tokens after a step that ran: what it asked of sizes holds."""
+        """Return a test whether Dynamo's guards on sizes still hold a number of tokens after a step.
+
+        Args:
+            ran: the step.
+        """
         seen = ran.caches[0].seen - 1
         following = {symbol for symbol, size in zip(self.others, ran.others, strict=True) if size is None}
         counting = {symbol for symbol, index in self.counters.items() if ran.arguments[index] == seen}
@@ -398,7 +440,7 @@ class StepRunner:
         return lasting(asked, now, following | counting | growing)
 
     def moved(self, caches: list[LayerCache], arguments: tuple[Any, ...], by: int) -> tuple[Any, ...]:
-        """The arguments of the step before as they would be if so many more tokens had gone before it."""
+        """Return the arguments of the last step with its token counters raised by a number of tokens."""
         counting = [index for index in self.counters.values() if arguments[index] == caches[0].seen - 1]
         return tuple(x + by if index in counting else x for index, x in enumerate(arguments))
 
@@ -411,7 +453,13 @@ class StepRunner:
         return cache
 
     def _check_weights(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> None:
-        """Where layers are in graphs of their own, what their keys are made of tells which cache is whose."""
+        """Check that each layer got its own cache, by the weights that make its keys.
+
+        Layers may be graphs of their own, in which the order of caches shows nothing.
+
+        Raises:
+            CacheHandleError: caches were exchanged, or their heads are spread over processes in another way.
+        """
         for site, cache, indices in zip(self.sites, caches, self.projecting, strict=True):
             here = [arguments[index] for index in indices]
             self.backend.stepped.add(here)
@@ -427,7 +475,11 @@ class StepRunner:
                 )
 
     def _check_windows(self, caches: list[LayerCache]) -> None:
-        """A layer must store as many of its last tokens here as in the prompt, on which its slots were planned."""
+        """Check that each layer stores as many of its last tokens as in the prompt, for which its slots were planned.
+
+        Raises:
+            UnsupportedGraph: it stores another number.
+        """
         for site, cache in zip(self.sites, caches, strict=True):
             if site.window != cache.window:
                 here, before = (
@@ -440,14 +492,17 @@ class StepRunner:
                 )
 
     def _queries(self, numbers: tuple[int, ...]) -> int:
-        """q, for the sizes of `self.sizes`."""
+        """Return q, the number of new tokens, for values of `self.sizes`."""
         if numbers not in self.queries:
             known = dict(zip(self.sizes, numbers, strict=True))
             self.queries[numbers] = int(shapes.expr(self.sites[0].queries).subs(known))
         return self.queries[numbers]
 
     def _readings(self, sizes: list[int], lengths: set[int]) -> list[tuple[int | None, ...]]:
-        """What sizes of inputs may be, None for one that follows the cache; as many as can first."""
+        """Return the possible readings of sizes, with None for a size that follows the cache.
+
+        The first reading has a None for every size that equals one of the lengths.
+        """
         unclear = [index for index, size in enumerate(sizes) if size in lengths]
         counts = range(len(unclear) + 1) if len(unclear) <= MOST_UNCLEAR else (0, len(unclear))
         fixed = [set(indices) for count in counts for indices in itertools.combinations(unclear, count)]
@@ -457,7 +512,7 @@ class StepRunner:
         ]
 
     def _sizes(self, *key: Any) -> Sizes:
-        """How the graph's symbols are to be read in this call."""
+        """Return the meaning of the graph's symbols in a call; the arguments are those of `_read`."""
         if key not in self.readings:
             self.readings[key] = self._read(*key)
         return self.readings[key]
@@ -520,7 +575,7 @@ class StepRunner:
         return rewrite
 
     def _validate(self, context: StepContext, rewrite: StepRewrite) -> None:
-        """Hold the first rewrite of the graph against the graph; later ones differ in sizes alone."""
+        """Compare the first rewrite with Dynamo's graph; later ones differ in sizes alone."""
         if not self.backend.validates or self.validation is not None:
             return
         policy = context.layouts[0].policy
@@ -559,10 +614,15 @@ def _with_plain_logits(layout: Layout) -> Layout:
 
 @dataclasses.dataclass(frozen=True)
 class StepResult:
-    """One run of a step: on what caches, with which of Dynamo's arguments, and what the rewritten graph gave.
+    """Describe one run of a step, for loops that repeat it.
 
-    `kind` is equal for two steps of one token that run the same code on the same buffers.  `repeats` is false if
-    the step needs arguments that follow the cache.
+    Attributes:
+        runner, caches: of the step, in the order of its layers.
+        arguments: Dynamo's.
+        others, known: as of `StepRunner.advance`.
+        results: of the rewritten graph.
+        kind: equal for two steps of one token that run the same code on the same buffers.
+        repeats: false if the step needs arguments that follow the cache.
     """
 
     runner: StepRunner
@@ -580,7 +640,7 @@ _LISTENER: contextvars.ContextVar[list[StepResult] | None] = contextvars.Context
 
 @contextlib.contextmanager
 def listening() -> Iterator[list[StepResult]]:
-    """Collects the steps that run inside."""
+    """Collect the steps that run in this context, in the list that it gives."""
     ran: list[StepResult] = []
     token = _LISTENER.set(ran)
     try:

@@ -261,6 +261,35 @@ def test_a_query_that_sees_nothing_in_half_precision_gets_nan(name: str) -> None
     assert judge(Case(made, {}, (5, 1, 1), wrap=made.call)).detail == "call 2: off by nan"
 
 
+def written(name: str, write: Callable[..., Any], kind: Kind = "held", **how: Any) -> Spelling:
+    """Attention whose logits are written to in place by write(logits, i, j, **inputs), whose result is not used."""
+
+    def change(a: Tensor, i: Tensor, j: Tensor, **inputs: Tensor) -> Tensor:
+        write(a, i, j, **inputs)
+        return a.float()
+
+    return spelled(name, change, kind, **how)
+
+
+WRITTEN = [
+    written("filled", lambda a, i, j: a.masked_fill_(j > i, LOWEST)),
+    written("filled-as-large-as-logits", lambda a, i, j: a.masked_fill_((j > i).expand_as(a), LOWEST)),
+    written("added", lambda a, i, j: a.add_(hidden(i, j))),
+    written("scaled-then-filled", lambda a, i, j: (a.mul_(0.5), a.masked_fill_(j > i, -1e9))),
+    written("filled-then-scaled", lambda a, i, j: (a.masked_fill_(j > i, -1e4), a.mul_(1e-4)), "refused"),
+    written("padding-alone", lambda a, i, j, p: a.masked_fill_((keys(p) == 0).expand_as(a), LOWEST), **PADDED),
+    written("by-subscript", lambda a, i, j: a.__setitem__((j > i).expand_as(a), -1e9), "refused"),
+    written("by-a-view", lambda a, i, j: a[:, :1].masked_fill_(j > i, LOWEST), "refused"),
+]
+
+
+@pytest.mark.few(3)
+@parameters(WRITTEN)
+def test_writes_in_place_to_logits_are_read(spelling: Spelling) -> None:
+    """Such a write has no users: the walk from the softmax back meets it as the last write to what is read."""
+    spelling.check()
+
+
 def beside(name: str, change: Callable[..., Tensor], kind: Kind = "refused") -> Spelling:
     """Attention with change(masked logits, a column of sinks, i, j) before the softmax."""
 

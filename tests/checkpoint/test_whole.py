@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 import kvpass
-from tests.checkpoint import ways
+from kvpass.runtime.recorder import Recorder
+from tests.checkpoint import conversations, ways
 from tests.checkpoint.oracles import check_against_reference, check_as_near_as_kernels, check_equal
 from tests.checkpoint.subject import ROOMY, WHOLE, Subject, forced, with_the_same_weights
 from tests.checkpoint.test_ways import TIGHT
@@ -14,6 +17,8 @@ from tests.strategies import ROWS
 
 float32 = pytest.mark.parametrize("subject", [(torch.float32, WHOLE)], indirect=True, ids=["float32"])
 bfloat16 = pytest.mark.parametrize("subject", [(torch.bfloat16, WHOLE)], indirect=True, ids=["bfloat16"])
+float16 = pytest.mark.parametrize("subject", [(torch.float16, WHOLE)], indirect=True, ids=["float16"])
+CHECKED = ("h2o", "streaming", "d2o")
 policies = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name == "h2o" else pytest.mark.slow) for name in ROWS]
 )
@@ -40,6 +45,45 @@ def test_as_near_as_torchs_kernels_in_half_precision(subject: Subject, name: str
     with torch.no_grad():
         answers = ways.generate(subject, {**subject.settings(name, ROOMY), "inner": "eager"})
     check_as_near_as_kernels(subject, answers)
+
+
+@pytest.mark.slow
+@pytest.mark.some(1)
+@float16
+@pytest.mark.parametrize("name", CHECKED)
+def test_as_near_as_torchs_kernels_in_float16(subject: Subject, name: str) -> None:
+    """Prompts of 20 and 300 tokens, in the dtype with the narrowest range."""
+    with torch.no_grad():
+        model = subject.under(**subject.settings(name, ROOMY), inner="eager")
+        prompts = (ways.short(subject), conversations.of_length(subject.tokenizer, 300))
+        answers = [ways.answer_of(model, ids) for ids in prompts]
+    check_as_near_as_kernels(subject, answers)
+
+
+FIRST_TOKENS = 16
+
+
+@pytest.mark.slow
+@pytest.mark.some(1)
+@bfloat16
+@pytest.mark.parametrize("name", CHECKED)
+def test_validation_accepts_every_prompt(subject: Subject, name: str) -> None:
+    """The first token has features of very large size, which are others for each token."""
+    short, settings = ways.short(subject), subject.settings(name, ROOMY)
+    chats = [torch.tensor([conversations.chat(subject.tokenizer, each)]) for each in conversations.QUESTIONS]
+    firsts = torch.linspace(0, subject.plain.config.vocab_size - 1, FIRST_TOKENS).long().tolist()
+    prompts = [torch.cat([torch.tensor([[first]]), short[:, 1:]], 1) for first in firsts] + chats
+    assert len(prompts) == FIRST_TOKENS + 3
+    for ids in prompts:
+        recorder = Recorder()
+        backend = dataclasses.replace(kvpass.backend(**settings, inner="eager"), recorder=recorder)
+        model = subject.traced.under(backend)
+        with torch.no_grad():
+            out = model(ids, use_cache=True, logits_to_keep=1)
+            model(out.logits.argmax(-1), past_key_values=out.past_key_values, use_cache=True)
+        noted = [note for note in recorder.notes if "beside the model's own" in note]
+        assert noted
+        assert all("equal" in note for note in noted), noted
 
 
 @pytest.mark.slow

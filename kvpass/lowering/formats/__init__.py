@@ -4,6 +4,14 @@ A `Format` defines the tensors that hold a row and how attention works on them: 
 `int8` and `int4` are integers with scales, `hadamard` transforms keys before they are quantised.  `Rows` are rows in a
 format and have every operation on slots: write, gather, merge, grow and reorder rows.  Policies, graphs and models know
 neither.
+
+Attention gets products from the format and decodes no row.  Other code that needs numbers, such as a policy's merges or
+a chunk's attention, reads them by `Rows.read`.  `decode_step` encodes the new row and `admit` those of a chunk.  Rows
+that do not change are never encoded again, since a decoded row need not be encoded to the same codes.  Scales and other
+further tensors are graph inputs after the policy's state, so all other inputs keep their indices.
+
+To add a format, derive one from `base.Format`, add its name here, and for GPUs a load in
+kvpass/lowering/attend_kernel.py.  tests/lowering/formats runs all names.
 """
 
 from __future__ import annotations

@@ -11,6 +11,9 @@ does on a GPU: it holds the kernels that ran with their arguments, so that one c
 
 The recording does not use the source that Inductor writes.  It watches the code while it runs: kernels are replaced for
 the time of the recording, and all other computation goes through torch's dispatcher.
+
+Chunks are not repeated, as their kernels take longer than their Python.  Neither are steps on GPUs, which are CUDA
+graphs in a `DecodeLoop`.
 """
 
 from kvpass.lowering.replay.replayed import Replayed

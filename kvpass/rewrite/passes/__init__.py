@@ -1,17 +1,18 @@
-"""The rewrite of a step graph: passes in this order over one `StepContext`, each in a file of its own.
+"""Define the passes that rewrite a step graph, in the order in which they run over one `StepContext`.
 
-    slots.py       take_slots             slots come in as inputs
-    lengths.py     put_length_on_device   arithmetic on the cache's length becomes arithmetic on a counter
-    ranks.py       rotate_at_read         positions="cache": positions become ranks, keys are rotated when they are read
-    ids.py         renumber_ids           for policies that renumber: position ids count held tokens
-    places.py      copy_places            on GPUs, for policies that merge: where layers write, read before they do
-    attention.py   attend_on_slots        every attention call becomes the policy's step on slots
-    counting.py    leave_counting         on GPUs: counters are left to the caller
-    outputs.py     bound_outputs          what grows leaves the outputs
-    sizes.py       settle_sizes           what is dead goes, sizes become numbers
-    order.py       order_inputs           inputs in the order in which they are given
+    slots.py       take_slots             adds the slots' tensors as inputs
+    lengths.py     put_length_on_device   replaces arithmetic on the cache's length by arithmetic on a device counter
+    ranks.py       rotate_at_read         positions="cache": puts ranks for positions; keys are rotated at read
+    ids.py         renumber_ids           policies that renumber: makes position ids count held tokens
+    places.py      copy_places            GPUs and policies that merge: copies the slots to write to, before any write
+    attention.py   attend_on_slots        replaces each attention call by the policy's step on slots
+    counting.py    leave_counting         GPUs: leaves the token counters to the caller
+    outputs.py     bound_outputs          removes outputs that grow with the cache
+    sizes.py       settle_sizes           removes dead code, puts numbers for sizes, refuses what still grows
+    order.py       order_inputs           sorts the inputs: slots, weights, further inputs, Dynamo's
 
-To add one: a function from a context to a `Record`, a line in `STEP_PASSES`, and tests in tests/rewrite.
+To add a pass, write a function from a context to a `Record`, a line in `STEP_PASSES`, and a case in
+tests/rewrite/test_passes.py.  A pass may read what earlier passes left in the context, see `StepContext`.
 """
 
 from __future__ import annotations

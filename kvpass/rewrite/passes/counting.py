@@ -1,6 +1,9 @@
 """Counters move on outside of the graph, on a GPU: two launches a step, and not two a layer.
 
 before   slots_0_seen.copy_(...); slots_0_length.add_(1)      after    return ..., valid
+
+Counting for all layers by `_foreach_copy_` inside the graph is wrong: Inductor puts a kernel that reads a counter
+behind the one that overwrites it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,125 @@
+"""Queries of padding get numbers, and no policy sums up the NaN of a query whose answer is unknown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvpass
+from kvpass.cache.slots import Chunk, Slots, admit
+from kvpass.cache.statistics import StatisticsSpec, as_attention, statistics
+from kvpass.cache.step import Attended, Mask, Site, decode_step, extend_step, read_step
+from kvpass.policies import Policy, resolve
+from kvpass.policies.base import Attention
+from tests.adversary.models import Small, keys, logits, queries, sdpa
+from tests.layer import Stretch, layout_for, prompt_mask
+
+LOWEST = "lowest"
+ROWS, HEADS, DIM, BUDGET = 3, 2, 8, 12
+PROMPT = torch.tensor([[0] * 5, [0, 0, 1, 1, 1], [1] * 5]).bool()  # one row is padding alone so far
+FORMS: list[Any] = [None, -torch.inf, LOWEST, -1e9]
+"""What hides a key: a bool mask, as the library has it or with what a spelled-out softmax is filled with, or a bias."""
+
+
+def hiding(slots: Slots, valid: Tensor, low: Any, boolean: bool, dtype: torch.dtype, sees: bool) -> Mask:
+    """The causal mask that hides all keys from padding, and unless a query `sees` any, from all queries."""
+    place = slots.length[:, None] + torch.arange(valid.shape[1])
+    number = torch.finfo(dtype).min if low == LOWEST else low
+
+    def mask(index: Tensor, position: Tensor, facts: list[Tensor]) -> Tensor:
+        allowed = (index[:, :, None, None] <= place[:, None, None, :, None]) & valid[:, None, None, :, None] & sees
+        return allowed if boolean else torch.zeros(allowed.shape).masked_fill(~allowed, number).to(dtype)
+
+    return mask
+
+
+def stretch(count: int, valid: Tensor, dtype: torch.dtype) -> Stretch:
+    drawn = torch.Generator().manual_seed(count)
+    q, k, v = (torch.randn(ROWS, h, count, DIM, generator=drawn).to(dtype) for h in (2 * HEADS, HEADS, HEADS))
+    return Stretch(q, k, v, valid)
+
+
+def slots_of(policy: Policy, dtype: torch.dtype) -> tuple[Any, Slots]:
+    """A layout, and slots after the prompt."""
+    new = stretch(5, PROMPT, dtype)
+    layout = layout_for(policy, BUDGET, new, False)
+    attention = Attention()
+    if policy.statistics:
+        spec = StatisticsSpec(new.q, new.k, prompt_mask(PROMPT), None, False, 0.3, None, HEADS, None)
+        attention = as_attention(policy, statistics(policy, spec, PROMPT, BUDGET), PROMPT)
+    return layout, admit(layout, None, Chunk(new.k, new.v, PROMPT, attention), ())
+
+
+def check(attended: Attended, valid: Tensor, sums: list[Tensor]) -> None:
+    """Check that the answers to padding are numbers, and so are sums over queries."""
+    padding = ~valid[:, None, :, None].expand_as(attended.output)
+    assert attended.output[padding].isfinite().all()
+    assert not any(each.isnan().any() for each in sums)
+
+
+@pytest.mark.few(12)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("sees", [True, False], ids=["sees", "blind"])
+@pytest.mark.parametrize("ends", ["plain", "cap", "sink"])
+@pytest.mark.parametrize("spelled", [False, True], ids=["library", "spelled"])
+@pytest.mark.parametrize("boolean", [True, False], ids=["bool", "bias"])
+@pytest.mark.parametrize("low", FORMS)
+@pytest.mark.parametrize("name", ["full", "streaming", "h2o", "tova", "d2o"])
+def test_answers_to_padding_and_scores_are_numbers(
+    name: str, low: Any, boolean: bool, spelled: bool, ends: str, sees: bool, dtype: torch.dtype
+) -> None:
+    """In steps, in layers that share a cache, and in chunks; scores stay numbers where a real query sees nothing."""
+    if low is None and not boolean:
+        return
+    policy = resolve(name, {}).for_layer(0, 1)
+    how: dict[str, Any] = {"cap": 2.0} if ends == "cap" else {}
+    how |= {"sink_logit": torch.zeros(1, 2 * HEADS, 1, 1)} if ends == "sink" else {}
+    hidden = (torch.finfo(dtype).min if low == LOWEST else low) if boolean else None
+    for valid in (torch.tensor([[0], [0], [0]]), torch.tensor([[0], [1], [0]])):
+        real = valid.bool()
+        layout, slots = slots_of(policy, dtype)
+        new = stretch(1, real, dtype)
+        mask = hiding(slots, real, low, boolean, dtype, sees)
+        site = Site(0.3, mask, hidden=hidden, decomposed=spelled, knows_padding=True, **how)
+        before = slots.length.clone()
+        check(decode_step(layout, site, slots, new.q, new.k, new.v, real[:, 0]), real, list(slots.state.values()))
+        assert torch.equal(slots.length, before + 1)
+    layout, slots = slots_of(policy, dtype)
+    check(read_step(layout, site, slots, new.q, new.k, new.v, real[:, 0]), real, [])
+    for wide in (torch.tensor([[0, 0, 0], [0, 1, 1], [1, 0, 1]]), torch.zeros(3, 3)):
+        real = wide.bool()
+        layout, slots = slots_of(policy, dtype)
+        new = stretch(3, real, dtype)
+        mask = hiding(slots, real, low, boolean, dtype, sees)
+        site = Site(0.3, mask, hidden=hidden, decomposed=spelled, knows_padding=True, **how)
+        attended, sums = extend_step(layout, site, slots, new.q, new.k, new.v, real)
+        check(attended, real, sums)
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("low", [-torch.inf, torch.finfo(torch.float32).min, -1e9])
+@pytest.mark.parametrize("policy", ["h2o", "streaming"])
+def test_outputs_are_numbers_where_the_models_own_are(policy: str, low: float) -> None:
+    """A mask that hides padding queries as well, in a batch with padding on the left and amid the tokens."""
+    real = torch.tensor([[0, 0, 0, 1, 1, 0, 1, 1, 1, 1], [1] * 10])
+
+    def allowed(i: Tensor, j: Tensor, p: Tensor) -> Tensor:
+        return (j <= i) & keys(p).bool() & queries(p, i).bool()
+
+    spelled = logits(lambda a, i, j, p: a + torch.zeros(()).masked_fill(~allowed(i, j, p), low))
+    library = sdpa(lambda i, j, p: torch.zeros(()).masked_fill(~allowed(i, j, p), low))
+    for attend in (spelled, library, sdpa(allowed)):
+        model = Small(attend)
+        compiled = torch.compile(model, backend=kvpass.backend(policy, budget=16, inner="eager"))
+        past = own = None
+        for start, stop in ((0, 4), (4, 5), (5, 6), (6, 9), (9, 10)):
+            ids = torch.arange(start, stop).repeat(2, 1)
+            mask = real[:, :stop].contiguous()
+            with torch.no_grad():
+                theirs, own = model(ids, own, p=mask)
+                ours, past = compiled(ids, past, p=mask)
+            assert not (theirs.isfinite() & ~ours.isfinite()).any()
+        torch._dynamo.reset()
