@@ -75,7 +75,7 @@ def guarded(*values: Any) -> list[sympy.Expr]:
     if symbolic is None:
         return []
     env = symbolic.node.shape_env
-    return [env.replace(guard.expr) for guard in env.guards]  # in the symbols that sizes have by now
+    return [env.replace(guard.expr) for guard in env.guards]  # in the symbols that sizes have now
 
 
 class SymbolicSizes:
