@@ -193,14 +193,14 @@ def columns(
         first = max(0, start - (KEYS - COUNT)) // BQ * BQ  # earlier queries see none of these keys,
         after = max(0, start + BK - 1 - (KEYS - COUNT) + BQ - 1) // BQ * BQ  # and later ones see all of them
         after = max(first, min(after, tl.cdiv(COUNT, BQ) * BQ))
-    deduplicates = tl.zeros([BQ, BK], tl.float32)
+    summed = tl.zeros([BQ, BK], tl.float32)
     twice = tl.zeros([BQ, BK], tl.float32)
     for at in range(first, after, BQ):
         i = at + tl.arange(0, BQ)
         p, counted = shares(
             query, k, total, weight, masks, which, row, i, j, d, mask_query, KIND, True, SCALE, CAP, COUNT, KEYS, D
         )  # fmt: skip
-        deduplicates += p * counted
+        summed += p * counted
         if SQUARES:
             twice += p * (p * counted)
     for at in range(after, COUNT, BQ):
@@ -208,10 +208,10 @@ def columns(
         p, counted = shares(
             query, k, total, weight, masks, which, row, i, j, d, mask_query, KIND, False, SCALE, CAP, COUNT, KEYS, D
         )  # fmt: skip
-        deduplicates += p * counted
+        summed += p * counted
         if SQUARES:
             twice += p * (p * counted)
-    tl.store(sums + which * KEYS + j, tl.sum(deduplicates, 0), mask=j < KEYS)
+    tl.store(sums + which * KEYS + j, tl.sum(summed, 0), mask=j < KEYS)
     if SQUARES:
         tl.store(squares + which * KEYS + j, tl.sum(twice, 0), mask=j < KEYS)
 

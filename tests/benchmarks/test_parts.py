@@ -175,8 +175,8 @@ def test_attention_to_first_tokens_is_a_share_for_each_layer():
 
 def test_planted_words_are_surpassed_by_a_share_of_all_tokens():
     found = standing.rows(texts=1, length=200)
-    spec = [(way, score) for way in (LATER, AT_ONCE) for score in standing.SCORES]
-    assert [(row["asked"], row["score"]) for row in found] == spec
+    asked = [(way, score) for way in (LATER, AT_ONCE) for score in standing.SCORES]
+    assert [(row["asked"], row["score"]) for row in found] == asked
     assert all(0 <= row[str(distance)] < 1 for row in found for distance in (16, 32, 64, 128))
 
 

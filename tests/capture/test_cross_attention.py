@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import kvpass
 from kvpass.capture import caches
 from kvpass.capture.caches import CallReading
-from tests.capture.traced import spec
+from tests.capture.traced import answered
 
 WIDTH = 16
 Made = Callable[["Decoder", Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
@@ -104,8 +104,8 @@ def spelled_over_layers(model: Decoder, x: Tensor, heard: Tensor) -> tuple[Tenso
 
 
 def twice_over_layers(model: Decoder, x: Tensor, heard: Tensor) -> tuple[Tensor, Tensor]:
-    deduplicates = over_layers(model, x, heard)[1]
-    return over_layers(model, deduplicates, heard)
+    first = over_layers(model, x, heard)[1]
+    return over_layers(model, first, heard)
 
 
 def mixed(model: Decoder, x: Tensor, heard: Tensor) -> tuple[Tensor, Tensor]:
@@ -125,7 +125,7 @@ def found(made: Made, *arguments: Any) -> list[CallReading]:
         answer.extend(caches.find(gm, set()))
 
     with torch.no_grad():
-        spec(Decoder(made).eval(), arguments, question)
+        answered(Decoder(made).eval(), arguments, question)
     return answer
 
 

@@ -10,7 +10,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass.capture.padding_analysis import hiding
-from tests.capture.traced import result, spec
+from tests.capture.traced import answered, result
 
 ROWS, TOKENS = 2, 6
 LOWEST = torch.finfo(torch.float32).min
@@ -27,7 +27,7 @@ def told(mask: Mask) -> bool:
     def question(gm: fx.GraphModule) -> bool:
         return [node.op for node in hiding(gm, result(gm), step=False)] == ["placeholder"]
 
-    return spec(function, (torch.ones(ROWS, TOKENS, dtype=torch.int64),), question)
+    return answered(function, (torch.ones(ROWS, TOKENS, dtype=torch.int64),), question)
 
 
 def causal(i: Tensor, j: Tensor) -> Tensor:

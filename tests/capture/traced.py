@@ -11,7 +11,7 @@ import torch.fx as fx
 T = TypeVar("T")
 
 
-def spec(function: Callable[..., Any], arguments: tuple[Any, ...], question: Callable[[fx.GraphModule], T]) -> T:
+def answered(function: Callable[..., Any], arguments: tuple[Any, ...], question: Callable[[fx.GraphModule], T]) -> T:
     """What a question about a function's graph gives, asked while Dynamo waits for a backend."""
     answers: list[T] = []
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvpass.fx import op_table, walk
-from tests.capture.traced import spec
+from tests.capture.traced import answered
 
 SHAPE = (2, 3, 5, 4)
 
@@ -45,7 +45,7 @@ CARRIED: dict[str, tuple[Callable[[Tensor], Any], dict[int, int | None]]] = {
 
 def followed(function: Callable[[Tensor], Any], x: Tensor, dim: int) -> int | None:
     """Where an axis of the input is in the output, through all operations."""
-    return spec(function, (x,), lambda gm: _followed(gm.graph, dim))
+    return answered(function, (x,), lambda gm: _followed(gm.graph, dim))
 
 
 def _followed(graph: fx.Graph, dim: int) -> int | None:
@@ -121,7 +121,7 @@ def test_a_lookup_follows_its_index(pick: Callable[..., Tensor], axis: int) -> N
         index = next(i for i in by.values() if isinstance(i, fx.Node))
         return op_table.index_axis(node, index, 0)
 
-    assert spec(pick, (torch.rand(5, 5, 5), torch.tensor([2, 0, 1])), question) == axis
+    assert answered(pick, (torch.rand(5, 5, 5), torch.tensor([2, 0, 1])), question) == axis
 
 
 @pytest.mark.parametrize(

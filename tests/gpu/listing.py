@@ -205,9 +205,9 @@ class _Clock:
         total = 0
         for instruction in instructions:
             self.now += 1
-            spec = [self.coming.pop(register) for register in instruction.reads & self.coming.keys()]
-            spec += self._finished(instruction)
-            late = max([0, *(when + COVERED - self.now for when in spec)])
+            awaited = [self.coming.pop(register) for register in instruction.reads & self.coming.keys()]
+            awaited += self._finished(instruction)
+            late = max([0, *(when + COVERED - self.now for when in awaited)])
             total, self.now = total + late, self.now + late
             if instruction.kind in GLOBAL_LOADS:
                 self.coming |= dict.fromkeys(instruction.writes, self.now)

@@ -42,16 +42,16 @@ def test_a_window_recalls_what_lies_in_it():
 
 @pytest.mark.parametrize(("rows", "turns"), [(1, 1), (3, 1), (4, 2), (5, 4)])
 def test_every_distance_is_asked_of_some_row_at_the_end_of_a_prompt(rows, turns):
-    text, spec = planted(rows=rows), []
+    text, asked = planted(rows=rows), []
 
     def model(tokens, past_key_values=None, **more):
         if past_key_values is None:
-            spec.extend((row, text.pairs[row, :, 1].tolist().index(key)) for row, key in enumerate(tokens[:, -1]))
+            asked.extend((row, text.pairs[row, :, 1].tolist().index(key)) for row, key in enumerate(tokens[:, -1]))
         return Copier(1000)(tokens, past_key_values, **more)
 
     assert recall.right_at_once(model, text, turns) == (1.0,) * 4
-    assert {number for _, number in spec} == set(range(4))
-    assert len(set(spec)) == len(spec) == rows * max(turns, 5 - rows)
+    assert {number for _, number in asked} == set(range(4))
+    assert len(set(asked)) == len(asked) == rows * max(turns, 5 - rows)
 
 
 def test_what_is_sampled_follows_the_question_of_its_row():
@@ -103,9 +103,9 @@ def test_text_question_and_answer_are_as_long_as_was_said():
 
 def test_questions_are_about_rows_of_their_own_and_end_with_a_key():
     text = planted(rows=4)
-    spec = recall.questions(text)
-    assert [question.distance for question in spec] == [16, 32, 64, 128]
-    for row, question in enumerate(spec):
+    asked = recall.questions(text)
+    assert [question.distance for question in asked] == [16, 32, 64, 128]
+    for row, question in enumerate(asked):
         assert torch.equal(question.prompt[:-2], text.text[row])
         assert torch.equal(question.prompt[-2:], question.planted[:2])
         assert torch.equal(question.planted, text.pairs[row, row])

@@ -149,8 +149,8 @@ def test_parts_that_share_a_measurement_share_its_tasks(monkeypatch, capsys, tmp
 
     monkeypatch.setattr(worker_pool, "perform", measured)
     settings = DemoSettings(policies=("window",), parts=("recall", "completions"), out=tmp_path)
-    spec = dataclasses.replace(job(settings), planted=KVPassError("no room"))
-    run.perform(spec, run.parts(spec))
+    asked = dataclasses.replace(job(settings), planted=KVPassError("no room"))
+    run.perform(asked, run.parts(asked))
     assert [(task.method, task.policy) for task in told["tasks"]] == [("recall", "window")]
     assert capsys.readouterr().out.count("window: not recall") == 2
 

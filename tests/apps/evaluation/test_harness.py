@@ -81,7 +81,7 @@ def test_the_answers_are_not_all_alike(theirs: dict[str, Any]) -> None:
         assert len(set(responses(theirs, name))) > 3
 
 
-def spec(*contexts: str, **how: Any) -> list[Instance]:
+def asked(*contexts: str, **how: Any) -> list[Instance]:
     given = {"until": ["~"], "max_gen_toks": 12, **how}
     return [Instance("generate_until", {}, (context, given), 0) for context in contexts]
 
@@ -89,25 +89,25 @@ def spec(*contexts: str, **how: Any) -> list[Instance]:
 def test_bounded_generation_is_that_of_a_compiled_model(checkpoint: Path) -> None:
     settings = dict(policy="h2o", budget=8, kv_dtype="int8")
     lm, text = bounded(checkpoint, **settings), "class Reader:\n    def __init__(self, path):\n        pass"
-    (said,) = lm.generate_until(spec(text), disable_tqdm=True)
+    (said,) = lm.generate_until(asked(text), disable_tqdm=True)
     ids = torch.tensor([lm.tok_encode(text)])
     assert ids.shape[1] > settings["budget"]
     kvpass.compile(lm.model, **settings, inner="eager")
     made = lm.model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
     assert said == lm.tok_decode(made)
-    (free,) = bounded(checkpoint).generate_until(spec(text), disable_tqdm=True)
+    (free,) = bounded(checkpoint).generate_until(asked(text), disable_tqdm=True)
     assert said != free  # something was evicted
 
 
 def test_rows_end_each_at_its_text_and_no_length_is_compiled_for_itself(checkpoint: Path) -> None:
     lm = bounded(checkpoint, policy="streaming", budget=8, prefill_chunk=8)
     texts = ["def parse(line):\n    return line", "import"]
-    whole = lm.generate_until(spec(*texts), disable_tqdm=True)
+    whole = lm.generate_until(asked(*texts), disable_tqdm=True)
     cut = [text[len(text) // 2] for text in whole]
-    said = lm.generate_until(spec(*texts, until=cut), disable_tqdm=True)
+    said = lm.generate_until(asked(*texts, until=cut), disable_tqdm=True)
     assert said == [min((text.split(end)[0] for end in cut), key=len) for text in whole]
     before = graphs()
-    lm.generate_until(spec("for name in names:\n    print(name, end='')\n", "x = 1"), disable_tqdm=True)
+    lm.generate_until(asked("for name in names:\n    print(name, end='')\n", "x = 1"), disable_tqdm=True)
     assert graphs() == before
 
 

@@ -120,11 +120,11 @@ def test_pairs_stand_at_their_distances(tokenizer: Any) -> None:
     texts, pairs = measure.planted(session({"a": list(range(100, 900))}, tokenizer=tokenizer))
     assert len({len(text) for text in texts}) == 1
     for text, mine in zip(texts, pairs, strict=True):
-        assert len({tuple(pair.spec) for pair in mine}) == 3
+        assert len({tuple(pair.asked) for pair in mine}) == 3
         for distance, pair in zip(measure.distances, mine, strict=True):
             end = len(text) - distance
             assert text[end - len(pair.said) : end] == pair.said
-            assert pair.said[: len(pair.spec) + len(pair.value)] == [*pair.spec, *pair.value]
+            assert pair.said[: len(pair.asked) + len(pair.value)] == [*pair.asked, *pair.value]
     with pytest.raises(PolicyError, match="distances"):
         RecallMeasure((16, 17)).planted(session({"a": [5]}, tokenizer=tokenizer))
 
@@ -135,9 +135,9 @@ def test_an_answer_is_compared_token_by_token() -> None:
         logits = torch.nn.functional.one_hot(ids + 1, 50).float()
         return SimpleNamespace(logits=logits, past_key_values=past_key_values or [])
 
-    spec, value = torch.tensor([[3, 4], [7, 8]]), torch.tensor([[5, 6], [9, 11]])
+    asked, value = torch.tensor([[3, 4], [7, 8]]), torch.tensor([[5, 6], [9, 11]])
     mask = torch.ones(2, 6, dtype=torch.int64)
-    assert answered(Caller.of(counting), [], mask, spec, value).tolist() == [[True, True], [True, False]]
+    assert answered(Caller.of(counting), [], mask, asked, value).tolist() == [[True, True], [True, False]]
 
 
 def test_texts_are_a_ring() -> None:

@@ -208,8 +208,8 @@ def test_gradients_are_off_and_autocasting_is_off_inside() -> None:
 
 @pytest.mark.parametrize("setting", [dict(options={"freezing": True}), dict(options={"cpp_wrapper": True})])
 def test_settings_that_need_the_whole_graph(setting: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = []
-    monkeypatch.setattr(link.segments, "split", lambda *a: spec.append(a) or [])
+    calls = []
+    monkeypatch.setattr(link.segments, "split", lambda *a: calls.append(a) or [])
     gm = fx.symbolic_trace(lambda x: (x.cos(),))
     plain = kvpass.backend("h2o", budget=8)
     for backend in (plain, dataclasses.replace(plain, **{k: tuple(v.items()) for k, v in setting.items()})):
@@ -219,4 +219,4 @@ def test_settings_that_need_the_whole_graph(setting: dict[str, Any], monkeypatch
             )
             is None
         )
-    assert len(spec) == 1
+    assert len(calls) == 1
