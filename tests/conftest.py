@@ -59,8 +59,8 @@ def by_test(items: Iterable[pytest.Item]) -> list[list[pytest.Item]]:
 
 def wanted(cases: list[pytest.Item]) -> int:
     """How many cases of a slow test `--some` runs; `some` says it, if it has that mark."""
-    spec = cases[0].get_closest_marker("some")
-    return spec.args[0] if spec else math.ceil(len(cases) / EVERY)
+    marker = cases[0].get_closest_marker("some")
+    return marker.args[0] if marker else math.ceil(len(cases) / EVERY)
 
 
 def spread(cases: list[pytest.Item], count: int) -> list[pytest.Item]:
