@@ -255,10 +255,11 @@ ROUNDED = {
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", ROUNDED)
 def test_a_query_that_sees_nothing_in_half_precision_gets_nan(name: str) -> None:
-    """What the model rounds is not rounded in a step: no number is plausible and wrong."""
+    """What the model rounds is not rounded in a step: a step answers NaN, where validation has not refused it before."""
     dtype = torch.bfloat16 if name.startswith("bfloat16") else torch.float16
     made = Bare(spelled("", ROUNDED[name]).attend, table=torch.ones(2), dtype=dtype)
-    assert judge(Case(made, {}, (5, 1, 1), wrap=made.call)).detail == "call 2: off by nan"
+    detail = judge(Case(made, {}, (5, 1, 1), wrap=made.call)).detail
+    assert detail == "call 2: off by nan" or "the rewritten graph is not the model's" in detail
 
 
 def written(name: str, write: Callable[..., Any], kind: Kind = "held", **how: Any) -> Spelling:

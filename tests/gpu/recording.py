@@ -62,7 +62,7 @@ class Recording(Backend):
                 gm=moved,
                 sites=[site.moved(places) for site in call.sites],
                 layouts=[dataclasses.replace(layout, device=device) for layout in call.layouts],
-                telling=call.telling.moved(places),
+                padding_inputs=call.padding_inputs.moved(places),
             )
             rewrite = rewrite_step(StepContext(there))
         patches = self.step_patches(call.layouts[0].ranked)

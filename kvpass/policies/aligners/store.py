@@ -13,7 +13,7 @@ from kvpass.errors import AlignerError, KVPassError
 from kvpass.policies.aligners.aligner import RECIPES, Aligner, Signature
 from kvpass.policies.aligners.signature import signature_of
 
-KEY = "kvpass.policies.aligners"
+KEY = "kvpass.align"
 
 
 def save(aligner: Aligner, path: str | os.PathLike[str], dtype: torch.dtype = torch.float32) -> Aligner:
