@@ -255,7 +255,7 @@ ROUNDED = {
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", ROUNDED)
 def test_a_query_that_sees_nothing_in_half_precision_gets_nan(name: str) -> None:
-    """What the model rounds is not rounded in a step: a step answers NaN, where validation has not refused it before."""
+    """What the model rounds is not rounded in a step: a step answers NaN, if validation has not refused it."""
     dtype = torch.bfloat16 if name.startswith("bfloat16") else torch.float16
     made = Bare(spelled("", ROUNDED[name]).attend, table=torch.ones(2), dtype=dtype)
     detail = judge(Case(made, {}, (5, 1, 1), wrap=made.call)).detail
