@@ -1,1 +1,1 @@
-"""What runs in place of Dynamo's graphs: prompts fill slots, steps work on them; handles stand for them in models."""
+"""Runtime of rewritten graphs: prompt runners fill the slots of a cache, step runners read and update the slots."""
