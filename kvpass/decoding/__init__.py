@@ -1,1 +1,1 @@
-"""Loops of steps: one conversation, prompts in chunks, many requests."""
+"""Decode loops: one conversation, prompts in chunks, and many requests."""
