@@ -1,1 +1,1 @@
-"""Explain, inspect, simulate, warm and check an installation."""
+"""Diagnostics: `explain`, `inspect`, `simulate`, `warm`, and a check of the installation."""
