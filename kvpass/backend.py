@@ -61,7 +61,7 @@ LAST_GRAPH = (
 M = TypeVar("M", bound=torch.nn.Module)
 
 Reshape = Callable[[fx.Graph], None]
-"""Changes the operators of a graph in place before they are lowered."""
+"""A function that changes the operators of a graph in place before they are lowered."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Backend:
     stepped: SeenTensors = dataclasses.field(default_factory=SeenTensors, compare=False, repr=False)
     """The tensors that make the keys of layers which have run a step."""
     layers: Iterator[int] = dataclasses.field(default_factory=itertools.count, compare=False, repr=False)
-    """Numbers the layer caches in the order in which they are made."""
+    """A counter that numbers the layer caches in the order in which they are made."""
 
     def __post_init__(self) -> None:
         dynamo.set_up_compilations()
@@ -326,12 +326,12 @@ class Backend:
 
     @property
     def compiles_at_once(self) -> bool:
-        """True if the graph of a chunk is compiled at its first run, False if at its second run."""
+        """True if the graph of a chunk is compiled at its first run, False if at its second."""
         return False
 
     @property
     def compiles_prompts_at_once(self) -> bool:
-        """True if a prompt graph with static sizes on a CPU is compiled at its first run, False if at its second.
+        """True if a static prompt graph on a CPU is compiled at its first run, False if at its second.
 
         Compilation is immediate if it costs nothing, and for a report, which describes the compilation.
         """

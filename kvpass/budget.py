@@ -72,7 +72,7 @@ def slots_for(policy: Policy, budget: Budget, prompt: int) -> int:
 
 
 def slots_of_rows(policy: Policy, budget: Budget, valid: Tensor) -> list[int]:
-    """Return the tokens to keep for each row of a prompt; a share is a share of the row's real tokens.
+    """Return the tokens to keep for each row of a prompt; a share counts the row's real tokens.
 
     Args:
         valid: bool [B, S], False for padding.

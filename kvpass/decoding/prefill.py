@@ -55,7 +55,7 @@ PaddingMask = Annotated[
 
 @dataclasses.dataclass(frozen=True)
 class Caller:
-    """Calls a model with those arguments of a prompt or a step that its forward takes.
+    """Caller of a model, with those arguments of a prompt or a step that the model's forward takes.
 
     Attributes:
         call: the model or its compiled version.

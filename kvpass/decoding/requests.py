@@ -510,7 +510,7 @@ class RequestBatch(LoopState):
             self.cache = refreshed(self.cache, by)
 
     def run(self, count: int) -> list[list[int]]:
-        """Decode `count` tokens for each row; fewer if a row ends on a CPU, where the host sees it at no cost."""
+        """Decode `count` tokens for each row; on a CPU, stop as soon as a row ends."""
         self.follow_model()
         ended = int(self.done.sum()) if self.done.device.type == "cpu" else None
         for _ in range(count):

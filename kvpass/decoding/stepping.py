@@ -188,7 +188,7 @@ class LoopState:
 
 
 class RepeatedStep:
-    """Repeats the decode step without Dynamo and without the model's Python.
+    """A decode step that is repeated without Dynamo and without the model's Python.
 
     The loop repeats the arguments of the second step in a row through the model, because Dynamo may have specialised
     the first on its number of tokens.  It repeats them only as long as all guards on sizes hold.

@@ -203,7 +203,7 @@ def _prompt(layer: _Layer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _starts(layer: _Layer) -> Tensor:
-    """Return for each token of the prompt the start of its window, int64 [B, P]; 0 if the policy does not renumber."""
+    """Return the start of each prompt token's window, int64 [B, P]; 0 if the policy does not renumber."""
     valid = layer.valid(layer.prompt)
     return window_starts(valid, layer.budget) if layer.policy.renumbers else torch.zeros_like(valid, dtype=torch.int64)
 

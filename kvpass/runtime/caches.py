@@ -42,7 +42,7 @@ def make_room(cache: LayerCache, queries: int) -> None:
 
 
 def even_out(one: LayerCache, other: LayerCache) -> None:
-    """Grow the same layer of two conversations to the larger of both capacities, for layouts with `exact_capacity`."""
+    """Grow one layer of two conversations to the larger of both capacities, for layouts with `exact_capacity`."""
     most = max(one.layout.capacity, other.layout.capacity)
     for cache in (one, other):
         if cache.layout.exact_capacity and cache.layout.capacity < most:
@@ -90,7 +90,7 @@ def _ticked(cache: LayerCache, valid: Sequence[bool] | None) -> list[tuple[bool,
 
 
 def kind(caches: list[LayerCache]) -> Any:
-    """Return a key of a decode step that is equal for two steps with the same code and the same buffers.
+    """Return a key that is equal for two decode steps with the same code and the same buffers.
 
     The key holds all that a step depends on beside the contents of tensors.
     """

@@ -45,7 +45,7 @@ _RUNNING: contextvars.ContextVar[bool] = contextvars.ContextVar("_RUNNING", defa
 
 
 class CompiledCall:
-    """Calls a compiled model and checks that its cache is bounded.
+    """Caller of a compiled model, with a check that the cache is bounded.
 
     Attributes:
         call: the callable from torch.compile; None before the first call of a copied or unpickled model.
@@ -101,7 +101,7 @@ class CompiledCall:
 
 
 class WatchedCall:
-    """Calls a module inside of a compiled model directly, and refuses a cache that grows.
+    """Caller of a module inside of a compiled model, with a check that no cache grows in a direct call.
 
     Attributes:
         model: the module.
@@ -314,7 +314,7 @@ def _have_grown(caches: list[tuple[Any, int]]) -> bool:
 
 
 def ordinary_tokens(cache: Any) -> int:
-    """Return the number of tokens that a cache object, or nested tuples, store in tensors; 0 for a cache of kvpass."""
+    """Return the number of tokens that a cache object or nested tuples store; 0 for a cache of kvpass."""
     keys = _keys(cache)
     if any(map(_is_handle, keys)):
         return 0

@@ -71,12 +71,12 @@ class Compiler(Protocol):
 
     @property
     def compiles_at_once(self) -> bool:
-        """True if the graph of a chunk is compiled at its first run, False if at its second run."""
+        """True if the graph of a chunk is compiled at its first run, False if at its second."""
         ...
 
     @property
     def compiles_prompts_at_once(self) -> bool:
-        """True if a prompt graph with static sizes on a CPU is compiled at its first run, False if at its second."""
+        """True if a static prompt graph on a CPU is compiled at its first run, False if at its second."""
         ...
 
     def has_dynamic_sizes(self, device: torch.device) -> bool:

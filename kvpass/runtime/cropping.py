@@ -70,7 +70,7 @@ class RepeatedPrompt:
 
 
 def calls_before(caches: list[LayerCache], queries: int) -> list[history.PastCall]:
-    """Return for each layer a record of the call that is about to run; an empty list if cropping is off."""
+    """Return a record of the call about to run for each layer; an empty list if cropping is off."""
     if not caches[0].backend.crop:
         return []
     roomy = all(cache.slots.capacity == cache.layout.capacity for cache in caches)

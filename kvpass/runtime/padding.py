@@ -60,9 +60,9 @@ def told_by(gm: fx.GraphModule, sites: list[AttentionSite], step: bool) -> list[
 
 
 class PositionCheck:
-    """Computes the position ids that rotate the keys of a graph, and checks that the ids are consecutive.
+    """A check that the position ids which rotate the keys of a graph are consecutive.
 
-    The check is for layers with cache positions, which replace position ids by the rank among cached tokens.  This
+    The ids are computed from the arguments of each call.  The check is for layers with cache positions, which replace position ids by the rank among cached tokens.  This
     keeps the distances between real tokens only if the ids of a row increase by one, from any first id.
     """
 
@@ -73,7 +73,7 @@ class PositionCheck:
         self._module = splicing.computing(gm, nodes)
 
     def first(self, arguments: tuple[Any, ...], valid: Tensor) -> Tensor | None:
-        """Return the position id of each row's first real token in a prompt, int64 [B]; None if no ids rotate keys.
+        """Return the position id of each row's first real token, int64 [B]; None if no ids rotate keys.
 
         Args:
             valid: bool [B, q], False for padding.

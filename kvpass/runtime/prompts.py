@@ -87,7 +87,7 @@ def _is_fixed(example: Any) -> bool:
 
 
 class _DeferredPrompt:
-    """Runs a graph uncompiled at its first call, and compiles it at the second."""
+    """A graph that runs uncompiled at its first call and is compiled at its second."""
 
     def __init__(self, run: Callable[..., Any], compile: Callable[[Sequence[Any]], Callable[..., Any]]) -> None:
         self._run, self._came = run, False
@@ -101,7 +101,7 @@ class _DeferredPrompt:
 
 
 class PromptRunner:
-    """Runs a prompt graph with the model's own attention, and then turns each layer's cache into slots."""
+    """Runner of a prompt graph, which computes the model's own attention and then admits the prompt to slots."""
 
     def __init__(
         self, backend: Compiler, model: fx.GraphModule, captured: Capture, examples: Sequence[Any], ranked: bool

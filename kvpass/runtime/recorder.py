@@ -32,7 +32,7 @@ class SiteReport:
 
 @dataclasses.dataclass
 class Recorder:
-    """Collects what a backend finds and does while it compiles.
+    """Collected facts about the graphs that a backend compiles.
 
     Attributes:
         graphs: the kind of each graph: "prompt", "step" or "no cache".

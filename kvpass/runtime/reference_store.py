@@ -20,7 +20,7 @@ from kvpass.rewrite.on_reference import REFERENCE_PASSES, take_prompt
 
 @dataclasses.dataclass(frozen=True)
 class ReferenceStore:
-    """Holds a `ReferenceLayer` for each cache; its calls in a step graph admit and count tokens themselves."""
+    """Storage in a `ReferenceLayer` per cache, whose calls in a step graph admit and count tokens themselves."""
 
     asks = True
     whole = True

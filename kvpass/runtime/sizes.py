@@ -30,7 +30,7 @@ class Counter:
 
     @staticmethod
     def of(number: int, seen: int, new: int) -> Counter:
-        """Classify an integer: one that equals the tokens seen counts them, and one that equals the new tokens those.
+        """Classify an integer argument by the count that it equals: the tokens seen, the new tokens, or neither.
 
         A single new token is a constant to Dynamo, so the number 1 counts nothing.
         """
@@ -46,7 +46,7 @@ def lengths_of(caches: list[LayerCache], queries: int) -> set[int]:
 
 
 SizeSources = dict[Any, tuple[int, int]]
-"""Maps a symbol to the index of an argument and the dimension that has this size."""
+"""For each symbol, the index of an argument and its dimension of this size."""
 
 
 def free_sizes(gm: fx.GraphModule, sites: list[AttentionSite]) -> tuple[SizeSources, SizeSources]:

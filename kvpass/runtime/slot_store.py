@@ -23,7 +23,7 @@ from kvpass.runtime.kv_store import TakenIn
 
 @dataclasses.dataclass(frozen=True)
 class SlotStore:
-    """Holds slots for each cache: a decode step writes them in place, a prompt or chunk is admitted to them."""
+    """Storage in slots: a decode step writes them in place, a prompt or chunk is admitted to them."""
 
     asks = False
     whole = False

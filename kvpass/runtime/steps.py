@@ -54,7 +54,7 @@ MOST_UNCLEAR = 4  # sizes that may or may not follow the cache, of which all com
 
 
 class StepRunner:
-    """Runs a decode step of one token, or a chunk, on the slots of a cache.
+    """Runner of a step graph, for a decode step of one token or a chunk, on the slots of a cache.
 
     The graph is rewritten at its first run, when the layouts are known, and compiled then or later: see
     `CompiledVariant`.
@@ -364,7 +364,7 @@ class StepRunner:
         cache.angles = self.angles
 
     def _note_padding(self, caches: list[LayerCache], arguments: tuple[Any, ...], before: int) -> None:
-        """Add the positions of new padding to the caches; a single token on a GPU is left to the device's counts."""
+        """Add the positions of new padding to the caches, except for a single token on a GPU, which the device counts."""
         queries = self._queries(self._numbers(arguments))
         for cache, padding in zip(caches, self._padding(caches, arguments, before, queries), strict=True):
             if padding is not None:
@@ -465,7 +465,7 @@ class StepRunner:
                 )
 
     def _check_windows(self, caches: list[LayerCache]) -> None:
-        """Check that each layer stores as many of its last tokens as in the prompt, for which its slots were planned.
+        """Check that each layer stores as many last tokens as in the prompt, for which its slots were planned.
 
         Raises:
             UnsupportedGraph: the windows differ.

@@ -15,7 +15,7 @@ from kvpass.torch_private import tensor_types
 
 
 class UnwrappedSubclasses:
-    """Converts the arguments of one graph."""
+    """Conversion of the arguments of one graph."""
 
     def __init__(self, handles: Iterable[int] = ()) -> None:
         """

@@ -48,7 +48,7 @@ class Timings:
 
 
 class Stopwatch:
-    """Adds up seconds by name; a nested section does not count for the section around it."""
+    """Sums of seconds by name; a nested section does not count for the section around it."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}

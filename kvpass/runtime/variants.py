@@ -36,7 +36,7 @@ class DynamicDims:
 
 
 Rewrite = Callable[[DynamicDims | None], StepRewrite]
-"""Rewrites a step graph for the present call, with some numbers of its `ShapeKey` as dynamic sizes."""
+"""A function that rewrites a step graph for the present call, with some numbers of its `ShapeKey` as dynamic sizes."""
 
 
 @dataclasses.dataclass(frozen=True)
