@@ -1,7 +1,7 @@
-"""Check the arguments of public functions and the options of policies against their annotations.
+"""Checks of the arguments of public functions and the options of policies against their annotations.
 
-An annotation says everything that is checked: types, unions and literals as they stand, and conditions as a `Condition`
-in `Annotated`.  Whole numbers, numbers and truth values of numpy, and tensors of one, come out as Python's own.
+The annotation holds the whole check: types, unions and literals as they stand, and conditions as a `Condition` in
+`Annotated`.  NumPy integers, floats and bools, and tensors without dimensions, are converted to Python's own types.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 LONGEST = 80  # characters of a value in a message
 REFUSED: Final = object()
-"""Stands for the value of an argument that its annotation does not allow."""
+"""Result of a check for a value that the annotation does not allow."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Condition:
-    """What `Annotated` adds to a type.
+    """A condition that `Annotated` adds to a type.
 
     Attributes:
-        text: what a message says behind the name of the type.
-        holds: whether a value that the type allows may be used.
-        message: what a message says of any value that may not be used, instead of "must be" and what is allowed.
-        error: the class of the error for such a value.
+        text: the part of the error message after the name of the type.
+        holds: whether a value of the type is allowed.
+        message: the error message for a value that is not allowed, in place of "must be" and the allowed values.
+        error: the class of the error for such a value; None for PolicyError.
     """
 
     text: str = ""
@@ -63,11 +63,11 @@ Share = Annotated[float, between(0, 1)]
 
 @dataclasses.dataclass(frozen=True)
 class _Check:
-    """An annotation as a check.
+    """A check that was made from an annotation.
 
     Attributes:
-        text: what is allowed.
-        read: the value as the function gets it, or REFUSED.
+        text: a description of the allowed values.
+        read: returns the value for the function, or REFUSED.
         message, error: as of `Condition`.
     """
 
@@ -78,18 +78,18 @@ class _Check:
 
     @staticmethod
     def over(text: str, read: Callable[[Any], Any], parts: Iterable[_Check | Condition]) -> _Check:
-        """A check with the message and the error of the first part that has one."""
+        """Return a check with the message and the error of the first part that has one."""
         parts = list(parts)
         message = next((part.message for part in parts if part.message), "")
         return _Check(text, read, message, next((part.error for part in parts if part.error), None))
 
 
 def checked(function: F) -> F:
-    """Check the arguments of every call of a function, before anything else of it runs.
+    """Check the arguments of every call of a function, before its body runs.
 
     Raises:
-        PolicyError: an argument that its annotation does not allow, one too many, or one that is missing; or the error
-            that the annotation names.
+        PolicyError: an argument that its annotation does not allow, an unexpected argument, or a missing argument; or
+            the error class that the annotation names.
     """
     signature = inspect.signature(function)
 
@@ -108,7 +108,7 @@ def checked(function: F) -> F:
 
 
 def check_fields(made: Any) -> None:
-    """Check the fields of a frozen dataclass; to be called by its `__post_init__`.
+    """Check the fields of a frozen dataclass; its `__post_init__` must call this function.
 
     Raises:
         PolicyError: a field's value that its annotation does not allow.
@@ -120,7 +120,7 @@ def check_fields(made: Any) -> None:
 
 
 def _value(name: str, value: Any, check: _Check) -> Any:
-    """The value to use, or an error that names the argument, the value and what is allowed."""
+    """Return the converted value, or raise an error that names the argument, the value and the allowed values."""
     read = check.read(value)
     if read is REFUSED:
         raise (check.error or PolicyError)(f"{name}={shown(value)}: {check.message or f'must be {check.text}'}")
@@ -128,12 +128,12 @@ def _value(name: str, value: Any, check: _Check) -> Any:
 
 
 def shown(value: Any) -> str:
-    """A value for a message, on one short line."""
+    """Return a value as one short line of text for an error message."""
     if isinstance(value, Tensor):
         return f"<{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}>"
     try:
         text = " ".join(repr(value).split())
-    except Exception:  # a message needs no more than the type
+    except Exception:  # a `repr` that fails must not hide the error that is being reported
         text = f"<{type(value).__name__}>"
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 4]} ..."
 
@@ -143,7 +143,7 @@ def shown(value: Any) -> str:
 
 @functools.cache
 def _checks(function: Callable[..., Any]) -> dict[str, _Check]:
-    """The checks of a function's arguments, by name; `**` takes what others check."""
+    """Return the checks of a function's arguments by name, without `**` arguments, which other functions check."""
     hints = typing.get_type_hints(function, include_extras=True)
     parameters = inspect.signature(function).parameters.values()
     named = [parameter.name for parameter in parameters if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
@@ -152,7 +152,7 @@ def _checks(function: Callable[..., Any]) -> dict[str, _Check]:
 
 @functools.cache
 def _field_annotation(cls: type[Any], name: str) -> Any:
-    """The annotation of a dataclass's field; Any for one of a user's that names what its module does not have."""
+    """Return the annotation of a dataclass's field; Any for a user's annotation that cannot be resolved."""
     owner = next(base for base in cls.__mro__ if name in inspect.get_annotations(base))
     holder = types.SimpleNamespace(__annotations__={name: inspect.get_annotations(owner)[name]})
     try:
@@ -163,7 +163,7 @@ def _field_annotation(cls: type[Any], name: str) -> Any:
 
 @functools.cache
 def _check(annotation: Any) -> _Check:
-    """The check that an annotation stands for; any class is one of its instances."""
+    """Return the check of an annotation; a class without a check of its own allows its instances."""
     origin = typing.get_origin(annotation)
     if annotation in _PLAIN:
         return _PLAIN[annotation]
@@ -175,7 +175,7 @@ def _check(annotation: Any) -> _Check:
 
 
 def _instance(cls: Any) -> _Check:
-    """A check for instances of a class; what is none, or a protocol, allows anything."""
+    """Return a check for instances of a class; a protocol, or an annotation that is no class, allows any value."""
     if not isinstance(cls, type) or getattr(cls, "_is_protocol", False):
         return _PLAIN[Any]
     return _Check(f"a {cls.__name__}", lambda value: value if isinstance(value, cls) else REFUSED)
@@ -209,7 +209,7 @@ def _literal(*choices: Any) -> _Check:
 
 
 def _items(item: Any, *rest: Any) -> _Check:
-    """A check of a sequence and of each of its items, which come out as a tuple."""
+    """Return a check of a sequence and its items, which are converted to a tuple."""
     if rest not in ((), (Ellipsis,)):
         return _instance(tuple)
     check = _check(item)
@@ -245,7 +245,7 @@ def _subclass(base: Any) -> _Check:
 
 
 def _alternatives(texts: list[str]) -> str:
-    """Texts with commas between them, and the last one after "or"."""
+    """Join texts with commas and, before the last one, "or"."""
     return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} or {texts[-1]}"
 
 
@@ -257,7 +257,7 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Python's own number for a tensor of no dimension or a number of numpy's."""
+    """Return the Python number of a NumPy number or a tensor without dimensions; other values unchanged."""
     return value.item() if _is_scalar(value) and not getattr(value, "is_meta", False) else value
 
 

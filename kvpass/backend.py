@@ -1,4 +1,4 @@
-"""Define the backend for torch.compile, its settings, and `kvpass.compile`."""
+"""The torch.compile backend of kvpass, and the functions that make it and apply it to a model."""
 
 from __future__ import annotations
 
@@ -61,12 +61,20 @@ LAST_GRAPH = (
 M = TypeVar("M", bound=torch.nn.Module)
 
 Reshape = Callable[[fx.Graph], None]
-"""What is done to the operators of a graph before they are lowered, in place."""
+"""A function that changes the operators of a graph in place before they are lowered."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """A torch.compile backend; made by `backend`, equal to another with equal settings."""
+    """A torch.compile backend, made by `backend`; backends with equal settings are equal.
+
+    Attributes:
+        policy: the eviction policy.
+        budget, positions, inner, mode, options, strict, validate, kv_dtype, crop: as of `backend`, with `options` as
+            sorted pairs.
+        recorder: collects facts for a report; None outside of `kvpass.explain`.
+        plans: the first plan of each model's layers, for policies that keep to their first plan.
+    """
 
     policy: Policy
     budget: int | float | None
@@ -85,15 +93,15 @@ class Backend:
     recorder: Recorder | None = dataclasses.field(default=None, compare=False, repr=False)
     plans: PlansByModel = dataclasses.field(default_factory=PlansByModel, compare=False, repr=False)
     stepped: SeenTensors = dataclasses.field(default_factory=SeenTensors, compare=False, repr=False)
-    """The tensors of which layers that have taken steps make their keys."""
+    """The tensors that make the keys of layers which have run a step."""
     layers: Iterator[int] = dataclasses.field(default_factory=itertools.count, compare=False, repr=False)
-    """A number for every layer's cache that is made."""
+    """A counter that numbers the layer caches in the order in which they are made."""
 
     def __post_init__(self) -> None:
         dynamo.set_up_compilations()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Backend:
-        return self  # a copied model goes on with the same plans and numbers of layers
+        return self  # the copy of a model must use the same plans and the same counter of layers
 
     def __reduce__(self) -> tuple[Any, ...]:
         settings = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.compare}
@@ -107,12 +115,17 @@ class Backend:
         mode: str | None = None,
         options: dict[str, Any] | None = None,
     ) -> Callable[..., Any]:
-        """Compile one graph of Dynamo's.
+        """Compile one graph of Dynamo.
 
-        A refusal is raised when the graph is run and not here, where Dynamo would wrap it.
+        A refusal is raised when the graph runs, because Dynamo would wrap an error that is raised here.
 
         Args:
-            mode, options: as given to torch.compile itself, for Inductor; the backend's own come first.
+            gm: the graph.
+            examples: example inputs of the graph.
+            mode, options: as given to torch.compile itself, for Inductor; the backend's own settings take precedence.
+
+        Returns:
+            The callable that Dynamo runs in place of the graph.
         """
         try:
             with self._spending("kvpass"):
@@ -121,7 +134,7 @@ class Backend:
             return _refusal(error)
 
     def _with(self, mode: str | None, options: dict[str, Any] | None) -> Backend:
-        """The backend with Inductor's settings where it has none of its own."""
+        """Return the backend with these Inductor settings where it has none of its own."""
         _check_settings(self.inner, mode, options)
         merged = {**(options or {}), **dict(self.options)}
         return dataclasses.replace(self, mode=self.mode or mode, options=tuple(sorted(merged.items())))
@@ -130,7 +143,7 @@ class Backend:
         carried = any(isinstance(example, Handle) for example in examples)
         if any(isinstance(example, Row) for example in examples):
             refuse("attention")
-        copy, _ = fx_nodes.copy_graph_module(gm)  # finding attention calls adds nodes
+        copy, _ = fx_nodes.copy_graph_module(gm)  # capture adds nodes, and the original may be needed unchanged
         try:
             runner = self._runner(copy, examples)
         except UnreadableGraph as failure:
@@ -145,7 +158,7 @@ class Backend:
         return runner or self.compile_prompt(copy, examples)
 
     def _runner(self, gm: fx.GraphModule, examples: Sequence[Any]) -> PromptRunner | StepRunner | None:
-        """What is to run in place of a graph, None if it stays as it is."""
+        """Return the runner that replaces a graph; None if the graph stays unchanged."""
         with walk.reading(node for node in gm.graph.nodes if decomposed_attention.is_boundary(node)):
             if any(decomposed_attention.is_boundary(node) for node in gm.graph.nodes):
                 shapes.fix_floats(gm.graph)
@@ -177,9 +190,12 @@ class Backend:
             self.recorder.sites.append(SiteReport(*where, verdict, reason))
 
     def _left_alone(self, refused: list[CallReading], carried: bool) -> bool:
-        """Refuse what cannot be rewritten, or with strict=False warn and leave the whole graph as it was.
+        """Raise an error for refused cache updates, or with strict=False warn and leave the whole graph unchanged.
 
-        A graph in which some caches grow and others do not could not be static, so there are no halves.
+        The graph is never rewritten in part, because a graph in which one cache grows cannot be static.
+
+        Returns:
+            Whether the graph stays unchanged.
         """
         if not refused:
             return False
@@ -202,30 +218,30 @@ class Backend:
 
     @property
     def family(self) -> tuple[Any, ...]:
-        """What two backends must share for one to go on with the other's caches."""
+        """Settings that two backends must share for one to continue the other's caches."""
         return (self.policy, self.budget, self.positions, self.kv_dtype, self.crop, self.kv_store)
 
     @property
     def kv_store(self) -> KVStore:
-        """What the tokens of layers are held in."""
+        """Storage of cached tokens: slots, or lists of the eager reference."""
         if self.inner != "reference":
             return SlotStore()
-        from kvpass.runtime.reference_store import ReferenceStore  # the compiled path knows nothing of references
+        from kvpass.runtime.reference_store import ReferenceStore  # compiled models need no import of the references
 
         return ReferenceStore()
 
     @property
     def validates(self) -> bool:
-        """Whether the first rewrite of a graph is validated."""
+        """True if the first rewrite of each graph is validated."""
         return self.validate and self.kv_store.validates
 
     @property
     def prefers_ranks(self) -> bool:
-        """Whether held tokens are to be numbered 0..n-1, where the model allows it."""
+        """True if positions are to be by cache, 0..n-1 over the cached tokens, where the model allows it."""
         return (self.positions or self.policy.positions) == "cache"
 
     def _ranked(self, captured: Capture) -> bool:
-        """Whether keys are stored before their rotary embedding, which must then be found in every layer."""
+        """Return whether keys are stored before their rotary embedding, which must be found in every layer."""
         if not self.prefers_ranks:
             return False
         sites = captured.sites
@@ -257,7 +273,11 @@ class Backend:
         return True
 
     def _absolute(self, site: AttentionSite, why: str) -> bool:
-        """Stay with absolute positions, unless the user asked for others."""
+        """Return False for absolute positions, and note the reason.
+
+        Raises:
+            UnsupportedGraph: the user asked for cache positions.
+        """
         if self.positions == "cache":
             line = walk.source_line(site.call)
             raise UnsupportedGraph(f"{line}: positions='cache' is not possible: {why}; use positions='absolute'")
@@ -266,11 +286,11 @@ class Backend:
         return False
 
     def _spending(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """What runs inside counts for a name in the report's `Timings`."""
+        """Return a context whose running time is added to a name in the report's `Timings`."""
         return self.recorder.watch.spending(name) if self.recorder else contextlib.nullcontext()
 
     def note_validation(self, graph: Literal["prompt", "step"], done: Validation) -> None:
-        """Report the result of the validation of a rewritten graph."""
+        """Record the result of the validation of a rewritten graph."""
         if self.recorder is not None:
             self.recorder.watch.add("validation", done.seconds)
             came = "equal" if done.skipped is None else f"left out, as {done.skipped}"
@@ -284,7 +304,7 @@ class Backend:
         """Compile a prompt graph.
 
         Args:
-            layers: one node of each layer, if there are any.
+            layers: one node of each layer, for the deduplication of layers; empty to compile the graph whole.
         """
         with self._spending("compiler"):
             return self._compile_inner(gm, examples, {}, _reshape_prompt, layers)
@@ -297,7 +317,7 @@ class Backend:
         chunk: bool,
         sizes: symbolic_shapes.SymbolicSizes | None,
     ) -> Callable[..., Any]:
-        """Compile a rewritten step graph, of which some sizes may be open."""
+        """Compile a rewritten step graph; `sizes` are its dynamic sizes, None if all are static."""
         layers, alike = layer_dedup.readers_of_slots(gm), sizes.alike if sizes else frozenset()
         with self._spending("compiler"):
             run = self._compile_inner(gm, examples, self._for_steps(ranked), _reshape, layers, alike)
@@ -306,23 +326,23 @@ class Backend:
 
     @property
     def compiles_at_once(self) -> bool:
-        """Whether the graph of a chunk is compiled at its first run, and not at its second."""
+        """True if the graph of a chunk is compiled at its first run, False if at its second."""
         return False
 
     @property
     def compiles_prompts_at_once(self) -> bool:
-        """The same of the graph of a prompt whose sizes are numbers, on a CPU.
+        """True if a static prompt graph on a CPU is compiled at its first run, False if at its second.
 
-        What is no work is done at once, and so is what a report is to tell of.
+        Compilation is immediate if it costs nothing, and for a report, which describes the compilation.
         """
         return self.inner != "inductor" or self.compiles_at_once or self.recorder is not None
 
     def has_dynamic_sizes(self, device: torch.device) -> bool:
-        """Whether what compiles for a device can do with sizes that are no numbers; on GPUs that was not tried."""
+        """Return whether the inner compiler supports dynamic sizes for a device; they are untested on GPUs."""
         return self.inner in ("inductor", "eager") and device.type == "cpu"
 
     def step_patches(self, ranked: bool) -> dict[str, Any]:
-        """What Inductor is configured with for a rewritten step graph."""
+        """Return the Inductor configuration for a rewritten step graph."""
         return self._patches(self._for_steps(ranked), _reshape, None)
 
     def _for_steps(self, ranked: bool) -> dict[str, Any]:
@@ -330,24 +350,24 @@ class Backend:
         return inductor.FEWER_LAUNCHES | in_order | (inductor.FUSE_INTO_REDUCTIONS if ranked else {})
 
     def rewrite(self, call: StepCall) -> tuple[StepContext, StepRewrite]:
-        """Rewrite a step graph: onto slots, or onto the eager reference.
+        """Rewrite a step graph onto slots, or onto the eager reference.
 
         Raises:
-            UnsupportedGraph: something in it cannot be said on slots.
+            UnsupportedGraph: the graph has an operation that cannot be computed on slots.
         """
         with self._spending("kvpass"):
             context = StepContext(call, whole=self.kv_store.whole)
             return context, rewrite_step(context, self.kv_store.passes, self.watch)
 
     def watch(self, record: Record, graph: fx.Graph) -> None:
-        """A pass has run."""
+        """Record a pass that has run, and the graph after it."""
         logs.after_pass(record, graph)
         if self.recorder is not None:
             self.recorder.passes.append(record)
             self.recorder.note_program(f"after {record.name}", graph)
 
     def _note_program(self, title: str, graph: fx.Graph) -> None:
-        """A graph as it stands now, for logs and reports."""
+        """Record a graph in its present state for logs and reports."""
         logs.note_program(title, graph)
         if self.recorder is not None:
             self.recorder.note_program(title, graph)
@@ -382,13 +402,13 @@ class Backend:
 
 
 def _reshape_prompt(graph: fx.Graph) -> None:
-    """Change the operators of a prompt before they are lowered."""
+    """Change the operators of a prompt graph in place before they are lowered."""
     look_up_unchecked(graph)
     check_rows(graph)
 
 
 def _reshape(graph: fx.Graph) -> None:
-    """What is done to the operators of a step before they are lowered."""
+    """Change the operators of a step graph in place before they are lowered."""
     _reshape_prompt(graph)
     spell_out(graph)
     write_out_sums(graph)
@@ -416,30 +436,36 @@ def backend(
     crop: Natural = 0,
     **policy_options: Any,
 ) -> Backend:
-    """A backend for torch.compile(model, backend=...) that bounds the model's KV cache.
+    """Return a backend for torch.compile that bounds the model's KV cache.
+
+    >>> model = torch.compile(model, backend=kvpass.backend(policy="h2o", budget=1024))
 
     Args:
-        policy: what stays: a name of `kvpass.policies.names()`, or a policy object.
+        policy: the eviction policy: a name of `kvpass.policies.names()`, or a policy object.
         budget: slots kept per layer and KV head between steps, sinks and recent tokens included; a float
-            in (0, 1] is that share of the prompt. None is for policies that keep everything.
-        positions: "absolute" leaves tokens the positions that they came with; "cache" numbers the held
-            ones 0..n-1 and applies the rotary embedding at read. By default the policy decides.
-        inner: what compiles the rewritten graphs: "inductor", "aot_eager", "eager" (nothing does),
+            in (0, 1] is that share of the prompt.  None is for policies that keep every token.
+        positions: "absolute" keeps each token's original position; "cache" numbers the cached tokens
+            0..n-1 and applies the rotary embedding at read.  By default the policy decides.
+        inner: the compiler of the rewritten graphs: "inductor", "aot_eager", "eager" (no compilation),
             "reference" (the policy's eager reference), another backend's name, or a backend.
         mode, options: as of torch.compile, for Inductor.
-        strict: raise UnsupportedGraph for a cache update that cannot be rewritten; with False it is left as
-            it was and warned about.
+        strict: raise UnsupportedGraph for a cache update that cannot be rewritten; with False the graph stays
+            unchanged, with a warning.
         validate: run each rewritten graph once, uncompiled and on made-up conversations, beside the model's own, and
             refuse it if they differ; see `kvpass.rewrite.validation.lockstep`.
-        kv_dtype: how keys and values are stored: "int8", "int4", or either with "-hadamard" behind it, see
+        kv_dtype: the storage format of keys and values: "int8", "int4", or either followed by "-hadamard", see
             `kvpass.lowering.formats`; None for the model's dtype.
-        crop: how many of the last tokens of a cache can be taken back (`DynamicCache.crop`), as assisted decoding and
-            prompt lookup do; 0 for none, which costs nothing.
-        policy_options: the policy's own, by name.
+        crop: the number of last tokens that can be removed from a cache again (`DynamicCache.crop`), as assisted
+            decoding and prompt lookup do; 0 for none, which costs nothing.
+        policy_options: options of the policy, by name.
+
+    Returns:
+        The backend.
 
     Raises:
-        PolicyError: an unknown policy or option, or a value that cannot be.
+        PolicyError: an unknown policy or option, or an invalid value.
         BudgetError: a budget that the policy cannot work with.
+        UnsupportedGraph: torch.compile is disabled, and `strict` is true.
     """
     chosen = policies.resolve(policy, policy_options)
     budgets.check(chosen, budget)
@@ -456,7 +482,7 @@ def backend(
 
 
 def _check_enabled(strict: bool) -> None:
-    """Where torch.compile is off, no backend is ever asked."""
+    """Raise UnsupportedGraph, or warn, if torch.compile is disabled: torch then never calls the backend."""
     if not dynamo.is_disabled():
         return
     message = "torch.compile is disabled (TORCH_COMPILE_DISABLE=1), so nothing bounds a cache: unset that"
@@ -466,7 +492,10 @@ def _check_enabled(strict: bool) -> None:
 
 
 def _check_crop(crop: int, policy: Policy) -> None:
-    """A token must be what it is whatever comes with it, or it is another one once that has been taken back."""
+    """Raise PolicyError if `crop` is set and the policy makes a token depend on the others of its call.
+
+    Removing some tokens of such a call would change the remaining ones.
+    """
     if not crop:
         return
     why = "so none can be taken back from a call without a change to the others"
@@ -494,12 +523,28 @@ def _check_settings(inner: Inner, mode: str | None, options: dict[str, Any] | No
 
 @checked
 def compile(model: M, policy: str | Policy = "full", **settings: Any) -> M:
-    """Compile a model in place, so that `model.generate` runs compiled too; returns the model.
+    """Compile a model in place, so that `model.generate` runs compiled too.
 
-    So is every module inside of it that `generate` or a wrapper may call in its place; see `kvpass.runtime.entries`.
-    Copies of the model (copy.deepcopy, pickle, torch.save) are compiled in the same way at their first call.
+    Every inner module that `generate` or a wrapper may call in place of the model is compiled as well; see
+    `kvpass.runtime.entries`.  Copies of the model (copy.deepcopy, pickle, torch.save) are compiled in the same way at
+    their first call.
 
-    Takes what `backend` takes.  If strict, an ordinary cache that grows in a call is an UnsupportedGraph.
+    >>> model = kvpass.compile(model, policy="h2o", budget=1024)
+    >>> model.generate(ids, max_new_tokens=200)
+
+    Args:
+        model: the model, in eval mode.
+        policy: the eviction policy, as of `kvpass.backend`.
+        settings: the other arguments of `kvpass.backend`.  With `strict`, a call in which an ordinary cache grows
+            raises UnsupportedGraph.
+
+    Returns:
+        The model itself.
+
+    Raises:
+        PolicyError: an unknown policy or option, or an invalid value.
+        BudgetError: a budget that the policy cannot work with.
+        UnsupportedGraph: torch.compile is disabled, and `strict` is true.
     """
     chosen = backend(policy, **settings)
     compile_in_place(model, chosen, chosen.strict)
@@ -507,7 +552,7 @@ def compile(model: M, policy: str | Policy = "full", **settings: Any) -> M:
 
 
 def compile_in_place(model: torch.nn.Module, chosen: Compile, strict: bool) -> None:
-    """Compile what users of a model call with a backend, of kvpass or around one."""
+    """Compile the modules of a model that users call, with a backend of kvpass or a wrapper of one."""
     unwatch(model)
     compiled = entries.set_up_compiled(model)
     for called in compiled:
@@ -519,7 +564,7 @@ def compile_in_place(model: torch.nn.Module, chosen: Compile, strict: bool) -> N
 def by_name(
     gm: fx.GraphModule, examples: Sequence[Any], *, mode: str | None = None, options: dict[str, Any] | None = None
 ) -> Any:
-    """What torch.compile(model, backend="kvpass", options={...}) calls; the options are `backend`'s."""
+    """Compile a graph for torch.compile(model, backend="kvpass", options={...}); the options are those of `backend`."""
     settings: dict[str, Any] = {"mode": mode, **(options or {})} if mode else dict(options or {})
     try:
         chosen = backend(**settings)

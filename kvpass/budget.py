@@ -1,4 +1,4 @@
-"""Convert a budget, a number of slots or a share of the prompt, to whole slots."""
+"""Conversion of the user's budget to a number of slots."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Budget = Annotated[
         error=BudgetError,
     ),
 ]
-SPARE = 256  # slots that an unbounded cache has to grow into before it is compiled again
+SPARE = 256  # slots that an unbounded cache can grow by before it is compiled again
 
 
 def check(policy: Policy, budget: Budget) -> None:
@@ -34,10 +34,12 @@ def check(policy: Policy, budget: Budget) -> None:
 
 
 def window_for(policy: Policy, budget: Budget, prompt: int, valid: Tensor | None = None) -> int | Tensor:
-    """As `slots_for` for a policy that renumbers, for a prompt whose length may be symbolic, and without its errors.
+    """Return the window of a policy that renumbers tokens, for a prompt whose length may be symbolic.
+
+    This is the result of `slots_for`, without its errors.
 
     Args:
-        valid: bool [B, S], false for padding; None if there is none.
+        valid: bool [B, S], False for padding; None if there is no padding.
 
     Returns:
         A number, or int64 [B, 1] for a share of prompts that may have padding.
@@ -53,7 +55,13 @@ def window_for(policy: Policy, budget: Budget, prompt: int, valid: Tensor | None
 
 
 def slots_for(policy: Policy, budget: Budget, prompt: int) -> int:
-    """Tokens to keep between steps for a prompt of `prompt` tokens; exact, however the share was written."""
+    """Return the tokens to keep between steps for a prompt of `prompt` tokens.
+
+    A share is computed exactly from its decimal digits, without floating-point error.
+
+    Raises:
+        BudgetError: the share of this prompt is a budget that the policy cannot work with.
+    """
     if budget is None:
         return 1 << (prompt + SPARE - 1).bit_length()
     if isinstance(budget, int):
@@ -64,10 +72,10 @@ def slots_for(policy: Policy, budget: Budget, prompt: int) -> int:
 
 
 def slots_of_rows(policy: Policy, budget: Budget, valid: Tensor) -> list[int]:
-    """Return the tokens to keep for each row of a prompt; a share is one of the row's real tokens.
+    """Return the tokens to keep for each row of a prompt; a share counts the row's real tokens.
 
     Args:
-        valid: bool [B, S], false for padding.
+        valid: bool [B, S], False for padding.
     """
     rows, padded = valid.shape
     lengths = valid.sum(-1).tolist() if isinstance(budget, float) else [padded] * rows

@@ -1,47 +1,47 @@
-"""Define every error that kvpass raises, under one base class."""
+"""Errors that kvpass raises, all derived from `KVPassError`."""
 
 from __future__ import annotations
 
 
 class KVPassError(Exception):
-    """Base of every error that kvpass raises on purpose."""
+    """Base class of every error that kvpass raises on purpose."""
 
 
 class PolicyError(KVPassError, ValueError):
-    """An unknown policy, or an option of a policy or of the backend that cannot be."""
+    """An unknown policy, or an invalid option of a policy or of the backend."""
 
 
 class BudgetError(KVPassError, ValueError):
-    """A budget that the policy cannot work with, or one that a policy that never evicts has used up."""
+    """A budget that the policy cannot work with, or that a policy without eviction has used up."""
 
 
 class UnsupportedGraph(KVPassError):
-    """An attention call whose cache update cannot be rewritten; names the line and the reason."""
+    """An attention call whose cache update cannot be rewritten; the message names the line and the reason."""
 
 
 class ShardingError(UnsupportedGraph):
-    """Heads that are spread over processes in a way in which a policy would choose otherwise than in one process."""
+    """A tensor-parallel layer for which a policy would decide differently than in a single process."""
 
 
 class UnreadableGraph(UnsupportedGraph):
-    """A graph that kvpass failed to read or to rewrite with an error that it does not foresee."""
+    """A graph for which reading or rewriting failed with an unforeseen error."""
 
 
 class CacheHandleError(KVPassError):
-    """A cache that was changed, continued elsewhere, or built in a way that its slots cannot follow."""
+    """A cache that was modified, continued elsewhere, or built in a way that its slots cannot follow."""
 
 
 class LookupRangeError(KVPassError, IndexError):
-    """A token id or a position that the model's table has no row for."""
+    """A token id or a position for which the model's table has no row."""
 
 
 class RequestError(KVPassError, ValueError):
-    """A request that cannot be served: its prompt, its length or its name."""
+    """A request that cannot be served, because of its prompt, its length or its name."""
 
 
 class AlignerError(KVPassError, ValueError):
-    """An aligner that is missing, damaged, or was trained for another model, window or policy."""
+    """An aligner that is missing or damaged, or was trained for another model, window or policy."""
 
 
 class CheckpointError(KVPassError):
-    """A packaged checkpoint that is not installed, or is damaged."""
+    """A packaged checkpoint that is not installed or is damaged."""

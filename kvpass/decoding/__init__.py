@@ -1,1 +1,1 @@
-"""Decode in loops: one conversation, prompts in chunks, or many requests."""
+"""Decode loops: one conversation, prompts in chunks, and many requests."""

@@ -1,9 +1,9 @@
-"""Decoding in which nothing is decided on the host: `DecodeLoop`.
+"""Decoding without decisions on the host: `DecodeLoop`.
 
-Sampling, positions, counters, the policy's state and the next input live on the device.  The host looks at the
-tokens every few steps; in between it only says "again".  On a GPU the step is one CUDA graph that is replayed, on
-a CPU the same step is called.  Either way Dynamo and the model's own Python run twice in a conversation without
-further prompts: for the prompt and for the first step.
+Sampling, positions, counters, the policy's state and the next input live on the device.  The host reads the tokens
+every few steps, and only launches steps in between.  On a GPU the step is a CUDA graph that is replayed; on a CPU the
+same step is called.  In both cases Dynamo and the model's own Python run twice in a conversation without further
+prompts: for the prompt and for the first step.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ class DecodeLoop:
     >>> for tokens in loop.stream(200):  # int64 [B] on the CPU, `pad` for a conversation that has stopped
     ...     ...
     >>> kvpass.inspect(loop)             # at any time
-    >>> loop.prompt(more)                # goes on with a further prompt
+    >>> loop.prompt(more)                # continues with a further prompt
     >>> loop.generate(200)               # int64 [B, n]
 
     With `rows` it serves requests that come and go, each in a row of its own, on one decode graph:
 
     >>> loop = kvpass.DecodeLoop(model, policy="h2o", budget=1024, rows=8)
     >>> name = loop.add(ids, max_new_tokens=200)
-    >>> for output in loop:              # a `GenerationOutput` for each request that has made something
+    >>> for output in loop:              # a `GenerationOutput` for each request with new tokens
     ...     ...
 
     Attributes:
-        every: after how many steps the host looks at the tokens, to hand them out and to see who has stopped.
-            Steps that a stopped conversation takes until then leave its cache alone.
-        generator: what tokens are drawn with; its state may be set.
+        every: the number of steps after which the host reads the tokens, to hand them out and to see which
+            conversations have stopped.  A stopped conversation does not change its cache in the remaining steps.
+        generator: the generator of random numbers for sampling; its state may be set.
     """
 
     @checked
@@ -76,16 +76,19 @@ class DecodeLoop:
             model: takes `input_ids`, `cache` or `past_key_values`, and `use_cache`, and `attention_mask` and
                 `position_ids` if prompts are padded; returns an object with `logits` and the cache under the same name.
                 It is not changed.
+            policy: the eviction policy, as of `kvpass.backend`.
             temperature, top_k, top_p, seed: see `Sampling`; temperature 0 is greedy.
             stop: tokens that end a conversation; they are handed out, and are in the cache of a later prompt.
             every: see the attributes.
-            pad: what is handed out for conversations that have ended.
-            prefill_chunk: prompts go in so many tokens at a time, see `kvpass.prefill`; None for whole ones.
-            rows: for requests (`add`), how many of them are decoded together; None for a loop of prompts (`prompt`).
-            settings: the others of `kvpass.backend`, the policy's options among them.
+            pad: the token that is handed out for conversations that have stopped.
+            prefill_chunk: the number of tokens in a chunk of a prompt, see `kvpass.prefill`; None for whole prompts.
+            rows: the number of requests (`add`) that are decoded together; None for a loop of prompts (`prompt`).
+            settings: the other arguments of `kvpass.backend`, the policy's options among them.
 
         Raises:
-            PolicyError: an option that cannot be.
+            PolicyError: an invalid option, a model without weights, or a setting that a DecodeLoop does not allow.
+            BudgetError: a budget that the policy cannot work with, a share of the prompt for prompts in chunks, or
+                anything but a number of slots for requests.
         """
         self.model, self.every, self.pad, self.prefill_chunk = model, every, pad, prefill_chunk
         self.sampling = Sampling(temperature, top_k, top_p, seed)
@@ -110,7 +113,7 @@ class DecodeLoop:
 
     @property
     def cache(self) -> Any:
-        """The model's own cache object as of now; None before the first prompt."""
+        """Current cache object of the model; None before the first prompt."""
         state = self.state if self.requests is None else self.requests.batch
         if state is None:
             return None
@@ -119,22 +122,23 @@ class DecodeLoop:
 
     @property
     def past_key_values(self) -> Any:
-        """Return the cache under the name that transformers had for it before 5.24."""
+        """Cache under the name that transformers used before 5.24."""
         return self.cache
 
     @checked
     @torch.no_grad()
     def prompt(self, ids: TokenIds, attention_mask: PaddingMask | None = None) -> None:
-        """Feed a prompt: the first one, or what follows what was said so far.
+        """Feed a prompt: the first prompt, or the next turn of the conversations.
 
-        Conversations that had stopped go on.
+        Conversations that had stopped continue.
 
         Args:
-            ids: int64 [B, T]; attention_mask: [B, T], 0 for padding, which comes first in each row.
+            ids: int64 [B, T].
+            attention_mask: [B, T], 0 for padding, which must be on the left of each row; None for no padding.
 
         Raises:
             CacheHandleError: a further prompt has another number of rows.
-            PolicyError: an argument that cannot be, a token outside of the vocabulary, or the loop is one of requests.
+            PolicyError: an invalid argument, a token outside of the vocabulary, or a loop of requests.
         """
         require(self.requests is None, "rows", self._rows, "a loop of requests takes prompts by `add`")
         ids = ids.to(self.device, torch.int64)
@@ -157,10 +161,17 @@ class DecodeLoop:
     @checked
     @torch.no_grad()
     def stream(self, tokens: Natural) -> Iterator[Tensor]:
-        """Up to so many new tokens, int64 [B] each on the CPU, until every conversation has stopped.
+        """Yield up to `tokens` new tokens, int64 [B] each on the CPU, until every conversation has stopped.
 
-        Left early, the loop may stand up to `every` tokens further on than what was handed out: the next `stream` or
-        `generate` begins with these, and they are part of the conversation that a further prompt goes on with.
+        If the iteration is left early, the loop may be up to `every` tokens ahead of the last token handed out.  The
+        next `stream` or `generate` begins with these tokens, and they are part of the conversation that a further
+        prompt continues.
+
+        Args:
+            tokens: the largest number of tokens.
+
+        Raises:
+            CacheHandleError: there was no prompt, or the model's decode step cannot be repeated.
         """
         if self.state is None:
             raise CacheHandleError("a DecodeLoop needs a prompt before it can decode")
@@ -172,7 +183,14 @@ class DecodeLoop:
 
     @checked
     def generate(self, tokens: Natural) -> Tensor:
-        """All that `stream` gives, int64 [B, n] on the CPU."""
+        """Return all tokens of `stream`, int64 [B, n] on the CPU.
+
+        Args:
+            tokens: the largest number of tokens n.
+
+        Raises:
+            CacheHandleError: as of `stream`.
+        """
         made = list(self.stream(tokens))
         rows = 0 if self.state is None else len(self.state.ids)
         return torch.stack(made, 1) if made else torch.zeros(rows, 0, dtype=torch.int64)
@@ -192,24 +210,26 @@ class DecodeLoop:
         seed: Seed | None = None,
         request_id: str | None = None,
     ) -> str:
-        """Queue a request; a row takes it in as soon as one is free.  Needs a loop with `rows`.
+        """Queue a request, which starts as soon as a row is free.
+
+        The loop must have `rows`.
 
         Args:
             ids: the prompt, a list of token ids or int64 [T] or [1, T].
-            max_new_tokens: how many tokens it makes at most, from 1 on.
-            stop: up to 8 tokens that end it, the last of what it makes; None for the loop's own.
+            max_new_tokens: the largest number of tokens to generate, at least 1.
+            stop: up to 8 tokens that end the request, included in its output; None for the loop's own.
             temperature, top_k, top_p: see `Sampling`; None for the loop's own.
-            seed: what is drawn depends on it and on the request alone, whatever else is in the batch; None for one that
-                follows from the loop's own and the number of the request.
-            request_id: a name; None for one that is made up.
+            seed: the seed of sampling, on which the tokens depend whatever other requests are in the batch; None for a
+                seed that is derived from the loop's own and the number of the request.
+            request_id: the name of the request; None for a generated one.
 
         Returns:
-            The name.
+            The name of the request.
 
         Raises:
-            RequestError: an empty prompt, a token outside of the vocabulary, more tokens than a budget of a policy
-                that keeps them all, a name that is taken.
-            PolicyError: a setting that cannot be, or a loop without rows.
+            RequestError: an empty prompt, a token outside of the vocabulary, more tokens than the budget of a policy
+                that keeps every token, or a name that is in use.
+            PolicyError: an invalid setting, or a loop without rows.
         """
         requests, default = self._served(), self.sampling
         settings = (
@@ -223,47 +243,63 @@ class DecodeLoop:
 
     @checked
     def cancel(self, request_id: str) -> bool:
-        """End a request; its last output has what it made so far.  Whether it was there and had not finished."""
+        """End a request; its last output has the tokens generated so far.
+
+        Args:
+            request_id: the name of the request.
+
+        Returns:
+            Whether the request was known and had not finished.
+
+        Raises:
+            PolicyError: a loop without rows.
+        """
         return self._served().cancel(request_id)
 
     @property
     def pending(self) -> int:
-        """Requests whose end has not been handed out."""
+        """Number of requests whose last output has not been handed out."""
         return self._served().pending
 
     def step(self) -> list[GenerationOutput]:
-        """Go on with all requests: a chunk of a prompt is read, or up to `every` tokens are made in each row.
+        """Advance all requests: prefill one chunk of a prompt, or decode up to `every` tokens in each row.
 
         Returns:
-            What has come since the last look, one output for each request that made something or finished.
+            One output for each request that has new tokens or has finished since the last call.
 
         Raises:
-            BudgetError: there is no memory for so many rows; no request is lost.
+            BudgetError: there is no memory for the rows; no request is lost.
+            PolicyError: a loop without rows.
         """
         return self._served().step()
 
     def __iter__(self) -> Iterator[GenerationOutput]:
-        """What `step` gives, until nothing is pending; requests may be added and cancelled in between."""
+        """Yield the outputs of `step` until no request is pending; requests may be added and cancelled in between."""
         while self.pending:
             yield from self.step()
 
     @checked
     def generate_batch(self, inputs: Sequence[Any], **how: Any) -> dict[str, GenerationOutput]:
-        """Serve these prompts to their ends.
+        """Add requests and decode them until all have finished.
 
-        What other requests make in the meantime comes with the next `step`.
+        The next `step` hands out the outputs of other requests in the meantime.
 
         Args:
-            inputs: as of `add`, one each; how: the other arguments of `add` but the name.
+            inputs: the prompts, each as of `add`.
+            how: the other arguments of `add` except the name.
 
         Returns:
-            The last output of each by its name, in the order of the inputs.  One that could not be taken has failed,
-            and says why; the others go on.
+            The last output of each request by its name, in the order of the inputs.  A request that could not be added
+            has failed, and its output has the reason; the others continue.
+
+        Raises:
+            PolicyError: an invalid setting, or a loop without rows.
+            BudgetError: there is no memory for the rows.
         """
         return self._served().all_of([functools.partial(self.add, ids, **how) for ids in inputs])
 
     def _served(self) -> Requests:
-        """Raise PolicyError for a loop without rows."""
+        """Return the requests of the loop, or raise PolicyError for a loop without rows."""
         require(self.requests is not None, "rows", None, "requests need a loop with a number of rows")
         assert self.requests is not None
         return self.requests

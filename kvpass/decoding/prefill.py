@@ -1,8 +1,9 @@
-"""Prompts in chunks: each attends to the held tokens and itself, then the policy evicts (`prefill`).
+"""Chunked prefill: each chunk attends to the cached tokens and to itself, then the policy evicts (`prefill`).
 
-The memory of a prompt is then that of the budget and a chunk, however long it is, and its time grows as its length.
-The first chunk takes the rest that the others leave, and has up to twice their length: a prompt graph serves all
-lengths, while each length of a chunk on live slots is a graph of its own.
+A prompt of any length then needs the memory of the budget and one chunk, and time in proportion to its length.  The
+remainder of the division into chunks is a part of the first chunk, which has less than twice the length of the
+others.  The reason is that one prompt graph serves all lengths, while each length of a chunk on slots has a graph of
+its own.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Logits = Literal["last", "all"]
 
 
 def are_token_ids(x: Tensor) -> bool:
-    """Whether a tensor holds integers that can be read one by one."""
+    """Return whether a tensor holds readable integers: it is strided, not on meta, and not bool."""
     return _has_values(x) and not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
 
 
@@ -54,15 +55,15 @@ PaddingMask = Annotated[
 
 @dataclasses.dataclass(frozen=True)
 class Caller:
-    """A model's call with what it takes of what a prompt or a step has.
+    """Caller of a model, with those arguments of a prompt or a step that the model's forward takes.
 
     Attributes:
-        call: the model or what torch.compile made of it.
-        takes: the names of its arguments.
+        call: the model or its compiled version.
+        takes: the names of the parameters of its forward.
         cache_name: the keyword under which it takes its cache.
         name: its class, for errors.
-        begin: makes an empty cache, or None for a model that makes it itself.
-        vocabulary: how many tokens the model knows; None if it does not say.
+        begin: makes an empty cache; returns None for a model that makes its cache itself.
+        vocabulary: the number of tokens that the model knows; None if the model does not report it.
     """
 
     call: Callable[..., Any]
@@ -74,7 +75,7 @@ class Caller:
 
     @staticmethod
     def of(call: Callable[..., Any], model: Any = None) -> Caller:
-        """From a compiled model; `model` is the one that was compiled, if that cannot be seen."""
+        """Return the caller of a compiled model; `model` is the original, if it cannot be found from `call`."""
         model = model or getattr(call, "_orig_mod", call)
         takes, name = cache_names.parameters(model), cache_names.keyword(model)
         return Caller(call, takes, name, type(model).__name__, lambda: dynamo.empty_cache(model), _vocabulary(model))
@@ -82,16 +83,18 @@ class Caller:
     def __call__(
         self, ids: Tensor, mask: Tensor, position: Tensor, cache: Any, keep: int = 1, plain: bool = False
     ) -> Any:
-        """The model's own output.
+        """Call the model and return its output.
 
         Args:
-            ids: int64 [B, q]; position: int64 [B, q], among the real tokens.
-            mask: [B, tokens seen + q].
-            keep: of how many of the last tokens logits are wanted, 0 for all.
-            plain: leave mask and positions to the model, for a prompt without padding.
+            ids: int64 [B, q].
+            mask: [B, tokens seen + q], 0 for padding.
+            position: int64 [B, q], counted over the real tokens.
+            cache: the cache to continue; None for an empty one.
+            keep: the number of last tokens for which to compute logits, 0 for all.
+            plain: do not pass mask and positions, for a prompt without padding.
 
         Raises:
-            CacheHandleError: the returned cache does not count these tokens behind those that it had seen.
+            CacheHandleError: the returned cache does not count these tokens after those that it had seen.
         """
         given = dict(logits_to_keep=keep) | ({} if plain else dict(attention_mask=mask, position_ids=position))
         named = {name: value for name, value in given.items() if name in self.takes}
@@ -101,7 +104,7 @@ class Caller:
         return out
 
     def _check_count(self, cache: Any, fed: int, total: int) -> None:
-        """Raise CacheHandleError if a cache of kvpass counts another number of tokens than `total`."""
+        """Raise CacheHandleError if a cache of kvpass has not seen `total` tokens."""
         found = caches_in(cache)
         if found and found[0].seen != total:
             raise CacheHandleError(
@@ -111,33 +114,33 @@ class Caller:
             )
 
     def check_padding(self, mask: Tensor) -> None:
-        """Raise PolicyError for padding, [B, T], that the model could not be told of."""
+        """Raise PolicyError if the mask [B, T] has padding and the model takes no attention mask."""
         if "attention_mask" not in self.takes and not bool(mask.all()):
             raise PolicyError(f"attention_mask: {self.name} takes none, so prompts cannot be padded")
 
     def check_known(self, ids: Tensor) -> None:
-        """Raise PolicyError for a token id that the model does not have.
+        """Raise PolicyError for a token id outside of the vocabulary, which compiled code would read beyond a table.
 
-        That waits for the device, so it is done for prompts and not for steps; compiled code would read beyond a table.
+        The check waits for the device, so prompts are checked and steps are not.
         """
         unknown = self.unknown_token(ids)
         if unknown is not None:
             raise PolicyError(f"ids: token {unknown} is not in the vocabulary of {self.vocabulary}")
 
     def unknown_token(self, ids: Tensor) -> int | None:
-        """The lowest or highest of these token ids if the model does not have it."""
+        """Return the lowest or highest of these token ids if it is outside of the vocabulary, else None."""
         low, high = (int(end) for end in ids.aminmax())
         above = self.vocabulary is not None and high >= self.vocabulary
         return low if low < 0 else high if above else None
 
 
 def _vocabulary(model: Any) -> int | None:
-    """How many tokens a model knows; None if it does not say."""
+    """Return the number of tokens that a model knows; None if the model does not report it."""
     try:
         embedding = model.get_input_embeddings()
     except (AttributeError, NotImplementedError):
         return None
-    count = getattr(embedding, "num_embeddings", None)  # weights that are packed have another number of rows
+    count = getattr(embedding, "num_embeddings", None)  # packed weights have another number of rows
     return count if isinstance(count, int) else None
 
 
@@ -153,31 +156,36 @@ def prefill(
     logits: Logits = "last",
     past_key_values: Any = None,
 ) -> Any:
-    """Feed a prompt in chunks to a model that kvpass compiled; the cache is bounded between them.
+    """Feed a prompt in chunks to a model that kvpass compiled, with a bounded cache between the chunks.
 
-    With `chunk=1` it is token by token, as in decoding.  What is left when a prompt is cut into chunks goes in with the
-    first one; `generate(..., prefill_chunk_size=n)` has it at the end.
+    With `chunk=1` the prompt goes in token by token, as in decoding.  The remainder of the division into chunks is a
+    part of the first chunk; `generate(..., prefill_chunk_size=n)` has it at the end.
+
+    >>> compiled = kvpass.compile(model, policy="h2o", budget=1024)
+    >>> out = kvpass.prefill(compiled, ids, chunk=512)
+    >>> out.logits                       # [B, 1, V]
 
     Args:
         compiled: `torch.compile(model, backend=kvpass.backend(...))`, or a model after `kvpass.compile`; it takes
             `input_ids`, `cache` or `past_key_values`, and `use_cache`, and `attention_mask` and `position_ids` if there
             is padding, and returns an object with `logits` and the cache under the same name.
         ids: int64 [B, T].
-        attention_mask: [B, tokens seen before + T], 0 for padding, which comes first in each row; None for no padding.
-        chunk: tokens that go in together, from 1 on.
-        cache: a cache of kvpass to go on with, None for an empty one.
-        logits: "last" for those of the last token, [B, 1, V]; "all" for those of every token, [B, T, V], which is what
-            scoring a text wants, and takes memory as T does.
+        attention_mask: [B, tokens seen before + T], 0 for padding, which must be on the left of each row; None for no
+            padding.
+        chunk: the number of tokens in a chunk, at least 1.
+        cache: a cache of kvpass to continue, None for an empty one.
+        logits: "last" for the logits of the last token, [B, 1, V]; "all" for those of every token, [B, T, V], as for
+            scoring a text, with memory in proportion to T.
         past_key_values: another name for `cache`.
 
     Returns:
         The model's output for the last chunk, with these `logits`, and the cache under the model's own name.
 
     Raises:
-        PolicyError: an argument that cannot be, a token outside of the vocabulary, or a cache under both names.
-        CacheHandleError: the cache is not of kvpass, or the model does not go on with it.
-        BudgetError: an empty cache and a budget that is a share of the prompt, of whose length the first chunk knows
-            nothing.
+        PolicyError: an invalid argument, a token outside of the vocabulary, or a cache under both names.
+        CacheHandleError: the cache is not of kvpass, or the model does not continue it.
+        BudgetError: an empty cache and a budget that is a share of the prompt, whose length is unknown at the first
+            chunk.
     """
     caller = Caller.of(compiled)
     require(cache is None or past_key_values is None, "past_key_values", "a cache", "is another name for `cache`")
@@ -199,40 +207,45 @@ def prefill(
 
 
 def chunks(caller: Caller, ids: Tensor, mask: Tensor, cache: Any, chunk: int | None, keep: int = 1) -> Iterator[Any]:
-    """The model's output for each chunk of a prompt.
+    """Yield the model's output for each chunk of a prompt.
 
     Args:
-        ids: int64 [B, T]; mask: [B, tokens seen before + T].
-        chunk: None for the whole prompt at once.
+        ids: int64 [B, T].
+        mask: [B, tokens seen before + T], 0 for padding.
+        chunk: the number of tokens in a chunk; None for the whole prompt at once.
     """
     done, before = 0, mask.shape[1] - ids.shape[1]
-    plain = before == 0 and bool(mask.all())  # a mask costs the attention of a prompt twice the time
+    plain = before == 0 and bool(mask.all())  # attention with a mask takes twice the time in a prompt
     position = (mask.cumsum(-1) - 1).clamp(min=0)[:, before:]
     for count in lengths(ids.shape[1], chunk, before == 0):
         part, upto = slice(done, done + count), before + done + count
         given = (growing(ids[:, part]), growing(mask[:, :upto]), growing(position[:, part]), cache)
         out = caller(*given, keep, plain and done == 0)
         cache, done = cache_names.returned(out), done + count
-        # What goes on with a cache has the slots that its prompt came to.
+        # A cache to continue has the slots that its prompt came to, so only a new cache needs the check of its budget.
         for layer in caches_in(cache)[:1] if chunk is not None and before == 0 else []:
             check_budget(layer.backend.budget)
         yield out
 
 
 def last_of(outputs: Iterator[Any]) -> Any:
-    """The last of them, once all are made; the others are let go."""
+    """Return the last output once all are made; earlier outputs are released on the way."""
     return collections.deque(outputs, maxlen=1).pop()
 
 
 def _noted(outputs: Iterator[Any], logits: list[Tensor]) -> Iterator[Any]:
-    """The same outputs; their logits are added to the list."""
+    """Yield the same outputs, and append their logits to the list."""
     for output in outputs:
         logits.append(output.logits)
         yield output
 
 
 def lengths(tokens: int, chunk: int | None, first: bool) -> list[int]:
-    """Of the chunks of so many tokens; the rest goes with the first one of a prompt, and else comes first by itself."""
+    """Return the lengths of the chunks of `tokens` tokens; a remainder joins the first chunk, or precedes the others.
+
+    Args:
+        first: whether the cache is empty, so that the first chunk runs on a prompt graph, which serves all lengths.
+    """
     if chunk is None or tokens <= chunk:
         return [tokens]
     count, rest = divmod(tokens, chunk)
@@ -242,7 +255,7 @@ def lengths(tokens: int, chunk: int | None, first: bool) -> list[int]:
 
 
 def growing(x: Tensor) -> Tensor:
-    """Return a tensor by itself in memory, whose last dimension Dynamo traces as dynamic."""
+    """Return a tensor that is not a view, whose last dimension Dynamo traces as dynamic."""
     x = dense(x)
     if x.shape[-1] > 1:
         dynamo.mark_growing(x, x.ndim - 1)
@@ -250,10 +263,10 @@ def growing(x: Tensor) -> Tensor:
 
 
 def _seen(cache: Any) -> int:
-    """Tokens that a cache has seen.
+    """Return the number of tokens that a cache has seen.
 
     Raises:
-        CacheHandleError: there is something in it and nothing of kvpass.
+        CacheHandleError: a cache that has no handles of kvpass.
     """
     if cache is None:
         return 0
@@ -264,7 +277,7 @@ def _seen(cache: Any) -> int:
 
 
 def check_budget(budget: Budget) -> None:
-    """Raise BudgetError for a budget that chunks of a prompt cannot have."""
+    """Raise BudgetError for a budget that is a share of the prompt, which chunks of a prompt cannot have."""
     if isinstance(budget, float):
         raise BudgetError(
             f"budget={budget}: a share of the prompt is not known before all of it is; give a number of slots to "
@@ -273,10 +286,10 @@ def check_budget(budget: Budget) -> None:
 
 
 def padding(ids: Tensor, mask: Tensor | None, seen: int) -> Tensor:
-    """The padding mask, int64 [B, seen + T], of prompts [B, T] behind so many tokens.
+    """Return the padding mask, int64 [B, seen + T], of prompts [B, T] after `seen` tokens.
 
     Raises:
-        PolicyError: a mask of other tokens, or padding that does not come first in its row of the prompts.
+        PolicyError: a mask of another shape, or padding that is not on the left of its row.
     """
     wanted = (len(ids), seen + ids.shape[1])
     if mask is None:

@@ -1,16 +1,10 @@
-"""Many requests on one decode graph: `DecodeLoop(model, policy, rows=R)`.
+"""Serving of many requests on one decode graph: `DecodeLoop(model, policy, rows=R)`.
 
-Each row of the batch is one request's.  A prompt runs at one row, and then its slots are copied into a row that is
-free; the other rows go on, on the same graph.  Slots have a fixed size, so there are no pages, and no row moves.
+Each row of the batch belongs to one request.  A prompt runs in a batch of one row, and then its slots are copied into a
+free row; the other rows continue on the same graph.  Slots have a fixed size, so there are no pages, and no row moves.
 
-Rows have seen different numbers of tokens, but the masks of a model count places in one padded sequence.  So rows are
-padded on the left in thought: all are as long as the longest, and a row's tokens stand at its end.  When a longer
-prompt comes, the indices of all other rows move up (`RequestBatch.settle_on`).  Masks depend on differences of indices,
-or on the padding, so no row notices.  Free rows are fed padding.
-
-An interrupted step leaves tensors half written.  They are thrown away, and its requests run again from their prompts,
-which gives the same tokens.  Tokens that were made are not replayed as a prompt, since a policy judges a prompt
-otherwise.
+Rows have seen different numbers of tokens, but the masks of a model count positions in one padded sequence.  So rows
+are treated as padded on the left: all are as long as the longest, and a row's tokens are at its end.
 """
 
 from __future__ import annotations
@@ -41,13 +35,13 @@ from kvpass.runtime.caches import even_out, keep_address
 from kvpass.runtime.memory import free_bytes
 
 Reason = Literal["stop", "length", "cancelled", "error"]
-ATTEMPTS = 2  # a request that fails while it runs alone is begun anew once
-MOST_STOPS = 8  # tokens that a request may end at
+ATTEMPTS = 2  # runs of a request that fails alone before it ends with an error
+MOST_STOPS = 8  # stop tokens of a request
 FAILS = Condition(error=RequestError)
 
 
 def _is_prompt(ids: Tensor | Sequence[int]) -> bool:
-    """Whether there are tokens, of one prompt."""
+    """Return whether token ids are integers and form one prompt that is not empty."""
     shape = ids.shape if isinstance(ids, Tensor) else (len(ids),)
     integral = not isinstance(ids, Tensor) or are_token_ids(ids)
     return integral and shape[-1:] > (0,) and tuple(shape[:-1]) in ((), (1,))
@@ -64,7 +58,7 @@ Prompt = Annotated[
 
 
 class RequestStatus(enum.IntEnum):
-    """Where a request stands; the names of transformers' continuous batching."""
+    """State of a request, with the names of transformers' continuous batching."""
 
     PENDING = 0
     PREFILLING = 1
@@ -75,15 +69,17 @@ class RequestStatus(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class GenerationOutput:
-    """What a request has made as of a look.
+    """Tokens of a request at one call of `DecodeLoop.step`.
 
     Attributes:
-        request_id: what `add` gave.
-        prompt_ids: as they were given.
-        generated_tokens: all so far; a token to stop at is the last one.
-        new_tokens: those since the last look.
-        finish_reason: a token to stop at, its length, `cancel`, or an error; None while it goes on.
-        error: what went wrong, with `RequestStatus.FAILED`.
+        request_id: the name that `DecodeLoop.add` returned.
+        prompt_ids: the tokens of the prompt.
+        generated_tokens: all tokens generated so far; a stop token is the last one.
+        new_tokens: the tokens generated since the last output.
+        status: the state of the request.
+        finish_reason: "stop" for a stop token, "length" for the largest number of tokens, "cancelled" or "error"; None
+            for a request that has not finished.
+        error: the error message, if the status is `RequestStatus.FAILED`.
     """
 
     request_id: str
@@ -95,18 +91,26 @@ class GenerationOutput:
     error: str | None = None
 
     def is_finished(self) -> bool:
-        """Whether nothing more comes."""
+        """Return whether the request has finished or failed, so that no further output follows."""
         return self.status >= RequestStatus.FINISHED
 
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """A request and what is known of it on the host.
+    """A request and its state on the host.
 
     Attributes:
-        tokens: made so far; told: those that have been handed out, more than that after it was begun anew.
-        failures: how often it has failed while no other request ran.
-        suspect: it runs alone for so many tokens, as a step of several requests has failed by then.
+        request_id: the name of the request.
+        prompt: the tokens of the prompt.
+        most: the largest number of tokens to generate.
+        stop: the stop tokens.
+        sampling: the settings of sampling.
+        tokens: the tokens generated so far.
+        told: the tokens that have been handed out, which are more than `tokens` after a restart of the request.
+        failures: how often the request has failed while no other request ran.
+        suspect: the number of tokens up to which the request runs alone, because a step of several requests failed
+            before that many.
+        status, reason, error: as of `GenerationOutput`.
     """
 
     request_id: str
@@ -124,7 +128,7 @@ class Request:
 
     @property
     def held(self) -> int:
-        """Tokens that its cache has seen: of the prompt and all that were made but the last."""
+        """Number of tokens that its cache has seen: the prompt and all generated tokens but the last."""
         return len(self.prompt) + len(self.tokens) - 1
 
     @property
@@ -132,16 +136,16 @@ class Request:
         return self.status >= RequestStatus.FINISHED
 
     def begin(self) -> None:
-        """Start, or start anew: what was made is made again, and not handed out again."""
+        """Start or restart the request; tokens that are generated again are not handed out again."""
         self.tokens, self.status = [], RequestStatus.PREFILLING
 
     @property
     def runs_alone(self) -> bool:
-        """Whether no other request may be in the batch."""
+        """True if no other request may be in the batch."""
         return len(self.tokens) < self.suspect
 
     def take(self, token: int) -> None:
-        """One more token."""
+        """Append a generated token, and end the request if it is a stop token or the last allowed token."""
         self.tokens.append(token)
         if token in self.stop:
             self.end("stop")
@@ -153,7 +157,7 @@ class Request:
         self.status = RequestStatus.FAILED if reason == "error" else RequestStatus.FINISHED
 
     def look(self) -> GenerationOutput | None:
-        """What is new; None if nothing is."""
+        """Return an output with the new tokens; None if there are none and the request has not finished."""
         new = self.tokens[len(self.told) :]
         if not new and not self.finished:
             return None
@@ -163,7 +167,7 @@ class Request:
 
 
 class ServingOptions(LoopSettings, Protocol):
-    """What requests ask of their loop; see `DecodeLoop`."""
+    """Settings of a loop that serves requests; see `DecodeLoop`."""
 
     device: torch.device
     prefill_chunk: int | None
@@ -173,7 +177,7 @@ class ServingOptions(LoopSettings, Protocol):
 
 
 class Requests:
-    """The requests of a loop: queued, being read, or in a row."""
+    """The requests of a loop: queued, in prefill, or in a row."""
 
     def __init__(self, loop: ServingOptions, rows: int) -> None:
         self.loop, self.count = loop, rows
@@ -187,11 +191,11 @@ class Requests:
 
     @staticmethod
     def of(loop: ServingOptions, rows: int) -> Requests:
-        """For a loop whose slots are as many for every request.
+        """Return the requests of a loop, which must give every request the same number of slots.
 
         Raises:
-            BudgetError: a budget that is none, or a share of each prompt.
-            PolicyError: a policy that holds a prompt whole until a token has attended to it.
+            BudgetError: no budget, or a budget that is a share of each prompt.
+            PolicyError: a policy that keeps the whole prompt until a token has attended to it.
         """
         policy, budget = loop.chosen.policy, loop.chosen.budget
         if not isinstance(budget, int):
@@ -239,12 +243,12 @@ class Requests:
 
     @property
     def pending(self) -> int:
-        """Requests whose end has not been handed out."""
+        """Number of requests whose last output has not been handed out."""
         return len(self.known)
 
     @torch.no_grad()
     def step(self) -> list[GenerationOutput]:
-        """One chunk of a prompt, or tokens for all rows; what is new since the last look."""
+        """Prefill one chunk of a prompt, or decode tokens for all rows; see `DecodeLoop.step`."""
         self._sort_out()
         if not self._read_on():
             self._decode()
@@ -257,7 +261,7 @@ class Requests:
         return made
 
     def all_of(self, adding: Sequence[Callable[[], str]]) -> dict[str, GenerationOutput]:
-        """Add requests and serve them to their ends; see `DecodeLoop.generate_batch`."""
+        """Add requests and decode them until all have finished; see `DecodeLoop.generate_batch`."""
         done: dict[str, GenerationOutput] = {}
         names = [self._added(add, done) for add in adding]
         kept = []
@@ -267,11 +271,11 @@ class Requests:
                     kept.append(output)
                 elif output.is_finished():
                     done[output.request_id] = output
-        self.kept = kept  # for whoever looks next
+        self.kept = kept  # outputs of other requests, for the next call of `step`
         return {name: done[name] for name in names}
 
     def _added(self, add: Callable[[], str], done: dict[str, GenerationOutput]) -> str:
-        """Add a request; of one that cannot be, what came of it."""
+        """Add a request and return its name; a request that is refused gets its failed output in `done`."""
         number = self.number
         try:
             return add()
@@ -283,7 +287,7 @@ class Requests:
     # -- rows --------------------------------------------------------------------------------------------------------
 
     def _sort_out(self) -> None:
-        """Free the rows, and leave the places in the queue, of requests that have finished."""
+        """Free the rows of finished requests, and remove finished requests from the queue."""
         for row in [row for row, request in self.rows.items() if request.finished]:
             del self.rows[row]
             if self.batch is not None:
@@ -293,7 +297,7 @@ class Requests:
             self.filling = None
 
     def _read_on(self) -> bool:
-        """Feed one chunk of a prompt to the model, if there is a row for it; whether a request has begun with that."""
+        """Prefill one chunk of a prompt if there is a free row; return whether a prefill has ended or failed."""
         if self.filling is None and not self._may_begin():
             return False
         request = self.queue.popleft() if self.filling is None else self.filling[0]
@@ -310,7 +314,7 @@ class Requests:
         return left == 1
 
     def _may_begin(self) -> bool:
-        """Whether there is a row for the next request, and it and those in rows may run together."""
+        """Return whether a row is free for the next request, and whether it may run together with those in rows."""
         if not self.queue or len(self.rows) == self.count:
             return False
         return not self.rows or not any(request.runs_alone for request in (self.queue[0], *self.rows.values()))
@@ -322,13 +326,13 @@ class Requests:
         return request, chunks(*how), len(lengths(ids.shape[1], self.loop.prefill_chunk, True))
 
     def _again(self, requests: Sequence[Request], error: Exception) -> None:
-        """Begin requests anew, before all others, after a step of all of them has failed.
+        """Restart requests, ahead of the queue, after a step with all of them has failed.
 
-        Which of several is at fault shows when each runs alone.  One that fails alone for the second time, or on a
-        refusal, ends with the error, and the others are no longer suspects.
+        If there are several, each runs alone next, which shows the one at fault.  A request that fails alone for the
+        second time, or with an error of kvpass, ends with the error, and the others are no longer suspects.
         """
         if len(requests) > 1:
-            # The longest goes first: it is the likeliest to have left the positions that a model has.
+            # The longest runs first: it is the most likely to have exceeded the positions of the model.
             for request in sorted(requests, key=lambda request: request.held):
                 self._begin_later(request, suspect=len(request.tokens) + self.loop.every)
             return
@@ -342,12 +346,12 @@ class Requests:
             other.suspect = 0
 
     def _begin_later(self, request: Request, suspect: int = 0) -> None:
-        """Put a request before all others in the queue."""
+        """Put a request at the head of the queue."""
         request.status, request.suspect = RequestStatus.PENDING, suspect
         self.queue.appendleft(request)
 
     def _admit(self, request: Request, out: Any) -> None:
-        """Copy what a prompt left into a free row.
+        """Copy the slots of a prompt into a free row.
 
         Raises:
             BudgetError: there is no memory for the rows; the request stays in the queue.
@@ -375,20 +379,20 @@ class Requests:
         request.status = max(request.status, RequestStatus.DECODING)
 
     def _restart(self, error: Exception) -> None:
-        """Give the rows up, whose tensors a step has left in any state."""
+        """Drop the batch, whose tensors a failed step has left in an unknown state, and restart its requests."""
         there = list(self.rows.values())
         self.batch, self.rows = None, {}
         self._again(there, error)
 
     def _decode(self) -> None:
-        """Tokens for all rows, up to the next look."""
+        """Decode tokens for all rows until the host reads them next."""
         there = list(self.rows.values())
         if self.batch is None or not there:
             return
         left = [request.most - len(request.tokens) for request in there]
         try:
             self.batch.settle_on(max(request.held for request in there))
-            soon = self.queue or not self.loop.chosen.policy.evicts  # who keeps all has slots for the longest row
+            soon = self.queue or not self.loop.chosen.policy.evicts  # without eviction, slots fit the longest row only
             columns = self.batch.run(min(self.loop.every, min(left) if soon else max(left)))
         except Exception as error:
             self._restart(error)
@@ -400,13 +404,14 @@ class Requests:
 
 
 class RequestBatch(LoopState):
-    """The rows on the device.
+    """The rows of a batch of requests on the device.
 
     Attributes:
-        made_of: how many tokens each row has made, int64 [R]; most: how many it may, likewise.
-        stops: int64 [R, MOST_STOPS], the tokens that each row ends at, -1 after the last.
-        sampling: how each row draws.
-        caches: of each layer, with R rows.
+        made_of: int64 [R], the number of tokens that each row has generated.
+        most: int64 [R], the largest number of tokens for each row.
+        stops: int64 [R, MOST_STOPS], the stop tokens of each row, -1 after the last.
+        sampling: the settings of sampling of each row.
+        caches: the cache of each layer, with R rows.
     """
 
     def __init__(self, loop: ServingOptions, cache: Any, rows: int) -> None:
@@ -422,10 +427,10 @@ class RequestBatch(LoopState):
 
     @staticmethod
     def of(loop: ServingOptions, cache: Any, rows: int) -> RequestBatch:
-        """Free rows for requests whose prompts leave caches as this one, which is no longer one after that.
+        """Return free rows for requests whose caches are like `cache`, which is consumed.
 
         Raises:
-            BudgetError: there is no memory for so many rows.
+            BudgetError: there is no memory for `rows` rows.
             CacheHandleError: the model's cache holds more than slots.
         """
         one = caches_in(cache)
@@ -443,7 +448,11 @@ class RequestBatch(LoopState):
         return RequestBatch(loop, refreshed(cache, 0, widened), rows)
 
     def check(self, caches: Sequence[LayerCache]) -> None:
-        """Raise CacheHandleError unless the caches of a prompt fit into a row, for which either may get more slots."""
+        """Give a prompt's caches and the rows equally many slots, where that is possible.
+
+        Raises:
+            CacheHandleError: the caches do not fit into a row.
+        """
         for layer, one in zip(self.caches, caches, strict=True):
             even_out(layer, one)
             found, here = (one.layout.capacity, one.slots.capacity), (layer.layout.capacity, layer.slots.capacity)
@@ -454,10 +463,11 @@ class RequestBatch(LoopState):
                 )
 
     def take_in(self, row: int, caches: Sequence[LayerCache], request: Request, logits: Tensor) -> int:
-        """Put a request into a row; gives its first token.
+        """Put a request into a row and return its first token.
 
         Args:
-            caches: of each layer, with one row; logits: [1, vocabulary], of the prompt's last token.
+            caches: the cache of each layer, with one row.
+            logits: [1, vocabulary], of the prompt's last token.
         """
         seen = caches[0].seen
         self.settle_on(max(seen, self.length))
@@ -472,18 +482,19 @@ class RequestBatch(LoopState):
         return first
 
     def free(self, row: int) -> None:
-        """Let a row stand still."""
+        """Mark a row as free, so that steps leave it unchanged."""
         self.done[row] = True
 
     @property
     def length(self) -> int:
-        """The tokens that all rows have seen, padding included."""
+        """Number of tokens that all rows have seen, padding included."""
         return self.caches[0].seen
 
     def settle_on(self, length: int) -> None:
-        """Let all rows be as long as that, by padding on the left.
+        """Give all rows the same length by padding them on the left.
 
-        A policy that evicts lets them grow; one that does not has slots for so many.
+        With a policy that evicts, rows only grow; a policy that keeps every token has slots for a limited length, so
+        rows shrink too.
         """
         by = length - self.length
         if by == 0 or (by < 0 and self.caches[0].layout.policy.evicts):
@@ -499,7 +510,7 @@ class RequestBatch(LoopState):
             self.cache = refreshed(self.cache, by)
 
     def run(self, count: int) -> list[list[int]]:
-        """So many tokens for each row, or fewer if a row ends and the host sees it at no cost."""
+        """Decode `count` tokens for each row; on a CPU, stop as soon as a row ends."""
         self.follow_model()
         ended = int(self.done.sum()) if self.done.device.type == "cpu" else None
         for _ in range(count):
@@ -507,36 +518,39 @@ class RequestBatch(LoopState):
             self.pending += 1
             if ended is not None and int(self.done.sum()) > ended:
                 break
-        columns: list[list[int]] = self.made[: self.pending].tolist()  # the host looks
+        columns: list[list[int]] = self.made[: self.pending].tolist()  # waits for the device
         self.cursor.zero_()
         self.pending = 0
         return columns
 
     def settle(self) -> None:
-        """As of `LoopState`; padding is not remembered, since a place belongs to whichever request is in the row."""
+        """Update the cache object as `LoopState` does, without positions of padding, as requests change in a row."""
         super().settle()
         for layer in self.caches:
             layer.absent = layer.absent[:, :0]
 
     def mask(self) -> Tensor:
-        """[R, tokens seen]: a row's own stand at its end; those of a row that stands still may be any."""
+        """Return the padding mask [R, tokens seen]; a row's own tokens are at its end, and free rows are arbitrary."""
         indices = torch.arange(self.length, device=self.done.device)
         return (indices >= self.length - self.caches[0].valid_seen[:, None]).to(torch.int64)
 
     @property
     def variant(self) -> Any:
-        """How the rows draw, which the host decides."""
+        """Facts about sampling in the rows that the host decides, and that a CUDA graph depends on."""
         return self.sampling.draws, self.sampling.limits
 
     def tell(self, mask: Tensor) -> None:
-        """Say of the new tokens which are real; which column the graph reads depends on the length."""
+        """Write into a padding mask which of the new tokens are real, in every column.
+
+        The column that the graph reads depends on the length.
+        """
         mask.copy_((~self.done)[:, None].expand_as(mask))
 
     def _stops(self, tokens: Tensor) -> Tensor:
         return (tokens[:, None] == self.stops).any(-1)
 
     def choose(self, logits: Tensor) -> None:
-        """Sample and move on, all on the device; logits [R, 1, vocabulary]."""
+        """Sample the next tokens from logits [R, 1, vocabulary] and advance the state, all on the device."""
         drawn, goes = self.sampling.choose(logits[:, -1], self.made_of), ~self.done
         self.made_of.add_(goes)
         self.made.index_copy_(0, self.cursor, torch.where(goes, drawn, self.loop.pad)[None])
@@ -549,10 +563,10 @@ class RequestBatch(LoopState):
 def _check_nothing_else(cache: Any, empty: Any) -> None:
     """Raise CacheHandleError for a model's cache object that holds more than slots, such as recurrent states.
 
-    What a layer holds in no dimension, and held before there were any tokens, belongs to the model and to no row.
+    A tensor without dimensions that was the same before any token belongs to the model and not to a row.
 
     Args:
-        empty: the cache that the model's prompts begin with, None if the model makes it itself.
+        empty: the cache that the model's prompts begin with, None if the model makes its cache itself.
     """
     begun = itertools.chain(getattr(empty, "layers", ()), itertools.repeat(None))
     for number, (layer, before) in enumerate(zip(getattr(cache, "layers", ()), begun, strict=False)):
@@ -568,19 +582,19 @@ def _check_nothing_else(cache: Any, empty: Any) -> None:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """The tensors in containers that are no handles."""
+    """Return the tensors in nested containers that are not handles."""
     return [x for x in optree.tree_leaves(value) if isinstance(x, Tensor) and not isinstance(x, Handle)]
 
 
 def _are_constants(found: Sequence[Tensor], before: Sequence[Tensor]) -> bool:
-    """Whether tensors have no dimension, and are what they were before."""
+    """Return whether tensors have no dimensions and are equal to those before; true for no tensors."""
     if len(found) != len(before):
         return not found
     return all(x.ndim == 0 and torch.equal(x, was.to(x.device)) for x, was in zip(found, before, strict=True))
 
 
 def _widened(one: LayerCache, rows: int) -> LayerCache:
-    """A cache like this one with so many rows that hold nothing."""
+    """Return a cache like `one` with `rows` empty rows."""
     layout = dataclasses.replace(one.layout, batch=rows)
     if not isinstance(one.slots, Slots):
         raise CacheHandleError("requests on a cache that runs with inner='reference'")
@@ -594,7 +608,7 @@ def _widened(one: LayerCache, rows: int) -> LayerCache:
 
 
 def _put(layer: LayerCache, row: int, one: LayerCache) -> None:
-    """Copy the only row of a cache into a row of a wider one; nothing of what was there is left."""
+    """Copy the only row of a cache into a row of a wider cache, replacing all of that row."""
     shift = layer.seen - one.seen
     for there, here in zip(layer.slots.tensors(), one.slots.tensors(), strict=True):
         there[row].copy_(here[0])

@@ -1,4 +1,4 @@
-"""The next token from logits, on the device and without a word to the host."""
+"""Sampling of the next token from logits, on the device and without synchronisation with the host."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Seed = Natural
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen.
+    """Settings for the choice of the next token.
 
     Attributes:
-        temperature: divides the logits; 0 always takes the likeliest token.
-        top_k: only the so many likeliest tokens are in the draw.
-        top_p: only the likeliest tokens that together have this share of the probability are.
-        seed: of the generator.
+        temperature: divides the logits; 0 always takes the most likely token.
+        top_k: draw from the `top_k` most likely tokens only; None for all.
+        top_p: draw from the smallest set of most likely tokens with this share of the probability; None for all.
+        seed: the seed of the generator.
     """
 
     temperature: float = 0.0
@@ -33,11 +33,11 @@ class Sampling:
     seed: int = 0
 
     def generator(self, device: torch.device) -> torch.Generator:
-        """A fresh generator."""
+        """Return a new generator with the seed."""
         return torch.Generator(device).manual_seed(self.seed)
 
     def choose(self, logits: Tensor, generator: torch.Generator) -> Tensor:
-        """The next tokens, int64 [B], from logits [B, vocabulary]."""
+        """Return the next tokens, int64 [B], from logits [B, vocabulary]."""
         if self.temperature == 0:
             return logits.argmax(-1)
         logits = logits.float() / self.temperature
@@ -46,21 +46,21 @@ class Sampling:
         if self.top_p is not None:
             logits = _within(logits, self.top_p)
         noise = torch.empty_like(logits).exponential_(generator=generator)
-        # The token whose exponential clock of rate p rings first is drawn with probability p.
+        # Exponential race: the clock of a token with rate p rings first with probability p.
         return (torch.softmax(logits, -1) / noise).argmax(-1)
 
 
 def _likeliest(logits: Tensor, count: int) -> Tensor:
-    """The logits with all but the highest `count` at minus infinity."""
+    """Return the logits with all but the highest `count` set to minus infinity."""
     least = logits.topk(count, -1).values[:, -1:]
     return torch.where(logits < least, -torch.inf, logits)
 
 
 def _within(logits: Tensor, share: float) -> Tensor:
-    """The logits with all at minus infinity before which the likelier ones have the share already."""
+    """Return the logits, with minus infinity where the more likely tokens already have the share of probability."""
     ordered, order = logits.sort(-1, descending=True)
     probs = torch.softmax(ordered, -1)
-    out = probs.cumsum(-1) - probs >= share  # the likeliest one is always in
+    out = probs.cumsum(-1) - probs >= share  # the most likely token always stays
     return logits.masked_fill(torch.zeros_like(out).scatter(-1, order, out), -torch.inf)
 
 
@@ -70,14 +70,14 @@ GREEDY = Sampling()
 
 @dataclasses.dataclass
 class RowSampling:
-    """How each row of a batch draws, by itself: what a row draws depends on its own settings and counts alone.
+    """Settings of sampling for each row of a batch, whose tokens depend on the row's own settings and count alone.
 
-    There is no generator whose state all rows share: the numbers that a row draws its n-th token with are a hash of its
-    seed, n and the token.
+    Rows share no generator state: the random numbers for a row's n-th token are a hash of its seed, n and the token.
 
     Attributes:
-        rows: the settings, as the host knows them.
-        temperature, top_p: float32 [R]; top_k, seed: int64 [R].
+        rows: the settings on the host.
+        temperature, top_p: float32 [R].
+        top_k, seed: int64 [R].
     """
 
     rows: list[Sampling]
@@ -88,12 +88,12 @@ class RowSampling:
 
     @staticmethod
     def of(rows: int, device: torch.device) -> RowSampling:
-        """Rows that are all greedy."""
+        """Return the settings of `rows` greedy rows."""
         floats, whole = torch.zeros(rows, device=device), torch.zeros(rows, dtype=torch.int64, device=device)
         return RowSampling([GREEDY] * rows, floats, whole, floats.clone(), whole.clone())
 
     def put(self, row: int, sampling: Sampling) -> None:
-        """Set up a row."""
+        """Set the settings of a row."""
         self.rows[row] = sampling
         self.temperature[row] = sampling.temperature
         self.top_k[row] = PRIME if sampling.top_k is None else sampling.top_k
@@ -101,22 +101,26 @@ class RowSampling:
         self.seed[row] = sampling.seed % PRIME
 
     def at(self, row: int) -> RowSampling:
-        """One row by itself."""
+        """Return the settings of one row as a batch of one."""
         part = slice(row, row + 1)
         return RowSampling(self.rows[part], self.temperature[part], self.top_k[part], self.top_p[part], self.seed[part])
 
     @property
     def draws(self) -> bool:
-        """Whether any row is not greedy."""
+        """True if any row is not greedy."""
         return any(row.temperature > 0 for row in self.rows)
 
     @property
     def limits(self) -> bool:
-        """Whether any row draws from some of the tokens only."""
+        """True if any row has top_k or top_p."""
         return any(row.top_k is not None or row.top_p is not None for row in self.rows)
 
     def choose(self, logits: Tensor, made: Tensor) -> Tensor:
-        """The next tokens, int64 [R], from logits [R, vocabulary] after `made` tokens of each row, int64 [R]."""
+        """Return the next tokens, int64 [R], from logits [R, vocabulary].
+
+        Args:
+            made: int64 [R], the number of tokens that each row has generated.
+        """
         likeliest = logits.argmax(-1)
         if not self.draws:
             return likeliest
@@ -127,7 +131,7 @@ class RowSampling:
         return torch.where(self.temperature > 0, drawn, likeliest)
 
     def _limited(self, logits: Tensor) -> Tensor:
-        """The logits with all at minus infinity that are not in the draw of their row; see `Sampling`."""
+        """Return the logits with minus infinity for tokens outside of each row's top_k and top_p; see `Sampling`."""
         ordered, order = logits.sort(-1, descending=True)
         index = torch.arange(logits.shape[-1], device=logits.device)
         ordered = ordered.masked_fill(index >= self.top_k[:, None], -torch.inf)
@@ -136,14 +140,14 @@ class RowSampling:
         return torch.empty_like(logits).scatter(-1, order, ordered)
 
     def _noise(self, made: Tensor, vocabulary: int) -> Tensor:
-        """What exponential clocks of rate one show, float32 [R, vocabulary], above zero."""
+        """Return exponential random numbers of rate one, float32 [R, vocabulary], above zero."""
         row = _mixed(_mixed(self.seed) + made)[:, None]
         token = _mixed(row + 48271 * torch.arange(vocabulary, device=made.device))
         return (-((token.float() + 0.5) / PRIME).log()).clamp(min=1e-9)
 
 
 def _mixed(number: Tensor) -> Tensor:
-    """Whole numbers from 0 to PRIME - 1 that look drawn, one for each."""
+    """Return a pseudo-random hash from 0 to PRIME - 1 of each integer."""
     mixed = number % PRIME
     for factor, shift in ((16807, 15), (39373, 13), (742938, 16)):
         mixed = (mixed ^ (mixed >> shift)) * factor % PRIME  # below 2**51: no overflow

@@ -1,4 +1,4 @@
-"""The decode step, again and again, with all that it needs on the device: `LoopState` and `RepeatedStep`."""
+"""Repeated decode steps with all state on the device: `LoopState` and `RepeatedStep`."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from kvpass.torch_private import dynamo
 
 
 class ModelParts:
-    """The parameters, buffers and modules of a model, as objects, to see that none was replaced by another."""
+    """The parameters, buffers and modules of a model, compared by identity to detect replaced ones."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self.note()
 
     def note(self) -> None:
-        """Take the model as it is now."""
+        """Record the present objects of the model."""
         self._tables = dynamo.parts_of(self._model)
         self._known = list(self._now())
 
     def replaced(self) -> bool:
-        """Whether an object was replaced, added or removed since the model was noted."""
+        """Return whether an object was replaced, added or removed since the last `note`."""
         return not all(itertools.starmap(operator.is_, itertools.zip_longest(self._now(), self._known)))
 
     def _now(self) -> Iterator[Any]:
@@ -41,7 +41,7 @@ class ModelParts:
 
 
 class LoopSettings(Protocol):
-    """What a state asks of its loop; see `DecodeLoop`."""
+    """Settings that a state takes from its loop; see `DecodeLoop`."""
 
     parts: ModelParts
     every: int
@@ -53,39 +53,41 @@ class LoopSettings(Protocol):
 
 
 class LoopState:
-    """A conversation between two looks of the host; all tensors stay where they are from step to step.
+    """State of the conversations of a loop; all tensors keep their addresses from step to step.
 
     Attributes:
         ids: int64 [B, 1], the last token of each row, which the model has not seen yet.
-        position: int64 [B, 1], its place among the real tokens; of a row that has stopped that of the token before it,
-            as a model may have no further positions.
-        ready: tokens that the host has looked at and not handed out.
-        ended: whether all conversations have, as of the host's last look.
+        position: int64 [B, 1], its position among the real tokens; in a row that has stopped, the position of the token
+            before it, as a model may have no further positions.
+        done: bool [B], whether each row has stopped.
+        made: int64 [every, B], the tokens since the host read them last.
+        ready: tokens that the host has read and not handed out.
+        ended: whether all conversations had stopped when the host read the tokens last.
     """
 
     def __init__(self, loop: LoopSettings, cache: Any, first: Tensor, position: Tensor, mask: Tensor) -> None:
         self.loop, self.cache, self.before = loop, cache, mask
-        self.may_end = len(loop.stop) > 0  # whether a conversation may end before the others
+        self.may_end = len(loop.stop) > 0  # without stop tokens no conversation ends
         self.done = self._stops(first)
         self.ids, self.position = first[:, None].clone(), position - self.done[:, None].to(position.dtype)
         self.made = torch.full((loop.every, len(first)), loop.pad, device=first.device)
         self.made[0] = first
         self.cursor = torch.ones(1, dtype=torch.int64, device=first.device)
-        self.pending = 1  # tokens in `made` that the host has not seen
+        self.pending = 1  # tokens in `made` that the host has not read
         self.ready: collections.deque[Tensor] = collections.deque()
         self.ended = False
-        self.finished = torch.zeros(len(first), dtype=torch.bool)  # on the host: stopped in what was handed out
+        self.finished = torch.zeros(len(first), dtype=torch.bool)  # on the host: rows that stopped in tokens read
         self.step: RepeatedStep | None = None
 
     def _stops(self, tokens: Tensor) -> Tensor:
-        """bool [B]: is one of the tokens to stop at."""
+        """Return bool [B], true where a token is a stop token."""
         return (tokens[:, None] == self.loop.stop).any(-1)
 
     def mask(self) -> Tensor:
-        """[B, tokens seen]: the padding mask of what the cache has seen."""
+        """Return the padding mask of the tokens that the cache has seen, [B, tokens seen]."""
         count = self._seen() - self.before.shape[1]
         steps = torch.arange(count, device=self.before.device)
-        # A row's real tokens are those of the prompts and then, up to where it stopped, one a step.
+        # A row's real tokens are those of its prompts and then one per step, up to the step where it stopped.
         said = self.position + self.done[:, None] - self.before.sum(-1, keepdim=True)
         return torch.cat([self.before, (steps < said).to(self.before.dtype)], 1)
 
@@ -93,28 +95,28 @@ class LoopState:
         return self.before.shape[1] if self.step is None else self.step.caches[0].seen
 
     def next(self, wanted: int) -> Tensor | None:
-        """The next token of each row, [B]; None if all conversations have stopped.
+        """Return the next token of each row, [B]; None if all conversations have stopped.
 
         Args:
-            wanted: how many are likely to be asked for.
+            wanted: the number of tokens that the caller is likely to need.
         """
         if not self.ready and not self.ended:
             self.ready.extend(self._take(min(wanted, self.loop.every)))
         return self.ready.popleft() if self.ready else None
 
     def _take(self, count: int) -> list[Tensor]:
-        """The next tokens: so many, or fewer if all conversations stop."""
+        """Return the next `count` tokens; fewer if all conversations stop."""
         self.follow_model()
         while self.pending < count:
             self._advance()
             self.pending += 1
-        columns = self.made[: self.pending].to("cpu", copy=True)  # the host looks
+        columns = self.made[: self.pending].to("cpu", copy=True)  # waits for the device
         self.cursor.zero_()
         self.pending = 0
         return list(columns[: self._used(columns)])
 
     def _used(self, columns: Tensor) -> int:
-        """How many of the steps [n, B] gave anything to a row that had not stopped before."""
+        """Return how many of the steps [n, B] have a token for a row that had not stopped before."""
         stops = torch.isin(columns, self.loop.stop.cpu()) | self.finished
         over = stops.cumsum(0) > 0
         self.finished = over[-1]
@@ -122,20 +124,20 @@ class LoopState:
         return 1 + int((~over[:-1]).any(-1).sum())
 
     def follow_model(self) -> None:
-        """Go through the model again where a parameter or a module of it was replaced.
+        """Run the next step through the model if a parameter or a module of the model was replaced.
 
-        It can only have been while the host had the tokens, so that it is enough to look between two batches of steps.
+        The user's code runs only while the host holds the tokens, so one check between two batches of steps is enough.
         """
         if self.step is not None and self.loop.parts.replaced():
             self.step.forget()
 
     def _advance(self) -> None:
-        """One token for every conversation."""
+        """Generate one token for every conversation."""
         if self.step is None or not self.step.run():
             self._through_the_model()
 
     def _through_the_model(self) -> None:
-        """A step of a kind that has not run yet: Dynamo traces it, or the runtime makes it; others repeat it."""
+        """Run a decode step through the model: Dynamo traces it or the runtime specialises it, for repeated steps."""
         mask = torch.cat([self.mask(), (~self.done)[:, None].to(self.before.dtype)], 1)
         self.settle()
         with steps.listening() as ran:
@@ -154,7 +156,7 @@ class LoopState:
         self.choose(out.logits)
 
     def choose(self, logits: Tensor) -> None:
-        """Sample and move on, all on the device; logits [B, 1, vocabulary]."""
+        """Sample the next tokens from logits [B, 1, vocabulary] and advance the state, all on the device."""
         drawn = self.loop.sampling.choose(logits[:, -1], self.loop.generator)
         if self.may_end:
             goes = ~self.done
@@ -169,42 +171,42 @@ class LoopState:
         self.cursor.add_(1)
 
     def tell(self, mask: Tensor) -> None:
-        """Say in a padding mask [B, tokens seen] which of the new tokens are real: all, without a token to stop at."""
+        """Write into a padding mask [B, tokens seen] which of the new tokens are real; needless without stop tokens."""
         if self.may_end:
             mask[:, -1:] = (~self.done)[:, None]
 
     @property
     def variant(self) -> Any:
-        """What else than the kind of step a CUDA graph of it depends on."""
+        """Facts beside the kind of step that a CUDA graph of a step depends on."""
         return None
 
     def settle(self) -> None:
-        """Bring the model's own cache object up to date."""
+        """Update the model's own cache object to the present count of tokens."""
         if self.step is not None:
             self.cache = refreshed(self.cache, self.step.taken)
             self.step.taken = 0
 
 
 class RepeatedStep:
-    """The decode step, again and again, without Dynamo and without the model's Python.
+    """A decode step that is repeated without Dynamo and without the model's Python.
 
-    Only what two steps in a row through the model ran on is repeated, as the first may have had the number of tokens
-    as a constant, and only as long as all that Dynamo asked of the sizes is true.
+    The loop repeats the arguments of the second step in a row through the model, because Dynamo may have specialised
+    the first on its number of tokens.  It repeats them only as long as all guards on sizes hold.
     """
 
     runner: steps.StepRunner
 
     def __init__(self, state: LoopState) -> None:
         self.state = state
-        self.taken = 0  # steps since the cache object was brought up to date
-        self.known: dict[Any, Any] = {}  # kinds of step that have run, each with the slots that it is of
-        self.bound: dict[Any, Callable[..., Sequence[Any]]] = {}  # by kind, and whether it sweeps
+        self.taken = 0  # steps since the last update of the cache object
+        self.known: dict[Any, Any] = {}  # by kind of step that has run, its slots, so that their ids stay in use
+        self.bound: dict[Any, Callable[..., Sequence[Any]]] = {}  # by kind, and whether the step compacts
         self.settled, self.arguments = False, tuple[Any, ...]()
         self.graphs: dict[Any, torch.cuda.CUDAGraph] = {}
         self.caches: list[LayerCache] = []
 
     def repeat(self, ran: steps.StepResult, logits: Tensor, mask: Tensor) -> None:
-        """Take over from a step that went through the model, with these logits and this padding mask."""
+        """Take over from a step that ran through the model, with its logits and padding mask."""
         self.settled = bool(self.caches) and ran.runner is self.runner
         if not self.settled:
             self.forget()
@@ -215,13 +217,13 @@ class RepeatedStep:
         self.known[ran.kind] = [cache.slots for cache in self.caches]
 
     def forget(self) -> None:
-        """Repeat nothing of the steps so far, and hold none of the tensors that they were given."""
+        """Drop all earlier steps and the tensors that were passed to them."""
         self.settled, self.arguments = False, ()
         for kinds in (self.known, self.bound, self.graphs):
             kinds.clear()
 
     def run(self) -> bool:
-        """One step, on a GPU by replaying it; False if it is of a kind that has not run yet."""
+        """Run one step, by replay on a GPU; return False if no step of this kind has run yet."""
         for cache in self.caches:
             caches.make_room(cache, 1)
         kind = caches.kind(self.caches)
@@ -235,12 +237,12 @@ class RepeatedStep:
         return True
 
     def move(self, by: int) -> None:
-        """All that the tokens seen are counted by is to be that much higher, and the caches will be."""
+        """Prepare the arguments for caches whose count of seen tokens is about to change by `by`."""
         self.arguments = self.runner.moved(self.caches, self.arguments, by)
         self.taken += by
 
     def _call(self, kind: Any) -> None:
-        """What a step does on the device."""
+        """Run the device work of a step."""
         self.state.tell(self.mask)
         self.arguments = self.runner.following(self.caches, self.arguments)
         compact, clocks = self.runner.ticked(self.caches, self.arguments)
@@ -256,11 +258,11 @@ class RepeatedStep:
             _, clocks = caches.tick(self.caches)
             caches.count(self.caches, 1, clocks)
         else:
-            self.graphs[key] = self._captured(kind)  # the host's counts move on while it is captured
+            self.graphs[key] = self._captured(kind)  # the capture itself advances the host's counts
         self.graphs[key].replay()
 
     def _captured(self, kind: Any) -> torch.cuda.CUDAGraph:
-        """The step as a CUDA graph."""
+        """Return the step as a CUDA graph."""
         graph = torch.cuda.CUDAGraph()
         graph.register_generator_state(self.state.loop.generator)
         with torch.cuda.graph(graph):
@@ -275,10 +277,11 @@ def _is_same(made: Any, wanted: Tensor) -> bool:
 
 
 def refreshed(cache: Any, steps: int, function: Callable[[Any], Any] | None = None) -> Any:
-    """A model's cache object, or nested tuples of tensors, with handles that know of later steps.
+    """Return a model's cache object, or nested tuples of tensors, with handles for a later number of seen tokens.
 
     Args:
-        function: what becomes of a layer's keys and values; None for handles as of now.
+        steps: the number of tokens that a layer's own count advances by.
+        function: maps a layer's keys and values to new ones; None for handles with the present count.
     """
     become = function or _renewed
     layers = getattr(cache, "layers", None)

@@ -1,7 +1,7 @@
-"""Checks an installation: the versions, the C++ compiler, and each name of torch that `kvpass.compat` uses.
+"""Check of an installation: package versions, the C++ compiler, and every private name of torch that kvpass uses.
 
-The names are read from the source of `compat`, so none can be forgotten.  The docstring of the function that uses
-a name says what a missing one means.
+The names are read from the source of `kvpass.torch_private`, so that the list is complete.  The docstring of the
+function that uses a name says what its absence means.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ MEANING = {
     "triton": "no kernels for NVIDIA GPUs; CPUs do not need it",
     "transformers": "no demo, evaluation or training of aligners; other models work",
 }
-"""What follows where a package is missing."""
+"""The consequence of a missing package."""
 
 PROBE = "#include <Python.h>\n#include <omp.h>\n#include <vector>\n"
-"""C++ with the headers that the code which Inductor generates for CPUs includes."""
+"""A C++ program that includes the headers of the code which Inductor generates for CPUs."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One line of the report.
+    """One line of the report on an installation.
 
     Attributes:
-        subject: what was checked.
-        state: what was found.
-        meaning: what follows from it, "" if nothing does.
-        missing: whether kvpass lacks it.
+        subject: the package, compiler or name that was checked.
+        state: the result of the check.
+        meaning: the consequence of the result, "" if there is none.
+        missing: whether kvpass needs something that is missing.
     """
 
     subject: str
@@ -54,12 +54,12 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Name:
-    """A name of torch, and who uses it.
+    """A name of torch and its user in kvpass.
 
     Attributes:
-        path: dotted, from the module torch.
-        user: the function or class of `compat`.
-        purpose: the first line of its docstring.
+        path: the dotted name, which begins with the module torch.
+        user: the function or class of `kvpass.torch_private`.
+        purpose: the first line of the user's docstring.
     """
 
     path: str
@@ -84,7 +84,7 @@ def _version(package: str) -> Finding:
 
 
 def _compiler() -> Finding:
-    """Check that Inductor's compiler of C++ finds the headers that generated code includes."""
+    """Check that Inductor's C++ compiler finds the headers that generated code includes."""
     subject = "C++ compiler"
     meaning = "inner='inductor' cannot compile for CPUs: install g++ and Python's headers, or pass inner='eager'"
     compiler = inductor.cpp_compiler()
@@ -108,13 +108,13 @@ def _names() -> list[Finding]:
 
 
 def sources() -> dict[str, str]:
-    """Return the source of each module of `kvpass.torch_private`, by its name."""
+    """Return the source of each module of `kvpass.torch_private`, by the module's name."""
     found = [module.name for module in pkgutil.iter_modules(torch_private.__path__)]
     return {name: inspect.getsource(importlib.import_module(f"kvpass.torch_private.{name}")) for name in found}
 
 
 def names_in(source: str) -> list[Name]:
-    """Return the names of torch that a module's source uses, each once for each function or class."""
+    """Return the names of torch in a module's source, each name once per function or class."""
     tree = ast.parse(source)
     everywhere = _aliases([node for node in tree.body if not _is_unit(node)])
     found: dict[tuple[str, str], Name] = {}
@@ -135,7 +135,7 @@ def _is_unit(node: ast.AST) -> bool:
 
 
 def _aliases(nodes: list[Any]) -> dict[str, str]:
-    """Return what local names stand for: imports of torch's, and variables that hold one of its modules."""
+    """Return the names of torch that local names refer to: by imports of torch, and by variables for its modules."""
     known = {"torch": "torch"}
     for node in (inner for each in nodes for inner in ast.walk(each)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
@@ -150,7 +150,7 @@ def _aliases(nodes: list[Any]) -> dict[str, str]:
 
 
 def _paths(unit: ast.AST, aliases: dict[str, str]) -> Iterator[str]:
-    """Yield the dotted names of torch in a function: imports, attributes, and settings that it patches."""
+    """Yield the dotted names of torch in a function: imports, attributes, and patched settings."""
     for node in ast.walk(unit):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
@@ -162,7 +162,7 @@ def _paths(unit: ast.AST, aliases: dict[str, str]) -> Iterator[str]:
 
 
 def _chain(node: ast.AST | None, aliases: dict[str, str]) -> str | None:
-    """Return the dotted name that an expression spells, if it begins with a name of torch."""
+    """Return the dotted name of an expression, if it begins with a name of torch."""
     if isinstance(node, ast.Name):
         return aliases.get(node.id)
     if isinstance(node, ast.Attribute):
@@ -172,14 +172,14 @@ def _chain(node: ast.AST | None, aliases: dict[str, str]) -> str | None:
 
 
 def exists(path: str) -> bool:
-    """Return whether a dotted name can be imported, or is an attribute or a field of what can be."""
+    """Return whether a dotted name of torch is a module, an attribute or a field."""
     first, *rest = path.split(".")
     value: Any = importlib.import_module(first)
     for index, part in enumerate(rest, 1):
         inner = getattr(value, part, None)
         if inner is None and not hasattr(value, part):
             if isinstance(value, type) and part in getattr(value, "__annotations__", {}):
-                return True  # a field without a default
+                return True  # a field without a default is no attribute of its class
             inner = _submodule(".".join([first, *rest[:index]])) if isinstance(value, ModuleType) else None
             if inner is None:
                 return False

@@ -1,4 +1,4 @@
-"""What was rewritten and what is held, for people and for tests."""
+"""Reports on rewritten graphs (`explain`) and on the contents of caches (`inspect`)."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from kvpass.runtime.timings import Timings
 
 @dataclasses.dataclass(frozen=True)
 class ExplainReport:
-    """What became of a model's attention calls; printable as a table.
+    """Report on a model's attention calls; `str` formats it as a table.
 
     Attributes:
-        graphs: for each graph of Dynamo's, "prompt", "step" or "no cache".
-        sites: every attention call, and every cache update that feeds none.
+        graphs: the kind of each of Dynamo's graphs: "prompt", "step" or "no cache".
+        sites: every attention call, and every cache update that feeds no attention call.
         notes: further facts.
-        error: what running the model raised, if it did.
-        passes: what each pass over each step graph did.
-        programs: a title and a program for every stage of every graph, if they were asked for.
-        timings: where the time went, if that was asked for.
+        error: the message of an error of kvpass that the model raised; None if there was none.
+        passes: the record of each pass over each step graph.
+        programs: a title and a program for every stage of every graph, with `graphs=True`.
+        timings: the compile times, with `timings=True`.
     """
 
     graphs: tuple[str, ...]
@@ -70,14 +70,27 @@ def explain(
     timings: bool = False,
     **settings: Any,
 ) -> Callable[..., ExplainReport]:
-    """Say what the backend would make of a model: `explain(model, policy=..., budget=...)(*args, **kwargs)`.
+    """Report how the backend rewrites a model: `explain(model, policy=..., budget=...)(*args, **kwargs)`.
 
-    The model is traced for one call with the arguments and nothing is compiled.  Give the cache from an
-    earlier call under the same settings to see a decode step.  Takes what `kvpass.backend` takes.
+    The model is traced for one call with these arguments, and nothing is compiled.  To see a decode step, pass the
+    cache from an earlier call with the same settings; the step runs on a copy of that cache.
+
+    >>> print(kvpass.explain(model, policy="h2o", budget=1024)(ids))
 
     Args:
+        model: the model.
+        policy: the eviction policy, as of `kvpass.backend`.
         graphs: keep the programs: Dynamo's graph, its canonical form, and a step graph after every pass.
-        timings: compile what the call takes, unless `inner` says otherwise, and say where the time went.
+        timings: compile the graphs of the call, by Inductor unless `inner` is given, and report the compile times.
+        settings: the other arguments of `kvpass.backend`, except `strict`.
+
+    Returns:
+        A function that takes the arguments of the model and returns an `ExplainReport`.  A refusal is not raised but
+        reported.
+
+    Raises:
+        PolicyError: an unknown policy or option, or an invalid value.
+        BudgetError: a budget that the policy cannot work with.
     """
     recorder = Recorder(keeps_programs=graphs)
     chosen = backend(policy, **{"inner": "inductor" if timings else "eager", **settings})
@@ -85,7 +98,7 @@ def explain(
 
     def run(*args: Any, **kwargs: Any) -> ExplainReport:
         error, spent = None, list[Timings]()
-        # A step writes to its cache: the user's stays where it is.
+        # A step writes to its cache, and the user's must not change.
         args = tuple(_copied(arg) for arg in args)
         kwargs = {name: _copied(arg) for name, arg in kwargs.items()}
         with warnings.catch_warnings(), torch.no_grad(), recorder.watch.timing(spent):
@@ -102,21 +115,24 @@ def explain(
 
 
 def _copied(argument: Any) -> Any:
-    """A copy of what carries a kvpass cache; anything else as it is."""
+    """Return a copy of an argument with a kvpass cache; any other argument itself."""
     return copy.deepcopy(argument) if caches_in(argument) else argument
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerReport:
-    """One layer of a cache.
+    """Report on one layer of a cache.
 
     Attributes:
-        policy: what decides, with its options.
-        capacity: slots, the one for the next token included; budget: tokens kept between steps by the row with most.
+        policy: the policy with its options.
+        budget: tokens kept between steps, in the row with the most.
+        capacity: number of slots, including the slot for the next token.
         seen: tokens seen, padding included.
-        positions: int64 [B, Hkv, n], the places of the held tokens in the (padded) sequence, sorted, -1
+        positions: int64 [B, Hkv, n], the positions of the cached tokens in the (padded) sequence, sorted, -1
             after the last.
-        nbytes: bytes held, metadata included; full_nbytes: what a cache of all tokens would hold.
+        nbytes: bytes in use, metadata included.
+        full_nbytes: bytes that a cache of all tokens would use.
+        notes: further facts.
     """
 
     policy: str
@@ -131,7 +147,11 @@ class LayerReport:
 
 @dataclasses.dataclass(frozen=True)
 class CacheReport:
-    """What a cache holds; printable as a table."""
+    """Report on the contents of a cache; `str` formats it as a table.
+
+    Attributes:
+        layers: the report on each layer.
+    """
 
     layers: tuple[LayerReport, ...]
 
@@ -145,7 +165,7 @@ class CacheReport:
 
     @property
     def ratio(self) -> float:
-        """Bytes held beside those of a full cache."""
+        """Bytes in use divided by the bytes of a full cache."""
         return self.nbytes / max(1, self.full_nbytes)
 
     @property
@@ -164,10 +184,18 @@ class CacheReport:
 
 
 def inspect(cache: Any) -> CacheReport:
-    """What a cache holds: a DecodeLoop, a model's cache object, its tensors, or nested tuples of them.
+    """Return a report on the contents of a cache.
+
+    >>> print(kvpass.inspect(out.past_key_values))
+
+    Args:
+        cache: a DecodeLoop, a model's cache object, its tensors, or nested tuples of them.
+
+    Returns:
+        The report, with one entry for each layer.
 
     Raises:
-        CacheHandleError: there is no kvpass cache in it.
+        CacheHandleError: there is no kvpass cache in the argument.
     """
     found = caches_in(cache)
     if not found:
@@ -188,7 +216,7 @@ def _layer(cache: LayerCache) -> LayerReport:
 
 
 def spans(positions: Tensor) -> str:
-    """Positions as ranges: "0-3 28-39"."""
+    """Format sorted positions as ranges: "0-3 28-39"."""
     numbers = [n for n in positions.tolist() if n >= 0]
     parts: list[list[int]] = []
     for n in numbers:
@@ -201,7 +229,7 @@ def spans(positions: Tensor) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns padded to their widest entry."""
+    """Format a table, with columns padded to their widest entry."""
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     return "\n".join(
         "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in [header, *rows]

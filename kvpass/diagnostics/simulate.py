@@ -1,4 +1,4 @@
-"""Run a policy on one attention layer, without a model: to look at what it keeps, and to test it."""
+"""Simulation of a policy on one attention layer without a model, to see which tokens the policy keeps."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ Heads = Annotated[
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """What a layer kept and computed.
+    """Record of the tokens that a simulated layer kept, and of its output.
 
     Attributes:
-        positions: int64 [T - prompt + 1, B, Hkv, C], sorted, -1 after the last: the tokens held when the
-            prompt ends and after each step.
+        positions: int64 [T - prompt + 1, B, Hkv, C], sorted, -1 after the last: the tokens cached after the
+            prompt and after each step.
         output: [B, Hq, T, Dv].
         keys, values: [B, Hkv, C, D] and [B, Hkv, C, Dv], the final rows in the order of `positions[-1]`,
             zero after the last; keys as they are stored (before RoPE with `positions="cache"`).
@@ -64,18 +64,31 @@ def simulate(
     compiled: bool = False,
     **policy_options: Any,
 ) -> Trace:
-    """Run one attention layer: the first `prompt` tokens at once, then one token at a time.
+    """Run one attention layer under a policy: first the prompt, then one token at a time.
+
+    >>> trace = kvpass.simulate("h2o", q, k, v, prompt=64, budget=32)
+    >>> trace.positions[-1]              # int64 [B, Hkv, C], the tokens cached at the end
 
     Args:
-        policy: a name, a policy object, or a `kvpass.backend(...)`, which brings budget, positions and kv_dtype along.
-        q: [B, Hq, T, D]; k: [B, Hkv, T, D]; v: [B, Hkv, T, Dv]; before RoPE.
-        rope_theta: the base of a standard rotary embedding (halves rotated), or None for none.
+        policy: a name, a policy object, or a `kvpass.backend(...)`, which supplies budget, positions and kv_dtype.
+        q: [B, Hq, T, D], before RoPE.
+        k: [B, Hkv, T, D], before RoPE.
+        v: [B, Hkv, T, Dv].
+        prompt: the number of first tokens that are processed at once.
+        budget: tokens kept between steps, see `kvpass.backend`.
+        positions: "absolute" or "cache", see `kvpass.backend`.
+        rope_theta: the base of a standard rotary embedding (halves rotated), or None for no rotary embedding.
         scale: multiplies the logits; 1/sqrt(D) by default.
         kv_dtype: see `kvpass.backend`.
         compiled: False runs the eager reference, True the operations that are lowered in a model.
+        policy_options: options of the policy, by name.
+
+    Returns:
+        The cached tokens after each step, the output of the layer, and the final rows.
 
     Raises:
-        PolicyError, BudgetError: as `kvpass.backend`.
+        PolicyError: as of `kvpass.backend`, or a setting beside a backend that has it already.
+        BudgetError: as of `kvpass.backend`, or a budget below all tokens for a policy that keeps every token.
         KVPassError: shapes that do not fit together.
     """
     settings = dict(budget=budget, positions=positions, kv_dtype=kv_dtype, **policy_options)
@@ -106,7 +119,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, prompt: int, theta: float | N
 
 
 def rotary(x: Tensor, position: Tensor, theta: float) -> Tensor:
-    """Standard RoPE, halves rotated: x [B, H, N, D] at positions [B, 1 or H, N]."""
+    """Apply a standard rotary embedding, halves rotated, to x [B, H, N, D] at positions [B, 1 or H, N]."""
     half = x.shape[-1] // 2
     frequency = theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
     angle = position[..., None].float() * frequency  # [B, 1 or H, N, D/2]
@@ -135,7 +148,7 @@ class _Layer:
 
     @property
     def budget(self) -> int:
-        """Tokens to keep between steps; all of them for a policy that never evicts."""
+        """Tokens to keep between steps; all tokens for a policy that never evicts."""
         budget, tokens = self.backend.budget, self.k.shape[2]
         governed = self.policy is self.backend.policy
         kept = budgets.slots_for(self.policy, budget, self.prompt) if governed and budget is not None else tokens
@@ -168,13 +181,13 @@ class _Layer:
         return (lambda keys, rank: [self.rotated(keys.joined(), rank)]) if self.ranked else None
 
     def tokens(self, chosen: slice, first: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys at positions first, first + 1, ... (`first` is [B, 1, 1 or n]), and values."""
+        """Return queries and keys at positions first, first + 1, ... (`first` is [B, 1, 1 or n]), and values."""
         q, k = self.q[:, :, chosen], self.k[:, :, chosen]
         position = first + torch.arange(q.shape[2], device=q.device).expand(q.shape[0], 1, -1)
         return self.rotated(q, position), self.rotated(k, position), self.v[:, :, chosen]
 
     def step(self, t: int, rank: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Query, attended key, value and stored key of token t, whose rank is `rank` [B, 1, 1]."""
+        """Return query, attended key, value and stored key of token t, whose cache position is `rank` [B, 1, 1]."""
         counted = self.ranked or self.policy.renumbers
         q, k, v = self.tokens(slice(t, t + 1), rank if counted else torch.full_like(rank, t))
         return q, k, v, self.k[:, :, t : t + 1] if self.ranked else k
@@ -184,19 +197,19 @@ class _Layer:
 
 
 def _prompt(layer: _Layer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Queries, attended keys, values and stored keys of the prompt."""
+    """Return queries, attended keys, values and stored keys of the prompt."""
     q, k, v = layer.tokens(slice(0, layer.prompt), -_starts(layer)[:, None])
     return q, k, v, layer.k[:, :, : layer.prompt] if layer.ranked else k
 
 
 def _starts(layer: _Layer) -> Tensor:
-    """Where each token of the prompt starts to count and to see, int64 [B, P]."""
+    """Return the start of each prompt token's window, int64 [B, P]; 0 if the policy does not renumber."""
     valid = layer.valid(layer.prompt)
     return window_starts(valid, layer.budget) if layer.policy.renumbers else torch.zeros_like(valid, dtype=torch.int64)
 
 
 def _visible(layer: _Layer) -> Tensor:
-    """Which tokens of the prompt see which, bool [B, 1, P, P]."""
+    """Return the attention mask of the prompt, bool [B, 1, P, P]."""
     starts, index = _starts(layer), torch.arange(layer.prompt, device=layer.q.device)
     return ((starts[:, :, None] == starts[:, None]) & (index <= index[:, None]))[:, None]
 
@@ -236,13 +249,13 @@ def _compiled_step(layer: _Layer, layout: Layout, slots: Slots, t: int, compact:
 
 
 def _positions(layout: Layout, slots: Slots) -> Tensor:
-    """Held positions [B, Hkv, C], sorted, -1 after the last."""
+    """Return the positions of cached tokens, [B, Hkv, C], sorted, -1 after the last."""
     order = rows_in_order(slots.position)
     return slots.position.gather(-1, order).expand(-1, layout.heads, -1).clone()
 
 
 def _in_order(slots: Slots, rows: Rows) -> Tensor:
-    """Rows [B, Hkv, C, D] as they are attended to, sorted by position, zero after the last."""
+    """Return the cached rows [B, Hkv, C, D] in their decoded form, sorted by position, zero after the last."""
     order = rows_in_order(slots.position)
     live = (slots.position.gather(-1, order) >= 0)[..., None]
     return torch.where(live, rows.gathered(order).read(), 0)
@@ -267,7 +280,7 @@ def _reference(layer: _Layer) -> Trace:
 
 
 def _plan(layer: _Layer, probabilities: Tensor, valid: Tensor) -> Plan:
-    """What the layer gets after a prompt with these probabilities, [B, Hq, P, P]."""
+    """Return the policy's plan for the layer after a prompt with these probabilities, [B, Hq, P, P]."""
     total = probabilities.sum(2).view(
         probabilities.shape[0], layer.k.shape[1], -1, probabilities.shape[3]
     )  # [B, Hkv, G, P]
@@ -297,12 +310,12 @@ def _reference_step(layer: _Layer, reference: ReferenceLayer, t: int) -> Tensor:
 
 
 def _weighted(probabilities: Tensor, values: Tensor) -> Tensor:
-    """Probabilities [B, Hq, q, N] over values [B, Hkv, N, Dv]: [B, Hq, q, Dv]."""
+    """Return the weighted sums [B, Hq, q, Dv] of values [B, Hkv, N, Dv] by probabilities [B, Hq, q, N]."""
     return probabilities.to(values.dtype) @ values.repeat_interleave(probabilities.shape[1] // values.shape[1], 1)
 
 
 def _fitted(x: Tensor, width: int, fill: float) -> Tensor:
-    """The last dimension cut, or filled, to `width`."""
+    """Cut or pad the last dimension to `width`."""
     return torch.nn.functional.pad(x, (0, width - x.shape[-1]), value=fill)
 
 

@@ -1,7 +1,7 @@
-"""Compiling ahead of the first user (`warm`): a made-up conversation visits every graph that a real one will need.
+"""Ahead-of-time compilation (`warm`): a made-up conversation visits every graph that real conversations need.
 
-Its tokens mean nothing; what counts is in which ways the model is called.  Lengths and batch sizes come in pairs, as
-torch.compile makes a graph for any of them when it has seen two.
+The token values do not matter, only the ways in which the model is called.  Lengths and batch sizes come in pairs,
+because torch.compile makes a graph for any size when it has seen two.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from kvpass.policies.base import Policy
 M = TypeVar("M", bound=torch.nn.Module)
 Tick = Callable[[str], object]
 
-TOKEN = 1  # that everything made up consists of
-STEPS = 3  # the first may have had a number as a constant, the second has it as a symbol, the third needs nothing new
-TURNS = (5, 7, 6)  # tokens of later turns
-WITHOUT_BUDGET = (32, 48)  # tokens of prompts, where nothing is evicted
+TOKEN = 1  # every made-up token
+STEPS = 3  # the first may specialise on a number, the second makes it a symbol, the third needs no new graph
+TURNS = (5, 7, 6)  # numbers of tokens in later turns
+WITHOUT_BUDGET = (32, 48)  # prompt lengths if nothing is evicted
 
 
 @checked
@@ -41,25 +41,29 @@ def warm(
     progress: bool = True,
     **settings: Any,
 ) -> M:
-    """Compile a model in place, as `kvpass.compile` does, and at once all graphs that conversations with it need.
+    """Compile a model in place, as `kvpass.compile` does, and compile all graphs that conversations need in advance.
 
-    Two prompts, one longer than the budget, steps behind them, the policy's sweep if it has one, and further turns are
-    run for each batch size.  What the compiler makes goes into its caches on disk: called in a later process with the
-    same arguments, `warm` finds it there.
+    For each batch size, `warm` runs two prompts, one of them longer than the budget, decode steps after them, the
+    policy's compacting step if it has one, and further turns.  The compiler stores its results in its caches on disk:
+    in a later process, `warm` with the same arguments finds them there.
+
+    >>> model = kvpass.warm(model, policy="h2o", budget=1024, rows=(1, 4, 8))
 
     Args:
-        model: one with a `generate` that takes `input_ids`, as transformers' have, or one that `kvpass.prefill` takes;
-            in eval mode.
-        rows: batch sizes that will come; two sizes above one stand for all of them, on a CPU.
-        turns: whether several tokens will come on a live cache: a second turn, or a prompt in chunks.
-        progress: show a bar, if tqdm is installed.
-        settings: what `kvpass.backend` takes; a share as the budget is one of these prompts.
+        model: a model in eval mode, with a `generate` that takes `input_ids`, as transformers' models have, or a model
+            for `kvpass.prefill`.
+        policy: the eviction policy, as of `kvpass.backend`.
+        rows: the batch sizes to expect; two sizes above one stand for all of them, on a CPU.
+        turns: whether several tokens will arrive on an existing cache: a second turn, or a prompt in chunks.
+        progress: show a progress bar, if tqdm is installed.
+        settings: the other arguments of `kvpass.backend`; a budget that is a share is a share of these prompts.
 
     Returns:
         The model.
 
     Raises:
-        PolicyError: rows that cannot be, or a model that reads something else than token ids.
+        PolicyError: invalid rows or settings, or a model whose input is not token ids.
+        BudgetError: a budget that the policy cannot work with.
         UnsupportedGraph: the model cannot be rewritten.
     """
     reads = getattr(model, "main_input_name", "input_ids")
@@ -78,31 +82,31 @@ def warm(
 
 
 def _prompts(budget: float | None) -> tuple[int, int]:
-    """Lengths of two prompts, of which the second does not fit if the budget is a number of slots."""
+    """Return the lengths of two prompts; the second exceeds a budget that is a number of slots."""
     return WITHOUT_BUDGET if budget is None or budget < 1 else (max(2, int(budget) * 3 // 4), int(budget) + 16)
 
 
 def _paddings(rows: int) -> tuple[bool, ...]:
-    """Whether a batch may be padded; `generate` leaves out arguments where it is not."""
+    """Return whether to run a batch without and with padding; `generate` omits arguments for a batch without it."""
     return (False, True) if rows > 1 else (False,)
 
 
 def _third(rows: Sequence[int]) -> list[int]:
-    """A batch size for padded rows after two others.
+    """Return a third batch size for padded rows if there are two sizes above one, else none.
 
-    A padding mask's size is a number in the first graph that has one, so the second graph begins to count anew.
+    The first graph with a padding mask has a static mask size, so Dynamo needs one more size to make it dynamic.
     """
     several = {size for size in rows if size > 1}
     return [max(several) + 1] if len(several) == 2 else []
 
 
 def _encodes(model: Any) -> bool:
-    """Whether the prompt goes to an encoder, so that there are no further turns."""
+    """Return whether the prompt goes to an encoder, so that there are no further turns."""
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 def _converse(talk: _Talk, length: int, turns: Sequence[int], tick: Tick) -> None:
-    """A prompt, steps up to the next sweep, and further turns."""
+    """Run a prompt, decode steps up to the next compaction, and further turns."""
     talk.say(length, STEPS)
     talk.say(0, _until_compaction(caches_in(talk.cache)))
     tick(f"prompt [{talk.rows}, {length}]")
@@ -112,7 +116,7 @@ def _converse(talk: _Talk, length: int, turns: Sequence[int], tick: Tick) -> Non
 
 
 def _until_compaction(caches: Sequence[LayerCache]) -> int:
-    """Steps until the policy sweeps; none if it never does within as many as there are slots."""
+    """Return the number of steps until the policy compacts; 0 if it does not within as many steps as slots."""
     if not caches or not caches[0].clocks:
         return 0
     policy, limit, clock = caches[0].layout.policy, caches[0].limits[0], caches[0].clocks[0]
@@ -125,7 +129,7 @@ def _until_compaction(caches: Sequence[LayerCache]) -> int:
 
 @dataclasses.dataclass
 class _Talk:
-    """One conversation of so many rows, by the way that the model is used: `generate`, or calls."""
+    """A conversation of `rows` rows, through `generate` if the model has it, else by calls."""
 
     model: Any
     rows: int
@@ -134,7 +138,7 @@ class _Talk:
     seen: int = 0
 
     def say(self, new: int, answer: int) -> None:
-        """Feed `new` tokens, and then as many as an answer has, one by one."""
+        """Feed `new` tokens, and then decode `answer` tokens one by one."""
         if not new + answer:
             return
         if hasattr(self.model, "generate"):
@@ -174,7 +178,7 @@ class _Talk:
 
 @contextlib.contextmanager
 def _bar(total: int, shown: bool) -> Iterator[Tick]:
-    """What is called with the name of each part that is through."""
+    """Return a context with a callback that takes the name of each finished part and advances a progress bar."""
     try:
         from tqdm import tqdm
     except ModuleNotFoundError:

@@ -1,4 +1,4 @@
-"""What is done to caches around the graphs: room, counts, clocks, and the tokens of a chunk."""
+"""Bookkeeping of layer caches around the graphs: capacity, token counts, policy clocks and admission of chunks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ def keep_address(slots: Slots) -> None:
 
 
 def make_room(cache: LayerCache, queries: int) -> None:
-    """A policy that never evicts needs a slot for every token: double the slots, or say that the budget is spent."""
+    """Double the slots of a policy that never evicts when `queries` new tokens do not fit.
+
+    Raises:
+        BudgetError: the user gave a budget and it is spent.
+    """
     layout, backend = cache.layout, cache.backend
     if layout.policy.evicts or cache.seen + queries <= layout.capacity:
         return
@@ -38,7 +42,7 @@ def make_room(cache: LayerCache, queries: int) -> None:
 
 
 def even_out(one: LayerCache, other: LayerCache) -> None:
-    """Give the same layer of two conversations as many slots as either has, if their capacities are their own."""
+    """Grow one layer of two conversations to the larger of both capacities, for layouts with `exact_capacity`."""
     most = max(one.layout.capacity, other.layout.capacity)
     for cache in (one, other):
         if cache.layout.exact_capacity and cache.layout.capacity < most:
@@ -53,14 +57,20 @@ def _grow(cache: LayerCache, layout: Layout) -> None:
 def tick(
     caches: list[LayerCache], valid: Sequence[Sequence[bool] | None] | None = None
 ) -> tuple[bool, list[tuple[Any, ...]]]:
-    """Whether this step is one with the policy's sweep, from the host's counts, and the counts after it.
+    """Return whether the policy compacts at this decode step, and the policy clocks after the step.
+
+    The answer follows from counts on the host, so the host does not wait for the device.
 
     Args:
-        valid: for each layer which rows' tokens are not padding, which does not count; None for all.
+        valid: for each layer, one bool per row that is False where the token is padding, which the clocks do not
+            count; None if no row has padding.
+
+    Returns:
+        Whether any row of any layer is due for compaction, and for each layer the clocks of its rows.
     """
     if not any(cache.clocks for cache in caches):
         return False, [()] * len(caches)
-    known: dict[Any, list[tuple[bool, Any]]] = {}  # layers mostly count alike
+    known: dict[Any, list[tuple[bool, Any]]] = {}  # most layers have equal clocks, so compute each case once
     ticked = []
     for cache, rows in zip(caches, valid or [None] * len(caches), strict=True):
         alike = (id(cache.layout.policy), cache.limits, cache.clocks, None if rows is None else tuple(rows))
@@ -71,7 +81,7 @@ def tick(
 
 
 def _ticked(cache: LayerCache, valid: Sequence[bool] | None) -> list[tuple[bool, Any]]:
-    """For each row whether its sweep is due, and its clock afterwards; the reference counts by itself."""
+    """Return for each row whether its compaction is due and its next clock; empty for the eager reference."""
     if not cache.clocks:
         return []
     tick, counts = cache.layout.policy.tick, valid or [True] * len(cache.clocks)
@@ -80,14 +90,17 @@ def _ticked(cache: LayerCache, valid: Sequence[bool] | None) -> list[tuple[bool,
 
 
 def kind(caches: list[LayerCache]) -> Any:
-    """What a step of one token depends on beside the contents of tensors; equal for two that can replace each other."""
+    """Return a key that is equal for two decode steps with the same code and the same buffers.
+
+    The key holds all that a step depends on beside the contents of tensors.
+    """
     compact, _ = tick(caches)
     windows = tuple(cache.stored < cache.seen for cache in caches if cache.window is not None)
     return compact, windows, tuple(id(cache.slots) for cache in caches), dynamo.hooks_so_far()
 
 
 def count(caches: list[LayerCache], queries: int, clocks: Sequence[tuple[Any, ...]]) -> None:
-    """What the host knows of a conversation, after so many more tokens."""
+    """Advance the host's counts of a conversation by `queries` tokens and set the policy clocks."""
     for cache, clock in zip(caches, clocks, strict=True):
         cache.interrupted = False
         cache.seen += queries
@@ -96,12 +109,15 @@ def count(caches: list[LayerCache], queries: int, clocks: Sequence[tuple[Any, ..
 
 
 def keeps_clock(policy: Policy) -> bool:
-    """Whether the host counts for a policy."""
+    """Return whether the host keeps a clock for the policy."""
     return bool(policy.clock((), 1, 1 << 30))
 
 
 def valid_counts(policy: Policy, valid: Tensor) -> list[int]:
-    """Real tokens of each row, for policies that keep a clock; reading them waits for the device."""
+    """Return the number of real tokens of each row for policies with a clock, else an empty list.
+
+    Reading the counts waits for the device.
+    """
     if not keeps_clock(policy):
         return []
     counts: list[int] = valid.sum(-1).tolist()
@@ -109,7 +125,7 @@ def valid_counts(policy: Policy, valid: Tensor) -> list[int]:
 
 
 def take_in(cache: LayerCache, chunk: Chunk, into: Slots | None = None) -> None:
-    """Take in a chunk; see `admit`."""
+    """Admit a chunk to the cache's slots, and update its clocks; see `admit`."""
     policy, before = cache.layout.policy, cache.slots
     cache.slots = admit(cache.layout, before, chunk, cache.limits, into)
     if cache.slots is not before:
@@ -120,7 +136,10 @@ def take_in(cache: LayerCache, chunk: Chunk, into: Slots | None = None) -> None:
 
 
 def lengthened(past: Tensor, dim: int, count: int) -> Tensor:
-    """A tensor that is longer by so much and holds no data, as nothing may read it."""
+    """Return a NaN placeholder for `past` that is `count` longer along `dim`.
+
+    The placeholder is an expanded scalar without storage of its own, because no graph may read its values.
+    """
     shape = list(past.shape)
     shape[dim] += count
     empty = past.new_full((), torch.nan).expand(shape)

@@ -1,8 +1,8 @@
-"""Calls of a model that kvpass compiled itself: none of them returns a cache that grows unseen.
+"""Calls of a model that kvpass compiled itself, with a check that no returned cache grows.
 
-Where torch gives a function up, because of its limit of graphs or because it cannot go on behind a graph break, the
-function runs uncompiled and no backend is asked.  So it does where torch.compile is turned off, and so does a module
-inside of the model that is called by itself.  What comes back shows it.
+Where torch gives up on a function, because of its recompile limit or because it cannot continue after a graph break,
+the function runs uncompiled and torch does not call the backend.  The same happens where torch.compile is turned off,
+and where a module inside the model is called by itself.  The check reads the outputs of the call to find these cases.
 """
 
 from __future__ import annotations
@@ -41,17 +41,18 @@ BATCHES = (
 
 
 _RUNNING: contextvars.ContextVar[bool] = contextvars.ContextVar("_RUNNING", default=False)
-"""Whether a compiled model runs in this thread, which checks its cache itself."""
+"""Whether a compiled model runs in this context, in which case its own call checks the cache."""
 
 
 class CompiledCall:
-    """Calls a compiled model and checks that its cache is bounded.
+    """Caller of a compiled model, with a check that the cache is bounded.
 
     Attributes:
-        call: what torch.compile made; None before the first call of a copied or unpickled model.
+        call: the callable from torch.compile; None before the first call of a copied or unpickled model.
         strict: whether an ordinary cache that grows is an error.
-        model, backend: the module that was compiled in place and by what; None for other calls.
-        taken: the parameters of the model's forward; of what is called, if the model is not given.
+        model: the module that was compiled in place; None for other callables.
+        backend: the backend that compiled `model`; None for other callables.
+        taken: the parameter names of the model's forward, or of `call` if `model` is None.
     """
 
     def __init__(self, call: Callable[..., Any] | None, strict: bool, model: Any = None, backend: Any = None) -> None:
@@ -60,17 +61,21 @@ class CompiledCall:
         dynamo.never_a_frame_of_its_own(CompiledCall.__call__)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """Raises: UnsupportedGraph: the cache is of a kind that has no place here, or the model ran uncompiled."""
+        """Call the model.
+
+        Raises:
+            UnsupportedGraph: kvpass does not support the kind of cache, or the model ran uncompiled.
+        """
         if self.call is None:
             return self._compiled_anew()(*arguments, **named)
-        if torch.compiler.is_compiling():  # part of a larger graph
+        if torch.compiler.is_compiling():  # Dynamo traces the model as a part of a larger graph
             return self.call(*arguments, **named)
         why = dynamo.why_uncompiled()
         if why is not None and self.strict:
             raise UnsupportedGraph(
                 f"{why}, so the model would run uncompiled and its cache would grow: leave it out, or pass strict=False"
             )
-        if why is not None and self.model is not None:  # torch would never again compile what it skips now
+        if why is not None and self.model is not None:  # a frame that torch skips once is never compiled again
             return dynamo.uncompiled_call(self.model)(*arguments, **named)
         for given in (*arguments, *named.values()):
             _check_kind(getattr(given, "self_attention_cache", given))
@@ -85,22 +90,23 @@ class CompiledCall:
         return made
 
     def _compiled_anew(self) -> CompiledCall:
-        """Compile a model that was copied or unpickled, as the one that it comes from was compiled."""
+        """Compile a copied or unpickled model with the settings of the original."""
         if dynamo.compiled_call(self.model) is not self:
             raise UnsupportedGraph(SHALLOW)
         return compile_module(self.model, self.backend, self.strict)
 
     def for_copies(self) -> CompiledCall:
-        """Return what a copy of the model is called by; `model` becomes the copy where the model is copied with it."""
+        """Return the caller for a copy of the model; `model` becomes the copy when both are copied together."""
         return CompiledCall(None, self.strict, self.model, self.backend)
 
 
 class WatchedCall:
-    """Calls a module inside of a compiled model that uncompiled code calls by itself, and refuses a cache that grows.
+    """Caller of a module inside of a compiled model, with a check that no cache grows in a direct call.
 
     Attributes:
-        model: the module; whole: the name of the class that was compiled.
-        around: what was compiled, where that is known; once another backend compiles it, nothing is checked.
+        model: the module.
+        whole: the class name of the compiled model.
+        around: a weak reference to the compiled model, if known; nothing is checked once another backend compiles it.
     """
 
     def __init__(self, model: torch.nn.Module, whole: str, around: torch.nn.Module | None = None) -> None:
@@ -108,7 +114,11 @@ class WatchedCall:
         dynamo.never_a_frame_of_its_own(WatchedCall.__call__)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """Raises: UnsupportedGraph: the module ran uncompiled and its cache has grown."""
+        """Call the module.
+
+        Raises:
+            UnsupportedGraph: the module ran uncompiled and its cache has grown.
+        """
         call = dynamo.uncompiled_call(self.model)
         if torch.compiler.is_compiling() or _RUNNING.get() or self._is_compiled_by_others():
             return call(*arguments, **named)
@@ -127,12 +137,12 @@ class WatchedCall:
         return around is not None and not isinstance(dynamo.compiled_call(around), CompiledCall)
 
     def for_copies(self) -> WatchedCall:
-        """Return what a copy of the module is called by."""
+        """Return the caller for a copy of the module."""
         return WatchedCall(self.model, self.whole)
 
 
 class _State:
-    """Gives the state of a module to copies and pickles, with what calls it: torch leaves that out."""
+    """`__getstate__` of a compiled module: adds the module's caller, which torch leaves out of copies and pickles."""
 
     def __init__(self, caller: CompiledCall | WatchedCall) -> None:
         self.caller = caller
@@ -147,14 +157,14 @@ class _State:
 
 
 class _NoBatches:
-    """Refuses a way to generate that brings a cache of its own."""
+    """A replacement for methods that generate with a cache of their own: it raises `UnsupportedGraph`."""
 
     def __call__(self, *_: Any, **__: Any) -> Any:
         raise UnsupportedGraph(BATCHES)
 
 
 def compile_module(model: torch.nn.Module, backend: Any, strict: bool) -> CompiledCall:
-    """Compile one module in place and return what it is called by."""
+    """Compile one module in place and return its caller."""
     model.compile(backend=backend)
     guarded = CompiledCall(dynamo.compiled_call(model), strict, model, backend)
     _put(model, guarded)
@@ -167,12 +177,12 @@ def compile_module(model: torch.nn.Module, backend: Any, strict: bool) -> Compil
 
 
 def watch_module(model: torch.nn.Module, whole: torch.nn.Module) -> None:
-    """Let a module inside of one that was compiled refuse to run uncompiled on a cache."""
+    """Make a module inside of a compiled model refuse to run uncompiled on a growing cache."""
     _put(model, WatchedCall(model, type(whole).__name__, whole))
 
 
 def unwatch(model: torch.nn.Module) -> None:
-    """Undo what `watch_module` did to the modules of a model."""
+    """Remove the effect of `watch_module` from the modules of a model."""
     for module in model.modules():
         if isinstance(dynamo.compiled_call(module), WatchedCall):
             dynamo.set_compiled_call(module, None)
@@ -186,7 +196,7 @@ def _put(model: torch.nn.Module, caller: CompiledCall | WatchedCall) -> None:
 
 @contextlib.contextmanager
 def _running() -> Iterator[None]:
-    """A compiled model runs inside, and where torch raises its limit of graphs, that is an error of kvpass."""
+    """Mark that a compiled model runs inside, and turn torch's recompile limit error into `UnsupportedGraph`."""
     token = _RUNNING.set(True)
     try:
         yield
@@ -199,11 +209,10 @@ def _running() -> Iterator[None]:
 
 
 def _for_length_of(cache: Any, given: tuple[Any, ...]) -> contextlib.AbstractContextManager[Any]:
-    """How a call on a cache is traced: after a prompt of one token, as encoder-decoders have, for any length.
+    """Return a context that traces a call after a prompt of one token for any cache length.
 
-    Dynamo takes a size of one for a constant, and would trace the step after such a prompt for that one length.  A bare
-    backend cannot change this, as Dynamo traces before it calls a backend.  That the new tokens [B, 1] are one stays a
-    fact: models ask for it.
+    Encoder-decoders have prompts of one token.  The new tokens [B, 1] keep a static length of 1, because models branch
+    on it.
     """
     first = next(iter(_keys(cache)), None)
     if not isinstance(first, Handle) or first.shape[2] != 1:
@@ -214,10 +223,10 @@ def _for_length_of(cache: Any, given: tuple[Any, ...]) -> contextlib.AbstractCon
 
 
 def _for_counts_of(cache: Any) -> contextlib.AbstractContextManager[Any]:
-    """How a call on a cache is traced whose layers count the tokens seen, as those with a sliding window do.
+    """Return a context that traces a cache's own token counts as symbols, such as those of sliding-window layers.
 
-    Dynamo takes a number for one that stays the same until it has seen another; where an image in the prompt has broken
-    its graph, the first step would be traced for this length alone, and nothing in it would tell a place from a number.
+    Dynamo takes an integer for a constant until it has seen another value.  If an image in the prompt broke the graph,
+    the first step would be traced for this one length, and its graph could not tell a position from a constant.
     """
     layers = getattr(cache, "layers", None)
     one_of_each = {type(layer): layer for layer in layers} if isinstance(layers, list) else {}
@@ -226,9 +235,10 @@ def _for_counts_of(cache: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 def _counts(layer: Any) -> list[str]:
-    """The attribute of a layer that says how many tokens it has seen, where its keys do not, as some of them are gone.
+    """Return the attribute of a layer that counts the tokens seen, if its keys do not show that count.
 
-    Where two have that number, one of them may be the window, which does not change.
+    The keys are shorter than the count once tokens are evicted.  The list is empty if two attributes have that value,
+    because one of them may be the window, which does not change.
     """
     keys = getattr(layer, "keys", None)
     if not isinstance(keys, Handle) or keys.shape[2] == keys.seen:
@@ -238,7 +248,7 @@ def _counts(layer: Any) -> list[str]:
 
 
 def _check_kind(cache: Any) -> None:
-    """Caches that store rows in their own way, which kvpass would have to do away with."""
+    """Raise UnsupportedGraph for a cache that offloads layers or quantizes rows by itself."""
     layers = getattr(cache, "layers", None)
     kinds = {type(layer).__name__ for layer in layers} if isinstance(layers, list) else set()
     if getattr(cache, "offloading", False):
@@ -258,10 +268,10 @@ def _dense(value: Any) -> Any:
 
 
 def dense(tokens: Tensor) -> Tensor:
-    """Entries for tokens [B, n] by themselves in memory.
+    """Return tokens [B, n] as a contiguous tensor that is not a view.
 
-    Slices of longer ones, as chunks of a prompt bring, are traced anew for their strides, which those of a single row
-    keep even when it is contiguous, and for the tensor that they are views of.
+    Chunks of a prompt arrive as slices of a longer tensor.  Dynamo traces a slice anew for its strides, which a slice
+    of a single row keeps even when it is contiguous, and for the tensor that it views.
     """
     if tokens.stride() == (tokens.shape[1], 1) and not tensor_types.is_view(tokens):
         return tokens
@@ -269,12 +279,12 @@ def dense(tokens: Tensor) -> Tensor:
 
 
 def grows(made: Any) -> bool:
-    """Return whether a cache among what a model returned holds keys [B, H, S, D] and none that are kvpass's."""
+    """Return whether a model's output has a cache with keys [B, H, S, D] that are not handles of kvpass."""
     return any(ordinary_tokens(cache) > 0 for cache in _caches(made))
 
 
 def _caches(made: Any) -> Iterator[Any]:
-    """Yield the caches in a model's output: what is named so, cache objects, and pairs of keys and values."""
+    """Yield the caches in a model's output: entries with a cache's name, cache objects, and key-value pairs."""
     if isinstance(made, (tuple, list)):
         named = [("", value) for value in made]
     else:
@@ -286,14 +296,14 @@ def _caches(made: Any) -> Iterator[Any]:
 
 
 def _is_object(value: Any) -> bool:
-    """Return whether a value is a cache object: it has `layers`, of its own or for decoding."""
+    """Return whether a value is a cache object, which has `layers` itself or in its `self_attention_cache`."""
     return not isinstance(value, (Tensor, torch.nn.Module)) and isinstance(
         getattr(getattr(value, "self_attention_cache", value), "layers", None), list
     )
 
 
 def _ordinary(given: tuple[Any, ...]) -> list[tuple[Any, int]]:
-    """Return the cache objects among arguments that hold no handles, each with the tokens that it stores."""
+    """Return the cache objects among arguments that hold no handles, each with its number of stored tokens."""
     objects = [value for value in given if _is_object(value)]
     return [(value, ordinary_tokens(value)) for value in objects if not any(map(_is_handle, _keys(value)))]
 
@@ -304,7 +314,7 @@ def _have_grown(caches: list[tuple[Any, int]]) -> bool:
 
 
 def ordinary_tokens(cache: Any) -> int:
-    """Return how many tokens a cache object, or nested tuples, store in tensors; 0 for a cache of kvpass."""
+    """Return the number of tokens that a cache object or nested tuples store; 0 for a cache of kvpass."""
     keys = _keys(cache)
     if any(map(_is_handle, keys)):
         return 0
@@ -316,12 +326,12 @@ def _is_handle(key: Tensor) -> bool:
 
 
 def _is_ours(value: Any) -> bool:
-    """Return whether an argument is a cache, under whatever name, with handles for its keys."""
+    """Return whether an argument, under any name, is a cache whose keys are handles."""
     return not isinstance(value, Tensor) and any(isinstance(key, Handle) for key in _keys(value))
 
 
 def _keys(cache: Any) -> list[Tensor]:
-    """The first tensor of each layer."""
+    """Return the key tensor of each layer: the first tensor of a tuple, or the attribute `keys`."""
     decoder = getattr(cache, "self_attention_cache", cache)
     layers = getattr(decoder, "layers", decoder)
     if not isinstance(layers, (list, tuple)):

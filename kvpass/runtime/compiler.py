@@ -1,4 +1,4 @@
-"""What the runtime asks of whoever made it: settings, how graphs are rewritten and compiled, and what is remembered."""
+"""Interface between the runtime and the backend: settings, graph rewriting, compilation and shared records."""
 
 from __future__ import annotations
 
@@ -20,15 +20,18 @@ from kvpass.torch_private.symbolic_shapes import SymbolicSizes
 
 
 class Compiler(Protocol):
-    """A backend, as the runtime sees it.
+    """The backend, as the runtime sees it.
 
     Attributes:
-        policy, budget, kv_dtype: settings of caches.
-        crop: how many of the last tokens can be taken back.
-        validates: whether the first rewrite of a step graph is held against the graph.
-        kv_store: what the tokens of layers are held in.
-        plans: what the layers of each model were given first; stepped: what makes the keys of layers that have taken
-            steps; layers: a number for every cache that is made.
+        policy: the eviction policy.
+        budget: the budget, as the user gave it.
+        kv_dtype: the storage format of cached rows; None for the model's own dtype.
+        crop: the largest number of trailing tokens that `LayerCache.crop` can remove.
+        validates: whether the first rewrite of a step graph is compared with the original graph.
+        kv_store: the storage of cached tokens: slots or reference lists.
+        plans: the first plan of each model's layers.
+        stepped: tensors that make the keys of layers which have run a step.
+        layers: a counter that numbers the caches in the order in which they are made.
     """
 
     @property
@@ -51,35 +54,35 @@ class Compiler(Protocol):
     def layers(self) -> Iterator[int]: ...
 
     def rewrite(self, call: StepCall) -> tuple[StepContext, StepRewrite]:
-        """Rewrite a step graph."""
+        """Rewrite a step graph for a call, and return the context of the rewrite and its result."""
         ...
 
     def compile_prompt(
         self, gm: fx.GraphModule, examples: Sequence[Any], layers: Sequence[fx.Node] = ()
     ) -> Callable[..., Any]:
-        """Compile a prompt graph; `layers` has one node of each."""
+        """Compile a prompt graph; `layers` has one node of each layer, in the order of layers."""
         ...
 
     def compile_step(
         self, gm: fx.GraphModule, examples: Sequence[Any], ranked: bool, chunk: bool, sizes: SymbolicSizes | None
     ) -> Callable[..., Any]:
-        """Compile a rewritten step graph, of one token or of a chunk, of which some sizes may be open."""
+        """Compile a rewritten step graph for one token or, with `chunk`, for several; `sizes` are the dynamic sizes."""
         ...
 
     @property
     def compiles_at_once(self) -> bool:
-        """Whether the graph of a chunk is compiled at its first run, and not at its second."""
+        """True if the graph of a chunk is compiled at its first run, False if at its second."""
         ...
 
     @property
     def compiles_prompts_at_once(self) -> bool:
-        """The same of the graph of a prompt whose sizes are numbers, on a CPU."""
+        """True if a static prompt graph on a CPU is compiled at its first run, False if at its second."""
         ...
 
     def has_dynamic_sizes(self, device: torch.device) -> bool:
-        """Whether what compiles for a device can do with sizes that are no numbers."""
+        """Return whether the inner compiler supports dynamic sizes for a device."""
         ...
 
     def note_validation(self, graph: Literal["prompt", "step"], done: Validation) -> None:
-        """Hear the result of the validation of a rewritten graph."""
+        """Record the result of the validation of a rewritten graph."""
         ...

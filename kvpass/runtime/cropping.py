@@ -1,7 +1,8 @@
-"""What a call leaves behind so that its last tokens can be taken back: see `LayerCache.crop`.
+"""Records of calls that let a cache drop its last tokens again: see `LayerCache.crop`.
 
-A step overwrites one row of each head, which is copied before it.  A chunk is taken into other slots, and what it
-brought stays until the next call: without its end it is taken in again, from the slots that were there before.
+A decode step overwrites one row of each head, so that row is copied before the step.  A chunk is admitted to other
+slots, and its rows are kept until the next call.  To crop a chunk, its first tokens are admitted again to the slots
+from before the chunk.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from kvpass.runtime.padding import places_of
 
 @dataclasses.dataclass(frozen=True)
 class TakenChunk:
-    """A chunk that was taken into slots.
+    """A chunk that was admitted to slots.
 
     Attributes:
-        chunk: its rows.
-        spec: what its statistics are made of, None if the policy asks for none.
-        into: the slots that it was taken into.
+        chunk: the rows of the chunk.
+        spec: the tensors from which its attention statistics are computed; None if the policy needs no statistics.
+        into: the slots that the chunk was admitted to.
     """
 
     chunk: Chunk
@@ -51,12 +52,12 @@ class TakenChunk:
 
 @dataclasses.dataclass(frozen=True)
 class RepeatedPrompt:
-    """A chunk that can be taken in again with fewer tokens."""
+    """An admitted chunk that can be admitted again with fewer tokens: a `history.Repeatable`."""
 
     taken: TakenIn
 
     def first(self, cache: LayerCache, count: int) -> LayerCache:
-        """See `history.Again`."""
+        """Return the cache after the first `count` tokens; see `history.Repeatable`."""
         taken, before = self.taken.first(count), cache.seen
         call = _before(cache, count, chunk=True)
         taken.take_into(cache)
@@ -69,7 +70,7 @@ class RepeatedPrompt:
 
 
 def calls_before(caches: list[LayerCache], queries: int) -> list[history.PastCall]:
-    """For each layer the call that is about to be made; none if nothing is to be taken back."""
+    """Return a record of the call about to run for each layer; an empty list if cropping is off."""
     if not caches[0].backend.crop:
         return []
     roomy = all(cache.slots.capacity == cache.layout.capacity for cache in caches)
@@ -77,13 +78,13 @@ def calls_before(caches: list[LayerCache], queries: int) -> list[history.PastCal
 
 
 def _before(cache: LayerCache, queries: int, chunk: bool) -> history.PastCall:
-    """A call; that of a chunk leaves the slots alone, and its tokens are taken in after it."""
+    """Return the record of one call; with `chunk` the graph leaves the slots unchanged, so they are not copied."""
     kept = cache.backend.kv_store.kept(cache, chunk)
     return history.PastCall(queries, kept, None, cache.layout, cache.seen, cache.clocks, cache.absent)
 
 
 def remember(caches: list[LayerCache], calls: list[history.PastCall], taken: Sequence[TakenIn | None]) -> None:
-    """Note the calls once they have been made, and what they took in."""
+    """Store the records of calls that have run, together with the chunks that they admitted."""
     for index, (cache, call) in enumerate(zip(caches, calls, strict=False)):
         chunk = taken[index]
         again = RepeatedPrompt(chunk) if chunk is not None and call.new > 1 else None
@@ -91,7 +92,7 @@ def remember(caches: list[LayerCache], calls: list[history.PastCall], taken: Seq
 
 
 def take_results(cache: LayerCache, site: AttentionSite, results: list[Tensor]) -> TakenIn:
-    """Take in a chunk from what the graph of a step gives for a layer: `StepRewrite.chunks`."""
+    """Admit a chunk from the results of a step graph for one layer: see `StepRewrite.chunks`."""
     key, value, valid, *beside = results
     policy, layout = cache.layout.policy, cache.layout
     sums, made_of = beside[: len(policy.statistics)], beside[len(policy.statistics) :]
@@ -101,7 +102,7 @@ def take_results(cache: LayerCache, site: AttentionSite, results: list[Tensor]) 
 
 
 def _spec(cache: LayerCache, site: AttentionSite, made_of: list[Tensor]) -> StatisticsSpec | None:
-    """What the statistics of a chunk are made of, from what `layer.step.extend_step` gives for it."""
+    """Return the statistics spec of a chunk from the extra results of `cache.step.extend_step`."""
     if not made_of:
         return None
     query, key, mask, *sink_logit = made_of
@@ -110,7 +111,7 @@ def _spec(cache: LayerCache, site: AttentionSite, made_of: list[Tensor]) -> Stat
 
 
 def _spare(cache: LayerCache) -> Slots:
-    """Slots for a chunk: those from before the last one, which is forgotten now, or new ones."""
+    """Return slots for a chunk: those from before the last chunk, whose record is dropped now, or new ones."""
     known = [call.kept.slots for call in cache.calls if isinstance(call.kept, UnchangedSlots)]
     fitting = [slots for slots in known if slots.capacity == cache.layout.capacity and slots is not cache.slots]
     return fitting[0] if fitting else Slots.empty(cache.layout)

@@ -1,8 +1,9 @@
-"""Which modules of a model uncompiled code calls: the model, what its `generate` calls, and what wrappers wrap.
+"""Entry points of a model: the modules that uncompiled code calls.
 
-A compiled model's own call runs the modules inside of it in its graph.  `generate` of one model often runs another one
-inside of it instead, with a cache of that one: BLIP-2 calls its language model's, Bark three models in a row.
-Wrappers, such as those of PEFT, of value heads and of distributed training, hand out the model that they wrap.
+The entry points are the model, the modules that its `generate` calls, and the model inside a wrapper.  A call of a
+compiled model runs its inner modules in its graph.  The `generate` of one model often runs an inner model instead,
+with a cache of that inner model: BLIP-2 calls its language model's, Bark calls three models in a row.  Wrappers, such
+as those of PEFT, of value heads and of distributed training, hand out the model that they wrap.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _OTHERS = frozenset({"use_cache", "cache_position", "cache_implementation"})
 
 
 def set_up_compiled(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the modules to compile in place: the model, what it adapts, and those inside that generate on a cache."""
+    """Return the modules to compile in place: the model, its base model, and inner modules that generate on a cache."""
     asked = getattr(model, "get_base_model", None)
     base = asked() if callable(asked) else None
     found = [model, *([base] if isinstance(base, torch.nn.Module) else [])]
@@ -28,14 +29,14 @@ def set_up_compiled(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def set_up_watched(model: torch.nn.Module, others: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Return the further modules whose forward takes a cache, without those that stand in lists, as layers do."""
+    """Return the other modules whose forward takes a cache, without members of module lists such as layers."""
     known = {id(module) for module in others}
     paths = [(path.split("."), module) for path, module in model.named_modules() if id(module) not in known]
     return [module for path, module in paths if takes_a_cache(module) and not any(part.isdigit() for part in path)]
 
 
 def takes_a_cache(module: torch.nn.Module) -> bool:
-    """Return whether a parameter of a module's forward is named like a cache."""
+    """Return whether a parameter of a module's forward has the name of a cache."""
     return any(_NAMES.search(name) and name not in _OTHERS for name in _parameters(module))
 
 
@@ -50,5 +51,5 @@ def _generates(module: torch.nn.Module) -> bool:
 def _parameters(module: torch.nn.Module) -> dict[str, Any]:
     try:
         return dict(inspect.signature(module.forward).parameters)
-    except (TypeError, ValueError):  # a forward that is no function of Python
+    except (TypeError, ValueError):  # `forward` is not a Python function
         return {}

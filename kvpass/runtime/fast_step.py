@@ -1,4 +1,4 @@
-"""A step of one token with all looked up that stays from one to the next."""
+"""Decode steps of one token whose constant arguments are looked up once."""
 
 from __future__ import annotations
 
@@ -12,25 +12,27 @@ from kvpass.torch_private import inductor
 
 
 class FastStep:
-    """One token a call, on the same slots and by the same code.
+    """A decode step of one token on fixed slots and fixed compiled code.
 
-    It is what `StepRunner.advance` does of a kind of step that has run, for as long as the slots are the same objects.
+    The step does what `StepRunner.advance` does for a known kind of step, as long as the slots are the same objects.
     """
 
     def __init__(self, caches: list[LayerCache], rewrite: StepRewrite, run: inductor.Compiled) -> None:
         """
         Args:
-            rewrite: of one token, whose arguments `repeats`; run: what runs it.
+            rewrite: the rewrite of a step of one token, whose `repeats` is true.
+            run: the compiled code of the rewrite.
         """
         self.caches, self.rewrite, self.run = caches, rewrite, run
         self.slots = [cache.slots for cache in caches]
         self.held = rewrite.held(self.slots)
 
     def __call__(self, arguments: tuple[Any, ...], clocks: Sequence[tuple[Any, ...]]) -> Sequence[Any]:
-        """What the graph gives.
+        """Run the step and return the results of the graph.
 
         Args:
-            arguments: Dynamo's, for this token; clocks: of each layer, after it.
+            arguments: Dynamo's arguments for this token.
+            clocks: the policy clocks of each layer after this token.
         """
         given = self.rewrite.given(arguments, [], self.slots, self.caches[0].seen)
         for cache in self.caches:

@@ -1,4 +1,4 @@
-"""What the tokens of layers are held in, as the runtime sees it: slots, or the lists of the eager reference."""
+"""Storage of cached tokens, as the runtime sees it: slots, or the lists of the eager reference."""
 
 from __future__ import annotations
 
@@ -16,33 +16,34 @@ from kvpass.rewrite.context import Pass
 
 
 class TakenIn(Protocol):
-    """A chunk that was taken in.
+    """A chunk that a store has admitted.
 
     Attributes:
-        chunk: its rows.
+        chunk: the rows of the chunk.
     """
 
     @property
     def chunk(self) -> Chunk: ...
 
     def first(self, count: int) -> TakenIn:
-        """Its first tokens."""
+        """Return the first `count` tokens of the chunk."""
         ...
 
     def take_into(self, cache: Any) -> None:
-        """Take it in once more, on a cache as it was before it."""
+        """Admit the chunk again to a cache in the state from before the chunk."""
         ...
 
 
 class KVStore(Protocol):
-    """How layers hold their tokens; equal for backends of which one can go on with what another held.
+    """Storage of cached tokens; equal stores belong to backends that can continue each other's caches.
 
     Attributes:
-        asks: a prompt is to give its queries, keys and masks, whatever the policy asks for.
-        whole: a step's masks look up entries in tensors that have one for every token, see `StepGraph`.
-        validates: what a step was rewritten to can be run on slots drawn at random, beside the model's own.
-        spreads: a layer's heads may be spread over processes.
-        passes: those over a step graph.
+        asks: whether a prompt graph returns its queries, keys and masks even if the policy needs no statistics.
+        whole: whether a step's masks read per-token inputs at full length, with an entry for every token; see
+            `StepGraph`.
+        validates: whether a rewritten step can be run on random slots, beside the slots of the model.
+        spreads: whether the heads of a layer may be sharded over processes.
+        passes: the passes over a step graph.
     """
 
     @property
@@ -59,17 +60,21 @@ class KVStore(Protocol):
     def admitted(
         self, layout: Layout, chunk: Chunk, spec: StatisticsSpec | None, site: AttentionSite, plan: Plan
     ) -> tuple[Any, tuple[int, ...], tuple[Clock, ...]]:
-        """What holds a prompt's tokens (`LayerCache.slots`), and `limits` and `clocks`, by which the host counts."""
+        """Return the storage of a prompt's tokens (`LayerCache.slots`), and the host's `limits` and `clocks`."""
         ...
 
     def prepare(self, cache: Any, valid: Callable[[], Tensor]) -> None:
-        """A step is about to run; `valid` gives bool [B, q], which of its tokens are not padding."""
+        """Prepare a cache for a step; `valid` returns bool [B, q], False for padding among the new tokens."""
         ...
 
     def kept(self, cache: Any, chunk: bool) -> Restorable:
-        """What undoes a step, or a chunk, that is about to run."""
+        """Return the record that restores the cache after a step, or after a chunk, that is about to run."""
         ...
 
     def take_in(self, cache: Any, site: AttentionSite, results: list[Tensor]) -> TakenIn | None:
-        """Take in what a step's graph gave of new tokens (`StepRewrite.chunks`): nothing of a single one on slots."""
+        """Admit the new tokens that a step graph returned (`StepRewrite.chunks`).
+
+        Returns:
+            The admitted chunk, or None for a single token on slots, which the graph itself has written.
+        """
         ...

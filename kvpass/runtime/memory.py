@@ -1,4 +1,4 @@
-"""How much memory a device has left."""
+"""Free memory of a device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes that may still be taken; None where the system does not say."""
+    """Return the bytes of memory that a device has free; None if the system does not report them."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     told = Path("/proc/meminfo")

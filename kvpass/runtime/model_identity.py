@@ -1,7 +1,7 @@
-"""Whose a graph is: models and layers are known by the tensors of their modules that graphs are given.
+"""Identity of models and layers, read from the module tensors among the arguments of a call.
 
-One graph may serve several models, or several layers of one, so that it is the arguments of a call that tell.  All are
-held weakly: a tensor that is made later, even at the same address, is another one.
+One graph may serve several models, or several layers of one model, so the graph itself does not identify them.  All
+tensors are held by weak references: a tensor that is made later, even at the same address, is another tensor.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ Weights = tuple["weakref.ref[Any]", ...]
 
 
 def owned(gm: fx.GraphModule) -> list[int]:
-    """The places of the inputs that are tensors of modules."""
+    """Return the argument indices of inputs that are tensors of modules."""
     return [index for index, node in enumerate(walk.placeholders(gm.graph)) if dynamo.is_of_module(node)]
 
 
 def constants(gm: fx.GraphModule) -> list[Tensor]:
-    """The tensors of modules that a graph has as attributes, where Dynamo makes no inputs of them."""
+    """Return the module tensors that are attributes of a graph, where Dynamo does not make them inputs."""
     return [*gm.parameters(), *gm.buffers()]
 
 
 def projecting(site: AttentionSite) -> tuple[int, ...]:
-    """The places of the inputs that are tensors of modules and of which a site's new keys are made."""
+    """Return the argument indices of the module tensors that project a site's new keys."""
     indices = {node: index for index, node in enumerate(walk.placeholders(site.call.graph))}
     seen: set[fx.Node] = set()
     found, todo = [], [site.key]
@@ -43,7 +43,7 @@ def projecting(site: AttentionSite) -> tuple[int, ...]:
         seen.add(node)
         mine = [parent for parent in node.all_input_nodes if dynamo.is_of_module(parent)]
         found += [indices[parent] for parent in mine]
-        if not any(walk.value(parent).ndim > 1 for parent in mine):  # else a projection, behind which are others'
+        if not any(walk.value(parent).ndim > 1 for parent in mine):  # inputs of a projection come from other layers
             todo.extend(parent for parent in node.all_input_nodes if parent not in mine)
     return tuple(sorted(set(found)))
 
@@ -53,7 +53,7 @@ def held_weakly(tensors: Iterable[Any]) -> Weights:
 
 
 class SeenTensors:
-    """Tensors that were met before."""
+    """A set of tensors, held weakly and compared by identity."""
 
     def __init__(self) -> None:
         self._met: dict[int, weakref.ref[Tensor]] = {}
@@ -69,13 +69,18 @@ class SeenTensors:
 
 
 class PlansByModel:
-    """What the layers of each model were given first, for policies that keep to it."""
+    """The first plan of each model's layers, for policies that keep to their first plan."""
 
     def __init__(self) -> None:
         self._made: list[tuple[Weights, Any, list[Plan]]] = []
 
     def of(self, model: Sequence[Any], shape: Any) -> list[Plan] | None:
-        """The plan of a model, as `model`, with that number of layers and heads, as `shape`; None if it has none."""
+        """Return the plan of a model; None if the model has none.
+
+        Args:
+            model: the tensors of the model; a model is known if most of these tensors are.
+            shape: the number of layers and heads.
+        """
         mine = {id(part) for part in model}
         for weights, known_shape, plan in self._made:
             alive = {id(part) for part in (weight() for weight in weights) if part is not None}
@@ -84,15 +89,15 @@ class PlansByModel:
         return None
 
     def keep(self, model: Sequence[Any], shape: Any, plan: list[Plan]) -> None:
-        """A model's plan; those of models that are gone are forgotten."""
+        """Record the plan of a model, and drop the plans of models that no longer exist."""
         self._made = [made for made in self._made if any(weight() is not None for weight in made[0])]
         self._made.append((held_weakly({id(part): part for part in model}.values()), shape, plan))
 
 
 def made_elsewhere(weights: Weights, here: Sequence[Tensor], known: SeenTensors) -> bool:
-    """Whether a cache that was made with `weights` is of another layer among the known than that which has `here`.
+    """Return whether a cache made with `weights` belongs to another known layer than the layer with tensors `here`.
 
-    A layer that nothing is known of, say of a copy of the model that ran the prompt alone, may be the same.
+    A layer of which no tensor is known may be the same layer, as of a copy of the model that ran the prompt alone.
     """
     made = [tensor for tensor in (weight() for weight in weights) if tensor is not None]
     if not made or not here or any(one is other for one in made for other in here):

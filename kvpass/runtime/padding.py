@@ -1,4 +1,4 @@
-"""What arguments say of tokens: which are padding, and whether positions count the others."""
+"""Padding and position ids, read from the arguments of a call."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ HIDDEN_BEFORE = (
 
 
 def wrong_mask(gm: fx.GraphModule, arguments: Sequence[Any], tokens: int) -> str | None:
-    """Return what is wrong with an attention mask that has no column for each of so many tokens, or None."""
+    """Describe what is wrong with an attention mask that does not have `tokens` columns; None if none is wrong."""
     for node, given in zip(walk.placeholders(gm.graph), arguments, strict=True):
         if "attention_mask" in node.name and isinstance(given, Tensor) and given.ndim == 2 and given.shape[1] != tokens:
             return (
@@ -53,17 +53,17 @@ def wrong_mask(gm: fx.GraphModule, arguments: Sequence[Any], tokens: int) -> str
 
 
 def told_by(gm: fx.GraphModule, sites: list[AttentionSite], step: bool) -> list[tuple[fx.Node, ...]]:
-    """For each site the inputs that tell padding in all masks on its cache; layers mostly share their masks."""
+    """Return for each site the inputs that mark padding in all masks on its cache."""
     masks = [tuple(each.mask for each in site.all) for site in sites]
     known = {among: padding_inputs(gm, list(among), step) for among in dict.fromkeys(masks)}
     return [known[among] for among in masks]
 
 
 class PositionCheck:
-    """The position ids that rotate the keys of a graph, computed from the arguments of each call.
+    """A check that the position ids which rotate the keys of a graph are consecutive.
 
-    Ranks take their place where held tokens are numbered by rank.  Distances between real tokens stay what they are
-    only if the ids of a row go on one by one, from whichever number its first real token has.
+    The ids are computed from the arguments of each call.  The check is for layers with cache positions, which replace position ids by the rank among cached tokens.  This
+    keeps the distances between real tokens only if the ids of a row increase by one, from any first id.
     """
 
     def __init__(self, gm: fx.GraphModule, sites: list[AttentionSite]) -> None:
@@ -73,13 +73,13 @@ class PositionCheck:
         self._module = splicing.computing(gm, nodes)
 
     def first(self, arguments: tuple[Any, ...], valid: Tensor) -> Tensor | None:
-        """The id of each row's first real token in a prompt, int64 [B]; None if no ids rotate keys.
+        """Return the position id of each row's first real token, int64 [B]; None if no ids rotate keys.
 
         Args:
-            valid: bool [B, q].
+            valid: bool [B, q], False for padding.
 
         Raises:
-            UnsupportedGraph: the ids of a row do not go on one by one, or those that the caller gave begin above 0.
+            UnsupportedGraph: the ids of a row do not increase by one, or ids from the caller begin above 0.
         """
         first = None
         for ids, given in zip(self._ids(arguments, valid), self._given, strict=True):
@@ -90,12 +90,12 @@ class PositionCheck:
         return first
 
     def go_on(self, arguments: tuple[Any, ...], valid: Tensor, first: Tensor | None, seen: Tensor) -> Tensor:
-        """Whether the ids of a step's real tokens follow those of the row's tokens before; a bool on the device.
+        """Return whether the ids of a step continue those of each row's earlier real tokens; a bool on the device.
 
         Args:
-            valid: bool [B, q].
-            first: see the method of that name; None where rows were taken from several prompts.
-            seen: the real tokens before, int64 [B].
+            valid: bool [B, q], False for padding.
+            first: the result of the method `first`; None if the rows come from several prompts.
+            seen: the number of earlier real tokens, int64 [B].
         """
         fits = torch.ones((), dtype=torch.bool, device=valid.device)
         for ids, given in zip(self._ids(arguments, valid), self._given, strict=True):
@@ -106,34 +106,34 @@ class PositionCheck:
 
     @property
     def refusal(self) -> str:
-        """What to say where ids do not follow each other."""
+        """Error message for ids that are not consecutive."""
         return OWN_POSITIONS if any(self._given) else PADDING_BETWEEN
 
     def _ids(self, arguments: tuple[Any, ...], valid: Tensor) -> list[Tensor]:
-        """Each layer's ids as [B or 1, q]; layers mostly share them."""
+        """Return the position ids of each distinct rotary embedding, as [B or 1, q]."""
         queries = valid.shape[1]
         made = [ids if ids.shape[-1] == queries or ids.ndim != 2 else ids.T for ids in self._module(*arguments)]
         return [ids.reshape(-1, queries).to(valid.device) for ids in made]
 
 
 def _offsets(ids: Tensor, valid: Tensor) -> Tensor:
-    """By how much ids [B or 1, q] are above the rank among the real tokens of the call, int64 [B, q]."""
+    """Return by how much ids [B or 1, q] exceed the rank among the real tokens of the call, int64 [B, q]."""
     return ids - (valid.long().cumsum(-1) - 1)
 
 
 def _is_constant(offsets: Tensor, valid: Tensor, wanted: Tensor) -> Tensor:
-    """Whether offsets [B, q] of real tokens are those wanted of their rows [B]."""
+    """Return whether the offsets [B, q] of real tokens equal the wanted offset of their row [B]."""
     return ((offsets == wanted.to(offsets.device)[:, None]) | ~valid).all()
 
 
 def alike(one: Tensor, other: Tensor) -> bool:
-    """Whether two graphs rotate keys by the same angles, but for rounding; see `RotarySlice.probe`."""
+    """Return whether two graphs rotate keys by the same angles, up to rounding; see `RotarySlice.probe`."""
     other = other.to(one.device)
     return one.shape == other.shape and torch.allclose(one, other, rtol=1e-2, atol=1e-2)
 
 
 def places_of(chosen: Tensor, start: int = 0) -> Tensor:
-    """Where bool [B, n] is true: int64 [B, P], counted from `start`, -1 after the last of a row."""
+    """Return the positions where bool [B, n] is true: int64 [B, P], counted from `start`, -1 after a row's last one."""
     most = int(chosen.sum(-1).max())
     indices = torch.arange(start, start + chosen.shape[1], device=chosen.device)
     ordered = torch.where(chosen, indices, LATE).sort(-1).values[:, :most]
@@ -141,11 +141,14 @@ def places_of(chosen: Tensor, start: int = 0) -> Tensor:
 
 
 def agreement(cache: LayerCache, column: Tensor) -> tuple[Tensor, Tensor]:
-    """What an input that tells padding says now of the tokens that went before, as bools on the device.
+    """Compare the earlier tokens' entries in an input that marks padding with the contents of the cache.
+
+    Args:
+        column: the input, [B or 1, S] or [S].
 
     Returns:
-        Whether it has one for every real token and zero for all others, and whether it has zero for every token that
-        was left out of the cache as padding.
+        Two bools on the device: whether the input has one for every real token and zero for all others, and whether it
+        has zero for every token that was left out of the cache as padding.
     """
     before, absent = column.reshape(-1, column.shape[-1])[:, : cache.seen], cache.absent
     shown = torch.zeros((), dtype=torch.bool, device=absent.device)
@@ -157,6 +160,6 @@ def agreement(cache: LayerCache, column: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def padding_of(columns: list[Tensor], rows: int, queries: int, device: torch.device) -> Tensor:
-    """bool [B, q]: which tokens are zero in any of the columns, each [B or 1, q] or [q]."""
+    """Return bool [B, q], true for tokens that are zero in any of the columns, each [B or 1, q] or [q]."""
     none = torch.zeros(rows, queries, dtype=torch.bool, device=device)
     return torch.stack([none, *((column == 0).expand(rows, -1) for column in columns)]).any(0)

@@ -1,4 +1,4 @@
-"""What runs in place of a prompt's graph: the model's own attention, after which caches become slots."""
+"""Runner of prompt graphs: it computes the model's own attention and then admits the prompt to slots."""
 
 from __future__ import annotations
 
@@ -53,10 +53,11 @@ class PromptLayer:
     """What a prompt leaves of one layer.
 
     Attributes:
-        chunk: all its tokens.
-        spec: the query, the attended keys, the mask and the sink, where a reference wants them, or a crop may.
+        policy: the policy of the layer.
+        heads: the KV heads of the model's cache.
         window: how many of the last tokens the model stores, None for all.
-        heads: of the model's cache.
+        chunk: all tokens of the prompt.
+        spec: the query, the attended keys, the mask and the sink logit, if the reference or a later crop needs them.
         first: see `LayerCache`.
     """
 
@@ -68,7 +69,7 @@ class PromptLayer:
     first: Tensor | None = None
 
     def without(self, gone: int, budget: budgets.Budget) -> PromptLayer:
-        """The same without its last tokens, as if they had not been there; the budget as users write it."""
+        """Return the layer of the prompt without its last `gone` tokens; `budget` is as the user gave it."""
         chunk, spec = self.chunk.first(self.chunk.valid.shape[1] - gone), None
         if self.spec is not None:
             new = self.spec.query.shape[2] - gone
@@ -79,14 +80,14 @@ class PromptLayer:
 
 
 def _is_fixed(example: Any) -> bool:
-    """Whether it has no size that is open, and is on a CPU, where a graph that is not compiled costs little."""
+    """Return whether a value has only static sizes and is on a CPU, where running a graph uncompiled costs little."""
     if isinstance(example, Tensor):
         return example.device.type == "cpu" and not symbolic_shapes.symbols(example)
     return not isinstance(example, torch.SymInt)
 
 
 class _DeferredPrompt:
-    """Runs what is not compiled once, and is compiled for all further runs."""
+    """A graph that runs uncompiled at its first call and is compiled at its second."""
 
     def __init__(self, run: Callable[..., Any], compile: Callable[[Sequence[Any]], Callable[..., Any]]) -> None:
         self._run, self._came = run, False
@@ -100,7 +101,7 @@ class _DeferredPrompt:
 
 
 class PromptRunner:
-    """Runs a prompt: the model's own attention, after which each layer's cache becomes slots."""
+    """Runner of a prompt graph, which computes the model's own attention and then admits the prompt to slots."""
 
     def __init__(
         self, backend: Compiler, model: fx.GraphModule, captured: Capture, examples: Sequence[Any], ranked: bool
@@ -157,11 +158,11 @@ class PromptRunner:
         self.outputs = len(walk.results(gm.graph))
 
     def compile(self, examples: Sequence[Any]) -> None:
-        """Hand the rewritten graph to the inner compiler, whose errors are its own.
+        """Compile the rewritten graph by the inner compiler, whose errors are passed on.
 
-        A prompt of a length that is a number may be the only one, and compiling takes longer than it does: the
-        rewritten graph itself runs, and is compiled when another prompt of that length comes.  One of another length
-        has a graph of its own, for all lengths.
+        A prompt of static length may be the only one, and compiling takes longer than the prompt itself.  So the
+        rewritten graph runs uncompiled, and is compiled when another prompt of that length arrives.  A prompt of
+        another length gets a graph of its own, for all lengths.
         """
         may_come_once = all(_is_fixed(example) for example in examples)
         if may_come_once and not self.backend.compiles_prompts_at_once:
@@ -180,7 +181,7 @@ class PromptRunner:
             return self._run(arguments, self.as_traced(arguments))
 
     def _run(self, arguments: tuple[Any, ...], traced: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Run Dynamo's arguments, which are given as they are and as they are in the graph."""
+        """Run the graph; `arguments` are Dynamo's, `traced` are the same with tensor subclasses unwrapped."""
         self._validate(traced)
         results = list(self.inner(*traced))
         adopted = 0 if self.past is None else traced[self.past].shape[2]
@@ -194,20 +195,20 @@ class PromptRunner:
             results[index] = lengthened(results[index], dim, 0)
         weights = [model_identity.held_weakly(arguments[index] for index in indices) for indices in self.projecting]
         taken = TakenPrompt(self, layers, self._model(arguments), weights, prompt - adopted)
-        del layers  # each is let go of once it is stored
+        del layers  # so that the rows of each layer are freed once they are stored
         for site, cache in zip(self.sites, taken.caches(), strict=True):
             results[site.keys_out], results[site.values_out] = cache.handles()
         return tuple(results)
 
     def _validate(self, arguments: tuple[Any, ...]) -> None:
-        """Hold the graphs of the first call against each other, before it runs."""
+        """Validate the rewritten graph against the model's own on the first call, before it runs."""
         if self.unchecked is not None:
             done = validate_prompt(self.unchecked, arguments)
             self.unchecked = None
             self.backend.note_validation("prompt", done)
 
     def stored(self, layers: list[PromptLayer], model: list[Any]) -> Iterator[LayerCache]:
-        """Slots for each layer of a prompt; the list lets go of its rows one by one."""
+        """Yield the cache of each layer of a prompt; the rows of a layer are released once they are stored."""
         valid = layers[0].chunk.valid
         prompt, shares = valid.shape[1], budgets.slots_of_rows(self.backend.policy, self.backend.budget, valid)
         budget, policy = max(shares), self.backend.policy
@@ -226,7 +227,7 @@ class PromptRunner:
             layers[i] = None  # type: ignore[call-overload]
 
     def _first(self, results: list[Any], arguments: tuple[Any, ...]) -> Tensor | None:
-        """The position id of each row's first real token, where held tokens are numbered by rank instead."""
+        """Return the position id of each row's first real token if positions are by cache, else None."""
         if self.positions is None:
             return None
         key = results[self.rewrite.raw[0]]
@@ -253,7 +254,7 @@ class PromptRunner:
         return PromptLayer(self.policies[i], heads, site.window, Chunk(key, value, valid, attention), spec, first)
 
     def _valid(self, results: list[Any], i: int, key: Tensor) -> Tensor:
-        """bool [B, S]: which tokens are not padding."""
+        """Return bool [B, S], False for padding."""
         rows, _, count, _ = key.shape
         index = self.rewrite.valid[i]
         if index is None:
@@ -262,13 +263,13 @@ class PromptRunner:
         return valid
 
     def _model(self, arguments: tuple[Any, ...]) -> list[Any]:
-        """What tells the model of a call: its tensors, or if it has none the graph."""
+        """Return the objects that identify the model of a call: its tensors, or the runner if it has none."""
         return [arguments[index] for index in self.owned] or list(self.constants) or [self]
 
     def _plans(
         self, layers: list[PromptLayer], shares: list[int], prompt: int, model: list[Any]
     ) -> list[tuple[int, Plan]]:
-        """For each layer the budget that users gave, of the row with most, and what the policy makes of it."""
+        """Return for each layer the budget that the user gave, of the row with the largest, and the policy's plan."""
         governed, budget = [layer for layer in layers if layer.policy is self.backend.policy], max(shares)
         self._check_room(budget, prompt)
         rows, heads = layers[0].chunk.key.shape[:2]
@@ -283,7 +284,7 @@ class PromptRunner:
         return [(budget, next(mine)) if x.policy is self.backend.policy else _alone(x, whole) for x in layers]
 
     def _governed(self, layers: list[PromptLayer], shares: list[int], model: list[Any], shape: Any) -> list[Plan]:
-        """What the backend's policy gives the layers that it governs; see `ownership.PlansByModel`."""
+        """Return the plans of the layers that the backend's policy governs; see `model_identity.PlansByModel`."""
         if not layers:
             return []
         attention = [layer.chunk.attention for layer in layers]
@@ -296,7 +297,7 @@ class PromptRunner:
         return made if opens else [plan.with_max_capacity for plan in made]
 
     def _check_windows(self, layers: list[PromptLayer], shares: list[int]) -> None:
-        """Whether each layer that has a window of its own keeps that in all rows or in none; see `_within_window`."""
+        """Raise BudgetError if a layer's own window is within the budget of some rows only; see `_within_window`."""
         for window in {layer.window for layer in layers if layer.window is not None and layer.policy.evicts}:
             if min(shares) < window <= max(shares):
                 raise BudgetError(MIXED.format(budget=self.backend.budget, shares=shares, window=window))
@@ -345,11 +346,12 @@ class TakenPrompt:
     """A prompt that has run.
 
     Attributes:
-        runner: what ran it.
-        layers: what it left of each; nothing any more once they are stored, unless tokens may be taken back.
-        model: what tells the model, see `ownership.PlansByModel`.
-        weights: for each layer, of what its keys were made.
-        new: its tokens, without an adopted past.
+        runner: the runner of the prompt.
+        layers: what the prompt left of each layer; the list is emptied as they are stored, unless the cache can be
+            cropped.
+        model: the objects that identify the model, see `model_identity.PlansByModel`.
+        weights: for each layer, weak references to the tensors that project its keys.
+        new: the number of tokens, without those of an adopted past.
     """
 
     runner: PromptRunner
@@ -359,7 +361,7 @@ class TakenPrompt:
     new: int
 
     def caches(self) -> Iterator[LayerCache]:
-        """A cache for each layer."""
+        """Yield a cache for each layer."""
         crop = self.runner.backend.crop
         shorter = ShorterPrompt(self)
         layers = list(self.layers) if crop else self.layers
@@ -371,13 +373,13 @@ class TakenPrompt:
             yield cache
 
     def without(self, gone: int) -> TakenPrompt:
-        """The prompt without its last tokens."""
+        """Return the prompt without its last `gone` tokens."""
         layers = [layer.without(gone, self.runner.backend.budget) for layer in self.layers]
         return dataclasses.replace(self, layers=layers, new=self.new - gone)
 
 
 class ShorterPrompt:
-    """A prompt without its last tokens: all layers at once, as a policy may plan them together."""
+    """A prompt without its last tokens, for all layers at once, because a policy may plan layers together."""
 
     def __init__(self, prompt: TakenPrompt) -> None:
         self.prompt = prompt
@@ -385,7 +387,7 @@ class ShorterPrompt:
 
     @torch.no_grad()
     def caches(self, count: int) -> list[LayerCache]:
-        """The caches of its first `count` tokens."""
+        """Return the caches of the first `count` tokens."""
         if count not in self._made:
             self._made[count] = list(self.prompt.without(self.prompt.new - count).caches())
         return self._made[count]
@@ -393,7 +395,7 @@ class ShorterPrompt:
 
 @dataclasses.dataclass(frozen=True)
 class _LayerOfPrompt:
-    """One layer of a prompt that can be taken in again with fewer tokens: a `history.Again`."""
+    """One layer of a prompt that can be admitted again with fewer tokens: a `history.Repeatable`."""
 
     prompt: ShorterPrompt
     layer_index: int
@@ -403,13 +405,13 @@ class _LayerOfPrompt:
 
 
 def _within_window(layer: PromptLayer, budget: int) -> PromptLayer:
-    """A layer whose own window is within the budget keeps that window and needs no policy."""
+    """Return the layer with the policy `Window` if the budget holds its own window, which then needs no eviction."""
     if layer.window is None or (layer.policy.evicts and budget < layer.window):
         return layer
     return dataclasses.replace(layer, policy=Window())
 
 
 def _alone(layer: PromptLayer, whole: int) -> tuple[int, Plan]:
-    """The plan of a layer that the backend's policy does not govern."""
+    """Return the budget and plan of a layer that the backend's policy does not govern; `whole` holds every token."""
     budget = whole if layer.window is None else layer.window
     return budget, Plan(budget, layer.policy.capacity(budget))

@@ -1,4 +1,4 @@
-"""What a backend writes down of its graphs for a report."""
+"""Records of a backend's graphs for the reports of `kvpass.explain`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from kvpass.runtime.timings import Stopwatch
 
 @dataclasses.dataclass(frozen=True)
 class SiteReport:
-    """One attention call, or a cache update that feeds none.
+    """One attention call, or a cache update that feeds no attention call.
 
     Attributes:
-        graph: number of the graph it is in, from 1.
-        module: the module of the model that it belongs to, as far as it is known.
+        graph: number of the graph that contains the call, from 1.
+        module: the path of the module that makes the call, as far as it is known.
         line: file, line and code of the user's source.
         verdict: "rewritten", "left alone" or "refused".
-        reason: why, unless it was rewritten.
+        reason: the reason of the verdict; "" for "rewritten".
     """
 
     graph: int
@@ -32,10 +32,15 @@ class SiteReport:
 
 @dataclasses.dataclass
 class Recorder:
-    """Collects what a backend finds and does while it compiles; programs only if it is to keep them.
+    """Collected facts about the graphs that a backend compiles.
 
     Attributes:
-        watch: counts its seconds.
+        graphs: the kind of each graph: "prompt", "step" or "no cache".
+        sites: the attention calls, and cache updates that feed none.
+        notes: further facts.
+        passes: the records of the passes over step graphs.
+        programs: a title and a program for each stage of each graph; empty unless `keeps_programs`.
+        watch: counts the backend's seconds.
     """
 
     graphs: list[str] = dataclasses.field(default_factory=list)
@@ -47,6 +52,6 @@ class Recorder:
     watch: Stopwatch = dataclasses.field(default_factory=Stopwatch)
 
     def note_program(self, title: str, graph: fx.Graph) -> None:
-        """A graph as it stands now."""
+        """Keep a graph in its present state, as text, if `keeps_programs` is set."""
         if self.keeps_programs:
             self.programs.append((title, logs.program(graph)))

@@ -1,4 +1,4 @@
-"""Layers that hold their tokens in the eager reference's lists: a `kvpass.runtime.kv_store.KVStore`."""
+"""Storage of cached tokens in the lists of the eager reference: a `kvpass.runtime.kv_store.KVStore`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvpass.rewrite.on_reference import REFERENCE_PASSES, take_prompt
 
 @dataclasses.dataclass(frozen=True)
 class ReferenceStore:
-    """A `ReferenceLayer` for each cache; its calls in a step's graph take tokens in by themselves, and count."""
+    """Storage in a `ReferenceLayer` per cache, whose calls in a step graph admit and count tokens themselves."""
 
     asks = True
     whole = True

@@ -1,4 +1,4 @@
-"""The sizes and numbers among a step graph's arguments, and where to look for them."""
+"""Sizes and integers among a step graph's arguments, and the argument indices at which to read them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from kvpass.fx import shapes, walk
 
 @dataclasses.dataclass(frozen=True)
 class Counter:
-    """What a number among a graph's arguments is in a call.
+    """Meaning of an integer argument of a graph in one call.
 
     Attributes:
-        counts: the tokens seen, or those that are new, as of how many logits are wanted; None for neither.
-        number: what it is beyond them.
+        counts: "seen" for the tokens seen, "new" for the new tokens, as in the number of wanted logits; None for
+            neither.
+        number: the difference to that count.
     """
 
     counts: Literal["seen", "new"] | None
@@ -29,26 +30,30 @@ class Counter:
 
     @staticmethod
     def of(number: int, seen: int, new: int) -> Counter:
-        """A number that equals the tokens seen is taken to count them; one new token is a constant to Dynamo."""
+        """Classify an integer argument by the count that it equals: the tokens seen, the new tokens, or neither.
+
+        A single new token is a constant to Dynamo, so the number 1 counts nothing.
+        """
         if number == seen:
             return Counter("seen", 0)
         return Counter("new", 0) if number == new > 1 else Counter(None, number)
 
 
 def lengths_of(caches: list[LayerCache], queries: int) -> set[int]:
-    """The sizes of what follows the cache: a padding mask's, say."""
+    """Return the lengths that an input may have if it grows with the cache, as a padding mask does."""
     lengths = {cache.seen for cache in caches} | {cache.stored for cache in caches}
     return lengths | {length + queries for length in lengths}
 
 
 SizeSources = dict[Any, tuple[int, int]]
-"""For a symbol an argument's place and the dimension to look at."""
+"""For each symbol, the index of an argument and its dimension of this size."""
 
 
 def free_sizes(gm: fx.GraphModule, sites: list[AttentionSite]) -> tuple[SizeSources, SizeSources]:
-    """Symbols that a step graph is compiled for as numbers, such as the rows, and those of other inputs.
+    """Return the sizes that a step graph is specialised for, such as the rows, and the sizes of other inputs.
 
-    Of the latter some follow the cache: a padding mask's length, say.  The past's own is left out.
+    Some of the latter grow with the cache, as the length of a padding mask does.  The sizes of the past keys and values
+    are in neither.
     """
     known: SizeSources = {}
     for index, node in enumerate(walk.placeholders(gm.graph)):
@@ -68,24 +73,25 @@ def free_sizes(gm: fx.GraphModule, sites: list[AttentionSite]) -> tuple[SizeSour
 
 @dataclasses.dataclass(frozen=True)
 class SizeTie:
-    """A size that is one of `StepRunner.sizes` in a call, by its place among them.
+    """A size that equals one of `StepRunner.sizes` in a call, given by its index among them.
 
-    Dynamo gives the rows of a padding mask a symbol of their own if nothing says that they are those of the tokens.
+    Dynamo gives the rows of a padding mask a symbol of their own if the graph does not relate them to the tokens' rows.
     """
 
     arg_index: int
 
 
 def ties(others: Iterable[int | None], numbers: tuple[int, ...]) -> tuple[int | SizeTie | None, ...]:
-    """Sizes of other inputs, as the first of `numbers` that they equal, if there is one."""
+    """Replace each size of other inputs by a `SizeTie` to the first equal one of `numbers`, if there is one."""
     return tuple(SizeTie(numbers.index(size)) if size in numbers else size for size in others)
 
 
 def counters(gm: fx.GraphModule) -> dict[Any, int]:
-    """Symbols that are arguments themselves and no tensor's size, such as a cache's own count, and their places.
+    """Return the symbols that are arguments but no tensor's size, with their argument indices.
 
-    Dynamo also hands over the strides and the offset of a tensor that is a slice of a growing one.  No node computes
-    with these: the tensor that they belong to is copied where that matters, see `StepRewrite.flat`.
+    A cache's own token count is one of them.  Dynamo also passes the strides and the offset of a tensor that is a slice
+    of a growing tensor.  No node computes with those: the tensor that they belong to is copied where that matters, see
+    `StepRewrite.flat`.
     """
     holders = walk.placeholders(gm.graph)
     tensors = [walk.value(node) for node in holders if walk.is_tensor(node)]
@@ -103,7 +109,7 @@ def size_at(arguments: tuple[Any, ...], index: tuple[int, int]) -> int:
 
 
 def measured(gm: fx.GraphModule, arguments: tuple[Any, ...]) -> dict[Any, int]:
-    """What the symbols of a graph are that are arguments or sizes of arguments."""
+    """Return the values of a graph's symbols that are arguments or sizes of arguments."""
     found: dict[Any, int] = {}
     for node, argument in zip(walk.placeholders(gm.graph), arguments, strict=True):
         is_tensor = walk.is_tensor(node)
@@ -115,18 +121,18 @@ def measured(gm: fx.GraphModule, arguments: tuple[Any, ...]) -> dict[Any, int]:
 
 
 def lasting(asked: Iterable[Any], now: dict[Any, int], moving: set[Any]) -> Callable[[int], bool]:
-    """Whether what was asked of symbols is true when so many of them have grown by a number.
+    """Return a predicate that tells whether guards hold once some symbols have grown by a given number.
 
     Args:
-        asked: boolean expressions of them.
-        now: what each is.
-        moving: those that grow.
+        asked: the guards: boolean expressions of the symbols.
+        now: the present value of each symbol.
+        moving: the symbols that grow.
     """
     by = sympy.Symbol("by", integer=True, nonnegative=True)
     later = {symbol: sympy.Integer(number) + (by if symbol in moving else 0) for symbol, number in now.items()}
     said = sympy.And(*(each.xreplace(later) for each in asked))
     if said.free_symbols - {by}:
-        return lambda _: False  # something is asked that cannot be known here
+        return lambda _: False  # a guard depends on a symbol of unknown value
     functions = {each.func.__name__: each.func for each in said.atoms(sympy.Function)}
     holds = sympy.lambdify(by, said, [functions, "math"])
     return lambda number: bool(holds(number))

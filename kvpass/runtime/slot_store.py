@@ -1,4 +1,4 @@
-"""Layers that hold their tokens in slots: a `KVStore`."""
+"""Storage of cached tokens in slots: a `KVStore`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvpass.runtime.kv_store import TakenIn
 
 @dataclasses.dataclass(frozen=True)
 class SlotStore:
-    """Slots that a step writes in place, and that a prompt or chunk is admitted to."""
+    """Storage in slots: a decode step writes them in place, a prompt or chunk is admitted to them."""
 
     asks = False
     whole = False
@@ -48,7 +48,7 @@ class SlotStore:
         )
 
     def prepare(self, cache: LayerCache, valid: Callable[[], Tensor]) -> None:
-        """Nothing: the graph makes room."""
+        """Do nothing, as the graph itself frees a slot."""
 
     def kept(self, cache: LayerCache, chunk: bool) -> history.Restorable:
         return UnchangedSlots(cache.slots) if chunk else SlotSnapshot.before_step(cache.layout, cache.slots)

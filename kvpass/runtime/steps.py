@@ -1,8 +1,4 @@
-"""Run a step's graph on live slots: one token, or a chunk.
-
-`StepRunner` stands in the place of one of Dynamo's graphs.  For each call it checks the handles and the padding, finds
-the rewritten graph for the call's layouts and sizes, runs it, and counts tokens.
-"""
+"""Runner of step graphs: a step graph processes one token, or a chunk, on slots."""
 
 from __future__ import annotations
 
@@ -54,30 +50,30 @@ from kvpass.runtime.subclasses import UnwrappedSubclasses
 from kvpass.runtime.variants import CompiledVariant, DynamicDims, ShapeKey, VariantCache
 from kvpass.torch_private import dynamo, fx_nodes, inductor, symbolic_shapes, tensor_types
 
-MOST_UNCLEAR = 4  # with more sizes that may follow the cache, their combinations would be too many to try
+MOST_UNCLEAR = 4  # sizes that may or may not follow the cache, of which all combinations are tried
 
 
 class StepRunner:
-    """Run one token, or a chunk, on live slots, in place of one of Dynamo's graphs.
+    """Runner of a step graph, for a decode step of one token or a chunk, on the slots of a cache.
 
     The graph is rewritten at its first run, when the layouts are known.  It is compiled then or later, see
     `CompiledVariant`.
 
     Attributes:
-        model, gm: Dynamo's graph and its canonical form; sites: the attention calls of the latter.
-        pasts: for each site the argument indices of its past keys and values.
-        projecting: for each site the argument indices of the weights that make its keys.
-        sizes, others: where to read the graph's own sizes, such as rows and new tokens, and those of other inputs.
-        counters: the arguments that are numbers and may count tokens, by symbol.
-        padding_inputs: for each site the inputs that mark padding; told: the argument index of each.
-        ready: the rewritten graphs.
-        validation: the result of the validation of the first one, None before it.
-        worked: the readings of `others` for which the graph could be rewritten.
+        model: a copy of Dynamo's graph, for validation.
+        gm, sites: the canonical graph and its attention sites.
+        pasts: for each site the argument indices of the past keys and values.
+        sizes: the sizes that the graph is specialised for, each with the argument and the dimension to read it from.
+        others: the sizes of other inputs, likewise.
+        counters: the integer arguments that may count tokens, with their argument indices.
+        padding_inputs: for each site the inputs that mark padding.
+        told: the argument index of each input that marks padding.
+        worked: readings of `others` for which the graph has been rewritten.
     """
 
     def __init__(self, backend: Compiler, model: fx.GraphModule, captured: Capture) -> None:
         self.backend = backend
-        self.model, _ = fx_nodes.copy_graph_module(model)  # Dynamo strips the original of its shapes
+        self.model, _ = fx_nodes.copy_graph_module(model)  # Dynamo removes the example values of the original
         self.gm, self.sites = captured.gm, captured.sites
         holders = walk.placeholders(self.gm.graph)
         self.pasts = [(holders.index(s.past_key), holders.index(s.past_value)) for s in self.sites]  # type: ignore[arg-type]
@@ -107,7 +103,7 @@ class StepRunner:
                 raise
 
     def _wrong_mask(self, arguments: tuple[Any, ...]) -> str | None:
-        """Describe an attention mask that does not have a column for each token, None if there is none."""
+        """Describe an attention mask that does not have a column for each token; None if there is no such mask."""
         tokens = arguments[self.pasts[0][0]].seen + self._queries(self._numbers(arguments))
         return wrong_mask(self.gm, arguments, tokens)
 
@@ -138,18 +134,14 @@ class StepRunner:
         others: tuple[int | None, ...],
         known: frozenset[int],
     ) -> tuple[StepRewrite, Sequence[Any], list[Any]]:
-        """Run the new tokens of a call and take them into the caches.
+        """Run the new tokens in Dynamo's arguments, and update the caches.
 
         Args:
-            others: the sizes of other inputs, see `_others`.
-            known: the padding inputs that agree with their earlier values, see `_known`.
+            others: sizes of other inputs, see `_others`.
+            known: argument indices, see `_known`.
 
         Returns:
-            The description of the rewritten graph, its results, and those of `StepRewrite.host_precomputed`.
-
-        Raises:
-            BudgetError: a policy that never evicts has no free slot for the tokens.
-            UnsupportedGraph: the graph cannot be rewritten for this call.
+            The rewrite of the graph, the results of the graph, and the results of `StepRewrite.host_precomputed`.
         """
         queries = self._queries(self._numbers(arguments))
         for cache in caches:
@@ -183,25 +175,28 @@ class StepRunner:
         known: frozenset[int],
         compact: bool,
     ) -> Callable[[tuple[Any, ...], Sequence[tuple[Any, ...]]], Sequence[Any]]:
-        """Return what repeats `advance` for one token on these caches: a `FastStep`, if they have slots."""
-        if self.backend.kv_store.whole:  # it has more to do around a graph than slots have
+        """Return a callable that does what `advance` does for one token while the caches keep their slots.
+
+        It is a `FastStep` for slots; for the eager reference it calls `advance`.
+        """
+        if self.backend.kv_store.whole:  # the reference needs the preparation that `FastStep` skips
             return lambda arguments, _: self.advance(caches, arguments, others, known)[1]
         rewrite, _, _, run = self._prepared(caches, arguments, others, known, compact)
         return FastStep(caches, rewrite, run)
 
     def ticked(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> tuple[bool, list[tuple[Any, ...]]]:
-        """Return whether the step of one token with these arguments compacts, and each layer's clocks after it."""
+        """Return whether a decode step with these arguments compacts, and the policy clocks after the step."""
         return tick(caches, self._valid_rows(caches, arguments))
 
     def _valid(self, cache: LayerCache, told: tuple[fx.Node, ...], arguments: tuple[Any, ...], queries: int) -> Tensor:
-        """Return a bool [B, q], true for the new tokens of a layer that are not padding."""
+        """Return bool [B, q] for a layer, False for padding among the new tokens."""
         columns = self._columns(arguments, told, cache.seen, queries)
         return ~padding_of(columns, cache.layout.batch, queries, cache.layout.device)
 
     def _prepared(
         self, caches: list[LayerCache], arguments: tuple[Any, ...], *how: Any
     ) -> tuple[StepRewrite, list[Any], list[Any], inductor.Compiled]:
-        """Return the graph for a call: its description, host-precomputed inputs, arguments and code.
+        """Return the rewrite to run, the results of its host precomputation, its arguments and its compiled code.
 
         Args:
             how: the further arguments of `_ready`.
@@ -214,7 +209,7 @@ class StepRunner:
         run = ready.runner(self.backend, flat, caches[0].layout.ranked, rewrite.queries > 1)
         if ready.serves(measures):
             return rewrite, host_inputs, flat, run
-        return self._prepared(caches, arguments, *how)  # compiling added guards on sizes
+        return self._prepared(caches, arguments, *how)  # compiling has added guards that this call does not meet
 
     def _ready(
         self,
@@ -225,7 +220,7 @@ class StepRunner:
         known: frozenset[int],
         compact: bool,
     ) -> CompiledVariant:
-        """Return the rewritten graph for caches that have free slots; rewrite it if no known one serves the call."""
+        """Return a variant of the graph for caches that have capacity for the new tokens."""
         numbers, counters, windows = self._read_call(caches, arguments)
         how, tied = (counters, windows, known, compact), ties(others, numbers)
         call = (*how, others, numbers, tuple((cache.layout, cache.slots.capacity) for cache in caches))
@@ -251,7 +246,7 @@ class StepRunner:
     def _read_call(
         self, caches: list[LayerCache], arguments: tuple[Any, ...]
     ) -> tuple[tuple[int, ...], tuple[Counter, ...], tuple[int | None, ...]]:
-        """Return a call's sizes, the meaning of its counters, and for each layer its own window once that is full."""
+        """Return the sizes of a call, its counters, and for each layer the window that is full or None."""
         windows = tuple(cache.window if cache.stored < cache.seen else None for cache in caches)
         numbers, seen = self._numbers(arguments), caches[0].seen
         new = self._queries(numbers)
@@ -260,10 +255,10 @@ class StepRunner:
     def _others(
         self, caches: list[LayerCache], arguments: tuple[Any, ...], known: frozenset[int]
     ) -> tuple[int | None, ...]:
-        """Return the sizes of other inputs, None for those that follow the cache.
+        """Return the sizes of other inputs, None for sizes that follow the cache.
 
-        A size that follows the cache equals the tokens seen, and so may another size at one step, such as an encoder's
-        length.  The reading for which the graph can be rewritten decides.
+        A size that follows the cache equals the tokens seen, but another size, such as the length of an encoder's
+        input, may equal them by chance at one step.  A reading for which the graph can be rewritten decides.
         """
         queries = self._queries(self._numbers(arguments))
         sizes = [size_at(arguments, at) for at in self.others.values()]
@@ -278,11 +273,7 @@ class StepRunner:
         readings: list[tuple[int | None, ...]],
         known: frozenset[int],
     ) -> tuple[int | None, ...]:
-        """Return the first reading of sizes for which the graph can be rewritten.
-
-        Raises:
-            UnsupportedGraph: there is none; this is the refusal of the first reading.
-        """
+        """Return the first reading of sizes for which the graph can be rewritten."""
         if len(readings) == 1:
             return readings[0]
         queries, refusals = self._queries(self._numbers(arguments)), []
@@ -302,13 +293,13 @@ class StepRunner:
         return tuple(size_at(arguments, index) for index in self.sizes.values())
 
     def _known(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> frozenset[int]:
-        """Return the padding inputs that agree with their earlier values for all cached tokens, by argument index.
+        """Return the argument indices of the padding inputs that agree with their earlier values for all cached tokens.
 
-        The graph takes them to be one for all held tokens.  For other inputs each slot's entry is looked up.  On a GPU
-        the host does not wait for the answer: a difference is an error at the next step.
+        The rewritten graph takes these inputs to be one for every cached token; of other inputs, it looks up the entry
+        of each slot.  On a GPU the host does not wait for the comparison: if it fails, a later step raises the error.
 
         Raises:
-            CacheHandleError: an input shows a token that was left out of the cache as padding.
+            CacheHandleError: the mask shows a token that was left out of the cache as padding.
         """
         known, queries = set(), self._queries(self._numbers(arguments))
         for node, index in self.told.items():
@@ -324,22 +315,20 @@ class StepRunner:
         return frozenset(known)
 
     def _check_hidden(self, caches: list[LayerCache]) -> None:
-        """Check that this graph hides padding, if a cache has left some out.
-
-        A model may mask padding in its prompts alone, and its steps would attend to it.
+        """Check that the graph can hide padding that was left out of the cache; some models mask their prompts alone.
 
         Raises:
-            UnsupportedGraph: no input of this graph marks padding.
+            UnsupportedGraph: padding was left out, and no input is known to mark padding in this graph.
         """
         for site, cache, told in zip(self.sites, caches, self.padding_inputs, strict=True):
             if cache.absent.shape[1] and not told:
                 raise UnsupportedGraph(f"{walk.source_line(site.call)}: {HIDDEN_BEFORE}")
 
     def _check_positions(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> None:
-        """Check that position ids count a row's real tokens, where ranks replace them.
+        """Check that the position ids count the real tokens, if the layers use cache positions.
 
         Raises:
-            UnsupportedGraph: they do not; on a GPU the next step raises instead.
+            UnsupportedGraph: the ids do not continue those of earlier tokens.
         """
         cache = caches[0]
         if not cache.layout.ranked:
@@ -356,10 +345,12 @@ class StepRunner:
     def _check_angles(
         self, caches: list[LayerCache], arguments: tuple[Any, ...], others: tuple[int | None, ...]
     ) -> None:
-        """Check that this graph rotates keys by the same angles as the call that stored them.
+        """Check that this graph rotates keys by the same angles as the graph that cached them.
+
+        The check is for cache positions, where keys are rotated when they are read.
 
         Raises:
-            UnsupportedGraph: it does not, as where the length of the text decides on the frequencies.
+            UnsupportedGraph: the angles differ.
         """
         cache = caches[0]
         if not cache.layout.ranked or cache.angles is None or cache.angles is self.angles:
@@ -373,14 +364,17 @@ class StepRunner:
         cache.angles = self.angles
 
     def _note_padding(self, caches: list[LayerCache], arguments: tuple[Any, ...], before: int) -> None:
-        """Record which new tokens were padding.  For a single token on a GPU only the counts know."""
+        """Add the positions of new padding to the caches, except for a single token on a GPU, which the device counts."""
         queries = self._queries(self._numbers(arguments))
         for cache, padding in zip(caches, self._padding(caches, arguments, before, queries), strict=True):
             if padding is not None:
                 cache.absent = torch.cat([cache.absent, places_of(padding, before)], 1)
 
     def _valid_rows(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> list[list[bool] | None]:
-        """Return for each layer which rows have a real token, for policies with a clock; None for all rows."""
+        """Return for each layer which rows of a single token are not padding, for policies with a clock.
+
+        The entry of a layer is None if no row has padding.
+        """
         if not any(cache.clocks for cache in caches):
             return [None] * len(caches)
         found = self._padding(caches, arguments, caches[0].seen, 1)
@@ -389,7 +383,7 @@ class StepRunner:
     def _padding(
         self, caches: list[LayerCache], arguments: tuple[Any, ...], before: int, queries: int
     ) -> list[Tensor | None]:
-        """Return `_padding_in` for each layer; layers that share their padding inputs share the result."""
+        """Return the result of `_padding_in` for each layer; layers with the same padding inputs share one result."""
         found: dict[tuple[fx.Node, ...], Tensor | None] = {}
         for cache, told in zip(caches, self.padding_inputs, strict=True):
             if told not in found:
@@ -398,7 +392,7 @@ class StepRunner:
         return [found[told] for told in self.padding_inputs]
 
     def _padding_in(self, columns: list[Tensor], queries: int, rows: int) -> Tensor | None:
-        """Return a bool [B, q], true for new tokens that are padding; None if none is, or the host would wait."""
+        """Return bool [B, q], True for padding; None if there is no padding or if the host would have to wait."""
         if not columns or (queries == 1 and columns[0].is_cuda):
             return None
         if all(bool(column.all()) for column in columns):
@@ -408,14 +402,14 @@ class StepRunner:
     def _columns(
         self, arguments: tuple[Any, ...], told: tuple[fx.Node, ...], before: int, queries: int
     ) -> list[Tensor]:
-        """Return the columns of the padding inputs for the new tokens, each [B or 1, q] or [q]."""
+        """Return the new tokens' entries in the inputs that mark padding, each [B or 1, q] or [q]."""
         return [of_new(arguments[self.told[node]], before, queries) for node in told]
 
     def _those_told_by(self, caches: list[LayerCache], node: fx.Node) -> list[LayerCache]:
         return [cache for cache, nodes in zip(caches, self.padding_inputs, strict=True) if node in nodes]
 
     def following(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the arguments of the last step with its token counters set to the tokens seen now."""
+        """Return the arguments of the step before, with the counters of tokens advanced to the present count."""
         moved = list(arguments)
         for index in self.counters.values():
             if arguments[index] == caches[0].seen - 1:
@@ -423,11 +417,7 @@ class StepRunner:
         return tuple(moved)
 
     def lasts(self, ran: StepResult) -> Callable[[int], bool]:
-        """Return a test whether Dynamo's guards on sizes still hold a number of tokens after a step.
-
-        Args:
-            ran: the step.
-        """
+        """Return a predicate that tells whether this graph's guards hold a number of tokens after a step that ran."""
         seen = ran.caches[0].seen - 1
         following = {symbol for symbol, size in zip(self.others, ran.others, strict=True) if size is None}
         counting = {symbol for symbol, index in self.counters.items() if ran.arguments[index] == seen}
@@ -440,7 +430,7 @@ class StepRunner:
         return lasting(asked, now, following | counting | growing)
 
     def moved(self, caches: list[LayerCache], arguments: tuple[Any, ...], by: int) -> tuple[Any, ...]:
-        """Return the arguments of the last step with its token counters raised by a number of tokens."""
+        """Return the arguments of the step before as if `by` more tokens had been seen before it."""
         counting = [index for index in self.counters.values() if arguments[index] == caches[0].seen - 1]
         return tuple(x + by if index in counting else x for index, x in enumerate(arguments))
 
@@ -453,12 +443,12 @@ class StepRunner:
         return cache
 
     def _check_weights(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> None:
-        """Check that each layer got its own cache, by the weights that make its keys.
+        """Check that each cache belongs to the layer that reads it, by the tensors that project the layer's keys.
 
-        Layers may be graphs of their own, in which the order of caches shows nothing.
+        The check is for models whose layers are graphs of their own.
 
         Raises:
-            CacheHandleError: caches were exchanged, or their heads are spread over processes in another way.
+            CacheHandleError: a cache is of another layer or model, or its heads are sharded differently.
         """
         for site, cache, indices in zip(self.sites, caches, self.projecting, strict=True):
             here = [arguments[index] for index in indices]
@@ -475,10 +465,10 @@ class StepRunner:
                 )
 
     def _check_windows(self, caches: list[LayerCache]) -> None:
-        """Check that each layer stores as many of its last tokens as in the prompt, for which its slots were planned.
+        """Check that each layer stores as many last tokens as in the prompt, for which its slots were planned.
 
         Raises:
-            UnsupportedGraph: it stores another number.
+            UnsupportedGraph: the windows differ.
         """
         for site, cache in zip(self.sites, caches, strict=True):
             if site.window != cache.window:
@@ -492,16 +482,16 @@ class StepRunner:
                 )
 
     def _queries(self, numbers: tuple[int, ...]) -> int:
-        """Return q, the number of new tokens, for values of `self.sizes`."""
+        """Return the number of new tokens q, for the sizes of `self.sizes`."""
         if numbers not in self.queries:
             known = dict(zip(self.sizes, numbers, strict=True))
             self.queries[numbers] = int(shapes.expr(self.sites[0].queries).subs(known))
         return self.queries[numbers]
 
     def _readings(self, sizes: list[int], lengths: set[int]) -> list[tuple[int | None, ...]]:
-        """Return the possible readings of sizes, with None for a size that follows the cache.
+        """Return the possible readings of input sizes, None for a size that follows the cache.
 
-        The first reading has a None for every size that equals one of the lengths.
+        Readings in which more sizes follow the cache come first.
         """
         unclear = [index for index, size in enumerate(sizes) if size in lengths]
         counts = range(len(unclear) + 1) if len(unclear) <= MOST_UNCLEAR else (0, len(unclear))
@@ -512,7 +502,7 @@ class StepRunner:
         ]
 
     def _sizes(self, *key: Any) -> Sizes:
-        """Return the meaning of the graph's symbols in a call; the arguments are those of `_read`."""
+        """Return the meaning of the graph's symbols in this call."""
         if key not in self.readings:
             self.readings[key] = self._read(*key)
         return self.readings[key]
@@ -575,7 +565,7 @@ class StepRunner:
         return rewrite
 
     def _validate(self, context: StepContext, rewrite: StepRewrite) -> None:
-        """Compare the first rewrite with Dynamo's graph; later ones differ in sizes alone."""
+        """Validate the first rewrite of the graph against the graph; later rewrites differ in sizes alone."""
         if not self.backend.validates or self.validation is not None:
             return
         policy = context.layouts[0].policy
@@ -614,15 +604,16 @@ def _with_plain_logits(layout: Layout) -> Layout:
 
 @dataclasses.dataclass(frozen=True)
 class StepResult:
-    """Describe one run of a step, for loops that repeat it.
+    """One run of a step graph.
 
     Attributes:
-        runner, caches: of the step, in the order of its layers.
-        arguments: Dynamo's.
+        runner: the runner of the graph.
+        caches: the caches of the layers.
+        arguments: Dynamo's arguments.
         others, known: as of `StepRunner.advance`.
-        results: of the rewritten graph.
-        kind: equal for two steps of one token that run the same code on the same buffers.
-        repeats: false if the step needs arguments that follow the cache.
+        results: the results of the rewritten graph.
+        kind: a key that is equal for two decode steps with the same code and the same buffers.
+        repeats: whether later steps can reuse the arguments; False if some arguments follow the cache.
     """
 
     runner: StepRunner
@@ -640,7 +631,7 @@ _LISTENER: contextvars.ContextVar[list[StepResult] | None] = contextvars.Context
 
 @contextlib.contextmanager
 def listening() -> Iterator[list[StepResult]]:
-    """Collect the steps that run in this context, in the list that it gives."""
+    """Return a context that collects the steps that run inside it."""
     ran: list[StepResult] = []
     token = _LISTENER.set(ran)
     try:

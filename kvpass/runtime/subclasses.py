@@ -1,9 +1,9 @@
-"""Arguments that are tensors of classes of their own, as Dynamo's graph takes them.
+"""Arguments that are tensor subclasses, converted to what Dynamo's graph expects.
 
-Of some classes, a handle's among them, Dynamo has traced through `__torch_function__`: their tensors are plain ones in
-the graph.  Then it turns `__torch_function__` off around the graph, for all tensors.  But quantised weights that wrap
-tensors say themselves what an operation is, and the graph's operations are meant for them.  So it is turned on again
-inside, and the former are given as the plain tensors that they are in the graph.
+Dynamo traces through the `__torch_function__` of some classes, a handle's among them: their tensors are plain tensors
+in the graph.  In that case it turns `__torch_function__` off around the graph, for all tensors.  But quantized weights
+that wrap tensors define their operations in `__torch_function__`, and the graph's operations rely on that.  So the
+runtime turns it on again inside, and passes tensors of the traced classes as the plain tensors that the graph expects.
 """
 
 from __future__ import annotations
@@ -15,18 +15,21 @@ from kvpass.torch_private import tensor_types
 
 
 class UnwrappedSubclasses:
-    """What the arguments of one graph are in it."""
+    """Conversion of the arguments of one graph."""
 
     def __init__(self, handles: Iterable[int] = ()) -> None:
         """
         Args:
-            handles: the places of arguments that never reach the graph.
+            handles: the indices of arguments that are handles, which never reach the graph.
         """
         self._handles = set(handles)
         self._inlined: list[int] | None = None
 
     def __call__(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments, those whose class is in the graph already as plain tensors; Dynamo's guards are on classes."""
+        """Return the arguments, with tensors of classes that Dynamo traced through as plain tensors.
+
+        The argument indices are found once, as Dynamo guards on the classes.
+        """
         if self._inlined is None:
             given = enumerate(arguments)
             self._inlined = [index for index, x in given if index not in self._handles and tensor_types.was_inlined(x)]

@@ -1,4 +1,4 @@
-"""Where the time of compiling goes."""
+"""Compile times, by the part of the compiler stack."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Timings:
     """Seconds of one call that was compiled, from its beginning to its end.
 
     Attributes:
-        total: all of it.
+        total: the whole call.
         kvpass: reading and rewriting graphs.
-        validation: holding rewritten graphs against the model's own.
-        compiler: what compiles the rewritten graphs: AOTAutograd and Inductor, or another `inner`.
-        inductor: of that Inductor's share, the wait for the C++ compiler included; 0 for what was found in its caches.
-        cpp: what the C++ compiler took, in processes beside the others.
+        validation: comparing rewritten graphs with the model's own.
+        compiler: the inner compiler: AOTAutograd and Inductor, or another `inner`.
+        inductor: the part of `compiler` in Inductor, including the wait for the C++ compiler; 0 for cache hits.
+        cpp: the C++ compiler, which runs in parallel processes.
     """
 
     total: float
@@ -32,7 +32,7 @@ class Timings:
 
     @property
     def tracing(self) -> float:
-        """What is left: Dynamo, and running the call."""
+        """Remaining seconds: Dynamo, and running the call."""
         return self.total - self.kvpass - self.validation - self.compiler
 
     def __str__(self) -> str:
@@ -48,7 +48,7 @@ class Timings:
 
 
 class Stopwatch:
-    """Adds up seconds by name; what is timed inside something else counts for itself alone."""
+    """Sums of seconds by name; a nested section does not count for the section around it."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -56,7 +56,7 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def spending(self, name: str) -> Iterator[None]:
-        """What runs inside counts for a name."""
+        """Return a context whose running time is added to a name."""
         began = time.perf_counter()
         self._inside.append(0.0)
         try:
@@ -72,7 +72,7 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def timing(self, found: list[Timings]) -> Iterator[None]:
-        """Appends the timings of what runs inside, which uses this watch."""
+        """Return a context that appends its timings to `found`; the code inside uses this watch."""
         began, before = time.perf_counter(), inductor.inductor_seconds()
         self.seconds.clear()
         try:

@@ -1,4 +1,4 @@
-"""Rewritten step graphs: one for each kind of call, or one for many whose sizes stay open."""
+"""Rewritten step graphs, each for one kind of call or, with dynamic sizes, for many calls."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ from kvpass.rewrite.result import StepRewrite
 from kvpass.runtime.compiler import Compiler
 from kvpass.torch_private import dynamo, fx_nodes, inductor, symbolic_shapes
 
-MOST_OPEN = 4  # graphs with open sizes for calls that differ in nothing else
+MOST_OPEN = 4  # graphs with dynamic sizes for calls that differ in nothing but sizes
 
 
 @dataclasses.dataclass(frozen=True)
 class DynamicDims:
-    """Open sizes, and the places among `ShapeKey.all` that they stand for."""
+    """Dynamic sizes, and the indices in `ShapeKey.all` of the numbers that they replace."""
 
     sizes: symbolic_shapes.SymbolicSizes
     free: tuple[int, ...]
 
     @property
     def symbols(self) -> dict[int, Any]:
-        """By place."""
+        """Symbols by index in `ShapeKey.all`."""
         return dict(zip(self.free, self.sizes.symbols, strict=True))
 
     @property
     def by_place(self) -> dict[int, Any]:
-        """The sizes, by place."""
+        """Dynamic sizes by index in `ShapeKey.all`."""
         return {index: self.sizes.size(symbol) for index, symbol in self.symbols.items()}
 
 
 Rewrite = Callable[[DynamicDims | None], StepRewrite]
-"""Rewrites a step graph for the call at hand, with some of its `ShapeKey` as open sizes."""
+"""A function that rewrites a step graph for the present call, with some numbers of its `ShapeKey` as dynamic sizes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ShapeKey:
-    """The numbers that differ between calls that one rewritten graph can serve.
+    """Numbers that differ between calls which one rewritten graph can serve.
 
     Attributes:
         numbers: those of `StepRunner.sizes`, such as rows and new tokens.
-        capacities: of each of `exact_layers`, or else the one of all layers; 1 if they do not have the same one.
-        budget: likewise, one for all; 1 where it is the capacity or one less.
+        capacities: of each of `exact_layers`, or else the common capacity of all layers; 1 if layers differ.
+        budget: the common budget of all layers; 1 where it equals the capacity or the capacity minus one.
         exact_layers: the layers whose layouts have `exact_capacity`, so that each has a capacity of its own.
     """
 
@@ -75,26 +75,26 @@ class ShapeKey:
 
     @property
     def free(self) -> tuple[int, ...]:
-        """Which of them can be open: a size of one is something else to a compiler."""
+        """Indices in `all` that can be dynamic: compilers specialise on a size of 1."""
         return tuple(index for index, number in enumerate(self.all) if number > 1)
 
     @property
     def free_numbers(self) -> tuple[int, ...]:
-        """Those among `numbers`."""
+        """Indices in `free` that belong to `numbers`."""
         return tuple(index for index in self.free if index < len(self.numbers))
 
     @property
     def free_slots(self) -> tuple[int, ...]:
-        """Those beside `numbers`."""
+        """Indices in `free` that belong to capacities and the budget."""
         return tuple(index for index in self.free if index >= len(self.numbers))
 
     @property
     def alike(self) -> tuple[int, ...]:
-        """The capacities of layers that have their own."""
+        """Indices in `all` of the capacities of `exact_layers`."""
         return tuple(range(len(self.numbers), len(self.numbers) + len(self.exact_layers)))
 
     def layout(self, layer: int, layout: Layout, sizes: dict[int, Any]) -> Layout:
-        """A layer's layout with open sizes, by place, for capacity and budget."""
+        """Return a layer's layout with dynamic sizes, by index in `all`, as capacity and budget."""
         first = len(self.numbers)
         place = first + (self.exact_layers.index(layer) if layer in self.exact_layers else 0)
         if place not in sizes or bool(self.exact_layers) != layout.exact_capacity:
@@ -105,7 +105,7 @@ class ShapeKey:
         return dataclasses.replace(layout, capacity=capacity, budget=budget)
 
     def common(self, layout: Layout) -> Layout:
-        """What a layout shares with those of other rows, and of another capacity where that can be open."""
+        """Return the parts of a layout that calls must share: not the rows, nor a capacity that can be dynamic."""
         if self.capacities == (1,) or bool(self.exact_layers) != layout.exact_capacity:
             return dataclasses.replace(layout, batch=0)
         beside = layout.budget if layout.exact_capacity else layout.budget - layout.capacity
@@ -114,14 +114,15 @@ class ShapeKey:
 
 @dataclasses.dataclass
 class CompiledVariant:
-    """A step graph that has been rewritten.
+    """A rewritten step graph and its compiled code.
 
     Attributes:
-        measures: of the call that it was rewritten for.
-        free: which of them are open in it.
-        run: what runs it, None until it is compiled.
-        came: whether it has run uncompiled.
-        described: `rewrite` for calls that there were.
+        rewrite: the rewrite of the graph.
+        measures: the shape key of the call that the graph was rewritten for.
+        free: the indices in `measures.all` that are dynamic in the graph.
+        run: the compiled code; None until the graph is compiled.
+        came: whether the graph has run uncompiled.
+        described: `rewrite` with numbers for dynamic sizes, by the shape key of earlier calls.
     """
 
     rewrite: StepRewrite
@@ -132,13 +133,13 @@ class CompiledVariant:
     described: dict[ShapeKey, StepRewrite] = dataclasses.field(default_factory=dict)
 
     def at(self, measures: ShapeKey) -> StepRewrite:
-        """What the graph was rewritten to, for a call of these measures."""
+        """Return the rewrite with numbers for its dynamic sizes, for a call with this shape key."""
         if measures not in self.described:
             self.described[measures] = self.rewrite.at([measures.all[index] for index in self.free])
         return self.described[measures]
 
     def serves(self, measures: ShapeKey) -> bool:
-        """Whether it is right for such a call."""
+        """Return whether the graph is valid for a call with this shape key."""
         if measures == self.measures:
             return True
         pairs = enumerate(zip(measures.all, self.measures.all, strict=True))
@@ -147,10 +148,10 @@ class CompiledVariant:
         return same and (sizes is None or sizes.hold([measures.all[index] for index in self.free]))
 
     def runner(self, backend: Compiler, flat: list[Any], ranked: bool, chunk: bool) -> inductor.Compiled:
-        """What is to run on these arguments.
+        """Return the code to run on these arguments; it compiles the graph if necessary.
 
-        A chunk may come once, as the rest of a prompt or a turn does, and compiling takes half a minute: the rewritten
-        graph itself runs, and is compiled when another chunk comes.
+        A chunk may be the only one, as the rest of a prompt or a turn often is, and compiling takes half a minute.  So
+        the first chunk runs on the uncompiled graph, which is compiled when a second chunk arrives.
         """
         if chunk and not self.came and not backend.compiles_at_once:
             self.came = True
@@ -164,18 +165,19 @@ class CompiledVariant:
 
 
 class VariantCache:
-    """What one step graph was rewritten to.
+    """The rewrites of one step graph.
 
-    The first number of rows, and the first capacity, get code of their own, which is faster; the second of either gets
-    code for all others.  Rows that are open in Dynamo's graph are a second number already: it was made for one that had
-    the first.  Chunks of any length share theirs from the first, and so do layers whose capacities are their own: as
-    numbers, these would make each layer another piece of code.
+    The first number of rows, and the first capacity, get static code of their own, which is faster.  The second value
+    of either gets code with dynamic sizes for all further values.  Rows that are dynamic in Dynamo's graph are a second
+    value already, because Dynamo made the graph after a static one.  Chunks of any length share dynamic code from the
+    first one on, and so do layers with exact capacities: as static numbers, these would give each layer code of its
+    own.
     """
 
     def __init__(self, symbols: set[str]) -> None:
         """
         Args:
-            symbols: the names of all that are in the graph.
+            symbols: the names of all symbols in the graph.
         """
         self._symbols = symbols
         self._ready: dict[Any, CompiledVariant] = {}
@@ -183,30 +185,31 @@ class VariantCache:
         self._met: dict[Any, ShapeKey] = {}
 
     def known(self, call: Any, measures: ShapeKey) -> CompiledVariant | None:
-        """What served a call before, if it still does: compiling may have asked more of the sizes since.
+        """Return the variant that served an equal call, if it still does: compiling may have added guards on sizes.
 
         Args:
-            call: all that it depends on, the measures included.
+            call: the key of all that the variant depends on, including the shape key.
         """
         ready = self._ready.get(call)
         return ready if ready is not None and ready.serves(measures) else None
 
     def made(self, call: Any, alike: Any, measures: ShapeKey, decodes: bool, rewrite: Rewrite) -> CompiledVariant:
-        """What serves a call from now on.
+        """Return a variant for a call, from an existing one with dynamic sizes or from a new rewrite.
 
         Args:
-            alike: what it depends on beside its measures; None if these are to be numbers.
-            decodes: it has one token.
+            call: as of `known`.
+            alike: the key of what the variant depends on beside its shape key; None for static sizes only.
+            decodes: whether the call has a single new token.
         """
         shared = alike is not None and self._shared((alike, measures.free), measures, decodes, rewrite)
         self._ready[call] = shared or CompiledVariant(rewrite(None), measures)
         return self._ready[call]
 
     def _shared(self, kind: Any, measures: ShapeKey, decodes: bool, rewrite: Rewrite) -> CompiledVariant | None:
-        """A rewritten graph with open sizes; None if the call is to have its own."""
+        """Return a variant with dynamic sizes; None if the call gets a static one."""
         made = self._opened.setdefault(kind, [])
         known = next((ready for ready in made if ready.serves(measures)), None)
-        fixed = decodes and not measures.free_numbers  # all that can be open is that of slots
+        fixed = decodes and not measures.free_numbers  # only capacities and the budget can be dynamic
         first = fixed and self._met.setdefault(kind, measures) == measures
         if known or (first and not measures.exact_layers) or len(made) == MOST_OPEN:
             return known
@@ -218,12 +221,12 @@ class VariantCache:
         return None
 
     def _dynamic_dims_for(self, measures: ShapeKey, free: tuple[int, ...], rewrite: Rewrite) -> CompiledVariant | None:
-        """The graph with these measures open; None where it cannot be said for sizes that are no numbers."""
+        """Return a variant with these indices dynamic; None if the graph cannot be rewritten for dynamic sizes."""
         if not free:
             return None
         alike = [free.index(place) for place in measures.alike if place in free]
         sizes = symbolic_shapes.SymbolicSizes([measures.all[place] for place in free], self._symbols, alike)
         try:
             return CompiledVariant(rewrite(DynamicDims(sizes, free)), measures, free)
-        except UnsupportedGraph:  # what is refused whatever the sizes is refused again without them
+        except UnsupportedGraph:  # a refusal that does not depend on sizes is raised again by the static rewrite
             return None
