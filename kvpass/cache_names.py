@@ -1,8 +1,7 @@
-"""Names under which models take and return their cache: `cache` and `past_key_values`.
+"""Name the argument that carries a model's cache: `cache` or `past_key_values`.
 
-transformers 5.24 renamed `past_key_values` to `cache`.  Older models accept the old name as an alias.  Models that were
-added since then silently ignore it among their other keyword arguments.  Every call of a model takes the name from
-here.
+transformers 5.24 renamed `past_key_values` to `cache`.  For older models the old name is an alias.  Models that are new
+since then swallow it among their other keyword arguments.  Every call of a model takes the name from here.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ def _named(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
 
 
-_of_class = functools.lru_cache(maxsize=256)(_named)  # class functions only: a bound method would keep its model alive
+_of_class = functools.lru_cache(maxsize=256)(_named)  # of a class: what is made for one model would keep it alive
 
 
 def keyword(model: Any) -> str:
     """Return the keyword under which a model's forward takes its cache.
 
     Args:
-        model: a module, a compiled module, a wrapper such as PEFT's and DDP's, or a function.
+        model: a module, a compiled one, one that wraps another as PEFT's and DDP's do, or a function.
     """
     for each in _inward(model):
         taken = parameters(each)
-        for name in (OLD, NEW):  # in a model from before the rename, `cache` may mean something else
+        for name in (OLD, NEW):  # a model from before the rename may use `cache` for something else
             if name in taken:
                 return name
     return OLD
@@ -61,12 +60,12 @@ def _wrapped(model: Any) -> Any:
 
 
 def arguments(model: Any, cache: Any) -> dict[str, Any]:
-    """Return the keyword argument that passes a cache to a model; an empty dict if there is no cache."""
+    """Return the keyword argument that passes a cache to a model; none for no cache."""
     return {} if cache is None else {keyword(model): cache}
 
 
 def renamed(given: dict[str, Any], taken: frozenset[str]) -> dict[str, Any]:
-    """Return keyword arguments with the cache renamed to the name that is among the parameters `taken`."""
+    """Return keyword arguments with the cache under the one of both names that is among the parameters `taken`."""
     for name, other in ((OLD, NEW), (NEW, OLD)):
         if name in given and other not in given and name not in taken and other in taken:
             return {other if key == name else key: value for key, value in given.items()}
@@ -75,7 +74,7 @@ def renamed(given: dict[str, Any], taken: frozenset[str]) -> dict[str, Any]:
 
 def returned(output: Any) -> Any:
     """Return the cache in a model's output, or None."""
-    for name in (NEW, OLD):  # the new name first, because the old one warns where it is an alias
+    for name in (NEW, OLD):  # where the old name is an alias, it warns
         found = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
         if found is not None:
             return found
@@ -83,5 +82,5 @@ def returned(output: Any) -> Any:
 
 
 def call(model: Any, ids: Any, cache: Any = None, **named: Any) -> Any:
-    """Return a model's output for tokens that follow a cache; None stands for an empty cache."""
+    """Return a model's output for tokens behind a cache, None for an empty one."""
     return model(ids, **arguments(model, cache), use_cache=True, **named)

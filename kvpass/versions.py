@@ -1,4 +1,4 @@
-"""Tested versions of torch, triton and transformers, and the warning about newer versions."""
+"""List the versions of torch and transformers that kvpass is tested with, and warn about newer ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import warnings
 
 TESTED = {"torch": ("2.11", "2.15"), "triton": ("3.6", "3.9"), "transformers": ("5.17", "5.24")}
-"""The lowest and the highest tested release of each package; docs/testing.md lists which tests run on which release."""
+"""The lowest and the highest tested release of each package; docs/testing.md says what runs on which."""
 
 
 def installed(package: str) -> str | None:
@@ -20,25 +20,25 @@ def installed(package: str) -> str | None:
 
 
 def untested(package: str) -> str | None:
-    """Return the installed version of a package if it is newer than all tested versions, else None."""
+    """Return the installed version if it is newer than all tested ones, else None."""
     version = installed(package)
     return version if version and _release(version) > _release(TESTED[package][1]) else None
 
 
 def too_old(package: str) -> str | None:
-    """Return the installed version of a package if it is older than all tested versions, else None."""
+    """Return the installed version if it is older than all tested ones, else None."""
     version = installed(package)
     return version if version and _release(version) < _release(TESTED[package][0]) else None
 
 
 def range_of(package: str) -> str:
-    """Return the tested range of versions of a package as text."""
+    """Return the tested range as text."""
     return " to ".join(TESTED[package])
 
 
 @functools.cache
 def warn_of_untested() -> None:
-    """Warn once in a process about packages that are newer than all tested versions."""
+    """Warn once in a process of packages that are newer than all tested ones."""
     newer = {package: version for package in TESTED if (version := untested(package))}
     if newer:
         named = ", ".join(f"{package} {version} (tested: {range_of(package)})" for package, version in newer.items())
@@ -46,5 +46,5 @@ def warn_of_untested() -> None:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """Return the major and the minor version number, as a patch release counts as tested."""
+    """Return the major and the minor number: patch releases count as tested."""
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])

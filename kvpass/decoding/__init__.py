@@ -1,1 +1,1 @@
-"""Decode loops: one conversation, prompts in chunks, and many requests."""
+"""Decode in loops: one conversation, prompts in chunks, or many requests."""

@@ -1,1 +1,1 @@
-"""Diagnostics: `explain`, `inspect`, `simulate`, `warm`, and a check of the installation."""
+"""Report what was rewritten and held, simulate a policy, compile ahead, and check an installation."""

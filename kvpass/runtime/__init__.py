@@ -1,1 +1,1 @@
-"""Runtime of rewritten graphs: prompt runners fill the slots of a cache, step runners read and update the slots."""
+"""Run prompts and steps in place of Dynamo's graphs, and choose the compiled variant for each call."""
