@@ -62,8 +62,9 @@ def told_by(gm: fx.GraphModule, sites: list[AttentionSite], step: bool) -> list[
 class PositionCheck:
     """A check that the position ids which rotate the keys of a graph are consecutive.
 
-    The ids are computed from the arguments of each call.  The check is for layers with cache positions, which replace position ids by the rank among cached tokens.  This
-    keeps the distances between real tokens only if the ids of a row increase by one, from any first id.
+    The ids are computed from the arguments of each call.  The check is for layers with
+    cache positions, which replace position ids by the rank among cached tokens.  This keeps the distances between
+    real tokens only if the ids of a row increase by one, from any first id.
     """
 
     def __init__(self, gm: fx.GraphModule, sites: list[AttentionSite]) -> None:

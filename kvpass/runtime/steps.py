@@ -364,7 +364,7 @@ class StepRunner:
         cache.angles = self.angles
 
     def _note_padding(self, caches: list[LayerCache], arguments: tuple[Any, ...], before: int) -> None:
-        """Add the positions of new padding to the caches, except for a single token on a GPU, which the device counts."""
+        """Add the positions of new padding to the caches, except for one token on a GPU, which the device counts."""
         queries = self._queries(self._numbers(arguments))
         for cache, padding in zip(caches, self._padding(caches, arguments, before, queries), strict=True):
             if padding is not None:
