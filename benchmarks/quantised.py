@@ -266,7 +266,7 @@ def _products(kind: KVDtype, slots: int) -> list[Callable[[], object]]:
     paid = torch.randn(1, KV_HEADS, HEADS // KV_HEADS, slots, generator=drawn).softmax(-1)
     parts = Rows.of(made, torch.randn(1, KV_HEADS, slots, DIM, generator=drawn).to(torch.bfloat16)).parts
     with_keys = _compiled(lambda query, *parts: made.products(query, parts), query, *parts)
-    with_values = _compiled(lambda paid, *parts: made.mixture(paid, parts, torch.bfloat16), paid, *parts)
+    with_values = _compiled(lambda paid, *parts: made.weighted_sum(paid, parts, torch.bfloat16), paid, *parts)
     calls = [lambda: with_keys(query, *parts), lambda: with_values(paid, *parts)]
     for call in calls:
         call()
