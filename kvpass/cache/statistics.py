@@ -21,9 +21,21 @@ def powers(policy: Policy) -> int:
     return 2 if "squares" in policy.statistics else int("total" in policy.statistics)
 
 
-def of_all_queries(policy: Policy) -> bool:
-    """Whether it asks for the rows of all queries, summed or scanned, which attention to the same keys makes anyway."""
-    return policy.statistics == {"scan"} or (powers(policy) > 0 and policy.statistics <= {*SUMS})
+def in_one_operator(policy: Policy, query: Tensor, key: Tensor, value: Tensor, by_library: bool) -> bool:
+    """Check whether one operator computes attention and the policy's statistics of these tensors, which may be fake.
+
+    The statistics must be of all queries. A scan shares the products with attention; sums use the log-sum-exp of the
+    library's attention.
+
+    Args:
+        query: [B, Hq, q, D]; key: [B, Hkv, S, D]; value: [B, Hkv, S, Dv].
+        by_library: whether the library's attention computes the output.
+    """
+    if query.device.type != "cpu" or not query.dtype == key.dtype == value.dtype:
+        return False
+    if policy.statistics == {"scan"}:
+        return True
+    return by_library and key.shape[3] == value.shape[3] and powers(policy) > 0 and policy.statistics <= {*SUMS}
 
 
 def wanted(policy: Policy) -> list[Statistic]:
@@ -110,12 +122,12 @@ def statistics(policy: Policy, spec: StatisticsSpec, valid: Tensor, budget: Budg
 def attended_and_scored(
     policy: Policy, spec: StatisticsSpec, value: Tensor, valid: Tensor, budget: Budget | Tensor
 ) -> tuple[Tensor, list[Tensor]]:
-    """What attention gives, and what `statistics` does, for a policy `of_all_queries`; see `scored_attention`."""
+    """Compute attention and `statistics` by one operator, where `in_one_operator` allows it."""
     first = (spec.query, spec.key, value, spec.mask, valid, spec.causal, spec.scale)
     if "scan" in policy.statistics:
         output, made = scanned_attention(*first, *spec.scan(policy, budget))
         return output, [made]
-    output, *sums = scored_attention(*first, policy.observation, powers(policy), *spec.last)
+    output, *sums = scored_attention(*first, policy.observation, powers(policy), spec.heads)
     named = dict(zip(SUMS, sums, strict=True))
     return output, [named[name] for name in wanted(policy)]
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvpass.cache.slots import FREE, Layout, Slots, align, first_values, rows_at
-from kvpass.cache.statistics import StatisticsSpec, attended_and_scored, of_all_queries, statistics
+from kvpass.cache.statistics import StatisticsSpec, attended_and_scored, in_one_operator, statistics
 from kvpass.fx.precision import FILLED, upcast
 from kvpass.lowering.attend import LOWEST, Rotation, UnknownQueries, attend, by_kernel, capped, scores
 from kvpass.lowering.column_scores import regrouped
@@ -428,7 +428,8 @@ def extend_step(
     common = (site.sink_logit, False, site.scale, site.cap, layout.heads, layout.spread)
     spec = StatisticsSpec(query, keys, full, *common)
     policy_bias = policy.bias(held, query.shape[1] // layout.heads)
-    if policy_bias is None and _scores_on_the_way(policy, site, query, keys, values):
+    by_library = site.cap is None and site.sink_logit is None
+    if policy_bias is None and not site.lse and in_one_operator(policy, query, keys, values, by_library):
         output, made = attended_and_scored(policy, spec, values, valid, held.budget)
         attended = Attended(_blanked(site, slots, output, (full, bias), valid), mask, bias)
         return attended, [*made, *_for_crops(layout, spec)]
@@ -441,12 +442,6 @@ def extend_step(
     if not policy.statistics:
         return attended, []
     return attended, [*statistics(policy, spec, valid, held.budget), *_for_crops(layout, spec)]
-
-
-def _scores_on_the_way(policy: Policy, site: Site, query: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Whether attention and scores come of the same products; kernels of a GPU make each for itself."""
-    alike = query.dtype == keys.dtype == values.dtype and query.device.type == "cpu"
-    return alike and not site.lse and of_all_queries(policy)
 
 
 def _for_crops(layout: Layout, spec: StatisticsSpec) -> list[Tensor]:

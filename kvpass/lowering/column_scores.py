@@ -1,8 +1,12 @@
 """The attention that the queries of a prompt give to each key, without a [queries x keys] matrix in memory.
 
-The rows of the attention matrix are computed in blocks, and only their sums are kept.  Statistics of the last queries
-are computed from those queries alone.  If attention itself runs on a CPU, two more operators compute it from the same
-blocks.  All operators are opaque to the compiler, so that one compiled prompt graph serves every prompt length.
+Only sums over the attention matrix are kept. A kernel computes them on a GPU (`column_kernel`), and loops in C++ on a
+CPU (`column_loops`). Elsewhere the rows of the matrix are computed in blocks. Statistics of the last queries are
+computed from those queries alone.
+
+On a CPU, `scored_attention` takes the log-sum-exp of the rows from the library's attention, which saves the products
+behind it, and `scanned_attention` computes attention and a scan of its rows from the same blocks. All operators are
+opaque to the compiler, so that one compiled prompt graph serves every prompt length.
 """
 
 from __future__ import annotations
@@ -18,8 +22,10 @@ from torch import Tensor
 from kvpass import policies
 from kvpass.budget import slots_of_rows
 from kvpass.fx.precision import accumulate_dtype, upcast
+from kvpass.lowering import column_loops
 from kvpass.lowering.attend import softmax_beside
 from kvpass.policies.heads import HeadSharding
+from kvpass.torch_private.library_attention import attention_with_lse
 
 BLOCK = 1 << 20  # logits in memory at a time: 4 MB in float32, which stay in the caches between passes
 SCANNED = 4 * BLOCK  # for a scan, which needs all heads of a row at once
@@ -163,15 +169,26 @@ class _ScoredAttention:
         """Whether a kernel computes the sums, in float32."""
         return self.query.device.type == "cuda" and self.query.dtype != torch.float64
 
-    def summed(self, weight: Tensor, powers: int) -> list[Tensor]:
-        """Sum probabilities to the power of 1, ..., `powers` over queries with weights [B, q]."""
-        if not self.by_kernel or not powers:
+    @property
+    def by_loops(self) -> bool:
+        """Whether the loops in C++ compute the sums."""
+        query = self.query
+        return query.device.type == "cpu" and column_loops.dtype_of_products(query.dtype, query.shape[3]) is not None
+
+    def summed(self, weight: Tensor, powers: int, log_sum_exp: Tensor | None = None) -> list[Tensor]:
+        """Sum probabilities to the power of 1, ..., `powers` over queries with weights [B, q].
+
+        Args:
+            log_sum_exp: that of the rows, [B, Hq, q], if it is known.
+        """
+        if not powers or not (self.by_kernel or self.by_loops):
             return _sums(self, weight, powers)
+        given = self.query, self.key, self.mask, weight, self.causal, self.scale, self.cap, self.sink_logit, powers
+        if self.by_loops:
+            return column_loops.column_sums(*given, log_sum_exp)
         from kvpass.lowering.column_kernel import column_sums  # needs triton, which not every machine has
 
-        return column_sums(
-            self.query, self.key, self.mask, weight, self.causal, self.scale, self.cap, self.sink_logit, powers
-        )
+        return column_sums(*given)
 
 
 def _among(x: Tensor, span: slice) -> Tensor:
@@ -374,27 +391,22 @@ def scored_attention(
     scale: float,
     window: int,
     powers: int,
-    cap: float | None = None,
-    sink_logit: Tensor | None = None,
     heads: int | None = None,
 ) -> list[Tensor]:
-    """Compute attention and its column statistics from the same products, on a CPU.
+    """Compute the library's attention and its column statistics, on a CPU.
 
     Args:
-        value: [B, Hkv, S, Dv], in the dtype of query and key.
+        query: [B, Hq, q, D]; key, value: [B, Hkv, S, D]; all in one dtype.
+        causal: a query does not see later keys; then q must be S.
         powers: 1 or 2.
         The others are as for `column_scores`.
 
     Returns:
-        The output [B, Hq, q, Dv], and the results of `column_scores`.
+        The output [B, Hq, q, D], and the results of `column_scores`.
     """
-    attention, output = _ScoredAttention(query, key, mask, causal, scale, cap, sink_logit), _output(query, value)
-    sums, grouped = _zeros(attention, powers), torch.unflatten(output, 1, (key.shape[1], -1))
-    for part, piece in attention.pieces():
-        totals, real = [total[part] for total in sums], valid[part[0]]
-        for span, keys, probs in _mixing(_probs(piece, BLOCK, piece.keys_seen), value[part], grouped[part]):
-            _add([total[..., keys] for total in totals], probs, real[:, span])
-    return [output, *_scores(attention, sums, valid, window, heads)]
+    output, log_sum_exp = attention_with_lse(query, key, value, mask, causal, scale)
+    attention = _ScoredAttention(query, key, mask, causal, scale, None, None)
+    return [output, *_scores(attention, attention.summed(valid, powers, log_sum_exp), valid, window, heads)]
 
 
 @scored_attention.register_fake
@@ -408,11 +420,10 @@ def _(
     scale: float,
     window: int,
     powers: int,
-    cap: float | None = None,
-    sink_logit: Tensor | None = None,
     heads: int | None = None,
 ) -> list[Tensor]:
-    return [_output(query, value), *_empty_scores(query, key, powers, heads)]
+    output, _ = attention_with_lse(query, key, value, mask, causal, scale)
+    return [output, *_empty_scores(query, key, powers, heads)]
 
 
 def _empty_scores(query: Tensor, key: Tensor, powers: int, heads: int | None) -> list[Tensor]:
@@ -494,7 +505,7 @@ def scanned_attention(
     spread: str | None = None,
     row_budgets: Tensor | None = None,
 ) -> list[Tensor]:
-    """Compute attention and `row_scan` from the same products, on a CPU; value as for `scored_attention`."""
+    """Compute attention and `row_scan` from the same products, on a CPU; value is [B, Hkv, S, Dv]."""
     attention, output = _ScoredAttention(query, key, mask, causal, scale, cap, sink_logit), _output(query, value)
     mixed = value, torch.unflatten(output, 1, (key.shape[1], -1))
     slots = _slots(policy, budget or share, row_budgets, valid)

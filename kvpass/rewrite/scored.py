@@ -1,4 +1,4 @@
-"""What a policy asks of a prompt's attention.
+"""Add the statistics of a prompt's attention that a policy reads to the prompt's graph.
 
     attended = kvpass::attention(query, key, value, mask, ...)
 
@@ -6,7 +6,7 @@ is followed by `kvpass::column_scores` or `kvpass::row_scan` of the same query, 
 
     attended, *scores = kvpass::scored_attention(query, key, value, mask, valid, ...)
 
-(`kvpass::scanned_attention` for a scan), which makes the rows of attention once for both.
+(`kvpass::scanned_attention` for a scan), which computes both.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OPERATORS = {
     ("scan", False): torch.ops.kvpass.row_scan.default,
     ("scan", True): torch.ops.kvpass.scanned_attention.default,
 }
-"""Of a kind of score, alone or on the way of attention."""
+"""The operators of a kind of statistics, alone or together with attention."""
 EXACT = (torch.float32, torch.float64)
 
 
@@ -58,13 +58,13 @@ def prompt_scores(
     rows = graph.call_function(operator.getitem, (query, (slice(None), 0, slice(None), 0)))
     everyone = graph.call_function(torch.ones_like, (rows,), {"dtype": torch.bool})  # [B, q]
     present = everyone if valid is None else graph.call_function(torch.logical_and, (valid, everyone))
-    fused = _on_the_way(site, policy)
+    fused = _in_one_operator(site, policy)
     attended = (arguments(site.call)["value"],) if fused else ()
     first, last = _common(site, moved, attended, present)
     made: dict[Statistic, fx.Node] = {}
     if not policy.statistics.isdisjoint(statistics.SUMS):
-        spec = (*first, policy.observation, statistics.powers(policy), *last)
-        results = graph.call_function(OPERATORS["sums", fused], spec)
+        asked = (*first, policy.observation, statistics.powers(policy), *(last[-1:] if fused else last))
+        results = graph.call_function(OPERATORS["sums", fused], asked)
         made |= {name: _item(graph, results, index) for index, name in enumerate(statistics.SUMS, int(fused))}
     if "scan" in policy.statistics:
         written, where = (specify(policy), *statistics.room(budget)), site.spread.written() if site.spread else None
@@ -85,20 +85,23 @@ def _common(
     return (*tensors, mask, present, site.causal, site.scale), (site.cap, sink_logit, heads)
 
 
-def _on_the_way(site: AttentionSite, policy: Policy) -> bool:
-    """Whether one operator can make attention and scores.
+def _in_one_operator(site: AttentionSite, policy: Policy) -> bool:
+    """Check whether one operator can compute attention and scores of a prompt.
 
-    In half precision the library's attention stays, which does not round the logits; so does attention that the
-    model spells out, which has roundings of its own.  What is causal must be so from the first key on.
+    Attention that the model spells out keeps its own roundings. A scan in half precision keeps the library's attention,
+    which does not round the logits. Causal attention must be causal from the first key on.
     """
     call = arguments(site.call)
-    tensors = [value(node) for node in (site.query, call["key"], call["value"], site.call)]
-    same = {(x.device.type, x.dtype) for x in tensors}
+    tensors = [value(node) for node in (site.query, call["key"], call["value"])]
     by_library = call["scores"] is None and call["hidden"] is None and site.lse is None
     whole = not site.causal or expr(site.queries) == expr(value(site.attended_key).shape[2])
     plain_mask = site.mask is None or (value(site.mask).ndim == 4 and not site.causal)
-    wanted = statistics.of_all_queries(policy) and not policy.renumbers
-    return wanted and by_library and whole and plain_mask and same in [{("cpu", dtype)} for dtype in EXACT]
+    exact = "scan" not in policy.statistics or tensors[0].dtype in EXACT
+    fits = by_library and whole and plain_mask and exact and not policy.renumbers
+    query, key, values = tensors
+    return (
+        fits and query.dtype == value(site.call).dtype and statistics.in_one_operator(policy, query, key, values, True)
+    )
 
 
 def _item(graph: fx.Graph, results: fx.Node, index: int) -> fx.Node:

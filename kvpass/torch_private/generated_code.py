@@ -64,8 +64,30 @@ def calls_watched(see: Callable[[types.FrameType, Any], None]) -> Iterator[None]
         sys.setprofile(None)
 
 
+MATRIX_PRODUCTS = """
+#include <cstdint>
+namespace c10 { struct BFloat16; }
+namespace at::native::cpublas {
+void brgemm(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, bool, const float*, const float*, float*, bool);
+void brgemm(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, bool,
+            const c10::BFloat16*, const c10::BFloat16*, float*, bool);
+void brgemm_release(bool);
+}
+"""
+"""The matrix products of torch's own CPU kernels, as `ATen/native/CPUBlas.h` declares them.
+
+That header takes seconds to compile. The arguments are M, N, K, the strides of the rows of A, B and C, whether to add
+to C, then A, B and C, and whether B is in pairs along K. A torch without these functions does not load the library.
+"""
+
+
 def cpp_library(source: str) -> ctypes.CDLL:
-    """Compile C++ source to a library, once for all processes."""
+    """Compile C++ source to a library, once for all processes.
+
+    Raises:
+        RuntimeError: there is no compiler, or it rejects the source.
+        OSError: torch lacks a function that the source calls.
+    """
     from torch._inductor.codecache import CppCodeCache
 
     return cast(ctypes.CDLL, CppCodeCache.load(source))

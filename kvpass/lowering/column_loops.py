@@ -1,0 +1,147 @@
+"""Column sums on a CPU by `column_sums.cpp`, in products of half precision where the processor has them.
+
+The products are those of the library behind torch's own attention. Where it does not multiply a dtype on this
+processor, the sums are computed in float32, and where it does not multiply float32 either, `column_scores` has its own
+blocks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.resources
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kvpass.torch_private import generated_code
+
+KEYS = 128  # of a block, as in the source
+MESSAGE = 1024  # bytes of an error's text
+MASKS = {None: 0, torch.bool: 1, torch.float32: 2, torch.bfloat16: 3}
+NATIVE = (torch.bfloat16, torch.float32)
+
+
+class Problem(ctypes.Structure):
+    """The fields of `Problem` in the source."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("query", "key", "mask", "sink_logit", "weight", "log_sum_exp")),
+        *((name, ctypes.c_void_p) for name in ("packed", "shift", "factor", "sums", "squares")),
+        *((name, ctypes.c_int64) for name in ("batch", "heads", "groups", "queries", "keys", "dim")),
+        ("query_stride", ctypes.c_int64 * 3),
+        ("key_stride", ctypes.c_int64 * 3),
+        ("mask_stride", ctypes.c_int64 * 4),
+        ("sink_stride", ctypes.c_int64 * 4),
+        ("total_stride", ctypes.c_int64 * 3),
+        *((name, ctypes.c_int64) for name in ("causal", "threads")),
+        *((name, ctypes.c_float) for name in ("scale", "cap")),
+    )
+
+
+def column_sums(
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    weight: Tensor,
+    causal: bool,
+    scale: float,
+    cap: float | None,
+    sink_logit: Tensor | None,
+    powers: int,
+    log_sum_exp: Tensor | None = None,
+) -> list[Tensor]:
+    """Sum the probabilities over the queries, and with two `powers` also their squares.
+
+    Args:
+        query: [B, Hq, q, D]; key: [B, Hkv, S, D]; in one dtype for which `dtype_of_products` is not None.
+        mask: bool or additive [B or 1, Hq, Hkv or 1, q or 1, S], or None.
+        weight: float32 [B, q], the weight of each query.
+        log_sum_exp: [B, Hq, q], that of the queries' logits with the sink's, or None.
+        The others are as for `column_scores`.
+
+    Returns:
+        One or two float32 tensors [B, Hkv, G, S].
+
+    Raises:
+        RuntimeError: the library cannot multiply matrices of these sizes.
+    """
+    dtype = dtype_of_products(query.dtype, query.shape[3])
+    assert dtype is not None
+    (batch, q_heads, queries, dim), (heads, keys) = query.shape, key.shape[1:3]
+    groups = q_heads // heads
+    query, key = (_dense_rows(x.to(dtype)) for x in (query, key))
+    mask = None if mask is None else _dense_rows(_by_group(mask, heads))
+    mask = mask if mask is None or mask.dtype in MASKS else mask.float()
+    sink = None if sink_logit is None else _by_group(sink_logit.float(), heads)[..., 0]
+    weight = weight.float().contiguous()
+    totals = None if log_sum_exp is None else log_sum_exp.float()
+    packed = query.new_empty(batch * heads * -(-keys // KEYS) * KEYS * dim)
+    shift, factor = weight.new_empty(2, batch, q_heads, queries)
+    sums = [weight.new_empty(batch, heads, groups, keys) for _ in range(powers)]
+    problem = Problem(
+        *map(_address, (query, key, mask, sink, weight, totals, packed, shift, factor, *sums, *[None] * (2 - powers))),
+        *(batch, heads, groups, queries, keys, dim),
+        *((ctypes.c_int64 * count)(*_strides(x, count)) for x, count in ((query, 3), (key, 3), (mask, 4), (sink, 4))),
+        (ctypes.c_int64 * 3)(*_strides(totals, 3)),
+        *(int(causal), torch.get_num_threads(), scale, cap or 0.0),
+    )
+    _run(problem, dtype, None if mask is None else mask.dtype)
+    return sums
+
+
+def dtype_of_products(dtype: torch.dtype, dim: int) -> torch.dtype | None:
+    """Return the dtype in which queries and keys [., D] are multiplied; None if the loops cannot run here."""
+    wanted = dtype if dtype in NATIVE and dim % 2 == 0 else torch.float32
+    usable = [each for each in (wanted, torch.float32) if dtype != torch.float64 and _runs(each)]
+    return usable[0] if usable else None
+
+
+@functools.cache
+def _runs(dtype: torch.dtype) -> bool:
+    """Check whether the source compiles here and the library multiplies this dtype on this processor."""
+    empty = Problem(heads=1, groups=1, dim=2, query_stride=(2, 2, 2), threads=1)
+    try:
+        _run(empty, dtype, None)
+    except (RuntimeError, OSError):  # no compiler, another signature of the library's function, or another processor
+        return False
+    return True
+
+
+@functools.cache
+def _library(dtype: torch.dtype, mask: torch.dtype | None) -> Callable[..., int]:
+    """Compile the source for products in `dtype` and masks of a dtype, once for all processes."""
+    source = importlib.resources.files(__package__).joinpath("column_sums.cpp").read_text()
+    macros = f"#define BFLOAT16_PRODUCTS {int(dtype == torch.bfloat16)}\n#define MASK {MASKS[mask]}\n"
+    function = generated_code.cpp_library(generated_code.MATRIX_PRODUCTS + macros + source).column_sums
+    function.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64]
+    function.restype = ctypes.c_int
+    compiled: Callable[..., int] = function
+    return compiled
+
+
+def _run(problem: Problem, dtype: torch.dtype, mask: torch.dtype | None) -> None:
+    message = ctypes.create_string_buffer(MESSAGE)
+    if _library(dtype, mask)(ctypes.addressof(problem), message, MESSAGE):
+        raise RuntimeError(message.value.decode(errors="replace"))
+
+
+def _dense_rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _by_group(x: Tensor, heads: int) -> Tensor:
+    """Reshape [B or 1, Hq, Hkv or 1, ...] to [B or 1, Hkv or 1, G or 1, ...]."""
+    return torch.unflatten(x, 1, (heads, -1)) if x.shape[1] > 1 else x[:, :, None]
+
+
+def _address(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def _strides(x: Tensor | None, count: int) -> list[int]:
+    """Return the first `count` strides, zero along dimensions of size one."""
+    if x is None:
+        return [0] * count
+    return [0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)][:count]

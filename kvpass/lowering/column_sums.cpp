@@ -1,0 +1,334 @@
+// Column sums of an attention matrix that is never stored, on a CPU: the counterpart of column_kernel.py.
+//
+// `find_totals` computes the maximum and the sum of each row of probabilities, unless the caller knows their log-sum-exp.
+// `add_columns` computes the probabilities again, one block of keys per task, and adds them up over the queries. A sum has
+// one task and one order, so results do not depend on the number of threads.
+//
+// The macros BFLOAT16_PRODUCTS and MASK select the dtype of queries and keys, and the kind of the mask: a variant compiles
+// within two seconds. Logits are in base two. -infinity hides a key. The lowest finite number is a hidden key of an additive mask: a query
+// whose keys are all hidden in this way attends to all of them alike, as in a softmax.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <exception>
+#include <vector>
+
+#if BFLOAT16_PRODUCTS
+typedef uint16_t T;  // bits of queries and keys
+typedef c10::BFloat16 Factor;
+#else
+typedef float T, Factor;
+#endif
+
+namespace {
+
+enum Mask { NONE, BOOL, FLOAT, BFLOAT16 };
+constexpr Mask KIND = Mask(MASK);
+constexpr int64_t MASK_BYTES = KIND == BOOL ? 1 : KIND == FLOAT ? 4 : 2;  // of one entry
+
+typedef float vec __attribute__((vector_size(64)));
+typedef int32_t ivec __attribute__((vector_size(64)));
+typedef uint8_t bytes __attribute__((vector_size(16)));
+typedef uint16_t halves __attribute__((vector_size(32)));
+
+constexpr int64_t LANES = 16, QUERIES = 64, KEYS = 128;  // a tile of logits takes 32 KB
+constexpr float LOWEST = -3.4028234663852886e38f, TWOS = 1.4426950408889634f;  // log2(e)
+constexpr float PRECISE = 4096;  // a larger log-sum-exp is too coarse in float32 to divide by
+
+struct Problem {  // the fields of `Problem` in column_loops.py; strides are in elements, 0 along dimensions of size one
+  const void *query, *key, *mask;  // [B, Hq, q, D], [B, Hkv, S, D], [B, Hkv, G, q, S]
+  const float *sink_logit, *weight, *log_sum_exp;  // [B, Hkv, G, q] or null, [B, q], [B, Hq, q] or null
+  void* packed;  // [B, Hkv, blocks, D, KEYS]
+  float *shift, *factor;  // [B, Hq, q]
+  float *sums, *squares;  // [B, Hkv, G, S]; squares may be null
+  int64_t batch, heads, groups, queries, keys, dim;
+  int64_t query_stride[3], key_stride[3], mask_stride[4], sink_stride[4], total_stride[3];
+  int64_t causal, threads;
+  float scale, cap;
+
+  int64_t blocks() const { return (keys + KEYS - 1) / KEYS; }
+  int64_t offset() const { return keys - queries; }  // of the first query among the keys
+};
+
+template <typename X> X load(const void* from) {
+  X x;
+  std::memcpy(&x, from, sizeof(X));
+  return x;
+}
+
+inline void store(float* to, vec x) { std::memcpy(to, &x, sizeof(vec)); }
+
+inline vec all(float x) { return vec{} + x; }
+
+inline vec larger(vec x, vec y) { return x > y ? x : y; }
+
+// 2^x with a relative error below 1e-7, and 0 below 2^-126.
+inline vec power_of_two(vec x) {
+  vec bounded = larger(x, all(-126));
+  vec rounded = bounded + 12582912.f;  // 1.5 * 2^23: its last bits are the integer
+  vec rest = bounded - (rounded - 12582912.f);
+  vec made = 0.0013276472f * rest + 0.00967554174f;
+  made = made * rest + 0.0555071328f;
+  made = made * rest + 0.240221197f;
+  made = made * rest + 0.693146967f;
+  made = made * rest + 1.00000007f;
+  made = (vec)((ivec)made + ((ivec)rounded << 23));
+  return x < -126.f ? vec{} : made;
+}
+
+inline float sum_of(vec x) {
+  float sum = 0;
+  for (int64_t lane = 0; lane < LANES; ++lane) sum += x[lane];
+  return sum;
+}
+
+inline float highest_of(vec x) {
+  float highest = x[0];
+  for (int64_t lane = 1; lane < LANES; ++lane) highest = std::max(highest, x[lane]);
+  return highest;
+}
+
+// The mask of a query, from a block's first key on.
+inline const char* mask_of(const Problem& p, int64_t row, int64_t head, int64_t group, int64_t query, int64_t first) {
+  const int64_t* by = p.mask_stride;
+  return (const char*)p.mask + (row * by[0] + head * by[1] + group * by[2] + query * by[3] + first) * MASK_BYTES;
+}
+
+// One query's logits of one block of keys.
+struct Row {
+  const Problem& problem;
+  const char* mask;  // of this query, from the block's first key on; null if it changes nothing
+  int64_t seen;      // keys of the block that exist and are not after the query
+
+  Row(const Problem& p, const char* mask, int64_t query, int64_t first) : problem(p), mask(mask) {
+    seen = std::min(KEYS, p.keys - first);
+    if (p.causal) seen = std::min(seen, query + p.offset() + 1 - first);
+  }
+
+  vec masked(vec x, int64_t at) const {
+    if (KIND == BOOL) return __builtin_convertvector(load<bytes>(mask + at), ivec) != 0 ? x : all(-INFINITY);
+    vec added;
+    if (KIND == FLOAT) added = load<vec>(mask + 4 * at);
+    else added = (vec)(__builtin_convertvector(load<halves>(mask + 2 * at), ivec) << 16);
+    return added == -INFINITY ? added : larger(x + added * TWOS, all(LOWEST));
+  }
+
+  vec masked_tail(vec x, int64_t at) const {  // what lies behind the mask's row must not be read
+    char copy[LANES * MASK_BYTES] = {};
+    std::memcpy(copy, mask + MASK_BYTES * at, MASK_BYTES * (seen - at));
+    Row whole = *this;
+    whole.mask = copy;
+    return whole.masked(x, 0);
+  }
+
+  // Calls `use(logits, index of the first)` for all keys that are seen; -infinity fills the last vector.
+  template <typename Use> void each(const float* products, Use use) const {
+    const float scale = problem.scale * TWOS, cap = problem.cap;
+    for (int64_t at = 0; at < seen; at += LANES) {
+      vec x = load<vec>(products + at) * scale;
+      if (cap > 0) x = (2.f / (1.f + power_of_two(x * (-2.f / cap))) - 1.f) * (cap * TWOS);  // tanh
+      const bool whole = at + LANES <= seen;
+      if (KIND != NONE && mask) x = whole ? masked(x, at) : masked_tail(x, at);
+      if (!whole) {
+        const ivec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        x = lane < (int32_t)(seen - at) ? x : all(-INFINITY);
+      }
+      use(x, at);
+    }
+  }
+};
+
+inline void product(int64_t dim, int64_t stride, const T* queries, const T* keys, float* products) {
+  const auto *left = (const Factor*)queries, *right = (const Factor*)keys;
+  at::native::cpublas::brgemm(QUERIES, KEYS, dim, stride, KEYS, KEYS, false, left, right, products, sizeof(T) == 2);
+}
+
+// Tiles of products of a block of queries and a block of keys.
+class Tiles {
+ public:
+  explicit Tiles(const Problem& p) : problem(p), rest(QUERIES * p.dim), products(QUERIES * KEYS) {}
+  ~Tiles() { at::native::cpublas::brgemm_release(sizeof(T) == 2); }
+
+  const float* row(int64_t index) const { return products.data() + index * KEYS; }
+
+  void multiply(int64_t row, int64_t head, int64_t group, int64_t query, int64_t block) {
+    const Problem& p = problem;
+    const int64_t q_head = head * p.groups + group, dim = p.dim, count = std::min(QUERIES, p.queries - query);
+    const T* from = (const T*)p.query + row * p.query_stride[0] + q_head * p.query_stride[1] + query * p.query_stride[2];
+    int64_t stride = p.query_stride[2];
+    if (count < QUERIES) {  // the library compiles a kernel for each size of a product: there is one size
+      for (int64_t i = 0; i < count; ++i) std::memcpy(&rest[i * dim], from + i * stride, dim * sizeof(T));
+      from = rest.data(), stride = dim;
+    }
+    const T* keys = (const T*)p.packed + ((row * p.heads + head) * p.blocks() + block) * dim * KEYS;
+    product(dim, stride, from, keys, products.data());
+  }
+
+ private:
+  const Problem& problem;
+  std::vector<T> rest;
+  std::vector<float> products;
+};
+
+// Throws here, and not in a parallel section, which would end the process, what the library has against such products.
+void check(const Problem& p) {
+  const int64_t stride = std::max(p.dim, p.query_stride[2]);
+  std::vector<T> queries(QUERIES * stride), keys(KEYS * p.dim);
+  std::vector<float> products(QUERIES * KEYS);
+  for (const int64_t each : {p.dim, stride}) product(p.dim, each, queries.data(), keys.data(), products.data());
+  at::native::cpublas::brgemm_release(sizeof(T) == 2);
+}
+
+// Lays out each block of keys as the right operand of a product: [D, KEYS], half precision in pairs along D.
+void pack(const Problem& p) {
+  constexpr int64_t pair = sizeof(T) == 2 ? 2 : 1;
+#pragma omp parallel for num_threads(p.threads)
+  for (int64_t task = 0; task < p.batch * p.heads * p.blocks(); ++task) {
+    const int64_t block = task % p.blocks(), head = task / p.blocks() % p.heads, row = task / p.blocks() / p.heads;
+    T* to = (T*)p.packed + task * p.dim * KEYS;
+    const T* from = (const T*)p.key + row * p.key_stride[0] + head * p.key_stride[1] + block * KEYS * p.key_stride[2];
+    const int64_t count = std::min(KEYS, p.keys - block * KEYS);
+    std::memset(to, 0, p.dim * KEYS * sizeof(T));
+    for (int64_t j = 0; j < count; ++j)
+      for (int64_t d = 0; d < p.dim; ++d)
+        std::memcpy(to + (d / pair * KEYS + j) * pair + d % pair, from + j * p.key_stride[2] + d, sizeof(T));
+  }
+}
+
+enum Tile { HIDDEN, VISIBLE, MIXED };
+
+// Whether a mask hides all keys of a tile, or none.
+Tile look(const Problem& p, int64_t row, int64_t head, int64_t group, int64_t query, int64_t first) {
+  if (KIND == NONE) return VISIBLE;
+  static const float zeros[KEYS] = {};
+  const int64_t count = p.mask_stride[3] ? std::min(QUERIES, p.queries - query) : 1, here = std::min(KEYS, p.keys - first);
+  bool hidden = KIND == BOOL, visible = true;
+  for (int64_t i = 0; i < count && (hidden || visible); ++i) {
+    const char* mask = mask_of(p, row, head, group, query + i, first);
+    hidden = hidden && !std::memchr(mask, 1, here);
+    visible = visible && (KIND == BOOL ? !std::memchr(mask, 0, here) : !std::memcmp(mask, zeros, here * MASK_BYTES));
+  }
+  return hidden ? HIDDEN : visible ? VISIBLE : MIXED;
+}
+
+// Reads the totals of some queries off their log-sum-exp; false if one is missing or too coarse.
+bool known_totals(const Problem& p, int64_t row, int64_t q_head, int64_t query, int64_t count) {
+  if (!p.log_sum_exp) return false;
+  const float* from = p.log_sum_exp + row * p.total_stride[0] + q_head * p.total_stride[1];
+  const int64_t at = (row * p.heads * p.groups + q_head) * p.queries + query;
+  for (int64_t i = 0; i < count; ++i) {
+    const float total = from[(query + i) * p.total_stride[2]];
+    if (!(std::fabs(total) < PRECISE)) return false;
+    p.shift[at + i] = total * TWOS;
+    p.factor[at + i] = 1;
+  }
+  return true;
+}
+
+// For each query, `shift` and `factor`, so that a probability is factor * 2^(logit - shift).
+void find_totals(const Problem& p) {
+  const int64_t blocks = (p.queries + QUERIES - 1) / QUERIES, q_heads = p.heads * p.groups;
+#pragma omp parallel num_threads(p.threads)
+  {
+    Tiles tiles(p);
+#pragma omp for schedule(dynamic)
+    for (int64_t task = 0; task < p.batch * q_heads * blocks; ++task) {
+      const int64_t query = (blocks - 1 - task / q_heads / p.batch) * QUERIES;  // the longest first
+      const int64_t q_head = task % q_heads, row = task / q_heads % p.batch;
+      const int64_t head = q_head / p.groups, group = q_head % p.groups, count = std::min(QUERIES, p.queries - query);
+      if (known_totals(p, row, q_head, query, count)) continue;
+      float top[QUERIES], sum[QUERIES] = {};
+      std::fill(top, top + QUERIES, -INFINITY);
+      const int64_t end = p.causal ? std::min(p.keys, query + count + p.offset()) : p.keys;
+      for (int64_t first = 0; first < end; first += KEYS) {
+        const Tile tile = look(p, row, head, group, query, first);
+        if (tile == HIDDEN) continue;
+        tiles.multiply(row, head, group, query, first / KEYS);
+        for (int64_t i = 0; i < count; ++i) {
+          const char* mask = tile == MIXED ? mask_of(p, row, head, group, query + i, first) : nullptr;
+          const Row keys(p, mask, query + i, first);
+          vec highest = all(-INFINITY), added{};
+          keys.each(tiles.row(i), [&](vec x, int64_t) { highest = larger(highest, x); });
+          const float now = std::max(top[i], highest_of(highest));
+          if (now == -INFINITY) continue;
+          keys.each(tiles.row(i), [&](vec x, int64_t) { added += power_of_two(x - now); });
+          sum[i] = sum[i] * std::exp2(top[i] - now) + sum_of(added);
+          top[i] = now;
+        }
+      }
+      const int64_t at = (row * q_heads + q_head) * p.queries + query;
+      for (int64_t i = 0; i < count; ++i) {
+        if (p.sink_logit) {
+          const int64_t* by = p.sink_stride;
+          const float sink = TWOS * p.sink_logit[row * by[0] + head * by[1] + group * by[2] + (query + i) * by[3]];
+          const float now = std::max(top[i], sink);
+          if (now > -INFINITY) sum[i] = sum[i] * std::exp2(top[i] - now) + std::exp2(sink - now);
+          top[i] = now;
+        }
+        p.shift[at + i] = sum[i] > 0 ? top[i] : 0;
+        p.factor[at + i] = sum[i] > 0 ? 1 / sum[i] : 0;
+      }
+    }
+  }
+}
+
+void add_columns(const Problem& p) {
+  const int64_t tasks = p.batch * p.heads * p.groups * p.blocks();
+#pragma omp parallel num_threads(p.threads)
+  {
+    Tiles tiles(p);
+    float sums[KEYS], squares[KEYS];
+#pragma omp for schedule(dynamic)
+    for (int64_t task = 0; task < tasks; ++task) {
+      const int64_t block = task / (tasks / p.blocks()), first = block * KEYS;  // the first keys have most queries
+      const int64_t group = task % p.groups, head = task / p.groups % p.heads, row = task / p.groups / p.heads % p.batch;
+      const int64_t totals = ((row * p.heads + head) * p.groups + group) * p.queries;
+      std::fill(sums, sums + KEYS, 0.f), std::fill(squares, squares + KEYS, 0.f);
+      for (int64_t query = p.causal ? std::max<int64_t>(0, first - p.offset()) : 0; query < p.queries; query += QUERIES) {
+        const Tile tile = look(p, row, head, group, query, first);
+        if (tile == HIDDEN) continue;
+        tiles.multiply(row, head, group, query, block);
+        const int64_t count = std::min(QUERIES, p.queries - query);
+        for (int64_t i = 0; i < count; ++i) {
+          const float weight = p.weight[row * p.queries + query + i], factor = p.factor[totals + query + i];
+          if (weight == 0 || factor == 0) continue;
+          const float shift = p.shift[totals + query + i];
+          const char* mask = tile == MIXED ? mask_of(p, row, head, group, query + i, first) : nullptr;
+          Row(p, mask, query + i, first).each(tiles.row(i), [&](vec x, int64_t at) {
+            const vec prob = power_of_two(x - shift) * factor, weighted = prob * weight;
+            store(sums + at, load<vec>(sums + at) + weighted);
+            if (p.squares) store(squares + at, load<vec>(squares + at) + weighted * prob);
+          });
+        }
+      }
+      const int64_t at = ((row * p.heads + head) * p.groups + group) * p.keys + first, count = std::min(KEYS, p.keys - first);
+      std::copy(sums, sums + count, p.sums + at);
+      if (p.squares) std::copy(squares, squares + count, p.squares + at);
+    }
+  }
+}
+
+void compute(const Problem& p) {
+  check(p);
+  pack(p);
+  find_totals(p);
+  add_columns(p);
+}
+
+}  // namespace
+
+// Computes `sums` and `squares`. Returns 0, or 1 and a message of at most `size` bytes, as no C++ exception may leave it.
+extern "C" int column_sums(const Problem* problem, char* message, int64_t size) {
+  try {
+    compute(*problem);
+    return 0;
+  } catch (const std::exception& error) {
+    std::snprintf(message, size, "%s", error.what());
+  } catch (...) {
+    std::snprintf(message, size, "an exception of unknown type");
+  }
+  return 1;
+}

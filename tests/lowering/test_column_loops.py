@@ -1,0 +1,148 @@
+"""Column sums by the loops in C++, beside the blocks of `column_scores` in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpass.lowering import column_loops
+from kvpass.lowering import column_scores as module
+from kvpass.torch_private.library_attention import attention_with_lse
+
+pytestmark = pytest.mark.skipif(
+    column_loops.dtype_of_products(torch.float32, 64) is None,
+    reason="torch multiplies no float32 matrices of fixed sizes on this processor",
+)
+LOWEST = torch.finfo(torch.float32).min
+
+
+def in_float64(query: Any, key: Any, mask: Any, weight: Any, *rest: Any) -> list[torch.Tensor]:
+    """The same sums by blocks in float64; arguments as of `column_sums`."""
+    causal, scale, cap, sink_logit, powers = rest
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask.double()
+    sink_logit = None if sink_logit is None else sink_logit.double()
+    wide = module._ScoredAttention(query.double(), key.double(), mask, causal, scale, cap, sink_logit)
+    return module._sums(wide, weight, powers)
+
+
+def assert_equal(made: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for one, other in zip(made, expected, strict=True):
+        torch.testing.assert_close(one.double(), other.double(), atol=2e-6, rtol=2e-4)
+
+
+@given(data=st.data())
+@settings(max_examples=150)
+def test_sums_are_those_of_float64(data):
+    """Sizes on both sides of a tile of 64 queries and 128 keys; each query sees the first key."""
+    draw = data.draw
+    drawn = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
+    rows, heads, groups = (draw(st.integers(1, 3)) for _ in range(3))
+    dim, count, before = draw(st.integers(1, 40)), draw(st.integers(1, 200)), draw(st.sampled_from([0, 0, 1, 77, 130]))
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    query = torch.randn(rows, count, heads * groups, dim, generator=drawn).to(dtype).transpose(1, 2)
+    key = torch.randn(rows, heads, count + before, dim, generator=drawn).to(dtype)
+    kind = draw(st.sampled_from(["none", "bool", "float32", "bfloat16", "float16", "-inf", "-1e9", "lowest"]))
+    shape = (
+        draw(st.sampled_from([1, rows])), draw(st.sampled_from([1, heads, heads * groups])),
+        draw(st.sampled_from([1, count])), count + before,
+    )  # fmt: skip
+    hidden = torch.rand(shape, generator=drawn) < draw(st.sampled_from([0.0, 0.3, 0.97]))
+    hidden[..., 0] = False
+    fills = {"-inf": -torch.inf, "-1e9": -1e9, "lowest": LOWEST}
+    if kind == "none":
+        mask = None
+    elif kind == "bool":
+        mask = ~hidden
+    elif kind in fills:
+        mask = torch.zeros(shape).masked_fill(hidden, fills[kind])
+    else:
+        mask = torch.randn(shape, generator=drawn).to(getattr(torch, kind))
+    weight = (torch.rand(rows, count, generator=drawn) < 0.8).float()
+    cap, powers = draw(st.sampled_from([None, 5.0])), draw(st.integers(1, 2))
+    sink_logit = draw(st.sampled_from([None, torch.randn(1, heads * groups, 1, 1, generator=drawn)]))
+    given = (query, key, mask, weight, draw(st.booleans()), 0.3, cap, sink_logit, powers)
+    assert_equal(column_loops.column_sums(*given), in_float64(*given))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shift", [0.0, 300.0, 1e9])
+def test_a_known_log_sum_exp_changes_nothing(dtype, shift):
+    """One of 1e9 is too coarse to divide by: the totals of its queries are computed."""
+    drawn = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(2, heads, 150, 16, generator=drawn).to(dtype) for heads in (4, 2))
+    mask = torch.full((1, 1, 150, 150), -torch.inf).triu(1) - shift
+    _, totals = attention_with_lse(query, key, key, mask.to(dtype), False, 0.25)
+    given = (query, key, mask.to(dtype), torch.ones(2, 150), False, 0.25, None, None, 2)
+    for made, expected in zip(column_loops.column_sums(*given, totals), column_loops.column_sums(*given), strict=True):
+        torch.testing.assert_close(made, expected, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("hides", ["bool", "-inf"])
+def test_a_query_that_sees_no_key_adds_nothing(hides):
+    query, key = torch.randn(1, 2, 9, 4), torch.randn(1, 2, 9, 4)
+    seen = torch.ones(1, 1, 9, 9, dtype=torch.bool).tril()
+    seen[..., 3, :] = False
+    mask = seen if hides == "bool" else torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
+    _, totals = attention_with_lse(query, key, key, mask, False, 0.5)
+    weight = torch.ones(1, 9)
+    without = torch.ones(1, 9)
+    without[:, 3] = 0
+    for known in (None, totals):
+        made = column_loops.column_sums(query, key, mask, weight, False, 0.5, None, None, 2, known)
+        expected = column_loops.column_sums(query, key, mask, without, False, 0.5, None, None, 2)
+        for one, other in zip(made, expected, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_sums_do_not_depend_on_the_number_of_threads():
+    query, key = torch.randn(2, 4, 300, 16).bfloat16(), torch.randn(2, 2, 300, 16).bfloat16()
+    given = (query, key, None, torch.ones(2, 300), True, 0.25, None, None, 2)
+    before, made = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            made.append(column_loops.column_sums(*given))
+    finally:
+        torch.set_num_threads(before)
+    for one, other in zip(*made, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 3, 5), (1, 2, 0, 5), (1, 2, 3, 0)])
+def test_nothing_to_sum_gives_zeros(shape):
+    rows, heads, count, keys = shape
+    query, key = torch.randn(rows, heads, count, 4), torch.randn(rows, heads, keys, 4)
+    made = column_loops.column_sums(query, key, None, torch.ones(rows, count), False, 1.0, None, None, 2)
+    assert [x.shape for x in made] == [(rows, heads, 1, keys)] * 2
+    assert all(not x.any() for x in made)
+
+
+def test_a_processor_without_the_products_has_the_blocks(monkeypatch):
+    """The same scores, in float32, whatever the reason is for which the loops do not run."""
+    query, key = torch.randn(1, 4, 70, 8), torch.randn(1, 2, 70, 8)
+    given = (query, key, None, torch.ones(1, 70, dtype=torch.bool), True, 0.5, 4, 2)
+    expected = module.column_scores(*given)
+
+    def fails(*_: Any) -> Any:
+        raise OSError("undefined symbol")
+
+    column_loops._runs.cache_clear()
+    monkeypatch.setattr(column_loops, "_library", fails)
+    try:
+        assert column_loops.dtype_of_products(torch.bfloat16, 8) is None
+        made = module.column_scores(*given)
+    finally:
+        column_loops._runs.cache_clear()
+    for one, other in zip(made, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+def test_float64_and_odd_heads_have_the_products_that_exist():
+    assert column_loops.dtype_of_products(torch.float64, 64) is None
+    assert column_loops.dtype_of_products(torch.bfloat16, 5) == torch.float32
+    assert column_loops.dtype_of_products(torch.float16, 64) == torch.float32
