@@ -14,7 +14,7 @@ import kvpass
 from benchmarks.gpu.bench import Bench, Row
 from benchmarks.gpu.layer import Rows, rotary
 from kvpass.lowering.attend import attend
-from kvpass.lowering.column_scores import column_scores
+from kvpass.lowering.attention_statistics import StatisticsRequest, attention_statistics
 from kvpass.lowering.formats import plain
 
 CLOSE = 2e-2  # bfloat16
@@ -52,9 +52,12 @@ def attention(bench: Bench) -> Iterator[Row]:
 def prompt_scores(bench: Bench) -> Iterator[Row]:
     query, key = bench.randn(2, 8, 300, 64), bench.randn(2, 2, 300, 64)
     real = torch.rand(2, 300, device=bench.device) > 0.1
-    got = column_scores(query, key, None, real, True, 0.125, 16)
-    wanted = column_scores(query.cpu().double(), key.cpu().double(), None, real.cpu(), True, 0.125, 16)
-    for name, ours, exact in zip(("sums", "squares", "last", "window"), got, wanted, strict=False):
+    names = ("total", "squares", "last", "window")
+    request = StatisticsRequest(names, True, 0.125, None, 2, window=16).text()
+    got = attention_statistics(query, key, None, None, None, real, None, request)
+    exactly = query.cpu().double(), key.cpu().double()
+    wanted = attention_statistics(*exactly, None, None, None, real.cpu(), None, request)
+    for name, ours, exact in zip(names, got, wanted, strict=True):
         yield _row(f"prompt scores, {name}", _error(ours.cpu(), exact))
 
 

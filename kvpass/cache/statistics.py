@@ -1,24 +1,46 @@
-"""The statistics that a policy asks of a prompt or chunk: as tensors for a graph, and as `Attention`."""
+"""The statistics of a prompt's or chunk's attention that a policy reads."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from torch import Tensor
 
 from kvpass.budget import Budget
-from kvpass.lowering.column_scores import column_scores, row_scan, scanned_attention, scored_attention
+from kvpass.lowering.attention_statistics import LATE, StatisticsRequest, attention_statistics
 from kvpass.policies import specify
 from kvpass.policies.base import Attention, Policy, Statistic
 from kvpass.policies.heads import HeadSharding
 
-SUMS: tuple[Statistic, ...] = ("total", "squares", "last", "window", "logits")
+
+def names(policy: Policy) -> tuple[Statistic, ...]:
+    """Return the statistics that a policy reads, in the order of the operator's results."""
+    return tuple(sorted(policy.statistics))
 
 
-def powers(policy: Policy) -> int:
-    """How many sums over all queries the policy needs: see `column_scores`."""
-    return 2 if "squares" in policy.statistics else int("total" in policy.statistics)
+def requested(
+    policy: Policy,
+    causal: bool,
+    scale: float,
+    cap: float | None,
+    heads: int,
+    budget: Budget | None,
+    sharding: HeadSharding | None,
+) -> str:
+    """Return the text of the `StatisticsRequest` of a policy.
+
+    Args:
+        causal, scale, cap, heads: as of `StatisticsRequest`.
+        budget: a number of slots or a share; None if each row has its own.
+        sharding: the sharding of the layer's heads.
+    """
+    request = StatisticsRequest(names(policy), causal, scale, cap, heads)
+    if not policy.statistics.isdisjoint(LATE):
+        request = dataclasses.replace(request, window=policy.observation)
+    if "scan" in policy.statistics:
+        text = sharding.written() if sharding else None
+        request = dataclasses.replace(request, scan=specify(policy), budget=budget, sharding=text)
+    return request.text()
 
 
 def in_one_operator(policy: Policy, query: Tensor, key: Tensor, value: Tensor, by_library: bool) -> bool:
@@ -35,19 +57,8 @@ def in_one_operator(policy: Policy, query: Tensor, key: Tensor, value: Tensor, b
         return False
     if policy.statistics == {"scan"}:
         return True
-    return by_library and key.shape[3] == value.shape[3] and powers(policy) > 0 and policy.statistics <= {*SUMS}
-
-
-def wanted(policy: Policy) -> list[Statistic]:
-    """What `statistics` returns for the policy, in its order."""
-    return sorted(policy.statistics)
-
-
-def room(budget: Budget | Tensor) -> tuple[Any, float]:
-    """A budget as `row_scan` takes it, as operators have no unions: a number of slots, or 0 and a share or 0.0."""
-    if isinstance(budget, Tensor):
-        return 0, 0.0
-    return (0, budget) if isinstance(budget, float) else (budget, 0.0)
+    sums = not policy.statistics.isdisjoint({"total", "squares"}) and "scan" not in policy.statistics
+    return sums and by_library and key.shape[3] == value.shape[3]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +68,7 @@ class StatisticsSpec:
     Attributes:
         query: [B, Hq, q, D]; key: [B, Ha, N, D], as attended to; the last q of N are those of the queries.
         mask: [B or 1, Hq, Ha or 1, q, N], boolean or additive, or None; sink_logit: [B or 1, Hq, q or 1, 1] or None.
-        causal, scale, cap, heads: as of `kvpass.lowering.column_scores`.
+        causal, scale, cap, heads: as of `StatisticsRequest`.
         spread: where the other heads of the layer are.
     """
 
@@ -71,15 +82,6 @@ class StatisticsSpec:
     heads: int
     spread: HeadSharding | None
 
-    @property
-    def last(self) -> tuple[float | None, Tensor | None, int]:
-        """The arguments that all operators of `kvpass.lowering.column_scores` have behind their own."""
-        return self.cap, self.sink_logit, self.heads
-
-    @property
-    def written_spread(self) -> str | None:
-        return self.spread.written() if self.spread else None
-
     def first(self, count: int) -> StatisticsSpec:
         """Of the first `count` queries, without the keys behind them."""
         total = self.key.shape[2] - self.query.shape[2] + count
@@ -89,11 +91,6 @@ class StatisticsSpec:
             self, query=self.query[:, :, :count], key=self.key[:, :, :total], mask=mask, sink_logit=sink_logit
         )
 
-    def scan(self, policy: Policy, budget: Budget | Tensor) -> tuple[Any, ...]:
-        """The arguments of `row_scan` behind those that all operators begin with; see `statistics`."""
-        by_row = (budget,) if isinstance(budget, Tensor) else ()
-        return (specify(policy), *room(budget), *self.last, self.written_spread, *by_row)
-
     def attention(self, policy: Policy, valid: Tensor, budget: Budget | Tensor) -> Attention:
         """What the queries paid; the arguments are those of `statistics`."""
         if not policy.statistics:
@@ -102,37 +99,29 @@ class StatisticsSpec:
         return as_attention(policy, made, valid, self.spread)
 
 
-def statistics(policy: Policy, spec: StatisticsSpec, valid: Tensor, budget: Budget | Tensor) -> list[Tensor]:
-    """The tensors that the policy asks for.
+def statistics(
+    policy: Policy, spec: StatisticsSpec, valid: Tensor, budget: Budget | Tensor, value: Tensor | None = None
+) -> list[Tensor]:
+    """Compute the tensors that the policy reads.
 
     Args:
         valid: bool [B, q], false for padding.
-        budget: as users write it, or that of each row, int64 [B, H', 1].
+        budget: as users write it, or the slots of each row, int64 [B, H', 1].
+        value: [B, Ha, N, Dv] to compute attention as well, where `in_one_operator` allows it.
+
+    Returns:
+        The output [B, Hq, q, Dv] of attention if there are values, then the `names` of the policy.
     """
-    made: dict[Statistic, Tensor] = {}
-    first = (spec.query, spec.key, spec.mask, valid, spec.causal, spec.scale)
-    if not policy.statistics.isdisjoint(SUMS):
-        sums = column_scores(*first, policy.observation, powers(policy), *spec.last)
-        made = dict(zip(SUMS, sums, strict=True))
-    if "scan" in policy.statistics:
-        made["scan"] = row_scan(*first, *spec.scan(policy, budget))
-    return [made[name] for name in wanted(policy)]
-
-
-def attended_and_scored(
-    policy: Policy, spec: StatisticsSpec, value: Tensor, valid: Tensor, budget: Budget | Tensor
-) -> tuple[Tensor, list[Tensor]]:
-    """Compute attention and `statistics` by one operator, where `in_one_operator` allows it."""
-    first = (spec.query, spec.key, value, spec.mask, valid, spec.causal, spec.scale)
-    if "scan" in policy.statistics:
-        output, made = scanned_attention(*first, *spec.scan(policy, budget))
-        return output, [made]
-    output, *sums = scored_attention(*first, policy.observation, powers(policy), spec.heads)
-    named = dict(zip(SUMS, sums, strict=True))
-    return output, [named[name] for name in wanted(policy)]
+    by_row = budget if isinstance(budget, Tensor) and "scan" in policy.statistics else None
+    common = spec.causal, spec.scale, spec.cap, spec.heads
+    request = requested(policy, *common, None if isinstance(budget, Tensor) else budget, spec.spread)
+    made: list[Tensor] = attention_statistics(
+        spec.query, spec.key, value, spec.mask, spec.sink_logit, valid, by_row, request
+    )
+    return made
 
 
 def as_attention(policy: Policy, tensors: list[Tensor], valid: Tensor, spread: HeadSharding | None = None) -> Attention:
     """What `statistics` returned, by name; valid is bool [B, q]."""
-    named = dict(zip(wanted(policy), tensors, strict=True))
+    named = dict(zip(names(policy), tensors, strict=True))
     return Attention(**named, queries=valid.sum(-1)[:, None, None], spread=spread)

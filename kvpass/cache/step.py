@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from kvpass.cache.slots import FREE, Layout, Slots, align, first_values, rows_at
-from kvpass.cache.statistics import StatisticsSpec, attended_and_scored, in_one_operator, statistics
+from kvpass.cache.statistics import StatisticsSpec, in_one_operator, statistics
 from kvpass.fx.precision import FILLED, upcast
 from kvpass.lowering.attend import LOWEST, Rotation, UnknownQueries, attend, by_kernel, capped, scores
-from kvpass.lowering.column_scores import regrouped
+from kvpass.lowering.attention_statistics import regrouped
 from kvpass.lowering.formats import Rows, Sections, plain
 from kvpass.lowering.rope import Rope
 from kvpass.policies.base import LATE, ROW_BUDGET, Attention, Policy, State, Tokens, rank_of
@@ -430,7 +430,7 @@ def extend_step(
     policy_bias = policy.bias(held, query.shape[1] // layout.heads)
     by_library = site.cap is None and site.sink_logit is None
     if policy_bias is None and not site.lse and in_one_operator(policy, query, keys, values, by_library):
-        output, made = attended_and_scored(policy, spec, values, valid, held.budget)
+        output, *made = statistics(policy, spec, valid, held.budget, values)
         attended = Attended(_blanked(site, slots, output, (full, bias), valid), mask, bias)
         return attended, [*made, *_for_crops(layout, spec)]
     seen = full

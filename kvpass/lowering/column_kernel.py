@@ -1,4 +1,4 @@
-"""The Triton kernels of `column_scores`: column sums of an attention matrix that is never stored.
+"""The Triton kernels of `attention_rows`: column sums of an attention matrix that is never stored.
 
 `totals` computes the log of the sum of each row, as the first half of flash attention does (Dao et al., 2022,
 https://arxiv.org/abs/2205.14135).  `columns` then computes the probabilities again, one block of keys per program, and
@@ -232,7 +232,7 @@ def column_sums(
     Args:
         query: [B, Hq, q, D]; key: [B, Hkv, S, D]; mask: [B or 1, Hq or 1, q or 1, S].
         weight: float32 [B, q], the weight of each query.
-        The others are as for `column_scores`.
+        The others are as for `attention_rows.ScoredAttention`.
 
     Returns:
         One or two float32 tensors [B, Hkv, G, S].

@@ -1,8 +1,8 @@
 """Column sums on a CPU by `column_sums.cpp`, in products of half precision where the processor has them.
 
 The products are those of the library behind torch's own attention. Where it does not multiply a dtype on this
-processor, the sums are computed in float32, and where it does not multiply float32 either, `column_scores` has its own
-blocks.
+processor, the sums are computed in float32, and where it does not multiply float32 either, `attention_rows` has its
+own blocks.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def column_sums(
         mask: bool or additive [B or 1, Hq, Hkv or 1, q or 1, S], or None.
         weight: float32 [B, q], the weight of each query.
         log_sum_exp: [B, Hq, q], that of the queries' logits with the sink's, or None.
-        The others are as for `column_scores`.
+        The others are as for `attention_rows.ScoredAttention`.
 
     Returns:
         One or two float32 tensors [B, Hkv, G, S].

@@ -7,8 +7,8 @@ tests/strategies.py, and a page in docs/policies with its picture (docs/pictures
 and `score`.  Override `victim` or `compact` only if the paper has a rule of its own for them.  Say in the docstring
 what a chunk does.  Write the reference from the paper and not from the policy, or both have the same mistake.
 
-To add a statistic: a field of `policies.base.Attention`, its sum in kvpass/lowering/column_scores.py, its name in
-kvpass/cache/statistics.py, and its form for a single query in `_one_query` of kvpass/cache/step.py.
+To add a statistic: a field of `policies.base.Attention`, its computation in kvpass/lowering/attention_statistics.py,
+and its form for a single query in `_one_query` of kvpass/cache/step.py.
 """
 
 from __future__ import annotations

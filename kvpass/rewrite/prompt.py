@@ -100,7 +100,7 @@ def rewrite_prompt(
             done.values.append(values)
             found = scored.prompt_scores(copy.graph, site, moved, valid, policy, budget)
             made = {name: emit(node) for name, node in found.items()}
-            done.statistics.append([made[name] for name in statistics.wanted(policy)])
+            done.statistics.append([made[name] for name in statistics.names(policy)])
             if extras:
                 mask = None if site.mask is None else emit(moved[site.mask])
                 sink_logit = None if site.sink_logit is None else emit(moved[site.sink_logit])

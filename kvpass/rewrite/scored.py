@@ -2,17 +2,16 @@
 
     attended = kvpass::attention(query, key, value, mask, ...)
 
-is followed by `kvpass::column_scores` or `kvpass::row_scan` of the same query, key and mask; or becomes
+is followed by
 
-    attended, *scores = kvpass::scored_attention(query, key, value, mask, valid, ...)
+    *statistics = kvpass::attention_statistics(query, key, None, mask, ...)
 
-(`kvpass::scanned_attention` for a scan), which computes both.
+or replaced with the same operator and its values, which then computes the output as well.
 """
 
 from __future__ import annotations
 
 import operator
-from typing import Any
 
 import torch
 import torch.fx as fx
@@ -22,16 +21,9 @@ from kvpass.cache import statistics
 from kvpass.capture.sites import AttentionSite, arguments
 from kvpass.fx.shapes import expr
 from kvpass.fx.walk import value
-from kvpass.policies import specify
 from kvpass.policies.base import Policy, Statistic
 
-OPERATORS = {
-    ("sums", False): torch.ops.kvpass.column_scores.default,
-    ("sums", True): torch.ops.kvpass.scored_attention.default,
-    ("scan", False): torch.ops.kvpass.row_scan.default,
-    ("scan", True): torch.ops.kvpass.scanned_attention.default,
-}
-"""The operators of a kind of statistics, alone or together with attention."""
+STATISTICS = torch.ops.kvpass.attention_statistics.default
 EXACT = (torch.float32, torch.float64)
 
 
@@ -43,10 +35,7 @@ def prompt_scores(
     policy: Policy,
     budget: Budget,
 ) -> dict[Statistic, fx.Node]:
-    """Nodes of what the policy asks for, as `kvpass.cache.statistics.statistics` would make it.
-
-    Policies that need the same sums over all queries have the same prompt graph, which is compiled once and
-    found in the compiler's caches by the others.
+    """Add the operator of the policy's statistics and return the node of each.
 
     Args:
         moved: from the nodes of the site to those of `graph`; its call's is replaced with the call.
@@ -59,30 +48,14 @@ def prompt_scores(
     everyone = graph.call_function(torch.ones_like, (rows,), {"dtype": torch.bool})  # [B, q]
     present = everyone if valid is None else graph.call_function(torch.logical_and, (valid, everyone))
     fused = _in_one_operator(site, policy)
-    attended = (arguments(site.call)["value"],) if fused else ()
-    first, last = _common(site, moved, attended, present)
-    made: dict[Statistic, fx.Node] = {}
-    if not policy.statistics.isdisjoint(statistics.SUMS):
-        asked = (*first, policy.observation, statistics.powers(policy), *(last[-1:] if fused else last))
-        results = graph.call_function(OPERATORS["sums", fused], asked)
-        made |= {name: _item(graph, results, index) for index, name in enumerate(statistics.SUMS, int(fused))}
-    if "scan" in policy.statistics:
-        written, where = (specify(policy), *statistics.room(budget)), site.spread.written() if site.spread else None
-        results = graph.call_function(OPERATORS["scan", fused], (*first, *written, *last, where))
-        made["scan"] = _item(graph, results, 1) if fused else results
-    if fused:
-        _replace(site, moved, _item(graph, results, 0))
-    return made
-
-
-def _common(
-    site: AttentionSite, moved: dict[fx.Node, fx.Node], attended: tuple[fx.Node, ...], present: fx.Node
-) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The arguments of the operators before and behind those that each asks on its own; `attended`: their values."""
     mask, sink_logit = (None if node is None else moved[node] for node in (site.mask, site.sink_logit))
     heads = 1 if site.computed else int(value(site.grown_key).shape[1])
-    tensors = (moved[site.query], moved[site.attended_key], *(moved[node] for node in attended))
-    return (*tensors, mask, present, site.causal, site.scale), (site.cap, sink_logit, heads)
+    tensors = query, moved[site.attended_key], moved[arguments(site.call)["value"]] if fused else None, mask, sink_logit
+    request = statistics.requested(policy, site.causal, site.scale, site.cap, heads, budget, site.spread)
+    results = graph.call_function(STATISTICS, (*tensors, present, None, request))
+    if fused:
+        _replace(site, moved, _item(graph, results, 0))
+    return {name: _item(graph, results, i) for i, name in enumerate(statistics.names(policy), int(fused))}
 
 
 def _in_one_operator(site: AttentionSite, policy: Policy) -> bool:

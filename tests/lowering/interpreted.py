@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvpass.lowering import aligner_kernel as align_kernel
 from kvpass.lowering import attend_kernel, column_kernel
-from kvpass.lowering import column_scores as module
+from kvpass.lowering import attention_rows as module
 from kvpass.lowering import rope as ropes
 from kvpass.lowering.attend import attend
 from kvpass.lowering.formats import KVDtype, Rows, format_of, plain
@@ -117,10 +117,10 @@ def column_sums(seed: int, dtype: torch.dtype, kind: str, causal: bool, sink: bo
     mask = {"none": None, "bool": shown, "additive": draw(1, heads * groups, count, keys).float()}[kind]
     sinks = draw(1, heads * groups, 1, 1).float() if sink else None
     real = draw(rows, count).float() > -0.8
-    plain = module._ScoredAttention(query.float(), key.float(), mask, causal, 0.3, 3.0 if cap else None, sinks)
-    expected = [*module._sums(plain, real, 2), *module._late(plain, real, window)]
+    plain = module.ScoredAttention(query.float(), key.float(), mask, causal, 0.3, 3.0 if cap else None, sinks)
+    expected = [*module._sums(plain, real, 2), *module.late_statistics(plain, real, window)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module._ScoredAttention, "summed", _by_kernel)
+        patch.setattr(module.ScoredAttention, "summed", _by_kernel)
         given = dataclasses.replace(plain, query=query, key=key)
         latest = torch.where(real, torch.arange(count), -1).topk(window)
         chosen, counted = given.picked(latest.values.clamp(min=0)), (latest.values >= 0).float()

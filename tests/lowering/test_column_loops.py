@@ -1,4 +1,4 @@
-"""Column sums by the loops in C++, beside the blocks of `column_scores` in float64."""
+"""Column sums by the loops in C++, beside the blocks of `attention_rows` in float64."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvpass.lowering import attention_rows as module
 from kvpass.lowering import column_loops
-from kvpass.lowering import column_scores as module
 from kvpass.torch_private.library_attention import attention_with_lse
 
 pytestmark = pytest.mark.skipif(
@@ -26,7 +26,7 @@ def in_float64(query: Any, key: Any, mask: Any, weight: Any, *rest: Any) -> list
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.double()
     sink_logit = None if sink_logit is None else sink_logit.double()
-    wide = module._ScoredAttention(query.double(), key.double(), mask, causal, scale, cap, sink_logit)
+    wide = module.ScoredAttention(query.double(), key.double(), mask, causal, scale, cap, sink_logit)
     return module._sums(wide, weight, powers)
 
 
@@ -125,8 +125,8 @@ def test_nothing_to_sum_gives_zeros(shape):
 def test_a_processor_without_the_products_has_the_blocks(monkeypatch):
     """The same scores, in float32, whatever the reason is for which the loops do not run."""
     query, key = torch.randn(1, 4, 70, 8), torch.randn(1, 2, 70, 8)
-    given = (query, key, None, torch.ones(1, 70, dtype=torch.bool), True, 0.5, 4, 2)
-    expected = module.column_scores(*given)
+    attention, weight = module.ScoredAttention(query, key, None, True, 0.5, None, None), torch.ones(1, 70)
+    expected = attention.summed(weight, 2)
 
     def fails(*_: Any) -> Any:
         raise OSError("undefined symbol")
@@ -135,7 +135,7 @@ def test_a_processor_without_the_products_has_the_blocks(monkeypatch):
     monkeypatch.setattr(column_loops, "_library", fails)
     try:
         assert column_loops.dtype_of_products(torch.bfloat16, 8) is None
-        made = module.column_scores(*given)
+        made = attention.summed(weight, 2)
     finally:
         column_loops._runs.cache_clear()
     for one, other in zip(made, expected, strict=True):

@@ -13,9 +13,6 @@ import kvpass
 from kvpass.capture.canonical import ATTENTION
 from tests.models import ARCHITECTURES, build, force, prompt
 
-ALONE = {torch.ops.kvpass.column_scores.default, torch.ops.kvpass.row_scan.default}
-FUSED = {torch.ops.kvpass.scored_attention.default, torch.ops.kvpass.scanned_attention.default}
-
 
 def counted(model: Any, count: int, **backend: Any) -> tuple[int, int, int]:
     """In the graph of a prompt: calls of attention, of scores alone, and of both in one."""
@@ -27,8 +24,9 @@ def counted(model: Any, count: int, **backend: Any) -> tuple[int, int, int]:
 
     ids, mask = prompt(2, count, ())
     force(model, ids, mask, [count], inner=inner, **backend)
-    targets = [node.target for node in seen[-1].graph.nodes]
-    return targets.count(ATTENTION), sum(t in ALONE for t in targets), sum(t in FUSED for t in targets)
+    nodes = seen[-1].graph.nodes
+    values = [node.args[2] for node in nodes if node.target == torch.ops.kvpass.attention_statistics.default]
+    return sum(node.target == ATTENTION for node in nodes), values.count(None), len(values) - values.count(None)
 
 
 def spelled_out() -> Any:

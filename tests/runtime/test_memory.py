@@ -1,6 +1,6 @@
 """The peak memory of a long prompt, each in a process of its own: nothing grows with queries times keys.
 
-The default run has `tests/lowering/test_column_scores.py::test_no_block_is_larger_than_it_may_be` instead.
+The default run has `tests/lowering/test_attention_statistics.py::test_no_block_is_larger_than_it_may_be` instead.
 """
 
 from __future__ import annotations

@@ -8,11 +8,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tests.strategies  # noqa: F401  loads the Hypothesis profile
-from kvpass.lowering import column_scores as module
-from kvpass.lowering.column_scores import column_scores, row_scan, scanned_attention, scored_attention
+from kvpass.lowering import attention_rows as module
+from kvpass.lowering.attention_statistics import StatisticsRequest, attention_statistics
 from kvpass.policies import resolve, specify
 
 NAMES = ("total", "squares", "last", "window", "logits")
+
+
+def operands(query, key, mask, real, causal, scale, window=1, powers=2, value=None):
+    """Arguments of the operator: sums of `powers` and the statistics of the last `window` queries."""
+    request = StatisticsRequest(NAMES[:powers] + NAMES[2:], causal, scale, None, key.shape[1], window)
+    return query, key, value, mask, None, real, None, request.text()
+
+
+def scan_operands(query, key, mask, real, causal, scale, value=None):
+    """Arguments of the operator for the scan of a cascade of one sub-cache, in 5 slots."""
+    policy = specify(resolve("cascade", {"sinks": 1, "cascades": 1}))
+    request = StatisticsRequest(("scan",), causal, scale, None, key.shape[1], scan=policy, budget=5)
+    return query, key, value, mask, None, real, None, request.text()
+
+
+def statistics(*given, **more):
+    return attention_statistics(*operands(*given, **more))
 
 
 def whole(query, key, mask, real, causal, scale, window):
@@ -57,12 +74,11 @@ def test_pieces_add_up_to_the_whole(data):
     window, powers = draw(st.integers(1, 5)), draw(st.integers(0, 2))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "BLOCK", draw(st.sampled_from([1, 3 * rows * heads * groups * keys, 1 << 20])))
-        got = dict(zip(NAMES, column_scores(query, key, mask, real, causal, 0.5, window, powers), strict=True))
+        made = statistics(query, key, mask, real, causal, 0.5, window, powers)
+        got = dict(zip(NAMES[:powers] + NAMES[2:], made, strict=True))
     expected = whole(query, key, mask, real, causal, 0.5, window)
     for name in ("last", "window", "logits", *NAMES[:powers]):
         torch.testing.assert_close(got[name], expected[name], atol=1e-5, rtol=1e-5)
-    for name in NAMES[powers:2]:
-        assert got[name].shape[-1] == 0
 
 
 @given(data=st.data())
@@ -82,13 +98,12 @@ def test_attention_and_its_sums_come_of_the_same_products(data):
     mask = None if causal else ~hidden if draw(st.booleans()) else (0.5 - 1e4 * hidden).to(dtype)
     real = torch.rand(rows, count, generator=drawn) > draw(st.sampled_from([-1.0, 0.3]))
     given, powers = (mask, real, causal, 0.5), draw(st.integers(1, 2))
-    scan = (specify(resolve("cascade", {"sinks": 1, "cascades": 1})), 5, 0.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "BLOCK", draw(st.sampled_from([1, 3 * rows * heads * groups * keys, 1 << 20])))
-        output, *sums = scored_attention(query, key, value, *given, 2, powers)
-        alone = column_scores(query, key, *given, 2, powers)
-        scanning, scanned = scanned_attention(query, key, value, *given, *scan)
-        scanned_alone = row_scan(query, key, *given, *scan)
+        output, *sums = statistics(query, key, *given, 2, powers, value)
+        alone = statistics(query, key, *given, 2, powers)
+        scanning, scanned = attention_statistics(*scan_operands(query, key, *given, value))
+        [scanned_alone] = attention_statistics(*scan_operands(query, key, *given))
     assert torch.equal(scanned, scanned_alone)
     for made, expected in zip(sums, alone, strict=True):  # the library rounds the log-sum-exp of its rows
         torch.testing.assert_close(made, expected, atol=1e-4, rtol=1e-3)
@@ -108,32 +123,29 @@ def test_a_query_whose_mask_hides_every_key_gets_nothing_and_changes_no_sum(addi
     mask[..., :2] = False  # two tokens of padding
     real = torch.tensor([[False, False, True, True, True]])
     given = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf) if additive else mask
-    output, total, squares, *late = scored_attention(query, key, value, given, real, False, 0.5, 2, 2)
+    output, total, squares, *late = statistics(query, key, given, real, False, 0.5, 2, 2, value)
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, given, scale=0.5, enable_gqa=True)
     torch.testing.assert_close(output, expected)
     shorter = (mask[..., 2:, 2:], real[:, 2:], False, 0.5, 2, 2)
-    alone = column_scores(query[:, :, 2:], key[:, :, 2:], *shorter)
+    alone = statistics(query[:, :, 2:], key[:, :, 2:], *shorter)
     for made, there in zip([total, squares, *late[:2]], alone, strict=False):
         torch.testing.assert_close(made[..., 2:], there)
 
 
-@pytest.mark.parametrize("name", ["total", "scan", "attention"])
-def test_the_shapes_for_the_compiler_are_those_of_the_real_thing(name):
-    query, key, real = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 9, 8), torch.ones(2, 6, dtype=torch.bool)
-    common = (query, key, None, real, True, 0.5)
-    if name == "scan":
-        torch.library.opcheck(row_scan, (*common, specify(resolve("cascade", {"sinks": 1})), 5, 0.0))
-        return
-    if name == "attention":
-        mask, value = torch.ones(2, 2, 6, 9, dtype=torch.bool), torch.randn(2, 2, 9, 8)
-        for causal, powers in ((False, 1), (True, 2)):
-            count = 6 if causal else 9
-            given = (query, key[:, :, :count], value[:, :, :count], None if causal else mask, real, causal, 0.5)
-            torch.library.opcheck(scored_attention, (*given, 3, powers))
-            torch.library.opcheck(scanned_attention, (*given, specify(resolve("cascade", {"sinks": 1})), 5, 0.0))
-        return
-    for powers in range(3):
-        torch.library.opcheck(column_scores, (*common, 3, powers))
+@pytest.mark.parametrize("make", [operands, scan_operands])
+@pytest.mark.parametrize("attends", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_shapes_for_the_compiler_are_those_of_the_real_thing(make, attends, causal):
+    keys = 6 if causal else 9
+    query, key, value = torch.randn(2, 4, 6, 8), torch.randn(2, 2, keys, 8), torch.randn(2, 2, keys, 8)
+    mask, real = torch.ones(2, 2, 6, keys, dtype=torch.bool), torch.ones(2, 6, dtype=torch.bool)
+    given = make(query, key, None if causal else mask, real, causal, 0.5, value=value if attends else None)
+    torch.library.opcheck(attention_statistics, given)
+
+
+def test_a_request_is_its_text():
+    request = StatisticsRequest(("scan",), True, 0.3, None, 2, scan=specify(resolve("cascade", {})), budget=0.5)
+    assert StatisticsRequest.parse(request.text()) == request
 
 
 @pytest.fixture
@@ -145,16 +157,16 @@ def in_blocks(monkeypatch):
 def test_no_block_is_larger_than_it_may_be(monkeypatch, in_blocks):
     """A [queries x keys] matrix is never made, whatever the prompt's length."""
     sizes = []
-    made = module._ScoredAttention.logits
+    made = module.ScoredAttention.logits
 
     def spied(*args):
         logits = made(*args)
         sizes.append(logits.numel())
         return logits
 
-    monkeypatch.setattr(module._ScoredAttention, "logits", spied)
+    monkeypatch.setattr(module.ScoredAttention, "logits", spied)
     query, key = torch.randn(1, 4, 3000, 8), torch.randn(1, 2, 3000, 8)
-    column_scores(query, key, None, torch.ones(1, 3000, dtype=torch.bool), True, 0.5, 64, 2)
+    statistics(query, key, None, torch.ones(1, 3000, dtype=torch.bool), True, 0.5, 64, 2)
     assert max(sizes) <= module.BLOCK
 
 
@@ -162,12 +174,12 @@ def test_no_block_is_larger_than_it_may_be(monkeypatch, in_blocks):
 def test_a_block_has_queries_of_few_rows_and_heads(rows, monkeypatch, in_blocks):
     """Blocks that all rows shared had a few queries each, so that eight rows took twenty times as long as one."""
     shapes = []
-    made = module._ScoredAttention.logits
-    monkeypatch.setattr(module._ScoredAttention, "logits", lambda *args: shapes.append(out := made(*args)) or out)
+    made = module.ScoredAttention.logits
+    monkeypatch.setattr(module.ScoredAttention, "logits", lambda *args: shapes.append(out := made(*args)) or out)
     monkeypatch.setattr(module, "BLOCK", 2 * 40 * 8)
     query, key = torch.randn(rows, 4, 40, 8), torch.randn(rows, 2, 40, 8)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    column_scores(query, key, None, torch.ones(rows, 40, dtype=torch.bool), True, 0.5, 1, 1)
+    statistics(query, key, None, torch.ones(rows, 40, dtype=torch.bool), True, 0.5, 1, 1)
     assert {logits.shape[:3] for logits in shapes} == {(1, 1, 2)}
     assert max(logits.shape[3] for logits in shapes) == 8
 
@@ -194,13 +206,13 @@ def test_keys_that_a_mask_hides_are_left_out_and_change_nothing(kind, heads, cau
     real = mask.any(-1).any(1)
     monkeypatch.setattr(module, "BLOCK", 4 * 4 * 24)
     seen = []
-    made = module._ScoredAttention.logits
-    monkeypatch.setattr(module._ScoredAttention, "logits", lambda *args: seen.append(out := made(*args)) or out)
-    sums = column_scores(query, key, mask, real, causal, 0.5, 2, 2)[:2]
+    made = module.ScoredAttention.logits
+    monkeypatch.setattr(module.ScoredAttention, "logits", lambda *args: seen.append(out := made(*args)) or out)
+    sums = statistics(query, key, mask, real, causal, 0.5, 2, 2)[:2]
     products = sum(logits.numel() for logits in seen)
     seen.clear()
     additive = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
-    expected = column_scores(query, key, additive, real, causal, 0.5, 2, 2)[:2]
+    expected = statistics(query, key, additive, real, causal, 0.5, 2, 2)[:2]
     for got, wanted in zip(sums, expected, strict=True):
         torch.testing.assert_close(got, wanted)
     assert products < sum(logits.numel() for logits in seen) or causal
@@ -211,6 +223,6 @@ def test_sums_of_half_precision_are_those_of_float32():
     drawn = torch.Generator().manual_seed(0)
     query, key = (torch.randn(1, each, 64, 16, generator=drawn).bfloat16() for each in (4, 2))
     given = (None, torch.ones(1, 64, dtype=torch.bool), True, 2.0, 4, 2)
-    expected = column_scores(query.float(), key.float(), *given)
-    for got, wanted in zip(column_scores(query, key, *given), expected, strict=True):
+    expected = statistics(query.float(), key.float(), *given)
+    for got, wanted in zip(statistics(query, key, *given), expected, strict=True):
         torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-4)  # the order of the additions differs

@@ -1,12 +1,7 @@
-"""The attention that the queries of a prompt give to each key, without a [queries x keys] matrix in memory.
+"""Sums over the rows of an attention matrix that is never in memory.
 
-Only sums over the attention matrix are kept. A kernel computes them on a GPU (`column_kernel`), and loops in C++ on a
-CPU (`column_loops`). Elsewhere the rows of the matrix are computed in blocks. Statistics of the last queries are
-computed from those queries alone.
-
-On a CPU, `scored_attention` takes the log-sum-exp of the rows from the library's attention, which saves the products
-behind it, and `scanned_attention` computes attention and a scan of its rows from the same blocks. All operators are
-opaque to the compiler, so that one compiled prompt graph serves every prompt length.
+A kernel computes them on a GPU (`column_kernel`), and loops in C++ on a CPU (`column_loops`). Elsewhere the rows of the
+matrix are computed in blocks. Statistics of the last queries are computed from those queries alone.
 """
 
 from __future__ import annotations
@@ -19,13 +14,9 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
-from kvpass import policies
-from kvpass.budget import slots_of_rows
 from kvpass.fx.precision import accumulate_dtype, upcast
 from kvpass.lowering import column_loops
 from kvpass.lowering.attend import softmax_beside
-from kvpass.policies.heads import HeadSharding
-from kvpass.torch_private.library_attention import attention_with_lse
 
 BLOCK = 1 << 20  # logits in memory at a time: 4 MB in float32, which stay in the caches between passes
 SCANNED = 4 * BLOCK  # for a scan, which needs all heads of a row at once
@@ -33,10 +24,6 @@ LOWEST = torch.finfo(torch.float32).min
 
 Seen = Callable[[slice], slice]
 """A function that returns the keys to read for a slice of the queries."""
-
-
-def _shape(query: Tensor, key: Tensor, keys: int | torch.SymInt) -> tuple[int | torch.SymInt, ...]:
-    return (query.shape[0], key.shape[1], query.shape[1] // key.shape[1], keys)
 
 
 class _Workspace:
@@ -51,8 +38,16 @@ class _Workspace:
 
 
 @dataclasses.dataclass(frozen=True)
-class _ScoredAttention:
-    """Queries with all that determines their attention rows; see `column_scores`."""
+class ScoredAttention:
+    """The attention of queries, of which only statistics are computed.
+
+    Attributes:
+        query: [B, Hq, q, D]; key: [B, Hkv, S, D]; the queries are the last q of the S tokens.
+        mask: bool or additive [B or 1, Hq, Hkv or 1, q or 1, S], or None; with Hkv on a CPU alone.
+        causal: a query does not see later keys.
+        scale, cap: see `kvpass.capture.canonical.attention`.
+        sink_logit: [B or 1, Hq, q or 1, 1], or None.
+    """
 
     query: Tensor
     key: Tensor
@@ -62,7 +57,7 @@ class _ScoredAttention:
     cap: float | None
     sink_logit: Tensor | None
 
-    def pieces(self, whole_rows: bool = False) -> Iterator[tuple[tuple[slice, slice], _ScoredAttention]]:
+    def pieces(self, whole_rows: bool = False) -> Iterator[tuple[tuple[slice, slice], ScoredAttention]]:
         """Split into pieces of few rows and KV heads, with about as many matrices as threads.
 
         All rows and heads at once would leave only a few queries of each in a block.  On a CPU the pieces are float32:
@@ -109,14 +104,14 @@ class _ScoredAttention:
         first, last = (int(seen[0]), int(seen[-1])) if len(seen) else (0, 0)
         return slice(first, keys.stop if self.causal else last + 1)  # causal queries end where their keys do
 
-    def chosen(self, span: slice, keys: slice) -> _ScoredAttention:
+    def chosen(self, span: slice, keys: slice) -> ScoredAttention:
         """Return the attention of some queries to some keys."""
         mask = None if self.mask is None else _among(self.mask, span)[..., keys]
         sink_logit = None if self.sink_logit is None else _among(self.sink_logit, span)
         query, key = self.query[:, :, span], self.key[:, :, keys]
         return dataclasses.replace(self, query=query, key=key, mask=mask, sink_logit=sink_logit)
 
-    def picked(self, index: Tensor) -> _ScoredAttention:
+    def picked(self, index: Tensor) -> ScoredAttention:
         """Return the queries at indices [B, w], with an explicit causal mask."""
         batch, count, keys = len(index), self.query.shape[2], self.key.shape[2]
         mask, sink_logit = _at(self.mask, index), _at(self.sink_logit, index)
@@ -226,8 +221,8 @@ def _grouped(x: Tensor, heads: int) -> Tensor:
 
 
 def _blocks(
-    attention: _ScoredAttention, spans: list[slice], seen: Seen
-) -> Iterator[tuple[slice, _ScoredAttention, Tensor]]:
+    attention: ScoredAttention, spans: list[slice], seen: Seen
+) -> Iterator[tuple[slice, ScoredAttention, Tensor]]:
     """Yield for each span its visible keys, the attention of both, and its logits [B, Hkv, G, n, s]."""
     workspace = attention.workspace(spans, attention.query.dtype)
     most = max((span.stop - span.start for span in spans), default=0) if attention.causal else 0
@@ -243,22 +238,23 @@ def _blocks(
         yield keys, block, logits
 
 
-def _sums(attention: _ScoredAttention, valid: Tensor, powers: int) -> list[Tensor]:
+def _sums(attention: ScoredAttention, valid: Tensor, powers: int) -> list[Tensor]:
     """Sum probabilities to the power of 1, ..., `powers` over the real queries: [B, Hkv, G, S]."""
-    sums = _zeros(attention, powers)
+    sums = zeros(attention, powers)
     for part, piece in attention.pieces() if powers else ():
         totals, real = [total[part] for total in sums], valid[part[0]]
-        for span, keys, probs in _probs(piece, BLOCK, piece.keys_seen):
+        for span, keys, probs in probabilities(piece, BLOCK, piece.keys_seen):
             _add([total[..., keys] for total in totals], probs, real[:, span])
     return sums
 
 
-def _zeros(attention: _ScoredAttention, count: int) -> list[Tensor]:
-    query, key = attention.query, attention.key
-    return [query.new_zeros(_shape(query, key, key.shape[2]), dtype=torch.float32) for _ in range(count)]
+def zeros(attention: ScoredAttention, count: int) -> list[Tensor]:
+    (batch, heads, keys), query = attention.key.shape[:3], attention.query
+    shape = batch, heads, query.shape[1] // heads, keys
+    return [query.new_zeros(shape, dtype=torch.float32) for _ in range(count)]
 
 
-def _probs(attention: _ScoredAttention, block: int, seen: Seen) -> Iterator[tuple[slice, slice, Tensor]]:
+def probabilities(attention: ScoredAttention, block: int, seen: Seen) -> Iterator[tuple[slice, slice, Tensor]]:
     """Yield spans of queries, their keys, and the probabilities [B, Hkv, G, n, s], which may be overwritten."""
     spans = attention.spans(block)
     workspace = attention.workspace(spans, accumulate_dtype(attention.query.dtype))
@@ -274,7 +270,7 @@ def _add(sums: list[Tensor], probs: Tensor, valid: Tensor) -> None:
         total += torch.matmul(weight, probs)[..., 0, :]
 
 
-def _late(attention: _ScoredAttention, valid: Tensor, window: int) -> tuple[Tensor, Tensor, Tensor]:
+def late_statistics(attention: ScoredAttention, valid: Tensor, window: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the last row, mean row and last logits of the last `window` real queries, [B, Hkv, G, S]."""
     query, key = attention.query, attention.key
     count = query.shape[2]
@@ -283,7 +279,7 @@ def _late(attention: _ScoredAttention, valid: Tensor, window: int) -> tuple[Tens
     if attention.by_kernel:
         return _late_by_kernel(chosen, (latest.values >= 0).float(), valid.sum(-1, keepdim=True).clamp(1, window))
     counted = (latest.values >= 0).float()
-    last, mean, logits = _zeros(attention, 3)
+    last, mean, logits = zeros(attention, 3)
     for part, piece in chosen.pieces():
         real, spans = counted[part[0], None, None, :, None], piece.spans(BLOCK)
         for span, (_, block, made) in zip(spans, _blocks(piece, spans, piece.keys_before), strict=True):
@@ -295,8 +291,8 @@ def _late(attention: _ScoredAttention, valid: Tensor, window: int) -> tuple[Tens
     return last, mean.div_(valid.sum(-1).clamp(1, window)[:, None, None, None]), logits
 
 
-def _late_by_kernel(chosen: _ScoredAttention, counted: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `_late` returns, by the kernel.
+def _late_by_kernel(chosen: ScoredAttention, counted: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `late_statistics` returns, by the kernel.
 
     Args:
         chosen: the last queries.
@@ -311,57 +307,7 @@ def _late_by_kernel(chosen: _ScoredAttention, counted: Tensor, count: Tensor) ->
     return last, mean, torch.where(first > 0, logits, 0)[..., 0, :]
 
 
-def _alike(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """Convert both tensors to the wider of their dtypes, which differ under autocast."""
-    dtype = torch.promote_types(query.dtype, key.dtype)
-    return query.to(dtype), key.to(dtype)
-
-
-def _scores(
-    attention: _ScoredAttention, sums: list[Tensor], valid: Tensor, window: int, heads: int | None
-) -> list[Tensor]:
-    """Return the results of `column_scores` from the sums over all queries."""
-    left_out = attention.query.new_empty(_shape(attention.query, attention.key, 0), dtype=torch.float32)
-    nothing = [left_out.clone() for _ in range(2 - len(sums))]
-    return [regrouped(x, heads) for x in (*sums, *nothing, *_late(attention, valid, window))]
-
-
-@torch.library.custom_op("kvpass::column_scores", mutates_args=())
-def column_scores(
-    query: Tensor,
-    key: Tensor,
-    mask: Tensor | None,
-    valid: Tensor,
-    causal: bool,
-    scale: float,
-    window: int,
-    powers: int = 2,
-    cap: float | None = None,
-    sink_logit: Tensor | None = None,
-    heads: int | None = None,
-) -> list[Tensor]:
-    """Compute column statistics of the attention matrix softmax(scale * query key^T + mask).
-
-    Args:
-        query: [B, Hq, q, D]; key: [B, Hkv, S, D]; the queries are the last q of the S tokens.
-        mask: bool or additive [B or 1, Hq, Hkv or 1, q, S], or None; with Hkv on a CPU alone.
-        valid: bool [B, q], false for padding queries, which no statistic counts.
-        causal: a query does not see later keys.
-        window: how many of the last real queries the result `window` averages over.
-        cap, sink_logit: see `kvpass.capture.canonical.attention`; the sink is [B or 1, Hq, q or 1, 1].
-        powers: 2 for all statistics; 1 leaves out squares, 0 total as well.  These alone need the rows of all queries.
-        heads: Hc, the heads of the cache, if they differ from those of the keys.
-
-    Returns:
-        total, squares, last, window and logits as in `kvpass.policies.Attention`, each float32 [B, Hc, Hq / Hc, S];
-        statistics that are left out have no keys.
-    """
-    query, key = _alike(query, key)
-    attention = _ScoredAttention(query, key, mask, causal, scale, cap, sink_logit)
-    return _scores(attention, attention.summed(valid, powers), valid, window, heads)
-
-
-def _mixing(
+def weighted_sums(
     probs: Iterable[tuple[slice, slice, Tensor]], value: Tensor, output: Tensor
 ) -> Iterator[tuple[slice, slice, Tensor]]:
     """Yield the probabilities, and write their weighted sums of values to `output` [B, Hkv, G, q, Dv]."""
@@ -371,221 +317,10 @@ def _mixing(
         yield span, keys, each
 
 
-def _output(query: Tensor, value: Tensor) -> Tensor:
+def empty_output(query: Tensor, value: Tensor) -> Tensor:
     """Allocate the output, [B, Hq, q, Dv].
 
     In memory tokens lie outside of heads, as in torch's attention.
     """
     batch, heads, count, _ = query.shape
     return query.new_empty(batch, count, heads, value.shape[3]).transpose(1, 2)
-
-
-@torch.library.custom_op("kvpass::scored_attention", mutates_args=())
-def scored_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    valid: Tensor,
-    causal: bool,
-    scale: float,
-    window: int,
-    powers: int,
-    heads: int | None = None,
-) -> list[Tensor]:
-    """Compute the library's attention and its column statistics, on a CPU.
-
-    Args:
-        query: [B, Hq, q, D]; key, value: [B, Hkv, S, D]; all in one dtype.
-        causal: a query does not see later keys; then q must be S.
-        powers: 1 or 2.
-        The others are as for `column_scores`.
-
-    Returns:
-        The output [B, Hq, q, D], and the results of `column_scores`.
-    """
-    output, log_sum_exp = attention_with_lse(query, key, value, mask, causal, scale)
-    attention = _ScoredAttention(query, key, mask, causal, scale, None, None)
-    return [output, *_scores(attention, attention.summed(valid, powers, log_sum_exp), valid, window, heads)]
-
-
-@scored_attention.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    valid: Tensor,
-    causal: bool,
-    scale: float,
-    window: int,
-    powers: int,
-    heads: int | None = None,
-) -> list[Tensor]:
-    output, _ = attention_with_lse(query, key, value, mask, causal, scale)
-    return [output, *_empty_scores(query, key, powers, heads)]
-
-
-def _empty_scores(query: Tensor, key: Tensor, powers: int, heads: int | None) -> list[Tensor]:
-    """Return tensors like the results of `column_scores`."""
-    widths = [key.shape[2] if powers >= power else 0 for power in (1, 2)] + [key.shape[2]] * 3
-    made = [query.new_empty(_shape(query, key, width), dtype=torch.float32) for width in widths]
-    return [regrouped(x, heads) for x in made]
-
-
-def regrouped(x: Tensor, heads: int | None) -> Tensor:
-    """Reshape [B, Hkv, G, ...] to [B, heads, Hkv * G / heads, ...]."""
-    return x if heads in (None, x.shape[1]) else torch.unflatten(x.flatten(1, 2), 1, (heads, -1))
-
-
-@column_scores.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    mask: Tensor | None,
-    valid: Tensor,
-    causal: bool,
-    scale: float,
-    window: int,
-    powers: int = 2,
-    cap: float | None = None,
-    sink_logit: Tensor | None = None,
-    heads: int | None = None,
-) -> list[Tensor]:
-    return _empty_scores(query, key, powers, heads)
-
-
-@torch.library.custom_op("kvpass::row_scan", mutates_args=())
-def row_scan(
-    query: Tensor,
-    key: Tensor,
-    mask: Tensor | None,
-    valid: Tensor,
-    causal: bool,
-    scale: float,
-    policy: str,
-    budget: int,
-    share: float,
-    cap: float | None = None,
-    sink_logit: Tensor | None = None,
-    heads: int | None = None,
-    spread: str | None = None,
-    row_budgets: Tensor | None = None,
-) -> Tensor:
-    """Return a policy's scan over the attention rows, one query after the other, float32 [B, H', S].
-
-    Args:
-        policy: its specification, see `kvpass.policies.specify`.
-        budget, share: a number of slots, or 0 and a share of each row's prompt.
-        spread: the sharding of the layer's heads, see `kvpass.policies.heads`, as text.
-        row_budgets: int64 [B, H', 1], the slots of each row, in place of `budget` and `share`.
-        The others are as for `column_scores`.
-    """
-    query, key = _alike(query, key)
-    attention = _ScoredAttention(query, key, mask, causal, scale, cap, sink_logit)
-    slots = _slots(policy, budget or share, row_budgets, valid)
-    return _scanned(attention, valid, policy, slots, heads, spread)
-
-
-@torch.library.custom_op("kvpass::scanned_attention", mutates_args=())
-def scanned_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    valid: Tensor,
-    causal: bool,
-    scale: float,
-    policy: str,
-    budget: int,
-    share: float,
-    cap: float | None = None,
-    sink_logit: Tensor | None = None,
-    heads: int | None = None,
-    spread: str | None = None,
-    row_budgets: Tensor | None = None,
-) -> list[Tensor]:
-    """Compute attention and `row_scan` from the same products, on a CPU; value is [B, Hkv, S, Dv]."""
-    attention, output = _ScoredAttention(query, key, mask, causal, scale, cap, sink_logit), _output(query, value)
-    mixed = value, torch.unflatten(output, 1, (key.shape[1], -1))
-    slots = _slots(policy, budget or share, row_budgets, valid)
-    return [output, _scanned(attention, valid, policy, slots, heads, spread, mixed)]
-
-
-def _slots(policy: str, budget: int | float, row_budgets: Tensor | None, valid: Tensor) -> list[int]:
-    """Return the number of slots of each row; the arguments are those of `row_scan`."""
-    if row_budgets is None:
-        return slots_of_rows(policies.specified(policy), budget, valid)
-    slots: list[int] = row_budgets[:, 0, 0].tolist()
-    return slots
-
-
-def _scanned(
-    attention: _ScoredAttention,
-    valid: Tensor,
-    policy: str,
-    slots: list[int],
-    heads: int | None,
-    spread: str | None,
-    mixed: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
-    """Return the result of `row_scan`.
-
-    Args:
-        mixed: the values, and the output [B, Hkv, G, q, Dv] to which attention is written.
-    """
-    chosen, count, keys = policies.specified(policy), attention.query.shape[2], attention.key.shape[2]
-    made = []
-    for part, piece in attention.pieces(whole_rows=True):  # pieces of one row each
-        probs = _probs(piece, SCANNED, piece.keys_before)
-        probs = probs if mixed is None else _mixing(probs, *(x[part] for x in mixed))
-        rows = (regrouped(each, heads).float() for _, _, each in probs)
-        made.append(chosen.scan(rows, valid[part[0]], keys - count, slots[part[0].start], HeadSharding.read(spread)))
-    return torch.cat(made)
-
-
-@row_scan.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    mask: Tensor | None,
-    valid: Tensor,
-    causal: bool,
-    scale: float,
-    policy: str,
-    budget: int,
-    share: float,
-    cap: float | None = None,
-    sink_logit: Tensor | None = None,
-    heads: int | None = None,
-    spread: str | None = None,
-    row_budgets: Tensor | None = None,
-) -> Tensor:
-    return _empty_scan(query, key, policy, heads)
-
-
-@scanned_attention.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    valid: Tensor,
-    causal: bool,
-    scale: float,
-    policy: str,
-    budget: int,
-    share: float,
-    cap: float | None = None,
-    sink_logit: Tensor | None = None,
-    heads: int | None = None,
-    spread: str | None = None,
-    row_budgets: Tensor | None = None,
-) -> list[Tensor]:
-    return [_output(query, value), _empty_scan(query, key, policy, heads)]
-
-
-def _empty_scan(query: Tensor, key: Tensor, policy: str, heads: int | None) -> Tensor:
-    """Return a tensor like the result of `row_scan`."""
-    groups = 1 if policies.specified(policy).heads == "shared" else key.shape[1] if heads is None else heads
-    return query.new_empty((key.shape[0], groups, key.shape[2]), dtype=torch.float32)

@@ -1,0 +1,201 @@
+"""The operator that computes the statistics of attention that a policy reads, for a prompt or a chunk.
+
+It is opaque to the compiler, so that one compiled prompt graph serves every prompt length. On a CPU it computes
+attention as well: sums take the log-sum-exp of the rows from the library's attention, which saves the products behind
+it, and a scan shares its products with attention.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import torch
+from torch import Tensor
+
+from kvpass import policies
+from kvpass.budget import slots_of_rows
+from kvpass.lowering.attention_rows import (
+    SCANNED,
+    ScoredAttention,
+    empty_output,
+    late_statistics,
+    probabilities,
+    weighted_sums,
+)
+from kvpass.policies.heads import HeadSharding
+from kvpass.torch_private.library_attention import attention_with_lse
+
+SUMS = ("total", "squares")
+LATE = ("last", "window", "logits")
+
+
+@dataclasses.dataclass(frozen=True)
+class StatisticsRequest:
+    """Everything that `attention_statistics` takes beside tensors; operators take no objects, so it becomes text.
+
+    Policies that read the same statistics have the same request, but for a scan, and so the same prompt graph.
+
+    Attributes:
+        names: the statistics, fields of `kvpass.policies.base.Attention`, in the order of the results.
+        causal: a query does not see later keys.
+        scale, cap: see `kvpass.capture.canonical.attention`.
+        heads: Hc, the heads of the cache.
+        window: how many of the last real queries the statistic `window` averages over.
+        scan: the policy whose scan it is, see `kvpass.policies.specify`; None without a scan.
+        budget: of a scan, a number of slots or a share of each row's prompt.
+        sharding: of a scan, the sharding of the layer's heads as text.
+    """
+
+    names: tuple[str, ...]
+    causal: bool
+    scale: float
+    cap: float | None
+    heads: int
+    window: int = 1
+    scan: str | None = None
+    budget: int | float | None = None
+    sharding: str | None = None
+
+    def text(self) -> str:
+        """Return the request as JSON; `parse` is the inverse."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+    @staticmethod
+    def parse(text: str) -> StatisticsRequest:
+        """Return the request of a text."""
+        fields = json.loads(text)
+        return StatisticsRequest(**{**fields, "names": tuple(fields["names"])})
+
+    @property
+    def powers(self) -> int:
+        """The number of sums over all queries: 2 with the squares, 1 with the total alone, else 0."""
+        return 2 if "squares" in self.names else int("total" in self.names)
+
+
+@torch.library.custom_op("kvpass::attention_statistics", mutates_args=())
+def attention_statistics(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    mask: Tensor | None,
+    sink_logit: Tensor | None,
+    valid: Tensor,
+    row_budgets: Tensor | None,
+    request: str,
+) -> list[Tensor]:
+    """Compute statistics of the matrix softmax(scale * query key^T + mask), and attention if there are values.
+
+    Args:
+        query: [B, Hq, q, D]; key: [B, Hkv, S, D]; the queries are the last q of the S tokens.
+        value: [B, Hkv, S, Dv] on a CPU, or None. All three have one dtype. Without a scan, Dv must be D, a causal q
+            must be S, and there is no cap and no sink.
+        mask: bool or additive [B or 1, Hq, Hkv or 1, q, S], or None; with Hkv on a CPU alone.
+        sink_logit: a further logit of each row, [B or 1, Hq, q or 1, 1], or None.
+        valid: bool [B, q], false for padding queries, which no statistic counts.
+        row_budgets: of a scan, int64 [B, H', 1], the slots of each row, in place of the request's budget.
+        request: the text of a `StatisticsRequest`.
+
+    Returns:
+        The output [B, Hq, q, Dv] if there are values, then the statistics: each float32 [B, Hc, Hq / Hc, S], a scan
+        [B, H', S].
+    """
+    chosen = StatisticsRequest.parse(request)
+    query, key = _in_one_dtype(query, key)
+    attention = ScoredAttention(query, key, mask, chosen.causal, chosen.scale, chosen.cap, sink_logit)
+    if value is None:
+        return _statistics(attention, chosen, valid, row_budgets)
+    if chosen.scan is None:
+        output, lse = attention_with_lse(query, key, value, mask, chosen.causal, chosen.scale)
+        return [output, *_statistics(attention, chosen, valid, row_budgets, log_sum_exp=lse)]
+    output = empty_output(query, value)
+    mixed = value, torch.unflatten(output, 1, (key.shape[1], -1))
+    return [output, *_statistics(attention, chosen, valid, row_budgets, mixed=mixed)]
+
+
+@attention_statistics.register_fake
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    mask: Tensor | None,
+    sink_logit: Tensor | None,
+    valid: Tensor,
+    row_budgets: Tensor | None,
+    request: str,
+) -> list[Tensor]:
+    chosen = StatisticsRequest.parse(request)
+    batch, groups, keys = len(key), query.shape[1] // chosen.heads, key.shape[2]
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(chosen.names, (batch, chosen.heads, groups, keys))
+    if chosen.scan is not None:
+        shared = policies.specified(chosen.scan).heads == "shared"
+        shapes["scan"] = (batch, 1 if shared else chosen.heads, keys)
+    made = [query.new_empty(shapes[name], dtype=torch.float32) for name in chosen.names]
+    if value is None:
+        return made
+    if chosen.scan is not None:
+        return [empty_output(query, value), *made]
+    return [attention_with_lse(query, key, value, mask, chosen.causal, chosen.scale)[0], *made]
+
+
+def _in_one_dtype(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """Convert both tensors to the wider of their dtypes, which differ under autocast."""
+    dtype = torch.promote_types(query.dtype, key.dtype)
+    return query.to(dtype), key.to(dtype)
+
+
+def _statistics(
+    attention: ScoredAttention,
+    request: StatisticsRequest,
+    valid: Tensor,
+    row_budgets: Tensor | None,
+    *,
+    log_sum_exp: Tensor | None = None,
+    mixed: tuple[Tensor, Tensor] | None = None,
+) -> list[Tensor]:
+    """Return the statistics of a request; the keyword arguments are those of `summed` and `_scanned`."""
+    made = dict(zip(SUMS, attention.summed(valid, request.powers, log_sum_exp), strict=False))
+    if not {*LATE}.isdisjoint(request.names):
+        made |= zip(LATE, late_statistics(attention, valid, request.window), strict=True)
+    made = {name: regrouped(x, request.heads) for name, x in made.items()}
+    if request.scan is not None:
+        made["scan"] = _scanned(attention, request, valid, row_budgets, mixed)
+    return [made[name] for name in request.names]
+
+
+def _scanned(
+    attention: ScoredAttention,
+    request: StatisticsRequest,
+    valid: Tensor,
+    row_budgets: Tensor | None,
+    mixed: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """Return the policy's scan over the attention rows, one query after the other, float32 [B, H', S].
+
+    Args:
+        mixed: the values, and the output [B, Hkv, G, q, Dv] to which attention is written.
+    """
+    assert request.scan is not None
+    policy, sharding = policies.specified(request.scan), HeadSharding.read(request.sharding)
+    before = attention.key.shape[2] - attention.query.shape[2]
+    slots = _slots(policy, request.budget, row_budgets, valid)
+    made = []
+    for part, piece in attention.pieces(whole_rows=True):  # pieces of one row each
+        probs = probabilities(piece, SCANNED, piece.keys_before)
+        probs = probs if mixed is None else weighted_sums(probs, *(x[part] for x in mixed))
+        rows = (regrouped(each, request.heads).float() for _, _, each in probs)
+        made.append(policy.scan(rows, valid[part[0]], before, slots[part[0].start], sharding))
+    return torch.cat(made)
+
+
+def _slots(policy: policies.Policy, budget: int | float | None, row_budgets: Tensor | None, valid: Tensor) -> list[int]:
+    """Return the number of slots of each row."""
+    if row_budgets is None:
+        return slots_of_rows(policy, budget, valid)
+    slots: list[int] = row_budgets[:, 0, 0].tolist()
+    return slots
+
+
+def regrouped(x: Tensor, heads: int) -> Tensor:
+    """Reshape [B, Hkv, G, ...] to [B, heads, Hkv * G / heads, ...]."""
+    return x if heads == x.shape[1] else torch.unflatten(x.flatten(1, 2), 1, (heads, -1))
