@@ -228,3 +228,15 @@ def _defined(tree: ast.AST, prefix: str = "") -> Iterator[str]:
 if __name__ == "__main__":
     before, _, after = _parts_of_design()
     DESIGN.write_text(before + tree_of_rooms() + after)
+
+
+def test_the_wheel_has_every_file_that_is_not_python() -> None:
+    tomllib = pytest.importorskip("tomllib")
+    data = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    listed = {path for room, globs in data.items() for g in globs for path in _inside(room).glob(g)}
+    files = {path for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    assert {path for path in files if path.suffix not in (".py", ".typed")} == {p for p in listed if p.is_file()}
+
+
+def _inside(room: str) -> Path:
+    return PACKAGE.parent / room.replace(".", "/")
