@@ -218,7 +218,7 @@ class _KeyCutter:
         self.env: dict[fx.Node, Any] = {node: self._as(value(node).dtype, index) for node in around.counts}
         self.padding, self.entries = [n for n in around.padding if n in behind], list[PerTokenInput]()
         self.env.update({node: self.graph.placeholder(node.name) for node in [*self.padding, *facts]})
-        self.env.update({each.node: sparse_index.everything(each, self.graph) for each in chosen})
+        self.env.update({each.node: sparse_index.select_all(each, self.graph) for each in chosen})
         axes = {node: self._axis_of(node) for node in facts}
         axes |= {each.node: value(each.node).ndim - 1 for each in chosen}
         given = {node: axis for node, axis in around.inputs.items() if node in behind}
