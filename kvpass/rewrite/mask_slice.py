@@ -267,11 +267,11 @@ class _KeyCutter:
             return self._bind(node)
         if node in self.around.inputs:
             return self._entry(node, self.around.inputs[node])
-        if followed.way == "beside":
+        if followed.way == "host_precomputed":
             return self._beside(node, followed.axis)
         if followed.way == "lengthened":
             return self._refuse(node, "a lengthened tensor is not looked up by a key index")
-        return self._sliced(node, by_place=followed.way == "own place")
+        return self._sliced(node, by_place=followed.way == "own entry")
 
     def _size(self, node: fx.Node, size: Any) -> int:
         """One of the sizes of a shape."""
@@ -330,7 +330,7 @@ class _KeyCutter:
         there = dict(self.env)
         if by_place:  # a tensor of one entry is at hand
             for parent in node.all_input_nodes:
-                if parent is not base and self.axes.is_place(parent):
+                if parent is not base and self.axes.is_key_index(parent):
                     there[parent] = self.graph.call_function(torch.zeros_like, (self.env[parent],))
         copied = self.graph.node_copy(node, lambda parent: there[parent])
         if walk.name_of(node) == "expand":
