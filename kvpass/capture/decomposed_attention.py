@@ -345,7 +345,8 @@ class _DecompositionReader:
     def _rounded_to(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype to which a sum is rounded on the way to the softmax, which decides what it absorbs.
 
-        A mask is in half precision if and only if the model's sums with it are; see `kvpass.cache.step.Site.blank`.
+        A mask is in half precision if and only if the model's sums with it are; see `Site.unknown_queries` of
+        `kvpass.cache.step`.
         """
         later = [each for each in (*self.casts, value(self.softmax).dtype) if each in _HALF]
         return later[-1] if later and dtype not in _HALF else dtype
