@@ -244,7 +244,7 @@ class LayerCache:
         )
 
     def _counts_of(self, batch: int, apply: Callable[[Tensor], Tensor]) -> tuple[tuple[int, ...], tuple[Clock, ...]]:
-        """Return the `limits` and `clocks` of selected rows; the host reads the selection only if they differ by row."""
+        """Return the `limits` and `clocks` of selected rows; the host waits only if they differ by row."""
         if len(set(self.limits)) <= 1 and len(set(self.clocks)) <= 1:
             return self.limits[:1] * batch, self.clocks[:1] * batch
         rows: list[int] = apply(torch.arange(self.layout.batch, device=self.layout.device)).tolist()
@@ -277,8 +277,8 @@ class Handle(Tensor):
             if not _reads_metadata(func):
                 raise CacheHandleError(
                     f"{getattr(func, '__name__', func)} on a cache of kvpass: its "
-                    f"{args[0].seen if _has_handle(args) else ''} tokens live in slots and not in this tensor. Reordering "
-                    "rows, copying and moving work; anything else needs kvpass.inspect(cache) or an uncompiled model."
+                    f"{args[0].seen if _has_handle(args) else ''} tokens live in slots and not in this tensor. "
+                    "Reordering rows, copying and moving work; anything else needs kvpass.inspect(cache) or an uncompiled model."
                 )
         with tensor_types.without_torch_functions():
             return func(*args, **(kwargs or {}))
