@@ -30,7 +30,7 @@ from kvpass.lowering.checked_lookup import check_rows
 from kvpass.lowering.formats import KVDtype
 from kvpass.lowering.fused_add import write_out_sums
 from kvpass.lowering.replay import Replayed
-from kvpass.lowering.row_products import spell_out
+from kvpass.lowering.row_products import decompose_products
 from kvpass.lowering.unchecked_index import look_up_unchecked
 from kvpass.policies.base import Policy
 from kvpass.rewrite import logs
@@ -410,7 +410,7 @@ def _reshape_prompt(graph: fx.Graph) -> None:
 def _reshape(graph: fx.Graph) -> None:
     """Change the operators of a step graph in place before they are lowered."""
     _reshape_prompt(graph)
-    spell_out(graph)
+    decompose_products(graph)
     write_out_sums(graph)
 
 

@@ -278,7 +278,8 @@ class Handle(Tensor):
                 raise CacheHandleError(
                     f"{getattr(func, '__name__', func)} on a cache of kvpass: its "
                     f"{args[0].seen if _has_handle(args) else ''} tokens live in slots and not in this tensor. "
-                    "Reordering rows, copying and moving work; anything else needs kvpass.inspect(cache) or an uncompiled model."
+                    "Reordering rows, copying and moving work; anything else needs kvpass.inspect(cache) or an "
+                    "uncompiled model."
                 )
         with tensor_types.without_torch_functions():
             return func(*args, **(kwargs or {}))

@@ -308,7 +308,7 @@ def admit(
     keep, changes = layout.policy.keep_mask(tokens)
     tokens = tokens.updated(changes)
     if held is not None:
-        key, value = held.key.beside(key), held.value.beside(value)
+        key, value = held.key.concatenated(key), held.value.concatenated(value)
     in_place = held is None or held.capacity == layout.capacity
     slots = into or (past if in_place else Slots.empty(layout))
     _fill(layout, slots, tokens, keep, index, key, value)

@@ -583,7 +583,7 @@ class _DecompositionReader:
 def _emit(graph: fx.Graph, before: fx.Node, target: Any, *args: Any) -> fx.Node:
     """Add a node that calls a function, or a method by its name."""
     method = isinstance(target, str)
-    with graph.inserting_last_write(before):
+    with graph.inserting_before(before):
         node = graph.call_method(target, args) if method else graph.call_function(target, args)
     function = operator.methodcaller(target, *args[1:]) if method else target
     operands = args[:1] if method else args
