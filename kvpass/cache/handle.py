@@ -379,7 +379,7 @@ def _getitem(handle: Handle, index: Any) -> Handle | Row:
         return _rows("getitem", handle, first, lambda tensor: tensor[first].clone())
     raise CacheHandleError(
         f"cache[{index}]: only whole rows of a cache of kvpass can be picked, and its last tokens cropped; those of a "
-        "layer that has more behind it than its own sliding window cannot be"
+        "layer that has seen more tokens than its sliding window cannot be"
     )
 
 

@@ -149,9 +149,7 @@ def _unused_handles(found: list[CallReading], handles: set[fx.Node]) -> list[Cal
         return []
     unread = [node for node in handles - used if any(not _is_shape_read(user) for user in node.users)]
     return [
-        CallReading(
-            next(iter(node.users)), refusal="a kvpass cache is used here in a way that is not an attention call"
-        )
+        CallReading(next(iter(node.users)), refusal="a kvpass cache is used here outside of an attention call")
         for node in unread[:1]
     ]
 
@@ -164,8 +162,8 @@ def _ordinary_caches(found: list[CallReading], handles: set[fx.Node]) -> list[Ca
 
 
 _ORDINARY = (
-    "its cache is an ordinary tensor that grows beside caches of kvpass: somebody replaced it, or it was left alone in "
-    "the prompt, as its keys were made of other inputs than its queries, and must stay as it is"
+    "its cache is an ordinary tensor that grows beside caches of kvpass: it was replaced, or its keys came from other "
+    "inputs than its queries in the prompt, and such a cache must not grow"
 )
 
 
@@ -339,14 +337,14 @@ def _reading(
             raise
         (key, val), computed = sources, True
     if (key.past is None) != (val.past is None):
-        raise _Refused("the key has a past and the value has none, or the other way round")
+        raise _Refused("only one of key and value has a past")
     if computed:
         _check_key_count(call, key, val)
     if key.past is None and _is_cross_attention(call, writers):
-        raise _Refused("its keys are made of other tokens than its queries")
+        raise _Refused("its keys are computed from other tokens than its queries")
     (keys_out, window), (values_out, value_window) = _output_of(key.grown, outputs), _output_of(val.grown, outputs)
     if window != value_window:
-        raise _Refused(f"the last {window} keys are stored and the last {value_window} values")
+        raise _Refused(f"the cache returns the last {window} keys but the last {value_window} values")
     _check_supported(call, key, shares_cache=keys_out in values_out_of)
     _check_unmodified(key, writers)
     _check_unmodified(val, writers)
@@ -494,7 +492,7 @@ def _check_takes_all(node: fx.Node, grown: fx.Node, copies: float) -> None:
     size, whole = value(node).numel(), value(grown).numel()
     if copies.is_integer() and symbolic_shapes.known_equal(size, whole * int(copies)):
         return
-    raise _Refused(f"{known_name(node)!r} at {walk.source_line(node)} takes a part of the cached keys or values")
+    raise _Refused(f"{known_name(node)!r} at {walk.source_line(node)} selects a part of the cached keys or values")
 
 
 def _check_heads(attended: fx.Node, grown: fx.Node, chain: list[fx.Node]) -> None:
@@ -510,19 +508,21 @@ def _check_heads(attended: fx.Node, grown: fx.Node, chain: list[fx.Node]) -> Non
     dtype, moved = value(grown).dtype, numbered
     for node in reversed(chain):
         if not value(node).dtype == dtype and not is_as_wide(value(node).dtype, dtype):
-            raise _Refused(f"what is cached in {dtype} is attended to in {value(node).dtype}, which loses digits")
+            raise _Refused(f"attention reads the {dtype} cache in {value(node).dtype}, which loses digits")
         try:
             moved = op_table.run_on(node, {node.all_input_nodes[0]: moved}) if known_name(node) in MOVES else moved
         except (RuntimeError, TypeError, IndexError):
             line = walk.source_line(node)
-            raise _Refused(f"{line}: {known_name(node)!r} on keys or values is not understood") from None
+            raise _Refused(f"{line}: {known_name(node)!r} on keys or values is not supported") from None
         _check_takes_all(node, grown, moved.numel() / numbered.numel())
     rows, _, tokens, features = shape
     if moved.shape[-2:] != (tokens, features) or moved.numel() % numbered.numel():
-        raise _Refused(f"keys or values of shape {tuple(value(grown).shape)} are cached, others are attended to")
+        raise _Refused(
+            f"keys or values of shape {tuple(value(grown).shape)} are cached, but attention reads other shapes"
+        )
     groups = moved.numel() // numbered.numel()
     if not torch.equal(moved.reshape(rows, -1, tokens, features), numbered.repeat_interleave(groups, 1)):
         raise _Refused(
-            "the keys or values of a head are not those that are cached for its group of query heads: rows, heads, "
+            "a query head does not read the keys or values of its group's KV head: rows, heads, "
             f"tokens or features are moved between the cache and {walk.source_line(attended)}"
         )

@@ -18,7 +18,7 @@ from kvpass.fx.alias import Writers
 from kvpass.fx.walk import is_tensor
 from kvpass.torch_private import dynamo
 
-DOES_NOT_GROW = "its keys and values do not grow: they are made of other inputs than its queries"
+DOES_NOT_GROW = "its keys and values do not grow: they are computed from other inputs than its queries"
 
 
 def queries_of(calls: list[AttentionCall], writers: Writers) -> dict[fx.Node, fx.Node]:

@@ -230,7 +230,7 @@ class _DecompositionReader:
         """Refuse logits or probabilities in a narrower dtype than the product's."""
         dtypes = [dtype, value(self.softmax).dtype, *self.casts]
         if not all(is_as_wide(cast, dtype) for cast in dtypes):
-            raise _Unreadable("logits or probabilities are made narrower than their product is")
+            raise _Unreadable("logits or probabilities are converted to a narrower dtype than their product's")
 
     # -- from the softmax back to the first product ----------------------------------------------------
 
@@ -239,7 +239,7 @@ class _DecompositionReader:
         while known_name(node) not in _PRODUCTS:
             if node.op == "placeholder":
                 self.at = self.softmax
-                raise _Unreadable("its logits are made of no product")
+                raise _Unreadable("its logits are not computed from a product")
             logits = self._step_back(node)
             for operand in node.all_input_nodes:
                 if operand is not logits:
@@ -252,7 +252,7 @@ class _DecompositionReader:
         writers = self._writers_between(node, node, reader)
         if writers and any(_written_tensor(writer) is not _written_tensor(node) for writer in writers):
             self.at = writers[-1]
-            raise _Unreadable("it writes to the memory of logits by another view of them")
+            raise _Unreadable("it writes to the memory of the logits through another view")
         return writers[-1] if writers else node
 
     def _writers_between(self, node: fx.Node, since: fx.Node, until: fx.Node) -> list[fx.Node]:
@@ -280,7 +280,7 @@ class _DecompositionReader:
             "clamp_min": self._read_clamp,
         }  # fmt: skip
         if name not in steps:
-            raise _Unreadable("it is no operation on logits that is known")
+            raise _Unreadable("this is no operation on logits that kvpass knows")
         return steps[name](node)
 
     def _passes_through(self, node: fx.Node) -> bool:
@@ -317,7 +317,7 @@ class _DecompositionReader:
         first, second, alpha = _sum_operands(node)
         logits, mask = (first, second) if _from_product(first) else (second, first)
         if _from_product(mask) or (logits is second and alpha != 1):
-            raise _Unreadable("both of its operands are made of products, or the logits are multiplied by alpha")
+            raise _Unreadable("both operands come from products, or the logits are multiplied by alpha")
         return self._record_added(mask, logits, node, alpha)
 
     def _read_sub(self, node: fx.Node) -> fx.Node:
@@ -327,7 +327,7 @@ class _DecompositionReader:
             self.shifted = True
             return logits
         if _from_product(other):
-            raise _Unreadable("what is subtracted from the logits is neither the maximum of each row nor a mask")
+            raise _Unreadable("the tensor subtracted from the logits is neither the maximum of each row nor a mask")
         return self._record_added(other, logits, node, -alpha)
 
     def _record_added(self, mask: fx.Node, logits: fx.Node, node: fx.Node, alpha: float = 1.0) -> fx.Node:
@@ -354,12 +354,12 @@ class _DecompositionReader:
     def _record(self, change: _Added | _Filled, logits: fx.Node) -> fx.Node:
         """Record a change of the logits, which must keep their shape, and return the logits."""
         if self.cap:
-            raise _Unreadable("the mask is inside of the cap")
+            raise _Unreadable("the mask is applied before the cap")
         if not _same_sizes(value(logits).shape, change.shape):
             raise _Unreadable("the mask has dimensions that the logits do not have")
         width = value(change.mask if isinstance(change, _Added) else change.allowed).shape[-1]
         if self.sink_logit is not None and expr(width) != expr(change.shape[-1]):
-            raise _Unreadable("the mask is not as wide as the logits beside the sink")
+            raise _Unreadable("the mask and the logits without the sink differ in width")
         self.changes.append(change)
         return logits
 
@@ -368,9 +368,9 @@ class _DecompositionReader:
         logits, *sink_logit = args["tensors"]
         last = _is_last(args.get("dim", 0), value(node))
         if self.sink_logit or len(sink_logit) != 1 or not last or value(sink_logit[0]).shape[-1] != 1:
-            raise _Unreadable("what is joined to the logits is not one column of sinks at their end")
+            raise _Unreadable("only one column of sinks can be concatenated to the logits, at their end")
         if self.changes or self.factor != 1.0 or self.cap:
-            raise _Unreadable("the column of sinks is masked or scaled with the logits: join it to them afterwards")
+            raise _Unreadable("the column of sinks is masked or scaled with the logits: concatenate it afterwards")
         if value(sink_logit[0]).ndim != 4:
             raise _Unreadable("sinks are not [B or 1, Hq, q or 1, 1]")
         self.sink_logit = sink_logit[0]
@@ -387,7 +387,7 @@ class _DecompositionReader:
         if not (isinstance(logits, fx.Node) and is_tensor(logits) and _from_product(logits)):
             logits, filling, condition = filling, logits, self._emit(torch.logical_not, condition)
         if isinstance(filling, fx.Node) and _from_product(filling):
-            raise _Unreadable("both of its branches are made of products")
+            raise _Unreadable("both branches come from products")
         return self._record_filled(_tensor(logits), condition, filling, node)
 
     def _record_filled(self, logits: fx.Node, allowed: fx.Node, filling: Any, node: fx.Node) -> fx.Node:
@@ -400,13 +400,13 @@ class _DecompositionReader:
         filled = torch.tensor(self._literal(filling), dtype=torch.float64).to(dtype)
         number = float((filled.double() * self.factor).to(dtype))
         if self.cap or not number <= HIDDEN:
-            raise _Unreadable(f"{number:g} hides nothing after all factors: it would have to be at most {HIDDEN:g}")
+            raise _Unreadable(f"{number:g} does not hide a token after all factors: it must be at most {HIDDEN:g}")
         return number
 
     def _literal(self, argument: Any) -> float:
         number = walk.constant(self.gm, argument)
         if number is None:
-            raise _Unreadable("what is filled in is no number that the code spells out")
+            raise _Unreadable("the fill value must be a literal number in the code")
         return number
 
     def _read_clamp(self, node: fx.Node) -> fx.Node:
@@ -418,7 +418,7 @@ class _DecompositionReader:
             args = op_table.bound(node)
             logits, bound = args["input"], args.get("min")
             if args.get("max") is not None:
-                raise _Unreadable("logits are kept from rising")
+                raise _Unreadable("the logits have an upper bound")
         self.changes.append(_Floor(self._hiding_number(bound, node), self._rounded_to(value(node).dtype)))
         return _tensor(logits)
 
@@ -450,7 +450,7 @@ class _DecompositionReader:
             node = following[0]
         product = self.at = following[0]
         if known_name(product) == "baddbmm" or product.kwargs or len(product.args) != 2:
-            raise _Unreadable("something is added to the product with the values")
+            raise _Unreadable("a term is added to the product with the values")
         if product.args[0] is not node or not is_tensor(product.args[1]):
             raise _Unreadable("the probabilities are not its first operand")
         return product
@@ -539,7 +539,7 @@ class _DecompositionReader:
 
     def _check_absorbs(self, number: float, half: torch.dtype | None) -> float:
         if not (self._absorbs(number) or (half is not None and self._absorbs(number, half))):
-            raise _Unreadable(f"{number:g} is filled in beside other masks: use the lowest number of the dtype")
+            raise _Unreadable(f"{number:g} is filled in together with other masks: use the lowest number of the dtype")
         return number
 
     def _in_holding_dtype(self, mask: fx.Node, number: float) -> fx.Node:
@@ -573,7 +573,7 @@ class _DecompositionReader:
             heads = [int(size) for size in logit_sizes[1:]]
             expanded = self._emit("expand", mask, -1, *heads, -1, -1)
             return self._emit(torch.flatten, expanded, 1, 2)
-        raise _Unreadable(f"a mask of {list(value(mask).shape)} is not along the rows and heads of the logits")
+        raise _Unreadable(f"a mask of shape {list(value(mask).shape)} does not match the rows and heads of the logits")
 
     def _emit(self, target: Any, *args: Any) -> fx.Node:
         """Add a node before the softmax."""
@@ -627,7 +627,7 @@ def _node(argument: Any) -> fx.Node:
 
 def _tensor(argument: Any) -> fx.Node:
     if not is_tensor(argument):
-        raise _Unreadable(f"{argument!r} is no tensor")
+        raise _Unreadable(f"{argument!r} is not a tensor")
     node: fx.Node = argument
     return node
 
@@ -635,14 +635,14 @@ def _tensor(argument: Any) -> fx.Node:
 def _two_operands(node: fx.Node) -> tuple[Any, Any]:
     """Return both operands of an operation that has nothing else."""
     if any(setting is not None for setting in node.kwargs.values()) or len(node.args) != 2:
-        raise _Unreadable("it has more than two operands, or is rounded")
+        raise _Unreadable("it has more than two operands, or a rounding mode")
     return node.args
 
 
 def _sum_operands(node: fx.Node) -> tuple[fx.Node, fx.Node, float]:
     """Return both operands of a sum or difference, and the factor on the second."""
     if len(node.args) != 2 or node.kwargs.keys() - {"alpha"}:
-        raise _Unreadable("it is no sum of two tensors")
+        raise _Unreadable("it is not a sum of two tensors")
     return _tensor(node.args[0]), _tensor(node.args[1]), _number(node.kwargs.get("alpha", 1))
 
 
@@ -697,7 +697,7 @@ def _is_number(argument: Any) -> bool:
 
 def _number(argument: Any) -> float:
     if not isinstance(argument, (int, float)):
-        raise _Unreadable(f"{argument!r} is no number")
+        raise _Unreadable(f"{argument!r} is not a number")
     return float(argument)
 
 
@@ -722,7 +722,7 @@ def _operands(product: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None, float
     if known_name(product) == "baddbmm":
         args: dict[str, Any] = dict(zip(("input", "batch1", "batch2"), product.args, strict=False)) | product.kwargs
         if _number(args.get("beta", 1)) != 1:
-            raise _Unreadable("its bias is multiplied with a number")
+            raise _Unreadable("its bias is multiplied by a number")
         alpha = _number(args.get("alpha", 1.0))
         return _tensor(args["batch1"]), _untransposed(_tensor(args["batch2"])), _tensor(args["input"]), alpha
     query, key = _two_operands(product)
@@ -735,7 +735,7 @@ def _check_groups(product: fx.Node) -> None:
         return
     first, second = (value(_tensor(operand)).shape for operand in product.args[:2])
     if len(first) != 5 or len(second) != 5 or not _same_sizes(first[:2], second[:2]):
-        raise _Unreadable("keys or values are not [B, Hkv, 1, ...] where queries are [B, Hkv, Hq / Hkv, ...]")
+        raise _Unreadable("keys or values must be [B, Hkv, 1, ...] for queries [B, Hkv, Hq / Hkv, ...]")
 
 
 def _untransposed(node: fx.Node) -> fx.Node:
@@ -743,7 +743,7 @@ def _untransposed(node: fx.Node) -> fx.Node:
     while known_name(node) in ("contiguous", "clone") or _only_splits_heads(node):
         node = _tensor(node.args[0])
     if not is_tensor(node.args[0]) or not op_table.swaps_last_two(node):
-        raise _Unreadable("its second operand is not a transpose of keys")
+        raise _Unreadable("its second operand is not a transpose of the keys")
     return _tensor(node.args[0])
 
 
@@ -752,7 +752,7 @@ def _with_heads(query: fx.Node) -> fx.Node:
     while value(query).ndim != 4:
         widens = known_name(query) in _CASTS and is_as_wide(value(query).dtype, value(query.args[0]).dtype)  # type: ignore[arg-type]
         if not (widens or _only_splits_heads(query) or known_name(query) in ("contiguous", "clone")):
-            raise _Unreadable("its queries are not [B, Hq, q, D] with rows and heads joined")
+            raise _Unreadable("its queries must be [B, Hq, q, D], possibly with rows and heads joined")
         query = _tensor(query.args[0])
     return query
 
@@ -763,5 +763,5 @@ def _output(product: fx.Node) -> fx.Node:
         return product
     views = [user for user in product.users if known_name(user) in _VIEWS and value(user).ndim == 4]
     if len(views) != 1 or len(product.users) != 1 or not same_last_two(views[0]):
-        raise _Unreadable("its rows and heads are not taken apart to [B, Hq, q, D]")
+        raise _Unreadable("its rows and heads are not split to [B, Hq, q, Dv]")
     return views[0]

@@ -128,7 +128,7 @@ def _read_sharding(site: AttentionSite, policy: Policy) -> HeadSharding | None:
 
 
 def _describe(origins: frozenset[_ShardOrigin]) -> str:
-    return " and ".join(sorted({origin.what for origin in origins})) or "nothing that is a weight"
+    return " and ".join(sorted({origin.what for origin in origins})) or "no weight"
 
 
 def _sharding(site: AttentionSite, mesh: Any) -> HeadSharding | None:
@@ -177,7 +177,7 @@ def _is_vector(node: fx.Node) -> bool:
 def _origin(node: fx.Node) -> _ShardOrigin | None:
     """Return the origin of the heads that a node computes, None if it only passes heads on."""
     if fx_nodes.is_collective(node):
-        return _ShardOrigin("else", what=f"a collective of their own, {walk.name_of(node)}")
+        return _ShardOrigin("else", what=f"a collective, {walk.name_of(node)}")
     if node.op == "placeholder":
         return _ShardOrigin("input", what=f"an input of the graph, {node.name}")
     if walk.name_of(node) == "to_local":
@@ -206,10 +206,10 @@ def _of_dtensor(node: fx.Node) -> _ShardOrigin:
     while walk.name_of(producer) == "redistribute":
         producer = producer.all_input_nodes[0]
     if _is_whole(placement):
-        return _ShardOrigin("whole", what="weights that every process has whole")
+        return _ShardOrigin("whole", what="weights that are replicated")
     if walk.name_of(producer) == "linear" and _is_sharded_by(placement, value(node).ndim - 1, value(node)):
         return _ShardOrigin("rows", placement[0], "weights that are sharded by rows")
-    return _ShardOrigin("else", what=f"a DTensor that is placed as {list(placement[1]) if placement else 'nothing'}")
+    return _ShardOrigin("else", what=f"a DTensor with placements {list(placement[1]) if placement else 'none'}")
 
 
 def _of_weight(node: fx.Node, weight: fx.Node) -> _ShardOrigin:
@@ -218,14 +218,14 @@ def _of_weight(node: fx.Node, weight: fx.Node) -> _ShardOrigin:
     if not placement:
         return _ShardOrigin("plain", what="plain weights")
     if _is_whole(placement):
-        return _ShardOrigin("whole", what="weights that every process has whole")
+        return _ShardOrigin("whole", what="weights that are replicated")
     if (
         walk.name_of(node) == "linear"
         and _is_local_part(node.args[1], weight)
         and _is_sharded_by(placement, 0, value(weight))
     ):
         return _ShardOrigin("rows", placement[0], "weights that are sharded by rows")
-    return _ShardOrigin("else", what=f"weights of {tuple(value(weight).shape)} that are placed as {list(placement[1])}")
+    return _ShardOrigin("else", what=f"weights of {tuple(value(weight).shape)} with placements {list(placement[1])}")
 
 
 def _is_local_part(node: Any, weight: fx.Node) -> bool:
