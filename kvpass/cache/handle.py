@@ -31,7 +31,7 @@ Part = Literal["keys", "values"]
 
 @dataclasses.dataclass(frozen=True)
 class _RowSelection:
-    """A cache with other rows that was made for one of K and V, to be found by the other one.
+    """A cache with selected rows, made for one of K and V and found by the other.
 
     Attributes:
         operation, argument: the selection of rows.
@@ -384,7 +384,7 @@ def _getitem(handle: Handle, index: Any) -> Handle | Row:
 
 
 def _first_tokens(handle: Handle, index: Any) -> int | None:
-    """Return the number of tokens that a subscript keeps from the first on, for all rows and heads; None for others."""
+    """Return how many tokens a subscript keeps, if it keeps the first ones of all rows and heads, else None."""
     if not isinstance(index, tuple) or any(part is not Ellipsis and not isinstance(part, slice) for part in index):
         return None
     rows, heads, tokens, *rest = _by_dimension(index, handle.ndim)
@@ -512,9 +512,7 @@ _INNER = ("self_attention_cache", "layers")
 
 
 def _handles(cache: Any) -> Iterator[Handle]:
-    """Yield every handle in a DecodeLoop, a cache object (anything with `layers` that have `keys`) or nested
-    containers.
-    """
+    """Yield every handle in a DecodeLoop, a cache object with `layers` that have `keys`, or nested containers."""
     if not isinstance(cache, Tensor):  # a handle has a `cache` of its own
         for inner in (cache_names.returned(cache), *(getattr(cache, name, None) for name in _INNER)):
             if inner is not None:

@@ -323,7 +323,6 @@ def admit(
 
 
 def _align(layout: Layout, slots: Slots, evicted: int) -> None:
-    """Let the policy align the rows, as after steps."""
     weights = [tensor.to(layout.device) for tensor in layout.policy.weights()]
     for name, changed in align(layout, slots, slots.tokens(layout), weights, evicted).items():
         slots.state[name].copy_(changed)
@@ -359,7 +358,7 @@ def _prompt_layout(layout: Layout, chunk: Chunk, budget: int) -> Layout:
 def _candidates(
     layout: Layout, past: Slots, valid: Tensor, key: Rows, value: Rows, prompt: bool
 ) -> tuple[Tokens, Tensor]:
-    """Return the tokens of [slots, chunk], N = C + q, and their indices in the padded sequence [B, H', N].
+    """Return the tokens of [slots, chunk], N = C + q, and their indices in the padded sequence.
 
     `key` and `value` are the chunk's rows as stored.
     """
@@ -427,7 +426,7 @@ def _merge_evicted(layout: Layout, slots: Slots, tokens: Tokens, evicted: Tensor
 
 
 def _merge_into(buffer: Rows, rows: Rows, indices: Tensor, merge: Merge) -> None:
-    """Merge the rows [B, Hkv, N, D] at `indices` [B, H', E] into a buffer [B, Hkv, C, D], block by block."""
+    """Merge rows [B, Hkv, N, D] at `indices` [B, H', E] into a buffer [B, Hkv, C, D]."""
     heads, held = buffer.shape[1], upcast(buffer.read())
     into = merge.into.expand(-1, heads, -1)
     share = torch.zeros(buffer.shape[:3], device=buffer.device)

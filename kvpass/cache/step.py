@@ -158,11 +158,7 @@ def decode_step(
         seen_logits = logits if view.policy_bias is None else view.logits()  # without the policy's own bias
         seen_logits = regrouped(seen_logits, layout.heads)[..., 0, :].float().clamp_min(LOWEST)
         attention = dataclasses.replace(attention, logits=seen_logits)
-    tokens, victim = (
-        _observe_and_compact(layout, tokens, attention)
-        if compact
-        else _observe_and_evict(layout, slots, tokens, attention)
-    )
+    tokens, victim = _compact(layout, tokens, attention) if compact else _evict(layout, slots, tokens, attention)
     if policy.aligns == ("compact" if compact else "step"):
         tokens = _realign(layout, site, slots, tokens)
     _commit(layout, slots, tokens, index, victim)
@@ -219,18 +215,14 @@ class _QueryView:
         heads = key.shape[1]
         if heads != layout.heads:  # keys are computed from stored rows
             grouped, mask = regrouped(grouped, heads), _for_heads(mask, heads)
-            bias, policy_bias = (
-                None if tensor is None else _for_heads(tensor, heads) for tensor in (bias, policy_bias)
-            )
+            bias, policy_bias = (None if b is None else _for_heads(b, heads) for b in (bias, policy_bias))
         rope = None if site.rope is None else dataclasses.replace(site.rope, rank=tokens.rank)
-        unknown_queries = site.unknown_queries(slots, valid[:, None], None if bias is None else bias.dtype)
-        return _QueryView(
-            site, grouped, key, value, mask, bias, policy_bias, _rotation(site, tokens), rope, unknown_queries
-        )
+        unknown = site.unknown_queries(slots, valid[:, None], None if bias is None else bias.dtype)
+        return _QueryView(site, grouped, key, value, mask, bias, policy_bias, _rotation(site, tokens), rope, unknown)
 
     def attend(self, with_logits: bool) -> tuple[Attended, Tensor | None, Tensor | None]:
-        """Attend with the query; with `with_logits` also return probabilities and logits, [B, Ha, ., 1, C] in
-        `upcast`'s dtype.
+        """Attend with the query; `with_logits` adds probabilities and logits, [B, Ha, ., 1, C] in the dtype of
+        `upcast`.
         """
         site = self.site
         with_logits = with_logits or site.lse
@@ -292,7 +284,7 @@ def _ranks_without(rank: Tensor, evicted: Tensor) -> Tensor:
 
 
 def _write(slots: Slots, new: tuple[Rows, Rows], index: Tensor, selection: Tensor | None) -> None:
-    """Write one row of K and of V in place, at slot `index` [B, H'] of each head; `only` [B] selects rows."""
+    """Write one row of K and of V at slot `index` [B, H'] of each head, in the rows `only` [B]."""
     indices = rows_at(index, new[0].shape[1])
     selected = None if selection is None else selection[:, None, None]
     slots.key.put(indices, new[0], selected)
@@ -326,7 +318,7 @@ def with_mask(live: Tensor, mask: Tensor | None, hidden: float | None) -> tuple[
 
 
 def added(bias: Tensor | None, policy_bias: Tensor | None) -> Tensor | None:
-    """Return the sum of the model's bias [B, ., ., q, N] and the policy's [B, ., ., 1, N], or None."""
+    """Add the model's bias [B, ., ., q, N] and the policy's [B, ., ., 1, N]."""
     if policy_bias is None:
         return bias
     return policy_bias if bias is None else upcast(bias) + policy_bias
@@ -340,31 +332,29 @@ def _single_query_statistics(layout: Layout, probs: Tensor | None, valid: Tensor
     return Attention(row, row.square(), row, row, queries=valid.long()[:, None, None], spread=layout.spread)
 
 
-def _observe_and_evict(layout: Layout, slots: Slots, tokens: Tokens, attention: Attention) -> tuple[Tokens, Tensor]:
-    """Let the policy observe and evict one token; return the remaining tokens and the next slot to write [B, H']."""
+def _evict(layout: Layout, slots: Slots, tokens: Tokens, attention: Attention) -> tuple[Tokens, Tensor]:
+    """Let the policy observe and evict one token; return the other tokens and the next slot to write [B, H']."""
     policy = layout.policy
     tokens = tokens.updated(policy.observe(tokens, attention))
     victim = policy.victim(tokens)
     if policy.overwrites or not policy.evicts:
         return tokens, victim
     evicted = _one_hot(victim, layout.capacity)
-    remaining = dataclasses.replace(
+    rest = dataclasses.replace(
         tokens,
         position=torch.where(evicted, FREE, tokens.position),
         rank=None if tokens.rank is None else _ranks_without(tokens.rank, evicted & tokens.live),
     )
     if policy.merges:
-        remaining = remaining.updated(
-            _merge_victim(policy, slots, remaining, victim, (evicted & tokens.live).any(-1, keepdim=True))
-        )
-    return remaining, victim
+        rest = rest.updated(_merge_victim(policy, slots, rest, victim, (evicted & tokens.live).any(-1, keepdim=True)))
+    return rest, victim
 
 
-def _merge_victim(policy: Policy, slots: Slots, remaining: Tokens, victim: Tensor, valid: Tensor) -> State:
-    """Merge the victim's K and V into one row of each head, in place, and return the changes to the state."""
+def _merge_victim(policy: Policy, slots: Slots, rest: Tokens, victim: Tensor, valid: Tensor) -> State:
+    """Merge the victim's K and V into one row of each head; return the changes to the state."""
     heads = slots.key.shape[1]
     evicted = rows_at(victim, heads)
-    merge = policy.merge_unpinned(remaining, slots.key.read(), slots.key.at(evicted)[:, :, None], valid)
+    merge = policy.merge_unpinned(rest, slots.key.read(), slots.key.at(evicted)[:, :, None], valid)
     into = rows_at(merge.into[..., 0], heads)
     for rows in (slots.key, slots.value):
         merged = merge.own * upcast(rows.at(into)) + merge.weight * upcast(rows.at(evicted))
@@ -373,15 +363,15 @@ def _merge_victim(policy: Policy, slots: Slots, remaining: Tokens, victim: Tenso
     return merge.state
 
 
-def _observe_and_compact(layout: Layout, tokens: Tokens, attention: Attention) -> tuple[Tokens, Tensor]:
+def _compact(layout: Layout, tokens: Tokens, attention: Attention) -> tuple[Tokens, Tensor]:
     """Let the policy observe and compact; return the remaining tokens and the next slot to write [B, H']."""
     policy = layout.policy
     tokens = tokens.updated(policy.observe_unpinned(tokens, attention))
     keep, changes = policy.keep_mask(tokens)
     position = torch.where(keep, tokens.position, FREE)
     rank = rank_of(position) if layout.tracks_rank else None
-    remaining = dataclasses.replace(tokens.updated(changes), position=position, rank=rank)
-    return remaining, policy.victim(remaining)
+    rest = dataclasses.replace(tokens.updated(changes), position=position, rank=rank)
+    return rest, policy.victim(rest)
 
 
 def _stored_rows(layout: Layout, site: Site, slots: Slots, tokens: Tokens) -> tuple[Rows, Rows]:
@@ -414,7 +404,6 @@ def _realign(layout: Layout, site: Site, slots: Slots, tokens: Tokens) -> Tokens
 
 
 def _commit(layout: Layout, slots: Slots, tokens: Tokens, index: Tensor, victim: Tensor) -> None:
-    """Store the metadata in the slots."""
     if tokens.rank is not None:
         slots.rank.copy_(tokens.rank)
     slots.position.copy_(tokens.position)
@@ -495,10 +484,8 @@ def _attend_chunk(
     grouped = torch.unflatten(query, 1, (heads, -1))
     if site.cap is None and site.sink_logit is None and not site.lse and not by_kernel(grouped):
         return _library_attention(site.scale, grouped, keys, values, mask), None
-    grouped_mask = mask[:, :, None] if mask.shape[1] == 1 else torch.unflatten(mask, 1, (heads, -1))
-    allowed, bias = (
-        (grouped_mask, None) if grouped_mask.dtype == torch.bool else (grouped_mask != -torch.inf, grouped_mask)
-    )
+    heads_mask = mask[:, :, None] if mask.shape[1] == 1 else torch.unflatten(mask, 1, (heads, -1))
+    allowed, bias = (heads_mask, None) if heads_mask.dtype == torch.bool else (heads_mask != -torch.inf, heads_mask)
     options: dict[str, Any] = dict(
         mask=allowed, bias=bias, cap=site.cap, sink_logit=site.sink_logits(heads), with_logits=site.lse
     )
@@ -515,16 +502,14 @@ def _library_attention(scale: float, grouped: Tensor, keys: Tensor, values: Tens
     options: dict[str, Any] = dict(scale=scale, enable_gqa=True)
     if mask.shape[1] in (1, query.shape[1]):
         return function(query, keys, values, attn_mask=mask, **options)
-    keys, values, mask = (
-        tensor.flatten(0, 1)[:, None] for tensor in (keys, values, mask.expand(len(keys), -1, -1, -1))
-    )
+    keys, values, mask = (x.flatten(0, 1)[:, None] for x in (keys, values, mask.expand(len(keys), -1, -1, -1)))
     return function(grouped.flatten(0, 1), keys, values, attn_mask=mask, **options).reshape(*query.shape[:3], -1)
 
 
 def _chunk_mask(
     layout: Layout, site: Site, slots: Slots, valid: Tensor, facts: list[Tensor]
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the mask bool [B, H', 1 or G, q, C + q] and the bias of a chunk on [slots, chunk]."""
+    """Return the mask [B, H', 1 or G, q, C + q] and the bias of a chunk on [slots, chunk]."""
     count = valid.shape[1]
     new = valid[:, None, None, None].expand(-1, layout.groups, -1, -1, -1)  # [B, H', 1, 1, q]
     new_index = slots.length[:, None] + torch.arange(count, device=valid.device)

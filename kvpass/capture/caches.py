@@ -99,9 +99,9 @@ def find(gm: fx.GraphModule, handles: set[fx.Node]) -> list[CallReading]:
     writers = alias.Writers.of(gm.graph)
     queries = cross_attention.queries_of(calls, writers)
     for call in calls:
-        values_out_of = {f.reading.keys_out: f.reading.values_out for f in found if f.reading}
+        values_of = {f.reading.keys_out: f.reading.values_out for f in found if f.reading}
         fixed = _fixed(call, outputs, queries, writers)
-        found.append(fixed or _examine(call, call_results, outputs, updates, handles, values_out_of, writers))
+        found.append(fixed or _examine(call, call_results, outputs, updates, handles, values_of, writers))
     used_updates = {origin.grown for f in found if f.reading for origin in (f.reading.key, f.reading.value)}
     used_updates |= {node for f in found for node in f.fixed}
     refused_at = {f.node for f in found if f.refusal}
@@ -122,9 +122,7 @@ def _known_outputs(found: list[CallReading], outputs: dict[fx.Node, int]) -> set
     """Return the output indices of caches that were read, those of sparse indices among them."""
     readings = [f.reading for f in found if f.reading]
     indices = [index for reading in readings for index in sparse_index.find(reading.call.mask)]
-    scoring_keys = {
-        outputs[node] for index in indices for node, _ in sparse_index.cached_scoring_keys(index, list(outputs))
-    }
+    scoring_keys = {outputs[n] for index in indices for n, _ in sparse_index.cached_scoring_keys(index, list(outputs))}
     return scoring_keys | {index for reading in readings for index in (reading.keys_out, reading.values_out)}
 
 
@@ -137,7 +135,6 @@ _NO_ATTENTION = (
 
 
 def _next_unread_softmax(update: fx.Node, unread: list[UnreadSoftmax]) -> str:
-    """Describe the first unread softmax that depends on an update, or return ""."""
     following = next((softmax for softmax in unread if update in ancestors(softmax.softmax)), None)
     return f"; the next softmax is not read as attention, for {following}" if following else ""
 
@@ -172,9 +169,7 @@ def _is_shape_read(node: fx.Node) -> bool:
 
 
 def _grows_a_cache(node: fx.Node, outputs: dict[fx.Node, int]) -> bool:
-    """Return whether a node joins a past [B, H, S, D] and new tokens along dimension -2 and is stored, or joins an
-    empty past.
-    """
+    """Return whether a node grows a cache: it joins past and new tokens and is stored, or the past is empty."""
     parts = _cat_parts(node)
     return parts is not None and (value(parts[0]).ndim == 1 or stored(node, outputs) is not None)
 
@@ -195,7 +190,7 @@ def _cat_parts(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 def _fixed(
     call: AttentionCall, outputs: dict[fx.Node, int], queries: Mapping[fx.Node, fx.Node], writers: Writers
 ) -> CallReading | None:
-    """Read a call on keys and values that are returned without a past and that its own tokens do not extend."""
+    """Read a call on keys and values that are returned without a past and that its tokens do not extend."""
     try:
         origins = _origin(call.key, outputs), _origin(call.value, outputs)
     except _Refused:
@@ -210,10 +205,9 @@ def _examine(
     outputs: dict[fx.Node, int],
     updates: list[fx.Node],
     handles: set[fx.Node],
-    values_out_of: dict[int, int],
+    values_of: dict[int, int],
     writers: Writers,
 ) -> CallReading:
-    """Read an attention call, or record why it cannot be read."""
     computed_from = ancestors(call.key, stop=results) | ancestors(call.value, stop=results)
     local = _since_projection(call.key, results) | _since_projection(call.value, results)
     other_updates = [node for node in local if node not in updates and _grows_in_other_layout(node, outputs)]
@@ -230,7 +224,7 @@ def _examine(
                 "cache_implementation='static' or 'sliding_window', or pass a DynamicCache or none, as kvpass has "
                 "fixed slots of its own"
             )
-        reading = _reading(call, results, outputs, values_out_of, writers)
+        reading = _reading(call, results, outputs, values_of, writers)
     except _Refused as reason:
         if on_cache or _is_returned_rearranged(call, outputs):
             return CallReading(call.node, refusal=str(reason))
@@ -239,7 +233,7 @@ def _examine(
 
 
 def _fixed_size_updates(call: AttentionCall, results: set[fx.Node], outputs: dict[fx.Node, int]) -> list[fx.Node]:
-    """Return the updates of a cache of fixed size, such as by torch.where, if keys and values both come from one.
+    """Return the updates of a cache of fixed size, as by torch.where, if both keys and values come from one.
 
     With as many keys as queries these may be all tokens, and the input a tensor that was computed before a graph break.
     """
@@ -267,11 +261,7 @@ def _is_returned_rearranged(call: AttentionCall, outputs: dict[fx.Node, int]) ->
         node = todo.pop()
         if node in outputs and node not in sources:
             return True
-        following = [
-            user
-            for user in node.users
-            if known_name(user) in _REARRANGES and user not in visited and user is not call.node
-        ]
+        following = [u for u in node.users if known_name(u) in _REARRANGES and u not in visited and u is not call.node]
         visited.update(following)
         todo += following
     return False
@@ -281,7 +271,6 @@ _REARRANGES = MOVES | SAME_VALUE | {"stack", "cat", "concat"}
 
 
 def _arrangement_sources(node: fx.Node) -> list[fx.Node]:
-    """Return a tensor and the tensors that it is an arrangement of."""
     found = [node]
     while known_name(found[-1]) in MOVES | SAME_VALUE:
         source = found[-1].args[0]
@@ -324,7 +313,7 @@ def _reading(
     call: AttentionCall,
     results: set[fx.Node],
     outputs: dict[fx.Node, int],
-    values_out_of: dict[int, int],
+    values_of: dict[int, int],
     writers: Writers,
 ) -> Reading:
     computed = False
@@ -345,14 +334,10 @@ def _reading(
     (keys_out, window), (values_out, value_window) = _output_of(key.grown, outputs), _output_of(val.grown, outputs)
     if window != value_window:
         raise _Refused(f"the cache returns the last {window} keys but the last {value_window} values")
-    _check_supported(call, key, shares_cache=keys_out in values_out_of)
+    _check_supported(call, key, shares_cache=keys_out in values_of)
     _check_unmodified(key, writers)
     _check_unmodified(val, writers)
-    if (
-        keys_out == values_out
-        or values_out_of.get(keys_out, values_out) != values_out
-        or keys_out in values_out_of.values()
-    ):
+    if keys_out == values_out or values_of.get(keys_out, values_out) != values_out or keys_out in values_of.values():
         raise _Refused("one cached tensor serves as keys and as values")
     return Reading(call, key, val, computed, keys_out, values_out)
 
@@ -447,7 +432,7 @@ def _check_supported(call: AttentionCall, origin: Origin, shares_cache: bool) ->
 
 
 def _origin(node: fx.Node, outputs: dict[fx.Node, int]) -> Origin:
-    """Follow a key or value back to its cache, and check that heads, tokens and features are those of the cache."""
+    """Follow a key or value back to its cache, and check that heads, tokens and features are the cache's."""
     chain, last_output = list[fx.Node](), None
     attended = node
     while True:
@@ -517,9 +502,7 @@ def _check_heads(attended: fx.Node, grown: fx.Node, chain: list[fx.Node]) -> Non
         _check_takes_all(node, grown, moved.numel() / numbered.numel())
     rows, _, tokens, features = shape
     if moved.shape[-2:] != (tokens, features) or moved.numel() % numbered.numel():
-        raise _Refused(
-            f"keys or values of shape {tuple(value(grown).shape)} are cached, but attention reads other shapes"
-        )
+        raise _Refused(f"keys or values of shape {tuple(value(grown).shape)} are cached, attention reads others")
     groups = moved.numel() // numbered.numel()
     if not torch.equal(moved.reshape(rows, -1, tokens, features), numbered.repeat_interleave(groups, 1)):
         raise _Refused(

@@ -46,10 +46,8 @@ def is_fixed(call: AttentionCall, queries: Mapping[fx.Node, fx.Node], writers: W
         writers: the graph's writes in place.
     """
     query_inputs = _inputs(alias.behind([call.query], reader=call.node, through=queries, writers=writers))
-    attended_inputs = [
-        _inputs(alias.behind([node], reader=call.node, writers=writers)) for node in (call.key, call.value)
-    ]
-    return bool(query_inputs) and all(inputs and query_inputs.isdisjoint(inputs) for inputs in attended_inputs)
+    kv_inputs = [_inputs(alias.behind([node], reader=call.node, writers=writers)) for node in (call.key, call.value)]
+    return bool(query_inputs) and all(inputs and query_inputs.isdisjoint(inputs) for inputs in kv_inputs)
 
 
 def _inputs(nodes: set[fx.Node]) -> set[fx.Node]:

@@ -465,7 +465,7 @@ class _DecompositionReader:
     # -- masks -----------------------------------------------------------------------------------------
 
     def _mask(self, sizes: Any) -> tuple[fx.Node | None, float | None]:
-        """Combine all changes to one mask of four dimensions, and return it with the number that a bool mask fills in.
+        """Combine all changes to one mask of four dimensions; also return the number that a bool mask fills in.
 
         Args:
             sizes: B and Hq.
@@ -491,11 +491,9 @@ class _DecompositionReader:
         """
         if substitutes := self._substitutes(changes, fills):
             changes = [
-                dataclasses.replace(change, number=substitutes[change.number])
-                if isinstance(change, _Filled)
-                else change
-                for change in changes
-                if not isinstance(change, _Floor)
+                dataclasses.replace(c, number=substitutes[c.number]) if isinstance(c, _Filled) else c
+                for c in changes
+                if not isinstance(c, _Floor)
             ]
         dtypes = {change.dtype for change in changes}
         half = dtypes.pop() if len(dtypes) == 1 and dtypes <= _HALF else None
@@ -557,7 +555,7 @@ class _DecompositionReader:
         return change
 
     def _four_dimensional(self, mask: fx.Node, shape: Any, sizes: Any) -> fx.Node:
-        """Return a mask on logits of a shape as [B or 1, Hq or 1, q or 1, S or 1]; `sizes` are B and Hq."""
+        """Return a mask on logits of a shape as [B or 1, Hq or 1, q or 1, S or 1]; sizes: B, Hq."""
         ndim = value(mask).ndim
         if ndim < len(shape):  # aligned from the right, as in any broadcasting
             mask = self._emit(operator.getitem, mask, (*[None] * (len(shape) - ndim), Ellipsis))
@@ -576,7 +574,6 @@ class _DecompositionReader:
         raise _Unreadable(f"a mask of shape {list(value(mask).shape)} does not match the rows and heads of the logits")
 
     def _emit(self, target: Any, *args: Any) -> fx.Node:
-        """Add a node before the softmax."""
         return _emit(self.graph, self.softmax, target, *args)
 
 
@@ -647,7 +644,6 @@ def _sum_operands(node: fx.Node) -> tuple[fx.Node, fx.Node, float]:
 
 
 def _is_maximum(node: fx.Node, logits: fx.Node) -> bool:
-    """Return whether a tensor is the maximum of each row of logits."""
     while known_name(node) in ("detach", "contiguous"):
         node = _tensor(node.args[0])
     if known_name(node) == "getitem" and node.args[1] == 0 and known_name(_node(node.args[0])) == "max":
@@ -666,15 +662,11 @@ def _only_hide(changes: list[_Change]) -> bool:
 
 
 def _may_hide(mask: fx.Node) -> bool:
-    """Return whether a bias may be a mask: computed with a large number, or from an input as large as attention."""
+    """Return whether a bias may be a mask: made with a large number, or from an input of attention's size."""
     sizes = [node for node in mask.graph.nodes if walk.is_size(node) or isinstance(value(node), torch.Size)]
-    computed_from = walk.ancestors(mask, sizes)
-    has_large = any(
-        abs(leaf) >= -HIDDEN for node in computed_from for leaf in op_table.leaves(node) if _is_number(leaf)
-    )
-    return has_large or any(
-        node.op == "placeholder" and is_tensor(node) and value(node).ndim > 2 for node in computed_from
-    )
+    sources = walk.ancestors(mask, sizes)
+    has_large = any(abs(leaf) >= -HIDDEN for node in sources for leaf in op_table.leaves(node) if _is_number(leaf))
+    return has_large or any(node.op == "placeholder" and is_tensor(node) and value(node).ndim > 2 for node in sources)
 
 
 def _unexpanded(mask: fx.Node) -> fx.Node:

@@ -28,9 +28,7 @@ WHAT_TO_DO = (
     "process (transformers: DistributedConfig(tp_size=...) that divides them), or take a policy that looks at "
     "positions alone: streaming, window or full"
 )
-NOT_DECLARED = (
-    "and the policy's class does not declare by `spreads` that it reads the others through kvpass.policies.heads"
-)
+NOT_DECLARED = "and the policy's class does not declare in `spreads` that it reads heads of other processes"
 _SAME_WEIGHT = frozenset({"to_local", "detach", "to", "float", "contiguous", "t", "transpose", "permute"})
 
 
@@ -90,7 +88,6 @@ def _check_alike(sites: list[AttentionSite], found: list[HeadSharding | None], p
 def _check_support(
     site: AttentionSite, spread: HeadSharding | None, policy: Policy, declared: str, supports_shards: bool
 ) -> None:
-    """Check that the policy and the cache support sharded heads."""
     if declared == "never" and spread is not None:
         share = f"each has {spread.heads // spread.ranks} of {spread.heads} KV heads"
         raise _refused(site, policy, f"{share}, {NOT_DECLARED}")
@@ -132,12 +129,10 @@ def _describe(origins: frozenset[_ShardOrigin]) -> str:
 
 
 def _sharding(site: AttentionSite, mesh: Any) -> HeadSharding | None:
-    ranks, local_heads = mesh.size(), int(value(site.grown_key).shape[1])
+    ranks, heads = mesh.size(), int(value(site.grown_key).shape[1])
     if ranks == 1:
         return None
-    return HeadSharding(
-        mesh.get_local_rank() * local_heads, ranks * local_heads, ranks, str(mesh.get_group().group_name)
-    )
+    return HeadSharding(mesh.get_local_rank() * heads, ranks * heads, ranks, str(mesh.get_group().group_name))
 
 
 def _communication(graph: fx.Graph) -> str:
@@ -159,9 +154,7 @@ def _origins(node: fx.Node) -> frozenset[_ShardOrigin]:
         visited.add(current)
         origin = _origin(current)
         if origin is None:
-            todo.extend(
-                parent for parent in current.all_input_nodes if not (walk.is_size(parent) or _is_vector(parent))
-            )
+            todo.extend(p for p in current.all_input_nodes if not (walk.is_size(p) or _is_vector(p)))
         else:
             found.add(origin)
     projections = {origin for origin in found if origin.kind != "input"}
@@ -183,14 +176,8 @@ def _origin(node: fx.Node) -> _ShardOrigin | None:
     if walk.name_of(node) == "to_local":
         return _of_dtensor(node.all_input_nodes[0])
     weights = [weight for weight in map(_weight, node.all_input_nodes) if weight and value(weight).ndim > 1]
-    origins = {_of_weight(node, weight) for weight in weights}
-    return (
-        None
-        if not origins
-        else origins.pop()
-        if len(origins) == 1
-        else _ShardOrigin("else", what="several weights at once")
-    )
+    found = {_of_weight(node, weight) for weight in weights}
+    return None if not found else found.pop() if len(found) == 1 else _ShardOrigin("else", what="several weights")
 
 
 def _weight(node: fx.Node) -> fx.Node | None:
@@ -207,7 +194,7 @@ def _of_dtensor(node: fx.Node) -> _ShardOrigin:
         producer = producer.all_input_nodes[0]
     if _is_whole(placement):
         return _ShardOrigin("whole", what="weights that are replicated")
-    if walk.name_of(producer) == "linear" and _is_sharded_by(placement, value(node).ndim - 1, value(node)):
+    if walk.name_of(producer) == "linear" and _is_sharded(placement, value(node).ndim - 1, value(node)):
         return _ShardOrigin("rows", placement[0], "weights that are sharded by rows")
     return _ShardOrigin("else", what=f"a DTensor with placements {list(placement[1]) if placement else 'none'}")
 
@@ -219,16 +206,12 @@ def _of_weight(node: fx.Node, weight: fx.Node) -> _ShardOrigin:
         return _ShardOrigin("plain", what="plain weights")
     if _is_whole(placement):
         return _ShardOrigin("whole", what="weights that are replicated")
-    if (
-        walk.name_of(node) == "linear"
-        and _is_local_part(node.args[1], weight)
-        and _is_sharded_by(placement, 0, value(weight))
-    ):
+    if walk.name_of(node) == "linear" and _is_local(node.args[1], weight) and _is_sharded(placement, 0, value(weight)):
         return _ShardOrigin("rows", placement[0], "weights that are sharded by rows")
     return _ShardOrigin("else", what=f"weights of {tuple(value(weight).shape)} with placements {list(placement[1])}")
 
 
-def _is_local_part(node: Any, weight: fx.Node) -> bool:
+def _is_local(node: Any, weight: fx.Node) -> bool:
     """Return whether a node is the local part of a weight, unchanged."""
     return isinstance(node, fx.Node) and walk.name_of(node) == "to_local" and node.all_input_nodes == [weight]
 
@@ -246,7 +229,7 @@ def _is_whole(placement: tuple[Any, tuple[Any, ...]]) -> bool:
     return bool(placement) and all(type(part) is Replicate for part in placement[1])
 
 
-def _is_sharded_by(placement: tuple[Any, tuple[Any, ...]], dim: int, tensor: Any) -> bool:
+def _is_sharded(placement: tuple[Any, tuple[Any, ...]], dim: int, tensor: Any) -> bool:
     """Return whether a DTensor is sharded along a dimension over a mesh of one dimension, in parts of equal size."""
     from torch.distributed.tensor import Shard
 

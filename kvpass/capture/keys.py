@@ -136,7 +136,7 @@ class KeyAxis:
     # -- lookups -------------------------------------------------------------------------------------------------------
 
     def _look_up(self, node: fx.Node, base: fx.Node, index_of_dim: dict[int, object]) -> Followed | None:
-        """Follow a lookup, by an index that follows the keys or of each key's own entry; None if it is neither."""
+        """Follow a lookup by an index that follows the keys, or of each key's own entry; else return None."""
         indices = {index for index in index_of_dim.values() if isinstance(index, fx.Node) and is_tensor(index)}
         following = {index: self.of(index).axis for index in indices if self.of(index).way not in ("free", "plain")}
         if any(axis is None for axis in following.values()):

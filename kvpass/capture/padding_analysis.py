@@ -42,11 +42,11 @@ class TensorBounds:
 
 
 def hiding_inputs(gm: fx.GraphModule, mask: fx.Node | None, step: bool) -> list[fx.Node]:
-    """Return the inputs [B, S], [1, S] or [S] in which a zero hides its token in a mask [..., S].
+    """Return the inputs [B, S], [1, S] or [S] in which a zero hides its token in a mask.
 
     Args:
         gm: the canonical graph.
-        mask: the mask of an attention call, or None.
+        mask: the mask [..., S] of an attention call, or None.
         step: whether the graph continues a cache.
     """
     if mask is None:
@@ -72,7 +72,6 @@ def padding_inputs(gm: fx.GraphModule, masks: list[fx.Node | None], step: bool) 
 
 
 def _is_candidate(node: fx.Node) -> bool:
-    """Return whether a node is an input of one or two dimensions and no parameter."""
     if node.op != "placeholder" or not is_tensor(node) or isinstance(value(node), torch.nn.Parameter):
         return False
     return value(node).ndim in (1, 2)
@@ -112,7 +111,6 @@ def _indices(order: list[fx.Node]) -> set[fx.Node]:
 
 
 def _anything(node: fx.Node) -> Interval:
-    """Return the bounds of a tensor of which only the dtype is known."""
     tensor = value(node)
     if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.bool:
         return (0.0, 1.0)
@@ -149,7 +147,6 @@ def _is_zero(argument: Any) -> bool:
 
 
 def _evaluate(node: fx.Node, known: dict[fx.Node, TensorBounds], index_axes: dict[fx.Node, int]) -> TensorBounds:
-    """Return the bounds of a node's result from those of its operands."""
     anything = _anything(node)
     constant = _constant(node)
     if constant is not None:

@@ -19,7 +19,7 @@ from kvpass.torch_private import dynamo
 
 QUERY_ROTATED_BY_OTHERS = "the query is not rotated by the positions that rotate the key"
 KEY_ROTATED_BY_OTHERS = (
-    "a key is not proven to be rotated by its own position alone: its angles may follow from other tokens"
+    "a key is not proven to be rotated by its own position alone: angles may follow from other tokens"
 )
 ROWS_SHARE_POSITIONS = "the rows of a batch, which may be padded differently, count their tokens in one vector"
 
@@ -85,9 +85,7 @@ def find_rotary(gm: fx.GraphModule, site: AttentionSite) -> Rotary | None:
     computed_from = ancestors(site.key, stop=ends)
     shape = [expr(size) for size in value(site.key).shape]
     candidates = [
-        node
-        for node in computed_from
-        if is_tensor(node) and node is not site.key and [expr(size) for size in value(node).shape] == shape
+        n for n in computed_from if is_tensor(n) and n is not site.key and [expr(s) for s in value(n).shape] == shape
     ]
     for raw in sorted(candidates, key=order.__getitem__, reverse=True):
         since_raw = ancestors(site.key, stop={raw, *ends})

@@ -89,9 +89,7 @@ class AttentionSite:
     def moved(self, copies: dict[fx.Node, fx.Node]) -> AttentionSite:
         """Return this site in a copy of the graph, by the copy of each node."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        copied: dict[str, Any] = {
-            name: copies[field] if isinstance(field, fx.Node) else field for name, field in fields.items()
-        }
+        copied: dict[str, Any] = {name: copies[v] if isinstance(v, fx.Node) else v for name, v in fields.items()}
         copied["computed"] = self.computed and (copies[self.computed[0]], copies[self.computed[1]])
         copied["shared_by"] = tuple(site.moved(copies) for site in self.shared_by)
         return AttentionSite(**copied)
@@ -119,9 +117,7 @@ def sites(graph: fx.Graph) -> list[AttentionSite]:
 def _site(call: fx.Node, outputs: dict[fx.Node, int], calls: list[fx.Node]) -> AttentionSite:
     args = arguments(call)
     attended = (args["key"], args["value"])
-    grown = (
-        attended if all(node.target is APPEND for node in attended) else _source_caches(call, attended, outputs, calls)
-    )
+    grown = attended if all(node.target is APPEND for node in attended) else _sources(call, attended, outputs, calls)
     reads_cache = grown == attended and not (args["mask"] and _mask_reads_cache(args["mask"], grown, calls))
     (past_key, key), (past_value, val) = grown[0].args, grown[1].args
     (keys_out, window), (values_out, _) = (stored(node, outputs) or (-1, None) for node in grown)
@@ -142,7 +138,7 @@ def arguments(call: fx.Node) -> dict[str, Any]:
     return defaults | dict(zip(names, call.args, strict=False)) | call.kwargs
 
 
-def _source_caches(
+def _sources(
     call: fx.Node, attended: tuple[fx.Node, fx.Node], outputs: dict[fx.Node, int], calls: list[fx.Node]
 ) -> tuple[fx.Node, fx.Node]:
     """Return the two caches that keys and values are computed from, in the order in which the graph grows them."""
@@ -166,7 +162,7 @@ def _log_sum_exp(call: fx.Node, args: dict[str, Any]) -> fx.Node | None:
 
 
 def stored(grown: fx.Node, outputs: dict[fx.Node, int]) -> tuple[int, int | None] | None:
-    """Return the output index of a grown cache, and the number of last tokens stored there (None for all), or None."""
+    """Return a cache's output index and the number of last tokens stored (None for all), or None without an output."""
     if grown in outputs:
         return outputs[grown], None
     for user in grown.users:

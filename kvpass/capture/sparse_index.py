@@ -1,4 +1,4 @@
-"""Read sparse indices: masks that let each query see the keys of highest score in a small attention of their own.
+"""Read sparse indices: masks that let each query see the keys of highest score in a small attention.
 
 While there are no more keys than such a mask selects, it hides nothing.  A layer with at most that many slots is
 rewritten as if all keys were selected, and the scoring keys, which the model caches as a third tensor, are dropped.
@@ -92,7 +92,7 @@ def _read(node: fx.Node) -> SparseIndex | None:
 
 
 def _selection_limit(topk: fx.Node) -> int | None:
-    """Return the number of keys that a topk selects at most, 0 if it is unknown, None if it is the number of keys."""
+    """Return how many keys a topk selects at most: 0 if unknown, None if it selects all."""
     count, keys = expr(topk.args[1] if len(topk.args) > 1 else topk.kwargs["k"]), expr(value(topk.args[0]).shape[-1])  # type: ignore[arg-type]
     if count == keys:
         return None

@@ -94,7 +94,5 @@ def _is_longer(node: fx.Node, past: fx.Node) -> bool:
     shape, past_shape = value(node).shape, value(past).shape
     if len(shape) != len(past_shape):
         return False
-    differences = [
-        sympy.simplify(expr(a) - expr(b)) for a, b in zip(shape, past_shape, strict=True) if expr(a) != expr(b)
-    ]
-    return len(differences) == 1 and not bool(differences[0].is_negative)
+    diffs = [sympy.simplify(expr(a) - expr(b)) for a, b in zip(shape, past_shape, strict=True) if expr(a) != expr(b)]
+    return len(diffs) == 1 and not bool(diffs[0].is_negative)

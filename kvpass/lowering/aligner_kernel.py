@@ -48,7 +48,7 @@ def product(coarse, fine, weight, total, EXACT: tl.constexpr):
 
 
 @triton.jit
-def add_input_product(
+def add_inputs(
     hidden,  # [BLOCK, FIRST]
     rows,  # one row of the batch: [H, C, D] by strides
     weight,  # [H * D, H1]
@@ -172,10 +172,8 @@ def repair(
     hidden = tl.load(from_made + m[:, None] * H1 + h[None, :], mask=known, other=0.0)
     hidden += tl.load(from_rank + r[:, None] * H1 + h[None, :], mask=known, other=0.0)
     keys, values = key + row * key_row, value + row * value_row
-    hidden = add_input_product(hidden, keys, on_key, c, in_range, key_head, key_slot, HEADS, D, H1, FIRST, KEY_STEP)
-    hidden = add_input_product(
-        hidden, values, on_value, c, in_range, value_head, value_slot, HEADS, DV, H1, FIRST, VALUE_STEP
-    )
+    hidden = add_inputs(hidden, keys, on_key, c, in_range, key_head, key_slot, HEADS, D, H1, FIRST, KEY_STEP)
+    hidden = add_inputs(hidden, values, on_value, c, in_range, value_head, value_slot, HEADS, DV, H1, FIRST, VALUE_STEP)
     within = (h < H1)[:, None] & (s < H2)[None, :]
     w = tl.load(inner + h[:, None] * H2 + s[None, :], mask=within, other=0.0)
     coarse, fine = split_tf32(tl.maximum(hidden, 0.0))

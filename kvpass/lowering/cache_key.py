@@ -1,5 +1,4 @@
-"""Compute the part of a compile cache key that Inductor does not know: the sources of lowering and the graph's
-constants.
+"""Compute what Inductor's cache key lacks: a digest of the sources of lowering and of the graph's constants.
 
 Inductor's caches read the graph and torch's version.  Without this digest they could return code that was compiled
 before an edit of a lowering.  For a constant tensor, the outermost of them reads shape and dtype only.

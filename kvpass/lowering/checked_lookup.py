@@ -68,14 +68,9 @@ def _lookup(node: fx.Node) -> tuple[fx.Node, fx.Node, int] | None:
         (table, (index,)), least = args, -1
     else:
         return None
-    table_value = table.meta["val"]
-    rows = table_value.shape[0]
-    is_checked = (
-        table_value.is_floating_point()
-        and table_value.device.type == "cpu"
-        and table_value.ndim <= 2
-        and isinstance(rows, int)
-    )
+    val = table.meta["val"]
+    rows = val.shape[0]
+    is_checked = val.is_floating_point() and val.device.type == "cpu" and val.ndim <= 2 and isinstance(rows, int)
     if not is_checked or index is None or index.meta["val"].dtype not in (torch.int32, torch.int64):
         return None
     return table, index, least * rows

@@ -1,4 +1,4 @@
-"""Express rotary embeddings in the form that a kernel can apply: each number of a key is mixed with one other.
+"""Express rotary embeddings as kernels can apply them: each number of a key is mixed with one other.
 
 kvpass has no formula of a rotary embedding; it cuts out the model's own code.  All embeddings are linear in the key and
 mix numbers in pairs (Su et al., 2021, https://arxiv.org/abs/2104.09864, section 3.2.2).  Rotating unit vectors once

@@ -220,9 +220,7 @@ def _replace_batch(graph: fx.Graph, node: fx.Node) -> None:
     with graph.inserting_before(node):
         stored, upcast = _buffered(graph, rows), _as(graph, matrix, torch.float32)
         columns = _columns(graph, upcast, column_parts(rows.meta["val"], matrix.meta["val"]))
-        row_products = [
-            _multiply_row(graph, stored, row_index, columns) for row_index in range(rows.meta["val"].shape[1])
-        ]
+        row_products = [_multiply_row(graph, stored, r, columns) for r in range(rows.meta["val"].shape[1])]
         result = _as(graph, call_aten(graph, aten.cat.default, row_products, 1), node.meta["val"].dtype)
     node.replace_all_uses_with(result)
     graph.erase_node(node)
@@ -263,7 +261,7 @@ def _replace(graph: fx.Graph, node: fx.Node, stored: dict[fx.Node, fx.Node], pro
 
 
 def _buffered(graph: fx.Graph, rows: fx.Node) -> fx.Node:
-    """Copy rows [..., R, K] as float32 to their own buffer, so that their inputs are computed once and not per column.
+    """Copy rows [..., R, K] as float32 to a buffer, so that their inputs are not computed anew per column.
 
     The multiplication by one serves rows that are views of a larger tensor.
     """
@@ -299,7 +297,7 @@ def _multiply(graph: fx.Graph, rows: fx.Node, columns: list[fx.Node]) -> fx.Node
     Sums of one length share a loop.
     """
     count = rows.meta["val"].shape[0]
-    sums = [_sum(graph, _row(graph, rows, row_index), part) for row_index in range(count) for part in columns]
+    sums = [_sum(graph, _row(graph, rows, r), part) for r in range(count) for part in columns]
     joined = call_aten(graph, aten.cat.default, sums)
     return call_aten(graph, aten.view.default, joined, [count, joined.meta["val"].shape[0] // count])
 

@@ -1,4 +1,4 @@
-"""Define the reference of one attention layer: a list of tokens for each row and KV head, as in the papers."""
+"""Define the reference of one attention layer: lists of tokens for each row and KV head, as in the papers."""
 
 from __future__ import annotations
 
@@ -177,9 +177,7 @@ class ReferenceLayer:
         """Bytes of the cached keys and values."""
         layout = self.layout
         row = sum(
-            count * dtype.itemsize
-            for row_format in (layout.key_format, layout.value_format)
-            for count, dtype in row_format.layout()
+            count * dtype.itemsize for f in (layout.key_format, layout.value_format) for count, dtype in f.layout()
         )
         return sum(len(token.key) * row for streams in self.streams for stream in streams for token in stream.tokens)
 
@@ -303,7 +301,6 @@ class ReferenceLayer:
         return slice(heads.start * group, heads.stop * group)
 
     def _heads(self, group: int) -> slice:
-        """Return the KV heads of a stream."""
         return slice(0, self.layout.heads) if self.layout.groups == 1 else slice(group, group + 1)
 
     def _padded(self, lists: list[list[list[int]]]) -> Tensor:

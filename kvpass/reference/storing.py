@@ -28,7 +28,7 @@ def _rounded(row: Tensor, width: str) -> Tensor:
 
 
 def _hadamard(row: Tensor) -> Tensor:
-    """Transform a row by sums and differences of numbers at distances 1, 2, 4, ..., while 2 * distance divides D."""
+    """Transform a row by sums and differences of numbers at distances 1, 2, 4, ... that divide half of D."""
     transformed, distance = row.double(), 1
     while row.shape[-1] % (2 * distance) == 0:
         left, right = torch.unflatten(transformed, -1, (-1, 2, distance)).unbind(-2)
@@ -39,7 +39,7 @@ def _hadamard(row: Tensor) -> Tensor:
 
 
 def group_size(dim: int) -> int:
-    """Return how many numbers share a scale in four bits: 32, else half of the row; a short row is one group."""
+    """Return how many numbers share a scale in four bits: 32, else half of a row, or a short row."""
     half = dim // 2
     return GROUP if half % GROUP == 0 else half if half >= GROUP else dim
 

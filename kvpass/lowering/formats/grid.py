@@ -71,7 +71,7 @@ def summed_over_rows(probs: Sequence[Tensor], sections: Sequence[Tensor]) -> Ten
     Each section has its own probabilities.  Blocks of rows are summed in parallel, as many as there are registers for.
     No block is so long that a compiler uses a cascade sum.
     """
-    probs, (count, length) = [materialized(prob) for prob in probs], probs[0].shape[2:]
+    probs, (count, length) = [materialized(p) for p in probs], probs[0].shape[2:]
     blocks = max(MOST_SUMS // (count * len(sections)), -(-length // LONGEST_SUM), 1)
     size = max(1, length // blocks)
     even = length // size * size
@@ -79,7 +79,7 @@ def summed_over_rows(probs: Sequence[Tensor], sections: Sequence[Tensor]) -> Ten
     slices += [slice(even, length)] if even < length else []
     pairs = list(zip(probs, sections, strict=True))
     sums = [
-        torch.cat([_sum_in_blocks(prob[:, :, r, :, None], section, slices) for prob, section in pairs], -1)
+        torch.cat([_sum_in_blocks(p[:, :, r, :, None], section, slices) for p, section in pairs], -1)
         for r in range(count)
     ]
     return torch.stack(sums, 2)

@@ -120,8 +120,9 @@ def products(query: Tensor, groups: Sequence[WordGroup]) -> Tensor:
 
 
 def _products(query: Tensor, group: WordGroup) -> Tensor:
-    """Multiply queries [B, H, R, size] with a group of keys, [B, H, R, N]: sum of scale * (query * code + query *
-    zero).
+    """Multiply queries [B, H, R, size] with a group of keys: [B, H, R, N].
+
+    The product is the sum of scale * (query * code + query * zero).
     """
     query_parts = group.divided(query)  # [B, H, R, d] each
     pairs = [

@@ -86,11 +86,7 @@ class _SegmentKinds:
     ) -> None:
         self.parts, self.patches, self.alike = parts, patches, alike
         self.values: dict[fx.Node, Any] = dict(zip(walk.placeholders(gm.graph), parts.examples, strict=True))
-        self._sizes = {
-            symbolic_shapes.expression(value): node
-            for node, value in self.values.items()
-            if isinstance(value, torch.SymInt)
-        }
+        self._sizes = {symbolic_shapes.expression(v): n for n, v in self.values.items() if isinstance(v, torch.SymInt)}
         self._known: dict[Any, tuple[inductor.Boxed, list[Any], set[Any]]] = {}
 
     def run_of(self, segment: Segment) -> tuple[Segment, inductor.Boxed] | None:
@@ -151,24 +147,22 @@ def _linked(gm: fx.GraphModule, program: list[tuple[Segment, inductor.Boxed]]) -
     names.update((node, f"v{number}") for number, node in enumerate(results))
     runs = {id(run): run for _, run in program}  # not all of them are hashable
     function_names = {key: f"run_{number}" for number, key in enumerate(runs)}
-    last_reader = {node: number for number, (segment, _) in enumerate(program) for node in segment.operands}
+    last_use = {node: number for number, (segment, _) in enumerate(program) for node in segment.operands}
     kept = inputs.union(out for out in outputs if isinstance(out, fx.Node))
     lines = []
     for number, (segment, run) in enumerate(program):
         lines.append(f"given = [{_comma_list(names[node] for node in segment.operands)}]")
-        lines += _deletions(
-            names[node] for node in segment.operands if last_reader[node] == number and node not in kept
-        )
+        lines += _delete(names[node] for node in segment.operands if last_use[node] == number and node not in kept)
         assignment = f"{_comma_list(names[node] for node in segment.returned)} = " if segment.results else ""
         lines.append(f"{assignment}{function_names[id(run)]}(given)")
-        lines += _deletions(names[node] for node in segment.returned if node not in last_reader and node not in kept)
+        lines += _delete(names[node] for node in segment.returned if node not in last_use and node not in kept)
     lines.append(f"return ({_comma_list(names[out] if isinstance(out, fx.Node) else repr(out) for out in outputs)})")
     scope: dict[str, Any] = {name: runs[key] for key, name in function_names.items()}
     exec("def call(*a):\n    " + "\n    ".join(lines), scope)
     return _without_modes(scope["call"])
 
 
-def _deletions(names: Iterable[str]) -> list[str]:
+def _delete(names: Iterable[str]) -> list[str]:
     deleted = ", ".join(names)
     return [f"del {deleted}"] if deleted else []
 

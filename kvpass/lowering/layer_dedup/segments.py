@@ -109,17 +109,10 @@ def _target(node: fx.Node) -> Any:
     """Return the target of a node; for a constant its contents, for any other attribute the object's identity."""
     if node.op != "get_attr":
         return node.target
-    attribute = operator.attrgetter(str(node.target))(node.graph.owning_module)
-    if type(attribute) is not torch.Tensor:
-        return ("held", id(attribute))
-    return (
-        "constant",
-        attribute.dtype,
-        attribute.device,
-        tuple(attribute.shape),
-        attribute.stride(),
-        tensor_bytes(attribute),
-    )
+    attr = operator.attrgetter(str(node.target))(node.graph.owning_module)
+    if type(attr) is not torch.Tensor:
+        return ("held", id(attr))
+    return ("constant", attr.dtype, attr.device, tuple(attr.shape), attr.stride(), tensor_bytes(attr))
 
 
 def _arguments_text(node: fx.Node, reference: Callable[[fx.Node], tuple[str, int]]) -> str:

@@ -126,10 +126,8 @@ class OperatorCall:
         self.args, self.kwargs = fx.node.map_aggregate((self.args, self.kwargs), lookup)
 
     def run(self, memory: MemoryMap) -> None:
-        args = [self._looked_up(memory, argument) for argument in self.args]
-        results = self.function(
-            *args, **{name: self._looked_up(memory, argument) for name, argument in self.kwargs.items()}
-        )
+        args = [self._looked_up(memory, arg) for arg in self.args]
+        results = self.function(*args, **{name: self._looked_up(memory, arg) for name, arg in self.kwargs.items()})
         for base, result in zip(self.outputs, _tensors(results), strict=True) if self.outputs else ():
             memory.put(base, result)
 

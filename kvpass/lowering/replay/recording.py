@@ -68,7 +68,6 @@ class _Recording:
         self._allocator = generated_code.allocator()
 
     def _register_storage(self, base: int, tensor: Tensor) -> None:
-        """Register a base by its storage."""
         self._in_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append((base, tensor))
 
     def _new_base(self, tensor: Tensor) -> int:
@@ -137,7 +136,7 @@ class _Recording:
         return (NO_BASE, arg) if type(arg) is int else None
 
     def view_of(self, tensor: Tensor) -> ArgumentView | None:
-        """Return a tensor as a view of the base that holds its memory, or None if several bases may hold it."""
+        """Return a tensor as a view of the base that holds its memory; None if several bases may."""
         base = self._base_of.get(id(tensor))
         if base is not None:
             return ArgumentView.in_base(base, 0, tensor)
@@ -214,7 +213,6 @@ class _Recording:
 
 
 def _address(library: str) -> int:
-    """Return the address of a generated kernel's machine code."""
     kernel = getattr(ctypes.CDLL(library), generated_code.KERNEL)
     address = ctypes.cast(kernel, ctypes.c_void_p).value
     assert address is not None
