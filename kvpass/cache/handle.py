@@ -119,7 +119,7 @@ class LayerCache:
 
     Attributes:
         backend: the backend that made the cache; a backend of other settings refuses it.
-        number: increases from layer to layer of a conversation, in the order of the prompt's layers, and with copies.
+        number: increases from layer to layer of a conversation in the order of the prompt's layers, also in copies.
         layout, slots: the buffers; `slots` is a ReferenceLayer with `inner="reference"`.
         seen: tokens seen, padding included; the host's copy of `slots.length`.
         heads: the KV heads of the model's cache; if keys are computed from the cache, the layout joins them to one.

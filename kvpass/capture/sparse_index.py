@@ -26,7 +26,7 @@ class SparseIndex:
         node: the mask of selected keys, a number scattered to their indices.
         number: the mask's value at a selected key.
         topk: the topk that selects.
-        limit: the number of keys that it selects at most; None if the graph serves one length only.
+        limit: the number of keys that it selects at most; None if it selects all keys of this graph.
     """
 
     node: fx.Node
