@@ -37,14 +37,14 @@ class _RowSelection:
         operation, argument: the selection of rows.
         seen: tokens seen at the selection.
         part: the part that was selected first.
-        made: the cache with the selected rows.
+        result: the cache with the selected rows.
     """
 
     operation: str
     argument: Any
     seen: int
     part: Part
-    made: weakref.ref[LayerCache]
+    result: weakref.ref[LayerCache]
 
     def serves(self, operation: str, argument: Any, seen: int, part: Part) -> bool:
         """Return whether the other part of K and V makes the same selection."""
@@ -75,13 +75,13 @@ class _Cropped:
 
     Attributes:
         tokens: the number of cropped tokens.
-        left: the part of K and V that is still to be cropped.
-        made: the cache that continues, on the same slots.
+        remaining_part: the part of K and V that is still to be cropped.
+        result: the cache that continues, on the same slots.
     """
 
     tokens: int
-    left: Part | None
-    made: LayerCache
+    remaining_part: Part | None
+    result: LayerCache
 
 
 class DeferredChecks:
@@ -185,15 +185,15 @@ class LayerCache:
             part: the part whose rows are selected.
             apply: the selection as a function of batch-first tensors.
         """
-        self._picked = [picked for picked in self._picked if picked.made() is not None]
+        self._picked = [picked for picked in self._picked if picked.result() is not None]
         for i, picked in enumerate(self._picked):
-            made = picked.made()
-            if made is not None and picked.serves(operation, argument, self.seen, part):
+            result = picked.result()
+            if result is not None and picked.serves(operation, argument, self.seen, part):
                 del self._picked[i]
-                return made
-        made = self.rebuilt(operation, apply)
-        self._picked.append(_RowSelection(operation, _copy_of_lists(argument), self.seen, part, weakref.ref(made)))
-        return made
+                return result
+        result = self.rebuilt(operation, apply)
+        self._picked.append(_RowSelection(operation, _copy_of_lists(argument), self.seen, part, weakref.ref(result)))
+        return result
 
     def crop(self, tokens: int, part: Part) -> LayerCache:
         """Return the cache without its last tokens.  The same crop of K and then of V gives one cache.
@@ -202,14 +202,18 @@ class LayerCache:
             CacheHandleError: so many tokens cannot be cropped.
         """
         done = self.cropped
-        if done is not None and (done.tokens, done.left, done.made.seen) == (tokens, part, self.seen - tokens):
-            self.cropped = dataclasses.replace(done, left=None)
-            return done.made
+        if done is not None and (done.tokens, done.remaining_part, done.result.seen) == (
+            tokens,
+            part,
+            self.seen - tokens,
+        ):
+            self.cropped = dataclasses.replace(done, remaining_part=None)
+            return done.result
         _check_usable(self)
         history.check(self.calls, tokens, self.backend.crop)
-        made = self._without(tokens)
-        self.cropped, self.calls = _Cropped(tokens, "values" if part == "keys" else "keys", made), ()
-        return made
+        shorter = self._without(tokens)
+        self.cropped, self.calls = _Cropped(tokens, "values" if part == "keys" else "keys", shorter), ()
+        return shorter
 
     def _without(self, tokens: int) -> LayerCache:
         """Return the cache without its last tokens, by undoing calls."""
@@ -219,8 +223,8 @@ class LayerCache:
             *earlier, last = calls
             cache, calls = last.before(cache), tuple(earlier)
             if last.new > tokens and last.repeat is not None:
-                made: LayerCache = last.repeat.first(cache, last.new - tokens)
-                return dataclasses.replace(made, calls=(*calls, *made.calls), _picked=[])
+                shorter: LayerCache = last.repeat.first(cache, last.new - tokens)
+                return dataclasses.replace(shorter, calls=(*calls, *shorter.calls), _picked=[])
             tokens -= last.new
         return dataclasses.replace(cache, calls=calls, _picked=[])
 

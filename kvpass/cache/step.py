@@ -89,7 +89,7 @@ class Site:
         Args:
             slots: the slots that the queries attend to.
             valid: bool [B, q], false for padding.
-            bias: the dtype of an additive mask, None for a bool mask.
+            bias: the dtype of the mask's bias, None without one.
         """
         if (
             self.mask is None

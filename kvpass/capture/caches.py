@@ -135,7 +135,7 @@ _NO_ATTENTION = (
 
 
 def _next_unread_softmax(update: fx.Node, unread: list[UnreadSoftmax]) -> str:
-    following = next((softmax for softmax in unread if update in ancestors(softmax.softmax)), None)
+    following = next((each for each in unread if update in ancestors(each.softmax)), None)
     return f"; the next softmax is not read as attention, for {following}" if following else ""
 
 

@@ -129,16 +129,18 @@ class _Broadcaster:
         if not (op_table.is_pointwise(node) or makes_scalar) or not all(map(_is_scalar, unmapped)):
             raise _NotBroadcastable
         with self.graph.inserting_before(node):
-            made = self.graph.node_copy(node, lambda each: self.mapped.get(each, each))
-        made.meta["example_value"] = op_table.run_on(made, {each: value(each) for each in made.all_input_nodes})
-        return made
+            replacement = self.graph.node_copy(node, lambda each: self.mapped.get(each, each))
+        replacement.meta["example_value"] = op_table.run_on(
+            replacement, {each: value(each) for each in replacement.all_input_nodes}
+        )
+        return replacement
 
     def _emit(self, node: fx.Node, target: Any, *args: Any) -> fx.Node:
         with self.graph.inserting_before(node):
-            made = self.graph.call_function(target, args)
-        known = fx.map_arg(args, value)
-        made.meta.update(example_value=target(*known), stack_trace=node.meta.get("stack_trace"))
-        return made
+            emitted = self.graph.call_function(target, args)
+        values = fx.map_arg(args, value)
+        emitted.meta.update(example_value=target(*values), stack_trace=node.meta.get("stack_trace"))
+        return emitted
 
 
 _LOOKUPS = (operator.getitem, torch.ops.aten.index, torch.ops.aten.index.Tensor)

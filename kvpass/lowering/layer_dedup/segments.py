@@ -218,8 +218,8 @@ def _cuts(order: list[fx.Node], anchors: Sequence[fx.Node]) -> list[int]:
 def _alive(order: list[fx.Node], index: dict[fx.Node, int], anchors: list[int]) -> list[int]:
     """Return, for each index, how many values are computed before it and read at it or later.
 
-    The graph's output does not count as a reader.  Layers share a value that is alive at two anchors; it counts as alive to
-    the end, so that the last layer is cut like the others.
+    The graph's output does not count as a reader.  Layers share a value that is alive at two anchors; it counts as
+    alive to the end, so that the last layer is cut like the others.
     """
     change = [0] * (len(order) + 2)
     for i, node in enumerate(order):

@@ -149,8 +149,8 @@ class _Recording:
         if not found or not tensor.numel():
             self.kept.append(tensor)  # a constant from before the recording
             return ArgumentView.in_base(NO_BASE, tensor.data_ptr(), tensor)
-        base, whole = found[0]
-        return ArgumentView.in_base(base, tensor.data_ptr() - whole.data_ptr(), tensor)
+        base, first = found[0]
+        return ArgumentView.in_base(base, tensor.data_ptr() - first.data_ptr(), tensor)
 
     def _allocate(self, allocate: Callable[..., Tensor], shape: Any, strides: Any, dtype: torch.dtype) -> Tensor:
         """Allocate memory for the generated code, in an unused block or a new one."""
