@@ -181,8 +181,6 @@ class LayerCache:
         The same selection for the same part again gives a second copy.
 
         Args:
-            operation, argument: the selection, to compare it with others.
-            part: the part whose rows are selected.
             apply: the selection as a function of batch-first tensors.
         """
         self._picked = [picked for picked in self._picked if picked.result() is not None]
@@ -459,11 +457,6 @@ _ACTIONS: dict[str, Callable[..., Any]] = {
 
 def current(value: Any, part: Part, backend: Any) -> LayerCache:
     """Return the layer's cache from the handle that a graph receives for keys or values.
-
-    Args:
-        value: the argument of the graph.
-        part: the part that the graph expects.
-        backend: the backend of the graph.
 
     Raises:
         CacheHandleError: the argument is no handle, or its cache cannot be continued.

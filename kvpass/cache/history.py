@@ -77,12 +77,7 @@ def recorded(calls: Calls, call: PastCall, most: int) -> Calls:
 
 
 def check(calls: Sequence[PastCall], count: int, most: int) -> None:
-    """Check that `count` tokens can be cropped.
-
-    Args:
-        calls: the recorded calls.
-        count: the number of tokens.
-        most: the backend's `crop`.
+    """Check that `count` tokens can be cropped, of at most the backend's `crop`.
 
     Raises:
         CacheHandleError: only fewer can; the message says how many and what to change.

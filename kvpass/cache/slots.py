@@ -286,9 +286,7 @@ def admit(
     the layout's capacity and `into` is None.  Runs once per prompt or turn, uncompiled.
 
     Args:
-        layout: the layout of the slots.
         held: the slots before the chunk, None for a prompt.
-        chunk: the new tokens.
         budgets: for a prompt, the budget of each row, if it differs from the layout's.  The slots store them if the
             layout has `row_budgets`.
         into: slots of the layout's capacity to write to; `held` then stays unchanged.

@@ -87,7 +87,6 @@ class Site:
         here are wider.  That changes no query that sees a key.
 
         Args:
-            slots: the slots that the queries attend to.
             valid: bool [B, q], false for padding.
             bias: the dtype of the mask's bias, None without one.
         """
@@ -138,7 +137,6 @@ def decode_step(
     """Write one token to the free slot, attend, let the policy observe, and free the next slot.
 
     Args:
-        layout, site: the layer and its attention call.
         slots: overwritten in place.
         query: [B, Hq, 1, D]; key: [B, Hkv, 1, D], as stored; value: [B, Hkv, 1, Dv].
         valid: bool [B], false for a row whose token is padding.
@@ -171,7 +169,6 @@ def read_step(
     """Attend to the tokens of an earlier `decode_step`, for a layer that shares its cache.
 
     Args:
-        layout, site: the layer and its attention call.
         slots: K and V after the step, and all other tensors as before it.
         query: [B, Hq, 1, D]; key, value: the step's, [B, Hkv, 1, D] and [B, Hkv, 1, Dv]; valid: bool [B].
     """
@@ -422,7 +419,6 @@ def extend_step(
     """Attend with a chunk of queries to [slots, chunk], under the model's own mask.
 
     Args:
-        layout, site: the layer and its attention call.
         slots: the slots, which stay unchanged.
         query: [B, Hq, q, D]; key: [B, Hkv, q, D], as attention reads it; value: [B, Hkv, q, Dv].
         valid: bool [B, q], false for padding.
@@ -538,7 +534,6 @@ def _with_unknown_outputs(
     """Return a chunk's output [B, Hq, q, Dv] with NaN for the queries whose output is unknown.
 
     Args:
-        site, slots, valid: as of `extend_step`.
         masks: the mask with all biases, and the model's own bias.
     """
     mask, bias = masks

@@ -66,8 +66,6 @@ def attention(
         key, value: [B, H, S, D] and [B, H, S, Dv], where H divides Hq.
         mask: bool or additive, [B or 1, Hq or 1, q or 1, S], or None.
         sink_logit: the logits of the attention sink, [B or 1, Hq, q or 1, 1], or None.
-        scale: the factor on the products of query and key.
-        cap: the bound of the logits, or None.
         causal: query i attends to keys 0 .. i only.
         hidden: the logit of keys that a bool mask hides; None for the one of scaled_dot_product_attention.
         scores, weights, output: in decomposed attention the dtypes of the products of query and key, of logits and

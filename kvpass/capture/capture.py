@@ -53,7 +53,6 @@ def capture(gm: fx.GraphModule, is_handle: Sequence[bool]) -> Capture:
     """Convert a graph to canonical form, in a copy.
 
     Args:
-        gm: Dynamo's graph.
         is_handle: for each placeholder, whether its value is a handle of a kvpass cache.
     """
     copy, _ = fx_nodes.copy_graph_module(gm)

@@ -41,9 +41,7 @@ def is_fixed(call: AttentionCall, queries: Mapping[fx.Node, fx.Node], writers: W
     In later layers a query also depends on earlier attention outputs.  Its tokens are found along the queries of these.
 
     Args:
-        call: the attention call.
         queries: see `queries_of`.
-        writers: the graph's writes in place.
     """
     query_inputs = _inputs(alias.behind([call.query], reader=call.node, through=queries, writers=writers))
     kv_inputs = [_inputs(alias.behind([node], reader=call.node, writers=writers)) for node in (call.key, call.value)]

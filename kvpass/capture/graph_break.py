@@ -21,7 +21,6 @@ def refusal_of(call: AttentionCall, ends: set[fx.Node]) -> str | None:
     output.
 
     Args:
-        call: the attention call.
         ends: the results of all attention calls, at which the search stops.
     """
     if not (_is_input(call.key) and _is_input(call.value)):

@@ -57,8 +57,6 @@ def with_head_sharding(sites: list[AttentionSite], policy: Policy, supports_shar
     """Return the sites of a graph with `spread` set to the sharding of their heads.
 
     Args:
-        sites: the attention calls of the graph.
-        policy: the policy that governs them.
         supports_shards: whether the cache supports a shard of a layer's heads; the eager reference does not.
 
     Raises:

@@ -45,7 +45,6 @@ def hiding_inputs(gm: fx.GraphModule, mask: fx.Node | None, step: bool) -> list[
     """Return the inputs [B, S], [1, S] or [S] in which a zero hides its token in a mask.
 
     Args:
-        gm: the canonical graph.
         mask: the mask [..., S] of an attention call, or None.
         step: whether the graph continues a cache.
     """
@@ -63,7 +62,6 @@ def padding_inputs(gm: fx.GraphModule, masks: list[fx.Node | None], step: bool) 
     """Return the inputs that hide tokens in all masks of the attention calls on one cache.
 
     Args:
-        gm: the canonical graph.
         masks: the mask of each call, at least one.
         step: whether the graph continues a cache.
     """

@@ -75,10 +75,6 @@ def find_rotary(gm: fx.GraphModule, site: AttentionSite) -> Rotary | None:
     """Return the rotary embedding of a site's key, or None if the key does not depend on positions.
 
     `raw` is the latest key from which on everything depends on one tensor of positions and on no hidden states.
-
-    Args:
-        gm: the canonical graph.
-        site: an attention call of the graph.
     """
     order = {node: index for index, node in enumerate(gm.graph.nodes)}
     ends = _boundaries(gm.graph)

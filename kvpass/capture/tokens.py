@@ -16,8 +16,6 @@ def iotas(nodes: Iterable[fx.Node], sizes: shapes.Sizes, window: int | None = No
     """Return the aranges that index the keys, past and new, from zero.
 
     Args:
-        nodes: the nodes to search.
-        sizes: the graph's sizes in terms of the cache's length.
         window: the number of past tokens that the model stores, if it is fewer than the tokens seen.  The key index is
             then an arange of fixed size, shifted by a size that grows.
     """
@@ -41,9 +39,7 @@ def token_inputs(nodes: set[fx.Node], actual: dict[fx.Node, Any], sizes: shapes.
     lookup by key index, or an operation that aligns the dimension with the keys.
 
     Args:
-        nodes: the nodes to search.
         actual: the value of each placeholder in this call.
-        sizes: the graph's sizes in terms of the cache's length.
     """
     found: dict[fx.Node, int] = {}
     for node in nodes:

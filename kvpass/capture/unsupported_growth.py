@@ -30,7 +30,6 @@ def unread(graph: fx.Graph, read: set[int]) -> list[tuple[fx.Node, str]]:
     """Return the outputs that extend an input, each with the reason of the refusal.
 
     Args:
-        graph: the graph.
         read: the output indices of known caches.
     """
     outputs = [node for index, node in enumerate(walk.results(graph)) if index not in read and _holds_states(node)]

@@ -22,9 +22,7 @@ def checked_rows(index: Tensor, least: int, rows: int) -> Tensor:
     """Return row indices of a table with negative ones counted from the end, and check their range.
 
     Args:
-        index: integers.
         least: the lowest index allowed: 0, or -rows if negative indices count from the end.
-        rows: the number of rows.
 
     Raises:
         LookupRangeError: an index is outside of the table.

@@ -74,7 +74,6 @@ def weights_of(rotate: Callable[[Tensor], Tensor], pairs: RotaryPairs, like: Ten
 
     Args:
         rotate: rotates one key [D] by every position, [N, D].
-        pairs: the pairs that the embedding mixes.
         like: a tensor with D numbers, in the dtype and on the device of the keys.
     """
     index = torch.arange(like.shape[-1], device=like.device)

@@ -55,9 +55,6 @@ def format_of(
 
     Args:
         kv_dtype: the user's choice; None for the model's dtype.
-        dim: the numbers of a row.
-        dtype: the model's dtype.
-        keys: whether the rows are keys.
         rotated: whether each row is rotated whenever it is read.
 
     Raises:

@@ -14,7 +14,6 @@ class Sections:
     """A tensor as consecutive sections of its last dimension.
 
     Attributes:
-        tensors: the sections.
         whole: the tensor itself, if it exists without joining the sections.
     """
 

@@ -49,7 +49,6 @@ def compile_deduplicated(
 
     Args:
         gm: a graph without gradients.
-        examples: an example of each argument.
         anchors: one node of each layer.
         patches: returns the Inductor configuration of a part.
         alike: symbols of sizes that share code, so that a guard on one of them applies to all; see

@@ -50,7 +50,6 @@ class Segment:
     """Consecutive nodes of a graph.
 
     Attributes:
-        nodes: the nodes.
         operands: nodes of other segments that the segment reads, in the order of their first use.
         body: equal for segments that compute the same from equal operands.
         results: the indices of the nodes that other segments read.
@@ -150,7 +149,6 @@ def split(gm: fx.GraphModule, anchors: Sequence[fx.Node]) -> list[Segment]:
     """Return the segments of a graph in order; empty if the graph must stay whole.
 
     Args:
-        gm: the graph.
         anchors: one node of each layer.
     """
     order = [node for node in gm.graph.nodes if not _is_outside(node)]
@@ -193,8 +191,6 @@ def _separate_first_layer(order: list[fx.Node], cuts: list[int], known: dict[Any
     The start is 0, with everything before the layer, if the layer equals no other or cannot be separated.
 
     Args:
-        order: the nodes of the graph.
-        cuts: the cuts between layers.
         known: the bodies of other layers, with their lengths.
     """
     shared = _shared_by_layers(order, cuts)

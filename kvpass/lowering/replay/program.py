@@ -181,7 +181,6 @@ class Program:
         """Return the results of the compiled code for these tensors; not thread-safe.
 
         Args:
-            tensors: the tensors among the arguments.
             addresses: the address at which each tensor starts.
         """
         memory = self.memory

@@ -35,7 +35,6 @@ def record(run: inductor.Compiled, arguments: Sequence[Any]) -> tuple[Sequence[A
     """Run compiled code; return its results and a program of the run, or None if no program can be made.
 
     Args:
-        run: the compiled code.
         arguments: its arguments; tensors among them must be plain strided tensors.
     """
     recording = _Recording([argument for argument in arguments if isinstance(argument, Tensor)])
