@@ -75,12 +75,12 @@ class _Cropped:
 
     Attributes:
         tokens: the number of cropped tokens.
-        remaining_part: the part of K and V that is still to be cropped.
+        left: the part of K and V that is still to be cropped.
         result: the cache that continues, on the same slots.
     """
 
     tokens: int
-    remaining_part: Part | None
+    left: Part | None
     result: LayerCache
 
 
@@ -199,14 +199,10 @@ class LayerCache:
         Raises:
             CacheHandleError: so many tokens cannot be cropped.
         """
-        done = self.cropped
-        if done is not None and (done.tokens, done.remaining_part, done.result.seen) == (
-            tokens,
-            part,
-            self.seen - tokens,
-        ):
-            self.cropped = dataclasses.replace(done, remaining_part=None)
-            return done.result
+        last = self.cropped
+        if last is not None and (last.tokens, last.left, last.result.seen) == (tokens, part, self.seen - tokens):
+            self.cropped = dataclasses.replace(last, left=None)
+            return last.result
         _check_usable(self)
         history.check(self.calls, tokens, self.backend.crop)
         shorter = self._without(tokens)

@@ -104,12 +104,7 @@ def _attribute(node: fx.Node) -> str | None:
 
 def _insert_operators(graph: fx.Graph, readings: list[Reading]) -> None:
     """Replace every cache update and every attention call on a cache by a canonical operator."""
-    results = {
-        node
-        for reading in readings
-        for node in (reading.call.node, reading.call.lse, reading.key.grown, reading.value.grown)
-        if node
-    }
+    results = {node for r in readings for node in (r.call.node, r.call.lse, r.key.grown, r.value.grown) if node}
     computed_from = alias.behind(list(results))  # writes in place to the logits among them: their results are unused
     appended: dict[fx.Node, fx.Node] = {}
     for reading in readings:

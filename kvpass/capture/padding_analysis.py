@@ -86,13 +86,13 @@ def _zero_hides(order: list[fx.Node], mask: fx.Node, candidate: fx.Node, step: b
     order = [node for node in order if node in relevant]
     row_dim = None if token_dim == 0 or expr(value(candidate).shape[0]) == 1 else 0
     known = {candidate: TensorBounds(_anything(candidate), {token_dim: (0.0, 0.0)}, row_dim)}
-    index_axes: dict[fx.Node, int] = {}
+    axes: dict[fx.Node, int] = {}  # of tensors that hold the keys' indices
     for node in order:
         if node not in known and not walk.is_size(node):
-            known[node] = _with_rows(node, _evaluate(node, known, index_axes), known, index_axes)
-        axis = _index_axis(node, step, index_axes)
+            known[node] = _with_rows(node, _evaluate(node, known, axes), known, axes)
+        axis = _index_axis(node, step, axes)
         if axis is not None:
-            index_axes[node] = axis
+            axes[node] = axis
     bounds = known[mask].at_token.get(value(mask).ndim - 1)
     if row_dim is not None and (known[mask].row_dim != 0 or value(mask).ndim != 4):
         return False
@@ -115,7 +115,7 @@ def _anything(node: fx.Node) -> Interval:
     return (-LARGE, LARGE)
 
 
-def _index_axis(node: fx.Node, step: bool, index_axes: dict[fx.Node, int]) -> int | None:
+def _index_axis(node: fx.Node, step: bool, axes: dict[fx.Node, int]) -> int | None:
     """Return the dimension along which a tensor holds the keys' indices 0, 1, ... in the padded sequence, or None.
 
     In a step they may start at a size, for a layer that stores its last tokens only.  `KeyAxis` proves that this size
@@ -128,11 +128,11 @@ def _index_axis(node: fx.Node, step: bool, index_axes: dict[fx.Node, int]) -> in
         start = node.args[0] if len(node.args) == 2 else 0
         return 0 if len(node.args) < 3 and expr(start) == 0 else None
     parents = [parent for parent in node.all_input_nodes if is_tensor(parent)]
-    if len(parents) != 1 or parents[0] not in index_axes or not is_tensor(node):
+    if len(parents) != 1 or parents[0] not in axes or not is_tensor(node):
         return None
     if name not in op_table.MOVES | op_table.SAME_VALUE and not (name == "add" and _adds_offset(node, step)):
         return None
-    return op_table.propagate_dim(node, parents[0], index_axes[parents[0]])
+    return op_table.propagate_dim(node, parents[0], axes[parents[0]])
 
 
 def _adds_offset(node: fx.Node, step: bool) -> bool:
@@ -144,14 +144,14 @@ def _is_zero(argument: Any) -> bool:
     return isinstance(argument, int) and argument == 0
 
 
-def _evaluate(node: fx.Node, known: dict[fx.Node, TensorBounds], index_axes: dict[fx.Node, int]) -> TensorBounds:
+def _evaluate(node: fx.Node, known: dict[fx.Node, TensorBounds], axes: dict[fx.Node, int]) -> TensorBounds:
     anything = _anything(node)
     constant = _constant(node)
     if constant is not None:
         return TensorBounds((constant, constant), {})
     lookup = op_table.lookup(node)
     if lookup is not None:
-        return TensorBounds(anything, _gathered(node, *lookup, known, index_axes))
+        return TensorBounds(anything, _looked_up(node, *lookup, known, axes))
     if op_table.known_name(node) in op_table.MOVES:
         source = node.args[0] if node.args else None
         return TensorBounds(known[source].overall if source in known else anything, _propagated(node, source, known))  # type: ignore[index, arg-type]
@@ -172,13 +172,13 @@ def _evaluate(node: fx.Node, known: dict[fx.Node, TensorBounds], index_axes: dic
 
 
 def _with_rows(
-    node: fx.Node, bounds: TensorBounds, known: dict[fx.Node, TensorBounds], index_axes: dict[fx.Node, int]
+    node: fx.Node, bounds: TensorBounds, known: dict[fx.Node, TensorBounds], axes: dict[fx.Node, int]
 ) -> TensorBounds:
     """Add the dimension over rows to a result's bounds, and drop its bounds per token if rows may be mixed."""
     rows: set[int | None] = set()
     for parent in node.all_input_nodes:
         if parent in known and known[parent].row_dim is not None:
-            rows.add(_row_dim(node, parent, known[parent].row_dim, index_axes))  # type: ignore[arg-type]
+            rows.add(_row_dim(node, parent, known[parent].row_dim, axes))  # type: ignore[arg-type]
     if not rows:
         return bounds
     return (
@@ -188,15 +188,15 @@ def _with_rows(
     )
 
 
-def _row_dim(node: fx.Node, parent: fx.Node, row_dim: int, index_axes: dict[fx.Node, int]) -> int | None:
+def _row_dim(node: fx.Node, parent: fx.Node, row_dim: int, axes: dict[fx.Node, int]) -> int | None:
     """Return the dimension of a node that follows an operand's dimension over rows, or None."""
     lookup = op_table.lookup(node)
     if lookup is None or lookup[0] is not parent:
         return op_table.propagate_dim(node, parent, row_dim)
     index = lookup[1].get(row_dim)
-    if not isinstance(index, fx.Node) or index not in index_axes:
+    if not isinstance(index, fx.Node) or index not in axes:
         return None
-    return op_table.index_axis(node, index, index_axes[index])
+    return op_table.index_axis(node, index, axes[index])
 
 
 def _apply(rule: Rule, node: fx.Node, bounds_of: Callable[[fx.Node], Interval], anything: Interval) -> Interval:
@@ -225,19 +225,15 @@ def _propagated(node: fx.Node, operand: fx.Node | None, known: dict[fx.Node, Ten
     return {dim: bounds for dim, bounds in indices.items() if dim is not None}
 
 
-def _gathered(
-    node: fx.Node,
-    base: fx.Node,
-    indices: dict[int, Any],
-    known: dict[fx.Node, TensorBounds],
-    index_axes: dict[fx.Node, int],
+def _looked_up(
+    node: fx.Node, base: fx.Node, indices: dict[int, Any], known: dict[fx.Node, TensorBounds], axes: dict[fx.Node, int]
 ) -> dict[int, Interval]:
     """Return the bounds of a lookup's elements at the token: an index over the keys reads each token's own entry."""
     found: dict[int, Interval] = {}
     for dim, bounds in known[base].at_token.items() if base in known else ():
         index = indices.get(dim)
-        if isinstance(index, fx.Node) and index in index_axes:
-            axis = op_table.index_axis(node, index, index_axes[index])
+        if isinstance(index, fx.Node) and index in axes:
+            axis = op_table.index_axis(node, index, axes[index])
             if axis is not None:
                 found[axis] = bounds
     return found

@@ -129,11 +129,9 @@ class _Broadcaster:
         if not (op_table.is_pointwise(node) or makes_scalar) or not all(map(_is_scalar, unmapped)):
             raise _NotBroadcastable
         with self.graph.inserting_before(node):
-            replacement = self.graph.node_copy(node, lambda each: self.mapped.get(each, each))
-        replacement.meta["example_value"] = op_table.run_on(
-            replacement, {each: value(each) for each in replacement.all_input_nodes}
-        )
-        return replacement
+            copy = self.graph.node_copy(node, lambda each: self.mapped.get(each, each))
+        copy.meta["example_value"] = op_table.run_on(copy, {each: value(each) for each in copy.all_input_nodes})
+        return copy
 
     def _emit(self, node: fx.Node, target: Any, *args: Any) -> fx.Node:
         with self.graph.inserting_before(node):
