@@ -199,7 +199,7 @@ class Slots:
         mapped = Slots.of([function(tensor) for tensor in self.tensors()], self)
         if mapped.key.device.type == self.key.device.type:
             return mapped
-        return dataclasses.replace(mapped, key=self.key.elsewhere(function), value=self.value.elsewhere(function))
+        return dataclasses.replace(mapped, key=self.key.to_device(function), value=self.value.to_device(function))
 
     def held(self, layout: Layout) -> Tensor:
         """Return int64 [B, Hkv, n], the sorted indices of cached tokens in the padded sequence, filled up with -1."""

@@ -114,7 +114,7 @@ class Rows:
         """Decode all rows for code that works on sections."""
         return Sections(tuple(section.to(dtype) for section in self.format.sections(self.parts)), self.read_as(dtype))
 
-    def elsewhere(self, move: Callable[[Tensor], Tensor]) -> Rows:
+    def to_device(self, move: Callable[[Tensor], Tensor]) -> Rows:
         """Move the rows to another device, whose layout of codes may differ."""
         return Rows(self.format, self.format.to_device_layout(tuple(map(move, self.format.ordered(self.parts)))))
 
