@@ -4,7 +4,7 @@ The graph of one process does not say that other processes have more heads.  Onl
 So sharding is proven from weights: linear layers compute queries, keys and values, and their weights are sharded by
 rows of equal number over one mesh.  Each process then has the heads of its rows, in the order of the ranks.  Heads from
 weights that every process has whole are not sharded, and neither are those of plain tensors in a graph without
-collectives. Anything else is refused if the policy reads more than positions.
+collectives.  Anything else is refused if the policy reads more than positions.
 """
 
 from __future__ import annotations

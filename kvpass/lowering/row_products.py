@@ -106,7 +106,7 @@ def decompose_products(graph: fx.Graph, parts: int | None = None) -> None:
     """Replace each `mm`, `addmm` and `bmm` of few rows on a CPU by multiply and sum, in an aten graph.
 
     Args:
-        parts: for measurements, the number of parts of all columns; 0 also leaves attention's products alone. By
+        parts: for measurements, the number of parts of all columns; 0 also leaves attention's products alone.  By
             default `split` and `is_worth_it` decide.
     """
     processor = Processor.here()

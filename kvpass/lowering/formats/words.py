@@ -6,7 +6,7 @@ without a shift.  As a float it is the code times a power of two, which is exact
 divided by that power.  Codes at one offset in their words are of every fourth number of a row.
 
 Rows that are rotated whenever they are read are stored `in_planes`, because an embedding mixes numbers half a row
-apart. Codes at one offset in their words then belong to adjacent numbers, so that cosines and sines are read in order.
+apart.  Codes at one offset in their words then belong to adjacent numbers, so cosines and sines are read in order.
 
 Longer vectors load bytes directly, and so do rows that do not fill vectors with words: see `grid`.
 """
