@@ -23,7 +23,7 @@ from benchmarks import apart
 from benchmarks.report import Row, Table, Target, under
 from benchmarks.settings import Settings
 from benchmarks.timing import Local, Plan, interleaved, medians
-from kvpass.lowering.row_products import Processor, spell_out
+from kvpass.lowering.row_products import Processor, decompose_products
 from kvpass.torch_private import inductor
 
 TITLE = "Products of a few rows"
@@ -121,7 +121,7 @@ def _mixture(probabilities: Tensor, value: Tensor) -> Tensor:
 
 def compiled(function: Callable[[Tensor, Tensor], Tensor], parts: int) -> Callable[[Tensor, Tensor], Tensor]:
     """A product with so many parts of its columns in one loop, or with none by the library."""
-    spelled = inductor.graph_pass(uuid.uuid4().bytes, functools.partial(spell_out, parts=parts))
+    spelled = inductor.graph_pass(uuid.uuid4().bytes, functools.partial(decompose_products, parts=parts))
 
     def product(x: Tensor, matrix: Tensor) -> Tensor:
         return function(x, matrix)

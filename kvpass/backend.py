@@ -21,7 +21,7 @@ from kvpass.cache.row_picking import Row, refuse
 from kvpass.capture import cross_attention, decomposed_attention, rotary
 from kvpass.capture.caches import CallReading
 from kvpass.capture.capture import Capture, capture
-from kvpass.capture.head_sharding import with_spreads
+from kvpass.capture.head_sharding import with_head_sharding
 from kvpass.capture.sites import AttentionSite
 from kvpass.errors import KVPassError, PolicyError, UnreadableGraph, UnsupportedGraph
 from kvpass.fx import shapes, walk
@@ -30,7 +30,7 @@ from kvpass.lowering.checked_lookup import check_rows
 from kvpass.lowering.formats import KVDtype
 from kvpass.lowering.fused_add import write_out_sums
 from kvpass.lowering.replay import Replayed
-from kvpass.lowering.row_products import spell_out
+from kvpass.lowering.row_products import decompose_products
 from kvpass.lowering.unchecked_index import look_up_unchecked
 from kvpass.policies.base import Policy
 from kvpass.rewrite import logs
@@ -171,7 +171,7 @@ class Backend:
             if self._left_alone(captured.refused, any(carried)) or not captured.sites:
                 return None
             self._check_inference(captured.sites, examples)
-            known = with_spreads(captured.sites, self.policy, self.kv_store.spreads)
+            known = with_head_sharding(captured.sites, self.policy, self.kv_store.spreads)
             captured = dataclasses.replace(captured, sites=known)
             if any(carried):
                 return StepRunner(self, gm, captured)
@@ -265,11 +265,11 @@ class Backend:
             if not found.counts_tokens(site):
                 return self._absolute(site, "a token has several positions at once")
             if not rotary.positions_of(found, site):
-                return self._absolute(site, rotary.ROTATED_APART)
-            if not rotary.turns_each_token_alone(found, site):
-                return self._absolute(site, rotary.BY_OTHER_TOKENS)
+                return self._absolute(site, rotary.QUERY_ROTATED_BY_OTHERS)
+            if not rotary.rotates_each_token_alone(found, site):
+                return self._absolute(site, rotary.KEY_ROTATED_BY_OTHERS)
             if found.counts_rows_alike(site):
-                return self._absolute(site, rotary.ALIKE_IN_ALL_ROWS)
+                return self._absolute(site, rotary.ROWS_SHARE_POSITIONS)
         return True
 
     def _absolute(self, site: AttentionSite, why: str) -> bool:
@@ -410,7 +410,7 @@ def _reshape_prompt(graph: fx.Graph) -> None:
 def _reshape(graph: fx.Graph) -> None:
     """Change the operators of a step graph in place before they are lowered."""
     _reshape_prompt(graph)
-    spell_out(graph)
+    decompose_products(graph)
     write_out_sums(graph)
 
 

@@ -1,1 +1,1 @@
-"""One layer's slots, and what a step does to them, as plain torch: no graph and no model."""
+"""Hold the slots of one layer and run steps on them, as plain torch: no graph and no model."""

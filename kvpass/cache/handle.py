@@ -1,9 +1,9 @@
-"""What the model's own cache object holds after a rewritten forward.
+"""Define the handle, which stands in for keys or values in the model's own cache object.
 
-A handle has the shape that the model believes in, [B, Hkv, tokens seen, D], and no data: it is a
-zero-stride view of one NaN that carries the layer's slots.  Whatever the model computes from the cache's
-shape stays right, an uncompiled use of the cache gives NaN and not a plausible answer, and operations
-that people apply to caches between forwards act on the slots or raise `CacheHandleError`.
+A handle has the shape that the model expects, [B, Hkv, tokens seen, D], and no data: it is a zero-stride view of one
+NaN that carries the layer's slots.  Values computed from the cache's shape stay right, and uncompiled attention gives
+NaN instead of a plausible answer.  Operations that people apply to caches between calls act on the slots or raise
+`CacheHandleError`.
 """
 
 from __future__ import annotations
@@ -30,86 +30,86 @@ Part = Literal["keys", "values"]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Picked:
-    """A conversation whose rows were picked anew for one of K and V; it is there for the other for as long as it lives.
+class _RowSelection:
+    """A cache with selected rows, made for one of K and V and found by the other.
 
     Attributes:
-        operation, argument: how.
-        seen: the tokens that the conversation had seen then.
-        part: who asked.
-        made: the conversation with other rows.
+        operation, argument: the selection of rows.
+        seen: tokens seen at the selection.
+        part: the part that was selected first.
+        result: the cache with the selected rows.
     """
 
     operation: str
     argument: Any
     seen: int
     part: Part
-    made: weakref.ref[LayerCache]
+    result: weakref.ref[LayerCache]
 
     def serves(self, operation: str, argument: Any, seen: int, part: Part) -> bool:
-        """Whether it is what the other of K and V asks for."""
-        spec = (self.operation, self.seen) == (operation, seen) and self.part != part
-        return spec and _alike(self.argument, argument)
+        """Return whether the other part of K and V makes the same selection."""
+        same = (self.operation, self.seen) == (operation, seen) and self.part != part
+        return same and _equal_arguments(self.argument, argument)
 
 
-def _alike(one: Any, other: Any) -> bool:
-    """Whether two arguments pick the same rows; lists, slices and tensors by what they hold."""
+def _equal_arguments(one: Any, other: Any) -> bool:
+    """Return whether two arguments select the same rows; tensors and lists are compared by content."""
     if one is other:
         return True
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        kinds = [(x.shape, x.dtype, x.device) for x in (one, other)]
-        return kinds[0] == kinds[1] and torch.equal(one, other)
+        types = [(tensor.shape, tensor.dtype, tensor.device) for tensor in (one, other)]
+        return types[0] == types[1] and torch.equal(one, other)
     if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(_alike(a, b) for a, b in zip(one, other, strict=True))
+        return len(one) == len(other) and all(_equal_arguments(a, b) for a, b in zip(one, other, strict=True))
     return type(one) is type(other) and bool(one == other)
 
 
-def _kept(argument: Any) -> Any:
-    """An argument as it is now: what is in a list may be another thing later."""
-    return [_kept(part) for part in argument] if isinstance(argument, list) else argument
+def _copy_of_lists(argument: Any) -> Any:
+    """Return an argument with its lists copied, because callers may change them later."""
+    return [_copy_of_lists(part) for part in argument] if isinstance(argument, list) else argument
 
 
 @dataclasses.dataclass(frozen=True)
 class _Cropped:
-    """What a conversation became when its last tokens were taken back for one of K and V.
+    """The cache that replaced another one when its last tokens were cropped.
 
     Attributes:
-        tokens: how many.
-        left: which of K and V has not asked yet.
-        made: the conversation that goes on, on the same slots.
+        tokens: the number of cropped tokens.
+        left: the part of K and V that is still to be cropped.
+        result: the cache that continues, on the same slots.
     """
 
     tokens: int
     left: Part | None
-    made: LayerCache
+    result: LayerCache
 
 
 class DeferredChecks:
-    """Questions to a GPU whose answers the host looks at once they are there."""
+    """Conditions on a GPU that the host reads only once they are computed."""
 
     def __init__(self) -> None:
-        self.spec: list[tuple[torch.cuda.Event, Tensor]] = []
+        self.pending: list[tuple[torch.cuda.Event, Tensor]] = []
 
-    def add(self, fine: Tensor) -> None:
-        """Ask whether a bool on a GPU is true."""
+    def add(self, condition: Tensor) -> None:
+        """Add a bool on a GPU that must be true."""
         answer = torch.empty((), dtype=torch.bool, pin_memory=True)
-        answer.copy_(fine, non_blocking=True)
+        answer.copy_(condition, non_blocking=True)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
-        self.spec.append((event, answer))
+        self.pending.append((event, answer))
 
     def settle(self) -> None:
-        """Look at the answers that are there.
+        """Read the conditions that are computed.
 
         Raises:
-            CacheHandleError: one of them is no.
+            CacheHandleError: one of them is false.
         """
-        there = [answer for event, answer in self.spec if event.query()]  # type: ignore[no-untyped-call]
-        self.spec = self.spec[len(there) :]
-        if not all(map(bool, there)):
+        answers = [answer for event, answer in self.pending if event.query()]  # type: ignore[no-untyped-call]
+        self.pending = self.pending[len(answers) :]
+        if not all(map(bool, answers)):
             raise CacheHandleError(
-                "the mask says something else of tokens that went before than it said when they came; on a GPU a cache "
-                "cannot follow that: give the whole conversation anew, or leave its mask as it was"
+                "the mask of earlier tokens has changed since they were cached; on a GPU a cache "
+                "cannot follow that: start again with the whole conversation, or leave its mask unchanged"
             )
 
 
@@ -118,25 +118,23 @@ class LayerCache:
     """The slots of one layer and one conversation, shared by the handles of K and V.
 
     Attributes:
-        backend: what made it; another backend refuses to go on with it.
-        number: grows from layer to layer of a conversation, in the order in which a prompt made them, and in copies.
+        backend: the backend that made the cache; a backend of other settings refuses it.
+        number: increases from layer to layer of a conversation in the order of the prompt's layers, also in copies.
         layout, slots: the buffers; `slots` is a ReferenceLayer with `inner="reference"`.
         seen: tokens seen, padding included; the host's copy of `slots.length`.
-        heads: the heads that the model believes to be stored; the layout has one in which all are joined where
-            keys are computed from what is stored.
-        window: how many of the last tokens the model believes to be stored, None for all.
-        limits: the layer's own budget, of each row; empty with `inner="reference"`.
-        clocks: what the host counts for each row, see `Policy.clock`; empty for most policies.
-        interrupted: set while a step runs, so that one that was interrupted is noticed.
+        heads: the KV heads of the model's cache; if keys are computed from the cache, the layout joins them to one.
+        window: the number of last tokens that the model's cache stores, None for all.
+        limits: the layer's budget of each row; empty with `inner="reference"`.
+        clocks: the host's counts for each row, see `Policy.clock`; empty for most policies.
+        interrupted: set while a step runs, so that an interrupted step is noticed.
         notes: facts to report, such as an adopted prompt.
-        deferred_checks: what was asked of the device and not waited for.
-        absent: int64 [B, P], the places in the padded sequence of the padding that was left out, -1 after the last.
-        first: int64 [B], the position id of each row's first real token, where keys are rotated by rank; None where
-            that is not known, or is none.
-        angles: what keys at a few positions are rotated with, where that is done by rank; see `RotarySlice.probe`.
-        weights: of what the layer's keys were made.
-        calls: the last ones, as far as they can be taken back.
-        cropped: what took its place when tokens were taken back; it is not gone on with.
+        deferred_checks: conditions on the device that the host has not read.
+        absent: int64 [B, P], the indices in the padded sequence of padding that is not cached, -1 after the last.
+        first: int64 [B], the position id of each row's first real token, if keys are rotated by rank and it is known.
+        angles: the cosines and sines of a few positions, if keys are rotated by rank; see `RotarySlice.probe`.
+        weights: the weights that computed the layer's keys.
+        calls: the last calls, as far as they can be cropped.
+        cropped: the cache that replaced this one when tokens were cropped; this one can no longer be continued.
     """
 
     backend: Any
@@ -157,72 +155,75 @@ class LayerCache:
     weights: tuple[weakref.ref[Any], ...] = ()
     calls: history.Calls = ()
     cropped: _Cropped | None = None
-    _picked: list[_Picked] = dataclasses.field(default_factory=list)
+    _picked: list[_RowSelection] = dataclasses.field(default_factory=list)
 
     @property
     def valid_seen(self) -> Tensor:
-        """int64 [B]: real tokens seen, on the device."""
-        seen: Tensor = self.slots.tensors()[5]  # a reference has none of its own until asked
+        """int64 [B] on the device: real tokens seen."""
+        seen: Tensor = self.slots.tensors()[5]  # a reference counts them only when read
         return seen
 
     @property
     def stored(self) -> int:
-        """How many tokens the model believes to be stored."""
+        """The number of tokens that the model's cache stores."""
         return self.seen if self.window is None else min(self.seen, self.window)
 
     def handles(self) -> tuple[Handle, Handle]:
-        """The handles of K and V as of now."""
+        """Return the current handles of K and V."""
         joined = self.heads // self.layout.heads
         key, value = self.layout.key_dim // joined, self.layout.value_dim // joined
-        nothing = _nothing(self.layout)
-        return Handle.of(self, "keys", key, nothing), Handle.of(self, "values", value, nothing)
+        nan = _nan_of(self.layout)
+        return Handle.of(self, "keys", key, nan), Handle.of(self, "values", value, nan)
 
     def select(self, operation: str, argument: Any, part: Part, apply: Callable[[Tensor], Tensor]) -> LayerCache:
-        """The conversation with its rows picked anew; asked for K and then for V, it is made once.
+        """Return the cache with other rows.  The same selection for K and then for V gives one cache.
 
-        StatisticsSpec for the same part again, it is made again: somebody wants a second copy.
+        The same selection for the same part again gives a second copy.
+
+        Args:
+            apply: the selection as a function of batch-first tensors.
         """
-        self._picked = [picked for picked in self._picked if picked.made() is not None]
-        for index, picked in enumerate(self._picked):
-            made = picked.made()
-            if made is not None and picked.serves(operation, argument, self.seen, part):
-                del self._picked[index]
-                return made
-        made = self.rebuilt(operation, apply)
-        self._picked.append(_Picked(operation, _kept(argument), self.seen, part, weakref.ref(made)))
-        return made
+        self._picked = [picked for picked in self._picked if picked.result() is not None]
+        for i, picked in enumerate(self._picked):
+            result = picked.result()
+            if result is not None and picked.serves(operation, argument, self.seen, part):
+                del self._picked[i]
+                return result
+        result = self.rebuilt(operation, apply)
+        self._picked.append(_RowSelection(operation, _copy_of_lists(argument), self.seen, part, weakref.ref(result)))
+        return result
 
     def crop(self, tokens: int, part: Part) -> LayerCache:
-        """The conversation without its last tokens; asked for K and then for V, it is made once.
+        """Return the cache without its last tokens.  The same crop of K and then of V gives one cache.
 
         Raises:
-            CacheHandleError: so many cannot be taken back.
+            CacheHandleError: so many tokens cannot be cropped.
         """
-        done = self.cropped
-        if done is not None and (done.tokens, done.left, done.made.seen) == (tokens, part, self.seen - tokens):
-            self.cropped = dataclasses.replace(done, left=None)
-            return done.made
+        last = self.cropped
+        if last is not None and (last.tokens, last.left, last.result.seen) == (tokens, part, self.seen - tokens):
+            self.cropped = dataclasses.replace(last, left=None)
+            return last.result
         _check_usable(self)
         history.check(self.calls, tokens, self.backend.crop)
-        made = self._without(tokens)
-        self.cropped, self.calls = _Cropped(tokens, "values" if part == "keys" else "keys", made), ()
-        return made
+        shorter = self._without(tokens)
+        self.cropped, self.calls = _Cropped(tokens, "values" if part == "keys" else "keys", shorter), ()
+        return shorter
 
     def _without(self, tokens: int) -> LayerCache:
-        """The conversation without its last tokens."""
+        """Return the cache without its last tokens, by undoing calls."""
         cache: LayerCache = self
         calls = self.calls
         while tokens:
             *earlier, last = calls
             cache, calls = last.before(cache), tuple(earlier)
-            if last.new > tokens and last.again is not None:
-                made: LayerCache = last.again.first(cache, last.new - tokens)
-                return dataclasses.replace(made, calls=(*calls, *made.calls), _picked=[])
+            if last.new > tokens and last.repeat is not None:
+                shorter: LayerCache = last.repeat.first(cache, last.new - tokens)
+                return dataclasses.replace(shorter, calls=(*calls, *shorter.calls), _picked=[])
             tokens -= last.new
         return dataclasses.replace(cache, calls=calls, _picked=[])
 
     def rebuilt(self, operation: str, apply: Callable[[Tensor], Tensor]) -> LayerCache:
-        """The conversation with `apply` done to each of its batch-first tensors."""
+        """Return the cache with a function applied to each of its batch-first tensors."""
         if not isinstance(self.slots, Slots):
             raise CacheHandleError(f"{operation} on a cache that runs with inner='reference'")
         slots = self.slots.map(apply)
@@ -241,7 +242,7 @@ class LayerCache:
         )
 
     def _counts_of(self, batch: int, apply: Callable[[Tensor], Tensor]) -> tuple[tuple[int, ...], tuple[Clock, ...]]:
-        """The `limits` and `clocks` of picked rows; the host waits for the device only where rows differ in them."""
+        """Return the `limits` and `clocks` of selected rows; the host waits only if they differ by row."""
         if len(set(self.limits)) <= 1 and len(set(self.clocks)) <= 1:
             return self.limits[:1] * batch, self.clocks[:1] * batch
         rows: list[int] = apply(torch.arange(self.layout.batch, device=self.layout.device)).tolist()
@@ -250,16 +251,16 @@ class LayerCache:
 
 
 class Handle(Tensor):
-    """[B, Hkv, tokens stored, D] of NaN, carrying a `LayerCache`; see the module's docstring."""
+    """NaN [B, Hkv, tokens stored, D] that carries a `LayerCache`; see the module's docstring."""
 
     cache: LayerCache
     seen: int
     part: Part
 
     @staticmethod
-    def of(cache: LayerCache, part: Part, dim: int, nothing: Tensor) -> Handle:
-        """The handle of a layer's keys or of its values, as of now: a view of one NaN."""
-        handle = nothing.expand(cache.layout.batch, cache.heads, cache.stored, dim).as_subclass(Handle)
+    def of(cache: LayerCache, part: Part, dim: int, nan: Tensor) -> Handle:
+        """Return the current handle of a layer's keys or values, a view of one NaN."""
+        handle = nan.expand(cache.layout.batch, cache.heads, cache.stored, dim).as_subclass(Handle)
         handle.cache, handle.seen, handle.part = cache, cache.seen, part
         if cache.stored == cache.seen:
             dynamo.mark_growing(handle)
@@ -271,11 +272,12 @@ class Handle(Tensor):
             action = _ACTIONS.get(getattr(func, "__name__", ""))
             if action is not None:
                 return action(*args, **(kwargs or {}))
-            if not _only_asks(func):
+            if not _reads_metadata(func):
                 raise CacheHandleError(
-                    f"{getattr(func, '__name__', func)} on a cache of kvpass: its {args[0].seen if _is(args) else ''} "
-                    "tokens live in slots and not in this tensor. Reordering rows, copying and moving work; "
-                    "anything else needs kvpass.inspect(cache) or an uncompiled model."
+                    f"{getattr(func, '__name__', func)} on a cache of kvpass: its "
+                    f"{args[0].seen if _has_handle(args) else ''} tokens live in slots and not in this tensor. "
+                    "Reordering rows, copying and moving work; anything else needs kvpass.inspect(cache) or an "
+                    "uncompiled model."
                 )
         with tensor_types.without_torch_functions():
             return func(*args, **(kwargs or {}))
@@ -295,14 +297,14 @@ class Handle(Tensor):
         return f"Handle(shape={tuple(self.shape)}, policy={layout.policy}, capacity={layout.capacity})"
 
 
-def _nothing(layout: Layout) -> Tensor:
-    """[1], what handles of a layer are views of."""
+def _nan_of(layout: Layout) -> Tensor:
+    """Return the NaN [1] of which a layer's handles are views."""
     dynamo.never_a_frame_of_its_own(Handle.__torch_function__)
     return torch.full((1,), torch.nan, dtype=layout.dtype, device=layout.device)
 
 
-def _only_asks(func: Any) -> bool:
-    """Whether the function reads nothing but shape, dtype and the like."""
+def _reads_metadata(func: Any) -> bool:
+    """Return whether a function reads only shape, dtype and the like."""
     name = getattr(func, "__name__", "")
     return name in tensor_types.QUESTIONS or name in (
         "__get__",
@@ -313,21 +315,21 @@ def _only_asks(func: Any) -> bool:
     )
 
 
-def _is(args: Any) -> bool:
+def _has_handle(args: Any) -> bool:
     return bool(args) and isinstance(args[0], Handle)
 
 
 def _like(handle: Handle, cache: LayerCache) -> Handle:
-    return Handle.of(cache, handle.part, handle.shape[-1], _nothing(cache.layout))
+    return Handle.of(cache, handle.part, handle.shape[-1], _nan_of(cache.layout))
 
 
 def renewed(handle: Handle) -> Handle:
-    """The handle as it would be now, if its conversation has gone on without it."""
+    """Return the handle at the current length, if its conversation continued without it."""
     return _like(handle, handle.cache)
 
 
 def moved(handle: Handle, cache: LayerCache) -> Handle:
-    """The handle of the same part of another cache."""
+    """Return the handle of the same part of another cache."""
     return _like(handle, cache)
 
 
@@ -363,9 +365,9 @@ def _index_select(handle: Handle, dim: int, index: Tensor) -> Handle:
 
 
 def _getitem(handle: Handle, index: Any) -> Handle | Row:
-    kept = _first_tokens(handle, index)
-    if kept is not None:
-        return _crop(handle, kept)
+    count = _first_tokens(handle, index)
+    if count is not None:
+        return _crop(handle, count)
     first = index[0] if isinstance(index, tuple) else index
     rest = index[1:] if isinstance(index, tuple) else ()
     if isinstance(index, int) and not isinstance(index, bool):
@@ -375,12 +377,12 @@ def _getitem(handle: Handle, index: Any) -> Handle | Row:
         return _rows("getitem", handle, first, lambda tensor: tensor[first].clone())
     raise CacheHandleError(
         f"cache[{index}]: only whole rows of a cache of kvpass can be picked, and its last tokens cropped; those of a "
-        "layer that has more behind it than its own sliding window cannot be"
+        "layer that has seen more tokens than its sliding window cannot be"
     )
 
 
 def _first_tokens(handle: Handle, index: Any) -> int | None:
-    """How many tokens a subscript leaves that takes those from the first on, of all rows and heads; None for others."""
+    """Return how many tokens a subscript keeps, if it keeps the first ones of all rows and heads, else None."""
     if not isinstance(index, tuple) or any(part is not Ellipsis and not isinstance(part, slice) for part in index):
         return None
     rows, heads, tokens, *rest = _by_dimension(index, handle.ndim)
@@ -391,14 +393,14 @@ def _first_tokens(handle: Handle, index: Any) -> int | None:
 
 
 def _by_dimension(index: tuple[Any, ...], ndim: int) -> list[slice]:
-    """A subscript of slices with one for every dimension."""
-    place = index.index(Ellipsis) if Ellipsis in index else len(index)
-    given = [part for part in index if part is not Ellipsis]
-    return [*given[:place], *[slice(None)] * (ndim - len(given)), *given[place:]]
+    """Return a subscript of slices with one slice per dimension."""
+    ellipsis_index = index.index(Ellipsis) if Ellipsis in index else len(index)
+    slices = [part for part in index if part is not Ellipsis]
+    return [*slices[:ellipsis_index], *[slice(None)] * (ndim - len(slices)), *slices[ellipsis_index:]]
 
 
 def _crop(handle: Handle, kept: int) -> Handle:
-    """The handle without its last tokens, which are taken back from the slots."""
+    """Return the handle without its last tokens, which are removed from the slots."""
     cache, stored = handle.cache, handle.shape[2]
     if kept >= stored:
         return handle
@@ -428,12 +430,12 @@ def _same(handle: Handle, *_: Any, **__: Any) -> Handle:
 
 def _to(handle: Handle, *args: Any, **kwargs: Any) -> Handle:
     with tensor_types.without_torch_function():
-        wanted = torch.empty(0, dtype=handle.dtype, device=handle.device).to(*args, **kwargs)
-    if wanted.dtype != handle.dtype:
-        raise CacheHandleError(f"a cache of kvpass in {handle.dtype} cannot be converted to {wanted.dtype}")
-    if wanted.device == handle.device:
+        target = torch.empty(0, dtype=handle.dtype, device=handle.device).to(*args, **kwargs)
+    if target.dtype != handle.dtype:
+        raise CacheHandleError(f"a cache of kvpass in {handle.dtype} cannot be converted to {target.dtype}")
+    if target.device == handle.device:
         return handle
-    return _rows("to", handle, str(wanted.device), lambda tensor: tensor.to(wanted.device))
+    return _rows("to", handle, str(target.device), lambda tensor: tensor.to(target.device))
 
 
 _ACTIONS: dict[str, Callable[..., Any]] = {
@@ -450,10 +452,10 @@ _ACTIONS: dict[str, Callable[..., Any]] = {
 
 
 def current(value: Any, part: Part, backend: Any) -> LayerCache:
-    """The layer's cache behind a handle that a graph was given for the keys or for the values.
+    """Return the layer's cache from the handle that a graph receives for keys or values.
 
     Raises:
-        CacheHandleError: it is not a handle, or one that cannot be gone on with; says which and why.
+        CacheHandleError: the argument is no handle, or its cache cannot be continued.
     """
     if not isinstance(value, Handle):
         raise CacheHandleError("a layer's cache was replaced by an ordinary tensor in the middle of a conversation")
@@ -475,18 +477,18 @@ def current(value: Any, part: Part, backend: Any) -> LayerCache:
 
 
 def check_layers(caches: list[LayerCache]) -> None:
-    """Whether the caches that a graph was given, in the order of its layers, can be those of its layers.
+    """Check that the caches that a graph receives, in the order of its layers, belong to these layers.
 
     Raises:
-        CacheHandleError: one layer's cache stands in two layers, layers are exchanged, or stand at different tokens.
+        CacheHandleError: one cache stands in two layers, layers are exchanged, or their lengths differ.
     """
     if len({cache.number for cache in caches}) < len(caches):
         raise CacheHandleError("one layer's cache was given back for two layers: every layer has a cache of its own")
-    for index, (one, other) in enumerate(itertools.pairwise(caches)):
-        if one.number > other.number:
+    for index, (cache, following) in enumerate(itertools.pairwise(caches)):
+        if cache.number > following.number:
             raise CacheHandleError(
-                f"the caches of layers were exchanged: what came for layer {index} of the graph is of a later layer "
-                f"than what came for layer {index + 1}"
+                f"the caches of layers were exchanged: the cache for layer {index} of the graph is of a later layer "
+                f"than the cache for layer {index + 1}"
             )
     counts = sorted({cache.seen for cache in caches})
     if len(counts) > 1:
@@ -494,16 +496,16 @@ def check_layers(caches: list[LayerCache]) -> None:
 
 
 def caches_in(cache: Any) -> list[LayerCache]:
-    """The caches of all layers behind the handles in a DecodeLoop, a model's cache object or nested containers."""
+    """Return the caches of all layers in a DecodeLoop, a model's cache object or nested containers."""
     return list({id(handle.cache): handle.cache for handle in _handles(cache)}.values())
 
 
 _INNER = ("self_attention_cache", "layers")
-"""Where cache objects have those for decoding, or one for each layer."""
+"""Attributes by which cache objects hold the decoder's cache, or one cache per layer."""
 
 
 def _handles(cache: Any) -> Iterator[Handle]:
-    """Every handle in a DecodeLoop, a cache object (anything with `layers` that have `keys`) or nested containers."""
+    """Yield every handle in a DecodeLoop, a cache object with `layers` that have `keys`, or nested containers."""
     if not isinstance(cache, Tensor):  # a handle has a `cache` of its own
         for inner in (cache_names.returned(cache), *(getattr(cache, name, None) for name in _INNER)):
             if inner is not None:

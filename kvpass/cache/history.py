@@ -1,4 +1,4 @@
-"""The last calls on a layer's cache, each with what it takes to take it back."""
+"""Record the last calls on a layer's cache, so that they can be undone."""
 
 from __future__ import annotations
 
@@ -13,91 +13,85 @@ from kvpass.errors import CacheHandleError
 
 
 class Restorable(Protocol):
-    """Slots as they were before a call."""
+    """Slots that can be restored to their content before a call."""
 
     def restored(self) -> Any:
-        """They are again what they were."""
+        """Return the slots with their earlier content."""
         ...
 
 
 class Repeatable(Protocol):
-    """A call of several tokens that can be made again with fewer."""
+    """A call of several tokens that can be repeated with fewer."""
 
     def first(self, cache: Any, count: int) -> Any:
-        """A layer's cache as it is once the first tokens of the call are taken in.
-
-        Args:
-            cache: as it was before the call.
-        """
+        """Return a layer's cache after the first `count` tokens of the call, from the cache before the call."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class PastCall:
-    """One call, and how a layer's cache was before it.
+    """One call, and the state of a layer's cache before it.
 
     Attributes:
-        new: how many tokens it had.
-        kept: the slots; None before a prompt, when there were none.
-        again: takes a part of its tokens in; None for a single token.
+        new: the number of its tokens.
+        snapshot: the slots before the call; None before a prompt, which has none.
+        repeat: admits a part of its tokens; None for a single token.
         layout, seen, clocks, absent: as of `LayerCache`.
     """
 
     new: int
-    kept: Restorable | None
-    again: Repeatable | None
+    snapshot: Restorable | None
+    repeat: Repeatable | None
     layout: Layout
     seen: int
     clocks: tuple[Any, ...]
     absent: Tensor
 
     @property
-    def undoes(self) -> int:
-        """How many of its tokens can be taken back: of a prompt the first one stays."""
-        return self.new if self.kept is not None else self.new - 1
+    def croppable(self) -> int:
+        """The number of its tokens that can be cropped; the first token of a prompt stays."""
+        return self.new if self.snapshot is not None else self.new - 1
 
     def before(self, cache: Any) -> Any:
-        """The cache as it was."""
-        slots = cache.slots if self.kept is None else self.kept.restored()
-        was = dict(layout=self.layout, seen=self.seen, clocks=self.clocks, absent=self.absent)
-        return dataclasses.replace(cache, slots=slots, calls=(), **was)
+        """Return the cache as it was before the call."""
+        slots = cache.slots if self.snapshot is None else self.snapshot.restored()
+        fields = dict(layout=self.layout, seen=self.seen, clocks=self.clocks, absent=self.absent)
+        return dataclasses.replace(cache, slots=slots, calls=(), **fields)
 
 
 Calls = tuple[PastCall, ...]
 
 
-def followed(calls: Calls, call: PastCall, most: int) -> Calls:
-    """The calls to remember once another one came, so that up to `most` tokens can be taken back.
+def recorded(calls: Calls, call: PastCall, most: int) -> Calls:
+    """Return the calls to remember after another one, so that up to `most` tokens can be cropped.
 
-    A prompt is forgotten then, as it holds every token.  So is all before a chunk, as that has slots of its own.
+    A prompt is then forgotten, because its record holds every token.  So are all calls before a chunk, which has its
+    own slots.
     """
     if call.new > 1:
         return (call,)
-    kept = tuple(one for one in (*calls, call) if one.kept is not None)
-    while sum(one.new for one in kept[1:]) >= most:
-        kept = kept[1:]
-    return kept
+    remembered = tuple(past for past in (*calls, call) if past.snapshot is not None)
+    while sum(past.new for past in remembered[1:]) >= most:
+        remembered = remembered[1:]
+    return remembered
 
 
 def check(calls: Sequence[PastCall], count: int, most: int) -> None:
-    """Whether so many tokens can be taken back.
-
-    Args:
-        most: the backend's `crop`.
+    """Check that `count` tokens can be cropped, of at most the backend's `crop`.
 
     Raises:
-        CacheHandleError: they cannot; says how many can, and what to change.
+        CacheHandleError: only fewer can; the message says how many and what to change.
     """
-    can = min(most, sum(call.undoes for call in calls))
-    if count <= can:
+    croppable = min(most, sum(call.croppable for call in calls))
+    if count <= croppable:
         return
     if not most:
-        why = f"pass crop={count} to kvpass, which then remembers what the last tokens overwrote"
+        reason = f"pass crop={count} to kvpass, which then remembers what the last tokens overwrote"
     elif count > most:
-        why = f"crop={most} remembers no more: pass crop={count}"
+        reason = f"crop={most} remembers no more: pass crop={count}"
     else:
-        why = (
+        reason = (
             "what came before is not remembered: a prompt keeps its first token and is remembered until the next call, "
             "and nothing is from before a call of several tokens, or from before rows were picked or copied"
         )
-    raise CacheHandleError(f"{count} tokens of a cache were to be cropped, and {can} can be: {why}")
+    raise CacheHandleError(f"{count} tokens of a cache were to be cropped, and {croppable} can be: {reason}")

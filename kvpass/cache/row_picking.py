@@ -1,7 +1,6 @@
-"""Single rows that somebody takes out of a cache, as Whisper's `generate` does to hand out a cache for each input.
+"""Stand in for single rows that a caller takes out of a cache, as Whisper's `generate` does per input.
 
-The slots do not follow them: a row can be moved, given its dimension back and be stacked with others, and whatever
-would read or grow it is an error.
+A row does not carry its slots.  It can be moved, unsqueezed and stacked; reading or growing it is an error.
 """
 
 from __future__ import annotations
@@ -21,17 +20,21 @@ _MOVES = frozenset(
 
 
 class Row(Tensor):
-    """NaN in the shape of a row of keys or values, [Hkv, tokens stored, D] at first."""
+    """A tensor of NaN in the shape of a row of keys or values, at first [Hkv, tokens stored, D]."""
 
     @staticmethod
     def like(row: Tensor) -> Row:
-        """A row of the shape, dtype and device of a tensor."""
+        """Return a row with the shape, dtype and device of a tensor."""
         dynamo.never_a_frame_of_its_own(Row.__torch_function__)
         return torch.full((1,), torch.nan, dtype=row.dtype, device=row.device).expand(row.shape).as_subclass(Row)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Raises: CacheHandleError: something else is done to it than to be moved."""
+        """Run an operation that only moves the row.
+
+        Raises:
+            CacheHandleError: the operation reads or grows the row.
+        """
         name = getattr(func, "__name__", "")
         allowed = name in _MOVES | tensor_types.QUESTIONS or (name == "cat" and _is_alone(*args))
         if not torch.compiler.is_compiling() and not allowed:
@@ -40,13 +43,17 @@ class Row(Tensor):
 
 
 def _is_alone(parts: Sequence[Tensor], *_: Any) -> bool:
-    """Whether a concatenation adds nothing, as when a row becomes the first of an empty cache."""
+    """Return whether a concatenation adds nothing, as when a row becomes the first of an empty cache."""
     return sum(part.numel() > 0 for part in parts) == 1
 
 
-def refuse(what: str) -> None:
-    """Raises: CacheHandleError: always."""
+def refuse(operation: str) -> None:
+    """Refuse an operation on a row.
+
+    Raises:
+        CacheHandleError: always.
+    """
     raise CacheHandleError(
-        f"{what} on a row that was taken out of a cache of kvpass, as Whisper's generate does: its tokens live in "
-        "slots that it was parted from. Go on from the cache that the model itself returns, or generate anew"
+        f"{operation} on a row that was taken out of a cache of kvpass, as Whisper's generate does: its tokens live in "
+        "slots that it no longer has. Continue from the cache that the model returns, or generate again"
     )

@@ -1,7 +1,7 @@
-"""The slots of one attention layer: fixed buffers for keys and values, and the metadata that policies work on.
+"""Define the slots of one attention layer: fixed buffers for keys and values, and the metadata that policies read.
 
-Keys and values never move while a model decodes: a policy only decides which slot is free next.
-Everything is batch-first, so that one index over rows reorders a conversation.
+Keys and values never move while a model decodes; a policy only decides which slot is free next.  All tensors are
+batch-first, so one index over rows reorders a conversation.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from kvpass.policies.base import ROW_BUDGET, Attention, Merge, Policy, State, To
 from kvpass.policies.heads import HeadSharding
 
 FREE = -1
-BLOCK = 1024  # evicted rows that are merged at a time
+MERGE_BLOCK = 1024  # evicted rows that are merged at a time
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """What a compiled decode graph depends on; it is compiled again only if this differs.
+    """All that a compiled decode graph depends on; a different layout needs another graph.
 
     Attributes:
-        policy: decides what stays.
+        policy: the eviction policy.
         budget: tokens kept between steps.
-        row_budgets: each row has a budget of its own, an entry of the slots' state that steps read instead.
-        capacity: slots, the one for the token being written included.
+        row_budgets: whether each row has its own budget, which the slots' state holds for the steps.
+        capacity: the number of slots, including the one for the token that is written next.
         batch, heads, key_dim, value_dim: B, Hkv, D and Dv.
         dtype, device: of keys and values.
-        ranked: keys are stored before their rotary embedding and numbered by rank (positions="cache").
-        layer: the number of the layer, for policies whose `align` asks for it; else 0, so that layers are alike.
-        kv_dtype: how keys and values are stored; None for `dtype`.
-        spread: where the other heads of the layer are, if other processes have some; `heads` are those that are here.
-        crops: whether a chunk leaves what its statistics are made of, as its last tokens may be taken back.
-        exact_capacity: the capacity is what this prompt needs of this layer, and another prompt or layer needs another.
+        ranked: keys are stored before their rotary embedding and rotated by rank (positions="cache").
+        layer: the layer's index, for policies whose `align` reads it; else 0, so that equal layers have equal layouts.
+        kv_dtype: the storage format of keys and values; None for `dtype`.
+        spread: how the layer's heads are sharded over processes; `heads` counts those of this process.
+        crops: whether a chunk also returns the inputs of its statistics, so that its last tokens can be cropped.
+        exact_capacity: the capacity fits this prompt and layer; others need other capacities.
     """
 
     policy: Policy
@@ -61,11 +61,11 @@ class Layout:
 
     @property
     def groups(self) -> int:
-        """H': how many sets of metadata the layer has."""
+        """H', the number of sets of metadata of the layer."""
         return 1 if self.policy.heads == "shared" else self.heads
 
     def __post_init__(self) -> None:
-        _ = self.key_format, self.value_format  # refuses rows that it cannot store
+        _ = self.key_format, self.value_format  # raises for rows that cannot be stored
 
     @property
     def key_format(self) -> Format:
@@ -76,16 +76,16 @@ class Layout:
         return format_of(self.kv_dtype, self.value_dim, self.dtype, keys=False)
 
     def row_state(self) -> dict[str, int | float]:
-        """Names and first values of what is remembered for each row and head: the policy's, and the row's budget."""
+        """Return names and initial values of the state per row and head: the policy's, and the row's budget."""
         return {**self.policy.row_state(), **({ROW_BUDGET: 0} if self.row_budgets else {})}
 
     def budget_in(self, state: State) -> int | Tensor:
-        """Tokens kept between steps, a number or int64 [B, H', 1], for slots with that state."""
+        """Return the budget of slots with this state, a number or int64 [B, H', 1]."""
         return state[ROW_BUDGET] if self.row_budgets else self.budget
 
     @property
     def tracks_rank(self) -> bool:
-        """Whether decode steps keep `Slots.rank` up."""
+        """Whether decode steps maintain `Slots.rank`."""
         return self.ranked or self.policy.ranks
 
 
@@ -95,13 +95,13 @@ class Slots:
 
     Attributes:
         key, value: rows [B, Hkv, C, D] and [B, Hkv, C, Dv].
-        position: int64 [B, H', C], the token's place among the real tokens of its row; -1 is free.
-        index: int64 [B, H', C], its place in the padded sequence, which is what the model's masks count.
+        position: int64 [B, H', C], the token's position among the real tokens of its row; -1 marks a free slot.
+        index: int64 [B, H', C], its index in the padded sequence, which the model's masks count by.
         free: int64 [B, H'], the slot that the next token is written to.
         seen: int64 [B], real tokens seen.
         length: int64 [B], tokens seen, padding included.
-        rank: int64 [B, H', C], the place among the held tokens, if the layout tracks it.
-        state: what the policy remembers, each [B, H', C], or [B, H', 1] for its `row_state`.
+        rank: int64 [B, H', C], the index among the cached tokens by position, if the layout tracks it.
+        state: the policy's values by name, each [B, H', C], or [B, H', 1] for its `row_state`.
     """
 
     key: Rows
@@ -115,9 +115,9 @@ class Slots:
     state: dict[str, Tensor]
 
     @staticmethod
-    @torch.inference_mode(False)  # steps outside of inference mode write to them, too
+    @torch.inference_mode(False)  # steps outside of inference mode also write to them
     def empty(layout: Layout) -> Slots:
-        """Slots that hold nothing."""
+        """Return slots without tokens."""
         rows, groups, capacity = layout.batch, layout.groups, layout.capacity
         meta = (rows, groups, capacity)
 
@@ -136,14 +136,14 @@ class Slots:
             state=first_state(layout),
         )
 
-    def described(self, layout: Layout) -> Slots:
-        """The same with rows of a layout's formats that hold no data."""
-        shape, nowhere = (*self.key.shape[:2], self.capacity), torch.device("meta")
-        key, value = (Rows.empty(each, shape, nowhere) for each in (layout.key_format, layout.value_format))
+    def on_meta(self, layout: Layout) -> Slots:
+        """Return these slots with rows of a layout's formats on the meta device."""
+        shape, meta = (*self.key.shape[:2], self.capacity), torch.device("meta")
+        key, value = (Rows.empty(row_format, shape, meta) for row_format in (layout.key_format, layout.value_format))
         return dataclasses.replace(self, key=key, value=value)
 
     def tokens(self, layout: Layout) -> Tokens:
-        """What the policy sees of the slots."""
+        """Return the metadata that the policy reads."""
         rank = self.rank if layout.tracks_rank else None
         seen = self.seen[:, None, None]
         budget = layout.budget_in(self.state)
@@ -154,9 +154,9 @@ class Slots:
         return self.position.shape[-1]
 
     def next_rank(self, count: int = 1) -> Tensor:
-        """int64 [B, 1, 1]: the place among the held tokens of the first of `count` new ones, when it attends.
+        """Return int64 [B, 1, 1], the rank of the first of `count` new tokens when it attends.
 
-        A chunk attends to all held tokens; a single one no longer to the token that it overwrites, if any.
+        A chunk attends to all cached tokens; a single token not to the one that it overwrites, if any.
         """
         live = self.position >= 0
         held = live.sum(-1, keepdim=True)
@@ -164,28 +164,28 @@ class Slots:
 
     @property
     def metadata(self) -> list[Tensor]:
-        """All tensors but those of rows, in the order of `names`."""
+        """All tensors except those of rows, in the order of `names`."""
         return [self.position, self.index, self.free, self.seen, self.length, self.rank, *self.state.values()]
 
     def tensors(self) -> list[Tensor]:
-        """All of them, in the order of `names`; `of` is the inverse."""
-        beside = [*self.key.parts[1:], *self.value.parts[1:]]
-        return [self.key.codes, self.value.codes, *self.metadata, *beside]
+        """Return all tensors in the order of `names`; `of` is the inverse."""
+        scales = [*self.key.parts[1:], *self.value.parts[1:]]
+        return [self.key.codes, self.value.codes, *self.metadata, *scales]
 
     @property
     def names(self) -> list[str]:
-        """What the tensors are called: `NAMES`, the policy's state, then scales and the like of keys and of values."""
+        """The names of the tensors: `NAMES`, the policy's state, then the scales of keys and of values."""
         return [*NAMES, *self.state, *self.stored[2:]]
 
     @property
     def stored(self) -> list[str]:
-        """The names of the tensors that rows of K and V are made of."""
-        key, value = ([f"{name}_{part}" for part in rows.format.names] for name, rows in _named(self))
+        """The names of the tensors that store the rows of K and V."""
+        key, value = ([f"{name}_{part}" for part in rows.format.names] for name, rows in _named_rows(self))
         return ["key", "value", *key, *value]
 
     @staticmethod
     def of(tensors: Sequence[Tensor], like: Slots) -> Slots:
-        """From what `tensors` returned of slots like those given."""
+        """Return slots like `like` from the tensors that `tensors` returned."""
         key, value, position, index, free, seen, length, rank, *rest = tensors
         state = dict(zip(like.state, rest, strict=False))
         scales = iter(rest[len(state) :])
@@ -195,19 +195,20 @@ class Slots:
     @torch.inference_mode(False)
     @torch.no_grad()
     def map(self, function: Callable[[Tensor], Tensor]) -> Slots:
-        made = Slots.of([function(tensor) for tensor in self.tensors()], self)
-        if made.key.device.type == self.key.device.type:
-            return made
-        return dataclasses.replace(made, key=self.key.elsewhere(function), value=self.value.elsewhere(function))
+        """Return slots with a batch-first function applied to each tensor."""
+        mapped = Slots.of([function(tensor) for tensor in self.tensors()], self)
+        if mapped.key.device.type == self.key.device.type:
+            return mapped
+        return dataclasses.replace(mapped, key=self.key.to_device(function), value=self.value.to_device(function))
 
     def held(self, layout: Layout) -> Tensor:
-        """int64 [B, Hkv, n]: places of the held tokens in the padded sequence, sorted, -1 after the last."""
+        """Return int64 [B, Hkv, n], the sorted indices of cached tokens in the padded sequence, filled up with -1."""
         ordered = self.index.gather(-1, rows_in_order(self.position))
         count = int((self.position >= 0).sum(-1).max())
         return ordered[..., :count].expand(-1, layout.heads, -1).clone()
 
     def grown(self, layout: Layout) -> Slots:
-        """The same tokens in more slots."""
+        """Return larger slots of a layout with the same tokens."""
         slots, count = Slots.empty(layout), self.capacity
         slots.key.fill(self.key)
         slots.value.fill(self.value)
@@ -219,7 +220,7 @@ class Slots:
             slots.state[name].copy_(self.state[name])
         slots.seen.copy_(self.seen)
         slots.length.copy_(self.length)
-        slots.free.copy_(_next_slot(layout, slots))
+        slots.free.copy_(_next_free(layout, slots))
         return slots
 
     @property
@@ -230,7 +231,7 @@ class Slots:
 NAMES = ("key", "value", "position", "index", "free", "seen", "length", "rank")
 
 
-def _named(slots: Slots) -> Iterator[tuple[str, Rows]]:
+def _named_rows(slots: Slots) -> Iterator[tuple[str, Rows]]:
     yield "key", slots.key
     yield "value", slots.value
 
@@ -240,9 +241,9 @@ class Chunk:
     """New tokens of a prompt or of a later turn.
 
     Attributes:
-        key, value: [B, Hkv, q, D] and [B, Hkv, q, Dv]; the keys as they are to be stored.
+        key, value: [B, Hkv, q, D] and [B, Hkv, q, Dv]; the keys as they are stored.
         valid: bool [B, q], false for padding.
-        attention: what the chunk's queries paid to [held slots, chunk], N = C + q (N = q for a prompt).
+        attention: statistics of the chunk's queries over [slots, chunk], N = C + q (N = q for a prompt).
     """
 
     key: Tensor
@@ -251,47 +252,50 @@ class Chunk:
     attention: Attention
 
     def first(self, count: int) -> Chunk:
-        """Its first tokens, without what their queries paid."""
+        """Return the first tokens of the chunk, without statistics."""
         return Chunk(self.key[:, :, :count], self.value[:, :, :count], self.valid[:, :count], Attention())
 
 
 def first_state(layout: Layout) -> State:
-    """What the policy remembers of slots that hold nothing."""
+    """Return the policy's state for slots without tokens."""
     shape, device = (layout.batch, layout.groups), layout.device
     tokens = {
         name: torch.zeros(*shape, layout.capacity, dtype=dtype, device=device)
         for name, dtype in layout.policy.remembered().items()
     }
     rows = {
-        name: torch.full((*shape, 1), first, dtype=torch.float32 if isinstance(first, float) else None, device=device)
-        for name, first in layout.row_state().items()
+        name: torch.full(
+            (*shape, 1), initial, dtype=torch.float32 if isinstance(initial, float) else None, device=device
+        )
+        for name, initial in layout.row_state().items()
     }
     return {**tokens, **rows}
 
 
 def first_values(policy: Policy, key: Rows, value: Rows) -> State:
-    """What the policy remembers of new tokens from the first, [B, H', n]."""
+    """Return the policy's initial state of new tokens, each [B, H', n], from their stored rows."""
     return policy.init_token_state(key.read(), value.read()) if policy.sees_rows else {}
 
 
 def admit(
     layout: Layout, held: Slots | None, chunk: Chunk, budgets: Sequence[int] = (), into: Slots | None = None
 ) -> Slots:
-    """Take in a chunk: the policy says which of the held tokens and the chunk's stay.
+    """Admit a chunk: the policy selects which cached and new tokens stay.
 
-    The survivors are written to slots 0, 1, ... in the order of their positions.  `held` is overwritten in
-    place if it has the layout's capacity and there is no `into`.  Runs once per prompt or turn, uncompiled.
+    Survivors are written to slots 0, 1, ... in the order of their positions.  `held` is overwritten in place if it has
+    the layout's capacity and `into` is None.  Runs once per prompt or turn, uncompiled.
 
     Args:
-        budgets: for a prompt, the budget of each row, if it is not the layout's; slots remember them, if the layout has
-            `row_budgets`.
-        into: slots of the layout's capacity to write to; `held` is left as it is then.
+        held: the slots before the chunk, None for a prompt.
+        budgets: for a prompt, the budget of each row, if it differs from the layout's.  The slots store them if the
+            layout has `row_budgets`.
+        into: slots of the layout's capacity to write to; `held` then stays unchanged.
 
     Returns:
-        Slots of the layout's capacity; of more when the policy defers and this is the prompt.
+        Slots of the layout's capacity; more after a prompt if the policy defers.
     """
     budgets = tuple(budgets) or (layout.budget,) * layout.batch
-    past = Slots.empty(_roomy(layout, chunk, min(budgets))) if held is None else held
+    past = Slots.empty(_prompt_layout(layout, chunk, min(budgets))) if held is None else held
     if held is None and layout.row_budgets:
         past.state[ROW_BUDGET].copy_(torch.tensor(budgets).view(-1, 1, 1))
     key, value = Rows.of(layout.key_format, chunk.key), Rows.of(layout.value_format, chunk.value)
@@ -299,32 +303,31 @@ def admit(
     if not layout.row_budgets:
         tokens = dataclasses.replace(tokens, budget=max(budgets))
     tokens = tokens.updated(layout.policy.observe_unpinned(tokens, chunk.attention))
-    stays, changes = layout.policy.keep_mask(tokens)
+    keep, changes = layout.policy.keep_mask(tokens)
     tokens = tokens.updated(changes)
     if held is not None:
-        key, value = held.key.beside(key), held.value.beside(value)
+        key, value = held.key.concatenated(key), held.value.concatenated(value)
     in_place = held is None or held.capacity == layout.capacity
     slots = into or (past if in_place else Slots.empty(layout))
-    _fill(layout, slots, tokens, stays, index, key, value)
+    _fill(layout, slots, tokens, keep, index, key, value)
     slots.seen.copy_(tokens.seen[:, 0, 0])
     slots.length.copy_(index[:, 0, -1] + 1)
     if layout.policy.merges:
-        _merge_gone(layout, slots, tokens, tokens.live & ~stays, key, value)
-    slots.free.copy_(_next_slot(layout, slots))
+        _merge_evicted(layout, slots, tokens, tokens.live & ~keep, key, value)
+    slots.free.copy_(_next_free(layout, slots))
     if held is not None and layout.policy.aligns in ("step", "compact"):
         _align(layout, slots, chunk.valid.shape[1])
     return slots
 
 
 def _align(layout: Layout, slots: Slots, evicted: int) -> None:
-    """Let the policy rewrite the rows, as it does after steps."""
     weights = [tensor.to(layout.device) for tensor in layout.policy.weights()]
     for name, changed in align(layout, slots, slots.tokens(layout), weights, evicted).items():
         slots.state[name].copy_(changed)
 
 
 def align(layout: Layout, slots: Slots, tokens: Tokens, weights: Sequence[Tensor], evicted: int) -> State:
-    """Store the rows that the policy aligns, in place; what changes in its state."""
+    """Store the rows that the policy aligns, in place, and return the changes to its state."""
     key, value = slots.key.read_as(layout.dtype), slots.value.read_as(layout.dtype)
     new_key, new_value, changes = layout.policy.align(tokens, key, value, layout.layer, weights, evicted)
     slots.key.replace(new_key, (new_key != key).any(-1))
@@ -332,18 +335,18 @@ def align(layout: Layout, slots: Slots, tokens: Tokens, weights: Sequence[Tensor
     return changes
 
 
-def _next_slot(layout: Layout, slots: Slots) -> Tensor:
-    """The slot [B, H'] that the next token is written to: a free one, unless the policy overwrites."""
+def _next_free(layout: Layout, slots: Slots) -> Tensor:
+    """Return the slot [B, H'] that the next token is written to: a free one, unless the policy overwrites."""
     if layout.policy.overwrites:
         return layout.policy.victim(slots.tokens(layout))
     return (slots.position < 0).int().argmax(-1)
 
 
-def _roomy(layout: Layout, chunk: Chunk, budget: int) -> Layout:
-    """The layout for a prompt, which a policy that defers holds whole, with one slot to spare.
+def _prompt_layout(layout: Layout, chunk: Chunk, budget: int) -> Layout:
+    """Return the layout for a prompt, which a policy that defers caches whole, with one spare slot.
 
-    One that exceeds the budget, the least of any row, gets more slots than the layout has, even if it would fit
-    there: that is how the next step knows that all that is too much has to go, and not one token for each that comes.
+    A prompt that exceeds the budget, the least of any row, gets more slots than the layout has, even if it would fit.
+    The next step recognises by them that all surplus tokens are due, and not one token per new one.
     """
     prompt, capacity = chunk.valid.shape[1], layout.capacity
     whole = layout.policy.defers and prompt > budget
@@ -353,22 +356,22 @@ def _roomy(layout: Layout, chunk: Chunk, budget: int) -> Layout:
 def _candidates(
     layout: Layout, past: Slots, valid: Tensor, key: Rows, value: Rows, prompt: bool
 ) -> tuple[Tokens, Tensor]:
-    """The tokens of [held slots, chunk], N = C + q, and their places in the padded sequence [B, H', N].
+    """Return the tokens of [slots, chunk], N = C + q, and their indices in the padded sequence.
 
-    The rows are the chunk's, as they are stored.
+    `key` and `value` are the chunk's rows as stored.
     """
     policy, count = layout.policy, valid.cumsum(-1)  # [B, q]
-    fresh = past.seen[:, None] + count - 1
-    running = past.length[:, None] + torch.arange(valid.shape[1], device=layout.device)
+    new_position = past.seen[:, None] + count - 1
+    new_index = past.length[:, None] + torch.arange(valid.shape[1], device=layout.device)
 
-    def joined(old: Tensor, new: Tensor) -> Tensor:
+    def joined(cached: Tensor, new: Tensor) -> Tensor:
         new = new.expand(-1, layout.groups, -1)
-        return new if prompt else torch.cat([old, new], -1)
+        return new if prompt else torch.cat([cached, new], -1)
 
-    arriving, state = first_values(policy, key, value), dict(past.state)
+    initial, state = first_values(policy, key, value), dict(past.state)
     for name, dtype in policy.remembered().items():
-        state[name] = joined(past.state[name], arriving.get(name, torch.zeros_like(fresh, dtype=dtype)[:, None]))
-    position = joined(past.position, fresh.masked_fill(~valid, FREE)[:, None])
+        state[name] = joined(past.state[name], initial.get(name, torch.zeros_like(new_position, dtype=dtype)[:, None]))
+    position = joined(past.position, new_position.masked_fill(~valid, FREE)[:, None])
     tokens = Tokens(
         position=position,
         seen=(past.seen + count[:, -1])[:, None, None],
@@ -378,57 +381,57 @@ def _candidates(
         rank=rank_of(position) if policy.ranks else None,
         spread=layout.spread,
     )
-    return tokens, joined(past.index, running[:, None])
+    return tokens, joined(past.index, new_index[:, None])
 
 
-def _fill(layout: Layout, slots: Slots, tokens: Tokens, stays: Tensor, index: Tensor, key: Rows, value: Rows) -> None:
-    """Write the tokens that stay to the first slots and free the others."""
-    position = torch.where(stays, tokens.position, FREE)
+def _fill(layout: Layout, slots: Slots, tokens: Tokens, keep: Tensor, index: Tensor, key: Rows, value: Rows) -> None:
+    """Write the tokens that stay to the first slots, and free the others."""
+    position = torch.where(keep, tokens.position, FREE)
     kept = rows_in_order(position)[..., : slots.capacity]  # [B, H', n]
     count = kept.shape[-1]
     slots.key.fill(key.gathered(kept))
     slots.value.fill(value.gathered(kept))
-    for buffer, values in ((slots.position, position), (slots.index, index.masked_fill(~stays, FREE))):
-        chosen = values.gather(-1, kept)
+    for buffer, values in ((slots.position, position), (slots.index, index.masked_fill(~keep, FREE))):
+        compacted = values.gather(-1, kept)
         buffer.fill_(FREE)
-        buffer[..., :count] = chosen
+        buffer[..., :count] = compacted
     for name in layout.policy.remembered():
-        chosen = tokens.state[name].gather(-1, kept)
+        compacted = tokens.state[name].gather(-1, kept)
         slots.state[name].zero_()
-        slots.state[name][..., :count] = chosen
+        slots.state[name][..., :count] = compacted
     for name in layout.row_state():
         slots.state[name].copy_(tokens.state[name])
     slots.rank.copy_((slots.position >= 0).cumsum(-1) - 1)
 
 
 def rows_at(slot: Tensor, heads: int) -> SlotIndices:
-    """Indices of one row for each head: `slot` [B, H'] of every head [B, Hkv]."""
+    """Return the indices of one row per head [B, Hkv], at `slot` [B, H']."""
     row = torch.arange(slot.shape[0], device=slot.device)[:, None]
     head = torch.arange(heads, device=slot.device)[None]
     return row, head, slot.expand(-1, heads)
 
 
-def _merge_gone(layout: Layout, slots: Slots, tokens: Tokens, evicted: Tensor, key: Rows, value: Rows) -> None:
-    """Let the policy merge the tokens that go into the filled slots."""
+def _merge_evicted(layout: Layout, slots: Slots, tokens: Tokens, evicted: Tensor, key: Rows, value: Rows) -> None:
+    """Let the policy merge evicted tokens into the filled slots."""
     count = int(evicted.sum(-1).max())
     indices = rows_in_order(torch.where(evicted, tokens.position, FREE))[..., :count]  # [B, H', E]
-    held, going = slots.key.read(), key.gathered(indices).read()
-    merge = layout.policy.merge_unpinned(slots.tokens(layout), held, going, evicted.gather(-1, indices))
+    held, evicted_keys = slots.key.read(), key.gathered(indices).read()
+    merge = layout.policy.merge_unpinned(slots.tokens(layout), held, evicted_keys, evicted.gather(-1, indices))
     for buffer, rows in ((slots.key, key), (slots.value, value)):
-        _mix(buffer, rows, indices, merge)
+        _merge_into(buffer, rows, indices, merge)
     for name, changed in merge.state.items():
         slots.state[name].copy_(changed)
 
 
-def _mix(buffer: Rows, rows: Rows, indices: Tensor, merge: Merge) -> None:
-    """buffer [B, Hkv, C, D] with the rows [B, Hkv, N, D] at `places` [B, H', E] merged into it, a block at a time."""
+def _merge_into(buffer: Rows, rows: Rows, indices: Tensor, merge: Merge) -> None:
+    """Merge rows [B, Hkv, N, D] at `indices` [B, H', E] into a buffer [B, Hkv, C, D]."""
     heads, held = buffer.shape[1], upcast(buffer.read())
     into = merge.into.expand(-1, heads, -1)
     share = torch.zeros(buffer.shape[:3], device=buffer.device)
     share = share.scatter_add(-1, into, merge.share.expand(-1, heads, -1))[..., None]
     total = merge.own * held
-    for start in range(0, indices.shape[-1], BLOCK):
-        block = slice(start, start + BLOCK)
+    for start in range(0, indices.shape[-1], MERGE_BLOCK):
+        block = slice(start, start + MERGE_BLOCK)
         weighted = upcast(rows.gathered(indices[..., block]).read()) * merge.weight[..., block, None]
         total.scatter_add_(2, into[..., block, None].expand_as(weighted), weighted)
     buffer.replace(torch.where(share > 0, total / (merge.own + share), held), share[..., 0] > 0)

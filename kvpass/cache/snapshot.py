@@ -1,4 +1,4 @@
-"""What a call is about to overwrite in a layer's slots, so that it can be taken back."""
+"""Save the part of a layer's slots that a call overwrites, so that the call can be undone."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from kvpass.lowering.formats.base import Parts, SlotIndices
 
 @dataclasses.dataclass(frozen=True)
 class SlotSnapshot:
-    """Slots, and what was in them.
+    """Slots and their content before a step.
 
     Attributes:
         slots: the buffers.
-        slot_index: where one row of each head was copied, None if all rows were.
-        key, value: the rows as they are stored, each [B, Hkv, ...] or [B, Hkv, C, ...].
+        slot_index: the saved row of each head, None if all rows are saved.
+        key, value: the saved rows as stored, each [B, Hkv, ...] or [B, Hkv, C, ...].
         others: all metadata, in the order of `Slots.metadata`.
     """
 
@@ -33,20 +33,19 @@ class SlotSnapshot:
     @torch.inference_mode(False)
     @torch.no_grad()
     def before_step(layout: Layout, slots: Slots) -> SlotSnapshot:
-        """Before one token is decoded in place.
+        """Save what a decode step overwrites in place.
 
-        It is written to the free slot, and no other row changes, unless the policy merges or repairs rows: then all
-        are copied.
+        The step writes one row per head, at the free slot.  All rows are saved if the policy merges or aligns rows.
         """
         rewrites = layout.policy.merges or layout.policy.aligns in ("step", "compact")
         slot_index = None if rewrites else rows_at(slots.free.clone(), layout.heads)
         others = tuple(tensor.clone() for tensor in slots.metadata)
-        return SlotSnapshot(slots, slot_index, _copied(slots.key, slot_index), _copied(slots.value, slot_index), others)
+        return SlotSnapshot(slots, slot_index, _cloned(slots.key, slot_index), _cloned(slots.value, slot_index), others)
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def restored(self) -> Slots:
-        """The slots with what was in them."""
+        """Restore the content and return the slots."""
         for rows, parts in ((self.slots.key, self.key), (self.slots.value, self.value)):
             for buffer, part in zip(rows.parts, parts, strict=True):
                 buffer[slice(None) if self.slot_index is None else self.slot_index] = part
@@ -55,13 +54,13 @@ class SlotSnapshot:
         return self.slots
 
 
-def _copied(rows: Rows, slot_index: SlotIndices | None) -> Parts:
+def _cloned(rows: Rows, slot_index: SlotIndices | None) -> Parts:
     return tuple(part.clone() if slot_index is None else part[slot_index] for part in rows.parts)
 
 
 @dataclasses.dataclass(frozen=True)
 class UnchangedSlots:
-    """Slots that a chunk left alone, as it was taken into others."""
+    """Slots that a chunk left unchanged, because it was admitted to other slots."""
 
     slots: Slots
 

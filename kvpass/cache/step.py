@@ -1,7 +1,7 @@
-"""What one attention layer does with new tokens: write, attend, observe, evict.
+"""Define what one attention layer does with new tokens: write, attend, observe, evict.
 
-`decode_step` takes one token and is static: the rewrite traces it and splices it into the decode graph.
-`extend_step` takes a chunk on live slots and leaves them alone; `kvpass.cache.slots.admit` then takes the chunk in.
+`decode_step` takes one token and is static; the rewrite traces it and splices it into the decode graph.  `extend_step`
+takes a chunk and leaves the slots unchanged; `kvpass.cache.slots.admit` then admits the chunk.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from kvpass.policies.base import LATE, ROW_BUDGET, Attention, Policy, State, Tok
 
 
 class Mask(Protocol):
-    """The model's own mask, asked about keys at any place of the padded sequence."""
+    """The model's own mask as a function of the keys' indices."""
 
     def __call__(self, index: Tensor, position: Tensor, facts: list[Tensor]) -> Tensor:
-        """Places in the padded sequence and among the real tokens, int64 [B, H', N] each, and facts of each key.
+        """Return the mask, bool or additive, [B, Hkv or 1, G or 1, q, N].
 
-        Returns: bool or additive [B, Hkv or 1, G or 1, q, N].
+        Args:
+            index, position: int64 [B, H', N], the keys' indices in the padded sequence and positions among real tokens.
+            facts: tensors that the model computes from the stored rows of each key.
         """
 
 
@@ -38,27 +40,30 @@ Rotate = Callable[[Sections, Tensor], list[Tensor]]
 
 
 ComputeKeys = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, list[Tensor]]]
-"""What the model makes of its cache: stored [B, Hkv, N, D'] twice, to keys and values [B, Ha, N, D] for attention and
-facts [N, ...] that its mask reads."""
+"""The model's computation of keys and values from its cache.
+
+It takes stored rows [B, Hkv, N, D'] of K and of V, and returns keys and values [B, Ha, N, D] and facts [N, ...] for the
+mask.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """What the graph says about one attention call.
+    """The properties of one attention call in the graph.
 
     Attributes:
-        scale: multiplies the products of queries and keys.
+        scale: the factor on the products of queries and keys.
         mask: the model's mask on slots, or None.
-        rotate: the model's rotary embedding, or None when stored keys are attended to as they are.
-        rope: the same as kernels can apply it, without ranks, if they can.
+        rotate: the model's rotary embedding, or None if keys are stored rotated or have none.
+        rope: the same embedding for kernels, without ranks, if they can apply it.
         cap, sink_logit: see `kvpass.capture.canonical.attention`; the latter is [B or 1, Hq, q or 1, 1].
-        weights: the policy's own, as inputs of the graph; empty where they may be taken from the policy.
-        compute_keys: makes keys and values from what is stored, or None when they are stored as they are.
-        lse: whether the model wants the log-sum-exp of the logits as well.
-        write_index: the slots to write to, [B, H'], where they are not to be read from `slots.free`.
-        hidden: the logit of what a bool mask hides; None for what is left out as if it were not there.
-        decomposed: whether the model spells a softmax out, which gives NaN where it finds nothing.
-        knows_padding: whether padding is known, and not held.
+        weights: the policy's weights as inputs of the graph; empty if they are read from the policy.
+        compute_keys: computes keys and values from the stored rows, or None if these are the keys and values.
+        lse: whether the model also reads the log-sum-exp of the logits.
+        write_index: the slots to write to, [B, H'], if they are not those of `slots.free`.
+        hidden: the logit of keys that a bool mask hides; None if they are left out.
+        decomposed: whether the model spells out the softmax, which gives NaN for a query without keys.
+        knows_padding: whether padding is known and not cached.
     """
 
     scale: float
@@ -75,11 +80,15 @@ class Site:
     decomposed: bool = False
     knows_padding: bool = False
 
-    def blank(self, slots: Slots, valid: Tensor, bias: torch.dtype | None) -> UnknownQueries | None:
-        """The queries whose answer may be unknown; `valid` is bool [B, q], and a mask is a bias of a dtype or none.
+    def unknown_queries(self, slots: Slots, valid: Tensor, bias: torch.dtype | None) -> UnknownQueries | None:
+        """Return the queries whose output may be unknown, or None if there are none.
 
-        A model that adds a bias in half precision rounds logits away, or in part, where they meet numbers that hide.
-        Here sums are wider.  That matters to no query that sees a key.
+        A model that adds a bias in half precision loses logits, or digits of them, next to numbers that hide.  Sums
+        here are wider.  That changes no query that sees a key.
+
+        Args:
+            valid: bool [B, q], false for padding.
+            bias: the dtype of the mask's bias, None without one.
         """
         if (
             self.mask is None
@@ -87,16 +96,16 @@ class Site:
             or not (self.decomposed or (self.knows_padding and bias is not None))
         ):
             return None
-        real = valid[:, None, None, :, None]  # padding is not asked about: its answer must be a number
+        real = valid[:, None, None, :, None]  # not padding: its output must be a number
         padded = real & (slots.length != slots.seen)[:, None, None, None, None]
-        none = torch.zeros_like(real)
+        no_query = torch.zeros_like(real)
         rounded = self.decomposed and bias in (torch.float16, torch.bfloat16)
         return UnknownQueries(
-            real if self.decomposed else none, padded if self.knows_padding else none, real if rounded else None
+            real if self.decomposed else no_query, padded if self.knows_padding else no_query, real if rounded else None
         )
 
     def sink_logits(self, heads: int) -> Tensor | None:
-        """The sink's logits [B or 1, Hkv, G, q or 1, 1]."""
+        """Return the sink's logits [B or 1, Hkv, G, q or 1, 1]."""
         return None if self.sink_logit is None else torch.unflatten(self.sink_logit, 1, (heads, -1))
 
 
@@ -105,8 +114,8 @@ class Attended(NamedTuple):
 
     Attributes:
         output: [B, Hq, q, Dv].
-        mask, bias: the keys that are seen, and the model's bias; bool and a number [B, Ha or 1, ., q, N].
-        lse: where wanted the log-sum-exp, [B, Hq, q] as `upcast` has it.
+        mask, bias: the visible keys and the model's bias, [B, Ha or 1, ., q, N].
+        lse: the log-sum-exp [B, Hq, q] in the dtype of `upcast`, if the model reads it.
     """
 
     output: Tensor
@@ -125,29 +134,29 @@ def decode_step(
     valid: Tensor,
     compact: bool = False,
 ) -> Attended:
-    """Write one token to the free slot, attend, let the policy observe and free the next slot.
+    """Write one token to the free slot, attend, let the policy observe, and free the next slot.
 
     Args:
         slots: overwritten in place.
-        query: [B, Hq, 1, D]; key: [B, Hkv, 1, D], as it is stored; value: [B, Hkv, 1, Dv].
+        query: [B, Hq, 1, D]; key: [B, Hkv, 1, D], as stored; value: [B, Hkv, 1, Dv].
         valid: bool [B], false for a row whose token is padding.
-        compact: the other decode graph, which the host runs when `Policy.tick` says so.
+        compact: build the graph that compacts, which the host runs when `Policy.tick` says so.
     """
     policy = layout.policy
     new = (Rows.of(layout.key_format, key), Rows.of(layout.value_format, value))
-    tokens, index = _arrived(layout, slots, new, valid)
+    tokens, index = _with_new_token(layout, slots, new, valid)
     _write(
         slots, new, slots.free if site.write_index is None else site.write_index, valid if policy.overwrites else None
     )
-    here = _QueryView.of(layout, site, slots, tokens, index, query, valid)
-    attended, probabilities, logits = here.attend(with_logits=bool(policy.statistics))
-    attention = _one_query(layout, probabilities, valid)
+    view = _QueryView.of(layout, site, slots, tokens, index, query, valid)
+    attended, probs, logits = view.attend(with_logits=bool(policy.statistics))
+    attention = _single_query_statistics(layout, probs, valid)
     if compact and "logits" in policy.statistics:
         assert logits is not None
-        seen = logits if here.policy_bias is None else here.logits()  # the policy sees them without its own bias
-        seen = regrouped(seen, layout.heads)[..., 0, :].float().clamp_min(LOWEST)
-        attention = dataclasses.replace(attention, logits=seen)
-    tokens, victim = _compacted(layout, tokens, attention) if compact else _stepped(layout, slots, tokens, attention)
+        seen_logits = logits if view.policy_bias is None else view.logits()  # without the policy's own bias
+        seen_logits = regrouped(seen_logits, layout.heads)[..., 0, :].float().clamp_min(LOWEST)
+        attention = dataclasses.replace(attention, logits=seen_logits)
+    tokens, victim = _compact(layout, tokens, attention) if compact else _evict(layout, slots, tokens, attention)
     if policy.aligns == ("compact" if compact else "step"):
         tokens = _realign(layout, site, slots, tokens)
     _commit(layout, slots, tokens, index, victim)
@@ -157,25 +166,25 @@ def decode_step(
 def read_step(
     layout: Layout, site: Site, slots: Slots, query: Tensor, key: Tensor, value: Tensor, valid: Tensor
 ) -> Attended:
-    """Attend once more after a `decode_step`, to what that attended to: the query of a layer that shares its cache.
+    """Attend to the tokens of an earlier `decode_step`, for a layer that shares its cache.
 
     Args:
-        slots: K and V as they are now, all else as it was before the step.
-        query: [B, Hq, 1, D]; key, value: [B, Hkv, 1, D] and [B, Hkv, 1, Dv], the step's; valid: bool [B].
+        slots: K and V after the step, and all other tensors as before it.
+        query: [B, Hq, 1, D]; key, value: the step's, [B, Hkv, 1, D] and [B, Hkv, 1, Dv]; valid: bool [B].
     """
     new = (Rows.of(layout.key_format, key), Rows.of(layout.value_format, value))
-    tokens, index = _arrived(layout, slots, new, valid)
+    tokens, index = _with_new_token(layout, slots, new, valid)
     return _QueryView.of(layout, site, slots, tokens, index, query, valid).attend(with_logits=False)[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class _QueryView:
-    """One query's view of the slots.
+    """The slots as one query attends to them.
 
     Attributes:
         query: [B, Ha, ., 1, D], by the heads of the keys; key, value: rows [B, Ha, C, D] and [B, Ha, C, Dv].
         mask, bias: broadcastable to [B, Ha, ., 1, C]; the bias is the model's.
-        policy_bias: the policy's, likewise.
+        policy_bias: the policy's bias, broadcastable likewise.
     """
 
     site: Site
@@ -187,7 +196,7 @@ class _QueryView:
     policy_bias: Tensor | None
     rotate: Rotation | None
     rope: Rope | None
-    blank: UnknownQueries | None
+    unknown_queries: UnknownQueries | None
 
     @staticmethod
     def of(
@@ -196,89 +205,91 @@ class _QueryView:
         grouped = query.view(query.shape[0], layout.heads, -1, *query.shape[2:])  # [B, Hkv, G, 1, D]
         grouped = with_logit_scale(layout.policy, grouped, tokens.live.sum(-1)[:, :1])
         live = tokens.live[:, :, None, None]  # [B, H', 1, 1, C]
-        key, value, facts = _attended_rows(layout, site, *_read(layout, site, slots, tokens))
+        key, value, facts = _attended_rows(layout, site, *_stored_rows(layout, site, slots, tokens))
         mask, bias = with_mask(live, site.mask(index, tokens.position, facts) if site.mask else None, site.hidden)
         policy_bias = layout.policy.bias(tokens, grouped.shape[2])
         policy_bias = None if policy_bias is None else policy_bias[..., None, :]
         heads = key.shape[1]
-        if heads != layout.heads:  # they are made from what is stored
-            grouped, mask = regrouped(grouped, heads), _over(mask, heads)
-            bias, policy_bias = (None if x is None else _over(x, heads) for x in (bias, policy_bias))
+        if heads != layout.heads:  # keys are computed from stored rows
+            grouped, mask = regrouped(grouped, heads), _for_heads(mask, heads)
+            bias, policy_bias = (None if b is None else _for_heads(b, heads) for b in (bias, policy_bias))
         rope = None if site.rope is None else dataclasses.replace(site.rope, rank=tokens.rank)
-        blank = site.blank(slots, valid[:, None], None if bias is None else bias.dtype)
-        return _QueryView(site, grouped, key, value, mask, bias, policy_bias, _rotation(site, tokens), rope, blank)
+        unknown = site.unknown_queries(slots, valid[:, None], None if bias is None else bias.dtype)
+        return _QueryView(site, grouped, key, value, mask, bias, policy_bias, _rotation(site, tokens), rope, unknown)
 
     def attend(self, with_logits: bool) -> tuple[Attended, Tensor | None, Tensor | None]:
-        """For one query, and if `with_logits` probabilities and logits, [B, Ha, ., 1, C] as `upcast` has them."""
+        """Attend with the query; `with_logits` adds probabilities and logits, [B, Ha, ., 1, C] in the dtype of
+        `upcast`.
+        """
         site = self.site
         with_logits = with_logits or site.lse
-        given: dict[str, Any] = dict(
+        options: dict[str, Any] = dict(
             scale=site.scale, mask=self.mask, rotate=self.rotate, cap=site.cap, with_logits=with_logits
         )
-        given |= dict(
+        options |= dict(
             bias=added(self.bias, self.policy_bias),
             sink_logit=site.sink_logits(self.key.shape[1]),
             rope=self.rope,
-            blank=self.blank,
+            blank=self.unknown_queries,
         )
-        output, probabilities, logits = attend(self.query, self.key, self.value, **given)
-        output = output.flatten(1, 2)  # here: the compiler moves a product to its first user
-        return Attended(output, self.mask, self.bias, _log_sum_exp(site, logits)), probabilities, logits
+        output, probs, logits = attend(self.query, self.key, self.value, **options)
+        output = output.flatten(1, 2)  # not later: the compiler moves a product to its first user
+        return Attended(output, self.mask, self.bias, _log_sum_exp(site, logits)), probs, logits
 
     def logits(self) -> Tensor:
-        """What the model makes of the keys before the softmax, [B, Ha, ., 1, C] as `upcast` has them."""
+        """Return the logits of the keys before the softmax, [B, Ha, ., 1, C] in the dtype of `upcast`."""
         logits = capped(scores(self.query, self.key, scale=self.site.scale, rotate=self.rotate), self.site.cap)
         return torch.where(self.mask, logits if self.bias is None else logits + self.bias.to(logits.dtype), -torch.inf)
 
 
 def _log_sum_exp(site: Site, logits: Tensor | None) -> Tensor | None:
-    """Of logits [B, Ha, ., q, N] to [B, Hq, q], where the model wants it."""
+    """Return the log-sum-exp [B, Hq, q] of logits [B, Ha, ., q, N], if the model reads it."""
     return logits.logsumexp(-1).flatten(1, 2) if site.lse and logits is not None else None
 
 
-def _over(x: Tensor, heads: int) -> Tensor:
-    """A mask or bias [B, Hkv or 1, G or 1, ...] for another number of heads."""
-    return x if x.shape[1] * x.shape[2] == 1 else regrouped(x, heads)
+def _for_heads(mask: Tensor, heads: int) -> Tensor:
+    """Regroup a mask or bias [B, Hkv or 1, G or 1, ...] for another number of KV heads."""
+    return mask if mask.shape[1] * mask.shape[2] == 1 else regrouped(mask, heads)
 
 
-def _arrived(layout: Layout, slots: Slots, new: tuple[Rows, Rows], valid: Tensor) -> tuple[Tokens, Tensor]:
-    """The slots' metadata with the new token in the free slot, and the indices [B, H', C] with it."""
-    fresh = _here(slots.free, layout.capacity) & valid[:, None, None]  # [B, H', C]
-    position = torch.where(fresh, slots.seen[:, None, None], slots.position)
-    index = torch.where(fresh, slots.length[:, None, None], slots.index)
-    arriving, state = first_values(layout.policy, *new), dict(slots.state)
+def _with_new_token(layout: Layout, slots: Slots, new: tuple[Rows, Rows], valid: Tensor) -> tuple[Tokens, Tensor]:
+    """Return the metadata with the new token in the free slot, and the indices [B, H', C] with it."""
+    is_new = _one_hot(slots.free, layout.capacity) & valid[:, None, None]  # [B, H', C]
+    position = torch.where(is_new, slots.seen[:, None, None], slots.position)
+    index = torch.where(is_new, slots.length[:, None, None], slots.index)
+    initial, state = first_values(layout.policy, *new), dict(slots.state)
     for name in layout.policy.remembered():
-        state[name] = torch.where(fresh, arriving.get(name, torch.zeros_like(state[name])), state[name])
+        state[name] = torch.where(is_new, initial.get(name, torch.zeros_like(state[name])), state[name])
     rank = None
     if layout.tracks_rank:
-        rank = _without(slots.rank, fresh & (slots.position >= 0)) if layout.policy.overwrites else slots.rank
-        rank = torch.where(fresh, (position >= 0).sum(-1, keepdim=True) - 1, rank)
+        rank = _ranks_without(slots.rank, is_new & (slots.position >= 0)) if layout.policy.overwrites else slots.rank
+        rank = torch.where(is_new, (position >= 0).sum(-1, keepdim=True) - 1, rank)
     seen = (slots.seen + valid)[:, None, None]
     budget = layout.budget_in(state)
     return Tokens(position, seen, state, budget, layout.capacity, rank, layout.spread), index
 
 
-def _here(slot: Tensor, capacity: int) -> Tensor:
-    """bool [B, H', C]: true at `slot` [B, H']."""
+def _one_hot(slot: Tensor, capacity: int) -> Tensor:
+    """Return bool [B, H', C], true at `slot` [B, H']."""
     return torch.arange(capacity, device=slot.device) == slot[..., None]
 
 
-def _without(rank: Tensor, evicted: Tensor) -> Tensor:
-    """Ranks [B, H', C] after the token at `evicted`, at most one of each head, has left."""
-    left = torch.where(evicted, rank, LATE).amin(-1, keepdim=True)
-    return torch.where(rank > left, rank - 1, rank)
+def _ranks_without(rank: Tensor, evicted: Tensor) -> Tensor:
+    """Return ranks [B, H', C] without the token at `evicted`, at most one per head."""
+    evicted_rank = torch.where(evicted, rank, LATE).amin(-1, keepdim=True)
+    return torch.where(rank > evicted_rank, rank - 1, rank)
 
 
-def _write(slots: Slots, new: tuple[Rows, Rows], index: Tensor, only: Tensor | None) -> None:
-    """Write one row of K and of V in place, at slot `index` [B, H'] of each head; `only` selects rows [B]."""
-    where = rows_at(index, new[0].shape[1])
-    chosen = None if only is None else only[:, None, None]
-    slots.key.put(where, new[0], chosen)
-    slots.value.put(where, new[1], chosen)
+def _write(slots: Slots, new: tuple[Rows, Rows], index: Tensor, selection: Tensor | None) -> None:
+    """Write one row of K and of V at slot `index` [B, H'] of each head, in the rows `only` [B]."""
+    indices = rows_at(index, new[0].shape[1])
+    selected = None if selection is None else selection[:, None, None]
+    slots.key.put(indices, new[0], selected)
+    slots.value.put(indices, new[1], selected)
 
 
 def with_logit_scale(policy: Policy, query: Tensor, count: Tensor) -> Tensor:
-    """Queries [B, ...] with the policy's factor on their logits, as they attend to `count` [B, 1] tokens."""
+    """Scale queries [B, ...] by the policy's factor on their logits for `count` [B, 1] tokens."""
     factor = policy.logit_scale(count)
     return query if factor is None else (query * factor.view(-1, *[1] * (query.ndim - 1))).to(query.dtype)
 
@@ -291,9 +302,10 @@ def _rotation(site: Site, tokens: Tokens) -> Rotation | None:
 
 
 def with_mask(live: Tensor, mask: Tensor | None, hidden: float | None) -> tuple[Tensor, Tensor | None]:
-    """The boolean mask and the additive bias that `live` and the model's own mask make together.
+    """Return the bool mask and the additive bias that `live` and the model's own mask give together.
 
-    What is not live is not there.  What the model hides by a finite number is: a query that sees nothing attends to it.
+    A free slot is left out.  A key that the model hides by a finite number stays: a query without other keys attends to
+    it.
     """
     if mask is None or mask.dtype != torch.bool:
         return live, mask
@@ -303,63 +315,64 @@ def with_mask(live: Tensor, mask: Tensor | None, hidden: float | None) -> tuple[
 
 
 def added(bias: Tensor | None, policy_bias: Tensor | None) -> Tensor | None:
-    """The model's bias [B, ., ., q, N] and the policy's [B, ., ., 1, N]."""
+    """Add the model's bias [B, ., ., q, N] and the policy's [B, ., ., 1, N]."""
     if policy_bias is None:
         return bias
     return policy_bias if bias is None else upcast(bias) + policy_bias
 
 
-def _one_query(layout: Layout, probabilities: Tensor | None, valid: Tensor) -> Attention:
-    if probabilities is None:
+def _single_query_statistics(layout: Layout, probs: Tensor | None, valid: Tensor) -> Attention:
+    """Return the statistics of one query from its probabilities."""
+    if probs is None:
         return Attention(queries=valid.long()[:, None, None], spread=layout.spread)
-    row = regrouped(probabilities, layout.heads)[..., 0, :].float() * valid[:, None, None, None]  # [B, Hkv, G, C]
+    row = regrouped(probs, layout.heads)[..., 0, :].float() * valid[:, None, None, None]  # [B, Hkv, G, C]
     return Attention(row, row.square(), row, row, queries=valid.long()[:, None, None], spread=layout.spread)
 
 
-def _stepped(layout: Layout, slots: Slots, tokens: Tokens, attention: Attention) -> tuple[Tokens, Tensor]:
-    """The policy's ordinary step: what is left, and the slot [B, H'] that the next token is written to."""
+def _evict(layout: Layout, slots: Slots, tokens: Tokens, attention: Attention) -> tuple[Tokens, Tensor]:
+    """Let the policy observe and evict one token; return the other tokens and the next slot to write [B, H']."""
     policy = layout.policy
     tokens = tokens.updated(policy.observe(tokens, attention))
     victim = policy.victim(tokens)
     if policy.overwrites or not policy.evicts:
         return tokens, victim
-    evicted = _here(victim, layout.capacity)
-    left = dataclasses.replace(
+    evicted = _one_hot(victim, layout.capacity)
+    rest = dataclasses.replace(
         tokens,
         position=torch.where(evicted, FREE, tokens.position),
-        rank=None if tokens.rank is None else _without(tokens.rank, evicted & tokens.live),
+        rank=None if tokens.rank is None else _ranks_without(tokens.rank, evicted & tokens.live),
     )
     if policy.merges:
-        left = left.updated(_merge_victim(policy, slots, left, victim, (evicted & tokens.live).any(-1, keepdim=True)))
-    return left, victim
+        rest = rest.updated(_merge_victim(policy, slots, rest, victim, (evicted & tokens.live).any(-1, keepdim=True)))
+    return rest, victim
 
 
-def _merge_victim(policy: Policy, slots: Slots, left: Tokens, victim: Tensor, valid: Tensor) -> State:
-    """Merge the victim's K and V into one row of each head, in place; what changes in the state."""
+def _merge_victim(policy: Policy, slots: Slots, rest: Tokens, victim: Tensor, valid: Tensor) -> State:
+    """Merge the victim's K and V into one row of each head; return the changes to the state."""
     heads = slots.key.shape[1]
     evicted = rows_at(victim, heads)
-    merge = policy.merge_unpinned(left, slots.key.read(), slots.key.at(evicted)[:, :, None], valid)
+    merge = policy.merge_unpinned(rest, slots.key.read(), slots.key.at(evicted)[:, :, None], valid)
     into = rows_at(merge.into[..., 0], heads)
     for rows in (slots.key, slots.value):
-        mixed = merge.own * upcast(rows.at(into)) + merge.weight * upcast(rows.at(evicted))
-        made = Rows.of(rows.format, (mixed / (merge.own + merge.share))[:, :, None])
-        rows.put(into, made, merge.share > 0)
+        merged = merge.own * upcast(rows.at(into)) + merge.weight * upcast(rows.at(evicted))
+        stored = Rows.of(rows.format, (merged / (merge.own + merge.share))[:, :, None])
+        rows.put(into, stored, merge.share > 0)
     return merge.state
 
 
-def _compacted(layout: Layout, tokens: Tokens, attention: Attention) -> tuple[Tokens, Tensor]:
-    """Observe and compact: what is left, and the slot [B, H'] that the next token is written to."""
+def _compact(layout: Layout, tokens: Tokens, attention: Attention) -> tuple[Tokens, Tensor]:
+    """Let the policy observe and compact; return the remaining tokens and the next slot to write [B, H']."""
     policy = layout.policy
     tokens = tokens.updated(policy.observe_unpinned(tokens, attention))
-    stays, changes = policy.keep_mask(tokens)
-    position = torch.where(stays, tokens.position, FREE)
+    keep, changes = policy.keep_mask(tokens)
+    position = torch.where(keep, tokens.position, FREE)
     rank = rank_of(position) if layout.tracks_rank else None
-    left = dataclasses.replace(tokens.updated(changes), position=position, rank=rank)
-    return left, policy.victim(left)
+    rest = dataclasses.replace(tokens.updated(changes), position=position, rank=rank)
+    return rest, policy.victim(rest)
 
 
-def _read(layout: Layout, site: Site, slots: Slots, tokens: Tokens) -> tuple[Rows, Rows]:
-    """The keys and values that are stored, unless the policy aligns them at read."""
+def _stored_rows(layout: Layout, site: Site, slots: Slots, tokens: Tokens) -> tuple[Rows, Rows]:
+    """Return the stored keys and values, aligned if the policy aligns them at read."""
     if layout.policy.aligns != "read":
         return slots.key, slots.value
     weights = site.weights or layout.policy.weights()
@@ -369,7 +382,7 @@ def _read(layout: Layout, site: Site, slots: Slots, tokens: Tokens) -> tuple[Row
 
 
 def _attended_rows(layout: Layout, site: Site, key: Rows, value: Rows) -> tuple[Rows, Rows, list[Tensor]]:
-    """What attention and its mask see of stored keys and values."""
+    """Return the keys, values and facts that attention and its mask read, from stored rows."""
     if site.compute_keys is None:
         return key, value, []
     keys, values, facts = site.compute_keys(key.read_as(layout.dtype), value.read_as(layout.dtype))
@@ -377,18 +390,17 @@ def _attended_rows(layout: Layout, site: Site, key: Rows, value: Rows) -> tuple[
 
 
 def _with_computed_keys(site: Site, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """The same of the held rows and a chunk's."""
+    """Return the keys, values and facts that attention reads, from cached rows and a chunk's."""
     return (key, value, []) if site.compute_keys is None else site.compute_keys(key, value)
 
 
 def _realign(layout: Layout, site: Site, slots: Slots, tokens: Tokens) -> Tokens:
-    """Store what the policy makes of the rows that are left, in place."""
+    """Store the rows that the policy aligns, in place, and return the tokens with its state."""
     weights = site.weights or layout.policy.weights()
     return tokens.updated(align(layout, slots, tokens, weights, 1))
 
 
 def _commit(layout: Layout, slots: Slots, tokens: Tokens, index: Tensor, victim: Tensor) -> None:
-    """Store the metadata."""
     if tokens.rank is not None:
         slots.rank.copy_(tokens.rank)
     slots.position.copy_(tokens.position)
@@ -396,129 +408,140 @@ def _commit(layout: Layout, slots: Slots, tokens: Tokens, index: Tensor, victim:
     slots.free.copy_(victim)
     slots.seen.copy_(tokens.seen[:, 0, 0])
     slots.length.add_(1)
-    for name, old in slots.state.items():
+    for name, buffer in slots.state.items():
         if name != ROW_BUDGET:
-            old.copy_(tokens.state[name])
+            buffer.copy_(tokens.state[name])
 
 
 def extend_step(
     layout: Layout, site: Site, slots: Slots, query: Tensor, key: Tensor, value: Tensor, valid: Tensor
 ) -> tuple[Attended, list[Tensor]]:
-    """Attend with a chunk of queries to [held slots, chunk], under the model's own mask.
+    """Attend with a chunk of queries to [slots, chunk], under the model's own mask.
 
     Args:
-        query: [B, Hq, q, D]; key: [B, Hkv, q, D], as it is attended to; value: [B, Hkv, q, Dv].
-        valid: bool [B, q].
+        slots: the slots, which stay unchanged.
+        query: [B, Hq, q, D]; key: [B, Hkv, q, D], as attention reads it; value: [B, Hkv, q, Dv].
+        valid: bool [B, q], false for padding.
 
     Returns:
-        What attention gives and the `kvpass.cache.statistics` of the chunk, whose columns are [held slots, chunk].
-        They leave the policy's own bias out.  If the layout crops, what they are made of comes behind them: the
-        query, keys, mask and sink of `kvpass.cache.statistics.StatisticsSpec`.
+        The results of attention, and the `kvpass.cache.statistics` of the chunk, with columns [slots, chunk].  These
+        leave out the policy's own bias.  If the layout crops, their inputs follow: the query, keys, mask and sink of
+        `kvpass.cache.statistics.StatisticsSpec`.
     """
     policy, chunk = layout.policy, query.shape[2]
     held, rotate = slots.tokens(layout), site.rotate
     query = with_logit_scale(policy, query, held.live.sum(-1)[:, :1] + valid.sum(-1, keepdim=True))
-    stored, rows = (x.read_as(layout.dtype) for x in _read(layout, site, slots, held))
-    kept = stored if rotate is None else torch.cat(rotate(Sections((stored,)), slots.rank), -1)
-    keys = torch.cat([kept, key.to(kept.dtype)], 2)
+    stored, rows = (part.read_as(layout.dtype) for part in _stored_rows(layout, site, slots, held))
+    rotated = stored if rotate is None else torch.cat(rotate(Sections((stored,)), slots.rank), -1)
+    keys = torch.cat([rotated, key.to(rotated.dtype)], 2)
     keys, values, facts = _with_computed_keys(site, keys, torch.cat([rows, value.to(rows.dtype)], 2))
     mask, bias = _chunk_mask(layout, site, slots, valid, facts)
     dtype = _dtype_of_bias(site, bias, query.dtype)
-    full = _per_head(_joined(mask, bias, dtype), query, keys, layout.heads)
+    full_mask = _per_head(_combined_mask(mask, bias, dtype), query, keys, layout.heads)
     common = (site.sink_logit, False, site.scale, site.cap, layout.heads, layout.spread)
-    spec = StatisticsSpec(query, keys, full, *common)
+    spec = StatisticsSpec(query, keys, full_mask, *common)
     policy_bias = policy.bias(held, query.shape[1] // layout.heads)
     by_library = site.cap is None and site.sink_logit is None
     if policy_bias is None and not site.lse and in_one_operator(policy, query, keys, values, by_library):
-        output, *made = statistics(policy, spec, valid, held.budget, values)
-        attended = Attended(_blanked(site, slots, output, (full, bias), valid), mask, bias)
-        return attended, [*made, *_for_crops(layout, spec)]
-    seen = full
+        output, *computed = statistics(policy, spec, valid, held.budget, values)
+        attended = Attended(_with_unknown_outputs(site, slots, output, (full_mask, bias), valid), mask, bias)
+        return attended, [*computed, *_statistics_inputs(layout, spec)]
+    attention_mask = full_mask
     if policy_bias is not None:
         policy_bias = torch.nn.functional.pad(policy_bias, (0, chunk))[..., None, :]  # [B, ., ., 1, C + q]
-        seen = _per_head(_joined(mask, added(bias, policy_bias), dtype), query, keys, layout.heads)
-    output, lse = _attended(site, query, keys, values, seen)
-    attended = Attended(_blanked(site, slots, output, (full, bias), valid), mask, bias, lse)
+        attention_mask = _per_head(_combined_mask(mask, added(bias, policy_bias), dtype), query, keys, layout.heads)
+    output, lse = _attend_chunk(site, query, keys, values, attention_mask)
+    attended = Attended(_with_unknown_outputs(site, slots, output, (full_mask, bias), valid), mask, bias, lse)
     if not policy.statistics:
         return attended, []
-    return attended, [*statistics(policy, spec, valid, held.budget), *_for_crops(layout, spec)]
+    return attended, [*statistics(policy, spec, valid, held.budget), *_statistics_inputs(layout, spec)]
 
 
-def _for_crops(layout: Layout, spec: StatisticsSpec) -> list[Tensor]:
-    """What the statistics are made of, for a layout that crops."""
+def _statistics_inputs(layout: Layout, spec: StatisticsSpec) -> list[Tensor]:
+    """Return the inputs of the statistics for a layout that crops, else []."""
     tensors = (spec.query, spec.key, spec.mask, spec.sink_logit)
     return [tensor for tensor in tensors if tensor is not None] if layout.crops else []
 
 
-def _attended(site: Site, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Attention of a chunk, and its log-sum-exp if wanted; mask bool or additive [B, Hq, Ha or 1, q, N]."""
+def _attend_chunk(
+    site: Site, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Attend with a chunk; `mask` is bool or additive [B, Hq, Ha or 1, q, N].
+
+    Returns:
+        The output [B, Hq, q, Dv], and the log-sum-exp if the model reads it.
+    """
     heads = keys.shape[1]
     grouped = torch.unflatten(query, 1, (heads, -1))
     if site.cap is None and site.sink_logit is None and not site.lse and not by_kernel(grouped):
         return _library_attention(site.scale, grouped, keys, values, mask), None
-    apart = mask[:, :, None] if mask.shape[1] == 1 else torch.unflatten(mask, 1, (heads, -1))
-    allowed, bias = (apart, None) if apart.dtype == torch.bool else (apart != -torch.inf, apart)
-    given: dict[str, Any] = dict(
+    heads_mask = mask[:, :, None] if mask.shape[1] == 1 else torch.unflatten(mask, 1, (heads, -1))
+    allowed, bias = (heads_mask, None) if heads_mask.dtype == torch.bool else (heads_mask != -torch.inf, heads_mask)
+    options: dict[str, Any] = dict(
         mask=allowed, bias=bias, cap=site.cap, sink_logit=site.sink_logits(heads), with_logits=site.lse
     )
-    output, _, logits = attend(grouped, plain(keys), plain(values), scale=site.scale, **given)
+    output, _, logits = attend(grouped, plain(keys), plain(values), scale=site.scale, **options)
     return output.flatten(1, 2), _log_sum_exp(site, logits)
 
 
 def _library_attention(scale: float, grouped: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """Queries [B, Ha, G, q, D] to [B, Hq, q, Dv].  A mask for each KV head is not repeated for its query heads: each
-    KV head comes as a row of the batch instead."""
+    """Attend with queries [B, Ha, G, q, D] by scaled_dot_product_attention; returns [B, Hq, q, Dv].
+
+    A mask per KV head is not repeated for its query heads; each KV head becomes a row of the batch instead.
+    """
     function, query = torch.nn.functional.scaled_dot_product_attention, grouped.flatten(1, 2)
-    given: dict[str, Any] = dict(scale=scale, enable_gqa=True)
+    options: dict[str, Any] = dict(scale=scale, enable_gqa=True)
     if mask.shape[1] in (1, query.shape[1]):
-        return function(query, keys, values, attn_mask=mask, **given)
+        return function(query, keys, values, attn_mask=mask, **options)
     keys, values, mask = (x.flatten(0, 1)[:, None] for x in (keys, values, mask.expand(len(keys), -1, -1, -1)))
-    return function(grouped.flatten(0, 1), keys, values, attn_mask=mask, **given).reshape(*query.shape[:3], -1)
+    return function(grouped.flatten(0, 1), keys, values, attn_mask=mask, **options).reshape(*query.shape[:3], -1)
 
 
 def _chunk_mask(
     layout: Layout, site: Site, slots: Slots, valid: Tensor, facts: list[Tensor]
 ) -> tuple[Tensor, Tensor | None]:
-    """Mask bool [B, H', 1 or G, q, C + q] and bias of a chunk on [held slots, chunk]."""
+    """Return the mask [B, H', 1 or G, q, C + q] and the bias of a chunk on [slots, chunk]."""
     count = valid.shape[1]
     new = valid[:, None, None, None].expand(-1, layout.groups, -1, -1, -1)  # [B, H', 1, 1, q]
-    running = slots.length[:, None] + torch.arange(count, device=valid.device)
-    index = torch.cat([slots.index, running[:, None].expand(-1, layout.groups, -1)], -1)
+    new_index = slots.length[:, None] + torch.arange(count, device=valid.device)
+    index = torch.cat([slots.index, new_index[:, None].expand(-1, layout.groups, -1)], -1)
     mask = torch.cat([(slots.position >= 0)[:, :, None, None], new], -1)  # the same for all queries
-    arriving = slots.seen[:, None] + valid.cumsum(-1) - 1
-    position = torch.cat([slots.position, arriving[:, None].expand(-1, layout.groups, -1)], -1)
+    new_position = slots.seen[:, None] + valid.cumsum(-1) - 1
+    position = torch.cat([slots.position, new_position[:, None].expand(-1, layout.groups, -1)], -1)
     mask, bias = with_mask(mask, site.mask(index, position, facts) if site.mask else None, site.hidden)
     return mask.expand(-1, -1, -1, count, -1), bias
 
 
-def _joined(mask: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Both as one, boolean or additive."""
+def _combined_mask(mask: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Combine a mask and a bias to one mask, bool or additive."""
     return mask if bias is None else torch.where(mask, bias.to(dtype), -torch.inf)
 
 
 def _dtype_of_bias(site: Site, bias: Tensor | None, dtype: torch.dtype) -> torch.dtype:
-    """The queries' dtype, if it holds the numbers that hide."""
-    narrow = dtype == torch.float16 and bias is not None and (site.decomposed or bias.dtype != dtype)
-    return torch.float32 if narrow else dtype
+    """Return a dtype that can hold the numbers that hide, the queries' if possible."""
+    too_narrow = dtype == torch.float16 and bias is not None and (site.decomposed or bias.dtype != dtype)
+    return torch.float32 if too_narrow else dtype
 
 
-def _blanked(site: Site, slots: Slots, output: Tensor, masks: tuple[Tensor, Tensor | None], valid: Tensor) -> Tensor:
-    """Output [B, Hq, q, Dv] of a chunk, with NaN for the queries whose answer is unknown.
+def _with_unknown_outputs(
+    site: Site, slots: Slots, output: Tensor, masks: tuple[Tensor, Tensor | None], valid: Tensor
+) -> Tensor:
+    """Return a chunk's output [B, Hq, q, Dv] with NaN for the queries whose output is unknown.
 
     Args:
-        masks: all that is hidden or added, and the model's own bias.
+        masks: the mask with all biases, and the model's own bias.
     """
     mask, bias = masks
-    blank = site.blank(slots, valid, None if bias is None else bias.dtype)
-    if blank is None:
+    unknown_queries = site.unknown_queries(slots, valid, None if bias is None else bias.dtype)
+    if unknown_queries is None:
         return output
-    most = torch.where(mask.any(-1), 0.0, -torch.inf) if mask.dtype == torch.bool else mask.amax(-1)
-    unknown = blank.of(most[:, :, None, :, None]).flatten(1, 2)  # [B, 1, Ha or Hq, q, 1]
+    highest = torch.where(mask.any(-1), 0.0, -torch.inf) if mask.dtype == torch.bool else mask.amax(-1)
+    unknown = unknown_queries.of(highest[:, :, None, :, None]).flatten(1, 2)  # [B, 1, Ha or Hq, q, 1]
     return torch.where(unknown.repeat_interleave(output.shape[1] // unknown.shape[1], 1), torch.nan, output)
 
 
 def _per_head(mask: Tensor, query: Tensor, keys: Tensor, heads: int) -> Tensor:
-    """A mask [B, H', 1 or G, q, N] as [B, Hq, Ha or 1, q, N], where kernels want it as [B, Hq or 1, q, N]."""
+    """Expand a mask [B, H', 1 or G, q, N] to [B, Hq, Ha or 1, q, N], or for GPU kernels to [B, Hq or 1, q, N]."""
     if mask.shape[1] == 1 and mask.shape[2] == 1:
         return mask[:, 0]
     if mask.shape[2] == 1 and keys.shape[1] == heads and query.device.type == "cpu":

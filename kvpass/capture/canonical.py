@@ -1,17 +1,13 @@
-"""The canonical form: two operators, and what they mean.
-
-A model's graph says in its own words that a cache grows and that queries attend to it.  Capture says it in these:
+"""Define the canonical operators, to which capture converts every cache update and attention call.
 
     grown = kvpass::append(past, new)
     output = kvpass::attention(query, key, value, mask, sink_logit, scale, cap, causal, hidden, dtypes)
 
-They are ordinary operators that run on any tensors and that compilers take apart like others, so that a canonical
-graph is a program: it gives what the model's own graph gives.  What is computed beside them, as masks, stays as the
-model has it.
+They are composite operators that run on any tensors and that compilers decompose, so a canonical graph is a program
+that gives the results of the model's own graph.  All other nodes, masks among them, stay the model's own.
 
-With g = Hq / H, query head i attends to key head i // g.  The scores are scale * query key^T, capped to
-cap * tanh(scores / cap) if there is a cap, and masked after that; the softmax also runs over the sink, to which no
-value belongs.
+With g = Hq / H, query head i attends to KV head i // g.  The scores are scale * query key^T, capped to cap *
+tanh(scores / cap) if there is a cap, and then masked.  The softmax also runs over the sink, which has no value.
 """
 
 from __future__ import annotations
@@ -36,10 +32,10 @@ torch.library.define(
 
 @torch.library.impl("kvpass::append", "CompositeImplicitAutograd")
 def append(past: Tensor | None, new: Tensor) -> Tensor:
-    """The past and the new tokens in memory of their own.
+    """Concatenate past and new tokens in new memory.
 
     Args:
-        past: [B, H, S, D], or None where there is none.
+        past: [B, H, S, D], or None for an empty past.
         new: [B, H, q, D].
 
     Returns:
@@ -63,22 +59,22 @@ def attention(
     weights: torch.dtype | None = None,
     output: torch.dtype | None = None,
 ) -> Tensor:
-    """Attention of queries to keys.
+    """Attend to keys.
 
     Args:
         query: [B, Hq, q, D].
         key, value: [B, H, S, D] and [B, H, S, Dv], where H divides Hq.
         mask: bool or additive, [B or 1, Hq or 1, q or 1, S], or None.
-        sink_logit: the logits of what is attended to beside the keys, [B or 1, Hq, q or 1, 1], or None.
-        causal: query i sees the keys 0 .. i.
-        hidden: the logit of what a bool mask hides; None is as scaled_dot_product_attention has it.
-        scores, weights, output: where attention is spelled out, the dtypes of the products of query and key, of the
-            logits and the softmax, and of the result; None for what scaled_dot_product_attention makes of the query's.
+        sink_logit: the logits of the attention sink, [B or 1, Hq, q or 1, 1], or None.
+        causal: query i attends to keys 0 .. i only.
+        hidden: the logit of keys that a bool mask hides; None for the one of scaled_dot_product_attention.
+        scores, weights, output: in decomposed attention the dtypes of the products of query and key, of logits and
+            softmax, and of the result; None for scaled_dot_product_attention on the dtype of `query`.
 
     Returns:
         [B, Hq, q, Dv].
     """
-    key, value = _for_heads(key, query), _for_heads(value, query)
+    key, value = _repeat_heads(key, query), _repeat_heads(value, query)
     if scores is None or weights is None or output is None:
         return torch.nn.functional.scaled_dot_product_attention(
             query, key.to(query.dtype), value.to(query.dtype), attn_mask=mask, is_causal=causal, scale=scale
@@ -101,12 +97,12 @@ def log_sum_exp(
     scores: torch.dtype,
     weights: torch.dtype,
 ) -> Tensor:
-    """The log-sum-exp [B, Hq, q] of the logits of `attention`, for models that ask for it."""
-    return torch.logsumexp(_logits(query, _for_heads(key, query), mask, scale, cap, hidden, (scores, weights)), -1)
+    """Return the log-sum-exp [B, Hq, q] of the logits of `attention`, for models that use it."""
+    return torch.logsumexp(_logits(query, _repeat_heads(key, query), mask, scale, cap, hidden, (scores, weights)), -1)
 
 
-def _for_heads(rows: Tensor, query: Tensor) -> Tensor:
-    """Each head's rows once for every query head of its group."""
+def _repeat_heads(rows: Tensor, query: Tensor) -> Tensor:
+    """Repeat the rows of each KV head for every query head of its group: [B, Hq, S, D]."""
     groups = query.shape[1] // rows.shape[1]
     return rows if groups == 1 else rows[:, :, None].expand(-1, -1, groups, -1, -1).flatten(1, 2)
 
@@ -120,15 +116,15 @@ def _logits(
     hidden: float | None,
     dtypes: tuple[torch.dtype, torch.dtype],
 ) -> Tensor:
-    """[B, Hq, q, S], multiplied in the first dtype and held in the second."""
-    products, wide = dtypes
-    logits = torch.matmul(query.to(products), key.to(products).transpose(2, 3)).to(wide) * scale
+    """Return the logits [B, Hq, q, S], with products in the first dtype and the rest in the second."""
+    product_dtype, logit_dtype = dtypes
+    logits = torch.matmul(query.to(product_dtype), key.to(product_dtype).transpose(2, 3)).to(logit_dtype) * scale
     if cap is not None:
         logits = torch.tanh(logits / cap) * cap
     if mask is None:
         return logits
     if mask.dtype == torch.bool:
-        return torch.where(mask, logits, -torch.inf if hidden is None else hidden)  # whatever the dtype of logits
+        return torch.where(mask, logits, -torch.inf if hidden is None else hidden)  # in any logit dtype
     return logits + mask
 
 
@@ -138,5 +134,5 @@ LOG_SUM_EXP = torch.ops.kvpass.log_sum_exp.default
 
 
 def is_attention(node: fx.Node) -> bool:
-    """Whether a node is part of an attention call on a cache."""
+    """Return whether a node is a canonical operator of an attention call."""
     return node.target in (ATTENTION, LOG_SUM_EXP)

@@ -1,4 +1,4 @@
-"""From what Dynamo traced to the canonical form.
+"""Convert Dynamo's graph to the canonical form.
 
     before    k = cat([past_k, key], -2)              after    k = kvpass::append(past_k, key)
               v = cat([past_v, val], -2)                       v = kvpass::append(past_v, val)
@@ -7,7 +7,7 @@
               w = q @ K.transpose(2, 3) * 0.25 + mask
               out = softmax(w, -1) @ V
 
-This is the only stage that knows how models spell attention and caches.
+No later stage knows how models spell attention and caches.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from kvpass.capture import batched, caches
+from kvpass.capture import caches, vmap
 from kvpass.capture.caches import CallReading, Origin, Reading
 from kvpass.capture.canonical import APPEND, ATTENTION, LOG_SUM_EXP
 from kvpass.capture.decomposed_attention import AttentionCall
@@ -31,12 +31,12 @@ from kvpass.torch_private import fx_nodes
 
 @dataclasses.dataclass(frozen=True)
 class Capture:
-    """A graph in its canonical form.
+    """A graph in canonical form.
 
     Attributes:
-        gm: gives what the model's own graph gives.
-        sites: its attention calls on caches; none if any was refused, as then the graph is the model's own.
-        found: what became of each attention call and cache update.
+        gm: a graph with the results of the model's own graph.
+        sites: its attention calls on caches; empty if any call was refused, and `gm` is then the model's own graph.
+        found: the reading of each attention call and cache update.
     """
 
     gm: fx.GraphModule
@@ -45,25 +45,26 @@ class Capture:
 
     @property
     def refused(self) -> list[CallReading]:
-        return [found for found in self.found if found.refusal]
+        """The readings that were refused."""
+        return [reading for reading in self.found if reading.refusal]
 
 
-def capture(gm: fx.GraphModule, carried: Sequence[bool]) -> Capture:
-    """Bring a graph into its canonical form, in a copy.
+def capture(gm: fx.GraphModule, is_handle: Sequence[bool]) -> Capture:
+    """Convert a graph to canonical form, in a copy.
 
     Args:
-        carried: for each placeholder whether its value is a cache handle of ours.
+        is_handle: for each placeholder, whether its value is a handle of a kvpass cache.
     """
     copy, _ = fx_nodes.copy_graph_module(gm)
-    _name_attributes(copy.graph)
+    _replace_transposed_attributes(copy.graph)
     op_table.bind(copy.graph)
-    batched.write_out(copy.graph)
-    handles = {node for node, ours in zip(walk.placeholders(copy.graph), carried, strict=True) if ours}
+    vmap.replace_vmap(copy.graph)
+    handles = {node for node, flag in zip(walk.placeholders(copy.graph), is_handle, strict=True) if flag}
     found = caches.find(copy, handles)
     readings = [f.reading for f in found if f.reading]
     if any(f.refusal for f in found) or not readings:
         return Capture(gm, [], found)
-    _put_operators(copy.graph, readings)
+    _insert_operators(copy.graph, readings)
     copy.recompile()
     return Capture(copy, sites(copy.graph), found)
 
@@ -75,15 +76,15 @@ _OPERATORS: dict[Any, str] = {
     torch.ops.aten.numpy_T: "T",
     torch.ops.aten.matrix_H: "H",
 }
-"""What Dynamo records for these attributes since torch 2.14."""
+"""The operators that Dynamo records for these attributes since torch 2.14."""
 
 
-def _name_attributes(graph: fx.Graph) -> None:
-    """Write x.mT as x.transpose(-1, -2), and the like, where x holds real numbers."""
+def _replace_transposed_attributes(graph: fx.Graph) -> None:
+    """Replace x.mT by x.transpose(-1, -2), and similar attributes, if x is real."""
     for node in list(graph.nodes):
         name = _attribute(node)
-        given = value(node.args[0]) if name else None
-        if not isinstance(given, torch.Tensor) or given.is_complex() or (name in ("T", "H") and given.ndim != 2):
+        tensor = value(node.args[0]) if name else None
+        if not isinstance(tensor, torch.Tensor) or tensor.is_complex() or (name in ("T", "H") and tensor.ndim != 2):
             continue
         with graph.inserting_before(node):
             transposed = graph.call_method("transpose", (node.args[0], *_ATTRIBUTES[str(name)]))
@@ -101,12 +102,10 @@ def _attribute(node: fx.Node) -> str | None:
     return _OPERATORS.get(getattr(target, "overloadpacket", target))
 
 
-def _put_operators(graph: fx.Graph, readings: list[Reading]) -> None:
-    """Let an operator stand for every cache update and every attention call on a cache."""
-    ends = {
-        node for each in readings for node in (each.call.node, each.call.lse, each.key.grown, each.value.grown) if node
-    }
-    behind = alias.behind(list(ends))  # and what writes in place to the logits, which nobody may use
+def _insert_operators(graph: fx.Graph, readings: list[Reading]) -> None:
+    """Replace every cache update and every attention call on a cache by a canonical operator."""
+    results = {node for r in readings for node in (r.call.node, r.call.lse, r.key.grown, r.value.grown) if node}
+    computed_from = alias.behind(list(results))  # writes in place to the logits among them: their results are unused
     appended: dict[fx.Node, fx.Node] = {}
     for reading in readings:
         for origin in (reading.key, reading.value):
@@ -114,26 +113,26 @@ def _put_operators(graph: fx.Graph, readings: list[Reading]) -> None:
                 appended[origin.grown] = _append(graph, origin)
     replaced: dict[fx.Node, fx.Node] = {}
     for reading in readings:
-        call = reading.call.moved(replaced)
-        cached = (appended[reading.key.grown], appended[reading.value.grown])
+        call = reading.call.with_operands(replaced)
+        grown = (appended[reading.key.grown], appended[reading.value.grown])
         computed = (appended.get(call.key, call.key), appended.get(call.value, call.value))
-        attended = computed if reading.computed else cached
+        attended = computed if reading.computed else grown
         if call.lse is not None:
-            _sum_up(graph, call, attended[0])
+            _insert_log_sum_exp(graph, call, attended[0])
         replaced[reading.call.node] = _attend(graph, call, attended)
-    alias.eliminate_dead(graph, among=behind)
+    alias.eliminate_dead(graph, among=computed_from)
 
 
 def _append(graph: fx.Graph, origin: Origin) -> fx.Node:
-    """The operator that gives what is stored; without a past and a concatenation that is the new tokens themselves."""
-    new = _as_cached(graph, origin)
+    """Insert the operator for a cache update; without a concatenation it replaces the new tokens themselves."""
+    new = _new_in_cache_dtype(graph, origin)
     with graph.inserting_after(origin.grown):
         node = graph.call_function(APPEND, (origin.past, new))
     _replace(origin.grown, node)
     return node
 
 
-def _as_cached(graph: fx.Graph, origin: Origin) -> fx.Node:
+def _new_in_cache_dtype(graph: fx.Graph, origin: Origin) -> fx.Node:
     """Return the new tokens in the dtype of the cache, to which the model's concatenation promotes them."""
     new, dtype = origin.new, value(origin.grown).dtype
     if value(new).dtype == dtype:
@@ -145,31 +144,31 @@ def _as_cached(graph: fx.Graph, origin: Origin) -> fx.Node:
 
 
 def _attend(graph: fx.Graph, call: AttentionCall, attended: tuple[fx.Node, fx.Node]) -> fx.Node:
-    beside: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if call.dtypes is not None:
-        beside = dict(zip(("scores", "weights", "output"), call.dtypes, strict=True)) | {"hidden": call.hidden}
-    given = (call.query, *attended, call.mask, call.sink_logit, call.scale, call.cap)
+        options = dict(zip(("scores", "weights", "output"), call.dtypes, strict=True)) | {"hidden": call.hidden}
+    args = (call.query, *attended, call.mask, call.sink_logit, call.scale, call.cap)
     with graph.inserting_before(call.node):
-        node = graph.call_function(ATTENTION, given, {"causal": call.causal, **beside})
+        node = graph.call_function(ATTENTION, args, {"causal": call.causal, **options})
     _replace(call.node, node)
     return node
 
 
-def _sum_up(graph: fx.Graph, call: AttentionCall, key: fx.Node) -> None:
-    """The log-sum-exp of the same logits, in the shape and the dtype in which the model has it."""
+def _insert_log_sum_exp(graph: fx.Graph, call: AttentionCall, key: fx.Node) -> None:
+    """Insert the log-sum-exp of the same logits, in the model's shape and dtype."""
     assert call.lse is not None
     assert call.dtypes is not None
-    theirs = value(call.lse)
-    given = (call.query, key, call.mask, call.scale, call.cap, call.hidden, call.dtypes[0], theirs.dtype)
+    recorded = value(call.lse)
+    args = (call.query, key, call.mask, call.scale, call.cap, call.hidden, call.dtypes[0], recorded.dtype)
     with graph.inserting_before(call.lse):
-        node = graph.call_function(LOG_SUM_EXP, given)
-        shown = node if theirs.ndim == 3 else graph.call_method("unsqueeze", (node, -1))
-    _replace(call.lse, shown)
-    if shown is not node:
-        node.meta.update(shown.meta, example_value=theirs.squeeze(-1))
+        node = graph.call_function(LOG_SUM_EXP, args)
+        result = node if recorded.ndim == 3 else graph.call_method("unsqueeze", (node, -1))
+    _replace(call.lse, result)
+    if result is not node:
+        node.meta.update(result.meta, example_value=recorded.squeeze(-1))
 
 
-def _replace(theirs: fx.Node, ours: fx.Node) -> None:
-    """Let a new node stand for one of the model's, with what Dynamo recorded of that."""
-    ours.meta.update(theirs.meta, kvpass_stands_for=theirs.name)
-    theirs.replace_all_uses_with(ours, delete_user_cb=lambda user: user is not ours)
+def _replace(node: fx.Node, replacement: fx.Node) -> None:
+    """Replace a node of the model by a new one, which takes over its metadata."""
+    replacement.meta.update(node.meta, kvpass_stands_for=node.name)
+    node.replace_all_uses_with(replacement, delete_user_cb=lambda user: user is not replacement)

@@ -1,4 +1,4 @@
-"""Attention whose cache is updated elsewhere: behind a graph break, or in a function that runs uncompiled."""
+"""Detect attention whose cache is updated outside of the graph: behind a graph break, or in an uncompiled function."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ from kvpass.fx.op_table import MOVES, SAME_VALUE, known_name
 from kvpass.fx.shapes import expr
 from kvpass.fx.walk import is_tensor, value
 
-_MAKING = frozenset({"linear", "matmul", "bmm", "addmm", "conv1d", "einsum", "embedding"})
+_COMPUTES_STATES = frozenset({"linear", "matmul", "bmm", "addmm", "conv1d", "einsum", "embedding"})
 
 
-def why(call: AttentionCall, ends: set[fx.Node]) -> str | None:
-    """Why a call that updates no cache cannot be left alone, or None if it can.
+def refusal_of(call: AttentionCall, ends: set[fx.Node]) -> str | None:
+    """Return the reason why an attention call that updates no cache cannot stay unchanged, or None if it can.
 
-    Queries, keys and values that all come from outside were made, and the cache was grown, before a graph break.  Where
-    there are as many keys as queries, as in a prompt or in an encoder, that harms nothing yet.  Queries that the graph
-    makes itself may attend to what an encoder gave.
+    If queries, keys and values are all inputs, the cache grew before a graph break.  With as many keys as queries, as
+    in a prompt or an encoder, that is harmless.  Queries that the graph itself computes may attend to an encoder's
+    output.
+
+    Args:
+        ends: the results of all attention calls, at which the search stops.
     """
-    if not (_is_given(call.key) and _is_given(call.value)):
+    if not (_is_input(call.key) and _is_input(call.value)):
         return None
-    made_here = any(walk.name_of(node) in _MAKING for node in walk.ancestors(call.query, ends))
+    made_here = any(walk.name_of(node) in _COMPUTES_STATES for node in walk.ancestors(call.query, ends))
     if made_here or expr(value(call.query).shape[-2]) == expr(value(call.key).shape[-2]):
         return None
     return (
@@ -31,8 +34,8 @@ def why(call: AttentionCall, ends: set[fx.Node]) -> str | None:
     )
 
 
-def _is_given(node: fx.Node) -> bool:
-    """Whether a tensor is an input, or another shape of one."""
+def _is_input(node: fx.Node) -> bool:
+    """Return whether a tensor is an input or a view of one."""
     while known_name(node) in MOVES | SAME_VALUE and node.op != "placeholder" and is_tensor(node.args[0]):
         node = node.args[0]  # type: ignore[assignment]
     return node.op == "placeholder"

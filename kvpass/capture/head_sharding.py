@@ -1,11 +1,10 @@
-"""How the heads of a graph's attention are spread over processes, read off the tensors that make them.
+"""Prove how the heads of attention calls are sharded over processes.
 
-A process of several sees a graph in which nothing says that there are more heads elsewhere.  What is known for sure is
-the placement of DTensors, so a spread is proven like this: queries, keys and values are made by linear layers whose
-weights are shared out among the processes of one mesh, by rows of equal number.  Then each process has the heads of
-its rows, in the order of the ranks.  Heads that are made by weights that every process has whole are not spread, and
-neither are those of a graph of plain tensors in which no processes talk to each other.  All else is refused as soon as
-a policy looks at more than positions.
+The graph of one process does not say that other processes have more heads.  Only the placement of DTensors is certain.
+So sharding is proven from weights: linear layers compute queries, keys and values, and their weights are sharded by
+rows of equal number over one mesh.  Each process then has the heads of its rows, in the order of the ranks.  Heads from
+weights that every process has whole are not sharded, and neither are those of plain tensors in a graph without
+collectives.  Anything else is refused if the policy reads more than positions.
 """
 
 from __future__ import annotations
@@ -29,66 +28,68 @@ WHAT_TO_DO = (
     "process (transformers: DistributedConfig(tp_size=...) that divides them), or take a policy that looks at "
     "positions alone: streaming, window or full"
 )
-UNSAID = "and the policy's class does not say of itself that it asks kvpass.policies.heads about the others (`spreads`)"
+NOT_DECLARED = "and the policy's class does not declare in `spreads` that it reads heads of other processes"
 _SAME_WEIGHT = frozenset({"to_local", "detach", "to", "float", "contiguous", "t", "transpose", "permute"})
 
 
 @dataclasses.dataclass(frozen=True)
 class _ShardOrigin:
-    """Where heads are made: by weights that are whole, shared out by rows, plain tensors, elsewhere, or otherwise.
+    """How the weights that compute heads are placed.
 
     Attributes:
-        mesh: whom the rows are shared out to.
-        what: for messages.
+        kind: "whole" on every process, sharded by "rows", "plain" tensors, an "input" of the graph, or "else".
+        mesh: the mesh of the shards.
+        what: a description for messages.
     """
 
-    kind: Literal["whole", "rows", "plain", "given", "else"]
+    kind: Literal["whole", "rows", "plain", "input", "else"]
     mesh: Any = None
     what: str = ""
 
 
 def processes() -> int:
-    """How many processes there are that could hold a part of a model."""
+    """Return the number of processes that could hold a part of a model."""
     distributed = torch.distributed
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
-def with_spreads(sites: list[AttentionSite], policy: Policy, held_apart: bool = True) -> list[AttentionSite]:
-    """The sites of a graph, each with where its other heads are.
+def with_head_sharding(sites: list[AttentionSite], policy: Policy, supports_shards: bool = True) -> list[AttentionSite]:
+    """Return the sites of a graph with `spread` set to the sharding of their heads.
 
     Args:
-        held_apart: what holds the tokens can do with some of a layer's heads; the eager reference cannot.
+        supports_shards: whether the cache supports a shard of a layer's heads; the eager reference does not.
 
     Raises:
-        ShardingError: heads are spread, or may be, in a way in which the policy would choose otherwise than in one
-            process.
+        ShardingError: heads are sharded, or may be, so that the policy would choose other tokens than in one process.
     """
     if processes() == 1:
         return sites
     for site in sites:
         _check_local(site)
-    says = vars(type(policy)).get("spreads", "never")  # a class derived from another may look at more than that does
-    if says == "always":
+    declared = vars(type(policy)).get("spreads", "never")  # not inherited: a derived class may read more
+    if declared == "always":
         return sites
-    found = [_spread(site, policy) for site in sites]
+    found = [_read_sharding(site, policy) for site in sites]
     if any(found):
         _check_alike(sites, found, policy)
-        _check_asks(sites[0], found[0], policy, says, held_apart)
-    return [dataclasses.replace(site, spread=each) for site, each in zip(sites, found, strict=True)]
+        _check_support(sites[0], found[0], policy, declared, supports_shards)
+    return [dataclasses.replace(site, spread=spread) for site, spread in zip(sites, found, strict=True)]
 
 
 def _check_alike(sites: list[AttentionSite], found: list[HeadSharding | None], policy: Policy) -> None:
-    """Layers share budgets, which one group of processes has to agree on."""
-    groups = {each and (each.ranks, each.group) for each in found}
+    """Check that all layers are sharded over one group of processes, which has to agree on shared budgets."""
+    groups = {spread and (spread.ranks, spread.group) for spread in found}
     if len(groups) > 1:
-        raise _refused(sites[0], policy, "the heads of its layers are spread over different processes")
+        raise _refused(sites[0], policy, "its layers are sharded over different processes")
 
 
-def _check_asks(site: AttentionSite, spread: HeadSharding | None, policy: Policy, says: str, held_apart: bool) -> None:
-    if says == "never" and spread is not None:
-        here = f"each has {spread.heads // spread.ranks} of {spread.heads} KV heads"
-        raise _refused(site, policy, f"{here}, {UNSAID}")
-    if not held_apart:
+def _check_support(
+    site: AttentionSite, spread: HeadSharding | None, policy: Policy, declared: str, supports_shards: bool
+) -> None:
+    if declared == "never" and spread is not None:
+        share = f"each has {spread.heads // spread.ranks} of {spread.heads} KV heads"
+        raise _refused(site, policy, f"{share}, {NOT_DECLARED}")
+    if not supports_shards:
         raise _refused(site, policy, "inner='reference' sees the heads of its own process; run it in one process")
 
 
@@ -98,137 +99,138 @@ def _refused(site: AttentionSite, policy: Policy, what: str) -> ShardingError:
 
 
 def _check_local(site: AttentionSite) -> None:
+    """Refuse DTensors as queries, keys or values, because slots are local tensors."""
     for name in ("query", "key", "value"):
-        if _placed(value(getattr(site, name))):
+        if _placement(value(getattr(site, name))):
             raise ShardingError(
                 f"{walk.source_line(site.call)}: the {name} of this attention call is a DTensor, and slots are of "
                 "local tensors; have the projections give local ones (use_local_output=True)"
             )
 
 
-def _spread(site: AttentionSite, policy: Policy) -> HeadSharding | None:
-    """Where the heads of a layer are, None if all are here."""
-    made = {name: _origins(getattr(site, name)) for name in ("query", "key", "value")}
-    every = frozenset().union(*made.values())
-    kinds = {origin.kind for origin in every}
-    if kinds == {"whole"} or (kinds == {"plain"} and not _talks(site.call.graph)):
+def _read_sharding(site: AttentionSite, policy: Policy) -> HeadSharding | None:
+    """Return how the heads of a layer are sharded, None if all are here."""
+    origins_of = {name: _origins(getattr(site, name)) for name in ("query", "key", "value")}
+    all_origins = frozenset().union(*origins_of.values())
+    kinds = {origin.kind for origin in all_origins}
+    if kinds == {"whole"} or (kinds == {"plain"} and not _communication(site.call.graph)):
         return None
-    if kinds == {"rows"} and len({origin.mesh for origin in every}) == 1 and not site.computed:
-        return _shared_out(site, next(iter(every)).mesh)
-    talks = _talks(site.call.graph) or "weights that are shared out among processes"
-    told = "; ".join(f"its {name} by {_told(origins)}" for name, origins in made.items())
-    raise _refused(site, policy, f"where its heads are cannot be known: the graph has {talks}, {told}")
+    if kinds == {"rows"} and len({origin.mesh for origin in all_origins}) == 1 and not site.computed:
+        return _sharding(site, next(iter(all_origins)).mesh)
+    communication = _communication(site.call.graph) or "weights that are sharded over processes"
+    described = "; ".join(f"its {name} by {_describe(origins)}" for name, origins in origins_of.items())
+    raise _refused(site, policy, f"the sharding of its heads is unknown: the graph has {communication}, {described}")
 
 
-def _told(origins: frozenset[_ShardOrigin]) -> str:
-    return " and ".join(sorted({origin.what for origin in origins})) or "nothing that is a weight"
+def _describe(origins: frozenset[_ShardOrigin]) -> str:
+    return " and ".join(sorted({origin.what for origin in origins})) or "no weight"
 
 
-def _shared_out(site: AttentionSite, mesh: Any) -> HeadSharding | None:
-    ranks, here = mesh.size(), int(value(site.grown_key).shape[1])
+def _sharding(site: AttentionSite, mesh: Any) -> HeadSharding | None:
+    ranks, heads = mesh.size(), int(value(site.grown_key).shape[1])
     if ranks == 1:
         return None
-    return HeadSharding(mesh.get_local_rank() * here, ranks * here, ranks, str(mesh.get_group().group_name))
+    return HeadSharding(mesh.get_local_rank() * heads, ranks * heads, ranks, str(mesh.get_group().group_name))
 
 
-def _talks(graph: fx.Graph) -> str:
-    """What in a graph says that processes share work; empty if nothing does."""
+def _communication(graph: fx.Graph) -> str:
+    """Describe the operations of a graph that share work between processes; "" without any."""
     for node in graph.nodes:
         if fx_nodes.is_collective(node):
             return f"{walk.name_of(node)} in {walk.module_of(node) or 'it'}"
-    placed = any(is_tensor(node) and _placed(value(node)) for node in graph.nodes)
-    return "tensors that are spread over processes" if placed else ""
+    has_dtensor = any(is_tensor(node) and _placement(value(node)) for node in graph.nodes)
+    return "tensors that are sharded over processes" if has_dtensor else ""
 
 
 def _origins(node: fx.Node) -> frozenset[_ShardOrigin]:
-    """What makes the heads of a query, key or value: the last projections before it."""
-    found, seen, todo = set(), set(), [node]
+    """Return the origins of a query's, key's or value's heads: the last projections before it."""
+    found, visited, todo = set(), set(), [node]
     while todo:
-        here = todo.pop()
-        if here in seen:
+        current = todo.pop()
+        if current in visited:
             continue
-        seen.add(here)
-        origin = _origin(here)
+        visited.add(current)
+        origin = _origin(current)
         if origin is None:
-            todo.extend(parent for parent in here.all_input_nodes if not (walk.is_size(parent) or _is_vector(parent)))
+            todo.extend(p for p in current.all_input_nodes if not (walk.is_size(p) or _is_vector(p)))
         else:
             found.add(origin)
-    made = {origin for origin in found if origin.kind != "given"}
-    return frozenset(made or found)  # what only multiplies heads, such as cosines, makes none
+    projections = {origin for origin in found if origin.kind != "input"}
+    return frozenset(projections or found)  # inputs that only multiply heads, such as cosines, are no origin
 
 
 def _is_vector(node: fx.Node) -> bool:
-    """Whether a node is a weight that scales or shifts features, and makes none."""
+    """Return whether a node is a weight that scales or shifts features."""
     weight = _weight(node)
     return weight is not None and value(weight).ndim < 2
 
 
 def _origin(node: fx.Node) -> _ShardOrigin | None:
-    """What a node makes heads by, None if it only passes them on."""
+    """Return the origin of the heads that a node computes, None if it only passes heads on."""
     if fx_nodes.is_collective(node):
-        return _ShardOrigin("else", what=f"a collective of their own, {walk.name_of(node)}")
+        return _ShardOrigin("else", what=f"a collective, {walk.name_of(node)}")
     if node.op == "placeholder":
-        return _ShardOrigin("given", what=f"an input of the graph, {node.name}")
+        return _ShardOrigin("input", what=f"an input of the graph, {node.name}")
     if walk.name_of(node) == "to_local":
         return _of_dtensor(node.all_input_nodes[0])
     weights = [weight for weight in map(_weight, node.all_input_nodes) if weight and value(weight).ndim > 1]
-    made = {_of_weight(node, weight) for weight in weights}
-    return None if not made else made.pop() if len(made) == 1 else _ShardOrigin("else", what="several weights at once")
+    found = {_of_weight(node, weight) for weight in weights}
+    return None if not found else found.pop() if len(found) == 1 else _ShardOrigin("else", what="several weights")
 
 
 def _weight(node: fx.Node) -> fx.Node | None:
-    """The module's tensor that a node is, moved or converted."""
+    """Return the module's tensor of which a node is a copy, view or cast, or None."""
     while walk.name_of(node) in _SAME_WEIGHT and len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]
     return node if is_tensor(node) and (dynamo.is_of_module(node) or node.op == "get_attr") else None
 
 
 def _of_dtensor(node: fx.Node) -> _ShardOrigin:
-    """Of features that a module made as a DTensor and gives as the local part of it."""
-    made, placed = node, _placed(value(node))
-    while walk.name_of(made) == "redistribute":
-        made = made.all_input_nodes[0]
-    if _is_whole(placed):
-        return _ShardOrigin("whole", what="weights that every process has whole")
-    if walk.name_of(made) == "linear" and _is_by(placed, value(node).ndim - 1, value(node)):
-        return _ShardOrigin("rows", placed[0], "weights that are shared out by rows")
-    return _ShardOrigin("else", what=f"a DTensor that is placed as {list(placed[1]) if placed else 'nothing'}")
+    """Return the origin of features that a module computes as a DTensor, of which the graph takes the local part."""
+    producer, placement = node, _placement(value(node))
+    while walk.name_of(producer) == "redistribute":
+        producer = producer.all_input_nodes[0]
+    if _is_whole(placement):
+        return _ShardOrigin("whole", what="weights that are replicated")
+    if walk.name_of(producer) == "linear" and _is_sharded(placement, value(node).ndim - 1, value(node)):
+        return _ShardOrigin("rows", placement[0], "weights that are sharded by rows")
+    return _ShardOrigin("else", what=f"a DTensor with placements {list(placement[1]) if placement else 'none'}")
 
 
 def _of_weight(node: fx.Node, weight: fx.Node) -> _ShardOrigin:
-    """Of the features that a node makes with a weight."""
-    placed = _placed(value(weight))
-    if not placed:
+    """Return the origin of features that a node computes with a weight."""
+    placement = _placement(value(weight))
+    if not placement:
         return _ShardOrigin("plain", what="plain weights")
-    if _is_whole(placed):
-        return _ShardOrigin("whole", what="weights that every process has whole")
-    if walk.name_of(node) == "linear" and _is_local_part(node.args[1], weight) and _is_by(placed, 0, value(weight)):
-        return _ShardOrigin("rows", placed[0], "weights that are shared out by rows")
-    return _ShardOrigin("else", what=f"weights of {tuple(value(weight).shape)} that are placed as {list(placed[1])}")
+    if _is_whole(placement):
+        return _ShardOrigin("whole", what="weights that are replicated")
+    if walk.name_of(node) == "linear" and _is_local(node.args[1], weight) and _is_sharded(placement, 0, value(weight)):
+        return _ShardOrigin("rows", placement[0], "weights that are sharded by rows")
+    return _ShardOrigin("else", what=f"weights of {tuple(value(weight).shape)} with placements {list(placement[1])}")
 
 
-def _is_local_part(node: Any, weight: fx.Node) -> bool:
-    """Whether a node is what this process has of a weight, as it lies there."""
+def _is_local(node: Any, weight: fx.Node) -> bool:
+    """Return whether a node is the local part of a weight, unchanged."""
     return isinstance(node, fx.Node) and walk.name_of(node) == "to_local" and node.all_input_nodes == [weight]
 
 
-def _placed(tensor: Any) -> tuple[Any, tuple[Any, ...]]:
-    """The mesh and the placements of a DTensor; () for a tensor that is none."""
+def _placement(tensor: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Return the mesh and the placements of a DTensor, or () for any other tensor."""
     from torch.distributed.tensor import DTensor
 
     return (tensor.device_mesh, tuple(tensor.placements)) if isinstance(tensor, DTensor) else ()  # type: ignore[return-value]
 
 
-def _is_whole(placed: tuple[Any, tuple[Any, ...]]) -> bool:
+def _is_whole(placement: tuple[Any, tuple[Any, ...]]) -> bool:
     from torch.distributed.tensor import Replicate
 
-    return bool(placed) and all(type(each) is Replicate for each in placed[1])
+    return bool(placement) and all(type(part) is Replicate for part in placement[1])
 
 
-def _is_by(placed: tuple[Any, tuple[Any, ...]], dim: int, tensor: Any) -> bool:
-    """Whether a DTensor is shared out along a dimension among a row of processes, in parts of equal size."""
+def _is_sharded(placement: tuple[Any, tuple[Any, ...]], dim: int, tensor: Any) -> bool:
+    """Return whether a DTensor is sharded along a dimension over a mesh of one dimension, in parts of equal size."""
     from torch.distributed.tensor import Shard
 
-    if not placed or placed[0].ndim != 1 or type(placed[1][0]) is not Shard:
+    if not placement or placement[0].ndim != 1 or type(placement[1][0]) is not Shard:
         return False
-    return bool(placed[1][0].dim % tensor.ndim == dim and tensor.shape[dim] % placed[0].size() == 0)
+    return bool(placement[1][0].dim % tensor.ndim == dim and tensor.shape[dim] % placement[0].size() == 0)

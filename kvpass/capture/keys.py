@@ -1,10 +1,10 @@
-"""Along which dimension the tensors behind a mask follow the keys, as far as that can be proven.
+"""Prove along which dimension the tensors that a mask is computed from follow the keys.
 
-A mask is asked about one slot at a time.  That is right for what is made *slice by slice*: the part that belongs to a
-key from the parts of its operands that belong to the same key.  `KeyAxis` follows the keys' dimension from where it
-enters (a key index, an input with an entry for every token, what is made of a token's stored rows) through the
-operators of the table.  What is made in another way is computed *beside* the graph, by the model's own code and from
-the arguments of the call; if it has an entry for every token, that of each slot's token is looked up.
+The rewritten step evaluates a mask for one slot at a time.  This is exact for tensors that are computed *slice by
+slice*: the part of a key from the parts of the operands of the same key.  `KeyAxis` follows the keys' dimension through
+the operators of the table, from where it enters: a key index, an input with an entry for every token, or a tensor
+computed from stored rows.  Any other tensor is *precomputed on the host*, by the model's own code from the arguments of
+the call.  If it has an entry for every token, that of each slot's token is looked up.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from kvpass.fx import op_table, walk
 from kvpass.fx.shapes import Sizes, expr
 from kvpass.fx.walk import is_tensor, value
 
-Way = Literal["free", "plain", "sliced", "own place", "lengthened", "beside"]
+Way = Literal["free", "plain", "sliced", "own entry", "lengthened", "host_precomputed"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Followed:
-    """How a tensor is made.
+    """How a tensor depends on the keys.
 
     Attributes:
-        way: "free" of the keys; "plain": free of them, and made of something lengthened; "sliced" slice by slice; "own
-            place": by looking up each key's own entry; "lengthened": a tensor without keys, padded to as many entries
-            as there are keys; "beside": in a way that is not proven.
+        way: "free": independent of the keys; "plain": independent, and computed from a lengthened tensor; "sliced":
+            computed slice by slice; "own entry": a lookup of each key's own entry; "lengthened": a tensor without keys,
+            padded to the number of keys; "host_precomputed": not proven to be any of these.
         axis: the dimension that follows the keys, None if there is none.
     """
 
@@ -43,16 +43,18 @@ FREE, PLAIN = Followed("free", None), Followed("plain", None)
 
 
 class KeyAxis:
-    """What is known of the tensors behind a mask.
+    """The dependence on the keys of all tensors that a mask is computed from.
 
     Args:
-        among: the nodes behind it.
-        counts: the key indices among them, each of one dimension.
-        entries: the inputs with an entry for every token, and their dimension.
-        padding: those that tell padding.
-        facts: what is made of stored rows, and its dimension.
-        lengths: nodes that stand for arithmetic on the cache's length, and the expression of each.
-        first: the place of the first key that the model stores, 0 or an expression of the cache's length.
+        graph: the canonical graph.
+        among: the nodes that the mask is computed from.
+        sizes: the graph's sizes in terms of the cache's length.
+        counts: the key indices among these nodes, each of one dimension.
+        entries: the inputs with an entry for every token, each with its dimension over the tokens.
+        padding: the inputs that mark padding.
+        facts: the tensors computed from stored rows, each with its dimension over the tokens.
+        lengths: the nodes of arithmetic on the cache's length, each with its expression.
+        first: the index of the first key that the model stores, 0 or an expression of the cache's length.
     """
 
     def __init__(
@@ -71,98 +73,104 @@ class KeyAxis:
         self.padding = set(padding)
         entries = entries | {node: value(node).ndim - 1 for node in padding if sizes.grown(value(node))}
         counts = list(counts)
-        exact = [node for node in counts if op_table.holds_indices(value(node).dtype)]
-        self.offsets: dict[fx.Node, sympy.Expr] = dict.fromkeys(exact, sympy.Integer(0))
+        integer_indices = [node for node in counts if op_table.holds_indices(value(node).dtype)]
+        self.offsets: dict[fx.Node, sympy.Expr] = dict.fromkeys(integer_indices, sympy.Integer(0))
         roots = {**dict.fromkeys(counts, 0), **entries, **facts}
         self.known = {node: Followed("sliced", axis) for node, axis in roots.items()}
         for node in graph.nodes:
             if node in among and node not in self.known and not walk.is_size(node):
                 self.known[node] = self._follow(node)
-                self._count(node)
+                self._record_offset(node)
 
     def of(self, node: fx.Node) -> Followed:
+        """Return how a node depends on the keys."""
         return self.known.get(node, FREE)
 
     def _follow(self, node: fx.Node) -> Followed:
         grows = self.sizes.grown(value(node))
-        ways = {p: self.of(p).way for p in node.all_input_nodes}
-        followers = [p for p, way in ways.items() if way not in ("free", "plain")]
+        ways = {operand: self.of(operand).way for operand in node.all_input_nodes}
+        followers = [operand for operand, way in ways.items() if way not in ("free", "plain")]
         if not followers and not grows:
             return PLAIN if "plain" in ways.values() else FREE
         axis = self._growing_axis(node)
         if is_lengthened(node, self.sizes):
             return Followed("lengthened", axis)
-        looked_up = op_table.lookup(node)
-        if looked_up is not None:
-            return self._look_up(node, *looked_up) or Followed("beside", axis)
-        carried = self._carried(node, followers) if followers else self._spread(node)
-        if carried is None or (grows and self._growing(node) != [carried]):
-            return Followed("beside", axis)
-        return Followed("sliced", carried)
+        lookup = op_table.lookup(node)
+        if lookup is not None:
+            return self._look_up(node, *lookup) or Followed("host_precomputed", axis)
+        propagated = self._propagated(node, followers) if followers else self._expanded(node)
+        if propagated is None or (grows and self._growing(node) != [propagated]):
+            return Followed("host_precomputed", axis)
+        return Followed("sliced", propagated)
 
     def _growing_axis(self, node: fx.Node) -> int | None:
-        """The one dimension that grows, if it has an entry for every key."""
+        """Return the one dimension that grows, if it has an entry for every key."""
         growing = self._growing(node)
         return growing[0] if len(growing) == 1 and self.sizes.is_total(value(node).shape[growing[0]]) else None
 
     def _growing(self, node: fx.Node) -> list[int]:
         return [d for d, size in enumerate(value(node).shape) if self.sizes.grows(size)] if is_tensor(node) else []
 
-    def _carried(self, node: fx.Node, followers: list[fx.Node]) -> int | None:
-        """Where the axes of all operands meet."""
-        axes = [self.of(p).axis for p in followers]
-        if any(axis is None for axis in axes) or any(self.of(p).way == "lengthened" for p in followers):
+    def _propagated(self, node: fx.Node, followers: list[fx.Node]) -> int | None:
+        """Return the dimension of the result at which the key axes of all operands meet, or None."""
+        axes = [self.of(operand).axis for operand in followers]
+        if any(axis is None for axis in axes) or any(self.of(operand).way == "lengthened" for operand in followers):
             return None
-        indices = {op_table.propagate_dim(node, p, axis) for p, axis in zip(followers, axes, strict=True)}  # type: ignore[arg-type]
-        return indices.pop() if len(indices) == 1 else None
+        dims = {op_table.propagate_dim(node, operand, axis) for operand, axis in zip(followers, axes, strict=True)}  # type: ignore[arg-type]
+        return dims.pop() if len(dims) == 1 else None
 
-    def _spread(self, node: fx.Node) -> int | None:
-        """A tensor that is the same for every key, made as large as there are keys."""
+    def _expanded(self, node: fx.Node) -> int | None:
+        """Return the dimension along which a tensor that is equal for all keys is expanded to them, or None."""
         if op_table.known_name(node) not in op_table.SPREADS:
             return None
         axis = self._growing_axis(node)
-        sources = [p for p in node.all_input_nodes if is_tensor(p) and p is node.args[0]]
+        sources = [operand for operand in node.all_input_nodes if is_tensor(operand) and operand is node.args[0]]
         if axis is None:
             return None
         for source in sources if op_table.known_name(node).startswith(("expand", "broadcast")) else []:
-            index = axis - value(node).ndim + value(source).ndim
-            if index >= 0 and expr(value(source).shape[index]) != 1:
+            source_dim = axis - value(node).ndim + value(source).ndim
+            if source_dim >= 0 and expr(value(source).shape[source_dim]) != 1:
                 return None
         return axis
 
     # -- lookups -------------------------------------------------------------------------------------------------------
 
-    def _look_up(self, node: fx.Node, base: fx.Node, by: dict[int, object]) -> Followed | None:
-        """A lookup: in a tensor without keys by an index that follows them, or of each key's own entry."""
-        indices = {i for i in by.values() if isinstance(i, fx.Node) and is_tensor(i)}
-        following = {i: self.of(i).axis for i in indices if self.of(i).way not in ("free", "plain")}
+    def _look_up(self, node: fx.Node, base: fx.Node, index_of_dim: dict[int, object]) -> Followed | None:
+        """Follow a lookup by an index that follows the keys, or of each key's own entry; else return None."""
+        indices = {index for index in index_of_dim.values() if isinstance(index, fx.Node) and is_tensor(index)}
+        following = {index: self.of(index).axis for index in indices if self.of(index).way not in ("free", "plain")}
         if any(axis is None for axis in following.values()):
             return None
-        places = {op_table.index_axis(node, i, axis) for i, axis in following.items()}  # type: ignore[arg-type]
-        whose = self.of(base)
-        if whose.way == "lengthened" and not following:
+        dims = {op_table.index_axis(node, index, axis) for index, axis in following.items()}  # type: ignore[arg-type]
+        base_keys = self.of(base)
+        if base_keys.way == "lengthened" and not following:
             return PLAIN
-        if whose.way in ("free", "plain", "lengthened"):
-            place = places.pop() if len(places) == 1 else None
-            return None if place is None else Followed("sliced", place)
-        index = by.get(whose.axis)  # type: ignore[arg-type]
-        if base in self.padding and isinstance(index, fx.Node) and index in self.offsets and not self.is_place(index):
+        if base_keys.way in ("free", "plain", "lengthened"):
+            dim = dims.pop() if len(dims) == 1 else None
+            return None if dim is None else Followed("sliced", dim)
+        index = index_of_dim.get(base_keys.axis)  # type: ignore[arg-type]
+        if (
+            base in self.padding
+            and isinstance(index, fx.Node)
+            and index in self.offsets
+            and not self.is_key_index(index)
+        ):
             raise UnsupportedGraph(
-                f"{walk.source_line(node)}: the mask looks padding up at other places than those of the keys"
+                f"{walk.source_line(node)}: the mask looks up padding at indices that are not the keys' own"
             )
-        if isinstance(index, fx.Node) and self.is_place(index) and set(following) == {index}:
-            place = places.pop()
-            return None if place is None else Followed("own place", place)
+        if isinstance(index, fx.Node) and self.is_key_index(index) and set(following) == {index}:
+            dim = dims.pop()
+            return None if dim is None else Followed("own entry", dim)
         return None
 
-    def is_place(self, index: fx.Node) -> bool:
-        """Whether an index is each key's place in the padded sequence."""
+    def is_key_index(self, index: fx.Node) -> bool:
+        """Return whether an index is each key's index in the padded sequence."""
         offset = self.offsets.get(index)
         return offset is not None and bool(sympy.expand(offset - self.first) == 0)
 
-    def _count(self, node: fx.Node) -> None:
-        """Keep up by how much a tensor is more than the key index."""
-        parents = [p for p in node.all_input_nodes if p in self.offsets]
+    def _record_offset(self, node: fx.Node) -> None:
+        """Record by how much a tensor exceeds the key index."""
+        parents = [operand for operand in node.all_input_nodes if operand in self.offsets]
         if len(parents) != 1 or self.known[node].way != "sliced" or not op_table.holds_indices(value(node).dtype):
             return
         name, offset = op_table.known_name(node), self.offsets[parents[0]]
@@ -170,19 +178,19 @@ class KeyAxis:
             self.offsets[node] = offset
         others = [arg for arg in node.args if arg is not parents[0]]
         if name in ("add", "iadd") and len(others) == 1 and not node.kwargs:
-            more = self._as_length(others[0])
-            if more is not None:
-                self.offsets[node] = offset + more
+            addend = self._length_of(others[0])
+            if addend is not None:
+                self.offsets[node] = offset + addend
 
-    def _as_length(self, argument: object) -> sympy.Expr | None:
-        """A number, or arithmetic on the cache's length."""
+    def _length_of(self, argument: object) -> sympy.Expr | None:
+        """Return a number or arithmetic on the cache's length as an expression, else None."""
         if isinstance(argument, fx.Node) and argument in self.lengths:
             return self.lengths[argument]
         return self.sizes.in_length(argument) if isinstance(argument, int) or walk.is_size(argument) else None
 
 
 def is_lengthened(node: fx.Node, sizes: Sizes) -> bool:
-    """A tensor that does not grow, lengthened along its last dimension to all keys."""
+    """Return whether a node pads a tensor that does not grow to the number of keys along its last dimension."""
     if walk.name_of(node) != "pad" or not is_tensor(node) or not sizes.is_total(value(node).shape[-1]):
         return False
     return not sizes.grown(value(node.args[0]))  # type: ignore[arg-type]

@@ -1,9 +1,9 @@
-"""Which inputs tell padding: those of which a zero is proven to hide its token from every query.
+"""Find the inputs that mark padding: a zero provably masks that token for every query.
 
-A token that no query will ever see need not be kept.  Whether it is one cannot be read off an input's shape, nor off
-what one mask happens to hide.  `hiding` evaluates the model's own mask on what is known of a token whose entry in the
-input is zero, with everything else unknown: numbers are intervals, followed along the axis that runs over the tokens.
-If the mask of that key is false, or so low that it must be, whatever the rest is, then the input hides the token.
+A token that no query ever sees need not be stored.  Neither an input's shape nor the tokens that one mask hides prove
+this.  So the model's own mask is evaluated for a token whose entry in the input is zero, with everything else unknown.
+Numbers are intervals, followed along the axis over the tokens.  If the mask of that key is false in every case, or low
+enough to hide it, the input marks padding.
 """
 
 from __future__ import annotations
@@ -21,79 +21,86 @@ from kvpass.fx.shapes import expr
 from kvpass.fx.walk import is_tensor, value
 
 LARGE = 1e30
-"""No number that a model computes at run time is taken to be larger; those in its code may be."""
+"""Bound of all numbers that a model computes at run time; constants in its code may be larger."""
 
 Interval = tuple[float, float]
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorBounds:
-    """What is known of a tensor.
+    """The known bounds of a tensor.
 
     Attributes:
-        whole: bounds all of its elements.
-        at: by dimension, bounds those of the token in question along it.
-        row: the dimension that tells the rows of the input apart, None if it has one for all.
+        overall: the bounds of all elements.
+        at_token: by dimension, the bounds of the elements at the token's index along it.
+        row_dim: the dimension over the input's rows, None if the input has one row for all.
     """
 
-    whole: Interval
-    at: dict[int, Interval]
-    row: int | None = None
+    overall: Interval
+    at_token: dict[int, Interval]
+    row_dim: int | None = None
 
 
-def hiding(gm: fx.GraphModule, mask: fx.Node | None, step: bool) -> list[fx.Node]:
-    """The inputs [B, S], or [1, S] or [S], of whose entries a zero hides its token in a mask [..., S].
+def hiding_inputs(gm: fx.GraphModule, mask: fx.Node | None, step: bool) -> list[fx.Node]:
+    """Return the inputs [B, S], [1, S] or [S] in which a zero hides its token in a mask.
 
     Args:
-        step: whether the graph goes on with a cache.
+        mask: the mask [..., S] of an attention call, or None.
+        step: whether the graph continues a cache.
     """
     if mask is None:
         return []
-    behind = walk.ancestors(mask)
-    if alias.writers_to(behind):  # what is written later is not what a node's own operation gives
+    computed_from = walk.ancestors(mask)
+    if alias.writers_to(computed_from):  # a later write changes what the node's operation computed
         return []
-    order = [node for node in gm.graph.nodes if node in behind]
-    candidates = [node for node in order if _may_tell(node)]
-    return [node for node in candidates if _hides(order, mask, node, step)]
+    order = [node for node in gm.graph.nodes if node in computed_from]
+    candidates = [node for node in order if _is_candidate(node)]
+    return [node for node in candidates if _zero_hides(order, mask, node, step)]
 
 
 def padding_inputs(gm: fx.GraphModule, masks: list[fx.Node | None], step: bool) -> tuple[fx.Node, ...]:
-    """The inputs that hide tokens in all of these masks, those of the attention calls on one cache."""
-    first, *others = [hiding(gm, mask, step) for mask in masks]
+    """Return the inputs that hide tokens in all masks of the attention calls on one cache.
+
+    Args:
+        masks: the mask of each call, at least one.
+        step: whether the graph continues a cache.
+    """
+    first, *others = [hiding_inputs(gm, mask, step) for mask in masks]
     return tuple(node for node in first if all(node in other for other in others))
 
 
-def _may_tell(node: fx.Node) -> bool:
+def _is_candidate(node: fx.Node) -> bool:
     if node.op != "placeholder" or not is_tensor(node) or isinstance(value(node), torch.nn.Parameter):
         return False
     return value(node).ndim in (1, 2)
 
 
-def _hides(order: list[fx.Node], mask: fx.Node, column: fx.Node, step: bool) -> bool:
-    last = value(column).ndim - 1
-    after = {column}
+def _zero_hides(order: list[fx.Node], mask: fx.Node, candidate: fx.Node, step: bool) -> bool:
+    """Return whether a zero in an input hides its token in the mask."""
+    token_dim = value(candidate).ndim - 1
+    dependent = {candidate}
     for node in order:
-        if not after.isdisjoint(node.all_input_nodes):
-            after.add(node)
-    near = after.union(*(node.all_input_nodes for node in after)) | _indices(order)
-    order = [node for node in order if node in near]
-    row = None if last == 0 or expr(value(column).shape[0]) == 1 else 0
-    known = {column: TensorBounds(_anything(column), {last: (0.0, 0.0)}, row)}
-    counting: dict[fx.Node, int] = {}
+        if not dependent.isdisjoint(node.all_input_nodes):
+            dependent.add(node)
+    relevant = dependent.union(*(node.all_input_nodes for node in dependent)) | _indices(order)
+    order = [node for node in order if node in relevant]
+    row_dim = None if token_dim == 0 or expr(value(candidate).shape[0]) == 1 else 0
+    known = {candidate: TensorBounds(_anything(candidate), {token_dim: (0.0, 0.0)}, row_dim)}
+    axes: dict[fx.Node, int] = {}  # of tensors that hold the keys' indices
     for node in order:
         if node not in known and not walk.is_size(node):
-            known[node] = _with_rows(node, _evaluate(node, known, counting), known, counting)
-        axis = _counts_along(node, step, counting)
+            known[node] = _with_rows(node, _evaluate(node, known, axes), known, axes)
+        axis = _index_axis(node, step, axes)
         if axis is not None:
-            counting[node] = axis
-    at = known[mask].at.get(value(mask).ndim - 1)
-    if row is not None and (known[mask].row != 0 or value(mask).ndim != 4):
+            axes[node] = axis
+    bounds = known[mask].at_token.get(value(mask).ndim - 1)
+    if row_dim is not None and (known[mask].row_dim != 0 or value(mask).ndim != 4):
         return False
-    return at is not None and at[1] <= (0.0 if value(mask).dtype == torch.bool else HIDDEN)
+    return bounds is not None and bounds[1] <= (0.0 if value(mask).dtype == torch.bool else HIDDEN)
 
 
 def _indices(order: list[fx.Node]) -> set[fx.Node]:
-    """What is made of aranges, up to the first numbers that are not whole."""
+    """Return the tensors of integers and bools that depend on aranges."""
     found: set[fx.Node] = set()
     for node in order:
         if op_table.known_name(node) == "arange" or (is_tensor(node) and not found.isdisjoint(node.all_input_nodes)):
@@ -108,11 +115,11 @@ def _anything(node: fx.Node) -> Interval:
     return (-LARGE, LARGE)
 
 
-def _counts_along(node: fx.Node, step: bool, counting: dict[fx.Node, int]) -> int | None:
-    """The dimension along which a tensor has the keys' places in the padded sequence: 0, 1, ...
+def _index_axis(node: fx.Node, step: bool, axes: dict[fx.Node, int]) -> int | None:
+    """Return the dimension along which a tensor holds the keys' indices 0, 1, ... in the padded sequence, or None.
 
-    In a step it may begin with a size, for a layer that stores its last tokens only.  That this is the place of the
-    first of them is for `KeyAxis` to see.
+    In a step they may start at a size, for a layer that stores its last tokens only.  `KeyAxis` proves that this size
+    is the index of the first of them.
     """
     name = op_table.known_name(node)
     if is_tensor(node) and not op_table.holds_indices(value(node).dtype):
@@ -120,111 +127,120 @@ def _counts_along(node: fx.Node, step: bool, counting: dict[fx.Node, int]) -> in
     if name == "arange":
         start = node.args[0] if len(node.args) == 2 else 0
         return 0 if len(node.args) < 3 and expr(start) == 0 else None
-    parents = [p for p in node.all_input_nodes if is_tensor(p)]
-    if len(parents) != 1 or parents[0] not in counting or not is_tensor(node):
+    parents = [parent for parent in node.all_input_nodes if is_tensor(parent)]
+    if len(parents) != 1 or parents[0] not in axes or not is_tensor(node):
         return None
-    if name not in op_table.MOVES | op_table.SAME_VALUE and not (name == "add" and _adds_place(node, step)):
+    if name not in op_table.MOVES | op_table.SAME_VALUE and not (name == "add" and _adds_offset(node, step)):
         return None
-    return op_table.propagate_dim(node, parents[0], counting[parents[0]])
+    return op_table.propagate_dim(node, parents[0], axes[parents[0]])
 
 
-def _adds_place(node: fx.Node, step: bool) -> bool:
-    more = [arg for arg in node.args if not is_tensor(arg)]
-    return not node.kwargs and len(more) == 1 and ((step and walk.is_size(more[0])) or _is_zero(more[0]))
+def _adds_offset(node: fx.Node, step: bool) -> bool:
+    offsets = [arg for arg in node.args if not is_tensor(arg)]
+    return not node.kwargs and len(offsets) == 1 and ((step and walk.is_size(offsets[0])) or _is_zero(offsets[0]))
 
 
 def _is_zero(argument: Any) -> bool:
     return isinstance(argument, int) and argument == 0
 
 
-def _evaluate(node: fx.Node, known: dict[fx.Node, TensorBounds], counting: dict[fx.Node, int]) -> TensorBounds:
+def _evaluate(node: fx.Node, known: dict[fx.Node, TensorBounds], axes: dict[fx.Node, int]) -> TensorBounds:
     anything = _anything(node)
     constant = _constant(node)
     if constant is not None:
         return TensorBounds((constant, constant), {})
-    looked_up = op_table.lookup(node)
-    if looked_up is not None:
-        return TensorBounds(anything, _looked_up(node, *looked_up, known, counting))
+    lookup = op_table.lookup(node)
+    if lookup is not None:
+        return TensorBounds(anything, _looked_up(node, *lookup, known, axes))
     if op_table.known_name(node) in op_table.MOVES:
         source = node.args[0] if node.args else None
-        return TensorBounds(known[source].whole if source in known else anything, _carried(node, source, known))  # type: ignore[index, arg-type]
+        return TensorBounds(known[source].overall if source in known else anything, _propagated(node, source, known))  # type: ignore[index, arg-type]
     rule = _RULES.get(op_table.known_name(node))
     if rule is None or not is_tensor(node):
         return TensorBounds(anything, {})
-    where = [_carried(node, p, known) for p in node.all_input_nodes]
-    dims = {dim for carried in where for dim in carried}
-    whole = _apply(rule, node, lambda p: known[p].whole if p in known else _anything(p), anything)
-    there = dict(zip(node.all_input_nodes, where, strict=True))
+    propagated = [_propagated(node, operand, known) for operand in node.all_input_nodes]
+    dims = {dim for bounds in propagated for dim in bounds}
+    overall = _apply(rule, node, lambda n: known[n].overall if n in known else _anything(n), anything)
+    bounds_of = dict(zip(node.all_input_nodes, propagated, strict=True))
 
-    def at(dim: int) -> Interval:
-        return _apply(rule, node, lambda p: there[p].get(dim, known[p].whole if p in known else _anything(p)), anything)
+    def bounds_at(dim: int) -> Interval:
+        return _apply(
+            rule, node, lambda n: bounds_of[n].get(dim, known[n].overall if n in known else _anything(n)), anything
+        )
 
-    return TensorBounds(whole, {dim: at(dim) for dim in dims})
+    return TensorBounds(overall, {dim: bounds_at(dim) for dim in dims})
 
 
 def _with_rows(
-    node: fx.Node, made: TensorBounds, known: dict[fx.Node, TensorBounds], counting: dict[fx.Node, int]
+    node: fx.Node, bounds: TensorBounds, known: dict[fx.Node, TensorBounds], axes: dict[fx.Node, int]
 ) -> TensorBounds:
-    """The same with the dimension of the rows; without what is known of the token where rows may be mixed."""
+    """Add the dimension over rows to a result's bounds, and drop its bounds per token if rows may be mixed."""
     rows: set[int | None] = set()
     for parent in node.all_input_nodes:
-        if parent in known and known[parent].row is not None:
-            rows.add(_row(node, parent, known[parent].row, counting))  # type: ignore[arg-type]
+        if parent in known and known[parent].row_dim is not None:
+            rows.add(_row_dim(node, parent, known[parent].row_dim, axes))  # type: ignore[arg-type]
     if not rows:
-        return made
-    return TensorBounds(made.whole, {}) if None in rows or len(rows) > 1 else dataclasses.replace(made, row=rows.pop())
+        return bounds
+    return (
+        TensorBounds(bounds.overall, {})
+        if None in rows or len(rows) > 1
+        else dataclasses.replace(bounds, row_dim=rows.pop())
+    )
 
 
-def _row(node: fx.Node, parent: fx.Node, row: int, counting: dict[fx.Node, int]) -> int | None:
-    looked_up = op_table.lookup(node)
-    if looked_up is None or looked_up[0] is not parent:
-        return op_table.propagate_dim(node, parent, row)
-    index = looked_up[1].get(row)
-    if not isinstance(index, fx.Node) or index not in counting:
+def _row_dim(node: fx.Node, parent: fx.Node, row_dim: int, axes: dict[fx.Node, int]) -> int | None:
+    """Return the dimension of a node that follows an operand's dimension over rows, or None."""
+    lookup = op_table.lookup(node)
+    if lookup is None or lookup[0] is not parent:
+        return op_table.propagate_dim(node, parent, row_dim)
+    index = lookup[1].get(row_dim)
+    if not isinstance(index, fx.Node) or index not in axes:
         return None
-    return op_table.index_axis(node, index, counting[index])
+    return op_table.index_axis(node, index, axes[index])
 
 
-def _apply(rule: Rule, node: fx.Node, of: Callable[[fx.Node], Interval], anything: Interval) -> Interval:
+def _apply(rule: Rule, node: fx.Node, bounds_of: Callable[[fx.Node], Interval], anything: Interval) -> Interval:
+    """Evaluate a rule on intervals of a node's arguments."""
+
     def interval(argument: Any) -> Any:
         if isinstance(argument, fx.Node):
-            return of(argument)
+            return bounds_of(argument)
         if isinstance(argument, (bool, int, float)):
             return (float(argument), float(argument))
         return argument
 
     args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), interval)
     try:
-        made = rule(node, *args, **kwargs)
-    except TypeError:  # an argument that the rule has no name for: nothing is known
+        result = rule(node, *args, **kwargs)
+    except TypeError:  # the rule does not know an argument
         return anything
-    return anything if made is None else made
+    return anything if result is None else result
 
 
-def _carried(node: fx.Node, operand: fx.Node | None, known: dict[fx.Node, TensorBounds]) -> dict[int, Interval]:
-    """What is known at the token of an operand, by the dimensions of the result."""
+def _propagated(node: fx.Node, operand: fx.Node | None, known: dict[fx.Node, TensorBounds]) -> dict[int, Interval]:
+    """Return the bounds of an operand's elements at the token, by the dimensions of the result."""
     if operand not in known:
         return {}
-    indices = {op_table.propagate_dim(node, operand, dim): at for dim, at in known[operand].at.items()}
-    return {dim: at for dim, at in indices.items() if dim is not None}
+    indices = {op_table.propagate_dim(node, operand, dim): bounds for dim, bounds in known[operand].at_token.items()}
+    return {dim: bounds for dim, bounds in indices.items() if dim is not None}
 
 
 def _looked_up(
-    node: fx.Node, base: fx.Node, by: dict[int, Any], known: dict[fx.Node, TensorBounds], counting: dict[fx.Node, int]
+    node: fx.Node, base: fx.Node, indices: dict[int, Any], known: dict[fx.Node, TensorBounds], axes: dict[fx.Node, int]
 ) -> dict[int, Interval]:
-    """A lookup by an index that counts the tokens gives each one's own entry."""
+    """Return the bounds of a lookup's elements at the token: an index over the keys reads each token's own entry."""
     found: dict[int, Interval] = {}
-    for dim, at in known[base].at.items() if base in known else ():
-        index = by.get(dim)
-        if isinstance(index, fx.Node) and index in counting:
-            place = op_table.index_axis(node, index, counting[index])
-            if place is not None:
-                found[place] = at
+    for dim, bounds in known[base].at_token.items() if base in known else ():
+        index = indices.get(dim)
+        if isinstance(index, fx.Node) and index in axes:
+            axis = op_table.index_axis(node, index, axes[index])
+            if axis is not None:
+                found[axis] = bounds
     return found
 
 
 def _constant(node: fx.Node) -> float | None:
-    """The number of which a tensor consists, where the code spells it out."""
+    """Return the number that fills a tensor, if the code states it."""
     name, args = op_table.known_name(node), [*node.args, *node.kwargs.values()]
     if name in ("zeros", "new_zeros", "zeros_like"):
         return 0.0
@@ -238,26 +254,26 @@ def _constant(node: fx.Node) -> float | None:
     return None
 
 
-# -- rules: intervals of a result from those of its operands; None for nothing known
+# -- rules: the interval of a result from those of its operands; None if unknown
 
 Rule = Callable[..., Any]
 
 
-def _is_whole(argument: Any) -> bool:
+def _is_interval(argument: Any) -> bool:
     return isinstance(argument, tuple) and len(argument) == 2
 
 
 def _added(node: fx.Node, a: Any, b: Any, *, alpha: Any = (1.0, 1.0)) -> Any:
-    more = _multiplied(node, b, alpha) if alpha != (1.0, 1.0) else b
-    return (a[0] + more[0], a[1] + more[1]) if _is_whole(a) and _is_whole(more) else None
+    addend = _multiplied(node, b, alpha) if alpha != (1.0, 1.0) else b
+    return (a[0] + addend[0], a[1] + addend[1]) if _is_interval(a) and _is_interval(addend) else None
 
 
 def _subtracted(node: fx.Node, a: Any, b: Any, *, alpha: Any = (1.0, 1.0)) -> Any:
-    return _added(node, a, _negated(node, b), alpha=alpha) if _is_whole(b) else None
+    return _added(node, a, _negated(node, b), alpha=alpha) if _is_interval(b) else None
 
 
 def _multiplied(node: fx.Node, a: Any, b: Any) -> Any:
-    if not (_is_whole(a) and _is_whole(b)):
+    if not (_is_interval(a) and _is_interval(b)):
         return None
     if is_bool(node):
         return (min(a[0], b[0]), min(a[1], b[1]))
@@ -266,7 +282,7 @@ def _multiplied(node: fx.Node, a: Any, b: Any) -> Any:
 
 
 def _divided(node: fx.Node, a: Any, b: Any, *, rounding_mode: str | None = None) -> Any:
-    by_number = rounding_mode is None and _is_whole(b) and b[0] == b[1] and b[0] > 0
+    by_number = rounding_mode is None and _is_interval(b) and b[0] == b[1] and b[0] > 0
     return (a[0] / b[0], a[1] / b[0]) if by_number else None
 
 
@@ -280,10 +296,10 @@ def _not(node: fx.Node, a: Any) -> Any:
 
 def _and(node: fx.Node, a: Any, b: Any) -> Any:
     a, b = _truth(a), _truth(b)
-    return (min(a[0], b[0]), min(a[1], b[1])) if is_bool(node) else ((0.0, 0.0) if _zero(a, b) else None)
+    return (min(a[0], b[0]), min(a[1], b[1])) if is_bool(node) else ((0.0, 0.0) if _either_is_zero(a, b) else None)
 
 
-def _zero(a: Interval, b: Interval) -> bool:
+def _either_is_zero(a: Interval, b: Interval) -> bool:
     return (0.0, 0.0) in (a, b)
 
 
@@ -293,14 +309,14 @@ def _or(node: fx.Node, a: Any, b: Any) -> Any:
 
 
 def _truth(a: Interval) -> Interval:
-    """Whether numbers are not zero."""
+    """Return the bounds of `a != 0`."""
     if a == (0.0, 0.0):
         return (0.0, 0.0)
     return (1.0, 1.0) if a[0] > 0 or a[1] < 0 else (0.0, 1.0)
 
 
 def _chosen(node: fx.Node, condition: Any, a: Any, b: Any) -> Any:
-    if not (_is_whole(a) and _is_whole(b)):
+    if not (_is_interval(a) and _is_interval(b)):
         return None
     return a if condition == (1.0, 1.0) else b if condition == (0.0, 0.0) else (min(a[0], b[0]), max(a[1], b[1]))
 
@@ -328,23 +344,23 @@ def _unequal(node: fx.Node, a: Any, b: Any) -> Any:
     return None if same is None else (1 - same[1], 1 - same[0])
 
 
-def _cast(node: fx.Node, a: Any, *rest: Any, **kwargs: Any) -> Any:
+def _cast(node: fx.Node, a: Any, *args: Any, **kwargs: Any) -> Any:
     if is_bool(node):
         return _truth(a)
-    kept = value(node).is_floating_point() or value(node).dtype.itemsize >= 4
-    return a if kept and (value(node).is_floating_point() or (float(a[0]).is_integer() and a[0] == a[1])) else None
+    is_wide = value(node).is_floating_point() or value(node).dtype.itemsize >= 4
+    return a if is_wide and (value(node).is_floating_point() or (float(a[0]).is_integer() and a[0] == a[1])) else None
 
 
-def _smaller(node: fx.Node, a: Any, b: Any) -> Any:
-    return (min(a[0], b[0]), min(a[1], b[1])) if _is_whole(a) and _is_whole(b) else None
+def _minimum(node: fx.Node, a: Any, b: Any) -> Any:
+    return (min(a[0], b[0]), min(a[1], b[1])) if _is_interval(a) and _is_interval(b) else None
 
 
-def _larger(node: fx.Node, a: Any, b: Any) -> Any:
-    return (max(a[0], b[0]), max(a[1], b[1])) if _is_whole(a) and _is_whole(b) else None
+def _maximum(node: fx.Node, a: Any, b: Any) -> Any:
+    return (max(a[0], b[0]), max(a[1], b[1])) if _is_interval(a) and _is_interval(b) else None
 
 
-def _clamped(node: fx.Node, a: Any, min: Any = None, max: Any = None) -> Any:
-    return _larger(node, a, min) if max is None else None
+def _clamp(node: fx.Node, a: Any, min: Any = None, max: Any = None) -> Any:
+    return _maximum(node, a, min) if max is None else None
 
 
 def is_bool(node: fx.Node) -> bool:
@@ -369,12 +385,12 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("lt", "less"), _less),
     **dict.fromkeys(("gt", "greater"), _swapped(_less)),
     **dict.fromkeys(op_table.SAME_VALUE | {"bool", "long", "int"}, _cast),
-    **dict.fromkeys(("clamp", "clip", "clamp_min"), _clamped),
+    **dict.fromkeys(("clamp", "clip", "clamp_min"), _clamp),
     "where": _chosen,
     "le": _less_or_equal,
     "ge": _swapped(_less_or_equal),
     "eq": _equal,
     "ne": _unequal,
-    "minimum": _smaller,
-    "maximum": _larger,
+    "minimum": _minimum,
+    "maximum": _maximum,
 }

@@ -1,4 +1,4 @@
-"""The attention calls on caches of a canonical graph, one by one."""
+"""List the attention calls on caches of a canonical graph."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ class AttentionSite:
     Attributes:
         call: the node of `kvpass::attention`.
         query: [B, Hq, q, D].
-        key, value: the new tokens', [B, Hkv, q, D].
-        past_key, past_value: the placeholders of the past, None when there is none (a prompt).
-        grown_key, grown_value: what the model stores again, by `kvpass::append`: past and new tokens together.
+        key, value: the rows of the new tokens, [B, Hkv, q, D] and [B, Hkv, q, Dv].
+        past_key, past_value: the placeholders of the past, None without a past (a prompt).
+        grown_key, grown_value: the nodes of `kvpass::append`, which join past and new tokens.
         mask: the node of the mask, or None.
-        scale: multiplies the products of query and key.
-        causal: the call's own is_causal.
-        keys_out, values_out: where the graph returns the key and value that the model stores.
-        window: how many of the last tokens the model stores, None for all.
+        scale: the factor on the products of query and key.
+        causal: the call's own `is_causal`.
+        keys_out, values_out: the indices of the outputs by which the graph returns the cache.
+        window: the number of last tokens that the model stores, None for all.
         cap, sink_logit: see `kvpass.capture.canonical.attention`.
         lse: the node of `kvpass::log_sum_exp` of the same logits, or None.
-        computed: the keys and values that attention sees, [B, Ha, past + q, D], where they or the mask are computed
-            from the grown ones; None where attention sees these and nothing else reads them.
-        hidden: the logit of what a bool mask hides, if attention is spelled out.
-        decomposed: whether attention is spelled out, and not a call of scaled_dot_product_attention.
+        computed: the keys and values that attention reads, [B, Ha, past + q, D], if they or the mask are computed from
+            the grown ones; None if attention reads the grown ones and its mask does not.
+        hidden: the logit of keys that a bool mask hides, if attention is decomposed.
+        decomposed: whether attention is spelled out instead of a call of scaled_dot_product_attention.
         shared_by: later attention calls on the same cache, such as those of layers that share it.
-        spread: where the other heads are, if other processes have some.
+        spread: how the heads are sharded over processes, None if all are here.
     """
 
     call: fx.Node
@@ -64,104 +64,105 @@ class AttentionSite:
 
     @property
     def all(self) -> tuple[AttentionSite, ...]:
-        """The site and those that share its cache."""
+        """This site and the sites that share its cache."""
         return (self, *self.shared_by)
 
     @property
     def has_row_masks(self) -> bool:
-        """Whether the rows of a batch have masks of their own."""
+        """Whether each row of a batch has its own mask."""
         return self.mask is not None and value(self.mask).ndim == 4 and expr(value(self.mask).shape[0]) != 1
 
     def as_computed(self) -> AttentionSite:
-        """The same, with what it attends to taken as computed from the cache."""
+        """Return this site with the keys and values that it reads declared as computed from the cache."""
         return dataclasses.replace(self, computed=self.computed or (self.grown_key, self.grown_value))
 
     @property
     def attended_key(self) -> fx.Node:
-        """The keys that attention sees, [B, Ha or Hkv, past + q, D]."""
+        """The keys that attention reads, [B, Ha or Hkv, past + q, D]."""
         return self.computed[0] if self.computed else self.grown_key
 
     @property
     def queries(self) -> Any:
-        """q, possibly symbolic."""
+        """The number q of queries, possibly symbolic."""
         return value(self.query).shape[2]
 
-    def moved(self, to: dict[fx.Node, fx.Node]) -> AttentionSite:
-        """The same site in a copy of the graph."""
+    def moved(self, copies: dict[fx.Node, fx.Node]) -> AttentionSite:
+        """Return this site in a copy of the graph, by the copy of each node."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        there: dict[str, Any] = {name: to[v] if isinstance(v, fx.Node) else v for name, v in fields.items()}
-        there["computed"] = self.computed and (to[self.computed[0]], to[self.computed[1]])
-        there["shared_by"] = tuple(other.moved(to) for other in self.shared_by)
-        return AttentionSite(**there)
+        copied: dict[str, Any] = {name: copies[v] if isinstance(v, fx.Node) else v for name, v in fields.items()}
+        copied["computed"] = self.computed and (copies[self.computed[0]], copies[self.computed[1]])
+        copied["shared_by"] = tuple(site.moved(copies) for site in self.shared_by)
+        return AttentionSite(**copied)
 
 
 def sites(graph: fx.Graph) -> list[AttentionSite]:
-    """The first attention call on each cache, with the others on that cache, which share it.
+    """Return the first attention call on each cache, with later calls on the same cache as `shared_by`.
 
-    If one of them attends to what is computed from the cache, so do all.
+    If one call on a cache reads keys or values that are computed from it, all its calls are marked so.
     """
     outputs = {node: index for index, node in enumerate(walk.results(graph)) if isinstance(node, fx.Node)}
     found: dict[int, list[AttentionSite]] = {}
-    ends = [node for node in graph.nodes if is_attention(node)]
-    for call in ends:
+    calls = [node for node in graph.nodes if is_attention(node)]
+    for call in calls:
         if call.target is ATTENTION:
-            site = _site(call, outputs, ends)
+            site = _site(call, outputs, calls)
             found.setdefault(site.keys_out, []).append(site)
     computed = {index for index, group in found.items() if any(site.computed for site in group)}
-    alike = {
+    groups = {
         index: [site.as_computed() if index in computed else site for site in group] for index, group in found.items()
     }
-    return [dataclasses.replace(first, shared_by=tuple(rest)) for first, *rest in alike.values()]
+    return [dataclasses.replace(first, shared_by=tuple(rest)) for first, *rest in groups.values()]
 
 
-def _site(call: fx.Node, outputs: dict[fx.Node, int], ends: list[fx.Node]) -> AttentionSite:
-    given = arguments(call)
-    attended = (given["key"], given["value"])
-    grown = attended if all(node.target is APPEND for node in attended) else _appended(call, attended, outputs, ends)
-    of_cache = grown == attended and not (given["mask"] and _reads(given["mask"], grown, ends))
+def _site(call: fx.Node, outputs: dict[fx.Node, int], calls: list[fx.Node]) -> AttentionSite:
+    args = arguments(call)
+    attended = (args["key"], args["value"])
+    grown = attended if all(node.target is APPEND for node in attended) else _sources(call, attended, outputs, calls)
+    reads_cache = grown == attended and not (args["mask"] and _mask_reads_cache(args["mask"], grown, calls))
     (past_key, key), (past_value, val) = grown[0].args, grown[1].args
     (keys_out, window), (values_out, _) = (stored(node, outputs) or (-1, None) for node in grown)
-    beside = {name: given[name] for name in ("query", "mask", "scale", "causal", "cap", "sink_logit", "hidden")}
-    lse, computed = _log_sum_exp(call, given), None if of_cache else attended
+    copied = {name: args[name] for name in ("query", "mask", "scale", "causal", "cap", "sink_logit", "hidden")}
+    lse, computed = _log_sum_exp(call, args), None if reads_cache else attended
     return AttentionSite(
         call=call, key=key, value=val, past_key=past_key, past_value=past_value, grown_key=grown[0],  # type: ignore[arg-type]
         grown_value=grown[1], keys_out=keys_out, values_out=values_out, window=window, lse=lse, computed=computed,
-        decomposed=given["scores"] is not None, **beside,
+        decomposed=args["scores"] is not None, **copied,
     )  # fmt: skip
 
 
 def arguments(call: fx.Node) -> dict[str, Any]:
-    """The arguments of an operator of ours, by name."""
+    """Return the arguments of a call of a kvpass operator by name, defaults included."""
     schema: Any = call.target._schema  # type: ignore[union-attr]
     names = [argument.name for argument in schema.arguments]
     defaults = {argument.name: argument.default_value for argument in schema.arguments}
     return defaults | dict(zip(names, call.args, strict=False)) | call.kwargs
 
 
-def _appended(
-    call: fx.Node, attended: tuple[fx.Node, fx.Node], outputs: dict[fx.Node, int], ends: list[fx.Node]
+def _sources(
+    call: fx.Node, attended: tuple[fx.Node, fx.Node], outputs: dict[fx.Node, int], calls: list[fx.Node]
 ) -> tuple[fx.Node, fx.Node]:
-    """The two caches that keys and values are computed from, in the order in which the model's code grows them."""
-    near = alias.behind(list(attended), ends, call)
+    """Return the two caches that keys and values are computed from, in the order in which the graph grows them."""
+    sources = alias.behind(list(attended), calls, call)
     first, second = [
-        node for node in call.graph.nodes if node in near and node.target is APPEND and stored(node, outputs)
+        node for node in call.graph.nodes if node in sources and node.target is APPEND and stored(node, outputs)
     ]
     return first, second
 
 
-def _reads(mask: fx.Node, grown: tuple[fx.Node, fx.Node], ends: list[fx.Node]) -> bool:
-    """Whether a mask is computed from what is cached in this layer."""
-    return not ancestors(mask, ends).isdisjoint(grown)
+def _mask_reads_cache(mask: fx.Node, grown: tuple[fx.Node, fx.Node], calls: list[fx.Node]) -> bool:
+    """Return whether a mask is computed from this layer's cache."""
+    return not ancestors(mask, calls).isdisjoint(grown)
 
 
-def _log_sum_exp(call: fx.Node, given: dict[str, Any]) -> fx.Node | None:
-    same = ("query", "key", "mask", "scale", "cap", "hidden")
-    sums = [node for node in given["query"].users if node.target is LOG_SUM_EXP]
-    return next((node for node in sums if all(arguments(node)[name] == given[name] for name in same)), None)
+def _log_sum_exp(call: fx.Node, args: dict[str, Any]) -> fx.Node | None:
+    """Return the node of the log-sum-exp of the same logits, or None."""
+    shared = ("query", "key", "mask", "scale", "cap", "hidden")
+    sums = [node for node in args["query"].users if node.target is LOG_SUM_EXP]
+    return next((node for node in sums if all(arguments(node)[name] == args[name] for name in shared)), None)
 
 
 def stored(grown: fx.Node, outputs: dict[fx.Node, int]) -> tuple[int, int | None] | None:
-    """Where the graph returns a grown cache, and of how many of its last tokens if not of all."""
+    """Return a cache's output index and the number of last tokens stored (None for all), or None without an output."""
     if grown in outputs:
         return outputs[grown], None
     for user in grown.users:
@@ -172,13 +173,13 @@ def stored(grown: fx.Node, outputs: dict[fx.Node, int]) -> tuple[int, int | None
 
 
 def _last_tokens(node: fx.Node) -> int | None:
-    """n, if a node is x[:, :, -n:] of [B, H, S, D]."""
+    """Return n if a node is x[:, :, -n:] of [B, H, S, D], else None."""
     if walk.name_of(node) != "getitem" or not isinstance(node.args[1], tuple):
         return None
     whole = slice(None)
     before, along, after = node.args[1][:2], node.args[1][2:3], node.args[1][3:]
-    cut: Any = along[0] if along else whole
-    others = all(part == whole for part in (*before, *after))
-    if not others or not isinstance(cut, slice) or not isinstance(cut.start, int) or cut.start >= 0:
+    tokens: Any = along[0] if along else whole
+    others_whole = all(part == whole for part in (*before, *after))
+    if not others_whole or not isinstance(tokens, slice) or not isinstance(tokens.start, int) or tokens.start >= 0:
         return None
-    return -cut.start if cut.stop is None and cut.step is None else None
+    return -tokens.start if tokens.stop is None and tokens.step is None else None

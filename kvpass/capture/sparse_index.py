@@ -1,7 +1,7 @@
-"""Sparse indices: a mask that lets each query see the keys that score best, by a small attention of its own.
+"""Read sparse indices: masks that let each query see the keys of highest score in a small attention.
 
-Such a mask hides nothing while there are no more keys than it selects.  On no more slots than that it is taken for
-one that selects all, and the keys by which it scores, which the model caches beside the others, are not kept at all.
+While there are no more keys than such a mask selects, it hides nothing.  A layer with at most that many slots is
+rewritten as if all keys were selected, and the scoring keys, which the model caches as a third tensor, are dropped.
 """
 
 from __future__ import annotations
@@ -20,56 +20,59 @@ from kvpass.fx.walk import ancestors, name_of, value
 
 @dataclasses.dataclass(frozen=True)
 class SparseIndex:
-    """A choice among the keys.
+    """A selection among the keys.
 
     Attributes:
-        node: the mask of the chosen ones, a number scattered to their places.
-        number: what stands at a chosen place.
-        best: the topk that chooses them.
-        most: how many it chooses of more than that; None if the graph serves one length only.
+        node: the mask of selected keys, a number scattered to their indices.
+        number: the mask's value at a selected key.
+        topk: the topk that selects.
+        limit: the number of keys that it selects at most; None if it selects all keys of this graph.
     """
 
     node: fx.Node
     number: bool | int | float
-    best: fx.Node
-    most: int | None
+    topk: fx.Node
+    limit: int | None
 
     def check(self, keys: int) -> None:
-        """Refuse more keys than are chosen.
+        """Check that the mask selects all of `keys` keys.
 
         Raises:
-            UnsupportedGraph: there are.
+            UnsupportedGraph: there are more keys than it selects.
         """
-        if self.most is not None and keys > self.most:
+        if self.limit is not None and keys > self.limit:
             raise UnsupportedGraph(
-                f"{walk.source_line(self.best)}: a sparse index chooses {self.most} of the tokens, and here it would "
-                f"have to choose among {keys}; kvpass can only leave it out where it chooses all of them"
+                f"{walk.source_line(self.topk)}: a sparse index selects {self.limit} of the tokens, and here it would "
+                f"have to select among {keys}; kvpass can only leave it out where it selects all of them"
             )
 
 
 def find(mask: fx.Node | None) -> list[SparseIndex]:
-    """The choices that a mask is made of."""
+    """Return the sparse indices that a mask is computed from in its own layer."""
     if mask is None:
         return []
-    made = [_read(node) for node in ancestors(mask) if name_of(node) == "scatter"]
-    return [index for index in made if index is not None and _nearest(index, mask)]
+    candidates = [_read(node) for node in ancestors(mask) if name_of(node) == "scatter"]
+    return [index for index in candidates if index is not None and _is_of_layer(index, mask)]
 
 
-def _nearest(index: SparseIndex, mask: fx.Node) -> bool:
-    """Whether the mask is made of it in this layer, and not of hidden states that an earlier one had a say in."""
-    seen, todo = set[fx.Node](), [mask]
+def _is_of_layer(index: SparseIndex, mask: fx.Node) -> bool:
+    """Return whether the mask is computed from a sparse index without projections or attention in between.
+
+    Otherwise the index is an earlier layer's.
+    """
+    visited, todo = set[fx.Node](), [mask]
     while todo:
         node = todo.pop()
         if node is index.node:
             return True
-        if node not in seen and not _makes_states(node):
-            seen.add(node)
+        if node not in visited and not _ends_layer(node):
+            visited.add(node)
             todo.extend(node.all_input_nodes)
     return False
 
 
-def _makes_states(node: fx.Node) -> bool:
-    """Whether a node projects hidden states or attends, so that what is before it is another layer's matter."""
+def _ends_layer(node: fx.Node) -> bool:
+    """Return whether a node projects hidden states or attends, so that nodes before it belong to other computations."""
     return name_of(node) in _PROJECTIONS or is_attention(node)
 
 
@@ -77,33 +80,34 @@ _PROJECTIONS = frozenset({"linear", "addmm", "softmax", "scaled_dot_product_atte
 
 
 def _read(node: fx.Node) -> SparseIndex | None:
-    """A number scattered along the last dimension to the places of a topk."""
+    """Read a number that is scattered along the last dimension to the indices of a topk."""
     if len(node.args) != 4 or not isinstance(node.args[3], (bool, int, float)):
         return None
-    best = node.args[2]
-    while isinstance(best, fx.Node) and name_of(best) in ("to", "long", "int", "getitem"):
-        best = best.args[0]
-    if not isinstance(best, fx.Node) or name_of(best) != "topk" or node.args[1] not in (-1, value(node).ndim - 1):
+    topk = node.args[2]
+    while isinstance(topk, fx.Node) and name_of(topk) in ("to", "long", "int", "getitem"):
+        topk = topk.args[0]
+    if not isinstance(topk, fx.Node) or name_of(topk) != "topk" or node.args[1] not in (-1, value(node).ndim - 1):
         return None
-    return SparseIndex(node, node.args[3], best, _most(best))
+    return SparseIndex(node, node.args[3], topk, _selection_limit(topk))
 
 
-def _most(best: fx.Node) -> int | None:
-    count, keys = expr(best.args[1] if len(best.args) > 1 else best.kwargs["k"]), expr(value(best.args[0]).shape[-1])  # type: ignore[arg-type]
+def _selection_limit(topk: fx.Node) -> int | None:
+    """Return how many keys a topk selects at most: 0 if unknown, None if it selects all."""
+    count, keys = expr(topk.args[1] if len(topk.args) > 1 else topk.kwargs["k"]), expr(value(topk.args[0]).shape[-1])  # type: ignore[arg-type]
     if count == keys:
         return None
     numbers = [part for part in (*count.args, count) if part.is_Integer]
     return int(numbers[0]) if count.is_Integer or count.func.__name__ == "Min" else 0
 
 
-def cached(index: SparseIndex, outputs: list[fx.Node]) -> list[tuple[fx.Node, int]]:
-    """The grown keys by which it scores that the graph returns, and the dimension along which they grow."""
-    behind = ancestors(index.best, filter(_makes_states, ancestors(index.best)))
-    kept = [node for node in outputs if node in behind and walk.is_tensor(node) and value(node).ndim == 3]
-    return [(node, 1) for node in kept if node.target is torch.cat]
+def cached_scoring_keys(index: SparseIndex, outputs: list[fx.Node]) -> list[tuple[fx.Node, int]]:
+    """Return the grown scoring keys [B, S, D] that the graph returns, each with the dimension along which they grow."""
+    ancestor_nodes = ancestors(index.topk, filter(_ends_layer, ancestors(index.topk)))
+    returned = [node for node in outputs if node in ancestor_nodes and walk.is_tensor(node) and value(node).ndim == 3]
+    return [(node, 1) for node in returned if node.target is torch.cat]
 
 
-def everything(index: SparseIndex, graph: fx.Graph) -> fx.Node:
-    """A mask of which everything is chosen, emitted into a graph."""
-    kind = {"dtype": value(index.node).dtype, "device": value(index.node).device}
-    return graph.call_function(torch.full, ((1,) * value(index.node).ndim, index.number), kind)
+def select_all(index: SparseIndex, graph: fx.Graph) -> fx.Node:
+    """Emit a mask in which all keys are selected."""
+    options = {"dtype": value(index.node).dtype, "device": value(index.node).device}
+    return graph.call_function(torch.full, ((1,) * value(index.node).ndim, index.number), options)

@@ -1,4 +1,4 @@
-"""What runs over the tokens of a cache: indices that count keys, and inputs with an entry for each of them."""
+"""Find the key indices and the inputs with an entry per token in a graph."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from kvpass.fx.walk import value
 
 
 def iotas(nodes: Iterable[fx.Node], sizes: shapes.Sizes, window: int | None = None) -> list[fx.Node]:
-    """The aranges that count the keys: past and new tokens, from zero.
+    """Return the aranges that index the keys, past and new, from zero.
 
     Args:
-        window: the past tokens that the model stores, if they are fewer than it has seen.  Its keys are then
-            counted by an arange of a fixed size that is moved by a size that grows.
+        window: the number of past tokens that the model stores, if it is fewer than the tokens seen.  The key index is
+            then an arange of fixed size, shifted by a size that grows.
     """
-    counts = [n for n in nodes if n.target is torch.arange and len(n.args) == 1]
+    aranges = [n for n in nodes if n.target is torch.arange and len(n.args) == 1]
     if window is None:
-        return [n for n in counts if sizes.is_total(n.args[0])]
-    fixed = [n for n in counts if not sizes.grows(n.args[0]) and sizes.fixed(n.args[0]) == window + sizes.queries]
-    return [n for n in fixed if any(_moves(user, sizes) for user in n.users)]
+        return [n for n in aranges if sizes.is_total(n.args[0])]
+    fixed = [n for n in aranges if not sizes.grows(n.args[0]) and sizes.fixed(n.args[0]) == window + sizes.queries]
+    return [n for n in fixed if any(_adds_growing_size(user, sizes) for user in n.users)]
 
 
-def _moves(node: fx.Node, sizes: shapes.Sizes) -> bool:
-    """Adds a size that grows with the cache."""
-    sums = [arg for arg in node.args if walk.is_size(arg) and sizes.grows(arg)]
-    return bool(sums) and walk.name_of(node) in ("add", "iadd")
+def _adds_growing_size(node: fx.Node, sizes: shapes.Sizes) -> bool:
+    """Return whether a node adds a size that grows with the cache."""
+    growing = [arg for arg in node.args if walk.is_size(arg) and sizes.grows(arg)]
+    return bool(growing) and walk.name_of(node) in ("add", "iadd")
 
 
 def token_inputs(nodes: set[fx.Node], actual: dict[fx.Node, Any], sizes: shapes.Sizes) -> dict[fx.Node, int]:
-    """The inputs among the nodes that may have an entry for every token, and the dimension that runs over them.
+    """Return the inputs that may have an entry for every token, each with its dimension over the tokens.
 
-    That is what grows along one dimension.  Whether the entries are the tokens' is for the uses to show: a lookup by
-    each key's place, or an operation that aligns the dimension with the keys.
+    An input qualifies if it grows along exactly one dimension.  The users prove whether entries belong to tokens: a
+    lookup by key index, or an operation that aligns the dimension with the keys.
 
     Args:
         actual: the value of each placeholder in this call.
@@ -52,5 +52,5 @@ def token_inputs(nodes: set[fx.Node], actual: dict[fx.Node, Any], sizes: shapes.
 
 
 def _is_input(node: fx.Node, actual: dict[fx.Node, Any]) -> bool:
-    given = actual.get(node)
-    return node.op == "placeholder" and isinstance(given, torch.Tensor) and not isinstance(given, torch.nn.Parameter)
+    tensor = actual.get(node)
+    return node.op == "placeholder" and isinstance(tensor, torch.Tensor) and not isinstance(tensor, torch.nn.Parameter)

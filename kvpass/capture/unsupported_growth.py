@@ -1,9 +1,8 @@
-"""Caches that grow in a way that capture does not read: they must not stay as they are without a word.
+"""Detect caches that grow in a way that capture does not read, so that they are refused.
 
-However a model's code joins a past and new tokens, and in whatever layout, it hands in a tensor and gets back a longer
-one.  That much can be seen from the shapes: an output that is made from an input without a projection in between, and
-is longer along one of its dimensions.  What stays as long as it was, as the last states of a convolution, is bounded
-already.
+Whatever the code and layout, a model takes a tensor and returns a longer one.  So an output is refused if it is
+computed from an input without a projection in between and is longer along exactly one dimension.  A tensor of constant
+length, such as the last states of a convolution, is bounded already.
 """
 
 from __future__ import annotations
@@ -24,22 +23,22 @@ _MIXING = frozenset(
         "rms_norm", "softmax", "scaled_dot_product_attention", "topk", "scatter",
     }
 )  # fmt: skip
-"""What makes new features, or a choice, of what it is given, so that its result is no longer the tensor itself."""
+"""Operators that compute new features or a selection, so that the result is not their operand rearranged."""
 
 
 def unread(graph: fx.Graph, read: set[int]) -> list[tuple[fx.Node, str]]:
-    """The outputs that are an input and more, and why each is refused.
+    """Return the outputs that extend an input, each with the reason of the refusal.
 
     Args:
-        read: the places of outputs that are known to be caches.
+        read: the output indices of known caches.
     """
     outputs = [node for index, node in enumerate(walk.results(graph)) if index not in read and _holds_states(node)]
     found = []
     for node in dict.fromkeys(outputs):
-        made_of = _inputs_of(node)
-        if any(_is_as_long(node, given) for given in made_of):
+        sources = _inputs_of(node)
+        if any(_same_shape(node, source) for source in sources):
             continue
-        past = next((given for given in made_of if _is_longer(node, given)), None)
+        past = next((source for source in sources if _is_longer(node, source)), None)
         if past is not None:
             found.append((node, f"{past.name!r} grows here, and it is not read as a cache: {_LAYOUT}"))
     return found
@@ -51,27 +50,27 @@ _LAYOUT = (
 )
 
 
-def stays_as_long(node: fx.Node) -> bool:
-    """Whether a tensor is an input of the same shape in which some elements were replaced: a cache of a fixed size."""
+def is_fixed_size_update(node: fx.Node) -> bool:
+    """Return whether a tensor is an input of the same shape with some elements replaced: a cache of fixed size."""
     parents = node.all_input_nodes if _holds_states(node) else []
-    return any(_is_as_long(node, given) for parent in parents for given in _inputs_of(parent))
+    return any(_same_shape(node, source) for parent in parents for source in _inputs_of(parent))
 
 
 def _holds_states(node: Any) -> bool:
-    """Whether an output is a tensor of numbers for rows, tokens and features at least, and no input itself."""
+    """Return whether a node is a floating-point tensor of at least three dimensions, and no input."""
     if not is_tensor(node) or node.op == "placeholder":
         return False
     return bool(value(node).ndim >= 3 and value(node).is_floating_point())
 
 
 def _inputs_of(node: fx.Node) -> list[fx.Node]:
-    """The inputs of three dimensions and more that a tensor is another arrangement of, or a part."""
-    seen, found, todo = set[fx.Node](), list[fx.Node](), [node]
+    """Return the inputs of at least three dimensions that a tensor rearranges or selects from."""
+    visited, found, todo = set[fx.Node](), list[fx.Node](), [node]
     while todo:
         current = todo.pop()
-        if current in seen or name_of(current) in _MIXING:
+        if current in visited or name_of(current) in _MIXING:
             continue
-        seen.add(current)
+        visited.add(current)
         if current.op == "placeholder":
             found += [current] if _is_state(current) else []
         else:
@@ -79,20 +78,20 @@ def _inputs_of(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def _is_state(holder: fx.Node) -> bool:
-    given = value(holder)
-    tensor = isinstance(given, torch.Tensor) and not isinstance(given, torch.nn.Parameter)
-    return bool(tensor and given.ndim >= 3 and given.is_floating_point())
+def _is_state(node: fx.Node) -> bool:
+    tensor = value(node)
+    is_plain = isinstance(tensor, torch.Tensor) and not isinstance(tensor, torch.nn.Parameter)
+    return bool(is_plain and tensor.ndim >= 3 and tensor.is_floating_point())
 
 
-def _is_as_long(node: fx.Node, given: fx.Node) -> bool:
-    return list(map(expr, value(node).shape)) == list(map(expr, value(given).shape))
+def _same_shape(node: fx.Node, other: fx.Node) -> bool:
+    return list(map(expr, value(node).shape)) == list(map(expr, value(other).shape))
 
 
 def _is_longer(node: fx.Node, past: fx.Node) -> bool:
-    """Whether a tensor has the shape of another, but for one dimension that is longer."""
-    one, other = value(node).shape, value(past).shape
-    if len(one) != len(other):
+    """Return whether a tensor has the shape of another except for one dimension, which is longer."""
+    shape, past_shape = value(node).shape, value(past).shape
+    if len(shape) != len(past_shape):
         return False
-    apart = [sympy.simplify(expr(a) - expr(b)) for a, b in zip(one, other, strict=True) if expr(a) != expr(b)]
-    return len(apart) == 1 and not bool(apart[0].is_negative)
+    diffs = [sympy.simplify(expr(a) - expr(b)) for a, b in zip(shape, past_shape, strict=True) if expr(a) != expr(b)]
+    return len(diffs) == 1 and not bool(diffs[0].is_negative)

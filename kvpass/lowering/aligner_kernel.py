@@ -1,13 +1,13 @@
-"""The Triton kernel of recipe "direct": all three products of the network, one block of rows per program.
+"""Run the network of recipe "direct" in one Triton kernel: all three products, one block of rows per program.
 
-Torch's operations would need a launch for each product and each operation between products, and would write the rows,
-the hidden values and the changes in float32.  This kernel reads a row once for the first product and once to change it,
-and writes it once.
+Torch's operations would need one launch per product and per operation between products, and would write rows, hidden
+values and changes in float32.  This kernel reads each row once for the first product and once to change it, and writes
+it once.
 
 The module is imported when the first graph for a GPU is traced, and needs triton.
 """
 
-# Triton gives the arguments of kernels their types when it compiles them.
+# Triton infers the types of kernel arguments at compile time.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from torch import Tensor
 
 from kvpass.lowering.attend_kernel import dense, packed, power
 
-ROWS, FEW_ROWS = 32, 16  # of a program, which reads all weights; wide heads and wide dtypes leave registers for fewer
-WIDE_HEAD = 256
-STEP = 32  # numbers of a head per step of the input product,
-OUT_STEP = 64  # and of the output product: a stretch for each warp
-WARPS = 8  # fewer warps would spill registers
-TF32 = tl.constexpr(-8192)  # the bits of a float32 that tensor cores use
+BLOCK_ROWS, WIDE_BLOCK_ROWS = 32, 16  # rows per program; wide heads and dtypes leave registers for fewer
+WIDE_HEAD = 256  # numbers of a head that counts as wide
+INPUT_STEP = 32  # numbers of a head per step of the input product
+OUTPUT_STEP = 64  # numbers of a head per step of the output product
+WARPS = 8  # fewer would spill registers
+TF32_MASK = tl.constexpr(-8192)  # the bits of a float32 that tensor cores use
 
 
 @triton.jit
-def parted(x):
-    """Split a float32 into two numbers: the bits that tensor cores use, and the rest."""
-    coarse = (x.to(tl.int32, bitcast=True) & TF32).to(tl.float32, bitcast=True)
+def split_tf32(x):
+    """Split a float32 into the bits that tensor cores use and the rest."""
+    coarse = (x.to(tl.int32, bitcast=True) & TF32_MASK).to(tl.float32, bitcast=True)
     return coarse, x - coarse
 
 
@@ -38,22 +38,22 @@ def parted(x):
 def product(coarse, fine, weight, total, EXACT: tl.constexpr):
     """Return `total` plus the product of a split number and a weight, nearly as exact as in float32.
 
-    The second part of half-precision numbers is zero, and is left out if EXACT.
+    With EXACT the number is of half precision, and its fine part is zero.
     """
-    heavy, light = parted(weight)
-    total = tl.dot(coarse, light, total, input_precision="tf32")
+    weight_coarse, weight_fine = split_tf32(weight)
+    total = tl.dot(coarse, weight_fine, total, input_precision="tf32")
     if not EXACT:
-        total = tl.dot(fine, heavy, total, input_precision="tf32")
-    return tl.dot(coarse, heavy, total, input_precision="tf32")
+        total = tl.dot(fine, weight_coarse, total, input_precision="tf32")
+    return tl.dot(coarse, weight_coarse, total, input_precision="tf32")
 
 
 @triton.jit
-def taken_in(
+def add_inputs(
     hidden,  # [BLOCK, FIRST]
-    rows,  # of one B: [H, C, D] by strides
+    rows,  # one row of the batch: [H, C, D] by strides
     weight,  # [H * D, H1]
     c,
-    there,
+    in_range,
     row_head: tl.constexpr,
     row_slot: tl.constexpr,
     HEADS: tl.constexpr,
@@ -69,21 +69,21 @@ def taken_in(
             d = start + tl.arange(0, WIDE)
             x = tl.load(
                 rows + head * row_head + c[:, None] * row_slot + d[None, :],
-                mask=there[:, None] & (d < D)[None, :],
+                mask=in_range[:, None] & (d < D)[None, :],
                 other=0.0,
             )
             inside = (d < D)[:, None] & (h < H1)[None, :]
             w = tl.load(weight + (head * D + d)[:, None] * H1 + h[None, :], mask=inside, other=0.0)
-            coarse, fine = parted(x.to(tl.float32))
+            coarse, fine = split_tf32(x.to(tl.float32))
             hidden = product(coarse, fine, w, hidden, x.dtype != tl.float32)
     return hidden
 
 
 @triton.jit
-def put_out(
+def write_changed_rows(
     hidden,  # [BLOCK, SECOND]
-    rows,  # of one B: [H, C, D] by strides
-    out,  # the same, dense
+    rows,  # one row of the batch: [H, C, D] by strides
+    out,  # [H, C, D], dense
     weight,  # [H2, TOTAL]; these rows' columns begin at FROM
     bias,  # [TOTAL]
     shift,  # [P, TOTAL]
@@ -91,7 +91,7 @@ def put_out(
     rank,
     moves,
     c,
-    there,
+    in_range,
     row_head: tl.constexpr,
     row_slot: tl.constexpr,
     HEADS: tl.constexpr,
@@ -105,18 +105,18 @@ def put_out(
 ):
     """Write the rows of all heads, changed where `moves` is true."""
     s = tl.arange(0, SECOND)
-    coarse, fine = parted(hidden)
+    coarse, fine = split_tf32(hidden)
     for head in range(HEADS):
         for start in range(0, D, WIDE):
             d = start + tl.arange(0, WIDE)
             column = FROM + head * D + d
-            inside = there[:, None] & (d < D)[None, :]
+            inside = in_range[:, None] & (d < D)[None, :]
             x = tl.load(rows + head * row_head + c[:, None] * row_slot + d[None, :], mask=inside, other=0.0)
             known = (s < H2)[:, None] & (d < D)[None, :]
             w = tl.load(weight + s[:, None] * TOTAL + column[None, :], mask=known, other=0.0)
             shifted = tl.load(shift + rank[:, None] * TOTAL + column[None, :], mask=inside, other=0.0)
             shifted -= tl.load(shift + made[:, None] * TOTAL + column[None, :], mask=inside, other=0.0)
-            shifted += tl.load(bias + column, mask=d < D, other=0.0)[None, :]  # before the product, which has to wait
+            shifted += tl.load(bias + column, mask=d < D, other=0.0)[None, :]  # before the product, which waits
             change = product(coarse, fine, w, shifted, False)
             new = tl.where(moves[:, None], (x.to(tl.float32) + change).to(x.dtype), x)
             tl.store(out + (head * C + c[:, None]) * D + d[None, :], new, mask=inside)
@@ -160,31 +160,31 @@ def repair(
     VALUE_OUT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Repair one block of the rows of one B, keys and values of all heads."""
+    """Align one block of slots of one batch row, keys and values of all heads."""
     row = tl.program_id(1).to(tl.int64)
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    there = c < C
-    m = tl.load(made + row * C + c, mask=there, other=0)
-    r = tl.load(rank + row * C + c, mask=there, other=0)
-    moving = tl.load(moves + row * C + c, mask=there, other=0) != 0
+    in_range = c < C
+    m = tl.load(made + row * C + c, mask=in_range, other=0)
+    r = tl.load(rank + row * C + c, mask=in_range, other=0)
+    moving = tl.load(moves + row * C + c, mask=in_range, other=0) != 0
     h, s = tl.arange(0, FIRST), tl.arange(0, SECOND)
-    known = there[:, None] & (h < H1)[None, :]
+    known = in_range[:, None] & (h < H1)[None, :]
     hidden = tl.load(from_made + m[:, None] * H1 + h[None, :], mask=known, other=0.0)
     hidden += tl.load(from_rank + r[:, None] * H1 + h[None, :], mask=known, other=0.0)
     keys, values = key + row * key_row, value + row * value_row
-    hidden = taken_in(hidden, keys, on_key, c, there, key_head, key_slot, HEADS, D, H1, FIRST, KEY_STEP)
-    hidden = taken_in(hidden, values, on_value, c, there, value_head, value_slot, HEADS, DV, H1, FIRST, VALUE_STEP)
+    hidden = add_inputs(hidden, keys, on_key, c, in_range, key_head, key_slot, HEADS, D, H1, FIRST, KEY_STEP)
+    hidden = add_inputs(hidden, values, on_value, c, in_range, value_head, value_slot, HEADS, DV, H1, FIRST, VALUE_STEP)
     within = (h < H1)[:, None] & (s < H2)[None, :]
     w = tl.load(inner + h[:, None] * H2 + s[None, :], mask=within, other=0.0)
-    coarse, fine = parted(tl.maximum(hidden, 0.0))
+    coarse, fine = split_tf32(tl.maximum(hidden, 0.0))
     hidden = product(coarse, fine, w, tl.zeros([BLOCK, SECOND], tl.float32), False)
     hidden = tl.maximum(hidden + tl.load(inner_bias + s, mask=s < H2, other=0.0)[None, :], 0.0)
-    put_out(
-        hidden, keys, new_key + row * HEADS * C * D, outer, outer_bias, shift, m, r, moving, c, there,
+    write_changed_rows(
+        hidden, keys, new_key + row * HEADS * C * D, outer, outer_bias, shift, m, r, moving, c, in_range,
         key_head, key_slot, HEADS, C, D, H2, 0, HEADS * (D + DV), SECOND, KEY_OUT,
     )  # fmt: skip
-    put_out(
-        hidden, values, new_value + row * HEADS * C * DV, outer, outer_bias, shift, m, r, moving, c, there,
+    write_changed_rows(
+        hidden, values, new_value + row * HEADS * C * DV, outer, outer_bias, shift, m, r, moving, c, in_range,
         value_head, value_slot, HEADS, C, DV, H2, HEADS * D, HEADS * (D + DV), SECOND, VALUE_OUT,
     )  # fmt: skip
 
@@ -206,11 +206,11 @@ def repair_rows(
     outer: Tensor,
     outer_bias: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Repair rows in one launch.
+    """Align rows in one launch.
 
     Args:
         key, value: [B, H, C, D] and [B, H, C, Dv], the last dimension dense.
-        made, rank: int64 [B, C], positions within the tables.
+        made, rank: int64 [B, C], the cache positions at which rows were computed and at which they are read.
         moves: bool [B, C], the rows to change.
         on_key, ..., outer_bias: the weights of one layer, float32 and dense; H1 and H2 are the hidden sizes, up to
             `MOST_HIDDEN`.
@@ -222,13 +222,14 @@ def repair_rows(
     width, (first, second) = value.shape[3], inner.shape
     new_key, new_value = key.new_empty((rows, heads, slots, dim)), value.new_empty((rows, heads, slots, width))
     narrow = max(dim, width) < WIDE_HEAD and key.element_size() < 4
-    block = ROWS if narrow else FEW_ROWS
+    block = BLOCK_ROWS if narrow else WIDE_BLOCK_ROWS
     torch.library.wrap_triton(repair)[(triton.cdiv(slots, block), rows)](
         key, value, packed(made), packed(rank), packed(moves), on_key, on_value, from_made, from_rank, shift,
         inner, inner_bias, outer, outer_bias, new_key, new_value, *key.stride()[:3], *value.stride()[:3],
         HEADS=heads, C=slots, D=dim, DV=width, H1=first, H2=second, FIRST=power(first), SECOND=power(second),
-        KEY_STEP=min(STEP, power(dim)), VALUE_STEP=min(STEP, power(width)), KEY_OUT=min(OUT_STEP, power(dim)),
-        VALUE_OUT=min(OUT_STEP, power(width)), BLOCK=block, num_warps=WARPS, num_stages=2,
+        KEY_STEP=min(INPUT_STEP, power(dim)), VALUE_STEP=min(INPUT_STEP, power(width)),
+        KEY_OUT=min(OUTPUT_STEP, power(dim)), VALUE_OUT=min(OUTPUT_STEP, power(width)), BLOCK=block,
+        num_warps=WARPS, num_stages=2,
     )  # fmt: skip
     return new_key, new_value
 
@@ -236,6 +237,6 @@ def repair_rows(
 def repaired(
     weights: list[Tensor], key: Tensor, value: Tensor, made: Tensor, rank: Tensor, moves: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Repair rows as `kvpass.policies.aligners.Aligner.repaired` does, with the weights of one layer."""
+    """Align rows as `kvpass.policies.aligners.Aligner.repaired` does, with the weights of one layer."""
     new_key, new_value = torch.ops.kvpass.repair_rows(dense(key), dense(value), made, rank, moves, *weights)
     return new_key, new_value

@@ -1,11 +1,10 @@
-"""The parts of a compile cache key beside the graph: the lowering's sources and the graph's constants.
+"""Compute what Inductor's cache key lacks: a digest of the sources of lowering and of the graph's constants.
 
-Inductor's caches look at the graph and at torch's version.  Without this digest, they could return code that was
-compiled before an edit of a lowering.  For a constant tensor of the graph, the outermost of these caches looks at shape
-and dtype alone.
+Inductor's caches read the graph and torch's version.  Without this digest they could return code that was compiled
+before an edit of a lowering.  For a constant tensor, the outermost of them reads shape and dtype only.
 
-The policy is not part of the key: at this point its work is operators of the graph.  Parts in which policies agree,
-such as the code before the first and after the last layer, are compiled once for all policies.
+The policy is not part of the key: its work is operators of the graph by now.  Segments in which policies agree, such as
+those before the first and after the last layer, compile once for all policies.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ def _sources() -> bytes:
 
 def digest(gm: fx.GraphModule | None = None) -> bytes:
     """Return a digest of the sources of `kvpass.lowering` and of the graph's constants."""
-    found = hashlib.sha256(_sources())
+    hashed = hashlib.sha256(_sources())
     for name, constant in _constants(gm) if gm else ():
-        found.update(f"{name} {tuple(constant.shape)} {constant.dtype}".encode() + tensor_bytes(constant))
-    return found.digest()
+        hashed.update(f"{name} {tuple(constant.shape)} {constant.dtype}".encode() + tensor_bytes(constant))
+    return hashed.digest()
 
 
 def _constants(gm: fx.GraphModule) -> Iterator[tuple[str, Tensor]]:

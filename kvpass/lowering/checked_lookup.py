@@ -19,13 +19,13 @@ aten = torch.ops.aten
 
 @torch.library.custom_op("kvpass::checked_rows", mutates_args=())
 def checked_rows(index: Tensor, least: int, rows: int) -> Tensor:
-    """Return row indices of a table, with negative ones counted from the end.
+    """Return row indices of a table with negative ones counted from the end, and check their range.
 
     Args:
-        index: integers; least: the lowest index allowed, 0, or -rows if negative ones count from the end.
+        least: the lowest index allowed: 0, or -rows if negative indices count from the end.
 
     Raises:
-        LookupRangeError: an index outside of the table.
+        LookupRangeError: an index is outside of the table.
     """
     if index.numel():
         low, high = (int(end) for end in index.aminmax())
@@ -44,12 +44,12 @@ def _(index: Tensor, least: int, rows: int) -> Tensor:
 
 
 def check_rows(graph: fx.Graph) -> None:
-    """Insert checks in front of CPU lookups of table rows, in an aten graph."""
+    """Insert range checks before CPU lookups of table rows, in an aten graph."""
     for node in list(graph.nodes):
-        found = _lookup(node)
-        if found is None:
+        lookup = _lookup(node)
+        if lookup is None:
             continue
-        table, index, least = found
+        table, index, least = lookup
         rows = table.meta["val"].shape[0]
         with graph.inserting_before(node):
             checked = graph.call_function(torch.ops.kvpass.checked_rows.default, (index, least, rows))
@@ -58,20 +58,17 @@ def check_rows(graph: fx.Graph) -> None:
 
 
 def _lookup(node: fx.Node) -> tuple[fx.Node, fx.Node, int] | None:
-    """Return the table, the index and the lowest index allowed, or None for other nodes.
-
-    The node must look up rows of a floating-point table.
-    """
-    arguments: Any = node.args
+    """Return the table, the index and the lowest index allowed of a lookup in floating-point rows, or None."""
+    args: Any = node.args
     if node.target is aten.embedding.default:
-        table, index, least = arguments[0], arguments[1], 0
-    elif node.target is aten.index.Tensor and len(arguments[1]) == 1:
-        (table, (index,)), least = arguments, -1
+        table, index, least = args[0], args[1], 0
+    elif node.target is aten.index.Tensor and len(args[1]) == 1:
+        (table, (index,)), least = args, -1
     else:
         return None
-    values = table.meta["val"]
-    rows = values.shape[0]
-    numbers = values.is_floating_point() and values.device.type == "cpu" and values.ndim <= 2 and isinstance(rows, int)
-    if not numbers or index is None or index.meta["val"].dtype not in (torch.int32, torch.int64):
+    val = table.meta["val"]
+    rows = val.shape[0]
+    is_checked = val.is_floating_point() and val.device.type == "cpu" and val.ndim <= 2 and isinstance(rows, int)
+    if not is_checked or index is None or index.meta["val"].dtype not in (torch.int32, torch.int64):
         return None
     return table, index, least * rows

@@ -1,8 +1,7 @@
-"""The residual stream of a decode step, written to memory once per layer.
+"""Write the residual stream of a decode step to memory once per layer.
 
 A layer adds its output to the stream.  The compiler would add up the terms of several layers wherever the stream is
-read, which makes another kernel for every layer.  With the sums in buffers, layers share their kernels, and fewer are
-compiled.
+read, and so make another kernel for every layer.  With the sums in buffers, layers share their kernels.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Rotary embeddings in a form that a kernel can apply: each number of a key is mixed with one other.
+"""Express rotary embeddings as kernels can apply them: each number of a key is mixed with one other.
 
 kvpass has no formula of a rotary embedding; it cuts out the model's own code.  All embeddings are linear in the key and
 mix numbers in pairs (Su et al., 2021, https://arxiv.org/abs/2104.09864, section 3.2.2).  Rotating unit vectors once
-shows the pairs.  Rotating two keys of ones and zeros, one for each side of the pairs, shows the weights.
+reveals the pairs.  Rotating two keys of ones and zeros, one per side of the pairs, reveals the weights.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from torch import Tensor
 class RotaryPairs:
     """The pairs of numbers in a key [D] that an embedding mixes, among the first `width` numbers.
 
-    With `interleaved` the pairs are 0 and 1, 2 and 3, and so on; otherwise partners are half a width apart.
+    Attributes:
+        width: the number of mixed numbers.
+        interleaved: pairs are 0 and 1, 2 and 3, and so on; otherwise partners are half a width apart.
     """
 
     width: int
@@ -37,12 +39,12 @@ class RotaryPairs:
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """A rotary embedding at read: a key's number times `cos`, plus its partner's times `sin`.
+    """A rotary embedding at read: each number of a key times `cos`, plus its partner times `sin`.
 
     Attributes:
-        cos, sin: [N, D] for positions 0 .. N - 1, in the dtype of the keys; they include signs, and factors as of YaRN.
+        cos, sin: [N, D] for positions 0 .. N - 1, in the dtype of the keys, with signs and factors such as YaRN's.
         pairs: the partner of each number.
-        rank: int64 [B, Hkv or 1, C], the position of every slot; that of a free slot is arbitrary.
+        rank: int64 [B, Hkv or 1, C], the position of each slot; arbitrary for free slots.
     """
 
     cos: Tensor
@@ -68,7 +70,7 @@ def pairs_of(matrix: Tensor) -> RotaryPairs | None:
 
 
 def weights_of(rotate: Callable[[Tensor], Tensor], pairs: RotaryPairs, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `cos` and `sin` of a `Rope`.
+    """Return `cos` and `sin` of a `Rope`, each [N, D].
 
     Args:
         rotate: rotates one key [D] by every position, [N, D].

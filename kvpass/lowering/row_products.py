@@ -1,15 +1,15 @@
-"""Products of a few rows with a matrix, for decode steps on a CPU.
+"""Compute products of a few rows with a matrix by loops of the compiler, for decode steps on a CPU.
 
 A decode step of one conversation multiplies one row with every weight of the model.  Reading the weights bounds its
 time, but the matrix products of torch's libraries are made for many rows and reach about half of that bandwidth.
 Written as multiply and sum, the product becomes loops of the compiler that read the weights in their own dtype at about
 memory bandwidth, and fuse the operations that follow.  Sums are in float32 for every dtype.
 
-A batch has a sum for each of its rows.  The compiler makes one loop of the sums, so the weights are still read once and
-multiplied in registers with every row.  A loop over two halves or four quarters of the columns has more loads in
-flight, as a processor prefetches within a page of each.  The library keeps its rows in tiles and is faster from some
-number of rows on; `LIMITS` has that number.  The same holds for attention's products: queries with keys, and
-probabilities with values.
+A batch has one sum per row.  The compiler puts the sums into one loop, so weights are still read once and multiplied in
+registers with every row.  A loop over two halves or four quarters of the columns has more loads in flight, because a
+processor prefetches within a page of each.  The library keeps its rows in tiles and is faster from some number of rows
+on; `LIMITS` has that number.  The same holds for attention's products of queries and keys, and of probabilities and
+values.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from kvpass.torch_private import inductor, symbolic_shapes
 
 aten, prims = torch.ops.aten, torch.ops.prims
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-FEW = 2  # layers in a graph
-LINE = 64  # bytes of a cache line
-SUMS = 16  # sums of one loop that fit in registers
+MOST_UNCUT_LAYERS = 2  # layers that may become one kernel, because they share no code
+CACHE_LINE = 64  # bytes
+MOST_SUMS = 16  # sums of one loop that fit in registers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,30 +39,30 @@ class RowLimits:
     Attributes:
         quartered: rows for which one loop takes four quarters of the columns.
         paired: rows for which one loop takes two halves.
-        near: rows if all of them, in float32, fill at most half of the L1 cache: each is read for every column.
-        far: rows that fill more.
+        cached: rows if all of them, in float32, fill at most half of the L1 cache; each is read for every column.
+        uncached: rows that fill more.
         scores, values: rows of attention's products, with matrices whose columns, or rows, are contiguous.
     """
 
     quartered: int
     paired: int
-    near: int
-    far: int
+    cached: int
+    uncached: int
     scores: int = 0
     values: int = 0
 
 
 LIMITS = {
-    ("AVX2", torch.float32, False): RowLimits(quartered=2, paired=8, near=12, far=8, scores=8, values=4),
-    ("AVX2", torch.bfloat16, False): RowLimits(quartered=2, paired=4, near=16, far=16, scores=16, values=16),
-    ("AVX2", torch.float16, False): RowLimits(quartered=2, paired=4, near=16, far=16, scores=16, values=16),
-    ("AVX512", torch.float32, False): RowLimits(quartered=3, paired=8, near=12, far=8, scores=8, values=4),
-    ("AVX512", torch.bfloat16, False): RowLimits(quartered=2, paired=4, near=16, far=8, scores=2, values=4),
-    ("AVX512", torch.float16, False): RowLimits(quartered=2, paired=4, near=16, far=16, scores=4, values=4),
-    ("AVX512", torch.bfloat16, True): RowLimits(quartered=2, paired=4, near=8, far=4, scores=2, values=4),
-    ("AVX512", torch.float16, True): RowLimits(quartered=2, paired=4, near=8, far=4, scores=2, values=4),
+    ("AVX2", torch.float32, False): RowLimits(quartered=2, paired=8, cached=12, uncached=8, scores=8, values=4),
+    ("AVX2", torch.bfloat16, False): RowLimits(quartered=2, paired=4, cached=16, uncached=16, scores=16, values=16),
+    ("AVX2", torch.float16, False): RowLimits(quartered=2, paired=4, cached=16, uncached=16, scores=16, values=16),
+    ("AVX512", torch.float32, False): RowLimits(quartered=3, paired=8, cached=12, uncached=8, scores=8, values=4),
+    ("AVX512", torch.bfloat16, False): RowLimits(quartered=2, paired=4, cached=16, uncached=8, scores=2, values=4),
+    ("AVX512", torch.float16, False): RowLimits(quartered=2, paired=4, cached=16, uncached=16, scores=4, values=4),
+    ("AVX512", torch.bfloat16, True): RowLimits(quartered=2, paired=4, cached=8, uncached=4, scores=2, values=4),
+    ("AVX512", torch.float16, True): RowLimits(quartered=2, paired=4, cached=8, uncached=4, scores=2, values=4),
 }
-"""The limits by vector instructions, by dtype, and by whether the processor has dot products of it.
+"""Row limits by vector instructions, by dtype, and by whether the processor has dot products of the dtype.
 
 AVX512-BF16 and AMX have dot products of bfloat16.  The limits come from the last table that
 `python -m benchmarks row_products` prints, for one thread, 1 to 16 rows and matrices that come from memory.  The rows
@@ -71,10 +71,10 @@ products is assumed to behave like bfloat16.  Quarters, and values in float32, w
 has AVX-512 as well.  The size of the matrix does not matter: it is read once.
 """
 
-QUARTERED_FAR = 4
-"""The largest number of `far` rows, see `RowLimits.near`, for which one loop takes four quarters, for every dtype."""
+MOST_QUARTERED_UNCACHED = 4
+"""The largest number of `uncached` rows for which one loop takes four quarters, for every dtype."""
 
-OTHERS = "AVX512"  # assumed for processors that are not in the table
+DEFAULT_VECTORS = "AVX512"  # assumed for processors that are not in the table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Processor:
 
     cache: int
     dots: frozenset[torch.dtype]
-    vectors: str = OTHERS
+    vectors: str = DEFAULT_VECTORS
 
     @staticmethod
     def here() -> Processor:
@@ -99,14 +99,14 @@ class Processor:
     def limits(self, dtype: torch.dtype) -> RowLimits:
         """Return the limits of products in a dtype."""
         has_dots = dtype in self.dots
-        return LIMITS.get((self.vectors, dtype, has_dots)) or LIMITS[OTHERS, dtype, has_dots]
+        return LIMITS.get((self.vectors, dtype, has_dots)) or LIMITS[DEFAULT_VECTORS, dtype, has_dots]
 
 
-def spell_out(graph: fx.Graph, parts: int | None = None) -> None:
+def decompose_products(graph: fx.Graph, parts: int | None = None) -> None:
     """Replace each `mm`, `addmm` and `bmm` of few rows on a CPU by multiply and sum, in an aten graph.
 
     Args:
-        parts: for measurements: the number of parts of all columns, which also turns attention's products on or off; by
+        parts: for measurements, the number of parts of all columns; 0 also leaves attention's products alone.  By
             default `split` and `is_worth_it` decide.
     """
     processor = Processor.here()
@@ -117,7 +117,7 @@ def spell_out(graph: fx.Graph, parts: int | None = None) -> None:
         if node.target is aten.mm.default or (node.target is aten.addmm.default and not node.kwargs):
             *bias, rows, matrix = node.args
             if has_dynamic_rows(rows.meta["val"], matrix.meta["val"]):
-                _multiplied_transposed(graph, node, rows, matrix, *bias)
+                _multiply_transposed(graph, node, rows, matrix, *bias)
                 continue
             count = split(rows.meta["val"], matrix.meta["val"], processor) if parts is None else parts
             if count:
@@ -138,53 +138,54 @@ class _Product:
 
 
 def split(rows: torch.Tensor, matrix: torch.Tensor, processor: Processor) -> int:
-    """Return the number of column parts of [R, K] @ [K, N], or 0 if the library is faster."""
+    """Return the number of column parts for [R, K] @ [K, N], or 0 if the library is faster."""
     if rows.device.type != "cpu" or rows.dtype not in DTYPES or symbolic_shapes.symbols(rows):
-        return 0  # each row has a sum of its own, which a dynamic number of rows does not allow
+        return 0  # each row is its own sum, so their number must be static
     count, columns = rows.shape[0], matrix.shape[1]
     if matrix.stride(0) != 1:
         return int(count == 1)  # columns are not contiguous, as in GPT-2
     limits = processor.limits(rows.dtype)
-    near = 4 * rows.numel() <= processor.cache // 2
-    if count > (limits.near if near else limits.far):
+    cached = 4 * rows.numel() <= processor.cache // 2
+    if count > (limits.cached if cached else limits.uncached):
         return 0
-    if count <= (limits.quartered if near else QUARTERED_FAR):
+    if count <= (limits.quartered if cached else MOST_QUARTERED_UNCACHED):
         return math.gcd(columns, 4)
-    return math.gcd(columns, 2) if count <= limits.paired or not near else 1
+    return math.gcd(columns, 2) if count <= limits.paired or not cached else 1
 
 
 def has_dynamic_rows(rows: torch.Tensor, matrix: torch.Tensor) -> bool:
-    """Check for a float32 CPU product of a dynamic number of rows [R, K] and a column-contiguous matrix [K, N]."""
-    known = rows.device.type == "cpu" and rows.dtype == torch.float32 and matrix.stride(0) == 1
-    return known and bool(symbolic_shapes.symbols(rows)) and not symbolic_shapes.symbols(matrix)
+    """Return whether a float32 CPU product has dynamically many rows [R, K] and a column-contiguous matrix [K, N]."""
+    is_supported = rows.device.type == "cpu" and rows.dtype == torch.float32 and matrix.stride(0) == 1
+    return is_supported and bool(symbolic_shapes.symbols(rows)) and not symbolic_shapes.symbols(matrix)
 
 
-def _multiplied_transposed(
+def _multiply_transposed(
     graph: fx.Graph, node: fx.Node, rows: fx.Node, matrix: fx.Node, bias: fx.Node | None = None
 ) -> None:
-    """Compute x W' as (W x')', which takes half the time for few rows, and the same for many.
+    """Compute x W' as (W x')', which takes half the time for few rows and the same for many.
 
-    Measured like the figures of `LIMITS`: 2 to 4 rows take 0.3 to 0.8 of the time, 8 rows 0.7 to 1.7, 16 and more 0.9
-    to 1.1.  In bfloat16 it is slower.
+    Measured like `LIMITS`: 2 to 4 rows take 0.3 to 0.8 of the time, 8 rows 0.7 to 1.7, 16 and more 0.9 to 1.1.  In
+    bfloat16 it is slower.
     """
     with graph.inserting_before(node):
-        across = [call_aten(graph, aten.permute.default, each, [1, 0]) for each in (matrix, rows)]
-        made = call_aten(graph, aten.permute.default, call_aten(graph, aten.mm.default, *across), [1, 0])
+        transposed = [call_aten(graph, aten.permute.default, operand, [1, 0]) for operand in (matrix, rows)]
+        product = call_aten(graph, aten.permute.default, call_aten(graph, aten.mm.default, *transposed), [1, 0])
         if bias is not None:
-            made = call_aten(graph, aten.add.Tensor, made, bias)
-    node.replace_all_uses_with(made)
+            product = call_aten(graph, aten.add.Tensor, product, bias)
+    node.replace_all_uses_with(product)
     graph.erase_node(node)
 
 
 def batches(graph: fx.Graph, processor: Processor) -> list[fx.Node]:
     """Return the products of attention to write as multiply and sum.
 
-    A call of the library ends a kernel; without such a call the compiler would make one kernel of all layers, which
-    could not be shared.  So with more than `FEW` layers, products of probabilities and values stay with the library.
+    A library call ends a kernel.  Without one the compiler would make a single kernel of all layers, which could not
+    share code.  So with more than `MOST_UNCUT_LAYERS` layers, products of probabilities and values stay with the
+    library.
     """
     found = [node for node in _all_batches(graph) if is_worth_it(node, processor)]
     values = [node for node in found if not _is_of_keys(node)]
-    return found if len(values) <= FEW else [node for node in found if _is_of_keys(node)]
+    return found if len(values) <= MOST_UNCUT_LAYERS else [node for node in found if _is_of_keys(node)]
 
 
 def _all_batches(graph: fx.Graph) -> list[fx.Node]:
@@ -199,17 +200,14 @@ def _all_batches(graph: fx.Graph) -> list[fx.Node]:
 
 
 def is_worth_it(node: fx.Node, processor: Processor) -> bool:
-    """Check whether attention's product of [B, R, K] and [B, K, N] is faster as multiply and sum."""
+    """Return whether attention's product of [B, R, K] and [B, K, N] is faster as multiply and sum."""
     rows = node.args[0].meta["val"]  # type: ignore[union-attr]
     limits = processor.limits(rows.dtype)
     return bool(rows.shape[1] <= (limits.scores if _is_of_keys(node) else limits.values))
 
 
 def _is_of_keys(node: fx.Node) -> bool:
-    """Check whether a product is of queries and keys: the second factor's columns are contiguous.
-
-    For values, the rows are contiguous.
-    """
+    """Return whether a product is of queries and keys, whose columns are contiguous; of values, the rows are."""
     return bool(node.args[1].meta["val"].stride(1) == 1)  # type: ignore[union-attr]
 
 
@@ -219,30 +217,29 @@ def _replace_batch(graph: fx.Graph, node: fx.Node) -> None:
     assert isinstance(rows, fx.Node)
     assert isinstance(matrix, fx.Node)
     with graph.inserting_before(node):
-        stored, wide = _stored(graph, rows), _as(graph, matrix, torch.float32)
-        columns = _columns(graph, wide, pieces(rows.meta["val"], matrix.meta["val"]))
-        made = [_mixed(graph, stored, at, columns) for at in range(rows.meta["val"].shape[1])]
-        whole = _as(graph, call_aten(graph, aten.cat.default, made, 1), node.meta["val"].dtype)
-    node.replace_all_uses_with(whole)
+        stored, upcast = _buffered(graph, rows), _as(graph, matrix, torch.float32)
+        columns = _columns(graph, upcast, column_parts(rows.meta["val"], matrix.meta["val"]))
+        row_products = [_multiply_row(graph, stored, r, columns) for r in range(rows.meta["val"].shape[1])]
+        result = _as(graph, call_aten(graph, aten.cat.default, row_products, 1), node.meta["val"].dtype)
+    node.replace_all_uses_with(result)
     graph.erase_node(node)
 
 
-def pieces(rows: torch.Tensor, matrix: torch.Tensor) -> int:
-    """Return the number of column parts of [B, R, K] @ [B, K, N], each a sum in one loop.
+def column_parts(rows: torch.Tensor, matrix: torch.Tensor) -> int:
+    """Return the number of column parts for [B, R, K] @ [B, K, N], each a sum in one loop.
 
-    A row of values is contiguous: a loop over one part alone would skip most of it, and another loop would read it
-    again.
+    A row of values is contiguous: a loop over one part would skip most of it, and another loop would read it again.
     """
     if matrix.stride(1) == 1:
         return 1
-    lines = matrix.shape[2] * matrix.element_size() // LINE
-    most = min(lines, SUMS // rows.shape[1])
-    return math.gcd(matrix.shape[2], 1 << max(most.bit_length() - 1, 0))
+    lines = matrix.shape[2] * matrix.element_size() // CACHE_LINE
+    limit = min(lines, MOST_SUMS // rows.shape[1])
+    return math.gcd(matrix.shape[2], 1 << max(limit.bit_length() - 1, 0))
 
 
-def _mixed(graph: fx.Graph, rows: fx.Node, at: int, columns: list[fx.Node]) -> fx.Node:
-    """Multiply a row of [B, R, K] with columns [B, K, ...]; return [B, 1, N]."""
-    row = call_aten(graph, aten.unsqueeze.default, call_aten(graph, aten.select.int, rows, 1, at), 2)
+def _multiply_row(graph: fx.Graph, rows: fx.Node, row_index: int, columns: list[fx.Node]) -> fx.Node:
+    """Multiply one row of [B, R, K] with columns [B, K, ...]; return [B, 1, N]."""
+    row = call_aten(graph, aten.unsqueeze.default, call_aten(graph, aten.select.int, rows, 1, row_index), 2)
     products = [call_aten(graph, aten.mul.Tensor, part, row) for part in columns]
     sums = [call_aten(graph, aten.sum.dim_IntList, product, [1]) for product in products]
     return call_aten(graph, aten.unsqueeze.default, call_aten(graph, aten.cat.default, sums, 1), 1)
@@ -252,24 +249,23 @@ def _replace(graph: fx.Graph, node: fx.Node, stored: dict[fx.Node, fx.Node], pro
     """Replace a product by multiply and sum; `stored` holds the buffered rows of earlier products."""
     with graph.inserting_before(node):
         if product.rows not in stored:
-            stored[product.rows] = _stored(graph, product.rows)
+            stored[product.rows] = _buffered(graph, product.rows)
         columns = _columns(graph, _as(graph, product.matrix, torch.float32), product.parts)
-        made = _multiplied(graph, stored[product.rows], columns)
+        result = _multiply(graph, stored[product.rows], columns)
         if product.bias is not None:
-            made = call_aten(graph, aten.add.Tensor, made, _as(graph, product.bias, torch.float32))
-        made = _as(graph, made, node.meta["val"].dtype)
-    node.replace_all_uses_with(made)
+            result = call_aten(graph, aten.add.Tensor, result, _as(graph, product.bias, torch.float32))
+        result = _as(graph, result, node.meta["val"].dtype)
+    node.replace_all_uses_with(result)
     graph.erase_node(node)
 
 
-def _stored(graph: fx.Graph, rows: fx.Node) -> fx.Node:
-    """Copy rows [..., R, K] as float32 to a buffer of their own.
+def _buffered(graph: fx.Graph, rows: fx.Node) -> fx.Node:
+    """Copy rows [..., R, K] as float32 to a buffer, so that their inputs are not computed anew per column.
 
-    Their inputs are then computed once, and not for every column.  The multiplication by one serves rows that are views
-    of a larger tensor.
+    The multiplication by one serves rows that are views of a larger tensor.
     """
-    own = call_aten(graph, aten.mul.Scalar, _as(graph, rows, torch.float32), 1.0)
-    return inductor.write_out(graph, own, _strides(graph, own))
+    copy = call_aten(graph, aten.mul.Scalar, _as(graph, rows, torch.float32), 1.0)
+    return inductor.write_out(graph, copy, _strides(graph, copy))
 
 
 def _strides(graph: fx.Graph, node: fx.Node) -> list[Any]:
@@ -291,23 +287,23 @@ def _columns(graph: fx.Graph, matrix: fx.Node, parts: int) -> list[fx.Node]:
     if parts == 1:
         return [matrix]
     size, last = matrix.meta["val"].shape[-1] // parts, matrix.meta["val"].ndim - 1
-    return [call_aten(graph, aten.slice.Tensor, matrix, last, at * size, (at + 1) * size) for at in range(parts)]
+    return [call_aten(graph, aten.slice.Tensor, matrix, last, part * size, (part + 1) * size) for part in range(parts)]
 
 
-def _multiplied(graph: fx.Graph, rows: fx.Node, columns: list[fx.Node]) -> fx.Node:
+def _multiply(graph: fx.Graph, rows: fx.Node, columns: list[fx.Node]) -> fx.Node:
     """Multiply rows [R, K] with columns [K, ...] to [R, N], row by row in memory.
 
     Sums of one length share a loop.
     """
     count = rows.meta["val"].shape[0]
-    sums = [_sum(graph, _row(graph, rows, at), part) for at in range(count) for part in columns]
-    made = call_aten(graph, aten.cat.default, sums)
-    return call_aten(graph, aten.view.default, made, [count, made.meta["val"].shape[0] // count])
+    sums = [_sum(graph, _row(graph, rows, r), part) for r in range(count) for part in columns]
+    joined = call_aten(graph, aten.cat.default, sums)
+    return call_aten(graph, aten.view.default, joined, [count, joined.meta["val"].shape[0] // count])
 
 
-def _row(graph: fx.Graph, rows: fx.Node, at: int) -> fx.Node:
+def _row(graph: fx.Graph, rows: fx.Node, row_index: int) -> fx.Node:
     """Return a row of [R, K] as [K, 1]."""
-    return call_aten(graph, aten.unsqueeze.default, call_aten(graph, aten.select.int, rows, 0, at), 1)
+    return call_aten(graph, aten.unsqueeze.default, call_aten(graph, aten.select.int, rows, 0, row_index), 1)
 
 
 def _sum(graph: fx.Graph, row: fx.Node, columns: fx.Node) -> fx.Node:
@@ -315,9 +311,8 @@ def _sum(graph: fx.Graph, row: fx.Node, columns: fx.Node) -> fx.Node:
     return call_aten(graph, aten.sum.dim_IntList, call_aten(graph, aten.mul.Tensor, columns, row), [0])
 
 
-def _as(graph: fx.Graph, x: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """Return the node in another dtype.
-
-    `aten.to` would stay an uncompiled call, as decompositions have already run.
-    """
-    return x if x.meta["val"].dtype == dtype else call_aten(graph, prims.convert_element_type.default, x, dtype)
+def _as(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """Convert a node to another dtype; `aten.to` would stay uncompiled, because decompositions have already run."""
+    return (
+        node if node.meta["val"].dtype == dtype else call_aten(graph, prims.convert_element_type.default, node, dtype)
+    )

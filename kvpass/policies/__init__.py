@@ -8,7 +8,7 @@ and `score`.  Override `victim` or `compact` only if the paper has a rule of its
 what a chunk does.  Write the reference from the paper and not from the policy, or both have the same mistake.
 
 To add a statistic: a field of `policies.base.Attention`, its computation in kvpass/lowering/attention_statistics.py,
-and its form for a single query in `_one_query` of kvpass/cache/step.py.
+and its form for a single query in `_single_query_statistics` of kvpass/cache/step.py.
 """
 
 from __future__ import annotations

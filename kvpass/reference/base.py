@@ -1,4 +1,4 @@
-"""One attention layer as the papers describe it: a list of tokens for each row and KV head."""
+"""Define the reference of one attention layer: lists of tokens for each row and KV head, as in the papers."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Token:
     Attributes:
         position: its index among the real tokens of its row.
         index: its index in the padded sequence.
-        key, value: [h, D] and [h, Dv]; h = Hkv when the heads keep the same tokens, else 1.
-        pinned: the token is never evicted, as it belongs to a prompt that the policy keeps.
+        key, value: [h, D] and [h, Dv]; h = Hkv if the heads keep the same tokens, else 1.
+        pinned: whether the token is never evicted, as part of a prompt under `keep_prompt`.
         score: the policy's score.
         notes: further state of the policy, by name.
     """
@@ -109,9 +109,9 @@ class Reference:
 
     def kept(self, tokens: list[Token], stream: HeadStream) -> list[Token]:
         """Return the pinned tokens, and the others that `evict` keeps in the rest of the budget."""
-        given, others = [t for t in tokens if t.pinned], [t for t in tokens if not t.pinned]
-        chosen = self.evict(others, stream.head, stream.seen, stream.budget - len(given))
-        return sorted([*given, *chosen], key=lambda token: token.position)
+        pinned, others = [t for t in tokens if t.pinned], [t for t in tokens if not t.pinned]
+        kept = self.evict(others, stream.head, stream.seen, stream.budget - len(pinned))
+        return sorted([*pinned, *kept], key=lambda token: token.position)
 
     def settle(self, row: list[HeadStream]) -> None:
         """Finish a call after all KV heads of a row have added their tokens."""
@@ -176,8 +176,10 @@ class ReferenceLayer:
     def nbytes(self) -> int:
         """Bytes of the cached keys and values."""
         layout = self.layout
-        row = sum(count * kind.itemsize for x in (layout.key_format, layout.value_format) for count, kind in x.layout())
-        return sum(len(t.key) * row for streams in self.streams for stream in streams for t in stream.tokens)
+        row = sum(
+            count * dtype.itemsize for f in (layout.key_format, layout.value_format) for count, dtype in f.layout()
+        )
+        return sum(len(token.key) * row for streams in self.streams for stream in streams for token in stream.tokens)
 
     def tensors(self) -> list[Any]:
         """Return the inputs of a rewritten graph in place of `Slots.tensors`.
@@ -205,14 +207,14 @@ class ReferenceLayer:
         """Return the bias of queries on the cached tokens, float32 [B, Hq, 1, N], or None."""
         held = self.positions()
         out = torch.zeros(self.layout.batch, self.layout.heads, groups, held.shape[-1])
-        some = False
+        has_bias = False
         for b, row in enumerate(self.streams):
             for stream in row:
                 bias = self.reference.bias(stream, groups)
-                some = some or bias is not None
+                has_bias = has_bias or bias is not None
                 if bias is not None:
                     out[b, self._heads(stream.head), :, : len(stream.tokens)] = bias
-        return out.flatten(1, 2)[:, :, None].to(self.layout.device) if some else None
+        return out.flatten(1, 2)[:, :, None].to(self.layout.device) if has_bias else None
 
     def logit_scale(self, valid: Tensor) -> Tensor:
         """Return the factor on the logits of the tokens `valid` [B, q], float32 [B, 1, 1, 1]."""
@@ -235,8 +237,8 @@ class ReferenceLayer:
         """Return the cached keys or values [B, Hkv, N, D], padded with zeros, as attention sees them or as stored."""
         dim = self.layout.key_dim if name == "key" else self.layout.value_dim
         longest = max(len(stream.tokens) for row in self.streams for stream in row)
-        kind = self.layout.dtype if self.layout.kv_dtype is None else accumulate_dtype(self.layout.dtype)
-        out = torch.zeros(self.layout.batch, self.layout.heads, longest, dim, dtype=kind, device=self.layout.device)
+        dtype = self.layout.dtype if self.layout.kv_dtype is None else accumulate_dtype(self.layout.dtype)
+        out = torch.zeros(self.layout.batch, self.layout.heads, longest, dim, dtype=dtype, device=self.layout.device)
         for b, row in enumerate(self.streams):
             for h, stream in enumerate(row):
                 seen = Reference.read(self.reference, stream) if stored else self.reference.read(stream)
@@ -264,15 +266,15 @@ class ReferenceLayer:
                 ]
                 stream.step = self.length > 0 and chunk.valid.shape[1] == 1 and not part
                 tokens = [self._token(stream, chunk, b, index, j) for index, j in enumerate(new)]
-                seen = [
+                chunk_parts = [
                     part[b, self._queries(stream, probabilities)][:, new][:, :, columns]
                     for part in (probabilities, logits)
                 ]
                 if self.layout.policy.keep_prompt:
-                    given = sum(token.pinned for token in stream.tokens + tokens)
-                    self.layout.policy.check_pinned(given, stream.budget - given)
+                    pinned_count = sum(token.pinned for token in stream.tokens + tokens)
+                    self.layout.policy.check_pinned(pinned_count, stream.budget - pinned_count)
                 stream.seen += len(new)
-                self.reference.take(stream, tokens, *(part.transpose(0, 1) for part in seen))
+                self.reference.take(stream, tokens, *(part.transpose(0, 1) for part in chunk_parts))
             self.reference.settle(row)
         self.length += chunk.valid.shape[1]
         self.fed += 1
@@ -282,16 +284,16 @@ class ReferenceLayer:
 
         That holds for a single token, unless a policy that defers eviction still keeps the whole prompt.
         """
-        least = min(row[0].budget for row in self.streams)
-        whole = self.layout.policy.defers and self.fed == 1 and self.length > least
-        return count == 1 and self.layout.kv_dtype is not None and self.fed > 0 and not whole
+        budget = min(row[0].budget for row in self.streams)
+        defers = self.layout.policy.defers and self.fed == 1 and self.length > budget
+        return count == 1 and self.layout.kv_dtype is not None and self.fed > 0 and not defers
 
-    def _token(self, stream: HeadStream, chunk: Chunk, b: int, index: int, j: int) -> Token:
+    def _token(self, stream: HeadStream, chunk: Chunk, b: int, index: int, chunk_index: int) -> Token:
         heads = self._heads(stream.head)
-        key = self.stored(chunk.key[b, heads, j].clone())
-        value = self.stored(chunk.value[b, heads, j].clone(), key=False)
-        given = self.layout.policy.keep_prompt and not stream.step
-        return Token(stream.seen + index, self.length + j, key, value, given)
+        key = self.stored(chunk.key[b, heads, chunk_index].clone())
+        value = self.stored(chunk.value[b, heads, chunk_index].clone(), key=False)
+        pinned = self.layout.policy.keep_prompt and not stream.step
+        return Token(stream.seen + index, self.length + chunk_index, key, value, pinned)
 
     def _queries(self, stream: HeadStream, probabilities: Tensor) -> slice:
         """Return the query heads of a stream."""
@@ -299,10 +301,10 @@ class ReferenceLayer:
         return slice(heads.start * group, heads.stop * group)
 
     def _heads(self, group: int) -> slice:
-        """Return the KV heads of a stream."""
         return slice(0, self.layout.heads) if self.layout.groups == 1 else slice(group, group + 1)
 
     def _padded(self, lists: list[list[list[int]]]) -> Tensor:
+        """Return lists of integers per row and stream as int64 [B, H', N], padded with -1."""
         longest = max(len(entry) for row in lists for entry in row)
         filled = [[entry + [FREE] * (longest - len(entry)) for entry in row] for row in lists]
         return torch.tensor(filled, dtype=torch.int64, device=self.layout.device).view(

@@ -65,8 +65,8 @@ class CascadeReference(Reference):
 
     def prepare(self, stream: HeadStream) -> None:
         if self.policy.order == "write_first":
-            nothing = torch.zeros(0)
-            stream.notes["next"] = Token(stream.seen, -1, nothing, nothing)
+            no_row = torch.zeros(0)
+            stream.notes["next"] = Token(stream.seen, -1, no_row, no_row)
             self.insert(stream, stream.notes["next"])
             stream.tokens = [token for token in self.held(stream) if token is not stream.notes["next"]]
 
@@ -81,7 +81,7 @@ class CascadeReference(Reference):
         decay = math.exp(-math.log(100) / width) if policy.gamma is None else policy.gamma
         prompt = not stream.step and stream.seen == len(new)
         if stream.step and new and policy.order == "write_first":
-            self.init_token_state(stream, new[0])
+            self.replace_placeholder(stream, new[0])
             self.score(tokens, probabilities[0], decay)
         elif prompt and policy.order == "write_first":
             for token, row in zip(new, probabilities, strict=True):
@@ -98,7 +98,7 @@ class CascadeReference(Reference):
                 self.insert(stream, token)
         stream.tokens = self.held(stream)
 
-    def init_token_state(self, stream: HeadStream, token: Token) -> None:
+    def replace_placeholder(self, stream: HeadStream, token: Token) -> None:
         """Replace the token that `prepare` inserted as a placeholder."""
         for tokens in [stream.notes.get("sinks", []), *self.caches(stream)]:
             for n, held in enumerate(tokens):

@@ -45,30 +45,30 @@ class D2OReference(Reference):
             return
         found = [[closest(token, stream) for token in stream.evicted] for stream in row]
         if self.policy.merge == "official":
-            means = [sum(u for u, _ in each) / len(row) for each in zip(*found, strict=True)]
+            means = [sum(u for u, _ in similarities) / len(row) for similarities in zip(*found, strict=True)]
             tau = self.threshold(row[0], means)
             for stream, pairs in zip(row, found, strict=True):
                 self.official(stream, pairs, [mean >= tau for mean in means])
         else:
             for stream, pairs in zip(row, found, strict=True):
                 tau = self.threshold(stream, [u for u, _ in pairs])
-                mix = self.average if self.policy.merge == "average" else self.paper
-                mix(stream, pairs, [u >= tau for u, _ in pairs])
+                merge = self.average if self.policy.merge == "average" else self.paper
+                merge(stream, pairs, [u >= tau for u, _ in pairs])
         for stream in row:
             stream.evicted = []
 
-    def threshold(self, stream: HeadStream, similar: list[float]) -> float:
+    def threshold(self, stream: HeadStream, similarities: list[float]) -> float:
         """Return tau, updated with the similarities of the evicted tokens."""
-        mean, old = sum(similar) / len(similar), stream.notes.get("tau")
-        stream.notes["tau"] = mean if old is None else self.policy.beta * mean + (1 - self.policy.beta) * old
+        mean, earlier = sum(similarities) / len(similarities), stream.notes.get("tau")
+        stream.notes["tau"] = mean if earlier is None else self.policy.beta * mean + (1 - self.policy.beta) * earlier
         return float(stream.notes["tau"])
 
     def paper(self, stream: HeadStream, pairs: list[tuple[float, Token]], merged: list[bool]) -> None:
         for target in stream.tokens:
             evicted = [
                 (math.exp(u), token)
-                for token, (u, into), yes in zip(stream.evicted, pairs, merged, strict=True)
-                if into is target and yes
+                for token, (u, into), is_merged in zip(stream.evicted, pairs, merged, strict=True)
+                if into is target and is_merged
             ]
             total = math.e + sum(weight for weight, _ in evicted)
             if evicted:
@@ -79,7 +79,7 @@ class D2OReference(Reference):
     def average(self, stream: HeadStream, pairs: list[tuple[float, Token]], merged: list[bool]) -> None:
         for target in stream.tokens:
             found = zip(stream.evicted, pairs, merged, strict=True)
-            group = [target] + [token for token, (_, into), yes in found if into is target and yes]
+            group = [target] + [token for token, (_, into), is_merged in found if into is target and is_merged]
             if len(group) > 1:
                 key = torch.stack([token.key for token in group]).mean(0)
                 value = torch.stack([token.value for token in group]).mean(0)
@@ -89,8 +89,8 @@ class D2OReference(Reference):
         for target in stream.tokens:
             evicted = [
                 (u, token)
-                for token, (u, into), yes in zip(stream.evicted, pairs, merged, strict=True)
-                if into is target and yes
+                for token, (u, into), is_merged in zip(stream.evicted, pairs, merged, strict=True)
+                if into is target and is_merged
             ]
             if evicted:
                 key = target.key + sum(u * token.key for u, token in evicted)

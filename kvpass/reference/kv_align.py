@@ -1,4 +1,4 @@
-"""Reference of `kv_align`: each cached entry is a token, and each repair runs a network on one entry.
+"""Reference of `kv_align`: run the paper's network on one cached token at a time.
 
 fc1 is applied to the concatenated input as in the paper, without precomputation.
 """
@@ -21,7 +21,7 @@ class KVAlignReference(Reference):
         self.stores = self.every > 1 or self.aligner.recipe == "paper"
 
     def take(self, stream: HeadStream, new: list[Token], probabilities: Tensor, logits: Tensor) -> None:
-        """Assign cache positions to new tokens, evict the oldest tokens that are not sinks, and repair moved tokens."""
+        """Assign cache positions to new tokens, evict the oldest tokens that are not sinks, and align moved tokens."""
         if stream.notes.get("prompted") is None:
             stream.notes["prompted"] = True
             stream.tokens = new[-stream.budget :]
@@ -45,7 +45,7 @@ class KVAlignReference(Reference):
                 index = rank
                 if self.aligner.recipe == "paper":  # the paper's network knows only steps of `every` positions
                     index += (token.notes["made"] - rank - 1) // self.every * self.every
-                token.key, token.value = self.repaired(token, index, stream.layer)
+                token.key, token.value = self.aligned(token, index, stream.layer)
                 token.notes["made"] = index
             if moved:
                 token.key, token.value = stream.stored(token.key), stream.stored(token.value, key=False)
@@ -54,12 +54,12 @@ class KVAlignReference(Reference):
         return [
             (token.key, token.value)
             if self.stores or rank < self.sinks or token.notes["made"] <= rank
-            else self.repaired(token, rank, stream.layer)
+            else self.aligned(token, rank, stream.layer)
             for rank, token in enumerate(stream.tokens)
         ]
 
-    def repaired(self, token: Token, rank: int, layer: int) -> Rows:
-        """Return key [Hkv, D] and value [Hkv, Dv] as if the token had been made at cache position `rank`."""
+    def aligned(self, token: Token, rank: int, layer: int) -> Rows:
+        """Return key [Hkv, D] and value [Hkv, Dv] as if the token were computed at cache position `rank`."""
         if self.aligner.recipe == "direct":
             return self.direct(token, rank, layer)
         if self.aligner.recipe == "paper":

@@ -18,13 +18,11 @@ def variance(values: list[float]) -> float:
 
 class RoCoReference(Reference):
     def observe(self, tokens: list[Token], probabilities: Tensor) -> None:
-        first = (
-            tokens[-1].position - len(probabilities) + 1 if tokens else 0
-        )  # the position of the first of these queries
+        first = tokens[-1].position - len(probabilities) + 1 if tokens else 0  # position of the first query
         for token, probs in zip(tokens, probabilities.permute(2, 0, 1).tolist(), strict=True):
             for query, values in enumerate(probs):
                 if first + query >= token.position:
-                    token.notes.setdefault("paid", []).extend(values)
+                    token.notes.setdefault("probs", []).extend(values)
 
     def evict(self, tokens: list[Token], head: int, seen: int, budget: int) -> list[Token]:
         if len(tokens) <= budget:
@@ -32,9 +30,9 @@ class RoCoReference(Reference):
         recent = budget - budget // 2
         newer = [token for token in tokens if token.position >= seen - recent]
         older = [token for token in tokens if token.position < seen - recent]
-        by_spread = sorted(older, key=lambda token: (-variance(token.notes["paid"]), token.position))
+        by_spread = sorted(older, key=lambda token: (-variance(token.notes["probs"]), token.position))
         spread, others = by_spread[: budget // 4], by_spread[budget // 4 :]
-        by_mean = sorted(others, key=lambda token: (-mean(token.notes["paid"]), token.position))
+        by_mean = sorted(others, key=lambda token: (-mean(token.notes["probs"]), token.position))
         kept = spread + by_mean[: budget - len(newer) - len(spread)]
         return sorted(kept, key=lambda token: token.position) + newer
 

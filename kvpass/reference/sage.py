@@ -12,9 +12,9 @@ from kvpass.reference.base import HeadStream, Reference, Token
 
 
 class SageReference(Reference):
-    """The reference; the note `takers` of a token is the set of query heads that selected it.
+    """Reference that stores in a token's note `takers` the query heads that selected it.
 
-    It is "all" for a token that is kept without selection.
+    The note is "all" for a token that is kept without selection.
     """
 
     def __init__(self, policy: Sage) -> None:
@@ -73,7 +73,7 @@ class SageReference(Reference):
         return torch.tensor(counts)[None]
 
     def counted(self, token: Token, head: int) -> float:
-        """Return the logarithm of how often the query head sees the token."""
+        """Return the logarithm of how often a query head counts the token."""
         takers = token.notes.get("takers")
         if not takers or takers == "all":
             return 0.0

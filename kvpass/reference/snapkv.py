@@ -24,8 +24,8 @@ class SnapKVReference(Reference):
         votes = probabilities[-self.window :].mean((0, 1))[prefix].tolist()  # over queries and query heads
         side = self.kernel // 2
         for index, n in enumerate(prefix):
-            near = votes[max(0, index - side) : index + side + 1]
-            tokens[n].score = sum(near) / self.kernel  # positions beyond either end count as zero
+            neighbours = votes[max(0, index - side) : index + side + 1]
+            tokens[n].score = sum(neighbours) / self.kernel  # positions beyond either end count as zero
             tokens[n].notes["selected"] = True
 
     def evict(self, tokens: list[Token], head: int, seen: int, budget: int) -> list[Token]:

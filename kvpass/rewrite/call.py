@@ -62,5 +62,5 @@ class StepCall:
     def of(self, change: Callable[[Layout], Layout]) -> StepCall:
         """The same call on slots that are laid out otherwise; their rows hold no data."""
         layouts, dynamic_dims = [change(each) for each in self.layouts], [change(each) for each in self.dynamic_dims]
-        slots = [each.described(layout) for each, layout in zip(self.slots, layouts, strict=True)]
+        slots = [each.on_meta(layout) for each, layout in zip(self.slots, layouts, strict=True)]
         return dataclasses.replace(self, layouts=layouts, dynamic_dims=dynamic_dims, slots=slots)

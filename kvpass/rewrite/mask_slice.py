@@ -218,7 +218,7 @@ class _KeyCutter:
         self.env: dict[fx.Node, Any] = {node: self._as(value(node).dtype, index) for node in around.counts}
         self.padding, self.entries = [n for n in around.padding if n in behind], list[PerTokenInput]()
         self.env.update({node: self.graph.placeholder(node.name) for node in [*self.padding, *facts]})
-        self.env.update({each.node: sparse_index.everything(each, self.graph) for each in chosen})
+        self.env.update({each.node: sparse_index.select_all(each, self.graph) for each in chosen})
         axes = {node: self._axis_of(node) for node in facts}
         axes |= {each.node: value(each.node).ndim - 1 for each in chosen}
         given = {node: axis for node, axis in around.inputs.items() if node in behind}
@@ -267,11 +267,11 @@ class _KeyCutter:
             return self._bind(node)
         if node in self.around.inputs:
             return self._entry(node, self.around.inputs[node])
-        if followed.way == "beside":
+        if followed.way == "host_precomputed":
             return self._beside(node, followed.axis)
         if followed.way == "lengthened":
             return self._refuse(node, "a lengthened tensor is not looked up by a key index")
-        return self._sliced(node, by_place=followed.way == "own place")
+        return self._sliced(node, by_place=followed.way == "own entry")
 
     def _size(self, node: fx.Node, size: Any) -> int:
         """One of the sizes of a shape."""
@@ -330,7 +330,7 @@ class _KeyCutter:
         there = dict(self.env)
         if by_place:  # a tensor of one entry is at hand
             for parent in node.all_input_nodes:
-                if parent is not base and self.axes.is_place(parent):
+                if parent is not base and self.axes.is_key_index(parent):
                     there[parent] = self.graph.call_function(torch.zeros_like, (self.env[parent],))
         copied = self.graph.node_copy(node, lambda parent: there[parent])
         if walk.name_of(node) == "expand":

@@ -68,7 +68,7 @@ class Masks:
         held, outputs = max(step.capacities), walk.results(step.graph)
         for each in sparse_index.find(mask):
             each.check(held if step.decodes else held + step.queries)
-            for node, dim in sparse_index.cached(each, outputs):
+            for node, dim in sparse_index.cached_scoring_keys(each, outputs):
                 step.unread[outputs.index(node)] = (step.holders.index(walk.past_of(node)), dim)
 
     def _first_stored(self, window: int) -> fx.Node:

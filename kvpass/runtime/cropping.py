@@ -65,7 +65,7 @@ class RepeatedPrompt:
         if bool(padding.any()):
             cache.absent = torch.cat([cache.absent, places_of(padding, before)], 1)
         cache.seen += count
-        cache.calls = (dataclasses.replace(call, again=RepeatedPrompt(taken)),)
+        cache.calls = (dataclasses.replace(call, repeat=RepeatedPrompt(taken)),)
         return cache
 
 
@@ -88,7 +88,7 @@ def remember(caches: list[LayerCache], calls: list[history.PastCall], taken: Seq
     for index, (cache, call) in enumerate(zip(caches, calls, strict=False)):
         chunk = taken[index]
         again = RepeatedPrompt(chunk) if chunk is not None and call.new > 1 else None
-        cache.calls = history.followed(cache.calls, dataclasses.replace(call, again=again), cache.backend.crop)
+        cache.calls = history.recorded(cache.calls, dataclasses.replace(call, repeat=again), cache.backend.crop)
 
 
 def take_results(cache: LayerCache, site: AttentionSite, results: list[Tensor]) -> TakenIn:
@@ -112,6 +112,6 @@ def _spec(cache: LayerCache, site: AttentionSite, made_of: list[Tensor]) -> Stat
 
 def _spare(cache: LayerCache) -> Slots:
     """Return slots for a chunk: those from before the last chunk, whose record is dropped now, or new ones."""
-    known = [call.kept.slots for call in cache.calls if isinstance(call.kept, UnchangedSlots)]
+    known = [call.snapshot.slots for call in cache.calls if isinstance(call.snapshot, UnchangedSlots)]
     fitting = [slots for slots in known if slots.capacity == cache.layout.capacity and slots is not cache.slots]
     return fitting[0] if fitting else Slots.empty(cache.layout)

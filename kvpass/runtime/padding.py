@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvpass.cache.handle import LayerCache
 from kvpass.capture.padding_analysis import padding_inputs
-from kvpass.capture.rotary import find_rotary, reshaped
+from kvpass.capture.rotary import find_rotary, unreshaped
 from kvpass.capture.sites import AttentionSite
 from kvpass.errors import UnsupportedGraph
 from kvpass.fx import splicing, walk
@@ -69,7 +69,7 @@ class PositionCheck:
 
     def __init__(self, gm: fx.GraphModule, sites: list[AttentionSite]) -> None:
         rotaries = [find_rotary(gm, site) for site in sites]
-        nodes = list(dict.fromkeys(reshaped(rotary.position) for rotary in rotaries if rotary))
+        nodes = list(dict.fromkeys(unreshaped(rotary.position) for rotary in rotaries if rotary))
         self._given = [node.op == "placeholder" for node in nodes]
         self._module = splicing.computing(gm, nodes)
 

@@ -150,7 +150,7 @@ class PromptRunner:
             self.unchecked = PromptCase(own, gm, sites, None if backend.policy.renumbers else rewritten, self.told)
         self.sparse_indices = [each for site in sites for each in sparse_index.find(site.mask)]
         outputs = walk.results(gm.graph)
-        grown = [pair for each in self.sparse_indices for pair in sparse_index.cached(each, outputs)]
+        grown = [pair for each in self.sparse_indices for pair in sparse_index.cached_scoring_keys(each, outputs)]
         self.scored_by = [(outputs.index(node), dim) for node, dim in grown]
         self.owned, self.constants = model_identity.owned(gm), model_identity.constants(gm)
         self.projecting = [model_identity.projecting(site) for site in sites]

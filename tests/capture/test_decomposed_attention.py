@@ -256,11 +256,11 @@ def squares(x: Tensor) -> Tensor:
 
 NO_ATTENTION: dict[str, tuple[Callable[[Tensor], Tensor], str, str]] = {
     "no second product": (lambda x: squares(x).softmax(-1), "softmax", "0 products are made of it"),
-    "no first product": (lambda x: x.softmax(-1) @ x.transpose(-1, -2), "softmax", "made of no product"),
+    "no first product": (lambda x: x.softmax(-1) @ x.transpose(-1, -2), "softmax", "not computed from a product"),
     "training": (lambda x: torch.dropout(squares(x).softmax(-1), 0.5, True) @ x, "softmax", "0 products"),
-    "other logits": (lambda x: squares(x).sin().softmax(-1) @ x, "sin", "no operation on logits that is known"),
+    "other logits": (lambda x: squares(x).sin().softmax(-1) @ x, "sin", "no operation on logits that kvpass knows"),
     "hides nothing": (
-        lambda x: squares(x).masked_fill(x.sum() > 0, -1.0).softmax(-1) @ x, "masked_fill", "-1 hides nothing"
+        lambda x: squares(x).masked_fill(x.sum() > 0, -1.0).softmax(-1) @ x, "masked_fill", "-1 does not hide a token"
     ),
     "over queries": (lambda x: squares(x).softmax(-2) @ x, "softmax", "not over the last dimension"),
     "capped twice": (lambda x: squares(x).tanh().tanh().softmax(-1) @ x, "tanh", "capped twice"),

@@ -9,7 +9,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass.capture.padding_analysis import hiding
+from kvpass.capture.padding_analysis import hiding_inputs
 from tests.capture.traced import answered, result
 
 ROWS, TOKENS = 2, 6
@@ -25,7 +25,7 @@ def told(mask: Mask) -> bool:
         return mask(column, j[:, None], j)
 
     def question(gm: fx.GraphModule) -> bool:
-        return [node.op for node in hiding(gm, result(gm), step=False)] == ["placeholder"]
+        return [node.op for node in hiding_inputs(gm, result(gm), step=False)] == ["placeholder"]
 
     return answered(function, (torch.ones(ROWS, TOKENS, dtype=torch.int64),), question)
 

@@ -135,7 +135,7 @@ def test_a_policy_that_says_nothing_of_processes_is_refused(policy: Policy) -> N
 def test_kv_heads_that_every_process_has_are_refused() -> None:
     plan = {"q": ColwiseParallel(), "o": RowwiseParallel()}
     model = small(RANKS, plan, kv_heads=1)
-    found = "its query by weights that are shared out by rows; its key by plain weights"
+    found = "its query by weights that are sharded by rows; its key by plain weights"
     for policy in ("h2o", "tova", "random"):
         with pytest.raises(ShardingError, match=found):
             run(model, 0, policy=policy, budget=BUDGET)
@@ -148,7 +148,7 @@ def test_layers_that_are_spread_differently_are_refused() -> None:
     whole = {name: ColwiseParallel(output_layouts=Replicate()) for name in "qkv"}
     for layer, plan in zip(model.layers, (SPREAD, whole), strict=True):
         parallelize_module(layer, mesh, plan, src_data_rank=None)
-    with pytest.raises(ShardingError, match="layers are spread over different processes"):
+    with pytest.raises(ShardingError, match="layers are sharded over different processes"):
         run(model, 0, policy="tova", budget=BUDGET)
 
 
@@ -162,7 +162,7 @@ def test_queries_that_are_spread_over_one_latent_cache_are_refused() -> None:
         compiled = torch.compile(spread, backend=kvpass.backend(policy, budget=BUDGET, inner="eager"))
         with (
             torch.no_grad(),
-            pytest.raises(ShardingError, match="its query by weights that are shared out by rows; its key"),
+            pytest.raises(ShardingError, match="its query by weights that are sharded by rows; its key"),
         ):
             compiled(torch.arange(20)[None])
 

@@ -12,7 +12,15 @@ from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from kvpass.lowering import row_products
-from kvpass.lowering.row_products import DTYPES, Processor, RowLimits, is_worth_it, pieces, spell_out, split
+from kvpass.lowering.row_products import (
+    DTYPES,
+    Processor,
+    RowLimits,
+    column_parts,
+    decompose_products,
+    is_worth_it,
+    split,
+)
 from kvpass.torch_private import inductor
 
 aten = torch.ops.aten
@@ -22,7 +30,7 @@ PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
 def spelled(function, *arguments):
     """The graph of a function on these arguments, spelled out, and how many products are left in it."""
     traced = make_fx(function, tracing_mode="fake")(*arguments)
-    spell_out(traced.graph)
+    decompose_products(traced.graph)
     traced.graph.lint()
     traced.recompile()
     return traced, sum(node.target in PRODUCTS for node in traced.graph.nodes)
@@ -132,7 +140,7 @@ def attention(queries, keys, values):
 def test_products_of_attention(function, rows, dtype):
     given = torch.randn(3, rows, 64 if function is scores else 9).to(dtype), torch.randn(3, 9, 64).to(dtype)
     traced = make_fx(function, tracing_mode="fake")(*given)
-    spell_out(traced.graph, parts=1)
+    decompose_products(traced.graph, parts=1)
     traced.recompile()
     exact, made = function(*(tensor.double() for tensor in given)), traced(*given)
     assert not products_of(traced.graph)
@@ -154,8 +162,8 @@ def test_products_of_attention(function, rows, dtype):
     ],
 )
 def test_a_row_of_values_is_read_in_cache_lines(rows, width, dtype, expected):
-    assert pieces(torch.empty(3, rows, 9), torch.empty(3, 9, width, dtype=dtype)) == expected
-    assert pieces(torch.empty(3, rows, width), torch.empty(3, 9, width, dtype=dtype).transpose(1, 2)) == 1
+    assert column_parts(torch.empty(3, rows, 9), torch.empty(3, 9, width, dtype=dtype)) == expected
+    assert column_parts(torch.empty(3, rows, width), torch.empty(3, 9, width, dtype=dtype).transpose(1, 2)) == 1
 
 
 def products_of(graph):
@@ -208,7 +216,7 @@ def test_an_open_number_of_slots(monkeypatch):
         row_products.LIMITS, ("made up", torch.float32, False), RowLimits(2, 2, 2, 2, scores=2, values=2)
     )
     given = torch.randn(3, 2, 8), torch.randn(3, 9, 8), torch.randn(3, 9, 8)
-    options = {"post_grad_custom_pre_pass": inductor.graph_pass(uuid.uuid4().bytes, spell_out)}
+    options = {"post_grad_custom_pre_pass": inductor.graph_pass(uuid.uuid4().bytes, decompose_products)}
     compiled = torch.compile(attention, options=options)
     for keys in given[1:]:
         torch._dynamo.mark_dynamic(keys, 1)
@@ -228,7 +236,7 @@ def test_weights_in_int8_are_converted_in_registers(rows, dtype):
 
     x, scale = torch.randn(rows, 64).to(dtype), torch.rand(96).to(dtype)
     codes = torch.randint(-128, 128, (96, 64), dtype=torch.int8)
-    options = {"post_grad_custom_pre_pass": inductor.graph_pass(uuid.uuid4().bytes, spell_out)}
+    options = {"post_grad_custom_pre_pass": inductor.graph_pass(uuid.uuid4().bytes, decompose_products)}
     made, written = run_and_get_code(torch.compile(linear, options=options), x, codes, scale)
     exact = linear(x.double(), codes, scale.double())
     assert (made.double() - exact).abs().max() <= exact.abs().max() * max(2 * torch.finfo(dtype).eps, 1e-5)
@@ -246,7 +254,7 @@ def test_not_on_a_gpu():
 def test_weights_are_read_in_their_own_dtype(dtype):
     """Nothing is called, neither the library nor a conversion, and no matrix is made in float32."""
     x, weight = torch.randn(1, 64).to(dtype), torch.randn(96, 64).to(dtype)
-    options = {"post_grad_custom_pre_pass": inductor.graph_pass(uuid.uuid4().bytes, spell_out)}
+    options = {"post_grad_custom_pre_pass": inductor.graph_pass(uuid.uuid4().bytes, decompose_products)}
     _, codes = run_and_get_code(torch.compile(torch.nn.functional.linear, options=options), x, weight)
     body = codes[-1][codes[-1].index("def call(") : codes[-1].index("def get_args")]
     assert not re.findall(r"extern_kernels|torch\.ops\.(aten|prims)|copy_\(", body)

@@ -1,14 +1,14 @@
-"""Storage formats of keys and values.
+"""Define the storage formats of keys and values.
 
-A `Format` defines the tensors that hold a row and how attention works on them: `plain` is the model's own numbers,
-`int8` and `int4` are integers with scales, `hadamard` transforms keys before they are quantised.  `Rows` are rows in a
-format and have every operation on slots: write, gather, merge, grow and reorder rows.  Policies, graphs and models know
+A `Format` defines the tensors that hold a row and how attention works on them.  `plain` is the model's own numbers,
+`int8` and `int4` are integers with scales, and `hadamard` transforms keys before they are quantised.  `Rows` are rows
+in a format, with every operation on slots: write, gather, merge, grow and reorder.  Policies, graphs and models know
 neither.
 
 Attention gets products from the format and decodes no row.  Other code that needs numbers, such as a policy's merges or
-a chunk's attention, reads them by `Rows.read`.  `decode_step` encodes the new row and `admit` those of a chunk.  Rows
-that do not change are never encoded again, since a decoded row need not be encoded to the same codes.  Scales and other
-further tensors are graph inputs after the policy's state, so all other inputs keep their indices.
+a chunk's attention, decodes them by `Rows.read`.  `decode_step` encodes the new row, and `admit` those of a chunk.
+Unchanged rows are never encoded again, because a decoded row may be encoded to other codes.  Scales and other tensors
+are graph inputs after the policy's state, so all other inputs keep their indices.
 
 To add a format, derive one from `base.Format`, add its name here, and for GPUs a load in
 kvpass/lowering/attend_kernel.py.  tests/lowering/formats runs all names.
@@ -54,14 +54,15 @@ def format_of(
     """Return the format of rows of `dim` numbers in the model's `dtype`, for keys or for values.
 
     Args:
-        rotated: each row is rotated whenever it is read.
+        kv_dtype: the user's choice; None for the model's dtype.
+        rotated: whether each row is rotated whenever it is read.
 
     Raises:
         PolicyError: the format cannot store rows of that many numbers.
     """
     transformed = keys and "-" in (kv_dtype or "")
-    made = _FORMATS[base_of(kv_dtype)](dim, dtype, rotated and not transformed)
-    return Hadamard(made, dtype) if transformed else made
+    inner = _FORMATS[base_of(kv_dtype)](dim, dtype, rotated and not transformed)
+    return Hadamard(inner, dtype) if transformed else inner
 
 
 def plain(rows: torch.Tensor) -> Rows:

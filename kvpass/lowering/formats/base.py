@@ -1,4 +1,4 @@
-"""Rows of keys or of values, in any format."""
+"""Define rows of keys or of values, in any format."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from kvpass.lowering.formats.sections import Sections
 BLOCK = 4096  # rows encoded at a time; intermediate results are several times their size
 
 Parts = tuple[Tensor, ...]
-"""The tensors of rows [B, H, N, D]: each [B, H, N, ...], the numbers or their codes first."""
+"""The tensors that hold rows [B, H, N, D]: each [B, H, N, ...], the numbers or their codes first."""
 
 SlotIndices = tuple[Tensor, Tensor, Tensor]
 """One slot of every head: indices of rows, heads and slots, broadcastable to [B, H]."""
 
 
 class Format(Protocol):
-    """The tensors that hold rows, and attention on them; equal to formats that store alike."""
+    """The tensors that hold rows, and attention on them; formats that store alike are equal."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -77,7 +77,7 @@ class Rows:
     @staticmethod
     def empty(format: Format, shape: tuple[int, int, int], device: torch.device) -> Rows:
         """Return N rows of zeros for B rows of the batch and H heads."""
-        parts = [torch.zeros(*shape, last, dtype=kind, device=device) for last, kind in format.layout()]
+        parts = [torch.zeros(*shape, dim, dtype=dtype, device=device) for dim, dtype in format.layout()]
         return Rows(format, tuple(parts))
 
     @staticmethod
@@ -112,9 +112,9 @@ class Rows:
 
     def in_sections(self, dtype: torch.dtype) -> Sections:
         """Decode all rows for code that works on sections."""
-        return Sections(tuple(x.to(dtype) for x in self.format.sections(self.parts)), self.read_as(dtype))
+        return Sections(tuple(section.to(dtype) for section in self.format.sections(self.parts)), self.read_as(dtype))
 
-    def elsewhere(self, move: Callable[[Tensor], Tensor]) -> Rows:
+    def to_device(self, move: Callable[[Tensor], Tensor]) -> Rows:
         """Move the rows to another device, whose layout of codes may differ."""
         return Rows(self.format, self.format.to_device_layout(tuple(map(move, self.format.ordered(self.parts)))))
 
@@ -125,40 +125,43 @@ class Rows:
     def put(self, index: SlotIndices, new: Rows, only: Tensor | None = None) -> None:
         """Overwrite one row of each head by those of `new` [B, H, 1, D].
 
-        If `only` [B or 1, H or 1, 1] is given, heads where it is false keep their row.
+        Args:
+            index: one slot of every head.
+            new: the rows.
+            only: bool [B or 1, H or 1, 1]; heads where it is false keep their row.
         """
-        for part, fresh in zip(self.parts, new.parts, strict=True):
-            row = fresh[:, :, 0]
+        for part, new_part in zip(self.parts, new.parts, strict=True):
+            row = new_part[:, :, 0]
             part.index_put_(index, row if only is None else torch.where(only, row, part[index]))
 
     def replace(self, rows: Tensor, only: Tensor) -> None:
         """Overwrite the rows where `only` [B, H, N] is true by those of `rows` [B, H, N, D].
 
-        An `exact` format writes all of `rows`, so the others must be as they were read.
+        An `exact` format writes all of `rows`, so the others must equal the stored rows.
         """
-        for part, fresh in zip(self.parts, self.format.encode(rows), strict=True):
-            part.copy_(fresh if self.format.exact else torch.where(only[..., None], fresh, part))
+        for part, new_part in zip(self.parts, self.format.encode(rows), strict=True):
+            part.copy_(new_part if self.format.exact else torch.where(only[..., None], new_part, part))
 
     def fill(self, rows: Rows) -> None:
-        """Overwrite the first rows."""
-        for part, fresh in zip(self.parts, rows.parts, strict=True):
-            part[:, :, : fresh.shape[2]] = fresh
+        """Overwrite the first rows by `rows`."""
+        for part, new_part in zip(self.parts, rows.parts, strict=True):
+            part[:, :, : new_part.shape[2]] = new_part
 
     def scattered(self, indices: Tensor, count: int) -> Rows:
         """Return `count` rows with these rows at indices [n] and zeros elsewhere."""
-        spread = Rows.empty(self.format, (*self.shape[:2], count), self.device)
-        for part, fresh in zip(spread.parts, self.parts, strict=True):
-            part[:, :, indices] = fresh
-        return spread
+        scattered = Rows.empty(self.format, (*self.shape[:2], count), self.device)
+        for part, row_part in zip(scattered.parts, self.parts, strict=True):
+            part[:, :, indices] = row_part
+        return scattered
 
-    def gathered(self, chosen: Tensor) -> Rows:
+    def gathered(self, indices: Tensor) -> Rows:
         """Return the rows at indices [B, H', n]."""
-        indices = chosen.expand(-1, self.shape[1], -1)[..., None]
+        row_indices = indices.expand(-1, self.shape[1], -1)[..., None]
         return Rows(
-            self.format, tuple(part.gather(2, indices.expand(-1, -1, -1, part.shape[-1])) for part in self.parts)
+            self.format, tuple(part.gather(2, row_indices.expand(-1, -1, -1, part.shape[-1])) for part in self.parts)
         )
 
-    def beside(self, others: Rows) -> Rows:
-        """Concatenate these rows and others."""
+    def concatenated(self, others: Rows) -> Rows:
+        """Return these rows followed by others."""
         joined = zip(self.parts, others.parts, strict=True)
         return Rows(self.format, tuple(torch.cat(pair, 2) for pair in joined))

@@ -1,4 +1,4 @@
-"""Helpers of the integer formats: their scales, and products that write no decoded rows to memory.
+"""Provide scales of the integer formats, and products that write no decoded rows to memory.
 
 A product over codes is written as multiply and sum.  The compiler makes one loop that reads codes, and decoded numbers
 never leave its registers.  The query heads of a KV head are sums of one loop, which reads the codes once.
@@ -15,22 +15,22 @@ from torch import Tensor
 from kvpass.fx.precision import upcast
 from kvpass.torch_private.inductor import materialized
 
-SCALE = torch.bfloat16  # range of float32; its coarse steps cost nothing, as codes are computed for the stored scale
-SUMS = 16  # sums that fit in registers
-LONGEST = 4096  # numbers summed one after the other; Inductor's own limit
-MOST_ROWS = 16  # rows of one loop; the library multiplies more rows, with the decoded rows in memory
+SCALE = torch.bfloat16  # the range of float32; its rounding is harmless, as codes are computed for the stored scale
+MOST_SUMS = 16  # sums that fit in registers
+LONGEST_SUM = 4096  # numbers summed one after the other; Inductor's own limit
+MOST_ROWS = 16  # rows of one loop; the library multiplies more, with decoded rows in memory
 
 
 def storable(scale: Tensor) -> Tensor:
-    """Round scales in float32 to bfloat16 values, ties to even.
+    """Round float32 scales to bfloat16 values, ties to even.
 
-    The function works on bits, as a compiler may leave out a conversion to bfloat16 and back.
+    This works on bits, because a compiler may drop a conversion to bfloat16 and back.
     """
     bits = scale.view(torch.int32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).view(torch.float32)
 
 
-def steps(rows: Tensor, scale: Tensor) -> Tensor:
+def rounded_codes(rows: Tensor, scale: Tensor) -> Tensor:
     """Divide rows by their scale and round to the nearest integer; zero where the scale is zero."""
     return torch.where(scale > 0, rows / scale, 0).round()
 
@@ -68,33 +68,34 @@ def over_sections(query: Tensor, sections: Sequence[Tensor]) -> Tensor:
 def summed_over_rows(probs: Sequence[Tensor], sections: Sequence[Tensor]) -> Tensor:
     """Sum values [B, H, N, D], in sections of D, by probabilities [B, H, R, N]: [B, H, R, D].
 
-    Each section has probabilities of its own.
-
-    Stretches of the rows are summed in parallel, as many as there are registers for.  None is so long that a compiler
-    uses a cascade sum.
+    Each section has its own probabilities.  Blocks of rows are summed in parallel, as many as there are registers for.
+    No block is so long that a compiler uses a cascade sum.
     """
-    probs, (count, length) = [materialized(x) for x in probs], probs[0].shape[2:]
-    stretches = max(SUMS // (count * len(sections)), -(-length // LONGEST), 1)
-    size = max(1, length // stretches)
-    whole = length // size * size
-    cuts = [slice(start, start + size) for start in range(0, whole, size)]
-    cuts += [slice(whole, length)] if whole < length else []
+    probs, (count, length) = [materialized(p) for p in probs], probs[0].shape[2:]
+    blocks = max(MOST_SUMS // (count * len(sections)), -(-length // LONGEST_SUM), 1)
+    size = max(1, length // blocks)
+    even = length // size * size
+    slices = [slice(start, start + size) for start in range(0, even, size)]
+    slices += [slice(even, length)] if even < length else []
     pairs = list(zip(probs, sections, strict=True))
-    sums = [torch.cat([_added(x[:, :, r, :, None], section, cuts) for x, section in pairs], -1) for r in range(count)]
+    sums = [
+        torch.cat([_sum_in_blocks(p[:, :, r, :, None], section, slices) for p, section in pairs], -1)
+        for r in range(count)
+    ]
     return torch.stack(sums, 2)
 
 
-def _added(one: Tensor, other: Tensor, cuts: Sequence[slice]) -> Tensor:
-    """Return the sum over dimension 2 of a product, stretch by stretch."""
-    return functools.reduce(torch.add, [(one[:, :, cut] * other[:, :, cut]).sum(2) for cut in cuts])
+def _sum_in_blocks(left: Tensor, right: Tensor, slices: Sequence[slice]) -> Tensor:
+    """Return the sum over dimension 2 of a product, block by block."""
+    return functools.reduce(torch.add, [(left[:, :, block] * right[:, :, block]).sum(2) for block in slices])
 
 
 def summed(terms: Tensor) -> Tensor:
-    """Return the sum over dimension 2 of [B, H, N, d], in stretches too short for a compiler's cascade sum."""
+    """Return the sum over dimension 2 of [B, H, N, d], in blocks too short for a compiler's cascade sum."""
     length = terms.shape[2]
-    if length <= LONGEST:
+    if length <= LONGEST_SUM:
         return terms.sum(2)
-    stretches = -(-length // LONGEST)
-    whole = length // stretches * stretches
-    made = torch.unflatten(terms[:, :, :whole], 2, (stretches, -1)).sum(3).sum(2)
-    return made if whole == length else made + terms[:, :, whole:].sum(2)
+    blocks = -(-length // LONGEST_SUM)
+    even = length // blocks * blocks
+    total = torch.unflatten(terms[:, :, :even], 2, (blocks, -1)).sum(3).sum(2)
+    return total if even == length else total + terms[:, :, even:].sum(2)

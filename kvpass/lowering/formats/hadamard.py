@@ -1,14 +1,14 @@
-"""A transform of rows before quantisation that spreads a few large numbers over all.
+"""Transform rows before quantisation, so that a few large numbers are spread over all.
 
     x' = x H / sqrt(b),   H[i, j] = (-1)^(number of ones that i and j have in common, in binary)
 
-H is Sylvester's Hadamard matrix, of the largest power of two b that divides the size of a head; a row has one stretch
-of b numbers, or several.  H is orthogonal and its own inverse: a transformed query has the same products with
+H is Sylvester's Hadamard matrix, of the largest power of two b that divides the size of a head; a row has one or
+several blocks of b numbers.  H is orthogonal and its own inverse: a transformed query has the same products with
 transformed keys, so attention transforms the query and never a stored row (Ashkboos et al., "QuaRot", 2024,
 https://arxiv.org/abs/2404.00456, section 4).  Keys have a few large numbers, at the same indices for all tokens (Liu et
-al., "KIVI", 2024, https://arxiv.org/abs/2402.02750, section 3); values do not and are stored without the transform.
+al., "KIVI", 2024, https://arxiv.org/abs/2402.02750, section 3).  Values do not and are stored without the transform.
 
-The sums are in double precision, of numbers with signs, which is nearly always exact in any order.
+Sums are of signed numbers in double precision, which is nearly always exact in any order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvpass.lowering.formats.base import Format, Parts
 
 @dataclasses.dataclass(frozen=True)
 class Hadamard:
-    """A format of transformed rows, stored in another format."""
+    """A format of transformed rows, which another format stores."""
 
     inner: Format
     dtype: torch.dtype
@@ -72,8 +72,8 @@ def transformed(rows: Tensor) -> Tensor:
     """Transform rows [..., D] in the dtype of `upcast`; a second transform returns the original rows."""
     dim = rows.shape[-1]
     size = dim & -dim  # the largest power of two that divides it
-    stretches = torch.unflatten(rows.double(), -1, (-1, size))
-    return (torch.matmul(stretches, signs(size, rows.device)) / math.sqrt(size)).flatten(-2).to(upcast(rows).dtype)
+    blocks = torch.unflatten(rows.double(), -1, (-1, size))
+    return (torch.matmul(blocks, signs(size, rows.device)) / math.sqrt(size)).flatten(-2).to(upcast(rows).dtype)
 
 
 def signs(size: int, device: torch.device) -> Tensor:

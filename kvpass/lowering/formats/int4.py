@@ -1,12 +1,12 @@
-"""Rows in four bits: two codes per byte, with a scale and a zero point for each group of numbers.
+"""Store rows in four bits: two codes per byte, with a scale and a zero point per group of numbers.
 
     scale = (max x - min x) / 15,   zero = round(min x / scale)
     code = round(x / scale) - zero,   x ~ scale * (code + zero)
 
-A byte has a number of the row's first half in its low bits and the number half a row further in its high bits, so that
-both halves are in order in memory.  Groups have 32 numbers if those divide a half, else a half of the row; a short row
-is one group.  A head of 128 numbers takes 76 bytes, one of 64 takes 38, one of 32 takes 19.  Four bits need groups and
-zero points (Frantar et al., 2022, https://arxiv.org/abs/2210.17323, section 3; Liu et al., "KIVI", 2024,
+A byte has a number of the row's first half in its low bits and the number half a row further in its high bits, so both
+halves are in order in memory.  Groups have 32 numbers if those divide a half, else half of the row; a short row is one
+group.  A head of 128 numbers takes 76 bytes, one of 64 takes 38, one of 32 takes 19.  Four bits need groups and zero
+points (Frantar et al., 2022, https://arxiv.org/abs/2210.17323, section 3; Liu et al., "KIVI", 2024,
 https://arxiv.org/abs/2402.02750, whose groups of keys run over tokens: here each row must be writable alone).
 """
 
@@ -22,9 +22,9 @@ from kvpass.lowering.formats import grid, words
 from kvpass.lowering.formats.base import Parts
 from kvpass.policies.base import require
 
-MOST = 15
+HIGHEST_CODE = 15
 GROUP = 32
-FURTHEST = 127  # the largest absolute value of a zero point
+HIGHEST_ZERO = 127  # the largest absolute value of a zero point
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +59,8 @@ class Int4:
         return 1 if self.half < GROUP else 2
 
     @property
-    def _in_a_half(self) -> int:
-        """The number of groups that a half of the row uses; both halves use a single group."""
+    def _groups_in_half(self) -> int:
+        """The number of groups that one half of the row uses; both halves use a single group."""
         return max(1, self.groups // 2)
 
     def layout(self) -> list[tuple[int, torch.dtype]]:
@@ -68,11 +68,11 @@ class Int4:
 
     def encode(self, rows: Tensor) -> Parts:
         exact = torch.unflatten(upcast(rows), -1, (self.groups, -1))  # [..., g, D / g]
-        least, most = exact.amin(-1, keepdim=True), exact.amax(-1, keepdim=True)
-        size = torch.maximum((most - least) / MOST, torch.maximum(most, -least) / FURTHEST)
+        lowest, highest = exact.amin(-1, keepdim=True), exact.amax(-1, keepdim=True)
+        size = torch.maximum((highest - lowest) / HIGHEST_CODE, torch.maximum(highest, -lowest) / HIGHEST_ZERO)
         scale = grid.storable(size.float())
-        zero = grid.steps(least, scale.to(exact.dtype)).clamp(-FURTHEST, FURTHEST)
-        codes = (grid.steps(exact, scale.to(exact.dtype)) - zero).clamp(0, MOST).flatten(-2)
+        zero = grid.rounded_codes(lowest, scale.to(exact.dtype)).clamp(-HIGHEST_ZERO, HIGHEST_ZERO)
+        codes = (grid.rounded_codes(exact, scale.to(exact.dtype)) - zero).clamp(0, HIGHEST_CODE).flatten(-2)
         low, high = torch.split(codes, self.half, -1)
         pairs = (low + 16 * high).to(torch.uint8)
         return self.to_device_layout((pairs, scale[..., 0].to(grid.SCALE), zero[..., 0].to(torch.int8)))
@@ -80,7 +80,7 @@ class Int4:
     def decode(self, parts: Parts) -> Tensor:
         both = self.ordered(parts)[0].to(self._upcast)[..., None, :]  # [..., 1, D / 2]
         high = torch.floor(both * (1 / 16))
-        low = (torch.arange(2, device=both.device)[:, None] == 0).to(both.dtype)  # 1 for the first half, 0 behind it
+        low = (torch.arange(2, device=both.device)[:, None] == 0).to(both.dtype)  # 1 for the first half, else 0
         codes = low * both + (1 - 17 * low) * high
         codes = torch.unflatten(codes.flatten(-2), -1, (self.groups, -1))
         scale, zero = (part.to(self._upcast)[..., None] for part in parts[1:])
@@ -98,7 +98,7 @@ class Int4:
         return words.in_planes(parts) if self._in_planes(parts[0]) else parts
 
     def _in_planes(self, pairs: Tensor) -> bool:
-        """Check whether pairs are stored in planes; each plane, an eighth of a row, then belongs to one group."""
+        """Return whether pairs are stored in planes; each plane, an eighth of a row, must then belong to one group."""
         return self.rotated and self.dim % GROUP == 0 and GROUP % (self.dim // 8) == 0 and words.fill(pairs, self.half)
 
     @property
@@ -114,11 +114,11 @@ class Int4:
     def _decoded(self, parts: Parts) -> list[Tensor]:
         """Decode the two halves of the rows like `decode`."""
         scale, zero = (part.to(self._upcast) for part in parts[1:])
-        count, made = self._in_a_half, []
+        count, halves = self._groups_in_half, []
         for codes, first in zip(self._halves(parts), (0, self.groups - count), strict=True):
-            zero_of, scale_of = (x[..., first : first + count, None] for x in (zero, scale))
-            made.append(((torch.unflatten(codes, -1, (count, -1)) + zero_of) * scale_of).flatten(-2))
-        return made
+            zero_of, scale_of = (part[..., first : first + count, None] for part in (zero, scale))
+            halves.append(((torch.unflatten(codes, -1, (count, -1)) + zero_of) * scale_of).flatten(-2))
+        return halves
 
     def prepared_query(self, query: Tensor) -> Tensor:
         return query
@@ -126,32 +126,32 @@ class Int4:
     def products(self, query: Tensor, parts: Parts) -> Tensor:
         if query.shape[2] > grid.MOST_ROWS:
             return torch.matmul(upcast(query), self.decode(parts).transpose(-1, -2))
-        if self._fill_words(parts):
+        if self._fills_words(parts):
             return words.products(query, self._words(parts))
         return grid.summed_over_dim(query, self._decoded(parts))
 
     def weighted_sum(self, probs: Tensor, parts: Parts, dtype: torch.dtype) -> Tensor:
         if probs.shape[2] > grid.MOST_ROWS:
             return torch.matmul(probs, self.decode(parts)).to(dtype)
-        if self._fill_words(parts):
+        if self._fills_words(parts):
             return words.weighted_sum(probs, self._words(parts)).to(dtype)
         return grid.summed_over_rows(*self._shares(probs, parts)).to(dtype)
 
     def _shares(self, probs: Tensor, parts: Parts) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the factors of a weighted sum, for each stretch of a row in one group.
+        """Return the factors of a weighted sum, for each section of a row in one group.
 
-        They are probabilities times scales, [B, H, R, N], and codes plus zero points.  Zero points have no sum of their
-        own: it would run over all slots, and their zero points are not contiguous.
+        They are probabilities times scales, [B, H, R, N], and codes plus zero points.  Zero points have no separate
+        sum: it would run over all slots, whose zero points are not contiguous.
         """
         scale, zero = (part.to(self._upcast) for part in parts[1:])
-        sections = [section for codes in self._halves(parts) for section in codes.chunk(self._in_a_half, -1)]
-        of = [index * self.groups // len(sections) for index in range(len(sections))]  # the group of each section
+        sections = [section for codes in self._halves(parts) for section in codes.chunk(self._groups_in_half, -1)]
+        group_of = [index * self.groups // len(sections) for index in range(len(sections))]  # the group of each section
         shares = [probs * scale[:, :, None, :, group] for group in range(self.groups)]
-        codes = [section + zero[..., group, None] for section, group in zip(sections, of, strict=True)]
-        return [shares[group] for group in of], codes
+        codes = [section + zero[..., group, None] for section, group in zip(sections, group_of, strict=True)]
+        return [shares[group] for group in group_of], codes
 
-    def _fill_words(self, parts: Parts) -> bool:
-        return self.groups > 1 and words.fill(parts[0], self.half // self._in_a_half)
+    def _fills_words(self, parts: Parts) -> bool:
+        return self.groups > 1 and words.fill(parts[0], self.half // self._groups_in_half)
 
     def _words(self, parts: Parts) -> list[words.WordGroup]:
         """Return the word groups, each within one half; those of the first half use the low bits."""
@@ -159,10 +159,10 @@ class Int4:
         codes, in_planes = parts[0].view(torch.int32), self._in_planes(parts[0])
         if in_planes:
             planes = [plane for high in (False, True) for plane in words.nibbles(codes, high, self._upcast)]
-            each = len(planes) // self.groups
-            of_groups = [planes[first : first + each] for first in range(0, len(planes), each)]
+            planes_per_group = len(planes) // self.groups
+            of_groups = [planes[i : i + planes_per_group] for i in range(0, len(planes), planes_per_group)]
         else:
-            chunks = codes.chunk(self._in_a_half, -1)
+            chunks = codes.chunk(self._groups_in_half, -1)
             of_groups = [words.nibbles(chunk, high, self._upcast) for high in (False, True) for chunk in chunks]
-        given = enumerate(of_groups)
-        return [words.WordGroup(each, scale[..., g, None], zero[..., g, None], in_planes) for g, each in given]
+        indexed = enumerate(of_groups)
+        return [words.WordGroup(group, scale[..., g, None], zero[..., g, None], in_planes) for g, group in indexed]

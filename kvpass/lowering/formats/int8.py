@@ -1,4 +1,4 @@
-"""Rows in eight bits: integers from -127 to 127 and one scale for each row.
+"""Store rows in eight bits: integers from -127 to 127 and one scale per row.
 
     scale = max |x| / 127,   code = round(x / scale),   x ~ scale * code
 
@@ -18,7 +18,7 @@ from kvpass.fx.precision import accumulate_dtype, upcast
 from kvpass.lowering.formats import grid, words
 from kvpass.lowering.formats.base import Parts
 
-MOST = 127
+HIGHEST_CODE = 127
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Int8:
 
     def encode(self, rows: Tensor) -> Parts:
         exact = upcast(rows)
-        scale = grid.storable(exact.abs().amax(-1, keepdim=True).float() / MOST)
-        codes = grid.steps(exact, scale.to(exact.dtype)).clamp(-MOST, MOST)
+        scale = grid.storable(exact.abs().amax(-1, keepdim=True).float() / HIGHEST_CODE)
+        codes = grid.rounded_codes(exact, scale.to(exact.dtype)).clamp(-HIGHEST_CODE, HIGHEST_CODE)
         return self.to_device_layout((codes.to(torch.int8), scale.to(grid.SCALE)))
 
     def decode(self, parts: Parts) -> Tensor:
@@ -63,8 +63,8 @@ class Int8:
         return self.rotated and words.fill(codes, self.dim)
 
     def _upcast(self, parts: Parts) -> tuple[Tensor, Tensor]:
-        kind = accumulate_dtype(self.dtype)
-        return parts[0].to(kind), parts[1].to(kind)
+        dtype = accumulate_dtype(self.dtype)
+        return parts[0].to(dtype), parts[1].to(dtype)
 
     def prepared_query(self, query: Tensor) -> Tensor:
         return query
@@ -87,6 +87,6 @@ class Int8:
 
     def _words(self, parts: Parts) -> words.WordGroup:
         """Return the whole rows as one word group."""
-        kind = accumulate_dtype(self.dtype)
-        codes = words.signed(parts[0].view(torch.int32), kind)
-        return words.WordGroup(codes, parts[1].to(kind), in_planes=self._in_planes(parts[0]))
+        dtype = accumulate_dtype(self.dtype)
+        codes = words.signed(parts[0].view(torch.int32), dtype)
+        return words.WordGroup(codes, parts[1].to(dtype), in_planes=self._in_planes(parts[0]))

@@ -1,4 +1,4 @@
-"""Rows in the model's own dtype."""
+"""Store rows in the model's own dtype."""
 
 from __future__ import annotations
 

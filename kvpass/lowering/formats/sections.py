@@ -1,4 +1,4 @@
-"""Tensors in sections, which are kept apart so that no joined tensor is written to memory."""
+"""Keep tensors in sections, so that no joined tensor is written to memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Sections:
         """Return the same tensor with further cuts."""
         sections, start = [], 0
         for section, end in zip(self.tensors, self.ends, strict=True):
-            cuts = [start, *sorted(p for p in indices if start < p < end), end]
+            cuts = [start, *sorted(index for index in indices if start < index < end), end]
             sections += [section[..., a - start : b - start] for a, b in itertools.pairwise(cuts)]
             start = end
         return Sections(tuple(sections))
@@ -43,8 +43,8 @@ class Sections:
         """Return the part of the tensor from `start` up to `stop`."""
         cut = self.cut_at({start, stop})
         ends = cut.ends
-        chosen = [p for p, end in zip(cut.tensors, ends, strict=True) if start < end <= stop]
-        return Sections(tuple(chosen))
+        selected = [section for section, end in zip(cut.tensors, ends, strict=True) if start < end <= stop]
+        return Sections(tuple(selected))
 
     def joined(self) -> Tensor:
         """Return one tensor: `whole`, or a sum of tensors padded with zeros, which compilers fuse."""

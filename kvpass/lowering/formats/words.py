@@ -1,12 +1,12 @@
-"""Products over codes that are loaded in words of 32 bits.
+"""Multiply with codes that are loaded in words of 32 bits.
 
 An AVX2 vector of eight numbers needs eight bytes of codes, and the compiler's code for such a load goes through memory,
 which is ten times slower.  A word has four bytes, so eight words fill a vector.  Each code is masked out of its word
 without a shift.  As a float it is the code times a power of two, which is exact, and the other factor of the product is
 divided by that power.  Codes at one offset in their words are of every fourth number of a row.
 
-Rows that are rotated whenever they are read are stored `in_planes`: an embedding mixes numbers half a row apart.  Codes
-at one offset in their words then belong to adjacent numbers, so that cosines and sines can be read in order.
+Rows that are rotated whenever they are read are stored `in_planes`, because an embedding mixes numbers half a row
+apart.  Codes at one offset in their words then belong to adjacent numbers, so cosines and sines are read in order.
 
 Longer vectors load bytes directly, and so do rows that do not fill vectors with words: see `grid`.
 """
@@ -42,9 +42,10 @@ class WordGroup:
     """Adjacent numbers of a row that share a scale: scale * (code + zero).
 
     Attributes:
-        parts: n parts; the first has the numbers 0, n, 2n, ... of the group and the next those after them, or
-            with `in_planes` the first has the first n-th of the group's numbers, and so on.
+        parts: n parts; the first has the numbers 0, n, 2n, ... of the group and the next those after them.  With
+            `in_planes` the first has the first n-th of the group's numbers, and so on.
         scale, zero: [B, H, N, 1]; `zero` is None if all zero points are zero.
+        in_planes: whether rows are stored in planes.
     """
 
     parts: Sequence[WordPart]
@@ -69,43 +70,43 @@ class WordGroup:
     def decoded(self) -> list[Tensor]:
         """Decode the numbers of each part."""
         codes = [part.codes / part.unit for part in self.parts]
-        return [(each if self.zero is None else each + self.zero) * self.scale for each in codes]
+        return [(code if self.zero is None else code + self.zero) * self.scale for code in codes]
 
 
 def in_planes(parts: Parts) -> Parts:
-    """Reorder codes [..., n] such that the first bytes of all words are their first fourth, and so on."""
+    """Reorder codes [..., n] so that the first bytes of all words hold the first quarter, and so on."""
     return torch.unflatten(parts[0], -1, (WORD, -1)).transpose(-1, -2).flatten(-2), *parts[1:]
 
 
 def in_order(parts: Parts) -> Parts:
-    """Reorder codes that are in planes to the order of the numbers."""
+    """Reorder codes in planes to the order of the numbers."""
     return torch.unflatten(parts[0], -1, (-1, WORD)).transpose(-1, -2).flatten(-2), *parts[1:]
 
 
-def fill(codes: Tensor, together: int) -> bool:
-    """Check whether `together` bytes of codes [B, H, N, ...] fill vectors with words, on a processor with AVX2."""
-    aligned = together % (WORD * LANES) == 0
+def fill(codes: Tensor, byte_count: int) -> bool:
+    """Return whether `byte_count` bytes of codes [B, H, N, ...] fill vectors with words, on a processor with AVX2."""
+    aligned = byte_count % (WORD * LANES) == 0
     return aligned and codes.device.type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX2"
 
 
-def signed(words: Tensor, kind: torch.dtype) -> list[WordPart]:
+def signed(words: Tensor, dtype: torch.dtype) -> list[WordPart]:
     """Split words int32 [B, H, N, d] into signed bytes, each moved to the top of its word."""
     tops = [words << (24 - 8 * byte) for byte in range(WORD - 1)] + [words]
-    return [WordPart((tops[0] if byte == 0 else top & -(1 << 24)).to(kind), 2.0**24) for byte, top in enumerate(tops)]
+    return [WordPart((tops[0] if byte == 0 else top & -(1 << 24)).to(dtype), 2.0**24) for byte, top in enumerate(tops)]
 
 
-def nibbles(words: Tensor, high: bool, kind: torch.dtype) -> list[WordPart]:
+def nibbles(words: Tensor, high: bool, dtype: torch.dtype) -> list[WordPart]:
     """Return the low or high half of each byte of words int32 [B, H, N, d].
 
     The topmost nibble includes the word's sign bit, so it is shifted down.
     """
-    return [_nibble(words, 8 * byte + 4 * high, kind) for byte in range(WORD)]
+    return [_nibble(words, 8 * byte + 4 * high, dtype) for byte in range(WORD)]
 
 
-def _nibble(words: Tensor, at: int, kind: torch.dtype) -> WordPart:
-    if at == 28:
-        return WordPart(((words >> at) & 15).to(kind))
-    return WordPart((words & (15 << at)).to(kind), 2.0**at)
+def _nibble(words: Tensor, shift: int, dtype: torch.dtype) -> WordPart:
+    if shift == 28:
+        return WordPart(((words >> shift) & 15).to(dtype))
+    return WordPart((words & (15 << shift)).to(dtype), 2.0**shift)
 
 
 def products(query: Tensor, groups: Sequence[WordGroup]) -> Tensor:
@@ -123,14 +124,14 @@ def _products(query: Tensor, group: WordGroup) -> Tensor:
 
     The product is the sum of scale * (query * code + query * zero).
     """
-    prepared_query = group.divided(query)  # [B, H, R, d] each
+    query_parts = group.divided(query)  # [B, H, R, d] each
     pairs = [
-        (materialized(each / part.unit), part.codes) for each, part in zip(prepared_query, group.parts, strict=True)
+        (materialized(operand / part.unit), part.codes) for operand, part in zip(query_parts, group.parts, strict=True)
     ]
     if group.zero is not None:
-        pairs.append((materialized(_total(prepared_query)), group.zero))
-    terms = [_total([each[:, :, r, None] * codes for each, codes in pairs]) for r in range(query.shape[2])]
-    return torch.stack([each.sum(-1) * group.scale[..., 0] for each in terms], 2)
+        pairs.append((materialized(_total(query_parts)), group.zero))
+    terms = [_total([operand[:, :, r, None] * codes for operand, codes in pairs]) for r in range(query.shape[2])]
+    return torch.stack([operand.sum(-1) * group.scale[..., 0] for operand in terms], 2)
 
 
 def weighted_sum(probs: Tensor, groups: Sequence[WordGroup]) -> Tensor:
@@ -145,11 +146,11 @@ def _weighted_sum(probs: Tensor, group: WordGroup) -> Tensor:
     share = probs * group.scale
     if group.zero is None:
         share = materialized(share)  # with scales in half precision the loop would take twice as many numbers at a time
-    made = [grid.summed(share * part.codes) / part.unit for part in group.parts]
+    sums = [grid.summed(share * part.codes) / part.unit for part in group.parts]
     if group.zero is not None:
         offset = grid.summed(share * group.zero.expand_as(group.parts[0].codes))
-        made = [sums + offset for sums in made]
-    return group.joined(made)
+        sums = [part_sum + offset for part_sum in sums]
+    return group.joined(sums)
 
 
 def _total(terms: Sequence[Tensor]) -> Tensor:

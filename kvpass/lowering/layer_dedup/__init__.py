@@ -1,6 +1,6 @@
 """Compile a layer once: identical layers of a graph share compiled code.
 
-`segments` cuts a graph into a prologue, its layers and an epilogue; `link` compiles one segment of each kind and runs
+`segments` cuts a graph into a prologue, its layers and an epilogue.  `link` compiles one segment of each kind and runs
 all segments in order.
 """
 

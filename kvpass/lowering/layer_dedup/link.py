@@ -41,17 +41,17 @@ def compile_deduplicated(
     patches: Patches,
     alike: Collection[Any] = (),
 ) -> inductor.Compiled | None:
-    """Compile a graph with shared code for its layers, or return None for one to compile whole.
+    """Compile a graph with shared code for its layers, or return None if it is to be compiled whole.
 
-    Only graphs on a CPU are compiled in segments: on a GPU a step is one CUDA graph, whose launches are counted for the
-    whole graph.  And only graphs with plain tensors: a segment's key does not see inside a wrapper tensor, such as a
-    quantised weight.
+    Only CPU graphs are compiled in segments: on a GPU a step is one CUDA graph, whose launches are counted as a whole.
+    Operands must be plain tensors, because a segment's key does not see inside a wrapper tensor, such as a quantised
+    weight.
 
     Args:
         gm: a graph without gradients.
         anchors: one node of each layer.
         patches: returns the Inductor configuration of a part.
-        alike: symbols of sizes that share code, so that a guard on one of them applies to all:
+        alike: symbols of sizes that share code, so that a guard on one of them applies to all; see
             `kvpass.torch_private.symbolic_shapes.SymbolicSizes.alike`.
     """
     if (
@@ -74,10 +74,10 @@ def compile_deduplicated(
 
 
 class _SegmentKinds:
-    """The kinds of segments seen so far, with their code.
+    """The kinds of segments so far, with their code.
 
     Attributes:
-        values: a fake tensor or a size for each node that a segment has read so far, or may read.
+        values: a fake tensor or a size for each node that a segment has read or may read.
     """
 
     def __init__(
@@ -89,84 +89,84 @@ class _SegmentKinds:
         self._known: dict[Any, tuple[inductor.Boxed, list[Any], set[Any]]] = {}
 
     def run_of(self, segment: Segment) -> tuple[Segment, inductor.Boxed] | None:
-        """Return a segment with all its operands and its compiled code, or None if it cannot be compiled alone."""
-        segment = segment.reading(self._bound(segment))
+        """Return a segment with all its operands and its code, or None if it cannot be compiled alone."""
+        segment = segment.reading(self._symbol_inputs(segment))
         operands = [self.values[node] for node in segment.operands]
         compiled = self._compiled(segment, operands)
         if compiled is None:
             return None
-        run, made = compiled
-        self.values.update(zip(segment.returned, made, strict=True))
+        run, results = compiled
+        self.values.update(zip(segment.returned, results, strict=True))
         return segment, run
 
     def _compiled(self, segment: Segment, operands: list[Any]) -> tuple[inductor.Boxed, list[Any]] | None:
         """Return a segment's compiled code, and fakes of its results in the segment's sizes."""
-        key, sizes = segment.key(operands, self.alike), segments.met(operands, self.alike)
+        key, sizes = segment.key(operands, self.alike), segments.symbols_among(operands, self.alike)
         if key not in self._known:
             module = as_module(segment, operands)
             compiled = self.parts.compile(module, operands, self.patches(module))
             if compiled is None:
                 return None
             self._known[key] = (*compiled, sizes)
-        run, made, theirs = self._known[key]
-        return run, self.parts.fresh(made, dict(zip(theirs, sizes, strict=True)) if len(sizes) == 1 else {})
+        run, results, compiled_sizes = self._known[key]
+        return run, self.parts.fresh(results, dict(zip(compiled_sizes, sizes, strict=True)) if len(sizes) == 1 else {})
 
-    def _bound(self, segment: Segment) -> list[fx.Node]:
-        """Return the graph inputs that hold the symbols in the sizes of a segment's operands."""
+    def _symbol_inputs(self, segment: Segment) -> list[fx.Node]:
+        """Return the graph inputs that define the symbols in the sizes of a segment's operands."""
         free = {symbol for node in segment.operands for symbol in symbolic_shapes.symbols(self.values[node])}
         return [self._sizes[symbol] for symbol in sorted(free, key=str) if symbol in self._sizes]
 
 
 def as_module(segment: Segment, operands: Sequence[Any]) -> fx.GraphModule:
-    """Return a segment as a graph of its own, with names that are independent of its position.
+    """Return a segment as its own graph, with names that do not depend on its position.
 
-    The compiler's caches on disk look at names, and so also serve a model of another depth.
+    The compiler's caches on disk compare names, so they also serve a model of another depth.
     """
-    graph, held, moved = fx.Graph(), {}, {}
+    graph, attributes, copies = fx.Graph(), {}, {}
     for number, (node, value) in enumerate(zip(segment.operands, operands, strict=True)):
-        moved[node] = graph.placeholder(f"operand_{number}")
-        compiled_parts.as_operand(moved[node], node, value)
+        copies[node] = graph.placeholder(f"operand_{number}")
+        compiled_parts.as_operand(copies[node], node, value)
     for number, node in enumerate(segment.nodes):
-        args, kwargs = map_arg((node.args, node.kwargs), lambda parent: moved[parent])
+        args, kwargs = map_arg((node.args, node.kwargs), lambda parent: copies[parent])
         target = node.target
         if node.op == "get_attr":
             target = f"held_{number}"
-            held[target] = operator.attrgetter(str(node.target))(node.graph.owning_module)
-        moved[node] = graph.create_node(node.op, target, args, kwargs, name=f"value_{number}")
-        moved[node].meta = dict(node.meta)
-    graph.output(tuple(moved[node] for node in segment.returned))
-    return fx.GraphModule(held, graph)
+            attributes[target] = operator.attrgetter(str(node.target))(node.graph.owning_module)
+        copies[node] = graph.create_node(node.op, target, args, kwargs, name=f"value_{number}")
+        copies[node].meta = dict(node.meta)
+    graph.output(tuple(copies[node] for node in segment.returned))
+    return fx.GraphModule(attributes, graph)
 
 
 def _linked(gm: fx.GraphModule, program: list[tuple[Segment, inductor.Boxed]]) -> inductor.Compiled:
-    """Generate a function that runs the segments in order, as in the module's docstring."""
+    """Generate the function that runs the segments in order, as in the module's docstring."""
     names = {node: f"a[{number}]" for number, node in enumerate(walk.placeholders(gm.graph))}
     inputs, outputs = set(names), walk.results(gm.graph)
-    made = itertools.chain.from_iterable(segment.returned for segment, _ in program)
-    names.update((node, f"v{number}") for number, node in enumerate(made))
+    results = itertools.chain.from_iterable(segment.returned for segment, _ in program)
+    names.update((node, f"v{number}") for number, node in enumerate(results))
     runs = {id(run): run for _, run in program}  # not all of them are hashable
-    called = {key: f"run_{number}" for number, key in enumerate(runs)}
-    last = {node: number for number, (segment, _) in enumerate(program) for node in segment.operands}
+    function_names = {key: f"run_{number}" for number, key in enumerate(runs)}
+    last_use = {node: number for number, (segment, _) in enumerate(program) for node in segment.operands}
     kept = inputs.union(out for out in outputs if isinstance(out, fx.Node))
     lines = []
     for number, (segment, run) in enumerate(program):
-        lines.append(f"given = [{_listed(names[node] for node in segment.operands)}]")
-        lines += _let_go(names[node] for node in segment.operands if last[node] == number and node not in kept)
-        to = f"{_listed(names[node] for node in segment.returned)} = " if segment.results else ""
-        lines.append(f"{to}{called[id(run)]}(given)")
-        lines += _let_go(names[node] for node in segment.returned if node not in last and node not in kept)
-    lines.append(f"return ({_listed(names[out] if isinstance(out, fx.Node) else repr(out) for out in outputs)})")
-    scope: dict[str, Any] = {name: runs[key] for key, name in called.items()}
+        lines.append(f"given = [{_comma_list(names[node] for node in segment.operands)}]")
+        lines += _delete(names[node] for node in segment.operands if last_use[node] == number and node not in kept)
+        assignment = f"{_comma_list(names[node] for node in segment.returned)} = " if segment.results else ""
+        lines.append(f"{assignment}{function_names[id(run)]}(given)")
+        lines += _delete(names[node] for node in segment.returned if node not in last_use and node not in kept)
+    lines.append(f"return ({_comma_list(names[out] if isinstance(out, fx.Node) else repr(out) for out in outputs)})")
+    scope: dict[str, Any] = {name: runs[key] for key, name in function_names.items()}
     exec("def call(*a):\n    " + "\n    ".join(lines), scope)
     return _without_modes(scope["call"])
 
 
-def _let_go(names: Iterable[str]) -> list[str]:
-    gone = ", ".join(names)
-    return [f"del {gone}"] if gone else []
+def _delete(names: Iterable[str]) -> list[str]:
+    deleted = ", ".join(names)
+    return [f"del {deleted}"] if deleted else []
 
 
-def _listed(names: Iterable[str]) -> str:
+def _comma_list(names: Iterable[str]) -> str:
     return "".join(f"{name}, " for name in names)
 
 

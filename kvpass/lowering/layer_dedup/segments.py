@@ -7,10 +7,10 @@
     kinds            0                     1                             1                          2
 
 An anchor is any node that each layer has once.  Between two anchors the graph is cut where the fewest values are alive;
-in a transformer that is where only the residual stream is alive.  Values that one layer computes and all later layers
-read, such as a table of angles, are computed before the first layer instead.  The cut decides only what is shared,
-never what is computed: segments run in the order of the graph and pass on every value that crosses a cut, so an unusual
-cut is slow, not wrong.
+in a transformer only the residual stream is alive there.  Values that one layer computes and all later layers read,
+such as a table of angles, are computed before the first layer instead.  A cut decides only what is shared, never what
+is computed: segments run in the order of the graph and pass on every value that crosses a cut, so an unusual cut is
+slow, not wrong.
 
 Two things could make it wrong: memory that two segments share and one of them writes to, and a mode that is entered in
 one segment and left in another.  A graph in which a cut would separate either is not cut at all.
@@ -36,13 +36,13 @@ from kvpass.fx import alias, walk
 from kvpass.fx.constants import tensor_bytes
 from kvpass.torch_private import fx_nodes, symbolic_shapes
 
-ALIKE = 3
-"""The number of identical layers from which on cutting a graph pays for its calls."""
+MIN_EQUAL_LAYERS = 3
+"""The number of identical layers from which on a cut pays for its calls."""
 
-ALIKE_SIZE = sympy.Symbol("alike")
+EXCHANGEABLE_SIZE = sympy.Symbol("alike")
 """Stands in keys for a size that may differ between layers."""
 
-_NEVER = 1 << 20  # the weight of a value that no cut may separate from its readers
+_UNCUTTABLE = 1 << 20  # the weight of a value that no cut may separate from its readers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Segment:
     Attributes:
         operands: nodes of other segments that the segment reads, in the order of their first use.
         body: equal for segments that compute the same from equal operands.
-        results: indices of the nodes that other segments read.
+        results: the indices of the nodes that other segments read.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -63,18 +63,18 @@ class Segment:
     @classmethod
     def of(cls, nodes: Sequence[fx.Node]) -> Segment:
         """Return the segment of consecutive nodes of one graph."""
-        place_of = {node: index for index, node in enumerate(nodes)}
+        index_of = {node: index for index, node in enumerate(nodes)}
         operands: dict[fx.Node, int] = {}
 
-        def told(parent: fx.Node) -> tuple[str, int]:
+        def reference(parent: fx.Node) -> tuple[str, int]:
             return (
-                ("own", place_of[parent])
-                if parent in place_of
+                ("own", index_of[parent])
+                if parent in index_of
                 else ("operand", operands.setdefault(parent, len(operands)))
             )
 
-        body = tuple((node.op, _target(node), _told(node, told)) for node in nodes)
-        results = tuple(place_of[node] for node in nodes if any(user not in place_of for user in node.users))
+        body = tuple((node.op, _target(node), _arguments_text(node, reference)) for node in nodes)
+        results = tuple(index_of[node] for node in nodes if any(user not in index_of for user in node.users))
         return cls(tuple(nodes), tuple(operands), body, results)
 
     @property
@@ -86,55 +86,52 @@ class Segment:
         """Return the segment with further operands, such as the sizes in the shapes of its operands."""
         return dataclasses.replace(self, operands=tuple(dict.fromkeys((*self.operands, *more))))
 
-    def key(self, values: Sequence[Any], alike: Collection[Any] = ()) -> tuple[Any, ...]:
+    def key(self, values: Sequence[Any], exchangeable: Collection[Any] = ()) -> tuple[Any, ...]:
         """Return a key that is equal for segments that the same compiled code serves.
 
         Args:
-            values: a fake tensor or a number for each operand. alike: symbols of sizes that may replace each other in a
-            segment that has only one of them; for several, their
-                order is unknown.
+            values: a fake tensor or a number for each operand.
+            exchangeable: symbols of sizes that may replace each other in a segment with only one of them.  For several,
+                their order is unknown.
         """
-        found = met(values, alike)
-        renamed = dict.fromkeys(found, ALIKE_SIZE) if len(found) == 1 else {}
-        return (self.body, self.results, tuple(_about(value, renamed) for value in values))
+        used = symbols_among(values, exchangeable)
+        renamed = dict.fromkeys(used, EXCHANGEABLE_SIZE) if len(used) == 1 else {}
+        return (self.body, self.results, tuple(_value_key(value, renamed) for value in values))
 
 
-def met(values: Sequence[Any], alike: Collection[Any]) -> set[Any]:
-    """Return which of some symbols the operands have."""
-    return {symbol for value in values for symbol in symbolic_shapes.symbols(value)}.intersection(alike)
+def symbols_among(values: Sequence[Any], symbols: Collection[Any]) -> set[Any]:
+    """Return the given symbols that occur in the operands' sizes."""
+    return {occurring for value in values for occurring in symbolic_shapes.symbols(value)}.intersection(symbols)
 
 
 def _target(node: fx.Node) -> Any:
-    """Return the target of a node: for a constant its contents, for any other attribute the object's identity."""
+    """Return the target of a node; for a constant its contents, for any other attribute the object's identity."""
     if node.op != "get_attr":
         return node.target
-    held = operator.attrgetter(str(node.target))(node.graph.owning_module)
-    if type(held) is not torch.Tensor:
-        return ("held", id(held))
-    return ("constant", held.dtype, held.device, tuple(held.shape), held.stride(), tensor_bytes(held))
+    attr = operator.attrgetter(str(node.target))(node.graph.owning_module)
+    if type(attr) is not torch.Tensor:
+        return ("held", id(attr))
+    return ("constant", attr.dtype, attr.device, tuple(attr.shape), attr.stride(), tensor_bytes(attr))
 
 
-def _told(node: fx.Node, told: Callable[[fx.Node], tuple[str, int]]) -> str:
-    """Return the arguments of a node as text, with indices in place of nodes.
+def _arguments_text(node: fx.Node, reference: Callable[[fx.Node], tuple[str, int]]) -> str:
+    """Return the arguments of a node as text, with references in place of nodes; 1, 1.0 and True differ."""
 
-    The text includes types: 1, 1.0 and True differ.
-    """
+    def text(argument: Any) -> Any:
+        return reference(argument) if isinstance(argument, fx.Node) else (type(argument).__name__, repr(argument))
 
-    def tell(argument: Any) -> Any:
-        return told(argument) if isinstance(argument, fx.Node) else (type(argument).__name__, repr(argument))
-
-    return repr(map_aggregate((node.args, node.kwargs), tell))
+    return repr(map_aggregate((node.args, node.kwargs), text))
 
 
-def _about(value: Any, renamed: dict[Any, Any]) -> tuple[Any, ...]:
+def _value_key(value: Any, renamed: dict[Any, Any]) -> tuple[Any, ...]:
     """Return all properties of an operand that compiled code depends on, with some symbols renamed."""
 
-    def said(size: Any) -> str:
+    def text(size: Any) -> str:
         return str(symbolic_shapes.expression(size).xreplace(renamed)) if isinstance(size, torch.SymInt) else str(size)
 
     if not isinstance(value, torch.Tensor):
-        return (type(value).__name__, said(value))
-    sizes = (*map(said, value.shape), "by", *map(said, value.stride()), "from", said(value.storage_offset()))
+        return (type(value).__name__, text(value))
+    sizes = (*map(text, value.shape), "by", *map(text, value.stride()), "from", text(value.storage_offset()))
     return (isinstance(value, torch.nn.Parameter), value.requires_grad, value.dtype, value.device, *sizes)
 
 
@@ -155,22 +152,22 @@ def split(gm: fx.GraphModule, anchors: Sequence[fx.Node]) -> list[Segment]:
         anchors: one node of each layer.
     """
     order = [node for node in gm.graph.nodes if not _is_outside(node)]
-    if len(set(anchors).intersection(order)) < ALIKE or any(node.op == "call_module" for node in order):
+    if len(set(anchors).intersection(order)) < MIN_EQUAL_LAYERS or any(node.op == "call_module" for node in order):
         return []
     order, bounds = _bounds(order, anchors)
     segments = [Segment.of(order[a:b]) for a, b in itertools.pairwise(bounds)]
     common = max(collections.Counter(segment.body for segment in segments).values())
-    return _returning_alike(segments) if common >= ALIKE and _is_sound(gm, segments) else []
+    return _with_equal_results(segments) if common >= MIN_EQUAL_LAYERS and _is_sound(gm, segments) else []
 
 
 def _is_outside(node: fx.Node) -> bool:
     return node.op in ("placeholder", "output") or fx_nodes.changes_nothing(node)
 
 
-def _returning_alike(segments: list[Segment]) -> list[Segment]:
+def _with_equal_results(segments: list[Segment]) -> list[Segment]:
     """Give segments of one body the same results, even if no node reads some of them.
 
-    An example is a padding mask that the first layer returns.
+    An example is a padding mask that only the first layer returns.
     """
     results: dict[Any, set[int]] = {}
     for segment in segments:
@@ -184,11 +181,11 @@ def _bounds(order: list[fx.Node], anchors: Sequence[fx.Node]) -> tuple[list[fx.N
     layers = [Segment.of(order[a:b]) for a, b in itertools.pairwise(cuts)]
     known = {layer.body: len(layer.nodes) for layer in layers}
     end = next((n for n in known.values() if Segment.of(order[cuts[-1] : cuts[-1] + n]).body in known), 0)
-    order, begin = _begin(order, cuts, known)
+    order, begin = _separate_first_layer(order, cuts, known)
     return order, sorted({0, begin, *cuts, cuts[-1] + end, len(order)})
 
 
-def _begin(order: list[fx.Node], cuts: list[int], known: dict[Any, int]) -> tuple[list[fx.Node], int]:
+def _separate_first_layer(order: list[fx.Node], cuts: list[int], known: dict[Any, int]) -> tuple[list[fx.Node], int]:
     """Move values that the first layer computes for all layers before it; return the order and the layer's start.
 
     The start is 0, with everything before the layer, if the layer equals no other or cannot be separated.
@@ -196,7 +193,7 @@ def _begin(order: list[fx.Node], cuts: list[int], known: dict[Any, int]) -> tupl
     Args:
         known: the bodies of other layers, with their lengths.
     """
-    shared = _shared(order, cuts)
+    shared = _shared_by_layers(order, cuts)
     first_layer = [node for node in order[: cuts[0]] if node not in shared]
     length = next((n for n in known.values() if Segment.of(first_layer[-n:]).body in known), 0)
     first = order.index(first_layer[-length]) if length else 0
@@ -209,48 +206,48 @@ def _begin(order: list[fx.Node], cuts: list[int], known: dict[Any, int]) -> tupl
 def _cuts(order: list[fx.Node], anchors: Sequence[fx.Node]) -> list[int]:
     """Return, between each anchor and the next, the last index at which the fewest values are alive."""
     index = {node: i for i, node in enumerate(order)}
-    at = sorted({index[node] for node in anchors if node in index})
-    alive = _alive(order, index, at)
-    return [min(range(b, a, -1), key=alive.__getitem__) for a, b in itertools.pairwise(at)]
+    anchor_indices = sorted({index[node] for node in anchors if node in index})
+    alive = _alive(order, index, anchor_indices)
+    return [min(range(b, a, -1), key=alive.__getitem__) for a, b in itertools.pairwise(anchor_indices)]
 
 
 def _alive(order: list[fx.Node], index: dict[fx.Node, int], anchors: list[int]) -> list[int]:
-    """Return, for each index, how many values are made before it and read at it or later.
+    """Return, for each index, how many values are computed before it and read at it or later.
 
-    Being returned does not count.  Layers share a value that is alive at two anchors; it counts as alive to the end, so
-    that the last layer is cut like the others.
+    The graph's output does not count as a reader.  Layers share a value that is alive at two anchors; it counts as
+    alive to the end, so that the last layer is cut like the others.
     """
     change = [0] * (len(order) + 2)
     for i, node in enumerate(order):
         last = max((index.get(user, i) for user in node.users), default=i)
         shared = bisect.bisect(anchors, last) - bisect.bisect(anchors, i) > 1
-        weight = 1 if walk.is_tensor(node) else _NEVER
+        weight = 1 if walk.is_tensor(node) else _UNCUTTABLE
         change[i + 1] += weight
         change[len(order) if shared else last + 1] -= weight
     return list(itertools.accumulate(change))
 
 
-def _shared(order: list[fx.Node], cuts: list[int]) -> set[fx.Node]:
+def _shared_by_layers(order: list[fx.Node], cuts: list[int]) -> set[fx.Node]:
     """Return the nodes before the first cut that are read after the second one, and their ancestors."""
     index = {node: i for i, node in enumerate(order)}
-    beyond = cuts[1] if len(cuts) > 1 else len(order)
-    wanted = [n for n in order[: cuts[0]] if any(index.get(user, -1) >= beyond for user in n.users)]
-    return {node for each in wanted for node in walk.ancestors(each) if node in index}
+    second_cut = cuts[1] if len(cuts) > 1 else len(order)
+    read_later = [n for n in order[: cuts[0]] if any(index.get(user, -1) >= second_cut for user in n.users)]
+    return {node for shared in read_later for node in walk.ancestors(shared) if node in index}
 
 
-def _may_move(order: list[fx.Node], late: list[fx.Node], first: int) -> bool:
-    """Check whether nodes may run before `order[first]`.
+def _may_move(order: list[fx.Node], moved: list[fx.Node], first: int) -> bool:
+    """Return whether nodes may run before `order[first]`.
 
     They must write nothing, and no node that they pass may write to memory that they read.
     """
-    if not late:
+    if not moved:
         return True
-    passed = order[first : order.index(late[-1]) + 1]
-    if any(map(_writes, late)) or any(map(fx_nodes.sets_a_mode, passed)):
+    passed = order[first : order.index(moved[-1]) + 1]
+    if any(map(_writes, moved)) or any(map(fx_nodes.sets_a_mode, passed)):
         return False
     memory = _MemoryOwners(order[0].graph)
     written = {memory.of(node.all_input_nodes[0]) for node in passed if _writes(node)}
-    return written.isdisjoint(memory.of(parent) for node in late for parent in node.all_input_nodes)
+    return written.isdisjoint(memory.of(parent) for node in moved for parent in node.all_input_nodes)
 
 
 def _writes(node: fx.Node) -> bool:
@@ -258,65 +255,65 @@ def _writes(node: fx.Node) -> bool:
 
 
 class _MemoryOwners:
-    """A union of nodes that may share memory.
+    """Groups of nodes that may share memory.
 
-    Aten operators state aliases in their schemas; for nodes of Dynamo's graph, the recorded fake tensors share storage.
-    Where neither is known, a node may share the memory of all its operands.
+    Aten operators state aliases in their schemas; in Dynamo's graph the recorded fake tensors share storage.  Where
+    neither is known, a node may share the memory of all its operands.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
-        self._above: dict[fx.Node, fx.Node] = {}
+        self._parent: dict[fx.Node, fx.Node] = {}
         for node in graph.nodes:
             for parent in node.all_input_nodes if node.op.startswith("call_") else ():
                 if alias.may_alias(node, parent):
-                    self._above[self.of(node)] = self.of(parent)
+                    self._parent[self.of(node)] = self.of(parent)
 
     def of(self, node: fx.Node) -> fx.Node:
-        """Return one representative of all nodes that may share memory."""
-        while node in self._above and self._above[node] is not node:
-            node = self._above[node]
+        """Return the representative of all nodes that may share memory with a node."""
+        while node in self._parent and self._parent[node] is not node:
+            node = self._parent[node]
         return node
 
 
 def _is_sound(gm: fx.GraphModule, segments: list[Segment]) -> bool:
-    """Check whether running the segments in order computes the same as the graph."""
+    """Return whether running the segments in order computes the same as the graph."""
     later = [node for segment in segments[1:] for node in segment.nodes]
     return (
-        not any(map(_parts_a_mode, segments))
+        not any(map(_splits_mode, segments))
         and not any(map(fx_nodes.is_batching, later))
         and _keeps_writes(gm, segments)
     )
 
 
-def _parts_a_mode(segment: Segment) -> bool:
-    """Check whether a mode is entered in one segment and left in another."""
+def _splits_mode(segment: Segment) -> bool:
+    """Return whether a mode is entered in one segment and left in another."""
     modes = [node for node in segment.nodes if fx_nodes.sets_a_mode(node)]
     return len(modes) % 2 == 1 or any(parent in segment.operands for node in modes for parent in node.all_input_nodes)
 
 
 def _keeps_writes(gm: fx.GraphModule, segments: list[Segment]) -> bool:
-    """Check that no written memory crosses a cut, apart from graph inputs under their own name."""
+    """Return whether no written memory crosses a cut, apart from graph inputs under their own name."""
     memory = _MemoryOwners(gm.graph)
-    home = {node: number for number, segment in enumerate(segments) for node in segment.nodes}
+    segment_of = {node: number for number, segment in enumerate(segments) for node in segment.nodes}
     groups: dict[fx.Node, list[fx.Node]] = {}
     for node in gm.graph.nodes:
         groups.setdefault(memory.of(node), []).append(node)
-    written = {memory.of(node.all_input_nodes[0]) for node in home if _writes(node)}
-    return all(_stays(groups[root], home) for root in written)
+    written = {memory.of(node.all_input_nodes[0]) for node in segment_of if _writes(node)}
+    return all(_stays(groups[root], segment_of) for root in written)
 
 
-def _stays(group: list[fx.Node], home: dict[fx.Node, int]) -> bool:
-    """Check whether nodes that share written memory are in one segment, or are one graph input and its views.
+def _stays(group: list[fx.Node], segment_of: dict[fx.Node, int]) -> bool:
+    """Return whether nodes that share written memory are in one segment, or are one graph input and its views.
 
     Args:
         group: the nodes, in the order of the graph.
-        home: the segment of each node that is in one.
+        segment_of: the segment of each node that is in one.
     """
-    inner = [node for node in group if node in home]
-    outer = [node for node in group if node not in home]
+    inner = [node for node in group if node in segment_of]
+    outer = [node for node in group if node not in segment_of]
     last = max(index for index, node in enumerate(inner) if _writes(node))
     if not outer:
-        return len({home[node] for node in inner[: last + 1]}) == 1  # reads after the last write are safe
-    crosses = any(home.get(user) != home[node] for node in inner for user in node.users)
-    ours = all(fx_nodes.mutates(node) for node in inner if _writes(node))
-    return [node.op for node in outer] == ["placeholder"] and ours and not crosses
+        return len({segment_of[node] for node in inner[: last + 1]}) == 1  # reads after the last write are safe
+    crosses = any(segment_of.get(user) != segment_of[node] for node in inner for user in node.users)
+    only_mutations = all(fx_nodes.mutates(node) for node in inner if _writes(node))
+    return [node.op for node in outer] == ["placeholder"] and only_mutations and not crosses

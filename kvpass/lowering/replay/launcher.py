@@ -11,18 +11,18 @@ from kvpass.torch_private import generated_code
 COUNTS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """The argument counts with which a function may be called; the first sufficient one is used.
 
-Arguments are words, so the caller removes the spare ones from the stack and the function never reads them.
+Arguments are words, so the caller removes spare ones from the stack and the function never reads them.
 """
-MOST = COUNTS[-1]  # arguments of a function
-MESSAGE = 1024  # bytes of an error's text
-LAUNCH = 3  # words that describe a call: address, index of its first argument, number of arguments
+MOST_ARGUMENTS = COUNTS[-1]
+MESSAGE_BYTES = 1024  # of an error's text
+CALL_WORDS = 3  # words per call: address, index of its first argument, number of arguments
 
 
 def source() -> str:
-    """Return C++ that calls functions whose arguments are all words of 64 bits, pointers and numbers.
+    """Return C++ code that calls functions whose arguments are all 64-bit words, pointers and numbers.
 
-    An argument is two words: the index of a base and an offset from the base.  An exception ends the calls and becomes
-    a message, as no exception may pass through a caller that is not C++.
+    An argument is two words: the index of a base and an offset from it.  An exception ends the calls and becomes a
+    message, because no exception may pass through a caller that is not C++.
     """
     cases = "\n".join(f"      {'else ' * (i > 0)}if (call[2] <= {n}) {_call(n)};" for i, n in enumerate(COUNTS))
     return f"""
@@ -32,10 +32,10 @@ def source() -> str:
 typedef int64_t word;
 
 static void launch_all(const word* calls, word count, const word* arguments, const word* bases) {{
-  word a[{MOST}] = {{}};
-  for (const word* call = calls; call != calls + {LAUNCH} * count; call += {LAUNCH}) {{
-    const word* given = arguments + 2 * call[1];
-    for (word i = 0; i < call[2]; ++i) a[i] = bases[given[2 * i]] + given[2 * i + 1];
+  word a[{MOST_ARGUMENTS}] = {{}};
+  for (const word* call = calls; call != calls + {CALL_WORDS} * count; call += {CALL_WORDS}) {{
+    const word* values = arguments + 2 * call[1];
+    for (word i = 0; i < call[2]; ++i) a[i] = bases[values[2 * i]] + values[2 * i + 1];
 {cases}
   }}
 }}
@@ -45,9 +45,9 @@ extern "C" int launch(const word* calls, word count, const word* arguments, cons
     launch_all(calls, count, arguments, bases);
     return 0;
   }} catch (const std::exception& error) {{
-    std::snprintf(message, {MESSAGE}, "%s", error.what());
+    std::snprintf(message, {MESSAGE_BYTES}, "%s", error.what());
   }} catch (...) {{
-    std::snprintf(message, {MESSAGE}, "an exception of unknown type in a compiled kernel");
+    std::snprintf(message, {MESSAGE_BYTES}, "an exception of unknown type in a compiled kernel");
   }}
   return 1;
 }}
@@ -55,24 +55,28 @@ extern "C" int launch(const word* calls, word count, const word* arguments, cons
 
 
 def _call(count: int) -> str:
-    types, given = ", ".join(["word"] * count), ", ".join(f"a[{i}]" for i in range(count))
-    return f"reinterpret_cast<void (*)({types})>(call[0])({given})"
+    types, values = ", ".join(["word"] * count), ", ".join(f"a[{i}]" for i in range(count))
+    return f"reinterpret_cast<void (*)({types})>(call[0])({values})"
 
 
 @functools.cache
 def _library() -> Callable[..., int]:
     launch = generated_code.cpp_library(source()).launch
     launch.argtypes, launch.restype = [*[ctypes.c_int64] * 4, ctypes.c_char_p], ctypes.c_int
-    made: Callable[..., int] = launch
-    return made
+    function: Callable[..., int] = launch
+    return function
 
 
 def launch(calls: int, count: int, arguments: int, bases: int) -> None:
-    """Call the functions, given addresses of 64-bit words and their number; other Python threads run meanwhile.
+    """Call functions of machine code, one after the other; other Python threads run meanwhile.
+
+    Args:
+        calls, arguments, bases: addresses of arrays of 64-bit words, as `source` reads them.
+        count: the number of calls.
 
     Raises:
         RuntimeError: a function threw a C++ exception; the functions after it did not run.
     """
-    message = ctypes.create_string_buffer(MESSAGE)
+    message = ctypes.create_string_buffer(MESSAGE_BYTES)
     if _library()(calls, count, arguments, bases, message):
         raise RuntimeError(message.value.decode(errors="replace"))

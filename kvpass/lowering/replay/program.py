@@ -1,8 +1,7 @@
-"""Recordings of compiled code, to run again on other arguments.
+"""Run recordings of compiled code again on other arguments.
 
 A recording describes memory by *bases*: zero, the tensors among the arguments, blocks of memory between kernels, and
-the results of operators.  Each argument of a kernel is a base and an offset, so other arguments change nothing but the
-bases.
+the results of operators.  Each argument of a kernel is a base and an offset, so other arguments change only the bases.
 """
 
 from __future__ import annotations
@@ -19,41 +18,42 @@ from torch import Tensor
 from kvpass.lowering.replay.launcher import launch
 from kvpass.torch_private import generated_code
 
-NOWHERE = 0  # the base of numbers, and of memory that is never replaced
+NO_BASE = 0  # the base of numbers, and of memory that is never replaced
 
 
 @dataclasses.dataclass(frozen=True)
 class ArgumentView:
-    """A tensor in the memory of a base, `behind` bytes after the start of the base's tensor."""
+    """A tensor in the memory of a base, `offset` bytes after the start of the base's tensor."""
 
     base: int
-    behind: int
+    offset: int
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
     @staticmethod
-    def in_base(base: int, behind: int, tensor: Tensor) -> ArgumentView:
+    def in_base(base: int, offset: int, tensor: Tensor) -> ArgumentView:
         """Return a view with the properties of a tensor, at this offset of a base."""
-        return ArgumentView(base, behind, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
+        return ArgumentView(base, offset, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the view of the base's tensor."""
-        at_once = not self.behind and tensor.dtype == self.dtype
-        if at_once and tensor.shape == self.shape and tensor.stride() == self.strides:
+        same_memory = not self.offset and tensor.dtype == self.dtype
+        if same_memory and tensor.shape == self.shape and tensor.stride() == self.strides:
             return tensor
-        first = tensor.storage_offset() * tensor.element_size() + self.behind
+        first_byte = tensor.storage_offset() * tensor.element_size() + self.offset
         if tensor.dtype == self.dtype:
-            return tensor.as_strided(self.shape, self.strides, first // self.dtype.itemsize)
-        made = torch.empty(0, dtype=self.dtype, device="cpu")
-        return made.set_(tensor.untyped_storage(), first // self.dtype.itemsize, self.shape, self.strides)
+            return tensor.as_strided(self.shape, self.strides, first_byte // self.dtype.itemsize)
+        view = torch.empty(0, dtype=self.dtype, device="cpu")
+        return view.set_(tensor.untyped_storage(), first_byte // self.dtype.itemsize, self.shape, self.strides)
 
 
 class MemoryMap:
     """The bases of one run.
 
     Attributes:
-        tensors: the tensor of each base; addresses: the address at which each starts.
+        tensors: the tensor of each base.
+        addresses: the address at which each tensor starts.
     """
 
     def __init__(self, count: int) -> None:
@@ -65,17 +65,17 @@ class MemoryMap:
         self.tensors[base] = tensor
         self.addresses[base] = tensor.data_ptr()
 
-    def find(self, what: Any) -> Any:
-        """Return the tensor for a view, and anything else unchanged."""
-        if not isinstance(what, ArgumentView):
-            return what
-        tensor = self.tensors[what.base]
+    def find(self, argument: Any) -> Any:
+        """Return the tensor of a view, and anything else unchanged."""
+        if not isinstance(argument, ArgumentView):
+            return argument
+        tensor = self.tensors[argument.base]
         assert tensor is not None
-        return what.of(tensor)
+        return argument.of(tensor)
 
 
 class ProgramPart(Protocol):
-    """A part of a program that runs at once."""
+    """A part of a program that runs in one call."""
 
     def settle(self, memory: MemoryMap, bases: Collection[int]) -> None: ...
     def run(self, memory: MemoryMap) -> None: ...
@@ -109,33 +109,33 @@ class OperatorCall:
     Attributes:
         function: the operator.
         args, kwargs: its arguments, with views in place of tensors.
-        made: the bases of those results that are not written into arguments.
+        outputs: the bases of those results that are not written into arguments.
     """
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    made: list[int]
+    outputs: list[int]
 
     def settle(self, memory: MemoryMap, bases: Collection[int]) -> None:
         """Look up the tensors of bases that stay the same, once."""
 
-        def found(what: Any) -> Any:
-            return memory.find(what) if isinstance(what, ArgumentView) and what.base in bases else what
+        def lookup(argument: Any) -> Any:
+            return memory.find(argument) if isinstance(argument, ArgumentView) and argument.base in bases else argument
 
-        self.args, self.kwargs = fx.node.map_aggregate((self.args, self.kwargs), found)
+        self.args, self.kwargs = fx.node.map_aggregate((self.args, self.kwargs), lookup)
 
     def run(self, memory: MemoryMap) -> None:
-        args = [self._found(memory, each) for each in self.args]
-        results = self.function(*args, **{name: self._found(memory, each) for name, each in self.kwargs.items()})
-        for base, result in zip(self.made, _tensors(results), strict=True) if self.made else ():
+        args = [self._looked_up(memory, arg) for arg in self.args]
+        results = self.function(*args, **{name: self._looked_up(memory, arg) for name, arg in self.kwargs.items()})
+        for base, result in zip(self.outputs, _tensors(results), strict=True) if self.outputs else ():
             memory.put(base, result)
 
-    def _found(self, memory: MemoryMap, what: Any) -> Any:
+    def _looked_up(self, memory: MemoryMap, argument: Any) -> Any:
         """Return an argument with tensors in place of views; lists of tensors are rare."""
-        if isinstance(what, ArgumentView):
-            return memory.find(what)
-        return fx.node.map_aggregate(what, memory.find) if isinstance(what, (tuple, list)) else what
+        if isinstance(argument, ArgumentView):
+            return memory.find(argument)
+        return fx.node.map_aggregate(argument, memory.find) if isinstance(argument, (tuple, list)) else argument
 
 
 def _tensors(results: Any) -> Sequence[Tensor]:
@@ -150,8 +150,9 @@ class Program:
         parts: the parts to run, in order.
         results: the results, with views in place of tensors.
         inputs: the number of tensors among the arguments, whose bases are 1 to `inputs`.
-        blocks: for each base that is memory between kernels, its bytes.
+        blocks: the bytes of each base that is memory between kernels.
         fresh: the blocks that hold results and get new memory in every run.
+        count: the number of bases.
         kept: tensors that kernels read and that only the program may hold.
     """
 
@@ -165,13 +166,13 @@ class Program:
 
     def __post_init__(self) -> None:
         self.memory = MemoryMap(self.count)
-        self._nothing: list[None] = [None] * self.inputs
-        self._passing = {*range(self.inputs + 1, self.count)} - self.blocks.keys() | self.fresh
-        lasting = self.blocks.keys() - self.fresh
-        for base in lasting:
+        self._no_inputs: list[None] = [None] * self.inputs
+        self._transient = {*range(self.inputs + 1, self.count)} - self.blocks.keys() | self.fresh
+        permanent = self.blocks.keys() - self.fresh
+        for base in permanent:
             self.memory.put(base, self._block(base))
         for part in self.parts:
-            part.settle(self.memory, lasting)
+            part.settle(self.memory, permanent)
 
     def _block(self, base: int) -> Tensor:
         return torch.empty(self.blocks[base], dtype=torch.uint8, device="cpu")
@@ -193,10 +194,10 @@ class Program:
                     part.run(memory)
                 return [memory.find(result) for result in self.results]
         finally:
-            self._let_go()
+            self._release()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         """Release all tensors that a run received or returned."""
-        self.memory.tensors[1 : self.inputs + 1] = self._nothing
-        for base in self._passing:
+        self.memory.tensors[1 : self.inputs + 1] = self._no_inputs
+        for base in self._transient:
             self.memory.tensors[base] = None

@@ -1,13 +1,13 @@
 """Run compiled code once, and record its calls.
 
-During a recording, functions that record their arguments replace the kernels, and the allocator, in the modules that
+During a recording, functions that record their arguments replace the kernels and the allocator in the modules that
 Inductor wrote.  A mode of torch's dispatcher sees all other computation.  Inductor forgets modules that it wrote, or
 writes none in Python, so the recording also checks every C function that is called: a function of a library that is
 neither Python's nor torch's must be one of the replaced ones.  So a recording holds everything that ran, or there is no
 program.
 
-A block of memory is used again once only the recording holds it.  A program runs in the order of its recording, so this
-is valid for every later run: two tensors in one block are never alive at the same time.
+A block of memory is reused once only the recording holds it.  A program runs in the order of its recording, so two
+tensors in one block are never alive at the same time in any later run.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass.lowering.replay.launcher import MOST
-from kvpass.lowering.replay.program import NOWHERE, ArgumentView, KernelCalls, OperatorCall, Program, ProgramPart
+from kvpass.lowering.replay.launcher import MOST_ARGUMENTS
+from kvpass.lowering.replay.program import NO_BASE, ArgumentView, KernelCalls, OperatorCall, Program, ProgramPart
 from kvpass.torch_private import dynamo, generated_code, inductor
 
 UNREPEATABLE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
@@ -35,10 +35,10 @@ def record(run: inductor.Compiled, arguments: Sequence[Any]) -> tuple[Sequence[A
     """Run compiled code; return its results and a program of the run, or None if no program can be made.
 
     Args:
-        arguments: tensors among them must be plain strided tensors.
+        arguments: its arguments; tensors among them must be plain strided tensors.
     """
-    recording = _Recording([each for each in arguments if isinstance(each, Tensor)])
-    with dynamo.one_at_a_time(), recording.listening():  # or one thread would replace the replacements of another
+    recording = _Recording([argument for argument in arguments if isinstance(argument, Tensor)])
+    with dynamo.one_at_a_time(), recording.listening():  # else threads would replace each other's replacements
         results = run(*arguments)
     return results, recording.program(results)
 
@@ -47,8 +47,8 @@ class _Recording:
     """The calls recorded so far.
 
     Attributes:
-        refused: a call was made that a program cannot repeat.
-        blocks: memory between kernels: for each base a tensor of bytes.
+        refused: whether a call cannot be repeated by a program.
+        blocks: memory between kernels, a tensor of bytes for each base.
     """
 
     def __init__(self, inputs: list[Tensor]) -> None:
@@ -56,45 +56,44 @@ class _Recording:
         self.refused = False
         self.parts: list[ProgramPart] = []
         self.kept: list[Tensor] = []
-        self._held: list[Tensor] = []
+        self._results: list[Tensor] = []
         self.blocks: dict[int, Tensor] = {}
         self.count = len(inputs) + 1
         self._base_of = {id(each): base for base, each in enumerate(inputs, 1)}
         self._in_storage: dict[int, list[tuple[int, Tensor]]] = {}
         for base, each in enumerate(inputs, 1):
-            self._begins_in(base, each)
-        self._thread, self._apart = threading.get_ident(), False
+            self._register_storage(base, each)
+        self._thread, self._allocating = threading.get_ident(), False
         self._allocator = generated_code.allocator()
 
-    def _begins_in(self, base: int, tensor: Tensor) -> None:
-        """Register a base by its storage."""
+    def _register_storage(self, base: int, tensor: Tensor) -> None:
         self._in_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append((base, tensor))
 
     def _new_base(self, tensor: Tensor) -> int:
         base = self.count
         self.count += 1
-        self._begins_in(base, tensor)
+        self._register_storage(base, tensor)
         self._base_of[id(tensor)] = base
         return base
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Record the calls of this thread inside the context."""
-        found = [(scope, name, scope[name]) for scope in generated_code.generated_scopes() for name in list(scope)]
+        globals_ = [(scope, name, scope[name]) for scope in generated_code.generated_scopes() for name in list(scope)]
         exchanged = []
         try:
-            for scope, name, value in found:
-                instead = self._instead(name, value)
-                if instead:
+            for scope, name, value in globals_:
+                replacement = self._replacement(name, value)
+                if replacement:
                     exchanged.append((scope, name, value))
-                    scope[name] = instead
-            with generated_code.watched(self._saw), generated_code.calls_watched(self._called):
+                    scope[name] = replacement
+            with generated_code.watched(self._on_operator), generated_code.calls_watched(self._on_c_call):
                 yield
         finally:
             for scope, name, value in exchanged:
                 scope[name] = value
 
-    def _instead(self, name: str, value: Any) -> Callable[..., Any] | None:
+    def _replacement(self, name: str, value: Any) -> Callable[..., Any] | None:
         """Return the replacement of a global of a generated module, or None to keep the global."""
         if name == generated_code.ALLOCATOR:
             return functools.partial(self._allocate, value)
@@ -102,24 +101,24 @@ class _Recording:
         return functools.partial(self._launch, value, library) if library else None
 
     def listens(self) -> bool:
-        """Check whether to record the current call: not one of another thread, and not our own allocations."""
-        return threading.get_ident() == self._thread and not self._apart
+        """Return whether to record the current call: not one of another thread or of the recording itself."""
+        return threading.get_ident() == self._thread and not self._allocating
 
-    def _called(self, caller: types.FrameType, function: Any) -> None:
-        """Handle a call of a C function from Python: computing or allocating past the recording ends it."""
+    def _on_c_call(self, caller: types.FrameType, function: Any) -> None:
+        """Refuse the recording if a C function computes or allocates without being recorded."""
         if generated_code.is_foreign(function):
             self.refused = self.refused or caller.f_code is not _Recording._launch.__code__
         elif function is self._allocator:
             self.refused = self.refused or caller.f_code is not _Recording._allocate.__code__
 
-    def _launch(self, kernel: Callable[..., Any], library: str, *given: Any) -> Any:
+    def _launch(self, kernel: Callable[..., Any], library: str, *args: Any) -> Any:
         if self.listens() and not self.refused:
-            self._note_kernel(library, given)
-        return kernel(*given)
+            self._record_kernel(library, args)
+        return kernel(*args)
 
-    def _note_kernel(self, library: str, given: Sequence[Any]) -> None:
-        words = [self._word(each) for each in given]
-        if not 0 < len(given) <= MOST or None in words:
+    def _record_kernel(self, library: str, args: Sequence[Any]) -> None:
+        words = [self._word(arg) for arg in args]
+        if not 0 < len(args) <= MOST_ARGUMENTS or None in words:
             self.refused = True
             return
         if not self.parts or not isinstance(self.parts[-1], KernelCalls):
@@ -128,41 +127,41 @@ class _Recording:
         assert isinstance(part, KernelCalls)
         part.add(_address(library), [word for word in words if word is not None])
 
-    def _word(self, given: Any) -> tuple[int, int] | None:
+    def _word(self, arg: Any) -> tuple[int, int] | None:
         """Return a kernel's argument as a base and an offset, or None if a program cannot express it."""
-        if isinstance(given, Tensor):
-            view = self.view(given)
-            return (view.base, view.behind) if isinstance(view, ArgumentView) else None
-        return (NOWHERE, given) if type(given) is int else None
+        if isinstance(arg, Tensor):
+            view = self.view_of(arg)
+            return (view.base, view.offset) if isinstance(view, ArgumentView) else None
+        return (NO_BASE, arg) if type(arg) is int else None
 
-    def view(self, tensor: Tensor) -> ArgumentView | None:
-        """Return a tensor as a view of the base that holds its memory; None if several bases may hold it."""
+    def view_of(self, tensor: Tensor) -> ArgumentView | None:
+        """Return a tensor as a view of the base that holds its memory; None if several bases may."""
         base = self._base_of.get(id(tensor))
         if base is not None:
             return ArgumentView.in_base(base, 0, tensor)
         if tensor.layout != torch.strided:
             self.kept.append(tensor)  # opaque memory of a library, such as a packed weight
-            return ArgumentView(NOWHERE, 0, tensor.dtype, tuple(tensor.shape), ())
+            return ArgumentView(NO_BASE, 0, tensor.dtype, tuple(tensor.shape), ())
         found = self._in_storage.get(tensor.untyped_storage().data_ptr(), [])
         if len(found) > 1 and tensor.numel():
             return None  # arguments that share memory in this run may not do so in the next
         if not found or not tensor.numel():
             self.kept.append(tensor)  # a constant from before the recording
-            return ArgumentView.in_base(NOWHERE, tensor.data_ptr(), tensor)
-        base, whole = found[0]
-        return ArgumentView.in_base(base, tensor.data_ptr() - whole.data_ptr(), tensor)
+            return ArgumentView.in_base(NO_BASE, tensor.data_ptr(), tensor)
+        base, first = found[0]
+        return ArgumentView.in_base(base, tensor.data_ptr() - first.data_ptr(), tensor)
 
     def _allocate(self, allocate: Callable[..., Tensor], shape: Any, strides: Any, dtype: torch.dtype) -> Tensor:
-        """Allocate memory for the generated code, in a block that nothing holds any more or in a new one."""
+        """Allocate memory for the generated code, in an unused block or a new one."""
         if not self.listens() or 0 in shape:
             return allocate(shape, strides, dtype)
-        self._apart = True
+        self._allocating = True
         try:
             size = dtype.itemsize * (1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)))
             base, block = self._block(size)
             return ArgumentView(base, 0, dtype, shape, strides).of(block)
         finally:
-            self._apart = False
+            self._allocating = False
 
     def _block(self, size: int) -> tuple[int, Tensor]:
         for base, block in reversed(self.blocks.items()):
@@ -173,46 +172,46 @@ class _Recording:
         self.blocks[base] = block
         return base, block
 
-    def _saw(self, function: Any, args: Any, kwargs: Any, results: Any) -> None:
+    def _on_operator(self, function: Any, args: Any, kwargs: Any, results: Any) -> None:
         """Record an operator that has run; views are recorded where they are used."""
         if self.listens() and not self.refused and not function.is_view:
-            self._note_operator(function, args, kwargs, results)
+            self._record_operator(function, args, kwargs, results)
 
-    def _note_operator(self, function: Any, args: Any, kwargs: Any, results: Any) -> None:
-        given = fx.node.map_aggregate((args, kwargs), self._said)
+    def _record_operator(self, function: Any, args: Any, kwargs: Any, results: Any) -> None:
+        recorded = fx.node.map_aggregate((args, kwargs), self._as_view)
         if any(tag in function.tags for tag in UNREPEATABLE):
             self.refused = True
         elif generated_code.writes_results(function):
-            self.parts.append(OperatorCall(function, *given, made=[]))
+            self.parts.append(OperatorCall(function, *recorded, outputs=[]))
         else:
-            made = list(results) if isinstance(results, (tuple, list)) else [results]
-            if not all(isinstance(each, Tensor) and each.layout == torch.strided for each in made):
+            outputs = list(results) if isinstance(results, (tuple, list)) else [results]
+            if not all(isinstance(output, Tensor) and output.layout == torch.strided for output in outputs):
                 self.refused = True
                 return
-            self._held += made  # so that no later tensor reuses their memory
-            self.parts.append(OperatorCall(function, *given, made=[self._new_base(each) for each in made]))
+            self._results += outputs  # so that no later tensor reuses their memory
+            self.parts.append(OperatorCall(function, *recorded, outputs=[self._new_base(output) for output in outputs]))
 
-    def _said(self, what: Any) -> Any:
-        if not isinstance(what, Tensor):
-            return what
-        view = self.view(what)
-        if view is None or view.base == NOWHERE:
+    def _as_view(self, argument: Any) -> Any:
+        """Return a tensor as a view, and any other argument unchanged; refuse the recording if that is impossible."""
+        if not isinstance(argument, Tensor):
+            return argument
+        view = self.view_of(argument)
+        if view is None or view.base == NO_BASE:
             self.refused = self.refused or view is None
-            return what
+            return argument
         return view
 
     def program(self, results: Sequence[Any]) -> Program | None:
-        """Return a program of the recorded calls, or None if they are not all that ran."""
-        said = [self._said(result) for result in results]
+        """Return a program of the recorded calls, or None if not all calls were recorded."""
+        views = [self._as_view(result) for result in results]
         if self.refused:
             return None
-        fresh = {result.base for result in said if isinstance(result, ArgumentView)} & self.blocks.keys()
+        fresh = {result.base for result in views if isinstance(result, ArgumentView)} & self.blocks.keys()
         sizes = {base: block.numel() for base, block in self.blocks.items()}
-        return Program(self.parts, said, len(self.inputs), sizes, frozenset(fresh), self.count, self.kept)
+        return Program(self.parts, views, len(self.inputs), sizes, frozenset(fresh), self.count, self.kept)
 
 
 def _address(library: str) -> int:
-    """Return the address of a generated kernel's machine code."""
     kernel = getattr(ctypes.CDLL(library), generated_code.KERNEL)
     address = ctypes.cast(kernel, ctypes.c_void_p).value
     assert address is not None

@@ -26,7 +26,7 @@ def _shape(tensor: Tensor) -> Shape:
 
 
 def _is_plain(argument: Any) -> bool:
-    """Check whether an argument is no tensor, or a plain strided tensor."""
+    """Return whether an argument is a plain strided tensor, or no tensor."""
     if not isinstance(argument, Tensor):
         return True
     return type(argument) in generated_code.PLAIN_TENSORS and argument.layout == torch.strided
@@ -35,36 +35,35 @@ def _is_plain(argument: Any) -> bool:
 class Replayed:
     """A replacement of compiled code that records the first run for each argument shape and repeats it later.
 
-    Results get memory of their own in every run, as without a recording.  Memory between kernels is shared by the runs
-    of a program, so a run in a second thread at the same time uses the compiled code itself.  So does code that a
-    program cannot repeat.
+    Results get new memory in every run, as without a recording.  The runs of a program share memory between kernels, so
+    a concurrent run in a second thread uses the compiled code itself.  So does code that a program cannot repeat.
     """
 
     def __init__(self, run: inductor.Compiled) -> None:
         self._run = run
         self._programs: dict[Any, Program | None] = {}
-        self._last: _Served | None = None
+        self._last_key: _ArgumentKey | None = None
         self._lock = threading.Lock()
 
     def __call__(self, *arguments: Any) -> Sequence[Any]:
         if not self._lock.acquire(blocking=False):
             return self._run(*arguments)
         try:
-            if self._last is None or not self._last.serves(arguments):
-                self._last = _Served(arguments) if all(map(_is_plain, arguments)) else None
-            return self._run(*arguments) if self._last is None else self._repeated(self._last, arguments)
+            if self._last_key is None or not self._last_key.serves(arguments):
+                self._last_key = _ArgumentKey(arguments) if all(map(_is_plain, arguments)) else None
+            return self._run(*arguments) if self._last_key is None else self._repeat(self._last_key, arguments)
         finally:
             self._lock.release()
 
-    def _repeated(self, served: _Served, arguments: Sequence[Any]) -> Sequence[Any]:
-        if served.key not in self._programs and sys.getprofile() is None:
-            return self._recorded(served.key, arguments)
-        program = self._programs.get(served.key)
+    def _repeat(self, key: _ArgumentKey, arguments: Sequence[Any]) -> Sequence[Any]:
+        if key.key not in self._programs and sys.getprofile() is None:
+            return self._record(key.key, arguments)
+        program = self._programs.get(key.key)
         if program is None:
             return self._run(*arguments)
-        return program.run(served.tensors_of(arguments), served.addresses)
+        return program.run(key.tensors_of(arguments), key.addresses)
 
-    def _recorded(self, key: Any, arguments: Sequence[Any]) -> Sequence[Any]:
+    def _record(self, key: Any, arguments: Sequence[Any]) -> Sequence[Any]:
         results, program = record(self._run, arguments)
         while len(self._programs) >= MOST_PROGRAMS:
             del self._programs[next(iter(self._programs))]
@@ -72,7 +71,7 @@ class Replayed:
         return results
 
 
-class _Served:
+class _ArgumentKey:
     """The last arguments, without references that keep them alive.
 
     Attributes:
@@ -81,36 +80,36 @@ class _Served:
     """
 
     def __init__(self, arguments: Sequence[Any]) -> None:
-        tensors = [index for index, each in enumerate(arguments) if isinstance(each, Tensor)]
-        numbers = [index for index, each in enumerate(arguments) if not isinstance(each, Tensor)]
-        self.tensors_of, self._numbers_of = _picking(tensors), _picking(numbers)
+        tensors = [index for index, argument in enumerate(arguments) if isinstance(argument, Tensor)]
+        numbers = [index for index, argument in enumerate(arguments) if not isinstance(argument, Tensor)]
+        self.tensors_of, self._numbers_of = _getter(tensors), _getter(numbers)
         self._numbers = self._numbers_of(arguments)
-        given = self.tensors_of(arguments)
-        self._shapes = [_shape(each) for each in given]
-        self._seen = [weakref.ref(each) for each in given]
-        self.addresses = _addresses(given)
-        self._infers = torch.is_inference_mode_enabled()
-        self.key = (tuple(self._shapes), self._numbers, self._infers)
+        current = self.tensors_of(arguments)
+        self._shapes = [_shape(argument) for argument in current]
+        self._last_tensors = [weakref.ref(argument) for argument in current]
+        self.addresses = _addresses(current)
+        self._inference_mode = torch.is_inference_mode_enabled()
+        self.key = (tuple(self._shapes), self._numbers, self._inference_mode)
 
     def serves(self, arguments: Sequence[Any]) -> bool:
-        """Check whether the program for the earlier arguments serves these.
+        """Return whether the program for the earlier arguments serves these.
 
         A tensor that is the same object at the same address still has its shape.
         """
-        if self._numbers_of(arguments) != self._numbers or torch.is_inference_mode_enabled() != self._infers:
+        if self._numbers_of(arguments) != self._numbers or torch.is_inference_mode_enabled() != self._inference_mode:
             return False
-        given = self.tensors_of(arguments)
-        before, self.addresses = self.addresses, _addresses(given)
-        moved = before != self.addresses
+        current = self.tensors_of(arguments)
+        earlier, self.addresses = self.addresses, _addresses(current)
+        moved = earlier != self.addresses
         changed = [
             index
-            for index, each in enumerate(given)
-            if self._seen[index]() is not each or (moved and before[index] != self.addresses[index])
+            for index, tensor in enumerate(current)
+            if self._last_tensors[index]() is not tensor or (moved and earlier[index] != self.addresses[index])
         ]
-        if any(_shape(given[index]) != self._shapes[index] for index in changed):
+        if any(_shape(current[index]) != self._shapes[index] for index in changed):
             return False
         for index in changed:
-            self._seen[index] = weakref.ref(given[index])
+            self._last_tensors[index] = weakref.ref(current[index])
         return True
 
 
@@ -118,7 +117,7 @@ def _addresses(tensors: Iterable[Tensor]) -> list[int]:
     return list(map(Tensor.data_ptr, tensors))
 
 
-def _picking(indices: list[int]) -> Any:
+def _getter(indices: list[int]) -> Any:
     """Return a function that returns the arguments at some indices as a tuple."""
     if len(indices) > 1:
         return operator.itemgetter(*indices)

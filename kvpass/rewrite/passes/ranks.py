@@ -15,15 +15,15 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass.capture.rotary import (
-    ALIKE_IN_ALL_ROWS,
-    BY_OTHER_TOKENS,
-    ROTATED_APART,
+    KEY_ROTATED_BY_OTHERS,
+    QUERY_ROTATED_BY_OTHERS,
+    ROWS_SHARE_POSITIONS,
     Rotary,
     find_rotary,
     positions_of,
-    reshaped,
+    rotates_each_token_alone,
     rows_come_first,
-    turns_each_token_alone,
+    unreshaped,
 )
 from kvpass.errors import UnsupportedGraph
 from kvpass.fx import shapes, walk
@@ -59,8 +59,8 @@ def _rotary(step: StepContext, layer: int) -> Rotary:
     rotary = find_rotary(step.gm, step.sites[layer])
     if rotary is None:
         raise UnsupportedGraph(f"{step.line(layer)}: the keys had a rotary embedding in the prompt and have none here")
-    if not turns_each_token_alone(rotary, step.sites[layer]):
-        _refuse(step, layer, BY_OTHER_TOKENS)
+    if not rotates_each_token_alone(rotary, step.sites[layer]):
+        _refuse(step, layer, KEY_ROTATED_BY_OTHERS)
     return rotary
 
 
@@ -68,7 +68,7 @@ def _positions(step: StepContext, layer: int, rotary: Rotary) -> list[fx.Node]:
     """What the layer's key and query are rotated by."""
     found = positions_of(rotary, step.sites[layer])
     if not found:
-        _refuse(step, layer, ROTATED_APART)
+        _refuse(step, layer, QUERY_ROTATED_BY_OTHERS)
     return found
 
 
@@ -94,14 +94,14 @@ def _rank_of_first(step: StepContext) -> fx.Node:
 def _rank(step: StepContext, position: fx.Node, first: fx.Node) -> None:
     """Put ranks, live slots + 0, 1, ..., in the place of positions, for what rotates queries and keys."""
     shape, rows, queries, dtype = step.shape(position), step.batch, step.queries, value(position).dtype
-    given = reshaped(position)
+    given = unreshaped(position)
     if given in step.holders:
         step.given_positions.append(step.holders.index(given))
     fits = [d for d, size in enumerate(shape) if shapes.expr(size) == shapes.expr(queries) and (d or len(shape) == 1)]
     along = fits[-1] if fits else len(shape) - 1
     padded = bool(step.padding_inputs.sites[0])
     if rows > 1 and padded and not _tells_rows_apart(step, position):
-        _refuse(step, 0, ALIKE_IN_ALL_ROWS)
+        _refuse(step, 0, ROWS_SHARE_POSITIONS)
     users = _users_but_masks(step, position)
     valid = [step.inputs.valid(0)] if padded and not step.decodes else []  # only real tokens count
 

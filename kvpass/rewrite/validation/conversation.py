@@ -77,7 +77,7 @@ class StepCase:
     def most_keys(self) -> float:
         """The most keys of which sparse indices choose all: what they hide of more is not hidden on the slots."""
         masks = dict.fromkeys(each.mask for site in self.sites for each in site.all)
-        found = [index.most for mask in masks for index in sparse_index.find(mask)]
+        found = [index.limit for mask in masks for index in sparse_index.find(mask)]
         return min((most for most in found if most is not None), default=math.inf)
 
     def line(self, layer: int = 0) -> str:

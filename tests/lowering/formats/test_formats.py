@@ -18,7 +18,7 @@ import tests.strategies  # noqa: F401  loads the Hypothesis profile
 from kvpass.cache.slots import Layout, Slots
 from kvpass.errors import PolicyError
 from kvpass.lowering.formats import KV_DTYPES, KVDtype, Rows, base_of, format_of, plain
-from kvpass.lowering.formats.grid import LONGEST
+from kvpass.lowering.formats.grid import LONGEST_SUM
 from kvpass.lowering.formats.hadamard import transformed
 from kvpass.policies import resolve
 from kvpass.reference.storing import stored
@@ -112,13 +112,13 @@ def test_rows_that_are_moved_to_another_kind_of_device_lie_as_they_do_there(kv_d
 
             rows = Rows.of(made, x)
             expected = rows.read()
-            assert torch.equal(rows.elsewhere(move).read(), expected)
+            assert torch.equal(rows.to_device(move).read(), expected)
 
 
 def test_slots_are_moved_so() -> None:
     here = dataclasses.replace(layout("int8", 64), ranked=True)
     slots = Slots.empty(here)
-    with mock.patch.object(Rows, "elsewhere", autospec=True, side_effect=Rows.elsewhere) as moved:
+    with mock.patch.object(Rows, "to_device", autospec=True, side_effect=Rows.to_device) as moved:
         slots.map(torch.clone)
         assert not moved.called
         assert slots.map(lambda tensor: tensor.to("meta")).key.device.type == "meta"
@@ -146,7 +146,7 @@ slow = pytest.mark.slow
 )
 def test_codes_that_fill_vectors_are_loaded_in_words(kv_dtype: KVDtype, dim: int, filling: bool) -> None:
     """And however they are loaded, compiled products and mixtures sum nothing in a cascade."""
-    made, count = format_of(kv_dtype, dim, torch.bfloat16), LONGEST + 1
+    made, count = format_of(kv_dtype, dim, torch.bfloat16), LONGEST_SUM + 1
     parts = Rows.of(made, torch.randn(1, 1, count, dim).to(torch.bfloat16)).parts
     query, paid = torch.randn(1, 1, 2, dim).to(torch.bfloat16), torch.randn(1, 1, 2, count).softmax(-1)
 

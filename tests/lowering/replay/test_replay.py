@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvpass.lowering.replay import Replayed, launcher, recording
-from kvpass.lowering.replay.program import NOWHERE, KernelCalls, MemoryMap, OperatorCall
+from kvpass.lowering.replay.program import NO_BASE, KernelCalls, MemoryMap, OperatorCall
 from kvpass.torch_private import generated_code, inductor
 
 
@@ -126,8 +126,8 @@ def test_arguments_that_share_memory_once_need_not_do_so_again(accumulating: Rep
 def test_of_views_into_shared_memory_there_is_no_program() -> None:
     both = rows(8)
     noted = recording._Recording([both[:4], both[4:]])
-    assert noted.view(both[2:3]) is None  # whose it is cannot be said
-    assert noted.view(noted.inputs[1]).base == 2  # type: ignore[union-attr]
+    assert noted.view_of(both[2:3]) is None  # whose it is cannot be said
+    assert noted.view_of(noted.inputs[1]).base == 2  # type: ignore[union-attr]
 
 
 def test_kernels_get_pointers_and_whole_numbers_alone() -> None:
@@ -321,12 +321,12 @@ def launched(*functions: tuple[int, list[int]]) -> None:
     """Launch functions on plain numbers."""
     kernels = KernelCalls()
     for where, numbers in functions:
-        kernels.add(where, [(NOWHERE, number) for number in numbers])
+        kernels.add(where, [(NO_BASE, number) for number in numbers])
     kernels.run(MemoryMap(1))
 
 
 def test_a_function_gets_its_arguments_whatever_their_number() -> None:
-    counts = [1, 7, 8, 9, 160, 161, launcher.MOST]
+    counts = [1, 7, 8, 9, 160, 161, launcher.MOST_ARGUMENTS]
     library, total = libraries(counts), torch.zeros(1, dtype=torch.int64)
     for count in counts:
         total.zero_()

@@ -161,7 +161,7 @@ def test_padding_that_is_attended_to_is_refused(monkeypatch: pytest.MonkeyPatch)
 def test_a_prompt_whose_heads_are_exchanged_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The operator of the canonical graph itself is wrong here, which no comparison of canonical graphs would show."""
     monkeypatch.setattr(
-        canonical, "_for_heads", lambda rows, query: rows.repeat(1, query.shape[1] // rows.shape[1], 1, 1)
+        canonical, "_repeat_heads", lambda rows, query: rows.repeat(1, query.shape[1] // rows.shape[1], 1, 1)
     )
     assert refused(Small(GROUPED, heads=4, kv_heads=2), pieces=(5,))
 
