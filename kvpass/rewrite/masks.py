@@ -51,13 +51,13 @@ class Masks:
         step = self._step
         behind = walk.ancestors(site.mask, [site.grown_key, site.grown_value])  # type: ignore[arg-type]
         pasts = {past for each in step.sites for past in (each.past_key, each.past_value)}
-        inputs = tokens.token_inputs(behind - pasts, step.actual, step.sizes)
+        inputs = tokens.token_inputs(behind - pasts, step.argument_of, step.sizes)
         return MaskContext(
-            counts=[n for n in step.counts[window] if n in behind and op_table.counts_exactly(value(n).dtype)],
+            counts=[n for n in step.key_indices[window] if n in behind and op_table.counts_exactly(value(n).dtype)],
             inputs={node: axis for node, axis in inputs.items() if node not in padding},
             padding=list(padding),
             stored=[site.grown_key, site.grown_value],
-            lengths=step.on_length,
+            lengths=step.length_nodes,
             first=sympy.Integer(0) if window is None else shapes.LENGTH - window,
             last=window,
         )
@@ -69,7 +69,7 @@ class Masks:
         for each in sparse_index.find(mask):
             each.check(held if step.decodes else held + step.queries)
             for node, dim in sparse_index.cached(each, outputs):
-                step.unread[outputs.index(node)] = (step.holders.index(walk.past_of(node)), dim)
+                step.unread[outputs.index(node)] = (step.placeholders.index(walk.past_of(node)), dim)
 
     def _first_stored(self, window: int) -> fx.Node:
         """The place in the padded sequence of the first token that the model stores."""

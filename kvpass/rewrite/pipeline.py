@@ -38,31 +38,31 @@ def rewrite_step(step: StepContext, passes: Sequence[Pass] = STEP_PASSES, watch:
             watch(record, step.graph)
         step.records.append(record)
     step.gm.recompile()
-    return _described(step)
+    return _result(step)
 
 
-def _described(step: StepContext) -> StepRewrite:
-    entries, looked_in = step.inputs.looked_up()
+def _result(step: StepContext) -> StepRewrite:
+    entries, precomputed = step.inputs.gathered()
     left = set(walk.placeholders(step.graph))
-    inputs = [place for place, holder in enumerate(step.holders) if holder in left]
-    there = step.outputs
+    inputs = [index for index, argument in enumerate(step.placeholders) if argument in left]
+    found = step.outputs
     return StepRewrite(
         gm=step.gm,
         open=step.sizes.open,
         examples=[step.example(node) for node in walk.placeholders(step.graph)] if step.sizes.open else None,
         weights=step.weights,
         inputs=inputs,
-        loose={place for place in inputs if has_loose_strides(walk.value(step.holders[place]))},
-        columns=[step.holders.index(holder) for holder in step.inputs.columns],
+        loose_inputs={index for index in inputs if has_loose_strides(walk.value(step.placeholders[index]))},
+        columns=[step.placeholders.index(argument) for argument in step.inputs.columns],
         entries=entries,
         queries=step.queries,
-        outputs=there.outputs,
-        lengths=there.lengths,
-        chunks=there.chunks,
-        beside=host_precomputed(step, looked_in),
-        grown=there.grown,
+        outputs=found.outputs,
+        lengths=found.lengths,
+        chunks=found.chunks,
+        host_graph=host_precomputed(step, precomputed),
+        grown=found.grown,
         host_inputs=len(step.inputs.host_inputs),
         unread=step.unread,
-        valid=there.valid,
-        positions=tuple(dict.fromkeys(step.given_positions)),
+        valid=found.valid,
+        positions=tuple(dict.fromkeys(step.replaced_positions)),
     )

@@ -91,10 +91,10 @@ class _AttentionReplacement:
             "computed": computed.slice.bound if computed else (),
             "sink_logit": [] if site.sink_logit is None else [site.sink_logit],
             "weights": step.weight_inputs,
-            "place": step.places[number : number + 1],
+            "place": step.write_indices[number : number + 1],
         }
         nodes = [node for group in groups.values() for node in group]
-        renamed = {symbol: LAYERS_CAPACITY for symbol, layer in step.open.layer_of.items() if layer == number}
+        renamed = {symbol: LAYERS_CAPACITY for symbol, layer in step.size_nodes.layer_of.items() if layer == number}
         key = (
             *self._sized(number),
             mask_key,
@@ -109,14 +109,14 @@ class _AttentionReplacement:
             layer = _LayerCall(layout, site, mask, rotary, pairs, computed, bool(step.padding_inputs.sites[number]))
             self._traced[key] = self._trace(number, layer, nodes, counts, first)
         before = early_enough(site, nodes)
-        *made, seen, bias = step.spliced(self._traced[key], nodes, before, f"kvpass_{site.call.name}", number)
+        *made, seen, bias = step.splice(self._traced[key], nodes, before, f"kvpass_{site.call.name}", number)
         step.masks[site.call.name] = (seen, None if bias is seen else bias)
         return put_in_place(step, site, made)
 
     def _sized(self, number: int) -> tuple[Layout, int]:
         """A layer's layout and its slots, without what is an open size of its own."""
         layout, slots = self.step.call.layouts[number], self.step.slots[number].capacity
-        has_its_own = number in self.step.open.layer_of.values()
+        has_its_own = number in self.step.size_nodes.layer_of.values()
         return (dataclasses.replace(layout, capacity=0), 0) if has_its_own else (layout, slots)
 
     def _trace(
@@ -148,7 +148,7 @@ class _AttentionReplacement:
             attended, sums = extend_step(layout, here, slots, query, key, new_value, valid)
             return given_out(attended, sums if first else ())
 
-        return step.traced(function, nodes, number)
+        return step.trace(function, nodes, number)
 
 
 LAYERS_CAPACITY = sympy.Symbol("layers_capacity")

@@ -24,7 +24,7 @@ def leave_counting(step: StepContext) -> Record:
         for user in [user for user in counter.users if _writes(user, counter)]:
             assert not user.users
             step.graph.erase_node(user)
-    step.counted = step.inputs.some_valid
+    step.valid_output = step.inputs.some_valid
     return Record([counter.name for counter in counters])
 
 

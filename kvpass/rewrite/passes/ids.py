@@ -26,7 +26,7 @@ def renumber_ids(step: StepContext) -> Record:
         return Record(left={"position ids": "the policy does not renumber"})
     names, tensors = step.slots[0].names, step.slots[0].tensors()
     seen, length = (tensors[names.index(name)] for name in ("seen", "length"))
-    found = renumber.readers(step.gm, step.sites, step.actual, renumber.fits_step(seen, length))
+    found = renumber.readers(step.gm, step.sites, step.argument_of, renumber.fits_step(seen, length))
     late = any(step.sites[0].call < reader.node for reader in found)  # the first layer's step writes to its slots
     nodes = step.copied_slots(0) if late else step.slot_inputs[0]
     held = [nodes[names.index("position")], nodes[names.index("seen")]]

@@ -28,13 +28,13 @@ from kvpass.torch_private import fake_tensors
 
 def put_length_on_device(step: StepContext) -> Record:
     """Rewrite what is computed from the length; says which nodes count the keys, which is for masks to rewrite."""
-    on_length = LengthArithmetic(step.graph, step.sizes, step.length, step.open.of)
+    on_length = LengthArithmetic(step.graph, step.sizes, step.length, step.size_nodes.of)
     lookups = on_length.slices()
     for window in set(step.windows):
-        step.counts[window] = [*tokens.iotas(step.graph.nodes, step.sizes, window), *lookups]
+        step.key_indices[window] = [*tokens.iotas(step.graph.nodes, step.sizes, window), *lookups]
     on_length.positions()
-    step.on_length = on_length.computed
-    counts = {node.name: "it counts the keys" for nodes in step.counts.values() for node in nodes}
+    step.length_nodes = on_length.computed
+    counts = {node.name: "it counts the keys" for nodes in step.key_indices.values() for node in nodes}
     return Record(on_length.rewritten, counts)
 
 

@@ -14,5 +14,5 @@ def order_inputs(step: StepContext) -> Record:
     """Put the placeholders in the order in which `StepRewrite.flat` gives their values."""
     ours = [*(node for nodes in step.slot_inputs for node in nodes), *step.weight_inputs, *step.inputs.nodes]
     left = set(walk.placeholders(step.graph))
-    splicing.put_first(step.graph, [*ours, *(holder for holder in step.holders if holder in left)])
+    splicing.put_first(step.graph, [*ours, *(holder for holder in step.placeholders if holder in left)])
     return Record([node.name for node in walk.placeholders(step.graph)])

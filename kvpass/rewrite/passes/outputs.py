@@ -49,8 +49,8 @@ def _sorted(step: StepContext) -> tuple[Outputs, list[Any]]:
     starts = itertools.accumulate(map(len, step.chunks), initial=len(kept))
     chunks = [list(range(start, start + len(chunk))) for start, chunk in zip(starts, step.chunks, strict=False)]
     kept += [node for chunk in step.chunks for node in chunk]
-    valid = None if step.counted is None else len(kept)
-    kept += [] if step.counted is None else [step.counted]
+    valid = None if step.valid_output is None else len(kept)
+    kept += [] if step.valid_output is None else [step.valid_output]
     return Outputs(outputs, lengths, grown, chunks, valid), kept
 
 

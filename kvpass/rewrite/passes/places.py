@@ -20,7 +20,7 @@ def copy_places(step: StepContext) -> Record:
     if not step.decodes_on_gpu or not any(layout.policy.merges for layout in step.layouts):
         return Record(left={"free": "nothing merges on a GPU"})
     free = [step.slot(layer, "free") for layer in range(len(step.sites))]
-    step.places = step.compute(_written, free, step.sites[0].call, "kvpass_places")
+    step.write_indices = step.compute(_written, free, step.sites[0].call, "kvpass_places")
     return Record([node.name for node in free])
 
 

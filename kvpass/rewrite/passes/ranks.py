@@ -95,8 +95,8 @@ def _rank(step: StepContext, position: fx.Node, first: fx.Node) -> None:
     """Put ranks, live slots + 0, 1, ..., in the place of positions, for what rotates queries and keys."""
     shape, rows, queries, dtype = step.shape(position), step.batch, step.queries, value(position).dtype
     given = reshaped(position)
-    if given in step.holders:
-        step.given_positions.append(step.holders.index(given))
+    if given in step.placeholders:
+        step.replaced_positions.append(step.placeholders.index(given))
     fits = [d for d, size in enumerate(shape) if shapes.expr(size) == shapes.expr(queries) and (d or len(shape) == 1)]
     along = fits[-1] if fits else len(shape) - 1
     padded = bool(step.padding_inputs.sites[0])

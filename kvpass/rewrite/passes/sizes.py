@@ -32,10 +32,10 @@ def settle_sizes(step: StepContext) -> Record:
         if step.sizes.grows(node):
             step.refuse_growth(_reader(node))
         if not step.sizes.settled(node):
-            _settle(node, step.open.of(step.sizes.fixed(node)))
+            _settle(node, step.size_nodes.of(step.sizes.fixed(node)))
     alias.eliminate_dead(step.graph)
-    for holder in step.holders:
-        if not holder.users and not step.open.has(holder):
+    for holder in step.placeholders:
+        if not holder.users and not step.size_nodes.has(holder):
             step.graph.erase_node(holder)
         elif step.sizes.grown(value(holder)):
             step.refuse_growth(next(iter(holder.users)))

@@ -22,7 +22,7 @@ from kvpass.torch_private import dynamo
 
 def take_slots(step: StepContext) -> Record:
     """Add the inputs; the graph does not use them yet."""
-    first = step.holders[0]
+    first = step.placeholders[0]
     for layer, slots in enumerate(step.slots):
         names = [f"slots_{layer}_{name}" for name in slots.names]
         step.slot_inputs.append(_inputs(step, names, _described(step, layer), first))
@@ -30,7 +30,7 @@ def take_slots(step: StepContext) -> Record:
     step.weights = [] if policy.aligns == "never" else [tensor.to(step.device) for tensor in policy.weights()]
     step.weight_inputs = _inputs(step, [f"kvpass_weight_{i}" for i in range(len(step.weights))], step.weights, first)
     step.length = _length(step)
-    return Record([node.name for node in step.our_inputs])
+    return Record([node.name for node in step.new_inputs])
 
 
 def _described(step: StepContext, layer: int) -> list[Tensor]:
@@ -56,13 +56,13 @@ def _inputs(step: StepContext, names: list[str], tensors: list[Tensor], before: 
         nodes = [step.graph.placeholder(name) for name in names]
     for node, tensor in zip(nodes, tensors, strict=True):
         dynamo.as_new_input(node, tensor, in_place=True)
-    step.our_inputs.update(nodes)
+    step.new_inputs.update(nodes)
     return nodes
 
 
 def _length(step: StepContext) -> fx.Node:
     """A copy of the first layer's counter, which moves on with that layer's step."""
-    with step.graph.inserting_after(step.holders[-1]):
+    with step.graph.inserting_after(step.placeholders[-1]):
         counter = step.graph.call_function(operator.getitem, (step.slot(0, "length"), 0))
     with step.graph.inserting_after(counter):
         length = step.graph.call_method("clone", (counter,))

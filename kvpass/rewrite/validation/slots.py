@@ -31,7 +31,7 @@ class MadeUpSlots:
         made = self.made
         arguments = tuple(map(copied, made.plain))
         slots = [self.of(layer) for layer in range(len(self.step.layouts))]
-        given = made.rewrite.given(arguments, made.rewrite.host_precomputed(arguments), slots, made.count)
+        given = made.rewrite.call_arguments(arguments, made.rewrite.host_precomputed(arguments), slots, made.count)
         keeps = [not self._rewrites_rows(layer) for layer in range(len(slots))]
         return FlatArguments(slots, keeps, [*made.rewrite.weights, *given])
 
