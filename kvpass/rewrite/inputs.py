@@ -39,7 +39,7 @@ class GatheredInput:
         """Return the entries [B, H', C + q, ...]: of the slots, then of the new tokens."""
         new = slots.length[:, None] + torch.arange(queries, device=slots.length.device)
         indices = torch.cat([slots.index, new[:, None].expand(-1, slots.index.shape[1], -1)], -1)
-        return self.entry.at(tensor, indices.to(tensor.device))
+        return self.entry.gather(tensor, indices.to(tensor.device))
 
 
 class FurtherInputs:
@@ -78,7 +78,7 @@ class FurtherInputs:
             return self.entries[None, entry]
         if (layer, entry) not in self.entries:
             count = step.capacities[layer] + step.queries
-            shape = (step.batch, step.layouts[layer].groups, count, *entry.rest)
+            shape = (step.batch, step.layouts[layer].groups, count, *entry.entry_shape)
             self.entries[layer, entry] = self._new(f"{name}_at_{layer}", shape, value(entry.node).dtype)
         return self.entries[layer, entry]
 

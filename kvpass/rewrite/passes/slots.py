@@ -1,4 +1,4 @@
-"""Slots come in: new inputs for every layer's slots and for the policy's weights, and the counter of tokens.
+"""Add inputs for every layer's slots and for the policy's weights, and the counter of tokens.
 
 before   def step(ids, past_k, past_v): ...
 after    def step(slots_0_key, ..., slots_0_length, ..., weight_0, ids, past_k, past_v):
@@ -21,11 +21,11 @@ from kvpass.torch_private import dynamo
 
 
 def take_slots(step: StepContext) -> Record:
-    """Add the inputs; the graph does not use them yet."""
+    """Add the inputs, which no node reads yet."""
     first = step.placeholders[0]
     for layer, slots in enumerate(step.slots):
         names = [f"slots_{layer}_{name}" for name in slots.names]
-        step.slot_inputs.append(_inputs(step, names, _described(step, layer), first))
+        step.slot_inputs.append(_inputs(step, names, _examples(step, layer), first))
     policy = step.layouts[0].policy
     step.weights = [] if policy.aligns == "never" else [tensor.to(step.device) for tensor in policy.weights()]
     step.weight_inputs = _inputs(step, [f"kvpass_weight_{i}" for i in range(len(step.weights))], step.weights, first)
@@ -33,13 +33,17 @@ def take_slots(step: StepContext) -> Record:
     return Record([node.name for node in step.new_inputs])
 
 
-def _described(step: StepContext, layer: int) -> list[Tensor]:
+def _examples(step: StepContext, layer: int) -> list[Tensor]:
     tensors = step.slots[layer].tensors()
-    return [_of_any_size(step, layer, tensor) for tensor in tensors] if step.sizes.open else tensors
+    return [_with_dynamic_sizes(step, layer, tensor) for tensor in tensors] if step.sizes.open else tensors
 
 
-def _of_any_size(step: StepContext, layer: int, tensor: Tensor) -> Tensor:
-    """What describes one of the slots' tensors, [B, ...] or [B, ., C, ...]; itself where neither is an open size."""
+def _with_dynamic_sizes(step: StepContext, layer: int, tensor: Tensor) -> Tensor:
+    """Return an example of a slot tensor [B, ...] or [B, ., C, ...] in which B and C may be dynamic.
+
+    Raises:
+        UnsupportedGraph: sizes are dynamic and the tensor is not contiguous.
+    """
     capacity = step.capacities[layer]
     shape = [step.batch, *tensor.shape[1:]]
     if not isinstance(capacity, int) and len(shape) > 2 and shape[2] == step.slots[layer].capacity:
@@ -61,7 +65,7 @@ def _inputs(step: StepContext, names: list[str], tensors: list[Tensor], before: 
 
 
 def _length(step: StepContext) -> fx.Node:
-    """A copy of the first layer's counter, which moves on with that layer's step."""
+    """Return a copy of the first layer's counter, because that layer's step increases the counter."""
     with step.graph.inserting_after(step.placeholders[-1]):
         counter = step.graph.call_function(operator.getitem, (step.slot(0, "length"), 0))
     with step.graph.inserting_after(counter):
