@@ -231,18 +231,10 @@ class _KeyCutter:
         self.env.update({each.node: sparse_index.everything(each, self.graph) for each in sparse_indices})
         axes = {node: self._axis_of(node) for node in facts}
         axes |= {each.node: value(each.node).ndim - 1 for each in sparse_indices}
-        entry_axes = {node: axis for node, axis in context.inputs.items() if node in subgraph}
+        inputs = {node: axis for node, axis in context.inputs.items() if node in subgraph}
         self.axes = KeyAxis(
-            gm.graph,
-            subgraph,
-            sizes,
-            context.key_indices,
-            entry_axes,
-            self.padding,
-            axes,
-            context.lengths,
-            context.first,
-        )
+            gm.graph, subgraph, sizes, context.key_indices, inputs, self.padding, axes, context.lengths, context.first
+        )  # fmt: skip
         self.on_fact = set(facts) | alias.dependent(gm.graph, subgraph, [*facts, *context.stored])
         self.bound, self.host_input = list[fx.Node](), list[fx.Node]()
 

@@ -49,13 +49,11 @@ class Masks:
 
     def _context(self, site: AttentionSite, window: int | None, padding: tuple[fx.Node, ...]) -> MaskContext:
         step = self._step
-        subgraph = walk.ancestors(site.mask, [site.grown_key, site.grown_value])  # type: ignore[arg-type]
+        nodes = walk.ancestors(site.mask, [site.grown_key, site.grown_value])  # type: ignore[arg-type]
         pasts = {past for each in step.sites for past in (each.past_key, each.past_value)}
-        inputs = tokens.token_inputs(subgraph - pasts, step.argument_of, step.sizes)
+        inputs = tokens.token_inputs(nodes - pasts, step.argument_of, step.sizes)
         return MaskContext(
-            key_indices=[
-                n for n in step.key_indices[window] if n in subgraph and op_table.counts_exactly(value(n).dtype)
-            ],
+            key_indices=[n for n in step.key_indices[window] if n in nodes and op_table.counts_exactly(value(n).dtype)],
             inputs={node: axis for node, axis in inputs.items() if node not in padding},
             padding=list(padding),
             stored=[site.grown_key, site.grown_value],
@@ -130,13 +128,11 @@ class SlicedMask(MaskOnSlots):
     ) -> Tensor:
         start, count = int(self.shifted), len(self.sliced.entries)
         first = tensors[0] if start else 0
-        length, entry_tensors, bound = tensors[start], tensors[start + 1 :][:count], tensors[start + 1 + count :]
+        length, inputs, bound = tensors[start], tensors[start + 1 :][:count], tensors[start + 1 + count :]
         if self.whole:
-            entries = [
-                entry.gather(tensor, index) for entry, tensor in zip(self.sliced.entries, entry_tensors, strict=True)
-            ]
+            entries = [entry.gather(x, index) for entry, x in zip(self.sliced.entries, inputs, strict=True)]
         else:
-            entries = [_entries_of_slots(x, index, length, self.queries) for x in entry_tensors]
+            entries = [_entries_of_slots(x, index, length, self.queries) for x in inputs]
         return self.sliced.on_slots(index, position, first, heads, entries, bound, facts)
 
 

@@ -101,32 +101,30 @@ class StepRewrite:
         """Return the results of `host_graph`."""
         return list(self.host_graph(*arguments)) if self.host_graph else []
 
-    def flat(self, slots: list[Slots], arguments: tuple[Any, ...], host_values: list[Any], seen: int) -> list[Any]:
+    def flat(self, slots: list[Slots], arguments: tuple[Any, ...], host_input: list[Any], seen: int) -> list[Any]:
         """Return the rewritten graph's arguments, from slots, Dynamo's arguments and the results of `host_precomputed`.
 
         Args:
             seen: the number of tokens before this call.
         """
-        return [*self.fixed_arguments(slots), *self.call_arguments(arguments, host_values, slots, seen)]
+        return [*self.fixed_arguments(slots), *self.call_arguments(arguments, host_input, slots, seen)]
 
     def fixed_arguments(self, slots: list[Slots]) -> list[Any]:
         """Return the arguments that all steps share: the slots' tensors and the policy's weights."""
         return [*(tensor for layer in slots for tensor in layer.tensors()), *self.weights]
 
     def call_arguments(
-        self, arguments: tuple[Any, ...], host_values: list[Any], slots: list[Slots], seen: int
+        self, arguments: tuple[Any, ...], host_input: list[Any], slots: list[Slots], seen: int
     ) -> list[Any]:
         """Return the arguments that change with the call, see `flat`."""
         dense, flat = torch.contiguous_format, list[Any]()
         for index in self.columns:
             flat.append(of_new(arguments[index], seen, self.queries).clone(memory_format=dense))
-        precomputed = host_values[len(self.grown) :]
+        further = host_input[len(self.grown) :]
         for entry in self.entries:
-            tensor = (
-                arguments[entry.arg_index] if entry.is_argument else precomputed[self.host_inputs + entry.arg_index]
-            )
+            tensor = arguments[entry.arg_index] if entry.is_argument else further[self.host_inputs + entry.arg_index]
             flat.append(tensor if entry.layer is None else entry.gather(tensor, slots[entry.layer], self.queries))
-        flat += precomputed[: self.host_inputs]
+        flat += further[: self.host_inputs]
         first = len(flat)
         flat += [arguments[index] for index in self.inputs]
         for offset, index in enumerate(self.inputs) if self.loose_inputs else ():

@@ -104,9 +104,7 @@ class RotarySlice:
             for x in self.angles.module(torch.full(shape, index, device=device), *bound):
                 constant = [d for d in range(x.ndim) if bool((x == x.narrow(d, 0, 1)).all())]
                 probes.append(
-                    torch.view_as_real(_first_entries(x, constant).resolve_conj())
-                    if x.is_complex()
-                    else _first_entries(x, constant)
+                    torch.view_as_real(_first(x, constant).resolve_conj()) if x.is_complex() else _first(x, constant)
                 )
         return torch.cat([x.flatten().double() for x in probes])
 
@@ -126,13 +124,11 @@ class RotarySlice:
             sections = rotate.run_on(key, *self._in_traced_dtypes(rows[index] for rows in table), *bound)
             return tuple(section[:, :, 0] for section in sections)
 
-        over_slots = torch.vmap(rotate_slot, in_dims=(2, 0), out_dims=2)  # over N
+        slots = torch.vmap(rotate_slot, in_dims=(2, 0), out_dims=2)  # over N
         if expr(self.shape[0]) == 1:
-            over_heads = torch.vmap(
-                lambda row, index: over_slots(tuple(part[None] for part in row), index), (None, 0)
-            )  # over H'
-            return [_head_by_head(section[:, :, 0]) for section in torch.vmap(over_heads)(parts, rank)]
-        rotated = torch.vmap(torch.vmap(lambda index: over_slots(parts, index)))(rank)
+            heads = torch.vmap(lambda row, index: slots(tuple(part[None] for part in row), index), (None, 0))  # over H'
+            return [_head_by_head(section[:, :, 0]) for section in torch.vmap(heads)(parts, rank)]
+        rotated = torch.vmap(torch.vmap(lambda index: slots(parts, index)))(rank)
         return [_head_by_head(_row_by_row(section)) for section in rotated]
 
     def for_one_key(self) -> RotarySlice:
@@ -150,7 +146,7 @@ class RotarySlice:
             return self
         one_key = ((1, self.shape[1], 1, self.shape[3]), self.rotate_inputs[0][1])
         return dataclasses.replace(
-            self, angles=_with_first_entries(self.angles, dims), rotate_inputs=(one_key, *self.rotate_inputs[1:])
+            self, angles=_with_first(self.angles, dims), rotate_inputs=(one_key, *self.rotate_inputs[1:])
         )
 
     def _broadcast_dims(self) -> list[list[int]] | None:
@@ -165,10 +161,10 @@ class RotarySlice:
         try:
             angles = self.angles.module(torch.tensor(3).expand(self.position), *angle_values)
             dims = [_constant_dims(x, (self.shape[0], self.shape[2])) for x in angles]
-            narrowed = [_first_entries(*each) for each in zip(angles, dims, strict=True)]
+            narrowed = [_first(*each) for each in zip(angles, dims, strict=True)]
             rotated = self.rotate.module(keys, *angles, *rest)
             equal = all(
-                _close(self.rotate.module(_key_of(keys, index), *narrowed, *rest), _key_of(rotated, index))
+                _close(self.rotate.module(_key(keys, index), *narrowed, *rest), _key(rotated, index))
                 for index in (0, -1)
             )
         except (RuntimeError, IndexError):  # it spells sizes out, or needs indices and not random numbers
@@ -242,7 +238,7 @@ def _random(like: Like, generator: torch.Generator) -> Tensor:
     return torch.randn(shape, generator=generator).to(dtype)
 
 
-def _key_of(keys: Tensor, index: int) -> Tensor:
+def _key(keys: Tensor, index: int) -> Tensor:
     """Return the key of one row and query, [1, Hkv, 1, D] of [B, Hkv, q, D]."""
     return keys[index, None, :, index, None]
 
@@ -252,7 +248,7 @@ def _constant_dims(x: Tensor, sizes: tuple[int, ...]) -> list[int]:
     return [d for d, size in enumerate(x.shape) if size in sizes and bool((x == x.narrow(d, 0, 1)).all())]
 
 
-def _first_entries(x: Tensor, dims: list[int]) -> Tensor:
+def _first(x: Tensor, dims: list[int]) -> Tensor:
     """Return the first entry along each of these dimensions."""
     for d in dims:
         x = x.narrow(d, 0, 1)
@@ -265,7 +261,7 @@ def _close(x: Tensor, y: Tensor) -> bool:
     return x.shape == y.shape and torch.allclose(x, y, rtol=tolerance, atol=tolerance * float(y.abs().max()))
 
 
-def _with_first_entries(original: Slice, dims_of: list[list[int]]) -> Slice:
+def _with_first(original: Slice, dims_of: list[list[int]]) -> Slice:
     """Return a slice whose results keep only the first entry of some dimensions."""
     graph = fx.Graph()
     results = list(graph.graph_copy(original.module.graph, {}))  # type: ignore[arg-type]

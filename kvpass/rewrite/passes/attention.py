@@ -62,12 +62,10 @@ class _AttentionReplacement:
         new = new_rows(step, layer)
         slots = step.slot_inputs[layer]
         slots_before = step.copied_slots(layer) if site.shared_by and step.decodes else slots
-        statistics = self._splice(layer, site, slots, new, first=True)
+        sums = self._splice(layer, site, slots, new, first=True)
         for sharing in site.shared_by:
             self._splice(layer, sharing, slots_before, new, first=False)
-        step.chunks.append(
-            [] if step.decodes else [*stored_rows(step, layer, new), step.inputs.valid(layer), *statistics]
-        )
+        step.chunks.append([] if step.decodes else [*stored_rows(step, layer, new), step.inputs.valid(layer), *sums])
 
     def _splice(
         self, layer: int, site: AttentionSite, slots: list[fx.Node], new: list[fx.Node], first: bool

@@ -106,7 +106,7 @@ class ConversationPlan:
     dropped: int = 0
 
     @property
-    def description(self) -> str:
+    def label(self) -> str:
         """The conversation in an error message."""
         return f"on a made-up conversation of {self.count} tokens"
 

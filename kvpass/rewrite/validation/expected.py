@@ -143,10 +143,10 @@ def expected(call: dict[str, Any], columns: Tensor | None = None, queries: Tenso
     visible = torch.ones_like(logits[..., :1]) if bias is None else bias > HIDDEN / 2
     sees_key = visible.any(-1).expand(logits.shape[:-1])
     if not bool(sees_key.all()):
-        unseeing = _hidden_bias(call, logits, error, bias)
+        blind = _hidden_bias(call, logits, error, bias)
         biased = (
-            torch.where(sees_key[..., None], biased[0], unseeing[0]),
-            torch.where(sees_key[..., None], biased[1], unseeing[1]),
+            torch.where(sees_key[..., None], biased[0], blind[0]),
+            torch.where(sees_key[..., None], biased[1], blind[1]),
         )
     return _attended(call, *biased, sees_key, _for_heads(value, query), bias, queries)
 

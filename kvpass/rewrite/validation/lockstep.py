@@ -48,7 +48,7 @@ class MadeUpCall(Protocol):
     """A made-up call."""
 
     @property
-    def description(self) -> str:
+    def label(self) -> str:
         """The call in a message."""
         ...
 
@@ -61,7 +61,7 @@ class Unfit(Exception):
 
 
 @contextlib.contextmanager
-def as_unfit(description: str) -> Iterator[None]:
+def as_unfit(label: str) -> Iterator[None]:
     """Convert errors of the validation's own code, which say nothing about the graphs.
 
     Raises:
@@ -72,22 +72,22 @@ def as_unfit(description: str) -> Iterator[None]:
     except (KVPassError, Unfit):
         raise
     except Exception as error:
-        raise Unfit(failed_comparison(description, error)) from error
+        raise Unfit(failed_comparison(label, error)) from error
 
 
 @contextlib.contextmanager
-def noting_unfit(skipped: list[str], description: str) -> Iterator[None]:
-    """Append a description of a call that cannot be compared to `left`, and continue."""
+def noting_unfit(skipped: list[str], label: str) -> Iterator[None]:
+    """Append a label of a call that cannot be compared to `left`, and continue."""
     try:
-        with as_unfit(description):
+        with as_unfit(label):
             yield
     except Unfit as failure:
         skipped.append(str(failure))
 
 
-def failed_comparison(description: str, error: Exception) -> str:
+def failed_comparison(label: str, error: Exception) -> str:
     """Describe an error of the validation's own code as the reason why nothing was compared."""
-    return f"comparing {description} failed itself with {type(error).__name__}: {error}"
+    return f"comparing {label} failed itself with {type(error).__name__}: {error}"
 
 
 class Lockstep:
@@ -97,7 +97,7 @@ class Lockstep:
         gm, canonical, sites: the two graphs, and the attention calls of the canonical one.
         argument: creates the argument of an index.
         new: q, the number of new tokens.
-        description: describes the arguments, for an error.
+        label: describes the arguments, for an error.
         last: the canonical call after which the graphs stop; None for the end.
         queries: the queries of each call that are compared, None for all.
         real: bool [B, q], false for padding.
@@ -113,18 +113,12 @@ class Lockstep:
         sites: Sequence[AttentionSite],
         argument: Callable[[int], Any],
         new: int,
-        description: str,
+        label: str,
         last: fx.Node | None = None,
         queries: Tensor | None = None,
         real: Tensor | None = None,
     ) -> None:
-        self.gm, self.canonical, self.sites, self.argument, self.description = (
-            gm,
-            canonical,
-            sites,
-            argument,
-            description,
-        )
+        self.gm, self.canonical, self.sites, self.argument, self.label = (gm, canonical, sites, argument, label)
         self.new, self.last, self.queries, self.real = new, last, queries, real
         self._indices = {node: index for index, node in enumerate(walk.placeholders(canonical.graph))}
         self.caches = [index for site in sites for index in (site.keys_out, site.values_out)]
@@ -155,7 +149,7 @@ class Lockstep:
             last = None if self.last is None else named[_in_model(self.last)]
             return GraphRun(self.gm, self.argument, visits, self.caches).run_to(last)
         except DoesNotRun as error:
-            raise Unfit(f"the model's own graph does not run {self.description}: {error}") from error
+            raise Unfit(f"the model's own graph does not run {self.label}: {error}") from error
 
     def _keep_result(self, walk: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
         finite = result.isfinite()
@@ -268,13 +262,8 @@ class Lockstep:
     def compare_outputs(self, actual: Sequence[Any], wanted: Sequence[Any], left_out: Iterable[int]) -> None:
         """Compare results that both graphs have."""
         skipped = {*self.caches, *left_out}
-        for index, (actual_value, wanted_value) in enumerate(zip(actual, wanted, strict=True)):
-            if (
-                index not in skipped
-                and actual_value is not None
-                and wanted_value is not None
-                and not same(actual_value, wanted_value)
-            ):
+        for index, (x, y) in enumerate(zip(actual, wanted, strict=True)):
+            if index not in skipped and x is not None and y is not None and not same(x, y):
                 self.refuse(self.sites[-1], f"output {index} has another value")
 
     # -- comparing ---------------------------------------------------------------------------------------------------
@@ -310,7 +299,7 @@ class Lockstep:
     def refuse(self, site: AttentionSite, problem: str) -> NoReturn:
         """Raise UnsupportedGraph: the graphs differ at an attention call."""
         raise UnsupportedGraph(
-            f"{source_line(site.call)}: the rewritten graph is not the model's: {self.description} {problem}; the "
+            f"{source_line(site.call)}: the rewritten graph is not the model's: {self.label} {problem}; the "
             "model is read wrongly by kvpass, which is a defect worth reporting; it cannot run on a bounded cache"
         )
 
@@ -352,7 +341,7 @@ def validated(
         try:
             for call in calls:
                 try:
-                    with as_unfit(call.description):
+                    with as_unfit(call.label):
                         compare(call)
                 except Unfit as failure:
                     why = str(failure)

@@ -37,9 +37,9 @@ LENGTHS = (11, 13, 17, 19, 23, 9, 7)
 """Lengths of a made-up prompt; the first that is no other size of the graph is taken."""
 ROWS = (3, 5, 2)
 """Numbers of rows, chosen in the same way."""
-MAX_TOKENS_OF_ALL_LAYERS = 64
+MAX_TOKENS = 64
 """Prompts with more tokens than this, all rows together, run one layer of each kind only."""
-MAX_LENGTH, MAX_LONGER_PROMPTS = 600, 3
+MAX_LENGTH, MORE = 600, 3
 """The length of the longest prompts beyond constants of a graph, and the most such prompts."""
 MAX_QUERIES = 24
 """The most queries of a call that are compared."""
@@ -80,13 +80,11 @@ def validate_prompt(prompt: PromptCase, arguments: tuple[Any, ...]) -> Validatio
 
 def _try_longer(prompt: PromptCase, arguments: tuple[Any, ...], left_out: list[str]) -> None:
     """Compare on prompts beyond the constants of the graph; note those on which the model's own graph does not run."""
-    lengths = [number + 2 for number in length_constants(prompt.gm.graph) if LENGTHS[0] < number <= MAX_LENGTH][
-        -MAX_LONGER_PROMPTS:
-    ]
+    lengths = [number + 2 for number in length_constants(prompt.gm.graph) if LENGTHS[0] < number <= MAX_LENGTH][-MORE:]
     if value(prompt.sites[0].query).device.type != "cpu":  # a lookup out of range cannot be caught there
         lengths = [number for number in lengths if number <= smallest_table(prompt.gm.graph)]
     for call in _made_up(prompt, arguments, lengths, 2):
-        with noting_unfit(left_out, call.description):
+        with noting_unfit(left_out, call.label):
             _compare(prompt, call)
 
 
@@ -102,7 +100,7 @@ class _PromptCall:
     rows: int
     queries: int
     real: Tensor
-    description: str
+    label: str
 
     def argument(self, number: int) -> Any:
         return copied(self.arguments[number])
@@ -159,10 +157,10 @@ def _other_sizes(
     for new in (x for x in lengths if x not in taken):
         for count in (x for x in counts if x != new):
             new_rows = {symbol: count for symbol, number in current.items() if variable and number == current[rows]}
-            new_lengths = {
+            longer = {
                 symbol: new for symbol, number in current.items() if symbol == length or number == current[length]
             }
-            sizes = {**current, **new_rows, **new_lengths, **({rows: count} if variable else {})}
+            sizes = {**current, **new_rows, **longer, **({rows: count} if variable else {})}
             allowed = _satisfies(guards, sizes) and all(_in_range(node, sizes) for node in inputs)
             if allowed and all(
                 _marks_rows(inputs[index], value(site.key).shape[0], sizes) for index in prompt.padding_inputs
@@ -223,7 +221,7 @@ def _with_padding(prompt: PromptCase, arguments: tuple[Any, ...]) -> tuple[Any, 
 
 
 def _prompt_call(
-    prompt: PromptCase, arguments: tuple[Any, ...], sizes: dict[Any, int], description: str
+    prompt: PromptCase, arguments: tuple[Any, ...], sizes: dict[Any, int], label: str
 ) -> _PromptCall | None:
     """Return a call with these arguments; None if its sizes are unknown."""
     site = prompt.sites[0]
@@ -236,7 +234,7 @@ def _prompt_call(
         total = arguments[index].shape[-1] if site.past_key is not None else queries
         column = arguments[index].reshape(-1, arguments[index].shape[-1])[:, total - queries : total]
         real = real & (column != 0).cpu()
-    return _PromptCall(arguments, rows, queries, real, f"{description} of {queries} tokens")
+    return _PromptCall(arguments, rows, queries, real, f"{label} of {queries} tokens")
 
 
 def _compare(prompt: PromptCase, call: _PromptCall) -> None:
@@ -247,16 +245,12 @@ def _compare(prompt: PromptCase, call: _PromptCall) -> None:
         Unfit: the model's own graph does not run.
     """
     device = value(prompt.sites[0].query).device
-    last = (
-        last_new_kind(prompt.canonical.graph, prompt.sites)
-        if call.rows * call.queries > MAX_TOKENS_OF_ALL_LAYERS
-        else None
-    )
+    last = last_new_kind(prompt.canonical.graph, prompt.sites) if call.rows * call.queries > MAX_TOKENS else None
     queries = None
     if call.queries > MAX_QUERIES:
         sampled = torch.randperm(call.queries, generator=torch.Generator().manual_seed(0))[: MAX_QUERIES - 2].tolist()
         queries = torch.tensor(sorted({*sampled, 0, call.queries - 1}), device=device)
-    arguments = (prompt.gm, prompt.canonical, prompt.sites, call.argument, call.queries, call.description)
+    arguments = (prompt.gm, prompt.canonical, prompt.sites, call.argument, call.queries, call.label)
     lockstep = Lockstep(*arguments, last, queries, call.real.to(device))
     wanted = lockstep.run_model()
     lockstep.run_canonical()

@@ -68,11 +68,11 @@ def _try_others(step: StepCase, first: ConversationPlan, left_out: list[str]) ->
     last = last_new_kind(step.canonical.graph, step.sites)
     may_see_none = False
     for plan in _further_plans(step, first):
-        with noting_unfit(left_out, plan.description):
+        with noting_unfit(left_out, plan.label):
             may_see_none = _compare(step, Conversation(step, plan), last) or may_see_none
     if may_see_none:
         for plan in _blind_plans(step, first):
-            with noting_unfit(left_out, plan.description):
+            with noting_unfit(left_out, plan.label):
                 _compare(step, Conversation(step, plan), last)
 
 
@@ -150,10 +150,8 @@ def _has_ids(step: StepCase) -> bool:
 
 def _capacity(step: StepCase) -> int:
     """Return the number of tokens that fit into the slots of each layer whose whole past is cached."""
-    capacities = [
-        slots.capacity for slots, window in zip(step.slots, step.context.windows, strict=True) if window is None
-    ]
-    return min(capacities, default=step.seen + 1) - step.context.decodes
+    sizes = [slots.capacity for slots, window in zip(step.slots, step.context.windows, strict=True) if window is None]
+    return min(sizes, default=step.seen + 1) - step.context.decodes
 
 
 def _fits(step: StepCase, count: int) -> bool:
@@ -223,7 +221,7 @@ def _compare(step: StepCase, conversation: Conversation, last: fx.Node | None) -
         Unfit: the model's own graph does not run.
     """
     lockstep = Lockstep(
-        step.gm, step.canonical, step.sites, conversation.argument, step.queries, conversation.plan.description, last
+        step.gm, step.canonical, step.sites, conversation.argument, step.queries, conversation.plan.label, last
     )
     wanted = lockstep.run_model()
     lockstep.run_canonical(conversation.columns)
