@@ -128,7 +128,7 @@ class D2O(Policy):
         return {"score": tokens.state["score"] + attention.total.sum(2)}  # [B, Hkv, N]
 
     def _recent(self, budget: int | Tensor) -> int | Tensor:
-        """Return M for a row's budget."""
+        """Return M, the number of recent tokens."""
         shared = budget - self.sinks if self.extra_sinks else budget
         recent, most = shared - share_of(shared, self.heavy), budget - self.sinks
         if isinstance(recent, Tensor) and isinstance(most, Tensor):

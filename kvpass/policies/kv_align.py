@@ -163,7 +163,6 @@ class KVAlign(Policy):
         return torch.where(self._is_sink(tokens), torch.iinfo(torch.int64).max, tokens.position)
 
     def _is_sink(self, tokens: Tokens) -> Tensor:
-        """Return bool [B, H', N]: whether the token is a sink."""
         start = tokens.state["start"]
         return (tokens.position >= start) & (tokens.position < start + self.sinks)
 

@@ -31,11 +31,9 @@ def nearest(key: Tensor, held: Tensor, position: Tensor) -> tuple[Tensor, Tensor
 
 
 def _nearest_of_many(key: Tensor, held: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `nearest` for the keys that a prompt or chunk evicts: one product and one pass per block, never compiled.
-
-    Slots are sorted by position, free ones last, because `max` finds the first of equals.
-    """
+    """Return `nearest` for evicted keys of prompts and chunks, in blocks and uncompiled."""
     batch, heads, count, _ = key.shape
+    # Slots are sorted by position, free ones last, because `max` finds the first of equals.
     order = rows_in_order(position)[..., : max(1, int((position >= 0).sum(-1).max()))]
     sorted_rows = held.gather(2, order[..., None].expand(*order.shape, held.shape[3]))
     unit_slots = _unit(sorted_rows).flatten(0, 1).transpose(1, 2)  # [B * Hkv, D, n]
@@ -47,7 +45,6 @@ def _nearest_of_many(key: Tensor, held: Tensor, position: Tensor) -> tuple[Tenso
 
 
 def _unit(key: Tensor) -> Tensor:
-    """Normalize keys to length one, in float32."""
     return key.float() / _norm(key)[..., None]
 
 

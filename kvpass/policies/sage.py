@@ -93,7 +93,6 @@ class Sage(Policy):
         return sinks, top, budget - sinks - groups * top
 
     def _check_split(self, budget: int | Tensor, groups: int) -> None:
-        """Raise BudgetError if the budget of a row leaves nothing for recent tokens."""
         for slots in set(budget.flatten().tolist()) if isinstance(budget, Tensor) else {budget}:
             budget_split(slots, groups, self.sinks, self.top)
 

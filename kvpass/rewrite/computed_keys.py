@@ -141,11 +141,7 @@ def _check_per_token(node: fx.Node, tokens: _TokenAxis) -> None:
 
 
 def _check_rows(nodes: list[fx.Node], stored: list[fx.Node]) -> None:
-    """Raise UnsupportedGraph for a node that may mix rows of a batch, whose slots hold different tokens.
-
-    Args:
-        nodes: the nodes that depend on the cache, in the order of the graph.
-    """
+    """Raise UnsupportedGraph if a node, given in graph order, may mix rows, whose slots hold different tokens."""
     count = expr(value(stored[0]).shape[0])
     if count == 1:
         return

@@ -45,7 +45,6 @@ class PerTokenInput:
 
     @property
     def entry_shape(self) -> tuple[Any, ...]:
-        """The shape of an entry without `axis`."""
         return self.shape[: self.axis] + self.shape[self.axis + 1 :]
 
     def as_traced(self, entry: Tensor) -> Tensor:
@@ -120,9 +119,8 @@ def _refuse_width(mask: Tensor) -> Tensor:
 def _own_masks(masks: Tensor, heads: int) -> Tensor:
     """Select each row's and head's own mask: [B, H', N, b, h, ...] to [B, Hkv or 1, N, G or 1, ...].
 
-    b is 1 or B, and h is 1, Hkv or Hq.  The model's code computes masks for all rows and heads at each slot's index,
-    and slots have indices for each row and head.  Only the diagonals are meaningful, and a compiler computes only
-    these.
+    b is 1 or B, and h is 1, Hkv or Hq.  The model's code computes all rows and heads at the index of each row and head.
+    Only the diagonals are needed, and a compiler computes only these.
     """
     rows, groups = masks.shape[:2]
     masks = masks[:, :, :, 0] if masks.shape[3] == 1 else masks.diagonal(0, 0, 3).movedim(-1, 0)  # [B, H', N, h, ...]
@@ -194,7 +192,7 @@ def check_not_overwritten(moved: set[fx.Node], behind: set[fx.Node], result: fx.
         behind: all nodes that the result is computed from.
 
     Raises:
-        UnsupportedGraph: a node outside `moved` writes to their memory, or one after `result` to that of `behind`.
+        UnsupportedGraph: another node writes to their memory, for `behind` only after `result`.
     """
     for writer in (alias.overwritten(moved), alias.overwritten(behind, since=result)):
         if writer is not None:
@@ -207,8 +205,8 @@ def check_not_overwritten(moved: set[fx.Node], behind: set[fx.Node], result: fx.
 class _KeyCutter:
     """Copy the mask's subgraph for one key: the key index and the cache's length take the values of one key.
 
-    Nodes that are proven to compute slice by slice are copied (`kvpass.capture.keys`).  Other nodes are precomputed on
-    the host, and the slots' entries are gathered from those that have one for every token.
+    Nodes that are proven to compute slice by slice are copied (`kvpass.capture.keys`).  The host precomputes the
+    others.
     """
 
     def __init__(
@@ -374,12 +372,9 @@ class _KeyCutter:
         return self.graph.call_function(torch.where, (in_range, looked_up, fill or 0))
 
     def _counts_valid(self, node: fx.Node) -> bool:
-        """Return whether a node counts the real tokens up to a key: a running sum over an input that marks padding.
-
-        A sum in half precision rounds on the way, so the model's own code has to compute it.
-        """
+        """Return whether a node counts the real tokens up to a key: a running sum over an input that marks padding."""
         arguments, dtype = op_table.bound(node), value(node).dtype
-        if not op_table.counts_exactly(dtype):
+        if not op_table.counts_exactly(dtype):  # the sum is rounded on the way, so the model's own code computes it
             return False
         column = arguments.get("input")
         while isinstance(column, fx.Node) and op_table.known_name(column) in op_table.SAME_VALUE:

@@ -63,11 +63,7 @@ class Masks:
         )
 
     def _drop_sparse_indices(self, mask: fx.Node) -> None:
-        """Take a mask's sparse indices as selecting all slots, and drop the outputs of the keys by which they score.
-
-        Raises:
-            UnsupportedGraph: there are more slots than a sparse index selects.
-        """
+        """Take a mask's sparse indices as selecting all slots, and drop the outputs of the keys by which they score."""
         step = self._step
         capacity, outputs = max(step.capacities), walk.results(step.graph)
         for index in sparse_index.find(mask):
@@ -95,7 +91,6 @@ class MaskOnSlots:
 
     @property
     def facts(self) -> tuple[fx.Node, ...]:
-        """The tensors that it reads from stored rows."""
         return ()
 
     def on_slots(

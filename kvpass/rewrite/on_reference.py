@@ -36,14 +36,7 @@ from kvpass.rewrite.rotary_slice import RotarySlice
 def take_prompt(
     layout: Layout, chunk: Chunk, spec: StatisticsSpec, site: AttentionSite, row_budgets: Sequence[int]
 ) -> ReferenceLayer:
-    """Return the reference's layer after a prompt.
-
-    Args:
-        chunk: the prompt's stored rows.
-        spec: the operands of its attention.
-        site: the attention call.
-        row_budgets: the budget of each row.
-    """
+    """Return the reference's layer after a prompt with these rows and operands of attention."""
     query, keys, mask, sink_logit = spec.query, spec.key, spec.mask, spec.sink_logit
     queries, keys_count = query.shape[2], keys.shape[2]
     visible = torch.ones(queries, keys_count, dtype=torch.bool, device=query.device)
@@ -150,10 +143,7 @@ class _ReferenceCall:
         bound: dict[str, list[Any]],
         sink_logit: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the output [B, Hq, q, Dv] and the log-sum-exp of the logits.
-
-        The log-sum-exp is [B, Hq, q], or [B, Hq, q, 1] if `lse_has_dim`.
-        """
+        """Return the output [B, Hq, q, Dv] and the log-sum-exp [B, Hq, q] or [B, Hq, q, 1] of the logits."""
         layout, site, queries = self.layout, self.site, query.shape[2]
         if self.first:
             stored_as_read = stored if store.attends_to_stored(queries) else None

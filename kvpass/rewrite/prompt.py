@@ -164,12 +164,7 @@ def _renumber(
 
 
 def _valid_tokens(graph: fx.Graph, tokens: fx.Node, marks: tuple[fx.Node, ...], along: int = 2) -> fx.Node | None:
-    """Return bool [B or 1, past + q], false for padding, an adopted past included; None if no token is padding.
-
-    Args:
-        tokens: a tensor with the tokens along a dimension.
-        marks: the inputs that mark padding.
-    """
+    """Return bool [B or 1, past + q], false for marked padding; None if no input marks padding."""
     total, valid = value(tokens).shape[along], None
     for node in marks:
         ndim = value(node).ndim

@@ -66,8 +66,7 @@ class RotarySlice:
         return (self.angles.key, self.rotate.key, str(self.position))
 
     @property
-    def shape(self) -> tuple[Any, ...]:
-        """[B, Hkv, q, D] of the keys."""
+    def shape(self) -> tuple[Any, ...]:  # [B, Hkv, q, D] of the keys
         return self.rotate_inputs[0][0]
 
     def with_numbers(self) -> RotarySlice:
@@ -150,10 +149,7 @@ class RotarySlice:
         )
 
     def _broadcast_dims(self) -> list[list[int]] | None:
-        """Return for each result of `angles` the dimensions that one row and query need only one entry of, or None.
-
-        The result is None if `rotate` does not work on one row and query, or gives them other values.
-        """
+        """Return for each result of `angles` the dimensions of which one row and query need one entry, or None."""
         generator = torch.Generator().manual_seed(0)
         angle_values, (keys, *rest) = (
             [_random(like, generator) for like in likes] for likes in (self.angle_inputs, self.rotate_inputs)
@@ -249,14 +245,12 @@ def _constant_dims(x: Tensor, sizes: tuple[int, ...]) -> list[int]:
 
 
 def _first(x: Tensor, dims: list[int]) -> Tensor:
-    """Return the first entry along each of these dimensions."""
     for d in dims:
         x = x.narrow(d, 0, 1)
     return x
 
 
 def _close(x: Tensor, y: Tensor) -> bool:
-    """Return whether two tensors are equal up to rounding."""
     tolerance = 4 * torch.finfo(y.dtype).eps
     return x.shape == y.shape and torch.allclose(x, y, rtol=tolerance, atol=tolerance * float(y.abs().max()))
 

@@ -1,8 +1,4 @@
-"""Create the nodes of dynamic sizes in a step graph.
-
-A dynamic size is a number among Dynamo's arguments, the size of a slot tensor, or arithmetic on these at the beginning
-of the graph.
-"""
+"""Create the nodes of dynamic sizes in a step graph: arguments, sizes of slot tensors, and arithmetic on these."""
 
 from __future__ import annotations
 

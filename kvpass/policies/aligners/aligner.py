@@ -173,7 +173,6 @@ def _direct(
 
 
 def _by_head(change: Tensor, heads: int) -> Tensor:
-    """Reshape [B, C, Hkv * D] to [B, Hkv, C, D]."""
     return change.view(*change.shape[:2], heads, -1).transpose(1, 2)
 
 

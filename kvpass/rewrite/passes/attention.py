@@ -70,11 +70,8 @@ class _AttentionReplacement:
     def _splice(
         self, layer: int, site: AttentionSite, slots: list[fx.Node], new: list[fx.Node], first: bool
     ) -> list[fx.Node]:
-        """Splice in one attention call's step and return the statistics of a chunk.
-
-        Args:
-            first: whether this call writes the new rows and updates the policy's state.
-        """
+        """Splice in an attention call's step, which writes and evicts if it is the `first`; return a chunk's
+        statistics."""
         step, layout = self.step, self.step.layouts[layer]
         mask, mask_key = self.masks.of(site, layer)
         rotary = step.rotaries[layer] if step.rotaries else None
@@ -261,6 +258,5 @@ class _LayerCall:
 
 
 def _grouped(tensors: tuple[Tensor, ...], counts: dict[str, int]) -> dict[str, list[Tensor]]:
-    """Group consecutive tensors by name."""
     rest = iter(tensors)
     return {name: list(itertools.islice(rest, count)) for name, count in counts.items()}

@@ -133,11 +133,7 @@ class LengthArithmetic:
         return node
 
     def _arange_on_length(self, node: fx.Node) -> None:
-        """Rewrite arange(past, past + q) as past + arange(q), in int64 until after the addition.
-
-        Raises:
-            UnsupportedGraph: its dtype does not hold all integers, so rounding would differ.
-        """
+        """Rewrite arange(past, past + q) as past + arange(q), in int64 until after the addition."""
         if len(node.args) != 2:
             return
         start, end = node.args

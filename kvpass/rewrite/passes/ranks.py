@@ -128,13 +128,7 @@ def _may_differ_by_row(step: StepContext, position: fx.Node) -> bool:
 
 
 def _rotating_users(step: StepContext, position: fx.Node) -> list[fx.Node]:
-    """Return the nodes that read positions to rotate queries and keys.
-
-    Masks compare positions with indices in the padded sequence, and both stay.
-
-    Raises:
-        UnsupportedGraph: a node serves masks and rotary embeddings.
-    """
+    """Return the nodes that read positions to rotate queries and keys; masks still compare positions with indices."""
     sites = [each for site in step.sites for each in site.all]
     calls = {site.call for site in sites}
     masks = {node for site in sites if site.mask for node in walk.ancestors(site.mask, calls)}

@@ -39,11 +39,7 @@ def _examples(step: StepContext, layer: int) -> list[Tensor]:
 
 
 def _with_dynamic_sizes(step: StepContext, layer: int, tensor: Tensor) -> Tensor:
-    """Return an example of a slot tensor [B, ...] or [B, ., C, ...] in which B and C may be dynamic.
-
-    Raises:
-        UnsupportedGraph: sizes are dynamic and the tensor is not contiguous.
-    """
+    """Return an example of a slot tensor [B, ...] or [B, ., C, ...], where B and C may be dynamic."""
     capacity = step.capacities[layer]
     shape = [step.batch, *tensor.shape[1:]]
     if not isinstance(capacity, int) and len(shape) > 2 and shape[2] == step.slots[layer].capacity:

@@ -136,11 +136,8 @@ class Conversation:
         self.plain = self._plain()
 
     def _valid(self) -> Tensor:
-        """Return which tokens are real: up to two on the left of a row are padding.
-
-        There is no padding unless inputs mark it, nor if keys are rotated by rank and the caller passes positions.  A
-        gap amid the others would change ranks, so it is made only if keys are not rotated by rank.
-        """
+        """Return which tokens are real: up to two on the left are padding, and one in the middle (`has_gap`)."""
+        # Padding must be marked by an input, and explicit positions would not count it.  A gap would change ranks.
         valid = torch.ones(self.batch, self.count, dtype=torch.bool)
         if (
             self.plan.pads_left
@@ -246,10 +243,7 @@ class Conversation:
         return {index: (i, kind) for i, pair in enumerate(self.step.pasts) for kind, index in enumerate(pair)}
 
     def _chosen(self, size: int) -> Tensor:
-        """Return the indices to take from entries for all tokens: some of the earlier ones and all new ones.
-
-        If the call has fewer earlier tokens than the conversation, their entries are repeated.
-        """
+        """Return indices into entries for all tokens: some of the earlier ones, repeated if too few, and all new ones."""
         seen, generator = self.step.seen, torch.Generator().manual_seed(size)
         times = -(-self.count // seen)
         before = torch.cat([torch.randperm(seen, generator=generator) for _ in range(times)])[: self.count]

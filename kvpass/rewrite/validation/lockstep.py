@@ -45,12 +45,10 @@ class Validation:
 
 
 class MadeUpCall(Protocol):
-    """A made-up call."""
+    """A made-up call; `label` describes it in a message."""
 
     @property
-    def label(self) -> str:
-        """The call in a message."""
-        ...
+    def label(self) -> str: ...
 
 
 Made = TypeVar("Made", bound=MadeUpCall)
@@ -269,10 +267,7 @@ class Lockstep:
     # -- comparing ---------------------------------------------------------------------------------------------------
 
     def _excess(self, call: fx.Node, wanted: Expected, result: Tensor, padded: Tensor | None = None) -> float:
-        """Return the error of a result as a multiple of the allowed one.
-
-        Only real queries are compared for which the model's own result is finite.
-        """
+        """Return the error as a multiple of the allowed one, over real queries with finite results of the model."""
         finite = self._finite[_in_model(call)]
         compared = finite.reshape(*result.shape[:3], -1).all(-1)
         compared = compared if self.real is None else compared & self.real[:, None]

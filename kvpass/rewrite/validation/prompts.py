@@ -90,11 +90,7 @@ def _try_longer(prompt: PromptCase, arguments: tuple[Any, ...], left_out: list[s
 
 @dataclasses.dataclass(frozen=True)
 class _PromptCall:
-    """The arguments of a prompt.
-
-    Attributes:
-        real: bool [B or 1, q], false for padding.
-    """
+    """The arguments of a prompt; `real` is bool [B or 1, q], false for padding."""
 
     arguments: tuple[Any, ...]
     rows: int
@@ -238,12 +234,7 @@ def _prompt_call(
 
 
 def _compare(prompt: PromptCase, call: _PromptCall) -> None:
-    """Run the three graphs on one prompt and compare them.
-
-    Raises:
-        UnsupportedGraph: the graphs differ.
-        Unfit: the model's own graph does not run.
-    """
+    """Run the three graphs on one prompt and compare them."""
     device = value(prompt.sites[0].query).device
     last = last_new_kind(prompt.canonical.graph, prompt.sites) if call.rows * call.queries > MAX_TOKENS else None
     queries = None

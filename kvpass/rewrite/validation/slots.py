@@ -79,11 +79,7 @@ class MadeUpSlots:
         return _order(shape).argsort(-1)[..., min(len(self.conversation.kept[layer]), shape[-1] - 1)]
 
     def columns(self, layer: int) -> Tensor:
-        """Return the column of each slot's token in attention, int64 [B, H', N].
-
-        The columns of a chunk's new tokens follow those of the slots.  Columns count cached and new tokens only; -1
-        marks a free slot.
-        """
+        """Return the column of each slot's token among cached and new tokens, int64 [B, H', N]; -1 if free."""
         conversation, new, kept = self.conversation, self.step.queries, self.conversation.kept[layer]
         tokens = self.of(layer).index
         if self.step.context.decodes:

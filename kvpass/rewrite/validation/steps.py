@@ -135,7 +135,6 @@ def _tokens_of_interest(constants: list[int], count: int, queries: int) -> tuple
 
 
 def _has_ids(step: StepCase) -> bool:
-    """Return whether an input has an integer for every token."""
     holders = walk.placeholders(step.gm.graph)
     marks = step.padding_inputs.values()
     return any(
@@ -214,12 +213,7 @@ def _past_lengths(step: StepCase) -> list[Any]:
 
 
 def _compare(step: StepCase, conversation: Conversation, last: fx.Node | None) -> bool:
-    """Run the three graphs on one conversation, up to a canonical call; return whether a query may see no key.
-
-    Raises:
-        UnsupportedGraph: the graphs differ.
-        Unfit: the model's own graph does not run.
-    """
+    """Compare the three graphs on one conversation, up to a canonical call; return whether a query may see no key."""
     lockstep = Lockstep(
         step.gm, step.canonical, step.sites, conversation.argument, step.queries, conversation.plan.label, last
     )
