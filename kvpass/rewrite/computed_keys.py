@@ -41,8 +41,7 @@ class ComputedKeys:
 
     Attributes:
         slice: from the cached pair of one token, [B, h, 1, D'] and [B, h, 1, Dv'], to its key and value [B, Ha, 1, D]
-            and
-        its facts.
+            and its facts.
         heads: h.
     """
 

@@ -70,8 +70,7 @@ class _AttentionReplacement:
     def _splice(
         self, layer: int, site: AttentionSite, slots: list[fx.Node], new: list[fx.Node], first: bool
     ) -> list[fx.Node]:
-        """Splice in an attention call's step, which writes and evicts if it is the `first`; return a chunk's
-        statistics."""
+        """Splice in an attention call's step, which writes if it is the `first`; return a chunk's statistics."""
         step, layout = self.step, self.step.layouts[layer]
         mask, mask_key = self.masks.of(site, layer)
         rotary = step.rotaries[layer] if step.rotaries else None

@@ -243,7 +243,7 @@ class Conversation:
         return {index: (i, kind) for i, pair in enumerate(self.step.pasts) for kind, index in enumerate(pair)}
 
     def _chosen(self, size: int) -> Tensor:
-        """Return indices into entries for all tokens: some of the earlier ones, repeated if too few, and all new ones."""
+        """Return indices into entries for all tokens: some earlier ones, repeated if too few, and all new ones."""
         seen, generator = self.step.seen, torch.Generator().manual_seed(size)
         times = -(-self.count // seen)
         before = torch.cat([torch.randperm(seen, generator=generator) for _ in range(times)])[: self.count]
