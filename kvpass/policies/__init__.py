@@ -100,7 +100,7 @@ def resolve(policy: str | Policy, options: dict[str, Any]) -> Policy:
     """
     if isinstance(policy, Policy):
         if options:
-            raise PolicyError(f"{', '.join(options)}: set on the policy object {policy}, not beside it")
+            raise PolicyError(f"{', '.join(options)}: must be set on the policy object {policy}")
         return policy
     cls = get(policy)
     known = [field.name for field in dataclasses.fields(cls)]

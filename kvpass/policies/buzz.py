@@ -61,9 +61,7 @@ class Buzz(Policy):
     iterate_prompt: bool = True
     old_stride: OldStride | None = None
     name: ClassVar[str] = "buzz"
-    prompt_must_compete: ClassVar[str] = (
-        "its hives are counted from the sinks on, and when they are thinned out follows from the count alone"
-    )
+    prompt_must_compete: ClassVar[str] = "its hives are counted from the sinks, and thinning depends on counts alone"
     spreads: ClassVar[Literal["never", "heads", "always"]] = "heads"
     heads: ClassVar[Literal["shared", "kv"]] = "kv"
     positions: ClassVar[Literal["absolute", "cache"]] = "cache"

@@ -66,7 +66,7 @@ class Cascade(Policy):
     select: bool = True
     name: ClassVar[str] = "cascade"
     prompt_must_compete: ClassVar[str] = (
-        "its sub-caches are lines of fixed sizes, which a prompt passes through like all else"
+        "its sub-caches have fixed sizes, and prompt tokens pass through them like all others"
     )
     spreads: ClassVar[Literal["never", "heads", "always"]] = "heads"
     positions: ClassVar[Literal["absolute", "cache"]] = "cache"

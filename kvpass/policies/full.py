@@ -17,7 +17,7 @@ from kvpass.policies.base import Policy, Tokens
 @dataclasses.dataclass(frozen=True)
 class Full(Policy):
     name: ClassVar[str] = "full"
-    prompt_must_compete: ClassVar[str] = "it lets no token go"
+    prompt_must_compete: ClassVar[str] = "it evicts no token"
     spreads: ClassVar[Literal["never", "heads", "always"]] = "always"
     evicts: ClassVar[bool] = False
 

@@ -52,7 +52,7 @@ class KVAlign(Policy):
     aligner: Aligner | str | os.PathLike[str] | None = None
     every: Positive = 1
     name: ClassVar[str] = "kv_align"
-    prompt_must_compete: ClassVar[str] = "a prompt that is longer than its budget starts again for its last tokens"
+    prompt_must_compete: ClassVar[str] = "a prompt longer than the budget restarts its positions for its last tokens"
     renumbers: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -69,7 +69,7 @@ class Sage(Policy):
     select_at: Literal["prompt_end", "overflow"] = "prompt_end"
     name: ClassVar[str] = "sage"
     prompt_must_compete: ClassVar[str] = (
-        "it chooses among the tokens of a prompt; what it does with later ones is policy='window'"
+        "it selects among the tokens of a prompt; later tokens are kept as by policy='window'"
     )
     spreads: ClassVar[Literal["never", "heads", "always"]] = "heads"
     heads: ClassVar[Literal["shared", "kv"]] = "kv"

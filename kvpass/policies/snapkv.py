@@ -35,7 +35,7 @@ class SnapKV(Policy):
     kernel: Annotated[int, Condition("that is odd and at least 1", lambda count: count >= 1 and count % 2 == 1)] = 5
     name: ClassVar[str] = "snapkv"
     prompt_must_compete: ClassVar[str] = (
-        "it chooses among the tokens of a prompt; what it does with later ones is policy='window'"
+        "it selects among the tokens of a prompt; later tokens are kept as by policy='window'"
     )
     spreads: ClassVar[Literal["never", "heads", "always"]] = "heads"
     heads: ClassVar[Literal["shared", "kv"]] = "kv"

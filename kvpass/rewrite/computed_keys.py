@@ -77,8 +77,8 @@ def cut_computed_keys(
     tokens = _TokenAxis.of(site)
     if not tokens.growing:
         raise UnsupportedGraph(
-            f"{walk.source_line(site.call)}: the model's code compares the cache's length with a number, so that a "
-            "graph serves one length only; a sparse index over its tokens does that, and so does a window on them"
+            f"{walk.source_line(site.call)}: the model's code compares the cache's length with a number, so its "
+            "graph serves only one length; a sparse index and a window over such a cache do that"
         )
     results, stored = [*site.computed, *facts], [site.grown_key, site.grown_value]
     subgraph = alias.dependent(gm.graph, alias.behind(results, stored, site.call), stored) - set(stored)
@@ -134,8 +134,8 @@ def _check_per_token(node: fx.Node, tokens: _TokenAxis) -> None:
     if axis is not None and (name in _FRESH or all(_token_axis_in(node, p, tokens) == axis for p in parents)):
         return
     raise UnsupportedGraph(
-        f"{walk.source_line(node)}: keys or values are computed from the cache by {name!r}, which may look at "
-        "several tokens at once and cannot be asked about one slot"
+        f"{walk.source_line(node)}: keys or values are computed from the cache by {name!r}, which may mix "
+        "tokens, so it cannot be evaluated for one slot"
     )
 
 
@@ -155,7 +155,7 @@ def _check_rows(nodes: list[fx.Node], stored: list[fx.Node]) -> None:
             if rows[node] is None:
                 raise UnsupportedGraph(
                     f"{walk.source_line(node)}: keys or values are computed from the cache by "
-                    f"{walk.name_of(node)!r}, which may put a row's where another row's are attended to"
+                    f"{walk.name_of(node)!r}, which may mix the rows of a batch"
                 )
 
 

@@ -31,7 +31,7 @@ def configure() -> None:
     named = [name.strip() for name in os.environ.get("KVPASS_LOGS", "").split(",") if name.strip()]
     for name in named:
         if name not in ("passes", "graphs"):
-            raise PolicyError(f"KVPASS_LOGS={name!r}: there are 'passes' and 'graphs'")
+            raise PolicyError(f"KVPASS_LOGS={name!r}: must be 'passes' or 'graphs'")
         logger = PASSES if name == "passes" else GRAPHS
         logger.setLevel(logging.INFO)
         if not logger.hasHandlers():

@@ -113,7 +113,7 @@ class MaskSlice:
 
 
 def _refuse_width(mask: Tensor) -> Tensor:
-    raise UnsupportedGraph(f"the attention mask of one key has {mask.shape[-1]} columns: it spells its length out")
+    raise UnsupportedGraph(f"the mask of one key has {mask.shape[-1]} columns: the model fixes the number of keys")
 
 
 def _own_masks(masks: Tensor, heads: int) -> Tensor:
@@ -278,7 +278,7 @@ class _KeyCutter:
         if axis_fact.way == "beside":
             return self._precompute(node, axis_fact.axis)
         if axis_fact.way == "lengthened":
-            return self._refuse(node, "a lengthened tensor is not looked up by a key index")
+            return self._refuse(node, "a padded tensor is not indexed by the key index")
         return self._sliced(node, by_own_index=axis_fact.way == "own place")
 
     def _size(self, node: fx.Node, size: Any) -> int:
@@ -286,7 +286,9 @@ class _KeyCutter:
         if self.sizes.is_total(size) or (expr(size).free_symbols and expr(size) in self.totals):
             return 1
         fixed = None if self.sizes.grows(size) else self.sizes.fixed(size)
-        return fixed if isinstance(fixed, int) else self._refuse(node, "the mask is made of a shape that is no number")
+        return (
+            fixed if isinstance(fixed, int) else self._refuse(node, "the mask depends on a shape that is not a number")
+        )
 
     def _number_or_bound(self, node: fx.Node) -> Any:
         number = self.number(node)
@@ -307,7 +309,7 @@ class _KeyCutter:
 
     def _fixed(self, node: fx.Node, size: Any) -> Any:
         if self.sizes.grows(size):
-            self._refuse(node, "it grows with the cache along more than one dimension")
+            self._refuse(node, "a tensor grows with the cache along more than one dimension")
         return self.sizes.fixed(size)
 
     def _precompute(self, node: fx.Node, axis: int | None) -> fx.Node:
@@ -316,7 +318,7 @@ class _KeyCutter:
             self._refuse(node, f"the mask is computed from {node.name!r}, which grows and has no entry for each token")
         problem = f"the attention mask is computed by {walk.name_of(node)!r}, not proven to treat keys one by one"
         if node in self.on_fact:
-            self._refuse(node, f"{problem}, from what the cache holds")
+            self._refuse(node, f"{problem}, from cached rows")
         if axis is not None:
             if self.context.last is not None:
                 self._refuse(node, f"{problem}, in a layer that stores its last tokens only")
@@ -355,11 +357,11 @@ class _KeyCutter:
         arguments = op_table.signature(_pad, base)  # type: ignore[arg-type]
         x, fill = arguments["input"], arguments["value"]
         if arguments["mode"] != "constant" or not isinstance(fill, (int, float, type(None))):
-            self._refuse(node, "a tensor is lengthened with something else than a number")
+            self._refuse(node, "a tensor is padded with a value that is not a number")
         if not isinstance(indices, tuple) or len(indices) != value(x).ndim or not walk.is_tensor(indices[-1]):
-            self._refuse(node, "a lengthened tensor is not looked up by a key index")
+            self._refuse(node, "a padded tensor is not indexed by the key index")
         if [*arguments["pad"][:1]] != [0] or any(arguments["pad"][2:]):
-            self._refuse(node, "a tensor is lengthened elsewhere than at its end")
+            self._refuse(node, "a tensor is padded elsewhere than at its end")
         *other_indices, last = (self.copy(p) if isinstance(p, fx.Node) else p for p in indices)
         count = self.sizes.fixed(value(x).shape[-1])
         end = count - 1

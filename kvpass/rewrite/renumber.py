@@ -64,9 +64,9 @@ def readers(
     found = [_reader(n, _index(n), sites) for n in tables if _counts(_index(n), argument_of, fits)]
     if not found and not rotated:
         raise UnsupportedGraph(
-            f"{walk.source_line(sites[0].call)}: this policy renumbers positions, and nothing here can be told to "
-            "read them: no rotary embedding, and no lookup whose index counts tokens; let the model make its own "
-            "position ids, or choose a policy that leaves them"
+            f"{walk.source_line(sites[0].call)}: this policy renumbers positions, and no operation can be shown "
+            "to read them: no rotary embedding, and no lookup whose index counts tokens; let the model make its own "
+            "position ids, or choose a policy that does not renumber"
         )
     return [*found, *rotated]
 

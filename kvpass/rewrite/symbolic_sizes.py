@@ -87,7 +87,7 @@ class SizeNodes:
     def _computed(self, expression: sympy.Expr) -> fx.Node:
         function = _FUNCTIONS.get(expression.func.__name__)
         if function is None:
-            raise UnsupportedGraph(f"the size {expression} is no sum or product")
+            raise UnsupportedGraph(f"the size {expression} is neither a sum nor a product")
         terms = [self._number(term) for term in expression.args]
         node, part = terms[0], expression.args[0]
         for term, addend in zip(terms[1:], expression.args[1:], strict=True):

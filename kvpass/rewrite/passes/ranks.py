@@ -58,7 +58,9 @@ def rotate_at_read(step: StepContext) -> Record:
 def _rotary(step: StepContext, layer: int) -> Rotary:
     rotary = find_rotary(step.gm, step.sites[layer])
     if rotary is None:
-        raise UnsupportedGraph(f"{step.line(layer)}: the keys had a rotary embedding in the prompt and have none here")
+        raise UnsupportedGraph(
+            f"{step.line(layer)}: the keys have a rotary embedding in the prompt, but not in this step"
+        )
     if not turns_each_token_alone(rotary, step.sites[layer]):
         _refuse(step, layer, BY_OTHER_TOKENS)
     return rotary

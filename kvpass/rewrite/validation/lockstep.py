@@ -85,7 +85,7 @@ def noting_unfit(skipped: list[str], label: str) -> Iterator[None]:
 
 def failed_comparison(label: str, error: Exception) -> str:
     """Describe an error of the validation's own code as the reason why nothing was compared."""
-    return f"comparing {label} failed itself with {type(error).__name__}: {error}"
+    return f"the comparison {label} failed with {type(error).__name__}: {error}"
 
 
 class Lockstep:
@@ -221,9 +221,7 @@ class Lockstep:
             exact = expected(call, None if compares else columns, self.queries)
             if compares:
                 self.blind = self.blind or exact.hides_new_keys()
-                self.check(
-                    self._excess(node, exact, model_value), site, "attention is not what the model is read to compute"
-                )
+                self.check(self._excess(node, exact, model_value), site, "attention differs from the canonical form")
             self.wanted[node.name] = exact if columns is None or not compares else expected(call, columns, self.queries)
             return model_value.clone()
 
@@ -294,8 +292,8 @@ class Lockstep:
     def refuse(self, site: AttentionSite, problem: str) -> NoReturn:
         """Raise UnsupportedGraph: the graphs differ at an attention call."""
         raise UnsupportedGraph(
-            f"{source_line(site.call)}: the rewritten graph is not the model's: {self.label} {problem}; the "
-            "model is read wrongly by kvpass, which is a defect worth reporting; it cannot run on a bounded cache"
+            f"{source_line(site.call)}: the rewritten graph is not the model's: {self.label} {problem}; kvpass "
+            "read the model wrongly, so it cannot run on a bounded cache; please report this defect"
         )
 
 
