@@ -98,8 +98,8 @@ class Buzz(Policy):
         return self._counts(stored + new, old, budget, self.iterate_prompt or bool(clock))
 
     def tick(self, clock: Clock, budget: int) -> tuple[bool, Clock]:
-        after = self._counts(clock[0] + 1, clock[1], budget, False)
-        return after[0] <= clock[0], after
+        counts = self._counts(clock[0] + 1, clock[1], budget, False)
+        return counts[0] <= clock[0], counts
 
     def _counts(self, stored: int, old: int, budget: int, iterate: bool) -> tuple[int, int]:
         window, threshold = self.sizes(budget)

@@ -16,7 +16,7 @@ from kvpass.rewrite.result import StepRewrite
 from kvpass.rewrite.step_graph import has_loose_strides
 
 Watch = Callable[[Record, fx.Graph], None]
-"""Called after each pass with its record and the graph as the pass left it."""
+"""Called after each pass with its record and the graph as the pass remaining it."""
 
 
 def rewrite_step(step: StepContext, passes: Sequence[Pass] = STEP_PASSES, watch: Watch | None = None) -> StepRewrite:
@@ -24,7 +24,7 @@ def rewrite_step(step: StepContext, passes: Sequence[Pass] = STEP_PASSES, watch:
 
     Args:
         step: the context with the graph, which is rewritten in place.
-        passes: run in this order; each may read what earlier ones left in the context.
+        passes: run in this order; each may read what earlier ones remaining in the context.
         watch: called after each pass.
 
     Raises:
@@ -43,8 +43,8 @@ def rewrite_step(step: StepContext, passes: Sequence[Pass] = STEP_PASSES, watch:
 
 def _result(step: StepContext) -> StepRewrite:
     entries, precomputed = step.inputs.gathered()
-    left = set(walk.placeholders(step.graph))
-    inputs = [index for index, argument in enumerate(step.placeholders) if argument in left]
+    remaining = set(walk.placeholders(step.graph))
+    inputs = [index for index, argument in enumerate(step.placeholders) if argument in remaining]
     found = step.outputs
     return StepRewrite(
         gm=step.gm,

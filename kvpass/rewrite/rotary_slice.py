@@ -33,7 +33,7 @@ from kvpass.torch_private.inductor import materialized
 PROBED = (1, 5)
 """Positions at which the angles of two graphs are compared."""
 
-Like = tuple[tuple[Any, ...], torch.dtype]
+Spec = tuple[tuple[Any, ...], torch.dtype]
 """The shape and dtype of a tensor, or of a size, which may be dynamic."""
 
 
@@ -58,8 +58,8 @@ class RotarySlice:
     rotate: Slice
     position: tuple[Any, ...]
     angle_dtypes: tuple[torch.dtype, ...]
-    angle_inputs: tuple[Like, ...]
-    rotate_inputs: tuple[Like, ...]
+    angle_inputs: tuple[Spec, ...]
+    rotate_inputs: tuple[Spec, ...]
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -75,10 +75,10 @@ class RotarySlice:
             tuple(map(symbolic_shapes.size_hint, shape))
             for shape in (self.position, *(s for s, _ in (*self.angle_inputs, *self.rotate_inputs)))
         )
-        likes = list(zip(rest, (dtype for _, dtype in (*self.angle_inputs, *self.rotate_inputs)), strict=True))
+        specs = list(zip(rest, (dtype for _, dtype in (*self.angle_inputs, *self.rotate_inputs)), strict=True))
         count = len(self.angle_inputs)
         return dataclasses.replace(
-            self, position=position, angle_inputs=tuple(likes[:count]), rotate_inputs=tuple(likes[count:])
+            self, position=position, angle_inputs=tuple(specs[:count]), rotate_inputs=tuple(specs[count:])
         )
 
     def table(self, count: int, bound: list[Tensor], device: torch.device) -> list[Tensor]:
@@ -152,7 +152,7 @@ class RotarySlice:
         """Return for each result of `angles` the dimensions of which one row and query need one entry, or None."""
         generator = torch.Generator().manual_seed(0)
         angle_values, (keys, *rest) = (
-            [_random(like, generator) for like in likes] for likes in (self.angle_inputs, self.rotate_inputs)
+            [_random(spec, generator) for spec in specs] for specs in (self.angle_inputs, self.rotate_inputs)
         )
         try:
             angles = self.angles.module(torch.tensor(3).expand(self.position), *angle_values)
@@ -175,8 +175,8 @@ class RotarySlice:
         """
         generator = torch.Generator().manual_seed(0)
 
-        def random(like: Like) -> Tensor:
-            return _random(like, generator)
+        def random(spec: Spec) -> Tensor:
+            return _random(spec, generator)
 
         try:
             angles = self.angles.module(torch.tensor(3).expand(self.position), *map(random, self.angle_inputs))
@@ -229,8 +229,8 @@ def _head_by_head(rotated: Tensor) -> Tensor:
     return rotated[:, 0] if rotated.shape[1] == 1 else rotated.diagonal(0, 1, 2).movedim(-1, 1)
 
 
-def _random(like: Like, generator: torch.Generator) -> Tensor:
-    shape, dtype = like
+def _random(spec: Spec, generator: torch.Generator) -> Tensor:
+    shape, dtype = spec
     return torch.randn(shape, generator=generator).to(dtype)
 
 
@@ -283,17 +283,17 @@ def cut_rotary(gm: fx.GraphModule, site: AttentionSite, rotary: Rotary, sizes: S
     angles = _angles(gm, site.key, rotary)
     rotate_slice = splicing.cut(gm, [site.key], [rotary.raw, *angles], resolve, unpack=True)
     angle_slice = splicing.cut(gm, angles, [rotary.position], resolve)
-    position, *angle_inputs = (_like(node, sizes) for node in (rotary.position, *angle_slice.bound))
-    rotate_inputs = tuple(_like(node, sizes) for node in (rotary.raw, *rotate_slice.bound))
+    position, *angle_inputs = (_spec_of(node, sizes) for node in (rotary.position, *angle_slice.bound))
+    rotate_inputs = tuple(_spec_of(node, sizes) for node in (rotary.raw, *rotate_slice.bound))
     dtypes = tuple(value(node).dtype for node in angles)
     return RotarySlice(angle_slice, rotate_slice, position[0], dtypes, tuple(angle_inputs), rotate_inputs).for_one_key()
 
 
-def _like(node: fx.Node, sizes: Sizes) -> Like:
+def _spec_of(node: fx.Node, sizes: Sizes) -> Spec:
     if walk.is_size(node):
         return (), torch.int64
-    given = value(node)
-    return tuple(sizes.fixed(size) for size in given.shape), given.dtype
+    tensor = value(node)
+    return tuple(sizes.fixed(size) for size in tensor.shape), tensor.dtype
 
 
 def _angles(gm: fx.GraphModule, key: fx.Node, rotary: Rotary) -> list[fx.Node]:

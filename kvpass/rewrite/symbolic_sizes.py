@@ -39,9 +39,9 @@ class SizeNodes:
     @functools.cached_property
     def layer_of(self) -> dict[sympy.Symbol, int]:
         """The layer of each symbol that is the capacity of one layer alone."""
-        alike = self._step.sizes.open.alike if self._step.sizes.open else frozenset()
+        own = self._step.sizes.open.alike if self._step.sizes.open else frozenset()
         capacities = enumerate(map(shapes.expr, self._step.capacities))
-        return {capacity: layer for layer, capacity in capacities if capacity in alike}
+        return {capacity: layer for layer, capacity in capacities if capacity in own}
 
     @functools.cached_property
     def _symbols(self) -> list[sympy.Symbol]:

@@ -135,14 +135,14 @@ def _tokens_of_interest(constants: list[int], count: int, queries: int) -> tuple
 
 
 def _has_ids(step: StepCase) -> bool:
-    holders = walk.placeholders(step.gm.graph)
+    placeholders = walk.placeholders(step.gm.graph)
     marks = step.padding_inputs.values()
     return any(
         walk.is_tensor(node)
         and not value(node).is_floating_point()
         and i not in marks
         and any(step.sizes.grows(size) for size in value(node).shape)
-        for i, node in enumerate(holders)
+        for i, node in enumerate(placeholders)
         if all(i not in pair for pair in step.pasts)
     )
 
@@ -188,10 +188,10 @@ def _inputs_serve(step: StepCase, count: int) -> bool:
 
     An input that marks padding has an entry for each token.  If its size is a number, the graph serves one length.
     """
-    holders, pasts = walk.placeholders(step.gm.graph), {index for pair in step.pasts for index in pair}
-    if not all(step.sizes.grows(value(holders[index]).shape[-1]) for index in step.padding_inputs.values()):
+    placeholders, pasts = walk.placeholders(step.gm.graph), {index for pair in step.pasts for index in pair}
+    if not all(step.sizes.grows(value(placeholders[index]).shape[-1]) for index in step.padding_inputs.values()):
         return False
-    for index, (node, argument) in enumerate(zip(holders, step.arguments, strict=True)):
+    for index, (node, argument) in enumerate(zip(placeholders, step.arguments, strict=True)):
         if index in pasts or not (walk.is_tensor(node) or walk.is_size(node)):
             continue
         pairs = (
