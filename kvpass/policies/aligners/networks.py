@@ -1,11 +1,11 @@
 """Define the trained networks and the tensors that they are stored as.
 
-L layers, H KV heads, D and Dv head dimensions, N rows, M the window.  `stored()` returns an aligner's tensors.
+L layers, H KV heads, D and Dv head dimensions, N rows, M the window.  Networks map keys [L, N, H, D] and values
+[L, N, H, Dv], float32, to repaired rows, given the positions int64 [N] at which rows were computed (`made`) and which
+they must have (`rank`).  `stored()` returns the tensors of `kvpass.policies.aligners.Aligner`.
 """
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,21 +13,6 @@ from torch import Tensor, nn
 from kvpass.policies.aligners.aligner import Signature
 
 Hidden = tuple[int, int]
-
-
-class Network(Protocol):
-    """The interface of a network that training uses; it is a module."""
-
-    def __call__(self, key: Tensor, value: Tensor, made: Tensor, rank: Tensor) -> tuple[Tensor, Tensor]:
-        """Return repaired rows.
-
-        Args:
-            key, value: float32 [L, N, H, D] and [L, N, H, Dv].
-            made, rank: int64 [N], the positions at which the rows were computed and which they must have.
-        """
-
-    def stored(self) -> dict[str, Tensor]:
-        """Return the tensors of `kvpass.policies.aligners.Aligner`."""
 
 
 class DirectNetwork(nn.Module):
