@@ -13,7 +13,7 @@ def best_of_hives(score: Tensor, in_hive: Tensor, hive: Tensor, index: Tensor) -
 
     Args:
         score: [B, H', N].
-        fresh: bool [B, H', N], whether the token is in a hive; the result is undefined for other tokens.
+        in_hive: bool [B, H', N], whether the token is in a hive; the result is undefined for other tokens.
         hive, index: int64 [B, H', N], the hive of each token, and the token's index.
     """
     no_hive = score.shape[-1]  # there are fewer hives than tokens: this one is for tokens outside of hives

@@ -52,7 +52,7 @@ def readers(
     position ids.  Tables that other operations also read, or whose length is the width of an output, hold words.
 
     Args:
-        actual: the value of each placeholder in this call.
+        argument_of: the value of each placeholder in this call.
         fits: checks whether an integer input can be position ids.
 
     Raises:

@@ -1,8 +1,7 @@
 """Evaluate the model's own rotary embedding on slots.
 
 No formula is recognised.  The subgraph that computes the cached key from positions is cut out and evaluated under
-`vmap`.  Inside, every slot looks like the one key that was traced, so sizes that the model's code spells out stay
-valid.
+`vmap`.  Inside, every slot looks like the one traced key, so sizes that the model's code spells out stay valid.
 """
 
 from __future__ import annotations
@@ -84,9 +83,8 @@ class RotarySlice:
     def table(self, count: int, bound: list[Tensor], device: torch.device) -> list[Tensor]:
         """Return the angles of keys at positions 0 .. count - 1, each [count, ...].
 
-        On a CPU they are float32, because every key of every head would convert its row again; `on_slots` rounds them.
+        On a CPU they are float32: otherwise every key of every head would convert its row again.
         """
-
         run = self.angles.module if isinstance(count, int) else PaddedSections(self.angles.module).run
 
         def angles_at(index: Tensor) -> tuple[Tensor, ...]:

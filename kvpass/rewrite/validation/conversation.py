@@ -90,12 +90,12 @@ class ConversationPlan:
 
     Attributes:
         count: the number of tokens before the new ones.
-        near: tokens of interest, which stay cached if not all tokens fit.
-        gap: whether a token between others is padding, if padding is known.
+        tokens_of_interest: tokens that stay cached if not all tokens fit.
+        has_gap: whether a token between others is padding, if padding is known.
         ids: where the integers that belong to tokens change: amid the conversation ("changing") or at the new tokens
             ("new"); None keeps them.
-        pads: whether rows begin with padding, if padding is known.
-        forgets: the number of last tokens before the new ones that are not cached.
+        pads_left: whether rows begin with padding, if padding is known.
+        dropped: the number of last tokens before the new ones that are not cached.
     """
 
     count: int

@@ -33,7 +33,7 @@ class Expected:
         output: float64 [B, Hq, q, Dv].
         error: float64 [B, Hq, q], the allowed root mean square over Dv.
         lse, lse_error: float64 [B, Hq, q], the log-sum-exp without the sink, and its allowed error.
-        some: bool [B, Hq, q], whether the query sees a key.
+        sees: bool [B, Hq, q], whether the query sees a key.
         hidden: bool [B, Hq, q], whether finite logits hide every key, so that the query attends to hidden keys.
         zero: bool [B, Hq, q], whether no key has a finite logit and the answer is zero.
         bias: float64 [B or 1, Hq or 1, q or 1, N], the mask's addend, -inf for a hidden key; None for no mask.
@@ -45,7 +45,7 @@ class Expected:
     error: Tensor
     lse: Tensor
     lse_error: Tensor
-    sees_key: Tensor
+    sees: Tensor
     hidden: Tensor
     zero: Tensor
     bias: Tensor | None
@@ -55,11 +55,10 @@ class Expected:
     def excess(self, output: Tensor, only: Tensor | None = None) -> float:
         """Return the largest error of an output [B, Hq, q, Dv] as a multiple of the allowed one.
 
-        `only` restricts the comparison to some queries.  Queries whose answer is NaN, as from a softmax over nothing,
-        are not compared.
+        Only queries in `only` are compared, and none whose answer is NaN, as from a softmax over nothing.
         """
         difference = (output.double() - self.output).square().mean(-1).sqrt()
-        comparable = self.sees_key | self.hidden | self.zero
+        comparable = self.sees | self.hidden | self.zero
         return _largest_share(difference, self.error, comparable if only is None else comparable & only)
 
     def lse_excess(self, lse: Tensor, only: Tensor | None = None) -> float:
@@ -68,13 +67,13 @@ class Expected:
         must_hide = self.hidden if only is None else self.hidden & only
         if bool((must_hide & ~(lse <= HIDDEN / 2)).any()):
             return math.inf
-        return _largest_share(difference, self.lse_error, self.sees_key if only is None else self.sees_key & only)
+        return _largest_share(difference, self.lse_error, self.sees if only is None else self.sees & only)
 
     def hides_new_keys(self) -> bool:
         """Return whether a query does not see its own key, one of the last q; such a query may see no key at all."""
-        queries = self.sees_key.shape[2]
+        queries = self.sees.shape[2]
         if self.bias is None or self.bias.shape[-1] < queries:
-            return not bool(self.sees_key.all())
+            return not bool(self.sees.all())
         own = self.bias[..., -queries:]
         own = own.expand(*own.shape[:2], queries, queries).diagonal(dim1=-2, dim2=-1)
         return bool((own <= HIDDEN).any())
@@ -94,13 +93,13 @@ class Expected:
         groups = heads // columns.shape[1]
         chosen = columns.repeat_interleave(groups, 1)[:, :, None].expand(-1, -1, queries, -1)
         on_keys = self._on_all(rows, heads, queries).gather(-1, chosen.clamp(min=0)).masked_fill(chosen < 0, -torch.inf)
-        sees_key = self.sees_key[..., None]
+        sees = self.sees[..., None]
         hidden = on_keys <= HIDDEN
-        if bool((((on_slots <= HIDDEN) != hidden) & sees_key).any()):
+        if bool((((on_slots <= HIDDEN) != hidden) & sees).any()):
             return False
         eps = 0.0 if bias is None else _eps(bias)
         close = (on_slots - on_keys).abs() <= SAME * max(eps, self.bias_eps) * on_keys.abs()
-        return bool((close | hidden | ~sees_key).all())
+        return bool((close | hidden | ~sees).all())
 
     def _on_all(self, rows: int, heads: int, queries: int) -> Tensor:
         if self.bias is None:
@@ -141,14 +140,11 @@ def expected(call: dict[str, Any], columns: Tensor | None = None, queries: Tenso
     biased = _with_bias(call, logits, error, bias)
     # A hiding number may have a bias added to it, so half of it hides as well.
     visible = torch.ones_like(logits[..., :1]) if bias is None else bias > HIDDEN / 2
-    sees_key = visible.any(-1).expand(logits.shape[:-1])
-    if not bool(sees_key.all()):
+    sees = visible.any(-1).expand(logits.shape[:-1])
+    if not bool(sees.all()):
         blind = _hidden_bias(call, logits, error, bias)
-        biased = (
-            torch.where(sees_key[..., None], biased[0], blind[0]),
-            torch.where(sees_key[..., None], biased[1], blind[1]),
-        )
-    return _attended(call, *biased, sees_key, _for_heads(value, query), bias, queries)
+        biased = (torch.where(sees[..., None], biased[0], blind[0]), torch.where(sees[..., None], biased[1], blind[1]))
+    return _attended(call, *biased, sees, _for_heads(value, query), bias, queries)
 
 
 def as_computed(call: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
@@ -218,9 +214,9 @@ def _hidden_bias(call: dict[str, Any], logits: Tensor, error: Tensor, bias: Tens
         return torch.where(bias == -torch.inf, hidden, logits), torch.where(bias == -torch.inf, 0.0, error)
     dtype = call.get("weights") or accumulate_dtype(call["query"].dtype)
     low, rounded, high = ((logits + sign * error + bias).to(dtype).double() for sign in (-1, 0, 1))
-    difference = torch.maximum(high - rounded, rounded - low).nan_to_num(0.0)
+    change = torch.maximum(high - rounded, rounded - low).nan_to_num(0.0)
     absorbed = (low == bias) & (high == bias)
-    return rounded, difference + torch.where(
+    return rounded, change + torch.where(
         absorbed | (rounded == -torch.inf), 0.0, 2 * torch.finfo(dtype).eps * rounded.abs()
     )
 
@@ -229,7 +225,7 @@ def _attended(
     call: dict[str, Any],
     logits: Tensor,
     error: Tensor,
-    sees_key: Tensor,
+    sees: Tensor,
     value: Tensor,
     bias: Tensor | None,
     queries: Tensor | None,
@@ -260,9 +256,7 @@ def _attended(
     bias_eps = _eps(call["mask"]) if floating else 0.0
     decomposed = call.get("weights") is not None and sink is None  # its softmax over nothing is NaN
     zero = torch.zeros_like(no_key) if decomposed else no_key
-    return Expected(
-        output, error, lse, lse_error + tiny, sees_key, ~sees_key & ~no_key, zero, bias, bias_eps, value.shape[2]
-    )
+    return Expected(output, error, lse, lse_error + tiny, sees, ~sees & ~no_key, zero, bias, bias_eps, value.shape[2])
 
 
 def _sum_eps(tensor: Tensor) -> float:

@@ -50,7 +50,7 @@ def test_a_query_that_sees_no_key_is_compared_as_well(low: float | None, dtypes:
     elif low is not None:
         call["mask"] = torch.zeros(()).masked_fill(~allowed, low).to(dtype)
     exact = expected(call)
-    assert exact.sees_key.flatten().tolist() == [True, False]
+    assert exact.sees.flatten().tolist() == [True, False]
     right = torch.ops.kvpass.attention.default(**call)
     known = bool(right.isfinite().all())
     assert known == (low not in (None, -torch.inf) or not dtypes)
