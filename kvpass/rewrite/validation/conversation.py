@@ -124,7 +124,7 @@ class Conversation:
     def __init__(self, step: StepCase, plan: ConversationPlan) -> None:
         self.step, self.plan, self.count = step, plan, plan.count
         self.batch = step.layouts[0].batch
-        self.holders = walk.placeholders(step.gm.graph)
+        self.placeholders = walk.placeholders(step.gm.graph)
         self.cut = step.seen - plan.count
         self.valid = self._valid()
         self.stored = [min(plan.count, window or plan.count) for window in step.context.windows]
@@ -195,7 +195,7 @@ class Conversation:
 
     def _plain(self) -> tuple[Any, ...]:
         """Return the arguments of the call without the past, cut to the length of the conversation."""
-        arguments = [self._cut(i, node) for i, node in enumerate(self.holders)]
+        arguments = [self._cut(i, node) for i, node in enumerate(self.placeholders)]
         marks = self.step.padding_inputs.values()
         for i, argument in enumerate(arguments):
             if i not in marks and i not in self._pasts and self._is_ids(argument):
@@ -297,7 +297,7 @@ class Conversation:
 
     def _evaluated(self, nodes: list[fx.Node]) -> list[Any]:
         """Return the values of nodes that depend on no token, such as frequencies."""
-        values = {node.name: argument for node, argument in zip(self.holders, self.plain, strict=True)}
+        values = {node.name: argument for node, argument in zip(self.placeholders, self.plain, strict=True)}
         missing = [node for node in self.step.gm.graph.nodes if node.name in {n.name for n in nodes} - values.keys()]
 
         def keep(_: GraphRun, node: fx.Node, result: Any) -> Any:

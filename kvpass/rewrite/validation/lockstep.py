@@ -116,7 +116,7 @@ class Lockstep:
         queries: Tensor | None = None,
         real: Tensor | None = None,
     ) -> None:
-        self.gm, self.canonical, self.sites, self.argument, self.label = (gm, canonical, sites, argument, label)
+        self.gm, self.canonical, self.sites, self.argument, self.label = gm, canonical, sites, argument, label
         self.new, self.last, self.queries, self.real = new, last, queries, real
         self._indices = {node: index for index, node in enumerate(walk.placeholders(canonical.graph))}
         self.caches = [index for site in sites for index in (site.keys_out, site.values_out)]
@@ -293,7 +293,7 @@ class Lockstep:
         """Raise UnsupportedGraph: the graphs differ at an attention call."""
         raise UnsupportedGraph(
             f"{source_line(site.call)}: the rewritten graph is not the model's: {self.label} {problem}; kvpass "
-            "read the model wrongly, so it cannot run on a bounded cache; please report this defect"
+            "read the model wrongly, so this model cannot run on a bounded cache; please report this defect"
         )
 
 
