@@ -165,11 +165,6 @@ class Conversation:
         order = [token for token in (*preferred, *random.tolist()) if first <= token < self.count]
         return torch.tensor(sorted(list(dict.fromkeys(order))[:capacity]))
 
-    @property
-    def evicted(self) -> bool:
-        """Whether a layer holds fewer tokens than the model's cache."""
-        return any(len(kept) < stored for kept, stored in zip(self.kept, self.stored, strict=True))
-
     def columns(self, layer: int) -> Tensor | None:
         """Return the columns of the model's attention that are in the slots or new; None for all."""
         kept, stored = self.kept[layer], self.stored[layer]
