@@ -129,7 +129,7 @@ class Buzz(Policy):
         return torch.where(tokens.position < self.sinks, LATE, tokens.position)
 
     def victim(self, tokens: Tokens) -> Tensor:
-        """Return a free slot if there is one: a row is full when its next compaction says so, not by its budget."""
+        """Return a free slot if there is one: the next compaction decides when a row is full, not its budget."""
         return super().victim(dataclasses.replace(tokens, budget=0))
 
     def compact(self, tokens: Tokens) -> tuple[Tensor, State]:

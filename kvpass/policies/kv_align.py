@@ -207,6 +207,6 @@ class KVAlign(Policy):
 
 
 def _row_positions(tokens: Tokens) -> Tensor:
-    """Return the positions of the stored rows; that of a token in its first step is the number of tokens before it."""
+    """Return the positions of the stored rows; a token in its first step is at the number of tokens before it."""
     made = tokens.state["made"]
     return torch.where(made == UNKNOWN, tokens.live.sum(-1, keepdim=True) - 1, made)

@@ -53,7 +53,7 @@ class RoCo(Policy):
 
 
 def highest_of(score: Tensor, count: int | Tensor) -> Tensor:
-    """Return bool [B, H', N]: the `count` highest entries of score [B, H', N], with all that equal the lowest of them.
+    """Return bool [B, H', N]: the `count` highest entries of a score [B, H', N], and all ties of the lowest of them.
 
     A number as `count` costs a top-k, int64 [B, H', 1] a sort.
     """

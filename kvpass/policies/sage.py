@@ -33,7 +33,7 @@ MAX_GROUPS = 62
 
 
 def budget_split(budget: int, groups: int, sinks: int | None = None, top: int | None = None) -> tuple[int, int, int]:
-    """Return sinks S, tokens per query head k and recent tokens R, with S + groups * k + R == budget.
+    """Return sinks S, tokens per query head k and recent tokens R of a budget S + groups * k + R.
 
     >>> budget_split(8192, 4), budget_split(8192, 7, top=512)
     ((2048, 1024, 2048), (2048, 512, 2560))

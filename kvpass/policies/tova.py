@@ -4,7 +4,7 @@ Token omission via attention (Oren et al., "Transformers are Multi-State RNNs").
 
 A token's score is the attention of the last query to it, averaged over all query heads of the layer; nothing is
 accumulated.  The lowest score is evicted at every step, for all heads together; the last token always stays.  In a
-prompt or chunk only the last token scores.
+prompt or chunk only the attention of the last token counts.
 """
 
 from __future__ import annotations

@@ -198,6 +198,6 @@ def _propagate_past_norm(node: fx.Node, axis: int) -> int | None:
 
 
 def _writes_whole(node: fx.Node) -> bool:
-    """Return whether x[...] = y keeps every token of y at its index: the subscript cuts at most the last dimension."""
+    """Return whether x[...] = y keeps every token's index: the subscript cuts at most the last dimension."""
     parts = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
     return all(op_table.keeps_whole(part) for part in parts[:-1])

@@ -1,4 +1,4 @@
-"""Hold the state that the passes over a step graph share: the graph, the call, and the results of earlier passes."""
+"""Hold the state that passes over a step graph share: the graph, the call, and results of earlier passes."""
 
 from __future__ import annotations
 

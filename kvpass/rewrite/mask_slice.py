@@ -348,7 +348,7 @@ class _KeyCutter:
         return copied
 
     def is_key_count(self, node: fx.Node) -> bool:
-        """Return whether a size is the number of keys; it is constant in a layer that stores its last tokens only."""
+        """Return whether a size is the number of keys, which is constant if a layer stores its last tokens only."""
         return bool(expr(node).free_symbols) and expr(node) in self.totals
 
     def _padded_lookup(self, node: fx.Node) -> fx.Node:
@@ -374,7 +374,7 @@ class _KeyCutter:
         return self.graph.call_function(torch.where, (in_range, looked_up, fill or 0))
 
     def _counts_valid(self, node: fx.Node) -> bool:
-        """Return whether a node counts the real tokens up to a key: a running sum over an input that marks padding."""
+        """Return whether a node counts the real tokens up to a key, by a running sum over padding marks."""
         arguments, dtype = op_table.bound(node), value(node).dtype
         if not op_table.counts_exactly(dtype):  # the sum is rounded on the way, so the model's own code computes it
             return False

@@ -76,7 +76,7 @@ REFERENCE_PASSES: tuple[Pass, ...] = tuple(
 def _replace(
     step: StepContext, masks: Masks, layer: int, site: AttentionSite, new: tuple[fx.Node, fx.Node, fx.Node]
 ) -> None:
-    """Replace one attention call on the cache of a layer; `new` are the rotated key, the stored key, and the value."""
+    """Replace one attention call on a layer's cache; `new` are the rotated key, the stored key, and the value."""
     mask, _ = masks.of(site, layer)
     rotary = step.rotaries[layer] if step.rotaries else None
     computed = cut_computed_keys(step.gm, site, step.sizes, mask.facts if mask else ())
@@ -179,7 +179,7 @@ class _ReferenceCall:
         valid: Tensor,
         bound: dict[str, list[Any]],
     ) -> ReferenceView:
-        """Return the cached and new tokens; `stored` is the key of a token that is read as it is stored, else None."""
+        """Return the cached and new tokens; `stored` is the key of a token that is read as stored, else None."""
         groups, count = self.layout.groups, query.shape[2]
         keys, ranks = store.held_rows("key"), store.ranks().clamp(min=0)
         if stored is not None:

@@ -111,7 +111,7 @@ def _is_angle(node: fx.Node) -> bool:
 
 
 def fits_prompt(ids: Tensor) -> bool:
-    """Return whether a tensor can be position ids of a prompt: every row ends in 0, 1, ..., n, with n above zero."""
+    """Return whether ids can be positions of a prompt: every row ends in 0, 1, ..., n for some n > 0."""
     if ids.ndim == 0 or ids.shape[-1] < 2:
         return False
     rows = ids.reshape(-1, ids.shape[-1]).tolist()

@@ -19,7 +19,7 @@ from kvpass.torch_private import symbolic_shapes
 def of_new(column: Tensor, seen: int, queries: int) -> Tensor:
     """Return the columns of the new tokens, [..., q], of an input with a column for every token, [..., S].
 
-    They are usually the last columns.  An input with columns for later tokens has them at `seen`; the input of a
+    They are usually the last columns.  An input with columns for later tokens has them at `seen`.  The input of a
     repeated step ends with an earlier token, and its last columns stand for the new ones.
     """
     return column.narrow(-1, min(seen, column.shape[-1] - queries), queries)

@@ -1,8 +1,8 @@
 """Define the trained networks and the tensors that they are stored as.
 
-L layers, H KV heads, D and Dv head dimensions, N rows, M the window.  Networks map keys [L, N, H, D] and values
-[L, N, H, Dv], float32, to repaired rows, given the positions int64 [N] at which rows were computed (`made`) and which
-they must have (`rank`).  `stored()` returns the tensors of `kvpass.policies.aligners.Aligner`.
+L layers, H KV heads, D and Dv head dimensions, N rows, M the window.  Networks repair float32 keys [L, N, H, D] and
+values [L, N, H, Dv].  `made` and `rank`, int64 [N], are the positions at which rows were computed and which they must
+have.  `stored()` returns the tensors of `kvpass.policies.aligners.Aligner`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class DirectNetwork(nn.Module):
 
     @torch.no_grad()
     def fit_positions(self, means: Tensor) -> None:
-        """Set E and S from the mean row at each position [L, M + 1, H * (D + Dv)]: their best product of that rank."""
+        """Set E and S to the best product of their rank for mean rows by position, [L, M + 1, H * (D + Dv)]."""
         layers, count, width = means.shape
         scaled = ((means - means.mean(1, keepdim=True)) / self.change).transpose(0, 1).flatten(1)  # [M + 1, L * w]
         left, values, right = torch.linalg.svd(scaled, full_matrices=False)
@@ -94,7 +94,7 @@ class DirectNetwork(nn.Module):
 
 
 class PaperNetwork(nn.Module):
-    """Recipe "paper": one network for all keys and one for all values, applied to one head of a token at a time.
+    """Recipe "paper": one network for all keys and one for all values, for one head of a token.
 
     x <- x + fc3(relu(fc2(relu(fc1[x; E_position(rank); E_layer; E_head])))), with embeddings of 32, 4 and 8.
     """

@@ -34,7 +34,7 @@ def signature_of(model: Any, window: int, sinks: int = 4, every: int = 1) -> Sig
 
 @torch.no_grad()
 def cached_rows(model: Any, ids: Tensor) -> Rows:
-    """Return the keys [B, Hkv, n, D] and values [B, Hkv, n, Dv] of each layer, for ids int64 [B, n] from position 0."""
+    """Return each layer's keys [B, Hkv, n, D] and values [B, Hkv, n, Dv] for ids int64 [B, n] from position 0."""
     body = getattr(model, "base_model", model)  # without the head, because only the cache is needed
     return rows_of(model, cache_names.returned(body(input_ids=ids, use_cache=True)))
 

@@ -1,4 +1,4 @@
-"""Remove outputs that grow, such as caches, lengths and masks for later graphs; add the rows and statistics of a chunk.
+"""Remove outputs that grow, such as caches, lengths and masks; add the rows and statistics of a chunk.
 
     before   return logits, k_0, v_0, past + q            after    return logits, key_0, value_0, real_0, sums_0, ...
 
@@ -55,7 +55,7 @@ def _new_outputs(step: StepContext) -> tuple[Outputs, list[Any]]:
 
 
 def host_precomputed(step: StepContext, gather_from: list[fx.Node]) -> fx.GraphModule | None:
-    """Return a graph that computes the outputs that grow and the inputs that read all tokens; None if there are none.
+    """Return a graph of the outputs that grow and the inputs that read all tokens, or None.
 
     Args:
         gather_from: further nodes to compute, from which entries are gathered.

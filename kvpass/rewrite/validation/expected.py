@@ -70,7 +70,7 @@ class Expected:
         return _largest_share(difference, self.lse_error, self.sees if only is None else self.sees & only)
 
     def hides_new_keys(self) -> bool:
-        """Return whether a query does not see its own key, one of the last q; such a query may see no key at all."""
+        """Return whether a query does not see its own key, one of the last q, so that it may see none."""
         queries = self.sees.shape[2]
         if self.bias is None or self.bias.shape[-1] < queries:
             return not bool(self.sees.all())

@@ -205,7 +205,7 @@ def _resized(node: fx.Node, argument: Any, sizes: dict[Any, int]) -> Any:
 
 
 def _with_padding(prompt: PromptCase, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Pad each row with another number of tokens on its left; rows after the first also have padding in the middle."""
+    """Pad each row with another number of tokens on its left, and rows after the first also in the middle."""
     padded = list(arguments)
     for index in prompt.padding_inputs:
         column = torch.ones_like(padded[index])

@@ -94,7 +94,7 @@ class MadeUpSlots:
 
 
 def _order(shape: torch.Size) -> Tensor:
-    """Return a random order of the slots, int64 [B, H', C]: the index of each slot's token, larger for free slots."""
+    """Return the random index of each slot's token, int64 [B, H', C]; it is larger for free slots."""
     return torch.rand(shape, generator=torch.Generator().manual_seed(shape[-1])).argsort(-1)
 
 

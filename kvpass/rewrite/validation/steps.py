@@ -111,7 +111,7 @@ def _further_plans(step: StepCase, first: ConversationPlan) -> Iterator[Conversa
 
 
 def _blind_plans(step: StepCase, first: ConversationPlan) -> Iterator[ConversationPlan]:
-    """Yield conversations in which a query may see no key, or no cached one: at the beginning of a block or segment."""
+    """Yield conversations at the beginning of a block or segment, where a query may see no key, or no cached one."""
     renumbers = step.ranked or any(layout.policy.renumbers for layout in step.layouts)
     max_tokens = math.inf if step.layouts[0].device.type == "cpu" else max(step.seen, smallest_table(step.gm.graph))
     for number in length_constants(step.gm.graph)[:MAX_BLOCKS]:
