@@ -30,17 +30,7 @@ import torch
 from torch import Tensor
 
 from kvpass.arguments import Natural, Share, at_least
-from kvpass.policies.base import (
-    Attention,
-    Merge,
-    Plan,
-    Policy,
-    State,
-    Statistic,
-    Tokens,
-    highest,
-    share_of,
-)
+from kvpass.policies.base import Attention, Merge, Plan, Policy, State, Statistic, Tokens, highest, share_of
 from kvpass.policies.d2o_layers import column_variances, largest_layer_budget, layer_budgets
 from kvpass.policies.full import Full
 from kvpass.policies.heads import reduced

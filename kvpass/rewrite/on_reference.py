@@ -216,12 +216,7 @@ def _softmax(logits: Tensor, sink_logit: Tensor | None) -> Tensor:
 
 
 def _allowed(
-    layout: Layout,
-    live: Tensor,
-    valid: Tensor,
-    model_mask: Tensor | None,
-    query_heads: int,
-    hidden: float | None,
+    layout: Layout, live: Tensor, valid: Tensor, model_mask: Tensor | None, query_heads: int, hidden: float | None
 ) -> tuple[Tensor, Tensor | None]:
     """Return the mask, bool, and the model's bias, [B, Hq, q, N + q], of queries over [cached, new]."""
     count = valid.shape[1]

@@ -95,14 +95,7 @@ class Aligner:
         return []
 
     def repaired(
-        self,
-        weights: list[Tensor],
-        layer: int,
-        key: Tensor,
-        value: Tensor,
-        made: Tensor,
-        rank: Tensor,
-        moves: Tensor,
+        self, weights: list[Tensor], layer: int, key: Tensor, value: Tensor, made: Tensor, rank: Tensor, moves: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return rows as if they had been computed at `rank` where they move; the other rows stay unchanged.
 

@@ -25,12 +25,7 @@ from kvpass.rewrite.prompt import PromptRewrite
 from kvpass.rewrite.validation.constants import length_constants, smallest_table
 from kvpass.rewrite.validation.interpreter import DoesNotRun, GraphRun, Visit, copied
 from kvpass.rewrite.validation.kinds import last_new_kind
-from kvpass.rewrite.validation.lockstep import (
-    Lockstep,
-    Validation,
-    noting_unfit,
-    validated,
-)
+from kvpass.rewrite.validation.lockstep import Lockstep, Validation, noting_unfit, validated
 from kvpass.torch_private import symbolic_shapes
 
 LENGTHS = (11, 13, 17, 19, 23, 9, 7)

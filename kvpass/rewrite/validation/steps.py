@@ -29,12 +29,7 @@ from kvpass.rewrite.validation.constants import length_constants, smallest_table
 from kvpass.rewrite.validation.conversation import Conversation, ConversationPlan, StepCase
 from kvpass.rewrite.validation.interpreter import DoesNotRun, GraphRun, Visit
 from kvpass.rewrite.validation.kinds import last_new_kind
-from kvpass.rewrite.validation.lockstep import (
-    Lockstep,
-    Validation,
-    noting_unfit,
-    validated,
-)
+from kvpass.rewrite.validation.lockstep import Lockstep, Validation, noting_unfit, validated
 from kvpass.rewrite.validation.slots import MadeUpSlots
 from kvpass.torch_private import symbolic_shapes
 
