@@ -361,7 +361,7 @@ class Backend:
 
     def watch(self, record: Record, graph: fx.Graph) -> None:
         """Record a pass that has run, and the graph after it."""
-        logs.after_pass(record, graph)
+        logs.note_pass(record, graph)
         if self.recorder is not None:
             self.recorder.passes.append(record)
             self.recorder.note_program(f"after {record.name}", graph)

@@ -89,18 +89,18 @@ def register(cls: P) -> P:
 
 @checked
 def resolve(policy: str | Policy, options: dict[str, Any]) -> Policy:
-    """Return a policy object for a name and its options, or the object that was given.
+    """Return a policy object for a name and its options, or `policy` if it is an object.
 
     Args:
         policy: a name of `names()`, or a policy object.
         options: the policy's options by name; empty for an object.
 
     Raises:
-        PolicyError: an unknown name or option, options beside an object, or a value that is not allowed.
+        PolicyError: an unknown name or option, options with an object, or a value that is not allowed.
     """
     if isinstance(policy, Policy):
         if options:
-            raise PolicyError(f"{', '.join(options)}: set on the policy object {policy}, not beside it")
+            raise PolicyError(f"{', '.join(options)}: must be set on the policy object {policy}")
         return policy
     cls = get(policy)
     known = [field.name for field in dataclasses.fields(cls)]
@@ -124,8 +124,8 @@ def parse(text: str) -> Policy:
     Raises:
         PolicyError: as from `resolve`, and for an option without a value.
     """
-    name, _, given = text.partition(":")
-    options = [option.partition("=") for option in _BETWEEN_OPTIONS.split(given) if option]
+    name, _, text_of_options = text.partition(":")
+    options = [option.partition("=") for option in _BETWEEN_OPTIONS.split(text_of_options) if option]
     for option, sign, _ in options:
         if not sign:
             raise PolicyError(f"{text!r}: option {option!r} has no value; write {name}:{option}=VALUE")

@@ -1,18 +1,19 @@
-"""BUZZ ("BUZZ: Beehive-structured Sparse KV Cache with Segmented Heavy Hitters for Efficient LLM Inference").
+"""Keep sinks, a window, and the best token of each hive of a middle segment.
+
+BUZZ ("BUZZ: Beehive-structured Sparse KV Cache with Segmented Heavy Hitters for Efficient LLM Inference").
 https://arxiv.org/abs/2410.23079
 
-The cache is [k sinks | middle | window of the last w tokens].  Tokens are appended until the middle holds
-more than T; then it is thinned out in one go.  What is left of earlier rounds (the first `old` tokens of the
-middle) is sampled at an interval of s' = floor((s + 1) / 2), whatever its scores; the new ones are cut into
-hives of s, and of each hive the token of highest score stays, for each KV head on its own.  The score is
-the attention that a token was paid, summed over all queries and the G query heads.  A middle of `old` + new
-shrinks to
+The cache is [k sinks | middle | window of the last w tokens].  Tokens are appended until the middle holds more than T;
+then it is thinned at once.  Its first `old` tokens, which survived earlier rounds, are sampled at an interval of s' =
+floor((s + 1) / 2) regardless of their scores.  The new ones are divided into hives of s, and the token of highest score
+of each hive stays, for each KV head separately.  The score is the attention to the token, summed over all queries and
+the G query heads.  A middle of `old` + new shrinks to
 
     old' = ceil(old / s') + ceil(new / s)
 
-whatever the data, so the host knows when a step has to sweep; all other steps only append.  The bound is
-k + w + T, and one more during attention.  A prompt or chunk that leaves more than T is sampled at the
-interval s' until it fits (Remark 2).
+for any data, so the host knows which steps have to compact; all other steps only append.  The bound is k + w + T, and
+one more during attention.  A prompt or chunk that leaves more than T is sampled at the interval s' until it fits
+(Remark 2).
 
 `threshold_for` is the paper's parameter theorem, `window_and_threshold` splits a budget by it.
 """
@@ -39,15 +40,16 @@ __all__ = ["Buzz", "threshold_for", "window_and_threshold"]
 
 @dataclasses.dataclass(frozen=True)
 class Buzz(Policy):
-    """Options.
+    """The BUZZ policy.
 
-    stride, sinks: s, at least 3, and k.
-    window, threshold: w and T; what is not given follows from the budget, both by the parameter theorem.
-    log_n: multiply the logits by log_512(n), n tokens attended to.
-    variant: "buzz", "fast" (scores are the attention of the last step alone) or "nomax" (the first of each
-        hive stays, and scores do not matter).
-    iterate_prompt: False samples a prompt once, as the public code does; its slots are then as many as it leaves.
-    old_stride: s' (Fig. 8a), at least 2; None for floor((s + 1) / 2).
+    Attributes:
+        stride, sinks: s, at least 3, and k.
+        window, threshold: w and T; a missing one follows from the budget, both by the parameter theorem.
+        log_n: multiply the logits by log_512(n), with n tokens attended to.
+        variant: "buzz", "fast" (scores are the attention of the last step alone) or "nomax" (the first of each hive
+            stays, for any scores).
+        iterate_prompt: False samples a prompt once, as the public code does; its slots are then as many as it leaves.
+        old_stride: s' (Fig. 8a), at least 2; None for floor((s + 1) / 2).
     """
 
     stride: Stride = 5
@@ -59,9 +61,7 @@ class Buzz(Policy):
     iterate_prompt: bool = True
     old_stride: OldStride | None = None
     name: ClassVar[str] = "buzz"
-    prompt_must_compete: ClassVar[str] = (
-        "its hives are counted from the sinks on, and when they are thinned out follows from the count alone"
-    )
+    prompt_must_compete: ClassVar[str] = "its hives are counted from the sinks, and thinning depends on counts alone"
     spreads: ClassVar[Literal["never", "heads", "always"]] = "heads"
     heads: ClassVar[Literal["shared", "kv"]] = "kv"
     positions: ClassVar[Literal["absolute", "cache"]] = "cache"
@@ -74,7 +74,7 @@ class Buzz(Policy):
         return Strides.of(self.stride, self.old_stride)
 
     def sizes(self, budget: Count) -> tuple[Count, Count]:
-        """w and T, numbers or as a budget of each row."""
+        """Return w and T: numbers, or tensors for the budgets of rows."""
         unpinned_budget: Any = budget - self.sinks
         window: Any = self.window
         threshold: Any = self.threshold
@@ -91,15 +91,15 @@ class Buzz(Policy):
         stored, _ = self._counts(prompt, 0, budget, self.iterate_prompt)
         return max(stored, self.sinks + window + threshold) + 1
 
-    # What the host knows of a row: tokens stored, and how many of the middle are old.
+    # The host counts for each row the stored tokens, and the old ones among the middle.
 
     def clock(self, clock: Clock, new: int, budget: int) -> Clock:
         stored, old = clock or (0, 0)
         return self._counts(stored + new, old, budget, self.iterate_prompt or bool(clock))
 
     def tick(self, clock: Clock, budget: int) -> tuple[bool, Clock]:
-        after = self._counts(clock[0] + 1, clock[1], budget, False)
-        return after[0] <= clock[0], after
+        counts = self._counts(clock[0] + 1, clock[1], budget, False)
+        return counts[0] <= clock[0], counts
 
     def _counts(self, stored: int, old: int, budget: int, iterate: bool) -> tuple[int, int]:
         window, threshold = self.sizes(budget)
@@ -125,38 +125,38 @@ class Buzz(Policy):
         }
 
     def score(self, tokens: Tokens) -> Tensor:
-        """Only asked when the host has missed a sweep: the oldest goes, as with sinks and a window."""
+        """Return scores as with sinks and a window; they are used only if the host has missed a compacting step."""
         return torch.where(tokens.position < self.sinks, LATE, tokens.position)
 
     def victim(self, tokens: Tokens) -> Tensor:
-        """A free slot while there is one: when a row has too many tokens its next sweep says, and not its budget."""
+        """Return a free slot if there is one: the next compaction decides when a row is full, not its budget."""
         return super().victim(dataclasses.replace(tokens, budget=0))
 
     def compact(self, tokens: Tokens) -> tuple[Tensor, State]:
         window, threshold = self.sizes(tokens.budget)
         middle = tokens.live.sum(-1, keepdim=True) - self.sinks - window  # [B, H', 1]
         index, old, interval = tokens.order - self.sinks, tokens.state["old"], self.strides.old
-        inside = tokens.live & (index >= 0) & (index < middle)
-        fresh, hive = inside & (index >= old), (index - old).clamp(min=0) // self.stride
-        first = (index - old) % self.stride == 0
-        best = first if self.variant == "nomax" else best_of_hives(tokens.state["score"], fresh, hive, index)
-        stays = torch.where(fresh, best, index % interval == 0)
-        kept = (old + interval - 1) // interval
-        after = torch.where(fresh, kept + hive, index // interval)  # the place among those that stay
-        size = kept + (middle - old + self.stride - 1) // self.stride
-        again = self._passes(tokens, size, interval, threshold)
+        in_middle = tokens.live & (index >= 0) & (index < middle)
+        is_new, hive = in_middle & (index >= old), (index - old).clamp(min=0) // self.stride
+        starts_hive = (index - old) % self.stride == 0
+        best = starts_hive if self.variant == "nomax" else best_of_hives(tokens.state["score"], is_new, hive, index)
+        survives = torch.where(is_new, best, index % interval == 0)
+        old_count = (old + interval - 1) // interval
+        new_index = torch.where(is_new, old_count + hive, index // interval)  # the index among the tokens that stay
+        size = old_count + (middle - old + self.stride - 1) // self.stride
+        more = self._further_interval(tokens, size, interval, threshold)
         due = middle > threshold
-        keeps = torch.where(due & inside, stays & (after % again == 0), tokens.live)
-        return keeps, {"old": torch.where(due, (size + again - 1) // again, old)}
+        keep = torch.where(due & in_middle, survives & (new_index % more == 0), tokens.live)
+        return keep, {"old": torch.where(due, (size + more - 1) // more, old)}
 
-    def _passes(self, tokens: Tokens, size: Tensor, interval: int, threshold: int | Tensor) -> Tensor:
-        """The interval of all further passes together over the middle of a prompt or chunk; 1 for none."""
-        again, indices = torch.ones_like(size), tokens.position.shape[-1]
-        if tokens.held == indices or (tokens.held == 0 and not self.iterate_prompt):
-            return again
-        for _ in range(indices.bit_length()):
-            again = torch.where((size + again - 1) // again > threshold, again * interval, again)
-        return again
+    def _further_interval(self, tokens: Tokens, size: Tensor, interval: int, threshold: int | Tensor) -> Tensor:
+        """Return the product of the intervals of further passes over the middle of a prompt or chunk; 1 for none."""
+        product, count = torch.ones_like(size), tokens.position.shape[-1]
+        if tokens.held == count or (tokens.held == 0 and not self.iterate_prompt):
+            return product
+        for _ in range(count.bit_length()):
+            product = torch.where((size + product - 1) // product > threshold, product * interval, product)
+        return product
 
     def check_budget(self, budget: int) -> None:
         super().check_budget(budget)

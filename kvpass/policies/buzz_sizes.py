@@ -1,4 +1,4 @@
-"""The sizes of BUZZ's cache: the parameter theorem, and the recursion that thinning follows."""
+"""Compute the sizes of BUZZ's cache, by the parameter theorem and by the recursion of thinning."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ OldStride = Annotated[int, at_least(2)]
 
 @dataclasses.dataclass(frozen=True)
 class Strides:
-    """How a middle is sampled.
+    """The sampling intervals of a middle segment.
 
     Attributes:
         new: s, the size of a hive.
-        old: s', the interval at which what has been through a thinning is sampled again.
+        old: s', the interval at which tokens that survived a thinning are sampled again.
     """
 
     new: int
@@ -30,21 +30,21 @@ class Strides:
 
     @staticmethod
     def of(stride: int, old_stride: int | None) -> Strides:
-        """By the options of the policy."""
+        """Return the strides for the options of the policy."""
         return Strides(stride, (stride + 1) // 2 if old_stride is None else old_stride)
 
     @property
     def ratio(self) -> float:
-        """T / w, so that of a middle of T tokens that w are left of an earlier thinning, w are left again.
+        """T / w such that thinning leaves w of T tokens again if w of these survived an earlier thinning.
 
-        w = w / s' + (T - w) / s, and so T / w = 1 + s - s / s'.  With s' = floor((s + 1) / 2) that is the paper's
-        (s^2 + 1) / (s + 1) for an odd s, and s - 1 for an even one.
+        w = w / s' + (T - w) / s, and so T / w = 1 + s - s / s'.  With s' = floor((s + 1) / 2) this is the paper's (s^2
+        + 1) / (s + 1) for an odd s, and s - 1 for an even one.
         """
         return float(1 + self.new - Fraction(self.new, self.old))
 
 
 def threshold_for(window: int, stride: int = 5, old_stride: int | None = None) -> int:
-    """T for a window: T / w = (s^2 + 1) / (s + 1) for an odd stride s, s - 1 for an even one.
+    """Return T for a window: T / w = (s^2 + 1) / (s + 1) for an odd stride s, s - 1 for an even one.
 
     >>> threshold_for(12, stride=5), threshold_for(12, stride=4), threshold_for(12, stride=5, old_stride=5)
     (52, 36, 60)
@@ -55,7 +55,7 @@ def threshold_for(window: int, stride: int = 5, old_stride: int | None = None) -
 def window_and_threshold(
     budget: Count, stride: int = 5, sinks: int = 4, old_stride: int | None = None
 ) -> tuple[Count, Count]:
-    """w and T for a budget, or int64 for those of rows.
+    """Return w and T for a budget, as numbers or int64 tensors like the budget.
 
     sinks + w + T == budget, and T / w is as in `threshold_for` or next to it.
 
@@ -63,7 +63,7 @@ def window_and_threshold(
     (12, 52)
     """
     unpinned_budget, parts = budget - sinks, 1 + Strides.of(stride, old_stride).ratio
-    if isinstance(unpinned_budget, Tensor):  # in float64, in which Python divides and rounds
+    if isinstance(unpinned_budget, Tensor):  # float64, in which Python divides and rounds
         windows = (unpinned_budget.double() / parts).round().long().clamp(min=1)
         return windows, unpinned_budget - windows  # type: ignore[return-value]  # of what the budget is
     window = max(1, round(unpinned_budget / parts))
@@ -71,17 +71,17 @@ def window_and_threshold(
 
 
 def thinned(middle: int, old: int, strides: Strides) -> int:
-    """How many of a middle are left, of which `old` have been through it before: ceil(old / s') + ceil(new / s)."""
+    """Return the size of a middle after thinning, `old` of which survived before: ceil(old / s') + ceil(new / s)."""
     return -(-old // strides.old) - (-(middle - old) // strides.new)
 
 
 def thinned_if_due(
     stored: int, old: int, fixed: int, threshold: int, strides: Strides, iterate: bool = False
 ) -> tuple[int, int]:
-    """Tokens stored and old ones among them, after a thinning if the middle holds more than the threshold.
+    """Return the tokens stored, and the old ones among them, after a thinning if the middle exceeds the threshold.
 
     Args:
-        stored, old: the same before it.
+        stored, old: the numbers before it.
         fixed: sinks and window together.
         iterate: sample again at the interval s' until the middle fits.
     """

@@ -1,23 +1,24 @@
-"""Cascading KV cache ("Training-Free Exponential Extension of Sliding Window Context with Cascading KV Cache").
+"""Keep sinks and a cascade of sub-caches in which old tokens thin out by score.
+
+Cascading KV cache ("Training-Free Exponential Extension of Sliding Window Context with Cascading KV Cache").
 https://arxiv.org/abs/2406.17808
 
-Beside the sinks, N sub-caches of W slots.  Sub-cache i accepts every f_i-th token (f_i = 2^i); what it
-accepts pushes its oldest on to the next; of what it does not accept and its own newest, the one with the
-higher score mu stays.  So old tokens thin out, and the better ones stay.  With sbar_j the attention that
-token j is paid, reduced over the query heads, after every token
+Besides the sinks there are N sub-caches of W slots.  Sub-cache i accepts every f_i-th token (f_i = 2^i).  A token that
+it accepts pushes its oldest token to the next sub-cache.  Of a token that it does not accept and its own newest, the
+one with the higher score mu stays.  So old tokens thin out, and the better ones stay.  With sbar_j the attention to
+token j, reduced over the query heads, after every token
 
     mu_j = gamma mu_j + (1 - gamma) sbar_j,    gamma = exp(-ln(100) / W).
 
-No token ever moves: ordered by age, sub-cache i is the ranks [iW, (i+1)W) from the newest.  For token
-number n (sinks not counted) let b be the first i >= 1 whose sub-cache holds something and for which
-n mod f_i is not zero: of the ranks bW - 1 and bW the one of lower score goes (the newer one, if it is
-strictly lower), and the new token takes its slot.  If there is no such b the oldest goes, once the cache
-is full.  b depends on counts alone, and a step costs a few passes over the metadata.  Without selection
-rank bW - 1 goes, whatever the scores.
+No token ever moves: ordered by age, sub-cache i is the ranks [iW, (i+1)W) from the newest.  For token number n (sinks
+not counted) let b be the first i >= 1 whose sub-cache is not empty and for which n mod f_i is not zero.  Of the ranks
+bW - 1 and bW the one of lower score is evicted (the newer one, if it is strictly lower), and the new token takes its
+slot.  If there is no such b the oldest is evicted, once the cache is full.  b depends on counts alone, and a step costs
+a few passes over the metadata.  Without selection rank bW - 1 is evicted for any scores.
 
-A prompt attends as the model does, and its rows are then taken one token at a time, as in decoding.  A
-chunk of q queries attends to [sinks, cache, chunk]; mu_j = gamma^q mu_j + (1 - gamma) sum_r gamma^(q-1-r)
-sbar_rj, and then its tokens are inserted one at a time.
+A prompt attends as the model does, and its rows are then inserted one token at a time, as in decoding.  A chunk of q
+queries attends to [sinks, cache, chunk]; mu_j = gamma^q mu_j + (1 - gamma) sum_r gamma^(q-1-r) sbar_rj, and then its
+tokens are inserted one at a time.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from torch import Tensor
 from kvpass.arguments import Natural, Positive, Share
 from kvpass.errors import BudgetError
 from kvpass.policies.base import Attention, Policy, State, Statistic, Tokens
-from kvpass.policies.cascade_line import CascadeRule, approximate_context, averaged, intervals
+from kvpass.policies.cascade_line import CascadeRule, approximate_context, intervals, moving_averages
 from kvpass.policies.heads import HeadSharding, reduced
 
 __all__ = ["Cascade", "approximate_context"]
@@ -41,16 +42,17 @@ __all__ = ["Cascade", "approximate_context"]
 
 @dataclasses.dataclass(frozen=True)
 class Cascade(Policy):
-    """Options.
+    """The Cascading KV cache policy.
 
-    cascades, sinks: N, and the first tokens that always stay; (budget - sinks) must divide by cascades.
-    growth: of f_i: "pow2", "pow3", "pow4", or "linear" for i + 1.
-    reduce: over the query heads: "mean", "max" or "median" (of an even number the lower of the two).
-    gamma: the decay of the scores; None for exp(-ln(100) / W).  With 1 all scores stay zero, and so equal.
-    order: "write_first" as in the paper, or "attend_first", which needs one more slot.
-    eager_fill: every sub-cache accepts as long as t <= |C| + sinks.
-    heads: "shared", or "kv" for a choice of each KV head by its own query heads.
-    select: False for no token selection (Table 3): what a sub-cache does not accept is dropped.
+    Attributes:
+        cascades, sinks: N, and the first tokens that always stay; (budget - sinks) must divide by cascades.
+        growth: of f_i: "pow2", "pow3", "pow4", or "linear" for i + 1.
+        reduce: over the query heads: "mean", "max" or "median" (the lower one for an even number).
+        gamma: the decay of the scores; None for exp(-ln(100) / W).  With 1 all scores stay zero.
+        order: "write_first" as in the paper, or "attend_first", which needs one more slot.
+        eager_fill: every sub-cache accepts while t <= |C| + sinks.
+        heads: "shared", or "kv" for a choice of each KV head by its own query heads.
+        select: False for no token selection (Table 3): a sub-cache drops the tokens that it does not accept.
     """
 
     cascades: Positive = 4
@@ -64,7 +66,7 @@ class Cascade(Policy):
     select: bool = True
     name: ClassVar[str] = "cascade"
     prompt_must_compete: ClassVar[str] = (
-        "its sub-caches are lines of fixed sizes, which a prompt passes through like all else"
+        "its sub-caches have fixed sizes, and prompt tokens pass through them like all others"
     )
     spreads: ClassVar[Literal["never", "heads", "always"]] = "heads"
     positions: ClassVar[Literal["absolute", "cache"]] = "cache"
@@ -93,7 +95,7 @@ class Cascade(Policy):
         return {"score": torch.float32}
 
     def row_state(self) -> dict[str, int | float]:
-        return {"arrived": 0}  # tokens of the last step, 0 for padding
+        return {"arrived": 0}  # real tokens of the last step
 
     def observe(self, tokens: Tokens, attention: Attention) -> State:
         assert attention.last is not None
@@ -109,7 +111,7 @@ class Cascade(Policy):
         return math.exp(-math.log(100) * self.cascades / (budget - self.sinks)) if self.gamma is None else self.gamma
 
     def _decays(self, budget: int | Tensor) -> tuple[float | Tensor, float | Tensor]:
-        """The decay and what is left to one: numbers, or float32 [B, H', 1], which are rounded as numbers are."""
+        """Return the decay and one minus the decay: numbers, or float32 [B, H', 1] with the same rounding."""
         if self.gamma is None and isinstance(budget, Tensor):
             decays = (-math.log(100) * self.cascades / (budget - self.sinks).double()).exp()
             return decays.float(), (1 - decays).float()
@@ -117,7 +119,7 @@ class Cascade(Policy):
         return decay, 1 - decay
 
     def _reduced(self, rows: Tensor, spread: HeadSharding | None) -> Tensor:
-        """[B, Hkv, G, n, N] over the query heads: [B, H', n, N]."""
+        """Reduce over the query heads: [B, Hkv, G, n, N] to [B, H', n, N]."""
         if self.heads == "shared":
             return reduced(rows, self.reduce, spread)
         if self.reduce == "median":
@@ -125,7 +127,7 @@ class Cascade(Policy):
         return rows.mean(2) if self.reduce == "mean" else rows.amax(2)
 
     def victim(self, tokens: Tokens) -> Tensor:
-        # To be inserted is the next token, or the newest one if it attended first (and is no padding).
+        # The next token is inserted, or the newest one if it attended first and is no padding.
         late = torch.zeros_like(tokens.state["arrived"]) if self.overwrites else tokens.state["arrived"]
         scored = tokens.live & (tokens.position >= self.sinks)
         age = tokens.live.sum(-1, keepdim=True) - 1 - tokens.order - late  # [B, H', C]
@@ -133,10 +135,10 @@ class Cascade(Policy):
         def score_at(rank: Tensor) -> Tensor:
             return torch.where(scored & (age == rank), tokens.state["score"], 0).sum(-1, keepdim=True)
 
-        held = scored.sum(-1, keepdim=True) - late  # [B, H', 1]
-        leaving = self._rule(tokens.budget).leaving(tokens.seen - self.sinks - late, held, score_at)
-        goes = scored & (age == leaving) & (self.overwrites | (late > 0))
-        return torch.where(goes.any(-1, keepdim=True), goes, ~tokens.live).int().argmax(-1)
+        count = scored.sum(-1, keepdim=True) - late  # [B, H', 1]
+        victim_rank = self._rule(tokens.budget).victim_rank(tokens.seen - self.sinks - late, count, score_at)
+        evicted = scored & (age == victim_rank) & (self.overwrites | (late > 0))
+        return torch.where(evicted.any(-1, keepdim=True), evicted, ~tokens.live).int().argmax(-1)
 
     def _rule(self, budget: int | Tensor) -> CascadeRule:
         return CascadeRule(budget - self.sinks, intervals(self.cascades, self.growth), self.eager_fill, self.select)
@@ -144,13 +146,13 @@ class Cascade(Policy):
     def scan(
         self, rows: Iterable[Tensor], valid: Tensor, held: int, budget: int, spread: HeadSharding | None = None
     ) -> Tensor:
-        """The scores when a prompt ends, LOST for tokens that were dropped; for a chunk what its rows add."""
+        """Return the scores at the end of a prompt, DROPPED for dropped tokens; for a chunk what its rows add."""
         probs = (self._reduced(block, spread) for block in rows)
-        blocks = averaged(probs, valid, self._decay(budget))
+        blocks = moving_averages(probs, valid, self._decay(budget))
         if held:
-            return [after[:, :, -1] for after in blocks][-1]
+            return [scores[:, :, -1] for scores in blocks][-1]
         number = torch.where(valid, valid.cumsum(-1) - 1 - self.sinks, -1)  # [B, q]
-        score = self._rule(budget).replay(blocks, number, self.overwrites)
+        score = self._rule(budget).insert_prompt(blocks, number, self.overwrites)
         return torch.where(number[:, None] < 0, 0, score)
 
     def observe_chunk(self, tokens: Tokens, attention: Attention) -> State:
@@ -160,15 +162,15 @@ class Cascade(Policy):
         if tokens.held:
             score = score + self._decays(tokens.budget)[0] ** attention.queries * tokens.state["score"]
             number = tokens.position - self.sinks  # negative for sinks and padding
-            score = torch.where(number < 0, 0, self._extended(tokens, number, score))
+            score = torch.where(number < 0, 0, self._insert_chunk(tokens, number, score))
         return {"score": score, "arrived": torch.zeros_like(tokens.state["arrived"])}
 
-    def _extended(self, tokens: Tokens, number: Tensor, score: Tensor) -> Tensor:
-        """`CascadeRule.extend` by the budget of each row."""
+    def _insert_chunk(self, tokens: Tokens, number: Tensor, score: Tensor) -> Tensor:
+        """Return `CascadeRule.insert_chunk` with the budget of each row."""
         if not isinstance(tokens.budget, Tensor):
-            return self._rule(tokens.budget).extend(number, tokens.held, score)
+            return self._rule(tokens.budget).insert_chunk(number, tokens.held, score)
         rows = zip(tokens.budget[:, 0, 0].tolist(), torch.split(number, 1), torch.split(score, 1), strict=True)
-        return torch.cat([self._rule(budget).extend(indices, tokens.held, mine) for budget, indices, mine in rows])
+        return torch.cat([self._rule(budget).insert_chunk(n, tokens.held, row_score) for budget, n, row_score in rows])
 
     def compact(self, tokens: Tokens) -> tuple[Tensor, State]:
         return tokens.live & (tokens.state["score"] >= 0), {}

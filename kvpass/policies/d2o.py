@@ -1,20 +1,22 @@
-"""D2O (Wan et al., "D2O: Dynamic Discriminative Operations for Efficient Long-Context Inference of LLMs").
+"""Keep sinks, heavy hitters and recent tokens, and merge evicted tokens into similar ones.
+
+D2O (Wan et al., "D2O: Dynamic Discriminative Operations for Efficient Long-Context Inference of LLMs").
 https://arxiv.org/abs/2406.13035
 
-A token's score is the attention that it was paid, summed over all queries and the G query heads of its KV
-head.  Sinks, the highest scores and the most recent tokens stay, N : M = 3 : 1.  A token i that goes is
-merged into the kept token of most similar key, u_i = max_j cos(k_i, k_j), unless it is too far from all
-of them (Eq. 9-11, without the stray sum in the printed Eq. 11):
+A token's score is the attention to it, summed over all queries and the G query heads of its KV head.  Sinks, the
+highest scores and the most recent tokens stay, N : M = 3 : 1.  An evicted token i is merged into the kept token of most
+similar key, u_i = max_j cos(k_i, k_j), unless it is too far from all of them (Eq. 9-11, without the stray sum in the
+printed Eq. 11):
 
     tau_0 = mean_i u_i,   tau_t = beta u + (1 - beta) tau_{t-1},   m_i = [u_i >= tau]
     k_c <- w_c k_c + sum_i w_i k_i,   w_c = e / Z,   w_i = exp(u_i) m_i / Z,   Z = e + sum_i exp(u_i) m_i
 
-and v_c with the same weights.  The score of the kept token does not change.  A step costs one more pass
-over the keys and one row of K and V rewritten per head.
+and v_c with the same weights.  The score of the kept token does not change.  A step costs one more pass over the keys
+and one row of K and V rewritten per head.
 
 `budget` is the mean over the layers: a layer whose prompt attention varies more over the tokens gets less
-(`layer_budgets`), in each row of a batch by that row alone.  A chunk is judged like a prompt: its queries
-are summed, then all that no longer fits is merged, and tau moves once.
+(`layer_budgets`), in each row of a batch by that row alone.  A chunk is treated like a prompt: its queries are summed,
+then all tokens beyond the budget are merged, and tau moves once.
 """
 
 from __future__ import annotations
@@ -28,43 +30,34 @@ import torch
 from torch import Tensor
 
 from kvpass.arguments import Natural, Share, at_least
-from kvpass.policies.base import (
-    Attention,
-    Merge,
-    Plan,
-    Policy,
-    State,
-    Statistic,
-    Tokens,
-    highest,
-    share_of,
-)
+from kvpass.policies.base import Attention, Merge, Plan, Policy, State, Statistic, Tokens, highest, share_of
 from kvpass.policies.d2o_layers import column_variances, largest_layer_budget, layer_budgets
 from kvpass.policies.full import Full
 from kvpass.policies.heads import reduced
 from kvpass.policies.nearest import nearest
 
-UNSET = -2.0  # below every cosine
+UNSET = -2.0  # tau before the first merge, below every cosine
 
 __all__ = ["D2O", "layer_budgets"]
 
 
 @dataclasses.dataclass(frozen=True)
 class D2O(Policy):
-    """Options.
+    """The D2O policy.
 
-    sinks, heavy: the first tokens that stay, and the share N / (N + M); sinks are part of the N.
-    extra_sinks: sinks are not part of the N; it is a share of the rest.
-    layers: how layers share the budget: "softmax" over their densities, "gate": alpha times as much for a
-        density up to `gate`, scaled so that the mean is the budget, or "paper": the budget or alpha times it.
-    beta: how fast tau moves.
-    merge: "paper" as above; "average": plain means k_c <- (k_c + sum_i m_i k_i) / (1 + n_c); "none": what goes
-        is gone (both in Table 6); or "official": k_c <- (k_c + sum_i u_i k_i) / (1 + n_c), means of rows that
-        are scaled by their u, and one decision for all heads by the mean of their u.
-    compress_at: "prompt_end", or "first_decode": a prompt is held whole until the next token has attended.
-    skip_layers: layers that keep everything, whatever that costs; they are no part of the mean.
-    calibrate: later prompts get the layer budgets of the first one, and the rows of a batch those of its first.
-    density: what variances are taken of (Eq. 4): the column sums of a "kv" head, or of each "query" head.
+    Attributes:
+        sinks, heavy: the first tokens that stay, and the share N / (N + M); sinks are part of the N.
+        extra_sinks: sinks are not part of the N, which is a share of the rest.
+        layers: how layers share the budget: "softmax" over their densities; "gate", alpha times as much for a density
+            up to `gate`, scaled so that the mean is the budget; or "paper", the budget or alpha times it.
+        beta: how fast tau moves.
+        merge: "paper" as above; "average", plain means k_c <- (k_c + sum_i m_i k_i) / (1 + n_c); "none", evicted tokens
+            are dropped (both in Table 6); or "official", k_c <- (k_c + sum_i u_i k_i) / (1 + n_c), means of rows that
+            are scaled by their u, and one decision for all heads by the mean of their u.
+        compress_at: "prompt_end", or "first_decode": a prompt stays whole until the next token has attended.
+        skip_layers: layers that keep every token, at any cost; they do not count in the mean.
+        calibrate: later prompts get the layer budgets of the first one, and the rows of a batch those of its first.
+        density: the operand of variances (Eq. 4): the column sums of a "kv" head, or of each "query" head.
     """
 
     sinks: Natural = 4
@@ -106,13 +99,13 @@ class D2O(Policy):
         spread = attention[0].spread if attention else None
         totals = [layer.total for layer in attention if layer.total is not None]
         rows = column_variances(totals, valid, spread, self.density)
-        how = (self.layers, self.gate, self.alpha, self.minimum_budget())
-        prompts = valid.sum(-1).tolist()
-        budgets = [layer_budgets(row, budget, prompt, *how) for row, prompt in zip(rows, prompts, strict=True)]
+        options = (self.layers, self.gate, self.alpha, self.minimum_budget())
+        lengths = valid.sum(-1).tolist()
+        budgets = [layer_budgets(row, budget, prompt, *options) for row, prompt in zip(rows, lengths, strict=True)]
         if self.calibrate:
             return [Plan(budget, budget + 1) for budget in budgets[0]]
-        most = largest_layer_budget(len(totals), budget, self.layers, self.alpha) + 1
-        return [Plan(max(rows), max(rows) + 1, rows, most) for rows in zip(*budgets, strict=True)]
+        max_budget = largest_layer_budget(len(totals), budget, self.layers, self.alpha) + 1
+        return [Plan(max(rows), max(rows) + 1, rows, max_budget) for rows in zip(*budgets, strict=True)]
 
     def state(self) -> dict[str, torch.dtype]:
         return {"score": torch.float32}
@@ -125,7 +118,7 @@ class D2O(Policy):
         return {"score": tokens.state["score"] + attention.total.sum(2)}  # [B, Hkv, N]
 
     def _recent(self, budget: int | Tensor) -> int | Tensor:
-        """M, of a row's budget."""
+        """Return M, the number of recent tokens."""
         shared = budget - self.sinks if self.extra_sinks else budget
         recent, most = shared - share_of(shared, self.heavy), budget - self.sinks
         if isinstance(recent, Tensor) and isinstance(most, Tensor):
@@ -144,16 +137,16 @@ class D2O(Policy):
     def merge_evicted(self, tokens: Tokens, held: Tensor, evicted: Tensor, valid: Tensor) -> Merge:
         similar, into = nearest(evicted, held, tokens.position)  # [B, Hkv, E]
         official = self.merge == "official"
-        judged = reduced(similar[:, :, None], "mean", tokens.spread) if official else similar
-        mean = torch.where(valid, judged, 0).sum(-1, keepdim=True) / valid.sum(-1, keepdim=True).clamp(min=1)
-        old = tokens.state["threshold"]
-        moved = torch.where(old == UNSET, mean, self.beta * mean + (1 - self.beta) * old)
-        threshold = torch.where(valid.any(-1, keepdim=True), moved, old)
-        weight, share, own = self._weights(similar, (valid & (judged >= threshold)).float())
+        similarity = reduced(similar[:, :, None], "mean", tokens.spread) if official else similar
+        mean = torch.where(valid, similarity, 0).sum(-1, keepdim=True) / valid.sum(-1, keepdim=True).clamp(min=1)
+        previous = tokens.state["threshold"]
+        updated = torch.where(previous == UNSET, mean, self.beta * mean + (1 - self.beta) * previous)
+        threshold = torch.where(valid.any(-1, keepdim=True), updated, previous)
+        weight, share, own = self._weights(similar, (valid & (similarity >= threshold)).float())
         return Merge(into, weight, share, own, {"threshold": threshold})
 
     def _weights(self, similar: Tensor, merged: Tensor) -> tuple[Tensor, Tensor, float]:
-        """What tokens that go and the kept one weigh, and what they count in the denominator; see `Merge`."""
+        """Return the weights of evicted tokens, their shares of the denominator, and the own weight; see `Merge`."""
         if self.merge == "paper":
             return merged * similar.exp(), merged * similar.exp(), math.e
         return merged * similar if self.merge == "official" else merged, merged, 1.0

@@ -1,7 +1,7 @@
-"""Keep everything: the cache that every other policy is compared with.
+"""Keep every token: the cache that every other policy is compared with.
 
-Without a budget the slots double whenever they run out, and the decode graph is compiled again for the
-larger layout.  With a budget, the token that no longer fits is a BudgetError.  A chunk is simply kept.
+Without a budget the slots double when they are full, and the decode graph is compiled again for the larger layout. With
+a budget, the first token beyond it raises a BudgetError.  A chunk is kept whole.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvpass.policies.base import Policy, Tokens
 @dataclasses.dataclass(frozen=True)
 class Full(Policy):
     name: ClassVar[str] = "full"
-    prompt_must_compete: ClassVar[str] = "it lets no token go"
+    prompt_must_compete: ClassVar[str] = "it evicts no token"
     spreads: ClassVar[Literal["never", "heads", "always"]] = "always"
     evicts: ClassVar[bool] = False
 

@@ -1,11 +1,12 @@
-"""Heavy-hitter oracle (Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference").
+"""Keep recent tokens and those of largest summed attention.
+
+Heavy-hitter oracle (Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference").
 https://arxiv.org/abs/2306.14048
 
-A token's score is the sum, over every query so far, of the attention it was paid by the G query heads of
-its KV head.  The most recent tokens are safe; of the others the `heavy` share with the highest scores
-stays, for each KV head on its own.  The score is a sum and not a mean: an early token that has been
-looked at more often may keep its place (averaging is a different policy, see `roco`).  The queries of a
-chunk are summed before anything is evicted.
+A token's score is the attention to it, summed over every query so far and the G query heads of its KV head.  The most
+recent tokens always stay.  Of the others the `heavy` share with the highest scores stays, for each KV head separately.
+The score is a sum and not a mean, so an early token that more queries have seen may stay (`roco` averages).  The
+queries of a chunk are summed before anything is evicted.
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ from kvpass.policies.base import Attention, Policy, Statistic, Tokens, share_of
 
 @dataclasses.dataclass(frozen=True)
 class H2O(Policy):
-    """Options: `heavy`, the share of the budget that goes to heavy hitters; the rest is recent."""
+    """The H2O policy.
+
+    Attributes:
+        heavy: the share of the budget for heavy hitters; the rest is for recent tokens.
+    """
 
     heavy: Share = 0.5
     name: ClassVar[str] = "h2o"

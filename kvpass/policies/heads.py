@@ -1,7 +1,7 @@
-"""What goes over the heads of a layer: reductions, which head is which, and numbers that every head has.
+"""Reduce over the heads of a layer, number them, and gather values of every head.
 
-The heads of a layer may be spread over processes, each of which then sees its own alone.  Policies ask here, so they do
-not know: the same call is a mean over dimensions in one process, and one collective of the reduced tensor in several.
+The heads of a layer may be spread over processes, each of which sees only its own.  Policies call these functions and
+need not know: in one process a call is a reduction over dimensions, in several one collective of the reduced tensor.
 
 Shapes: B rows, h KV heads of this process, H of the layer, G query heads per KV head, N tokens.
 """
@@ -22,12 +22,12 @@ Reduce = Literal["mean", "max", "median"]
 
 @dataclasses.dataclass(frozen=True)
 class HeadSharding:
-    """Where the heads of a layer are, if each of some processes has as many of them, in the order of their ranks.
+    """Describe which heads each process has; all processes have equally many, in the order of their ranks.
 
     Attributes:
-        first: the number of this process's first KV head.
+        first: the index of this process's first KV head.
         heads: KV heads of the layer.
-        ranks: processes.
+        ranks: the number of processes.
         group: the name of their process group.
     """
 
@@ -37,42 +37,42 @@ class HeadSharding:
     group: str
 
     def written(self) -> str:
-        """As text, for operators, which take no objects; `read` is the inverse."""
+        """Return the sharding as text, for operators, which take no objects; `read` is the inverse."""
         return json.dumps(dataclasses.astuple(self))
 
     @staticmethod
     def read(text: str | None) -> HeadSharding | None:
-        """What `written` gave; None for None."""
+        """Return the sharding of a text that `written` returned; None for None."""
         return None if text is None else HeadSharding(*json.loads(text))
 
 
-def reduced(x: Tensor, how: Reduce, spread: HeadSharding | None) -> Tensor:
-    """Over all query heads of the layer: [B, h, G, ...] to [B, 1, ...]; of an even number the lower median.
+def reduced(x: Tensor, reduction: Reduce, spread: HeadSharding | None) -> Tensor:
+    """Reduce over all query heads of the layer: [B, h, G, ...] to [B, 1, ...]; "median" is the lower median.
 
-    Costs one collective of the result if the heads are spread, and of all heads for the median.
+    Heads on several processes cost one collective of the result, or of all heads for the median.
     """
     heads = x.flatten(1, 2)  # [B, h G, ...]
-    if how == "median":
+    if reduction == "median":
         return gathered(heads, spread, 1).median(1, keepdim=True).values
-    here = heads.mean(1, keepdim=True) if how == "mean" else heads.amax(1, keepdim=True)
+    local = heads.mean(1, keepdim=True) if reduction == "mean" else heads.amax(1, keepdim=True)
     if spread is None:
-        return here
-    if how == "max":
-        return fx_nodes.all_reduced(here, "max", spread.group)
-    return fx_nodes.all_reduced(here, "sum", spread.group) / spread.ranks
+        return local
+    if reduction == "max":
+        return fx_nodes.all_reduced(local, "max", spread.group)
+    return fx_nodes.all_reduced(local, "sum", spread.group) / spread.ranks
 
 
 def gathered(x: Tensor, spread: HeadSharding | None, dim: int = 0) -> Tensor:
-    """What all processes have along a dimension of heads, in their order; one collective if the heads are spread."""
+    """Concatenate the tensors of all processes along a dimension of heads; one collective if heads are sharded."""
     if spread is None:
         return x
-    mine, size = spread.first // (spread.heads // spread.ranks), x.shape[dim]
+    rank, size = spread.first // (spread.heads // spread.ranks), x.shape[dim]
     whole = x.new_zeros((*x.shape[:dim], size * spread.ranks, *x.shape[dim + 1 :]))
-    whole.narrow(dim, mine * size, size).copy_(x)
+    whole.narrow(dim, rank * size, size).copy_(x)
     return fx_nodes.all_reduced(whole, "sum", spread.group)
 
 
-def numbers(position: Tensor, spread: HeadSharding | None) -> Tensor:
-    """The numbers of the KV heads in the layer, int64 [h, 1], of metadata [B, h, N]."""
-    here = torch.arange(position.shape[1], device=position.device)[:, None]
-    return here if spread is None else here + spread.first
+def head_indices(position: Tensor, spread: HeadSharding | None) -> Tensor:
+    """Return the indices of the KV heads in the layer, int64 [h, 1], for metadata [B, h, N]."""
+    local = torch.arange(position.shape[1], device=position.device)[:, None]
+    return local if spread is None else local + spread.first

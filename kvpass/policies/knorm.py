@@ -1,12 +1,14 @@
-"""Keys of small norm (Devoto et al., "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression").
+"""Keep the keys of smallest L2 norm.
+
+K-norm (Devoto et al., "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression").
 https://arxiv.org/abs/2406.11430
 
-The keys of smallest L2 norm tend to be those that are attended to: the largest goes, for each KV head on
-its own.  No attention is looked at, and no token is safe for being recent.  A rotary embedding leaves the
-norm alone, so it does not matter whether keys are stored before it.  A chunk is judged like a prompt.
+Keys of small norm tend to get much attention, so the key of largest norm is evicted, for each KV head separately.  The
+policy reads no attention, and recent tokens may be evicted.  A rotary embedding preserves norms, so keys may be stored
+before or after it.  A chunk is treated like a prompt.
 
-Norms are compared in float16.  A word that comes twice has one key in the first layer, but for its rotation, whose
-rounding would else choose between the two: of equal norms the earlier token stays.
+Norms are compared in float16.  A word that occurs twice has the same key in the first layer up to its rotation, whose
+rounding would otherwise decide between the two: of equal norms the earlier token stays.
 """
 
 from __future__ import annotations

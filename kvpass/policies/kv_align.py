@@ -1,23 +1,24 @@
-"""KV-Align ("Rectifying absolute position data in KV caches for streaming LLMs").
+"""Keep sinks and a recent window, and repair keys and values that carry absolute positions.
 
-Sinks and a recent window, for models whose keys and values carry absolute positions.  The ids that the
-model sees count held tokens: the query of the next token gets min(t, M).  An entry that was made at
-position p stands at rank r < p once something before it has gone, and a small network repairs it:
+KV-Align ("Rectifying absolute position data in KV caches for streaming LLMs").
 
-    (k, v) <- (k, v) + (E(r) - E(p)) S + f(k, v; E(p), E(r))     recipe "direct", from what the model made
+The model's position ids count cached tokens: the query of the next token gets min(t, M).  A row that was computed at
+position p is at rank r < p once an earlier token has been evicted, and a small network repairs it:
+
+    (k, v) <- (k, v) + (E(r) - E(p)) S + f(k, v; E(p), E(r))     recipe "direct", from the model's own row
     k <- k + f_K([k; E(r); E_layer; E_head]), v likewise         recipe "paper" (its section on alignment)
 
-"direct" leaves the slots as they are and repairs at read; "paper" stores what it repaired and repairs it
-again after the next eviction.  Sinks, and entries that stand where they were made, are never touched.
+"direct" leaves the slots unchanged and repairs at read.  "paper" stores repaired rows and repairs them again after the
+next eviction.  Sinks, and rows at the positions at which they were computed, are never changed.
 
-A prompt longer than the budget M starts again for its last M tokens: they are numbered 0..M-1 and see
-nothing before them, exactly as if only they had been given, so they need no repair, and the sinks of the
-conversation are the first of them.  The tokens before them are predicted in windows of M of their own, and
-not kept.  A chunk attends to all held tokens and causally to itself at the positions that follow, none
-above the aligner's window; then all that exceeds the budget goes.
+A prompt longer than the budget M restarts its positions for its last M tokens: they are numbered 0..M-1 and see nothing
+before them, as if only they had been given.  So they need no repair, and the first of them are the sinks of the
+conversation.  The tokens before them are predicted in windows of M of their own, and not cached.  A chunk attends to
+all cached tokens and causally to itself at the following positions, none above the aligner's window.  Then all tokens
+beyond the budget are evicted.
 
-`every=n` lets n tokens go at once, whenever M + 1 are held.  The rows are then repaired in the steps in
-which tokens go, n times less often, and stored: an entry is repaired about M/n times in its life.
+`every=n` evicts n tokens at once, when M + 1 are cached.  Rows are then repaired and stored in the steps that evict, n
+times less often: a row is repaired about M/n times.
 """
 
 from __future__ import annotations
@@ -36,21 +37,22 @@ from kvpass.policies.aligners.aligner import Aligner
 from kvpass.policies.aligners.store import load
 from kvpass.policies.base import Attention, Clock, Plan, Policy, State, Tokens, require
 
-UNKNOWN = -1  # the position that a token was made at, before its first step is over
+UNKNOWN = -1  # the position of a new token's row, until its first step ends
 
 
 @dataclasses.dataclass(frozen=True)
 class KVAlign(Policy):
-    """Options.
+    """The KV-Align policy.
 
-    aligner: a `kvpass.policies.aligners.Aligner`, or the path of one that was saved.
-    every: how many tokens go at once.
+    Attributes:
+        aligner: a `kvpass.policies.aligners.Aligner`, or the path of a saved one.
+        every: how many tokens are evicted at once.
     """
 
     aligner: Aligner | str | os.PathLike[str] | None = None
     every: Positive = 1
     name: ClassVar[str] = "kv_align"
-    prompt_must_compete: ClassVar[str] = "a prompt that is longer than its budget starts again for its last tokens"
+    prompt_must_compete: ClassVar[str] = "a prompt longer than the budget restarts its positions for its last tokens"
     renumbers: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -102,10 +104,10 @@ class KVAlign(Policy):
         self._check("layers", self.trained.signature.layers, len(attention))
         return super().plan(attention, valid, budget, earlier)
 
-    def _check(self, what: str, trained: object, found: object) -> None:
+    def _check(self, name: str, trained: object, found: object) -> None:
         if trained != found:
             raise AlignerError(
-                f"the aligner was trained for a model with {what} = {trained}, and this one has {found}; "
+                f"the aligner was trained for a model with {name} = {trained}, and this one has {found}; "
                 "train one for it with `kvpass align train`"
             )
 
@@ -126,13 +128,13 @@ class KVAlign(Policy):
         due = held > budget
         return due, (held - self.every if due else held,)
 
-    # What is remembered.
+    # State.
 
     def state(self) -> dict[str, torch.dtype]:
-        return {"made": torch.int64}  # the position that the stored row stands for
+        return {"made": torch.int64}  # the position at which the stored row was computed, or to which it was repaired
 
     def row_state(self) -> dict[str, int | float]:
-        return {"start": 0}  # the first token of the window that is also the first sink
+        return {"start": 0}  # the position of the first sink, where the window starts
 
     def init_token_state(self, key: Tensor, value: Tensor) -> State:
         signature = self.trained.signature
@@ -141,7 +143,7 @@ class KVAlign(Policy):
         return {"made": unknown}
 
     def observe(self, tokens: Tokens, attention: Attention) -> State:
-        return {"made": _made(tokens)}
+        return {"made": _row_positions(tokens)}
 
     def observe_chunk(self, tokens: Tokens, attention: Attention) -> State:
         count = tokens.position.shape[-1]
@@ -150,18 +152,17 @@ class KVAlign(Policy):
         if tokens.held == 0:
             start = (tokens.seen - tokens.budget).clamp(min=0)
             return {"made": tokens.position - start, "start": start.expand_as(tokens.state["start"])}
-        fresh = torch.arange(count, device=tokens.position.device) >= tokens.held
-        before = (tokens.live & ~fresh).sum(-1, keepdim=True)
-        index = before + (fresh & tokens.live).long().cumsum(-1) - 1
-        return {"made": torch.where(fresh, index.clamp(max=self.last_position()), tokens.state["made"])}
+        is_new = torch.arange(count, device=tokens.position.device) >= tokens.held
+        cached = (tokens.live & ~is_new).sum(-1, keepdim=True)
+        index = cached + (is_new & tokens.live).long().cumsum(-1) - 1
+        return {"made": torch.where(is_new, index.clamp(max=self.last_position()), tokens.state["made"])}
 
-    # Who goes.
+    # Eviction.
 
     def score(self, tokens: Tokens) -> Tensor:
-        return torch.where(self._sink(tokens), torch.iinfo(torch.int64).max, tokens.position)
+        return torch.where(self._is_sink(tokens), torch.iinfo(torch.int64).max, tokens.position)
 
-    def _sink(self, tokens: Tokens) -> Tensor:
-        """bool [B, H', N]."""
+    def _is_sink(self, tokens: Tokens) -> Tensor:
         start = tokens.state["start"]
         return (tokens.position >= start) & (tokens.position < start + self.sinks)
 
@@ -169,16 +170,16 @@ class KVAlign(Policy):
         if tokens.held < tokens.position.shape[-1]:
             return super().compact(tokens)
         full = tokens.live.sum(-1, keepdim=True) > tokens.budget
-        goes = ~self._sink(tokens) & (self._rank(tokens) < self.sinks + self.every)
-        return tokens.live & ~(full & goes), {}
+        evictable = ~self._is_sink(tokens) & (self._rank(tokens) < self.sinks + self.every)
+        return tokens.live & ~(full & evictable), {}
 
     def _rank(self, tokens: Tokens) -> Tensor:
-        """The place among the held tokens, int64 [B, H', N]: they are the sinks, and the last without a gap."""
+        """Return the index among the cached tokens, sinks and a gapless recent window: int64 [B, H', N]."""
         held = tokens.live.sum(-1, keepdim=True)
         recent = tokens.position - tokens.seen + held
-        return torch.where(self._sink(tokens), tokens.position - tokens.state["start"], recent)
+        return torch.where(self._is_sink(tokens), tokens.position - tokens.state["start"], recent)
 
-    # The repair.
+    # Repair.
 
     @property
     def aligns(self) -> Literal["never", "read", "step", "compact"]:
@@ -194,18 +195,18 @@ class KVAlign(Policy):
     def align(
         self, tokens: Tokens, key: Tensor, value: Tensor, layer: int, weights: Sequence[Tensor], evicted: int
     ) -> tuple[Tensor, Tensor, State]:
-        made, rank = _made(tokens), self._rank(tokens)
+        position, rank = _row_positions(tokens), self._rank(tokens)
         moves = -(-evicted // self.every) if self.trained.recipe == "paper" else 1
         for move in reversed(range(moves)):
-            here = rank + move * self.every  # all but the last move of "paper" lead to a place on the way
-            moving = tokens.live & ~self._sink(tokens) & (made > here)
-            by_row = (made[:, 0], here[:, 0], moving[:, 0])
+            target = rank + move * self.every  # "paper" repairs in several moves, the last of which reaches the rank
+            moving = tokens.live & ~self._is_sink(tokens) & (position > target)
+            by_row = (position[:, 0], target[:, 0], moving[:, 0])
             key, value = self.trained.repaired(list(weights), layer, key, value, *by_row)
-            made = torch.where(moving, here, made)
-        return key, value, {"made": made}
+            position = torch.where(moving, target, position)
+        return key, value, {"made": position}
 
 
-def _made(tokens: Tokens) -> Tensor:
-    """The positions that rows stand for; that of a token in its first step is the number held before it."""
+def _row_positions(tokens: Tokens) -> Tensor:
+    """Return the positions of the stored rows; a token in its first step is at the number of tokens before it."""
     made = tokens.state["made"]
     return torch.where(made == UNKNOWN, tokens.live.sum(-1, keepdim=True) - 1, made)

@@ -1,4 +1,4 @@
-"""Nearest neighbours of keys by their cosine."""
+"""Find nearest neighbours of keys by cosine similarity."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from torch import Tensor
 from kvpass.policies.base import LATE, rows_in_order
 from kvpass.torch_private.inductor import materialized
 
-BLOCK = 64  # keys compared with all others at a time: their cosines stay in caches
-LEAST = 1e-12  # of a norm
+BLOCK = 64  # keys compared with all others at a time: their cosines stay in the CPU's caches
+MIN_NORM = 1e-12
 
 
 def nearest(key: Tensor, held: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-    """For each key its most similar slot that holds a token; of equals the one of lower position.
+    """Return for each key its most similar live slot; of equals the one of lowest position.
 
     Args:
         key: [B, Hkv, E, D]; held: [B, Hkv, C, D].
@@ -24,51 +24,48 @@ def nearest(key: Tensor, held: Tensor, position: Tensor) -> tuple[Tensor, Tensor
     """
     if key.shape[2] != 1:
         return _nearest_of_many(key, held, position)
-    cosine = _nearest_of_one(key, held) if key.device.type == "cpu" else _at_once(key, held)  # [B, Hkv, 1, C]
+    cosine = _cosines_on_cpu(key, held) if key.device.type == "cpu" else _cosines_on_gpu(key, held)  # [B, Hkv, 1, C]
     cosine = torch.where(position[:, :, None] < 0, -torch.inf, cosine)
     best = cosine.amax(-1, keepdim=True)
     return best[..., 0], torch.where(cosine == best, position[:, :, None], LATE).argmin(-1)
 
 
 def _nearest_of_many(key: Tensor, held: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-    """`nearest` of the keys that a prompt or a chunk drops, which nothing compiles: one product and one pass a block.
-
-    Slots are put in order of position, free ones last, as of equals the first is found.
-    """
+    """Return `nearest` for evicted keys of prompts and chunks, in blocks and uncompiled."""
     batch, heads, count, _ = key.shape
+    # Slots are sorted by position, free ones last, because `max` finds the first of equals.
     order = rows_in_order(position)[..., : max(1, int((position >= 0).sum(-1).max()))]
-    rows = held.gather(2, order[..., None].expand(*order.shape, held.shape[3]))
-    slots = _unit(rows).flatten(0, 1).transpose(1, 2)  # [B * Hkv, D, n]
+    sorted_rows = held.gather(2, order[..., None].expand(*order.shape, held.shape[3]))
+    unit_slots = _unit(sorted_rows).flatten(0, 1).transpose(1, 2)  # [B * Hkv, D, n]
     hidden = torch.where(position.gather(-1, order) < 0, -torch.inf, 0.0).flatten(0, 1)[:, None]
     blocks = [_unit(block).flatten(0, 1) for block in torch.split(key, BLOCK, 2)]
-    found = [torch.baddbmm(hidden, block, slots).max(-1) for block in blocks]
-    cosine, index = (torch.cat(each, 1).view(batch, heads, count) for each in zip(*found, strict=True))
+    best = [torch.baddbmm(hidden, block, unit_slots).max(-1) for block in blocks]
+    cosine, index = (torch.cat(each, 1).view(batch, heads, count) for each in zip(*best, strict=True))
     return cosine, order.gather(-1, index)
 
 
 def _unit(key: Tensor) -> Tensor:
-    """Keys of length one, in float32."""
     return key.float() / _norm(key)[..., None]
 
 
-def _at_once(key: Tensor, held: Tensor) -> Tensor:
-    """Cosines [B, Hkv, 1, C] in a step on a GPU: no converted copy of the slots, and one launch with the norms."""
+def _cosines_on_gpu(key: Tensor, held: Tensor) -> Tensor:
+    """Return cosines [B, Hkv, 1, C] on a GPU, in one launch with the norms and without a converted copy."""
     product = (key[..., None, :].float() * held[:, :, None].float()).sum(-1)
     return product / (_norm(key)[..., None] * _norm(held)[:, :, None])
 
 
-def _nearest_of_one(key: Tensor, held: Tensor) -> Tensor:
-    """Cosines [B, Hkv, 1, C] of a decode step's key, in one pass over the slots and with no converted copy of them.
+def _cosines_on_cpu(key: Tensor, held: Tensor) -> Tensor:
+    """Return cosines [B, Hkv, 1, C] on a CPU, in one pass over the slots and without a converted copy.
 
-    On a CPU products and norms go through the slots together if both read something of the head: a compiler walks
-    through norms alone as one long row of slots, in a loop of its own.  On a GPU that would be two launches more.
+    On a CPU, products and norms share one loop over the slots only if both read values of the head.  A compiler would
+    run norms alone in a loop of their own, over all slots as one long row.  On a GPU this would cost two more launches.
     """
-    shrink = materialized(1 / _norm(key)[..., None])  # [B, Hkv, 1, 1]
-    slots = held.float() * shrink
-    product = (slots * materialized(key.float() * shrink)).sum(-1)  # [B, Hkv, C]
-    length = torch.maximum(slots.square().sum(-1).sqrt(), LEAST * shrink[..., 0])
-    return (product / length)[:, :, None]
+    inverse_norm = materialized(1 / _norm(key)[..., None])  # [B, Hkv, 1, 1]
+    slots = held.float() * inverse_norm
+    product = (slots * materialized(key.float() * inverse_norm)).sum(-1)  # [B, Hkv, C]
+    norm = torch.maximum(slots.square().sum(-1).sqrt(), MIN_NORM * inverse_norm[..., 0])
+    return (product / norm)[:, :, None]
 
 
 def _norm(key: Tensor) -> Tensor:
-    return key.float().square().sum(-1).sqrt().clamp(min=LEAST)
+    return key.float().square().sum(-1).sqrt().clamp(min=MIN_NORM)

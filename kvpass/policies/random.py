@@ -1,8 +1,8 @@
-"""The control: a uniformly random subset of all tokens seen, which every score must beat.
+"""Keep a uniformly random subset of all tokens: the control that every score must beat.
 
-Each token draws a number when it arrives, a hash of its position, its KV head and `seed`; the highest
-stay.  The survivors of any prefix are then a uniform sample of it, the newest token not excepted.  The
-tokens of a chunk draw like those of a prompt.
+Each token gets a number when it arrives, a hash of its position, its KV head and `seed`; the highest numbers stay.  The
+survivors of any prefix are then a uniform sample of it, the newest token included.  Tokens of a chunk are hashed like
+those of a prompt.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvpass.arguments import between
 from kvpass.policies.base import Policy, Tokens
-from kvpass.policies.heads import numbers
+from kvpass.policies.heads import head_indices
 
 PRIME = 2**31 - 1
 
@@ -29,7 +29,7 @@ class Random(Policy):
     heads: ClassVar[Literal["shared", "kv"]] = "kv"
 
     def score(self, tokens: Tokens) -> Tensor:
-        heads = numbers(tokens.position, tokens.spread)  # [H', 1]
+        heads = head_indices(tokens.position, tokens.spread)  # [H', 1]
         drawn = (tokens.position * 48271 + heads * 69621 + self.seed) % PRIME
         for factor, shift in ((16807, 15), (39373, 13), (742938, 16)):
             drawn = (drawn ^ (drawn >> shift)) * factor % PRIME  # below 2**51: no overflow

@@ -1,13 +1,13 @@
-"""Robust cache omission (Ren and Zhu, "On the Efficacy of Eviction Policy for Key-Value Constrained
-Generative Language Model Inference").
-https://arxiv.org/abs/2402.06262
+"""Keep recent tokens, and those of largest mean attention.
 
-A token's score is the mean attention it was paid: the sum over all queries that saw it, and over the G
-query heads of its KV head, divided by their number.  A mean, unlike the sum of `h2o`, does not favour
-those that have been around longest.  Safe are the most recent half of the budget, and of the older tokens
-those whose attention varied most (standard deviation over the same queries), a quarter of the budget; of
-the rest the lowest mean goes, for each KV head on its own.  The queries of a chunk are counted before
-anything is evicted.  Costs one top-k over the slots per step.
+Robust cache omission (Ren and Zhu, "On the Efficacy of Eviction Policy for Key-Value Constrained Generative Language
+Model Inference"). https://arxiv.org/abs/2402.06262
+
+A token's score is the mean attention to it: the sum over all queries that saw it, and over the G query heads of its KV
+head, divided by their number.  Unlike the sum of `h2o`, a mean does not favour older tokens.  The most recent half of
+the budget always stays.  So do the older tokens whose attention varied most (standard deviation over the same queries),
+a quarter of the budget.  Of the rest the lowest mean is evicted, for each KV head separately.  The queries of a chunk
+are counted before anything is evicted.  A step costs one top-k over the slots.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class RoCo(Policy):
         }
 
     def score(self, tokens: Tokens) -> Tensor:
-        saw = tokens.seen - tokens.position  # every query since it came, its own included
-        mean = tokens.state["total"] / saw
-        variance = tokens.state["squares"] / saw - mean.square()
+        query_count = tokens.seen - tokens.position  # queries since the token's own, which is included
+        mean = tokens.state["total"] / query_count
+        variance = tokens.state["squares"] / query_count - mean.square()
         unpinned_budget = self.unpinned_budget(tokens)
         safe = tokens.newest(unpinned_budget - unpinned_budget // 2)
         older = torch.where(tokens.live & ~safe, variance, -torch.inf)
@@ -53,9 +53,9 @@ class RoCo(Policy):
 
 
 def highest_of(score: Tensor, count: int | Tensor) -> Tensor:
-    """bool [B, H', N]: the `count` highest of score [B, H', N], with all that equal the lowest of them.
+    """Return bool [B, H', N]: the `count` highest entries of a score [B, H', N], and all ties of the lowest of them.
 
-    A count that is a number costs a top-k, one that is int64 [B, H', 1] a sort.
+    A number as `count` costs a top-k, int64 [B, H', 1] a sort.
     """
     if isinstance(count, Tensor):
         index = (count - 1).clamp(min=0, max=score.shape[-1] - 1)

@@ -1,17 +1,18 @@
-"""SAGE-KV ("LLMs Know What to Drop: Self-Attention Guided KV Cache Eviction"; its section 2, sizes by its appendix).
+"""Select prompt tokens once, by the last token's logits, and keep a ring of recent tokens.
+
+SAGE-KV ("LLMs Know What to Drop: Self-Attention Guided KV Cache Eviction"; its section 2, sizes by its appendix).
 https://arxiv.org/abs/2503.08879
 
-Once, at the end of the prompt of N tokens: sinks [0, S), candidates E = [S, N - 1 - R), recent tokens and
-the last one.  Every QUERY head takes the k candidates to which the last token's logits are highest; a KV
-head holds what its G query heads took.  A budget of B is split S = B/4, k = B/(2G), R = the rest.  From
-then on the recent tokens are a ring: the oldest of those that nobody took makes room for each new token,
-and nothing is scored.  N <= B + 1: nothing is selected, the first S + G k tokens stay, unless
-`select_at="overflow"` has the first token that finds no room select.  What two heads both took needs one
-slot; the slots that this saves go to recent tokens.
+Once, at the end of the prompt of N tokens: sinks [0, S), candidates E = [S, N - 1 - R), recent tokens and the last one.
+Every QUERY head selects the k candidates of the last token's highest logits; a KV head keeps what its G query heads
+selected.  A budget of B is split S = B/4, k = B/(2G), R = the rest.  From then on the recent tokens are a ring: the
+oldest unselected token makes room for each new token, and nothing is scored.  If N <= B + 1 nothing is selected, and
+the first S + G k tokens stay, unless `select_at="overflow"` lets the first token that finds no free slot select.  A
+token that two heads selected needs one slot; the saved slots go to recent tokens.
 
-A chunk is a prompt: the selection is made again by its last token, among the held tokens and the chunk.
-`refresh_interval=n` (the paper's future work) makes it again every n tokens; since only held tokens can
-be taken, the candidates then reach up to those that would leave the ring before the next time.
+A chunk is a prompt: its last token selects again, among the cached tokens and the chunk.  `refresh_interval=n` (the
+paper's future work) selects again every n tokens.  Since only cached tokens can be selected, the candidates then extend
+to the tokens that would leave the ring before the next selection.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from kvpass.errors import BudgetError
 from kvpass.policies.base import Attention, Clock, Count, Policy, State, Statistic, Tokens, highest, require
 
 HIDDEN = torch.finfo(torch.float32).min
-MOST_GROUPS = 62
+MAX_GROUPS = 62
 
 
 def budget_split(budget: int, groups: int, sinks: int | None = None, top: int | None = None) -> tuple[int, int, int]:
-    """Sinks S, tokens per query head k and recent tokens R: S + groups * k + R == budget.
+    """Return sinks S, tokens per query head k and recent tokens R of a budget S + groups * k + R.
 
     >>> budget_split(8192, 4), budget_split(8192, 7, top=512)
     ((2048, 1024, 2048), (2048, 512, 2560))
@@ -44,20 +45,21 @@ def budget_split(budget: int, groups: int, sinks: int | None = None, top: int | 
     top = budget // (2 * groups) if top is None else top
     recent = budget - sinks - groups * top
     if recent < 1:
-        taken = f"sinks={sinks} and top={top} for each of {groups} query heads"
-        raise BudgetError(f"budget={budget} is too small for {taken}: it needs at least {budget - recent + 1}")
+        parts = f"sinks={sinks} and top={top} for each of {groups} query heads"
+        raise BudgetError(f"budget={budget} is too small for {parts}: it needs at least {budget - recent + 1}")
     return sinks, top, recent
 
 
 @dataclasses.dataclass(frozen=True)
 class Sage(Policy):
-    """Options.
+    """The SAGE-KV policy.
 
-    share: what a query head sees of what the G heads of its KV head took: "union" all of it, "concat" all
-        of it and a token as often as it was taken, "private" only its own.
-    refresh_interval: select again every so many tokens; None for never.
-    sinks, top: S and k; None for what follows from the budget.  The recent tokens are the rest.
-    select_at: "prompt_end", or "overflow": of a prompt that fits, the token that finds no room selects, once.
+    Attributes:
+        share: which of the tokens that the G heads of its KV head selected a query head sees: "union" all, "concat" all
+            and a token as often as it was selected, "private" only its own.
+        refresh_interval: select again every so many tokens; None for never.
+        sinks, top: S and k; None for the budget's split.  The rest is for recent tokens.
+        select_at: "prompt_end", or "overflow": if a prompt fits, the token that finds no free slot selects, once.
     """
 
     share: Literal["union", "concat", "private"] = "union"
@@ -67,14 +69,14 @@ class Sage(Policy):
     select_at: Literal["prompt_end", "overflow"] = "prompt_end"
     name: ClassVar[str] = "sage"
     prompt_must_compete: ClassVar[str] = (
-        "it chooses among the tokens of a prompt; what it does with later ones is policy='window'"
+        "it selects among the tokens of a prompt; later tokens are kept as by policy='window'"
     )
     spreads: ClassVar[Literal["never", "heads", "always"]] = "heads"
     heads: ClassVar[Literal["shared", "kv"]] = "kv"
     statistics: ClassVar[frozenset[Statistic]] = frozenset({"logits"})
 
     def minimum_budget(self) -> int:
-        """The least that one query head for each KV head can do with; how many there are a model says."""
+        """Return the least budget for one query head per KV head; only a model tells how many there are."""
         return next(budget for budget in itertools.count(1) if self._leaves_recent(budget))
 
     def _leaves_recent(self, budget: int) -> bool:
@@ -84,23 +86,22 @@ class Sage(Policy):
         return budget // 4 if self.sinks is None else self.sinks  # type: ignore[return-value]
 
     def _split(self, budget: int | Tensor, groups: int) -> tuple[int | Tensor, int | Tensor, int | Tensor]:
-        """`budget_split`; the budgets of rows have been checked by it when their prompts ended."""
+        """Return `budget_split`; the budgets of rows were checked by it when their prompts ended."""
         if not isinstance(budget, Tensor):
             return budget_split(budget, groups, self.sinks, self.top)
         sinks, top = self._sinks(budget), budget // (2 * groups) if self.top is None else self.top
         return sinks, top, budget - sinks - groups * top
 
     def _check_split(self, budget: int | Tensor, groups: int) -> None:
-        """Raise BudgetError when the budget of a row leaves nothing for recent tokens."""
         for slots in set(budget.flatten().tolist()) if isinstance(budget, Tensor) else {budget}:
             budget_split(slots, groups, self.sinks, self.top)
 
-    def _fits(self, budget: Count) -> Count:
-        """The longest prompt from which nothing is selected when it ends."""
+    def _max_unselected(self, budget: Count) -> Count:
+        """Return the length of the longest prompt from which nothing is selected at its end."""
         return budget if self.select_at == "overflow" else budget + 1  # type: ignore[return-value]
 
     def state(self) -> dict[str, torch.dtype]:
-        return {"takers": torch.int64}  # how many query heads took it ("private": a bit for each); -1: all do
+        return {"takers": torch.int64}  # how many query heads selected it ("private": a bit for each); -1 for all
 
     def row_state(self) -> dict[str, int | float]:
         return {"since": 0}  # tokens since the last selection
@@ -112,10 +113,10 @@ class Sage(Policy):
         return {"takers": takers, "since": tokens.state["since"] + attention.queries}
 
     def _unselected(self, tokens: Tokens, groups: int) -> Tensor:
-        """The takers; while all still fits, the first S + G k tokens are taken by all."""
+        """Return the takers without a selection; while all tokens fit, all heads take the first S + G k tokens."""
         sinks, top, _ = self._split(tokens.budget, groups)
-        block = (tokens.position < sinks + groups * top) & (tokens.seen <= self._fits(tokens.budget))
-        return torch.where(block & tokens.live, -1, tokens.state["takers"])
+        first_tokens = (tokens.position < sinks + groups * top) & (tokens.seen <= self._max_unselected(tokens.budget))
+        return torch.where(first_tokens & tokens.live, -1, tokens.state["takers"])
 
     def observe_chunk(self, tokens: Tokens, attention: Attention) -> State:
         assert attention.logits is not None
@@ -124,40 +125,40 @@ class Sage(Policy):
         since = tokens.state["since"] + attention.queries
         if not step:
             self._check_split(tokens.budget, groups)
-        due, left = attention.queries > 0, self._split(tokens.budget, groups)[2]
-        recent = left.expand_as(since) if isinstance(left, Tensor) else torch.full_like(since, left)
+        due, size = attention.queries > 0, self._split(tokens.budget, groups)[2]
+        recent = size.expand_as(since) if isinstance(size, Tensor) else torch.full_like(since, size)
         if step:
-            overflows, again = self._due(tokens, since)
-            due, recent = due & (overflows | again), torch.where(overflows, recent, self._early(recent))
-        selects = due & (tokens.seen > self._fits(tokens.budget))
+            overflows, refreshes = self._due(tokens, since)
+            due, recent = (due & (overflows | refreshes), torch.where(overflows, recent, self._lasting(recent)))
+        selects = due & (tokens.seen > self._max_unselected(tokens.budget))
         takers = torch.where(selects, self._takers(tokens, attention.logits, recent), self._unselected(tokens, groups))
         return {"takers": takers, "since": torch.where(due, 0, since)}
 
     def _due(self, tokens: Tokens, since: Tensor) -> tuple[Tensor, Tensor]:
-        """Whether a step selects as its token is the first that finds no room, or as it is time to do so again."""
+        """Return whether a step is the first without a free slot, and whether the interval of selections ended."""
         never = torch.zeros_like(since, dtype=torch.bool)  # [B, H', 1]
         overflows = (tokens.seen == tokens.budget + 1) | never if self.select_at == "overflow" else never
         return overflows, never if self.refresh_interval is None else since >= self.refresh_interval
 
-    def _early(self, recent: Tensor) -> Tensor:
-        """Without the tokens that would leave the ring before the next selection."""
+    def _lasting(self, recent: Tensor) -> Tensor:
+        """Return `recent` without the tokens that would leave the ring before the next selection."""
         return recent if self.refresh_interval is None else (recent - self.refresh_interval).clamp(min=0)
 
     def _takers(self, tokens: Tokens, logits: Tensor, recent: Tensor) -> Tensor:
-        """Who took what, [B, Hkv, N]: every query head its top k; recent is [B, Hkv, 1]."""
+        """Return which heads select each token, [B, Hkv, N]: every query head its top k; recent is [B, Hkv, 1]."""
         groups = logits.shape[2]
         sinks, top, _ = self._split(tokens.budget, groups)
         candidate = (tokens.position >= sinks) & (tokens.position < tokens.seen - 1 - recent)
         position = torch.where(candidate, tokens.position, -1)[:, :, None].expand(-1, -1, groups, -1)
         top = top[:, :, None] if isinstance(top, Tensor) else top
-        took = highest(logits, position, top)  # [B, Hkv, G, N]
+        selected = highest(logits, position, top)  # [B, Hkv, G, N]
         if self.share != "private":
-            return took.sum(2)
-        require(groups <= MOST_GROUPS, "share", self.share, f"is for up to {MOST_GROUPS} query heads per KV head")
-        return (took.long() << torch.arange(groups, device=logits.device)[:, None]).sum(2)
+            return selected.sum(2)
+        require(groups <= MAX_GROUPS, "share", self.share, f"is for up to {MAX_GROUPS} query heads per KV head")
+        return (selected.long() << torch.arange(groups, device=logits.device)[:, None]).sum(2)
 
     def score(self, tokens: Tokens) -> Tensor:
-        """Sinks and what was taken are safe; then the latest."""
+        """Return scores: sinks and selected tokens stay, then the latest."""
         sink = tokens.position < self._sinks(tokens.budget)
         return torch.where(sink | (tokens.state["takers"] != 0), torch.iinfo(torch.int64).max, tokens.position)
 
@@ -167,10 +168,10 @@ class Sage(Policy):
         takers = tokens.state["takers"][:, :, None]  # [B, Hkv, 1, C]
         if self.share == "concat":
             return takers.clamp(min=1).float().log()
-        took = (takers >> torch.arange(groups, device=takers.device)[:, None]) & 1  # [B, Hkv, G, C]
-        return torch.where((took == 0) & (takers != 0), HIDDEN, 0.0)
+        selected = (takers >> torch.arange(groups, device=takers.device)[:, None]) & 1  # [B, Hkv, G, C]
+        return torch.where((selected == 0) & (takers != 0), HIDDEN, 0.0)
 
-    # What the host knows of a row: tokens since the last selection, and tokens seen.
+    # The host counts for each row the tokens since the last selection, and the tokens seen.
 
     def clock(self, clock: Clock, new: int, budget: int) -> Clock:
         return 0, sum(clock[1:]) + new

@@ -1,12 +1,13 @@
-"""SnapKV (Li et al., "SnapKV: LLM Knows What You are Looking for Before Generation").
-https://arxiv.org/abs/2404.14469
+"""Select prompt tokens once, by the smoothed attention of the last queries, and keep a ring of recent tokens.
 
-Once, at the end of the prompt: the attention of its last `window` queries, averaged over them, is smoothed
-along the text by an average over `kernel` neighbours (beyond either end counts as zero) and averaged over
-the G query heads of a KV head.  The highest scores stay, for each KV head on its own, and the window
-itself.  From then on the window is a ring: the oldest of the tokens that were not selected makes room for
-each new one, and nothing is scored.  A prompt that fits is kept whole; all of it but its window counts as
-selected.  A chunk is a prompt: the selection is made again, among the held tokens and the chunk.
+SnapKV (Li et al., "SnapKV: LLM Knows What You are Looking for Before Generation"). https://arxiv.org/abs/2404.14469
+
+Once, at the end of the prompt, the attention of its last `window` queries is averaged over them.  It is smoothed along
+the text by an average over `kernel` neighbours (zero beyond either end) and averaged over the G query heads of a KV
+head.  The highest scores stay, for each KV head separately, and the window itself.  From then on the window is a ring:
+the oldest unselected token makes room for each new one, and nothing is scored.  A prompt that fits is kept whole; all
+of it but its window counts as selected.  A chunk is a prompt: the selection is repeated among the cached tokens and the
+chunk.
 """
 
 from __future__ import annotations
@@ -23,13 +24,18 @@ from kvpass.policies.base import Attention, Policy, State, Statistic, Tokens
 
 @dataclasses.dataclass(frozen=True)
 class SnapKV(Policy):
-    """Options: `window`, the queries that vote and the tokens that are safe; `kernel`, the width of the smoothing."""
+    """The SnapKV policy.
+
+    Attributes:
+        window: the number of queries that score tokens, and of recent tokens that stay.
+        kernel: the width of the smoothing.
+    """
 
     window: Positive = 64
     kernel: Annotated[int, Condition("that is odd and at least 1", lambda count: count >= 1 and count % 2 == 1)] = 5
     name: ClassVar[str] = "snapkv"
     prompt_must_compete: ClassVar[str] = (
-        "it chooses among the tokens of a prompt; what it does with later ones is policy='window'"
+        "it selects among the tokens of a prompt; later tokens are kept as by policy='window'"
     )
     spreads: ClassVar[Literal["never", "heads", "always"]] = "heads"
     heads: ClassVar[Literal["shared", "kv"]] = "kv"
@@ -51,22 +57,22 @@ class SnapKV(Policy):
     def observe_chunk(self, tokens: Tokens, attention: Attention) -> State:
         assert attention.window is not None
         assert attention.queries is not None
-        judged = (attention.queries > 0) & tokens.live & ~tokens.newest(self.window)
-        probs = torch.where(judged[:, :, None], attention.window, 0.0)  # [B, Hkv, G, N]
+        scored = (attention.queries > 0) & tokens.live & ~tokens.newest(self.window)
+        probs = torch.where(scored[:, :, None], attention.window, 0.0)  # [B, Hkv, G, N]
         score = self._smoothed(probs.mean(2), tokens)
         return {
-            "score": torch.where(judged, score, tokens.state["score"]),
-            "selected": judged | tokens.state["selected"],
+            "score": torch.where(scored, score, tokens.state["score"]),
+            "selected": scored | tokens.state["selected"],
         }
 
     def _smoothed(self, probs: Tensor, tokens: Tokens) -> Tensor:
-        """The average over `kernel` neighbours in the text, [B, Hkv, N]."""
+        """Return the average over `kernel` neighbours in the text, [B, Hkv, N]."""
         in_order = torch.empty_like(probs).scatter(-1, tokens.order, probs)
         pooled = torch.nn.functional.avg_pool1d(in_order, self.kernel, stride=1, padding=self.kernel // 2)
         return pooled.gather(-1, tokens.order)
 
     def score(self, tokens: Tokens) -> Tensor:
-        """The window is safe, then come the selected by score, then the others, below zero, by age."""
+        """Return scores: the window stays, then selected tokens by score, then the others by age, below zero."""
         age = tokens.position - tokens.seen
-        worth = torch.where(tokens.state["selected"], tokens.state["score"], age)
-        return torch.where(tokens.newest(self.window), torch.inf, worth)
+        score = torch.where(tokens.state["selected"], tokens.state["score"], age)
+        return torch.where(tokens.newest(self.window), torch.inf, score)

@@ -1,10 +1,11 @@
-"""Attention sinks and a recent window (Xiao et al., "Efficient Streaming Language Models with Attention Sinks").
-https://arxiv.org/abs/2309.17453
+"""Keep attention sinks and a recent window.
 
-The first `sinks` real tokens of a row and its most recent ones are kept.  Keys are stored before their
-rotary embedding and numbered 0..n-1 at read (`positions="cache"`), so a stream may be longer than the
-trained range; `positions="absolute"` keeps the original numbers.  A chunk attends to all held tokens and
-causally to itself, and then leaves sinks and its most recent tokens.
+StreamingLLM (Xiao et al., "Efficient Streaming Language Models with Attention Sinks"). https://arxiv.org/abs/2309.17453
+
+The first `sinks` real tokens of a row and its most recent ones are kept.  Keys are stored before their rotary embedding
+and numbered 0..n-1 at read (`positions="cache"`), so a stream may be longer than the trained range;
+`positions="absolute"` keeps the original numbers.  A chunk attends to all cached tokens and causally to itself, and
+then leaves sinks and its most recent tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ from kvpass.policies.base import Policy, Tokens
 
 @dataclasses.dataclass(frozen=True)
 class Streaming(Policy):
-    """Options: `sinks`, the number of first tokens that always stay (default 4, as in the paper)."""
+    """The StreamingLLM policy.
+
+    Attributes:
+        sinks: the number of first tokens that always stay (4, as in the paper).
+    """
 
     sinks: Natural = 4
     name: ClassVar[str] = "streaming"

@@ -1,9 +1,10 @@
-"""Token omission via attention (Oren et al., "Transformers are Multi-State RNNs").
-https://arxiv.org/abs/2401.06104
+"""Keep the tokens to which the last query attends most.
 
-A token's score is the attention that the last query pays it, averaged over all query heads of the layer;
-nothing is accumulated.  The lowest goes, for all heads together, at every step; the last token always
-stays.  A prompt and a chunk are judged by their last token alone.
+Token omission via attention (Oren et al., "Transformers are Multi-State RNNs"). https://arxiv.org/abs/2401.06104
+
+A token's score is the attention of the last query to it, averaged over all query heads of the layer; nothing is
+accumulated.  The lowest score is evicted at every step, for all heads together; the last token always stays.  In a
+prompt or chunk only the attention of the last token counts.
 """
 
 from __future__ import annotations

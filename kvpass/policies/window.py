@@ -1,6 +1,6 @@
-"""Keep the last `budget` tokens, wherever the text began.
+"""Keep the last `budget` tokens.
 
-The plain sliding window that attention-sink papers compare with.  A chunk keeps its last tokens.
+The plain sliding window that papers on attention sinks compare with.  A chunk keeps its last tokens.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Rewrite canonical graphs: a prompt also returns statistics, a step runs on slots; validate both.
 
-Both start from a copy of Dynamo's graph.  The prompt graph keeps its own attention and gains outputs; in
-a step graph every attention call becomes `kvpass.cache.step.decode_step` (or `extend_step`), traced and
-spliced in, and everything that was a function of the growing cache is asked about slots or dies.
+Each rewrite starts from a copy of Dynamo's graph.  A prompt graph keeps the model's attention and gets more outputs. In
+a step graph `kvpass.cache.step.decode_step` or `extend_step` replaces each attention call.  Subgraphs that depend on
+the growing cache are evaluated on slots instead, or removed.
 """

@@ -1,4 +1,4 @@
-"""The call that a step graph is rewritten for."""
+"""Describe the call that a step graph is rewritten for."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from kvpass.fx.shapes import Sizes
 
 @dataclasses.dataclass(frozen=True)
 class PaddingInputs:
-    """Which inputs tell padding from real tokens, see `kvpass.capture.padding_analysis`.
+    """Name the inputs that mark padding, see `kvpass.capture.padding_analysis`.
 
     Attributes:
-        sites: for each site those that do in all masks on its cache.
-        known: those of which every held token is known to have an entry of one.
+        sites: for each site, the inputs that mark padding in all masks on its cache.
+        known: the inputs whose entry is known to be one for every cached token.
     """
 
     sites: tuple[tuple[fx.Node, ...], ...]
     known: frozenset[fx.Node]
 
     def moved(self, to: dict[fx.Node, fx.Node]) -> PaddingInputs:
-        """The same in a copy of the graph."""
-        sites = tuple(tuple(to[node] for node in told) for told in self.sites)
+        """Return the inputs in a copy of the graph; `to` maps each node to its copy."""
+        sites = tuple(tuple(to[node] for node in nodes) for nodes in self.sites)
         return PaddingInputs(sites, frozenset(to[node] for node in self.known))
 
 
 @dataclasses.dataclass(frozen=True)
 class StepCall:
-    """A canonical step graph and the call that it is rewritten for.
+    """Combine a canonical step graph with the call that it is rewritten for.
 
     Attributes:
-        gm, sites: the graph, which stays as it is, and its attention on caches.
+        gm, sites: the graph, which is not modified, and its attention on caches.
         layouts, slots: of each layer.
-        arguments: Dynamo's.
-        sizes: how the graph's symbols are to be read in this call.
-        seen: tokens before it.
-        windows: for each layer how many tokens the model stores, None for all.
-        padding_inputs: the inputs that tell padding.
-        compact: whether it is a step with the policy's sweep.
-        dynamic_dims: the layouts with open sizes for what other calls may differ in, if there are any.
+        arguments: Dynamo's arguments.
+        sizes: the values of the graph's symbols in this call.
+        seen: the number of tokens before this call.
+        windows: for each layer, how many tokens the model stores, None for all.
+        padding_inputs: the inputs that mark padding.
+        compact: whether the policy compacts the slots in this step.
+        dynamic_dims: the layouts with symbols for the sizes that differ between calls; empty if there are none.
     """
 
     gm: fx.GraphModule
@@ -59,8 +59,8 @@ class StepCall:
     compact: bool = False
     dynamic_dims: list[Layout] = dataclasses.field(default_factory=list)
 
-    def of(self, change: Callable[[Layout], Layout]) -> StepCall:
-        """The same call on slots that are laid out otherwise; their rows hold no data."""
+    def with_layouts(self, change: Callable[[Layout], Layout]) -> StepCall:
+        """Return the call with changed layouts; its slots then hold no data."""
         layouts, dynamic_dims = [change(each) for each in self.layouts], [change(each) for each in self.dynamic_dims]
         slots = [each.on_meta(layout) for each, layout in zip(self.slots, layouts, strict=True)]
         return dataclasses.replace(self, layouts=layouts, dynamic_dims=dynamic_dims, slots=slots)

@@ -1,14 +1,14 @@
-"""Keys and values that are computed from what is cached: multi-head latent attention.
+"""Cut out the computation of keys and values from cached rows, as in multi-head latent attention.
 
-The cache of such a layer holds a latent vector and a shared key for each token, and the model makes the keys and
-values of all heads from them.  The subgraph that does so is cut out and applied to slots at read, under `vmap` as in
-`kvpass.rewrite.mask_slice`; the slots hold what the model caches and are no larger.
+The cache of such a layer holds a latent vector and a shared key for each token, and the model computes the keys and
+values of all heads from them.  This subgraph is cut out and applied to slots when they are read, under `vmap` as in
+`kvpass.rewrite.mask_slice`.  The slots hold the cached rows and are no larger.
 
-A mask may be computed from what is cached as well, say by a bias for each key that is made from its value.  What it
-reads of a token's rows alone, its *facts*, is cut out with the keys and values.
+A mask may also be computed from cached rows, for example a bias for each key that is computed from its value.  The
+tensors that such a mask reads from the rows of one token, its *facts*, are cut out with the keys and values.
 
-Which query heads such a cache belongs to cannot be said in general, so that all its heads keep the same tokens: they
-are joined into one.
+In general it is unknown which query heads read which part of such a cache.  All its heads therefore keep the same
+tokens: they are joined into one head.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from kvpass.fx.splicing import Slice
 from kvpass.fx.walk import value
 
 
-def joined(rows: Tensor) -> Tensor:
-    """[B, h, N, D] as [B, 1, N, h * D]."""
+def join_heads(rows: Tensor) -> Tensor:
+    """Join the heads of rows: [B, h, N, D] to [B, 1, N, h * D]."""
     return rows.transpose(1, 2).flatten(2)[:, None]
 
 
 @dataclasses.dataclass(frozen=True)
 class ComputedKeys:
-    """From what is cached to what is attended to.
+    """Compute keys and values from cached rows.
 
     Attributes:
-        slice: inputs are the cached pair of one token, [B, h, 1, D'] and [B, h, 1, Dv'], outputs its key and value
-            [B, Ha, 1, D] and its facts.
+        slice: from the cached pair of one token, [B, h, 1, D'] and [B, h, 1, Dv'], to its key and value [B, Ha, 1, D]
+            and its facts.
         heads: h.
     """
 
@@ -49,75 +49,75 @@ class ComputedKeys:
     heads: int
 
     def on_slots(self, key: Tensor, value: Tensor, bound: list[Tensor]) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """What attention sees of [B, 1, N, h * D'] and [B, 1, N, h * Dv'].
+        """Compute what attention reads from slots [B, 1, N, h * D'] and [B, 1, N, h * Dv'].
 
         Returns:
             Keys [B, Ha, N, D], values [B, Ha, N, Dv], and the facts, each [N, ...].
         """
 
-        def one(key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        def compute_one(key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
             pair = [torch.unflatten(x, -1, (self.heads, -1))[:, :, None] for x in (key, value)]  # [B, h, 1, D']
             keys, values, *facts = self.slice.module(*pair, *bound)
             return keys[:, :, 0], values[:, :, 0], *facts
 
-        keys, values, *facts = torch.vmap(one, in_dims=1)(key[:, 0], value[:, 0])
+        keys, values, *facts = torch.vmap(compute_one, in_dims=1)(key[:, 0], value[:, 0])
         return keys.movedim(0, 2), values.movedim(0, 2), facts
 
 
 def cut_computed_keys(
     gm: fx.GraphModule, site: AttentionSite, sizes: Sizes, facts: Sequence[fx.Node]
 ) -> ComputedKeys | None:
-    """Cut out what computes a site's keys, values and facts from its cache; None where they are cached as they are.
+    """Cut out the computation of a site's keys, values and facts; None if it attends to the cached rows themselves.
 
     Raises:
-        UnsupportedGraph: those of one token are made from other tokens as well, or those of one row from other rows.
+        UnsupportedGraph: the values of one token depend on other tokens, or the values of one row on other rows.
     """
     if site.computed is None:
         return None
-    tokens = _Tokens.of(site)
+    tokens = _TokenAxis.of(site)
     if not tokens.growing:
         raise UnsupportedGraph(
-            f"{walk.source_line(site.call)}: the model's code compares the cache's length with a number, so that a "
-            "graph serves one length only; a sparse index over its tokens does that, and so does a window on them"
+            f"{walk.source_line(site.call)}: the model's code compares the cache's length with a number, so its "
+            "graph serves only one length; a sparse index and a window over such a cache do that"
         )
-    made, stored = [*site.computed, *facts], [site.grown_key, site.grown_value]
-    behind = alias.dependent(gm.graph, alias.behind(made, stored, site.call), stored) - set(stored)
-    for node in behind:
+    results, stored = [*site.computed, *facts], [site.grown_key, site.grown_value]
+    subgraph = alias.dependent(gm.graph, alias.behind(results, stored, site.call), stored) - set(stored)
+    for node in subgraph:
         _check_per_token(node, tokens)
-    _check_rows([node for node in gm.graph.nodes if node in behind], stored)
+    _check_rows([node for node in gm.graph.nodes if node in subgraph], stored)
 
-    def number(node: fx.Node) -> int:
+    def resolve(node: fx.Node) -> int:
         return 1 if expr(node) in tokens.totals else sizes.fixed(node)
 
-    return ComputedKeys(splicing.cut(gm, made, stored, number, reader=site.call), value(site.grown_key).shape[1])
+    return ComputedKeys(splicing.cut(gm, results, stored, resolve, reader=site.call), value(site.grown_key).shape[1])
 
 
 @dataclasses.dataclass(frozen=True)
-class _Tokens:
-    """How many there are in a cache with the new ones, as keys and as values have it, and the symbols that grow."""
+class _TokenAxis:
+    """The sizes that count tokens in the grown keys and values, and the symbols that grow."""
 
     totals: set[sympy.Expr]
     growing: set[sympy.Symbol]
 
     @staticmethod
-    def of(site: AttentionSite) -> _Tokens:
+    def of(site: AttentionSite) -> _TokenAxis:
         grown = {expr(value(node).shape[2]) for node in (site.grown_key, site.grown_value)}
         pasts = [expr(value(node).shape[2]) for node in (site.past_key, site.past_value) if node is not None]
-        return _Tokens(grown, {symbol for past in pasts for symbol in past.free_symbols})
+        return _TokenAxis(grown, {symbol for past in pasts for symbol in past.free_symbols})
 
     def has(self, node: fx.Node) -> bool:
-        """Whether a node is a tensor, or several, with entries for the tokens."""
+        """Return whether a node is a tensor, or several tensors, with entries for the tokens."""
         parts = value(node) if isinstance(value(node), (tuple, list)) else [value(node)]
-        return any(isinstance(x, torch.Tensor) and any(map(self.follows, x.shape)) for x in parts)
+        return any(isinstance(x, torch.Tensor) and any(map(self.grows, x.shape)) for x in parts)
 
     def axis(self, node: fx.Node) -> int | None:
-        """The one dimension that runs over the tokens."""
+        """Return the one dimension that runs over the tokens, or None."""
         first = value(node)[0] if isinstance(value(node), (tuple, list)) else value(node)
-        growing = [d for d, size in enumerate(first.shape) if self.follows(size)]
+        growing = [d for d, size in enumerate(first.shape) if self.grows(size)]
         return growing[0] if len(growing) == 1 and expr(first.shape[growing[0]]) in self.totals else None
 
-    def follows(self, size: Any) -> bool:
-        """Whether a size depends on how many tokens the cache holds."""
+    def grows(self, size: Any) -> bool:
+        """Return whether a size depends on the number of cached tokens."""
         return not expr(size).free_symbols.isdisjoint(self.growing)
 
 
@@ -125,26 +125,22 @@ _WRITES = frozenset({"copy_", "setitem"})
 _FRESH = frozenset({"new_empty", "empty_like", "empty", "new_zeros", "zeros_like"})
 
 
-def _check_per_token(node: fx.Node, tokens: _Tokens) -> None:
-    """Refuse what may mix tokens."""
+def _check_per_token(node: fx.Node, tokens: _TokenAxis) -> None:
+    """Raise UnsupportedGraph for a node that may mix tokens."""
     if not isinstance(value(node), torch.Tensor):
-        return  # a size, or a tuple whose items are looked at
+        return  # a size, or a tuple whose items are checked
     axis, name = tokens.axis(node), walk.name_of(node)
     parents = [p for p in node.all_input_nodes if tokens.has(p)]
-    if axis is not None and (name in _FRESH or all(_keeps_apart(node, p, tokens) == axis for p in parents)):
+    if axis is not None and (name in _FRESH or all(_token_axis_in(node, p, tokens) == axis for p in parents)):
         return
     raise UnsupportedGraph(
-        f"{walk.source_line(node)}: keys or values are computed from the cache by {name!r}, which may look at "
-        "several tokens at once and cannot be asked about one slot"
+        f"{walk.source_line(node)}: keys or values are computed from the cache by {name!r}, which may mix "
+        "tokens, so it cannot be evaluated for one slot"
     )
 
 
 def _check_rows(nodes: list[fx.Node], stored: list[fx.Node]) -> None:
-    """Refuse what may mix the rows of a batch, whose slots hold different tokens.
-
-    Args:
-        nodes: what depends on the cache, in the order of the graph.
-    """
+    """Raise UnsupportedGraph if a node, given in graph order, may mix rows, whose slots hold different tokens."""
     count = expr(value(stored[0]).shape[0])
     if count == 1:
         return
@@ -154,29 +150,29 @@ def _check_rows(nodes: list[fx.Node], stored: list[fx.Node]) -> None:
             rows[node] = 0 if expr(value(node).shape[0]) == count else None
         elif isinstance(value(node), (torch.Tensor, tuple, list)):
             parents = [parent for parent in node.all_input_nodes if parent in rows]
-            found = {_follows(node, parent, rows[parent]) for parent in parents}
-            rows[node] = found.pop() if len(found) == 1 else None
+            dims = {_propagate_dim(node, parent, rows[parent]) for parent in parents}
+            rows[node] = dims.pop() if len(dims) == 1 else None
             if rows[node] is None:
                 raise UnsupportedGraph(
                     f"{walk.source_line(node)}: keys or values are computed from the cache by "
-                    f"{walk.name_of(node)!r}, which may put a row's where another row's are attended to"
+                    f"{walk.name_of(node)!r}, which may mix the rows of a batch"
                 )
 
 
-def _keeps_apart(node: fx.Node, parent: fx.Node, tokens: _Tokens) -> int | None:
-    """The dimension of the result in which the tokens of an operand are kept apart."""
-    return _follows(node, parent, tokens.axis(parent))
+def _token_axis_in(node: fx.Node, parent: fx.Node, tokens: _TokenAxis) -> int | None:
+    """Return the dimension of the result that separates the tokens of an operand, or None."""
+    return _propagate_dim(node, parent, tokens.axis(parent))
 
 
-def _follows(node: fx.Node, parent: fx.Node, axis: int | None) -> int | None:
-    """Where a dimension of an operand is in the result, whose slices along it are made from that one's."""
+def _propagate_dim(node: fx.Node, parent: fx.Node, axis: int | None) -> int | None:
+    """Return the dimension of a result whose slices depend on no other slices of an operand along `axis`, or None."""
     if axis is None:
         return None
-    if walk.name_of(node) in _WRITES:  # one tensor written over another, or a part of it along other dimensions
+    if walk.name_of(node) in _WRITES:  # it writes one tensor over another, or over a part along other dimensions
         last = value(node).ndim - value(parent).ndim + axis
         return last if walk.name_of(node) == "copy_" or parent is node.args[0] or _writes_whole(node) else None
     if node.target in _NORMS:
-        return _beside_norm(node, axis)
+        return _propagate_past_norm(node, axis)
     return op_table.propagate_dim(node, parent, axis)
 
 
@@ -186,22 +182,22 @@ _NORMS: dict[Any, tuple[str, ...]] = {
     torch.norm: ("input", "p", "dim", "keepdim"),
     "norm": ("input", "p", "dim", "keepdim"),
 }
-"""Functions and the method that measure vectors along a dimension, and their arguments."""
+"""Functions and a method that measure vectors along a dimension, with the names of their arguments."""
 
 
-def _beside_norm(node: fx.Node, axis: int) -> int | None:
-    """Where a dimension is in the result of a norm along others; None if the norm runs along it."""
-    given = dict(zip(_NORMS[node.target], node.args, strict=False)) | dict(node.kwargs)
+def _propagate_past_norm(node: fx.Node, axis: int) -> int | None:
+    """Return the dimension in the result of a norm along other dimensions; None if the norm runs along `axis`."""
+    arguments = dict(zip(_NORMS[node.target], node.args, strict=False)) | dict(node.kwargs)
     normalizes = node.target is torch.nn.functional.normalize
-    dims, ndim = given.get("dim", 1 if normalizes else None), value(node.args[0]).ndim  # type: ignore[arg-type]
-    along = {dim % ndim for dim in (dims if isinstance(dims, (tuple, list)) else [dims]) if isinstance(dim, int)}
-    if not along or axis in along:
+    dims, ndim = arguments.get("dim", 1 if normalizes else None), value(node.args[0]).ndim  # type: ignore[arg-type]
+    reduced = {dim % ndim for dim in (dims if isinstance(dims, (tuple, list)) else [dims]) if isinstance(dim, int)}
+    if not reduced or axis in reduced:
         return None
-    keeps = normalizes or bool(given.get("keepdim", False))
-    return axis if keeps else axis - sum(dim < axis for dim in along)
+    keeps = normalizes or bool(arguments.get("keepdim", False))
+    return axis if keeps else axis - sum(dim < axis for dim in reduced)
 
 
 def _writes_whole(node: fx.Node) -> bool:
-    """Whether x[...] = y leaves every token of y at its place: the subscript cuts the last dimension at most."""
+    """Return whether x[...] = y keeps every token's index: the subscript cuts at most the last dimension."""
     parts = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
     return all(op_table.keeps_whole(part) for part in parts[:-1])

@@ -1,5 +1,4 @@
-"""What a rewritten step graph takes beside slots, weights and Dynamo's arguments: parts of those, and what is made of
-them before it runs."""
+"""Add inputs to a step graph besides slots, weights and Dynamo's arguments."""
 
 from __future__ import annotations
 
@@ -23,33 +22,33 @@ Compute = Callable[[Callable[..., list[Tensor]], list[fx.Node], fx.Node, str], l
 
 @dataclasses.dataclass(frozen=True)
 class GatheredInput:
-    """An entry for each slot of a layer, see `PerTokenInput`.
+    """Describe an input with one entry for each slot of a layer, see `PerTokenInput`.
 
     Attributes:
-        layer: whose slots; None for the tensor itself, in which a reference looks up.
-        given: whether the tensor is one of Dynamo's arguments, and not computed beside the graph.
-        arg_index: among these, or among what is looked up of those.
+        layer: the layer whose slots select the entries; None for the whole tensor, from which a reference gathers.
+        is_argument: whether the tensor is one of Dynamo's arguments; otherwise it is precomputed on the host.
+        arg_index: its index among Dynamo's arguments or among the precomputed tensors.
     """
 
     layer: int | None
     entry: PerTokenInput
-    given: bool
+    is_argument: bool
     arg_index: int
 
-    def of(self, full: Tensor, slots: Slots, queries: int) -> Tensor:
-        """[B, H', C + q, ...]: of the slots, then of the new tokens."""
+    def gather(self, tensor: Tensor, slots: Slots, queries: int) -> Tensor:
+        """Return the entries [B, H', C + q, ...]: of the slots, then of the new tokens."""
         new = slots.length[:, None] + torch.arange(queries, device=slots.length.device)
         indices = torch.cat([slots.index, new[:, None].expand(-1, slots.index.shape[1], -1)], -1)
-        return self.entry.at(full, indices.to(full.device))
+        return self.entry.gather(tensor, indices.to(tensor.device))
 
 
 class FurtherInputs:
-    """Placeholders of what is asked for, each made once.
+    """Create the further placeholders of a step graph on demand, each once.
 
     Attributes:
-        columns: by Dynamo's placeholder, of its columns of the new tokens.
-        entries: by layer and entry, of what is looked up for the tokens.
-        host_inputs: by node, of what it gives, which is computed beside the graph as it reads all tokens.
+        columns: for Dynamo's placeholders, the inputs with the columns of the new tokens.
+        entries: for layers and per-token inputs, the inputs with the entries of the slots.
+        host_inputs: for nodes that read all tokens, the inputs with their values, which are precomputed on the host.
     """
 
     def __init__(self, step: StepGraph, compute: Compute) -> None:
@@ -63,15 +62,15 @@ class FurtherInputs:
     def nodes(self) -> list[fx.Node]:
         return [*self.columns.values(), *self.entries.values(), *self.host_inputs.values()]
 
-    def column(self, holder: fx.Node) -> fx.Node:
-        """The new tokens' columns of one of Dynamo's arguments that has one for every token."""
-        if holder not in self.columns:
-            shape = (*map(self._step.sizes.fixed, value(holder).shape[:-1]), self._step.queries)
-            self.columns[holder] = self._new(f"{holder.name}_now", shape, value(holder).dtype)
-        return self.columns[holder]
+    def column(self, argument: fx.Node) -> fx.Node:
+        """Return the input with the new tokens' columns of an argument that has a column for every token."""
+        if argument not in self.columns:
+            shape = (*map(self._step.sizes.fixed, value(argument).shape[:-1]), self._step.queries)
+            self.columns[argument] = self._new(f"{argument.name}_now", shape, value(argument).dtype)
+        return self.columns[argument]
 
     def entry(self, layer: int, entry: PerTokenInput) -> fx.Node:
-        """What a mask looks up for the token of each slot of a layer, or if `whole` what it looks up in."""
+        """Return the input with the entry of each slot's token in a layer, or if `whole` with all tokens' entries."""
         step, name = self._step, entry.node.name
         if step.whole:
             if (None, entry) not in self.entries:
@@ -79,21 +78,21 @@ class FurtherInputs:
             return self.entries[None, entry]
         if (layer, entry) not in self.entries:
             count = step.capacities[layer] + step.queries
-            shape = (step.batch, step.layouts[layer].groups, count, *entry.rest)
+            shape = (step.batch, step.layouts[layer].groups, count, *entry.entry_shape)
             self.entries[layer, entry] = self._new(f"{name}_at_{layer}", shape, value(entry.node).dtype)
         return self.entries[layer, entry]
 
     def host_input(self, node: fx.Node) -> fx.Node:
-        """What a node gives that reads all tokens."""
+        """Return the input with the value of a node that reads all tokens."""
         if node not in self.host_inputs:
             self.host_inputs[node] = self._new(f"{node.name}_aside", self._step.shape(node), value(node).dtype)
         return self.host_inputs[node]
 
     def valid(self, layer: int) -> fx.Node:
-        """bool [B, q]: which of the new tokens are not padding, for a layer."""
+        """Return the node bool [B, q], false where a new token is padding, for a layer."""
         padding_inputs = self._step.padding_inputs.sites[layer]
         if padding_inputs not in self._valid:
-            self._valid[padding_inputs] = self._emit_valid([self.column(holder) for holder in padding_inputs])
+            self._valid[padding_inputs] = self._emit_valid([self.column(argument) for argument in padding_inputs])
         return self._valid[padding_inputs]
 
     def _emit_valid(self, columns: list[fx.Node]) -> fx.Node:
@@ -112,27 +111,27 @@ class FurtherInputs:
 
     @property
     def some_valid(self) -> fx.Node:
-        """The first that was asked for of what `valid` gives."""
+        """The result of the first call of `valid`."""
         return next(iter(self._valid.values()))
 
-    def looked_up(self) -> tuple[list[GatheredInput], list[fx.Node]]:
-        """Where entries are looked up, and the nodes among that which are computed beside the graph."""
-        made, computed = [], list[fx.Node]()
+    def gathered(self) -> tuple[list[GatheredInput], list[fx.Node]]:
+        """Return the inputs of `entries`, and the nodes whose values they gather from if these are precomputed."""
+        found, computed = [], list[fx.Node]()
         for layer, entry in self.entries:
             node = entry.node
             if node.op == "placeholder":
-                made.append(GatheredInput(layer, entry, True, self._step.holders.index(node)))
+                found.append(GatheredInput(layer, entry, True, self._step.placeholders.index(node)))
                 continue
             if node not in computed:
                 computed.append(node)
-            made.append(GatheredInput(layer, entry, False, computed.index(node)))
-        return made, computed
+            found.append(GatheredInput(layer, entry, False, computed.index(node)))
+        return found, computed
 
     def _new(self, name: str, shape: tuple[Any, ...], dtype: torch.dtype) -> fx.Node:
         return self._like(name, self._step.of_shape(shape, dtype))
 
     def _like(self, name: str, example: Tensor) -> fx.Node:
-        with self._step.graph.inserting_after(self._step.holders[-1]):
+        with self._step.graph.inserting_after(self._step.placeholders[-1]):
             node = self._step.graph.placeholder(name)
         dynamo.as_new_input(node, example, in_place=False)
         return node

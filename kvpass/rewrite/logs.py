@@ -1,10 +1,10 @@
-"""What kvpass does to graphs, for whoever asks: KVPASS_LOGS, Python's logging, and torch's structured trace.
+"""Log what kvpass does to graphs: to KVPASS_LOGS, Python's logging, and torch's structured trace.
 
-    KVPASS_LOGS=passes python ...           a line for every pass over every step graph: what it rewrote, and how long
+    KVPASS_LOGS=passes python ...           a line for every pass over every step graph: its rewrites and its time
     KVPASS_LOGS=passes,graphs python ...    and the program after it
     TORCH_TRACE=/tmp/trace python ...       the same programs as artifacts, for tlparse
 
-The loggers are `kvpass.passes` and `kvpass.graphs`; a program of its own may set their levels instead.
+The loggers are `kvpass.passes` and `kvpass.graphs`; a program may set their levels itself.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ GRAPHS = logging.getLogger("kvpass.graphs")
 
 
 def configure() -> None:
-    """Let the loggers that KVPASS_LOGS names write to stderr.
+    """Let the loggers named in KVPASS_LOGS write to stderr.
 
     Raises:
-        PolicyError: it names another.
+        PolicyError: KVPASS_LOGS contains an unknown name.
     """
     named = [name.strip() for name in os.environ.get("KVPASS_LOGS", "").split(",") if name.strip()]
     for name in named:
         if name not in ("passes", "graphs"):
-            raise PolicyError(f"KVPASS_LOGS={name!r}: there are 'passes' and 'graphs'")
+            raise PolicyError(f"KVPASS_LOGS={name!r}: must be 'passes' or 'graphs'")
         logger = PASSES if name == "passes" else GRAPHS
         logger.setLevel(logging.INFO)
         if not logger.hasHandlers():
             logger.addHandler(logging.StreamHandler())
 
 
-def after_pass(record: Record, graph: fx.Graph) -> None:
-    """A pass has run."""
+def note_pass(record: Record, graph: fx.Graph) -> None:
+    """Log the record of a pass, and the graph after it."""
     PASSES.info("%s", record)
     note_program(f"after {record.name}", graph)
 
 
 def note_program(title: str, graph: fx.Graph) -> None:
-    """A graph as it stands now."""
+    """Log a graph under a title."""
     if GRAPHS.isEnabledFor(logging.INFO):
         GRAPHS.info("# %s\n%s", title, program(graph))
     dynamo.note_artifact(f"kvpass {title}".replace(" ", "_"), lambda: program(graph))
 
 
 def program(graph: fx.Graph) -> str:
-    """A graph as Python, a line for every node."""
+    """Return a graph as Python code, a line for every node."""
     return graph.python_code("self").src.strip()

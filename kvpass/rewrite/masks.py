@@ -1,4 +1,4 @@
-"""A site's mask on slots, whichever way its graph has it."""
+"""Provide each site's mask on slots."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Masks:
         self._firsts: dict[int, fx.Node] = {}
 
     def of(self, site: AttentionSite, layer: int) -> tuple[MaskOnSlots | None, Any]:
-        """The mask on the slots of a layer, and what identifies it."""
+        """Return the mask on the slots of a layer, and a key that equal masks share."""
         step, window = self._step, self._step.windows[layer]
         if site.mask is None:
             return None, None
@@ -36,9 +36,9 @@ class Masks:
             return ColumnMask([site.mask], step.queries), "columns"
         padding = tuple(node for node in step.padding_inputs.sites[layer] if node in step.padding_inputs.known)
         if (site.mask, padding) not in self._cut:
-            self._choose_all(site.mask)
+            self._drop_sparse_indices(site.mask)
             self._cut[site.mask, padding] = cut_mask(
-                step.gm, site.mask, step.sizes, self._around(site, window, padding)
+                step.gm, site.mask, step.sizes, self._context(site, window, padding)
             )
         sliced = self._cut[site.mask, padding]
         bound = [step.inputs.host_input(node) if node in sliced.host_input else node for node in sliced.slice.bound]
@@ -47,32 +47,32 @@ class Masks:
         nodes = [*first, step.length, *entries, *bound]
         return SlicedMask(nodes, step.queries, sliced, bool(first), step.whole), (sliced.key, bool(first))
 
-    def _around(self, site: AttentionSite, window: int | None, padding: tuple[fx.Node, ...]) -> MaskContext:
+    def _context(self, site: AttentionSite, window: int | None, padding: tuple[fx.Node, ...]) -> MaskContext:
         step = self._step
-        behind = walk.ancestors(site.mask, [site.grown_key, site.grown_value])  # type: ignore[arg-type]
+        nodes = walk.ancestors(site.mask, [site.grown_key, site.grown_value])  # type: ignore[arg-type]
         pasts = {past for each in step.sites for past in (each.past_key, each.past_value)}
-        inputs = tokens.token_inputs(behind - pasts, step.actual, step.sizes)
+        inputs = tokens.token_inputs(nodes - pasts, step.argument_of, step.sizes)
         return MaskContext(
-            counts=[n for n in step.counts[window] if n in behind and op_table.counts_exactly(value(n).dtype)],
+            key_indices=[n for n in step.key_indices[window] if n in nodes and op_table.counts_exactly(value(n).dtype)],
             inputs={node: axis for node, axis in inputs.items() if node not in padding},
             padding=list(padding),
             stored=[site.grown_key, site.grown_value],
-            lengths=step.on_length,
+            lengths=step.length_nodes,
             first=sympy.Integer(0) if window is None else shapes.LENGTH - window,
             last=window,
         )
 
-    def _choose_all(self, mask: fx.Node) -> None:
-        """Sparse indices in a mask, which choose all slots: the keys that they score by are dropped."""
+    def _drop_sparse_indices(self, mask: fx.Node) -> None:
+        """Take a mask's sparse indices as selecting all slots, and drop the outputs of the keys by which they score."""
         step = self._step
-        held, outputs = max(step.capacities), walk.results(step.graph)
-        for each in sparse_index.find(mask):
-            each.check(held if step.decodes else held + step.queries)
-            for node, dim in sparse_index.cached_scoring_keys(each, outputs):
-                step.unread[outputs.index(node)] = (step.holders.index(walk.past_of(node)), dim)
+        capacity, outputs = max(step.capacities), walk.results(step.graph)
+        for index in sparse_index.find(mask):
+            index.check(capacity if step.decodes else capacity + step.queries)
+            for node, dim in sparse_index.cached_scoring_keys(index, outputs):
+                step.unread[outputs.index(node)] = (step.placeholders.index(walk.past_of(node)), dim)
 
     def _first_stored(self, window: int) -> fx.Node:
-        """The place in the padded sequence of the first token that the model stores."""
+        """Return the node of the index in the padded sequence of the first token that the model stores."""
         if window not in self._firsts:
             step = self._step
             with step.graph.inserting_after(step.length):
@@ -84,14 +84,13 @@ class Masks:
 
 @dataclasses.dataclass(frozen=True)
 class MaskOnSlots:
-    """A mask on slots: the nodes that it reads and how."""
+    """A mask on slots, with the nodes that it reads."""
 
     nodes: list[fx.Node]
     queries: int
 
     @property
     def facts(self) -> tuple[fx.Node, ...]:
-        """What it reads of the stored rows."""
         return ()
 
     def on_slots(
@@ -103,11 +102,12 @@ class MaskOnSlots:
 
 @dataclasses.dataclass(frozen=True)
 class SlicedMask(MaskOnSlots):
-    """A mask that is computed from a key index, and from what belongs to the key's token.
+    """A mask that is computed from a key index and the entries of the key's token.
 
     Attributes:
-        shifted: the model counts keys from the first that it stores; the first node is that one's place.
-        whole: the nodes of its entries are the tensors in which to look up, and not what was found for each slot.
+        sliced: the mask as a function of the key.
+        shifted: the model counts keys from the first that it stores; the first node is the index of that key.
+        whole: the nodes of entries are whole tensors from which to gather, not entries of the slots.
     """
 
     sliced: MaskSlice
@@ -123,29 +123,29 @@ class SlicedMask(MaskOnSlots):
     ) -> Tensor:
         start, count = int(self.shifted), len(self.sliced.entries)
         first = tensors[0] if start else 0
-        length, given, bound = tensors[start], tensors[start + 1 :][:count], tensors[start + 1 + count :]
+        length, inputs, bound = tensors[start], tensors[start + 1 :][:count], tensors[start + 1 + count :]
         if self.whole:
-            entries = [entry.at(full, index) for entry, full in zip(self.sliced.entries, given, strict=True)]
+            entries = [entry.gather(x, index) for entry, x in zip(self.sliced.entries, inputs, strict=True)]
         else:
-            entries = [_in_slots(x, index, length, self.queries) for x in given]
+            entries = [_entries_of_slots(x, index, length, self.queries) for x in inputs]
         return self.sliced.on_slots(index, position, first, heads, entries, bound, facts)
 
 
-def _in_slots(entries: Tensor, index: Tensor, length: Tensor, queries: int) -> Tensor:
-    """Entries [B, H', C + q, ...] of the slots and the new tokens, as `index` [B, H', N] has them.
+def _entries_of_slots(entries: Tensor, index: Tensor, length: Tensor, queries: int) -> Tensor:
+    """Return the entries of slots [B, H', N, ...] from those of slots and new tokens [B, H', C + q, ...].
 
-    A chunk is beside the slots, N = C + q; a single token has taken one of them, N = C.
+    A chunk is attended to besides the slots, N = C + q.  A single token is written to one of them, N = C.
     """
     if index.shape[-1] == entries.shape[2]:
         return entries
     held, new = entries[:, :, :-queries], entries[:, :, -queries:]
-    fresh = (index == length).view(*index.shape, *[1] * (entries.ndim - 3))
-    return torch.where(fresh, new, held)
+    is_new = (index == length).view(*index.shape, *[1] * (entries.ndim - 3))
+    return torch.where(is_new, new, held)
 
 
 @dataclasses.dataclass(frozen=True)
 class ColumnMask(MaskOnSlots):
-    """A mask whose size does not grow (the length was traced as a number): its columns are picked."""
+    """A mask whose size does not grow, because the length was traced as a number: its columns are gathered."""
 
     def on_slots(
         self, index: Tensor, position: Tensor, heads: int, tensors: list[Tensor], facts: list[Tensor]
@@ -155,5 +155,5 @@ class ColumnMask(MaskOnSlots):
         mask = mask.expand(rows, -1, self.queries, -1)
         mask = mask[:, :, None] if mask.shape[1] == 1 else torch.unflatten(mask, 1, (heads, -1))  # [B, h, g, q, S]
         mask = mask.expand(-1, max(mask.shape[1], groups), -1, -1, -1)
-        chosen = index.clamp(0, mask.shape[-1] - 1).expand(-1, mask.shape[1], -1)[:, :, None, None]
-        return mask.gather(-1, chosen.expand(-1, -1, mask.shape[2], self.queries, -1))
+        columns = index.clamp(0, mask.shape[-1] - 1).expand(-1, mask.shape[1], -1)[:, :, None, None]
+        return mask.gather(-1, columns.expand(-1, -1, mask.shape[2], self.queries, -1))

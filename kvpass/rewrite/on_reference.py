@@ -1,7 +1,7 @@
-"""A model's attention layers on the eager reference: `inner="reference"`.
+"""Run a model's attention layers on the eager reference: `inner="reference"`.
 
-The graph is rewritten as for slots, so masks, positions and rotary embeddings are the model's own, but
-every attention call becomes a Python call that works on lists of tokens.  Slow, and right.
+The graph is rewritten as for slots, so masks, positions and rotary embeddings are the model's own.  A Python call on
+lists of tokens replaces every attention call.  This is slow and serves as the standard for compiled steps.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvpass.rewrite.computed_keys import ComputedKeys, cut_computed_keys
 from kvpass.rewrite.context import Pass, StepContext
 from kvpass.rewrite.masks import MaskOnSlots, Masks
 from kvpass.rewrite.passes import STEP_PASSES
-from kvpass.rewrite.passes.attention import as_cached, attend_on_slots, early_enough, put_in_place
+from kvpass.rewrite.passes.attention import as_cached, attend_on_slots, replace_outputs, splice_point
 from kvpass.rewrite.record import Record
 from kvpass.rewrite.rotary_slice import RotarySlice
 
@@ -36,36 +36,36 @@ from kvpass.rewrite.rotary_slice import RotarySlice
 def take_prompt(
     layout: Layout, chunk: Chunk, spec: StatisticsSpec, site: AttentionSite, row_budgets: Sequence[int]
 ) -> ReferenceLayer:
-    """The reference's layer after a prompt."""
+    """Return the reference's layer after a prompt with these rows and operands of attention."""
     query, keys, mask, sink_logit = spec.query, spec.key, spec.mask, spec.sink_logit
-    new, total = query.shape[2], keys.shape[2]
-    seen = torch.ones(new, total, dtype=torch.bool, device=query.device)
+    queries, keys_count = query.shape[2], keys.shape[2]
+    visible = torch.ones(queries, keys_count, dtype=torch.bool, device=query.device)
     if site.causal:
-        seen = seen.tril(total - new)
-    allowed = seen.expand(query.shape[0], 1, -1, -1) & chunk.valid[:, None, None]
+        visible = visible.tril(keys_count - queries)
+    allowed = visible.expand(query.shape[0], 1, -1, -1) & chunk.valid[:, None, None]
     bias = None
     if mask is not None and mask.dtype == torch.bool:
         allowed = allowed & mask
     elif mask is not None:
-        bias = mask.expand(query.shape[0], -1, new, -1)
+        bias = mask.expand(query.shape[0], -1, queries, -1)
     store = ReferenceLayer(layout, reference_of(layout.policy), row_budgets)
     logits = attention_logits(query * store.logit_scale(chunk.valid), keys, allowed, bias, site.scale, site.cap)
-    padded = torch.nn.functional.pad(logits, (0, 0, total - new, 0), value=-torch.inf)
+    padded = torch.nn.functional.pad(logits, (0, 0, keys_count - queries, 0), value=-torch.inf)
     probabilities = _softmax(logits, sink_logit)
-    store.take(chunk, torch.nn.functional.pad(probabilities, (0, 0, total - new, 0)), padded)
+    store.take(chunk, torch.nn.functional.pad(probabilities, (0, 0, keys_count - queries, 0)), padded)
     return store
 
 
 def attend_on_reference(step: StepContext) -> Record:
-    """Put a call on the reference in place of every attention call; it takes chunks in itself."""
+    """Replace every attention call by a call on the reference, which also stores the new tokens."""
     masks = Masks(step)
-    for number, site in enumerate(step.sites):
+    for layer, site in enumerate(step.sites):
         key, new_value = (as_cached(step.graph, site, node) for node in (site.key, site.value))
-        stored = step.raw_keys[number] if step.ranked else key  # where that is not as it is attended to
-        for each in site.all:
-            _replace(step, masks, number, each, (key, stored, new_value))
+        stored_key = step.raw_keys[layer] if step.ranked else key
+        for site_call in site.all:
+            _replace(step, masks, layer, site_call, (key, stored_key, new_value))
         step.chunks.append([])
-    return Record([each.call.name for site in step.sites for each in site.all])
+    return Record([site_call.call.name for site in step.sites for site_call in site.all])
 
 
 REFERENCE_PASSES: tuple[Pass, ...] = tuple(
@@ -74,11 +74,11 @@ REFERENCE_PASSES: tuple[Pass, ...] = tuple(
 
 
 def _replace(
-    step: StepContext, masks: Masks, number: int, site: AttentionSite, new: tuple[fx.Node, fx.Node, fx.Node]
+    step: StepContext, masks: Masks, layer: int, site: AttentionSite, new: tuple[fx.Node, fx.Node, fx.Node]
 ) -> None:
-    """One attention call on the cache of a layer; `new` are the key as attended to and as stored, and the value."""
-    mask, _ = masks.of(site, number)
-    rotary = step.rotaries[number] if step.rotaries else None
+    """Replace one attention call on a layer's cache; `new` are the rotated key, the stored key, and the value."""
+    mask, _ = masks.of(site, layer)
+    rotary = step.rotaries[layer] if step.rotaries else None
     computed = cut_computed_keys(step.gm, site, step.sizes, mask.facts if mask else ())
     bound = {
         "mask": mask.nodes if mask else [],
@@ -86,31 +86,31 @@ def _replace(
         "rotate": list(rotary.rotate.bound) if rotary else [],
         "computed": list(computed.slice.bound) if computed else [],
     }
-    wide_lse = site.lse is not None and value(site.lse).ndim == 4
-    call = _ReferenceCall(site, step.layouts[number], mask, rotary, computed, site is step.sites[number], wide_lse)
-    arguments = (step.slot_inputs[number][0], site.query, *new, step.inputs.valid(number), bound, site.sink_logit)
+    lse_has_dim = site.lse is not None and value(site.lse).ndim == 4
+    call = _ReferenceCall(site, step.layouts[layer], mask, rotary, computed, site is step.sites[layer], lse_has_dim)
+    arguments = (step.slot_inputs[layer][0], site.query, *new, step.inputs.valid(layer), bound, site.sink_logit)
     with step.graph.inserting_before(site.call):
-        both = step.graph.call_function(call, arguments)
-    early_enough(site, both.all_input_nodes).prepend(both)
-    with step.graph.inserting_after(both):
-        made = [step.graph.call_function(operator.getitem, (both, index)) for index in (0, 1)]
-    put_in_place(step, site, made)
+        result = step.graph.call_function(call, arguments)
+    splice_point(site, result.all_input_nodes).prepend(result)
+    with step.graph.inserting_after(result):
+        outputs = [step.graph.call_function(operator.getitem, (result, index)) for index in (0, 1)]
+    replace_outputs(step, site, outputs)
 
 
 @dataclasses.dataclass(frozen=True)
 class ReferenceView:
-    """What attention sees of a layer: the held tokens and the new ones.
+    """What attention sees of a layer: the cached tokens and the new ones.
 
     Attributes:
         keys, values: [B, Hkv, N + q, D] and [B, Hkv, N + q, Dv], the keys rotated.
-        places, position: int64 [B, H', N + q], in the padded sequence and among the real tokens.
-        factor: on the logits, float32 [B, 1, 1, 1].
-        bias: the policy's own, float32 [B, Hq, 1, N], or None.
+        index, position: int64 [B, H', N + q], in the padded sequence and among the real tokens.
+        factor: the factor of the logits, float32 [B, 1, 1, 1].
+        bias: the policy's bias, float32 [B, Hq, 1, N], or None.
     """
 
     keys: Tensor
     values: Tensor
-    places: Tensor
+    index: Tensor
     position: Tensor
     factor: Tensor
     bias: Tensor | None
@@ -118,7 +118,7 @@ class ReferenceView:
 
 @dataclasses.dataclass(frozen=True, eq=False)  # a node's target is looked up by identity
 class _ReferenceCall:
-    """What runs in place of one attention call; the first on a cache takes the new tokens in."""
+    """The function that replaces one attention call; the first call on a cache stores the new tokens."""
 
     site: AttentionSite
     layout: Layout
@@ -126,7 +126,7 @@ class _ReferenceCall:
     rotary: RotarySlice | None
     computed: ComputedKeys | None
     first: bool
-    wide_lse: bool
+    lse_has_dim: bool
 
     @property
     def __name__(self) -> str:
@@ -143,11 +143,11 @@ class _ReferenceCall:
         bound: dict[str, list[Any]],
         sink_logit: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """The output [B, Hq, q, Dv] and the log-sum-exp of the logits, [B, Hq, q], or [B, Hq, q, 1] if wide."""
+        """Return the output [B, Hq, q, Dv] and the log-sum-exp [B, Hq, q] or [B, Hq, q, 1] of the logits."""
         layout, site, queries = self.layout, self.site, query.shape[2]
         if self.first:
-            alone = stored if store.attends_to_stored(queries) else None
-            store.view = self._view(store, query, key, alone, value, valid, bound)
+            stored_as_read = stored if store.attends_to_stored(queries) else None
+            store.view = self._view(store, query, key, stored_as_read, value, valid, bound)
         view: ReferenceView = store.view
         keys, values = view.keys, view.values
         facts: list[Tensor] = []
@@ -156,18 +156,18 @@ class _ReferenceCall:
             keys, values, facts = self.computed.on_slots(keys, values, bound["computed"])
         model_mask = None
         if self.mask is not None:
-            model_mask = self.mask.on_slots(view.places, view.position, layout.heads, bound["mask"], facts)
+            model_mask = self.mask.on_slots(view.index, view.position, layout.heads, bound["mask"], facts)
         allowed, bias = _allowed(
             layout, view.position[..., :-queries] >= 0, valid, model_mask, query.shape[1], site.hidden
         )
         logits = attention_logits(query * view.factor, keys, allowed, bias, site.scale, site.cap)
-        biased = _plus(logits, view.bias)
+        biased = _with_policy_bias(logits, view.bias)
         probabilities = _softmax(biased, sink_logit)  # [B, Hq, q, N + q]
         if self.first:
             store.take(Chunk(stored, value, valid, Attention()), probabilities, logits)
         output: Tensor = probabilities.to(values.dtype) @ values.repeat_interleave(query.shape[1] // values.shape[1], 1)
         output, lse = output.to(layout.dtype), biased.logsumexp(-1).to(layout.dtype)
-        return output, lse[..., None] if self.wide_lse else lse
+        return output, lse[..., None] if self.lse_has_dim else lse
 
     def _view(
         self,
@@ -179,7 +179,7 @@ class _ReferenceCall:
         valid: Tensor,
         bound: dict[str, list[Any]],
     ) -> ReferenceView:
-        """`stored` is the key of a token that is attended to as it is stored, else None."""
+        """Return the cached and new tokens; `stored` is the key of a token that is read as stored, else None."""
         groups, count = self.layout.groups, query.shape[2]
         keys, ranks = store.held_rows("key"), store.ranks().clamp(min=0)
         if stored is not None:
@@ -191,52 +191,47 @@ class _ReferenceCall:
             keys = torch.cat(self.rotary.on_slots(Sections((keys,)), ranks, table, bound["rotate"]), -1)
         if stored is None:
             keys = torch.cat([keys, key.to(keys.dtype)], 2)
-        new = store.length + torch.arange(count, device=query.device).expand(self.layout.batch, groups, -1)
-        arriving = (store.seen()[:, None] + valid.cumsum(-1) - 1)[:, None].expand(-1, groups, -1)
+        new_index = store.length + torch.arange(count, device=query.device).expand(self.layout.batch, groups, -1)
+        new_position = (store.seen()[:, None] + valid.cumsum(-1) - 1)[:, None].expand(-1, groups, -1)
         return ReferenceView(
             keys=keys,
-            values=_beside(store.held_rows("value"), value),
-            places=torch.cat([store.index(), new], -1),
-            position=torch.cat([store.positions(), arriving], -1),
+            values=_appended(store.held_rows("value"), value),
+            index=torch.cat([store.index(), new_index], -1),
+            position=torch.cat([store.positions(), new_position], -1),
             factor=store.logit_scale(valid),
             bias=store.bias(query.shape[1] // self.layout.heads),
         )
 
 
-def _beside(held: Tensor, new: Tensor) -> Tensor:
+def _appended(held: Tensor, new: Tensor) -> Tensor:
     return torch.cat([held, new.to(held.dtype)], 2)
 
 
 def _softmax(logits: Tensor, sink_logit: Tensor | None) -> Tensor:
-    """Probabilities of logits [B, Hq, q, N] beside a sink [B or 1, Hq, q or 1, 1]; zero where nothing may be seen."""
+    """Return probabilities of logits [B, Hq, q, N] with a sink [B or 1, Hq, q or 1, 1]; zero without visible keys."""
     if sink_logit is None:
         return torch.nan_to_num(logits.softmax(-1))
-    beside = sink_logit.float().expand(*logits.shape[:3], 1)
-    return torch.nan_to_num(torch.cat([logits, beside], -1).softmax(-1)[..., :-1])
+    sink = sink_logit.float().expand(*logits.shape[:3], 1)
+    return torch.nan_to_num(torch.cat([logits, sink], -1).softmax(-1)[..., :-1])
 
 
 def _allowed(
-    layout: Layout,
-    live: Tensor,
-    valid: Tensor,
-    model_mask: Tensor | None,
-    query_heads: int,
-    hidden: float | None,
+    layout: Layout, live: Tensor, valid: Tensor, model_mask: Tensor | None, query_heads: int, hidden: float | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Mask bool and the model's bias, [B, Hq, q, N + q], of queries over [held, new]."""
+    """Return the mask, bool, and the model's bias, [B, Hq, q, N + q], of queries over [cached, new]."""
     count = valid.shape[1]
     groups = layout.groups
-    held = live[:, :, None].expand(-1, -1, count, -1)  # [B, H', q, N]
-    seen = torch.cat([held, valid[:, None, None].expand(-1, groups, count, -1)], -1)
-    seen = seen.repeat_interleave(query_heads // groups, 1)
+    cached = live[:, :, None].expand(-1, -1, count, -1)  # [B, H', q, N]
+    visible = torch.cat([cached, valid[:, None, None].expand(-1, groups, count, -1)], -1)
+    visible = visible.repeat_interleave(query_heads // groups, 1)
     if model_mask is None:
-        return seen, None
+        return visible, None
     model_mask = model_mask.expand(layout.batch, layout.heads, query_heads // layout.heads, count, -1).flatten(1, 2)
-    return with_mask(seen, model_mask, hidden)
+    return with_mask(visible, model_mask, hidden)
 
 
-def _plus(logits: Tensor, policy_bias: Tensor | None) -> Tensor:
-    """Logits [B, Hq, q, N + q] with the policy's own bias on the held tokens [B, Hq, 1, N]."""
+def _with_policy_bias(logits: Tensor, policy_bias: Tensor | None) -> Tensor:
+    """Return logits [B, Hq, q, N + q] with the policy's bias on the cached tokens [B, Hq, 1, N]."""
     return (
         logits
         if policy_bias is None

@@ -16,7 +16,7 @@ from kvpass.rewrite.result import StepRewrite
 from kvpass.rewrite.step_graph import has_loose_strides
 
 Watch = Callable[[Record, fx.Graph], None]
-"""Called after each pass with its record and the graph as the pass left it."""
+"""Called after each pass with its record and the graph as the pass remaining it."""
 
 
 def rewrite_step(step: StepContext, passes: Sequence[Pass] = STEP_PASSES, watch: Watch | None = None) -> StepRewrite:
@@ -24,7 +24,7 @@ def rewrite_step(step: StepContext, passes: Sequence[Pass] = STEP_PASSES, watch:
 
     Args:
         step: the context with the graph, which is rewritten in place.
-        passes: run in this order; each may read what earlier ones left in the context.
+        passes: run in this order; each may read what earlier ones remaining in the context.
         watch: called after each pass.
 
     Raises:
@@ -38,31 +38,31 @@ def rewrite_step(step: StepContext, passes: Sequence[Pass] = STEP_PASSES, watch:
             watch(record, step.graph)
         step.records.append(record)
     step.gm.recompile()
-    return _described(step)
+    return _result(step)
 
 
-def _described(step: StepContext) -> StepRewrite:
-    entries, looked_in = step.inputs.looked_up()
-    left = set(walk.placeholders(step.graph))
-    inputs = [place for place, holder in enumerate(step.holders) if holder in left]
-    there = step.outputs
+def _result(step: StepContext) -> StepRewrite:
+    entries, precomputed = step.inputs.gathered()
+    remaining = set(walk.placeholders(step.graph))
+    inputs = [index for index, argument in enumerate(step.placeholders) if argument in remaining]
+    found = step.outputs
     return StepRewrite(
         gm=step.gm,
         open=step.sizes.open,
         examples=[step.example(node) for node in walk.placeholders(step.graph)] if step.sizes.open else None,
         weights=step.weights,
         inputs=inputs,
-        loose={place for place in inputs if has_loose_strides(walk.value(step.holders[place]))},
-        columns=[step.holders.index(holder) for holder in step.inputs.columns],
+        loose_inputs={index for index in inputs if has_loose_strides(walk.value(step.placeholders[index]))},
+        columns=[step.placeholders.index(argument) for argument in step.inputs.columns],
         entries=entries,
         queries=step.queries,
-        outputs=there.outputs,
-        lengths=there.lengths,
-        chunks=there.chunks,
-        beside=host_precomputed(step, looked_in),
-        grown=there.grown,
+        outputs=found.outputs,
+        lengths=found.lengths,
+        chunks=found.chunks,
+        host_graph=host_precomputed(step, precomputed),
+        grown=found.grown,
         host_inputs=len(step.inputs.host_inputs),
         unread=step.unread,
-        valid=there.valid,
-        positions=tuple(dict.fromkeys(step.given_positions)),
+        valid=found.valid,
+        positions=tuple(dict.fromkeys(step.replaced_positions)),
     )

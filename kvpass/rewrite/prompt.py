@@ -1,4 +1,4 @@
-"""The prompt graph: its own computation, and outputs for what the policy needs."""
+"""Rewrite a prompt graph: it keeps its computation and gets outputs for the policy."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from kvpass.torch_private import fx_nodes
 
 @dataclasses.dataclass
 class PromptRewrite:
-    """A prompt graph with more outputs.
+    """A prompt graph with further outputs.
 
     Attributes:
         gm: the rewritten graph.
         sites: in the order of the graph.
-        raw: for each site, the place among the outputs of its keys before their rotary embedding; the
-            place of the keys themselves where they are stored as they are.
-        values: for each site, the place of its values.
-        valid: for each site, the place of bool [B, q], or None when no token is padding.
-        statistics: for each site, the places of what `kvpass.cache.statistics` gives; empty when none are needed.
-        extras: for each site, the places of its query, its attended keys, its mask and its sink (None if it
-            has none), which the eager reference asks for, and a cache that is to be cropped.
-        calls: for each attention call, by its name, and each log-sum-exp the node that gives its result.
+        raw: for each site, the output index of its stored keys: before their rotary embedding if they are stored so.
+        values: for each site, the output index of its values.
+        valid: for each site, the output index of bool [B, q], or None if no token is padding.
+        statistics: for each site, the output indices of the results of `kvpass.cache.statistics`; empty if none are
+            needed.
+        extras: for each site, the output indices of its query, its attended keys, its mask and its sink (None if it has
+            none), which the eager reference and a cache that can be cropped need.
+        calls: for each attention call and each log-sum-exp, by its name, the node of its result.
     """
 
     gm: fx.GraphModule
@@ -61,59 +61,64 @@ def rewrite_prompt(
     examples: Sequence[Any],
     padding_inputs: list[tuple[fx.Node, ...]],
 ) -> PromptRewrite:
-    """Add to a prompt graph the outputs that its policy needs; what it computes itself stays as it is.
+    """Add the outputs that the policies need to a prompt graph; its own computation stays as it is.
 
-    Only a policy that renumbers changes that too, for prompts beyond its budget; and where a policy's scores are made
-    of every row of attention, `kvpass.rewrite.scored` has both made of the same products.
+    A policy that renumbers also changes the computation, for prompts beyond its budget.  If a policy's scores read
+    every row of attention, `kvpass.rewrite.scored` computes attention and scores from the same products.
 
     Args:
-        padding_inputs: for each site the inputs that tell padding, see `kvpass.capture.padding_analysis`.
+        sites, policies: the attention calls on caches, and the policy of each.
+        budget: the user's budget.
+        ranked: whether keys are stored before their rotary embedding.
+        extras: whether the outputs of `PromptRewrite.extras` are needed.
+        examples: Dynamo's arguments.
+        padding_inputs: for each site, the inputs that mark padding, see `kvpass.capture.padding_analysis`.
     """
     copy, moved = fx_nodes.copy_graph_module(gm)
     output = copy.graph.output_node()
     model_outputs = len(walk.results(copy.graph))
-    further: list[fx.Node] = []  # the model's own are read at the end: attention that is replaced may be one of them
-    done = PromptRewrite(copy, sites, [], [], [], [], [])
-    known: dict[tuple[fx.Node, ...], int] = {}
-    told = [tuple(moved[node] for node in nodes) for nodes in padding_inputs]
+    added: list[fx.Node] = []  # the model's own outputs are read at the end: they may include replaced attention
+    rewrite = PromptRewrite(copy, sites, [], [], [], [], [])
+    valid_outputs: dict[tuple[fx.Node, ...], int] = {}
+    marks = [tuple(moved[node] for node in nodes) for nodes in padding_inputs]
 
     def emit(node: fx.Node) -> int:
-        further.append(node)
-        return model_outputs + len(further) - 1
+        added.append(node)
+        return model_outputs + len(added) - 1
 
-    for site, policy, here in zip(sites, policies, told, strict=True):
+    for site, policy, site_marks in zip(sites, policies, marks, strict=True):
         with copy.graph.inserting_before(moved[site.call]):
-            whole = _valid_tokens(copy.graph, moved[site.grown_key], here)
-            if whole is not None and here not in known:
-                known[here] = emit(whole)
-            done.valid.append(None if whole is None else known[here])
-            valid = _of_new(copy.graph, site, moved, whole)
+            all_valid = _valid_tokens(copy.graph, moved[site.grown_key], site_marks)
+            if all_valid is not None and site_marks not in valid_outputs:
+                valid_outputs[site_marks] = emit(all_valid)
+            rewrite.valid.append(None if all_valid is None else valid_outputs[site_marks])
+            valid = _valid_of_new(copy.graph, site, moved, all_valid)
             if policy.scales_logits:
                 for each in site.all:
-                    _temper(copy.graph, each, moved, policy, valid)
+                    _scale_queries(copy.graph, each, moved, policy, valid)
         with copy.graph.inserting_before(moved[site.call].next):  # not at the end: queries would outlive their layer
             rotary = find_rotary(gm, site) if ranked else None
             keys, values = site.keys_out, site.values_out
             if site.window is not None:
                 keys, values = emit(moved[site.grown_key]), emit(moved[site.grown_value])
-            done.raw.append(emit(moved[rotary.raw]) if rotary else keys)
-            done.values.append(values)
-            found = scored.prompt_scores(copy.graph, site, moved, valid, policy, budget)
-            made = {name: emit(node) for name, node in found.items()}
-            done.statistics.append([made[name] for name in statistics.names(policy)])
+            rewrite.raw.append(emit(moved[rotary.raw]) if rotary else keys)
+            rewrite.values.append(values)
+            scores = scored.prompt_scores(copy.graph, site, moved, valid, policy, budget)
+            score_outputs = {name: emit(node) for name, node in scores.items()}
+            rewrite.statistics.append([score_outputs[name] for name in statistics.names(policy)])
             if extras:
                 mask = None if site.mask is None else emit(moved[site.mask])
                 sink_logit = None if site.sink_logit is None else emit(moved[site.sink_logit])
                 attended = emit(moved[site.attended_key]) if site.computed else keys
-                done.extras.append((emit(moved[site.query]), attended, mask, sink_logit))
+                rewrite.extras.append((emit(moved[site.query]), attended, mask, sink_logit))
     if policies[0].renumbers and shapes.expr(sites[0].queries) != 1:
-        actual = dict(zip(walk.placeholders(gm.graph), examples, strict=True))
-        _renumber(gm, copy.graph, sites, moved, actual, policies[0], budget, told[0])
-    output.args = ((*walk.results(copy.graph), *further),)
-    ends = [node for site in sites for each in site.all for node in (each.call, each.lse) if node is not None]
-    done.calls = {node.name: moved[node] for node in ends}
+        argument_of = dict(zip(walk.placeholders(gm.graph), examples, strict=True))
+        _renumber(gm, copy.graph, sites, moved, argument_of, policies[0], budget, marks[0])
+    output.args = ((*walk.results(copy.graph), *added),)
+    result_nodes = [node for site in sites for each in site.all for node in (each.call, each.lse) if node is not None]
+    rewrite.calls = {node.name: moved[node] for node in result_nodes}
     copy.recompile()
-    return done
+    return rewrite
 
 
 def _renumber(
@@ -121,68 +126,63 @@ def _renumber(
     graph: fx.Graph,
     sites: list[AttentionSite],
     moved: dict[fx.Node, fx.Node],
-    actual: dict[fx.Node, Any],
+    argument_of: dict[fx.Node, Any],
     policy: Policy,
     budget: Budget,
-    told: tuple[fx.Node, ...],
+    marks: tuple[fx.Node, ...],
 ) -> None:
-    """Number and mask the tokens by windows, of which the last is all that is kept."""
+    """Make position ids and masks count tokens in windows; only the last window is cached."""
 
     def valid_of(valid: Tensor | None, count: int, device: torch.device) -> Tensor:
         return torch.ones(1, count, dtype=torch.bool, device=device) if valid is None else valid
 
     def ids_of(ids: Tensor, along: int, valid: Tensor | None) -> Tensor:
         count = ids.shape[along]
-        here = valid_of(valid, count, ids.device)
-        return renumber.on_windows(ids, along, here, budgets.window_for(policy, budget, count, valid))
+        known_valid = valid_of(valid, count, ids.device)
+        return renumber.count_in_windows(ids, along, known_valid, budgets.window_for(policy, budget, count, valid))
 
     def mask_of(mask: Tensor | None, query: Tensor, valid: Tensor | None, causal: bool) -> Tensor:
         count = query.shape[2]
-        room = budgets.window_for(policy, budget, count, valid)
-        return renumber.within_windows(mask, causal, valid_of(valid, count, query.device), room)
+        size = budgets.window_for(policy, budget, count, valid)
+        return renumber.window_mask(mask, causal, valid_of(valid, count, query.device), size)
 
-    for reader in renumber.readers(gm, sites, actual, renumber.fits_prompt):
+    for reader in renumber.readers(gm, sites, argument_of, renumber.fits_prompt):
         node, ids = moved[reader.node], moved[reader.ids]
         with graph.inserting_before(node):
-            valid = _valid_tokens(graph, moved[reader.ids], told, reader.along)
-            counted = graph.call_function(ids_of, (ids, reader.along, valid))
-        counted.meta["example_value"] = value(reader.ids)
-        node.replace_input_with(ids, counted)
+            valid = _valid_tokens(graph, moved[reader.ids], marks, reader.along)
+            new_ids = graph.call_function(ids_of, (ids, reader.along, valid))
+        new_ids.meta["example_value"] = value(reader.ids)
+        node.replace_input_with(ids, new_ids)
     for site in (each for owner in sites for each in owner.all):
         call = moved[site.call]
         with graph.inserting_before(call):
             mask = None if site.mask is None else moved[site.mask]
-            valid = _valid_tokens(graph, moved[site.grown_key], told)
-            windows = graph.call_function(mask_of, (mask, moved[site.query], valid, site.causal))
-        call.kwargs = {**arguments(call), "mask": windows, "causal": False}
+            valid = _valid_tokens(graph, moved[site.grown_key], marks)
+            window_mask = graph.call_function(mask_of, (mask, moved[site.query], valid, site.causal))
+        call.kwargs = {**arguments(call), "mask": window_mask, "causal": False}
         call.args = ()
 
 
-def _valid_tokens(graph: fx.Graph, tokens: fx.Node, told: tuple[fx.Node, ...], along: int = 2) -> fx.Node | None:
-    """Which tokens are not padding, those of an adopted past included: bool [B or 1, past + q], None for all.
-
-    Args:
-        tokens: has them along a dimension.
-        told: the inputs that tell.
-    """
-    total, made = value(tokens).shape[along], None
-    for node in told:
+def _valid_tokens(graph: fx.Graph, tokens: fx.Node, marks: tuple[fx.Node, ...], along: int = 2) -> fx.Node | None:
+    """Return bool [B or 1, past + q], false for marked padding; None if no input marks padding."""
+    total, valid = value(tokens).shape[along], None
+    for node in marks:
         ndim = value(node).ndim
-        if shapes.expr(value(node).shape[-1]) != shapes.expr(total):  # there may be entries for tokens to come
+        if shapes.expr(value(node).shape[-1]) != shapes.expr(total):  # the input may have entries for later tokens
             count = graph.call_method("size", (tokens, along))
             count.meta["example_value"] = total
             subscript: Any = (Ellipsis, slice(None, count))
             node = graph.call_function(operator.getitem, (node, subscript))
-        tells = graph.call_function(operator.ne, (node, 0))
-        tells = tells if ndim == 2 else graph.call_method("unsqueeze", (tells, 0))
-        made = tells if made is None else graph.call_function(operator.and_, (made, tells))
-    return made
+        is_real = graph.call_function(operator.ne, (node, 0))
+        is_real = is_real if ndim == 2 else graph.call_method("unsqueeze", (is_real, 0))
+        valid = is_real if valid is None else graph.call_function(operator.and_, (valid, is_real))
+    return valid
 
 
-def _of_new(
+def _valid_of_new(
     graph: fx.Graph, site: AttentionSite, moved: dict[fx.Node, fx.Node], valid: fx.Node | None
 ) -> fx.Node | None:
-    """Those of the tokens that are queries: all, unless a past was adopted."""
+    """Return the entries of the new tokens: all, unless a past was adopted."""
     if valid is None or site.past_key is None:
         return valid
     past = graph.call_method("size", (moved[site.past_key], 2))
@@ -190,18 +190,18 @@ def _of_new(
     return graph.call_function(operator.getitem, (valid, (slice(None), slice(past, None))))
 
 
-def _temper(
+def _scale_queries(
     graph: fx.Graph, site: AttentionSite, moved: dict[fx.Node, fx.Node], policy: Policy, valid: fx.Node | None
 ) -> None:
-    """Multiply the prompt's queries with the policy's factor for as many tokens as each row has."""
+    """Scale the prompt's queries by the policy's factor for the number of tokens in each row."""
     query, call = moved[site.query], moved[site.call]
 
     def function(query: Tensor, valid: Tensor | None) -> Tensor:
-        everyone = torch.ones_like(query[:, 0, :, 0], dtype=torch.bool)  # [B, q]
-        present = everyone if valid is None else everyone & valid
-        return with_logit_scale(policy, query, present.sum(-1, keepdim=True))
+        all_tokens = torch.ones_like(query[:, 0, :, 0], dtype=torch.bool)  # [B, q]
+        real = all_tokens if valid is None else all_tokens & valid
+        return with_logit_scale(policy, query, real.sum(-1, keepdim=True))
 
     with graph.inserting_before(call):
-        factored = graph.call_function(function, (query, valid))
-    call.replace_input_with(query, factored)
-    moved[site.query] = factored
+        scaled = graph.call_function(function, (query, valid))
+    call.replace_input_with(query, scaled)
+    moved[site.query] = scaled

@@ -1,4 +1,4 @@
-"""What a pass says that it did."""
+"""Record what a pass did to a graph."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ class Record:
     """What a pass did to one graph.
 
     Attributes:
-        matched: the nodes that it rewrote, or made.
-        left: what it looked at and left alone, and why.
-        name: of the pass.
-        milliseconds: how long it took.
+        matched: the nodes that it rewrote or inserted.
+        left: the nodes that it left unchanged, each with the reason.
+        name: the name of the pass.
+        milliseconds: its duration.
     """
 
     matched: list[str] = dataclasses.field(default_factory=list)
@@ -22,5 +22,5 @@ class Record:
     milliseconds: float = 0.0
 
     def __str__(self) -> str:
-        left = "".join(f"; left {what}, as {why}" for what, why in self.left.items())
-        return f"{self.name}: {len(self.matched)} rewritten in {self.milliseconds:.1f} ms{left}"
+        unchanged = "".join(f"; left {name}, as {why}" for name, why in self.left.items())
+        return f"{self.name}: {len(self.matched)} rewritten in {self.milliseconds:.1f} ms{unchanged}"

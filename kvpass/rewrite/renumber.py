@@ -1,8 +1,8 @@
-"""Position ids that count held tokens, for policies that renumber (`Policy.renumbers`).
+"""Make position ids count cached tokens, for policies that renumber (`Policy.renumbers`).
 
-Two things read position ids: a lookup in a table of learned positions, and a rotary embedding.  Both keep
-the ids that the model's own code makes, less the number of tokens of the row that are no longer held, so
-whatever offset a model adds stays right, and nothing changes while nothing is gone.
+Position ids are read by lookups in tables of learned positions and by rotary embeddings.  Both get the ids of the
+model's own code, minus the number of evicted tokens of the row.  So any offset that a model adds stays right, and ids
+do not change before a token is evicted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Reader:
     """A node that reads position ids.
 
     Attributes:
-        ids: the node that it reads them from, whose rows, if it tells them apart, come first.
+        ids: the node of the ids; if rows have their own ids, the first dimension counts rows.
         along: the dimension of `ids` that counts the new tokens.
     """
 
@@ -40,32 +40,33 @@ class Reader:
 
 
 Plausible = Callable[[Tensor], bool]
-"""Whether the value of an integer input can be the position ids of this call."""
+"""Return whether the value of an integer input can be the position ids of this call."""
 
 
 def readers(
-    gm: fx.GraphModule, sites: list[AttentionSite], actual: dict[fx.Node, Any], fits: Plausible
+    gm: fx.GraphModule, sites: list[AttentionSite], argument_of: dict[fx.Node, Any], fits: Plausible
 ) -> list[Reader]:
-    """Everything that reads position ids.
+    """Return all nodes that read position ids.
 
-    A lookup reads them if its index is computed by counting, or comes from an input whose value can be
-    nothing else.  Tables that also serve another purpose, or are as long as an output is wide, hold words.
+    A lookup reads them if its index is computed by counting, or comes from a single integer input whose value fits
+    position ids.  Tables that other operations also read, or whose length is the width of an output, hold words.
 
     Args:
-        actual: the value of each placeholder in this call.
+        argument_of: the value of each placeholder in this call.
+        fits: checks whether an integer input can be position ids.
 
     Raises:
-        UnsupportedGraph: nothing does, as far as can be told.
+        UnsupportedGraph: no node can be shown to read position ids.
     """
-    rotated = _rotated(gm, sites)
+    rotated = _angle_readers(gm, sites)
     lookups = [n for n in gm.graph.nodes if n.target is torch.nn.functional.embedding]
     tables = [n for n in lookups if not _holds_words(gm, n)] or ([] if rotated else lookups)
-    found = [_reader(n, _index(n), sites) for n in tables if _counts(_index(n), actual, fits)]
+    found = [_reader(n, _index(n), sites) for n in tables if _counts(_index(n), argument_of, fits)]
     if not found and not rotated:
         raise UnsupportedGraph(
-            f"{walk.source_line(sites[0].call)}: this policy renumbers positions, and nothing here can be told to "
-            "read them: no rotary embedding, and no lookup whose index counts tokens; let the model make its own "
-            "position ids, or choose a policy that leaves them"
+            f"{walk.source_line(sites[0].call)}: this policy renumbers positions, and no operation can be shown "
+            "to read them: no rotary embedding, and no lookup whose index counts tokens; let the model make its own "
+            "position ids, or choose a policy that does not renumber"
         )
     return [*found, *rotated]
 
@@ -89,20 +90,20 @@ def _holds_words(gm: fx.GraphModule, lookup: fx.Node) -> bool:
     return any(user.target is not lookup.target for user in table.users) or value(table).shape[0] in widths
 
 
-def _counts(index: fx.Node, actual: dict[fx.Node, Any], fits: Plausible) -> bool:
-    behind = ancestors(index)
-    if any(name_of(node) in _COUNTS for node in behind):
+def _counts(index: fx.Node, argument_of: dict[fx.Node, Any], fits: Plausible) -> bool:
+    subgraph = ancestors(index)
+    if any(name_of(node) in _COUNTS for node in subgraph):
         return True
-    given = [actual[node] for node in behind if node.op == "placeholder" and is_tensor(node)]
-    whole = [x for x in given if isinstance(x, Tensor) and not x.is_floating_point() and x.dtype != torch.bool]
-    return len(given) == len(whole) == 1 and fits(whole[0])
+    inputs = [argument_of[node] for node in subgraph if node.op == "placeholder" and is_tensor(node)]
+    integers = [x for x in inputs if isinstance(x, Tensor) and not x.is_floating_point() and x.dtype != torch.bool]
+    return len(inputs) == len(integers) == 1 and fits(integers[0])
 
 
-def _rotated(gm: fx.GraphModule, sites: list[AttentionSite]) -> list[Reader]:
-    """Where position ids become the angles of a rotary embedding."""
+def _angle_readers(gm: fx.GraphModule, sites: list[AttentionSite]) -> list[Reader]:
+    """Return the nodes that turn position ids into the angles of a rotary embedding."""
     rotaries = [find_rotary(gm, site) for site in sites]
-    ids = dict.fromkeys(rotary.position for rotary in rotaries if rotary is not None)
-    return [_reader(user, node, sites) for node in ids for user in node.users if _is_angle(user)]
+    positions = dict.fromkeys(rotary.position for rotary in rotaries if rotary is not None)
+    return [_reader(user, node, sites) for node in positions for user in node.users if _is_angle(user)]
 
 
 def _is_angle(node: fx.Node) -> bool:
@@ -110,7 +111,7 @@ def _is_angle(node: fx.Node) -> bool:
 
 
 def fits_prompt(ids: Tensor) -> bool:
-    """Position ids of a prompt: every row ends in 0, 1, ..., n, with n above zero."""
+    """Return whether ids can be positions of a prompt: every row ends in 0, 1, ..., n for some n > 0."""
     if ids.ndim == 0 or ids.shape[-1] < 2:
         return False
     rows = ids.reshape(-1, ids.shape[-1]).tolist()
@@ -118,39 +119,43 @@ def fits_prompt(ids: Tensor) -> bool:
 
 
 def fits_step(seen: Tensor, length: Tensor) -> Plausible:
-    """Position ids of new tokens: rows that go on from `seen` or from `length` [B], or stand still at padding."""
+    """Return a check for position ids of new tokens, from `seen` and `length` [B].
+
+    Each row must start between `seen` - 1 and `length`, and each entry is the one before or the next number.
+    """
 
     def fits(ids: Tensor) -> bool:
         if ids.ndim == 0 or ids.reshape(-1, ids.shape[-1]).shape[0] not in (1, len(seen)):
             return False
         rows = ids.reshape(-1, ids.shape[-1]).expand(len(seen), -1)
-        moves = rows.diff(dim=-1)
-        even = bool(((moves == 0) | (moves == 1)).all())
-        return even and bool((rows[:, 0] >= seen - 1).all()) and bool((rows[:, 0] <= length).all())
+        steps = rows.diff(dim=-1)
+        counts = bool(((steps == 0) | (steps == 1)).all())
+        return counts and bool((rows[:, 0] >= seen - 1).all()) and bool((rows[:, 0] <= length).all())
 
     return fits
 
 
-def on_held(ids: Tensor, along: int, position: Tensor, seen: Tensor, queries: int, last: int) -> Tensor:
-    """Ids of new tokens, less the number of tokens that are gone; none goes beyond `last`.
+def count_cached(ids: Tensor, along: int, position: Tensor, seen: Tensor, queries: int, last: int) -> Tensor:
+    """Return ids of new tokens minus the number of evicted tokens, and at most `last`.
 
     Args:
-        ids, along: as the model's code makes them; see `Reader`.
-        position: int64 [B, H', C], the held tokens; seen: int64 [B].
+        ids, along: as the model's code computes them; see `Reader`.
+        position: int64 [B, H', C], of the cached tokens; seen: int64 [B].
+        queries: the number of new tokens.
     """
     held = (position[:, 0] >= 0).sum(-1)  # [B]
     index = held[:, None] + torch.arange(queries, device=ids.device)
     shift = (seen - held)[:, None] + (index - last).clamp(min=0)  # [B, q]
-    return _less(ids, along, shift)
+    return _subtracted(ids, along, shift)
 
 
-def on_windows(ids: Tensor, along: int, valid: Tensor, room: int | Tensor) -> Tensor:
-    """Ids of a prompt, counted from the start of each token's window; valid and room are as of `window_starts`."""
-    return _less(ids, along, window_starts(valid, room))
+def count_in_windows(ids: Tensor, along: int, valid: Tensor, size: int | Tensor) -> Tensor:
+    """Return ids of a prompt, counted from the start of each token's window; see `window_starts`."""
+    return _subtracted(ids, along, window_starts(valid, size))
 
 
-def _less(ids: Tensor, along: int, shift: Tensor) -> Tensor:
-    """The ids less [B, q], of row 0 where they do not tell rows apart."""
+def _subtracted(ids: Tensor, along: int, shift: Tensor) -> Tensor:
+    """Return the ids minus [B, q]; ids without a dimension for rows use row 0."""
     if ids.ndim == 1:
         return ids - shift[0].to(ids.dtype)
     shape = [1] * ids.ndim
@@ -158,14 +163,14 @@ def _less(ids: Tensor, along: int, shift: Tensor) -> Tensor:
     return ids - shift.view(shape).to(ids.dtype)
 
 
-def within_windows(mask: Tensor | None, causal: bool, valid: Tensor, room: int | Tensor) -> Tensor:
-    """The mask of a prompt [B, Hq or 1, q, q] under which each token sees its own window only."""
-    starts = window_starts(valid, room)
-    same = (starts[:, :, None] == starts[:, None])[:, None]  # [B, 1, q, q]
+def window_mask(mask: Tensor | None, causal: bool, valid: Tensor, size: int | Tensor) -> Tensor:
+    """Return the mask of a prompt [B, Hq or 1, q, q] under which each token sees only its own window."""
+    starts = window_starts(valid, size)
+    same_window = (starts[:, :, None] == starts[:, None])[:, None]  # [B, 1, q, q]
     if causal:
-        same = same & torch.ones_like(same[:1]).tril()
+        same_window = same_window & torch.ones_like(same_window[:1]).tril()
     if mask is None:
-        return same
+        return same_window
     if mask.dtype == torch.bool:
-        return mask & same
-    return torch.where(same, mask, torch.finfo(mask.dtype).min)
+        return mask & same_window
+    return torch.where(same_window, mask, torch.finfo(mask.dtype).min)

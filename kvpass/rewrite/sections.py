@@ -1,9 +1,9 @@
 """Run a traced function on a tensor that is kept in sections along its last dimension.
 
-Rotary embeddings cut a key in halves and concatenate them again, rotated.  A compiler for CPUs writes
-every concatenation to memory, which for the keys in the slots would be a copy of the whole buffer at
-every step.  Attention only sums over that dimension, so the sections never have to be joined: slices pick
-sections, concatenations list them, and everything pointwise works on each.
+Rotary embeddings split a key into halves and concatenate them again, rotated.  A compiler for CPUs writes every
+concatenation to memory, a copy of the whole slot buffer at every step.  Attention only sums over that dimension, so
+sections never have to be joined: slices select sections, concatenations list them, and pointwise operations run on
+each.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvpass.lowering.formats import Sections
 
 
 class SectionInterpreter(fx.Interpreter):
-    """Interprets a graph whose first input is kept in sections; returns sections."""
+    """Interpret a graph whose first input is kept in sections; return sections."""
 
     def run_on(self, first: Sections, *others: Any) -> tuple[Tensor, ...]:
         result = self.run(first, *others)
@@ -52,9 +52,9 @@ class SectionInterpreter(fx.Interpreter):
 
 
 class PaddedSections(fx.Interpreter):
-    """Interprets a graph with sums of padded tensors for concatenations.
+    """Interpret a graph with sums of padded tensors in place of concatenations.
 
-    The rule that torch.vmap has for a concatenation asks sizes for their numbers, which an open one does not have.
+    The rule of torch.vmap for concatenation reads sizes as numbers, which dynamic sizes do not have.
     """
 
     def run_node(self, n: fx.Node) -> Any:
@@ -82,30 +82,30 @@ def _sections(x: Any) -> Sections:
 
 
 def _pointwise(call: Callable[[Any], Any], args: tuple[Any, ...]) -> Sections:
-    """Apply section by section, cutting the other operands alike; those that broadcast stay whole."""
+    """Apply an operation to each section, and cut the other operands alike; operands that broadcast stay whole."""
     width = max(arg.width for arg in args if isinstance(arg, Sections))
-    split = [_sections(a) if _as_wide(a, width) else None for a in args]
-    indices = {end for s in split if s is not None for end in s.ends}
-    cut = [None if s is None else s.cut_at(indices) for s in split]
-    count = max(len(c.tensors) for c in cut if c is not None)
+    operands = [_sections(a) if _has_width(a, width) else None for a in args]
+    ends = {end for s in operands if s is not None for end in s.ends}
+    pieces = [None if s is None else s.cut_at(ends) for s in operands]
+    count = max(len(c.tensors) for c in pieces if c is not None)
     return Sections(
-        tuple(call([a if c is None else c.tensors[i] for a, c in zip(args, cut, strict=True)]) for i in range(count))
+        tuple(call([a if c is None else c.tensors[i] for a, c in zip(args, pieces, strict=True)]) for i in range(count))
     )
 
 
-def _as_wide(arg: Any, width: int) -> bool:
+def _has_width(arg: Any, width: int) -> bool:
     if isinstance(arg, Sections):
         return arg.width == width
     return isinstance(arg, Tensor) and arg.ndim > 0 and arg.shape[-1] == width and width > 1
 
 
 def _slices_last(args: tuple[Any, ...]) -> bool:
-    """x[..., a:b]: only the last dimension is cut, without a step."""
+    """Return whether x[..., a:b] cuts only the last dimension, without a step."""
     if not isinstance(args[0], Sections) or not isinstance(args[1], tuple):
         return False
     *others, last = args[1]
     reaches_last = Ellipsis in others or len(args[1]) == args[0].tensors[0].ndim
-    whole = all(o is Ellipsis or o == slice(None) for o in others)
+    whole = all(part is Ellipsis or part == slice(None) for part in others)
     return reaches_last and whole and isinstance(last, slice) and last.step in (None, 1)
 
 
@@ -124,7 +124,7 @@ def _along_last(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def _divided(x: Sections, size: Any, chunk: bool) -> tuple[Sections, ...]:
     if isinstance(size, int):
         step = -(-x.width // size) if chunk else size
-        sizes = [min(step, x.width - at) for at in range(0, x.width, step)]
+        sizes = [min(step, x.width - start) for start in range(0, x.width, step)]
     else:
         sizes = list(size)
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]

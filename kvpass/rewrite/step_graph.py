@@ -1,4 +1,4 @@
-"""A copy of a step graph, and what is known of it and of its call while it is rewritten."""
+"""Copy a step graph for its rewrite, and answer questions about its nodes and its call."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from kvpass.torch_private import fx_nodes
 
 
 class StepGraph:
-    """A copy of a step graph while it is rewritten.
+    """A copy of a step graph during its rewrite.
 
     Attributes:
-        call: what it is rewritten for.
-        gm, graph: the copy; sites, holders, telling: the call's sites, the placeholders and the inputs that tell
-            padding, in the copy.
-        actual: Dynamo's argument at each placeholder.
-        batch, queries: B and q, which may be open sizes.
-        layouts, capacities: of each layer the layout, and how many slots there are; capacities and budgets may be open.
-        decodes: one token goes to a slot that is free, and not, as a chunk does, beside the slots.
-        ranked: keys are stored before their rotary embedding and numbered by rank.
-        whole: masks look up entries in the tensors that have one for every token; by default a graph is given those
-            of its slots alone.
-        slot_inputs: for each layer the placeholders of its slots' tensors, in the order of `Slots.names`.
-        our_inputs: all of these placeholders, and those of the policy's own tensors.
-        length: int64 of no dimensions, the tokens seen, padding included.
+        call: the call that the graph is rewritten for.
+        gm, graph: the copy.
+        sites, placeholders, padding_inputs: the call's sites, its placeholders and the inputs that mark padding, in the
+            copy.
+        argument_of: Dynamo's argument for each placeholder.
+        batch, queries: B and q, which may be dynamic sizes.
+        layouts, capacities: for each layer, its layout and its number of slots; capacities and budgets may be dynamic.
+        decodes: whether one token is written to a free slot; a chunk is not written by the graph.
+        ranked: whether keys are stored before their rotary embedding and numbered by rank.
+        whole: whether masks gather entries from tensors with all tokens; by default the graph gets the entries of its
+            slots.
+        slot_inputs: for each layer, the placeholders of its slots' tensors, in the order of `Slots.names`.
+        new_inputs: all of these placeholders, and those of the policy's own tensors.
+        length: int64 without dimensions, the number of tokens seen, padding included.
     """
 
     def __init__(self, call: StepCall, whole: bool = False) -> None:
@@ -39,8 +40,8 @@ class StepGraph:
         self.sites = [site.moved(moved) for site in call.sites]
         self.slots, self.sizes, self.windows = call.slots, call.sizes, call.windows
         self.layouts = call.dynamic_dims or call.layouts
-        self.holders = walk.placeholders(self.graph)
-        self.actual = dict(zip(self.holders, call.arguments, strict=True))
+        self.placeholders = walk.placeholders(self.graph)
+        self.argument_of = dict(zip(self.placeholders, call.arguments, strict=True))
         self.padding_inputs = call.padding_inputs.moved(moved)
         self.batch = call.sizes.fixed(value(call.sites[0].key).shape[0]) if call.sizes.open else call.layouts[0].batch
         self.queries = call.sizes.queries
@@ -48,13 +49,13 @@ class StepGraph:
             slots.capacity if isinstance(layout.capacity, int) else layout.capacity
             for layout, slots in zip(self.layouts, call.slots, strict=True)
         ]
-        # A prompt that is still held whole takes its first token in as a chunk.
-        roomy = all(s.capacity == x.capacity for s, x in zip(call.slots, call.layouts, strict=True))
-        self.decodes = bool(self.queries == 1) and roomy
+        # A prompt that is still held whole adds its first token as a chunk.
+        has_all_slots = all(s.capacity == x.capacity for s, x in zip(call.slots, call.layouts, strict=True))
+        self.decodes = bool(self.queries == 1) and has_all_slots
         self.ranked = call.layouts[0].ranked
         self.whole = whole
         self.slot_inputs: list[list[fx.Node]] = []
-        self.our_inputs: set[fx.Node] = set()
+        self.new_inputs: set[fx.Node] = set()
         self.length: fx.Node
 
     @property
@@ -63,23 +64,23 @@ class StepGraph:
 
     @property
     def device(self) -> torch.device:
-        """Where the slots are."""
+        """The device of the slots."""
         return self.layouts[0].device
 
     def slot(self, layer: int, name: str) -> fx.Node:
-        """The placeholder of one of a layer's tensors, by its name in `Slots.names`."""
+        """Return the placeholder of one tensor of a layer, by its name in `Slots.names`."""
         return self.slot_inputs[layer][self.slots[layer].names.index(name)]
 
     def line(self, layer: int = 0) -> str:
-        """The line of the user's source at which a layer attends."""
+        """Return the line of the user's source at which a layer attends."""
         return walk.source_line(self.sites[layer].call)
 
     def shape(self, node: fx.Node) -> tuple[Any, ...]:
-        """The shape of a node's tensor in this call."""
+        """Return the shape of a node's tensor in this call."""
         return tuple(size if isinstance(size, int) else self.sizes.fixed(size) for size in value(node).shape)
 
     def example(self, node: fx.Node) -> Any:
-        """A tensor like the one that the node will be, strides included; or the size that it is."""
+        """Return an empty tensor with the shape, strides and dtype of a node's value, or the value of a size."""
         if walk.is_size(node):
             return self.sizes.fixed(node)
         kind: dict[str, Any] = dict(dtype=value(node).dtype, device=self.device_of(node))
@@ -93,16 +94,16 @@ class StepGraph:
         return torch.empty(shape, **kind) if fixed is None else torch.empty_strided(shape, fixed, **kind)
 
     def of_shape(self, shape: tuple[Any, ...], dtype: torch.dtype) -> Tensor:
-        """What describes a dense tensor of ours."""
+        """Return a tensor without data that stands for a dense tensor which kvpass adds."""
         kind: dict[str, Any] = dict(dtype=dtype, device="meta")
         return self.sizes.open.like(shape, None, **kind) if self.sizes.open else torch.empty(shape, **kind)
 
     def device_of(self, node: fx.Node) -> torch.device:
-        """Where a node's tensor is; our own inputs are where the slots are."""
-        ours = value(node).device.type == "meta" or node in self.our_inputs
-        return self.device if ours else value(node).device
+        """Return the device of a node's tensor; inputs that kvpass adds are where the slots are."""
+        is_new = value(node).device.type == "meta" or node in self.new_inputs
+        return self.device if is_new else value(node).device
 
 
 def has_loose_strides(tensor: Any) -> bool:
-    """Whether a tensor's strides may change from call to call."""
+    """Return whether a tensor's strides may change from call to call."""
     return isinstance(tensor, Tensor) and any(isinstance(stride, torch.SymInt) for stride in tensor.stride())

@@ -1,5 +1,4 @@
-"""What stands in a step graph for sizes that stay open: numbers among Dynamo's arguments, a question to a slot tensor,
-and arithmetic on these at the beginning of the graph."""
+"""Create the nodes of dynamic sizes in a step graph: arguments, sizes of slot tensors, and arithmetic on these."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ _FUNCTIONS = {"Add": operator.add, "Mul": operator.mul}
 
 
 class SizeNodes:
-    """The nodes of open sizes in a step graph, each made once."""
+    """The nodes of dynamic sizes in a step graph, each created once."""
 
     def __init__(self, step: StepGraph) -> None:
         self._step = step
@@ -29,40 +28,40 @@ class SizeNodes:
 
     @functools.cached_property
     def all(self) -> list[fx.Node]:
-        """The nodes of all symbols that something in the graph says."""
-        return [self._node(symbol) for symbol in self._spoken]
+        """The nodes of all symbols that an argument or a tensor of the graph has."""
+        return [self._node(symbol) for symbol in self._symbols]
 
     def for_layer(self, layer: int) -> list[fx.Node]:
-        """Those of them that are not another layer's own; they come in the same order for all layers."""
+        """Return these nodes without other layers' own capacities; their order is the same for all layers."""
         layer_of = self.layer_of
-        return [self._node(symbol) for symbol in self._spoken if layer_of.get(symbol, layer) == layer]
+        return [self._node(symbol) for symbol in self._symbols if layer_of.get(symbol, layer) == layer]
 
     @functools.cached_property
     def layer_of(self) -> dict[sympy.Symbol, int]:
         """The layer of each symbol that is the capacity of one layer alone."""
-        alike = self._step.sizes.open.alike if self._step.sizes.open else frozenset()
+        own = self._step.sizes.open.alike if self._step.sizes.open else frozenset()
         capacities = enumerate(map(shapes.expr, self._step.capacities))
-        return {capacity: layer for layer, capacity in capacities if capacity in alike}
+        return {capacity: layer for layer, capacity in capacities if capacity in own}
 
     @functools.cached_property
-    def _spoken(self) -> list[sympy.Symbol]:
-        """The symbols that something in the graph says: no tensor has a budget for a size."""
+    def _symbols(self) -> list[sympy.Symbol]:
+        """The symbols of `all`: budgets are left out, because no tensor has a budget for a size."""
         step = self._step
         if step.sizes.open is None:
             return []
-        silent = {shapes.expr(layout.budget) for layout in step.layouts} - set(map(shapes.expr, step.capacities))
-        return [symbol for symbol in step.sizes.open.symbols if symbol not in silent]
+        budgets = {shapes.expr(layout.budget) for layout in step.layouts} - set(map(shapes.expr, step.capacities))
+        return [symbol for symbol in step.sizes.open.symbols if symbol not in budgets]
 
     def of(self, size: Any) -> Any:
-        """What stands for a size that does not grow: a number, or a node.
+        """Return the number or the node of a size that does not grow.
 
         Raises:
-            UnsupportedGraph: it is computed in another way than by sums and products, or nothing says it.
+            UnsupportedGraph: it is neither a sum nor a product of sizes, or no argument has it.
         """
         return size if isinstance(size, int) else self._number(shapes.expr(size))
 
     def has(self, node: fx.Node) -> bool:
-        """Whether a node is one of these."""
+        """Return whether a node is the node of a dynamic size."""
         return node in self._made.values()
 
     def _number(self, expression: sympy.Expr) -> Any:
@@ -70,42 +69,42 @@ class SizeNodes:
 
     def _node(self, expression: sympy.Expr) -> fx.Node:
         if expression not in self._made:
-            made = self._said(expression) if expression.is_Symbol else self._computed(expression)
+            made = self._source(expression) if expression.is_Symbol else self._computed(expression)
             self._made[expression] = made
         return self._made[expression]
 
-    def _said(self, symbol: sympy.Symbol) -> fx.Node:
-        """The placeholder of a number, or what asks the slots for their capacity."""
+    def _source(self, symbol: sympy.Symbol) -> fx.Node:
+        """Return the placeholder of a number, or a node that reads the capacity from the slots."""
         step = self._step
         for layer, capacity in enumerate(step.capacities):
             if symbol == shapes.expr(capacity):
                 return self._call(symbolic_shapes.SIZE, step.slot(layer, "position"), 2, size=capacity)
-        for holder in filter(walk.is_size, step.holders):
-            if not step.sizes.grows(holder) and shapes.expr(step.sizes.fixed(holder)) == symbol:
-                return holder
+        for argument in filter(walk.is_size, step.placeholders):
+            if not step.sizes.grows(argument) and shapes.expr(step.sizes.fixed(argument)) == symbol:
+                return argument
         raise UnsupportedGraph(f"no argument is the size {symbol}")
 
     def _computed(self, expression: sympy.Expr) -> fx.Node:
         function = _FUNCTIONS.get(expression.func.__name__)
         if function is None:
-            raise UnsupportedGraph(f"the size {expression} is no sum or product")
+            raise UnsupportedGraph(f"the size {expression} is neither a sum nor a product")
         terms = [self._number(term) for term in expression.args]
-        made, part = terms[0], expression.args[0]
-        for term, more in zip(terms[1:], expression.args[1:], strict=True):
-            part = expression.func(part, more)
-            made = self._call(function, made, term, size=self._step.sizes.fixed_part(part))
-        node: fx.Node = made
-        return node
+        node, part = terms[0], expression.args[0]
+        for term, addend in zip(terms[1:], expression.args[1:], strict=True):
+            part = expression.func(part, addend)
+            node = self._call(function, node, term, size=self._step.sizes.fixed_part(part))
+        result: fx.Node = node
+        return result
 
     def _call(self, function: Any, *args: Any, size: Any) -> fx.Node:
-        with self._first():
+        with self._at_beginning():
             node = self._step.graph.call_function(function, args)
         node.meta["example_value"] = size
         self._emitted.append(node)
         return node
 
-    def _first(self) -> contextlib.AbstractContextManager[Any]:
-        """Insert before the first operation that is none of these."""
+    def _at_beginning(self) -> contextlib.AbstractContextManager[Any]:
+        """Insert before the first operation that is no node of a size."""
         graph = self._step.graph
         if self._emitted:
             return graph.inserting_after(self._emitted[-1])

@@ -1,4 +1,4 @@
-"""The angles of rotary embeddings by rank, computed once for the layers that share them."""
+"""Compute the angles of rotary embeddings by rank once for the layers that share them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvpass.rewrite.rotary_slice import RotarySlice
 
 
 class Tables:
-    """Tables in a step graph, each emitted once."""
+    """The tables of a step graph, each emitted once."""
 
     def __init__(self, step: StepContext) -> None:
         self._step = step
@@ -22,11 +22,11 @@ class Tables:
         self._pairs: dict[Any, RotaryPairs | None] = {}
 
     def angles(self, rotary: RotarySlice, capacity: int) -> list[fx.Node]:
-        """The nodes of the table of angles for ranks 0 .. capacity - 1."""
+        """Return the nodes of the table of angles for ranks 0 .. capacity - 1."""
         key = (rotary.angles.key, str(rotary.position), str(capacity))
         if key not in self._tables:
             step, first = self._step, self._step.sites[0].call
-            nodes = [step.length, *rotary.angles.bound]  # the length only stands for the device
+            nodes = [step.length, *rotary.angles.bound]  # the length only gives the device
             for node in rotary.angles.bound:  # a later module of the model may make it
                 walk.move_before(first, node)
 
@@ -37,7 +37,7 @@ class Tables:
         return self._tables[key]
 
     def pairs(self, rotary: RotarySlice | None) -> RotaryPairs | None:
-        """What an embedding mixes, where a kernel attends and can rotate the keys itself."""
+        """Return the dimensions that an embedding mixes, if a kernel can rotate the keys itself; else None."""
         if rotary is None or not self._step.decodes_on_gpu:
             return None
         if rotary.key not in self._pairs:
@@ -45,13 +45,13 @@ class Tables:
         return self._pairs[rotary.key]
 
     def mixing(self, rotary: RotarySlice, pairs: RotaryPairs, capacity: int, before: fx.Node) -> list[fx.Node]:
-        """The nodes of a `Rope`'s weights for ranks 0 .. capacity - 1."""
+        """Return the nodes of a `Rope`'s weights for ranks 0 .. capacity - 1."""
         key = (rotary.key, rotary.rotate.bound, str(capacity))
         if key not in self._tables:
             table = self.angles(rotary, capacity)
 
-            def function(*given: Tensor) -> list[Tensor]:
-                return list(rotary.weights(pairs, list(given[: len(table)]), list(given[len(table) :])))
+            def function(*tensors: Tensor) -> list[Tensor]:
+                return list(rotary.weights(pairs, list(tensors[: len(table)]), list(tensors[len(table) :])))
 
             nodes = [*table, *rotary.rotate.bound]
             self._tables[key] = self._step.compute(function, nodes, before, f"kvpass_mixed_{len(self._tables)}")

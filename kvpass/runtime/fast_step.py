@@ -25,7 +25,7 @@ class FastStep:
         """
         self.caches, self.rewrite, self.run = caches, rewrite, run
         self.slots = [cache.slots for cache in caches]
-        self.held = rewrite.held(self.slots)
+        self.held = rewrite.fixed_arguments(self.slots)
 
     def __call__(self, arguments: tuple[Any, ...], clocks: Sequence[tuple[Any, ...]]) -> Sequence[Any]:
         """Run the step and return the results of the graph.
@@ -34,7 +34,7 @@ class FastStep:
             arguments: Dynamo's arguments for this token.
             clocks: the policy clocks of each layer after this token.
         """
-        given = self.rewrite.given(arguments, [], self.slots, self.caches[0].seen)
+        given = self.rewrite.call_arguments(arguments, [], self.slots, self.caches[0].seen)
         for cache in self.caches:
             cache.interrupted = True
         results = self.run(*self.held, *given)

@@ -23,7 +23,7 @@ from kvpass.fx import walk
 from kvpass.fx.shapes import Sizes
 from kvpass.policies.base import Attention, Plan, Policy, by_rows
 from kvpass.policies.window import Window
-from kvpass.rewrite.computed_keys import joined
+from kvpass.rewrite.computed_keys import join_heads
 from kvpass.rewrite.prompt import rewrite_prompt
 from kvpass.rewrite.rotary_slice import probe_rotaries
 from kvpass.rewrite.validation.prompts import PromptCase, validate_prompt
@@ -244,7 +244,7 @@ class PromptRunner:
         attention = as_attention(self.policies[i], sums, valid[:, adopted:], site.spread) if sums else Attention()
         heads = key.shape[1]
         if site.computed:
-            key, value = joined(key), joined(value)
+            key, value = join_heads(key), join_heads(value)
         spec = None
         if indices.extras:
             query, attended, *others = indices.extras[i]

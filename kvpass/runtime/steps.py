@@ -570,7 +570,7 @@ class StepRunner:
             return
         policy = context.layouts[0].policy
         if policy.scales_logits or policy.biases:
-            context = StepContext(context.call.of(_with_plain_logits))
+            context = StepContext(context.call.with_layouts(_with_plain_logits))
             rewrite = rewrite_step(context)
         call = context.call
         graphs_of = (self.model, self.gm, self.sites, context, rewrite)

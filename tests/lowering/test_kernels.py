@@ -12,7 +12,7 @@ from kvpass.lowering import attend_kernel, column_kernel
 from kvpass.lowering.attend import MOST_ROWS, WIDEST_ROTATED, by_kernel
 from kvpass.lowering.formats import KVDtype, Rows, format_of
 from kvpass.lowering.rope import Rope, RotaryPairs
-from kvpass.policies.aligners.aligner import MOST_HIDDEN
+from kvpass.policies.aligners.aligner import MAX_HIDDEN
 from tests.gpu.cuda_emission import TARGETS, Binary, compiled
 from tests.gpu.launches import launched
 from tests.gpu.shared import call
@@ -219,7 +219,7 @@ def test_sums_of_a_prompt_are_products_of_warp_groups_and_compare_nothing_where_
 
 @pytest.mark.parametrize("target", TARGETS)
 @every_dtype
-@pytest.mark.parametrize(("dim", "hidden"), [(128, 96), (64, MOST_HIDDEN), (256, MOST_HIDDEN)])
+@pytest.mark.parametrize(("dim", "hidden"), [(128, 96), (64, MAX_HIDDEN), (256, MAX_HIDDEN)])
 def test_repairs_spill_nothing(target: str, dtype: torch.dtype, dim: int, hidden: int) -> None:
     there: dict[str, Any] = dict(device="meta")
     key, value = (torch.empty(1, 8, 4097, dim, dtype=dtype, **there) for _ in range(2))

@@ -11,7 +11,7 @@ from kvpass.budget import slots_for
 from kvpass.diagnostics.simulate import simulate
 from kvpass.errors import BudgetError, PolicyError
 from kvpass.policies.cascade import Cascade, approximate_context
-from kvpass.policies.cascade_line import NOBODY, CascadeRule, averaged, intervals
+from kvpass.policies.cascade_line import NO_VICTIM, CascadeRule, intervals, moving_averages
 from tests.diagnostics.test_simulate import check
 from tests.strategies import ROWS, cases
 
@@ -49,10 +49,10 @@ def test_the_closed_form_is_the_scan_over_sub_caches(growth, cascades, eager, se
         def score_at(rank, by_age=by_age):
             return by_age[rank.clamp(0, len(by_age) - 1)]
 
-        rank = rule.leaving(torch.tensor(number), torch.tensor(len(held)), score_at)
+        rank = rule.victim_rank(torch.tensor(number), torch.tensor(len(held)), score_at)
         rule.insert(held, number, number, score.tolist())
         evicted = set(before) - set(held)
-        assert evicted == (set() if rank == NOBODY else {before[rank]})
+        assert evicted == (set() if rank == NO_VICTIM else {before[rank]})
         assert held == sorted((token for cache in caches for token in cache), reverse=True)
         for i, cache in enumerate(caches):  # sub-cache i is the ranks [iW, (i + 1)W) from the newest
             assert held[i * width : (i + 1) * width] == cache[::-1]
@@ -112,12 +112,12 @@ def test_keys_that_a_block_does_not_see_are_paid_nothing(seed, sizes, early):
         expected.append(score)
     ends = torch.tensor(sizes).cumsum(0).tolist()
     blocks = [rows[:, :, end - size : end, :end] for end, size in zip(ends, sizes, strict=True)]
-    found = [*averaged(blocks, valid, 0.9)]
+    found = [*moving_averages(blocks, valid, 0.9)]
     for after, end, size in zip(found, ends, sizes, strict=True):
         torch.testing.assert_close(after[0, 0], torch.stack(expected[end - size : end])[:, :end])
     rule, number = CascadeRule(4, intervals(2, "pow2"), eager=False), valid.long().cumsum(-1).where(valid, 0) - 1
-    whole = rule.replay([torch.stack(expected)[None, None]], number, early)
-    torch.testing.assert_close(rule.replay(found, number, early), whole)
+    whole = rule.insert_prompt([torch.stack(expected)[None, None]], number, early)
+    torch.testing.assert_close(rule.insert_prompt(found, number, early), whole)
 
 
 def test_without_selection_every_second_token_passes_on():

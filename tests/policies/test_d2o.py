@@ -67,7 +67,7 @@ variances = st.lists(st.lists(st.floats(0, 1e3), min_size=2, max_size=2), min_si
 
 @given(variances, st.integers(5, 300), st.integers(1, 2000), st.sampled_from(["softmax", "gate"]))
 def test_layer_budgets_keep_the_total_and_the_bound(densities, budget, prompt, layers):
-    shares = layer_budgets(densities, budget, prompt, layers, least=5)
+    shares = layer_budgets(densities, budget, prompt, layers, minimum=5)
     assert sum(shares) == budget * len(densities)
     assert max(shares) <= max(largest_layer_budget(len(densities), budget, layers), budget)
     if budget < prompt:

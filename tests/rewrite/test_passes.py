@@ -248,7 +248,7 @@ def test_every_pass_says_what_it_did(monkeypatch: pytest.MonkeyPatch, caplog: py
 
 def test_an_unknown_log_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVPASS_LOGS", "everything")
-    with pytest.raises(kvpass.PolicyError, match="there are 'passes' and 'graphs'"):
+    with pytest.raises(kvpass.PolicyError, match="must be 'passes' or 'graphs'"):
         kvpass.backend("full")
 
 

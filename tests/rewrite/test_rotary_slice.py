@@ -80,7 +80,7 @@ def on_slots(rotary: RotarySlice, groups: int, *bound: Tensor) -> Tensor:
 @pytest.mark.parametrize("groups", [1, 3])
 def test_keys_rotated_for_one_row_and_query_are_those_rotated_for_all(queries, groups):
     whole = sliced(llama, rows=4, queries=queries)
-    alone = whole.alone()
+    alone = whole.for_one_key()
     assert alone.shape == (1, 3, 1, WIDTH)
     assert all(rows.shape == (7, 1, 1, 1, WIDTH) for rows in alone.table(7, [torch.ones(WIDTH // 2)], "cpu"))
     assert torch.equal(on_slots(alone, groups), on_slots(whole, groups))
@@ -88,11 +88,11 @@ def test_keys_rotated_for_one_row_and_query_are_those_rotated_for_all(queries, g
 
 
 def test_what_follows_the_embedding_may_be_alone_too():
-    assert sliced(normed, rows=4, queries=3).alone().shape == (1, 3, 1, WIDTH)
+    assert sliced(normed, rows=4, queries=3).for_one_key().shape == (1, 3, 1, WIDTH)
     scaled = sliced(lambda key, cos, sin, scale: llama(key, cos, sin) * scale, (3, 1, WIDTH), rows=4)
-    assert scaled.alone().shape == (1, 3, 1, WIDTH)
+    assert scaled.for_one_key().shape == (1, 3, 1, WIDTH)
     scale = torch.rand(3, 1, WIDTH)
-    assert torch.equal(on_slots(scaled.alone(), 3, scale), on_slots(scaled, 3, scale))
+    assert torch.equal(on_slots(scaled.for_one_key(), 3, scale), on_slots(scaled, 3, scale))
 
 
 @pytest.mark.parametrize(
@@ -109,4 +109,4 @@ def test_what_follows_the_embedding_may_be_alone_too():
 )
 def test_keys_that_are_not_rotated_alone_are_rotated_for_all(rotate, bound):
     whole = sliced(rotate, *bound, rows=4, queries=3)
-    assert whole.alone() is whole
+    assert whole.for_one_key() is whole

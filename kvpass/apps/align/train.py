@@ -249,7 +249,7 @@ class _Trainer:
         rows = torch.cat([torch.cat([x.key.flatten(2), x.value.flatten(2)], -1) for x in sets], 1)
         wanted = torch.cat([torch.cat([x.wanted_key.flatten(2), x.wanted_value.flatten(2)], -1) for x in sets], 1)
         network.fit_scales(rows, wanted)
-        network.fit_places(mean_rows(self.model, self.stream[: self.settings.window + 1]))
+        network.fit_positions(mean_rows(self.model, self.stream[: self.settings.window + 1]))
 
     def _resume(self) -> None:
         if self.checkpoint is None or not self.checkpoint.exists():

@@ -1,9 +1,9 @@
-"""KV-Align's networks: collect data from a model, train them, save and load them.
+"""Hold KV-Align's networks: run them, save and load them.
 
     aligner = kvpass.policies.aligners.load("aligner.safetensors", model)
     kvpass.compile(model, policy="kv_align", budget=128, aligner=aligner)
 
-Importing this package imports torch and nothing else; safetensors and tqdm are imported when they are used.
+Importing this package does not import safetensors, which `load` and `save` need.
 """
 
 from kvpass.policies.aligners.aligner import Aligner, Signature, nothing

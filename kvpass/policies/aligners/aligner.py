@@ -1,7 +1,7 @@
-"""What a trained aligner is: its weights, what they were trained for, and how they repair a row.
+"""Define a trained aligner: its weights, the model that they were trained for, and the repair of rows.
 
-A decode step asks for the repair of all held rows of one layer.  Everything that does not depend on the
-rows is precomputed here, once: fc1 acts on [row; embeddings], so it splits into W row + table[embeddings].
+A decode step repairs all cached rows of one layer.  Everything that does not depend on the rows is precomputed once:
+fc1 acts on [row; embeddings], so it splits into W row + table[embeddings].
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from kvpass.fx.constants import tensor_bytes
 
 Recipe = Literal["direct", "paper", "nothing"]
 RECIPES: tuple[Recipe, ...] = ("direct", "paper", "nothing")
-MOST_HIDDEN = 128  # numbers of a hidden row that a program of the kernel can hold
+MAX_HIDDEN = 128  # the widest hidden row that a program of the kernel can hold
 
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """What an aligner was trained for.
+    """Describe the model and the settings that an aligner was trained for.
 
     Attributes:
-        architecture: the model's, as its configuration calls it.
-        layers, heads: those of the model that cache keys and values; heads are KV heads.
+        architecture: the model's architecture, as its configuration names it.
+        layers, heads: the layers that cache keys and values, and KV heads.
         key_dim, value_dim: of one head.
         window: the largest window M; position ids go from 0 to M.
-        sinks: how many first tokens of a window are left alone.
-        every: how many tokens leave at once; a "direct" aligner was trained for any number.
+        sinks: how many first tokens of a window stay unchanged.
+        every: how many tokens are evicted at once; a "direct" aligner serves any number.
     """
 
     architecture: str
@@ -45,26 +45,26 @@ class Signature:
     every: int = 1
 
     def check_model(self, other: Signature) -> None:
-        """Raise AlignerError unless the other one, of a model at hand, is of the same model."""
+        """Raise AlignerError unless `other`, the signature of another model, has the same architecture and shapes."""
         for field in ("architecture", "layers", "heads", "key_dim", "value_dim"):
-            ours, theirs = getattr(self, field), getattr(other, field)
-            if ours != theirs:
+            trained, found = getattr(self, field), getattr(other, field)
+            if trained != found:
                 raise AlignerError(
-                    f"the aligner was trained for a model with {field}={ours!r}, and this one has {theirs!r}; "
+                    f"the aligner was trained for a model with {field}={trained!r}, and this one has {found!r}; "
                     "train one for it with `kvpass align train`"
                 )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Aligner:
-    """The weights of the key and value networks; equal to another with the same recipe, signature and weights.
+    """The weights of the key and value networks; equal to aligners of the same recipe, signature and weights.
 
     Attributes:
-        recipe: "direct" repairs a row from what the model made, in one go, for any distance that it has to
-            move; "paper" moves a row, repaired or not, by `signature.every` positions; "nothing" leaves it.
-        signature: what it was trained for.
+        recipe: "direct" repairs a row of the model in one move of any distance; "paper" moves a row, repaired or not,
+            by `signature.every` positions; "nothing" leaves rows unchanged.
+        signature: the model and settings that it was trained for.
         tensors: float32, by name; see `kvpass.policies.aligners.networks` for the shapes.
-        digest: of all that.
+        digest: a hash of all these.
     """
 
     recipe: Recipe
@@ -84,10 +84,10 @@ class Aligner:
         return hash(self.digest)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Aligner:
-        return self  # nothing in it changes
+        return self  # it is immutable
 
     def weights(self) -> list[Tensor]:
-        """The tensors that `repaired` works with, made from `tensors`."""
+        """Return the tensors that `repaired` uses, computed from `tensors`."""
         if self.recipe == "direct":
             return _direct_weights(self.tensors)
         if self.recipe == "paper":
@@ -95,23 +95,17 @@ class Aligner:
         return []
 
     def repaired(
-        self,
-        weights: list[Tensor],
-        layer: int,
-        key: Tensor,
-        value: Tensor,
-        made: Tensor,
-        rank: Tensor,
-        moves: Tensor,
+        self, weights: list[Tensor], layer: int, key: Tensor, value: Tensor, made: Tensor, rank: Tensor, moves: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The rows that move, as if they had been made at `rank`; the others as they are.
+        """Return rows as if they had been computed at `rank` where they move; the other rows stay unchanged.
 
         Args:
-            weights: those of `weights()`, on the device of the rows.
+            weights: the result of `weights()`, on the device of the rows.
+            layer: the index of the layer.
             key, value: [B, Hkv, C, D] and [B, Hkv, C, Dv].
-            made: int64 [B, C], the position that each row was made at; of no interest to "paper".
-            rank: int64 [B, C], the position that it must have now.
-            moves: bool [B, C], which rows are repaired.
+            made: int64 [B, C], the position at which each row was computed; "paper" ignores it.
+            rank: int64 [B, C], the position that each row must have.
+            moves: bool [B, C], the rows to repair.
         """
         made, rank = (index.clamp(0, self.signature.window) for index in (made, rank))
         if self.recipe == "direct":
@@ -125,7 +119,7 @@ class Aligner:
 
 
 def nothing(signature: Signature) -> Aligner:
-    """An aligner that leaves every row as it was made: sinks and a window with renumbered positions, no repair."""
+    """Return an aligner that repairs nothing: sinks and a window with renumbered positions."""
     return Aligner("nothing", signature, {})
 
 
@@ -147,7 +141,7 @@ def _direct_weights(tensors: Mapping[str, Tensor]) -> list[Tensor]:
 
 def _fits_kernel(weights: list[Tensor], key: Tensor) -> bool:
     inner = weights[-4]  # [L, h1, h2]
-    return key.device.type == "cuda" and max(inner.shape[1:]) <= MOST_HIDDEN
+    return key.device.type == "cuda" and max(inner.shape[1:]) <= MAX_HIDDEN
 
 
 def _direct_by_kernel(
@@ -172,30 +166,31 @@ def _direct(
 
 
 def _by_head(change: Tensor, heads: int) -> Tensor:
-    """[B, C, Hkv * D] as [B, Hkv, C, D]."""
     return change.view(*change.shape[:2], heads, -1).transpose(1, 2)
 
 
 def _moved(rows: Tensor, change: Tensor, moves: Tensor) -> Tensor:
-    """Rows [B, Hkv, C, D] with a change added where they move, in the rows' dtype."""
+    """Add a change to rows [B, Hkv, C, D] where they move, in the rows' dtype."""
     return torch.where(moves[:, None, :, None], (rows.float() + change).to(rows.dtype), rows)
 
 
 def _paper_weights(tensors: Mapping[str, Tensor], part: str) -> list[Tensor]:
-    """For the keys or the values: W [D, h1], table [W + 1, L, Hkv, h1], then fc2 and fc3."""
+    """Return the weights for keys or values: W [D, h1], table [M + 1, L, Hkv, h1], then fc2 and fc3."""
     named = {name.removeprefix(f"{part}."): tensor for name, tensor in tensors.items() if name.startswith(part)}
     index, layer, head = named["position"], named["layer"], named["head"]
     widths = [x.shape[1] for x in (index, layer, head)]
     dim = named["fc1.weight"].shape[1] - sum(widths)
-    on_row, on_place, on_layer, on_head = torch.split(named["fc1.weight"], [dim, *widths], 1)
-    table = (index @ on_place.T)[:, None, None] + (layer @ on_layer.T)[:, None] + head @ on_head.T + named["fc1.bias"]
+    on_row, on_position, on_layer, on_head = torch.split(named["fc1.weight"], [dim, *widths], 1)
+    table = (
+        (index @ on_position.T)[:, None, None] + (layer @ on_layer.T)[:, None] + head @ on_head.T + named["fc1.bias"]
+    )
     rest = [named["fc2.weight"].T, named["fc2.bias"], named["fc3.weight"].T, named["fc3.bias"]]
     return [x.contiguous() for x in (on_row.T, table, *rest)]
 
 
 def _paper(weights: list[Tensor], rows: Tensor, layer: int, rank: Tensor, moves: Tensor) -> Tensor:
     on_row, table, inner, inner_bias, outer, outer_bias = weights
-    at_place = table[:, layer][rank].transpose(1, 2)  # [B, Hkv, C, h1]
-    hidden = torch.relu(rows.float() @ on_row + at_place)
+    at_position = table[:, layer][rank].transpose(1, 2)  # [B, Hkv, C, h1]
+    hidden = torch.relu(rows.float() @ on_row + at_position)
     hidden = torch.relu(hidden @ inner + inner_bias)
     return _moved(rows, hidden @ outer + outer_bias, moves)

@@ -1,11 +1,11 @@
-"""The networks that are trained, and what they are stored as.
+"""Define the trained networks and the tensors that they are stored as.
 
-L layers, H KV heads, D and Dv head dimensions, N rows, M the window.  `stored()` gives an aligner's tensors.
+L layers, H KV heads, D and Dv head dimensions, N rows, M the window.  Networks repair float32 keys [L, N, H, D] and
+values [L, N, H, Dv].  `made` and `rank`, int64 [N], are the positions at which rows were computed and which they must
+have.  `stored()` returns the tensors of `kvpass.policies.aligners.Aligner`.
 """
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,29 +15,14 @@ from kvpass.policies.aligners.aligner import Signature
 Hidden = tuple[int, int]
 
 
-class Network(Protocol):
-    """What training needs of either network; it is a module."""
-
-    def __call__(self, key: Tensor, value: Tensor, made: Tensor, rank: Tensor) -> tuple[Tensor, Tensor]:
-        """Repaired rows.
-
-        Args:
-            key, value: float32 [L, N, H, D] and [L, N, H, Dv].
-            made, rank: int64 [N], the positions that the rows were made at and must have.
-        """
-
-    def stored(self) -> dict[str, Tensor]:
-        """The tensors of `kvpass.policies.aligners.Aligner`."""
-
-
 class DirectNetwork(nn.Module):
     """Recipe "direct": one network for each layer, which sees the keys and values of all heads.
 
     [k; v] <- [k; v] + (E(rank) - E(made)) S + fc3(relu(fc2(relu(fc1[k; v; E(made); E(rank)])))),
 
-    all heads of a token in one row.  Rows are standardised on the way in and changes scaled on the way out;
-    `fit_scales` sets both, and `stored` multiplies them in.  fc3 starts at zero.  `fit_places` sets E and S
-    so that training starts from what the positions alone explain: the difference of their mean rows.
+    with all heads of a token in one row.  Input rows are standardised and output changes scaled; `fit_scales` sets
+    both, and `stored` multiplies them into the weights.  fc3 starts at zero.  `fit_positions` sets E and S so that
+    training starts from what positions alone explain: the difference of their mean rows.
     """
 
     def __init__(self, signature: Signature, hidden: Hidden = (96, 96), embedding: int = 144) -> None:
@@ -47,7 +32,7 @@ class DirectNetwork(nn.Module):
         fan = key + value + 2 * embedding
         self.on_key, self.on_value = _uniform(layers, key, inner, fan=fan), _uniform(layers, value, inner, fan=fan)
         self.on_made, self.on_rank = (_uniform(layers, embedding, inner, fan=fan) for _ in range(2))
-        self.place = nn.Parameter(torch.randn(signature.window + 1, embedding))
+        self.positions = nn.Parameter(torch.randn(signature.window + 1, embedding))
         self.shift = _zeros(layers, embedding, key + value)
         self.first_bias = _zeros(layers, inner)
         self.inner, self.inner_bias = _uniform(layers, inner, outer, fan=inner), _zeros(layers, outer)
@@ -60,46 +45,46 @@ class DirectNetwork(nn.Module):
         self.change: Tensor
 
     def fit_scales(self, rows: Tensor, targets: Tensor) -> None:
-        """Set the scales from rows [L, N, H * (D + Dv)] and what they ought to become."""
+        """Set the scales from rows [L, N, H * (D + Dv)] and their targets."""
         self.mean.copy_(rows.mean(1, keepdim=True))
         self.spread.copy_(rows.std(1, keepdim=True).clamp(min=1e-3))
         self.change.copy_((targets - rows).square().mean(1, keepdim=True).sqrt().clamp(min=1e-4))
 
     @torch.no_grad()
-    def fit_places(self, means: Tensor) -> None:
-        """Set E and S from the mean row at each position [L, M + 1, H * (D + Dv)]: their best product of that rank."""
+    def fit_positions(self, means: Tensor) -> None:
+        """Set E and S to the best product of their rank for mean rows by position, [L, M + 1, H * (D + Dv)]."""
         layers, count, width = means.shape
         scaled = ((means - means.mean(1, keepdim=True)) / self.change).transpose(0, 1).flatten(1)  # [M + 1, L * w]
         left, values, right = torch.linalg.svd(scaled, full_matrices=False)
-        rank = min(self.place.shape[1], len(values))
-        self.place.zero_()[:, :rank] = left[:, :rank] * count**0.5  # each column of unit size
-        moved = (values[:rank, None] / count**0.5 * right[:rank]).view(rank, layers, width)
-        self.shift.zero_()[:, :rank] = moved.transpose(0, 1)
+        rank = min(self.positions.shape[1], len(values))
+        self.positions.zero_()[:, :rank] = left[:, :rank] * count**0.5  # each column of unit size
+        shifts = (values[:rank, None] / count**0.5 * right[:rank]).view(rank, layers, width)
+        self.shift.zero_()[:, :rank] = shifts.transpose(0, 1)
 
     def forward(self, key: Tensor, value: Tensor, made: Tensor, rank: Tensor) -> tuple[Tensor, Tensor]:
         rows = torch.cat([key.flatten(2), value.flatten(2)], -1)  # [L, N, H * (D + Dv)]
         scaled = (rows - self.mean) / self.spread
-        first = torch.cat([self.on_key, self.on_value], 1)
-        indices = (self.place @ self.on_made)[:, made] + (self.place @ self.on_rank)[:, rank]  # [L, N, h1]
-        hidden = torch.relu(torch.baddbmm(indices + self.first_bias[:, None], scaled, first))
+        weight = torch.cat([self.on_key, self.on_value], 1)
+        indices = (self.positions @ self.on_made)[:, made] + (self.positions @ self.on_rank)[:, rank]  # [L, N, h1]
+        hidden = torch.relu(torch.baddbmm(indices + self.first_bias[:, None], scaled, weight))
         hidden = torch.relu(torch.baddbmm(self.inner_bias[:, None], hidden, self.inner))
-        table = self.place @ self.shift  # [L, M + 1, H * (D + Dv)]
+        table = self.positions @ self.shift  # [L, M + 1, H * (D + Dv)]
         change = torch.baddbmm(self.outer_bias[:, None], hidden, self.outer) + table[:, rank] - table[:, made]
-        moved = rows + self.change * change
+        repaired = rows + self.change * change
         width = key[0, 0].numel()
-        return moved[..., :width].view_as(key), moved[..., width:].view_as(value)
+        return repaired[..., :width].view_as(key), repaired[..., width:].view_as(value)
 
     @torch.no_grad()
     def stored(self) -> dict[str, Tensor]:
-        first = torch.cat([self.on_key, self.on_value], 1) / self.spread.transpose(1, 2)
+        weight = torch.cat([self.on_key, self.on_value], 1) / self.spread.transpose(1, 2)
         width = self.on_key.shape[1]
         return {
-            "fc1.key": first[:, :width],
-            "fc1.value": first[:, width:],
+            "fc1.key": weight[:, :width],
+            "fc1.value": weight[:, width:],
             "fc1.made": self.on_made,
             "fc1.rank": self.on_rank,
-            "fc1.bias": self.first_bias - (self.mean @ first)[:, 0],
-            "place": self.place,
+            "fc1.bias": self.first_bias - (self.mean @ weight)[:, 0],
+            "place": self.positions,
             "shift": self.shift * self.change,
             "fc2.weight": self.inner,
             "fc2.bias": self.inner_bias,
@@ -109,7 +94,7 @@ class DirectNetwork(nn.Module):
 
 
 class PaperNetwork(nn.Module):
-    """Recipe "paper": one network for all keys and one for all values, a head of a token at a time.
+    """Recipe "paper": one network for all keys and one for all values, for one head of a token.
 
     x <- x + fc3(relu(fc2(relu(fc1[x; E_position(rank); E_layer; E_head])))), with embeddings of 32, 4 and 8.
     """
@@ -147,7 +132,7 @@ class _NetworkRows(nn.Module):
 
 
 def _uniform(*shape: int, fan: int) -> nn.Parameter:
-    """As torch.nn.Linear starts, for `fan` inputs."""
+    """Return the initial weights of torch.nn.Linear for `fan` inputs."""
     return nn.Parameter(torch.empty(*shape).uniform_(-(fan**-0.5), fan**-0.5))
 
 

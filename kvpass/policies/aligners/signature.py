@@ -1,4 +1,4 @@
-"""What an aligner must know of a model, found by running it once."""
+"""Read the signature of an aligner from a model, by running it once."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Rows = list[tuple[Tensor, Tensor]]
 
 
 def signature_of(model: Any, window: int, sinks: int = 4, every: int = 1) -> Signature:
-    """The signature of an aligner for a model.
+    """Return the signature of an aligner for a model.
 
     Args:
-        model: a causal language model as transformers has them: `model(input_ids=..., use_cache=True)`
+        model: a causal language model with the interface of transformers: `model(input_ids=..., use_cache=True)`
             returns an object with `cache` or `past_key_values`.
 
     Raises:
@@ -34,13 +34,17 @@ def signature_of(model: Any, window: int, sinks: int = 4, every: int = 1) -> Sig
 
 @torch.no_grad()
 def cached_rows(model: Any, ids: Tensor) -> Rows:
-    """The keys [B, Hkv, n, D] and values [B, Hkv, n, Dv] of each layer, for ids int64 [B, n] from position 0 on."""
-    body = getattr(model, "base_model", model)  # without the head: only the cache is wanted
+    """Return each layer's keys [B, Hkv, n, D] and values [B, Hkv, n, Dv] for ids int64 [B, n] from position 0."""
+    body = getattr(model, "base_model", model)  # without the head, because only the cache is needed
     return rows_of(model, cache_names.returned(body(input_ids=ids, use_cache=True)))
 
 
 def rows_of(model: Any, cache: Any) -> Rows:
-    """What a cache of transformers holds, layer by layer."""
+    """Return the keys and values of each layer of a cache of transformers.
+
+    Raises:
+        AlignerError: the cache has other entries than keys and values.
+    """
     layers = getattr(cache, "layers", None)
     rows = [(x.keys, x.values) for x in layers] if layers is not None else [tuple(x[:2]) for x in cache or ()]
     if not rows or any(not isinstance(x, Tensor) or x.ndim != 4 for pair in rows for x in pair):
@@ -49,7 +53,7 @@ def rows_of(model: Any, cache: Any) -> Rows:
 
 
 def name_of(model: Any) -> str:
-    """The architecture as the model's configuration calls it, else the name of its class."""
+    """Return the architecture in the model's configuration, else the name of its class."""
     return str(getattr(getattr(model, "config", None), "model_type", None) or type(model).__name__)
 
 

@@ -1,4 +1,4 @@
-"""Aligners as safetensors files, with what they were trained for in the file's metadata."""
+"""Save and load aligners as safetensors files, with their recipe and signature in the file's metadata."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ KEY = "kvpass.align"
 
 
 def save(aligner: Aligner, path: str | os.PathLike[str], dtype: torch.dtype = torch.float32) -> Aligner:
-    """Write an aligner down; returns the one that `load` will give, whose weights are those of `dtype`.
+    """Write an aligner to a file; return the aligner that `load` will return, with weights rounded to `dtype`.
 
     Args:
         path: of the safetensors file.
         dtype: of the weights in the file; float16 halves it.
     """
     stored = {name: tensor.to(dtype) for name, tensor in aligner.tensors.items()}
-    about = {"recipe": aligner.recipe, "signature": dataclasses.asdict(aligner.signature)}
-    _safetensors().torch.save_file(stored, os.fspath(path), metadata={KEY: json.dumps(about)})
+    metadata = {"recipe": aligner.recipe, "signature": dataclasses.asdict(aligner.signature)}
+    _safetensors().torch.save_file(stored, os.fspath(path), metadata={KEY: json.dumps(metadata)})
     return Aligner(aligner.recipe, aligner.signature, stored)
 
 
 def load(path: str | os.PathLike[str], model: torch.nn.Module | None = None) -> Aligner:
-    """Read an aligner.
+    """Read an aligner from a file.
 
     Args:
         path: of the safetensors file.
-        model: if given, the model that the aligner must have been trained for.
+        model: the model that the aligner must have been trained for, if given.
 
     Raises:
-        AlignerError: there is no such file, it holds no aligner, or one of another model.
+        AlignerError: the file does not exist, holds no aligner, or holds one for another model.
     """
     try:
         with _safetensors().safe_open(os.fspath(path), "pt") as file:
-            about = (file.metadata() or {}).get(KEY)
+            metadata = (file.metadata() or {}).get(KEY)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dictionary
     except (OSError, _safetensors().SafetensorError) as error:
         raise AlignerError(f"cannot read an aligner from {os.fspath(path)}: {error}") from error
-    if about is None:
+    if metadata is None:
         raise AlignerError(f"{os.fspath(path)} holds no aligner: its metadata lack {KEY!r}")
     try:
-        written = json.loads(about)
-        signature, recipe = Signature(**written["signature"]), written["recipe"]
+        entries = json.loads(metadata)
+        signature, recipe = Signature(**entries["signature"]), entries["recipe"]
     except (ValueError, KeyError, TypeError) as error:
         raise AlignerError(f"{os.fspath(path)}: the metadata of this aligner cannot be read: {error}") from error
     if recipe not in RECIPES:
@@ -60,7 +60,7 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module | None = None) -> 
 
 
 def _safetensors() -> Any:
-    """The package, which is an extra."""
+    """Import safetensors, which is an optional dependency."""
     try:
         import safetensors
         import safetensors.torch

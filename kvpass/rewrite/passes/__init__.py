@@ -1,18 +1,18 @@
 """Define the passes that rewrite a step graph, in the order in which they run over one `StepContext`.
 
-    slots.py       take_slots             adds the slots' tensors as inputs
-    lengths.py     put_length_on_device   replaces arithmetic on the cache's length by arithmetic on a device counter
-    ranks.py       rotate_at_read         positions="cache": puts ranks for positions; keys are rotated at read
-    ids.py         renumber_ids           policies that renumber: makes position ids count held tokens
-    places.py      copy_places            GPUs and policies that merge: copies the slots to write to, before any write
-    attention.py   attend_on_slots        replaces each attention call by the policy's step on slots
-    counting.py    leave_counting         GPUs: leaves the token counters to the caller
-    outputs.py     bound_outputs          removes outputs that grow with the cache
-    sizes.py       settle_sizes           removes dead code, puts numbers for sizes, refuses what still grows
-    order.py       order_inputs           sorts the inputs: slots, weights, further inputs, Dynamo's
+    slots.py          take_slots            adds the slots' tensors as inputs
+    lengths.py        put_length_on_device  replaces arithmetic on the cache's length by arithmetic on a device counter
+    ranks.py          rotate_at_read        positions="cache": replaces positions by ranks; keys are rotated at read
+    ids.py            renumber_ids          policies that renumber: makes position ids count cached tokens
+    write_indices.py  copy_places           GPUs and policies that merge: copies the write indices before any write
+    attention.py      attend_on_slots       replaces each attention call by the policy's step on slots
+    counting.py       leave_counting        GPUs: leaves the token counters to the caller
+    outputs.py        bound_outputs         removes outputs that grow with the cache
+    sizes.py          settle_sizes          removes dead code, inserts numbers for sizes, refuses sizes that still grow
+    order.py          order_inputs          sorts the inputs: slots, weights, further inputs, Dynamo's arguments
 
 To add a pass, write a function from a context to a `Record`, a line in `STEP_PASSES`, and a case in
-tests/rewrite/test_passes.py.  A pass may read what earlier passes left in the context, see `StepContext`.
+tests/rewrite/test_passes.py.  A pass may read what earlier passes recorded in the context, see `StepContext`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from kvpass.rewrite.passes.ids import renumber_ids
 from kvpass.rewrite.passes.lengths import put_length_on_device
 from kvpass.rewrite.passes.order import order_inputs
 from kvpass.rewrite.passes.outputs import bound_outputs
-from kvpass.rewrite.passes.places import copy_places
 from kvpass.rewrite.passes.ranks import rotate_at_read
 from kvpass.rewrite.passes.sizes import settle_sizes
 from kvpass.rewrite.passes.slots import take_slots
+from kvpass.rewrite.passes.write_indices import copy_places
 
 STEP_PASSES: tuple[Pass, ...] = (
     take_slots,

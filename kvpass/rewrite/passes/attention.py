@@ -1,12 +1,12 @@
-"""Attention on slots: every attention call and the updates of its cache become a step of the policy on slots.
+"""Replace attention by a step of the policy on slots, and cache updates by writes to a slot.
 
     before   k = kvpass::append(past_k, key)              after    write key and value to the free slot
              v = kvpass::append(past_v, val)                       out = attention over the slots, under the mask on
-             out = kvpass::attention(query, k, v, mask)                  them
-                                                                   the policy observes, chooses whom to drop
+             out = kvpass::attention(query, k, v, mask)                  the slots
+                                                                   the policy observes and chooses the next victim
 
 The step is `kvpass.cache.step`, traced to torch's operators and spliced in.  Layers that share a cache with an earlier
-one attend to what that one attended to.
+layer attend to the same slots.
 """
 
 from __future__ import annotations
@@ -40,147 +40,141 @@ def attend_on_slots(step: StepContext) -> Record:
     """Replace every attention call on a cache.
 
     Raises:
-        UnsupportedGraph: its mask or its keys cannot be said on slots.
+        UnsupportedGraph: a mask or the keys cannot be computed for slots.
     """
-    attending = _AttentionReplacement(step)
+    replacement = _AttentionReplacement(step)
     for layer in range(len(step.sites)):
-        attending.replace(layer)
+        replacement.replace(layer)
     return Record([each.call.name for site in step.sites for each in site.all])
 
 
 class _AttentionReplacement:
-    """The layers of one graph; what is traced for one serves those that are like it."""
+    """Replace the layers of one graph; equal layers share a trace."""
 
     def __init__(self, step: StepContext) -> None:
         self.step = step
         self.masks, self.tables = Masks(step), Tables(step)
         self._traced: dict[Any, fx.GraphModule] = {}
 
-    def replace(self, number: int) -> None:
-        """Splice a layer's step in, and those of the layers that share its cache."""
-        step, site = self.step, self.step.sites[number]
-        new = new_rows(step, number)
-        slots = step.slot_inputs[number]
-        before = step.copied_slots(number) if site.shared_by and step.decodes else slots
-        made = self._splice(number, site, slots, new, first=True)
-        for other in site.shared_by:
-            self._splice(number, other, before, new, first=False)
-        step.chunks.append([] if step.decodes else [*stored_rows(step, number, new), step.inputs.valid(number), *made])
+    def replace(self, layer: int) -> None:
+        """Splice in a layer's step, and the steps of the layers that share its cache."""
+        step, site = self.step, self.step.sites[layer]
+        new = new_rows(step, layer)
+        slots = step.slot_inputs[layer]
+        slots_before = step.copied_slots(layer) if site.shared_by and step.decodes else slots
+        sums = self._splice(layer, site, slots, new, first=True)
+        for sharing in site.shared_by:
+            self._splice(layer, sharing, slots_before, new, first=False)
+        step.chunks.append([] if step.decodes else [*stored_rows(step, layer, new), step.inputs.valid(layer), *sums])
 
     def _splice(
-        self, number: int, site: AttentionSite, slots: list[fx.Node], new: list[fx.Node], first: bool
+        self, layer: int, site: AttentionSite, slots: list[fx.Node], new: list[fx.Node], first: bool
     ) -> list[fx.Node]:
-        """Splice one attention call's step in; gives the statistics of a chunk.
-
-        Args:
-            first: whether it is the call that writes, and that the policy sees.
-        """
-        step, layout = self.step, self.step.layouts[number]
-        mask, mask_key = self.masks.of(site, number)
-        rotary = step.rotaries[number] if step.rotaries else None
+        """Splice in an attention call's step, which writes if it is the `first`; return a chunk's statistics."""
+        step, layout = self.step, self.step.layouts[layer]
+        mask, mask_key = self.masks.of(site, layer)
+        rotary = step.rotaries[layer] if step.rotaries else None
         pairs = self.tables.pairs(rotary)
         computed = cut_computed_keys(step.gm, site, step.sizes, mask.facts if mask else ())
-        mixed = self.tables.mixing(rotary, pairs, layout.capacity, site.call) if rotary and pairs else []
-        groups = {
+        rope_weights = self.tables.mixing(rotary, pairs, layout.capacity, site.call) if rotary and pairs else []
+        operands = {
             "slots": slots,
-            "new": [site.query, *new, step.inputs.valid(number)],
+            "new": [site.query, *new, step.inputs.valid(layer)],
             "mask": mask.nodes if mask else [],
             "table": self.tables.angles(rotary, layout.capacity) if rotary else [],
             "rotate": rotary.rotate.bound if rotary else (),
-            "mixed": mixed,
+            "rope": rope_weights,
             "computed": computed.slice.bound if computed else (),
             "sink_logit": [] if site.sink_logit is None else [site.sink_logit],
             "weights": step.weight_inputs,
-            "place": step.places[number : number + 1],
+            "write_index": step.write_indices[layer : layer + 1],
         }
-        nodes = [node for group in groups.values() for node in group]
-        renamed = {symbol: LAYERS_CAPACITY for symbol, layer in step.open.layer_of.items() if layer == number}
+        nodes = [node for group in operands.values() for node in group]
+        symbols = {symbol: _OWN_CAPACITY for symbol, owner in step.size_nodes.layer_of.items() if owner == layer}
         key = (
-            *self._sized(number),
+            *self._shared_layout(layer),
             mask_key,
             rotary and (rotary.key, pairs),
             computed and computed.slice.key,
             (site.scale, site.cap, site.sink_logit is None, site.lse is None, site.hidden, site.decomposed, first),
-            bool(step.padding_inputs.sites[number]),
-            *(_described(step, node, renamed) for node in nodes),
+            bool(step.padding_inputs.sites[layer]),
+            *(_signature(step, node, symbols) for node in nodes),
         )
         if key not in self._traced:
-            counts = {name: len(group) for name, group in groups.items()}
-            layer = _LayerCall(layout, site, mask, rotary, pairs, computed, bool(step.padding_inputs.sites[number]))
-            self._traced[key] = self._trace(number, layer, nodes, counts, first)
-        before = early_enough(site, nodes)
-        *made, seen, bias = step.spliced(self._traced[key], nodes, before, f"kvpass_{site.call.name}", number)
-        step.masks[site.call.name] = (seen, None if bias is seen else bias)
-        return put_in_place(step, site, made)
+            counts = {name: len(group) for name, group in operands.items()}
+            layer_call = _LayerCall(layout, site, mask, rotary, pairs, computed, bool(step.padding_inputs.sites[layer]))
+            self._traced[key] = self._trace(layer, layer_call, nodes, counts, first)
+        before = splice_point(site, nodes)
+        *outputs, visible, bias = step.splice(self._traced[key], nodes, before, f"kvpass_{site.call.name}", layer)
+        step.masks[site.call.name] = (visible, None if bias is visible else bias)
+        return replace_outputs(step, site, outputs)
 
-    def _sized(self, number: int) -> tuple[Layout, int]:
-        """A layer's layout and its slots, without what is an open size of its own."""
-        layout, slots = self.step.call.layouts[number], self.step.slots[number].capacity
-        has_its_own = number in self.step.open.layer_of.values()
-        return (dataclasses.replace(layout, capacity=0), 0) if has_its_own else (layout, slots)
+    def _shared_layout(self, layer: int) -> tuple[Layout, int]:
+        """Return a layer's layout and number of slots, without a dynamic capacity that is the layer's own."""
+        layout, slots = self.step.call.layouts[layer], self.step.slots[layer].capacity
+        owns_capacity = layer in self.step.size_nodes.layer_of.values()
+        return (dataclasses.replace(layout, capacity=0), 0) if owns_capacity else (layout, slots)
 
     def _trace(
-        self, number: int, layer: _LayerCall, nodes: list[fx.Node], counts: dict[str, int], first: bool
+        self, layer: int, layer_call: _LayerCall, nodes: list[fx.Node], counts: dict[str, int], first: bool
     ) -> fx.GraphModule:
-        step, layout, lse = self.step, layer.layout, layer.found.lse
-        like = step.slots[number]
+        step, layout, lse = self.step, layer_call.layout, layer_call.attention.lse
+        template = step.slots[layer]
         lse_like = None if lse is None else (step.shape(lse), value(lse).dtype)
 
-        def given_out(attended: Attended, sums: Sequence[Tensor] = ()) -> list[Tensor]:
+        def results(attended: Attended, statistics: Sequence[Tensor] = ()) -> list[Tensor]:
             lse = []
             if lse_like is not None and attended.lse is not None:
                 shape, dtype = lse_like
                 lse = [attended.lse.view(shape).to(dtype)]
             bias = attended.mask if attended.bias is None else attended.bias
-            return [attended.output, *lse, *sums, attended.mask, bias]
+            return [attended.output, *lse, *statistics, attended.mask, bias]
 
         def function(*tensors: Tensor) -> Any:
-            given = _grouped(tensors, counts)
-            slots = Slots.of(given["slots"], like)
-            query, key, new_value, valid = given["new"]
-            here = layer.site(given)
+            operands = _grouped(tensors, counts)
+            slots = Slots.of(operands["slots"], template)
+            query, key, new_value, valid = operands["new"]
+            site = layer_call.site(operands)
             if step.decodes and first:
-                return given_out(
-                    decode_step(layout, here, slots, query, key, new_value, valid[:, 0], step.call.compact)
-                )
+                return results(decode_step(layout, site, slots, query, key, new_value, valid[:, 0], step.call.compact))
             if step.decodes:
-                return given_out(read_step(layout, here, slots, query, key, new_value, valid[:, 0]))
-            attended, sums = extend_step(layout, here, slots, query, key, new_value, valid)
-            return given_out(attended, sums if first else ())
+                return results(read_step(layout, site, slots, query, key, new_value, valid[:, 0]))
+            attended, statistics = extend_step(layout, site, slots, query, key, new_value, valid)
+            return results(attended, statistics if first else ())
 
-        return step.traced(function, nodes, number)
-
-
-LAYERS_CAPACITY = sympy.Symbol("layers_capacity")
-"""Stands for the open size of a layer that is its own, so that layers can be seen to be alike."""
+        return step.trace(function, nodes, layer)
 
 
-def _described(step: StepContext, node: fx.Node, renamed: dict[sympy.Symbol, sympy.Symbol]) -> str:
-    """What of a node's value the code for a layer depends on."""
+_OWN_CAPACITY = sympy.Symbol("layers_capacity")
+"""Stands for the dynamic capacity of any one layer, so that layers compare equal."""
 
-    def said(size: Any) -> str:
-        return str(shapes.expr(size).xreplace(renamed)) if renamed and isinstance(size, torch.SymInt) else str(size)
+
+def _signature(step: StepContext, node: fx.Node, symbols: dict[sympy.Symbol, sympy.Symbol]) -> str:
+    """Return as text what the code for a layer depends on in a node's value."""
+
+    def text(size: Any) -> str:
+        return str(shapes.expr(size).xreplace(symbols)) if symbols and isinstance(size, torch.SymInt) else str(size)
 
     if walk.is_size(node):
-        return said(step.sizes.fixed(node))
-    sizes = [*map(said, step.shape(node)), "by", *map(said, value(node).stride())]
+        return text(step.sizes.fixed(node))
+    sizes = [*map(text, step.shape(node)), "by", *map(text, value(node).stride())]
     return str((sizes, value(node).dtype, step.device_of(node)))
 
 
-def new_rows(step: StepContext, number: int) -> list[fx.Node]:
-    """The new tokens' key, as it is stored for a single token and as it is attended to in a chunk, and value."""
-    site = step.sites[number]
-    key = step.raw_keys[number] if step.ranked and step.decodes else site.key
+def new_rows(step: StepContext, layer: int) -> list[fx.Node]:
+    """Return the new tokens' key and value; the key is unrotated if a single token stores it so."""
+    site = step.sites[layer]
+    key = step.raw_keys[layer] if step.ranked and step.decodes else site.key
     return [as_cached(step.graph, site, node) for node in (key, site.value)]
 
 
-def stored_rows(step: StepContext, number: int, new: list[fx.Node]) -> list[fx.Node]:
-    """Of `new_rows` the key as it is stored, and the value."""
-    return [step.raw_keys[number] if step.ranked and not step.sites[number].computed else new[0], new[1]]
+def stored_rows(step: StepContext, layer: int, new: list[fx.Node]) -> list[fx.Node]:
+    """Return the stored key and the value, given the result of `new_rows`."""
+    return [step.raw_keys[layer] if step.ranked and not step.sites[layer].computed else new[0], new[1]]
 
 
 def as_cached(graph: fx.Graph, site: AttentionSite, node: fx.Node) -> fx.Node:
-    """A key or value [B, h, q, D]; [B, 1, q, h * D] where keys and values are made of it (`computed_keys.joined`)."""
+    """Return a key or value as it is cached: [B, h, q, D], or [B, 1, q, h * D] if keys are computed from it."""
     if not site.computed or value(node).shape[1] == 1:
         return node
     with graph.inserting_after(node):
@@ -188,17 +182,17 @@ def as_cached(graph: fx.Graph, site: AttentionSite, node: fx.Node) -> fx.Node:
     with graph.inserting_after(transposed):
         flat = graph.call_method("flatten", (transposed, 2))
     with graph.inserting_after(flat):
-        one = graph.call_method("unsqueeze", (flat, 1))
+        joined = graph.call_method("unsqueeze", (flat, 1))
     transposed.meta["example_value"] = value(node).transpose(1, 2)
     flat.meta["example_value"] = value(transposed).flatten(2)
-    one.meta["example_value"] = value(flat).unsqueeze(1)
-    return one
+    joined.meta["example_value"] = value(flat).unsqueeze(1)
+    return joined
 
 
-def early_enough(site: AttentionSite, needed: list[fx.Node]) -> fx.Node:
-    """The node before which a site's step is spliced in, which comes after all that it needs.
+def splice_point(site: AttentionSite, needed: list[fx.Node]) -> fx.Node:
+    """Return the node before which a site's step is spliced in, after moving `needed` before it.
 
-    What the model makes of a log-sum-exp may stand before its second product.
+    The model's code may read a log-sum-exp before its second product.
     """
     if site.lse is None or site.call < site.lse:
         return site.call
@@ -207,62 +201,61 @@ def early_enough(site: AttentionSite, needed: list[fx.Node]) -> fx.Node:
     return site.lse
 
 
-def put_in_place(step: StepContext, site: AttentionSite, made: list[fx.Node]) -> list[fx.Node]:
-    """Let what a step gives, in the order of `Attended`, stand for the model's own; what it gives beyond that."""
-    replaced = [node for node in (site.call, site.lse) if node is not None]
-    for theirs, ours in zip(replaced, made, strict=False):
-        step.replaced[theirs.name] = ours
-        ours.meta["example_value"] = value(theirs)
-        theirs.replace_all_uses_with(ours)
-    return made[len(replaced) :]
+def replace_outputs(step: StepContext, site: AttentionSite, outputs: list[fx.Node]) -> list[fx.Node]:
+    """Replace the model's own outputs by the step's, in the order of `Attended`; return the step's further outputs."""
+    originals = [node for node in (site.call, site.lse) if node is not None]
+    for old, new in zip(originals, outputs, strict=False):
+        step.replaced[old.name] = new
+        new.meta["example_value"] = value(old)
+        old.replace_all_uses_with(new)
+    return outputs[len(originals) :]
 
 
 @dataclasses.dataclass(frozen=True)
 class _LayerCall:
-    """What a layer's step is made of."""
+    """The parts of a layer's step."""
 
     layout: Layout
-    found: AttentionSite
+    attention: AttentionSite
     mask: MaskOnSlots | None
     rotary: RotarySlice | None
     pairs: RotaryPairs | None
     computed: ComputedKeys | None
-    knows_padding: bool  # whether inputs tell padding, which is not held
+    knows_padding: bool  # whether inputs mark padding, which is then not cached
 
-    def site(self, given: dict[str, list[Tensor]]) -> Site:
-        """The site, with the tensors that its parts read."""
+    def site(self, operands: dict[str, list[Tensor]]) -> Site:
+        """Return the site with the tensors that its parts read."""
         mask, rotary, computed, heads = self.mask, self.rotary, self.computed, self.layout.heads
 
-        def masked(index: Tensor, position: Tensor, facts: list[Tensor]) -> Tensor:
+        def evaluate_mask(index: Tensor, position: Tensor, facts: list[Tensor]) -> Tensor:
             assert mask is not None
-            return mask.on_slots(index, position, heads, given["mask"], facts)
+            return mask.on_slots(index, position, heads, operands["mask"], facts)
 
-        def rotated(keys: Sections, rank: Tensor) -> list[Tensor]:
+        def rotate_keys(keys: Sections, rank: Tensor) -> list[Tensor]:
             assert rotary is not None
-            return rotary.on_slots(keys, rank, given["table"], given["rotate"])
+            return rotary.on_slots(keys, rank, operands["table"], operands["rotate"])
 
-        def made_of_cache(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+        def compute_keys(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
             assert computed is not None
-            return computed.on_slots(key, value, given["computed"])
+            return computed.on_slots(key, value, operands["computed"])
 
         return Site(
-            scale=self.found.scale,
-            mask=masked if mask else None,
-            rotate=rotated if rotary else None,
-            rope=Rope(given["mixed"][0], given["mixed"][1], self.pairs) if self.pairs else None,
-            weights=tuple(given["weights"]),
-            cap=self.found.cap,
-            sink_logit=given["sink_logit"][0] if given["sink_logit"] else None,
-            compute_keys=made_of_cache if computed else None,
-            lse=self.found.lse is not None,
-            hidden=self.found.hidden,
-            decomposed=self.found.decomposed,
+            scale=self.attention.scale,
+            mask=evaluate_mask if mask else None,
+            rotate=rotate_keys if rotary else None,
+            rope=Rope(operands["rope"][0], operands["rope"][1], self.pairs) if self.pairs else None,
+            weights=tuple(operands["weights"]),
+            cap=self.attention.cap,
+            sink_logit=operands["sink_logit"][0] if operands["sink_logit"] else None,
+            compute_keys=compute_keys if computed else None,
+            lse=self.attention.lse is not None,
+            hidden=self.attention.hidden,
+            decomposed=self.attention.decomposed,
             knows_padding=self.knows_padding,
-            write_index=given["place"][0] if given["place"] else None,
+            write_index=operands["write_index"][0] if operands["write_index"] else None,
         )
 
 
 def _grouped(tensors: tuple[Tensor, ...], counts: dict[str, int]) -> dict[str, list[Tensor]]:
-    """Consecutive tensors by name."""
     rest = iter(tensors)
     return {name: list(itertools.islice(rest, count)) for name, count in counts.items()}

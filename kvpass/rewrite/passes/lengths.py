@@ -1,4 +1,4 @@
-"""Arithmetic on the cache's length: from symbolic sizes, which grow, to a counter on the device.
+"""Replace arithmetic on the cache's length, a symbolic size that grows, by arithmetic on a device counter.
 
 before   past = past_k.size(2)                        after    position = arange(q) + length
          position = arange(past, past + q)
@@ -27,27 +27,27 @@ from kvpass.torch_private import fake_tensors
 
 
 def put_length_on_device(step: StepContext) -> Record:
-    """Rewrite what is computed from the length; says which nodes count the keys, which is for masks to rewrite."""
-    on_length = LengthArithmetic(step.graph, step.sizes, step.length, step.open.of)
-    lookups = on_length.slices()
+    """Rewrite the tensors computed from the length, and record the nodes that hold key indices, which masks rewrite."""
+    arithmetic = LengthArithmetic(step.graph, step.sizes, step.length, step.size_nodes.of)
+    lookups = arithmetic.slices()
     for window in set(step.windows):
-        step.counts[window] = [*tokens.iotas(step.graph.nodes, step.sizes, window), *lookups]
-    on_length.positions()
-    step.on_length = on_length.computed
-    counts = {node.name: "it counts the keys" for nodes in step.counts.values() for node in nodes}
-    return Record(on_length.rewritten, counts)
+        step.key_indices[window] = [*tokens.iotas(step.graph.nodes, step.sizes, window), *lookups]
+    arithmetic.positions()
+    step.length_nodes = arithmetic.computed
+    unchanged = {node.name: "it counts the keys" for nodes in step.key_indices.values() for node in nodes}
+    return Record(arithmetic.rewritten, unchanged)
 
 
 @dataclasses.dataclass(frozen=True)
 class LengthArithmetic:
-    """Rewrites what a step graph computes from the length.
+    """Rewrite what a step graph computes from the length.
 
     Attributes:
-        graph: is changed in place.
-        length: the counter, int64 of no dimensions.
-        number: what stands in the graph for a size that does not grow.
-        computed: nodes that were made of it, and what each computes.
-        rewritten: the names of the nodes that were rewritten.
+        graph: the graph, which is rewritten in place.
+        length: the counter, int64 without dimensions.
+        number: returns the node or number of a size that does not grow.
+        computed: the new nodes that depend on the length, each with its expression.
+        rewritten: the names of the rewritten nodes.
     """
 
     graph: fx.Graph
@@ -58,7 +58,7 @@ class LengthArithmetic:
     rewritten: list[str] = dataclasses.field(default_factory=list)
 
     def positions(self) -> None:
-        """Arithmetic of tensors on the cache's length: from a symbolic size to the counter on the device."""
+        """Replace symbolic sizes by the device counter in arithmetic of tensors."""
         for node in list(self.graph.nodes):
             if not walk.is_tensor(node) or node.op == "placeholder":
                 continue
@@ -79,8 +79,8 @@ class LengthArithmetic:
         return made
 
     def slices(self) -> list[fx.Node]:
-        """Slices of tables whose ends grow become lookups; returns the key indices that were made for them."""
-        counts: list[fx.Node] = []
+        """Replace slices of tables whose ends grow by lookups; return the key indices of these lookups."""
+        key_indices: list[fx.Node] = []
         for node in list(self.graph.nodes):
             if walk.name_of(node) != "getitem" or not walk.is_tensor(node.args[0]):
                 continue
@@ -91,13 +91,13 @@ class LengthArithmetic:
             with self.graph.inserting_before(node):
                 for dim, part in enumerate(parts):
                     if growing[dim]:
-                        base, count = self._lookup(base, dim, part.start or 0, value(node).shape[dim])
-                        counts += count
+                        base, new_indices = self._lookup(base, dim, part.start or 0, value(node).shape[dim])
+                        key_indices += new_indices
                     elif part != slice(None):
                         base = self._call(operator.getitem, base, (slice(None),) * dim + (self._fixed_slice(part),))
             self.rewritten.append(node.name)
             node.replace_all_uses_with(base)
-        return counts
+        return key_indices
 
     def _fixed_slice(self, part: slice) -> slice:
         ends = (part.start, part.stop)
@@ -105,7 +105,7 @@ class LengthArithmetic:
         return slice(start, stop)
 
     def _growing_slices(self, node: fx.Node, parts: tuple[Any, ...]) -> list[bool]:
-        """Which of the slices have an end that grows; none if they are not all of a kind that can be looked up."""
+        """Return for each slice whether an end grows; [False] if a slice cannot become a lookup."""
         if not all(isinstance(part, slice) and part.step is None for part in parts):
             return [False]
         ends = [any(walk.is_size(end) and self.sizes.grows(end) for end in (p.start, p.stop)) for p in parts]
@@ -113,17 +113,17 @@ class LengthArithmetic:
         return ends if all(self.sizes.is_total(size) or not self.sizes.grows(size) for size in sizes) else [False]
 
     def _lookup(self, table: fx.Node, dim: int, start: Any, size: Any) -> tuple[fx.Node, list[fx.Node]]:
-        """x[..., start : start + size] by an index, which counts the keys if the size grows with them."""
-        total = self.sizes.is_total(size)
-        index = self.graph.call_function(torch.arange, (1 if total else self.number(self.sizes.fixed(size)),))
+        """Replace x[..., start : start + size] by a lookup; its index counts the keys if the size grows with them."""
+        counts_keys = self.sizes.is_total(size)
+        index = self.graph.call_function(torch.arange, (1 if counts_keys else self.number(self.sizes.fixed(size)),))
         index.meta["example_value"] = value(table).new_empty((size,), dtype=torch.int64)
-        made = [index] if total else []
+        key_indices = [index] if counts_keys else []
         if start != 0:
             offset = self._on_length(start)
-            moved = self.graph.call_function(operator.add, (index, offset))
-            moved.meta["example_value"] = index.meta["example_value"]
-            index = moved
-        return self._call(torch.index_select, table, dim, index), made
+            shifted = self.graph.call_function(operator.add, (index, offset))
+            shifted.meta["example_value"] = index.meta["example_value"]
+            index = shifted
+        return self._call(torch.index_select, table, dim, index), key_indices
 
     def _call(self, target: Any, *args: Any) -> fx.Node:
         node = self.graph.call_function(target, args)
@@ -133,11 +133,7 @@ class LengthArithmetic:
         return node
 
     def _arange_on_length(self, node: fx.Node) -> None:
-        """arange(past, past + q) becomes past + arange(q), in int64 until the sum is made.
-
-        Raises:
-            UnsupportedGraph: its dtype rounds several numbers in a way of its own.
-        """
+        """Rewrite arange(past, past + q) as past + arange(q), in int64 until after the addition."""
         if len(node.args) != 2:
             return
         start, end = node.args
@@ -155,8 +151,8 @@ class LengthArithmetic:
             )
             offset = self.sizes.on_length(start, self.length, self.graph, self.number)
             shifted = self.graph.call_function(operator.add, (steps, offset))
-            for made in (steps, shifted):
-                made.meta.update(node.meta, example_value=value(node).new_empty(value(node).shape, dtype=torch.int64))
+            for new in (steps, shifted):
+                new.meta.update(node.meta, example_value=value(node).new_empty(value(node).shape, dtype=torch.int64))
             if dtype != torch.int64:
                 shifted = self.graph.call_method("to", (shifted, dtype))
                 shifted.meta.update(node.meta)

@@ -1,8 +1,8 @@
-"""What grows leaves the outputs: caches, lengths, masks for later graphs; and survivors of a chunk come in.
+"""Remove outputs that grow, such as caches, lengths and masks; add the rows and statistics of a chunk.
 
     before   return logits, k_0, v_0, past + q            after    return logits, key_0, value_0, real_0, sums_0, ...
 
-Handles, numbers from the host's count and what is computed beside the graph stand for what left.
+The caller returns handles, numbers from the host's count, and precomputed values in their place.
 """
 
 from __future__ import annotations
@@ -22,54 +22,57 @@ from kvpass.torch_private import fx_nodes
 
 
 def bound_outputs(step: StepContext) -> Record:
-    """Give the graph its new outputs."""
-    step.outputs, kept = _sorted(step)
+    """Replace the graph's outputs."""
+    step.outputs, kept = _new_outputs(step)
     step.graph.output_node().args = (tuple(kept),)
-    gone = [index for index, now in enumerate(step.outputs.outputs) if now is None]
-    return Record([f"output {index}" for index in gone])
+    removed = [index for index, new_index in enumerate(step.outputs.outputs) if new_index is None]
+    return Record([f"output {index}" for index in removed])
 
 
-def _sorted(step: StepContext) -> tuple[Outputs, list[Any]]:
+def _new_outputs(step: StepContext) -> tuple[Outputs, list[Any]]:
     originals = walk.results(step.graph)
     caches = {index for site in step.sites for index in (site.keys_out, site.values_out)}
     lengths = {
-        index: step.sizes.beyond_length(out)
-        for index, out in enumerate(originals)
-        if walk.is_size(out) and step.sizes.grows(out)
+        index: step.sizes.beyond_length(output)
+        for index, output in enumerate(originals)
+        if walk.is_size(output) and step.sizes.grows(output)
     }
     grown = [
         index
-        for index, out in enumerate(originals)
-        if index not in caches | step.unread.keys() and walk.is_tensor(out) and step.sizes.grown(value(out))
+        for index, output in enumerate(originals)
+        if index not in caches | step.unread.keys() and walk.is_tensor(output) and step.sizes.grown(value(output))
     ]
-    gone = {*caches, *lengths, *grown, *step.unread}
-    kept = [out for index, out in enumerate(originals) if index not in gone]
+    removed = {*caches, *lengths, *grown, *step.unread}
+    kept = [output for index, output in enumerate(originals) if index not in removed]
     order = iter(range(len(kept)))
-    outputs = [None if index in gone else next(order) for index in range(len(originals))]
+    outputs = [None if index in removed else next(order) for index in range(len(originals))]
     starts = itertools.accumulate(map(len, step.chunks), initial=len(kept))
     chunks = [list(range(start, start + len(chunk))) for start, chunk in zip(starts, step.chunks, strict=False)]
     kept += [node for chunk in step.chunks for node in chunk]
-    valid = None if step.counted is None else len(kept)
-    kept += [] if step.counted is None else [step.counted]
+    valid = None if step.valid_output is None else len(kept)
+    kept += [] if step.valid_output is None else [step.valid_output]
     return Outputs(outputs, lengths, grown, chunks, valid), kept
 
 
-def host_precomputed(step: StepContext, looked_in: list[fx.Node]) -> fx.GraphModule | None:
-    """What computes the outputs that grow with the cache, and what is read of all tokens; None if that is nothing.
+def host_precomputed(step: StepContext, gather_from: list[fx.Node]) -> fx.GraphModule | None:
+    """Return a graph of the outputs that grow and the inputs that read all tokens, or None.
+
+    Args:
+        gather_from: further nodes to compute, from which entries are gathered.
 
     Raises:
-        UnsupportedGraph: it takes attention, or writes to an input.
+        UnsupportedGraph: such a value needs attention or the cache, or its computation writes to an input.
     """
-    read = [*step.inputs.host_inputs, *looked_in]
+    read = [*step.inputs.host_inputs, *gather_from]
     if not step.outputs.grown and not read:
         return None
     copy, moved = fx_nodes.copy_graph_module(step.call.gm)
-    there = {node.name: node for node in moved.values()}
+    copies = {node.name: node for node in moved.values()}
     outputs = walk.results(copy.graph)
     for node in read:
-        if node.name not in there:
+        if node.name not in copies:
             step.refuse_growth(node)
-    wanted = [outputs[index] for index in step.outputs.grown] + [there[node.name] for node in read]
+    wanted = [outputs[index] for index in step.outputs.grown] + [copies[node.name] for node in read]
     copy.graph.output_node().args = (tuple(wanted),)
     needed = alias.behind(wanted, reader=copy.graph.output_node())
     _check_reads_no_cache(step, wanted, {node.name for node in needed})
@@ -77,7 +80,7 @@ def host_precomputed(step: StepContext, looked_in: list[fx.Node]) -> fx.GraphMod
         if node not in needed and node.op not in ("placeholder", "output"):
             copy.graph.erase_node(node)
     for writer in alias.writers_to({node for node in needed if node.op in ("placeholder", "get_attr")}):
-        step.refuse_growth(writer)  # it would be written to twice
+        step.refuse_growth(writer)  # both graphs would write
     if {node.name for node in copy.graph.nodes} & {each.call.name for site in step.sites for each in site.all}:
         step.refuse_growth(wanted[0])
     copy.recompile()
@@ -88,7 +91,7 @@ def _check_reads_no_cache(step: StepContext, wanted: list[fx.Node], needed: set[
     pasts = {past.name for site in step.call.sites for past in (site.past_key, site.past_value) if past is not None}
     if needed.isdisjoint(pasts):
         return
-    first = next(node for node in wanted if not pasts.isdisjoint(each.name for each in walk.ancestors(node)))
+    first = next(node for node in wanted if not pasts.isdisjoint(ancestor.name for ancestor in walk.ancestors(node)))
     raise UnsupportedGraph(
         f"{walk.source_line(first)}: {walk.name_of(first)!r} has an entry for every token seen and is computed "
         "from the cache, as attention weights are, and slots do not hold every token: leave output_attentions out, or "

@@ -1,9 +1,9 @@
-"""Positions by rank: queries stand behind the held tokens, and the keys' rotary embedding waits until they are read.
+"""Replace positions by ranks: queries follow the cached tokens, and keys get their rotary embedding when they are read.
 
     before   angles = cos(position * inv_freq)            after    ranks = rank_of_first + arange(q)
              query, key = rotate(query, angles), ...                 angles = cos(ranks * inv_freq)
 
-Every layer's rotary embedding is cut out first, as a function of a rank, for the pass that attends.
+First, every layer's rotary embedding is cut out as a function of a rank, for the pass that attends.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ BOTH_WAYS = "a mask reads the positions through the same operation as the rotary
 
 
 def rotate_at_read(step: StepContext) -> Record:
-    """Let positions be ranks.
+    """Replace positions by ranks, and record keys before their rotation.
 
     Raises:
-        UnsupportedGraph: a layer has no rotary embedding, or none whose positions can be replaced.
+        UnsupportedGraph: a layer has no rotary embedding, or its positions cannot be replaced.
     """
     if not step.ranked:
         return Record(left={"keys": "they are stored as they are attended to"})
@@ -51,21 +51,23 @@ def rotate_at_read(step: StepContext) -> Record:
     positions = list(dict.fromkeys(p for layer, rotary in enumerate(found) for p in _positions(step, layer, rotary)))
     first = _rank_of_first(step)
     for position in positions:
-        _rank(step, position, first)
+        _replace_by_ranks(step, position, first)
     return Record([position.name for position in positions])
 
 
 def _rotary(step: StepContext, layer: int) -> Rotary:
     rotary = find_rotary(step.gm, step.sites[layer])
     if rotary is None:
-        raise UnsupportedGraph(f"{step.line(layer)}: the keys had a rotary embedding in the prompt and have none here")
+        raise UnsupportedGraph(
+            f"{step.line(layer)}: the keys have a rotary embedding in the prompt, but not in this step"
+        )
     if not rotates_each_token_alone(rotary, step.sites[layer]):
         _refuse(step, layer, KEY_ROTATED_BY_OTHERS)
     return rotary
 
 
 def _positions(step: StepContext, layer: int, rotary: Rotary) -> list[fx.Node]:
-    """What the layer's key and query are rotated by."""
+    """Return the positions that rotate the layer's key and query."""
     found = positions_of(rotary, step.sites[layer])
     if not found:
         _refuse(step, layer, QUERY_ROTATED_BY_OTHERS)
@@ -77,33 +79,33 @@ def _refuse(step: StepContext, layer: int, why: str) -> NoReturn:
 
 
 def _rank_of_first(step: StepContext) -> fx.Node:
-    """int64 [B]: the rank of the first new token; read before the first layer's step, which writes there."""
+    """Return the node int64 [B] of the first new token's rank, computed before the first layer's step writes."""
     decodes = step.decodes
 
     def function(position: Tensor, free: Tensor) -> list[Tensor]:
         live = position[:, 0] >= 0
-        gone = live.gather(-1, free[:, :1])[:, 0].long()  # the token that will be overwritten
-        return [live.sum(-1) - gone if decodes else live.sum(-1)]
+        overwritten = live.gather(-1, free[:, :1])[:, 0].long()  # 1 if the new token overwrites a token
+        return [live.sum(-1) - overwritten if decodes else live.sum(-1)]
 
-    held = [step.slot(0, "position"), step.slot(0, "free")]
-    first = step.compute(function, held, step.length.next, "kvpass_first_rank")[0]
-    first.meta["example_value"] = step.of_shape((step.batch,), torch.int64)
-    return first
+    metadata = [step.slot(0, "position"), step.slot(0, "free")]
+    rank = step.compute(function, metadata, step.length.next, "kvpass_first_rank")[0]
+    rank.meta["example_value"] = step.of_shape((step.batch,), torch.int64)
+    return rank
 
 
-def _rank(step: StepContext, position: fx.Node, first: fx.Node) -> None:
-    """Put ranks, live slots + 0, 1, ..., in the place of positions, for what rotates queries and keys."""
+def _replace_by_ranks(step: StepContext, position: fx.Node, first: fx.Node) -> None:
+    """Replace positions by ranks, live slots + 0, 1, ..., for the nodes that rotate queries and keys."""
     shape, rows, queries, dtype = step.shape(position), step.batch, step.queries, value(position).dtype
-    given = unreshaped(position)
-    if given in step.holders:
-        step.given_positions.append(step.holders.index(given))
-    fits = [d for d, size in enumerate(shape) if shapes.expr(size) == shapes.expr(queries) and (d or len(shape) == 1)]
-    along = fits[-1] if fits else len(shape) - 1
+    origin = unreshaped(position)
+    if origin in step.placeholders:
+        step.replaced_positions.append(step.placeholders.index(origin))
+    dims = [d for d, size in enumerate(shape) if shapes.expr(size) == shapes.expr(queries) and (d or len(shape) == 1)]
+    along = dims[-1] if dims else len(shape) - 1
     padded = bool(step.padding_inputs.sites[0])
-    if rows > 1 and padded and not _tells_rows_apart(step, position):
+    if rows > 1 and padded and not _may_differ_by_row(step, position):
         _refuse(step, 0, ROWS_SHARE_POSITIONS)
-    users = _users_but_masks(step, position)
-    valid = [step.inputs.valid(0)] if padded and not step.decodes else []  # only real tokens count
+    users = _rotating_users(step, position)
+    valid = [step.inputs.valid(0)] if padded and not step.decodes else []  # padding has no rank of its own
 
     def function(first: Tensor, *valid: Tensor) -> list[Tensor]:
         steps = [(new.cumsum(-1) - 1).clamp(min=0) for new in valid] or [torch.arange(queries, device=first.device)]
@@ -121,14 +123,14 @@ def _rank(step: StepContext, position: fx.Node, first: fx.Node) -> None:
         user.replace_input_with(position, ranks)
 
 
-def _tells_rows_apart(step: StepContext, position: fx.Node) -> bool:
-    """Whether positions have, or could have, a dimension for the rows of what they rotate."""
+def _may_differ_by_row(step: StepContext, position: fx.Node) -> bool:
+    """Return whether positions have, or may have, a dimension for the rows of what they rotate."""
     rotated = [node for site in step.sites for each in site.all for node in (each.query, each.key)]
     return value(position).ndim > 1 and all(rows_come_first(position, node) for node in rotated)
 
 
-def _users_but_masks(step: StepContext, position: fx.Node) -> list[fx.Node]:
-    """What reads positions to rotate queries and keys with; a mask compares them with places, which stay."""
+def _rotating_users(step: StepContext, position: fx.Node) -> list[fx.Node]:
+    """Return the nodes that read positions to rotate queries and keys; masks still compare positions with indices."""
     sites = [each for site in step.sites for each in site.all]
     calls = {site.call for site in sites}
     masks = {node for site in sites if site.mask for node in walk.ancestors(site.mask, calls)}

@@ -1,5 +1,4 @@
-"""Nothing grows any more: what is dead goes, and the sizes that are left become numbers, or arithmetic on the few
-numbers among the arguments that stay open.
+"""Replace the remaining sizes by numbers or by arithmetic on dynamic sizes, and refuse sizes that grow.
 
 before   rows = ids.size(0)                           after    h = view(x, (2, 1, 64))
          h = view(x, (rows, q, 64))
@@ -19,10 +18,10 @@ from kvpass.torch_private import fx_nodes
 
 
 def settle_sizes(step: StepContext) -> Record:
-    """Leave no size that follows the cache.
+    """Remove dead code, and leave no size that follows the cache.
 
     Raises:
-        UnsupportedGraph: something still depends on the length of the cache.
+        UnsupportedGraph: a node still depends on the length of the cache.
     """
     for node in [node for node in step.graph.nodes if fx_nodes.is_log_only(node)]:
         step.graph.erase_node(node)
@@ -32,18 +31,18 @@ def settle_sizes(step: StepContext) -> Record:
         if step.sizes.grows(node):
             step.refuse_growth(_reader(node))
         if not step.sizes.settled(node):
-            _settle(node, step.open.of(step.sizes.fixed(node)))
+            _settle(node, step.size_nodes.of(step.sizes.fixed(node)))
     alias.eliminate_dead(step.graph)
-    for holder in step.holders:
-        if not holder.users and not step.open.has(holder):
-            step.graph.erase_node(holder)
-        elif step.sizes.grown(value(holder)):
-            step.refuse_growth(next(iter(holder.users)))
+    for argument in step.placeholders:
+        if not argument.users and not step.size_nodes.has(argument):
+            step.graph.erase_node(argument)
+        elif step.sizes.grown(value(argument)):
+            step.refuse_growth(next(iter(argument.users)))
     return Record([node.name for node in settled])
 
 
 def _reader(size: fx.Node) -> fx.Node:
-    """The first operation on tensors that a size, or what is computed from it, goes into."""
+    """Return the first operation on tensors that reads a size, or a size computed from it."""
     sizes: set[fx.Node] = {size}
     readers: list[fx.Node] = []
     for node in size.graph.nodes:
@@ -53,7 +52,7 @@ def _reader(size: fx.Node) -> fx.Node:
 
 
 def _settle(size: fx.Node, number: Any) -> None:
-    """Put a number, or the node of an open size, in place of a size, wherever it is read."""
+    """Replace a size, wherever it is read, by a number or by the node of a dynamic size."""
     for user in [user for user in size.users if number is not size]:
         user.args, user.kwargs = _with_number(user.args, size, number), _with_number(user.kwargs, size, number)
 

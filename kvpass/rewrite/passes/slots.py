@@ -1,4 +1,4 @@
-"""Slots come in: new inputs for every layer's slots and for the policy's weights, and the counter of tokens.
+"""Add inputs for every layer's slots and for the policy's weights, and the counter of tokens.
 
 before   def step(ids, past_k, past_v): ...
 after    def step(slots_0_key, ..., slots_0_length, ..., weight_0, ids, past_k, past_v):
@@ -21,25 +21,25 @@ from kvpass.torch_private import dynamo
 
 
 def take_slots(step: StepContext) -> Record:
-    """Add the inputs; the graph does not use them yet."""
-    first = step.holders[0]
+    """Add the inputs, which no node reads yet."""
+    first = step.placeholders[0]
     for layer, slots in enumerate(step.slots):
         names = [f"slots_{layer}_{name}" for name in slots.names]
-        step.slot_inputs.append(_inputs(step, names, _described(step, layer), first))
+        step.slot_inputs.append(_inputs(step, names, _examples(step, layer), first))
     policy = step.layouts[0].policy
     step.weights = [] if policy.aligns == "never" else [tensor.to(step.device) for tensor in policy.weights()]
     step.weight_inputs = _inputs(step, [f"kvpass_weight_{i}" for i in range(len(step.weights))], step.weights, first)
     step.length = _length(step)
-    return Record([node.name for node in step.our_inputs])
+    return Record([node.name for node in step.new_inputs])
 
 
-def _described(step: StepContext, layer: int) -> list[Tensor]:
+def _examples(step: StepContext, layer: int) -> list[Tensor]:
     tensors = step.slots[layer].tensors()
-    return [_of_any_size(step, layer, tensor) for tensor in tensors] if step.sizes.open else tensors
+    return [_with_dynamic_sizes(step, layer, tensor) for tensor in tensors] if step.sizes.open else tensors
 
 
-def _of_any_size(step: StepContext, layer: int, tensor: Tensor) -> Tensor:
-    """What describes one of the slots' tensors, [B, ...] or [B, ., C, ...]; itself where neither is an open size."""
+def _with_dynamic_sizes(step: StepContext, layer: int, tensor: Tensor) -> Tensor:
+    """Return an example of a slot tensor [B, ...] or [B, ., C, ...], where B and C may be dynamic."""
     capacity = step.capacities[layer]
     shape = [step.batch, *tensor.shape[1:]]
     if not isinstance(capacity, int) and len(shape) > 2 and shape[2] == step.slots[layer].capacity:
@@ -47,7 +47,7 @@ def _of_any_size(step: StepContext, layer: int, tensor: Tensor) -> Tensor:
     if all(isinstance(size, int) for size in shape):
         return tensor
     if not tensor.is_contiguous():
-        raise UnsupportedGraph("slots that are not contiguous serve one number of rows and one capacity")
+        raise UnsupportedGraph("slots that are not contiguous serve only one number of rows and one capacity")
     return step.of_shape(tuple(shape), tensor.dtype)
 
 
@@ -56,13 +56,13 @@ def _inputs(step: StepContext, names: list[str], tensors: list[Tensor], before: 
         nodes = [step.graph.placeholder(name) for name in names]
     for node, tensor in zip(nodes, tensors, strict=True):
         dynamo.as_new_input(node, tensor, in_place=True)
-    step.our_inputs.update(nodes)
+    step.new_inputs.update(nodes)
     return nodes
 
 
 def _length(step: StepContext) -> fx.Node:
-    """A copy of the first layer's counter, which moves on with that layer's step."""
-    with step.graph.inserting_after(step.holders[-1]):
+    """Return a copy of the first layer's counter, because that layer's step increases the counter."""
+    with step.graph.inserting_after(step.placeholders[-1]):
         counter = step.graph.call_function(operator.getitem, (step.slot(0, "length"), 0))
     with step.graph.inserting_after(counter):
         length = step.graph.call_method("clone", (counter,))

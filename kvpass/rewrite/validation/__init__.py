@@ -1,12 +1,14 @@
-"""Translation validation: rewritten graphs are held against the model's own before anything runs on them.
+"""Validate translations: compare rewritten graphs with the model's own graph before anything runs on them.
 
-    steps, prompts     what is run, on what, and what is compared beside attention
-    lockstep           graphs that go on with the model's own attention
-    walk               interprets a graph
-    expected           attention in double precision, and its rounding error
-    conversation       made-up arguments of a step; slots: the slots that hold its tokens
-    constants          the numbers of tokens at which a graph may begin to do something else
-    kinds              which layers are like an earlier one
+    steps, prompts     choose the calls, run the graphs, and compare all but attention
+    lockstep           run graphs that continue with the model's own attention
+    interpreter        interpret a graph
+    expected           compute attention in double precision, and its rounding error
+    conversation       make up arguments of a step
+    slots              make up the slots that hold the tokens of a conversation
+    constants          find the numbers of tokens at which a graph may change its behaviour
+    kinds              find the layers that equal an earlier one
 
-What is proven about a graph (`kvpass.capture`) holds for all arguments; this holds for some, but assumes nothing.
+Proofs about a graph (`kvpass.capture`) hold for all arguments.  Validation holds for some arguments, but assumes
+nothing about the graph.
 """

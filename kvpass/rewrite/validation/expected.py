@@ -1,9 +1,9 @@
-"""What an attention call gives in double precision, and how far the rounding of its dtypes may take it from there.
+"""Compute an attention call in double precision, and bound the rounding error of its dtypes.
 
-Logits are products of rounded numbers, summed and rounded again: each is off by some units in the last place of the
-product of the norms, and of the logit itself.  A softmax turns an error of a logit into a share of the probability,
-and probabilities and the result are rounded once more.  So the tolerance follows from the dtypes of one call and from
-the numbers that are attended to, however many layers there are.
+Logits are products of rounded numbers, which are summed and rounded again.  The error of a logit is some units in the
+last place of the product of the norms and of the logit itself.  A softmax turns the error of a logit into a share of
+the probability, and probabilities and the result are rounded once more.  The tolerance therefore follows from the
+dtypes and operands of one call, for any number of layers.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import Tensor
 from kvpass.fx.precision import HIDDEN, accumulate_dtype
 
 SAFETY = 4.0
-"""How many times the estimated rounding error is allowed."""
+"""The allowed multiple of the estimated rounding error."""
 SAME = 16.0
-"""Units in the last place by which values may differ, as a whole, that are computed alike from equal values."""
+"""The allowed difference, in units in the last place, between the same computations of equal values."""
 TENSOR_CORES = 2.0**-11
-"""The precision of products in float32 on a GPU, which may be computed in TF32."""
+"""The precision of float32 products on a GPU, which may use TF32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,12 +31,12 @@ class Expected:
 
     Attributes:
         output: float64 [B, Hq, q, Dv].
-        error: float64 [B, Hq, q], the root mean square over Dv that is allowed.
-        lse, lse_error: float64 [B, Hq, q], the log-sum-exp without the sink.
-        some: bool [B, Hq, q], whether the query sees a key.
+        error: float64 [B, Hq, q], the allowed root mean square over Dv.
+        lse, lse_error: float64 [B, Hq, q], the log-sum-exp without the sink, and its allowed error.
+        sees: bool [B, Hq, q], whether the query sees a key.
         hidden: bool [B, Hq, q], whether finite logits hide every key, so that the query attends to hidden keys.
         zero: bool [B, Hq, q], whether no key has a finite logit and the answer is zero.
-        bias: float64 [B or 1, Hq or 1, q or 1, N], what the mask adds, -inf where it hides a key; None for nothing.
+        bias: float64 [B or 1, Hq or 1, q or 1, N], the mask's addend, -inf for a hidden key; None for no mask.
         bias_eps: a unit in the last place of the mask's own dtype.
         keys: N.
     """
@@ -45,7 +45,7 @@ class Expected:
     error: Tensor
     lse: Tensor
     lse_error: Tensor
-    some: Tensor
+    sees: Tensor
     hidden: Tensor
     zero: Tensor
     bias: Tensor | None
@@ -53,51 +53,53 @@ class Expected:
     keys: int
 
     def excess(self, output: Tensor, only: Tensor | None = None) -> float:
-        """By how much an output [B, Hq, q, Dv] exceeds the allowed error, as a multiple; of `only` these queries.
+        """Return the largest error of an output [B, Hq, q, Dv] as a multiple of the allowed one.
 
-        A query whose answer is NaN, as a softmax over nothing gives it, is not compared.
+        Only queries in `only` are compared, and none whose answer is NaN, as from a softmax over nothing.
         """
-        apart = (output.double() - self.output).square().mean(-1).sqrt()
-        known = self.some | self.hidden | self.zero
-        return _largest(apart, self.error, known if only is None else known & only)
+        difference = (output.double() - self.output).square().mean(-1).sqrt()
+        comparable = self.sees | self.hidden | self.zero
+        return _largest_share(difference, self.error, comparable if only is None else comparable & only)
 
     def lse_excess(self, lse: Tensor, only: Tensor | None = None) -> float:
-        """The same of a log-sum-exp of the shape [B, Hq, q]; that of hidden keys alone must hide, too."""
-        apart = (lse.double() - self.lse).abs()
-        hides = self.hidden if only is None else self.hidden & only
-        if bool((hides & ~(lse <= HIDDEN / 2)).any()):
+        """Return the same for a log-sum-exp [B, Hq, q]; infinity if that of hidden keys alone does not hide them."""
+        difference = (lse.double() - self.lse).abs()
+        must_hide = self.hidden if only is None else self.hidden & only
+        if bool((must_hide & ~(lse <= HIDDEN / 2)).any()):
             return math.inf
-        return _largest(apart, self.lse_error, self.some if only is None else self.some & only)
+        return _largest_share(difference, self.lse_error, self.sees if only is None else self.sees & only)
 
     def hides_new_keys(self) -> bool:
-        """Whether a query does not see its own key, so that it may see none; the last q keys are the queries' own."""
-        queries = self.some.shape[2]
+        """Return whether a query does not see its own key, one of the last q, so that it may see none."""
+        queries = self.sees.shape[2]
         if self.bias is None or self.bias.shape[-1] < queries:
-            return not bool(self.some.all())
+            return not bool(self.sees.all())
         own = self.bias[..., -queries:]
         own = own.expand(*own.shape[:2], queries, queries).diagonal(dim1=-2, dim2=-1)
         return bool((own <= HIDDEN).any())
 
-    def sees(self, mask: Tensor, bias: Tensor | None, columns: Tensor) -> bool:
-        """Whether a mask [B, ., ., q, N] and a bias on slots are those on the keys, for queries that see any.
+    def matches_mask(self, mask: Tensor, bias: Tensor | None, columns: Tensor) -> bool:
+        """Return whether a mask [B, ., ., q, N] and a bias on slots equal those on the keys.
+
+        Queries that see no key are not compared.
 
         Args:
-            columns: int64 [B, H', N], the number of the slot's key among those here; -1 for a free slot.
+            columns: int64 [B, H', N], the index of each slot's key among the keys here; -1 for a free slot.
         """
-        ours = torch.zeros((), dtype=torch.float64, device=mask.device) if bias is None else bias.double()
-        ours = torch.where(mask, ours, -torch.inf)
+        on_slots = torch.zeros((), dtype=torch.float64, device=mask.device) if bias is None else bias.double()
+        on_slots = torch.where(mask, on_slots, -torch.inf)
         rows, heads, queries, _ = self.output.shape
-        ours = _by_query_head(ours, heads).expand(rows, heads, queries, -1)
+        on_slots = _by_query_head(on_slots, heads).expand(rows, heads, queries, -1)
         groups = heads // columns.shape[1]
         chosen = columns.repeat_interleave(groups, 1)[:, :, None].expand(-1, -1, queries, -1)
-        theirs = self._on_all(rows, heads, queries).gather(-1, chosen.clamp(min=0)).masked_fill(chosen < 0, -torch.inf)
-        some = self.some[..., None]
-        hidden = theirs <= HIDDEN
-        if bool((((ours <= HIDDEN) != hidden) & some).any()):
+        on_keys = self._on_all(rows, heads, queries).gather(-1, chosen.clamp(min=0)).masked_fill(chosen < 0, -torch.inf)
+        sees = self.sees[..., None]
+        hidden = on_keys <= HIDDEN
+        if bool((((on_slots <= HIDDEN) != hidden) & sees).any()):
             return False
         eps = 0.0 if bias is None else _eps(bias)
-        close = (ours - theirs).abs() <= SAME * max(eps, self.bias_eps) * theirs.abs()
-        return bool((close | hidden | ~some).all())
+        close = (on_slots - on_keys).abs() <= SAME * max(eps, self.bias_eps) * on_keys.abs()
+        return bool((close | hidden | ~sees).all())
 
     def _on_all(self, rows: int, heads: int, queries: int) -> Tensor:
         if self.bias is None:
@@ -105,13 +107,13 @@ class Expected:
         return self.bias.expand(rows, heads, queries, -1)
 
 
-def _largest(apart: Tensor, allowed: Tensor, only: Tensor) -> float:
-    share = torch.where(only, apart / allowed, 0.0)
-    return math.inf if bool(share.isnan().any()) else float(share.max()) if share.numel() else 0.0
+def _largest_share(difference: Tensor, allowed: Tensor, only: Tensor) -> float:
+    shares = torch.where(only, difference / allowed, 0.0)
+    return math.inf if bool(shares.isnan().any()) else float(shares.max()) if shares.numel() else 0.0
 
 
 def _by_query_head(mask: Tensor, heads: int) -> Tensor:
-    """[B, H or 1, G or 1, q, N] as [B, Hq or 1, q, N]."""
+    """Reshape a mask [B, H or 1, G or 1, q, N] to [B, Hq or 1, q, N]."""
     if mask.ndim == 4 or mask.shape[1] * mask.shape[2] in (1, heads):
         return mask if mask.ndim == 4 else mask.flatten(1, 2)
     if mask.shape[2] == 1:
@@ -120,28 +122,29 @@ def _by_query_head(mask: Tensor, heads: int) -> Tensor:
 
 
 def expected(call: dict[str, Any], columns: Tensor | None = None, queries: Tensor | None = None) -> Expected:
-    """The exact result of a call of `kvpass.capture.canonical.attention`, or of its log-sum-exp.
+    """Compute the exact result of a call of `kvpass.capture.canonical.attention`, or of its log-sum-exp.
 
     Args:
         call: the operator's arguments by name; without a value there is no output.
         columns: the keys that are attended to, all by default.
-        queries: the queries that are looked at, all by default.
+        queries: the queries that are compared, all by default.
     """
     query, key, value = call["query"], call["key"], call.get("value")
     value = key if value is None else value
     bias = _bias(call, query.shape[2], key.shape[2])
     if columns is not None:
-        key, value, bias = key[:, :, columns], value[:, :, columns], _taken(bias, -1, columns)
+        key, value, bias = key[:, :, columns], value[:, :, columns], _selected(bias, -1, columns)
     if queries is not None:
-        query, bias = query[:, :, queries], _taken(bias, -2, queries)
+        query, bias = query[:, :, queries], _selected(bias, -2, queries)
     logits, error = _logits(call, query, _for_heads(key, query))
-    added = _with_bias(call, logits, error, bias)
-    seen = torch.ones_like(logits[..., :1]) if bias is None else bias > HIDDEN / 2  # a bias may be added to what hides
-    some = seen.any(-1).expand(logits.shape[:-1])
-    if not bool(some.all()):
-        blind = _hidden_alone(call, logits, error, bias)
-        added = (torch.where(some[..., None], added[0], blind[0]), torch.where(some[..., None], added[1], blind[1]))
-    return _attended(call, *added, some, _for_heads(value, query), bias, queries)
+    biased = _with_bias(call, logits, error, bias)
+    # A hiding number may have a bias added to it, so half of it hides as well.
+    visible = torch.ones_like(logits[..., :1]) if bias is None else bias > HIDDEN / 2
+    sees = visible.any(-1).expand(logits.shape[:-1])
+    if not bool(sees.all()):
+        blind = _hidden_bias(call, logits, error, bias)
+        biased = (torch.where(sees[..., None], biased[0], blind[0]), torch.where(sees[..., None], biased[1], blind[1]))
+    return _attended(call, *biased, sees, _for_heads(value, query), bias, queries)
 
 
 def as_computed(call: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
@@ -153,53 +156,56 @@ def as_computed(call: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _for_heads(rows: Tensor, query: Tensor) -> Tensor:
-    """Rows once for each query head; a row without numbers counts for nothing, as a key that is hidden does."""
+    """Repeat rows for each query head, in float64; numbers that are not finite become zero, as for a hidden key."""
     return rows.double().nan_to_num(0.0, 0.0, 0.0).repeat_interleave(query.shape[1] // rows.shape[1], 1)
 
 
-def _taken(bias: Tensor | None, dim: int, chosen: Tensor) -> Tensor | None:
+def _selected(bias: Tensor | None, dim: int, chosen: Tensor) -> Tensor | None:
     if bias is None or bias.shape[dim] == 1:
         return bias
     return bias.index_select(dim, chosen.to(bias.device))
 
 
 def _bias(call: dict[str, Any], queries: int, keys: int) -> Tensor | None:
-    """What mask and causality add to the logits, -inf for a key that a boolean one hides, or None."""
-    mask, made = call["mask"], None
+    """Return the addend of mask and causality, -inf for a key that a boolean mask hides, or None."""
+    mask, bias = call["mask"], None
     if mask is not None:
         mask = mask.reshape(*[1] * (4 - mask.ndim), *mask.shape)
-        made = mask.double() if mask.dtype != torch.bool else torch.zeros(mask.shape, device=mask.device).double()
-        made = made.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else made
+        bias = mask.double() if mask.dtype != torch.bool else torch.zeros(mask.shape, device=mask.device).double()
+        bias = bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias
     if call.get("causal"):
         ahead = torch.ones(queries, keys, dtype=torch.bool, device=call["query"].device).triu(1)
-        made = torch.zeros(1, 1, queries, keys, device=ahead.device).double().masked_fill(ahead, -torch.inf)
-    return made
+        bias = torch.zeros(1, 1, queries, keys, device=ahead.device).double().masked_fill(ahead, -torch.inf)
+    return bias
 
 
 def _logits(call: dict[str, Any], query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """The logits [B, Hq, q, N] without a mask, and how far each may be off."""
-    given, products = _eps(query), _eps(query, call.get("scores"), call.get("weights"))
-    accumulated = _accumulated(query)
+    """Return the logits [B, Hq, q, N] without a mask, and the allowed error of each."""
+    operand_eps, product_eps = _eps(query), _eps(query, call.get("scores"), call.get("weights"))
+    sum_eps = _sum_eps(query)
     logits = query.double() @ key.transpose(-1, -2) * call["scale"]
     norms = query.double().norm(dim=-1)[..., None] * key.norm(dim=-1)[..., None, :] * abs(call["scale"])
-    error = norms * (given / math.sqrt(query.shape[-1]) + accumulated) + products * logits.abs()
+    error = norms * (operand_eps / math.sqrt(query.shape[-1]) + sum_eps) + product_eps * logits.abs()
     if call.get("cap") is not None:
         logits = torch.tanh(logits / call["cap"]) * call["cap"]
-        error = error + products * logits.abs()
+        error = error + product_eps * logits.abs()
     return logits, SAFETY * error
 
 
 def _with_bias(call: dict[str, Any], logits: Tensor, error: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Logits with what the mask adds, and how far each may be off."""
+    """Add the mask's bias to logits, and its rounding to their error."""
     if bias is None:
         return logits, error
-    products = _eps(call["query"], call.get("scores"), call.get("weights"))
+    product_eps = _eps(call["query"], call.get("scores"), call.get("weights"))
     logits = logits + bias
-    return logits, error + SAFETY * torch.where(bias == -torch.inf, 0.0, products * logits.abs())
+    return logits, error + SAFETY * torch.where(bias == -torch.inf, 0.0, product_eps * logits.abs())
 
 
-def _hidden_alone(call: dict[str, Any], logits: Tensor, error: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The same of queries that see no key: the rounding of a low number decides what is left of a logit beside it."""
+def _hidden_bias(call: dict[str, Any], logits: Tensor, error: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return logits and errors of queries that see no key.
+
+    A hiding number is so low that rounding decides what remains of the logit that it is added to.
+    """
     hidden, mask = call.get("hidden"), call["mask"]
     boolean = mask is not None and mask.dtype == torch.bool
     if bias is None or (boolean and hidden is None):
@@ -207,73 +213,75 @@ def _hidden_alone(call: dict[str, Any], logits: Tensor, error: Tensor, bias: Ten
     if boolean and hidden is not None:
         return torch.where(bias == -torch.inf, hidden, logits), torch.where(bias == -torch.inf, 0.0, error)
     dtype = call.get("weights") or accumulate_dtype(call["query"].dtype)
-    low, made, high = ((logits + by * error + bias).to(dtype).double() for by in (-1, 0, 1))
-    apart = torch.maximum(high - made, made - low).nan_to_num(0.0)
+    low, rounded, high = ((logits + sign * error + bias).to(dtype).double() for sign in (-1, 0, 1))
+    change = torch.maximum(high - rounded, rounded - low).nan_to_num(0.0)
     absorbed = (low == bias) & (high == bias)
-    return made, apart + torch.where(absorbed | (made == -torch.inf), 0.0, 2 * torch.finfo(dtype).eps * made.abs())
+    return rounded, change + torch.where(
+        absorbed | (rounded == -torch.inf), 0.0, 2 * torch.finfo(dtype).eps * rounded.abs()
+    )
 
 
 def _attended(
     call: dict[str, Any],
     logits: Tensor,
     error: Tensor,
-    some: Tensor,
+    sees: Tensor,
     value: Tensor,
     bias: Tensor | None,
     queries: Tensor | None,
 ) -> Expected:
-    sink, nothing = call.get("sink_logit"), (logits == -torch.inf).all(-1)
-    logits = torch.where(nothing[..., None], 0.0, logits)
+    sink, no_key = call.get("sink_logit"), (logits == -torch.inf).all(-1)
+    logits = torch.where(no_key[..., None], 0.0, logits)
     lse = logits.logsumexp(-1)
-    whole = logits
+    with_sink = logits
     if sink is not None:
         sink = sink if queries is None or sink.shape[2] == 1 else sink[:, :, queries]
-        whole = torch.cat([logits, sink.double().expand(*logits.shape[:3], 1)], -1)
-    probs = whole.softmax(-1)[..., : logits.shape[-1]].masked_fill(nothing[..., None], 0.0)
+        with_sink = torch.cat([logits, sink.double().expand(*logits.shape[:3], 1)], -1)
+    probs = with_sink.softmax(-1)[..., : logits.shape[-1]].masked_fill(no_key[..., None], 0.0)
     output = probs @ value
-    doubt = (2 * error.clamp(max=10)).expm1()
+    relative_error = (2 * error.clamp(max=10)).expm1()
     squares = value.square().sum(-1)  # [B, Hq, N]
-    apart = squares[..., None, :] - 2 * output @ value.transpose(-1, -2) + output.square().sum(-1)[..., None]
+    distance_squared = squares[..., None, :] - 2 * output @ value.transpose(-1, -2) + output.square().sum(-1)[..., None]
     # The rounding of a sum of N terms grows as that of a random walk.
-    summed = _accumulated(call["query"]) * math.sqrt(value.shape[2])
-    own = _eps(call["query"], call.get("weights"), call.get("output")) + summed
-    rounding = SAFETY * own * (probs * squares.sqrt()[..., None, :]).sum(-1)
-    sink_doubt = 0 if sink is None else (1 - probs.sum(-1)) * output.norm(dim=-1) * doubt.amax(-1)
-    allowed = (probs * doubt * apart.clamp(min=0).sqrt()).sum(-1) + rounding + sink_doubt
-    shares = logits.softmax(-1)
-    lse_error = (shares * doubt).sum(-1) + SAFETY * own * lse.abs()
+    sum_eps = _sum_eps(call["query"]) * math.sqrt(value.shape[2])
+    own_eps = _eps(call["query"], call.get("weights"), call.get("output")) + sum_eps
+    rounding = SAFETY * own_eps * (probs * squares.sqrt()[..., None, :]).sum(-1)
+    sink_error = 0 if sink is None else (1 - probs.sum(-1)) * output.norm(dim=-1) * relative_error.amax(-1)
+    allowed = (probs * relative_error * distance_squared.clamp(min=0).sqrt()).sum(-1) + rounding + sink_error
+    lse_probs = logits.softmax(-1)
+    lse_error = (lse_probs * relative_error).sum(-1) + SAFETY * own_eps * lse.abs()
     tiny = torch.finfo(torch.float64).tiny
     error = allowed / math.sqrt(value.shape[-1]) + tiny
     floating = call["mask"] is not None and call["mask"].is_floating_point()
     bias_eps = _eps(call["mask"]) if floating else 0.0
-    spelled = call.get("weights") is not None and sink is None  # its softmax over nothing is NaN
-    zero = torch.zeros_like(nothing) if spelled else nothing
-    return Expected(output, error, lse, lse_error + tiny, some, ~some & ~nothing, zero, bias, bias_eps, value.shape[2])
+    decomposed = call.get("weights") is not None and sink is None  # its softmax over nothing is NaN
+    zero = torch.zeros_like(no_key) if decomposed else no_key
+    return Expected(output, error, lse, lse_error + tiny, sees, ~sees & ~no_key, zero, bias, bias_eps, value.shape[2])
 
 
-def _accumulated(tensor: Tensor) -> float:
-    """A unit in the last place of the numbers in which sums over products of a dtype are kept."""
+def _sum_eps(tensor: Tensor) -> float:
+    """Return a unit in the last place of the numbers in which products of a dtype are summed."""
     return min(_eps(tensor), torch.finfo(torch.float32).eps)
 
 
 def _eps(tensor: Tensor, *dtypes: torch.dtype | None) -> float:
-    """A unit in the last place of the coarsest of some dtypes."""
+    """Return a unit in the last place of the coarsest of some dtypes."""
     eps = max(torch.finfo(dtype).eps for dtype in (tensor.dtype, *dtypes) if dtype is not None)
     return max(eps, TENSOR_CORES) if tensor.is_cuda and eps > torch.finfo(torch.float64).eps else eps
 
 
-def same(ours: Any, theirs: Any) -> bool:
-    """Whether two values are equal that are computed alike from equal values."""
-    if not isinstance(theirs, Tensor) or not isinstance(ours, Tensor):
-        return not isinstance(theirs, (bool, int, float)) or bool(ours == theirs)
-    if ours.shape != theirs.shape:
+def same(actual: Any, wanted: Any) -> bool:
+    """Return whether two values are equal up to rounding, given the same computation of equal values."""
+    if not isinstance(wanted, Tensor) or not isinstance(actual, Tensor):
+        return not isinstance(wanted, (bool, int, float)) or bool(actual == wanted)
+    if actual.shape != wanted.shape:
         return False
-    if not theirs.is_floating_point():
-        return torch.equal(ours.to(theirs.dtype), theirs)
-    if torch.equal(ours, theirs) or not theirs.numel():
+    if not wanted.is_floating_point():
+        return torch.equal(actual.to(wanted.dtype), wanted)
+    if torch.equal(actual, wanted) or not wanted.numel():
         return True
-    known = theirs.isfinite()
-    if not torch.equal(known, ours.isfinite()):
+    finite = wanted.isfinite()
+    if not torch.equal(finite, actual.isfinite()):
         return False
-    apart = (ours.double() - theirs.double())[known].norm()
-    return bool(apart <= SAME * _eps(theirs) * theirs[known].double().norm())
+    difference = (actual.double() - wanted.double())[finite].norm()
+    return bool(difference <= SAME * _eps(wanted) * wanted[finite].double().norm())

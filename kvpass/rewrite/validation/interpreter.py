@@ -1,4 +1,4 @@
-"""Interpreting a graph node by node, so that values can be compared, and exchanged, on the way."""
+"""Interpret a graph node by node, so that values can be compared, and replaced, on the way."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torch.fx.node import map_arg
 from kvpass.fx import walk
 
 Visit = Callable[["GraphRun", fx.Node, Any], Any]
-"""Takes a node and its value; returns the value that the graph goes on with."""
+"""Take a node and its value, and return the value with which the graph continues."""
 
 
 class DoesNotRun(Exception):
-    """A node of a graph fails; it is the graph's own failure, and not one of what looks on or of the memory's size."""
+    """A node of a graph fails by itself, not because of a visit or for lack of memory."""
 
 
 class GraphRun(fx.Interpreter):
-    """Runs a graph; an argument is made when the first node reads it, and dropped behind the last one.
+    """Run a graph; arguments are created when a node first reads them, and values are dropped after their last use.
 
     Attributes:
-        env: the values of nodes that are still read.
+        env: the values of nodes that later nodes read.
     """
 
     def __init__(
@@ -34,16 +34,17 @@ class GraphRun(fx.Interpreter):
         visits: Mapping[fx.Node, Visit],
         unread: Iterable[int] = (),
     ) -> None:
-        """
+        """Prepare a run.
+
         Args:
-            argument: makes the argument of a number, from 0.
-            visits: what to do at some of the nodes.
-            unread: outputs that nobody wants, which `run_to` gives as None.
+            argument: creates the argument of an index.
+            visits: functions that are called at some of the nodes.
+            unread: indices of outputs that `run_to` returns as None.
         """
         super().__init__(gm, garbage_collect_values=False)
         self._nodes = list(gm.graph.nodes)
         self._argument, self._visits = argument, visits
-        self._numbers = {node: number for number, node in enumerate(walk.placeholders(gm.graph))}
+        self._indices = {node: index for index, node in enumerate(walk.placeholders(gm.graph))}
         results = walk.results(gm.graph)
         self.results = [None if index in set(unread) else result for index, result in enumerate(results)]
         self._dropped = self._last_uses()
@@ -62,7 +63,7 @@ class GraphRun(fx.Interpreter):
         return dropped
 
     def run_to(self, last: fx.Node | None = None) -> list[Any]:
-        """Run up to a node, by default to the end; returns the results that are computed by then, else None.
+        """Run up to a node, by default to the end; return the results that exist by then, else None.
 
         Raises:
             DoesNotRun: a node fails.
@@ -72,8 +73,8 @@ class GraphRun(fx.Interpreter):
                 value = self._run(node)
                 visit = self._visits.get(node)
                 self.env[node] = value if visit is None else visit(self, node, value)
-            for done in self._dropped.get(node, ()):
-                self.env.pop(done, None)
+            for unused in self._dropped.get(node, ()):
+                self.env.pop(unused, None)
             if node is last:
                 break
         return [self._result(result, whole=last is None) for result in self.results]
@@ -88,9 +89,9 @@ class GraphRun(fx.Interpreter):
             raise DoesNotRun(f"{node.name!r} fails with {type(error).__name__}: {error}") from error
 
     def load(self, node: fx.Node) -> Any:
-        """The value of a node that was computed or is an argument."""
-        if node not in self.env and node in self._numbers:
-            self.env[node] = self._argument(self._numbers[node])
+        """Return the value of a computed node or an argument."""
+        if node not in self.env and node in self._indices:
+            self.env[node] = self._argument(self._indices[node])
         return self.env[node]
 
     def _result(self, result: Any, whole: bool) -> Any:
@@ -100,6 +101,6 @@ class GraphRun(fx.Interpreter):
 
 
 def copied(argument: Any) -> Any:
-    """A copy of a tensor that a graph may write to."""
+    """Return a copy of a tensor that a graph may write to."""
     written = isinstance(argument, Tensor) and not isinstance(argument, torch.nn.Parameter)
     return argument.clone() if written else argument

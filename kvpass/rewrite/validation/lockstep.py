@@ -1,9 +1,9 @@
-"""Graphs that go in lockstep: at every attention call their results are compared, and all go on with the model's own.
+"""Run graphs in lockstep: at each attention call compare their results, then continue all of them with the model's own.
 
-So a difference is seen where it arises, none grows on its way through the layers, and the tolerance follows from the
-dtypes of one attention call (`kvpass.rewrite.validation.expected`).  Between attention calls the graphs are the same
-operations on the same numbers: queries, new rows and outputs must be equal but for the last places, and no choice that
-a model makes of such numbers, as of an expert, or of a whole number to round to, can differ.
+So a difference shows at its layer, no difference grows on its way through the layers, and the tolerance follows from
+the dtypes of one attention call (`kvpass.rewrite.validation.expected`).  Between attention calls the graphs run the
+same operations on the same numbers, so queries, new rows and outputs must be equal up to the last places.  Choices that
+a model makes by such numbers, such as of an expert or by rounding to an integer, cannot differ.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Validation:
     """The result of a validation.
 
     Attributes:
-        seconds: how long it took.
-        skipped: why it was left out; None if the graphs were run and agree.
-        left_out: of what was made up beyond the first, what could not be compared, and why.
+        seconds: its duration.
+        skipped: the reason why nothing was compared; None if the graphs were run and agree.
+        left_out: the made-up calls after the first that could not be compared, each with the reason.
     """
 
     seconds: float
@@ -45,64 +45,63 @@ class Validation:
 
 
 class MadeUpCall(Protocol):
-    """A made-up call."""
+    """A made-up call; `label` describes it in a message."""
 
     @property
-    def said(self) -> str:
-        """The call in a message."""
-        ...
+    def label(self) -> str: ...
 
 
 Made = TypeVar("Made", bound=MadeUpCall)
 
 
 class Unfit(Exception):
-    """Nothing can be said of a made-up call: the model's own graph does not run on it, or it cannot be compared."""
+    """A made-up call proves nothing: the model's own graph does not run on it, or it cannot be compared."""
 
 
 @contextlib.contextmanager
-def own_failures(said: str) -> Iterator[None]:
-    """Errors of the validation's own code say nothing about the graphs.
+def as_unfit(label: str) -> Iterator[None]:
+    """Convert errors of the validation's own code, which say nothing about the graphs.
 
     Raises:
-        Unfit: from any error that is not of kvpass.
+        Unfit: any error that is not a KVPassError was raised inside.
     """
     try:
         yield
     except (KVPassError, Unfit):
         raise
     except Exception as error:
-        raise Unfit(not_made(said, error)) from error
+        raise Unfit(failed_comparison(label, error)) from error
 
 
 @contextlib.contextmanager
-def leaving_out(left: list[str], said: str) -> Iterator[None]:
-    """Note what cannot be compared in `left`, and go on."""
+def noting_unfit(skipped: list[str], label: str) -> Iterator[None]:
+    """Append a label of a call that cannot be compared to `left`, and continue."""
     try:
-        with own_failures(said):
+        with as_unfit(label):
             yield
     except Unfit as failure:
-        left.append(str(failure))
+        skipped.append(str(failure))
 
 
-def not_made(said: str, error: Exception) -> str:
-    """Why a comparison was not made, from an error of the validation's own code."""
-    return f"comparing {said} failed itself with {type(error).__name__}: {error}"
+def failed_comparison(label: str, error: Exception) -> str:
+    """Describe an error of the validation's own code as the reason why nothing was compared."""
+    return f"the comparison {label} failed with {type(error).__name__}: {error}"
 
 
 class Lockstep:
-    """Dynamo's graph and its canonical form on the same arguments; what they give is held against a third graph.
+    """Run Dynamo's graph and its canonical form on the same arguments, and compare a third graph with them.
 
     Attributes:
-        gm, canonical, sites: the two graphs, and the attention calls of the latter.
-        argument: makes the argument of a number.
+        gm, canonical, sites: the two graphs, and the attention calls of the canonical one.
+        argument: creates the argument of an index.
         new: q, the number of new tokens.
-        said: describes the arguments, for an error.
+        label: describes the arguments, for an error.
         last: the canonical call after which the graphs stop; None for the end.
-        queries: the queries of each call that are looked at, None for all; real: bool [B, q], which are no padding.
-        wanted: by the name of a canonical call its exact result.
-        inputs: by the name of a canonical node the value of a query, or of new rows.
-        blind: whether a query does not see its own key in some call, so that one may see none.
+        queries: the queries of each call that are compared, None for all.
+        real: bool [B, q], false for padding.
+        wanted: the exact result of each canonical call, by its name.
+        inputs: the values of queries and new rows, by the name of the canonical node.
+        blind: whether in some call a query does not see its own key, so that it may see none.
     """
 
     def __init__(
@@ -112,26 +111,26 @@ class Lockstep:
         sites: Sequence[AttentionSite],
         argument: Callable[[int], Any],
         new: int,
-        said: str,
+        label: str,
         last: fx.Node | None = None,
         queries: Tensor | None = None,
         real: Tensor | None = None,
     ) -> None:
-        self.gm, self.canonical, self.sites, self.argument, self.said = gm, canonical, sites, argument, said
+        self.gm, self.canonical, self.sites, self.argument, self.label = gm, canonical, sites, argument, label
         self.new, self.last, self.queries, self.real = new, last, queries, real
-        self._numbers = {node: number for number, node in enumerate(walk.placeholders(canonical.graph))}
+        self._indices = {node: index for index, node in enumerate(walk.placeholders(canonical.graph))}
         self.caches = [index for site in sites for index in (site.keys_out, site.values_out)]
         self.calls = [(i, each) for i, site in enumerate(sites) for each in site.all]
         self.wanted: dict[str, Expected] = {}
         self.inputs: dict[str, Tensor] = {}
         self.blind = False
-        self._theirs: dict[str, Tensor] = {}
+        self._model_values: dict[str, Tensor] = {}
         self._finite: dict[str, Tensor] = {}
 
     # -- Dynamo's graph ----------------------------------------------------------------------------------------------
 
     def run_model(self) -> list[Any]:
-        """Run Dynamo's graph; its results but for caches.
+        """Run Dynamo's graph and return its results except caches.
 
         Raises:
             Unfit: it does not run.
@@ -148,41 +147,40 @@ class Lockstep:
             last = None if self.last is None else named[_in_model(self.last)]
             return GraphRun(self.gm, self.argument, visits, self.caches).run_to(last)
         except DoesNotRun as error:
-            raise Unfit(f"the model's own graph does not run {self.said}: {error}") from error
+            raise Unfit(f"the model's own graph does not run {self.label}: {error}") from error
 
     def _keep_result(self, walk: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
         finite = result.isfinite()
-        self._theirs[node.name] = result if bool(finite.all()) else result.nan_to_num(0.0, 0.0, 0.0)
+        self._model_values[node.name] = result if bool(finite.all()) else result.nan_to_num(0.0, 0.0, 0.0)
         self._finite[node.name] = finite
-        return self._theirs[node.name].clone()
+        return self._model_values[node.name].clone()
 
     def _keep_new_rows(self, site: AttentionSite, past: fx.Node | None) -> Visit:
-        """Keep the new tokens of a grown cache, and check that the past comes before them."""
+        """Return a visit that keeps the new tokens of a grown cache, and checks that the past precedes them."""
 
         def visit(walk: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
             before = result.shape[2] - self.new
-            if past is not None and not torch.equal(result[:, :, :before], self.argument(self._numbers[past])):
+            if past is not None and not torch.equal(result[:, :, :before], self.argument(self._indices[past])):
                 self.refuse(site, NOT_APPENDED)
-            self._theirs[node.name] = result[:, :, before:].clone()
+            self._model_values[node.name] = result[:, :, before:].clone()
             return result
 
         return visit
 
-    def their(self, node: fx.Node) -> Tensor:
-        """The model's own value for a canonical call."""
-        return self._theirs[_in_model(node)]
+    def model_value(self, node: fx.Node) -> Tensor:
+        """Return the model's own value for a canonical call."""
+        return self._model_values[_in_model(node)]
 
     # -- the canonical graph -----------------------------------------------------------------------------------------
 
     def run_canonical(
         self, columns: Callable[[int], Tensor | None] = lambda _: None, rounding: Mapping[fx.Node, Visit] | None = None
     ) -> None:
-        """Run the canonical graph, and note for each call what it gives on some of the keys.
+        """Run the canonical graph, and record for each call its exact result on some of the keys.
 
         Args:
-            columns: the keys that the third graph attends to in a layer, None for all.
-            rounding: what is done to new rows, if the third graph attends to others than the model's; then nothing is
-                compared.
+            columns: returns the keys that the third graph attends to in a layer, None for all.
+            rounding: visits that round new rows if the third graph attends to rounded ones; then nothing is compared.
 
         Raises:
             UnsupportedGraph: it differs, or does not run where the model's own graph does.
@@ -208,8 +206,8 @@ class Lockstep:
 
     def _at_append(self, site: AttentionSite) -> Visit:
         def visit(walk: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
-            kept = self._theirs.get(_in_model(node))
-            if kept is not None and not same(result[:, :, result.shape[2] - self.new :], kept):
+            new_rows = self._model_values.get(_in_model(node))
+            if new_rows is not None and not same(result[:, :, result.shape[2] - self.new :], new_rows):
                 self.refuse(site, NOT_APPENDED)
             return result
 
@@ -217,37 +215,38 @@ class Lockstep:
 
     def _at_call(self, site: AttentionSite, columns: Tensor | None, compares: bool) -> Visit:
         def visit(walk: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
-            given = {name: walk.load(x) if isinstance(x, fx.Node) else x for name, x in arguments(node).items()}
-            theirs = self._shaped(site, self.their(node), result)
-            given = as_computed(given, theirs.dtype)
-            made = expected(given, None if compares else columns, self.queries)
+            call = {name: walk.load(x) if isinstance(x, fx.Node) else x for name, x in arguments(node).items()}
+            model_value = self._shaped(site, self.model_value(node), result)
+            call = as_computed(call, model_value.dtype)
+            exact = expected(call, None if compares else columns, self.queries)
             if compares:
-                self.blind = self.blind or made.hides_new_keys()
-                self.check(self._excess(node, made, theirs), site, "attention is not what the model is read to compute")
-            self.wanted[node.name] = made if columns is None or not compares else expected(given, columns, self.queries)
-            return theirs.clone()
+                self.blind = self.blind or exact.hides_new_keys()
+                self.check(self._excess(node, exact, model_value), site, "attention differs from the canonical form")
+            self.wanted[node.name] = exact if columns is None or not compares else expected(call, columns, self.queries)
+            return model_value.clone()
 
         return visit
 
     # -- the third graph ---------------------------------------------------------------------------------------------
 
-    def at_call(self, site: AttentionSite, call: fx.Node, what: str, padded: Tensor | None = None) -> Visit:
-        """Compare the third graph's result of a canonical call, and go on with the model's.
+    def at_call(self, site: AttentionSite, call: fx.Node, problem: str, padded: Tensor | None = None) -> Visit:
+        """Return a visit that compares the third graph's result of a canonical call, and continues with the model's.
 
         Args:
-            padded: bool [B], the rows with padding that the third graph does not hold.  There a query that sees no key
-                has an unknown answer, as the model attends to padding, too.
+            problem: what a difference means, for the error.
+            padded: bool [B], the rows with padding, which the third graph does not hold.  There a query that sees no
+                key has an unknown answer, because the model attends to padding as well.
         """
 
         def visit(walk: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
-            theirs = self._shaped(site, self.their(call), result)
-            self.check(self._excess(call, self.wanted[call.name], result, padded), site, what)
-            return theirs.clone()
+            model_value = self._shaped(site, self.model_value(call), result)
+            self.check(self._excess(call, self.wanted[call.name], result, padded), site, problem)
+            return model_value.clone()
 
         return visit
 
     def at_input(self, site: AttentionSite, canonical: fx.Node) -> Visit:
-        """Compare the third graph's value of a query, or of new rows."""
+        """Return a visit that compares the third graph's value of a query or of new rows."""
 
         def visit(walk: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
             if canonical.name in self.inputs and not same(result, self.inputs[canonical.name]):
@@ -256,17 +255,17 @@ class Lockstep:
 
         return visit
 
-    def compare_outputs(self, ours: Sequence[Any], theirs: Sequence[Any], left_out: Iterable[int]) -> None:
-        """Compare results, as far as both have them."""
+    def compare_outputs(self, actual: Sequence[Any], wanted: Sequence[Any], left_out: Iterable[int]) -> None:
+        """Compare results that both graphs have."""
         skipped = {*self.caches, *left_out}
-        for index, (our, their) in enumerate(zip(ours, theirs, strict=True)):
-            if index not in skipped and our is not None and their is not None and not same(our, their):
+        for index, (x, y) in enumerate(zip(actual, wanted, strict=True)):
+            if index not in skipped and x is not None and y is not None and not same(x, y):
                 self.refuse(self.sites[-1], f"output {index} has another value")
 
     # -- comparing ---------------------------------------------------------------------------------------------------
 
     def _excess(self, call: fx.Node, wanted: Expected, result: Tensor, padded: Tensor | None = None) -> float:
-        """By how much a result exceeds the rounding error; of real queries for which the model has numbers."""
+        """Return the error as a multiple of the allowed one, over real queries with finite results of the model."""
         finite = self._finite[_in_model(call)]
         compared = finite.reshape(*result.shape[:3], -1).all(-1)
         compared = compared if self.real is None else compared & self.real[:, None]
@@ -279,32 +278,32 @@ class Lockstep:
             return wanted.lse_excess(result, compared)
         return wanted.excess(result, compared) if result.shape == wanted.output.shape else float("inf")
 
-    def _shaped(self, site: AttentionSite, theirs: Tensor, result: Tensor) -> Tensor:
-        """The model's own value in the shape of a result, which must have as many numbers."""
-        if theirs.numel() != result.numel():
-            self.refuse(site, f"attention has the shape {tuple(result.shape)} instead of {tuple(theirs.shape)}")
-        return theirs.reshape(result.shape)
+    def _shaped(self, site: AttentionSite, model_value: Tensor, result: Tensor) -> Tensor:
+        """Return the model's own value in the shape of a result, which must have as many elements."""
+        if model_value.numel() != result.numel():
+            self.refuse(site, f"attention has the shape {tuple(result.shape)} instead of {tuple(model_value.shape)}")
+        return model_value.reshape(result.shape)
 
-    def check(self, excess: float, site: AttentionSite, what: str) -> None:
-        """Refuse a difference above the rounding error."""
+    def check(self, excess: float, site: AttentionSite, problem: str) -> None:
+        """Raise UnsupportedGraph for an error above the rounding error."""
         if not excess <= 1:
-            self.refuse(site, f"{what}: it differs by {excess:.1e} times the rounding error")
+            self.refuse(site, f"{problem}: it differs by {excess:.1e} times the rounding error")
 
-    def refuse(self, site: AttentionSite, what: str) -> NoReturn:
-        """Raises: UnsupportedGraph: the graphs differ at an attention call."""
+    def refuse(self, site: AttentionSite, problem: str) -> NoReturn:
+        """Raise UnsupportedGraph: the graphs differ at an attention call."""
         raise UnsupportedGraph(
-            f"{source_line(site.call)}: the rewritten graph is not the model's: {self.said} {what}; the model is read "
-            "wrongly by kvpass, which is a defect worth reporting; it cannot run on a bounded cache"
+            f"{source_line(site.call)}: the rewritten graph is not the model's: {self.label} {problem}; kvpass "
+            "read the model wrongly, so this model cannot run on a bounded cache; please report this defect"
         )
 
 
 def _in_model(node: fx.Node) -> str:
-    """The name of the node of Dynamo's graph that a canonical node stands for."""
+    """Return the name of the node of Dynamo's graph that a canonical node stands for."""
     return str(node.meta["kvpass_stands_for"])
 
 
 def without_side_effects() -> contextlib.ExitStack:
-    """A context in which neither gradients nor random numbers of the caller are touched."""
+    """Return a context that disables gradients and preserves the caller's random numbers."""
     stack = contextlib.ExitStack()
     stack.enter_context(torch.no_grad())
     stack.enter_context(torch.random.fork_rng(devices=[]))
@@ -318,32 +317,33 @@ def validated(
     kind: str,
     why: str,
 ) -> Validation:
-    """Compare on the first call that the model's own graph runs on, then on further ones.
+    """Compare on the first call that the model's own graph runs on, then on further calls.
 
     Args:
-        calls: made-up calls, each made when it is asked for.
-        further: compares on further calls behind the first, and notes those that are left out.
+        calls: made-up calls, each created on demand.
+        compare: compares the graphs on one call.
+        further: compares on further calls after the first, and notes those that are left out.
         kind: the name of the calls, for notes.
-        why: the reason to give if there is no call.
+        why: the reason to report if there is no call.
 
     Raises:
-        UnsupportedGraph: the graphs differ; names the first attention call that does.
+        UnsupportedGraph: the graphs differ; the message names the first attention call that does.
     """
-    began, left = time.perf_counter(), list[str]()
+    start, left_out = time.perf_counter(), list[str]()
     with without_side_effects():
         try:
-            for made in calls:
+            for call in calls:
                 try:
-                    with own_failures(made.said):
-                        compare(made)
+                    with as_unfit(call.label):
+                        compare(call)
                 except Unfit as failure:
                     why = str(failure)
                 else:
-                    with leaving_out(left, f"on further {kind}"):
-                        further(made, left)
-                    return Validation(time.perf_counter() - began, None, tuple(left))
+                    with noting_unfit(left_out, f"on further {kind}"):
+                        further(call, left_out)
+                    return Validation(time.perf_counter() - start, None, tuple(left_out))
         except KVPassError:
             raise
         except Exception as error:
-            why = not_made(f"on {kind}", error)
-    return Validation(time.perf_counter() - began, why)
+            why = failed_comparison(f"on {kind}", error)
+    return Validation(time.perf_counter() - start, why)

@@ -1,7 +1,7 @@
-"""The slots that hold the tokens of a made-up conversation: arguments of a rewritten step graph.
+"""Make up slots that hold the tokens of a conversation: arguments of a rewritten step graph.
 
-In each head of each row the tokens lie in other slots, and free slots hold rows of other tokens.  Slots are copied when
-they are asked for, and layers that are alike share them, or at least their rows.
+Each head of each row stores the tokens in other slots, and free slots hold rows of other tokens.  Slots are copied on
+demand, and equal layers share them, or at least their rows.
 """
 
 from __future__ import annotations
@@ -22,98 +22,100 @@ from kvpass.rewrite.validation.interpreter import copied
 class MadeUpSlots:
     """The slots of every layer in a conversation."""
 
-    def __init__(self, made: Conversation) -> None:
-        self.made, self.step = made, made.step
-        self._made: dict[Any, Slots] = {}
+    def __init__(self, conversation: Conversation) -> None:
+        self.conversation, self.step = conversation, conversation.step
+        self._slots: dict[Any, Slots] = {}
 
     def flat(self) -> FlatArguments:
-        """The arguments of the rewritten graph."""
-        made = self.made
-        arguments = tuple(map(copied, made.plain))
+        """Return the arguments of the rewritten graph."""
+        conversation = self.conversation
+        arguments = tuple(map(copied, conversation.plain))
         slots = [self.of(layer) for layer in range(len(self.step.layouts))]
-        given = made.rewrite.given(arguments, made.rewrite.host_precomputed(arguments), slots, made.count)
-        keeps = [not self._rewrites_rows(layer) for layer in range(len(slots))]
-        return FlatArguments(slots, keeps, [*made.rewrite.weights, *given])
+        others = conversation.rewrite.call_arguments(
+            arguments, conversation.rewrite.host_precomputed(arguments), slots, conversation.count
+        )
+        shares_rows = [not self._rewrites_rows(layer) for layer in range(len(slots))]
+        return FlatArguments(slots, shares_rows, [*conversation.rewrite.weights, *others])
 
     def _rewrites_rows(self, layer: int) -> bool:
-        """Whether a step reads a layer's rows again after it wrote to them, or writes to more than the free slot."""
+        """Return whether a step reads a layer's rows after a write, or writes to more than the free slot."""
         policy = self.step.layouts[layer].policy
         return bool(self.step.sites[layer].shared_by) or policy.merges or policy.aligns != "never"
 
     def of(self, layer: int) -> Slots:
-        """The slots of a layer; the same for layers that are alike."""
-        layout, given = self.step.layouts[layer], self.step.slots[layer]
-        kind = (dataclasses.replace(layout, layer=0), given.capacity, self.made.stored[layer])
-        if kind not in self._made:
-            self._made[kind] = self._filled(layer, layout, given)
-        return self._made[kind]
+        """Return the slots of a layer; equal layers share them."""
+        layout, original = self.step.layouts[layer], self.step.slots[layer]
+        kind = (dataclasses.replace(layout, layer=0), original.capacity, self.conversation.stored[layer])
+        if kind not in self._slots:
+            self._slots[kind] = self._filled(layer, layout, original)
+        return self._slots[kind]
 
-    def _filled(self, layer: int, layout: Layout, given: Slots) -> Slots:
-        made, shape, kept = self.made, given.position.shape, self.made.kept[layer]
+    def _filled(self, layer: int, layout: Layout, original: Slots) -> Slots:
+        conversation, shape, kept = self.conversation, original.position.shape, self.conversation.kept[layer]
         order = _order(shape)
-        holds, token = order < len(kept), kept[order.clamp(max=len(kept) - 1)]
-        valid = made.valid[:, None].expand(-1, shape[1], -1).gather(-1, token) & holds
-        ranks = (made.valid.cumsum(-1) - 1)[:, None].expand(-1, shape[1], -1).gather(-1, token)
+        is_used, token = order < len(kept), kept[order.clamp(max=len(kept) - 1)]
+        valid = conversation.valid[:, None].expand(-1, shape[1], -1).gather(-1, token) & is_used
+        ranks = (conversation.valid.cumsum(-1) - 1)[:, None].expand(-1, shape[1], -1).gather(-1, token)
         position = torch.where(valid, ranks, FREE).to(layout.device)
-        rows = torch.where(holds, token - made.count + made.stored[layer], order % made.stored[layer])
-        key, val = (x.gathered(rows.to(layout.device)) for x in made.rows(layer))
+        rows = torch.where(
+            is_used, token - conversation.count + conversation.stored[layer], order % conversation.stored[layer]
+        )
+        key, value = (x.gathered(rows.to(layout.device)) for x in conversation.rows(layer))
         return Slots(
             key=key,
-            value=val,
+            value=value,
             position=position,
             index=torch.where(valid, token, FREE).to(layout.device),
-            free=self._free(layer).to(given.free),
-            seen=made.valid.sum(-1).to(given.seen),
-            length=torch.full_like(given.length, made.count),
+            free=self._free(layer).to(original.free),
+            seen=conversation.valid.sum(-1).to(original.seen),
+            length=torch.full_like(original.length, conversation.count),
             rank=torch.where(position >= 0, rank_of(position), 0),
-            state=first_state(dataclasses.replace(layout, capacity=given.capacity)),
+            state=first_state(dataclasses.replace(layout, capacity=original.capacity)),
         )
 
     def _free(self, layer: int) -> Tensor:
-        """int64 [B, H']: the slot that a new token is written to."""
+        """Return the slot of the next token, int64 [B, H']."""
         shape = self.step.slots[layer].position.shape
-        return _order(shape).argsort(-1)[..., min(len(self.made.kept[layer]), shape[-1] - 1)]
+        return _order(shape).argsort(-1)[..., min(len(self.conversation.kept[layer]), shape[-1] - 1)]
 
     def columns(self, layer: int) -> Tensor:
-        """int64 [B, H', N]: of each slot when queries attend, then of a chunk, the column of its token.
-
-        Columns are counted among those that slots hold and those of the new tokens; -1 is a free slot.
-        """
-        made, new, kept = self.made, self.step.queries, self.made.kept[layer]
+        """Return the column of each slot's token among cached and new tokens, int64 [B, H', N]; -1 if free."""
+        conversation, new, kept = self.conversation, self.step.queries, self.conversation.kept[layer]
         tokens = self.of(layer).index
         if self.step.context.decodes:
-            tokens = tokens.scatter(-1, self._free(layer).to(tokens.device)[..., None], made.count)
+            tokens = tokens.scatter(-1, self._free(layer).to(tokens.device)[..., None], conversation.count)
         else:
-            chunk = torch.arange(made.count, made.count + new, device=tokens.device)
+            chunk = torch.arange(conversation.count, conversation.count + new, device=tokens.device)
             tokens = torch.cat([tokens, chunk.expand(*tokens.shape[:2], -1)], -1)
-        numbers = torch.full((made.count + new + 1,), -1)
-        numbers[kept] = torch.arange(len(kept))
-        numbers[made.count : -1] = torch.arange(new) + len(kept)
-        return numbers.to(tokens.device)[tokens]  # FREE is the last
+        column_of = torch.full((conversation.count + new + 1,), -1)
+        column_of[kept] = torch.arange(len(kept))
+        column_of[conversation.count : -1] = torch.arange(new) + len(kept)
+        return column_of.to(tokens.device)[tokens]  # FREE is the last
 
 
 def _order(shape: torch.Size) -> Tensor:
-    """int64 [B, H', C]: which of the tokens each slot holds, by number among them; higher for free slots."""
+    """Return the random index of each slot's token, int64 [B, H', C]; it is larger for free slots."""
     return torch.rand(shape, generator=torch.Generator().manual_seed(shape[-1])).argsort(-1)
 
 
 @dataclasses.dataclass(frozen=True)
 class FlatArguments:
-    """The arguments of a rewritten graph: copies of the slots of each layer when they are asked for, then the others.
+    """The arguments of a rewritten graph: copies of each layer's slots on demand, then the others.
 
     Attributes:
-        templates: slots of each layer; keeps: whether the rows of a layer need no copy.
+        templates: the slots of each layer.
+        shares_rows: for each layer, whether its rows need no copy.
     """
 
     templates: Sequence[Slots]
-    keeps: Sequence[bool]
+    shares_rows: Sequence[bool]
     others: Sequence[Any]
 
-    def __call__(self, number: int) -> Any:
-        for slots, keeps in zip(self.templates, self.keeps, strict=True):
+    def __call__(self, index: int) -> Any:
+        for slots, shares_rows in zip(self.templates, self.shares_rows, strict=True):
             names = slots.names
-            if number < len(names):
-                tensor = slots.tensors()[number]
-                return tensor if keeps and names[number] in slots.stored else tensor.clone()
-            number -= len(names)
-        return self.others[number]
+            if index < len(names):
+                tensor = slots.tensors()[index]
+                return tensor if shares_rows and names[index] in slots.stored else tensor.clone()
+            index -= len(names)
+        return self.others[index]

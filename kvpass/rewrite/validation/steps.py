@@ -1,13 +1,13 @@
-"""Translation validation of a step: Dynamo's graph, its canonical form, and the graph on slots.
+"""Validate a step: compare Dynamo's graph, its canonical form, and the graph on slots.
 
-They are interpreted in lockstep (`kvpass.rewrite.validation.lockstep`) on the same made-up conversations:
+They run in lockstep (`kvpass.rewrite.validation.lockstep`) on the same made-up conversations:
 
     Dynamo's     its attention is the canonical call in exact arithmetic; its caches are past and new rows
     canonical    gives the arguments of that call: query, keys, values, mask, scale
     rewritten    its queries and new rows are the canonical ones, its mask on a slot is that of the slot's token; its
-                 attention is the same call on the held rows, as they are stored
+                 attention is the same call on the cached rows, as they are stored
 
-A policy that changes logits (sage, buzz with `log_n`) is held against the model without that change.
+A policy that changes logits (sage, buzz with `log_n`) is compared without that change.
 """
 
 from __future__ import annotations
@@ -25,139 +25,137 @@ from kvpass.capture.sites import AttentionSite, arguments
 from kvpass.fx import shapes, walk
 from kvpass.fx.walk import value
 from kvpass.lowering.formats import Rows
-from kvpass.rewrite.validation.constants import of_lengths, smallest_table
+from kvpass.rewrite.validation.constants import length_constants, smallest_table
 from kvpass.rewrite.validation.conversation import Conversation, ConversationPlan, StepCase
 from kvpass.rewrite.validation.interpreter import DoesNotRun, GraphRun, Visit
 from kvpass.rewrite.validation.kinds import last_new_kind
-from kvpass.rewrite.validation.lockstep import (
-    Lockstep,
-    Validation,
-    leaving_out,
-    validated,
-)
+from kvpass.rewrite.validation.lockstep import Lockstep, Validation, noting_unfit, validated
 from kvpass.rewrite.validation.slots import MadeUpSlots
 from kvpass.torch_private import symbolic_shapes
 
-TOKENS = 61
-"""Most tokens of the first conversation, which is run through all layers."""
-FEW = 7
-"""As many are made up where the call at hand has seen fewer: of one token nothing shows in which order they are."""
-LENGTHS = 6
-"""Most lengths of further conversations."""
-BLOCKS = 2
-"""Most constants of which conversations begin a block anew."""
+MAX_FIRST = 61
+"""The most tokens of the first conversation, which runs through all layers."""
+MIN_TOKENS = 7
+"""The fewest tokens of a conversation after a shorter call: with one token no order shows."""
+MAX_LENGTHS = 6
+"""The most lengths of further conversations."""
+MAX_BLOCKS = 2
+"""The most constants at which conversations begin a new block."""
 
 
 def validate(step: StepCase) -> Validation:
-    """Run the graphs and compare.
+    """Run the graphs and compare them.
 
     Raises:
-        UnsupportedGraph: they differ; names the first attention call that does.
+        UnsupportedGraph: they differ; the message names the first attention call that does.
     """
     return validated(
         _first_plans(step),
         lambda plan: _compare(step, Conversation(step, plan), None),
-        lambda first, left: _try_others(step, first, left),
+        lambda first, left_out: _try_others(step, first, left_out),
         "conversations",
         "the graph does not serve a length that fits into the slots",
     )
 
 
-def _try_others(step: StepCase, first: ConversationPlan, left: list[str]) -> None:
-    """Run one layer of each kind on further conversations, as far as the model's own graph runs; note the others."""
+def _try_others(step: StepCase, first: ConversationPlan, left_out: list[str]) -> None:
+    """Compare one layer of each kind on further conversations; note those that cannot be compared."""
     last = last_new_kind(step.canonical.graph, step.sites)
-    blind = False
+    may_see_none = False
     for plan in _further_plans(step, first):
-        with leaving_out(left, plan.said):
-            blind = _compare(step, Conversation(step, plan), last) or blind
-    if blind:
+        with noting_unfit(left_out, plan.label):
+            may_see_none = _compare(step, Conversation(step, plan), last) or may_see_none
+    if may_see_none:
         for plan in _blind_plans(step, first):
-            with leaving_out(left, plan.said):
+            with noting_unfit(left_out, plan.label):
                 _compare(step, Conversation(step, plan), last)
 
 
 def _first_plans(step: StepCase) -> Iterator[ConversationPlan]:
-    """A conversation of which the slots hold every token, as far as there is one, else one of which they do not."""
+    """Yield conversations that fit into the slots, if there are any, then one that does not."""
     windows = [window for window in step.context.windows if window is not None]
     if windows:
-        counts = [min(step.seen, max(windows) + FEW), step.seen]
+        counts = [min(step.seen, max(windows) + MIN_TOKENS), step.seen]
     else:
-        counts = [min(max(step.seen, FEW), _room(step), TOKENS), min(step.seen, _room(step), TOKENS), step.seen]
+        counts = [
+            min(max(step.seen, MIN_TOKENS), _capacity(step), MAX_FIRST),
+            min(step.seen, _capacity(step), MAX_FIRST),
+            step.seen,
+        ]
     for count in dict.fromkeys(counts):
         if count >= 1 and _fits(step, count):
             yield ConversationPlan(count)
 
 
 def _further_plans(step: StepCase, first: ConversationPlan) -> Iterator[ConversationPlan]:
-    """Conversations on both sides of the constants of a graph, with tokens evicted, padding amid them, other ids."""
-    new, constants = step.queries, of_lengths(step.gm.graph)
+    """Yield conversations around the constants of a graph, with evicted tokens, inner padding, and other ids."""
+    queries, constants = step.queries, length_constants(step.gm.graph)
     lengths = [number + 2 for number in constants]
-    lengths += [number - new for number in constants[:1]]
-    if step.layouts[0].device.type != "cpu":  # where a lookup out of range cannot be caught
-        lengths = [count for count in lengths if count + new <= max(step.seen, smallest_table(step.gm.graph))]
+    lengths += [number - queries for number in constants[:1]]
+    if step.layouts[0].device.type != "cpu":  # a lookup out of range cannot be caught there
+        lengths = [count for count in lengths if count + queries <= max(step.seen, smallest_table(step.gm.graph))]
     lengths = [count for count in dict.fromkeys(lengths) if count > 1 and count != first.count and _fits(step, count)]
-    for count in sorted(lengths, reverse=True)[:LENGTHS]:
-        yield ConversationPlan(count, _interesting(constants, count, new), gap=True)
-    few = min(first.count, _room(step))
-    if _fits(step, few) and few > 1:
-        yield ConversationPlan(few, gap=True)
+    for count in sorted(lengths, reverse=True)[:MAX_LENGTHS]:
+        yield ConversationPlan(count, _tokens_of_interest(constants, count, queries), has_gap=True)
+    short = min(first.count, _capacity(step))
+    if _fits(step, short) and short > 1:
+        yield ConversationPlan(short, has_gap=True)
         if _has_ids(step):
-            yield ConversationPlan(few, ids="changing")
-            yield ConversationPlan(few, ids="new")
+            yield ConversationPlan(short, ids="changing")
+            yield ConversationPlan(short, ids="new")
 
 
 def _blind_plans(step: StepCase, first: ConversationPlan) -> Iterator[ConversationPlan]:
-    """Conversations in which a query may see no key, or none that is held: at the beginning of a block or a segment."""
-    numbered = step.ranked or any(layout.policy.renumbers for layout in step.layouts)
-    table = math.inf if step.layouts[0].device.type == "cpu" else max(step.seen, smallest_table(step.gm.graph))
-    for number in of_lengths(step.gm.graph)[:BLOCKS]:
-        for count, forgets in ((number, 0), (number + 2, 2)):
-            if count + step.queries <= table and _fits(step, count) and not (numbered and forgets):
-                yield ConversationPlan(count, pads=False, forgets=forgets)
-    few = min(first.count, _room(step))
-    for count in (few - 1, few):  # one of them begins a block of two
+    """Yield conversations at the beginning of a block or segment, where a query may see no key, or no cached one."""
+    renumbers = step.ranked or any(layout.policy.renumbers for layout in step.layouts)
+    max_tokens = math.inf if step.layouts[0].device.type == "cpu" else max(step.seen, smallest_table(step.gm.graph))
+    for number in length_constants(step.gm.graph)[:MAX_BLOCKS]:
+        for count, dropped in ((number, 0), (number + 2, 2)):
+            if count + step.queries <= max_tokens and _fits(step, count) and not (renumbers and dropped):
+                yield ConversationPlan(count, pads_left=False, dropped=dropped)
+    short = min(first.count, _capacity(step))
+    for count in (short - 1, short):  # one of these begins a block of two
         if count > 1 and _fits(step, count):
-            yield ConversationPlan(count, pads=False)
-    if few > 1 and _fits(step, few) and _has_ids(step):
-        yield ConversationPlan(few, ids="new", pads=False)
-        if not numbered:
-            yield ConversationPlan(few, ids="changing", pads=False, forgets=few - few // 2)
+            yield ConversationPlan(count, pads_left=False)
+    if short > 1 and _fits(step, short) and _has_ids(step):
+        yield ConversationPlan(short, ids="new", pads_left=False)
+        if not renumbers:
+            yield ConversationPlan(short, ids="changing", pads_left=False, dropped=short - short // 2)
 
 
-def _interesting(constants: list[int], count: int, new: int) -> tuple[int, ...]:
-    """The tokens that constants point at, counted from the first or from those that are new."""
-    ends = [token for number in constants for token in (number, count - number, count + new - 1 - number)]
-    return tuple(token for token in ends if 0 <= token < count)
+def _tokens_of_interest(constants: list[int], count: int, queries: int) -> tuple[int, ...]:
+    """Return the tokens that constants refer to, counted from the first or from the new tokens."""
+    tokens = [token for number in constants for token in (number, count - number, count + queries - 1 - number)]
+    return tuple(token for token in tokens if 0 <= token < count)
 
 
 def _has_ids(step: StepCase) -> bool:
-    """Whether an input has a whole number for every token."""
-    holders = walk.placeholders(step.gm.graph)
+    placeholders = walk.placeholders(step.gm.graph)
     marks = step.padding_inputs.values()
     return any(
         walk.is_tensor(node)
         and not value(node).is_floating_point()
         and i not in marks
         and any(step.sizes.grows(size) for size in value(node).shape)
-        for i, node in enumerate(holders)
+        for i, node in enumerate(placeholders)
         if all(i not in pair for pair in step.pasts)
     )
 
 
-def _room(step: StepCase) -> int:
-    """The tokens that fit into the slots of each layer whose past is held whole."""
-    whole = [slots.capacity for slots, window in zip(step.slots, step.context.windows, strict=True) if window is None]
-    return min(whole, default=step.seen + 1) - step.context.decodes
+def _capacity(step: StepCase) -> int:
+    """Return the number of tokens that fit into the slots of each layer whose whole past is cached."""
+    sizes = [slots.capacity for slots, window in zip(step.slots, step.context.windows, strict=True) if window is None]
+    return min(sizes, default=step.seen + 1) - step.context.decodes
 
 
 def _fits(step: StepCase, count: int) -> bool:
-    """Whether a conversation of so many tokens can be made up.
+    """Return whether a conversation of `count` tokens can be made up.
 
-    Where held tokens are numbered anew all must be held.  Where layers store their last tokens only, at least so many
-    that they have begun to.  A sparse index must choose all keys, as it does on the slots.
+    If cached tokens are renumbered, all must be cached.  If layers store their last tokens only, there must be enough
+    to fill their windows.  A sparse index must select all keys, as it does on the slots.
     """
-    numbered = step.ranked or any(layout.policy.renumbers for layout in step.layouts)
-    if numbered and count > _room(step):
+    renumbers = step.ranked or any(layout.policy.renumbers for layout in step.layouts)
+    if renumbers and count > _capacity(step):
         return False
     if count < max((window for window in step.context.windows if window is not None), default=1):
         return False
@@ -167,123 +165,124 @@ def _fits(step: StepCase, count: int) -> bool:
 
 
 def _serves(step: StepCase, count: int) -> bool:
-    """Whether Dynamo's guards leave the graph for so many tokens in every past that is held whole."""
+    """Return whether Dynamo's guards allow `count` tokens in every past that is wholly cached."""
     lengths = _past_lengths(step)
     symbols = {symbol for length in lengths for symbol in shapes.expr(length).free_symbols}
-    asked = symbolic_shapes.guarded(*(value(node) for node in walk.placeholders(step.gm.graph)))
+    guards = symbolic_shapes.guarded(*(value(node) for node in walk.placeholders(step.gm.graph)))
     known = {symbol: sympy.Integer(count) for symbol in symbols if len(symbols) == 1}
-    refused = any(each.xreplace(known) == sympy.false for each in asked)
+    violated = any(guard.xreplace(known) == sympy.false for guard in guards)
     return (
-        not refused
+        not violated
         and all(symbolic_shapes.may_equal(length, count) for length in lengths)
         and _inputs_serve(step, count)
     )
 
 
 def _inputs_serve(step: StepCase, count: int) -> bool:
-    """Whether the inputs beside pasts may have the sizes that they have of so many tokens.
+    """Return whether the inputs besides pasts may have their sizes for `count` tokens.
 
-    One that marks padding has an entry for each token; if its size is a number the graph is of one length.
+    An input that marks padding has an entry for each token.  If its size is a number, the graph serves one length.
     """
-    holders, pasts = walk.placeholders(step.gm.graph), {index for pair in step.pasts for index in pair}
-    if not all(step.sizes.grows(value(holders[index]).shape[-1]) for index in step.padding_inputs.values()):
+    placeholders, pasts = walk.placeholders(step.gm.graph), {index for pair in step.pasts for index in pair}
+    if not all(step.sizes.grows(value(placeholders[index]).shape[-1]) for index in step.padding_inputs.values()):
         return False
-    for index, (node, given) in enumerate(zip(holders, step.arguments, strict=True)):
+    for index, (node, argument) in enumerate(zip(placeholders, step.arguments, strict=True)):
         if index in pasts or not (walk.is_tensor(node) or walk.is_size(node)):
             continue
-        pairs = zip(value(node).shape, given.shape, strict=True) if walk.is_tensor(node) else [(value(node), given)]
+        pairs = (
+            zip(value(node).shape, argument.shape, strict=True) if walk.is_tensor(node) else [(value(node), argument)]
+        )
         if not all(
-            symbolic_shapes.may_equal(size, now - step.seen + count) for size, now in pairs if step.sizes.grows(size)
+            symbolic_shapes.may_equal(size, current - step.seen + count)
+            for size, current in pairs
+            if step.sizes.grows(size)
         ):
             return False
     return True
 
 
 def _past_lengths(step: StepCase) -> list[Any]:
-    """The lengths of the layers' pasts that are held whole, as the graph has them."""
-    whole = [site for site, window in zip(step.sites, step.context.windows, strict=True) if window is None]
-    return [value(past).shape[2] for site in whole for past in (site.past_key, site.past_value)]  # type: ignore[arg-type]
+    """Return the lengths of the pasts that are wholly cached, as the graph's sizes."""
+    sites = [site for site, window in zip(step.sites, step.context.windows, strict=True) if window is None]
+    return [value(past).shape[2] for site in sites for past in (site.past_key, site.past_value)]  # type: ignore[arg-type]
 
 
-def _compare(step: StepCase, made: Conversation, last: fx.Node | None) -> bool:
-    """Run the three graphs on one conversation, up to a canonical call; return whether a query may see no key.
-
-    Raises:
-        UnsupportedGraph: the graphs differ.
-        Unfit: the model's own graph does not run.
-    """
-    pair = Lockstep(step.gm, step.canonical, step.sites, made.argument, step.queries, made.plan.said, last)
-    theirs = pair.run_model()
-    pair.run_canonical(made.columns)
-    if step.kv_dtype is not None and step.context.decodes:  # the new row is attended to as it is stored
-        pair.run_canonical(made.columns, _rounding(step))
-    ours, rewrite = _run_rewritten(step, made, pair), made.rewrite
-    outputs = [None if index is None else ours[index] for index in rewrite.outputs]
+def _compare(step: StepCase, conversation: Conversation, last: fx.Node | None) -> bool:
+    """Compare the three graphs on one conversation, up to a canonical call; return whether a query may see no key."""
+    lockstep = Lockstep(
+        step.gm, step.canonical, step.sites, conversation.argument, step.queries, conversation.plan.label, last
+    )
+    wanted = lockstep.run_model()
+    lockstep.run_canonical(conversation.columns)
+    if step.kv_dtype is not None and step.context.decodes:  # attention reads the new row as it is stored
+        lockstep.run_canonical(conversation.columns, _rounding(step))
+    actual, rewrite = _run_rewritten(step, conversation, lockstep), conversation.rewrite
+    outputs = [None if index is None else actual[index] for index in rewrite.outputs]
     if last is None:
         for index, beyond in rewrite.lengths.items():
-            outputs[index] = made.count + beyond
-        for index, grown in zip(rewrite.grown, rewrite.host_precomputed(made.plain), strict=False):
+            outputs[index] = conversation.count + beyond
+        for index, grown in zip(rewrite.grown, rewrite.host_precomputed(conversation.plain), strict=False):
             outputs[index] = grown
-    pair.compare_outputs(outputs, theirs, rewrite.unread)
-    return pair.blind
+    lockstep.compare_outputs(outputs, wanted, rewrite.unread)
+    return lockstep.blind
 
 
-def _run_rewritten(step: StepCase, made: Conversation, pair: Lockstep) -> list[Any]:
+def _run_rewritten(step: StepCase, conversation: Conversation, lockstep: Lockstep) -> list[Any]:
     visits: dict[fx.Node, Visit] = {}
-    slots = MadeUpSlots(made)
-    context, left = step.context, set(step.rewrite.gm.graph.nodes)
-    moved = [each for site in context.sites for each in site.all]
-    padded = (~made.valid.all(-1)).to(step.layouts[0].device)
-    for (layer, site), ours in zip(pair.calls, moved, strict=True):
-        given = arguments(site.call)
-        if (ours.scale, ours.cap) != (given["scale"], given["cap"]):
-            pair.refuse(site, f"logits are scaled by {ours.scale} and capped at {ours.cap} instead")
+    slots = MadeUpSlots(conversation)
+    context, nodes = step.context, set(step.rewrite.gm.graph.nodes)
+    rewritten_sites = [each for site in context.sites for each in site.all]
+    padded = (~conversation.valid.all(-1)).to(step.layouts[0].device)
+    for (layer, site), rewritten in zip(lockstep.calls, rewritten_sites, strict=True):
+        call = arguments(site.call)
+        if (rewritten.scale, rewritten.cap) != (call["scale"], call["cap"]):
+            lockstep.refuse(site, f"logits are scaled by {rewritten.scale} and capped at {rewritten.cap} instead")
         mask, bias = context.masks[site.call.name]
-        if mask in left and mask.op != "placeholder":
-            late = mask if bias is None or bias not in left or bias < mask else bias
-            visits[late] = _at_mask(slots, pair, layer, site, mask, bias)
+        if mask in nodes and mask.op != "placeholder":
+            last_node = mask if bias is None or bias not in nodes or bias < mask else bias
+            visits[last_node] = _at_mask(slots, lockstep, layer, site, mask, bias)
         for node in (site.call, site.lse):
             if node is not None:
-                what = "attention to the slots is not attention to the cache"
-                visits[context.replaced[node.name]] = pair.at_call(site, node, what, padded)
-        pairs = [(ours.query, site.query), (ours.key, site.key), (ours.value, site.value)]
-        if not step.ranked or bool(made.valid.all()):
-            visits |= {our: pair.at_input(site, their) for our, their in pairs if our in left and our not in visits}
+                problem = "attention to the slots is not attention to the cache"
+                visits[context.replaced[node.name]] = lockstep.at_call(site, node, problem, padded)
+        pairs = [(rewritten.query, site.query), (rewritten.key, site.key), (rewritten.value, site.value)]
+        if not step.ranked or bool(conversation.valid.all()):
+            visits |= {new: lockstep.at_input(site, old) for new, old in pairs if new in nodes and new not in visits}
     try:
-        end = None if pair.last is None else context.replaced[pair.last.name]
+        end = None if lockstep.last is None else context.replaced[lockstep.last.name]
         return GraphRun(step.rewrite.gm, slots.flat(), visits).run_to(end)
     except DoesNotRun as error:
-        pair.refuse(step.sites[0], f"the rewritten graph does not run: {error}")
+        lockstep.refuse(step.sites[0], f"the rewritten graph does not run: {error}")
 
 
 def _at_mask(
-    slots: MadeUpSlots, pair: Lockstep, layer: int, site: AttentionSite, mask: fx.Node, bias: fx.Node | None
+    slots: MadeUpSlots, lockstep: Lockstep, layer: int, site: AttentionSite, mask: fx.Node, bias: fx.Node | None
 ) -> Visit:
-    """Compare which slots are seen, and the bias on them, with the model's own mask of their tokens."""
+    """Return a visit that compares the mask and the bias on slots with the model's own mask of their tokens."""
 
     def visit(walk: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
         walk.env[node] = result
-        wanted, on = pair.wanted[site.call.name], None if bias is None else walk.load(bias)
-        if not wanted.sees(walk.load(mask), on, slots.columns(layer)):
-            pair.refuse(site, "the mask on the slots is not the mask of their tokens")
+        wanted, bias_on_slots = lockstep.wanted[site.call.name], None if bias is None else walk.load(bias)
+        if not wanted.matches_mask(walk.load(mask), bias_on_slots, slots.columns(layer)):
+            lockstep.refuse(site, "the mask on the slots is not the mask of their tokens")
         return result
 
     return visit
 
 
 def _rounding(step: StepCase) -> dict[fx.Node, Visit]:
-    """At the canonical nodes that make new rows: what is read of the rows once they are stored."""
-    there = {node.name: node for node in step.canonical.graph.nodes}
-    raw_keys = [there[node.name] for node in step.context.raw_keys] or [site.key for site in step.sites]
+    """Return visits of the canonical nodes of new rows, which round the rows as storage does."""
+    nodes = {node.name: node for node in step.canonical.graph.nodes}
+    raw_keys = [nodes[node.name] for node in step.context.raw_keys] or [site.key for site in step.sites]
     visits: dict[fx.Node, Visit] = {}
     for site, key, layout in zip(step.sites, raw_keys, step.layouts, strict=True):
-        visits[key] = _stored_as(layout.key_format, layout.heads, layout.dtype)
-        visits[site.value] = _stored_as(layout.value_format, layout.heads, layout.dtype)
+        visits[key] = _round_as_stored(layout.key_format, layout.heads, layout.dtype)
+        visits[site.value] = _round_as_stored(layout.value_format, layout.heads, layout.dtype)
     return visits
 
 
-def _stored_as(format: Any, heads: int, dtype: torch.dtype) -> Visit:
-    """Rows [B, h, q, D] as they are read once they are stored; of one head where keys are computed from them."""
+def _round_as_stored(format: Any, heads: int, dtype: torch.dtype) -> Visit:
+    """Return a visit that rounds rows [B, h, q, D] as storage does; it joins heads that are stored as one."""
 
     def visit(walk: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
         joins = result.shape[1] != heads

@@ -50,7 +50,7 @@ def test_a_query_that_sees_no_key_is_compared_as_well(low: float | None, dtypes:
     elif low is not None:
         call["mask"] = torch.zeros(()).masked_fill(~allowed, low).to(dtype)
     exact = expected(call)
-    assert exact.some.flatten().tolist() == [True, False]
+    assert exact.sees.flatten().tolist() == [True, False]
     right = torch.ops.kvpass.attention.default(**call)
     known = bool(right.isfinite().all())
     assert known == (low not in (None, -torch.inf) or not dtypes)
@@ -74,10 +74,10 @@ def test_a_mask_on_slots_is_compared_by_token() -> None:
     order = torch.tensor([[[2, -1, 0, 1]]])
     mask = torch.tensor([True, False, True, True]).view(1, 1, 1, 1, 4)
     given = torch.tensor([-1e9, 7.0, 0.0, 0.5]).view(1, 1, 1, 1, 4)
-    assert exact.sees(mask, given, order)
-    assert not exact.sees(mask, given, order.roll(1, -1))
-    assert not exact.sees(torch.ones_like(mask), given, order)
-    assert not exact.sees(mask, given * 1.01, order)
+    assert exact.matches_mask(mask, given, order)
+    assert not exact.matches_mask(mask, given, order.roll(1, -1))
+    assert not exact.matches_mask(torch.ones_like(mask), given, order)
+    assert not exact.matches_mask(mask, given * 1.01, order)
 
 
 def test_values_that_are_computed_alike_are_the_same_up_to_the_last_places() -> None:

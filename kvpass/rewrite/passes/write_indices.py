@@ -1,9 +1,9 @@
-"""Where the layers write, read before they do: on a GPU, for policies that merge.
+"""Read the write indices of all layers before any write: on a GPU, for policies that merge.
 
     before   (nothing)                                    after    place_0, place_1 = copies of slots_0_free, ...
 
-Such a policy writes to K and V twice, and to the compiler the second write has read all that the first one did: the
-number of the free slot would be overwritten after it, by a kernel of its own.
+Such a policy writes to K and V twice, and for the compiler the second write depends on all that the first has read.
+Without the copies, a kernel of its own would overwrite the index of the free slot after the second write.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from kvpass.torch_private.inductor import materialized
 
 
 def copy_places(step: StepContext) -> Record:
-    """Copy the numbers of all layers' free slots, in one kernel."""
+    """Copy the indices of all layers' free slots, in one kernel."""
     if not step.decodes_on_gpu or not any(layout.policy.merges for layout in step.layouts):
         return Record(left={"free": "nothing merges on a GPU"})
     free = [step.slot(layer, "free") for layer in range(len(step.sites))]
-    step.places = step.compute(_written, free, step.sites[0].call, "kvpass_places")
+    step.write_indices = step.compute(_write_indices, free, step.sites[0].call, "kvpass_places")
     return Record([node.name for node in free])
 
 
-def _written(*numbers: Tensor) -> list[Tensor]:
-    return [materialized(number.clamp(min=0)) for number in numbers]  # a plain copy would be optimized away
+def _write_indices(*free_slots: Tensor) -> list[Tensor]:
+    return [materialized(index.clamp(min=0)) for index in free_slots]  # a plain copy would be optimized away
