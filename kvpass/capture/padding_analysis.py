@@ -9,6 +9,7 @@ enough to hide it, the input marks padding.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -148,7 +149,7 @@ def _evaluate(node: fx.Node, known: dict[fx.Node, TensorBounds], axes: dict[fx.N
     anything = _anything(node)
     constant = _constant(node)
     if constant is not None:
-        return TensorBounds((constant, constant), {})
+        return TensorBounds(_in_dtype(node, (constant, constant)), {})
     lookup = op_table.lookup(node)
     if lookup is not None:
         return TensorBounds(anything, _looked_up(node, *lookup, known, axes))
@@ -206,7 +207,7 @@ def _apply(rule: Rule, node: fx.Node, bounds_of: Callable[[fx.Node], Interval], 
         if isinstance(argument, fx.Node):
             return bounds_of(argument)
         if isinstance(argument, (bool, int, float)):
-            return (float(argument), float(argument))
+            return _scalar(node, float(argument))
         return argument
 
     args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), interval)
@@ -214,7 +215,50 @@ def _apply(rule: Rule, node: fx.Node, bounds_of: Callable[[fx.Node], Interval], 
         result = rule(node, *args, **kwargs)
     except TypeError:  # the rule does not know an argument
         return anything
-    return anything if result is None else result
+    return anything if result is None else _in_dtype(node, result)
+
+
+def _in_dtype(node: fx.Node, bounds: Interval) -> Interval:
+    """Return the bounds of a result once it is stored in the node's dtype.
+
+    Integers wrap around, so a bound that the dtype cannot hold says nothing. A floating-point result may be rounded
+    twice, so a bound that is not exact moves outwards by one step.
+    """
+    dtype, (low, high) = value(node).dtype, bounds
+    if dtype == torch.bool:
+        return _truth(bounds)
+    if math.isnan(low) or math.isnan(high):
+        return _anything(node)
+    if not dtype.is_floating_point:
+        return (float(math.trunc(low)), float(math.trunc(high))) if _holds(dtype, low, high) else _anything(node)
+    return _rounded(low, dtype, -math.inf), _rounded(high, dtype, math.inf)
+
+
+def _holds(dtype: torch.dtype, *numbers: float) -> bool:
+    """Return whether an integer dtype holds all of these numbers, of which a float is exact up to 2^53."""
+    info = torch.iinfo(dtype)
+    return all(max(info.min, -(2**53)) <= number <= min(info.max, 2**53) for number in numbers)
+
+
+def _rounded(number: float, dtype: torch.dtype, towards: float) -> float:
+    """Return the number if the dtype has it, else the neighbour in a direction of the number nearest to it."""
+    nearest = torch.tensor(number, dtype=torch.float64).to(dtype)
+    if nearest.item() == number:
+        return number
+    return float(torch.nextafter(nearest, torch.full_like(nearest, towards)))
+
+
+def _scalar(node: fx.Node, number: float) -> Interval:
+    """Return the bounds of a number in the code, which the operation may convert to the dtype of its tensors first."""
+    dtypes = [value(parent).dtype for parent in node.all_input_nodes if is_tensor(parent)]
+    low = high = number
+    for dtype in dtypes:
+        if dtype.is_floating_point:
+            nearest = torch.tensor(number, dtype=torch.float64).to(dtype).item()
+            low, high = min(low, nearest), max(high, nearest)
+        elif dtype != torch.bool and number.is_integer() and not _holds(dtype, number):
+            return (-LARGE, LARGE)
+    return low, high
 
 
 def _propagated(node: fx.Node, operand: fx.Node | None, known: dict[fx.Node, TensorBounds]) -> dict[int, Interval]:
@@ -345,10 +389,7 @@ def _unequal(node: fx.Node, a: Any, b: Any) -> Any:
 
 
 def _cast(node: fx.Node, a: Any, *args: Any, **kwargs: Any) -> Any:
-    if is_bool(node):
-        return _truth(a)
-    is_wide = value(node).is_floating_point() or value(node).dtype.itemsize >= 4
-    return a if is_wide and (value(node).is_floating_point() or (float(a[0]).is_integer() and a[0] == a[1])) else None
+    return a
 
 
 def _minimum(node: fx.Node, a: Any, b: Any) -> Any:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.fx as fx
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from kvpass.capture.padding_analysis import hiding_inputs
@@ -73,3 +75,63 @@ def test_a_zero_hides(name: str) -> None:
 @pytest.mark.parametrize("name", TELLS_NOT)
 def test_what_may_be_seen_is_no_padding(name: str) -> None:
     assert not told(TELLS_NOT[name])
+
+
+def column_tells(mask: Callable[[Tensor], Tensor], dtype: torch.dtype) -> bool:
+    """Whether a zero in a column [B, S] of a dtype hides its token in mask(column [B, 1, 1, S])."""
+    column = torch.ones(ROWS, TOKENS, dtype=dtype)
+    found = lambda gm: [node.op for node in hiding_inputs(gm, result(gm), step=False)] == ["placeholder"]  # noqa: E731
+    return answered(lambda p: mask(p[:, None, None]) & causal(*_indices()), (column,), found)
+
+
+def _indices() -> tuple[Tensor, Tensor]:
+    j = torch.arange(TOKENS)
+    return j[:, None], j
+
+
+WRAPS: dict[str, tuple[torch.dtype, Callable[[Tensor], Tensor], bool]] = {
+    "uint8 below zero": (torch.uint8, lambda p: (p - 1) >= 0, False),
+    "int8 below zero": (torch.int8, lambda p: (p - 1) >= 0, True),
+    "int8 above its range": (torch.int8, lambda p: (1 - p) * -10000 > -100, False),
+    "int32 in its range": (torch.int32, lambda p: (1 - p) * -10000 > -100, True),
+    "uint8 from a negative number": (torch.int64, lambda p: (p - 1).to(torch.uint8) >= 1, False),
+    "a fill that becomes zero": (torch.int64, lambda p: p >= torch.full((1,), 0.5, dtype=torch.int64), False),
+    "a fill that stays": (torch.int64, lambda p: p >= torch.full((1,), 1.5, dtype=torch.int64), True),
+    "a number that float16 rounds down to zero": (torch.float16, lambda p: p >= 1e-9, False),
+    "a number that float16 has": (torch.float16, lambda p: p >= 0.5, True),
+    "a number that bfloat16 rounds down": (torch.bfloat16, lambda p: p + 256.0 >= 257.0, False),
+    "a difference that bfloat16 rounds away": (torch.bfloat16, lambda p: p + 0.001 + 256.0 > 256.0, False),
+    "a difference that float64 keeps": (torch.float64, lambda p: p + 0.001 + 256.0 > 256.5, True),
+}
+
+
+@pytest.mark.parametrize("name", WRAPS)
+def test_a_proof_holds_in_the_dtype_of_each_result(name: str) -> None:
+    """Integers wrap around and floating-point numbers are rounded, also those that the code states."""
+    dtype, mask, expected = WRAPS[name]
+    if not expected:  # what the analysis must not prove is not so, or only by rounding
+        hidden = ~mask(torch.zeros(1, 1, 1, 1, dtype=dtype))
+        assert name.startswith("a difference") or not bool(hidden.all())
+    assert column_tells(mask, dtype) is expected
+
+
+@given(data=st.data())
+def test_what_is_proven_to_hide_hides(data: st.DataObject) -> None:
+    """Random arithmetic of a column in a random dtype, evaluated by torch at zero."""
+    draw = data.draw
+    dtype = draw(st.sampled_from([torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.float32]))
+    number = st.sampled_from([-10000, -200, -1, 0, 1, 2, 100, 200, 255, 256, 40000, 0.1, 0.5, 1e-9])
+    steps = draw(st.lists(st.tuples(st.sampled_from("+-*r"), number), min_size=1, max_size=3))
+    below, limit = draw(st.booleans()), draw(number)
+
+    def mask(p: Tensor) -> Tensor:
+        for operation, by in steps:
+            p = p + by if operation == "+" else p - by if operation == "-" else p * by if operation == "*" else by - p
+        return p < limit if below else p >= limit
+
+    try:
+        visible = bool(mask(torch.zeros(1, 1, 1, 1, dtype=dtype)))
+    except RuntimeError:  # torch does not convert the number
+        return
+    if visible:
+        assert not column_tells(mask, dtype)
