@@ -24,7 +24,7 @@ class Masks:
 
     def __init__(self, step: StepContext) -> None:
         self._step = step
-        self._cut: dict[tuple[fx.Node, tuple[fx.Node, ...]], MaskSlice] = {}
+        self._cut: dict[tuple[object, ...], MaskSlice] = {}
         self._firsts: dict[int, fx.Node] = {}
 
     def of(self, site: AttentionSite, layer: int) -> tuple[MaskOnSlots | None, Any]:
@@ -35,12 +35,12 @@ class Masks:
         if window is None and not step.sizes.grown(value(site.mask)):
             return ColumnMask([site.mask], step.queries), "columns"
         padding = tuple(node for node in step.padding_inputs.sites[layer] if node in step.padding_inputs.known)
-        if (site.mask, padding) not in self._cut:
+        above = walk.ancestors(site.mask)
+        key = site.mask, padding, window, *(node for node in (site.grown_key, site.grown_value) if node in above)
+        if key not in self._cut:
             self._drop_sparse_indices(site.mask)
-            self._cut[site.mask, padding] = cut_mask(
-                step.gm, site.mask, step.sizes, self._context(site, window, padding)
-            )
-        sliced = self._cut[site.mask, padding]
+            self._cut[key] = cut_mask(step.gm, site.mask, step.sizes, self._context(site, window, padding))
+        sliced = self._cut[key]
         bound = [step.inputs.host_input(node) if node in sliced.host_input else node for node in sliced.slice.bound]
         first = [] if window is None else [self._first_stored(window)]
         entries = [step.inputs.entry(layer, entry) for entry in sliced.entries]
