@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+import tests.strategies  # noqa: F401  loads the Hypothesis profile
 from kvpass.capture.padding_analysis import hiding_inputs
 from tests.capture.traced import answered, result
 

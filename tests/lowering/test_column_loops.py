@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import tests.strategies  # noqa: F401  loads the Hypothesis profile
 from kvpass.lowering import attention_rows as module
 from kvpass.lowering import column_loops
 from kvpass.torch_private.library_attention import attention_with_lse

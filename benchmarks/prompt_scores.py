@@ -1,0 +1,90 @@
+"""Processor time of the attention of one layer of SmolLM2-135M to a prompt, and of its column sums.
+
+The layer has 9 query and 3 KV heads of 64. "Masked" is the causal mask as a boolean tensor, as a padded batch has it.
+"In one" is what a prompt runs where the library's attention gives the log-sum-exp of its rows.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+from tqdm import tqdm
+
+from benchmarks import apart
+from benchmarks.report import Row, Table, Target
+from benchmarks.settings import Settings
+from kvpass.lowering.attention_statistics import StatisticsRequest, attention_statistics
+
+TITLE = "Column sums of one layer"
+QUERY_HEADS, HEADS, DIM = 9, 3, 64
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+TURNS = 5
+LIMITS = {"float32": 0.4, "bfloat16": 0.25}
+"""The largest share of attention that the sums may add, in one operator and without a mask."""
+
+
+def measure(settings: Settings) -> list[Row]:
+    """Rows of milliseconds, from one process with one thread."""
+    cases = [(1, 1024)] if settings.quick else [(1, 1024), (1, 4096), (1, 8192), (8, 2048)]
+    rows: list[Row] = apart.run("benchmarks.prompt_scores:times", threads=1, cases=cases)
+    return rows
+
+
+@torch.inference_mode()
+def times(cases: Sequence[tuple[int, int]]) -> list[Row]:
+    """Milliseconds of each dtype, number of rows and tokens, and kind of mask."""
+    each = [(dtype, rows, count, masked) for rows, count in cases for dtype in DTYPES for masked in (False, True)]
+    return [_row(*case) for case in tqdm(each, unit="case", desc="column sums", dynamic_ncols=True)]
+
+
+def _row(dtype: str, rows: int, count: int, masked: bool) -> Row:
+    query = torch.randn(rows, count, QUERY_HEADS, DIM).to(DTYPES[dtype]).transpose(1, 2)
+    key, value = (torch.randn(rows, HEADS, count, DIM).to(DTYPES[dtype]) for _ in range(2))
+    mask = torch.ones(1, 1, count, count, dtype=torch.bool).tril() if masked else None
+    valid = torch.ones(rows, count, dtype=torch.bool)
+    request = StatisticsRequest(("total",), not masked, DIM**-0.5, None, HEADS).text()
+
+    def attention() -> Tensor:
+        attend = torch.nn.functional.scaled_dot_product_attention
+        return attend(query, key, value, mask, is_causal=not masked, enable_gqa=True)
+
+    def statistics(value: Tensor | None) -> Callable[[], object]:
+        return lambda: attention_statistics(query, key, value, mask, None, valid, None, request)
+
+    calls = {"attention": attention, "sums alone": statistics(None), "in one": statistics(value)}
+    for call in calls.values():
+        call()  # compiles what is not there
+    found = {name: min(_spent(call) for _ in range(TURNS)) for name, call in calls.items()}
+    return {"dtype": dtype, "rows": rows, "tokens": count, "mask": "masked" if masked else "causal", **found}
+
+
+def _spent(call: Callable[[], object]) -> float:
+    start = time.process_time()
+    call()
+    return (time.process_time() - start) * 1e3
+
+
+def tables(rows: Sequence[Row]) -> list[Table]:
+    shown = [{**row, "adds": f"{_added(row):.0%} of attention"} for row in rows]
+    return [Table("Milliseconds of processor time, the least of five, one thread:", shown)]
+
+
+def _added(row: Row) -> float:
+    return float(row["in one"] / row["attention"] - 1)
+
+
+def targets(rows: Sequence[Row]) -> Iterator[Target]:
+    """Longest causal prompts of one row."""
+    for dtype, limit in LIMITS.items():
+        found = [row for row in rows if (row["dtype"], row["rows"], row["mask"]) == (dtype, 1, "causal")]
+        longest = max(found, key=lambda row: row["tokens"], default=None)
+        ratio = None if longest is None else _added(longest)
+        yield Target("prompt_scores", f"{dtype}, share of attention that sums add", limit, ratio)
+
+
+def figures(rows: Sequence[Row]) -> dict[str, Figure]:
+    return {}
