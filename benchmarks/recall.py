@@ -1,4 +1,4 @@
-"""RecallOutcome of planted key-value pairs as a function of distance, at equal memory.
+"""Recall of planted key-value pairs as a function of distance, at equal memory.
 
 On the bundled model that has learnt to recall (`examples/train_recall.py`), with the pairs of the demo but other texts
 and other words.  `python -m benchmarks recall` prints both tables.

@@ -101,7 +101,7 @@ def test_a_row_of_a_batch_is_as_alone(row, data):
 
 @given(data=st.data())
 def test_a_missed_sweep_stays_within_the_slots(data):
-    """PaddedSections steps put a row behind the host's count: it may sweep late, but never runs out of slots."""
+    """Padded steps put a row behind the host's count: it may sweep late, but never runs out of slots."""
     row = next(row for row in TABLE if row.name == "buzz")
     case = data.draw(cases(row, dim=8))
     parts = list(stretches(case, [case.prompt] + [1] * 20, 0.3, True))

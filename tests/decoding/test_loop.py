@@ -334,7 +334,7 @@ def test_what_dynamo_asked_of_the_length_holds_for_steps_that_are_repeated() -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["caches disabled", "wrapper in C++"])
 def test_a_decode_loop_whose_code_cannot_be_recorded(how: str) -> None:
-    """KernelCalls that ran past the recording were in no program, and a loop repeated its first token."""
+    """Calls that ran past the recording were in no program, and a loop repeated its first token."""
     ids, _ = prompt(1, 20)
     model = build("Llama", layers=3)
     expected = decoded(kvpass.DecodeLoop(model, "h2o", budget=8, inner="eager"), ids)

@@ -1,4 +1,4 @@
-"""KernelCalls beside their plain forms, for the process in which Triton interprets: each returns pairs of tensors."""
+"""Kernels beside their plain forms, for the process in which Triton interprets: each returns pairs of tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PlansByModel and caches belong to models and layers, which are known by their tensors."""
+"""Plans and caches belong to models and layers, which are known by their tensors."""
 
 from __future__ import annotations
 
