@@ -27,7 +27,7 @@ from kvpass.apps.evaluation import plots
 from kvpass.apps.models import LoadedModel, load_memory
 from kvpass.errors import KVPassError
 
-TITLE = "RecallOutcome of planted pairs against distance"
+TITLE = "Recall of planted pairs against distance"
 BUDGET, DOCUMENTS, LENGTH = 128, 16, 2048
 T = TypeVar("T")
 TURNS = 4  # prompts of all documents, each with another question
