@@ -144,11 +144,8 @@ def _unused_handles(found: list[CallReading], handles: set[fx.Node]) -> list[Cal
     used = {origin.past for f in found if f.reading for origin in (f.reading.key, f.reading.value)}
     if any(f.refusal for f in found):
         return []
-    unread = [node for node in handles - used if any(not _is_shape_read(user) for user in node.users)]
-    return [
-        CallReading(next(iter(node.users)), refusal="a kvpass cache is used here outside of an attention call")
-        for node in unread[:1]
-    ]
+    uses = [user for node in handles - used for user in node.users if not _is_shape_read(user)]
+    return [CallReading(use, refusal="a kvpass cache is used here outside of an attention call") for use in uses[:1]]
 
 
 def _ordinary_caches(found: list[CallReading], handles: set[fx.Node]) -> list[CallReading]:

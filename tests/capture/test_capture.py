@@ -173,3 +173,23 @@ def test_what_stays_as_long_as_it_was_is_no_growth() -> None:
 
     beside = run(step, (torch.randn(1, 8, 1), torch.randn(1, 8, 4)))
     assert [captured.found for _, captured in beside.captured] == [[]]
+
+
+def test_a_cache_that_is_used_elsewhere_is_refused_at_that_use() -> None:
+    """And not at a read of its shape, which any graph may have."""
+    refusals: list[str] = []
+
+    def backend(gm: fx.GraphModule, examples: Any) -> Callable[..., Any]:
+        captured = capture(gm, [isinstance(x, Tensor) and x.ndim == 4 for x in examples])
+        refusals.extend(f"{walk.source_line(each.node)}: {each.refusal}" for each in captured.found if each.refusal)
+        return gm.forward
+
+    def function(x: Tensor, past: Tensor) -> Tensor:
+        x = x * past.shape[2]
+        return x + past.mean()
+
+    torch._dynamo.reset()
+    torch.compile(function, backend=backend, dynamic=True)(torch.ones(3), torch.ones(1, 2, 5, 4))
+    [refusal] = refusals
+    assert "past.mean()" in refusal
+    assert "outside of an attention call" in refusal
