@@ -43,22 +43,16 @@ def requested(
     return request.text()
 
 
-def in_one_operator(policy: Policy, query: Tensor, key: Tensor, value: Tensor, by_library: bool) -> bool:
-    """Check whether one operator computes attention and the policy's statistics of these tensors, which may be fake.
+def in_one_operator(policy: Policy, query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Check whether the operator can compute the library's attention of these tensors as well, which may be fake.
 
-    The statistics must be of all queries. A scan shares the products with attention; sums use the log-sum-exp of the
-    library's attention.
+    The statistics must be of all queries: they then use the log-sum-exp of the library's attention.
 
     Args:
         query: [B, Hq, q, D]; key: [B, Hkv, S, D]; value: [B, Hkv, S, Dv].
-        by_library: whether the library's attention computes the output.
     """
-    if query.device.type != "cpu" or not query.dtype == key.dtype == value.dtype:
-        return False
-    if policy.statistics == {"scan"}:
-        return True
-    sums = not policy.statistics.isdisjoint({"total", "squares"}) and "scan" not in policy.statistics
-    return sums and by_library and key.shape[3] == value.shape[3]
+    alike = query.dtype == key.dtype == value.dtype and key.shape[3] == value.shape[3]
+    return alike and query.device.type == "cpu" and not policy.statistics.isdisjoint({"total", "squares", "scan"})
 
 
 @dataclasses.dataclass(frozen=True)

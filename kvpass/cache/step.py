@@ -441,8 +441,8 @@ def extend_step(
     common = (site.sink_logit, False, site.scale, site.cap, layout.heads, layout.spread)
     spec = StatisticsSpec(query, keys, full_mask, *common)
     policy_bias = policy.bias(held, query.shape[1] // layout.heads)
-    by_library = site.cap is None and site.sink_logit is None
-    if policy_bias is None and not site.lse and in_one_operator(policy, query, keys, values, by_library):
+    by_library = site.cap is None and site.sink_logit is None and not site.lse
+    if policy_bias is None and by_library and in_one_operator(policy, query, keys, values):
         output, *computed = statistics(policy, spec, valid, held.budget, values)
         attended = Attended(_with_unknown_outputs(site, slots, output, (full_mask, bias), valid), mask, bias)
         return attended, [*computed, *_statistics_inputs(layout, spec)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -176,14 +176,36 @@ class ScoredAttention:
         Args:
             log_sum_exp: that of the rows, [B, Hq, q], if it is known.
         """
-        if not powers or not (self.by_kernel or self.by_loops):
+        if powers and self.by_loops:
+            return self._loops(log_sum_exp).column_sums(weight, powers)
+        if not powers or not self.by_kernel:
             return _sums(self, weight, powers)
-        given = self.query, self.key, self.mask, weight, self.causal, self.scale, self.cap, self.sink_logit, powers
-        if self.by_loops:
-            return column_loops.column_sums(*given, log_sum_exp)
         from kvpass.lowering.column_kernel import column_sums  # needs triton, which not every machine has
 
-        return column_sums(*given)
+        common = self.causal, self.scale, self.cap, self.sink_logit
+        return column_sums(self.query, self.key, self.mask, weight, *common, powers)
+
+    def rows(self, log_sum_exp: Tensor | None = None) -> Iterator[Iterator[Tensor]]:
+        """Yield for each row of the batch the probabilities of consecutive queries, [1, Hkv, G, n, s].
+
+        They are of the first s keys: all keys, or those up to the last query if causal.
+
+        Args:
+            log_sum_exp: as of `summed`.
+        """
+        if not self.by_loops:
+            for _, piece in self.pieces(whole_rows=True):
+                yield (probs for _, _, probs in _probs(piece, SCANNED, piece.keys_before))
+            return
+        loops, (batch, heads, count, _) = self._loops(log_sum_exp), self.query.shape
+        step = column_loops.QUERIES * max(1, SCANNED // max(1, heads * self.key.shape[2] * column_loops.QUERIES))
+        spans = [slice(start, min(start + step, count)) for start in range(0, count, step)]
+        for row in range(batch):
+            yield (loops.probabilities(row, span, self.keys_before(span).stop) for span in spans)
+
+    def _loops(self, log_sum_exp: Tensor | None) -> column_loops.AttentionRows:
+        common = self.mask, self.causal, self.scale, self.cap, self.sink_logit
+        return column_loops.AttentionRows.of(self.query, self.key, *common, log_sum_exp)
 
 
 def _among(x: Tensor, span: slice) -> Tensor:
@@ -243,7 +265,7 @@ def _sums(attention: ScoredAttention, valid: Tensor, powers: int) -> list[Tensor
     sums = zeros(attention, powers)
     for part, piece in attention.pieces() if powers else ():
         totals, real = [total[part] for total in sums], valid[part[0]]
-        for span, keys, probs in probabilities(piece, BLOCK, piece.keys_seen):
+        for span, keys, probs in _probs(piece, BLOCK, piece.keys_seen):
             _add([total[..., keys] for total in totals], probs, real[:, span])
     return sums
 
@@ -254,7 +276,7 @@ def zeros(attention: ScoredAttention, count: int) -> list[Tensor]:
     return [query.new_zeros(shape, dtype=torch.float32) for _ in range(count)]
 
 
-def probabilities(attention: ScoredAttention, block: int, seen: Seen) -> Iterator[tuple[slice, slice, Tensor]]:
+def _probs(attention: ScoredAttention, block: int, seen: Seen) -> Iterator[tuple[slice, slice, Tensor]]:
     """Yield spans of queries, their keys, and the probabilities [B, Hkv, G, n, s], which may be overwritten."""
     spans = attention.spans(block)
     workspace = attention.workspace(spans, accumulate_dtype(attention.query.dtype))
@@ -305,22 +327,3 @@ def _late_by_kernel(chosen: ScoredAttention, counted: Tensor, count: Tensor) -> 
     last = (newest.probs(logits) * first)[..., 0, :]
     mean = last if counted.shape[1] == 1 else chosen.summed(counted / count, 1)[0]
     return last, mean, torch.where(first > 0, logits, 0)[..., 0, :]
-
-
-def weighted_sums(
-    probs: Iterable[tuple[slice, slice, Tensor]], value: Tensor, output: Tensor
-) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Yield the probabilities, and write their weighted sums of values to `output` [B, Hkv, G, q, Dv]."""
-    for span, keys, each in probs:
-        mixed = torch.matmul(each.flatten(2, 3).to(value.dtype), value[:, :, keys])  # [B, Hkv, G * n, Dv]
-        output[:, :, :, span] = mixed.view(*each.shape[:4], -1)
-        yield span, keys, each
-
-
-def empty_output(query: Tensor, value: Tensor) -> Tensor:
-    """Allocate the output, [B, Hq, q, Dv].
-
-    In memory tokens lie outside of heads, as in torch's attention.
-    """
-    batch, heads, count, _ = query.shape
-    return query.new_empty(batch, count, heads, value.shape[3]).transpose(1, 2)

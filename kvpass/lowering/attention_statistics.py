@@ -1,8 +1,7 @@
 """The operator that computes the statistics of attention that a policy reads, for a prompt or a chunk.
 
 It is opaque to the compiler, so that one compiled prompt graph serves every prompt length. On a CPU it computes
-attention as well: sums take the log-sum-exp of the rows from the library's attention, which saves the products behind
-it, and a scan shares its products with attention.
+attention as well: the library's attention has the log-sum-exp of the rows, which saves the products behind it.
 """
 
 from __future__ import annotations
@@ -15,14 +14,7 @@ from torch import Tensor
 
 from kvpass import policies
 from kvpass.budget import slots_of_rows
-from kvpass.lowering.attention_rows import (
-    SCANNED,
-    ScoredAttention,
-    empty_output,
-    late_statistics,
-    probabilities,
-    weighted_sums,
-)
+from kvpass.lowering.attention_rows import ScoredAttention, late_statistics
 from kvpass.policies.heads import HeadSharding
 from kvpass.torch_private.library_attention import attention_with_lse
 
@@ -88,8 +80,8 @@ def attention_statistics(
 
     Args:
         query: [B, Hq, q, D]; key: [B, Hkv, S, D]; the queries are the last q of the S tokens.
-        value: [B, Hkv, S, Dv] on a CPU, or None. All three have one dtype. Without a scan, Dv must be D, a causal q
-            must be S, and there is no cap and no sink.
+        value: [B, Hkv, S, D] on a CPU, or None. All three have one dtype, a causal q must be S, and there is no cap and
+            no sink.
         mask: bool or additive [B or 1, Hq, Hkv or 1, q, S], or None; with Hkv on a CPU alone.
         sink_logit: a further logit of each row, [B or 1, Hq, q or 1, 1], or None.
         valid: bool [B, q], false for padding queries, which no statistic counts.
@@ -97,7 +89,7 @@ def attention_statistics(
         request: the text of a `StatisticsRequest`.
 
     Returns:
-        The output [B, Hq, q, Dv] if there are values, then the statistics: each float32 [B, Hc, Hq / Hc, S], a scan
+        The output [B, Hq, q, D] if there are values, then the statistics: each float32 [B, Hc, Hq / Hc, S], a scan
         [B, H', S].
     """
     chosen = StatisticsRequest.parse(request)
@@ -105,12 +97,8 @@ def attention_statistics(
     attention = ScoredAttention(query, key, mask, chosen.causal, chosen.scale, chosen.cap, sink_logit)
     if value is None:
         return _statistics(attention, chosen, valid, row_budgets)
-    if chosen.scan is None:
-        output, lse = attention_with_lse(query, key, value, mask, chosen.causal, chosen.scale)
-        return [output, *_statistics(attention, chosen, valid, row_budgets, log_sum_exp=lse)]
-    output = empty_output(query, value)
-    mixed = value, torch.unflatten(output, 1, (key.shape[1], -1))
-    return [output, *_statistics(attention, chosen, valid, row_budgets, mixed=mixed)]
+    output, log_sum_exp = attention_with_lse(query, key, value, mask, chosen.causal, chosen.scale)
+    return [output, *_statistics(attention, chosen, valid, row_budgets, log_sum_exp)]
 
 
 @attention_statistics.register_fake
@@ -133,8 +121,6 @@ def _(
     made = [query.new_empty(shapes[name], dtype=torch.float32) for name in chosen.names]
     if value is None:
         return made
-    if chosen.scan is not None:
-        return [empty_output(query, value), *made]
     return [attention_with_lse(query, key, value, mask, chosen.causal, chosen.scale)[0], *made]
 
 
@@ -149,17 +135,15 @@ def _statistics(
     request: StatisticsRequest,
     valid: Tensor,
     row_budgets: Tensor | None,
-    *,
     log_sum_exp: Tensor | None = None,
-    mixed: tuple[Tensor, Tensor] | None = None,
 ) -> list[Tensor]:
-    """Return the statistics of a request; the keyword arguments are those of `summed` and `_scanned`."""
+    """Return the statistics of a request; the log-sum-exp of the rows is [B, Hq, q], if it is known."""
     made = dict(zip(SUMS, attention.summed(valid, request.powers, log_sum_exp), strict=False))
     if not {*LATE}.isdisjoint(request.names):
         made |= zip(LATE, late_statistics(attention, valid, request.window), strict=True)
     made = {name: regrouped(x, request.heads) for name, x in made.items()}
     if request.scan is not None:
-        made["scan"] = _scanned(attention, request, valid, row_budgets, mixed)
+        made["scan"] = _scanned(attention, request, valid, row_budgets, log_sum_exp)
     return [made[name] for name in request.names]
 
 
@@ -168,23 +152,17 @@ def _scanned(
     request: StatisticsRequest,
     valid: Tensor,
     row_budgets: Tensor | None,
-    mixed: tuple[Tensor, Tensor] | None,
+    log_sum_exp: Tensor | None,
 ) -> Tensor:
-    """Return the policy's scan over the attention rows, one query after the other, float32 [B, H', S].
-
-    Args:
-        mixed: the values, and the output [B, Hkv, G, q, Dv] to which attention is written.
-    """
+    """Return the policy's scan over the attention rows, one query after the other, float32 [B, H', S]."""
     assert request.scan is not None
     policy, sharding = policies.specified(request.scan), HeadSharding.read(request.sharding)
     before = attention.key.shape[2] - attention.query.shape[2]
     slots = _slots(policy, request.budget, row_budgets, valid)
     made = []
-    for part, piece in attention.pieces(whole_rows=True):  # pieces of one row each
-        probs = probabilities(piece, SCANNED, piece.keys_before)
-        probs = probs if mixed is None else weighted_sums(probs, *(x[part] for x in mixed))
-        rows = (regrouped(each, request.heads).float() for _, _, each in probs)
-        made.append(policy.scan(rows, valid[part[0]], before, slots[part[0].start], sharding))
+    for row, blocks in enumerate(attention.rows(log_sum_exp)):
+        grouped = (regrouped(probs, request.heads).float() for probs in blocks)
+        made.append(policy.scan(grouped, valid[row : row + 1], before, slots[row], sharding))
     return torch.cat(made)
 
 

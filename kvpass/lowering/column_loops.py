@@ -8,16 +8,16 @@ own blocks.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import importlib.resources
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from kvpass.torch_private import generated_code
 
-KEYS = 128  # of a block, as in the source
+QUERIES, KEYS = 64, 128  # of a block, as in the source
 MESSAGE = 1024  # bytes of an error's text
 MASKS = {None: 0, torch.bool: 1, torch.float32: 2, torch.bfloat16: 3}
 NATIVE = (torch.bfloat16, torch.float32)
@@ -27,8 +27,8 @@ class Problem(ctypes.Structure):
     """The fields of `Problem` in the source."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("query", "key", "mask", "sink_logit", "weight", "log_sum_exp")),
-        *((name, ctypes.c_void_p) for name in ("packed", "shift", "factor", "sums", "squares")),
+        *((name, ctypes.c_void_p) for name in ("query", "key", "mask", "sink_logit", "log_sum_exp")),
+        *((name, ctypes.c_void_p) for name in ("packed", "shift", "factor")),
         *((name, ctypes.c_int64) for name in ("batch", "heads", "groups", "queries", "keys", "dim")),
         ("query_stride", ctypes.c_int64 * 3),
         ("key_stride", ctypes.c_int64 * 3),
@@ -40,55 +40,102 @@ class Problem(ctypes.Structure):
     )
 
 
-def column_sums(
-    query: Tensor,
-    key: Tensor,
-    mask: Tensor | None,
-    weight: Tensor,
-    causal: bool,
-    scale: float,
-    cap: float | None,
-    sink_logit: Tensor | None,
-    powers: int,
-    log_sum_exp: Tensor | None = None,
-) -> list[Tensor]:
-    """Sum the probabilities over the queries, and with two `powers` also their squares.
+@dataclasses.dataclass(frozen=True)
+class AttentionRows:
+    """The rows of an attention matrix, which are computed when they are read.
 
-    Args:
-        query: [B, Hq, q, D]; key: [B, Hkv, S, D]; in one dtype for which `dtype_of_products` is not None.
-        mask: bool or additive [B or 1, Hq, Hkv or 1, q or 1, S], or None.
-        weight: float32 [B, q], the weight of each query.
-        log_sum_exp: [B, Hq, q], that of the queries' logits with the sink's, or None.
-        The others are as for `attention_rows.ScoredAttention`.
-
-    Returns:
-        One or two float32 tensors [B, Hkv, G, S].
-
-    Raises:
-        RuntimeError: the library cannot multiply matrices of these sizes.
+    Attributes:
+        problem: the operands and the totals of the rows, as addresses.
+        dtype: of the products.
+        mask: dtype of the mask, or None.
+        tensors: the tensors behind the addresses.
+        shape: B, Hkv, G, q, S.
     """
-    dtype = dtype_of_products(query.dtype, query.shape[3])
-    assert dtype is not None
-    (batch, q_heads, queries, dim), (heads, keys) = query.shape, key.shape[1:3]
-    groups = q_heads // heads
-    query, key = (_dense_rows(x.to(dtype)) for x in (query, key))
-    mask = None if mask is None else _dense_rows(_by_group(mask, heads))
-    mask = mask if mask is None or mask.dtype in MASKS else mask.float()
-    sink = None if sink_logit is None else _by_group(sink_logit.float(), heads)[..., 0]
-    weight = weight.float().contiguous()
-    totals = None if log_sum_exp is None else log_sum_exp.float()
-    packed = query.new_empty(batch * heads * -(-keys // KEYS) * KEYS * dim)
-    shift, factor = weight.new_empty(2, batch, q_heads, queries)
-    sums = [weight.new_empty(batch, heads, groups, keys) for _ in range(powers)]
-    problem = Problem(
-        *map(_address, (query, key, mask, sink, weight, totals, packed, shift, factor, *sums, *[None] * (2 - powers))),
-        *(batch, heads, groups, queries, keys, dim),
-        *((ctypes.c_int64 * count)(*_strides(x, count)) for x, count in ((query, 3), (key, 3), (mask, 4), (sink, 4))),
-        (ctypes.c_int64 * 3)(*_strides(totals, 3)),
-        *(int(causal), torch.get_num_threads(), scale, cap or 0.0),
-    )
-    _run(problem, dtype, None if mask is None else mask.dtype)
-    return sums
+
+    problem: Problem
+    dtype: torch.dtype
+    mask: torch.dtype | None
+    tensors: tuple[Tensor | None, ...]
+    shape: tuple[int, int, int, int, int]
+
+    @staticmethod
+    def of(
+        query: Tensor,
+        key: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float,
+        cap: float | None,
+        sink_logit: Tensor | None,
+        log_sum_exp: Tensor | None = None,
+    ) -> AttentionRows:
+        """Compute the totals of all rows.
+
+        Args:
+            query: [B, Hq, q, D]; key: [B, Hkv, S, D]; in one dtype for which `dtype_of_products` is not None.
+            mask: bool or additive [B or 1, Hq, Hkv or 1, q or 1, S], or None.
+            log_sum_exp: [B, Hq, q], that of the queries' logits with the sink's, or None.
+            The others are as for `attention_rows.ScoredAttention`.
+
+        Raises:
+            RuntimeError: the library cannot multiply matrices of these sizes.
+        """
+        dtype = dtype_of_products(query.dtype, query.shape[3])
+        assert dtype is not None
+        (batch, q_heads, queries, dim), (heads, keys) = query.shape, key.shape[1:3]
+        shape = batch, heads, q_heads // heads, queries, keys
+        query, key = (_dense_rows(x.to(dtype)) for x in (query, key))
+        mask = None if mask is None else _dense_rows(_by_group(mask, heads))
+        mask = mask if mask is None or mask.dtype in MASKS else mask.float()
+        sink = None if sink_logit is None else _by_group(sink_logit.float(), heads)[..., 0]
+        known = None if log_sum_exp is None else log_sum_exp.float()
+        packed = query.new_empty(batch * heads * -(-keys // KEYS) * KEYS * dim)
+        shift, factor = query.new_empty(2, batch, q_heads, queries, dtype=torch.float32)
+        tensors = query, key, mask, sink, known, packed, shift, factor
+        strided = (query, 3), (key, 3), (mask, 4), (sink, 4), (known, 3)
+        problem = Problem(
+            *map(_address, tensors),
+            *(*shape, dim),
+            *((ctypes.c_int64 * count)(*_strides(x, count)) for x, count in strided),
+            *(int(causal), torch.get_num_threads(), scale, cap or 0.0),
+        )
+        rows = AttentionRows(problem, dtype, None if mask is None else mask.dtype, tensors, shape)
+        rows._run("prepare")
+        return rows
+
+    def column_sums(self, weight: Tensor, powers: int) -> list[Tensor]:
+        """Sum the probabilities over the queries, and with two `powers` also their squares.
+
+        Args:
+            weight: [B, q], the weight of each query.
+
+        Returns:
+            One or two float32 tensors [B, Hkv, G, S].
+        """
+        weight, (batch, heads, groups, _, keys) = weight.float().contiguous(), self.shape
+        sums = [weight.new_empty(batch, heads, groups, keys) for _ in range(powers)]
+        self._run("column_sums", *map(_address, (weight, *sums, *[None] * (2 - powers))))
+        return sums
+
+    def probabilities(self, row: int, queries: slice, keys: int) -> Tensor:
+        """Return the probabilities of consecutive queries of a row for the first keys, float32 [1, Hkv, G, n, keys].
+
+        Args:
+            queries: a slice with both ends.
+            keys: at least as many as the queries see.
+        """
+        _, heads, groups, _, _ = self.shape
+        count = queries.stop - queries.start
+        made = torch.empty(1, heads, groups, count, keys)
+        self._run("row_probabilities", row, queries.start, count, keys, _address(made))
+        return made
+
+    def _run(self, name: str, *arguments: int | None) -> None:
+        message = ctypes.create_string_buffer(MESSAGE)
+        function = getattr(_library(self.dtype, self.mask), name)
+        more = [ctypes.c_void_p(x) for x in arguments]  # a word each, as all of them are in the source
+        if function(ctypes.byref(self.problem), message, ctypes.c_int64(MESSAGE), *more):
+            raise RuntimeError(message.value.decode(errors="replace"))
 
 
 def dtype_of_products(dtype: torch.dtype, dim: int) -> torch.dtype | None:
@@ -101,30 +148,23 @@ def dtype_of_products(dtype: torch.dtype, dim: int) -> torch.dtype | None:
 @functools.cache
 def _runs(dtype: torch.dtype) -> bool:
     """Check whether the source compiles here and the library multiplies this dtype on this processor."""
-    empty = Problem(heads=1, groups=1, dim=2, query_stride=(2, 2, 2), threads=1)
+    empty = torch.empty(0, 1, 0, 2, dtype=dtype)
     try:
-        _run(empty, dtype, None)
+        AttentionRows(_EMPTY, dtype, None, (empty,), (0, 1, 1, 0, 0))._run("prepare")
     except (RuntimeError, OSError):  # no compiler, another signature of the library's function, or another processor
         return False
     return True
 
 
+_EMPTY = Problem(heads=1, groups=1, dim=2, query_stride=(2, 2, 2), threads=1)
+
+
 @functools.cache
-def _library(dtype: torch.dtype, mask: torch.dtype | None) -> Callable[..., int]:
+def _library(dtype: torch.dtype, mask: torch.dtype | None) -> ctypes.CDLL:
     """Compile the source for products in `dtype` and masks of a dtype, once for all processes."""
     source = importlib.resources.files(__package__).joinpath("column_sums.cpp").read_text()
     macros = f"#define BFLOAT16_PRODUCTS {int(dtype == torch.bfloat16)}\n#define MASK {MASKS[mask]}\n"
-    function = generated_code.cpp_library(generated_code.MATRIX_PRODUCTS + macros + source).column_sums
-    function.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64]
-    function.restype = ctypes.c_int
-    compiled: Callable[..., int] = function
-    return compiled
-
-
-def _run(problem: Problem, dtype: torch.dtype, mask: torch.dtype | None) -> None:
-    message = ctypes.create_string_buffer(MESSAGE)
-    if _library(dtype, mask)(ctypes.addressof(problem), message, MESSAGE):
-        raise RuntimeError(message.value.decode(errors="replace"))
+    return generated_code.cpp_library(generated_code.MATRIX_PRODUCTS + macros + source)
 
 
 def _dense_rows(x: Tensor) -> Tensor:

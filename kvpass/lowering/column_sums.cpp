@@ -1,8 +1,9 @@
 // Column sums of an attention matrix that is never stored, on a CPU: the counterpart of column_kernel.py.
 //
 // `find_totals` computes the maximum and the sum of each row of probabilities, unless the caller knows their log-sum-exp.
-// `add_columns` computes the probabilities again, one block of keys per task, and adds them up over the queries. A sum has
-// one task and one order, so results do not depend on the number of threads.
+// `add_columns` computes the probabilities again, one block of keys per task, and adds them up over the queries;
+// `write_rows` writes those of a few queries. A sum has one task and one order, so results do not depend on the number of
+// threads.
 //
 // The macros BFLOAT16_PRODUCTS and MASK select the dtype of queries and keys, and the kind of the mask: a variant compiles
 // within two seconds. Logits are in base two. -infinity hides a key. The lowest finite number is a hidden key of an additive mask: a query
@@ -40,10 +41,9 @@ constexpr float PRECISE = 4096;  // a larger log-sum-exp is too coarse in float3
 
 struct Problem {  // the fields of `Problem` in column_loops.py; strides are in elements, 0 along dimensions of size one
   const void *query, *key, *mask;  // [B, Hq, q, D], [B, Hkv, S, D], [B, Hkv, G, q, S]
-  const float *sink_logit, *weight, *log_sum_exp;  // [B, Hkv, G, q] or null, [B, q], [B, Hq, q] or null
-  void* packed;  // [B, Hkv, blocks, D, KEYS]
-  float *shift, *factor;  // [B, Hq, q]
-  float *sums, *squares;  // [B, Hkv, G, S]; squares may be null
+  const float *sink_logit, *log_sum_exp;    // [B, Hkv, G, q] and [B, Hq, q], or null
+  void* packed;                             // [B, Hkv, blocks, D, KEYS]
+  float *shift, *factor;                    // [B, Hq, q]
   int64_t batch, heads, groups, queries, keys, dim;
   int64_t query_stride[3], key_stride[3], mask_stride[4], sink_stride[4], total_stride[3];
   int64_t causal, threads;
@@ -275,7 +275,8 @@ void find_totals(const Problem& p) {
   }
 }
 
-void add_columns(const Problem& p) {
+// Sums probabilities over queries of weights [B, q] to [B, Hkv, G, S], and their squares unless that is null.
+void add_columns(const Problem& p, const float* weights, float* sums_out, float* squares_out) {
   const int64_t tasks = p.batch * p.heads * p.groups * p.blocks();
 #pragma omp parallel num_threads(p.threads)
   {
@@ -293,37 +294,58 @@ void add_columns(const Problem& p) {
         tiles.multiply(row, head, group, query, block);
         const int64_t count = std::min(QUERIES, p.queries - query);
         for (int64_t i = 0; i < count; ++i) {
-          const float weight = p.weight[row * p.queries + query + i], factor = p.factor[totals + query + i];
+          const float weight = weights[row * p.queries + query + i], factor = p.factor[totals + query + i];
           if (weight == 0 || factor == 0) continue;
           const float shift = p.shift[totals + query + i];
           const char* mask = tile == MIXED ? mask_of(p, row, head, group, query + i, first) : nullptr;
           Row(p, mask, query + i, first).each(tiles.row(i), [&](vec x, int64_t at) {
             const vec prob = power_of_two(x - shift) * factor, weighted = prob * weight;
             store(sums + at, load<vec>(sums + at) + weighted);
-            if (p.squares) store(squares + at, load<vec>(squares + at) + weighted * prob);
+            if (squares_out) store(squares + at, load<vec>(squares + at) + weighted * prob);
           });
         }
       }
       const int64_t at = ((row * p.heads + head) * p.groups + group) * p.keys + first, count = std::min(KEYS, p.keys - first);
-      std::copy(sums, sums + count, p.sums + at);
-      if (p.squares) std::copy(squares, squares + count, p.squares + at);
+      std::copy(sums, sums + count, sums_out + at);
+      if (squares_out) std::copy(squares, squares + count, squares_out + at);
     }
   }
 }
 
-void compute(const Problem& p) {
-  check(p);
-  pack(p);
-  find_totals(p);
-  add_columns(p);
+// Writes the probabilities of `count` queries of one row to [Hkv, G, count, end]; `end` is at least what they see.
+void write_rows(const Problem& p, int64_t row, int64_t start, int64_t count, int64_t end, float* out) {
+  const int64_t blocks = (end + KEYS - 1) / KEYS;
+#pragma omp parallel num_threads(p.threads)
+  {
+    Tiles tiles(p);
+#pragma omp for schedule(dynamic)
+    for (int64_t task = 0; task < p.heads * p.groups * blocks; ++task) {
+      const int64_t q_head = task / blocks, head = q_head / p.groups, group = q_head % p.groups;
+      const int64_t first = task % blocks * KEYS, here = std::min(KEYS, end - first);
+      const int64_t totals = (row * p.heads * p.groups + q_head) * p.queries;
+      for (int64_t query = start; query < start + count; query += QUERIES) {
+        const Tile tile = look(p, row, head, group, query, first);
+        if (tile != HIDDEN) tiles.multiply(row, head, group, query, first / KEYS);
+        for (int64_t i = query; i < std::min(query + QUERIES, start + count); ++i) {
+          float* to = out + (q_head * count + i - start) * end + first;
+          std::fill(to, to + here, 0.f);
+          const float shift = p.shift[totals + i], factor = p.factor[totals + i];
+          if (tile == HIDDEN || factor == 0) continue;
+          const char* mask = tile == MIXED ? mask_of(p, row, head, group, i, first) : nullptr;
+          Row(p, mask, i, first).each(tiles.row(i - query), [&](vec x, int64_t at) {
+            const vec prob = power_of_two(x - shift) * factor;
+            std::memcpy(to + at, &prob, std::min(LANES, here - at) * sizeof(float));
+          });
+        }
+      }
+    }
+  }
 }
 
-}  // namespace
-
-// Computes `sums` and `squares`. Returns 0, or 1 and a message of at most `size` bytes, as no C++ exception may leave it.
-extern "C" int column_sums(const Problem* problem, char* message, int64_t size) {
+// Runs a function, and returns 0, or 1 and a message of at most `size` bytes: no C++ exception may leave the library.
+template <typename Function> int guarded(char* message, int64_t size, Function function) {
   try {
-    compute(*problem);
+    function();
     return 0;
   } catch (const std::exception& error) {
     std::snprintf(message, size, "%s", error.what());
@@ -331,4 +353,22 @@ extern "C" int column_sums(const Problem* problem, char* message, int64_t size) 
     std::snprintf(message, size, "an exception of unknown type");
   }
   return 1;
+}
+
+}  // namespace
+
+// Fills `packed`, `shift` and `factor`, which the other functions read.
+extern "C" int prepare(const Problem* problem, char* message, int64_t size) {
+  return guarded(message, size, [&] { check(*problem), pack(*problem), find_totals(*problem); });
+}
+
+extern "C" int column_sums(
+    const Problem* problem, char* message, int64_t size, const float* weights, float* sums, float* squares) {
+  return guarded(message, size, [&] { add_columns(*problem, weights, sums, squares); });
+}
+
+extern "C" int row_probabilities(
+    const Problem* problem, char* message, int64_t size, int64_t row, int64_t start, int64_t count, int64_t end,
+    float* out) {
+  return guarded(message, size, [&] { write_rows(*problem, row, start, count, end, out); });
 }

@@ -24,7 +24,6 @@ from kvpass.fx.walk import value
 from kvpass.policies.base import Policy, Statistic
 
 STATISTICS = torch.ops.kvpass.attention_statistics.default
-EXACT = (torch.float32, torch.float64)
 
 
 def prompt_scores(
@@ -61,20 +60,16 @@ def prompt_scores(
 def _in_one_operator(site: AttentionSite, policy: Policy) -> bool:
     """Check whether one operator can compute attention and scores of a prompt.
 
-    Attention that the model spells out keeps its own roundings. A scan in half precision keeps the library's attention,
-    which does not round the logits. Causal attention must be causal from the first key on.
+    Attention that the model spells out keeps its own roundings. Causal attention must be causal from the first key on.
     """
     call = arguments(site.call)
     tensors = [value(node) for node in (site.query, call["key"], call["value"])]
     by_library = call["scores"] is None and call["hidden"] is None and site.lse is None
     whole = not site.causal or expr(site.queries) == expr(value(site.attended_key).shape[2])
     plain_mask = site.mask is None or (value(site.mask).ndim == 4 and not site.causal)
-    exact = "scan" not in policy.statistics or tensors[0].dtype in EXACT
-    fits = by_library and whole and plain_mask and exact and not policy.renumbers
+    fits = by_library and whole and plain_mask and not policy.renumbers
     query, key, values = tensors
-    return (
-        fits and query.dtype == value(site.call).dtype and statistics.in_one_operator(policy, query, key, values, True)
-    )
+    return fits and query.dtype == value(site.call).dtype and statistics.in_one_operator(policy, query, key, values)
 
 
 def _item(graph: fx.Graph, results: fx.Node, index: int) -> fx.Node:

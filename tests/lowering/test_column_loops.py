@@ -1,4 +1,4 @@
-"""Column sums by the loops in C++, beside the blocks of `attention_rows` in float64."""
+"""Attention rows and their sums by the loops in C++, beside the blocks of `attention_rows` in float64."""
 
 from __future__ import annotations
 
@@ -29,6 +29,12 @@ def in_float64(query: Any, key: Any, mask: Any, weight: Any, *rest: Any) -> list
     sink_logit = None if sink_logit is None else sink_logit.double()
     wide = module.ScoredAttention(query.double(), key.double(), mask, causal, scale, cap, sink_logit)
     return module._sums(wide, weight, powers)
+
+
+def sums_of(query: Any, key: Any, mask: Any, weight: Any, *rest: Any) -> list[torch.Tensor]:
+    """Those of the loops; a log-sum-exp may come behind the arguments of `in_float64`."""
+    *common, powers = rest[:5]
+    return column_loops.AttentionRows.of(query, key, mask, *common, *rest[5:]).column_sums(weight, powers)
 
 
 def assert_equal(made: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
@@ -67,7 +73,16 @@ def test_sums_are_those_of_float64(data):
     cap, powers = draw(st.sampled_from([None, 5.0])), draw(st.integers(1, 2))
     sink_logit = draw(st.sampled_from([None, torch.randn(1, heads * groups, 1, 1, generator=drawn)]))
     given = (query, key, mask, weight, draw(st.booleans()), 0.3, cap, sink_logit, powers)
-    assert_equal(column_loops.column_sums(*given), in_float64(*given))
+    assert_equal(sums_of(*given), in_float64(*given))
+    computed = column_loops.AttentionRows.of(query, key, mask, *given[4:8])
+    total = torch.zeros(rows, heads, groups, count + before)
+    step = draw(st.integers(1, 200))
+    for row in range(rows):
+        for start in range(0, count, step):
+            stop = min(start + step, count)
+            probs = computed.probabilities(row, slice(start, stop), before + stop if given[4] else before + count)
+            total[row, ..., : probs.shape[-1]] += torch.einsum("hgnk,n->hgk", probs[0], weight[row, start:stop])
+    assert_equal([total], in_float64(*given[:-1], 1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -79,7 +94,7 @@ def test_a_known_log_sum_exp_changes_nothing(dtype, shift):
     mask = torch.full((1, 1, 150, 150), -torch.inf).triu(1) - shift
     _, totals = attention_with_lse(query, key, key, mask.to(dtype), False, 0.25)
     given = (query, key, mask.to(dtype), torch.ones(2, 150), False, 0.25, None, None, 2)
-    for made, expected in zip(column_loops.column_sums(*given, totals), column_loops.column_sums(*given), strict=True):
+    for made, expected in zip(sums_of(*given, totals), sums_of(*given), strict=True):
         torch.testing.assert_close(made, expected, atol=1e-4, rtol=1e-3)
 
 
@@ -94,8 +109,8 @@ def test_a_query_that_sees_no_key_adds_nothing(hides):
     without = torch.ones(1, 9)
     without[:, 3] = 0
     for known in (None, totals):
-        made = column_loops.column_sums(query, key, mask, weight, False, 0.5, None, None, 2, known)
-        expected = column_loops.column_sums(query, key, mask, without, False, 0.5, None, None, 2)
+        made = sums_of(query, key, mask, weight, False, 0.5, None, None, 2, known)
+        expected = sums_of(query, key, mask, without, False, 0.5, None, None, 2)
         for one, other in zip(made, expected, strict=True):
             torch.testing.assert_close(one, other)
 
@@ -107,7 +122,7 @@ def test_sums_do_not_depend_on_the_number_of_threads():
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            made.append(column_loops.column_sums(*given))
+            made.append(sums_of(*given))
     finally:
         torch.set_num_threads(before)
     for one, other in zip(*made, strict=True):
@@ -118,7 +133,7 @@ def test_sums_do_not_depend_on_the_number_of_threads():
 def test_nothing_to_sum_gives_zeros(shape):
     rows, heads, count, keys = shape
     query, key = torch.randn(rows, heads, count, 4), torch.randn(rows, heads, keys, 4)
-    made = column_loops.column_sums(query, key, None, torch.ones(rows, count), False, 1.0, None, None, 2)
+    made = sums_of(query, key, None, torch.ones(rows, count), False, 1.0, None, None, 2)
     assert [x.shape for x in made] == [(rows, heads, 1, keys)] * 2
     assert all(not x.any() for x in made)
 
