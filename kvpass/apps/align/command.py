@@ -48,7 +48,7 @@ def train(
         raise KVPassError(f"--window {settings.window}: {model} has positions 0 to {chosen.trained - 1}")
     if chosen.tabled and chosen.trained is not None:
         settings = dataclasses.replace(settings, ahead=min(settings.ahead, chosen.trained - 1 - settings.window))
-    texts = corpus.read(corpus.training_files()) if text is None else models.read_texts(text)
+    texts = corpus.read(corpus.training_files()) if text is None else [corpus.read_file(text)]
     stream = torch.tensor([token for each in chosen.encode(texts) for token in (chosen.bos, *each)])
     chosen.model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     checkpoint = out.with_suffix(".checkpoint.pt")

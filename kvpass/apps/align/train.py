@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from kvpass.apps.align.data import TrainingPairs, WholeRows, continued, lengths, mean_rows, pair, whole, windows
+from kvpass.apps.evaluation.scoring import divergence
 from kvpass.errors import AlignerError
 from kvpass.policies.aligners.aligner import Aligner, Recipe, Signature
 from kvpass.policies.aligners.networks import DirectNetwork, Hidden, PaperNetwork
@@ -219,7 +220,7 @@ class _Trainer:
         if windows.logits is None:
             return loss
         logits = continued(self.model, windows, repaired[0][0], repaired[0][1], self.settings.sinks)
-        return loss + self.settings.distil * divergence(logits, windows.logits)
+        return loss + self.settings.distil * divergence(logits, windows.logits).mean()
 
     def _error(self, repaired: tuple[Tensor, Tensor], made: TrainingPairs) -> Tensor:
         """The mean over layers, keys and values of the squared error, as a share of what doing nothing leaves."""
@@ -283,12 +284,6 @@ def draw(model: Any, stream: Tensor, settings: TrainingSettings, seed: int) -> t
     rows = max(1, settings.tokens // (window + 1))
     drawn = whole(model, windows(stream, rows, window + 1 + ahead, sinks, generator), ahead)
     return drawn, [pair(model, drawn, count, sinks) for count in dropped]
-
-
-def divergence(logits: Tensor, wanted: Tensor) -> Tensor:
-    """KL(wanted || predicted) in nats, averaged over tokens [B, n, V]."""
-    ours, theirs = (x.float().log_softmax(-1) for x in (logits, wanted))
-    return (theirs.exp() * (theirs - ours)).sum(-1).mean()
 
 
 def learning_rate(settings: TrainingSettings, step: int) -> float:

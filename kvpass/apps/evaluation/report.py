@@ -76,7 +76,7 @@ def lines(measure: Measure, results: Sequence[Result]) -> dict[str, list[tuple[f
 
 def _points(measure: Measure, rows: Sequence[Row]) -> Iterator[tuple[float, float]]:
     """The mean of all rows at a place."""
-    for place in sorted({row[measure.across] for row in rows}):
+    for place in sorted({row[measure.across] for row in rows if row[measure.across] is not None}):
         yield place, statistics.fmean(row[measure.up] for row in rows if row[measure.across] == place)
 
 
