@@ -10,7 +10,7 @@ from typing import Any
 
 from kvpass.errors import KVPassError
 
-# The names below are those of modules that are heavy to import, which happens when a command runs.
+# The modules that define these names are heavy, so they are imported when a command runs.
 KV_DTYPES = ("int8", "int4", "int8-hadamard", "int4-hadamard")
 """As in kvpass.lowering.formats."""
 DEMO_PARTS = ("chat", "book", "retrieval", "cost", "kept")
@@ -194,7 +194,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def doctor(parsed: argparse.Namespace) -> int:
-    """Print what was found of this installation; return 1 if something is missing."""
+    """Print the findings about this installation; return 1 if something is missing."""
     from kvpass.diagnostics.doctor import examined
 
     found = examined()

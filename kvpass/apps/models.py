@@ -106,3 +106,10 @@ def has_position_table(model: torch.nn.Module) -> bool:
     """Return whether a model has an embedding table beside that of its tokens."""
     words = model.get_input_embeddings()  # type: ignore[operator]
     return any(isinstance(module, torch.nn.Embedding) and module is not words for module in model.modules())
+
+
+def stop_tokens(model: Any, tokenizer: Any) -> list[int]:
+    """Return the token ids that end an answer: those of the generation config and of the tokenizer."""
+    ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    every = [*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id]
+    return sorted({token for token in every if token is not None})

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
 from kvpass.apps.evaluation.session import Session
+from kvpass.apps.models import stop_tokens
 
 QUESTIONS = (
     "Why is the sky blue? Explain it to a child.",
@@ -29,13 +29,6 @@ class Turn:
     question: str
     answer: str
     seen: int
-
-
-def stop_tokens(model: Any, tokenizer: Any) -> list[int]:
-    """Return the tokens that end an answer: those of the generation config and of the tokenizer."""
-    ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    every = [*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id]
-    return sorted({token for token in every if token is not None})
 
 
 def talk(session: Session, answer: int, questions: tuple[str, ...] = QUESTIONS) -> Iterator[Turn]:

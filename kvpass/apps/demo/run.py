@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from kvpass import policies
 from kvpass.apps import checkpoint, corpus
-from kvpass.apps.demo.chat import QUESTIONS, stop_tokens, talk
+from kvpass.apps.demo.chat import QUESTIONS, talk
 from kvpass.apps.demo.settings import FULL, PARTS, DemoSettings
 from kvpass.apps.evaluation import plots
 from kvpass.apps.evaluation.attempt import unless_refused
@@ -30,7 +30,7 @@ from kvpass.apps.evaluation.session import Loop, Measure, PlainLoop, Row, Sessio
 from kvpass.apps.evaluation.speed import Speed
 from kvpass.apps.evaluation.stream import StreamMeasure, joined
 from kvpass.apps.evaluation.tables import PrintedTable, markdown
-from kvpass.apps.models import LoadedModel, load, load_memory
+from kvpass.apps.models import LoadedModel, load, load_memory, stop_tokens
 from kvpass.decoding.loop import DecodeLoop
 from kvpass.errors import CheckpointError, KVPassError
 
@@ -43,7 +43,7 @@ def main(settings: DemoSettings) -> None:
     """Print the tables, and write them and the pictures to `settings.out`.
 
     Raises:
-        KVPassError: a policy, the model, the text or the folder is not what it should be.
+        KVPassError: an invalid policy, or a model, text or folder that cannot be read.
     """
     for text in settings.policies:
         policies.parse(text)
@@ -89,7 +89,7 @@ class Shown:
     """A part of the demo.
 
     Attributes:
-        caption: what was measured, on what.
+        caption: the measure and the model.
         rows: the table.
         figure: the picture, if there is one.
     """

@@ -25,7 +25,7 @@ def attempt(
     """Return `action()` with the model compiled in place for a policy, or the reason why kvpass refuses.
 
     Args:
-        model: a causal language model; what was compiled before in this process is dropped.
+        model: a causal language model; compiled code of this process is dropped first.
         policy, budget, inner, kv_dtype: see `kvpass.compile`.
     """
 

@@ -1,4 +1,4 @@
-"""Recall of key-value pairs by distance: pairs are planted in a text, and the model is asked for each value later."""
+"""Measure the recall of key-value pairs by distance: plant pairs in a text, and ask for each value later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvpass eval`: every measure under every policy and budget, each once."""
+"""Run `kvpass eval`: every measure under every policy and budget, each once."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ Tick = Callable[[int], object]
 
 
 def main(settings: EvaluationSettings) -> None:
-    """Measure what the folder does not have yet, write it down, and print the tables.
+    """Measure the cases that the folder does not have yet, write the results, and print the tables.
 
     Raises:
-        KVPassError: a policy, the model, a text or the folder is not what it should be.
+        KVPassError: an invalid policy, or a model, text or folder that cannot be read.
     """
-    asked = list(cases(settings))
+    chosen = list(cases(settings))
     results = Results(settings.out)
     texts = corpus.texts_of(settings.texts, settings.model is None)
     digest = hashlib.sha256("".join(texts.values()).encode()).hexdigest()[:16]
-    keys = [case.key(settings, digest) for case in asked]
-    todo = [(case, key) for case, key in zip(asked, keys, strict=True) if results.of(key) is None]
+    keys = [case.key(settings, digest) for case in chosen]
+    todo = [(case, key) for case, key in zip(chosen, keys, strict=True) if results.of(key) is None]
     if todo:
         subject = load(settings.model, _dtype(settings.dtype), settings.device)
         encoded = dict(zip(texts, subject.encode(list(texts.values())), strict=True))
         for case, rows in _measured(settings, subject, encoded, [case for case, _ in todo]):
             results.add(_result(case, case.key(settings, digest), rows))
-    mine = [result for key in keys for result in results.all if result.key == key]
-    print(report.write(settings.out, settings.measures, mine), end="")
+    found = [result for key in keys for result in results.all if result.key == key]
+    print(report.write(settings.out, settings.measures, found), end="")
 
 
 def _dtype(name: str) -> torch.dtype | str:
@@ -55,7 +55,7 @@ def _dtype(name: str) -> torch.dtype | str:
 def _measured(
     settings: EvaluationSettings, subject: LoadedModel, texts: dict[str, list[int]], todo: list[Case]
 ) -> Iterator[tuple[Case, list[Row] | KVPassError]]:
-    """Each case with its rows, or why it was refused, on a bar of cases and one of tokens."""
+    """Yield each case with its rows or its refusal, with one progress bar for cases and one for tokens."""
     with tqdm(total=len(todo), unit="case", dynamic_ncols=True) as bar:
         for (policy, slots), group in groupby(todo, _held):
             counters.forget_compiled_code()
@@ -68,7 +68,7 @@ def _measured(
 
 
 def _held(case: Case) -> tuple[Policy, Budget | None]:
-    """What a loop is for."""
+    """Return the policy and the slots of a case, which share a loop."""
     policy = policies.parse(case.policy)
     return policy, case.slots(policy)
 
