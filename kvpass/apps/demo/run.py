@@ -326,7 +326,7 @@ class Demo:
 
 def _subject(settings: DemoSettings) -> tuple[LoadedModel, bool]:
     """Return the model, and whether it is the bundled one because the package of the checkpoint is missing."""
-    if settings.model is not None:
+    if settings.model not in (None, checkpoint.NAME):
         return load(settings.model, "auto"), False
     try:
         return load(checkpoint.NAME, torch.bfloat16), False

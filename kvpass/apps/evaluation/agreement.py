@@ -100,14 +100,14 @@ class AgreementMeasure:
         return {**row, "documents": len(divergence), "tokens": int(inside.sum()) * len(divergence)}
 
     def columns(self, rows: Sequence[Row]) -> Row:
-        """Return the means and intervals over all distances, and the means of each bin."""
+        """Return the means and intervals over all distances after eviction, and the means of each bin."""
         whole = next((row for row in rows if row["tokens after eviction"] == ALL), None)
         bins = [row for row in rows if row["tokens after eviction"] != ALL]
         found: Row = {}
-        for name in (self.up, SAME):
+        for name, short in ((self.up, "KL"), (SAME, "same")):
             if whole is not None:
-                found |= {name: whole[name], f"{name}, 95 %": _range(whole[f"{name}, low"], whole[f"{name}, high"])}
-            found |= {f"{name}, {row['tokens after eviction']}": row[name] for row in bins}
+                found |= {name: whole[name], f"{short}, 95 %": _range(whole[f"{name}, low"], whole[f"{name}, high"])}
+            found |= {f"{short}, {row['tokens after eviction']}": row[name] for row in bins}
         return found
 
 

@@ -117,6 +117,7 @@ def planted(
     return plant(documents, tongue, fitting, VALUE, seed, times)
 
 
+@torch.no_grad()
 def read(caller: Caller, text: Tensor, tick: Callable[[], object]) -> Any:
     """Return the cache after text int64 [B, T], fed in pieces of one length; a shorter prompt precedes them."""
     first = text[:, : text.shape[1] - pieces(text) * PIECE]
@@ -158,6 +159,7 @@ def right_uncached(model: Any, planted: PlantedPairs, number: int) -> float:
     return share
 
 
+@torch.no_grad()
 def likeliest(caller: Caller, tokens: Tensor, cache: Any) -> Tensor:
     """Return the likeliest token after each of tokens int64 [B, n], which are fed one by one."""
     said = []

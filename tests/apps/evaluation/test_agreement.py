@@ -54,7 +54,7 @@ def test_a_policy_agrees_until_it_evicts(feed: Feed, chunk: int | None) -> None:
     assert whole[KL] == pytest.approx((bins[0][KL] * 12 + bins[1][KL] * 24) / 36)
     columns = MEASURE.columns([before, *bins, whole])
     assert columns[KL] == whole[KL]
-    assert columns[f"{KL}, 0 to 3"] == bins[0][KL]
+    assert columns["KL, 0 to 3"] == bins[0][KL]
 
 
 def test_after_a_whole_prompt_eviction_begins_at_its_end() -> None:

@@ -3,8 +3,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kvpass.apps import corpus
 from kvpass.apps.evaluation import recall
 from kvpass.apps.evaluation.pairs import Tongue
+from kvpass.apps.evaluation.session import Session
+from kvpass.apps.models import load_memory
+from kvpass.decoding.loop import DecodeLoop
 from kvpass.decoding.prefill import Caller
 from kvpass.errors import KVPassError
 
@@ -94,3 +98,14 @@ def test_a_model_without_a_cache_is_asked_the_same():
         return SimpleNamespace(logits=torch.nn.functional.one_hot(torch.stack(guesses, 1), WORDS))
 
     assert recall.right_uncached(without, planted(), 3) == 1.0
+
+
+def test_a_measure_needs_no_context_manager():
+    """The bundled model recalls what its cache holds, and nothing of what a window has dropped."""
+    subject = load_memory(None)
+    loop = DecodeLoop(subject.model, "window", budget=64, prefill_chunk=32, inner="eager")
+    text = [token for each in subject.encode(corpus.read(corpus.held_out_files())[:2]) for token in each]
+    session = Session(subject, loop, {"a": text}, "chunk", 32, 64)
+    near, far = recall.RecallMeasure((16, 200), trials=4).rows(session)
+    assert (near["distance"], near["pairs"], near["tokens"]) == (16, 1.0, 1.0)
+    assert far["pairs"] == 0.0
