@@ -211,7 +211,8 @@ class Demo:
             f"budget {self.settings.budget}."
         )
         rows = self._table("book", caption, measure, columns, watched=True)
-        figure = plots.lines({caption.partition(",")[0]: lines}, "tokens", "perplexity", log_up=True) if lines else None
+        title = f"Perplexity of {name}, budget {self.settings.budget}"
+        figure = plots.lines({title: lines}, "tokens", "perplexity", log_up=True) if lines else None
         if figure is not None and trained is not None and tokens > trained:
             figure.axes[0].axvline(trained, color="black", linestyle=":", linewidth=0.8)
         return Shown(caption, rows, figure)
@@ -246,7 +247,8 @@ class Demo:
         )
         rows = self._table("retrieval", caption, measure, columns, contenders, subject)
         found = {row["policy"]: {name: row[name] for name in [*row][1:]} for row in rows if "error" not in row}
-        return Shown(caption, rows, plots.shares({what.partition(",")[0]: found}, across) if found else None)
+        title = f"{'Pairs' if self.bundled else 'Passkeys'} by {across}"
+        return Shown(caption, rows, plots.shares({title: found}, across) if found else None)
 
     def cost(self) -> Shown:
         """Time a step and a prompt, and count the bytes of the cache."""

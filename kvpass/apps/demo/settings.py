@@ -31,9 +31,9 @@ class DemoSizes:
 
     answer: int = 100
     chunk: int = 128
-    beyond: int = 1024
+    beyond: int = 4096
     book: int = 2048
-    parts: int = 18
+    parts: int = 12
     prompt: int = 1024
     trials: int = 2
     timed: int = 2048

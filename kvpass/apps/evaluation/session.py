@@ -13,28 +13,11 @@ from kvpass import cache_names
 from kvpass.apps.evaluation import scoring
 from kvpass.apps.evaluation.scoring import AgreementScores, Feed, Scored, ScoringBatch
 from kvpass.apps.models import LoadedModel
+from kvpass.decoding.loop import DecodeLoop
 from kvpass.decoding.prefill import Caller, chunks, last_of
 from kvpass.errors import CacheHandleError
 
 Row = dict[str, Any]
-
-
-class Loop(Protocol):
-    """Greedy decoding of a conversation: `kvpass.DecodeLoop`, or `PlainLoop` without kvpass."""
-
-    state: Any
-    device: torch.device
-    caller: Caller
-
-    @property
-    def cache(self) -> Any:
-        """Current cache object of the model."""
-
-    def prompt(self, ids: Tensor, attention_mask: Tensor | None = None) -> None:
-        """Feed a prompt, or the next turn of the conversation."""
-
-    def generate(self, tokens: int) -> Tensor:
-        """Return new tokens, int64 [B, n] on the CPU."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,6 +162,10 @@ class PlainLoop:
             self.state.handed_out = True
             made.append(self.state.token.cpu())
         return torch.cat(made, 1)
+
+
+Loop = DecodeLoop | PlainLoop
+"""Greedy decoding of a conversation, with and without kvpass."""
 
 
 class Measure(Protocol):
