@@ -157,6 +157,10 @@ class Demo:
         with tqdm.external_write_mode():
             print(*lines, sep="\n", flush=True)
 
+    def head(self, caption: str) -> None:
+        """Print a caption after an empty line."""
+        self.say("", *textwrap.wrap(caption, WIDTH))
+
     def _write(self, name: str, part: Shown) -> None:
         text = json.dumps({"caption": part.caption, "rows": part.rows}, indent=1)
         (self.settings.out / f"{name}.json").write_text(text + "\n", encoding="utf-8")
@@ -169,9 +173,9 @@ class Demo:
         """Hold the same conversation with every contender, and print the last answers."""
         caption = f"A chat of {len(QUESTIONS)} questions, answered greedily; the last {SHOWN} answers."
         if not self.subject.tokenizer.chat_template:
-            self.say(f"\nNo chat: {self.subject.name} has no chat template.")
+            self.head(f"No chat: {self.subject.name} has no chat template.")
             return Shown(caption, [])
-        self.say(f"\n{caption}")
+        self.head(caption)
         rows: list[Row] = []
         for contender, turns in self._each("chat", lambda session: list(talk(session, self.sizes.answer))):
             if isinstance(turns, KVPassError):
@@ -270,7 +274,7 @@ class Demo:
         caption = f"Tokens that layer {layer}, KV head 0 held at the end of the book."
         held = {each.name: each.held.snapshots for each in self.contenders if each.held.snapshots}
         table = PrintedTable(len(FULL))
-        self.say(f"\n{caption}")
+        self.head(caption if held else "Nothing was kept: no book was read; add --part book.")
         for name, snapshots in held.items():
             self.say(*table.lines({"policy": name, **kept_row(snapshots[-1])}))
         figure = None
@@ -293,7 +297,7 @@ class Demo:
     ) -> list[Row]:
         """Measure every contender, and print a row for each as soon as it is there."""
         table, rows = PrintedTable(len(FULL)), list[Row]()
-        self.say(f"\n{caption}")
+        self.head(caption)
 
         def action(session: Session) -> list[Row]:
             return list(measure.rows(session))
