@@ -15,7 +15,7 @@ FULL = "full, uncompiled"
 
 @dataclasses.dataclass(frozen=True)
 class DemoSizes:
-    """How much of everything; the defaults end within eight minutes on two cores.
+    """How much of everything; the defaults take eight minutes of processor time.
 
     Attributes:
         answer: tokens of an answer of the chat at most.
