@@ -18,17 +18,18 @@ from kvpass.apps.evaluation.tables import markdown
 PAGE = Path("docs/demo.md")
 PICTURES = ("book", "retrieval", "kept")
 QUESTIONS, CHARACTERS = 2, 240  # of the chat: the last questions, and what is shown of each answer
+CACHE = "cache, MiB"
 Row = dict[str, Any]
 
 
 def summary(parts: dict[str, Any]) -> list[Row]:
-    """Return one row for each policy: perplexity, passkeys and cost."""
+    """Return one row for each policy: perplexity, passkeys and the size of the cache."""
     retrieved, cost = (_by_policy(parts[name]["rows"]) for name in ("retrieval", "cost"))
     return [
         {
             **row,
             "passkeys found": _mean(retrieved.get(policy, {})),
-            **{name: value for name, value in cost.get(policy, {}).items() if name != "policy"},
+            CACHE: cost.get(policy, {}).get(CACHE),
         }
         for policy, row in _by_policy(parts["book"]["rows"]).items()
     ]
@@ -66,7 +67,7 @@ def block(out: Path) -> str:
     }
     sections = [
         markdown(summary(parts)),
-        f"{parts['book']['caption']} {parts['cost']['caption']}",
+        parts["book"]["caption"],
         "![Perplexity along the book](demo-book.png)",
         "### Chat",
         parts["chat"]["caption"],
@@ -74,6 +75,9 @@ def block(out: Path) -> str:
         "### Retrieval",
         parts["retrieval"]["caption"],
         markdown(parts["retrieval"]["rows"]),
+        "### Cost",
+        parts["cost"]["caption"],
+        markdown(parts["cost"]["rows"]),
         "### Kept",
         parts["kept"]["caption"],
         markdown(parts["kept"]["rows"]),
