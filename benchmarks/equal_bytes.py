@@ -15,7 +15,7 @@ import dataclasses
 import math
 import os
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,11 +28,10 @@ from benchmarks.report import Row, Table, Target
 from benchmarks.settings import Settings
 from kvpass import policies
 from kvpass.apps import corpus
-from kvpass.apps.demo import job, recall
-from kvpass.apps.demo.settings import DemoSettings
-from kvpass.apps.evaluation import plots
+from kvpass.apps.evaluation import recall
+from kvpass.apps.evaluation.attempt import attempt
 from kvpass.apps.evaluation.scoring import ScoringBatch, score
-from kvpass.apps.models import load, load_memory
+from kvpass.apps.models import ALIGNER, load, load_memory
 from kvpass.decoding.prefill import Caller
 from kvpass.errors import KVPassError
 from kvpass.lowering.formats import KVDtype
@@ -54,14 +53,25 @@ Ask = Callable[[Any], list[float]]
 
 def measure(settings: Settings) -> list[Row]:
     """A row for each policy, measure, format and budget; a process for each policy and measure, one on each core."""
-    asked = DemoSettings(policies=("full", "streaming", "h2o") if settings.quick else tuple(policies.names()))
-    tasks = [(PERPLEXITY, name) for name in asked.chosen] + [(RECALL, name) for name in asked.remembering]
+    names = ["full", "streaming", "h2o"] if settings.quick else sorted(policies.names(), key=effort)
+    # The bundled aligner is for another model than the one that recalls.
+    tasks = [(PERPLEXITY, name) for name in names] + [(RECALL, name) for name in names if not takes_aligner(name)]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         started = [pool.submit(_apart, what, name, settings.quick) for what, name in tasks]
         bar = tqdm(concurrent.futures.as_completed(started), total=len(tasks), unit="policy", desc="equal bytes")
         for _ in bar:
             pass
     return [row for each in started for row in each.result()]
+
+
+def effort(name: str) -> tuple[object, ...]:
+    """Sorts policies by what they ask for beside attention."""
+    policy = policies.get(name)
+    return policy.evicts, takes_aligner(name), policy.positions == "cache", len(policy.statistics), name
+
+
+def takes_aligner(name: str) -> bool:
+    return "aligner" in {field.name for field in dataclasses.fields(policies.get(name))}
 
 
 def _apart(what: str, name: str, quick: bool) -> list[Row]:
@@ -74,7 +84,7 @@ def rows(what: str, name: str, quick: bool) -> list[Row]:
     """What one policy reaches in each format, or why it refuses."""
     documents = QUICK_DOCUMENTS if quick else DOCUMENTS[what]
     model, ask = {PERPLEXITY: _texts, RECALL: _pairs}[what](documents)
-    policy = DemoSettings().policy(name)
+    policy = policies.resolve(name, {"aligner": ALIGNER} if takes_aligner(name) else {})
     return [
         {
             "measure": what,
@@ -90,7 +100,7 @@ def rows(what: str, name: str, quick: bool) -> list[Row]:
 
 def _value(model: Any, policy: Policy, what: str, kind: KVDtype | None, times: int, ask: Ask) -> Row:
     slots = policy.fitting_budget(times * BUDGETS[what]) if policy.evicts else LENGTH[what]
-    outcome = job.attempt(model, policy, slots, "eager", lambda: ask(model), kind)
+    outcome = attempt(model, policy, slots, "eager", lambda: ask(model), kind)
     if isinstance(outcome, KVPassError):
         found: Row = {"error": str(outcome)}
     else:
@@ -119,10 +129,11 @@ def _pairs(documents: int) -> tuple[Any, Ask]:
     planted = planted_in(subject, documents, LENGTH[RECALL])
 
     def ask(model: Any) -> list[float]:
-        cache = recall.read(model, planted.text, int)
+        caller = Caller.of(model)
+        cache = recall.read(caller, planted.text, int)
         numbers = range(len(planted.distances))
-        shares = [recall.right_by_row(model, planted, number, copy.deepcopy(cache)) for number in numbers]
-        found: list[float] = torch.stack(shares).mean(0).tolist()
+        words = [recall.right_words(caller, planted, number, copy.deepcopy(cache)) for number in numbers]
+        found: list[float] = torch.stack(words).float().mean((0, 2)).tolist()
         return found
 
     return subject.model, ask
@@ -228,4 +239,26 @@ def figures(rows: Sequence[Row]) -> dict[str, Figure]:
         }
         for what in (PERPLEXITY, RECALL)
     }
-    return {"equal_bytes": plots.grouped(panels)}
+    return {"equal_bytes": grouped(panels)}
+
+
+def grouped(panels: Mapping[str, Mapping[str, Mapping[str, float]]], spread: float = 4.0) -> Figure:
+    """Draw a panel for each title, one above the other, with a bar for each kind beside every name that has a value.
+
+    Args:
+        spread: an axis is logarithmic if its largest value is this many times the middle one.
+    """
+    figure = Figure(figsize=(11, 3.6 * len(panels)), layout="constrained")
+    for (title, kinds), axes in zip(panels.items(), figure.subplots(len(panels), 1, squeeze=False).flat, strict=True):
+        names = list(dict.fromkeys(name for values in kinds.values() for name in values))
+        width = 0.8 / max(1, len(kinds))
+        for number, (kind, values) in enumerate(kinds.items()):
+            places = [names.index(name) + (number - (len(kinds) - 1) / 2) * width for name in values]
+            axes.bar(places, list(values.values()), width, label=kind)
+        heights = sorted(value for values in kinds.values() for value in values.values())
+        if heights and heights[-1] > spread * heights[len(heights) // 2] > 0:
+            axes.set_yscale("log")
+        axes.set_xticks(range(len(names)), labels=names, rotation=30)
+        axes.set_title(title)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize="small")
+    return figure

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from matplotlib.figure import Figure
@@ -20,7 +20,6 @@ from benchmarks.report import Row, Table, Target, under
 from benchmarks.settings import Settings
 from benchmarks.step import PROMPT
 from benchmarks.timing import Local, Plan, interleaved, medians, spread
-from kvpass.apps.evaluation import plots
 
 TITLE = "A policy's step beside attention with no policy"
 FLOOR, PLAIN = "8 slots, no policy (the floor)", "no policy"
@@ -118,5 +117,17 @@ def figures(rows: Sequence[Row]) -> dict[str, Figure]:
     """Bars of the first dtype and number of threads."""
     for title, cases in _times(rows).items():
         shares = {name: row["ms"] / cases[PLAIN]["ms"] for name, row in cases.items()}
-        return {"overhead": plots.bars(shares, f"step, of no policy ({title})", 1.0)}
+        return {"overhead": bars(shares, f"step, of no policy ({title})", 1.0)}
     return {}
+
+
+def bars(values: Mapping[str, float], up: str, limit: float | None = None) -> Figure:
+    """Draw a bar for each name, and a line at the limit."""
+    figure = Figure(figsize=(max(6, 0.45 * len(values) + 2), 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    axes.bar(list(values), list(values.values()))
+    axes.set_ylabel(up)
+    axes.tick_params(axis="x", rotation=60)
+    if limit is not None:
+        axes.axhline(limit, color="black", linewidth=0.8, linestyle=":")
+    return figure

@@ -16,15 +16,15 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from benchmarks import apart, bounded
-from benchmarks.recall import BUDGET, by_way, outcomes
+from benchmarks.recall import AT_ONCE, BUDGET, LATER, by_way, outcomes
 from benchmarks.report import Row, Table, Target
 from benchmarks.settings import Settings
 from kvpass import cache_names
-from kvpass.apps.demo import recall
-from kvpass.apps.demo.pairs import PlantedPairs, Tongue, plant
-from kvpass.apps.demo.recall import AT_ONCE, LATER
-from kvpass.apps.evaluation.passkey import NOISE
+from kvpass.apps.evaluation import recall
+from kvpass.apps.evaluation.pairs import PlantedPairs, Tongue, plant
+from kvpass.apps.evaluation.retrieval import NOISE
 from kvpass.apps.models import LoadedModel, load_memory
+from kvpass.decoding.prefill import Caller
 from kvpass.errors import KVPassError
 
 TITLE = "Passkey retrieval"
@@ -45,7 +45,7 @@ def rows(policies: Sequence[str], trials: int = TRIALS, length: int = LENGTH, bu
     """For every policy, way of asking and depth the share of values whose words are all right."""
     subject, found = load_memory(None), []
     planted = [planted_at(subject, depth, trials, length) for depth in DEPTHS]
-    ask = functools.partial(accuracies, subject.model, planted)
+    ask = functools.partial(accuracies, Caller.of(subject.model), planted)
     for name, outcome in outcomes("passkey", policies, recall.pieces(planted[0].text), subject.model, budget, ask):
         found += _rows(name, outcome)
     return found
@@ -61,15 +61,15 @@ def planted_at(subject: LoadedModel, depth: float, trials: int, length: int) -> 
     return plant(documents, Tongue.of(subject.tokenizer), (distance,), recall.VALUE, SEED, recall.TIMES)
 
 
-def accuracies(model: Any, planted: Sequence[PlantedPairs], tick: Any) -> dict[str, list[float]]:
+def accuracies(caller: Caller, planted: Sequence[PlantedPairs], tick: Any) -> dict[str, list[float]]:
     """By way of asking and depth; the texts of all depths are rows of one batch."""
     text, asked, answer = (
         torch.cat(parts)
         for parts in zip(*[(each.text, each.question(0), each.answer(0)) for each in planted], strict=True)
     )
-    later = recall.likeliest(model, torch.cat([asked, answer[:, :-1]], 1), recall.read(model, text, tick))[:, 1:]
-    prompt = model(torch.cat([text, asked], 1), use_cache=True, logits_to_keep=1)
-    rest = recall.likeliest(model, answer[:, :-1], cache_names.returned(prompt))
+    later = recall.likeliest(caller, torch.cat([asked, answer[:, :-1]], 1), recall.read(caller, text, tick))[:, 1:]
+    prompt = recall.call(caller, torch.cat([text, asked], 1), None, logits_to_keep=1)
+    rest = recall.likeliest(caller, answer[:, :-1], cache_names.returned(prompt))
     at_once = torch.cat([prompt.logits[:, -1:].argmax(-1), rest], 1)
     return {LATER: _shares(later, answer, len(planted)), AT_ONCE: _shares(at_once, answer, len(planted))}
 

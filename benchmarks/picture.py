@@ -22,10 +22,11 @@ from benchmarks.report import Row, Table, Target
 from benchmarks.settings import Settings
 from kvpass import cache_names
 from kvpass.apps import corpus
-from kvpass.apps.demo.stream import PROMPT, negative_log_likelihood
 from kvpass.apps.evaluation import plots
+from kvpass.apps.evaluation.recall import PROMPT
+from kvpass.apps.evaluation.scoring import negative_log_likelihood
+from kvpass.apps.evaluation.speed import cache_bytes
 from kvpass.apps.models import load
-from kvpass.cache.handle import Handle
 
 TITLE = "Perplexity, memory and latency against tokens"
 FULL = "full, uncompiled"
@@ -68,15 +69,10 @@ def _along(forward: Callable[..., Any], text: Tensor, tick: Callable[[], object]
         tick()
         if (place + 1) % EVERY == 0:
             perplexity = math.exp(statistics.fmean(losses))
-            yield dict(tokens=place + 1, perplexity=perplexity, ms=1e3 * statistics.median(seconds), bytes=held(cache))
+            yield dict(
+                tokens=place + 1, perplexity=perplexity, ms=1e3 * statistics.median(seconds), bytes=cache_bytes(cache)
+            )
             losses, seconds = [], []
-
-
-def held(cache: Any) -> int:
-    """Bytes of a cache of transformers, of kvpass or not."""
-    if isinstance(cache.layers[0].keys, Handle):
-        return kvpass.inspect(cache).nbytes
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:

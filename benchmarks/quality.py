@@ -24,13 +24,16 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
 
+import kvpass
 from kvpass import policies
 from kvpass.apps import corpus
-from kvpass.apps.demo import stream
-from kvpass.apps.demo.job import attempt
-from kvpass.apps.demo.stream import perplexity
+from kvpass.apps.evaluation.attempt import attempt
+from kvpass.apps.evaluation.perplexity import exponential
+from kvpass.apps.evaluation.scoring import ScoringBatch, score
 from kvpass.apps.models import load
+from kvpass.decoding.prefill import Caller
 from kvpass.errors import KVPassError
+from kvpass.torch_private.counters import captured_graphs, graph_breaks
 
 LEFT_OUT = ("kv_align",)  # it needs networks that were trained for the model
 FILE = "quality.json"
@@ -100,23 +103,34 @@ def cases(settings: Settings) -> Iterator[Case]:
 def measure(model: Any, tokens: Tensor, case: Case, inner: str, tick: Callable[[], object]) -> Row:
     """The perplexity of documents [B, T] after their prompt, or the reason why the policy refuses."""
     slots = tokens.shape[1] if case.budget is None else case.budget
-
-    def streamed() -> stream.StreamRun:
-        return stream.run(model, tokens, every=tokens.shape[1], tick=tick, prompt=case.prompt)
-
-    outcome = attempt(model, policies.parse(case.policy), slots, inner, streamed)
+    outcome = attempt(
+        model, policies.parse(case.policy), slots, inner, lambda: streamed(model, tokens, case.prompt, tick)
+    )
     row = dataclasses.asdict(case)
-    if isinstance(outcome, KVPassError):
-        return {**row, "error": str(outcome)}
-    decoded = outcome.losses[:, case.prompt :]  # loss i is made by token i; those of the prompt saw everything
+    return {**row, **({"error": str(outcome)} if isinstance(outcome, KVPassError) else outcome)}
+
+
+def streamed(model: Any, tokens: Tensor, prompt: int, tick: Callable[[], object]) -> Row:
+    """What a compiled model makes of documents [B, T] that go in one token at a time after a prompt."""
+    batch = ScoringBatch(tokens, torch.ones_like(tokens), prompt)
+    breaks, graphs, caches = graph_breaks(), list[int](), list[Any]()
+
+    def watch(cache: Any) -> None:
+        caches[:] = [cache]
+        graphs.append(captured_graphs())
+
+    losses = -score(Caller.of(model, model), batch, None, tick=lambda count: tick(), watch=watch).log_likelihoods
+    decoded, report = (
+        losses[:, 1:].tolist(),
+        kvpass.inspect(caches[0]),
+    )  # the prompt, which sees all, predicts the first
     return {
-        **row,
-        "perplexity": round(perplexity(decoded), 3),
-        "by_document": [round(perplexity(document), 3) for document in decoded],
-        "cache_bytes": outcome.cache_bytes,
-        "full_cache_bytes": outcome.full_bytes,
-        "decode_graphs": outcome.decode_graphs,
-        "graph_breaks": outcome.graph_breaks,
+        "perplexity": round(exponential([loss for document in decoded for loss in document]), 3),
+        "by_document": [round(exponential(document), 3) for document in decoded],
+        "cache_bytes": report.nbytes,
+        "full_cache_bytes": report.full_nbytes,
+        "decode_graphs": graphs[-1] - graphs[0],
+        "graph_breaks": graph_breaks() - breaks,
     }
 
 

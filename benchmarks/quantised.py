@@ -29,13 +29,11 @@ from tqdm import tqdm
 import kvpass
 from benchmarks.model import DIM, HEADS, KV_HEADS, Conversation, build
 from benchmarks.model import tokens as random_tokens
-from benchmarks.quality import LEFT_OUT
+from benchmarks.quality import LEFT_OUT, streamed
 from benchmarks.timing import Local, Plan, interleaved, medians
 from kvpass import cache_names, policies
 from kvpass.apps import corpus
-from kvpass.apps.demo import stream
-from kvpass.apps.demo.job import attempt
-from kvpass.apps.demo.stream import perplexity
+from kvpass.apps.evaluation.attempt import attempt
 from kvpass.apps.models import load
 from kvpass.errors import KVPassError
 from kvpass.lowering.formats import KV_DTYPES, KVDtype, Rows, format_of, words
@@ -59,13 +57,11 @@ class Documents:
         """What a policy reaches, or why it refuses."""
         tokens, evicts = self.tokens, policies.get(policy).evicts
         slots = policies.resolve(policy, {}).fitting_budget(budget) if evicts else tokens.shape[1]
-
-        def streamed() -> stream.StreamRun:
-            return stream.run(self.model, tokens, every=tokens.shape[1], tick=int, prompt=self.prompt)
-
         with torch.inference_mode():
-            outcome = attempt(self.model, policy, slots, "eager", streamed, kv_dtype)
-        return str(outcome) if isinstance(outcome, KVPassError) else perplexity(outcome.losses[:, self.prompt :])
+            outcome = attempt(
+                self.model, policy, slots, "eager", lambda: streamed(self.model, tokens, self.prompt, int), kv_dtype
+            )
+        return str(outcome) if isinstance(outcome, KVPassError) else float(outcome["perplexity"])
 
 
 def asked(policy: str, budget: int) -> list[tuple[KVDtype | None, int]]:

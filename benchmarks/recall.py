@@ -6,32 +6,55 @@ and other words.  `python -m benchmarks recall` prints both tables.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 from matplotlib.figure import Figure
+from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks import apart, bounded
 from benchmarks.report import Row, Table, Target
 from benchmarks.settings import Settings
-from kvpass import policies
+from kvpass import cache_names, policies
 from kvpass.apps import corpus
-from kvpass.apps.demo import recall
-from kvpass.apps.demo.job import attempt
-from kvpass.apps.demo.pairs import PlantedPairs, Tongue
-from kvpass.apps.demo.recall import AT_ONCE, LATER, RecallOutcome
-from kvpass.apps.evaluation import plots
+from kvpass.apps.evaluation import plots, recall
+from kvpass.apps.evaluation.attempt import attempt
+from kvpass.apps.evaluation.pairs import PlantedPairs, Tongue
 from kvpass.apps.models import LoadedModel, load_memory
+from kvpass.decoding.prefill import Caller
 from kvpass.errors import KVPassError
 
 TITLE = "Recall of planted pairs against distance"
 BUDGET, DOCUMENTS, LENGTH = 128, 16, 2048
 T = TypeVar("T")
+LATER, AT_ONCE = "asked after the text", "asked at the end of the prompt"
 TURNS = 4  # prompts of all documents, each with another question
 SEED = 2_000_000_011  # of the pairs; neither training nor the demo has it
+
+
+@dataclasses.dataclass(frozen=True)
+class RecallOutcome:
+    """The share of words of values that were the likeliest token, by distance.
+
+    Attributes:
+        later: the text was fed piece by piece, and the questions came after it.
+        at_once: text and question were one prompt, and the policy evicted after it.  The first word of a value is left
+            out: it is predicted from the whole prompt.
+    """
+
+    distances: tuple[int, ...]
+    later: tuple[float, ...]
+    at_once: tuple[float, ...]
+
+    @property
+    def ways(self) -> dict[str, tuple[float, ...]]:
+        """The shares by the way of asking, in words."""
+        return {LATER: self.later, AT_ONCE: self.at_once}
 
 
 def measure(settings: Settings) -> list[Row]:
@@ -46,7 +69,7 @@ def rows(policies: Sequence[str], documents: int = DOCUMENTS, length: int = LENG
     """The share of words of the values that are recalled, for every policy, way of asking and distance."""
     subject, found = load_memory(None), []
     planted = planted_in(subject, documents, length)
-    ask = functools.partial(recall.measure, subject.model, planted, turns=TURNS)
+    ask = functools.partial(asked, Caller.of(subject.model), planted, turns=TURNS)
     for name, outcome in outcomes("recall", policies, recall.pieces(planted.text), subject.model, budget, ask):
         found += _rows(name, outcome)
     return found
@@ -66,6 +89,38 @@ def outcomes(
             bar.set_description(f"{what}: {name}")
             slots = budget if policies.get(name).evicts else None
             yield name, attempt(model, name, slots, "eager", lambda: ask(tick=bar.update))
+
+
+def asked(caller: Caller, planted: PlantedPairs, tick: Callable[[], object], turns: int) -> RecallOutcome:
+    """Ask a model, compiled or not, about every pair.
+
+    Args:
+        tick: called after every piece of the text.
+        turns: how often the texts are prompts, each with one question at its end.
+    """
+    numbers, cache = range(len(planted.distances)), recall.read(caller, planted.text, tick)
+    later = [recall.right(caller, planted, number, copy.deepcopy(cache)) for number in numbers]
+    return RecallOutcome(planted.distances, tuple(later), right_at_once(caller, planted, turns))
+
+
+def right_at_once(caller: Caller, planted: PlantedPairs, turns: int) -> tuple[float, ...]:
+    """Return the share of a value's words but the first, by distance, when a question ends the prompt."""
+    rows, count = len(planted.text), len(planted.distances)
+    shares: list[list[float]] = [[] for _ in range(count)]
+    for turn in range(max(turns, count - rows + 1)):  # every distance is asked of some row
+        numbers = [(row + turn) % count for row in range(rows)]
+        for number, share in zip(numbers, _right_in_turn(caller, planted, torch.tensor(numbers)), strict=True):
+            shares[number].append(share)
+    return tuple(sum(each) / len(each) for each in shares)
+
+
+def _right_in_turn(caller: Caller, planted: PlantedPairs, numbers: Tensor) -> list[float]:
+    """Return for each row its share of right words, where the prompt ends with the question of that number."""
+    lines = planted.pairs[torch.arange(len(numbers)), numbers]  # [B, 3 + V]
+    question, answer = lines[:, :2], lines[:, 2:-1]
+    cache = cache_names.returned(recall.call(caller, torch.cat([planted.text, question], 1), None, logits_to_keep=1))
+    found: list[float] = (recall.likeliest(caller, answer[:, :-1], cache) == answer[:, 1:]).float().mean(1).tolist()
+    return found
 
 
 def planted_in(subject: LoadedModel, documents: int, length: int) -> PlantedPairs:

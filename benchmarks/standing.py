@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.recall import LENGTH, planted_in
+from benchmarks.recall import AT_ONCE, LATER, LENGTH, planted_in
 from benchmarks.report import Row
-from kvpass.apps.demo.pairs import PlantedPairs
-from kvpass.apps.demo.recall import AT_ONCE, LATER
+from kvpass.apps.evaluation.pairs import PlantedPairs
 from kvpass.apps.evaluation.tables import markdown
 from kvpass.apps.models import load_memory
 

@@ -14,9 +14,12 @@ from torch import Tensor
 
 from kvpass import policies
 from kvpass.apps import corpus
-from kvpass.apps.demo import plots, stream
-from kvpass.apps.demo.job import attempt
+from kvpass.apps.evaluation import plots
+from kvpass.apps.evaluation.attempt import attempt
+from kvpass.apps.evaluation.held import HeldRecorder
+from kvpass.apps.evaluation.scoring import ScoringBatch, score
 from kvpass.apps.models import load
+from kvpass.decoding.prefill import Caller
 from kvpass.errors import KVPassError
 
 BUDGET, PROMPT, LENGTH, EVERY = 68, 128, 512, 2
@@ -29,13 +32,13 @@ def draw(model: Any, tokens: Tensor, name: str) -> None:
     policy = policies.resolve(name, dict(OPTIONS.get(name, {})))
     budget = BUDGET if policy.evicts else LENGTH
 
-    def streamed() -> stream.StreamRun:
-        return stream.run(model, tokens, every=EVERY, tick=lambda: None, prompt=PROMPT)
-
-    run = attempt(model, policy, budget, "eager", streamed)
+    held = HeldRecorder()
+    batch = ScoringBatch(tokens, torch.ones_like(tokens), PROMPT)
+    run = attempt(model, policy, budget, "eager", lambda: score(Caller.of(model), batch, None, watch=held))
     if isinstance(run, KVPassError):
         raise run
-    figure = plots.kept_figure({name: run.snapshots}, LENGTH, None, band=2)
+    snapshots = [snapshot for snapshot in held.snapshots if snapshot.step > PROMPT and snapshot.step % EVERY == 0]
+    figure = plots.kept({name: snapshots}, LENGTH, band=2)
     figure.savefig(Path(__file__).parent / "policies" / f"{name}.png", dpi=80, metadata={"Software": None})
 
 

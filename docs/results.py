@@ -1,4 +1,4 @@
-"""Writes the results and the first picture of docs/demo.md from the folder that `make demo` fills.
+"""Write the results and the pictures of docs/demo.md from the folder that `make demo` fills.
 
 python -m docs.results [FOLDER]
 """
@@ -15,55 +15,80 @@ from typing import Any
 from benchmarks.report import replaced
 from kvpass.apps.evaluation.tables import markdown
 
-PAGE, PICTURE = Path("docs/demo.md"), Path("docs/recall.png")
-MEBIBYTE = 2**20
+PAGE = Path("docs/demo.md")
+PICTURES = ("book", "retrieval", "kept")
+QUESTIONS, CHARACTERS = 2, 240  # of the chat: the last questions, and what is shown of each answer
+CACHE = "cache, MiB"
 Row = dict[str, Any]
 
 
-def documents(rows: Sequence[Row]) -> list[Row]:
-    """What each policy cost on documents."""
+def summary(parts: dict[str, Any]) -> list[Row]:
+    """Return one row for each policy: perplexity, passkeys and the size of the cache."""
+    retrieved, cost = (_by_policy(parts[name]["rows"]) for name in ("retrieval", "cost"))
     return [
         {
-            "policy": row["policy"],
-            "perplexity": f"{row['perplexity']:.2f}",
-            "cache, of a full one": f"{row['cache_bytes'] / row['full_cache_bytes']:.3f}",
-            "decode graphs": row["decode_graphs"],
-            "graph breaks": row["graph_breaks"],
+            **row,
+            "passkeys found": _mean(retrieved.get(policy, {})),
+            CACHE: cost.get(policy, {}).get(CACHE),
         }
-        for row in rows
-        if "error" not in row
+        for policy, row in _by_policy(parts["book"]["rows"]).items()
     ]
 
 
-def stream(rows: Sequence[Row]) -> list[Row]:
-    """Perplexity on both sides of the end of the trained range."""
-    return [
-        {
-            "policy": row["policy"],
-            "perplexity inside the trained range": f"{row['perplexity_in_range']:.2f}",
-            "beyond it": f"{row['perplexity_beyond']:.2f}",
-            "cache, MiB": f"{row['cache_bytes'] / MEBIBYTE:.2f}",
-        }
-        for row in rows
-        if "error" not in row
-    ]
+def _by_policy(rows: Sequence[Row]) -> dict[str, Row]:
+    """Return the rows that are no refusals, by policy."""
+    return {row["policy"]: row for row in rows if "error" not in row}
+
+
+def _mean(row: Row) -> float | None:
+    shares = [share for name, share in row.items() if name != "policy"]
+    return sum(shares) / len(shares) if shares else None
+
+
+def chat(rows: Sequence[Row]) -> str:
+    """Return the last questions of the chat, each with the beginning of every policy's answer."""
+    questions = list(dict.fromkeys(row["question"] for row in rows))[-QUESTIONS:]
+    lines = []
+    for question in questions:
+        lines.append(f"**{question}**\n")
+        for row in (row for row in rows if row["question"] == question):
+            answer = " ".join(row["answer"].split())
+            short = answer if len(answer) <= CHARACTERS else f"{answer[:CHARACTERS].rstrip()} ..."
+            lines.append(f"- {row['policy']}, after {row['seen']} tokens: `{short.replace('`', '') or '-'}`")
+        lines.append("")
+    return "\n".join(lines).rstrip()
 
 
 def block(out: Path) -> str:
     """Return the text between the marks of the page."""
-    parts = {name: json.loads((out / f"{name}.json").read_text(encoding="utf-8")) for name in ("stream", "documents")}
-    return "\n\n".join(
-        [
-            parts["stream"]["caption"],
-            markdown(stream(parts["stream"]["rows"])),
-            parts["documents"]["caption"],
-            markdown(documents(parts["documents"]["rows"])),
-        ]
-    )
+    parts = {
+        name: json.loads((out / f"{name}.json").read_text(encoding="utf-8"))
+        for name in ("chat", "book", "retrieval", "cost", "kept")
+    }
+    sections = [
+        markdown(summary(parts)),
+        parts["book"]["caption"],
+        "![Perplexity along the book](demo-book.png)",
+        "### Chat",
+        parts["chat"]["caption"],
+        chat(parts["chat"]["rows"]),
+        "### Retrieval",
+        parts["retrieval"]["caption"],
+        markdown(parts["retrieval"]["rows"]),
+        "### Cost",
+        parts["cost"]["caption"],
+        markdown(parts["cost"]["rows"]),
+        "### Kept",
+        parts["kept"]["caption"],
+        markdown(parts["kept"]["rows"]),
+        "![Positions that were held while the book was read](demo-kept.png)",
+    ]
+    return "\n\n".join(sections)
 
 
 def main(out: Path) -> None:
-    shutil.copyfile(out / "recall.png", PICTURE)
+    for name in PICTURES:
+        shutil.copyfile(out / f"{name}.png", PAGE.with_name(f"demo-{name}.png"))
     PAGE.write_text(replaced(PAGE.read_text(encoding="utf-8"), "results", block(out)), encoding="utf-8")
 
 

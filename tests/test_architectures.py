@@ -14,13 +14,13 @@ import torch
 from transformers import XLMConfig, XLMWithLMHeadModel
 
 import kvpass
-from kvpass.apps.switch import Switch
 from kvpass.backend import Backend
 from kvpass.runtime.recorder import Recorder
 from tests.architectures import inputs, zoo
 from tests.architectures.__main__ import parts, written
 from tests.architectures.apart import examine_apart
 from tests.architectures.check import BUDGET, PADDING, PROMPT, backend, examine, generate
+from tests.switch import Switch
 
 
 def text(model: torch.nn.Module) -> dict[str, torch.Tensor]:

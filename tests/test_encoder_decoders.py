@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 import kvpass
-from kvpass.apps.switch import Switch
 from tests.architectures import inputs, zoo
 from tests.architectures.check import PROMPT, generate
 from tests.models import breaks, graphs
+from tests.switch import Switch
 
 NAMES = ("t5", "bart", "whisper")
 BUDGET, STEPS = 6, 10

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from kvpass.apps.switch import Switch
 from kvpass.backend import Backend
+from tests.switch import Switch
 
 
 class Traced:

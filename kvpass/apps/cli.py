@@ -10,18 +10,14 @@ from typing import Any
 
 from kvpass.errors import KVPassError
 
-KV_DTYPES = (
-    "int8",
-    "int4",
-    "int8-hadamard",
-    "int4-hadamard",
-)  # as in kvpass.lowering.formats, which is not imported yet
-DEMO_PARTS = (
-    "recall",
-    "stream",
-    "documents",
-    "completions",
-)  # as in kvpass.apps.demo.settings, which is not imported yet
+# The modules that define these names are heavy, so they are imported when a command runs.
+KV_DTYPES = ("int8", "int4", "int8-hadamard", "int4-hadamard")
+"""As in kvpass.lowering.formats."""
+DEMO_PARTS = ("chat", "book", "retrieval", "cost", "kept")
+"""As in kvpass.apps.demo.settings."""
+MEASURES = ("perplexity", "stream", "agreement", "passkey", "needle", "recall", "speed")
+"""As in kvpass.apps.evaluation.command."""
+DEFAULT = " (default: %(default)s)"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,30 +36,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
     whole = argparse.ArgumentParser(prog="kvpass", description="Bounded KV caches through torch.compile.")
     commands = whole.add_subparsers(dest="command", required=True)
     job = commands.add_parser(
         "demo",
-        help="recall, perplexity, speed and memory of every policy on real text",
-        description="Streams text through a model under each policy, and writes tables and pictures.",
+        help="a chat, perplexity, retrieval, speed and memory of a few policies on a real model",
+        description="Compares a few policies with the uncompiled model, and writes tables and pictures.",
     )
-    shown = " (default: %(default)s)"
-    job.add_argument("--model", metavar="NAME_OR_PATH", help="a Hugging Face causal model (default: the bundled one)")
-    job.add_argument("--policy", metavar="P", nargs="+", default=[], help="policies to run (default: all of them)")
-    job.add_argument("--part", nargs="+", choices=DEMO_PARTS, default=[], help="what to do (default: all)")
-    job.add_argument("--budget", metavar="N", type=at_least(1), default=256, help="tokens kept" + shown)
-    job.add_argument("--text", metavar="FILE", type=Path, help="UTF-8 text (default: standard-library source)")
-    job.add_argument("--aligner", metavar="FILE", type=Path, help="for kv_align (default: that of the bundled model)")
-    job.add_argument("--out", metavar="DIR", type=Path, default=Path("out"), help="where results go" + shown)
     job.add_argument(
-        "--planted", metavar="N", type=at_least(8), default=2048, help="tokens of a text with pairs" + shown
-    )
-    job.add_argument("--documents", metavar="N", type=at_least(1), default=4, help="documents, one batch" + shown)
-    job.add_argument("--length", metavar="N", type=at_least(8), default=1024, help="tokens of each document" + shown)
-    job.add_argument("--stream", metavar="N", type=at_least(8), default=4096, help="tokens of the long stream" + shown)
-    job.add_argument("--threads", metavar="N", type=at_least(1), help="threads of torch (default: its own choice)")
-    job.add_argument("--jobs", metavar="N", type=at_least(1), default=1, help="policies at a time" + shown)
+        "--model", metavar="NAME_OR_PATH",
+        help="a Hugging Face causal model (default: SmolLM2-135M-Instruct, or a bundled model where it is missing)",
+    )  # fmt: skip
+    job.add_argument(
+        "--policy", metavar="P", nargs="+", default=["window", "streaming", "h2o"],
+        help="NAME or NAME:OPTION=VALUE,..." + DEFAULT,
+    )  # fmt: skip
+    job.add_argument("--part", nargs="+", choices=DEMO_PARTS, default=list(DEMO_PARTS), help="what to show" + DEFAULT)
+    job.add_argument("--budget", metavar="N", type=at_least(1), default=256, help="tokens kept" + DEFAULT)
+    job.add_argument("--text", metavar="FILE", type=Path, help="the book, as UTF-8 (default: Python's manual)")
     job.add_argument("--kv-dtype", choices=KV_DTYPES, help="of stored keys and values (default: the model's)")
+    job.add_argument("--threads", metavar="N", type=at_least(1), help="threads of torch (default: its own choice)")
+    job.add_argument("--out", metavar="DIR", type=Path, default=Path("out"), help="where results go" + DEFAULT)
     job.set_defaults(run=demo)
     _add_align(commands)
     _add_eval(commands)
@@ -93,76 +87,86 @@ def _add_align(commands: Any) -> None:
         description="Trains the networks that repair keys and values for the policy kv_align.  A run that was "
         "stopped goes on from its last checkpoint, which lies beside the result until it is finished.",
     )
-    shown = " (default: %(default)s)"
     job.add_argument("--model", metavar="NAME_OR_PATH", required=True, help="a Hugging Face causal model")
     job.add_argument("--text", metavar="FILE", type=Path, help="UTF-8 text (default: standard-library source)")
-    job.add_argument("--window", metavar="M", type=at_least(6), default=255, help="largest budget" + shown)
+    job.add_argument("--window", metavar="M", type=at_least(6), default=255, help="largest budget" + DEFAULT)
     job.add_argument("--out", metavar="FILE", type=Path, required=True, help="the safetensors file to write")
-    job.add_argument("--recipe", choices=["direct", "paper"], default="direct", help="see the policy's page" + shown)
+    job.add_argument("--recipe", choices=["direct", "paper"], default="direct", help="see the policy's page" + DEFAULT)
     job.add_argument("--every", metavar="N", type=at_least(1), default=1, help="for paper: tokens that go at once")
-    job.add_argument("--steps", metavar="N", type=at_least(1), default=1000, help="of the optimiser" + shown)
-    job.add_argument("--tokens", metavar="N", type=at_least(1), default=1024, help="of each step" + shown)
-    job.add_argument("--rate", metavar="X", type=float, default=2e-3, help="the highest learning rate" + shown)
+    job.add_argument("--steps", metavar="N", type=at_least(1), default=1000, help="of the optimiser" + DEFAULT)
+    job.add_argument("--tokens", metavar="N", type=at_least(1), default=1024, help="of each step" + DEFAULT)
+    job.add_argument("--rate", metavar="X", type=float, default=2e-3, help="the highest learning rate" + DEFAULT)
     sizes: dict[str, Any] = dict(metavar=("N", "M"), nargs=2, type=at_least(1))
     job.add_argument("--hidden", **sizes, help="sizes of the hidden layers (default: 96 96; paper, of keys: 256 64)")
     job.add_argument("--hidden-values", **sizes, help="for paper, of values (default: --hidden, or else 64 128)")
-    job.add_argument("--seed", metavar="N", type=int, default=0, help="of weights and windows" + shown)
-    job.add_argument("--dtype", choices=["float32", "float16"], default="float32", help="of the file" + shown)
+    job.add_argument("--seed", metavar="N", type=int, default=0, help="of weights and windows" + DEFAULT)
+    job.add_argument("--dtype", choices=["float32", "float16"], default="float32", help="of the file" + DEFAULT)
     job.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: a GPU where there is one)")
     job.add_argument("--threads", metavar="N", type=at_least(1), help="threads of torch (default: its own choice)")
     job.set_defaults(run=align)
-
-
-MEASURES = ("perplexity", "stream", "passkey", "needle", "recall", "speed")
 
 
 def _add_eval(commands: Any) -> None:
     job = commands.add_parser(
         "eval",
         help="perplexity, retrieval and speed under policies and budgets, on any checkpoint",
-        description="ShapeKey each policy under each budget and writes JSON, Markdown and plots.  What the folder has "
-        "already is not measured again.",
+        description="Measures each policy under each budget, and writes JSON, Markdown and plots.  Results that the "
+        "folder has already are not measured again.",
     )
-    shown = " (default: %(default)s)"
     job.add_argument("--model", metavar="NAME_OR_PATH", help="a Hugging Face causal model (default: the bundled one)")
-    job.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ..." + shown)
-    job.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="float32", help=shown[1:])
+    job.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ..." + DEFAULT)
+    job.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="float32", help=DEFAULT[1:])
     job.add_argument(
         "--policy", metavar="P", nargs="+", default=["full", "streaming", "h2o"],
-        help="NAME or NAME:OPTION=VALUE,..." + shown,
+        help="NAME or NAME:OPTION=VALUE,..." + DEFAULT,
     )  # fmt: skip
     job.add_argument(
-        "--budget", metavar="N", type=_budget, nargs="+", default=[256], help="tokens, or a share of the prompt" + shown
+        "--budget",
+        metavar="N",
+        type=_budget,
+        nargs="+",
+        default=[256],
+        help="tokens, or a share of the prompt" + DEFAULT,
     )
-    job.add_argument("--prefill", choices=["whole", "chunk", "token"], default="token", help="how texts go in" + shown)
-    job.add_argument("--chunk", metavar="N", type=at_least(2), default=512, help="for --prefill chunk" + shown)
-    job.add_argument("--measure", choices=MEASURES, nargs="+", default=["perplexity"], help="what to measure" + shown)
-    job.add_argument("--text", metavar="FILE", type=Path, nargs="+", default=[], help="UTF-8 (default: Python source)")
-    job.add_argument("--tokens", metavar="N", type=at_least(4), default=2048, help="of a file; of a stream" + shown)
+    job.add_argument(
+        "--prefill", choices=["whole", "chunk", "token"], default="token", help="how texts are fed" + DEFAULT
+    )
+    job.add_argument("--chunk", metavar="N", type=at_least(2), default=512, help="for --prefill chunk" + DEFAULT)
+    job.add_argument("--measure", choices=MEASURES, nargs="+", default=["perplexity"], help="what to measure" + DEFAULT)
+    job.add_argument(
+        "--text",
+        metavar="FILE",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="UTF-8 files (default: Python's manual; its source for the bundled model)",
+    )
+    job.add_argument("--tokens", metavar="N", type=at_least(4), default=2048, help="of a text" + DEFAULT)
     job.add_argument("--restart", metavar="N", type=int, default=0, help="empty a stream's cache after N tokens")
     job.add_argument(
         "--length", metavar="N", type=at_least(8), nargs="+", default=[1024],
-        help="tokens of prompts; speed is that of the longest" + shown,
+        help="tokens of prompts; speed is that of the longest" + DEFAULT,
     )  # fmt: skip
     job.add_argument(
-        "--depth", metavar="X", type=float, nargs="+", default=[0, 0.25, 0.5, 0.75, 1], help="0 (first) to 1" + shown
+        "--depth", metavar="X", type=float, nargs="+", default=[0, 0.25, 0.5, 0.75, 1], help="0 (first) to 1" + DEFAULT
     )
     job.add_argument(
         "--distance", metavar="N", type=at_least(1), nargs="+", default=[32, 64, 128, 256, 512, 1024],
-        help="of recall, in tokens" + shown,
+        help="of recall, in tokens" + DEFAULT,
     )  # fmt: skip
-    job.add_argument("--trials", metavar="N", type=at_least(1), default=4, help="prompts of each kind" + shown)
-    job.add_argument("--rows", metavar="N", type=at_least(1), default=1, help="files or prompts in a batch" + shown)
-    job.add_argument("--seed", metavar="N", type=int, default=0, help="of what is planted" + shown)
+    job.add_argument("--trials", metavar="N", type=at_least(1), default=4, help="prompts of each kind" + DEFAULT)
+    job.add_argument("--documents", metavar="N", type=at_least(1), default=8, help="of agreement" + DEFAULT)
+    job.add_argument("--rows", metavar="N", type=at_least(1), default=1, help="files or prompts in a batch" + DEFAULT)
+    job.add_argument("--seed", metavar="N", type=int, default=0, help="of what is planted" + DEFAULT)
     job.add_argument("--kv-dtype", choices=KV_DTYPES, help="of stored keys and values (default: the model's)")
-    job.add_argument("--inner", default="inductor", help="what compiles: inductor, eager, ..." + shown)
+    job.add_argument("--inner", default="inductor", help="what compiles: inductor, eager, ..." + DEFAULT)
     job.add_argument("--threads", metavar="N", type=at_least(1), help="threads of torch (default: its own choice)")
-    job.add_argument("--out", metavar="DIR", type=Path, default=Path("out/eval"), help="where results go" + shown)
+    job.add_argument("--out", metavar="DIR", type=Path, default=Path("out/eval"), help="where results go" + DEFAULT)
     job.set_defaults(run=evaluate)
 
 
 def _budget(text: str) -> int | float:
-    """A converter for argparse that takes whole numbers from 1 on, and shares."""
+    """Convert an argument to a number of tokens, at least 1, or to a share above 0 and up to 1."""
     if text.isdigit():
         return at_least(1)(text)
     try:
@@ -175,7 +179,7 @@ def _budget(text: str) -> int | float:
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """A converter for argparse that takes whole numbers from `least` on."""
+    """Return a converter for argparse that takes whole numbers of at least `least`."""
 
     def convert(text: str) -> int:
         try:
@@ -190,7 +194,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def doctor(parsed: argparse.Namespace) -> int:
-    """Print what was found of this installation; return 1 if something is missing."""
+    """Print the findings about this installation; return 1 if something is missing."""
     from kvpass.diagnostics.doctor import examined
 
     found = examined()
@@ -199,34 +203,19 @@ def doctor(parsed: argparse.Namespace) -> int:
 
 
 def demo(parsed: argparse.Namespace) -> None:
-    """The main job; its imports are heavy and need the extra `demo`."""
+    """Run the demo; its imports are heavy and need the extra `demo`."""
     try:
         from kvpass.apps.demo import run
         from kvpass.apps.demo.settings import DemoSettings
     except ModuleNotFoundError as error:
         raise KVPassError(f"the demo needs {error.name}: pip install 'kvpass[demo]'") from error
-    run.main(
-        DemoSettings(
-            model=parsed.model,
-            policies=tuple(parsed.policy),
-            parts=tuple(parsed.part),
-            budget=parsed.budget,
-            text=parsed.text,
-            aligner=parsed.aligner,
-            out=parsed.out,
-            planted=parsed.planted,
-            documents=parsed.documents,
-            length=parsed.length,
-            stream=parsed.stream,
-            threads=parsed.threads,
-            jobs=parsed.jobs,
-            kv_dtype=parsed.kv_dtype,
-        )
-    )
+    names = ("model", "budget", "text", "out", "threads", "kv_dtype")
+    chosen: dict[str, Any] = {name: getattr(parsed, name) for name in names}
+    run.main(DemoSettings(policies=tuple(parsed.policy), parts=tuple(parsed.part), **chosen))
 
 
 def evaluate(parsed: argparse.Namespace) -> None:
-    """ShapeKey; they need transformers and tqdm."""
+    """Measure policies; the imports need the extra `demo`."""
     try:
         from kvpass.apps.evaluation import command
     except ModuleNotFoundError as error:
@@ -235,7 +224,7 @@ def evaluate(parsed: argparse.Namespace) -> None:
 
 
 def lm_eval(parsed: argparse.Namespace) -> None:
-    """The command of lm-evaluation-harness; needs the extra `eval`."""
+    """Run the command of lm-evaluation-harness; it needs the extra `eval`."""
     try:
         from kvpass.apps.evaluation import harness
     except ModuleNotFoundError as error:
@@ -244,7 +233,7 @@ def lm_eval(parsed: argparse.Namespace) -> None:
 
 
 def align(parsed: argparse.Namespace) -> None:
-    """Train an aligner; needs the extra `align`."""
+    """Train an aligner; the imports need the extra `align`."""
     try:
         from kvpass.apps.align import command
     except ModuleNotFoundError as error:

@@ -1,13 +1,15 @@
-"""Real text without a download: the source files of Python's own standard library.
+"""Find text that every machine has without a download: Python's own source files, and the prose of its manual.
 
-A handful of well-known modules is held out: the bundled models never saw them, and the demo, the
-benchmarks and the tests measure on them.  The text is read from the running interpreter, so figures
-differ a little between Python versions.
+The bundled models are trained on the source files of the standard library; a few well-known modules are held out, and
+benchmarks and tests measure on these.  Other models are measured on the English of the language reference.  Both are
+read from the running interpreter, so figures differ a little between Python versions.
 """
 
 from __future__ import annotations
 
+import re
 import sysconfig
+from collections.abc import Sequence
 from itertools import chain, count
 from pathlib import Path
 
@@ -28,16 +30,19 @@ HELD_OUT = (
     "textwrap.py",
 )
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
+_SENTENCE = re.compile(r"[.:;,][\])”]?$")
+_NO_PROSE = ("::=", ">>>")  # grammar, and examples of code
+_SHORTEST, _LETTERS = 40, 0.8  # characters of a paragraph, and the share of letters and blanks among them
 
 
 def held_out_files() -> list[Path]:
-    """The held-out source files, in the order of `HELD_OUT`; those that this Python lacks are left out."""
+    """Return the held-out source files in the order of `HELD_OUT`, except those that this Python lacks."""
     root = Path(sysconfig.get_path("stdlib"))
     return [root / name for name in HELD_OUT if (root / name).is_file()]
 
 
 def training_files() -> list[Path]:
-    """Every other source file of the standard library, sorted by path."""
+    """Return every other source file of the standard library, sorted by path."""
     root = Path(sysconfig.get_path("stdlib"))
     held_out = {root / name for name in HELD_OUT}
     return sorted(
@@ -48,7 +53,7 @@ def training_files() -> list[Path]:
 
 
 def read(paths: list[Path]) -> list[str]:
-    """The texts of the files that are valid UTF-8 (a few tests of Python's are not, on purpose)."""
+    """Return the texts of the files that are valid UTF-8; a few of Python's own tests are not, on purpose."""
     texts = []
     for path in paths:
         try:
@@ -58,11 +63,76 @@ def read(paths: list[Path]) -> list[str]:
     return texts
 
 
-def documents(texts: list[list[int]], number: int, length: int, bos: int) -> list[list[int]]:
-    """`number` documents of `length` tokens, `bos` first in each.
+def prose() -> dict[str, str]:
+    """Return the English paragraphs of Python's language reference, by topic: about 60,000 tokens.
 
-    They are the first piece of every text, then the second of every text, and so on, so that a few
-    documents come from many files.
+    Grammar, code and headings are left out, and so is a paragraph that an earlier topic has.  The texts are in
+    `pydoc_data.topics`, under the licence of Python.
+
+    Raises:
+        KVPassError: this Python comes without its reference.
+    """
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise KVPassError(
+            "this Python lacks pydoc_data.topics, the English text that models are measured on; install Python's "
+            "standard library in full, or name a text with --text FILE"
+        ) from error
+    seen: set[str] = set()
+    found: dict[str, str] = {}
+    for topic in sorted(topics):
+        every = (" ".join(block.split()) for block in re.split(r"\n\s*\n", topics[topic]))
+        new = [paragraph for paragraph in dict.fromkeys(every) if paragraph not in seen and _is_prose(paragraph)]
+        seen.update(new)
+        if new:
+            found[topic] = "\n\n".join(new) + "\n"
+    return found
+
+
+def _is_prose(paragraph: str) -> bool:
+    """Return whether a paragraph on one line consists of English sentences."""
+    letters = sum(character.isalpha() or character == " " for character in paragraph)
+    return (
+        len(paragraph) >= _SHORTEST
+        and letters >= _LETTERS * len(paragraph)
+        and _SENTENCE.search(paragraph) is not None
+        and not any(mark in paragraph for mark in _NO_PROSE)
+    )
+
+
+def texts_of(paths: Sequence[Path], bundled: bool) -> dict[str, str]:
+    """Return texts to measure on, by name.
+
+    Args:
+        paths: UTF-8 files.  None: the held-out source files for a bundled model, the prose for another one.
+        bundled: whether the model is a bundled one.
+
+    Raises:
+        KVPassError: a file cannot be read as UTF-8 text, or Python comes without its reference.
+    """
+    if paths:
+        return {str(path): read_file(path) for path in paths}
+    return {path.name: text for path in held_out_files() for text in read([path])} if bundled else prose()
+
+
+def read_file(path: Path) -> str:
+    """Return the text of a file.
+
+    Raises:
+        KVPassError: the file cannot be read as UTF-8 text.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise KVPassError(f"cannot read the text {path}: {error}; give a UTF-8 file") from error
+
+
+def documents(texts: list[list[int]], number: int, length: int, bos: int) -> list[list[int]]:
+    """Return `number` documents of `length` tokens, each with `bos` as its first.
+
+    They are the first piece of every text, then the second piece of every text, and so on, so a few documents come from
+    many texts.
 
     Raises:
         KVPassError: the texts are too short.
@@ -76,17 +146,19 @@ def documents(texts: list[list[int]], number: int, length: int, bos: int) -> lis
             return found[:number]
         if not whole:
             tokens = sum(map(len, texts))
-            raise KVPassError(f"a text of {tokens} tokens makes {len(found)} of {number} documents of {length} tokens")
+            raise KVPassError(
+                f"a text of {tokens} tokens makes {len(found)} of {number} documents of {length} tokens; give more text"
+            )
     raise AssertionError("count() never ends")
 
 
 def unbroken(texts: list[list[int]], length: int, bos: int) -> list[int]:
-    """The texts one after the other, `bos` before each, cut off after `length` tokens.
+    """Return the texts one after the other, with `bos` before each, cut off after `length` tokens.
 
     Raises:
         KVPassError: the texts are too short.
     """
     tokens = list(chain.from_iterable([bos, *text] for text in texts))
     if len(tokens) < length:
-        raise KVPassError(f"a text of {len(tokens)} tokens is too short for a stream of {length}")
+        raise KVPassError(f"a text of {len(tokens)} tokens is too short for a stream of {length}; give more text")
     return tokens[:length]

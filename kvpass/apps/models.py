@@ -1,4 +1,4 @@
-"""The model and the text that the demo looks at."""
+"""Load the language model that an application works on: a bundled one, the packaged checkpoint, or any other."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvpass.apps import checkpoint, corpus
+from kvpass.apps import checkpoint
 from kvpass.errors import KVPassError
 
 BUNDLED = Path(__file__).parent / "data" / "tiny-llama"
@@ -22,9 +22,9 @@ class LoadedModel:
     """A causal language model with its tokenizer.
 
     Attributes:
-        name: as it was asked for.
-        trained: positions that it was trained on, None if its configuration does not say.
-        tabled: positions come from a table, so that there is nothing beyond `trained`.
+        name: the name or path that was given.
+        trained: positions that it was trained on; None if its configuration does not say.
+        tabled: whether positions come from a table, so the model has none beyond `trained`.
     """
 
     name: str
@@ -35,25 +35,33 @@ class LoadedModel:
 
     @property
     def bos(self) -> int:
-        """The token that introduces a document."""
+        """The token id that introduces a document.
+
+        Raises:
+            KVPassError: the tokenizer has neither a first nor an end-of-text token.
+        """
         first = self.tokenizer.bos_token_id
         token: int | None = self.tokenizer.eos_token_id if first is None else first
         if token is None:
-            raise KVPassError(f"the tokenizer of {self.name} has neither a first nor an end-of-text token")
+            raise KVPassError(
+                f"the tokenizer of {self.name} has neither a first nor an end-of-text token; set its bos_token"
+            )
         return token
 
     def encode(self, texts: list[str]) -> list[list[int]]:
+        """Return the token ids of each text, without the tokenizer's own first and last ones."""
         return [self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
 
 
 def load(name: str | None, dtype: torch.dtype | str = torch.float32, device: str = "cpu") -> LoadedModel:
-    """A model by name or path; the bundled one by default, and the packaged one by its name (`kvpass.apps.checkpoint`).
+    """Load a causal language model of transformers.
 
     Args:
-        dtype: of its weights; "auto" for that of the checkpoint.
+        name: a name or path; None for the bundled Llama; `kvpass.apps.checkpoint.NAME` for the packaged checkpoint.
+        dtype: of the weights; "auto" for that of the checkpoint.
 
     Raises:
-        KVPassError: there is no such model.
+        KVPassError: there is no such model, or the package of the checkpoint is missing.
     """
     if name is None:
         return _load(_bundled(BUNDLED, "python examples/train_tiny.py llama"), BUNDLED.name, dtype, device)
@@ -63,10 +71,10 @@ def load(name: str | None, dtype: torch.dtype | str = torch.float32, device: str
 
 
 def load_memory(name: str | None) -> LoadedModel:
-    """The model that is asked what was planted in a text: by default the bundled one that has learnt to recall.
+    """Load the model that is asked for planted pairs: by default the bundled one that has learnt to recall.
 
     Raises:
-        KVPassError: there is no such model.
+        KVPassError: as of `load`.
     """
     if name is None:
         return _load(_bundled(MEMORY, "python -m examples.train_recall"), MEMORY.name)
@@ -87,26 +95,21 @@ def _load(source: str, name: str, dtype: torch.dtype | str = torch.float32, devi
         tokenizer = AutoTokenizer.from_pretrained(source)
         model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
     except (OSError, ValueError) as error:
-        raise KVPassError(f"cannot load a language model from {source!r}: {error}") from error
+        raise KVPassError(
+            f"cannot load a language model from {source!r}: {error}; give the name or folder of a causal model"
+        ) from error
     trained = getattr(model.config, "max_position_embeddings", None)
     return LoadedModel(name, model.eval().to(device), tokenizer, trained, has_position_table(model))
 
 
 def has_position_table(model: torch.nn.Module) -> bool:
-    """Whether there is an embedding table beside that of the tokens."""
+    """Return whether a model has an embedding table beside that of its tokens."""
     words = model.get_input_embeddings()  # type: ignore[operator]
     return any(isinstance(module, torch.nn.Embedding) and module is not words for module in model.modules())
 
 
-def read_texts(path: Path | None) -> list[str]:
-    """The text of one file, or the held-out part of the standard library.
-
-    Raises:
-        KVPassError: the file cannot be read as UTF-8 text.
-    """
-    if path is None:
-        return corpus.read(corpus.held_out_files())
-    try:
-        return [path.read_text(encoding="utf-8")]
-    except (OSError, UnicodeDecodeError) as error:
-        raise KVPassError(f"cannot read the text {path}: {error}") from error
+def stop_tokens(model: Any, tokenizer: Any) -> list[int]:
+    """Return the token ids that end an answer: those of the generation config and of the tokenizer."""
+    ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    every = [*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id]
+    return sorted({token for token in every if token is not None})

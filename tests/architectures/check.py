@@ -14,13 +14,13 @@ import torch.fx as fx
 from torch import Tensor
 
 import kvpass
-from kvpass.apps.switch import Switch
 from kvpass.backend import Backend, compile_in_place
 from kvpass.capture.capture import capture
 from kvpass.fx import shapes
 from kvpass.runtime.recorder import Recorder
 from kvpass.torch_private import fx_nodes
 from tests.architectures import images, inputs, zoo
+from tests.switch import Switch
 
 PROMPT, STEPS, BUDGET = 12, 8, 10
 PADDING = 3

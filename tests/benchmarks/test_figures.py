@@ -20,9 +20,9 @@ from benchmarks import (
     step,
     stream,
 )
+from benchmarks.recall import AT_ONCE, LATER, RecallOutcome
 from benchmarks.report import Row, Target, replaced, verdicts
 from benchmarks.timing import Plan, interleaved, medians, spread
-from kvpass.apps.demo.recall import AT_ONCE, LATER, RecallOutcome
 from kvpass.errors import KVPassError
 
 

@@ -27,8 +27,8 @@ from benchmarks import (
 from benchmarks.__main__ import PARTS, ROOT
 from benchmarks.bounded import Case
 from benchmarks.model import Conversation, build, dynamic, static, tokens
-from kvpass.apps.demo.pairs import PlantedPairs
-from kvpass.apps.demo.recall import AT_ONCE, LATER
+from benchmarks.recall import AT_ONCE, LATER
+from kvpass.apps.evaluation.pairs import PlantedPairs
 from kvpass.apps.models import load_memory
 
 

@@ -14,11 +14,11 @@ from torch import Tensor
 
 import kvpass
 from kvpass import cache_names
-from kvpass.apps.switch import Switch
 from kvpass.backend import Backend, compile_in_place
 from kvpass.runtime.recorder import Recorder
 from tests.architectures import inputs, zoo
 from tests.golden import cases, program
+from tests.switch import Switch
 
 PROMPT, STEPS, CHUNK, PADDING = 12, 4, 3, 3
 TRACED_UNDER = "window"

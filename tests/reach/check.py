@@ -12,9 +12,9 @@ import transformers
 from torch import Tensor
 
 import kvpass
-from kvpass.apps.switch import Switch
 from kvpass.backend import compile_in_place
 from tests.reach.rows import Row
+from tests.switch import Switch
 
 STEPS, BUDGET = 8, 8
 TOLERANCE = 2e-4

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 import kvpass
-from kvpass.apps.switch import Switch
 from kvpass.backend import compile_in_place
 from tests.reach import images
 from tests.reach.check import BUDGET, TOLERANCE, apart
+from tests.switch import Switch
 
 STEPS = 3
 

@@ -1,4 +1,4 @@
-"""`kvpass align train`: from a model and a text to an aligner in a file, and its figures beside it."""
+"""Run `kvpass align train`: train an aligner for a model, and write it with its figures."""
 
 from __future__ import annotations
 
@@ -37,18 +37,20 @@ def train(
         device: to train on; None for a GPU where there is one.
 
     Raises:
-        KVPassError: the model, the text or the folder is not what it should be; see `kvpass.apps.align.train.train`.
+        KVPassError: a model, text or folder that cannot be used; see also `kvpass.apps.align.train.train`.
     """
     if threads:
         torch.set_num_threads(threads)
     if not out.parent.is_dir():
-        raise KVPassError(f"cannot write {out}: there is no folder {out.parent}")
+        raise KVPassError(f"cannot write {out}: there is no folder {out.parent}; make it or choose another --out")
     chosen = models.load(model)
     if chosen.tabled and chosen.trained is not None and settings.window >= chosen.trained:
-        raise KVPassError(f"--window {settings.window}: {model} has positions 0 to {chosen.trained - 1}")
+        raise KVPassError(
+            f"--window {settings.window}: {model} has positions 0 to {chosen.trained - 1}; choose a smaller window"
+        )
     if chosen.tabled and chosen.trained is not None:
         settings = dataclasses.replace(settings, ahead=min(settings.ahead, chosen.trained - 1 - settings.window))
-    texts = corpus.read(corpus.training_files()) if text is None else models.read_texts(text)
+    texts = corpus.read(corpus.training_files()) if text is None else [corpus.read_file(text)]
     stream = torch.tensor([token for each in chosen.encode(texts) for token in (chosen.bos, *each)])
     chosen.model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     checkpoint = out.with_suffix(".checkpoint.pt")
@@ -61,7 +63,7 @@ def train(
 
 
 def figures(trained: Trained, settings: TrainingSettings, tokens: int) -> dict[str, object]:
-    """What there is to say about a run."""
+    """Return the settings and figures of a run, for the json file."""
     errors = trained.errors
     return {
         "signature": dataclasses.asdict(trained.aligner.signature),

@@ -1,4 +1,4 @@
-"""Training pairs: the same tokens in a whole window and in one that has lost some."""
+"""Draw training pairs: rows of the same tokens in a whole window, and in one that has lost some tokens."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from kvpass.policies.aligners.signature import cached_rows, device_of, rows_of
 
 @dataclasses.dataclass(frozen=True)
 class TrainingPairs:
-    """N rows of every layer, as they were made and as they must become.
+    """N rows of every layer, as the model made them and as a repair must return them.
 
     Attributes:
         key, value: float32 [L, N, H, D] and [L, N, H, Dv], from the whole windows.
         wanted_key, wanted_value: likewise, of the same tokens in the shortened windows.
-        made, rank: int64 [N], their positions there and here.
+        made, rank: int64 [N], their positions in the whole and in the shortened windows.
     """
 
     key: Tensor
@@ -31,7 +31,7 @@ class TrainingPairs:
     rank: Tensor
 
     def some(self, rows: Tensor) -> TrainingPairs:
-        """Those of some rows, int64 [n]."""
+        """Return the pairs of some rows, int64 [n]."""
         key, value, wanted_key, wanted_value = (
             x[:, rows] for x in (self.key, self.value, self.wanted_key, self.wanted_value)
         )
@@ -39,9 +39,9 @@ class TrainingPairs:
 
 
 def windows(stream: Tensor, count: int, tokens: int, sinks: int, generator: torch.Generator) -> Tensor:
-    """Random windows int64 [count, tokens] of a text int64 [T].
+    """Return random windows int64 [count, tokens] of a text int64 [T].
 
-    In every second one the sinks come from another place, as they do when a stream has gone on for long.
+    In every second window the sinks come from elsewhere in the text, as in a long stream.
 
     Raises:
         AlignerError: the text is too short.
@@ -56,7 +56,7 @@ def windows(stream: Tensor, count: int, tokens: int, sinks: int, generator: torc
 
 
 def lengths(window: int, sinks: int, generator: torch.Generator) -> int:
-    """A window to train on: the largest one a third of the time, else one of any order of magnitude below it."""
+    """Return a length to train on: the largest a third of the time, else a smaller one of any order of magnitude."""
     least = min(sinks + 4, window)
     drawn = torch.rand(2, generator=generator).tolist()
     return window if drawn[0] < 1 / 3 else round(least * (window / least) ** drawn[1])
@@ -64,7 +64,7 @@ def lengths(window: int, sinks: int, generator: torch.Generator) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class WholeRows:
-    """Windows [B, M + 1 + n] that nothing is missing from, n tokens beyond the last that is held.
+    """Complete windows [B, M + 1 + n], of which the last n tokens are not held.
 
     Attributes:
         ids: int64 [B, M + 1 + n].
@@ -79,13 +79,13 @@ class WholeRows:
 
     @property
     def held(self) -> Tensor:
-        """The ids that are held, int64 [B, M + 1]."""
+        """Return the token ids that are held, int64 [B, M + 1]."""
         return self.ids[:, : self.key.shape[3]]
 
 
 @torch.no_grad()
 def whole(model: Any, ids: Tensor, ahead: int = 0) -> WholeRows:
-    """Run the model on windows of which the last `ahead` tokens are only asked what they make of the rest."""
+    """Run the model on windows; the last `ahead` tokens give logits and no rows."""
     ids = ids.to(device_of(model))
     held = ids.shape[1] - ahead
     if not ahead:
@@ -96,7 +96,7 @@ def whole(model: Any, ids: Tensor, ahead: int = 0) -> WholeRows:
 
 
 def pair(model: Any, windows: WholeRows, dropped: int, sinks: int) -> TrainingPairs:
-    """What deleting tokens behind the sinks does to the rows of those behind them."""
+    """Return the rows behind a deletion after the sinks, as they were and as the model makes them without it."""
     ids = windows.held
     shortened = _stacked(cached_rows(model, torch.cat([ids[:, :sinks], ids[:, sinks + dropped :]], 1)))
     old = [_flat(rows[:, :, :, sinks + dropped :]) for rows in (windows.key, windows.value)]
@@ -108,10 +108,10 @@ def pair(model: Any, windows: WholeRows, dropped: int, sinks: int) -> TrainingPa
 
 @torch.no_grad()
 def mean_rows(model: Any, block: Tensor, most: int = 512, batch: int = 16) -> Tensor:
-    """The mean row at each position, float32 [L, n, H * (D + Dv)], for a block of text int64 [n].
+    """Return the mean row at each position, float32 [L, n, H * (D + Dv)], for a block of text int64 [n].
 
-    The mean is over the block rotated by every number of tokens (over `most` of these, if there are more): each
-    position then sees the same tokens, and their means differ by what the position does.
+    The mean is over rotations of the block by every number of tokens, `most` of them at most.  So each position sees
+    the same tokens, and the means differ by the position alone.
     """
     turns = torch.unique(torch.linspace(0, len(block) - 1, min(len(block), most)).long())
     total: Any = 0.0
@@ -123,7 +123,7 @@ def mean_rows(model: Any, block: Tensor, most: int = 512, batch: int = 16) -> Te
 
 
 def continued(model: Any, windows: WholeRows, key: Tensor, value: Tensor, sinks: int) -> Tensor:
-    """Logits [B, n, V] of the tokens ahead on the sinks and repaired rows [L, B * m, H, D], as far as they go."""
+    """Return logits [B, n, V] of the tokens ahead, on the sinks and on repaired rows [L, B * m, H, D]."""
     from transformers import DynamicCache
 
     cache, rows, held = DynamicCache(), len(windows.ids), windows.key.shape[3]
@@ -141,10 +141,10 @@ def continued(model: Any, windows: WholeRows, key: Tensor, value: Tensor, sinks:
 
 
 def _stacked(rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Keys [L, B, H, n, D] and values."""
+    """Return keys and values of all layers, [L, B, H, n, D] each."""
     return torch.stack([key for key, _ in rows]).float(), torch.stack([value for _, value in rows]).float()
 
 
 def _flat(rows: Tensor) -> Tensor:
-    """[L, B, H, n, D] -> [L, B * n, H, D]."""
+    """Return rows [L, B, H, n, D] as [L, B * n, H, D]."""
     return rows.transpose(2, 3).flatten(1, 2)

@@ -1,8 +1,8 @@
 """Train an aligner for a model.
 
-The text is never stored as rows: every step draws windows, runs the model on them and on what is left of
-them after a deletion, and learns from the difference.  A step draws the same windows whenever it is run,
-so a run that was stopped goes on from its last checkpoint as if it had not been.
+Every step draws windows of the text, runs the model on them and on the rest of them after a deletion, and learns from
+the difference; no rows are stored.  A step always draws the same windows, so a run that was stopped continues from its
+last checkpoint as if it had not been stopped.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from kvpass.apps.align.data import TrainingPairs, WholeRows, continued, lengths, mean_rows, pair, whole, windows
+from kvpass.apps.evaluation.scoring import divergence
 from kvpass.errors import AlignerError
 from kvpass.policies.aligners.aligner import Aligner, Recipe, Signature
 from kvpass.policies.aligners.networks import DirectNetwork, Hidden, PaperNetwork
@@ -31,14 +32,14 @@ KEYS_OF_THE_PAPER, VALUES_OF_THE_PAPER = (256, 64), (64, 128)  # hidden numbers,
 
 @dataclasses.dataclass(frozen=True)
 class TrainingSettings:
-    """How to train.
+    """Settings of training.
 
     Attributes:
         window: the largest window M that the aligner is for.
         recipe: "direct", or "paper" for rows that move by `every` positions at a time.
         steps: of the optimiser.
-        tokens: that a step runs the model on, before any deletion.
-        parts: of "paper", into which the rows of a step are cut, each for an update of its own.
+        tokens: of a step, before any deletion.
+        parts: of "paper": parts of a step's rows, each for an update of its own.
         deletions: how many numbers of deleted tokens a step of "direct" draws.
         ahead: tokens behind each window of "direct" whose predictions on repaired rows are compared with those
             of the model that has lost nothing; 0 for rows only.
@@ -72,11 +73,11 @@ class TrainingSettings:
 
     def __post_init__(self) -> None:
         if self.recipe not in ("direct", "paper"):
-            raise AlignerError(f"recipe={self.recipe!r}: it is 'direct' or 'paper'")
+            raise AlignerError(f"recipe={self.recipe!r}: must be 'direct' or 'paper'")
         if self.hidden_values and self.recipe != "paper":
             raise AlignerError(f"hidden_values={self.hidden_values}: recipe {self.recipe!r} has one network for both")
         if not self.rate > 0:
-            raise AlignerError(f"rate={self.rate}: it is above zero")
+            raise AlignerError(f"rate={self.rate}: must be above zero")
         if self.every < 1 or self.window <= self.sinks + self.every:
             raise AlignerError(
                 f"window={self.window} with every={self.every} leaves nothing to move behind {self.sinks} sinks"
@@ -85,10 +86,11 @@ class TrainingSettings:
 
 @dataclasses.dataclass(frozen=True)
 class AlignmentErrors:
-    """Mean squared errors on text that was held out, of keys and of values, repaired and left alone.
+    """Mean squared errors of keys and values on held-out text, with and without repair.
 
     Attributes:
-        key_ratio, value_ratio, ratio: repaired over left alone; the last is the mean over keys and values.
+        key_ratio, value_ratio: the error with repair as a share of that without.
+        ratio: their mean.
     """
 
     key: float
@@ -111,7 +113,7 @@ class AlignmentErrors:
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """What training gives: the aligner, its errors, and the seconds spent, earlier runs included."""
+    """A trained aligner, its errors, and the seconds of training, earlier runs included."""
 
     aligner: Aligner
     errors: AlignmentErrors
@@ -124,7 +126,7 @@ def train(model: Any, stream: Tensor, settings: TrainingSettings, checkpoint: Pa
     Args:
         model: see `kvpass.policies.aligners.signature.signature_of`; its weights are left alone.
         stream: int64 [T], the text; its last twentieth is held out to measure errors on.
-        checkpoint: where the run can be taken up again.
+        checkpoint: file from which a later run continues.
 
     Raises:
         AlignerError: a model without a cache of keys and values, too little text, or a checkpoint of another run.
@@ -139,7 +141,7 @@ def train(model: Any, stream: Tensor, settings: TrainingSettings, checkpoint: Pa
 
 
 def network_of(signature: Signature, settings: TrainingSettings) -> DirectNetwork | PaperNetwork:
-    """The network of a recipe, with weights that nothing has trained yet."""
+    """Return the untrained network of a recipe."""
     if settings.recipe == "direct":
         return DirectNetwork(signature, settings.hidden or (96, 96), settings.embedding)
     keys, values = settings.hidden, settings.hidden_values or settings.hidden
@@ -148,7 +150,7 @@ def network_of(signature: Signature, settings: TrainingSettings) -> DirectNetwor
 
 @contextlib.contextmanager
 def _frozen(model: torch.nn.Module) -> Iterator[None]:
-    """The model's weights take no gradients inside."""
+    """Turn off the gradients of the model's weights inside the block."""
     learning = [weight for weight in model.parameters() if weight.requires_grad]
     for weight in learning:
         weight.requires_grad_(False)
@@ -191,7 +193,7 @@ class _Trainer:
     def _parts(
         self, drawn: tuple[WholeRows, list[TrainingPairs]], seed: int
     ) -> list[tuple[WholeRows, list[TrainingPairs]]]:
-        """What is drawn, or for "paper" random parts of its rows: running the model costs more than an update."""
+        """Return the drawn pairs; for "paper" random parts of their rows, as an update costs less than the model."""
         windows, sets = drawn
         if self.settings.recipe != "paper":
             return [drawn]
@@ -200,7 +202,7 @@ class _Trainer:
         return [(windows, [made.some(rows) for made in sets]) for rows in order.chunk(self.settings.parts)]
 
     def _update(self, drawn: tuple[WholeRows, list[TrainingPairs]]) -> Tensor:
-        """A step of the optimiser; the loss before it."""
+        """Make a step of the optimiser, and return the loss before it."""
         loss = self._loss(drawn)
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(self.network.parameters(), self.settings.clip)
@@ -219,10 +221,10 @@ class _Trainer:
         if windows.logits is None:
             return loss
         logits = continued(self.model, windows, repaired[0][0], repaired[0][1], self.settings.sinks)
-        return loss + self.settings.distil * divergence(logits, windows.logits)
+        return loss + self.settings.distil * divergence(logits, windows.logits).mean()
 
     def _error(self, repaired: tuple[Tensor, Tensor], made: TrainingPairs) -> Tensor:
-        """The mean over layers, keys and values of the squared error, as a share of what doing nothing leaves."""
+        """Return the mean squared error over layers, keys and values, as a share of that without repair."""
         errors = [_per_layer(repaired[0], made.wanted_key), _per_layer(repaired[1], made.wanted_value)]
         if self.settings.recipe == "paper":  # a plain mean squared error
             errors, scales = [error.mean() for error in errors], [scale.mean() for scale in self.scale]
@@ -235,9 +237,9 @@ class _Trainer:
         return [made for _, sets in drawn for made in sets]
 
     def _errors_of_nothing(self) -> list[Tensor]:
-        """[L] each, for keys and values; rows that no deletion moves count as those that it moves most.
+        """Return the errors without repair, [L] each for keys and values.
 
-        Such are the values of a first layer under rotary embeddings.
+        Rows that no deletion changes, as the values of a first layer under rotary embeddings, get the largest error.
         """
         sets = self._samples()
         keys = torch.stack([_per_layer(x.key, x.wanted_key) for x in sets]).mean(0)
@@ -272,7 +274,7 @@ class _Trainer:
 
 
 def draw(model: Any, stream: Tensor, settings: TrainingSettings, seed: int) -> tuple[WholeRows, list[TrainingPairs]]:
-    """The windows of one step, and their pairs."""
+    """Return the windows of one step, and their pairs."""
     generator = torch.Generator().manual_seed(seed)
     sinks, window = settings.sinks, settings.window
     if settings.recipe == "paper":
@@ -285,14 +287,8 @@ def draw(model: Any, stream: Tensor, settings: TrainingSettings, seed: int) -> t
     return drawn, [pair(model, drawn, count, sinks) for count in dropped]
 
 
-def divergence(logits: Tensor, wanted: Tensor) -> Tensor:
-    """KL(wanted || predicted) in nats, averaged over tokens [B, n, V]."""
-    ours, theirs = (x.float().log_softmax(-1) for x in (logits, wanted))
-    return (theirs.exp() * (theirs - ours)).sum(-1).mean()
-
-
 def learning_rate(settings: TrainingSettings, step: int) -> float:
-    """A cosine after 50 steps of warm-up."""
+    """Return the learning rate of a step: a cosine after 50 steps of warm-up."""
     falling = 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * step / settings.steps))
     return settings.rate * falling * min(1.0, (step + 1) / 50)
 
@@ -305,7 +301,7 @@ def _per_layer(rows: Tensor, wanted: Tensor) -> Tensor:
 def measure(
     aligner: Aligner, model: Any, stream: Tensor, settings: TrainingSettings, rounds: int = 20
 ) -> AlignmentErrors:
-    """The errors of an aligner's repair on pairs drawn as in training, from another text int64 [T]."""
+    """Return an aligner's errors on pairs that are drawn as in training from another text int64 [T]."""
     weights = [tensor.to(device_of(model)) for tensor in aligner.weights()]
     total = torch.zeros(4, dtype=torch.float64)
     for seed in range(rounds):

@@ -1,4 +1,1 @@
-"""The main job: what each policy costs and keeps on real text, as tables and pictures.
-
-Needs the `demo` extra; nothing else in kvpass imports this package.
-"""
+"""Show on a real model what bounding the cache costs: a chat, perplexity, retrieval, speed, and what is kept."""

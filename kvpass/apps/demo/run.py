@@ -1,250 +1,369 @@
-"""The main job: what every policy still recalls, one unbroken stream, documents, and completions."""
+"""Run the demo: one model under several policies, part by part, with tables that fill up as policies come through."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import functools
+import json
+import textwrap
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
+from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from kvpass import policies
-from kvpass.apps.demo import plots, recall, tables, worker_pool
-from kvpass.apps.demo.job import Job, prepare
-from kvpass.apps.demo.recall import Question, RecallOutcome
-from kvpass.apps.demo.settings import PARTS, DemoSettings
-from kvpass.apps.demo.stream import StreamRun
-from kvpass.apps.demo.worker_pool import Task
-from kvpass.errors import KVPassError
+from kvpass.apps import checkpoint, corpus
+from kvpass.apps.demo.chat import QUESTIONS, talk
+from kvpass.apps.demo.settings import FULL, PARTS, DemoSettings
+from kvpass.apps.evaluation import plots
+from kvpass.apps.evaluation.attempt import unless_refused
+from kvpass.apps.evaluation.held import HeldRecorder, HeldSnapshot
+from kvpass.apps.evaluation.recall import RecallMeasure
+from kvpass.apps.evaluation.retrieval import Passkey
+from kvpass.apps.evaluation.session import Loop, Measure, PlainLoop, Row, Session
+from kvpass.apps.evaluation.speed import Speed
+from kvpass.apps.evaluation.stream import StreamMeasure, joined
+from kvpass.apps.evaluation.tables import PrintedTable, markdown
+from kvpass.apps.models import LoadedModel, load, load_memory, stop_tokens
+from kvpass.decoding.loop import DecodeLoop
+from kvpass.errors import CheckpointError, KVPassError
 
-Outcomes = Mapping[str, Any]  # by policy: what came of it, or the reason why it did not run
-
-TAIL = 32  # tokens of a prompt that are written down
-WHAT_TO_SEE = (
-    "Pairs of a key and a value stand in the text, one at each distance and each said twice, and every policy is asked "
-    "for all of them: a 0 is where it has let the pair go. "
-    "After the text nobody knew what would be asked, so that only what has been of use before can stay; at the end of "
-    "a prompt a policy that looks at the question can keep the answer."
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class DemoPart:
-    """One part of the demo.
-
-    Attributes:
-        method: of `Job`, called for each policy; parts may share what it gives.
-        ticks: of `method`.
-        caption: of the part's table.
-        rows: of one policy in it; None for a part that prints all at once.
-        finish: makes what needs the outcomes of all policies, such as pictures.
-    """
-
-    name: str
-    method: str
-    policies: list[str]
-    ticks: int
-    caption: str
-    rows: Callable[[str, Any], list[tables.Row]] | None
-    finish: Callable[[Job, Outcomes], None]
-
-    @property
-    def tasks(self) -> list[Task]:
-        return [Task(self.method, policy, self.ticks) for policy in self.policies]
+WIDTH = 100  # characters of a line of an answer
+SHOWN = 2  # answers that are printed, the last ones
+SINKS = 4
 
 
 def main(settings: DemoSettings) -> None:
-    """Print the tables and completions, and write tables and pictures to `settings.out`.
+    """Print the tables, and write them and the pictures to `settings.out`.
 
     Raises:
-        KVPassError: a policy, the model, the text or the folder is not what it should be.
+        KVPassError: an invalid policy, or a model, text or folder that cannot be read.
     """
-    for name in settings.policies:
-        policies.get(name)
-    _make_folder(settings.out)
-    job = prepare(settings)
-    perform(job, parts(job))
-    print(f"\nTables and pictures are in {settings.out}/")
-
-
-def _make_folder(path: Path) -> None:
+    for text in settings.policies:
+        policies.parse(text)
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        settings.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise KVPassError(f"cannot write to the folder {path}: {error}") from error
+        raise KVPassError(f"cannot write to the folder {settings.out}: {error}; choose another with --out") from error
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    with _quiet():
+        Demo(settings).run()
 
 
-def parts(job: Job) -> list[DemoPart]:
-    """What the demo consists of; a part without policies, or one that was not asked for, is left out."""
-    settings = job.settings
-    asked = "recall", settings.remembering, job.planted_pieces
-    every = [
-        DemoPart("recall", *asked, _recall_caption(job), tables.recalled, finish_recall),
-        _streamed(job),
-        DemoPart(
-            "documents",
-            "stream_documents",
-            settings.chosen,
-            job.documents.shape[1],
-            _documents_caption(job),
-            lambda policy, outcome: [tables.cost(policy, outcome)],
-            finish_documents,
-        ),
-        DemoPart("completions", *asked, _completions_caption(job), None, finish_completions),
-    ]
-    return [part for part in every if part.policies and part.name in (settings.parts or PARTS)]
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep warnings and bars of other packages out of the tables."""
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"(torch|transformers)\b")
+        yield
 
 
-def _streamed(job: Job) -> DemoPart:
-    trained, length = job.subject.trained, job.stream.shape[1]
+@dataclasses.dataclass
+class Contender:
+    """One policy, or the uncompiled model, with what it has shown so far.
 
-    def rows(policy: str, outcome: StreamRun | KVPassError) -> list[tables.Row]:
-        return [tables.cost_along(policy, outcome, trained)]
+    Attributes:
+        name: as in the tables.
+        loop: decodes; or the reason why kvpass refuses the policy.
+        budget: slots; None if nothing is evicted.
+        held: what the cache held along the book.
+    """
 
-    return DemoPart(
-        "stream", "stream_unbroken", job.settings.streamed, length, _stream_caption(job), rows, finish_stream
-    )
-
-
-def perform(job: Job, chosen: list[DemoPart]) -> None:
-    """StreamRun all parts on one bar; each table fills up as policies come through."""
-    tasks = list(dict.fromkeys(task for part in chosen for task in part.tasks))
-    with tqdm(total=sum(task.ticks for task in tasks), unit="step", smoothing=0.05, dynamic_ncols=True) as bar:
-
-        def progress(task: Task, count: int) -> None:
-            bar.set_description(f"{task.method}: {task.policy}".replace("_", " "), refresh=False)
-            bar.update(count)
-
-        outcomes, done = worker_pool.perform(job, tasks, progress), dict[Task, Any]()
-        for part in chosen:
-            _show(job, part, _until(part.tasks, outcomes, done))
+    name: str
+    loop: Loop | KVPassError
+    budget: int | None
+    held: HeldRecorder
 
 
-def _until(tasks: list[Task], outcomes: worker_pool.Outcomes, done: dict[Task, Any]) -> Iterator[tuple[str, Any]]:
-    """Each policy with its outcome; what comes first is put by."""
-    for wanted in tasks:
-        while wanted not in done:
-            task, outcome = next(outcomes)
-            done[task] = outcome
-        yield wanted.policy, done[wanted]
+@dataclasses.dataclass(frozen=True)
+class Shown:
+    """A part of the demo.
+
+    Attributes:
+        caption: the measure and the model.
+        rows: the table.
+        figure: the picture, if there is one.
+    """
+
+    caption: str
+    rows: list[Row]
+    figure: Figure | None = None
 
 
-def _show(job: Job, part: DemoPart, outcomes: Iterator[tuple[str, Any]]) -> None:
-    """Print a part's table row by row, write it, and finish the part."""
-    found: dict[str, Any] = {}
-    with tqdm.external_write_mode():
-        table = tables.PrintedTable(part.caption) if part.rows else None
-    for policy, outcome in outcomes:
-        found[policy] = outcome
-        if table and part.rows:
-            with tqdm.external_write_mode():
-                table.add(part.rows(policy, outcome))
-    if table:
-        tables.write(job.settings.out / f"{part.name}.json", part.caption, table.rows)
-    with tqdm.external_write_mode():
-        part.finish(job, found)
+class Demo:
+    """The model with its contenders, and one method for each part."""
+
+    def __init__(self, settings: DemoSettings) -> None:
+        self.settings, self.sizes = settings, settings.sizes
+        self.subject, self.bundled = _subject(settings)
+        texts = corpus.texts_of([settings.text] if settings.text else [], self.bundled)
+        self.texts = dict(zip(texts, self.subject.encode(list(texts.values())), strict=True))
+        self.contenders = self._contenders(self.subject)
+        self.bar: tqdm[Any] = tqdm(total=self._tokens(), unit="token", dynamic_ncols=True, leave=False, smoothing=0.02)
+
+    def _contenders(self, subject: LoadedModel) -> list[Contender]:
+        stop = stop_tokens(subject.model, subject.tokenizer)
+        middle = subject.model.config.num_hidden_layers // 2
+        every = []
+        for text in dict.fromkeys(self.settings.policies):
+            policy = policies.parse(text)
+            budget = policy.fitting_budget(self.settings.budget) if policy.evicts else None
+            settings: dict[str, Any] = dict(
+                budget=budget,
+                kv_dtype=self.settings.kv_dtype,
+                inner=self.settings.inner,
+                prefill_chunk=self.sizes.chunk,
+                stop=stop,
+            )
+            loop = unless_refused(functools.partial(DecodeLoop, subject.model, policy, **settings))
+            every.append(Contender(text, loop, budget, HeldRecorder(middle)))
+        plain = PlainLoop(subject.model, self.sizes.chunk, stop)
+        return [*every, Contender(FULL, plain, None, HeldRecorder(middle))]
+
+    def _tokens(self) -> int:
+        """Return about how many tokens are fed in all parts."""
+        sizes = self.sizes
+        each = {
+            "chat": len(QUESTIONS) * (25 + sizes.answer),
+            "book": self._book_tokens(),
+            "retrieval": 5 * sizes.trials * sizes.prompt,
+            "cost": 2 * (sizes.timed + sizes.steps),
+        }
+        return len(self.contenders) * sum(each.get(part, 0) for part in self.settings.parts)
+
+    def run(self) -> None:
+        """Show the chosen parts, and write each as soon as it is complete."""
+        shown: dict[str, Shown] = {}
+        self.say(f"{self.subject.name}, {_dtype(self.subject.model)}, budget {self.settings.budget} tokens")
+        with self.bar:
+            for name in (name for name in PARTS if name in self.settings.parts):
+                part: Shown = getattr(self, name)()
+                shown[name] = part
+                self._write(name, part)
+        _write_page(self.settings.out / "demo.md", shown)
+        self.say(f"\nTables and pictures are in {self.settings.out}/")
+
+    def say(self, *lines: str) -> None:
+        """Print lines; the bar moves down."""
+        with tqdm.external_write_mode():
+            print(*lines, sep="\n", flush=True)
+
+    def head(self, caption: str) -> None:
+        """Print a caption after an empty line."""
+        self.say("", *textwrap.wrap(caption, WIDTH))
+
+    def _write(self, name: str, part: Shown) -> None:
+        text = json.dumps({"caption": part.caption, "rows": part.rows}, indent=1)
+        (self.settings.out / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+        if part.figure is not None:
+            part.figure.savefig(self.settings.out / f"{name}.png", dpi=110, metadata={"Title": part.caption})
+
+    # -- parts -------------------------------------------------------------------------------------------------------
+
+    def chat(self) -> Shown:
+        """Hold the same conversation with every contender, and print the last answers."""
+        caption = f"A chat of {len(QUESTIONS)} questions, answered greedily; the last {SHOWN} answers."
+        if not self.subject.tokenizer.chat_template:
+            self.head(f"No chat: {self.subject.name} has no chat template.")
+            return Shown(caption, [])
+        self.head(caption)
+        rows: list[Row] = []
+        for contender, turns in self._each("chat", lambda session: list(talk(session, self.sizes.answer))):
+            if isinstance(turns, KVPassError):
+                self.say(f"{contender.name}: {turns}")
+                continue
+            rows += [{"policy": contender.name, **dataclasses.asdict(turn)} for turn in turns]
+            for turn in turns[-SHOWN:]:
+                answer = textwrap.wrap(" ".join(turn.answer.split()), WIDTH, max_lines=3, placeholder=" ...") or ["-"]
+                self.say(
+                    f"\n{contender.name}, after {turn.seen} tokens: {turn.question}",
+                    textwrap.indent("\n".join(answer), "  "),
+                )
+        return Shown(caption, rows)
+
+    def book(self) -> Shown:
+        """Read a book beyond the model's trained range."""
+        subject, sizes, tokens = self.subject, self.sizes, self._book_tokens()
+        trained = subject.trained
+        measure = StreamMeasure(tokens, parts=sizes.parts)
+        lines: dict[str, list[tuple[float, float]]] = {}
+
+        def columns(contender: Contender, rows: Sequence[Row]) -> Row:
+            lines[contender.name] = [(row["tokens"], row["perplexity"]) for row in rows]
+            if trained is None or tokens <= trained:
+                return {"perplexity": joined(rows)}
+            # The first token of a part is predicted from the last position of the part before it.
+            inside = [row for row in rows if row["tokens"] <= trained + 1]
+            beyond = [row for row in rows if row["tokens"] > trained + 1]
+            return {f"perplexity up to {trained:,}": joined(inside), "beyond": joined(beyond)}
+
+        range_ = "" if trained is None else f", trained on {trained:,} positions"
+        name = (
+            self.settings.text.name if self.settings.text else "Python's source" if self.bundled else "Python's manual"
+        )
+        caption = (
+            f"Perplexity along {tokens:,} tokens of {name}, fed in chunks of {sizes.chunk}; {subject.name}{range_}, "
+            f"budget {self.settings.budget}."
+        )
+        rows = self._table("book", caption, measure, columns, watched=True)
+        title = f"Perplexity of {name}, budget {self.settings.budget}"
+        figure = plots.lines({title: lines}, "tokens", "perplexity", log_up=True) if lines else None
+        if figure is not None and trained is not None and tokens > trained:
+            figure.axes[0].axvline(trained, color="black", linestyle=":", linewidth=0.8)
+        return Shown(caption, rows, figure)
+
+    def _book_tokens(self) -> int:
+        """Return the tokens of the book, beyond the trained range unless positions come from a table."""
+        trained, available = self.subject.trained, sum(len(text) + 1 for text in self.texts.values())
+        if trained is None:
+            return min(self.sizes.book, available)
+        return min(trained if self.subject.tabled else trained + self.sizes.beyond, available)
+
+    def retrieval(self) -> Shown:
+        """Ask for a number that was planted in a text; the bundled model is asked for pairs that it was trained on."""
+        sizes, budget = self.sizes, self.settings.budget
+        contenders, subject = self.contenders, self.subject
+        if self.bundled:
+            subject = load_memory(None)
+            contenders = self._contenders(subject)
+            measure: Measure = RecallMeasure(trials=sizes.trials)
+            what, across = "Share of planted pairs that are recalled, by tokens since", "tokens since the pair"
+        else:
+            measure = Passkey((sizes.prompt,), trials=sizes.trials)
+            what, across = f"Share of passkeys that are found in {sizes.prompt:,} tokens, by depth", "depth"
+
+        def columns(contender: Contender, rows: Sequence[Row]) -> Row:
+            label = "{:,}" if self.bundled else "{:.0%}"
+            return {label.format(row[measure.across]): row[measure.up] for row in rows}
+
+        caption = (
+            f"{what}, {sizes.trials} prompts each, fed in chunks of {sizes.chunk}, so the policy evicts before it sees "
+            f"the question; {subject.name}, budget {budget}."
+        )
+        rows = self._table("retrieval", caption, measure, columns, contenders, subject)
+        found = {row["policy"]: {name: row[name] for name in [*row][1:]} for row in rows if "error" not in row}
+        title = f"{'Pairs' if self.bundled else 'Passkeys'} by {across}"
+        return Shown(caption, rows, plots.shares({title: found}, across) if found else None)
+
+    def cost(self) -> Shown:
+        """Time a step and a prompt, and count the bytes of the cache."""
+        measure = Speed(self.sizes.timed, new=self.sizes.steps, times=1)
+        caption = (
+            f"After a prompt of {self.sizes.timed:,} tokens: milliseconds a token, seconds to the first token, and the "
+            f"cache; {self.subject.name}, {torch.get_num_threads()} thread(s), without the time of compiling."
+        )
+        names = {"ms a step": "ms a token", "time to first token, s": "first token, s", "cache, MiB": "cache, MiB"}
+
+        def columns(contender: Contender, rows: Sequence[Row]) -> Row:
+            return {name: rows[0][key] for key, name in names.items()}
+
+        return Shown(caption, self._table("cost", caption, measure, columns))
+
+    def kept(self) -> Shown:
+        """Say which tokens each policy held at the end of the book, in one layer."""
+        layer = self.contenders[0].held.layer
+        caption = f"Tokens that layer {layer}, KV head 0 held at the end of the book."
+        held = {each.name: each.held.snapshots for each in self.contenders if each.held.snapshots}
+        table = PrintedTable(len(FULL))
+        self.head(caption if held else "Nothing was kept: no book was read; add --part book.")
+        for name, snapshots in held.items():
+            self.say(*table.lines({"policy": name, **kept_row(snapshots[-1])}))
+        figure = None
+        if held:
+            length = max(snapshot.step for snapshots in held.values() for snapshot in snapshots)
+            figure = plots.kept(held, length, caption, band=max(1, length // 256))
+        return Shown(caption, [dict(row) for row in table.rows], figure)
+
+    # -- what parts share --------------------------------------------------------------------------------------------
+
+    def _table(
+        self,
+        part: str,
+        caption: str,
+        measure: Measure,
+        columns: Callable[[Contender, Sequence[Row]], Row],
+        contenders: Sequence[Contender] | None = None,
+        subject: LoadedModel | None = None,
+        watched: bool = False,
+    ) -> list[Row]:
+        """Measure every contender, and print a row for each as soon as it is there."""
+        table, rows = PrintedTable(len(FULL)), list[Row]()
+        self.head(caption)
+
+        def action(session: Session) -> list[Row]:
+            return list(measure.rows(session))
+
+        for contender, found in self._each(part, action, contenders, subject, watched):
+            row = {"error": str(found)} if isinstance(found, KVPassError) else columns(contender, found)
+            rows.append({"policy": contender.name, **row})
+            self.say(*table.lines(rows[-1]))
+        return rows
+
+    def _each(
+        self,
+        part: str,
+        action: Callable[[Session], Any],
+        contenders: Sequence[Contender] | None = None,
+        subject: LoadedModel | None = None,
+        watched: bool = False,
+    ) -> Iterator[tuple[Contender, Any]]:
+        """Yield every contender with what the action gives for it, or the reason why kvpass refuses."""
+        for contender in contenders or self.contenders:
+            self.bar.set_description(f"{part}: {contender.name}")
+            if isinstance(contender.loop, KVPassError):
+                yield contender, contender.loop
+                continue
+            watch = contender.held if watched and contender.name != FULL else lambda cache: None
+            session = Session(
+                subject or self.subject, contender.loop, self.texts, "chunk", self.sizes.chunk, contender.budget,
+                self.bar.update, watch,
+            )  # fmt: skip
+            yield contender, unless_refused(functools.partial(action, session))
 
 
-def _recall_caption(job: Job) -> str:
-    return f"{_recall_title(job)}; {job.memory.name}. {WHAT_TO_SEE}"
+def _subject(settings: DemoSettings) -> tuple[LoadedModel, bool]:
+    """Return the model, and whether it is the bundled one because the package of the checkpoint is missing."""
+    if settings.model not in (None, checkpoint.NAME):
+        return load(settings.model, "auto"), False
+    try:
+        return load(checkpoint.NAME, torch.bfloat16), False
+    except CheckpointError as error:
+        print(f"This demo runs on small bundled models: {error}")
+        return load(None), True
 
 
-def _recall_title(job: Job) -> str:
-    return f"Share of planted words that are recalled, by distance in tokens, {_budgets(job.settings)}"
+def _dtype(model: Any) -> str:
+    return str(next(model.parameters()).dtype).removeprefix("torch.")
 
 
-def _stream_caption(job: Job) -> str:
-    trained = job.subject.trained
-    range_ = f"trained on {trained} positions" if trained else "trained range unknown"
-    return f"{_stream_title(job)}; {job.subject.name}, {range_}."
-
-
-def _stream_title(job: Job) -> str:
-    return f"One unbroken stream of {job.stream.shape[1]} tokens, {_budgets(job.settings)}"
-
-
-def _documents_caption(job: Job) -> str:
-    rows, length = job.documents.shape
-    return (
-        f"{rows} documents of {length} tokens, each from an empty cache; {job.subject.name}, "
-        f"{_budgets(job.settings)}. The documents are {rows} rows of one batch, which do not see each other: "
-        f"perplexity and cache are as one by one, tokens per second are those of {rows} rows together, "
-        "compilation left out."
-    )
-
-
-def _completions_caption(job: Job) -> str:
-    return f"What is sampled after the key of a pair that was planted far back, {_budgets(job.settings)}."
-
-
-def finish_recall(job: Job, outcomes: Outcomes) -> None:
-    found = {policy: outcome for policy, outcome in outcomes.items() if isinstance(outcome, RecallOutcome)}
-    if found:
-        title = _recall_title(job)
-        plots.save(plots.recall_figure(found, title), job.settings.out / "recall.png", title)
-
-
-def finish_stream(job: Job, outcomes: Outcomes) -> None:
-    window = min(512, job.stream.shape[1] // 4)
-    path = job.settings.out / "stream.png"
-    _write_curves(path, _successes(outcomes), window, _stream_title(job), job.subject.trained)
-
-
-def finish_documents(job: Job, outcomes: Outcomes) -> None:
-    settings, (rows, length) = job.settings, job.documents.shape
-    runs, title = _successes(outcomes), f"{rows} documents of {length} tokens, {_budgets(settings)}"
-    _write_curves(settings.out / "documents.png", runs, min(128, length // 4), title, None)
-    if runs:
-        title = f"Positions kept in layer 0, head 0, first document, {_budgets(settings)}"
-        snapshots = {policy: run.snapshots for policy, run in runs.items()}
-        plots.save(plots.kept_figure(snapshots, length, title), settings.out / "kept.png", title)
-
-
-def finish_completions(job: Job, outcomes: Outcomes) -> None:
-    planted, caption = job.planted, _completions_caption(job)
-    asked = [] if isinstance(planted, KVPassError) else recall.questions(planted)
-    said = {policy: _decoded(job, outcome) for policy, outcome in outcomes.items()}
-    rows = tables.answered([_in_words(job, question) for question in asked], said)
-    tables.write(job.settings.out / "completions.json", caption, rows)
-    print(f"\n{caption}")
-    print(tables.conversation(rows), flush=True)
-
-
-def _decoded(job: Job, outcome: RecallOutcome | KVPassError) -> list[str] | KVPassError:
-    """What was sampled, up to the end of the line."""
-    if isinstance(outcome, KVPassError):
-        return outcome
-    said: list[str] = job.memory.tokenizer.batch_decode(outcome.sampled, skip_special_tokens=True)
-    return [text.partition("\n")[0] for text in said]
-
-
-def _in_words(job: Job, question: Question) -> tables.Row:
-    decode = job.memory.tokenizer.decode
+def kept_row(snapshot: HeldSnapshot) -> Row:
+    """Return how many of the first tokens, of an unbroken run of recent ones, and of others a cache held."""
+    held, recent = set(snapshot.positions), 0
+    while snapshot.step - 1 - recent in held:
+        recent += 1
+    sinks = len(held.intersection(range(SINKS)))
+    others = sorted(position for position in held if SINKS <= position < snapshot.step - recent)
     return {
-        "distance": question.distance,
-        "planted": decode(question.planted[:-1]),
-        "prompt": decode(question.prompt[-TAIL:]),
+        f"of the first {SINKS}": sinks,
+        "recent": recent,
+        "between": len(others),
+        "median position between": others[len(others) // 2] if others else None,
     }
 
 
-def _successes(outcomes: Outcomes) -> dict[str, StreamRun]:
-    return {policy: outcome for policy, outcome in outcomes.items() if isinstance(outcome, StreamRun)}
-
-
-def _budgets(settings: DemoSettings) -> str:
-    """The budget in words, and which policies have another."""
-    others = [f"{name} {slots or 'none'}" for name, slots in _slots(settings) if slots != settings.budget]
-    return f"budget {settings.budget} ({', '.join(others)})" if others else f"budget {settings.budget}"
-
-
-def _slots(settings: DemoSettings) -> Iterator[tuple[str, int | None]]:
-    for name in settings.chosen:
-        with contextlib.suppress(KVPassError):  # its row says why
-            yield name, settings.slots(settings.policy(name), None)
-
-
-def _write_curves(path: Path, runs: Mapping[str, StreamRun], window: int, title: str, trained: int | None) -> None:
-    if runs:
-        plots.save(plots.perplexity_figure(runs, window, title, trained), path, title)
+def _write_page(path: Path, shown: dict[str, Shown]) -> None:
+    """Write all tables to one Markdown page."""
+    sections = [
+        f"## {name}\n\n{part.caption}\n\n{markdown(part.rows) if part.rows else 'Nothing to show.'}"
+        for name, part in shown.items()
+    ]
+    path.write_text("\n\n".join(sections) + "\n", encoding="utf-8")

@@ -1,1 +1,1 @@
-"""What a policy costs on any checkpoint: `kvpass eval`, and a model of lm-evaluation-harness."""
+"""Measure what a policy costs on any checkpoint: `kvpass eval`, and a model of lm-evaluation-harness."""

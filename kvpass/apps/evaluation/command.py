@@ -1,4 +1,4 @@
-"""From the arguments of `kvpass eval` to its settings."""
+"""Turn the arguments of `kvpass eval` into its settings."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Callable
 import torch
 
 from kvpass.apps.evaluation import run
-from kvpass.apps.evaluation.needle import Needle
-from kvpass.apps.evaluation.passkey import Passkey
+from kvpass.apps.evaluation.agreement import AgreementMeasure
 from kvpass.apps.evaluation.perplexity import Perplexity
 from kvpass.apps.evaluation.recall import RecallMeasure
+from kvpass.apps.evaluation.retrieval import Needle, Passkey
 from kvpass.apps.evaluation.session import Measure
 from kvpass.apps.evaluation.settings import EvaluationSettings
 from kvpass.apps.evaluation.speed import Speed
@@ -20,16 +20,17 @@ from kvpass.apps.evaluation.stream import StreamMeasure
 MADE: dict[str, Callable[[argparse.Namespace], Measure]] = {
     "perplexity": lambda given: Perplexity(given.tokens, given.rows),
     "stream": lambda given: StreamMeasure(given.tokens, given.restart),
-    "passkey": lambda given: Passkey(tuple(given.length), tuple(given.depth), given.trials, given.seed),
-    "needle": lambda given: Needle(tuple(given.length), tuple(given.depth), given.trials, given.seed),
+    "agreement": lambda given: AgreementMeasure(given.documents, given.tokens, given.rows, seed=given.seed),
+    "passkey": lambda given: Passkey(tuple(given.length), tuple(given.depth), given.trials, given.rows, given.seed),
+    "needle": lambda given: Needle(tuple(given.length), tuple(given.depth), given.trials, given.rows, given.seed),
     "recall": lambda given: RecallMeasure(tuple(given.distance), given.trials, given.seed),
     "speed": lambda given: Speed(max(given.length), given.rows),
 }
-"""How each measure is made of the arguments; `kvpass.apps.cli.MEASURES` has the names."""
+"""How each measure is made from the arguments; `kvpass.apps.cli.MEASURES` has the names."""
 
 
 def main(given: argparse.Namespace) -> None:
-    """Measure.
+    """Measure what the arguments name.
 
     Raises:
         KVPassError: see `kvpass.apps.evaluation.run.main`.

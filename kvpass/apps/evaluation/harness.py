@@ -1,8 +1,8 @@
-"""kvpass as a model of lm-evaluation-harness: `kvpass lm-eval --model kvpass --model_args ... --tasks ...`.
+"""Provide kvpass as a model of lm-evaluation-harness: `kvpass lm-eval --model_args ... --tasks ...`.
 
-The harness's own Hugging Face model loads, tokenises and cuts texts to length; what it would ask of the model goes
-through `DecodeLoop` and `score` instead, so under the policy `full` both give the same.  The harness looks for no
-plugins: in Python call `register`, or hand an instance of `BoundedLM` to `lm_eval.simple_evaluate`.
+The harness's own Hugging Face model loads, tokenises and cuts texts to length.  Its calls of the model go through
+`DecodeLoop` and `score` instead, so both give the same under the policy `full`.  The harness has no plugins: in Python
+call `register`, or pass an instance of `BoundedLM` to `lm_eval.simple_evaluate`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from kvpass import policies
 from kvpass.apps.evaluation.scoring import FEEDS, Feed, ScoringBatch, score
+from kvpass.apps.models import stop_tokens
 from kvpass.backend import Inner, Positions
 from kvpass.decoding.loop import DecodeLoop
 from kvpass.lowering.formats import KVDtype
@@ -29,18 +30,18 @@ from kvpass.policies.base import require
 
 NAME = "kvpass"
 NO_CHANGE: dict[str, object] = {"num_beams": 1, "repetition_penalty": 1.0, "use_cache": True, "min_p": 0.0}
-"""Settings of `generate` that tasks write down although they say nothing."""
+"""Settings of `generate` that tasks give and that change nothing."""
 
-Request = tuple[Any, list[int], list[int]]  # what the harness calls it, the context, the continuation
+Request = tuple[Any, list[int], list[int]]  # the harness's key, the context, the continuation
 
 
 def register() -> None:
-    """Make the harness know the model by its name."""
+    """Register the model under its name with the harness."""
     model_registry.register(NAME, target=BoundedLM)
 
 
 def run(arguments: Sequence[str]) -> None:
-    """The harness's own command, with `kvpass` among its models and `--model kvpass` unless another is asked for."""
+    """Run the harness's own command, with `kvpass` among its models and as the default of `--model`."""
     register()
     named = any(argument.partition("=")[0] in ("--model", "-M") for argument in arguments)
     sys.argv = ["lm_eval", *([] if arguments[:1] == ["run"] else ["run"]), *arguments]
@@ -72,19 +73,24 @@ class BoundedLM(HFLM):  # type: ignore[misc]
             pretrained: a name or folder of a causal model, or the model itself with `tokenizer=`.
             policy: its name, with options after colons: `cascade:cascades=8:sinks=4` (`kvpass.policies.parse`).
             budget, kv_dtype, positions, inner: see `kvpass.backend`.
-            prefill_chunk: contexts go in so many tokens at a time, see `kvpass.prefill`; None for whole ones.
-            scoring: how log-likelihoods are found: "token" and "chunk" feed continuations to a bounded cache, see
+            prefill_chunk: tokens of a context that are fed together, see `kvpass.prefill`; None for whole contexts.
+            scoring: how log-likelihoods are computed: "token" and "chunk" feed continuations to a bounded cache, see
                 `kvpass.apps.evaluation.scoring.score`; "full" is one forward without kvpass.
-            device: a GPU where there is one, else the CPU.
+            device: None for a GPU where there is one, else the CPU.
             harness: the other arguments of the harness's model: `dtype`, `batch_size`, `max_length`, `tokenizer`, ...
 
         Raises:
-            PolicyError: an option that cannot be.
+            PolicyError: an invalid option.
             BudgetError: a budget that the policy cannot work with, or a share of the prompt beside prefill_chunk.
         """
         known = ("full", *(feed for feed in FEEDS if feed != "whole"))
-        require(scoring in known, "scoring", scoring, f"is one of {', '.join(known)}")
-        require(scoring != "chunk" or prefill_chunk is not None, "prefill_chunk", None, "is needed for scoring=chunk")
+        require(scoring in known, "scoring", scoring, f"must be one of {', '.join(known)}")
+        require(
+            scoring != "chunk" or prefill_chunk is not None,
+            "prefill_chunk",
+            None,
+            "must be a number of tokens for scoring=chunk",
+        )
         require(not harness.get("parallelize"), "parallelize", True, "is not supported: a loop is on one device")
         self._loop = functools.partial(
             DecodeLoop,
@@ -99,11 +105,11 @@ class BoundedLM(HFLM):  # type: ignore[misc]
         self._chunk, self._scoring = prefill_chunk, scoring
         self._loops: dict[tuple[Any, ...], DecodeLoop] = {}
         super().__init__(pretrained, device=device or ("cuda" if torch.cuda.is_available() else "cpu"), **harness)
-        require(self.backend == "causal", "backend", self.backend, "is 'causal': there is one cache to bound")
-        self.loop()  # refuses its settings before a task is prepared
+        require(self.backend == "causal", "backend", self.backend, "must be 'causal', a model with one cache to bound")
+        self.loop()  # settings are refused before a task is prepared
 
     def loop(self, temperature: float = 0.0, top_k: int | None = None, top_p: float | None = None) -> DecodeLoop:
-        """The loop that samples so; all of them share what was compiled."""
+        """Return the loop for these settings of sampling; all loops share compiled code."""
         how = (temperature, top_k, top_p)
         if how not in self._loops:
             self._loops[how] = self._loop(
@@ -117,24 +123,23 @@ class BoundedLM(HFLM):  # type: ignore[misc]
         return self._loops[how]
 
     def _stop_tokens(self) -> list[int]:
-        """Those of the tokenizer and of the model's generation config."""
-        told = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
-        ends = told if isinstance(told, list) else [told]
-        return sorted({token for token in (self.eot_token_id, *ends) if token is not None})
+        """Return the tokens that end a text, of the tokenizer and of the model's generation config."""
+        ends = stop_tokens(self.model, self.tokenizer)
+        return sorted({*ends, *([] if self.eot_token_id is None else [self.eot_token_id])})
 
     def _model_generate(
         self, context: Tensor, max_length: int, stop: list[str], *, attention_mask: Tensor, **how: Any
     ) -> Tensor:
-        """What the harness calls in the place of `model.generate`.
+        """Generate in the place of the harness's call of `model.generate`.
 
         Args:
             context, attention_mask: int64 [B, T], padded on the left.
             max_length: T and the tokens to make.
             stop: texts that end a row.
-            how: `do_sample`, `temperature`, `top_k`, `top_p`, and what changes nothing.
+            how: `do_sample`, `temperature`, `top_k`, `top_p`, and settings that change nothing.
 
         Returns:
-            int64 [B, T + n], up to the token with which the last row came to an end.
+            int64 [B, T + n], up to the token that ends the last row.
 
         Raises:
             PolicyError: another setting of `generate`.
@@ -149,7 +154,7 @@ class BoundedLM(HFLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: list[Request], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """For each request the log-likelihood of its continuation, and whether greedy decoding would say just this."""
+        """Return for each request the log-likelihood of its continuation, and whether greedy decoding gives it."""
         if self._scoring == "full" or not requests:
             given = {} if override_bs is None else {"override_bs": override_bs}
             return cast("list[tuple[float, bool]]", super()._loglikelihood_tokens(requests, disable_tqdm, **given))
@@ -162,7 +167,7 @@ class BoundedLM(HFLM):  # type: ignore[misc]
         return cast("list[tuple[float, bool]]", order.get_original(found))
 
     def _rows(self, requests: list[Request]) -> int:
-        """Of a batch; those of `auto` are found with whole forwards of the longest text, which take more memory."""
+        """Return the rows of a batch; "auto" finds them by whole forwards of the longest text."""
         return cast(int, self._detect_batch_size() if self.batch_size == "auto" else self.batch_size)
 
     def _scored(self, requests: list[Request]) -> list[tuple[float, bool]]:
@@ -175,14 +180,14 @@ class BoundedLM(HFLM):  # type: ignore[misc]
         return answers
 
     def _fitting(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
-        """The end of both that the model has positions for; its last token is never fed."""
+        """Return the end of both that the model has positions for; the last token is never fed."""
         limit = self.max_length + 1
-        require(0 < len(continuation) < limit, "continuation", len(continuation), f"has 1 to {limit - 1} tokens")
+        require(0 < len(continuation) < limit, "continuation", len(continuation), f"must have 1 to {limit - 1} tokens")
         return context[-(limit - len(continuation)) :], continuation
 
 
 class _Ends:
-    """Which rows have said one of the texts, or one of the tokens, that end them."""
+    """Finds the rows that have generated one of the texts, or one of the tokens, that end them."""
 
     def __init__(self, tokenizer: Any, texts: list[str], tokens: list[int], rows: int) -> None:
         self.tokenizer, self.texts, self.tokens = tokenizer, texts, tokens
@@ -193,7 +198,7 @@ class _Ends:
         self.over = [False] * rows
 
     def until_all(self, columns: Iterator[Tensor]) -> Iterator[Tensor]:
-        """The columns int64 [B] up to that with which the last row has ended."""
+        """Yield columns int64 [B] up to the one that ends the last row."""
         for column in columns:
             yield column
             for row, token in enumerate(column.tolist()):
@@ -208,10 +213,12 @@ class _Ends:
 
 
 def _sampling(how: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a loop from those of `generate`."""
+    """Return the settings of a loop for those of `generate`."""
     left = {name: value for name, value in how.items() if name not in ("do_sample", "temperature", "top_k", "top_p")}
     for name, value in left.items():
-        require(value is None or NO_CHANGE.get(name) == value, name, value, "is not something that a DecodeLoop does")
+        require(
+            value is None or NO_CHANGE.get(name) == value, name, value, "is not supported by DecodeLoop; leave it out"
+        )
     if not how.get("do_sample"):
         return {}
     return {name: how[name] for name in ("temperature", "top_k", "top_p") if how.get(name) is not None}

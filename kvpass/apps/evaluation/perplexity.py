@@ -1,4 +1,4 @@
-"""Perplexity over many files, each from an empty cache, as PG19's test set is measured."""
+"""Measure perplexity over many files, each from an empty cache, as PG19's test set is measured."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ EVERY = "all files"
 
 @dataclasses.dataclass(frozen=True)
 class Perplexity:
-    """Perplexity by token.
+    """Perplexity of texts, by token.
 
-    In chunks or token by token all of a file is scored.  With whole prompts the first half of it is the prompt, and the
-    second half is scored, decoded token by token.
+    In chunks or token by token all of a file is scored.  With whole prompts the first half of a file is the prompt, and
+    the second half is scored, decoded token by token.
 
     Attributes:
-        tokens: of each file at most, the token that begins a text among them.
+        tokens: of each file at most, the token that begins a text included.
         batch: files that are rows of one batch.
     """
 
@@ -36,7 +36,7 @@ class Perplexity:
         return self.tokens
 
     def rows(self, session: Session) -> Iterator[Row]:
-        """A row for each file, and one for all of their tokens together."""
+        """Yield a row for each file, and one for all of their tokens together."""
         losses: list[float] = []
         files = ((name, text[: self.tokens - 1]) for name, text in session.texts.items() if len(text) > 2)
         while group := list(islice(files, self.batch)):
@@ -45,9 +45,9 @@ class Perplexity:
             pairs = list(zip(texts, cuts, strict=True))
             found = session.score([text[:cut] for text, cut in pairs], [text[cut:] for text, cut in pairs])
             for (name, _), (text, cut), scored in zip(group, pairs, found.log_likelihoods, strict=True):
-                mine = (-scored[: len(text) - cut]).tolist()
-                losses += mine
-                yield _row(name, mine)
+                of_file = (-scored[: len(text) - cut]).tolist()
+                losses += of_file
+                yield _row(name, of_file)
         yield _row(EVERY, losses)
 
     def columns(self, rows: Sequence[Row]) -> Row:
@@ -60,5 +60,5 @@ def _row(file: str, losses: Sequence[float]) -> Row:
 
 
 def exponential(losses: Sequence[float]) -> float:
-    """Perplexity from losses in nats, one a token."""
+    """Return the perplexity for losses in nats, one for each token; NaN for none."""
     return math.exp(math.fsum(losses) / len(losses)) if losses else math.nan

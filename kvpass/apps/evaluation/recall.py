@@ -1,42 +1,42 @@
-"""RecallMeasure of key-value pairs by distance: many pairs in one text, each asked for at its end."""
+"""Measure the recall of key-value pairs by distance: plant pairs in a text, and ask for each value later."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from kvpass import cache_names
+from kvpass.apps.evaluation.pairs import PlantedPairs, Tongue, plant
 from kvpass.apps.evaluation.session import Row, Session
-from kvpass.decoding.prefill import Caller, chunks
+from kvpass.decoding.prefill import Caller
+from kvpass.errors import KVPassError
 from kvpass.policies.base import require
+from kvpass.torch_private import dynamo
 
-BEFORE = 16  # tokens of text in front of the first pair
-SYLLABLES = ("ba", "de", "fi", "go", "lu", "ma", "ne", "po", "ri", "su", "ta", "vo")
-
-
-@dataclasses.dataclass(frozen=True)
-class Pair:
-    """A key and its value as token ids: `said` is all that stands in the text, `asked` goes up to the value."""
-
-    said: list[int]
-    asked: list[int]
-    value: list[int]
+DISTANCES = (16, 32, 64, 128, 256, 512, 1024, 2000)
+VALUE = 4  # words of a value
+TIMES = 2  # that a pair is said: it has been of use once before it is asked for
+LINE = VALUE + 3  # tokens of a pair: mark, key, value, end
+ROWS = 8  # texts
+PROMPT = 2  # tokens of the shortest first piece: sizes of one are special to torch.compile
+PIECE = 32  # tokens of a text that are fed together
+SEED = 1_000_000_007  # of the pairs; training draws from smaller ones
 
 
 @dataclasses.dataclass(frozen=True)
 class RecallMeasure:
-    """The share of values that are predicted after their keys, each asked for on a copy of the cache.
+    """The share of values that are predicted after their keys; each pair is asked for on a copy of the cache.
 
     Attributes:
         distances: tokens between the end of a pair and the end of the text; every text has a pair at each.
         trials: texts, rows of one batch.
-        seed: of pairs and texts.
+        seed: of the pairs.
     """
 
     distances: tuple[int, ...] = (32, 64, 128, 256, 512, 1024)
@@ -48,78 +48,129 @@ class RecallMeasure:
 
     @property
     def room(self) -> int:
-        return max(self.distances) + 128  # a pair, what is before it, and a question
+        return max(self.distances) + 64  # a pair, what is before it, and a question
 
     def rows(self, session: Session) -> Iterator[Row]:
-        """For each distance the share of pairs whose value is predicted to its end, and of tokens of values.
+        """Yield for each distance the share of values that are right to the last word, and the share of right words.
 
         Raises:
             PolicyError: distances that are too close together for the pairs.
+            KVPassError: the tokenizer has too few words that are one token.
         """
-        texts, pairs = self.planted(session)
-        device = session.loop.device
-        ids = torch.tensor(texts, device=device)
-        cache = session.read(ids)
-        for distance, mine in zip(self.distances, zip(*pairs, strict=True), strict=True):
-            asked, value = (
-                torch.tensor([getattr(p, part) for p in mine], device=device) for part in ("asked", "value")
-            )
-            right = answered(session.caller, copy.deepcopy(cache), torch.ones_like(ids), asked, value)
-            shares = {"pairs": right.all(-1).float().mean().item(), "tokens": right.float().mean().item()}
+        text, device = self.planted(session), session.loop.device
+        text = dataclasses.replace(text, text=text.text.to(device), pairs=text.pairs.to(device))
+        cache = session.read(text.text)
+        for number, distance in enumerate(text.distances):
+            right = right_words(session.caller, text, number, copy.deepcopy(cache)).float()
+            shares = {"pairs": right.prod(1).mean().item(), "tokens": right.mean().item()}
             yield {"distance": distance, **shares, "trials": self.trials}
 
-    def planted(self, session: Session) -> tuple[list[list[int]], list[list[Pair]]]:
-        """Texts of the same length, and the pairs of each in the order of the distances."""
-        size = len(_pair(session, random.Random(self.seed), None).said)
-        places = sorted(self.distances)
-        gaps = [b - a for a, b in pairwise(places)]
-        require(min(gaps, default=size) >= size, "distances", self.distances, f"are {size} tokens apart, as pairs are")
-        made = [self._text(session, random.Random(f"recall {self.seed} {trial}")) for trial in range(self.trials)]
-        return [text for text, _ in made], [pairs for _, pairs in made]
-
-    def _text(self, session: Session, draw: random.Random) -> tuple[list[int], list[Pair]]:
-        like = _pair(session, random.Random(self.seed), None)
-        pairs = _distinct(session, draw, like, len(self.distances))
-        length = BEFORE + len(like.said) + max(self.distances)
-        text = [session.subject.bos, *session.filler(draw.randrange(2**20), length - 1)]
-        for distance, pair in zip(self.distances, pairs, strict=True):
-            end = length - distance
-            text[end - len(pair.said) : end] = pair.said
-        return text, pairs
+    def planted(self, session: Session) -> PlantedPairs:
+        """Return texts of one length with a pair at each distance; their tokens are those of the session's texts."""
+        gaps = [after - before for before, after in pairwise(sorted(self.distances))]
+        apart = TIMES * LINE
+        require(min(gaps, default=apart) >= apart, "distances", self.distances, f"must be {apart} tokens apart")
+        length = 1 + apart + max(self.distances) + VALUE + 1
+        tokens = torch.tensor(session.filler(0, max(sum(map(len, session.texts.values())), length)))
+        tongue = Tongue.of(session.subject.tokenizer)
+        return planted(tokens, session.subject.bos, tongue, length, self.distances, self.trials, self.seed)
 
     def columns(self, rows: Sequence[Row]) -> Row:
         return {f"{row['distance']:,}": row["pairs"] for row in rows}
 
 
-def answered(caller: Caller, cache: Any, mask: Tensor, asked: Tensor, value: Tensor) -> Tensor:
-    """Which tokens of values are the likeliest ones after what is asked, said token by token; bool [B, V].
+def planted(
+    tokens: Tensor,
+    bos: int,
+    tongue: Tongue,
+    length: int,
+    distances: tuple[int, ...] = DISTANCES,
+    rows: int = ROWS,
+    seed: int = SEED,
+    times: int = TIMES,
+) -> PlantedPairs:
+    """Return rows of text with a pair at each distance that fits; with question and answer they have `length` tokens.
 
     Args:
-        cache: goes on with the question.
-        mask: [B, tokens seen].
-        asked: int64 [B, K]; value: int64 [B, V].
+        tokens: int64 [N] of text; the rows begin at even distances in it, and may overlap if it is short.
+        bos: the first token of each row.
+        seed: of the pairs.
+        times: how often each pair is said.
+
+    Raises:
+        KVPassError: the text is too short, there is no room for a pair, or the tokenizer has too few words.
     """
-    fed = torch.cat([asked, value[:, :-1]], 1)
-    whole = torch.cat([mask, torch.ones_like(fed)], 1)
-    with torch.no_grad():
-        said = [out.logits[:, -1].argmax(-1) for out in chunks(caller, fed, whole, cache, 1)]
-    return torch.stack(said[asked.shape[1] - 1 :], 1) == value
+    room = length - VALUE - 1  # the last word of an answer is not fed
+    fitting = tuple(distance for distance in distances if 1 + times * LINE + distance <= room)
+    if not fitting:
+        raise KVPassError(
+            f"{length} tokens have no room for a pair of {LINE} tokens at a distance of {distances[0]}; use longer "
+            "texts"
+        )
+    if len(tokens) < room:
+        raise KVPassError(
+            f"a text of {len(tokens)} tokens is too short for planting pairs in {room}; give a longer text"
+        )
+    starts = torch.linspace(0, len(tokens) - room, rows).long().tolist()
+    documents = torch.stack([tokens[start : start + room] for start in starts])
+    documents[:, 0] = bos
+    return plant(documents, tongue, fitting, VALUE, seed, times)
 
 
-def _distinct(session: Session, draw: random.Random, like: Pair, count: int) -> list[Pair]:
-    """Pairs of different keys."""
-    found: dict[tuple[int, ...], Pair] = {}
-    while len(found) < count:
-        pair = _pair(session, draw, like)
-        found.setdefault(tuple(pair.asked), pair)
-    return list(found.values())
+@torch.no_grad()
+def read(caller: Caller, text: Tensor, tick: Callable[[], object]) -> Any:
+    """Return the cache after text int64 [B, T], fed in pieces of one length; a shorter prompt precedes them."""
+    first = text[:, : text.shape[1] - pieces(text) * PIECE]
+    dynamo.mark_growing(first, 1)  # prompts with a question are longer
+    cache = cache_names.returned(call(caller, first, None))
+    for start in range(first.shape[1], text.shape[1], PIECE):
+        cache = cache_names.returned(call(caller, text[:, start : start + PIECE], cache))
+        tick()
+    return cache
 
 
-def _pair(session: Session, draw: random.Random, like: Pair | None) -> Pair:
-    """A pair; of as many tokens as another one, so that texts line up in a batch."""
-    while True:
-        name = "".join(draw.choice(SYLLABLES) for _ in range(3))
-        asked, value = session.encode(f"\n{name} ="), session.encode(f" {draw.randrange(1000, 10_000)}")
-        pair = Pair([*asked, *value, *session.encode("\n")], asked, value)
-        if like is None or (len(asked), len(value)) == (len(like.asked), len(like.value)):
-            return pair
+def pieces(text: Tensor) -> int:
+    """Return how often `read` ticks for text int64 [B, T]."""
+    return (text.shape[1] - PROMPT) // PIECE
+
+
+def right(caller: Caller, planted: PlantedPairs, number: int, cache: Any) -> float:
+    """Return the share of a value's words that follow its key, each after the right ones before it."""
+    return right_words(caller, planted, number, cache).float().mean().item()
+
+
+def right_words(caller: Caller, planted: PlantedPairs, number: int, cache: Any) -> Tensor:
+    """Return which words of a value are the likeliest after its key and the right words before, bool [B, V].
+
+    Args:
+        cache: the cache after the text, which goes on with the question.
+    """
+    answer = planted.answer(number)
+    said = likeliest(caller, torch.cat([planted.question(number), answer[:, :-1]], 1), cache)
+    return said[:, 1:] == answer
+
+
+def right_uncached(model: Any, planted: PlantedPairs, number: int) -> float:
+    """Return what `right` is for a plain model that sees everything at once, without a cache."""
+    answer = planted.answer(number)
+    tokens = torch.cat([planted.text, planted.question(number), answer[:, :-1]], 1)
+    logits = model(tokens, use_cache=False, logits_to_keep=planted.value).logits
+    share: float = (logits.argmax(-1) == answer).float().mean().item()
+    return share
+
+
+@torch.no_grad()
+def likeliest(caller: Caller, tokens: Tensor, cache: Any) -> Tensor:
+    """Return the likeliest token after each of tokens int64 [B, n], which are fed one by one."""
+    said = []
+    for column in torch.split(tokens, 1, 1):
+        out = call(caller, column, cache)
+        cache = cache_names.returned(out)
+        said.append(out.logits[:, -1].argmax(-1))
+    return torch.stack(said, 1)
+
+
+def call(caller: Caller, ids: Tensor, cache: Any, **more: Any) -> Any:
+    """Return the model's output for tokens int64 [B, n] behind a cache; None for an empty one."""
+    past = {} if cache is None else {caller.cache_name: cache}
+    return caller.call(ids, **past, use_cache=True, **more)

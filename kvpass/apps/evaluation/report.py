@@ -1,4 +1,4 @@
-"""Results as Markdown and as pictures."""
+"""Write results as Markdown and as pictures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvpass.apps.evaluation.tables import markdown
 
 
 def write(folder: Path, measures: Sequence[Measure], results: Sequence[Result]) -> str:
-    """`results.md`, and a picture for each measure if matplotlib is there; returns the Markdown."""
+    """Write `results.md`, and a picture for each measure if matplotlib is installed; return the Markdown."""
     parts = [section(measure, results) for measure in measures]
     text = "\n\n".join(part for part in parts if part) + "\n"
     (folder / "results.md").write_text(text, encoding="utf-8")
@@ -24,21 +24,21 @@ def write(folder: Path, measures: Sequence[Measure], results: Sequence[Result]) 
 
 
 def section(measure: Measure, results: Sequence[Result]) -> str:
-    """A heading, a table with a line for each policy and budget, and the refusals."""
-    mine = _of(measure, results)
-    if not mine:
+    """Return a heading, a table with a line for each policy and budget, and the refusals."""
+    found = _of(measure, results)
+    if not found:
         return ""
     lines: list[Row] = [
         {"policy": result.key["policy"], "budget": result.key["budget"], **result.columns}
-        for result in mine
+        for result in found
         if result.error is None
     ]
-    refused = "".join(f"\n\n{result.label}: {result.error}" for result in mine if result.error is not None)
-    return f"## {measure.name}\n\n{about(mine[0].key)}\n\n{markdown(lines) if lines else 'Nothing ran.'}{refused}"
+    refused = "".join(f"\n\n{result.label}: {result.error}" for result in found if result.error is not None)
+    return f"## {measure.name}\n\n{about(found[0].key)}\n\n{markdown(lines) if lines else 'Nothing ran.'}{refused}"
 
 
 def about(key: Mapping[str, Any]) -> str:
-    """How it was measured, in a line."""
+    """Return how a case was measured, in a line."""
     fed = f"chunks of {key['chunk']}" if key["prefill"] == "chunk" else key["prefill"]
     fields = ", ".join(f"{name} {_listed(value)}" for name, value in key["settings"].items())
     stored = f", rows in {key['kv_dtype']}" if key["kv_dtype"] else ""
@@ -52,7 +52,7 @@ def _listed(value: Any) -> str:
 
 
 def draw(folder: Path, measures: Sequence[Measure], results: Sequence[Result]) -> None:
-    """A line for each policy and budget; where that would be a point, one for each policy over the budgets."""
+    """Draw a line for each policy and budget, or for each policy over the budgets."""
     from kvpass.apps.evaluation import plots  # needs matplotlib
 
     for measure in measures:
@@ -63,7 +63,7 @@ def draw(folder: Path, measures: Sequence[Measure], results: Sequence[Result]) -
 
 
 def lines(measure: Measure, results: Sequence[Result]) -> dict[str, list[tuple[float, float]]]:
-    """Points by what is to stand in the legend; a policy without a budget is level."""
+    """Return points by name in the legend; a policy without a budget has the same value at all budgets."""
     if measure.across != "budget":
         return {result.label: list(_points(measure, result.rows)) for result in results}
     budgets = sorted({result.key["budget"] for result in results if result.key["budget"] is not None})
@@ -75,8 +75,8 @@ def lines(measure: Measure, results: Sequence[Result]) -> dict[str, list[tuple[f
 
 
 def _points(measure: Measure, rows: Sequence[Row]) -> Iterator[tuple[float, float]]:
-    """The mean of all rows at a place."""
-    for place in sorted({row[measure.across] for row in rows}):
+    """Yield the mean of all rows at each place."""
+    for place in sorted({row[measure.across] for row in rows if row[measure.across] is not None}):
         yield place, statistics.fmean(row[measure.up] for row in rows if row[measure.across] == place)
 
 

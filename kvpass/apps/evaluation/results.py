@@ -1,4 +1,4 @@
-"""What has been measured: `results.json`, which an interrupted run goes on with."""
+"""Store results in `results.json`, from which an interrupted run continues."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ FILE = "results.json"
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What came of a case.
+    """The outcome of one case.
 
     Attributes:
         key: see `Case.key`.
-        rows: what was measured; columns: the same as a line of a table; both empty if there is an error.
-        error: why kvpass refused.
+        rows: what was measured; empty if there is an error.
+        columns: the rows as one line of a table.
+        error: why kvpass refused; None if it did not.
     """
 
     key: dict[str, Any]
@@ -30,30 +31,34 @@ class Result:
 
     @property
     def label(self) -> str:
-        """Policy and budget."""
+        """Policy and budget, for a legend."""
         budget = self.key["budget"]
         return self.key["policy"] if budget is None else f"{self.key['policy']} {budget}"
 
 
 class Results:
-    """All that a folder has; every addition is written at once."""
+    """All results in a folder; every addition is written at once."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises: KVPassError: the folder, or what is in it, cannot be read or made."""
+        """Read or make a folder.
+
+        Raises:
+            KVPassError: the folder or its file cannot be read or made.
+        """
         self.path = folder / FILE
         try:
             folder.mkdir(parents=True, exist_ok=True)
             found = json.loads(self.path.read_text(encoding="utf-8")) if self.path.is_file() else []
             self.all = [Result(**each) for each in found]
         except (OSError, TypeError, ValueError) as error:
-            raise KVPassError(f"cannot go on with the results in {folder}: {error}") from error
+            raise KVPassError(f"cannot go on with the results in {folder}: {error}; choose another --out") from error
 
     def of(self, key: dict[str, Any]) -> Result | None:
-        """The result of a case; a refusal is tried again, as the next version may do it."""
+        """Return the result of a case; None if there is none, or a refusal, which a later version may lift."""
         return next((result for result in self.all if result.key == key and result.error is None), None)
 
     def add(self, result: Result) -> None:
-        """In the place of an older one of the same case; a run that is killed here leaves the old file."""
+        """Add a result, or replace that of the same case; a run that is killed here leaves the old file."""
         self.all = [*(each for each in self.all if each.key != result.key), result]
         new = self.path.with_suffix(".new")
         new.write_text(json.dumps([dataclasses.asdict(each) for each in self.all], indent=1) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""`kvpass eval`: every measure under every policy and budget, each once."""
+"""Run `kvpass eval`: every measure under every policy and budget, each once."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ import hashlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import groupby
-from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
 from kvpass import policies
 from kvpass.apps import corpus
-from kvpass.apps.demo.job import unless_refused
 from kvpass.apps.evaluation import report
+from kvpass.apps.evaluation.attempt import unless_refused
 from kvpass.apps.evaluation.results import Result, Results
-from kvpass.apps.evaluation.session import Measure, Row, Session
+from kvpass.apps.evaluation.session import Row, Session
 from kvpass.apps.evaluation.settings import Budget, Case, EvaluationSettings, cases
-from kvpass.apps.models import LoadedModel, load, read_texts
+from kvpass.apps.models import LoadedModel, load
 from kvpass.decoding.loop import DecodeLoop
 from kvpass.errors import KVPassError
 from kvpass.policies import Policy
@@ -28,36 +27,24 @@ Tick = Callable[[int], object]
 
 
 def main(settings: EvaluationSettings) -> None:
-    """Measure what the folder does not have yet, write it down, and print the tables.
+    """Measure the cases that the folder does not have yet, write the results, and print the tables.
 
     Raises:
-        KVPassError: a policy, the model, a text or the folder is not what it should be.
+        KVPassError: an invalid policy, or a model, text or folder that cannot be read.
     """
-    asked = list(cases(settings))
+    chosen = list(cases(settings))
     results = Results(settings.out)
-    texts = read(settings)
+    texts = corpus.texts_of(settings.texts, settings.model is None)
     digest = hashlib.sha256("".join(texts.values()).encode()).hexdigest()[:16]
-    keys = [case.key(settings, digest) for case in asked]
-    todo = [(case, key) for case, key in zip(asked, keys, strict=True) if results.of(key) is None]
+    keys = [case.key(settings, digest) for case in chosen]
+    todo = [(case, key) for case, key in zip(chosen, keys, strict=True) if results.of(key) is None]
     if todo:
         subject = load(settings.model, _dtype(settings.dtype), settings.device)
         encoded = dict(zip(texts, subject.encode(list(texts.values())), strict=True))
         for case, rows in _measured(settings, subject, encoded, [case for case, _ in todo]):
             results.add(_result(case, case.key(settings, digest), rows))
-    mine = [result for key in keys for result in results.all if result.key == key]
-    print(report.write(settings.out, settings.measures, mine), end="")
-
-
-def read(settings: EvaluationSettings) -> dict[str, str]:
-    """The texts by the names of their files.
-
-    Raises:
-        KVPassError: a file is no UTF-8 text.
-    """
-    paths = settings.texts or tuple(corpus.held_out_files())
-    found = {str(path): text for path in paths for text in read_texts(path)}
-    # The standard library lies elsewhere on each machine.
-    return found if settings.texts else {Path(path).name: text for path, text in found.items()}
+    found = [result for key in keys for result in results.all if result.key == key]
+    print(report.write(settings.out, settings.measures, found), end="")
 
 
 def _dtype(name: str) -> torch.dtype | str:
@@ -68,7 +55,7 @@ def _dtype(name: str) -> torch.dtype | str:
 def _measured(
     settings: EvaluationSettings, subject: LoadedModel, texts: dict[str, list[int]], todo: list[Case]
 ) -> Iterator[tuple[Case, list[Row] | KVPassError]]:
-    """Each case with its rows, or why it was refused, on a bar of cases and one of tokens."""
+    """Yield each case with its rows or its refusal, with one progress bar for cases and one for tokens."""
     with tqdm(total=len(todo), unit="case", dynamic_ncols=True) as bar:
         for (policy, slots), group in groupby(todo, _held):
             counters.forget_compiled_code()
@@ -76,12 +63,12 @@ def _measured(
             for case in group:
                 name = f"{case.measure.name}: {case.policy} {case.budget or ''}".rstrip()
                 with tqdm(unit="token", desc=name, leave=False, dynamic_ncols=True) as tokens:
-                    yield case, _rows(settings, subject, texts, case.measure, loop, tokens.update)
+                    yield case, _rows(settings, subject, texts, case, loop, tokens.update)
                 bar.update()
 
 
 def _held(case: Case) -> tuple[Policy, Budget | None]:
-    """What a loop is for."""
+    """Return the policy and the slots of a case, which share a loop."""
     policy = policies.parse(case.policy)
     return policy, case.slots(policy)
 
@@ -101,14 +88,15 @@ def _rows(
     settings: EvaluationSettings,
     subject: LoadedModel,
     texts: dict[str, list[int]],
-    measure: Measure,
+    case: Case,
     loop: DecodeLoop | KVPassError,
     tick: Tick,
 ) -> list[Row] | KVPassError:
     if isinstance(loop, KVPassError):
         return loop
-    session = Session(subject, loop, texts, settings.prefill, settings.chunked, tick)
-    return unless_refused(lambda: list(measure.rows(session)))
+    budget = case.slots(policies.parse(case.policy)) if case.budget is not None else None
+    session = Session(subject, loop, texts, settings.prefill, settings.chunked, budget, tick)
+    return unless_refused(lambda: list(case.measure.rows(session)))
 
 
 def _result(case: Case, key: Row, rows: list[Row] | KVPassError) -> Result:

@@ -1,10 +1,10 @@
-"""Log-likelihoods of continuations under a bounded cache, batches of any lengths."""
+"""Score continuations under a bounded cache: their likelihoods, and the agreement with a full cache."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,16 +15,17 @@ from kvpass.policies.base import require
 
 Feed = Literal["whole", "chunk", "token"]
 FEEDS: tuple[Feed, ...] = ("whole", "chunk", "token")
+SLICE = 64  # tokens whose distributions are compared together: their logits are copied in float32
 
 
 @dataclasses.dataclass(frozen=True)
 class ScoringBatch:
-    """Contexts and what follows each of them, in rows that all begin to be scored at the same column.
+    """Contexts and their continuations; all rows begin to be scored at the same column.
 
     Attributes:
         ids: int64 [B, T + n], the contexts padded on the left to T, the continuations on the right to n.
         mask: int64 [B, T + n], 0 for padding.
-        context: T, from 1 on.
+        context: T, at least 1.
     """
 
     ids: Tensor
@@ -35,12 +36,12 @@ class ScoringBatch:
     def of(
         contexts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]], device: torch.device
     ) -> ScoringBatch:
-        """From token ids, one context of a token at least and one continuation a row.
+        """Return a batch with one context of at least one token id, and one continuation, in each row.
 
         Raises:
-            PolicyError: a context is empty, from which nothing can be predicted.
+            PolicyError: a context is empty, so nothing can be predicted from it.
         """
-        require(all(map(len, contexts)), "context", [], "has one token at least")
+        require(all(map(len, contexts)), "context", [], "must have at least one token")
         before, behind = max(map(len, contexts)), max(map(len, continuations))
         ids = torch.zeros(len(contexts), before + behind, dtype=torch.int64)
         mask = torch.zeros_like(ids)
@@ -52,13 +53,13 @@ class ScoringBatch:
 
     @property
     def scored(self) -> Tensor:
-        """bool [B, n]: is a token of a continuation, and no padding."""
+        """bool [B, n], true for tokens of a continuation and false for padding."""
         return self.mask[:, self.context :].bool()
 
 
 @dataclasses.dataclass(frozen=True)
 class Scored:
-    """The continuations of a batch.
+    """Scores of the continuations of a batch.
 
     Attributes:
         log_likelihoods: float32 [B, n], in nats, zero for padding.
@@ -69,9 +70,36 @@ class Scored:
     greedy: Tensor
 
     def rows(self) -> list[tuple[float, bool]]:
-        """For each row the sum of its log-likelihoods, and whether greedy decoding would say just this."""
+        """Return for each row the sum of log-likelihoods, and whether greedy decoding gives this continuation."""
         sums, same = self.log_likelihoods.double().sum(-1), self.greedy.all(-1)
         return list(zip(sums.tolist(), same.tolist(), strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class AgreementScores:
+    """How far the predictions of continuations under a policy are from those with a full cache.
+
+    Attributes:
+        divergence: float32 [B, n], KL(full || policy) of the distribution of each token, in nats; zero for padding.
+        same: bool [B, n], whether both have the same likeliest token; true for padding.
+    """
+
+    divergence: Tensor
+    same: Tensor
+
+
+class Piece(NamedTuple):
+    """The model's output for tokens that were fed together.
+
+    Attributes:
+        position: column of the first of these tokens.
+        logits: [B, q, V]; row i predicts the token in column `position + i + 1`.
+        cache: the model's cache after these tokens.
+    """
+
+    position: int
+    logits: Tensor
+    cache: Any
 
 
 @torch.no_grad()
@@ -81,54 +109,103 @@ def score(
     chunk: int | None,
     feed: Feed = "token",
     tick: Callable[[int], object] = lambda tokens: None,
+    watch: Callable[[Any], object] = lambda cache: None,
 ) -> Scored:
-    """Score continuations on slots.
+    """Score continuations with the model's cache.
 
     Args:
-        chunk: the contexts go in so many tokens at a time, then the policy evicts; None for whole ones.
-        feed: how the continuations go in.  "token": one by one, each predicted from what a decode step would have
-            held.  "chunk": contexts and continuations together in chunks of `chunk`, which is faster; a token of a
-            chunk is predicted from what was held before it and the chunk.  "whole": contexts and continuations
-            together as one prompt, in which nothing has been evicted yet.
-        tick: is told of tokens that are through.
+        chunk: tokens of a context that are fed together, after which the policy evicts; None for whole contexts.
+        feed: how continuations are fed.  "token": one by one, so each is predicted from what a decode step holds.
+            "chunk": contexts and continuations together in chunks of `chunk`, which is faster; a token is predicted
+            from what was held before its chunk, and from the chunk.  "whole": contexts and continuations together as
+            one prompt, in which nothing has been evicted yet.
+        tick: called with the number of tokens after each piece.
+        watch: called with the cache after each piece.
 
     Raises:
-        PolicyError: feed="chunk" without a chunk, or padding that the model cannot be told of.
+        PolicyError: feed="chunk" without a chunk, or padding for a model that takes no attention mask.
     """
-    require(feed in FEEDS, "feed", feed, f"is one of {', '.join(FEEDS)}")
-    require(feed != "chunk" or chunk is not None, "chunk", chunk, "is a number of tokens for feed='chunk'")
-    caller.check_padding(batch.mask)
-    pieces = _stepped(caller, batch, chunk) if feed == "token" else _together(caller, batch, chunk, feed)
     found = []
-    for place, logits in pieces:
-        found.append(_judged(logits, batch.ids[:, place + 1 : place + 1 + logits.shape[1]]))
+    for position, logits, cache in pieces(caller, batch, chunk, feed):
+        targets = batch.ids[:, position + 1 : position + 1 + logits.shape[1]]
+        found.append((negative_log_likelihood(logits, targets), logits.argmax(-1) == targets))
         tick(logits.shape[1])
-    losses, likeliest = (torch.cat([piece[part] for piece in found], 1) for part in (0, 1))
-    columns = batch.scored.shape[1]  # of a prompt that ran with its continuation, the last ones
-    losses, likeliest = losses[:, -columns:], likeliest[:, -columns:]
-    return Scored(torch.where(batch.scored, -losses, 0.0), likeliest.bool() | ~batch.scored)
+        watch(cache)
+    losses, likeliest = _of_continuations(batch, found)
+    return Scored(torch.where(batch.scored, -losses, 0.0), likeliest | ~batch.scored)
 
 
-def _stepped(caller: Caller, batch: ScoringBatch, chunk: int | None) -> Iterator[tuple[int, Tensor]]:
-    """Places, and the logits of tokens from there on, [B, q, V]: the last of the context, then each that follows."""
+@torch.no_grad()
+def agreement(
+    caller: Caller,
+    full: Caller,
+    batch: ScoringBatch,
+    chunk: int | None,
+    feed: Feed = "token",
+    tick: Callable[[int], object] = lambda tokens: None,
+) -> AgreementScores:
+    """Compare the predictions of continuations with those of the model with a full cache, on the same tokens.
+
+    Args:
+        caller: the model under a policy.
+        full: the same model without kvpass.  It is fed in the same pieces, so logits are never stored for all tokens.
+        chunk, feed, tick: as of `score`.
+
+    Raises:
+        PolicyError: as of `score`.
+    """
+    found = []
+    both = zip(pieces(caller, batch, chunk, feed), pieces(full, batch, chunk, feed), strict=True)
+    for (_, logits, _), (_, expected, _) in both:
+        parts = zip(torch.split(logits, SLICE, 1), torch.split(expected, SLICE, 1), strict=True)
+        divergences = torch.cat([divergence(ours, theirs) for ours, theirs in parts], 1)
+        found.append((divergences, logits.argmax(-1) == expected.argmax(-1)))
+        tick(logits.shape[1])
+    divergences, same = _of_continuations(batch, found)
+    return AgreementScores(torch.where(batch.scored, divergences, 0.0), same | ~batch.scored)
+
+
+def pieces(caller: Caller, batch: ScoringBatch, chunk: int | None, feed: Feed) -> Iterator[Piece]:
+    """Feed a batch from an empty cache and yield every output that predicts a token; arguments as of `score`."""
+    require(feed in FEEDS, "feed", feed, f"must be one of {', '.join(FEEDS)}")
+    require(feed != "chunk" or chunk is not None, "chunk", chunk, "must be a number of tokens for feed='chunk'")
+    caller.check_padding(batch.mask)
+    return _stepped(caller, batch, chunk) if feed == "token" else _together(caller, batch, chunk, feed)
+
+
+def _stepped(caller: Caller, batch: ScoringBatch, chunk: int | None) -> Iterator[Piece]:
+    """Yield the output for the last token of the contexts, then for each token of the continuations."""
     ids, mask, context = batch.ids, batch.mask, batch.context
     last = last_of(chunks(caller, ids[:, :context], mask[:, :context], None, chunk))
-    yield context - 1, last.logits[:, -1:]
+    cache = cache_names.returned(last)
+    yield Piece(context - 1, last.logits[:, -1:], cache)
     if ids.shape[1] > context + 1:
-        steps = chunks(caller, ids[:, context:-1], mask[:, :-1], cache_names.returned(last), 1)
-        for place, out in enumerate(steps, context):
-            yield place, out.logits[:, -1:]
+        steps = chunks(caller, ids[:, context:-1], mask[:, :-1], cache, 1)
+        for position, out in enumerate(steps, context):
+            yield Piece(position, out.logits[:, -1:], cache_names.returned(out))
 
 
-def _together(caller: Caller, batch: ScoringBatch, chunk: int | None, feed: Feed) -> Iterator[tuple[int, Tensor]]:
-    """The same of context and continuation, but for the last token, which predicts nothing."""
-    size, place = chunk if feed == "chunk" else None, 0
+def _together(caller: Caller, batch: ScoringBatch, chunk: int | None, feed: Feed) -> Iterator[Piece]:
+    """Yield the outputs for contexts and continuations; the last token predicts nothing and is not fed."""
+    size, position = chunk if feed == "chunk" else None, 0
     for out in chunks(caller, batch.ids[:, :-1], batch.mask[:, :-1], None, size, keep=0):
-        yield place, out.logits
-        place += out.logits.shape[1]
+        yield Piece(position, out.logits, cache_names.returned(out))
+        position += out.logits.shape[1]
 
 
-def _judged(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Negative log-likelihoods float32 [B, q] and whether the targets int64 [B, q] are the likeliest, [B, q]."""
-    losses = torch.nn.functional.cross_entropy(logits.float().transpose(1, 2), targets, reduction="none")
-    return losses, logits.argmax(-1) == targets
+def _of_continuations(batch: ScoringBatch, found: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Join values [B, q] of all pieces, and return those of the continuations, [B, n] each."""
+    columns = batch.scored.shape[1]
+    first, second = (torch.cat(parts, 1)[:, -columns:] for parts in zip(*found, strict=True))
+    return first, second
+
+
+def negative_log_likelihood(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the losses float32 [B, n] in nats of targets int64 [B, n] under logits [B, n, V]."""
+    return torch.nn.functional.cross_entropy(logits.float().transpose(1, 2), targets, reduction="none")
+
+
+def divergence(logits: Tensor, expected: Tensor) -> Tensor:
+    """Return KL(expected || predicted) float32 [B, n] in nats from logits [B, n, V] of both; differentiable."""
+    ours, theirs = (x.float().log_softmax(-1) for x in (logits, expected))
+    return (theirs.exp() * (theirs - ours)).sum(-1)

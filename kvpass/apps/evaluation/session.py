@@ -1,4 +1,4 @@
-"""A model under one policy and budget, and what measures do with it."""
+"""Hold a model under one policy and budget, and the ways in which measures feed it."""
 
 from __future__ import annotations
 
@@ -10,68 +10,162 @@ import torch
 from torch import Tensor
 
 from kvpass import cache_names
-from kvpass.apps.evaluation.scoring import Feed, Scored, ScoringBatch, score
+from kvpass.apps.evaluation import scoring
+from kvpass.apps.evaluation.scoring import AgreementScores, Feed, Scored, ScoringBatch
 from kvpass.apps.models import LoadedModel
 from kvpass.decoding.loop import DecodeLoop
 from kvpass.decoding.prefill import Caller, chunks, last_of
+from kvpass.errors import CacheHandleError
 
 Row = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Session:
-    """What a measure needs.
+    """What measures need of a model under one policy and budget.
 
     Attributes:
-        loop: the model with its bounded cache.
+        subject: the model and its tokenizer.
+        loop: decodes with the bounded cache.
         texts: token ids of each file, by its name.
-        feed: how prompts and texts go in; `chunk`: tokens of a chunk, 1 for feed="token", None for whole ones.
-        tick: is told of tokens that are through.
+        feed: how prompts and texts are fed.
+        chunk: tokens of a chunk, 1 for feed="token", None for whole prompts.
+        budget: slots, a share of the prompt, or None if nothing is evicted.
+        tick: called with a number of tokens when these have been fed.
+        watch: called with the cache after each piece of a scored text.
     """
 
     subject: LoadedModel
-    loop: DecodeLoop
+    loop: Loop
     texts: dict[str, list[int]]
     feed: Feed
     chunk: int | None
-    tick: Callable[[int], object]
+    budget: int | float | None = None
+    tick: Callable[[int], object] = lambda tokens: None
+    watch: Callable[[Any], object] = lambda cache: None
 
     @property
     def caller(self) -> Caller:
         return self.loop.caller
 
-    def score(self, contexts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]) -> Scored:
-        """Continuations as they are fed under `feed`; after a whole prompt they go in one by one."""
-        batch = ScoringBatch.of(contexts, continuations, self.loop.device)
-        return score(self.caller, batch, self.chunk, "chunk" if self.feed == "chunk" else "token", self.tick)
+    def slots(self, tokens: int) -> int | None:
+        """Return how many of a prompt's tokens are kept; None if nothing is evicted."""
+        return int(self.budget * tokens) if isinstance(self.budget, float) else self.budget
 
-    def says(self, prompts: Sequence[Sequence[int]], count: int) -> list[str]:
-        """The so many tokens that each prompt is answered with, as text."""
+    def score(self, contexts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]) -> Scored:
+        """Score continuations, fed as `feed` says; after a whole prompt they are fed token by token."""
+        batch = ScoringBatch.of(contexts, continuations, self.loop.device)
+        return scoring.score(self.caller, batch, self.chunk, self._feed, self.tick, self.watch)
+
+    def agree(self, contexts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]) -> AgreementScores:
+        """Compare predictions of continuations with those of the model with a full cache, fed in the same way."""
+        batch = ScoringBatch.of(contexts, continuations, self.loop.device)
+        full = Caller.of(self.subject.model)
+        return scoring.agreement(self.caller, full, batch, self.chunk, self._feed, self.tick)
+
+    @property
+    def _feed(self) -> Feed:
+        return "chunk" if self.feed == "chunk" else "token"
+
+    def answers(self, prompts: Sequence[Sequence[int]], count: int) -> list[str]:
+        """Return the text of up to `count` tokens that follow each prompt, greedily; special tokens are left out."""
         batch = ScoringBatch.of(prompts, [[]] * len(prompts), self.loop.device)
         self.loop.state = None  # a new conversation
         self.loop.prompt(batch.ids, batch.mask)
-        said = self.loop.generate(count)
+        made = self.loop.generate(count)
         self.tick(batch.ids.shape[1] + count)
-        return [self.subject.tokenizer.decode(row, skip_special_tokens=True) for row in said]
+        return [self.subject.tokenizer.decode(row, skip_special_tokens=True) for row in made]
 
     @torch.no_grad()
     def read(self, ids: Tensor) -> Any:
-        """The cache after tokens int64 [B, T]."""
+        """Return the cache after tokens int64 [B, T]."""
         cache = cache_names.returned(last_of(chunks(self.caller, ids, torch.ones_like(ids), None, self.chunk)))
         self.tick(ids.shape[1])
         return cache
 
     def encode(self, text: str) -> list[int]:
-        """Token ids without the tokenizer's own first and last ones."""
-        ids: list[int] = self.subject.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return ids
+        """Return token ids without the tokenizer's own first and last ones."""
+        return self.subject.encode([text])[0]
 
     def filler(self, start: int, count: int) -> list[int]:
-        """So many tokens of the texts, which are one ring, from a place on."""
+        """Return `count` tokens of the texts from a position on; the texts are joined to a ring."""
         ring = [token for text in self.texts.values() for token in text]
         start %= len(ring)
         turns = -(-(start + count) // len(ring))
         return (ring * turns)[start : start + count]
+
+
+@dataclasses.dataclass
+class PlainState:
+    """A conversation of `PlainLoop`.
+
+    Attributes:
+        cache: the model's own cache.
+        mask: int64 [B, tokens in the cache], 0 for padding.
+        token: int64 [B, 1], the likeliest next token.
+        handed_out: whether `generate` has returned `token`, so it is a part of the conversation.
+    """
+
+    cache: Any
+    mask: Tensor
+    token: Tensor
+    handed_out: bool = False
+
+
+class PlainLoop:
+    """Greedy decoding with the uncompiled model and its own growing cache, to compare with.
+
+    Attributes:
+        state: the conversation; set it to None for a new one.
+    """
+
+    def __init__(self, model: Any, chunk: int | None, stop: Sequence[int] = ()) -> None:
+        """
+        Args:
+            model: a causal language model.
+            chunk: tokens of a prompt that are fed together; None for whole prompts.
+            stop: tokens that end an answer once every row has come to one.
+        """
+        self.caller, self.chunk = Caller.of(model), chunk
+        self.device = next(model.parameters()).device
+        self.stop = torch.tensor(list(stop), dtype=torch.int64)
+        self.state: PlainState | None = None
+
+    @property
+    def cache(self) -> Any:
+        return None if self.state is None else self.state.cache
+
+    @torch.no_grad()
+    def prompt(self, ids: Tensor, attention_mask: Tensor | None = None) -> None:
+        """Feed a prompt int64 [B, T] with a mask [B, T], 0 for padding on the left; or the next turn."""
+        mask = torch.ones_like(ids) if attention_mask is None else attention_mask
+        old = self.state
+        if old is not None and old.handed_out:
+            ids, mask = torch.cat([old.token, ids], 1), torch.cat([torch.ones_like(old.token), mask], 1)
+        if old is not None:
+            mask = torch.cat([old.mask, mask], 1)
+        out = last_of(chunks(self.caller, ids, mask, self.cache, self.chunk))
+        self.state = PlainState(cache_names.returned(out), mask, out.logits[:, -1:].argmax(-1))
+
+    def generate(self, tokens: int) -> Tensor:
+        """Return up to `tokens` new tokens, int64 [B, n] on the CPU.
+
+        Raises:
+            CacheHandleError: there was no prompt.
+        """
+        made: list[Tensor] = []
+        while len(made) < tokens and not (made and bool(torch.isin(made[-1], self.stop).all())):
+            if self.state is None:
+                raise CacheHandleError("there is no conversation to continue; call prompt(ids) before generate")
+            if self.state.handed_out:
+                self.prompt(self.state.token[:, :0])
+            self.state.handed_out = True
+            made.append(self.state.token.cpu())
+        return torch.cat(made, 1)
+
+
+Loop = DecodeLoop | PlainLoop
+"""Greedy decoding of a conversation, with and without kvpass."""
 
 
 class Measure(Protocol):
@@ -88,7 +182,7 @@ class Measure(Protocol):
         """Slots with which a policy that evicts nothing is never out of room."""
 
     def rows(self, session: Session) -> Iterator[Row]:
-        """What was measured."""
+        """Yield what was measured."""
 
     def columns(self, rows: Sequence[Row]) -> Row:
-        """The same as one line of a table."""
+        """Return the rows as one line of a table."""

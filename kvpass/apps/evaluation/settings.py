@@ -1,4 +1,4 @@
-"""What `kvpass eval` is asked to do."""
+"""Settings and cases of `kvpass eval`."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ MOST_ROOM = 16_384  # slots that are made before they are needed, which saves co
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationSettings:
-    """Every measure is made under every policy and budget.
+    """What to measure: every measure under every policy and budget.
 
     Attributes:
         measures: what to measure.
-        policies: names, with options if wanted, as `kvpass.policies.parse` reads them.
+        policies: names, optionally with options, as `kvpass.policies.parse` reads them.
         budgets: tokens kept, or shares of the prompt.
-        prefill: how prompts and texts go in: "whole", in chunks of `chunk`, or token by token.
+        prefill: how prompts and texts are fed: "whole", in chunks of `chunk`, or token by token.
         model: name or path for transformers; None is the bundled model.
-        device, dtype: where the model is, and of what numbers; "auto" are those of the checkpoint.
-        texts: UTF-8 files; none are the held-out part of the standard library.
+        device, dtype: of the model; dtype "auto" is that of the checkpoint.
+        texts: UTF-8 files; without any, see `kvpass.apps.corpus.texts_of`.
         kv_dtype: how keys and values are stored.
         inner: what compiles the rewritten graphs.
         out: the folder for results.
@@ -49,7 +49,7 @@ class EvaluationSettings:
 
     @property
     def chunked(self) -> int | None:
-        """Tokens that go in together, None for all."""
+        """Tokens that are fed together; None for whole prompts."""
         return {"whole": None, "chunk": self.chunk, "token": 1}[self.prefill]
 
 
@@ -62,13 +62,13 @@ class Case:
     budget: Budget | None
 
     def slots(self, policy: Policy) -> Budget | None:
-        """The nearest budget that the policy can have; for one that evicts nothing room for all, or None to grow."""
+        """Return the nearest budget that the policy can have; for one that evicts nothing, room or None."""
         if self.budget is None:
             return self.measure.room if self.measure.room <= MOST_ROOM else None
         return policy.fitting_budget(self.budget) if isinstance(self.budget, int) else self.budget
 
     def key(self, settings: EvaluationSettings, texts: str) -> dict[str, Any]:
-        """All that a result depends on beside the machine: an equal key is the same measurement.
+        """Return all that a result depends on beside the machine; equal keys are the same measurement.
 
         Args:
             texts: a digest of the texts.
@@ -82,7 +82,7 @@ class Case:
 
 
 def cases(settings: EvaluationSettings) -> Iterator[Case]:
-    """All of them, budget by budget, as measures of the same one share what is compiled.
+    """Yield all cases, budget by budget, because measures of one policy and budget share compiled code.
 
     A policy that evicts nothing has one case for all budgets.
 

@@ -1,4 +1,4 @@
-"""Throughput, time to the first token, and memory."""
+"""Measure throughput, the time to the first token, and memory."""
 
 from __future__ import annotations
 
@@ -6,27 +6,29 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 import kvpass
-from kvpass.apps.evaluation.session import Row, Session
-from kvpass.decoding.loop import DecodeLoop
+from kvpass.apps.evaluation.session import Loop, Row, Session
+from kvpass.cache.handle import caches_in
+from kvpass.torch_private import counters
 
 MEBIBYTE = 2**20
+COMPILING = 3  # prompts in which something may be compiled, and which do not count
 
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """Greedy decoding after a prompt, compiling left out.
+    """Speed and memory of greedy decoding after a prompt, without the time of compiling.
 
     Attributes:
-        length: tokens of the prompt, out of the texts.
+        length: tokens of the prompt, cut from the texts.
         batch: prompts that are rows of one batch.
-        new: tokens that are decoded and timed, at the same number of held tokens once the budget is full.
-        times: how often the prompt is timed.
+        new: tokens that are decoded and timed; with a bounded cache as many are held all along.
+        times: how often the prompt is timed; a prompt during which something is compiled does not count.
     """
 
     length: int = 1024
@@ -42,24 +44,28 @@ class Speed:
         return self.length + 2 * self.new + 1
 
     def rows(self, session: Session) -> Iterator[Row]:
-        """One row."""
+        """Yield one row."""
         loop = session.loop
         _forget_peak(loop.device)
         ids = torch.tensor([session.filler(row * self.length, self.length) for row in range(self.batch)])
-        first = [_timed_prompt(loop, ids) for _ in range(self.times + 1)][1:]
-        session.tick(self.length * (self.times + 1))
+        first: list[float] = []
+        for _ in range(self.times + COMPILING):
+            before, seconds = counters.activity(), _timed_prompt(loop, ids)
+            session.tick(self.length)
+            first += [seconds] if counters.activity() == before else []
+            if len(first) == self.times:
+                break
         loop.generate(self.new)  # compiles the step
         start = time.perf_counter()
         made = loop.generate(self.new).numel()
         seconds = time.perf_counter() - start
         session.tick(2 * self.new)
-        report = kvpass.inspect(loop)
         yield {
             "tokens a second": made / seconds,
             "ms a step": 1e3 * seconds / self.new,
-            "time to first token, s": statistics.median(first),
-            "cache, MiB": report.nbytes / MEBIBYTE,
-            "of a full one": report.ratio,
+            "time to first token, s": statistics.median(first) if first else None,
+            "cache, MiB": cache_bytes(loop.cache) / MEBIBYTE,
+            "of a full one": kvpass.inspect(loop.cache).ratio if caches_in(loop.cache) else 1.0,
             **_peak(loop.device),
         }
 
@@ -68,8 +74,15 @@ class Speed:
         return row
 
 
-def _timed_prompt(loop: DecodeLoop, ids: Tensor) -> float:
-    """Seconds from a prompt [B, T] to the first token on the host."""
+def cache_bytes(cache: Any) -> int:
+    """Return the bytes of a model's cache, whether it is one of kvpass or of transformers."""
+    if caches_in(cache):
+        return kvpass.inspect(cache).nbytes
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+
+
+def _timed_prompt(loop: Loop, ids: Tensor) -> float:
+    """Return the seconds from a prompt int64 [B, T] to the first token on the host."""
     loop.state = None  # a new conversation
     start = time.perf_counter()
     loop.prompt(ids)
@@ -83,7 +96,7 @@ def _forget_peak(device: torch.device) -> None:
 
 
 def _peak(device: torch.device) -> Row:
-    """What the device held at most since `_forget_peak`, where it says."""
+    """Return the most memory that the device held since `_forget_peak`; nothing on a CPU."""
     if device.type != "cuda":
         return {}
     return {"peak of the device, MiB": torch.cuda.max_memory_allocated(device) / MEBIBYTE}

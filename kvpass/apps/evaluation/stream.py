@@ -1,4 +1,4 @@
-"""Perplexity along one unbroken stream of all files."""
+"""Measure perplexity along one unbroken stream of all files."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from kvpass.errors import PolicyError
 
 @dataclasses.dataclass(frozen=True)
 class StreamMeasure:
-    """The files one after the other on one cache, by parts of the stream.
+    """Perplexity of each part of a stream: the files one after the other on one cache.
 
     Attributes:
         tokens: of the stream.
-        restart: after so many tokens the cache is emptied and the stream goes on with the token that begins a text,
-            which is what a full cache has to do at the end of its range; 0 for never.
+        restart: tokens after which the cache is emptied, as a full cache must be at the end of the model's range; the
+            stream goes on with the token that begins a text.  0 for never.
         parts: pieces of equal length, each with its perplexity.
     """
 
@@ -36,14 +36,14 @@ class StreamMeasure:
         return self.restart or self.tokens
 
     def rows(self, session: Session) -> Iterator[Row]:
-        """A row for each part: tokens up to its end, and its perplexity.
+        """Yield a row for each part: the tokens up to its end, and its perplexity.
 
         Raises:
-            PolicyError: a whole prompt, as a stream is none.
+            PolicyError: feed="whole", as a stream is not a prompt.
             KVPassError: the texts are too short.
         """
         if session.feed == "whole":
-            raise PolicyError("prefill='whole': a stream is no prompt; use 'chunk' or 'token'")
+            raise PolicyError("prefill='whole': a stream is not one prompt; use --prefill chunk or token")
         first = session.subject.bos
         ids = corpus.unbroken(list(session.texts.values()), self.tokens, first)[1:]
         step = (self.restart or self.tokens) - 1
@@ -57,15 +57,15 @@ class StreamMeasure:
             yield {"tokens": start + len(part) + 1, "perplexity": exponential(part), "scored": len(part)}
 
     def columns(self, rows: Sequence[Row]) -> Row:
-        """All of it, and its first and its last quarter."""
+        """Return the perplexity of the stream, and of its first and last quarter."""
         quarter = max(1, len(rows) // 4)
         return {
-            "perplexity": _joined(rows),
-            "first quarter": _joined(rows[:quarter]),
-            "last quarter": _joined(rows[-quarter:]),
+            "perplexity": joined(rows),
+            "first quarter": joined(rows[:quarter]),
+            "last quarter": joined(rows[-quarter:]),
         }
 
 
-def _joined(rows: Sequence[Row]) -> float:
-    """The perplexity of parts together."""
+def joined(rows: Sequence[Row]) -> float:
+    """Return the perplexity of parts together."""
     return exponential([math.log(row["perplexity"]) for row in rows for _ in range(row["scored"])])

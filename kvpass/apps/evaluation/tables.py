@@ -1,4 +1,4 @@
-"""Tables in Markdown."""
+"""Format rows as tables: Markdown, and columns that are printed one row after the other."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A Markdown table; the columns are those of all rows in the order in which they come up."""
+    """Return a Markdown table with the columns of all rows, in the order in which they first occur."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     numeric = {name: all(isinstance(row.get(name, 0), (int, float)) for row in rows) for name in names}
     head = [names, ["---:" if numeric[name] else "---" for name in names]]
@@ -16,7 +16,7 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def cell(value: Any) -> str:
-    """Three digits that mean something, thousands apart, a dash for what is not there."""
+    """Format a value: numbers with three significant digits, and a dash for None."""
     if value is None:
         return "-"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -24,3 +24,37 @@ def cell(value: Any) -> str:
     if isinstance(value, int) or abs(value) >= 100:
         return f"{value:,.0f}"
     return f"{value:.2f}" if abs(value) >= 1 else f"{value:.3g}"
+
+
+class PrintedTable:
+    """A table that is printed row by row; its first row sets the columns, and an error gets a line of its own.
+
+    Attributes:
+        rows: the rows so far, without errors.
+    """
+
+    def __init__(self, first: int) -> None:
+        """
+        Args:
+            first: characters of the first column.
+        """
+        self.rows: list[Mapping[str, Any]] = []
+        self._first = first
+
+    def lines(self, row: Mapping[str, Any]) -> list[str]:
+        """Return the lines to print for a further row; one with an "error" has its first cell and the error."""
+        if "error" in row:
+            return [f"{next(iter(row.values()))}: {row['error']}"]
+        self.rows.append(row)
+        head = [[*self.rows[0]], ["-" * width for width in self._widths()]] if len(self.rows) == 1 else []
+        return [self._line(cells) for cells in [*head, [cell(row.get(name)) for name in self.rows[0]]]]
+
+    def _widths(self) -> list[int]:
+        return [max(self._first if number == 0 else 6, len(name)) for number, name in enumerate(self.rows[0])]
+
+    def _line(self, cells: Sequence[str]) -> str:
+        first, *others = [
+            text.rjust(width) if number else text.ljust(width)
+            for number, (text, width) in enumerate(zip(cells, self._widths(), strict=True))
+        ]
+        return "  ".join([first, *others]).rstrip()

@@ -13,15 +13,13 @@ import pytest
 import torch
 import transformers
 
-from kvpass.apps.evaluation.needle import Needle
-from kvpass.apps.evaluation.passkey import Passkey
 from kvpass.apps.evaluation.perplexity import EVERY, Perplexity
-from kvpass.apps.evaluation.recall import RecallMeasure, answered
+from kvpass.apps.evaluation.recall import RecallMeasure
+from kvpass.apps.evaluation.retrieval import Needle, Passkey
 from kvpass.apps.evaluation.scoring import Feed, Scored
 from kvpass.apps.evaluation.session import Session
 from kvpass.apps.evaluation.stream import StreamMeasure
 from kvpass.apps.models import LoadedModel
-from kvpass.decoding.prefill import Caller
 from kvpass.errors import PolicyError
 
 TOKENIZER = Path(__file__).parents[3] / "kvpass" / "apps" / "data" / "tokenizer"
@@ -48,14 +46,14 @@ class Standing(Session):
         losses = torch.tensor([[*row, *[0] * (width - len(row))] for row in continuations]).float()
         return Scored(-losses, losses > 0)
 
-    def says(self, prompts: Tokens, count: int) -> list[str]:
+    def answers(self, prompts: Tokens, count: int) -> list[str]:
         return [self.answer(prompt) for prompt in prompts]
 
 
 def session(texts: dict[str, list[int]], feed: Feed = "token", tokenizer: Any = None, **more: Any) -> Standing:
     subject = LoadedModel("stub", None, tokenizer or SimpleNamespace(bos_token_id=BOS, eos_token_id=1), None, False)
     loop: Any = SimpleNamespace(device=torch.device("cpu"))
-    return Standing(subject, loop, texts, feed, None, lambda tokens: None, **more)
+    return Standing(subject, loop, texts, feed, None, **more)
 
 
 def test_each_file_is_scored_from_an_empty_cache() -> None:
@@ -117,27 +115,13 @@ def test_a_prompt_that_is_too_short_is_refused(tokenizer: Any) -> None:
 
 def test_pairs_stand_at_their_distances(tokenizer: Any) -> None:
     measure = RecallMeasure((16, 64, 40), trials=3)
-    texts, pairs = measure.planted(session({"a": list(range(100, 900))}, tokenizer=tokenizer))
-    assert len({len(text) for text in texts}) == 1
-    for text, mine in zip(texts, pairs, strict=True):
-        assert len({tuple(pair.asked) for pair in mine}) == 3
-        for distance, pair in zip(measure.distances, mine, strict=True):
-            end = len(text) - distance
-            assert text[end - len(pair.said) : end] == pair.said
-            assert pair.said[: len(pair.asked) + len(pair.value)] == [*pair.asked, *pair.value]
+    text = measure.planted(session({"a": list(range(100, 900))}, tokenizer=tokenizer))
+    assert text.distances == measure.distances
+    for number, distance in enumerate(measure.distances):
+        end = text.text.shape[1] - distance
+        assert torch.equal(text.text[:, end - text.pairs.shape[2] : end], text.pairs[:, number])
     with pytest.raises(PolicyError, match="distances"):
         RecallMeasure((16, 17)).planted(session({"a": [5]}, tokenizer=tokenizer))
-
-
-def test_an_answer_is_compared_token_by_token() -> None:
-    def counting(ids: Any, past_key_values: Any = None, use_cache: bool = True) -> Any:
-        """Says after each token the one that is greater by one."""
-        logits = torch.nn.functional.one_hot(ids + 1, 50).float()
-        return SimpleNamespace(logits=logits, past_key_values=past_key_values or [])
-
-    asked, value = torch.tensor([[3, 4], [7, 8]]), torch.tensor([[5, 6], [9, 11]])
-    mask = torch.ones(2, 6, dtype=torch.int64)
-    assert answered(Caller.of(counting), [], mask, asked, value).tolist() == [[True, True], [True, False]]
 
 
 def test_texts_are_a_ring() -> None:

@@ -1,8 +1,7 @@
-"""One trace of Dynamo's for several backends, for whoever compares policies on one model."""
+"""One trace of Dynamo's for several backends, for tests that compare policies on one model."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch.fx as fx
 from kvpass.backend import Backend
 from kvpass.cache.handle import Handle
 from kvpass.torch_private import fx_nodes, symbolic_shapes
-from kvpass.torch_private.counters import captured_graphs, graph_breaks
 
 
 class Switch:
@@ -64,34 +62,3 @@ class Switch:
         """The chosen backend, and what it makes of a graph."""
         assert self._chosen is not None
         return self._chosen, self._chosen(gm, examples)
-
-
-@dataclasses.dataclass(frozen=True)
-class CounterMark:
-    """The counts at one moment, to subtract from later ones."""
-
-    graphs: int
-    graph_breaks: int
-
-    @staticmethod
-    def now() -> CounterMark:
-        return CounterMark(captured_graphs(), graph_breaks())
-
-
-class CountedCalls(Switch):
-    """A switch that knows in how many graphs a model ran since a backend was chosen, and how often they broke."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._broken: list[int] = []
-        self._breaks = graph_breaks()
-
-    def __call__(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        now = graph_breaks()
-        self._broken.append(now - self._breaks)
-        self._breaks = now
-        return super().__call__(gm, examples)
-
-    def mark(self) -> CounterMark:
-        """What would be counted if everything had been traced since then."""
-        return CounterMark(len(self.ran), sum(self._broken[number] for number in self.ran))

@@ -1,7 +1,7 @@
-"""Key-value pairs that are planted in a text and asked for later: what a cache that forgets is measured by.
+"""Plant key-value pairs in a text, to ask for them later.
 
-A pair is a line like `$ stream item server offset` among the text: a mark, a word that is the key, and words that are
-its value.  Asking is to say the mark and the key again; the answer is right when the value's words follow.
+A pair is a line like `$ stream item server offset` in the text: a mark, a word that is the key, and the words of its
+value.  A question repeats the mark and the key; the answer is right if the words of the value follow.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _WORD = re.compile("[\u0120\u2581][a-z]{3,}")  # with the blank before it, as th
 
 @dataclasses.dataclass(frozen=True)
 class Tongue:
-    """The tokens that pairs are said in.
+    """The tokens that pairs consist of.
 
     Attributes:
-        words: int64 [W], from which keys and values are drawn.
+        words: int64 [W], the words of keys and values.
         mark, end: the tokens before a key and after a value.
     """
 
@@ -34,13 +34,13 @@ class Tongue:
 
     @staticmethod
     def of(tokenizer: Any) -> Tongue:
-        """All lower-case words of at least three letters that are one token with the blank before them."""
+        """Return the lower-case words of at least three letters that are one token with the blank before them."""
         words = sorted(token for word, token in tokenizer.get_vocab().items() if _WORD.fullmatch(word))
         mark, end = (tokenizer(text, add_special_tokens=False)["input_ids"][-1] for text in (MARK, END))
         return Tongue(torch.tensor(words, dtype=torch.long), mark, end)
 
     def pairs(self, number: int, value: int, generator: torch.Generator) -> Tensor:
-        """Lines int64 [number, 3 + value]: mark, key, `value` words, end.  No word comes twice in them.
+        """Return lines int64 [number, 3 + value]: mark, key, `value` words, end.  No word occurs twice in them.
 
         Raises:
             KVPassError: the tokenizer has too few words.
@@ -49,7 +49,7 @@ class Tongue:
         if needed > len(self.words):
             raise KVPassError(
                 f"{number} pairs with values of {value} words need {needed} words that are one token each; "
-                f"the tokenizer has {len(self.words)}"
+                f"the tokenizer has {len(self.words)}; use fewer pairs"
             )
         said = self.words[torch.randperm(len(self.words), generator=generator)[:needed]].view(number, 1 + value)
         column = torch.ones(number, 1, dtype=torch.long)
@@ -58,12 +58,12 @@ class Tongue:
 
 @dataclasses.dataclass(frozen=True)
 class PlantedPairs:
-    """Documents with pairs in them, a row each.
+    """Documents with pairs in them, one in each row.
 
     Attributes:
         text: int64 [B, T]; its last token is followed by a question.
-        pairs: int64 [B, N, 3 + V], the lines; the end of line n is `distances[n]` tokens before that of the text.
-        times: how often each line is said there, one after the other.
+        pairs: int64 [B, N, 3 + V], the lines; line n ends `distances[n]` tokens before the text does.
+        times: how often each line stands there, one after the other.
     """
 
     text: Tensor
@@ -73,19 +73,19 @@ class PlantedPairs:
 
     @property
     def value(self) -> int:
-        """V, the words of a value."""
+        """V, the number of words of a value."""
         return self.pairs.shape[2] - 3
 
     def question(self, number: int) -> Tensor:
-        """int64 [B, 2]: the mark and the key of a pair."""
+        """Return the mark and the key of a pair, int64 [B, 2]."""
         return self.pairs[:, number, :2]
 
     def answer(self, number: int) -> Tensor:
-        """int64 [B, V]: what was said after that key."""
+        """Return the value of a pair, int64 [B, V]."""
         return self.pairs[:, number, 2:-1]
 
     def places(self, number: int) -> slice:
-        """Where in the text the line stands, as often as it is said."""
+        """Return where in the text the line of a pair stands, all repetitions included."""
         end = self.text.shape[1] - self.distances[number]
         return slice(end - self.times * self.pairs.shape[2], end)
 
@@ -98,8 +98,8 @@ def plant(
     Args:
         distances: tokens from the end of a line to the end of the text, far enough apart for the lines.
         value: words of a value.
-        times: how often each line is said.  A model that recalls looks back at the first one while it says the second:
-            a policy can see then that the pair is of use.
+        times: how often each line is said.  At the second time a model that recalls attends to the first, so a policy
+            can see that the pair is of use.
     """
     generator = torch.Generator().manual_seed(seed)
     rows = [tongue.pairs(len(distances), value, generator) for _ in documents]

@@ -1,6 +1,7 @@
 import pytest
 
-from kvpass.apps import cli, models
+from kvpass.apps import checkpoint, cli, models
+from kvpass.errors import CheckpointError
 
 
 def refused(arguments, capsys) -> str:
@@ -15,7 +16,6 @@ def refused(arguments, capsys) -> str:
         ([], "required: command"),
         (["demo", "--budget", "0"], "--budget: 0 is less than 1"),
         (["demo", "--budget", "many"], "--budget: 'many' is not a whole number"),
-        (["demo", "--length", "2"], "--length: 2 is less than 8"),
         (["demo", "--policy"], "--policy: expected at least one argument"),
     ],
 )
@@ -54,5 +54,9 @@ def test_a_model_that_does_not_exist(tmp_path, capsys):
 
 
 def test_the_bundled_model_may_be_absent(tmp_path, capsys, monkeypatch):
+    def missing():
+        raise CheckpointError("not installed")
+
+    monkeypatch.setattr(checkpoint, "folder", missing)
     monkeypatch.setattr(models, "BUNDLED", tmp_path)
     assert "choose another with --model" in refused(["--out", str(tmp_path)], capsys)

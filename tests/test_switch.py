@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 import kvpass
-from kvpass.apps.demo.job import Traces
-from kvpass.apps.switch import CounterMark, Switch
 from tests.models import build, force, prompt
+from tests.switch import Switch
 from tests.traces import Traced
 
 
@@ -36,35 +34,3 @@ def test_what_compiles_a_prompt_for_all_lengths_is_not_served_by_an_older_trace(
     assert switch.graphs == 2
     assert switch.serves(eager)
     assert not switch.serves(compiling)
-
-
-@torch.no_grad()
-def test_graphs_are_counted_as_if_each_backend_had_its_own() -> None:
-    traces, model = Traces(), build("Llama", layers=1)
-    ids, _ = prompt(2, 9, ())
-    for policy in ("window", "h2o"):
-        counted = traces.under(kvpass.backend(policy, budget=8, inner="eager"), model, "one way")
-        assert counted.mark() == CounterMark(0, 0)
-        cache = model(ids, use_cache=True).past_key_values
-        assert counted.mark() == CounterMark(1, 0)
-        for _ in range(2):
-            cache = model(ids[:, :1], past_key_values=cache, use_cache=True).past_key_values
-        assert counted.mark() == CounterMark(2, 0)
-    assert counted.graphs == 2
-    chosen = kvpass.backend("window", budget=8, inner="eager")
-    assert traces.under(chosen, model, "one way") is counted
-    assert traces.under(chosen, model, "another") is not counted
-
-
-def test_a_broken_graph_counts_for_every_backend_that_runs_on_it() -> None:
-    class Broken(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = x + 1
-            torch._dynamo.graph_break()
-            return x * 2
-
-    traces, model = Traces(), Broken()
-    for policy in ("window", "h2o"):
-        counted = traces.under(kvpass.backend(policy, budget=8, inner="eager"), model)
-        assert model(torch.ones(2)).tolist() == pytest.approx([4, 4])
-        assert counted.mark() == CounterMark(2, 1)

@@ -1,0 +1,73 @@
+"""A conversation that goes on past the budget, with the model's chat template."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+
+from kvpass.apps.evaluation.session import Session
+from kvpass.apps.models import stop_tokens
+
+QUESTIONS = (
+    "Why is the sky blue? Explain it to a child.",
+    "Tell me a short story about a lighthouse keeper and a storm.",
+    "What should I pack for a weekend in the mountains?",
+    "How do I make a simple tomato soup?",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """One question with its answer.
+
+    Attributes:
+        seen: tokens of the conversation before the answer.
+    """
+
+    question: str
+    answer: str
+    seen: int
+
+
+def talk(session: Session, answer: int, questions: tuple[str, ...] = QUESTIONS) -> Iterator[Turn]:
+    """Ask one question after the other in one conversation, and yield each with the greedy answer.
+
+    Args:
+        session: of a model whose tokenizer has a chat template; its loop ends at `stop_tokens`.
+        answer: tokens of an answer at most.
+    """
+    tokenizer, loop = session.subject.tokenizer, session.loop
+    stops = stop_tokens(session.subject.model, tokenizer)
+    loop.state = None  # a new conversation
+    messages: list[dict[str, str]] = []
+    seen, ended = 0, True
+    for question in questions:
+        before = tokenizer.apply_chat_template(messages, tokenize=False) if messages else ""
+        messages.append({"role": "user", "content": question})
+        after = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = _new(before, after, tokenizer.decode(stops[-1:]), ended)
+        ids = torch.tensor([session.encode(text)])
+        loop.prompt(ids)
+        seen += ids.shape[1]
+        made = loop.generate(answer)[0].tolist()
+        session.tick(ids.shape[1] + answer)
+        said = tokenizer.decode(made, skip_special_tokens=True).strip()
+        yield Turn(question, said, seen)
+        messages.append({"role": "assistant", "content": said})
+        seen, ended = seen + len(made), bool(made) and made[-1] in stops
+
+
+def _new(before: str, after: str, end: str, ended: bool) -> str:
+    """Return what the template adds to a conversation whose last answer has been decoded.
+
+    Args:
+        before, after: the conversation up to the last answer, and up to the next one.
+        end: the text of the token that ends an answer.
+        ended: whether the last answer ended with it; one that was cut off gets it now.
+    """
+    position = after.rfind(end, 0, len(before)) if end else -1
+    if not before or position < 0:
+        return after[len(before) :]
+    return after[position + len(end) if ended else position :]

@@ -1,0 +1,134 @@
+"""Measure how far a policy's predictions are from those of the same model with a full cache."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvpass.apps import corpus
+from kvpass.apps.evaluation.session import Row, Session
+from kvpass.policies.base import require
+
+EDGES = (0, 64, 256, 1024, 4096)
+LEVEL, DRAWS = 0.95, 2000
+BEFORE, ALL = "before", "all"
+SAME = "same first choice"
+
+
+@dataclasses.dataclass(frozen=True)
+class AgreementMeasure:
+    """KL(full || policy) and the share of equal likeliest tokens, teacher-forced, by distance from the first eviction.
+
+    A token's distance is the number of tokens that were fed since the budget was full; it is negative before that.
+    With whole prompts a policy evicts at the end of the prompt at the earliest.  Means are over documents, each of
+    which counts alike, and intervals are bootstrapped over documents.
+
+    Attributes:
+        documents: number of documents, cut from the texts in turn.
+        tokens: of each document, the token that begins it included.
+        batch: documents that are rows of one batch.
+        edges: first distance of each bin.
+        seed: of the bootstrap.
+    """
+
+    documents: int = 8
+    tokens: int = 1024
+    batch: int = 1
+    edges: tuple[int, ...] = EDGES
+    seed: int = 0
+    name: ClassVar[str] = "agreement"
+    across: ClassVar[str] = "distance"
+    up: ClassVar[str] = "KL, nats"
+
+    def __post_init__(self) -> None:
+        require(self.tokens > 2, "tokens", self.tokens, "must be at least 3: a token, a context and a continuation")
+        require(self.documents > 0, "documents", self.documents, "must be at least 1")
+        rising = all(before < after for before, after in pairwise(self.edges))
+        require(bool(self.edges) and rising and self.edges[0] >= 0, "edges", self.edges, "must rise from 0 or more")
+
+    @property
+    def room(self) -> int:
+        return self.tokens
+
+    def rows(self, session: Session) -> Iterator[Row]:
+        """Yield a row for the tokens before the first eviction, one for each bin of distances, and one for all bins.
+
+        Raises:
+            KVPassError: the texts are too short.
+        """
+        texts = list(session.texts.values())
+        documents = corpus.documents(texts, self.documents, self.tokens, session.subject.bos)
+        context = self.tokens // 2 if session.feed == "whole" else 1
+        found = [
+            session.agree([text[:context] for text in group], [text[context:] for text in group])
+            for group in (documents[start : start + self.batch] for start in range(0, len(documents), self.batch))
+        ]
+        divergence, same = (torch.cat([getattr(each, part) for each in found]) for part in ("divergence", "same"))
+        slots = session.slots(context)
+        begins = self.tokens if slots is None else max(slots, context)
+        # Column i is predicted from `context + i` tokens, which have been fed since `begins` of them were.
+        distance = torch.arange(context, self.tokens) - begins
+        for label, first, last in self._bins(begins):
+            inside = (distance >= first) & (distance < last)
+            if inside.any():
+                yield {
+                    "distance": None if label == ALL else first,
+                    "tokens after eviction": label,
+                    **self._row(divergence, same, inside),
+                }
+
+    def _bins(self, begins: int) -> Iterator[tuple[str, int, int]]:
+        """Yield a label and the limits of each bin."""
+        end = max(self.tokens, self.edges[-1] + 1)
+        yield BEFORE, -begins, 0
+        for first, last in pairwise((*self.edges, end)):
+            yield f"{first:,} to {last - 1:,}", first, last
+        yield ALL, self.edges[0], end
+
+    def _row(self, divergence: Tensor, same: Tensor, inside: Tensor) -> Row:
+        """Return means and intervals of the columns `inside`, bool [n], of values [documents, n]."""
+        row: Row = {}
+        for name, values in ((self.up, divergence), (SAME, same)):
+            means = values[:, inside].double().mean(1)
+            low, high = interval(means, self.seed)
+            row |= {name: means.mean().item(), f"{name}, low": low, f"{name}, high": high}
+        return {**row, "documents": len(divergence), "tokens": int(inside.sum()) * len(divergence)}
+
+    def columns(self, rows: Sequence[Row]) -> Row:
+        """Return the means and intervals over all distances after eviction, and the means of each bin."""
+        whole = next((row for row in rows if row["tokens after eviction"] == ALL), None)
+        bins = [row for row in rows if row["tokens after eviction"] != ALL]
+        found: Row = {}
+        for name, short in ((self.up, "KL"), (SAME, "same")):
+            if whole is not None:
+                found |= {name: whole[name], f"{short}, 95 %": _range(whole[f"{name}, low"], whole[f"{name}, high"])}
+            found |= {f"{short}, {row['tokens after eviction']}": row[name] for row in bins}
+        return found
+
+
+def interval(means: Tensor, seed: int, level: float = LEVEL, draws: int = DRAWS) -> tuple[float | None, float | None]:
+    """Return the bootstrap percentile interval of the mean of values float64 [documents], resampled by document.
+
+    Returns:
+        The lower and the upper limit; None for a single document, which says nothing about others.
+
+    Raises:
+        PolicyError: no documents, or a level outside of 0 to 1.
+    """
+    require(len(means) > 0, "documents", 0, "must be at least 1")
+    require(0 < level < 1, "level", level, "must be between 0 and 1")
+    if len(means) == 1:
+        return None, None
+    drawn = torch.randint(len(means), (draws, len(means)), generator=torch.Generator().manual_seed(seed))
+    tails = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
+    low, high = means.double()[drawn].mean(1).quantile(tails).tolist()
+    return low, high
+
+
+def _range(low: float | None, high: float | None) -> str | None:
+    return None if low is None else f"{low:.3g} to {high:.3g}"

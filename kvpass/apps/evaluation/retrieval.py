@@ -1,0 +1,115 @@
+"""Retrieve a number that was planted in a long text: passkeys (arXiv:2305.16300), and needles in a haystack."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import random
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
+
+from kvpass.apps.evaluation.session import Row, Session
+from kvpass.policies.base import require
+
+SPARE = 4  # tokens of an answer beside the number's own
+NOISE = "The road is long. The hills are low. The river runs on. We walk for a while, and then we rest. "
+PLACES = ("Aldermoor", "Brackwater", "Cindervale", "Dunmere", "Eastholm", "Farrowby", "Glenmarsh", "Hollowford")
+
+
+@dataclasses.dataclass(frozen=True)
+class RetrievalMeasure(abc.ABC):
+    """The share of numbers that greedy decoding gives when the end of the prompt asks for them.
+
+    Attributes:
+        lengths: tokens of the whole prompt.
+        depths: where the statement stands in the surrounding text, from 0 (first) to 1 (last).
+        trials: prompts for each length and depth.
+        batch: prompts that are rows of one batch.
+        seed: of the numbers and the surrounding texts.
+    """
+
+    lengths: tuple[int, ...] = (1024,)
+    depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    trials: int = 4
+    batch: int = 1
+    seed: int = 0
+    name: ClassVar[str]
+    across: ClassVar[str] = "depth"
+    up: ClassVar[str] = "accuracy"
+
+    @property
+    def room(self) -> int:
+        return max(self.lengths) + 64  # and the answer
+
+    @abc.abstractmethod
+    def planted(self, secret: str, draw: random.Random) -> tuple[str, str]:
+        """Return the statement, and the question up to where the number is expected."""
+
+    @abc.abstractmethod
+    def around(self, session: Session, count: int, draw: random.Random) -> list[int]:
+        """Return `count` tokens in which the statement is hidden."""
+
+    def rows(self, session: Session) -> Iterator[Row]:
+        """Yield a row for each length and depth.
+
+        Raises:
+            PolicyError: a length that has no room for statement and question.
+        """
+        for length in self.lengths:
+            for depth in self.depths:
+                answers = self._answers(session, length, depth)
+                right = sum(secret in answer for secret, answer in answers)
+                yield {"length": length, "depth": depth, "accuracy": right / len(answers), "trials": len(answers)}
+
+    def _answers(self, session: Session, length: int, depth: float) -> list[tuple[str, str]]:
+        """Return each number, and the answer to the question for it."""
+        draws = [random.Random(f"{self.name} {self.seed} {length} {depth} {trial}") for trial in range(self.trials)]
+        secrets = [str(draw.randrange(10_000, 100_000)) for draw in draws]
+        prompts = [self._prompt(session, length, depth, *each) for each in zip(secrets, draws, strict=True)]
+        count = max(len(session.encode(f" {secret}")) for secret in secrets) + SPARE
+        groups = [prompts[start : start + self.batch] for start in range(0, len(prompts), self.batch)]
+        answers = [answer for group in groups for answer in session.answers(group, count)]
+        return list(zip(secrets, answers, strict=True))
+
+    def _prompt(self, session: Session, length: int, depth: float, secret: str, draw: random.Random) -> list[int]:
+        """Return exactly `length` token ids."""
+        statement, question = (session.encode(text) for text in self.planted(secret, draw))
+        count = length - 1 - len(statement) - len(question)
+        needed = len(statement) + len(question) + 1
+        require(count >= 0, "length", length, f"must have room for the {needed} tokens of statement and question")
+        hay, position = self.around(session, count, draw), round(depth * count)
+        return [session.subject.bos, *hay[:position], *statement, *hay[position:], *question]
+
+    def columns(self, rows: Sequence[Row]) -> Row:
+        """Return the mean, then a column for each length and depth."""
+        mean = sum(row["accuracy"] for row in rows) / len(rows)
+        return {"accuracy": mean, **{f"{row['length']:,} at {row['depth']:.0%}": row["accuracy"] for row in rows}}
+
+
+@dataclasses.dataclass(frozen=True)
+class Passkey(RetrievalMeasure):
+    """A number among the same few sentences again and again."""
+
+    name: ClassVar[str] = "passkey"
+
+    def planted(self, secret: str, draw: random.Random) -> tuple[str, str]:
+        statement = f"\nThe pass key is {secret}. Remember it. {secret} is the pass key.\n"
+        return statement, "\nWhat is the pass key? The pass key is"
+
+    def around(self, session: Session, count: int, draw: random.Random) -> list[int]:
+        sentences = session.encode(NOISE)
+        return (sentences * (count // len(sentences) + 1))[:count]
+
+
+@dataclasses.dataclass(frozen=True)
+class Needle(RetrievalMeasure):
+    """A number in the texts, which are read from a random position on."""
+
+    name: ClassVar[str] = "needle"
+
+    def planted(self, secret: str, draw: random.Random) -> tuple[str, str]:
+        place = draw.choice(PLACES)
+        return f"\nThe lighthouse of {place} has {secret} steps.\n", f"\nThe lighthouse of {place} has"
+
+    def around(self, session: Session, count: int, draw: random.Random) -> list[int]:
+        return session.filler(draw.randrange(2**20), count)

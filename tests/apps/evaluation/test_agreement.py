@@ -1,0 +1,134 @@
+"""Agreement with a full cache: distributions, bins and intervals, by hand and against the uncompiled model."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvpass.apps.evaluation import agreement
+from kvpass.apps.evaluation.agreement import ALL, BEFORE, SAME, AgreementMeasure, interval
+from kvpass.apps.evaluation.scoring import AgreementScores, Feed, divergence
+from kvpass.apps.evaluation.session import Session
+from kvpass.apps.models import LoadedModel
+from kvpass.decoding.loop import DecodeLoop
+from kvpass.errors import KVPassError, PolicyError
+from tests.models import build
+
+KL = "KL, nats"
+
+
+def session(policy: str, budget: int | None, feed: Feed = "chunk", chunk: int | None = 4) -> Session:
+    model, tokenizer = build("Llama", layers=1), SimpleNamespace(bos_token_id=0, eos_token_id=1)
+    loop = DecodeLoop(model, policy, budget=budget, prefill_chunk=chunk, inner="eager")
+    drawn = torch.randint(2, 128, (90,), generator=torch.Generator().manual_seed(0)).tolist()
+    texts = {"a": drawn[:40], "b": drawn[40:]}
+    return Session(LoadedModel("stub", model, tokenizer, None, False), loop, texts, feed, chunk, budget)
+
+
+MEASURE = AgreementMeasure(documents=3, tokens=20, batch=2, edges=(0, 4))
+
+
+@pytest.mark.parametrize(("feed", "chunk"), [("chunk", 4), ("token", 1), ("whole", None)])
+def test_a_full_cache_agrees_with_itself(feed: Feed, chunk: int | None) -> None:
+    rows = list(MEASURE.rows(session("full", None, feed, chunk)))
+    assert [row["tokens after eviction"] for row in rows] == [BEFORE]
+    assert rows[0][KL] == pytest.approx(0, abs=1e-6)
+    assert (rows[0][SAME], rows[0]["documents"]) == (1.0, 3)
+    assert rows[0]["tokens"] == 3 * (10 if feed == "whole" else 19)
+
+
+@pytest.mark.parametrize(("feed", "chunk"), [("chunk", 4), ("token", 1)])
+def test_a_policy_agrees_until_it_evicts(feed: Feed, chunk: int | None) -> None:
+    found = session("window", 8, feed, chunk)
+    before, *bins, whole = MEASURE.rows(found)
+    assert before[KL] == pytest.approx(0, abs=1e-6)
+    assert before["distance"] == -8
+    assert [(row["distance"], row["tokens"]) for row in bins] == [(0, 12), (4, 24)]
+    assert before[KL] < bins[0][KL] < bins[1][KL]
+    assert all(row[f"{KL}, low"] <= row[KL] <= row[f"{KL}, high"] for row in bins)
+    assert (whole["tokens after eviction"], whole["distance"]) == (ALL, None)
+    assert whole[KL] == pytest.approx((bins[0][KL] * 12 + bins[1][KL] * 24) / 36)
+    columns = MEASURE.columns([before, *bins, whole])
+    assert columns[KL] == whole[KL]
+    assert columns["KL, 0 to 3"] == bins[0][KL]
+
+
+def test_after_a_whole_prompt_eviction_begins_at_its_end() -> None:
+    rows = list(MEASURE.rows(session("window", 8, "whole", None)))
+    assert [row["distance"] for row in rows] == [0, 4, None]
+    assert rows[0]["tokens"] == 3 * 4
+
+
+def test_divergence_is_that_of_the_definition() -> None:
+    full, ours = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([0.25, 0.25, 0.5])
+    found = divergence(ours.log()[None, None] + 3.0, full.log()[None, None])
+    assert found.shape == (1, 1)
+    assert found.item() == pytest.approx(0.5 * math.log(2) - 0.25 * math.log(2))
+
+
+def test_rows_are_means_over_documents_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two documents of 6 tokens and 2 slots: columns are at distances -1, 0, 1, 2, 3."""
+    monkeypatch.setattr(agreement, "DRAWS", 500)
+    scores = AgreementScores(
+        torch.tensor([[0.0, 1.0, 3.0, 5.0, 7.0], [0.0, 0.0, 0.0, 1.0, 1.0]]),
+        torch.tensor([[True, True, False, False, False], [True, True, True, True, False]]),
+    )
+    stub: Any = SimpleNamespace(
+        texts={"a": [5] * 20}, subject=SimpleNamespace(bos=0), feed="chunk", slots=lambda tokens: 2,
+        agree=lambda contexts, continuations: scores,
+    )  # fmt: skip
+    measure = AgreementMeasure(documents=2, tokens=6, batch=2, edges=(0, 2))
+    before, near, far, whole = measure.rows(stub)
+    assert (before[KL], before[SAME]) == (0.0, 1.0)
+    assert (near[KL], near[SAME]) == ((2.0 + 0.0) / 2, (0.5 + 1.0) / 2)
+    assert (far[KL], far[SAME]) == ((6.0 + 1.0) / 2, (0.0 + 0.5) / 2)
+    assert (whole[KL], whole["tokens"]) == ((4.0 + 0.5) / 2, 8)
+    # Of two documents a draw has one twice, the other twice, or both.
+    assert (far[f"{KL}, low"], far[f"{KL}, high"]) == (1.0, 6.0)
+
+
+def test_an_interval_holds_the_mean_and_shrinks_with_more_documents() -> None:
+    drawn = torch.randn(400, generator=torch.Generator().manual_seed(1)).double()
+    few, many = interval(drawn[:25], seed=0), interval(drawn, seed=0)
+    for (low, high), count in ((few, 25), (many, 400)):
+        assert low is not None
+        assert high is not None
+        assert low < drawn[:count].mean() < high
+        assert high - low == pytest.approx(2 * 1.96 * drawn[:count].std().item() / count**0.5, rel=0.2)
+    assert interval(drawn, seed=0) == many
+
+
+def test_equal_documents_leave_no_doubt_and_a_single_one_says_nothing() -> None:
+    assert interval(torch.full((5,), 2.0), seed=3) == (2.0, 2.0)
+    assert interval(torch.tensor([2.0]), seed=3) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"tokens": 2}, "tokens=2"),
+        ({"documents": 0}, "documents=0"),
+        ({"edges": (4, 4)}, "edges"),
+        ({"edges": ()}, "edges"),
+        ({"edges": (-1, 4)}, "edges"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(PolicyError, match=named):
+        AgreementMeasure(**fields)
+
+
+def test_no_documents_and_no_level_are_refused() -> None:
+    with pytest.raises(PolicyError, match="documents=0"):
+        interval(torch.empty(0), seed=0)
+    with pytest.raises(PolicyError, match="level=1"):
+        interval(torch.ones(3), seed=0, level=1)
+
+
+def test_texts_that_are_too_short_are_refused() -> None:
+    with pytest.raises(KVPassError, match="give more text"):
+        list(AgreementMeasure(documents=9, tokens=60).rows(session("window", 8)))
