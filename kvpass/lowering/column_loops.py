@@ -82,6 +82,20 @@ class AttentionRows:
         """
         dtype = dtype_of_products(query.dtype, query.shape[3])
         assert dtype is not None
+        return AttentionRows._of(dtype, query, key, mask, causal, scale, cap, sink_logit, log_sum_exp)
+
+    @staticmethod
+    def _of(
+        dtype: torch.dtype,
+        query: Tensor,
+        key: Tensor,
+        mask: Tensor | None = None,
+        causal: bool = True,
+        scale: float = 1.0,
+        cap: float | None = None,
+        sink_logit: Tensor | None = None,
+        log_sum_exp: Tensor | None = None,
+    ) -> AttentionRows:
         (batch, q_heads, queries, dim), (heads, keys) = query.shape, key.shape[1:3]
         shape = batch, heads, q_heads // heads, queries, keys
         query, key = (_dense_rows(x.to(dtype)) for x in (query, key))
@@ -147,16 +161,14 @@ def dtype_of_products(dtype: torch.dtype, dim: int) -> torch.dtype | None:
 
 @functools.cache
 def _runs(dtype: torch.dtype) -> bool:
-    """Check whether the source compiles here and the library multiplies this dtype on this processor."""
-    empty = torch.empty(0, 1, 0, 2, dtype=dtype)
+    """Check that the source compiles, and that the library multiplies this dtype correctly on this processor."""
+    rows = torch.arange(-6.0, 6.0).view(1, 1, 3, 4).div(4)
+    logits = (rows @ rows.mT).masked_fill(torch.ones(3, 3, dtype=torch.bool).triu(1), -torch.inf)
     try:
-        AttentionRows(_EMPTY, dtype, None, (empty,), (0, 1, 1, 0, 0))._run("prepare")
+        [sums] = AttentionRows._of(dtype, rows.to(dtype), rows.to(dtype)).column_sums(torch.ones(1, 3), 1)
     except (RuntimeError, OSError):  # no compiler, another signature of the library's function, or another processor
         return False
-    return True
-
-
-_EMPTY = Problem(heads=1, groups=1, dim=2, query_stride=(2, 2, 2), threads=1)
+    return torch.allclose(sums[:, :, 0], logits.softmax(-1).sum(2), atol=1e-4)
 
 
 @functools.cache

@@ -5,9 +5,9 @@
 // `write_rows` writes those of a few queries. A sum has one task and one order, so results do not depend on the number of
 // threads.
 //
-// The macros BFLOAT16_PRODUCTS and MASK select the dtype of queries and keys, and the kind of the mask: a variant compiles
-// within two seconds. Logits are in base two. -infinity hides a key. The lowest finite number is a hidden key of an additive mask: a query
-// whose keys are all hidden in this way attends to all of them alike, as in a softmax.
+// The macros BFLOAT16_PRODUCTS and MASK select the dtype of queries and keys, and the kind of the mask, so that a variant
+// compiles within a second. Logits are in base two. -infinity hides a key. The lowest finite number is a hidden key of an
+// additive mask: a query whose keys are all hidden in this way attends to all of them alike, as in a softmax.
 
 #include <algorithm>
 #include <cmath>
@@ -173,7 +173,7 @@ class Tiles {
   std::vector<float> products;
 };
 
-// Throws here, and not in a parallel section, which would end the process, what the library has against such products.
+// Multiplies once outside of parallel sections, in which an exception of the library would end the process.
 void check(const Problem& p) {
   const int64_t stride = std::max(p.dim, p.query_stride[2]);
   std::vector<T> queries(QUERIES * stride), keys(KEYS * p.dim);

@@ -158,6 +158,16 @@ def test_a_processor_without_the_products_has_the_blocks(monkeypatch):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
 
 
+def test_wrong_products_are_not_used(monkeypatch):
+    """Of a library that wants its operands in another layout."""
+    column_loops._runs.cache_clear()
+    monkeypatch.setattr(column_loops.AttentionRows, "column_sums", lambda *_: [torch.ones(1, 1, 1, 3)])
+    try:
+        assert column_loops.dtype_of_products(torch.float32, 8) is None
+    finally:
+        column_loops._runs.cache_clear()
+
+
 def test_float64_and_odd_heads_have_the_products_that_exist():
     assert column_loops.dtype_of_products(torch.float64, 64) is None
     assert column_loops.dtype_of_products(torch.bfloat16, 5) == torch.float32
