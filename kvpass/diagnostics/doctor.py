@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from kvpass import torch_private, versions
+from kvpass.lowering import column_loops
 from kvpass.torch_private import inductor, methods
 
 MEANING = {
@@ -69,7 +70,7 @@ class Name:
 
 def examined() -> list[Finding]:
     """Return the findings about this installation."""
-    return [*map(_version, versions.TESTED), _compiler(), *_names()]
+    return [*map(_version, versions.TESTED), _compiler(), _products(), *_names()]
 
 
 def _version(package: str) -> Finding:
@@ -96,6 +97,15 @@ def _compiler() -> Finding:
         errors = [line for line in ran.stderr.splitlines() if "error" in line] or ran.stderr.splitlines() or ["failed"]
         return Finding(subject, f"{compiler}: {errors[0].strip()}", meaning, missing=True)
     return Finding(subject, f"{compiler} compiles with the headers of Python and OpenMP")
+
+
+def _products() -> Finding:
+    """Check which dtypes the C++ loops for the statistics of prompts multiply on this processor."""
+    dtypes = [dtype for dtype in column_loops.NATIVE if column_loops.dtype_of_products(dtype, 64) == dtype]
+    subject, found = "statistics of prompts on a CPU", [str(dtype).removeprefix("torch.") for dtype in dtypes]
+    if not found:
+        return Finding(subject, "by torch's operations", "prompts take longer under policies that read attention")
+    return Finding(subject, f"by loops in C++, products in {' and '.join(found)}")
 
 
 def _names() -> list[Finding]:

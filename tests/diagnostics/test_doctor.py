@@ -8,11 +8,13 @@ import warnings
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 import kvpass
 from kvpass import versions
 from kvpass.apps import cli
 from kvpass.diagnostics import doctor
+from kvpass.lowering import column_loops
 from kvpass.torch_private import inductor, methods
 
 
@@ -135,3 +137,17 @@ def test_patch_releases_of_tested_versions_are_tested(pretend, patch: str) -> No
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         kvpass.backend("full")
+
+
+@pytest.mark.parametrize(
+    ("runs", "expected"),
+    [
+        ({torch.bfloat16, torch.float32}, "products in bfloat16 and float32"),
+        ({torch.float32}, "products in float32"),
+        (set(), "by torch's operations; prompts take longer"),
+    ],
+)
+def test_the_products_of_this_processor_are_named(runs, expected, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(column_loops, "_runs", lambda dtype: dtype in runs)
+    assert cli.main(["doctor"]) == 0
+    assert expected in capsys.readouterr().out
