@@ -23,7 +23,7 @@ from kvpass.cache import history
 from kvpass.cache.row_picking import Row
 from kvpass.cache.slots import Layout, Slots
 from kvpass.errors import CacheHandleError
-from kvpass.policies.base import Clock
+from kvpass.policies.types import Clock
 from kvpass.torch_private import dynamo, tensor_types
 
 Part = Literal["keys", "values"]

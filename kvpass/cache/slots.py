@@ -16,10 +16,14 @@ from torch import Tensor
 from kvpass.fx.precision import upcast
 from kvpass.lowering.formats import Format, KVDtype, Rows, format_of
 from kvpass.lowering.formats.base import SlotIndices
-from kvpass.policies.base import ROW_BUDGET, Attention, Merge, Policy, State, Tokens, rank_of, rows_in_order
+from kvpass.policies.base import Policy
 from kvpass.policies.heads import HeadSharding
+from kvpass.policies.ranking import rank_of, rows_in_order
+from kvpass.policies.types import Attention, Merge, State, Tokens
 
 FREE = -1
+ROW_BUDGET = "row_budget"
+"""The entry of the state that holds each row's budget, int64 [B, H', 1], if rows have different budgets."""
 MERGE_BLOCK = 1024  # evicted rows that are merged at a time
 
 

@@ -13,14 +13,16 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kvpass.cache.slots import FREE, Layout, Slots, align, first_values, rows_at
+from kvpass.cache.slots import FREE, ROW_BUDGET, Layout, Slots, align, first_values, rows_at
 from kvpass.cache.statistics import StatisticsSpec, in_one_operator, statistics
 from kvpass.fx.precision import FILLED, upcast
 from kvpass.lowering.attend import LOWEST, Rotation, UnknownQueries, attend, by_kernel, capped, scores
 from kvpass.lowering.attention_statistics import regrouped
 from kvpass.lowering.formats import Rows, Sections, plain
 from kvpass.lowering.rope import Rope
-from kvpass.policies.base import LATE, ROW_BUDGET, Attention, Policy, State, Tokens, rank_of
+from kvpass.policies.base import Policy
+from kvpass.policies.ranking import LATE, rank_of
+from kvpass.policies.types import Attention, State, Tokens
 
 
 class Mask(Protocol):

@@ -37,7 +37,7 @@ class StatisticsRequest:
     Policies that read the same statistics have the same request, but for a scan, and so the same prompt graph.
 
     Attributes:
-        names: the statistics, fields of `kvpass.policies.base.Attention`, in the order of the results.
+        names: the statistics, fields of `kvpass.policies.types.Attention`, in the order of the results.
         causal: a query does not see later keys.
         scale, cap: see `kvpass.capture.canonical.attention`.
         heads: Hc, the heads of the cache.

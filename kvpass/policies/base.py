@@ -14,29 +14,21 @@ from __future__ import annotations
 import copy
 import dataclasses
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from fractions import Fraction
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from kvpass.arguments import check_fields
-from kvpass.errors import BudgetError, PolicyError
+from kvpass.arguments import check_fields, require
+from kvpass.errors import BudgetError
+from kvpass.policies.budgets import Plan
 from kvpass.policies.heads import HeadSharding
+from kvpass.policies.ranking import LATE, highest, latest_of_least, lowest, topmost
+from kvpass.policies.types import PINNED, Attention, Clock, Merge, State, Statistic, Tokens
 
-Statistic = Literal["total", "squares", "last", "window", "logits", "scan"]
-State = dict[str, Tensor]
 Kind = TypeVar("Kind", bound="Policy")
-Count = TypeVar("Count", bound="int | Tensor")
-Clock = tuple[int, ...]
-"""Counts that the host keeps for one row; () before the first token."""
 
-LATE = torch.iinfo(torch.int64).max
-PINNED = "pinned"
-"""The entry of the state that marks pinned tokens, for a policy with `keep_prompt`."""
-ROW_BUDGET = "row_budget"
-"""The entry of the state that holds each row's budget, int64 [B, H', 1], if rows have different budgets."""
 RENAMED_HOOKS = {
     "worth": "score",
     "sweep": "compact",
@@ -46,147 +38,6 @@ RENAMED_HOOKS = {
     "temper": "logit_scale",
 }
 """Hooks by their names before 0.2, which policies may still use."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Attention:
-    """Statistics of the newest queries' attention to each token; a field is None unless the policy lists it.
-
-    All fields except `scan` are float32 [B, Hkv, G, N].  A decode step has one query, so its fields coincide.
-
-    Attributes:
-        total: probabilities summed over the queries.
-        squares: squared probabilities summed over the queries.
-        last: the probabilities of the last real query of each row.
-        window: probabilities averaged over the last `Policy.observation` real queries.
-        logits: the scaled logits of the last real query, the model's mask included, the policy's bias not.
-        scan: float32 [B, H', N], the result of `Policy.scan`; None in a decode step.
-        queries: int64 [B, 1, 1], the number of real queries.
-        spread: where the layer's other heads are, None if all are in this process; see `kvpass.policies.heads`.
-    """
-
-    total: Tensor | None = None
-    squares: Tensor | None = None
-    last: Tensor | None = None
-    window: Tensor | None = None
-    logits: Tensor | None = None
-    scan: Tensor | None = None
-    queries: Tensor | None = None
-    spread: HeadSharding | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Tokens:
-    """Metadata of the tokens that a policy chooses among.
-
-    Attributes:
-        position: int64 [B, H', N], the token's position among the real tokens of its row; -1 marks a free slot.
-        seen: int64 [B, 1, 1], the number of real tokens so far, the newest included.
-        state: the policy's values by name: each [B, H', N], or [B, H', 1] for `row_state`.
-        budget: tokens to keep between steps: a number, or int64 [B, H', 1] if rows or layers have different budgets.
-        held: how many of the N entries are slots; the others are the new tokens of a prompt (held = 0) or chunk.
-        pinned_count: pinned tokens that are not among these; a number or int64 [B, H', 1].
-        rank: int64 [B, H', N], the index among the live tokens by position, if it is maintained.
-        spread: as of `Attention`.
-    """
-
-    position: Tensor
-    seen: Tensor
-    state: State
-    budget: int | Tensor
-    held: int = 0
-    rank: Tensor | None = None
-    spread: HeadSharding | None = None
-    pinned_count: int | Tensor = 0
-
-    @property
-    def live(self) -> Tensor:
-        """bool [B, H', N]: whether the slot holds a token."""
-        return self.position >= 0
-
-    @property
-    def order(self) -> Tensor:
-        """int64 [B, H', N]: the index among the live tokens, 0 for the earliest; undefined for free slots."""
-        return rank_of(self.position) if self.rank is None else self.rank
-
-    def newest(self, count: int | Tensor) -> Tensor:
-        """Return bool [B, H', N]: whether the token is among the last `count` real tokens."""
-        return self.position >= self.seen - count
-
-    def updated(self, changes: State) -> Tokens:
-        """Return these tokens with some entries of the state replaced."""
-        return dataclasses.replace(self, state={**self.state, **changes})
-
-    @property
-    def pinned(self) -> Tensor:
-        """bool [B, H', N]: whether the token came with a prompt or chunk and stays; see `Policy.keep_prompt`."""
-        return self.state[PINNED] & self.live
-
-    @property
-    def competing(self) -> Tokens:
-        """The tokens without pinned ones, whose slots count as free."""
-        pinned = self.pinned
-        count = self.pinned_count + pinned.sum(-1, keepdim=True)
-        return dataclasses.replace(self, position=torch.where(pinned, -1, self.position), rank=None, pinned_count=count)
-
-
-@dataclasses.dataclass(frozen=True)
-class Merge:
-    """How E evicted tokens are merged into slots that stay, for keys and values alike.
-
-    A slot's row x becomes (own * x + sum(weight * evicted)) / (own + sum(share)) over the tokens merged into it.
-
-    Attributes:
-        into: int64 [B, H', E], the slot that each token is merged into.
-        weight, share: float32 [B, H', E]; a share of zero leaves the slot unchanged.
-        own: the weight of the slot's own row.
-        state: changes to the policy's state.
-    """
-
-    into: Tensor
-    weight: Tensor
-    share: Tensor
-    own: float
-    state: State
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """The budget and the slots of one layer.
-
-    Attributes:
-        budget: tokens kept between steps, the largest over the rows.
-        capacity: slots of the layer.
-        rows: tokens kept between steps for each row, if rows have different budgets.
-        max_capacity: slots that the layer needs for any prompt, if that depends on the prompt.
-    """
-
-    budget: int
-    capacity: int
-    rows: tuple[int, ...] = ()
-    max_capacity: int = 0
-
-    def budgets_of_rows(self, rows: int) -> tuple[int, ...]:
-        """Return the budget of each of `rows` rows, which `Policy.clock` and `tick` receive."""
-        return self.rows or (self.budget,) * rows
-
-    def differs(self, budget: int) -> bool:
-        """Return whether slots must store budgets by row, because they can differ from the user's `budget`."""
-        return bool(self.rows) or self.budget != budget
-
-    @property
-    def with_max_capacity(self) -> Plan:
-        """The plan with slots for any prompt, for compilers that specialise on the number of slots."""
-        return dataclasses.replace(self, capacity=max(self.capacity, self.max_capacity))
-
-
-def by_rows(plans: Mapping[int, Plan], budgets: Sequence[int]) -> Plan:
-    """Combine plans for different budgets into one in which each row has the budget of its own plan."""
-    if len(plans) == 1:
-        return next(iter(plans.values()))
-    rows = tuple(plans[budget].budgets_of_rows(len(budgets))[row] for row, budget in enumerate(budgets))
-    capacity, most = (max(getattr(plan, name) for plan in plans.values()) for name in ("capacity", "max_capacity"))
-    return Plan(max(rows), capacity, rows, most)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -437,7 +288,7 @@ class Policy:
         if isinstance(tokens.budget, Tensor):  # a full row has free slots if another row's budget is larger
             full = tokens.live.sum(-1, keepdim=True) > tokens.budget
             free = torch.where(full, topmost(score.dtype), free).to(score.dtype)
-        return latest_of_least(torch.where(tokens.live, score, free), tokens)
+        return latest_of_least(torch.where(tokens.live, score, free), tokens.position)
 
     def compact(self, tokens: Tokens) -> tuple[Tensor, State]:
         """Return which tokens stay after a prompt, a chunk or a compacting step, bool [B, H', N], and state changes.
@@ -509,75 +360,3 @@ class Policy:
     def merge_unpinned(self, tokens: Tokens, held: Tensor, evicted: Tensor, valid: Tensor) -> Merge:
         """Return the result of `merge_evicted`, with no token merged into a pinned one."""
         return self.merge_evicted(tokens.competing if self.keep_prompt else tokens, held, evicted, valid)
-
-
-def lowest(dtype: torch.dtype) -> float | int:
-    """Return the least value of a dtype."""
-    return -torch.inf if dtype.is_floating_point else torch.iinfo(dtype).min
-
-
-def topmost(dtype: torch.dtype) -> float | int:
-    """Return the greatest value of a dtype."""
-    return torch.inf if dtype.is_floating_point else torch.iinfo(dtype).max
-
-
-def latest_of_least(score: Tensor, tokens: Tokens) -> Tensor:
-    """Return the slot [B, H'] of lowest score; of equals a free one, else the one with the latest token."""
-    least = score == score.amin(-1, keepdim=True)
-    age = torch.where(tokens.live, tokens.position, LATE)
-    return torch.where(least, age, -1).argmax(-1)
-
-
-def rank_of(position: Tensor) -> Tensor:
-    """Return each token's index among the live tokens of `position` [..., N]; free slots come last."""
-    by_position = torch.where(position < 0, LATE, position).argsort(dim=-1, stable=True)
-    return _inverse(by_position)
-
-
-def rows_in_order(position: Tensor) -> Tensor:
-    """Return the slots of `position` [..., N] sorted by position, free ones last."""
-    return torch.where(position < 0, LATE, position).argsort(-1)
-
-
-def highest(score: Tensor, position: Tensor, count: int | Tensor) -> Tensor:
-    """Return bool [..., N]: the `count` live tokens of highest score; of equals, the earlier ones."""
-    order = rows_in_order(position)
-    score = torch.where(position < 0, lowest(score.dtype), score).gather(-1, order)
-    order = order.gather(-1, score.argsort(dim=-1, descending=True, stable=True))
-    dead = (position < 0).gather(-1, order)
-    order = order.gather(-1, dead.int().argsort(dim=-1, stable=True))
-    return (_inverse(order) < count) & (position >= 0)
-
-
-def _inverse(order: Tensor) -> Tensor:
-    indices = torch.arange(order.shape[-1], device=order.device).expand_as(order)
-    return torch.empty_like(order).scatter(-1, order, indices)
-
-
-def window_starts(valid: Tensor, size: int | Tensor) -> Tensor:
-    """Return where each token of a prompt starts to count, for policies that renumber: int64 [B, q].
-
-    The last `size` real tokens of a row form one window, whose tokens see nothing before it.  The tokens before it form
-    windows of `size` tokens, counted from the first token.  The result is the number of real tokens before the token's
-    window; it is zero for a prompt that fits.
-
-    Args:
-        valid: bool [B, q], false for padding.
-        size: a number, or int64 [B, 1].
-    """
-    index = (valid.long().cumsum(-1) - 1).clamp(min=0)
-    last = (valid.long().sum(-1, keepdim=True) - size).clamp(min=0)  # [B, 1]
-    return torch.where(index < last, index // size * size, last)
-
-
-def share_of(count: Count, fraction: float) -> Count:
-    """Return floor(fraction * count), exact for the decimal fraction: 0.29 of 100 is 29, not 28."""
-    share = Fraction(str(fraction))
-    whole = count * share.numerator // share.denominator  # integers, because the count may be symbolic
-    return whole  # type: ignore[return-value]  # of what the count is
-
-
-def require(condition: bool, option: str, value: object, why: str) -> None:
-    """Raise a PolicyError that names the option unless `condition` holds."""
-    if not condition:
-        raise PolicyError(f"{option}={value!r}: {why}")

@@ -29,9 +29,12 @@ from torch import Tensor
 
 from kvpass.arguments import Natural, Positive, at_least
 from kvpass.errors import BudgetError
-from kvpass.policies.base import LATE, Attention, Clock, Count, Policy, State, Statistic, Tokens
+from kvpass.policies.base import Policy
+from kvpass.policies.budgets import Count
 from kvpass.policies.buzz_hives import best_of_hives
 from kvpass.policies.buzz_sizes import OldStride, Stride, Strides, thinned_if_due, threshold_for, window_and_threshold
+from kvpass.policies.ranking import LATE
+from kvpass.policies.types import Attention, Clock, State, Statistic, Tokens
 
 LOG_BASE = math.log(512)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvpass.policies.base import LATE
+from kvpass.policies.ranking import LATE
 
 
 def best_of_hives(score: Tensor, in_hive: Tensor, hive: Tensor, index: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Annotated
 from torch import Tensor
 
 from kvpass.arguments import at_least
-from kvpass.policies.base import Count
+from kvpass.policies.budgets import Count
 
 # Below these a cache would grow without bound.
 Stride = Annotated[int, at_least(3)]

@@ -33,9 +33,10 @@ from torch import Tensor
 
 from kvpass.arguments import Natural, Positive, Share
 from kvpass.errors import BudgetError
-from kvpass.policies.base import Attention, Policy, State, Statistic, Tokens
+from kvpass.policies.base import Policy
 from kvpass.policies.cascade_line import CascadeRule, approximate_context, intervals, moving_averages
 from kvpass.policies.heads import HeadSharding, reduced
+from kvpass.policies.types import Attention, State, Statistic, Tokens
 
 __all__ = ["Cascade", "approximate_context"]
 

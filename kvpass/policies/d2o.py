@@ -30,11 +30,14 @@ import torch
 from torch import Tensor
 
 from kvpass.arguments import Natural, Share, at_least
-from kvpass.policies.base import Attention, Merge, Plan, Policy, State, Statistic, Tokens, highest, share_of
+from kvpass.policies.base import Policy
+from kvpass.policies.budgets import Plan, share_of
 from kvpass.policies.d2o_layers import column_variances, largest_layer_budget, layer_budgets
 from kvpass.policies.full import Full
 from kvpass.policies.heads import reduced
 from kvpass.policies.nearest import nearest
+from kvpass.policies.ranking import highest
+from kvpass.policies.types import Attention, Merge, State, Statistic, Tokens
 
 UNSET = -2.0  # tau before the first merge, below every cosine
 

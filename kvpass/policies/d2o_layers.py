@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvpass.policies.base import share_of
+from kvpass.policies.budgets import share_of
 from kvpass.policies.heads import HeadSharding, gathered
 
 MIN_SHARE = 0.01  # every layer keeps this share of the prompt

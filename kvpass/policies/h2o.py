@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from kvpass.arguments import Share
-from kvpass.policies.base import Attention, Policy, Statistic, Tokens, share_of
+from kvpass.policies.base import Policy
+from kvpass.policies.budgets import share_of
+from kvpass.policies.types import Attention, Statistic, Tokens
 
 
 @dataclasses.dataclass(frozen=True)

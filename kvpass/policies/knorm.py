@@ -19,7 +19,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvpass.policies.base import Policy, State, Tokens
+from kvpass.policies.base import Policy
+from kvpass.policies.types import State, Tokens
 
 
 @dataclasses.dataclass(frozen=True)

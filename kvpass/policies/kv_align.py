@@ -31,11 +31,13 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvpass.arguments import Positive
+from kvpass.arguments import Positive, require
 from kvpass.errors import AlignerError, BudgetError
 from kvpass.policies.aligners.aligner import Aligner
 from kvpass.policies.aligners.store import load
-from kvpass.policies.base import Attention, Clock, Plan, Policy, State, Tokens, require
+from kvpass.policies.base import Policy
+from kvpass.policies.budgets import Plan
+from kvpass.policies.types import Attention, Clock, State, Tokens
 
 UNKNOWN = -1  # the position of a new token's row, until its first step ends
 

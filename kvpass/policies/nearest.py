@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvpass.policies.base import LATE, rows_in_order
+from kvpass.policies.ranking import LATE, rows_in_order
 from kvpass.torch_private.inductor import materialized
 
 BLOCK = 64  # keys compared with all others at a time: their cosines stay in the CPU's caches

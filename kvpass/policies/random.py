@@ -13,8 +13,9 @@ from typing import Annotated, ClassVar, Literal
 from torch import Tensor
 
 from kvpass.arguments import between
-from kvpass.policies.base import Policy, Tokens
+from kvpass.policies.base import Policy
 from kvpass.policies.heads import head_indices
+from kvpass.policies.types import Tokens
 
 PRIME = 2**31 - 1
 

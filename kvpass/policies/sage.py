@@ -24,9 +24,12 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvpass.arguments import Natural, Positive
+from kvpass.arguments import Natural, Positive, require
 from kvpass.errors import BudgetError
-from kvpass.policies.base import Attention, Clock, Count, Policy, State, Statistic, Tokens, highest, require
+from kvpass.policies.base import Policy
+from kvpass.policies.budgets import Count
+from kvpass.policies.ranking import highest
+from kvpass.policies.types import Attention, Clock, State, Statistic, Tokens
 
 HIDDEN = torch.finfo(torch.float32).min
 MAX_GROUPS = 62

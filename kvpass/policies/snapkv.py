@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from kvpass.arguments import Condition, Positive
-from kvpass.policies.base import Attention, Policy, State, Statistic, Tokens
+from kvpass.policies.base import Policy
+from kvpass.policies.types import Attention, State, Statistic, Tokens
 
 
 @dataclasses.dataclass(frozen=True)

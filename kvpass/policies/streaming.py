@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from kvpass.arguments import Natural
-from kvpass.policies.base import Policy, Tokens
+from kvpass.policies.base import Policy
+from kvpass.policies.types import Tokens
 
 
 @dataclasses.dataclass(frozen=True)

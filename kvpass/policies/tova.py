@@ -15,8 +15,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvpass.policies.base import Attention, Policy, State, Statistic, Tokens
+from kvpass.policies.base import Policy
 from kvpass.policies.heads import reduced
+from kvpass.policies.types import Attention, State, Statistic, Tokens
 
 
 @dataclasses.dataclass(frozen=True)

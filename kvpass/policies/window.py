@@ -10,7 +10,8 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from kvpass.policies.base import Policy, Tokens
+from kvpass.policies.base import Policy
+from kvpass.policies.types import Tokens
 
 
 @dataclasses.dataclass(frozen=True)

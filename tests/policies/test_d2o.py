@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from kvpass.diagnostics.simulate import simulate
 from kvpass.errors import PolicyError
-from kvpass.policies.base import Attention, Plan
+from kvpass.policies.budgets import Plan
 from kvpass.policies.d2o import D2O, layer_budgets
 from kvpass.policies.d2o_layers import column_variance, largest_layer_budget
+from kvpass.policies.types import Attention
 from tests.strategies import ROWS, cases
 
 

@@ -10,7 +10,7 @@ import kvpass
 from kvpass.diagnostics.simulate import simulate
 from kvpass.errors import AlignerError, BudgetError, PolicyError, UnsupportedGraph
 from kvpass.policies.aligners import Signature, nothing
-from kvpass.policies.base import window_starts
+from kvpass.policies.budgets import window_starts
 from kvpass.policies.kv_align import KVAlign
 from kvpass.rewrite.renumber import fits_prompt, fits_step
 from tests.aligners import random_aligner

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from kvpass.apps.evaluation.session import Row, Session
+from kvpass.arguments import require
 from kvpass.decoding.prefill import Caller, chunks
-from kvpass.policies.base import require
 
 BEFORE = 16  # tokens of text in front of the first pair
 SYLLABLES = ("ba", "de", "fi", "go", "lu", "ma", "ne", "po", "ri", "su", "ta", "vo")
