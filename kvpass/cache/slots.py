@@ -18,6 +18,7 @@ from kvpass.lowering.formats import Format, KVDtype, Rows, format_of
 from kvpass.lowering.formats.base import SlotIndices
 from kvpass.policies.base import Policy
 from kvpass.policies.heads import HeadSharding
+from kvpass.policies.pinned_tokens import PinnedTokens
 from kvpass.policies.ranking import rank_of, rows_in_order
 from kvpass.policies.types import Attention, Merge, State, Tokens
 
@@ -70,6 +71,11 @@ class Layout:
 
     def __post_init__(self) -> None:
         _ = self.key_format, self.value_format  # raises for rows that cannot be stored
+
+    @property
+    def eviction(self) -> Policy | PinnedTokens:
+        """The hooks by which tokens are evicted."""
+        return PinnedTokens(self.policy) if self.policy.keep_prompt and self.policy.evicts else self.policy
 
     @property
     def key_format(self) -> Format:
@@ -218,7 +224,7 @@ class Slots:
         slots.value.fill(self.value)
         for name in ("position", "index", "rank"):
             getattr(slots, name)[..., :count] = getattr(self, name)
-        for name in layout.policy.remembered():
+        for name in layout.eviction.state():
             slots.state[name][..., :count] = self.state[name]
         for name in layout.row_state():
             slots.state[name].copy_(self.state[name])
@@ -265,7 +271,7 @@ def first_state(layout: Layout) -> State:
     shape, device = (layout.batch, layout.groups), layout.device
     tokens = {
         name: torch.zeros(*shape, layout.capacity, dtype=dtype, device=device)
-        for name, dtype in layout.policy.remembered().items()
+        for name, dtype in layout.eviction.state().items()
     }
     rows = {
         name: torch.full(
@@ -306,8 +312,8 @@ def admit(
     tokens, index = _candidates(layout, past, chunk.valid, key, value, held is None)
     if not layout.row_budgets:
         tokens = dataclasses.replace(tokens, budget=max(budgets))
-    tokens = tokens.updated(layout.policy.observe_unpinned(tokens, chunk.attention))
-    keep, changes = layout.policy.keep_mask(tokens)
+    tokens = tokens.updated(layout.eviction.observe_chunk(tokens, chunk.attention))
+    keep, changes = layout.eviction.compact(tokens)
     tokens = tokens.updated(changes)
     if held is not None:
         key, value = held.key.concatenated(key), held.value.concatenated(value)
@@ -342,7 +348,7 @@ def align(layout: Layout, slots: Slots, tokens: Tokens, weights: Sequence[Tensor
 def _next_free(layout: Layout, slots: Slots) -> Tensor:
     """Return the slot [B, H'] that the next token is written to: a free one, unless the policy overwrites."""
     if layout.policy.overwrites:
-        return layout.policy.victim(slots.tokens(layout))
+        return layout.eviction.victim(slots.tokens(layout))
     return (slots.position < 0).int().argmax(-1)
 
 
@@ -373,7 +379,7 @@ def _candidates(
         return new if prompt else torch.cat([cached, new], -1)
 
     initial, state = first_values(policy, key, value), dict(past.state)
-    for name, dtype in policy.remembered().items():
+    for name, dtype in layout.eviction.state().items():
         state[name] = joined(past.state[name], initial.get(name, torch.zeros_like(new_position, dtype=dtype)[:, None]))
     position = joined(past.position, new_position.masked_fill(~valid, FREE)[:, None])
     tokens = Tokens(
@@ -399,7 +405,7 @@ def _fill(layout: Layout, slots: Slots, tokens: Tokens, keep: Tensor, index: Ten
         compacted = values.gather(-1, kept)
         buffer.fill_(FREE)
         buffer[..., :count] = compacted
-    for name in layout.policy.remembered():
+    for name in layout.eviction.state():
         compacted = tokens.state[name].gather(-1, kept)
         slots.state[name].zero_()
         slots.state[name][..., :count] = compacted
@@ -420,7 +426,7 @@ def _merge_evicted(layout: Layout, slots: Slots, tokens: Tokens, evicted: Tensor
     count = int(evicted.sum(-1).max())
     indices = rows_in_order(torch.where(evicted, tokens.position, FREE))[..., :count]  # [B, H', E]
     held, evicted_keys = slots.key.read(), key.gathered(indices).read()
-    merge = layout.policy.merge_unpinned(slots.tokens(layout), held, evicted_keys, evicted.gather(-1, indices))
+    merge = layout.eviction.merge_evicted(slots.tokens(layout), held, evicted_keys, evicted.gather(-1, indices))
     for buffer, rows in ((slots.key, key), (slots.value, value)):
         _merge_into(buffer, rows, indices, merge)
     for name, changed in merge.state.items():

@@ -260,7 +260,7 @@ def _with_new_token(layout: Layout, slots: Slots, new: tuple[Rows, Rows], valid:
     position = torch.where(is_new, slots.seen[:, None, None], slots.position)
     index = torch.where(is_new, slots.length[:, None, None], slots.index)
     initial, state = first_values(layout.policy, *new), dict(slots.state)
-    for name in layout.policy.remembered():
+    for name in layout.eviction.state():
         state[name] = torch.where(is_new, initial.get(name, torch.zeros_like(state[name])), state[name])
     rank = None
     if layout.tracks_rank:
@@ -335,7 +335,7 @@ def _evict(layout: Layout, slots: Slots, tokens: Tokens, attention: Attention) -
     """Let the policy observe and evict one token; return the other tokens and the next slot to write [B, H']."""
     policy = layout.policy
     tokens = tokens.updated(policy.observe(tokens, attention))
-    victim = policy.victim(tokens)
+    victim = layout.eviction.victim(tokens)
     if policy.overwrites or not policy.evicts:
         return tokens, victim
     evicted = _one_hot(victim, layout.capacity)
@@ -345,15 +345,15 @@ def _evict(layout: Layout, slots: Slots, tokens: Tokens, attention: Attention) -
         rank=None if tokens.rank is None else _ranks_without(tokens.rank, evicted & tokens.live),
     )
     if policy.merges:
-        rest = rest.updated(_merge_victim(policy, slots, rest, victim, (evicted & tokens.live).any(-1, keepdim=True)))
+        rest = rest.updated(_merge_victim(layout, slots, rest, victim, (evicted & tokens.live).any(-1, keepdim=True)))
     return rest, victim
 
 
-def _merge_victim(policy: Policy, slots: Slots, rest: Tokens, victim: Tensor, valid: Tensor) -> State:
+def _merge_victim(layout: Layout, slots: Slots, rest: Tokens, victim: Tensor, valid: Tensor) -> State:
     """Merge the victim's K and V into one row of each head; return the changes to the state."""
     heads = slots.key.shape[1]
     evicted = rows_at(victim, heads)
-    merge = policy.merge_unpinned(rest, slots.key.read(), slots.key.at(evicted)[:, :, None], valid)
+    merge = layout.eviction.merge_evicted(rest, slots.key.read(), slots.key.at(evicted)[:, :, None], valid)
     into = rows_at(merge.into[..., 0], heads)
     for rows in (slots.key, slots.value):
         merged = merge.own * upcast(rows.at(into)) + merge.weight * upcast(rows.at(evicted))
@@ -364,13 +364,12 @@ def _merge_victim(policy: Policy, slots: Slots, rest: Tokens, victim: Tensor, va
 
 def _compact(layout: Layout, tokens: Tokens, attention: Attention) -> tuple[Tokens, Tensor]:
     """Let the policy observe and compact; return the remaining tokens and the next slot to write [B, H']."""
-    policy = layout.policy
-    tokens = tokens.updated(policy.observe_unpinned(tokens, attention))
-    keep, changes = policy.keep_mask(tokens)
+    tokens = tokens.updated(layout.eviction.observe_chunk(tokens, attention))
+    keep, changes = layout.eviction.compact(tokens)
     position = torch.where(keep, tokens.position, FREE)
     rank = rank_of(position) if layout.tracks_rank else None
     rest = dataclasses.replace(tokens.updated(changes), position=position, rank=rank)
-    return rest, policy.victim(rest)
+    return rest, layout.eviction.victim(rest)
 
 
 def _stored_rows(layout: Layout, site: Site, slots: Slots, tokens: Tokens) -> tuple[Rows, Rows]:

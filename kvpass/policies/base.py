@@ -24,8 +24,8 @@ from kvpass.arguments import check_fields, require
 from kvpass.errors import BudgetError
 from kvpass.policies.budgets import Plan
 from kvpass.policies.heads import HeadSharding
-from kvpass.policies.ranking import LATE, highest, latest_of_least, lowest, topmost
-from kvpass.policies.types import PINNED, Attention, Clock, Merge, State, Statistic, Tokens
+from kvpass.policies.ranking import LATE, highest
+from kvpass.policies.types import Attention, Clock, Merge, State, Statistic, Tokens
 
 Kind = TypeVar("Kind", bound="Policy")
 
@@ -46,7 +46,7 @@ class Policy:
 
     Attributes:
         keep_prompt: pin the tokens of prompts and chunks, so that only tokens that are generated one at a time are
-            evicted.  The hooks then see unpinned tokens, with the rest of the budget.
+            evicted (`kvpass.policies.pinned_tokens`).
 
     Class attributes:
         name: the name for `kvpass.backend(policy=...)`.
@@ -277,25 +277,15 @@ class Policy:
         raise NotImplementedError
 
     def victim(self, tokens: Tokens) -> Tensor:
-        """Return the slot [B, H'] to overwrite next: by default a free one, else that of the token of lowest score.
-
-        If rows have different budgets, a row that holds more than its budget takes none of its free slots.
-        """
-        if not self.evicts:
-            return (~tokens.live).int().argmax(-1)
-        score = self.protected_score(tokens)
-        free: float | Tensor = lowest(score.dtype)
-        if isinstance(tokens.budget, Tensor):  # a full row has free slots if another row's budget is larger
-            full = tokens.live.sum(-1, keepdim=True) > tokens.budget
-            free = torch.where(full, topmost(score.dtype), free).to(score.dtype)
-        return latest_of_least(torch.where(tokens.live, score, free), tokens.position)
+        """Return the slot [B, H'] to overwrite next: by default a free one, else that of the token of lowest score."""
+        return tokens.lowest(self.score(tokens)) if self.evicts else (~tokens.live).int().argmax(-1)
 
     def compact(self, tokens: Tokens) -> tuple[Tensor, State]:
         """Return which tokens stay after a prompt, a chunk or a compacting step, bool [B, H', N], and state changes.
 
         By default the `budget` tokens of highest score stay.
         """
-        return highest(self.score(tokens), tokens.position, self.unpinned_budget(tokens)), {}
+        return highest(self.score(tokens), tokens.position, tokens.budget), {}
 
     def merge_evicted(self, tokens: Tokens, held: Tensor, evicted: Tensor, valid: Tensor) -> Merge:
         """Return how evicted tokens are merged into the slots that stay; optional.
@@ -307,56 +297,3 @@ class Policy:
             valid: bool [B, H', E], false for entries without a token.
         """
         raise NotImplementedError
-
-    # What the cache calls: the hooks above, with pinned tokens kept out of them.
-
-    def remembered(self) -> dict[str, torch.dtype]:
-        """Return `state`, and the entry for pinned tokens."""
-        return {**self.state(), PINNED: torch.bool} if self.keep_prompt else self.state()
-
-    def observe_unpinned(self, tokens: Tokens, attention: Attention) -> State:
-        """Return the changes of `observe_chunk`, and pin the new tokens.
-
-        Raises:
-            BudgetError: pinned tokens leave less of the budget than the policy needs.
-        """
-        changes, count = self.observe_chunk(tokens, attention), tokens.position.shape[-1]
-        if not self.keep_prompt or tokens.held == count:
-            return changes
-        new = torch.arange(count, device=tokens.position.device) >= tokens.held
-        pinned = tokens.state[PINNED] | (new & tokens.live)
-        left = self.unpinned_budget(tokens.updated({**changes, PINNED: pinned}).competing)
-        self.check_pinned(int(pinned.sum(-1).max()), int(torch.as_tensor(left).min()))
-        return {**changes, PINNED: pinned}
-
-    def check_pinned(self, pinned: int, left: int) -> None:
-        """Raise BudgetError if pinned tokens leave less of a budget than the policy needs."""
-        least = self.minimum_budget()
-        if left < least:
-            raise BudgetError(
-                f"the budget is too small for {self.name!r} with keep_prompt=True: {pinned} tokens are to stay, which "
-                f"leaves {max(left, 0)} of it for others, and {self} needs at least {least}"
-            )
-
-    def unpinned_budget(self, tokens: Tokens) -> int | Tensor:
-        """Return how many of these tokens may stay, a number or int64 [B, H', 1]."""
-        return tokens.budget - tokens.pinned_count
-
-    def protected_score(self, tokens: Tokens) -> Tensor:
-        """Return `score`, with pinned tokens above all others."""
-        if not self.keep_prompt:
-            return self.score(tokens)
-        score = self.score(tokens.competing)
-        below, top = (torch.finfo(score.dtype).max, torch.inf) if score.is_floating_point() else (LATE - 1, LATE)
-        return torch.where(tokens.pinned, top, score.clamp(max=below))
-
-    def keep_mask(self, tokens: Tokens) -> tuple[Tensor, State]:
-        """Return the result of `compact`, with pinned tokens kept."""
-        if not self.keep_prompt:
-            return self.compact(tokens)
-        keep, changes = self.compact(tokens.competing)
-        return keep | tokens.pinned, changes
-
-    def merge_unpinned(self, tokens: Tokens, held: Tensor, evicted: Tensor, valid: Tensor) -> Merge:
-        """Return the result of `merge_evicted`, with no token merged into a pinned one."""
-        return self.merge_evicted(tokens.competing if self.keep_prompt else tokens, held, evicted, valid)

@@ -36,7 +36,6 @@ from kvpass.policies.d2o_layers import column_variances, largest_layer_budget, l
 from kvpass.policies.full import Full
 from kvpass.policies.heads import reduced
 from kvpass.policies.nearest import nearest
-from kvpass.policies.ranking import highest
 from kvpass.policies.types import Attention, Merge, State, Statistic, Tokens
 
 UNSET = -2.0  # tau before the first merge, below every cosine
@@ -129,13 +128,13 @@ class D2O(Policy):
         return min(recent, most)
 
     def score(self, tokens: Tokens) -> Tensor:
-        safe = (tokens.position < self.sinks) | tokens.newest(self._recent(self.unpinned_budget(tokens)))
+        safe = (tokens.position < self.sinks) | tokens.newest(self._recent(tokens.budget))
         return torch.where(safe, torch.inf, tokens.state["score"])
 
     def compact(self, tokens: Tokens) -> tuple[Tensor, State]:
         if self.defers and tokens.held == 0:
             return tokens.live, {}
-        return highest(self.score(tokens), tokens.position, self.unpinned_budget(tokens)), {}
+        return super().compact(tokens)
 
     def merge_evicted(self, tokens: Tokens, held: Tensor, evicted: Tensor, valid: Tensor) -> Merge:
         similar, into = nearest(evicted, held, tokens.position)  # [B, Hkv, E]

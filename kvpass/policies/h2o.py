@@ -48,7 +48,5 @@ class H2O(Policy):
         return {"score": tokens.state["score"] + attention.total.sum(2)}  # [B, Hkv, N]
 
     def score(self, tokens: Tokens) -> Tensor:
-        unpinned_budget = self.unpinned_budget(tokens)
-        return torch.where(
-            tokens.newest(unpinned_budget - share_of(unpinned_budget, self.heavy)), torch.inf, tokens.state["score"]
-        )
+        recent = tokens.newest(tokens.budget - share_of(tokens.budget, self.heavy))
+        return torch.where(recent, torch.inf, tokens.state["score"])

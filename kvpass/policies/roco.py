@@ -47,10 +47,9 @@ class RoCo(Policy):
         query_count = tokens.seen - tokens.position  # queries since the token's own, which is included
         mean = tokens.state["total"] / query_count
         variance = tokens.state["squares"] / query_count - mean.square()
-        unpinned_budget = self.unpinned_budget(tokens)
-        safe = tokens.newest(unpinned_budget - unpinned_budget // 2)
+        safe = tokens.newest(tokens.budget - tokens.budget // 2)
         older = torch.where(tokens.live & ~safe, variance, -torch.inf)
-        return torch.where(safe | highest_of(older, unpinned_budget // 4), torch.inf, mean)
+        return torch.where(safe | highest_of(older, tokens.budget // 4), torch.inf, mean)
 
 
 def highest_of(score: Tensor, count: int | Tensor) -> Tensor:

@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 
 from kvpass.policies.heads import HeadSharding
-from kvpass.policies.ranking import rank_of
+from kvpass.policies.ranking import latest_of_least, lowest, rank_of, topmost
 
 Statistic = Literal["total", "squares", "last", "window", "logits", "scan"]
 State = dict[str, Tensor]
 Clock = tuple[int, ...]
 """Counts that the host keeps for one row; () before the first token."""
-PINNED = "pinned"
-"""The entry of the state that marks pinned tokens, for a policy with `keep_prompt`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +54,6 @@ class Tokens:
         state: the policy's values by name: each [B, H', N], or [B, H', 1] for `row_state`.
         budget: tokens to keep between steps: a number, or int64 [B, H', 1] if rows or layers have different budgets.
         held: how many of the N entries are slots; the others are the new tokens of a prompt (held = 0) or chunk.
-        pinned_count: pinned tokens that are not among these; a number or int64 [B, H', 1].
         rank: int64 [B, H', N], the index among the live tokens by position, if it is maintained.
         spread: as of `Attention`.
     """
@@ -68,7 +65,6 @@ class Tokens:
     held: int = 0
     rank: Tensor | None = None
     spread: HeadSharding | None = None
-    pinned_count: int | Tensor = 0
 
     @property
     def live(self) -> Tensor:
@@ -88,17 +84,16 @@ class Tokens:
         """Return these tokens with some entries of the state replaced."""
         return dataclasses.replace(self, state={**self.state, **changes})
 
-    @property
-    def pinned(self) -> Tensor:
-        """bool [B, H', N]: whether the token came with a prompt or chunk and stays; see `Policy.keep_prompt`."""
-        return self.state[PINNED] & self.live
+    def lowest(self, score: Tensor) -> Tensor:
+        """Return the slot [B, H'] to overwrite next: a free one, else that of the token of lowest score.
 
-    @property
-    def competing(self) -> Tokens:
-        """The tokens without pinned ones, whose slots count as free."""
-        pinned = self.pinned
-        count = self.pinned_count + pinned.sum(-1, keepdim=True)
-        return dataclasses.replace(self, position=torch.where(pinned, -1, self.position), rank=None, pinned_count=count)
+        If rows have different budgets, a row that holds more than its budget takes none of its free slots.
+        """
+        free: float | Tensor = lowest(score.dtype)
+        if isinstance(self.budget, Tensor):  # a full row has free slots if another row's budget is larger
+            full = self.live.sum(-1, keepdim=True) > self.budget
+            free = torch.where(full, topmost(score.dtype), free).to(score.dtype)
+        return latest_of_least(torch.where(self.live, score, free), self.position)
 
 
 @dataclasses.dataclass(frozen=True)

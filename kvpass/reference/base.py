@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvpass.cache.slots import FREE, NAMES, Chunk, Layout
 from kvpass.fx.precision import accumulate_dtype
+from kvpass.policies.pinned_tokens import check_pinned
 from kvpass.reference.storing import stored
 
 
@@ -272,7 +273,7 @@ class ReferenceLayer:
                 ]
                 if self.layout.policy.keep_prompt:
                     pinned_count = sum(token.pinned for token in stream.tokens + tokens)
-                    self.layout.policy.check_pinned(pinned_count, stream.budget - pinned_count)
+                    check_pinned(self.layout.policy, pinned_count, stream.budget - pinned_count)
                 stream.seen += len(new)
                 self.reference.take(stream, tokens, *(part.transpose(0, 1) for part in chunk_parts))
             self.reference.settle(row)
