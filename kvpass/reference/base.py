@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -67,8 +67,27 @@ class HeadStream:
     evicted: list[Token] = dataclasses.field(default_factory=list)
 
 
+def in_order(tokens: Iterable[Token]) -> list[Token]:
+    """Return tokens sorted by position."""
+    return sorted(tokens, key=lambda token: token.position)
+
+
+def split_at(tokens: list[Token], position: int) -> tuple[list[Token], list[Token]]:
+    """Return the tokens before a position, and those from there on."""
+    return [t for t in tokens if t.position < position], [t for t in tokens if t.position >= position]
+
+
+def best(tokens: list[Token], count: int, score: Callable[[Token], float]) -> list[Token]:
+    """Return the `count` tokens of highest score, sorted by position; of equal scores the earlier tokens."""
+    return in_order(sorted(tokens, key=lambda token: (-score(token), token.position))[:count])
+
+
 class Reference:
     """The reference of a policy; one object serves all streams of a layer."""
+
+    def __init__(self, policy: Any = None) -> None:
+        """Make the reference of a policy, whose options it reads; None if it reads none."""
+        self.policy = policy
 
     def prepare(self, stream: HeadStream) -> None:
         """Evict tokens before a single new token attends; by default none."""
@@ -112,7 +131,7 @@ class Reference:
         """Return the pinned tokens, and the others that `evict` keeps in the rest of the budget."""
         pinned, others = [t for t in tokens if t.pinned], [t for t in tokens if not t.pinned]
         kept = self.evict(others, stream.head, stream.seen, stream.budget - len(pinned))
-        return sorted([*pinned, *kept], key=lambda token: token.position)
+        return in_order([*pinned, *kept])
 
     def settle(self, row: list[HeadStream]) -> None:
         """Finish a call after all KV heads of a row have added their tokens."""
@@ -224,15 +243,15 @@ class ReferenceLayer:
 
     def index(self) -> Tensor:
         """Return the cached tokens' indices in the padded sequence, int64 [B, H', N], padded with -1."""
-        return self._padded([[[t.index for t in stream.tokens] for stream in row] for row in self.streams])
+        return self._of_tokens(lambda rank, token: token.index)
 
     def positions(self) -> Tensor:
         """Return the cached tokens' positions, int64 [B, H', N], sorted, padded with -1."""
-        return self._padded([[[t.position for t in stream.tokens] for stream in row] for row in self.streams])
+        return self._of_tokens(lambda rank, token: token.position)
 
     def ranks(self) -> Tensor:
         """Return the cache positions 0, 1, 2, ... of the cached tokens, int64 [B, H', N], padded with -1."""
-        return self._padded([[list(range(len(stream.tokens))) for stream in row] for row in self.streams])
+        return self._of_tokens(lambda rank, token: rank)
 
     def held_rows(self, name: str, stored: bool = False) -> Tensor:
         """Return the cached keys or values [B, Hkv, N, D], padded with zeros, as attention sees them or as stored."""
@@ -304,13 +323,13 @@ class ReferenceLayer:
     def _heads(self, group: int) -> slice:
         return slice(0, self.layout.heads) if self.layout.groups == 1 else slice(group, group + 1)
 
-    def _padded(self, lists: list[list[list[int]]]) -> Tensor:
-        """Return lists of integers per row and stream as int64 [B, H', N], padded with -1."""
-        longest = max(len(entry) for row in lists for entry in row)
-        filled = [[entry + [FREE] * (longest - len(entry)) for entry in row] for row in lists]
-        return torch.tensor(filled, dtype=torch.int64, device=self.layout.device).view(
-            self.layout.batch, self.layout.groups, longest
-        )
+    def _of_tokens(self, number: Callable[[int, Token], int]) -> Tensor:
+        """Return a number of each cached token, by its rank and the token: int64 [B, H', N], padded with -1."""
+        lists = [[number(*each) for each in enumerate(stream.tokens)] for row in self.streams for stream in row]
+        longest = max(len(entry) for entry in lists)
+        filled = [entry + [FREE] * (longest - len(entry)) for entry in lists]
+        shape = (self.layout.batch, self.layout.groups, longest)
+        return torch.tensor(filled, dtype=torch.int64, device=self.layout.device).view(shape)
 
 
 def attention_logits(
