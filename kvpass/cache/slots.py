@@ -19,6 +19,7 @@ from kvpass.lowering.formats.base import SlotIndices
 from kvpass.policies.base import Policy
 from kvpass.policies.heads import HeadSharding
 from kvpass.policies.pinned_tokens import PinnedTokens
+from kvpass.policies.protocols import Aligning, Merging
 from kvpass.policies.ranking import rank_of, rows_in_order
 from kvpass.policies.types import Attention, Merge, State, Tokens
 
@@ -339,6 +340,7 @@ def _align(layout: Layout, slots: Slots, evicted: int) -> None:
 def align(layout: Layout, slots: Slots, tokens: Tokens, weights: Sequence[Tensor], evicted: int) -> State:
     """Store the rows that the policy aligns, in place, and return the changes to its state."""
     key, value = slots.key.read_as(layout.dtype), slots.value.read_as(layout.dtype)
+    assert isinstance(layout.policy, Aligning)
     new_key, new_value, changes = layout.policy.align(tokens, key, value, layout.layer, weights, evicted)
     slots.key.replace(new_key, (new_key != key).any(-1))
     slots.value.replace(new_value, (new_value != value).any(-1))
@@ -425,8 +427,9 @@ def _merge_evicted(layout: Layout, slots: Slots, tokens: Tokens, evicted: Tensor
     """Let the policy merge evicted tokens into the filled slots."""
     count = int(evicted.sum(-1).max())
     indices = rows_in_order(torch.where(evicted, tokens.position, FREE))[..., :count]  # [B, H', E]
-    held, evicted_keys = slots.key.read(), key.gathered(indices).read()
-    merge = layout.eviction.merge_evicted(slots.tokens(layout), held, evicted_keys, evicted.gather(-1, indices))
+    held, evicted_keys, eviction = slots.key.read(), key.gathered(indices).read(), layout.eviction
+    assert isinstance(eviction, Merging)
+    merge = eviction.merge_evicted(slots.tokens(layout), held, evicted_keys, evicted.gather(-1, indices))
     for buffer, rows in ((slots.key, key), (slots.value, value)):
         _merge_into(buffer, rows, indices, merge)
     for name, changed in merge.state.items():

@@ -21,6 +21,7 @@ from kvpass.lowering.attention_statistics import regrouped
 from kvpass.lowering.formats import Rows, Sections, plain
 from kvpass.lowering.rope import Rope
 from kvpass.policies.base import Policy
+from kvpass.policies.protocols import Aligning, Merging
 from kvpass.policies.ranking import LATE, rank_of
 from kvpass.policies.types import Attention, State, Tokens
 
@@ -351,9 +352,10 @@ def _evict(layout: Layout, slots: Slots, tokens: Tokens, attention: Attention) -
 
 def _merge_victim(layout: Layout, slots: Slots, rest: Tokens, victim: Tensor, valid: Tensor) -> State:
     """Merge the victim's K and V into one row of each head; return the changes to the state."""
-    heads = slots.key.shape[1]
+    heads, eviction = slots.key.shape[1], layout.eviction
     evicted = rows_at(victim, heads)
-    merge = layout.eviction.merge_evicted(rest, slots.key.read(), slots.key.at(evicted)[:, :, None], valid)
+    assert isinstance(eviction, Merging)
+    merge = eviction.merge_evicted(rest, slots.key.read(), slots.key.at(evicted)[:, :, None], valid)
     into = rows_at(merge.into[..., 0], heads)
     for rows in (slots.key, slots.value):
         merged = merge.own * upcast(rows.at(into)) + merge.weight * upcast(rows.at(evicted))
@@ -378,6 +380,7 @@ def _stored_rows(layout: Layout, site: Site, slots: Slots, tokens: Tokens) -> tu
         return slots.key, slots.value
     weights = site.weights or layout.policy.weights()
     stored = slots.key.read_as(layout.dtype), slots.value.read_as(layout.dtype)
+    assert isinstance(layout.policy, Aligning)
     key, value, _ = layout.policy.align(tokens, *stored, layout.layer, weights, 0)
     return plain(key), plain(value)
 

@@ -24,6 +24,7 @@ from kvpass.lowering.attention_rows import (
     weighted_sums,
 )
 from kvpass.policies.heads import HeadSharding
+from kvpass.policies.protocols import Scanning
 from kvpass.torch_private.library_attention import attention_with_lse
 
 SUMS = ("total", "squares")
@@ -177,6 +178,7 @@ def _scanned(
     """
     assert request.scan is not None
     policy, sharding = policies.specified(request.scan), HeadSharding.read(request.sharding)
+    assert isinstance(policy, Scanning)
     before = attention.key.shape[2] - attention.query.shape[2]
     slots = _slots(policy, request.budget, row_budgets, valid)
     made = []

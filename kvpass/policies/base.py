@@ -3,7 +3,8 @@
 A policy knows nothing of graphs, kernels or models.  It declares which attention statistics it reads (`statistics`),
 which values it keeps per token and per row (`state`, `row_state`), how attention changes them (`observe`,
 `observe_chunk`), and a score per token (`score`).  The token of lowest score is evicted first.  The same function ranks
-the tokens of a prompt and selects the victim of a decode step, so both always agree.  All other hooks have defaults.
+the tokens of a prompt and selects the victim of a decode step, so both always agree.  All other hooks have defaults,
+or are optional (`kvpass.policies.protocols`).
 
 Shapes: B rows, H' = 1 (`heads = "shared"`) or Hkv (`heads = "kv"`), G query heads per KV head, N tokens.
 All hooks that take tensors, except `scan`, are traced into the decode graph: static shapes and no host reads.
@@ -14,7 +15,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -23,9 +24,8 @@ from torch import Tensor
 from kvpass.arguments import check_fields, require
 from kvpass.errors import BudgetError
 from kvpass.policies.budgets import Plan
-from kvpass.policies.heads import HeadSharding
 from kvpass.policies.ranking import LATE, highest
-from kvpass.policies.types import Attention, Clock, Merge, State, Statistic, Tokens
+from kvpass.policies.types import Attention, Clock, State, Statistic, Tokens
 
 Kind = TypeVar("Kind", bound="Policy")
 
@@ -189,26 +189,11 @@ class Policy:
         """Return changes to the state after a prompt, chunk or compacting step; by default those of `observe`."""
         return self.observe(tokens, attention)
 
-    def scan(
-        self, rows: Iterable[Tensor], valid: Tensor, held: int, budget: int, spread: HeadSharding | None = None
-    ) -> Tensor:
-        """Return `Attention.scan` from the attention of every query, where sums are not enough; never traced.
-
-        Args:
-            rows: blocks of consecutive queries, float32 [B, Hkv, G, n, s]; all blocks together have q queries.  The
-                first s of the held + q keys are all that the block's queries see; s never decreases, and the last
-                block has all keys.
-            valid: bool [B, q], false for padding.
-            held: how many of the columns are slots.
-            spread: as of `Attention`.
-        """
-        raise NotImplementedError
-
     # Keys and values that are rewritten.
 
     @property
     def aligns(self) -> Literal["never", "read", "step", "compact"]:
-        """When `align` runs: never, whenever keys and values are read, or to store its result.
+        """When `Aligning.align` runs: never, whenever keys and values are read, or to store its result.
 
         It stores after every step ("step") or after compacting steps ("compact"), and after a chunk.
         """
@@ -217,19 +202,6 @@ class Policy:
     def weights(self) -> list[Tensor]:
         """Return the tensors that `align` uses, which become inputs of the decode graph."""
         return []
-
-    def align(
-        self, tokens: Tokens, key: Tensor, value: Tensor, layer: int, weights: Sequence[Tensor], evicted: int
-    ) -> tuple[Tensor, Tensor, State]:
-        """Return the keys and values that attention sees in place of the stored ones, and changes to the state.
-
-        Args:
-            key, value: those of the slots, [B, Hkv, C, D] and [B, Hkv, C, Dv].
-            layer: the index of the layer.
-            weights: the result of `weights`, on the device of the slots.
-            evicted: an upper bound of the tokens evicted since the last call, if the result is stored.
-        """
-        raise NotImplementedError
 
     def last_position(self) -> int:
         """Return the highest position id that new tokens get, for policies that renumber."""
@@ -267,7 +239,7 @@ class Policy:
     @property
     def merges(self) -> bool:
         """Whether evicted tokens are merged into others: whether the policy has a `merge_evicted`."""
-        return type(self).merge_evicted is not Policy.merge_evicted
+        return hasattr(self, "merge_evicted")
 
     def score(self, tokens: Tokens) -> Tensor:
         """Return int64 or float32 [B, H', N]: the token of lowest score is evicted first; of equals, the later one.
@@ -286,14 +258,3 @@ class Policy:
         By default the `budget` tokens of highest score stay.
         """
         return highest(self.score(tokens), tokens.position, tokens.budget), {}
-
-    def merge_evicted(self, tokens: Tokens, held: Tensor, evicted: Tensor, valid: Tensor) -> Merge:
-        """Return how evicted tokens are merged into the slots that stay; optional.
-
-        Args:
-            tokens: the slots, those of evicted tokens already free.
-            held: the stored keys of the slots, [B, Hkv, C, D].
-            evicted: the stored keys of the evicted tokens, [B, Hkv, E, D], by position.
-            valid: bool [B, H', E], false for entries without a token.
-        """
-        raise NotImplementedError

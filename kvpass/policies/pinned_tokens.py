@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvpass.errors import BudgetError
 from kvpass.policies.base import Policy
+from kvpass.policies.protocols import Merging
 from kvpass.policies.ranking import LATE
 from kvpass.policies.types import Attention, Merge, State, Tokens
 
@@ -55,6 +56,7 @@ class PinnedTokens:
 
     def merge_evicted(self, tokens: Tokens, held: Tensor, evicted: Tensor, valid: Tensor) -> Merge:
         """Return the policy's merge, in which no token is merged into a pinned one."""
+        assert isinstance(self.policy, Merging)
         return self.policy.merge_evicted(_unpinned(tokens), held, evicted, valid)
 
 
