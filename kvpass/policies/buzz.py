@@ -23,7 +23,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from fractions import Fraction
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from kvpass.errors import BudgetError
 from kvpass.policies.base import Policy
 from kvpass.policies.budgets import Count
 from kvpass.policies.ranking import LATE
-from kvpass.policies.types import Attention, Clock, State, Statistic, Tokens
+from kvpass.policies.types import Attention, Clock, State, Tokens
 
 LOG_BASE = math.log(512)
 
@@ -91,13 +91,13 @@ class Buzz(Policy):
     variant: Literal["buzz", "fast", "nomax"] = "buzz"
     iterate_prompt: bool = True
     old_stride: OldStride | None = None
-    name: ClassVar[str] = "buzz"
-    prompt_must_compete: ClassVar[str] = "its hives are counted from the sinks, and thinning depends on counts alone"
-    spreads: ClassVar[Literal["never", "heads", "always"]] = "heads"
-    heads: ClassVar[Literal["shared", "kv"]] = "kv"
-    positions: ClassVar[Literal["absolute", "cache"]] = "cache"
-    statistics: ClassVar[frozenset[Statistic]] = frozenset({"total"})
-    ranks: ClassVar[bool] = True
+    name = "buzz"
+    prompt_must_compete = "its hives are counted from the sinks, and thinning depends on counts alone"
+    spreads = "heads"
+    heads = "kv"
+    positions = "cache"
+    statistics = frozenset({"total"})
+    ranks = True
 
     @property
     def strides(self) -> Strides:

@@ -26,7 +26,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from kvpass.arguments import Natural, Positive, Share
 from kvpass.errors import BudgetError
 from kvpass.policies.base import Policy
 from kvpass.policies.heads import HeadSharding, reduced
-from kvpass.policies.types import Attention, State, Statistic, Tokens
+from kvpass.policies.types import Attention, State, Tokens
 
 BASES = {"pow2": 2, "pow3": 3, "pow4": 4}
 NO_VICTIM = -2
@@ -66,14 +66,12 @@ class Cascade(Policy):
     eager_fill: bool = False
     heads: Literal["shared", "kv"] = "shared"  # type: ignore[misc]
     select: bool = True
-    name: ClassVar[str] = "cascade"
-    prompt_must_compete: ClassVar[str] = (
-        "its sub-caches have fixed sizes, and prompt tokens pass through them like all others"
-    )
-    spreads: ClassVar[Literal["never", "heads", "always"]] = "heads"
-    positions: ClassVar[Literal["absolute", "cache"]] = "cache"
-    statistics: ClassVar[frozenset[Statistic]] = frozenset({"scan"})
-    ranks: ClassVar[bool] = True
+    name = "cascade"
+    prompt_must_compete = "its sub-caches have fixed sizes, and prompt tokens pass through them like all others"
+    spreads = "heads"
+    positions = "cache"
+    statistics = frozenset({"scan"})
+    ranks = True
 
     @property
     def overwrites(self) -> bool:

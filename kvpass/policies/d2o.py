@@ -24,7 +24,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from kvpass.policies.budgets import Plan, share_of
 from kvpass.policies.full import Full
 from kvpass.policies.heads import HeadSharding, gathered, reduced
 from kvpass.policies.ranking import LATE, rows_in_order
-from kvpass.policies.types import Attention, Merge, State, Statistic, Tokens
+from kvpass.policies.types import Attention, Merge, State, Tokens
 from kvpass.torch_private.inductor import materialized
 
 UNSET = -2.0  # tau before the first merge, below every cosine
@@ -75,10 +75,10 @@ class D2O(Policy):
     calibrate: bool = False
     extra_sinks: bool = False
     density: Literal["kv", "query"] = "kv"
-    name: ClassVar[str] = "d2o"
-    spreads: ClassVar[Literal["never", "heads", "always"]] = "heads"
-    heads: ClassVar[Literal["shared", "kv"]] = "kv"
-    statistics: ClassVar[frozenset[Statistic]] = frozenset({"total"})
+    name = "d2o"
+    spreads = "heads"
+    heads = "kv"
+    statistics = frozenset({"total"})
 
     @property
     def defers(self) -> bool:

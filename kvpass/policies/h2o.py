@@ -12,7 +12,6 @@ queries of a chunk are summed before anything is evicted.
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from torch import Tensor
 from kvpass.arguments import Share
 from kvpass.policies.base import Policy
 from kvpass.policies.budgets import share_of
-from kvpass.policies.types import Attention, Statistic, Tokens
+from kvpass.policies.types import Attention, Tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,10 +31,10 @@ class H2O(Policy):
     """
 
     heavy: Share = 0.5
-    name: ClassVar[str] = "h2o"
-    spreads: ClassVar[Literal["never", "heads", "always"]] = "heads"
-    heads: ClassVar[Literal["shared", "kv"]] = "kv"
-    statistics: ClassVar[frozenset[Statistic]] = frozenset({"total"})
+    name = "h2o"
+    spreads = "heads"
+    heads = "kv"
+    statistics = frozenset({"total"})
 
     def minimum_budget(self) -> int:
         return 2

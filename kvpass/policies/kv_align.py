@@ -26,7 +26,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ from kvpass.policies.aligners.aligner import Aligner
 from kvpass.policies.aligners.store import load
 from kvpass.policies.base import Policy
 from kvpass.policies.budgets import Plan
+from kvpass.policies.ranking import LATE
 from kvpass.policies.types import Attention, Clock, State, Tokens
 
 UNKNOWN = -1  # the position of a new token's row, until its first step ends
@@ -53,9 +54,9 @@ class KVAlign(Policy):
 
     aligner: Aligner | str | os.PathLike[str] | None = None
     every: Positive = 1
-    name: ClassVar[str] = "kv_align"
-    prompt_must_compete: ClassVar[str] = "a prompt longer than the budget restarts its positions for its last tokens"
-    renumbers: ClassVar[bool] = True
+    name = "kv_align"
+    prompt_must_compete = "a prompt longer than the budget restarts its positions for its last tokens"
+    renumbers = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -162,7 +163,7 @@ class KVAlign(Policy):
     # Eviction.
 
     def score(self, tokens: Tokens) -> Tensor:
-        return torch.where(self._is_sink(tokens), torch.iinfo(torch.int64).max, tokens.position)
+        return torch.where(self._is_sink(tokens), LATE, tokens.position)
 
     def _is_sink(self, tokens: Tokens) -> Tensor:
         start = tokens.state["start"]

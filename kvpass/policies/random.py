@@ -8,7 +8,7 @@ those of a prompt.
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated
 
 from torch import Tensor
 
@@ -25,9 +25,9 @@ class Random(Policy):
     """Options: `seed`, any integer from 0 to 2**31 - 2."""
 
     seed: Annotated[int, between(0, PRIME - 1)] = 0
-    name: ClassVar[str] = "random"
-    spreads: ClassVar[Literal["never", "heads", "always"]] = "heads"
-    heads: ClassVar[Literal["shared", "kv"]] = "kv"
+    name = "random"
+    spreads = "heads"
+    heads = "kv"
 
     def score(self, tokens: Tokens) -> Tensor:
         heads = head_indices(tokens.position, tokens.spread)  # [H', 1]

@@ -13,21 +13,20 @@ are counted before anything is evicted.  A step costs one top-k over the slots.
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from kvpass.policies.base import Policy
-from kvpass.policies.types import Attention, State, Statistic, Tokens
+from kvpass.policies.types import Attention, State, Tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class RoCo(Policy):
-    name: ClassVar[str] = "roco"
-    spreads: ClassVar[Literal["never", "heads", "always"]] = "heads"
-    heads: ClassVar[Literal["shared", "kv"]] = "kv"
-    statistics: ClassVar[frozenset[Statistic]] = frozenset({"total", "squares"})
+    name = "roco"
+    spreads = "heads"
+    heads = "kv"
+    statistics = frozenset({"total", "squares"})
 
     def minimum_budget(self) -> int:
         return 2

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -28,8 +28,8 @@ from kvpass.arguments import Natural, Positive, require
 from kvpass.errors import BudgetError
 from kvpass.policies.base import Policy
 from kvpass.policies.budgets import Count
-from kvpass.policies.ranking import highest
-from kvpass.policies.types import Attention, Clock, State, Statistic, Tokens
+from kvpass.policies.ranking import LATE, highest
+from kvpass.policies.types import Attention, Clock, State, Tokens
 
 HIDDEN = torch.finfo(torch.float32).min
 MAX_GROUPS = 62
@@ -70,13 +70,11 @@ class Sage(Policy):
     sinks: Natural | None = None
     top: Positive | None = None
     select_at: Literal["prompt_end", "overflow"] = "prompt_end"
-    name: ClassVar[str] = "sage"
-    prompt_must_compete: ClassVar[str] = (
-        "it selects among the tokens of a prompt; later tokens are kept as by policy='window'"
-    )
-    spreads: ClassVar[Literal["never", "heads", "always"]] = "heads"
-    heads: ClassVar[Literal["shared", "kv"]] = "kv"
-    statistics: ClassVar[frozenset[Statistic]] = frozenset({"logits"})
+    name = "sage"
+    prompt_must_compete = "it selects among the tokens of a prompt; later tokens are kept as by policy='window'"
+    spreads = "heads"
+    heads = "kv"
+    statistics = frozenset({"logits"})
 
     def minimum_budget(self) -> int:
         """Return the least budget for one query head per KV head; only a model tells how many there are."""
@@ -163,7 +161,7 @@ class Sage(Policy):
     def score(self, tokens: Tokens) -> Tensor:
         """Return scores: sinks and selected tokens stay, then the latest."""
         sink = tokens.position < self._sinks(tokens.budget)
-        return torch.where(sink | (tokens.state["takers"] != 0), torch.iinfo(torch.int64).max, tokens.position)
+        return torch.where(sink | (tokens.state["takers"] != 0), LATE, tokens.position)
 
     def bias(self, tokens: Tokens, groups: int) -> Tensor | None:
         if self.share == "union" or groups == 1:

@@ -10,21 +10,20 @@ prompt or chunk only the attention of the last token counts.
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from kvpass.policies.base import Policy
 from kvpass.policies.heads import reduced
-from kvpass.policies.types import Attention, State, Statistic, Tokens
+from kvpass.policies.types import Attention, State, Tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class Tova(Policy):
-    name: ClassVar[str] = "tova"
-    spreads: ClassVar[Literal["never", "heads", "always"]] = "heads"
-    statistics: ClassVar[frozenset[Statistic]] = frozenset({"last"})
+    name = "tova"
+    spreads = "heads"
+    statistics = frozenset({"last"})
 
     def state(self) -> dict[str, torch.dtype]:
         return {"score": torch.float32}
