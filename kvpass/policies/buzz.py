@@ -43,33 +43,6 @@ OldStride = Annotated[int, at_least(2)]
 
 
 @dataclasses.dataclass(frozen=True)
-class Strides:
-    """The sampling intervals of a middle segment.
-
-    Attributes:
-        new: s, the size of a hive.
-        old: s', the interval at which tokens that survived a thinning are sampled again.
-    """
-
-    new: int
-    old: int
-
-    @staticmethod
-    def of(stride: int, old_stride: int | None) -> Strides:
-        """Return the strides for the options of the policy."""
-        return Strides(stride, (stride + 1) // 2 if old_stride is None else old_stride)
-
-    @property
-    def ratio(self) -> float:
-        """T / w such that thinning leaves w of T tokens again if w of these survived an earlier thinning.
-
-        w = w / s' + (T - w) / s, and so T / w = 1 + s - s / s'.  With s' = floor((s + 1) / 2) this is the paper's (s^2
-        + 1) / (s + 1) for an odd s, and s - 1 for an even one.
-        """
-        return float(1 + self.new - Fraction(self.new, self.old))
-
-
-@dataclasses.dataclass(frozen=True)
 class Buzz(Policy):
     """The BUZZ policy.
 
@@ -100,9 +73,9 @@ class Buzz(Policy):
     ranks = True
 
     @property
-    def strides(self) -> Strides:
-        """s and s'."""
-        return Strides.of(self.stride, self.old_stride)
+    def interval(self) -> int:
+        """s'."""
+        return _interval(self.stride, self.old_stride)
 
     def sizes(self, budget: Count) -> tuple[Count, Count]:
         """Return w and T: numbers, or tensors for the budgets of rows."""
@@ -133,8 +106,20 @@ class Buzz(Policy):
         return counts[0] <= clock[0], counts
 
     def _counts(self, stored: int, old: int, budget: int, iterate: bool) -> tuple[int, int]:
+        """Return the tokens stored, and the old ones among them, after a thinning if the middle exceeds the threshold.
+
+        Args:
+            stored, old: the numbers before it.
+            iterate: sample again at the interval s' until the middle fits.
+        """
         window, threshold = self.sizes(budget)
-        return thinned_if_due(stored, old, self.sinks + window, threshold, self.strides, iterate)
+        middle = stored - self.sinks - window
+        if middle <= threshold:
+            return stored, old
+        size = -(-old // self.interval) - (-(middle - old) // self.stride)  # each of the quotients rounded up
+        while iterate and size > threshold:
+            size = -(-size // self.interval)
+        return self.sinks + window + size, size
 
     # The tensors.
 
@@ -148,8 +133,6 @@ class Buzz(Policy):
         return {"old": 0}
 
     def observe(self, tokens: Tokens, attention: Attention) -> State:
-        assert attention.total is not None
-        assert attention.queries is not None
         probs, before = attention.total.sum(2), tokens.state["score"]  # [B, Hkv, N]
         return {
             "score": torch.where(attention.queries > 0, probs, before) if self.variant == "fast" else before + probs
@@ -166,7 +149,7 @@ class Buzz(Policy):
     def compact(self, tokens: Tokens) -> tuple[Tensor, State]:
         window, threshold = self.sizes(tokens.budget)
         middle = tokens.live.sum(-1, keepdim=True) - self.sinks - window  # [B, H', 1]
-        index, old, interval = tokens.order - self.sinks, tokens.state["old"], self.strides.old
+        index, old, interval = tokens.order - self.sinks, tokens.state["old"], self.interval
         in_middle = tokens.live & (index >= 0) & (index < middle)
         is_new, hive = in_middle & (index >= old), (index - old).clamp(min=0) // self.stride
         starts_hive = (index - old) % self.stride == 0
@@ -203,7 +186,7 @@ def threshold_for(window: int, stride: int = 5, old_stride: int | None = None) -
     >>> threshold_for(12, stride=5), threshold_for(12, stride=4), threshold_for(12, stride=5, old_stride=5)
     (52, 36, 60)
     """
-    return round(window * Strides.of(stride, old_stride).ratio)
+    return round(window * _ratio(stride, old_stride))
 
 
 def window_and_threshold(
@@ -216,7 +199,7 @@ def window_and_threshold(
     >>> window_and_threshold(68)
     (12, 52)
     """
-    rest, parts = budget - sinks, 1 + Strides.of(stride, old_stride).ratio
+    rest, parts = budget - sinks, 1 + _ratio(stride, old_stride)
     if isinstance(rest, Tensor):  # float64, in which Python divides and rounds
         windows = (rest.double() / parts).round().long().clamp(min=1)
         return windows, rest - windows  # type: ignore[return-value]  # of what the budget is
@@ -224,28 +207,18 @@ def window_and_threshold(
     return window, rest - window  # type: ignore[return-value]
 
 
-def thinned(middle: int, old: int, strides: Strides) -> int:
-    """Return the size of a middle after thinning, `old` of which survived before: ceil(old / s') + ceil(new / s)."""
-    return -(-old // strides.old) - (-(middle - old) // strides.new)
+def _interval(stride: int, old_stride: int | None) -> int:
+    """Return s', the interval at which tokens that survived a thinning are sampled again."""
+    return (stride + 1) // 2 if old_stride is None else old_stride
 
 
-def thinned_if_due(
-    stored: int, old: int, fixed: int, threshold: int, strides: Strides, iterate: bool = False
-) -> tuple[int, int]:
-    """Return the tokens stored, and the old ones among them, after a thinning if the middle exceeds the threshold.
+def _ratio(stride: int, old_stride: int | None) -> float:
+    """Return T / w such that thinning leaves w of T tokens again if w of these survived an earlier thinning.
 
-    Args:
-        stored, old: the numbers before it.
-        fixed: sinks and window together.
-        iterate: sample again at the interval s' until the middle fits.
+    w = w / s' + (T - w) / s, and so T / w = 1 + s - s / s'.  With s' = floor((s + 1) / 2) this is the paper's (s^2 + 1)
+    / (s + 1) for an odd s, and s - 1 for an even one.
     """
-    middle = stored - fixed
-    if middle <= threshold:
-        return stored, old
-    size = thinned(middle, old, strides)
-    while iterate and size > threshold:
-        size = -(-size // strides.old)
-    return fixed + size, size
+    return float(1 + stride - Fraction(stride, _interval(stride, old_stride)))
 
 
 def best_of_hives(score: Tensor, in_hive: Tensor, hive: Tensor, index: Tensor) -> Tensor:

@@ -98,8 +98,6 @@ class Cascade(Policy):
         return {"arrived": 0}  # real tokens of the last step
 
     def observe(self, tokens: Tokens, attention: Attention) -> State:
-        assert attention.last is not None
-        assert attention.queries is not None
         probs = self._reduced(attention.last[..., None, :], attention.spread)[:, :, 0]
         decay, rest = self._decays(tokens.budget)
         score = decay * tokens.state["score"] + rest * probs
@@ -156,8 +154,6 @@ class Cascade(Policy):
         return torch.where(number[:, None] < 0, 0, score)
 
     def observe_chunk(self, tokens: Tokens, attention: Attention) -> State:
-        assert attention.scan is not None
-        assert attention.queries is not None
         score = attention.scan
         if tokens.held:
             score = score + self._decays(tokens.budget)[0] ** attention.queries * tokens.state["score"]

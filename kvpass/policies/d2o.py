@@ -100,7 +100,7 @@ class D2O(Policy):
         if self.calibrate and earlier:
             return [Plan(plan.budget, plan.capacity) for plan in earlier]
         spread = attention[0].spread if attention else None
-        totals = [layer.total for layer in attention if layer.total is not None]
+        totals = [layer.total for layer in attention]
         rows = column_variances(totals, valid, spread, self.density)
         options = (self.layers, self.gate, self.alpha, self.minimum_budget())
         lengths = valid.sum(-1).tolist()
@@ -117,7 +117,6 @@ class D2O(Policy):
         return {"threshold": UNSET}  # tau
 
     def observe(self, tokens: Tokens, attention: Attention) -> State:
-        assert attention.total is not None
         return {"score": tokens.state["score"] + attention.total.sum(2)}  # [B, Hkv, N]
 
     def _recent(self, budget: int | Tensor) -> int | Tensor:

@@ -43,7 +43,6 @@ class H2O(Policy):
         return {"score": torch.float32}
 
     def observe(self, tokens: Tokens, attention: Attention) -> dict[str, Tensor]:
-        assert attention.total is not None
         return {"score": tokens.state["score"] + attention.total.sum(2)}  # [B, Hkv, N]
 
     def score(self, tokens: Tokens) -> Tensor:

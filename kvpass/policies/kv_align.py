@@ -104,15 +104,8 @@ class KVAlign(Policy):
     def plan(
         self, attention: Sequence[Attention], valid: Tensor, budget: int, earlier: Sequence[Plan] | None = None
     ) -> list[Plan]:
-        self._check("layers", self.trained.signature.layers, len(attention))
+        self.trained.signature.check(layers=len(attention))
         return super().plan(attention, valid, budget, earlier)
-
-    def _check(self, name: str, trained: object, found: object) -> None:
-        if trained != found:
-            raise AlignerError(
-                f"the aligner was trained for a model with {name} = {trained}, and this one has {found}; "
-                "train one for it with `kvpass align train`"
-            )
 
     def last_position(self) -> int:
         return self.trained.signature.window
@@ -140,8 +133,7 @@ class KVAlign(Policy):
         return {"start": 0}  # the position of the first sink, where the window starts
 
     def init_token_state(self, key: Tensor, value: Tensor) -> State:
-        signature = self.trained.signature
-        self._check("KV heads, head dimension", (signature.heads, signature.key_dim), (key.shape[1], key.shape[3]))
+        self.trained.signature.check(heads=key.shape[1], key_dim=key.shape[3])
         unknown = torch.full((key.shape[0], 1, key.shape[2]), UNKNOWN, dtype=torch.int64, device=key.device)
         return {"made": unknown}
 

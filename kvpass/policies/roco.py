@@ -35,8 +35,6 @@ class RoCo(Policy):
         return {"total": torch.float32, "squares": torch.float32}
 
     def observe(self, tokens: Tokens, attention: Attention) -> State:
-        assert attention.total is not None
-        assert attention.squares is not None
         return {
             "total": tokens.state["total"] + attention.total.mean(2),  # [B, Hkv, N]
             "squares": tokens.state["squares"] + attention.squares.mean(2),

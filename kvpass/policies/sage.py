@@ -108,8 +108,6 @@ class Sage(Policy):
         return {"since": 0}  # tokens since the last selection
 
     def observe(self, tokens: Tokens, attention: Attention) -> State:
-        assert attention.last is not None
-        assert attention.queries is not None
         takers = self._unselected(tokens, attention.last.shape[2])
         return {"takers": takers, "since": tokens.state["since"] + attention.queries}
 
@@ -120,8 +118,6 @@ class Sage(Policy):
         return torch.where(first_tokens & tokens.live, -1, tokens.state["takers"])
 
     def observe_chunk(self, tokens: Tokens, attention: Attention) -> State:
-        assert attention.logits is not None
-        assert attention.queries is not None
         groups, step = attention.logits.shape[2], tokens.held == tokens.position.shape[-1]
         since = tokens.state["since"] + attention.queries
         if not step:

@@ -54,8 +54,6 @@ class SnapKV(Policy):
         return {}
 
     def observe_chunk(self, tokens: Tokens, attention: Attention) -> State:
-        assert attention.window is not None
-        assert attention.queries is not None
         scored = (attention.queries > 0) & tokens.live & ~tokens.newest(self.window)
         probs = torch.where(scored[:, :, None], attention.window, 0.0)  # [B, Hkv, G, N]
         score = self._smoothed(probs.mean(2), tokens)

@@ -29,8 +29,6 @@ class Tova(Policy):
         return {"score": torch.float32}
 
     def observe(self, tokens: Tokens, attention: Attention) -> State:
-        assert attention.last is not None
-        assert attention.queries is not None
         probs = reduced(attention.last, "mean", attention.spread)  # [B, 1, N]
         return {"score": torch.where(attention.queries > 0, probs, tokens.state["score"])}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ Statistic = Literal["total", "squares", "last", "window", "logits", "scan"]
 State = dict[str, Tensor]
 Clock = tuple[int, ...]
 """Counts that the host keeps for one row; () before the first token."""
+_NONE: Any = None
+"""In place of a statistic that the policy does not list, so that policies need not check for None."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,13 +36,13 @@ class Attention:
         spread: where the layer's other heads are, None if all are in this process; see `kvpass.policies.heads`.
     """
 
-    total: Tensor | None = None
-    squares: Tensor | None = None
-    last: Tensor | None = None
-    window: Tensor | None = None
-    logits: Tensor | None = None
-    scan: Tensor | None = None
-    queries: Tensor | None = None
+    total: Tensor = _NONE
+    squares: Tensor = _NONE
+    last: Tensor = _NONE
+    window: Tensor = _NONE
+    logits: Tensor = _NONE
+    scan: Tensor = _NONE
+    queries: Tensor = _NONE
     spread: HeadSharding | None = None
 
 
