@@ -76,7 +76,7 @@ class Layout:
     @property
     def eviction(self) -> Policy | PinnedTokens:
         """The hooks by which tokens are evicted."""
-        return PinnedTokens(self.policy) if self.policy.keep_prompt and self.policy.evicts else self.policy
+        return PinnedTokens(self.policy) if self.policy.keep_prompt else self.policy
 
     @property
     def key_format(self) -> Format:

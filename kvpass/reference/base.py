@@ -266,37 +266,33 @@ class ReferenceLayer:
                     out[b, self._heads(h), n] = key if name == "key" else value
         return out
 
-    def take(self, chunk: Chunk, probabilities: Tensor, logits: Tensor | None = None, part: bool = False) -> None:
+    def take(self, chunk: Chunk, probabilities: Tensor, logits: Tensor, part: bool = False) -> None:
         """Add new tokens and evict.
 
         Args:
             chunk: the new tokens, with keys as they are stored; its `attention` is ignored.
             probabilities: float32 [B, Hq, q, N + q] of the chunk's queries over [cached, chunk].
-            logits: likewise, before the softmax and the policy's bias; for policies without a bias, the logarithm of
-                `probabilities` suffices.
+            logits: likewise, before the softmax and the policy's bias.
             part: the chunk is the first part of a longer one, so a single token is no decode step.
         """
-        logits = probabilities.log() if logits is None else logits
         self.taken = TakenByReference(chunk, probabilities, logits)
+        policy, count = self.layout.policy, chunk.valid.shape[1]
+        first_new = probabilities.shape[-1] - count
         for b, row in enumerate(self.streams):
             new = torch.nonzero(chunk.valid[b]).flatten().tolist()
             for stream in row:
-                columns = list(range(len(stream.tokens))) + [
-                    probabilities.shape[-1] - chunk.valid.shape[1] + j for j in new
-                ]
-                stream.step = self.length > 0 and chunk.valid.shape[1] == 1 and not part
+                columns = [*range(len(stream.tokens)), *(first_new + j for j in new)]
+                queries = self._queries(stream, probabilities)
+                seen = (x[b, queries][:, new][:, :, columns].transpose(0, 1) for x in (probabilities, logits))
+                stream.step = self.length > 0 and count == 1 and not part
                 tokens = [self._token(stream, chunk, b, index, j) for index, j in enumerate(new)]
-                chunk_parts = [
-                    part[b, self._queries(stream, probabilities)][:, new][:, :, columns]
-                    for part in (probabilities, logits)
-                ]
-                if self.layout.policy.keep_prompt:
-                    pinned_count = sum(token.pinned for token in stream.tokens + tokens)
-                    check_pinned(self.layout.policy, pinned_count, stream.budget - pinned_count)
+                if policy.keep_prompt:
+                    pinned = sum(token.pinned for token in stream.tokens + tokens)
+                    check_pinned(policy, pinned, stream.budget - pinned)
                 stream.seen += len(new)
-                self.reference.take(stream, tokens, *(part.transpose(0, 1) for part in chunk_parts))
+                self.reference.take(stream, tokens, *seen)
             self.reference.settle(row)
-        self.length += chunk.valid.shape[1]
+        self.length += count
         self.fed += 1
 
     def attends_to_stored(self, count: int) -> bool:
