@@ -25,7 +25,10 @@ from kvpass.arguments import check_fields, require
 from kvpass.errors import BudgetError
 from kvpass.policies.budgets import Plan
 from kvpass.policies.ranking import LATE, highest
-from kvpass.policies.types import Attention, Clock, State, Statistic, Tokens
+from kvpass.policies.types import Attention, Clock, Merge, State, Statistic, Tokens
+
+__all__ = ["Attention", "Clock", "Merge", "Plan", "Policy", "State", "Statistic", "Tokens"]
+"""What a policy is written with; `kvpass.policies.types` and `budgets` define the others."""
 
 Kind = TypeVar("Kind", bound="Policy")
 

@@ -58,6 +58,12 @@ def test_a_model_runs_on_it_in_two_graphs() -> None:
         assert run.held[-1][0][row, 0].tolist() == sorted(worth[row].topk(6).indices.tolist())
 
 
+@pytest.mark.parametrize("name", ["Attention", "Clock", "Merge", "Plan", "Policy", "State", "Statistic", "Tokens"])
+def test_what_a_policy_is_written_with_is_in_one_module(name: str) -> None:
+    assert name in base.__all__
+    assert hasattr(base, name)
+
+
 @pytest.mark.parametrize(("old", "new"), sorted(base.RENAMED_HOOKS.items()))
 def test_hooks_by_their_old_names_work_with_a_warning(old: str, new: str) -> None:
     hook = getattr(ValueNorm, new, protocols.Merging.merge_evicted)
