@@ -127,6 +127,12 @@ def _value(name: str, value: Any, check: _Check) -> Any:
     return read
 
 
+def require(condition: bool, option: str, value: object, why: str) -> None:
+    """Raise a PolicyError that names the option unless `condition` holds."""
+    if not condition:
+        raise PolicyError(f"{option}={value!r}: {why}")
+
+
 def shown(value: Any) -> str:
     """Return a value as one short line of text for an error message."""
     if isinstance(value, Tensor):

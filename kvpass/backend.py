@@ -15,7 +15,7 @@ import torch.fx as fx
 
 from kvpass import budget as budgets
 from kvpass import policies, versions
-from kvpass.arguments import Natural, checked
+from kvpass.arguments import Natural, checked, require
 from kvpass.cache.handle import Handle
 from kvpass.cache.row_picking import Row, refuse
 from kvpass.capture import cross_attention, decomposed_attention, rotary
@@ -469,7 +469,7 @@ def backend(
     """
     chosen = policies.resolve(policy, policy_options)
     budgets.check(chosen, budget)
-    policies.base.require(
+    require(
         positions != "cache" or not chosen.renumbers, "positions", positions, f"{chosen.name} numbers tokens itself"
     )
     _check_settings(inner, mode, options)
@@ -499,26 +499,24 @@ def _check_crop(crop: int, policy: Policy) -> None:
     if not crop:
         return
     why = "so none can be taken back from a call without a change to the others"
-    policies.base.require(
+    require(
         not policy.renumbers, "crop", crop, f"{policy.name} numbers the tokens of a call by how many they are, {why}"
     )
     with_logit_scale = policy.logit_scale(torch.ones(1, 1, dtype=torch.int64)) is not None
-    policies.base.require(
-        not with_logit_scale, "crop", crop, f"{policy} weighs the tokens of a call by how many they are, {why}"
-    )
+    require(not with_logit_scale, "crop", crop, f"{policy} weighs the tokens of a call by how many they are, {why}")
 
 
 def _check_settings(inner: Inner, mode: str | None, options: dict[str, Any] | None) -> None:
     if isinstance(inner, str) and inner not in ("inductor", "eager", "reference"):
         known = ["eager", "reference", *torch.compiler.list_backends(exclude_tags=())]
-        policies.base.require(inner in known, "inner", inner, f"is one of {', '.join(known)}")
+        require(inner in known, "inner", inner, f"is one of {', '.join(known)}")
     if mode is not None:
         try:
             inductor.inductor_mode(mode)
         except (RuntimeError, KeyError) as error:
             raise PolicyError(f"mode={mode!r}: {error}") from error
     for name in options or {}:
-        policies.base.require(name in inductor.inductor_options(), "options", name, "is no setting of Inductor's")
+        require(name in inductor.inductor_options(), "options", name, "is no setting of Inductor's")
 
 
 @checked

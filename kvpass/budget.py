@@ -10,7 +10,9 @@ from torch import Tensor
 
 from kvpass.arguments import Condition
 from kvpass.errors import BudgetError
-from kvpass.policies.base import LATE, Policy, share_of
+from kvpass.policies.base import Policy
+from kvpass.policies.budgets import share_of
+from kvpass.policies.ranking import LATE
 
 Budget = Annotated[
     int | float | None,

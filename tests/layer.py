@@ -14,7 +14,8 @@ from kvpass.cache.step import Mask, Site, decode_step, extend_step, with_logit_s
 from kvpass.diagnostics.simulate import rotary
 from kvpass.lowering.formats import KVDtype
 from kvpass.policies import Policy
-from kvpass.policies.base import Attention, window_starts
+from kvpass.policies.budgets import window_starts
+from kvpass.policies.types import Attention
 from kvpass.reference import ReferenceLayer, reference_of
 from kvpass.reference.base import attention_logits
 

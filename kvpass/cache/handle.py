@@ -23,7 +23,7 @@ from kvpass.cache import history
 from kvpass.cache.row_picking import Row
 from kvpass.cache.slots import Layout, Slots
 from kvpass.errors import CacheHandleError
-from kvpass.policies.base import Clock
+from kvpass.policies.types import Clock
 from kvpass.torch_private import dynamo, tensor_types
 
 Part = Literal["keys", "values"]
@@ -287,7 +287,7 @@ class Handle(Tensor):
         key = id(self.cache)
         if key not in memo:
             memo[key] = self.cache.rebuilt("deepcopy", torch.clone)
-        return _like(self, memo[key])
+        return moved(self, memo[key])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise CacheHandleError("a cache of kvpass cannot be pickled: its slots belong to a running conversation")
@@ -319,18 +319,14 @@ def _has_handle(args: Any) -> bool:
     return bool(args) and isinstance(args[0], Handle)
 
 
-def _like(handle: Handle, cache: LayerCache) -> Handle:
+def moved(handle: Handle, cache: LayerCache) -> Handle:
+    """Return the handle of the same part of another cache."""
     return Handle.of(cache, handle.part, handle.shape[-1], _nan_of(cache.layout))
 
 
 def renewed(handle: Handle) -> Handle:
     """Return the handle at the current length, if its conversation continued without it."""
-    return _like(handle, handle.cache)
-
-
-def moved(handle: Handle, cache: LayerCache) -> Handle:
-    """Return the handle of the same part of another cache."""
-    return _like(handle, cache)
+    return moved(handle, handle.cache)
 
 
 def _check_usable(cache: LayerCache) -> None:
@@ -355,7 +351,7 @@ def _check_current(handle: Handle) -> None:
 
 def _rows(operation: str, handle: Handle, argument: Any, apply: Callable[[Tensor], Tensor]) -> Handle:
     _check_current(handle)
-    return _like(handle, handle.cache.select(operation, argument, handle.part, apply))
+    return moved(handle, handle.cache.select(operation, argument, handle.part, apply))
 
 
 def _index_select(handle: Handle, dim: int, index: Tensor) -> Handle:
@@ -411,7 +407,7 @@ def _crop(handle: Handle, kept: int) -> Handle:
             f"{stored - kept} tokens were to be cropped from a layer with a sliding window of its own, which stores "
             f"{stored} of the {handle.seen} that it has seen"
         )
-    return _like(handle, cache.crop(stored - kept, handle.part))
+    return moved(handle, cache.crop(stored - kept, handle.part))
 
 
 def _repeat_interleave(handle: Handle, repeats: Any, dim: int | None = None, **_: Any) -> Handle:

@@ -16,10 +16,16 @@ from torch import Tensor
 from kvpass.fx.precision import upcast
 from kvpass.lowering.formats import Format, KVDtype, Rows, format_of
 from kvpass.lowering.formats.base import SlotIndices
-from kvpass.policies.base import ROW_BUDGET, Attention, Merge, Policy, State, Tokens, rank_of, rows_in_order
+from kvpass.policies.base import Policy
 from kvpass.policies.heads import HeadSharding
+from kvpass.policies.pinned_tokens import PinnedTokens
+from kvpass.policies.protocols import Aligning, Merging
+from kvpass.policies.ranking import rank_of, rows_in_order
+from kvpass.policies.types import Attention, Merge, State, Tokens
 
 FREE = -1
+ROW_BUDGET = "row_budget"
+"""The entry of the state that holds each row's budget, int64 [B, H', 1], if rows have different budgets."""
 MERGE_BLOCK = 1024  # evicted rows that are merged at a time
 
 
@@ -66,6 +72,11 @@ class Layout:
 
     def __post_init__(self) -> None:
         _ = self.key_format, self.value_format  # raises for rows that cannot be stored
+
+    @property
+    def eviction(self) -> Policy | PinnedTokens:
+        """The hooks by which tokens are evicted."""
+        return PinnedTokens(self.policy) if self.policy.keep_prompt else self.policy
 
     @property
     def key_format(self) -> Format:
@@ -214,7 +225,7 @@ class Slots:
         slots.value.fill(self.value)
         for name in ("position", "index", "rank"):
             getattr(slots, name)[..., :count] = getattr(self, name)
-        for name in layout.policy.remembered():
+        for name in layout.eviction.state():
             slots.state[name][..., :count] = self.state[name]
         for name in layout.row_state():
             slots.state[name].copy_(self.state[name])
@@ -261,7 +272,7 @@ def first_state(layout: Layout) -> State:
     shape, device = (layout.batch, layout.groups), layout.device
     tokens = {
         name: torch.zeros(*shape, layout.capacity, dtype=dtype, device=device)
-        for name, dtype in layout.policy.remembered().items()
+        for name, dtype in layout.eviction.state().items()
     }
     rows = {
         name: torch.full(
@@ -302,8 +313,8 @@ def admit(
     tokens, index = _candidates(layout, past, chunk.valid, key, value, held is None)
     if not layout.row_budgets:
         tokens = dataclasses.replace(tokens, budget=max(budgets))
-    tokens = tokens.updated(layout.policy.observe_unpinned(tokens, chunk.attention))
-    keep, changes = layout.policy.keep_mask(tokens)
+    tokens = tokens.updated(layout.eviction.observe_chunk(tokens, chunk.attention))
+    keep, changes = layout.eviction.compact(tokens)
     tokens = tokens.updated(changes)
     if held is not None:
         key, value = held.key.concatenated(key), held.value.concatenated(value)
@@ -329,6 +340,7 @@ def _align(layout: Layout, slots: Slots, evicted: int) -> None:
 def align(layout: Layout, slots: Slots, tokens: Tokens, weights: Sequence[Tensor], evicted: int) -> State:
     """Store the rows that the policy aligns, in place, and return the changes to its state."""
     key, value = slots.key.read_as(layout.dtype), slots.value.read_as(layout.dtype)
+    assert isinstance(layout.policy, Aligning)
     new_key, new_value, changes = layout.policy.align(tokens, key, value, layout.layer, weights, evicted)
     slots.key.replace(new_key, (new_key != key).any(-1))
     slots.value.replace(new_value, (new_value != value).any(-1))
@@ -338,7 +350,7 @@ def align(layout: Layout, slots: Slots, tokens: Tokens, weights: Sequence[Tensor
 def _next_free(layout: Layout, slots: Slots) -> Tensor:
     """Return the slot [B, H'] that the next token is written to: a free one, unless the policy overwrites."""
     if layout.policy.overwrites:
-        return layout.policy.victim(slots.tokens(layout))
+        return layout.eviction.victim(slots.tokens(layout))
     return (slots.position < 0).int().argmax(-1)
 
 
@@ -369,7 +381,7 @@ def _candidates(
         return new if prompt else torch.cat([cached, new], -1)
 
     initial, state = first_values(policy, key, value), dict(past.state)
-    for name, dtype in policy.remembered().items():
+    for name, dtype in layout.eviction.state().items():
         state[name] = joined(past.state[name], initial.get(name, torch.zeros_like(new_position, dtype=dtype)[:, None]))
     position = joined(past.position, new_position.masked_fill(~valid, FREE)[:, None])
     tokens = Tokens(
@@ -395,7 +407,7 @@ def _fill(layout: Layout, slots: Slots, tokens: Tokens, keep: Tensor, index: Ten
         compacted = values.gather(-1, kept)
         buffer.fill_(FREE)
         buffer[..., :count] = compacted
-    for name in layout.policy.remembered():
+    for name in layout.eviction.state():
         compacted = tokens.state[name].gather(-1, kept)
         slots.state[name].zero_()
         slots.state[name][..., :count] = compacted
@@ -415,8 +427,9 @@ def _merge_evicted(layout: Layout, slots: Slots, tokens: Tokens, evicted: Tensor
     """Let the policy merge evicted tokens into the filled slots."""
     count = int(evicted.sum(-1).max())
     indices = rows_in_order(torch.where(evicted, tokens.position, FREE))[..., :count]  # [B, H', E]
-    held, evicted_keys = slots.key.read(), key.gathered(indices).read()
-    merge = layout.policy.merge_unpinned(slots.tokens(layout), held, evicted_keys, evicted.gather(-1, indices))
+    held, evicted_keys, eviction = slots.key.read(), key.gathered(indices).read(), layout.eviction
+    assert isinstance(eviction, Merging)
+    merge = eviction.merge_evicted(slots.tokens(layout), held, evicted_keys, evicted.gather(-1, indices))
     for buffer, rows in ((slots.key, key), (slots.value, value)):
         _merge_into(buffer, rows, indices, merge)
     for name, changed in merge.state.items():

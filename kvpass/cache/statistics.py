@@ -9,8 +9,9 @@ from torch import Tensor
 from kvpass.budget import Budget
 from kvpass.lowering.attention_statistics import LATE, StatisticsRequest, attention_statistics
 from kvpass.policies import specify
-from kvpass.policies.base import Attention, Policy, Statistic
+from kvpass.policies.base import Policy
 from kvpass.policies.heads import HeadSharding
+from kvpass.policies.types import Attention, Statistic
 
 
 def names(policy: Policy) -> tuple[Statistic, ...]:

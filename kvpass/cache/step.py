@@ -13,14 +13,17 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kvpass.cache.slots import FREE, Layout, Slots, align, first_values, rows_at
+from kvpass.cache.slots import FREE, ROW_BUDGET, Layout, Slots, align, first_values, rows_at
 from kvpass.cache.statistics import StatisticsSpec, in_one_operator, statistics
 from kvpass.fx.precision import FILLED, upcast
 from kvpass.lowering.attend import LOWEST, Rotation, UnknownQueries, attend, by_kernel, capped, scores
 from kvpass.lowering.attention_statistics import regrouped
 from kvpass.lowering.formats import Rows, Sections, plain
 from kvpass.lowering.rope import Rope
-from kvpass.policies.base import LATE, ROW_BUDGET, Attention, Policy, State, Tokens, rank_of
+from kvpass.policies.base import Policy
+from kvpass.policies.protocols import Aligning, Merging
+from kvpass.policies.ranking import LATE, rank_of
+from kvpass.policies.types import Attention, State, Tokens
 
 
 class Mask(Protocol):
@@ -258,7 +261,7 @@ def _with_new_token(layout: Layout, slots: Slots, new: tuple[Rows, Rows], valid:
     position = torch.where(is_new, slots.seen[:, None, None], slots.position)
     index = torch.where(is_new, slots.length[:, None, None], slots.index)
     initial, state = first_values(layout.policy, *new), dict(slots.state)
-    for name in layout.policy.remembered():
+    for name in layout.eviction.state():
         state[name] = torch.where(is_new, initial.get(name, torch.zeros_like(state[name])), state[name])
     rank = None
     if layout.tracks_rank:
@@ -333,7 +336,7 @@ def _evict(layout: Layout, slots: Slots, tokens: Tokens, attention: Attention) -
     """Let the policy observe and evict one token; return the other tokens and the next slot to write [B, H']."""
     policy = layout.policy
     tokens = tokens.updated(policy.observe(tokens, attention))
-    victim = policy.victim(tokens)
+    victim = layout.eviction.victim(tokens)
     if policy.overwrites or not policy.evicts:
         return tokens, victim
     evicted = _one_hot(victim, layout.capacity)
@@ -343,15 +346,16 @@ def _evict(layout: Layout, slots: Slots, tokens: Tokens, attention: Attention) -
         rank=None if tokens.rank is None else _ranks_without(tokens.rank, evicted & tokens.live),
     )
     if policy.merges:
-        rest = rest.updated(_merge_victim(policy, slots, rest, victim, (evicted & tokens.live).any(-1, keepdim=True)))
+        rest = rest.updated(_merge_victim(layout, slots, rest, victim, (evicted & tokens.live).any(-1, keepdim=True)))
     return rest, victim
 
 
-def _merge_victim(policy: Policy, slots: Slots, rest: Tokens, victim: Tensor, valid: Tensor) -> State:
+def _merge_victim(layout: Layout, slots: Slots, rest: Tokens, victim: Tensor, valid: Tensor) -> State:
     """Merge the victim's K and V into one row of each head; return the changes to the state."""
-    heads = slots.key.shape[1]
+    heads, eviction = slots.key.shape[1], layout.eviction
     evicted = rows_at(victim, heads)
-    merge = policy.merge_unpinned(rest, slots.key.read(), slots.key.at(evicted)[:, :, None], valid)
+    assert isinstance(eviction, Merging)
+    merge = eviction.merge_evicted(rest, slots.key.read(), slots.key.at(evicted)[:, :, None], valid)
     into = rows_at(merge.into[..., 0], heads)
     for rows in (slots.key, slots.value):
         merged = merge.own * upcast(rows.at(into)) + merge.weight * upcast(rows.at(evicted))
@@ -362,13 +366,12 @@ def _merge_victim(policy: Policy, slots: Slots, rest: Tokens, victim: Tensor, va
 
 def _compact(layout: Layout, tokens: Tokens, attention: Attention) -> tuple[Tokens, Tensor]:
     """Let the policy observe and compact; return the remaining tokens and the next slot to write [B, H']."""
-    policy = layout.policy
-    tokens = tokens.updated(policy.observe_unpinned(tokens, attention))
-    keep, changes = policy.keep_mask(tokens)
+    tokens = tokens.updated(layout.eviction.observe_chunk(tokens, attention))
+    keep, changes = layout.eviction.compact(tokens)
     position = torch.where(keep, tokens.position, FREE)
     rank = rank_of(position) if layout.tracks_rank else None
     rest = dataclasses.replace(tokens.updated(changes), position=position, rank=rank)
-    return rest, policy.victim(rest)
+    return rest, layout.eviction.victim(rest)
 
 
 def _stored_rows(layout: Layout, site: Site, slots: Slots, tokens: Tokens) -> tuple[Rows, Rows]:
@@ -377,6 +380,7 @@ def _stored_rows(layout: Layout, site: Site, slots: Slots, tokens: Tokens) -> tu
         return slots.key, slots.value
     weights = site.weights or layout.policy.weights()
     stored = slots.key.read_as(layout.dtype), slots.value.read_as(layout.dtype)
+    assert isinstance(layout.policy, Aligning)
     key, value, _ = layout.policy.align(tokens, *stored, layout.layer, weights, 0)
     return plain(key), plain(value)
 

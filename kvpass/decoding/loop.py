@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from kvpass import cache_names
-from kvpass.arguments import Natural, Positive, checked
+from kvpass.arguments import Natural, Positive, checked, require
 from kvpass.backend import backend
 from kvpass.decoding.prefill import Caller, PaddingMask, TokenIds, check_budget, chunks, last_of, padding
 from kvpass.decoding.requests import FAILS, GenerationOutput, Prompt, Requests
 from kvpass.decoding.sampling import PRIME, Sampling, Seed, Temperature, TopK, TopP
 from kvpass.decoding.stepping import LoopState, ModelParts
 from kvpass.errors import CacheHandleError, PolicyError
-from kvpass.policies.base import Policy, require
+from kvpass.policies.base import Policy
 from kvpass.runtime.compiled_call import CompiledCall
 
 CAPTURING = ("reduce-overhead", "max-autotune")

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from kvpass import cache_names
-from kvpass.arguments import Condition, Positive, checked
+from kvpass.arguments import Condition, Positive, checked, require
 from kvpass.budget import Budget
 from kvpass.cache.handle import caches_in
 from kvpass.errors import BudgetError, CacheHandleError, PolicyError
-from kvpass.policies.base import require
 from kvpass.runtime.compiled_call import dense
 from kvpass.torch_private import dynamo
 

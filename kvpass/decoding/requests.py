@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from kvpass import cache_names
-from kvpass.arguments import Condition
+from kvpass.arguments import Condition, require
 from kvpass.backend import Backend
 from kvpass.cache.handle import Handle, LayerCache, caches_in, moved
 from kvpass.cache.slots import Slots
@@ -30,7 +30,6 @@ from kvpass.decoding.prefill import are_token_ids, chunks, lengths
 from kvpass.decoding.sampling import RowSampling, Sampling
 from kvpass.decoding.stepping import LoopSettings, LoopState, refreshed
 from kvpass.errors import BudgetError, CacheHandleError, KVPassError, RequestError
-from kvpass.policies.base import require
 from kvpass.runtime.caches import even_out, keep_address
 from kvpass.runtime.memory import free_bytes
 

@@ -17,7 +17,10 @@ from kvpass.cache.statistics import StatisticsSpec, as_attention
 from kvpass.cache.step import Rotate, Site, decode_step, extend_step, with_logit_scale
 from kvpass.errors import BudgetError, KVPassError, PolicyError
 from kvpass.lowering.formats import KVDtype, Rows
-from kvpass.policies.base import Attention, Plan, Policy, rows_in_order, window_starts
+from kvpass.policies.base import Policy
+from kvpass.policies.budgets import Plan, window_starts
+from kvpass.policies.ranking import rows_in_order
+from kvpass.policies.types import Attention
 from kvpass.reference import ReferenceLayer, reference_of
 from kvpass.reference.base import attention_logits
 

@@ -16,6 +16,7 @@ from kvpass import policies
 from kvpass.budget import slots_of_rows
 from kvpass.lowering.attention_rows import ScoredAttention, late_statistics
 from kvpass.policies.heads import HeadSharding
+from kvpass.policies.protocols import Scanning
 from kvpass.torch_private.library_attention import attention_with_lse
 
 SUMS = ("total", "squares")
@@ -29,7 +30,7 @@ class StatisticsRequest:
     Policies that read the same statistics have the same request, but for a scan, and so the same prompt graph.
 
     Attributes:
-        names: the statistics, fields of `kvpass.policies.base.Attention`, in the order of the results.
+        names: the statistics, fields of `kvpass.policies.types.Attention`, in the order of the results.
         causal: a query does not see later keys.
         scale, cap: see `kvpass.capture.canonical.attention`.
         heads: Hc, the heads of the cache.
@@ -157,6 +158,7 @@ def _scanned(
     """Return the policy's scan over the attention rows, one query after the other, float32 [B, H', S]."""
     assert request.scan is not None
     policy, sharding = policies.specified(request.scan), HeadSharding.read(request.sharding)
+    assert isinstance(policy, Scanning)
     before = attention.key.shape[2] - attention.query.shape[2]
     slots = _slots(policy, request.budget, row_budgets, valid)
     made = []

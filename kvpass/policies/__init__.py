@@ -7,7 +7,7 @@ tests/strategies.py, and a page in docs/policies with its picture (docs/pictures
 and `score`.  Override `victim` or `compact` only if the paper has a rule of its own for them.  Say in the docstring
 what a chunk does.  Write the reference from the paper and not from the policy, or both have the same mistake.
 
-To add a statistic: a field of `policies.base.Attention`, its computation in kvpass/lowering/attention_statistics.py,
+To add a statistic: a field of `policies.types.Attention`, its computation in kvpass/lowering/attention_statistics.py,
 and its form for a single query in `_single_query_statistics` of kvpass/cache/step.py.
 """
 
@@ -22,7 +22,8 @@ from typing import Any, TypeVar
 
 from kvpass.arguments import checked, shown
 from kvpass.errors import PolicyError
-from kvpass.policies.base import Attention, Policy, Tokens
+from kvpass.policies.base import Policy
+from kvpass.policies.types import Attention, Tokens
 
 __all__ = ["Attention", "Policy", "Tokens", "get", "names", "parse", "register", "resolve", "specified", "specify"]
 

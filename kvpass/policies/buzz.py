@@ -22,20 +22,24 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Annotated, Any, ClassVar, Literal
+from fractions import Fraction
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
 from kvpass.arguments import Natural, Positive, at_least
 from kvpass.errors import BudgetError
-from kvpass.policies.base import LATE, Attention, Clock, Count, Policy, State, Statistic, Tokens
-from kvpass.policies.buzz_hives import best_of_hives
-from kvpass.policies.buzz_sizes import OldStride, Stride, Strides, thinned_if_due, threshold_for, window_and_threshold
+from kvpass.policies.base import Policy
+from kvpass.policies.budgets import Count
+from kvpass.policies.ranking import LATE
+from kvpass.policies.types import Attention, Clock, State, Tokens
 
 LOG_BASE = math.log(512)
 
-__all__ = ["Buzz", "threshold_for", "window_and_threshold"]
+# Below these a cache would grow without bound.
+Stride = Annotated[int, at_least(3)]
+OldStride = Annotated[int, at_least(2)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,28 +64,28 @@ class Buzz(Policy):
     variant: Literal["buzz", "fast", "nomax"] = "buzz"
     iterate_prompt: bool = True
     old_stride: OldStride | None = None
-    name: ClassVar[str] = "buzz"
-    prompt_must_compete: ClassVar[str] = "its hives are counted from the sinks, and thinning depends on counts alone"
-    spreads: ClassVar[Literal["never", "heads", "always"]] = "heads"
-    heads: ClassVar[Literal["shared", "kv"]] = "kv"
-    positions: ClassVar[Literal["absolute", "cache"]] = "cache"
-    statistics: ClassVar[frozenset[Statistic]] = frozenset({"total"})
-    ranks: ClassVar[bool] = True
+    name = "buzz"
+    prompt_must_compete = "its hives are counted from the sinks, and thinning depends on counts alone"
+    spreads = "heads"
+    heads = "kv"
+    positions = "cache"
+    statistics = frozenset({"total"})
+    ranks = True
 
     @property
-    def strides(self) -> Strides:
-        """s and s'."""
-        return Strides.of(self.stride, self.old_stride)
+    def interval(self) -> int:
+        """s'."""
+        return _interval(self.stride, self.old_stride)
 
     def sizes(self, budget: Count) -> tuple[Count, Count]:
         """Return w and T: numbers, or tensors for the budgets of rows."""
-        unpinned_budget: Any = budget - self.sinks
+        rest: Any = budget - self.sinks
         window: Any = self.window
         threshold: Any = self.threshold
         if window is None:
-            split = window_and_threshold(unpinned_budget, self.stride, 0, self.old_stride)
-            window = split[0] if threshold is None else unpinned_budget - threshold
-        return window, unpinned_budget - window if threshold is None else threshold
+            split = window_and_threshold(rest, self.stride, 0, self.old_stride)
+            window = split[0] if threshold is None else rest - threshold
+        return window, rest - window if threshold is None else threshold
 
     def minimum_budget(self) -> int:
         return self.sinks + (self.window or 1) + (self.threshold or 2)
@@ -102,8 +106,20 @@ class Buzz(Policy):
         return counts[0] <= clock[0], counts
 
     def _counts(self, stored: int, old: int, budget: int, iterate: bool) -> tuple[int, int]:
+        """Return the tokens stored, and the old ones among them, after a thinning if the middle exceeds the threshold.
+
+        Args:
+            stored, old: the numbers before it.
+            iterate: sample again at the interval s' until the middle fits.
+        """
         window, threshold = self.sizes(budget)
-        return thinned_if_due(stored, old, self.sinks + window, threshold, self.strides, iterate)
+        middle = stored - self.sinks - window
+        if middle <= threshold:
+            return stored, old
+        size = -(-old // self.interval) - (-(middle - old) // self.stride)  # each of the quotients rounded up
+        while iterate and size > threshold:
+            size = -(-size // self.interval)
+        return self.sinks + window + size, size
 
     # The tensors.
 
@@ -117,8 +133,6 @@ class Buzz(Policy):
         return {"old": 0}
 
     def observe(self, tokens: Tokens, attention: Attention) -> State:
-        assert attention.total is not None
-        assert attention.queries is not None
         probs, before = attention.total.sum(2), tokens.state["score"]  # [B, Hkv, N]
         return {
             "score": torch.where(attention.queries > 0, probs, before) if self.variant == "fast" else before + probs
@@ -135,7 +149,7 @@ class Buzz(Policy):
     def compact(self, tokens: Tokens) -> tuple[Tensor, State]:
         window, threshold = self.sizes(tokens.budget)
         middle = tokens.live.sum(-1, keepdim=True) - self.sinks - window  # [B, H', 1]
-        index, old, interval = tokens.order - self.sinks, tokens.state["old"], self.strides.old
+        index, old, interval = tokens.order - self.sinks, tokens.state["old"], self.interval
         in_middle = tokens.live & (index >= 0) & (index < middle)
         is_new, hive = in_middle & (index >= old), (index - old).clamp(min=0) // self.stride
         starts_hive = (index - old) % self.stride == 0
@@ -164,3 +178,61 @@ class Buzz(Policy):
         if window < 1 or threshold < 2 or self.sinks + window + threshold > budget:
             split = f"sinks={self.sinks}, window={window} and threshold={threshold}"
             raise BudgetError(f"budget={budget} cannot be split into {split}")
+
+
+def threshold_for(window: int, stride: int = 5, old_stride: int | None = None) -> int:
+    """Return T for a window: T / w = (s^2 + 1) / (s + 1) for an odd stride s, s - 1 for an even one.
+
+    >>> threshold_for(12, stride=5), threshold_for(12, stride=4), threshold_for(12, stride=5, old_stride=5)
+    (52, 36, 60)
+    """
+    return round(window * _ratio(stride, old_stride))
+
+
+def window_and_threshold(
+    budget: Count, stride: int = 5, sinks: int = 4, old_stride: int | None = None
+) -> tuple[Count, Count]:
+    """Return w and T for a budget, as numbers or int64 tensors like the budget.
+
+    sinks + w + T == budget, and T / w is as in `threshold_for` or next to it.
+
+    >>> window_and_threshold(68)
+    (12, 52)
+    """
+    rest, parts = budget - sinks, 1 + _ratio(stride, old_stride)
+    if isinstance(rest, Tensor):  # float64, in which Python divides and rounds
+        windows = (rest.double() / parts).round().long().clamp(min=1)
+        return windows, rest - windows  # type: ignore[return-value]  # of what the budget is
+    window = max(1, round(rest / parts))
+    return window, rest - window  # type: ignore[return-value]
+
+
+def _interval(stride: int, old_stride: int | None) -> int:
+    """Return s', the interval at which tokens that survived a thinning are sampled again."""
+    return (stride + 1) // 2 if old_stride is None else old_stride
+
+
+def _ratio(stride: int, old_stride: int | None) -> float:
+    """Return T / w such that thinning leaves w of T tokens again if w of these survived an earlier thinning.
+
+    w = w / s' + (T - w) / s, and so T / w = 1 + s - s / s'.  With s' = floor((s + 1) / 2) this is the paper's (s^2 + 1)
+    / (s + 1) for an odd s, and s - 1 for an even one.
+    """
+    return float(1 + stride - Fraction(stride, _interval(stride, old_stride)))
+
+
+def best_of_hives(score: Tensor, in_hive: Tensor, hive: Tensor, index: Tensor) -> Tensor:
+    """Return bool [B, H', N]: whether the token has the highest score in its hive; of equals the first.
+
+    Args:
+        score: [B, H', N].
+        in_hive: bool [B, H', N], whether the token is in a hive; the result is undefined for other tokens.
+        hive, index: int64 [B, H', N], the hive of each token, and the token's index.
+    """
+    no_hive = score.shape[-1]  # there are fewer hives than tokens: this one is for tokens outside of hives
+    hive_index = torch.where(in_hive, hive, no_hive)
+    score = torch.where(in_hive, score, -torch.inf)
+    shape = (*score.shape[:2], no_hive + 1)
+    maximum = score.new_full(shape, -torch.inf).scatter_reduce(-1, hive_index, score, "amax").gather(-1, hive_index)
+    index = torch.where(score == maximum, index, LATE)
+    return index == index.new_full(shape, LATE).scatter_reduce(-1, hive_index, index, "amin").gather(-1, hive_index)

@@ -24,21 +24,24 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
 from kvpass.arguments import Natural, Share, at_least
-from kvpass.policies.base import Attention, Merge, Plan, Policy, State, Statistic, Tokens, highest, share_of
-from kvpass.policies.d2o_layers import column_variances, largest_layer_budget, layer_budgets
+from kvpass.policies.base import Policy
+from kvpass.policies.budgets import Plan, share_of
 from kvpass.policies.full import Full
-from kvpass.policies.heads import reduced
-from kvpass.policies.nearest import nearest
+from kvpass.policies.heads import HeadSharding, gathered, reduced
+from kvpass.policies.ranking import LATE, rows_in_order
+from kvpass.policies.types import Attention, Merge, State, Tokens
+from kvpass.torch_private.inductor import materialized
 
 UNSET = -2.0  # tau before the first merge, below every cosine
-
-__all__ = ["D2O", "layer_budgets"]
+MIN_SHARE = 0.01  # every layer keeps this share of the prompt
+BLOCK = 64  # keys compared with all others at a time: their cosines stay in the CPU's caches
+MIN_NORM = 1e-12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,10 +75,10 @@ class D2O(Policy):
     calibrate: bool = False
     extra_sinks: bool = False
     density: Literal["kv", "query"] = "kv"
-    name: ClassVar[str] = "d2o"
-    spreads: ClassVar[Literal["never", "heads", "always"]] = "heads"
-    heads: ClassVar[Literal["shared", "kv"]] = "kv"
-    statistics: ClassVar[frozenset[Statistic]] = frozenset({"total"})
+    name = "d2o"
+    spreads = "heads"
+    heads = "kv"
+    statistics = frozenset({"total"})
 
     @property
     def defers(self) -> bool:
@@ -97,7 +100,7 @@ class D2O(Policy):
         if self.calibrate and earlier:
             return [Plan(plan.budget, plan.capacity) for plan in earlier]
         spread = attention[0].spread if attention else None
-        totals = [layer.total for layer in attention if layer.total is not None]
+        totals = [layer.total for layer in attention]
         rows = column_variances(totals, valid, spread, self.density)
         options = (self.layers, self.gate, self.alpha, self.minimum_budget())
         lengths = valid.sum(-1).tolist()
@@ -114,7 +117,6 @@ class D2O(Policy):
         return {"threshold": UNSET}  # tau
 
     def observe(self, tokens: Tokens, attention: Attention) -> State:
-        assert attention.total is not None
         return {"score": tokens.state["score"] + attention.total.sum(2)}  # [B, Hkv, N]
 
     def _recent(self, budget: int | Tensor) -> int | Tensor:
@@ -126,13 +128,13 @@ class D2O(Policy):
         return min(recent, most)
 
     def score(self, tokens: Tokens) -> Tensor:
-        safe = (tokens.position < self.sinks) | tokens.newest(self._recent(self.unpinned_budget(tokens)))
+        safe = (tokens.position < self.sinks) | tokens.newest(self._recent(tokens.budget))
         return torch.where(safe, torch.inf, tokens.state["score"])
 
     def compact(self, tokens: Tokens) -> tuple[Tensor, State]:
         if self.defers and tokens.held == 0:
             return tokens.live, {}
-        return highest(self.score(tokens), tokens.position, self.unpinned_budget(tokens)), {}
+        return super().compact(tokens)
 
     def merge_evicted(self, tokens: Tokens, held: Tensor, evicted: Tensor, valid: Tensor) -> Merge:
         similar, into = nearest(evicted, held, tokens.position)  # [B, Hkv, E]
@@ -150,3 +152,154 @@ class D2O(Policy):
         if self.merge == "paper":
             return merged * similar.exp(), merged * similar.exp(), math.e
         return merged * similar if self.merge == "official" else merged, merged, 1.0
+
+
+def column_variance(total: Tensor, valid: Tensor, density: str = "kv") -> Tensor:
+    """Return F = Var_j(colsum_j) over the real tokens, for each row and head (Eq. 4): float64 [B, h].
+
+    Args:
+        total: attention summed over the queries, [B, Hkv, G, N].
+        valid: bool [B, N].
+        density: "kv" sums over the G query heads of a KV head first, so h = Hkv; "query" takes every query head by
+            itself, so h = Hq.
+    """
+    probs = (total.sum(2) if density == "kv" else total.flatten(1, 2)).double()  # [B, h, N]
+    real = valid[:, None].to(probs.dtype)
+    count = real.sum(-1, keepdim=True).clamp(min=1)
+    mean = (probs * real).sum(-1, keepdim=True) / count
+    return ((probs - mean).square() * real).sum(-1) / count[..., 0]
+
+
+def column_variances(
+    totals: Sequence[Tensor], valid: Tensor, spread: HeadSharding | None, density: str = "kv"
+) -> list[list[list[float]]]:
+    """Return F for each row, layer and head, including heads of other processes, which costs one collective.
+
+    Args:
+        totals: of each layer, as in `column_variance`.
+    """
+    local = [column_variance(total, valid, density) for total in totals]
+    ranks = 1 if spread is None else spread.ranks
+    flat = gathered(torch.cat([layer.flatten() for layer in local]), spread).view(ranks, -1)
+    parts = torch.split(flat, [layer.numel() for layer in local], 1)  # of each layer [ranks, B * h]
+    all_heads = [part.view(ranks, *layer.shape).transpose(0, 1) for part, layer in zip(parts, local, strict=True)]
+    layers = [layer.flatten(1).tolist() for layer in all_heads]
+    return [list(row) for row in zip(*layers, strict=True)]
+
+
+def layer_budgets(
+    variances: Sequence[Sequence[float]],
+    budget: int,
+    prompt: int,
+    layers: str = "softmax",
+    gate: float = 100.0,
+    alpha: float = 3.0,
+    minimum: int = 1,
+) -> list[int]:
+    """Return the slots of each layer for one row; their mean is exactly `budget`, except with "paper".
+
+    "softmax": in proportion to softmax(-d), where d is the mean over the heads of the variances, scaled so that the
+    smallest of all layers and heads is 0 and the largest 1.  "gate": 1 for a layer whose variance (mean over the heads)
+    exceeds `gate`, else alpha.  Every layer gets at least a hundredth of the prompt and at most the prompt.  "paper":
+    the weights of "gate" times `budget`, for any prompt.
+
+    Args:
+        variances: F for each layer and head.
+        prompt: real tokens of the prompt; a prompt that fits leaves the budget equal for all layers.
+        minimum: the smallest budget of a layer.
+    """
+    means = [sum(heads) / len(heads) for heads in variances]
+    if layers == "paper":
+        return [budget if mean > gate else share_of(budget, alpha) for mean in means]
+    if budget >= prompt:
+        return [budget] * len(variances)
+    if layers == "gate":
+        weights = [1.0 if mean > gate else alpha for mean in means]
+    else:
+        low, high = min(map(min, variances)), max(map(max, variances))
+        span = high - low or 1.0
+        weights = [math.exp(-(mean - low) / span) for mean in means]
+    floor = min(budget, max(minimum, math.ceil(MIN_SHARE * prompt)))
+    return _shared_out(weights, budget * len(weights), floor, prompt)
+
+
+def _shared_out(weights: list[float], total: int, minimum: int, maximum: int) -> list[int]:
+    """Return integers in proportion to the weights, from `minimum` to `maximum`, that add up to `total`."""
+    low, high = 0.0, maximum / min(weights)
+    for _ in range(100):
+        middle = (low + high) / 2
+        full = sum(min(max(middle * weight, minimum), maximum) for weight in weights)
+        low, high = (middle, high) if full < total else (low, middle)
+    exact = [min(max(high * weight, minimum), maximum) for weight in weights]
+    shares = [math.floor(share) for share in exact]
+    by_rest = sorted(range(len(exact)), key=lambda i: (shares[i] - exact[i], i))
+    for i in [i for i in by_rest if shares[i] < maximum][: total - sum(shares)]:
+        shares[i] += 1
+    return shares
+
+
+def largest_layer_budget(count: int, budget: int, layers: str = "softmax", alpha: float = 3.0) -> int:
+    """Return the largest result of `layer_budgets` for one of `count` layers and any prompt."""
+    if layers == "paper":
+        return share_of(budget, alpha)
+    others = (count - 1) / (alpha if layers == "gate" else math.e)
+    return math.ceil(count * budget / (1 + others))
+
+
+def nearest(key: Tensor, held: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+    """Return for each key its most similar live slot; of equals the one of lowest position.
+
+    Args:
+        key: [B, Hkv, E, D]; held: [B, Hkv, C, D].
+        position: int64 [B, Hkv, C], negative for free slots.
+
+    Returns:
+        The cosines, float32 [B, Hkv, E], and the slots, int64 [B, Hkv, E].
+    """
+    if key.shape[2] != 1:
+        return _nearest_of_many(key, held, position)
+    cosine = _cosines_on_cpu(key, held) if key.device.type == "cpu" else _cosines_on_gpu(key, held)  # [B, Hkv, 1, C]
+    cosine = torch.where(position[:, :, None] < 0, -torch.inf, cosine)
+    best = cosine.amax(-1, keepdim=True)
+    return best[..., 0], torch.where(cosine == best, position[:, :, None], LATE).argmin(-1)
+
+
+def _nearest_of_many(key: Tensor, held: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `nearest` for evicted keys of prompts and chunks, in blocks and uncompiled."""
+    batch, heads, count, _ = key.shape
+    # Slots are sorted by position, free ones last, because `max` finds the first of equals.
+    order = rows_in_order(position)[..., : max(1, int((position >= 0).sum(-1).max()))]
+    sorted_rows = held.gather(2, order[..., None].expand(*order.shape, held.shape[3]))
+    unit_slots = _unit(sorted_rows).flatten(0, 1).transpose(1, 2)  # [B * Hkv, D, n]
+    hidden = torch.where(position.gather(-1, order) < 0, -torch.inf, 0.0).flatten(0, 1)[:, None]
+    blocks = [_unit(block).flatten(0, 1) for block in torch.split(key, BLOCK, 2)]
+    best = [torch.baddbmm(hidden, block, unit_slots).max(-1) for block in blocks]
+    cosine, index = (torch.cat(each, 1).view(batch, heads, count) for each in zip(*best, strict=True))
+    return cosine, order.gather(-1, index)
+
+
+def _unit(key: Tensor) -> Tensor:
+    return key.float() / _norm(key)[..., None]
+
+
+def _cosines_on_gpu(key: Tensor, held: Tensor) -> Tensor:
+    """Return cosines [B, Hkv, 1, C] on a GPU, in one launch with the norms and without a converted copy."""
+    product = (key[..., None, :].float() * held[:, :, None].float()).sum(-1)
+    return product / (_norm(key)[..., None] * _norm(held)[:, :, None])
+
+
+def _cosines_on_cpu(key: Tensor, held: Tensor) -> Tensor:
+    """Return cosines [B, Hkv, 1, C] on a CPU, in one pass over the slots and without a converted copy.
+
+    On a CPU, products and norms share one loop over the slots only if both read values of the head.  A compiler would
+    run norms alone in a loop of their own, over all slots as one long row.  On a GPU this would cost two more launches.
+    """
+    inverse_norm = materialized(1 / _norm(key)[..., None])  # [B, Hkv, 1, 1]
+    slots = held.float() * inverse_norm
+    product = (slots * materialized(key.float() * inverse_norm)).sum(-1)  # [B, Hkv, C]
+    norm = torch.maximum(slots.square().sum(-1).sqrt(), MIN_NORM * inverse_norm[..., 0])
+    return (product / norm)[:, :, None]
+
+
+def _norm(key: Tensor) -> Tensor:
+    return key.float().square().sum(-1).sqrt().clamp(min=MIN_NORM)

@@ -7,19 +7,19 @@ a budget, the first token beyond it raises a BudgetError.  A chunk is kept whole
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from kvpass.policies.base import Policy, Tokens
+from kvpass.policies.base import Policy
+from kvpass.policies.types import Tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class Full(Policy):
-    name: ClassVar[str] = "full"
-    prompt_must_compete: ClassVar[str] = "it evicts no token"
-    spreads: ClassVar[Literal["never", "heads", "always"]] = "always"
-    evicts: ClassVar[bool] = False
+    name = "full"
+    prompt_must_compete = "it evicts no token"
+    spreads = "always"
+    evicts = False
 
     def score(self, tokens: Tokens) -> Tensor:
         return tokens.position

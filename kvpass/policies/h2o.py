@@ -12,13 +12,14 @@ queries of a chunk are summed before anything is evicted.
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from kvpass.arguments import Share
-from kvpass.policies.base import Attention, Policy, Statistic, Tokens, share_of
+from kvpass.policies.base import Policy
+from kvpass.policies.budgets import share_of
+from kvpass.policies.types import Attention, Tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,10 +31,10 @@ class H2O(Policy):
     """
 
     heavy: Share = 0.5
-    name: ClassVar[str] = "h2o"
-    spreads: ClassVar[Literal["never", "heads", "always"]] = "heads"
-    heads: ClassVar[Literal["shared", "kv"]] = "kv"
-    statistics: ClassVar[frozenset[Statistic]] = frozenset({"total"})
+    name = "h2o"
+    spreads = "heads"
+    heads = "kv"
+    statistics = frozenset({"total"})
 
     def minimum_budget(self) -> int:
         return 2
@@ -42,11 +43,8 @@ class H2O(Policy):
         return {"score": torch.float32}
 
     def observe(self, tokens: Tokens, attention: Attention) -> dict[str, Tensor]:
-        assert attention.total is not None
         return {"score": tokens.state["score"] + attention.total.sum(2)}  # [B, Hkv, N]
 
     def score(self, tokens: Tokens) -> Tensor:
-        unpinned_budget = self.unpinned_budget(tokens)
-        return torch.where(
-            tokens.newest(unpinned_budget - share_of(unpinned_budget, self.heavy)), torch.inf, tokens.state["score"]
-        )
+        recent = tokens.newest(tokens.budget - share_of(tokens.budget, self.heavy))
+        return torch.where(recent, torch.inf, tokens.state["score"])

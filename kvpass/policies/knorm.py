@@ -14,19 +14,19 @@ rounding would otherwise decide between the two: of equal norms the earlier toke
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from kvpass.policies.base import Policy, State, Tokens
+from kvpass.policies.base import Policy
+from kvpass.policies.types import State, Tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class KNorm(Policy):
-    name: ClassVar[str] = "knorm"
-    spreads: ClassVar[Literal["never", "heads", "always"]] = "heads"
-    heads: ClassVar[Literal["shared", "kv"]] = "kv"
+    name = "knorm"
+    spreads = "heads"
+    heads = "kv"
 
     def state(self) -> dict[str, torch.dtype]:
         return {"norm": torch.float16}

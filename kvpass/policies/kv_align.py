@@ -26,16 +26,19 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from kvpass.arguments import Positive
+from kvpass.arguments import Positive, require
 from kvpass.errors import AlignerError, BudgetError
 from kvpass.policies.aligners.aligner import Aligner
 from kvpass.policies.aligners.store import load
-from kvpass.policies.base import Attention, Clock, Plan, Policy, State, Tokens, require
+from kvpass.policies.base import Policy
+from kvpass.policies.budgets import Plan
+from kvpass.policies.ranking import LATE
+from kvpass.policies.types import Attention, Clock, State, Tokens
 
 UNKNOWN = -1  # the position of a new token's row, until its first step ends
 
@@ -51,9 +54,9 @@ class KVAlign(Policy):
 
     aligner: Aligner | str | os.PathLike[str] | None = None
     every: Positive = 1
-    name: ClassVar[str] = "kv_align"
-    prompt_must_compete: ClassVar[str] = "a prompt longer than the budget restarts its positions for its last tokens"
-    renumbers: ClassVar[bool] = True
+    name = "kv_align"
+    prompt_must_compete = "a prompt longer than the budget restarts its positions for its last tokens"
+    renumbers = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -101,15 +104,8 @@ class KVAlign(Policy):
     def plan(
         self, attention: Sequence[Attention], valid: Tensor, budget: int, earlier: Sequence[Plan] | None = None
     ) -> list[Plan]:
-        self._check("layers", self.trained.signature.layers, len(attention))
+        self.trained.signature.check(layers=len(attention))
         return super().plan(attention, valid, budget, earlier)
-
-    def _check(self, name: str, trained: object, found: object) -> None:
-        if trained != found:
-            raise AlignerError(
-                f"the aligner was trained for a model with {name} = {trained}, and this one has {found}; "
-                "train one for it with `kvpass align train`"
-            )
 
     def last_position(self) -> int:
         return self.trained.signature.window
@@ -137,8 +133,7 @@ class KVAlign(Policy):
         return {"start": 0}  # the position of the first sink, where the window starts
 
     def init_token_state(self, key: Tensor, value: Tensor) -> State:
-        signature = self.trained.signature
-        self._check("KV heads, head dimension", (signature.heads, signature.key_dim), (key.shape[1], key.shape[3]))
+        self.trained.signature.check(heads=key.shape[1], key_dim=key.shape[3])
         unknown = torch.full((key.shape[0], 1, key.shape[2]), UNKNOWN, dtype=torch.int64, device=key.device)
         return {"made": unknown}
 
@@ -160,7 +155,7 @@ class KVAlign(Policy):
     # Eviction.
 
     def score(self, tokens: Tokens) -> Tensor:
-        return torch.where(self._is_sink(tokens), torch.iinfo(torch.int64).max, tokens.position)
+        return torch.where(self._is_sink(tokens), LATE, tokens.position)
 
     def _is_sink(self, tokens: Tokens) -> Tensor:
         start = tokens.state["start"]

@@ -8,13 +8,14 @@ those of a prompt.
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated
 
 from torch import Tensor
 
 from kvpass.arguments import between
-from kvpass.policies.base import Policy, Tokens
+from kvpass.policies.base import Policy
 from kvpass.policies.heads import head_indices
+from kvpass.policies.types import Tokens
 
 PRIME = 2**31 - 1
 
@@ -24,9 +25,9 @@ class Random(Policy):
     """Options: `seed`, any integer from 0 to 2**31 - 2."""
 
     seed: Annotated[int, between(0, PRIME - 1)] = 0
-    name: ClassVar[str] = "random"
-    spreads: ClassVar[Literal["never", "heads", "always"]] = "heads"
-    heads: ClassVar[Literal["shared", "kv"]] = "kv"
+    name = "random"
+    spreads = "heads"
+    heads = "kv"
 
     def score(self, tokens: Tokens) -> Tensor:
         heads = head_indices(tokens.position, tokens.spread)  # [H', 1]

@@ -13,20 +13,20 @@ are counted before anything is evicted.  A step costs one top-k over the slots.
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from kvpass.policies.base import Attention, Policy, State, Statistic, Tokens
+from kvpass.policies.base import Policy
+from kvpass.policies.types import Attention, State, Tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class RoCo(Policy):
-    name: ClassVar[str] = "roco"
-    spreads: ClassVar[Literal["never", "heads", "always"]] = "heads"
-    heads: ClassVar[Literal["shared", "kv"]] = "kv"
-    statistics: ClassVar[frozenset[Statistic]] = frozenset({"total", "squares"})
+    name = "roco"
+    spreads = "heads"
+    heads = "kv"
+    statistics = frozenset({"total", "squares"})
 
     def minimum_budget(self) -> int:
         return 2
@@ -35,8 +35,6 @@ class RoCo(Policy):
         return {"total": torch.float32, "squares": torch.float32}
 
     def observe(self, tokens: Tokens, attention: Attention) -> State:
-        assert attention.total is not None
-        assert attention.squares is not None
         return {
             "total": tokens.state["total"] + attention.total.mean(2),  # [B, Hkv, N]
             "squares": tokens.state["squares"] + attention.squares.mean(2),
@@ -46,10 +44,9 @@ class RoCo(Policy):
         query_count = tokens.seen - tokens.position  # queries since the token's own, which is included
         mean = tokens.state["total"] / query_count
         variance = tokens.state["squares"] / query_count - mean.square()
-        unpinned_budget = self.unpinned_budget(tokens)
-        safe = tokens.newest(unpinned_budget - unpinned_budget // 2)
+        safe = tokens.newest(tokens.budget - tokens.budget // 2)
         older = torch.where(tokens.live & ~safe, variance, -torch.inf)
-        return torch.where(safe | highest_of(older, unpinned_budget // 4), torch.inf, mean)
+        return torch.where(safe | highest_of(older, tokens.budget // 4), torch.inf, mean)
 
 
 def highest_of(score: Tensor, count: int | Tensor) -> Tensor:

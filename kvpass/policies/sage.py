@@ -19,14 +19,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from kvpass.arguments import Natural, Positive
+from kvpass.arguments import Natural, Positive, require
 from kvpass.errors import BudgetError
-from kvpass.policies.base import Attention, Clock, Count, Policy, State, Statistic, Tokens, highest, require
+from kvpass.policies.base import Policy
+from kvpass.policies.budgets import Count
+from kvpass.policies.ranking import LATE, highest
+from kvpass.policies.types import Attention, Clock, State, Tokens
 
 HIDDEN = torch.finfo(torch.float32).min
 MAX_GROUPS = 62
@@ -67,13 +70,11 @@ class Sage(Policy):
     sinks: Natural | None = None
     top: Positive | None = None
     select_at: Literal["prompt_end", "overflow"] = "prompt_end"
-    name: ClassVar[str] = "sage"
-    prompt_must_compete: ClassVar[str] = (
-        "it selects among the tokens of a prompt; later tokens are kept as by policy='window'"
-    )
-    spreads: ClassVar[Literal["never", "heads", "always"]] = "heads"
-    heads: ClassVar[Literal["shared", "kv"]] = "kv"
-    statistics: ClassVar[frozenset[Statistic]] = frozenset({"logits"})
+    name = "sage"
+    prompt_must_compete = "it selects among the tokens of a prompt; later tokens are kept as by policy='window'"
+    spreads = "heads"
+    heads = "kv"
+    statistics = frozenset({"logits"})
 
     def minimum_budget(self) -> int:
         """Return the least budget for one query head per KV head; only a model tells how many there are."""
@@ -107,8 +108,6 @@ class Sage(Policy):
         return {"since": 0}  # tokens since the last selection
 
     def observe(self, tokens: Tokens, attention: Attention) -> State:
-        assert attention.last is not None
-        assert attention.queries is not None
         takers = self._unselected(tokens, attention.last.shape[2])
         return {"takers": takers, "since": tokens.state["since"] + attention.queries}
 
@@ -119,8 +118,6 @@ class Sage(Policy):
         return torch.where(first_tokens & tokens.live, -1, tokens.state["takers"])
 
     def observe_chunk(self, tokens: Tokens, attention: Attention) -> State:
-        assert attention.logits is not None
-        assert attention.queries is not None
         groups, step = attention.logits.shape[2], tokens.held == tokens.position.shape[-1]
         since = tokens.state["since"] + attention.queries
         if not step:
@@ -160,7 +157,7 @@ class Sage(Policy):
     def score(self, tokens: Tokens) -> Tensor:
         """Return scores: sinks and selected tokens stay, then the latest."""
         sink = tokens.position < self._sinks(tokens.budget)
-        return torch.where(sink | (tokens.state["takers"] != 0), torch.iinfo(torch.int64).max, tokens.position)
+        return torch.where(sink | (tokens.state["takers"] != 0), LATE, tokens.position)
 
     def bias(self, tokens: Tokens, groups: int) -> Tensor | None:
         if self.share == "union" or groups == 1:

@@ -13,13 +13,14 @@ chunk.
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from kvpass.arguments import Condition, Positive
-from kvpass.policies.base import Attention, Policy, State, Statistic, Tokens
+from kvpass.policies.base import Policy
+from kvpass.policies.types import Attention, State, Tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,13 +34,11 @@ class SnapKV(Policy):
 
     window: Positive = 64
     kernel: Annotated[int, Condition("that is odd and at least 1", lambda count: count >= 1 and count % 2 == 1)] = 5
-    name: ClassVar[str] = "snapkv"
-    prompt_must_compete: ClassVar[str] = (
-        "it selects among the tokens of a prompt; later tokens are kept as by policy='window'"
-    )
-    spreads: ClassVar[Literal["never", "heads", "always"]] = "heads"
-    heads: ClassVar[Literal["shared", "kv"]] = "kv"
-    statistics: ClassVar[frozenset[Statistic]] = frozenset({"window"})
+    name = "snapkv"
+    prompt_must_compete = "it selects among the tokens of a prompt; later tokens are kept as by policy='window'"
+    spreads = "heads"
+    heads = "kv"
+    statistics = frozenset({"window"})
 
     @property
     def observation(self) -> int:
@@ -55,8 +54,6 @@ class SnapKV(Policy):
         return {}
 
     def observe_chunk(self, tokens: Tokens, attention: Attention) -> State:
-        assert attention.window is not None
-        assert attention.queries is not None
         scored = (attention.queries > 0) & tokens.live & ~tokens.newest(self.window)
         probs = torch.where(scored[:, :, None], attention.window, 0.0)  # [B, Hkv, G, N]
         score = self._smoothed(probs.mean(2), tokens)

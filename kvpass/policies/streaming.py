@@ -11,13 +11,14 @@ then leaves sinks and its most recent tokens.
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from kvpass.arguments import Natural
-from kvpass.policies.base import Policy, Tokens
+from kvpass.policies.base import Policy
+from kvpass.policies.ranking import LATE
+from kvpass.policies.types import Tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,12 +30,12 @@ class Streaming(Policy):
     """
 
     sinks: Natural = 4
-    name: ClassVar[str] = "streaming"
-    spreads: ClassVar[Literal["never", "heads", "always"]] = "always"
-    positions: ClassVar[Literal["absolute", "cache"]] = "cache"
+    name = "streaming"
+    spreads = "always"
+    positions = "cache"
 
     def minimum_budget(self) -> int:
         return self.sinks + 1
 
     def score(self, tokens: Tokens) -> Tensor:
-        return torch.where(tokens.position < self.sinks, torch.iinfo(torch.int64).max, tokens.position)
+        return torch.where(tokens.position < self.sinks, LATE, tokens.position)

@@ -10,27 +10,25 @@ prompt or chunk only the attention of the last token counts.
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from kvpass.policies.base import Attention, Policy, State, Statistic, Tokens
+from kvpass.policies.base import Policy
 from kvpass.policies.heads import reduced
+from kvpass.policies.types import Attention, State, Tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class Tova(Policy):
-    name: ClassVar[str] = "tova"
-    spreads: ClassVar[Literal["never", "heads", "always"]] = "heads"
-    statistics: ClassVar[frozenset[Statistic]] = frozenset({"last"})
+    name = "tova"
+    spreads = "heads"
+    statistics = frozenset({"last"})
 
     def state(self) -> dict[str, torch.dtype]:
         return {"score": torch.float32}
 
     def observe(self, tokens: Tokens, attention: Attention) -> State:
-        assert attention.last is not None
-        assert attention.queries is not None
         probs = reduced(attention.last, "mean", attention.spread)  # [B, 1, N]
         return {"score": torch.where(attention.queries > 0, probs, tokens.state["score"])}
 

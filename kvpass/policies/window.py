@@ -6,17 +6,17 @@ The plain sliding window that papers on attention sinks compare with.  A chunk k
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from kvpass.policies.base import Policy, Tokens
+from kvpass.policies.base import Policy
+from kvpass.policies.types import Tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class Window(Policy):
-    name: ClassVar[str] = "window"
-    spreads: ClassVar[Literal["never", "heads", "always"]] = "always"
+    name = "window"
+    spreads = "always"
 
     def score(self, tokens: Tokens) -> Tensor:
         return tokens.position

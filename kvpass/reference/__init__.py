@@ -8,25 +8,25 @@ from __future__ import annotations
 import importlib
 
 from kvpass.errors import PolicyError
-from kvpass.policies.base import Policy
+from kvpass.policies import Policy, get
 from kvpass.reference.base import HeadStream, Reference, ReferenceLayer, Token
 
 __all__ = ["HeadStream", "Reference", "ReferenceLayer", "Token", "reference_of"]
 
 
 def reference_of(policy: Policy) -> Reference:
-    """Return the reference of a policy: `kvpass.reference.<name>`, or the result of the policy's `reference()`.
+    """Return the reference of a policy: `kvpass.reference.h2o.H2OReference` of `H2O`, or the policy's `reference()`.
 
     Raises:
         PolicyError: the policy has no reference.
     """
     named = getattr(policy, "reference", None)
     if named is not None:
-        reference: Reference = named()
-        return reference
+        own: Reference = named()
+        return own
     try:
         module = importlib.import_module(f"kvpass.reference.{policy.name}")
     except ModuleNotFoundError as error:
         raise PolicyError(f"policy {policy.name!r} has no eager reference: give it a method reference()") from error
-    built: Reference = module.reference(policy)
+    built: Reference = getattr(module, f"{get(policy.name).__name__}Reference")(policy)
     return built

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvpass.cache.slots import FREE, NAMES, Chunk, Layout
 from kvpass.fx.precision import accumulate_dtype
+from kvpass.policies.pinned_tokens import check_pinned
 from kvpass.reference.storing import stored
 
 
@@ -66,8 +67,27 @@ class HeadStream:
     evicted: list[Token] = dataclasses.field(default_factory=list)
 
 
+def in_order(tokens: Iterable[Token]) -> list[Token]:
+    """Return tokens sorted by position."""
+    return sorted(tokens, key=lambda token: token.position)
+
+
+def split_at(tokens: list[Token], position: int) -> tuple[list[Token], list[Token]]:
+    """Return the tokens before a position, and those from there on."""
+    return [t for t in tokens if t.position < position], [t for t in tokens if t.position >= position]
+
+
+def best(tokens: list[Token], count: int, score: Callable[[Token], float]) -> list[Token]:
+    """Return the `count` tokens of highest score, sorted by position; of equal scores the earlier tokens."""
+    return in_order(sorted(tokens, key=lambda token: (-score(token), token.position))[:count])
+
+
 class Reference:
     """The reference of a policy; one object serves all streams of a layer."""
+
+    def __init__(self, policy: Any = None) -> None:
+        """Make the reference of a policy, whose options it reads; None if it reads none."""
+        self.policy = policy
 
     def prepare(self, stream: HeadStream) -> None:
         """Evict tokens before a single new token attends; by default none."""
@@ -111,7 +131,7 @@ class Reference:
         """Return the pinned tokens, and the others that `evict` keeps in the rest of the budget."""
         pinned, others = [t for t in tokens if t.pinned], [t for t in tokens if not t.pinned]
         kept = self.evict(others, stream.head, stream.seen, stream.budget - len(pinned))
-        return sorted([*pinned, *kept], key=lambda token: token.position)
+        return in_order([*pinned, *kept])
 
     def settle(self, row: list[HeadStream]) -> None:
         """Finish a call after all KV heads of a row have added their tokens."""
@@ -223,15 +243,15 @@ class ReferenceLayer:
 
     def index(self) -> Tensor:
         """Return the cached tokens' indices in the padded sequence, int64 [B, H', N], padded with -1."""
-        return self._padded([[[t.index for t in stream.tokens] for stream in row] for row in self.streams])
+        return self._of_tokens(lambda rank, token: token.index)
 
     def positions(self) -> Tensor:
         """Return the cached tokens' positions, int64 [B, H', N], sorted, padded with -1."""
-        return self._padded([[[t.position for t in stream.tokens] for stream in row] for row in self.streams])
+        return self._of_tokens(lambda rank, token: token.position)
 
     def ranks(self) -> Tensor:
         """Return the cache positions 0, 1, 2, ... of the cached tokens, int64 [B, H', N], padded with -1."""
-        return self._padded([[list(range(len(stream.tokens))) for stream in row] for row in self.streams])
+        return self._of_tokens(lambda rank, token: rank)
 
     def held_rows(self, name: str, stored: bool = False) -> Tensor:
         """Return the cached keys or values [B, Hkv, N, D], padded with zeros, as attention sees them or as stored."""
@@ -246,37 +266,33 @@ class ReferenceLayer:
                     out[b, self._heads(h), n] = key if name == "key" else value
         return out
 
-    def take(self, chunk: Chunk, probabilities: Tensor, logits: Tensor | None = None, part: bool = False) -> None:
+    def take(self, chunk: Chunk, probabilities: Tensor, logits: Tensor, part: bool = False) -> None:
         """Add new tokens and evict.
 
         Args:
             chunk: the new tokens, with keys as they are stored; its `attention` is ignored.
             probabilities: float32 [B, Hq, q, N + q] of the chunk's queries over [cached, chunk].
-            logits: likewise, before the softmax and the policy's bias; for policies without a bias, the logarithm of
-                `probabilities` suffices.
+            logits: likewise, before the softmax and the policy's bias.
             part: the chunk is the first part of a longer one, so a single token is no decode step.
         """
-        logits = probabilities.log() if logits is None else logits
         self.taken = TakenByReference(chunk, probabilities, logits)
+        policy, count = self.layout.policy, chunk.valid.shape[1]
+        first_new = probabilities.shape[-1] - count
         for b, row in enumerate(self.streams):
             new = torch.nonzero(chunk.valid[b]).flatten().tolist()
             for stream in row:
-                columns = list(range(len(stream.tokens))) + [
-                    probabilities.shape[-1] - chunk.valid.shape[1] + j for j in new
-                ]
-                stream.step = self.length > 0 and chunk.valid.shape[1] == 1 and not part
+                columns = [*range(len(stream.tokens)), *(first_new + j for j in new)]
+                queries = self._queries(stream, probabilities)
+                seen = (x[b, queries][:, new][:, :, columns].transpose(0, 1) for x in (probabilities, logits))
+                stream.step = self.length > 0 and count == 1 and not part
                 tokens = [self._token(stream, chunk, b, index, j) for index, j in enumerate(new)]
-                chunk_parts = [
-                    part[b, self._queries(stream, probabilities)][:, new][:, :, columns]
-                    for part in (probabilities, logits)
-                ]
-                if self.layout.policy.keep_prompt:
-                    pinned_count = sum(token.pinned for token in stream.tokens + tokens)
-                    self.layout.policy.check_pinned(pinned_count, stream.budget - pinned_count)
+                if policy.keep_prompt:
+                    pinned = sum(token.pinned for token in stream.tokens + tokens)
+                    check_pinned(policy, pinned, stream.budget - pinned)
                 stream.seen += len(new)
-                self.reference.take(stream, tokens, *(part.transpose(0, 1) for part in chunk_parts))
+                self.reference.take(stream, tokens, *seen)
             self.reference.settle(row)
-        self.length += chunk.valid.shape[1]
+        self.length += count
         self.fed += 1
 
     def attends_to_stored(self, count: int) -> bool:
@@ -303,13 +319,13 @@ class ReferenceLayer:
     def _heads(self, group: int) -> slice:
         return slice(0, self.layout.heads) if self.layout.groups == 1 else slice(group, group + 1)
 
-    def _padded(self, lists: list[list[list[int]]]) -> Tensor:
-        """Return lists of integers per row and stream as int64 [B, H', N], padded with -1."""
-        longest = max(len(entry) for row in lists for entry in row)
-        filled = [[entry + [FREE] * (longest - len(entry)) for entry in row] for row in lists]
-        return torch.tensor(filled, dtype=torch.int64, device=self.layout.device).view(
-            self.layout.batch, self.layout.groups, longest
-        )
+    def _of_tokens(self, number: Callable[[int, Token], int]) -> Tensor:
+        """Return a number of each cached token, by its rank and the token: int64 [B, H', N], padded with -1."""
+        lists = [[number(*each) for each in enumerate(stream.tokens)] for row in self.streams for stream in row]
+        longest = max(len(entry) for entry in lists)
+        filled = [entry + [FREE] * (longest - len(entry)) for entry in lists]
+        shape = (self.layout.batch, self.layout.groups, longest)
+        return torch.tensor(filled, dtype=torch.int64, device=self.layout.device).view(shape)
 
 
 def attention_logits(

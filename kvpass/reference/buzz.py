@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 from torch import Tensor
 
@@ -11,9 +12,23 @@ from kvpass.reference.base import HeadStream, Reference, Token
 
 
 class BuzzReference(Reference):
-    def __init__(self, policy: Buzz) -> None:
-        self.policy = policy
-        self.interval = math.floor((policy.stride + 1) / 2) if policy.old_stride is None else policy.old_stride
+    policy: Buzz
+
+    @property
+    def interval(self) -> int:
+        return self.policy.old_stride or math.floor((self.policy.stride + 1) / 2)
+
+    def sizes(self, budget: int) -> tuple[int, int]:
+        """Return w and T, by the parameter theorem: T / w = (s^2 + 1) / (s + 1) for an odd s, s - 1 for an even s.
+
+        Both are 1 + s - s / s', which also holds for another s' than the paper's.
+        """
+        s, window, threshold = self.policy.stride, self.policy.window, self.policy.threshold
+        rest = budget - self.policy.sinks
+        if window is None:
+            ratio = float(1 + s - Fraction(s, self.interval))
+            window = max(1, round(rest / (1 + ratio))) if threshold is None else rest - threshold
+        return window, rest - window if threshold is None else threshold
 
     def logit_scale(self, count: int) -> float:
         return math.log(max(count, 1), 512) if self.policy.log_n else 1.0
@@ -28,7 +43,7 @@ class BuzzReference(Reference):
         policy, tokens, prompt = self.policy, stream.tokens + new, not stream.tokens
         self.observe(tokens, probabilities)
         stream.tokens = tokens
-        window, threshold = policy.sizes(stream.budget)
+        window, threshold = self.sizes(stream.budget)
         if len(tokens) - policy.sinks - window <= threshold:
             return
         end = len(tokens) - window
@@ -49,7 +64,3 @@ class BuzzReference(Reference):
         if policy.variant == "nomax":
             return old + [hive[0] for hive in hives]
         return old + [max(hive, key=lambda token: token.score) for hive in hives]
-
-
-def reference(policy: Buzz) -> Reference:
-    return BuzzReference(policy)

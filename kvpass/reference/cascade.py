@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvpass.policies.cascade import Cascade
-from kvpass.reference.base import HeadStream, Reference, Token
+from kvpass.reference.base import HeadStream, Reference, Token, in_order
 
 GROWTH: dict[str, Callable[[int], int]] = {
     "pow2": lambda i: 2**i,
@@ -26,8 +26,7 @@ REDUCE: dict[str, Callable[[list[float]], float]] = {
 
 
 class CascadeReference(Reference):
-    def __init__(self, policy: Cascade) -> None:
-        self.policy = policy
+    policy: Cascade
 
     def caches(self, stream: HeadStream) -> list[list[Token]]:
         if "caches" not in stream.notes:
@@ -61,7 +60,7 @@ class CascadeReference(Reference):
 
     def held(self, stream: HeadStream) -> list[Token]:
         tokens = stream.notes.get("sinks", []) + [token for cache in self.caches(stream) for token in cache]
-        return sorted(tokens, key=lambda token: token.position)
+        return in_order(tokens)
 
     def prepare(self, stream: HeadStream) -> None:
         if self.policy.order == "write_first":
@@ -104,7 +103,3 @@ class CascadeReference(Reference):
             for n, held in enumerate(tokens):
                 if held is stream.notes["next"]:
                     tokens[n] = token
-
-
-def reference(policy: Cascade) -> Reference:
-    return CascadeReference(policy)

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from kvpass.policies.d2o import D2O
-from kvpass.reference.base import HeadStream, Reference, Token
+from kvpass.reference.base import HeadStream, Reference, Token, best, in_order
 
 
 class D2OReference(Reference):
-    def __init__(self, policy: D2O) -> None:
-        self.policy = policy
+    policy: D2O
 
     def observe(self, tokens: list[Token], probabilities: Tensor) -> None:
         for token, probs in zip(tokens, probabilities.sum((0, 1)).tolist(), strict=True):
@@ -37,8 +36,8 @@ class D2OReference(Reference):
         divided = budget - policy.sinks if policy.extra_sinks else budget
         recent = min(divided - math.floor(Fraction(str(policy.heavy)) * divided), budget - policy.sinks)
         safe = [token for token in tokens if token.position < policy.sinks or token.position >= seen - recent]
-        middle = sorted((t for t in tokens if t not in safe), key=lambda t: (-t.score, t.position))
-        return sorted(safe + middle[: max(0, budget - len(safe))], key=lambda token: token.position)
+        middle = [token for token in tokens if token not in safe]
+        return in_order(safe + best(middle, max(0, budget - len(safe)), lambda token: token.score))
 
     def settle(self, row: list[HeadStream]) -> None:
         if not row[0].evicted or self.policy.merge == "none":
@@ -48,12 +47,11 @@ class D2OReference(Reference):
             means = [sum(u for u, _ in similarities) / len(row) for similarities in zip(*found, strict=True)]
             tau = self.threshold(row[0], means)
             for stream, pairs in zip(row, found, strict=True):
-                self.official(stream, pairs, [mean >= tau for mean in means])
+                self.merge(stream, pairs, [mean >= tau for mean in means])
         else:
             for stream, pairs in zip(row, found, strict=True):
                 tau = self.threshold(stream, [u for u, _ in pairs])
-                merge = self.average if self.policy.merge == "average" else self.paper
-                merge(stream, pairs, [u >= tau for u, _ in pairs])
+                self.merge(stream, pairs, [u >= tau for u, _ in pairs])
         for stream in row:
             stream.evicted = []
 
@@ -63,40 +61,26 @@ class D2OReference(Reference):
         stream.notes["tau"] = mean if earlier is None else self.policy.beta * mean + (1 - self.policy.beta) * earlier
         return float(stream.notes["tau"])
 
-    def paper(self, stream: HeadStream, pairs: list[tuple[float, Token]], merged: list[bool]) -> None:
-        for target in stream.tokens:
-            evicted = [
-                (math.exp(u), token)
-                for token, (u, into), is_merged in zip(stream.evicted, pairs, merged, strict=True)
-                if into is target and is_merged
-            ]
-            total = math.e + sum(weight for weight, _ in evicted)
-            if evicted:
-                key = math.e * target.key + sum(w * token.key for w, token in evicted)
-                value = math.e * target.value + sum(w * token.value for w, token in evicted)
-                target.key, target.value = stream.stored(key / total), stream.stored(value / total, key=False)
+    def merge(self, stream: HeadStream, pairs: list[tuple[float, Token]], merged: list[bool]) -> None:
+        """Replace each kept row by the mean of its own and the rows merged into it, with the weights of Eq. 9-11.
 
-    def average(self, stream: HeadStream, pairs: list[tuple[float, Token]], merged: list[bool]) -> None:
+        Table 6's average has equal weights.  The public code weighs by u, and divides by the number of rows.
+        """
         for target in stream.tokens:
             found = zip(stream.evicted, pairs, merged, strict=True)
-            group = [target] + [token for token, (_, into), is_merged in found if into is target and is_merged]
-            if len(group) > 1:
-                key = torch.stack([token.key for token in group]).mean(0)
-                value = torch.stack([token.value for token in group]).mean(0)
-                target.key, target.value = stream.stored(key), stream.stored(value, key=False)
-
-    def official(self, stream: HeadStream, pairs: list[tuple[float, Token]], merged: list[bool]) -> None:
-        for target in stream.tokens:
-            evicted = [
-                (u, token)
-                for token, (u, into), is_merged in zip(stream.evicted, pairs, merged, strict=True)
-                if into is target and is_merged
-            ]
-            if evicted:
-                key = target.key + sum(u * token.key for u, token in evicted)
-                value = target.value + sum(u * token.value for u, token in evicted)
-                target.key = stream.stored(key / (1 + len(evicted)))
-                target.value = stream.stored(value / (1 + len(evicted)), key=False)
+            group = [(u, token) for token, (u, into), is_merged in found if into is target and is_merged]
+            if not group:
+                continue
+            if self.policy.merge == "paper":
+                own, weights = math.e, [math.exp(u) for u, _ in group]
+                total = own + sum(weights)
+            else:
+                own, weights = 1.0, [u if self.policy.merge == "official" else 1.0 for u, _ in group]
+                total = 1.0 + len(group)
+            key, value = own * target.key, own * target.value
+            for weight, (_, token) in zip(weights, group, strict=True):
+                key, value = key + weight * token.key, value + weight * token.value
+            target.key, target.value = stream.stored(key / total), stream.stored(value / total, key=False)
 
 
 def closest(token: Token, stream: HeadStream) -> tuple[float, Token]:
@@ -105,7 +89,3 @@ def closest(token: Token, stream: HeadStream) -> tuple[float, Token]:
     cosines = [float(torch.cosine_similarity(token.key[0], other.key[0], dim=0)) for other in kept]
     best = max(cosines)
     return best, kept[cosines.index(best)]
-
-
-def reference(policy: D2O) -> Reference:
-    return D2OReference(policy)

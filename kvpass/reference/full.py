@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from kvpass.policies.full import Full
 from kvpass.reference.base import Reference, Token
 
 
 class FullReference(Reference):
     def evict(self, tokens: list[Token], head: int, seen: int, budget: int) -> list[Token]:
         return tokens
-
-
-def reference(policy: Full) -> Reference:
-    return FullReference()

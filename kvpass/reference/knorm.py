@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from kvpass.policies.knorm import KNorm
-from kvpass.reference.base import Reference, Token
+from kvpass.reference.base import Reference, Token, best
 
 
 class KNormReference(Reference):
     def evict(self, tokens: list[Token], head: int, seen: int, budget: int) -> list[Token]:
-        smallest = sorted(tokens, key=lambda token: (float(token.key.float().norm().half()), token.position))[:budget]
-        return sorted(smallest, key=lambda token: token.position)
-
-
-def reference(policy: KNorm) -> Reference:
-    return KNormReference()
+        return best(tokens, budget, lambda token: -float(token.key.float().norm().half()))

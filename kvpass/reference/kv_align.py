@@ -100,7 +100,3 @@ _PAPER = (
 
 def _plus(row: Tensor, change: Tensor) -> Tensor:
     return (row.float() + change.view(row.shape)).to(row.dtype)
-
-
-def reference(policy: KVAlign) -> Reference:
-    return KVAlignReference(policy)

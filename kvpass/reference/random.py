@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvpass.policies.random import Random
-from kvpass.reference.base import Reference, Token
+from kvpass.reference.base import Reference, Token, best
 
 PRIME = 2**31 - 1
 
@@ -17,13 +17,7 @@ def drawn(seed: int, position: int, head: int) -> int:
 
 
 class RandomReference(Reference):
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
+    policy: Random
 
     def evict(self, tokens: list[Token], head: int, seen: int, budget: int) -> list[Token]:
-        luckiest = sorted(tokens, key=lambda token: -drawn(self.seed, token.position, head))[:budget]
-        return sorted(luckiest, key=lambda token: token.position)
-
-
-def reference(policy: Random) -> Reference:
-    return RandomReference(policy.seed)
+        return best(tokens, budget, lambda token: drawn(self.policy.seed, token.position, head))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvpass.policies.roco import RoCo
-from kvpass.reference.base import Reference, Token
+from kvpass.reference.base import Reference, Token, best, in_order, split_at
 
 
 def mean(values: list[float]) -> float:
@@ -28,14 +27,8 @@ class RoCoReference(Reference):
         if len(tokens) <= budget:
             return tokens
         recent = budget - budget // 2
-        newer = [token for token in tokens if token.position >= seen - recent]
-        older = [token for token in tokens if token.position < seen - recent]
-        by_spread = sorted(older, key=lambda token: (-variance(token.notes["probs"]), token.position))
-        spread, others = by_spread[: budget // 4], by_spread[budget // 4 :]
-        by_mean = sorted(others, key=lambda token: (-mean(token.notes["probs"]), token.position))
-        kept = spread + by_mean[: budget - len(newer) - len(spread)]
-        return sorted(kept, key=lambda token: token.position) + newer
-
-
-def reference(policy: RoCo) -> Reference:
-    return RoCoReference()
+        older, newer = split_at(tokens, seen - recent)
+        spread = best(older, budget // 4, lambda token: variance(token.notes["probs"]))
+        others = [token for token in older if token not in spread]
+        hitters = best(others, budget - len(newer) - len(spread), lambda token: mean(token.notes["probs"]))
+        return in_order(spread + hitters) + newer

@@ -17,17 +17,16 @@ class SageReference(Reference):
     The note is "all" for a token that is kept without selection.
     """
 
-    def __init__(self, policy: Sage) -> None:
-        self.share = policy.share
-        self.every = policy.refresh_interval
-        self.sinks = policy.sinks
-        self.top = policy.top
-        self.late = policy.select_at == "overflow"
+    policy: Sage
+
+    @property
+    def late(self) -> bool:
+        return self.policy.select_at == "overflow"
 
     def sizes(self, budget: int, group: int) -> tuple[int, int, int]:
         """Return the numbers of sinks, tokens per query head, and recent tokens."""
-        sinks = math.floor(budget / 4) if self.sinks is None else self.sinks
-        k = math.floor(budget / 2 / group) if self.top is None else self.top
+        sinks = math.floor(budget / 4) if self.policy.sinks is None else self.policy.sinks
+        k = math.floor(budget / 2 / group) if self.policy.top is None else self.policy.top
         return sinks, k, budget - sinks - group * k
 
     def take(self, stream: HeadStream, new: list[Token], probabilities: Tensor, logits: Tensor) -> None:
@@ -39,10 +38,11 @@ class SageReference(Reference):
                 if token.position < sinks + group * k:
                     token.notes["takers"] = "all"
         overflows = self.late and stream.seen == budget + 1  # the budget is full, and this token exceeds it
+        every = self.policy.refresh_interval
         if new and not self.fits(stream) and (overflows or not stream.step):
             self.select(tokens, logits[-1], stream, sinks, k, recent)
-        elif new and stream.step and self.every is not None and stream.notes["since"] >= self.every:
-            self.select(tokens, logits[-1], stream, sinks, k, max(recent - self.every, 0))
+        elif new and stream.step and every is not None and stream.notes["since"] >= every:
+            self.select(tokens, logits[-1], stream, sinks, k, max(recent - every, 0))
         stream.tokens = self.ring(tokens, budget, sinks)
 
     def fits(self, stream: HeadStream) -> bool:
@@ -67,7 +67,7 @@ class SageReference(Reference):
         return tokens
 
     def bias(self, stream: HeadStream, group: int) -> Tensor | None:
-        if self.share == "union":
+        if self.policy.share == "union":
             return None
         counts = [[self.counted(token, head) for token in stream.tokens] for head in range(group)]
         return torch.tensor(counts)[None]
@@ -77,10 +77,6 @@ class SageReference(Reference):
         takers = token.notes.get("takers")
         if not takers or takers == "all":
             return 0.0
-        if self.share == "concat":
+        if self.policy.share == "concat":
             return math.log(len(takers))
         return 0.0 if head in takers else -math.inf
-
-
-def reference(policy: Sage) -> Reference:
-    return SageReference(policy)

@@ -7,15 +7,10 @@ from kvpass.reference.base import Reference, Token
 
 
 class StreamingReference(Reference):
-    def __init__(self, sinks: int) -> None:
-        self.sinks = sinks
+    policy: Streaming
 
     def evict(self, tokens: list[Token], head: int, seen: int, budget: int) -> list[Token]:
         if len(tokens) <= budget:
             return tokens
-        sinks = [token for token in tokens if token.position < self.sinks]
+        sinks = [token for token in tokens if token.position < self.policy.sinks]
         return sinks + tokens[len(tokens) - (budget - len(sinks)) :]
-
-
-def reference(policy: Streaming) -> Reference:
-    return StreamingReference(policy.sinks)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvpass.policies.tova import Tova
 from kvpass.reference.base import Reference, Token
 
 
@@ -20,7 +19,3 @@ class TovaReference(Reference):
             older = tokens[:-1] if tokens[-1].position == seen - 1 else tokens
             tokens.remove(min(older or tokens, key=lambda token: (token.score, -token.position)))
         return tokens
-
-
-def reference(policy: Tova) -> Reference:
-    return TovaReference()

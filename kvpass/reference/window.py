@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from kvpass.policies.window import Window
 from kvpass.reference.base import Reference, Token
 
 
 class WindowReference(Reference):
     def evict(self, tokens: list[Token], head: int, seen: int, budget: int) -> list[Token]:
         return tokens[-budget:]
-
-
-def reference(policy: Window) -> Reference:
-    return WindowReference()

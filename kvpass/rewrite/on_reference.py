@@ -21,7 +21,7 @@ from kvpass.cache.step import with_mask
 from kvpass.capture.sites import AttentionSite
 from kvpass.fx.walk import value
 from kvpass.lowering.formats import Sections
-from kvpass.policies.base import Attention
+from kvpass.policies.types import Attention
 from kvpass.reference import ReferenceLayer, reference_of
 from kvpass.reference.base import attention_logits
 from kvpass.rewrite.computed_keys import ComputedKeys, cut_computed_keys

@@ -20,7 +20,7 @@ from kvpass.capture.sites import AttentionSite
 from kvpass.errors import UnsupportedGraph
 from kvpass.fx import shapes, walk
 from kvpass.fx.walk import ancestors, is_tensor, name_of, value
-from kvpass.policies.base import window_starts
+from kvpass.policies.budgets import window_starts
 
 _COUNTS = frozenset({"arange", "cumsum"})
 

@@ -21,7 +21,8 @@ from kvpass.cache import statistics
 from kvpass.capture.sites import AttentionSite, arguments
 from kvpass.fx.shapes import expr
 from kvpass.fx.walk import value
-from kvpass.policies.base import Policy, Statistic
+from kvpass.policies.base import Policy
+from kvpass.policies.types import Statistic
 
 STATISTICS = torch.ops.kvpass.attention_statistics.default
 

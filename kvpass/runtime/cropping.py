@@ -19,7 +19,7 @@ from kvpass.cache.slots import Chunk, Slots
 from kvpass.cache.snapshot import UnchangedSlots
 from kvpass.cache.statistics import StatisticsSpec, as_attention
 from kvpass.capture.sites import AttentionSite
-from kvpass.policies.base import Attention
+from kvpass.policies.types import Attention
 from kvpass.runtime.caches import take_in
 from kvpass.runtime.kv_store import TakenIn
 from kvpass.runtime.padding import places_of

@@ -11,7 +11,8 @@ from kvpass.cache.history import Restorable
 from kvpass.cache.slots import Chunk, Layout
 from kvpass.cache.statistics import StatisticsSpec
 from kvpass.capture.sites import AttentionSite
-from kvpass.policies.base import Clock, Plan
+from kvpass.policies.budgets import Plan
+from kvpass.policies.types import Clock
 from kvpass.rewrite.context import Pass
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvpass.capture.sites import AttentionSite
 from kvpass.fx import walk
-from kvpass.policies.base import Plan
+from kvpass.policies.budgets import Plan
 from kvpass.torch_private import dynamo
 
 Weights = tuple["weakref.ref[Any]", ...]

@@ -15,7 +15,7 @@ from kvpass.capture.rotary import find_rotary, unreshaped
 from kvpass.capture.sites import AttentionSite
 from kvpass.errors import UnsupportedGraph
 from kvpass.fx import splicing, walk
-from kvpass.policies.base import LATE
+from kvpass.policies.ranking import LATE
 
 OWN_POSITIONS = (
     "the position ids are not 0, 1, 2, ... over the real tokens of a row, and held tokens are numbered by their rank "

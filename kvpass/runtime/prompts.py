@@ -21,7 +21,9 @@ from kvpass.capture.capture import Capture
 from kvpass.errors import BudgetError, PolicyError, UnsupportedGraph
 from kvpass.fx import walk
 from kvpass.fx.shapes import Sizes
-from kvpass.policies.base import Attention, Plan, Policy, by_rows
+from kvpass.policies.base import Policy
+from kvpass.policies.budgets import Plan, by_rows
+from kvpass.policies.types import Attention
 from kvpass.policies.window import Window
 from kvpass.rewrite.computed_keys import join_heads
 from kvpass.rewrite.prompt import rewrite_prompt

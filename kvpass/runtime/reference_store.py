@@ -12,7 +12,8 @@ from kvpass.cache.slots import Chunk, Layout
 from kvpass.cache.snapshot import UnchangedSlots
 from kvpass.cache.statistics import StatisticsSpec
 from kvpass.capture.sites import AttentionSite
-from kvpass.policies.base import Clock, Plan
+from kvpass.policies.budgets import Plan
+from kvpass.policies.types import Clock
 from kvpass.reference.base import ReferenceLayer, TakenByReference
 from kvpass.rewrite.context import Pass
 from kvpass.rewrite.on_reference import REFERENCE_PASSES, take_prompt

@@ -13,7 +13,8 @@ from kvpass.cache.slots import Chunk, Layout, Slots, admit
 from kvpass.cache.snapshot import SlotSnapshot, UnchangedSlots
 from kvpass.cache.statistics import StatisticsSpec
 from kvpass.capture.sites import AttentionSite
-from kvpass.policies.base import Clock, Plan
+from kvpass.policies.budgets import Plan
+from kvpass.policies.types import Clock
 from kvpass.rewrite.context import Pass
 from kvpass.rewrite.passes import STEP_PASSES
 from kvpass.runtime.caches import keep_address, valid_counts

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import kvpass
 from kvpass.cache.handle import caches_in
-from kvpass.policies.base import rows_in_order
+from kvpass.policies.ranking import rows_in_order
 from tests.models import build, lasting, prompt
 from tests.strategies import ROWS
 from tests.test_invariants import settings

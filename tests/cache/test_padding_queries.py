@@ -13,7 +13,7 @@ from kvpass.cache.slots import Chunk, Slots, admit
 from kvpass.cache.statistics import StatisticsSpec, as_attention, statistics
 from kvpass.cache.step import Attended, Mask, Site, decode_step, extend_step, read_step
 from kvpass.policies import Policy, resolve
-from kvpass.policies.base import Attention
+from kvpass.policies.types import Attention
 from tests.adversary.models import Small, keys, logits, queries, sdpa
 from tests.layer import Stretch, layout_for, prompt_mask
 

@@ -8,7 +8,7 @@ import torch
 from kvpass.diagnostics.simulate import simulate
 from kvpass.errors import BudgetError, PolicyError
 from kvpass.policies import parse, resolve
-from kvpass.policies.base import share_of
+from kvpass.policies.budgets import share_of
 from kvpass.policies.cascade import Cascade
 from kvpass.policies.d2o import D2O
 from kvpass.policies.sage import Sage

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from kvpass.budget import slots_for
 from kvpass.diagnostics.simulate import simulate
 from kvpass.errors import BudgetError, PolicyError
-from kvpass.policies.cascade import Cascade, approximate_context
-from kvpass.policies.cascade_line import NO_VICTIM, CascadeRule, intervals, moving_averages
+from kvpass.policies.cascade import NO_VICTIM, Cascade, CascadeRule, approximate_context, intervals, moving_averages
 from tests.diagnostics.test_simulate import check
 from tests.strategies import ROWS, cases
 

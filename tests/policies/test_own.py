@@ -11,7 +11,7 @@ from torch import Tensor
 
 import kvpass
 from kvpass.diagnostics.simulate import simulate
-from kvpass.policies import base, names
+from kvpass.policies import base, names, protocols
 from tests.models import breaks, build, force, graphs, prompt
 from tests.strategies import TABLE
 
@@ -58,9 +58,15 @@ def test_a_model_runs_on_it_in_two_graphs() -> None:
         assert run.held[-1][0][row, 0].tolist() == sorted(worth[row].topk(6).indices.tolist())
 
 
+@pytest.mark.parametrize("name", ["Attention", "Clock", "Merge", "Plan", "Policy", "State", "Statistic", "Tokens"])
+def test_what_a_policy_is_written_with_is_in_one_module(name: str) -> None:
+    assert name in base.__all__
+    assert hasattr(base, name)
+
+
 @pytest.mark.parametrize(("old", "new"), sorted(base.RENAMED_HOOKS.items()))
 def test_hooks_by_their_old_names_work_with_a_warning(old: str, new: str) -> None:
-    hook = getattr(ValueNorm, new)
+    hook = getattr(ValueNorm, new, protocols.Merging.merge_evicted)
     with pytest.warns(DeprecationWarning, match=f"Old.{old}: this hook of policies is called '{new}' now"):
         made = type("Old", (ValueNorm,), {old: hook})
     assert made.__dict__[new] is hook
@@ -79,14 +85,10 @@ def test_a_policy_of_old_names_keeps_the_same_tokens() -> None:
 def test_flags_follow_from_what_a_policy_has() -> None:
     for name in names():
         policy = kvpass.policies.get(name)
-        has = {hook: getattr(policy, hook) is not getattr(base.Policy, hook) for hook in ("scan", "align", "weights")}
-        assert has["scan"] == ("scan" in policy.statistics), name
-        assert has["align"] == (policy.aligns is not base.Policy.aligns), name
-        assert has["align"] == has["weights"], name
-    merging = {
-        row.name for row in TABLE if kvpass.policies.get(row.name).merge_evicted is not base.Policy.merge_evicted
-    }
-    assert merging == {"d2o"}
+        assert issubclass(policy, protocols.Scanning) == ("scan" in policy.statistics), name
+        assert issubclass(policy, protocols.Aligning) == (policy.aligns is not base.Policy.aligns), name
+        assert issubclass(policy, protocols.Aligning) == (policy.weights is not base.Policy.weights), name
+    assert {row.name for row in TABLE if issubclass(kvpass.policies.get(row.name), protocols.Merging)} == {"d2o"}
 
 
 def test_each_policy_names_its_paper() -> None:

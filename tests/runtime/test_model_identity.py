@@ -11,7 +11,7 @@ from torch import Tensor
 
 import kvpass
 from kvpass.backend import Backend
-from kvpass.policies.base import Plan
+from kvpass.policies.budgets import Plan
 from kvpass.runtime.model_identity import PlansByModel, SeenTensors, held_weakly, made_elsewhere
 from tests.models import different, prompt
 

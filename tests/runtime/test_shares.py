@@ -12,7 +12,8 @@ import kvpass
 from kvpass import budget as budgets
 from kvpass import policies
 from kvpass.cache.handle import caches_in
-from kvpass.policies.base import ROW_BUDGET, Plan, by_rows
+from kvpass.cache.slots import ROW_BUDGET
+from kvpass.policies.budgets import Plan, by_rows
 from tests.aligners import random_aligner
 from tests.architectures import zoo
 from tests.models import build, different, force, prompt

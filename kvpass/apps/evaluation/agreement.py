@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvpass.apps import corpus
 from kvpass.apps.evaluation.session import Row, Session
-from kvpass.policies.base import require
+from kvpass.arguments import require
 
 EDGES = (0, 64, 256, 1024, 4096)
 LEVEL, DRAWS = 0.95, 2000

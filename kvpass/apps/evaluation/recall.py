@@ -14,9 +14,9 @@ from torch import Tensor
 from kvpass import cache_names
 from kvpass.apps.evaluation.pairs import PlantedPairs, Tongue, plant
 from kvpass.apps.evaluation.session import Row, Session
+from kvpass.arguments import require
 from kvpass.decoding.prefill import Caller
 from kvpass.errors import KVPassError
-from kvpass.policies.base import require
 from kvpass.torch_private import dynamo
 
 DISTANCES = (16, 32, 64, 128, 256, 512, 1024, 2000)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 from kvpass.apps.evaluation.session import Row, Session
-from kvpass.policies.base import require
+from kvpass.arguments import require
 
 SPARE = 4  # tokens of an answer beside the number's own
 NOISE = "The road is long. The hills are low. The river runs on. We walk for a while, and then we rest. "

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kvpass import cache_names
+from kvpass.arguments import require
 from kvpass.decoding.prefill import Caller, chunks, last_of
-from kvpass.policies.base import require
 
 Feed = Literal["whole", "chunk", "token"]
 FEEDS: tuple[Feed, ...] = ("whole", "chunk", "token")

@@ -17,10 +17,10 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from kvpass.arguments import require
 from kvpass.fx.precision import accumulate_dtype, upcast
 from kvpass.lowering.formats import grid, words
 from kvpass.lowering.formats.base import Parts
-from kvpass.policies.base import require
 
 HIGHEST_CODE = 15
 GROUP = 32

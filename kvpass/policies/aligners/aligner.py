@@ -46,11 +46,16 @@ class Signature:
 
     def check_model(self, other: Signature) -> None:
         """Raise AlignerError unless `other`, the signature of another model, has the same architecture and shapes."""
-        for field in ("architecture", "layers", "heads", "key_dim", "value_dim"):
-            trained, found = getattr(self, field), getattr(other, field)
-            if trained != found:
+        fields = ("architecture", "layers", "heads", "key_dim", "value_dim")
+        self.check(**{field: getattr(other, field) for field in fields})
+
+    def check(self, **found: object) -> None:
+        """Raise AlignerError unless these fields, as found in a model, are as the aligner was trained for."""
+        for field, value in found.items():
+            trained = getattr(self, field)
+            if trained != value:
                 raise AlignerError(
-                    f"the aligner was trained for a model with {field}={trained!r}, and this one has {found!r}; "
+                    f"the aligner was trained for a model with {field}={trained!r}, and this one has {value!r}; "
                     "train one for it with `kvpass align train`"
                 )
 

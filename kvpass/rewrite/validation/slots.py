@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvpass.cache.slots import FREE, Layout, Slots, first_state
-from kvpass.policies.base import rank_of
+from kvpass.policies.ranking import rank_of
 from kvpass.rewrite.validation.conversation import Conversation
 from kvpass.rewrite.validation.interpreter import copied
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 import kvpass
 from kvpass.diagnostics.simulate import simulate
 from kvpass.errors import BudgetError, PolicyError
-from kvpass.policies import names, resolve
+from kvpass.policies import Policy, Tokens, names, resolve
 from kvpass.reference.random import drawn
 from tests.aligners import random_aligner
 from tests.diagnostics.test_simulate import check
@@ -104,3 +105,23 @@ def test_an_aligner_says_so_too() -> None:
 def test_it_is_true_or_false(value: object) -> None:
     with pytest.raises(PolicyError, match="keep_prompt"):
         resolve("window", {"keep_prompt": value})
+
+
+@dataclasses.dataclass(frozen=True)
+class Halves(Policy):
+    """The latest half of the budget is safe, and of the others the latest go first; its own `victim` is wrong."""
+
+    name: ClassVar[str] = "halves"
+
+    def victim(self, tokens: Tokens) -> torch.Tensor:
+        return torch.zeros_like(tokens.position[..., 0])
+
+    def score(self, tokens: Tokens) -> torch.Tensor:
+        recent = tokens.newest(tokens.budget - tokens.budget // 2)
+        return torch.where(recent, tokens.position + 1000, -tokens.position)
+
+
+def test_a_policy_of_ones_own_sees_the_rest_of_the_budget() -> None:
+    """Of 10 slots a prompt takes 4, and of the other 6 the latest 3 are safe; its own `victim` is not asked."""
+    trace = simulate(Halves(keep_prompt=True), *layer(20), prompt=4, budget=10, compiled=True)
+    assert trace.positions[-1, 0, 0].tolist() == [0, 1, 2, 3, 4, 5, 6, 17, 18, 19]

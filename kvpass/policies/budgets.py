@@ -1,0 +1,75 @@
+"""Divide budgets among layers, rows and parts of a cache, as numbers or as tensors with one for each row."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+Count = TypeVar("Count", bound="int | Tensor")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The budget and the slots of one layer.
+
+    Attributes:
+        budget: tokens kept between steps, the largest over the rows.
+        capacity: slots of the layer.
+        rows: tokens kept between steps for each row, if rows have different budgets.
+        max_capacity: slots that the layer needs for any prompt, if that depends on the prompt.
+    """
+
+    budget: int
+    capacity: int
+    rows: tuple[int, ...] = ()
+    max_capacity: int = 0
+
+    def budgets_of_rows(self, rows: int) -> tuple[int, ...]:
+        """Return the budget of each of `rows` rows, which `Policy.clock` and `tick` receive."""
+        return self.rows or (self.budget,) * rows
+
+    def differs(self, budget: int) -> bool:
+        """Return whether slots must store budgets by row, because they can differ from the user's `budget`."""
+        return bool(self.rows) or self.budget != budget
+
+    @property
+    def with_max_capacity(self) -> Plan:
+        """The plan with slots for any prompt, for compilers that specialise on the number of slots."""
+        return dataclasses.replace(self, capacity=max(self.capacity, self.max_capacity))
+
+
+def by_rows(plans: Mapping[int, Plan], budgets: Sequence[int]) -> Plan:
+    """Combine plans for different budgets into one in which each row has the budget of its own plan."""
+    if len(plans) == 1:
+        return next(iter(plans.values()))
+    rows = tuple(plans[budget].budgets_of_rows(len(budgets))[row] for row, budget in enumerate(budgets))
+    capacity, most = (max(getattr(plan, name) for plan in plans.values()) for name in ("capacity", "max_capacity"))
+    return Plan(max(rows), capacity, rows, most)
+
+
+def window_starts(valid: Tensor, size: int | Tensor) -> Tensor:
+    """Return where each token of a prompt starts to count, for policies that renumber: int64 [B, q].
+
+    The last `size` real tokens of a row form one window, whose tokens see nothing before it.  The tokens before it form
+    windows of `size` tokens, counted from the first token.  The result is the number of real tokens before the token's
+    window; it is zero for a prompt that fits.
+
+    Args:
+        valid: bool [B, q], false for padding.
+        size: a number, or int64 [B, 1].
+    """
+    index = (valid.long().cumsum(-1) - 1).clamp(min=0)
+    last = (valid.long().sum(-1, keepdim=True) - size).clamp(min=0)  # [B, 1]
+    return torch.where(index < last, index // size * size, last)
+
+
+def share_of(count: Count, fraction: float) -> Count:
+    """Return floor(fraction * count), exact for the decimal fraction: 0.29 of 100 is 29, not 28."""
+    share = Fraction(str(fraction))
+    whole = count * share.numerator // share.denominator  # integers, because the count may be symbolic
+    return whole  # type: ignore[return-value]  # of what the count is

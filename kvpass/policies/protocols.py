@@ -1,0 +1,62 @@
+"""Declare the hooks that few policies have; the base class has no default for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+from kvpass.policies.heads import HeadSharding
+from kvpass.policies.types import Merge, State, Tokens
+
+
+@runtime_checkable
+class Scanning(Protocol):
+    """A policy that lists "scan" among its statistics."""
+
+    def scan(
+        self, rows: Iterable[Tensor], valid: Tensor, held: int, budget: int, spread: HeadSharding | None = None
+    ) -> Tensor:
+        """Return `Attention.scan` from the attention of every query, where sums are not enough; never traced.
+
+        Args:
+            rows: blocks of consecutive queries, float32 [B, Hkv, G, n, s]; all blocks together have q queries.  The
+                first s of the held + q keys are all that the block's queries see; s never decreases, and the last
+                block has all keys.
+            valid: bool [B, q], false for padding.
+            held: how many of the columns are slots.
+            spread: as of `Attention`.
+        """
+
+
+@runtime_checkable
+class Aligning(Protocol):
+    """A policy that replaces keys and values; `Policy.aligns` says when, and `Policy.weights` with which tensors."""
+
+    def align(
+        self, tokens: Tokens, key: Tensor, value: Tensor, layer: int, weights: Sequence[Tensor], evicted: int
+    ) -> tuple[Tensor, Tensor, State]:
+        """Return the keys and values that attention sees in place of the stored ones, and changes to the state.
+
+        Args:
+            key, value: those of the slots, [B, Hkv, C, D] and [B, Hkv, C, Dv].
+            layer: the index of the layer.
+            weights: the result of `weights`, on the device of the slots.
+            evicted: an upper bound of the tokens evicted since the last call, if the result is stored.
+        """
+
+
+@runtime_checkable
+class Merging(Protocol):
+    """A policy that merges evicted tokens into others, unless its `Policy.merges` is false."""
+
+    def merge_evicted(self, tokens: Tokens, held: Tensor, evicted: Tensor, valid: Tensor) -> Merge:
+        """Return how evicted tokens are merged into the slots that stay.
+
+        Args:
+            tokens: the slots, those of evicted tokens already free.
+            held: the stored keys of the slots, [B, Hkv, C, D].
+            evicted: the stored keys of the evicted tokens, [B, Hkv, E, D], by position.
+            valid: bool [B, H', E], false for entries without a token.
+        """

@@ -1,0 +1,118 @@
+"""Define the values that policies and the cache exchange: attention statistics, metadata of tokens, and merges."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from kvpass.policies.heads import HeadSharding
+from kvpass.policies.ranking import latest_of_least, lowest, rank_of, topmost
+
+Statistic = Literal["total", "squares", "last", "window", "logits", "scan"]
+State = dict[str, Tensor]
+Clock = tuple[int, ...]
+"""Counts that the host keeps for one row; () before the first token."""
+_NONE: Any = None
+"""In place of a statistic that the policy does not list, so that policies need not check for None."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """Statistics of the newest queries' attention to each token; a field is None unless the policy lists it.
+
+    All fields except `scan` are float32 [B, Hkv, G, N].  A decode step has one query, so its fields coincide.
+
+    Attributes:
+        total: probabilities summed over the queries.
+        squares: squared probabilities summed over the queries.
+        last: the probabilities of the last real query of each row.
+        window: probabilities averaged over the last `Policy.observation` real queries.
+        logits: the scaled logits of the last real query, the model's mask included, the policy's bias not.
+        scan: float32 [B, H', N], the result of `Policy.scan`; None in a decode step.
+        queries: int64 [B, 1, 1], the number of real queries.
+        spread: where the layer's other heads are, None if all are in this process; see `kvpass.policies.heads`.
+    """
+
+    total: Tensor = _NONE
+    squares: Tensor = _NONE
+    last: Tensor = _NONE
+    window: Tensor = _NONE
+    logits: Tensor = _NONE
+    scan: Tensor = _NONE
+    queries: Tensor = _NONE
+    spread: HeadSharding | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """Metadata of the tokens that a policy chooses among.
+
+    Attributes:
+        position: int64 [B, H', N], the token's position among the real tokens of its row; -1 marks a free slot.
+        seen: int64 [B, 1, 1], the number of real tokens so far, the newest included.
+        state: the policy's values by name: each [B, H', N], or [B, H', 1] for `row_state`.
+        budget: tokens to keep between steps: a number, or int64 [B, H', 1] if rows or layers have different budgets.
+        held: how many of the N entries are slots; the others are the new tokens of a prompt (held = 0) or chunk.
+        rank: int64 [B, H', N], the index among the live tokens by position, if it is maintained.
+        spread: as of `Attention`.
+    """
+
+    position: Tensor
+    seen: Tensor
+    state: State
+    budget: int | Tensor
+    held: int = 0
+    rank: Tensor | None = None
+    spread: HeadSharding | None = None
+
+    @property
+    def live(self) -> Tensor:
+        """bool [B, H', N]: whether the slot holds a token."""
+        return self.position >= 0
+
+    @property
+    def order(self) -> Tensor:
+        """int64 [B, H', N]: the index among the live tokens, 0 for the earliest; undefined for free slots."""
+        return rank_of(self.position) if self.rank is None else self.rank
+
+    def newest(self, count: int | Tensor) -> Tensor:
+        """Return bool [B, H', N]: whether the token is among the last `count` real tokens."""
+        return self.position >= self.seen - count
+
+    def updated(self, changes: State) -> Tokens:
+        """Return these tokens with some entries of the state replaced."""
+        return dataclasses.replace(self, state={**self.state, **changes})
+
+    def lowest(self, score: Tensor) -> Tensor:
+        """Return the slot [B, H'] to overwrite next: a free one, else that of the token of lowest score.
+
+        If rows have different budgets, a row that holds more than its budget takes none of its free slots.
+        """
+        free: float | Tensor = lowest(score.dtype)
+        if isinstance(self.budget, Tensor):  # a full row has free slots if another row's budget is larger
+            full = self.live.sum(-1, keepdim=True) > self.budget
+            free = torch.where(full, topmost(score.dtype), free).to(score.dtype)
+        return latest_of_least(torch.where(self.live, score, free), self.position)
+
+
+@dataclasses.dataclass(frozen=True)
+class Merge:
+    """How E evicted tokens are merged into slots that stay, for keys and values alike.
+
+    A slot's row x becomes (own * x + sum(weight * evicted)) / (own + sum(share)) over the tokens merged into it.
+
+    Attributes:
+        into: int64 [B, H', E], the slot that each token is merged into.
+        weight, share: float32 [B, H', E]; a share of zero leaves the slot unchanged.
+        own: the weight of the slot's own row.
+        state: changes to the policy's state.
+    """
+
+    into: Tensor
+    weight: Tensor
+    share: Tensor
+    own: float
+    state: State
