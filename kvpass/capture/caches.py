@@ -19,7 +19,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.fx as fx
@@ -29,7 +28,7 @@ from kvpass.capture.decomposed_attention import AttentionCall, UnreadSoftmax, is
 from kvpass.capture.sites import stored
 from kvpass.fx import alias, op_table, walk
 from kvpass.fx.alias import Writers
-from kvpass.fx.op_table import MOVES, SAME_VALUE, known_name
+from kvpass.fx.op_table import is_a, known_name, tagged
 from kvpass.fx.shapes import expr
 from kvpass.fx.walk import ancestors, is_tensor, value
 from kvpass.torch_private import symbolic_shapes
@@ -176,10 +175,10 @@ def _grows_a_cache(node: fx.Node, outputs: dict[fx.Node, int]) -> bool:
 
 def _cat_parts(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """Return the past and the new tokens of a concatenation that grows a cache, or None."""
-    if node.target not in (torch.cat, torch.concat) or not is_tensor(node):
+    if known_name(node) not in ("cat", "concat") or not is_tensor(node):
         return None
-    args: dict[str, Any] = dict(zip(("tensors", "dim"), node.args, strict=False)) | dict(node.kwargs)
-    tensors, dim = args["tensors"], args.get("dim", args.get("axis", 0))
+    args = op_table.bound(node)
+    tensors, dim = args["tensors"], args.get("dim", 0)
     if len(tensors) != 2 or value(node).ndim != 4 or dim not in (-2, 2):
         return None
     past, new = tensors
@@ -261,18 +260,15 @@ def _is_returned_rearranged(call: AttentionCall, outputs: dict[fx.Node, int]) ->
         node = todo.pop()
         if node in outputs and node not in sources:
             return True
-        following = [u for u in node.users if known_name(u) in _REARRANGES and u not in visited and u is not call.node]
+        following = [u for u in node.users if is_a(u, "moves", "keeps", "joins") and u not in visited]
         visited.update(following)
         todo += following
     return False
 
 
-_REARRANGES = MOVES | SAME_VALUE | {"stack", "cat", "concat"}
-
-
 def _arrangement_sources(node: fx.Node) -> list[fx.Node]:
     found = [node]
-    while known_name(found[-1]) in MOVES | SAME_VALUE:
+    while is_a(found[-1], "moves", "keeps"):
         source = found[-1].args[0]
         if not isinstance(source, fx.Node) or not is_tensor(source) or value(source).ndim < 4:
             break
@@ -288,17 +284,14 @@ def _since_projection(node: fx.Node, results: set[fx.Node]) -> set[fx.Node]:
         current = todo.pop()
         if current not in visited and current not in results:
             visited.add(current)
-            if walk.name_of(current) not in _PROJECTIONS:
+            if walk.name_of(current) not in tagged("projects") | {"layer_norm"}:
                 todo.extend(current.all_input_nodes)
     return visited
 
 
-_PROJECTIONS = frozenset({"linear", "addmm", "embedding", "conv1d", "layer_norm"})
-
-
 def _grows_in_other_layout(node: fx.Node, outputs: dict[fx.Node, int]) -> bool:
     """Return whether a node concatenates an input and is returned: a cache in an unsupported layout."""
-    if node.target not in (torch.cat, torch.concat) or node not in outputs or _cat_parts(node) is not None:
+    if known_name(node) not in ("cat", "concat") or node not in outputs or _cat_parts(node) is not None:
         return False
     first = node.all_input_nodes[0]
     return first.op == "placeholder" and is_tensor(first) and value(first).ndim >= 3
@@ -441,7 +434,7 @@ def _origin(node: fx.Node, outputs: dict[fx.Node, int]) -> Origin:
             break
         if node in outputs and value(node).ndim == 4:
             last_output = node
-        if known_name(node) not in MOVES | SAME_VALUE or not is_tensor(node.args[0]):
+        if not is_a(node, "moves", "keeps") or not is_tensor(node.args[0]):
             break
         chain.append(node)
         node = node.args[0]  # type: ignore[assignment]
@@ -495,7 +488,7 @@ def _check_heads(attended: fx.Node, grown: fx.Node, chain: list[fx.Node]) -> Non
         if not value(node).dtype == dtype and not is_as_wide(value(node).dtype, dtype):
             raise _Refused(f"attention reads the {dtype} cache in {value(node).dtype}, which loses digits")
         try:
-            moved = op_table.run_on(node, {node.all_input_nodes[0]: moved}) if known_name(node) in MOVES else moved
+            moved = op_table.run_on(node, {node.all_input_nodes[0]: moved}) if is_a(node, "moves") else moved
         except (RuntimeError, TypeError, IndexError):
             line = walk.source_line(node)
             raise _Refused(f"{line}: {known_name(node)!r} on keys or values is not supported") from None

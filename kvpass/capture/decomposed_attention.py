@@ -24,7 +24,7 @@ import torch
 import torch.fx as fx
 
 from kvpass.fx import alias, op_table, walk
-from kvpass.fx.op_table import known_name
+from kvpass.fx.op_table import is_a, known_name
 from kvpass.fx.precision import FILLED, HIDDEN, accumulate_dtype
 from kvpass.fx.shapes import expr
 from kvpass.fx.walk import is_tensor, name_of, value
@@ -110,28 +110,15 @@ def find(gm: fx.GraphModule) -> tuple[list[AttentionCall], list[UnreadSoftmax]]:
 
 
 def _sdpa_call(graph: fx.Graph, node: fx.Node) -> AttentionCall:
-    args = op_table.signature(_sdpa, node)
-    scale = 1 / math.sqrt(value(args["query"]).shape[-1]) if args["scale"] is None else float(args["scale"])
-    mask = args["attn_mask"]
+    args = op_table.bound(node)
+    scale, mask = args.get("scale"), args.get("attn_mask")
+    scale = 1 / math.sqrt(value(args["query"]).shape[-1]) if scale is None else float(scale)
     if mask is not None and value(mask).ndim < 4:  # aligned from the right, as in any broadcasting
         mask = _emit(graph, node, operator.getitem, mask, (*[None] * (4 - value(mask).ndim), Ellipsis))
     return AttentionCall(
         node, args["query"], args["key"], args["value"], mask, scale,
-        causal=bool(args["is_causal"]), dropout=float(args["dropout_p"]),
+        causal=bool(args.get("is_causal", False)), dropout=float(args.get("dropout_p", 0.0)),
     )  # fmt: skip
-
-
-def _sdpa(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: Any = None,
-    enable_gqa: bool = False,
-) -> None:
-    """Have the signature of scaled_dot_product_attention."""
 
 
 def is_boundary(node: fx.Node) -> bool:
@@ -139,9 +126,6 @@ def is_boundary(node: fx.Node) -> bool:
     return fx_nodes.is_sdpa(node) or name_of(node) in ("softmax", "logsumexp")
 
 
-_CASTS = frozenset({"to", "float", "double", "half", "bfloat16", "type_as"})
-_VIEWS = frozenset({"view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze"})
-_PRODUCTS = frozenset({"matmul", "bmm", "baddbmm"})
 _HALF = frozenset({torch.float16, torch.bfloat16})
 _SUBSTITUTES = (FILLED, 1e3 * FILLED, 1e6 * FILLED)
 """Substitutes for filled-in numbers, from the highest to the lowest; all of them absorb logits."""
@@ -236,7 +220,7 @@ class _DecompositionReader:
 
     def _first_product(self) -> fx.Node:
         node = self._last_write(_tensor(op_table.bound(self.softmax).get("input")), self.softmax)
-        while known_name(node) not in _PRODUCTS:
+        while not is_a(node, "batched"):
             if node.op == "placeholder":
                 self.at = self.softmax
                 raise _Unreadable("its logits are not computed from a product")
@@ -285,13 +269,10 @@ class _DecompositionReader:
 
     def _passes_through(self, node: fx.Node) -> bool:
         """Return whether an operation changes only the dtype, or how rows and heads are split into dimensions."""
-        name = known_name(node)
-        if name in _CASTS:
+        if is_a(node, "keeps"):
             self.casts.append(value(node).dtype)
             return True
-        if name in _VIEWS:
-            return same_last_two(node)
-        return name in ("contiguous", "clone", "detach") or (name == "dropout" and op_table.is_pointwise(node))
+        return _only_splits_heads(node) or (known_name(node) == "dropout" and op_table.is_pointwise(node))
 
     def _scale(self, factor: float) -> None:
         self.factor *= factor
@@ -428,10 +409,10 @@ class _DecompositionReader:
             return None
         casts = [_tensor(op_table.bound(self.softmax)["input"])]
         first = casts[0]
-        while known_name(casts[-1]) in _CASTS:
+        while is_a(casts[-1], "casts"):
             casts.append(_tensor(casts[-1].args[0]))
         for node in casts:  # the list grows while it is read
-            casts += [user for user in node.users if known_name(user) in _CASTS and user not in casts]
+            casts += [user for user in node.users if is_a(user, "casts") and user not in casts]
         sums = [user for node in casts for user in node.users if _is_log_sum_exp(user)]
         return next((node for node in sums if not self._writers_between(first, *sorted((node, self.softmax)))), None)
 
@@ -440,12 +421,12 @@ class _DecompositionReader:
     def _second_product(self) -> fx.Node:
         node = self.softmax
         while True:
-            following = [n for n in node.users if known_name(n) in _PRODUCTS or self._passes_on_probs(n)]
+            following = [n for n in node.users if is_a(n, "batched") or self._passes_on_probs(n)]
             self.at = node
             if len(following) != 1:
                 raise _Unreadable(f"{len(following)} products are made of it, and not the one with the values")
             self._check_unmodified(node, node, following[0])
-            if known_name(following[0]) in _PRODUCTS:
+            if is_a(following[0], "batched"):
                 break
             node = following[0]
         product = self.at = following[0]
@@ -608,7 +589,7 @@ def _same_sizes(one: Any, other: Any) -> bool:
 
 def _only_splits_heads(node: fx.Node) -> bool:
     """Return whether a node only splits rows and heads into other dimensions."""
-    return known_name(node) in _VIEWS and same_last_two(node)
+    return is_a(node, "reshapes") and same_last_two(node)
 
 
 def _is_last(dim: Any, tensor: Any) -> bool:
@@ -665,7 +646,8 @@ def _may_hide(mask: fx.Node) -> bool:
     """Return whether a bias may be a mask: made with a large number, or from an input of attention's size."""
     sizes = [node for node in mask.graph.nodes if walk.is_size(node) or isinstance(value(node), torch.Size)]
     sources = walk.ancestors(mask, sizes)
-    has_large = any(abs(leaf) >= -HIDDEN for node in sources for leaf in op_table.leaves(node) if _is_number(leaf))
+    arguments = op_table.leaves([[node.args, node.kwargs] for node in sources])
+    has_large = any(abs(argument) >= -HIDDEN for argument in arguments if _is_number(argument))
     return has_large or any(node.op == "placeholder" and is_tensor(node) and value(node).ndim > 2 for node in sources)
 
 
@@ -703,7 +685,7 @@ def _is_log_sum_exp(node: fx.Node) -> bool:
 
 def _from_product(node: fx.Node) -> bool:
     """Return whether a tensor is computed from a product of two tensors, as logits are, unlike a mask or bias."""
-    if name_of(node) in _PRODUCTS:
+    if name_of(node) in op_table.tagged("batched"):
         return all(value(arg).ndim >= 3 for arg in node.all_input_nodes)
     parents = [arg for arg in node.all_input_nodes if is_tensor(arg) and value(arg).ndim >= 3]
     return name_of(node) != "linear" and any(_from_product(parent) for parent in parents)
@@ -712,7 +694,7 @@ def _from_product(node: fx.Node) -> bool:
 def _operands(product: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None, float]:
     """Return the query, the key [..., S, D], the bias, and the factor of a product of queries and keys."""
     if known_name(product) == "baddbmm":
-        args: dict[str, Any] = dict(zip(("input", "batch1", "batch2"), product.args, strict=False)) | product.kwargs
+        args = op_table.bound(product)
         if _number(args.get("beta", 1)) != 1:
             raise _Unreadable("its bias is multiplied by a number")
         alpha = _number(args.get("alpha", 1.0))
@@ -742,7 +724,7 @@ def _untransposed(node: fx.Node) -> fx.Node:
 def _with_heads(query: fx.Node) -> fx.Node:
     """Return the query [B, Hq, q, D] before its rows and heads were joined."""
     while value(query).ndim != 4:
-        widens = known_name(query) in _CASTS and is_as_wide(value(query).dtype, value(query.args[0]).dtype)  # type: ignore[arg-type]
+        widens = is_a(query, "casts") and is_as_wide(value(query).dtype, value(query.args[0]).dtype)  # type: ignore[arg-type]
         if not (widens or _only_splits_heads(query) or known_name(query) in ("contiguous", "clone")):
             raise _Unreadable("its queries must be [B, Hq, q, D], possibly with rows and heads joined")
         query = _tensor(query.args[0])
@@ -753,7 +735,7 @@ def _output(product: fx.Node) -> fx.Node:
     """Return the output [B, Hq, q, Dv], with rows and heads apart."""
     if value(product).ndim == 4:
         return product
-    views = [user for user in product.users if known_name(user) in _VIEWS and value(user).ndim == 4]
+    views = [user for user in product.users if is_a(user, "reshapes") and value(user).ndim == 4]
     if len(views) != 1 or len(product.users) != 1 or not same_last_two(views[0]):
         raise _Unreadable("its rows and heads are not split to [B, Hq, q, Dv]")
     return views[0]

@@ -17,7 +17,7 @@ import torch.fx as fx
 
 from kvpass.capture.sites import AttentionSite
 from kvpass.errors import ShardingError
-from kvpass.fx import walk
+from kvpass.fx import op_table, walk
 from kvpass.fx.walk import is_tensor, value
 from kvpass.policies.base import Policy
 from kvpass.policies.heads import HeadSharding
@@ -29,7 +29,7 @@ WHAT_TO_DO = (
     "positions alone: streaming, window or full"
 )
 NOT_DECLARED = "and the policy's class does not declare in `spreads` that it reads heads of other processes"
-_SAME_WEIGHT = frozenset({"to_local", "detach", "to", "float", "contiguous", "t", "transpose", "permute"})
+_SAME_WEIGHT = op_table.tagged("keeps", "transposes") | {"to_local"}
 
 
 @dataclasses.dataclass(frozen=True)

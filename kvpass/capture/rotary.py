@@ -12,7 +12,7 @@ import torch.fx as fx
 from kvpass.capture import canonical, decomposed_attention
 from kvpass.capture.sites import AttentionSite
 from kvpass.fx import alias, op_table, walk
-from kvpass.fx.op_table import MOVES, SAME_VALUE, known_name
+from kvpass.fx.op_table import is_a
 from kvpass.fx.shapes import expr
 from kvpass.fx.walk import ancestors, is_tensor, value
 from kvpass.torch_private import dynamo
@@ -115,7 +115,7 @@ def positions_of(rotary: Rotary, site: AttentionSite) -> list[fx.Node]:
 
 def unreshaped(node: fx.Node) -> fx.Node:
     """Return the tensor of which a node is another shape or dtype."""
-    while known_name(node) in MOVES | SAME_VALUE | {"long", "int"} and is_tensor(node.args[0]) and _takes_all(node):
+    while is_a(node, "moves", "keeps", "keeps_integers") and is_tensor(node.args[0]) and _takes_all(node):
         node = node.args[0]  # type: ignore[assignment]
     return node
 
@@ -154,7 +154,7 @@ def _is_followed(root: fx.Node, dim: int, among: set[fx.Node]) -> bool:
         follow = _follow_one if single else _follow
         found = {follow(node, parent, dims[parent]) for parent in parents}
         followed = found.pop() if len(found) == 1 else None
-        if followed is None and (not single or known_name(node) in op_table.REDUCES | op_table.ALONG):
+        if followed is None and (not single or is_a(node, "reduces", "along")):
             return False
         dims[node] = followed
     return True
@@ -176,34 +176,9 @@ def _follow(node: fx.Node, parent: fx.Node, dim: int | None) -> int | None:
     """Return the dimension of a result that follows an operand's slice by slice, or None."""
     if dim is None:
         return None
-    name, operand = known_name(node) or walk.name_of(node), value(parent)
     propagated = op_table.propagate_dim(node, parent, dim)
-    if propagated is not None or not isinstance(operand, torch.Tensor):
-        return propagated
-    lookup = op_table.lookup(node)
-    if lookup and parent is not lookup[0]:
-        return op_table.index_axis(node, parent, dim)
-    if name in ("polar", "complex"):
-        return int(dim + value(node).ndim - operand.ndim)
-    if name in ("view_as_complex", "view_as_real"):
-        return dim if dim < min(operand.ndim, value(node).ndim) else None
-    if name in ("outer", "ger"):
-        return 0 if parent is node.args[0] else 1
-    if name == "stack":
-        along = op_table.bound(node).get("dim", node.args[1] if len(node.args) > 1 else 0) % value(node).ndim
-        return int(dim + (along <= dim))
-    return _in_equation(node, parent, dim) if name == "einsum" else None
-
-
-def _in_equation(node: fx.Node, parent: fx.Node, dim: int) -> int | None:
-    """Return the dimension of einsum's result that has the letter of an operand's dimension, or None."""
-    equation, *operands = node.args
-    tensors = list(operands[0]) if isinstance(operands[0], (tuple, list)) else operands
-    left, arrow, right = str(equation).replace(" ", "").partition("->")
-    if not arrow or "." in left or tensors.count(parent) != 1:
-        return None
-    letters = left.split(",")[tensors.index(parent)]
-    return right.index(letters[dim]) if letters[dim] in right and letters.count(letters[dim]) == 1 else None
+    lookup = op_table.lookup(node) if propagated is None and is_tensor(parent) else None
+    return op_table.index_axis(node, parent, dim) if lookup and parent is not lookup[0] else propagated
 
 
 def _aligned_dim(node: fx.Node, parent: fx.Node, dim: int) -> int | None:

@@ -14,6 +14,7 @@ import torch.fx as fx
 from kvpass.capture.canonical import is_attention
 from kvpass.errors import UnsupportedGraph
 from kvpass.fx import walk
+from kvpass.fx.op_table import tagged
 from kvpass.fx.shapes import expr
 from kvpass.fx.walk import ancestors, name_of, value
 
@@ -73,10 +74,7 @@ def _is_of_layer(index: SparseIndex, mask: fx.Node) -> bool:
 
 def _ends_layer(node: fx.Node) -> bool:
     """Return whether a node projects hidden states or attends, so that nodes before it belong to other computations."""
-    return name_of(node) in _PROJECTIONS or is_attention(node)
-
-
-_PROJECTIONS = frozenset({"linear", "addmm", "softmax", "scaled_dot_product_attention"})
+    return name_of(node) in tagged("projects") | {"softmax", "scaled_dot_product_attention"} or is_attention(node)
 
 
 def _read(node: fx.Node) -> SparseIndex | None:

@@ -14,15 +14,13 @@ import torch
 import torch.fx as fx
 
 from kvpass.fx import walk
+from kvpass.fx.op_table import tagged
 from kvpass.fx.shapes import expr
 from kvpass.fx.walk import is_tensor, name_of, value
 
-_MIXING = frozenset(
-    {
-        "linear", "addmm", "matmul", "bmm", "baddbmm", "mm", "einsum", "embedding", "conv1d", "conv2d", "layer_norm",
-        "rms_norm", "softmax", "scaled_dot_product_attention", "topk", "scatter",
-    }
-)  # fmt: skip
+_MIXING = tagged("projects", "contracts", "normalizes") | {
+    "softmax", "scaled_dot_product_attention", "topk", "scatter"
+}  # fmt: skip
 """Operators that compute new features or a selection, so that the result is not their operand rearranged."""
 
 

@@ -125,7 +125,7 @@ class _Broadcaster:
 
     def _rewrite_pointwise(self, node: fx.Node) -> fx.Node:
         unmapped = [each for each in node.all_input_nodes if each not in self.mapped and is_tensor(each)]
-        makes_scalar = op_table.known_name(node) in _FACTORIES and _arguments(node)[1] in ((), [])
+        makes_scalar = op_table.known_name(node) in ("new_zeros", "new_ones") and _arguments(node)[1] in ((), [])
         if not (op_table.is_pointwise(node) or makes_scalar) or not all(map(_is_scalar, unmapped)):
             raise _NotBroadcastable
         with self.graph.inserting_before(node):
@@ -142,7 +142,6 @@ class _Broadcaster:
 
 
 _LOOKUPS = (operator.getitem, torch.ops.aten.index, torch.ops.aten.index.Tensor)
-_FACTORIES = frozenset({"new_zeros", "new_ones"})
 
 
 def _is(node: fx.Node, name: str) -> bool:

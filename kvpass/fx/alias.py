@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 import torch.fx as fx
 
+from kvpass.fx.op_table import tagged
 from kvpass.fx.walk import name_of, value
 from kvpass.torch_private import fake_tensors, fx_nodes, tensor_types
 
@@ -66,25 +67,13 @@ def behind(
     return seen
 
 
-_AUGMENTED = frozenset({"iadd", "isub", "imul", "itruediv", "iand", "ior", "ixor", "setitem"})
-
-
-_VIEWS = frozenset(
-    {
-        "getitem", "view", "reshape", "expand", "expand_as", "transpose", "permute", "unsqueeze", "squeeze", "flatten",
-        "unflatten", "chunk", "split", "select", "narrow", "unbind", "diagonal", "contiguous", "to", "type_as", "float",
-        "view_as", "swapaxes", "detach",
-    }
-)  # fmt: skip
-
-
 def writes(node: fx.Node) -> bool:
     """Check whether a node of Dynamo's graph writes to its first argument in place."""
     if node.op not in ("call_function", "call_method"):
         return False
     name = name_of(node)
     of_operators = node.op == "call_function" and getattr(operator, name, None) is node.target  # and_, or_, not_
-    return name in _AUGMENTED or (name.endswith("_") and not name.endswith("__") and not of_operators)
+    return name in tagged("augments") or (name.endswith("_") and not name.endswith("__") and not of_operators)
 
 
 def writers_to(nodes: set[fx.Node], writers: Writers | None = None) -> list[fx.Node]:
@@ -170,7 +159,7 @@ def _memory(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     memory: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         base = node.args[0] if node.args else None
-        if isinstance(base, fx.Node) and (writes(node) or name_of(node) in _VIEWS):
+        if isinstance(base, fx.Node) and (writes(node) or name_of(node) in tagged("view")):
             memory[node] = memory.get(base, base)
     return memory
 
@@ -190,7 +179,9 @@ def may_alias(node: fx.Node, parent: fx.Node) -> bool:
     if not isinstance(made, torch.Tensor) or not isinstance(taken, torch.Tensor):
         return True
     recorded = fake_tensors.is_fake(made) and fake_tensors.is_fake(taken)
-    return tensor_types.share_memory(made, taken) or (not recorded and (writes(node) or name_of(node) in _VIEWS))
+    return tensor_types.share_memory(made, taken) or (
+        not recorded and (writes(node) or name_of(node) in tagged("view"))
+    )
 
 
 def dependent(graph: fx.Graph, among: set[fx.Node], roots: list[fx.Node]) -> set[fx.Node]:

@@ -19,10 +19,9 @@ from kvpass.capture.rotary import find_rotary
 from kvpass.capture.sites import AttentionSite
 from kvpass.errors import UnsupportedGraph
 from kvpass.fx import shapes, walk
+from kvpass.fx.op_table import tagged
 from kvpass.fx.walk import ancestors, is_tensor, name_of, value
 from kvpass.policies.base import window_starts
-
-_COUNTS = frozenset({"arange", "cumsum"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +91,7 @@ def _holds_words(gm: fx.GraphModule, lookup: fx.Node) -> bool:
 
 def _counts(index: fx.Node, argument_of: dict[fx.Node, Any], fits: Plausible) -> bool:
     subgraph = ancestors(index)
-    if any(name_of(node) in _COUNTS for node in subgraph):
+    if any(name_of(node) in tagged("counts") for node in subgraph):
         return True
     inputs = [argument_of[node] for node in subgraph if node.op == "placeholder" and is_tensor(node)]
     integers = [x for x in inputs if isinstance(x, Tensor) and not x.is_floating_point() and x.dtype != torch.bool]

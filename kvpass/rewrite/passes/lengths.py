@@ -160,6 +160,4 @@ class LengthArithmetic:
         node.replace_all_uses_with(shifted)
 
 
-_ARITHMETIC = frozenset(
-    {"add", "sub", "mul", "rsub", "iadd", "isub", "lt", "le", "gt", "ge", "eq", "ne", "clamp", "maximum", "minimum"}
-)
+_ARITHMETIC = op_table.tagged("compares", "sum") | {"mul", "clamp", "maximum", "minimum"}

@@ -10,7 +10,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass.fx import walk
+from kvpass.fx import op_table, walk
 from kvpass.fx.walk import value
 from kvpass.torch_private import dynamo, symbolic_shapes
 
@@ -18,13 +18,10 @@ MAX_TOKENS = 4200
 """The largest number of tokens that a validation makes up."""
 EXACT_LIMITS = {torch.int8: 128, torch.uint8: 256, torch.bfloat16: 256, torch.int16: 1 << 15, torch.float16: 2048}
 """The first integers beyond which narrow dtypes cannot represent the next one."""
-_ARITHMETIC = frozenset(
-    {
-        "lt", "le", "gt", "ge", "eq", "ne", "add", "sub", "rsub", "iadd", "isub", "floordiv", "floor_divide", "mod",
-        "remainder", "clamp", "clamp_min", "clamp_max", "clip", "minimum", "maximum", "where", "masked_fill",
-    }
-)  # fmt: skip
-_TABLES = frozenset({"embedding", "index_select", "getitem", "gather", "narrow"})
+_ARITHMETIC = op_table.tagged("compares", "sum") | {
+    "floordiv", "floor_divide", "mod", "remainder", "clamp", "clamp_min", "clamp_max", "clip", "minimum", "maximum",
+    "where", "masked_fill",
+}  # fmt: skip
 
 
 def length_constants(graph: fx.Graph) -> list[int]:
@@ -74,7 +71,7 @@ def _integers(arguments: Any) -> Iterator[int]:
 
 def _tables(node: fx.Node) -> Iterator[int]:
     """Yield the sizes of a parameter, buffer or constant in which a node looks something up."""
-    if walk.name_of(node) not in _TABLES:
+    if walk.name_of(node) not in op_table.tagged("looks_up") | {"narrow"}:
         return
     for parent in node.all_input_nodes:
         example = value(parent)
@@ -90,7 +87,7 @@ def _narrow(node: fx.Node) -> Iterator[int]:
         return
     parents = [value(parent) for parent in node.all_input_nodes]
     integers = [x for x in parents if isinstance(x, Tensor) and not x.is_floating_point() and x.dtype != torch.bool]
-    if integers or walk.name_of(node) in ("arange", "cumsum"):
+    if integers or walk.name_of(node) in op_table.tagged("counts"):
         yield EXACT_LIMITS[example.dtype]
 
 

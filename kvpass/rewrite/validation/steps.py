@@ -21,8 +21,8 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass.capture.sites import AttentionSite, arguments
-from kvpass.fx import shapes, walk
+from kvpass.capture.sites import AttentionSite
+from kvpass.fx import op_table, shapes, walk
 from kvpass.fx.walk import value
 from kvpass.lowering.formats import Rows
 from kvpass.rewrite.validation.constants import length_constants, smallest_table
@@ -234,7 +234,7 @@ def _run_rewritten(step: StepCase, conversation: Conversation, lockstep: Lockste
     rewritten_sites = [each for site in context.sites for each in site.all]
     padded = (~conversation.valid.all(-1)).to(step.layouts[0].device)
     for (layer, site), rewritten in zip(lockstep.calls, rewritten_sites, strict=True):
-        call = arguments(site.call)
+        call = op_table.bound(site.call)
         if (rewritten.scale, rewritten.cap) != (call["scale"], call["cap"]):
             lockstep.refuse(site, f"logits are scaled by {rewritten.scale} and capped at {rewritten.cap} instead")
         mask, bias = context.masks[site.call.name]
