@@ -254,39 +254,19 @@ def _is_returned_rearranged(call: AttentionCall, outputs: dict[fx.Node, int]) ->
 
     Returned unchanged, they are an encoder's output, which no later call extends.
     """
-    todo = [*_arrangement_sources(call.key), *_arrangement_sources(call.value)]
-    visited, sources = set(todo), set(todo)
-    while todo:
-        node = todo.pop()
-        if node in outputs and node not in sources:
-            return True
-        following = [u for u in node.users if is_a(u, "moves", "keeps", "joins") and u not in visited]
-        visited.update(following)
-        todo += following
-    return False
+    sources = {*_arrangement_sources(call.key), *_arrangement_sources(call.value)}
+    rearranged = walk.reach(sources, lambda node: [u for u in node.users if is_a(u, "moves", "keeps", "joins")])
+    return any(node in outputs and node not in sources for node in rearranged)
 
 
 def _arrangement_sources(node: fx.Node) -> list[fx.Node]:
-    found = [node]
-    while is_a(found[-1], "moves", "keeps"):
-        source = found[-1].args[0]
-        if not isinstance(source, fx.Node) or not is_tensor(source) or value(source).ndim < 4:
-            break
-        found.append(source)
-    return found
+    return walk.chain(node, lambda n: is_a(n, "moves", "keeps") and value(n.args[0]).ndim >= 4)  # type: ignore[arg-type]
 
 
 def _since_projection(node: fx.Node, results: set[fx.Node]) -> set[fx.Node]:
     """Return the nodes that a key or value is computed from, up to the projections of hidden states."""
-    visited: set[fx.Node] = set()
-    todo = [node]
-    while todo:
-        current = todo.pop()
-        if current not in visited and current not in results:
-            visited.add(current)
-            if walk.name_of(current) not in tagged("projects") | {"layer_norm"}:
-                todo.extend(current.all_input_nodes)
-    return visited
+    ends = tagged("projects") | {"layer_norm"}
+    return ancestors(node, results, until=lambda each: walk.name_of(each) in ends)
 
 
 def _grows_in_other_layout(node: fx.Node, outputs: dict[fx.Node, int]) -> bool:
@@ -424,29 +404,19 @@ def _check_supported(call: AttentionCall, origin: Origin, shares_cache: bool) ->
         raise _Refused("is_causal with a past aligns the mask to the first key")
 
 
-def _origin(node: fx.Node, outputs: dict[fx.Node, int]) -> Origin:
+def _origin(attended: fx.Node, outputs: dict[fx.Node, int]) -> Origin:
     """Follow a key or value back to its cache, and check that heads, tokens and features are the cache's."""
-    chain, last_output = list[fx.Node](), None
-    attended = node
-    while True:
-        parts = _cat_parts(node)
-        if parts is not None:
-            break
-        if node in outputs and value(node).ndim == 4:
-            last_output = node
-        if not is_a(node, "moves", "keeps") or not is_tensor(node.args[0]):
-            break
-        chain.append(node)
-        node = node.args[0]  # type: ignore[assignment]
+    chain = walk.chain(attended, lambda each: is_a(each, "moves", "keeps"))
+    parts, node = _cat_parts(chain[-1]), chain[-1]
     if parts is None:
-        if last_output is None:
+        returned = [each for each in chain if each in outputs and value(each).ndim == 4]
+        if not returned:
             raise _Refused(
                 f"its key or value comes from {walk.name_of(node)!r} ({walk.source_line(node)}), which is no "
                 "concatenation with the past, and is not computed from one cached pair"
             )
-        node = last_output
-        chain = chain[: chain.index(node)] if node in chain else chain
-    _check_heads(attended, node, chain)
+        node = returned[-1]
+    _check_heads(attended, node, chain[: chain.index(node)])
     if parts is None:
         return Origin(node, None, node)
     past, new = parts

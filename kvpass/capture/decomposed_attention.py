@@ -407,10 +407,8 @@ class _DecompositionReader:
         """Return the model's log-sum-exp of the logits that the softmax takes, or None."""
         if self.sink_logit is not None or self.shifted:
             return None
-        casts = [_tensor(op_table.bound(self.softmax)["input"])]
+        casts = walk.chain(_tensor(op_table.bound(self.softmax)["input"]), lambda node: is_a(node, "casts"))
         first = casts[0]
-        while is_a(casts[-1], "casts"):
-            casts.append(_tensor(casts[-1].args[0]))
         for node in casts:  # the list grows while it is read
             casts += [user for user in node.users if is_a(user, "casts") and user not in casts]
         sums = [user for node in casts for user in node.users if _is_log_sum_exp(user)]
@@ -625,8 +623,7 @@ def _sum_operands(node: fx.Node) -> tuple[fx.Node, fx.Node, float]:
 
 
 def _is_maximum(node: fx.Node, logits: fx.Node) -> bool:
-    while known_name(node) in ("detach", "contiguous"):
-        node = _tensor(node.args[0])
+    node = walk.chain(node, lambda each: known_name(each) in ("detach", "contiguous"))[-1]
     if known_name(node) == "getitem" and node.args[1] == 0 and known_name(_node(node.args[0])) == "max":
         node = _node(node.args[0])
     args = op_table.bound(node)
@@ -653,16 +650,12 @@ def _may_hide(mask: fx.Node) -> bool:
 
 def _unexpanded(mask: fx.Node) -> fx.Node:
     """Return a mask without its expansion to the shape of logits, which broadcasting repeats."""
-    while known_name(mask) == "expand_as" and _from_product(_node(mask.args[1])):
-        mask = _tensor(mask.args[0])
-    return mask
+    return walk.chain(mask, lambda node: known_name(node) == "expand_as" and _from_product(_node(node.args[1])))[-1]
 
 
 def _written_tensor(node: fx.Node) -> Any:
     """Return the tensor that a chain of writes in place started from."""
-    while alias.writes(node) and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node
+    return walk.chain(node, alias.writes)[-1]
 
 
 def _is_number(argument: Any) -> bool:
@@ -685,10 +678,14 @@ def _is_log_sum_exp(node: fx.Node) -> bool:
 
 def _from_product(node: fx.Node) -> bool:
     """Return whether a tensor is computed from a product of two tensors, as logits are, unlike a mask or bias."""
-    if name_of(node) in op_table.tagged("batched"):
-        return all(value(arg).ndim >= 3 for arg in node.all_input_nodes)
-    parents = [arg for arg in node.all_input_nodes if is_tensor(arg) and value(arg).ndim >= 3]
-    return name_of(node) != "linear" and any(_from_product(parent) for parent in parents)
+    products = op_table.tagged("batched")
+
+    def following(each: fx.Node) -> list[fx.Node]:
+        ends = name_of(each) in products or name_of(each) == "linear"
+        return [] if ends else [arg for arg in each.all_input_nodes if is_tensor(arg) and value(arg).ndim >= 3]
+
+    found = [each for each in walk.reach([node], following) if name_of(each) in products]
+    return any(all(value(arg).ndim >= 3 for arg in product.all_input_nodes) for product in found)
 
 
 def _operands(product: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None, float]:
@@ -714,8 +711,7 @@ def _check_groups(product: fx.Node) -> None:
 
 def _untransposed(node: fx.Node) -> fx.Node:
     """Return x of x.transpose(-1, -2)."""
-    while known_name(node) in ("contiguous", "clone") or _only_splits_heads(node):
-        node = _tensor(node.args[0])
+    node = walk.chain(node, lambda each: known_name(each) in ("contiguous", "clone") or _only_splits_heads(each))[-1]
     if not is_tensor(node.args[0]) or not op_table.swaps_last_two(node):
         raise _Unreadable("its second operand is not a transpose of the keys")
     return _tensor(node.args[0])

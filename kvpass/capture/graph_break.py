@@ -8,7 +8,7 @@ from kvpass.capture.decomposed_attention import AttentionCall
 from kvpass.fx import walk
 from kvpass.fx.op_table import is_a, tagged
 from kvpass.fx.shapes import expr
-from kvpass.fx.walk import is_tensor, value
+from kvpass.fx.walk import value
 
 
 def refusal_of(call: AttentionCall, ends: set[fx.Node]) -> str | None:
@@ -35,6 +35,4 @@ def refusal_of(call: AttentionCall, ends: set[fx.Node]) -> str | None:
 
 def _is_input(node: fx.Node) -> bool:
     """Return whether a tensor is an input or a view of one."""
-    while is_a(node, "moves", "keeps") and node.op != "placeholder" and is_tensor(node.args[0]):
-        node = node.args[0]  # type: ignore[assignment]
-    return node.op == "placeholder"
+    return walk.chain(node, lambda each: is_a(each, "moves", "keeps"))[-1].op == "placeholder"

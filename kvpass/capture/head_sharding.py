@@ -144,17 +144,11 @@ def _communication(graph: fx.Graph) -> str:
 
 def _origins(node: fx.Node) -> frozenset[_ShardOrigin]:
     """Return the origins of a query's, key's or value's heads: the last projections before it."""
-    found, visited, todo = set(), set(), [node]
-    while todo:
-        current = todo.pop()
-        if current in visited:
-            continue
-        visited.add(current)
-        origin = _origin(current)
-        if origin is None:
-            todo.extend(p for p in current.all_input_nodes if not (walk.is_size(p) or _is_vector(p)))
-        else:
-            found.add(origin)
+
+    def following(each: fx.Node) -> list[fx.Node]:
+        return [] if _origin(each) else [p for p in each.all_input_nodes if not (walk.is_size(p) or _is_vector(p))]
+
+    found = {origin for origin in map(_origin, walk.reach([node], following)) if origin}
     projections = {origin for origin in found if origin.kind != "input"}
     return frozenset(projections or found)  # inputs that only multiply heads, such as cosines, are no origin
 

@@ -115,9 +115,7 @@ def positions_of(rotary: Rotary, site: AttentionSite) -> list[fx.Node]:
 
 def unreshaped(node: fx.Node) -> fx.Node:
     """Return the tensor of which a node is another shape or dtype."""
-    while is_a(node, "moves", "keeps", "keeps_integers") and is_tensor(node.args[0]) and _takes_all(node):
-        node = node.args[0]  # type: ignore[assignment]
-    return node
+    return walk.chain(node, lambda n: is_a(n, "moves", "keeps", "keeps_integers") and _takes_all(n))[-1]
 
 
 def rotates_each_token_alone(rotary: Rotary, site: AttentionSite) -> bool:

@@ -61,15 +61,7 @@ def _is_of_layer(index: SparseIndex, mask: fx.Node) -> bool:
 
     Otherwise the index is an earlier layer's.
     """
-    visited, todo = set[fx.Node](), [mask]
-    while todo:
-        node = todo.pop()
-        if node is index.node:
-            return True
-        if node not in visited and not _ends_layer(node):
-            visited.add(node)
-            todo.extend(node.all_input_nodes)
-    return False
+    return index.node in ancestors(mask, until=_ends_layer)
 
 
 def _ends_layer(node: fx.Node) -> bool:
@@ -100,7 +92,7 @@ def _selection_limit(topk: fx.Node) -> int | None:
 
 def cached_scoring_keys(index: SparseIndex, outputs: list[fx.Node]) -> list[tuple[fx.Node, int]]:
     """Return the grown scoring keys [B, S, D] that the graph returns, each with the dimension along which they grow."""
-    ancestor_nodes = ancestors(index.topk, filter(_ends_layer, ancestors(index.topk)))
+    ancestor_nodes = ancestors(index.topk, until=_ends_layer)
     returned = [node for node in outputs if node in ancestor_nodes and walk.is_tensor(node) and value(node).ndim == 3]
     return [(node, 1) for node in returned if node.target is torch.cat]
 

@@ -63,17 +63,8 @@ def _holds_states(node: Any) -> bool:
 
 def _inputs_of(node: fx.Node) -> list[fx.Node]:
     """Return the inputs of at least three dimensions that a tensor rearranges or selects from."""
-    visited, found, todo = set[fx.Node](), list[fx.Node](), [node]
-    while todo:
-        current = todo.pop()
-        if current in visited or name_of(current) in _MIXING:
-            continue
-        visited.add(current)
-        if current.op == "placeholder":
-            found += [current] if _is_state(current) else []
-        else:
-            todo.extend(current.all_input_nodes)
-    return found
+    sources = walk.reach([node], lambda each: () if name_of(each) in _MIXING else each.all_input_nodes)
+    return [source for source in sources if source.op == "placeholder" and _is_state(source)]
 
 
 def _is_state(node: fx.Node) -> bool:

@@ -10,7 +10,7 @@ import torch
 import torch.fx as fx
 
 from kvpass.fx.op_table import tagged
-from kvpass.fx.walk import name_of, value
+from kvpass.fx.walk import name_of, reach, value
 from kvpass.torch_private import fake_tensors, fx_nodes, tensor_types
 
 
@@ -57,14 +57,12 @@ def behind(
     """
     writers = writers or Writers.of(results[0].graph)
     last = reader or max(results)
-    halted, seen, todo = set(stop), set(), list(results)
-    while todo:
-        current = todo.pop()
-        if current not in seen and current not in halted:
-            seen.add(current)
-            todo.extend([through[current]] if through and current in through else current.all_input_nodes)
-            todo.extend(writer for writer in writers.to_memory_of(current) if writer < last)
-    return seen
+
+    def following(node: fx.Node) -> list[fx.Node]:
+        operands = [through[node]] if through and node in through else node.all_input_nodes
+        return [*operands, *(writer for writer in writers.to_memory_of(node) if writer < last)]
+
+    return set(reach(results, following, stop))
 
 
 def writes(node: fx.Node) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -60,15 +60,42 @@ def past_of(grown: fx.Node) -> fx.Node:
     return grown.all_input_nodes[0]
 
 
-def ancestors(node: fx.Node, stop: Iterable[fx.Node] = ()) -> set[fx.Node]:
-    """Return the node and all nodes that it is computed from; the walk ends at `stop`."""
-    halted, seen, todo = set(stop), set(), [node]
+def reach(
+    nodes: Iterable[fx.Node], following: Callable[[fx.Node], Iterable[fx.Node]], stop: Iterable[fx.Node] = ()
+) -> Iterator[fx.Node]:
+    """Yield nodes, and all nodes that are reached from them, each once.
+
+    Args:
+        following: returns the nodes to which the walk goes on from a node, such as its operands or its users.
+        stop: nodes at which the walk ends, and that are not yielded.
+    """
+    seen, todo = set(stop), list(nodes)
     while todo:
-        current = todo.pop()
-        if current not in seen and current not in halted:
-            seen.add(current)
-            todo.extend(current.all_input_nodes)
-    return seen
+        node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            todo.extend(following(node))
+
+
+def ancestors(
+    node: fx.Node, stop: Iterable[fx.Node] = (), until: Callable[[fx.Node], bool] = lambda node: False
+) -> set[fx.Node]:
+    """Return the node and all nodes that it is computed from.
+
+    Args:
+        stop: nodes at which the walk ends, and that are left out.
+        until: tells of a node whether the walk ends there, with the node included.
+    """
+    return set(reach([node], lambda each: () if until(each) else each.all_input_nodes, stop))
+
+
+def chain(node: fx.Node, through: Callable[[fx.Node], bool]) -> list[fx.Node]:
+    """Return a node, and one behind another the tensors that are first operands, as long as `through` holds."""
+    found = [node]
+    while found[-1].args and is_tensor(operand := found[-1].args[0]) and through(found[-1]):
+        found.append(operand)  # type: ignore[arg-type]
+    return found
 
 
 def move_before(node: fx.Node, needed: fx.Node) -> None:

@@ -378,9 +378,7 @@ class _KeyCutter:
         arguments, dtype = op_table.bound(node), value(node).dtype
         if not op_table.counts_exactly(dtype):  # the sum is rounded on the way, so the model's own code computes it
             return False
-        column = arguments.get("input")
-        while isinstance(column, fx.Node) and op_table.is_a(column, "keeps"):
-            column = column.args[0]
+        column = walk.chain(arguments["input"], lambda each: op_table.is_a(each, "keeps"))[-1]
         return column in self.padding and value(column).ndim == 2 and arguments.get("dim") in (-1, 1)
 
     def number(self, node: fx.Node) -> Any:
