@@ -13,7 +13,7 @@ import torch.fx as fx
 
 from kvpass.capture.canonical import is_attention
 from kvpass.errors import UnsupportedGraph
-from kvpass.fx import walk
+from kvpass.fx import op_table, walk
 from kvpass.fx.op_table import tagged
 from kvpass.fx.shapes import expr
 from kvpass.fx.walk import ancestors, name_of, value
@@ -83,7 +83,7 @@ def _read(node: fx.Node) -> SparseIndex | None:
 
 def _selection_limit(topk: fx.Node) -> int | None:
     """Return how many keys a topk selects at most: 0 if unknown, None if it selects all."""
-    count, keys = expr(topk.args[1] if len(topk.args) > 1 else topk.kwargs["k"]), expr(value(topk.args[0]).shape[-1])  # type: ignore[arg-type]
+    count, keys = expr(op_table.bound(topk)["k"]), expr(value(topk.args[0]).shape[-1])  # type: ignore[arg-type]
     if count == keys:
         return None
     numbers = [part for part in (*count.args, count) if part.is_Integer]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.fx as fx
@@ -14,30 +14,55 @@ from kvpass.fx.walk import name_of, reach, value
 from kvpass.torch_private import fake_tensors, fx_nodes, tensor_types
 
 
+class Memory:
+    """Groups of nodes that may share memory.
+
+    Args:
+        aliased: returns the nodes whose memory a node shares; by default the operand of a write or view.
+    """
+
+    def __init__(self, graph: fx.Graph, aliased: Callable[[fx.Node], Iterable[fx.Node]] | None = None) -> None:
+        self._owner: dict[fx.Node, fx.Node] = {}
+        for node in graph.nodes:
+            for parent in (aliased or _base)(node):
+                self._owner[self.of(node)] = self.of(parent)
+
+    def of(self, node: fx.Node) -> fx.Node:
+        """Return the node that stands for all nodes that may share memory with a node."""
+        while self._owner.get(node, node) is not node:
+            node = self._owner[node]
+        return node
+
+
+def _base(node: fx.Node) -> list[fx.Node]:
+    """Return the first operand of a node that may be a view of it or writes to it, by its name."""
+    base = node.args[0] if node.args else None
+    return [base] if isinstance(base, fx.Node) and (writes(node) or name_of(node) in tagged("view")) else []
+
+
 @dataclasses.dataclass(frozen=True)
 class Writers:
     """The in-place writes of a graph, as the graph was when this object was made.
 
     Attributes:
-        memory: for each node that may be a view, the node whose memory it shares.
+        memory: the nodes that share memory.
         to: for each memory, the nodes that write to it, in the order of the graph.
     """
 
-    memory: Mapping[fx.Node, fx.Node]
+    memory: Memory
     to: Mapping[fx.Node, Sequence[fx.Node]]
 
     @classmethod
     def of(cls, graph: fx.Graph) -> Writers:
-        memory = _memory(graph)
-        to: dict[fx.Node, list[fx.Node]] = {}
-        for node in memory:
-            if writes(node):
-                to.setdefault(memory[node], []).append(node)
+        memory, to = Memory(graph), dict[fx.Node, list[fx.Node]]()
+        for node in graph.nodes:
+            if writes(node) and _base(node):
+                to.setdefault(memory.of(node), []).append(node)
         return cls(memory, to)
 
     def to_memory_of(self, node: fx.Node) -> Sequence[fx.Node]:
         """Return the nodes that write to the memory of a node, in order."""
-        return self.to.get(self.memory.get(node, node), ())
+        return self.to.get(self.memory.of(node), ())
 
 
 def behind(
@@ -104,18 +129,18 @@ def eliminate_dead(graph: fx.Graph, among: set[fx.Node] | None = None) -> None:
     Args:
         among: the nodes that may be removed; all nodes by default.
     """
-    memory = _memory(graph)
+    memory = Memory(graph)
     needed: set[fx.Node] = set()
     read: set[fx.Node] = set()
     mapped = _MappedRegions()
     for node in reversed(graph.nodes):
-        owner = memory.get(node, node)
+        owner = memory.of(node)
         stays = among is not None and node not in among
         lasting = stays or node.op in ("placeholder", "output") or fx_nodes.mutates(node)
         written = writes(node) and (owner in read or owner.op in ("placeholder", "get_attr"))
         if lasting or written or needed.intersection(node.users):
             needed.add(node)
-            read.update(memory.get(parent, parent) for parent in node.all_input_nodes)
+            read.update(map(memory.of, node.all_input_nodes))
         needed.update(mapped.markers(node, node in needed))
     for node in reversed(list(graph.nodes)):
         if node not in needed and not node.users:
@@ -152,16 +177,6 @@ class _MappedRegions:
         return []
 
 
-def _memory(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Return, for each node that may be a view, the node whose memory it shares."""
-    memory: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        base = node.args[0] if node.args else None
-        if isinstance(base, fx.Node) and (writes(node) or name_of(node) in tagged("view")):
-            memory[node] = memory.get(base, base)
-    return memory
-
-
 def may_alias(node: fx.Node, parent: fx.Node) -> bool:
     """Check whether the result of a call may share memory with one of its arguments.
 
@@ -184,7 +199,7 @@ def may_alias(node: fx.Node, parent: fx.Node) -> bool:
 
 def dependent(graph: fx.Graph, among: set[fx.Node], roots: list[fx.Node]) -> set[fx.Node]:
     """Return the roots and the nodes of `among` computed from them, including memory that these nodes write to."""
-    memory, found = _memory(graph), set(roots)
+    memory, found = Memory(graph), set(roots)
     count = 0
     while count != len(found):
         count = len(found)
@@ -192,5 +207,5 @@ def dependent(graph: fx.Graph, among: set[fx.Node], roots: list[fx.Node]) -> set
             if node in among and found.intersection(node.all_input_nodes):
                 found.add(node)
                 if writes(node):
-                    found.update(among & {memory[node]})
+                    found.update(among & {memory.of(node)})
     return found

@@ -139,6 +139,7 @@ _SIGNATURES: dict[str, tuple[str, ...]] = {
     "gather": ("input", "dim", "index"),
     "take_along_dim": ("input", "indices", "dim"),
     "embedding": ("input", "weight"),
+    "topk": ("input", "k", "dim"),
     "where": ("condition", "input", "other"),
     "clamp_min": ("input", "min"),
     "clamp_max": ("input", "max"),
