@@ -23,12 +23,12 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from kvpass.fx import alias, op_table, walk
+from kvpass.fx import alias, op_table, splicing, walk
 from kvpass.fx.op_table import is_a, known_name
 from kvpass.fx.precision import FILLED, HIDDEN, accumulate_dtype
-from kvpass.fx.shapes import expr
+from kvpass.fx.shapes import expr, same
 from kvpass.fx.walk import is_tensor, name_of, value
-from kvpass.torch_private import fake_tensors, fx_nodes
+from kvpass.torch_private import fx_nodes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -336,7 +336,7 @@ class _DecompositionReader:
         """Record a change of the logits, which must keep their shape, and return the logits."""
         if self.cap:
             raise _Unreadable("the mask is applied before the cap")
-        if not _same_sizes(value(logits).shape, change.shape):
+        if not same(value(logits).shape, change.shape):
             raise _Unreadable("the mask has dimensions that the logits do not have")
         width = value(change.mask if isinstance(change, _Added) else change.allowed).shape[-1]
         if self.sink_logit is not None and expr(width) != expr(change.shape[-1]):
@@ -542,11 +542,11 @@ class _DecompositionReader:
         if all(expr(size) == 1 for size in mask_sizes):
             subscript = (*[0] * len(mask_sizes), None, None, Ellipsis)
             return mask if len(mask_sizes) == 2 else self._emit(operator.getitem, mask, subscript)
-        if _same_sizes(logit_sizes, sizes):
+        if same(logit_sizes, sizes):
             return mask
         if len(mask_sizes) == 1 and expr(mask_sizes[0]) == expr(sizes[0] * sizes[1]):
             return self._emit(torch.unflatten, mask, 0, (-1, int(sizes[1])))
-        if len(mask_sizes) == 3 and _same_sizes((logit_sizes[0], logit_sizes[1] * logit_sizes[2]), sizes):
+        if len(mask_sizes) == 3 and same((logit_sizes[0], logit_sizes[1] * logit_sizes[2]), sizes):
             heads = [int(size) for size in logit_sizes[1:]]
             expanded = self._emit("expand", mask, -1, *heads, -1, -1)
             return self._emit(torch.flatten, expanded, 1, 2)
@@ -557,15 +557,8 @@ class _DecompositionReader:
 
 
 def _emit(graph: fx.Graph, before: fx.Node, target: Any, *args: Any) -> fx.Node:
-    """Add a node that calls a function, or a method by its name."""
-    method = isinstance(target, str)
     with graph.inserting_before(before):
-        node = graph.call_method(target, args) if method else graph.call_function(target, args)
-    function = operator.methodcaller(target, *args[1:]) if method else target
-    operands = args[:1] if method else args
-    node.meta["example_value"] = fake_tensors.propagate(
-        function, *(value(operand) if isinstance(operand, fx.Node) else operand for operand in operands)
-    )
+        node = splicing.emit(graph, target, *args)
     node.meta["stack_trace"] = before.meta.get("stack_trace")
     return node
 
@@ -578,11 +571,7 @@ def is_as_wide(dtype: torch.dtype, than: torch.dtype) -> bool:
 def same_last_two(node: fx.Node) -> bool:
     """Return whether a view keeps the last two dimensions."""
     before, after = value(node.args[0]).shape, value(node).shape  # type: ignore[arg-type]
-    return len(after) > 2 and _same_sizes(before[-2:], after[-2:])
-
-
-def _same_sizes(one: Any, other: Any) -> bool:
-    return [expr(size) for size in one] == [expr(size) for size in other]
+    return len(after) > 2 and same(before[-2:], after[-2:])
 
 
 def _only_splits_heads(node: fx.Node) -> bool:
@@ -705,7 +694,7 @@ def _check_groups(product: fx.Node) -> None:
     if value(product).ndim != 5:
         return
     first, second = (value(_tensor(operand)).shape for operand in product.args[:2])
-    if len(first) != 5 or len(second) != 5 or not _same_sizes(first[:2], second[:2]):
+    if len(first) != 5 or len(second) != 5 or not same(first[:2], second[:2]):
         raise _Unreadable("keys or values must be [B, Hkv, 1, ...] for queries [B, Hkv, Hq / Hkv, ...]")
 
 

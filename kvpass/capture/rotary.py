@@ -11,7 +11,7 @@ import torch.fx as fx
 
 from kvpass.capture import canonical, decomposed_attention
 from kvpass.capture.sites import AttentionSite
-from kvpass.fx import alias, op_table, walk
+from kvpass.fx import alias, op_table, shapes, walk
 from kvpass.fx.op_table import is_a
 from kvpass.fx.shapes import expr
 from kvpass.fx.walk import ancestors, is_tensor, value
@@ -79,10 +79,8 @@ def find_rotary(gm: fx.GraphModule, site: AttentionSite) -> Rotary | None:
     order = {node: index for index, node in enumerate(gm.graph.nodes)}
     ends = _boundaries(gm.graph)
     computed_from = ancestors(site.key, stop=ends)
-    shape = [expr(size) for size in value(site.key).shape]
-    candidates = [
-        n for n in computed_from if is_tensor(n) and n is not site.key and [expr(s) for s in value(n).shape] == shape
-    ]
+    shape, tensors = value(site.key).shape, [n for n in computed_from if is_tensor(n) and n is not site.key]
+    candidates = [n for n in tensors if shapes.same(value(n).shape, shape)]
     for raw in sorted(candidates, key=order.__getitem__, reverse=True):
         since_raw = ancestors(site.key, stop={raw, *ends})
         positions = [node for node in since_raw if _is_converted_to_angle(node, since_raw)]

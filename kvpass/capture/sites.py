@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import sympy  # type: ignore[import-untyped]
 import torch.fx as fx
 
 from kvpass.capture.canonical import APPEND, ATTENTION, LOG_SUM_EXP, is_attention
@@ -66,6 +67,16 @@ class AttentionSite:
     def all(self) -> tuple[AttentionSite, ...]:
         """This site and the sites that share its cache."""
         return (self, *self.shared_by)
+
+    @property
+    def pasts(self) -> tuple[fx.Node, ...]:
+        """The placeholders of the past: a key and a value, or none."""
+        return tuple(past for past in (self.past_key, self.past_value) if past is not None)
+
+    @property
+    def growing(self) -> set[sympy.Symbol]:
+        """The symbols in the number of past tokens."""
+        return {symbol for past in self.pasts for symbol in expr(value(past).shape[2]).free_symbols}
 
     @property
     def has_row_masks(self) -> bool:

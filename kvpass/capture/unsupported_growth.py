@@ -13,7 +13,7 @@ import sympy  # type: ignore[import-untyped]
 import torch
 import torch.fx as fx
 
-from kvpass.fx import walk
+from kvpass.fx import shapes, walk
 from kvpass.fx.op_table import tagged
 from kvpass.fx.shapes import expr
 from kvpass.fx.walk import is_tensor, name_of, value
@@ -34,7 +34,7 @@ def unread(graph: fx.Graph, read: set[int]) -> list[tuple[fx.Node, str]]:
     found = []
     for node in dict.fromkeys(outputs):
         sources = _inputs_of(node)
-        if any(_same_shape(node, source) for source in sources):
+        if any(shapes.same(value(node).shape, value(source).shape) for source in sources):
             continue
         past = next((source for source in sources if _is_longer(node, source)), None)
         if past is not None:
@@ -51,7 +51,9 @@ _LAYOUT = (
 def is_fixed_size_update(node: fx.Node) -> bool:
     """Return whether a tensor is an input of the same shape with some elements replaced: a cache of fixed size."""
     parents = node.all_input_nodes if _holds_states(node) else []
-    return any(_same_shape(node, source) for parent in parents for source in _inputs_of(parent))
+    return any(
+        shapes.same(value(node).shape, value(source).shape) for parent in parents for source in _inputs_of(parent)
+    )
 
 
 def _holds_states(node: Any) -> bool:
@@ -71,10 +73,6 @@ def _is_state(node: fx.Node) -> bool:
     tensor = value(node)
     is_plain = isinstance(tensor, torch.Tensor) and not isinstance(tensor, torch.nn.Parameter)
     return bool(is_plain and tensor.ndim >= 3 and tensor.is_floating_point())
-
-
-def _same_shape(node: fx.Node, other: fx.Node) -> bool:
-    return list(map(expr, value(node).shape)) == list(map(expr, value(other).shape))
 
 
 def _is_longer(node: fx.Node, past: fx.Node) -> bool:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from kvpass.fx import alias, op_table, walk
+from kvpass.fx import alias, op_table, splicing, walk
 from kvpass.fx.walk import is_tensor, value
 from kvpass.torch_private import fx_nodes
 
@@ -135,9 +135,8 @@ class _Broadcaster:
 
     def _emit(self, node: fx.Node, target: Any, *args: Any) -> fx.Node:
         with self.graph.inserting_before(node):
-            emitted = self.graph.call_function(target, args)
-        values = fx.map_arg(args, value)
-        emitted.meta.update(example_value=target(*values), stack_trace=node.meta.get("stack_trace"))
+            emitted = splicing.emit(self.graph, target, *args)
+        emitted.meta["stack_trace"] = node.meta.get("stack_trace")
         return emitted
 
 

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from kvpass.fx.shapes import expr
+from kvpass.fx.shapes import expr, number
 from kvpass.fx.walk import is_size, is_tensor, name_of, value
 from kvpass.torch_private import dynamo, fake_tensors, fx_nodes
 
@@ -399,8 +399,7 @@ def concrete(shape: Any) -> tuple[int, ...]:
 
 def _number(size: Any) -> int:
     """Return a size with a small number in place of each symbol; a symbol always gets the same number."""
-    expression = expr(size)
-    return int(expression.subs({symbol: _stands_for(symbol) for symbol in expression.free_symbols}))
+    return number(size, {symbol: _stands_for(symbol) for symbol in expr(size).free_symbols})
 
 
 def _stands_for(symbol: Any) -> int:

@@ -145,6 +145,16 @@ def splice(
     return list(map_arg(returned if isinstance(returned, (list, tuple)) else [returned], lambda node: env[node]))
 
 
+def emit(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
+    """Add a call of a function, or of a method by its name, with the value of its result."""
+    if isinstance(target, str):
+        node, function = graph.call_method(target, args), lambda x, *others: getattr(x, target)(*others)
+    else:
+        node, function = graph.call_function(target, args), target
+    node.meta["example_value"] = fake_tensors.propagate(function, *map_arg(args, value))
+    return node
+
+
 def call_aten(graph: fx.Graph, target: Callable[..., Any], *args: Any) -> fx.Node:
     """Add a call of an aten operator to a graph, with the value of its result for later passes."""
     made = graph.call_function(target, args)

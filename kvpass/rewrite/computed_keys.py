@@ -102,8 +102,7 @@ class _TokenAxis:
     @staticmethod
     def of(site: AttentionSite) -> _TokenAxis:
         grown = {expr(value(node).shape[2]) for node in (site.grown_key, site.grown_value)}
-        pasts = [expr(value(node).shape[2]) for node in (site.past_key, site.past_value) if node is not None]
-        return _TokenAxis(grown, {symbol for past in pasts for symbol in past.free_symbols})
+        return _TokenAxis(grown, site.growing)
 
     def has(self, node: fx.Node) -> bool:
         """Return whether a node is a tensor, or several tensors, with entries for the tokens."""

@@ -70,9 +70,7 @@ def readers(
 
 
 def _reader(node: fx.Node, ids: fx.Node, sites: list[AttentionSite]) -> Reader:
-    shape, queries = [shapes.expr(size) for size in value(ids).shape], shapes.expr(sites[0].queries)
-    along = [d for d, size in enumerate(shape) if size == queries and (d or len(shape) == 1)]
-    return Reader(node, ids, along[-1] if along else len(shape) - 1)
+    return Reader(node, ids, shapes.token_dim(value(ids).shape, sites[0].queries))
 
 
 def _index(lookup: fx.Node) -> fx.Node:

@@ -32,7 +32,7 @@ import torch
 import torch.fx as fx
 from torch.fx.node import map_aggregate
 
-from kvpass.fx import alias, walk
+from kvpass.fx import alias, shapes, walk
 from kvpass.fx.constants import tensor_bytes
 from kvpass.torch_private import fx_nodes, symbolic_shapes
 
@@ -127,7 +127,7 @@ def _value_key(value: Any, renamed: dict[Any, Any]) -> tuple[Any, ...]:
     """Return all properties of an operand that compiled code depends on, with some symbols renamed."""
 
     def text(size: Any) -> str:
-        return str(symbolic_shapes.expression(size).xreplace(renamed)) if isinstance(size, torch.SymInt) else str(size)
+        return shapes.text(size, renamed) if isinstance(size, torch.SymInt) else str(size)
 
     if not isinstance(value, torch.Tensor):
         return (type(value).__name__, text(value))

@@ -10,9 +10,9 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass.fx import op_table, walk
+from kvpass.fx import op_table, shapes, walk
 from kvpass.fx.walk import value
-from kvpass.torch_private import dynamo, symbolic_shapes
+from kvpass.torch_private import dynamo
 
 MAX_TOKENS = 4200
 """The largest number of tokens that a validation makes up."""
@@ -57,16 +57,9 @@ def _counts(node: fx.Node) -> bool:
     return not example.is_floating_point() or any(isinstance(size, torch.SymInt) for size in example.shape)
 
 
-def _integers(arguments: Any) -> Iterator[int]:
-    if isinstance(arguments, slice):
-        yield from _integers((arguments.start, arguments.stop))
-    elif isinstance(arguments, (tuple, list)):
-        for each in arguments:
-            yield from _integers(each)
-    elif isinstance(arguments, float) and arguments.is_integer():
-        yield int(arguments)
-    elif isinstance(arguments, int) and not isinstance(arguments, bool):
-        yield arguments
+def _integers(arguments: Any) -> list[int]:
+    numbers = [x for x in op_table.leaves(arguments) if isinstance(x, (int, float)) and not isinstance(x, bool)]
+    return [int(number) for number in numbers if float(number).is_integer()]
 
 
 def _tables(node: fx.Node) -> Iterator[int]:
@@ -92,6 +85,5 @@ def _narrow(node: fx.Node) -> Iterator[int]:
 
 
 def _guards(graph: fx.Graph) -> Iterator[int]:
-    guards = symbolic_shapes.guarded(*(value(node) for node in walk.placeholders(graph)))
-    for guard in guards:
+    for guard in shapes.guards(graph):
         yield from (int(number) for number in guard.atoms(sympy.Integer))
