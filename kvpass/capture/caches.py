@@ -27,7 +27,7 @@ from kvpass.capture import cross_attention, decomposed_attention, graph_break, s
 from kvpass.capture.decomposed_attention import AttentionCall, UnreadSoftmax, is_as_wide
 from kvpass.capture.sites import stored
 from kvpass.fx import alias, op_table, walk
-from kvpass.fx.alias import Writers
+from kvpass.fx.alias import Memory
 from kvpass.fx.op_table import is_a, known_name, tagged
 from kvpass.fx.shapes import expr
 from kvpass.fx.walk import ancestors, is_tensor, value
@@ -95,12 +95,12 @@ def find(gm: fx.GraphModule, handles: set[fx.Node]) -> list[CallReading]:
     call_results = {result for call in calls for result in (call.node, call.lse) if result is not None}
     updates = [node for node in gm.graph.nodes if _grows_a_cache(node, outputs)]
     found: list[CallReading] = []
-    writers = alias.Writers.of(gm.graph)
-    queries = cross_attention.queries_of(calls, writers)
+    memory = alias.Memory(gm.graph)
+    queries = cross_attention.queries_of(calls, memory)
     for call in calls:
         values_of = {f.reading.keys_out: f.reading.values_out for f in found if f.reading}
-        fixed = _fixed(call, outputs, queries, writers)
-        found.append(fixed or _examine(call, call_results, outputs, updates, handles, values_of, writers))
+        fixed = _fixed(call, outputs, queries, memory)
+        found.append(fixed or _examine(call, call_results, outputs, updates, handles, values_of, memory))
     used_updates = {origin.grown for f in found if f.reading for origin in (f.reading.key, f.reading.value)}
     used_updates |= {node for f in found for node in f.fixed}
     refused_at = {f.node for f in found if f.refusal}
@@ -187,14 +187,14 @@ def _cat_parts(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _fixed(
-    call: AttentionCall, outputs: dict[fx.Node, int], queries: Mapping[fx.Node, fx.Node], writers: Writers
+    call: AttentionCall, outputs: dict[fx.Node, int], queries: Mapping[fx.Node, fx.Node], memory: Memory
 ) -> CallReading | None:
     """Read a call on keys and values that are returned without a past and that its tokens do not extend."""
     try:
         origins = _origin(call.key, outputs), _origin(call.value, outputs)
     except _Refused:
         return None
-    stored_once = all(origin.past is None for origin in origins) and cross_attention.is_fixed(call, queries, writers)
+    stored_once = all(origin.past is None for origin in origins) and cross_attention.is_fixed(call, queries, memory)
     return CallReading(call.node, fixed=tuple(origin.grown for origin in origins)) if stored_once else None
 
 
@@ -205,7 +205,7 @@ def _examine(
     updates: list[fx.Node],
     handles: set[fx.Node],
     values_of: dict[int, int],
-    writers: Writers,
+    memory: Memory,
 ) -> CallReading:
     computed_from = ancestors(call.key, stop=results) | ancestors(call.value, stop=results)
     local = _since_projection(call.key, results) | _since_projection(call.value, results)
@@ -223,7 +223,7 @@ def _examine(
                 "cache_implementation='static' or 'sliding_window', or pass a DynamicCache or none, as kvpass has "
                 "fixed slots of its own"
             )
-        reading = _reading(call, results, outputs, values_of, writers)
+        reading = _reading(call, results, outputs, values_of, memory)
     except _Refused as reason:
         if on_cache or _is_returned_rearranged(call, outputs):
             return CallReading(call.node, refusal=str(reason))
@@ -287,14 +287,14 @@ def _reading(
     results: set[fx.Node],
     outputs: dict[fx.Node, int],
     values_of: dict[int, int],
-    writers: Writers,
+    memory: Memory,
 ) -> Reading:
     computed = False
     try:
         key, val = _origin(call.key, outputs), _origin(call.value, outputs)
         computed = _is_converted(call, key, val)
     except _Refused:
-        sources = _source_caches(call, results, outputs, writers)
+        sources = _source_caches(call, results, outputs, memory)
         if sources is None:
             raise
         (key, val), computed = sources, True
@@ -302,14 +302,14 @@ def _reading(
         raise _Refused("only one of key and value has a past")
     if computed:
         _check_key_count(call, key, val)
-    if key.past is None and _is_cross_attention(call, writers):
+    if key.past is None and _is_cross_attention(call, memory):
         raise _Refused("its keys are computed from other tokens than its queries")
     (keys_out, window), (values_out, value_window) = _output_of(key.grown, outputs), _output_of(val.grown, outputs)
     if window != value_window:
         raise _Refused(f"the cache returns the last {window} keys but the last {value_window} values")
     _check_supported(call, key, shares_cache=keys_out in values_of)
-    _check_unmodified(key, writers)
-    _check_unmodified(val, writers)
+    _check_unmodified(key, memory)
+    _check_unmodified(val, memory)
     if keys_out == values_out or values_of.get(keys_out, values_out) != values_out or keys_out in values_of.values():
         raise _Refused("one cached tensor serves as keys and as values")
     return Reading(call, key, val, computed, keys_out, values_out)
@@ -333,22 +333,22 @@ def _check_key_count(call: AttentionCall, key: Origin, val: Origin) -> None:
             )
 
 
-def _check_unmodified(origin: Origin, writers: Writers) -> None:
+def _check_unmodified(origin: Origin, memory: Memory) -> None:
     """Refuse writes in place to new tokens after they are stored; a step stores them only where the model attends."""
-    writer = None if origin.past is None else alias.overwritten({origin.new}, origin.grown, writers)
+    writer = None if origin.past is None else alias.overwritten({origin.new}, origin.grown, memory)
     if writer is not None:
         raise _Refused(f"new tokens are written to at {walk.source_line(writer)}, after they were stored")
 
 
-def _is_cross_attention(call: AttentionCall, writers: Writers) -> bool:
+def _is_cross_attention(call: AttentionCall, memory: Memory) -> bool:
     """Return whether queries come from tokens that keys do not come from, as in cross-attention."""
-    query_tokens, key_tokens = (_token_sources(node, call.node, writers) for node in (call.query, call.key))
+    query_tokens, key_tokens = (_token_sources(node, call.node, memory) for node in (call.query, call.key))
     return not query_tokens <= key_tokens
 
 
-def _token_sources(node: fx.Node, reader: fx.Node, writers: Writers) -> set[fx.Node]:
+def _token_sources(node: fx.Node, reader: fx.Node, memory: Memory) -> set[fx.Node]:
     """Return the inputs that bring tokens: ids that embeddings look up, and hidden states [B, q, D]."""
-    computed_from = alias.behind([node], reader=reader, writers=writers)
+    computed_from = alias.behind([node], reader=reader, memory=memory)
     ids = [n.args[0] for n in computed_from if n.target is torch.nn.functional.embedding and is_tensor(n.args[0])]
     found = {p for n in ids for p in ancestors(n) if p.op == "placeholder" and is_tensor(p)}  # type: ignore[arg-type]
     states = [p for p in computed_from if p.op == "placeholder" and is_tensor(p) and value(p).ndim == 3]
@@ -356,10 +356,10 @@ def _token_sources(node: fx.Node, reader: fx.Node, writers: Writers) -> set[fx.N
 
 
 def _source_caches(
-    call: AttentionCall, results: set[fx.Node], outputs: dict[fx.Node, int], writers: Writers
+    call: AttentionCall, results: set[fx.Node], outputs: dict[fx.Node, int], memory: Memory
 ) -> tuple[Origin, Origin] | None:
     """Return the two caches that key and value are computed from, in the order in which the graph grows them."""
-    computed_from = alias.behind([call.key, call.value], results, call.node, writers=writers)
+    computed_from = alias.behind([call.key, call.value], results, call.node, memory=memory)
     updates = [node for node in call.node.graph.nodes if node in computed_from and _grows_a_cache(node, outputs)]
     grown = [node for node in updates if stored(node, outputs) is not None]
     if not updates:

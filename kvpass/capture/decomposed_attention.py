@@ -96,12 +96,12 @@ def find(gm: fx.GraphModule) -> tuple[list[AttentionCall], list[UnreadSoftmax]]:
     """
     found: list[AttentionCall] = []
     unread: list[UnreadSoftmax] = []
-    writers = alias.Writers.of(gm.graph)
+    memory = alias.Memory(gm.graph)
     for node in list(gm.graph.nodes):
         if fx_nodes.is_sdpa(node):
             found.append(_sdpa_call(gm.graph, node))
         elif known_name(node) == "softmax" and is_tensor(node):
-            reader = _DecompositionReader(gm, node, writers)
+            reader = _DecompositionReader(gm, node, memory)
             try:
                 found.append(reader.read())
             except _Unreadable as reason:
@@ -171,8 +171,8 @@ class _DecompositionReader:
     It accounts for every operation on the way with all arguments, or the call is unreadable.
     """
 
-    def __init__(self, gm: fx.GraphModule, softmax: fx.Node, writers: alias.Writers) -> None:
-        self.gm, self.graph, self.softmax, self.writers = gm, gm.graph, softmax, writers
+    def __init__(self, gm: fx.GraphModule, softmax: fx.Node, memory: alias.Memory) -> None:
+        self.gm, self.graph, self.softmax, self.memory = gm, gm.graph, softmax, memory
         self.factor, self.cap = 1.0, 0.0
         self.changes: list[_Change] = []  # from the softmax back; numbers and masks are multiplied by later factors
         self.casts: list[torch.dtype] = []
@@ -241,7 +241,7 @@ class _DecompositionReader:
 
     def _writers_between(self, node: fx.Node, since: fx.Node, until: fx.Node) -> list[fx.Node]:
         """Return the writes in place to a tensor's memory between two nodes."""
-        return [writer for writer in self.writers.to_memory_of(node) if since < writer < until]
+        return [writer for writer in self.memory.writers(node) if since < writer < until]
 
     def _check_unmodified(self, node: fx.Node, since: fx.Node, until: fx.Node) -> None:
         """Refuse a tensor that is written to after it was read, because the canonical call reads it later."""

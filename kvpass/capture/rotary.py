@@ -188,8 +188,7 @@ def _takes_all(node: fx.Node) -> bool:
     """Return whether a node, if it is an index, takes every element."""
     if walk.name_of(node) != "getitem":
         return True
-    parts = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-    return all(part is None or part is Ellipsis or part == slice(None) for part in parts)
+    return all(part is None or op_table.keeps_whole(part) for part in op_table.subscript(node))
 
 
 def _same(one: Any, other: Any) -> bool:

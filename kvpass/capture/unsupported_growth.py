@@ -58,9 +58,7 @@ def is_fixed_size_update(node: fx.Node) -> bool:
 
 def _holds_states(node: Any) -> bool:
     """Return whether a node is a floating-point tensor of at least three dimensions, and no input."""
-    if not is_tensor(node) or node.op == "placeholder":
-        return False
-    return bool(value(node).ndim >= 3 and value(node).is_floating_point())
+    return _is_state(node) and node.op != "placeholder"
 
 
 def _inputs_of(node: fx.Node) -> list[fx.Node]:
@@ -69,10 +67,10 @@ def _inputs_of(node: fx.Node) -> list[fx.Node]:
     return [source for source in sources if source.op == "placeholder" and _is_state(source)]
 
 
-def _is_state(node: fx.Node) -> bool:
-    tensor = value(node)
-    is_plain = isinstance(tensor, torch.Tensor) and not isinstance(tensor, torch.nn.Parameter)
-    return bool(is_plain and tensor.ndim >= 3 and tensor.is_floating_point())
+def _is_state(node: Any) -> bool:
+    if not is_tensor(node) or isinstance(value(node), torch.nn.Parameter):
+        return False
+    return bool(value(node).ndim >= 3 and value(node).is_floating_point())
 
 
 def _is_longer(node: fx.Node, past: fx.Node) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -15,7 +14,7 @@ from kvpass.torch_private import fake_tensors, fx_nodes, tensor_types
 
 
 class Memory:
-    """Groups of nodes that may share memory.
+    """Groups of nodes that may share memory, as a graph was when this object was made.
 
     Args:
         aliased: returns the nodes whose memory a node shares; by default the operand of a write or view.
@@ -23,15 +22,23 @@ class Memory:
 
     def __init__(self, graph: fx.Graph, aliased: Callable[[fx.Node], Iterable[fx.Node]] | None = None) -> None:
         self._owner: dict[fx.Node, fx.Node] = {}
+        self._writers: dict[fx.Node, list[fx.Node]] = {}
         for node in graph.nodes:
             for parent in (aliased or _base)(node):
                 self._owner[self.of(node)] = self.of(parent)
+        for node in graph.nodes:
+            if writes(node) and _base(node):
+                self._writers.setdefault(self.of(node), []).append(node)
 
     def of(self, node: fx.Node) -> fx.Node:
         """Return the node that stands for all nodes that may share memory with a node."""
         while self._owner.get(node, node) is not node:
             node = self._owner[node]
         return node
+
+    def writers(self, node: fx.Node) -> Sequence[fx.Node]:
+        """Return the nodes that write in place to the memory of a node, in order."""
+        return self._writers.get(self.of(node), ())
 
 
 def _base(node: fx.Node) -> list[fx.Node]:
@@ -40,37 +47,12 @@ def _base(node: fx.Node) -> list[fx.Node]:
     return [base] if isinstance(base, fx.Node) and (writes(node) or name_of(node) in tagged("view")) else []
 
 
-@dataclasses.dataclass(frozen=True)
-class Writers:
-    """The in-place writes of a graph, as the graph was when this object was made.
-
-    Attributes:
-        memory: the nodes that share memory.
-        to: for each memory, the nodes that write to it, in the order of the graph.
-    """
-
-    memory: Memory
-    to: Mapping[fx.Node, Sequence[fx.Node]]
-
-    @classmethod
-    def of(cls, graph: fx.Graph) -> Writers:
-        memory, to = Memory(graph), dict[fx.Node, list[fx.Node]]()
-        for node in graph.nodes:
-            if writes(node) and _base(node):
-                to.setdefault(memory.of(node), []).append(node)
-        return cls(memory, to)
-
-    def to_memory_of(self, node: fx.Node) -> Sequence[fx.Node]:
-        """Return the nodes that write to the memory of a node, in order."""
-        return self.to.get(self.memory.of(node), ())
-
-
 def behind(
     results: Sequence[fx.Node],
     stop: Iterable[fx.Node] = (),
     reader: fx.Node | None = None,
     through: Mapping[fx.Node, fx.Node] | None = None,
-    writers: Writers | None = None,
+    memory: Memory | None = None,
 ) -> set[fx.Node]:
     """Return the results and all nodes that they are computed from, in-place writes included.
 
@@ -78,14 +60,14 @@ def behind(
         stop: nodes at which the walk ends; they are not returned.
         reader: the node that reads the results; later writes do not matter.  The last of the results by default.
         through: for some nodes, the one operand that the walk follows.
-        writers: the writes of the graph, if the caller has them.
+        memory: of the graph, if the caller has it.
     """
-    writers = writers or Writers.of(results[0].graph)
+    memory = memory or Memory(results[0].graph)
     last = reader or max(results)
 
     def following(node: fx.Node) -> list[fx.Node]:
         operands = [through[node]] if through and node in through else node.all_input_nodes
-        return [*operands, *(writer for writer in writers.to_memory_of(node) if writer < last)]
+        return [*operands, *(writer for writer in memory.writers(node) if writer < last)]
 
     return set(reach(results, following, stop))
 
@@ -99,24 +81,24 @@ def writes(node: fx.Node) -> bool:
     return name in tagged("augments") or (name.endswith("_") and not name.endswith("__") and not of_operators)
 
 
-def writers_to(nodes: set[fx.Node], writers: Writers | None = None) -> list[fx.Node]:
+def writers_to(nodes: set[fx.Node], memory: Memory | None = None) -> list[fx.Node]:
     """Return the nodes that write in place to the memory of any of `nodes`, views included, in order."""
     if not nodes:
         return []
-    writers = writers or Writers.of(next(iter(nodes)).graph)
-    return sorted({writer for node in nodes for writer in writers.to_memory_of(node)})
+    memory = memory or Memory(next(iter(nodes)).graph)
+    return sorted({writer for node in nodes for writer in memory.writers(node)})
 
 
-def overwritten(nodes: set[fx.Node], since: fx.Node | None = None, writers: Writers | None = None) -> fx.Node | None:
+def overwritten(nodes: set[fx.Node], since: fx.Node | None = None, memory: Memory | None = None) -> fx.Node | None:
     """Return a node outside `nodes` that writes to their memory, or None.
 
     Such a write means that `nodes` alone do not determine what is computed.
 
     Args:
         since: consider only writes after this node.
-        writers: the writes of the graph, if the caller has them.
+        memory: of the graph, if the caller has it.
     """
-    late = [writer for writer in writers_to(nodes, writers) if writer not in nodes]
+    late = [writer for writer in writers_to(nodes, memory) if writer not in nodes]
     return next((writer for writer in late if since is None or since < writer), None)
 
 

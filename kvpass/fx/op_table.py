@@ -30,7 +30,7 @@ from kvpass.fx.shapes import expr, number
 from kvpass.fx.walk import is_size, is_tensor, name_of, value
 from kvpass.torch_private import dynamo, fake_tensors, fx_nodes
 
-_LINEAR_ALGEBRA = types.SimpleNamespace(linalg_vector_norm=torch.linalg.vector_norm)
+_LINEAR_ALGEBRA = types.SimpleNamespace(linalg_vector_norm=torch.linalg.vector_norm)  # `inv` there is another operator
 _HOMES = (torch, operator, torch.nn.functional, fx_nodes.NEURAL, torch.special, _LINEAR_ALGEBRA)
 
 
@@ -55,8 +55,8 @@ _TABLE = {
         "div_ masked_fill_ clamp_ __rmul__ bitwise_left_shift bitwise_right_shift lshift rshift atan2 logit fill_ "
         "polar complex"
     ),
-    "pointwise sum": "add sub subtract rsub add_ sub_ __radd__ __rsub__",
-    "pointwise sum augments": "iadd isub",
+    "pointwise adds": "add sub subtract rsub add_ sub_ __radd__ __rsub__",
+    "pointwise adds augments": "iadd isub",
     "pointwise augments": "imul itruediv iand ior ixor",
     "pointwise compares": "eq ne lt le gt ge greater less",
     "pointwise keeps casts view": "to float double half bfloat16 type type_as",
@@ -96,7 +96,7 @@ _TABLE = {
 """The operators, by their tags.
 
 - *pointwise*: computes each element from the operands' elements at the same index, with broadcasting.  `max` and `min`
-  of two tensors do so too.  *sum*, *compares*: adds or subtracts, compares.
+  of two tensors do so too.  *adds*, *compares*: adds or subtracts, compares.
 - *keeps*: returns its operand's values, perhaps in another dtype; *casts*: to change the dtype.  *keeps_integers*:
   returns the values of an operand of integers.
 - *moves*: elements change position and keep their values, independently of any tensor's content.  The table has no rule
@@ -243,7 +243,7 @@ def propagate_dim(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
         return _outside_product(node, operand, dim)
     if name in tagged("joins"):
         return _beside_joined(node, dim)
-    if name in ("outer", "ger"):
+    if name in ("outer", "ger") and node.args[0] is not node.args[1]:
         return 0 if operand is node.args[0] else 1
     if name == "einsum":
         return _in_equation(node, operand, dim)
@@ -436,8 +436,7 @@ def lookup(node: fx.Node) -> tuple[fx.Node, dict[int, Any]] | None:
     """
     name, given = known_name(node), bound(node)
     if name == "getitem" and is_tensor(node.args[0]) and _by_tensor(node):
-        parts = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-        return node.args[0], dict(_subscripts(parts, value(node.args[0]).ndim))  # type: ignore[return-value, arg-type]
+        return node.args[0], dict(_subscripts(subscript(node), value(node.args[0]).ndim))  # type: ignore[return-value, arg-type]
     if name in ("index_select", "gather") and isinstance(given.get("dim"), int):
         return given["input"], {given["dim"] % value(given["input"]).ndim: given["index"]}
     if name == "take_along_dim" and isinstance(given.get("dim"), int):
@@ -478,7 +477,7 @@ def _among_subscripts(node: fx.Node, index: fx.Node, dim: int) -> int | None:
     Index tensors are broadcast together.  Their dimensions replace the first one if the indices are adjacent, and come
     first otherwise.
     """
-    parts: list[Any] = list(node.args[1]) if isinstance(node.args[1], tuple) else [node.args[1]]
+    parts = subscript(node)
     tensors = [i for i, part in enumerate(parts) if is_tensor(part)]
     if any(value(parts[i]).dtype == torch.bool for i in tensors):
         return None
@@ -490,6 +489,12 @@ def _among_subscripts(node: fx.Node, index: fx.Node, dim: int) -> int | None:
     for part in itertools.takewhile(lambda p: not is_tensor(p), parts):
         before += base - named if part is Ellipsis else 0 if isinstance(part, int) else 1
     return int((before if together else 0) + rank - value(index).ndim + dim)
+
+
+def subscript(node: fx.Node) -> tuple[Any, ...]:
+    """Return the parts of the subscript x[...] of an index or of a write to it."""
+    parts = node.args[1]
+    return parts if isinstance(parts, tuple) else (parts,)
 
 
 def keeps_whole(part: Any) -> bool:

@@ -100,7 +100,7 @@ def cut(
         index(result)
     made = tuple(env[result] for result in results)
     graph.output(made[0] if unpack else made)
-    placeholders_first(graph)
+    put_first(graph, placeholders(graph))
     return Slice(fx.GraphModule(gm, graph), tuple(bound))
 
 
@@ -113,10 +113,6 @@ def computing(gm: fx.GraphModule, wanted: list[fx.Node]) -> fx.GraphModule:
             env[node] = graph.node_copy(node, env.__getitem__)
     graph.output(tuple(env[node] for node in wanted))
     return fx.GraphModule(gm, graph)
-
-
-def placeholders_first(graph: fx.Graph) -> None:
-    put_first(graph, placeholders(graph))
 
 
 def put_first(graph: fx.Graph, nodes: list[fx.Node]) -> None:

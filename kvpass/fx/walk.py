@@ -55,11 +55,6 @@ def results(graph: fx.Graph) -> list[Any]:
     return list(graph.output_node().args[0])  # type: ignore[arg-type]
 
 
-def past_of(grown: fx.Node) -> fx.Node:
-    """Return the first operand of a concatenation."""
-    return grown.all_input_nodes[0]
-
-
 def reach(
     nodes: Iterable[fx.Node], following: Callable[[fx.Node], Iterable[fx.Node]], stop: Iterable[fx.Node] = ()
 ) -> Iterator[fx.Node]:

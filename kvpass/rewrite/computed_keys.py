@@ -173,5 +173,4 @@ def _propagate_dim(node: fx.Node, parent: fx.Node, axis: int | None) -> int | No
 
 def _writes_whole(node: fx.Node) -> bool:
     """Return whether x[...] = y keeps every token's index: the subscript cuts at most the last dimension."""
-    parts = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-    return all(op_table.keeps_whole(part) for part in parts[:-1])
+    return all(op_table.keeps_whole(part) for part in op_table.subscript(node)[:-1])

@@ -69,7 +69,7 @@ class Masks:
         for index in sparse_index.find(mask):
             index.check(capacity if step.decodes else capacity + step.queries)
             for node, dim in sparse_index.cached_scoring_keys(index, outputs):
-                step.unread[outputs.index(node)] = (step.placeholders.index(walk.past_of(node)), dim)
+                step.unread[outputs.index(node)] = (step.placeholders.index(node.all_input_nodes[0]), dim)
 
     def _first_stored(self, window: int) -> fx.Node:
         """Return the node of the index in the padded sequence of the first token that the model stores."""

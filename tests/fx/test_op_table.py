@@ -182,6 +182,18 @@ def test_a_function_of_that_name_is_no_operator() -> None:
 
 
 @pytest.mark.parametrize(
+    ("product", "axis"),
+    [
+        (lambda x: x.outer(torch.ones(3)), 0),
+        (lambda x: torch.ones(3).outer(x), 1),
+        (lambda x: x.outer(x), None),
+    ],
+)
+def test_each_vector_of_a_product_has_its_axis(product: Callable[[Tensor], Tensor], axis: int | None) -> None:
+    assert followed(product, torch.rand(5), 0) == axis
+
+
+@pytest.mark.parametrize(
     ("pick", "axis"),
     [
         (lambda x, i: x[i], 0),

@@ -83,7 +83,7 @@ class LengthArithmetic:
         for node in list(self.graph.nodes):
             if walk.name_of(node) != "getitem" or not walk.is_tensor(node.args[0]):
                 continue
-            base, parts = node.args[0], node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+            base, parts = node.args[0], op_table.subscript(node)
             growing = self._growing_slices(node, parts)
             if not any(growing) or self.sizes.grown(value(base)):
                 continue
@@ -154,4 +154,4 @@ class LengthArithmetic:
         node.replace_all_uses_with(shifted)
 
 
-_ARITHMETIC = op_table.tagged("compares", "sum") | {"mul", "clamp", "maximum", "minimum"}
+_ARITHMETIC = op_table.tagged("compares", "adds") | {"mul", "clamp", "maximum", "minimum"}

@@ -18,7 +18,7 @@ MAX_TOKENS = 4200
 """The largest number of tokens that a validation makes up."""
 EXACT_LIMITS = {torch.int8: 128, torch.uint8: 256, torch.bfloat16: 256, torch.int16: 1 << 15, torch.float16: 2048}
 """The first integers beyond which narrow dtypes cannot represent the next one."""
-_ARITHMETIC = op_table.tagged("compares", "sum") | {
+_ARITHMETIC = op_table.tagged("compares", "adds") | {
     "floordiv", "floor_divide", "mod", "remainder", "clamp", "clamp_min", "clamp_max", "clip", "minimum", "maximum",
     "where", "masked_fill",
 }  # fmt: skip
