@@ -27,7 +27,7 @@ class Memory:
             for parent in (aliased or _base)(node):
                 self._owner[self.of(node)] = self.of(parent)
         for node in graph.nodes:
-            if writes(node) and _base(node):
+            if node in self._owner and writes(node):
                 self._writers.setdefault(self.of(node), []).append(node)
 
     def of(self, node: fx.Node) -> fx.Node:
@@ -67,7 +67,8 @@ def behind(
 
     def following(node: fx.Node) -> list[fx.Node]:
         operands = [through[node]] if through and node in through else node.all_input_nodes
-        return [*operands, *(writer for writer in memory.writers(node) if writer < last)]
+        writers = memory.writers(node)
+        return [*operands, *(writer for writer in writers if writer < last)] if writers else operands
 
     return set(reach(results, following, stop))
 

@@ -27,7 +27,7 @@ import torch
 import torch.fx as fx
 
 from kvpass.fx.shapes import expr, number
-from kvpass.fx.walk import is_size, is_tensor, name_of, value
+from kvpass.fx.walk import is_size, is_tensor, value
 from kvpass.torch_private import dynamo, fake_tensors, fx_nodes
 
 _LINEAR_ALGEBRA = types.SimpleNamespace(linalg_vector_norm=torch.linalg.vector_norm)  # `inv` there is another operator
@@ -36,13 +36,17 @@ _HOMES = (torch, operator, torch.nn.functional, fx_nodes.NEURAL, torch.special, 
 
 def known_name(node: fx.Node) -> str:
     """Return the name of the torch operator that a node calls, or "" for any other node."""
-    if node.op == "call_method":
-        method = str(node.target)
-        return dynamo.COMPARISONS.get(method, method) if hasattr(torch.Tensor, method) else ""
-    name = name_of(node)
-    if node.op != "call_function" or not any(getattr(home, name, None) is node.target for home in _HOMES):
-        return "getitem" if node.target is operator.getitem else ""
-    return name
+    return _known(node.op, node.target)
+
+
+@functools.lru_cache(maxsize=1024)
+def _known(op: str, target: Any) -> str:
+    if op == "call_method":
+        return dynamo.COMPARISONS.get(target, target) if hasattr(torch.Tensor, target) else ""
+    name = getattr(target, "__name__", "")
+    if op != "call_function" or not any(getattr(home, name, None) is target for home in _HOMES):
+        return "getitem" if target is operator.getitem else ""
+    return str(name)
 
 
 _TABLE = {
@@ -437,10 +441,9 @@ def lookup(node: fx.Node) -> tuple[fx.Node, dict[int, Any]] | None:
     name, given = known_name(node), bound(node)
     if name == "getitem" and is_tensor(node.args[0]) and _by_tensor(node):
         return node.args[0], dict(_subscripts(subscript(node), value(node.args[0]).ndim))  # type: ignore[return-value, arg-type]
-    if name in ("index_select", "gather") and isinstance(given.get("dim"), int):
-        return given["input"], {given["dim"] % value(given["input"]).ndim: given["index"]}
-    if name == "take_along_dim" and isinstance(given.get("dim"), int):
-        return given["input"], {given["dim"] % value(given["input"]).ndim: given["indices"]}
+    if is_a(node, "looks_up") and isinstance(given.get("dim"), int):
+        index = given["indices" if name == "take_along_dim" else "index"]
+        return given["input"], {given["dim"] % value(given["input"]).ndim: index}
     if name == "embedding" and is_tensor(given.get("weight")):
         return given["weight"], {0: given["input"]}
     return None

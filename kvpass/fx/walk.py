@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -74,7 +75,7 @@ def reach(
 
 
 def ancestors(
-    node: fx.Node, stop: Iterable[fx.Node] = (), until: Callable[[fx.Node], bool] = lambda node: False
+    node: fx.Node, stop: Iterable[fx.Node] = (), until: Callable[[fx.Node], bool] | None = None
 ) -> set[fx.Node]:
     """Return the node and all nodes that it is computed from.
 
@@ -82,7 +83,8 @@ def ancestors(
         stop: nodes at which the walk ends, and that are left out.
         until: tells of a node whether the walk ends there, with the node included.
     """
-    return set(reach([node], lambda each: () if until(each) else each.all_input_nodes, stop))
+    operands: Callable[[fx.Node], list[fx.Node]] = operator.attrgetter("all_input_nodes")
+    return set(reach([node], operands if until is None else lambda each: [] if until(each) else operands(each), stop))
 
 
 def chain(node: fx.Node, through: Callable[[fx.Node], bool]) -> list[fx.Node]:

@@ -12,12 +12,12 @@ layer attend to the same slots.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
-import torch
 import torch.fx as fx
 from torch import Tensor
 
@@ -151,10 +151,7 @@ _OWN_CAPACITY = sympy.Symbol("layers_capacity")
 
 def _signature(step: StepContext, node: fx.Node, symbols: dict[sympy.Symbol, sympy.Symbol]) -> str:
     """Return as text what the code for a layer depends on in a node's value."""
-
-    def text(size: Any) -> str:
-        return shapes.text(size, symbols) if symbols and isinstance(size, torch.SymInt) else str(size)
-
+    text = functools.partial(shapes.text, renamed=symbols)
     if walk.is_size(node):
         return text(step.sizes.fixed(node))
     sizes = [*map(text, step.shape(node)), "by", *map(text, value(node).stride())]
