@@ -121,7 +121,7 @@ class KeyAxis:
 
     def _expanded(self, node: fx.Node) -> int | None:
         """Return the dimension along which a tensor that is equal for all keys is expanded to them, or None."""
-        if not op_table.is_a(node, "expands", "creates"):
+        if not op_table.is_a(node, "expands", "fills"):
             return None
         axis = self._growing_axis(node)
         sources = [operand for operand in node.all_input_nodes if is_tensor(operand) and operand is node.args[0]]

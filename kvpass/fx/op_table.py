@@ -57,7 +57,7 @@ _TABLE = {
         "logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor bitwise_not and_ or_ xor inv invert "
         "__and__ __or__ __xor__ __invert__ isnan isinf isfinite floor ceil round trunc nan_to_num lerp addcmul mul_ "
         "div_ masked_fill_ clamp_ __rmul__ bitwise_left_shift bitwise_right_shift lshift rshift atan2 logit fill_ "
-        "polar complex"
+        "polar complex short bool"
     ),
     "pointwise adds": "add sub subtract rsub add_ sub_ __radd__ __rsub__",
     "pointwise adds augments": "iadd isub",
@@ -66,8 +66,7 @@ _TABLE = {
     "pointwise keeps casts view": "to float double half bfloat16 type type_as",
     "pointwise keeps view": "contiguous detach",
     "pointwise keeps": "clone",
-    "pointwise keeps_integers view": "int long",
-    "pointwise view": "short bool",
+    "pointwise keeps_integers": "int long",
     "pointwise creates": "zeros_like ones_like full_like",
     "moves view reshapes": "view reshape flatten unflatten unsqueeze squeeze",
     "moves view transposes": "transpose permute t",
@@ -94,7 +93,8 @@ _TABLE = {
     "contracts batched": "matmul bmm baddbmm",
     "contracts": "mm einsum",
     "joins": "cat concat stack",
-    "creates": "zeros ones full empty new_zeros new_ones new_full new_empty empty_like",
+    "creates fills": "zeros ones full new_zeros new_ones new_full",
+    "creates": "empty new_empty empty_like",
     "augments": "setitem",
 }
 """The operators, by their tags.
@@ -106,14 +106,15 @@ _TABLE = {
 - *moves*: elements change position and keep their values, independently of any tensor's content.  The table has no rule
   for these: the operation runs on a tensor of coordinates, and the result shows the new axis of each slice.
   *reshapes*: splits and joins adjacent dimensions.  *transposes*: changes their order.  *expands*: repeats a dimension.
-- *view*: the result may share memory with the first operand.  *augments*: an operator of Python that writes to its
+- *view*: the result may share memory with the first operand; `int`, `long`, `short` and `bool`, which share it where
+  they change no dtype, count as copies.  *augments*: an operator of Python that writes to its
   first operand, as all methods do whose names end with an underscore.
 - *reduces*, *along*: works along given dimensions, which a reduction may drop; other dimensions are independent.
 - *features*: mixes the last dimension, or the last few; other dimensions are independent.  *normalizes*: makes a norm.
 - *projects*: computes states by a weight or a table.  *contracts*: sums products of two tensors; *batched*: over the
   last dimension of one and the second to last of the other, independently of all others.
 - *looks_up*: an index picks elements; see `lookup`.  *counts*: counts, as positions are.
-- *joins*: several tensors in one.  *creates*: a tensor of one number, or without content.
+- *joins*: several tensors in one.  *creates*: a tensor without content, or that a number *fills*.
 """
 
 
