@@ -19,7 +19,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.fx as fx
@@ -28,8 +27,8 @@ from kvpass.capture import cross_attention, decomposed_attention, graph_break, s
 from kvpass.capture.decomposed_attention import AttentionCall, UnreadSoftmax, is_as_wide
 from kvpass.capture.sites import stored
 from kvpass.fx import alias, op_table, walk
-from kvpass.fx.alias import Writers
-from kvpass.fx.op_table import MOVES, SAME_VALUE, known_name
+from kvpass.fx.alias import Memory
+from kvpass.fx.op_table import is_a, known_name, tagged
 from kvpass.fx.shapes import expr
 from kvpass.fx.walk import ancestors, is_tensor, value
 from kvpass.torch_private import symbolic_shapes
@@ -96,12 +95,12 @@ def find(gm: fx.GraphModule, handles: set[fx.Node]) -> list[CallReading]:
     call_results = {result for call in calls for result in (call.node, call.lse) if result is not None}
     updates = [node for node in gm.graph.nodes if _grows_a_cache(node, outputs)]
     found: list[CallReading] = []
-    writers = alias.Writers.of(gm.graph)
-    queries = cross_attention.queries_of(calls, writers)
+    memory = alias.Memory(gm.graph)
+    queries = cross_attention.queries_of(calls, memory)
     for call in calls:
         values_of = {f.reading.keys_out: f.reading.values_out for f in found if f.reading}
-        fixed = _fixed(call, outputs, queries, writers)
-        found.append(fixed or _examine(call, call_results, outputs, updates, handles, values_of, writers))
+        fixed = _fixed(call, outputs, queries, memory)
+        found.append(fixed or _examine(call, call_results, outputs, updates, handles, values_of, memory))
     used_updates = {origin.grown for f in found if f.reading for origin in (f.reading.key, f.reading.value)}
     used_updates |= {node for f in found for node in f.fixed}
     refused_at = {f.node for f in found if f.refusal}
@@ -173,10 +172,10 @@ def _grows_a_cache(node: fx.Node, outputs: dict[fx.Node, int]) -> bool:
 
 def _cat_parts(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """Return the past and the new tokens of a concatenation that grows a cache, or None."""
-    if node.target not in (torch.cat, torch.concat) or not is_tensor(node):
+    if known_name(node) not in ("cat", "concat") or not is_tensor(node):
         return None
-    args: dict[str, Any] = dict(zip(("tensors", "dim"), node.args, strict=False)) | dict(node.kwargs)
-    tensors, dim = args["tensors"], args.get("dim", args.get("axis", 0))
+    args = op_table.bound(node)
+    tensors, dim = args["tensors"], args.get("dim", 0)
     if len(tensors) != 2 or value(node).ndim != 4 or dim not in (-2, 2):
         return None
     past, new = tensors
@@ -185,14 +184,14 @@ def _cat_parts(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _fixed(
-    call: AttentionCall, outputs: dict[fx.Node, int], queries: Mapping[fx.Node, fx.Node], writers: Writers
+    call: AttentionCall, outputs: dict[fx.Node, int], queries: Mapping[fx.Node, fx.Node], memory: Memory
 ) -> CallReading | None:
     """Read a call on keys and values that are returned without a past and that its tokens do not extend."""
     try:
         origins = _origin(call.key, outputs), _origin(call.value, outputs)
     except _Refused:
         return None
-    stored_once = all(origin.past is None for origin in origins) and cross_attention.is_fixed(call, queries, writers)
+    stored_once = all(origin.past is None for origin in origins) and cross_attention.is_fixed(call, queries, memory)
     return CallReading(call.node, fixed=tuple(origin.grown for origin in origins)) if stored_once else None
 
 
@@ -203,7 +202,7 @@ def _examine(
     updates: list[fx.Node],
     handles: set[fx.Node],
     values_of: dict[int, int],
-    writers: Writers,
+    memory: Memory,
 ) -> CallReading:
     computed_from = ancestors(call.key, stop=results) | ancestors(call.value, stop=results)
     local = _since_projection(call.key, results) | _since_projection(call.value, results)
@@ -221,7 +220,7 @@ def _examine(
                 "cache_implementation='static' or 'sliding_window', or pass a DynamicCache or none, as kvpass has "
                 "fixed slots of its own"
             )
-        reading = _reading(call, results, outputs, values_of, writers)
+        reading = _reading(call, results, outputs, values_of, memory)
     except _Refused as reason:
         if on_cache or _is_returned_rearranged(call, outputs):
             return CallReading(call.node, refusal=str(reason))
@@ -252,50 +251,24 @@ def _is_returned_rearranged(call: AttentionCall, outputs: dict[fx.Node, int]) ->
 
     Returned unchanged, they are an encoder's output, which no later call extends.
     """
-    todo = [*_arrangement_sources(call.key), *_arrangement_sources(call.value)]
-    visited, sources = set(todo), set(todo)
-    while todo:
-        node = todo.pop()
-        if node in outputs and node not in sources:
-            return True
-        following = [u for u in node.users if known_name(u) in _REARRANGES and u not in visited and u is not call.node]
-        visited.update(following)
-        todo += following
-    return False
-
-
-_REARRANGES = MOVES | SAME_VALUE | {"stack", "cat", "concat"}
+    sources = {*_arrangement_sources(call.key), *_arrangement_sources(call.value)}
+    rearranged = walk.reach(sources, lambda node: [u for u in node.users if is_a(u, "moves", "keeps", "joins")])
+    return any(node in outputs and node not in sources for node in rearranged)
 
 
 def _arrangement_sources(node: fx.Node) -> list[fx.Node]:
-    found = [node]
-    while known_name(found[-1]) in MOVES | SAME_VALUE:
-        source = found[-1].args[0]
-        if not isinstance(source, fx.Node) or not is_tensor(source) or value(source).ndim < 4:
-            break
-        found.append(source)
-    return found
+    return walk.chain(node, lambda n: is_a(n, "moves", "keeps") and value(n.args[0]).ndim >= 4)  # type: ignore[arg-type]
 
 
 def _since_projection(node: fx.Node, results: set[fx.Node]) -> set[fx.Node]:
     """Return the nodes that a key or value is computed from, up to the projections of hidden states."""
-    visited: set[fx.Node] = set()
-    todo = [node]
-    while todo:
-        current = todo.pop()
-        if current not in visited and current not in results:
-            visited.add(current)
-            if walk.name_of(current) not in _PROJECTIONS:
-                todo.extend(current.all_input_nodes)
-    return visited
-
-
-_PROJECTIONS = frozenset({"linear", "addmm", "embedding", "conv1d", "layer_norm"})
+    ends = tagged("projects") | {"layer_norm"}
+    return ancestors(node, results, until=lambda each: walk.name_of(each) in ends)
 
 
 def _grows_in_other_layout(node: fx.Node, outputs: dict[fx.Node, int]) -> bool:
     """Return whether a node concatenates an input and is returned: a cache in an unsupported layout."""
-    if node.target not in (torch.cat, torch.concat) or node not in outputs or _cat_parts(node) is not None:
+    if known_name(node) not in ("cat", "concat") or node not in outputs or _cat_parts(node) is not None:
         return False
     first = node.all_input_nodes[0]
     return first.op == "placeholder" and is_tensor(first) and value(first).ndim >= 3
@@ -311,14 +284,14 @@ def _reading(
     results: set[fx.Node],
     outputs: dict[fx.Node, int],
     values_of: dict[int, int],
-    writers: Writers,
+    memory: Memory,
 ) -> Reading:
     computed = False
     try:
         key, val = _origin(call.key, outputs), _origin(call.value, outputs)
         computed = _is_converted(call, key, val)
     except _Refused:
-        sources = _source_caches(call, results, outputs, writers)
+        sources = _source_caches(call, results, outputs, memory)
         if sources is None:
             raise
         (key, val), computed = sources, True
@@ -326,14 +299,14 @@ def _reading(
         raise _Refused("only one of key and value has a past")
     if computed:
         _check_key_count(call, key, val)
-    if key.past is None and _is_cross_attention(call, writers):
+    if key.past is None and _is_cross_attention(call, memory):
         raise _Refused("its keys are computed from other tokens than its queries")
     (keys_out, window), (values_out, value_window) = _output_of(key.grown, outputs), _output_of(val.grown, outputs)
     if window != value_window:
         raise _Refused(f"the cache returns the last {window} keys but the last {value_window} values")
     _check_supported(call, key, shares_cache=keys_out in values_of)
-    _check_unmodified(key, writers)
-    _check_unmodified(val, writers)
+    _check_unmodified(key, memory)
+    _check_unmodified(val, memory)
     if keys_out == values_out or values_of.get(keys_out, values_out) != values_out or keys_out in values_of.values():
         raise _Refused("one cached tensor serves as keys and as values")
     return Reading(call, key, val, computed, keys_out, values_out)
@@ -357,22 +330,22 @@ def _check_key_count(call: AttentionCall, key: Origin, val: Origin) -> None:
             )
 
 
-def _check_unmodified(origin: Origin, writers: Writers) -> None:
+def _check_unmodified(origin: Origin, memory: Memory) -> None:
     """Refuse writes in place to new tokens after they are stored; a step stores them only where the model attends."""
-    writer = None if origin.past is None else alias.overwritten({origin.new}, origin.grown, writers)
+    writer = None if origin.past is None else alias.overwritten({origin.new}, origin.grown, memory)
     if writer is not None:
         raise _Refused(f"new tokens are written to at {walk.source_line(writer)}, after they were stored")
 
 
-def _is_cross_attention(call: AttentionCall, writers: Writers) -> bool:
+def _is_cross_attention(call: AttentionCall, memory: Memory) -> bool:
     """Return whether queries come from tokens that keys do not come from, as in cross-attention."""
-    query_tokens, key_tokens = (_token_sources(node, call.node, writers) for node in (call.query, call.key))
+    query_tokens, key_tokens = (_token_sources(node, call.node, memory) for node in (call.query, call.key))
     return not query_tokens <= key_tokens
 
 
-def _token_sources(node: fx.Node, reader: fx.Node, writers: Writers) -> set[fx.Node]:
+def _token_sources(node: fx.Node, reader: fx.Node, memory: Memory) -> set[fx.Node]:
     """Return the inputs that bring tokens: ids that embeddings look up, and hidden states [B, q, D]."""
-    computed_from = alias.behind([node], reader=reader, writers=writers)
+    computed_from = alias.behind([node], reader=reader, memory=memory)
     ids = [n.args[0] for n in computed_from if n.target is torch.nn.functional.embedding and is_tensor(n.args[0])]
     found = {p for n in ids for p in ancestors(n) if p.op == "placeholder" and is_tensor(p)}  # type: ignore[arg-type]
     states = [p for p in computed_from if p.op == "placeholder" and is_tensor(p) and value(p).ndim == 3]
@@ -380,10 +353,10 @@ def _token_sources(node: fx.Node, reader: fx.Node, writers: Writers) -> set[fx.N
 
 
 def _source_caches(
-    call: AttentionCall, results: set[fx.Node], outputs: dict[fx.Node, int], writers: Writers
+    call: AttentionCall, results: set[fx.Node], outputs: dict[fx.Node, int], memory: Memory
 ) -> tuple[Origin, Origin] | None:
     """Return the two caches that key and value are computed from, in the order in which the graph grows them."""
-    computed_from = alias.behind([call.key, call.value], results, call.node, writers=writers)
+    computed_from = alias.behind([call.key, call.value], results, call.node, memory=memory)
     updates = [node for node in call.node.graph.nodes if node in computed_from and _grows_a_cache(node, outputs)]
     grown = [node for node in updates if stored(node, outputs) is not None]
     if not updates:
@@ -428,29 +401,19 @@ def _check_supported(call: AttentionCall, origin: Origin, shares_cache: bool) ->
         raise _Refused("is_causal with a past aligns the mask to the first key")
 
 
-def _origin(node: fx.Node, outputs: dict[fx.Node, int]) -> Origin:
+def _origin(attended: fx.Node, outputs: dict[fx.Node, int]) -> Origin:
     """Follow a key or value back to its cache, and check that heads, tokens and features are the cache's."""
-    chain, last_output = list[fx.Node](), None
-    attended = node
-    while True:
-        parts = _cat_parts(node)
-        if parts is not None:
-            break
-        if node in outputs and value(node).ndim == 4:
-            last_output = node
-        if known_name(node) not in MOVES | SAME_VALUE or not is_tensor(node.args[0]):
-            break
-        chain.append(node)
-        node = node.args[0]  # type: ignore[assignment]
+    chain = walk.chain(attended, lambda each: is_a(each, "moves", "keeps"))
+    parts, node = _cat_parts(chain[-1]), chain[-1]
     if parts is None:
-        if last_output is None:
+        returned = [each for each in chain if each in outputs and value(each).ndim == 4]
+        if not returned:
             raise _Refused(
                 f"its key or value comes from {walk.name_of(node)!r} ({walk.source_line(node)}), which is no "
                 "concatenation with the past, and is not computed from one cached pair"
             )
-        node = last_output
-        chain = chain[: chain.index(node)] if node in chain else chain
-    _check_heads(attended, node, chain)
+        node = returned[-1]
+    _check_heads(attended, node, chain[: chain.index(node)])
     if parts is None:
         return Origin(node, None, node)
     past, new = parts
@@ -492,7 +455,7 @@ def _check_heads(attended: fx.Node, grown: fx.Node, chain: list[fx.Node]) -> Non
         if not value(node).dtype == dtype and not is_as_wide(value(node).dtype, dtype):
             raise _Refused(f"attention reads the {dtype} cache in {value(node).dtype}, which loses digits")
         try:
-            moved = op_table.run_on(node, {node.all_input_nodes[0]: moved}) if known_name(node) in MOVES else moved
+            moved = op_table.run_on(node, {node.all_input_nodes[0]: moved}) if is_a(node, "moves") else moved
         except (RuntimeError, TypeError, IndexError):
             line = walk.source_line(node)
             raise _Refused(f"{line}: {known_name(node)!r} on keys or values is not supported") from None

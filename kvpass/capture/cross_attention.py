@@ -14,14 +14,14 @@ import torch.fx as fx
 
 from kvpass.capture.decomposed_attention import AttentionCall
 from kvpass.fx import alias
-from kvpass.fx.alias import Writers
+from kvpass.fx.alias import Memory
 from kvpass.fx.walk import is_tensor
 from kvpass.torch_private import dynamo
 
 DOES_NOT_GROW = "its keys and values do not grow: they are computed from other inputs than its queries"
 
 
-def queries_of(calls: list[AttentionCall], writers: Writers) -> dict[fx.Node, fx.Node]:
+def queries_of(calls: list[AttentionCall], memory: Memory) -> dict[fx.Node, fx.Node]:
     """Map the results of each attention call to its query, if the query depends on inputs.
 
     A query of parameters alone, as in attention over layers, is left out: there the tokens arrive as keys and values.
@@ -29,13 +29,13 @@ def queries_of(calls: list[AttentionCall], writers: Writers) -> dict[fx.Node, fx
     return {
         result: call.query
         for call in calls
-        if _inputs(alias.behind([call.query], reader=call.node, writers=writers))
+        if _inputs(alias.behind([call.query], reader=call.node, memory=memory))
         for result in (call.node, call.lse)
         if result is not None
     }
 
 
-def is_fixed(call: AttentionCall, queries: Mapping[fx.Node, fx.Node], writers: Writers) -> bool:
+def is_fixed(call: AttentionCall, queries: Mapping[fx.Node, fx.Node], memory: Memory) -> bool:
     """Return whether no input of the query's tokens takes part in any key or value.
 
     In later layers a query also depends on earlier attention outputs.  Its tokens are found along the queries of these.
@@ -43,8 +43,8 @@ def is_fixed(call: AttentionCall, queries: Mapping[fx.Node, fx.Node], writers: W
     Args:
         queries: see `queries_of`.
     """
-    query_inputs = _inputs(alias.behind([call.query], reader=call.node, through=queries, writers=writers))
-    kv_inputs = [_inputs(alias.behind([node], reader=call.node, writers=writers)) for node in (call.key, call.value)]
+    query_inputs = _inputs(alias.behind([call.query], reader=call.node, through=queries, memory=memory))
+    kv_inputs = [_inputs(alias.behind([node], reader=call.node, memory=memory)) for node in (call.key, call.value)]
     return bool(query_inputs) and all(inputs and query_inputs.isdisjoint(inputs) for inputs in kv_inputs)
 
 

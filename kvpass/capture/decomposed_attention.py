@@ -23,12 +23,12 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from kvpass.fx import alias, op_table, walk
-from kvpass.fx.op_table import known_name
+from kvpass.fx import alias, op_table, splicing, walk
+from kvpass.fx.op_table import is_a, known_name
 from kvpass.fx.precision import FILLED, HIDDEN, accumulate_dtype
-from kvpass.fx.shapes import expr
+from kvpass.fx.shapes import expr, same
 from kvpass.fx.walk import is_tensor, name_of, value
-from kvpass.torch_private import fake_tensors, fx_nodes
+from kvpass.torch_private import fx_nodes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,12 +96,12 @@ def find(gm: fx.GraphModule) -> tuple[list[AttentionCall], list[UnreadSoftmax]]:
     """
     found: list[AttentionCall] = []
     unread: list[UnreadSoftmax] = []
-    writers = alias.Writers.of(gm.graph)
+    memory = alias.Memory(gm.graph)
     for node in list(gm.graph.nodes):
         if fx_nodes.is_sdpa(node):
             found.append(_sdpa_call(gm.graph, node))
         elif known_name(node) == "softmax" and is_tensor(node):
-            reader = _DecompositionReader(gm, node, writers)
+            reader = _DecompositionReader(gm, node, memory)
             try:
                 found.append(reader.read())
             except _Unreadable as reason:
@@ -110,28 +110,15 @@ def find(gm: fx.GraphModule) -> tuple[list[AttentionCall], list[UnreadSoftmax]]:
 
 
 def _sdpa_call(graph: fx.Graph, node: fx.Node) -> AttentionCall:
-    args = op_table.signature(_sdpa, node)
-    scale = 1 / math.sqrt(value(args["query"]).shape[-1]) if args["scale"] is None else float(args["scale"])
-    mask = args["attn_mask"]
+    args = op_table.bound(node)
+    scale, mask = args.get("scale"), args.get("attn_mask")
+    scale = 1 / math.sqrt(value(args["query"]).shape[-1]) if scale is None else float(scale)
     if mask is not None and value(mask).ndim < 4:  # aligned from the right, as in any broadcasting
         mask = _emit(graph, node, operator.getitem, mask, (*[None] * (4 - value(mask).ndim), Ellipsis))
     return AttentionCall(
         node, args["query"], args["key"], args["value"], mask, scale,
-        causal=bool(args["is_causal"]), dropout=float(args["dropout_p"]),
+        causal=bool(args.get("is_causal", False)), dropout=float(args.get("dropout_p", 0.0)),
     )  # fmt: skip
-
-
-def _sdpa(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: Any = None,
-    enable_gqa: bool = False,
-) -> None:
-    """Have the signature of scaled_dot_product_attention."""
 
 
 def is_boundary(node: fx.Node) -> bool:
@@ -139,9 +126,6 @@ def is_boundary(node: fx.Node) -> bool:
     return fx_nodes.is_sdpa(node) or name_of(node) in ("softmax", "logsumexp")
 
 
-_CASTS = frozenset({"to", "float", "double", "half", "bfloat16", "type_as"})
-_VIEWS = frozenset({"view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze"})
-_PRODUCTS = frozenset({"matmul", "bmm", "baddbmm"})
 _HALF = frozenset({torch.float16, torch.bfloat16})
 _SUBSTITUTES = (FILLED, 1e3 * FILLED, 1e6 * FILLED)
 """Substitutes for filled-in numbers, from the highest to the lowest; all of them absorb logits."""
@@ -187,8 +171,8 @@ class _DecompositionReader:
     It accounts for every operation on the way with all arguments, or the call is unreadable.
     """
 
-    def __init__(self, gm: fx.GraphModule, softmax: fx.Node, writers: alias.Writers) -> None:
-        self.gm, self.graph, self.softmax, self.writers = gm, gm.graph, softmax, writers
+    def __init__(self, gm: fx.GraphModule, softmax: fx.Node, memory: alias.Memory) -> None:
+        self.gm, self.graph, self.softmax, self.memory = gm, gm.graph, softmax, memory
         self.factor, self.cap = 1.0, 0.0
         self.changes: list[_Change] = []  # from the softmax back; numbers and masks are multiplied by later factors
         self.casts: list[torch.dtype] = []
@@ -236,7 +220,7 @@ class _DecompositionReader:
 
     def _first_product(self) -> fx.Node:
         node = self._last_write(_tensor(op_table.bound(self.softmax).get("input")), self.softmax)
-        while known_name(node) not in _PRODUCTS:
+        while not is_a(node, "batched"):
             if node.op == "placeholder":
                 self.at = self.softmax
                 raise _Unreadable("its logits are not computed from a product")
@@ -257,7 +241,7 @@ class _DecompositionReader:
 
     def _writers_between(self, node: fx.Node, since: fx.Node, until: fx.Node) -> list[fx.Node]:
         """Return the writes in place to a tensor's memory between two nodes."""
-        return [writer for writer in self.writers.to_memory_of(node) if since < writer < until]
+        return [writer for writer in self.memory.writers(node) if since < writer < until]
 
     def _check_unmodified(self, node: fx.Node, since: fx.Node, until: fx.Node) -> None:
         """Refuse a tensor that is written to after it was read, because the canonical call reads it later."""
@@ -285,13 +269,10 @@ class _DecompositionReader:
 
     def _passes_through(self, node: fx.Node) -> bool:
         """Return whether an operation changes only the dtype, or how rows and heads are split into dimensions."""
-        name = known_name(node)
-        if name in _CASTS:
+        if is_a(node, "keeps"):
             self.casts.append(value(node).dtype)
             return True
-        if name in _VIEWS:
-            return same_last_two(node)
-        return name in ("contiguous", "clone", "detach") or (name == "dropout" and op_table.is_pointwise(node))
+        return _only_splits_heads(node) or (known_name(node) == "dropout" and op_table.is_pointwise(node))
 
     def _scale(self, factor: float) -> None:
         self.factor *= factor
@@ -355,7 +336,7 @@ class _DecompositionReader:
         """Record a change of the logits, which must keep their shape, and return the logits."""
         if self.cap:
             raise _Unreadable("the mask is applied before the cap")
-        if not _same_sizes(value(logits).shape, change.shape):
+        if not same(value(logits).shape, change.shape):
             raise _Unreadable("the mask has dimensions that the logits do not have")
         width = value(change.mask if isinstance(change, _Added) else change.allowed).shape[-1]
         if self.sink_logit is not None and expr(width) != expr(change.shape[-1]):
@@ -426,12 +407,10 @@ class _DecompositionReader:
         """Return the model's log-sum-exp of the logits that the softmax takes, or None."""
         if self.sink_logit is not None or self.shifted:
             return None
-        casts = [_tensor(op_table.bound(self.softmax)["input"])]
+        casts = walk.chain(_tensor(op_table.bound(self.softmax)["input"]), lambda node: is_a(node, "casts"))
         first = casts[0]
-        while known_name(casts[-1]) in _CASTS:
-            casts.append(_tensor(casts[-1].args[0]))
         for node in casts:  # the list grows while it is read
-            casts += [user for user in node.users if known_name(user) in _CASTS and user not in casts]
+            casts += [user for user in node.users if is_a(user, "casts") and user not in casts]
         sums = [user for node in casts for user in node.users if _is_log_sum_exp(user)]
         return next((node for node in sums if not self._writers_between(first, *sorted((node, self.softmax)))), None)
 
@@ -440,12 +419,12 @@ class _DecompositionReader:
     def _second_product(self) -> fx.Node:
         node = self.softmax
         while True:
-            following = [n for n in node.users if known_name(n) in _PRODUCTS or self._passes_on_probs(n)]
+            following = [n for n in node.users if is_a(n, "batched") or self._passes_on_probs(n)]
             self.at = node
             if len(following) != 1:
                 raise _Unreadable(f"{len(following)} products are made of it, and not the one with the values")
             self._check_unmodified(node, node, following[0])
-            if known_name(following[0]) in _PRODUCTS:
+            if is_a(following[0], "batched"):
                 break
             node = following[0]
         product = self.at = following[0]
@@ -563,11 +542,11 @@ class _DecompositionReader:
         if all(expr(size) == 1 for size in mask_sizes):
             subscript = (*[0] * len(mask_sizes), None, None, Ellipsis)
             return mask if len(mask_sizes) == 2 else self._emit(operator.getitem, mask, subscript)
-        if _same_sizes(logit_sizes, sizes):
+        if same(logit_sizes, sizes):
             return mask
         if len(mask_sizes) == 1 and expr(mask_sizes[0]) == expr(sizes[0] * sizes[1]):
             return self._emit(torch.unflatten, mask, 0, (-1, int(sizes[1])))
-        if len(mask_sizes) == 3 and _same_sizes((logit_sizes[0], logit_sizes[1] * logit_sizes[2]), sizes):
+        if len(mask_sizes) == 3 and same((logit_sizes[0], logit_sizes[1] * logit_sizes[2]), sizes):
             heads = [int(size) for size in logit_sizes[1:]]
             expanded = self._emit("expand", mask, -1, *heads, -1, -1)
             return self._emit(torch.flatten, expanded, 1, 2)
@@ -578,15 +557,8 @@ class _DecompositionReader:
 
 
 def _emit(graph: fx.Graph, before: fx.Node, target: Any, *args: Any) -> fx.Node:
-    """Add a node that calls a function, or a method by its name."""
-    method = isinstance(target, str)
     with graph.inserting_before(before):
-        node = graph.call_method(target, args) if method else graph.call_function(target, args)
-    function = operator.methodcaller(target, *args[1:]) if method else target
-    operands = args[:1] if method else args
-    node.meta["example_value"] = fake_tensors.propagate(
-        function, *(value(operand) if isinstance(operand, fx.Node) else operand for operand in operands)
-    )
+        node = splicing.emit(graph, target, *args)
     node.meta["stack_trace"] = before.meta.get("stack_trace")
     return node
 
@@ -599,16 +571,12 @@ def is_as_wide(dtype: torch.dtype, than: torch.dtype) -> bool:
 def same_last_two(node: fx.Node) -> bool:
     """Return whether a view keeps the last two dimensions."""
     before, after = value(node.args[0]).shape, value(node).shape  # type: ignore[arg-type]
-    return len(after) > 2 and _same_sizes(before[-2:], after[-2:])
-
-
-def _same_sizes(one: Any, other: Any) -> bool:
-    return [expr(size) for size in one] == [expr(size) for size in other]
+    return len(after) > 2 and same(before[-2:], after[-2:])
 
 
 def _only_splits_heads(node: fx.Node) -> bool:
     """Return whether a node only splits rows and heads into other dimensions."""
-    return known_name(node) in _VIEWS and same_last_two(node)
+    return is_a(node, "reshapes") and same_last_two(node)
 
 
 def _is_last(dim: Any, tensor: Any) -> bool:
@@ -644,8 +612,7 @@ def _sum_operands(node: fx.Node) -> tuple[fx.Node, fx.Node, float]:
 
 
 def _is_maximum(node: fx.Node, logits: fx.Node) -> bool:
-    while known_name(node) in ("detach", "contiguous"):
-        node = _tensor(node.args[0])
+    node = walk.chain(node, lambda each: known_name(each) in ("detach", "contiguous"))[-1]
     if known_name(node) == "getitem" and node.args[1] == 0 and known_name(_node(node.args[0])) == "max":
         node = _node(node.args[0])
     args = op_table.bound(node)
@@ -665,22 +632,19 @@ def _may_hide(mask: fx.Node) -> bool:
     """Return whether a bias may be a mask: made with a large number, or from an input of attention's size."""
     sizes = [node for node in mask.graph.nodes if walk.is_size(node) or isinstance(value(node), torch.Size)]
     sources = walk.ancestors(mask, sizes)
-    has_large = any(abs(leaf) >= -HIDDEN for node in sources for leaf in op_table.leaves(node) if _is_number(leaf))
+    arguments = op_table.leaves([[node.args, node.kwargs] for node in sources])
+    has_large = any(abs(argument) >= -HIDDEN for argument in arguments if _is_number(argument))
     return has_large or any(node.op == "placeholder" and is_tensor(node) and value(node).ndim > 2 for node in sources)
 
 
 def _unexpanded(mask: fx.Node) -> fx.Node:
     """Return a mask without its expansion to the shape of logits, which broadcasting repeats."""
-    while known_name(mask) == "expand_as" and _from_product(_node(mask.args[1])):
-        mask = _tensor(mask.args[0])
-    return mask
+    return walk.chain(mask, lambda node: known_name(node) == "expand_as" and _from_product(_node(node.args[1])))[-1]
 
 
 def _written_tensor(node: fx.Node) -> Any:
     """Return the tensor that a chain of writes in place started from."""
-    while alias.writes(node) and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node
+    return walk.chain(node, alias.writes)[-1]
 
 
 def _is_number(argument: Any) -> bool:
@@ -703,16 +667,20 @@ def _is_log_sum_exp(node: fx.Node) -> bool:
 
 def _from_product(node: fx.Node) -> bool:
     """Return whether a tensor is computed from a product of two tensors, as logits are, unlike a mask or bias."""
-    if name_of(node) in _PRODUCTS:
-        return all(value(arg).ndim >= 3 for arg in node.all_input_nodes)
-    parents = [arg for arg in node.all_input_nodes if is_tensor(arg) and value(arg).ndim >= 3]
-    return name_of(node) != "linear" and any(_from_product(parent) for parent in parents)
+    products = op_table.tagged("batched")
+
+    def following(each: fx.Node) -> list[fx.Node]:
+        ends = name_of(each) in products or name_of(each) == "linear"
+        return [] if ends else [arg for arg in each.all_input_nodes if is_tensor(arg) and value(arg).ndim >= 3]
+
+    found = [each for each in walk.reach([node], following) if name_of(each) in products]
+    return any(all(value(arg).ndim >= 3 for arg in product.all_input_nodes) for product in found)
 
 
 def _operands(product: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None, float]:
     """Return the query, the key [..., S, D], the bias, and the factor of a product of queries and keys."""
     if known_name(product) == "baddbmm":
-        args: dict[str, Any] = dict(zip(("input", "batch1", "batch2"), product.args, strict=False)) | product.kwargs
+        args = op_table.bound(product)
         if _number(args.get("beta", 1)) != 1:
             raise _Unreadable("its bias is multiplied by a number")
         alpha = _number(args.get("alpha", 1.0))
@@ -726,14 +694,13 @@ def _check_groups(product: fx.Node) -> None:
     if value(product).ndim != 5:
         return
     first, second = (value(_tensor(operand)).shape for operand in product.args[:2])
-    if len(first) != 5 or len(second) != 5 or not _same_sizes(first[:2], second[:2]):
+    if len(first) != 5 or len(second) != 5 or not same(first[:2], second[:2]):
         raise _Unreadable("keys or values must be [B, Hkv, 1, ...] for queries [B, Hkv, Hq / Hkv, ...]")
 
 
 def _untransposed(node: fx.Node) -> fx.Node:
     """Return x of x.transpose(-1, -2)."""
-    while known_name(node) in ("contiguous", "clone") or _only_splits_heads(node):
-        node = _tensor(node.args[0])
+    node = walk.chain(node, lambda each: known_name(each) in ("contiguous", "clone") or _only_splits_heads(each))[-1]
     if not is_tensor(node.args[0]) or not op_table.swaps_last_two(node):
         raise _Unreadable("its second operand is not a transpose of the keys")
     return _tensor(node.args[0])
@@ -742,7 +709,7 @@ def _untransposed(node: fx.Node) -> fx.Node:
 def _with_heads(query: fx.Node) -> fx.Node:
     """Return the query [B, Hq, q, D] before its rows and heads were joined."""
     while value(query).ndim != 4:
-        widens = known_name(query) in _CASTS and is_as_wide(value(query).dtype, value(query.args[0]).dtype)  # type: ignore[arg-type]
+        widens = is_a(query, "casts") and is_as_wide(value(query).dtype, value(query.args[0]).dtype)  # type: ignore[arg-type]
         if not (widens or _only_splits_heads(query) or known_name(query) in ("contiguous", "clone")):
             raise _Unreadable("its queries must be [B, Hq, q, D], possibly with rows and heads joined")
         query = _tensor(query.args[0])
@@ -753,7 +720,7 @@ def _output(product: fx.Node) -> fx.Node:
     """Return the output [B, Hq, q, Dv], with rows and heads apart."""
     if value(product).ndim == 4:
         return product
-    views = [user for user in product.users if known_name(user) in _VIEWS and value(user).ndim == 4]
+    views = [user for user in product.users if is_a(user, "reshapes") and value(user).ndim == 4]
     if len(views) != 1 or len(product.users) != 1 or not same_last_two(views[0]):
         raise _Unreadable("its rows and heads are not split to [B, Hq, q, Dv]")
     return views[0]

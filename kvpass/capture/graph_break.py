@@ -6,11 +6,9 @@ import torch.fx as fx
 
 from kvpass.capture.decomposed_attention import AttentionCall
 from kvpass.fx import walk
-from kvpass.fx.op_table import MOVES, SAME_VALUE, known_name
+from kvpass.fx.op_table import is_a, tagged
 from kvpass.fx.shapes import expr
-from kvpass.fx.walk import is_tensor, value
-
-_COMPUTES_STATES = frozenset({"linear", "matmul", "bmm", "addmm", "conv1d", "einsum", "embedding"})
+from kvpass.fx.walk import value
 
 
 def refusal_of(call: AttentionCall, ends: set[fx.Node]) -> str | None:
@@ -25,7 +23,8 @@ def refusal_of(call: AttentionCall, ends: set[fx.Node]) -> str | None:
     """
     if not (_is_input(call.key) and _is_input(call.value)):
         return None
-    made_here = any(walk.name_of(node) in _COMPUTES_STATES for node in walk.ancestors(call.query, ends))
+    computes_states = tagged("projects", "contracts")
+    made_here = any(walk.name_of(node) in computes_states for node in walk.ancestors(call.query, ends))
     if made_here or expr(value(call.query).shape[-2]) == expr(value(call.key).shape[-2]):
         return None
     return (
@@ -36,6 +35,4 @@ def refusal_of(call: AttentionCall, ends: set[fx.Node]) -> str | None:
 
 def _is_input(node: fx.Node) -> bool:
     """Return whether a tensor is an input or a view of one."""
-    while known_name(node) in MOVES | SAME_VALUE and node.op != "placeholder" and is_tensor(node.args[0]):
-        node = node.args[0]  # type: ignore[assignment]
-    return node.op == "placeholder"
+    return walk.chain(node, lambda each: is_a(each, "moves", "keeps"))[-1].op == "placeholder"

@@ -17,7 +17,7 @@ import torch.fx as fx
 
 from kvpass.capture.sites import AttentionSite
 from kvpass.errors import ShardingError
-from kvpass.fx import walk
+from kvpass.fx import op_table, walk
 from kvpass.fx.walk import is_tensor, value
 from kvpass.policies.base import Policy
 from kvpass.policies.heads import HeadSharding
@@ -29,7 +29,7 @@ WHAT_TO_DO = (
     "positions alone: streaming, window or full"
 )
 NOT_DECLARED = "and the policy's class does not declare in `spreads` that it reads heads of other processes"
-_SAME_WEIGHT = frozenset({"to_local", "detach", "to", "float", "contiguous", "t", "transpose", "permute"})
+_SAME_WEIGHT = op_table.tagged("keeps", "transposes") | {"to_local"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,17 +144,11 @@ def _communication(graph: fx.Graph) -> str:
 
 def _origins(node: fx.Node) -> frozenset[_ShardOrigin]:
     """Return the origins of a query's, key's or value's heads: the last projections before it."""
-    found, visited, todo = set(), set(), [node]
-    while todo:
-        current = todo.pop()
-        if current in visited:
-            continue
-        visited.add(current)
-        origin = _origin(current)
-        if origin is None:
-            todo.extend(p for p in current.all_input_nodes if not (walk.is_size(p) or _is_vector(p)))
-        else:
-            found.add(origin)
+
+    def following(each: fx.Node) -> list[fx.Node]:
+        return [] if _origin(each) else [p for p in each.all_input_nodes if not (walk.is_size(p) or _is_vector(p))]
+
+    found = {origin for origin in map(_origin, walk.reach([node], following)) if origin}
     projections = {origin for origin in found if origin.kind != "input"}
     return frozenset(projections or found)  # inputs that only multiply heads, such as cosines, are no origin
 

@@ -121,13 +121,13 @@ class KeyAxis:
 
     def _expanded(self, node: fx.Node) -> int | None:
         """Return the dimension along which a tensor that is equal for all keys is expanded to them, or None."""
-        if op_table.known_name(node) not in op_table.SPREADS:
+        if not op_table.is_a(node, "expands", "fills"):
             return None
         axis = self._growing_axis(node)
         sources = [operand for operand in node.all_input_nodes if is_tensor(operand) and operand is node.args[0]]
         if axis is None:
             return None
-        for source in sources if op_table.known_name(node).startswith(("expand", "broadcast")) else []:
+        for source in sources if op_table.is_a(node, "expands") else []:
             source_dim = axis - value(node).ndim + value(source).ndim
             if source_dim >= 0 and expr(value(source).shape[source_dim]) != 1:
                 return None
@@ -174,7 +174,7 @@ class KeyAxis:
         if len(parents) != 1 or self.known[node].way != "sliced" or not op_table.holds_indices(value(node).dtype):
             return
         name, offset = op_table.known_name(node), self.offsets[parents[0]]
-        if name in op_table.SAME_VALUE | op_table.MOVES:
+        if op_table.is_a(node, "moves", "keeps"):
             self.offsets[node] = offset
         others = [arg for arg in node.args if arg is not parents[0]]
         if name in ("add", "iadd") and len(others) == 1 and not node.kwargs:

@@ -131,7 +131,7 @@ def _index_axis(node: fx.Node, step: bool, axes: dict[fx.Node, int]) -> int | No
     parents = [parent for parent in node.all_input_nodes if is_tensor(parent)]
     if len(parents) != 1 or parents[0] not in axes or not is_tensor(node):
         return None
-    if name not in op_table.MOVES | op_table.SAME_VALUE and not (name == "add" and _adds_offset(node, step)):
+    if not op_table.is_a(node, "moves", "keeps") and not (name == "add" and _adds_offset(node, step)):
         return None
     return op_table.propagate_dim(node, parents[0], axes[parents[0]])
 
@@ -153,7 +153,7 @@ def _evaluate(node: fx.Node, known: dict[fx.Node, TensorBounds], axes: dict[fx.N
     lookup = op_table.lookup(node)
     if lookup is not None:
         return TensorBounds(anything, _looked_up(node, *lookup, known, axes))
-    if op_table.known_name(node) in op_table.MOVES:
+    if op_table.is_a(node, "moves"):
         source = node.args[0] if node.args else None
         return TensorBounds(known[source].overall if source in known else anything, _propagated(node, source, known))  # type: ignore[index, arg-type]
     rule = _RULES.get(op_table.known_name(node))
@@ -425,7 +425,7 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("masked_fill", "masked_fill_"), _filled),
     **dict.fromkeys(("lt", "less"), _less),
     **dict.fromkeys(("gt", "greater"), _swapped(_less)),
-    **dict.fromkeys(op_table.SAME_VALUE | {"bool", "long", "int"}, _cast),
+    **dict.fromkeys(op_table.tagged("keeps", "keeps_integers") | {"bool"}, _cast),
     **dict.fromkeys(("clamp", "clip", "clamp_min"), _clamp),
     "where": _chosen,
     "le": _less_or_equal,

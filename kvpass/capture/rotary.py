@@ -11,8 +11,8 @@ import torch.fx as fx
 
 from kvpass.capture import canonical, decomposed_attention
 from kvpass.capture.sites import AttentionSite
-from kvpass.fx import alias, op_table, walk
-from kvpass.fx.op_table import MOVES, SAME_VALUE, known_name
+from kvpass.fx import alias, op_table, shapes, walk
+from kvpass.fx.op_table import is_a
 from kvpass.fx.shapes import expr
 from kvpass.fx.walk import ancestors, is_tensor, value
 from kvpass.torch_private import dynamo
@@ -79,10 +79,8 @@ def find_rotary(gm: fx.GraphModule, site: AttentionSite) -> Rotary | None:
     order = {node: index for index, node in enumerate(gm.graph.nodes)}
     ends = _boundaries(gm.graph)
     computed_from = ancestors(site.key, stop=ends)
-    shape = [expr(size) for size in value(site.key).shape]
-    candidates = [
-        n for n in computed_from if is_tensor(n) and n is not site.key and [expr(s) for s in value(n).shape] == shape
-    ]
+    shape, tensors = value(site.key).shape, [n for n in computed_from if is_tensor(n) and n is not site.key]
+    candidates = [n for n in tensors if shapes.same(value(n).shape, shape)]
     for raw in sorted(candidates, key=order.__getitem__, reverse=True):
         since_raw = ancestors(site.key, stop={raw, *ends})
         positions = [node for node in since_raw if _is_converted_to_angle(node, since_raw)]
@@ -115,9 +113,7 @@ def positions_of(rotary: Rotary, site: AttentionSite) -> list[fx.Node]:
 
 def unreshaped(node: fx.Node) -> fx.Node:
     """Return the tensor of which a node is another shape or dtype."""
-    while known_name(node) in MOVES | SAME_VALUE | {"long", "int"} and is_tensor(node.args[0]) and _takes_all(node):
-        node = node.args[0]  # type: ignore[assignment]
-    return node
+    return walk.chain(node, lambda n: is_a(n, "moves", "keeps", "keeps_integers") and _takes_all(n))[-1]
 
 
 def rotates_each_token_alone(rotary: Rotary, site: AttentionSite) -> bool:
@@ -154,7 +150,7 @@ def _is_followed(root: fx.Node, dim: int, among: set[fx.Node]) -> bool:
         follow = _follow_one if single else _follow
         found = {follow(node, parent, dims[parent]) for parent in parents}
         followed = found.pop() if len(found) == 1 else None
-        if followed is None and (not single or known_name(node) in op_table.REDUCES | op_table.ALONG):
+        if followed is None and (not single or is_a(node, "reduces", "along")):
             return False
         dims[node] = followed
     return True
@@ -176,34 +172,9 @@ def _follow(node: fx.Node, parent: fx.Node, dim: int | None) -> int | None:
     """Return the dimension of a result that follows an operand's slice by slice, or None."""
     if dim is None:
         return None
-    name, operand = known_name(node) or walk.name_of(node), value(parent)
     propagated = op_table.propagate_dim(node, parent, dim)
-    if propagated is not None or not isinstance(operand, torch.Tensor):
-        return propagated
-    lookup = op_table.lookup(node)
-    if lookup and parent is not lookup[0]:
-        return op_table.index_axis(node, parent, dim)
-    if name in ("polar", "complex"):
-        return int(dim + value(node).ndim - operand.ndim)
-    if name in ("view_as_complex", "view_as_real"):
-        return dim if dim < min(operand.ndim, value(node).ndim) else None
-    if name in ("outer", "ger"):
-        return 0 if parent is node.args[0] else 1
-    if name == "stack":
-        along = op_table.bound(node).get("dim", node.args[1] if len(node.args) > 1 else 0) % value(node).ndim
-        return int(dim + (along <= dim))
-    return _in_equation(node, parent, dim) if name == "einsum" else None
-
-
-def _in_equation(node: fx.Node, parent: fx.Node, dim: int) -> int | None:
-    """Return the dimension of einsum's result that has the letter of an operand's dimension, or None."""
-    equation, *operands = node.args
-    tensors = list(operands[0]) if isinstance(operands[0], (tuple, list)) else operands
-    left, arrow, right = str(equation).replace(" ", "").partition("->")
-    if not arrow or "." in left or tensors.count(parent) != 1:
-        return None
-    letters = left.split(",")[tensors.index(parent)]
-    return right.index(letters[dim]) if letters[dim] in right and letters.count(letters[dim]) == 1 else None
+    lookup = op_table.lookup(node) if propagated is None and is_tensor(parent) else None
+    return op_table.index_axis(node, parent, dim) if lookup and parent is not lookup[0] else propagated
 
 
 def _aligned_dim(node: fx.Node, parent: fx.Node, dim: int) -> int | None:
@@ -217,8 +188,7 @@ def _takes_all(node: fx.Node) -> bool:
     """Return whether a node, if it is an index, takes every element."""
     if walk.name_of(node) != "getitem":
         return True
-    parts = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-    return all(part is None or part is Ellipsis or part == slice(None) for part in parts)
+    return all(part is None or op_table.keeps_whole(part) for part in op_table.subscript(node))
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import sympy  # type: ignore[import-untyped]
 import torch.fx as fx
 
 from kvpass.capture.canonical import APPEND, ATTENTION, LOG_SUM_EXP, is_attention
-from kvpass.fx import alias, walk
+from kvpass.fx import alias, op_table, walk
 from kvpass.fx.shapes import expr
 from kvpass.fx.walk import ancestors, value
 from kvpass.policies.heads import HeadSharding
@@ -68,6 +69,16 @@ class AttentionSite:
         return (self, *self.shared_by)
 
     @property
+    def pasts(self) -> tuple[fx.Node, ...]:
+        """The placeholders of the past: a key and a value, or none."""
+        return tuple(past for past in (self.past_key, self.past_value) if past is not None)
+
+    @property
+    def growing(self) -> set[sympy.Symbol]:
+        """The symbols in the number of past tokens."""
+        return {symbol for past in self.pasts for symbol in expr(value(past).shape[2]).free_symbols}
+
+    @property
     def has_row_masks(self) -> bool:
         """Whether each row of a batch has its own mask."""
         return self.mask is not None and value(self.mask).ndim == 4 and expr(value(self.mask).shape[0]) != 1
@@ -115,7 +126,7 @@ def sites(graph: fx.Graph) -> list[AttentionSite]:
 
 
 def _site(call: fx.Node, outputs: dict[fx.Node, int], calls: list[fx.Node]) -> AttentionSite:
-    args = arguments(call)
+    args = op_table.bound(call)
     attended = (args["key"], args["value"])
     grown = attended if all(node.target is APPEND for node in attended) else _sources(call, attended, outputs, calls)
     reads_cache = grown == attended and not (args["mask"] and _mask_reads_cache(args["mask"], grown, calls))
@@ -128,14 +139,6 @@ def _site(call: fx.Node, outputs: dict[fx.Node, int], calls: list[fx.Node]) -> A
         grown_value=grown[1], keys_out=keys_out, values_out=values_out, window=window, lse=lse, computed=computed,
         decomposed=args["scores"] is not None, **copied,
     )  # fmt: skip
-
-
-def arguments(call: fx.Node) -> dict[str, Any]:
-    """Return the arguments of a call of a kvpass operator by name, defaults included."""
-    schema: Any = call.target._schema  # type: ignore[union-attr]
-    names = [argument.name for argument in schema.arguments]
-    defaults = {argument.name: argument.default_value for argument in schema.arguments}
-    return defaults | dict(zip(names, call.args, strict=False)) | call.kwargs
 
 
 def _sources(
@@ -158,7 +161,7 @@ def _log_sum_exp(call: fx.Node, args: dict[str, Any]) -> fx.Node | None:
     """Return the node of the log-sum-exp of the same logits, or None."""
     shared = ("query", "key", "mask", "scale", "cap", "hidden")
     sums = [node for node in args["query"].users if node.target is LOG_SUM_EXP]
-    return next((node for node in sums if all(arguments(node)[name] == args[name] for name in shared)), None)
+    return next((node for node in sums if all(op_table.bound(node)[name] == args[name] for name in shared)), None)
 
 
 def stored(grown: fx.Node, outputs: dict[fx.Node, int]) -> tuple[int, int | None] | None:

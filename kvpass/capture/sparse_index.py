@@ -13,7 +13,8 @@ import torch.fx as fx
 
 from kvpass.capture.canonical import is_attention
 from kvpass.errors import UnsupportedGraph
-from kvpass.fx import walk
+from kvpass.fx import op_table, walk
+from kvpass.fx.op_table import tagged
 from kvpass.fx.shapes import expr
 from kvpass.fx.walk import ancestors, name_of, value
 
@@ -60,23 +61,12 @@ def _is_of_layer(index: SparseIndex, mask: fx.Node) -> bool:
 
     Otherwise the index is an earlier layer's.
     """
-    visited, todo = set[fx.Node](), [mask]
-    while todo:
-        node = todo.pop()
-        if node is index.node:
-            return True
-        if node not in visited and not _ends_layer(node):
-            visited.add(node)
-            todo.extend(node.all_input_nodes)
-    return False
+    return index.node in ancestors(mask, until=_ends_layer)
 
 
 def _ends_layer(node: fx.Node) -> bool:
     """Return whether a node projects hidden states or attends, so that nodes before it belong to other computations."""
-    return name_of(node) in _PROJECTIONS or is_attention(node)
-
-
-_PROJECTIONS = frozenset({"linear", "addmm", "softmax", "scaled_dot_product_attention"})
+    return name_of(node) in tagged("projects") | {"softmax", "scaled_dot_product_attention"} or is_attention(node)
 
 
 def _read(node: fx.Node) -> SparseIndex | None:
@@ -93,7 +83,7 @@ def _read(node: fx.Node) -> SparseIndex | None:
 
 def _selection_limit(topk: fx.Node) -> int | None:
     """Return how many keys a topk selects at most: 0 if unknown, None if it selects all."""
-    count, keys = expr(topk.args[1] if len(topk.args) > 1 else topk.kwargs["k"]), expr(value(topk.args[0]).shape[-1])  # type: ignore[arg-type]
+    count, keys = expr(op_table.bound(topk)["k"]), expr(value(topk.args[0]).shape[-1])  # type: ignore[arg-type]
     if count == keys:
         return None
     numbers = [part for part in (*count.args, count) if part.is_Integer]
@@ -102,7 +92,7 @@ def _selection_limit(topk: fx.Node) -> int | None:
 
 def cached_scoring_keys(index: SparseIndex, outputs: list[fx.Node]) -> list[tuple[fx.Node, int]]:
     """Return the grown scoring keys [B, S, D] that the graph returns, each with the dimension along which they grow."""
-    ancestor_nodes = ancestors(index.topk, filter(_ends_layer, ancestors(index.topk)))
+    ancestor_nodes = ancestors(index.topk, until=_ends_layer)
     returned = [node for node in outputs if node in ancestor_nodes and walk.is_tensor(node) and value(node).ndim == 3]
     return [(node, 1) for node in returned if node.target is torch.cat]
 

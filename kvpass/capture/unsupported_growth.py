@@ -13,16 +13,14 @@ import sympy  # type: ignore[import-untyped]
 import torch
 import torch.fx as fx
 
-from kvpass.fx import walk
+from kvpass.fx import shapes, walk
+from kvpass.fx.op_table import tagged
 from kvpass.fx.shapes import expr
 from kvpass.fx.walk import is_tensor, name_of, value
 
-_MIXING = frozenset(
-    {
-        "linear", "addmm", "matmul", "bmm", "baddbmm", "mm", "einsum", "embedding", "conv1d", "conv2d", "layer_norm",
-        "rms_norm", "softmax", "scaled_dot_product_attention", "topk", "scatter",
-    }
-)  # fmt: skip
+_MIXING = tagged("projects", "contracts", "normalizes") | {
+    "softmax", "scaled_dot_product_attention", "topk", "scatter"
+}  # fmt: skip
 """Operators that compute new features or a selection, so that the result is not their operand rearranged."""
 
 
@@ -36,7 +34,7 @@ def unread(graph: fx.Graph, read: set[int]) -> list[tuple[fx.Node, str]]:
     found = []
     for node in dict.fromkeys(outputs):
         sources = _inputs_of(node)
-        if any(_same_shape(node, source) for source in sources):
+        if any(shapes.same(value(node).shape, value(source).shape) for source in sources):
             continue
         past = next((source for source in sources if _is_longer(node, source)), None)
         if past is not None:
@@ -53,39 +51,26 @@ _LAYOUT = (
 def is_fixed_size_update(node: fx.Node) -> bool:
     """Return whether a tensor is an input of the same shape with some elements replaced: a cache of fixed size."""
     parents = node.all_input_nodes if _holds_states(node) else []
-    return any(_same_shape(node, source) for parent in parents for source in _inputs_of(parent))
+    return any(
+        shapes.same(value(node).shape, value(source).shape) for parent in parents for source in _inputs_of(parent)
+    )
 
 
 def _holds_states(node: Any) -> bool:
     """Return whether a node is a floating-point tensor of at least three dimensions, and no input."""
-    if not is_tensor(node) or node.op == "placeholder":
-        return False
-    return bool(value(node).ndim >= 3 and value(node).is_floating_point())
+    return _is_state(node) and node.op != "placeholder"
 
 
 def _inputs_of(node: fx.Node) -> list[fx.Node]:
     """Return the inputs of at least three dimensions that a tensor rearranges or selects from."""
-    visited, found, todo = set[fx.Node](), list[fx.Node](), [node]
-    while todo:
-        current = todo.pop()
-        if current in visited or name_of(current) in _MIXING:
-            continue
-        visited.add(current)
-        if current.op == "placeholder":
-            found += [current] if _is_state(current) else []
-        else:
-            todo.extend(current.all_input_nodes)
-    return found
+    sources = walk.reach([node], lambda each: () if name_of(each) in _MIXING else each.all_input_nodes)
+    return [source for source in sources if source.op == "placeholder" and _is_state(source)]
 
 
-def _is_state(node: fx.Node) -> bool:
-    tensor = value(node)
-    is_plain = isinstance(tensor, torch.Tensor) and not isinstance(tensor, torch.nn.Parameter)
-    return bool(is_plain and tensor.ndim >= 3 and tensor.is_floating_point())
-
-
-def _same_shape(node: fx.Node, other: fx.Node) -> bool:
-    return list(map(expr, value(node).shape)) == list(map(expr, value(other).shape))
+def _is_state(node: Any) -> bool:
+    if not is_tensor(node) or isinstance(value(node), torch.nn.Parameter):
+        return False
+    return bool(value(node).ndim >= 3 and value(node).is_floating_point())
 
 
 def _is_longer(node: fx.Node, past: fx.Node) -> bool:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from kvpass.fx import alias, op_table, walk
+from kvpass.fx import alias, op_table, splicing, walk
 from kvpass.fx.walk import is_tensor, value
 from kvpass.torch_private import fx_nodes
 
@@ -125,7 +125,7 @@ class _Broadcaster:
 
     def _rewrite_pointwise(self, node: fx.Node) -> fx.Node:
         unmapped = [each for each in node.all_input_nodes if each not in self.mapped and is_tensor(each)]
-        makes_scalar = op_table.known_name(node) in _FACTORIES and _arguments(node)[1] in ((), [])
+        makes_scalar = op_table.known_name(node) in ("new_zeros", "new_ones") and _arguments(node)[1] in ((), [])
         if not (op_table.is_pointwise(node) or makes_scalar) or not all(map(_is_scalar, unmapped)):
             raise _NotBroadcastable
         with self.graph.inserting_before(node):
@@ -135,14 +135,12 @@ class _Broadcaster:
 
     def _emit(self, node: fx.Node, target: Any, *args: Any) -> fx.Node:
         with self.graph.inserting_before(node):
-            emitted = self.graph.call_function(target, args)
-        values = fx.map_arg(args, value)
-        emitted.meta.update(example_value=target(*values), stack_trace=node.meta.get("stack_trace"))
+            emitted = splicing.emit(self.graph, target, *args)
+        emitted.meta["stack_trace"] = node.meta.get("stack_trace")
         return emitted
 
 
 _LOOKUPS = (operator.getitem, torch.ops.aten.index, torch.ops.aten.index.Tensor)
-_FACTORIES = frozenset({"new_zeros", "new_ones"})
 
 
 def _is(node: fx.Node, name: str) -> bool:

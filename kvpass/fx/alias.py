@@ -2,41 +2,49 @@
 
 from __future__ import annotations
 
-import dataclasses
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.fx as fx
 
-from kvpass.fx.walk import name_of, value
+from kvpass.fx.op_table import tagged
+from kvpass.fx.walk import name_of, reach, value
 from kvpass.torch_private import fake_tensors, fx_nodes, tensor_types
 
 
-@dataclasses.dataclass(frozen=True)
-class Writers:
-    """The in-place writes of a graph, as the graph was when this object was made.
+class Memory:
+    """Groups of nodes that may share memory, as a graph was when this object was made.
 
-    Attributes:
-        memory: for each node that may be a view, the node whose memory it shares.
-        to: for each memory, the nodes that write to it, in the order of the graph.
+    Args:
+        aliased: returns the nodes whose memory a node shares; by default the operand of a write or view.
     """
 
-    memory: Mapping[fx.Node, fx.Node]
-    to: Mapping[fx.Node, Sequence[fx.Node]]
+    def __init__(self, graph: fx.Graph, aliased: Callable[[fx.Node], Iterable[fx.Node]] | None = None) -> None:
+        self._owner: dict[fx.Node, fx.Node] = {}
+        self._writers: dict[fx.Node, list[fx.Node]] = {}
+        for node in graph.nodes:
+            for parent in (aliased or _base)(node):
+                self._owner[self.of(node)] = self.of(parent)
+        for node in graph.nodes:
+            if node in self._owner and writes(node):
+                self._writers.setdefault(self.of(node), []).append(node)
 
-    @classmethod
-    def of(cls, graph: fx.Graph) -> Writers:
-        memory = _memory(graph)
-        to: dict[fx.Node, list[fx.Node]] = {}
-        for node in memory:
-            if writes(node):
-                to.setdefault(memory[node], []).append(node)
-        return cls(memory, to)
+    def of(self, node: fx.Node) -> fx.Node:
+        """Return the node that stands for all nodes that may share memory with a node."""
+        while self._owner.get(node, node) is not node:
+            node = self._owner[node]
+        return node
 
-    def to_memory_of(self, node: fx.Node) -> Sequence[fx.Node]:
-        """Return the nodes that write to the memory of a node, in order."""
-        return self.to.get(self.memory.get(node, node), ())
+    def writers(self, node: fx.Node) -> Sequence[fx.Node]:
+        """Return the nodes that write in place to the memory of a node, in order."""
+        return self._writers.get(self.of(node), ())
+
+
+def _base(node: fx.Node) -> list[fx.Node]:
+    """Return the first operand of a node that may be a view of it or writes to it, by its name."""
+    base = node.args[0] if node.args else None
+    return [base] if isinstance(base, fx.Node) and (writes(node) or name_of(node) in tagged("view")) else []
 
 
 def behind(
@@ -44,7 +52,7 @@ def behind(
     stop: Iterable[fx.Node] = (),
     reader: fx.Node | None = None,
     through: Mapping[fx.Node, fx.Node] | None = None,
-    writers: Writers | None = None,
+    memory: Memory | None = None,
 ) -> set[fx.Node]:
     """Return the results and all nodes that they are computed from, in-place writes included.
 
@@ -52,30 +60,17 @@ def behind(
         stop: nodes at which the walk ends; they are not returned.
         reader: the node that reads the results; later writes do not matter.  The last of the results by default.
         through: for some nodes, the one operand that the walk follows.
-        writers: the writes of the graph, if the caller has them.
+        memory: of the graph, if the caller has it.
     """
-    writers = writers or Writers.of(results[0].graph)
+    memory = memory or Memory(results[0].graph)
     last = reader or max(results)
-    halted, seen, todo = set(stop), set(), list(results)
-    while todo:
-        current = todo.pop()
-        if current not in seen and current not in halted:
-            seen.add(current)
-            todo.extend([through[current]] if through and current in through else current.all_input_nodes)
-            todo.extend(writer for writer in writers.to_memory_of(current) if writer < last)
-    return seen
 
+    def following(node: fx.Node) -> list[fx.Node]:
+        operands = [through[node]] if through and node in through else node.all_input_nodes
+        writers = memory.writers(node)
+        return [*operands, *(writer for writer in writers if writer < last)] if writers else operands
 
-_AUGMENTED = frozenset({"iadd", "isub", "imul", "itruediv", "iand", "ior", "ixor", "setitem"})
-
-
-_VIEWS = frozenset(
-    {
-        "getitem", "view", "reshape", "expand", "expand_as", "transpose", "permute", "unsqueeze", "squeeze", "flatten",
-        "unflatten", "chunk", "split", "select", "narrow", "unbind", "diagonal", "contiguous", "to", "type_as", "float",
-        "view_as", "swapaxes", "detach",
-    }
-)  # fmt: skip
+    return set(reach(results, following, stop))
 
 
 def writes(node: fx.Node) -> bool:
@@ -84,27 +79,27 @@ def writes(node: fx.Node) -> bool:
         return False
     name = name_of(node)
     of_operators = node.op == "call_function" and getattr(operator, name, None) is node.target  # and_, or_, not_
-    return name in _AUGMENTED or (name.endswith("_") and not name.endswith("__") and not of_operators)
+    return name in tagged("augments") or (name.endswith("_") and not name.endswith("__") and not of_operators)
 
 
-def writers_to(nodes: set[fx.Node], writers: Writers | None = None) -> list[fx.Node]:
+def writers_to(nodes: set[fx.Node], memory: Memory | None = None) -> list[fx.Node]:
     """Return the nodes that write in place to the memory of any of `nodes`, views included, in order."""
     if not nodes:
         return []
-    writers = writers or Writers.of(next(iter(nodes)).graph)
-    return sorted({writer for node in nodes for writer in writers.to_memory_of(node)})
+    memory = memory or Memory(next(iter(nodes)).graph)
+    return sorted({writer for node in nodes for writer in memory.writers(node)})
 
 
-def overwritten(nodes: set[fx.Node], since: fx.Node | None = None, writers: Writers | None = None) -> fx.Node | None:
+def overwritten(nodes: set[fx.Node], since: fx.Node | None = None, memory: Memory | None = None) -> fx.Node | None:
     """Return a node outside `nodes` that writes to their memory, or None.
 
     Such a write means that `nodes` alone do not determine what is computed.
 
     Args:
         since: consider only writes after this node.
-        writers: the writes of the graph, if the caller has them.
+        memory: of the graph, if the caller has it.
     """
-    late = [writer for writer in writers_to(nodes, writers) if writer not in nodes]
+    late = [writer for writer in writers_to(nodes, memory) if writer not in nodes]
     return next((writer for writer in late if since is None or since < writer), None)
 
 
@@ -117,18 +112,18 @@ def eliminate_dead(graph: fx.Graph, among: set[fx.Node] | None = None) -> None:
     Args:
         among: the nodes that may be removed; all nodes by default.
     """
-    memory = _memory(graph)
+    memory = Memory(graph)
     needed: set[fx.Node] = set()
     read: set[fx.Node] = set()
     mapped = _MappedRegions()
     for node in reversed(graph.nodes):
-        owner = memory.get(node, node)
+        owner = memory.of(node)
         stays = among is not None and node not in among
         lasting = stays or node.op in ("placeholder", "output") or fx_nodes.mutates(node)
         written = writes(node) and (owner in read or owner.op in ("placeholder", "get_attr"))
         if lasting or written or needed.intersection(node.users):
             needed.add(node)
-            read.update(memory.get(parent, parent) for parent in node.all_input_nodes)
+            read.update(map(memory.of, node.all_input_nodes))
         needed.update(mapped.markers(node, node in needed))
     for node in reversed(list(graph.nodes)):
         if node not in needed and not node.users:
@@ -165,16 +160,6 @@ class _MappedRegions:
         return []
 
 
-def _memory(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Return, for each node that may be a view, the node whose memory it shares."""
-    memory: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        base = node.args[0] if node.args else None
-        if isinstance(base, fx.Node) and (writes(node) or name_of(node) in _VIEWS):
-            memory[node] = memory.get(base, base)
-    return memory
-
-
 def may_alias(node: fx.Node, parent: fx.Node) -> bool:
     """Check whether the result of a call may share memory with one of its arguments.
 
@@ -190,12 +175,14 @@ def may_alias(node: fx.Node, parent: fx.Node) -> bool:
     if not isinstance(made, torch.Tensor) or not isinstance(taken, torch.Tensor):
         return True
     recorded = fake_tensors.is_fake(made) and fake_tensors.is_fake(taken)
-    return tensor_types.share_memory(made, taken) or (not recorded and (writes(node) or name_of(node) in _VIEWS))
+    return tensor_types.share_memory(made, taken) or (
+        not recorded and (writes(node) or name_of(node) in tagged("view"))
+    )
 
 
 def dependent(graph: fx.Graph, among: set[fx.Node], roots: list[fx.Node]) -> set[fx.Node]:
     """Return the roots and the nodes of `among` computed from them, including memory that these nodes write to."""
-    memory, found = _memory(graph), set(roots)
+    memory, found = Memory(graph), set(roots)
     count = 0
     while count != len(found):
         count = len(found)
@@ -203,5 +190,5 @@ def dependent(graph: fx.Graph, among: set[fx.Node], roots: list[fx.Node]) -> set
             if node in among and found.intersection(node.all_input_nodes):
                 found.add(node)
                 if writes(node):
-                    found.update(among & {memory[node]})
+                    found.update(among & {memory.of(node)})
     return found

@@ -1,4 +1,7 @@
-"""The one table of operators: how each operator maps the axes of its operands to those of its result.
+"""The one table of operators: what is true of each operator, and how it maps the axes of its operands to its result's.
+
+`tagged` gives the operators with a property, such as all views.  A fact about operators has no other place; a list in
+another module is a decision of that module.
 
 Reading a model keeps asking whether a tensor is computed slice by slice along one axis: whether the mask of a key
 depends on that key alone, or the keys of a head on that head alone.  `propagate_dim` answers for one operation: given
@@ -6,132 +9,160 @@ an axis of an operand, it returns the axis of the result whose slice k is comput
 no other slice.  An operator outside the table has no such axis; its callers refuse the graph or use another method, and
 never assume an axis.
 
-The table has these kinds of operators.
-
-- *pointwise*: operands are aligned by broadcasting.
-- *moves*: elements change position and keep their values.  The table has no rule for these: the operation runs on a
-  tensor of coordinates, and the result shows the new axis of each slice.
-- *reduces*, *along*: the operator works along given dimensions, which a reduction may drop; other dimensions are
-  independent.
-- *features*: the operator mixes the last dimension, or the last few; other dimensions are independent.
-- *looks up*: an index picks elements; see `lookup`.
-
 A node counts as a call of an operator only if its target is torch's own function, or tensor method, of that name.
 
-To add an operator, add its name to its kind, and its arguments to `_SIGNATURES` if it works along dimensions.  Its
-effect on intervals of a mask is a rule in `kvpass.capture.padding_analysis`.
+To add an operator, add its name to the row of its tags, and its arguments to `_SIGNATURES` if it works along
+dimensions.  Its effect on intervals of a mask is a rule in `kvpass.capture.padding_analysis`.
 """
 
 from __future__ import annotations
 
-import inspect
+import functools
 import itertools
 import operator
-from collections.abc import Callable
+import types
 from typing import Any
 
 import torch
 import torch.fx as fx
 
-from kvpass.fx.shapes import expr
-from kvpass.fx.walk import is_size, is_tensor, name_of, value
+from kvpass.fx.shapes import expr, number
+from kvpass.fx.walk import is_size, is_tensor, value
 from kvpass.torch_private import dynamo, fake_tensors, fx_nodes
 
-_HOMES = (torch, operator, torch.nn.functional, fx_nodes.NEURAL, torch.special)
+_LINEAR_ALGEBRA = types.SimpleNamespace(linalg_vector_norm=torch.linalg.vector_norm)  # `inv` there is another operator
+_HOMES = (torch, operator, torch.nn.functional, fx_nodes.NEURAL, torch.special, _LINEAR_ALGEBRA)
 
 
 def known_name(node: fx.Node) -> str:
     """Return the name of the torch operator that a node calls, or "" for any other node."""
-    if node.op == "call_method":
-        method = str(node.target)
-        return dynamo.COMPARISONS.get(method, method) if hasattr(torch.Tensor, method) else ""
-    name = name_of(node)
-    if node.op != "call_function" or not any(getattr(home, name, None) is node.target for home in _HOMES):
-        return "getitem" if node.target is operator.getitem else ""
-    return name
+    return _known(node.op, node.target)
 
 
-POINTWISE = frozenset(
-    {"add", "sub", "subtract", "mul", "multiply", "truediv", "div", "divide", "true_divide", "floordiv",
-     "floor_divide", "mod", "remainder", "fmod", "neg", "negative", "pos", "abs", "absolute", "sign", "square",
-     "pow", "rsub", "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "reciprocal",
-     "sin", "cos", "tan", "tanh", "sigmoid", "relu", "silu", "gelu", "softplus", "erf", "clamp", "clamp_min",
-     "clamp_max", "clip", "maximum", "minimum", "where", "masked_fill", "eq", "ne", "lt", "le", "gt", "ge",
-     "greater", "less", "logical_and", "logical_or", "logical_xor", "logical_not", "bitwise_and", "bitwise_or",
-     "bitwise_xor", "bitwise_not", "and_", "or_", "xor", "inv", "invert", "__and__", "__or__",
-     "__xor__", "__invert__", "isnan", "isinf", "isfinite", "floor", "ceil", "round", "trunc", "nan_to_num",
-     "lerp", "addcmul", "zeros_like", "ones_like", "full_like", "to", "float", "half", "bfloat16", "double",
-     "int", "long", "short", "bool", "type", "type_as", "contiguous", "clone", "detach", "iadd", "isub", "imul",
-     "itruediv", "iand", "ior", "ixor", "add_", "sub_", "mul_", "div_", "masked_fill_", "clamp_", "__rsub__",
-     "__radd__", "__rmul__", "bitwise_left_shift", "bitwise_right_shift", "lshift", "rshift", "atan2", "logit",
-     "fill_"}
-)  # fmt: skip
-"""Operators that compute each element from the operands' elements at the same index.
+@functools.lru_cache(maxsize=1024)
+def _known(op: str, target: Any) -> str:
+    if op == "call_method":
+        return dynamo.COMPARISONS.get(target, target) if hasattr(torch.Tensor, target) else ""
+    name = getattr(target, "__name__", "")
+    if op != "call_function" or not any(getattr(home, name, None) is target for home in _HOMES):
+        return "getitem" if target is operator.getitem else ""
+    return str(name)
 
-`max` and `min` of two tensors do so too.
+
+_TABLE = {
+    "pointwise": (
+        "mul multiply truediv div divide true_divide floordiv floor_divide mod remainder fmod neg negative pos abs "
+        "absolute sign square pow exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal sin cos tan tanh sigmoid "
+        "relu silu gelu softplus erf clamp clamp_min clamp_max clip maximum minimum where masked_fill logical_and "
+        "logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor bitwise_not and_ or_ xor inv invert "
+        "__and__ __or__ __xor__ __invert__ isnan isinf isfinite floor ceil round trunc nan_to_num lerp addcmul mul_ "
+        "div_ masked_fill_ clamp_ __rmul__ bitwise_left_shift bitwise_right_shift lshift rshift atan2 logit fill_ "
+        "polar complex short bool"
+    ),
+    "pointwise adds": "add sub subtract rsub add_ sub_ __radd__ __rsub__",
+    "pointwise adds augments": "iadd isub",
+    "pointwise augments": "imul itruediv iand ior ixor",
+    "pointwise compares": "eq ne lt le gt ge greater less",
+    "pointwise keeps casts view": "to float double half bfloat16 type type_as",
+    "pointwise keeps view": "contiguous detach",
+    "pointwise keeps": "clone",
+    "pointwise keeps_integers": "int long",
+    "pointwise creates": "zeros_like ones_like full_like",
+    "moves view reshapes": "view reshape flatten unflatten unsqueeze squeeze",
+    "moves view transposes": "transpose permute t",
+    "moves view expands": "expand expand_as broadcast_to",
+    "moves view looks_up": "getitem",
+    "moves view": (
+        "view_as movedim moveaxis swapaxes swapdims select narrow chunk split tensor_split unbind diagonal adjoint "
+        "ravel"
+    ),
+    "moves": "repeat tile repeat_interleave flip",
+    "reduces": (
+        "sum mean prod amax amin any all argmax argmin max min logsumexp count_nonzero std var median nansum norm "
+        "linalg_vector_norm"
+    ),
+    "along": "softmax log_softmax cumprod cummax cummin logcumsumexp sort argsort normalize",
+    "along counts": "cumsum",
+    "counts": "arange",
+    "features projects": "linear",
+    "features normalizes": "layer_norm rms_norm",
+    "features": "view_as_complex view_as_real",
+    "projects": "addmm conv1d conv2d",
+    "projects looks_up": "embedding",
+    "looks_up": "index_select gather take_along_dim",
+    "contracts batched": "matmul bmm baddbmm",
+    "contracts": "mm einsum",
+    "joins": "cat concat stack",
+    "creates fills": "zeros ones full new_zeros new_ones new_full",
+    "creates": "empty new_empty empty_like",
+    "augments": "setitem",
+}
+"""The operators, by their tags.
+
+- *pointwise*: computes each element from the operands' elements at the same index, with broadcasting.  `max` and `min`
+  of two tensors do so too.  *adds*, *compares*: adds or subtracts, compares.
+- *keeps*: returns its operand's values, perhaps in another dtype; *casts*: to change the dtype.  *keeps_integers*:
+  returns the values of an operand of integers.
+- *moves*: elements change position and keep their values, independently of any tensor's content.  The table has no rule
+  for these: the operation runs on a tensor of coordinates, and the result shows the new axis of each slice.
+  *reshapes*: splits and joins adjacent dimensions.  *transposes*: changes their order.  *expands*: repeats a dimension.
+- *view*: the result may share memory with the first operand; `int`, `long`, `short` and `bool`, which share it where
+  they change no dtype, count as copies.  *augments*: an operator of Python that writes to its
+  first operand, as all methods do whose names end with an underscore.
+- *reduces*, *along*: works along given dimensions, which a reduction may drop; other dimensions are independent.
+- *features*: mixes the last dimension, or the last few; other dimensions are independent.  *normalizes*: makes a norm.
+- *projects*: computes states by a weight or a table.  *contracts*: sums products of two tensors; *batched*: over the
+  last dimension of one and the second to last of the other, independently of all others.
+- *looks_up*: an index picks elements; see `lookup`.  *counts*: counts, as positions are.
+- *joins*: several tensors in one.  *creates*: a tensor without content, or that a number *fills*.
 """
 
-MOVES = frozenset(
-    {"view", "reshape", "expand", "expand_as", "view_as", "broadcast_to", "transpose", "permute", "movedim",
-     "moveaxis", "swapaxes", "swapdims", "unsqueeze", "squeeze", "flatten", "unflatten", "getitem", "select",
-     "narrow", "chunk", "split", "tensor_split", "unbind", "repeat", "tile", "repeat_interleave", "flip",
-     "diagonal", "t", "adjoint", "ravel"}
-)  # fmt: skip
-"""Operators that move elements without changing them, independently of any tensor's content."""
 
-REDUCES = frozenset(
-    {"sum", "mean", "prod", "amax", "amin", "any", "all", "argmax", "argmin", "max", "min", "logsumexp",
-     "count_nonzero", "std", "var", "median", "nansum"}
-)  # fmt: skip
-ALONG = frozenset(
-    {"softmax", "log_softmax", "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "sort", "argsort"}
-)  # fmt: skip
-_FEATURES = {"linear": 1, "layer_norm": None, "rms_norm": None}
+@functools.cache
+def tagged(*tags: str) -> frozenset[str]:
+    """Return the names of the operators with any of some tags."""
+    rows = [names.split() for row, names in _TABLE.items() if not set(tags).isdisjoint(row.split())]
+    return frozenset(name for names in rows for name in names)
+
+
+def is_a(node: fx.Node, *tags: str) -> bool:
+    """Check whether a node calls an operator with any of some tags."""
+    return known_name(node) in tagged(*tags)
+
+
 _LIKE = frozenset({"expand_as", "view_as"})  # the second operand gives only its shape
-SAME_VALUE = frozenset(
-    {"to", "float", "double", "half", "bfloat16", "type", "type_as", "contiguous", "clone", "detach"}
-)  # fmt: skip
-"""Operators that return their operand's values, perhaps in another dtype."""
-SPREADS = frozenset(
-    {"expand", "expand_as", "broadcast_to", "zeros", "ones", "full", "new_zeros", "new_ones", "new_full"}
-)  # fmt: skip
-"""Operators whose result may be larger than their operand, and is constant along the added size."""
 
 _SIGNATURES: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(REDUCES | ALONG, ("input", "dim", "keepdim")),
+    **dict.fromkeys(tagged("reduces", "along"), ("input", "dim", "keepdim")),
+    **dict.fromkeys(("norm", "linalg_vector_norm"), ("input", "p", "dim", "keepdim")),
+    **dict.fromkeys(("masked_fill", "masked_fill_"), ("input", "mask", "value")),
+    **dict.fromkeys(("clamp", "clamp_", "clip"), ("input", "min", "max")),
+    **dict.fromkeys(tagged("joins"), ("tensors", "dim")),
+    **dict.fromkeys(("layer_norm", "rms_norm"), ("input", "normalized_shape")),
+    "normalize": ("input", "p", "dim", "eps"),
     "index_select": ("input", "dim", "index"),
     "gather": ("input", "dim", "index"),
     "take_along_dim": ("input", "indices", "dim"),
     "embedding": ("input", "weight"),
-    "masked_fill": ("input", "mask", "value"),
-    "masked_fill_": ("input", "mask", "value"),
+    "topk": ("input", "k", "dim"),
     "where": ("condition", "input", "other"),
-    "clamp": ("input", "min", "max"),
-    "clip": ("input", "min", "max"),
     "clamp_min": ("input", "min"),
     "clamp_max": ("input", "max"),
     "softmax": ("input", "dim", "_stacklevel", "dtype"),
     "dropout": ("input", "p", "training", "inplace"),
-    "cat": ("tensors", "dim"),
-    "concat": ("tensors", "dim"),
-    "layer_norm": ("input", "normalized_shape"),
-    "rms_norm": ("input", "normalized_shape"),
-    "arange": ("start", "end", "step"),
+    "baddbmm": ("input", "batch1", "batch2"),
+    "pad": ("input", "pad", "mode", "value"),
+    "scaled_dot_product_attention": ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale"),
 }
 
 
+_ALL_LEAD = ("masked_fill", "clamp", "clip", "where", "baddbmm")
 _LEADING: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(MOVES | REDUCES | ALONG | SAME_VALUE | _FEATURES.keys() | {"logsumexp", "dropout"}, ("input",)),
-    **dict.fromkeys(POINTWISE | {"max", "min", "matmul"}, ("input", "other")),
-    **dict.fromkeys(("masked_fill", "masked_fill_"), ("input", "mask", "value")),
-    **dict.fromkeys(("clamp", "clamp_", "clip"), ("input", "min", "max")),
+    **dict.fromkeys(tagged("moves", "reduces", "along", "keeps", "features") | {"dropout"}, ("input",)),
+    **dict.fromkeys(tagged("pointwise") | {"max", "min", "matmul"}, ("input", "other")),
+    **{name: _SIGNATURES[name] for name in _SIGNATURES if name.startswith(_ALL_LEAD)},
     **dict.fromkeys(("full_like", "zeros_like", "ones_like"), ("input", "fill_value")),
-    "where": ("condition", "input", "other"),
-    "clamp_min": ("input", "min"),
-    "clamp_max": ("input", "max"),
     "bmm": ("input", "mat2"),
-    "baddbmm": ("input", "batch1", "batch2"),
-    "getitem": (),
 }
 """The arguments that `bind` makes positional."""
 
@@ -162,8 +193,11 @@ def bind(graph: fx.Graph) -> None:
 
 
 def bound(node: fx.Node) -> dict[str, Any]:
-    """Return the arguments of a node by name, for operators whose arguments the table names."""
-    given = dict(zip(_SIGNATURES.get(known_name(node), ()), node.args, strict=False)) | dict(node.kwargs)
+    """Return the arguments of a node by name: of a library's operator with defaults, of others that the table names."""
+    names, defaults = _SIGNATURES.get(known_name(node), ()), dict[str, Any]()
+    if fx_nodes.is_operator(node):
+        names, defaults = fx_nodes.schema(node)
+    given = defaults | dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     if "axis" in given:
         given["dim"] = given.pop("axis")
     return given
@@ -186,7 +220,7 @@ def is_pointwise(node: fx.Node) -> bool:
     """Check whether a node computes each element from its operands' elements at the same index."""
     name = known_name(node)
     two = len([arg for arg in node.args if is_tensor(arg)]) == 2
-    return name in POINTWISE or (name in ("max", "min") and two and not node.kwargs) or _drops_nothing(node)
+    return name in tagged("pointwise") or (name in ("max", "min") and two and not node.kwargs) or _drops_nothing(node)
 
 
 def _drops_nothing(node: fx.Node) -> bool:
@@ -204,16 +238,20 @@ def propagate_dim(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
     name = known_name(node)
     if is_pointwise(node):
         return _aligned(node, operand, dim)
-    if name in MOVES and not _by_tensor(node):
+    if name in tagged("moves") and not _by_tensor(node):
         return _moved(node, operand, dim)
-    if name in REDUCES | ALONG:
-        return _beside_dims(node, dim, goes=name in REDUCES)
-    if name in _FEATURES and node.args[0] is operand:
+    if name in tagged("reduces", "along"):
+        return _beside_dims(node, dim, goes=name in tagged("reduces"))
+    if name in tagged("features") and node.args[0] is operand:
         return _beside_features(node, operand, dim)
     if name in ("matmul", "bmm") and not node.kwargs:
         return _outside_product(node, operand, dim)
-    if name in ("cat", "concat", "stack"):
+    if name in tagged("joins"):
         return _beside_joined(node, dim)
+    if name in ("outer", "ger") and node.args[0] is not node.args[1]:
+        return 0 if operand is node.args[0] else 1
+    if name == "einsum":
+        return _in_equation(node, operand, dim)
     return None
 
 
@@ -227,21 +265,17 @@ def _by_tensor(node: fx.Node) -> bool:
     """Check whether the positions of elements in the result depend on a tensor's content."""
     if known_name(node) in _LIKE:
         return False
-    return any(is_tensor(leaf) for leaf in _leaves((node.args[1:], dict(node.kwargs))))
+    return any(is_tensor(leaf) for leaf in leaves((node.args[1:], *node.kwargs.values())))
 
 
-def leaves(node: fx.Node) -> list[Any]:
-    """Return the arguments of a node, with tuples, dicts and slices flattened."""
-    return _leaves((node.args, dict(node.kwargs)))
-
-
-def _leaves(argument: Any) -> list[Any]:
+def leaves(argument: Any) -> list[Any]:
+    """Return what is in an argument, or several, with tuples, dicts and slices flattened."""
     if isinstance(argument, (tuple, list)):
-        return [leaf for part in argument for leaf in _leaves(part)]
+        return [leaf for part in argument for leaf in leaves(part)]
     if isinstance(argument, dict):
-        return [leaf for part in argument.values() for leaf in _leaves(part)]
+        return leaves(list(argument.values()))
     if isinstance(argument, slice):
-        return [argument.start, argument.stop, argument.step]
+        return leaves([argument.start, argument.stop, argument.step])
     return [argument]
 
 
@@ -272,7 +306,7 @@ def _where(made: Any, known: Any, count: int, size: Any) -> int | None:
 
 def swaps_last_two(node: fx.Node) -> bool:
     """Check whether a node transposes its operand's last two dimensions, by whatever operator."""
-    if known_name(node) not in MOVES or _by_tensor(node):
+    if not is_a(node, "moves") or _by_tensor(node):
         return False
     given = torch.empty(concrete(value(node.args[0]).shape), device="meta")  # type: ignore[arg-type]
     try:
@@ -304,7 +338,7 @@ def lies_along(made: Any, count: int) -> int | None:
 
 def _dims(node: fx.Node, ndim: int) -> set[int] | None:
     """Return the dimensions that an operation works along, or None if they are unknown or all."""
-    dim = bound(node).get("dim")
+    dim = bound(node).get("dim", 1 if known_name(node) == "normalize" else None)
     dims: list[Any] = list(dim) if isinstance(dim, (tuple, list)) else [dim]
     known = bool(dims) and all(isinstance(d, int) and not isinstance(d, bool) for d in dims)
     return {d % ndim for d in dims} if known else None
@@ -322,8 +356,8 @@ def _beside_dims(node: fx.Node, dim: int, goes: bool) -> int | None:
 
 
 def _beside_features(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
-    shape = bound(node).get("normalized_shape", ())
-    mixed = _FEATURES[known_name(node)] or (len(shape) if isinstance(shape, (tuple, list)) else 1)
+    shape = bound(node).get("normalized_shape", 1)
+    mixed = len(shape) if isinstance(shape, (tuple, list)) else int(known_name(node) != "view_as_real")
     return dim if dim < value(operand).ndim - mixed else None
 
 
@@ -343,11 +377,21 @@ def _outside_product(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
 
 
 def _beside_joined(node: fx.Node, dim: int) -> int | None:
-    given = bound(node)
-    ndim, along = value(node).ndim, given.get("dim", node.args[1] if len(node.args) > 1 else 0)
-    if not isinstance(along, int) or known_name(node) == "stack":
+    along = bound(node).get("dim", 0) % value(node).ndim
+    if known_name(node) == "stack":
+        return int(dim + (along <= dim))
+    return None if along == dim else dim
+
+
+def _in_equation(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
+    """Return the dimension of einsum's result that has the letter of an operand's dimension, or None."""
+    equation, *operands = node.args
+    tensors = leaves(operands)
+    left, arrow, right = str(equation).replace(" ", "").partition("->")
+    if not arrow or "." in left or tensors.count(operand) != 1:
         return None
-    return None if along % ndim == dim else dim
+    letters = left.split(",")[tensors.index(operand)]
+    return right.index(letters[dim]) if letters[dim] in right and letters.count(letters[dim]) == 1 else None
 
 
 # -- running an operation on small tensors ----------------------------------------------------------------------------
@@ -360,8 +404,7 @@ def concrete(shape: Any) -> tuple[int, ...]:
 
 def _number(size: Any) -> int:
     """Return a size with a small number in place of each symbol; a symbol always gets the same number."""
-    expression = expr(size)
-    return int(expression.subs({symbol: _stands_for(symbol) for symbol in expression.free_symbols}))
+    return number(size, {symbol: _stands_for(symbol) for symbol in expr(size).free_symbols})
 
 
 def _stands_for(symbol: Any) -> int:
@@ -398,12 +441,10 @@ def lookup(node: fx.Node) -> tuple[fx.Node, dict[int, Any]] | None:
     """
     name, given = known_name(node), bound(node)
     if name == "getitem" and is_tensor(node.args[0]) and _by_tensor(node):
-        parts = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-        return node.args[0], dict(_subscripts(parts, value(node.args[0]).ndim))  # type: ignore[return-value, arg-type]
-    if name in ("index_select", "gather") and isinstance(given.get("dim"), int):
-        return given["input"], {given["dim"] % value(given["input"]).ndim: given["index"]}
-    if name == "take_along_dim" and isinstance(given.get("dim"), int):
-        return given["input"], {given["dim"] % value(given["input"]).ndim: given["indices"]}
+        return node.args[0], dict(_subscripts(subscript(node), value(node.args[0]).ndim))  # type: ignore[return-value, arg-type]
+    if is_a(node, "looks_up") and isinstance(given.get("dim"), int):
+        index = given["indices" if name == "take_along_dim" else "index"]
+        return given["input"], {given["dim"] % value(given["input"]).ndim: index}
     if name == "embedding" and is_tensor(given.get("weight")):
         return given["weight"], {0: given["input"]}
     return None
@@ -440,7 +481,7 @@ def _among_subscripts(node: fx.Node, index: fx.Node, dim: int) -> int | None:
     Index tensors are broadcast together.  Their dimensions replace the first one if the indices are adjacent, and come
     first otherwise.
     """
-    parts: list[Any] = list(node.args[1]) if isinstance(node.args[1], tuple) else [node.args[1]]
+    parts = subscript(node)
     tensors = [i for i, part in enumerate(parts) if is_tensor(part)]
     if any(value(parts[i]).dtype == torch.bool for i in tensors):
         return None
@@ -454,13 +495,12 @@ def _among_subscripts(node: fx.Node, index: fx.Node, dim: int) -> int | None:
     return int((before if together else 0) + rank - value(index).ndim + dim)
 
 
+def subscript(node: fx.Node) -> tuple[Any, ...]:
+    """Return the parts of the subscript x[...] of an index or of a write to it."""
+    parts = node.args[1]
+    return parts if isinstance(parts, tuple) else (parts,)
+
+
 def keeps_whole(part: Any) -> bool:
     """Check whether a part of a subscript keeps a whole dimension."""
     return part is Ellipsis or (isinstance(part, slice) and part == slice(None))
-
-
-def signature(function: Callable[..., Any], node: fx.Node) -> dict[str, Any]:
-    """Return a node's arguments by the parameter names of a function, with its defaults."""
-    given = inspect.signature(function).bind(*node.args, **node.kwargs)
-    given.apply_defaults()
-    return dict(given.arguments)

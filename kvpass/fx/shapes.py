@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -13,7 +13,7 @@ import torch.fx as fx
 from torch.fx.node import map_arg
 
 from kvpass.errors import UnsupportedGraph
-from kvpass.fx.walk import is_tensor, value
+from kvpass.fx.walk import is_size, is_tensor, placeholders, value
 from kvpass.torch_private import symbolic_shapes
 
 
@@ -22,6 +22,49 @@ def expr(size: Any) -> sympy.Expr:
     if isinstance(size, fx.Node):
         size = value(size)
     return symbolic_shapes.expression(size) if isinstance(size, torch.SymInt) else sympy.Integer(size)
+
+
+def same(one: Iterable[Any], other: Iterable[Any]) -> bool:
+    """Check whether two shapes are equal as expressions."""
+    return [*map(expr, one)] == [*map(expr, other)]
+
+
+def number(size: Any, known: Mapping[Any, int]) -> int:
+    """Return a size, for the values of its symbols."""
+    return int(expr(size).subs(known))
+
+
+def text(size: Any, renamed: Mapping[Any, Any]) -> str:
+    """Return a size as text, with other symbols in place of some."""
+    return str(expr(size).xreplace(renamed))
+
+
+def token_dim(shape: Sequence[Any], queries: Any) -> int:
+    """Return the dimension of positions that counts the new tokens: the last of their number, or else the last.
+
+    The first of several dimensions counts rows, of which there may be as many.
+    """
+    found = [d for d, size in enumerate(shape) if expr(size) == expr(queries) and (d or len(shape) == 1)]
+    return found[-1] if found else len(shape) - 1
+
+
+def guards(graph: fx.Graph) -> list[sympy.Expr]:
+    """Return Dynamo's guards on the sizes of a graph's arguments."""
+    return symbolic_shapes.guarded(*map(value, placeholders(graph)))
+
+
+def pairs(node: fx.Node, argument: Any) -> list[tuple[Any, int]]:
+    """Return the sizes in a placeholder's value, each with its number in an argument of a call."""
+    if is_tensor(node):
+        return [*zip(value(node).shape, argument.shape, strict=True)]
+    return [(value(node), argument)] if is_size(node) else []
+
+
+def measured(graph: fx.Graph, arguments: Sequence[Any]) -> dict[Any, int]:
+    """Return the values of a graph's symbols that are arguments or sizes of arguments."""
+    each = zip(placeholders(graph), arguments, strict=True)
+    found = {expr(size): int(count) for node, argument in each for size, count in pairs(node, argument)}
+    return {symbol: count for symbol, count in found.items() if symbol.is_Symbol}
 
 
 def fix_floats(graph: fx.Graph) -> None:

@@ -100,7 +100,7 @@ def cut(
         index(result)
     made = tuple(env[result] for result in results)
     graph.output(made[0] if unpack else made)
-    placeholders_first(graph)
+    put_first(graph, placeholders(graph))
     return Slice(fx.GraphModule(gm, graph), tuple(bound))
 
 
@@ -113,10 +113,6 @@ def computing(gm: fx.GraphModule, wanted: list[fx.Node]) -> fx.GraphModule:
             env[node] = graph.node_copy(node, env.__getitem__)
     graph.output(tuple(env[node] for node in wanted))
     return fx.GraphModule(gm, graph)
-
-
-def placeholders_first(graph: fx.Graph) -> None:
-    put_first(graph, placeholders(graph))
 
 
 def put_first(graph: fx.Graph, nodes: list[fx.Node]) -> None:
@@ -143,6 +139,16 @@ def splice(
                 env[node].meta["example_value"] = node.meta.get("val")
     returned = traced.graph.output_node().args[0]
     return list(map_arg(returned if isinstance(returned, (list, tuple)) else [returned], lambda node: env[node]))
+
+
+def emit(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
+    """Add a call of a function, or of a method by its name, with the value of its result."""
+    if isinstance(target, str):
+        node, function = graph.call_method(target, args), lambda x, *others: getattr(x, target)(*others)
+    else:
+        node, function = graph.call_function(target, args), target
+    node.meta["example_value"] = fake_tensors.propagate(function, *map_arg(args, value))
+    return node
 
 
 def call_aten(graph: fx.Graph, target: Callable[..., Any], *args: Any) -> fx.Node:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import operator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -55,20 +56,43 @@ def results(graph: fx.Graph) -> list[Any]:
     return list(graph.output_node().args[0])  # type: ignore[arg-type]
 
 
-def past_of(grown: fx.Node) -> fx.Node:
-    """Return the first operand of a concatenation."""
-    return grown.all_input_nodes[0]
+def reach(
+    nodes: Iterable[fx.Node], following: Callable[[fx.Node], Iterable[fx.Node]], stop: Iterable[fx.Node] = ()
+) -> Iterator[fx.Node]:
+    """Yield nodes, and all nodes that are reached from them, each once.
 
-
-def ancestors(node: fx.Node, stop: Iterable[fx.Node] = ()) -> set[fx.Node]:
-    """Return the node and all nodes that it is computed from; the walk ends at `stop`."""
-    halted, seen, todo = set(stop), set(), [node]
+    Args:
+        following: returns the nodes to which the walk goes on from a node, such as its operands or its users.
+        stop: nodes at which the walk ends, and that are not yielded.
+    """
+    seen, todo = set(stop), list(nodes)
     while todo:
-        current = todo.pop()
-        if current not in seen and current not in halted:
-            seen.add(current)
-            todo.extend(current.all_input_nodes)
-    return seen
+        node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            todo.extend(following(node))
+
+
+def ancestors(
+    node: fx.Node, stop: Iterable[fx.Node] = (), until: Callable[[fx.Node], bool] | None = None
+) -> set[fx.Node]:
+    """Return the node and all nodes that it is computed from.
+
+    Args:
+        stop: nodes at which the walk ends, and that are left out.
+        until: tells of a node whether the walk ends there, with the node included.
+    """
+    operands: Callable[[fx.Node], list[fx.Node]] = operator.attrgetter("all_input_nodes")
+    return set(reach([node], operands if until is None else lambda each: [] if until(each) else operands(each), stop))
+
+
+def chain(node: fx.Node, through: Callable[[fx.Node], bool]) -> list[fx.Node]:
+    """Return a node, and one behind another the tensors that are first operands, as long as `through` holds."""
+    found = [node]
+    while found[-1].args and is_tensor(operand := found[-1].args[0]) and through(found[-1]):
+        found.append(operand)  # type: ignore[arg-type]
+    return found
 
 
 def move_before(node: fx.Node, needed: fx.Node) -> None:

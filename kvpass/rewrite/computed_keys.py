@@ -102,8 +102,7 @@ class _TokenAxis:
     @staticmethod
     def of(site: AttentionSite) -> _TokenAxis:
         grown = {expr(value(node).shape[2]) for node in (site.grown_key, site.grown_value)}
-        pasts = [expr(value(node).shape[2]) for node in (site.past_key, site.past_value) if node is not None]
-        return _TokenAxis(grown, {symbol for past in pasts for symbol in past.free_symbols})
+        return _TokenAxis(grown, site.growing)
 
     def has(self, node: fx.Node) -> bool:
         """Return whether a node is a tensor, or several tensors, with entries for the tokens."""
@@ -121,21 +120,19 @@ class _TokenAxis:
         return not expr(size).free_symbols.isdisjoint(self.growing)
 
 
-_WRITES = frozenset({"copy_", "setitem"})
-_FRESH = frozenset({"new_empty", "empty_like", "empty", "new_zeros", "zeros_like"})
-
-
 def _check_per_token(node: fx.Node, tokens: _TokenAxis) -> None:
     """Raise UnsupportedGraph for a node that may mix tokens."""
     if not isinstance(value(node), torch.Tensor):
         return  # a size, or a tuple whose items are checked
-    axis, name = tokens.axis(node), walk.name_of(node)
+    axis = tokens.axis(node)
     parents = [p for p in node.all_input_nodes if tokens.has(p)]
-    if axis is not None and (name in _FRESH or all(_token_axis_in(node, p, tokens) == axis for p in parents)):
+    if axis is not None and (
+        op_table.is_a(node, "creates") or all(_token_axis_in(node, p, tokens) == axis for p in parents)
+    ):
         return
     raise UnsupportedGraph(
-        f"{walk.source_line(node)}: keys or values are computed from the cache by {name!r}, which may mix "
-        "tokens, so it cannot be evaluated for one slot"
+        f"{walk.source_line(node)}: keys or values are computed from the cache by {walk.name_of(node)!r}, which "
+        "may mix tokens, so it cannot be evaluated for one slot"
     )
 
 
@@ -146,7 +143,7 @@ def _check_rows(nodes: list[fx.Node], stored: list[fx.Node]) -> None:
         return
     rows: dict[fx.Node, int | None] = dict.fromkeys(stored, 0)
     for node in nodes:
-        if walk.name_of(node) in _FRESH:
+        if op_table.is_a(node, "creates"):
             rows[node] = 0 if expr(value(node).shape[0]) == count else None
         elif isinstance(value(node), (torch.Tensor, tuple, list)):
             parents = [parent for parent in node.all_input_nodes if parent in rows]
@@ -168,36 +165,12 @@ def _propagate_dim(node: fx.Node, parent: fx.Node, axis: int | None) -> int | No
     """Return the dimension of a result whose slices depend on no other slices of an operand along `axis`, or None."""
     if axis is None:
         return None
-    if walk.name_of(node) in _WRITES:  # it writes one tensor over another, or over a part along other dimensions
+    if walk.name_of(node) in ("copy_", "setitem"):  # one tensor over another, or over a part along other dimensions
         last = value(node).ndim - value(parent).ndim + axis
         return last if walk.name_of(node) == "copy_" or parent is node.args[0] or _writes_whole(node) else None
-    if node.target in _NORMS:
-        return _propagate_past_norm(node, axis)
     return op_table.propagate_dim(node, parent, axis)
-
-
-_NORMS: dict[Any, tuple[str, ...]] = {
-    torch.nn.functional.normalize: ("input", "p", "dim", "eps"),
-    torch.linalg.vector_norm: ("x", "ord", "dim", "keepdim"),
-    torch.norm: ("input", "p", "dim", "keepdim"),
-    "norm": ("input", "p", "dim", "keepdim"),
-}
-"""Functions and a method that measure vectors along a dimension, with the names of their arguments."""
-
-
-def _propagate_past_norm(node: fx.Node, axis: int) -> int | None:
-    """Return the dimension in the result of a norm along other dimensions; None if the norm runs along `axis`."""
-    arguments = dict(zip(_NORMS[node.target], node.args, strict=False)) | dict(node.kwargs)
-    normalizes = node.target is torch.nn.functional.normalize
-    dims, ndim = arguments.get("dim", 1 if normalizes else None), value(node.args[0]).ndim  # type: ignore[arg-type]
-    reduced = {dim % ndim for dim in (dims if isinstance(dims, (tuple, list)) else [dims]) if isinstance(dim, int)}
-    if not reduced or axis in reduced:
-        return None
-    keeps = normalizes or bool(arguments.get("keepdim", False))
-    return axis if keeps else axis - sum(dim < axis for dim in reduced)
 
 
 def _writes_whole(node: fx.Node) -> bool:
     """Return whether x[...] = y keeps every token's index: the subscript cuts at most the last dimension."""
-    parts = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-    return all(op_table.keeps_whole(part) for part in parts[:-1])
+    return all(op_table.keeps_whole(part) for part in op_table.subscript(node)[:-1])

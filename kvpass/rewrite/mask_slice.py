@@ -354,9 +354,9 @@ class _KeyCutter:
     def _padded_lookup(self, node: fx.Node) -> fx.Node:
         """Emit a lookup in a tensor that was padded with a number at its end."""
         base, indices = node.args
-        arguments = op_table.signature(_pad, base)  # type: ignore[arg-type]
-        x, fill = arguments["input"], arguments["value"]
-        if arguments["mode"] != "constant" or not isinstance(fill, (int, float, type(None))):
+        arguments = op_table.bound(base)  # type: ignore[arg-type]
+        x, fill = arguments["input"], arguments.get("value")
+        if arguments.get("mode", "constant") != "constant" or not isinstance(fill, (int, float, type(None))):
             self._refuse(node, "a tensor is padded with a value that is not a number")
         if not isinstance(indices, tuple) or len(indices) != value(x).ndim or not walk.is_tensor(indices[-1]):
             self._refuse(node, "a padded tensor is not indexed by the key index")
@@ -378,19 +378,13 @@ class _KeyCutter:
         arguments, dtype = op_table.bound(node), value(node).dtype
         if not op_table.counts_exactly(dtype):  # the sum is rounded on the way, so the model's own code computes it
             return False
-        column = arguments.get("input")
-        while isinstance(column, fx.Node) and op_table.known_name(column) in op_table.SAME_VALUE:
-            column = column.args[0]
+        column = walk.chain(arguments["input"], lambda each: op_table.is_a(each, "keeps"))[-1]
         return column in self.padding and value(column).ndim == 2 and arguments.get("dim") in (-1, 1)
 
     def number(self, node: fx.Node) -> Any:
         if self.sizes.grows(node):
             self._refuse(node, f"the mask uses the cache's length as a size, {value(node)}")
         return self.sizes.fixed(node)
-
-
-def _pad(input: Any, pad: Any, mode: str = "constant", value: Any = None) -> None:
-    """Give the signature of torch.nn.functional.pad."""
 
 
 def _expanded(node: fx.Node, copied: fx.Node) -> tuple[Any, ...]:

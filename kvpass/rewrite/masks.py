@@ -50,7 +50,7 @@ class Masks:
     def _context(self, site: AttentionSite, window: int | None, padding: tuple[fx.Node, ...]) -> MaskContext:
         step = self._step
         nodes = walk.ancestors(site.mask, [site.grown_key, site.grown_value])  # type: ignore[arg-type]
-        pasts = {past for each in step.sites for past in (each.past_key, each.past_value)}
+        pasts = {past for each in step.sites for past in each.pasts}
         inputs = tokens.token_inputs(nodes - pasts, step.argument_of, step.sizes)
         return MaskContext(
             key_indices=[n for n in step.key_indices[window] if n in nodes and op_table.counts_exactly(value(n).dtype)],
@@ -69,7 +69,7 @@ class Masks:
         for index in sparse_index.find(mask):
             index.check(capacity if step.decodes else capacity + step.queries)
             for node, dim in sparse_index.cached_scoring_keys(index, outputs):
-                step.unread[outputs.index(node)] = (step.placeholders.index(walk.past_of(node)), dim)
+                step.unread[outputs.index(node)] = (step.placeholders.index(node.all_input_nodes[0]), dim)
 
     def _first_stored(self, window: int) -> fx.Node:
         """Return the node of the index in the padded sequence of the first token that the model stores."""

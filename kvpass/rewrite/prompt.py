@@ -16,8 +16,8 @@ from kvpass.budget import Budget
 from kvpass.cache import statistics
 from kvpass.cache.step import with_logit_scale
 from kvpass.capture.rotary import find_rotary
-from kvpass.capture.sites import AttentionSite, arguments
-from kvpass.fx import shapes, walk
+from kvpass.capture.sites import AttentionSite
+from kvpass.fx import op_table, shapes, walk
 from kvpass.fx.walk import value
 from kvpass.policies.base import Policy
 from kvpass.rewrite import renumber, scored
@@ -159,7 +159,7 @@ def _renumber(
             mask = None if site.mask is None else moved[site.mask]
             valid = _valid_tokens(graph, moved[site.grown_key], marks)
             window_mask = graph.call_function(mask_of, (mask, moved[site.query], valid, site.causal))
-        call.kwargs = {**arguments(call), "mask": window_mask, "causal": False}
+        call.kwargs = {**op_table.bound(call), "mask": window_mask, "causal": False}
         call.args = ()
 
 

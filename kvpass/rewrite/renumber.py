@@ -18,11 +18,9 @@ from torch import Tensor
 from kvpass.capture.rotary import find_rotary
 from kvpass.capture.sites import AttentionSite
 from kvpass.errors import UnsupportedGraph
-from kvpass.fx import shapes, walk
+from kvpass.fx import op_table, shapes, walk
 from kvpass.fx.walk import ancestors, is_tensor, name_of, value
 from kvpass.policies.budgets import window_starts
-
-_COUNTS = frozenset({"arange", "cumsum"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,27 +70,23 @@ def readers(
 
 
 def _reader(node: fx.Node, ids: fx.Node, sites: list[AttentionSite]) -> Reader:
-    shape, queries = [shapes.expr(size) for size in value(ids).shape], shapes.expr(sites[0].queries)
-    along = [d for d, size in enumerate(shape) if size == queries and (d or len(shape) == 1)]
-    return Reader(node, ids, along[-1] if along else len(shape) - 1)
+    return Reader(node, ids, shapes.token_dim(value(ids).shape, sites[0].queries))
 
 
 def _index(lookup: fx.Node) -> fx.Node:
-    node = lookup.args[0] if lookup.args else lookup.kwargs["input"]
-    assert isinstance(node, fx.Node)
-    return node
+    index: fx.Node = op_table.bound(lookup)["input"]
+    return index
 
 
 def _holds_words(gm: fx.GraphModule, lookup: fx.Node) -> bool:
-    table = lookup.args[1] if len(lookup.args) > 1 else lookup.kwargs["weight"]
-    assert isinstance(table, fx.Node)
+    table: fx.Node = op_table.bound(lookup)["weight"]
     widths = {value(out).shape[-1] for out in walk.results(gm.graph) if is_tensor(out) and value(out).ndim}
     return any(user.target is not lookup.target for user in table.users) or value(table).shape[0] in widths
 
 
 def _counts(index: fx.Node, argument_of: dict[fx.Node, Any], fits: Plausible) -> bool:
     subgraph = ancestors(index)
-    if any(name_of(node) in _COUNTS for node in subgraph):
+    if any(name_of(node) in op_table.tagged("counts") for node in subgraph):
         return True
     inputs = [argument_of[node] for node in subgraph if node.op == "placeholder" and is_tensor(node)]
     integers = [x for x in inputs if isinstance(x, Tensor) and not x.is_floating_point() and x.dtype != torch.bool]

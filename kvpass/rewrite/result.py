@@ -87,8 +87,8 @@ class StepRewrite:
         if self.open is None:
             return self
         known = dict(zip(self.open.symbols, numbers, strict=True))
-        lengths = {index: int(shapes.expr(size).subs(known)) for index, size in self.lengths.items()}
-        return dataclasses.replace(self, queries=int(shapes.expr(self.queries).subs(known)), lengths=lengths)
+        lengths = {index: shapes.number(size, known) for index, size in self.lengths.items()}
+        return dataclasses.replace(self, queries=shapes.number(self.queries, known), lengths=lengths)
 
     def count(self, slots: list[Slots], results: Sequence[Any]) -> None:
         """Count the tokens of a step if its graph leaves that to its caller, see `rewrite.passes.counting`."""

@@ -18,7 +18,8 @@ import torch.fx as fx
 
 from kvpass.budget import Budget
 from kvpass.cache import statistics
-from kvpass.capture.sites import AttentionSite, arguments
+from kvpass.capture.sites import AttentionSite
+from kvpass.fx import op_table
 from kvpass.fx.shapes import expr
 from kvpass.fx.walk import value
 from kvpass.policies.base import Policy
@@ -50,7 +51,8 @@ def prompt_scores(
     fused = _in_one_operator(site, policy)
     mask, sink_logit = (None if node is None else moved[node] for node in (site.mask, site.sink_logit))
     heads = 1 if site.computed else int(value(site.grown_key).shape[1])
-    tensors = query, moved[site.attended_key], moved[arguments(site.call)["value"]] if fused else None, mask, sink_logit
+    values = moved[op_table.bound(site.call)["value"]] if fused else None
+    tensors = query, moved[site.attended_key], values, mask, sink_logit
     request = statistics.requested(policy, site.causal, site.scale, site.cap, heads, budget, site.spread)
     results = graph.call_function(STATISTICS, (*tensors, present, None, request))
     if fused:
@@ -63,7 +65,7 @@ def _in_one_operator(site: AttentionSite, policy: Policy) -> bool:
 
     Attention that the model spells out keeps its own roundings. Causal attention must be causal from the first key on.
     """
-    call = arguments(site.call)
+    call = op_table.bound(site.call)
     tensors = [value(node) for node in (site.query, call["key"], call["value"])]
     by_library = call["scores"] is None and call["hidden"] is None and site.lse is None
     whole = not site.causal or expr(site.queries) == expr(value(site.attended_key).shape[2])

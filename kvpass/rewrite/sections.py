@@ -15,7 +15,7 @@ from typing import Any
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass.fx import walk
+from kvpass.fx import op_table, walk
 from kvpass.lowering.formats import Sections
 
 
@@ -30,7 +30,7 @@ class SectionInterpreter(fx.Interpreter):
         if n.op not in ("call_function", "call_method"):
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        if not any(isinstance(arg, Sections) for arg in _flat(args)):
+        if not any(isinstance(arg, Sections) for arg in op_table.leaves(args)):
             return super().run_node(n)
         name = walk.name_of(n)
         apply = getattr(self, n.op)
@@ -73,10 +73,6 @@ _POINTWISE = frozenset(
 )
 
 
-def _flat(args: Any) -> list[Any]:
-    return [leaf for arg in args for leaf in (_flat(arg) if isinstance(arg, (tuple, list)) else [arg])]
-
-
 def _sections(x: Any) -> Sections:
     return x if isinstance(x, Sections) else Sections((x,))
 
@@ -117,7 +113,7 @@ def _sliced(x: Sections, where: slice) -> Sections:
 def _along_last(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     index = 1 if isinstance(args[0], (list, tuple)) else 2
     dim = kwargs.get("dim", args[index] if len(args) > index else 0)
-    sample = _sections(_flat(args)[0]).tensors[0]
+    sample = _sections(op_table.leaves(args)[0]).tensors[0]
     return isinstance(dim, int) and dim in (-1, sample.ndim - 1)
 
 

@@ -34,18 +34,16 @@ def constants(gm: fx.GraphModule) -> list[Tensor]:
 def projecting(site: AttentionSite) -> tuple[int, ...]:
     """Return the argument indices of the module tensors that project a site's new keys."""
     indices = {node: index for index, node in enumerate(walk.placeholders(site.call.graph))}
-    seen: set[fx.Node] = set()
-    found, todo = [], [site.key]
-    while todo:
-        node = todo.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        mine = [parent for parent in node.all_input_nodes if dynamo.is_of_module(parent)]
-        found += [indices[parent] for parent in mine]
-        if not any(walk.value(parent).ndim > 1 for parent in mine):  # inputs of a projection come from other layers
-            todo.extend(parent for parent in node.all_input_nodes if parent not in mine)
-    return tuple(sorted(set(found)))
+
+    def of_module(node: fx.Node) -> list[fx.Node]:
+        return [parent for parent in node.all_input_nodes if dynamo.is_of_module(parent)]
+
+    def following(node: fx.Node) -> list[fx.Node]:
+        if any(walk.value(parent).ndim > 1 for parent in of_module(node)):
+            return []  # inputs of a projection come from other layers
+        return [parent for parent in node.all_input_nodes if not dynamo.is_of_module(parent)]
+
+    return tuple(sorted({indices[p] for node in walk.reach([site.key], following) for p in of_module(node)}))
 
 
 def held_weakly(tensors: Iterable[Any]) -> Weights:

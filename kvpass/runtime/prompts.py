@@ -19,7 +19,7 @@ from kvpass.cache.statistics import StatisticsSpec, as_attention
 from kvpass.capture import sparse_index
 from kvpass.capture.capture import Capture
 from kvpass.errors import BudgetError, PolicyError, UnsupportedGraph
-from kvpass.fx import walk
+from kvpass.fx import shapes, walk
 from kvpass.fx.shapes import Sizes
 from kvpass.policies.base import Policy
 from kvpass.policies.budgets import Plan, by_rows
@@ -33,7 +33,6 @@ from kvpass.runtime import model_identity
 from kvpass.runtime.caches import lengthened
 from kvpass.runtime.compiler import Compiler
 from kvpass.runtime.padding import PositionCheck, places_of, told_by
-from kvpass.runtime.sizes import measured
 from kvpass.runtime.subclasses import UnwrappedSubclasses
 from kvpass.torch_private import dynamo, fx_nodes, symbolic_shapes, tensor_types
 
@@ -234,7 +233,7 @@ class PromptRunner:
             return None
         key = results[self.rewrite.raw[0]]
         if self.angles is None:
-            sizes = Sizes((), measured(self.gm, arguments), key.shape[2])
+            sizes = Sizes((), shapes.measured(self.gm.graph, arguments), key.shape[2])
             self.angles = probe_rotaries(self.gm, self.sites, sizes, arguments, key.device)
         return self.positions.first(arguments, self._valid(results, 0, key))
 

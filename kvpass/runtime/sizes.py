@@ -65,8 +65,7 @@ def free_sizes(gm: fx.GraphModule, sites: list[AttentionSite]) -> tuple[SizeSour
     wanted = {
         symbol for site in sites for size in walk.value(site.query).shape for symbol in shapes.expr(size).free_symbols
     }
-    pasts = [past for site in sites for past in (site.past_key, site.past_value)]
-    grown = {symbol for past in pasts for symbol in shapes.expr(walk.value(past).shape[2]).free_symbols}  # type: ignore[arg-type]
+    grown = {symbol for site in sites for symbol in site.growing}
     others = {symbol: index for symbol, index in known.items() if symbol not in wanted | grown and symbol.is_Symbol}
     return {symbol: index for symbol, index in known.items() if symbol in wanted}, others
 
@@ -106,18 +105,6 @@ def counters(gm: fx.GraphModule) -> dict[Any, int]:
 def size_at(arguments: tuple[Any, ...], index: tuple[int, int]) -> int:
     argument, dim = index
     return int(arguments[argument].shape[dim])
-
-
-def measured(gm: fx.GraphModule, arguments: tuple[Any, ...]) -> dict[Any, int]:
-    """Return the values of a graph's symbols that are arguments or sizes of arguments."""
-    found: dict[Any, int] = {}
-    for node, argument in zip(walk.placeholders(gm.graph), arguments, strict=True):
-        is_tensor = walk.is_tensor(node)
-        sizes = zip(walk.value(node).shape, argument.shape, strict=True) if is_tensor else [(node, argument)]
-        for size, number in sizes:
-            if is_tensor or isinstance(walk.value(node), torch.SymInt):
-                found[shapes.expr(size)] = int(number)
-    return {symbol: number for symbol, number in found.items() if symbol.is_Symbol}
 
 
 def lasting(asked: Iterable[Any], now: dict[Any, int], moving: set[Any]) -> Callable[[int], bool]:

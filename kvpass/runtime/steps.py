@@ -45,7 +45,7 @@ from kvpass.runtime.padding import (
     told_by,
     wrong_mask,
 )
-from kvpass.runtime.sizes import Counter, SizeTie, counters, free_sizes, lasting, lengths_of, measured, size_at, ties
+from kvpass.runtime.sizes import Counter, SizeTie, counters, free_sizes, lasting, lengths_of, size_at, ties
 from kvpass.runtime.subclasses import UnwrappedSubclasses
 from kvpass.runtime.variants import CompiledVariant, DynamicDims, ShapeKey, VariantCache
 from kvpass.torch_private import dynamo, fx_nodes, inductor, symbolic_shapes, tensor_types
@@ -421,13 +421,9 @@ class StepRunner:
         seen = ran.caches[0].seen - 1
         following = {symbol for symbol, size in zip(self.others, ran.others, strict=True) if size is None}
         counting = {symbol for symbol, index in self.counters.items() if ran.arguments[index] == seen}
-        now, past = measured(self.gm, ran.arguments), set[Any]()
-        for site in self.sites:
-            for node in (site.past_key, site.past_value):
-                past |= shapes.expr(walk.value(node).shape[2]).free_symbols  # type: ignore[arg-type]
-        growing = {symbol for symbol in past if now.get(symbol) == seen}
-        asked = symbolic_shapes.guarded(*(walk.value(node) for node in walk.placeholders(self.gm.graph)))
-        return lasting(asked, now, following | counting | growing)
+        now = shapes.measured(self.gm.graph, ran.arguments)
+        growing = {symbol for site in self.sites for symbol in site.growing if now.get(symbol) == seen}
+        return lasting(shapes.guards(self.gm.graph), now, following | counting | growing)
 
     def moved(self, caches: list[LayerCache], arguments: tuple[Any, ...], by: int) -> tuple[Any, ...]:
         """Return the arguments of the step before as if `by` more tokens had been seen before it."""
@@ -485,7 +481,7 @@ class StepRunner:
         """Return the number of new tokens q, for the sizes of `self.sizes`."""
         if numbers not in self.queries:
             known = dict(zip(self.sizes, numbers, strict=True))
-            self.queries[numbers] = int(shapes.expr(self.sites[0].queries).subs(known))
+            self.queries[numbers] = shapes.number(self.sites[0].queries, known)
         return self.queries[numbers]
 
     def _readings(self, sizes: list[int], lengths: set[int]) -> list[tuple[int | None, ...]]:
@@ -529,8 +525,8 @@ class StepRunner:
                 known[symbol] = tied_to[size.arg_index] if isinstance(size, SizeTie) else size
         lengths = [x - c.number for x, c in zip(self.counters, counters, strict=True) if c.counts == "seen"]
         for site, window in zip(self.sites, windows, strict=True):
-            for past in (site.past_key, site.past_value):
-                stored = shapes.expr(walk.value(past).shape[2])  # type: ignore[arg-type]
+            for past in site.pasts:
+                stored = shapes.expr(walk.value(past).shape[2])
                 if window is None:
                     lengths.append(stored)
                 else:

@@ -28,6 +28,12 @@ def is_operator(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload)
 
 
+def schema(node: fx.Node) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Return the names of an operator's arguments, and the default value of each."""
+    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    return tuple(each.name for each in arguments), {each.name: each.default_value for each in arguments}
+
+
 def passes_on(node: fx.Node) -> list[fx.Node]:
     """Return the arguments that an operator writes to or returns an alias of, by its schema."""
     schema = node.target._schema  # type: ignore[union-attr]

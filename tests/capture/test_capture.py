@@ -12,8 +12,7 @@ from torch import Tensor
 
 from kvpass.capture.canonical import APPEND, ATTENTION, LOG_SUM_EXP
 from kvpass.capture.capture import Capture, capture
-from kvpass.capture.sites import arguments
-from kvpass.fx import walk
+from kvpass.fx import op_table, walk
 from kvpass.torch_private import fx_nodes
 from tests.capture.test_decomposed_attention import SPELLINGS, Model, Spelling
 
@@ -105,7 +104,7 @@ def test_without_a_concatenation_what_is_returned_is_appended_to_nothing() -> No
     assert run(prompt, (q, q, q)).calls(ATTENTION) == []  # what it returns is not what it attends to
     beside = run(stored, (q, q, q))
     assert [node.args[0] for node in beside.calls(APPEND)] == [None, None]
-    assert arguments(beside.calls(ATTENTION)[0])["causal"] is True
+    assert op_table.bound(beside.calls(ATTENTION)[0])["causal"] is True
 
 
 @pytest.mark.parametrize("name", ["mT", "mH"])

@@ -33,12 +33,19 @@ CARRIED: dict[str, tuple[Callable[[Tensor], Any], dict[int, int | None]]] = {
     "summed and kept": (lambda x: x.sum(1, keepdim=True), {0: 0, 1: None, 2: 2, 3: 3}),
     "summed whole": (lambda x: x.sum(), {0: None, 1: None, 2: None, 3: None}),
     "maximum of a row": (lambda x: x.amax(-1), {0: 0, 1: 1, 2: 2, 3: None}),
-    "norm": (lambda x: x.norm(2, -1), {0: None, 1: None, 2: None, 3: None}),
+    "norm": (lambda x: x.norm(2, -1), {0: 0, 1: 1, 2: 2, 3: None}),
+    "normalized": (lambda x: torch.nn.functional.normalize(x, dim=-1), {0: 0, 1: 1, 2: 2, 3: None}),
+    "vector norm": (lambda x: torch.linalg.vector_norm(x, dim=1, keepdim=True), {0: 0, 1: None, 2: 2, 3: 3}),
     "running sum": (lambda x: x.cumsum(2), {0: 0, 1: 1, 2: None, 3: 3}),
     "softmax": (lambda x: torch.nn.functional.softmax(x, dim=2), {0: 0, 1: 1, 2: None, 3: 3}),
     "product": (lambda x: torch.matmul(x, torch.ones(4, 6)), {0: 0, 1: 1, 2: 2, 3: None}),
     "linear": (lambda x: torch.nn.functional.linear(x, torch.ones(6, 4)), {0: 0, 1: 1, 2: 2, 3: None}),
     "layer norm": (lambda x: torch.nn.functional.layer_norm(x, (4,)), {0: 0, 1: 1, 2: 2, 3: None}),
+    "stacked": (lambda x: torch.stack([x, x.sin()], 1)[:, 0], {0: 0, 1: 1, 2: 2, 3: 3}),
+    "joined": (lambda x: torch.cat([x, x * 2], dim=3)[..., :4], {0: 0, 1: 1, 2: 2, 3: None}),
+    "complex": (lambda x: torch.view_as_real(torch.complex(x, x.sin()))[..., 0], {0: 0, 1: 1, 2: 2, 3: 3}),
+    "pairs": (lambda x: torch.view_as_complex(x.unflatten(-1, (2, 2))).abs(), {0: 0, 1: 1, 2: 2, 3: None}),
+    "equation": (lambda x: torch.einsum("abcd,de->acbe", x, torch.ones(4, 4)), {0: 0, 1: 2, 2: 1, 3: None}),
     "unknown": (lambda x: torch.fft.fft(x, dim=0), {0: None, 1: None, 2: None, 3: None}),
 }
 
@@ -89,6 +96,78 @@ def test_what_is_named_is_made_slice_by_slice(names: list[str], dim: int, seed: 
     torch.testing.assert_close(function(other).select(axis, kept), function(x).select(axis, kept))
 
 
+def test_an_operator_is_in_one_row() -> None:
+    names = [name for row in op_table._TABLE.values() for name in row.split()]
+    assert len(names) == len(set(names))
+
+
+CALLS = [
+    "float()",
+    "long()",
+    "int()",
+    "contiguous()",
+    "detach()",
+    "clone()",
+    "ravel()",
+    "abs()",
+    "exp()",
+    "squeeze()",
+    "unbind()",
+    "adjoint()",
+    "half()",
+    "double()",
+    "diagonal()",
+    "t()",
+    "unsqueeze(0)",
+    "flatten(0)",
+    "cumsum(0)",
+    "sum(0)",
+    "chunk(2)",
+    "split(2)",
+    "tensor_split(2)",
+    "repeat_interleave(2)",
+    "transpose(0,1)",
+    "movedim(0,1)",
+    "moveaxis(0,1)",
+    "swapaxes(0,1)",
+    "swapdims(0,1)",
+    "permute(1,0)",
+    "view(4,3)",
+    "reshape(2,6)",
+    "repeat(2,1)",
+    "tile(2,1)",
+    "flip(0)",
+    "expand(2,3,4)",
+    "broadcast_to(2,3,4)",
+    "select(0,1)",
+    "narrow(0,0,1)",
+    "unflatten(0,(3,1))",
+    "to(torch.float32)",
+    "to(torch.int64)",
+    "type_as(x)",
+    "view_as(x)",
+    "expand_as(x)",
+    "type(torch.float32)",
+    "masked_fill(x>0,1)",
+    "index_select(0,torch.tensor([0]))",
+    "__getitem__(0)",
+    "clamp(0)",
+    "add(0)",
+    "sort()",
+]
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64], ids=str)
+def test_what_shares_memory_is_a_view(call: str, dtype: torch.dtype) -> None:
+    name, x = call.partition("(")[0], torch.ones(3, 4, dtype=dtype)
+    result = eval(f"x.{call}", {"x": x, "torch": torch})
+    parts = result if isinstance(result, (tuple, list)) else [result]
+    shares = any(part.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for part in parts)
+    views = op_table.tagged("view") | {"__getitem__", "int", "long"}
+    assert name in views or not shares
+
+
 def test_a_function_of_that_name_is_no_operator() -> None:
     def add(x: Tensor, y: Tensor) -> Tensor:
         return x.flip(0) + y
@@ -100,6 +179,18 @@ def test_a_function_of_that_name_is_no_operator() -> None:
         each.meta["example_value"] = torch.rand(3, 2)
     assert op_table.known_name(node) == ""
     assert op_table.propagate_dim(node, x, 0) is None
+
+
+@pytest.mark.parametrize(
+    ("product", "axis"),
+    [
+        (lambda x: x.outer(torch.ones(3)), 0),
+        (lambda x: torch.ones(3).outer(x), 1),
+        (lambda x: x.outer(x), None),
+    ],
+)
+def test_each_vector_of_a_product_has_its_axis(product: Callable[[Tensor], Tensor], axis: int | None) -> None:
+    assert followed(product, torch.rand(5), 0) == axis
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ import torch
 import torch.fx as fx
 from torch.fx.node import map_aggregate
 
-from kvpass.fx import alias, walk
+from kvpass.fx import alias, shapes, walk
 from kvpass.fx.constants import tensor_bytes
 from kvpass.torch_private import fx_nodes, symbolic_shapes
 
@@ -127,7 +127,7 @@ def _value_key(value: Any, renamed: dict[Any, Any]) -> tuple[Any, ...]:
     """Return all properties of an operand that compiled code depends on, with some symbols renamed."""
 
     def text(size: Any) -> str:
-        return str(symbolic_shapes.expression(size).xreplace(renamed)) if isinstance(size, torch.SymInt) else str(size)
+        return shapes.text(size, renamed) if isinstance(size, torch.SymInt) else str(size)
 
     if not isinstance(value, torch.Tensor):
         return (type(value).__name__, text(value))
@@ -245,7 +245,7 @@ def _may_move(order: list[fx.Node], moved: list[fx.Node], first: int) -> bool:
     passed = order[first : order.index(moved[-1]) + 1]
     if any(map(_writes, moved)) or any(map(fx_nodes.sets_a_mode, passed)):
         return False
-    memory = _MemoryOwners(order[0].graph)
+    memory = _memory(order[0].graph)
     written = {memory.of(node.all_input_nodes[0]) for node in passed if _writes(node)}
     return written.isdisjoint(memory.of(parent) for node in moved for parent in node.all_input_nodes)
 
@@ -254,25 +254,13 @@ def _writes(node: fx.Node) -> bool:
     return fx_nodes.mutates(node) or alias.writes(node)
 
 
-class _MemoryOwners:
-    """Groups of nodes that may share memory.
+def _memory(graph: fx.Graph) -> alias.Memory:
+    """Return the nodes that may share memory, of which schemas and recorded storage tell more than names."""
 
-    Aten operators state aliases in their schemas; in Dynamo's graph the recorded fake tensors share storage.  Where
-    neither is known, a node may share the memory of all its operands.
-    """
+    def aliased(node: fx.Node) -> list[fx.Node]:
+        return [p for p in node.all_input_nodes if node.op.startswith("call_") and alias.may_alias(node, p)]
 
-    def __init__(self, graph: fx.Graph) -> None:
-        self._parent: dict[fx.Node, fx.Node] = {}
-        for node in graph.nodes:
-            for parent in node.all_input_nodes if node.op.startswith("call_") else ():
-                if alias.may_alias(node, parent):
-                    self._parent[self.of(node)] = self.of(parent)
-
-    def of(self, node: fx.Node) -> fx.Node:
-        """Return the representative of all nodes that may share memory with a node."""
-        while node in self._parent and self._parent[node] is not node:
-            node = self._parent[node]
-        return node
+    return alias.Memory(graph, aliased)
 
 
 def _is_sound(gm: fx.GraphModule, segments: list[Segment]) -> bool:
@@ -293,7 +281,7 @@ def _splits_mode(segment: Segment) -> bool:
 
 def _keeps_writes(gm: fx.GraphModule, segments: list[Segment]) -> bool:
     """Return whether no written memory crosses a cut, apart from graph inputs under their own name."""
-    memory = _MemoryOwners(gm.graph)
+    memory = _memory(gm.graph)
     segment_of = {node: number for number, segment in enumerate(segments) for node in segment.nodes}
     groups: dict[fx.Node, list[fx.Node]] = {}
     for node in gm.graph.nodes:

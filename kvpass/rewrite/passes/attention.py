@@ -12,19 +12,19 @@ layer attend to the same slots.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
-import torch
 import torch.fx as fx
 from torch import Tensor
 
 from kvpass.cache.slots import Layout, Slots
 from kvpass.cache.step import Attended, Site, decode_step, extend_step, read_step
 from kvpass.capture.sites import AttentionSite
-from kvpass.fx import shapes, walk
+from kvpass.fx import shapes, splicing, walk
 from kvpass.fx.walk import value
 from kvpass.lowering.formats import Sections
 from kvpass.lowering.rope import Rope, RotaryPairs
@@ -151,10 +151,7 @@ _OWN_CAPACITY = sympy.Symbol("layers_capacity")
 
 def _signature(step: StepContext, node: fx.Node, symbols: dict[sympy.Symbol, sympy.Symbol]) -> str:
     """Return as text what the code for a layer depends on in a node's value."""
-
-    def text(size: Any) -> str:
-        return str(shapes.expr(size).xreplace(symbols)) if symbols and isinstance(size, torch.SymInt) else str(size)
-
+    text = functools.partial(shapes.text, renamed=symbols)
     if walk.is_size(node):
         return text(step.sizes.fixed(node))
     sizes = [*map(text, step.shape(node)), "by", *map(text, value(node).stride())]
@@ -177,16 +174,9 @@ def as_cached(graph: fx.Graph, site: AttentionSite, node: fx.Node) -> fx.Node:
     """Return a key or value as it is cached: [B, h, q, D], or [B, 1, q, h * D] if keys are computed from it."""
     if not site.computed or value(node).shape[1] == 1:
         return node
-    with graph.inserting_after(node):
-        transposed = graph.call_method("transpose", (node, 1, 2))
-    with graph.inserting_after(transposed):
-        flat = graph.call_method("flatten", (transposed, 2))
-    with graph.inserting_after(flat):
-        joined = graph.call_method("unsqueeze", (flat, 1))
-    transposed.meta["example_value"] = value(node).transpose(1, 2)
-    flat.meta["example_value"] = value(transposed).flatten(2)
-    joined.meta["example_value"] = value(flat).unsqueeze(1)
-    return joined
+    with graph.inserting_before(node.next):
+        flat = splicing.emit(graph, "flatten", splicing.emit(graph, "transpose", node, 1, 2), 2)
+        return splicing.emit(graph, "unsqueeze", flat, 1)
 
 
 def splice_point(site: AttentionSite, needed: list[fx.Node]) -> fx.Node:

@@ -18,12 +18,11 @@ import torch.fx as fx
 
 from kvpass.capture import tokens
 from kvpass.errors import UnsupportedGraph
-from kvpass.fx import op_table, walk
+from kvpass.fx import op_table, splicing, walk
 from kvpass.fx.shapes import Sizes
 from kvpass.fx.walk import value
 from kvpass.rewrite.context import StepContext
 from kvpass.rewrite.record import Record
-from kvpass.torch_private import fake_tensors
 
 
 def put_length_on_device(step: StepContext) -> Record:
@@ -84,7 +83,7 @@ class LengthArithmetic:
         for node in list(self.graph.nodes):
             if walk.name_of(node) != "getitem" or not walk.is_tensor(node.args[0]):
                 continue
-            base, parts = node.args[0], node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+            base, parts = node.args[0], op_table.subscript(node)
             growing = self._growing_slices(node, parts)
             if not any(growing) or self.sizes.grown(value(base)):
                 continue
@@ -94,7 +93,9 @@ class LengthArithmetic:
                         base, new_indices = self._lookup(base, dim, part.start or 0, value(node).shape[dim])
                         key_indices += new_indices
                     elif part != slice(None):
-                        base = self._call(operator.getitem, base, (slice(None),) * dim + (self._fixed_slice(part),))
+                        base = splicing.emit(
+                            self.graph, operator.getitem, base, (slice(None),) * dim + (self._fixed_slice(part),)
+                        )
             self.rewritten.append(node.name)
             node.replace_all_uses_with(base)
         return key_indices
@@ -123,14 +124,7 @@ class LengthArithmetic:
             shifted = self.graph.call_function(operator.add, (index, offset))
             shifted.meta["example_value"] = index.meta["example_value"]
             index = shifted
-        return self._call(torch.index_select, table, dim, index), key_indices
-
-    def _call(self, target: Any, *args: Any) -> fx.Node:
-        node = self.graph.call_function(target, args)
-        node.meta["example_value"] = fake_tensors.propagate(
-            target, *(value(a) if isinstance(a, fx.Node) else a for a in args)
-        )
-        return node
+        return splicing.emit(self.graph, torch.index_select, table, dim, index), key_indices
 
     def _arange_on_length(self, node: fx.Node) -> None:
         """Rewrite arange(past, past + q) as past + arange(q), in int64 until after the addition."""
@@ -160,6 +154,4 @@ class LengthArithmetic:
         node.replace_all_uses_with(shifted)
 
 
-_ARITHMETIC = frozenset(
-    {"add", "sub", "mul", "rsub", "iadd", "isub", "lt", "le", "gt", "ge", "eq", "ne", "clamp", "maximum", "minimum"}
-)
+_ARITHMETIC = op_table.tagged("compares", "adds") | {"mul", "clamp", "maximum", "minimum"}

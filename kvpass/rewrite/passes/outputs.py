@@ -88,7 +88,7 @@ def host_precomputed(step: StepContext, gather_from: list[fx.Node]) -> fx.GraphM
 
 
 def _check_reads_no_cache(step: StepContext, wanted: list[fx.Node], needed: set[str]) -> None:
-    pasts = {past.name for site in step.call.sites for past in (site.past_key, site.past_value) if past is not None}
+    pasts = {past.name for site in step.call.sites for past in site.pasts}
     if needed.isdisjoint(pasts):
         return
     first = next(node for node in wanted if not pasts.isdisjoint(ancestor.name for ancestor in walk.ancestors(node)))

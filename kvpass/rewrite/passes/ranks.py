@@ -99,8 +99,7 @@ def _replace_by_ranks(step: StepContext, position: fx.Node, first: fx.Node) -> N
     origin = unreshaped(position)
     if origin in step.placeholders:
         step.replaced_positions.append(step.placeholders.index(origin))
-    dims = [d for d, size in enumerate(shape) if shapes.expr(size) == shapes.expr(queries) and (d or len(shape) == 1)]
-    along = dims[-1] if dims else len(shape) - 1
+    along = shapes.token_dim(shape, queries)
     padded = bool(step.padding_inputs.sites[0])
     if rows > 1 and padded and not _may_differ_by_row(step, position):
         _refuse(step, 0, ROWS_SHARE_POSITIONS)

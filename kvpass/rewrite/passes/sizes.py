@@ -43,12 +43,8 @@ def settle_sizes(step: StepContext) -> Record:
 
 def _reader(size: fx.Node) -> fx.Node:
     """Return the first operation on tensors that reads a size, or a size computed from it."""
-    sizes: set[fx.Node] = {size}
-    readers: list[fx.Node] = []
-    for node in size.graph.nodes:
-        if sizes.intersection(node.all_input_nodes):
-            (sizes.add if walk.is_size(node) else readers.append)(node)
-    return readers[0] if readers else size
+    sizes = walk.reach([size], lambda node: filter(walk.is_size, node.users))
+    return min((user for node in sizes for user in node.users if not walk.is_size(user)), default=size)
 
 
 def _settle(size: fx.Node, number: Any) -> None:

@@ -10,21 +10,18 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass.fx import walk
+from kvpass.fx import op_table, shapes, walk
 from kvpass.fx.walk import value
-from kvpass.torch_private import dynamo, symbolic_shapes
+from kvpass.torch_private import dynamo
 
 MAX_TOKENS = 4200
 """The largest number of tokens that a validation makes up."""
 EXACT_LIMITS = {torch.int8: 128, torch.uint8: 256, torch.bfloat16: 256, torch.int16: 1 << 15, torch.float16: 2048}
 """The first integers beyond which narrow dtypes cannot represent the next one."""
-_ARITHMETIC = frozenset(
-    {
-        "lt", "le", "gt", "ge", "eq", "ne", "add", "sub", "rsub", "iadd", "isub", "floordiv", "floor_divide", "mod",
-        "remainder", "clamp", "clamp_min", "clamp_max", "clip", "minimum", "maximum", "where", "masked_fill",
-    }
-)  # fmt: skip
-_TABLES = frozenset({"embedding", "index_select", "getitem", "gather", "narrow"})
+_ARITHMETIC = op_table.tagged("compares", "adds") | {
+    "floordiv", "floor_divide", "mod", "remainder", "clamp", "clamp_min", "clamp_max", "clip", "minimum", "maximum",
+    "where", "masked_fill",
+}  # fmt: skip
 
 
 def length_constants(graph: fx.Graph) -> list[int]:
@@ -60,21 +57,14 @@ def _counts(node: fx.Node) -> bool:
     return not example.is_floating_point() or any(isinstance(size, torch.SymInt) for size in example.shape)
 
 
-def _integers(arguments: Any) -> Iterator[int]:
-    if isinstance(arguments, slice):
-        yield from _integers((arguments.start, arguments.stop))
-    elif isinstance(arguments, (tuple, list)):
-        for each in arguments:
-            yield from _integers(each)
-    elif isinstance(arguments, float) and arguments.is_integer():
-        yield int(arguments)
-    elif isinstance(arguments, int) and not isinstance(arguments, bool):
-        yield arguments
+def _integers(arguments: Any) -> list[int]:
+    numbers = [x for x in op_table.leaves(arguments) if isinstance(x, (int, float)) and not isinstance(x, bool)]
+    return [int(number) for number in numbers if float(number).is_integer()]
 
 
 def _tables(node: fx.Node) -> Iterator[int]:
     """Yield the sizes of a parameter, buffer or constant in which a node looks something up."""
-    if walk.name_of(node) not in _TABLES:
+    if walk.name_of(node) not in op_table.tagged("looks_up") | {"narrow"}:
         return
     for parent in node.all_input_nodes:
         example = value(parent)
@@ -90,11 +80,10 @@ def _narrow(node: fx.Node) -> Iterator[int]:
         return
     parents = [value(parent) for parent in node.all_input_nodes]
     integers = [x for x in parents if isinstance(x, Tensor) and not x.is_floating_point() and x.dtype != torch.bool]
-    if integers or walk.name_of(node) in ("arange", "cumsum"):
+    if integers or walk.name_of(node) in op_table.tagged("counts"):
         yield EXACT_LIMITS[example.dtype]
 
 
 def _guards(graph: fx.Graph) -> Iterator[int]:
-    guards = symbolic_shapes.guarded(*(value(node) for node in walk.placeholders(graph)))
-    for guard in guards:
+    for guard in shapes.guards(graph):
         yield from (int(number) for number in guard.atoms(sympy.Integer))

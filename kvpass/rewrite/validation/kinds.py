@@ -10,7 +10,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass.capture.sites import AttentionSite
-from kvpass.fx.shapes import LENGTH, expr
+from kvpass.fx.shapes import LENGTH, text
 from kvpass.fx.walk import is_size, value
 from kvpass.torch_private import dynamo
 
@@ -45,9 +45,8 @@ class _KindDescription:
     def __init__(self, nodes: Sequence[fx.Node], first: int, sites: Sequence[AttentionSite]) -> None:
         self._index = {node: index for index, node in enumerate(nodes)}
         self._first = first
-        pasts = [past for site in sites for past in (site.past_key, site.past_value) if past is not None]
-        self._pasts = set(pasts)
-        self._lengths = {symbol for past in pasts for symbol in expr(value(past).shape[2]).free_symbols}
+        self._pasts = {past for site in sites for past in site.pasts}
+        self._lengths = dict.fromkeys((symbol for site in sites for symbol in site.growing), LENGTH)
 
     def __call__(self, node: fx.Node, end: int) -> Any:
         """Describe an operation before the call of index `end`."""
@@ -67,4 +66,4 @@ class _KindDescription:
 
     def _size(self, size: Any) -> str:
         """Return a size as text; the past of every layer has the same name for its length."""
-        return str(expr(size).xreplace(dict.fromkeys(self._lengths, LENGTH)))
+        return text(size, self._lengths)

@@ -19,9 +19,9 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass.capture.canonical import ATTENTION
-from kvpass.capture.sites import AttentionSite, arguments
+from kvpass.capture.sites import AttentionSite
 from kvpass.errors import KVPassError, UnsupportedGraph
-from kvpass.fx import walk
+from kvpass.fx import op_table, walk
 from kvpass.fx.walk import source_line
 from kvpass.rewrite.validation.expected import Expected, as_computed, expected, same
 from kvpass.rewrite.validation.interpreter import DoesNotRun, GraphRun, Visit
@@ -215,7 +215,7 @@ class Lockstep:
 
     def _at_call(self, site: AttentionSite, columns: Tensor | None, compares: bool) -> Visit:
         def visit(walk: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
-            call = {name: walk.load(x) if isinstance(x, fx.Node) else x for name, x in arguments(node).items()}
+            call = {name: walk.load(x) if isinstance(x, fx.Node) else x for name, x in op_table.bound(node).items()}
             model_value = self._shaped(site, self.model_value(node), result)
             call = as_computed(call, model_value.dtype)
             exact = expected(call, None if compares else columns, self.queries)

@@ -18,7 +18,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass.capture.sites import AttentionSite
-from kvpass.fx import walk
+from kvpass.fx import shapes, walk
 from kvpass.fx.shapes import expr
 from kvpass.fx.walk import value
 from kvpass.rewrite.prompt import PromptRewrite
@@ -100,7 +100,7 @@ class _PromptCall:
 def _calls(prompt: PromptCase, arguments: tuple[Any, ...]) -> Iterator[_PromptCall]:
     """Yield made-up prompts, if the graph serves other sizes, then the current call."""
     yield from _made_up(prompt, arguments, LENGTHS, max(ROWS))
-    current = _sizes(walk.placeholders(prompt.canonical.graph), arguments)
+    current = shapes.measured(prompt.canonical.graph, arguments)
     call = _prompt_call(prompt, arguments, current, "on a prompt")
     if call is not None:
         yield call
@@ -111,22 +111,11 @@ def _made_up(
 ) -> Iterator[_PromptCall]:
     """Yield prompts of some lengths, if the graph serves them."""
     inputs = walk.placeholders(prompt.canonical.graph)
-    for sizes in _other_sizes(prompt, inputs, _sizes(inputs, arguments), lengths, most_rows):
+    for sizes in _other_sizes(prompt, inputs, shapes.measured(prompt.canonical.graph, arguments), lengths, most_rows):
         changed = tuple(_resized(node, x, sizes) for node, x in zip(inputs, arguments, strict=True))
         call = _prompt_call(prompt, _with_padding(prompt, changed), sizes, "on a made-up prompt")
         if call is not None:
             yield call
-
-
-def _sizes(inputs: Sequence[fx.Node], arguments: tuple[Any, ...]) -> dict[Any, int]:
-    """Return the values of the symbols that are arguments or sizes of arguments."""
-    values: dict[Any, int] = {}
-    for node, argument in zip(inputs, arguments, strict=True):
-        pairs = zip(value(node).shape, argument.shape, strict=True) if walk.is_tensor(node) else [(node, argument)]
-        for size, number in pairs:
-            if walk.is_tensor(node) or isinstance(value(node), torch.SymInt):
-                values[expr(size)] = int(number)
-    return {symbol: number for symbol, number in values.items() if symbol.is_Symbol}
 
 
 def _other_sizes(
@@ -141,7 +130,7 @@ def _other_sizes(
     length, rows = expr(site.queries), expr(value(site.key).shape[0])
     if not length.is_Symbol or length not in current or site.past_key is not None:
         return
-    guards = symbolic_shapes.guarded(*(value(node) for node in inputs))
+    guards = shapes.guards(prompt.canonical.graph)
     taken = {size for node in (site.query, site.key, site.value) for size in value(node).shape if isinstance(size, int)}
     variable = rows.is_Symbol and rows in current
     counts = [x for x in ROWS if x not in taken and x <= most_rows] + [current[rows]] if variable else [0]
@@ -162,7 +151,7 @@ def _other_sizes(
 
 def _marks_rows(node: fx.Node, rows: Any, sizes: dict[Any, int]) -> bool:
     """Return whether an input that marks padding has one row, or as many as the prompt."""
-    return math.prod(_number(size, sizes) for size in value(node).shape[:-1]) in (1, _number(rows, sizes))
+    return math.prod(shapes.number(size, sizes) for size in value(node).shape[:-1]) in (1, shapes.number(rows, sizes))
 
 
 def _satisfies(guards: Sequence[Any], sizes: dict[Any, int]) -> bool:
@@ -174,21 +163,17 @@ def _in_range(node: fx.Node, sizes: dict[Any, int]) -> bool:
     """Return whether the ranges of an input's symbols allow some values."""
     shape = value(node).shape if walk.is_tensor(node) else (value(node),)
     symbols = [size for size in shape if isinstance(size, torch.SymInt)]
-    return all(symbolic_shapes.may_equal(size, _number(size, sizes)) for size in symbols)
-
-
-def _number(size: Any, sizes: dict[Any, int]) -> int:
-    return int(expr(size).xreplace({symbol: sympy.Integer(number) for symbol, number in sizes.items()}))
+    return all(symbolic_shapes.may_equal(size, shapes.number(size, sizes)) for size in symbols)
 
 
 def _resized(node: fx.Node, argument: Any, sizes: dict[Any, int]) -> Any:
     """Return an argument at other sizes: its entries repeat, and positions continue."""
     if isinstance(value(node), torch.SymInt):
-        return _number(node, sizes)
+        return shapes.number(node, sizes)
     if not isinstance(argument, Tensor) or not symbolic_shapes.symbols(value(node)):
         return argument
     for dim, size in enumerate(value(node).shape):
-        size = _number(size, sizes)
+        size = shapes.number(size, sizes)
         if size != argument.shape[dim]:
             indices = torch.arange(size, device=argument.device)
             is_count = argument.dtype == torch.int64 and bool((argument.diff(dim=dim) == 1).all())
@@ -217,7 +202,7 @@ def _prompt_call(
     """Return a call with these arguments; None if its sizes are unknown."""
     site = prompt.sites[0]
     try:
-        rows, queries = _number(value(site.key).shape[0], sizes), _number(site.queries, sizes)
+        rows, queries = shapes.number(value(site.key).shape[0], sizes), shapes.number(site.queries, sizes)
     except TypeError:  # not all symbols are sizes of inputs
         return None
     real = torch.ones(1, queries, dtype=torch.bool)

@@ -21,8 +21,8 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass.capture.sites import AttentionSite, arguments
-from kvpass.fx import shapes, walk
+from kvpass.capture.sites import AttentionSite
+from kvpass.fx import op_table, shapes, walk
 from kvpass.fx.walk import value
 from kvpass.lowering.formats import Rows
 from kvpass.rewrite.validation.constants import length_constants, smallest_table
@@ -168,9 +168,8 @@ def _serves(step: StepCase, count: int) -> bool:
     """Return whether Dynamo's guards allow `count` tokens in every past that is wholly cached."""
     lengths = _past_lengths(step)
     symbols = {symbol for length in lengths for symbol in shapes.expr(length).free_symbols}
-    guards = symbolic_shapes.guarded(*(value(node) for node in walk.placeholders(step.gm.graph)))
     known = {symbol: sympy.Integer(count) for symbol in symbols if len(symbols) == 1}
-    violated = any(guard.xreplace(known) == sympy.false for guard in guards)
+    violated = any(guard.xreplace(known) == sympy.false for guard in shapes.guards(step.gm.graph))
     return (
         not violated
         and all(symbolic_shapes.may_equal(length, count) for length in lengths)
@@ -187,16 +186,8 @@ def _inputs_serve(step: StepCase, count: int) -> bool:
     if not all(step.sizes.grows(value(placeholders[index]).shape[-1]) for index in step.padding_inputs.values()):
         return False
     for index, (node, argument) in enumerate(zip(placeholders, step.arguments, strict=True)):
-        if index in pasts or not (walk.is_tensor(node) or walk.is_size(node)):
-            continue
-        pairs = (
-            zip(value(node).shape, argument.shape, strict=True) if walk.is_tensor(node) else [(value(node), argument)]
-        )
-        if not all(
-            symbolic_shapes.may_equal(size, current - step.seen + count)
-            for size, current in pairs
-            if step.sizes.grows(size)
-        ):
+        growing = [] if index in pasts else [p for p in shapes.pairs(node, argument) if step.sizes.grows(p[0])]
+        if not all(symbolic_shapes.may_equal(size, current - step.seen + count) for size, current in growing):
             return False
     return True
 
@@ -204,7 +195,7 @@ def _inputs_serve(step: StepCase, count: int) -> bool:
 def _past_lengths(step: StepCase) -> list[Any]:
     """Return the lengths of the pasts that are wholly cached, as the graph's sizes."""
     sites = [site for site, window in zip(step.sites, step.context.windows, strict=True) if window is None]
-    return [value(past).shape[2] for site in sites for past in (site.past_key, site.past_value)]  # type: ignore[arg-type]
+    return [value(past).shape[2] for site in sites for past in site.pasts]
 
 
 def _compare(step: StepCase, conversation: Conversation, last: fx.Node | None) -> bool:
@@ -234,7 +225,7 @@ def _run_rewritten(step: StepCase, conversation: Conversation, lockstep: Lockste
     rewritten_sites = [each for site in context.sites for each in site.all]
     padded = (~conversation.valid.all(-1)).to(step.layouts[0].device)
     for (layer, site), rewritten in zip(lockstep.calls, rewritten_sites, strict=True):
-        call = arguments(site.call)
+        call = op_table.bound(site.call)
         if (rewritten.scale, rewritten.cap) != (call["scale"], call["cap"]):
             lockstep.refuse(site, f"logits are scaled by {rewritten.scale} and capped at {rewritten.cap} instead")
         mask, bias = context.masks[site.call.name]

@@ -1,0 +1,70 @@
+"""Walks along the operands and users of nodes."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+import torch.fx as fx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpass.fx import walk
+
+OPERANDS = st.lists(st.lists(st.integers(0, 30), max_size=3), min_size=1, max_size=12)
+"""For each node, numbers of earlier nodes."""
+
+
+def graph_of(operands: list[list[int]]) -> list[fx.Node]:
+    """Return the nodes of a graph: one input, and calls of what was drawn."""
+    graph = fx.Graph()
+    nodes = [graph.placeholder("x")]
+    for numbers in operands:
+        nodes.append(graph.call_function(torch.add, tuple(nodes[number % len(nodes)] for number in numbers)))
+    for node in nodes:
+        node.meta["example_value"] = torch.ones(2)
+    return nodes
+
+
+def computed_from(node: fx.Node, stop: set[fx.Node], ends: set[fx.Node]) -> set[fx.Node]:
+    """What `ancestors` gives, by definition."""
+    if node in stop:
+        return set()
+    parents = () if node in ends else node.all_input_nodes
+    return {node}.union(*(computed_from(parent, stop, ends) for parent in parents))
+
+
+@settings(max_examples=60, deadline=None)
+@given(OPERANDS, st.sets(st.integers(0, 12)), st.sets(st.integers(0, 12)))
+def test_ancestors(operands: list[list[int]], stop: set[int], ends: set[int]) -> None:
+    nodes = graph_of(operands)
+    stopped, last = ({nodes[number] for number in numbers if number < len(nodes)} for numbers in (stop, ends))
+    found = walk.ancestors(nodes[-1], stopped, until=last.__contains__)
+    assert found == computed_from(nodes[-1], stopped, last)
+
+
+@settings(max_examples=60, deadline=None)
+@given(OPERANDS)
+def test_what_is_reached_by_users_is_computed_from_it(operands: list[list[int]]) -> None:
+    nodes = graph_of(operands)
+    reached = list(walk.reach(nodes[:1], lambda node: node.users))
+    assert len(reached) == len(set(reached))
+    assert set(reached) == {node for node in nodes if nodes[0] in walk.ancestors(node)}
+
+
+@settings(max_examples=60, deadline=None)
+@given(OPERANDS, st.sets(st.integers(0, 12)))
+def test_a_chain_goes_on_while_its_nodes_are_let_through(operands: list[list[int]], through: set[int]) -> None:
+    nodes = graph_of(operands)
+    found = walk.chain(nodes[-1], lambda node: nodes.index(node) in through)
+    assert all(one.args[0] is other for one, other in itertools.pairwise(found))
+    assert all(nodes.index(node) in through for node in found[:-1])
+    assert not found[-1].args or nodes.index(found[-1]) not in through
+
+
+def test_a_chain_ends_at_what_is_no_tensor() -> None:
+    graph = fx.Graph()
+    size = graph.placeholder("size")
+    size.meta["example_value"] = 3
+    made = graph.call_function(torch.arange, (size,))
+    assert walk.chain(made, lambda node: True) == [made]
