@@ -17,7 +17,7 @@ import sympy  # type: ignore[import-untyped]
 import torch.fx as fx
 
 from kvpass.errors import UnsupportedGraph
-from kvpass.fx import op_table, walk
+from kvpass.fx import alias, op_table, walk
 from kvpass.fx.shapes import Sizes, expr
 from kvpass.fx.walk import is_tensor, value
 
@@ -77,6 +77,8 @@ class KeyAxis:
         self.offsets: dict[fx.Node, sympy.Expr] = dict.fromkeys(integer_indices, sympy.Integer(0))
         roots = {**dict.fromkeys(counts, 0), **entries, **facts}
         self.known = {node: Followed("sliced", axis) for node, axis in roots.items()}
+        memory = alias.Memory(graph)
+        self._overwritten = {node for node in among if not among.issuperset(memory.writers(node))}
         for node in graph.nodes:
             if node in among and node not in self.known and not walk.is_size(node):
                 self.known[node] = self._follow(node)
@@ -93,6 +95,8 @@ class KeyAxis:
         if not followers and not grows:
             return PLAIN if "plain" in ways.values() else FREE
         axis = self._growing_axis(node)
+        if node in self._overwritten:  # a slice of it would lack what other nodes write
+            return Followed("host_precomputed", axis)
         if is_lengthened(node, self.sizes):
             return Followed("lengthened", axis)
         lookup = op_table.lookup(node)
