@@ -291,6 +291,35 @@ def test_writes_in_place_to_logits_are_read(spelling: Spelling) -> None:
     spelling.check()
 
 
+def mask_written(name: str, write: Callable[..., Any], kind: Kind = "held") -> Spelling:
+    """scaled_dot_product_attention under a view of a mask [q, S] that write(mask, i, j) wrote to before."""
+
+    def mask(i: Tensor, j: Tensor) -> Tensor:
+        made = torch.zeros(len(i), len(j))
+        write(made, i, j)
+        return made[None, None]
+
+    return called(name, mask, kind)
+
+
+MASKS_WRITTEN = [
+    mask_written("filled", lambda m, i, j: m.masked_fill_(j > i, LOWEST)),
+    mask_written("filled-with-holes", lambda m, i, j: m.masked_fill_((j > i) | ((j % 3 == 1) & (j < i)), -torch.inf)),
+    mask_written("added", lambda m, i, j: m.add_(hidden(i, j))),
+    mask_written("added-through-a-view", lambda m, i, j: m[None].add_(hidden(i, j))),
+    mask_written("filled-then-scaled", lambda m, i, j: (m.masked_fill_(j > i, -1e9), m.mul_(2))),
+]
+
+
+@parameters(MASKS_WRITTEN)
+def test_writes_in_place_to_a_mask_are_read(spelling: Spelling) -> None:
+    """The nodes that write have no users, so a slice for one key would be that of the mask before the write.
+
+    Whatever other nodes write to is computed on the host, with the writes, and not sliced.
+    """
+    spelling.check()
+
+
 def beside(name: str, change: Callable[..., Tensor], kind: Kind = "refused") -> Spelling:
     """Attention with change(masked logits, a column of sinks, i, j) before the softmax."""
 

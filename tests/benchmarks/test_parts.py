@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 
 import pytest
+
+pytest.importorskip("matplotlib")
 import torch
 
 import kvpass

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+pytest.importorskip("matplotlib")
+
 from benchmarks import recall
 from kvpass.decoding.prefill import Caller
 from tests.apps.evaluation.test_recall import Copier, planted

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
+pytest.importorskip("PIL")
 from PIL import Image
 
 from kvpass.apps.evaluation import plots
