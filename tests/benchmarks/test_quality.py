@@ -1,5 +1,9 @@
 from pathlib import Path
 
+import pytest
+
+pytest.importorskip("matplotlib")
+
 from benchmarks import quality
 from benchmarks.quality import Case, Settings
 from kvpass import policies
