@@ -273,7 +273,8 @@ def cut_rotary(gm: fx.GraphModule, site: AttentionSite, rotary: Rotary, sizes: S
 
     def resolve(node: fx.Node) -> Any:
         if sizes.grows(node):
-            raise UnsupportedGraph(f"the rotary embedding uses the cache's length, {value(node)}, as a size")
+            line = walk.source_line(node)
+            raise UnsupportedGraph(f"{line}: the rotary embedding uses the cache's length, {value(node)}, as a size")
         return sizes.fixed(node)
 
     subgraph = alias.behind([site.key], {rotary.raw})

@@ -47,7 +47,9 @@ def _with_dynamic_sizes(step: StepContext, layer: int, tensor: Tensor) -> Tensor
     if all(isinstance(size, int) for size in shape):
         return tensor
     if not tensor.is_contiguous():
-        raise UnsupportedGraph("slots that are not contiguous serve only one number of rows and one capacity")
+        raise UnsupportedGraph(
+            f"{step.line(0)}: slots that are not contiguous serve only one number of rows and one capacity"
+        )
     return step.of_shape(tuple(shape), tensor.dtype)
 
 
