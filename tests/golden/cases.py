@@ -29,17 +29,20 @@ BY_SCORE = ("h2o", "tova", "roco", "snapkv", "knorm")
 IN_OTHER_WAYS = ("d2o", "buzz", "cascade", "sage", "kv_align")
 """What merges, evicts in batches, keeps lines of sub-caches, selects, or repairs."""
 
-REFUSED = {("gpt_oss", "kv_align")}
-"""What the policy refuses of the model."""
+WITHOUT_ALIGNER = ("gpt_oss", "mistral", "falcon", "codegen", "jamba", "llama4_text")
+REFUSED = {(model, "kv_align") for model in WITHOUT_ALIGNER}
+"""The pairs of a model and a policy that refuses it."""
 
 
 def policies_of(model: str) -> tuple[str, ...]:
     """Return the policies that a model is recorded with: all, or one of each kind in turn."""
     if model in WITH_ALL_POLICIES:
-        return tuple(name for name in policies.names() if (model, name) not in REFUSED)
-    number = WITH_THREE.index(model)
-    kinds = (BY_POSITION, number), (BY_SCORE, number), (IN_OTHER_WAYS, number + number // len(BY_SCORE))
-    return tuple(kind[place % len(kind)] for kind, place in kinds)
+        chosen = policies.names()
+    else:
+        number = WITH_THREE.index(model)
+        kinds = (BY_POSITION, number), (BY_SCORE, number), (IN_OTHER_WAYS, number + number // len(BY_SCORE))
+        chosen = [kind[index % len(kind)] for kind, index in kinds]
+    return tuple(name for name in chosen if (model, name) not in REFUSED)
 
 
 def cases(names: tuple[str, ...] = (), only: tuple[str, ...] = ()) -> list[tuple[str, str]]:
