@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test oldest newest slow whole lint docs architectures reach bench clean
 
-# The main job: a real model under a few policies, with tables and pictures in out/, in eight minutes of processor time.
+# The main job: a real model under a few policies, with tables and pictures in out/, in six minutes on two cores.
 demo: $(RUNS)
 	$(BIN)/kvpass demo
 
