@@ -18,18 +18,18 @@ from kvpass.apps.evaluation.tables import markdown
 PAGE = Path("docs/demo.md")
 PICTURES = ("book", "retrieval", "kept")
 QUESTIONS, CHARACTERS = 2, 240  # of the chat: the last questions, and what is shown of each answer
-CACHE = "cache, MiB"
+COST = ("cache, MiB", "ms a token")  # columns of the table of costs that the summary repeats
 Row = dict[str, Any]
 
 
 def summary(parts: dict[str, Any]) -> list[Row]:
-    """Return one row for each policy: perplexity, passkeys and the size of the cache."""
+    """Return one row for each policy: perplexity, passkeys, the size of the cache and the time of a token."""
     retrieved, cost = (_by_policy(parts[name]["rows"]) for name in ("retrieval", "cost"))
     return [
         {
             **row,
             "passkeys found": _mean(retrieved.get(policy, {})),
-            CACHE: cost.get(policy, {}).get(CACHE),
+            **{name: cost.get(policy, {}).get(name) for name in COST},
         }
         for policy, row in _by_policy(parts["book"]["rows"]).items()
     ]
