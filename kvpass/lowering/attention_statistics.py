@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import urllib.parse
 
 import torch
 from torch import Tensor
@@ -51,13 +52,13 @@ class StatisticsRequest:
     sharding: str | None = None
 
     def text(self) -> str:
-        """Return the request as JSON; `parse` is the inverse."""
-        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+        """Return the request as JSON without quotes, which Inductor's C++ wrapper would not escape in its strings."""
+        return urllib.parse.quote(json.dumps(dataclasses.asdict(self), sort_keys=True), safe="{}[]:, ")
 
     @staticmethod
     def parse(text: str) -> StatisticsRequest:
-        """Return the request of a text."""
-        fields = json.loads(text)
+        """Return the request of a text that `text` returned."""
+        fields = json.loads(urllib.parse.unquote(text))
         return StatisticsRequest(**{**fields, "names": tuple(fields["names"])})
 
     @property

@@ -145,6 +145,7 @@ def test_the_shapes_for_the_compiler_are_those_of_the_real_thing(make, attends, 
 def test_a_request_is_its_text():
     request = StatisticsRequest(("scan",), True, 0.3, None, 2, scan=specify(resolve("cascade", {})), budget=0.5)
     assert StatisticsRequest.parse(request.text()) == request
+    assert not {*request.text()} & {*'"\\\n'}  # a string literal of C++ has it as it is
 
 
 @pytest.fixture
