@@ -7,7 +7,7 @@ import dataclasses
 from torch import Tensor
 
 from kvpass.budget import Budget
-from kvpass.lowering.attention_statistics import LATE, StatisticsRequest, attention_statistics
+from kvpass.lowering.attention_statistics import LATE, SUMS, StatisticsRequest, attention_statistics
 from kvpass.policies import specify
 from kvpass.policies.base import Policy
 from kvpass.policies.heads import HeadSharding
@@ -53,7 +53,7 @@ def in_one_operator(policy: Policy, query: Tensor, key: Tensor, value: Tensor) -
         query: [B, Hq, q, D]; key: [B, Hkv, S, D]; value: [B, Hkv, S, Dv].
     """
     alike = query.dtype == key.dtype == value.dtype and key.shape[3] == value.shape[3]
-    return alike and query.device.type == "cpu" and not policy.statistics.isdisjoint({"total", "squares", "scan"})
+    return alike and query.device.type == "cpu" and not policy.statistics.isdisjoint({*SUMS, "scan"})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,7 @@ from torch import Tensor
 from kvpass.fx.precision import accumulate_dtype, upcast
 from kvpass.lowering import column_loops
 from kvpass.lowering.attend import softmax_beside
+from kvpass.lowering.column_loops import by_group
 
 BLOCK = 1 << 20  # logits in memory at a time: 4 MB in float32, which stay in the caches between passes
 SCANNED = 4 * BLOCK  # for a scan, which needs all heads of a row at once
@@ -138,18 +139,18 @@ class ScoredAttention:
             logits = logits.div_(self.cap).tanh_().mul_(self.cap)
         if self.mask is None:
             return logits
-        part = _grouped(self.mask, heads)
+        part = by_group(self.mask, heads)
         return logits.masked_fill_(~part, LOWEST) if part.dtype == torch.bool else logits.add_(part)
 
     def probs(self, logits: Tensor, workspace: _Workspace | None = None) -> Tensor:
         """Return the probabilities of logits; zero for a query whose mask hides every key."""
         if self.sink_logit is not None:
-            return softmax_beside(logits, _grouped(self.sink_logit, self.key.shape[1]))
+            return softmax_beside(logits, by_group(self.sink_logit, self.key.shape[1]))
         made = torch.softmax(logits, -1, out=None if workspace is None else workspace.shaped(*logits.shape))
         blind = self._blind()
         if blind is None or (blind.device.type == "cpu" and not blind.any()):  # on other devices the host must not wait
             return made
-        return made.masked_fill_(_grouped(blind, self.key.shape[1]), 0)
+        return made.masked_fill_(by_group(blind, self.key.shape[1]), 0)
 
     def _blind(self) -> Tensor | None:
         """Return the padding queries, whose mask hides every key, [B or 1, Hq, Hkv or 1, q or 1, 1]."""
@@ -235,11 +236,6 @@ def _at(x: Tensor | None, index: Tensor) -> Tensor | None:
         return x
     x = x.expand(len(index), -1, -1, -1)
     return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
-
-
-def _grouped(x: Tensor, heads: int) -> Tensor:
-    """Reshape [B or 1, Hq, Hkv or 1, ...] to [B or 1, Hkv or 1, G or 1, ...]."""
-    return torch.unflatten(x, 1, (heads, -1)) if x.shape[1] > 1 else x[:, :, None]
 
 
 def _blocks(

@@ -68,6 +68,7 @@ class AttentionRows:
         cap: float | None,
         sink_logit: Tensor | None,
         log_sum_exp: Tensor | None = None,
+        dtype: torch.dtype | None = None,
     ) -> AttentionRows:
         """Compute the totals of all rows.
 
@@ -75,33 +76,20 @@ class AttentionRows:
             query: [B, Hq, q, D]; key: [B, Hkv, S, D]; in one dtype for which `dtype_of_products` is not None.
             mask: bool or additive [B or 1, Hq, Hkv or 1, q or 1, S], or None.
             log_sum_exp: [B, Hq, q], that of the queries' logits with the sink's, or None.
+            dtype: of the products; None for that of `dtype_of_products`.
             The others are as for `attention_rows.ScoredAttention`.
 
         Raises:
             RuntimeError: the library cannot multiply matrices of these sizes.
         """
-        dtype = dtype_of_products(query.dtype, query.shape[3])
+        dtype = dtype or dtype_of_products(query.dtype, query.shape[3])
         assert dtype is not None
-        return AttentionRows._of(dtype, query, key, mask, causal, scale, cap, sink_logit, log_sum_exp)
-
-    @staticmethod
-    def _of(
-        dtype: torch.dtype,
-        query: Tensor,
-        key: Tensor,
-        mask: Tensor | None = None,
-        causal: bool = True,
-        scale: float = 1.0,
-        cap: float | None = None,
-        sink_logit: Tensor | None = None,
-        log_sum_exp: Tensor | None = None,
-    ) -> AttentionRows:
         (batch, q_heads, queries, dim), (heads, keys) = query.shape, key.shape[1:3]
         shape = batch, heads, q_heads // heads, queries, keys
         query, key = (_dense_rows(x.to(dtype)) for x in (query, key))
-        mask = None if mask is None else _dense_rows(_by_group(mask, heads))
+        mask = None if mask is None else _dense_rows(by_group(mask, heads))
         mask = mask if mask is None or mask.dtype in MASKS else mask.float()
-        sink = None if sink_logit is None else _by_group(sink_logit.float(), heads)[..., 0]
+        sink = None if sink_logit is None else by_group(sink_logit.float(), heads)[..., 0]
         known = None if log_sum_exp is None else log_sum_exp.float()
         packed = query.new_empty(batch * heads * -(-keys // KEYS) * KEYS * dim)
         shift, factor = query.new_empty(2, batch, q_heads, queries, dtype=torch.float32)
@@ -165,7 +153,8 @@ def _runs(dtype: torch.dtype) -> bool:
     rows = torch.arange(-6.0, 6.0).view(1, 1, 3, 4).div(4)
     logits = (rows @ rows.mT).masked_fill(torch.ones(3, 3, dtype=torch.bool).triu(1), -torch.inf)
     try:
-        [sums] = AttentionRows._of(dtype, rows.to(dtype), rows.to(dtype)).column_sums(torch.ones(1, 3), 1)
+        computed = AttentionRows.of(rows, rows, None, True, 1.0, None, None, dtype=dtype)
+        [sums] = computed.column_sums(torch.ones(1, 3), 1)
     except (RuntimeError, OSError):  # no compiler, another signature of the library's function, or another processor
         return False
     return torch.allclose(sums[:, :, 0], logits.softmax(-1).sum(2), atol=1e-4)
@@ -183,7 +172,7 @@ def _dense_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _by_group(x: Tensor, heads: int) -> Tensor:
+def by_group(x: Tensor, heads: int) -> Tensor:
     """Reshape [B or 1, Hq, Hkv or 1, ...] to [B or 1, Hkv or 1, G or 1, ...]."""
     return torch.unflatten(x, 1, (heads, -1)) if x.shape[1] > 1 else x[:, :, None]
 
