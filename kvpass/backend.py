@@ -40,7 +40,7 @@ from kvpass.rewrite.pipeline import rewrite_step
 from kvpass.rewrite.record import Record
 from kvpass.rewrite.result import StepRewrite
 from kvpass.rewrite.validation.lockstep import Validation
-from kvpass.runtime import entries
+from kvpass.runtime import entries, layer_regions
 from kvpass.runtime.compiled_call import compile_module, unwatch, watch_module
 from kvpass.runtime.kv_store import KVStore
 from kvpass.runtime.model_identity import PlansByModel, SeenTensors
@@ -48,7 +48,7 @@ from kvpass.runtime.prompts import PromptRunner
 from kvpass.runtime.recorder import Recorder, SiteReport
 from kvpass.runtime.slot_store import SlotStore
 from kvpass.runtime.steps import StepRunner
-from kvpass.torch_private import compiled_parts, dynamo, fx_nodes, inductor, symbolic_shapes
+from kvpass.torch_private import compiled_parts, dynamo, fx_nodes, inductor, regions, symbolic_shapes
 
 Positions = Literal["absolute", "cache"]
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -129,8 +129,10 @@ class Backend:
         """
         try:
             with self._spending("kvpass"):
+                if layer_regions.are_active():
+                    regions.check_reuse(gm)
                 return self._with(mode, options)._compile(gm, examples)
-        except KVPassError as error:
+        except (KVPassError, regions.LayersDiffer) as error:
             return _refusal(error)
 
     def _with(self, mode: str | None, options: dict[str, Any] | None) -> Backend:
@@ -143,14 +145,14 @@ class Backend:
         carried = any(isinstance(example, Handle) for example in examples)
         if any(isinstance(example, Row) for example in examples):
             refuse("attention")
-        copy, _ = fx_nodes.copy_graph_module(gm)  # capture adds nodes, and the original may be needed unchanged
+        copy = _own_copy(gm)
         try:
             runner = self._runner(copy, examples)
         except UnreadableGraph as failure:
             if self.strict or carried:
                 raise
             warnings.warn(f"kvpass leaves a graph as it was, and its caches grow: {failure}", stacklevel=2)
-            runner, (copy, _) = None, fx_nodes.copy_graph_module(gm)
+            runner, copy = None, _own_copy(gm)
         if runner is not None and dynamo.is_last_graph():
             warnings.warn(LAST_GRAPH, stacklevel=2)
         if isinstance(runner, PromptRunner):
@@ -414,7 +416,14 @@ def _reshape(graph: fx.Graph) -> None:
     write_out_sums(graph)
 
 
-def _refusal(error: KVPassError) -> Callable[..., Any]:
+def _own_copy(gm: fx.GraphModule) -> fx.GraphModule:
+    """Return a copy of Dynamo's graph without regions: capture adds nodes, and the original may be needed unchanged."""
+    copy, _ = fx_nodes.copy_graph_module(gm)
+    regions.inline(copy)
+    return copy
+
+
+def _refusal(error: Exception) -> Callable[..., Any]:
     def refuse(*_: Any) -> Any:
         raise error
 
@@ -552,9 +561,9 @@ def compile(model: M, policy: str | Policy = "full", **settings: Any) -> M:
 def compile_in_place(model: torch.nn.Module, chosen: Compile, strict: bool) -> None:
     """Compile the modules of a model that users call, with a backend of kvpass or a wrapper of one."""
     unwatch(model)
-    compiled = entries.set_up_compiled(model)
+    compiled, shared = entries.set_up_compiled(model), layer_regions.install(model)
     for called in compiled:
-        compile_module(called, chosen, strict)
+        compile_module(called, chosen, strict, shared)
     for inner in entries.set_up_watched(model, compiled) if strict else ():
         watch_module(inner, model)
 
