@@ -129,11 +129,13 @@ class Backend:
         """
         try:
             with self._spending("kvpass"):
-                if layer_regions.are_active():
-                    regions.check_reuse(gm)
+                if regions.are_traced():
+                    regions.check_weights(gm)
                 return self._with(mode, options)._compile(gm, examples)
-        except (KVPassError, regions.LayersDiffer) as error:
+        except regions.LayersDiffer as error:
             return _refusal(error)
+        except KVPassError as error:
+            return _refusal(regions.refusal(gm, error))
 
     def _with(self, mode: str | None, options: dict[str, Any] | None) -> Backend:
         """Return the backend with these Inductor settings where it has none of its own."""
@@ -145,14 +147,14 @@ class Backend:
         carried = any(isinstance(example, Handle) for example in examples)
         if any(isinstance(example, Row) for example in examples):
             refuse("attention")
-        copy = _own_copy(gm)
+        copy = regions.copied(gm)
         try:
             runner = self._runner(copy, examples)
         except UnreadableGraph as failure:
             if self.strict or carried:
                 raise
             warnings.warn(f"kvpass leaves a graph as it was, and its caches grow: {failure}", stacklevel=2)
-            runner, copy = None, _own_copy(gm)
+            runner, copy = None, regions.copied(gm)
         if runner is not None and dynamo.is_last_graph():
             warnings.warn(LAST_GRAPH, stacklevel=2)
         if isinstance(runner, PromptRunner):
@@ -414,13 +416,6 @@ def _reshape(graph: fx.Graph) -> None:
     _reshape_prompt(graph)
     decompose_products(graph)
     write_out_sums(graph)
-
-
-def _own_copy(gm: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy of Dynamo's graph without regions: capture adds nodes, and the original may be needed unchanged."""
-    copy, _ = fx_nodes.copy_graph_module(gm)
-    regions.inline(copy)
-    return copy
 
 
 def _refusal(error: Exception) -> Callable[..., Any]:

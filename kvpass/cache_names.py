@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 OLD, NEW = "past_key_values", "cache"
-BOTH = (OLD, NEW)
 
 
 def parameters(model: Any) -> frozenset[str]:

@@ -66,7 +66,7 @@ class CompiledCall:
         regions: LayerRegions | None = None,
     ) -> None:
         self.call, self.strict, self.model, self.backend = call, strict, model, backend
-        self.regions = regions or LayerRegions(usable=False)
+        self.regions = regions or LayerRegions()
         self.taken = cache_names.parameters(call if model is None else model)
         dynamo.never_a_frame_of_its_own(CompiledCall.__call__)
 

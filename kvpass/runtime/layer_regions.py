@@ -13,8 +13,6 @@ Dynamo cannot trace or reuse the regions of a model, its layers are traced one b
 from __future__ import annotations
 
 import contextlib
-import contextvars
-import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -22,34 +20,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass import cache_names
+from kvpass.runtime import entries
 from kvpass.torch_private import regions
 
 LEAST_LAYERS = 2
 """The fewest equal layers that are worth a region."""
 
 
-_ACTIVE: contextvars.ContextVar[bool] = contextvars.ContextVar("_ACTIVE", default=False)
-
-
-def are_active() -> bool:
-    """Return whether layers that are traced in this context become regions."""
-    return _ACTIVE.get()
-
-
 class LayerRegions:
     """The regions of one model.
 
     Attributes:
+        indices: the attributes that hold the index of a layer, as paths from the layer; none if no layer is a region.
         active: whether layers that are traced now become regions; Dynamo guards on it.
-        usable: false once Dynamo could not trace or reuse a region of the model.
+        usable: false once Dynamo could not trace a layer of the model as a region.
     """
 
-    def __init__(self, usable: bool = True) -> None:
-        self.active, self.usable = False, usable
+    def __init__(self, indices: frozenset[str] = frozenset()) -> None:
+        self.indices, self.active, self.usable = indices, False, bool(indices)
 
     def run(self, call: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Call the compiled model with its layers as regions, or again without if Dynamo cannot trace or reuse them.
+        """Call the compiled model with its layers as regions, or again without if Dynamo cannot trace them.
 
         Nothing has run when that shows: a graph with regions is refused before its first call.
         """
@@ -65,12 +56,12 @@ class LayerRegions:
 
     @contextlib.contextmanager
     def _tracing(self) -> Iterator[None]:
-        before, self.active, token = self.active, True, _ACTIVE.set(True)
+        before, self.active = self.active, True
         try:
-            yield
+            with regions.tracing(self.indices):
+                yield
         finally:
             self.active = before
-            _ACTIVE.reset(token)
 
 
 class LayerCall:
@@ -87,19 +78,23 @@ class LayerCall:
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         layer = self.layers[self.index]
-        old, new = named.get(cache_names.OLD), named.get(cache_names.NEW)
-        cache: Any = old if new is None else new
-        keyword = cache_names.OLD if new is None else cache_names.NEW
-        kind_of_cache, kind = self.kinds
-        if not self.regions.active or type(cache) is not kind_of_cache or len(cache.layers) <= self.index:
-            return type(layer).forward(layer, *args, **named)
-        own = cache.layers[self.index]
-        if type(own) is not kind:
+        where, own = self._own_cache(args, named) if self.regions.active else (None, None)
+        if own is None:
             return type(layer).forward(layer, *args, **named)
         past = (own.keys, own.values) if own.is_initialized else (None, None)
-        out, keys, values = _run_layer(layer, keyword, *past, *_flattened(args, named))
+        out, keys, values = _run_layer(layer, *past, where, *_flattened(args, named, where))
         _fill(own, keys, values)
         return out
+
+    def _own_cache(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[int | str | None, Any]:
+        """Return the index or name of the cache among the arguments, and the layer's part of it, or None."""
+        of_model, of_layer = self.kinds
+        each: list[tuple[int | str, Any]] = [*enumerate(args), *named.items()]
+        for where, value in each:
+            if type(value) is of_model and len(value.layers) > self.index:
+                own = value.layers[self.index]
+                return (where, own) if type(own) is of_layer else (None, None)
+        return None, None
 
 
 class OneLayerCache:
@@ -112,6 +107,7 @@ class OneLayerCache:
         self, key: Tensor, value: Tensor, layer_idx: int | None = None, *args: Any, **named: Any
     ) -> tuple[Tensor, Tensor]:
         """Append keys and values; the index is not read, as Dynamo would guard on it and reuse no trace."""
+        regions.require_own_index(layer_idx)
         updated: tuple[Tensor, Tensor] = self.own.update(key, value, *args, **named)
         return updated
 
@@ -123,15 +119,23 @@ class OneLayerCache:
 
 @torch.compiler.nested_compile_region
 def _run_layer(
-    layer: torch.nn.Module, keyword: str, keys: Tensor | None, values: Tensor | None, *flat: Any
+    layer: torch.nn.Module, keys: Tensor | None, values: Tensor | None, where: int | str, *flat: Any
 ) -> tuple[Any, Tensor, Tensor]:
-    """Run a layer on its own cached keys and values; return its output and the longer keys and values."""
+    """Run a layer on its own cached keys and values; return its output and the longer keys and values.
+
+    Args:
+        where: the index or name of the cache among the layer's arguments.
+        flat: the layer's arguments, see `_flattened`.
+    """
     own = layer.forward.kinds[1]()  # type: ignore[attr-defined]  # the forward is a LayerCall
     if keys is not None and values is not None:
         _fill(own, keys, values)
     args, named = _unflattened(flat)
-    out = type(layer).forward(layer, *args, **named, **{keyword: OneLayerCache(own)})
-    return out, own.keys, own.values
+    if isinstance(where, int):
+        args[where] = OneLayerCache(own)
+    else:
+        named[where] = OneLayerCache(own)
+    return type(layer).forward(layer, *args, **named), own.keys, own.values
 
 
 def _fill(own: Any, keys: Tensor, values: Tensor) -> None:
@@ -141,27 +145,34 @@ def _fill(own: Any, keys: Tensor, values: Tensor) -> None:
     own.keys, own.values = keys, values
 
 
-def _flattened(args: tuple[Any, ...], named: dict[str, Any]) -> list[Any]:
-    """Return arguments but the cache as one list, in which the members of tuples stand behind their number.
+def _flattened(args: tuple[Any, ...], named: dict[str, Any], left_out: int | str | None) -> list[Any]:
+    """Return arguments as one list without nested ones: tuples become their length and their members.
 
     Dynamo compares the arguments of a region one by one, and traces torch's pytree functions for nested ones, which
     takes longer than the layer.
+
+    Args:
+        left_out: the index or name of an argument that becomes None.
     """
-    flat = [len(args), *args]
-    for name, value in named.items():
-        if name not in cache_names.BOTH:
-            flat += [name, len(value), *value] if isinstance(value, tuple) else [name, None, value]
+    flat: list[Any] = [len(args)]
+    for where, value in [*enumerate(args), *named.items()]:
+        value = None if where == left_out else value
+        flat += [where, len(value), *value] if isinstance(value, tuple) else [where, None, value]
     return flat
 
 
-def _unflattened(flat: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+def _unflattened(flat: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
     """Return the arguments of which `_flattened` made a list."""
-    begin = 1 + flat[0]
-    args, named = flat[1:begin], {}
+    args: list[Any] = [None] * flat[0]
+    named, begin = {}, 1
     while begin < len(flat):
-        name, count, begin = flat[begin], flat[begin + 1], begin + 2
+        where, count, begin = flat[begin], flat[begin + 1], begin + 2
         end = begin + (1 if count is None else count)
-        named[name] = flat[begin] if count is None else tuple(flat[begin:end])
+        value = flat[begin] if count is None else tuple(flat[begin:end])
+        if isinstance(where, int):
+            args[where] = value
+        else:
+            named[where] = value
         begin = end
     return args, named
 
@@ -169,52 +180,48 @@ def _unflattened(flat: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
 def install(model: torch.nn.Module) -> LayerRegions:
     """Make the layers of a model run as regions in compiled calls; return what turns them on.
 
-    Layers are members of a module list, of one class, whose forward takes a cache.  All their numbers are equal, except
-    those that are the layer's index: so a layer cannot update the cache of another one.
+    Layers are members of one module list and of one class, and their forward takes a cache.
     """
     calls = [call for module in model.modules() if isinstance(call := module.__dict__.get("forward"), LayerCall)]
     if calls:
         return calls[0].regions
-    shared, kinds = LayerRegions(), _kinds_of_caches()
-    shared.usable = kinds is not None and regions.are_reused()
-    if kinds is None or not shared.usable:
-        return shared
-    for layers in [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]:
-        for index in _indices_of_equal_layers(layers):
+    caches = sys.modules.get("transformers.cache_utils")
+    if caches is None or not regions.are_reused():
+        return LayerRegions()
+    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
+    groups = [(layers, group) for layers in lists for group in _groups(layers)]
+    shared = LayerRegions(frozenset().union(*(_indices(layers, group) for layers, group in groups)))
+    for layers, group in groups:
+        for index in group if _indices(layers, group) else ():
+            kinds = (caches.DynamicCache, caches.DynamicLayer)
             layers[index].__dict__["forward"] = LayerCall(layers, index, shared, kinds)
     return shared
 
 
-def _kinds_of_caches() -> tuple[Any, Any] | None:
-    """Return the types of a cache and of its layers that grow by appending, if transformers is loaded."""
-    module = sys.modules.get("transformers.cache_utils")
-    return None if module is None else (module.DynamicCache, module.DynamicLayer)
-
-
-def _indices_of_equal_layers(layers: torch.nn.ModuleList) -> list[int]:
-    """Return the indices of the layers that may become regions."""
+def _groups(layers: torch.nn.ModuleList) -> list[list[int]]:
+    """Return the indices of layers of one class, for each class of which there are several that take a cache."""
     found: dict[type, list[int]] = {}
     for index, layer in enumerate(layers):
-        if "forward" not in layer.__dict__ and not cache_names.parameters(layer).isdisjoint(cache_names.BOTH):
+        if "forward" not in layer.__dict__ and entries.takes_a_cache(layer):
             found.setdefault(type(layer), []).append(index)
-    groups = [group for group in found.values() if len(group) >= LEAST_LAYERS and _count_alike(layers, group)]
-    return list(itertools.chain.from_iterable(groups))
+    return [group for group in found.values() if len(group) >= LEAST_LAYERS]
 
 
-def _count_alike(layers: torch.nn.ModuleList, group: list[int]) -> bool:
-    """Return whether all numbers of the layers are equal or the layer's index, and the index is among them."""
+def _indices(layers: torch.nn.ModuleList, group: list[int]) -> frozenset[str]:
+    """Return the attributes, as paths from the layer, that hold the index of each layer of a group.
+
+    There are none if another number differs from layer to layer: it may be the index of a cache.
+    """
     numbers = [_numbers(layers[index]) for index in group]
-    names = set().union(*numbers)
-    varying = [name for name in names if len({each.get(name) for each in numbers}) > 1]
-    return bool(varying) and all(
-        each.get(name) == index for name in varying for each, index in zip(numbers, group, strict=True)
-    )
+    varying = [name for name in set().union(*numbers) if len({each.get(name) for each in numbers}) > 1]
+    own = all(each.get(name) == index for name in varying for each, index in zip(numbers, group, strict=True))
+    return frozenset(varying) if own else frozenset()
 
 
 def _numbers(layer: torch.nn.Module) -> dict[str, int]:
     """Return the integer attributes of a layer and its modules, by path."""
     return {
-        f"{path}.{name}": value
+        f"{path}.{name}".removeprefix("."): value
         for path, module in layer.named_modules()
         for name, value in vars(module).items()
         if type(value) is int

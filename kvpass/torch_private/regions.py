@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import contextvars
 import importlib.util
 import operator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.fx as fx
 from torch.fx.node import map_arg
 
-from kvpass.torch_private import dynamo
+from kvpass.torch_private import dynamo, fx_nodes
 
 CALL = torch.ops.higher_order.invoke_subgraph
 """The operator of a region's call: its body, a name, and the inputs of the body."""
 
 
 class LayersDiffer(Exception):
-    """Dynamo reused no trace of a layer, or reused one with another layer's weights."""
+    """A layer cannot be a region, or Dynamo gave it another layer's weights."""
 
 
 def are_reused() -> bool:
@@ -33,35 +36,98 @@ def may_cause(error: Exception) -> bool:
     return isinstance(error, (LayersDiffer, TorchDynamoException)) and not dynamo.is_limit_of_graphs(error)
 
 
-def inline(gm: fx.GraphModule) -> None:
-    """Replace each call of a region in a graph by the body's nodes, in place."""
+def refusal(gm: fx.GraphModule, error: Exception) -> Exception:
+    """Return the error to raise for a graph that is refused: if it has regions, the call is made again without."""
+    return LayersDiffer(f"refused with layers as regions: {error}") if are_traced() and _calls(gm) else error
+
+
+def copied(gm: fx.GraphModule) -> fx.GraphModule:
+    """Return a copy of Dynamo's graph in which the body's nodes stand in place of each call of a region.
+
+    Dynamo still reads the original, and later removes the example values of its nodes and of its bodies.
+    """
+    copy, _ = fx_nodes.copy_graph_module(gm)
+    _inline(copy)
+    return copy
+
+
+def _inline(gm: fx.GraphModule) -> None:
     while calls := _calls(gm):
         for call in calls:
             _inline_call(gm, call)
-    for node in [node for node in gm.graph.nodes if node.op == "get_attr" and not node.users]:
-        if isinstance(getattr(gm, node.target, None), fx.GraphModule):
+    for node in reversed(gm.graph.nodes):
+        if not node.users and node.op != "placeholder" and _is_left_over(gm, node):
             gm.graph.erase_node(node)
 
 
-def check_reuse(gm: fx.GraphModule) -> None:
-    """Check that regions are reused, each time with weights of its own.
+def _is_left_over(gm: fx.GraphModule, node: Any) -> bool:
+    """Return whether an unused node is a body or a size; Dynamo removes such sizes from all other graphs."""
+    if node.op == "get_attr":
+        return isinstance(getattr(gm, node.target, None), fx.GraphModule)
+    return isinstance(node.meta.get("example_value"), (int, torch.SymInt, torch.Size))
+
+
+def check_weights(gm: fx.GraphModule) -> None:
+    """Check that the calls of a body have weights of their own.
 
     Dynamo finds the weights of a layer by the path of the layer in its guards.  torch 2.13 takes those of the first
     layer for all if it has met the layer under another path.
 
     Raises:
-        LayersDiffer: fewer than half of the calls reuse a body, or two calls of a body share a weight.
+        LayersDiffer: two calls of a body share a weight.
     """
     calls_of_body = collections.defaultdict(list)
     for call in _calls(gm):
         calls_of_body[call.args[0].target].append(call)
-    calls = sum(map(len, calls_of_body.values()))
-    if calls and 2 * len(calls_of_body) > calls:
-        raise LayersDiffer(f"{calls} calls of layers have {len(calls_of_body)} different traces")
-    for body, same in calls_of_body.items():
-        weights = [[node for node in call.args[2:] if dynamo.is_of_module(node)] for call in same]
-        if not all(weights) or any(len(set(column)) < len(same) for column in zip(*weights, strict=True)):
+    for body, calls in calls_of_body.items():
+        weights = [[node for node in call.args[2:] if dynamo.is_of_module(node)] for call in calls]
+        if not all(weights) or any(len(set(column)) < len(calls) for column in zip(*weights, strict=True)):
             raise LayersDiffer(f"calls of {body} share weights")
+
+
+_INDICES: contextvars.ContextVar[frozenset[str] | None] = contextvars.ContextVar("_INDICES", default=None)
+"""The ends of the paths of the attributes that hold the index of a layer, while layers are traced as regions."""
+
+
+@contextlib.contextmanager
+def tracing(indices: frozenset[str]) -> Iterator[None]:
+    """Return a context in which layers are traced as regions.
+
+    Args:
+        indices: the attributes that hold the index of a layer, such as "self_attn.layer_idx".
+    """
+    token = _INDICES.set(indices)
+    try:
+        yield
+    finally:
+        _INDICES.reset(token)
+
+
+def are_traced() -> bool:
+    """Return whether layers are traced as regions in this context."""
+    return _INDICES.get() is not None
+
+
+def require_own_index(layer_idx: int | None) -> None:
+    """Require, in a function that Dynamo traces, that a number is the index of the layer that is traced.
+
+    Dynamo guards on no number that is only handed on, so the number of a layer that reuses a trace may be any.  It is
+    the layer's own index if it is an attribute, as it stands, that holds each layer's index.
+
+    Args:
+        layer_idx: the number; where nothing is traced it is not looked at.
+
+    Raises:
+        LayersDiffer: it is something else.  Dynamo wraps the error.
+    """
+    torch._dynamo.comptime.comptime(_check_layer_idx)
+
+
+def _check_layer_idx(context: Any) -> None:
+    source = context.get_local("layer_idx")._i_will_not_complain_if_bc_breaks_VariableTracker().source
+    path = "" if source is None else source.name.replace("._modules['", ".").replace("']", "")
+    if not any(path.endswith(f".{own}") for own in _INDICES.get() or ()):
+        raise LayersDiffer(f"the index of a layer's cache is {path or 'computed'}")
 
 
 def _calls(gm: fx.GraphModule) -> list[Any]:
