@@ -25,7 +25,7 @@ from kvpass.capture.head_sharding import with_head_sharding
 from kvpass.capture.sites import AttentionSite
 from kvpass.errors import KVPassError, PolicyError, UnreadableGraph, UnsupportedGraph
 from kvpass.fx import shapes, walk
-from kvpass.lowering import cache_key, layer_dedup
+from kvpass.lowering import cache_key, early_builds, layer_dedup
 from kvpass.lowering.checked_lookup import check_rows
 from kvpass.lowering.formats import KVDtype
 from kvpass.lowering.fused_add import write_out_sums
@@ -219,6 +219,12 @@ class Backend:
                 "call model.eval() and decode under torch.no_grad() or torch.inference_mode(); to train, pass "
                 "use_cache=False"
             )
+
+    def start_builds(self, model: torch.nn.Module) -> None:
+        """Start building what prompts and steps of a model on a CPU need, while Dynamo traces its first call."""
+        weight = next(model.parameters(), None)
+        if self.inner == "inductor" and weight is not None and weight.device.type == "cpu":
+            early_builds.start(weight.dtype, bool(self.policy.statistics))
 
     @property
     def family(self) -> tuple[Any, ...]:
@@ -550,6 +556,7 @@ def compile(model: M, policy: str | Policy = "full", **settings: Any) -> M:
     """
     chosen = backend(policy, **settings)
     compile_in_place(model, chosen, chosen.strict)
+    chosen.start_builds(model)
     return model
 
 

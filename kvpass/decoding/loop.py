@@ -104,6 +104,7 @@ class DecodeLoop:
             check_budget(self.chosen.budget)
         compiled = torch.compile(model, backend=self.chosen)
         self.compiled = CompiledCall(compiled, self.chosen.strict, model, regions=layer_regions.install(model))
+        self.chosen.start_builds(model)
         self.parts = ModelParts(model)
         self.device = next(itertools.chain(model.parameters(), model.buffers(), [torch.empty(0)])).device
         require(self.device.type != "meta", "model", type(model).__name__, "has no weights: it is on the device meta")
