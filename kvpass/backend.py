@@ -132,10 +132,8 @@ class Backend:
                 if regions.are_traced():
                     regions.check_weights(gm)
                 return self._with(mode, options)._compile(gm, examples)
-        except regions.LayersDiffer as error:
+        except (KVPassError, regions.LayersDiffer) as error:
             return _refusal(error)
-        except KVPassError as error:
-            return _refusal(regions.refusal(gm, error))
 
     def _with(self, mode: str | None, options: dict[str, Any] | None) -> Backend:
         """Return the backend with these Inductor settings where it has none of its own."""
@@ -151,7 +149,7 @@ class Backend:
         try:
             runner = self._runner(copy, examples)
         except UnreadableGraph as failure:
-            if self.strict or carried:
+            if self._refuses or carried:
                 raise
             warnings.warn(f"kvpass leaves a graph as it was, and its caches grow: {failure}", stacklevel=2)
             runner, copy = None, regions.copied(gm)
@@ -207,10 +205,15 @@ class Backend:
         message = f"{len(refused)} cache-updating operation(s) cannot be rewritten:\n{lines}"
         if carried:
             raise UnsupportedGraph(f"{message}\nThe cache was rewritten before, so the graph cannot be left as it was.")
-        if self.strict:
+        if self._refuses:
             raise UnsupportedGraph(f"{message}\nPass strict=False to leave such graphs as they are.")
         warnings.warn(f"kvpass leaves a graph as it was, and its caches grow: {message}", stacklevel=2)
         return True
+
+    @property
+    def _refuses(self) -> bool:
+        """Whether a graph that cannot be rewritten is an error: always with regions, without which it may be read."""
+        return self.strict or regions.are_traced()
 
     def _check_inference(self, sites: list[AttentionSite], examples: Sequence[Any]) -> None:
         if torch.is_grad_enabled() and any(isinstance(e, torch.Tensor) and e.requires_grad for e in examples):

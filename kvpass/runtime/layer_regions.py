@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvpass.errors import UnsupportedGraph
 from kvpass.runtime import entries
 from kvpass.torch_private import regions
 
@@ -40,26 +41,28 @@ class LayerRegions:
         self.indices, self.active, self.usable = indices, False, bool(indices)
 
     def run(self, call: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Call the compiled model with its layers as regions, or again without if Dynamo cannot trace them.
+        """Call the compiled model with its layers as regions, or again without if that is refused.
 
-        Nothing has run when that shows: a graph with regions is refused before its first call.
+        Dynamo may be unable to trace a layer as a region, or kvpass to read the graph.  Both show before anything has
+        run, but in a call of several graphs, whose error stands.
         """
-        if self.usable:
+        if not self.usable:
+            return call(*arguments, **named)
+        with self._tracing() as tracing:
             try:
-                with self._tracing():
-                    return call(*arguments, **named)
+                return call(*arguments, **named)
             except Exception as error:
-                if not regions.may_cause(error):
+                if tracing.ran or not (regions.may_cause(error) or isinstance(error, UnsupportedGraph)):
                     raise
-                self.usable = False
+        self.usable = False
         return call(*arguments, **named)
 
     @contextlib.contextmanager
-    def _tracing(self) -> Iterator[None]:
+    def _tracing(self) -> Iterator[regions.Tracing]:
         before, self.active = self.active, True
         try:
-            with regions.tracing(self.indices):
-                yield
+            with regions.tracing(self.indices) as tracing:
+                yield tracing
         finally:
             self.active = before
 
@@ -82,7 +85,8 @@ class LayerCall:
         if own is None:
             return type(layer).forward(layer, *args, **named)
         past = (own.keys, own.values) if own.is_initialized else (None, None)
-        out, keys, values = _run_layer(layer, *past, where, *_flattened(args, named, where))
+        with regions.without_breaks():
+            out, keys, values = _run_layer(layer, *past, where, *_flattened(args, named, where))
         _fill(own, keys, values)
         return out
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import contextvars
+import dataclasses
 import importlib.util
 import operator
 from collections.abc import Iterator
@@ -34,11 +35,6 @@ def may_cause(error: Exception) -> bool:
     from torch._dynamo.exc import TorchDynamoException
 
     return isinstance(error, (LayersDiffer, TorchDynamoException)) and not dynamo.is_limit_of_graphs(error)
-
-
-def refusal(gm: fx.GraphModule, error: Exception) -> Exception:
-    """Return the error to raise for a graph that is refused: if it has regions, the call is made again without."""
-    return LayersDiffer(f"refused with layers as regions: {error}") if are_traced() and _calls(gm) else error
 
 
 def copied(gm: fx.GraphModule) -> fx.GraphModule:
@@ -85,27 +81,49 @@ def check_weights(gm: fx.GraphModule) -> None:
             raise LayersDiffer(f"calls of {body} share weights")
 
 
-_INDICES: contextvars.ContextVar[frozenset[str] | None] = contextvars.ContextVar("_INDICES", default=None)
-"""The ends of the paths of the attributes that hold the index of a layer, while layers are traced as regions."""
+@dataclasses.dataclass
+class Tracing:
+    """A call of a compiled model whose layers are traced as regions.
+
+    Attributes:
+        indices: the attributes that hold the index of a layer, such as "self_attn.layer_idx".
+        ran: whether a prompt or step has run in the call.
+    """
+
+    indices: frozenset[str]
+    ran: bool = False
+
+
+_TRACING: contextvars.ContextVar[Tracing | None] = contextvars.ContextVar("_TRACING", default=None)
 
 
 @contextlib.contextmanager
-def tracing(indices: frozenset[str]) -> Iterator[None]:
-    """Return a context in which layers are traced as regions.
-
-    Args:
-        indices: the attributes that hold the index of a layer, such as "self_attn.layer_idx".
-    """
-    token = _INDICES.set(indices)
+def tracing(indices: frozenset[str]) -> Iterator[Tracing]:
+    """Return a context in which layers are traced as regions."""
+    now = Tracing(indices)
+    token = _TRACING.set(now)
     try:
-        yield
+        yield now
     finally:
-        _INDICES.reset(token)
+        _TRACING.reset(token)
 
 
 def are_traced() -> bool:
     """Return whether layers are traced as regions in this context."""
-    return _INDICES.get() is not None
+    return _TRACING.get() is not None
+
+
+def note_run() -> None:
+    """Note that a prompt or step has run, so that the call cannot be made again."""
+    now = _TRACING.get()
+    if now is not None:
+        now.ran = True
+
+
+def without_breaks() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which a graph break is an error, in code that Dynamo traces."""
+    context: contextlib.AbstractContextManager[Any] = torch._dynamo.error_on_graph_break(True)
+    return context
 
 
 def require_own_index(layer_idx: int | None) -> None:
@@ -126,7 +144,8 @@ def require_own_index(layer_idx: int | None) -> None:
 def _check_layer_idx(context: Any) -> None:
     source = context.get_local("layer_idx")._i_will_not_complain_if_bc_breaks_VariableTracker().source
     path = "" if source is None else source.name.replace("._modules['", ".").replace("']", "")
-    if not any(path.endswith(f".{own}") for own in _INDICES.get() or ()):
+    now = _TRACING.get()
+    if now is None or not any(path.endswith(f".{own}") for own in now.indices):
         raise LayersDiffer(f"the index of a layer's cache is {path or 'computed'}")
 
 
