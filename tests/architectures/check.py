@@ -223,7 +223,8 @@ def compiled(model: Any, chosen: Backend | Beside | Switch | None) -> Iterator[N
     if chosen is not None:
         compile_in_place(model, chosen, strict=False)
     try:
-        yield
+        with torch._dynamo.config.patch(recompile_limit=64):  # a switch is no backend of kvpass, which sets its own
+            yield
     finally:
         model._compiled_call_impl = None
 
