@@ -40,6 +40,7 @@ class Row:
         case: what a case for it cannot choose.
         fixed: options in tests of whole models; a small budget must do.
         lossless: further options under which nothing goes before the budget is full.
+        periodic: whether it may evict several tokens at once, by `interval`.
     """
 
     name: str
@@ -49,8 +50,15 @@ class Row:
     fixed: dict[str, Any] = dataclasses.field(default_factory=dict)
     case: dict[str, Any] = dataclasses.field(default_factory=dict)
     lossless: dict[str, Any] = dataclasses.field(default_factory=dict)
+    periodic: bool = True
+
+    def drawn(self, draw: st.DrawFn) -> dict[str, Any]:
+        """Draw options; of a policy that may evict at intervals, half of the time with one."""
+        intervals = draw(INTERVALS) if self.periodic else {}
+        return {**draw(self.options), **intervals}
 
 
+INTERVALS = st.sampled_from([{}, {}, {"interval": 2}, {"interval": 5}])
 ALIGNERS = st.builds(
     lambda recipe, every: {"aligner": random_aligner(recipe, every=every), "every": every},
     st.sampled_from(["direct", "paper", "nothing"]),
@@ -59,7 +67,7 @@ ALIGNERS = st.builds(
 
 TABLE = [
     Row("window"),
-    Row("full"),
+    Row("full", periodic=False),
     Row("streaming", st.fixed_dictionaries({"sinks": st.integers(0, 3)})),
     Row("random", st.fixed_dictionaries({"seed": st.integers(0, 100)})),
     Row("h2o", st.fixed_dictionaries({"heavy": st.sampled_from([0.0, 0.3, 0.5, 0.75, 1.0])}), scored=True),
@@ -79,6 +87,7 @@ TABLE = [
         ),
         scored=True,
         lossless={"window": None, "threshold": None},
+        periodic=False,
     ),
     Row(
         "cascade",
@@ -97,6 +106,7 @@ TABLE = [
         ),
         scored=True,
         lossless={"eager_fill": True},
+        periodic=False,
     ),
     Row(
         "d2o",
@@ -117,6 +127,7 @@ TABLE = [
             }
         ),
         scored=True,
+        periodic=False,
     ),
     Row("tova", scored=True),
     Row("knorm", scored=True),
@@ -134,6 +145,7 @@ TABLE = [
         ),
         least=5,  # with three query heads for each KV head
         scored=True,
+        periodic=False,
     ),
     Row(
         "snapkv",
@@ -142,7 +154,7 @@ TABLE = [
         scored=True,
         fixed={"window": 3},
     ),
-    Row("kv_align", ALIGNERS, least=7, case={"heads": 2, "dim": 8, "positions": "absolute"}),
+    Row("kv_align", ALIGNERS, least=7, case={"heads": 2, "dim": 8, "positions": "absolute"}, periodic=False),
 ]
 ROWS = {row.name: row for row in TABLE}
 
@@ -192,7 +204,7 @@ def cases(draw: st.DrawFn, row: Row, **fixed: Any) -> Case:
     """Any layer for the policy of a row; prompts lie around the budget as often as not."""
     fixed = row.case | fixed
     options = fixed.pop("options", None)
-    options = draw(row.options) if options is None else options
+    options = row.drawn(draw) if options is None else options
     policy = policies.resolve(row.name, options)
     budget = fixed.pop("budget", None) or fitting(policy, draw(st.integers(row.least, row.least + 12)))
     near = st.sampled_from([max(1, budget - 1), budget, budget + 1])

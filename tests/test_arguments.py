@@ -79,7 +79,7 @@ def without(values: Sequence[Any], *left_out: Any) -> list[Any]:
 
 POLICY_OPTIONS: dict[str, dict[str, Sequence[Any]]] = {
     "streaming": {"sinks": without(NO_COUNT, 0), "keep_prompt": NO_TRUTH},
-    "h2o": {"heavy": (*NO_NUMBER, 1.5, -0.1, None)},
+    "h2o": {"heavy": (*NO_NUMBER, 1.5, -0.1, None), "interval": NO_COUNT},
     "snapkv": {"window": NO_COUNT, "kernel": (*NO_COUNT, 4)},
     "random": {"seed": (*without(NO_COUNT, 0), 2**31 - 1)},
     "buzz": {
@@ -398,7 +398,7 @@ def test_every_option_of_a_policy_is_checked(name: str) -> None:
     for field in dataclasses.fields(cls):
         hint = arguments._field_annotation(cls, field.name)
         assert arguments._check(hint).read(object()) is arguments.REFUSED, field.name
-        assert field.name in POLICY_OPTIONS.get(name, ()) or field.name == "keep_prompt"
+        assert field.name in POLICY_OPTIONS.get(name, ()) or field.name in ("keep_prompt", "interval")
 
 
 @dataclasses.dataclass(frozen=True)

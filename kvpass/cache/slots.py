@@ -18,6 +18,7 @@ from kvpass.lowering.formats import Format, KVDtype, Rows, format_of
 from kvpass.lowering.formats.base import SlotIndices
 from kvpass.policies.base import Policy
 from kvpass.policies.heads import HeadSharding
+from kvpass.policies.periodic import PeriodicEviction
 from kvpass.policies.pinned_tokens import PinnedTokens
 from kvpass.policies.protocols import Aligning, Merging
 from kvpass.policies.ranking import rank_of, rows_in_order
@@ -74,9 +75,10 @@ class Layout:
         _ = self.key_format, self.value_format  # raises for rows that cannot be stored
 
     @property
-    def eviction(self) -> Policy | PinnedTokens:
+    def eviction(self) -> Policy | PinnedTokens | PeriodicEviction:
         """The hooks by which tokens are evicted."""
-        return PinnedTokens(self.policy) if self.policy.keep_prompt else self.policy
+        hooks = PinnedTokens(self.policy) if self.policy.keep_prompt else self.policy
+        return PeriodicEviction(hooks, self.policy) if self.policy.interval > 1 else hooks
 
     @property
     def key_format(self) -> Format:

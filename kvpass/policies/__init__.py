@@ -149,7 +149,10 @@ def specify(policy: Policy) -> str:
 
     The policy's options must be text, numbers, or tuples of these.
     """
-    return json.dumps([policy.name, dataclasses.asdict(policy)], sort_keys=True)
+    options = dataclasses.asdict(policy)
+    if policy.interval == 1:
+        del options["interval"]  # no scan depends on it, and graphs without it keep their text
+    return json.dumps([policy.name, options], sort_keys=True)
 
 
 def specified(text: str) -> Policy:
