@@ -69,7 +69,12 @@ TABLE = [
     Row("window"),
     Row("full", periodic=False),
     Row("streaming", st.fixed_dictionaries({"sinks": st.integers(0, 3)})),
-    Row("random", st.fixed_dictionaries({"seed": st.integers(0, 100)})),
+    Row(
+        "random",
+        st.fixed_dictionaries(
+            {"seed": st.integers(0, 100), "redraw": st.booleans(), "recent": st.sampled_from([0, 0, 1, 3])}
+        ),
+    ),
     Row("h2o", st.fixed_dictionaries({"heavy": st.sampled_from([0.0, 0.3, 0.5, 0.75, 1.0])}), scored=True),
     Row(
         "buzz",

@@ -81,7 +81,7 @@ POLICY_OPTIONS: dict[str, dict[str, Sequence[Any]]] = {
     "streaming": {"sinks": without(NO_COUNT, 0), "keep_prompt": NO_TRUTH},
     "h2o": {"heavy": (*NO_NUMBER, 1.5, -0.1, None), "interval": NO_COUNT},
     "snapkv": {"window": NO_COUNT, "kernel": (*NO_COUNT, 4)},
-    "random": {"seed": (*without(NO_COUNT, 0), 2**31 - 1)},
+    "random": {"seed": (*without(NO_COUNT, 0), 2**31 - 1), "redraw": NO_TRUTH, "recent": without(NO_COUNT, 0)},
     "buzz": {
         "stride": (*NO_COUNT, 2),
         "sinks": without(NO_COUNT, 0),

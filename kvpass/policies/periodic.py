@@ -32,7 +32,7 @@ class PeriodicEviction:
         """Return the policy's changes to the state; a step that compacts is observed like any other step."""
         if tokens.held == tokens.position.shape[-1]:
             return self.policy.observe(tokens, attention)
-        return self.hooks.observe_chunk(self._compacted(tokens), attention)
+        return self.hooks.observe_chunk(tokens, attention)
 
     def victim(self, tokens: Tokens) -> Tensor:
         """Return a free slot [B, H'].
@@ -47,13 +47,10 @@ class PeriodicEviction:
 
     def compact(self, tokens: Tokens) -> tuple[Tensor, State]:
         exceeds = tokens.live.sum(-1, keepdim=True) > tokens.budget  # [B, H', 1]
-        keep, changes = self.hooks.compact(self._compacted(tokens))
+        keep, changes = self.hooks.compact(dataclasses.replace(tokens, budget=self.policy.compacted(tokens.budget)))
         changes = {name: torch.where(exceeds, changed, tokens.state[name]) for name, changed in changes.items()}
         return torch.where(exceeds, keep, tokens.live), changes
 
     def merge_evicted(self, tokens: Tokens, held: Tensor, evicted: Tensor, valid: Tensor) -> Merge:
         assert isinstance(self.hooks, Merging)
         return self.hooks.merge_evicted(tokens, held, evicted, valid)
-
-    def _compacted(self, tokens: Tokens) -> Tokens:
-        return dataclasses.replace(tokens, budget=self.policy.compacted(tokens.budget))
