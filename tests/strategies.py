@@ -55,7 +55,7 @@ class Row:
     def drawn(self, draw: st.DrawFn) -> dict[str, Any]:
         """Draw options; of a policy that may evict at intervals, half of the time with one."""
         intervals = draw(INTERVALS) if self.periodic else {}
-        return {**draw(self.options), **intervals}
+        return {**intervals, **draw(self.options)}
 
 
 INTERVALS = st.sampled_from([{}, {}, {"interval": 2}, {"interval": 5}])
@@ -158,6 +158,22 @@ TABLE = [
         least=5,
         scored=True,
         fixed={"window": 3},
+    ),
+    Row(
+        "vase",
+        st.fixed_dictionaries(
+            {
+                "variant": st.sampled_from(["attn", "attn", "dkv"]),
+                "sinks": st.integers(0, 2),
+                "recent": st.integers(1, 4),
+                "large": st.sampled_from([0.0, 0.25, 0.6]),
+                "kernel": st.sampled_from([1, 3, 5]),
+                "seed": st.integers(0, 100),
+                "interval": st.integers(1, 6),
+            }
+        ),
+        scored=True,
+        fixed={"sinks": 1, "recent": 3, "interval": 2},
     ),
     Row("kv_align", ALIGNERS, least=7, case={"heads": 2, "dim": 8, "positions": "absolute"}, periodic=False),
 ]

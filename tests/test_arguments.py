@@ -124,6 +124,14 @@ POLICY_OPTIONS: dict[str, dict[str, Sequence[Any]]] = {
         "top": without(NO_COUNT, None),
         "select_at": ("once", None),
     },
+    "vase": {
+        "variant": ("values", None),
+        "sinks": without(NO_COUNT, 0),
+        "recent": NO_COUNT,
+        "large": (*NO_NUMBER, 1.5, -0.1, None),
+        "kernel": (*NO_COUNT, 4),
+        "seed": (*without(NO_COUNT, 0), 2**31 - 1),
+    },
     "kv_align": {"aligner": (3, [], None), "every": NO_COUNT},
     "window": {"keep_prompt": NO_TRUTH},
 }

@@ -41,6 +41,7 @@ _BUILT_IN = {
     "snapkv": "SnapKV",
     "streaming": "Streaming",
     "tova": "Tova",
+    "vase": "Vase",
     "window": "Window",
 }
 _registered: dict[str, type[Policy]] = {}

@@ -231,6 +231,11 @@ class Policy:
         """Return changes to the state after a prompt, chunk or compacting step; by default those of `observe`."""
         return self.observe(tokens, attention)
 
+    @property
+    def rescores(self) -> bool:
+        """Whether scores depend on the rows of all held tokens: whether the policy has a `rescore`."""
+        return hasattr(self, "rescore")
+
     # Keys and values that are rewritten.
 
     @property
