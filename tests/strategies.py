@@ -160,6 +160,29 @@ TABLE = [
         fixed={"window": 3},
     ),
     Row(
+        "keydiff",
+        st.fixed_dictionaries(
+            {"sinks": st.integers(0, 2), "recent": st.integers(0, 2), "interval": st.sampled_from([1, 2, 5])}
+        ),
+        fixed={"sinks": 1, "interval": 2},
+    ),
+    Row(
+        "r_kv",
+        st.fixed_dictionaries(
+            {
+                "window": st.integers(1, 4),
+                "kernel": st.sampled_from([1, 3, 7]),
+                "weight": st.sampled_from([0.1, 0.5, 0.9]),
+                "plain": st.booleans(),
+                "official": st.booleans(),
+                "interval": st.sampled_from([1, 2, 5]),
+            }
+        ),
+        least=5,
+        scored=True,
+        fixed={"window": 3, "interval": 2},
+    ),
+    Row(
         "vase",
         st.fixed_dictionaries(
             {

@@ -124,6 +124,14 @@ POLICY_OPTIONS: dict[str, dict[str, Sequence[Any]]] = {
         "top": without(NO_COUNT, None),
         "select_at": ("once", None),
     },
+    "keydiff": {"sinks": without(NO_COUNT, 0), "recent": without(NO_COUNT, 0)},
+    "r_kv": {
+        "window": NO_COUNT,
+        "kernel": (*NO_COUNT, 4),
+        "weight": (*NO_NUMBER, 1.5, -0.1, None),
+        "plain": NO_TRUTH,
+        "official": NO_TRUTH,
+    },
     "vase": {
         "variant": ("values", None),
         "sinks": without(NO_COUNT, 0),

@@ -31,6 +31,8 @@ IN_OTHER_WAYS = ("d2o", "buzz", "cascade", "sage", "kv_align")
 
 SMALLER: dict[str, dict[str, Any]] = {
     "snapkv": dict(window=4),
+    "keydiff": dict(sinks=1, interval=2),
+    "r_kv": dict(window=3, interval=2),
     "vase": dict(sinks=1, recent=3, interval=2),
 }
 """Options of policies whose defaults need more slots."""

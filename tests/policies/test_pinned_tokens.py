@@ -20,7 +20,7 @@ from tests.diagnostics.test_simulate import check
 from tests.strategies import ROWS, Case, Row, cases
 from tests.test_chunks_and_padding import compare
 
-KEEPING = ["d2o", "h2o", "knorm", "random", "roco", "streaming", "tova", "vase", "window"]
+KEEPING = ["d2o", "h2o", "keydiff", "knorm", "r_kv", "random", "roco", "streaming", "tova", "vase", "window"]
 keeping = pytest.mark.parametrize("row", [ROWS[name] for name in KEEPING], ids=KEEPING)
 
 
