@@ -34,7 +34,7 @@ from kvpass.policies.ranking import rows_in_order
 from kvpass.policies.types import Attention, State, Tokens
 
 SIMILAR = 0.5
-BLOCK = 1024  # rows of the matrix of cosines in memory at a time
+BLOCKS, LARGEST = 4, 1024  # blocks of keys, and the most keys of a block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,18 +95,20 @@ class RKV(Policy):
         return {"redundancy": torch.empty_like(redundancy).scatter(-1, order, redundancy)}
 
     def _redundancy(self, unit: Tensor, live: Tensor) -> Tensor:
-        """Return R [B, Hkv, N] of unit keys [B, Hkv, N, D] that are zero where bool [B, Hkv, N] is false."""
-        count, total = unit.shape[2], torch.zeros_like(unit[..., 0])
-        index = torch.arange(count, device=unit.device)
-        starts = range(0, count, BLOCK) if isinstance(count, int) else ()  # a symbolic number of slots is one block
-        for rows in [slice(start, start + BLOCK) for start in starts] or [slice(None)]:
-            cosine = unit[:, :, rows] @ unit.transpose(2, 3)  # [B, Hkv, n, N]
-            cosine = torch.where(index == index[rows, None], 0.0, cosine)
-            if not self.plain:
-                last = torch.where(cosine > SIMILAR, index, -1).amax(-1, keepdim=True)
-                forgiven = index == (last.clamp(min=0) if self.official else last)
-                cosine = torch.where(forgiven, 0.0, cosine)
-            total = total + cosine.sum(2)
+        """Return R [B, Hkv, N] of unit keys [B, Hkv, N, D] that are zero where bool [B, Hkv, N] is false.
+
+        The sum of cosines with all keys is one product with the sum of keys, from which forgiven ones are taken.
+        """
+        total = ((unit.sum(2, keepdim=True) - unit) * unit).sum(-1)
+        if not self.plain:
+            last = last_similar(unit)
+            forgiven = last.clamp(min=0)
+            cosine = (unit * unit.gather(2, forgiven[..., None].expand_as(unit))).sum(-1)
+            index = torch.arange(unit.shape[2], device=unit.device)
+            counts = (
+                forgiven != index if self.official else last >= 0
+            )  # without a similar one the official code takes 0
+            total = total.scatter_add(-1, forgiven, torch.where(counts, -cosine, 0.0))
         mean = total / live.sum(-1, keepdim=True).clamp(min=1)
         return voting.softmax(mean, live)
 
@@ -118,3 +120,27 @@ class RKV(Policy):
         importance = voting.pooled(mean, tokens, older, self.kernel, "mean" if self.plain else "max")
         score = self.weight * importance - (1 - self.weight) * tokens.state["redundancy"]
         return torch.where(recent, torch.inf, score)
+
+
+def last_similar(unit: Tensor) -> Tensor:
+    """Return for each unit key the index of the last other key of cosine above 0.5: int64 [B, Hkv, N], -1 for none.
+
+    Args:
+        unit: [B, Hkv, N, D], in the order of the text.
+    """
+    count = unit.shape[2]
+    # Cosines are symmetric: half of the pairs of blocks serve both.  A symbolic number of keys is one block.
+    size = -(-count // max(BLOCKS, -(-count // LARGEST))) if isinstance(count, int) else count
+    parts = torch.split(unit, size, 2) if isinstance(count, int) else (unit,)
+    index = torch.arange(1, count + 1, device=unit.device, dtype=torch.float32)  # float32: maxima are vectorised
+    numbers = torch.split(index, size) if isinstance(count, int) else (index,)
+    last = [torch.zeros_like(part[..., 0]) for part in parts]
+    for a, rows in enumerate(parts):
+        for b in range(a, len(parts)):
+            similar = rows @ parts[b].transpose(2, 3) > SIMILAR  # [B, Hkv, n, m]
+            if a == b:
+                similar = similar & (numbers[a][:, None] != numbers[b])
+            last[a] = torch.maximum(last[a], torch.where(similar, numbers[b], 0.0).amax(-1))
+            if a < b:
+                last[b] = torch.maximum(last[b], torch.where(similar, numbers[a][:, None], 0.0).amax(-2))
+    return torch.cat(last, -1).long() - 1

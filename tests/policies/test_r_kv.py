@@ -94,7 +94,7 @@ def test_more_rows_than_a_block_of_cosines(monkeypatch: pytest.MonkeyPatch) -> N
     chosen, key = policy(), torch.randn(1, 2, 50, 8, generator=torch.Generator().manual_seed(0))
     tokens = Tokens(torch.arange(50).expand(1, 2, -1), torch.full((1, 1, 1), 50), {}, 20)
     whole = chosen.rescore(tokens, key, key)["redundancy"]
-    monkeypatch.setattr("kvpass.policies.r_kv.BLOCK", 7)
+    monkeypatch.setattr("kvpass.policies.r_kv.LARGEST", 7)
     torch.testing.assert_close(chosen.rescore(tokens, key, key)["redundancy"], whole)
 
 
