@@ -54,6 +54,9 @@ EXPECTED = {
     "snapkv": "after a prompt: near full, worse than d2o (needle at 50k: 83.6 against 88.7; full 97.9)",
     "sage": "after a prompt: near full, better than streaming (LongBench: 52.5 against 50.1 to 51.2; full 53.0)",
     "d2o": "better than h2o (LongBench GovReport at 20 %: 24.1 against 21.3; full 30.8)",
+    "keydiff": "after a prompt: better than snapkv (RULER-8K at a quarter: 76.1 against 71.2; full 93.1)",
+    "r_kv": "in long answers: better than snapkv (MATH with a quarter of the cache: 83.3 against 72.3; full 93.9)",
+    "vase": "in long answers: better than snapkv (MATH with a quarter of the cache: 81.8 against 72.3; full 93.9)",
     "knorm": "after a prompt: near full with half of the tokens",
 }
 

@@ -23,7 +23,12 @@ from kvpass.decoding.prefill import Caller
 from kvpass.errors import KVPassError
 
 BUDGET, PROMPT, LENGTH, EVERY = 68, 128, 512, 2
-OPTIONS: dict[str, dict[str, Any]] = {"snapkv": {"window": 16}}  # its own 64 would leave four for the selection
+OPTIONS: dict[str, dict[str, Any]] = {  # defaults would leave few tokens for the selection, or none
+    "snapkv": {"window": 16},
+    "keydiff": {"interval": 8},
+    "r_kv": {"interval": 8},
+    "vase": {"recent": 16, "interval": 8},
+}
 LEFT_OUT = ("kv_align",)  # it needs networks that were trained for the model
 
 

@@ -59,6 +59,7 @@ def between(low: float, high: float) -> Condition:
 Natural = Annotated[int, at_least(0)]
 Positive = Annotated[int, at_least(1)]
 Share = Annotated[float, between(0, 1)]
+Odd = Annotated[int, Condition("that is odd and at least 1", lambda count: count >= 1 and count % 2 == 1)]
 
 
 @dataclasses.dataclass(frozen=True)

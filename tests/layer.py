@@ -59,6 +59,7 @@ class Lowered:
 
     def __init__(self, layout: Layout, theta: float, limits: Sequence[int] = (), step: Step = decode_step) -> None:
         self.layout, self.theta, self.limits, self.step = layout, theta, limits, step
+        self.knows_padding = True  # of steps, as the host does except on a GPU
         self.scale = layout.key_dim**-0.5
         self.slots: Slots | None = None
         self.clocks = [()] * layout.batch
@@ -80,7 +81,9 @@ class Lowered:
         q, k = self.rotate(new.q, place), self.rotate(new.k, place)
         chunk = Chunk(new.k if ranked else k, new.v, new.valid, Attention())
         if slots is not None and new.valid.shape[1] == 1 and slots.capacity == self.layout.capacity:
-            ticks = [policy.tick(clock, limit) for clock, limit in zip(self.clocks, limits, strict=True)]
+            counted = new.valid[:, 0].tolist() if self.knows_padding else [True] * len(limits)
+            rows = zip(self.clocks, limits, counted, strict=True)
+            ticks = [policy.tick(clock, limit) if real else (False, clock) for clock, limit, real in rows]
             self.clocks = [clock for _, clock in ticks]
             compact = any(due for due, _ in ticks)
             return self.step(self.layout, site, slots, q, chunk.key, new.v, new.valid[:, 0], compact).output

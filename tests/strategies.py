@@ -40,6 +40,7 @@ class Row:
         case: what a case for it cannot choose.
         fixed: options in tests of whole models; a small budget must do.
         lossless: further options under which nothing goes before the budget is full.
+        periodic: whether it may evict several tokens at once, by `interval`.
     """
 
     name: str
@@ -49,8 +50,15 @@ class Row:
     fixed: dict[str, Any] = dataclasses.field(default_factory=dict)
     case: dict[str, Any] = dataclasses.field(default_factory=dict)
     lossless: dict[str, Any] = dataclasses.field(default_factory=dict)
+    periodic: bool = True
+
+    def drawn(self, draw: st.DrawFn) -> dict[str, Any]:
+        """Draw options; of a policy that may evict at intervals, half of the time with one."""
+        intervals = draw(INTERVALS) if self.periodic else {}
+        return {**intervals, **draw(self.options)}
 
 
+INTERVALS = st.sampled_from([{}, {}, {"interval": 2}, {"interval": 5}])
 ALIGNERS = st.builds(
     lambda recipe, every: {"aligner": random_aligner(recipe, every=every), "every": every},
     st.sampled_from(["direct", "paper", "nothing"]),
@@ -59,9 +67,14 @@ ALIGNERS = st.builds(
 
 TABLE = [
     Row("window"),
-    Row("full"),
+    Row("full", periodic=False),
     Row("streaming", st.fixed_dictionaries({"sinks": st.integers(0, 3)})),
-    Row("random", st.fixed_dictionaries({"seed": st.integers(0, 100)})),
+    Row(
+        "random",
+        st.fixed_dictionaries(
+            {"seed": st.integers(0, 100), "redraw": st.booleans(), "recent": st.sampled_from([0, 0, 1, 3])}
+        ),
+    ),
     Row("h2o", st.fixed_dictionaries({"heavy": st.sampled_from([0.0, 0.3, 0.5, 0.75, 1.0])}), scored=True),
     Row(
         "buzz",
@@ -79,6 +92,7 @@ TABLE = [
         ),
         scored=True,
         lossless={"window": None, "threshold": None},
+        periodic=False,
     ),
     Row(
         "cascade",
@@ -97,6 +111,7 @@ TABLE = [
         ),
         scored=True,
         lossless={"eager_fill": True},
+        periodic=False,
     ),
     Row(
         "d2o",
@@ -117,6 +132,7 @@ TABLE = [
             }
         ),
         scored=True,
+        periodic=False,
     ),
     Row("tova", scored=True),
     Row("knorm", scored=True),
@@ -134,6 +150,7 @@ TABLE = [
         ),
         least=5,  # with three query heads for each KV head
         scored=True,
+        periodic=False,
     ),
     Row(
         "snapkv",
@@ -142,7 +159,46 @@ TABLE = [
         scored=True,
         fixed={"window": 3},
     ),
-    Row("kv_align", ALIGNERS, least=7, case={"heads": 2, "dim": 8, "positions": "absolute"}),
+    Row(
+        "keydiff",
+        st.fixed_dictionaries(
+            {"sinks": st.integers(0, 2), "recent": st.integers(0, 2), "interval": st.sampled_from([1, 2, 5])}
+        ),
+        fixed={"sinks": 1, "interval": 2},
+    ),
+    Row(
+        "r_kv",
+        st.fixed_dictionaries(
+            {
+                "window": st.integers(1, 4),
+                "kernel": st.sampled_from([1, 3, 7]),
+                "weight": st.sampled_from([0.1, 0.5, 0.9]),
+                "plain": st.booleans(),
+                "official": st.booleans(),
+                "interval": st.sampled_from([1, 2, 5]),
+            }
+        ),
+        least=5,
+        scored=True,
+        fixed={"window": 3, "interval": 2},
+    ),
+    Row(
+        "vase",
+        st.fixed_dictionaries(
+            {
+                "variant": st.sampled_from(["attn", "attn", "dkv"]),
+                "sinks": st.integers(0, 2),
+                "recent": st.integers(1, 4),
+                "large": st.sampled_from([0.0, 0.25, 0.6]),
+                "kernel": st.sampled_from([1, 3, 5]),
+                "seed": st.integers(0, 100),
+                "interval": st.integers(1, 6),
+            }
+        ),
+        scored=True,
+        fixed={"sinks": 1, "recent": 3, "interval": 2},
+    ),
+    Row("kv_align", ALIGNERS, least=7, case={"heads": 2, "dim": 8, "positions": "absolute"}, periodic=False),
 ]
 ROWS = {row.name: row for row in TABLE}
 
@@ -192,7 +248,7 @@ def cases(draw: st.DrawFn, row: Row, **fixed: Any) -> Case:
     """Any layer for the policy of a row; prompts lie around the budget as often as not."""
     fixed = row.case | fixed
     options = fixed.pop("options", None)
-    options = draw(row.options) if options is None else options
+    options = row.drawn(draw) if options is None else options
     policy = policies.resolve(row.name, options)
     budget = fixed.pop("budget", None) or fitting(policy, draw(st.integers(row.least, row.least + 12)))
     near = st.sampled_from([max(1, budget - 1), budget, budget + 1])

@@ -79,9 +79,9 @@ def without(values: Sequence[Any], *left_out: Any) -> list[Any]:
 
 POLICY_OPTIONS: dict[str, dict[str, Sequence[Any]]] = {
     "streaming": {"sinks": without(NO_COUNT, 0), "keep_prompt": NO_TRUTH},
-    "h2o": {"heavy": (*NO_NUMBER, 1.5, -0.1, None)},
+    "h2o": {"heavy": (*NO_NUMBER, 1.5, -0.1, None), "interval": NO_COUNT},
     "snapkv": {"window": NO_COUNT, "kernel": (*NO_COUNT, 4)},
-    "random": {"seed": (*without(NO_COUNT, 0), 2**31 - 1)},
+    "random": {"seed": (*without(NO_COUNT, 0), 2**31 - 1), "redraw": NO_TRUTH, "recent": without(NO_COUNT, 0)},
     "buzz": {
         "stride": (*NO_COUNT, 2),
         "sinks": without(NO_COUNT, 0),
@@ -123,6 +123,22 @@ POLICY_OPTIONS: dict[str, dict[str, Sequence[Any]]] = {
         "sinks": without(NO_COUNT, 0, None),
         "top": without(NO_COUNT, None),
         "select_at": ("once", None),
+    },
+    "keydiff": {"sinks": without(NO_COUNT, 0), "recent": without(NO_COUNT, 0)},
+    "r_kv": {
+        "window": NO_COUNT,
+        "kernel": (*NO_COUNT, 4),
+        "weight": (*NO_NUMBER, 1.5, -0.1, None),
+        "plain": NO_TRUTH,
+        "official": NO_TRUTH,
+    },
+    "vase": {
+        "variant": ("values", None),
+        "sinks": without(NO_COUNT, 0),
+        "recent": NO_COUNT,
+        "large": (*NO_NUMBER, 1.5, -0.1, None),
+        "kernel": (*NO_COUNT, 4),
+        "seed": (*without(NO_COUNT, 0), 2**31 - 1),
     },
     "kv_align": {"aligner": (3, [], None), "every": NO_COUNT},
     "window": {"keep_prompt": NO_TRUTH},
@@ -398,7 +414,7 @@ def test_every_option_of_a_policy_is_checked(name: str) -> None:
     for field in dataclasses.fields(cls):
         hint = arguments._field_annotation(cls, field.name)
         assert arguments._check(hint).read(object()) is arguments.REFUSED, field.name
-        assert field.name in POLICY_OPTIONS.get(name, ()) or field.name == "keep_prompt"
+        assert field.name in POLICY_OPTIONS.get(name, ()) or field.name in ("keep_prompt", "interval")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -81,6 +81,9 @@ OPTIONS = [
     ("d2o", 6, {"layers": "gate", "gate": 2.872, "compress_at": "first_decode"}),
     ("sage", 15, {"select_at": "overflow"}),  # in another step for each row
     ("random", 15, {"keep_prompt": True}),
+    ("h2o", 9, {"interval": 3}),
+    ("streaming", 15, {"interval": 4}),  # in another step for each row, and with keys that are rotated at read
+    ("roco", 18, {"interval": 3, "keep_prompt": True}),
     ("d2o", 18, {"keep_prompt": True}),
 ]
 

@@ -18,8 +18,9 @@ from kvpass.lowering.formats import Format, KVDtype, Rows, format_of
 from kvpass.lowering.formats.base import SlotIndices
 from kvpass.policies.base import Policy
 from kvpass.policies.heads import HeadSharding
+from kvpass.policies.periodic import PeriodicEviction
 from kvpass.policies.pinned_tokens import PinnedTokens
-from kvpass.policies.protocols import Aligning, Merging
+from kvpass.policies.protocols import Aligning, Merging, Rescoring
 from kvpass.policies.ranking import rank_of, rows_in_order
 from kvpass.policies.types import Attention, Merge, State, Tokens
 
@@ -74,9 +75,10 @@ class Layout:
         _ = self.key_format, self.value_format  # raises for rows that cannot be stored
 
     @property
-    def eviction(self) -> Policy | PinnedTokens:
+    def eviction(self) -> Policy | PinnedTokens | PeriodicEviction:
         """The hooks by which tokens are evicted."""
-        return PinnedTokens(self.policy) if self.policy.keep_prompt else self.policy
+        hooks = PinnedTokens(self.policy) if self.policy.keep_prompt else self.policy
+        return PeriodicEviction(hooks, self.policy) if self.policy.interval > 1 else hooks
 
     @property
     def key_format(self) -> Format:
@@ -288,6 +290,14 @@ def first_values(policy: Policy, key: Rows, value: Rows) -> State:
     return policy.init_token_state(key.read(), value.read()) if policy.sees_rows else {}
 
 
+def rescored(policy: Policy, tokens: Tokens, key: Rows, value: Rows) -> Tokens:
+    """Return the tokens with the policy's `rescore` of rows [B, Hkv, N, D] and [B, Hkv, N, Dv], if it has one."""
+    if not policy.rescores:
+        return tokens
+    assert isinstance(policy, Rescoring)
+    return tokens.updated(policy.rescore(tokens, key.read(), value.read()))
+
+
 def admit(
     layout: Layout, held: Slots | None, chunk: Chunk, budgets: Sequence[int] = (), into: Slots | None = None
 ) -> Slots:
@@ -314,10 +324,11 @@ def admit(
     if not layout.row_budgets:
         tokens = dataclasses.replace(tokens, budget=max(budgets))
     tokens = tokens.updated(layout.eviction.observe_chunk(tokens, chunk.attention))
-    keep, changes = layout.eviction.compact(tokens)
-    tokens = tokens.updated(changes)
     if held is not None:
         key, value = held.key.concatenated(key), held.value.concatenated(value)
+    tokens = rescored(layout.policy, tokens, key, value)
+    keep, changes = layout.eviction.compact(tokens)
+    tokens = tokens.updated(changes)
     in_place = held is None or held.capacity == layout.capacity
     slots = into or (past if in_place else Slots.empty(layout))
     _fill(layout, slots, tokens, keep, index, key, value)

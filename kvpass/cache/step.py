@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kvpass.cache.slots import FREE, ROW_BUDGET, Layout, Slots, align, first_values, rows_at
+from kvpass.cache.slots import FREE, ROW_BUDGET, Layout, Slots, align, first_values, rescored, rows_at
 from kvpass.cache.statistics import StatisticsSpec, in_one_operator, statistics
 from kvpass.fx.precision import FILLED, upcast
 from kvpass.lowering.attend import LOWEST, Rotation, UnknownQueries, attend, by_kernel, capped, scores
@@ -154,12 +154,12 @@ def decode_step(
     view = _QueryView.of(layout, site, slots, tokens, index, query, valid)
     attended, probs, logits = view.attend(with_logits=bool(policy.statistics))
     attention = _single_query_statistics(layout, probs, valid)
-    if compact and "logits" in policy.statistics:
+    if "logits" in policy.statistics and (compact or "older_peak" in policy.statistics):
         assert logits is not None
         seen_logits = logits if view.policy_bias is None else view.logits()  # without the policy's own bias
         seen_logits = regrouped(seen_logits, layout.heads)[..., 0, :].float().clamp_min(LOWEST)
         attention = dataclasses.replace(attention, logits=seen_logits)
-    tokens, victim = _compact(layout, tokens, attention) if compact else _evict(layout, slots, tokens, attention)
+    tokens, victim = (_compact if compact else _evict)(layout, slots, tokens, attention)
     if policy.aligns == ("compact" if compact else "step"):
         tokens = _realign(layout, site, slots, tokens)
     _commit(layout, slots, tokens, index, victim)
@@ -336,6 +336,8 @@ def _evict(layout: Layout, slots: Slots, tokens: Tokens, attention: Attention) -
     """Let the policy observe and evict one token; return the other tokens and the next slot to write [B, H']."""
     policy = layout.policy
     tokens = tokens.updated(policy.observe(tokens, attention))
+    if policy.interval == 1:
+        tokens = rescored(policy, tokens, slots.key, slots.value)
     victim = layout.eviction.victim(tokens)
     if policy.overwrites or not policy.evicts:
         return tokens, victim
@@ -364,9 +366,10 @@ def _merge_victim(layout: Layout, slots: Slots, rest: Tokens, victim: Tensor, va
     return merge.state
 
 
-def _compact(layout: Layout, tokens: Tokens, attention: Attention) -> tuple[Tokens, Tensor]:
+def _compact(layout: Layout, slots: Slots, tokens: Tokens, attention: Attention) -> tuple[Tokens, Tensor]:
     """Let the policy observe and compact; return the remaining tokens and the next slot to write [B, H']."""
     tokens = tokens.updated(layout.eviction.observe_chunk(tokens, attention))
+    tokens = rescored(layout.policy, tokens, slots.key, slots.value)
     keep, changes = layout.eviction.compact(tokens)
     position = torch.where(keep, tokens.position, FREE)
     rank = rank_of(position) if layout.tracks_rank else None

@@ -107,7 +107,9 @@ def explain(
                 torch.compile(model.forward, backend=chosen)(*args, **kwargs)
             except KVPassError as raised:
                 error = str(raised)
-        found = (tuple(recorder.graphs), tuple(recorder.sites), tuple(recorder.notes), error)
+        interval = chosen.policy.held_between_compactions(chosen.budget)
+        notes = (*recorder.notes, *([interval] if interval else []))
+        found = (tuple(recorder.graphs), tuple(recorder.sites), notes, error)
         programs = tuple(recorder.programs)
         return ExplainReport(*found, tuple(recorder.passes), programs, spent[0] if timings else None)
 
@@ -126,6 +128,7 @@ class LayerReport:
     Attributes:
         policy: the policy with its options.
         budget: tokens kept between steps, in the row with the most.
+        compacted: tokens kept when a row exceeds the budget; less than the budget under an `interval` above 1.
         capacity: number of slots, including the slot for the next token.
         seen: tokens seen, padding included.
         positions: int64 [B, Hkv, n], the positions of the cached tokens in the (padded) sequence, sorted, -1
@@ -137,6 +140,7 @@ class LayerReport:
 
     policy: str
     budget: int
+    compacted: int
     capacity: int
     seen: int
     positions: Tensor
@@ -208,10 +212,11 @@ def inspect(cache: Any) -> CacheReport:
 def _layer(cache: LayerCache) -> LayerReport:
     layout = cache.layout
     row = layout.heads * (layout.key_dim + layout.value_dim) * layout.dtype.itemsize
-    positions = cache.slots.held(layout)
+    positions, policy = cache.slots.held(layout), layout.policy
+    interval = policy.held_between_compactions(layout.budget)
     return LayerReport(
-        repr(layout.policy), layout.budget, layout.capacity, cache.seen, positions,
-        cache.slots.nbytes, layout.batch * cache.stored * row, cache.notes,
+        repr(policy), layout.budget, policy.compacted(layout.budget), layout.capacity, cache.seen, positions,
+        cache.slots.nbytes, layout.batch * cache.stored * row, (*cache.notes, *([interval] if interval else [])),
     )  # fmt: skip
 
 

@@ -290,13 +290,10 @@ def _add(sums: list[Tensor], probs: Tensor, valid: Tensor) -> None:
 
 def late_statistics(attention: ScoredAttention, valid: Tensor, window: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the last row, mean row and last logits of the last `window` real queries, [B, Hkv, G, S]."""
-    query, key = attention.query, attention.key
-    count = query.shape[2]
-    latest = torch.where(valid, torch.arange(count, device=key.device), -1).topk(min(window, count))  # last one first
-    chosen = attention.picked(latest.values.clamp(min=0))
+    latest = _latest(valid, window)
+    chosen, counted = attention.picked(latest.clamp(min=0)), (latest >= 0).float()
     if attention.by_kernel:
-        return _late_by_kernel(chosen, (latest.values >= 0).float(), valid.sum(-1, keepdim=True).clamp(1, window))
-    counted = (latest.values >= 0).float()
+        return _late_by_kernel(chosen, counted, valid.sum(-1, keepdim=True).clamp(1, window))
     last, mean, logits = zeros(attention, 3)
     for part, piece in chosen.pieces():
         real, spans = counted[part[0], None, None, :, None], piece.spans(BLOCK)
@@ -307,6 +304,40 @@ def late_statistics(attention: ScoredAttention, valid: Tensor, window: int) -> t
                 logits[part] = torch.where(real[..., 0, :] > 0, made[..., 0, :], 0)
             mean[part] += probs.sum(-2)
     return last, mean.div_(valid.sum(-1).clamp(1, window)[:, None, None, None]), logits
+
+
+def _latest(valid: Tensor, window: int) -> Tensor:
+    """Return the indices of the last `window` real queries [B, w], the last one first, and -1 behind the earliest."""
+    count = valid.shape[1]
+    return torch.where(valid, torch.arange(count, device=valid.device), -1).topk(min(window, count)).values
+
+
+def votes_for_older(attention: ScoredAttention, valid: Tensor, window: int, heads: int | None = None) -> Tensor:
+    """Return the mean softmax of the last `window` real queries over the keys before the first of these queries.
+
+    Args:
+        heads: take the highest logit of the query heads of each of so many heads first; None for a row of each head.
+
+    Returns:
+        [B, Hkv, G, S], or [B, heads, 1, S]; zero for a row without such keys.
+    """
+    (batch, _, keys), count = attention.key.shape[:3], attention.query.shape[2]
+    latest = _latest(valid, window)
+    first = torch.where(latest < 0, count, latest).amin(-1) + keys - count  # [B]
+    older = torch.arange(keys, device=latest.device) < first[:, None]
+    chosen, counted = attention.picked(latest.clamp(min=0)), (latest >= 0).float()
+    votes = zeros(attention, 1)[0] if heads is None else counted.new_zeros(batch, heads, 1, keys)
+    regroups = heads not in (None, attention.key.shape[1])
+    for (rows, some), piece in chosen.pieces(whole_rows=regroups):
+        spans, among = piece.spans(BLOCK), older[rows, None, None, None]
+        for span, (_, _, made) in zip(spans, _blocks(piece, spans, piece.keys_before), strict=True):
+            if heads is not None:
+                grouped = torch.unflatten(made.flatten(1, 2), 1, (heads, -1)) if regroups else made
+                made = grouped.amax(2, keepdim=True)
+            probs = torch.where(among, made.clamp(min=LOWEST), -torch.inf).softmax(-1)
+            probs = torch.where(among, probs, 0) * counted[rows, None, None, span, None]  # no key among: was NaN
+            votes[rows, slice(None) if regroups else some] += probs.sum(-2)
+    return votes.div_(valid.sum(-1).clamp(1, window)[:, None, None, None])
 
 
 def _late_by_kernel(chosen: ScoredAttention, counted: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:

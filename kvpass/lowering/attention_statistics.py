@@ -15,13 +15,13 @@ from torch import Tensor
 
 from kvpass import policies
 from kvpass.budget import slots_of_rows
-from kvpass.lowering.attention_rows import ScoredAttention, late_statistics
+from kvpass.lowering.attention_rows import ScoredAttention, late_statistics, votes_for_older
 from kvpass.policies.heads import HeadSharding
 from kvpass.policies.protocols import Scanning
 from kvpass.torch_private.library_attention import attention_with_lse
 
 SUMS = ("total", "squares")
-LATE = ("last", "window", "logits")
+LATE = ("last", "window", "logits", "older", "older_peak")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class StatisticsRequest:
         causal: a query does not see later keys.
         scale, cap: see `kvpass.capture.canonical.attention`.
         heads: Hc, the heads of the cache.
-        window: how many of the last real queries the statistic `window` averages over.
+        window: how many of the last real queries the statistics `window` and `older` average over.
         scan: the policy whose scan it is, see `kvpass.policies.specify`; None without a scan.
         budget: of a scan, a number of slots or a share of each row's prompt.
         sharding: of a scan, the sharding of the layer's heads as text.
@@ -91,8 +91,8 @@ def attention_statistics(
         request: the text of a `StatisticsRequest`.
 
     Returns:
-        The output [B, Hq, q, D] if there are values, then the statistics: each float32 [B, Hc, Hq / Hc, S], a scan
-        [B, H', S].
+        The output [B, Hq, q, D] if there are values, then the statistics: each float32 [B, Hc, Hq / Hc, S], peaks
+        [B, Hc, 1, S], a scan [B, H', S].
     """
     chosen = StatisticsRequest.parse(request)
     query, key = _in_one_dtype(query, key)
@@ -117,6 +117,8 @@ def _(
     chosen = StatisticsRequest.parse(request)
     batch, groups, keys = len(key), query.shape[1] // chosen.heads, key.shape[2]
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(chosen.names, (batch, chosen.heads, groups, keys))
+    if "older_peak" in shapes:
+        shapes["older_peak"] = (batch, chosen.heads, 1, keys)
     if chosen.scan is not None:
         shared = policies.specified(chosen.scan).heads == "shared"
         shapes["scan"] = (batch, 1 if shared else chosen.heads, keys)
@@ -141,9 +143,13 @@ def _statistics(
 ) -> list[Tensor]:
     """Return the statistics of a request; the log-sum-exp of the rows is [B, Hq, q], if it is known."""
     made = dict(zip(SUMS, attention.summed(valid, request.powers, log_sum_exp), strict=False))
-    if not {*LATE}.isdisjoint(request.names):
-        made |= zip(LATE, late_statistics(attention, valid, request.window), strict=True)
+    if not {"last", "window", "logits"}.isdisjoint(request.names):
+        made |= zip(LATE, late_statistics(attention, valid, request.window), strict=False)
+    if "older" in request.names:
+        made["older"] = votes_for_older(attention, valid, request.window)
     made = {name: regrouped(x, request.heads) for name, x in made.items()}
+    if "older_peak" in request.names:
+        made["older_peak"] = votes_for_older(attention, valid, request.window, request.heads)
     if request.scan is not None:
         made["scan"] = _scanned(attention, request, valid, row_budgets, log_sum_exp)
     return [made[name] for name in request.names]

@@ -33,14 +33,17 @@ _BUILT_IN = {
     "d2o": "D2O",
     "full": "Full",
     "h2o": "H2O",
+    "keydiff": "KeyDiff",
     "knorm": "KNorm",
     "kv_align": "KVAlign",
+    "r_kv": "RKV",
     "random": "Random",
     "roco": "RoCo",
     "sage": "Sage",
     "snapkv": "SnapKV",
     "streaming": "Streaming",
     "tova": "Tova",
+    "vase": "Vase",
     "window": "Window",
 }
 _registered: dict[str, type[Policy]] = {}
@@ -149,7 +152,10 @@ def specify(policy: Policy) -> str:
 
     The policy's options must be text, numbers, or tuples of these.
     """
-    return json.dumps([policy.name, dataclasses.asdict(policy)], sort_keys=True)
+    options = dataclasses.asdict(policy)
+    if policy.interval == 1:
+        del options["interval"]  # no scan depends on it, and graphs without it keep their text
+    return json.dumps([policy.name, options], sort_keys=True)
 
 
 def specified(text: str) -> Policy:

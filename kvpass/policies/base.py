@@ -21,9 +21,9 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from kvpass.arguments import check_fields, require
+from kvpass.arguments import Positive, check_fields, require
 from kvpass.errors import BudgetError
-from kvpass.policies.budgets import Plan
+from kvpass.policies.budgets import Count, Plan
 from kvpass.policies.ranking import LATE, highest
 from kvpass.policies.types import Attention, Clock, Merge, State, Statistic, Tokens
 
@@ -50,6 +50,8 @@ class Policy:
     Attributes:
         keep_prompt: pin the tokens of prompts and chunks, so that only tokens that are generated one at a time are
             evicted (`kvpass.policies.pinned_tokens`).
+        interval: how many tokens are evicted at once.  A row that exceeds its budget is compacted to budget + 1 -
+            interval tokens, and the next `interval` tokens are appended (`kvpass.policies.periodic`).
 
     Class attributes:
         name: the name for `kvpass.backend(policy=...)`.
@@ -65,9 +67,11 @@ class Policy:
             query heads, and the policy reads other heads through `kvpass.policies.heads`; "always" if the policy
             reads positions only.  Not inherited: each class declares it.
         prompt_must_compete: the reason why `keep_prompt` is refused; "" if it is supported.
+        own_schedule: the reason why an `interval` above 1 is refused; "" if it is supported.
     """
 
     keep_prompt: bool = dataclasses.field(default=False, kw_only=True)
+    interval: Positive = dataclasses.field(default=1, kw_only=True)
     name: ClassVar[str]
     heads: ClassVar[Literal["shared", "kv"]] = "shared"
     positions: ClassVar[Literal["absolute", "cache"]] = "absolute"
@@ -77,6 +81,7 @@ class Policy:
     renumbers: ClassVar[bool] = False
     spreads: ClassVar[Literal["never", "heads", "always"]] = "never"
     prompt_must_compete: ClassVar[str] = ""
+    own_schedule: ClassVar[str] = ""
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Accept hooks by their old names, with a warning."""
@@ -96,6 +101,18 @@ class Policy:
         check_fields(self)
         means_nothing = f"means nothing for {self.name!r}: {self.prompt_must_compete}"
         require(not (self.keep_prompt and self.prompt_must_compete), "keep_prompt", self.keep_prompt, means_nothing)
+        why = self._schedule if self.interval > 1 else ""
+        require(not why, "interval", self.interval, f"must be 1 for {self.name!r}: {why}")
+
+    @property
+    def _schedule(self) -> str:
+        """The reason why the policy cannot evict several tokens at once; "" if it can."""
+        if self.own_schedule:
+            return self.own_schedule
+        one_by_one = self.overwrites or self.merges or self.aligns != "never"
+        if one_by_one or type(self).tick is not Policy.tick:
+            return "it overwrites, merges, aligns or compacts tokens by a schedule of its own"
+        return ""
 
     @property
     def overwrites(self) -> bool:
@@ -114,18 +131,34 @@ class Policy:
     # Budgets: numbers on the host.
 
     def minimum_budget(self) -> int:
-        """Return the smallest budget that the policy can work with."""
+        """Return the fewest tokens that the policy can work with after it has evicted."""
         return 1
+
+    def compacted(self, budget: Count) -> Count:
+        """Return how many tokens a row with a budget keeps when it is compacted: the budget itself by default."""
+        return budget + 1 - self.interval  # type: ignore[return-value]
+
+    def held_between_compactions(self, budget: int | float | None) -> str:
+        """Return what a budget means under the policy's interval, as text for reports; "" without an interval."""
+        if self.interval == 1 or budget is None:
+            return ""
+        if isinstance(budget, float):
+            return f"interval={self.interval}: budget + 1 - {self.interval} tokens are held after a compaction"
+        return f"interval={self.interval}: {self.compacted(budget)} to {budget} tokens are held between compactions"
 
     def check_budget(self, budget: int) -> None:
         """Raise BudgetError if the policy cannot work with `budget` slots."""
-        least = self.minimum_budget()
-        if budget < least:
-            raise BudgetError(f"budget={budget} is too small for {self.name!r} with {self}: it needs at least {least}")
+        least, more = self.minimum_budget(), self.interval - 1
+        if budget >= least + more:
+            return
+        why = f"it needs at least {least + more}"
+        if more:
+            why += f", {least} and {more} for interval={self.interval}; take more slots or a smaller interval"
+        raise BudgetError(f"budget={budget} is too small for {self.name!r} with {self}: {why}")
 
     def fitting_budget(self, budget: int) -> int:
-        """Return the largest budget up to `budget` that the policy can work with, at least its minimum."""
-        return max(budget, self.minimum_budget())
+        """Return the largest budget up to `budget` that the policy can work with, at least the smallest of all."""
+        return max(budget, self.minimum_budget() + self.interval - 1)
 
     def capacity(self, budget: int, prompt: int = 0) -> int:
         """Return the slots of a layer for a prompt of `prompt` tokens, including those needed beyond the budget."""
@@ -150,15 +183,21 @@ class Policy:
         """
         return [Plan(budget, self.capacity(budget, valid.shape[1]))] * len(attention)
 
-    # Counts on the host, for policies that compact periodically.
+    # Counts on the host, for policies that compact periodically: by default the held tokens.
 
     def clock(self, clock: Clock, new: int, budget: int) -> Clock:
-        """Return a row's counts after a prompt or chunk with `new` real tokens."""
-        return ()
+        """Return a row's counts after a prompt or chunk with `new` real tokens; () without an interval."""
+        if self.interval == 1:
+            return ()
+        held = sum(clock) + new
+        return (held if held <= budget else self.compacted(budget),)
 
     def tick(self, clock: Clock, budget: int) -> tuple[bool, Clock]:
         """Return whether the row's next token needs the decode graph that compacts, and the counts after it."""
-        return False, clock
+        if self.interval == 1:
+            return False, clock
+        exceeds = clock[0] >= budget
+        return exceeds, (self.compacted(budget) if exceeds else clock[0] + 1,)
 
     # State, and how attention changes it.
 
@@ -191,6 +230,11 @@ class Policy:
     def observe_chunk(self, tokens: Tokens, attention: Attention) -> State:
         """Return changes to the state after a prompt, chunk or compacting step; by default those of `observe`."""
         return self.observe(tokens, attention)
+
+    @property
+    def rescores(self) -> bool:
+        """Whether scores depend on the rows of all held tokens: whether the policy has a `rescore`."""
+        return hasattr(self, "rescore")
 
     # Keys and values that are rewritten.
 

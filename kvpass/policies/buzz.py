@@ -66,6 +66,7 @@ class Buzz(Policy):
     old_stride: OldStride | None = None
     name = "buzz"
     prompt_must_compete = "its hives are counted from the sinks, and thinning depends on counts alone"
+    own_schedule = "it evicts in batches already, by `stride` and `threshold`"
     spreads = "heads"
     heads = "kv"
     positions = "cache"
@@ -73,7 +74,7 @@ class Buzz(Policy):
     ranks = True
 
     @property
-    def interval(self) -> int:
+    def sampling(self) -> int:
         """s'."""
         return _interval(self.stride, self.old_stride)
 
@@ -116,9 +117,9 @@ class Buzz(Policy):
         middle = stored - self.sinks - window
         if middle <= threshold:
             return stored, old
-        size = -(-old // self.interval) - (-(middle - old) // self.stride)  # each of the quotients rounded up
+        size = -(-old // self.sampling) - (-(middle - old) // self.stride)  # each of the quotients rounded up
         while iterate and size > threshold:
-            size = -(-size // self.interval)
+            size = -(-size // self.sampling)
         return self.sinks + window + size, size
 
     # The tensors.
@@ -149,7 +150,7 @@ class Buzz(Policy):
     def compact(self, tokens: Tokens) -> tuple[Tensor, State]:
         window, threshold = self.sizes(tokens.budget)
         middle = tokens.live.sum(-1, keepdim=True) - self.sinks - window  # [B, H', 1]
-        index, old, interval = tokens.order - self.sinks, tokens.state["old"], self.interval
+        index, old, interval = tokens.order - self.sinks, tokens.state["old"], self.sampling
         in_middle = tokens.live & (index >= 0) & (index < middle)
         is_new, hive = in_middle & (index >= old), (index - old).clamp(min=0) // self.stride
         starts_hive = (index - old) % self.stride == 0

@@ -67,6 +67,7 @@ class Cascade(Policy):
     heads: Literal["shared", "kv"] = "shared"  # type: ignore[misc]
     select: bool = True
     name = "cascade"
+    own_schedule = "each new token pushes one token through its sub-caches"
     prompt_must_compete = "its sub-caches have fixed sizes, and prompt tokens pass through them like all others"
     spreads = "heads"
     positions = "cache"

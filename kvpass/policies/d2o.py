@@ -76,6 +76,7 @@ class D2O(Policy):
     extra_sinks: bool = False
     density: Literal["kv", "query"] = "kv"
     name = "d2o"
+    own_schedule = "each evicted token is merged when it goes, and layers have budgets of their own"
     spreads = "heads"
     heads = "kv"
     statistics = frozenset({"total"})

@@ -17,6 +17,7 @@ from kvpass.policies.types import Tokens
 @dataclasses.dataclass(frozen=True)
 class Full(Policy):
     name = "full"
+    own_schedule = "it evicts no token"
     prompt_must_compete = "it evicts no token"
     spreads = "always"
     evicts = False

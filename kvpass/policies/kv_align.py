@@ -55,6 +55,7 @@ class KVAlign(Policy):
     aligner: Aligner | str | os.PathLike[str] | None = None
     every: Positive = 1
     name = "kv_align"
+    own_schedule = "it repairs rows by a schedule of its own, `every`"
     prompt_must_compete = "a prompt longer than the budget restarts its positions for its last tokens"
     renumbers = True
 

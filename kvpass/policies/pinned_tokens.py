@@ -42,7 +42,7 @@ class PinnedTokens:
         is_new = torch.arange(count, device=tokens.position.device) >= tokens.held
         pinned = (tokens.state[PINNED] | is_new) & tokens.live
         counts = pinned.sum(-1, keepdim=True)
-        check_pinned(self.policy, int(counts.max()), int((tokens.budget - counts).min()))
+        check_pinned(self.policy, int(counts.max()), int((self.policy.compacted(tokens.budget) - counts).min()))
         return {**changes, PINNED: pinned}
 
     def victim(self, tokens: Tokens) -> Tensor:

@@ -31,6 +31,22 @@ class Scanning(Protocol):
 
 
 @runtime_checkable
+class Rescoring(Protocol):
+    """A policy whose scores depend on the rows of all held tokens, unless its `Policy.rescores` is false."""
+
+    def rescore(self, tokens: Tokens, key: Tensor, value: Tensor) -> State:
+        """Return entries [B, H', N] for `score` to read in the state, which are not stored.
+
+        It runs before every eviction: in the steps that compact, or in every step without an interval, and at the end
+        of a prompt or chunk.
+
+        Args:
+            key, value: the stored rows of the tokens, [B, Hkv, N, D] and [B, Hkv, N, Dv]; those of free slots are
+                undefined.  With positions="cache" keys are without their rotary embedding.
+        """
+
+
+@runtime_checkable
 class Aligning(Protocol):
     """A policy that replaces keys and values; `Policy.aligns` says when, and `Policy.weights` with which tensors."""
 

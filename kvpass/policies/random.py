@@ -3,6 +3,11 @@
 Each token gets a number when it arrives, a hash of its position, its KV head and `seed`; the highest numbers stay.  The
 survivors of any prefix are then a uniform sample of it, the newest token included.  Tokens of a chunk are hashed like
 those of a prompt.
+
+With `redraw` all held tokens get new numbers whenever some are evicted, as in Random Attention
+(https://arxiv.org/abs/2609.03430).  A token then survives r compactions of K + n tokens to K with probability
+(K / (K + n))^r, so old tokens fade.  That paper also keeps the prompt and the last 64 tokens, and evicts 64 at once:
+`redraw=True, recent=64, keep_prompt=True, interval=64`.
 """
 
 from __future__ import annotations
@@ -10,28 +15,38 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated
 
+import torch
 from torch import Tensor
 
-from kvpass.arguments import between
+from kvpass.arguments import Natural, between
+from kvpass.policies import hashing
 from kvpass.policies.base import Policy
 from kvpass.policies.heads import head_indices
+from kvpass.policies.ranking import LATE
 from kvpass.policies.types import Tokens
-
-PRIME = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Random(Policy):
-    """Options: `seed`, any integer from 0 to 2**31 - 2."""
+    """The random policy.
 
-    seed: Annotated[int, between(0, PRIME - 1)] = 0
+    Attributes:
+        seed: any integer from 0 to 2**31 - 2.
+        redraw: draw anew among the held tokens whenever some are evicted.
+        recent: the number of last tokens that always stay.
+    """
+
+    seed: Annotated[int, between(0, hashing.PRIME - 1)] = 0
+    redraw: bool = False
+    recent: Natural = 0
     name = "random"
     spreads = "heads"
     heads = "kv"
 
+    def minimum_budget(self) -> int:
+        return self.recent + 1
+
     def score(self, tokens: Tokens) -> Tensor:
-        heads = head_indices(tokens.position, tokens.spread)  # [H', 1]
-        drawn = (tokens.position * 48271 + heads * 69621 + self.seed) % PRIME
-        for factor, shift in ((16807, 15), (39373, 13), (742938, 16)):
-            drawn = (drawn ^ (drawn >> shift)) * factor % PRIME  # below 2**51: no overflow
-        return drawn
+        seed = hashing.seed_of_round(self.seed, tokens.seen) if self.redraw else self.seed
+        drawn = hashing.drawn(tokens.position, head_indices(tokens.position, tokens.spread), seed)
+        return torch.where(tokens.newest(self.recent), LATE, drawn) if self.recent else drawn

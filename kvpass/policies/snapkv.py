@@ -13,12 +13,11 @@ chunk.
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from kvpass.arguments import Condition, Positive
+from kvpass.arguments import Odd, Positive
 from kvpass.policies.base import Policy
 from kvpass.policies.types import Attention, State, Tokens
 
@@ -33,7 +32,7 @@ class SnapKV(Policy):
     """
 
     window: Positive = 64
-    kernel: Annotated[int, Condition("that is odd and at least 1", lambda count: count >= 1 and count % 2 == 1)] = 5
+    kernel: Odd = 5
     name = "snapkv"
     prompt_must_compete = "it selects among the tokens of a prompt; later tokens are kept as by policy='window'"
     spreads = "heads"

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvpass.policies.heads import HeadSharding
 from kvpass.policies.ranking import latest_of_least, lowest, rank_of, topmost
 
-Statistic = Literal["total", "squares", "last", "window", "logits", "scan"]
+Statistic = Literal["total", "squares", "last", "window", "logits", "scan", "older", "older_peak"]
 State = dict[str, Tensor]
 Clock = tuple[int, ...]
 """Counts that the host keeps for one row; () before the first token."""
@@ -23,7 +23,8 @@ _NONE: Any = None
 class Attention:
     """Statistics of the newest queries' attention to each token; a field is None unless the policy lists it.
 
-    All fields except `scan` are float32 [B, Hkv, G, N].  A decode step has one query, so its fields coincide.
+    All fields except `scan` and `older_peak` are float32 [B, Hkv, G, N].  A decode step has one query, so its fields
+    coincide.
 
     Attributes:
         total: probabilities summed over the queries.
@@ -32,6 +33,10 @@ class Attention:
         window: probabilities averaged over the last `Policy.observation` real queries.
         logits: the scaled logits of the last real query, the model's mask included, the policy's bias not.
         scan: float32 [B, H', N], the result of `Policy.scan`; None in a decode step.
+        older: the softmax of each of the last `Policy.observation` real queries over the tokens before the first of
+            these queries, averaged over the queries; None in a decode step.
+        older_peak: likewise, of logits that are the highest of the G query heads: float32 [B, Hkv, 1, N].  A policy
+            that lists it also gets `logits` in every decode step.
         queries: int64 [B, 1, 1], the number of real queries.
         spread: where the layer's other heads are, None if all are in this process; see `kvpass.policies.heads`.
     """
@@ -42,6 +47,8 @@ class Attention:
     window: Tensor = _NONE
     logits: Tensor = _NONE
     scan: Tensor = _NONE
+    older: Tensor = _NONE
+    older_peak: Tensor = _NONE
     queries: Tensor = _NONE
     spread: HeadSharding | None = None
 

@@ -48,6 +48,7 @@ class HeadStream:
     Attributes:
         head: the KV head, 0 if the heads share their tokens.
         budget: tokens to keep between steps.
+        interval: tokens that are evicted at once when the budget is exceeded.
         seen: real tokens seen, including those of the current call.
         step: the current call adds a single token to a cache, not a prompt or chunk.
         layer: the index of the layer, for policies that need it.
@@ -65,6 +66,12 @@ class HeadStream:
     stored: Callable[..., Tensor] = lambda row, key=True: row
     notes: dict[str, Any] = dataclasses.field(default_factory=dict)
     evicted: list[Token] = dataclasses.field(default_factory=list)
+    interval: int = 1
+
+    @property
+    def kept(self) -> int:
+        """The tokens that stay when the budget is exceeded."""
+        return self.budget - (self.interval - 1)
 
 
 def in_order(tokens: Iterable[Token]) -> list[Token]:
@@ -128,9 +135,11 @@ class Reference:
         stream.tokens = self.kept(tokens, stream)
 
     def kept(self, tokens: list[Token], stream: HeadStream) -> list[Token]:
-        """Return the pinned tokens, and the others that `evict` keeps in the rest of the budget."""
+        """Return all tokens if the budget is not exceeded; else the pinned ones, and others that `evict` keeps."""
+        if stream.interval > 1 and len(tokens) <= stream.budget:
+            return tokens
         pinned, others = [t for t in tokens if t.pinned], [t for t in tokens if not t.pinned]
-        kept = self.evict(others, stream.head, stream.seen, stream.budget - len(pinned))
+        kept = self.evict(others, stream.head, stream.seen, stream.kept - len(pinned))
         return in_order([*pinned, *kept])
 
     def settle(self, row: list[HeadStream]) -> None:
@@ -165,13 +174,17 @@ class ReferenceLayer:
         self.reference = reference
         self.stored = functools.partial(stored, layout)
         self.streams = [
-            [HeadStream(head, budget, layer=layout.layer, stored=self.stored) for head in range(layout.groups)]
+            [self._stream(head, budget) for head in range(layout.groups)]
             for budget in row_budgets or (layout.budget,) * layout.batch
         ]
         self.length = 0
         self.fed = 0  # number of calls of `take`
         self.view: Any = None  # keys and values that the last tokens attended to, for layers that share the cache
         self.taken: TakenByReference | None = None
+
+    def _stream(self, head: int, budget: int) -> HeadStream:
+        layout = self.layout
+        return HeadStream(head, budget, layer=layout.layer, stored=self.stored, interval=layout.policy.interval)
 
     def copied(self) -> ReferenceLayer:
         """Return an independent copy of the layer with the same tokens."""
@@ -288,7 +301,7 @@ class ReferenceLayer:
                 tokens = [self._token(stream, chunk, b, index, j) for index, j in enumerate(new)]
                 if policy.keep_prompt:
                     pinned = sum(token.pinned for token in stream.tokens + tokens)
-                    check_pinned(policy, pinned, stream.budget - pinned)
+                    check_pinned(policy, pinned, stream.kept - pinned)
                 stream.seen += len(new)
                 self.reference.take(stream, tokens, *seen)
             self.reference.settle(row)

@@ -150,6 +150,8 @@ WAYS: list[tuple[str, dict[str, Any], tuple[int, ...]]] = [
     ("h2o", {"budget": 0.5}, (5, 0)),
     ("cascade", {"budget": 0.8, "cascades": 2, "sinks": 1}, (5, 0)),
     ("buzz", {"budget": 0.8}, (5, 0)),
+    ("h2o", {"interval": 2}, (5, 0)),
+    ("streaming", {"budget": 0.8, "interval": 3}, (5, 0)),
 ]
 
 

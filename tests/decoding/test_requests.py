@@ -90,9 +90,16 @@ def test_rows_get_more_slots_when_a_request_needs_them() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"refresh_interval": 3}, {"select_at": "overflow", "budget": 14}])
-def test_steps_with_a_sweep(options: dict[str, object]) -> None:
-    each_is_as_alone("sage", **options)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("sage", {"refresh_interval": 3}),
+        ("sage", {"select_at": "overflow", "budget": 14}),
+        ("h2o", {"interval": 3}),
+    ],
+)
+def test_steps_that_compact(name: str, options: dict[str, object]) -> None:
+    each_is_as_alone(name, **options)
 
 
 def test_one_loop_serves_all_kinds_of_requests() -> None:

@@ -13,7 +13,7 @@ from kvpass.errors import BudgetError, KVPassError, PolicyError
 from tests.aligners import random_aligner
 from tests.strategies import ROWS, TABLE, cases
 
-NEEDED = {"snapkv": {"window": 4}, "kv_align": {"aligner": random_aligner("direct")}}
+NEEDED = {"kv_align": {"aligner": random_aligner("direct")}}
 
 
 def check(case):
@@ -106,7 +106,7 @@ def test_a_policy_survives_being_written_down(data):
 def test_half_precision_is_taken(row, dtype):
     layer = [torch.randn(2, heads, 40, 8, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2)]
     budget = None if row.name == "full" else 20
-    options = NEEDED.get(row.name, {})
+    options = row.fixed | NEEDED.get(row.name, {})
     got = simulate(row.name, *(x.to(dtype) for x in layer), prompt=28, budget=budget, compiled=True, **options)
     exact = simulate(row.name, *layer, prompt=28, budget=budget, compiled=True, **options)
     assert got.output.dtype == got.keys.dtype == dtype

@@ -48,6 +48,7 @@ def conversation(model: Any, ids: Tensor, mask: Tensor, answer: int, turns: tupl
     ("policy", "rows"),
     [
         ("buzz", (1,)),
+        pytest.param("streaming:interval=3", (1,), marks=pytest.mark.slow),
         pytest.param("h2o", (1, 2, 3), marks=pytest.mark.slow),
         pytest.param("full", (1, 2, 3), marks=pytest.mark.slow),
     ],
@@ -55,8 +56,9 @@ def conversation(model: Any, ids: Tensor, mask: Tensor, answer: int, turns: tupl
 def test_nothing_is_compiled_afterwards(
     policy: str, rows: tuple[int, ...], compiled: Callable[[], tuple[int, int]]
 ) -> None:
-    settings = dict(budget=BUDGET) if kvpass.policies.get(policy).evicts else {}
-    model = kvpass.warm(build("Llama", layers=1), policy, rows=rows, progress=False, **settings)
+    chosen = kvpass.policies.parse(policy)
+    settings = dict(budget=BUDGET) if chosen.evicts else {}
+    model = kvpass.warm(build("Llama", layers=1), chosen, rows=rows, progress=False, **settings)
     before = compiled()
     assert min(before) > 0
     for size in {1, max(rows), 2 * max(rows) - 1}:  # of three rows five, and of one itself

@@ -29,6 +29,14 @@ BY_SCORE = ("h2o", "tova", "roco", "snapkv", "knorm")
 IN_OTHER_WAYS = ("d2o", "buzz", "cascade", "sage", "kv_align")
 """What merges, evicts in batches, keeps lines of sub-caches, selects, or repairs."""
 
+SMALLER: dict[str, dict[str, Any]] = {
+    "snapkv": dict(window=4),
+    "keydiff": dict(sinks=1, interval=2),
+    "r_kv": dict(window=3, interval=2),
+    "vase": dict(sinks=1, recent=3, interval=2),
+}
+"""Options of policies whose defaults need more slots."""
+
 WITHOUT_ALIGNER = ("gpt_oss", "mistral", "falcon", "codegen", "jamba", "llama4_text")
 REFUSED = {(model, "kv_align") for model in WITHOUT_ALIGNER}
 """The pairs of a model and a policy that refuses it."""
@@ -62,8 +70,8 @@ def settings(policy: str, model: Any) -> dict[str, Any]:
     """Return what `kvpass.backend` takes beside the policy's name."""
     if policy == "full":
         return {}
-    if policy == "snapkv":
-        return dict(budget=BUDGET, window=4)
+    if policy in SMALLER:
+        return dict(budget=BUDGET, **SMALLER[policy])
     if policy != "kv_align":
         return dict(budget=BUDGET)
     config = model.config

@@ -12,7 +12,7 @@ from kvpass.lowering import attention_rows as module
 from kvpass.lowering.attention_statistics import StatisticsRequest, attention_statistics
 from kvpass.policies import resolve, specify
 
-NAMES = ("total", "squares", "last", "window", "logits")
+NAMES = ("total", "squares", "last", "window", "logits", "older", "older_peak")
 
 
 def operands(query, key, mask, real, causal, scale, window=1, powers=2, value=None):
@@ -50,11 +50,17 @@ def whole(query, key, mask, real, causal, scale, window):
         for q in queries:
             out["total"][b] += paid[b, :, q]
             out["squares"][b] += paid[b, :, q] ** 2
-        for q in queries[-window:]:
-            out["window"][b] += paid[b, :, q] / len(queries[-window:])
+        voters = queries[-window:]
+        for q in voters:
+            out["window"][b] += paid[b, :, q] / len(voters)
+            older = slice(0, voters[0] + keys - count)
+            out["older"][b, :, older] += logits[b, :, q, older].softmax(-1) / len(voters)
+            peak = logits[b, :, q, older].view(heads, groups, -1).amax(1, keepdim=True).softmax(-1)
+            out["older_peak"][b, :, older] += peak.expand(-1, groups, -1).flatten(0, 1) / len(voters)
         if queries:
             out["last"][b], out["logits"][b] = paid[b, :, queries[-1]], logits[b, :, queries[-1]]
-    return {name: x.view(rows, heads, groups, keys) for name, x in out.items()}
+    made = {name: x.view(rows, heads, groups, keys) for name, x in out.items()}
+    return {**made, "older_peak": made["older_peak"][:, :, :1]}
 
 
 @given(data=st.data())
@@ -77,8 +83,21 @@ def test_pieces_add_up_to_the_whole(data):
         made = statistics(query, key, mask, real, causal, 0.5, window, powers)
         got = dict(zip(NAMES[:powers] + NAMES[2:], made, strict=True))
     expected = whole(query, key, mask, real, causal, 0.5, window)
-    for name in ("last", "window", "logits", *NAMES[:powers]):
+    for name in (*NAMES[2:], *NAMES[:powers]):
         torch.testing.assert_close(got[name], expected[name], atol=1e-5, rtol=1e-5)
+
+
+def test_peaks_of_heads_that_the_cache_joins():
+    """Keys that are computed from one row for all heads: the highest logit is one of all query heads."""
+    drawn = torch.Generator().manual_seed(0)
+    query, key = torch.randn(2, 4, 6, 4, generator=drawn), torch.randn(2, 2, 6, 4, generator=drawn)
+    real = torch.ones(2, 6, dtype=torch.bool)
+    request = StatisticsRequest(("older_peak",), True, 0.5, None, 1, 2).text()
+    [made] = attention_statistics(query, key, None, None, None, real, None, request)
+    logits = (query[:, :, 4:] @ key[:, :, :4].repeat_interleave(2, 1).transpose(2, 3) * 0.5).amax(1)
+    assert made.shape == (2, 1, 1, 6)
+    torch.testing.assert_close(made[:, 0, 0, :4], logits.softmax(-1).mean(1))
+    assert (made[..., 4:] == 0).all()
 
 
 @given(data=st.data())

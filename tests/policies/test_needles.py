@@ -9,7 +9,12 @@ from kvpass.diagnostics.simulate import simulate
 from tests.strategies import TABLE
 
 BUDGET, PROMPT, SEEDS = 20, 64, 12
-OPTIONS = {"snapkv": {"window": 4, "kernel": 1}, "buzz": {"sinks": 4}}
+OPTIONS = {
+    "snapkv": {"window": 4, "kernel": 1},
+    "buzz": {"sinks": 4},
+    "r_kv": {"window": 4, "kernel": 1, "weight": 0.9, "interval": 2},
+    "vase": {"recent": 4, "kernel": 1, "large": 0.0, "interval": 2},
+}
 
 
 def planted(seed: int, tokens: int):

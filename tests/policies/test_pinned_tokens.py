@@ -20,15 +20,15 @@ from tests.diagnostics.test_simulate import check
 from tests.strategies import ROWS, Case, Row, cases
 from tests.test_chunks_and_padding import compare
 
-KEEPING = ["d2o", "h2o", "knorm", "random", "roco", "streaming", "tova", "window"]
+KEEPING = ["d2o", "h2o", "keydiff", "knorm", "r_kv", "random", "roco", "streaming", "tova", "vase", "window"]
 keeping = pytest.mark.parametrize("row", [ROWS[name] for name in KEEPING], ids=KEEPING)
 
 
 def kept(draw: st.DataObject, row: Row, given: int, **fixed: object) -> Case:
     """A case with so many tokens that are given, and one to eight slots more than the policy needs for the others."""
-    options = {**draw.draw(row.options), "keep_prompt": True}
-    least = resolve(row.name, options).minimum_budget()
-    budget = given + least + draw.draw(st.integers(0, 8))
+    options = {**draw.draw(st.composite(row.drawn)()), "keep_prompt": True}
+    policy = resolve(row.name, options)
+    budget = given + policy.fitting_budget(1) + draw.draw(st.integers(0, 8))
     return draw.draw(cases(row, options=options, budget=budget, **fixed))
 
 

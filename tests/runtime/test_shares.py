@@ -60,6 +60,8 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("d2o", {"merge": "none"}),
     ("d2o", {"calibrate": True}),
     ("sage", {"refresh_interval": 3, "share": "private"}),
+    ("tova", {"interval": 3}),
+    ("snapkv", {"window": 3, "interval": 2, "positions": "cache"}),
     ("h2o", {"positions": "cache"}),
     ("roco", {"positions": "cache"}),
     ("cascade", {"positions": "absolute"}),

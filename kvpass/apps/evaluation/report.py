@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvpass import policies
 from kvpass.apps.evaluation.results import Result
 from kvpass.apps.evaluation.session import Measure, Row
 from kvpass.apps.evaluation.tables import markdown
@@ -29,12 +30,20 @@ def section(measure: Measure, results: Sequence[Result]) -> str:
     if not found:
         return ""
     lines: list[Row] = [
-        {"policy": result.key["policy"], "budget": result.key["budget"], **result.columns}
+        {"policy": result.key["policy"], "budget": result.key["budget"], **_compacted(result), **result.columns}
         for result in found
         if result.error is None
     ]
     refused = "".join(f"\n\n{result.label}: {result.error}" for result in found if result.error is not None)
     return f"## {measure.name}\n\n{about(found[0].key)}\n\n{markdown(lines) if lines else 'Nothing ran.'}{refused}"
+
+
+def _compacted(result: Result) -> Row:
+    """Return the tokens that are kept after a compaction, for a policy with an interval and a number as budget."""
+    policy, budget = policies.parse(result.key["policy"]), result.key["budget"]
+    if policy.interval == 1 or not isinstance(budget, int):
+        return {}
+    return {"compacted to": policy.compacted(policy.fitting_budget(budget))}
 
 
 def about(key: Mapping[str, Any]) -> str:

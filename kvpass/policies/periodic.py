@@ -1,0 +1,56 @@
+"""Compact a row when it exceeds its budget, by several tokens at once, for policies with an `interval`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from kvpass.policies.base import Policy
+from kvpass.policies.pinned_tokens import PINNED, PinnedTokens
+from kvpass.policies.protocols import Merging
+from kvpass.policies.ranking import LATE
+from kvpass.policies.types import Attention, Merge, State, Tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class PeriodicEviction:
+    """The hooks by which a policy evicts, applied to rows that exceed their budget, with what they keep as the budget.
+
+    Between two compactions tokens are appended.  A row that does not exceed its budget stays whole when another row of
+    the batch is compacted.
+    """
+
+    hooks: Policy | PinnedTokens
+    policy: Policy
+
+    def state(self) -> dict[str, torch.dtype]:
+        return self.hooks.state()
+
+    def observe_chunk(self, tokens: Tokens, attention: Attention) -> State:
+        """Return the policy's changes to the state; a step that compacts is observed like any other step."""
+        if tokens.held == tokens.position.shape[-1]:
+            return self.policy.observe(tokens, attention)
+        return self.hooks.observe_chunk(tokens, attention)
+
+    def victim(self, tokens: Tokens) -> Tensor:
+        """Return a free slot [B, H'].
+
+        A row has one unless the host missed a compaction, because it does not wait for a GPU to tell it which tokens
+        are padding.  Then the oldest token that is not pinned is overwritten.
+        """
+        age = tokens.position
+        if PINNED in tokens.state:
+            age = torch.where(tokens.state[PINNED] & tokens.live, LATE, age)
+        return age.argmin(-1)
+
+    def compact(self, tokens: Tokens) -> tuple[Tensor, State]:
+        exceeds = tokens.live.sum(-1, keepdim=True) > tokens.budget  # [B, H', 1]
+        keep, changes = self.hooks.compact(dataclasses.replace(tokens, budget=self.policy.compacted(tokens.budget)))
+        changes = {name: torch.where(exceeds, changed, tokens.state[name]) for name, changed in changes.items()}
+        return torch.where(exceeds, keep, tokens.live), changes
+
+    def merge_evicted(self, tokens: Tokens, held: Tensor, evicted: Tensor, valid: Tensor) -> Merge:
+        assert isinstance(self.hooks, Merging)
+        return self.hooks.merge_evicted(tokens, held, evicted, valid)

@@ -1,0 +1,91 @@
+"""Reference of `vase`: queries are kept until a row is compacted, and vote then; or keys and values are sketched."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from kvpass.policies.vase import Vase
+from kvpass.reference import voters
+from kvpass.reference.base import HeadStream, Reference, Token, best, in_order, split_at
+from kvpass.reference.random import PRIME, drawn, mixed, seed_of_round
+
+
+def uniform(number: int) -> float:
+    """Return a number inside of (0, 1) of 23 bits."""
+    return (math.floor(number / 256) + 0.5) / 2**23
+
+
+def normal(seed: int, row: int, column: int) -> float:
+    """Return a standard normal number, from two uniform ones."""
+    first, second = (mixed((row * 48271 + (2 * column + part) * 69621 + seed) % PRIME) for part in range(2))
+    return math.sqrt(-2 * math.log(uniform(first))) * math.cos(2 * math.pi * uniform(second))
+
+
+class VaseReference(Reference):
+    policy: Vase
+
+    def take(self, stream: HeadStream, new: list[Token], probabilities: Tensor, logits: Tensor) -> None:
+        tokens = stream.tokens + new
+        voters.remember(stream, tokens, new, probabilities)
+        exceeds = len(tokens) > stream.budget
+        if exceeds:
+            self.rate(tokens, stream)
+        voters.forget(stream, exceeds)
+        stream.tokens = self.kept(tokens, stream)
+
+    def rate(self, tokens: list[Token], stream: HeadStream) -> None:
+        """Give each token what `evict` compares, before any is evicted."""
+        if self.policy.variant == "dkv":
+            seed = seed_of_round(self.policy.seed, stream.seen)
+            for token in tokens:
+                token.score = sketched(token.key[0], seed) * sketched(token.value[0], seed)
+            return
+        chosen = voters.voters(stream, self.policy.recent)
+        for token in tokens:
+            token.score = 0.0
+        for query in chosen:
+            places = voters.eligible(query, stream, self.policy.recent, chosen)
+            for head in range(len(next(iter(query.seen.values())))):
+                total = sum(query.seen[position][head] for position in places)
+                for token in tokens:
+                    if total and token.position in places:
+                        token.score += query.seen[token.position][head] / total
+
+    def evict(self, tokens: list[Token], head: int, seen: int, budget: int) -> list[Token]:
+        if len(tokens) <= budget:
+            return tokens
+        older, newer = split_at(tokens, seen - self.policy.recent)
+        places = budget - len(newer)
+        if self.policy.variant == "dkv":
+            return in_order(newer + best(older, places, self.unless_sink(lambda token: token.score)))
+        share = math.floor(Fraction(str(self.policy.large)) * budget)
+        large = min(max(share, self.policy.sinks), budget - self.policy.recent)
+        reserved = best(older, large, self.unless_sink(lambda token: float(token.value.max() - token.value.min())))
+        smooth = self.smoothed([token.score for token in older])
+        seed, attention = seed_of_round(self.policy.seed, seen), dict(zip(map(id, older), smooth, strict=True))
+
+        def sampled(token: Token) -> float:
+            if not attention[id(token)]:
+                return token.position - seen
+            return attention[id(token)] / -math.log(uniform(drawn(seed, token.position, head)))
+
+        others = [token for token in older if token not in reserved]
+        return in_order(newer + reserved + best(others, places - len(reserved), sampled))
+
+    def unless_sink(self, score: Callable[[Token], float]) -> Callable[[Token], float]:
+        return lambda token: math.inf if token.position < self.policy.sinks else score(token)
+
+    def smoothed(self, votes: Sequence[float]) -> list[float]:
+        side = self.policy.kernel // 2
+        return [sum(votes[max(0, n - side) : n + side + 1]) / self.policy.kernel for n in range(len(votes))]
+
+
+def sketched(row: Tensor, seed: int) -> float:
+    """Return |x G|^2 of a row [D]."""
+    sketch = torch.tensor([[normal(seed, d, r) for r in range(20)] for d in range(len(row))]) / math.sqrt(20)
+    return float((row.float() @ sketch).square().sum())
