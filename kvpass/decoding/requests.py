@@ -26,10 +26,12 @@ from kvpass.arguments import Condition, require
 from kvpass.backend import Backend
 from kvpass.cache.handle import Handle, LayerCache, caches_in, moved
 from kvpass.cache.slots import Slots
+from kvpass.decoding.pin_masks import Pin, pin_mask
 from kvpass.decoding.prefill import are_token_ids, chunks, lengths
 from kvpass.decoding.sampling import RowSampling, Sampling
 from kvpass.decoding.stepping import LoopSettings, LoopState, refreshed
 from kvpass.errors import BudgetError, CacheHandleError, KVPassError, RequestError
+from kvpass.policies.pinned_tokens import check_pinned
 from kvpass.runtime.caches import even_out, keep_address
 from kvpass.runtime.memory import free_bytes
 
@@ -104,6 +106,8 @@ class Request:
         most: the largest number of tokens to generate.
         stop: the stop tokens.
         sampling: the settings of sampling.
+        pinned: bool [1, T] on the CPU, the tokens of the prompt to pin; None for none.
+        on_top: whether pinned tokens count beside the budget.
         tokens: the tokens generated so far.
         told: the tokens that have been handed out, which are more than `tokens` after a restart of the request.
         failures: how often the request has failed while no other request ran.
@@ -117,6 +121,8 @@ class Request:
     most: int
     stop: frozenset[int]
     sampling: Sampling
+    pinned: Tensor | None = None
+    on_top: bool = False
     tokens: list[int] = dataclasses.field(default_factory=list)
     told: list[int] = dataclasses.field(default_factory=list)
     failures: int = 0
@@ -204,11 +210,23 @@ class Requests:
 
     # -- from outside ------------------------------------------------------------------------------------------------
 
-    def add(self, ids: Any, request_id: str | None, most: int, stop: Sequence[int], sampling: Sampling) -> str:
+    def add(
+        self,
+        ids: Any,
+        request_id: str | None,
+        most: int,
+        stop: Sequence[int],
+        sampling: Sampling,
+        pin: Pin | None = None,
+        on_top: bool = False,
+    ) -> str:
         """Queue a request; see `DecodeLoop.add`."""
         name = f"req_{self.number}" if request_id is None else request_id
         self.number += 1
-        request = Request(name, torch.as_tensor(ids).flatten().tolist(), most, frozenset(stop), sampling)
+        prompt = torch.as_tensor(ids).flatten().tolist()
+        row = pin[None] if isinstance(pin, Tensor) and pin.ndim == 1 else pin
+        pinned = pin_mask(row, on_top, torch.ones(1, len(prompt), dtype=torch.bool))
+        request = Request(name, prompt, most, frozenset(stop), sampling, pinned, on_top)
         self._check(request)
         self.known[name] = request
         self.queue.append(request)
@@ -231,6 +249,12 @@ class Requests:
                 f"{name}: {len(prompt)} tokens and {most} new ones exceed the budget of {budget}, and policy "
                 f"{policy.name!r} keeps every token"
             )
+        if request.pinned is not None and not request.on_top and isinstance(budget, int):
+            count = int(request.pinned.sum())
+            try:
+                check_pinned(policy, count, budget - count)
+            except BudgetError as error:
+                raise RequestError(f"{name}: {error}") from None
 
     def cancel(self, name: str) -> bool:
         """End a request; see `DecodeLoop.cancel`."""
@@ -322,7 +346,9 @@ class Requests:
         request.begin()
         ids = torch.tensor([request.prompt], device=self.loop.device)
         how = (self.loop.caller, ids, torch.ones_like(ids), None, self.loop.prefill_chunk)
-        return request, chunks(*how), len(lengths(ids.shape[1], self.loop.prefill_chunk, True))
+        pinned = None if request.pinned is None else request.pinned.to(self.loop.device)
+        made = chunks(*how, pinned=pinned, on_top=request.on_top)
+        return request, made, len(lengths(ids.shape[1], self.loop.prefill_chunk, True))
 
     def _again(self, requests: Sequence[Request], error: Exception) -> None:
         """Restart requests, ahead of the queue, after a step with all of them has failed.

@@ -133,6 +133,7 @@ class LayerReport:
         nbytes: bytes in use, metadata included.
         full_nbytes: bytes that a cache of all tokens would use.
         notes: further facts.
+        pinned: int64 [B, Hkv, m], those of `positions` that are pinned, sorted, -1 after the last.
     """
 
     policy: str
@@ -142,7 +143,8 @@ class LayerReport:
     positions: Tensor
     nbytes: int
     full_nbytes: int
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...]
+    pinned: Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,6 +181,10 @@ class CacheReport:
             for i, x in enumerate(self.layers)
         ]  # fmt: skip
         header = ["layer", "policy", "slots", "seen", "held (row 0, head 0)", "bytes", "of full"]
+        if any(x.pinned.shape[-1] for x in self.layers):
+            header.insert(5, "pinned")
+            for row, x in zip(rows, self.layers, strict=True):
+                row.insert(5, spans(x.pinned[0, 0]))
         notes = sorted({note for layer in self.layers for note in layer.notes})
         return "\n".join([table(header, rows), f"{self.nbytes} bytes, {self.ratio:.3f} of a full cache", *notes])
 
@@ -210,8 +216,8 @@ def _layer(cache: LayerCache) -> LayerReport:
     row = layout.heads * (layout.key_dim + layout.value_dim) * layout.dtype.itemsize
     positions = cache.slots.held(layout)
     return LayerReport(
-        repr(layout.policy), layout.budget, layout.capacity, cache.seen, positions,
-        cache.slots.nbytes, layout.batch * cache.stored * row, cache.notes,
+        repr(layout.policy), max(cache.limits, default=layout.budget), layout.capacity, cache.seen, positions,
+        cache.slots.nbytes, layout.batch * cache.stored * row, cache.notes, cache.slots.held(layout, pinned=True),
     )  # fmt: skip
 
 
