@@ -382,8 +382,9 @@ class TakenPrompt:
         crop = self.runner.backend.crop
         shorter = ShorterPrompt(self)
         layers = list(self.layers) if crop else self.layers
+        model = model_identity.held_weakly(each for each in self.model if isinstance(each, Tensor))
         for index, cache in enumerate(self.runner.stored(layers, self.model)):
-            cache.weights = self.weights[index]
+            cache.weights, cache.model = self.weights[index], model
             if crop:
                 was = (cache.layout, cache.seen, cache.clocks, cache.absent, cache.limits)
                 cache.calls = (history.PastCall(self.new, None, _LayerOfPrompt(shorter, index), *was),)
