@@ -15,7 +15,7 @@ from kvpass.backend import Backend
 from kvpass.cache.handle import caches_in
 from kvpass.decoding.pin_masks import pin_mask
 from kvpass.errors import BudgetError, CacheHandleError, PolicyError, RequestError
-from tests.models import build, lasting, prompt
+from tests.models import build, different, lasting, prompt
 from tests.traces import Traced
 
 BUDGET = 12
@@ -85,6 +85,24 @@ def test_chunks_turns_and_steps_are_the_references(model: Traced, policy: str, o
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
     counts = (ours >= 0).sum(-1).tolist()
     assert counts == ([[15] * 2, [15] * 2, [13] * 2] if on_top else [[12] * 2] * 3)
+
+
+@pytest.mark.parametrize("options", [{}, {"compress_at": "first_decode"}, {"skip_layers": (1,)}], ids=str)
+def test_layers_with_budgets_of_their_own_raise_each(options: dict[str, Any]) -> None:
+    """d2o merges, gives each layer its budget, and may leave layers whole."""
+    model, (ids, mask) = Traced(different(3)), prompt(2, 30, (3, 0))
+    held, logits = [], []
+    for inner in ("eager", "reference"):
+        under = model.under(chosen("d2o", inner, **options))
+        out = kvpass.prefill(under, ids, mask, chunk=30, pin=[(1, 4)], on_top=True)
+        out = stepped(under, out.past_key_values, 8, mask)
+        layers = kvpass.inspect(out.past_key_values).layers
+        marks = [layer.pinned[:, 0].tolist() for layer in layers]
+        assert marks == [[[], []] if "skip_layers" in options and i == 1 else [[4, 5, 6], [1, 2, 3]] for i in range(3)]
+        held.append([layer.positions for layer in layers])
+        logits.append(out.logits)
+    assert all(torch.equal(a, b) for a, b in zip(*held, strict=True))
+    torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("policy", ["random", "knorm", "window"])
