@@ -131,7 +131,7 @@ def load_cache(path: FilePath, compiled_or_model: Any) -> Any:
         return cache
     except CacheFileError as error:
         raise CacheFileError(f"{os.fspath(path)}: {error}") from None
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
         if isinstance(error, KVPassError):
             raise
         raise CacheFileError(

@@ -108,7 +108,7 @@ class LoopState:
         """Return the state that `saved` has described, for a loop whose generator gets the saved state.
 
         Raises:
-            CacheFileError: the tensors are not those of one batch.
+            CacheFileError: the tensors are not those of one batch, or hold a token that the model does not know.
         """
         layer, wanted = caches_in(cache)[0], torch.int64
         rows, seen = layer.layout.batch, layer.seen
@@ -119,6 +119,9 @@ class LoopState:
         wrong = [name for name, how in shapes.items() if (tuple(tensors[name].shape), tensors[name].dtype) != how]
         if wrong or tensors["ready"].dtype != wanted or tensors["ready"].shape[1:] != (rows,):
             raise CacheFileError(f"its {', '.join(wrong) or 'ready'} are not those of {rows} conversations")
+        places = tensors["position"]
+        if loop.caller.unknown_token(tensors["ids"]) is not None or bool(((places < 0) | (places > seen)).any()):
+            raise CacheFileError(f"its last tokens or their positions cannot be those of {seen} tokens of this model")
         here = {name: tensor.to(loop.stop.device) for name, tensor in tensors.items()}
         state = LoopState(loop, cache, here["ids"][:, 0], here["position"], here["mask"])
         state.done, state.position = here["done"], here["position"].clone()

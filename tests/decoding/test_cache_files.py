@@ -108,6 +108,16 @@ def test_a_loop_goes_on_with_equal_tokens(tmp_path: Path) -> None:
         for each in (loop, other):
             each.prompt(ids[:, :5])
     assert len(first) == 6
+    changes: list[tuple[Change, str]] = [
+        (lambda _, tensors: tensors["loop.ids"].fill_(128), "its last tokens or their positions cannot be"),
+        (lambda _, tensors: tensors["loop.position"].fill_(99), "its last tokens or their positions cannot be"),
+        (lambda _, tensors: tensors.update({"loop.random": torch.zeros(3, dtype=torch.uint8)}), "cannot be read"),
+        (lambda _, tensors: tensors.update({"loop.done": torch.zeros(3)}), "its done are not those of 3 conversations"),
+        (lambda header, _: header["config"].update(rms_norm_eps=0.5), "configuration: rms_norm_eps is 1e-06, not 0.5"),
+    ]
+    for change, message in changes:
+        with pytest.raises(CacheFileError, match=message):
+            kvpass.load_cache(changed(path, change, tmp_path / "changed"), other)
     assert torch.equal(kvpass.inspect(other).layers[0].pinned, kvpass.inspect(loop).layers[0].pinned)
 
 
