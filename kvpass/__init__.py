@@ -5,6 +5,7 @@ torch.compile(model, backend=kvpass.backend(policy="h2o", budget=1024))
 
 from kvpass import policies
 from kvpass.backend import Backend, backend, compile
+from kvpass.decoding.cache_files import load_cache, save_cache
 from kvpass.decoding.loop import DecodeLoop
 from kvpass.decoding.prefill import prefill
 from kvpass.decoding.requests import GenerationOutput, RequestStatus
@@ -13,6 +14,7 @@ from kvpass.diagnostics.simulate import Trace, simulate
 from kvpass.diagnostics.warm import warm
 from kvpass.errors import (
     BudgetError,
+    CacheFileError,
     CacheHandleError,
     KVPassError,
     LookupRangeError,
@@ -24,6 +26,7 @@ from kvpass.errors import (
 __all__ = [
     "Backend",
     "BudgetError",
+    "CacheFileError",
     "CacheHandleError",
     "CacheReport",
     "DecodeLoop",
@@ -40,8 +43,10 @@ __all__ = [
     "compile",
     "explain",
     "inspect",
+    "load_cache",
     "policies",
     "prefill",
+    "save_cache",
     "simulate",
     "warm",
 ]

@@ -43,5 +43,9 @@ class AlignerError(KVPassError, ValueError):
     """An aligner that is missing, damaged, or was trained for another model, window or policy."""
 
 
+class CacheFileError(KVPassError, ValueError):
+    """A saved cache that is damaged, of a newer format, or was made by another model or under other settings."""
+
+
 class CheckpointError(KVPassError):
     """A packaged checkpoint that is not installed, or is damaged."""

@@ -15,6 +15,7 @@ from kvpass.diagnostics.simulate import rotary
 from kvpass.lowering.formats import KVDtype
 from kvpass.policies import Policy
 from kvpass.policies.budgets import window_starts
+from kvpass.policies.pinned_tokens import Pins
 from kvpass.policies.types import Attention
 from kvpass.reference import ReferenceLayer, reference_of
 from kvpass.reference.base import attention_logits
@@ -24,12 +25,13 @@ Step = Callable[..., Tensor]
 
 @dataclasses.dataclass
 class Stretch:
-    """Tokens that are fed at once: q [B, Hq, n, D], k, v [B, Hkv, n, D] before RoPE, real bool [B, n]."""
+    """Tokens that are fed at once: q [B, Hq, n, D], k, v [B, Hkv, n, D] before RoPE, real bool [B, n], and pins."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     valid: Tensor
+    pins: Pins | None = None
 
 
 def layout_for(
@@ -79,13 +81,15 @@ class Lowered:
             first = slots.next_rank(new.valid.shape[1]) if counted else slots.seen[:, None, None]
         place = place_of(policy, budget, first, new.valid, slots is None)
         q, k = self.rotate(new.q, place), self.rotate(new.k, place)
-        chunk = Chunk(new.k if ranked else k, new.v, new.valid, Attention())
+        chunk = Chunk(new.k if ranked else k, new.v, new.valid, Attention(), new.pins)
         if slots is not None and new.valid.shape[1] == 1 and slots.capacity == self.layout.capacity:
             counted = new.valid[:, 0].tolist() if self.knows_padding else [True] * len(limits)
             rows = zip(self.clocks, limits, counted, strict=True)
             ticks = [policy.tick(clock, limit) if real else (False, clock) for clock, limit, real in rows]
             self.clocks = [clock for _, clock in ticks]
             compact = any(due for due, _ in ticks)
+            if new.pins is not None:
+                slots.pin_next(new.pins)
             return self.step(self.layout, site, slots, q, chunk.key, new.v, new.valid[:, 0], compact).output
         if slots is None:
             q = with_logit_scale(policy, q, new.valid.sum(-1, keepdim=True))
@@ -150,7 +154,7 @@ class Literal:
         logits = attention_logits(q, attended, mask, None, self.scale)
         biased = logits if bias is None else logits + torch.nn.functional.pad(bias, (0, count))
         rows = torch.nan_to_num(biased.softmax(-1))
-        layer.take(Chunk(original, new.v, new.valid, Attention()), rows, logits)
+        layer.take(Chunk(original, new.v, new.valid, Attention(), new.pins), rows, logits)
         return rows @ values.repeat_interleave(q.shape[1] // k.shape[1], 1)
 
     def positions(self) -> list[list[list[int]]]:

@@ -36,16 +36,22 @@ def stretches(case, lengths, holes, padded_steps):
         yield Stretch(q, k, v, real if length > 1 or padded_steps else torch.ones_like(real))
 
 
-def compare(case, lengths, holes, padded_steps=False, limits=(), spare=0, kv_dtype=None):
+def compare(case, lengths, holes, padded_steps=False, limits=(), spare=0, kv_dtype=None, pinned=lambda part: None):
+    """`pinned` says which tokens of a stretch to pin; there are slots for those that count beside the budget."""
     policy, theta = case.policy.for_layer(0, 1), 1e4
     if not policy.evicts:
         return
-    parts = list(stretches(case, lengths, holes, padded_steps))
+    parts = [dataclasses.replace(x, pins=pinned(x)) for x in stretches(case, lengths, holes, padded_steps)]
     layout = layout_for(policy, case.budget, parts[0], case.positions == "cache", spare, kv_dtype, limits)
+    pins = [part.pins for part in parts if part.pins is not None]
+    if pins:
+        layout = layout.with_pins(pins[0].on_top)
     lowered, literal = Lowered(layout, theta, limits), Literal(layout, theta, limits)
     for part in parts:
         got, expected = lowered.feed(part), literal.feed(part)
         assert lowered.positions() == literal.positions()
+        if pins:
+            assert torch.equal(lowered.slots.held(layout, pinned=True), literal.layer.held(layout, pinned=True))
         real = part.valid[:, None, :, None].expand_as(got)
         torch.testing.assert_close(got[real], expected[real], atol=1e-4, rtol=1e-4)
 

@@ -133,6 +133,7 @@ class LayerCache:
         first: int64 [B], the position id of each row's first real token, if keys are rotated by rank and it is known.
         angles: the cosines and sines of a few positions, if keys are rotated by rank; see `RotarySlice.probe`.
         weights: the weights that computed the layer's keys.
+        model: the tensors of the model that made the cache, as far as its graph had them as inputs.
         calls: the last calls, as far as they can be cropped.
         cropped: the cache that replaced this one when tokens were cropped; this one can no longer be continued.
     """
@@ -153,6 +154,7 @@ class LayerCache:
     angles: Tensor | None = None
     deferred_checks: DeferredChecks = dataclasses.field(default_factory=lambda: DeferredChecks())
     weights: tuple[weakref.ref[Any], ...] = ()
+    model: tuple[weakref.ref[Any], ...] = ()
     calls: history.Calls = ()
     cropped: _Cropped | None = None
     _picked: list[_RowSelection] = dataclasses.field(default_factory=list)
@@ -293,7 +295,7 @@ class Handle(Tensor):
         return moved(self, memo[key])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise CacheHandleError("a cache of kvpass cannot be pickled: its slots belong to a running conversation")
+        raise CacheHandleError("a cache of kvpass cannot be pickled: kvpass.save_cache writes it to a file")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # mypy drops the name
         layout = self.cache.layout

@@ -36,7 +36,7 @@ class PastCall:
         new: the number of its tokens.
         snapshot: the slots before the call; None before a prompt, which has none.
         repeat: admits a part of its tokens; None for a single token.
-        layout, seen, clocks, absent: as of `LayerCache`.
+        layout, seen, clocks, absent, limits: as of `LayerCache`.
     """
 
     new: int
@@ -46,6 +46,7 @@ class PastCall:
     seen: int
     clocks: tuple[Any, ...]
     absent: Tensor
+    limits: tuple[int, ...]
 
     @property
     def croppable(self) -> int:
@@ -55,8 +56,8 @@ class PastCall:
     def before(self, cache: Any) -> Any:
         """Return the cache as it was before the call."""
         slots = cache.slots if self.snapshot is None else self.snapshot.restored()
-        fields = dict(layout=self.layout, seen=self.seen, clocks=self.clocks, absent=self.absent)
-        return dataclasses.replace(cache, slots=slots, calls=(), **fields)
+        fields: dict[str, Any] = dict(layout=self.layout, seen=self.seen, clocks=self.clocks, limits=self.limits)
+        return dataclasses.replace(cache, slots=slots, calls=(), absent=self.absent, **fields)
 
 
 Calls = tuple[PastCall, ...]

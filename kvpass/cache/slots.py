@@ -19,7 +19,7 @@ from kvpass.lowering.formats.base import SlotIndices
 from kvpass.policies.base import Policy
 from kvpass.policies.heads import HeadSharding
 from kvpass.policies.periodic import PeriodicEviction
-from kvpass.policies.pinned_tokens import PinnedTokens
+from kvpass.policies.pinned_tokens import PINNED, PinnedTokens, Pins
 from kvpass.policies.protocols import Aligning, Merging, Rescoring
 from kvpass.policies.ranking import rank_of, rows_in_order
 from kvpass.policies.types import Attention, Merge, State, Tokens
@@ -27,6 +27,8 @@ from kvpass.policies.types import Attention, Merge, State, Tokens
 FREE = -1
 ROW_BUDGET = "row_budget"
 """The entry of the state that holds each row's budget, int64 [B, H', 1], if rows have different budgets."""
+STEADY = (ROW_BUDGET, PINNED)
+"""The entries of the state that decode steps only read."""
 MERGE_BLOCK = 1024  # evicted rows that are merged at a time
 
 
@@ -38,6 +40,7 @@ class Layout:
         policy: the eviction policy.
         budget: tokens kept between steps.
         row_budgets: whether each row has its own budget, which the slots' state holds for the steps.
+        pins: whether a caller has marked tokens that stay, so that the state has `PINNED` without `keep_prompt` too.
         capacity: the number of slots, including the one for the token that is written next.
         batch, heads, key_dim, value_dim: B, Hkv, D and Dv.
         dtype, device: of keys and values.
@@ -65,6 +68,7 @@ class Layout:
     crops: bool = False
     exact_capacity: bool = False
     row_budgets: bool = False
+    pins: bool = False
 
     @property
     def groups(self) -> int:
@@ -77,8 +81,17 @@ class Layout:
     @property
     def eviction(self) -> Policy | PinnedTokens | PeriodicEviction:
         """The hooks by which tokens are evicted."""
-        hooks = PinnedTokens(self.policy) if self.policy.keep_prompt else self.policy
+        hooks = self.pinned_tokens or self.policy
         return PeriodicEviction(hooks, self.policy) if self.policy.interval > 1 else hooks
+
+    @property
+    def pinned_tokens(self) -> PinnedTokens | None:
+        """The hooks around the policy's that keep pinned tokens, None if no tokens can be pinned."""
+        return PinnedTokens(self.policy) if self.pins or self.policy.keep_prompt else None
+
+    def with_pins(self, on_top: bool = False) -> Layout:
+        """Return the layout for caches with pinned tokens; `on_top` if they count beside the budget."""
+        return dataclasses.replace(self, pins=not self.policy.keep_prompt, row_budgets=self.row_budgets or on_top)
 
     @property
     def key_format(self) -> Format:
@@ -214,11 +227,34 @@ class Slots:
             return mapped
         return dataclasses.replace(mapped, key=self.key.to_device(function), value=self.value.to_device(function))
 
-    def held(self, layout: Layout) -> Tensor:
-        """Return int64 [B, Hkv, n], the sorted indices of cached tokens in the padded sequence, filled up with -1."""
-        ordered = self.index.gather(-1, rows_in_order(self.position))
-        count = int((self.position >= 0).sum(-1).max())
+    def held(self, layout: Layout, pinned: bool = False) -> Tensor:
+        """Return int64 [B, Hkv, n], the sorted indices of cached tokens in the padded sequence, filled up with -1.
+
+        Args:
+            pinned: leave out tokens that are not pinned.
+        """
+        position = self.position
+        if pinned:
+            position = torch.where(self.state.get(PINNED, torch.zeros_like(position, dtype=torch.bool)), position, FREE)
+        index = torch.where(position >= 0, self.index, FREE)
+        ordered = index.gather(-1, rows_in_order(position))
+        count = int((position >= 0).sum(-1).max())
         return ordered[..., :count].expand(-1, layout.heads, -1).clone()
+
+    @torch.no_grad()
+    def pin_next(self, pins: Pins) -> None:
+        """Pin the token that a decode step is about to write to the free slot."""
+        mask = pins.mask[:, :, None].to(self.free.device)  # [B, 1, 1]
+        self.state[PINNED].scatter_(-1, self.free[..., None], mask.expand(*self.free.shape, 1))
+        if pins.on_top:
+            self.state[ROW_BUDGET].add_(mask)
+
+    def with_state_of(self, layout: Layout, budgets: Sequence[int]) -> Slots:
+        """Return these slots with the entries of a layout's state; the budgets of rows begin at `budgets`."""
+        fresh = first_state(dataclasses.replace(layout, capacity=self.capacity))
+        if ROW_BUDGET in fresh:
+            fresh[ROW_BUDGET].copy_(torch.tensor(budgets).view(-1, 1, 1))
+        return dataclasses.replace(self, state={name: self.state.get(name, new) for name, new in fresh.items()})
 
     def grown(self, layout: Layout) -> Slots:
         """Return larger slots of a layout with the same tokens."""
@@ -257,16 +293,36 @@ class Chunk:
         key, value: [B, Hkv, q, D] and [B, Hkv, q, Dv]; the keys as they are stored.
         valid: bool [B, q], false for padding.
         attention: statistics of the chunk's queries over [slots, chunk], N = C + q (N = q for a prompt).
+        pins: the tokens to pin, None for none beside those of `keep_prompt`.
     """
 
     key: Tensor
     value: Tensor
     valid: Tensor
     attention: Attention
+    pins: Pins | None = None
 
     def first(self, count: int) -> Chunk:
         """Return the first tokens of the chunk, without statistics."""
-        return Chunk(self.key[:, :, :count], self.value[:, :, :count], self.valid[:, :count], Attention())
+        key, value, valid = self.key[:, :, :count], self.value[:, :, :count], self.valid[:, :count]
+        return Chunk(key, value, valid, Attention(), self.pins and self.pins.first(count))
+
+    def pinned(self, policy: Policy) -> Tensor:
+        """Return bool [B, q]: the tokens to pin."""
+        if policy.keep_prompt:
+            return self.valid
+        return torch.zeros_like(self.valid) if self.pins is None else self.pins.mask & self.valid
+
+    def on_top(self, policy: Policy) -> Tensor:
+        """Return int64 [B]: the pinned tokens that count beside the budget."""
+        counted = self.pins is not None and self.pins.on_top
+        return self.pinned(policy).sum(-1) * counted
+
+    def raised(self, policy: Policy, budgets: Sequence[int]) -> tuple[int, ...]:
+        """Return the budgets of the rows after the chunk."""
+        if self.pins is None or not self.pins.on_top:
+            return tuple(budgets)
+        return tuple(budget + more for budget, more in zip(budgets, self.on_top(policy).tolist(), strict=False))
 
 
 def first_state(layout: Layout) -> State:
@@ -308,22 +364,28 @@ def admit(
 
     Args:
         held: the slots before the chunk, None for a prompt.
-        budgets: for a prompt, the budget of each row, if it differs from the layout's.  The slots store them if the
-            layout has `row_budgets`.
+        budgets: for a prompt, the budget of each row, if it differs from the layout's, without pinned tokens that
+            count beside it.  The slots store them if the layout has `row_budgets`.
         into: slots of the layout's capacity to write to; `held` then stays unchanged.
 
     Returns:
         Slots of the layout's capacity; more after a prompt if the policy defers.
+
+    Raises:
+        BudgetError: pinned tokens leave less of the budget than the policy needs.
     """
     budgets = tuple(budgets) or (layout.budget,) * layout.batch
-    past = Slots.empty(_prompt_layout(layout, chunk, min(budgets))) if held is None else held
+    least = min(chunk.raised(layout.policy, budgets))
+    past = Slots.empty(_prompt_layout(layout, chunk, least)) if held is None else held
     if held is None and layout.row_budgets:
         past.state[ROW_BUDGET].copy_(torch.tensor(budgets).view(-1, 1, 1))
     key, value = Rows.of(layout.key_format, chunk.key), Rows.of(layout.value_format, chunk.value)
-    tokens, index = _candidates(layout, past, chunk.valid, key, value, held is None)
+    tokens, index = _candidates(layout, past, chunk, key, value, held is None)
     if not layout.row_budgets:
         tokens = dataclasses.replace(tokens, budget=max(budgets))
-    tokens = tokens.updated(layout.eviction.observe_chunk(tokens, chunk.attention))
+    if layout.pinned_tokens is not None:
+        layout.pinned_tokens.check(tokens)
+    tokens = tokens.updated(layout.policy.observe_chunk(tokens, chunk.attention))
     if held is not None:
         key, value = held.key.concatenated(key), held.value.concatenated(value)
     tokens = rescored(layout.policy, tokens, key, value)
@@ -377,13 +439,14 @@ def _prompt_layout(layout: Layout, chunk: Chunk, budget: int) -> Layout:
 
 
 def _candidates(
-    layout: Layout, past: Slots, valid: Tensor, key: Rows, value: Rows, prompt: bool
+    layout: Layout, past: Slots, chunk: Chunk, key: Rows, value: Rows, prompt: bool
 ) -> tuple[Tokens, Tensor]:
     """Return the tokens of [slots, chunk], N = C + q, and their indices in the padded sequence.
 
     `key` and `value` are the chunk's rows as stored.
     """
-    policy, count = layout.policy, valid.cumsum(-1)  # [B, q]
+    policy, valid = layout.policy, chunk.valid
+    count = valid.cumsum(-1)  # [B, q]
     new_position = past.seen[:, None] + count - 1
     new_index = past.length[:, None] + torch.arange(valid.shape[1], device=layout.device)
 
@@ -392,6 +455,9 @@ def _candidates(
         return new if prompt else torch.cat([cached, new], -1)
 
     initial, state = first_values(policy, key, value), dict(past.state)
+    initial[PINNED] = chunk.pinned(policy)[:, None]
+    if layout.row_budgets:
+        state[ROW_BUDGET] = state[ROW_BUDGET] + chunk.on_top(policy)[:, None, None]
     for name, dtype in layout.eviction.state().items():
         state[name] = joined(past.state[name], initial.get(name, torch.zeros_like(new_position, dtype=dtype)[:, None]))
     position = joined(past.position, new_position.masked_fill(~valid, FREE)[:, None])

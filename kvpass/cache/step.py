@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kvpass.cache.slots import FREE, ROW_BUDGET, Layout, Slots, align, first_values, rescored, rows_at
+from kvpass.cache.slots import FREE, STEADY, Layout, Slots, align, first_values, rescored, rows_at
 from kvpass.cache.statistics import StatisticsSpec, in_one_operator, statistics
 from kvpass.fx.precision import FILLED, upcast
 from kvpass.lowering.attend import LOWEST, Rotation, UnknownQueries, attend, by_kernel, capped, scores
@@ -261,7 +261,7 @@ def _with_new_token(layout: Layout, slots: Slots, new: tuple[Rows, Rows], valid:
     position = torch.where(is_new, slots.seen[:, None, None], slots.position)
     index = torch.where(is_new, slots.length[:, None, None], slots.index)
     initial, state = first_values(layout.policy, *new), dict(slots.state)
-    for name in layout.eviction.state():
+    for name in layout.policy.state():
         state[name] = torch.where(is_new, initial.get(name, torch.zeros_like(state[name])), state[name])
     rank = None
     if layout.tracks_rank:
@@ -368,8 +368,9 @@ def _merge_victim(layout: Layout, slots: Slots, rest: Tokens, victim: Tensor, va
 
 def _compact(layout: Layout, slots: Slots, tokens: Tokens, attention: Attention) -> tuple[Tokens, Tensor]:
     """Let the policy observe and compact; return the remaining tokens and the next slot to write [B, H']."""
-    tokens = tokens.updated(layout.eviction.observe_chunk(tokens, attention))
-    tokens = rescored(layout.policy, tokens, slots.key, slots.value)
+    policy = layout.policy
+    observe = policy.observe_chunk if policy.interval == 1 else policy.observe  # with an interval a step like any other
+    tokens = rescored(policy, tokens.updated(observe(tokens, attention)), slots.key, slots.value)
     keep, changes = layout.eviction.compact(tokens)
     position = torch.where(keep, tokens.position, FREE)
     rank = rank_of(position) if layout.tracks_rank else None
@@ -416,7 +417,7 @@ def _commit(layout: Layout, slots: Slots, tokens: Tokens, index: Tensor, victim:
     slots.seen.copy_(tokens.seen[:, 0, 0])
     slots.length.add_(1)
     for name, buffer in slots.state.items():
-        if name != ROW_BUDGET:
+        if name not in STEADY:
             buffer.copy_(tokens.state[name])
 
 

@@ -8,6 +8,7 @@ prompts: for the prompt and for the first step.
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,8 @@ from torch import Tensor
 from kvpass import cache_names
 from kvpass.arguments import Natural, Positive, checked, require
 from kvpass.backend import backend
-from kvpass.decoding.prefill import Caller, PaddingMask, TokenIds, check_budget, chunks, last_of, padding
+from kvpass.decoding.pin_masks import Pin, pin_mask
+from kvpass.decoding.prefill import Caller, PaddingMask, TokenIds, check_budget, chunks, last_of, padding, prefix_mask
 from kvpass.decoding.requests import FAILS, GenerationOutput, Prompt, Requests
 from kvpass.decoding.sampling import PRIME, Sampling, Seed, Temperature, TopK, TopP
 from kvpass.decoding.stepping import LoopState, ModelParts
@@ -112,14 +114,15 @@ class DecodeLoop:
         self.caller = Caller.of(self.compiled, model)
         self.stop = torch.tensor(list(stop), dtype=torch.int64, device=self.device)
         self.state: LoopState | None = None
+        self.prefix: Any = None
         self.requests = None if rows is None else Requests.of(self, rows)
 
     @property
     def cache(self) -> Any:
-        """Current cache object of the model; None before the first prompt."""
+        """Current cache object of the model; None before the first prompt, or that of `branch`."""
         state = self.state if self.requests is None else self.requests.batch
         if state is None:
-            return None
+            return self.prefix
         state.settle()
         return state.cache
 
@@ -130,7 +133,14 @@ class DecodeLoop:
 
     @checked
     @torch.no_grad()
-    def prompt(self, ids: TokenIds, attention_mask: PaddingMask | None = None) -> None:
+    def prompt(
+        self,
+        ids: TokenIds,
+        attention_mask: PaddingMask | None = None,
+        *,
+        pin: Pin | None = None,
+        on_top: bool = False,
+    ) -> None:
         """Feed a prompt: the first prompt, or the next turn of the conversations.
 
         Conversations that had stopped continue.
@@ -138,10 +148,14 @@ class DecodeLoop:
         Args:
             ids: int64 [B, T].
             attention_mask: [B, T], 0 for padding, which must be on the left of each row; None for no padding.
+            pin: the tokens of this prompt that are never evicted, as of `kvpass.prefill`: a mask [B, T], or spans.
+            on_top: count them beside the budget, as of `kvpass.prefill`.
 
         Raises:
             CacheHandleError: a further prompt has another number of rows.
-            PolicyError: an invalid argument, a token outside of the vocabulary, or a loop of requests.
+            PolicyError: an invalid argument, a token outside of the vocabulary, a loop of requests, or pins under a
+                policy that allows none.
+            BudgetError: pinned tokens leave less of the budget than the policy needs.
         """
         require(self.requests is None, "rows", self._rows, "a loop of requests takes prompts by `add`")
         ids = ids.to(self.device, torch.int64)
@@ -149,17 +163,48 @@ class DecodeLoop:
         if not bool(mask[:, -1].all()):
             raise PolicyError("attention_mask: a row is all padding; each must have one token at least")
         self.caller.check_known(ids)
-        old = self.state
+        pinned, old = pin_mask(pin, on_top, mask), self.state
         if old is not None:
             if len(ids) != len(old.ids):
                 raise CacheHandleError(f"a further prompt of {len(ids)} rows for a loop of {len(old.ids)}")
             old.settle()
             ids, mask = torch.cat([old.ids, ids], 1), torch.cat([torch.ones_like(old.ids), mask], 1)
+            pinned = None if pinned is None else torch.nn.functional.pad(pinned, (1, 0))
         self.caller.check_padding(mask)
-        whole = mask if old is None else torch.cat([old.mask(), mask], 1)
-        out = last_of(chunks(self.caller, ids, whole, None if old is None else old.cache, self.prefill_chunk))
+        before, whole = self.prefix if old is None else old.cache, mask
+        if before is not None:
+            seen = prefix_mask(before, self.chosen.family) if old is None else old.mask()
+            if len(seen) != len(mask):
+                raise CacheHandleError(f"a prompt of {len(mask)} rows behind a prefix of {len(seen)}")
+            whole = torch.cat([seen, mask], 1)
+        given = (ids, whole, before, self.prefill_chunk)
+        out = last_of(chunks(self.caller, *given, pinned=pinned, on_top=on_top))
         first = self.sampling.choose(out.logits[:, -1], self.generator)
         self.state = LoopState(self, cache_names.returned(out), first, whole.sum(-1, keepdim=True), whole)
+        self.prefix = None
+
+    @checked
+    def branch(self, cache: Any) -> None:
+        """Begin a conversation behind a prefilled prefix, which the next `prompt` continues.
+
+        The prefix is copied, so that any number of conversations can begin with it.
+
+        >>> prefix = kvpass.prefill(compiled, document, chunk=512).cache     # or kvpass.load_cache(...)
+        >>> for question in questions:
+        ...     loop.branch(prefix)
+        ...     loop.prompt(question)
+        ...     loop.generate(200)
+
+        Args:
+            cache: a cache of the model, made under the settings of this loop.
+
+        Raises:
+            CacheHandleError: there is no cache of kvpass, it was made under other settings, or it has gone on since.
+            PolicyError: a loop of requests, which have their prefix in `add`.
+        """
+        require(self.requests is None, "rows", self._rows, "a loop of requests takes prefixes by `add`")
+        prefix_mask(cache, self.chosen.family)
+        self.state, self.prefix = None, copy.deepcopy(cache)
 
     @checked
     @torch.no_grad()
@@ -212,6 +257,9 @@ class DecodeLoop:
         top_p: TopP | None = None,
         seed: Seed | None = None,
         request_id: str | None = None,
+        pin: Pin | None = None,
+        on_top: bool = False,
+        prefix: Any = None,
     ) -> str:
         """Queue a request, which starts as soon as a row is free.
 
@@ -225,14 +273,20 @@ class DecodeLoop:
             seed: the seed of sampling, on which the tokens depend whatever other requests are in the batch; None for a
                 seed that is derived from the loop's own and the number of the request.
             request_id: the name of the request; None for a generated one.
+            pin: the tokens of the prompt that are never evicted: a mask, bool [T] or [1, T], or spans (start, stop).
+            on_top: count them beside the budget, as of `kvpass.prefill`; all rows get the slots of the largest request.
+            prefix: a prefilled cache of one row, as of `branch`, behind which the request begins; it is copied when the
+                request starts, and must not go on until then.
 
         Returns:
             The name of the request.
 
         Raises:
             RequestError: an empty prompt, a token outside of the vocabulary, more tokens than the budget of a policy
-                that keeps every token, or a name that is in use.
+                that keeps every token, pins that leave less of the budget than the policy needs, or a name that is in
+                use.
             PolicyError: an invalid setting, or a loop without rows.
+            CacheHandleError: a prefix that is no cache of kvpass, or was made under other settings.
         """
         requests, default = self._served(), self.sampling
         settings = (
@@ -242,7 +296,7 @@ class DecodeLoop:
             (default.seed + requests.number) % PRIME if seed is None else seed,
         )
         ends = self.stop.tolist() if stop is None else stop
-        return requests.add(ids, request_id, max_new_tokens, ends, Sampling(*settings))
+        return requests.add(ids, request_id, max_new_tokens, ends, Sampling(*settings), pin, on_top, prefix)
 
     @checked
     def cancel(self, request_id: str) -> bool:

@@ -20,8 +20,11 @@ from kvpass import cache_names
 from kvpass.arguments import Condition, Positive, checked, require
 from kvpass.budget import Budget
 from kvpass.cache.handle import caches_in
+from kvpass.decoding.pin_masks import Pin, pin_mask
 from kvpass.errors import BudgetError, CacheHandleError, PolicyError
+from kvpass.policies.pinned_tokens import Pins
 from kvpass.runtime.compiled_call import dense
+from kvpass.runtime.pins import pinning
 from kvpass.torch_private import dynamo
 
 Logits = Literal["last", "all"]
@@ -80,7 +83,14 @@ class Caller:
         return Caller(call, takes, name, type(model).__name__, lambda: dynamo.empty_cache(model), _vocabulary(model))
 
     def __call__(
-        self, ids: Tensor, mask: Tensor, position: Tensor, cache: Any, keep: int = 1, plain: bool = False
+        self,
+        ids: Tensor,
+        mask: Tensor,
+        position: Tensor,
+        cache: Any,
+        keep: int = 1,
+        plain: bool = False,
+        pins: Pins | None = None,
     ) -> Any:
         """Call the model and return its output.
 
@@ -91,15 +101,20 @@ class Caller:
             cache: the cache to continue; None for an empty one.
             keep: the number of last tokens for which to compute logits, 0 for all.
             plain: do not pass mask and positions, for a prompt without padding.
+            pins: the new tokens to pin.
 
         Raises:
-            CacheHandleError: the returned cache does not count these tokens after those that it had seen.
+            CacheHandleError: the returned cache does not count these tokens after those that it had seen, or it is not
+                of kvpass and tokens were to be pinned in it.
         """
         given = dict(logits_to_keep=keep) | ({} if plain else dict(attention_mask=mask, position_ids=position))
         named = {name: value for name, value in given.items() if name in self.takes}
         cache = self.begin() if cache is None else cache
-        out = self.call(ids, **{self.cache_name: cache}, use_cache=True, **named)
+        with pinning(pins):
+            out = self.call(ids, **{self.cache_name: cache}, use_cache=True, **named)
         self._check_count(cache_names.returned(out), ids.shape[1], mask.shape[1])
+        if pins is not None and not caches_in(cache_names.returned(out)):
+            raise CacheHandleError(f"pin: {self.name} returned no cache of kvpass: compile it with kvpass")
         return out
 
     def _check_count(self, cache: Any, fed: int, total: int) -> None:
@@ -154,6 +169,8 @@ def prefill(
     cache: Any = None,
     logits: Logits = "last",
     past_key_values: Any = None,
+    pin: Pin | None = None,
+    on_top: bool = False,
 ) -> Any:
     """Feed a prompt in chunks to a model that kvpass compiled, with a bounded cache between the chunks.
 
@@ -176,15 +193,21 @@ def prefill(
         logits: "last" for the logits of the last token, [B, 1, V]; "all" for those of every token, [B, T, V], as for
             scoring a text, with memory in proportion to T.
         past_key_values: another name for `cache`.
+        pin: the tokens of this prompt that are never evicted: a mask, bool [B, T], or spans (start, stop) that count
+            the real tokens of their row, as one list for each row or one list for all rows.  They stay pinned in later
+            calls of any kind.
+        on_top: count the pinned tokens beside the budget instead of inside it; the slots of every row are then the
+            budget's and a power of two that the largest number of pinned tokens fits into.
 
     Returns:
         The model's output for the last chunk, with these `logits`, and the cache under the model's own name.
 
     Raises:
-        PolicyError: an invalid argument, a token outside of the vocabulary, or a cache under both names.
+        PolicyError: an invalid argument, a token outside of the vocabulary, a cache under both names, pins on padding,
+            or pins under a policy that allows none.
         CacheHandleError: the cache is not of kvpass, or the model does not continue it.
         BudgetError: an empty cache and a budget that is a share of the prompt, whose length is unknown at the first
-            chunk.
+            chunk; or pinned tokens that leave less of the budget than the policy needs.
     """
     caller = Caller.of(compiled)
     require(cache is None or past_key_values is None, "past_key_values", "a cache", "is another name for `cache`")
@@ -194,7 +217,8 @@ def prefill(
     mask = padding(ids, attention_mask, seen)
     caller.check_padding(mask)
     caller.check_known(ids)
-    made = chunks(caller, ids, mask, cache, chunk, keep=int(logits == "last"))
+    pinned = pin_mask(pin, on_top, mask[:, seen:])
+    made = chunks(caller, ids, mask, cache, chunk, int(logits == "last"), pinned, on_top)
     if logits == "last":
         last = last_of(made)
         last.logits = last.logits[:, -1:]
@@ -205,13 +229,25 @@ def prefill(
     return last
 
 
-def chunks(caller: Caller, ids: Tensor, mask: Tensor, cache: Any, chunk: int | None, keep: int = 1) -> Iterator[Any]:
+def chunks(
+    caller: Caller,
+    ids: Tensor,
+    mask: Tensor,
+    cache: Any,
+    chunk: int | None,
+    keep: int = 1,
+    pinned: Tensor | None = None,
+    on_top: bool = False,
+) -> Iterator[Any]:
     """Yield the model's output for each chunk of a prompt.
 
     Args:
         ids: int64 [B, T].
         mask: [B, tokens seen before + T], 0 for padding.
         chunk: the number of tokens in a chunk; None for the whole prompt at once.
+        keep: as of `Caller`.
+        pinned: bool [B, T], the tokens to pin; None for none.
+        on_top: as of `prefill`.
     """
     done, before = 0, mask.shape[1] - ids.shape[1]
     plain = before == 0 and bool(mask.all())  # attention with a mask takes twice the time in a prompt
@@ -219,7 +255,8 @@ def chunks(caller: Caller, ids: Tensor, mask: Tensor, cache: Any, chunk: int | N
     for count in lengths(ids.shape[1], chunk, before == 0):
         part, upto = slice(done, done + count), before + done + count
         given = (growing(ids[:, part]), growing(mask[:, :upto]), growing(position[:, part]), cache)
-        out = caller(*given, keep, plain and done == 0)
+        pins = None if pinned is None else Pins.of(pinned, done, done + count, on_top)
+        out = caller(*given, keep, plain and done == 0, pins)
         cache, done = cache_names.returned(out), done + count
         # A cache to continue has the slots that its prompt came to, so only a new cache needs the check of its budget.
         for layer in caches_in(cache)[:1] if chunk is not None and before == 0 else []:
@@ -259,6 +296,24 @@ def growing(x: Tensor) -> Tensor:
     if x.shape[-1] > 1:
         dynamo.mark_growing(x, x.ndim - 1)
     return x
+
+
+def prefix_mask(cache: Any, family: Any) -> Tensor:
+    """Return the padding mask, int64 [B, tokens seen], of a prefilled cache that a loop is to continue.
+
+    Args:
+        family: the settings of the loop's backend, `Backend.family`.
+
+    Raises:
+        CacheHandleError: there is no cache of kvpass, or one that was made under other settings.
+    """
+    seen, layer = _seen(cache), next(iter(caches_in(cache)), None)
+    if layer is None:
+        raise CacheHandleError("a prefix must be a cache of kvpass, as kvpass.prefill or kvpass.load_cache returns it")
+    if layer.backend.family != family:
+        raise CacheHandleError(f"this prefix was made by {layer.backend}: give the loop the same settings")
+    mask = torch.ones(layer.layout.batch, seen + 1, dtype=torch.int64, device=layer.absent.device)
+    return mask.scatter_(1, torch.where(layer.absent < 0, seen, layer.absent), 0)[:, :seen]
 
 
 def _seen(cache: Any) -> int:

@@ -10,6 +10,7 @@ are treated as padded on the left: all are as long as the longest, and a row's t
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import enum
 import itertools
@@ -26,10 +27,12 @@ from kvpass.arguments import Condition, require
 from kvpass.backend import Backend
 from kvpass.cache.handle import Handle, LayerCache, caches_in, moved
 from kvpass.cache.slots import Slots
-from kvpass.decoding.prefill import are_token_ids, chunks, lengths
+from kvpass.decoding.pin_masks import Pin, pin_mask
+from kvpass.decoding.prefill import are_token_ids, chunks, lengths, prefix_mask
 from kvpass.decoding.sampling import RowSampling, Sampling
 from kvpass.decoding.stepping import LoopSettings, LoopState, refreshed
 from kvpass.errors import BudgetError, CacheHandleError, KVPassError, RequestError
+from kvpass.policies.pinned_tokens import check_pinned
 from kvpass.runtime.caches import even_out, keep_address
 from kvpass.runtime.memory import free_bytes
 
@@ -104,6 +107,10 @@ class Request:
         most: the largest number of tokens to generate.
         stop: the stop tokens.
         sampling: the settings of sampling.
+        pinned: bool [1, T] on the CPU, the tokens of the prompt to pin; None for none.
+        on_top: whether pinned tokens count beside the budget.
+        prefix: the cache that the prompt continues, which is copied; None for an empty one.
+        before: the number of tokens of the prefix.
         tokens: the tokens generated so far.
         told: the tokens that have been handed out, which are more than `tokens` after a restart of the request.
         failures: how often the request has failed while no other request ran.
@@ -117,6 +124,10 @@ class Request:
     most: int
     stop: frozenset[int]
     sampling: Sampling
+    pinned: Tensor | None = None
+    on_top: bool = False
+    prefix: Any = None
+    before: int = 0
     tokens: list[int] = dataclasses.field(default_factory=list)
     told: list[int] = dataclasses.field(default_factory=list)
     failures: int = 0
@@ -127,8 +138,8 @@ class Request:
 
     @property
     def held(self) -> int:
-        """Number of tokens that its cache has seen: the prompt and all generated tokens but the last."""
-        return len(self.prompt) + len(self.tokens) - 1
+        """Number of tokens that its cache has seen: prefix, prompt and all generated tokens but the last."""
+        return self.before + len(self.prompt) + len(self.tokens) - 1
 
     @property
     def finished(self) -> bool:
@@ -204,15 +215,39 @@ class Requests:
 
     # -- from outside ------------------------------------------------------------------------------------------------
 
-    def add(self, ids: Any, request_id: str | None, most: int, stop: Sequence[int], sampling: Sampling) -> str:
+    def add(
+        self,
+        ids: Any,
+        request_id: str | None,
+        most: int,
+        stop: Sequence[int],
+        sampling: Sampling,
+        pin: Pin | None = None,
+        on_top: bool = False,
+        prefix: Any = None,
+    ) -> str:
         """Queue a request; see `DecodeLoop.add`."""
         name = f"req_{self.number}" if request_id is None else request_id
         self.number += 1
-        request = Request(name, torch.as_tensor(ids).flatten().tolist(), most, frozenset(stop), sampling)
+        prompt = torch.as_tensor(ids).flatten().tolist()
+        row = pin[None] if isinstance(pin, Tensor) and pin.ndim == 1 else pin
+        pinned = pin_mask(row, on_top, torch.ones(1, len(prompt), dtype=torch.bool))
+        before = 0 if prefix is None else self._length_of(prefix)
+        request = Request(name, prompt, most, frozenset(stop), sampling, pinned, on_top, prefix, before)
         self._check(request)
         self.known[name] = request
         self.queue.append(request)
         return name
+
+    def _length_of(self, prefix: Any) -> int:
+        """Return the tokens of a prefix, which must be one row without padding."""
+        mask = prefix_mask(prefix, self.loop.chosen.family)
+        if len(mask) != 1 or not bool(mask.all()):
+            raise RequestError(
+                f"the prefix of a request must be one row without padding: this one has {len(mask)} rows and "
+                f"{int((mask == 0).sum())} tokens of padding"
+            )
+        return mask.shape[1]
 
     def _check(self, request: Request) -> None:
         name, prompt, most = f"request {request.request_id!r}", request.prompt, request.most
@@ -226,11 +261,18 @@ class Requests:
                 f"{name}: ids: token {unknown} is not in the vocabulary of {self.loop.caller.vocabulary}"
             )
         policy, budget = self.loop.chosen.policy, self.loop.chosen.budget
-        if not policy.evicts and isinstance(budget, int) and len(prompt) + most - 1 > budget:
+        tokens = request.before + len(prompt)
+        if not policy.evicts and isinstance(budget, int) and tokens + most - 1 > budget:
             raise RequestError(
-                f"{name}: {len(prompt)} tokens and {most} new ones exceed the budget of {budget}, and policy "
+                f"{name}: {tokens} tokens and {most} new ones exceed the budget of {budget}, and policy "
                 f"{policy.name!r} keeps every token"
             )
+        if request.pinned is not None and not request.on_top and isinstance(budget, int):
+            count = int(request.pinned.sum())
+            try:
+                check_pinned(policy, count, budget - count)
+            except BudgetError as error:
+                raise RequestError(f"{name}: {error}") from None
 
     def cancel(self, name: str) -> bool:
         """End a request; see `DecodeLoop.cancel`."""
@@ -320,9 +362,18 @@ class Requests:
 
     def _begun(self, request: Request) -> tuple[Request, Iterator[Any], int]:
         request.begin()
+        now = 0 if request.prefix is None else self._length_of(request.prefix)
+        if now != request.before:
+            raise RequestError(
+                f"request {request.request_id!r}: its prefix has gone on from {request.before} to {now} tokens: leave "
+                "it as it is until the request has started, or give a copy"
+            )
         ids = torch.tensor([request.prompt], device=self.loop.device)
-        how = (self.loop.caller, ids, torch.ones_like(ids), None, self.loop.prefill_chunk)
-        return request, chunks(*how), len(lengths(ids.shape[1], self.loop.prefill_chunk, True))
+        mask = torch.ones(1, request.before + ids.shape[1], dtype=torch.int64, device=ids.device)
+        how = (self.loop.caller, ids, mask, copy.deepcopy(request.prefix), self.loop.prefill_chunk)
+        pinned = None if request.pinned is None else request.pinned.to(self.loop.device)
+        made = chunks(*how, pinned=pinned, on_top=request.on_top)
+        return request, made, len(lengths(ids.shape[1], self.loop.prefill_chunk, not request.before))
 
     def _again(self, requests: Sequence[Request], error: Exception) -> None:
         """Restart requests, ahead of the queue, after a step with all of them has failed.

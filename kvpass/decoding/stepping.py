@@ -5,17 +5,17 @@ from __future__ import annotations
 import collections
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from kvpass import cache_names
-from kvpass.cache.handle import Handle, LayerCache, renewed
+from kvpass.cache.handle import Handle, LayerCache, caches_in, renewed
 from kvpass.decoding.prefill import Caller, growing
 from kvpass.decoding.sampling import Sampling
-from kvpass.errors import CacheHandleError
+from kvpass.errors import CacheFileError, CacheHandleError
 from kvpass.runtime import caches, steps
 from kvpass.torch_private import dynamo
 
@@ -94,6 +94,44 @@ class LoopState:
     def _seen(self) -> int:
         return self.before.shape[1] if self.step is None else self.step.caches[0].seen
 
+    def saved(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return plain values and tensors from which `of_saved` makes this state again."""
+        if self.pending:
+            self.ready.extend(self._read())
+        ready = torch.stack(list(self.ready)) if self.ready else torch.zeros(0, len(self.ids), dtype=torch.int64)
+        tensors = dict(ids=self.ids, position=self.position, done=self.done, mask=self.mask(), ready=ready)
+        tensors |= dict(finished=self.finished, random=self.loop.generator.get_state())
+        return {"ended": self.ended}, tensors
+
+    @staticmethod
+    def of_saved(loop: LoopSettings, cache: Any, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LoopState:
+        """Return the state that `saved` has described, for a loop whose generator gets the saved state.
+
+        Raises:
+            CacheFileError: the tensors are not those of one batch, or hold a token that the model does not know.
+        """
+        layer, wanted = caches_in(cache)[0], torch.int64
+        rows, seen = layer.layout.batch, layer.seen
+        shapes: dict[str, Any] = dict(
+            ids=((rows, 1), wanted), position=((rows, 1), wanted), mask=((rows, seen), wanted)
+        )
+        shapes |= dict(done=((rows,), torch.bool), finished=((rows,), torch.bool))
+        wrong = [name for name, how in shapes.items() if (tuple(tensors[name].shape), tensors[name].dtype) != how]
+        if wrong or tensors["ready"].dtype != wanted or tensors["ready"].shape[1:] != (rows,):
+            raise CacheFileError(f"its {', '.join(wrong) or 'ready'} are not those of {rows} conversations")
+        places = tensors["position"]
+        if loop.caller.unknown_token(tensors["ids"]) is not None or bool(((places < 0) | (places > seen)).any()):
+            raise CacheFileError(f"its last tokens or their positions cannot be those of {seen} tokens of this model")
+        here = {name: tensor.to(loop.stop.device) for name, tensor in tensors.items()}
+        state = LoopState(loop, cache, here["ids"][:, 0], here["position"], here["mask"])
+        state.done, state.position = here["done"], here["position"].clone()
+        state.pending, state.ended = 0, bool(values["ended"])
+        state.cursor.zero_()
+        state.ready.extend(tensors["ready"])
+        state.finished = tensors["finished"]
+        loop.generator.set_state(tensors["random"])
+        return state
+
     def next(self, wanted: int) -> Tensor | None:
         """Return the next token of each row, [B]; None if all conversations have stopped.
 
@@ -110,6 +148,10 @@ class LoopState:
         while self.pending < count:
             self._advance()
             self.pending += 1
+        return self._read()
+
+    def _read(self) -> list[Tensor]:
+        """Return the tokens that the host has not read."""
         columns = self.made[: self.pending].to("cpu", copy=True)  # waits for the device
         self.cursor.zero_()
         self.pending = 0

@@ -136,6 +136,7 @@ class LayerReport:
         nbytes: bytes in use, metadata included.
         full_nbytes: bytes that a cache of all tokens would use.
         notes: further facts.
+        pinned: int64 [B, Hkv, m], those of `positions` that are pinned, sorted, -1 after the last.
     """
 
     policy: str
@@ -146,7 +147,8 @@ class LayerReport:
     positions: Tensor
     nbytes: int
     full_nbytes: int
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...]
+    pinned: Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,6 +185,10 @@ class CacheReport:
             for i, x in enumerate(self.layers)
         ]  # fmt: skip
         header = ["layer", "policy", "slots", "seen", "held (row 0, head 0)", "bytes", "of full"]
+        if any(x.pinned.shape[-1] for x in self.layers):
+            header.insert(5, "pinned")
+            for row, x in zip(rows, self.layers, strict=True):
+                row.insert(5, spans(x.pinned[0, 0]))
         notes = sorted({note for layer in self.layers for note in layer.notes})
         return "\n".join([table(header, rows), f"{self.nbytes} bytes, {self.ratio:.3f} of a full cache", *notes])
 
@@ -215,8 +221,9 @@ def _layer(cache: LayerCache) -> LayerReport:
     positions, policy = cache.slots.held(layout), layout.policy
     interval = policy.held_between_compactions(layout.budget)
     return LayerReport(
-        repr(policy), layout.budget, policy.compacted(layout.budget), layout.capacity, cache.seen, positions,
-        cache.slots.nbytes, layout.batch * cache.stored * row, (*cache.notes, *([interval] if interval else [])),
+        repr(policy), max(cache.limits, default=layout.budget), policy.compacted(layout.budget), layout.capacity,
+        cache.seen, positions, cache.slots.nbytes, layout.batch * cache.stored * row,
+        (*cache.notes, *([interval] if interval else [])), cache.slots.held(layout, pinned=True),
     )  # fmt: skip
 
 

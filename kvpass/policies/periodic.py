@@ -11,7 +11,7 @@ from kvpass.policies.base import Policy
 from kvpass.policies.pinned_tokens import PINNED, PinnedTokens
 from kvpass.policies.protocols import Merging
 from kvpass.policies.ranking import LATE
-from kvpass.policies.types import Attention, Merge, State, Tokens
+from kvpass.policies.types import Merge, State, Tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,12 +27,6 @@ class PeriodicEviction:
 
     def state(self) -> dict[str, torch.dtype]:
         return self.hooks.state()
-
-    def observe_chunk(self, tokens: Tokens, attention: Attention) -> State:
-        """Return the policy's changes to the state; a step that compacts is observed like any other step."""
-        if tokens.held == tokens.position.shape[-1]:
-            return self.policy.observe(tokens, attention)
-        return self.hooks.observe_chunk(tokens, attention)
 
     def victim(self, tokens: Tokens) -> Tensor:
         """Return a free slot [B, H'].

@@ -1,4 +1,8 @@
-"""Pin the tokens of prompts and chunks, for policies with `keep_prompt`."""
+"""Pin tokens of prompts and chunks: those that a caller marks, or with `keep_prompt` all of them.
+
+Pinned tokens are never evicted, and the policy works on the other tokens with the rest of the budget.  Pitfalls of KV
+cache compression (https://arxiv.org/abs/2510.00231) counts them inside the budget, which is the default here.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,56 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from kvpass.errors import BudgetError
+from kvpass.errors import BudgetError, PolicyError
 from kvpass.policies.base import Policy
 from kvpass.policies.protocols import Merging
 from kvpass.policies.ranking import LATE
-from kvpass.policies.types import Attention, Merge, State, Tokens
+from kvpass.policies.types import Merge, State, Tokens
 
 PINNED = "pinned"
-"""The entry of the state that marks pinned tokens."""
+"""The entry of the state that marks pinned tokens, bool [B, H', C]; decode steps do not change it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Pins:
+    """The tokens to pin among the new tokens of one call.
+
+    Attributes:
+        mask: bool [B, q], true for a token that is never evicted.
+        on_top: whether the pinned tokens count beside the budget, which grows by their number.
+        later: int64 [B], how many more tokens later calls of the same prompt pin, for the check of the budget.
+    """
+
+    mask: Tensor
+    on_top: bool
+    later: Tensor
+
+    @staticmethod
+    def of(mask: Tensor, start: int, stop: int, on_top: bool) -> Pins:
+        """Return the pins of the columns from `start` to `stop` of a prompt's mask, bool [B, T]."""
+        return Pins(mask[:, start:stop], on_top, mask[:, stop:].sum(-1))
+
+    def first(self, count: int) -> Pins:
+        """Return the pins of the first `count` tokens."""
+        return dataclasses.replace(self, mask=self.mask[:, :count])
+
+    def after(self, count: int) -> Pins:
+        """Return the pins for a call with `count` more tokens before these, which are not pinned."""
+        return dataclasses.replace(self, mask=torch.nn.functional.pad(self.mask, (count, 0)))
+
+    def check(self, policy: Policy, rows: int, queries: int) -> None:
+        """Check that the pins are for this call, and that the policy allows them.
+
+        Raises:
+            PolicyError: the policy cannot have pins, or the call has another shape.
+        """
+        if policy.prompt_must_compete:
+            raise PolicyError(f"pin: means nothing for {policy.name!r}: {policy.prompt_must_compete}")
+        if self.mask.shape != (rows, queries):
+            raise PolicyError(
+                f"pin: given for tokens of shape {tuple(self.mask.shape)}, and the model passes {(rows, queries)} to "
+                "its layers: pins need a model that passes on all new tokens in one call"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,20 +76,16 @@ class PinnedTokens:
         """Return the policy's state, and the entry for pinned tokens."""
         return {**self.policy.state(), PINNED: torch.bool}
 
-    def observe_chunk(self, tokens: Tokens, attention: Attention) -> State:
-        """Return the policy's changes to the state, and pin the new tokens of a prompt or chunk.
+    def check(self, tokens: Tokens) -> None:
+        """Check that the pinned tokens of each row leave the policy what it needs.
 
         Raises:
             BudgetError: as from `check_pinned`.
         """
-        changes, count = self.policy.observe_chunk(tokens, attention), tokens.position.shape[-1]
-        if tokens.held == count:
-            return changes
-        is_new = torch.arange(count, device=tokens.position.device) >= tokens.held
-        pinned = (tokens.state[PINNED] | is_new) & tokens.live
-        counts = pinned.sum(-1, keepdim=True)
-        check_pinned(self.policy, int(counts.max()), int((self.policy.compacted(tokens.budget) - counts).min()))
-        return {**changes, PINNED: pinned}
+        counts = _pinned(tokens).sum(-1, keepdim=True)
+        rest = (self.policy.compacted(tokens.budget) - counts).flatten()
+        worst = rest.argmin()
+        check_pinned(self.policy, int(counts.flatten()[worst]), int(rest[worst]))
 
     def victim(self, tokens: Tokens) -> Tensor:
         score = self.policy.score(_unpinned(tokens))
@@ -76,6 +118,7 @@ def check_pinned(policy: Policy, pinned: int, rest: int) -> None:
     least = policy.minimum_budget()
     if rest < least:
         raise BudgetError(
-            f"the budget is too small for {policy.name!r} with keep_prompt=True: {pinned} tokens are to stay, which "
-            f"leaves {max(rest, 0)} of it for others, and {policy} needs at least {least}"
+            f"the budget is too small for {policy.name!r} with pinned tokens: {pinned} tokens are to stay, which "
+            f"leaves {max(rest, 0)} of it for others, and {policy} needs at least {least}: raise the budget, pin fewer "
+            "tokens, or pass on_top=True with the pins to count them beside the budget"
         )

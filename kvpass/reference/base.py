@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvpass.cache.slots import FREE, NAMES, Chunk, Layout
 from kvpass.fx.precision import accumulate_dtype
-from kvpass.policies.pinned_tokens import check_pinned
+from kvpass.policies.pinned_tokens import Pins, check_pinned
 from kvpass.reference.storing import stored
 
 
@@ -25,7 +25,8 @@ class Token:
         position: its index among the real tokens of its row.
         index: its index in the padded sequence.
         key, value: [h, D] and [h, Dv]; h = Hkv if the heads keep the same tokens, else 1.
-        pinned: whether the token is never evicted, as part of a prompt under `keep_prompt`.
+        pinned: whether the token is never evicted, because a caller pinned it or as a part of a prompt under
+            `keep_prompt`.
         score: the policy's score.
         notes: further state of the policy, by name.
     """
@@ -181,6 +182,21 @@ class ReferenceLayer:
         self.fed = 0  # number of calls of `take`
         self.view: Any = None  # keys and values that the last tokens attended to, for layers that share the cache
         self.taken: TakenByReference | None = None
+        self.pins: Pins | None = None  # those of the next call of `take`
+
+    def expect(self, pins: Pins) -> None:
+        """Note the pins of the next tokens, and check that they leave the policy what it needs.
+
+        Raises:
+            BudgetError: they leave less of the budget.
+        """
+        self.pins = pins
+        if pins.on_top:
+            return
+        for row, more in zip(self.streams, (pins.mask.sum(-1) + pins.later).tolist(), strict=True):
+            for stream in row:
+                pinned = sum(token.pinned for token in stream.tokens) + more
+                check_pinned(self.layout.policy, pinned, stream.budget - pinned)
 
     def _stream(self, head: int, budget: int) -> HeadStream:
         layout = self.layout
@@ -201,9 +217,9 @@ class ReferenceLayer:
         """Names as in `Slots.names`."""
         return list(NAMES)
 
-    def held(self, layout: Layout) -> Tensor:
+    def held(self, layout: Layout, pinned: bool = False) -> Tensor:
         """Return the cached tokens as `Slots.held` does."""
-        return self.index().expand(-1, layout.heads, -1)
+        return self._of_tokens(lambda rank, token: token.index, pinned).expand(-1, layout.heads, -1)
 
     @property
     def nbytes(self) -> int:
@@ -288,7 +304,7 @@ class ReferenceLayer:
             logits: likewise, before the softmax and the policy's bias.
             part: the chunk is the first part of a longer one, so a single token is no decode step.
         """
-        self.taken = TakenByReference(chunk, probabilities, logits)
+        self.taken, self.pins = TakenByReference(chunk, probabilities, logits), None
         policy, count = self.layout.policy, chunk.valid.shape[1]
         first_new = probabilities.shape[-1] - count
         for b, row in enumerate(self.streams):
@@ -299,7 +315,9 @@ class ReferenceLayer:
                 seen = (x[b, queries][:, new][:, :, columns].transpose(0, 1) for x in (probabilities, logits))
                 stream.step = self.length > 0 and count == 1 and not part
                 tokens = [self._token(stream, chunk, b, index, j) for index, j in enumerate(new)]
-                if policy.keep_prompt:
+                if chunk.pins is not None and chunk.pins.on_top:
+                    stream.budget += sum(token.pinned for token in tokens)
+                if any(token.pinned for token in tokens):
                     pinned = sum(token.pinned for token in stream.tokens + tokens)
                     check_pinned(policy, pinned, stream.kept - pinned)
                 stream.seen += len(new)
@@ -321,7 +339,8 @@ class ReferenceLayer:
         heads = self._heads(stream.head)
         key = self.stored(chunk.key[b, heads, chunk_index].clone())
         value = self.stored(chunk.value[b, heads, chunk_index].clone(), key=False)
-        pinned = self.layout.policy.keep_prompt and not stream.step
+        marked = chunk.pins is not None and bool(chunk.pins.mask[b, chunk_index])
+        pinned = marked or (self.layout.policy.keep_prompt and not stream.step)
         return Token(stream.seen + index, self.length + chunk_index, key, value, pinned)
 
     def _queries(self, stream: HeadStream, probabilities: Tensor) -> slice:
@@ -332,9 +351,13 @@ class ReferenceLayer:
     def _heads(self, group: int) -> slice:
         return slice(0, self.layout.heads) if self.layout.groups == 1 else slice(group, group + 1)
 
-    def _of_tokens(self, number: Callable[[int, Token], int]) -> Tensor:
-        """Return a number of each cached token, by its rank and the token: int64 [B, H', N], padded with -1."""
-        lists = [[number(*each) for each in enumerate(stream.tokens)] for row in self.streams for stream in row]
+    def _of_tokens(self, number: Callable[[int, Token], int], pinned: bool = False) -> Tensor:
+        """Return a number of each cached (or pinned) token, by its rank and the token: int64 [B, H', N], -1 after."""
+        lists = [
+            [number(*each) for each in enumerate(stream.tokens) if each[1].pinned or not pinned]
+            for row in self.streams
+            for stream in row
+        ]
         longest = max(len(entry) for entry in lists)
         filled = [entry + [FREE] * (longest - len(entry)) for entry in lists]
         shape = (self.layout.batch, self.layout.groups, longest)

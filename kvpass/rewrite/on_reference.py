@@ -164,7 +164,7 @@ class _ReferenceCall:
         biased = _with_policy_bias(logits, view.bias)
         probabilities = _softmax(biased, sink_logit)  # [B, Hq, q, N + q]
         if self.first:
-            store.take(Chunk(stored, value, valid, Attention()), probabilities, logits)
+            store.take(Chunk(stored, value, valid, Attention(), store.pins), probabilities, logits)
         output: Tensor = probabilities.to(values.dtype) @ values.repeat_interleave(query.shape[1] // values.shape[1], 1)
         output, lse = output.to(layout.dtype), biased.logsumexp(-1).to(layout.dtype)
         return output, lse[..., None] if self.lse_has_dim else lse

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvpass import budget as budgets
 from kvpass.cache.handle import LayerCache
-from kvpass.cache.slots import Chunk, Layout, Slots, admit
+from kvpass.cache.slots import Chunk, Slots, admit
 from kvpass.errors import BudgetError
 from kvpass.policies.base import Policy
 from kvpass.torch_private import dynamo
@@ -37,20 +37,27 @@ def make_room(cache: LayerCache, queries: int) -> None:
             "give it more, or none, or choose a policy that evicts"
         )
     capacity = budgets.slots_for(layout.policy, None, cache.seen + queries)
-    _grow(cache, dataclasses.replace(layout, budget=capacity, capacity=capacity))
+    adapt(cache, budget=capacity, capacity=capacity)
     cache.limits = (capacity,) * layout.batch
 
 
 def even_out(one: LayerCache, other: LayerCache) -> None:
-    """Grow one layer of two conversations to the larger of both capacities, for layouts with `exact_capacity`."""
-    most = max(one.layout.capacity, other.layout.capacity)
+    """Give one layer of two conversations the same state, and the larger of both capacities if that may vary."""
+    layouts = (one.layout, other.layout)
+    pins, rows = any(layout.pins for layout in layouts), any(layout.row_budgets for layout in layouts)
+    most = max(layout.capacity for layout in layouts)
     for cache in (one, other):
-        if cache.layout.exact_capacity and cache.layout.capacity < most:
-            _grow(cache, dataclasses.replace(cache.layout, capacity=most))
+        grows = cache.layout.exact_capacity or rows
+        adapt(cache, pins=pins, row_budgets=rows, capacity=most if grows else cache.layout.capacity)
 
 
-def _grow(cache: LayerCache, layout: Layout) -> None:
-    cache.layout, cache.slots = layout, cache.slots.grown(layout)
+def adapt(cache: LayerCache, **changes: Any) -> None:
+    """Change fields of a cache's layout: its capacity, which may only grow, or what its state holds."""
+    layout, slots = dataclasses.replace(cache.layout, **changes), cache.slots
+    if layout == cache.layout:
+        return
+    slots = slots.with_state_of(layout, cache.limits)
+    cache.layout, cache.slots = layout, slots.grown(layout) if slots.capacity < layout.capacity else slots
     keep_address(cache.slots)
 
 
@@ -130,6 +137,7 @@ def take_in(cache: LayerCache, chunk: Chunk, into: Slots | None = None) -> None:
     cache.slots = admit(cache.layout, before, chunk, cache.limits, into)
     if cache.slots is not before:
         keep_address(cache.slots)
+    cache.limits = chunk.raised(policy, cache.limits)
     counts = valid_counts(policy, chunk.valid)
     rows = zip(cache.clocks, counts, cache.limits, strict=False)
     cache.clocks = tuple(policy.clock(clock, new, limit) for clock, new, limit in rows)

@@ -23,6 +23,7 @@ from kvpass.policies.types import Attention
 from kvpass.runtime.caches import take_in
 from kvpass.runtime.kv_store import TakenIn
 from kvpass.runtime.padding import places_of
+from kvpass.runtime.pins import pins_for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +81,7 @@ def calls_before(caches: list[LayerCache], queries: int) -> list[history.PastCal
 def _before(cache: LayerCache, queries: int, chunk: bool) -> history.PastCall:
     """Return the record of one call; with `chunk` the graph leaves the slots unchanged, so they are not copied."""
     kept = cache.backend.kv_store.kept(cache, chunk)
-    return history.PastCall(queries, kept, None, cache.layout, cache.seen, cache.clocks, cache.absent)
+    return history.PastCall(queries, kept, None, cache.layout, cache.seen, cache.clocks, cache.absent, cache.limits)
 
 
 def remember(caches: list[LayerCache], calls: list[history.PastCall], taken: Sequence[TakenIn | None]) -> None:
@@ -97,8 +98,9 @@ def take_results(cache: LayerCache, site: AttentionSite, results: list[Tensor]) 
     policy, layout = cache.layout.policy, cache.layout
     sums, made_of = beside[: len(policy.statistics)], beside[len(policy.statistics) :]
     probs = as_attention(policy, sums, valid, layout.spread) if sums else Attention()
-    take_in(cache, Chunk(key, value, valid, probs), _spare(cache) if cache.backend.crop else None)
-    return TakenChunk(Chunk(key, value, valid, Attention()), _spec(cache, site, made_of), cache.slots)
+    chunk = Chunk(key, value, valid, probs, pins_for(cache))
+    take_in(cache, chunk, _spare(cache) if cache.backend.crop else None)
+    return TakenChunk(dataclasses.replace(chunk, attention=Attention()), _spec(cache, site, made_of), cache.slots)
 
 
 def _spec(cache: LayerCache, site: AttentionSite, made_of: list[Tensor]) -> StatisticsSpec | None:
@@ -113,5 +115,6 @@ def _spec(cache: LayerCache, site: AttentionSite, made_of: list[Tensor]) -> Stat
 def _spare(cache: LayerCache) -> Slots:
     """Return slots for a chunk: those from before the last chunk, whose record is dropped now, or new ones."""
     known = [call.snapshot.slots for call in cache.calls if isinstance(call.snapshot, UnchangedSlots)]
-    fitting = [slots for slots in known if slots.capacity == cache.layout.capacity and slots is not cache.slots]
+    alike = [slots for slots in known if slots.state.keys() == cache.slots.state.keys() and slots is not cache.slots]
+    fitting = [slots for slots in alike if slots.capacity == cache.layout.capacity]
     return fitting[0] if fitting else Slots.empty(cache.layout)

@@ -12,6 +12,7 @@ from kvpass.cache.slots import Chunk, Layout
 from kvpass.cache.statistics import StatisticsSpec
 from kvpass.capture.sites import AttentionSite
 from kvpass.policies.budgets import Plan
+from kvpass.policies.pinned_tokens import Pins
 from kvpass.policies.types import Clock
 from kvpass.rewrite.context import Pass
 
@@ -62,6 +63,18 @@ class KVStore(Protocol):
         self, layout: Layout, chunk: Chunk, spec: StatisticsSpec | None, site: AttentionSite, plan: Plan
     ) -> tuple[Any, tuple[int, ...], tuple[Clock, ...]]:
         """Return the storage of a prompt's tokens (`LayerCache.slots`), and the host's `limits` and `clocks`."""
+        ...
+
+    def make_room(self, cache: Any, pins: Pins) -> None:
+        """Prepare a cache for a call that pins some of its new tokens.
+
+        Raises:
+            BudgetError: the pinned tokens leave less of the budget than the policy needs.
+        """
+        ...
+
+    def pin(self, cache: Any, pins: Pins) -> None:
+        """Pin the token of a decode step that is about to run."""
         ...
 
     def prepare(self, cache: Any, valid: Callable[[], Tensor]) -> None:

@@ -23,6 +23,7 @@ from kvpass.fx import shapes, walk
 from kvpass.fx.shapes import Sizes
 from kvpass.policies.base import Policy
 from kvpass.policies.budgets import Plan, by_rows
+from kvpass.policies.pinned_tokens import Pins
 from kvpass.policies.types import Attention
 from kvpass.policies.window import Window
 from kvpass.rewrite.computed_keys import join_heads
@@ -33,6 +34,7 @@ from kvpass.runtime import model_identity
 from kvpass.runtime.caches import lengthened
 from kvpass.runtime.compiler import Compiler
 from kvpass.runtime.padding import PositionCheck, places_of, told_by
+from kvpass.runtime.pins import given_pins, room_on_top
 from kvpass.runtime.subclasses import UnwrappedSubclasses
 from kvpass.torch_private import dynamo, fx_nodes, regions, symbolic_shapes, tensor_types
 
@@ -187,8 +189,8 @@ class PromptRunner:
         regions.note_run()
         results = list(self.inner(*traced))
         adopted = 0 if self.past is None else traced[self.past].shape[2]
-        first = self._first(results, traced)
-        layers = [self._layer(results, i, adopted, first) for i in range(len(self.sites))]
+        first, pins = self._first(results, traced), self._pins(results, adopted)
+        layers = [self._layer(results, i, adopted, first, pins) for i in range(len(self.sites))]
         del results[self.outputs :]
         prompt = layers[0].chunk.valid.shape[1]
         for each in self.sparse_indices:
@@ -238,7 +240,7 @@ class PromptRunner:
             self.angles = probe_rotaries(self.gm, self.sites, sizes, arguments, key.device)
         return self.positions.first(arguments, self._valid(results, 0, key))
 
-    def _layer(self, results: list[Any], i: int, adopted: int, first: Tensor | None) -> PromptLayer:
+    def _layer(self, results: list[Any], i: int, adopted: int, first: Tensor | None, pins: Pins | None) -> PromptLayer:
         site, indices = self.sites[i], self.rewrite
         key, value = results[indices.raw[i]], results[indices.values[i]]
         valid = self._valid(results, i, key)
@@ -253,7 +255,16 @@ class PromptRunner:
             mask, sink_logit = (None if index is None else results[index] for index in others)
             common = (site.causal, site.scale, site.cap, key.shape[1], site.spread)
             spec = StatisticsSpec(results[query], results[attended], mask, sink_logit, *common)
-        return PromptLayer(self.policies[i], heads, site.window, Chunk(key, value, valid, attention), spec, first)
+        chunk = Chunk(key, value, valid, attention, pins)
+        return PromptLayer(self.policies[i], heads, site.window, chunk, spec, first)
+
+    def _pins(self, results: list[Any], adopted: int) -> Pins | None:
+        """Return the pins of the call that is running, if any, for all tokens of the prompt."""
+        pins, key = given_pins(), results[self.rewrite.raw[0]]
+        if pins is None:
+            return None
+        pins.check(self.backend.policy, key.shape[0], key.shape[2] - adopted)
+        return pins.after(adopted)
 
     def _valid(self, results: list[Any], i: int, key: Tensor) -> Tensor:
         """Return bool [B, S], False for padding."""
@@ -313,13 +324,16 @@ class PromptRunner:
 
     def _store(self, number: int, layer: PromptLayer, planned: tuple[int, Plan], by_row: bool) -> LayerCache:
         budget, plan = planned
-        chunk = layer.chunk
+        chunk, governed = layer.chunk, layer.policy is self.backend.policy
+        if not governed:
+            chunk = dataclasses.replace(chunk, pins=None)
+        on_top = max(chunk.raised(layer.policy, (0,) * len(chunk.valid)))
         rows, heads, count, dim = chunk.key.shape
         shown = layer.heads
         layout = Layout(
             policy=layer.policy,
             budget=budget,
-            capacity=plan.capacity,
+            capacity=plan.capacity + room_on_top(on_top),
             batch=rows,
             heads=heads,
             key_dim=dim,
@@ -332,8 +346,10 @@ class PromptRunner:
             spread=self.sites[number].spread,
             crops=self.backend.crop > 0,
             exact_capacity=plan.max_capacity > 0 and self.backend.has_dynamic_sizes(chunk.key.device),
-            row_budgets=by_row and layer.policy is self.backend.policy,
+            row_budgets=by_row and governed,
         )
+        if chunk.pins is not None:
+            layout = layout.with_pins(chunk.pins.on_top)
         notes = (ADOPTED,) if self.adopts else ()
         absent = places_of(~chunk.valid)
         mine = (self.backend, next(self.backend.layers), layout)
@@ -367,10 +383,11 @@ class TakenPrompt:
         crop = self.runner.backend.crop
         shorter = ShorterPrompt(self)
         layers = list(self.layers) if crop else self.layers
+        model = model_identity.held_weakly(each for each in self.model if isinstance(each, Tensor))
         for index, cache in enumerate(self.runner.stored(layers, self.model)):
-            cache.weights = self.weights[index]
+            cache.weights, cache.model = self.weights[index], model
             if crop:
-                was = (cache.layout, cache.seen, cache.clocks, cache.absent)
+                was = (cache.layout, cache.seen, cache.clocks, cache.absent, cache.limits)
                 cache.calls = (history.PastCall(self.new, None, _LayerOfPrompt(shorter, index), *was),)
             yield cache
 

@@ -13,6 +13,7 @@ from kvpass.cache.snapshot import UnchangedSlots
 from kvpass.cache.statistics import StatisticsSpec
 from kvpass.capture.sites import AttentionSite
 from kvpass.policies.budgets import Plan
+from kvpass.policies.pinned_tokens import Pins
 from kvpass.policies.types import Clock
 from kvpass.reference.base import ReferenceLayer, TakenByReference
 from kvpass.rewrite.context import Pass
@@ -37,6 +38,12 @@ class ReferenceStore:
     ) -> tuple[ReferenceLayer, tuple[int, ...], tuple[Clock, ...]]:
         assert spec is not None  # `asks`
         return take_prompt(layout, chunk, spec, site, plan.budgets_of_rows(layout.batch)), (), ()
+
+    def make_room(self, cache: Any, pins: Pins) -> None:
+        cache.slots.expect(pins)
+
+    def pin(self, cache: Any, pins: Pins) -> None:
+        """Do nothing, as a step takes its token in with its pin."""
 
     def prepare(self, cache: Any, valid: Callable[[], Tensor]) -> None:
         cache.slots.prepare(valid())

@@ -14,12 +14,14 @@ from kvpass.cache.snapshot import SlotSnapshot, UnchangedSlots
 from kvpass.cache.statistics import StatisticsSpec
 from kvpass.capture.sites import AttentionSite
 from kvpass.policies.budgets import Plan
+from kvpass.policies.pinned_tokens import Pins
 from kvpass.policies.types import Clock
 from kvpass.rewrite.context import Pass
 from kvpass.rewrite.passes import STEP_PASSES
 from kvpass.runtime.caches import keep_address, valid_counts
 from kvpass.runtime.cropping import take_results
 from kvpass.runtime.kv_store import TakenIn
+from kvpass.runtime.pins import make_room, pin_next
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,12 +43,19 @@ class SlotStore:
         budgets_of_rows = plan.budgets_of_rows(layout.batch)
         slots = admit(layout, None, chunk, budgets_of_rows)
         keep_address(slots)
+        budgets_of_rows = chunk.raised(layout.policy, budgets_of_rows)
         counts = valid_counts(layout.policy, chunk.valid)
         return (
             slots,
             budgets_of_rows,
             tuple(layout.policy.clock((), *row) for row in zip(counts, budgets_of_rows, strict=False)),
         )
+
+    def make_room(self, cache: LayerCache, pins: Pins) -> None:
+        make_room(cache, pins)
+
+    def pin(self, cache: LayerCache, pins: Pins) -> None:
+        pin_next(cache, pins)
 
     def prepare(self, cache: LayerCache, valid: Callable[[], Tensor]) -> None:
         """Do nothing, as the graph itself frees a slot."""

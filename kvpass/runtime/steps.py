@@ -45,6 +45,7 @@ from kvpass.runtime.padding import (
     told_by,
     wrong_mask,
 )
+from kvpass.runtime.pins import pins_for
 from kvpass.runtime.sizes import Counter, SizeTie, counters, free_sizes, lasting, lengths_of, size_at, ties
 from kvpass.runtime.subclasses import UnwrappedSubclasses
 from kvpass.runtime.variants import CompiledVariant, DynamicDims, ShapeKey, VariantCache
@@ -116,6 +117,7 @@ class StepRunner:
         arguments = self.as_traced(arguments)
         for cache in caches:
             make_room(cache, 1)
+        self._make_room_for_pins(caches, self._queries(self._numbers(arguments)))
         listener, step = _LISTENER.get(), kind(caches)
         known, before = self._known(caches, arguments), caches[0].seen
         others = self._others(caches, arguments, known)
@@ -157,6 +159,9 @@ class StepRunner:
         rewrite, host_inputs, flat, run = self._prepared(caches, arguments, others, known, compact)
         for cache in caches:
             cache.interrupted = True
+            pinned = pins_for(cache)
+            if pinned is not None and queries == 1:
+                kv_store.pin(cache, pinned)
         regions.note_run()
         results = run(*flat)
         rewrite.count([cache.slots for cache in caches], results)
@@ -167,6 +172,19 @@ class StepRunner:
         count(caches, queries, clocks)
         remember(caches, calls, taken)
         return rewrite, results, host_inputs
+
+    def _make_room_for_pins(self, caches: list[LayerCache], queries: int) -> None:
+        """Prepare the caches for the pins of the call that is running, if it has any.
+
+        Raises:
+            PolicyError: the policy allows none.
+            BudgetError: they leave less of the budget than the policy needs.
+        """
+        for cache in caches:
+            pins = pins_for(cache)
+            if pins is not None:
+                pins.check(cache.layout.policy, cache.layout.batch, queries)
+                self.backend.kv_store.make_room(cache, pins)
 
     def bound(
         self,

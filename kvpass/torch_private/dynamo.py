@@ -140,6 +140,23 @@ def _backend_asked() -> Any:
     return None
 
 
+def backend_of(compiled: Any) -> Any:
+    """Return the backend that a module or function was compiled with, as far as torch still shows it, else None."""
+    compiled = getattr(compiled, COMPILED_CALL, None) or compiled
+    compiled = getattr(compiled, "call", compiled)  # of a caller of kvpass
+    context = getattr(compiled, "dynamo_ctx", None)
+    found = getattr(context, "callback", None)
+    if context is None and getattr(compiled, "__closure__", None):
+        cells = dict(zip(compiled.__code__.co_freevars, compiled.__closure__, strict=True))
+        found = cells["callback"].cell_contents if "callback" in cells else None
+    while found is not None:
+        inner = getattr(found, "_torchdynamo_orig_backend", None) or getattr(found, "compiler_fn", None)
+        if inner is None:
+            return found
+        found = inner
+    return None
+
+
 def numbers_as_symbols(names: set[str]) -> contextlib.AbstractContextManager[Any]:
     """Trace integer attributes of these names as symbols from the first trace on, inside the context."""
     config: Any = torch.compiler.config  # a module whose type torch changes

@@ -1,4 +1,4 @@
-"""`keep_prompt`: what prompts and chunks bring stays, and every policy that can be asked about the others alone is."""
+"""Pins and `keep_prompt`: what is pinned stays, and every policy that can be asked about the others alone is."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ import kvpass
 from kvpass.diagnostics.simulate import simulate
 from kvpass.errors import BudgetError, PolicyError
 from kvpass.policies import Policy, Tokens, names, resolve
+from kvpass.policies.pinned_tokens import Pins
 from kvpass.reference.random import drawn
 from tests.aligners import random_aligner
 from tests.diagnostics.test_simulate import check
+from tests.layer import Literal, Lowered, Stretch, layout_for
 from tests.strategies import ROWS, Case, Row, cases
 from tests.test_chunks_and_padding import compare
 
@@ -48,6 +50,84 @@ def test_chunks_stay_as_the_reference_has_it(row: Row, data: st.DataObject) -> N
     holes = data.draw(st.sampled_from([0.0, 0.3]))
     limits = data.draw(st.sampled_from([[], [case.budget + 2, case.budget][: case.rows]]))
     compare(case, [4, 1, 1, 1, 5, *[1] * 9, 3, 1, 1], holes, padded_steps=True, limits=limits)
+
+
+class Marks:
+    """Draws pins for stretches of tokens: of each row at most `most` in all, and only real tokens."""
+
+    def __init__(self, seed: int, rows: int, most: int, on_top: bool) -> None:
+        self.drawn, self.on_top = torch.Generator().manual_seed(seed), on_top
+        self.left = torch.full((rows, 1), most)
+
+    def __call__(self, part: Stretch) -> Pins:
+        marked = (torch.rand(part.valid.shape, generator=self.drawn) < 0.4) & part.valid
+        marked &= marked.cumsum(-1) <= self.left
+        self.left -= marked.sum(-1, keepdim=True)
+        return Pins(marked, self.on_top, torch.zeros(len(marked), dtype=torch.int64))
+
+
+@pytest.mark.few(4)
+@keeping
+@given(data=st.data(), on_top=st.booleans())
+def test_pins_stay_as_the_reference_has_it(row: Row, data: st.DataObject, on_top: bool) -> None:
+    """Any tokens of prompts, chunks and steps, with padding, budgets of rows, and every storage format."""
+    most = data.draw(st.integers(1, 9))
+    options = data.draw(row.options)
+    least = resolve(row.name, options).minimum_budget()
+    budget = data.draw(st.integers(0, 8)) + max(least, row.least) + (0 if on_top else most)
+    case = data.draw(cases(row, options=options, budget=budget, dim=8))
+    limits = [budget + more for more in data.draw(st.sampled_from([(2, 0), (0, 0), (0, 3)]))][: case.rows]
+    compare(
+        case,
+        [case.prompt, *data.draw(st.lists(st.sampled_from([1, 1, 1, 2, 5, 12]), max_size=12))],
+        data.draw(st.sampled_from([0.0, 0.3])),
+        padded_steps=True,
+        limits=limits if on_top or data.draw(st.booleans()) else (),
+        spare=most if on_top else 0,
+        kv_dtype=data.draw(st.sampled_from([None, None, "int8", "int4"])),
+        pinned=Marks(case.seed, case.rows, most, on_top),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Given(Policy):
+    """Scores that were given for each position, in hundredths."""
+
+    name: ClassVar[str] = "given"
+    scores: tuple[int, ...] = (5, 30, 2, 1, 20, 15, 10, 8, 6, 3)
+
+    def score(self, tokens: Tokens) -> torch.Tensor:
+        return torch.tensor(self.scores)[tokens.position.clamp(min=0)]
+
+
+def selected(pinned: set[int], on_top: bool = False) -> list[int]:
+    """The positions that stay of ten with a budget of five."""
+    q, k, v = layer(10)
+    mask = torch.tensor([[position in pinned for position in range(10)]])
+    pins = Pins(mask, on_top, torch.zeros(1, dtype=torch.int64))
+    part = Stretch(q, k, v, torch.ones_like(mask), pins)
+    layout = layout_for(Given(), 5, part, ranked=False, spare=len(pinned)).with_pins(on_top)
+    lowered = Lowered(layout, 1e4)
+    lowered.feed(part)
+    return lowered.positions()[0][0]
+
+
+def test_pins_count_inside_the_budget_or_on_top_of_it() -> None:
+    """The worked example: those of highest score stay beside the pinned ones."""
+    assert selected(set()) == [1, 4, 5, 6, 7]
+    assert selected({0, 2}) == [0, 1, 2, 4, 5]
+    assert selected({0, 2}, on_top=True) == [0, 1, 2, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_pins_must_leave_the_others_what_the_policy_needs(compiled: bool) -> None:
+    q, k, v = layer(8)
+    pins = Pins(torch.ones(1, 8, dtype=torch.bool), False, torch.zeros(1, dtype=torch.int64))
+    part = Stretch(q, k, v, torch.ones(1, 8, dtype=torch.bool), pins)
+    layout = layout_for(resolve("h2o", {}), 9, part, ranked=False).with_pins()
+    driven = (Lowered if compiled else Literal)(layout, 1e4)
+    with pytest.raises(BudgetError, match=r"8 tokens are to stay, which leaves 1 .* at least 2: raise .* on_top=True"):
+        driven.feed(part)
 
 
 def layer(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -1,0 +1,158 @@
+"""Convert the cache of one layer to plain values and tensors for a file, and back: `entry_of`, `cache_of`.
+
+Nothing in a file is trusted: sizes must be those of the layout, and indices must lie within the slots, because compiled
+code does not check the indices that it writes to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpass.cache.handle import LayerCache
+from kvpass.cache.slots import ROW_BUDGET, Layout, Slots
+from kvpass.errors import CacheFileError, CacheHandleError
+from kvpass.lowering.formats import Rows
+from kvpass.policies.base import Policy
+
+_LAYOUT = {
+    "budget": int, "capacity": int, "batch": int, "heads": int, "key_dim": int, "value_dim": int, "ranked": bool,
+    "layer": int, "exact_capacity": bool, "row_budgets": bool, "pins": bool,
+}  # fmt: skip
+"""The fields of a layout that a file has as they stand."""
+_OPTIONAL = ("first", "angles")
+
+
+def entry_of(cache: LayerCache, prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Return what a file's header has about a cache; its tensors are added to `tensors`, by names with `prefix`.
+
+    Raises:
+        CacheHandleError: the cache has no slots, or its heads are spread over processes.
+    """
+    layout, slots = cache.layout, cache.slots
+    if not isinstance(slots, Slots):
+        raise CacheHandleError("a cache that runs with inner='reference' cannot be saved")
+    if layout.spread is not None:
+        raise CacheHandleError("a cache whose heads are spread over processes cannot be saved")
+    stored = _in_order(slots)
+    found = {**dict(zip(slots.names, stored.tensors(), strict=True)), "absent": cache.absent}
+    found |= {name: value for name in _OPTIONAL if (value := getattr(cache, name)) is not None}
+    tensors.update({f"{prefix}{name}": tensor for name, tensor in found.items()})
+    entry = {name: getattr(layout, name) for name in _LAYOUT}
+    counts = dict(seen=cache.seen, model_heads=cache.heads, window=cache.window, slots=slots.capacity)
+    host = dict(limits=list(cache.limits), clocks=[list(clock) for clock in cache.clocks], notes=list(cache.notes))
+    kinds = dict(dtype=str(layout.dtype).removeprefix("torch."), optional=[name for name in _OPTIONAL if name in found])
+    return {**entry, **counts, **host, **kinds}
+
+
+def cache_of(
+    entry: Mapping[str, Any], tensors: Mapping[str, Tensor], backend: Any, policy: Policy, device: torch.device
+) -> LayerCache:
+    """Return a layer's cache from what `entry_of` has put into a file.
+
+    Args:
+        tensors: the tensors of the layer by name, on the CPU.
+        backend: the backend that will continue the cache.
+        policy: the policy of the layer.
+
+    Raises:
+        CacheFileError: the file has other sizes than its header says, or numbers that cannot be.
+    """
+    layout = _layout_of(entry, backend, policy)
+    capacity, seen = _count(entry, "slots"), _count(entry, "seen")
+    like = Slots.empty(dataclasses.replace(layout, capacity=capacity))
+    given = [_checked(tensors, name, tensor) for name, tensor in zip(like.names, like.tensors(), strict=True)]
+    limits, clocks = _host_counts(entry, layout)
+    _check_numbers(Slots.of(given, like), layout, seen, capacity, limits)
+    fields: dict[str, Any] = {name: tensors[name].to(device) for name in _OPTIONAL if name in entry["optional"]}
+    absent = tensors["absent"]
+    if absent.dtype != torch.int64 or absent.ndim != 2 or len(absent) != layout.batch or bool((absent >= seen).any()):
+        raise CacheFileError("its record of padding does not fit its rows")
+    window = entry["window"]
+    return LayerCache(
+        backend,
+        next(backend.layers),
+        dataclasses.replace(layout, device=device),
+        _to_device(Slots.of(given, like), device),
+        seen,
+        _count(entry, "model_heads"),
+        None if window is None else _count(entry, "window"),
+        limits,
+        clocks,
+        notes=tuple(map(str, entry["notes"])),
+        absent=absent.to(device),
+        **fields,
+    )
+
+
+def _in_order(slots: Slots) -> Slots:
+    """Return the slots with codes in the order of the numbers, which no device changes."""
+    key, value = (Rows(x.format, x.format.ordered(x.parts)) for x in (slots.key, slots.value))
+    return dataclasses.replace(slots, key=key, value=value)
+
+
+def _to_device(slots: Slots, device: torch.device) -> Slots:
+    """Return slots, whose codes are in the order of the numbers, as a device holds them."""
+    moved = slots.map(lambda tensor: tensor.to(device, copy=True))
+    key, value = (Rows(x.format, x.format.to_device_layout(x.parts)) for x in (moved.key, moved.value))
+    return dataclasses.replace(moved, key=key, value=value)
+
+
+def _layout_of(entry: Mapping[str, Any], backend: Any, policy: Policy) -> Layout:
+    """Return the layout on the meta device, where sizes take no memory."""
+    fields = {name: entry[name] for name in _LAYOUT}
+    for name, kind in _LAYOUT.items():
+        if type(fields[name]) is not kind or not 0 <= fields[name] < 2**31:
+            raise CacheFileError(f"its {name} is {fields[name]!r}")
+    dtype = getattr(torch, str(entry["dtype"]), None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise CacheFileError(f"its dtype is {entry['dtype']!r}")
+    how: dict[str, Any] = dict(kv_dtype=backend.kv_dtype, crops=backend.crop > 0)
+    return Layout(policy=policy, dtype=dtype, device=torch.device("meta"), **fields, **how)
+
+
+def _count(entry: Mapping[str, Any], name: str) -> int:
+    value = entry[name]
+    if type(value) is not int or not 0 <= value < 2**62:
+        raise CacheFileError(f"its {name} is {value!r}")
+    return value
+
+
+def _checked(tensors: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:
+    found = tensors.get(name)
+    if found is None or found.shape != like.shape or found.dtype != like.dtype:
+        has = "nothing" if found is None else f"{found.dtype} {list(found.shape)}"
+        raise CacheFileError(f"it has {has} for {name!r}, where its header describes {like.dtype} {list(like.shape)}")
+    return found
+
+
+def _host_counts(entry: Mapping[str, Any], layout: Layout) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    """Return the `limits` and `clocks` of the rows."""
+    limits, clocks = tuple(entry["limits"]), tuple(tuple(clock) for clock in entry["clocks"])
+    whole = all(type(number) is int for numbers in (limits, *clocks) for number in numbers)
+    if not whole or len(limits) != layout.batch or len(clocks) not in (0, layout.batch):
+        raise CacheFileError(f"its budgets {limits} and clocks {clocks} are not those of {layout.batch} rows")
+    return limits, clocks
+
+
+def _check_numbers(slots: Slots, layout: Layout, seen: int, capacity: int, limits: tuple[int, ...]) -> None:
+    """Raise CacheFileError for indices outside of the slots, or counts that contradict each other."""
+    rows_seen, length = slots.seen[:, None, None], slots.length[:, None, None]
+    right = {
+        "position": (slots.position >= -1) & (slots.position < rows_seen),
+        "index": (slots.index >= -1) & (slots.index < length),
+        "free": (slots.free >= 0) & (slots.free < capacity),
+        "rank": (slots.rank >= 0) & (slots.rank < capacity),
+        "seen": (slots.seen >= 0) & (slots.seen <= slots.length),
+        "length": slots.length == seen,
+        "capacity": torch.tensor(capacity >= layout.capacity and max(limits) <= capacity),
+    }
+    if layout.row_budgets:
+        right[ROW_BUDGET] = slots.state[ROW_BUDGET][:, :, 0] == torch.tensor(limits)[:, None]
+    wrong = [name for name, holds in right.items() if not bool(holds.all())]
+    if wrong:
+        raise CacheFileError(f"its {' and '.join(wrong)} cannot be those of {seen} tokens in {capacity} slots")

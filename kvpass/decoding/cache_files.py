@@ -1,0 +1,359 @@
+"""Save the cache of a conversation to a file, and continue it in another process: `save_cache`, `load_cache`.
+
+A file is one of safetensors: tensors, and a header of plain JSON.  Nothing in it is unpickled or run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpass import cache_names, policies
+from kvpass.arguments import checked
+from kvpass.backend import Backend, backend
+from kvpass.cache.handle import Handle, LayerCache, caches_in, current
+from kvpass.cache.serial import cache_of, entry_of
+from kvpass.decoding.loop import DecodeLoop
+from kvpass.decoding.stepping import LoopState
+from kvpass.errors import CacheFileError, CacheHandleError, KVPassError
+from kvpass.policies.base import Policy
+from kvpass.runtime.caches import keep_address
+from kvpass.runtime.fingerprint import differences, digests, settings_of
+from kvpass.runtime.model_identity import held_weakly
+from kvpass.torch_private import dynamo
+
+VERSION = 1
+KEY = "kvpass.cache"
+"""The entry of the file's metadata that holds the header."""
+_SETTINGS = ("policy", "budget", "positions", "kv_dtype", "crop")
+_SCALARS = (bool, int, float, str, type(None))
+_LOOP = "loop."
+
+FilePath = str | os.PathLike[str]
+
+
+@checked
+@torch.no_grad()
+def save_cache(cache: Any, path: FilePath) -> None:
+    """Write the cache of a conversation to a file, which `load_cache` reads in this or another process.
+
+    The file appears at once, when it is complete.  The cache itself may go on.  What a crop would need is not saved:
+    tokens from before `load_cache` cannot be cropped.
+
+    >>> kvpass.save_cache(out.cache, "talk.safetensors")
+    >>> kvpass.save_cache(loop, "talk.safetensors")
+
+    Args:
+        cache: a model's cache object, its output, nested tuples of handles, or a DecodeLoop after a prompt, of which
+            tokens that it is ahead and the generator's state are saved too.
+        path: of the safetensors file, which is replaced if it exists.
+
+    Raises:
+        CacheHandleError: there is no cache of kvpass, or it cannot be continued, or it holds more than plain values
+            and tensors.
+        CacheFileError: the file cannot be written.
+        KVPassError: safetensors is not installed.
+    """
+    loop = cache if isinstance(cache, DecodeLoop) else None
+    if loop is not None and (loop.requests is not None or loop.state is None):
+        raise CacheHandleError("a DecodeLoop is saved after a prompt, and not while it serves requests (`rows`)")
+    found = cache_names.returned(cache)
+    found = cache if found is None else found
+    layers = caches_in(found)
+    if not layers:
+        raise CacheHandleError(f"there is no kvpass cache in this {type(cache).__name__}: nothing can be saved")
+    tensors: dict[str, Tensor] = {}
+    chosen = layers[0].backend
+    weights = {tensor for layer in layers for ref in layer.model if (tensor := ref()) is not None}
+    header = dict(
+        version=VERSION,
+        settings=_settings_of(chosen),
+        weights=sorted(digests(weights)),
+        config={} if loop is None else settings_of(loop.model),
+        object=_Writer(layers, chosen, tensors).encoded(found, "cache"),
+        layers=[
+            {**entry_of(layer, f"{index}.", tensors), "policy": _policy_entry(layer)}
+            for index, layer in enumerate(layers)
+        ],
+    )
+    if loop is not None and loop.state is not None:
+        header["loop"], parts = loop.state.saved()
+        tensors.update({f"{_LOOP}{name}": tensor for name, tensor in parts.items()})
+    _write(path, tensors, header)
+
+
+@checked
+@torch.no_grad()
+def load_cache(path: FilePath, compiled_or_model: Any) -> Any:
+    """Return the cache of a conversation from a file that `save_cache` has written.
+
+    The conversation goes on as it would have in the process that saved it: with equal logits, bit for bit on the same
+    machine with the same versions.
+
+    >>> cache = kvpass.load_cache("talk.safetensors", compiled)
+    >>> out = compiled(next_id, cache=cache, use_cache=True)
+    >>> kvpass.load_cache("talk.safetensors", loop)      # of a DecodeLoop, which goes on
+    >>> loop.generate(200)
+
+    Args:
+        path: of the file.
+        compiled_or_model: the model with the weights that made the cache: compiled by kvpass with the settings that the
+            cache was made under, or not yet compiled; or a DecodeLoop, if one was saved.
+
+    Returns:
+        The model's cache object with the cache of every layer, on the device of the model.
+
+    Raises:
+        CacheFileError: the file cannot be read, is damaged, is of a newer format, or was made under other settings or
+            by another model; the message says what differs.
+        KVPassError: safetensors is not installed.
+    """
+    header, tensors = _read(path)
+    loop = compiled_or_model if isinstance(compiled_or_model, DecodeLoop) else None
+    model = _module_of(compiled_or_model if loop is None else loop.model)
+    try:
+        if (loop is not None) != ("loop" in header):
+            has, wanted = ("a DecodeLoop", "one") if loop is None else ("no DecodeLoop", "its model")
+            raise CacheFileError(f"it holds {has}: pass {wanted} to load_cache")
+        chosen = _backend_for(header["settings"], compiled_or_model if loop is None else loop.chosen)
+        _check_model(header, model)
+        layers = list(_layers_of(header, tensors, chosen, model))
+        cache = _Reader(layers, tensors, model).decoded(header["object"])
+        if loop is not None:
+            parts = {name.removeprefix(_LOOP): x for name, x in tensors.items() if name.startswith(_LOOP)}
+            loop.state = LoopState.of_saved(loop, cache, header["loop"], parts)
+        return cache
+    except CacheFileError as error:
+        raise CacheFileError(f"{os.fspath(path)}: {error}") from None
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+        if isinstance(error, KVPassError):
+            raise
+        raise CacheFileError(
+            f"{os.fspath(path)}: its header cannot be read ({type(error).__name__}: {error})"
+        ) from error
+
+
+# -- the file ----------------------------------------------------------------------------------------------------------
+
+
+def _write(path: FilePath, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
+    unfinished = f"{os.fspath(path)}.{os.getpid()}.unfinished"
+    apart = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    safetensors = _safetensors()
+    try:
+        safetensors.torch.save_file(apart, unfinished, metadata={KEY: json.dumps(header)})
+        os.replace(unfinished, path)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise CacheFileError(f"{os.fspath(path)}: cannot be written: {error}") from error
+    finally:
+        if os.path.exists(unfinished):
+            os.remove(unfinished)
+
+
+@torch.inference_mode(False)  # steps outside of inference mode also write to the tensors
+def _read(path: FilePath) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    safetensors = _safetensors()
+    try:
+        with safetensors.safe_open(os.fspath(path), "pt") as file:
+            text = (file.metadata() or {}).get(KEY)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dictionary
+    except (OSError, safetensors.SafetensorError) as error:
+        raise CacheFileError(f"{os.fspath(path)}: cannot be read, or is damaged: {error}") from error
+    if text is None:
+        raise CacheFileError(f"{os.fspath(path)}: holds no cache of kvpass: its metadata lack {KEY!r}")
+    try:
+        header = json.loads(text)
+        version = header["version"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CacheFileError(f"{os.fspath(path)}: its header cannot be read ({error})") from error
+    if type(version) is not int or not 1 <= version <= VERSION:
+        raise CacheFileError(
+            f"{os.fspath(path)}: is of format {version!r}, and this kvpass reads formats up to {VERSION}: update kvpass"
+        )
+    return header, tensors
+
+
+def _safetensors() -> Any:
+    """Import safetensors, which is an optional dependency."""
+    try:
+        import safetensors
+        import safetensors.torch
+    except ModuleNotFoundError as error:
+        raise KVPassError("caches are stored as safetensors: pip install 'kvpass[save]'") from error
+    return safetensors
+
+
+# -- settings and the model --------------------------------------------------------------------------------------------
+
+
+def _plain(policy: Policy) -> list[Any]:
+    """Return a policy as plain JSON; an aligner, which is no plain value, by its digest."""
+    options = {each.name: getattr(policy, each.name) for each in dataclasses.fields(policy)}
+    plain = {name: {"digest": x.digest} if hasattr(x, "digest") else x for name, x in options.items()}
+    found: list[Any] = json.loads(json.dumps([policy.name, plain]))
+    return found
+
+
+def _settings_of(chosen: Backend) -> dict[str, Any]:
+    return {name: _plain(chosen.policy) if name == "policy" else getattr(chosen, name) for name in _SETTINGS}
+
+
+def _policy_entry(layer: LayerCache) -> Any:
+    """Return None for a layer that the backend's policy governs, else the policy of the layer."""
+    return None if layer.layout.policy is layer.backend.policy else _plain(layer.layout.policy)
+
+
+def _resolved(entry: Any) -> Policy:
+    name, options = entry
+    if any(isinstance(value, dict) for value in options.values()):
+        raise CacheFileError(f"it was made under a policy {name!r} with trained weights: pass the compiled model")
+    return policies.resolve(name, {key: tuple(x) if isinstance(x, list) else x for key, x in options.items()})
+
+
+def _backend_for(saved: Mapping[str, Any], compiled: Any) -> Backend:
+    """Return the backend that continues the cache: the one that compiled the model, or one with the file's settings.
+
+    Raises:
+        CacheFileError: the model was compiled with other settings.
+    """
+    found = compiled if isinstance(compiled, Backend) else dynamo.backend_of(compiled)
+    if not isinstance(found, Backend):
+        others: dict[str, Any] = {name: saved[name] for name in _SETTINGS if name != "policy"}
+        return backend(_resolved(saved["policy"]), **others)
+    here = _settings_of(found)
+    wrong = [
+        f"{name} {saved[name]!r} in the file and {here[name]!r} here" for name in _SETTINGS if saved[name] != here[name]
+    ]
+    if wrong:
+        raise CacheFileError(f"it was made under other settings: {'; '.join(wrong)}")
+    return found
+
+
+def _module_of(compiled_or_model: Any) -> torch.nn.Module:
+    """Return the module that a compiled model or function belongs to."""
+    inner = getattr(compiled_or_model, "_orig_mod", compiled_or_model)
+    inner = getattr(inner, "_torchdynamo_orig_callable", inner)
+    inner = getattr(inner, "__self__", inner)
+    if not isinstance(inner, torch.nn.Module):
+        raise CacheFileError(f"a {type(compiled_or_model).__name__} is no model: pass the model that made the cache")
+    return inner
+
+
+def _check_model(header: Mapping[str, Any], model: torch.nn.Module) -> None:
+    """Raise CacheFileError unless the model has the configuration and the weights that made the cache."""
+    found = differences(header["config"], settings_of(model))
+    if found:
+        raise CacheFileError(f"it was made by a model of another configuration: {', '.join(found[:5])}")
+    missing = set(header["weights"]) - digests(model.parameters())
+    if missing:
+        raise CacheFileError(
+            f"it was made by other weights: {len(missing)} of {len(header['weights'])} weight tensors are not in this "
+            f"{type(model).__name__}: load the checkpoint, in the dtype, that made the cache"
+        )
+
+
+def _layers_of(
+    header: Mapping[str, Any], tensors: Mapping[str, Tensor], chosen: Backend, model: torch.nn.Module
+) -> Iterator[LayerCache]:
+    entries = header["layers"]
+    weights = held_weakly(model.parameters())
+    for index, entry in enumerate(entries):
+        mine = {name.removeprefix(f"{index}."): x for name, x in tensors.items() if name.startswith(f"{index}.")}
+        spec = entry["policy"]
+        layer_policy = chosen.policy if spec is None else chosen.policy.for_layer(index, len(entries))
+        if spec is not None and _plain(layer_policy) != spec:
+            layer_policy = _resolved(spec)
+        cache = cache_of(entry, mine, chosen, layer_policy, _device_of(model))
+        cache.model = weights
+        keep_address(cache.slots)
+        yield cache
+
+
+def _device_of(model: torch.nn.Module) -> torch.device:
+    return next((each.device for each in model.parameters()), torch.device("cpu"))
+
+
+# -- the model's cache object ------------------------------------------------------------------------------------------
+
+
+class _Writer:
+    """Encodes a model's cache object: handles by the index of their layer, tensors by name, and plain values."""
+
+    def __init__(self, layers: list[LayerCache], chosen: Backend, tensors: dict[str, Tensor]) -> None:
+        self.index = {id(layer): index for index, layer in enumerate(layers)}
+        self.chosen, self.tensors = chosen, tensors
+
+    def encoded(self, value: Any, where: str) -> Any:
+        if isinstance(value, Handle):
+            return {"handle": [self.index[id(current(value, value.part, self.chosen))], value.part]}
+        if isinstance(value, Tensor):
+            self.tensors[f"object.{where}"] = value
+            return {"tensor": f"object.{where}"}
+        if isinstance(value, torch.dtype):
+            return {"dtype": str(value).removeprefix("torch.")}
+        if isinstance(value, torch.device):
+            return {"device": None}
+        if isinstance(value, _SCALARS):
+            return {"value": value}
+        if type(value) in (list, tuple):
+            return {type(value).__name__: [self.encoded(each, f"{where}.{i}") for i, each in enumerate(value)]}
+        if isinstance(value, dict) and all(isinstance(key, _SCALARS) for key in value):
+            return {"dict": [[key, self.encoded(each, f"{where}.{key}")] for key, each in value.items()]}
+        layers = getattr(value, "layers", None)
+        if isinstance(layers, list) and where == "cache":
+            return {
+                "object": type(value).__name__,
+                "layers": [self._layer(x, f"layer.{i}") for i, x in enumerate(layers)],
+            }
+        raise CacheHandleError(
+            f"the model's cache holds a {type(value).__name__} ({where}), which is no tensor and no plain value: it "
+            "cannot be saved; keep the conversation in one process, or save the text"
+        )
+
+    def _layer(self, layer: Any, where: str) -> Any:
+        return [type(layer).__name__, {name: self.encoded(x, f"{where}.{name}") for name, x in vars(layer).items()}]
+
+
+class _Reader:
+    """Makes a model's cache object anew: an empty one of the model, whose layers get what the file holds."""
+
+    def __init__(self, layers: list[LayerCache], tensors: Mapping[str, Tensor], model: torch.nn.Module) -> None:
+        self.handles = [dict(zip(("keys", "values"), layer.handles(), strict=True)) for layer in layers]
+        self.tensors, self.model = tensors, model
+
+    def decoded(self, encoded: Mapping[str, Any]) -> Any:
+        (kind, value), *_ = encoded.items()
+        if kind == "object":
+            return self._object(value, encoded["layers"])
+        readers: dict[str, Callable[[Any], Any]] = {
+            "handle": lambda pair: self.handles[pair[0]][pair[1]],
+            "tensor": lambda name: self.tensors[name].to(_device_of(self.model)),
+            "dtype": lambda name: torch.empty(0, dtype=getattr(torch, name)).dtype,
+            "device": lambda _: _device_of(self.model),
+            "value": lambda plain: plain,
+            "list": lambda items: [self.decoded(each) for each in items],
+            "tuple": lambda items: tuple(self.decoded(each) for each in items),
+            "dict": lambda items: {key: self.decoded(each) for key, each in items},
+        }
+        return readers[kind](value)
+
+    def _object(self, name: str, layers: list[Any]) -> Any:
+        made = dynamo.empty_cache(self.model)
+        kinds, here = [kind for kind, _ in layers], [type(layer).__name__ for layer in getattr(made, "layers", ())]
+        if type(made).__name__ != name or kinds != here:
+            raise CacheFileError(
+                f"it holds a {name} of {len(kinds)} layers, {', '.join(dict.fromkeys(kinds))}, and this model makes a "
+                f"{type(made).__name__} of {len(here)}, {', '.join(dict.fromkeys(here))}"
+            )
+        for layer, (_, attributes) in zip(made.layers, layers, strict=True):
+            for attribute, value in attributes.items():
+                if hasattr(type(layer), attribute):
+                    raise CacheFileError(f"it has a value for {attribute!r}, which every {type(layer).__name__} has")
+                setattr(layer, attribute, self.decoded(value))
+        return made

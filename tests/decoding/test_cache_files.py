@@ -1,0 +1,279 @@
+"""Saved caches go on in another loop or process as if nothing had happened, and bad files are errors of kvpass."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as profile
+from hypothesis import strategies as st
+from torch import Tensor
+
+import kvpass
+from kvpass.cache.handle import caches_in
+from kvpass.errors import CacheFileError, CacheHandleError, KVPassError
+from kvpass.torch_private import dynamo
+from tests.models import build, lasting, prompt
+from tests.strategies import ROWS
+from tests.test_invariants import settings
+from tests.traces import Traced
+
+safetensors = pytest.importorskip("safetensors.torch")
+ROOT = Path(__file__).parents[2]
+KEY = "kvpass.cache"
+each_policy = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ("h2o", "d2o", "kv_align") else pytest.mark.slow) for name in ROWS]
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    """In place of the fixture for all tests: those of this file share what is traced of a model."""
+    with lasting():
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(fresh_dynamo: None) -> Traced:
+    return Traced(build("Llama"))
+
+
+@torch.no_grad()
+def talked(model: Any, cache: Any, pieces: list[int], mask: Tensor, ids: Tensor) -> tuple[Tensor, Any]:
+    """The logits of further tokens of a conversation in these pieces, and the cache."""
+    logits, done = [], 0 if cache is None else caches_in(cache)[0].seen
+    position = (mask.cumsum(-1) - 1).clamp(min=0)
+    for count in pieces:
+        here = slice(done, done + count)
+        given = dict(attention_mask=mask[:, : here.stop].contiguous(), position_ids=position[:, here].contiguous())
+        out = model(ids[:, here].contiguous(), **given, past_key_values=cache, use_cache=True)
+        cache, done = out.past_key_values, here.stop
+        logits.append(out.logits)
+    return torch.cat(logits, 1), cache
+
+
+@each_policy
+def test_a_loaded_cache_goes_on_bit_for_bit(model: Traced, name: str, tmp_path: Path) -> None:
+    """Prompts, chunks and steps before and after, in batches with padding, in every format."""
+    path = tmp_path / "talk.safetensors"
+
+    @given(
+        before=st.tuples(st.integers(4, 14), st.lists(st.sampled_from([1, 1, 1, 4]), max_size=5)),
+        after=st.lists(st.sampled_from([1, 1, 1, 3]), min_size=1, max_size=5),
+        rows=st.integers(1, 3),
+        kv_dtype=st.sampled_from([None, "int8", "int4"]),
+    )
+    @profile(max_examples=6)
+    def check(before: tuple[int, list[int]], after: list[int], rows: int, kv_dtype: Any) -> None:
+        ids, mask = prompt(rows, 64, (3, 1, 0))
+        chosen = kvpass.backend(**{**settings(name, "Llama", 8), "kv_dtype": kv_dtype}, inner="eager")
+        under = model.under(chosen)
+        _, cache = talked(under, None, [before[0], *before[1]], mask, ids)
+        kvpass.save_cache(cache, path)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dynamo, "backend_of", lambda _: chosen)  # which the switch of all policies hides
+            loaded = kvpass.load_cache(path, under)
+        expected, cache = talked(under, cache, after, mask, ids)
+        got, loaded = talked(under, loaded, after, mask, ids)
+        assert torch.equal(got, expected)
+        for ours, theirs in zip(caches_in(loaded), caches_in(cache), strict=True):
+            assert (ours.layout, ours.seen, ours.limits, ours.clocks) == (
+                theirs.layout, theirs.seen, theirs.limits, theirs.clocks
+            )  # fmt: skip
+            assert all(torch.equal(a, b) for a, b in zip(ours.slots.tensors(), theirs.slots.tensors(), strict=True))
+
+    check()
+
+
+def test_a_loop_goes_on_with_equal_tokens(tmp_path: Path) -> None:
+    """Sampled tokens, rows that have stopped, tokens that the loop is ahead, and a further prompt."""
+    ids, mask = prompt(3, 14, (3, 1, 0))
+    model, path = build("Llama", layers=1), tmp_path / "loop.safetensors"
+    how: dict[str, Any] = dict(policy="h2o", budget=8, inner="eager", temperature=1.0, every=4)
+    loop = kvpass.DecodeLoop(model, **how, stop=[7, 9, 11, 40, 41])
+    loop.prompt(ids, mask, pin=[(0, 2)])
+    first = [next(loop.stream(99)) for _ in range(6)]
+    kvpass.save_cache(loop, path)
+    other = kvpass.DecodeLoop(model, **how, stop=[7, 9, 11, 40, 41], seed=5)
+    kvpass.load_cache(path, other)
+    for _ in range(2):
+        assert torch.equal(other.generate(9), loop.generate(9))
+        for each in (loop, other):
+            each.prompt(ids[:, :5])
+    assert len(first) == 6
+    changes: list[tuple[Change, str]] = [
+        (lambda _, tensors: tensors["loop.ids"].fill_(128), "its last tokens or their positions cannot be"),
+        (lambda _, tensors: tensors["loop.position"].fill_(99), "its last tokens or their positions cannot be"),
+        (lambda _, tensors: tensors.update({"loop.random": torch.zeros(3, dtype=torch.uint8)}), "cannot be read"),
+        (lambda _, tensors: tensors.update({"loop.done": torch.zeros(3)}), "its done are not those of 3 conversations"),
+        (lambda header, _: header["config"].update(rms_norm_eps=0.5), "configuration: rms_norm_eps is 1e-06, not 0.5"),
+    ]
+    for change, message in changes:
+        with pytest.raises(CacheFileError, match=message):
+            kvpass.load_cache(changed(path, change, tmp_path / "changed"), other)
+    assert torch.equal(kvpass.inspect(other).layers[0].pinned, kvpass.inspect(loop).layers[0].pinned)
+
+
+CONTINUE = """
+import sys, torch, kvpass
+from tests.models import build, prompt
+from tests.decoding.test_cache_files import talked
+path, out = sys.argv[1:]
+torch.set_num_threads(1)
+ids, mask = prompt(2, 64, (3, 0))
+model = torch.compile(build("Llama"), backend=kvpass.backend("h2o", budget=8, inner="eager"))
+cache = kvpass.load_cache(path, model)
+logits, cache = talked(model, cache, [1, 1, 3, 1], mask, ids)
+torch.save({"logits": logits, "held": kvpass.inspect(cache).layers[0].positions}, out)
+"""
+
+
+def test_another_process_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    ids, mask = prompt(2, 64, (3, 0))
+    model = torch.compile(build("Llama"), backend=kvpass.backend("h2o", budget=8, inner="eager"))
+    _, cache = talked(model, None, [12, 1, 1], mask, ids)
+    path, out = tmp_path / "talk.safetensors", tmp_path / "out.pt"
+    kvpass.save_cache(cache, path)
+    subprocess.run([sys.executable, "-c", CONTINUE, str(path), str(out)], check=True, cwd=ROOT)
+    expected, cache = talked(model, cache, [1, 1, 3, 1], mask, ids)
+    got = torch.load(out)
+    assert torch.equal(got["logits"], expected)
+    assert torch.equal(got["held"], kvpass.inspect(cache).layers[0].positions)
+
+
+@pytest.fixture(scope="module")
+def compiled(fresh_dynamo: None) -> Any:
+    return torch.compile(build("Llama", layers=1), backend=kvpass.backend("h2o", budget=8, inner="eager"))
+
+
+@pytest.fixture(scope="module")
+def saved(compiled: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("saved") / "talk.safetensors"
+    ids, mask = prompt(2, 20, ())
+    _, cache = talked(compiled, None, [12, 1], mask, ids)
+    kvpass.save_cache(cache, path)
+    return path
+
+
+Change = Callable[[dict[str, Any], dict[str, Tensor]], object]
+
+
+def changed(path: Path, change: Change, out: Path) -> Path:
+    """A copy of a file whose header and tensors a function has changed."""
+    with safetensors.safe_open(path, "pt") as file:
+        header, tensors = json.loads(file.metadata()[KEY]), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    change(header, tensors)
+    safetensors.save_file(tensors, out, metadata={KEY: json.dumps(header)})
+    return out
+
+
+CHANGES: list[tuple[Change, str]] = [
+    (lambda header, _: header.update(version=2), "is of format 2, and this kvpass reads formats up to 1"),
+    (lambda header, _: header.update(version="1"), "is of format '1'"),
+    (lambda header, _: header.pop("layers"), r"its header cannot be read \(KeyError"),
+    (lambda header, _: header["settings"].update(budget=9), "other settings: budget 9 in the file and 8 here"),
+    (lambda header, _: header["settings"].update(policy=["tova", {}]), r"other settings: policy \['tova'"),
+    (lambda header, _: header["weights"].append("0" * 32), "made by other weights: 1 of"),
+    (lambda header, _: header["config"].update(vocab_size=7), "configuration: .*vocab_size is 128, not 7"),
+    (lambda header, _: header["layers"][0].update(batch=3), r"\[2, 2, 9, 16\] for 'key', where .* \[3, 2, 9, 16\]"),
+    (lambda header, _: header["layers"][0].update(capacity=-1), "its capacity is -1"),
+    (lambda header, _: header["layers"][0].update(heads=True), "its heads is True"),
+    (lambda header, _: header["layers"][0].update(dtype="int8"), "its dtype is 'int8'"),
+    (lambda header, _: header["layers"][0].update(dtype="nn"), "its dtype is 'nn'"),
+    (lambda header, _: header["layers"][0].update(limits=[8]), "are not those of 2 rows"),
+    (lambda header, _: header["layers"][0].update(limits=[8, 100]), "its capacity cannot be"),
+    (lambda header, _: header["layers"][0].update(seen=4), "its index and length cannot be|its length cannot be"),
+    (lambda _, tensors: tensors["0.free"].fill_(9), "its free cannot be those of 13 tokens in 9 slots"),
+    (lambda _, tensors: tensors["0.free"].fill_(-1), "its free cannot be"),
+    (lambda _, tensors: tensors["0.position"].fill_(99), "its position cannot be"),
+    (lambda _, tensors: tensors["0.rank"].fill_(99), "its rank cannot be"),
+    (lambda _, tensors: tensors.pop("0.value"), "it has nothing for 'value'"),
+    (lambda _, tensors: tensors.update({"0.score": torch.zeros(1)}), r"it has torch.float32 \[1\] for 'score'"),
+    (lambda _, tensors: tensors.update({"0.absent": torch.zeros(3, 1, dtype=torch.int64)}), "record of padding"),
+    (lambda header, _: header["object"].update(object="StaticCache"), "it holds a StaticCache of 1 layers"),
+    (lambda header, _: header["object"]["layers"][0].__setitem__(0, "Other"), "of 1 layers, Other, and this model"),
+    (lambda header, _: header["object"]["layers"][0][1].update(update={"value": 1}), "it has a value for 'update'"),
+    (lambda header, _: header["object"]["layers"][0][1].update(keys={"code": 1}), r"cannot be read \(KeyError: 'code'"),
+    (lambda header, _: header["object"]["layers"][0][1].update(keys={"handle": [5, "keys"]}), "cannot be read"),
+    (lambda header, _: header.update(loop={"ended": False}), "it holds a DecodeLoop: pass one to load_cache"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "message"), CHANGES, ids=lambda value: value[:30] if isinstance(value, str) else "")
+def test_a_changed_file_is_refused(saved: Path, compiled: Any, tmp_path: Path, change: Change, message: str) -> None:
+    with pytest.raises(CacheFileError, match=message):
+        kvpass.load_cache(changed(saved, change, tmp_path / "changed"), compiled)
+
+
+def test_damaged_and_missing_files_are_refused(saved: Path, compiled: Any, tmp_path: Path) -> None:
+    whole, damaged = saved.read_bytes(), tmp_path / "damaged"
+    for size in (0, 5, 100, len(whole) // 2, len(whole) - 1):
+        damaged.write_bytes(whole[:size])
+        with pytest.raises(CacheFileError, match="cannot be read, or is damaged"):
+            kvpass.load_cache(damaged, compiled)
+    with pytest.raises(CacheFileError, match="cannot be read"):
+        kvpass.load_cache(tmp_path / "none", compiled)
+    safetensors.save_file({"x": torch.zeros(1)}, damaged)
+    with pytest.raises(CacheFileError, match="holds no cache of kvpass"):
+        kvpass.load_cache(damaged, compiled)
+    safetensors.save_file({"x": torch.zeros(1)}, damaged, metadata={KEY: "{"})
+    with pytest.raises(CacheFileError, match="its header cannot be read"):
+        kvpass.load_cache(damaged, compiled)
+
+
+def test_other_models_and_settings_are_refused(saved: Path, compiled: Any) -> None:
+    other = build("Llama", layers=1)
+    with torch.no_grad():
+        other.model.layers[0].mlp.up_proj.weight.add_(1e-3)
+    with pytest.raises(CacheFileError, match=r"1 of .* weight tensors are not in this LlamaForCausalLM"):
+        kvpass.load_cache(saved, other)
+    with pytest.raises(CacheFileError, match="made by other weights"):
+        kvpass.load_cache(saved, build("Llama", torch.bfloat16, layers=1))
+    for backend in (kvpass.backend("h2o", budget=9), kvpass.backend("h2o", budget=8, kv_dtype="int8")):
+        with pytest.raises(CacheFileError, match="other settings"):
+            kvpass.load_cache(saved, torch.compile(build("Llama", layers=1), backend=backend))
+    with pytest.raises(CacheFileError, match="it holds no DecodeLoop: pass its model"):
+        kvpass.load_cache(saved, kvpass.DecodeLoop(build("Llama", layers=1), "h2o", budget=8))
+    with pytest.raises(CacheFileError, match="a int is no model"):
+        kvpass.load_cache(saved, 3)
+
+
+def test_what_cannot_be_saved_is_said(compiled: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "none"
+    ids, mask = prompt(2, 20, ())
+    _, cache = talked(compiled, None, [12], mask, ids)
+    loop = kvpass.DecodeLoop(build("Llama", layers=1), "h2o", budget=8, inner="eager")
+    for wrong in (loop, kvpass.DecodeLoop(build("Llama", layers=1), "h2o", budget=8, rows=2)):
+        with pytest.raises(CacheHandleError, match="is saved after a prompt"):
+            kvpass.save_cache(wrong, path)
+    with pytest.raises(CacheHandleError, match="there is no kvpass cache in this list"):
+        kvpass.save_cache([], path)
+    cache.layers[0].note = object()
+    with pytest.raises(CacheHandleError, match=r"holds a object \(layer.0.note\)"):
+        kvpass.save_cache(cache, path)
+    del cache.layers[0].note
+    with pytest.raises(CacheFileError, match="cannot be written"):
+        kvpass.save_cache(cache, tmp_path / "missing" / "file")
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(KVPassError, match=r"pip install 'kvpass\[save\]'"):
+        kvpass.save_cache(cache, path)
+
+
+def test_the_backend_of_a_compiled_model_is_found() -> None:
+    chosen = kvpass.backend("h2o", budget=8, inner="eager")
+    assert dynamo.backend_of(torch.compile(build("Llama", layers=1), backend=chosen)) is chosen
+    assert dynamo.backend_of(torch.compile(build("Llama", layers=1).forward, backend=chosen)) is chosen
+    model = build("Llama", layers=1)
+    assert dynamo.backend_of(model) is None
+    model.compile(backend=chosen)
+    assert dynamo.backend_of(model) is chosen
+    assert dynamo.backend_of(kvpass.compile(model, "h2o", budget=8, inner="eager")) == chosen

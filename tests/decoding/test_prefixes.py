@@ -1,0 +1,115 @@
+"""Conversations and requests behind a prefilled prefix: what they say if they had read it themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvpass
+from kvpass.errors import CacheHandleError, PolicyError, RequestError
+from tests.models import build, lasting, prompt
+
+HOW: dict[str, Any] = dict(policy="h2o", budget=12, inner="eager")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    """In place of the fixture for all tests: those of this file share what is traced of one model."""
+    with lasting():
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(fresh_dynamo: None) -> Any:
+    return build("Llama", layers=1)
+
+
+@pytest.fixture(scope="module")
+def loop(model: Any) -> kvpass.DecodeLoop:
+    return kvpass.DecodeLoop(model, **HOW, prefill_chunk=8)
+
+
+def ids_of(tokens: int, rows: int = 1) -> Tensor:
+    return prompt(rows, tokens, ())[0]
+
+
+def read(loop: kvpass.DecodeLoop, ids: Tensor, mask: Tensor | None = None, **pins: Any) -> Any:
+    """The cache of a document that a loop's own compiled model has read."""
+    return kvpass.prefill(loop.compiled.call, ids, mask, chunk=8, **pins).past_key_values
+
+
+def answer(loop: kvpass.DecodeLoop, prefix: Any, question: Tensor) -> Tensor:
+    loop.branch(prefix)
+    loop.prompt(question)
+    return loop.generate(9)
+
+
+def test_questions_behind_one_document(loop: kvpass.DecodeLoop) -> None:
+    """Each as if the document had been a turn before it; padding and pins are those of the document."""
+    ids, mask = prompt(2, 26, (5, 0))
+    prefix = read(loop, ids, mask, pin=[(0, 2)])
+    for tokens in (3, 1, 7):
+        got = answer(loop, prefix, ids_of(tokens, 2))
+        assert kvpass.inspect(loop).layers[0].pinned[:, 0].tolist() == [[5, 6], [0, 1]]
+        whole = torch.nn.functional.pad(mask, (0, tokens), value=1)
+        again = read(loop, ids, mask, pin=[(0, 2)])
+        out = kvpass.prefill(loop.compiled.call, ids_of(tokens, 2), whole, chunk=8, cache=again)
+        assert torch.equal(got[:, 0], out.logits[:, -1].argmax(-1))
+        loop.branch(prefix)
+        assert kvpass.inspect(loop).seen == 26
+        loop.prompt(ids_of(tokens, 2))
+        assert torch.equal(loop.generate(9), got)
+
+
+def test_requests_behind_a_document_are_as_alone(model: Any, loop: kvpass.DecodeLoop, tmp_path: Path) -> None:
+    """In one batch with others that begin at nothing; one document comes from a file, one has pins on top."""
+    pytest.importorskip("safetensors")
+    kvpass.save_cache(read(loop, ids_of(30)), tmp_path / "document")
+    documents = [
+        None,
+        kvpass.load_cache(tmp_path / "document", model),
+        read(loop, ids_of(21), pin=[(0, 5)], on_top=True),
+    ]
+    serving = kvpass.DecodeLoop(model, **HOW, prefill_chunk=8, rows=3, every=4)
+    asked = [(documents[i % 3], ids_of(tokens)) for i, tokens in enumerate((4, 6, 2, 17, 1, 9))]
+    names = [serving.add(ids[0], max_new_tokens=9, prefix=prefix) for prefix, ids in asked]
+    done = {output.request_id: output for output in serving if output.is_finished()}
+    for name, (prefix, ids) in zip(names, asked, strict=True):
+        if prefix is None:
+            loop.state = None
+            loop.prompt(ids)
+            expected = loop.generate(9)
+        else:
+            expected = answer(loop, prefix, ids)
+        assert done[name].generated_tokens == expected[0].tolist(), name
+        assert done[name].prompt_ids == ids[0].tolist()
+
+
+def test_what_is_no_prefix_is_refused(model: Any, loop: kvpass.DecodeLoop) -> None:
+    serving = kvpass.DecodeLoop(model, **HOW, rows=2)
+    prefix = read(loop, ids_of(9))
+    with pytest.raises(PolicyError, match="takes prefixes by `add`"):
+        serving.branch(prefix)
+    for wrong in (None, ()):
+        with pytest.raises(CacheHandleError, match=r"a prefix must be a cache of kvpass|no kvpass cache in this tuple"):
+            loop.branch(wrong)
+    other = kvpass.DecodeLoop(model, "h2o", budget=13, inner="eager")
+    with pytest.raises(CacheHandleError, match="give the loop the same settings"):
+        other.branch(prefix)
+    with pytest.raises(CacheHandleError, match="give the loop the same settings"):
+        kvpass.DecodeLoop(model, "h2o", budget=13, inner="eager", rows=2).add([5], prefix=prefix)
+    with pytest.raises(RequestError, match="this one has 2 rows and 3 tokens of padding"):
+        serving.add([5], prefix=read(loop, *prompt(2, 9, (3, 0))))
+    loop.branch(prefix)
+    with pytest.raises(CacheHandleError, match="a prompt of 2 rows behind a prefix of 1"):
+        loop.prompt(ids_of(4, 2))
+    name = serving.add([5], prefix=prefix)
+    kvpass.prefill(loop.compiled.call, ids_of(3), chunk=8, cache=prefix)
+    (output,) = [output for output in serving if output.request_id == name]
+    assert output.error is not None
+    assert "its prefix has gone on from 9 to 12 tokens" in output.error
