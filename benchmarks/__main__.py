@@ -63,7 +63,6 @@ PARTS: dict[str, ModuleType] = {
     )
 }
 ROOT = Path(benchmarks.__file__).parents[1]
-WRITTEN = ROOT / "docs" / "performance.md"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -142,11 +141,11 @@ def write(out: Path) -> None:
     blocks = {f"benchmark {name}": section(name, rows) for name, rows in known.items()}
     blocks["benchmark summary"] = summary(known)
     blocks["benchmark targets"] = markdown(verdicts(targets(known)))
-    text = WRITTEN.read_text(encoding="utf-8")
+    text = report.PAGE.read_text(encoding="utf-8")
     for name, block in blocks.items():
         if f"<!-- {name} -->" in text:
             text = report.replaced(text, name, block)
-    WRITTEN.write_text(text, encoding="utf-8")
+    report.PAGE.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
-"""Steps of the reference model under kvpress; runs in kvpress's environment, which knows no kvpass.
+"""Decode with the reference model under kvpress, in an environment that kvpress can share.
 
-Reads one JSON object a line, {"press": name, "seen": tokens, "count": steps}, and answers with the seconds of each
-step.  Its DecodingPress evicts at every step, as kvpass does.
+A question {"press": name, "seen": tokens, "count": steps} is answered with the seconds of each step.  Its DecodingPress
+evicts at every step, as kvpass does.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import json
 import logging
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import kvpress
@@ -18,6 +18,7 @@ import torch
 
 from benchmarks.model import Conversation, build, dynamic
 from benchmarks.timing import timed
+from benchmarks.worker import serve
 
 PRESSES = {"knorm": kvpress.KnormPress, "streaming": kvpress.StreamingLLMPress, "tova": kvpress.TOVAPress}
 
@@ -48,17 +49,13 @@ class Loop:
         return self.model(ids, position_ids=position[None], cache_position=position, **arguments)
 
 
-def main(given: str) -> None:
-    settings = json.loads(given)
-    torch.set_num_threads(settings["threads"])
+def start(dtype: str, threads: int, budget: int) -> tuple[dict[str, str], Callable[..., list[float]]]:
+    """Return the versions of this environment, and the function that times steps."""
+    torch.set_num_threads(threads)
     logging.disable(logging.WARNING)
-    loop, answers = Loop(settings["dtype"], settings["budget"]), sys.stdout
     versions = {name: importlib.metadata.version(name) for name in ("kvpress", "transformers", "torch")}
-    print(json.dumps(versions), file=answers, flush=True)
-    with contextlib.redirect_stdout(sys.stderr), torch.inference_mode():
-        for line in sys.stdin:
-            print(json.dumps(loop.seconds(**json.loads(line))), file=answers, flush=True)
+    return versions, torch.inference_mode()(Loop(dtype, budget).seconds)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    serve(lambda: start(**json.loads(sys.argv[1])))

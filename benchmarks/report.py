@@ -15,6 +15,8 @@ import torch
 from kvpass.apps.evaluation.tables import cell
 
 Row = dict[str, Any]
+PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
+"""The page of figures, into whose comments tables are written."""
 
 
 @dataclasses.dataclass(frozen=True)

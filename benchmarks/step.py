@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from benchmarks import apart, bounded, peers, reading
 from benchmarks.bounded import BUDGET, LEAST, Case
+from benchmarks.environments import Unavailable
 from benchmarks.model import Conversation, build
 from benchmarks.report import Row, Table, Target, under
 from benchmarks.settings import Settings
@@ -81,8 +82,8 @@ class _Bench:
         self.bar.set_postfix_str("making the environment of kvpress")
         try:
             python = peers.environment(folder)
-            worker = stack.enter_context(peers.Worker(python, **self.about, budget=BUDGET))
-        except peers.Unavailable as error:
+            worker = stack.enter_context(peers.worker(python, **self.about, budget=BUDGET))
+        except Unavailable as error:
             self.refusals.append({**self.about, "contender": "kvpress", "error": str(error)})
             return lambda seen: []
         return lambda seen: [peers.Remote(f"{THEIRS}{press}", worker, press, seen) for press in PRESSES]
