@@ -1,4 +1,4 @@
-"""Measures everything that docs/performance.md reports: python -m benchmarks [PART ...] --out out/benchmarks
+"""Measure what the pages of figures report: python -m benchmarks [PART ...] --out out/benchmarks
 
 Each part writes PART.json and its plots; report.md has all tables, and every target beside what was measured.
 """
@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="default: float32 bfloat16")
     parser.add_argument("--kvpress", type=Path, default=Path("out/kvpress"), help="folder for its environment")
     parser.add_argument("--report", action="store_true", help="measure nothing, report on what the folder has")
-    parser.add_argument("--write", action="store_true", help="write the tables into docs/performance.md")
+    parser.add_argument("--write", action="store_true", help="write the tables into the pages of figures")
     return parser
 
 
@@ -128,24 +128,16 @@ def targets(known: dict[str, list[Row]]) -> list[Target]:
 
 
 def summary(known: dict[str, list[Row]]) -> str:
-    """Return the summary of the page: steps of the first dtype and number of threads, and how many targets are met."""
-    held = [target.met for target in targets(known)]
+    """Return the steps of the first dtype and number of threads."""
     tables = step.tables(known["step"])[:1] if "step" in known else []
-    shown = [f"{table.caption}:\n\n{markdown(table.rows)}" for table in tables]
-    return "\n\n".join([*shown, f"{sum(met is True for met in held)} of {len(held)} targets are met."])
+    return "\n\n".join(f"{table.caption}:\n\n{markdown(table.rows)}" for table in tables)
 
 
 def write(out: Path) -> None:
-    """Replace the block of each part on the page of figures; comments mark where a block begins and ends."""
+    """Write the tables of all parts in the folder into the pages of figures."""
     known = measured(out)
     blocks = {f"benchmark {name}": section(name, rows) for name, rows in known.items()}
-    blocks["benchmark summary"] = summary(known)
-    blocks["benchmark targets"] = markdown(verdicts(targets(known)))
-    text = report.PAGE.read_text(encoding="utf-8")
-    for name, block in blocks.items():
-        if f"<!-- {name} -->" in text:
-            text = report.replaced(text, name, block)
-    report.PAGE.write_text(text, encoding="utf-8")
+    report.write(blocks | {"benchmark summary": summary(known)})
 
 
 if __name__ == "__main__":

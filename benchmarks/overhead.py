@@ -81,22 +81,15 @@ def _times(rows: Sequence[Row]) -> dict[str, dict[str, Row]]:
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
-    made = []
+    """One table: a line for each policy, columns for each dtype and number of threads."""
+    lines: dict[str, Row] = {}
     for title, cases in _times(rows).items():
-        plain, floor = cases[PLAIN]["ms"], cases[FLOOR]["ms"]
-        lines = [
-            {
-                "policy": name,
-                "slots": row["slots"],
-                "milliseconds a step": row["ms"],
-                "of no policy": row["ms"] / plain,
-                "of the floor": row["ms"] / floor,
-                "spread (quartiles), %": 100 * row["spread"],
-            }
-            for name, row in cases.items()
-        ]
-        made.append(Table(f"Step of a policy beside no policy, {title}", lines))
-    return made
+        for name, row in cases.items():
+            line = lines.setdefault(name, {"policy": name, "slots": row["slots"]})
+            line[f"{title}: ms"] = row["ms"]
+            line[f"{title}: of no policy"] = row["ms"] / cases[PLAIN]["ms"]
+            line[f"{title}: of the floor"] = row["ms"] / cases[FLOOR]["ms"]
+    return [Table("Step of a policy beside no policy", [*lines.values()])]
 
 
 def targets(rows: Sequence[Row]) -> list[Target]:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import platform
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ import torch
 from kvpass.apps.evaluation.tables import cell
 
 Row = dict[str, Any]
-PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
-"""The page of figures, into whose comments tables are written."""
+PAGES = tuple(Path(__file__).parents[1] / "docs" / name for name in ("performance.md", "quality.md"))
+"""The pages of figures, between whose comments tables are written."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +96,16 @@ def load(path: Path) -> list[Row]:
         return []
     rows: list[Row] = json.loads(path.read_text(encoding="utf-8"))["rows"]
     return rows
+
+
+def write(blocks: Mapping[str, str]) -> None:
+    """Write each block between its comments on the pages of figures; a block without comments is left out."""
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for name, block in blocks.items():
+            if f"<!-- {name} -->" in text:
+                text = replaced(text, name, block)
+        page.write_text(text, encoding="utf-8")
 
 
 def replaced(text: str, name: str, new: str) -> str:

@@ -70,8 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     (given.out / "rivals.md").write_text(text + "\n", encoding="utf-8")
     print(text)
     if given.write:
-        page = report.PAGE.read_text(encoding="utf-8")
-        report.PAGE.write_text(report.replaced(page, "benchmark rivals", text), encoding="utf-8")
+        report.write({"benchmark rivals": text})
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -88,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
         "--folder", type=Path, default=checkpoint.cache_folder() / "rivals", help="for environments and weights"
     )
     parser.add_argument("--report", action="store_true", help="measure nothing, report on what the folder has")
-    parser.add_argument("--write", action="store_true", help="write the tables into docs/performance.md")
+    parser.add_argument("--write", action="store_true", help="write the tables into the pages of figures")
     return parser
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from benchmarks.report import Row, Table
 from benchmarks.rivals.contenders import BUDGET, REFERENCE, UNCOMPILED
@@ -35,34 +35,27 @@ def _under(key: Key) -> str:
 
 
 def _steps(rows: Sequence[Row], key: Key) -> list[Table]:
-    found = [row for row in rows if "error" not in row]
-    if not found:
-        return []
-    step = _by_length(found, "milliseconds a step", lambda row: row["ms"])
-    prompt = _by_length(found, "seconds of a prompt", lambda row: row["s"])
-    ratios = _by_length(found, f"a step, times {REFERENCE}", lambda row: _ratio(row, found, "steps"))
-    return [
-        Table(f"Step by tokens seen, {_under(key)}", step),
-        Table(f"The same, medians of the ratios in each turn to {REFERENCE}", ratios),
-        Table(f"Prompt by its tokens, {_under(key)}", prompt),
-    ]
+    """Return one table: steps by tokens seen, the ratio at the most tokens, and prompts by their tokens."""
+    found, lines = [row for row in rows if "error" not in row], dict[str, Row]()
+    lengths = sorted({row["seen"] for row in found})
+    for row in found:
+        line = lines.setdefault(row["contender"], {"": row["contender"]})
+        line[f"step at {row['seen']:,}, ms"] = row["ms"]
+    for row in found:
+        if row["seen"] == lengths[-1]:
+            lines[row["contender"]][f"times {REFERENCE}"] = _ratio(row, found)
+    for row in found:
+        lines[row["contender"]][f"prompt of {row['seen']:,}, s"] = row["s"]
+    caption = f"Steps by tokens seen and prompts by their tokens, {_under(key)}"
+    return [Table(caption, [*lines.values()])] if lines else []
 
 
-def _by_length(rows: Sequence[Row], title: str, value: Callable[[Row], float | None]) -> list[Row]:
-    """Return a line for each contender and a column for each length."""
-    lines: dict[str, Row] = {}
-    for row in rows:
-        line = lines.setdefault(row["contender"], {title: row["contender"]})
-        line[f"{row['seen']:,}"] = value(row)
-    return [*lines.values()]
-
-
-def _ratio(row: Row, rows: Sequence[Row], what: str) -> float | None:
-    """Return the median of the ratios of a contender's turns to the reference's turns of the same rounds."""
+def _ratio(row: Row, rows: Sequence[Row]) -> float | None:
+    """Return the median over the turns of the ratio to the reference's step in the same round."""
     to = [other for other in rows if other["contender"] == REFERENCE and other["seen"] == row["seen"]]
     if not to:
         return None
-    return statistics.median(mine / theirs for mine, theirs in zip(row[what], to[0][what], strict=True))
+    return statistics.median(mine / theirs for mine, theirs in zip(row["steps"], to[0]["steps"], strict=True))
 
 
 def _starts(rows: Sequence[Row], key: Key) -> list[Table]:
@@ -84,14 +77,15 @@ def _alike(tokens: Sequence[int], expected: Sequence[int]) -> int:
 
 
 def _peaks(rows: Sequence[Row], key: Key) -> list[Table]:
-    found = [row for row in rows if "error" not in row]
-    if not found:
-        return []
-    lines = _by_length(found, "MiB that a prompt adds", lambda row: row["MiB"])
-    for line in lines:
-        held = [row["process"] for row in found if row["contender"] == line["MiB that a prompt adds"]]
-        line["process after that"] = held[-1]
-    return [Table(f"Peak memory of a prompt by its tokens, {_under(key)}", lines)]
+    lines: dict[str, Row] = {}
+    for row in rows:
+        if "error" not in row:
+            line = lines.setdefault(row["contender"], {"MiB": row["contender"]})
+            line[f"prompt of {row['seen']:,}"] = row["MiB"]
+    for row in rows:
+        if "error" not in row:
+            lines[row["contender"]]["process after that"] = row["process"]
+    return [Table(f"Peak memory that a prompt adds, {_under(key)}", [*lines.values()])] if lines else []
 
 
 def _errors(rows: Sequence[Row]) -> list[Table]:
