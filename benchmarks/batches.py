@@ -10,7 +10,6 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 import torch
-from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from benchmarks import apart, bounded, reading
@@ -122,7 +121,3 @@ def _targets(threads: int, known: dict[Key, Row]) -> Iterator[Target]:
     for dtype, limit in OF_READING.items():
         yield from share(f"{FLOOR}, of reading its bytes once, {dtype}", limit, (FLOOR, 1, dtype), (READING, 1, dtype))
         yield from share(f"d2o, of no policy, {dtype}", OF_NOTHING, ("d2o", 1, dtype), ("no policy", 1, dtype))
-
-
-def figures(rows: Sequence[Row]) -> dict[str, Figure]:
-    return {}

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from tqdm import tqdm
@@ -107,7 +106,3 @@ def targets(rows: Sequence[Row]) -> list[Target]:
     lines = tables(rows)[0].rows
     what = "caching, times faster than concatenation"
     return [Target("caching", f"{what} ({line['']})", LIMIT, line["times faster"], at_least=True) for line in lines]
-
-
-def figures(rows: Sequence[Row]) -> dict[str, Figure]:
-    return {}

@@ -34,7 +34,6 @@ LENGTHS = (4096, 16384, 32768, 65536)
 CHUNK = 1024
 LONG, LONGEST_WHOLE = 32768, 32768
 LIMITS = {"MiB": 0.15, "seconds": 0.5}
-MEBIBYTE = 2**20
 
 
 def measure(settings: Settings) -> list[Row]:
@@ -59,11 +58,9 @@ def prompt(way: str, count: int) -> Row:
     feed = _ways(build())[way]
     feed(tokens(4 * CHUNK if way in POLICIES else CHUNK))
     ids = tokens(count, seed=1)
-    memory.forget_peak()
-    before, used, began = memory.resident(), time.process_time(), time.perf_counter()
-    feed(ids)
+    used, began = time.process_time(), time.perf_counter()
+    most = memory.added(lambda: feed(ids))
     seconds, used = time.perf_counter() - began, time.process_time() - used
-    most = (memory.peak() - before) / MEBIBYTE
     return {"way": way, "tokens": count, "seconds": seconds, "CPU seconds": used, "MiB": most}
 
 

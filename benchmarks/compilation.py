@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import transformers
-from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import kvpass
@@ -148,7 +147,3 @@ def targets(rows: Sequence[Row]) -> list[Target]:
             warm["prompt"] if warm else None,
         ),
     ]
-
-
-def figures(rows: Sequence[Row]) -> dict[str, Figure]:
-    return {}

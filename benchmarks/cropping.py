@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from benchmarks import apart, bounded
@@ -86,8 +85,3 @@ def targets(rows: Sequence[Row]) -> list[Target]:
         for row in rows
         if row["what"] == "step"
     ]
-
-
-def figures(rows: Sequence[Row]) -> dict[str, Figure]:
-    """None: the table says it all."""
-    return {}

@@ -12,12 +12,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from benchmarks import apart, bounded
 from benchmarks.recall import AT_ONCE, BUDGET, LATER, by_way, outcomes
-from benchmarks.report import Row, Table, Target
+from benchmarks.report import Row, Table
 from benchmarks.settings import Settings
 from kvpass import cache_names
 from kvpass.apps.evaluation import recall
@@ -91,11 +90,3 @@ def _rows(name: str, outcome: dict[str, list[float]] | KVPassError) -> Iterator[
 def tables(rows: Sequence[Row]) -> list[Table]:
     what = f"Share of passkeys that are said to the last word, by depth in {LENGTH:,} tokens, budget {BUDGET}"
     return by_way(what, rows, "accuracy", lambda row: f"{row['depth']:.0%}")
-
-
-def targets(rows: Sequence[Row]) -> list[Target]:
-    return []
-
-
-def figures(rows: Sequence[Row]) -> dict[str, Figure]:
-    return {}

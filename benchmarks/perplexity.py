@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from matplotlib.figure import Figure
-
 from benchmarks import apart, bounded, quality
-from benchmarks.report import Row, Table, Target
+from benchmarks.memory import MEBIBYTE
+from benchmarks.report import Row, Table
 from benchmarks.settings import Settings
 
 TITLE = "Perplexity at equal memory"
-BUDGET, PROMPT, MEBIBYTE = 256, 2, 2**20
+BUDGET, PROMPT = 256, 2
 
 
 def measure(settings: Settings) -> list[Row]:
@@ -49,11 +48,3 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     first = rows[0]
     what = f"{first['documents']} held-out documents of {first['length']:,} tokens, token by token, budget {BUDGET}"
     return [Table(f"Perplexity of the bundled model: {what}", lines)]
-
-
-def targets(rows: Sequence[Row]) -> list[Target]:
-    return []
-
-
-def figures(rows: Sequence[Row]) -> dict[str, Figure]:
-    return {}

@@ -18,7 +18,8 @@ from tqdm import tqdm
 
 import kvpass
 from benchmarks import apart
-from benchmarks.report import Row, Table, Target
+from benchmarks.memory import MEBIBYTE
+from benchmarks.report import Row, Table
 from benchmarks.settings import Settings
 from kvpass import cache_names
 from kvpass.apps import corpus
@@ -31,7 +32,7 @@ from kvpass.apps.models import load
 TITLE = "Perplexity, memory and latency against tokens"
 FULL = "full, uncompiled"
 POLICIES = ("window", "streaming", "cascade", "h2o")
-BUDGET, TOKENS, EVERY, MEBIBYTE = 256, 8000, 250, 2**20
+BUDGET, TOKENS, EVERY = 256, 8000, 250
 
 
 def measure(settings: Settings) -> list[Row]:
@@ -91,10 +92,6 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     return [
         Table(f"One stream of {last:,} tokens through the bundled model, budget {BUDGET}, 1 thread", [*lines.values()])
     ]
-
-
-def targets(rows: Sequence[Row]) -> list[Target]:
-    return []
 
 
 def figures(rows: Sequence[Row]) -> dict[str, Figure]:

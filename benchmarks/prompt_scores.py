@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
 
@@ -84,7 +83,3 @@ def targets(rows: Sequence[Row]) -> Iterator[Target]:
         longest = max(found, key=lambda row: row["tokens"], default=None)
         ratio = None if longest is None else _added(longest)
         yield Target("prompt_scores", f"{dtype}, share of attention that sums add", limit, ratio)
-
-
-def figures(rows: Sequence[Row]) -> dict[str, Figure]:
-    return {}

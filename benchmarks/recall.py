@@ -18,7 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks import apart, bounded
-from benchmarks.report import Row, Table, Target
+from benchmarks.report import Row, Table
 from benchmarks.settings import Settings
 from kvpass import cache_names, policies
 from kvpass.apps import corpus
@@ -156,10 +156,6 @@ def _lines(rows: Sequence[Row], way: str, share: str, column: Callable[[Row], st
         if row.get("asked") == way:
             lines.setdefault(row["policy"], {"policy": row["policy"]})[column(row)] = row[share]
     return [*lines.values()]
-
-
-def targets(rows: Sequence[Row]) -> list[Target]:
-    return []
 
 
 def figures(rows: Sequence[Row]) -> dict[str, Figure]:

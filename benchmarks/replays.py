@@ -11,14 +11,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import kvpass
 from benchmarks import apart, bounded
 from benchmarks.bounded import LEAST, NOTHING, Case
 from benchmarks.model import LAYERS, Conversation, build
-from benchmarks.report import Row, Table, Target
+from benchmarks.report import Row, Table
 from benchmarks.settings import Settings
 from benchmarks.step import PROMPT
 from benchmarks.timing import Local, Plan, interleaved, medians
@@ -75,11 +74,3 @@ def tables(rows: Sequence[Row]) -> list[Table]:
         for row in rows
     ]
     return [Table(f"A step of {LAYERS} layers, one row, milliseconds of its thread", lines)]
-
-
-def targets(rows: Sequence[Row]) -> list[Target]:
-    return []
-
-
-def figures(rows: Sequence[Row]) -> dict[str, Figure]:
-    return {}

@@ -15,12 +15,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks import apart
-from benchmarks.report import Row, Table, Target, under
+from benchmarks.report import Row, Table, under
 from benchmarks.settings import Settings
 from benchmarks.timing import Local, Plan, interleaved, medians
 from kvpass.lowering.row_products import Processor, decompose_products
@@ -169,11 +168,3 @@ def _most(cases: Sequence[Row], holds: Callable[[Row], bool]) -> int:
 def vectors() -> str:
     """What loops are made for on this processor."""
     return f"{Processor.here().vectors}, dot products of {sorted(map(str, inductor.dot_products())) or 'none'}"
-
-
-def targets(rows: Sequence[Row]) -> list[Target]:
-    return []
-
-
-def figures(rows: Sequence[Row]) -> dict[str, Figure]:
-    return {}

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import kvpass
@@ -31,7 +30,6 @@ REQUESTS, RATE, SEED = 64, 8.0, 0
 PROMPTS, ANSWERS = (16, 1000), (8, 256)
 TAIL = 1.1  # the exponent of the Pareto distribution that lengths are drawn from
 BLOCK = 32
-MEBIBYTE = 2**20
 FASTER = {BATCHES: 1.5, PAGES: 1.0}
 
 
@@ -78,10 +76,8 @@ def serve(way: str, count: int) -> Row:
     """Tokens per second, seconds to the first token, and the MiB that were needed at most."""
     asked = arrivals(count)
     run = WAYS[way](build())
-    memory.forget_peak()
-    before = memory.resident()
     began = time.process_time()
-    run(asked)
+    most = memory.added(lambda: run(asked))
     used = time.process_time() - began
     waits = sorted(request.first - request.at for request in asked)
     tokens = sum(request.made for request in asked)
@@ -93,7 +89,7 @@ def serve(way: str, count: int) -> Row:
         "tokens a CPU second": tokens / used,
         "first token, p50, s": statistics.median(waits),
         "first token, p95, s": waits[int(0.95 * (len(waits) - 1))],
-        "MiB": (memory.peak() - before) / MEBIBYTE,
+        "MiB": most,
     }
 
 
@@ -228,8 +224,3 @@ def targets(rows: Sequence[Row]) -> Iterable[Target]:
     waits = "first token, p95, s"
     ratio = ours[waits] / found[BATCHES][waits] if BATCHES in found else None
     yield Target("serving", f"p95 to the first token, of {BATCHES}", 1.0, ratio)
-
-
-def figures(rows: Sequence[Row]) -> dict[str, Figure]:
-    """None: the table says it all."""
-    return {}

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import kvpass
@@ -160,7 +159,3 @@ def _targets(line: Row) -> Iterator[Target]:
     yield Target("sizes", f"{line['what']}: compilations of {line['values']} values", MOST, line["compilations"])
     if line["new, of known"] is not None:
         yield Target("sizes", f"{line['what']}: a new value, of a known one", OF_KNOWN, line["new, of known"])
-
-
-def figures(rows: Sequence[Row]) -> dict[str, Figure]:
-    return {}

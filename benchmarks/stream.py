@@ -27,7 +27,6 @@ from kvpass.torch_private import counters
 TITLE = "A stream of 100,000 tokens"
 POLICY = "h2o"
 TOKENS, EVERY, BESIDE = 100_000, 1000, 16
-MEBIBYTE = 2**20
 FLAT, SAME = 0.01, 1.05
 
 
@@ -57,7 +56,7 @@ def _rows(talk: Conversation, beside: Conversation, tokens: int, every: int, bar
             "tokens": seen,
             "ms": 1e3 * step,
             "floor": 1e3 * statistics.median(floor.seconds(BESIDE)),
-            "MiB": memory.resident() / MEBIBYTE,
+            "MiB": memory.resident() / memory.MEBIBYTE,
             "compiled": counters.activity() - compiled,
         }
 

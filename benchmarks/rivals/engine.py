@@ -15,8 +15,6 @@ from typing import Any
 
 from benchmarks import memory, worker
 
-MEBIBYTE = 2**20
-
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
@@ -68,12 +66,11 @@ class Timed:
         return self._prompt(**question) if "ids" in question else self._steps(**question)
 
     def _prompt(self, ids: list[list[int]], room: int) -> dict[str, Any]:
-        memory.forget_peak()
-        before, began = memory.resident(), time.perf_counter()
-        first = self.engine.prompt(ids, room)
+        first: list[int] = []
+        began = time.perf_counter()
+        added = memory.added(lambda: first.extend(self.engine.prompt(ids, room)))
         seconds = time.perf_counter() - began
-        added, held = memory.peak() - before, memory.resident()
-        return {"seconds": seconds, "tokens": first, "MiB": added / MEBIBYTE, "resident": held / MEBIBYTE}
+        return {"seconds": seconds, "tokens": first, "MiB": added, "resident": memory.resident() / memory.MEBIBYTE}
 
     def _steps(self, steps: int, skipped: int = 0) -> dict[str, Any]:
         if skipped:
