@@ -1,6 +1,6 @@
 """Measure what the pages of figures report: python -m benchmarks [PART ...] --out out/benchmarks
 
-Each part writes PART.json and its plots; report.md has all tables, and every target beside what was measured.
+Each part writes PART.json and its plots.  report.md has all tables, and each target beside its figure.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ SUMMED = ("streaming", "h2o", "d2o")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure the parts asked for, and report on all that there are figures of."""
+    """Measure the chosen parts, and report on all parts in the folder."""
     given = _parser().parse_args(arguments)
     settings = Settings(given.quick, given.out, tuple(given.threads), tuple(given.dtypes), given.kvpress)
     settings.out.mkdir(parents=True, exist_ok=True)
@@ -90,13 +90,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], metavar="N", help="of torch; default: 1 2")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="default: float32 bfloat16")
     parser.add_argument("--kvpress", type=Path, default=Path("out/kvpress"), help="folder for its environment")
-    parser.add_argument("--report", action="store_true", help="measure nothing, report on what the folder has")
+    parser.add_argument("--report", action="store_true", help="measure nothing, report on the parts in the folder")
     parser.add_argument("--write", action="store_true", help="write the tables into the pages of figures")
     return parser
 
 
 def run(name: str, settings: Settings) -> None:
-    """Measure one part and write its JSON and plots."""
+    """Measure one part, and write its JSON and plots."""
     part, start = PARTS[name], time.monotonic()
     rows = part.measure(settings)
     how = {"quick": settings.quick, "seconds": round(time.monotonic() - start)}
@@ -107,7 +107,7 @@ def run(name: str, settings: Settings) -> None:
 
 
 def written(out: Path) -> str:
-    """The report on all parts in the folder."""
+    """Return the report on all parts in the folder."""
     known = measured(out)
     parts = [section(name, rows) for name, rows in known.items()]
     held = verdicts(targets(known))
@@ -116,13 +116,13 @@ def written(out: Path) -> str:
 
 
 def measured(out: Path) -> dict[str, list[Row]]:
-    """The rows of each part that the folder has."""
+    """Return the rows of each part in the folder."""
     rows = {name: report.load(out / f"{name}.json") for name in PARTS}
     return {name: found for name, found in rows.items() if found}
 
 
 def section(name: str, rows: list[Row]) -> str:
-    """The heading and the tables of a part."""
+    """Return the heading and the tables of a part."""
     tables = [f"{table.caption}:\n\n{markdown(table.rows)}" for table in PARTS[name].tables(rows)]
     return "\n\n".join([f"## {PARTS[name].TITLE}", *tables])
 

@@ -1,8 +1,8 @@
-"""Time and peak memory of long prompts: whole, in chunks on a cache that grows, and in chunks with eviction between.
+"""Measure time and peak memory of long prompts: whole, in chunks on a growing cache, and in chunks with eviction.
 
-Whole prompts and growing caches are the uncompiled model's; chunks go in as its `generate` feeds them.  Each prompt is
-in processes of its own, after a shorter one that compiles whatever is compiled: one for the seconds, and one for the
-memory, which returns at once what it frees and is slower for that.
+Whole prompts and growing caches are those of the uncompiled model.  Each prompt runs in two processes, after a shorter
+prompt that compiles all graphs: one process for the seconds, and one for the memory, which returns freed blocks at once
+and is slower for it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LIMITS = {"MiB": 0.15, "seconds": 0.5}
 
 
 def measure(settings: Settings) -> list[Row]:
-    """A row for each way and length; what is quadratic stops at 32,768 tokens."""
+    """Return a row for each way and length; quadratic ways stop at 32,768 tokens."""
     lengths, threads = (1024 * 2, 4096) if settings.quick else LENGTHS, max(settings.threads)
     cases = [(way, n) for way in WAYS for n in lengths if way in POLICIES or n <= LONGEST_WHOLE]
     rows = []
@@ -54,7 +54,7 @@ def _apart(way: str, count: int, threads: int, environment: dict[str, str]) -> R
 
 @torch.inference_mode()
 def prompt(way: str, count: int) -> Row:
-    """Seconds of a prompt, and the MiB that it needs at most beyond what the process held before it."""
+    """Return the seconds of a prompt, and the most MiB that it adds to the process."""
     feed = _ways(build())[way]
     feed(tokens(4 * CHUNK if way in POLICIES else CHUNK))
     ids = tokens(count, seed=1)
@@ -85,7 +85,7 @@ def _growing(model: Any, ids: torch.Tensor) -> Any:
 
 
 def _lines(rows: Sequence[Row], what: str) -> dict[str, dict[int, float]]:
-    """Values by way and length."""
+    """Return values by way and length."""
     found: dict[str, dict[int, float]] = {}
     for row in rows:
         found.setdefault(row["way"], {})[row["tokens"]] = row[what]
@@ -109,7 +109,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
 
 
 def targets(rows: Sequence[Row]) -> list[Target]:
-    """Chunks with eviction beside the whole prompt, at 32,768 tokens."""
+    """Compare chunks with eviction with the whole prompt, at 32,768 tokens."""
     return [
         Target("chunks", f"{policy}, {what} of a prompt of {LONG:,} in chunks, of the whole one", limit, ratio)
         for what, limit in LIMITS.items()

@@ -24,7 +24,7 @@ PRESSES = {"knorm": kvpress.KnormPress, "streaming": kvpress.StreamingLLMPress, 
 
 
 class Loop:
-    """Conversations under one press each; the hooks of a press are on the model only while it is its turn."""
+    """Conversations under one press each; the hooks of a press are on the model only during its turn."""
 
     def __init__(self, dtype: str, budget: int) -> None:
         self.model, self.budget = build(dtype), budget

@@ -81,7 +81,7 @@ def _times(rows: Sequence[Row]) -> dict[str, dict[str, Row]]:
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
-    """One table: a line for each policy, columns for each dtype and number of threads."""
+    """Return one table: a line for each policy, columns for each dtype and number of threads."""
     lines: dict[str, Row] = {}
     for title, cases in _times(rows).items():
         for name, row in cases.items():

@@ -1,4 +1,4 @@
-"""What people use today: growing caches, StreamingLLM's concatenation, and kvpress in an environment of its own."""
+"""Run the alternatives on the reference model: full caches, StreamingLLM by concatenation, and kvpress."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ SINKS = 4
 
 
 def uncompiled(model: Any, seen: int) -> Conversation:
-    """The model as it is, with a cache that grows by concatenation."""
+    """Return a conversation with the uncompiled model, whose cache grows by concatenation."""
     return Conversation(model, dynamic(model, seen))
 
 
 def stock(model: Any, seen: int, room: int) -> Conversation:
-    """The model under torch.compile, with a preallocated cache of `seen` tokens, the last `room` still free."""
+    """Return one under torch.compile, with a preallocated cache of `seen` tokens, the last `room` of them free."""
     made = Conversation(torch.compile(model, fullgraph=True), static(model, seen, room))
     for _ in range(2):
         made.step()
@@ -30,9 +30,10 @@ def stock(model: Any, seen: int, room: int) -> Conversation:
 
 
 def concatenating(model: Any, budget: int) -> Conversation:
-    """StreamingLLM as it was published: sinks and recent tokens are concatenated anew after every step.
+    """Return one that concatenates sinks and recent tokens after every step, as StreamingLLM's code does.
 
-    It also turns all keys to their new places at every step; that is left out here, to its advantage.
+    StreamingLLM (arXiv:2309.17453) also rotates all keys to their new positions at every step.  That is left out here,
+    to its advantage.
     """
     return Conversation(model, dynamic(model, budget), after=lambda cache: keep_sinks_and_recent(cache, budget))
 

@@ -1,4 +1,4 @@
-"""Perplexity at equal memory on the bundled model; `benchmarks.quality` has more budgets and prompts."""
+"""Measure perplexity at equal memory on the bundled model; `benchmarks.quality` has more budgets and prompts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BUDGET, PROMPT = 256, 2
 
 
 def measure(settings: Settings) -> list[Row]:
-    """A row for every policy."""
+    """Return a row for every policy."""
     policies = ["full", "streaming", "h2o"] if settings.quick else ["full", *bounded.everything()]
     sizes = dict(documents=2, length=512) if settings.quick else dict(documents=4, length=1024)
     found: list[Row] = apart.run(
@@ -25,7 +25,7 @@ def measure(settings: Settings) -> list[Row]:
 
 
 def rows(out: str, policies: Sequence[str], documents: int, length: int) -> list[Row]:
-    """Measured as `benchmarks.quality` does; what is in the folder from before is measured anew."""
+    """Measure as `benchmarks.quality` does; earlier results in the folder are measured again."""
     folder = Path(out) / "perplexity"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / quality.FILE).unlink(missing_ok=True)
