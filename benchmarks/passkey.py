@@ -1,8 +1,8 @@
-"""Passkey retrieval by depth, at equal memory: one fact in a text that says the same few sentences again and again.
+"""Measure passkey retrieval by depth, at equal memory: one fact in a text of repeated sentences.
 
-On the bundled model that has learnt to recall, in the words that it knows facts by: a key with a value, which is right
-if all its words are.  The task is that of arXiv:2305.16300; `kvpass eval --measure passkey` asks models that know it
-for a number in English.  `python -m benchmarks passkey` prints both tables.
+The model is the bundled one that recalls.  A fact is a key with a value, which is right if all its words are.  The task
+is from arXiv:2305.16300; `kvpass eval --measure passkey` asks other models for a number in English.
+`python -m benchmarks passkey` prints both tables.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def measure(settings: Settings) -> list[Row]:
 
 @torch.inference_mode()
 def rows(policies: Sequence[str], trials: int = TRIALS, length: int = LENGTH, budget: int = BUDGET) -> list[Row]:
-    """For every policy, way of asking and depth the share of values whose words are all right."""
+    """Return the share of right values for every policy, way of asking and depth."""
     subject, found = load_memory(None), []
     planted = [planted_at(subject, depth, trials, length) for depth in DEPTHS]
     ask = functools.partial(accuracies, Caller.of(subject.model), planted)
@@ -51,7 +51,7 @@ def rows(policies: Sequence[str], trials: int = TRIALS, length: int = LENGTH, bu
 
 
 def planted_at(subject: LoadedModel, depth: float, trials: int, length: int) -> PlantedPairs:
-    """The same sentences again and again, with one pair in them, at a share of what is before the question."""
+    """Return repeated sentences with one pair in them, at a share of the text before the question."""
     sentences = torch.tensor(subject.encode([NOISE])[0])
     documents = sentences.repeat(length // len(sentences) + 1)[:length].repeat(trials, 1)
     documents[:, 0] = subject.bos
@@ -61,7 +61,7 @@ def planted_at(subject: LoadedModel, depth: float, trials: int, length: int) -> 
 
 
 def accuracies(caller: Caller, planted: Sequence[PlantedPairs], tick: Any) -> dict[str, list[float]]:
-    """By way of asking and depth; the texts of all depths are rows of one batch."""
+    """Return accuracies by way of asking and depth; the texts of all depths are rows of one batch."""
     text, asked, answer = (
         torch.cat(parts)
         for parts in zip(*[(each.text, each.question(0), each.answer(0)) for each in planted], strict=True)

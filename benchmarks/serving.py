@@ -1,9 +1,9 @@
 """Serve requests of mixed lengths by a DecodeLoop, by `generate` in batches, and by continuous batching.
 
-Requests arrive at random from a fixed seed, and their lengths have a heavy tail.  `generate` takes the waiting requests,
-up to the number of rows, runs to the end of the longest one, and also has bounded caches.  The continuous batching of
-transformers runs uncompiled, on pages for as many tokens as the rows have slots.  Each way has a process of its own, and
-compiles before it is timed.
+Requests arrive at random from a fixed seed, and their lengths have a heavy tail.  `generate` takes the waiting
+requests, up to the number of rows, and runs to the end of the longest one; its caches are bounded too.  The continuous
+batching of transformers runs uncompiled, on pages for as many tokens as the rows have slots.  Each way has a process of
+its own, and compiles before it is timed.
 """
 
 from __future__ import annotations
