@@ -1,6 +1,6 @@
 """Compare formats in the same bytes: twice as many tokens in int8 and four times as many in int4.
 
-Perplexity and recall are those of `benchmarks.quality` and `benchmarks.recall`, on the bundled models, but texts are fed
+Perplexity and recall are those of `benchmarks.quality` and `benchmarks.recall`, on the bundled models; texts are fed
 in chunks.  The bytes differ a little (docs/quantised.md).
 
 The cost of rounding is the difference between two runs over the same texts with as many tokens held.  Differences are
