@@ -6,7 +6,6 @@ evicts at every step, as kvpass does.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import logging
 import sys
@@ -49,12 +48,11 @@ class Loop:
         return self.model(ids, position_ids=position[None], cache_position=position, **arguments)
 
 
-def start(dtype: str, threads: int, budget: int) -> tuple[dict[str, str], Callable[..., list[float]]]:
-    """Return the versions of this environment, and the function that times steps."""
+def start(dtype: str, threads: int, budget: int) -> Callable[..., list[float]]:
+    """Return the function that times steps."""
     torch.set_num_threads(threads)
     logging.disable(logging.WARNING)
-    versions = {name: importlib.metadata.version(name) for name in ("kvpress", "transformers", "torch")}
-    return versions, torch.inference_mode()(Loop(dtype, budget).seconds)
+    return torch.inference_mode()(Loop(dtype, budget).seconds)
 
 
 if __name__ == "__main__":

@@ -19,26 +19,18 @@ from benchmarks.environments import Unavailable
 
 
 class Worker:
-    """A process that runs `serve`.
-
-    Attributes:
-        about: the first answer, which the process gives when it is ready.
-    """
+    """A process that runs `serve`.  It is started at once, and the first answer waits until it is ready."""
 
     def __init__(self, command: list[str], environment: Mapping[str, str], log: Path | None = None) -> None:
         """
         Args:
             log: the file for what the process writes to stderr; None for the stderr of this process.
-
-        Raises:
-            Unavailable: the process ended before it was ready.
         """
-        self.name, self.log = command[-2], log
+        self.name, self.log, self._ready = command[-2], log, False
         with open(log, "wb") if log else open(os.dup(2), "wb") as errors:
             self.process = subprocess.Popen(
                 command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
             )
-        self.about = self.answer()
 
     def __enter__(self) -> Worker:
         return self
@@ -57,7 +49,7 @@ class Worker:
         """Return the answer of the process to one question.
 
         Raises:
-            Unavailable: the question raised an error in the process, or the process has ended.
+            Unavailable: the question raised an error in the process, the process did not start, or it has ended.
         """
         self.send(**question)
         return self.answer()
@@ -76,6 +68,12 @@ class Worker:
         Raises:
             Unavailable: as of `ask`.
         """
+        if not self._ready:
+            self._ready = True
+            self._line()
+        return self._line()
+
+    def _line(self) -> Any:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
@@ -91,13 +89,13 @@ class Worker:
         return f", {said[-1]}" if said else ""
 
 
-def serve(start: Callable[[], tuple[Any, Callable[..., Any]]]) -> None:
+def serve(start: Callable[[], Callable[..., Any]]) -> None:
     """Answer questions, one JSON object a line, from stdin until it is closed.
 
     Everything else that the process prints goes to stderr, also from libraries in C++.
 
     Args:
-        start: returns the first answer and the function that is called with each question as keyword arguments.
+        start: returns the function that is called with each question as keyword arguments.
     """
     with open(os.dup(1), "w", encoding="utf-8") as answers:
         os.dup2(2, 1)
@@ -109,14 +107,8 @@ def serve(start: Callable[[], tuple[Any, Callable[..., Any]]]) -> None:
                 found = {"error": f"{type(error).__name__}: {error}"}
             print(json.dumps(found), file=answers, flush=True)
 
-        ready: list[Callable[..., Any]] = []
-
-        def begin() -> Any:
-            about, function = start()
-            ready.append(function)
-            return about
-
-        say(begin)
-        for line in sys.stdin if ready else ():
+        functions: list[Callable[..., Any]] = []
+        say(lambda: functions.append(start()))
+        for line in sys.stdin if functions else ():
             question = json.loads(line)
-            say(lambda question=question: ready[0](**question))
+            say(lambda question=question: functions[0](**question))

@@ -94,21 +94,24 @@ class Turns:
             self.workers.pop(name, None)
 
     def warm(self, say: Say) -> None:
-        """Have every contender compile its graphs."""
-        for name in [*self.workers]:
-            say(f"compiling {name}")
-            with self._noting(name):
-                for count in WARM:
-                    self.workers[name].ask(ids=prompts(self.rows, count), room=ROOM)
-                    self.workers[name].ask(steps=4)
+        """Have every contender compile its graphs, all at the same time."""
+        say("compiling")
+        for count in WARM:
+            self._ask_all(ids=prompts(self.rows, count), room=ROOM)
+            self._ask_all(steps=4)
 
     def fit(self, length: int, say: Say) -> None:
         """Have every contender prepare for conversations of this length: a StaticCache is compiled for its size."""
+        say(f"preparing for {length:,} tokens")
+        self._ask_all(ids=prompts(self.rows, 64), room=length - 64 + ROOM)
+        self._ask_all(steps=2)
+
+    def _ask_all(self, **question: Any) -> None:
+        for worker in self.workers.values():
+            worker.send(**question)
         for name in [*self.workers]:
-            say(f"{name} for {length:,} tokens")
             with self._noting(name):
-                self.workers[name].ask(ids=prompts(self.rows, 64), room=length - 64 + ROOM)
-                self.workers[name].ask(steps=2)
+                self.workers[name].answer()
 
     def prompts(self, length: int, turns: int, tick: Callable[[], object]) -> dict[str, list[float]]:
         """Return the seconds of prompts, in turns."""

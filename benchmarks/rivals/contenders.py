@@ -55,7 +55,6 @@ ALL = (
     Contender("llama.cpp, shifting", f"{_HERE}.llama_cpp:LlamaCpp", LLAMA, BUDGET),
     Contender(REFERENCE, f"{_HERE}.kvpass_engines:Forward", None, BUDGET, "streaming"),
     Contender("kvpass, h2o", f"{_HERE}.kvpass_engines:Forward", None, BUDGET, "h2o"),
-    Contender("DecodeLoop, streaming", f"{_HERE}.kvpass_engines:Loop", None, BUDGET, "streaming"),
     Contender("DecodeLoop, h2o", f"{_HERE}.kvpass_engines:Loop", None, BUDGET, "h2o"),
 )
 

@@ -89,7 +89,7 @@ def load(adapter: str, setup: Setup) -> Engine:
 
 def main(adapter: str, setup: str) -> None:
     """Serve one engine over pipes until stdin is closed."""
-    worker.serve(lambda: ({"ready": True}, Timed(load(adapter, Setup(**json.loads(setup))))))
+    worker.serve(lambda: Timed(load(adapter, Setup(**json.loads(setup)))))
 
 
 if __name__ == "__main__":

@@ -63,14 +63,18 @@ def test_an_error_of_a_question_names_itself_and_the_worker_goes_on():
 
 
 def test_an_engine_that_does_not_load_says_why():
-    with pytest.raises(Unavailable, match="FileNotFoundError: no such weights"):
-        started("missing")
+    with started("missing") as worker, pytest.raises(Unavailable, match="FileNotFoundError: no such weights"):
+        worker.ask(steps=1)
 
 
 def test_a_process_that_ends_says_its_last_words(tmp_path: Path):
     log = tmp_path / "log.txt"
-    with pytest.raises(Unavailable, match=r"the process ended with code 1, .*No module named tests.nothing"):
-        Worker([sys.executable, "-m", "tests.nothing", "{}"], apart.surroundings(1), log)
+    command, reason = (
+        [sys.executable, "-m", "tests.nothing", "{}"],
+        "ended with code 1, .*No module named tests.nothing",
+    )
+    with Worker(command, apart.surroundings(1), log) as worker, pytest.raises(Unavailable, match=reason):
+        worker.ask(steps=1)
 
 
 def test_steps_have_a_row_for_each_contender_and_length():
