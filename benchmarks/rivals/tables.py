@@ -65,7 +65,9 @@ def _starts(rows: Sequence[Row], key: Key) -> list[Table]:
         if "error" not in row:
             line = lines.setdefault(row["contender"], {"seconds to a token": row["contender"]})
             line |= {f"{row['caches']}: {name}": row[name] for name in ("first", "second", "twentieth")}
-            line["same tokens"] = None if expected is None else _alike(row["tokens"], expected)
+    for row in rows:
+        if "tokens" in row and expected is not None:
+            lines[row["contender"]]["same tokens"] = _alike(row["tokens"], expected)
     caption = f"Start of a process to its first, second and twentieth token, {_under(key)}"
     return [Table(caption, [*lines.values()])] if lines else []
 
