@@ -25,7 +25,7 @@ from benchmarks.worker import Worker
 VOCABULARY = (100, 49_000)  # the range of random tokens
 ROOM = 256  # tokens that fit behind every prompt
 WARM = (700, 600)  # prompts before anything is timed: kvpass compiles a prompt's graph when the second one comes
-TURNS = {1024: 5, 4096: 3}  # of prompts by length; longer ones have one
+TURNS = {1024: 5, 4096: 2}  # of prompts by length; longer ones have one
 STEPS, SKIPPED = 8, 2  # of a turn: timed, and before that while the processor's caches fill
 
 Start = Callable[[Contender, dict[str, str]], Worker]
