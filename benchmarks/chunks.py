@@ -21,7 +21,7 @@ import kvpass
 from benchmarks import apart, memory
 from benchmarks.bounded import BUDGET, Case
 from benchmarks.model import build, tokens
-from benchmarks.report import Row, Table, Target
+from benchmarks.report import Row, Table, Target, by_tokens, columns
 from benchmarks.settings import Settings
 from kvpass import cache_names
 from kvpass.apps.evaluation import plots
@@ -84,14 +84,6 @@ def _growing(model: Any, ids: torch.Tensor) -> Any:
     return cache
 
 
-def _lines(rows: Sequence[Row], what: str) -> dict[str, dict[int, float]]:
-    """Return values by way and length."""
-    found: dict[str, dict[int, float]] = {}
-    for row in rows:
-        found.setdefault(row["way"], {})[row["tokens"]] = row[what]
-    return found
-
-
 def tables(rows: Sequence[Row]) -> list[Table]:
     captions = {
         "seconds": "Seconds of a prompt",
@@ -102,7 +94,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     return [
         Table(
             f"{caption}, {under}",
-            [{"way": way, **{f"{n:,}": x for n, x in line.items()}} for way, line in _lines(rows, what).items()],
+            columns("way", by_tokens(rows, "way", what)),
         )
         for what, caption in captions.items()
     ]
@@ -113,7 +105,7 @@ def targets(rows: Sequence[Row]) -> list[Target]:
     return [
         Target("chunks", f"{policy}, {what} of a prompt of {LONG:,} in chunks, of the whole one", limit, ratio)
         for what, limit in LIMITS.items()
-        for policy, ratio in _ratios(_lines(rows, what)).items()
+        for policy, ratio in _ratios(by_tokens(rows, "way", what)).items()
     ]
 
 
@@ -123,5 +115,5 @@ def _ratios(lines: dict[str, dict[int, float]]) -> dict[str, float | None]:
 
 
 def figures(rows: Sequence[Row]) -> dict[str, Figure]:
-    panels = {what: {name: [*line.items()] for name, line in _lines(rows, what).items()} for what in LIMITS}
+    panels = {what: {name: [*line.items()] for name, line in by_tokens(rows, "way", what).items()} for what in LIMITS}
     return {"chunks": plots.lines(panels, "tokens of the prompt", "", logarithmic=True)}

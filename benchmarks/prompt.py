@@ -18,7 +18,7 @@ import kvpass
 from benchmarks import apart, memory
 from benchmarks.bounded import Case
 from benchmarks.model import build, tokens
-from benchmarks.report import Row, Table, Target
+from benchmarks.report import Row, Table, Target, by_tokens, columns
 from benchmarks.settings import Settings
 from benchmarks.timing import Contender, Local, Plan, interleaved
 from kvpass.apps.evaluation import plots
@@ -88,21 +88,12 @@ def peaks(policy: str, lengths: Sequence[int]) -> list[Row]:
     return rows
 
 
-def _lines(rows: Sequence[Row], what: str) -> dict[str, dict[int, float]]:
-    """Return values by policy and length."""
-    found: dict[str, dict[int, float]] = {}
-    for row in rows:
-        if what in row:
-            found.setdefault(row["policy"], {})[row["tokens"]] = row[what]
-    return found
-
-
 def tables(rows: Sequence[Row]) -> list[Table]:
     captions = {"seconds": "Seconds of a prompt", "MiB": "Peak memory that a prompt adds, MiB"}
     return [
         Table(
             f"{caption}, float32, {rows[0]['threads']} thread(s), by tokens",
-            [{"policy": name, **{f"{n:,}": x for n, x in line.items()}} for name, line in _lines(rows, what).items()],
+            columns("policy", by_tokens(rows, "policy", what)),
         )
         for what, caption in captions.items()
     ]
@@ -110,7 +101,9 @@ def tables(rows: Sequence[Row]) -> list[Table]:
 
 def targets(rows: Sequence[Row]) -> list[Target]:
     """Compare prompts of 8,192 tokens with statistics with the one without."""
-    return [target for what, limit in LIMITS.items() for target in _targets(_lines(rows, what), what, limit)]
+    return [
+        target for what, limit in LIMITS.items() for target in _targets(by_tokens(rows, "policy", what), what, limit)
+    ]
 
 
 def _targets(lines: dict[str, dict[int, float]], what: str, limit: float) -> Iterator[Target]:
@@ -122,5 +115,7 @@ def _targets(lines: dict[str, dict[int, float]], what: str, limit: float) -> Ite
 
 
 def figures(rows: Sequence[Row]) -> dict[str, Figure]:
-    panels = {what: {name: [*line.items()] for name, line in _lines(rows, what).items()} for what in LIMITS}
+    panels = {
+        what: {name: [*line.items()] for name, line in by_tokens(rows, "policy", what).items()} for what in LIMITS
+    }
     return {"prompt": plots.lines(panels, "tokens of the prompt", "", logarithmic=True)}

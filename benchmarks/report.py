@@ -122,6 +122,20 @@ def replaced(text: str, name: str, new: str) -> str:
     return f"{before}{start}\n{new.strip()}\n{end}{after}"
 
 
+def by_tokens(rows: Sequence[Row], key: str, value: str) -> dict[str, dict[int, float]]:
+    """Return values of rows by the name under `key` and then by tokens; rows without the value are left out."""
+    found: dict[str, dict[int, float]] = {}
+    for row in rows:
+        if value in row:
+            found.setdefault(row[key], {})[row["tokens"]] = row[value]
+    return found
+
+
+def columns(key: str, values: Mapping[str, Mapping[int, float]]) -> list[Row]:
+    """Return the rows of a table: a line for each name, a column for each number of tokens."""
+    return [{key: name, **{f"{count:,}": value for count, value in line.items()}} for name, line in values.items()]
+
+
 def under(row: Row) -> str:
     """Return the dtype and the threads of a row, in words."""
     return f"{row['dtype']}, {row['threads']} thread{'s' if row['threads'] > 1 else ''}"
