@@ -10,7 +10,7 @@ DOCS := .venv-docs
 # ten seconds longer to begin, and the demo, the tests and the benchmarks begin dozens.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test oldest newest slow whole lint docs architectures reach bench clean
+.PHONY: demo test oldest newest slow whole lint docs architectures reach bench rivals clean
 
 # The main job: a real model under a few policies, with tables and pictures in out/, in six minutes on two cores.
 demo: $(RUNS)
@@ -69,10 +69,15 @@ reach: $(INSTALLED)
 	$(BIN)/python -m pip install --no-deps -r constraints-reach.txt
 	$(BIN)/python -m tests.reach --write
 
-# Measures everything that docs/performance.md reports and writes its tables; about an hour and a half on two cores that
-# have nothing else to do.  kvpress gets an environment of its own in out/.
+# Measures what docs/performance.md and docs/quality.md report and writes their tables; about an hour and a half on two
+# cores that have nothing else to do.  kvpress gets an environment of its own in out/.
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks --write
+
+# Compares kvpass with OpenVINO GenAI and llama.cpp and writes the first table of docs/performance.md; 25 minutes on two
+# such cores.  The rivals get environments of their own in the user's cache folder; llama.cpp is compiled there once.
+rivals: $(INSTALLED)
+	$(BIN)/python -m benchmarks.rivals --write
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -1,1 +1,1 @@
-"""What the documentation reports is measured here: `python -m benchmarks`, or `python -m benchmarks PART`."""
+"""Measure what the documentation reports: `python -m benchmarks [PART ...]` and `python -m benchmarks.rivals`."""

@@ -1,6 +1,6 @@
-"""Measures everything that docs/performance.md reports: python -m benchmarks [PART ...] --out out/benchmarks
+"""Measure what the pages of figures report: python -m benchmarks [PART ...] --out out/benchmarks
 
-Each part writes PART.json and its plots; report.md has all tables, and every target beside what was measured.
+Each part writes PART.json and its plots.  report.md has all tables, and each target beside its figure.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from types import ModuleType
 import benchmarks
 from benchmarks import (
     batches,
+    bounded,
     caching,
     chunks,
     compilation,
@@ -63,11 +64,12 @@ PARTS: dict[str, ModuleType] = {
     )
 }
 ROOT = Path(benchmarks.__file__).parents[1]
-WRITTEN = ROOT / "docs" / "performance.md"
+SUMMED = ("streaming", "h2o", "d2o")
+"""Policies whose steps are in the summary; `overhead` has all."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure the parts asked for, and report on all that there are figures of."""
+    """Measure the chosen parts, and report on all parts in the folder."""
     given = _parser().parse_args(arguments)
     settings = Settings(given.quick, given.out, tuple(given.threads), tuple(given.dtypes), given.kvpress)
     settings.out.mkdir(parents=True, exist_ok=True)
@@ -88,23 +90,24 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], metavar="N", help="of torch; default: 1 2")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="default: float32 bfloat16")
     parser.add_argument("--kvpress", type=Path, default=Path("out/kvpress"), help="folder for its environment")
-    parser.add_argument("--report", action="store_true", help="measure nothing, report on what the folder has")
-    parser.add_argument("--write", action="store_true", help="write the tables into docs/performance.md")
+    parser.add_argument("--report", action="store_true", help="measure nothing, report on the parts in the folder")
+    parser.add_argument("--write", action="store_true", help="write the tables into the pages of figures")
     return parser
 
 
 def run(name: str, settings: Settings) -> None:
-    """Measure one part and write its JSON and plots."""
+    """Measure one part, and write its JSON and plots."""
     part, start = PARTS[name], time.monotonic()
     rows = part.measure(settings)
     how = {"quick": settings.quick, "seconds": round(time.monotonic() - start)}
     report.save(settings.out / f"{name}.json", rows, how)
-    for stem, figure in part.figures(rows).items():
-        figure.savefig(settings.out / f"{stem}.png", dpi=90)
+    if hasattr(part, "figures"):
+        for stem, figure in part.figures(rows).items():
+            figure.savefig(settings.out / f"{stem}.png", dpi=90)
 
 
 def written(out: Path) -> str:
-    """The report on all parts in the folder."""
+    """Return the report on all parts in the folder."""
     known = measured(out)
     parts = [section(name, rows) for name, rows in known.items()]
     held = verdicts(targets(known))
@@ -113,40 +116,38 @@ def written(out: Path) -> str:
 
 
 def measured(out: Path) -> dict[str, list[Row]]:
-    """The rows of each part that the folder has."""
+    """Return the rows of each part in the folder."""
     rows = {name: report.load(out / f"{name}.json") for name in PARTS}
     return {name: found for name, found in rows.items() if found}
 
 
 def section(name: str, rows: list[Row]) -> str:
-    """The heading and the tables of a part."""
+    """Return the heading and the tables of a part."""
     tables = [f"{table.caption}:\n\n{markdown(table.rows)}" for table in PARTS[name].tables(rows)]
     return "\n\n".join([f"## {PARTS[name].TITLE}", *tables])
 
 
 def targets(known: dict[str, list[Row]]) -> list[Target]:
-    return [target for name, rows in known.items() for target in PARTS[name].targets(rows)]
+    """Return the targets of all parts that have any."""
+    judged = {name: rows for name, rows in known.items() if hasattr(PARTS[name], "targets")}
+    return [target for name, rows in judged.items() for target in PARTS[name].targets(rows)]
 
 
 def summary(known: dict[str, list[Row]]) -> str:
-    """Return the summary of the page: steps of the first dtype and number of threads, and how many targets are met."""
-    held = [target.met for target in targets(known)]
+    """Return the steps of the first dtype and number of threads; of the policies only those that are named."""
     tables = step.tables(known["step"])[:1] if "step" in known else []
-    shown = [f"{table.caption}:\n\n{markdown(table.rows)}" for table in tables]
-    return "\n\n".join([*shown, f"{sum(met is True for met in held)} of {len(held)} targets are met."])
+    left_out = {f"{step.OURS}{policy}" for policy in bounded.everything()} - {f"{step.OURS}{name}" for name in SUMMED}
+    return "\n\n".join(
+        f"{table.caption}:\n\n{markdown([row for row in table.rows if row['milliseconds a step'] not in left_out])}"
+        for table in tables
+    )
 
 
 def write(out: Path) -> None:
-    """Replace the block of each part on the page of figures; comments mark where a block begins and ends."""
+    """Write the tables of all parts in the folder into the pages of figures."""
     known = measured(out)
     blocks = {f"benchmark {name}": section(name, rows) for name, rows in known.items()}
-    blocks["benchmark summary"] = summary(known)
-    blocks["benchmark targets"] = markdown(verdicts(targets(known)))
-    text = WRITTEN.read_text(encoding="utf-8")
-    for name, block in blocks.items():
-        if f"<!-- {name} -->" in text:
-            text = report.replaced(text, name, block)
-    WRITTEN.write_text(text, encoding="utf-8")
+    report.write(blocks | {"benchmark summary": summary(known)})
 
 
 if __name__ == "__main__":

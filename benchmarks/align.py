@@ -1,4 +1,4 @@
-"""KV-Align against recomputation and against sinks and a window, on the bundled models.
+"""Compare KV-Align with recomputation, and with sinks and a window, on the bundled models.
 
     python benchmarks/align.py --model kvpass/apps/data/tiny-gpt2 \
         --aligner kvpass/apps/data/tiny-gpt2-align/direct.safetensors kvpass/apps/data/tiny-gpt2-align/paper.safetensors
@@ -46,12 +46,12 @@ from kvpass.policies.streaming import Streaming
 Policies = dict[str, Policy]
 Row = dict[str, float]
 Results = dict[str, dict[str, Row]]
-"""By window, then by method."""
+"""Rows by window, then by method."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """rows documents, of which the tokens skip + 1 .. skip + labels are predicted; turns for the time per token."""
+    """Sizes: `rows` documents, whose tokens skip + 1 to skip + labels are predicted, and `turns` of timing."""
 
     rows: int
     skip: int
@@ -64,25 +64,25 @@ class Settings:
 
 
 def prose() -> list[str]:
-    """Text of another kind than source code: the documentation strings of torch.nn's modules."""
+    """Return text other than source code: the docstrings of torch.nn's modules."""
     classes = [getattr(torch.nn, name) for name in sorted(dir(torch.nn)) if name[0].isupper()]
     found = [inspect.getdoc(cls) or "" for cls in classes if isinstance(cls, type)]
     return ["\n\n".join(text for text in dict.fromkeys(found) if len(text) > 400)]
 
 
 def tokens_of(chosen: models.LoadedModel, texts: list[str], settings: Settings) -> Tensor:
-    """int64 [rows, skip + labels + 1]."""
+    """Return tokens of documents, int64 [rows, skip + labels + 1]."""
     return torch.tensor(corpus.documents(chosen.encode(texts), settings.rows, settings.length, chosen.bos))
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """float64 [B]."""
+    """Return the cross-entropy of each row, float64 [B]."""
     return torch.nn.functional.cross_entropy(logits.float(), targets, reduction="none").double()
 
 
 @torch.inference_mode()
 def recomputed(model: Any, ids: Tensor, window: int, settings: Settings) -> float:
-    """Mean loss in nats."""
+    """Return the mean loss in nats of predicting each token from a window before it."""
     losses = []
     for t in tqdm(range(settings.skip, settings.length - 1), desc=f"recompute {window}", leave=False):
         logits = model(ids[:, t - window : t + 1], use_cache=False, logits_to_keep=1).logits[:, -1]
@@ -92,7 +92,7 @@ def recomputed(model: Any, ids: Tensor, window: int, settings: Settings) -> floa
 
 @torch.inference_mode()
 def streamed(model: Any, ids: Tensor, policy: Policy, window: int, settings: Settings) -> float:
-    """Mean loss in nats, over the same labels."""
+    """Return the mean loss in nats of a stream under a policy, over the same labels."""
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=kvpass.backend(policy, budget=window, inner="eager"))
     out = compiled(ids[:, :window], use_cache=True)
@@ -105,21 +105,21 @@ def streamed(model: Any, ids: Tensor, policy: Policy, window: int, settings: Set
 
 
 def loss_under(policy: Policy | None, model: Any, ids: Tensor, window: int, settings: Settings) -> float:
-    """Mean loss in nats; without a policy by recomputation."""
+    """Return the mean loss in nats under a policy; None recomputes."""
     if policy is None:
         return recomputed(model, ids, window, settings)
     return streamed(model, ids, policy, window, settings)
 
 
 def recomputing(model: Any, ids: Tensor, window: int) -> Callable[[], None]:
-    """One compiled step of recomputation; each call is one token."""
+    """Return a compiled step of recomputation; each call is one token."""
     compiled = torch.compile(lambda x: model(x, use_cache=False, logits_to_keep=1).logits)
     piece = ids[:1, : window + 1].contiguous()
     return lambda: compiled(piece)
 
 
 def streaming(model: Any, ids: Tensor, policy: Policy, window: int) -> Callable[[], None]:
-    """One compiled step of a stream whose window is full; each call is one token."""
+    """Return a compiled step of a stream with a full window; each call is one token."""
     compiled = torch.compile(model, backend=kvpass.backend(policy, budget=window))
     state = {"out": compiled(ids[:1, :window], use_cache=True)}
 
@@ -131,7 +131,7 @@ def streaming(model: Any, ids: Tensor, policy: Policy, window: int) -> Callable[
 
 @torch.inference_mode()
 def timed(model: Any, ids: Tensor, policies: Policies, window: int, turns: int, each: int = 16) -> dict[str, float]:
-    """Milliseconds per token, the median over turns of `each` tokens."""
+    """Return milliseconds per token, as medians over turns of `each` tokens."""
     torch._dynamo.reset()
     steps = {"recompute": recomputing(model, ids, window)}
     steps |= {name: streaming(model, ids, policy, window) for name, policy in policies.items()}
@@ -151,7 +151,7 @@ def timed(model: Any, ids: Tensor, policies: Policies, window: int, turns: int, 
 def compare(
     model: Any, ids: Tensor, policies: Policies, window: int, settings: Settings, known: dict[str, Row]
 ) -> dict[str, Row]:
-    """A row for each method at one window; what is `known` from an earlier run is not measured again."""
+    """Return a row for each method at one window; `known` losses of an earlier run are kept."""
     rows = {name: dict(known.get(name, {})) for name in ("recompute", *policies)}
     for name, row in rows.items() if settings.labels else ():
         if "loss" not in row:
@@ -226,7 +226,7 @@ def main() -> None:
 
 
 def earlier(path: Path | None, about: dict[str, Any]) -> Results:
-    """What an earlier run under the same settings has measured."""
+    """Return the results of an earlier run with the same settings."""
     if path is None or not path.exists():
         return {}
     written = json.loads(path.read_text())

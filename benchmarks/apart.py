@@ -1,7 +1,7 @@
-"""Functions that run in a process of their own: with its own threads, its own memory, its own compiler caches.
+"""Run functions in a process of their own, with its own threads, memory and compiler caches.
 
-`run("benchmarks.prompt:peak", policy="h2o")` starts `python -m benchmarks.apart`, which calls the function with the
-arguments and prints what it returns as JSON; progress bars of the function show through.
+`run("benchmarks.prompt:peak", policy="h2o")` starts `python -m benchmarks.apart`, which calls the function and prints
+its result as JSON.  Progress bars of the function stay visible.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ ROOT = Path(__file__).parents[1]
 
 
 def run(function: str, *, threads: int = 1, environment: Mapping[str, str] | None = None, **arguments: Any) -> Any:
-    """What `module:function` returns for JSON-like arguments, from a fresh process with so many threads."""
+    """Return the result of `module:function` from a fresh process with `threads` threads.
+
+    Args:
+        arguments: of the function; they and the result must be representable in JSON.
+    """
     command = [sys.executable, "-m", "benchmarks.apart", function, str(threads), json.dumps(arguments)]
     done = subprocess.run(
         command, env=surroundings(threads, environment), stdout=subprocess.PIPE, text=True, check=True
@@ -28,7 +32,7 @@ def run(function: str, *, threads: int = 1, environment: Mapping[str, str] | Non
 
 
 def surroundings(threads: int, more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of a process with so many threads that finds this checkout."""
+    """Return the environment variables of a process with `threads` threads that imports this checkout."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads), **(more or {})}
 

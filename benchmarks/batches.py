@@ -1,7 +1,7 @@
-"""Steps of one row and of four, in both dtypes, all of which take turns in one process.
+"""Time steps of one row and of four, in both dtypes, by turns in one process.
 
-Of `DecodeLoop`s, which leave out what a model's own Python and Dynamo's guards cost.  What a step reads stands beside
-it: the weights once, whatever the rows, and the keys and values of every row; and what reading the floor's bytes takes.
+The steps are those of `DecodeLoop`, without the model's Python and Dynamo's guards.  Each row has the bytes that the
+step reads: the weights once, and the keys and values of every row.  Reading the bytes of the floor is timed as well.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 import torch
-from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from benchmarks import apart, bounded, reading
@@ -29,11 +28,11 @@ OF_FLOAT32, OF_ONE_ROW, OF_NOTHING = 0.65, 1.5, 1.25
 QUICK = ("no policy", "h2o")
 
 Key = tuple[str, int, str]
-"""A case, its rows, and a dtype."""
+"""A case, its number of rows, and its dtype."""
 
 
 def measure(settings: Settings) -> list[Row]:
-    """The rows of each number of threads, from a process of its own."""
+    """Return the rows of each number of threads, from a process each."""
     found: list[Row] = []
     given = dict(names=QUICK if settings.quick else [*CASES], plan=dataclasses.asdict(settings.plan))
     for threads in settings.threads:
@@ -44,7 +43,7 @@ def measure(settings: Settings) -> list[Row]:
 
 @torch.inference_mode()
 def rows(dtypes: Sequence[str], names: Sequence[str], plan: Row) -> list[Row]:
-    """Milliseconds and bytes of each case; several rows are compiled first, so that Dynamo fixes their number."""
+    """Return milliseconds and bytes of each case; several rows compile first, so that Dynamo fixes their number."""
     torch._dynamo.config.recompile_limit = 256  # each contender is a compilation of the same `forward`
     models = {dtype: build(dtype) for dtype in dtypes}
     kinds = [(name, count, dtype) for count in (MANY, 1) for dtype in dtypes for name in names]
@@ -67,12 +66,12 @@ def rows(dtypes: Sequence[str], names: Sequence[str], plan: Row) -> list[Row]:
 
 
 def _readers(dtype: str, count: int) -> list[Contender]:
-    """What reads so many bytes, each in another way: the fastest counts."""
+    """Return contenders that read `count` bytes in several ways; the fastest one counts."""
     return [dataclasses.replace(each, name=f"{dtype}, {each.name}") for each in reading.readers(count)]
 
 
 def _by_threads(rows: Sequence[Row]) -> dict[int, dict[Key, Row]]:
-    """By case, rows and dtype."""
+    """Return the rows of each number of threads, by case, number of rows and dtype."""
     found: dict[int, dict[Key, Row]] = {}
     for row in rows:
         found.setdefault(row["threads"], {})[row["case"], row["rows"], row["dtype"]] = row
@@ -122,7 +121,3 @@ def _targets(threads: int, known: dict[Key, Row]) -> Iterator[Target]:
     for dtype, limit in OF_READING.items():
         yield from share(f"{FLOOR}, of reading its bytes once, {dtype}", limit, (FLOOR, 1, dtype), (READING, 1, dtype))
         yield from share(f"d2o, of no policy, {dtype}", OF_NOTHING, ("d2o", 1, dtype), ("no policy", 1, dtype))
-
-
-def figures(rows: Sequence[Row]) -> dict[str, Figure]:
-    return {}

@@ -1,4 +1,4 @@
-"""Conversations with kvpass for timing: any policy, at any number of tokens seen, without decoding them all."""
+"""Make conversations with kvpass under any policy, and move them to any number of tokens seen."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from kvpass.decoding.stepping import refreshed
 from kvpass.policies import Policy, Tokens
 
 BUDGET = 1024
-FLOOR = 8  # slots of the model that does little but read its weights
-SINKS = 4  # the first tokens, which keep their positions when the others are moved on
-LEFT_OUT = ("full", "kv_align")  # bounds nothing; needs networks that were trained for the model
+FLOOR = 8  # slots of a step that reads little but the weights
+SINKS = 4  # the first tokens, which keep their positions when a conversation moves on
+LEFT_OUT = ("full", "kv_align")  # evicts nothing; needs a network trained for the model
 
 
 @dataclasses.dataclass(frozen=True)
 class Untended(Policy):
-    """No policy at all: every new token is written over the one before it, and the other slots stay.
+    """Overwrite the latest token with every new one, and keep the other slots: a step without a choice.
 
-    The step reads as many slots as one of a policy with the same budget, and looks at no token.
+    The step reads as many slots as a policy with the same budget, and scores no token.
     """
 
     name: ClassVar[str] = "untended"
@@ -41,7 +41,7 @@ class Untended(Policy):
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A policy as it is timed; `positions` is None for the policy's own default."""
+    """A policy and its settings; `positions` is None for the default of the policy."""
 
     policy: str
     positions: str | None = None
@@ -60,7 +60,7 @@ class Case:
         return Untended() if self.policy == "untended" else policies.resolve(self.policy, {})
 
     def settings(self) -> dict[str, Any]:
-        """What `kvpass.backend` takes."""
+        """Return the arguments of `kvpass.backend`."""
         return dict(policy=self.resolved, budget=self.budget, positions=self.positions)
 
 
@@ -68,14 +68,14 @@ NOTHING, LEAST = Case("untended"), Case("untended", budget=FLOOR)
 
 
 def everything() -> list[str]:
-    """Every policy that bounds this model's cache."""
+    """Return the names of all policies that bound the cache of this model."""
     return [name for name in policies.names() if name not in LEFT_OUT]
 
 
 def conversation(model: Any, case: Case, prompt: int, **more: Any) -> Conversation:
-    """A conversation whose prompt has run and whose decode graph is compiled.
+    """Return a conversation after its prompt, with a compiled decode graph.
 
-    The prompt runs uncompiled, under the same policy: its graph is not what is timed.
+    The prompt runs uncompiled under the same policy, because its graph is not timed.
 
     Args:
         more: further settings of `kvpass.backend`.
@@ -92,34 +92,34 @@ def conversation(model: Any, case: Case, prompt: int, **more: Any) -> Conversati
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """A contender that decodes without Dynamo and the model's Python: `kvpass.DecodeLoop`."""
+    """A contender that decodes with `kvpass.DecodeLoop`, without Dynamo and the model's Python."""
 
     name: str
     loop: kvpass.DecodeLoop
 
     @staticmethod
     def of(model: Any, case: Case, prompt: int, rows: int = 1) -> Loop:
-        """A loop whose prompt has run and whose decode graph is compiled."""
+        """Return a loop after its prompt, with a compiled decode graph."""
         loop = kvpass.DecodeLoop(model, **case.settings())
         loop.prompt(torch.cat([tokens(prompt, seed) for seed in range(rows)]))
         loop.generate(2 * loop.every)
         return Loop(f"DecodeLoop, {case.name}", loop)
 
     def seconds(self, count: int) -> list[float]:
-        """The same for each: the host looks at the tokens once, when all are made."""
+        """Return the mean for each step, because the host reads the tokens once for all steps."""
         return [timed(lambda: self.loop.generate(count)) / count] * count
 
 
 def layers(cache: Any) -> Iterator[LayerCache]:
-    """What kvpass holds behind a cache of transformers."""
+    """Yield the layers that kvpass holds behind a cache of transformers."""
     for layer in cache.layers:
         yield layer.keys.cache
 
 
 def move_on(talk: Conversation, seen: int) -> None:
-    """Make the conversation one of `seen` tokens: what it holds stands that much later in the text.
+    """Move the held tokens to later positions, so that the conversation has seen `seen` tokens.
 
-    The tokens between are not decoded.  A step does the same work at any count; `benchmarks.stream` decodes them.
+    The tokens between are not decoded, since a step does the same work at any position; `benchmarks.stream` has all.
     """
     for layer in layers(talk.cache):
         by = seen - layer.seen

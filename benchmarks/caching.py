@@ -1,7 +1,7 @@
-"""One caching operation alone, beside concatenation: Cascade's table 4.
+"""Time one caching operation alone, beside concatenation, as table 4 of Cascade does (arXiv:2406.17808).
 
-A token comes in when 4 sinks and 1,024 others are held, in 32 heads of 128.  Concatenation leaves the oldest out and
-copies the others; kvpass writes one row of K and one of V, and brings its metadata up to date.
+A token arrives while 4 sinks and 1,024 others are held, in 32 heads of 128.  Concatenation copies all but the oldest
+token.  kvpass writes one row of K and one of V, and updates the metadata.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from tqdm import tqdm
@@ -32,7 +31,7 @@ LIMIT = 50
 
 
 def measure(settings: Settings) -> list[Row]:
-    """Rows for each dtype and number of threads."""
+    """Return rows for each dtype and number of threads."""
     given = dict(plan=dataclasses.asdict(settings.plan))
     found = []
     for dtype, threads in tqdm(settings.combinations(), unit="case", desc="caching", dynamic_ncols=True):
@@ -42,14 +41,14 @@ def measure(settings: Settings) -> list[Row]:
 
 @torch.inference_mode()
 def rows(dtype: str, count: int, plan: Row) -> list[Row]:
-    """The rows of one dtype and number of threads."""
+    """Return the rows of one dtype and number of threads."""
     contenders = [Local(CONCATENATION, concatenation(DTYPES[dtype])), Local(OURS, in_place(DTYPES[dtype]))]
     found = medians(interleaved(contenders, Plan(**plan)))
     return [{"dtype": dtype, "threads": count, "operation": name, "ms": ms} for name, ms in found.items()]
 
 
 def concatenation(dtype: torch.dtype) -> Callable[[], Any]:
-    """Sinks, the recent tokens but the oldest, and a new one: K and V."""
+    """Return a step that concatenates sinks, the recent tokens but the oldest, and a new token."""
     held = {name: torch.randn(1, HEADS, SINKS + RECENT, DIM).to(dtype) for name in "kv"}
     new = torch.randn(1, HEADS, 1, DIM).to(dtype)
 
@@ -61,7 +60,7 @@ def concatenation(dtype: torch.dtype) -> Callable[[], Any]:
 
 
 def in_place(dtype: torch.dtype) -> Callable[[], Any]:
-    """The compiled step of a layer without its attention, whose result nobody asks for."""
+    """Return the compiled step of a layer; its attention has no user, so it is left out."""
     layout, held = _full_layer(dtype)
 
     def function(*tensors: Tensor) -> tuple[()]:
@@ -79,7 +78,7 @@ def in_place(dtype: torch.dtype) -> Callable[[], Any]:
 
 
 def _full_layer(dtype: torch.dtype) -> tuple[Layout, Slots]:
-    """A layer of `streaming` with one free slot."""
+    """Return a layer of `streaming` with one free slot."""
     policy, budget = resolve("streaming", {"sinks": SINKS}), SINKS + RECENT
     capacity = policy.capacity(budget)
     layout = Layout(policy, budget, capacity, 1, HEADS, DIM, DIM, dtype, torch.device("cpu"), ranked=True)
@@ -107,7 +106,3 @@ def targets(rows: Sequence[Row]) -> list[Target]:
     lines = tables(rows)[0].rows
     what = "caching, times faster than concatenation"
     return [Target("caching", f"{what} ({line['']})", LIMIT, line["times faster"], at_least=True) for line in lines]
-
-
-def figures(rows: Sequence[Row]) -> dict[str, Figure]:
-    return {}

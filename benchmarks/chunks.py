@@ -1,8 +1,8 @@
-"""Time and peak memory of long prompts: whole, in chunks on a cache that grows, and in chunks with eviction between.
+"""Measure time and peak memory of long prompts: whole, in chunks on a growing cache, and in chunks with eviction.
 
-Whole prompts and growing caches are the uncompiled model's; chunks go in as its `generate` feeds them.  Each prompt is
-in processes of its own, after a shorter one that compiles whatever is compiled: one for the seconds, and one for the
-memory, which returns at once what it frees and is slower for that.
+Whole prompts and growing caches are those of the uncompiled model.  Each prompt runs in two processes, after a shorter
+prompt that compiles all graphs: one process for the seconds, and one for the memory, which returns freed blocks at once
+and is slower for it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import kvpass
 from benchmarks import apart, memory
 from benchmarks.bounded import BUDGET, Case
 from benchmarks.model import build, tokens
-from benchmarks.report import Row, Table, Target
+from benchmarks.report import Row, Table, Target, by_tokens, columns
 from benchmarks.settings import Settings
 from kvpass import cache_names
 from kvpass.apps.evaluation import plots
@@ -34,11 +34,10 @@ LENGTHS = (4096, 16384, 32768, 65536)
 CHUNK = 1024
 LONG, LONGEST_WHOLE = 32768, 32768
 LIMITS = {"MiB": 0.15, "seconds": 0.5}
-MEBIBYTE = 2**20
 
 
 def measure(settings: Settings) -> list[Row]:
-    """A row for each way and length; what is quadratic stops at 32,768 tokens."""
+    """Return a row for each way and length; quadratic ways stop at 32,768 tokens."""
     lengths, threads = (1024 * 2, 4096) if settings.quick else LENGTHS, max(settings.threads)
     cases = [(way, n) for way in WAYS for n in lengths if way in POLICIES or n <= LONGEST_WHOLE]
     rows = []
@@ -55,15 +54,13 @@ def _apart(way: str, count: int, threads: int, environment: dict[str, str]) -> R
 
 @torch.inference_mode()
 def prompt(way: str, count: int) -> Row:
-    """Seconds of a prompt, and the MiB that it needs at most beyond what the process held before it."""
+    """Return the seconds of a prompt, and the most MiB that it adds to the process."""
     feed = _ways(build())[way]
     feed(tokens(4 * CHUNK if way in POLICIES else CHUNK))
     ids = tokens(count, seed=1)
-    memory.forget_peak()
-    before, used, began = memory.resident(), time.process_time(), time.perf_counter()
-    feed(ids)
+    used, began = time.process_time(), time.perf_counter()
+    most = memory.added(lambda: feed(ids))
     seconds, used = time.perf_counter() - began, time.process_time() - used
-    most = (memory.peak() - before) / MEBIBYTE
     return {"way": way, "tokens": count, "seconds": seconds, "CPU seconds": used, "MiB": most}
 
 
@@ -87,14 +84,6 @@ def _growing(model: Any, ids: torch.Tensor) -> Any:
     return cache
 
 
-def _lines(rows: Sequence[Row], what: str) -> dict[str, dict[int, float]]:
-    """Values by way and length."""
-    found: dict[str, dict[int, float]] = {}
-    for row in rows:
-        found.setdefault(row["way"], {})[row["tokens"]] = row[what]
-    return found
-
-
 def tables(rows: Sequence[Row]) -> list[Table]:
     captions = {
         "seconds": "Seconds of a prompt",
@@ -105,18 +94,18 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     return [
         Table(
             f"{caption}, {under}",
-            [{"way": way, **{f"{n:,}": x for n, x in line.items()}} for way, line in _lines(rows, what).items()],
+            columns("way", by_tokens(rows, "way", what)),
         )
         for what, caption in captions.items()
     ]
 
 
 def targets(rows: Sequence[Row]) -> list[Target]:
-    """Chunks with eviction beside the whole prompt, at 32,768 tokens."""
+    """Compare chunks with eviction with the whole prompt, at 32,768 tokens."""
     return [
         Target("chunks", f"{policy}, {what} of a prompt of {LONG:,} in chunks, of the whole one", limit, ratio)
         for what, limit in LIMITS.items()
-        for policy, ratio in _ratios(_lines(rows, what)).items()
+        for policy, ratio in _ratios(by_tokens(rows, "way", what)).items()
     ]
 
 
@@ -126,5 +115,5 @@ def _ratios(lines: dict[str, dict[int, float]]) -> dict[str, float | None]:
 
 
 def figures(rows: Sequence[Row]) -> dict[str, Figure]:
-    panels = {what: {name: [*line.items()] for name, line in _lines(rows, what).items()} for what in LIMITS}
+    panels = {what: {name: [*line.items()] for name, line in by_tokens(rows, "way", what).items()} for what in LIMITS}
     return {"chunks": plots.lines(panels, "tokens of the prompt", "", logarithmic=True)}

@@ -1,7 +1,7 @@
-"""What compiling takes in a fresh process, by depth, beside stock torch.compile, with cold and with warm caches.
+"""Time compilation in a fresh process, by depth, beside stock torch.compile, with cold and warm caches.
 
-What is timed is a prompt of 64 tokens and two steps, from the first call on, and a second prompt of that length: kvpass
-runs the first one uncompiled, and compiles when another comes.
+A prompt of 64 tokens, two steps and a second prompt are timed from the first call on.  kvpass runs the first prompt
+uncompiled, and compiles it at the second one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import transformers
-from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import kvpass
@@ -32,7 +31,7 @@ DEPTHS: dict[str, tuple[int, ...]] = {
     "h2o": (4, 16, 32),
     **dict.fromkeys(("streaming", "tova", "buzz", "cascade", "d2o"), (16,)),
 }
-"""The layers of the model that each contender is compiled for."""
+"""Numbers of layers that each contender is compiled for."""
 PROMPT, ROOM = 64, 1024
 OF_SHALLOW = 1.3  # h2o at the largest depth, of itself at the smallest
 OF_STOCK = {
@@ -45,7 +44,7 @@ SHALLOW, DEEP = 4, 32
 
 
 def measure(settings: Settings) -> list[Row]:
-    """Two processes for each contender and depth, the second on the caches that the first one filled."""
+    """Return rows of two processes for each contender and depth; the second finds the caches of the first."""
     depths = {STATIC: (4,), "h2o": (4,)} if settings.quick else DEPTHS
     pairs = [(name, layers) for name, each in depths.items() for layers in each]
     rows = []
@@ -66,7 +65,7 @@ def _cold_and_warm(name: str, layers: int) -> Iterator[Row]:
 
 @torch.inference_mode()
 def first(name: str, layers: int) -> Row:
-    """Seconds of a prompt, of the two steps after it, and of a second prompt of its length, in this process."""
+    """Return the seconds of a prompt, of two steps after it, and of a second prompt of the same length."""
     model = build(layers=layers)
     forward, begin = _contender(model, name)
     state: list[Any] = []
@@ -83,7 +82,7 @@ def first(name: str, layers: int) -> Row:
 
 
 def _contender(model: Any, name: str) -> tuple[Callable[..., Any], Callable[[], Any]]:
-    """The compiled model, and what makes the cache that a conversation begins with."""
+    """Return the compiled model, and a function that makes the first cache of a conversation."""
     if name == STATIC:
         return torch.compile(model), lambda: transformers.StaticCache(config=model.config, max_cache_len=ROOM)
     if name == DYNAMIC:
@@ -96,7 +95,7 @@ def _total(row: Row) -> float:
 
 
 def _found(rows: Sequence[Row]) -> dict[tuple[str, int], dict[str, Row]]:
-    """The cold and the warm row of each contender and depth."""
+    """Return the cold and the warm row of each contender and depth."""
     found: dict[tuple[str, int], dict[str, Row]] = {}
     for row in rows:
         found.setdefault((row["contender"], row["layers"]), {})[row["caches"]] = row
@@ -123,7 +122,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
 
 
 def _share(found: dict[tuple[str, int], dict[str, Row]], of: tuple[str, int], to: tuple[str, int]) -> float | None:
-    """One contender's seconds with cold caches beside another's."""
+    """Return the seconds of one contender as a share of another, both with cold caches."""
     return _total(found[of]["cold"]) / _total(found[to]["cold"]) if of in found and to in found else None
 
 
@@ -148,7 +147,3 @@ def targets(rows: Sequence[Row]) -> list[Target]:
             warm["prompt"] if warm else None,
         ),
     ]
-
-
-def figures(rows: Sequence[Row]) -> dict[str, Figure]:
-    return {}

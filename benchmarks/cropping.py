@@ -1,4 +1,4 @@
-"""What it costs that tokens can be taken back: steps and chunks with `crop`, beside the same without it."""
+"""Time steps and chunks with `crop`, which allows tokens to be taken back, beside the same without it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from benchmarks import apart, bounded
@@ -28,7 +27,7 @@ WHAT = {"step": 1, "chunk of 5": 5}
 
 
 def measure(settings: Settings) -> list[Row]:
-    """All rows, a process for each number of threads, in the first dtype."""
+    """Return all rows in the first dtype, from a process for each number of threads."""
     policies = POLICIES[2:] if settings.quick else POLICIES
     given = dict(plan=dataclasses.asdict(settings.plan), policies=policies, dtype=settings.dtypes[0])
     return [
@@ -40,7 +39,7 @@ def measure(settings: Settings) -> list[Row]:
 
 @torch.inference_mode()
 def rows(dtype: str, count: int, policies: Sequence[str], plan: Row) -> list[Row]:
-    """The rows of one number of threads."""
+    """Return the rows of one number of threads."""
     torch._dynamo.config.recompile_limit = 256  # each contender is a compilation of the same `forward`
     model, found = build(dtype), []
     for policy in tqdm(policies, unit="policy", desc="cropping", dynamic_ncols=True):
@@ -57,7 +56,7 @@ def rows(dtype: str, count: int, policies: Sequence[str], plan: Row) -> list[Row
 
 
 def _call(talk: Conversation, new: int) -> Callable[[], Any]:
-    """A step, or a chunk of so many tokens."""
+    """Return a call that runs a step, or a chunk of `new` tokens."""
     return talk.step if new == 1 else functools.partial(_chunk, talk, tokens(new))
 
 
@@ -86,8 +85,3 @@ def targets(rows: Sequence[Row]) -> list[Target]:
         for row in rows
         if row["what"] == "step"
     ]
-
-
-def figures(rows: Sequence[Row]) -> dict[str, Figure]:
-    """None: the table says it all."""
-    return {}

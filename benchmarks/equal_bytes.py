@@ -1,10 +1,10 @@
-"""Perplexity and recall in the same bytes: as many tokens in half precision, twice as many in int8, four times in int4.
+"""Compare formats in the same bytes: twice as many tokens in int8 and four times as many in int4.
 
-On the bundled models, as `benchmarks.quality` and `benchmarks.recall` have them, but texts go in by chunks.  Bytes are
-nearly the same: docs/quantised.md has by how much they differ.
+Perplexity and recall are those of `benchmarks.quality` and `benchmarks.recall`, on the bundled models; texts are fed
+in chunks.  The bytes differ a little (docs/quantised.md).
 
-What rounding costs is a difference between two runs over the same texts, as many tokens held.  It is taken text by
-text, and its standard error over the texts says what other texts would have made of it.
+The cost of rounding is the difference between two runs over the same texts with as many tokens held.  Differences are
+taken text by text, so they have a standard error over the texts.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ BUDGETS = {PERPLEXITY: 64, RECALL: 128}  # tokens in half precision
 DOCUMENTS, QUICK_DOCUMENTS = {PERPLEXITY: 12, RECALL: 16}, 2
 LENGTH, CHUNK = {PERPLEXITY: 1024, RECALL: 2048}, 16
 STORED: tuple[tuple[KVDtype | None, int], ...] = ((None, 1), ("int8", 1), ("int4", 1), ("int8", 2), ("int4", 4))
-"""Formats, and how many times the budget they hold."""
+"""Formats, with the multiple of the budget that they hold."""
 EQUAL = ((None, 1), ("int8", 2), ("int4", 4))
 LIMITS: dict[KVDtype, float] = {"int8": 0.005, "int4": 0.03}  # of perplexity, at as many tokens
 Cells = dict[tuple[KVDtype | None, int], Row]
 Ask = Callable[[Any], list[float]]
-"""A number for each text, of a compiled model."""
+"""Returns a number for each text, for a compiled model."""
 
 
 def measure(settings: Settings) -> list[Row]:
-    """A row for each policy, measure, format and budget; a process for each policy and measure, one on each core."""
+    """Return a row for each policy, measure, format and budget, from a process for each policy and measure."""
     names = ["full", "streaming", "h2o"] if settings.quick else sorted(policies.names(), key=effort)
     # The bundled aligner is for another model than the one that recalls.
     tasks = [(PERPLEXITY, name) for name in names] + [(RECALL, name) for name in names if not takes_aligner(name)]
@@ -65,7 +65,7 @@ def measure(settings: Settings) -> list[Row]:
 
 
 def effort(name: str) -> tuple[object, ...]:
-    """Sorts policies by what they ask for beside attention."""
+    """Return a key that sorts policies by what they need beside attention."""
     policy = policies.get(name)
     return policy.evicts, takes_aligner(name), policy.positions == "cache", len(policy.statistics), name
 
@@ -81,7 +81,7 @@ def _apart(what: str, name: str, quick: bool) -> list[Row]:
 
 @torch.inference_mode()
 def rows(what: str, name: str, quick: bool) -> list[Row]:
-    """What one policy reaches in each format, or why it refuses."""
+    """Return the result of one policy in each format, or the reason for a refusal."""
     documents = QUICK_DOCUMENTS if quick else DOCUMENTS[what]
     model, ask = {PERPLEXITY: _texts, RECALL: _pairs}[what](documents)
     policy = policies.resolve(name, {"aligner": ALIGNER} if takes_aligner(name) else {})
@@ -110,7 +110,7 @@ def _value(model: Any, policy: Policy, what: str, kind: KVDtype | None, times: i
 
 
 def _texts(documents: int) -> tuple[Any, Ask]:
-    """The model that text is streamed through, and its mean loss in each of so many held-out documents, in nats."""
+    """Return the model, and a function for its mean loss in each held-out document, in nats."""
     subject = load(None)
     encoded = subject.encode(corpus.read(corpus.held_out_files()))
     texts = corpus.documents(encoded, documents, LENGTH[PERPLEXITY], subject.bos)
@@ -124,7 +124,7 @@ def _texts(documents: int) -> tuple[Any, Ask]:
 
 
 def _pairs(documents: int) -> tuple[Any, Ask]:
-    """The model that recalls, and the share of planted words that it does in each text, of all distances."""
+    """Return the model that recalls, and a function for the share of recalled words in each text."""
     subject = load_memory(None)
     planted = planted_in(subject, documents, LENGTH[RECALL])
 
@@ -141,7 +141,7 @@ def _pairs(documents: int) -> tuple[Any, Ask]:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """What rounding changes with as many tokens held.
+    """Effect of rounding with as many tokens held.
 
     Attributes:
         mean: of perplexity, as a share of it; of recall, in shares of all words.
@@ -153,7 +153,7 @@ class Difference:
 
     @staticmethod
     def between(rounded: Row, plain: Row) -> Difference:
-        """Text by text; losses in nats differ by what their perplexities differ by, as a share."""
+        """Compare text by text; a difference of losses in nats is a share of the perplexity."""
         apart = [one - other for one, other in zip(rounded["texts"], plain["texts"], strict=True)]
         mean = statistics.fmean(apart)
         error = statistics.stdev(apart) / math.sqrt(len(apart)) if len(apart) > 1 else None
@@ -198,7 +198,7 @@ def _shown(row: Row | None) -> Any:
 
 
 def _differences(rows: Sequence[Row]) -> Iterator[Row]:
-    """A line for each policy: what each format changes of each measure."""
+    """Yield a line for each policy with the effect of each format on each measure."""
     lines: dict[str, Row] = {}
     for what in (PERPLEXITY, RECALL):
         for policy, cells in _by_policy(rows, what).items():
@@ -208,7 +208,7 @@ def _differences(rows: Sequence[Row]) -> Iterator[Row]:
 
 
 def targets(rows: Sequence[Row]) -> list[Target]:
-    """How much more perplexity a format costs, as many tokens held."""
+    """Return the targets for the perplexity of each format with as many tokens held."""
     found = _by_policy(rows, PERPLEXITY)
     return [
         Target(
@@ -221,13 +221,13 @@ def targets(rows: Sequence[Row]) -> list[Target]:
 
 
 def difference(cells: Cells, kind: KVDtype) -> Difference | None:
-    """Between a format and plain rows, as many tokens held; None where either was refused."""
+    """Return the difference between a format and plain rows; None if either was refused."""
     rounded, plain = (cells.get((each, 1), {}) for each in (kind, None))
     return Difference.between(rounded, plain) if "texts" in rounded and "texts" in plain else None
 
 
 def figures(rows: Sequence[Row]) -> dict[str, Figure]:
-    """Policies side by side, a bar for each format, all in the same bytes."""
+    """Draw policies side by side, with a bar for each format in the same bytes."""
     panels = {
         f"{what}, {'lower' if what == PERPLEXITY else 'higher'} is better": {
             f"{kind or 'half precision'}, {times} times the tokens": {

@@ -1,16 +1,15 @@
-"""Steps of the reference model under kvpress; runs in kvpress's environment, which knows no kvpass.
+"""Decode with the reference model under kvpress, in an environment that kvpress can share.
 
-Reads one JSON object a line, {"press": name, "seen": tokens, "count": steps}, and answers with the seconds of each
-step.  Its DecodingPress evicts at every step, as kvpass does.
+A question {"press": name, "seen": tokens, "count": steps} is answered with the seconds of each step.  Its DecodingPress
+evicts at every step, as kvpass does.
 """
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
 import json
 import logging
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import kvpress
@@ -18,12 +17,13 @@ import torch
 
 from benchmarks.model import Conversation, build, dynamic
 from benchmarks.timing import timed
+from benchmarks.worker import serve
 
 PRESSES = {"knorm": kvpress.KnormPress, "streaming": kvpress.StreamingLLMPress, "tova": kvpress.TOVAPress}
 
 
 class Loop:
-    """Conversations under one press each; the hooks of a press are on the model only while it is its turn."""
+    """Conversations under one press each; the hooks of a press are on the model only during its turn."""
 
     def __init__(self, dtype: str, budget: int) -> None:
         self.model, self.budget = build(dtype), budget
@@ -48,17 +48,12 @@ class Loop:
         return self.model(ids, position_ids=position[None], cache_position=position, **arguments)
 
 
-def main(given: str) -> None:
-    settings = json.loads(given)
-    torch.set_num_threads(settings["threads"])
+def start(dtype: str, threads: int, budget: int) -> Callable[..., list[float]]:
+    """Return the function that times steps."""
+    torch.set_num_threads(threads)
     logging.disable(logging.WARNING)
-    loop, answers = Loop(settings["dtype"], settings["budget"]), sys.stdout
-    versions = {name: importlib.metadata.version(name) for name in ("kvpress", "transformers", "torch")}
-    print(json.dumps(versions), file=answers, flush=True)
-    with contextlib.redirect_stdout(sys.stderr), torch.inference_mode():
-        for line in sys.stdin:
-            print(json.dumps(loop.seconds(**json.loads(line))), file=answers, flush=True)
+    return torch.inference_mode()(Loop(dtype, budget).seconds)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    serve(lambda: start(**json.loads(sys.argv[1])))

@@ -1,4 +1,4 @@
-"""The reference model of the benchmark, and steps of it on every kind of cache."""
+"""Build the reference model of the benchmark, fill its caches, and decode with it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def build(dtype: str = "float32", layers: int = LAYERS) -> Any:
-    """A Llama of 25.7 million random parameters (with 8 layers), in evaluation mode."""
+    """Return a Llama of 25.7 million random parameters (with 8 layers), in evaluation mode."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=1408, num_hidden_layers=layers,
@@ -29,12 +29,12 @@ def build(dtype: str = "float32", layers: int = LAYERS) -> Any:
 
 
 def tokens(count: int, seed: int = 0) -> Tensor:
-    """int64 [1, count], random."""
+    """Return random tokens, int64 [1, count]."""
     return torch.randint(3, VOCABULARY, (1, count), generator=torch.Generator().manual_seed(seed))
 
 
 def filled(cache: Any, model: Any, count: int) -> Any:
-    """A cache of transformers with `count` tokens of random keys and values in it."""
+    """Fill a cache of transformers with random keys and values of `count` tokens."""
     generator = torch.Generator().manual_seed(1)
     for layer in range(model.config.num_hidden_layers):
         shape = (1, KV_HEADS, count, DIM)
@@ -44,22 +44,22 @@ def filled(cache: Any, model: Any, count: int) -> Any:
 
 
 def dynamic(model: Any, count: int) -> Any:
-    """A cache that grows by concatenation."""
+    """Return a filled cache that grows by concatenation."""
     return filled(transformers.DynamicCache(), model, count)
 
 
 def static(model: Any, count: int, room: int) -> Any:
-    """A preallocated cache of `count` tokens, of which the last `room` are still free."""
+    """Return a preallocated cache of `count` tokens, the last `room` of which are free."""
     return filled(transformers.StaticCache(config=model.config, max_cache_len=count), model, count - room)
 
 
 @dataclasses.dataclass
 class Conversation:
-    """Greedy decoding, one token a call, as anybody would write it.
+    """Decode greedily, one token a call, through the model's own forward.
 
     Attributes:
         forward: the model, compiled or not.
-        after: what is done to the cache after each step, such as evicting.
+        after: a function that is called with the cache after each step, for example to evict.
     """
 
     forward: Callable[..., Any]

@@ -1,4 +1,4 @@
-"""What a policy's step costs beside the same compiled model that attends to as many slots and has no policy.
+"""Time the step of each policy beside a step that attends to as many slots and chooses nothing.
 
 `bounded.Untended` is that model; with 8 slots it is the floor, which does little but read its weights.
 """
@@ -42,7 +42,7 @@ QUICK = [case for case in LIMITS if case.policy in ("streaming", "h2o", "d2o")]
 
 
 def measure(settings: Settings) -> list[Row]:
-    """All rows, a process for each dtype and number of threads; the first has every policy."""
+    """Return the rows of all pairs of dtype and threads, from a process each; the first has every policy."""
     rows: list[Row] = []
     others = [Case(name) for name in bounded.everything() if name not in {case.policy for case in LIMITS}]
     for number, (dtype, threads) in enumerate(settings.combinations()):
@@ -54,7 +54,7 @@ def measure(settings: Settings) -> list[Row]:
 
 @torch.inference_mode()
 def rows(dtype: str, count: int, cases: list[Row], plan: Row) -> list[Row]:
-    """The rows of one dtype and number of threads."""
+    """Return the rows of one dtype and number of threads."""
     torch._dynamo.config.recompile_limit = 256  # each contender is a compilation of the same `forward`
     about, model = {"dtype": dtype, "threads": count}, build(dtype)
     chosen = {PLAIN: NOTHING, FLOOR: LEAST} | {case.name: case for case in (Case(**case) for case in cases)}
@@ -73,7 +73,7 @@ def rows(dtype: str, count: int, cases: list[Row], plan: Row) -> list[Row]:
 
 
 def _times(rows: Sequence[Row]) -> dict[str, dict[str, Row]]:
-    """Rows by dtype and threads, and then by case."""
+    """Return rows by dtype and threads, and then by case."""
     found: dict[str, dict[str, Row]] = {}
     for row in rows:
         found.setdefault(under(row), {})[row["case"]] = row
@@ -81,22 +81,15 @@ def _times(rows: Sequence[Row]) -> dict[str, dict[str, Row]]:
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
-    made = []
+    """Return one table: a line for each policy, columns for each dtype and number of threads."""
+    lines: dict[str, Row] = {}
     for title, cases in _times(rows).items():
-        plain, floor = cases[PLAIN]["ms"], cases[FLOOR]["ms"]
-        lines = [
-            {
-                "policy": name,
-                "slots": row["slots"],
-                "milliseconds a step": row["ms"],
-                "of no policy": row["ms"] / plain,
-                "of the floor": row["ms"] / floor,
-                "spread (quartiles), %": 100 * row["spread"],
-            }
-            for name, row in cases.items()
-        ]
-        made.append(Table(f"Step of a policy beside no policy, {title}", lines))
-    return made
+        for name, row in cases.items():
+            line = lines.setdefault(name, {"policy": name, "slots": row["slots"]})
+            line[f"{title}: ms"] = row["ms"]
+            line[f"{title}: of no policy"] = row["ms"] / cases[PLAIN]["ms"]
+            line[f"{title}: of the floor"] = row["ms"] / cases[FLOOR]["ms"]
+    return [Table("Step of a policy beside no policy", [*lines.values()])]
 
 
 def targets(rows: Sequence[Row]) -> list[Target]:
@@ -114,7 +107,7 @@ def _targets(title: str, cases: dict[str, Row]) -> Iterator[Target]:
 
 
 def figures(rows: Sequence[Row]) -> dict[str, Figure]:
-    """Bars of the first dtype and number of threads."""
+    """Draw bars of the first dtype and number of threads."""
     for title, cases in _times(rows).items():
         shares = {name: row["ms"] / cases[PLAIN]["ms"] for name, row in cases.items()}
         return {"overhead": bars(shares, f"step, of no policy ({title})", 1.0)}

@@ -1,8 +1,8 @@
-"""Passkey retrieval by depth, at equal memory: one fact in a text that says the same few sentences again and again.
+"""Measure passkey retrieval by depth, at equal memory: one fact in a text of repeated sentences.
 
-On the bundled model that has learnt to recall, in the words that it knows facts by: a key with a value, which is right
-if all its words are.  The task is that of arXiv:2305.16300; `kvpass eval --measure passkey` asks models that know it
-for a number in English.  `python -m benchmarks passkey` prints both tables.
+The model is the bundled one that recalls.  A fact is a key with a value, which is right if all its words are.  The task
+is from arXiv:2305.16300; `kvpass eval --measure passkey` asks other models for a number in English.
+`python -m benchmarks passkey` prints both tables.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from benchmarks import apart, bounded
 from benchmarks.recall import AT_ONCE, BUDGET, LATER, by_way, outcomes
-from benchmarks.report import Row, Table, Target
+from benchmarks.report import Row, Table
 from benchmarks.settings import Settings
 from kvpass import cache_names
 from kvpass.apps.evaluation import recall
@@ -42,7 +41,7 @@ def measure(settings: Settings) -> list[Row]:
 
 @torch.inference_mode()
 def rows(policies: Sequence[str], trials: int = TRIALS, length: int = LENGTH, budget: int = BUDGET) -> list[Row]:
-    """For every policy, way of asking and depth the share of values whose words are all right."""
+    """Return the share of right values for every policy, way of asking and depth."""
     subject, found = load_memory(None), []
     planted = [planted_at(subject, depth, trials, length) for depth in DEPTHS]
     ask = functools.partial(accuracies, Caller.of(subject.model), planted)
@@ -52,7 +51,7 @@ def rows(policies: Sequence[str], trials: int = TRIALS, length: int = LENGTH, bu
 
 
 def planted_at(subject: LoadedModel, depth: float, trials: int, length: int) -> PlantedPairs:
-    """The same sentences again and again, with one pair in them, at a share of what is before the question."""
+    """Return repeated sentences with one pair in them, at a share of the text before the question."""
     sentences = torch.tensor(subject.encode([NOISE])[0])
     documents = sentences.repeat(length // len(sentences) + 1)[:length].repeat(trials, 1)
     documents[:, 0] = subject.bos
@@ -62,7 +61,7 @@ def planted_at(subject: LoadedModel, depth: float, trials: int, length: int) -> 
 
 
 def accuracies(caller: Caller, planted: Sequence[PlantedPairs], tick: Any) -> dict[str, list[float]]:
-    """By way of asking and depth; the texts of all depths are rows of one batch."""
+    """Return accuracies by way of asking and depth; the texts of all depths are rows of one batch."""
     text, asked, answer = (
         torch.cat(parts)
         for parts in zip(*[(each.text, each.question(0), each.answer(0)) for each in planted], strict=True)
@@ -91,11 +90,3 @@ def _rows(name: str, outcome: dict[str, list[float]] | KVPassError) -> Iterator[
 def tables(rows: Sequence[Row]) -> list[Table]:
     what = f"Share of passkeys that are said to the last word, by depth in {LENGTH:,} tokens, budget {BUDGET}"
     return by_way(what, rows, "accuracy", lambda row: f"{row['depth']:.0%}")
-
-
-def targets(rows: Sequence[Row]) -> list[Target]:
-    return []
-
-
-def figures(rows: Sequence[Row]) -> dict[str, Figure]:
-    return {}

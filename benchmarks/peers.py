@@ -1,30 +1,28 @@
-"""What people use today: growing caches, StreamingLLM's concatenation, and kvpress in an environment of its own."""
+"""Run the alternatives on the reference model: full caches, StreamingLLM by concatenation, and kvpress."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import apart
+from benchmarks import apart, environments
 from benchmarks.model import Conversation, dynamic, static
+from benchmarks.worker import Worker
 
-WORKER = "benchmarks.kvpress_worker"
 SINKS = 4
 
 
 def uncompiled(model: Any, seen: int) -> Conversation:
-    """The model as it is, with a cache that grows by concatenation."""
+    """Return a conversation with the uncompiled model, whose cache grows by concatenation."""
     return Conversation(model, dynamic(model, seen))
 
 
 def stock(model: Any, seen: int, room: int) -> Conversation:
-    """The model under torch.compile, with a preallocated cache of `seen` tokens, the last `room` still free."""
+    """Return one under torch.compile, with a preallocated cache of `seen` tokens, the last `room` of them free."""
     made = Conversation(torch.compile(model, fullgraph=True), static(model, seen, room))
     for _ in range(2):
         made.step()
@@ -32,9 +30,10 @@ def stock(model: Any, seen: int, room: int) -> Conversation:
 
 
 def concatenating(model: Any, budget: int) -> Conversation:
-    """StreamingLLM as it was published: sinks and recent tokens are concatenated anew after every step.
+    """Return one that concatenates sinks and recent tokens after every step, as StreamingLLM's code does.
 
-    It also turns all keys to their new places at every step; that is left out here, to its advantage.
+    StreamingLLM (arXiv:2309.17453) also rotates all keys to their new positions at every step.  That is left out here,
+    to its advantage.
     """
     return Conversation(model, dynamic(model, budget), after=lambda cache: keep_sinks_and_recent(cache, budget))
 
@@ -47,35 +46,19 @@ def keep_sinks_and_recent(cache: Any, budget: int) -> None:
             setattr(layer, name, torch.cat([rows[:, :, :SINKS], rows[:, :, recent:]], 2))
 
 
-class Unavailable(Exception):
-    """kvpress cannot be installed or run here; says why."""
-
-
 def environment(folder: Path) -> Path:
-    """A Python with kvpress and the same torch; made if it is not there.
+    """Return a Python with kvpress and the same torch; its environment is made if it is missing.
 
     Raises:
         Unavailable: it cannot be made.
     """
-    python = folder / "bin" / "python"
-    if not (folder / "made").is_file():
-        wanted = [f"torch=={torch.__version__.partition('+')[0]}", "kvpress", "transformers<5.3"]
-        _must([sys.executable, "-m", "venv", str(folder)])
-        _must([str(python), "-m", "pip", "install", "--quiet", *wanted])
-        (folder / "made").touch()
-    return python
-
-
-def _must(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        reason = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
-        raise Unavailable(" ".join(reason[-1:]) or f"{command[1:4]} failed")
+    torch_version = torch.__version__.partition("+")[0]
+    return environments.python(folder, [f"torch=={torch_version}", "kvpress", "transformers<5.3"])
 
 
 @dataclasses.dataclass(frozen=True)
 class Remote:
-    """A contender in the process of a `Worker`."""
+    """A press of kvpress, in the process of a worker."""
 
     name: str
     worker: Worker
@@ -87,35 +70,11 @@ class Remote:
         return found
 
 
-class Worker:
-    """kvpress in a process that lives as long as this object is entered."""
+def worker(python: Path, dtype: str, threads: int, budget: int) -> Worker:
+    """Start kvpress in a process of its own.
 
-    def __init__(self, python: Path, dtype: str, threads: int, budget: int) -> None:
-        given = json.dumps({"dtype": dtype, "threads": threads, "budget": budget})
-        self.command = [str(python), "-m", WORKER, given]
-        self.threads = threads
-
-    def __enter__(self) -> Worker:
-        self.process = subprocess.Popen(
-            self.command, env=apart.surroundings(self.threads), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self.about = self._answer()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
-
-    def ask(self, **question: Any) -> Any:
-        """The answer of the process to one question."""
-        assert self.process.stdin is not None
-        print(json.dumps(question), file=self.process.stdin, flush=True)
-        return self._answer()
-
-    def _answer(self) -> Any:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise Unavailable(f"the process of kvpress ended with {self.process.wait()}")
-        return json.loads(line)
+    Raises:
+        Unavailable: it does not start.
+    """
+    given = json.dumps({"dtype": dtype, "threads": threads, "budget": budget})
+    return Worker([str(python), "-m", "benchmarks.kvpress_worker", given], apart.surroundings(threads))

@@ -1,22 +1,21 @@
-"""Perplexity at equal memory on the bundled model; `benchmarks.quality` has more budgets and prompts."""
+"""Measure perplexity at equal memory on the bundled model; `benchmarks.quality` has more budgets and prompts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from matplotlib.figure import Figure
-
 from benchmarks import apart, bounded, quality
-from benchmarks.report import Row, Table, Target
+from benchmarks.memory import MEBIBYTE
+from benchmarks.report import Row, Table
 from benchmarks.settings import Settings
 
 TITLE = "Perplexity at equal memory"
-BUDGET, PROMPT, MEBIBYTE = 256, 2, 2**20
+BUDGET, PROMPT = 256, 2
 
 
 def measure(settings: Settings) -> list[Row]:
-    """A row for every policy."""
+    """Return a row for every policy."""
     policies = ["full", "streaming", "h2o"] if settings.quick else ["full", *bounded.everything()]
     sizes = dict(documents=2, length=512) if settings.quick else dict(documents=4, length=1024)
     found: list[Row] = apart.run(
@@ -26,7 +25,7 @@ def measure(settings: Settings) -> list[Row]:
 
 
 def rows(out: str, policies: Sequence[str], documents: int, length: int) -> list[Row]:
-    """Measured as `benchmarks.quality` does; what is in the folder from before is measured anew."""
+    """Measure as `benchmarks.quality` does; earlier results in the folder are measured again."""
     folder = Path(out) / "perplexity"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / quality.FILE).unlink(missing_ok=True)
@@ -49,11 +48,3 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     first = rows[0]
     what = f"{first['documents']} held-out documents of {first['length']:,} tokens, token by token, budget {BUDGET}"
     return [Table(f"Perplexity of the bundled model: {what}", lines)]
-
-
-def targets(rows: Sequence[Row]) -> list[Target]:
-    return []
-
-
-def figures(rows: Sequence[Row]) -> dict[str, Figure]:
-    return {}

@@ -1,6 +1,6 @@
-"""Perplexity, memory and latency against tokens: the picture that the papers on streaming made known.
+"""Draw perplexity, memory and latency over tokens, as the papers on streaming do.
 
-One unbroken text goes through the bundled model token by token, beyond the 2,048 positions that it was trained on.
+One unbroken text goes through the bundled model token by token, beyond the 2,048 positions of its training.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from tqdm import tqdm
 
 import kvpass
 from benchmarks import apart
-from benchmarks.report import Row, Table, Target
+from benchmarks.memory import MEBIBYTE
+from benchmarks.report import Row, Table
 from benchmarks.settings import Settings
 from kvpass import cache_names
 from kvpass.apps import corpus
@@ -31,7 +32,7 @@ from kvpass.apps.models import load
 TITLE = "Perplexity, memory and latency against tokens"
 FULL = "full, uncompiled"
 POLICIES = ("window", "streaming", "cascade", "h2o")
-BUDGET, TOKENS, EVERY, MEBIBYTE = 256, 8000, 250, 2**20
+BUDGET, TOKENS, EVERY = 256, 8000, 250
 
 
 def measure(settings: Settings) -> list[Row]:
@@ -42,7 +43,7 @@ def measure(settings: Settings) -> list[Row]:
 
 @torch.inference_mode()
 def rows(tokens: int, policies: Sequence[str]) -> list[Row]:
-    """A row for every contender and every 250 tokens."""
+    """Return a row for every contender and every 250 tokens."""
     torch._dynamo.config.recompile_limit = 64
     subject = load(None)
     text = corpus.unbroken(subject.encode(corpus.read(corpus.held_out_files())), tokens + 1, subject.bos)
@@ -57,7 +58,7 @@ def rows(tokens: int, policies: Sequence[str]) -> list[Row]:
 
 
 def _along(forward: Callable[..., Any], text: Tensor, tick: Callable[[], object]) -> Iterator[Row]:
-    """Perplexity and median latency of each 250 tokens, and the bytes of the cache after them."""
+    """Yield perplexity and median latency of each 250 tokens, and the bytes of the cache after them."""
     cache = cache_names.returned(forward(text[:, :PROMPT], use_cache=True))
     losses, seconds = [], []
     for place in range(PROMPT, text.shape[1] - 1):
@@ -76,7 +77,7 @@ def _along(forward: Callable[..., Any], text: Tensor, tick: Callable[[], object]
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
-    """The first quarter of the stream, which is within the trained range, and the last one."""
+    """Return a table of the first quarter of the stream, which is in the trained range, and of the last."""
     lines: dict[str, Row] = {}
     last = max(row["tokens"] for row in rows)
     for share, name in ((0.25, "first quarter"), (1.0, "last quarter")):
@@ -91,10 +92,6 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     return [
         Table(f"One stream of {last:,} tokens through the bundled model, budget {BUDGET}, 1 thread", [*lines.values()])
     ]
-
-
-def targets(rows: Sequence[Row]) -> list[Target]:
-    return []
 
 
 def figures(rows: Sequence[Row]) -> dict[str, Figure]:

@@ -1,7 +1,7 @@
-"""Time and peak memory of a prompt, with and without the statistics that policies ask for.
+"""Measure time and peak memory of prompts, with and without statistics for the policy.
 
-Without statistics is `window` under the same budget.  Times are of prompts that take turns in one process, peaks are
-what each prompt adds to a process of its own.
+`window` under the same budget needs no statistics.  Times are of prompts by turns in one process.  Peaks are the memory
+that each prompt adds to a process of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import kvpass
 from benchmarks import apart, memory
 from benchmarks.bounded import Case
 from benchmarks.model import build, tokens
-from benchmarks.report import Row, Table, Target
+from benchmarks.report import Row, Table, Target, by_tokens, columns
 from benchmarks.settings import Settings
 from benchmarks.timing import Contender, Local, Plan, interleaved
 from kvpass.apps.evaluation import plots
@@ -29,8 +29,7 @@ POLICIES = (PLAIN, "h2o", "d2o", "tova", "roco", "cascade")
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
 LONG = 8192
 LIMITS = {"seconds": 1.5, "MiB": 1.15}
-WARM = (640, 700)  # traces the graph, with a fixed and then with any length
-MEBIBYTE = 2**20
+WARM = (640, 700)  # the graph is traced with a fixed length, then with a dynamic one
 
 
 def measure(settings: Settings) -> list[Row]:
@@ -54,7 +53,7 @@ def _compiled(model: Any, policy: str) -> Any:
 
 @torch.inference_mode()
 def times(policies: Sequence[str], lengths: Sequence[int]) -> list[Row]:
-    """The median seconds of each policy at each length; longer prompts have fewer turns."""
+    """Return the median seconds of each policy at each length; longer prompts have fewer turns."""
     torch._dynamo.config.recompile_limit = 64
     model = build()
     with tqdm(total=sum(map(_turns, lengths)) * len(policies), unit="prompt", dynamic_ncols=True) as bar:
@@ -80,24 +79,13 @@ def _times(compiled: dict[str, Any], length: int, bar: tqdm[Any]) -> Iterator[Ro
 
 @torch.inference_mode()
 def peaks(policy: str, lengths: Sequence[int]) -> list[Row]:
-    """MiB that a prompt of each length needs at most beyond what the process held before it."""
+    """Return the most MiB that a prompt of each length adds to the process."""
     compiled, rows = _compiled(build(), policy), []
     for length in lengths:
         ids = tokens(length)
-        memory.forget_peak()
-        before = memory.resident()
-        compiled(ids, use_cache=True, logits_to_keep=1)
-        rows.append({"policy": policy, "tokens": length, "MiB": (memory.peak() - before) / MEBIBYTE})
+        most = memory.added(lambda ids=ids: compiled(ids, use_cache=True, logits_to_keep=1))
+        rows.append({"policy": policy, "tokens": length, "MiB": most})
     return rows
-
-
-def _lines(rows: Sequence[Row], what: str) -> dict[str, dict[int, float]]:
-    """Values by policy and length."""
-    found: dict[str, dict[int, float]] = {}
-    for row in rows:
-        if what in row:
-            found.setdefault(row["policy"], {})[row["tokens"]] = row[what]
-    return found
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
@@ -105,15 +93,17 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     return [
         Table(
             f"{caption}, float32, {rows[0]['threads']} thread(s), by tokens",
-            [{"policy": name, **{f"{n:,}": x for n, x in line.items()}} for name, line in _lines(rows, what).items()],
+            columns("policy", by_tokens(rows, "policy", what)),
         )
         for what, caption in captions.items()
     ]
 
 
 def targets(rows: Sequence[Row]) -> list[Target]:
-    """Scored prompts of 8,192 tokens beside the one that is not."""
-    return [target for what, limit in LIMITS.items() for target in _targets(_lines(rows, what), what, limit)]
+    """Compare prompts of 8,192 tokens with statistics with the one without."""
+    return [
+        target for what, limit in LIMITS.items() for target in _targets(by_tokens(rows, "policy", what), what, limit)
+    ]
 
 
 def _targets(lines: dict[str, dict[int, float]], what: str, limit: float) -> Iterator[Target]:
@@ -125,5 +115,7 @@ def _targets(lines: dict[str, dict[int, float]], what: str, limit: float) -> Ite
 
 
 def figures(rows: Sequence[Row]) -> dict[str, Figure]:
-    panels = {what: {name: [*line.items()] for name, line in _lines(rows, what).items()} for what in LIMITS}
+    panels = {
+        what: {name: [*line.items()] for name, line in by_tokens(rows, "policy", what).items()} for what in LIMITS
+    }
     return {"prompt": plots.lines(panels, "tokens of the prompt", "", logarithmic=True)}

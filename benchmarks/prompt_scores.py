@@ -1,4 +1,4 @@
-"""Processor time of the attention of one layer of SmolLM2-135M to a prompt, and of its column sums.
+"""Measure processor time of the attention of one layer of SmolLM2-135M to a prompt, and of its column sums.
 
 The layer has 9 query and 3 KV heads of 64. "Masked" is the causal mask as a boolean tensor, as a padded batch has it.
 "In one" is what a prompt runs where the library's attention gives the log-sum-exp of its rows.
@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
 
@@ -28,7 +27,7 @@ LIMITS = {"float32": 0.4, "bfloat16": 0.25}
 
 
 def measure(settings: Settings) -> list[Row]:
-    """Rows of milliseconds, from one process with one thread."""
+    """Return rows of milliseconds, from one process with one thread."""
     cases = [(1, 1024)] if settings.quick else [(1, 1024), (1, 4096), (8, 2048)]
     rows: list[Row] = apart.run("benchmarks.prompt_scores:times", threads=1, cases=cases)
     return rows
@@ -36,7 +35,7 @@ def measure(settings: Settings) -> list[Row]:
 
 @torch.inference_mode()
 def times(cases: Sequence[tuple[int, int]]) -> list[Row]:
-    """Milliseconds of each dtype, number of rows and tokens, and kind of mask."""
+    """Return milliseconds by dtype, rows, tokens and mask."""
     each = [(dtype, rows, count, masked) for rows, count in cases for dtype in DTYPES for masked in (False, True)]
     return [_row(*case) for case in tqdm(each, unit="case", desc="column sums", dynamic_ncols=True)]
 
@@ -84,7 +83,3 @@ def targets(rows: Sequence[Row]) -> Iterator[Target]:
         longest = max(found, key=lambda row: row["tokens"], default=None)
         ratio = None if longest is None else _added(longest)
         yield Target("prompt_scores", f"{dtype}, share of attention that sums add", limit, ratio)
-
-
-def figures(rows: Sequence[Row]) -> dict[str, Figure]:
-    return {}

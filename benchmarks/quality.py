@@ -1,4 +1,4 @@
-"""Perplexity of every policy at several budgets, beside full, window and random, and what its paper expects.
+"""Measure the perplexity of every policy at several budgets, beside full, window, random and the papers.
 
     python -m benchmarks.quality --out out/quality
 
@@ -63,7 +63,7 @@ EXPECTED = {
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What to measure.
+    """Settings of a run.
 
     Attributes:
         policies: names, or a name and options: "sage:select_at=overflow,top=4".
@@ -96,7 +96,7 @@ Row = dict[str, Any]
 
 
 def cases(settings: Settings) -> Iterator[Case]:
-    """Every measurement, policies that evict nothing once per prompt."""
+    """Return all measurements; policies that evict nothing have one per prompt."""
     for prompt in settings.prompts:
         for policy in settings.policies:
             for budget in settings.budgets if policies.parse(policy).evicts else (None,):
@@ -104,7 +104,7 @@ def cases(settings: Settings) -> Iterator[Case]:
 
 
 def measure(model: Any, tokens: Tensor, case: Case, inner: str, tick: Callable[[], object]) -> Row:
-    """The perplexity of documents [B, T] after their prompt, or the reason why the policy refuses."""
+    """Return the perplexity of documents [B, T] after their prompt, or the reason for a refusal."""
     slots = tokens.shape[1] if case.budget is None else case.budget
     outcome = attempt(
         model, policies.parse(case.policy), slots, inner, lambda: streamed(model, tokens, case.prompt, tick)
@@ -114,7 +114,7 @@ def measure(model: Any, tokens: Tensor, case: Case, inner: str, tick: Callable[[
 
 
 def streamed(model: Any, tokens: Tensor, prompt: int, tick: Callable[[], object]) -> Row:
-    """What a compiled model makes of documents [B, T] that go in one token at a time after a prompt."""
+    """Feed documents [B, T] token by token after a prompt, and return perplexity and counts."""
     batch = ScoringBatch(tokens, torch.ones_like(tokens), prompt)
     breaks, graphs, caches = graph_breaks(), list[int](), list[Any]()
 
@@ -138,7 +138,7 @@ def streamed(model: Any, tokens: Tensor, prompt: int, tick: Callable[[], object]
 
 
 def measured(settings: Settings) -> list[Row]:
-    """The rows of all cases, on a bar; what `quality.json` has of an interrupted run is not measured again."""
+    """Measure all cases; rows of an interrupted run in `quality.json` are not measured again."""
     subject = load(None)
     texts = subject.encode(corpus.read(corpus.held_out_files()))
     tokens = torch.tensor(corpus.documents(texts, settings.documents, settings.length, subject.bos))
@@ -155,13 +155,13 @@ def measured(settings: Settings) -> list[Row]:
 
 
 def write(settings: Settings, rows: Sequence[Row]) -> None:
-    """All rows so far, and what they were measured with."""
+    """Return the rows so far with their settings."""
     text = json.dumps({"about": about(settings), "rows": list(rows)}, indent=1)
     (settings.out / FILE).write_text(text + "\n", encoding="utf-8")
 
 
 def written(settings: Settings) -> list[Row]:
-    """The rows in the folder, if they were measured in the same way."""
+    """Return the rows in the folder if their settings are the same."""
     path = settings.out / FILE
     if not path.is_file():
         return []
@@ -175,7 +175,7 @@ def about(settings: Settings) -> Row:
 
 
 def table(rows: Sequence[Row], prompt: int) -> str:
-    """A Markdown table: a line per policy, a column per budget, and what its paper leads one to expect."""
+    """Return a Markdown table: a line per policy, a column per budget, and the expectation from its paper."""
     mine = [row for row in rows if row["prompt"] == prompt]
     budgets = sorted({row["budget"] for row in mine if row["budget"] is not None})
     names = list(dict.fromkeys(row["policy"] for row in mine))
@@ -192,7 +192,7 @@ def _cell(row: Row) -> str:
 
 
 def figure(rows: Sequence[Row]) -> Figure:
-    """How far each policy is above full, over the budget: a panel for each prompt with several budgets."""
+    """Draw perplexity above that of full over the budget: a panel for each prompt with several budgets."""
     measured = [row for row in rows if "perplexity" in row]
     several = {row["prompt"] for row in measured if len(_budgets(measured, row["prompt"])) > 1}
     drawn = Figure(figsize=(6 * max(1, len(several)) + 1, 5), layout="constrained")

@@ -1,11 +1,11 @@
-"""What a step of one token exchanges when the heads of a model are spread over processes: computed, nothing is run.
+"""Compute what a decode step exchanges when the heads of a model are sharded over processes.
 
     python -m benchmarks.ranks
     python -m benchmarks.ranks --layers 32 --heads 32 --hidden 4096 --rows 8 --budget 2048 --ranks 2 4 8
 
-A ring all-reduce of S bytes has every one of n processes send, and receive, 2 (n - 1) / n S bytes.  The model's own
-two for each layer, behind attention and behind the network after it, are of [rows, 1, hidden] in half precision.  Those
-of a policy are of float32: tests/distributed holds them against the graphs.  docs/distributed.md has the table.
+In a ring all-reduce of S bytes, each of n processes sends and receives 2 (n - 1) / n S bytes.  The model has two in
+each layer, after attention and after the MLP, of [rows, 1, hidden] in half precision.  Those of a policy are float32;
+tests/distributed compares them with the graphs.  docs/distributed.md has the table.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HALF, SINGLE = 2, 4  # bytes
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """What matters of a model and a batch: layers, query heads, width, rows, and tokens kept."""
+    """Sizes of a model and a batch: layers, query heads, width, rows, and tokens kept."""
 
     layers: int = 80
     heads: int = 64
@@ -48,7 +48,7 @@ SHOWN: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def exchanged(policy: Policy, model: Model) -> int:
-    """Numbers that a policy's all-reduce of one layer is of, in a step of one token; 0 if it has none."""
+    """Return the numbers in a policy's all-reduce of one layer and step; 0 for none."""
     slots = model.rows * policy.capacity(model.budget)
     if isinstance(policy, Tova):
         return slots
@@ -60,12 +60,12 @@ def exchanged(policy: Policy, model: Model) -> int:
 
 
 def sent(count: int, size: int, layers: int, ranks: int) -> float:
-    """Bytes that a process sends in a step for an all-reduce of so many numbers in each layer."""
+    """Return the bytes that a process sends in a step for an all-reduce of `count` numbers in each layer."""
     return 2 * (ranks - 1) / ranks * count * size * layers
 
 
 def table(model: Model, ranks: Sequence[int]) -> str:
-    """Kilobytes that each process sends in a step, as markdown: of a policy, and of the model itself."""
+    """Return kilobytes that each process sends in a step, for policies and the model itself, as Markdown."""
     head = ["policy", "all-reduces of a layer", *(f"{n} processes, kB" for n in ranks)]
     lines = [head, ["---", *["---:"] * (len(head) - 1)]]
     own = [sent(2 * model.rows * model.hidden, HALF, model.layers, n) for n in ranks]

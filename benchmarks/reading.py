@@ -1,8 +1,8 @@
-"""What a step cannot go below: the time in which as many bytes are read once, at the bandwidth of this machine.
+"""Time the lower bound of a step: reading its bytes once at the memory bandwidth of this machine.
 
-A step reads all weights and the held keys and values.  What reads as many bytes here are sums over one buffer, by torch
-and by Inductor, with as many threads as the step has; what counts is the fastest.  A sum is of float32 whatever the
-bytes mean in the step: numbers in half precision would be converted, which is no reading.
+A step reads all weights, and the held keys and values.  Here sums over one buffer read as many bytes, by torch and by
+Inductor, with the threads of the step; the fastest counts.  The sums are of float32 for every dtype, because half
+precision would be converted, which costs more than reading.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ NAMES = ("reading the floor's bytes, torch.sum", "reading the floor's bytes, com
 
 
 def bytes_read(model: Any, cache: Any) -> int:
-    """What a step reads: the weights, each once, and the keys and values that a conversation's cache holds."""
+    """Return the bytes of the weights and of the held keys and values, which a step reads once."""
     held = [part for layer in layers(cache) for part in (*layer.slots.key.parts, *layer.slots.value.parts)]
     return sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *held))
 
 
 def readers(count: int) -> list[Local]:
-    """Contenders that read so many bytes, each in another way."""
+    """Return contenders that read `count` bytes, each in another way."""
     buffer = torch.zeros(LANES, count // 4 // LANES)
     ways: list[Callable[[Tensor], Tensor]] = [torch.sum, _compiled(_total), _compiled(_in_lanes)]
     made = []
@@ -47,6 +47,6 @@ def _total(buffer: Tensor) -> Tensor:
 
 
 def _in_lanes(buffer: Tensor) -> Tensor:
-    """Both halves of the lanes in one loop: [LANES / 2] twice."""
+    """Sum both halves of the lanes in one loop; returns [LANES]."""
     first, second = buffer.chunk(2)
     return torch.cat([first.sum(-1), second.sum(-1)])

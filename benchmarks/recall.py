@@ -1,7 +1,7 @@
-"""Recall of planted key-value pairs as a function of distance, at equal memory.
+"""Measure the recall of planted key-value pairs by distance, at equal memory.
 
-On the bundled model that has learnt to recall (`examples/train_recall.py`), with the pairs of the demo but other texts
-and other words.  `python -m benchmarks recall` prints both tables.
+The model is the bundled one that recalls (`examples/train_recall.py`).  Pairs are made as in the demo, from other texts
+and words.  `python -m benchmarks recall` prints both tables.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks import apart, bounded
-from benchmarks.report import Row, Table, Target
+from benchmarks.report import Row, Table
 from benchmarks.settings import Settings
 from kvpass import cache_names, policies
 from kvpass.apps import corpus
@@ -39,12 +39,12 @@ SEED = 2_000_000_011  # of the pairs; neither training nor the demo has it
 
 @dataclasses.dataclass(frozen=True)
 class RecallOutcome:
-    """The share of words of values that were the likeliest token, by distance.
+    """Share of the words of values that were the most likely token, by distance.
 
     Attributes:
-        later: the text was fed piece by piece, and the questions came after it.
-        at_once: text and question were one prompt, and the policy evicted after it.  The first word of a value is left
-            out: it is predicted from the whole prompt.
+        later: the text was fed in pieces, and the questions after it.
+        at_once: text and question were one prompt, and the policy evicted after it.  The first word of a value does not
+            count, since it is predicted from the whole prompt.
     """
 
     distances: tuple[int, ...]
@@ -53,7 +53,7 @@ class RecallOutcome:
 
     @property
     def ways(self) -> dict[str, tuple[float, ...]]:
-        """The shares by the way of asking, in words."""
+        """Shares by the way of asking."""
         return {LATER: self.later, AT_ONCE: self.at_once}
 
 
@@ -66,7 +66,7 @@ def measure(settings: Settings) -> list[Row]:
 
 @torch.inference_mode()
 def rows(policies: Sequence[str], documents: int = DOCUMENTS, length: int = LENGTH, budget: int = BUDGET) -> list[Row]:
-    """The share of words of the values that are recalled, for every policy, way of asking and distance."""
+    """Return the share of recalled words for every policy, way of asking and distance."""
     subject, found = load_memory(None), []
     planted = planted_in(subject, documents, length)
     ask = functools.partial(asked, Caller.of(subject.model), planted, turns=TURNS)
@@ -78,7 +78,7 @@ def rows(policies: Sequence[str], documents: int = DOCUMENTS, length: int = LENG
 def outcomes(
     what: str, names: Sequence[str], pieces: int, model: Any, budget: int, ask: Callable[..., T]
 ) -> Iterator[tuple[str, T | KVPassError]]:
-    """What each policy answers, or why it refuses.
+    """Yield the answer of each policy, or the reason for its refusal.
 
     Args:
         pieces: how often a policy ticks.
@@ -124,7 +124,7 @@ def _right_in_turn(caller: Caller, planted: PlantedPairs, numbers: Tensor) -> li
 
 
 def planted_in(subject: LoadedModel, documents: int, length: int) -> PlantedPairs:
-    """Held-out texts with a pair at each distance."""
+    """Return held-out texts with a pair at each distance."""
     text = subject.encode(corpus.read(corpus.held_out_files()))
     tokens = torch.tensor([token for part in text for token in (subject.bos, *part)])
     return recall.planted(tokens, subject.bos, Tongue.of(subject.tokenizer), length, rows=documents, seed=SEED)
@@ -145,7 +145,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
 
 
 def by_way(what: str, rows: Sequence[Row], share: str, column: Callable[[Row], str]) -> list[Table]:
-    """A table for each way of asking: a line for each policy with the shares, then what was refused."""
+    """Return a table for each way of asking: a line of shares for each policy, then the refusals."""
     refused = [{"policy": row["policy"], "refused": row["error"]} for row in rows if "error" in row]
     return [Table(f"{what}, {way}", [*_lines(rows, way, share, column), *refused]) for way in (LATER, AT_ONCE)]
 
@@ -156,10 +156,6 @@ def _lines(rows: Sequence[Row], way: str, share: str, column: Callable[[Row], st
         if row.get("asked") == way:
             lines.setdefault(row["policy"], {"policy": row["policy"]})[column(row)] = row[share]
     return [*lines.values()]
-
-
-def targets(rows: Sequence[Row]) -> list[Target]:
-    return []
 
 
 def figures(rows: Sequence[Row]) -> dict[str, Figure]:

@@ -1,6 +1,6 @@
-"""What a step costs without the Python that Inductor writes around its kernels, beside the same step with it.
+"""Time steps without the Python wrapper that Inductor writes around its kernels, beside steps with it.
 
-By the clock of the thread, as what is taken out is work of the processor: see `kvpass.lowering.replay`.
+The clock is the thread's processor time, because the wrapper is processor work; see `kvpass.lowering.replay`.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import kvpass
 from benchmarks import apart, bounded
 from benchmarks.bounded import LEAST, NOTHING, Case
 from benchmarks.model import LAYERS, Conversation, build
-from benchmarks.report import Row, Table, Target
+from benchmarks.report import Row, Table
 from benchmarks.settings import Settings
 from benchmarks.step import PROMPT
 from benchmarks.timing import Local, Plan, interleaved, medians
@@ -29,7 +28,7 @@ REPEATED, AS_COMPILED = "repeated", "as compiled"
 
 
 def measure(settings: Settings) -> list[Row]:
-    """A row for each case, in a process for each dtype."""
+    """Return a row for each case, from a process for each dtype."""
     found: list[Row] = []
     for dtype in dict.fromkeys(dtype for dtype, _ in settings.combinations()):
         given = dict(dtype=dtype, names=["h2o"] if settings.quick else list(CASES))
@@ -39,7 +38,7 @@ def measure(settings: Settings) -> list[Row]:
 
 @torch.inference_mode()
 def rows(dtype: str, names: Sequence[str], plan: Row) -> list[Row]:
-    """Milliseconds of a step of each case, with and without."""
+    """Return milliseconds of a step of each case, with and without the wrapper."""
     torch._dynamo.config.recompile_limit = 256  # each contender is a compilation of the same `forward`
     model, contenders = build(dtype), []
     for name in tqdm(names, unit="case", desc=f"replays, {dtype}", dynamic_ncols=True):
@@ -54,7 +53,7 @@ def rows(dtype: str, names: Sequence[str], plan: Row) -> list[Row]:
 
 
 def _talk(model: Any, case: Case, replays: bool) -> Conversation:
-    """A conversation that has been recorded, if that is allowed."""
+    """Return a conversation whose steps are recorded if `replays` is true."""
     talk = bounded.conversation(model, case, PROMPT)
     backend = dataclasses.replace(kvpass.backend(**case.settings()), replays=replays)
     talk.forward = torch.compile(model, backend=backend)
@@ -75,11 +74,3 @@ def tables(rows: Sequence[Row]) -> list[Table]:
         for row in rows
     ]
     return [Table(f"A step of {LAYERS} layers, one row, milliseconds of its thread", lines)]
-
-
-def targets(rows: Sequence[Row]) -> list[Target]:
-    return []
-
-
-def figures(rows: Sequence[Row]) -> dict[str, Figure]:
-    return {}

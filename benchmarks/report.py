@@ -1,4 +1,4 @@
-"""What was measured, as JSON, as Markdown, and held against the targets."""
+"""Save rows as JSON, format tables, and compare figures with their targets."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import json
 import platform
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,18 @@ import torch
 from kvpass.apps.evaluation.tables import cell
 
 Row = dict[str, Any]
+PAGES = tuple(Path(__file__).parents[1] / "docs" / name for name in ("performance.md", "quality.md"))
+"""The pages of figures, between whose comments tables are written."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What a figure should be.
+    """A bound on a figure.
 
     Attributes:
-        part: where it was measured; what: the figure, in words.
-        limit: the bound; at_least: whether it is a lower one.
-        measured: None if it could not be measured.
+        part: of the benchmark; what: the figure, in words.
+        limit: the bound; at_least: True for a lower bound.
+        measured: the figure; None if it could not be measured.
     """
 
     part: str
@@ -50,14 +52,14 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Rows with the same columns, and what to say above them."""
+    """Rows with the same columns, and a caption."""
 
     caption: str
     rows: list[Row]
 
 
 def verdicts(targets: Iterable[Target]) -> list[Row]:
-    """A row for each target."""
+    """Return a row for each target."""
     return [
         {"part": t.part, "figure": t.what, "target": t.wanted, "measured": cell(t.measured), "met": t.verdict}
         for t in targets
@@ -65,7 +67,7 @@ def verdicts(targets: Iterable[Target]) -> list[Row]:
 
 
 def about() -> Row:
-    """What a figure depends on beside the program."""
+    """Return the versions and the processor that figures depend on."""
     return {
         "torch": torch.__version__,
         "python": ".".join(map(str, sys.version_info[:3])),
@@ -75,7 +77,7 @@ def about() -> Row:
 
 
 def processor() -> str:
-    """The processor's name, where the system says it."""
+    """Return the name of the processor, or its architecture where the system has no name."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -83,24 +85,34 @@ def processor() -> str:
 
 
 def save(path: Path, rows: Sequence[Row], settings: Row) -> None:
-    """The rows of a part, and how they came about."""
+    """Save the rows of a part with their settings."""
     text = json.dumps({"about": about(), "settings": settings, "rows": list(rows)}, indent=1)
     path.write_text(text + "\n", encoding="utf-8")
 
 
 def load(path: Path) -> list[Row]:
-    """The rows of a part that was measured before; none if it was not."""
+    """Return the saved rows of a part; none if it was not measured."""
     if not path.is_file():
         return []
     rows: list[Row] = json.loads(path.read_text(encoding="utf-8"))["rows"]
     return rows
 
 
+def write(blocks: Mapping[str, str]) -> None:
+    """Write each block between its comments on the pages of figures; a block without comments is left out."""
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for name, block in blocks.items():
+            if f"<!-- {name} -->" in text:
+                text = replaced(text, name, block)
+        page.write_text(text, encoding="utf-8")
+
+
 def replaced(text: str, name: str, new: str) -> str:
-    """The text with what stands between the comments `<!-- name -->` and `<!-- /name -->` replaced.
+    """Replace the text between the comments `<!-- name -->` and `<!-- /name -->`.
 
     Raises:
-        ValueError: the comments are not there.
+        ValueError: the comments are missing.
     """
     start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
     before, found, rest = text.partition(start)
@@ -110,6 +122,20 @@ def replaced(text: str, name: str, new: str) -> str:
     return f"{before}{start}\n{new.strip()}\n{end}{after}"
 
 
+def by_tokens(rows: Sequence[Row], key: str, value: str) -> dict[str, dict[int, float]]:
+    """Return values of rows by the name under `key` and then by tokens; rows without the value are left out."""
+    found: dict[str, dict[int, float]] = {}
+    for row in rows:
+        if value in row:
+            found.setdefault(row[key], {})[row["tokens"]] = row[value]
+    return found
+
+
+def columns(key: str, values: Mapping[str, Mapping[int, float]]) -> list[Row]:
+    """Return the rows of a table: a line for each name, a column for each number of tokens."""
+    return [{key: name, **{f"{count:,}": value for count, value in line.items()}} for name, line in values.items()]
+
+
 def under(row: Row) -> str:
-    """The dtype and the threads of a row, in words."""
+    """Return the dtype and the threads of a row, in words."""
     return f"{row['dtype']}, {row['threads']} thread{'s' if row['threads'] > 1 else ''}"

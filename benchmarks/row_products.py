@@ -1,7 +1,7 @@
-"""Products of a few rows with a matrix, and of attention: torch's library beside the loops of `lowering.row_products`.
+"""Time products of a few rows, and of attention: torch's library beside the loops of `lowering.row_products`.
 
-Matrices come from memory, as in a step of a model that no cache has room for: each is one of many.  `LIMITS` of
-`kvpass.lowering.row_products` says where the loops stop being the faster ones, from what this prints.
+Each matrix is one of many, so it comes from memory, as in a step of a model larger than the processor's caches.
+`LIMITS` of `kvpass.lowering.row_products` are taken from the results.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks import apart
-from benchmarks.report import Row, Table, Target, under
+from benchmarks.report import Row, Table, under
 from benchmarks.settings import Settings
 from benchmarks.timing import Local, Plan, interleaved, medians
 from kvpass.lowering.row_products import Processor, decompose_products
@@ -40,7 +39,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def measure(settings: Settings) -> list[Row]:
-    """Rows for each dtype and number of threads; float16 is always among them."""
+    """Return rows for each dtype and number of threads; float16 is always included."""
     plan = dataclasses.asdict(settings.plan.fewer(0.5))
     found: list[Row] = []
     for threads in settings.threads:
@@ -52,7 +51,7 @@ def measure(settings: Settings) -> list[Row]:
 
 @torch.inference_mode()
 def rows(dtype: str, count: int, plan: Row, counts: Sequence[int], sizes: Sequence[tuple[int, int]]) -> list[Row]:
-    """The rows of one dtype and number of threads."""
+    """Return the rows of one dtype and number of threads."""
     cases = [(height, tuple(size)) for size in sizes for height in counts]
     about = {"dtype": dtype, "threads": count}
     found: list[Row] = []
@@ -69,7 +68,7 @@ def rows(dtype: str, count: int, plan: Row, counts: Sequence[int], sizes: Sequen
 
 @dataclasses.dataclass(frozen=True)
 class _Given:
-    """What is multiplied: rows and matrices, one matrix after another, by a product."""
+    """Operands of a product: rows, and the matrices that they are multiplied with one after another."""
 
     x: Tensor
     matrices: list[Tensor]
@@ -77,26 +76,26 @@ class _Given:
 
     @staticmethod
     def random(height: int, wide: int, columns: int, dtype: torch.dtype) -> _Given:
-        """Rows [R, K], and matrices [N, K] as of linear layers."""
+        """Return random rows [R, K], and matrices [N, K] as of linear layers."""
         number = max(2, READ // (wide * columns * dtype.itemsize))
         matrices = [torch.randn(columns, wide).to(dtype) for _ in range(number)]
         return _Given(torch.randn(height, wide).to(dtype), matrices, _linear)
 
     @staticmethod
     def of_attention(height: int, what: str, dtype: torch.dtype) -> _Given:
-        """Queries [H, R, D] or probabilities [H, R, C], and keys or values [H, C, D]."""
+        """Return random queries [H, R, D] or probabilities [H, R, C], and keys or values [H, C, D]."""
         number = READ // 2 // (HEADS * SLOTS * DIM * dtype.itemsize)
         held = [torch.randn(HEADS, SLOTS, DIM).to(dtype) for _ in range(number)]
         x = torch.rand(HEADS, height, DIM if what == SCORES else SLOTS).to(dtype)
         return _Given(x, held, _scores if what == SCORES else _mixture)
 
     def timed(self, names: Iterable[str], plan: Plan) -> dict[str, float]:
-        """Milliseconds of a product by each of these ways."""
+        """Return the milliseconds of a product in each of the named ways."""
         taken = medians(interleaved([self.contender(name) for name in names], plan))
         return {name: ms / len(self.matrices) for name, ms in taken.items()}
 
     def contender(self, name: str) -> Local:
-        """A contender whose step is the product with every matrix."""
+        """Return a contender whose step multiplies with every matrix."""
         product = compiled(self.product, PARTS[name])
 
         def step() -> None:
@@ -120,7 +119,7 @@ def _mixture(probabilities: Tensor, value: Tensor) -> Tensor:
 
 
 def compiled(function: Callable[[Tensor, Tensor], Tensor], parts: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """A product with so many parts of its columns in one loop, or with none by the library."""
+    """Compile a product into one loop over `parts` stretches of the columns; 0 takes torch's library."""
     spelled = inductor.graph_pass(uuid.uuid4().bytes, functools.partial(decompose_products, parts=parts))
 
     def product(x: Tensor, matrix: Tensor) -> Tensor:
@@ -130,7 +129,7 @@ def compiled(function: Callable[[Tensor, Tensor], Tensor], parts: int) -> Callab
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
-    """For each dtype and number of threads, a line per case; then the most rows for which loops are the faster ones."""
+    """Return a table for each dtype and threads, and one of the largest number of rows at which loops win."""
     made: dict[str, list[Row]] = {}
     for row in rows:
         line = {"product": row["what"], "rows": row["rows"]}
@@ -140,7 +139,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
 
 
 def limits(rows: Sequence[Row]) -> list[Row]:
-    """For each dtype, number of threads and product the most rows for which each way is the faster one."""
+    """Return the largest number of rows at which each way wins, by dtype, threads and product."""
     products: dict[tuple[str, str], list[Row]] = {}
     for row in sorted(rows, key=lambda row: row["rows"]):
         products.setdefault((under(row), row["what"]), []).append(row)
@@ -157,23 +156,15 @@ def limits(rows: Sequence[Row]) -> list[Row]:
 
 
 def _fastest(row: Row, *ways: str) -> float:
-    """Milliseconds of the fastest of these ways that were timed."""
+    """Return the milliseconds of the fastest of the named ways that were timed."""
     return min(row.get(way, math.inf) for way in ways)
 
 
 def _most(cases: Sequence[Row], holds: Callable[[Row], bool]) -> int:
-    """The most rows of a case for which something holds; 0 if it does for none."""
+    """Return the largest number of rows for which a predicate holds; 0 for none."""
     return max((row["rows"] for row in cases if holds(row)), default=0)
 
 
 def vectors() -> str:
-    """What loops are made for on this processor."""
+    """Return the vectors and dot products that loops use on this processor."""
     return f"{Processor.here().vectors}, dot products of {sorted(map(str, inductor.dot_products())) or 'none'}"
-
-
-def targets(rows: Sequence[Row]) -> list[Target]:
-    return []
-
-
-def figures(rows: Sequence[Row]) -> dict[str, Figure]:
-    return {}

@@ -1,8 +1,9 @@
-"""Requests of mixed lengths: rows of a DecodeLoop, `generate` batch by batch, and transformers' continuous batching.
+"""Serve requests of mixed lengths by a DecodeLoop, by `generate` in batches, and by continuous batching.
 
-Requests arrive at random by a fixed seed, and their lengths have a heavy tail.  `generate` takes what waits, up to as
-many as there are rows, and goes on to the longest of them; it runs on slots, too.  Transformers' runs uncompiled, on
-pages that hold as many tokens as the rows' slots.  Each way is in a process of its own, and compiles beforehand.
+Requests arrive at random from a fixed seed, and their lengths have a heavy tail.  `generate` takes the waiting
+requests, up to the number of rows, and runs to the end of the longest one; its caches are bounded too.  The continuous
+batching of transformers runs uncompiled, on pages for as many tokens as the rows have slots.  Each way has a process of
+its own, and compiles before it is timed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import kvpass
@@ -31,13 +31,12 @@ REQUESTS, RATE, SEED = 64, 8.0, 0
 PROMPTS, ANSWERS = (16, 1000), (8, 256)
 TAIL = 1.1  # the exponent of the Pareto distribution that lengths are drawn from
 BLOCK = 32
-MEBIBYTE = 2**20
 FASTER = {BATCHES: 1.5, PAGES: 1.0}
 
 
 @dataclasses.dataclass
 class Arrival:
-    """A request: when it comes, in seconds, and what; and when its first and its last token came."""
+    """A request: its arrival in seconds, its prompt, and the times of its first and last token."""
 
     at: float
     prompt: list[int]
@@ -47,13 +46,13 @@ class Arrival:
     made: int = 0
 
     def note(self, now: float, tokens: int) -> None:
-        """So many tokens in all, now."""
+        """Record that the request has `tokens` tokens now."""
         self.first = self.first or now
         self.last, self.made = now, tokens
 
 
 def arrivals(count: int) -> list[Arrival]:
-    """A Poisson process, and lengths of a heavy tail; the same for all."""
+    """Return requests of a Poisson process with heavy-tailed lengths; every way gets the same."""
     drawn, now, found = random.Random(SEED), 0.0, []
     for _ in range(count):
         now += drawn.expovariate(RATE)
@@ -63,7 +62,7 @@ def arrivals(count: int) -> list[Arrival]:
 
 
 def measure(settings: Settings) -> list[Row]:
-    """A row for each way."""
+    """Return a row for each way."""
     count, threads, rows = 12 if settings.quick else REQUESTS, max(settings.threads), []
     for way in tqdm(WAYS, unit="process", desc="requests", dynamic_ncols=True):
         given: dict[str, Any] = dict(way=way, count=count)
@@ -75,13 +74,11 @@ def measure(settings: Settings) -> list[Row]:
 
 
 def serve(way: str, count: int) -> Row:
-    """Tokens per second, seconds to the first token, and the MiB that were needed at most."""
+    """Return tokens per second, seconds to the first token, and the most MiB added."""
     asked = arrivals(count)
     run = WAYS[way](build())
-    memory.forget_peak()
-    before = memory.resident()
     began = time.process_time()
-    run(asked)
+    most = memory.added(lambda: run(asked))
     used = time.process_time() - began
     waits = sorted(request.first - request.at for request in asked)
     tokens = sum(request.made for request in asked)
@@ -93,7 +90,7 @@ def serve(way: str, count: int) -> Row:
         "tokens a CPU second": tokens / used,
         "first token, p50, s": statistics.median(waits),
         "first token, p95, s": waits[int(0.95 * (len(waits) - 1))],
-        "MiB": (memory.peak() - before) / MEBIBYTE,
+        "MiB": most,
     }
 
 
@@ -101,7 +98,7 @@ Run = Callable[[list[Arrival]], None]
 
 
 class Clock:
-    """Seconds since the start, and who has arrived."""
+    """Seconds since the start, and the requests that have arrived."""
 
     def __init__(self, asked: Sequence[Arrival]) -> None:
         self.waiting, self.began = list(asked), time.perf_counter()
@@ -111,19 +108,19 @@ class Clock:
         return time.perf_counter() - self.began
 
     def arrived(self, most: int | None = None) -> list[Arrival]:
-        """Those that came since the last time, at most so many."""
+        """Return the requests that arrived since the last call, at most `most`."""
         come = [request for request in self.waiting if request.at <= self.now][:most]
         self.waiting = self.waiting[len(come) :]
         return come
 
     def rest(self) -> None:
-        """Wait for the next one."""
+        """Sleep until the next request arrives."""
         if self.waiting:
             time.sleep(max(0.0, self.waiting[0].at - self.now))
 
 
 def by_rows(model: Any) -> Run:
-    """A loop with rows."""
+    """Serve by a `DecodeLoop` with rows."""
     loop = kvpass.DecodeLoop(model, POLICY, budget=BUDGET, rows=ROWS, prefill_chunk=CHUNK, every=8)
     warm = arrivals(4)
     loop.generate_batch([part * 8 for part in (request.prompt for request in warm)], max_new_tokens=20)
@@ -143,7 +140,7 @@ def by_rows(model: Any) -> Run:
 
 
 def by_batches(model: Any) -> Run:
-    """The compiled model's own `generate` with so many rows at a time."""
+    """Serve by `generate` of the compiled model, ROWS requests at a time."""
     kvpass.compile(model, POLICY, budget=BUDGET)
 
     def generate(prompts: list[list[int]], most: int, tick: Callable[[], object] = lambda: None) -> None:
@@ -176,13 +173,13 @@ def by_batches(model: Any) -> Run:
 
 
 def _never(tick: Callable[[], object], ids: torch.Tensor) -> torch.Tensor:
-    """A criterion that stops nothing and notes that a token has come."""
+    """Stop nothing, and report that a token has come."""
     tick()
     return torch.zeros(len(ids), dtype=torch.bool)
 
 
 def by_pages(model: Any) -> Run:
-    """Transformers' continuous batching, with pages for as many tokens as the rows have slots."""
+    """Serve by the continuous batching of transformers, with pages for as many tokens as the rows have slots."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     model.set_attn_implementation("paged|sdpa")
@@ -219,7 +216,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
 
 
 def targets(rows: Sequence[Row]) -> Iterable[Target]:
-    """The loop beside the others."""
+    """Compare the loop with the other ways."""
     found = {row["way"]: row for row in rows}
     ours = found[LOOP]
     for way, limit in FASTER.items():
@@ -228,8 +225,3 @@ def targets(rows: Sequence[Row]) -> Iterable[Target]:
     waits = "first token, p95, s"
     ratio = ours[waits] / found[BATCHES][waits] if BATCHES in found else None
     yield Target("serving", f"p95 to the first token, of {BATCHES}", 1.0, ratio)
-
-
-def figures(rows: Sequence[Row]) -> dict[str, Figure]:
-    """None: the table says it all."""
-    return {}

@@ -1,4 +1,4 @@
-"""How much is measured."""
+"""Define the settings that all parts of the benchmark get."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from benchmarks.timing import Plan
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What the parts of the benchmark need to know.
+    """Settings of a run.
 
     Attributes:
-        quick: small sizes, for a look at everything in a few minutes; the targets are held against them all the same.
+        quick: small sizes, for a look at everything in a few minutes; targets are compared all the same.
         out: the folder for JSON, tables and plots.
-        threads, dtypes: steps are timed under each combination.
-        kvpress: the folder of kvpress's environment.
+        threads, dtypes: of the steps; each combination is timed.
+        kvpress: the folder for the environment of kvpress.
     """
 
     quick: bool
@@ -27,9 +27,9 @@ class Settings:
 
     @property
     def plan(self) -> Plan:
-        """How often steps are timed."""
+        """Number of turns and steps."""
         return Plan(rounds=5, steps=6) if self.quick else Plan()
 
     def combinations(self) -> list[tuple[str, int]]:
-        """Dtype and threads, the first of which is measured most widely."""
+        """Return pairs of dtype and threads; parts measure the first pair most widely."""
         return [(dtype, threads) for dtype in self.dtypes for threads in self.threads]

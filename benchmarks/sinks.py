@@ -1,4 +1,4 @@
-"""How much attention the bundled models park on the first tokens of a text: attention sinks (arXiv:2309.17453, Fig. 2).
+"""Measure the attention of the bundled models to the first tokens of a text (sinks, arXiv:2309.17453, Fig. 2).
 
 python -m benchmarks.sinks
 """
@@ -18,7 +18,7 @@ SINKS = 4
 
 @torch.no_grad()
 def rows(name: str, subject: LoadedModel) -> list[Row]:
-    """The share of attention that tokens from `AFTER` on pay to the first token and to the first four, by layer."""
+    """Return the attention of tokens from `AFTER` on to the first token and to the first four, by layer."""
     texts = subject.encode(corpus.read(corpus.held_out_files()))
     documents = torch.tensor(corpus.documents(texts, DOCUMENTS, LENGTH, subject.bos))
     subject.model.set_attn_implementation("eager")
@@ -27,7 +27,7 @@ def rows(name: str, subject: LoadedModel) -> list[Row]:
 
 
 def _paid(attention: torch.Tensor) -> Row:
-    """attention: [B, Hq, T, T]."""
+    """Return the shares for attention [B, Hq, T, T]."""
     first = attention[:, :, AFTER:, 0].mean((0, 2))
     sinks = attention[:, :, AFTER:, :SINKS].sum(-1).mean((0, 2))
     return {

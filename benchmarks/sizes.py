@@ -1,6 +1,6 @@
-"""What new lengths of turns, batch sizes, prompts under a share, and slots that double cost: compilations and seconds.
+"""Count compilations and time calls for new lengths, batch sizes, prompts under a share, and doubling slots.
 
-Each has a process of its own, with cold caches: ten values one after the other, then the same ten again, known by then.
+Each kind has a process of its own, with cold caches: ten values one after the other, then the same ten again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import kvpass
@@ -45,13 +44,13 @@ class Counting(Backend):
 
 
 def counting(policy: str, budget: float | None) -> Counting:
-    """A backend that counts."""
+    """Return a backend that counts."""
     made = kvpass.backend(policy, budget=budget)
     return Counting(**{field.name: getattr(made, field.name) for field in dataclasses.fields(made)})
 
 
 def measure(settings: Settings) -> list[Row]:
-    """The rows of each kind."""
+    """Return the rows of each kind."""
     layers = 2 if settings.quick else 8
     rows: list[Row] = []
     for kind in tqdm(KINDS, unit="kind", desc="sizes", dynamic_ncols=True):
@@ -63,7 +62,7 @@ def measure(settings: Settings) -> list[Row]:
 
 @torch.inference_mode()
 def values(kind: str, layers: int) -> list[Row]:
-    """For each value, new and then known, its seconds and how many step graphs were compiled for it."""
+    """Return seconds and compiled step graphs of each value, first new and then known."""
     policy, budget, calls = KINDS[kind]
     backend, rows = counting(policy, budget), []
     talk = _Talk(torch.compile(build(layers=layers), backend=backend))
@@ -77,7 +76,7 @@ def values(kind: str, layers: int) -> list[Row]:
 
 
 class _Talk:
-    """Conversations whose calls are timed: a value and a call for each."""
+    """Conversations with timed calls, as pairs of a value and a call."""
 
     def __init__(self, model: Any) -> None:
         self.model, self.past = model, None
@@ -88,7 +87,7 @@ class _Talk:
         self.past = cache_names.returned(out)
 
     def turns(self) -> Iterator[tuple[int, Callable[[], None]]]:
-        """Turns of one conversation, each with a step after it, which is not timed but for the first."""
+        """Yield turns of one conversation; each has a step after it, of which only the first is timed."""
         self._call(1, PROMPT, begins=True)
         self._call(1, 1)
         for count in LENGTHS:
@@ -96,19 +95,19 @@ class _Talk:
             self._call(1, 1)
 
     def batches(self) -> Iterator[tuple[int, Callable[[], None]]]:
-        """The first step of batches; their prompts are not timed."""
+        """Yield the first step of each batch size; prompts are not timed."""
         for rows in BATCHES:
             self._call(rows, PROMPT, begins=True)
             yield rows, lambda rows=rows: self._call(rows, 1)  # type: ignore[misc]
 
     def prompts(self) -> Iterator[tuple[int, Callable[[], None]]]:
-        """The first step after prompts of which a share is kept."""
+        """Yield the first step after prompts under a share."""
         for count in PROMPTS:
             self._call(1, count, begins=True)
             yield count, lambda: self._call(1, 1)
 
     def doublings(self) -> Iterator[tuple[int, Callable[[], None]]]:
-        """The step for which the slots double, and the first before that."""
+        """Yield a step, and then the steps at which the slots double."""
         self._call(1, PROMPT, begins=True)
         yield 0, lambda: self._call(1, 1)
         for times in range(1, GROWING + 1):
@@ -123,7 +122,7 @@ KINDS: dict[str, tuple[str, float | None, Callable[[_Talk], Iterator[tuple[int, 
     "shares": ("h2o", SHARE, _Talk.prompts),
     "growing": ("full", None, _Talk.doublings),
 }
-"""A policy, its budget, and the calls of a conversation that are timed."""
+"""The policy, the budget and the timed calls of each kind."""
 
 
 def _by_kind(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -160,7 +159,3 @@ def _targets(line: Row) -> Iterator[Target]:
     yield Target("sizes", f"{line['what']}: compilations of {line['values']} values", MOST, line["compilations"])
     if line["new, of known"] is not None:
         yield Target("sizes", f"{line['what']}: a new value, of a known one", OF_KNOWN, line["new, of known"])
-
-
-def figures(rows: Sequence[Row]) -> dict[str, Figure]:
-    return {}

@@ -1,9 +1,9 @@
-"""Where planted values stand among all tokens of a text, by what policies score tokens with.
+"""Rank planted values among all tokens of a text by the scores that policies use.
 
     python -m benchmarks.standing
 
-A policy that keeps one of every sixteen tokens by a score keeps what fewer than 6 % of the tokens surpass.  On the
-bundled model that recalls, with the texts of `python -m benchmarks recall`, at the end of a whole prompt.
+A policy that keeps one of sixteen tokens by a score keeps a token if fewer than 6 % of the tokens score higher.  The
+model is the bundled one that recalls, with the texts of `python -m benchmarks recall`, after a whole prompt.
 docs/quality.md has the table.
 """
 
@@ -25,18 +25,18 @@ TEXTS, LAST = 2, 32
 
 
 def total(attention: Tensor) -> Tensor:
-    """The sum over all queries, as h2o and d2o have it: [B, Hq, T] of [B, Hq, T, T]."""
+    """Sum attention [B, Hq, T, T] over all queries, as h2o and d2o do; returns [B, Hq, T]."""
     return attention.sum(2)
 
 
 def mean(attention: Tensor) -> Tensor:
-    """The mean over the queries that saw the token, as roco has it."""
+    """Average attention over the queries that saw the token, as roco does."""
     count = attention.shape[2]
     return attention.sum(2) / torch.arange(count, 0, -1)
 
 
 def last(attention: Tensor) -> Tensor:
-    """The mean over the last queries, as snapkv has it."""
+    """Average attention over the last queries, as snapkv does."""
     return attention[:, :, -LAST:].mean(2)
 
 
@@ -45,7 +45,7 @@ SCORES: dict[str, Callable[[Tensor], Tensor]] = {"sum": total, "mean": mean, f"l
 
 @torch.no_grad()
 def rows(texts: int = TEXTS, length: int = LENGTH) -> list[Row]:
-    """The share of tokens that score higher than a planted word, in the head in which it is least, by distance."""
+    """Return the share of tokens that score higher than a planted word, in the best head, by distance."""
     subject = load_memory(None)
     planted = planted_in(subject, texts, length)
     subject.model.set_attn_implementation("eager")
@@ -61,20 +61,24 @@ def rows(texts: int = TEXTS, length: int = LENGTH) -> list[Row]:
 
 
 def _attention(model: Any, tokens: Tensor) -> tuple[Tensor, ...]:
-    """Of each layer, [B, Hq, T, T]."""
+    """Return the attention of each layer, [B, Hq, T, T]."""
     layers: tuple[Tensor, ...] = model(tokens, output_attentions=True, use_cache=False).attentions
     return layers
 
 
 def _above(scores: list[Tensor], planted: PlantedPairs, number: int) -> float:
-    """The mean over rows and words, for that saying of the line and that head of scores [B, Hq, T] that is best."""
+    """Return the mean share over rows and words, in the best head and the best copy of the pair.
+
+    Args:
+        scores: [B, Hq, T] of each layer.
+    """
     lines = torch.arange(planted.text.shape[1])[planted.places(number)].view(planted.times, -1)
     every = [_surpassing(score, words) for score in scores for words in lines[:, 2:-1]]
     return torch.stack(every).amin((0, 2)).mean().item()  # of [layers * times, B, Hq]
 
 
 def _surpassing(score: Tensor, words: Tensor) -> Tensor:
-    """The share of tokens with more, mean over words [V]: [B, Hq]."""
+    """Return the share of tokens that score higher, averaged over words [V]: [B, Hq]."""
     return (score[..., None, :] > score[..., words, None]).float().mean((-1, -2))
 
 

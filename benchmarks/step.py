@@ -1,8 +1,8 @@
-"""The time of a step against the tokens seen, beside what people use today.
+"""Time steps by tokens seen, beside full caches, StreamingLLM by concatenation, and kvpress.
 
-Contenders take turns in one process, kvpress in one of its own.  Caches of transformers are filled with random keys
-and values; a conversation of kvpass is moved on to a place in the text (`bounded.move_on`).  The floor stands beside
-reading as many bytes once (`benchmarks.reading`), which no step can go below.
+Contenders take turns in one process; kvpress has its own.  Caches of transformers are filled with random keys and
+values.  A conversation of kvpass is moved to its position in the text (`bounded.move_on`).  A step with 8 slots is
+compared with reading its bytes once (`benchmarks.reading`), the lower bound of any step.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from benchmarks import apart, bounded, peers, reading
 from benchmarks.bounded import BUDGET, LEAST, Case
+from benchmarks.environments import Unavailable
 from benchmarks.model import Conversation, build
 from benchmarks.report import Row, Table, Target, under
 from benchmarks.settings import Settings
@@ -32,17 +33,17 @@ FLOOR, LOOP_FLOOR = "kvpass, 8 slots (the floor)", "DecodeLoop, 8 slots"
 OURS, THEIRS = "kvpass, ", "kvpress, "
 PRESSES = ("knorm", "streaming", "tova")
 PROMPT = BUDGET + 76  # so that every policy has evicted
-LOOPED = "h2o"  # the policy that a DecodeLoop is timed with
+LOOPED = "h2o"  # the policy of the timed DecodeLoop
 LENGTHS, LONG = (1024, 4096, 16384, 65536), 16384
 QUICK: dict[str, Any] = dict(lengths=(1024, LONG), policies=("streaming", "h2o", "d2o"))
-NAMED = ("streaming", "sage", "buzz", "h2o", "tova", "cascade", "d2o")  # those that targets speak of
+NAMED = ("streaming", "sage", "buzz", "h2o", "tova", "cascade", "d2o")  # policies with targets
 
 OF_READING = {"float32": 1.15, "bfloat16": 1.3}  # a step with 8 slots, of reading its bytes once
 GOALS = ((UNCOMPILED, LONG, 7.0), (STATIC, LONG, 10.0), (UNCOMPILED, 4 * LONG, 25.0), (THEIRS, LONG, 1.7))
 
 
 def measure(settings: Settings) -> list[Row]:
-    """All rows, a process for each dtype and number of threads; the first has every policy."""
+    """Return the rows of all pairs of dtype and threads, from a process each; the first has every policy."""
     rows: list[Row] = []
     for number, (dtype, threads) in enumerate(settings.combinations()):
         sizes = dict(lengths=LENGTHS, policies=NAMED if number else bounded.everything())
@@ -55,7 +56,7 @@ def measure(settings: Settings) -> list[Row]:
 def rows(
     dtype: str, count: int, kvpress: str, plan: dict[str, int], lengths: Sequence[int], policies: Sequence[str]
 ) -> list[Row]:
-    """The rows of one dtype and number of threads."""
+    """Return the rows of one dtype and number of threads."""
     torch._dynamo.config.recompile_limit = 256  # each contender is a compilation of the same `forward`
     with contextlib.ExitStack() as stack:
         bench = _Bench(dtype, count, Plan(**plan))
@@ -68,7 +69,7 @@ def rows(
 
 
 class _Bench:
-    """The model of one process, and what is said about its rows."""
+    """The model of one process, and the labels of its rows."""
 
     def __init__(self, dtype: str, threads: int, plan: Plan) -> None:
         self.model, self.plan = build(dtype), plan
@@ -77,12 +78,12 @@ class _Bench:
         self.bar = tqdm(unit="turn", desc=f"step, {under(self.about)}", dynamic_ncols=True)
 
     def presses(self, stack: contextlib.ExitStack, folder: Path) -> Callable[[int], list[Contender]]:
-        """The contenders of kvpress at a number of tokens seen; none where it cannot be had."""
+        """Return a function from tokens seen to the contenders of kvpress, which are none if it is unavailable."""
         self.bar.set_postfix_str("making the environment of kvpress")
         try:
             python = peers.environment(folder)
-            worker = stack.enter_context(peers.Worker(python, **self.about, budget=BUDGET))
-        except peers.Unavailable as error:
+            worker = stack.enter_context(peers.worker(python, **self.about, budget=BUDGET))
+        except Unavailable as error:
             self.refusals.append({**self.about, "contender": "kvpress", "error": str(error)})
             return lambda seen: []
         return lambda seen: [peers.Remote(f"{THEIRS}{press}", worker, press, seen) for press in PRESSES]
@@ -97,7 +98,7 @@ class _Bench:
         return [bounded.Loop.of(self.model, Case(LOOPED), PROMPT), floor]
 
     def at(self, seen: int, talks: Mapping[str, Conversation], others: Sequence[Contender]) -> Iterator[Row]:
-        """The rows at so many tokens seen."""
+        """Yield the rows at a number of tokens seen."""
         plan = self.plan if seen <= LONG else self.plan.fewer(0.4)
         self.bar.set_postfix_str(f"compiling a cache of {seen:,} tokens")
         full = {
@@ -118,7 +119,7 @@ class _Bench:
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
-    """For each dtype and number of threads, a line per contender and a column per number of tokens."""
+    """Return a table for each dtype and number of threads: a line per contender, a column per tokens seen."""
     made: dict[str, dict[str, Row]] = {}
     for row in rows:
         lines = made.setdefault(under(row), {})
@@ -133,7 +134,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
 
 @dataclasses.dataclass(frozen=True)
 class Floor:
-    """What a step with 8 slots takes, and reading as many bytes, in milliseconds."""
+    """Milliseconds of steps with 8 slots, and of reading as many bytes."""
 
     bytes: int
     reading: float
@@ -141,7 +142,7 @@ class Floor:
 
     @property
     def line(self) -> Row:
-        """Of a table."""
+        """Line of the table."""
         speed = {"MB": self.bytes / 1e6, "read at, GB/s": self.bytes / self.reading / 1e6, "in, ms": self.reading}
         return speed | {f"{name}, of that": share for name, share in self.of_reading.items()}
 
@@ -151,7 +152,7 @@ class Floor:
 
 
 def _floors(rows: Sequence[Row]) -> dict[str, Floor]:
-    """By dtype and number of threads, from the rows at the fewest tokens."""
+    """Return the floors by dtype and threads, from the rows at the fewest tokens seen."""
     found: dict[str, Floor] = {}
     for title, cases in _at_fewest(rows).items():
         read = [cases[name] for name in reading.NAMES if name in cases]
@@ -162,7 +163,7 @@ def _floors(rows: Sequence[Row]) -> dict[str, Floor]:
 
 
 def _at_fewest(rows: Sequence[Row]) -> dict[str, dict[str, Row]]:
-    """By dtype and number of threads the rows of each contender at the fewest tokens."""
+    """Return the row of each contender at the fewest tokens seen, by dtype and threads."""
     found: dict[str, dict[str, Row]] = {}
     timed = [row for row in rows if "ms" in row]
     for row in sorted(timed, key=lambda row: row["seen"], reverse=True):
@@ -174,7 +175,7 @@ Times = dict[tuple[str, int], float]
 
 
 def targets(rows: Sequence[Row]) -> list[Target]:
-    """How many times faster than the others the policies are, the one in the middle and the slowest, and the floor."""
+    """Compare the median and the slowest policy with the alternatives, and the floor with reading."""
     found: dict[str, Times] = {}
     for row in rows:
         if "ms" in row:
@@ -203,13 +204,13 @@ def _against(title: str, times: Times, other: str, seen: int, limit: float) -> I
 
 
 def _fastest(times: Times, name: str, seen: int) -> str | None:
-    """The fastest contender whose name begins so."""
+    """Return the fastest contender whose name starts with `name`."""
     known = {other: ms for (other, at), ms in times.items() if at == seen and other.startswith(name)}
     return min(known, key=known.__getitem__, default=None)
 
 
 def figures(rows: Sequence[Row]) -> dict[str, Figure]:
-    """A panel for each dtype and number of threads."""
+    """Draw a panel for each dtype and number of threads."""
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for row in rows:
         if "ms" in row:

@@ -1,7 +1,6 @@
-"""Memory and time over a stream of 100,000 tokens, all of them decoded, on one conversation.
+"""Measure memory and time over a stream of 100,000 decoded tokens in one conversation.
 
-A conversation with 8 slots is timed now and then beside it, so that a machine that gets slower is told from a step
-that does.
+A conversation with 8 slots is timed at the same points, which tells a slower machine from a slower step.
 """
 
 from __future__ import annotations
@@ -27,12 +26,11 @@ from kvpass.torch_private import counters
 TITLE = "A stream of 100,000 tokens"
 POLICY = "h2o"
 TOKENS, EVERY, BESIDE = 100_000, 1000, 16
-MEBIBYTE = 2**20
 FLAT, SAME = 0.01, 1.05
 
 
 def measure(settings: Settings) -> list[Row]:
-    """A row for every thousand tokens."""
+    """Return a row for every thousand tokens."""
     sizes = dict(tokens=4000, layers=2, every=100) if settings.quick else dict(tokens=TOKENS, layers=8, every=EVERY)
     rows: list[Row] = apart.run("benchmarks.stream:rows", environment=memory.RETURNING, policy=POLICY, **sizes)
     return rows
@@ -40,7 +38,7 @@ def measure(settings: Settings) -> list[Row]:
 
 @torch.inference_mode()
 def rows(policy: str, tokens: int, layers: int, every: int) -> list[Row]:
-    """What the process holds, what it has compiled, and the median step, every so many tokens."""
+    """Return resident memory, compilations and the median step, every `every` tokens."""
     model = build(layers=layers)
     talk, beside = (bounded.conversation(model, case, PROMPT) for case in (Case(policy), LEAST))
     with tqdm(total=tokens - PROMPT, unit="token", desc=f"stream, {policy}", dynamic_ncols=True) as bar:
@@ -57,25 +55,25 @@ def _rows(talk: Conversation, beside: Conversation, tokens: int, every: int, bar
             "tokens": seen,
             "ms": 1e3 * step,
             "floor": 1e3 * statistics.median(floor.seconds(BESIDE)),
-            "MiB": memory.resident() / MEBIBYTE,
+            "MiB": memory.resident() / memory.MEBIBYTE,
             "compiled": counters.activity() - compiled,
         }
 
 
 def _parts(rows: Sequence[Row]) -> tuple[Sequence[Row], Sequence[Row]]:
-    """The second twentieth of the rows, after the warm-up, and the last one."""
+    """Return the second twentieth of the rows, which is after the warm-up, and the last twentieth."""
     count = max(1, len(rows) // 20)
     return rows[count : 2 * count], rows[-count:]
 
 
 def _ratio(rows: Sequence[Row], value: str, beside: str | None = None) -> float:
-    """The end of the stream as a share of its start."""
+    """Return the end of the stream as a share of its start."""
     middle = [statistics.median(row[value] / (row[beside] if beside else 1) for row in part) for part in _parts(rows)]
     return middle[1] / middle[0]
 
 
 def _growth(rows: Sequence[Row]) -> float:
-    """How much more the process ever held after the warm-up than at its end, as a share."""
+    """Return the largest growth of resident memory after the warm-up, as a share."""
     after = rows[max(1, len(rows) // 20) :]
     return max(row["MiB"] for row in after) / after[0]["MiB"] - 1
 

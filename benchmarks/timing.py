@@ -1,4 +1,4 @@
-"""Medians of contenders that take turns, so that what else the machine does falls on all of them alike."""
+"""Time contenders by turns, so that other work on the machine falls on all of them alike."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Protocol
 
 
 class Contender(Protocol):
-    """Something that is timed; it may run in another process."""
+    """What is timed; it may run in another process."""
 
     name: str
 
     def seconds(self, count: int) -> list[float]:
-        """The time of each of `count` steps in a row."""
+        """Return the seconds of each of `count` consecutive steps."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Local:
-    """A contender of this process: `step` is called again and again, by a clock in seconds."""
+    """A contender in this process: repeated calls of `step`, timed by a clock in seconds."""
 
     name: str
     step: Callable[[], object]
@@ -32,12 +32,12 @@ class Local:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How often contenders are timed.
+    """The number of turns and steps.
 
     Attributes:
-        rounds: how many times each has its turn.
-        steps: timed in a turn.
-        skipped: steps at the beginning of a turn that are not timed, while caches fill again.
+        rounds: turns of each contender.
+        steps: timed steps of a turn.
+        skipped: steps before them that are not timed, while the processor's caches fill.
     """
 
     rounds: int = 12
@@ -46,16 +46,16 @@ class Plan:
 
     @property
     def total(self) -> int:
-        """Steps of each contender, those that are not timed included."""
+        """Steps of each contender, skipped ones included."""
         return self.rounds * (self.steps + self.skipped)
 
     def fewer(self, share: float) -> Plan:
-        """The same with a share of the rounds, at least three."""
+        """Return a plan with a share of the rounds, at least three."""
         return dataclasses.replace(self, rounds=max(3, round(share * self.rounds)))
 
 
 def timed(action: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
-    """Seconds of one call."""
+    """Return the seconds of one call."""
     start = clock()
     action()
     return clock() - start
@@ -64,9 +64,9 @@ def timed(action: Callable[[], object], clock: Callable[[], float] = time.perf_c
 def interleaved(
     contenders: Sequence[Contender], plan: Plan, tick: Callable[[], object] = lambda: None
 ) -> dict[str, list[float]]:
-    """The seconds of every timed step of every contender, in the order of the contenders.
+    """Return the seconds of every timed step, by contender.
 
-    Each round begins with another contender, so that none is always behind the same one.
+    Each round begins with another contender, so that none always follows the same one.
     """
     found: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     for turn in range(plan.rounds):
@@ -78,12 +78,12 @@ def interleaved(
 
 
 def medians(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """The median of each, in milliseconds."""
+    """Return the medians in milliseconds."""
     return {name: 1e3 * statistics.median(values) for name, values in seconds.items()}
 
 
 def spread(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """The distance of the quartiles as a share of the median: how much of a difference means nothing."""
+    """Return the interquartile ranges as shares of the medians: smaller differences mean nothing."""
     return {name: _spread(values) for name, values in seconds.items()}
 
 

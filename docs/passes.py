@@ -1,4 +1,4 @@
-"""Writes docs/passes.md: one step of a two-layer model, as it stands after every pass.
+"""Write docs/passes.md, which shows a decode step of a model with two layers after every pass.
 
 python docs/passes.py
 """
@@ -17,23 +17,23 @@ from kvpass.rewrite.record import Record
 
 PAGE = Path(__file__).with_name("passes.md")
 HEADS, DIM = 2, 4
-MOST = 40  # lines shown of a pass
+MOST = 40  # lines of a pass that are shown
 Past = list[tuple[Tensor, Tensor]] | None
 
-HEAD = """# The passes, on a real graph
+HEAD = f"""# Passes
 
-What becomes of one decode step of a model of two layers: `python docs/passes.py` writes this page. Policy `streaming`
-with a budget of 4 and positions by rank. Any model's own are printed with `KVPASS_LOGS=passes,graphs`, or by
-`kvpass.explain(model, policy, graphs=True)(ids, cache=cache)`. What each pass is for stands in its file in
-`kvpass/rewrite/passes`. Of what a pass changes only the lines that are new are shown, the first of them where there are
-many, and how many went.
+The graph of one decode step of a model with two layers, after every pass. The policy is `streaming` with a budget of 4
+and positions in the cache. `python docs/passes.py` writes this page. `KVPASS_LOGS=passes,graphs` and
+`kvpass.explain(model, policy, graphs=True)(ids, cache=cache)` print the same for any model. The purpose of each pass is
+in its file in `kvpass/rewrite/passes`. A section shows the lines that a pass adds, at most {MOST} of them, and counts
+the lines that it removes.
 
 ```python
 """
 
 
 class Model(nn.Module):
-    """Attention with a rotary embedding, twice."""
+    """Two layers of attention with a rotary embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Model(nn.Module):
 
 
 def rotated(x: Tensor, position: Tensor) -> Tensor:
-    """A rotary embedding of [B, H, q, D] at [1, q]."""
+    """Rotate queries or keys [B, H, q, D] by positions [1, q]."""
     angle = position[:, None, :, None] / 10.0 ** torch.arange(0, 1, 2 / DIM)
     one, other = x.chunk(2, -1)
     return torch.cat([one * angle.cos() - other * angle.sin(), other * angle.cos() + one * angle.sin()], -1)
@@ -64,7 +64,7 @@ def rotated(x: Tensor, position: Tensor) -> Tensor:
 
 @torch.no_grad()
 def report() -> ExplainReport:
-    """One step after a prompt of five tokens."""
+    """Return the report on one step after a prompt of five tokens."""
     torch.manual_seed(0)
     torch._dynamo.reset()
     model, ids = Model().eval(), torch.arange(6)[None]
@@ -74,32 +74,34 @@ def report() -> ExplainReport:
 
 
 def page(found: ExplainReport) -> str:
-    """The whole page."""
+    """Return the text of the page."""
     source = Path(__file__).read_text()
     code = source[source.index("class Model") : source.index("@torch.no_grad()")].rstrip()
     (first, dynamos), *rest = found.programs
     parts, before = [HEAD + code + "\n```\n", f"## {first.capitalize()}\n", _fenced(dynamos.splitlines())], dynamos
     records = {f"after {record.name}": record for record in found.passes}
     for title, program in rest:
-        parts += [f"## {title.capitalize()}\n", _said(records.get(title)), _changes(before, program)]
+        parts += [f"## {title.capitalize()}\n", _summary(records.get(title)), _changes(before, program)]
         before = program
     return "\n".join(part for part in parts if part)
 
 
-def _said(record: Record | None) -> str:
+def _summary(record: Record | None) -> str:
+    """Return what a pass reports: how many nodes it rewrote, and why it left others."""
     if record is None:
         return ""
-    return (
-        f"{len(record.matched)} rewritten" + "".join(f"; left {w}, as {why}" for w, why in record.left.items()) + ".\n"
-    )
+    left = ", ".join(f"{name} ({reason})" for name, reason in record.left.items())
+    return f"Nodes rewritten: {len(record.matched)}." + (f" Unchanged: {left}." if left else "") + "\n"
 
 
 def _changes(before: str, program: str) -> str:
+    """Return the lines that a program adds to the one before it, and counts of the others."""
     old, new = _lines(before), _lines(program)
-    made = [line for line in program.splitlines() if _line(line) not in old]
-    gone = sum(_line(line) not in new for line in before.splitlines())
-    more = f" {len(made) - MOST} more lines are new." if len(made) > MOST else ""
-    return (_fenced(made[:MOST]) + "\n" if made else "") + f"{gone} lines went.{more}\n"
+    added = [line for line in program.splitlines() if _line(line) not in old]
+    removed = sum(_line(line) not in new for line in before.splitlines())
+    more = f", {len(added) - MOST} of them not shown" if len(added) > MOST else ""
+    counts = f"Lines added: {len(added)}{more}; removed: {removed}.\n"
+    return (_fenced(added[:MOST]) + "\n" if added else "") + counts
 
 
 def _lines(program: str) -> set[str]:
@@ -107,7 +109,7 @@ def _lines(program: str) -> set[str]:
 
 
 def _line(line: str) -> str:
-    """A line without what says that values are let go of, which moves from line to line."""
+    """Return a line without its `= None` assignments, which free values and move from line to line."""
     return line.split(";  ")[0].strip()
 
 

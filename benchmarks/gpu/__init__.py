@@ -1,4 +1,4 @@
-"""What kvpass does on a GPU: one call, correctness first, then figures.
+"""Check and time kvpass on a GPU: correctness first, then figures.
 
 python -m benchmarks.gpu --out out/gpu
 """

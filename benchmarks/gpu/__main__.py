@@ -1,4 +1,4 @@
-"""Runs everything, prints a table, writes JSON; stops when something is wrong or the time is up."""
+"""Run all checks and figures, print a table and write JSON; stop at a wrong result or when the time is over."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FIGURES = (
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns 0, or 1 if anything is incorrect."""
+    """Return 0, or 1 if a result is wrong."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("out/gpu"))
     parser.add_argument("--minutes", type=float, default=8.0, help="no section is begun that would take longer")

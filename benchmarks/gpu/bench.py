@@ -1,4 +1,4 @@
-"""Timing, rows of the table, and the time that is left."""
+"""Time calls on a device, and keep the rows of the table and the deadline."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Row:
     predicted: float | None = None
 
     def beside(self, predicted: Mapping[tuple[str, str], float]) -> Row:
-        """The same with what was predicted for its section and case."""
+        """Return the row with the prediction for its section and case."""
         return dataclasses.replace(self, predicted=predicted.get((self.section, self.case)))
 
 
@@ -58,19 +58,19 @@ class Bench:
         return torch.float32 if self.device.type == "cpu" else torch.bfloat16
 
     def in_time(self, what: str, seconds: float = 0.0) -> bool:
-        """Whether there are so many seconds left; what is not run is listed."""
+        """Return whether `seconds` are left; a section that is not run is listed."""
         fits = time.monotonic() + seconds < self.end
         if not fits:
             self.left_out.append(what)
         return fits
 
     def few(self, names: Sequence[str]) -> Sequence[str]:
-        """All of them, or two in a rehearsal."""
+        """Return all values, or two of them in a rehearsal."""
         return names[:2] if self.small else names
 
     @property
     def inner(self) -> str:
-        """What compiles rewritten graphs."""
+        """Inner compiler of rewritten graphs."""
         return "eager" if self.small else "inductor"
 
     def sync(self) -> None:
@@ -78,7 +78,7 @@ class Bench:
             torch.cuda.synchronize()
 
     def seconds(self, run: Callable[[], Any], turns: int = 30) -> float:
-        """The median time of a call, caches flushed before each, compiled and warm.
+        """Return the median seconds of a warm compiled call, with the caches flushed before each.
 
         The call is queued while the GPU still flushes a GiB, so that launching it on the host is not in the time: a
         `DecodeLoop` replays a CUDA graph.
@@ -102,7 +102,7 @@ class Bench:
         return float(start.elapsed_time(end)) / 1e3
 
     def memory(self) -> int:
-        """Bytes that may be used."""
+        """Bytes of memory that may be used."""
         return torch.cuda.mem_get_info()[0] if self.device.type == "cuda" else 1 << 30
 
     def randn(self, *shape: int) -> torch.Tensor:
@@ -110,14 +110,14 @@ class Bench:
 
 
 def predicted(device: str) -> dict[tuple[str, str], float]:
-    """What `python -m benchmarks.gpu --predict` wrote down for a device of such a name, by section and case."""
+    """Return the predictions of `python -m benchmarks.gpu --predict` for a device, by section and case."""
     found = json.loads(PREDICTED.read_text())
     rows = next((rows for name, rows in found.items() if name in device), [])
     return {(row["section"], row["case"]): row["value"] for row in rows}
 
 
 def table(rows: list[Row]) -> Iterator[str]:
-    """The rows as Markdown."""
+    """Return the rows as Markdown."""
     yield "| section | case | value | predicted | target | met |"
     yield "|---|---|---|---|---|---|"
     for row in rows:

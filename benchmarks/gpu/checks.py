@@ -1,4 +1,4 @@
-"""Correctness, before anything is timed: against float64, and against the uncompiled model."""
+"""Check results against float64 and against the uncompiled model, before anything is timed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _row(case: str, error: float, most: float = CLOSE) -> Row:
 
 
 def attention(bench: Bench) -> Iterator[Row]:
-    """The kernels beside the plain form in float64 on the CPU."""
+    """Compare the kernels with the plain form in float64 on the CPU."""
     for slots, groups, queries in ((1025, 4, 1), (333, 1, 1), (513, 4, 8)):
         query, key = bench.randn(2, 8, groups, queries, 128), bench.randn(2, 8, slots, 128)
         value = bench.randn(2, 8, slots, 128)
@@ -62,14 +62,14 @@ def prompt_scores(bench: Bench) -> Iterator[Row]:
 
 
 def repairs(bench: Bench) -> Iterator[Row]:
-    """Rows as kv_align repairs them, beside its plain form on the CPU."""
+    """Compare rows that kv_align repairs with its plain form on the CPU."""
     rows = Rows.drawn(bench, 2, 513)
     for name, ours, wanted in zip(("keys", "values"), rows.repaired(), rows.on_cpu().repaired(), strict=True):
         yield _row(f"repair, {name}", _error(ours.cpu(), wanted))
 
 
 def tiny(bench: Bench) -> Any:
-    """A small random Llama in float32."""
+    """Return a small random Llama in float32."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=8,
@@ -79,7 +79,7 @@ def tiny(bench: Bench) -> Any:
 
 
 def models(bench: Bench) -> Iterator[Row]:
-    """Whole models: tokens of `generate` until something is evicted; no skipped CUDA graphs."""
+    """Compare tokens of `generate` until the first eviction, and check that no CUDA graph is skipped."""
     model = tiny(bench)
     ids = torch.randint(3, 512, (2, 40), device=bench.device)
     mask = torch.ones_like(ids)
@@ -98,7 +98,7 @@ def models(bench: Bench) -> Iterator[Row]:
 
 
 def _captured(model: Any, ids: Tensor, mask: Tensor, how: dict[str, Any], expected: Tensor) -> Iterator[Row]:
-    """`mode="reduce-overhead"`: the same tokens, and Inductor skipped no CUDA graph."""
+    """Check `mode="reduce-overhead"`: the same tokens, and no CUDA graph that Inductor skips."""
     torch._dynamo.reset()
     counters.clear()
     kvpass.compile(model, "h2o", budget=256, mode="reduce-overhead")

@@ -1,4 +1,4 @@
-"""One attention layer: bandwidth, a policy's step, the caching operation, the scores of a prompt."""
+"""Time one attention layer: bandwidth, steps of policies, the caching operation, and statistics of a prompt."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ REPAIRED = (8, 1024)  # rows of a batch, slots
 
 
 class Case(NamedTuple):
-    """Attention to so many slots of so many rows, as they are stored, keys rotated at read or not."""
+    """Attention over slots: their number, rows, format, and whether keys are rotated when they are read."""
 
     rows: int
     slots: int
@@ -43,18 +43,18 @@ class Case(NamedTuple):
 
     @property
     def aimed(self) -> bool:
-        """Whether there is a target."""
+        """True if the case has a target."""
         return self.slots >= 4096 and self.rows >= 8 and self.kv_dtype is None and not self.turned
 
     def held(self, device: torch.device, dtype: torch.dtype) -> tuple[Stored, Stored]:
-        """Keys and values of zeros."""
+        """Return keys and values of zeros."""
         kept = format_of(self.kv_dtype, DIM, dtype)
         key, value = (Stored.empty(kept, (self.rows, HEADS, self.slots), device) for _ in range(2))
         return key, value
 
 
 def cases(batches: Sequence[int] = BATCHES, lengths: Sequence[int] = LENGTHS) -> list[Case]:
-    """Plain ones of all sizes, then the other ways to store and to read of some."""
+    """Return plain cases of all sizes, then other formats and rotated keys of some sizes."""
     plain = [Case(rows, slots) for rows, slots in itertools.product(batches, lengths)]
     others: list[tuple[KVDtype | None, bool]] = [(None, True), ("int8", False), ("int4", False), ("int4", True)]
     few = [case for case in plain if case.slots in (256, 4096, 16384)]
@@ -62,14 +62,14 @@ def cases(batches: Sequence[int] = BATCHES, lengths: Sequence[int] = LENGTHS) ->
 
 
 def copy_bandwidth(bench: Bench) -> float:
-    """Bytes a second of a copy, read and written."""
+    """Return the bytes per second that a copy reads and writes."""
     source = torch.empty(1 << (22 if bench.small else 30), dtype=torch.int8, device=bench.device)
     into = torch.empty_like(source)
     return 2 * source.nbytes / bench.seconds(lambda: into.copy_(source))
 
 
 def rotary(slots: int, like: Tensor) -> tuple[Rotation, Rope]:
-    """Llama's embedding for slots in the order of their ranks, plainly and for the kernels, in the dtype of `like`."""
+    """Return Llama's rotary embedding of slots in their order, plain and for the kernels, in the dtype of `like`."""
     kind: dict[str, Any] = dict(device=like.device, dtype=torch.float32)
     phase = torch.arange(slots, **kind)[:, None] * 1e4 ** -(torch.arange(0, DIM, 2, **kind) / DIM)
     cos, sin = torch.cat([phase.cos(), phase.cos()], -1), torch.cat([-phase.sin(), phase.sin()], -1)
@@ -83,7 +83,7 @@ def rotary(slots: int, like: Tensor) -> tuple[Rotation, Rope]:
 
 
 def bandwidth(bench: Bench) -> Iterator[Row]:
-    """`attend` as a share of what a copy reaches; bytes are those of K and V as they are stored."""
+    """Return the bandwidth of `attend` over stored K and V, as a share of a copy."""
     reached = copy_bandwidth(bench)
     yield Row("copy", "1 GiB", reached / 1e9, "GB/s")
     for case in cases((1, 2), (256,)) if bench.small else cases():
@@ -95,13 +95,13 @@ def bandwidth(bench: Bench) -> Iterator[Row]:
 
 
 def size_of(case: Case) -> int:
-    """Bytes of K and V with what belongs to their codes."""
+    """Bytes of K and V, with scales and zero points."""
     held = case.held(torch.device("meta"), torch.bfloat16)
     return sum(part.nbytes for stored in held for part in stored.parts)
 
 
 def _attending(bench: Bench, case: Case) -> float:
-    """Seconds of `attend` to all slots."""
+    """Return the seconds of `attend` over all slots."""
     query = bench.randn(case.rows, HEADS, GROUPS, 1, DIM)
     key, value = case.held(bench.device, bench.dtype)
     for part in (*key.parts, *value.parts):
@@ -118,7 +118,7 @@ def _attending(bench: Bench, case: Case) -> float:
 
 
 class Rows(NamedTuple):
-    """Held rows and how far they move; keys and values [B, H, C, D]."""
+    """Held rows, keys and values [B, H, C, D], and the distances that they move."""
 
     aligner: Aligner
     weights: list[Tensor]
@@ -129,7 +129,7 @@ class Rows(NamedTuple):
 
     @staticmethod
     def drawn(bench: Bench, rows: int, slots: int) -> Rows:
-        """Random ones, with a random network of the size that is trained by default."""
+        """Return random rows, with a random network of the default size."""
         signature = Signature("any", 1, HEADS, DIM, DIM, slots)
         network = DirectNetwork(signature)
         with torch.no_grad():
@@ -140,17 +140,17 @@ class Rows(NamedTuple):
         return Rows(aligner, [tensor.to(key.device) for tensor in aligner.weights()], key, value, made, rank)
 
     def on_cpu(self) -> Rows:
-        """The same there."""
+        """Return the rows on a device."""
         return Rows(self.aligner, [tensor.cpu() for tensor in self.weights], *(x.cpu() for x in self[2:]))
 
     def repaired(self) -> tuple[Tensor, Tensor]:
-        """Those that move, repaired."""
+        """Return the repaired rows."""
         moves = self.made > self.rank
         return self.aligner.repaired(self.weights, 0, self.key, self.value, self.made, self.rank, moves)
 
 
 def repairs(bench: Bench) -> Iterator[Row]:
-    """What kv_align does to all rows in every step, beside copying them."""
+    """Time kv_align's repair of all rows in a step, beside a copy of them."""
     batch, slots = (1, 256) if bench.small else REPAIRED
     rows = Rows.drawn(bench, batch, slots)
     copied = bench.seconds(lambda: (rows.key.clone(), rows.value.clone()))
@@ -160,7 +160,7 @@ def repairs(bench: Bench) -> Iterator[Row]:
 
 
 def step(bench: Bench, name: str, slots: int, rows: int) -> Callable[[], Any]:
-    """A compiled decode step of a policy on one layer, ready to run."""
+    """Return a compiled decode step of a policy on one layer."""
     policy = resolve(name, {})
     capacity = policy.capacity(slots, slots)
     layout = Layout(policy, slots, capacity, rows, HEADS, DIM, DIM, bench.dtype, bench.device, False)
@@ -181,7 +181,7 @@ def step(bench: Bench, name: str, slots: int, rows: int) -> Callable[[], Any]:
 
 
 def policies(bench: Bench) -> Iterator[Row]:
-    """A policy's step beside the same with a policy that looks at nothing."""
+    """Time the step of each policy beside a policy that scores no token."""
     rows, slots = (1, 256) if bench.small else (8, 4096)
     plain = bench.seconds(step(bench, "window", slots, rows))
     yield Row("step of a layer", f"window, batch {rows}, {slots} slots", plain * 1e6, "us")
@@ -193,7 +193,7 @@ def policies(bench: Bench) -> Iterator[Row]:
 
 
 def caching(bench: Bench) -> Iterator[Row]:
-    """Storing a token: by concatenation, and by a row in place within a graph (Cascade's table 4)."""
+    """Time storing a token by concatenation and in place (table 4 of Cascade, arXiv:2406.17808)."""
     slots = 256 if bench.small else 4096
     key, value = bench.randn(1, 32, slots, DIM), bench.randn(1, 32, slots, DIM)
     row = bench.randn(1, 32, 1, DIM)
@@ -213,7 +213,7 @@ def caching(bench: Bench) -> Iterator[Row]:
 
 
 def prompt_scores(bench: Bench) -> Iterator[Row]:
-    """What scoring a prompt costs beside its attention."""
+    """Time the statistics of a prompt beside its attention."""
     count = 128 if bench.small else PROMPT
     query = bench.randn(1, HEADS * GROUPS, count, DIM)
     key, value = bench.randn(1, HEADS, count, DIM), bench.randn(1, HEADS, count, DIM)

@@ -1,4 +1,4 @@
-"""Tokens a second of a random model with the shape of an 8B, with full caches and with each policy."""
+"""Measure tokens per second of a random model with the shape of an 8B, with full caches and each policy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMES = ("h2o", "streaming", "d2o", "cascade", "buzz", "tova")
 
 
 def build(bench: Bench) -> Any:
-    """Llama 3 8B's shape, with so many of its 32 layers; weights are random."""
+    """Return a random model with the shape of Llama 3 8B and `layers` of its 32 layers."""
     size = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, vocab_size=256)
     if not bench.small:
         size = dict(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8)
@@ -35,7 +35,7 @@ def build(bench: Bench) -> Any:
 
 
 def batch(bench: Bench, model: Any, tokens: int) -> int:
-    """The largest power of two of rows whose caches of so many tokens fit beside what a prompt needs."""
+    """Return the largest power of two of rows whose caches fit beside the memory of a prompt."""
     config = model.config
     row = 2 * config.num_hidden_layers * config.num_key_value_heads * (config.hidden_size // config.num_attention_heads)
     fitting = int(bench.memory() * 0.6) // (row * tokens * bench.dtype.itemsize)
@@ -43,7 +43,7 @@ def batch(bench: Bench, model: Any, tokens: int) -> int:
 
 
 def _rate(bench: Bench, run: Callable[[], Any], rows: int, steps: int) -> float:
-    """Tokens a second of all rows."""
+    """Return tokens per second of all rows."""
     bench.sync()
     start = time.perf_counter()
     run()
@@ -52,7 +52,7 @@ def _rate(bench: Bench, run: Callable[[], Any], rows: int, steps: int) -> float:
 
 
 def _plain(bench: Bench, model: Any, ids: Tensor, total: int, static: bool, steps: int) -> float:
-    """A full cache: a loop of greedy steps at the mean length of the run."""
+    """Return a loop of greedy steps on a full cache of the mean length of the run."""
     cache = transformers.StaticCache(config=model.config, max_cache_len=total) if static else None
     step = torch.compile(model, mode="reduce-overhead") if static and bench.device.type == "cuda" else model
     out = cache_names.call(model, ids, cache, logits_to_keep=1)
@@ -76,7 +76,7 @@ def _bounded(bench: Bench, model: Any, ids: Tensor, name: str, steps: int) -> fl
 
 @torch.no_grad()
 def throughput(bench: Bench) -> Iterator[Row]:
-    """Each at the largest batch that fits; a full cache is timed at its mean length."""
+    """Time each contender at its largest batch; a full cache at its mean length."""
     model, steps = build(bench), 8 if bench.small else 64
     for prompt, new in reversed(LENGTHS[:1] if bench.small else LENGTHS):
         full: float | None = None
@@ -102,7 +102,7 @@ def throughput(bench: Bench) -> Iterator[Row]:
 
 @torch.no_grad()
 def loops(bench: Bench) -> Iterator[Row]:
-    """DecodeLoop beside `generate` on the compiled model, one row."""
+    """Time `DecodeLoop` beside `generate` on the compiled model, one row."""
     if not bench.in_time("DecodeLoop beside generate", 5 if bench.small else 60):
         return
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""What the benchmark should find on GPUs that are not there: every kernel counted, then the roofline's answer.
+"""Predict the figures of the benchmark for GPUs from counted machine code and a roofline.
 
 python -m benchmarks.gpu --predict
 
@@ -32,7 +32,7 @@ THERE = torch.device("meta")
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A launch, its machine code, and what the code does not say.
+    """A launch, its machine code, and its loop counts.
 
     Attributes:
         turns: how often each loop turns whenever it is entered; a mean over programs.
@@ -47,7 +47,7 @@ class Kernel:
     near: bool = False
 
     def work(self) -> Work:
-        """What the roofline asks of it."""
+        """Return the work of the launch, for the roofline."""
         binary, listing, programs = self.binary, self.binary.listing, self.launch.programs
         return Work(
             programs=programs,
@@ -62,7 +62,7 @@ class Kernel:
 
 
 class Compiler:
-    """Compiles launches; code does not depend on how many slots there are but for a few constants, so one size does."""
+    """Compile launches; code depends on the number of slots only by constants, so one size is enough."""
 
     def __init__(self) -> None:
         self.made: dict[tuple[Any, ...], Binary] = {}
@@ -76,7 +76,7 @@ class Compiler:
 
 
 def attention(case: Case, compiler: Compiler) -> list[Kernel]:
-    """`split` and `join` of one call."""
+    """Return the launches `split` and `join` of one call."""
     query = torch.empty(case.rows, layer.HEADS, layer.GROUPS, 1, layer.DIM, dtype=torch.bfloat16, device=THERE)
     key, value = case.held(THERE, torch.bfloat16)
     mask = torch.ones(case.rows, 1, 1, 1, case.slots, dtype=torch.bool, device=THERE)
@@ -91,7 +91,7 @@ def attention(case: Case, compiler: Compiler) -> list[Kernel]:
 
 
 def prompt(powers: int, compiler: Compiler) -> list[Kernel]:
-    """`totals` and `columns` of a causal prompt."""
+    """Return the launches `totals` and `columns` of a causal prompt."""
     kind: dict[str, Any] = dict(dtype=torch.bfloat16, device=THERE)
     query = torch.empty(1, layer.HEADS * layer.GROUPS, layer.PROMPT, layer.DIM, **kind)
     key = torch.empty(1, layer.HEADS, layer.PROMPT, layer.DIM, **kind)
@@ -102,14 +102,14 @@ def prompt(powers: int, compiler: Compiler) -> list[Kernel]:
 
 
 def _mean_turns(launch: Launched) -> tuple[float, float]:
-    """Of the two loops of a causal kernel: blocks that are whole, and the one on the diagonal."""
+    """Return the turns of both loops of a causal kernel: whole blocks, and the block on the diagonal."""
     assert launch.arguments["BQ"] == launch.arguments["BK"]
     whole = (layer.PROMPT // launch.arguments["BQ"] - 1) / 2
     return (whole, 1.0) if launch.name == "totals" else (1.0, whole)
 
 
 def repairs(compiler: Compiler) -> list[Kernel]:
-    """`repair` of all rows of a layer."""
+    """Return the launch `repair` of all rows of a layer."""
     rows = layer.Rows.drawn(Bench(THERE, False, 1, time.monotonic()), *layer.REPAIRED)
     moves = rows.made > rows.rank
     weights = [tensor[0] for tensor in rows.weights]
@@ -122,7 +122,7 @@ def repairs(compiler: Compiler) -> list[Kernel]:
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """A row of the benchmark that is launches of our kernels, one after the other.
+    """A row of the benchmark as consecutive launches of kernels.
 
     Attributes:
         size: bytes that cannot but be moved.
@@ -137,7 +137,7 @@ class Figure:
         return [roofline.seconds(gpu, kernel.work()) for kernel in self.kernels]
 
     def row(self, gpu: Gpu) -> Row:
-        """As the benchmark has it: a share of a copy's bandwidth, its time's multiple, or milliseconds."""
+        """Return the figure in the unit of the benchmark: share of a copy, multiple of its time, or milliseconds."""
         spent, reached = sum(time.total for time in self.times(gpu)), gpu.memory * roofline.REACHED
         if self.section == "attend, of copy":
             return Row(self.section, self.case, self.size / spent / reached, "")
@@ -147,7 +147,7 @@ class Figure:
 
 
 def figures() -> list[Figure]:
-    """All of them, compiled."""
+    """Return all rows, compiled."""
     compiler = Compiler()
     made = [
         Figure("attend, of copy", case.name, attention(case, compiler), layer.size_of(case)) for case in layer.cases()
@@ -162,7 +162,7 @@ def figures() -> list[Figure]:
 
 
 def main() -> None:
-    """Count, predict, write and print."""
+    """Count, predict, write and print all rows."""
     made = figures()
     rows = {gpu.name: [dataclasses.asdict(figure.row(gpu)) for figure in made] for gpu in roofline.GPUS}
     PREDICTED.write_text(json.dumps(rows, indent=1) + "\n")
@@ -173,7 +173,7 @@ LOADS = (*GLOBAL_LOADS, *ASYNCHRONOUS)
 
 
 def counted(made: list[Figure]) -> Iterator[str]:
-    """Counts in Markdown, as a warp executes them: a turn of each innermost loop, or all where there is none."""
+    """Return counts in Markdown: one turn of each innermost loop of a warp, or all code without a loop."""
     yield (
         "| kernel | warps | registers | spills | shared | side by side | instructions | waits | global memory "
         "| bytes a load | tensor cores | powers | shared memory |"
@@ -205,7 +205,7 @@ def _named(widths: dict[str, float]) -> str:
 
 
 def predictions(made: list[Figure]) -> Iterator[str]:
-    """Predictions in Markdown: microseconds, the benchmark's figure, and the limit of each launch."""
+    """Return predictions in Markdown: microseconds, the figure, and the limit of each launch."""
     yield "| figure | " + " | ".join(f"{gpu.name}, us | its figure | limits" for gpu in roofline.GPUS) + " |"
     yield "|---|" + "---:|---:|---|" * len(roofline.GPUS)
     for figure in made:

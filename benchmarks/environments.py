@@ -1,0 +1,41 @@
+"""Make a Python environment of its own for each package that cannot share the one of kvpass."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+
+class Unavailable(Exception):
+    """A package cannot be installed or run here; the message says why."""
+
+
+def python(folder: Path, packages: Sequence[str], variables: Mapping[str, str] | None = None) -> Path:
+    """Return the Python of a virtual environment with the packages; the environment is made if it is missing.
+
+    Args:
+        folder: of the environment.  A file in it lists the packages; an environment with other packages is made anew.
+        packages: requirements, as pip takes them.
+        variables: environment variables of the installation.
+
+    Raises:
+        Unavailable: the environment cannot be made; the message has the last error of pip.
+    """
+    found, listed = folder / "bin" / "python", folder / "packages"
+    wanted = "\n".join(packages)
+    if not listed.is_file() or listed.read_text(encoding="utf-8") != wanted:
+        _run([sys.executable, "-m", "venv", "--clear", str(folder)], {})
+        _run([str(found), "-m", "pip", "install", "--quiet", *packages], variables or {})
+        listed.write_text(wanted, encoding="utf-8")
+    return found
+
+
+def _run(command: list[str], variables: Mapping[str, str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **variables})
+    if done.returncode:
+        lines = done.stderr.splitlines()
+        reason = [line for line in lines if line.startswith("ERROR")] or lines
+        raise Unavailable(" ".join(reason[-1:]) or f"{command[1:4]} failed")
