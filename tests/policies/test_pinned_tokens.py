@@ -73,7 +73,8 @@ def test_pins_stay_as_the_reference_has_it(row: Row, data: st.DataObject, on_top
     """Any tokens of prompts, chunks and steps, with padding, budgets of rows, and every storage format."""
     most = data.draw(st.integers(1, 9))
     options = data.draw(row.options)
-    least = resolve(row.name, options).minimum_budget()
+    policy = resolve(row.name, options)
+    least = policy.minimum_budget() + policy.interval - 1
     budget = data.draw(st.integers(0, 8)) + max(least, row.least) + (0 if on_top else most)
     case = data.draw(cases(row, options=options, budget=budget, dim=8))
     limits = [budget + more for more in data.draw(st.sampled_from([(2, 0), (0, 0), (0, 3)]))][: case.rows]
