@@ -153,7 +153,7 @@ def specify(policy: Policy) -> str:
     The policy's options must be text, numbers, or tuples of these.
     """
     options = dataclasses.asdict(policy)
-    if policy.interval == 1:
+    if policy.interval == type(policy).__dataclass_fields__["interval"].default:
         del options["interval"]  # no scan depends on it, and graphs without it keep their text
     return json.dumps([policy.name, options], sort_keys=True)
 
