@@ -18,17 +18,16 @@ from kvpass import cache_names
 from kvpass.arguments import Condition, Positive, checked
 from kvpass.backend import compile as compile_model
 from kvpass.cache.handle import LayerCache, caches_in
-from kvpass.decoding.prefill import Caller, chunks, last_of
+from kvpass.decoding.made_up import TOKEN, prompt_lengths, steps_until_compaction
+from kvpass.decoding.prefill import Caller, chunks, last_of, prefill
 from kvpass.errors import PolicyError
 from kvpass.policies.base import Policy
 
 M = TypeVar("M", bound=torch.nn.Module)
 Tick = Callable[[str], object]
 
-TOKEN = 1  # every made-up token
 STEPS = 3  # the first may specialise on a number, the second makes it a symbol, the third needs no new graph
 TURNS = (5, 7, 6)  # numbers of tokens in later turns
-WITHOUT_BUDGET = (32, 48)  # prompt lengths if nothing is evicted
 
 
 @checked
@@ -38,6 +37,7 @@ def warm(
     *,
     rows: Annotated[Sequence[Positive], Condition("and one at least", bool)] = (1,),
     turns: bool = True,
+    prefill_chunk: Positive | None = None,
     progress: bool = True,
     **settings: Any,
 ) -> M:
@@ -55,6 +55,7 @@ def warm(
         policy: the eviction policy, as of `kvpass.backend`.
         rows: the batch sizes to expect; two sizes above one stand for all of them, on a CPU.
         turns: whether several tokens will arrive on an existing cache: a second turn, or a prompt in chunks.
+        prefill_chunk: the number of tokens in a chunk, if prompts will be fed by `kvpass.prefill`.
         progress: show a progress bar, if tqdm is installed.
         settings: the other arguments of `kvpass.backend`; a budget that is a share is a share of these prompts.
 
@@ -70,20 +71,18 @@ def warm(
     if reads != "input_ids":
         raise PolicyError(f"warm makes up token ids, and {type(model).__name__} reads {reads}: run an input of yours")
     compile_model(model, policy, **settings)
-    lengths = _prompts(settings.get("budget"))
+    lengths = prompt_lengths(settings.get("budget"))
     batches = [(size, padded) for size in rows for padded in _paddings(size)]
     batches += [(size, True) for size in _third(rows)]
     talks = [(size, padded, length) for size, padded in batches for length in lengths]
     several = TURNS if turns and not _encodes(model) else ()
-    with torch.no_grad(), _bar(len(talks) * (1 + len(several)), progress) as tick:
+    chunked = batches if prefill_chunk is not None else []
+    with torch.no_grad(), _bar(len(talks) * (1 + len(several)) + len(chunked), progress) as tick:
         for size, padded, length in talks:
             _converse(_Talk(model, size, padded), length, several, tick)
+        for size, padded in chunked:
+            _feed_chunks(_Talk(model, size, padded), settings.get("budget"), prefill_chunk, tick)
     return model
-
-
-def _prompts(budget: float | None) -> tuple[int, int]:
-    """Return the lengths of two prompts; the second exceeds a budget that is a number of slots."""
-    return WITHOUT_BUDGET if budget is None or budget < 1 else (max(2, int(budget) * 3 // 4), int(budget) + 16)
 
 
 def _paddings(rows: int) -> tuple[bool, ...]:
@@ -115,16 +114,20 @@ def _converse(talk: _Talk, length: int, turns: Sequence[int], tick: Tick) -> Non
         tick(f"turn [{talk.rows}, {turn}]")
 
 
+def _feed_chunks(talk: _Talk, budget: float | None, chunk: int | None, tick: Tick) -> None:
+    """Run a prompt in chunks, and a decode step."""
+    assert chunk is not None
+    length = prompt_lengths(budget, chunk)[1]
+    out = prefill(talk.model, talk.tokens(length), talk.mask(length), chunk=chunk)
+    talk.cache, talk.seen = cache_names.returned(out), length
+    talk.say(0, 1)
+    tick(f"chunks of [{talk.rows}, {chunk}]")
+
+
 def _until_compaction(caches: Sequence[LayerCache]) -> int:
-    """Return the number of steps until the policy compacts; 0 if it does not within as many steps as slots."""
     if not caches or not caches[0].clocks:
         return 0
-    policy, limit, clock = caches[0].layout.policy, caches[0].limits[0], caches[0].clocks[0]
-    for count in range(1, limit + 2):
-        due, clock = policy.tick(clock, limit)
-        if due:
-            return count
-    return 0
+    return steps_until_compaction(caches[0].layout.policy, caches[0].limits[0], caches[0].clocks[0])
 
 
 @dataclasses.dataclass
@@ -142,23 +145,23 @@ class _Talk:
         if not new + answer:
             return
         if hasattr(self.model, "generate"):
-            self._generate(self._tokens(self.seen + new + (not new)), answer + 1)
+            self._generate(self.tokens(self.seen + new + (not new)), answer + 1)
         else:
             self._call([*([new] if new else []), *[1] * answer])
 
-    def _tokens(self, count: int) -> Tensor:
+    def tokens(self, count: int) -> Tensor:
         device = next(self.model.parameters()).device
         return torch.full((self.rows, count), TOKEN, device=device)
 
-    def _mask(self, count: int) -> Tensor:
-        mask = torch.ones_like(self._tokens(count))
+    def mask(self, count: int) -> Tensor:
+        mask = torch.ones_like(self.tokens(count))
         mask[0, 0] = not self.padded
         return mask
 
     def _generate(self, ids: Tensor, answer: int) -> None:
         out = self.model.generate(
             ids,
-            attention_mask=self._mask(ids.shape[1]),
+            attention_mask=self.mask(ids.shape[1]),
             **cache_names.arguments(self.model, self.cache),
             min_new_tokens=answer,
             max_new_tokens=answer,
@@ -172,7 +175,7 @@ class _Talk:
         caller = Caller.of(self.model)
         for count in counts:
             self.seen += count
-            made = chunks(caller, self._tokens(count), self._mask(self.seen), self.cache, None)
+            made = chunks(caller, self.tokens(count), self.mask(self.seen), self.cache, None)
             self.cache = cache_names.returned(last_of(made))
 
 

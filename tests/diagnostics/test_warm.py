@@ -67,6 +67,48 @@ def test_nothing_is_compiled_afterwards(
             assert compiled() == before, (size, length)
 
 
+@pytest.mark.parametrize("policy", ["h2o", pytest.param("h2o:interval=4", marks=pytest.mark.slow)])
+def test_no_chunk_of_a_prompt_is_compiled_afterwards(policy: str, compiled: Callable[[], tuple[int, int]]) -> None:
+    chosen = kvpass.policies.parse(policy)
+    model = kvpass.warm(build("Llama", layers=1), chosen, prefill_chunk=8, progress=False, budget=BUDGET)
+    before = compiled()
+    for length in (20, 30, 50, 64):
+        ids, _ = prompt(1, length, (0,))
+        out = kvpass.prefill(model, ids, chunk=8)
+        kvpass.prefill(model, ids[:, :5], cache=out.cache, chunk=8)
+        assert compiled() == before, length
+
+
+@pytest.mark.parametrize(
+    ("rows", "chunk", "policy"),
+    [
+        (None, 8, "h2o"),
+        (2, None, "h2o"),
+        pytest.param(2, 8, "h2o", marks=pytest.mark.slow),
+        pytest.param(None, None, "buzz", marks=pytest.mark.slow),
+        pytest.param(2, 8, "streaming:interval=3", marks=pytest.mark.slow),
+    ],
+)
+def test_a_warm_loop_compiles_nothing(
+    rows: int | None, chunk: int | None, policy: str, compiled: Callable[[], tuple[int, int]]
+) -> None:
+    settings: dict[str, Any] = dict(policy=kvpass.policies.parse(policy), budget=BUDGET, rows=rows, prefill_chunk=chunk)
+    loop, fresh = (kvpass.DecodeLoop(build("Llama", layers=1), **settings) for _ in range(2))
+    loop.warm()
+    before = compiled()
+    made = []
+    for each in (loop, fresh):
+        if rows is None:
+            each.prompt(prompt(1, 40, (0,))[0])
+            made.append(each.generate(50).tolist())
+        else:
+            batch = [prompt(1, length, (0,))[0][0].tolist() for length in (9, 40, 33)]
+            made.append([out.generated_tokens for out in each.generate_batch(batch, max_new_tokens=30).values()])
+        if each is loop:
+            assert compiled() == before
+    assert made[0] == made[1]
+
+
 class Plain(nn.Module):
     """A model without `generate`, which is told neither of padding nor of positions."""
 
