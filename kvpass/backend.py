@@ -25,7 +25,7 @@ from kvpass.capture.head_sharding import with_head_sharding
 from kvpass.capture.sites import AttentionSite
 from kvpass.errors import KVPassError, PolicyError, UnreadableGraph, UnsupportedGraph
 from kvpass.fx import shapes, walk
-from kvpass.lowering import cache_key, layer_dedup
+from kvpass.lowering import cache_key, early_builds, layer_dedup
 from kvpass.lowering.checked_lookup import check_rows
 from kvpass.lowering.formats import KVDtype
 from kvpass.lowering.fused_add import write_out_sums
@@ -40,7 +40,7 @@ from kvpass.rewrite.pipeline import rewrite_step
 from kvpass.rewrite.record import Record
 from kvpass.rewrite.result import StepRewrite
 from kvpass.rewrite.validation.lockstep import Validation
-from kvpass.runtime import entries
+from kvpass.runtime import entries, layer_regions
 from kvpass.runtime.compiled_call import compile_module, unwatch, watch_module
 from kvpass.runtime.kv_store import KVStore
 from kvpass.runtime.model_identity import PlansByModel, SeenTensors
@@ -48,7 +48,7 @@ from kvpass.runtime.prompts import PromptRunner
 from kvpass.runtime.recorder import Recorder, SiteReport
 from kvpass.runtime.slot_store import SlotStore
 from kvpass.runtime.steps import StepRunner
-from kvpass.torch_private import compiled_parts, dynamo, fx_nodes, inductor, symbolic_shapes
+from kvpass.torch_private import compiled_parts, dynamo, fx_nodes, inductor, regions, symbolic_shapes
 
 Positions = Literal["absolute", "cache"]
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -129,8 +129,10 @@ class Backend:
         """
         try:
             with self._spending("kvpass"):
+                if regions.are_traced():
+                    regions.check_weights(gm)
                 return self._with(mode, options)._compile(gm, examples)
-        except KVPassError as error:
+        except (KVPassError, regions.LayersDiffer) as error:
             return _refusal(error)
 
     def _with(self, mode: str | None, options: dict[str, Any] | None) -> Backend:
@@ -143,14 +145,14 @@ class Backend:
         carried = any(isinstance(example, Handle) for example in examples)
         if any(isinstance(example, Row) for example in examples):
             refuse("attention")
-        copy, _ = fx_nodes.copy_graph_module(gm)  # capture adds nodes, and the original may be needed unchanged
+        copy = regions.copied(gm)
         try:
             runner = self._runner(copy, examples)
         except UnreadableGraph as failure:
-            if self.strict or carried:
+            if self._refuses or carried:
                 raise
             warnings.warn(f"kvpass leaves a graph as it was, and its caches grow: {failure}", stacklevel=2)
-            runner, (copy, _) = None, fx_nodes.copy_graph_module(gm)
+            runner, copy = None, regions.copied(gm)
         if runner is not None and dynamo.is_last_graph():
             warnings.warn(LAST_GRAPH, stacklevel=2)
         if isinstance(runner, PromptRunner):
@@ -203,10 +205,15 @@ class Backend:
         message = f"{len(refused)} cache-updating operation(s) cannot be rewritten:\n{lines}"
         if carried:
             raise UnsupportedGraph(f"{message}\nThe cache was rewritten before, so the graph cannot be left as it was.")
-        if self.strict:
+        if self._refuses:
             raise UnsupportedGraph(f"{message}\nPass strict=False to leave such graphs as they are.")
         warnings.warn(f"kvpass leaves a graph as it was, and its caches grow: {message}", stacklevel=2)
         return True
+
+    @property
+    def _refuses(self) -> bool:
+        """Whether a graph that cannot be rewritten is an error: always with regions, without which it may be read."""
+        return self.strict or regions.are_traced()
 
     def _check_inference(self, sites: list[AttentionSite], examples: Sequence[Any]) -> None:
         if torch.is_grad_enabled() and any(isinstance(e, torch.Tensor) and e.requires_grad for e in examples):
@@ -215,6 +222,12 @@ class Backend:
                 "call model.eval() and decode under torch.no_grad() or torch.inference_mode(); to train, pass "
                 "use_cache=False"
             )
+
+    def start_builds(self, model: torch.nn.Module) -> None:
+        """Start building what prompts and steps of a model on a CPU need, while Dynamo traces its first call."""
+        weight = next(model.parameters(), None)
+        if self.inner == "inductor" and weight is not None and weight.device.type == "cpu":
+            early_builds.start(weight.dtype, bool(self.policy.statistics))
 
     @property
     def family(self) -> tuple[Any, ...]:
@@ -414,7 +427,7 @@ def _reshape(graph: fx.Graph) -> None:
     write_out_sums(graph)
 
 
-def _refusal(error: KVPassError) -> Callable[..., Any]:
+def _refusal(error: Exception) -> Callable[..., Any]:
     def refuse(*_: Any) -> Any:
         raise error
 
@@ -546,15 +559,16 @@ def compile(model: M, policy: str | Policy = "full", **settings: Any) -> M:
     """
     chosen = backend(policy, **settings)
     compile_in_place(model, chosen, chosen.strict)
+    chosen.start_builds(model)
     return model
 
 
 def compile_in_place(model: torch.nn.Module, chosen: Compile, strict: bool) -> None:
     """Compile the modules of a model that users call, with a backend of kvpass or a wrapper of one."""
     unwatch(model)
-    compiled = entries.set_up_compiled(model)
+    compiled, shared = entries.set_up_compiled(model), layer_regions.install(model)
     for called in compiled:
-        compile_module(called, chosen, strict)
+        compile_module(called, chosen, strict, shared)
     for inner in entries.set_up_watched(model, compiled) if strict else ():
         watch_module(inner, model)
 

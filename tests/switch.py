@@ -9,7 +9,7 @@ import torch.fx as fx
 
 from kvpass.backend import Backend
 from kvpass.cache.handle import Handle
-from kvpass.torch_private import fx_nodes, symbolic_shapes
+from kvpass.torch_private import regions, symbolic_shapes
 
 
 class Switch:
@@ -45,7 +45,7 @@ class Switch:
 
     def __call__(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         number, self.graphs = self.graphs, self.graphs + 1
-        kept, _ = fx_nodes.copy_graph_module(gm)  # Dynamo takes the shapes out of its own
+        kept = regions.copied(gm)  # Dynamo takes the shapes out of its own
         made = [self._made(kept, examples)]
         is_step = any(isinstance(example, Handle) for example in examples)
         self._open |= not is_step and any(symbolic_shapes.symbols(each) for each in examples)

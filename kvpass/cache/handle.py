@@ -172,8 +172,11 @@ class LayerCache:
         """Return the current handles of K and V."""
         joined = self.heads // self.layout.heads
         key, value = self.layout.key_dim // joined, self.layout.value_dim // joined
-        nan = _nan_of(self.layout)
-        return Handle.of(self, "keys", key, nan), Handle.of(self, "values", value, nan)
+        # Dynamo refuses a region whose inputs share memory, so each handle has a NaN of its own.
+        return (
+            Handle.of(self, "keys", key, _nan_of(self.layout)),
+            Handle.of(self, "values", value, _nan_of(self.layout)),
+        )
 
     def select(self, operation: str, argument: Any, part: Part, apply: Callable[[Tensor], Tensor]) -> LayerCache:
         """Return the cache with other rows.  The same selection for K and then for V gives one cache.

@@ -25,6 +25,7 @@ from kvpass.decoding.sampling import PRIME, Sampling, Seed, Temperature, TopK, T
 from kvpass.decoding.stepping import LoopState, ModelParts
 from kvpass.errors import CacheHandleError, PolicyError
 from kvpass.policies.base import Policy
+from kvpass.runtime import layer_regions
 from kvpass.runtime.compiled_call import CompiledCall
 
 CAPTURING = ("reduce-overhead", "max-autotune")
@@ -101,7 +102,9 @@ class DecodeLoop:
         )
         if prefill_chunk is not None:
             check_budget(self.chosen.budget)
-        self.compiled = CompiledCall(torch.compile(model, backend=self.chosen), self.chosen.strict, model)
+        compiled = torch.compile(model, backend=self.chosen)
+        self.compiled = CompiledCall(compiled, self.chosen.strict, model, regions=layer_regions.install(model))
+        self.chosen.start_builds(model)
         self.parts = ModelParts(model)
         self.device = next(itertools.chain(model.parameters(), model.buffers(), [torch.empty(0)])).device
         require(self.device.type != "meta", "model", type(model).__name__, "has no weights: it is on the device meta")

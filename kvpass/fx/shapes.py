@@ -102,6 +102,9 @@ class Sizes:
     least: int = 0
     totals: tuple[Any, ...] = ()
     open: symbolic_shapes.SymbolicSizes | None = None
+    _simplified: dict[sympy.Expr, sympy.Expr] = dataclasses.field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         symbols = [length for length in self.lengths if length.is_Symbol]
@@ -111,8 +114,15 @@ class Sizes:
         object.__setattr__(self, "_open", frozenset(self.open.symbols if self.open else ()))
 
     def _simple(self, size: Any) -> sympy.Expr:
-        """Simplify a size: drop maxima and minima that bounds decide, and insert the known values."""
+        """Simplify a size, once for all equal sizes: a graph has thousands of them, and sympy is slow."""
         size = value(size) if isinstance(size, fx.Node) else size
+        written = expr(size)
+        if written not in self._simplified:
+            self._simplified[written] = self._simplify(size)
+        return self._simplified[written]
+
+    def _simplify(self, size: Any) -> sympy.Expr:
+        """Drop maxima and minima that bounds decide, and insert the known values."""
         whole = symbolic_shapes.without_decided_bounds(size) if isinstance(size, torch.SymInt) else expr(size)
         for name, function in (("Max", sympy.Max), ("Min", sympy.Min)):  # torch has its own
             theirs = {part.func for part in sympy.preorder_traversal(whole) if part.func.__name__ == name}

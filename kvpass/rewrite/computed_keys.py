@@ -145,7 +145,7 @@ def _check_rows(nodes: list[fx.Node], stored: list[fx.Node]) -> None:
     for node in nodes:
         if op_table.is_a(node, "creates"):
             rows[node] = 0 if expr(value(node).shape[0]) == count else None
-        elif isinstance(value(node), (torch.Tensor, tuple, list)):
+        elif isinstance(value(node), (torch.Tensor, tuple, list)) and not isinstance(value(node), torch.Size):
             parents = [parent for parent in node.all_input_nodes if parent in rows]
             dims = {_propagate_dim(node, parent, rows[parent]) for parent in parents}
             rows[node] = dims.pop() if len(dims) == 1 else None

@@ -19,6 +19,7 @@ from torch import Tensor
 from kvpass import cache_names
 from kvpass.cache.handle import Handle
 from kvpass.errors import UnsupportedGraph
+from kvpass.runtime.layer_regions import LayerRegions
 from kvpass.torch_private import dynamo, tensor_types
 
 UNCOMPILED = (
@@ -52,11 +53,20 @@ class CompiledCall:
         strict: whether an ordinary cache that grows is an error.
         model: the module that was compiled in place; None for other callables.
         backend: the backend that compiled `model`; None for other callables.
+        regions: the regions of the model's layers, which are active while the model is called.
         taken: the parameter names of the model's forward, or of `call` if `model` is None.
     """
 
-    def __init__(self, call: Callable[..., Any] | None, strict: bool, model: Any = None, backend: Any = None) -> None:
+    def __init__(
+        self,
+        call: Callable[..., Any] | None,
+        strict: bool,
+        model: Any = None,
+        backend: Any = None,
+        regions: LayerRegions | None = None,
+    ) -> None:
         self.call, self.strict, self.model, self.backend = call, strict, model, backend
+        self.regions = regions or LayerRegions()
         self.taken = cache_names.parameters(call if model is None else model)
         dynamo.never_a_frame_of_its_own(CompiledCall.__call__)
 
@@ -84,7 +94,7 @@ class CompiledCall:
         cache = next((value for value in given if _is_ours(value)), None)
         before = _ordinary(given) if self.strict else []
         with _for_length_of(cache, given), _for_counts_of(cache), _running():
-            made = self.call(*arguments, **named)
+            made = self.regions.run(self.call, arguments, named)
         if self.strict and (_have_grown(before) or grows(made)):
             raise UnsupportedGraph(UNCOMPILED)
         return made
@@ -93,11 +103,11 @@ class CompiledCall:
         """Compile a copied or unpickled model with the settings of the original."""
         if dynamo.compiled_call(self.model) is not self:
             raise UnsupportedGraph(SHALLOW)
-        return compile_module(self.model, self.backend, self.strict)
+        return compile_module(self.model, self.backend, self.strict, self.regions)
 
     def for_copies(self) -> CompiledCall:
         """Return the caller for a copy of the model; `model` becomes the copy when both are copied together."""
-        return CompiledCall(None, self.strict, self.model, self.backend)
+        return CompiledCall(None, self.strict, self.model, self.backend, self.regions)
 
 
 class WatchedCall:
@@ -163,10 +173,10 @@ class _NoBatches:
         raise UnsupportedGraph(BATCHES)
 
 
-def compile_module(model: torch.nn.Module, backend: Any, strict: bool) -> CompiledCall:
-    """Compile one module in place and return its caller."""
+def compile_module(model: torch.nn.Module, backend: Any, strict: bool, regions: LayerRegions) -> CompiledCall:
+    """Compile one module in place and return its caller; `regions` are those of the model's layers."""
     model.compile(backend=backend)
-    guarded = CompiledCall(dynamo.compiled_call(model), strict, model, backend)
+    guarded = CompiledCall(dynamo.compiled_call(model), strict, model, backend, regions)
     _put(model, guarded)
     for name in ("generate_batch", "init_continuous_batching"):
         if strict and hasattr(type(model), name):

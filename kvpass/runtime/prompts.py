@@ -34,7 +34,7 @@ from kvpass.runtime.caches import lengthened
 from kvpass.runtime.compiler import Compiler
 from kvpass.runtime.padding import PositionCheck, places_of, told_by
 from kvpass.runtime.subclasses import UnwrappedSubclasses
-from kvpass.torch_private import dynamo, fx_nodes, symbolic_shapes, tensor_types
+from kvpass.torch_private import dynamo, fx_nodes, regions, symbolic_shapes, tensor_types
 
 ADOPTED = "adopted: the prompt ran uncompiled, so nothing is known of its attention"
 
@@ -184,6 +184,7 @@ class PromptRunner:
     def _run(self, arguments: tuple[Any, ...], traced: tuple[Any, ...]) -> tuple[Any, ...]:
         """Run the graph; `arguments` are Dynamo's, `traced` are the same with tensor subclasses unwrapped."""
         self._validate(traced)
+        regions.note_run()
         results = list(self.inner(*traced))
         adopted = 0 if self.past is None else traced[self.past].shape[2]
         first = self._first(results, traced)

@@ -48,7 +48,7 @@ from kvpass.runtime.padding import (
 from kvpass.runtime.sizes import Counter, SizeTie, counters, free_sizes, lasting, lengths_of, size_at, ties
 from kvpass.runtime.subclasses import UnwrappedSubclasses
 from kvpass.runtime.variants import CompiledVariant, DynamicDims, ShapeKey, VariantCache
-from kvpass.torch_private import dynamo, fx_nodes, inductor, symbolic_shapes, tensor_types
+from kvpass.torch_private import dynamo, fx_nodes, inductor, regions, symbolic_shapes, tensor_types
 
 MOST_UNCLEAR = 4  # sizes that may or may not follow the cache, of which all combinations are tried
 
@@ -157,6 +157,7 @@ class StepRunner:
         rewrite, host_inputs, flat, run = self._prepared(caches, arguments, others, known, compact)
         for cache in caches:
             cache.interrupted = True
+        regions.note_run()
         results = run(*flat)
         rewrite.count([cache.slots for cache in caches], results)
         taken = [

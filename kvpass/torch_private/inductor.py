@@ -170,6 +170,18 @@ def _tracing(examples: Sequence[Any]) -> Iterator[list[Any]]:
         yield [mode.from_tensor(e, static_shapes=True) if isinstance(e, Tensor) else e for e in examples]
 
 
+def import_compiler() -> None:
+    """Import the parts of Inductor that build C++ code, which a call of `torch.compile` imports later."""
+    from torch._inductor import codecache, compile_fx, cpp_builder, cpu_vec_isa  # noqa: F401
+
+
+def probe_vector_instructions() -> None:
+    """Find out which vector instructions Inductor can use; it remembers them for the process."""
+    from torch._inductor import cpu_vec_isa
+
+    cpu_vec_isa.valid_vec_isa_list()
+
+
 def inductor_seconds() -> tuple[float, float]:
     """Return the seconds that Inductor and its C++ compiler have taken in this process so far."""
     from torch._dynamo.utils import compilation_time_metrics as spent

@@ -18,7 +18,7 @@ from kvpass.backend import Backend, compile_in_place
 from kvpass.capture.capture import capture
 from kvpass.fx import shapes
 from kvpass.runtime.recorder import Recorder
-from kvpass.torch_private import fx_nodes
+from kvpass.torch_private import regions
 from tests.architectures import images, inputs, zoo
 from tests.switch import Switch
 
@@ -159,7 +159,7 @@ class Beside:
         self.graphs, self.worst = 0, 0.0
 
     def __call__(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        copy, _ = fx_nodes.copy_graph_module(gm)
+        copy = regions.copied(gm)
         shapes.fix_floats(copy.graph)
         captured = capture(copy, [False] * len(examples))
         if not captured.sites:
@@ -223,7 +223,8 @@ def compiled(model: Any, chosen: Backend | Beside | Switch | None) -> Iterator[N
     if chosen is not None:
         compile_in_place(model, chosen, strict=False)
     try:
-        yield
+        with torch._dynamo.config.patch(recompile_limit=64):  # a switch is no backend of kvpass, which sets its own
+            yield
     finally:
         model._compiled_call_impl = None
 

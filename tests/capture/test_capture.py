@@ -13,7 +13,7 @@ from torch import Tensor
 from kvpass.capture.canonical import APPEND, ATTENTION, LOG_SUM_EXP
 from kvpass.capture.capture import Capture, capture
 from kvpass.fx import op_table, walk
-from kvpass.torch_private import fx_nodes
+from kvpass.torch_private import regions
 from tests.capture.test_decomposed_attention import SPELLINGS, Model, Spelling
 
 CAPTURED = (APPEND, ATTENTION, LOG_SUM_EXP)
@@ -27,7 +27,7 @@ class Beside:
         self.apart: list[float] = []
 
     def __call__(self, gm: fx.GraphModule, examples: Any) -> Callable[..., Any]:
-        copy, _ = fx_nodes.copy_graph_module(gm)
+        copy = regions.copied(gm)
         captured = capture(copy, [False] * len(examples))
         self.captured.append((copy, captured))
 

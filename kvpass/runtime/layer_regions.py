@@ -1,0 +1,232 @@
+"""Let Dynamo trace one decoder layer for all equal layers of a model.
+
+Dynamo traces every call of a layer anew, which is most of the time that a model of many layers takes to its first
+token.  It reuses the trace of a nested compile region, under the guards of the first trace, if the region has no side
+effects.  A layer has one: it appends to the model's cache.  So inside a compiled call each layer runs as a region that
+takes the layer's cached keys and values and returns the longer ones, and the caller puts these into the cache.  The
+backend inlines all regions before it reads the graph (`kvpass.torch_private.regions`).
+
+Only layers that append to an ordinary `DynamicLayer` of their own become regions; all others are traced as before.  If
+Dynamo cannot trace or reuse the regions of a model, its layers are traced one by one from then on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpass.errors import UnsupportedGraph
+from kvpass.runtime import entries
+from kvpass.torch_private import regions
+
+LEAST_LAYERS = 2
+"""The fewest equal layers that are worth a region."""
+
+
+class LayerRegions:
+    """The regions of one model.
+
+    Attributes:
+        indices: the attributes that hold the index of a layer, as paths from the layer; none if no layer is a region.
+        active: whether layers that are traced now become regions; Dynamo guards on it.
+        usable: false once Dynamo could not trace a layer of the model as a region.
+    """
+
+    def __init__(self, indices: frozenset[str] = frozenset()) -> None:
+        self.indices, self.active, self.usable = indices, False, bool(indices)
+
+    def run(self, call: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Call the compiled model with its layers as regions, or again without if that is refused.
+
+        Dynamo may be unable to trace a layer as a region, or kvpass to read the graph.  Both show before anything has
+        run, but in a call of several graphs, whose error stands.
+        """
+        if not self.usable:
+            return call(*arguments, **named)
+        with self._tracing() as tracing:
+            try:
+                return call(*arguments, **named)
+            except Exception as error:
+                if tracing.ran or not (regions.may_cause(error) or isinstance(error, UnsupportedGraph)):
+                    raise
+        self.usable = False
+        return call(*arguments, **named)
+
+    @contextlib.contextmanager
+    def _tracing(self) -> Iterator[regions.Tracing]:
+        before, self.active = self.active, True
+        try:
+            with regions.tracing(self.indices) as tracing:
+                yield tracing
+        finally:
+            self.active = before
+
+
+class LayerCall:
+    """The `forward` of a decoder layer, which runs as a region if the model's regions are active.
+
+    Attributes:
+        layers, index: the module list of the layer and its index.  Dynamo's guards name the layer by this path.
+        regions: shared by all layers of the model.
+        kinds: the exact types of a model's cache and of one layer's that can be passed in parts.
+    """
+
+    def __init__(self, layers: torch.nn.ModuleList, index: int, shared: LayerRegions, kinds: tuple[Any, Any]) -> None:
+        self.layers, self.index, self.regions, self.kinds = layers, index, shared, kinds
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        layer = self.layers[self.index]
+        where, own = self._own_cache(args, named) if self.regions.active else (None, None)
+        if own is None:
+            return type(layer).forward(layer, *args, **named)
+        past = (own.keys, own.values) if own.is_initialized else (None, None)
+        with regions.without_breaks():
+            out, keys, values = _run_layer(layer, *past, where, *_flattened(args, named, where))
+        _fill(own, keys, values)
+        return out
+
+    def _own_cache(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[int | str | None, Any]:
+        """Return the index or name of the cache among the arguments, and the layer's part of it, or None."""
+        of_model, of_layer = self.kinds
+        each: list[tuple[int | str, Any]] = [*enumerate(args), *named.items()]
+        for where, value in each:
+            if type(value) is of_model and len(value.layers) > self.index:
+                own = value.layers[self.index]
+                return (where, own) if type(own) is of_layer else (None, None)
+        return None, None
+
+
+class OneLayerCache:
+    """The cache that a layer gets inside of a region: it holds the keys and values of that layer alone."""
+
+    def __init__(self, own: Any) -> None:
+        self.own = own
+
+    def update(
+        self, key: Tensor, value: Tensor, layer_idx: int | None = None, *args: Any, **named: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append keys and values; the index is not read, as Dynamo would guard on it and reuse no trace."""
+        regions.require_own_index(layer_idx)
+        updated: tuple[Tensor, Tensor] = self.own.update(key, value, *args, **named)
+        return updated
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the number of cached tokens."""
+        length: int = self.own.get_seq_length()
+        return length
+
+
+@torch.compiler.nested_compile_region
+def _run_layer(
+    layer: torch.nn.Module, keys: Tensor | None, values: Tensor | None, where: int | str, *flat: Any
+) -> tuple[Any, Tensor, Tensor]:
+    """Run a layer on its own cached keys and values; return its output and the longer keys and values.
+
+    Args:
+        where: the index or name of the cache among the layer's arguments.
+        flat: the layer's arguments, see `_flattened`.
+    """
+    own = layer.forward.kinds[1]()  # type: ignore[attr-defined]  # the forward is a LayerCall
+    if keys is not None and values is not None:
+        _fill(own, keys, values)
+    args, named = _unflattened(flat)
+    if isinstance(where, int):
+        args[where] = OneLayerCache(own)
+    else:
+        named[where] = OneLayerCache(own)
+    return type(layer).forward(layer, *args, **named), own.keys, own.values
+
+
+def _fill(own: Any, keys: Tensor, values: Tensor) -> None:
+    """Make keys and values those of a layer's cache."""
+    if not own.is_initialized:
+        own.is_initialized, own.dtype, own.device = True, keys.dtype, keys.device
+    own.keys, own.values = keys, values
+
+
+def _flattened(args: tuple[Any, ...], named: dict[str, Any], left_out: int | str | None) -> list[Any]:
+    """Return arguments as one list without nested ones: tuples become their length and their members.
+
+    Dynamo compares the arguments of a region one by one, and traces torch's pytree functions for nested ones, which
+    takes longer than the layer.
+
+    Args:
+        left_out: the index or name of an argument that becomes None.
+    """
+    flat: list[Any] = [len(args)]
+    for where, value in [*enumerate(args), *named.items()]:
+        value = None if where == left_out else value
+        flat += [where, len(value), *value] if isinstance(value, tuple) else [where, None, value]
+    return flat
+
+
+def _unflattened(flat: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Return the arguments of which `_flattened` made a list."""
+    args: list[Any] = [None] * flat[0]
+    named, begin = {}, 1
+    while begin < len(flat):
+        where, count, begin = flat[begin], flat[begin + 1], begin + 2
+        end = begin + (1 if count is None else count)
+        value = flat[begin] if count is None else tuple(flat[begin:end])
+        if isinstance(where, int):
+            args[where] = value
+        else:
+            named[where] = value
+        begin = end
+    return args, named
+
+
+def install(model: torch.nn.Module) -> LayerRegions:
+    """Make the layers of a model run as regions in compiled calls; return what turns them on.
+
+    Layers are members of one module list and of one class, and their forward takes a cache.
+    """
+    calls = [call for module in model.modules() if isinstance(call := module.__dict__.get("forward"), LayerCall)]
+    if calls:
+        return calls[0].regions
+    caches = sys.modules.get("transformers.cache_utils")
+    if caches is None or not regions.are_reused():
+        return LayerRegions()
+    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
+    groups = [(layers, group) for layers in lists for group in _groups(layers)]
+    shared = LayerRegions(frozenset().union(*(_indices(layers, group) for layers, group in groups)))
+    for layers, group in groups:
+        for index in group if _indices(layers, group) else ():
+            kinds = (caches.DynamicCache, caches.DynamicLayer)
+            layers[index].__dict__["forward"] = LayerCall(layers, index, shared, kinds)
+    return shared
+
+
+def _groups(layers: torch.nn.ModuleList) -> list[list[int]]:
+    """Return the indices of layers of one class, for each class of which there are several that take a cache."""
+    found: dict[type, list[int]] = {}
+    for index, layer in enumerate(layers):
+        if "forward" not in layer.__dict__ and entries.takes_a_cache(layer):
+            found.setdefault(type(layer), []).append(index)
+    return [group for group in found.values() if len(group) >= LEAST_LAYERS]
+
+
+def _indices(layers: torch.nn.ModuleList, group: list[int]) -> frozenset[str]:
+    """Return the attributes, as paths from the layer, that hold the index of each layer of a group.
+
+    There are none if another number differs from layer to layer: it may be the index of a cache.
+    """
+    numbers = [_numbers(layers[index]) for index in group]
+    varying = [name for name in set().union(*numbers) if len({each.get(name) for each in numbers}) > 1]
+    own = all(each.get(name) == index for name in varying for each, index in zip(numbers, group, strict=True))
+    return frozenset(varying) if own else frozenset()
+
+
+def _numbers(layer: torch.nn.Module) -> dict[str, int]:
+    """Return the integer attributes of a layer and its modules, by path."""
+    return {
+        f"{path}.{name}".removeprefix("."): value
+        for path, module in layer.named_modules()
+        for name, value in vars(module).items()
+        if type(value) is int
+    }

@@ -1,0 +1,192 @@
+"""Private names of nested compile regions: calls of a traced body, which this module inlines."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import contextvars
+import dataclasses
+import importlib.util
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch.fx.node import map_arg
+
+from kvpass.torch_private import dynamo, fx_nodes
+
+CALL = torch.ops.higher_order.invoke_subgraph
+"""The operator of a region's call: its body, a name, and the inputs of the body."""
+
+
+class LayersDiffer(Exception):
+    """A layer cannot be a region, or Dynamo gave it another layer's weights."""
+
+
+def are_reused() -> bool:
+    """Check whether this version of torch reuses the trace of a region."""
+    return importlib.util.find_spec("torch._dynamo.variables.invoke_subgraph") is not None
+
+
+def may_cause(error: Exception) -> bool:
+    """Check whether an error may come from tracing a layer as a region."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return isinstance(error, (LayersDiffer, TorchDynamoException)) and not dynamo.is_limit_of_graphs(error)
+
+
+def copied(gm: fx.GraphModule) -> fx.GraphModule:
+    """Return a copy of Dynamo's graph in which the body's nodes stand in place of each call of a region.
+
+    Dynamo still reads the original, and later removes the example values of its nodes and of its bodies.
+    """
+    copy, _ = fx_nodes.copy_graph_module(gm)
+    _inline(copy)
+    return copy
+
+
+def _inline(gm: fx.GraphModule) -> None:
+    while calls := _calls(gm):
+        for call in calls:
+            _inline_call(gm, call)
+    for node in reversed(gm.graph.nodes):
+        if not node.users and node.op != "placeholder" and _is_left_over(gm, node):
+            gm.graph.erase_node(node)
+
+
+def _is_left_over(gm: fx.GraphModule, node: Any) -> bool:
+    """Return whether an unused node is a body or a size; Dynamo removes such sizes from all other graphs."""
+    if node.op == "get_attr":
+        return isinstance(getattr(gm, node.target, None), fx.GraphModule)
+    return isinstance(node.meta.get("example_value"), (int, torch.SymInt, torch.Size))
+
+
+def check_weights(gm: fx.GraphModule) -> None:
+    """Check that the calls of a body have weights of their own.
+
+    Dynamo finds the weights of a layer by the path of the layer in its guards.  torch 2.13 takes those of the first
+    layer for all if it has met the layer under another path.
+
+    Raises:
+        LayersDiffer: two calls of a body share a weight.
+    """
+    calls_of_body = collections.defaultdict(list)
+    for call in _calls(gm):
+        calls_of_body[call.args[0].target].append(call)
+    for body, calls in calls_of_body.items():
+        weights = [[node for node in call.args[2:] if dynamo.is_of_module(node)] for call in calls]
+        if not all(weights) or any(len(set(column)) < len(calls) for column in zip(*weights, strict=True)):
+            raise LayersDiffer(f"calls of {body} share weights")
+
+
+@dataclasses.dataclass
+class Tracing:
+    """A call of a compiled model whose layers are traced as regions.
+
+    Attributes:
+        indices: the attributes that hold the index of a layer, such as "self_attn.layer_idx".
+        ran: whether a prompt or step has run in the call.
+    """
+
+    indices: frozenset[str]
+    ran: bool = False
+
+
+_TRACING: contextvars.ContextVar[Tracing | None] = contextvars.ContextVar("_TRACING", default=None)
+
+
+@contextlib.contextmanager
+def tracing(indices: frozenset[str]) -> Iterator[Tracing]:
+    """Return a context in which layers are traced as regions."""
+    now = Tracing(indices)
+    token = _TRACING.set(now)
+    try:
+        yield now
+    finally:
+        _TRACING.reset(token)
+
+
+def are_traced() -> bool:
+    """Return whether layers are traced as regions in this context."""
+    return _TRACING.get() is not None
+
+
+def note_run() -> None:
+    """Note that a prompt or step has run, so that the call cannot be made again."""
+    now = _TRACING.get()
+    if now is not None:
+        now.ran = True
+
+
+def without_breaks() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which a graph break is an error, in code that Dynamo traces."""
+    context: contextlib.AbstractContextManager[Any] = torch._dynamo.error_on_graph_break(True)
+    return context
+
+
+def require_own_index(layer_idx: int | None) -> None:
+    """Require, in a function that Dynamo traces, that a number is the index of the layer that is traced.
+
+    Dynamo guards on no number that is only handed on, so the number of a layer that reuses a trace may be any.  It is
+    the layer's own index if it is an attribute, as it stands, that holds each layer's index.
+
+    Args:
+        layer_idx: the number; where nothing is traced it is not looked at.
+
+    Raises:
+        LayersDiffer: it is something else.  Dynamo wraps the error.
+    """
+    torch._dynamo.comptime.comptime(_check_layer_idx)
+
+
+def _check_layer_idx(context: Any) -> None:
+    source = context.get_local("layer_idx")._i_will_not_complain_if_bc_breaks_VariableTracker().source
+    path = "" if source is None else source.name.replace("._modules['", ".").replace("']", "")
+    now = _TRACING.get()
+    if now is None or not any(path.endswith(f".{own}") for own in now.indices):
+        raise LayersDiffer(f"the index of a layer's cache is {path or 'computed'}")
+
+
+def _calls(gm: fx.GraphModule) -> list[Any]:
+    return [node for node in gm.graph.nodes if node.op == "call_function" and node.target is CALL]
+
+
+def _inline_call(gm: fx.GraphModule, call: Any) -> None:
+    body = getattr(gm, call.args[0].target)
+    holders, result = body.graph.find_nodes(op="placeholder"), body.graph.output_node()
+    moved = dict(zip(holders, call.args[2:], strict=True))
+    with gm.graph.inserting_before(call):
+        for node in body.graph.nodes:
+            if node.op not in ("placeholder", "output"):
+                copied = gm.graph.node_copy(node, moved.__getitem__)
+                copied.meta = {**copied.meta, "nn_module_stack": _stack_of_call(node, call)}
+                if node.op == "get_attr":
+                    copied.target = _constant(gm, getattr(body, node.target))
+                moved[node] = copied
+    results = map_arg(result.args[0], moved.__getitem__)
+    for user in list(call.users):
+        assert user.target is operator.getitem
+        user.replace_all_uses_with(results[user.args[1]])
+        gm.graph.erase_node(user)
+    gm.graph.erase_node(call)
+
+
+def _constant(gm: fx.GraphModule, held: Any) -> str:
+    """Return the name of an attribute of the graph module that holds a constant of a body."""
+    name = f"constant_of_region_{len(list(gm.named_children())) + len(list(gm.named_buffers()))}"
+    setattr(gm, name, held)
+    return name
+
+
+def _stack_of_call(node: fx.Node, call: fx.Node) -> dict[str, Any]:
+    """Return the modules around a node of a body, with the path of the layer that is called."""
+    around, own = call.meta.get("nn_module_stack") or {}, node.meta.get("nn_module_stack") or {}
+    if not around or len(own) < len(around):
+        return own
+    traced, called = (str([*stack.values()][len(around) - 1][0]) for stack in (own, around))
+    return {
+        key: (called + str(path).removeprefix(traced) if str(path).startswith(traced) else path, kind)
+        for key, (path, kind) in own.items()
+    }

@@ -1,0 +1,208 @@
+"""Layers traced once: equal results, weights of their own, and layers that cannot be traced so."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.fx as fx
+from torch import Tensor
+from transformers import DynamicCache
+
+import kvpass
+from kvpass import cache_names
+from kvpass.backend import compile_in_place
+from kvpass.runtime.layer_regions import LayerCall
+from kvpass.torch_private import regions
+from tests import models
+
+LAYERS, BUDGET = 4, 12
+needs_reuse = pytest.mark.skipif(not regions.are_reused(), reason="this version of torch traces each region anew")
+
+
+class Counting:
+    """A backend of kvpass that counts the layers in Dynamo's graphs, and the traces that they share."""
+
+    def __init__(self, policy: str = "h2o", budget: int | None = BUDGET) -> None:
+        self.inner = kvpass.backend(policy, budget=budget, inner="eager")
+        self.layers: list[tuple[int, int]] = []
+
+    def __call__(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        calls = gm.graph.find_nodes(op="call_function", target=regions.CALL)
+        self.layers.append((len(calls), len({call.args[0].target for call in calls})))
+        return self.inner(gm, examples)
+
+
+def talk(model: Any, ids: Tensor, parts: Sequence[int]) -> Tensor:
+    """Feed tokens in parts and return all logits."""
+    cache, logits = DynamicCache(config=model.config), []
+    with torch.no_grad():
+        for part in ids.split(list(parts), 1):
+            out = cache_names.call(model, part, cache)
+            cache = cache_names.returned(out)
+            logits.append(out.logits)
+    return torch.cat(logits, 1)
+
+
+def ids_of(rows: int, count: int) -> Tensor:
+    return torch.randint(3, 128, (rows, count), generator=torch.Generator().manual_seed(1))
+
+
+def layer_calls(model: torch.nn.Module) -> list[LayerCall]:
+    return [call for each in model.modules() if isinstance(call := each.__dict__.get("forward"), LayerCall)]
+
+
+@pytest.mark.parametrize("architecture", ["Llama", "GPT2"])
+@pytest.mark.parametrize("policy", ["h2o", "streaming"])
+def test_results_are_those_of_layers_traced_one_by_one(architecture: str, policy: str) -> None:
+    model, ids, parts = models.build(architecture, layers=LAYERS), ids_of(2, 24), (16, 1, 1, 5, 1)
+    plain = copy.deepcopy(model)
+    once = kvpass.compile(model, policy, budget=BUDGET, inner="eager")
+    kvpass.compile(plain, policy, budget=BUDGET, inner="eager")
+    for call in layer_calls(plain):
+        call.regions.usable = False
+    assert torch.equal(talk(once, ids, parts), talk(plain, ids, parts))
+
+
+@needs_reuse
+@pytest.mark.parametrize("architecture", ["Llama", "GPT2", "Gemma", "Cohere"])
+def test_one_trace_serves_all_layers_of_each_graph(architecture: str) -> None:
+    model, backend = models.build(architecture, layers=LAYERS), Counting()
+    compile_in_place(model, backend, True)
+    talk(model, ids_of(1, 20), (16, 1, 1, 1, 1))
+    assert set(backend.layers) == {(LAYERS, 1)}
+
+
+@needs_reuse
+@pytest.mark.parametrize("replaced", range(LAYERS))
+def test_each_layer_has_weights_of_its_own(replaced: int) -> None:
+    """Every layer's weights matter: a weight that is changed in one layer changes the result as in the plain model."""
+    model, ids = models.build("Llama", layers=LAYERS), ids_of(1, 10)
+    with torch.no_grad():
+        model.model.layers[replaced].self_attn.v_proj.weight.mul_(-3)
+        wanted = model(ids).logits
+    compile_in_place(model, backend := Counting("full", None), True)
+    assert torch.allclose(talk(model, ids, (8, 1, 1)), wanted, atol=1e-5)
+    assert set(backend.layers) == {(LAYERS, 1)}
+
+
+def _breaks(layer: Any) -> None:
+    def breaking(hidden: Any, *args: Any, **named: Any) -> Any:
+        torch._dynamo.graph_break()
+        return type(layer.mlp).forward(layer.mlp, hidden, *args, **named)
+
+    layer.mlp.forward = breaking
+
+
+def _counts(layer: Any) -> None:
+    layer.mlp.calls = 0
+
+    def counting(hidden: Any) -> Any:
+        layer.mlp.calls = layer.mlp.calls + 1
+        return type(layer.mlp).forward(layer.mlp, hidden)
+
+    layer.mlp.forward = counting
+
+
+def _asks_the_cache(layer: Any) -> None:
+    own = type(layer.self_attn).forward
+
+    def asking(*args: Any, **named: Any) -> Any:
+        cache = named.get(cache_names.NEW, named.get(cache_names.OLD))
+        assert len(cache.layers) == LAYERS
+        return own(layer.self_attn, *args, **named)
+
+    layer.self_attn.forward = asking
+
+
+@pytest.mark.parametrize("changed", [_breaks, _counts, _asks_the_cache])
+def test_layers_that_no_region_can_hold_are_traced_one_by_one(changed: Callable[[Any], None]) -> None:
+    model, ids = models.build("Llama", layers=LAYERS), ids_of(1, 10)
+    with torch.no_grad():
+        wanted = model(ids).logits
+    for layer in model.model.layers:
+        changed(layer)
+    compile_in_place(model, backend := Counting("full", None), True)
+    assert torch.allclose(talk(model, ids, (8, 1, 1)), wanted, atol=1e-5)
+    assert backend.layers[-1] == (0, 0)
+
+
+def test_a_layer_that_stores_under_the_index_of_another_is_no_region() -> None:
+    model = models.build("Llama", layers=LAYERS)
+    model.model.layers[3].self_attn.layer_idx = 2
+    kvpass.compile(model, "h2o", budget=BUDGET, inner="eager")
+    assert not layer_calls(model)
+
+
+def test_an_index_that_is_computed_is_no_reason_to_reuse_a_trace() -> None:
+    """Two layers that share a cache by `layer_idx // 2` are traced one by one, and kvpass refuses what they do."""
+    model = models.build("Llama", layers=LAYERS)
+    for layer in model.model.layers:
+        own, attention = type(layer.self_attn).forward, layer.self_attn
+
+        class Halved:
+            def __init__(self, cache: Any) -> None:
+                self.cache = cache
+
+            def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **named: Any) -> Any:
+                return self.cache.update(key, value, layer_idx // 2, *args, **named)
+
+        def sharing(*args: Any, own: Any = own, attention: Any = attention, **named: Any) -> Any:
+            name = cache_names.NEW if named.get(cache_names.NEW) is not None else cache_names.OLD
+            named[name] = Halved(named[name])
+            return own(attention, *args, **named)
+
+        attention.forward = sharing
+    compile_in_place(model, backend := Counting(), True)
+    with pytest.raises(kvpass.UnsupportedGraph, match="cache-updating"):
+        talk(model, ids_of(1, 10), (8, 1, 1))
+    assert set(backend.layers) == {(0, 0)}
+
+
+class Named:
+    """Gives a layer under a path that is not the model's."""
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+
+    def __getitem__(self, index: int) -> Any:
+        return self.layer
+
+
+@needs_reuse
+def test_a_reuse_with_the_weights_of_another_layer_is_seen() -> None:
+    """torch 2.13 stamps the first layer's weights into all calls if it met the layers under a second path."""
+    model, ids = models.build("Llama", layers=LAYERS), ids_of(1, 10)
+    with torch.no_grad():
+        wanted = model(ids).logits
+    compile_in_place(model, backend := Counting("full", None), True)
+    for call in layer_calls(model):
+        call.layers = Named(call.layers[call.index])  # type: ignore[assignment]
+    assert torch.allclose(talk(model, ids, (8, 1, 1)), wanted, atol=1e-5)
+    assert backend.layers[-1] in ((0, 0), (LAYERS, 1))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_have_layers_of_their_own(copied: Callable[[Any], Any]) -> None:
+    model, ids = models.build("Llama", layers=LAYERS), ids_of(1, 10)
+    kvpass.compile(model, "full", inner="eager")
+    before = talk(model, ids, (8, 1, 1))
+    other = copied(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert torch.equal(talk(other, ids, (8, 1, 1)), before)
+    assert all(a is not b for a, b in zip(layer_calls(model), layer_calls(other), strict=True))
+
+
+def test_uncompiled_layers_run_as_they_are() -> None:
+    model, ids = models.build("Llama", layers=LAYERS), ids_of(1, 10)
+    with torch.no_grad():
+        wanted = model.model(ids).last_hidden_state
+        kvpass.compile(model, "full", inner="eager")
+        model.compile(backend="eager")  # no backend of kvpass: the layers are not regions
+        assert torch.equal(model.model(ids, use_cache=False).last_hidden_state, wanted)
