@@ -9,6 +9,7 @@ import itertools
 import re
 import typing
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -391,7 +392,29 @@ def public() -> list[Callable[..., Any]]:
     loop = kvpass.DecodeLoop
     methods = (loop.__init__, loop.prompt, loop.stream, loop.generate, loop.add, loop.cancel, loop.generate_batch)
     functions = (kvpass.backend, kvpass.compile, kvpass.explain, kvpass.prefill, kvpass.simulate, kvpass.warm)
-    return [*methods, *functions, policies.get, policies.parse, policies.resolve]
+    files = (kvpass.save_cache, kvpass.load_cache)
+    return [*methods, loop.warm, loop.branch, *functions, *files, policies.get, policies.parse, policies.resolve]
+
+
+OF_ANY_TYPE = {
+    kvpass.prefill: ["cache", "past_key_values"],
+    kvpass.DecodeLoop.add: ["prefix"],
+    kvpass.DecodeLoop.branch: ["cache"],
+    kvpass.save_cache: ["cache"],
+    kvpass.load_cache: ["compiled_or_model"],
+}
+"""Caches and models, which may be of a type of the user's own; those that are none are refused where they are used."""
+
+
+@pytest.mark.parametrize("given", [object(), 3, [1], torch.zeros(2)], ids=["object", "number", "list", "tensor"])
+def test_what_is_no_cache_is_refused(given: Any, tmp_path: Path) -> None:
+    loop, serving = (kvpass.DecodeLoop(build("Llama", layers=1), "h2o", budget=8, rows=rows) for rows in (None, 1))
+    with pytest.raises(kvpass.CacheHandleError, match="no kvpass cache"):
+        serving.add([1, 2], prefix=given)
+    with pytest.raises(kvpass.CacheHandleError, match="no kvpass cache"):
+        loop.branch(given)
+    with pytest.raises(kvpass.CacheHandleError, match="no kvpass cache"):
+        kvpass.save_cache(given, tmp_path / "cache.safetensors")
 
 
 @pytest.mark.parametrize("function", public(), ids=lambda function: function.__qualname__)
@@ -404,7 +427,7 @@ def test_every_public_argument_is_checked(function: Callable[..., Any]) -> None:
         if parameter.kind is not inspect.Parameter.VAR_KEYWORD and name != "self"
     ]
     anything = [name for name in named if arguments._check(hints[name]).read(object()) is not arguments.REFUSED]
-    assert anything == (["cache", "past_key_values"] if function is kvpass.prefill else [])
+    assert anything == OF_ANY_TYPE.get(function, [])
     assert function.__code__ is checked(len).__code__  # type: ignore[attr-defined]
 
 
