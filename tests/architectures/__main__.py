@@ -88,7 +88,7 @@ def summary(verdicts: list[Verdict]) -> str:
 
 def page(table: str, verdicts: list[Verdict]) -> str:
     """A table as Markdown, with what is said of it."""
-    reasons = [_short(v.reason).replace("|", "/") for v in verdicts]
+    reasons = [v.reason.replace("|", "/") for v in verdicts]
     rows = [
         f"| {v.name} | {v.word} | {v.rewritten}/{v.found} | {v.graphs} | {reason} |"
         for v, reason in zip(verdicts, reasons, strict=True)
@@ -98,17 +98,12 @@ def page(table: str, verdicts: list[Verdict]) -> str:
     )
 
 
-def _short(reason: str) -> str:
-    """Without the folder that packages are in."""
-    return re.sub(r"[^\s(]*/site-packages/", "", reason)
-
-
 def by_reason(verdicts: list[Verdict]) -> list[str]:
     """What is refused, counted by reason: the most frequent one is the next to be taken."""
     refused = [v for v in verdicts if v.word == "refused"]
     reasons: dict[str, list[str]] = {}
     for v in refused:
-        why = re.split(r"; the next softmax|,? \(\S*\.py:", re.sub(r"'[^']*'", "…", _short(v.reason)))[0]
+        why = re.split(r"; the next softmax|,? \(\S*\.py:", re.sub(r"'[^']*'", "…", v.reason))[0]
         reasons.setdefault(why, []).append(v.name)
     ordered = sorted(reasons.items(), key=lambda item: -len(item[1]))
     return ["Refused, by reason:", "", *(f"- {len(names)} ({', '.join(names)}): {why}" for why, names in ordered)]

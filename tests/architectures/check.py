@@ -201,11 +201,12 @@ def _cause(error: kvpass.KVPassError, recorder: Recorder) -> str:
     placed = re.match(r"(\S+\.py:\d+: ?)(.*)", line or why, re.DOTALL)
     if not refused and placed:
         line, why = placed.groups()
-    return " ".join(f"{why} ({line.split(': ')[0]})".split())[:400]
+    return _brief(f"{why} ({line.split(': ')[0]})")
 
 
-def _brief(error: BaseException) -> str:
-    return " ".join(str(error).split())[:400]
+def _brief(said: object) -> str:
+    """A text in one line, with paths from the package on; cut after that, so that no part of a path is left."""
+    return re.sub(r"[^\s(]*/site-packages/", "", " ".join(str(said).split()))[:400]
 
 
 def _check_equal(ours: Run, theirs: Run, whose: str) -> None:
