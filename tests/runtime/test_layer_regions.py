@@ -138,6 +138,7 @@ def test_a_layer_that_stores_under_the_index_of_another_is_no_region() -> None:
     assert not layer_calls(model)
 
 
+@needs_reuse
 def test_an_index_that_is_computed_is_no_reason_to_reuse_a_trace() -> None:
     """Two layers that share a cache by `layer_idx // 2` are traced one by one, and kvpass refuses what they do."""
     model = models.build("Llama", layers=LAYERS)
