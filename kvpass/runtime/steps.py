@@ -45,7 +45,7 @@ from kvpass.runtime.padding import (
     told_by,
     wrong_mask,
 )
-from kvpass.runtime.pins import pins_for
+from kvpass.runtime.pins import given_pins, pins_for
 from kvpass.runtime.sizes import Counter, SizeTie, counters, free_sizes, lasting, lengths_of, size_at, ties
 from kvpass.runtime.subclasses import UnwrappedSubclasses
 from kvpass.runtime.variants import CompiledVariant, DynamicDims, ShapeKey, VariantCache
@@ -117,7 +117,8 @@ class StepRunner:
         arguments = self.as_traced(arguments)
         for cache in caches:
             make_room(cache, 1)
-        self._make_room_for_pins(caches, self._queries(self._numbers(arguments)))
+        if given_pins() is not None:
+            self._make_room_for_pins(caches, self._queries(self._numbers(arguments)))
         listener, step = _LISTENER.get(), kind(caches)
         known, before = self._known(caches, arguments), caches[0].seen
         others = self._others(caches, arguments, known)
@@ -159,9 +160,8 @@ class StepRunner:
         rewrite, host_inputs, flat, run = self._prepared(caches, arguments, others, known, compact)
         for cache in caches:
             cache.interrupted = True
-            pinned = pins_for(cache)
-            if pinned is not None and queries == 1:
-                kv_store.pin(cache, pinned)
+        if queries == 1 and given_pins() is not None:
+            self._pin_next(caches)
         regions.note_run()
         results = run(*flat)
         rewrite.count([cache.slots for cache in caches], results)
@@ -174,7 +174,7 @@ class StepRunner:
         return rewrite, results, host_inputs
 
     def _make_room_for_pins(self, caches: list[LayerCache], queries: int) -> None:
-        """Prepare the caches for the pins of the call that is running, if it has any.
+        """Prepare the caches for the pins of the call that is running.
 
         Raises:
             PolicyError: the policy allows none.
@@ -185,6 +185,13 @@ class StepRunner:
             if pins is not None:
                 pins.check(cache.layout.policy, cache.layout.batch, queries)
                 self.backend.kv_store.make_room(cache, pins)
+
+    def _pin_next(self, caches: list[LayerCache]) -> None:
+        """Pin the token of a decode step."""
+        for cache in caches:
+            pins = pins_for(cache)
+            if pins is not None:
+                self.backend.kv_store.pin(cache, pins)
 
     def bound(
         self,
