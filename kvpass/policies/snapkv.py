@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kvpass.arguments import Odd, Positive
+from kvpass.policies import voting
 from kvpass.policies.base import Policy
 from kvpass.policies.types import Attention, State, Tokens
 
@@ -54,18 +55,11 @@ class SnapKV(Policy):
 
     def observe_chunk(self, tokens: Tokens, attention: Attention) -> State:
         scored = (attention.queries > 0) & tokens.live & ~tokens.newest(self.window)
-        probs = torch.where(scored[:, :, None], attention.window, 0.0)  # [B, Hkv, G, N]
-        score = self._smoothed(probs.mean(2), tokens)
+        score = voting.pooled(attention.window.mean(2), tokens, scored, self.kernel, "mean")
         return {
             "score": torch.where(scored, score, tokens.state["score"]),
             "selected": scored | tokens.state["selected"],
         }
-
-    def _smoothed(self, probs: Tensor, tokens: Tokens) -> Tensor:
-        """Return the average over `kernel` neighbours in the text, [B, Hkv, N]."""
-        in_order = torch.empty_like(probs).scatter(-1, tokens.order, probs)
-        pooled = torch.nn.functional.avg_pool1d(in_order, self.kernel, stride=1, padding=self.kernel // 2)
-        return pooled.gather(-1, tokens.order)
 
     def score(self, tokens: Tokens) -> Tensor:
         """Return scores: the window stays, then selected tokens by score, then the others by age, below zero."""
