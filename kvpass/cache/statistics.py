@@ -7,7 +7,7 @@ import dataclasses
 from torch import Tensor
 
 from kvpass.budget import Budget
-from kvpass.lowering.attention_statistics import LATE, SUMS, StatisticsRequest, attention_statistics
+from kvpass.lowering.attention_statistics import LATE, OLDER, SUMS, StatisticsRequest, attention_statistics
 from kvpass.policies import specify
 from kvpass.policies.base import Policy
 from kvpass.policies.heads import HeadSharding
@@ -36,7 +36,7 @@ def requested(
         sharding: the sharding of the layer's heads.
     """
     request = StatisticsRequest(names(policy), causal, scale, cap, heads)
-    if not policy.statistics.isdisjoint(LATE):
+    if not policy.statistics.isdisjoint((*LATE, *OLDER)):
         request = dataclasses.replace(request, window=policy.observation)
     if "scan" in policy.statistics:
         text = sharding.written() if sharding else None

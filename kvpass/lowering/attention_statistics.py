@@ -21,7 +21,8 @@ from kvpass.policies.protocols import Scanning
 from kvpass.torch_private.library_attention import attention_with_lse
 
 SUMS = ("total", "squares")
-LATE = ("last", "window", "logits", "older", "older_peak")
+LATE = ("last", "window", "logits")
+OLDER = ("older", "older_peak")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,8 +144,8 @@ def _statistics(
 ) -> list[Tensor]:
     """Return the statistics of a request; the log-sum-exp of the rows is [B, Hq, q], if it is known."""
     made = dict(zip(SUMS, attention.summed(valid, request.powers, log_sum_exp), strict=False))
-    if not {"last", "window", "logits"}.isdisjoint(request.names):
-        made |= zip(LATE, late_statistics(attention, valid, request.window), strict=False)
+    if not {*LATE}.isdisjoint(request.names):
+        made |= zip(LATE, late_statistics(attention, valid, request.window), strict=True)
     if "older" in request.names:
         made["older"] = votes_for_older(attention, valid, request.window)
     made = {name: regrouped(x, request.heads) for name, x in made.items()}
