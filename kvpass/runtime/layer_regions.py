@@ -12,9 +12,8 @@ Dynamo cannot trace or reuse the regions of a model, its layers are traced one b
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,12 +32,11 @@ class LayerRegions:
 
     Attributes:
         indices: the attributes that hold the index of a layer, as paths from the layer; none if no layer is a region.
-        active: whether layers that are traced now become regions; Dynamo guards on it.
         usable: false once Dynamo could not trace a layer of the model as a region.
     """
 
     def __init__(self, indices: frozenset[str] = frozenset()) -> None:
-        self.indices, self.active, self.usable = indices, False, bool(indices)
+        self.indices, self.usable = indices, bool(indices)
 
     def run(self, call: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Call the compiled model with its layers as regions, or again without if that is refused.
@@ -48,7 +46,7 @@ class LayerRegions:
         """
         if not self.usable:
             return call(*arguments, **named)
-        with self._tracing() as tracing:
+        with regions.tracing(self.indices) as tracing:
             try:
                 return call(*arguments, **named)
             except Exception as error:
@@ -57,18 +55,9 @@ class LayerRegions:
         self.usable = False
         return call(*arguments, **named)
 
-    @contextlib.contextmanager
-    def _tracing(self) -> Iterator[regions.Tracing]:
-        before, self.active = self.active, True
-        try:
-            with regions.tracing(self.indices) as tracing:
-                yield tracing
-        finally:
-            self.active = before
-
 
 class LayerCall:
-    """The `forward` of a decoder layer, which runs as a region if the model's regions are active.
+    """The `forward` of a decoder layer, which is traced as a region where `LayerRegions.run` asks for it.
 
     Attributes:
         layers, index: the module list of the layer and its index.  Dynamo's guards name the layer by this path.
@@ -81,7 +70,7 @@ class LayerCall:
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         layer = self.layers[self.index]
-        where, own = self._own_cache(args, named) if self.regions.active else (None, None)
+        where, own = self._own_cache(args, named) if regions.are_traced() else (None, None)
         if own is None:
             return type(layer).forward(layer, *args, **named)
         past = (own.keys, own.values) if own.is_initialized else (None, None)

@@ -108,8 +108,13 @@ def tracing(indices: frozenset[str]) -> Iterator[Tracing]:
         _TRACING.reset(token)
 
 
+@torch.compiler.assume_constant_result
 def are_traced() -> bool:
-    """Return whether layers are traced as regions in this context."""
+    """Return whether layers are traced as regions in this context.
+
+    Dynamo does not guard on the answer: a graph computes the same whether its layers were regions, so one that was
+    traced with regions serves calls without them, and the other way round.
+    """
     return _TRACING.get() is not None
 
 

@@ -413,7 +413,7 @@ def test_none_is_lost_and_none_mixed_up(monkeypatch: pytest.MonkeyPatch) -> None
     fail, run = faulty(0.03, count), stepping.RepeatedStep.run
     monkeypatch.setattr(stepping.RepeatedStep, "run", lambda step: (fail(), run(step))[1])
     read = serving.chunks
-    monkeypatch.setattr(serving, "chunks", lambda *how: (fail(), read(*how))[1])
+    monkeypatch.setattr(serving, "chunks", lambda *how, **named: (fail(), read(*how, **named))[1])
     while len(wanted) < count or loop.pending:
         for _ in range(drawn.randint(0, 3) if len(wanted) < count else 0):
             kind = drawn.choice(kinds)
