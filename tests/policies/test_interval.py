@@ -16,8 +16,8 @@ from kvpass.apps.evaluation.results import Result
 from kvpass.diagnostics.simulate import simulate
 from kvpass.errors import BudgetError, PolicyError
 from kvpass.policies import Policy, Tokens, resolve
-from tests.models import build, force, prompt
 from tests.calibrations import CALIBRATED, random_calibration
+from tests.models import build, force, prompt
 from tests.strategies import TABLE
 from tests.test_invariants import settings
 from tests.traces import Traced

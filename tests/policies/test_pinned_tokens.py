@@ -23,8 +23,8 @@ from tests.strategies import ROWS, Case, Row, cases
 from tests.test_chunks_and_padding import compare
 
 KEEPING = [
-    "d2o", "expected_attention", "h2o", "keydiff", "knorm", "r_kv", "random", "roco", "streaming", "tova", "tri_attention",
-    "vase", "window",
+    "d2o", "expected_attention", "h2o", "keydiff", "knorm", "r_kv", "random", "roco", "streaming", "tova",
+    "tri_attention", "vase", "window",
 ]  # fmt: skip
 keeping = pytest.mark.parametrize("row", [ROWS[name] for name in KEEPING], ids=KEEPING)
 
