@@ -192,7 +192,7 @@ class RulerMeasure:
 
     def _score(self, session: Session, context: list[int], question: list[int], answers: tuple[str, ...]) -> float:
         turns = [context, question] if self.agnostic else [[*context, *question]]
-        answer = session.answer(turns, ANSWER)
+        answer = session.answer_to(turns, ANSWER)
         return sum(each in answer for each in answers) / len(answers)
 
     def columns(self, rows: Sequence[Row]) -> Row:

@@ -76,7 +76,7 @@ class Session:
         self.tick(batch.ids.shape[1] + count)
         return [self.subject.tokenizer.decode(row, skip_special_tokens=True) for row in made]
 
-    def answer(self, turns: Sequence[Sequence[int]], count: int) -> str:
+    def answer_to(self, turns: Sequence[Sequence[int]], count: int) -> str:
         """Return the text of up to `count` tokens that follow one conversation's turns, fed one after the other."""
         self.loop.state = None
         for turn in turns:
