@@ -25,6 +25,7 @@ from kvpass.errors import KVPassError
 BUDGET, PROMPT, LENGTH, EVERY = 68, 128, 512, 2
 OPTIONS: dict[str, dict[str, Any]] = {  # defaults would leave few tokens for the selection, or none
     "snapkv": {"window": 16},
+    "pyramid_kv": {"window": 16},
     "keydiff": {"interval": 8},
     "r_kv": {"interval": 8},
     "vase": {"recent": 16, "interval": 8},

@@ -165,6 +165,15 @@ TABLE = [
         fixed={"window": 3},
     ),
     Row(
+        "pyramid_kv",
+        st.fixed_dictionaries(
+            {"window": st.integers(1, 4), "kernel": st.sampled_from([1, 3]), "beta": st.sampled_from([1, 2, 20])}
+        ),
+        least=6,
+        scored=True,
+        fixed={"window": 3},
+    ),
+    Row(
         "keydiff",
         st.fixed_dictionaries(
             {"sinks": st.integers(0, 2), "recent": st.integers(0, 2), "interval": st.sampled_from([1, 2, 5])}

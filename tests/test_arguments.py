@@ -125,6 +125,7 @@ POLICY_OPTIONS: dict[str, dict[str, Sequence[Any]]] = {
         "top": without(NO_COUNT, None),
         "select_at": ("once", None),
     },
+    "pyramid_kv": {"window": NO_COUNT, "kernel": (*NO_COUNT, 4), "beta": NO_COUNT},
     "keydiff": {"sinks": without(NO_COUNT, 0), "recent": without(NO_COUNT, 0)},
     "r_kv": {
         "window": NO_COUNT,

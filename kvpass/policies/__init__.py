@@ -37,6 +37,7 @@ _BUILT_IN = {
     "keydiff": "KeyDiff",
     "knorm": "KNorm",
     "kv_align": "KVAlign",
+    "pyramid_kv": "PyramidKV",
     "r_kv": "RKV",
     "random": "Random",
     "roco": "RoCo",
