@@ -22,7 +22,7 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
     "sage": [{"refresh_interval": 3}],
     "random": [{"seed": 7}],
     "snapkv": [{"window": 3}],
-    **{name: [ROWS[name].fixed] for name in ("keydiff", "r_kv", "vase")},
+    **{name: [ROWS[name].fixed] for name in ("pyramid_kv", "keydiff", "r_kv", "vase")},
 }
 EVERY: dict[str, dict[str, Any]] = {
     f"{row.name} {options}": {"policy": row.name, "budget": BUDGET if row.name != "full" else None, **options}
