@@ -33,7 +33,7 @@ from kvpass.apps.evaluation.scoring import ScoringBatch, score
 from kvpass.apps.models import load
 from kvpass.decoding.prefill import Caller
 from kvpass.errors import KVPassError
-from kvpass.torch_private.counters import captured_graphs, graph_breaks
+from kvpass.torch_private.dynamo import captured_graphs, graph_breaks
 
 LEFT_OUT = ("kv_align",)  # it needs networks that were trained for the model
 FILE = "quality.json"

@@ -23,9 +23,9 @@ from collections.abc import Mapping
 import torch
 import torch.fx as fx
 
-from kvpass.capture import cross_attention, decomposed_attention, graph_break, sparse_index, unsupported_growth
+from kvpass.capture import decomposed_attention, other_caches, sparse_index
+from kvpass.capture.canonical import stored
 from kvpass.capture.decomposed_attention import AttentionCall, UnreadSoftmax, is_as_wide
-from kvpass.capture.sites import stored
 from kvpass.fx import alias, op_table, walk
 from kvpass.fx.alias import Memory
 from kvpass.fx.op_table import is_a, known_name, tagged
@@ -96,7 +96,7 @@ def find(gm: fx.GraphModule, handles: set[fx.Node]) -> list[CallReading]:
     updates = [node for node in gm.graph.nodes if _grows_a_cache(node, outputs)]
     found: list[CallReading] = []
     memory = alias.Memory(gm.graph)
-    queries = cross_attention.queries_of(calls, memory)
+    queries = other_caches.queries_of(calls, memory)
     for call in calls:
         values_of = {f.reading.keys_out: f.reading.values_out for f in found if f.reading}
         fixed = _fixed(call, outputs, queries, memory)
@@ -111,7 +111,7 @@ def find(gm: fx.GraphModule, handles: set[fx.Node]) -> list[CallReading]:
     if not any(f.refusal for f in found):
         found += [
             CallReading(node, refusal=reason)
-            for node, reason in unsupported_growth.unread(gm.graph, _known_outputs(found, outputs))
+            for node, reason in other_caches.unread(gm.graph, _known_outputs(found, outputs))
         ]
     found += _unused_handles(found, handles) + _ordinary_caches(found, handles)
     return found
@@ -191,7 +191,7 @@ def _fixed(
         origins = _origin(call.key, outputs), _origin(call.value, outputs)
     except _Refused:
         return None
-    stored_once = all(origin.past is None for origin in origins) and cross_attention.is_fixed(call, queries, memory)
+    stored_once = all(origin.past is None for origin in origins) and other_caches.is_fixed(call, queries, memory)
     return CallReading(call.node, fixed=tuple(origin.grown for origin in origins)) if stored_once else None
 
 
@@ -224,7 +224,7 @@ def _examine(
     except _Refused as reason:
         if on_cache or _is_returned_rearranged(call, outputs):
             return CallReading(call.node, refusal=str(reason))
-        return CallReading(call.node, refusal=graph_break.refusal_of(call, results))
+        return CallReading(call.node, refusal=other_caches.refusal_of(call, results))
     return CallReading(call.node, reading)
 
 
@@ -239,7 +239,7 @@ def _fixed_size_updates(call: AttentionCall, results: set[fx.Node], outputs: dic
         [
             node
             for node in _since_projection(attended, results)
-            if node in outputs and _cat_parts(node) is None and unsupported_growth.is_fixed_size_update(node)
+            if node in outputs and _cat_parts(node) is None and other_caches.is_fixed_size_update(node)
         ]
         for attended in (call.key, call.value)
     ]
@@ -376,7 +376,7 @@ def _starts_a_cache(node: fx.Node, call: AttentionCall, results: set[fx.Node], o
 
 
 def _output_of(grown: fx.Node, outputs: dict[fx.Node, int]) -> tuple[int, int | None]:
-    """Return the output index of a grown cache and the number of stored tokens; see `kvpass.capture.sites.stored`."""
+    """Return the output index of a grown cache and the number of tokens stored."""
     found = stored(grown, outputs)
     if found is None:
         raise _Refused("the grown cache is not returned by the graph")

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 import torch.fx as fx
 
-from kvpass.capture.sites import AttentionSite
+from kvpass.capture.canonical import AttentionSite
 from kvpass.errors import ShardingError
 from kvpass.fx import op_table, walk
 from kvpass.fx.walk import is_tensor, value

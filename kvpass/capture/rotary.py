@@ -10,7 +10,7 @@ import torch
 import torch.fx as fx
 
 from kvpass.capture import canonical, decomposed_attention
-from kvpass.capture.sites import AttentionSite
+from kvpass.capture.canonical import AttentionSite
 from kvpass.fx import alias, op_table, shapes, walk
 from kvpass.fx.op_table import is_a
 from kvpass.fx.shapes import expr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -12,14 +13,22 @@ from torch import Tensor
 from kvpass.errors import UnsupportedGraph
 from kvpass.fx import splicing, walk
 from kvpass.fx.walk import value
-from kvpass.rewrite.call import StepCall
-from kvpass.rewrite.inputs import FurtherInputs
-from kvpass.rewrite.record import Record
-from kvpass.rewrite.result import Outputs
+from kvpass.rewrite.inputs import FurtherInputs, SizeNodes
+from kvpass.rewrite.logs import Record
 from kvpass.rewrite.rotary_slice import RotarySlice
-from kvpass.rewrite.step_graph import StepGraph
-from kvpass.rewrite.symbolic_sizes import SizeNodes
-from kvpass.torch_private import fake_tensors
+from kvpass.rewrite.step_graph import StepCall, StepGraph
+from kvpass.torch_private import tensors
+
+
+@dataclasses.dataclass
+class Outputs:
+    """The outputs of a rewritten graph, with the names that `StepRewrite` uses."""
+
+    outputs: list[int | None]
+    lengths: dict[int, Any]
+    grown: list[int]
+    chunks: list[list[int]]
+    valid: int | None
 
 
 class StepContext(StepGraph):
@@ -81,9 +90,9 @@ class StepContext(StepGraph):
         given.
         """
         count, inputs = len(nodes), [*nodes, *self._size_nodes_of(layer)]
-        with fake_tensors.fake_mode(self.sizes.open) as fake:
+        with tensors.fake_mode(self.sizes.open) as fake:
             examples = [fake(self.example(node)) for node in inputs]
-            return fake_tensors.trace(lambda *values: function(*values[:count]), examples)
+            return tensors.trace(lambda *values: function(*values[:count]), examples)
 
     def splice(
         self, traced: fx.GraphModule, nodes: list[fx.Node], before: fx.Node, name: str, layer: int | None = None

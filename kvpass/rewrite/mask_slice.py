@@ -138,8 +138,8 @@ class MaskContext:
     """The nodes and sizes of a step graph from which masks are computed.
 
     Attributes:
-        key_indices: the nodes that hold key indices, see `kvpass.capture.tokens.iotas`.
-        inputs: inputs with an entry for every token, and its dimension, see `kvpass.capture.tokens.token_inputs`.
+        key_indices: the nodes that hold key indices, see `kvpass.capture.keys.iotas`.
+        inputs: inputs with an entry for every token, and its dimension, see `kvpass.capture.keys.token_inputs`.
         padding: inputs that mark padding, if cached tokens are known to be real.
         stored: the grown keys and values of the site.
         lengths: nodes of arithmetic on the cache's length, see `put_length_on_device`.

@@ -11,8 +11,8 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass.capture import sparse_index, tokens
-from kvpass.capture.sites import AttentionSite
+from kvpass.capture import keys, sparse_index
+from kvpass.capture.canonical import AttentionSite
 from kvpass.fx import op_table, shapes, walk
 from kvpass.fx.walk import value
 from kvpass.rewrite.context import StepContext
@@ -51,7 +51,7 @@ class Masks:
         step = self._step
         nodes = walk.ancestors(site.mask, [site.grown_key, site.grown_value])  # type: ignore[arg-type]
         pasts = {past for each in step.sites for past in each.pasts}
-        inputs = tokens.token_inputs(nodes - pasts, step.argument_of, step.sizes)
+        inputs = keys.token_inputs(nodes - pasts, step.argument_of, step.sizes)
         return MaskContext(
             key_indices=[n for n in step.key_indices[window] if n in nodes and op_table.counts_exactly(value(n).dtype)],
             inputs={node: axis for node, axis in inputs.items() if node not in padding},

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvpass.cache.slots import Chunk, Layout
 from kvpass.cache.statistics import StatisticsSpec
 from kvpass.cache.step import with_mask
-from kvpass.capture.sites import AttentionSite
+from kvpass.capture.canonical import AttentionSite
 from kvpass.fx.walk import value
 from kvpass.lowering.formats import Sections
 from kvpass.policies.types import Attention
@@ -26,10 +26,10 @@ from kvpass.reference import ReferenceLayer, reference_of
 from kvpass.reference.base import attention_logits
 from kvpass.rewrite.computed_keys import ComputedKeys, cut_computed_keys
 from kvpass.rewrite.context import Pass, StepContext
+from kvpass.rewrite.logs import Record
 from kvpass.rewrite.masks import MaskOnSlots, Masks
 from kvpass.rewrite.passes import STEP_PASSES
 from kvpass.rewrite.passes.attention import as_cached, attend_on_slots, replace_outputs, splice_point
-from kvpass.rewrite.record import Record
 from kvpass.rewrite.rotary_slice import RotarySlice
 
 

@@ -14,8 +14,8 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.rotary import Rotary, find_rotary
-from kvpass.capture.sites import AttentionSite
 from kvpass.errors import UnsupportedGraph
 from kvpass.fx import alias, splicing, walk
 from kvpass.fx.precision import upcast

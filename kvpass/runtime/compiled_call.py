@@ -20,7 +20,7 @@ from kvpass import cache_names
 from kvpass.cache.handle import Handle
 from kvpass.errors import UnsupportedGraph
 from kvpass.runtime.layer_regions import LayerRegions
-from kvpass.torch_private import dynamo, tensor_types
+from kvpass.torch_private import dynamo, tensors
 
 UNCOMPILED = (
     "the model returned an ordinary cache, which grows: torch ran the attention, or the update of the "
@@ -228,7 +228,7 @@ def _for_length_of(cache: Any, given: tuple[Any, ...]) -> contextlib.AbstractCon
     if not isinstance(first, Handle) or first.shape[2] != 1:
         return contextlib.nullcontext()
     for tokens in (value for value in given if isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == 1):
-        tensor_types.stays(tokens, 1)
+        tensors.stays(tokens, 1)
     return dynamo.one_like_other_sizes()
 
 
@@ -283,7 +283,7 @@ def dense(tokens: Tensor) -> Tensor:
     Chunks of a prompt arrive as slices of a longer tensor.  Dynamo traces a slice anew for its strides, which a slice
     of a single row keeps even when it is contiguous, and for the tensor that it views.
     """
-    if tokens.stride() == (tokens.shape[1], 1) and not tensor_types.is_view(tokens):
+    if tokens.stride() == (tokens.shape[1], 1) and not tensors.is_view(tokens):
         return tokens
     return tokens.clone(memory_format=torch.contiguous_format)
 

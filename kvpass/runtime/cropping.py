@@ -9,21 +9,36 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from kvpass.cache import history
 from kvpass.cache.handle import LayerCache
 from kvpass.cache.slots import Chunk, Slots
-from kvpass.cache.snapshot import UnchangedSlots
-from kvpass.cache.statistics import StatisticsSpec, as_attention
-from kvpass.capture.sites import AttentionSite
+from kvpass.cache.statistics import StatisticsSpec
 from kvpass.policies.types import Attention
 from kvpass.runtime.caches import take_in
-from kvpass.runtime.kv_store import TakenIn
 from kvpass.runtime.padding import places_of
-from kvpass.runtime.pins import pins_for
+
+
+class TakenIn(Protocol):
+    """A chunk that a store has admitted.
+
+    Attributes:
+        chunk: the rows of the chunk.
+    """
+
+    @property
+    def chunk(self) -> Chunk: ...
+
+    def first(self, count: int) -> TakenIn:
+        """Return the first `count` tokens of the chunk."""
+        ...
+
+    def take_into(self, cache: Any) -> None:
+        """Admit the chunk again to a cache in the state from before the chunk."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,31 +105,3 @@ def remember(caches: list[LayerCache], calls: list[history.PastCall], taken: Seq
         chunk = taken[index]
         again = RepeatedPrompt(chunk) if chunk is not None and call.new > 1 else None
         cache.calls = history.recorded(cache.calls, dataclasses.replace(call, repeat=again), cache.backend.crop)
-
-
-def take_results(cache: LayerCache, site: AttentionSite, results: list[Tensor]) -> TakenIn:
-    """Admit a chunk from the results of a step graph for one layer: see `StepRewrite.chunks`."""
-    key, value, valid, *beside = results
-    policy, layout = cache.layout.policy, cache.layout
-    sums, made_of = beside[: len(policy.statistics)], beside[len(policy.statistics) :]
-    probs = as_attention(policy, sums, valid, layout.spread) if sums else Attention()
-    chunk = Chunk(key, value, valid, probs, pins_for(cache))
-    take_in(cache, chunk, _spare(cache) if cache.backend.crop else None)
-    return TakenChunk(dataclasses.replace(chunk, attention=Attention()), _spec(cache, site, made_of), cache.slots)
-
-
-def _spec(cache: LayerCache, site: AttentionSite, made_of: list[Tensor]) -> StatisticsSpec | None:
-    """Return the statistics spec of a chunk from the extra results of `cache.step.extend_step`."""
-    if not made_of:
-        return None
-    query, key, mask, *sink_logit = made_of
-    common = (False, site.scale, site.cap, cache.layout.heads, cache.layout.spread)
-    return StatisticsSpec(query, key, mask, sink_logit[0] if sink_logit else None, *common)
-
-
-def _spare(cache: LayerCache) -> Slots:
-    """Return slots for a chunk: those from before the last chunk, whose record is dropped now, or new ones."""
-    known = [call.snapshot.slots for call in cache.calls if isinstance(call.snapshot, UnchangedSlots)]
-    alike = [slots for slots in known if slots.state.keys() == cache.slots.state.keys() and slots is not cache.slots]
-    fitting = [slots for slots in alike if slots.capacity == cache.layout.capacity]
-    return fitting[0] if fitting else Slots.empty(cache.layout)

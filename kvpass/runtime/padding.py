@@ -10,9 +10,9 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass.cache.handle import LayerCache
+from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.padding_analysis import padding_inputs
 from kvpass.capture.rotary import find_rotary, unreshaped
-from kvpass.capture.sites import AttentionSite
 from kvpass.errors import UnsupportedGraph
 from kvpass.fx import splicing, walk
 from kvpass.policies.ranking import LATE

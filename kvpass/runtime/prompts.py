@@ -31,12 +31,11 @@ from kvpass.rewrite.prompt import rewrite_prompt
 from kvpass.rewrite.rotary_slice import probe_rotaries
 from kvpass.rewrite.validation.prompts import PromptCase, validate_prompt
 from kvpass.runtime import model_identity
-from kvpass.runtime.caches import lengthened
+from kvpass.runtime.caches import given_pins, lengthened, room_on_top
 from kvpass.runtime.compiler import Compiler
 from kvpass.runtime.padding import PositionCheck, places_of, told_by
-from kvpass.runtime.pins import given_pins, room_on_top
-from kvpass.runtime.subclasses import UnwrappedSubclasses
-from kvpass.torch_private import dynamo, fx_nodes, regions, symbolic_shapes, tensor_types
+from kvpass.torch_private import dynamo, fx_nodes, regions, symbolic_shapes, tensors
+from kvpass.torch_private.tensors import UnwrappedSubclasses
 
 ADOPTED = "adopted: the prompt ran uncompiled, so nothing is known of its attention"
 
@@ -180,7 +179,7 @@ class PromptRunner:
             return self.backend.compile_prompt(self.rewrite.gm, examples, layers)
 
     def __call__(self, *arguments: Any) -> tuple[Any, ...]:
-        with tensor_types.with_torch_function():
+        with tensors.with_torch_function():
             return self._run(arguments, self.as_traced(arguments))
 
     def _run(self, arguments: tuple[Any, ...], traced: tuple[Any, ...]) -> tuple[Any, ...]:

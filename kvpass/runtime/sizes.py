@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 
 from kvpass.cache.handle import LayerCache
-from kvpass.capture.sites import AttentionSite
+from kvpass.capture.canonical import AttentionSite
 from kvpass.fx import shapes, walk
 
 

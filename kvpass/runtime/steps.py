@@ -20,19 +20,18 @@ from kvpass.capture.capture import Capture
 from kvpass.errors import CacheHandleError, UnsupportedGraph
 from kvpass.fx import shapes, walk
 from kvpass.fx.shapes import Sizes
-from kvpass.rewrite.call import PaddingInputs, StepCall
+from kvpass.policies.pinned_tokens import Pins
 from kvpass.rewrite.context import StepContext
-from kvpass.rewrite.pipeline import rewrite_step
-from kvpass.rewrite.result import StepRewrite, of_new
+from kvpass.rewrite.pipeline import StepRewrite, of_new, rewrite_step
 from kvpass.rewrite.rotary_slice import probe_rotaries
+from kvpass.rewrite.step_graph import PaddingInputs, StepCall
 from kvpass.rewrite.validation.conversation import StepCase
 from kvpass.rewrite.validation.lockstep import Validation
 from kvpass.rewrite.validation.steps import validate
 from kvpass.runtime import model_identity
-from kvpass.runtime.caches import count, kind, lengthened, make_room, tick
+from kvpass.runtime.caches import count, given_pins, kind, lengthened, make_room, pins_for, tick
 from kvpass.runtime.compiler import Compiler
 from kvpass.runtime.cropping import calls_before, remember
-from kvpass.runtime.fast_step import FastStep
 from kvpass.runtime.padding import (
     HIDDEN_BEFORE,
     OTHER_ANGLES,
@@ -45,11 +44,10 @@ from kvpass.runtime.padding import (
     told_by,
     wrong_mask,
 )
-from kvpass.runtime.pins import given_pins, pins_for
 from kvpass.runtime.sizes import Counter, SizeTie, counters, free_sizes, lasting, lengths_of, size_at, ties
-from kvpass.runtime.subclasses import UnwrappedSubclasses
-from kvpass.runtime.variants import CompiledVariant, DynamicDims, ShapeKey, VariantCache
-from kvpass.torch_private import dynamo, fx_nodes, inductor, regions, symbolic_shapes, tensor_types
+from kvpass.runtime.variants import CompiledVariant, DynamicDims, FastStep, ShapeKey, VariantCache
+from kvpass.torch_private import dynamo, fx_nodes, inductor, regions, symbolic_shapes, tensors
+from kvpass.torch_private.tensors import UnwrappedSubclasses
 
 MOST_UNCLEAR = 4  # sizes that may or may not follow the cache, of which all combinations are tried
 
@@ -95,7 +93,7 @@ class StepRunner:
         self.worked: set[tuple[int | None, ...]] = set()
 
     def __call__(self, *arguments: Any) -> tuple[Any, ...]:
-        with tensor_types.with_torch_function():
+        with tensors.with_torch_function():
             try:
                 return self._run(arguments)
             except UnsupportedGraph:
@@ -117,8 +115,9 @@ class StepRunner:
         arguments = self.as_traced(arguments)
         for cache in caches:
             make_room(cache, 1)
-        if given_pins() is not None:
-            self._make_room_for_pins(caches, self._queries(self._numbers(arguments)))
+        for cache, pins in self._pinned(caches):
+            pins.check(cache.layout.policy, cache.layout.batch, self._queries(self._numbers(arguments)))
+            self.backend.kv_store.make_room(cache, pins)
         listener, step = _LISTENER.get(), kind(caches)
         known, before = self._known(caches, arguments), caches[0].seen
         others = self._others(caches, arguments, known)
@@ -160,8 +159,9 @@ class StepRunner:
         rewrite, host_inputs, flat, run = self._prepared(caches, arguments, others, known, compact)
         for cache in caches:
             cache.interrupted = True
-        if queries == 1 and given_pins() is not None:
-            self._pin_next(caches)
+        if queries == 1:
+            for cache, pins in self._pinned(caches):
+                kv_store.pin(cache, pins)
         regions.note_run()
         results = run(*flat)
         rewrite.count([cache.slots for cache in caches], results)
@@ -173,25 +173,10 @@ class StepRunner:
         remember(caches, calls, taken)
         return rewrite, results, host_inputs
 
-    def _make_room_for_pins(self, caches: list[LayerCache], queries: int) -> None:
-        """Prepare the caches for the pins of the call that is running.
-
-        Raises:
-            PolicyError: the policy allows none.
-            BudgetError: they leave less of the budget than the policy needs.
-        """
-        for cache in caches:
-            pins = pins_for(cache)
-            if pins is not None:
-                pins.check(cache.layout.policy, cache.layout.batch, queries)
-                self.backend.kv_store.make_room(cache, pins)
-
-    def _pin_next(self, caches: list[LayerCache]) -> None:
-        """Pin the token of a decode step."""
-        for cache in caches:
-            pins = pins_for(cache)
-            if pins is not None:
-                self.backend.kv_store.pin(cache, pins)
+    def _pinned(self, caches: list[LayerCache]) -> list[tuple[LayerCache, Pins]]:
+        """Return the caches that the call that is running pins tokens of, each with its pins."""
+        given = [] if given_pins() is None else [(cache, pins_for(cache)) for cache in caches]
+        return [(cache, pins) for cache, pins in given if pins is not None]
 
     def bound(
         self,

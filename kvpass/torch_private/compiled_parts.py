@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvpass.torch_private.inductor import Boxed, _tracing
 from kvpass.torch_private.symbolic_shapes import expression, symbols
-from kvpass.torch_private.tensor_types import share_memory
+from kvpass.torch_private.tensors import share_memory
 
 NEEDS_THE_WHOLE = ("cpp_wrapper", "fx_wrapper", "freezing", "aot_inductor_mode", "triton.cudagraphs")
 """Inductor settings under which a graph is compiled whole: parts are untested under them, or do not pay."""

@@ -1,4 +1,4 @@
-"""Private names of Dynamo: its settings, its notes on graph inputs, and how it calls a backend."""
+"""Private names of Dynamo: its settings, its notes on graph inputs, its counters, and how it calls a backend."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 import torch.fx as fx
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from kvpass.torch_private.inductor import Compiled
 
@@ -247,3 +248,23 @@ def note_artifact(name: str, text: Callable[[], str]) -> None:
     """Add a text to torch's structured trace, if one is recorded (TORCH_TRACE)."""
     described = {"name": name, "encoding": "string"}
     torch._logging._internal.trace_structured("artifact", metadata_fn=lambda: described, payload_fn=text)
+
+
+def forget_compiled_code() -> None:
+    """Drop all compiled code; Dynamo allows only a few variants of one function at a time."""
+    torch._dynamo.reset()
+
+
+def captured_graphs() -> int:
+    """Return the number of graphs that Dynamo has captured."""
+    return int(counters["stats"]["unique_graphs"])
+
+
+def graph_breaks() -> int:
+    """Return the number of graph breaks."""
+    return sum(counters["graph_break"].values())
+
+
+def activity() -> int:
+    """Return a number that changes with every compilation, including recompilations that Dynamo does not count."""
+    return sum(value for counter in counters.values() for value in counter.values())

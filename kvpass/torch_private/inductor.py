@@ -14,8 +14,8 @@ import torch.fx as fx
 from torch import Tensor
 from torch.fx.node import map_arg
 
-from kvpass.torch_private.fake_tensors import is_fake
 from kvpass.torch_private.symbolic_shapes import symbols
+from kvpass.torch_private.tensors import is_fake
 
 Compiled = Callable[..., Sequence[Any]]
 

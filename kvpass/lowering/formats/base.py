@@ -3,13 +3,63 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kvpass.lowering.formats.sections import Sections
+
+@dataclasses.dataclass(frozen=True)
+class Sections:
+    """A tensor as consecutive sections of its last dimension.
+
+    Attributes:
+        whole: the tensor itself, if it exists without joining the sections.
+    """
+
+    tensors: tuple[Tensor, ...]
+    whole: Tensor | None = None
+
+    @property
+    def width(self) -> int:
+        return sum(section.shape[-1] for section in self.tensors)
+
+    @property
+    def ends(self) -> list[int]:
+        """The end of each section."""
+        widths = [section.shape[-1] for section in self.tensors]
+        return [sum(widths[: i + 1]) for i in range(len(widths))]
+
+    def cut_at(self, indices: set[int]) -> Sections:
+        """Return the same tensor with further cuts."""
+        sections, start = [], 0
+        for section, end in zip(self.tensors, self.ends, strict=True):
+            cuts = [start, *sorted(index for index in indices if start < index < end), end]
+            sections += [section[..., a - start : b - start] for a, b in itertools.pairwise(cuts)]
+            start = end
+        return Sections(tuple(sections))
+
+    def between(self, start: int, stop: int) -> Sections:
+        """Return the part of the tensor from `start` up to `stop`."""
+        cut = self.cut_at({start, stop})
+        ends = cut.ends
+        selected = [section for section, end in zip(cut.tensors, ends, strict=True) if start < end <= stop]
+        return Sections(tuple(selected))
+
+    def joined(self) -> Tensor:
+        """Return one tensor: `whole`, or a sum of tensors padded with zeros, which compilers fuse."""
+        if self.whole is not None:
+            return self.whole
+        before, total = 0, None
+        for section in self.tensors:
+            padded = torch.nn.functional.pad(section, [before, self.width - before - section.shape[-1]])
+            total = padded if total is None else total + padded
+            before += section.shape[-1]
+        assert total is not None
+        return total
+
 
 BLOCK = 4096  # rows encoded at a time; intermediate results are several times their size
 
@@ -165,3 +215,42 @@ class Rows:
         """Return these rows followed by others."""
         joined = zip(self.parts, others.parts, strict=True)
         return Rows(self.format, tuple(torch.cat(pair, 2) for pair in joined))
+
+
+@dataclasses.dataclass(frozen=True)
+class Plain:
+    """Rows in the model's dtype."""
+
+    dim: int
+    dtype: torch.dtype
+    names = ()
+    bits = 0
+    exact = True
+    transforms = False
+
+    def layout(self) -> list[tuple[int, torch.dtype]]:
+        return [(self.dim, self.dtype)]
+
+    def encode(self, rows: Tensor) -> Parts:
+        return (rows.to(self.dtype),)
+
+    def decode(self, parts: Parts) -> Tensor:
+        return parts[0]
+
+    def sections(self, parts: Parts) -> list[Tensor]:
+        return [parts[0]]
+
+    def ordered(self, parts: Parts) -> Parts:
+        return parts
+
+    def to_device_layout(self, parts: Parts) -> Parts:
+        return parts
+
+    def prepared_query(self, query: Tensor) -> Tensor:
+        return query
+
+    def products(self, query: Tensor, parts: Parts) -> Tensor:
+        return torch.matmul(query, parts[0].transpose(-1, -2))
+
+    def weighted_sum(self, probs: Tensor, parts: Parts, dtype: torch.dtype) -> Tensor:
+        return torch.matmul(probs.to(parts[0].dtype), parts[0])

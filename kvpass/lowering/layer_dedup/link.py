@@ -29,7 +29,7 @@ from torch.fx.node import map_arg
 from kvpass.fx import walk
 from kvpass.lowering.layer_dedup import segments
 from kvpass.lowering.layer_dedup.segments import Segment
-from kvpass.torch_private import compiled_parts, generated_code, inductor, symbolic_shapes, tensor_types
+from kvpass.torch_private import compiled_parts, generated_code, inductor, symbolic_shapes, tensors
 
 Patches = Callable[[fx.GraphModule], dict[str, Any]]
 
@@ -56,7 +56,7 @@ def compile_deduplicated(
     """
     if (
         not compiled_parts.on_cpu(examples)
-        or any(map(tensor_types.is_wrapper, examples))
+        or any(map(tensors.is_wrapper, examples))
         or not compiled_parts.allows_parts(patches(gm))
     ):
         return None

@@ -33,7 +33,7 @@ import torch.fx as fx
 from torch.fx.node import map_aggregate
 
 from kvpass.fx import alias, shapes, walk
-from kvpass.fx.constants import tensor_bytes
+from kvpass.fx.walk import tensor_bytes
 from kvpass.torch_private import fx_nodes, symbolic_shapes
 
 MIN_EQUAL_LAYERS = 3

@@ -16,13 +16,13 @@ import sympy  # type: ignore[import-untyped]
 import torch
 import torch.fx as fx
 
-from kvpass.capture import tokens
+from kvpass.capture import keys
 from kvpass.errors import UnsupportedGraph
 from kvpass.fx import op_table, splicing, walk
 from kvpass.fx.shapes import Sizes
 from kvpass.fx.walk import value
 from kvpass.rewrite.context import StepContext
-from kvpass.rewrite.record import Record
+from kvpass.rewrite.logs import Record
 
 
 def put_length_on_device(step: StepContext) -> Record:
@@ -30,7 +30,7 @@ def put_length_on_device(step: StepContext) -> Record:
     arithmetic = LengthArithmetic(step.graph, step.sizes, step.length, step.size_nodes.of)
     lookups = arithmetic.slices()
     for window in set(step.windows):
-        step.key_indices[window] = [*tokens.iotas(step.graph.nodes, step.sizes, window), *lookups]
+        step.key_indices[window] = [*keys.iotas(step.graph.nodes, step.sizes, window), *lookups]
     arithmetic.positions()
     step.length_nodes = arithmetic.computed
     unchanged = {node.name: "it counts the keys" for nodes in step.key_indices.values() for node in nodes}

@@ -15,9 +15,8 @@ import torch.fx as fx
 from kvpass.errors import UnsupportedGraph
 from kvpass.fx import alias, walk
 from kvpass.fx.walk import value
-from kvpass.rewrite.context import StepContext
-from kvpass.rewrite.record import Record
-from kvpass.rewrite.result import Outputs
+from kvpass.rewrite.context import Outputs, StepContext
+from kvpass.rewrite.logs import Record
 from kvpass.torch_private import fx_nodes
 
 

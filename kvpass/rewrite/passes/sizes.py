@@ -1,4 +1,4 @@
-"""Replace the remaining sizes by numbers or by arithmetic on dynamic sizes, and refuse sizes that grow.
+"""Replace the remaining sizes, refuse sizes that grow, and sort the inputs.
 
 before   rows = ids.size(0)                           after    h = view(x, (2, 1, 64))
          h = view(x, (rows, q, 64))
@@ -10,10 +10,10 @@ from typing import Any
 
 import torch.fx as fx
 
-from kvpass.fx import alias, walk
+from kvpass.fx import alias, splicing, walk
 from kvpass.fx.walk import value
 from kvpass.rewrite.context import StepContext
-from kvpass.rewrite.record import Record
+from kvpass.rewrite.logs import Record
 from kvpass.torch_private import fx_nodes
 
 
@@ -55,3 +55,11 @@ def _settle(size: fx.Node, number: Any) -> None:
 
 def _with_number(arguments: Any, size: fx.Node, number: Any) -> Any:
     return fx.node.map_arg(arguments, lambda node: number if node is size else node)
+
+
+def order_inputs(step: StepContext) -> Record:
+    """Put the placeholders in the order in which `StepRewrite.flat` returns their values."""
+    new_inputs = [*(node for nodes in step.slot_inputs for node in nodes), *step.weight_inputs, *step.inputs.nodes]
+    remaining = set(walk.placeholders(step.graph))
+    splicing.put_first(step.graph, [*new_inputs, *(node for node in step.placeholders if node in remaining)])
+    return Record([node.name for node in walk.placeholders(step.graph)])

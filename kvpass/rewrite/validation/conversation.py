@@ -17,14 +17,14 @@ from torch import Tensor
 
 from kvpass.cache.slots import Layout, Slots
 from kvpass.capture import sparse_index
+from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.rotary import find_rotary
-from kvpass.capture.sites import AttentionSite
 from kvpass.fx import walk
 from kvpass.fx.shapes import Sizes
 from kvpass.fx.walk import value
 from kvpass.lowering.formats import KVDtype, Rows, Sections, plain
 from kvpass.rewrite.context import StepContext
-from kvpass.rewrite.result import StepRewrite
+from kvpass.rewrite.pipeline import StepRewrite
 from kvpass.rewrite.rotary_slice import RotarySlice
 from kvpass.rewrite.validation.interpreter import GraphRun, copied
 from kvpass.torch_private import symbolic_shapes

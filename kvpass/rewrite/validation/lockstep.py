@@ -18,8 +18,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass.capture.canonical import ATTENTION
-from kvpass.capture.sites import AttentionSite
+from kvpass.capture.canonical import ATTENTION, AttentionSite
 from kvpass.errors import KVPassError, UnsupportedGraph
 from kvpass.fx import op_table, walk
 from kvpass.fx.walk import source_line

@@ -21,14 +21,13 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass.capture.sites import AttentionSite
+from kvpass.capture.canonical import AttentionSite
 from kvpass.fx import op_table, shapes, walk
 from kvpass.fx.walk import value
 from kvpass.lowering.formats import Rows
-from kvpass.rewrite.validation.constants import length_constants, smallest_table
 from kvpass.rewrite.validation.conversation import Conversation, ConversationPlan, StepCase
+from kvpass.rewrite.validation.coverage import last_new_kind, length_constants, smallest_table
 from kvpass.rewrite.validation.interpreter import DoesNotRun, GraphRun, Visit
-from kvpass.rewrite.validation.kinds import last_new_kind
 from kvpass.rewrite.validation.lockstep import Lockstep, Validation, noting_unfit, validated
 from kvpass.rewrite.validation.slots import MadeUpSlots
 from kvpass.torch_private import symbolic_shapes
