@@ -222,7 +222,7 @@ class LayerCache:
             *earlier, last = calls
             cache, calls = last.before(cache), tuple(earlier)
             if last.new > tokens and last.repeat is not None:
-                shorter: LayerCache = last.repeat.first(cache, last.new - tokens)
+                shorter: LayerCache = last.repeat(cache, last.new - tokens)
                 return dataclasses.replace(shorter, calls=(*calls, *shorter.calls), _picked=[])
             tokens -= last.new
         return dataclasses.replace(cache, calls=calls, _picked=[])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -20,12 +20,8 @@ class Restorable(Protocol):
         ...
 
 
-class Repeatable(Protocol):
-    """A call of several tokens that can be repeated with fewer."""
-
-    def first(self, cache: Any, count: int) -> Any:
-        """Return a layer's cache after the first `count` tokens of the call, from the cache before the call."""
-        ...
+Repeat = Callable[[Any, int], Any]
+"""Return a layer's cache after the first tokens of a call, as many as given, from the cache before the call."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +37,7 @@ class PastCall:
 
     new: int
     snapshot: Restorable | None
-    repeat: Repeatable | None
+    repeat: Repeat | None
     layout: Layout
     seen: int
     clocks: tuple[Any, ...]

@@ -143,7 +143,7 @@ def _unused_handles(found: list[CallReading], handles: set[fx.Node]) -> list[Cal
     used = {origin.past for f in found if f.reading for origin in (f.reading.key, f.reading.value)}
     if any(f.refusal for f in found):
         return []
-    uses = [user for node in handles - used for user in node.users if not _is_shape_read(user)]
+    uses = [user for node in handles - used for user in node.users if is_tensor(user)]
     return [CallReading(use, refusal="a kvpass cache is used here outside of an attention call") for use in uses[:1]]
 
 
@@ -158,10 +158,6 @@ _ORDINARY = (
     "its cache is an ordinary tensor that grows beside caches of kvpass: it was replaced, or its keys came from other "
     "inputs than its queries in the prompt, and such a cache must not grow"
 )
-
-
-def _is_shape_read(node: fx.Node) -> bool:
-    return not isinstance(value(node), torch.Tensor)
 
 
 def _grows_a_cache(node: fx.Node, outputs: dict[fx.Node, int]) -> bool:
@@ -208,7 +204,8 @@ def _examine(
     local = _since_projection(call.key, results) | _since_projection(call.value, results)
     other_updates = [node for node in local if node not in updates and _grows_in_other_layout(node, outputs)]
     stored_nodes = [node for node in local if node.op == "placeholder" or node in outputs]
-    other_updates += [user for node in stored_nodes for user in node.users if _overwrites(user, node)]
+    states = [node for node in stored_nodes if is_tensor(node) and value(node).ndim >= 3]
+    other_updates += [user for node in states for user in node.users if alias.writes(user) and user.args[0] is node]
     other_updates += _fixed_size_updates(call, results, outputs)
     on_cache = computed_from.intersection(updates) or computed_from & handles or other_updates
     try:
@@ -272,11 +269,6 @@ def _grows_in_other_layout(node: fx.Node, outputs: dict[fx.Node, int]) -> bool:
         return False
     first = node.all_input_nodes[0]
     return first.op == "placeholder" and is_tensor(first) and value(first).ndim >= 3
-
-
-def _overwrites(user: fx.Node, cache: fx.Node) -> bool:
-    """Return whether a user writes in place to an input or output, as in a preallocated cache."""
-    return alias.writes(user) and user.args[0] is cache and is_tensor(cache) and value(cache).ndim >= 3
 
 
 def _reading(

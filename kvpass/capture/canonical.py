@@ -261,7 +261,7 @@ def _site(call: fx.Node, outputs: dict[fx.Node, int], calls: list[fx.Node]) -> A
     args = op_table.bound(call)
     attended = (args["key"], args["value"])
     grown = attended if all(node.target is APPEND for node in attended) else _sources(call, attended, outputs, calls)
-    reads_cache = grown == attended and not (args["mask"] and _mask_reads_cache(args["mask"], grown, calls))
+    reads_cache = grown == attended and not (args["mask"] and not ancestors(args["mask"], calls).isdisjoint(grown))
     (past_key, key), (past_value, val) = grown[0].args, grown[1].args
     (keys_out, window), (values_out, _) = (stored(node, outputs) or (-1, None) for node in grown)
     copied = {name: args[name] for name in ("query", "mask", "scale", "causal", "cap", "sink_logit", "hidden")}
@@ -282,11 +282,6 @@ def _sources(
         node for node in call.graph.nodes if node in sources and node.target is APPEND and stored(node, outputs)
     ]
     return first, second
-
-
-def _mask_reads_cache(mask: fx.Node, grown: tuple[fx.Node, fx.Node], calls: list[fx.Node]) -> bool:
-    """Return whether a mask is computed from this layer's cache."""
-    return not ancestors(mask, calls).isdisjoint(grown)
 
 
 def _log_sum_exp(call: fx.Node, args: dict[str, Any]) -> fx.Node | None:

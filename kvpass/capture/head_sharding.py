@@ -118,12 +118,9 @@ def _read_sharding(site: AttentionSite, policy: Policy) -> HeadSharding | None:
     if kinds == {"rows"} and len({origin.mesh for origin in all_origins}) == 1 and not site.computed:
         return _sharding(site, next(iter(all_origins)).mesh)
     communication = _communication(site.call.graph) or "weights that are sharded over processes"
-    described = "; ".join(f"its {name} by {_describe(origins)}" for name, origins in origins_of.items())
+    what_of = {name: " and ".join(sorted({o.what for o in origins})) for name, origins in origins_of.items()}
+    described = "; ".join(f"its {name} by {what or 'no weight'}" for name, what in what_of.items())
     raise _refused(site, policy, f"the sharding of its heads is unknown: the graph has {communication}, {described}")
-
-
-def _describe(origins: frozenset[_ShardOrigin]) -> str:
-    return " and ".join(sorted({origin.what for origin in origins})) or "no weight"
 
 
 def _sharding(site: AttentionSite, mesh: Any) -> HeadSharding | None:

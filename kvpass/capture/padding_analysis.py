@@ -340,11 +340,9 @@ def _not(node: fx.Node, a: Any) -> Any:
 
 def _and(node: fx.Node, a: Any, b: Any) -> Any:
     a, b = _truth(a), _truth(b)
-    return (min(a[0], b[0]), min(a[1], b[1])) if is_bool(node) else ((0.0, 0.0) if _either_is_zero(a, b) else None)
-
-
-def _either_is_zero(a: Interval, b: Interval) -> bool:
-    return (0.0, 0.0) in (a, b)
+    if not is_bool(node):
+        return (0.0, 0.0) if (0.0, 0.0) in (a, b) else None
+    return (min(a[0], b[0]), min(a[1], b[1]))
 
 
 def _or(node: fx.Node, a: Any, b: Any) -> Any:

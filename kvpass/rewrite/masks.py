@@ -83,36 +83,22 @@ class Masks:
 
 
 @dataclasses.dataclass(frozen=True)
-class MaskOnSlots:
-    """A mask on slots, with the nodes that it reads."""
-
-    nodes: list[fx.Node]
-    queries: int
-
-    @property
-    def facts(self) -> tuple[fx.Node, ...]:
-        return ()
-
-    def on_slots(
-        self, index: Tensor, position: Tensor, heads: int, tensors: list[Tensor], facts: list[Tensor]
-    ) -> Tensor:
-        """See `kvpass.cache.step.Mask`; `tensors` are the values of `nodes`."""
-        raise NotImplementedError
-
-
-@dataclasses.dataclass(frozen=True)
-class SlicedMask(MaskOnSlots):
+class SlicedMask:
     """A mask that is computed from a key index and the entries of the key's token.
 
     Attributes:
+        nodes: the nodes that it reads.
+        queries: q.
         sliced: the mask as a function of the key.
         shifted: the model counts keys from the first that it stores; the first node is the index of that key.
         whole: the nodes of entries are whole tensors from which to gather, not entries of the slots.
     """
 
+    nodes: list[fx.Node]
+    queries: int
     sliced: MaskSlice
     shifted: bool
-    whole: bool = False
+    whole: bool
 
     @property
     def facts(self) -> tuple[fx.Node, ...]:
@@ -121,6 +107,7 @@ class SlicedMask(MaskOnSlots):
     def on_slots(
         self, index: Tensor, position: Tensor, heads: int, tensors: list[Tensor], facts: list[Tensor]
     ) -> Tensor:
+        """See `kvpass.cache.step.Mask`; `tensors` are the values of `nodes`."""
         start, count = int(self.shifted), len(self.sliced.entries)
         first = tensors[0] if start else 0
         length, inputs, bound = tensors[start], tensors[start + 1 :][:count], tensors[start + 1 + count :]
@@ -144,8 +131,12 @@ def _entries_of_slots(entries: Tensor, index: Tensor, length: Tensor, queries: i
 
 
 @dataclasses.dataclass(frozen=True)
-class ColumnMask(MaskOnSlots):
+class ColumnMask:
     """A mask whose size does not grow, because the length was traced as a number: its columns are gathered."""
+
+    nodes: list[fx.Node]
+    queries: int
+    facts = ()
 
     def on_slots(
         self, index: Tensor, position: Tensor, heads: int, tensors: list[Tensor], facts: list[Tensor]
@@ -157,3 +148,6 @@ class ColumnMask(MaskOnSlots):
         mask = mask.expand(-1, max(mask.shape[1], groups), -1, -1, -1)
         columns = index.clamp(0, mask.shape[-1] - 1).expand(-1, mask.shape[1], -1)[:, :, None, None]
         return mask.gather(-1, columns.expand(-1, -1, mask.shape[2], self.queries, -1))
+
+
+MaskOnSlots = SlicedMask | ColumnMask

@@ -100,11 +100,12 @@ def _angle_readers(gm: fx.GraphModule, sites: list[AttentionSite]) -> list[Reade
     """Return the nodes that turn position ids into the angles of a rotary embedding."""
     rotaries = [find_rotary(gm, site) for site in sites]
     positions = dict.fromkeys(rotary.position for rotary in rotaries if rotary is not None)
-    return [_reader(user, node, sites) for node in positions for user in node.users if _is_angle(user)]
-
-
-def _is_angle(node: fx.Node) -> bool:
-    return is_tensor(node) and value(node).is_floating_point()
+    return [
+        _reader(user, node, sites)
+        for node in positions
+        for user in node.users
+        if (is_tensor(user) and value(user).is_floating_point())
+    ]
 
 
 def fits_prompt(ids: Tensor) -> bool:

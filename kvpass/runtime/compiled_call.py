@@ -91,7 +91,14 @@ class CompiledCall:
             _check_kind(getattr(given, "self_attention_cache", given))
         named = {name: _dense(value) for name, value in cache_names.renamed(named, self.taken).items()}
         given = (*arguments, *named.values())
-        cache = next((value for value in given if _is_ours(value)), None)
+        cache = next(
+            (
+                value
+                for value in given
+                if (not isinstance(value, Tensor) and any(isinstance(key, Handle) for key in _keys(value)))
+            ),
+            None,
+        )
         before = _ordinary(given) if self.strict else []
         with _for_length_of(cache, given), _for_counts_of(cache), _running():
             made = self.regions.run(self.call, arguments, named)
@@ -333,11 +340,6 @@ def ordinary_tokens(cache: Any) -> int:
 
 def _is_handle(key: Tensor) -> bool:
     return isinstance(key, Handle)
-
-
-def _is_ours(value: Any) -> bool:
-    """Return whether an argument, under any name, is a cache whose keys are handles."""
-    return not isinstance(value, Tensor) and any(isinstance(key, Handle) for key in _keys(value))
 
 
 def _keys(cache: Any) -> list[Tensor]:

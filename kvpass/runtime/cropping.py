@@ -8,6 +8,7 @@ from before the chunk.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -19,7 +20,7 @@ from kvpass.cache.slots import Chunk, Slots
 from kvpass.cache.statistics import StatisticsSpec
 from kvpass.policies.types import Attention
 from kvpass.runtime.caches import take_in
-from kvpass.runtime.padding import places_of
+from kvpass.runtime.padding import indices_of
 
 
 class TakenIn(Protocol):
@@ -66,23 +67,17 @@ class TakenChunk:
         take_in(cache, dataclasses.replace(self.chunk, attention=probs), self.into)
 
 
-@dataclasses.dataclass(frozen=True)
-class RepeatedPrompt:
-    """An admitted chunk that can be admitted again with fewer tokens: a `history.Repeatable`."""
-
-    taken: TakenIn
-
-    def first(self, cache: LayerCache, count: int) -> LayerCache:
-        """Return the cache after the first `count` tokens; see `history.Repeatable`."""
-        taken, before = self.taken.first(count), cache.seen
-        call = _before(cache, count, chunk=True)
-        taken.take_into(cache)
-        padding = ~taken.chunk.valid
-        if bool(padding.any()):
-            cache.absent = torch.cat([cache.absent, places_of(padding, before)], 1)
-        cache.seen += count
-        cache.calls = (dataclasses.replace(call, repeat=RepeatedPrompt(taken)),)
-        return cache
+def _repeat(taken: TakenIn, cache: LayerCache, count: int) -> LayerCache:
+    """Return the cache after the first `count` tokens of a chunk, from the cache before it: a `history.Repeat`."""
+    taken, before = taken.first(count), cache.seen
+    call = _before(cache, count, chunk=True)
+    taken.take_into(cache)
+    padding = ~taken.chunk.valid
+    if bool(padding.any()):
+        cache.absent = torch.cat([cache.absent, indices_of(padding, before)], 1)
+    cache.seen += count
+    cache.calls = (dataclasses.replace(call, repeat=functools.partial(_repeat, taken)),)
+    return cache
 
 
 def calls_before(caches: list[LayerCache], queries: int) -> list[history.PastCall]:
@@ -103,5 +98,5 @@ def remember(caches: list[LayerCache], calls: list[history.PastCall], taken: Seq
     """Store the records of calls that have run, together with the chunks that they admitted."""
     for index, (cache, call) in enumerate(zip(caches, calls, strict=False)):
         chunk = taken[index]
-        again = RepeatedPrompt(chunk) if chunk is not None and call.new > 1 else None
+        again = functools.partial(_repeat, chunk) if chunk is not None and call.new > 1 else None
         cache.calls = history.recorded(cache.calls, dataclasses.replace(call, repeat=again), cache.backend.crop)

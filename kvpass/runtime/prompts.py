@@ -32,8 +32,9 @@ from kvpass.rewrite.rotary_slice import probe_rotaries
 from kvpass.rewrite.validation.prompts import PromptCase, validate_prompt
 from kvpass.runtime import model_identity
 from kvpass.runtime.caches import given_pins, lengthened, room_on_top
+from kvpass.runtime.checks import PositionCheck
 from kvpass.runtime.compiler import Compiler
-from kvpass.runtime.padding import PositionCheck, places_of, told_by
+from kvpass.runtime.padding import indices_of, inputs_of_sites
 from kvpass.torch_private import dynamo, fx_nodes, regions, symbolic_shapes, tensors
 from kvpass.torch_private.tensors import UnwrappedSubclasses
 
@@ -135,7 +136,7 @@ class PromptRunner:
             )
         scored = any(policy.statistics for policy in self.policies)
         extras = backend.kv_store.asks or (backend.crop > 0 and scored)
-        told = told_by(gm, sites, step=False)
+        told = inputs_of_sites(gm, sites, step=False)
         common = (backend.budget, ranked, extras, examples, told)
         self.rewrite = rewrite_prompt(gm, sites, self.policies, *common)
         holders = walk.placeholders(gm.graph)
@@ -350,7 +351,7 @@ class PromptRunner:
         if chunk.pins is not None:
             layout = layout.with_pins(chunk.pins.on_top)
         notes = (ADOPTED,) if self.adopts else ()
-        absent = places_of(~chunk.valid)
+        absent = indices_of(~chunk.valid)
         mine = (self.backend, next(self.backend.layers), layout)
         kv_store = self.backend.kv_store
         slots, budgets_of_rows, clocks = kv_store.admitted(layout, chunk, layer.spec, self.sites[number], plan)
@@ -387,7 +388,7 @@ class TakenPrompt:
             cache.weights, cache.model = self.weights[index], model
             if crop:
                 was = (cache.layout, cache.seen, cache.clocks, cache.absent, cache.limits)
-                cache.calls = (history.PastCall(self.new, None, _LayerOfPrompt(shorter, index), *was),)
+                cache.calls = (history.PastCall(self.new, None, functools.partial(shorter.layer, index), *was),)
             yield cache
 
     def without(self, gone: int) -> TakenPrompt:
@@ -404,22 +405,11 @@ class ShorterPrompt:
         self._made: dict[int, list[LayerCache]] = {}
 
     @torch.no_grad()
-    def caches(self, count: int) -> list[LayerCache]:
-        """Return the caches of the first `count` tokens."""
+    def layer(self, index: int, _: LayerCache, count: int) -> LayerCache:
+        """Return a layer's cache of the first `count` tokens: a `history.Repeat` for each layer."""
         if count not in self._made:
             self._made[count] = list(self.prompt.without(self.prompt.new - count).caches())
-        return self._made[count]
-
-
-@dataclasses.dataclass(frozen=True)
-class _LayerOfPrompt:
-    """One layer of a prompt that can be admitted again with fewer tokens: a `history.Repeatable`."""
-
-    prompt: ShorterPrompt
-    layer_index: int
-
-    def first(self, cache: LayerCache, count: int) -> LayerCache:
-        return self.prompt.caches(count)[self.layer_index]
+        return self._made[count][index]
 
 
 def _within_window(layer: PromptLayer, budget: int) -> PromptLayer:

@@ -31,7 +31,7 @@ class DynamicDims:
         return dict(zip(self.free, self.sizes.symbols, strict=True))
 
     @property
-    def by_place(self) -> dict[int, Any]:
+    def by_index(self) -> dict[int, Any]:
         """Dynamic sizes by index in `ShapeKey.all`."""
         return {index: self.sizes.size(symbol) for index, symbol in self.symbols.items()}
 
@@ -45,7 +45,7 @@ class ShapeKey:
     """Numbers that differ between calls which one rewritten graph can serve.
 
     Attributes:
-        numbers: those of `StepRunner.sizes`, such as rows and new tokens.
+        numbers: those of `StepSizes.sources`, such as rows and new tokens.
         capacities: of each of `exact_layers`, or else the common capacity of all layers; 1 if layers differ.
         budget: the common budget of all layers; 1 where it equals the capacity or the capacity minus one.
         exact_layers: the layers whose layouts have `exact_capacity`, so that each has a capacity of its own.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -70,49 +70,54 @@ SlotIndices = tuple[Tensor, Tensor, Tensor]
 """One slot of every head: indices of rows, heads and slots, broadcastable to [B, H]."""
 
 
-class Format(Protocol):
-    """The tensors that hold rows, and attention on them; formats that store alike are equal."""
+class Format(abc.ABC):
+    """The tensors that hold rows, and attention on them; formats that store alike are equal.
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the tensors after the first."""
+    Attributes:
+        names: of the tensors after the first.
+        bits: of a code; 0 if rows are plain numbers.
+        exact: whether storing decoded rows again returns the same rows.
+        transforms: whether codes are of transformed rows, so that `prepared_query` transforms queries.
+    """
 
-    @property
-    def bits(self) -> int:
-        """Bits of a code; 0 if rows are plain numbers."""
+    names: tuple[str, ...] = ()
+    bits: int = 0
+    exact: bool = False
+    transforms: bool = False
 
-    @property
-    def exact(self) -> bool:
-        """Whether storing decoded rows again returns the same rows."""
-
-    @property
-    def transforms(self) -> bool:
-        """Whether codes are of transformed rows, so that `prepared_query` transforms queries."""
-
+    @abc.abstractmethod
     def layout(self) -> list[tuple[int, torch.dtype]]:
         """Return the last dimension and the dtype of each tensor."""
 
+    @abc.abstractmethod
     def encode(self, rows: Tensor) -> Parts:
         """Encode rows [..., D] as the tensors that store them."""
 
+    @abc.abstractmethod
     def decode(self, parts: Parts) -> Tensor:
         """Decode stored rows, [..., D], to the model's numbers or to the dtype of `accumulate_dtype`."""
 
     def sections(self, parts: Parts) -> Sequence[Tensor]:
         """Decode stored rows in consecutive sections of D that can be read without moving numbers."""
+        return [self.decode(parts)]
 
     def ordered(self, parts: Parts) -> Parts:
         """Reorder the tensors from the device's layout to the order of the numbers."""
+        return parts
 
     def to_device_layout(self, parts: Parts) -> Parts:
         """Reorder the tensors from the order of the numbers to the layout of their device."""
+        return parts
 
     def prepared_query(self, query: Tensor) -> Tensor:
         """Transform queries [..., D] for products with codes; for callers that read codes themselves."""
+        return query
 
+    @abc.abstractmethod
     def products(self, query: Tensor, parts: Parts) -> Tensor:
         """Multiply queries [B, H, R, D] with stored keys: [B, H, R, N]."""
 
+    @abc.abstractmethod
     def weighted_sum(self, probs: Tensor, parts: Parts, dtype: torch.dtype) -> Tensor:
         """Sum stored values by probabilities [B, H, R, N] of `accumulate_dtype`: [B, H, R, D] in `dtype`."""
 
@@ -218,15 +223,12 @@ class Rows:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plain:
+class Plain(Format):
     """Rows in the model's dtype."""
 
     dim: int
     dtype: torch.dtype
-    names = ()
-    bits = 0
     exact = True
-    transforms = False
 
     def layout(self) -> list[tuple[int, torch.dtype]]:
         return [(self.dim, self.dtype)]
@@ -236,18 +238,6 @@ class Plain:
 
     def decode(self, parts: Parts) -> Tensor:
         return parts[0]
-
-    def sections(self, parts: Parts) -> list[Tensor]:
-        return [parts[0]]
-
-    def ordered(self, parts: Parts) -> Parts:
-        return parts
-
-    def to_device_layout(self, parts: Parts) -> Parts:
-        return parts
-
-    def prepared_query(self, query: Tensor) -> Tensor:
-        return query
 
     def products(self, query: Tensor, parts: Parts) -> Tensor:
         return torch.matmul(query, parts[0].transpose(-1, -2))

@@ -26,7 +26,6 @@ from kvpass.cache.step import Attended, Site, decode_step, extend_step, read_ste
 from kvpass.capture.canonical import AttentionSite
 from kvpass.fx import shapes, splicing, walk
 from kvpass.fx.walk import value
-from kvpass.lowering.formats import Sections
 from kvpass.lowering.rope import Rope, RotaryPairs
 from kvpass.rewrite.computed_keys import ComputedKeys, cut_computed_keys
 from kvpass.rewrite.context import StepContext
@@ -64,7 +63,8 @@ class _AttentionReplacement:
         sums = self._splice(layer, site, slots, new, first=True)
         for sharing in site.shared_by:
             self._splice(layer, sharing, slots_before, new, first=False)
-        step.chunks.append([] if step.decodes else [*stored_rows(step, layer, new), step.inputs.valid(layer), *sums])
+        stored_key = step.raw_keys[layer] if step.ranked and not site.computed else new[0]
+        step.chunks.append([] if step.decodes else [stored_key, new[1], step.inputs.valid(layer), *sums])
 
     def _splice(
         self, layer: int, site: AttentionSite, slots: list[fx.Node], new: list[fx.Node], first: bool
@@ -164,11 +164,6 @@ def new_rows(step: StepContext, layer: int) -> list[fx.Node]:
     return [as_cached(step.graph, site, node) for node in (key, site.value)]
 
 
-def stored_rows(step: StepContext, layer: int, new: list[fx.Node]) -> list[fx.Node]:
-    """Return the stored key and the value, given the result of `new_rows`."""
-    return [step.raw_keys[layer] if step.ranked and not step.sites[layer].computed else new[0], new[1]]
-
-
 def as_cached(graph: fx.Graph, site: AttentionSite, node: fx.Node) -> fx.Node:
     """Return a key or value as it is cached: [B, h, q, D], or [B, 1, q, h * D] if keys are computed from it."""
     if not site.computed or value(node).shape[1] == 1:
@@ -215,28 +210,16 @@ class _LayerCall:
     def site(self, operands: dict[str, list[Tensor]]) -> Site:
         """Return the site with the tensors that its parts read."""
         mask, rotary, computed, heads = self.mask, self.rotary, self.computed, self.layout.heads
-
-        def evaluate_mask(index: Tensor, position: Tensor, facts: list[Tensor]) -> Tensor:
-            assert mask is not None
-            return mask.on_slots(index, position, heads, operands["mask"], facts)
-
-        def rotate_keys(keys: Sections, rank: Tensor) -> list[Tensor]:
-            assert rotary is not None
-            return rotary.on_slots(keys, rank, operands["table"], operands["rotate"])
-
-        def compute_keys(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-            assert computed is not None
-            return computed.on_slots(key, value, operands["computed"])
-
         return Site(
             scale=self.attention.scale,
-            mask=evaluate_mask if mask else None,
-            rotate=rotate_keys if rotary else None,
+            mask=mask
+            and (lambda index, position, facts: mask.on_slots(index, position, heads, operands["mask"], facts)),
+            rotate=rotary and (lambda keys, rank: rotary.on_slots(keys, rank, operands["table"], operands["rotate"])),
             rope=Rope(operands["rope"][0], operands["rope"][1], self.pairs) if self.pairs else None,
             weights=tuple(operands["weights"]),
             cap=self.attention.cap,
             sink_logit=operands["sink_logit"][0] if operands["sink_logit"] else None,
-            compute_keys=compute_keys if computed else None,
+            compute_keys=computed and (lambda key, value: computed.on_slots(key, value, operands["computed"])),
             lse=self.attention.lse is not None,
             hidden=self.attention.hidden,
             decomposed=self.attention.decomposed,

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.fx as fx
@@ -43,14 +43,7 @@ class Validation:
     left_out: tuple[str, ...] = ()
 
 
-class MadeUpCall(Protocol):
-    """A made-up call; `label` describes it in a message."""
-
-    @property
-    def label(self) -> str: ...
-
-
-Made = TypeVar("Made", bound=MadeUpCall)
+Made = TypeVar("Made")
 
 
 class Unfit(Exception):
@@ -310,7 +303,7 @@ def without_side_effects() -> contextlib.ExitStack:
 
 
 def validated(
-    calls: Iterable[Made],
+    calls: Iterable[tuple[str, Made]],
     compare: Callable[[Made], object],
     further: Callable[[Made, list[str]], None],
     kind: str,
@@ -319,7 +312,7 @@ def validated(
     """Compare on the first call that the model's own graph runs on, then on further calls.
 
     Args:
-        calls: made-up calls, each created on demand.
+        calls: made-up calls, each created on demand, with a label for messages.
         compare: compares the graphs on one call.
         further: compares on further calls after the first, and notes those that are left out.
         kind: the name of the calls, for notes.
@@ -331,9 +324,9 @@ def validated(
     start, left_out = time.perf_counter(), list[str]()
     with without_side_effects():
         try:
-            for call in calls:
+            for label, call in calls:
                 try:
-                    with as_unfit(call.label):
+                    with as_unfit(label):
                         compare(call)
                 except Unfit as failure:
                     why = str(failure)

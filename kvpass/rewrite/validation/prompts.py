@@ -64,7 +64,7 @@ def validate_prompt(prompt: PromptCase, arguments: tuple[Any, ...]) -> Validatio
         UnsupportedGraph: they differ; the message names the first attention call that does.
     """
     return validated(
-        _calls(prompt, arguments),
+        ((call.label, call) for call in _calls(prompt, arguments)),
         lambda call: _compare(prompt, call),
         lambda _, left_out: _try_longer(prompt, arguments, left_out),
         "prompts",

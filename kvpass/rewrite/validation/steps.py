@@ -49,7 +49,7 @@ def validate(step: StepCase) -> Validation:
         UnsupportedGraph: they differ; the message names the first attention call that does.
     """
     return validated(
-        _first_plans(step),
+        ((plan.label, plan) for plan in _first_plans(step)),
         lambda plan: _compare(step, Conversation(step, plan), None),
         lambda first, left_out: _try_others(step, first, left_out),
         "conversations",
