@@ -70,27 +70,15 @@ def with_head_sharding(sites: list[AttentionSite], policy: Policy, supports_shar
     if declared == "always":
         return sites
     found = [_read_sharding(site, policy) for site in sites]
-    if any(found):
-        _check_alike(sites, found, policy)
-        _check_support(sites[0], found[0], policy, declared, supports_shards)
-    return [dataclasses.replace(site, spread=spread) for site, spread in zip(sites, found, strict=True)]
-
-
-def _check_alike(sites: list[AttentionSite], found: list[HeadSharding | None], policy: Policy) -> None:
-    """Check that all layers are sharded over one group of processes, which has to agree on shared budgets."""
-    groups = {spread and (spread.ranks, spread.group) for spread in found}
-    if len(groups) > 1:
+    first = found[0]
+    if len({spread and (spread.ranks, spread.group) for spread in found}) > 1:  # they have to agree on shared budgets
         raise _refused(sites[0], policy, "its layers are sharded over different processes")
-
-
-def _check_support(
-    site: AttentionSite, spread: HeadSharding | None, policy: Policy, declared: str, supports_shards: bool
-) -> None:
-    if declared == "never" and spread is not None:
-        share = f"each has {spread.heads // spread.ranks} of {spread.heads} KV heads"
-        raise _refused(site, policy, f"{share}, {NOT_DECLARED}")
-    if not supports_shards:
-        raise _refused(site, policy, "inner='reference' sees the heads of its own process; run it in one process")
+    if first is not None and declared == "never":
+        share = f"each has {first.heads // first.ranks} of {first.heads} KV heads"
+        raise _refused(sites[0], policy, f"{share}, {NOT_DECLARED}")
+    if first is not None and not supports_shards:
+        raise _refused(sites[0], policy, "inner='reference' sees the heads of its own process; run it in one process")
+    return [dataclasses.replace(site, spread=spread) for site, spread in zip(sites, found, strict=True)]
 
 
 def _refused(site: AttentionSite, policy: Policy, what: str) -> ShardingError:

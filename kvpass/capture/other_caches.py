@@ -103,7 +103,11 @@ def unread(graph: fx.Graph, read: set[int]) -> list[tuple[fx.Node, str]]:
     Args:
         read: the output indices of known caches.
     """
-    outputs = [node for index, node in enumerate(walk.results(graph)) if index not in read and _holds_states(node)]
+    outputs = [
+        node
+        for index, node in enumerate(walk.results(graph))
+        if index not in read and _is_state(node) and node.op != "placeholder"
+    ]
     found = []
     for node in dict.fromkeys(outputs):
         sources = _inputs_of(node)
@@ -123,15 +127,10 @@ _LAYOUT = (
 
 def is_fixed_size_update(node: fx.Node) -> bool:
     """Return whether a tensor is an input of the same shape with some elements replaced: a cache of fixed size."""
-    parents = node.all_input_nodes if _holds_states(node) else []
+    parents = node.all_input_nodes if _is_state(node) and node.op != "placeholder" else []
     return any(
         shapes.same(value(node).shape, value(source).shape) for parent in parents for source in _inputs_of(parent)
     )
-
-
-def _holds_states(node: Any) -> bool:
-    """Return whether a node is a floating-point tensor of at least three dimensions, and no input."""
-    return _is_state(node) and node.op != "placeholder"
 
 
 def _inputs_of(node: fx.Node) -> list[fx.Node]:
@@ -141,6 +140,7 @@ def _inputs_of(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_state(node: Any) -> bool:
+    """Return whether a node is a floating-point tensor of at least three dimensions, and no parameter."""
     if not is_tensor(node) or isinstance(value(node), torch.nn.Parameter):
         return False
     return bool(value(node).ndim >= 3 and value(node).is_floating_point())

@@ -163,7 +163,6 @@ def _result(step: StepContext) -> StepRewrite:
     entries, precomputed = step.inputs.gathered()
     remaining = set(walk.placeholders(step.graph))
     inputs = [index for index, argument in enumerate(step.placeholders) if argument in remaining]
-    found = step.outputs
     return StepRewrite(
         gm=step.gm,
         open=step.sizes.open,
@@ -174,13 +173,9 @@ def _result(step: StepContext) -> StepRewrite:
         columns=[step.placeholders.index(argument) for argument in step.inputs.columns],
         entries=entries,
         queries=step.queries,
-        outputs=found.outputs,
-        lengths=found.lengths,
-        chunks=found.chunks,
         host_graph=host_precomputed(step, precomputed),
-        grown=found.grown,
         host_inputs=len(step.inputs.host_inputs),
         unread=step.unread,
-        valid=found.valid,
         positions=tuple(dict.fromkeys(step.replaced_positions)),
+        **vars(step.outputs),
     )

@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -132,11 +132,9 @@ def _backend_asked() -> Any:
     for _ in range(4):
         if frame is None:
             return None
-        backend = frame.f_locals.get("compiler_fn")
-        while backend is not None:
+        for backend in _unwrapped(frame.f_locals.get("compiler_fn")):
             if any(str(each.__module__).partition(".")[0] == "kvpass" for each in (backend, *type(backend).__mro__)):
                 return backend
-            backend = getattr(backend, "_torchdynamo_orig_backend", None) or getattr(backend, "compiler_fn", None)
         frame = frame.f_back
     return None
 
@@ -150,12 +148,14 @@ def backend_of(compiled: Any) -> Any:
     if context is None and getattr(compiled, "__closure__", None):
         cells = dict(zip(compiled.__code__.co_freevars, compiled.__closure__, strict=True))
         found = cells["callback"].cell_contents if "callback" in cells else None
-    while found is not None:
-        inner = getattr(found, "_torchdynamo_orig_backend", None) or getattr(found, "compiler_fn", None)
-        if inner is None:
-            return found
-        found = inner
-    return None
+    return next(reversed(list(_unwrapped(found))), None)
+
+
+def _unwrapped(backend: Any) -> Iterator[Any]:
+    """Yield a backend and the backends that it wraps, outermost first."""
+    while backend is not None:
+        yield backend
+        backend = getattr(backend, "_torchdynamo_orig_backend", None) or getattr(backend, "compiler_fn", None)
 
 
 def numbers_as_symbols(names: set[str]) -> contextlib.AbstractContextManager[Any]:

@@ -62,7 +62,7 @@ def as_unfit(label: str) -> Iterator[None]:
     except (KVPassError, Unfit):
         raise
     except Exception as error:
-        raise Unfit(failed_comparison(label, error)) from error
+        raise Unfit(f"the comparison {label} failed with {type(error).__name__}: {error}") from error
 
 
 @contextlib.contextmanager
@@ -73,11 +73,6 @@ def noting_unfit(skipped: list[str], label: str) -> Iterator[None]:
             yield
     except Unfit as failure:
         skipped.append(str(failure))
-
-
-def failed_comparison(label: str, error: Exception) -> str:
-    """Describe an error of the validation's own code as the reason why nothing was compared."""
-    return f"the comparison {label} failed with {type(error).__name__}: {error}"
 
 
 class Lockstep:
@@ -294,14 +289,6 @@ def _in_model(node: fx.Node) -> str:
     return str(node.meta["kvpass_stands_for"])
 
 
-def without_side_effects() -> contextlib.ExitStack:
-    """Return a context that disables gradients and preserves the caller's random numbers."""
-    stack = contextlib.ExitStack()
-    stack.enter_context(torch.no_grad())
-    stack.enter_context(torch.random.fork_rng(devices=[]))
-    return stack
-
-
 def validated(
     calls: Iterable[tuple[str, Made]],
     compare: Callable[[Made], object],
@@ -322,20 +309,19 @@ def validated(
         UnsupportedGraph: the graphs differ; the message names the first attention call that does.
     """
     start, left_out = time.perf_counter(), list[str]()
-    with without_side_effects():
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):  # the caller's random numbers stay as they are
         try:
-            for label, call in calls:
-                try:
-                    with as_unfit(label):
-                        compare(call)
-                except Unfit as failure:
-                    why = str(failure)
-                else:
+            with as_unfit(f"on {kind}"):
+                for label, call in calls:
+                    try:
+                        with as_unfit(label):
+                            compare(call)
+                    except Unfit as failure:
+                        why = str(failure)
+                        continue
                     with noting_unfit(left_out, f"on further {kind}"):
                         further(call, left_out)
                     return Validation(time.perf_counter() - start, None, tuple(left_out))
-        except KVPassError:
-            raise
-        except Exception as error:
-            why = failed_comparison(f"on {kind}", error)
+        except Unfit as failure:
+            why = str(failure)
     return Validation(time.perf_counter() - start, why)

@@ -165,7 +165,8 @@ def _fits(step: StepCase, count: int) -> bool:
 
 def _serves(step: StepCase, count: int) -> bool:
     """Return whether Dynamo's guards allow `count` tokens in every past that is wholly cached."""
-    lengths = _past_lengths(step)
+    sites = [site for site, window in zip(step.sites, step.context.windows, strict=True) if window is None]
+    lengths = [value(past).shape[2] for site in sites for past in site.pasts]
     symbols = {symbol for length in lengths for symbol in shapes.expr(length).free_symbols}
     known = {symbol: sympy.Integer(count) for symbol in symbols if len(symbols) == 1}
     violated = any(guard.xreplace(known) == sympy.false for guard in shapes.guards(step.gm.graph))
@@ -189,12 +190,6 @@ def _inputs_serve(step: StepCase, count: int) -> bool:
         if not all(symbolic_shapes.may_equal(size, current - step.seen + count) for size, current in growing):
             return False
     return True
-
-
-def _past_lengths(step: StepCase) -> list[Any]:
-    """Return the lengths of the pasts that are wholly cached, as the graph's sizes."""
-    sites = [site for site, window in zip(step.sites, step.context.windows, strict=True) if window is None]
-    return [value(past).shape[2] for site in sites for past in site.pasts]
 
 
 def _compare(step: StepCase, conversation: Conversation, last: fx.Node | None) -> bool:
