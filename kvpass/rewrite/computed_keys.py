@@ -35,6 +35,11 @@ def join_heads(rows: Tensor) -> Tensor:
     return rows.transpose(1, 2).flatten(2)[:, None]
 
 
+def split_heads(rows: Tensor, heads: int) -> Tensor:
+    """Split joined heads: [B, 1, N, h * D] to [B, h, N, D]; rows of `heads` heads stay as they are."""
+    return rows if rows.shape[1] == heads else torch.unflatten(rows[:, 0], -1, (heads, -1)).transpose(1, 2)
+
+
 @dataclasses.dataclass(frozen=True)
 class ComputedKeys:
     """Compute keys and values from cached rows.

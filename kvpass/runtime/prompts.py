@@ -284,7 +284,11 @@ class PromptRunner:
     ) -> list[tuple[int, Plan]]:
         """Return for each layer the budget that the user gave, of the row with the largest, and the policy's plan."""
         governed, budget = [layer for layer in layers if layer.policy is self.backend.policy], max(shares)
-        self._check_room(budget, prompt)
+        if not self.backend.policy.evicts and prompt > budget:
+            raise BudgetError(
+                f"policy {self.backend.policy.name!r} keeps every token: "
+                f"a prompt of {prompt} exceeds its budget of {budget}"
+            )
         rows, heads = layers[0].chunk.key.shape[:2]
         made = self._governed(governed, shares, model, (len(layers), heads))
         if self.ranked and (len(governed) < len(layers) or len({plan.budgets_of_rows(rows) for plan in made}) > 1):
@@ -294,7 +298,14 @@ class PromptRunner:
             )
         mine = iter(made)
         whole = budgets.slots_for(self.backend.policy, None, prompt)
-        return [(budget, next(mine)) if x.policy is self.backend.policy else _alone(x, whole) for x in layers]
+        planned = []
+        for layer in layers:
+            if layer.policy is self.backend.policy:
+                planned.append((budget, next(mine)))
+            else:  # it holds its window, or every token
+                held = whole if layer.window is None else layer.window
+                planned.append((held, Plan(held, layer.policy.capacity(held))))
+        return planned
 
     def _governed(self, layers: list[PromptLayer], shares: list[int], model: list[Any], shape: Any) -> list[Plan]:
         """Return the plans of the layers that the backend's policy governs; see `model_identity.PlansByModel`."""
@@ -314,13 +325,6 @@ class PromptRunner:
         for window in {layer.window for layer in layers if layer.window is not None and layer.policy.evicts}:
             if min(shares) < window <= max(shares):
                 raise BudgetError(MIXED.format(budget=self.backend.budget, shares=shares, window=window))
-
-    def _check_room(self, budget: int, prompt: int) -> None:
-        if not self.backend.policy.evicts and prompt > budget:
-            raise BudgetError(
-                f"policy {self.backend.policy.name!r} keeps every token: "
-                f"a prompt of {prompt} exceeds its budget of {budget}"
-            )
 
     def _store(self, number: int, layer: PromptLayer, planned: tuple[int, Plan], by_row: bool) -> LayerCache:
         budget, plan = planned
@@ -417,9 +421,3 @@ def _within_window(layer: PromptLayer, budget: int) -> PromptLayer:
     if layer.window is None or (layer.policy.evicts and budget < layer.window):
         return layer
     return dataclasses.replace(layer, policy=Window())
-
-
-def _alone(layer: PromptLayer, whole: int) -> tuple[int, Plan]:
-    """Return the budget and plan of a layer that the backend's policy does not govern; `whole` holds every token."""
-    budget = whole if layer.window is None else layer.window
-    return budget, Plan(budget, layer.policy.capacity(budget))

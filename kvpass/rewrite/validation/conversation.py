@@ -23,6 +23,7 @@ from kvpass.fx import walk
 from kvpass.fx.shapes import Sizes
 from kvpass.fx.walk import value
 from kvpass.lowering.formats import KVDtype, Rows, Sections, plain
+from kvpass.rewrite.computed_keys import split_heads
 from kvpass.rewrite.context import StepContext
 from kvpass.rewrite.pipeline import StepRewrite
 from kvpass.rewrite.rotary_slice import RotarySlice
@@ -262,11 +263,7 @@ class Conversation:
         rows = self.rows(layer)[kind].read_as(self.step.layouts[layer].dtype)
         if kind == 0 and self.step.ranked:
             rows = self._as_cached(layer, rows)
-        return self.split_heads(rows, self.step.arguments[index].shape[1])
-
-    def split_heads(self, rows: Tensor, heads: int) -> Tensor:
-        """Split joined heads: [B, 1, L, h * D] to [B, h, L, D]; see `kvpass.rewrite.computed_keys.join_heads`."""
-        return rows if rows.shape[1] == heads else torch.unflatten(rows[:, 0], -1, (heads, -1)).transpose(1, 2)
+        return split_heads(rows, self.step.arguments[index].shape[1])
 
     def _as_cached(self, layer: int, key: Tensor) -> Tensor:
         """Return keys as the model caches them, rotated."""

@@ -25,6 +25,7 @@ from kvpass.capture.canonical import AttentionSite
 from kvpass.fx import op_table, shapes, walk
 from kvpass.fx.walk import value
 from kvpass.lowering.formats import Rows
+from kvpass.rewrite.computed_keys import join_heads, split_heads
 from kvpass.rewrite.validation.conversation import Conversation, ConversationPlan, StepCase
 from kvpass.rewrite.validation.coverage import last_new_kind, length_constants, smallest_table
 from kvpass.rewrite.validation.interpreter import DoesNotRun, GraphRun, Visit
@@ -270,9 +271,7 @@ def _round_as_stored(format: Any, heads: int, dtype: torch.dtype) -> Visit:
     """Return a visit that rounds rows [B, h, q, D] as storage does; it joins heads that are stored as one."""
 
     def visit(walk: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
-        joins = result.shape[1] != heads
-        rows = result.transpose(1, 2).flatten(2)[:, None] if joins else result
-        read = Rows.of(format, rows).read_as(dtype)
-        return torch.unflatten(read[:, 0], -1, (result.shape[1], -1)).transpose(1, 2) if joins else read
+        rows = result if result.shape[1] == heads else join_heads(result)
+        return split_heads(Rows.of(format, rows).read_as(dtype), result.shape[1])
 
     return visit
