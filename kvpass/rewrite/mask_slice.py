@@ -291,7 +291,9 @@ class _KeyCutter:
         )
 
     def _number_or_bound(self, node: fx.Node) -> Any:
-        number = self.number(node)
+        if self.sizes.grows(node):
+            self._refuse(node, f"the mask uses the cache's length as a size, {value(node)}")
+        number = self.sizes.fixed(node)
         return number if isinstance(number, int) else self._bind(node)
 
     def _bind(self, node: fx.Node) -> fx.Node:
@@ -380,11 +382,6 @@ class _KeyCutter:
             return False
         column = walk.chain(arguments["input"], lambda each: op_table.is_a(each, "keeps"))[-1]
         return column in self.padding and value(column).ndim == 2 and arguments.get("dim") in (-1, 1)
-
-    def number(self, node: fx.Node) -> Any:
-        if self.sizes.grows(node):
-            self._refuse(node, f"the mask uses the cache's length as a size, {value(node)}")
-        return self.sizes.fixed(node)
 
 
 def _expanded(node: fx.Node, copied: fx.Node) -> tuple[Any, ...]:

@@ -6,11 +6,9 @@ before   rows = ids.size(0)                           after    h = view(x, (2, 1
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.fx as fx
 
-from kvpass.fx import alias, splicing, walk
+from kvpass.fx import alias, shapes, splicing, walk
 from kvpass.fx.walk import value
 from kvpass.rewrite.context import StepContext
 from kvpass.rewrite.logs import Record
@@ -31,7 +29,7 @@ def settle_sizes(step: StepContext) -> Record:
         if step.sizes.grows(node):
             step.refuse_growth(_reader(node))
         if not step.sizes.settled(node):
-            _settle(node, step.size_nodes.of(step.sizes.fixed(node)))
+            shapes.replace_by(node, step.size_nodes.of(step.sizes.fixed(node)))
     alias.eliminate_dead(step.graph)
     for argument in step.placeholders:
         if not argument.users and not step.size_nodes.has(argument):
@@ -45,16 +43,6 @@ def _reader(size: fx.Node) -> fx.Node:
     """Return the first operation on tensors that reads a size, or a size computed from it."""
     sizes = walk.reach([size], lambda node: filter(walk.is_size, node.users))
     return min((user for node in sizes for user in node.users if not walk.is_size(user)), default=size)
-
-
-def _settle(size: fx.Node, number: Any) -> None:
-    """Replace a size, wherever it is read, by a number or by the node of a dynamic size."""
-    for user in [user for user in size.users if number is not size]:
-        user.args, user.kwargs = _with_number(user.args, size, number), _with_number(user.kwargs, size, number)
-
-
-def _with_number(arguments: Any, size: fx.Node, number: Any) -> Any:
-    return fx.node.map_arg(arguments, lambda node: number if node is size else node)
 
 
 def order_inputs(step: StepContext) -> Record:
