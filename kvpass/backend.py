@@ -123,7 +123,7 @@ class Backend(Compiler):
             if self._left_alone(captured.refused, any(carried)) or not captured.sites:
                 return None
             self._check_inference(captured.sites, examples)
-            known = with_head_sharding(captured.sites, self.policy, self.kv_store.spreads)
+            known = with_head_sharding(captured.sites, self.policy, not self.kv_store.is_reference)
             captured = dataclasses.replace(captured, sites=known)
             if any(carried):
                 return StepRunner(self, gm, captured)

@@ -88,40 +88,49 @@ class Followed:
 FREE, PLAIN = Followed("free", None), Followed("plain", None)
 
 
-class KeyAxis:
-    """The dependence on the keys of all tensors that a mask is computed from.
+@dataclasses.dataclass(frozen=True)
+class MaskContext:
+    """The nodes and sizes of a step graph from which masks are computed.
 
-    Args:
-        graph: the canonical graph.
-        among: the nodes that the mask is computed from.
-        sizes: the graph's sizes in terms of the cache's length.
-        counts: the key indices among these nodes, each of one dimension.
-        entries: the inputs with an entry for every token, each with its dimension over the tokens.
-        padding: the inputs that mark padding.
-        facts: the tensors computed from stored rows, each with its dimension over the tokens.
-        lengths: the nodes of arithmetic on the cache's length, each with its expression.
-        first: the index of the first key that the model stores, 0 or an expression of the cache's length.
+    Attributes:
+        key_indices: the nodes that hold key indices, see `iotas`.
+        inputs: inputs with an entry for every token, and its dimension, see `token_inputs`.
+        padding: inputs that mark padding, if cached tokens are known to be real.
+        stored: the grown keys and values of the site.
+        lengths: nodes of arithmetic on the cache's length, see `put_length_on_device`.
+        first: the index of the first key that the model stores.
+        last: how many tokens the model stores, None for all.
     """
 
+    key_indices: list[fx.Node]
+    inputs: dict[fx.Node, int]
+    padding: list[fx.Node]
+    stored: list[fx.Node]
+    lengths: dict[fx.Node, sympy.Expr]
+    first: sympy.Expr
+    last: int | None
+
+
+class KeyAxis:
+    """The dependence on the keys of all tensors that a mask is computed from."""
+
     def __init__(
-        self,
-        graph: fx.Graph,
-        among: set[fx.Node],
-        sizes: Sizes,
-        counts: Iterable[fx.Node],
-        entries: dict[fx.Node, int],
-        padding: list[fx.Node],
-        facts: dict[fx.Node, int],
-        lengths: dict[fx.Node, sympy.Expr],
-        first: sympy.Expr,
+        self, graph: fx.Graph, among: set[fx.Node], sizes: Sizes, context: MaskContext, facts: dict[fx.Node, int]
     ) -> None:
-        self.sizes, self.lengths, self.first = sizes, lengths, first
-        self.padding = set(padding)
-        entries = entries | {node: value(node).ndim - 1 for node in padding if sizes.grown(value(node))}
-        counts = list(counts)
-        integer_indices = [node for node in counts if op_table.holds_indices(value(node).dtype)]
+        """
+        Args:
+            graph: the canonical graph.
+            among: the nodes that the mask is computed from.
+            sizes: the graph's sizes in terms of the cache's length.
+            facts: the tensors computed from stored rows, each with its dimension over the tokens.
+        """
+        self.sizes, self.lengths, self.first = sizes, context.lengths, context.first
+        self.padding = {node for node in context.padding if node in among}
+        entries = {node: axis for node, axis in context.inputs.items() if node in among}
+        entries |= {node: value(node).ndim - 1 for node in self.padding if sizes.grown(value(node))}
+        integer_indices = [node for node in context.key_indices if op_table.holds_indices(value(node).dtype)]
         self.offsets: dict[fx.Node, sympy.Expr] = dict.fromkeys(integer_indices, sympy.Integer(0))
-        roots = {**dict.fromkeys(counts, 0), **entries, **facts}
+        roots = {**dict.fromkeys(context.key_indices, 0), **entries, **facts}
         self.known = {node: Followed("sliced", axis) for node, axis in roots.items()}
         memory = alias.Memory(graph)
         self._overwritten = {node for node in among if not among.issuperset(memory.writers(node))}

@@ -86,7 +86,7 @@ class Compiler:
     @property
     def validates(self) -> bool:
         """True if the first rewrite of each graph is validated."""
-        return self.validate and self.kv_store.validates
+        return self.validate and not self.kv_store.is_reference
 
     @property
     def prefers_ranks(self) -> bool:
@@ -164,7 +164,7 @@ class Compiler:
             UnsupportedGraph: the graph has an operation that cannot be computed on slots.
         """
         with self.spending("kvpass"):
-            context = StepContext(call, whole=self.kv_store.whole)
+            context = StepContext(call, whole=self.kv_store.is_reference)
             return context, rewrite_step(context, self.kv_store.passes, self.watch)
 
     def watch(self, record: Record, graph: fx.Graph) -> None:

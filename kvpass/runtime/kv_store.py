@@ -31,18 +31,13 @@ class KVStore:
     Equal stores belong to backends that can continue each other's caches.
 
     Attributes:
-        asks: whether a prompt graph returns its queries, keys and masks even if the policy needs no statistics.
-        whole: whether a step's masks read per-token inputs at full length, with an entry for every token; see
-            `StepGraph`.
-        validates: whether a rewritten step can be run on random slots, beside the slots of the model.
-        spreads: whether the heads of a layer may be sharded over processes.
+        is_reference: whether tokens are in lists of the eager reference.  A prompt graph then returns its queries, keys
+            and masks even if the policy needs no statistics, a step's masks read per-token inputs at full length, no
+            step is run on made-up slots, and no heads are sharded over processes.
         passes: the passes over a step graph.
     """
 
-    asks = False
-    whole = False
-    validates = True
-    spreads = True
+    is_reference = False
 
     @property
     def passes(self) -> Sequence[Pass]:

@@ -135,7 +135,7 @@ class PromptRunner:
                 "and this layer has a sliding window of its own"
             )
         scored = any(policy.statistics for policy in self.policies)
-        extras = backend.kv_store.asks or (backend.crop > 0 and scored)
+        extras = backend.kv_store.is_reference or (backend.crop > 0 and scored)
         told = inputs_of_sites(gm, sites, step=False)
         common = (backend.budget, ranked, extras, examples, told)
         self.rewrite = rewrite_prompt(gm, sites, self.policies, *common)
@@ -381,39 +381,30 @@ class TakenPrompt:
     model: list[Any]
     weights: list[model_identity.Weights]
     new: int
+    _shorter: dict[int, list[LayerCache]] = dataclasses.field(default_factory=dict, init=False)
 
     def caches(self) -> Iterator[LayerCache]:
         """Yield a cache for each layer."""
         crop = self.runner.backend.crop
-        shorter = ShorterPrompt(self)
         layers = list(self.layers) if crop else self.layers
         model = model_identity.held_weakly(each for each in self.model if isinstance(each, Tensor))
         for index, cache in enumerate(self.runner.stored(layers, self.model)):
             cache.weights, cache.model = self.weights[index], model
             if crop:
                 was = (cache.layout, cache.seen, cache.clocks, cache.absent, cache.limits)
-                cache.calls = (history.PastCall(self.new, None, functools.partial(shorter.layer, index), *was),)
+                cache.calls = (history.PastCall(self.new, None, functools.partial(self._repeat, index), *was),)
             yield cache
 
-    def without(self, gone: int) -> TakenPrompt:
-        """Return the prompt without its last `gone` tokens."""
-        layers = [layer.without(gone, self.runner.backend.budget) for layer in self.layers]
-        return dataclasses.replace(self, layers=layers, new=self.new - gone)
-
-
-class ShorterPrompt:
-    """A prompt without its last tokens, for all layers at once, because a policy may plan layers together."""
-
-    def __init__(self, prompt: TakenPrompt) -> None:
-        self.prompt = prompt
-        self._made: dict[int, list[LayerCache]] = {}
-
     @torch.no_grad()
-    def layer(self, index: int, _: LayerCache, count: int) -> LayerCache:
-        """Return a layer's cache of the first `count` tokens: a `history.Repeat` for each layer."""
-        if count not in self._made:
-            self._made[count] = list(self.prompt.without(self.prompt.new - count).caches())
-        return self._made[count][index]
+    def _repeat(self, layer: int, _: LayerCache, count: int) -> LayerCache:
+        """Return a layer's cache of the first `count` tokens: a `history.Repeat` for each layer.
+
+        All layers are shortened at once, because a policy may plan them together.
+        """
+        if count not in self._shorter:
+            layers = [each.without(self.new - count, self.runner.backend.budget) for each in self.layers]
+            self._shorter[count] = list(dataclasses.replace(self, layers=layers, new=count).caches())
+        return self._shorter[count][layer]
 
 
 def _within_window(layer: PromptLayer, budget: int) -> PromptLayer:

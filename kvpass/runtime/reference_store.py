@@ -25,10 +25,7 @@ from kvpass.runtime.kv_store import KVStore
 class ReferenceStore(KVStore):
     """Storage in a `ReferenceLayer` per cache, whose calls in a step graph admit and count tokens themselves."""
 
-    asks = True
-    whole = True
-    validates = False
-    spreads = False
+    is_reference = True
 
     @property
     def passes(self) -> Sequence[Pass]:
@@ -37,7 +34,7 @@ class ReferenceStore(KVStore):
     def admitted(
         self, layout: Layout, chunk: Chunk, spec: StatisticsSpec | None, site: AttentionSite, plan: Plan
     ) -> tuple[ReferenceLayer, tuple[int, ...], tuple[Clock, ...]]:
-        assert spec is not None  # `asks`
+        assert spec is not None  # `is_reference`
         return take_prompt(layout, chunk, spec, site, plan.budgets_of_rows(layout.batch)), (), ()
 
     def make_room(self, cache: Any, pins: Pins) -> None:

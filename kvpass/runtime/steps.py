@@ -167,7 +167,7 @@ class StepRunner:
 
         It is a `FastStep` for slots; for the eager reference it calls `advance`.
         """
-        if self.backend.kv_store.whole:  # the reference needs the preparation that `FastStep` skips
+        if self.backend.kv_store.is_reference:  # the reference needs the preparation that `FastStep` skips
             return lambda arguments, _: self.advance(caches, arguments, others, known)[1]
         rewrite, _, _, run = self._prepared(caches, arguments, others, known, compact)
         return FastStep(caches, rewrite, run)
