@@ -73,9 +73,8 @@ def attend(
     if by_kernel(query) and (rotate is None or rope is not None):
         from kvpass.lowering.attend_kernel import attended  # needs triton, which not every machine has
 
-        asked = key.format.prepared_query(query).to(query.dtype)
         return attended(
-            asked,
+            key.format.prepared_query(query).to(query.dtype),
             key,
             value,
             scale=scale,

@@ -102,13 +102,13 @@ class CompiledParts:
     def _sizes(self, sizes: Sequence[Any], renamed: Mapping[Any, Any]) -> list[Any]:
         from torch.fx.experimental.symbolic_shapes import SymExprPrinter
 
-        def said(size: Any) -> Any:
+        def with_new_symbols(size: Any) -> Any:
             if symbols(size).isdisjoint(renamed):
                 return size
-            told = SymExprPrinter().doprint(expression(size).xreplace(renamed))
-            return self.mode.shape_env.deserialize_symexpr(told)
+            text = SymExprPrinter().doprint(expression(size).xreplace(renamed))
+            return self.mode.shape_env.deserialize_symexpr(text)
 
-        return [said(size) for size in sizes]
+        return [with_new_symbols(size) for size in sizes]
 
     def _like(self, shape: Sequence[Any], strides: Sequence[Any], value: Tensor) -> Tensor:
         with torch.inference_mode(False), self.mode:

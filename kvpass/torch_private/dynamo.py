@@ -116,7 +116,7 @@ def _with_our_settings() -> str:
     for name in (*MOST_GRAPHS, *_WAYS):
         if isinstance(set_to := getattr(config, name), _Ours):
             setattr(config, name, set_to.before)
-    backend = _backend_asked()
+    backend = _current_backend()
     if backend is None:
         return ""
     limits = {name: max(getattr(config, name), most) for name, most in MOST_GRAPHS.items()}
@@ -126,7 +126,7 @@ def _with_our_settings() -> str:
     return "kvpass"
 
 
-def _backend_asked() -> Any:
+def _current_backend() -> Any:
     """Return the kvpass backend of the current compilation, or None."""
     frame: types.FrameType | None = sys._getframe(2)
     for _ in range(4):

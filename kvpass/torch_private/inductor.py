@@ -134,8 +134,7 @@ def dot_products() -> frozenset[torch.dtype]:
 
 def _capabilities() -> dict[str, Any]:
     """Return torch's facts about the processor; empty in older versions."""
-    asked = getattr(torch.cpu, "get_capabilities", dict)
-    return dict(asked())
+    return dict(getattr(torch.cpu, "get_capabilities", dict)())
 
 
 def inductor(gm: fx.GraphModule, examples: Sequence[Any], patches: dict[str, Any]) -> Compiled:
