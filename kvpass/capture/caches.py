@@ -321,7 +321,7 @@ class _CacheSearch:
         """Return whether a prompt returns a node [B, h, q, D] of keys and values."""
         if node not in self.outputs or not is_tensor(node) or value(node).ndim != 4 or node.op == "placeholder":
             return False
-        return expr(value(node).shape[2]) == expr(value(call.query).shape[2])
+        return bool(expr(value(node).shape[2]) == expr(value(call.query).shape[2]))
 
     def _output_of(self, grown: fx.Node) -> tuple[int, int | None]:
         """Return the output index of a grown cache and the number of tokens stored."""

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from kvpass.capture import keys, sparse_index
 from kvpass.capture.canonical import AttentionSite
+from kvpass.capture.keys import MaskContext
 from kvpass.fx import op_table, shapes, walk
 from kvpass.fx.walk import value
 from kvpass.rewrite.context import StepContext
-from kvpass.rewrite.mask_slice import MaskContext, MaskSlice, cut_mask
+from kvpass.rewrite.mask_slice import MaskSlice, cut_mask
 
 
 class Masks:

@@ -210,16 +210,18 @@ class _LayerCall:
     def site(self, operands: dict[str, list[Tensor]]) -> Site:
         """Return the site with the tensors that its parts read."""
         mask, rotary, computed, heads = self.mask, self.rotary, self.computed, self.layout.heads
+        of_mask, table, of_rotary = operands["mask"], operands["table"], operands["rotate"]
         return Site(
             scale=self.attention.scale,
-            mask=mask
-            and (lambda index, position, facts: mask.on_slots(index, position, heads, operands["mask"], facts)),
-            rotate=rotary and (lambda keys, rank: rotary.on_slots(keys, rank, operands["table"], operands["rotate"])),
+            mask=None
+            if mask is None
+            else lambda index, position, facts: mask.on_slots(index, position, heads, of_mask, facts),
+            rotate=None if rotary is None else lambda keys, rank: rotary.on_slots(keys, rank, table, of_rotary),
             rope=Rope(operands["rope"][0], operands["rope"][1], self.pairs) if self.pairs else None,
             weights=tuple(operands["weights"]),
             cap=self.attention.cap,
             sink_logit=operands["sink_logit"][0] if operands["sink_logit"] else None,
-            compute_keys=computed and (lambda key, value: computed.on_slots(key, value, operands["computed"])),
+            compute_keys=None if computed is None else lambda k, v: computed.on_slots(k, v, operands["computed"]),
             lse=self.attention.lse is not None,
             hidden=self.attention.hidden,
             decomposed=self.attention.decomposed,
