@@ -16,10 +16,9 @@ from torch import Tensor
 from kvpass.cache.slots import FREE, STEADY, Layout, Slots, align, first_values, rescored, rows_at
 from kvpass.cache.statistics import StatisticsSpec, in_one_operator, statistics
 from kvpass.fx.precision import FILLED, upcast
-from kvpass.lowering.attend import LOWEST, Rotation, UnknownQueries, attend, by_kernel, capped, scores
+from kvpass.lowering.attend import LOWEST, Rope, Rotation, UnknownQueries, attend, by_kernel, capped, scores
 from kvpass.lowering.attention_statistics import regrouped
 from kvpass.lowering.formats import Rows, Sections, plain
-from kvpass.lowering.rope import Rope
 from kvpass.policies.base import Policy
 from kvpass.policies.protocols import Aligning, Merging
 from kvpass.policies.ranking import LATE, rank_of

@@ -22,8 +22,8 @@ from kvpass.fx.precision import upcast
 from kvpass.fx.shapes import Sizes, expr
 from kvpass.fx.splicing import Slice
 from kvpass.fx.walk import value
+from kvpass.lowering.attend import RotaryPairs, pairs_of, weights_of
 from kvpass.lowering.formats import Sections
-from kvpass.lowering.rope import RotaryPairs, pairs_of, weights_of
 from kvpass.rewrite.mask_slice import check_not_overwritten
 from kvpass.rewrite.sections import PaddedSections, SectionInterpreter
 from kvpass.torch_private import symbolic_shapes

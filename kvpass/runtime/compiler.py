@@ -26,7 +26,7 @@ from kvpass.rewrite.validation.lockstep import Validation
 from kvpass.runtime.kv_store import KVStore
 from kvpass.runtime.model_identity import PlansByModel, SeenTensors
 from kvpass.runtime.recorder import Recorder
-from kvpass.torch_private import compiled_parts, dynamo, fx_nodes, inductor, symbolic_shapes
+from kvpass.torch_private import dynamo, fx_nodes, inductor, symbolic_shapes
 
 Positions = Literal["absolute", "cache"]
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -129,7 +129,7 @@ class Compiler:
         layers, alike = layer_dedup.readers_of_slots(gm), sizes.alike if sizes else frozenset()
         with self.spending("compiler"):
             run = self._compile_inner(gm, examples, self._for_steps(ranked), _reshape, layers, alike)
-        repeats = self.replays and self.inner == "inductor" and not chunk and compiled_parts.on_cpu(examples)
+        repeats = self.replays and self.inner == "inductor" and not chunk and inductor.on_cpu(examples)
         return Replayed(run) if repeats else run
 
     @property

@@ -1,18 +1,19 @@
-"""Storage of cached tokens in slots; `kvpass.runtime.reference_store` has the lists of the eager reference."""
+"""Storage of cached tokens in slots, and the records of calls that let a cache drop its last tokens again."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from kvpass.cache import history
 from kvpass.cache.handle import LayerCache
-from kvpass.cache.history import Restorable
+from kvpass.cache.history import Restorable, SlotSnapshot, UnchangedSlots
 from kvpass.cache.slots import Chunk, Layout, Slots, admit
-from kvpass.cache.snapshot import SlotSnapshot, UnchangedSlots
 from kvpass.cache.statistics import StatisticsSpec, as_attention
 from kvpass.capture.canonical import AttentionSite
 from kvpass.policies.budgets import Plan
@@ -21,7 +22,86 @@ from kvpass.policies.types import Attention, Clock
 from kvpass.rewrite.context import Pass
 from kvpass.rewrite.passes import STEP_PASSES
 from kvpass.runtime.caches import adapt, keep_address, pins_for, room_on_top, take_in, valid_counts
-from kvpass.runtime.cropping import TakenChunk, TakenIn
+from kvpass.runtime.padding import indices_of
+
+
+class TakenIn(Protocol):
+    """A chunk that a store has admitted.
+
+    Attributes:
+        chunk: the rows of the chunk.
+    """
+
+    @property
+    def chunk(self) -> Chunk: ...
+
+    def first(self, count: int) -> TakenIn:
+        """Return the first `count` tokens of the chunk."""
+        ...
+
+    def take_into(self, cache: Any) -> None:
+        """Admit the chunk again to a cache in the state from before the chunk."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class TakenChunk:
+    """A chunk that was admitted to slots.
+
+    Attributes:
+        chunk: the rows of the chunk.
+        spec: the tensors from which its attention statistics are computed; None if the policy needs no statistics.
+        into: the slots that the chunk was admitted to.
+    """
+
+    chunk: Chunk
+    spec: StatisticsSpec | None
+    into: Slots
+
+    def first(self, count: int) -> TakenChunk:
+        return TakenChunk(self.chunk.first(count), self.spec and self.spec.first(count), self.into)
+
+    @torch.no_grad()
+    def take_into(self, cache: LayerCache) -> None:
+        layout, valid = cache.layout, self.chunk.valid
+        budget = layout.budget_in(cache.slots.state)
+        probs = self.spec.attention(layout.policy, valid, budget) if self.spec else Attention()
+        take_in(cache, dataclasses.replace(self.chunk, attention=probs), self.into)
+
+
+def _repeat(taken: TakenIn, cache: LayerCache, count: int) -> LayerCache:
+    """Return the cache after the first `count` tokens of a chunk, from the cache before it: a `history.Repeat`."""
+    taken, before = taken.first(count), cache.seen
+    call = _before(cache, count, chunk=True)
+    taken.take_into(cache)
+    padding = ~taken.chunk.valid
+    if bool(padding.any()):
+        cache.absent = torch.cat([cache.absent, indices_of(padding, before)], 1)
+    cache.seen += count
+    cache.calls = (dataclasses.replace(call, repeat=functools.partial(_repeat, taken)),)
+    return cache
+
+
+def calls_before(caches: list[LayerCache], queries: int) -> list[history.PastCall]:
+    """Return a record of the call about to run for each layer; an empty list if cropping is off."""
+    if not caches[0].backend.crop:
+        return []
+    roomy = all(cache.slots.capacity == cache.layout.capacity for cache in caches)
+    return [_before(cache, queries, chunk=queries > 1 or not roomy) for cache in caches]
+
+
+def _before(cache: LayerCache, queries: int, chunk: bool) -> history.PastCall:
+    """Return the record of one call; with `chunk` the graph leaves the slots unchanged, so they are not copied."""
+    kept = cache.backend.kv_store.kept(cache, chunk)
+    return history.PastCall(queries, kept, None, cache.layout, cache.seen, cache.clocks, cache.absent, cache.limits)
+
+
+def remember(caches: list[LayerCache], calls: list[history.PastCall], taken: Sequence[TakenIn | None]) -> None:
+    """Store the records of calls that have run, together with the chunks that they admitted."""
+    for index, (cache, call) in enumerate(zip(caches, calls, strict=False)):
+        chunk = taken[index]
+        again = functools.partial(_repeat, chunk) if chunk is not None and call.new > 1 else None
+        cache.calls = history.recorded(cache.calls, dataclasses.replace(call, repeat=again), cache.backend.crop)
 
 
 @dataclasses.dataclass(frozen=True)

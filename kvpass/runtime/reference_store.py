@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from kvpass.cache.history import UnchangedSlots
 from kvpass.cache.slots import Chunk, Layout
-from kvpass.cache.snapshot import UnchangedSlots
 from kvpass.cache.statistics import StatisticsSpec
 from kvpass.capture.canonical import AttentionSite
 from kvpass.policies.budgets import Plan

@@ -25,7 +25,7 @@ from kvpass.rewrite.validation.steps import validate
 from kvpass.runtime.caches import count, given_pins, kind, lengthened, make_room, pins_for, tick
 from kvpass.runtime.checks import StepVerifier
 from kvpass.runtime.compiler import Compiler
-from kvpass.runtime.cropping import calls_before, remember
+from kvpass.runtime.kv_store import calls_before, remember
 from kvpass.runtime.padding import PaddingTracker, wrong_mask
 from kvpass.runtime.sizes import OtherSizes, StepSizes
 from kvpass.runtime.variants import CompiledVariant, DynamicDims, FastStep, ShapeKey, VariantCache

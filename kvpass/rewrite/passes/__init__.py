@@ -8,8 +8,8 @@
     attention.py    attend_on_slots       replaces each attention call by the policy's step on slots
     slots.py        leave_counting        GPUs: leaves the token counters to the caller
     outputs.py      bound_outputs         removes outputs that grow with the cache
-    sizes.py        settle_sizes          removes dead code, inserts numbers for sizes, refuses sizes that still grow
-    sizes.py        order_inputs          sorts the inputs: slots, weights, further inputs, Dynamo's arguments
+    outputs.py      settle_sizes          removes dead code, inserts numbers for sizes, refuses sizes that still grow
+    outputs.py      order_inputs          sorts the inputs: slots, weights, further inputs, Dynamo's arguments
 
 To add a pass, write a function from a context to a `Record`, a line in `STEP_PASSES`, and a case in
 tests/rewrite/test_passes.py.  A pass may read what earlier passes recorded in the context, see `StepContext`.
@@ -20,9 +20,8 @@ from __future__ import annotations
 from kvpass.rewrite.context import Pass
 from kvpass.rewrite.passes.attention import attend_on_slots
 from kvpass.rewrite.passes.lengths import put_length_on_device
-from kvpass.rewrite.passes.outputs import bound_outputs
+from kvpass.rewrite.passes.outputs import bound_outputs, order_inputs, settle_sizes
 from kvpass.rewrite.passes.ranks import rotate_at_read
-from kvpass.rewrite.passes.sizes import order_inputs, settle_sizes
 from kvpass.rewrite.passes.slots import copy_write_indices, leave_counting, take_slots
 from kvpass.rewrite.renumber import renumber_ids
 

@@ -26,7 +26,7 @@ from kvpass.cache.step import Attended, Site, decode_step, extend_step, read_ste
 from kvpass.capture.canonical import AttentionSite
 from kvpass.fx import shapes, splicing, walk
 from kvpass.fx.walk import value
-from kvpass.lowering.rope import Rope, RotaryPairs
+from kvpass.lowering.attend import Rope, RotaryPairs
 from kvpass.rewrite.computed_keys import ComputedKeys, cut_computed_keys
 from kvpass.rewrite.context import StepContext
 from kvpass.rewrite.logs import Record
