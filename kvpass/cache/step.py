@@ -161,7 +161,7 @@ def decode_step(
     tokens, victim = (_compact if compact else _evict)(layout, slots, tokens, attention)
     if policy.aligns == ("compact" if compact else "step"):
         tokens = _realign(layout, site, slots, tokens)
-    _commit(layout, slots, tokens, index, victim)
+    _commit(slots, tokens, index, victim)
     return attended
 
 
@@ -407,7 +407,7 @@ def _realign(layout: Layout, site: Site, slots: Slots, tokens: Tokens) -> Tokens
     return tokens.updated(align(layout, slots, tokens, weights, 1))
 
 
-def _commit(layout: Layout, slots: Slots, tokens: Tokens, index: Tensor, victim: Tensor) -> None:
+def _commit(slots: Slots, tokens: Tokens, index: Tensor, victim: Tensor) -> None:
     if tokens.rank is not None:
         slots.rank.copy_(tokens.rank)
     slots.position.copy_(tokens.position)

@@ -265,7 +265,7 @@ def _site(call: fx.Node, outputs: dict[fx.Node, int], calls: list[fx.Node]) -> A
     (past_key, key), (past_value, val) = grown[0].args, grown[1].args
     (keys_out, window), (values_out, _) = (stored(node, outputs) or (-1, None) for node in grown)
     copied = {name: args[name] for name in ("query", "mask", "scale", "causal", "cap", "sink_logit", "hidden")}
-    lse, computed = _log_sum_exp(call, args), None if reads_cache else attended
+    lse, computed = _log_sum_exp(args), None if reads_cache else attended
     return AttentionSite(
         call=call, key=key, value=val, past_key=past_key, past_value=past_value, grown_key=grown[0],  # type: ignore[arg-type]
         grown_value=grown[1], keys_out=keys_out, values_out=values_out, window=window, lse=lse, computed=computed,
@@ -284,7 +284,7 @@ def _sources(
     return first, second
 
 
-def _log_sum_exp(call: fx.Node, args: dict[str, Any]) -> fx.Node | None:
+def _log_sum_exp(args: dict[str, Any]) -> fx.Node | None:
     """Return the node of the log-sum-exp of the same logits, or None."""
     shared = ("query", "key", "mask", "scale", "cap", "hidden")
     sums = [node for node in args["query"].users if node.target is LOG_SUM_EXP]

@@ -195,7 +195,7 @@ class Conversation:
         marks = self.step.padding_inputs.values()
         for i, argument in enumerate(arguments):
             if i not in marks and i not in self._pasts and self._is_ids(argument):
-                arguments[i] = self._moved(i, argument)
+                arguments[i] = self._moved(argument)
         for node, index in self.step.padding_inputs.items():
             if node in self._known():
                 arguments[index] = self._padded(arguments[index])
@@ -211,7 +211,7 @@ class Conversation:
         whole = isinstance(argument, Tensor) and not isinstance(argument, torch.nn.Parameter) and argument.ndim > 0
         return whole and argument.dtype in (torch.int64, torch.int32) and argument.numel() > 0
 
-    def _moved(self, index: int, ids: Tensor) -> Tensor:
+    def _moved(self, ids: Tensor) -> Tensor:
         """Make positions continue this conversation, and change token ids if the plan says so."""
         new, total = self.step.queries, self.count + self.step.queries
         if ids.shape[-1] == new and bool((ids.amax(-1) == self.step.seen + new - 1).all()):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
@@ -129,7 +130,7 @@ class Lockstep:
                 if node is not None:
                     visits[named[_in_model(node)]] = self._keep_result
             for node, past in ((site.grown_key, site.past_key), (site.grown_value, site.past_value)):
-                visits[named[_in_model(node)]] = self._keep_new_rows(site, past)
+                visits[named[_in_model(node)]] = functools.partial(self._keep_new_rows, site, past)
         try:
             last = None if self.last is None else named[_in_model(self.last)]
             return GraphRun(self.gm, self.argument, visits, self.caches).run_to(last)
@@ -142,21 +143,15 @@ class Lockstep:
         self._finite[node.name] = finite
         return self._model_values[node.name].clone()
 
-    def _keep_new_rows(self, site: AttentionSite, past: fx.Node | None) -> Visit:
-        """Return a visit that keeps the new tokens of a grown cache, and checks that the past precedes them."""
-
-        def visit(walk: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
-            before = result.shape[2] - self.new
-            if past is not None and not torch.equal(result[:, :, :before], self.argument(self._indices[past])):
-                self.refuse(site, NOT_APPENDED)
-            self._model_values[node.name] = result[:, :, before:].clone()
-            return result
-
-        return visit
-
-    def model_value(self, node: fx.Node) -> Tensor:
-        """Return the model's own value for a canonical call."""
-        return self._model_values[_in_model(node)]
+    def _keep_new_rows(
+        self, site: AttentionSite, past: fx.Node | None, walk: GraphRun, node: fx.Node, result: Tensor
+    ) -> Tensor:
+        """Visit a grown cache: keep its new tokens, and check that the past precedes them."""
+        before = result.shape[2] - self.new
+        if past is not None and not torch.equal(result[:, :, :before], self.argument(self._indices[past])):
+            self.refuse(site, NOT_APPENDED)
+        self._model_values[node.name] = result[:, :, before:].clone()
+        return result
 
     # -- the canonical graph -----------------------------------------------------------------------------------------
 
@@ -174,12 +169,11 @@ class Lockstep:
         """
         visits: dict[fx.Node, Visit] = {}
         for layer, site in self.calls:
-            chosen = columns(layer)
-            visits[site.call] = self._at_call(site, chosen, compares=rounding is None)
-            if site.lse is not None:
-                visits[site.lse] = self._at_call(site, chosen, compares=rounding is None)
+            at_call = functools.partial(self._compare_with_model, site, columns(layer), rounding is None)
+            visits |= {node: at_call for node in (site.call, site.lse) if node is not None}
             if rounding is None:
-                visits |= {node: self._at_append(site) for node in (site.grown_key, site.grown_value)}
+                at_append = functools.partial(self._check_append, site)
+                visits |= dict.fromkeys((site.grown_key, site.grown_value), at_append)
             for node in (site.query, site.key, site.value):
                 visits.setdefault(node, self._keep_input)
         try:
@@ -191,28 +185,26 @@ class Lockstep:
         self.inputs[node.name] = result.clone()
         return result
 
-    def _at_append(self, site: AttentionSite) -> Visit:
-        def visit(walk: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
-            new_rows = self._model_values.get(_in_model(node))
-            if new_rows is not None and not same(result[:, :, result.shape[2] - self.new :], new_rows):
-                self.refuse(site, NOT_APPENDED)
-            return result
+    def _check_append(self, site: AttentionSite, walk: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
+        """Visit an append: compare its new rows with the model's."""
+        new_rows = self._model_values.get(_in_model(node))
+        if new_rows is not None and not same(result[:, :, result.shape[2] - self.new :], new_rows):
+            self.refuse(site, NOT_APPENDED)
+        return result
 
-        return visit
-
-    def _at_call(self, site: AttentionSite, columns: Tensor | None, compares: bool) -> Visit:
-        def visit(walk: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
-            call = {name: walk.load(x) if isinstance(x, fx.Node) else x for name, x in op_table.bound(node).items()}
-            model_value = self._shaped(site, self.model_value(node), result)
-            call = as_computed(call, model_value.dtype)
-            exact = expected(call, None if compares else columns, self.queries)
-            if compares:
-                self.blind = self.blind or exact.hides_new_keys()
-                self.check(self._excess(node, exact, model_value), site, "attention differs from the canonical form")
-            self.wanted[node.name] = exact if columns is None or not compares else expected(call, columns, self.queries)
-            return model_value.clone()
-
-        return visit
+    def _compare_with_model(
+        self, site: AttentionSite, columns: Tensor | None, compares: bool, walk: GraphRun, node: fx.Node, result: Tensor
+    ) -> Tensor:
+        """Visit a canonical call: keep its exact result, compare the model's, and continue with that."""
+        call = {name: walk.load(x) if isinstance(x, fx.Node) else x for name, x in op_table.bound(node).items()}
+        model_value = self._shaped(site, self._model_values[_in_model(node)], result)
+        call = as_computed(call, model_value.dtype)
+        exact = expected(call, None if compares else columns, self.queries)
+        if compares:
+            self.blind = self.blind or exact.hides_new_keys()
+            self.check(self._excess(node, exact, model_value), site, "attention differs from the canonical form")
+        self.wanted[node.name] = exact if columns is None or not compares else expected(call, columns, self.queries)
+        return model_value.clone()
 
     # -- the third graph ---------------------------------------------------------------------------------------------
 
@@ -226,7 +218,7 @@ class Lockstep:
         """
 
         def visit(walk: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
-            model_value = self._shaped(site, self.model_value(call), result)
+            model_value = self._shaped(site, self._model_values[_in_model(call)], result)
             self.check(self._excess(call, self.wanted[call.name], result, padded), site, problem)
             return model_value.clone()
 
