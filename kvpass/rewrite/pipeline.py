@@ -86,7 +86,7 @@ class StepRewrite:
         return dataclasses.replace(self, queries=shapes.number(self.queries, known), lengths=lengths)
 
     def count(self, slots: list[Slots], results: Sequence[Any]) -> None:
-        """Count the tokens of a step if its graph leaves that to its caller, see `rewrite.passes.counting`."""
+        """Count the tokens of a step if its graph leaves that to its caller, see `leave_counting`."""
         if self.valid is not None:
             new = results[self.valid][:, 0].long()
             torch._foreach_add_([layer.seen for layer in slots], [new] * len(slots))

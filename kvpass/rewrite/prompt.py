@@ -26,31 +26,38 @@ from kvpass.rewrite import renumber
 from kvpass.torch_private import fx_nodes
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
+class SiteOutputs:
+    """The output indices of what a prompt graph returns for one site.
+
+    Attributes:
+        key, value: its stored keys, before their rotary embedding if they are stored so, and its values.
+        valid: bool [B, q], or None if no token is padding.
+        statistics: the results of `kvpass.cache.statistics`; empty if none are needed.
+        operands: its query, its attended keys, its mask and its sink (None if it has none), which the eager reference
+            and a cache that can be cropped need; None if they are not needed.
+    """
+
+    key: int
+    value: int
+    valid: int | None
+    statistics: list[int]
+    operands: tuple[int, int, int | None, int | None] | None
+
+
+@dataclasses.dataclass(frozen=True)
 class PromptRewrite:
     """A prompt graph with further outputs.
 
     Attributes:
         gm: the rewritten graph.
-        sites: in the order of the graph.
-        raw: for each site, the output index of its stored keys: before their rotary embedding if they are stored so.
-        values: for each site, the output index of its values.
-        valid: for each site, the output index of bool [B, q], or None if no token is padding.
-        statistics: for each site, the output indices of the results of `kvpass.cache.statistics`; empty if none are
-            needed.
-        extras: for each site, the output indices of its query, its attended keys, its mask and its sink (None if it has
-            none), which the eager reference and a cache that can be cropped need.
+        outputs: of each site.
         calls: for each attention call and each log-sum-exp, by its name, the node of its result.
     """
 
     gm: fx.GraphModule
-    sites: list[AttentionSite]
-    raw: list[int]
-    values: list[int]
-    valid: list[int | None]
-    statistics: list[list[int]]
-    extras: list[tuple[int, int, int | None, int | None]]
-    calls: dict[str, fx.Node] = dataclasses.field(default_factory=dict)
+    outputs: list[SiteOutputs]
+    calls: dict[str, fx.Node]
 
 
 def rewrite_prompt(
@@ -59,28 +66,27 @@ def rewrite_prompt(
     policies: list[Policy],
     budget: Budget,
     ranked: bool,
-    extras: bool,
+    with_operands: bool,
     examples: Sequence[Any],
     padding_inputs: list[tuple[fx.Node, ...]],
 ) -> PromptRewrite:
     """Add the outputs that the policies need to a prompt graph; its own computation stays as it is.
 
     A policy that renumbers also changes the computation, for prompts beyond its budget.  If a policy's scores read
-    every row of attention, `kvpass.rewrite.scored` computes attention and scores from the same products.
+    every row of attention, `prompt_scores` computes attention and scores from the same products.
 
     Args:
         sites, policies: the attention calls on caches, and the policy of each.
         budget: the user's budget.
         ranked: whether keys are stored before their rotary embedding.
-        extras: whether the outputs of `PromptRewrite.extras` are needed.
+        with_operands: whether `SiteOutputs.operands` are needed.
         examples: Dynamo's arguments.
         padding_inputs: for each site, the inputs that mark padding, see `kvpass.capture.padding_analysis`.
     """
     copy, moved = fx_nodes.copy_graph_module(gm)
-    output = copy.graph.output_node()
     model_outputs = len(walk.results(copy.graph))
     added: list[fx.Node] = []  # the model's own outputs are read at the end: they may include replaced attention
-    rewrite = PromptRewrite(copy, sites, [], [], [], [], [])
+    outputs: list[SiteOutputs] = []
     valid_outputs: dict[tuple[fx.Node, ...], int] = {}
     marks = [tuple(moved[node] for node in nodes) for nodes in padding_inputs]
 
@@ -93,7 +99,6 @@ def rewrite_prompt(
             all_valid = _valid_tokens(copy.graph, moved[site.grown_key], site_marks)
             if all_valid is not None and site_marks not in valid_outputs:
                 valid_outputs[site_marks] = emit(all_valid)
-            rewrite.valid.append(None if all_valid is None else valid_outputs[site_marks])
             valid = _valid_of_new(copy.graph, site, moved, all_valid)
             if policy.scales_logits:
                 for each in site.all:
@@ -103,24 +108,25 @@ def rewrite_prompt(
             keys, values = site.keys_out, site.values_out
             if site.window is not None:
                 keys, values = emit(moved[site.grown_key]), emit(moved[site.grown_value])
-            rewrite.raw.append(emit(moved[rotary.raw]) if rotary else keys)
-            rewrite.values.append(values)
+            stored_key = emit(moved[rotary.raw]) if rotary else keys
             scores = prompt_scores(copy.graph, site, moved, valid, policy, budget)
             score_outputs = {name: emit(node) for name, node in scores.items()}
-            rewrite.statistics.append([score_outputs[name] for name in statistics.names(policy)])
-            if extras:
+            operands = None
+            if with_operands:
                 mask = None if site.mask is None else emit(moved[site.mask])
                 sink_logit = None if site.sink_logit is None else emit(moved[site.sink_logit])
                 attended = emit(moved[site.attended_key]) if site.computed else keys
-                rewrite.extras.append((emit(moved[site.query]), attended, mask, sink_logit))
+                operands = (emit(moved[site.query]), attended, mask, sink_logit)
+        chosen = [score_outputs[name] for name in statistics.names(policy)]
+        valid_output = None if all_valid is None else valid_outputs[site_marks]
+        outputs.append(SiteOutputs(stored_key, values, valid_output, chosen, operands))
     if policies[0].renumbers and shapes.expr(sites[0].queries) != 1:
         argument_of = dict(zip(walk.placeholders(gm.graph), examples, strict=True))
         _renumber(gm, copy.graph, sites, moved, argument_of, policies[0], budget, marks[0])
-    output.args = ((*walk.results(copy.graph), *added),)
-    result_nodes = [node for site in sites for each in site.all for node in (each.call, each.lse) if node is not None]
-    rewrite.calls = {node.name: moved[node] for node in result_nodes}
+    copy.graph.output_node().args = ((*walk.results(copy.graph), *added),)
+    results = [node for site in sites for each in site.all for node in (each.call, each.lse) if node is not None]
     copy.recompile()
-    return rewrite
+    return PromptRewrite(copy, outputs, {node.name: moved[node] for node in results})
 
 
 def _renumber(

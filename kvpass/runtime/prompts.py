@@ -234,24 +234,24 @@ class PromptRunner:
         """Return the position id of each row's first real token if positions are by cache, else None."""
         if self.positions is None:
             return None
-        key = results[self.rewrite.raw[0]]
+        key = results[self.rewrite.outputs[0].key]
         if self.angles is None:
             sizes = Sizes((), shapes.measured(self.gm.graph, arguments), key.shape[2])
             self.angles = probe_rotaries(self.gm, self.sites, sizes, arguments, key.device)
         return self.positions.first(arguments, self._valid(results, 0, key))
 
     def _layer(self, results: list[Any], i: int, adopted: int, first: Tensor | None, pins: Pins | None) -> PromptLayer:
-        site, indices = self.sites[i], self.rewrite
-        key, value = results[indices.raw[i]], results[indices.values[i]]
+        site, outputs = self.sites[i], self.rewrite.outputs[i]
+        key, value = results[outputs.key], results[outputs.value]
         valid = self._valid(results, i, key)
-        sums = [results[index] for index in indices.statistics[i]]
+        sums = [results[index] for index in outputs.statistics]
         attention = as_attention(self.policies[i], sums, valid[:, adopted:], site.spread) if sums else Attention()
         heads = key.shape[1]
         if site.computed:
             key, value = join_heads(key), join_heads(value)
         spec = None
-        if indices.extras:
-            query, attended, *others = indices.extras[i]
+        if outputs.operands:
+            query, attended, *others = outputs.operands
             mask, sink_logit = (None if index is None else results[index] for index in others)
             common = (site.causal, site.scale, site.cap, key.shape[1], site.spread)
             spec = StatisticsSpec(results[query], results[attended], mask, sink_logit, *common)
@@ -260,7 +260,7 @@ class PromptRunner:
 
     def _pins(self, results: list[Any], adopted: int) -> Pins | None:
         """Return the pins of the call that is running, if any, for all tokens of the prompt."""
-        pins, key = given_pins(), results[self.rewrite.raw[0]]
+        pins, key = given_pins(), results[self.rewrite.outputs[0].key]
         if pins is None:
             return None
         pins.check(self.backend.policy, key.shape[0], key.shape[2] - adopted)
@@ -269,7 +269,7 @@ class PromptRunner:
     def _valid(self, results: list[Any], i: int, key: Tensor) -> Tensor:
         """Return bool [B, S], False for padding."""
         rows, _, count, _ = key.shape
-        index = self.rewrite.valid[i]
+        index = self.rewrite.outputs[i].valid
         if index is None:
             return torch.ones(rows, count, dtype=torch.bool, device=key.device)
         valid: Tensor = results[index].expand(rows, -1)
