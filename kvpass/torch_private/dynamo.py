@@ -12,7 +12,6 @@ from typing import Any, cast
 import torch
 import torch.fx as fx
 from torch import Tensor
-from torch._dynamo.utils import counters
 
 from kvpass.torch_private.inductor import Compiled
 
@@ -255,16 +254,23 @@ def forget_compiled_code() -> None:
     torch._dynamo.reset()
 
 
+def _counters() -> Any:
+    """Return Dynamo's counters; the import takes seconds, which a process without a compilation does not pay."""
+    from torch._dynamo.utils import counters
+
+    return counters
+
+
 def captured_graphs() -> int:
     """Return the number of graphs that Dynamo has captured."""
-    return int(counters["stats"]["unique_graphs"])
+    return int(_counters()["stats"]["unique_graphs"])
 
 
 def graph_breaks() -> int:
     """Return the number of graph breaks."""
-    return sum(counters["graph_break"].values())
+    return sum(_counters()["graph_break"].values())
 
 
 def activity() -> int:
     """Return a number that changes with every compilation, including recompilations that Dynamo does not count."""
-    return sum(value for counter in counters.values() for value in counter.values())
+    return sum(value for counter in _counters().values() for value in counter.values())
