@@ -500,7 +500,7 @@ def _library_attention(scale: float, grouped: Tensor, keys: Tensor, values: Tens
     options: dict[str, Any] = dict(scale=scale, enable_gqa=True)
     if mask.shape[1] in (1, query.shape[1]):
         return function(query, keys, values, attn_mask=mask, **options)
-    keys, values, mask = (x.flatten(0, 1)[:, None] for x in (keys, values, mask.expand(len(keys), -1, -1, -1)))
+    keys, values, mask = (x.flatten(0, 1)[:, None] for x in (keys, values, mask.expand(keys.shape[0], -1, -1, -1)))
     return function(grouped.flatten(0, 1), keys, values, attn_mask=mask, **options).reshape(*query.shape[:3], -1)
 
 
