@@ -76,6 +76,7 @@ def noting_unfit(skipped: list[str], label: str) -> Iterator[None]:
         skipped.append(str(failure))
 
 
+@dataclasses.dataclass
 class Lockstep:
     """Run Dynamo's graph and its canonical form on the same arguments, and compare a third graph with them.
 
@@ -92,28 +93,25 @@ class Lockstep:
         blind: whether in some call a query does not see its own key, so that it may see none.
     """
 
-    def __init__(
-        self,
-        gm: fx.GraphModule,
-        canonical: fx.GraphModule,
-        sites: Sequence[AttentionSite],
-        argument: Callable[[int], Any],
-        new: int,
-        label: str,
-        last: fx.Node | None = None,
-        queries: Tensor | None = None,
-        real: Tensor | None = None,
-    ) -> None:
-        self.gm, self.canonical, self.sites, self.argument, self.label = gm, canonical, sites, argument, label
-        self.new, self.last, self.queries, self.real = new, last, queries, real
-        self._indices = {node: index for index, node in enumerate(walk.placeholders(canonical.graph))}
-        self.caches = [index for site in sites for index in (site.keys_out, site.values_out)]
-        self.calls = [(i, each) for i, site in enumerate(sites) for each in site.all]
-        self.wanted: dict[str, Expected] = {}
-        self.inputs: dict[str, Tensor] = {}
-        self.blind = False
-        self._model_values: dict[str, Tensor] = {}
-        self._finite: dict[str, Tensor] = {}
+    gm: fx.GraphModule
+    canonical: fx.GraphModule
+    sites: Sequence[AttentionSite]
+    argument: Callable[[int], Any]
+    new: int
+    label: str
+    last: fx.Node | None = None
+    queries: Tensor | None = None
+    real: Tensor | None = None
+    wanted: dict[str, Expected] = dataclasses.field(default_factory=dict, init=False)
+    inputs: dict[str, Tensor] = dataclasses.field(default_factory=dict, init=False)
+    blind: bool = dataclasses.field(default=False, init=False)
+    _model_values: dict[str, Tensor] = dataclasses.field(default_factory=dict, init=False)
+    _finite: dict[str, Tensor] = dataclasses.field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self._indices = {node: index for index, node in enumerate(walk.placeholders(self.canonical.graph))}
+        self.caches = [index for site in self.sites for index in (site.keys_out, site.values_out)]
+        self.calls = [(i, each) for i, site in enumerate(self.sites) for each in site.all]
 
     # -- Dynamo's graph ----------------------------------------------------------------------------------------------
 
