@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -145,19 +145,9 @@ def attend(
     if by_kernel(query) and (rotate is None or rope is not None):
         from kvpass.lowering.attend_kernel import attended  # needs triton, which not every machine has
 
-        return attended(
-            key.format.prepared_query(query).to(query.dtype),
-            key,
-            value,
-            scale=scale,
-            mask=mask,
-            bias=bias,
-            cap=cap,
-            sink_logit=sink_logit,
-            with_logits=with_logits,
-            rope=rope,
-            blank=blank,
-        )
+        query = key.format.prepared_query(query).to(query.dtype)
+        options: dict[str, Any] = dict(cap=cap, sink_logit=sink_logit, with_logits=with_logits, rope=rope, blank=blank)
+        return attended(query, key, value, scale=scale, mask=mask, bias=bias, **options)
     logits = capped(scores(query, key, scale=scale, rotate=rotate), cap)
     if bias is not None:
         logits = logits + bias.to(logits.dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -110,23 +110,26 @@ def rewrite_prompt(
                 keys, values = emit(moved[site.grown_key]), emit(moved[site.grown_value])
             stored_key = emit(moved[rotary.raw]) if rotary else keys
             scores = prompt_scores(copy.graph, site, moved, valid, policy, budget)
-            score_outputs = {name: emit(node) for name, node in scores.items()}
-            operands = None
-            if with_operands:
-                mask = None if site.mask is None else emit(moved[site.mask])
-                sink_logit = None if site.sink_logit is None else emit(moved[site.sink_logit])
-                attended = emit(moved[site.attended_key]) if site.computed else keys
-                operands = (emit(moved[site.query]), attended, mask, sink_logit)
-        chosen = [score_outputs[name] for name in statistics.names(policy)]
+            statistics_outputs = {name: emit(node) for name, node in scores.items()}
+            operands = _operands(site, keys, lambda node: emit(moved[node])) if with_operands else None
         valid_output = None if all_valid is None else valid_outputs[site_marks]
-        outputs.append(SiteOutputs(stored_key, values, valid_output, chosen, operands))
+        in_order = [statistics_outputs[name] for name in statistics.names(policy)]
+        outputs.append(SiteOutputs(stored_key, values, valid_output, in_order, operands))
     if policies[0].renumbers and shapes.expr(sites[0].queries) != 1:
-        argument_of = dict(zip(walk.placeholders(gm.graph), examples, strict=True))
-        _renumber(gm, copy.graph, sites, moved, argument_of, policies[0], budget, marks[0])
+        _renumber(gm, copy.graph, sites, moved, examples, policies[0], budget, marks[0])
     copy.graph.output_node().args = ((*walk.results(copy.graph), *added),)
-    results = [node for site in sites for each in site.all for node in (each.call, each.lse) if node is not None]
     copy.recompile()
+    results = [node for site in sites for each in site.all for node in (each.call, each.lse) if node is not None]
     return PromptRewrite(copy, outputs, {node.name: moved[node] for node in results})
+
+
+def _operands(
+    site: AttentionSite, keys: int, emit: Callable[[fx.Node], int]
+) -> tuple[int, int, int | None, int | None]:
+    """Emit `SiteOutputs.operands`; `keys` is the output index of the stored keys."""
+    mask, sink = (None if node is None else emit(node) for node in (site.mask, site.sink_logit))
+    attended = emit(site.attended_key) if site.computed else keys
+    return emit(site.query), attended, mask, sink
 
 
 def _renumber(
@@ -134,7 +137,7 @@ def _renumber(
     graph: fx.Graph,
     sites: list[AttentionSite],
     moved: dict[fx.Node, fx.Node],
-    argument_of: dict[fx.Node, Any],
+    examples: Sequence[Any],
     policy: Policy,
     budget: Budget,
     marks: tuple[fx.Node, ...],
@@ -154,6 +157,7 @@ def _renumber(
         size = budgets.window_for(policy, budget, count, valid)
         return renumber.window_mask(mask, causal, valid_of(valid, count, query.device), size)
 
+    argument_of = dict(zip(walk.placeholders(gm.graph), examples, strict=True))
     for reader in renumber.readers(gm, sites, argument_of, renumber.fits_prompt):
         node, ids = moved[reader.node], moved[reader.ids]
         with graph.inserting_before(node):
