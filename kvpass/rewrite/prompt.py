@@ -72,8 +72,7 @@ def rewrite_prompt(
 ) -> PromptRewrite:
     """Add the outputs that the policies need to a prompt graph; its own computation stays as it is.
 
-    A policy that renumbers also changes the computation, for prompts beyond its budget.  If a policy's scores read
-    every row of attention, `prompt_scores` computes attention and scores from the same products.
+    A policy that renumbers also changes the computation, for prompts beyond its budget.
 
     Args:
         sites, policies: the attention calls on caches, and the policy of each.
