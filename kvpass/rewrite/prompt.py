@@ -231,6 +231,8 @@ def prompt_scores(
 ) -> dict[Statistic, fx.Node]:
     """Add the operator of the policy's statistics and return the node of each.
 
+    The operator replaces the attention call if it can compute its output as well.
+
     Args:
         moved: from the nodes of the site to those of `graph`; its call's is replaced with the call.
         valid: bool [B or 1, q], or None when no token is padding.

@@ -158,7 +158,10 @@ _GIVEN: contextvars.ContextVar[Pins | None] = contextvars.ContextVar("kvpass_pin
 
 @contextlib.contextmanager
 def pinning(pins: Pins | None) -> Iterator[None]:
-    """Return a context in which a call of a compiled model pins these of its new tokens."""
+    """Return a context in which a call of a compiled model pins these of its new tokens.
+
+    A model's forward has no argument for pins, and its graph must not depend on them.
+    """
     token = _GIVEN.set(pins)
     try:
         yield

@@ -144,7 +144,13 @@ def trace(function: Callable[..., Any], examples: Sequence[Any]) -> fx.GraphModu
 
 
 class UnwrappedSubclasses:
-    """Conversion of the arguments of one graph."""
+    """Conversion of the arguments of one graph that are tensor subclasses to what the graph expects.
+
+    Dynamo traces through the `__torch_function__` of some classes, a handle's among them: their tensors are plain
+    tensors in the graph.  In that case it turns `__torch_function__` off around the graph, for all tensors.  But
+    quantized weights that wrap tensors define their operations in `__torch_function__`, and the graph's operations rely
+    on that.  So the runtime turns it on again inside, and passes tensors of the traced classes as plain tensors.
+    """
 
     def __init__(self, handles: Iterable[int] = ()) -> None:
         """

@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True)
 class Sections:
-    """A tensor as consecutive sections of its last dimension.
+    """A tensor as consecutive sections of its last dimension, so that no joined tensor is written to memory.
 
     Attributes:
         whole: the tensor itself, if it exists without joining the sections.

@@ -75,7 +75,11 @@ def _length(step: StepContext) -> fx.Node:
 
 
 def copy_write_indices(step: StepContext) -> Record:
-    """Copy the indices of all layers' free slots, in one kernel."""
+    """Copy the indices of all layers' free slots before any write, in one kernel.
+
+    A policy that merges writes to K and V twice, and for the compiler the second write depends on all that the first
+    has read.  Without the copies, a kernel of its own would overwrite the index of the free slot after the second.
+    """
     if not step.decodes_on_gpu or not any(layout.policy.merges for layout in step.layouts):
         return Record(left={"free": "nothing merges on a GPU"})
     free = [step.slot(layer, "free") for layer in range(len(step.sites))]
@@ -88,7 +92,11 @@ def _write_indices(*free_slots: Tensor) -> list[Tensor]:
 
 
 def leave_counting(step: StepContext) -> Record:
-    """Remove the updates of token counters from every layer; `StepRewrite.count` does them."""
+    """Remove the updates of token counters from every layer; `StepRewrite.count` does them in two launches.
+
+    Counting for all layers by `_foreach_copy_` inside the graph is wrong: Inductor may run a kernel that reads a
+    counter after the kernel that overwrites it.
+    """
     if not step.decodes_on_gpu:
         return Record(left={"counters": "they are in the step's own kernels, or a chunk's"})
     counters = [step.slot(layer, name) for layer in range(len(step.sites)) for name in ("seen", "length")]
