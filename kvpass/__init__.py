@@ -9,6 +9,7 @@ from kvpass.decoding.cache_files import load_cache, save_cache
 from kvpass.decoding.loop import DecodeLoop
 from kvpass.decoding.prefill import prefill
 from kvpass.decoding.requests import GenerationOutput, RequestStatus
+from kvpass.diagnostics.calibrate import calibrate
 from kvpass.diagnostics.report import CacheReport, ExplainReport, explain, inspect
 from kvpass.diagnostics.simulate import Trace, simulate
 from kvpass.diagnostics.warm import warm
@@ -16,12 +17,14 @@ from kvpass.errors import (
     BudgetError,
     CacheFileError,
     CacheHandleError,
+    CalibrationError,
     KVPassError,
     LookupRangeError,
     PolicyError,
     RequestError,
     UnsupportedGraph,
 )
+from kvpass.policies.calibration import Calibration
 
 __all__ = [
     "Backend",
@@ -29,6 +32,8 @@ __all__ = [
     "CacheFileError",
     "CacheHandleError",
     "CacheReport",
+    "Calibration",
+    "CalibrationError",
     "DecodeLoop",
     "ExplainReport",
     "GenerationOutput",
@@ -40,6 +45,7 @@ __all__ = [
     "Trace",
     "UnsupportedGraph",
     "backend",
+    "calibrate",
     "compile",
     "explain",
     "inspect",

@@ -283,9 +283,7 @@ def backend(
     """
     chosen = policies.resolve(policy, policy_options)
     budgets.check(chosen, budget)
-    require(
-        positions != "cache" or not chosen.renumbers, "positions", positions, f"{chosen.name} numbers tokens itself"
-    )
+    require(positions != "cache" or not chosen.own_positions, "positions", positions, chosen.own_positions)
     _check_settings(inner, mode, options)
     _check_enabled(strict)
     logs.configure()

@@ -60,6 +60,7 @@ def parser() -> argparse.ArgumentParser:
     job.add_argument("--out", metavar="DIR", type=Path, default=Path("out"), help="where results go" + DEFAULT)
     job.set_defaults(run=demo)
     _add_align(commands)
+    _add_calibrate(commands)
     _add_eval(commands)
     harness = commands.add_parser(
         "lm-eval",
@@ -104,6 +105,21 @@ def _add_align(commands: Any) -> None:
     job.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: a GPU where there is one)")
     job.add_argument("--threads", metavar="N", type=at_least(1), help="threads of torch (default: its own choice)")
     job.set_defaults(run=align)
+
+
+def _add_calibrate(commands: Any) -> None:
+    job = commands.add_parser(
+        "calibrate",
+        help="statistics of a model's queries, for the policies tri_attention and expected_attention",
+        description="Runs a model on a text and writes the statistics of its queries before their rotary embedding.",
+    )
+    job.add_argument("model", metavar="MODEL", help="name or path of a Hugging Face causal model")
+    job.add_argument("--text", metavar="FILE", type=Path, help="UTF-8 text (default: prose of Python's manual)")
+    job.add_argument("--out", metavar="FILE", type=Path, required=True, help="the safetensors file to write")
+    job.add_argument("--window", metavar="N", type=at_least(8), default=1024, help="tokens run at once" + DEFAULT)
+    job.add_argument("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="float32", help=DEFAULT[1:])
+    job.add_argument("--threads", metavar="N", type=at_least(1), help="threads of torch (default: its own choice)")
+    job.set_defaults(run=calibrate)
 
 
 def _add_eval(commands: Any) -> None:
@@ -250,6 +266,15 @@ def align(parsed: argparse.Namespace) -> None:
         seed=parsed.seed,
     )
     command.train(parsed.model, parsed.text, parsed.out, settings, parsed.dtype, parsed.threads, parsed.device)
+
+
+def calibrate(parsed: argparse.Namespace) -> None:
+    """Calibrate a model; the imports need the extra `align`."""
+    try:
+        from kvpass.apps import calibrate as command
+    except ModuleNotFoundError as error:
+        raise KVPassError(f"calibrating a model needs {error.name}: pip install 'kvpass[align]'") from error
+    command.main(parsed.model, parsed.text, parsed.out, parsed.window, parsed.dtype, parsed.threads)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ _BUILT_IN = {
     "buzz": "Buzz",
     "cascade": "Cascade",
     "d2o": "D2O",
+    "expected_attention": "ExpectedAttention",
     "full": "Full",
     "h2o": "H2O",
     "keydiff": "KeyDiff",
@@ -43,6 +44,7 @@ _BUILT_IN = {
     "snapkv": "SnapKV",
     "streaming": "Streaming",
     "tova": "Tova",
+    "tri_attention": "TriAttention",
     "vase": "Vase",
     "window": "Window",
 }

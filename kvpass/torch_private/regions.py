@@ -115,7 +115,6 @@ def tracing(indices: frozenset[str]) -> Iterator[Tracing]:
         _TRACING.reset(token)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch has no types for it
 def are_traced() -> bool:
     """Return whether layers are traced as regions in this context.
 
@@ -123,6 +122,9 @@ def are_traced() -> bool:
     traced with regions serves calls without them, and the other way round.
     """
     return _TRACING.get() is not None
+
+
+are_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result, which imports Dynamo
 
 
 def note_refused(error: Exception) -> bool:

@@ -16,7 +16,7 @@ from kvpass import policies
 from kvpass.backend import Backend
 from kvpass.torch_private import symbolic_shapes
 from tests.models import build, different, many_graphs
-from tests.strategies import ROWS
+from tests.strategies import OF_ONE_MODEL, ROWS
 
 LENGTHS = (5, 7, 3, 11, 4, 6, 2, 9, 8, 10)
 
@@ -61,7 +61,7 @@ def compiled(backend: Backend, name: str = "Llama") -> Any:
     return torch.compile(build(name), backend=backend)
 
 
-NAMES = [name for name in policies.names() if name != "kv_align"]  # it needs an aligner, of fixed sizes
+NAMES = [name for name in policies.names() if name not in OF_ONE_MODEL]
 
 
 @pytest.mark.slow
