@@ -15,8 +15,10 @@ KV_DTYPES = ("int8", "int4", "int8-hadamard", "int4-hadamard")
 """As in kvpass.lowering.formats."""
 DEMO_PARTS = ("chat", "book", "retrieval", "cost", "kept")
 """As in kvpass.apps.demo.settings."""
-MEASURES = ("perplexity", "stream", "agreement", "passkey", "needle", "recall", "speed")
+MEASURES = ("perplexity", "stream", "agreement", "passkey", "needle", "ruler", "recall", "speed")
 """As in kvpass.apps.evaluation.command."""
+RULER_TASKS = ("single", "multikey", "variables", "common", "frequent")
+"""As in kvpass.apps.evaluation.ruler."""
 DEFAULT = " (default: %(default)s)"
 
 
@@ -166,6 +168,11 @@ def _add_eval(commands: Any) -> None:
     job.add_argument(
         "--depth", metavar="X", type=float, nargs="+", default=[0, 0.25, 0.5, 0.75, 1], help="0 (first) to 1" + DEFAULT
     )
+    job.add_argument("--task", choices=RULER_TASKS, nargs="+", default=list(RULER_TASKS), help="of ruler" + DEFAULT)
+    job.add_argument(
+        "--question", choices=["inside", "after"], default="inside",
+        help="of ruler: in the prompt, or a turn of its own once the prompt is compressed" + DEFAULT,
+    )  # fmt: skip
     job.add_argument(
         "--distance", metavar="N", type=at_least(1), nargs="+", default=[32, 64, 128, 256, 512, 1024],
         help="of recall, in tokens" + DEFAULT,

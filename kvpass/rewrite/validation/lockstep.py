@@ -25,6 +25,7 @@ from kvpass.fx import op_table, walk
 from kvpass.fx.walk import source_line
 from kvpass.rewrite.validation.expected import Expected, as_computed, expected, same
 from kvpass.rewrite.validation.interpreter import DoesNotRun, GraphRun, Visit
+from kvpass.torch_private import fx_nodes
 
 NOT_APPENDED = "the cache is not the past and the new tokens, one after the other"
 
@@ -299,7 +300,9 @@ def validated(
         UnsupportedGraph: the graphs differ; the message names the first attention call that does.
     """
     start, left_out = time.perf_counter(), list[str]()
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):  # the caller's random numbers stay as they are
+    # The caller's random numbers and autocast stay as they are: a graph that fails between the nodes that enter and exit
+    # a region of autocast leaves it entered.
+    with fx_nodes.autocast_preserved(), torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:
             with as_unfit(f"on {kind}"):
                 for label, call in calls:
