@@ -300,8 +300,8 @@ def validated(
         UnsupportedGraph: the graphs differ; the message names the first attention call that does.
     """
     start, left_out = time.perf_counter(), list[str]()
-    # The caller's random numbers and autocast stay as they are: a graph that fails between the nodes that enter and exit
-    # a region of autocast leaves it entered.
+    # The caller's random numbers and autocast stay as they are: a graph that fails between the nodes that enter and
+    # exit a region of autocast leaves it entered.
     with fx_nodes.autocast_preserved(), torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:
             with as_unfit(f"on {kind}"):
