@@ -33,7 +33,7 @@ from kvpass.apps.evaluation.scoring import ScoringBatch, score
 from kvpass.apps.models import load
 from kvpass.decoding.prefill import Caller
 from kvpass.errors import KVPassError
-from kvpass.torch_private.counters import captured_graphs, graph_breaks
+from kvpass.torch_private.dynamo import captured_graphs, graph_breaks
 
 LEFT_OUT = ("kv_align", "tri_attention", "expected_attention")  # they need weights that were made for the model
 FILE = "quality.json"

@@ -21,7 +21,7 @@ from benchmarks.settings import Settings
 from benchmarks.step import PROMPT
 from benchmarks.timing import Local
 from kvpass.apps.evaluation import plots
-from kvpass.torch_private import counters
+from kvpass.torch_private import dynamo
 
 TITLE = "A stream of 100,000 tokens"
 POLICY = "h2o"
@@ -47,7 +47,7 @@ def rows(policy: str, tokens: int, layers: int, every: int) -> list[Row]:
 
 def _rows(talk: Conversation, beside: Conversation, tokens: int, every: int, bar: tqdm[Any]) -> Iterator[Row]:
     ours, floor = Local("ours", talk.step), Local("floor", beside.step)
-    compiled = counters.activity()
+    compiled = dynamo.activity()
     for seen in range(PROMPT + every, tokens + 1, every):
         step = statistics.median(ours.seconds(every))
         bar.update(every)
@@ -56,7 +56,7 @@ def _rows(talk: Conversation, beside: Conversation, tokens: int, every: int, bar
             "ms": 1e3 * step,
             "floor": 1e3 * statistics.median(floor.seconds(BESIDE)),
             "MiB": memory.resident() / memory.MEBIBYTE,
-            "compiled": counters.activity() - compiled,
+            "compiled": dynamo.activity() - compiled,
         }
 
 

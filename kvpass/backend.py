@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import itertools
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.fx as fx
@@ -18,41 +16,25 @@ from kvpass import policies, versions
 from kvpass.arguments import Natural, checked, require
 from kvpass.cache.handle import Handle
 from kvpass.cache.row_picking import Row, refuse
-from kvpass.capture import cross_attention, decomposed_attention, rotary
+from kvpass.capture import decomposed_attention, other_caches, rotary
 from kvpass.capture.caches import CallReading
+from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.capture import Capture, capture
 from kvpass.capture.head_sharding import with_head_sharding
-from kvpass.capture.sites import AttentionSite
 from kvpass.errors import KVPassError, PolicyError, UnreadableGraph, UnsupportedGraph
 from kvpass.fx import shapes, walk
-from kvpass.lowering import cache_key, early_builds, layer_dedup
-from kvpass.lowering.checked_lookup import check_rows
+from kvpass.lowering import column_loops
 from kvpass.lowering.formats import KVDtype
-from kvpass.lowering.fused_add import write_out_sums
-from kvpass.lowering.replay import Replayed
-from kvpass.lowering.row_products import decompose_products
-from kvpass.lowering.unchecked_index import look_up_unchecked
 from kvpass.policies.base import Policy
 from kvpass.rewrite import logs
-from kvpass.rewrite.call import StepCall
-from kvpass.rewrite.context import StepContext
-from kvpass.rewrite.pipeline import rewrite_step
-from kvpass.rewrite.record import Record
-from kvpass.rewrite.result import StepRewrite
-from kvpass.rewrite.validation.lockstep import Validation
 from kvpass.runtime import entries, layer_regions
 from kvpass.runtime.compiled_call import compile_module, unwatch, watch_module
-from kvpass.runtime.kv_store import KVStore
-from kvpass.runtime.model_identity import PlansByModel, SeenTensors
+from kvpass.runtime.compiler import Compile, Compiler, Inner, Positions
 from kvpass.runtime.prompts import PromptRunner
-from kvpass.runtime.recorder import Recorder, SiteReport
-from kvpass.runtime.slot_store import SlotStore
+from kvpass.runtime.recorder import SiteReport
 from kvpass.runtime.steps import StepRunner
-from kvpass.torch_private import compiled_parts, dynamo, fx_nodes, inductor, regions, symbolic_shapes
+from kvpass.torch_private import dynamo, inductor, regions
 
-Positions = Literal["absolute", "cache"]
-Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
-Inner = str | Compile
 LAST_GRAPH = (
     "this is the last graph that torch.compile makes of this function: called in yet another way it is refused, or "
     "with strict=False runs uncompiled, where the cache of a new prompt grows without bound. See with "
@@ -60,42 +42,10 @@ LAST_GRAPH = (
 )
 M = TypeVar("M", bound=torch.nn.Module)
 
-Reshape = Callable[[fx.Graph], None]
-"""A function that changes the operators of a graph in place before they are lowered."""
-
 
 @dataclasses.dataclass(frozen=True)
-class Backend:
-    """A torch.compile backend, made by `backend`; backends with equal settings are equal.
-
-    Attributes:
-        policy: the eviction policy.
-        budget, positions, inner, mode, options, strict, validate, kv_dtype, crop: as of `backend`, with `options` as
-            sorted pairs.
-        recorder: collects facts for a report; None outside of `kvpass.explain`.
-        plans: the first plan of each model's layers, for policies that keep to their first plan.
-    """
-
-    policy: Policy
-    budget: int | float | None
-    positions: Positions | None
-    inner: Inner
-    mode: str | None
-    options: tuple[tuple[str, Any], ...]
-    strict: bool
-    validate: bool = True
-    kv_dtype: KVDtype | None = None
-    crop: int = 0
-    deduplicates: bool = dataclasses.field(default=True, repr=False)
-    """Whether equal layers share one compilation (`kvpass.lowering.layer_dedup`); turn off for comparisons only."""
-    replays: bool = dataclasses.field(default=True, repr=False)
-    """Whether CPU steps run without Inductor's Python (`kvpass.lowering.replay`); turn off for comparisons only."""
-    recorder: Recorder | None = dataclasses.field(default=None, compare=False, repr=False)
-    plans: PlansByModel = dataclasses.field(default_factory=PlansByModel, compare=False, repr=False)
-    stepped: SeenTensors = dataclasses.field(default_factory=SeenTensors, compare=False, repr=False)
-    """The tensors that make the keys of layers which have run a step."""
-    layers: Iterator[int] = dataclasses.field(default_factory=itertools.count, compare=False, repr=False)
-    """A counter that numbers the layer caches in the order in which they are made."""
+class Backend(Compiler):
+    """A torch.compile backend, made by `backend`; backends with equal settings are equal."""
 
     def __post_init__(self) -> None:
         dynamo.set_up_compilations()
@@ -129,7 +79,7 @@ class Backend:
             The callable that Dynamo runs in place of the graph.
         """
         try:
-            with self._spending("kvpass"):
+            with self.spending("kvpass"):
                 if regions.are_traced():
                     regions.check_weights(gm)
                 return self._with(mode, options)._compile(gm, examples)
@@ -168,15 +118,15 @@ class Backend:
             if any(decomposed_attention.is_boundary(node) for node in gm.graph.nodes):
                 shapes.fix_floats(gm.graph)
             carried = [isinstance(example, Handle) for example in examples]
-            self._note_program("dynamo's graph", gm.graph)
+            self.note_program("dynamo's graph", gm.graph)
             captured = capture(gm, carried)
             self._record(captured, any(carried))
             if captured.sites:
-                self._note_program("canonical", captured.gm.graph)
+                self.note_program("canonical", captured.gm.graph)
             if self._left_alone(captured.refused, any(carried)) or not captured.sites:
                 return None
             self._check_inference(captured.sites, examples)
-            known = with_head_sharding(captured.sites, self.policy, self.kv_store.spreads)
+            known = with_head_sharding(captured.sites, self.policy, not self.kv_store.is_reference)
             captured = dataclasses.replace(captured, sites=known)
             if any(carried):
                 return StepRunner(self, gm, captured)
@@ -189,7 +139,7 @@ class Backend:
         for f in captured.found:
             verdict = "rewritten" if f.reading else "refused" if f.refusal else "left alone"
             reason = f.refusal or (
-                "" if f.reading else cross_attention.DOES_NOT_GROW if f.fixed else "it updates no cache"
+                "" if f.reading else other_caches.DOES_NOT_GROW if f.fixed else "it updates no cache"
             )
             where = (len(self.recorder.graphs), walk.module_of(f.node), walk.source_line(f.node))
             self.recorder.sites.append(SiteReport(*where, verdict, reason))
@@ -230,31 +180,7 @@ class Backend:
         """Start building what prompts and steps of a model on a CPU need, while Dynamo traces its first call."""
         weight = next(model.parameters(), None)
         if self.inner == "inductor" and weight is not None and weight.device.type == "cpu":
-            early_builds.start(weight.dtype, bool(self.policy.statistics))
-
-    @property
-    def family(self) -> tuple[Any, ...]:
-        """Settings that two backends must share for one to continue the other's caches."""
-        return (self.policy, self.budget, self.positions, self.kv_dtype, self.crop, self.kv_store)
-
-    @property
-    def kv_store(self) -> KVStore:
-        """Storage of cached tokens: slots, or lists of the eager reference."""
-        if self.inner != "reference":
-            return SlotStore()
-        from kvpass.runtime.reference_store import ReferenceStore  # compiled models need no import of the references
-
-        return ReferenceStore()
-
-    @property
-    def validates(self) -> bool:
-        """True if the first rewrite of each graph is validated."""
-        return self.validate and self.kv_store.validates
-
-    @property
-    def prefers_ranks(self) -> bool:
-        """True if positions are to be by cache, 0..n-1 over the cached tokens, where the model allows it."""
-        return (self.positions or self.policy.positions) == "cache"
+            column_loops.start_builds(weight.dtype, bool(self.policy.statistics))
 
     def _ranked(self, captured: Capture) -> bool:
         """Return whether keys are stored before their rotary embedding, which must be found in every layer."""
@@ -300,134 +226,6 @@ class Backend:
         if self.recorder is not None:
             self.recorder.notes.append(f"{why}: positions are absolute")
         return False
-
-    def _spending(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Return a context whose running time is added to a name in the report's `Timings`."""
-        return self.recorder.watch.spending(name) if self.recorder else contextlib.nullcontext()
-
-    def note_validation(self, graph: Literal["prompt", "step"], done: Validation) -> None:
-        """Record the result of the validation of a rewritten graph."""
-        if self.recorder is not None:
-            self.recorder.watch.add("validation", done.seconds)
-            came = "equal" if done.skipped is None else f"left out, as {done.skipped}"
-            came += f", but for {len(done.left_out)} left out, the first as {done.left_out[0]}" if done.left_out else ""
-            compared = {"prompt": "prompt against the model's", "step": "step beside the model's own"}[graph]
-            self.recorder.notes.append(f"the rewritten {compared}: {came} ({done.seconds:.2f} s)")
-
-    def compile_prompt(
-        self, gm: fx.GraphModule, examples: Sequence[Any], layers: Sequence[fx.Node] = ()
-    ) -> Callable[..., Any]:
-        """Compile a prompt graph.
-
-        Args:
-            layers: one node of each layer, for the deduplication of layers; empty to compile the graph whole.
-        """
-        with self._spending("compiler"):
-            return self._compile_inner(gm, examples, {}, _reshape_prompt, layers)
-
-    def compile_step(
-        self,
-        gm: fx.GraphModule,
-        examples: Sequence[Any],
-        ranked: bool,
-        chunk: bool,
-        sizes: symbolic_shapes.SymbolicSizes | None,
-    ) -> Callable[..., Any]:
-        """Compile a rewritten step graph; `sizes` are its dynamic sizes, None if all are static."""
-        layers, alike = layer_dedup.readers_of_slots(gm), sizes.alike if sizes else frozenset()
-        with self._spending("compiler"):
-            run = self._compile_inner(gm, examples, self._for_steps(ranked), _reshape, layers, alike)
-        repeats = self.replays and self.inner == "inductor" and not chunk and compiled_parts.on_cpu(examples)
-        return Replayed(run) if repeats else run
-
-    @property
-    def compiles_at_once(self) -> bool:
-        """True if the graph of a chunk is compiled at its first run, False if at its second."""
-        return False
-
-    @property
-    def compiles_prompts_at_once(self) -> bool:
-        """True if a static prompt graph on a CPU is compiled at its first run, False if at its second.
-
-        Compilation is immediate if it costs nothing, and for a report, which describes the compilation.
-        """
-        return self.inner != "inductor" or self.compiles_at_once or self.recorder is not None
-
-    def has_dynamic_sizes(self, device: torch.device) -> bool:
-        """Return whether the inner compiler supports dynamic sizes for a device; they are untested on GPUs."""
-        return self.inner in ("inductor", "eager") and device.type == "cpu"
-
-    def step_patches(self, ranked: bool) -> dict[str, Any]:
-        """Return the Inductor configuration for a rewritten step graph."""
-        return self._patches(self._for_steps(ranked), _reshape, None)
-
-    def _for_steps(self, ranked: bool) -> dict[str, Any]:
-        in_order = inductor.KEEP_THE_ORDER if self.policy.merges else {}
-        return inductor.FEWER_LAUNCHES | in_order | (inductor.FUSE_INTO_REDUCTIONS if ranked else {})
-
-    def rewrite(self, call: StepCall) -> tuple[StepContext, StepRewrite]:
-        """Rewrite a step graph onto slots, or onto the eager reference.
-
-        Raises:
-            UnsupportedGraph: the graph has an operation that cannot be computed on slots.
-        """
-        with self._spending("kvpass"):
-            context = StepContext(call, whole=self.kv_store.whole)
-            return context, rewrite_step(context, self.kv_store.passes, self.watch)
-
-    def watch(self, record: Record, graph: fx.Graph) -> None:
-        """Record a pass that has run, and the graph after it."""
-        logs.note_pass(record, graph)
-        if self.recorder is not None:
-            self.recorder.passes.append(record)
-            self.recorder.note_program(f"after {record.name}", graph)
-
-    def _note_program(self, title: str, graph: fx.Graph) -> None:
-        """Record a graph in its present state for logs and reports."""
-        logs.note_program(title, graph)
-        if self.recorder is not None:
-            self.recorder.note_program(title, graph)
-
-    def _compile_inner(
-        self,
-        gm: fx.GraphModule,
-        examples: Sequence[Any],
-        patches: dict[str, Any],
-        reshape: Reshape,
-        layers: Sequence[fx.Node],
-        alike: Collection[Any] = (),
-    ) -> Callable[..., Any]:
-        if callable(self.inner):
-            return self.inner(gm, examples)
-        if self.inner in ("eager", "reference"):
-            return fx_nodes.code_of(gm)
-        if self.inner != "inductor":
-            return dynamo.registered_backend(self.inner)(gm, examples)
-        if self.deduplicates and layers:
-            shared = layer_dedup.compile_deduplicated(
-                gm, examples, layers, lambda part: self._patches(patches, reshape, part), alike
-            )
-            if shared is not None:
-                return shared
-        return inductor.inductor(gm, examples, self._patches(patches, reshape, gm))
-
-    def _patches(self, patches: dict[str, Any], reshape: Reshape, gm: fx.GraphModule | None) -> dict[str, Any]:
-        modes = inductor.inductor_mode(self.mode) if self.mode else {}
-        stamp = inductor.graph_pass(reshape.__name__.encode() + cache_key.digest(gm), reshape)
-        return inductor.whole_vectors() | patches | modes | dict(self.options) | {"post_grad_custom_pre_pass": stamp}
-
-
-def _reshape_prompt(graph: fx.Graph) -> None:
-    """Change the operators of a prompt graph in place before they are lowered."""
-    look_up_unchecked(graph)
-    check_rows(graph)
-
-
-def _reshape(graph: fx.Graph) -> None:
-    """Change the operators of a step graph in place before they are lowered."""
-    _reshape_prompt(graph)
-    decompose_products(graph)
-    write_out_sums(graph)
 
 
 def _refusal(error: Exception) -> Callable[..., Any]:

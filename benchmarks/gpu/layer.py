@@ -13,11 +13,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from benchmarks.gpu.bench import Bench, Row
 from kvpass.cache.slots import Layout, Slots
 from kvpass.cache.step import Site, decode_step
-from kvpass.lowering.attend import Rotation, attend
+from kvpass.lowering.attend import Rope, RotaryPairs, Rotation, attend
 from kvpass.lowering.attention_statistics import StatisticsRequest, attention_statistics
 from kvpass.lowering.formats import KVDtype, Sections, format_of
 from kvpass.lowering.formats import Rows as Stored
-from kvpass.lowering.rope import Rope, RotaryPairs
 from kvpass.policies import resolve
 from kvpass.policies.aligners import Aligner, Signature
 from kvpass.policies.aligners.networks import DirectNetwork

@@ -24,7 +24,7 @@ from kvpass.cache.row_picking import Row
 from kvpass.cache.slots import Layout, Slots
 from kvpass.errors import CacheHandleError
 from kvpass.policies.types import Clock
-from kvpass.torch_private import dynamo, tensor_types
+from kvpass.torch_private import dynamo, tensors
 
 Part = Literal["keys", "values"]
 
@@ -222,7 +222,7 @@ class LayerCache:
             *earlier, last = calls
             cache, calls = last.before(cache), tuple(earlier)
             if last.new > tokens and last.repeat is not None:
-                shorter: LayerCache = last.repeat.first(cache, last.new - tokens)
+                shorter: LayerCache = last.repeat(cache, last.new - tokens)
                 return dataclasses.replace(shorter, calls=(*calls, *shorter.calls), _picked=[])
             tokens -= last.new
         return dataclasses.replace(cache, calls=calls, _picked=[])
@@ -284,7 +284,7 @@ class Handle(Tensor):
                     "Reordering rows, copying and moving work; anything else needs kvpass.inspect(cache) or an "
                     "uncompiled model."
                 )
-        with tensor_types.without_torch_functions():
+        with tensors.without_torch_functions():
             return func(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
@@ -311,7 +311,7 @@ def _nan_of(layout: Layout) -> Tensor:
 def _reads_metadata(func: Any) -> bool:
     """Return whether a function reads only shape, dtype and the like."""
     name = getattr(func, "__name__", "")
-    return name in tensor_types.QUESTIONS or name in (
+    return name in tensors.QUESTIONS or name in (
         "__get__",
         "__set__",
         "__delete__",
@@ -372,7 +372,7 @@ def _getitem(handle: Handle, index: Any) -> Handle | Row:
     first = index[0] if isinstance(index, tuple) else index
     rest = index[1:] if isinstance(index, tuple) else ()
     if isinstance(index, int) and not isinstance(index, bool):
-        with tensor_types.without_torch_function():
+        with tensors.without_torch_function():
             return Row.like(handle[index])
     if isinstance(first, (Tensor, slice, list)) and all(part is Ellipsis or part == slice(None) for part in rest):
         return _rows("getitem", handle, first, lambda tensor: tensor[first].clone())
@@ -430,7 +430,7 @@ def _same(handle: Handle, *_: Any, **__: Any) -> Handle:
 
 
 def _to(handle: Handle, *args: Any, **kwargs: Any) -> Handle:
-    with tensor_types.without_torch_function():
+    with tensors.without_torch_function():
         target = torch.empty(0, dtype=handle.dtype, device=handle.device).to(*args, **kwargs)
     if target.dtype != handle.dtype:
         raise CacheHandleError(f"a cache of kvpass in {handle.dtype} cannot be converted to {target.dtype}")
@@ -468,7 +468,7 @@ def current(value: Any, part: Part, backend: Any) -> LayerCache:
     cache = value.cache
     cache.deferred_checks.settle()
     _check_usable(cache)
-    with tensor_types.without_torch_function():
+    with tensors.without_torch_function():
         shape = tuple(value.shape)
     if shape[:3] != (cache.layout.batch, cache.heads, cache.stored):
         raise CacheHandleError(f"a cache handle of shape {shape} does not fit its slots {cache.layout}")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvpass.errors import CacheHandleError
-from kvpass.torch_private import dynamo, tensor_types
+from kvpass.torch_private import dynamo, tensors
 
 _MOVES = frozenset(
     {"__getitem__", "unsqueeze", "squeeze", "stack", "cpu", "cuda", "to", "detach", "as_subclass", "__get__", "__set__"}
@@ -36,7 +36,7 @@ class Row(Tensor):
             CacheHandleError: the operation reads or grows the row.
         """
         name = getattr(func, "__name__", "")
-        allowed = name in _MOVES | tensor_types.QUESTIONS or (name == "cat" and _is_alone(*args))
+        allowed = name in _MOVES | tensors.QUESTIONS or (name == "cat" and _is_alone(*args))
         if not torch.compiler.is_compiling() and not allowed:
             refuse(name)
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]

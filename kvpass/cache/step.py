@@ -16,10 +16,9 @@ from torch import Tensor
 from kvpass.cache.slots import FREE, STEADY, Layout, Slots, align, first_values, rescored, rows_at
 from kvpass.cache.statistics import StatisticsSpec, in_one_operator, statistics
 from kvpass.fx.precision import FILLED, upcast
-from kvpass.lowering.attend import LOWEST, Rotation, UnknownQueries, attend, by_kernel, capped, scores
+from kvpass.lowering.attend import LOWEST, Rope, Rotation, UnknownQueries, attend, by_kernel, capped, scores
 from kvpass.lowering.attention_statistics import regrouped
 from kvpass.lowering.formats import Rows, Sections, plain
-from kvpass.lowering.rope import Rope
 from kvpass.policies.base import Policy
 from kvpass.policies.protocols import Aligning, Merging
 from kvpass.policies.ranking import LATE, rank_of
@@ -162,7 +161,7 @@ def decode_step(
     tokens, victim = (_compact if compact else _evict)(layout, site, slots, tokens, attention)
     if policy.aligns == ("compact" if compact else "step"):
         tokens = _realign(layout, site, slots, tokens)
-    _commit(layout, slots, tokens, index, victim)
+    _commit(slots, tokens, index, victim)
     return attended
 
 
@@ -408,7 +407,7 @@ def _realign(layout: Layout, site: Site, slots: Slots, tokens: Tokens) -> Tokens
     return tokens.updated(align(layout, slots, tokens, weights, 1))
 
 
-def _commit(layout: Layout, slots: Slots, tokens: Tokens, index: Tensor, victim: Tensor) -> None:
+def _commit(slots: Slots, tokens: Tokens, index: Tensor, victim: Tensor) -> None:
     if tokens.rank is not None:
         slots.rank.copy_(tokens.rank)
     slots.position.copy_(tokens.position)

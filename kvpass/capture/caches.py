@@ -23,9 +23,9 @@ from collections.abc import Mapping
 import torch
 import torch.fx as fx
 
-from kvpass.capture import cross_attention, decomposed_attention, graph_break, sparse_index, unsupported_growth
-from kvpass.capture.decomposed_attention import AttentionCall, UnreadSoftmax, is_as_wide
-from kvpass.capture.sites import stored
+from kvpass.capture import decomposed_attention, other_caches, sparse_index
+from kvpass.capture.canonical import stored
+from kvpass.capture.decomposed_attention import AttentionCall, is_as_wide
 from kvpass.fx import alias, op_table, walk
 from kvpass.fx.alias import Memory
 from kvpass.fx.op_table import is_a, known_name, tagged
@@ -90,39 +90,7 @@ def find(gm: fx.GraphModule, handles: set[fx.Node]) -> list[CallReading]:
         gm: Dynamo's graph, with arguments bound.
         handles: the placeholders whose value is a handle of a kvpass cache.
     """
-    outputs = {node: index for index, node in enumerate(walk.results(gm.graph)) if isinstance(node, fx.Node)}
-    calls, unread = decomposed_attention.find(gm)
-    call_results = {result for call in calls for result in (call.node, call.lse) if result is not None}
-    updates = [node for node in gm.graph.nodes if _grows_a_cache(node, outputs)]
-    found: list[CallReading] = []
-    memory = alias.Memory(gm.graph)
-    queries = cross_attention.queries_of(calls, memory)
-    for call in calls:
-        values_of = {f.reading.keys_out: f.reading.values_out for f in found if f.reading}
-        fixed = _fixed(call, outputs, queries, memory)
-        found.append(fixed or _examine(call, call_results, outputs, updates, handles, values_of, memory))
-    used_updates = {origin.grown for f in found if f.reading for origin in (f.reading.key, f.reading.value)}
-    used_updates |= {node for f in found for node in f.fixed}
-    refused_at = {f.node for f in found if f.refusal}
-    for update in updates:
-        if update not in used_updates and not any(update in ancestors(call) for call in refused_at):
-            reason = _next_unread_softmax(update, unread) if calls or unread else _NO_ATTENTION
-            found.append(CallReading(update, refusal=_UNREAD + reason))
-    if not any(f.refusal for f in found):
-        found += [
-            CallReading(node, refusal=reason)
-            for node, reason in unsupported_growth.unread(gm.graph, _known_outputs(found, outputs))
-        ]
-    found += _unused_handles(found, handles) + _ordinary_caches(found, handles)
-    return found
-
-
-def _known_outputs(found: list[CallReading], outputs: dict[fx.Node, int]) -> set[int]:
-    """Return the output indices of caches that were read, those of sparse indices among them."""
-    readings = [f.reading for f in found if f.reading]
-    indices = [index for reading in readings for index in sparse_index.find(reading.call.mask)]
-    scoring_keys = {outputs[n] for index in indices for n, _ in sparse_index.cached_scoring_keys(index, list(outputs))}
-    return scoring_keys | {index for reading in readings for index in (reading.keys_out, reading.values_out)}
+    return _CacheSearch(gm, handles).run()
 
 
 _UNREAD = "the cache that is grown here feeds no attention call that can be followed"
@@ -131,43 +99,236 @@ _NO_ATTENTION = (
     "warning about output_attentions=True, leave that out: slots do not hold every token, and have no weights for all. "
     "Where the model uses flex_attention, which is not followed, load it with attn_implementation='sdpa' or 'eager'"
 )
-
-
-def _next_unread_softmax(update: fx.Node, unread: list[UnreadSoftmax]) -> str:
-    following = next((each for each in unread if update in ancestors(each.softmax)), None)
-    return f"; the next softmax is not read as attention, for {following}" if following else ""
-
-
-def _unused_handles(found: list[CallReading], handles: set[fx.Node]) -> list[CallReading]:
-    """Refuse a graph that uses a handle of kvpass outside of attention calls."""
-    used = {origin.past for f in found if f.reading for origin in (f.reading.key, f.reading.value)}
-    if any(f.refusal for f in found):
-        return []
-    uses = [user for node in handles - used for user in node.users if not _is_shape_read(user)]
-    return [CallReading(use, refusal="a kvpass cache is used here outside of an attention call") for use in uses[:1]]
-
-
-def _ordinary_caches(found: list[CallReading], handles: set[fx.Node]) -> list[CallReading]:
-    """Refuse a graph in which ordinary caches grow while others are kvpass's."""
-    pasts = {origin.past: f.node for f in found if f.reading for origin in (f.reading.key, f.reading.value)}
-    ordinary = [call for past, call in pasts.items() if handles and past not in handles]
-    return [CallReading(ordinary[0], refusal=_ORDINARY)] if ordinary else []
-
-
 _ORDINARY = (
     "its cache is an ordinary tensor that grows beside caches of kvpass: it was replaced, or its keys came from other "
     "inputs than its queries in the prompt, and such a cache must not grow"
 )
 
 
-def _is_shape_read(node: fx.Node) -> bool:
-    return not isinstance(value(node), torch.Tensor)
+class _CacheSearch:
+    """The search for the caches of one graph.
 
+    Attributes:
+        outputs: the output index of each returned node.
+        calls, unread: the attention calls, and each softmax that cannot be read as one.
+        results: the results of all attention calls.
+        updates: the nodes that grow a cache.
+        found: the readings so far.
+    """
 
-def _grows_a_cache(node: fx.Node, outputs: dict[fx.Node, int]) -> bool:
-    """Return whether a node grows a cache: it joins past and new tokens and is stored, or the past is empty."""
-    parts = _cat_parts(node)
-    return parts is not None and (value(parts[0]).ndim == 1 or stored(node, outputs) is not None)
+    def __init__(self, gm: fx.GraphModule, handles: set[fx.Node]) -> None:
+        self.graph, self.handles = gm.graph, handles
+        self.outputs = {node: index for index, node in enumerate(walk.results(gm.graph)) if isinstance(node, fx.Node)}
+        self.calls, self.unread = decomposed_attention.find(gm)
+        self.results = {result for call in self.calls for result in (call.node, call.lse) if result is not None}
+        self.updates = [node for node in gm.graph.nodes if self._grows_a_cache(node)]
+        self.memory = alias.Memory(gm.graph)
+        self.found: list[CallReading] = []
+
+    @property
+    def readings(self) -> list[Reading]:
+        return [each.reading for each in self.found if each.reading]
+
+    def run(self) -> list[CallReading]:
+        queries = other_caches.queries_of(self.calls, self.memory)
+        for call in self.calls:
+            self.found.append(self._fixed(call, queries) or self._examine(call))
+        self._refuse_unread_updates()
+        if not any(each.refusal for each in self.found):
+            unread = other_caches.unread(self.graph, self._known_outputs())
+            self.found += [CallReading(node, refusal=reason) for node, reason in unread]
+        self._refuse_mixed_caches()
+        return self.found
+
+    def _refuse_unread_updates(self) -> None:
+        """Refuse cache updates that feed no attention call, unless a call that they feed is refused already."""
+        used = {origin.grown for reading in self.readings for origin in (reading.key, reading.value)}
+        used |= {node for each in self.found for node in each.fixed}
+        refused_at = {each.node for each in self.found if each.refusal}
+        for update in self.updates:
+            if update in used or any(update in ancestors(call) for call in refused_at):
+                continue
+            reason = "" if self.calls or self.unread else _NO_ATTENTION
+            following = next((each for each in self.unread if update in ancestors(each.softmax)), None)
+            if following:
+                reason = f"; the next softmax is not read as attention, for {following}"
+            self.found.append(CallReading(update, refusal=_UNREAD + reason))
+
+    def _known_outputs(self) -> set[int]:
+        """Return the output indices of caches that were read, those of sparse indices among them."""
+        indices = [index for reading in self.readings for index in sparse_index.find(reading.call.mask)]
+        returned = list(self.outputs)
+        scoring_keys = [node for index in indices for node, _ in sparse_index.cached_scoring_keys(index, returned)]
+        caches = {index for reading in self.readings for index in (reading.keys_out, reading.values_out)}
+        return caches | {self.outputs[node] for node in scoring_keys}
+
+    def _refuse_mixed_caches(self) -> None:
+        """Refuse handles that are used outside of attention calls, and ordinary caches that grow beside handles."""
+        pasts = {origin.past: each.call.node for each in self.readings for origin in (each.key, each.value)}
+        stray = [user for node in self.handles - pasts.keys() for user in node.users if is_tensor(user)]
+        ordinary = [call for past, call in pasts.items() if self.handles and past not in self.handles]
+        if stray and not any(each.refusal for each in self.found):
+            self.found.append(CallReading(stray[0], refusal="a kvpass cache is used here outside of an attention call"))
+        if ordinary:
+            self.found.append(CallReading(ordinary[0], refusal=_ORDINARY))
+
+    # -- one attention call -----------------------------------------------------------------------------------------
+
+    def _grows_a_cache(self, node: fx.Node) -> bool:
+        """Return whether a node grows a cache: it joins past and new tokens and is stored, or the past is empty."""
+        parts = _cat_parts(node)
+        return parts is not None and (value(parts[0]).ndim == 1 or stored(node, self.outputs) is not None)
+
+    def _fixed(self, call: AttentionCall, queries: Mapping[fx.Node, fx.Node]) -> CallReading | None:
+        """Read a call on keys and values that are returned without a past and that its tokens do not extend."""
+        try:
+            origins = _origin(call.key, self.outputs), _origin(call.value, self.outputs)
+        except _Refused:
+            return None
+        has_no_past = all(origin.past is None for origin in origins)
+        if has_no_past and other_caches.is_fixed(call, queries, self.memory):
+            return CallReading(call.node, fixed=tuple(origin.grown for origin in origins))
+        return None
+
+    def _examine(self, call: AttentionCall) -> CallReading:
+        computed_from = ancestors(call.key, stop=self.results) | ancestors(call.value, stop=self.results)
+        other_updates = self._other_updates(call)
+        on_cache = computed_from.intersection(self.updates) or computed_from & self.handles or other_updates
+        try:
+            if other_updates:
+                line = walk.source_line(other_updates[0])
+                raise _Refused(
+                    f"its cache is updated at {line} in a way that is not a concatenation along dimension -2 of "
+                    "[B, H, S, D]; a preallocated cache such as StaticCache has to give way to a growing one: leave "
+                    "out cache_implementation='static' or 'sliding_window', or pass a DynamicCache or none, as kvpass "
+                    "has fixed slots of its own"
+                )
+            return CallReading(call.node, self._reading(call))
+        except _Refused as reason:
+            if on_cache or self._is_returned_rearranged(call):
+                return CallReading(call.node, refusal=str(reason))
+            return CallReading(call.node, refusal=other_caches.refusal_of(call, self.results))
+
+    def _other_updates(self, call: AttentionCall) -> list[fx.Node]:
+        """Return the nodes that update the cache of a call in another way than by growing it along the tokens."""
+        local = self._since_projection(call.key) | self._since_projection(call.value)
+        updates = [node for node in local if node not in self.updates and self._grows_in_other_layout(node)]
+        kept = [node for node in local if node.op == "placeholder" or node in self.outputs]
+        states = [node for node in kept if is_tensor(node) and value(node).ndim >= 3]
+        updates += [user for node in states for user in node.users if alias.writes(user) and user.args[0] is node]
+        return updates + self._fixed_size_updates(call)
+
+    def _fixed_size_updates(self, call: AttentionCall) -> list[fx.Node]:
+        """Return the updates of a cache of fixed size, as by torch.where, if both keys and values come from one.
+
+        With as many keys as queries these may be all tokens, and the input a tensor that was computed before a graph
+        break.
+        """
+        if expr(value(call.key).shape[-2]) == expr(value(call.query).shape[-2]):
+            return []
+        keys, values = (
+            [
+                node
+                for node in self._since_projection(attended)
+                if node in self.outputs and _cat_parts(node) is None and other_caches.is_fixed_size_update(node)
+            ]
+            for attended in (call.key, call.value)
+        )
+        return keys if values else []
+
+    def _is_returned_rearranged(self, call: AttentionCall) -> bool:
+        """Return whether keys or values are returned in another arrangement: a cache in an unsupported layout.
+
+        Returned unchanged, they are an encoder's output, which no later call extends.
+        """
+
+        def is_rearranged(node: fx.Node) -> bool:
+            return is_a(node, "moves", "keeps") and value(node.args[0]).ndim >= 4  # type: ignore[arg-type]
+
+        sources = {*walk.chain(call.key, is_rearranged), *walk.chain(call.value, is_rearranged)}
+        moved = walk.reach(sources, lambda node: [user for user in node.users if is_a(user, "moves", "keeps", "joins")])
+        return any(node in self.outputs and node not in sources for node in moved)
+
+    def _since_projection(self, node: fx.Node) -> set[fx.Node]:
+        """Return the nodes that a key or value is computed from, up to the projections of hidden states."""
+        ends = tagged("projects") | {"layer_norm"}
+        return ancestors(node, self.results, until=lambda each: walk.name_of(each) in ends)
+
+    def _grows_in_other_layout(self, node: fx.Node) -> bool:
+        """Return whether a node concatenates an input and is returned: a cache in an unsupported layout."""
+        if known_name(node) not in ("cat", "concat") or node not in self.outputs or _cat_parts(node) is not None:
+            return False
+        first = node.all_input_nodes[0]
+        return first.op == "placeholder" and is_tensor(first) and value(first).ndim >= 3
+
+    def _reading(self, call: AttentionCall) -> Reading:
+        computed = False
+        try:
+            key, val = _origin(call.key, self.outputs), _origin(call.value, self.outputs)
+            computed = any(  # in another dtype than the cached one
+                value(attended).dtype != value(origin.grown).dtype
+                for attended, origin in ((call.key, key), (call.value, val))
+            )
+        except _Refused:
+            sources = self._source_caches(call)
+            if sources is None:
+                raise
+            (key, val), computed = sources, True
+        if (key.past is None) != (val.past is None):
+            raise _Refused("only one of key and value has a past")
+        if computed:
+            _check_key_count(call, key, val)
+        if key.past is None and not self._tokens_of(call.query, call) <= self._tokens_of(call.key, call):
+            raise _Refused("its keys are computed from other tokens than its queries")
+        (keys_out, window), (values_out, value_window) = self._output_of(key.grown), self._output_of(val.grown)
+        if window != value_window:
+            raise _Refused(f"the cache returns the last {window} keys but the last {value_window} values")
+        values_of = {reading.keys_out: reading.values_out for reading in self.readings}
+        _check_supported(call, key, shares_cache=keys_out in values_of)
+        _check_unmodified(key, self.memory)
+        _check_unmodified(val, self.memory)
+        if (
+            keys_out == values_out
+            or values_of.get(keys_out, values_out) != values_out
+            or keys_out in values_of.values()
+        ):
+            raise _Refused("one cached tensor serves as keys and as values")
+        return Reading(call, key, val, computed, keys_out, values_out)
+
+    def _tokens_of(self, node: fx.Node, call: AttentionCall) -> set[fx.Node]:
+        """Return the inputs that bring tokens: ids that embeddings look up, and hidden states [B, q, D]."""
+        nodes = alias.behind([node], reader=call.node, memory=self.memory)
+        ids = [n.args[0] for n in nodes if n.target is torch.nn.functional.embedding and is_tensor(n.args[0])]
+        found = {p for n in ids for p in ancestors(n) if p.op == "placeholder" and is_tensor(p)}  # type: ignore[arg-type]
+        states = [p for p in nodes if p.op == "placeholder" and is_tensor(p) and value(p).ndim == 3]
+        tensors = [p for p in states if not isinstance(value(p), torch.nn.Parameter)]
+        return found | {p for p in tensors if value(p).is_floating_point()}
+
+    def _source_caches(self, call: AttentionCall) -> tuple[Origin, Origin] | None:
+        """Return the two caches that key and value are computed from, in the order in which the graph grows them."""
+        computed_from = alias.behind([call.key, call.value], self.results, call.node, memory=self.memory)
+        updates = [node for node in self.updates if node in computed_from]
+        grown = [node for node in updates if stored(node, self.outputs) is not None]
+        if not updates:
+            local = self._since_projection(call.key) | self._since_projection(call.value)
+            grown = [node for node in self.graph.nodes if node in local and self._starts_a_cache(node, call)]
+        if len(grown) != 2:
+            return None
+        first, second = (_origin(node, self.outputs) for node in grown)
+        return first, second
+
+    def _starts_a_cache(self, node: fx.Node, call: AttentionCall) -> bool:
+        """Return whether a prompt returns a node [B, h, q, D] of keys and values."""
+        if node not in self.outputs or not is_tensor(node) or value(node).ndim != 4 or node.op == "placeholder":
+            return False
+        return bool(expr(value(node).shape[2]) == expr(value(call.query).shape[2]))
+
+    def _output_of(self, grown: fx.Node) -> tuple[int, int | None]:
+        """Return the output index of a grown cache and the number of tokens stored."""
+        found = stored(grown, self.outputs)
+        if found is None:
+            raise _Refused("the grown cache is not returned by the graph")
+        return found
 
 
 def _cat_parts(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
@@ -181,141 +342,6 @@ def _cat_parts(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     past, new = tensors
     is_past = past.op == "placeholder" or value(past).ndim == 1
     return (past, new) if is_past else None
-
-
-def _fixed(
-    call: AttentionCall, outputs: dict[fx.Node, int], queries: Mapping[fx.Node, fx.Node], memory: Memory
-) -> CallReading | None:
-    """Read a call on keys and values that are returned without a past and that its tokens do not extend."""
-    try:
-        origins = _origin(call.key, outputs), _origin(call.value, outputs)
-    except _Refused:
-        return None
-    stored_once = all(origin.past is None for origin in origins) and cross_attention.is_fixed(call, queries, memory)
-    return CallReading(call.node, fixed=tuple(origin.grown for origin in origins)) if stored_once else None
-
-
-def _examine(
-    call: AttentionCall,
-    results: set[fx.Node],
-    outputs: dict[fx.Node, int],
-    updates: list[fx.Node],
-    handles: set[fx.Node],
-    values_of: dict[int, int],
-    memory: Memory,
-) -> CallReading:
-    computed_from = ancestors(call.key, stop=results) | ancestors(call.value, stop=results)
-    local = _since_projection(call.key, results) | _since_projection(call.value, results)
-    other_updates = [node for node in local if node not in updates and _grows_in_other_layout(node, outputs)]
-    stored_nodes = [node for node in local if node.op == "placeholder" or node in outputs]
-    other_updates += [user for node in stored_nodes for user in node.users if _overwrites(user, node)]
-    other_updates += _fixed_size_updates(call, results, outputs)
-    on_cache = computed_from.intersection(updates) or computed_from & handles or other_updates
-    try:
-        if other_updates:
-            line = walk.source_line(other_updates[0])
-            raise _Refused(
-                f"its cache is updated at {line} in a way that is not a concatenation along dimension -2 of "
-                "[B, H, S, D]; a preallocated cache such as StaticCache has to give way to a growing one: leave out "
-                "cache_implementation='static' or 'sliding_window', or pass a DynamicCache or none, as kvpass has "
-                "fixed slots of its own"
-            )
-        reading = _reading(call, results, outputs, values_of, memory)
-    except _Refused as reason:
-        if on_cache or _is_returned_rearranged(call, outputs):
-            return CallReading(call.node, refusal=str(reason))
-        return CallReading(call.node, refusal=graph_break.refusal_of(call, results))
-    return CallReading(call.node, reading)
-
-
-def _fixed_size_updates(call: AttentionCall, results: set[fx.Node], outputs: dict[fx.Node, int]) -> list[fx.Node]:
-    """Return the updates of a cache of fixed size, as by torch.where, if both keys and values come from one.
-
-    With as many keys as queries these may be all tokens, and the input a tensor that was computed before a graph break.
-    """
-    if expr(value(call.key).shape[-2]) == expr(value(call.query).shape[-2]):
-        return []
-    updates = [
-        [
-            node
-            for node in _since_projection(attended, results)
-            if node in outputs and _cat_parts(node) is None and unsupported_growth.is_fixed_size_update(node)
-        ]
-        for attended in (call.key, call.value)
-    ]
-    return updates[0] if all(updates) else []
-
-
-def _is_returned_rearranged(call: AttentionCall, outputs: dict[fx.Node, int]) -> bool:
-    """Return whether keys or values are returned in another arrangement: a cache in an unsupported layout.
-
-    Returned unchanged, they are an encoder's output, which no later call extends.
-    """
-    sources = {*_arrangement_sources(call.key), *_arrangement_sources(call.value)}
-    rearranged = walk.reach(sources, lambda node: [u for u in node.users if is_a(u, "moves", "keeps", "joins")])
-    return any(node in outputs and node not in sources for node in rearranged)
-
-
-def _arrangement_sources(node: fx.Node) -> list[fx.Node]:
-    return walk.chain(node, lambda n: is_a(n, "moves", "keeps") and value(n.args[0]).ndim >= 4)  # type: ignore[arg-type]
-
-
-def _since_projection(node: fx.Node, results: set[fx.Node]) -> set[fx.Node]:
-    """Return the nodes that a key or value is computed from, up to the projections of hidden states."""
-    ends = tagged("projects") | {"layer_norm"}
-    return ancestors(node, results, until=lambda each: walk.name_of(each) in ends)
-
-
-def _grows_in_other_layout(node: fx.Node, outputs: dict[fx.Node, int]) -> bool:
-    """Return whether a node concatenates an input and is returned: a cache in an unsupported layout."""
-    if known_name(node) not in ("cat", "concat") or node not in outputs or _cat_parts(node) is not None:
-        return False
-    first = node.all_input_nodes[0]
-    return first.op == "placeholder" and is_tensor(first) and value(first).ndim >= 3
-
-
-def _overwrites(user: fx.Node, cache: fx.Node) -> bool:
-    """Return whether a user writes in place to an input or output, as in a preallocated cache."""
-    return alias.writes(user) and user.args[0] is cache and is_tensor(cache) and value(cache).ndim >= 3
-
-
-def _reading(
-    call: AttentionCall,
-    results: set[fx.Node],
-    outputs: dict[fx.Node, int],
-    values_of: dict[int, int],
-    memory: Memory,
-) -> Reading:
-    computed = False
-    try:
-        key, val = _origin(call.key, outputs), _origin(call.value, outputs)
-        computed = _is_converted(call, key, val)
-    except _Refused:
-        sources = _source_caches(call, results, outputs, memory)
-        if sources is None:
-            raise
-        (key, val), computed = sources, True
-    if (key.past is None) != (val.past is None):
-        raise _Refused("only one of key and value has a past")
-    if computed:
-        _check_key_count(call, key, val)
-    if key.past is None and _is_cross_attention(call, memory):
-        raise _Refused("its keys are computed from other tokens than its queries")
-    (keys_out, window), (values_out, value_window) = _output_of(key.grown, outputs), _output_of(val.grown, outputs)
-    if window != value_window:
-        raise _Refused(f"the cache returns the last {window} keys but the last {value_window} values")
-    _check_supported(call, key, shares_cache=keys_out in values_of)
-    _check_unmodified(key, memory)
-    _check_unmodified(val, memory)
-    if keys_out == values_out or values_of.get(keys_out, values_out) != values_out or keys_out in values_of.values():
-        raise _Refused("one cached tensor serves as keys and as values")
-    return Reading(call, key, val, computed, keys_out, values_out)
-
-
-def _is_converted(call: AttentionCall, key: Origin, val: Origin) -> bool:
-    """Return whether attention reads keys or values in another dtype than the cached one."""
-    pairs = ((call.key, key), (call.value, val))
-    return any(value(attended).dtype != value(origin.grown).dtype for attended, origin in pairs)
 
 
 def _check_key_count(call: AttentionCall, key: Origin, val: Origin) -> None:
@@ -335,52 +361,6 @@ def _check_unmodified(origin: Origin, memory: Memory) -> None:
     writer = None if origin.past is None else alias.overwritten({origin.new}, origin.grown, memory)
     if writer is not None:
         raise _Refused(f"new tokens are written to at {walk.source_line(writer)}, after they were stored")
-
-
-def _is_cross_attention(call: AttentionCall, memory: Memory) -> bool:
-    """Return whether queries come from tokens that keys do not come from, as in cross-attention."""
-    query_tokens, key_tokens = (_token_sources(node, call.node, memory) for node in (call.query, call.key))
-    return not query_tokens <= key_tokens
-
-
-def _token_sources(node: fx.Node, reader: fx.Node, memory: Memory) -> set[fx.Node]:
-    """Return the inputs that bring tokens: ids that embeddings look up, and hidden states [B, q, D]."""
-    computed_from = alias.behind([node], reader=reader, memory=memory)
-    ids = [n.args[0] for n in computed_from if n.target is torch.nn.functional.embedding and is_tensor(n.args[0])]
-    found = {p for n in ids for p in ancestors(n) if p.op == "placeholder" and is_tensor(p)}  # type: ignore[arg-type]
-    states = [p for p in computed_from if p.op == "placeholder" and is_tensor(p) and value(p).ndim == 3]
-    return found | {p for p in states if value(p).is_floating_point() and not isinstance(value(p), torch.nn.Parameter)}
-
-
-def _source_caches(
-    call: AttentionCall, results: set[fx.Node], outputs: dict[fx.Node, int], memory: Memory
-) -> tuple[Origin, Origin] | None:
-    """Return the two caches that key and value are computed from, in the order in which the graph grows them."""
-    computed_from = alias.behind([call.key, call.value], results, call.node, memory=memory)
-    updates = [node for node in call.node.graph.nodes if node in computed_from and _grows_a_cache(node, outputs)]
-    grown = [node for node in updates if stored(node, outputs) is not None]
-    if not updates:
-        grown = [node for node in call.node.graph.nodes if _starts_a_cache(node, call, results, outputs)]
-    if len(grown) != 2:
-        return None
-    first, second = (_origin(node, outputs) for node in grown)
-    return first, second
-
-
-def _starts_a_cache(node: fx.Node, call: AttentionCall, results: set[fx.Node], outputs: dict[fx.Node, int]) -> bool:
-    """Return whether a prompt returns a node [B, h, q, D] from which keys or values are computed."""
-    if node not in outputs or not is_tensor(node) or value(node).ndim != 4 or node.op == "placeholder":
-        return False
-    local = _since_projection(call.key, results) | _since_projection(call.value, results)
-    return node in local and expr(value(node).shape[2]) == expr(value(call.query).shape[2])
-
-
-def _output_of(grown: fx.Node, outputs: dict[fx.Node, int]) -> tuple[int, int | None]:
-    """Return the output index of a grown cache and the number of stored tokens; see `kvpass.capture.sites.stored`."""
-    found = stored(grown, outputs)
-    if found is None:
-        raise _Refused("the grown cache is not returned by the graph")
-    return found
 
 
 def _check_supported(call: AttentionCall, origin: Origin, shares_cache: bool) -> None:

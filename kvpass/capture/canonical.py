@@ -12,9 +12,18 @@ tanh(scores / cap) if there is a cap, and then masked.  The softmax also runs ov
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
 import torch
 import torch.fx as fx
 from torch import Tensor
+
+from kvpass.fx import alias, op_table, walk
+from kvpass.fx.shapes import expr
+from kvpass.fx.walk import ancestors, value
+from kvpass.policies.heads import HeadSharding
 
 torch.library.define("kvpass::append", "(Tensor? past, Tensor new) -> Tensor")
 torch.library.define(
@@ -136,3 +145,171 @@ LOG_SUM_EXP = torch.ops.kvpass.log_sum_exp.default
 def is_attention(node: fx.Node) -> bool:
     """Return whether a node is a canonical operator of an attention call."""
     return node.target in (ATTENTION, LOG_SUM_EXP)
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSite:
+    """One attention call and its cache update.
+
+    Attributes:
+        call: the node of `kvpass::attention`.
+        query: [B, Hq, q, D].
+        key, value: the rows of the new tokens, [B, Hkv, q, D] and [B, Hkv, q, Dv].
+        past_key, past_value: the placeholders of the past, None without a past (a prompt).
+        grown_key, grown_value: the nodes of `kvpass::append`, which join past and new tokens.
+        mask: the node of the mask, or None.
+        scale: the factor on the products of query and key.
+        causal: the call's own `is_causal`.
+        keys_out, values_out: the indices of the outputs by which the graph returns the cache.
+        window: the number of last tokens that the model stores, None for all.
+        cap, sink_logit: see `kvpass.capture.canonical.attention`.
+        lse: the node of `kvpass::log_sum_exp` of the same logits, or None.
+        computed: the keys and values that attention reads, [B, Ha, past + q, D], if they or the mask are computed from
+            the grown ones; None if attention reads the grown ones and its mask does not.
+        hidden: the logit of keys that a bool mask hides, if attention is decomposed.
+        decomposed: whether attention is spelled out instead of a call of scaled_dot_product_attention.
+        shared_by: later attention calls on the same cache, such as those of layers that share it.
+        spread: how the heads are sharded over processes, None if all are here.
+    """
+
+    call: fx.Node
+    query: fx.Node
+    key: fx.Node
+    value: fx.Node
+    past_key: fx.Node | None
+    past_value: fx.Node | None
+    grown_key: fx.Node
+    grown_value: fx.Node
+    mask: fx.Node | None
+    scale: float
+    causal: bool
+    keys_out: int
+    values_out: int
+    window: int | None = None
+    cap: float | None = None
+    sink_logit: fx.Node | None = None
+    lse: fx.Node | None = None
+    computed: tuple[fx.Node, fx.Node] | None = None
+    hidden: float | None = None
+    decomposed: bool = False
+    shared_by: tuple[AttentionSite, ...] = ()
+    spread: HeadSharding | None = None
+
+    @property
+    def all(self) -> tuple[AttentionSite, ...]:
+        """This site and the sites that share its cache."""
+        return (self, *self.shared_by)
+
+    @property
+    def pasts(self) -> tuple[fx.Node, ...]:
+        """The placeholders of the past: a key and a value, or none."""
+        return tuple(past for past in (self.past_key, self.past_value) if past is not None)
+
+    @property
+    def growing(self) -> set[sympy.Symbol]:
+        """The symbols in the number of past tokens."""
+        return {symbol for past in self.pasts for symbol in expr(value(past).shape[2]).free_symbols}
+
+    @property
+    def has_row_masks(self) -> bool:
+        """Whether each row of a batch has its own mask."""
+        return self.mask is not None and value(self.mask).ndim == 4 and expr(value(self.mask).shape[0]) != 1
+
+    def as_computed(self) -> AttentionSite:
+        """Return this site with the keys and values that it reads declared as computed from the cache."""
+        return dataclasses.replace(self, computed=self.computed or (self.grown_key, self.grown_value))
+
+    @property
+    def attended_key(self) -> fx.Node:
+        """The keys that attention reads, [B, Ha or Hkv, past + q, D]."""
+        return self.computed[0] if self.computed else self.grown_key
+
+    @property
+    def queries(self) -> Any:
+        """The number q of queries, possibly symbolic."""
+        return value(self.query).shape[2]
+
+    def moved(self, copies: dict[fx.Node, fx.Node]) -> AttentionSite:
+        """Return this site in a copy of the graph, by the copy of each node."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        copied: dict[str, Any] = {name: copies[v] if isinstance(v, fx.Node) else v for name, v in fields.items()}
+        copied["computed"] = self.computed and (copies[self.computed[0]], copies[self.computed[1]])
+        copied["shared_by"] = tuple(site.moved(copies) for site in self.shared_by)
+        return AttentionSite(**copied)
+
+
+def sites(graph: fx.Graph) -> list[AttentionSite]:
+    """Return the first attention call on each cache, with later calls on the same cache as `shared_by`.
+
+    If one call on a cache reads keys or values that are computed from it, all its calls are marked so.
+    """
+    outputs = {node: index for index, node in enumerate(walk.results(graph)) if isinstance(node, fx.Node)}
+    found: dict[int, list[AttentionSite]] = {}
+    calls = [node for node in graph.nodes if is_attention(node)]
+    for call in calls:
+        if call.target is ATTENTION:
+            site = _site(call, outputs, calls)
+            found.setdefault(site.keys_out, []).append(site)
+    computed = {index for index, group in found.items() if any(site.computed for site in group)}
+    groups = {
+        index: [site.as_computed() if index in computed else site for site in group] for index, group in found.items()
+    }
+    return [dataclasses.replace(first, shared_by=tuple(rest)) for first, *rest in groups.values()]
+
+
+def _site(call: fx.Node, outputs: dict[fx.Node, int], calls: list[fx.Node]) -> AttentionSite:
+    args = op_table.bound(call)
+    attended = (args["key"], args["value"])
+    grown = attended if all(node.target is APPEND for node in attended) else _sources(call, attended, outputs, calls)
+    reads_cache = grown == attended and not (args["mask"] and not ancestors(args["mask"], calls).isdisjoint(grown))
+    (past_key, key), (past_value, val) = grown[0].args, grown[1].args
+    (keys_out, window), (values_out, _) = (stored(node, outputs) or (-1, None) for node in grown)
+    copied = {name: args[name] for name in ("query", "mask", "scale", "causal", "cap", "sink_logit", "hidden")}
+    lse, computed = _log_sum_exp(args), None if reads_cache else attended
+    return AttentionSite(
+        call=call, key=key, value=val, past_key=past_key, past_value=past_value, grown_key=grown[0],  # type: ignore[arg-type]
+        grown_value=grown[1], keys_out=keys_out, values_out=values_out, window=window, lse=lse, computed=computed,
+        decomposed=args["scores"] is not None, **copied,
+    )  # fmt: skip
+
+
+def _sources(
+    call: fx.Node, attended: tuple[fx.Node, fx.Node], outputs: dict[fx.Node, int], calls: list[fx.Node]
+) -> tuple[fx.Node, fx.Node]:
+    """Return the two caches that keys and values are computed from, in the order in which the graph grows them."""
+    sources = alias.behind(list(attended), calls, call)
+    first, second = [
+        node for node in call.graph.nodes if node in sources and node.target is APPEND and stored(node, outputs)
+    ]
+    return first, second
+
+
+def _log_sum_exp(args: dict[str, Any]) -> fx.Node | None:
+    """Return the node of the log-sum-exp of the same logits, or None."""
+    shared = ("query", "key", "mask", "scale", "cap", "hidden")
+    sums = [node for node in args["query"].users if node.target is LOG_SUM_EXP]
+    return next((node for node in sums if all(op_table.bound(node)[name] == args[name] for name in shared)), None)
+
+
+def stored(grown: fx.Node, outputs: dict[fx.Node, int]) -> tuple[int, int | None] | None:
+    """Return a cache's output index and the number of last tokens stored (None for all), or None without an output."""
+    if grown in outputs:
+        return outputs[grown], None
+    for user in grown.users:
+        count = _last_tokens(user)
+        if user in outputs and count is not None:
+            return outputs[user], count
+    return None
+
+
+def _last_tokens(node: fx.Node) -> int | None:
+    """Return n if a node is x[:, :, -n:] of [B, H, S, D], else None."""
+    if walk.name_of(node) != "getitem" or not isinstance(node.args[1], tuple):
+        return None
+    whole = slice(None)
+    before, along, after = node.args[1][:2], node.args[1][2:3], node.args[1][3:]
+    tokens: Any = along[0] if along else whole
+    others_whole = all(part == whole for part in (*before, *after))
+    if not others_whole or not isinstance(tokens, slice) or not isinstance(tokens.start, int) or tokens.start >= 0:
+        return None
+    return -tokens.start if tokens.stop is None and tokens.step is None else None

@@ -633,7 +633,8 @@ def _may_hide(mask: fx.Node) -> bool:
     sizes = [node for node in mask.graph.nodes if walk.is_size(node) or isinstance(value(node), torch.Size)]
     sources = walk.ancestors(mask, sizes)
     arguments = op_table.leaves([[node.args, node.kwargs] for node in sources])
-    has_large = any(abs(argument) >= -HIDDEN for argument in arguments if _is_number(argument))
+    numbers = [each for each in arguments if isinstance(each, (int, float)) and not isinstance(each, bool)]
+    has_large = any(abs(number) >= -HIDDEN for number in numbers)
     return has_large or any(node.op == "placeholder" and is_tensor(node) and value(node).ndim > 2 for node in sources)
 
 
@@ -645,10 +646,6 @@ def _unexpanded(mask: fx.Node) -> fx.Node:
 def _written_tensor(node: fx.Node) -> Any:
     """Return the tensor that a chain of writes in place started from."""
     return walk.chain(node, alias.writes)[-1]
-
-
-def _is_number(argument: Any) -> bool:
-    return isinstance(argument, (int, float)) and not isinstance(argument, bool)
 
 
 def _number(argument: Any) -> float:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 import torch.fx as fx
 
-from kvpass.capture.sites import AttentionSite
+from kvpass.capture.canonical import AttentionSite
 from kvpass.errors import ShardingError
 from kvpass.fx import op_table, walk
 from kvpass.fx.walk import is_tensor, value
@@ -70,27 +70,15 @@ def with_head_sharding(sites: list[AttentionSite], policy: Policy, supports_shar
     if declared == "always":
         return sites
     found = [_read_sharding(site, policy) for site in sites]
-    if any(found):
-        _check_alike(sites, found, policy)
-        _check_support(sites[0], found[0], policy, declared, supports_shards)
-    return [dataclasses.replace(site, spread=spread) for site, spread in zip(sites, found, strict=True)]
-
-
-def _check_alike(sites: list[AttentionSite], found: list[HeadSharding | None], policy: Policy) -> None:
-    """Check that all layers are sharded over one group of processes, which has to agree on shared budgets."""
-    groups = {spread and (spread.ranks, spread.group) for spread in found}
-    if len(groups) > 1:
+    first = found[0]
+    if len({spread and (spread.ranks, spread.group) for spread in found}) > 1:  # they have to agree on shared budgets
         raise _refused(sites[0], policy, "its layers are sharded over different processes")
-
-
-def _check_support(
-    site: AttentionSite, spread: HeadSharding | None, policy: Policy, declared: str, supports_shards: bool
-) -> None:
-    if declared == "never" and spread is not None:
-        share = f"each has {spread.heads // spread.ranks} of {spread.heads} KV heads"
-        raise _refused(site, policy, f"{share}, {NOT_DECLARED}")
-    if not supports_shards:
-        raise _refused(site, policy, "inner='reference' sees the heads of its own process; run it in one process")
+    if first is not None and declared == "never":
+        share = f"each has {first.heads // first.ranks} of {first.heads} KV heads"
+        raise _refused(sites[0], policy, f"{share}, {NOT_DECLARED}")
+    if first is not None and not supports_shards:
+        raise _refused(sites[0], policy, "inner='reference' sees the heads of its own process; run it in one process")
+    return [dataclasses.replace(site, spread=spread) for site, spread in zip(sites, found, strict=True)]
 
 
 def _refused(site: AttentionSite, policy: Policy, what: str) -> ShardingError:
@@ -118,12 +106,9 @@ def _read_sharding(site: AttentionSite, policy: Policy) -> HeadSharding | None:
     if kinds == {"rows"} and len({origin.mesh for origin in all_origins}) == 1 and not site.computed:
         return _sharding(site, next(iter(all_origins)).mesh)
     communication = _communication(site.call.graph) or "weights that are sharded over processes"
-    described = "; ".join(f"its {name} by {_describe(origins)}" for name, origins in origins_of.items())
+    what_of = {name: " and ".join(sorted({o.what for o in origins})) for name, origins in origins_of.items()}
+    described = "; ".join(f"its {name} by {what or 'no weight'}" for name, what in what_of.items())
     raise _refused(site, policy, f"the sharding of its heads is unknown: the graph has {communication}, {described}")
-
-
-def _describe(origins: frozenset[_ShardOrigin]) -> str:
-    return " and ".join(sorted({origin.what for origin in origins})) or "no weight"
 
 
 def _sharding(site: AttentionSite, mesh: Any) -> HeadSharding | None:

@@ -11,15 +11,61 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
 import sympy  # type: ignore[import-untyped]
+import torch
 import torch.fx as fx
 
 from kvpass.errors import UnsupportedGraph
-from kvpass.fx import alias, op_table, walk
+from kvpass.fx import alias, op_table, shapes, walk
 from kvpass.fx.shapes import Sizes, expr
 from kvpass.fx.walk import is_tensor, value
+
+
+def iotas(nodes: Iterable[fx.Node], sizes: shapes.Sizes, window: int | None = None) -> list[fx.Node]:
+    """Return the aranges that index the keys, past and new, from zero.
+
+    Args:
+        window: the number of past tokens that the model stores, if it is fewer than the tokens seen.  The key index is
+            then an arange of fixed size, shifted by a size that grows.
+    """
+    aranges = [n for n in nodes if n.target is torch.arange and len(n.args) == 1]
+    if window is None:
+        return [n for n in aranges if sizes.is_total(n.args[0])]
+    fixed = [n for n in aranges if not sizes.grows(n.args[0]) and sizes.fixed(n.args[0]) == window + sizes.queries]
+    return [n for n in fixed if any(_adds_growing_size(user, sizes) for user in n.users)]
+
+
+def _adds_growing_size(node: fx.Node, sizes: shapes.Sizes) -> bool:
+    """Return whether a node adds a size that grows with the cache."""
+    growing = [arg for arg in node.args if walk.is_size(arg) and sizes.grows(arg)]
+    return bool(growing) and walk.name_of(node) in ("add", "iadd")
+
+
+def token_inputs(nodes: set[fx.Node], actual: dict[fx.Node, Any], sizes: shapes.Sizes) -> dict[fx.Node, int]:
+    """Return the inputs that may have an entry for every token, each with its dimension over the tokens.
+
+    An input qualifies if it grows along exactly one dimension.  The users prove whether entries belong to tokens: a
+    lookup by key index, or an operation that aligns the dimension with the keys.
+
+    Args:
+        actual: the value of each placeholder in this call.
+    """
+    found: dict[fx.Node, int] = {}
+    for node in nodes:
+        growing = (
+            [d for d, size in enumerate(value(node).shape) if sizes.grows(size)] if _is_input(node, actual) else []
+        )
+        if len(growing) == 1:
+            found[node] = growing[0]
+    return found
+
+
+def _is_input(node: fx.Node, actual: dict[fx.Node, Any]) -> bool:
+    tensor = actual.get(node)
+    return node.op == "placeholder" and isinstance(tensor, torch.Tensor) and not isinstance(tensor, torch.nn.Parameter)
+
 
 Way = Literal["free", "plain", "sliced", "own entry", "lengthened", "host_precomputed"]
 
@@ -42,40 +88,49 @@ class Followed:
 FREE, PLAIN = Followed("free", None), Followed("plain", None)
 
 
-class KeyAxis:
-    """The dependence on the keys of all tensors that a mask is computed from.
+@dataclasses.dataclass(frozen=True)
+class MaskContext:
+    """The nodes and sizes of a step graph from which masks are computed.
 
-    Args:
-        graph: the canonical graph.
-        among: the nodes that the mask is computed from.
-        sizes: the graph's sizes in terms of the cache's length.
-        counts: the key indices among these nodes, each of one dimension.
-        entries: the inputs with an entry for every token, each with its dimension over the tokens.
-        padding: the inputs that mark padding.
-        facts: the tensors computed from stored rows, each with its dimension over the tokens.
-        lengths: the nodes of arithmetic on the cache's length, each with its expression.
-        first: the index of the first key that the model stores, 0 or an expression of the cache's length.
+    Attributes:
+        key_indices: the nodes that hold key indices, see `iotas`.
+        inputs: inputs with an entry for every token, and its dimension, see `token_inputs`.
+        padding: inputs that mark padding, if cached tokens are known to be real.
+        stored: the grown keys and values of the site.
+        lengths: nodes of arithmetic on the cache's length, see `put_length_on_device`.
+        first: the index of the first key that the model stores.
+        last: how many tokens the model stores, None for all.
     """
 
+    key_indices: list[fx.Node]
+    inputs: dict[fx.Node, int]
+    padding: list[fx.Node]
+    stored: list[fx.Node]
+    lengths: dict[fx.Node, sympy.Expr]
+    first: sympy.Expr
+    last: int | None
+
+
+class KeyAxis:
+    """The dependence on the keys of all tensors that a mask is computed from."""
+
     def __init__(
-        self,
-        graph: fx.Graph,
-        among: set[fx.Node],
-        sizes: Sizes,
-        counts: Iterable[fx.Node],
-        entries: dict[fx.Node, int],
-        padding: list[fx.Node],
-        facts: dict[fx.Node, int],
-        lengths: dict[fx.Node, sympy.Expr],
-        first: sympy.Expr,
+        self, graph: fx.Graph, among: set[fx.Node], sizes: Sizes, context: MaskContext, facts: dict[fx.Node, int]
     ) -> None:
-        self.sizes, self.lengths, self.first = sizes, lengths, first
-        self.padding = set(padding)
-        entries = entries | {node: value(node).ndim - 1 for node in padding if sizes.grown(value(node))}
-        counts = list(counts)
-        integer_indices = [node for node in counts if op_table.holds_indices(value(node).dtype)]
+        """
+        Args:
+            graph: the canonical graph.
+            among: the nodes that the mask is computed from.
+            sizes: the graph's sizes in terms of the cache's length.
+            facts: the tensors computed from stored rows, each with its dimension over the tokens.
+        """
+        self.sizes, self.lengths, self.first = sizes, context.lengths, context.first
+        self.padding = {node for node in context.padding if node in among}
+        entries = {node: axis for node, axis in context.inputs.items() if node in among}
+        entries |= {node: value(node).ndim - 1 for node in self.padding if sizes.grown(value(node))}
+        integer_indices = [node for node in context.key_indices if op_table.holds_indices(value(node).dtype)]
         self.offsets: dict[fx.Node, sympy.Expr] = dict.fromkeys(integer_indices, sympy.Integer(0))
-        roots = {**dict.fromkeys(counts, 0), **entries, **facts}
+        roots = {**dict.fromkeys(context.key_indices, 0), **entries, **facts}
         self.known = {node: Followed("sliced", axis) for node, axis in roots.items()}
         memory = alias.Memory(graph)
         self._overwritten = {node for node in among if not among.issuperset(memory.writers(node))}

@@ -8,8 +8,10 @@ enough to hide it, the input marks padding.
 
 from __future__ import annotations
 
+import builtins
 import dataclasses
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -55,7 +57,8 @@ def hiding_inputs(gm: fx.GraphModule, mask: fx.Node | None, step: bool) -> list[
     if alias.writers_to(computed_from):  # a later write changes what the node's operation computed
         return []
     order = [node for node in gm.graph.nodes if node in computed_from]
-    candidates = [node for node in order if _is_candidate(node)]
+    inputs = [node for node in order if node.op == "placeholder" and is_tensor(node) and value(node).ndim in (1, 2)]
+    candidates = [node for node in inputs if not isinstance(value(node), torch.nn.Parameter)]
     return [node for node in candidates if _zero_hides(order, mask, node, step)]
 
 
@@ -68,12 +71,6 @@ def padding_inputs(gm: fx.GraphModule, masks: list[fx.Node | None], step: bool) 
     """
     first, *others = [hiding_inputs(gm, mask, step) for mask in masks]
     return tuple(node for node in first if all(node in other for other in others))
-
-
-def _is_candidate(node: fx.Node) -> bool:
-    if node.op != "placeholder" or not is_tensor(node) or isinstance(value(node), torch.nn.Parameter):
-        return False
-    return value(node).ndim in (1, 2)
 
 
 def _zero_hides(order: list[fx.Node], mask: fx.Node, candidate: fx.Node, step: bool) -> bool:
@@ -138,11 +135,8 @@ def _index_axis(node: fx.Node, step: bool, axes: dict[fx.Node, int]) -> int | No
 
 def _adds_offset(node: fx.Node, step: bool) -> bool:
     offsets = [arg for arg in node.args if not is_tensor(arg)]
-    return not node.kwargs and len(offsets) == 1 and ((step and walk.is_size(offsets[0])) or _is_zero(offsets[0]))
-
-
-def _is_zero(argument: Any) -> bool:
-    return isinstance(argument, int) and argument == 0
+    is_zero = bool(offsets) and isinstance(offsets[0], int) and offsets[0] == 0
+    return not node.kwargs and len(offsets) == 1 and ((step and walk.is_size(offsets[0])) or is_zero)
 
 
 def _evaluate(node: fx.Node, known: dict[fx.Node, TensorBounds], axes: dict[fx.Node, int]) -> TensorBounds:
@@ -159,17 +153,18 @@ def _evaluate(node: fx.Node, known: dict[fx.Node, TensorBounds], axes: dict[fx.N
     rule = _RULES.get(op_table.known_name(node))
     if rule is None or not is_tensor(node):
         return TensorBounds(anything, {})
-    propagated = [_propagated(node, operand, known) for operand in node.all_input_nodes]
-    dims = {dim for bounds in propagated for dim in bounds}
-    overall = _apply(rule, node, lambda n: known[n].overall if n in known else _anything(n), anything)
-    bounds_of = dict(zip(node.all_input_nodes, propagated, strict=True))
+    at_token = {operand: _propagated(node, operand, known) for operand in node.all_input_nodes}
 
-    def bounds_at(dim: int) -> Interval:
-        return _apply(
-            rule, node, lambda n: bounds_of[n].get(dim, known[n].overall if n in known else _anything(n)), anything
-        )
+    def bounds_at(dim: int | None) -> Interval:
+        """Evaluate the rule on all elements of the operands, or with those at the token along a dimension."""
 
-    return TensorBounds(overall, {dim: bounds_at(dim) for dim in dims})
+        def bounds_of(operand: fx.Node) -> Interval:
+            overall = known[operand].overall if operand in known else _anything(operand)
+            return overall if dim is None else at_token[operand].get(dim, overall)
+
+        return _apply(rule, node, bounds_of, anything)
+
+    return TensorBounds(bounds_at(None), {dim: bounds_at(dim) for dims in at_token.values() for dim in dims})
 
 
 def _with_rows(
@@ -303,30 +298,29 @@ def _constant(node: fx.Node) -> float | None:
 Rule = Callable[..., Any]
 
 
-def _is_interval(argument: Any) -> bool:
-    return isinstance(argument, tuple) and len(argument) == 2
+def _ends(function: Callable[[float, float], float], a: Any, b: Any) -> Any:
+    """Return the interval of a function that grows with both operands, None if one of them is no interval."""
+    intervals = all(isinstance(x, tuple) and len(x) == 2 for x in (a, b))
+    return (function(a[0], b[0]), function(a[1], b[1])) if intervals else None
 
 
 def _added(node: fx.Node, a: Any, b: Any, *, alpha: Any = (1.0, 1.0)) -> Any:
-    addend = _multiplied(node, b, alpha) if alpha != (1.0, 1.0) else b
-    return (a[0] + addend[0], a[1] + addend[1]) if _is_interval(a) and _is_interval(addend) else None
+    return _ends(operator.add, a, _multiplied(node, b, alpha) if alpha != (1.0, 1.0) else b)
 
 
 def _subtracted(node: fx.Node, a: Any, b: Any, *, alpha: Any = (1.0, 1.0)) -> Any:
-    return _added(node, a, _negated(node, b), alpha=alpha) if _is_interval(b) else None
+    return _added(node, a, _negated(node, b), alpha=alpha) if _ends(min, b, b) else None
 
 
 def _multiplied(node: fx.Node, a: Any, b: Any) -> Any:
-    if not (_is_interval(a) and _is_interval(b)):
-        return None
-    if is_bool(node):
-        return (min(a[0], b[0]), min(a[1], b[1]))
+    if is_bool(node) or _ends(min, a, b) is None:
+        return _ends(min, a, b)
     products = [0.0 if 0.0 in (x, y) else x * y for x in a for y in b]
     return (min(products), max(products))
 
 
 def _divided(node: fx.Node, a: Any, b: Any, *, rounding_mode: str | None = None) -> Any:
-    by_number = rounding_mode is None and _is_interval(b) and b[0] == b[1] and b[0] > 0
+    by_number = rounding_mode is None and _ends(min, b, b) and b[0] == b[1] and b[0] > 0
     return (a[0] / b[0], a[1] / b[0]) if by_number else None
 
 
@@ -340,16 +334,13 @@ def _not(node: fx.Node, a: Any) -> Any:
 
 def _and(node: fx.Node, a: Any, b: Any) -> Any:
     a, b = _truth(a), _truth(b)
-    return (min(a[0], b[0]), min(a[1], b[1])) if is_bool(node) else ((0.0, 0.0) if _either_is_zero(a, b) else None)
-
-
-def _either_is_zero(a: Interval, b: Interval) -> bool:
-    return (0.0, 0.0) in (a, b)
+    if not is_bool(node):
+        return (0.0, 0.0) if (0.0, 0.0) in (a, b) else None
+    return _ends(min, a, b)
 
 
 def _or(node: fx.Node, a: Any, b: Any) -> Any:
-    a, b = _truth(a), _truth(b)
-    return (max(a[0], b[0]), max(a[1], b[1])) if is_bool(node) else None
+    return _ends(max, _truth(a), _truth(b)) if is_bool(node) else None
 
 
 def _truth(a: Interval) -> Interval:
@@ -360,7 +351,7 @@ def _truth(a: Interval) -> Interval:
 
 
 def _chosen(node: fx.Node, condition: Any, a: Any, b: Any) -> Any:
-    if not (_is_interval(a) and _is_interval(b)):
+    if _ends(min, a, b) is None:
         return None
     return a if condition == (1.0, 1.0) else b if condition == (0.0, 0.0) else (min(a[0], b[0]), max(a[1], b[1]))
 
@@ -392,16 +383,8 @@ def _cast(node: fx.Node, a: Any, *args: Any, **kwargs: Any) -> Any:
     return a
 
 
-def _minimum(node: fx.Node, a: Any, b: Any) -> Any:
-    return (min(a[0], b[0]), min(a[1], b[1])) if _is_interval(a) and _is_interval(b) else None
-
-
-def _maximum(node: fx.Node, a: Any, b: Any) -> Any:
-    return (max(a[0], b[0]), max(a[1], b[1])) if _is_interval(a) and _is_interval(b) else None
-
-
 def _clamp(node: fx.Node, a: Any, min: Any = None, max: Any = None) -> Any:
-    return _maximum(node, a, min) if max is None else None
+    return _ends(builtins.max, a, min) if max is None else None
 
 
 def is_bool(node: fx.Node) -> bool:
@@ -432,6 +415,6 @@ _RULES: dict[str, Rule] = {
     "ge": _swapped(_less_or_equal),
     "eq": _equal,
     "ne": _unequal,
-    "minimum": _minimum,
-    "maximum": _maximum,
+    "minimum": lambda node, a, b: _ends(min, a, b),
+    "maximum": lambda node, a, b: _ends(max, a, b),
 }

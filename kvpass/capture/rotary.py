@@ -10,7 +10,7 @@ import torch
 import torch.fx as fx
 
 from kvpass.capture import canonical, decomposed_attention
-from kvpass.capture.sites import AttentionSite
+from kvpass.capture.canonical import AttentionSite
 from kvpass.fx import alias, op_table, shapes, walk
 from kvpass.fx.op_table import is_a
 from kvpass.fx.shapes import expr
@@ -145,7 +145,11 @@ def _is_followed(root: fx.Node, dim: int, among: set[fx.Node]) -> bool:
     dims: dict[fx.Node, int | None] = {root: dim}
     for node in root.graph.nodes:
         parents = [parent for parent in node.all_input_nodes if parent in dims]
-        if node not in among or node in dims or not parents or walk.is_size(node) or _is_empty(node):
+        if node not in among or node in dims or not parents or walk.is_size(node):
+            continue
+        if (
+            is_tensor(node) and expr(value(node).numel()) == 0
+        ):  # as the unrotated features of a key that is rotated whole
             continue
         follow = _follow_one if single else _follow
         found = {follow(node, parent, dims[parent]) for parent in parents}
@@ -154,11 +158,6 @@ def _is_followed(root: fx.Node, dim: int, among: set[fx.Node]) -> bool:
             return False
         dims[node] = followed
     return True
-
-
-def _is_empty(node: fx.Node) -> bool:
-    """Return whether a tensor has no elements, as the unrotated features of a key that is rotated whole."""
-    return is_tensor(node) and expr(value(node).numel()) == 0
 
 
 def _follow_one(node: fx.Node, parent: fx.Node, dim: int | None) -> int | None:

@@ -53,15 +53,7 @@ def find(mask: fx.Node | None) -> list[SparseIndex]:
     if mask is None:
         return []
     candidates = [_read(node) for node in ancestors(mask) if name_of(node) == "scatter"]
-    return [index for index in candidates if index is not None and _is_of_layer(index, mask)]
-
-
-def _is_of_layer(index: SparseIndex, mask: fx.Node) -> bool:
-    """Return whether the mask is computed from a sparse index without projections or attention in between.
-
-    Otherwise the index is an earlier layer's.
-    """
-    return index.node in ancestors(mask, until=_ends_layer)
+    return [index for index in candidates if index is not None and index.node in ancestors(mask, until=_ends_layer)]
 
 
 def _ends_layer(node: fx.Node) -> bool:

@@ -24,8 +24,7 @@ from kvpass.decoding.stepping import LoopState
 from kvpass.errors import CacheFileError, CacheHandleError, KVPassError
 from kvpass.policies.base import Policy
 from kvpass.runtime.caches import keep_address
-from kvpass.runtime.fingerprint import differences, digests, settings_of
-from kvpass.runtime.model_identity import held_weakly
+from kvpass.runtime.model_identity import differences, digests, held_weakly, settings_of
 from kvpass.torch_private import dynamo
 
 VERSION = 1

@@ -23,8 +23,8 @@ from kvpass.cache.handle import caches_in
 from kvpass.decoding.pin_masks import Pin, pin_mask
 from kvpass.errors import BudgetError, CacheHandleError, PolicyError
 from kvpass.policies.pinned_tokens import Pins
+from kvpass.runtime.caches import pinning
 from kvpass.runtime.compiled_call import dense
-from kvpass.runtime.pins import pinning
 from kvpass.torch_private import dynamo
 
 Logits = Literal["last", "all"]

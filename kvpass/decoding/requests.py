@@ -33,8 +33,7 @@ from kvpass.decoding.sampling import RowSampling, Sampling
 from kvpass.decoding.stepping import LoopSettings, LoopState, refreshed
 from kvpass.errors import BudgetError, CacheHandleError, KVPassError, RequestError
 from kvpass.policies.pinned_tokens import check_pinned
-from kvpass.runtime.caches import even_out, keep_address
-from kvpass.runtime.memory import free_bytes
+from kvpass.runtime.caches import even_out, free_bytes, keep_address
 
 Reason = Literal["stop", "length", "cancelled", "error"]
 ATTEMPTS = 2  # runs of a request that fails alone before it ends with an error

@@ -19,7 +19,7 @@ from typing import Any
 
 from kvpass import torch_private, versions
 from kvpass.lowering import column_loops
-from kvpass.torch_private import inductor, methods
+from kvpass.torch_private import METHODS, inductor
 
 MEANING = {
     "torch": "kvpass needs it",
@@ -110,7 +110,7 @@ def _products() -> Finding:
 
 def _names() -> list[Finding]:
     names = [dataclasses.replace(n, user=f"{room}.{n.user}") for room, s in sources().items() for n in names_in(s)]
-    names += [Name(path, "methods.METHODS", "methods and fields of what torch makes") for path in methods.METHODS]
+    names += [Name(path, "METHODS", "methods and fields of what torch makes") for path in METHODS]
     lost = [name for name in names if not exists(name.path)]
     count = len({name.path for name in names})
     found = Finding("names of torch", f"{count - len({name.path for name in lost})} of {count} found")

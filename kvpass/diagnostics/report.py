@@ -16,9 +16,8 @@ from kvpass.backend import backend
 from kvpass.cache.handle import LayerCache, caches_in
 from kvpass.errors import CacheHandleError, KVPassError
 from kvpass.policies.base import Policy
-from kvpass.rewrite.record import Record
-from kvpass.runtime.recorder import Recorder, SiteReport
-from kvpass.runtime.timings import Timings
+from kvpass.rewrite.logs import Record
+from kvpass.runtime.recorder import Recorder, SiteReport, Timings
 
 
 @dataclasses.dataclass(frozen=True)

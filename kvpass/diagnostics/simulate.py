@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvpass import budget as budgets
 from kvpass.arguments import Condition, checked, shown
-from kvpass.backend import Backend, Positions, backend
+from kvpass.backend import Backend, backend
 from kvpass.cache.slots import FREE, Chunk, Layout, Slots, admit
 from kvpass.cache.statistics import StatisticsSpec, as_attention
 from kvpass.cache.step import Rotate, Site, decode_step, extend_step, with_logit_scale
@@ -23,6 +23,7 @@ from kvpass.policies.ranking import rows_in_order
 from kvpass.policies.types import Attention
 from kvpass.reference import ReferenceLayer, reference_of
 from kvpass.reference.base import attention_logits
+from kvpass.runtime.compiler import Positions
 
 Heads = Annotated[
     Tensor,

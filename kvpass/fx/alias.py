@@ -10,7 +10,7 @@ import torch.fx as fx
 
 from kvpass.fx.op_table import tagged
 from kvpass.fx.walk import name_of, reach, value
-from kvpass.torch_private import fake_tensors, fx_nodes, tensor_types
+from kvpass.torch_private import fx_nodes, tensors
 
 
 class Memory:
@@ -174,10 +174,8 @@ def may_alias(node: fx.Node, parent: fx.Node) -> bool:
         return False
     if not isinstance(made, torch.Tensor) or not isinstance(taken, torch.Tensor):
         return True
-    recorded = fake_tensors.is_fake(made) and fake_tensors.is_fake(taken)
-    return tensor_types.share_memory(made, taken) or (
-        not recorded and (writes(node) or name_of(node) in tagged("view"))
-    )
+    recorded = tensors.is_fake(made) and tensors.is_fake(taken)
+    return tensors.share_memory(made, taken) or (not recorded and (writes(node) or name_of(node) in tagged("view")))
 
 
 def dependent(graph: fx.Graph, among: set[fx.Node], roots: list[fx.Node]) -> set[fx.Node]:

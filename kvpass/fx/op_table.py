@@ -28,7 +28,7 @@ import torch.fx as fx
 
 from kvpass.fx.shapes import expr, number
 from kvpass.fx.walk import is_size, is_tensor, value
-from kvpass.torch_private import dynamo, fake_tensors, fx_nodes
+from kvpass.torch_private import dynamo, fx_nodes, tensors
 
 _LINEAR_ALGEBRA = types.SimpleNamespace(linalg_vector_norm=torch.linalg.vector_norm)  # `inv` there is another operator
 _HOMES = (torch, operator, torch.nn.functional, fx_nodes.NEURAL, torch.special, _LINEAR_ALGEBRA)
@@ -425,7 +425,7 @@ def run_on(node: fx.Node, given: dict[fx.Node, Any]) -> Any:
         raise TypeError(f"{argument} is no size")
 
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), replace)
-    with fake_tensors.real_tensors():
+    with tensors.real_tensors():
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         return node.target(*args, **kwargs)  # type: ignore[operator]

@@ -74,13 +74,13 @@ def fix_floats(graph: fx.Graph) -> None:
     """
     for node in graph.nodes:
         if isinstance(value(node), torch.SymFloat):
-            number = float(value(node))
-            for user in list(node.users):
-                user.args, user.kwargs = map_arg((user.args, user.kwargs), _swap(node, number))
+            replace_by(node, float(value(node)))
 
 
-def _swap(node: fx.Node, number: float) -> Callable[[fx.Node], Any]:
-    return lambda other: number if other is node else other
+def replace_by(node: fx.Node, argument: Any) -> None:
+    """Replace a size or number, wherever it is read, by a number or by another node."""
+    for user in [user for user in node.users if argument is not node]:
+        user.args, user.kwargs = map_arg((user.args, user.kwargs), lambda each: argument if each is node else each)
 
 
 @dataclasses.dataclass(frozen=True)

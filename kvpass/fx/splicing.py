@@ -12,7 +12,7 @@ from torch.fx.node import map_arg
 
 from kvpass.fx.alias import behind, dependent
 from kvpass.fx.walk import is_size, placeholders, value
-from kvpass.torch_private import fake_tensors
+from kvpass.torch_private import tensors
 
 
 def let_go_of_data(graph: fx.Graph) -> None:
@@ -22,7 +22,7 @@ def let_go_of_data(graph: fx.Graph) -> None:
     """
     for node in placeholders(graph):
         example = value(node)
-        if isinstance(example, torch.Tensor) and not fake_tensors.is_fake(example):
+        if isinstance(example, torch.Tensor) and not tensors.is_fake(example):
             kind: dict[str, Any] = dict(dtype=example.dtype, device="meta")
             node.meta["example_value"] = torch.empty_strided(example.shape, example.stride(), **kind)
 
@@ -147,7 +147,7 @@ def emit(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
         node, function = graph.call_method(target, args), lambda x, *others: getattr(x, target)(*others)
     else:
         node, function = graph.call_function(target, args), target
-    node.meta["example_value"] = fake_tensors.propagate(function, *map_arg(args, value))
+    node.meta["example_value"] = tensors.propagate(function, *map_arg(args, value))
     return node
 
 

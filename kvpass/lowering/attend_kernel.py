@@ -20,9 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvpass.lowering.attend import UnknownQueries
+from kvpass.lowering.attend import Rope, UnknownQueries
 from kvpass.lowering.formats import Rows
-from kvpass.lowering.rope import Rope
 
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 TWOS = tl.constexpr(1.4426950408889634)  # log2(e): a GPU has an instruction for powers of two

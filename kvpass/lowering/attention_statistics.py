@@ -18,7 +18,7 @@ from kvpass.budget import slots_of_rows
 from kvpass.lowering.attention_rows import ScoredAttention, late_statistics, votes_for_older
 from kvpass.policies.heads import HeadSharding
 from kvpass.policies.protocols import Scanning
-from kvpass.torch_private.library_attention import attention_with_lse
+from kvpass.torch_private.fx_nodes import attention_with_lse
 
 SUMS = ("total", "squares")
 LATE = ("last", "window", "logits")

@@ -7,15 +7,17 @@ own blocks.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import functools
 import importlib.resources
+import threading
 
 import torch
 from torch import Tensor
 
-from kvpass.torch_private import generated_code
+from kvpass.torch_private import generated_code, inductor
 
 QUERIES, KEYS = 64, 128  # of a block, as in the source
 MESSAGE = 1024  # bytes of an error's text
@@ -158,6 +160,30 @@ def _runs(dtype: torch.dtype) -> bool:
     except (RuntimeError, OSError):  # no compiler, another signature of the library's function, or another processor
         return False
     return torch.allclose(sums[:, :, 0], logits.softmax(-1).sum(2), atol=1e-4)
+
+
+def start_builds(dtype: torch.dtype, sums_attention: bool) -> threading.Thread:
+    """Start on what the C++ compiler has to do in any case while Dynamo still traces the first call.
+
+    Before its first kernel Inductor compiles and loads a few small programs, to learn which vector instructions work.
+    That takes about five seconds once for a cache folder, and half a second in later processes.  The thread's errors
+    are dropped: what is missing then is built where it is used.
+
+    Args:
+        dtype: of keys and values.
+        sums_attention: whether the attention of prompts is summed.
+    """
+    inductor.import_compiler()  # before the thread starts: two threads must not import parts of it at the same time
+
+    def build() -> None:
+        with contextlib.suppress(Exception):
+            inductor.probe_vector_instructions()
+            if sums_attention:
+                dtype_of_products(dtype, dim=2)
+
+    thread = threading.Thread(target=build, name="kvpass-early-builds", daemon=True)
+    thread.start()
+    return thread
 
 
 @functools.cache

@@ -121,20 +121,12 @@ def decompose_products(graph: fx.Graph, parts: int | None = None) -> None:
                 continue
             count = split(rows.meta["val"], matrix.meta["val"], processor) if parts is None else parts
             if count:
-                _replace(graph, node, stored, _Product(rows, matrix, count, *bias))
+                _replace(graph, node, stored, count)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Product:
-    """A product of rows [R, K] and a matrix [K, N], plus a bias [N] or [R, N].
-
-    The columns are split into `parts` parts.
-    """
-
-    rows: fx.Node
-    matrix: fx.Node
-    parts: int
-    bias: fx.Node | None = None
+def _substitute(graph: fx.Graph, node: fx.Node, result: fx.Node) -> None:
+    node.replace_all_uses_with(result)
+    graph.erase_node(node)
 
 
 def split(rows: torch.Tensor, matrix: torch.Tensor, processor: Processor) -> int:
@@ -172,8 +164,7 @@ def _multiply_transposed(
         product = call_aten(graph, aten.permute.default, call_aten(graph, aten.mm.default, *transposed), [1, 0])
         if bias is not None:
             product = call_aten(graph, aten.add.Tensor, product, bias)
-    node.replace_all_uses_with(product)
-    graph.erase_node(node)
+    _substitute(graph, node, product)
 
 
 def batches(graph: fx.Graph, processor: Processor) -> list[fx.Node]:
@@ -221,8 +212,7 @@ def _replace_batch(graph: fx.Graph, node: fx.Node) -> None:
         columns = _columns(graph, upcast, column_parts(rows.meta["val"], matrix.meta["val"]))
         row_products = [_multiply_row(graph, stored, r, columns) for r in range(rows.meta["val"].shape[1])]
         result = _as(graph, call_aten(graph, aten.cat.default, row_products, 1), node.meta["val"].dtype)
-    node.replace_all_uses_with(result)
-    graph.erase_node(node)
+    _substitute(graph, node, result)
 
 
 def column_parts(rows: torch.Tensor, matrix: torch.Tensor) -> int:
@@ -245,18 +235,24 @@ def _multiply_row(graph: fx.Graph, rows: fx.Node, row_index: int, columns: list[
     return call_aten(graph, aten.unsqueeze.default, call_aten(graph, aten.cat.default, sums, 1), 1)
 
 
-def _replace(graph: fx.Graph, node: fx.Node, stored: dict[fx.Node, fx.Node], product: _Product) -> None:
-    """Replace a product by multiply and sum; `stored` holds the buffered rows of earlier products."""
+def _replace(graph: fx.Graph, node: fx.Node, stored: dict[fx.Node, fx.Node], parts: int) -> None:
+    """Replace a product of rows [R, K] and a matrix [K, N], plus a bias [N] or [R, N], by multiply and sum.
+
+    Args:
+        stored: the buffered rows of earlier products.
+        parts: of how many parts of the columns each row has a sum.
+    """
+    operands: Any = node.args
+    *bias, rows, matrix = operands
     with graph.inserting_before(node):
-        if product.rows not in stored:
-            stored[product.rows] = _buffered(graph, product.rows)
-        columns = _columns(graph, _as(graph, product.matrix, torch.float32), product.parts)
-        result = _multiply(graph, stored[product.rows], columns)
-        if product.bias is not None:
-            result = call_aten(graph, aten.add.Tensor, result, _as(graph, product.bias, torch.float32))
+        if rows not in stored:
+            stored[rows] = _buffered(graph, rows)
+        columns = _columns(graph, _as(graph, matrix, torch.float32), parts)
+        result = _multiply(graph, stored[rows], columns)
+        for each in bias:
+            result = call_aten(graph, aten.add.Tensor, result, _as(graph, each, torch.float32))
         result = _as(graph, result, node.meta["val"].dtype)
-    node.replace_all_uses_with(result)
-    graph.erase_node(node)
+    _substitute(graph, node, result)
 
 
 def _buffered(graph: fx.Graph, rows: fx.Node) -> fx.Node:
@@ -295,20 +291,14 @@ def _multiply(graph: fx.Graph, rows: fx.Node, columns: list[fx.Node]) -> fx.Node
 
     Sums of one length share a loop.
     """
-    count = rows.meta["val"].shape[0]
-    sums = [_sum(graph, _row(graph, rows, r), part) for r in range(count) for part in columns]
+    count, sums = rows.meta["val"].shape[0], []
+    for index in range(count):
+        row = call_aten(graph, aten.unsqueeze.default, call_aten(graph, aten.select.int, rows, 0, index), 1)  # [K, 1]
+        for part in columns:
+            product = call_aten(graph, aten.mul.Tensor, part, row)
+            sums.append(call_aten(graph, aten.sum.dim_IntList, product, [0]))
     joined = call_aten(graph, aten.cat.default, sums)
     return call_aten(graph, aten.view.default, joined, [count, joined.meta["val"].shape[0] // count])
-
-
-def _row(graph: fx.Graph, rows: fx.Node, row_index: int) -> fx.Node:
-    """Return a row of [R, K] as [K, 1]."""
-    return call_aten(graph, aten.unsqueeze.default, call_aten(graph, aten.select.int, rows, 0, row_index), 1)
-
-
-def _sum(graph: fx.Graph, row: fx.Node, columns: fx.Node) -> fx.Node:
-    """Multiply a row [K, 1] with columns [K, N]; return [N]."""
-    return call_aten(graph, aten.sum.dim_IntList, call_aten(graph, aten.mul.Tensor, columns, row), [0])
 
 
 def _as(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:

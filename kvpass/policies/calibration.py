@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from kvpass.errors import CalibrationError
-from kvpass.fx.constants import tensor_bytes
+from kvpass.fx.walk import tensor_bytes
 from kvpass.policies import tensor_files
 from kvpass.policies.base import Policy
 from kvpass.policies.budgets import Plan

@@ -22,7 +22,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass.capture.sites import AttentionSite
+from kvpass.capture.canonical import AttentionSite
 from kvpass.errors import UnsupportedGraph
 from kvpass.fx import alias, op_table, splicing, walk
 from kvpass.fx.shapes import Sizes, expr
@@ -33,6 +33,11 @@ from kvpass.fx.walk import value
 def join_heads(rows: Tensor) -> Tensor:
     """Join the heads of rows: [B, h, N, D] to [B, 1, N, h * D]."""
     return rows.transpose(1, 2).flatten(2)[:, None]
+
+
+def split_heads(rows: Tensor, heads: int) -> Tensor:
+    """Split joined heads: [B, 1, N, h * D] to [B, h, N, D]; rows of `heads` heads stay as they are."""
+    return rows if rows.shape[1] == heads else torch.unflatten(rows[:, 0], -1, (heads, -1)).transpose(1, 2)
 
 
 @dataclasses.dataclass(frozen=True)

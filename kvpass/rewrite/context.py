@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
 from typing import Any, Protocol
 
 import sympy  # type: ignore[import-untyped]
@@ -10,16 +10,23 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass.errors import UnsupportedGraph
-from kvpass.fx import splicing, walk
+from kvpass.fx import walk
 from kvpass.fx.walk import value
-from kvpass.rewrite.call import StepCall
 from kvpass.rewrite.inputs import FurtherInputs
-from kvpass.rewrite.record import Record
-from kvpass.rewrite.result import Outputs
+from kvpass.rewrite.logs import Record
 from kvpass.rewrite.rotary_slice import RotarySlice
-from kvpass.rewrite.step_graph import StepGraph
-from kvpass.rewrite.symbolic_sizes import SizeNodes
-from kvpass.torch_private import fake_tensors
+from kvpass.rewrite.step_graph import StepCall, StepGraph
+
+
+@dataclasses.dataclass
+class Outputs:
+    """The outputs of a rewritten graph, with the names that `StepRewrite` uses."""
+
+    outputs: list[int | None]
+    lengths: dict[int, Any]
+    grown: list[int]
+    chunks: list[list[int]]
+    valid: int | None
 
 
 class StepContext(StepGraph):
@@ -27,7 +34,6 @@ class StepContext(StepGraph):
 
     Attributes:
         inputs: inputs besides slots and Dynamo's arguments.
-        size_nodes: the nodes of sizes that stay dynamic.
 
     Results of passes for later passes, besides those of `StepGraph`:
         weights, weight_inputs: the policy's own tensors and their placeholders; `layer_weight_inputs` lists those that
@@ -50,9 +56,7 @@ class StepContext(StepGraph):
 
     def __init__(self, call: StepCall, whole: bool = False) -> None:
         super().__init__(call, whole)
-        self.size_nodes = SizeNodes(self)
-        self.inputs = FurtherInputs(self, self.compute)
-
+        self.inputs = FurtherInputs(self)
         self.weights: list[Tensor] = []
         self.weight_inputs: list[fx.Node] = []
         self.layer_weight_inputs: list[list[fx.Node]] = []
@@ -69,32 +73,6 @@ class StepContext(StepGraph):
         self.valid_output: fx.Node | None = None
         self.outputs: Outputs
         self.records: list[Record] = []
-
-    def compute(
-        self, function: Callable[..., list[Tensor]], nodes: list[fx.Node], before: fx.Node, name: str
-    ) -> list[fx.Node]:
-        """Splice a function of the values of nodes in before another node; return its result nodes."""
-        return self.splice(self.trace(function, nodes), nodes, before, name)
-
-    def trace(self, function: Callable[..., Any], nodes: list[fx.Node], layer: int | None = None) -> fx.GraphModule:
-        """Trace a function of the values of nodes, for `splice`.
-
-        Dynamic sizes become inputs as well, because the function may read them elsewhere: those of `layer` if it is
-        given.
-        """
-        count, inputs = len(nodes), [*nodes, *self._size_nodes_of(layer)]
-        with fake_tensors.fake_mode(self.sizes.open) as fake:
-            examples = [fake(self.example(node)) for node in inputs]
-            return fake_tensors.trace(lambda *values: function(*values[:count]), examples)
-
-    def splice(
-        self, traced: fx.GraphModule, nodes: list[fx.Node], before: fx.Node, name: str, layer: int | None = None
-    ) -> list[fx.Node]:
-        """Splice a traced function in before a node; return its result nodes.  Equal layers may share a trace."""
-        return splicing.splice(self.gm, traced, [*nodes, *self._size_nodes_of(layer)], before, name)
-
-    def _size_nodes_of(self, layer: int | None) -> list[fx.Node]:
-        return self.size_nodes.all if layer is None else self.size_nodes.for_layer(layer)
 
     def copied_slots(self, layer: int) -> list[fx.Node]:
         """Return a layer's slots with copies of their metadata, everything besides K and V, from before the step."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,9 +14,6 @@ from kvpass.fx.walk import value
 from kvpass.rewrite.mask_slice import PerTokenInput
 from kvpass.rewrite.step_graph import StepGraph
 from kvpass.torch_private import dynamo
-
-Compute = Callable[[Callable[..., list[Tensor]], list[fx.Node], fx.Node, str], list[fx.Node]]
-"""See `kvpass.rewrite.context.StepContext.compute`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +47,8 @@ class FurtherInputs:
         host_inputs: for nodes that read all tokens, the inputs with their values, which are precomputed on the host.
     """
 
-    def __init__(self, step: StepGraph, compute: Compute) -> None:
-        self._step, self._compute = step, compute
+    def __init__(self, step: StepGraph) -> None:
+        self._step = step
         self.columns: dict[fx.Node, fx.Node] = {}
         self.entries: dict[tuple[int | None, PerTokenInput], fx.Node] = {}
         self.host_inputs: dict[fx.Node, fx.Node] = {}
@@ -105,7 +101,7 @@ class FurtherInputs:
                 valid = valid & (column != 0)
             return [valid]
 
-        node = self._compute(function, columns, step.length.next, f"kvpass_valid_{len(self._valid)}")[0]
+        node = step.compute(function, columns, step.length.next, f"kvpass_valid_{len(self._valid)}")[0]
         node.meta["example_value"] = step.of_shape(shape, torch.bool)
         return node
 

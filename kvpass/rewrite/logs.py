@@ -1,4 +1,4 @@
-"""Log what kvpass does to graphs: to KVPASS_LOGS, Python's logging, and torch's structured trace.
+"""Record what passes do to graphs, and log it to KVPASS_LOGS, Python's logging, and torch's structured trace.
 
     KVPASS_LOGS=passes python ...           a line for every pass over every step graph: its rewrites and its time
     KVPASS_LOGS=passes,graphs python ...    and the program after it
@@ -9,14 +9,36 @@ The loggers are `kvpass.passes` and `kvpass.graphs`; a program may set their lev
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 
 import torch.fx as fx
 
 from kvpass.errors import PolicyError
-from kvpass.rewrite.record import Record
 from kvpass.torch_private import dynamo
+
+
+@dataclasses.dataclass
+class Record:
+    """What a pass did to one graph.
+
+    Attributes:
+        matched: the nodes that it rewrote or inserted.
+        left: the nodes that it left unchanged, each with the reason.
+        name: the name of the pass.
+        milliseconds: its duration.
+    """
+
+    matched: list[str] = dataclasses.field(default_factory=list)
+    left: dict[str, str] = dataclasses.field(default_factory=dict)
+    name: str = ""
+    milliseconds: float = 0.0
+
+    def __str__(self) -> str:
+        unchanged = "".join(f"; left {name}, as {why}" for name, why in self.left.items())
+        return f"{self.name}: {len(self.matched)} rewritten in {self.milliseconds:.1f} ms{unchanged}"
+
 
 PASSES = logging.getLogger("kvpass.passes")
 GRAPHS = logging.getLogger("kvpass.graphs")

@@ -10,13 +10,12 @@ import dataclasses
 import operator
 from typing import Any, NoReturn
 
-import sympy  # type: ignore[import-untyped]
 import torch
 import torch.fx as fx
 from torch import Tensor
 
 from kvpass.capture import sparse_index
-from kvpass.capture.keys import KeyAxis
+from kvpass.capture.keys import KeyAxis, MaskContext
 from kvpass.errors import UnsupportedGraph
 from kvpass.fx import alias, op_table, splicing, walk
 from kvpass.fx.shapes import Sizes, expr
@@ -133,29 +132,6 @@ def _own_masks(masks: Tensor, heads: int) -> Tensor:
     return masks.diagonal(0, 1, 3).movedim(-1, 1)
 
 
-@dataclasses.dataclass(frozen=True)
-class MaskContext:
-    """The nodes and sizes of a step graph from which masks are computed.
-
-    Attributes:
-        key_indices: the nodes that hold key indices, see `kvpass.capture.tokens.iotas`.
-        inputs: inputs with an entry for every token, and its dimension, see `kvpass.capture.tokens.token_inputs`.
-        padding: inputs that mark padding, if cached tokens are known to be real.
-        stored: the grown keys and values of the site.
-        lengths: nodes of arithmetic on the cache's length, see `put_length_on_device`.
-        first: the index of the first key that the model stores.
-        last: how many tokens the model stores, None for all.
-    """
-
-    key_indices: list[fx.Node]
-    inputs: dict[fx.Node, int]
-    padding: list[fx.Node]
-    stored: list[fx.Node]
-    lengths: dict[fx.Node, sympy.Expr]
-    first: sympy.Expr
-    last: int | None
-
-
 def cut_mask(gm: fx.GraphModule, mask: fx.Node, sizes: Sizes, context: MaskContext) -> MaskSlice:
     """Cut the mask out as a function of the key index and of the entries of the key's token.
 
@@ -229,10 +205,7 @@ class _KeyCutter:
         self.env.update({each.node: sparse_index.select_all(each, self.graph) for each in sparse_indices})
         axes = {node: self._axis_of(node) for node in facts}
         axes |= {each.node: value(each.node).ndim - 1 for each in sparse_indices}
-        inputs = {node: axis for node, axis in context.inputs.items() if node in subgraph}
-        self.axes = KeyAxis(
-            gm.graph, subgraph, sizes, context.key_indices, inputs, self.padding, axes, context.lengths, context.first
-        )  # fmt: skip
+        self.axes = KeyAxis(gm.graph, subgraph, sizes, context, axes)
         self.on_fact = set(facts) | alias.dependent(gm.graph, subgraph, [*facts, *context.stored])
         self.bound, self.host_input = list[fx.Node](), list[fx.Node]()
 
@@ -291,7 +264,9 @@ class _KeyCutter:
         )
 
     def _number_or_bound(self, node: fx.Node) -> Any:
-        number = self.number(node)
+        if self.sizes.grows(node):
+            self._refuse(node, f"the mask uses the cache's length as a size, {value(node)}")
+        number = self.sizes.fixed(node)
         return number if isinstance(number, int) else self._bind(node)
 
     def _bind(self, node: fx.Node) -> fx.Node:
@@ -380,11 +355,6 @@ class _KeyCutter:
             return False
         column = walk.chain(arguments["input"], lambda each: op_table.is_a(each, "keeps"))[-1]
         return column in self.padding and value(column).ndim == 2 and arguments.get("dim") in (-1, 1)
-
-    def number(self, node: fx.Node) -> Any:
-        if self.sizes.grows(node):
-            self._refuse(node, f"the mask uses the cache's length as a size, {value(node)}")
-        return self.sizes.fixed(node)
 
 
 def _expanded(node: fx.Node, copied: fx.Node) -> tuple[Any, ...]:

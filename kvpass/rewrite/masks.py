@@ -11,12 +11,13 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass.capture import sparse_index, tokens
-from kvpass.capture.sites import AttentionSite
+from kvpass.capture import keys, sparse_index
+from kvpass.capture.canonical import AttentionSite
+from kvpass.capture.keys import MaskContext
 from kvpass.fx import op_table, shapes, walk
 from kvpass.fx.walk import value
 from kvpass.rewrite.context import StepContext
-from kvpass.rewrite.mask_slice import MaskContext, MaskSlice, cut_mask
+from kvpass.rewrite.mask_slice import MaskSlice, cut_mask
 
 
 class Masks:
@@ -51,7 +52,7 @@ class Masks:
         step = self._step
         nodes = walk.ancestors(site.mask, [site.grown_key, site.grown_value])  # type: ignore[arg-type]
         pasts = {past for each in step.sites for past in each.pasts}
-        inputs = tokens.token_inputs(nodes - pasts, step.argument_of, step.sizes)
+        inputs = keys.token_inputs(nodes - pasts, step.argument_of, step.sizes)
         return MaskContext(
             key_indices=[n for n in step.key_indices[window] if n in nodes and op_table.counts_exactly(value(n).dtype)],
             inputs={node: axis for node, axis in inputs.items() if node not in padding},
@@ -83,36 +84,22 @@ class Masks:
 
 
 @dataclasses.dataclass(frozen=True)
-class MaskOnSlots:
-    """A mask on slots, with the nodes that it reads."""
-
-    nodes: list[fx.Node]
-    queries: int
-
-    @property
-    def facts(self) -> tuple[fx.Node, ...]:
-        return ()
-
-    def on_slots(
-        self, index: Tensor, position: Tensor, heads: int, tensors: list[Tensor], facts: list[Tensor]
-    ) -> Tensor:
-        """See `kvpass.cache.step.Mask`; `tensors` are the values of `nodes`."""
-        raise NotImplementedError
-
-
-@dataclasses.dataclass(frozen=True)
-class SlicedMask(MaskOnSlots):
+class SlicedMask:
     """A mask that is computed from a key index and the entries of the key's token.
 
     Attributes:
+        nodes: the nodes that it reads.
+        queries: q.
         sliced: the mask as a function of the key.
         shifted: the model counts keys from the first that it stores; the first node is the index of that key.
         whole: the nodes of entries are whole tensors from which to gather, not entries of the slots.
     """
 
+    nodes: list[fx.Node]
+    queries: int
     sliced: MaskSlice
     shifted: bool
-    whole: bool = False
+    whole: bool
 
     @property
     def facts(self) -> tuple[fx.Node, ...]:
@@ -121,6 +108,7 @@ class SlicedMask(MaskOnSlots):
     def on_slots(
         self, index: Tensor, position: Tensor, heads: int, tensors: list[Tensor], facts: list[Tensor]
     ) -> Tensor:
+        """See `kvpass.cache.step.Mask`; `tensors` are the values of `nodes`."""
         start, count = int(self.shifted), len(self.sliced.entries)
         first = tensors[0] if start else 0
         length, inputs, bound = tensors[start], tensors[start + 1 :][:count], tensors[start + 1 + count :]
@@ -144,8 +132,12 @@ def _entries_of_slots(entries: Tensor, index: Tensor, length: Tensor, queries: i
 
 
 @dataclasses.dataclass(frozen=True)
-class ColumnMask(MaskOnSlots):
+class ColumnMask:
     """A mask whose size does not grow, because the length was traced as a number: its columns are gathered."""
+
+    nodes: list[fx.Node]
+    queries: int
+    facts = ()
 
     def on_slots(
         self, index: Tensor, position: Tensor, heads: int, tensors: list[Tensor], facts: list[Tensor]
@@ -157,3 +149,6 @@ class ColumnMask(MaskOnSlots):
         mask = mask.expand(-1, max(mask.shape[1], groups), -1, -1, -1)
         columns = index.clamp(0, mask.shape[-1] - 1).expand(-1, mask.shape[1], -1)[:, :, None, None]
         return mask.gather(-1, columns.expand(-1, -1, mask.shape[2], self.queries, -1))
+
+
+MaskOnSlots = SlicedMask | ColumnMask

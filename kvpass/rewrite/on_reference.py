@@ -18,7 +18,7 @@ from torch import Tensor
 from kvpass.cache.slots import Chunk, Layout
 from kvpass.cache.statistics import StatisticsSpec
 from kvpass.cache.step import with_mask
-from kvpass.capture.sites import AttentionSite
+from kvpass.capture.canonical import AttentionSite
 from kvpass.fx.walk import value
 from kvpass.lowering.formats import Sections
 from kvpass.policies.types import Attention
@@ -26,10 +26,10 @@ from kvpass.reference import ReferenceLayer, reference_of
 from kvpass.reference.base import attention_logits
 from kvpass.rewrite.computed_keys import ComputedKeys, cut_computed_keys
 from kvpass.rewrite.context import Pass, StepContext
+from kvpass.rewrite.logs import Record
 from kvpass.rewrite.masks import MaskOnSlots, Masks
 from kvpass.rewrite.passes import STEP_PASSES
 from kvpass.rewrite.passes.attention import as_cached, attend_on_slots, replace_outputs, splice_point
-from kvpass.rewrite.record import Record
 from kvpass.rewrite.rotary_slice import RotarySlice
 
 
@@ -161,7 +161,7 @@ class _ReferenceCall:
             layout, view.position[..., :-queries] >= 0, valid, model_mask, query.shape[1], site.hidden
         )
         logits = attention_logits(query * view.factor, keys, allowed, bias, site.scale, site.cap)
-        biased = _with_policy_bias(logits, view.bias)
+        biased = logits if view.bias is None else logits + torch.nn.functional.pad(view.bias, (0, queries))
         probabilities = _softmax(biased, sink_logit)  # [B, Hq, q, N + q]
         if self.first:
             store.take(Chunk(stored, value, valid, Attention(), store.pins), probabilities, logits)
@@ -180,7 +180,7 @@ class _ReferenceCall:
         bound: dict[str, list[Any]],
     ) -> ReferenceView:
         """Return the cached and new tokens; `stored` is the key of a token that is read as stored, else None."""
-        groups, count = self.layout.groups, query.shape[2]
+        groups, count, held_values = self.layout.groups, query.shape[2], store.held_rows("value")
         keys, ranks = store.held_rows("key"), store.ranks().clamp(min=0)
         if stored is not None:
             keys, value = torch.cat([keys, store.stored(stored)], 2), store.stored(value, key=False)
@@ -195,16 +195,12 @@ class _ReferenceCall:
         new_position = (store.seen()[:, None] + valid.cumsum(-1) - 1)[:, None].expand(-1, groups, -1)
         return ReferenceView(
             keys=keys,
-            values=_appended(store.held_rows("value"), value),
+            values=torch.cat([held_values, value.to(held_values.dtype)], 2),
             index=torch.cat([store.index(), new_index], -1),
             position=torch.cat([store.positions(), new_position], -1),
             factor=store.logit_scale(valid),
             bias=store.bias(query.shape[1] // self.layout.heads),
         )
-
-
-def _appended(held: Tensor, new: Tensor) -> Tensor:
-    return torch.cat([held, new.to(held.dtype)], 2)
 
 
 def _softmax(logits: Tensor, sink_logit: Tensor | None) -> Tensor:
@@ -228,12 +224,3 @@ def _allowed(
         return visible, None
     model_mask = model_mask.expand(layout.batch, layout.heads, query_heads // layout.heads, count, -1).flatten(1, 2)
     return with_mask(visible, model_mask, hidden)
-
-
-def _with_policy_bias(logits: Tensor, policy_bias: Tensor | None) -> Tensor:
-    """Return logits [B, Hq, q, N + q] with the policy's bias on the cached tokens [B, Hq, 1, N]."""
-    return (
-        logits
-        if policy_bias is None
-        else logits + torch.nn.functional.pad(policy_bias, (0, logits.shape[-1] - policy_bias.shape[-1]))
-    )

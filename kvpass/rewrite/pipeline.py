@@ -2,18 +2,136 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import torch
 import torch.fx as fx
+from torch import Tensor
 
-from kvpass.fx import walk
+from kvpass.cache.slots import Slots
+from kvpass.fx import shapes, walk
 from kvpass.rewrite.context import Pass, StepContext
+from kvpass.rewrite.inputs import GatheredInput
+from kvpass.rewrite.logs import Record
 from kvpass.rewrite.passes import STEP_PASSES
 from kvpass.rewrite.passes.outputs import host_precomputed
-from kvpass.rewrite.record import Record
-from kvpass.rewrite.result import StepRewrite
 from kvpass.rewrite.step_graph import has_loose_strides
+from kvpass.torch_private import symbolic_shapes
+
+
+def of_new(column: Tensor, seen: int, queries: int) -> Tensor:
+    """Return the columns of the new tokens, [..., q], of an input with a column for every token, [..., S].
+
+    They are usually the last columns.  An input with columns for later tokens has them at `seen`.  The input of a
+    repeated step ends with an earlier token, and its last columns stand for the new ones.
+    """
+    return column.narrow(-1, min(seen, column.shape[-1] - queries), queries)
+
+
+@dataclasses.dataclass
+class StepRewrite:
+    """A step graph on slots.
+
+    Attributes:
+        gm: takes the slots' tensors of every layer, the `weights`, then `columns`, `entries`, the `host_inputs`, and
+            the `inputs`.
+        open, examples: sizes that may differ between calls, and fake arguments that have them; None if there are none.
+        weights: the policy's own tensors, on the device of the slots.
+        inputs: indices of Dynamo's arguments that the graph still takes.
+        loose_inputs: those of `inputs` whose strides may change from call to call.
+        columns: indices of Dynamo's arguments of which the graph takes the new tokens' columns.
+        queries: q; it and `lengths` may be dynamic sizes, see `at`.
+        entries: inputs with an entry for each slot's token.
+        outputs: for each output of the original graph, its index in the rewritten one; None for a cache.
+        lengths: outputs of the original graph that are the tokens seen before plus a number, with that number.
+        chunks: for each site of an extend graph, the output indices of stored key, value, valid and statistics.
+        host_graph: runs uncompiled on Dynamo's arguments and computes the values that need all tokens: the outputs
+            `grown`, then `host_inputs` inputs, then the tensors that entries are gathered from.
+        grown: outputs of the original graph that grow, such as a mask that another graph reads.
+        host_inputs: the number of inputs that `host_graph` computes.
+        unread: outputs of the original graph that grow and that nothing reads on slots: the index of the argument that
+            each extends, and the dimension.
+        valid: the output index of bool [B, 1], which tokens are real, if the graph leaves counting to its caller.
+        positions: indices of Dynamo's arguments that are positions, which ranks replaced.
+    """
+
+    gm: fx.GraphModule
+    open: symbolic_shapes.SymbolicSizes | None
+    examples: list[Any] | None
+    weights: list[Tensor]
+    inputs: list[int]
+    loose_inputs: set[int]
+    columns: list[int]
+    entries: list[GatheredInput]
+    queries: Any
+    outputs: list[int | None]
+    lengths: dict[int, Any]
+    chunks: list[list[int]]
+    host_graph: fx.GraphModule | None
+    grown: list[int]
+    host_inputs: int = 0
+    unread: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    valid: int | None = None
+    positions: tuple[int, ...] = ()
+
+    def at(self, numbers: Sequence[int]) -> StepRewrite:
+        """Return the rewrite with these numbers for its dynamic sizes."""
+        if self.open is None:
+            return self
+        known = dict(zip(self.open.symbols, numbers, strict=True))
+        lengths = {index: shapes.number(size, known) for index, size in self.lengths.items()}
+        return dataclasses.replace(self, queries=shapes.number(self.queries, known), lengths=lengths)
+
+    def count(self, slots: list[Slots], results: Sequence[Any]) -> None:
+        """Count the tokens of a step if its graph leaves that to its caller, see `leave_counting`."""
+        if self.valid is not None:
+            new = results[self.valid][:, 0].long()
+            torch._foreach_add_([layer.seen for layer in slots], [new] * len(slots))
+            torch._foreach_add_([layer.length for layer in slots], 1)
+
+    def host_precomputed(self, arguments: tuple[Any, ...]) -> list[Any]:
+        """Return the results of `host_graph`."""
+        return list(self.host_graph(*arguments)) if self.host_graph else []
+
+    def flat(self, slots: list[Slots], arguments: tuple[Any, ...], host_input: list[Any], seen: int) -> list[Any]:
+        """Return the rewritten graph's arguments, from slots, Dynamo's arguments and the results of `host_precomputed`.
+
+        Args:
+            seen: the number of tokens before this call.
+        """
+        return [*self.fixed_arguments(slots), *self.call_arguments(arguments, host_input, slots, seen)]
+
+    def fixed_arguments(self, slots: list[Slots]) -> list[Any]:
+        """Return the arguments that all steps share: the slots' tensors and the policy's weights."""
+        return [*(tensor for layer in slots for tensor in layer.tensors()), *self.weights]
+
+    def call_arguments(
+        self, arguments: tuple[Any, ...], host_input: list[Any], slots: list[Slots], seen: int
+    ) -> list[Any]:
+        """Return the arguments that change with the call, see `flat`."""
+        dense, flat = torch.contiguous_format, list[Any]()
+        for index in self.columns:
+            flat.append(of_new(arguments[index], seen, self.queries).clone(memory_format=dense))
+        further = host_input[len(self.grown) :]
+        for entry in self.entries:
+            tensor = arguments[entry.arg_index] if entry.is_argument else further[self.host_inputs + entry.arg_index]
+            flat.append(tensor if entry.layer is None else entry.gather(tensor, slots[entry.layer], self.queries))
+        flat += further[: self.host_inputs]
+        first = len(flat)
+        flat += [arguments[index] for index in self.inputs]
+        for offset, index in enumerate(self.inputs) if self.loose_inputs else ():
+            if index in self.loose_inputs:
+                flat[first + offset] = arguments[index].clone(memory_format=dense)
+        return flat
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a later step of one token can reuse the same arguments."""
+        return not (self.host_graph or self.entries)
+
 
 Watch = Callable[[Record, fx.Graph], None]
 """Called after each pass with its record and the graph as the pass remaining it."""
@@ -45,7 +163,6 @@ def _result(step: StepContext) -> StepRewrite:
     entries, precomputed = step.inputs.gathered()
     remaining = set(walk.placeholders(step.graph))
     inputs = [index for index, argument in enumerate(step.placeholders) if argument in remaining]
-    found = step.outputs
     return StepRewrite(
         gm=step.gm,
         open=step.sizes.open,
@@ -56,13 +173,9 @@ def _result(step: StepContext) -> StepRewrite:
         columns=[step.placeholders.index(argument) for argument in step.inputs.columns],
         entries=entries,
         queries=step.queries,
-        outputs=found.outputs,
-        lengths=found.lengths,
-        chunks=found.chunks,
         host_graph=host_precomputed(step, precomputed),
-        grown=found.grown,
         host_inputs=len(step.inputs.host_inputs),
         unread=step.unread,
-        valid=found.valid,
         positions=tuple(dict.fromkeys(step.replaced_positions)),
+        **vars(step.outputs),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,40 +15,49 @@ from kvpass import budget as budgets
 from kvpass.budget import Budget
 from kvpass.cache import statistics
 from kvpass.cache.step import with_logit_scale
+from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.rotary import find_rotary
-from kvpass.capture.sites import AttentionSite
 from kvpass.fx import op_table, shapes, walk
+from kvpass.fx.shapes import expr
 from kvpass.fx.walk import value
 from kvpass.policies.base import Policy
-from kvpass.rewrite import renumber, scored
+from kvpass.policies.types import Statistic
+from kvpass.rewrite import renumber
 from kvpass.torch_private import fx_nodes
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
+class SiteOutputs:
+    """The output indices of what a prompt graph returns for one site.
+
+    Attributes:
+        key, value: its stored keys, before their rotary embedding if they are stored so, and its values.
+        valid: bool [B, q], or None if no token is padding.
+        statistics: the results of `kvpass.cache.statistics`; empty if none are needed.
+        operands: its query, its attended keys, its mask and its sink (None if it has none), which the eager reference
+            and a cache that can be cropped need; None if they are not needed.
+    """
+
+    key: int
+    value: int
+    valid: int | None
+    statistics: list[int]
+    operands: tuple[int, int, int | None, int | None] | None
+
+
+@dataclasses.dataclass(frozen=True)
 class PromptRewrite:
     """A prompt graph with further outputs.
 
     Attributes:
         gm: the rewritten graph.
-        sites: in the order of the graph.
-        raw: for each site, the output index of its stored keys: before their rotary embedding if they are stored so.
-        values: for each site, the output index of its values.
-        valid: for each site, the output index of bool [B, q], or None if no token is padding.
-        statistics: for each site, the output indices of the results of `kvpass.cache.statistics`; empty if none are
-            needed.
-        extras: for each site, the output indices of its query, its attended keys, its mask and its sink (None if it has
-            none), which the eager reference and a cache that can be cropped need.
+        outputs: of each site.
         calls: for each attention call and each log-sum-exp, by its name, the node of its result.
     """
 
     gm: fx.GraphModule
-    sites: list[AttentionSite]
-    raw: list[int]
-    values: list[int]
-    valid: list[int | None]
-    statistics: list[list[int]]
-    extras: list[tuple[int, int, int | None, int | None]]
-    calls: dict[str, fx.Node] = dataclasses.field(default_factory=dict)
+    outputs: list[SiteOutputs]
+    calls: dict[str, fx.Node]
 
 
 def rewrite_prompt(
@@ -57,28 +66,26 @@ def rewrite_prompt(
     policies: list[Policy],
     budget: Budget,
     ranked: bool,
-    extras: bool,
+    with_operands: bool,
     examples: Sequence[Any],
     padding_inputs: list[tuple[fx.Node, ...]],
 ) -> PromptRewrite:
     """Add the outputs that the policies need to a prompt graph; its own computation stays as it is.
 
-    A policy that renumbers also changes the computation, for prompts beyond its budget.  If a policy's scores read
-    every row of attention, `kvpass.rewrite.scored` computes attention and scores from the same products.
+    A policy that renumbers also changes the computation, for prompts beyond its budget.
 
     Args:
         sites, policies: the attention calls on caches, and the policy of each.
         budget: the user's budget.
         ranked: whether keys are stored before their rotary embedding.
-        extras: whether the outputs of `PromptRewrite.extras` are needed.
+        with_operands: whether `SiteOutputs.operands` are needed.
         examples: Dynamo's arguments.
         padding_inputs: for each site, the inputs that mark padding, see `kvpass.capture.padding_analysis`.
     """
     copy, moved = fx_nodes.copy_graph_module(gm)
-    output = copy.graph.output_node()
     model_outputs = len(walk.results(copy.graph))
     added: list[fx.Node] = []  # the model's own outputs are read at the end: they may include replaced attention
-    rewrite = PromptRewrite(copy, sites, [], [], [], [], [])
+    outputs: list[SiteOutputs] = []
     valid_outputs: dict[tuple[fx.Node, ...], int] = {}
     marks = [tuple(moved[node] for node in nodes) for nodes in padding_inputs]
 
@@ -91,7 +98,6 @@ def rewrite_prompt(
             all_valid = _valid_tokens(copy.graph, moved[site.grown_key], site_marks)
             if all_valid is not None and site_marks not in valid_outputs:
                 valid_outputs[site_marks] = emit(all_valid)
-            rewrite.valid.append(None if all_valid is None else valid_outputs[site_marks])
             valid = _valid_of_new(copy.graph, site, moved, all_valid)
             if policy.scales_logits:
                 for each in site.all:
@@ -101,24 +107,28 @@ def rewrite_prompt(
             keys, values = site.keys_out, site.values_out
             if site.window is not None:
                 keys, values = emit(moved[site.grown_key]), emit(moved[site.grown_value])
-            rewrite.raw.append(emit(moved[rotary.raw]) if rotary else keys)
-            rewrite.values.append(values)
-            scores = scored.prompt_scores(copy.graph, site, moved, valid, policy, budget)
-            score_outputs = {name: emit(node) for name, node in scores.items()}
-            rewrite.statistics.append([score_outputs[name] for name in statistics.names(policy)])
-            if extras:
-                mask = None if site.mask is None else emit(moved[site.mask])
-                sink_logit = None if site.sink_logit is None else emit(moved[site.sink_logit])
-                attended = emit(moved[site.attended_key]) if site.computed else keys
-                rewrite.extras.append((emit(moved[site.query]), attended, mask, sink_logit))
+            stored_key = emit(moved[rotary.raw]) if rotary else keys
+            scores = prompt_scores(copy.graph, site, moved, valid, policy, budget)
+            statistics_outputs = {name: emit(node) for name, node in scores.items()}
+            operands = _operands(site, keys, lambda node: emit(moved[node])) if with_operands else None
+        valid_output = None if all_valid is None else valid_outputs[site_marks]
+        in_order = [statistics_outputs[name] for name in statistics.names(policy)]
+        outputs.append(SiteOutputs(stored_key, values, valid_output, in_order, operands))
     if policies[0].renumbers and shapes.expr(sites[0].queries) != 1:
-        argument_of = dict(zip(walk.placeholders(gm.graph), examples, strict=True))
-        _renumber(gm, copy.graph, sites, moved, argument_of, policies[0], budget, marks[0])
-    output.args = ((*walk.results(copy.graph), *added),)
-    result_nodes = [node for site in sites for each in site.all for node in (each.call, each.lse) if node is not None]
-    rewrite.calls = {node.name: moved[node] for node in result_nodes}
+        _renumber(gm, copy.graph, sites, moved, examples, policies[0], budget, marks[0])
+    copy.graph.output_node().args = ((*walk.results(copy.graph), *added),)
     copy.recompile()
-    return rewrite
+    results = [node for site in sites for each in site.all for node in (each.call, each.lse) if node is not None]
+    return PromptRewrite(copy, outputs, {node.name: moved[node] for node in results})
+
+
+def _operands(
+    site: AttentionSite, keys: int, emit: Callable[[fx.Node], int]
+) -> tuple[int, int, int | None, int | None]:
+    """Emit `SiteOutputs.operands`; `keys` is the output index of the stored keys."""
+    mask, sink = (None if node is None else emit(node) for node in (site.mask, site.sink_logit))
+    attended = emit(site.attended_key) if site.computed else keys
+    return emit(site.query), attended, mask, sink
 
 
 def _renumber(
@@ -126,7 +136,7 @@ def _renumber(
     graph: fx.Graph,
     sites: list[AttentionSite],
     moved: dict[fx.Node, fx.Node],
-    argument_of: dict[fx.Node, Any],
+    examples: Sequence[Any],
     policy: Policy,
     budget: Budget,
     marks: tuple[fx.Node, ...],
@@ -146,6 +156,7 @@ def _renumber(
         size = budgets.window_for(policy, budget, count, valid)
         return renumber.window_mask(mask, causal, valid_of(valid, count, query.device), size)
 
+    argument_of = dict(zip(walk.placeholders(gm.graph), examples, strict=True))
     for reader in renumber.readers(gm, sites, argument_of, renumber.fits_prompt):
         node, ids = moved[reader.node], moved[reader.ids]
         with graph.inserting_before(node):
@@ -205,3 +216,68 @@ def _scale_queries(
         scaled = graph.call_function(function, (query, valid))
     call.replace_input_with(query, scaled)
     moved[site.query] = scaled
+
+
+STATISTICS = torch.ops.kvpass.attention_statistics.default
+
+
+def prompt_scores(
+    graph: fx.Graph,
+    site: AttentionSite,
+    moved: dict[fx.Node, fx.Node],
+    valid: fx.Node | None,
+    policy: Policy,
+    budget: Budget,
+) -> dict[Statistic, fx.Node]:
+    """Add the operator of the policy's statistics and return the node of each.
+
+    The operator replaces the attention call if it can compute its output as well.
+
+    Args:
+        moved: from the nodes of the site to those of `graph`; its call's is replaced with the call.
+        valid: bool [B or 1, q], or None when no token is padding.
+    """
+    if not policy.statistics:
+        return {}
+    query = moved[site.query]
+    rows = graph.call_function(operator.getitem, (query, (slice(None), 0, slice(None), 0)))
+    everyone = graph.call_function(torch.ones_like, (rows,), {"dtype": torch.bool})  # [B, q]
+    present = everyone if valid is None else graph.call_function(torch.logical_and, (valid, everyone))
+    fused = _in_one_operator(site, policy)
+    mask, sink_logit = (None if node is None else moved[node] for node in (site.mask, site.sink_logit))
+    heads = 1 if site.computed else int(value(site.grown_key).shape[1])
+    values = moved[op_table.bound(site.call)["value"]] if fused else None
+    tensors = query, moved[site.attended_key], values, mask, sink_logit
+    request = statistics.requested(policy, site.causal, site.scale, site.cap, heads, budget, site.spread)
+    results = graph.call_function(STATISTICS, (*tensors, present, None, request))
+    if fused:
+        _replace(site, moved, _item(graph, results, 0))
+    return {name: _item(graph, results, i) for i, name in enumerate(statistics.names(policy), int(fused))}
+
+
+def _in_one_operator(site: AttentionSite, policy: Policy) -> bool:
+    """Check whether one operator can compute attention and scores of a prompt.
+
+    Attention that the model spells out keeps its own roundings. Causal attention must be causal from the first key on.
+    """
+    call = op_table.bound(site.call)
+    tensors = [value(node) for node in (site.query, call["key"], call["value"])]
+    by_library = call["scores"] is None and call["hidden"] is None and site.lse is None
+    whole = not site.causal or expr(site.queries) == expr(value(site.attended_key).shape[2])
+    plain_mask = site.mask is None or (value(site.mask).ndim == 4 and not site.causal)
+    fits = by_library and whole and plain_mask and not policy.renumbers
+    query, key, values = tensors
+    return fits and query.dtype == value(site.call).dtype and statistics.in_one_operator(policy, query, key, values)
+
+
+def _item(graph: fx.Graph, results: fx.Node, index: int) -> fx.Node:
+    return graph.call_function(operator.getitem, (results, index))
+
+
+def _replace(site: AttentionSite, moved: dict[fx.Node, fx.Node], output: fx.Node) -> None:
+    """Have `output` stand for the call."""
+    call = moved[site.call]
+    output.meta = dict(call.meta)
+    call.replace_all_uses_with(output)
+    call.graph.erase_node(call)
+    moved[site.call] = output

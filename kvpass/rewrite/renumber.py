@@ -8,6 +8,7 @@ do not change before a token is evicted.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,12 +16,14 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.rotary import find_rotary
-from kvpass.capture.sites import AttentionSite
 from kvpass.errors import UnsupportedGraph
 from kvpass.fx import op_table, shapes, walk
 from kvpass.fx.walk import ancestors, is_tensor, name_of, value
 from kvpass.policies.budgets import window_starts
+from kvpass.rewrite.context import StepContext
+from kvpass.rewrite.logs import Record
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,11 +100,12 @@ def _angle_readers(gm: fx.GraphModule, sites: list[AttentionSite]) -> list[Reade
     """Return the nodes that turn position ids into the angles of a rotary embedding."""
     rotaries = [find_rotary(gm, site) for site in sites]
     positions = dict.fromkeys(rotary.position for rotary in rotaries if rotary is not None)
-    return [_reader(user, node, sites) for node in positions for user in node.users if _is_angle(user)]
-
-
-def _is_angle(node: fx.Node) -> bool:
-    return is_tensor(node) and value(node).is_floating_point()
+    return [
+        _reader(user, node, sites)
+        for node in positions
+        for user in node.users
+        if (is_tensor(user) and value(user).is_floating_point())
+    ]
 
 
 def fits_prompt(ids: Tensor) -> bool:
@@ -129,20 +133,6 @@ def fits_step(seen: Tensor, length: Tensor) -> Plausible:
     return fits
 
 
-def count_cached(ids: Tensor, along: int, position: Tensor, seen: Tensor, queries: int, last: int) -> Tensor:
-    """Return ids of new tokens minus the number of evicted tokens, and at most `last`.
-
-    Args:
-        ids, along: as the model's code computes them; see `Reader`.
-        position: int64 [B, H', C], of the cached tokens; seen: int64 [B].
-        queries: the number of new tokens.
-    """
-    held = (position[:, 0] >= 0).sum(-1)  # [B]
-    index = held[:, None] + torch.arange(queries, device=ids.device)
-    shift = (seen - held)[:, None] + (index - last).clamp(min=0)  # [B, q]
-    return _subtracted(ids, along, shift)
-
-
 def count_in_windows(ids: Tensor, along: int, valid: Tensor, size: int | Tensor) -> Tensor:
     """Return ids of a prompt, counted from the start of each token's window; see `window_starts`."""
     return _subtracted(ids, along, window_starts(valid, size))
@@ -168,3 +158,41 @@ def window_mask(mask: Tensor | None, causal: bool, valid: Tensor, size: int | Te
     if mask.dtype == torch.bool:
         return mask & same_window
     return torch.where(same_window, mask, torch.finfo(mask.dtype).min)
+
+
+def renumber_ids(step: StepContext) -> Record:
+    """Replace position ids by those of cached tokens for all nodes that read them.
+
+    Raises:
+        UnsupportedGraph: no node can be shown to read position ids.
+    """
+    if not step.layouts[0].policy.renumbers:
+        return Record(left={"position ids": "the policy does not renumber"})
+    names, tensors = step.slots[0].names, step.slots[0].tensors()
+    seen, length = (tensors[names.index(name)] for name in ("seen", "length"))
+    found = readers(step.gm, step.sites, step.argument_of, fits_step(seen, length))
+    # The first layer's step writes to its slots.
+    late = any(step.sites[0].call < reader.node for reader in found)
+    nodes = step.copied_slots(0) if late else step.slot_inputs[0]
+    metadata = [nodes[names.index("position")], nodes[names.index("seen")]]
+    for i, reader in enumerate(found):
+        inputs = [reader.ids, *metadata]
+        function = functools.partial(_count_cached, reader.along, step.queries, step.layouts[0].policy.last_position())
+        ids = step.compute(function, inputs, reader.node, f"kvpass_ids_{i}")[0]
+        ids.meta["example_value"] = value(reader.ids)
+        reader.node.replace_input_with(reader.ids, ids)
+    return Record([reader.node.name for reader in found])
+
+
+def _count_cached(along: int, queries: int, last: int, ids: Tensor, position: Tensor, seen: Tensor) -> list[Tensor]:
+    """Return ids of new tokens minus the number of evicted tokens, and at most `last`.
+
+    Args:
+        along, ids: as the model's code computes them; see `Reader`.
+        queries: the number of new tokens.
+        position: int64 [B, H', C], of the cached tokens; seen: int64 [B].
+    """
+    held = (position[:, 0] >= 0).sum(-1)  # [B]
+    index = held[:, None] + torch.arange(queries, device=ids.device)
+    shift = (seen - held)[:, None] + (index - last).clamp(min=0)  # [B, q]
+    return [_subtracted(ids, along, shift)]

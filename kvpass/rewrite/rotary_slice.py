@@ -14,16 +14,16 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.rotary import Rotary, find_rotary
-from kvpass.capture.sites import AttentionSite
 from kvpass.errors import UnsupportedGraph
 from kvpass.fx import alias, splicing, walk
 from kvpass.fx.precision import upcast
 from kvpass.fx.shapes import Sizes, expr
 from kvpass.fx.splicing import Slice
 from kvpass.fx.walk import value
+from kvpass.lowering.attend import RotaryPairs, pairs_of, weights_of
 from kvpass.lowering.formats import Sections
-from kvpass.lowering.rope import RotaryPairs, pairs_of, weights_of
 from kvpass.rewrite.mask_slice import check_not_overwritten
 from kvpass.rewrite.sections import PaddedSections, SectionInterpreter
 from kvpass.torch_private import symbolic_shapes
@@ -126,7 +126,7 @@ class RotarySlice:
             heads = torch.vmap(lambda row, index: slots(tuple(part[None] for part in row), index), (None, 0))  # over H'
             return [_head_by_head(section[:, :, 0]) for section in torch.vmap(heads)(parts, rank)]
         rotated = torch.vmap(torch.vmap(lambda index: slots(parts, index)))(rank)
-        return [_head_by_head(_row_by_row(section)) for section in rotated]
+        return [_head_by_head(section.diagonal(0, 0, 2).movedim(-1, 0)) for section in rotated]
 
     def for_one_key(self) -> RotarySlice:
         """Return the slice for one row and one query; itself unless random keys are rotated independently.
@@ -215,11 +215,6 @@ def probe_rotaries(
             cut = cut_rotary(gm, site, rotary, sizes)
             found[angles] = cut.probe(splicing.computing(gm, list(cut.angles.bound))(*arguments), device)
     return torch.cat(list(found.values())) if found else None
-
-
-def _row_by_row(rotated: Tensor) -> Tensor:
-    """Select each row at its own positions: [B, H', B, Hkv, N, d] to [B, H', Hkv, N, d]."""
-    return rotated.diagonal(0, 0, 2).movedim(-1, 0)
 
 
 def _head_by_head(rotated: Tensor) -> Tensor:

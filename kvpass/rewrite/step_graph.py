@@ -1,17 +1,78 @@
-"""Copy a step graph for its rewrite, and answer questions about its nodes and its call."""
+"""Describe the call that a step graph is rewritten for, and copy the graph for its rewrite."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable
 from typing import Any
 
+import sympy  # type: ignore[import-untyped]
 import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass.fx import walk
+from kvpass.cache.slots import Layout, Slots
+from kvpass.capture.canonical import AttentionSite
+from kvpass.errors import UnsupportedGraph
+from kvpass.fx import shapes, splicing, walk
+from kvpass.fx.shapes import Sizes
 from kvpass.fx.walk import value
-from kvpass.rewrite.call import StepCall
-from kvpass.torch_private import fx_nodes
+from kvpass.torch_private import fx_nodes, symbolic_shapes, tensors
+
+
+@dataclasses.dataclass(frozen=True)
+class PaddingInputs:
+    """Name the inputs that mark padding, see `kvpass.capture.padding_analysis`.
+
+    Attributes:
+        sites: for each site, the inputs that mark padding in all masks on its cache.
+        known: the inputs whose entry is known to be one for every cached token.
+    """
+
+    sites: tuple[tuple[fx.Node, ...], ...]
+    known: frozenset[fx.Node]
+
+    def moved(self, to: dict[fx.Node, fx.Node]) -> PaddingInputs:
+        """Return the inputs in a copy of the graph; `to` maps each node to its copy."""
+        sites = tuple(tuple(to[node] for node in nodes) for nodes in self.sites)
+        return PaddingInputs(sites, frozenset(to[node] for node in self.known))
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCall:
+    """Combine a canonical step graph with the call that it is rewritten for.
+
+    Attributes:
+        gm, sites: the graph, which is not modified, and its attention on caches.
+        layouts, slots: of each layer.
+        arguments: Dynamo's arguments.
+        sizes: the values of the graph's symbols in this call.
+        seen: the number of tokens before this call.
+        windows: for each layer, how many tokens the model stores, None for all.
+        padding_inputs: the inputs that mark padding.
+        compact: whether the policy compacts the slots in this step.
+        dynamic_dims: the layouts with symbols for the sizes that differ between calls; empty if there are none.
+    """
+
+    gm: fx.GraphModule
+    sites: list[AttentionSite]
+    layouts: list[Layout]
+    slots: list[Slots]
+    arguments: tuple[Any, ...]
+    sizes: Sizes
+    seen: int
+    windows: tuple[int | None, ...]
+    padding_inputs: PaddingInputs
+    compact: bool = False
+    dynamic_dims: list[Layout] = dataclasses.field(default_factory=list)
+
+    def with_layouts(self, change: Callable[[Layout], Layout]) -> StepCall:
+        """Return the call with changed layouts; its slots then hold no data."""
+        layouts, dynamic_dims = [change(each) for each in self.layouts], [change(each) for each in self.dynamic_dims]
+        slots = [each.on_meta(layout) for each, layout in zip(self.slots, layouts, strict=True)]
+        return dataclasses.replace(self, layouts=layouts, dynamic_dims=dynamic_dims, slots=slots)
 
 
 class StepGraph:
@@ -32,6 +93,7 @@ class StepGraph:
         slot_inputs: for each layer, the placeholders of its slots' tensors, in the order of `Slots.names`.
         new_inputs: all of these placeholders, and those of the policy's own tensors.
         length: int64 without dimensions, the number of tokens seen, padding included.
+        size_nodes: the nodes of sizes that stay dynamic.
     """
 
     def __init__(self, call: StepCall, whole: bool = False) -> None:
@@ -57,6 +119,7 @@ class StepGraph:
         self.slot_inputs: list[list[fx.Node]] = []
         self.new_inputs: set[fx.Node] = set()
         self.length: fx.Node
+        self.size_nodes = SizeNodes(self)
 
     @property
     def decodes_on_gpu(self) -> bool:
@@ -102,6 +165,123 @@ class StepGraph:
         """Return the device of a node's tensor; inputs that kvpass adds are where the slots are."""
         is_new = value(node).device.type == "meta" or node in self.new_inputs
         return self.device if is_new else value(node).device
+
+    def compute(
+        self, function: Callable[..., list[Tensor]], nodes: list[fx.Node], before: fx.Node, name: str
+    ) -> list[fx.Node]:
+        """Splice a function of the values of nodes in before another node; return its result nodes."""
+        return self.splice(self.trace(function, nodes), nodes, before, name)
+
+    def trace(self, function: Callable[..., Any], nodes: list[fx.Node], layer: int | None = None) -> fx.GraphModule:
+        """Trace a function of the values of nodes, for `splice`.
+
+        Dynamic sizes become inputs as well, because the function may read them elsewhere: those of `layer` if it is
+        given.
+        """
+        count, inputs = len(nodes), [*nodes, *self._size_nodes_of(layer)]
+        with tensors.fake_mode(self.sizes.open) as fake:
+            examples = [fake(self.example(node)) for node in inputs]
+            return tensors.trace(lambda *values: function(*values[:count]), examples)
+
+    def splice(
+        self, traced: fx.GraphModule, nodes: list[fx.Node], before: fx.Node, name: str, layer: int | None = None
+    ) -> list[fx.Node]:
+        """Splice a traced function in before a node; return its result nodes.  Equal layers may share a trace."""
+        return splicing.splice(self.gm, traced, [*nodes, *self._size_nodes_of(layer)], before, name)
+
+    def _size_nodes_of(self, layer: int | None) -> list[fx.Node]:
+        return self.size_nodes.all if layer is None else self.size_nodes.for_layer(layer)
+
+
+_FUNCTIONS = {"Add": operator.add, "Mul": operator.mul}
+
+
+class SizeNodes:
+    """The nodes of dynamic sizes in a step graph, each created once."""
+
+    def __init__(self, step: StepGraph) -> None:
+        self._step = step
+        self._made: dict[sympy.Expr, fx.Node] = {}
+        self._emitted: list[fx.Node] = []  # in the order of the graph
+
+    @functools.cached_property
+    def all(self) -> list[fx.Node]:
+        """The nodes of all symbols that an argument or a tensor of the graph has."""
+        return [self._node(symbol) for symbol in self._symbols]
+
+    def for_layer(self, layer: int) -> list[fx.Node]:
+        """Return these nodes without other layers' own capacities; their order is the same for all layers."""
+        layer_of = self.layer_of
+        return [self._node(symbol) for symbol in self._symbols if layer_of.get(symbol, layer) == layer]
+
+    @functools.cached_property
+    def layer_of(self) -> dict[sympy.Symbol, int]:
+        """The layer of each symbol that is the capacity of one layer alone."""
+        own = self._step.sizes.open.alike if self._step.sizes.open else frozenset()
+        capacities = enumerate(map(shapes.expr, self._step.capacities))
+        return {capacity: layer for layer, capacity in capacities if capacity in own}
+
+    @functools.cached_property
+    def _symbols(self) -> list[sympy.Symbol]:
+        """The symbols of `all`: budgets are left out, because no tensor has a budget for a size."""
+        step = self._step
+        if step.sizes.open is None:
+            return []
+        budgets = {shapes.expr(layout.budget) for layout in step.layouts} - set(map(shapes.expr, step.capacities))
+        return [symbol for symbol in step.sizes.open.symbols if symbol not in budgets]
+
+    def of(self, size: Any) -> Any:
+        """Return the number or the node of a size that does not grow.
+
+        Raises:
+            UnsupportedGraph: it is neither a sum nor a product of sizes, or no argument has it.
+        """
+        return size if isinstance(size, int) else self._number(shapes.expr(size))
+
+    def has(self, node: fx.Node) -> bool:
+        """Return whether a node is the node of a dynamic size."""
+        return node in self._made.values()
+
+    def _number(self, expression: sympy.Expr) -> Any:
+        return int(expression) if expression.is_Integer else self._node(expression)
+
+    def _node(self, expression: sympy.Expr) -> fx.Node:
+        if expression not in self._made:
+            made = self._source(expression) if expression.is_Symbol else self._computed(expression)
+            self._made[expression] = made
+        return self._made[expression]
+
+    def _source(self, symbol: sympy.Symbol) -> fx.Node:
+        """Return the placeholder of a number, or a node that reads the capacity from the slots."""
+        step = self._step
+        for layer, capacity in enumerate(step.capacities):
+            if symbol == shapes.expr(capacity):
+                return self._call(symbolic_shapes.SIZE, step.slot(layer, "position"), 2, size=capacity)
+        for argument in filter(walk.is_size, step.placeholders):
+            if not step.sizes.grows(argument) and shapes.expr(step.sizes.fixed(argument)) == symbol:
+                return argument
+        raise UnsupportedGraph(f"no argument is the size {symbol}")
+
+    def _computed(self, expression: sympy.Expr) -> fx.Node:
+        function = _FUNCTIONS.get(expression.func.__name__)
+        if function is None:
+            raise UnsupportedGraph(f"the size {expression} is neither a sum nor a product")
+        terms = [self._number(term) for term in expression.args]
+        node, part = terms[0], expression.args[0]
+        for term, addend in zip(terms[1:], expression.args[1:], strict=True):
+            part = expression.func(part, addend)
+            node = self._call(function, node, term, size=self._step.sizes.fixed_part(part))
+        result: fx.Node = node
+        return result
+
+    def _call(self, function: Any, *args: Any, size: Any) -> fx.Node:
+        graph = self._step.graph
+        first = next(node for node in graph.nodes if node.op != "placeholder")
+        with graph.inserting_after(self._emitted[-1]) if self._emitted else graph.inserting_before(first):
+            node = graph.call_function(function, args)
+        node.meta["example_value"] = size
+        self._emitted.append(node)
+        return node
 
 
 def has_loose_strides(tensor: Any) -> bool:

@@ -1,9 +1,12 @@
-"""Bookkeeping of layer caches around the graphs: capacity, token counts, policy clocks and admission of chunks."""
+"""Bookkeeping of layer caches around the graphs: capacity, counts, clocks, pinned tokens, admission of chunks."""
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +17,7 @@ from kvpass.cache.handle import LayerCache
 from kvpass.cache.slots import Chunk, Slots, admit
 from kvpass.errors import BudgetError
 from kvpass.policies.base import Policy
+from kvpass.policies.pinned_tokens import Pins
 from kvpass.torch_private import dynamo
 
 
@@ -115,19 +119,13 @@ def count(caches: list[LayerCache], queries: int, clocks: Sequence[tuple[Any, ..
             cache.clocks = clock
 
 
-def keeps_clock(policy: Policy) -> bool:
-    """Return whether the host keeps a clock for the policy."""
-    return bool(policy.clock((), 1, 1 << 30))
-
-
 def valid_counts(policy: Policy, valid: Tensor) -> list[int]:
     """Return the number of real tokens of each row for policies with a clock, else an empty list.
 
     Reading the counts waits for the device.
     """
-    if not keeps_clock(policy):
-        return []
-    counts: list[int] = valid.sum(-1).tolist()
+    keeps_clock = bool(policy.clock((), 1, 1 << 30))
+    counts: list[int] = valid.sum(-1).tolist() if keeps_clock else []
     return counts
 
 
@@ -153,3 +151,43 @@ def lengthened(past: Tensor, dim: int, count: int) -> Tensor:
     empty = past.new_full((), torch.nan).expand(shape)
     dynamo.mark_growing(empty, dim)
     return empty
+
+
+_GIVEN: contextvars.ContextVar[Pins | None] = contextvars.ContextVar("kvpass_pins", default=None)
+
+
+@contextlib.contextmanager
+def pinning(pins: Pins | None) -> Iterator[None]:
+    """Return a context in which a call of a compiled model pins these of its new tokens.
+
+    A model's forward has no argument for pins, and its graph must not depend on them.
+    """
+    token = _GIVEN.set(pins)
+    try:
+        yield
+    finally:
+        _GIVEN.reset(token)
+
+
+def given_pins() -> Pins | None:
+    """Return the pins of the call that is running, None if it pins nothing."""
+    return _GIVEN.get()
+
+
+def pins_for(cache: LayerCache) -> Pins | None:
+    """Return the pins of the running call for a layer that the backend's policy governs, else None."""
+    return _GIVEN.get() if cache.layout.policy is cache.backend.policy else None
+
+
+def room_on_top(tokens: int) -> int:
+    """Return the slots for `tokens` pinned tokens beside the budget: a power of two, so that prompts share graphs."""
+    return 1 << (tokens - 1).bit_length() if tokens > 0 else 0
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return the bytes of memory that a device has free; None if the system does not report them."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    file = Path("/proc/meminfo")
+    lines = file.read_text(encoding="ascii").splitlines() if device.type == "cpu" and file.is_file() else []
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)

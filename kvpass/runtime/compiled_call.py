@@ -20,7 +20,7 @@ from kvpass import cache_names
 from kvpass.cache.handle import Handle
 from kvpass.errors import UnsupportedGraph
 from kvpass.runtime.layer_regions import LayerRegions
-from kvpass.torch_private import dynamo, tensor_types
+from kvpass.torch_private import dynamo, tensors
 
 UNCOMPILED = (
     "the model returned an ordinary cache, which grows: torch ran the attention, or the update of the "
@@ -89,9 +89,9 @@ class CompiledCall:
             return dynamo.uncompiled_call(self.model)(*arguments, **named)
         for given in (*arguments, *named.values()):
             _check_kind(getattr(given, "self_attention_cache", given))
-        named = {name: _dense(value) for name, value in cache_names.renamed(named, self.taken).items()}
+        named = {name: dense(value) for name, value in cache_names.renamed(named, self.taken).items()}
         given = (*arguments, *named.values())
-        cache = next((value for value in given if _is_ours(value)), None)
+        cache = next((value for value in given if _has_handles(value)), None)
         before = _ordinary(given) if self.strict else []
         with _for_length_of(cache, given), _for_counts_of(cache), _running():
             made = self.regions.run(self.call, arguments, named)
@@ -166,11 +166,9 @@ class _State:
         return {**state, dynamo.COMPILED_CALL: caller, "__getstate__": _State(caller)}
 
 
-class _NoBatches:
-    """A replacement for methods that generate with a cache of their own: it raises `UnsupportedGraph`."""
-
-    def __call__(self, *_: Any, **__: Any) -> Any:
-        raise UnsupportedGraph(BATCHES)
+def _refuse_batches(*_: Any, **__: Any) -> Any:
+    """Stand in for methods that generate with a cache of their own."""
+    raise UnsupportedGraph(BATCHES)
 
 
 def compile_module(model: torch.nn.Module, backend: Any, strict: bool, regions: LayerRegions) -> CompiledCall:
@@ -180,8 +178,8 @@ def compile_module(model: torch.nn.Module, backend: Any, strict: bool, regions: 
     _put(model, guarded)
     for name in ("generate_batch", "init_continuous_batching"):
         if strict and hasattr(type(model), name):
-            model.__dict__[name] = _NoBatches()
-        elif isinstance(model.__dict__.get(name), _NoBatches):
+            model.__dict__[name] = _refuse_batches
+        elif model.__dict__.get(name) is _refuse_batches:
             del model.__dict__[name]
     return guarded
 
@@ -228,7 +226,7 @@ def _for_length_of(cache: Any, given: tuple[Any, ...]) -> contextlib.AbstractCon
     if not isinstance(first, Handle) or first.shape[2] != 1:
         return contextlib.nullcontext()
     for tokens in (value for value in given if isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == 1):
-        tensor_types.stays(tokens, 1)
+        tensors.stays(tokens, 1)
     return dynamo.one_like_other_sizes()
 
 
@@ -273,19 +271,17 @@ def _check_kind(cache: Any) -> None:
         )
 
 
-def _dense(value: Any) -> Any:
-    return dense(value) if isinstance(value, Tensor) and value.ndim == 2 else value
-
-
-def dense(tokens: Tensor) -> Tensor:
-    """Return tokens [B, n] as a contiguous tensor that is not a view.
+def dense(argument: Any) -> Any:
+    """Return an argument, tokens [B, n] as a contiguous tensor that is not a view.
 
     Chunks of a prompt arrive as slices of a longer tensor.  Dynamo traces a slice anew for its strides, which a slice
     of a single row keeps even when it is contiguous, and for the tensor that it views.
     """
-    if tokens.stride() == (tokens.shape[1], 1) and not tensor_types.is_view(tokens):
-        return tokens
-    return tokens.clone(memory_format=torch.contiguous_format)
+    if not isinstance(argument, Tensor) or argument.ndim != 2:
+        return argument
+    if argument.stride() == (argument.shape[1], 1) and not tensors.is_view(argument):
+        return argument
+    return argument.clone(memory_format=torch.contiguous_format)
 
 
 def grows(made: Any) -> bool:
@@ -315,7 +311,7 @@ def _is_object(value: Any) -> bool:
 def _ordinary(given: tuple[Any, ...]) -> list[tuple[Any, int]]:
     """Return the cache objects among arguments that hold no handles, each with its number of stored tokens."""
     objects = [value for value in given if _is_object(value)]
-    return [(value, ordinary_tokens(value)) for value in objects if not any(map(_is_handle, _keys(value)))]
+    return [(value, ordinary_tokens(value)) for value in objects if not _has_handles(value)]
 
 
 def _have_grown(caches: list[tuple[Any, int]]) -> bool:
@@ -325,17 +321,10 @@ def _have_grown(caches: list[tuple[Any, int]]) -> bool:
 
 def ordinary_tokens(cache: Any) -> int:
     """Return the number of tokens that a cache object or nested tuples store; 0 for a cache of kvpass."""
-    keys = _keys(cache)
-    if any(map(_is_handle, keys)):
-        return 0
-    return max((key.shape[2] for key in keys if key.ndim == 4), default=0)
+    return 0 if _has_handles(cache) else max((key.shape[2] for key in _keys(cache) if key.ndim == 4), default=0)
 
 
-def _is_handle(key: Tensor) -> bool:
-    return isinstance(key, Handle)
-
-
-def _is_ours(value: Any) -> bool:
+def _has_handles(value: Any) -> bool:
     """Return whether an argument, under any name, is a cache whose keys are handles."""
     return not isinstance(value, Tensor) and any(isinstance(key, Handle) for key in _keys(value))
 

@@ -1,88 +1,222 @@
-"""Interface between the runtime and the backend: settings, graph rewriting, compilation and shared records."""
+"""The settings of a backend, and how it rewrites and compiles the graphs of prompts and steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, Protocol
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, Literal
 
 import torch
 import torch.fx as fx
 
+from kvpass.lowering import graph_passes, layer_dedup
 from kvpass.lowering.formats import KVDtype
+from kvpass.lowering.graph_passes import check_rows, look_up_unchecked, write_out_sums
+from kvpass.lowering.replay import Replayed
+from kvpass.lowering.row_products import decompose_products
 from kvpass.policies.base import Policy
-from kvpass.rewrite.call import StepCall
+from kvpass.rewrite import logs
 from kvpass.rewrite.context import StepContext
-from kvpass.rewrite.result import StepRewrite
+from kvpass.rewrite.logs import Record
+from kvpass.rewrite.pipeline import StepRewrite, rewrite_step
+from kvpass.rewrite.step_graph import StepCall
 from kvpass.rewrite.validation.lockstep import Validation
 from kvpass.runtime.kv_store import KVStore
 from kvpass.runtime.model_identity import PlansByModel, SeenTensors
-from kvpass.torch_private.symbolic_shapes import SymbolicSizes
+from kvpass.runtime.recorder import Recorder
+from kvpass.torch_private import dynamo, fx_nodes, inductor, symbolic_shapes
+
+Positions = Literal["absolute", "cache"]
+Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+Inner = str | Compile
+
+Reshape = Callable[[fx.Graph], None]
+"""A function that changes the operators of a graph in place before they are lowered."""
 
 
-class Compiler(Protocol):
-    """The backend, as the runtime sees it.
+@dataclasses.dataclass(frozen=True)
+class Compiler:
+    """A backend, as the runtime sees it.
 
     Attributes:
         policy: the eviction policy.
-        budget: the budget, as the user gave it.
-        kv_dtype: the storage format of cached rows; None for the model's own dtype.
-        crop: the largest number of trailing tokens that `LayerCache.crop` can remove.
-        validates: whether the first rewrite of a step graph is compared with the original graph.
-        kv_store: the storage of cached tokens: slots or reference lists.
-        plans: the first plan of each model's layers.
-        stepped: tensors that make the keys of layers which have run a step.
-        layers: a counter that numbers the caches in the order in which they are made.
+        budget, positions, inner, mode, options, strict, validate, kv_dtype, crop: as of `kvpass.backend`, with
+            `options` as sorted pairs.
+        recorder: collects facts for a report; None outside of `kvpass.explain`.
+        plans: the first plan of each model's layers, for policies that keep to their first plan.
     """
 
-    @property
-    def policy(self) -> Policy: ...
-    @property
-    def budget(self) -> int | float | None: ...
-    @property
-    def kv_dtype(self) -> KVDtype | None: ...
-    @property
-    def crop(self) -> int: ...
-    @property
-    def validates(self) -> bool: ...
-    @property
-    def kv_store(self) -> KVStore: ...
-    @property
-    def plans(self) -> PlansByModel: ...
-    @property
-    def stepped(self) -> SeenTensors: ...
-    @property
-    def layers(self) -> Iterator[int]: ...
+    policy: Policy
+    budget: int | float | None
+    positions: Positions | None
+    inner: Inner
+    mode: str | None
+    options: tuple[tuple[str, Any], ...]
+    strict: bool
+    validate: bool = True
+    kv_dtype: KVDtype | None = None
+    crop: int = 0
+    deduplicates: bool = dataclasses.field(default=True, repr=False)
+    """Whether equal layers share one compilation (`kvpass.lowering.layer_dedup`); turn off for comparisons only."""
+    replays: bool = dataclasses.field(default=True, repr=False)
+    """Whether CPU steps run without Inductor's Python (`kvpass.lowering.replay`); turn off for comparisons only."""
+    recorder: Recorder | None = dataclasses.field(default=None, compare=False, repr=False)
+    plans: PlansByModel = dataclasses.field(default_factory=PlansByModel, compare=False, repr=False)
+    stepped: SeenTensors = dataclasses.field(default_factory=SeenTensors, compare=False, repr=False)
+    """The tensors that make the keys of layers which have run a step."""
+    layers: Iterator[int] = dataclasses.field(default_factory=itertools.count, compare=False, repr=False)
+    """A counter that numbers the layer caches in the order in which they are made."""
 
-    def rewrite(self, call: StepCall) -> tuple[StepContext, StepRewrite]:
-        """Rewrite a step graph for a call, and return the context of the rewrite and its result."""
-        ...
+    @property
+    def family(self) -> tuple[Any, ...]:
+        """Settings that two backends must share for one to continue the other's caches."""
+        return (self.policy, self.budget, self.positions, self.kv_dtype, self.crop, self.kv_store)
+
+    @property
+    def kv_store(self) -> KVStore:
+        """Storage of cached tokens: slots, or lists of the eager reference."""
+        if self.inner != "reference":
+            return KVStore()
+        from kvpass.runtime.reference_store import ReferenceStore  # compiled models need no import of the references
+
+        return ReferenceStore()
+
+    @property
+    def validates(self) -> bool:
+        """True if the first rewrite of each graph is validated."""
+        return self.validate and not self.kv_store.is_reference
+
+    @property
+    def prefers_ranks(self) -> bool:
+        """True if positions are to be by cache, 0..n-1 over the cached tokens, where the model allows it."""
+        return (self.positions or self.policy.positions) == "cache"
+
+    def spending(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Return a context whose running time is added to a name in the report's `Timings`."""
+        return self.recorder.watch.spending(name) if self.recorder else contextlib.nullcontext()
+
+    def note_validation(self, graph: Literal["prompt", "step"], done: Validation) -> None:
+        """Record the result of the validation of a rewritten graph."""
+        if self.recorder is not None:
+            self.recorder.watch.add("validation", done.seconds)
+            came = "equal" if done.skipped is None else f"left out, as {done.skipped}"
+            came += f", but for {len(done.left_out)} left out, the first as {done.left_out[0]}" if done.left_out else ""
+            compared = {"prompt": "prompt against the model's", "step": "step beside the model's own"}[graph]
+            self.recorder.notes.append(f"the rewritten {compared}: {came} ({done.seconds:.2f} s)")
 
     def compile_prompt(
         self, gm: fx.GraphModule, examples: Sequence[Any], layers: Sequence[fx.Node] = ()
     ) -> Callable[..., Any]:
-        """Compile a prompt graph; `layers` has one node of each layer, in the order of layers."""
-        ...
+        """Compile a prompt graph.
+
+        Args:
+            layers: one node of each layer, for the deduplication of layers; empty to compile the graph whole.
+        """
+        with self.spending("compiler"):
+            return self._compile_inner(gm, examples, {}, _reshape_prompt, layers)
 
     def compile_step(
-        self, gm: fx.GraphModule, examples: Sequence[Any], ranked: bool, chunk: bool, sizes: SymbolicSizes | None
+        self,
+        gm: fx.GraphModule,
+        examples: Sequence[Any],
+        ranked: bool,
+        chunk: bool,
+        sizes: symbolic_shapes.SymbolicSizes | None,
     ) -> Callable[..., Any]:
-        """Compile a rewritten step graph for one token or, with `chunk`, for several; `sizes` are the dynamic sizes."""
-        ...
+        """Compile a rewritten step graph; `sizes` are its dynamic sizes, None if all are static."""
+        layers, alike = layer_dedup.readers_of_slots(gm), sizes.alike if sizes else frozenset()
+        with self.spending("compiler"):
+            run = self._compile_inner(gm, examples, self._for_steps(ranked), _reshape, layers, alike)
+        repeats = self.replays and self.inner == "inductor" and not chunk and inductor.on_cpu(examples)
+        return Replayed(run) if repeats else run
 
     @property
     def compiles_at_once(self) -> bool:
         """True if the graph of a chunk is compiled at its first run, False if at its second."""
-        ...
+        return False
 
     @property
     def compiles_prompts_at_once(self) -> bool:
-        """True if a static prompt graph on a CPU is compiled at its first run, False if at its second."""
-        ...
+        """True if a static prompt graph on a CPU is compiled at its first run, False if at its second.
+
+        Compilation is immediate if it costs nothing, and for a report, which describes the compilation.
+        """
+        return self.inner != "inductor" or self.compiles_at_once or self.recorder is not None
 
     def has_dynamic_sizes(self, device: torch.device) -> bool:
-        """Return whether the inner compiler supports dynamic sizes for a device."""
-        ...
+        """Return whether the inner compiler supports dynamic sizes for a device; they are untested on GPUs."""
+        return self.inner in ("inductor", "eager") and device.type == "cpu"
 
-    def note_validation(self, graph: Literal["prompt", "step"], done: Validation) -> None:
-        """Record the result of the validation of a rewritten graph."""
-        ...
+    def step_patches(self, ranked: bool) -> dict[str, Any]:
+        """Return the Inductor configuration for a rewritten step graph."""
+        return self._patches(self._for_steps(ranked), _reshape, None)
+
+    def _for_steps(self, ranked: bool) -> dict[str, Any]:
+        in_order = inductor.KEEP_THE_ORDER if self.policy.merges else {}
+        return inductor.FEWER_LAUNCHES | in_order | (inductor.FUSE_INTO_REDUCTIONS if ranked else {})
+
+    def rewrite(self, call: StepCall) -> tuple[StepContext, StepRewrite]:
+        """Rewrite a step graph onto slots, or onto the eager reference.
+
+        Raises:
+            UnsupportedGraph: the graph has an operation that cannot be computed on slots.
+        """
+        with self.spending("kvpass"):
+            context = StepContext(call, whole=self.kv_store.is_reference)
+            return context, rewrite_step(context, self.kv_store.passes, self.watch)
+
+    def watch(self, record: Record, graph: fx.Graph) -> None:
+        """Record a pass that has run, and the graph after it."""
+        logs.note_pass(record, graph)
+        if self.recorder is not None:
+            self.recorder.passes.append(record)
+            self.recorder.note_program(f"after {record.name}", graph)
+
+    def note_program(self, title: str, graph: fx.Graph) -> None:
+        """Record a graph in its present state for logs and reports."""
+        logs.note_program(title, graph)
+        if self.recorder is not None:
+            self.recorder.note_program(title, graph)
+
+    def _compile_inner(
+        self,
+        gm: fx.GraphModule,
+        examples: Sequence[Any],
+        patches: dict[str, Any],
+        reshape: Reshape,
+        layers: Sequence[fx.Node],
+        alike: Collection[Any] = (),
+    ) -> Callable[..., Any]:
+        if callable(self.inner):
+            return self.inner(gm, examples)
+        if self.inner in ("eager", "reference"):
+            return fx_nodes.code_of(gm)
+        if self.inner != "inductor":
+            return dynamo.registered_backend(self.inner)(gm, examples)
+        if self.deduplicates and layers:
+            shared = layer_dedup.compile_deduplicated(
+                gm, examples, layers, lambda part: self._patches(patches, reshape, part), alike
+            )
+            if shared is not None:
+                return shared
+        return inductor.inductor(gm, examples, self._patches(patches, reshape, gm))
+
+    def _patches(self, patches: dict[str, Any], reshape: Reshape, gm: fx.GraphModule | None) -> dict[str, Any]:
+        modes = inductor.inductor_mode(self.mode) if self.mode else {}
+        stamp = inductor.graph_pass(reshape.__name__.encode() + graph_passes.digest(gm), reshape)
+        return inductor.whole_vectors() | patches | modes | dict(self.options) | {"post_grad_custom_pre_pass": stamp}
+
+
+def _reshape_prompt(graph: fx.Graph) -> None:
+    """Change the operators of a prompt graph in place before they are lowered."""
+    look_up_unchecked(graph)
+    check_rows(graph)
+
+
+def _reshape(graph: fx.Graph) -> None:
+    """Change the operators of a step graph in place before they are lowered."""
+    _reshape_prompt(graph)
+    decompose_products(graph)
+    write_out_sums(graph)

@@ -21,8 +21,8 @@ _OTHERS = frozenset({"use_cache", "cache_position", "cache_implementation"})
 
 def set_up_compiled(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the modules to compile in place: the model, its base model, and inner modules that generate on a cache."""
-    asked = getattr(model, "get_base_model", None)
-    base = asked() if callable(asked) else None
+    get_base_model = getattr(model, "get_base_model", None)
+    base = get_base_model() if callable(get_base_model) else None
     found = [model, *([base] if isinstance(base, torch.nn.Module) else [])]
     found += [module for module in model.modules() if _generates(module)]
     return list({id(module): module for module in found}.values())

@@ -1,20 +1,28 @@
-"""Storage of cached tokens, as the runtime sees it: slots, or the lists of the eager reference."""
+"""Storage of cached tokens in slots, and the records of calls that let a cache drop its last tokens again."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
-from kvpass.cache.history import Restorable
-from kvpass.cache.slots import Chunk, Layout
-from kvpass.cache.statistics import StatisticsSpec
-from kvpass.capture.sites import AttentionSite
+from kvpass.cache import history
+from kvpass.cache.handle import LayerCache
+from kvpass.cache.history import Restorable, SlotSnapshot, UnchangedSlots
+from kvpass.cache.slots import Chunk, Layout, Slots, admit
+from kvpass.cache.statistics import StatisticsSpec, as_attention
+from kvpass.capture.canonical import AttentionSite
 from kvpass.policies.budgets import Plan
-from kvpass.policies.pinned_tokens import Pins
-from kvpass.policies.types import Clock
+from kvpass.policies.pinned_tokens import PINNED, Pins, check_pinned
+from kvpass.policies.types import Attention, Clock
 from kvpass.rewrite.context import Pass
+from kvpass.rewrite.passes import STEP_PASSES
+from kvpass.runtime.caches import adapt, keep_address, pins_for, room_on_top, take_in, valid_counts
+from kvpass.runtime.padding import indices_of
 
 
 class TakenIn(Protocol):
@@ -36,59 +44,158 @@ class TakenIn(Protocol):
         ...
 
 
-class KVStore(Protocol):
-    """Storage of cached tokens; equal stores belong to backends that can continue each other's caches.
+@dataclasses.dataclass(frozen=True)
+class TakenChunk:
+    """A chunk that was admitted to slots.
 
     Attributes:
-        asks: whether a prompt graph returns its queries, keys and masks even if the policy needs no statistics.
-        whole: whether a step's masks read per-token inputs at full length, with an entry for every token; see
-            `StepGraph`.
-        validates: whether a rewritten step can be run on random slots, beside the slots of the model.
-        spreads: whether the heads of a layer may be sharded over processes.
+        chunk: the rows of the chunk.
+        spec: the tensors from which its attention statistics are computed; None if the policy needs no statistics.
+        into: the slots that the chunk was admitted to.
+    """
+
+    chunk: Chunk
+    spec: StatisticsSpec | None
+    into: Slots
+
+    def first(self, count: int) -> TakenChunk:
+        return TakenChunk(self.chunk.first(count), self.spec and self.spec.first(count), self.into)
+
+    @torch.no_grad()
+    def take_into(self, cache: LayerCache) -> None:
+        layout, valid = cache.layout, self.chunk.valid
+        budget = layout.budget_in(cache.slots.state)
+        probs = self.spec.attention(layout.policy, valid, budget) if self.spec else Attention()
+        take_in(cache, dataclasses.replace(self.chunk, attention=probs), self.into)
+
+
+def _repeat(taken: TakenIn, cache: LayerCache, count: int) -> LayerCache:
+    """Return the cache after the first `count` tokens of a chunk, from the cache before it: a `history.Repeat`."""
+    taken, before = taken.first(count), cache.seen
+    call = _before(cache, count, chunk=True)
+    taken.take_into(cache)
+    padding = ~taken.chunk.valid
+    if bool(padding.any()):
+        cache.absent = torch.cat([cache.absent, indices_of(padding, before)], 1)
+    cache.seen += count
+    cache.calls = (dataclasses.replace(call, repeat=functools.partial(_repeat, taken)),)
+    return cache
+
+
+def calls_before(caches: list[LayerCache], queries: int) -> list[history.PastCall]:
+    """Return a record of the call about to run for each layer; an empty list if cropping is off."""
+    if not caches[0].backend.crop:
+        return []
+    roomy = all(cache.slots.capacity == cache.layout.capacity for cache in caches)
+    return [_before(cache, queries, chunk=queries > 1 or not roomy) for cache in caches]
+
+
+def _before(cache: LayerCache, queries: int, chunk: bool) -> history.PastCall:
+    """Return the record of one call; with `chunk` the graph leaves the slots unchanged, so they are not copied."""
+    kept = cache.backend.kv_store.kept(cache, chunk)
+    return history.PastCall(queries, kept, None, cache.layout, cache.seen, cache.clocks, cache.absent, cache.limits)
+
+
+def remember(caches: list[LayerCache], calls: list[history.PastCall], taken: Sequence[TakenIn | None]) -> None:
+    """Store the records of calls that have run, together with the chunks that they admitted."""
+    for index, (cache, call) in enumerate(zip(caches, calls, strict=False)):
+        chunk = taken[index]
+        again = functools.partial(_repeat, chunk) if chunk is not None and call.new > 1 else None
+        cache.calls = history.recorded(cache.calls, dataclasses.replace(call, repeat=again), cache.backend.crop)
+
+
+@dataclasses.dataclass(frozen=True)
+class KVStore:
+    """Storage in slots: a decode step writes them in place, a prompt or chunk is admitted to them.
+
+    Equal stores belong to backends that can continue each other's caches.
+
+    Attributes:
+        is_reference: whether tokens are in lists of the eager reference.  A prompt graph then returns its queries, keys
+            and masks even if the policy needs no statistics, a step's masks read per-token inputs at full length, no
+            step is run on made-up slots, and no heads are sharded over processes.
         passes: the passes over a step graph.
     """
 
+    is_reference = False
+
     @property
-    def asks(self) -> bool: ...
-    @property
-    def whole(self) -> bool: ...
-    @property
-    def validates(self) -> bool: ...
-    @property
-    def spreads(self) -> bool: ...
-    @property
-    def passes(self) -> Sequence[Pass]: ...
+    def passes(self) -> Sequence[Pass]:
+        return STEP_PASSES
 
     def admitted(
         self, layout: Layout, chunk: Chunk, spec: StatisticsSpec | None, site: AttentionSite, plan: Plan
     ) -> tuple[Any, tuple[int, ...], tuple[Clock, ...]]:
         """Return the storage of a prompt's tokens (`LayerCache.slots`), and the host's `limits` and `clocks`."""
-        ...
+        row_budgets = plan.budgets_of_rows(layout.batch)
+        slots = admit(layout, None, chunk, row_budgets)
+        keep_address(slots)
+        row_budgets = chunk.raised(layout.policy, row_budgets)
+        counts = zip(valid_counts(layout.policy, chunk.valid), row_budgets, strict=False)
+        return slots, row_budgets, tuple(layout.policy.clock((), *row) for row in counts)
 
-    def make_room(self, cache: Any, pins: Pins) -> None:
-        """Prepare a cache for a call that pins some of its new tokens.
+    def make_room(self, cache: LayerCache, pins: Pins) -> None:
+        """Prepare a cache for a call that pins some of its new tokens, before anything of the call runs.
 
         Raises:
             BudgetError: the pinned tokens leave less of the budget than the policy needs.
         """
-        ...
+        layout, slots = cache.layout, cache.slots
+        policy, capacity = layout.policy, layout.capacity
+        new = torch.full_like(pins.later, pins.mask.shape[1]) if policy.keep_prompt else pins.mask.sum(-1) + pins.later
+        if pins.on_top:
+            most = max(limit + more for limit, more in zip(cache.limits, new.tolist(), strict=True))
+            capacity = max(capacity, policy.capacity(layout.budget + room_on_top(most - layout.budget)))
+        elif PINNED in slots.state or bool(new.any()):
+            held = (slots.state[PINNED] & (slots.position >= 0)).sum(-1).amax(-1) if PINNED in slots.state else 0
+            counts = (held + new).tolist()
+            rest, pinned = min((limit - count, count) for limit, count in zip(cache.limits, counts, strict=True))
+            check_pinned(policy, pinned, rest)
+        wanted = layout.with_pins(pins.on_top)
+        adapt(cache, pins=wanted.pins, row_budgets=wanted.row_budgets, capacity=capacity)
 
-    def pin(self, cache: Any, pins: Pins) -> None:
-        """Pin the token of a decode step that is about to run."""
-        ...
+    def pin(self, cache: LayerCache, pins: Pins) -> None:
+        """Pin the token of a decode step, before the step writes it to the free slot."""
+        cache.slots.pin_next(pins)
+        if pins.on_top:
+            cache.limits = tuple(limit + int(more) for limit, more in zip(cache.limits, pins.mask[:, 0], strict=True))
 
-    def prepare(self, cache: Any, valid: Callable[[], Tensor]) -> None:
-        """Prepare a cache for a step; `valid` returns bool [B, q], False for padding among the new tokens."""
-        ...
+    def prepare(self, cache: LayerCache, valid: Callable[[], Tensor]) -> None:
+        """Prepare a cache for a step; the graph of a step on slots frees a slot itself.
 
-    def kept(self, cache: Any, chunk: bool) -> Restorable:
+        Args:
+            valid: returns bool [B, q], False for padding among the new tokens.
+        """
+
+    def kept(self, cache: LayerCache, chunk: bool) -> Restorable:
         """Return the record that restores the cache after a step, or after a chunk, that is about to run."""
-        ...
+        return UnchangedSlots(cache.slots) if chunk else SlotSnapshot.before_step(cache.layout, cache.slots)
 
-    def take_in(self, cache: Any, site: AttentionSite, results: list[Tensor]) -> TakenIn | None:
+    def take_in(self, cache: LayerCache, site: AttentionSite, results: list[Tensor]) -> TakenIn | None:
         """Admit the new tokens that a step graph returned (`StepRewrite.chunks`).
 
         Returns:
             The admitted chunk, or None for a single token on slots, which the graph itself has written.
         """
-        ...
+        if not results:
+            return None
+        layout, policy = cache.layout, cache.layout.policy
+        key, value, valid, *others = results
+        sums, operands = others[: len(policy.statistics)], others[len(policy.statistics) :]
+        attention = as_attention(policy, sums, valid, layout.spread) if sums else Attention()
+        spec = None
+        if operands:  # see `cache.step.extend_step`
+            query, keys, mask, *sink = operands
+            common = (False, site.scale, site.cap, layout.heads, layout.spread)
+            spec = StatisticsSpec(query, keys, mask, sink[0] if sink else None, *common)
+        chunk = Chunk(key, value, valid, attention, pins_for(cache))
+        take_in(cache, chunk, _spare(cache) if cache.backend.crop else None)
+        return TakenChunk(dataclasses.replace(chunk, attention=Attention()), spec, cache.slots)
+
+
+def _spare(cache: LayerCache) -> Slots:
+    """Return slots for a chunk: those from before the last chunk, whose record is dropped now, or new ones."""
+    known = [call.snapshot.slots for call in cache.calls if isinstance(call.snapshot, UnchangedSlots)]
+    alike = [slots for slots in known if slots.state.keys() == cache.slots.state.keys() and slots is not cache.slots]
+    fitting = [slots for slots in alike if slots.capacity == cache.layout.capacity]
+    return fitting[0] if fitting else Slots.empty(cache.layout)

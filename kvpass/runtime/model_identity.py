@@ -1,20 +1,24 @@
 """Identity of models and layers, read from the module tensors among the arguments of a call.
 
 One graph may serve several models, or several layers of one model, so the graph itself does not identify them.  All
-tensors are held by weak references: a tensor that is made later, even at the same address, is another tensor.
+tensors are held by weak references: a tensor that is made later, even at the same address, is another tensor.  In
+another process a model is recognised by samples of its weights (`digests`) and by its configuration.
 """
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass.capture.sites import AttentionSite
+from kvpass.capture.canonical import AttentionSite
 from kvpass.fx import walk
+from kvpass.fx.walk import tensor_bytes
 from kvpass.policies.budgets import Plan
 from kvpass.torch_private import dynamo
 
@@ -101,3 +105,41 @@ def made_elsewhere(weights: Weights, here: Sequence[Tensor], known: SeenTensors)
     if not made or not here or any(one is other for one in made for other in here):
         return False
     return any(tensor in known for tensor in made)
+
+
+SAMPLES = 1024  # numbers of a tensor that its digest reads, at even distances
+_OF_A_RUN = ("transformers_version", "use_cache", "dtype", "torch_dtype", "architectures")
+"""Entries of a configuration that do not change what a model computes."""
+
+
+def digest(tensor: Tensor) -> str:
+    """Return a digest of a tensor's shape, dtype and samples of its numbers; no numbers of a tensor without storage."""
+    made = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}".encode())
+    try:
+        flat = tensor.detach().reshape(-1)
+        count = min(SAMPLES, flat.numel())
+        indices = torch.linspace(0, flat.numel() - 1, count, dtype=torch.float64).round().long().to(flat.device)
+        made.update(tensor_bytes(flat[indices]))
+    except (RuntimeError, NotImplementedError, TypeError):  # subclasses of packed weights may have no numbers to pick
+        made.update(type(tensor).__name__.encode())
+    return made.hexdigest()[:32]
+
+
+def digests(tensors: Iterable[Any]) -> set[str]:
+    """Return the digests of weights; buffers are left out, as a model may change them while it runs."""
+    return {digest(each) for each in tensors if isinstance(each, torch.nn.Parameter)}
+
+
+def settings_of(model: Any) -> dict[str, Any]:
+    """Return the entries of a model's configuration that plain JSON can hold; empty without a configuration."""
+    to_dict = getattr(getattr(model, "config", None), "to_dict", dict)
+    entries: dict[str, Any] = to_dict()
+    plain = {name: value for name, value in entries.items() if isinstance(value, (str, int, float, type(None)))}
+    return {name: value for name, value in plain.items() if not name.startswith("_") and name not in _OF_A_RUN}
+
+
+def differences(saved: dict[str, Any], here: dict[str, Any]) -> list[str]:
+    """Return what differs between two configurations, by name; entries that one of them lacks are left out."""
+    return [
+        f"{name} is {here[name]!r}, not {value!r}" for name, value in saved.items() if here.get(name, value) != value
+    ]

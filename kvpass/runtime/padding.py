@@ -1,4 +1,4 @@
-"""Padding and position ids, read from the arguments of a call."""
+"""Padding among the tokens of a conversation, read from the inputs that mark it."""
 
 from __future__ import annotations
 
@@ -10,31 +10,18 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass.cache.handle import LayerCache
+from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.padding_analysis import padding_inputs
-from kvpass.capture.rotary import find_rotary, unreshaped
-from kvpass.capture.sites import AttentionSite
-from kvpass.errors import UnsupportedGraph
-from kvpass.fx import splicing, walk
+from kvpass.errors import CacheHandleError, UnsupportedGraph
+from kvpass.fx import walk
 from kvpass.policies.ranking import LATE
+from kvpass.rewrite.pipeline import of_new
+from kvpass.rewrite.step_graph import PaddingInputs
 
-OWN_POSITIONS = (
-    "the position ids are not 0, 1, 2, ... over the real tokens of a row, and held tokens are numbered by their rank "
-    "instead: leave position_ids out, or pass positions='absolute'"
-)
-PADDING_BETWEEN = (
-    "the position ids that the model makes do not go on one by one over the real tokens of a row, as where padding "
-    "between these counts, and held tokens are numbered by their rank instead: pad on the left, give position_ids that "
-    "count real tokens, or pass positions='absolute'"
-)
-OTHER_ANGLES = (
-    "this call rotates keys by other angles than the calls before, as where the length decides on the frequencies, and "
-    "all held keys are rotated when they are read: use positions='absolute'"
-)
 SHOWN_AGAIN = (
     "a token that the mask hid when it came, and that was left out of the cache for that, is no longer hidden; give "
     "the whole conversation anew, or leave its mask as it was"
 )
-
 HIDDEN_BEFORE = (
     "padding was hidden when it came, and left out of the cache for that, and nothing proves that the mask of this "
     "call hides it too; give rows of one length, or one row at a time"
@@ -52,89 +39,113 @@ def wrong_mask(gm: fx.GraphModule, arguments: Sequence[Any], tokens: int) -> str
     return None
 
 
-def told_by(gm: fx.GraphModule, sites: list[AttentionSite], step: bool) -> list[tuple[fx.Node, ...]]:
+def inputs_of_sites(gm: fx.GraphModule, sites: list[AttentionSite], step: bool) -> list[tuple[fx.Node, ...]]:
     """Return for each site the inputs that mark padding in all masks on its cache."""
     masks = [tuple(each.mask for each in site.all) for site in sites]
     known = {among: padding_inputs(gm, list(among), step) for among in dict.fromkeys(masks)}
     return [known[among] for among in masks]
 
 
-class PositionCheck:
-    """A check that the position ids which rotate the keys of a graph are consecutive.
+class PaddingTracker:
+    """The padding among the new tokens of a step graph's calls.
 
-    The ids are computed from the arguments of each call.  The check is for layers with
-    cache positions, which replace position ids by the rank among cached tokens.  This keeps the distances between
-    real tokens only if the ids of a row increase by one, from any first id.
+    Attributes:
+        inputs: for each site the inputs that mark padding.
+        indices: the argument index of each of these inputs.
     """
 
     def __init__(self, gm: fx.GraphModule, sites: list[AttentionSite]) -> None:
-        rotaries = [find_rotary(gm, site) for site in sites]
-        nodes = list(dict.fromkeys(unreshaped(rotary.position) for rotary in rotaries if rotary))
-        self._given = [node.op == "placeholder" for node in nodes]
-        self._module = splicing.computing(gm, nodes)
+        holders = walk.placeholders(gm.graph)
+        self._sites = sites
+        self.inputs = inputs_of_sites(gm, sites, step=True)
+        self.indices = {node: holders.index(node) for nodes in self.inputs for node in nodes}
 
-    def first(self, arguments: tuple[Any, ...], valid: Tensor) -> Tensor | None:
-        """Return the position id of each row's first real token, int64 [B]; None if no ids rotate keys.
-
-        Args:
-            valid: bool [B, q], False for padding.
+    def check_hidden(self, caches: list[LayerCache]) -> None:
+        """Check that the graph can hide padding that was left out of the cache; some models mask their prompts alone.
 
         Raises:
-            UnsupportedGraph: the ids of a row do not increase by one, or ids from the caller begin above 0.
+            UnsupportedGraph: padding was left out, and no input is known to mark padding in this graph.
         """
-        first = None
-        for ids, given in zip(self._ids(arguments, valid), self._given, strict=True):
-            offsets = _offsets(ids, valid)
-            first = torch.where(valid.any(-1), offsets.gather(-1, valid.long().argmax(-1, keepdim=True))[:, 0], 0)
-            if not bool(_is_constant(offsets, valid, torch.zeros_like(first) if given else first)):
-                raise UnsupportedGraph(self.refusal)
-        return first
+        for site, cache, nodes in zip(self._sites, caches, self.inputs, strict=True):
+            if cache.absent.shape[1] and not nodes:
+                raise UnsupportedGraph(f"{walk.source_line(site.call)}: {HIDDEN_BEFORE}")
 
-    def go_on(self, arguments: tuple[Any, ...], valid: Tensor, first: Tensor | None, seen: Tensor) -> Tensor:
-        """Return whether the ids of a step continue those of each row's earlier real tokens; a bool on the device.
+    def known(self, caches: list[LayerCache], arguments: tuple[Any, ...], queries: int) -> frozenset[int]:
+        """Return the argument indices of the padding inputs that agree with their earlier values for all cached tokens.
+
+        The rewritten graph takes these inputs to be one for every cached token; of other inputs, it looks up the entry
+        of each slot.  On a GPU the host does not wait for the comparison: if it fails, a later step raises the error.
+
+        Raises:
+            CacheHandleError: the mask shows a token that was left out of the cache as padding.
+        """
+        known = set()
+        for node, index in self.indices.items():
+            cache = next(cache for cache, nodes in zip(caches, self.inputs, strict=True) if node in nodes)
+            same, hides_absent = agreement(cache, arguments[index])
+            if same.is_cuda and queries == 1:
+                cache.deferred_checks.add(same & hides_absent)
+                known.add(index)
+                continue
+            if not bool(hides_absent):
+                raise CacheHandleError(SHOWN_AGAIN)
+            if bool(same):
+                known.add(index)
+        return frozenset(known)
+
+    def as_known(self, known: frozenset[int]) -> PaddingInputs:
+        """Return the inputs for a rewrite; `known` is a result of the method `known`."""
+        return PaddingInputs(tuple(self.inputs), frozenset(n for n, index in self.indices.items() if index in known))
+
+    def valid(self, layer: int, cache: LayerCache, arguments: tuple[Any, ...], queries: int) -> Tensor:
+        """Return bool [B, q] for a layer, False for padding among the new tokens."""
+        columns = self._columns(self.inputs[layer], arguments, cache.seen, queries)
+        return ~padding_of(columns, cache.layout.batch, queries, cache.layout.device)
+
+    def valid_rows(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> list[list[bool] | None]:
+        """Return for each layer which rows of a single token are not padding, for policies with a clock.
+
+        The entry of a layer is None if no row has padding.
+        """
+        if not any(cache.clocks for cache in caches):
+            return [None] * len(caches)
+        found = self._padding(caches, arguments, caches[0].seen, 1)
+        return [None if padding is None else (~padding[:, 0]).tolist() for padding in found]
+
+    def note(self, caches: list[LayerCache], arguments: tuple[Any, ...], before: int, queries: int) -> None:
+        """Add the positions of new padding to the caches, except for one token on a GPU, which the device counts.
 
         Args:
-            valid: bool [B, q], False for padding.
-            first: the result of the method `first`; None if the rows come from several prompts.
-            seen: the number of earlier real tokens, int64 [B].
+            before: the number of tokens seen before the call.
         """
-        fits = torch.ones((), dtype=torch.bool, device=valid.device)
-        for ids, given in zip(self._ids(arguments, valid), self._given, strict=True):
-            begin = torch.zeros_like(seen) if given else first
-            if begin is not None:
-                fits = fits & _is_constant(_offsets(ids, valid), valid, begin + seen)
-        return fits
+        for cache, padding in zip(caches, self._padding(caches, arguments, before, queries), strict=True):
+            if padding is not None:
+                cache.absent = torch.cat([cache.absent, indices_of(padding, before)], 1)
 
-    @property
-    def refusal(self) -> str:
-        """Error message for ids that are not consecutive."""
-        return OWN_POSITIONS if any(self._given) else PADDING_BETWEEN
+    def _padding(
+        self, caches: list[LayerCache], arguments: tuple[Any, ...], before: int, queries: int
+    ) -> list[Tensor | None]:
+        """Return for each layer bool [B, q], True for padding; None without padding, or if the host would wait."""
+        found: dict[tuple[fx.Node, ...], Tensor | None] = {}
+        for cache, nodes in zip(caches, self.inputs, strict=True):
+            if nodes not in found:
+                columns = self._columns(nodes, arguments, before, queries)
+                waits = queries == 1 and bool(columns) and columns[0].is_cuda
+                if waits or all(bool(column.all()) for column in columns):
+                    found[nodes] = None
+                else:
+                    found[nodes] = padding_of(columns, cache.layout.batch, queries, columns[0].device)
+        return [found[nodes] for nodes in self.inputs]
 
-    def _ids(self, arguments: tuple[Any, ...], valid: Tensor) -> list[Tensor]:
-        """Return the position ids of each distinct rotary embedding, as [B or 1, q]."""
-        queries = valid.shape[1]
-        made = [ids if ids.shape[-1] == queries or ids.ndim != 2 else ids.T for ids in self._module(*arguments)]
-        return [ids.reshape(-1, queries).to(valid.device) for ids in made]
-
-
-def _offsets(ids: Tensor, valid: Tensor) -> Tensor:
-    """Return by how much ids [B or 1, q] exceed the rank among the real tokens of the call, int64 [B, q]."""
-    return ids - (valid.long().cumsum(-1) - 1)
-
-
-def _is_constant(offsets: Tensor, valid: Tensor, wanted: Tensor) -> Tensor:
-    """Return whether the offsets [B, q] of real tokens equal the wanted offset of their row [B]."""
-    return ((offsets == wanted.to(offsets.device)[:, None]) | ~valid).all()
+    def _columns(
+        self, nodes: tuple[fx.Node, ...], arguments: tuple[Any, ...], before: int, queries: int
+    ) -> list[Tensor]:
+        """Return the new tokens' entries in the inputs that mark padding, each [B or 1, q] or [q]."""
+        return [of_new(arguments[self.indices[node]], before, queries) for node in nodes]
 
 
-def alike(one: Tensor, other: Tensor) -> bool:
-    """Return whether two graphs rotate keys by the same angles, up to rounding; see `RotarySlice.probe`."""
-    other = other.to(one.device)
-    return one.shape == other.shape and torch.allclose(one, other, rtol=1e-2, atol=1e-2)
-
-
-def places_of(chosen: Tensor, start: int = 0) -> Tensor:
-    """Return the positions where bool [B, n] is true: int64 [B, P], counted from `start`, -1 after a row's last one."""
+def indices_of(chosen: Tensor, start: int = 0) -> Tensor:
+    """Return the indices where bool [B, n] is true: int64 [B, P], counted from `start`, -1 after a row's last one."""
     most = int(chosen.sum(-1).max())
     indices = torch.arange(start, start + chosen.shape[1], device=chosen.device)
     ordered = torch.where(chosen, indices, LATE).sort(-1).values[:, :most]

@@ -31,12 +31,12 @@ from kvpass.rewrite.prompt import rewrite_prompt
 from kvpass.rewrite.rotary_slice import probe_rotaries
 from kvpass.rewrite.validation.prompts import PromptCase, validate_prompt
 from kvpass.runtime import model_identity
-from kvpass.runtime.caches import lengthened
+from kvpass.runtime.caches import given_pins, lengthened, room_on_top
+from kvpass.runtime.checks import PositionCheck
 from kvpass.runtime.compiler import Compiler
-from kvpass.runtime.padding import PositionCheck, places_of, told_by
-from kvpass.runtime.pins import given_pins, room_on_top
-from kvpass.runtime.subclasses import UnwrappedSubclasses
-from kvpass.torch_private import dynamo, fx_nodes, regions, symbolic_shapes, tensor_types
+from kvpass.runtime.padding import indices_of, inputs_of_sites
+from kvpass.torch_private import dynamo, fx_nodes, regions, symbolic_shapes, tensors
+from kvpass.torch_private.tensors import UnwrappedSubclasses
 
 ADOPTED = "adopted: the prompt ran uncompiled, so nothing is known of its attention"
 
@@ -135,8 +135,8 @@ class PromptRunner:
                 "and this layer has a sliding window of its own"
             )
         scored = any(policy.statistics for policy in self.policies)
-        extras = backend.kv_store.asks or (backend.crop > 0 and scored)
-        told = told_by(gm, sites, step=False)
+        extras = backend.kv_store.is_reference or (backend.crop > 0 and scored)
+        told = inputs_of_sites(gm, sites, step=False)
         common = (backend.budget, ranked, extras, examples, told)
         self.rewrite = rewrite_prompt(gm, sites, self.policies, *common)
         holders = walk.placeholders(gm.graph)
@@ -180,7 +180,7 @@ class PromptRunner:
             return self.backend.compile_prompt(self.rewrite.gm, examples, layers)
 
     def __call__(self, *arguments: Any) -> tuple[Any, ...]:
-        with tensor_types.with_torch_function():
+        with tensors.with_torch_function():
             return self._run(arguments, self.as_traced(arguments))
 
     def _run(self, arguments: tuple[Any, ...], traced: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -234,24 +234,24 @@ class PromptRunner:
         """Return the position id of each row's first real token if positions are by cache, else None."""
         if self.positions is None:
             return None
-        key = results[self.rewrite.raw[0]]
+        key = results[self.rewrite.outputs[0].key]
         if self.angles is None:
             sizes = Sizes((), shapes.measured(self.gm.graph, arguments), key.shape[2])
             self.angles = probe_rotaries(self.gm, self.sites, sizes, arguments, key.device)
         return self.positions.first(arguments, self._valid(results, 0, key))
 
     def _layer(self, results: list[Any], i: int, adopted: int, first: Tensor | None, pins: Pins | None) -> PromptLayer:
-        site, indices = self.sites[i], self.rewrite
-        key, value = results[indices.raw[i]], results[indices.values[i]]
+        site, outputs = self.sites[i], self.rewrite.outputs[i]
+        key, value = results[outputs.key], results[outputs.value]
         valid = self._valid(results, i, key)
-        sums = [results[index] for index in indices.statistics[i]]
+        sums = [results[index] for index in outputs.statistics]
         attention = as_attention(self.policies[i], sums, valid[:, adopted:], site.spread) if sums else Attention()
         heads = key.shape[1]
         if site.computed:
             key, value = join_heads(key), join_heads(value)
         spec = None
-        if indices.extras:
-            query, attended, *others = indices.extras[i]
+        if outputs.operands:
+            query, attended, *others = outputs.operands
             mask, sink_logit = (None if index is None else results[index] for index in others)
             common = (site.causal, site.scale, site.cap, key.shape[1], site.spread)
             spec = StatisticsSpec(results[query], results[attended], mask, sink_logit, *common)
@@ -260,7 +260,7 @@ class PromptRunner:
 
     def _pins(self, results: list[Any], adopted: int) -> Pins | None:
         """Return the pins of the call that is running, if any, for all tokens of the prompt."""
-        pins, key = given_pins(), results[self.rewrite.raw[0]]
+        pins, key = given_pins(), results[self.rewrite.outputs[0].key]
         if pins is None:
             return None
         pins.check(self.backend.policy, key.shape[0], key.shape[2] - adopted)
@@ -269,7 +269,7 @@ class PromptRunner:
     def _valid(self, results: list[Any], i: int, key: Tensor) -> Tensor:
         """Return bool [B, S], False for padding."""
         rows, _, count, _ = key.shape
-        index = self.rewrite.valid[i]
+        index = self.rewrite.outputs[i].valid
         if index is None:
             return torch.ones(rows, count, dtype=torch.bool, device=key.device)
         valid: Tensor = results[index].expand(rows, -1)
@@ -284,7 +284,11 @@ class PromptRunner:
     ) -> list[tuple[int, Plan]]:
         """Return for each layer the budget that the user gave, of the row with the largest, and the policy's plan."""
         governed, budget = [layer for layer in layers if layer.policy is self.backend.policy], max(shares)
-        self._check_room(budget, prompt)
+        if not self.backend.policy.evicts and prompt > budget:
+            raise BudgetError(
+                f"policy {self.backend.policy.name!r} keeps every token: "
+                f"a prompt of {prompt} exceeds its budget of {budget}"
+            )
         rows, heads = layers[0].chunk.key.shape[:2]
         made = self._governed(governed, shares, model, (len(layers), heads))
         if self.ranked and (len(governed) < len(layers) or len({plan.budgets_of_rows(rows) for plan in made}) > 1):
@@ -294,7 +298,14 @@ class PromptRunner:
             )
         mine = iter(made)
         whole = budgets.slots_for(self.backend.policy, None, prompt)
-        return [(budget, next(mine)) if x.policy is self.backend.policy else _alone(x, whole) for x in layers]
+        planned = []
+        for layer in layers:
+            if layer.policy is self.backend.policy:
+                planned.append((budget, next(mine)))
+            else:  # it holds its window, or every token
+                held = whole if layer.window is None else layer.window
+                planned.append((held, Plan(held, layer.policy.capacity(held))))
+        return planned
 
     def _governed(self, layers: list[PromptLayer], shares: list[int], model: list[Any], shape: Any) -> list[Plan]:
         """Return the plans of the layers that the backend's policy governs; see `model_identity.PlansByModel`."""
@@ -314,13 +325,6 @@ class PromptRunner:
         for window in {layer.window for layer in layers if layer.window is not None and layer.policy.evicts}:
             if min(shares) < window <= max(shares):
                 raise BudgetError(MIXED.format(budget=self.backend.budget, shares=shares, window=window))
-
-    def _check_room(self, budget: int, prompt: int) -> None:
-        if not self.backend.policy.evicts and prompt > budget:
-            raise BudgetError(
-                f"policy {self.backend.policy.name!r} keeps every token: "
-                f"a prompt of {prompt} exceeds its budget of {budget}"
-            )
 
     def _store(self, number: int, layer: PromptLayer, planned: tuple[int, Plan], by_row: bool) -> LayerCache:
         budget, plan = planned
@@ -351,7 +355,7 @@ class PromptRunner:
         if chunk.pins is not None:
             layout = layout.with_pins(chunk.pins.on_top)
         notes = (ADOPTED,) if self.adopts else ()
-        absent = places_of(~chunk.valid)
+        absent = indices_of(~chunk.valid)
         mine = (self.backend, next(self.backend.layers), layout)
         kv_store = self.backend.kv_store
         slots, budgets_of_rows, clocks = kv_store.admitted(layout, chunk, layer.spec, self.sites[number], plan)
@@ -377,50 +381,30 @@ class TakenPrompt:
     model: list[Any]
     weights: list[model_identity.Weights]
     new: int
+    _shorter: dict[int, list[LayerCache]] = dataclasses.field(default_factory=dict, init=False)
 
     def caches(self) -> Iterator[LayerCache]:
         """Yield a cache for each layer."""
         crop = self.runner.backend.crop
-        shorter = ShorterPrompt(self)
         layers = list(self.layers) if crop else self.layers
         model = model_identity.held_weakly(each for each in self.model if isinstance(each, Tensor))
         for index, cache in enumerate(self.runner.stored(layers, self.model)):
             cache.weights, cache.model = self.weights[index], model
             if crop:
                 was = (cache.layout, cache.seen, cache.clocks, cache.absent, cache.limits)
-                cache.calls = (history.PastCall(self.new, None, _LayerOfPrompt(shorter, index), *was),)
+                cache.calls = (history.PastCall(self.new, None, functools.partial(self._repeat, index), *was),)
             yield cache
 
-    def without(self, gone: int) -> TakenPrompt:
-        """Return the prompt without its last `gone` tokens."""
-        layers = [layer.without(gone, self.runner.backend.budget) for layer in self.layers]
-        return dataclasses.replace(self, layers=layers, new=self.new - gone)
-
-
-class ShorterPrompt:
-    """A prompt without its last tokens, for all layers at once, because a policy may plan layers together."""
-
-    def __init__(self, prompt: TakenPrompt) -> None:
-        self.prompt = prompt
-        self._made: dict[int, list[LayerCache]] = {}
-
     @torch.no_grad()
-    def caches(self, count: int) -> list[LayerCache]:
-        """Return the caches of the first `count` tokens."""
-        if count not in self._made:
-            self._made[count] = list(self.prompt.without(self.prompt.new - count).caches())
-        return self._made[count]
+    def _repeat(self, layer: int, _: LayerCache, count: int) -> LayerCache:
+        """Return a layer's cache of the first `count` tokens: a `history.Repeat` for each layer.
 
-
-@dataclasses.dataclass(frozen=True)
-class _LayerOfPrompt:
-    """One layer of a prompt that can be admitted again with fewer tokens: a `history.Repeatable`."""
-
-    prompt: ShorterPrompt
-    layer_index: int
-
-    def first(self, cache: LayerCache, count: int) -> LayerCache:
-        return self.prompt.caches(count)[self.layer_index]
+        All layers are shortened at once, because a policy may plan them together.
+        """
+        if count not in self._shorter:
+            layers = [each.without(self.new - count, self.runner.backend.budget) for each in self.layers]
+            self._shorter[count] = list(dataclasses.replace(self, layers=layers, new=count).caches())
+        return self._shorter[count][layer]
 
 
 def _within_window(layer: PromptLayer, budget: int) -> PromptLayer:
@@ -428,9 +412,3 @@ def _within_window(layer: PromptLayer, budget: int) -> PromptLayer:
     if layer.window is None or (layer.policy.evicts and budget < layer.window):
         return layer
     return dataclasses.replace(layer, policy=Window())
-
-
-def _alone(layer: PromptLayer, whole: int) -> tuple[int, Plan]:
-    """Return the budget and plan of a layer that the backend's policy does not govern; `whole` holds every token."""
-    budget = whole if layer.window is None else layer.window
-    return budget, Plan(budget, layer.policy.capacity(budget))

@@ -1,4 +1,4 @@
-"""Storage of cached tokens in the lists of the eager reference: a `kvpass.runtime.kv_store.KVStore`."""
+"""Storage of cached tokens in the lists of the eager reference."""
 
 from __future__ import annotations
 
@@ -8,26 +8,24 @@ from typing import Any
 
 from torch import Tensor
 
+from kvpass.cache.history import UnchangedSlots
 from kvpass.cache.slots import Chunk, Layout
-from kvpass.cache.snapshot import UnchangedSlots
 from kvpass.cache.statistics import StatisticsSpec
-from kvpass.capture.sites import AttentionSite
+from kvpass.capture.canonical import AttentionSite
 from kvpass.policies.budgets import Plan
 from kvpass.policies.pinned_tokens import Pins
 from kvpass.policies.types import Clock
 from kvpass.reference.base import ReferenceLayer, TakenByReference
 from kvpass.rewrite.context import Pass
 from kvpass.rewrite.on_reference import REFERENCE_PASSES, take_prompt
+from kvpass.runtime.kv_store import KVStore
 
 
 @dataclasses.dataclass(frozen=True)
-class ReferenceStore:
+class ReferenceStore(KVStore):
     """Storage in a `ReferenceLayer` per cache, whose calls in a step graph admit and count tokens themselves."""
 
-    asks = True
-    whole = True
-    validates = False
-    spreads = False
+    is_reference = True
 
     @property
     def passes(self) -> Sequence[Pass]:
@@ -36,7 +34,7 @@ class ReferenceStore:
     def admitted(
         self, layout: Layout, chunk: Chunk, spec: StatisticsSpec | None, site: AttentionSite, plan: Plan
     ) -> tuple[ReferenceLayer, tuple[int, ...], tuple[Clock, ...]]:
-        assert spec is not None  # `asks`
+        assert spec is not None  # `is_reference`
         return take_prompt(layout, chunk, spec, site, plan.budgets_of_rows(layout.batch)), (), ()
 
     def make_room(self, cache: Any, pins: Pins) -> None:

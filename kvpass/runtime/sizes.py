@@ -1,8 +1,9 @@
-"""Sizes and integers among a step graph's arguments, and the argument indices at which to read them."""
+"""Sizes and integers among a step graph's arguments, and which of them follow the cache."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -11,8 +12,18 @@ import torch
 import torch.fx as fx
 
 from kvpass.cache.handle import LayerCache
-from kvpass.capture.sites import AttentionSite
+from kvpass.capture.canonical import AttentionSite
 from kvpass.fx import shapes, walk
+from kvpass.fx.shapes import Sizes
+from kvpass.runtime.variants import DynamicDims
+
+MOST_UNCLEAR = 4  # sizes that may or may not follow the cache, of which all combinations are tried
+
+SizeSources = dict[Any, tuple[int, int]]
+"""For each symbol, the index of an argument and its dimension of this size."""
+
+OtherSizes = tuple[int | None, ...]
+"""A reading of the sizes of other inputs, None for sizes that follow the cache."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,36 +41,162 @@ class Counter:
 
     @staticmethod
     def of(number: int, seen: int, new: int) -> Counter:
-        """Classify an integer argument by the count that it equals: the tokens seen, the new tokens, or neither.
-
-        A single new token is a constant to Dynamo, so the number 1 counts nothing.
-        """
+        """Classify an integer argument; a single new token is a constant to Dynamo, so the number 1 counts nothing."""
         if number == seen:
             return Counter("seen", 0)
         return Counter("new", 0) if number == new > 1 else Counter(None, number)
 
 
-def lengths_of(caches: list[LayerCache], queries: int) -> set[int]:
-    """Return the lengths that an input may have if it grows with the cache, as a padding mask does."""
-    lengths = {cache.seen for cache in caches} | {cache.stored for cache in caches}
-    return lengths | {length + queries for length in lengths}
+@dataclasses.dataclass(frozen=True)
+class SizeTie:
+    """A size that equals one of `StepSizes.sources` in a call, given by its index among them.
 
-
-SizeSources = dict[Any, tuple[int, int]]
-"""For each symbol, the index of an argument and its dimension of this size."""
-
-
-def free_sizes(gm: fx.GraphModule, sites: list[AttentionSite]) -> tuple[SizeSources, SizeSources]:
-    """Return the sizes that a step graph is specialised for, such as the rows, and the sizes of other inputs.
-
-    Some of the latter grow with the cache, as the length of a padding mask does.  The sizes of the past keys and values
-    are in neither.
+    Dynamo gives the rows of a padding mask a symbol of their own if the graph does not relate them to the tokens' rows.
     """
+
+    arg_index: int
+
+
+@dataclasses.dataclass(frozen=True)
+class CallSizes:
+    """The sizes of one call.
+
+    Attributes:
+        numbers: the values of `StepSizes.sources`, such as rows and new tokens.
+        counters: the meaning of each of `StepSizes.counters`.
+        windows: for each layer, the window if it is full, else None.
+    """
+
+    numbers: tuple[int, ...]
+    counters: tuple[Counter, ...]
+    windows: tuple[int | None, ...]
+
+
+class StepSizes:
+    """The sizes of a step graph.
+
+    Attributes:
+        sources: the sizes that the graph is specialised for, such as the rows.
+        others: the sizes of other inputs, some of which follow the cache, as the length of a padding mask does.
+        counters: the symbols that are arguments but no tensor's size, with their argument indices.
+        worked: readings of `others` for which the graph has been rewritten.
+    """
+
+    def __init__(self, gm: fx.GraphModule, sites: list[AttentionSite]) -> None:
+        self._gm, self._sites = gm, sites
+        self.sources, self.others = _free_sizes(gm, sites)
+        self.counters = _counters(gm)
+        self.worked: set[OtherSizes] = set()
+        self._new_tokens: dict[tuple[int, ...], int] = {}
+        self._read: dict[Any, Sizes] = {}
+
+    def numbers(self, arguments: tuple[Any, ...]) -> tuple[int, ...]:
+        """Return the values of `sources`."""
+        return tuple(int(arguments[index].shape[dim]) for index, dim in self.sources.values())
+
+    def queries(self, arguments: tuple[Any, ...]) -> int:
+        """Return the number of new tokens q."""
+        return self._queries(self.numbers(arguments))
+
+    def _queries(self, numbers: tuple[int, ...]) -> int:
+        if numbers not in self._new_tokens:
+            known = dict(zip(self.sources, numbers, strict=True))
+            self._new_tokens[numbers] = shapes.number(self._sites[0].queries, known)
+        return self._new_tokens[numbers]
+
+    def of_call(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> CallSizes:
+        """Return the sizes of a call."""
+        windows = tuple(cache.window if cache.stored < cache.seen else None for cache in caches)
+        numbers, seen = self.numbers(arguments), caches[0].seen
+        new = self._queries(numbers)
+        return CallSizes(numbers, tuple(Counter.of(arguments[i], seen, new) for i in self.counters.values()), windows)
+
+    def readings(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> list[OtherSizes]:
+        """Return the possible readings of `others` in a call; one if a graph has been rewritten for it.
+
+        A size that follows the cache equals the tokens seen, but another size, such as the length of an encoder's
+        input, may equal them by chance.  Readings in which more sizes follow the cache come first.
+        """
+        sizes = [int(arguments[index].shape[dim]) for index, dim in self.others.values()]
+        lengths = {cache.seen for cache in caches} | {cache.stored for cache in caches}
+        lengths |= {length + self.queries(arguments) for length in lengths}
+        unclear = [index for index, size in enumerate(sizes) if size in lengths]
+        counts = range(len(unclear) + 1) if len(unclear) <= MOST_UNCLEAR else (0, len(unclear))
+        fixed = [set(indices) for count in counts for indices in itertools.combinations(unclear, count)]
+        readings = [
+            tuple(None if index in unclear and index not in kept else size for index, size in enumerate(sizes))
+            for kept in fixed
+        ]
+        worked = [reading for reading in readings if reading in self.worked]
+        return worked[-1:] or readings
+
+    def tied(self, others: OtherSizes, numbers: tuple[int, ...]) -> tuple[int | SizeTie | None, ...]:
+        """Replace each size of a reading by a tie to the first equal one of `numbers`, if there is one."""
+        return tuple(SizeTie(numbers.index(size)) if size in numbers else size for size in others)
+
+    def read(
+        self, call: CallSizes, others: tuple[int | SizeTie | None, ...], dynamic: DynamicDims | None = None
+    ) -> Sizes:
+        """Return the meaning of the graph's symbols in a call, perhaps with some sizes dynamic."""
+        key = call, others, dynamic
+        if key not in self._read:
+            self._read[key] = self._meaning(call, others, dynamic)
+        return self._read[key]
+
+    def _meaning(self, call: CallSizes, others: tuple[int | SizeTie | None, ...], dynamic: DynamicDims | None) -> Sizes:
+        known: dict[Any, Any] = dict(zip(self.sources, call.numbers, strict=True))
+        new: Any = self._queries(call.numbers)
+        if dynamic:
+            symbols = dynamic.symbols
+            known.update({symbol: symbols[index] for index, symbol in enumerate(self.sources) if index in symbols})
+            new = shapes.expr(self._sites[0].queries).subs(known)
+        tied_to, lengths = tuple(known.values()), []
+        for symbol, counter in zip(self.counters, call.counters, strict=True):
+            if counter.counts == "seen":
+                lengths.append(symbol - counter.number)
+            else:
+                known[symbol] = counter.number + (new if counter.counts == "new" else 0)
+        for symbol, size in zip(self.others, others, strict=True):
+            if size is not None:
+                known[symbol] = tied_to[size.arg_index] if isinstance(size, SizeTie) else size
+        for site, window in zip(self._sites, call.windows, strict=True):
+            for stored in (shapes.expr(walk.value(past).shape[2]) for past in site.pasts):
+                if window is None:
+                    lengths.append(stored)
+                else:
+                    known.update(dict.fromkeys(stored.free_symbols, window))
+        least = max((window + 1 for window in call.windows if window is not None), default=0)
+        whole = [site for site, window in zip(self._sites, call.windows, strict=True) if window is None]
+        totals = {shapes.expr(size): size for size in (walk.value(site.grown_key).shape[2] for site in whole)}
+        sizes = dynamic.sizes if dynamic else None
+        queries = sizes.size(new) if sizes else new
+        return Sizes(tuple(dict.fromkeys(lengths)), known, queries, least, tuple(totals.values()), sizes)
+
+    # -- later steps ------------------------------------------------------------------------------------------------
+
+    def moved(self, arguments: tuple[Any, ...], seen: int, by: int) -> tuple[Any, ...]:
+        """Return arguments of a call after `seen` tokens, with `by` added to the integers that count them."""
+        counting = [index for index in self.counters.values() if arguments[index] == seen]
+        return tuple(x + by if index in counting else x for index, x in enumerate(arguments))
+
+    def lasts(self, others: OtherSizes, arguments: tuple[Any, ...], seen: int) -> Callable[[int], bool]:
+        """Return a predicate that tells whether this graph's guards hold a number of tokens after a call.
+
+        Args:
+            others, arguments, seen: of that call.
+        """
+        following = {symbol for symbol, size in zip(self.others, others, strict=True) if size is None}
+        counting = {symbol for symbol, index in self.counters.items() if arguments[index] == seen}
+        now = shapes.measured(self._gm.graph, arguments)
+        growing = {symbol for site in self._sites for symbol in site.growing if now.get(symbol) == seen}
+        return lasting(shapes.guards(self._gm.graph), now, following | counting | growing)
+
+
+def _free_sizes(gm: fx.GraphModule, sites: list[AttentionSite]) -> tuple[SizeSources, SizeSources]:
+    """Return `StepSizes.sources` and `others`; the sizes of the past keys and values are in neither."""
     known: SizeSources = {}
     for index, node in enumerate(walk.placeholders(gm.graph)):
-        if not walk.is_tensor(node):
-            continue
-        for dim, size in enumerate(walk.value(node).shape):
+        for dim, size in enumerate(walk.value(node).shape if walk.is_tensor(node) else ()):
             if isinstance(size, torch.SymInt):
                 known.setdefault(shapes.expr(size), (index, dim))
     wanted = {
@@ -70,22 +207,7 @@ def free_sizes(gm: fx.GraphModule, sites: list[AttentionSite]) -> tuple[SizeSour
     return {symbol: index for symbol, index in known.items() if symbol in wanted}, others
 
 
-@dataclasses.dataclass(frozen=True)
-class SizeTie:
-    """A size that equals one of `StepRunner.sizes` in a call, given by its index among them.
-
-    Dynamo gives the rows of a padding mask a symbol of their own if the graph does not relate them to the tokens' rows.
-    """
-
-    arg_index: int
-
-
-def ties(others: Iterable[int | None], numbers: tuple[int, ...]) -> tuple[int | SizeTie | None, ...]:
-    """Replace each size of other inputs by a `SizeTie` to the first equal one of `numbers`, if there is one."""
-    return tuple(SizeTie(numbers.index(size)) if size in numbers else size for size in others)
-
-
-def counters(gm: fx.GraphModule) -> dict[Any, int]:
+def _counters(gm: fx.GraphModule) -> dict[Any, int]:
     """Return the symbols that are arguments but no tensor's size, with their argument indices.
 
     A cache's own token count is one of them.  Dynamo also passes the strides and the offset of a tensor that is a slice
@@ -102,24 +224,19 @@ def counters(gm: fx.GraphModule) -> dict[Any, int]:
     return {symbol: index for symbol, index in found.items() if symbol not in sized}
 
 
-def size_at(arguments: tuple[Any, ...], index: tuple[int, int]) -> int:
-    argument, dim = index
-    return int(arguments[argument].shape[dim])
-
-
-def lasting(asked: Iterable[Any], now: dict[Any, int], moving: set[Any]) -> Callable[[int], bool]:
+def lasting(guards: Iterable[Any], now: dict[Any, int], moving: set[Any]) -> Callable[[int], bool]:
     """Return a predicate that tells whether guards hold once some symbols have grown by a given number.
 
     Args:
-        asked: the guards: boolean expressions of the symbols.
+        guards: boolean expressions of the symbols.
         now: the present value of each symbol.
         moving: the symbols that grow.
     """
     by = sympy.Symbol("by", integer=True, nonnegative=True)
     later = {symbol: sympy.Integer(number) + (by if symbol in moving else 0) for symbol, number in now.items()}
-    said = sympy.And(*(each.xreplace(later) for each in asked))
-    if said.free_symbols - {by}:
+    condition = sympy.And(*(each.xreplace(later) for each in guards))
+    if condition.free_symbols - {by}:
         return lambda _: False  # a guard depends on a symbol of unknown value
-    functions = {each.func.__name__: each.func for each in said.atoms(sympy.Function)}
-    holds = sympy.lambdify(by, said, [functions, "math"])
+    functions = {each.func.__name__: each.func for each in condition.atoms(sympy.Function)}
+    holds = sympy.lambdify(by, condition, [functions, "math"])
     return lambda number: bool(holds(number))

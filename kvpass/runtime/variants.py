@@ -3,40 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvpass.cache.handle import LayerCache
 from kvpass.cache.slots import Layout
 from kvpass.errors import UnsupportedGraph
 from kvpass.fx import splicing
-from kvpass.rewrite.result import StepRewrite
+from kvpass.rewrite.pipeline import StepRewrite
+from kvpass.runtime.caches import count
 from kvpass.runtime.compiler import Compiler
 from kvpass.torch_private import dynamo, fx_nodes, inductor, symbolic_shapes
 
-MOST_OPEN = 4  # graphs with dynamic sizes for calls that differ in nothing but sizes
-
-
-@dataclasses.dataclass(frozen=True)
-class DynamicDims:
-    """Dynamic sizes, and the indices in `ShapeKey.all` of the numbers that they replace."""
-
-    sizes: symbolic_shapes.SymbolicSizes
-    free: tuple[int, ...]
-
-    @property
-    def symbols(self) -> dict[int, Any]:
-        """Symbols by index in `ShapeKey.all`."""
-        return dict(zip(self.free, self.sizes.symbols, strict=True))
-
-    @property
-    def by_place(self) -> dict[int, Any]:
-        """Dynamic sizes by index in `ShapeKey.all`."""
-        return {index: self.sizes.size(symbol) for index, symbol in self.symbols.items()}
-
-
-Rewrite = Callable[[DynamicDims | None], StepRewrite]
-"""A function that rewrites a step graph for the present call, with some numbers of its `ShapeKey` as dynamic sizes."""
+MOST_DYNAMIC = 4  # variants with dynamic sizes for calls that differ in nothing but sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +24,7 @@ class ShapeKey:
     """Numbers that differ between calls which one rewritten graph can serve.
 
     Attributes:
-        numbers: those of `StepRunner.sizes`, such as rows and new tokens.
+        numbers: those of `StepSizes.sources`, such as rows and new tokens.
         capacities: of each of `exact_layers`, or else the common capacity of all layers; 1 if layers differ.
         budget: the common budget of all layers; 1 where it equals the capacity or the capacity minus one.
         exact_layers: the layers whose layouts have `exact_capacity`, so that each has a capacity of its own.
@@ -64,9 +44,9 @@ class ShapeKey:
             layouts = [caches[index].layout for index in exact_layers]
             return ShapeKey(numbers, tuple(layout.capacity for layout in layouts), layouts[0].budget, exact_layers)
         sizes = {(cache.layout.budget, cache.layout.capacity) for cache in caches}
-        budget, capacity = next(iter(sizes))
         if len(sizes) > 1:
             return ShapeKey(numbers)
+        ((budget, capacity),) = sizes
         return ShapeKey(numbers, (capacity,), 1 if capacity - budget <= 1 else budget)
 
     @property
@@ -80,13 +60,8 @@ class ShapeKey:
 
     @property
     def free_numbers(self) -> tuple[int, ...]:
-        """Indices in `free` that belong to `numbers`."""
+        """Indices in `free` that belong to `numbers`, and not to capacities and the budget."""
         return tuple(index for index in self.free if index < len(self.numbers))
-
-    @property
-    def free_slots(self) -> tuple[int, ...]:
-        """Indices in `free` that belong to capacities and the budget."""
-        return tuple(index for index in self.free if index >= len(self.numbers))
 
     @property
     def alike(self) -> tuple[int, ...]:
@@ -96,10 +71,10 @@ class ShapeKey:
     def layout(self, layer: int, layout: Layout, sizes: dict[int, Any]) -> Layout:
         """Return a layer's layout with dynamic sizes, by index in `all`, as capacity and budget."""
         first = len(self.numbers)
-        place = first + (self.exact_layers.index(layer) if layer in self.exact_layers else 0)
-        if place not in sizes or bool(self.exact_layers) != layout.exact_capacity:
+        index = first + (self.exact_layers.index(layer) if layer in self.exact_layers else 0)
+        if index not in sizes or bool(self.exact_layers) != layout.exact_capacity:
             return layout
-        capacity = sizes[place]
+        capacity = sizes[index]
         otherwise = layout.budget if layout.exact_capacity else capacity - (layout.capacity - layout.budget)
         budget = sizes.get(first + len(self.capacities), otherwise)
         return dataclasses.replace(layout, capacity=capacity, budget=budget)
@@ -108,44 +83,58 @@ class ShapeKey:
         """Return the parts of a layout that calls must share: not the rows, nor a capacity that can be dynamic."""
         if self.capacities == (1,) or bool(self.exact_layers) != layout.exact_capacity:
             return dataclasses.replace(layout, batch=0)
-        beside = layout.budget if layout.exact_capacity else layout.budget - layout.capacity
-        return dataclasses.replace(layout, batch=0, budget=beside if self.budget == 1 else 0, capacity=0)
+        budget = layout.budget if layout.exact_capacity else layout.budget - layout.capacity
+        return dataclasses.replace(layout, batch=0, budget=budget if self.budget == 1 else 0, capacity=0)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
+class DynamicDims:
+    """Dynamic sizes, and the indices in `ShapeKey.all` of the numbers that they replace."""
+
+    sizes: symbolic_shapes.SymbolicSizes
+    free: tuple[int, ...]
+
+    @property
+    def symbols(self) -> dict[int, Any]:
+        """Symbols by index in `ShapeKey.all`."""
+        return dict(zip(self.free, self.sizes.symbols, strict=True))
+
+    @property
+    def by_index(self) -> dict[int, Any]:
+        """Dynamic sizes by index in `ShapeKey.all`."""
+        return {index: self.sizes.size(symbol) for index, symbol in self.symbols.items()}
+
+
+Rewrite = Callable[[DynamicDims | None], StepRewrite]
+"""A function that rewrites a step graph for the present call, with some numbers of its `ShapeKey` as dynamic sizes."""
+
+
 class CompiledVariant:
-    """A rewritten step graph and its compiled code.
+    """A rewritten step graph and its compiled code."""
 
-    Attributes:
-        rewrite: the rewrite of the graph.
-        measures: the shape key of the call that the graph was rewritten for.
-        free: the indices in `measures.all` that are dynamic in the graph.
-        run: the compiled code; None until the graph is compiled.
-        came: whether the graph has run uncompiled.
-        described: `rewrite` with numbers for dynamic sizes, by the shape key of earlier calls.
-    """
+    def __init__(self, rewrite: StepRewrite, key: ShapeKey, free: tuple[int, ...] = ()) -> None:
+        """
+        Args:
+            key: that of the call that the graph was rewritten for.
+            free: the indices in `key.all` that are dynamic in the graph.
+        """
+        self._rewrite, self._key, self._free = rewrite, key, free
+        self._compiled: inductor.Compiled | None = None
+        self._ran_uncompiled = False
+        self.at = functools.cache(self._at)
 
-    rewrite: StepRewrite
-    measures: ShapeKey
-    free: tuple[int, ...] = ()
-    run: inductor.Compiled | None = None
-    came: bool = False
-    described: dict[ShapeKey, StepRewrite] = dataclasses.field(default_factory=dict)
-
-    def at(self, measures: ShapeKey) -> StepRewrite:
+    def _at(self, key: ShapeKey) -> StepRewrite:
         """Return the rewrite with numbers for its dynamic sizes, for a call with this shape key."""
-        if measures not in self.described:
-            self.described[measures] = self.rewrite.at([measures.all[index] for index in self.free])
-        return self.described[measures]
+        return self._rewrite.at([key.all[index] for index in self._free])
 
-    def serves(self, measures: ShapeKey) -> bool:
+    def serves(self, key: ShapeKey) -> bool:
         """Return whether the graph is valid for a call with this shape key."""
-        if measures == self.measures:
+        if key == self._key:
             return True
-        pairs = enumerate(zip(measures.all, self.measures.all, strict=True))
-        same = all(one == other for index, (one, other) in pairs if index not in self.free)
-        sizes = self.rewrite.open
-        return same and (sizes is None or sizes.hold([measures.all[index] for index in self.free]))
+        pairs = enumerate(zip(key.all, self._key.all, strict=True))
+        same = all(one == other for index, (one, other) in pairs if index not in self._free)
+        sizes = self._rewrite.open
+        return same and (sizes is None or sizes.hold([key.all[index] for index in self._free]))
 
     def runner(self, backend: Compiler, flat: list[Any], ranked: bool, chunk: bool) -> inductor.Compiled:
         """Return the code to run on these arguments; it compiles the graph if necessary.
@@ -153,15 +142,15 @@ class CompiledVariant:
         A chunk may be the only one, as the rest of a prompt or a turn often is, and compiling takes half a minute.  So
         the first chunk runs on the uncompiled graph, which is compiled when a second chunk arrives.
         """
-        if chunk and not self.came and not backend.compiles_at_once:
-            self.came = True
-            return fx_nodes.code_of(self.rewrite.gm)
+        rewrite = self._rewrite
+        if chunk and not self._ran_uncompiled and not backend.compiles_at_once:
+            self._ran_uncompiled = True
+            return fx_nodes.code_of(rewrite.gm)
         with dynamo.one_at_a_time():
-            if self.run is None:
-                given = (self.rewrite.gm, self.rewrite.examples or flat, ranked, chunk, self.rewrite.open)
-                self.run = backend.compile_step(*given)
-                splicing.let_go_of_data(self.rewrite.gm.graph)
-        return self.run
+            if self._compiled is None:
+                self._compiled = backend.compile_step(rewrite.gm, rewrite.examples or flat, ranked, chunk, rewrite.open)
+                splicing.let_go_of_data(rewrite.gm.graph)
+        return self._compiled
 
 
 class VariantCache:
@@ -180,53 +169,78 @@ class VariantCache:
             symbols: the names of all symbols in the graph.
         """
         self._symbols = symbols
-        self._ready: dict[Any, CompiledVariant] = {}
-        self._opened: dict[Any, list[CompiledVariant]] = {}
-        self._met: dict[Any, ShapeKey] = {}
+        self._by_call: dict[Any, CompiledVariant] = {}
+        self._dynamic: dict[Any, list[CompiledVariant]] = {}
+        self._first_keys: dict[Any, ShapeKey] = {}
 
-    def known(self, call: Any, measures: ShapeKey) -> CompiledVariant | None:
+    def known(self, call: Any, key: ShapeKey) -> CompiledVariant | None:
         """Return the variant that served an equal call, if it still does: compiling may have added guards on sizes.
 
         Args:
             call: the key of all that the variant depends on, including the shape key.
         """
-        ready = self._ready.get(call)
-        return ready if ready is not None and ready.serves(measures) else None
+        variant = self._by_call.get(call)
+        return variant if variant is not None and variant.serves(key) else None
 
-    def made(self, call: Any, alike: Any, measures: ShapeKey, decodes: bool, rewrite: Rewrite) -> CompiledVariant:
+    def made(self, call: Any, shared: Any, key: ShapeKey, decodes: bool, rewrite: Rewrite) -> CompiledVariant:
         """Return a variant for a call, from an existing one with dynamic sizes or from a new rewrite.
 
         Args:
             call: as of `known`.
-            alike: the key of what the variant depends on beside its shape key; None for static sizes only.
+            shared: the key of what the variant depends on besides its shape key; None for static sizes only.
             decodes: whether the call has a single new token.
         """
-        shared = alike is not None and self._shared((alike, measures.free), measures, decodes, rewrite)
-        self._ready[call] = shared or CompiledVariant(rewrite(None), measures)
-        return self._ready[call]
+        dynamic = None if shared is None else self._with_dynamic_sizes((shared, key.free), key, decodes, rewrite)
+        self._by_call[call] = dynamic or CompiledVariant(rewrite(None), key)
+        return self._by_call[call]
 
-    def _shared(self, kind: Any, measures: ShapeKey, decodes: bool, rewrite: Rewrite) -> CompiledVariant | None:
+    def _with_dynamic_sizes(self, kind: Any, key: ShapeKey, decodes: bool, rewrite: Rewrite) -> CompiledVariant | None:
         """Return a variant with dynamic sizes; None if the call gets a static one."""
-        made = self._opened.setdefault(kind, [])
-        known = next((ready for ready in made if ready.serves(measures)), None)
-        fixed = decodes and not measures.free_numbers  # only capacities and the budget can be dynamic
-        first = fixed and self._met.setdefault(kind, measures) == measures
-        if known or (first and not measures.exact_layers) or len(made) == MOST_OPEN:
+        variants = self._dynamic.setdefault(kind, [])
+        known = next((variant for variant in variants if variant.serves(key)), None)
+        fixed = decodes and not key.free_numbers  # only capacities and the budget can be dynamic
+        first = fixed and self._first_keys.setdefault(kind, key) == key
+        if known or (first and not key.exact_layers) or len(variants) == MOST_DYNAMIC:
             return known
-        for free in dict.fromkeys((measures.free_slots if first else measures.free, measures.free_numbers)):
-            found = self._dynamic_dims_for(measures, free, rewrite)
-            if found:
-                made.append(found)
-                return found
+        for free in dict.fromkeys((key.free, key.free_numbers)):
+            alike = [free.index(index) for index in key.alike if index in free]
+            if free:
+                sizes = symbolic_shapes.SymbolicSizes([key.all[index] for index in free], self._symbols, alike)
+                try:
+                    variants.append(CompiledVariant(rewrite(DynamicDims(sizes, free)), key, free))
+                except UnsupportedGraph:  # one that does not depend on sizes is raised again by the static rewrite
+                    continue
+                return variants[-1]
         return None
 
-    def _dynamic_dims_for(self, measures: ShapeKey, free: tuple[int, ...], rewrite: Rewrite) -> CompiledVariant | None:
-        """Return a variant with these indices dynamic; None if the graph cannot be rewritten for dynamic sizes."""
-        if not free:
-            return None
-        alike = [free.index(place) for place in measures.alike if place in free]
-        sizes = symbolic_shapes.SymbolicSizes([measures.all[place] for place in free], self._symbols, alike)
-        try:
-            return CompiledVariant(rewrite(DynamicDims(sizes, free)), measures, free)
-        except UnsupportedGraph:  # a refusal that does not depend on sizes is raised again by the static rewrite
-            return None
+
+class FastStep:
+    """A decode step of one token on fixed slots and fixed compiled code.
+
+    The step does what `StepRunner.advance` does for a known kind of step, as long as the slots are the same objects.
+    """
+
+    def __init__(self, caches: list[LayerCache], rewrite: StepRewrite, run: inductor.Compiled) -> None:
+        """
+        Args:
+            rewrite: the rewrite of a step of one token, whose `repeats` is true.
+            run: the compiled code of the rewrite.
+        """
+        self.caches, self.rewrite, self.run = caches, rewrite, run
+        self.slots = [cache.slots for cache in caches]
+        self.fixed = rewrite.fixed_arguments(self.slots)
+
+    def __call__(self, arguments: tuple[Any, ...], clocks: Sequence[tuple[Any, ...]]) -> Sequence[Any]:
+        """Run the step and return the results of the graph.
+
+        Args:
+            arguments: Dynamo's arguments for this token.
+            clocks: the policy clocks of each layer after this token.
+        """
+        given = self.rewrite.call_arguments(arguments, [], self.slots, self.caches[0].seen)
+        for cache in self.caches:
+            cache.interrupted = True
+        results = self.run(*self.fixed, *given)
+        self.rewrite.count(self.slots, results)
+        count(self.caches, 1, clocks)
+        return results

@@ -1,4 +1,4 @@
-"""Private names of Dynamo: its settings, its notes on graph inputs, and how it calls a backend."""
+"""Private names of Dynamo: its settings, its notes on graph inputs, its counters, and how it calls a backend."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -115,7 +115,7 @@ def _with_our_settings() -> str:
     for name in (*MOST_GRAPHS, *_WAYS):
         if isinstance(set_to := getattr(config, name), _Ours):
             setattr(config, name, set_to.before)
-    backend = _backend_asked()
+    backend = _current_backend()
     if backend is None:
         return ""
     limits = {name: max(getattr(config, name), most) for name, most in MOST_GRAPHS.items()}
@@ -125,17 +125,15 @@ def _with_our_settings() -> str:
     return "kvpass"
 
 
-def _backend_asked() -> Any:
+def _current_backend() -> Any:
     """Return the kvpass backend of the current compilation, or None."""
     frame: types.FrameType | None = sys._getframe(2)
     for _ in range(4):
         if frame is None:
             return None
-        backend = frame.f_locals.get("compiler_fn")
-        while backend is not None:
+        for backend in _unwrapped(frame.f_locals.get("compiler_fn")):
             if any(str(each.__module__).partition(".")[0] == "kvpass" for each in (backend, *type(backend).__mro__)):
                 return backend
-            backend = getattr(backend, "_torchdynamo_orig_backend", None) or getattr(backend, "compiler_fn", None)
         frame = frame.f_back
     return None
 
@@ -149,12 +147,14 @@ def backend_of(compiled: Any) -> Any:
     if context is None and getattr(compiled, "__closure__", None):
         cells = dict(zip(compiled.__code__.co_freevars, compiled.__closure__, strict=True))
         found = cells["callback"].cell_contents if "callback" in cells else None
-    while found is not None:
-        inner = getattr(found, "_torchdynamo_orig_backend", None) or getattr(found, "compiler_fn", None)
-        if inner is None:
-            return found
-        found = inner
-    return None
+    return next(reversed(list(_unwrapped(found))), None)
+
+
+def _unwrapped(backend: Any) -> Iterator[Any]:
+    """Yield a backend and the backends that it wraps, outermost first."""
+    while backend is not None:
+        yield backend
+        backend = getattr(backend, "_torchdynamo_orig_backend", None) or getattr(backend, "compiler_fn", None)
 
 
 def numbers_as_symbols(names: set[str]) -> contextlib.AbstractContextManager[Any]:
@@ -247,3 +247,30 @@ def note_artifact(name: str, text: Callable[[], str]) -> None:
     """Add a text to torch's structured trace, if one is recorded (TORCH_TRACE)."""
     described = {"name": name, "encoding": "string"}
     torch._logging._internal.trace_structured("artifact", metadata_fn=lambda: described, payload_fn=text)
+
+
+def forget_compiled_code() -> None:
+    """Drop all compiled code; Dynamo allows only a few variants of one function at a time."""
+    torch._dynamo.reset()
+
+
+def _counters() -> Any:
+    """Return Dynamo's counters; the import takes seconds, which a process without a compilation does not pay."""
+    from torch._dynamo.utils import counters
+
+    return counters
+
+
+def captured_graphs() -> int:
+    """Return the number of graphs that Dynamo has captured."""
+    return int(_counters()["stats"]["unique_graphs"])
+
+
+def graph_breaks() -> int:
+    """Return the number of graph breaks."""
+    return sum(_counters()["graph_break"].values())
+
+
+def activity() -> int:
+    """Return a number that changes with every compilation, including recompilations that Dynamo does not count."""
+    return sum(value for counter in _counters().values() for value in counter.values())

@@ -53,11 +53,11 @@ def calls_watched(see: Callable[[types.FrameType, Any], None]) -> Iterator[None]
     The context uses Python's one profiling hook, which must be free.
     """
 
-    def told(frame: types.FrameType, event: str, function: Any) -> None:
+    def report(frame: types.FrameType, event: str, function: Any) -> None:
         if event == "c_call":
             see(frame, function)
 
-    sys.setprofile(told)
+    sys.setprofile(report)
     try:
         yield
     finally:

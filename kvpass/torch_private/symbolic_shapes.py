@@ -135,18 +135,18 @@ class SymbolicSizes:
         kind = (tuple(numbers), len(self._env.guards))  # compiling adds guards
         if kind not in self._held:
             known = dict(zip(self.symbols, map(sympy.Integer, numbers), strict=True))
-            asked = (answer for guard in self._env.guards for answer in self._answers(guard.expr, known))
-            self._held[kind] = min(numbers) >= 2 and all(answer == sympy.true for answer in asked)
+            answers = (answer for guard in self._env.guards for answer in self._answers(guard.expr, known))
+            self._held[kind] = min(numbers) >= 2 and all(answer == sympy.true for answer in answers)
         return self._held[kind]
 
-    def _answers(self, asked: Any, known: dict[Any, Any]) -> Iterator[Any]:
+    def _answers(self, guard: Any, known: dict[Any, Any]) -> Iterator[Any]:
         """Yield a guard's values: a guard on one of the alike sizes is evaluated for all of them."""
-        yield asked.xreplace(known)
-        about = asked.free_symbols & self.alike
-        if len(about) == 1:
-            (one,) = about
+        yield guard.xreplace(known)
+        free = guard.free_symbols & self.alike
+        if len(free) == 1:
+            (one,) = free
             for number in {known[symbol] for symbol in self.alike}:
-                yield asked.xreplace({**known, one: number})
+                yield guard.xreplace({**known, one: number})
 
 
 def symbols(value: Any) -> set[Any]:

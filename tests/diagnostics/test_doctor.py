@@ -15,7 +15,7 @@ from kvpass import versions
 from kvpass.apps import cli
 from kvpass.diagnostics import doctor
 from kvpass.lowering import column_loops
-from kvpass.torch_private import inductor, methods
+from kvpass.torch_private import inductor
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def third():
 def test_a_lost_name_is_reported_with_what_it_was_for(monkeypatch, capsys) -> None:
     """Imports, attributes and patched settings are read from the source, so that none has to be listed."""
     monkeypatch.setattr(doctor, "sources", lambda: {"dynamo": USES})
-    monkeypatch.setattr(methods, "METHODS", ("torch.fx.Graph.no_such_method", "torch.fx.Graph.lint"))
+    monkeypatch.setattr(doctor, "METHODS", ("torch.fx.Graph.no_such_method", "torch.fx.Graph.lint"))
     assert cli.main(["doctor"]) == 1
     lost = sorted(line for line in capsys.readouterr().out.splitlines() if line.startswith("MISSING"))
     assert [line.split(":")[0].removeprefix("MISSING ") for line in lost] == [

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from kvpass.backend import Backend, backend
 from kvpass.fx import walk
-from kvpass.rewrite.call import StepCall
 from kvpass.rewrite.context import StepContext
-from kvpass.rewrite.pipeline import rewrite_step
-from kvpass.rewrite.result import StepRewrite
+from kvpass.rewrite.pipeline import StepRewrite, rewrite_step
+from kvpass.rewrite.step_graph import StepCall
 from kvpass.torch_private import fx_nodes, symbolic_shapes
 from tests.gpu import torch_private
 

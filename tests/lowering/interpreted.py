@@ -13,8 +13,7 @@ from torch import Tensor
 from kvpass.lowering import aligner_kernel as align_kernel
 from kvpass.lowering import attend_kernel, column_kernel
 from kvpass.lowering import attention_rows as module
-from kvpass.lowering import rope as ropes
-from kvpass.lowering.attend import attend
+from kvpass.lowering.attend import Rope, RotaryPairs, attend
 from kvpass.lowering.formats import KVDtype, Rows, format_of, plain
 from kvpass.policies.aligners import Signature, aligner
 from kvpass.policies.aligners.networks import DirectNetwork
@@ -71,16 +70,16 @@ def attention_of(
     return [(a.float(), b.float()) for a, b in zip(got, expected, strict=True)]  # type: ignore[union-attr]
 
 
-def _rope(draw: Callable[..., Tensor], key: Tensor, extras: dict[str, bool]) -> ropes.Rope:
+def _rope(draw: Callable[..., Tensor], key: Tensor, extras: dict[str, bool]) -> Rope:
     rows, heads, slots, dim = key.shape
-    pairs = ropes.RotaryPairs(dim // 2, True) if extras.get("interleaved") else ropes.RotaryPairs(dim, False)
+    pairs = RotaryPairs(dim // 2, True) if extras.get("interleaved") else RotaryPairs(dim, False)
     cos, sin = draw(slots, dim), draw(slots, dim)
     sin[:, pairs.width :] = 0
     rank = torch.rand(rows, heads if extras.get("own") else 1, slots, generator=torch.Generator().manual_seed(1))
-    return ropes.Rope(cos, sin, pairs, rank.argsort(-1))
+    return Rope(cos, sin, pairs, rank.argsort(-1))
 
 
-def _rotated(key: Tensor, rope: ropes.Rope) -> Tensor:
+def _rotated(key: Tensor, rope: Rope) -> Tensor:
     assert rope.rank is not None
     rank, partner = rope.rank.expand(*key.shape[:2], -1), rope.pairs.partner(torch.arange(key.shape[3]))
     return key * rope.cos[rank] + key[..., partner] * rope.sin[rank]

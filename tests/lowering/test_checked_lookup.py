@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from kvpass import LookupRangeError
-from kvpass.lowering.checked_lookup import check_rows
+from kvpass.lowering.graph_passes import check_rows
 
 aten = torch.ops.aten
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import tests.strategies  # noqa: F401  loads the Hypothesis profile
 from kvpass.lowering import attention_rows as module
 from kvpass.lowering import column_loops
-from kvpass.torch_private.library_attention import attention_with_lse
+from kvpass.torch_private.fx_nodes import attention_with_lse
 
 pytestmark = pytest.mark.skipif(
     column_loops.dtype_of_products(torch.float32, 64) is None,

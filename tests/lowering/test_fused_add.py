@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from kvpass.lowering.fused_add import write_out_sums
+from kvpass.lowering.graph_passes import write_out_sums
 
 aten = torch.ops.aten
 

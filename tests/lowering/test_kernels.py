@@ -9,9 +9,8 @@ import torch
 
 from kvpass.lowering import aligner_kernel as align_kernel
 from kvpass.lowering import attend_kernel, column_kernel
-from kvpass.lowering.attend import MOST_ROWS, WIDEST_ROTATED, by_kernel
+from kvpass.lowering.attend import MOST_ROWS, WIDEST_ROTATED, Rope, RotaryPairs, by_kernel
 from kvpass.lowering.formats import KVDtype, Rows, format_of
-from kvpass.lowering.rope import Rope, RotaryPairs
 from kvpass.policies.aligners.aligner import MAX_HIDDEN
 from tests.gpu.cuda_emission import TARGETS, Binary, compiled
 from tests.gpu.launches import launched

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpass.lowering.rope import RotaryPairs, pairs_of, weights_of
+from kvpass.lowering.attend import RotaryPairs, pairs_of, weights_of
 
 POSITIONS, WIDTH = 7, 12
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._decomp import get_decompositions
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from kvpass.lowering.unchecked_index import look_up_unchecked
+from kvpass.lowering.graph_passes import look_up_unchecked
 from kvpass.torch_private import inductor
 
 aten = torch.ops.aten

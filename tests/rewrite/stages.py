@@ -14,12 +14,11 @@ from kvpass.backend import Backend
 from kvpass.cache.handle import Handle
 from kvpass.fx.walk import placeholders
 from kvpass.rewrite import logs
-from kvpass.rewrite.call import StepCall
 from kvpass.rewrite.context import StepContext
+from kvpass.rewrite.logs import Record
 from kvpass.rewrite.passes import STEP_PASSES
-from kvpass.rewrite.pipeline import rewrite_step
-from kvpass.rewrite.record import Record
-from kvpass.rewrite.result import StepRewrite
+from kvpass.rewrite.pipeline import StepRewrite, rewrite_step
+from kvpass.rewrite.step_graph import StepCall
 from kvpass.torch_private import fx_nodes
 
 

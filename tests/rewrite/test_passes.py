@@ -228,7 +228,7 @@ def test_on_a_gpu_places_are_copied_for_who_merges_and_counting_is_left(policy: 
 
 
 def test_on_a_cpu_neither_happens() -> None:
-    for name in ("copy_places", "leave_counting"):
+    for name in ("copy_write_indices", "leave_counting"):
         assert by_place().made(name) == by_place().gone(name) == []
         assert by_place().stages[name].record.left
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kvpass.fx.splicing import Slice
+from kvpass.lowering.attend import RotaryPairs
 from kvpass.lowering.formats import Sections
-from kvpass.lowering.rope import RotaryPairs
 from kvpass.rewrite.rotary_slice import RotarySlice
 
 WIDTH = 12

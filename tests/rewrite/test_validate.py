@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import kvpass
-from kvpass.capture import decomposed_attention, sites
+from kvpass.capture import canonical, decomposed_attention
 from kvpass.capture.rotary import Rotary
 from kvpass.policies import Policy
 from kvpass.policies.buzz import Buzz
@@ -136,8 +136,8 @@ def values_for_keys(found: Callable[..., Any]) -> Callable[..., Any]:
     ("where", "name", "wrong"),
     [
         (decomposed_attention, "_sdpa_call", other_scale),
-        (sites, "_site", without_mask),
-        (sites, "_site", values_for_keys),
+        (canonical, "_site", without_mask),
+        (canonical, "_site", values_for_keys),
     ],
 )
 def test_a_call_that_is_read_wrongly_is_refused_by_its_line(
@@ -179,7 +179,7 @@ def test_what_rounding_does_to_the_model_itself_is_no_difference(wrong: Any, mon
         run(Traced(rounding()), recorder, policy="full")
         assert all("equal" in note for note in notes(recorder))
     else:
-        monkeypatch.setattr(sites, "_site", wrong(sites._site))
+        monkeypatch.setattr(canonical, "_site", wrong(canonical._site))
         with pytest.raises(kvpass.UnsupportedGraph, match="is not the model's"):
             run(Traced(rounding()), recorder, policy="full")
 

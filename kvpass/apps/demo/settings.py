@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from kvpass.backend import Inner
 from kvpass.lowering.formats import KVDtype
+from kvpass.runtime.compiler import Inner
 
 PARTS = ("chat", "book", "retrieval", "cost", "kept")
 POLICIES = ("window", "streaming", "h2o")

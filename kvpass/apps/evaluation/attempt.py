@@ -9,7 +9,7 @@ import kvpass
 from kvpass.errors import KVPassError
 from kvpass.lowering.formats import KVDtype
 from kvpass.policies import Policy
-from kvpass.torch_private import counters
+from kvpass.torch_private import dynamo
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ def attempt(
     """
 
     def compiled() -> T:
-        counters.forget_compiled_code()
+        dynamo.forget_compiled_code()
         kvpass.compile(model, policy=policy, budget=budget, inner=inner, kv_dtype=kv_dtype)
         return action()
 

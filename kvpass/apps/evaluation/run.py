@@ -21,7 +21,7 @@ from kvpass.apps.models import LoadedModel, load
 from kvpass.decoding.loop import DecodeLoop
 from kvpass.errors import KVPassError
 from kvpass.policies import Policy
-from kvpass.torch_private import counters
+from kvpass.torch_private import dynamo
 
 Tick = Callable[[int], object]
 
@@ -58,7 +58,7 @@ def _measured(
     """Yield each case with its rows or its refusal, with one progress bar for cases and one for tokens."""
     with tqdm(total=len(todo), unit="case", dynamic_ncols=True) as bar:
         for (policy, slots), group in groupby(todo, _held):
-            counters.forget_compiled_code()
+            dynamo.forget_compiled_code()
             loop = unless_refused(partial(_loop, settings, subject, policy, slots))
             for case in group:
                 name = f"{case.measure.name}: {case.policy} {case.budget or ''}".rstrip()

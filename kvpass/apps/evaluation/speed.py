@@ -14,7 +14,7 @@ from torch import Tensor
 import kvpass
 from kvpass.apps.evaluation.session import Loop, Row, Session
 from kvpass.cache.handle import caches_in
-from kvpass.torch_private import counters
+from kvpass.torch_private import dynamo
 
 MEBIBYTE = 2**20
 COMPILING = 3  # prompts in which something may be compiled, and which do not count
@@ -50,9 +50,9 @@ class Speed:
         ids = torch.tensor([session.filler(row * self.length, self.length) for row in range(self.batch)])
         first: list[float] = []
         for _ in range(self.times + COMPILING):
-            before, seconds = counters.activity(), _timed_prompt(loop, ids)
+            before, seconds = dynamo.activity(), _timed_prompt(loop, ids)
             session.tick(self.length)
-            first += [seconds] if counters.activity() == before else []
+            first += [seconds] if dynamo.activity() == before else []
             if len(first) == self.times:
                 break
         loop.generate(self.new)  # compiles the step

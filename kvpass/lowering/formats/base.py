@@ -2,14 +2,64 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kvpass.lowering.formats.sections import Sections
+
+@dataclasses.dataclass(frozen=True)
+class Sections:
+    """A tensor as consecutive sections of its last dimension, so that no joined tensor is written to memory.
+
+    Attributes:
+        whole: the tensor itself, if it exists without joining the sections.
+    """
+
+    tensors: tuple[Tensor, ...]
+    whole: Tensor | None = None
+
+    @property
+    def width(self) -> int:
+        return sum(section.shape[-1] for section in self.tensors)
+
+    @property
+    def ends(self) -> list[int]:
+        """The end of each section."""
+        widths = [section.shape[-1] for section in self.tensors]
+        return [sum(widths[: i + 1]) for i in range(len(widths))]
+
+    def cut_at(self, indices: set[int]) -> Sections:
+        """Return the same tensor with further cuts."""
+        sections, start = [], 0
+        for section, end in zip(self.tensors, self.ends, strict=True):
+            cuts = [start, *sorted(index for index in indices if start < index < end), end]
+            sections += [section[..., a - start : b - start] for a, b in itertools.pairwise(cuts)]
+            start = end
+        return Sections(tuple(sections))
+
+    def between(self, start: int, stop: int) -> Sections:
+        """Return the part of the tensor from `start` up to `stop`."""
+        cut = self.cut_at({start, stop})
+        ends = cut.ends
+        selected = [section for section, end in zip(cut.tensors, ends, strict=True) if start < end <= stop]
+        return Sections(tuple(selected))
+
+    def joined(self) -> Tensor:
+        """Return one tensor: `whole`, or a sum of tensors padded with zeros, which compilers fuse."""
+        if self.whole is not None:
+            return self.whole
+        before, total = 0, None
+        for section in self.tensors:
+            padded = torch.nn.functional.pad(section, [before, self.width - before - section.shape[-1]])
+            total = padded if total is None else total + padded
+            before += section.shape[-1]
+        assert total is not None
+        return total
+
 
 BLOCK = 4096  # rows encoded at a time; intermediate results are several times their size
 
@@ -20,49 +70,54 @@ SlotIndices = tuple[Tensor, Tensor, Tensor]
 """One slot of every head: indices of rows, heads and slots, broadcastable to [B, H]."""
 
 
-class Format(Protocol):
-    """The tensors that hold rows, and attention on them; formats that store alike are equal."""
+class Format(abc.ABC):
+    """The tensors that hold rows, and attention on them; formats that store alike are equal.
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the tensors after the first."""
+    Attributes:
+        names: of the tensors after the first.
+        bits: of a code; 0 if rows are plain numbers.
+        exact: whether storing decoded rows again returns the same rows.
+        transforms: whether codes are of transformed rows, so that `prepared_query` transforms queries.
+    """
 
-    @property
-    def bits(self) -> int:
-        """Bits of a code; 0 if rows are plain numbers."""
+    names: tuple[str, ...] = ()
+    bits: int = 0
+    exact: bool = False
+    transforms: bool = False
 
-    @property
-    def exact(self) -> bool:
-        """Whether storing decoded rows again returns the same rows."""
-
-    @property
-    def transforms(self) -> bool:
-        """Whether codes are of transformed rows, so that `prepared_query` transforms queries."""
-
+    @abc.abstractmethod
     def layout(self) -> list[tuple[int, torch.dtype]]:
         """Return the last dimension and the dtype of each tensor."""
 
+    @abc.abstractmethod
     def encode(self, rows: Tensor) -> Parts:
         """Encode rows [..., D] as the tensors that store them."""
 
+    @abc.abstractmethod
     def decode(self, parts: Parts) -> Tensor:
         """Decode stored rows, [..., D], to the model's numbers or to the dtype of `accumulate_dtype`."""
 
     def sections(self, parts: Parts) -> Sequence[Tensor]:
         """Decode stored rows in consecutive sections of D that can be read without moving numbers."""
+        return [self.decode(parts)]
 
     def ordered(self, parts: Parts) -> Parts:
         """Reorder the tensors from the device's layout to the order of the numbers."""
+        return parts
 
     def to_device_layout(self, parts: Parts) -> Parts:
         """Reorder the tensors from the order of the numbers to the layout of their device."""
+        return parts
 
     def prepared_query(self, query: Tensor) -> Tensor:
         """Transform queries [..., D] for products with codes; for callers that read codes themselves."""
+        return query
 
+    @abc.abstractmethod
     def products(self, query: Tensor, parts: Parts) -> Tensor:
         """Multiply queries [B, H, R, D] with stored keys: [B, H, R, N]."""
 
+    @abc.abstractmethod
     def weighted_sum(self, probs: Tensor, parts: Parts, dtype: torch.dtype) -> Tensor:
         """Sum stored values by probabilities [B, H, R, N] of `accumulate_dtype`: [B, H, R, D] in `dtype`."""
 
@@ -165,3 +220,27 @@ class Rows:
         """Return these rows followed by others."""
         joined = zip(self.parts, others.parts, strict=True)
         return Rows(self.format, tuple(torch.cat(pair, 2) for pair in joined))
+
+
+@dataclasses.dataclass(frozen=True)
+class Plain(Format):
+    """Rows in the model's dtype."""
+
+    dim: int
+    dtype: torch.dtype
+    exact = True
+
+    def layout(self) -> list[tuple[int, torch.dtype]]:
+        return [(self.dim, self.dtype)]
+
+    def encode(self, rows: Tensor) -> Parts:
+        return (rows.to(self.dtype),)
+
+    def decode(self, parts: Parts) -> Tensor:
+        return parts[0]
+
+    def products(self, query: Tensor, parts: Parts) -> Tensor:
+        return torch.matmul(query, parts[0].transpose(-1, -2))
+
+    def weighted_sum(self, probs: Tensor, parts: Parts, dtype: torch.dtype) -> Tensor:
+        return torch.matmul(probs.to(parts[0].dtype), parts[0])

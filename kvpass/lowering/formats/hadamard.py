@@ -24,21 +24,16 @@ from kvpass.lowering.formats.base import Format, Parts
 
 
 @dataclasses.dataclass(frozen=True)
-class Hadamard:
+class Hadamard(Format):
     """A format of transformed rows, which another format stores."""
 
     inner: Format
     dtype: torch.dtype
-    exact = False
     transforms = True
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self.inner.names
-
-    @property
-    def bits(self) -> int:
-        return self.inner.bits
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "names", self.inner.names)
+        object.__setattr__(self, "bits", self.inner.bits)
 
     def layout(self) -> list[tuple[int, torch.dtype]]:
         return self.inner.layout()
@@ -48,15 +43,6 @@ class Hadamard:
 
     def decode(self, parts: Parts) -> Tensor:
         return transformed(self.inner.decode(parts))
-
-    def sections(self, parts: Parts) -> list[Tensor]:
-        return [self.decode(parts)]
-
-    def ordered(self, parts: Parts) -> Parts:
-        return parts
-
-    def to_device_layout(self, parts: Parts) -> Parts:
-        return parts
 
     def prepared_query(self, query: Tensor) -> Tensor:
         return transformed(query)

@@ -20,7 +20,7 @@ from torch import Tensor
 from kvpass.arguments import require
 from kvpass.fx.precision import accumulate_dtype, upcast
 from kvpass.lowering.formats import grid, words
-from kvpass.lowering.formats.base import Parts
+from kvpass.lowering.formats.base import Format, Parts
 
 HIGHEST_CODE = 15
 GROUP = 32
@@ -28,7 +28,7 @@ HIGHEST_ZERO = 127  # the largest absolute value of a zero point
 
 
 @dataclasses.dataclass(frozen=True)
-class Int4:
+class Int4(Format):
     """Pairs of codes [..., D / 2], scales [..., g] and zero points [..., g] for g groups.
 
     Attributes:
@@ -40,8 +40,6 @@ class Int4:
     rotated: bool = False
     names = ("scale", "zero")
     bits = 4
-    exact = False
-    transforms = False
 
     def __post_init__(self) -> None:
         require(self.dim % 2 == 0, "kv_dtype", "int4", f"two numbers make a byte, and a head has {self.dim}")
@@ -119,9 +117,6 @@ class Int4:
             zero_of, scale_of = (part[..., first : first + count, None] for part in (zero, scale))
             halves.append(((torch.unflatten(codes, -1, (count, -1)) + zero_of) * scale_of).flatten(-2))
         return halves
-
-    def prepared_query(self, query: Tensor) -> Tensor:
-        return query
 
     def products(self, query: Tensor, parts: Parts) -> Tensor:
         if query.shape[2] > grid.MOST_ROWS:

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from kvpass.fx.precision import accumulate_dtype, upcast
 from kvpass.lowering.formats import grid, words
-from kvpass.lowering.formats.base import Parts
+from kvpass.lowering.formats.base import Format, Parts
 
 HIGHEST_CODE = 127
 
 
 @dataclasses.dataclass(frozen=True)
-class Int8:
+class Int8(Format):
     """Codes [..., D] and scales [..., 1].
 
     Attributes:
@@ -34,8 +34,6 @@ class Int8:
     rotated: bool = False
     names = ("scale",)
     bits = 8
-    exact = False
-    transforms = False
 
     def layout(self) -> list[tuple[int, torch.dtype]]:
         return [(self.dim, torch.int8), (1, grid.SCALE)]
@@ -65,9 +63,6 @@ class Int8:
     def _upcast(self, parts: Parts) -> tuple[Tensor, Tensor]:
         dtype = accumulate_dtype(self.dtype)
         return parts[0].to(dtype), parts[1].to(dtype)
-
-    def prepared_query(self, query: Tensor) -> Tensor:
-        return query
 
     def products(self, query: Tensor, parts: Parts) -> Tensor:
         if query.shape[2] > grid.MOST_ROWS:

@@ -29,7 +29,7 @@ from torch.fx.node import map_arg
 from kvpass.fx import walk
 from kvpass.lowering.layer_dedup import segments
 from kvpass.lowering.layer_dedup.segments import Segment
-from kvpass.torch_private import compiled_parts, generated_code, inductor, symbolic_shapes, tensor_types
+from kvpass.torch_private import generated_code, inductor, symbolic_shapes, tensors
 
 Patches = Callable[[fx.GraphModule], dict[str, Any]]
 
@@ -55,15 +55,15 @@ def compile_deduplicated(
             `kvpass.torch_private.symbolic_shapes.SymbolicSizes.alike`.
     """
     if (
-        not compiled_parts.on_cpu(examples)
-        or any(map(tensor_types.is_wrapper, examples))
-        or not compiled_parts.allows_parts(patches(gm))
+        not inductor.on_cpu(examples)
+        or any(map(tensors.is_wrapper, examples))
+        or not inductor.allows_parts(patches(gm))
     ):
         return None
     found = segments.split(gm, anchors)
     if not found:
         return None
-    with compiled_parts.in_parts(gm, examples) as parts:
+    with inductor.in_parts(gm, examples) as parts:
         kinds, program = _SegmentKinds(gm, parts, patches, alike), []
         for segment in found:
             compiled = kinds.run_of(segment)
@@ -81,7 +81,7 @@ class _SegmentKinds:
     """
 
     def __init__(
-        self, gm: fx.GraphModule, parts: compiled_parts.CompiledParts, patches: Patches, alike: Collection[Any]
+        self, gm: fx.GraphModule, parts: inductor.CompiledParts, patches: Patches, alike: Collection[Any]
     ) -> None:
         self.parts, self.patches, self.alike = parts, patches, alike
         self.values: dict[fx.Node, Any] = dict(zip(walk.placeholders(gm.graph), parts.examples, strict=True))
@@ -125,7 +125,7 @@ def as_module(segment: Segment, operands: Sequence[Any]) -> fx.GraphModule:
     graph, attributes, copies = fx.Graph(), {}, {}
     for number, (node, value) in enumerate(zip(segment.operands, operands, strict=True)):
         copies[node] = graph.placeholder(f"operand_{number}")
-        compiled_parts.as_operand(copies[node], node, value)
+        inductor.as_operand(copies[node], node, value)
     for number, node in enumerate(segment.nodes):
         args, kwargs = map_arg((node.args, node.kwargs), lambda parent: copies[parent])
         target = node.target

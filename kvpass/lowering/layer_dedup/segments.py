@@ -33,7 +33,7 @@ import torch.fx as fx
 from torch.fx.node import map_aggregate
 
 from kvpass.fx import alias, shapes, walk
-from kvpass.fx.constants import tensor_bytes
+from kvpass.fx.walk import tensor_bytes
 from kvpass.torch_private import fx_nodes, symbolic_shapes
 
 MIN_EQUAL_LAYERS = 3
@@ -151,17 +151,15 @@ def split(gm: fx.GraphModule, anchors: Sequence[fx.Node]) -> list[Segment]:
     Args:
         anchors: one node of each layer.
     """
-    order = [node for node in gm.graph.nodes if not _is_outside(node)]
+    order = [
+        node for node in gm.graph.nodes if not (node.op in ("placeholder", "output") or fx_nodes.changes_nothing(node))
+    ]
     if len(set(anchors).intersection(order)) < MIN_EQUAL_LAYERS or any(node.op == "call_module" for node in order):
         return []
     order, bounds = _bounds(order, anchors)
     segments = [Segment.of(order[a:b]) for a, b in itertools.pairwise(bounds)]
     common = max(collections.Counter(segment.body for segment in segments).values())
     return _with_equal_results(segments) if common >= MIN_EQUAL_LAYERS and _is_sound(gm, segments) else []
-
-
-def _is_outside(node: fx.Node) -> bool:
-    return node.op in ("placeholder", "output") or fx_nodes.changes_nothing(node)
 
 
 def _with_equal_results(segments: list[Segment]) -> list[Segment]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvpass.errors import AlignerError
-from kvpass.fx.constants import tensor_bytes
+from kvpass.fx.walk import tensor_bytes
 
 Recipe = Literal["direct", "paper", "nothing"]
 RECIPES: tuple[Recipe, ...] = ("direct", "paper", "nothing")

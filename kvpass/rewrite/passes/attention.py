@@ -23,17 +23,15 @@ from torch import Tensor
 
 from kvpass.cache.slots import Layout, Slots
 from kvpass.cache.step import Attended, Site, decode_step, extend_step, read_step
-from kvpass.capture.sites import AttentionSite
+from kvpass.capture.canonical import AttentionSite
 from kvpass.fx import shapes, splicing, walk
 from kvpass.fx.walk import value
-from kvpass.lowering.formats import Sections
-from kvpass.lowering.rope import Rope, RotaryPairs
+from kvpass.lowering.attend import Rope, RotaryPairs
 from kvpass.rewrite.computed_keys import ComputedKeys, cut_computed_keys
 from kvpass.rewrite.context import StepContext
+from kvpass.rewrite.logs import Record
 from kvpass.rewrite.masks import MaskOnSlots, Masks
-from kvpass.rewrite.record import Record
 from kvpass.rewrite.rotary_slice import RotarySlice
-from kvpass.rewrite.tables import Tables
 
 
 def attend_on_slots(step: StepContext) -> Record:
@@ -65,7 +63,8 @@ class _AttentionReplacement:
         sums = self._splice(layer, site, slots, new, first=True)
         for sharing in site.shared_by:
             self._splice(layer, sharing, slots_before, new, first=False)
-        step.chunks.append([] if step.decodes else [*stored_rows(step, layer, new), step.inputs.valid(layer), *sums])
+        stored_key = step.raw_keys[layer] if step.ranked and not site.computed else new[0]
+        step.chunks.append([] if step.decodes else [stored_key, new[1], step.inputs.valid(layer), *sums])
 
     def _splice(
         self, layer: int, site: AttentionSite, slots: list[fx.Node], new: list[fx.Node], first: bool
@@ -167,11 +166,6 @@ def new_rows(step: StepContext, layer: int) -> list[fx.Node]:
     return [as_cached(step.graph, site, node) for node in (key, site.value)]
 
 
-def stored_rows(step: StepContext, layer: int, new: list[fx.Node]) -> list[fx.Node]:
-    """Return the stored key and the value, given the result of `new_rows`."""
-    return [step.raw_keys[layer] if step.ranked and not step.sites[layer].computed else new[0], new[1]]
-
-
 def as_cached(graph: fx.Graph, site: AttentionSite, node: fx.Node) -> fx.Node:
     """Return a key or value as it is cached: [B, h, q, D], or [B, 1, q, h * D] if keys are computed from it."""
     if not site.computed or value(node).shape[1] == 1:
@@ -218,28 +212,18 @@ class _LayerCall:
     def site(self, operands: dict[str, list[Tensor]]) -> Site:
         """Return the site with the tensors that its parts read."""
         mask, rotary, computed, heads = self.mask, self.rotary, self.computed, self.layout.heads
-
-        def evaluate_mask(index: Tensor, position: Tensor, facts: list[Tensor]) -> Tensor:
-            assert mask is not None
-            return mask.on_slots(index, position, heads, operands["mask"], facts)
-
-        def rotate_keys(keys: Sections, rank: Tensor) -> list[Tensor]:
-            assert rotary is not None
-            return rotary.on_slots(keys, rank, operands["table"], operands["rotate"])
-
-        def compute_keys(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-            assert computed is not None
-            return computed.on_slots(key, value, operands["computed"])
-
+        of_mask, table, of_rotary = operands["mask"], operands["table"], operands["rotate"]
         return Site(
             scale=self.attention.scale,
-            mask=evaluate_mask if mask else None,
-            rotate=rotate_keys if rotary else None,
+            mask=None
+            if mask is None
+            else lambda index, position, facts: mask.on_slots(index, position, heads, of_mask, facts),
+            rotate=None if rotary is None else lambda keys, rank: rotary.on_slots(keys, rank, table, of_rotary),
             rope=Rope(operands["rope"][0], operands["rope"][1], self.pairs) if self.pairs else None,
             weights=tuple(operands["weights"]),
             cap=self.attention.cap,
             sink_logit=operands["sink_logit"][0] if operands["sink_logit"] else None,
-            compute_keys=compute_keys if computed else None,
+            compute_keys=None if computed is None else lambda k, v: computed.on_slots(k, v, operands["computed"]),
             lse=self.attention.lse is not None,
             hidden=self.attention.hidden,
             decomposed=self.attention.decomposed,
@@ -251,3 +235,48 @@ class _LayerCall:
 def _grouped(tensors: tuple[Tensor, ...], counts: dict[str, int]) -> dict[str, list[Tensor]]:
     rest = iter(tensors)
     return {name: list(itertools.islice(rest, count)) for name, count in counts.items()}
+
+
+class Tables:
+    """The tables of a step graph, each emitted once."""
+
+    def __init__(self, step: StepContext) -> None:
+        self._step = step
+        self._tables: dict[Any, list[fx.Node]] = {}
+        self._pairs: dict[Any, RotaryPairs | None] = {}
+
+    def angles(self, rotary: RotarySlice, capacity: int) -> list[fx.Node]:
+        """Return the nodes of the table of angles for ranks 0 .. capacity - 1."""
+        key = (rotary.angles.key, str(rotary.position), str(capacity))
+        if key not in self._tables:
+            step, first = self._step, self._step.sites[0].call
+            nodes = [step.length, *rotary.angles.bound]  # the length only gives the device
+            for node in rotary.angles.bound:  # a later module of the model may make it
+                walk.move_before(first, node)
+
+            def function(length: Tensor, *bound: Tensor) -> list[Tensor]:
+                return rotary.table(capacity, list(bound), length.device)
+
+            self._tables[key] = step.compute(function, nodes, first, f"kvpass_table_{len(self._tables)}")
+        return self._tables[key]
+
+    def pairs(self, rotary: RotarySlice | None) -> RotaryPairs | None:
+        """Return the dimensions that an embedding mixes, if a kernel can rotate the keys itself; else None."""
+        if rotary is None or not self._step.decodes_on_gpu:
+            return None
+        if rotary.key not in self._pairs:
+            self._pairs[rotary.key] = rotary.pairs()
+        return self._pairs[rotary.key]
+
+    def mixing(self, rotary: RotarySlice, pairs: RotaryPairs, capacity: int, before: fx.Node) -> list[fx.Node]:
+        """Return the nodes of a `Rope`'s weights for ranks 0 .. capacity - 1."""
+        key = (rotary.key, rotary.rotate.bound, str(capacity))
+        if key not in self._tables:
+            table = self.angles(rotary, capacity)
+
+            def function(*tensors: Tensor) -> list[Tensor]:
+                return list(rotary.weights(pairs, list(tensors[: len(table)]), list(tensors[len(table) :])))
+
+            nodes = [*table, *rotary.rotate.bound]
+            self._tables[key] = self._step.compute(function, nodes, before, f"kvpass_mixed_{len(self._tables)}")
+        return self._tables[key]

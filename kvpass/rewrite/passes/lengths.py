@@ -7,54 +7,45 @@ before   past = past_k.size(2)                        after    position = arange
 
 from __future__ import annotations
 
-import dataclasses
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch
 import torch.fx as fx
 
-from kvpass.capture import tokens
+from kvpass.capture import keys
 from kvpass.errors import UnsupportedGraph
 from kvpass.fx import op_table, splicing, walk
-from kvpass.fx.shapes import Sizes
 from kvpass.fx.walk import value
 from kvpass.rewrite.context import StepContext
-from kvpass.rewrite.record import Record
+from kvpass.rewrite.logs import Record
 
 
 def put_length_on_device(step: StepContext) -> Record:
     """Rewrite the tensors computed from the length, and record the nodes that hold key indices, which masks rewrite."""
-    arithmetic = LengthArithmetic(step.graph, step.sizes, step.length, step.size_nodes.of)
+    arithmetic = _LengthArithmetic(step)
     lookups = arithmetic.slices()
     for window in set(step.windows):
-        step.key_indices[window] = [*tokens.iotas(step.graph.nodes, step.sizes, window), *lookups]
+        step.key_indices[window] = [*keys.iotas(step.graph.nodes, step.sizes, window), *lookups]
     arithmetic.positions()
     step.length_nodes = arithmetic.computed
     unchanged = {node.name: "it counts the keys" for nodes in step.key_indices.values() for node in nodes}
     return Record(arithmetic.rewritten, unchanged)
 
 
-@dataclasses.dataclass(frozen=True)
-class LengthArithmetic:
+class _LengthArithmetic:
     """Rewrite what a step graph computes from the length.
 
     Attributes:
-        graph: the graph, which is rewritten in place.
-        length: the counter, int64 without dimensions.
-        number: returns the node or number of a size that does not grow.
         computed: the new nodes that depend on the length, each with its expression.
         rewritten: the names of the rewritten nodes.
     """
 
-    graph: fx.Graph
-    sizes: Sizes
-    length: fx.Node
-    number: Callable[[Any], Any]
-    computed: dict[fx.Node, sympy.Expr] = dataclasses.field(default_factory=dict)
-    rewritten: list[str] = dataclasses.field(default_factory=list)
+    def __init__(self, step: StepContext) -> None:
+        self.graph, self.sizes, self.length, self.number = step.graph, step.sizes, step.length, step.size_nodes.of
+        self.computed: dict[fx.Node, sympy.Expr] = {}
+        self.rewritten: list[str] = []
 
     def positions(self) -> None:
         """Replace symbolic sizes by the device counter in arithmetic of tensors."""

@@ -29,7 +29,7 @@ from kvpass.errors import UnsupportedGraph
 from kvpass.fx import shapes, walk
 from kvpass.fx.walk import value
 from kvpass.rewrite.context import StepContext
-from kvpass.rewrite.record import Record
+from kvpass.rewrite.logs import Record
 from kvpass.rewrite.rotary_slice import cut_rotary
 
 BOTH_WAYS = "a mask reads the positions through the same operation as the rotary embedding"

@@ -1,4 +1,4 @@
-"""Add inputs for every layer's slots and for the policy's weights, and the counter of tokens.
+"""Add inputs for every layer's slots and the policy's weights; on a GPU move writes of small tensors out of the layers.
 
 before   def step(ids, past_k, past_v): ...
 after    def step(slots_0_key, ..., slots_0_length, ..., weight_0, ids, past_k, past_v):
@@ -16,8 +16,9 @@ from torch import Tensor
 
 from kvpass.errors import UnsupportedGraph
 from kvpass.rewrite.context import StepContext
-from kvpass.rewrite.record import Record
-from kvpass.torch_private import dynamo
+from kvpass.rewrite.logs import Record
+from kvpass.torch_private import dynamo, fx_nodes
+from kvpass.torch_private.inductor import materialized
 
 
 def take_slots(step: StepContext) -> Record:
@@ -83,3 +84,41 @@ def _length(step: StepContext) -> fx.Node:
     for node in (counter, length):
         node.meta["example_value"] = torch.empty((), dtype=torch.int64, device="meta")
     return length
+
+
+def copy_write_indices(step: StepContext) -> Record:
+    """Copy the indices of all layers' free slots before any write, in one kernel.
+
+    A policy that merges writes to K and V twice, and for the compiler the second write depends on all that the first
+    has read.  Without the copies, a kernel of its own would overwrite the index of the free slot after the second.
+    """
+    if not step.decodes_on_gpu or not any(layout.policy.merges for layout in step.layouts):
+        return Record(left={"free": "nothing merges on a GPU"})
+    free = [step.slot(layer, "free") for layer in range(len(step.sites))]
+    step.write_indices = step.compute(_write_indices, free, step.sites[0].call, "kvpass_write_indices")
+    return Record([node.name for node in free])
+
+
+def _write_indices(*free_slots: Tensor) -> list[Tensor]:
+    return [materialized(index.clamp(min=0)) for index in free_slots]  # a plain copy would be optimized away
+
+
+def leave_counting(step: StepContext) -> Record:
+    """Remove the updates of token counters from every layer; `StepRewrite.count` does them in two launches.
+
+    Counting for all layers by `_foreach_copy_` inside the graph is wrong: Inductor may run a kernel that reads a
+    counter after the kernel that overwrites it.
+    """
+    if not step.decodes_on_gpu:
+        return Record(left={"counters": "they are in the step's own kernels, or a chunk's"})
+    counters = [step.slot(layer, name) for layer in range(len(step.sites)) for name in ("seen", "length")]
+    for counter in counters:
+        for user in [user for user in counter.users if _writes(user, counter)]:
+            assert not user.users
+            step.graph.erase_node(user)
+    step.valid_output = step.inputs.some_valid
+    return Record([counter.name for counter in counters])
+
+
+def _writes(node: fx.Node, counter: fx.Node) -> bool:
+    return fx_nodes.mutates(node) and node.args[0] is counter

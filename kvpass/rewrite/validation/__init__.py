@@ -6,8 +6,7 @@
     expected           compute attention in double precision, and its rounding error
     conversation       make up arguments of a step
     slots              make up the slots that hold the tokens of a conversation
-    constants          find the numbers of tokens at which a graph may change its behaviour
-    kinds              find the layers that equal an earlier one
+    coverage           find lengths at which a graph may change, and layers that equal an earlier one
 
 Proofs about a graph (`kvpass.capture`) hold for all arguments.  Validation holds for some arguments, but assumes
 nothing about the graph.

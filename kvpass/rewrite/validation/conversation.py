@@ -17,14 +17,15 @@ from torch import Tensor
 
 from kvpass.cache.slots import Layout, Slots
 from kvpass.capture import sparse_index
+from kvpass.capture.canonical import AttentionSite
 from kvpass.capture.rotary import find_rotary
-from kvpass.capture.sites import AttentionSite
 from kvpass.fx import walk
 from kvpass.fx.shapes import Sizes
 from kvpass.fx.walk import value
 from kvpass.lowering.formats import KVDtype, Rows, Sections, plain
+from kvpass.rewrite.computed_keys import split_heads
 from kvpass.rewrite.context import StepContext
-from kvpass.rewrite.result import StepRewrite
+from kvpass.rewrite.pipeline import StepRewrite
 from kvpass.rewrite.rotary_slice import RotarySlice
 from kvpass.rewrite.validation.interpreter import GraphRun, copied
 from kvpass.torch_private import symbolic_shapes
@@ -194,7 +195,7 @@ class Conversation:
         marks = self.step.padding_inputs.values()
         for i, argument in enumerate(arguments):
             if i not in marks and i not in self._pasts and self._is_ids(argument):
-                arguments[i] = self._moved(i, argument)
+                arguments[i] = self._moved(argument)
         for node, index in self.step.padding_inputs.items():
             if node in self._known():
                 arguments[index] = self._padded(arguments[index])
@@ -210,7 +211,7 @@ class Conversation:
         whole = isinstance(argument, Tensor) and not isinstance(argument, torch.nn.Parameter) and argument.ndim > 0
         return whole and argument.dtype in (torch.int64, torch.int32) and argument.numel() > 0
 
-    def _moved(self, index: int, ids: Tensor) -> Tensor:
+    def _moved(self, ids: Tensor) -> Tensor:
         """Make positions continue this conversation, and change token ids if the plan says so."""
         new, total = self.step.queries, self.count + self.step.queries
         if ids.shape[-1] == new and bool((ids.amax(-1) == self.step.seen + new - 1).all()):
@@ -262,11 +263,7 @@ class Conversation:
         rows = self.rows(layer)[kind].read_as(self.step.layouts[layer].dtype)
         if kind == 0 and self.step.ranked:
             rows = self._as_cached(layer, rows)
-        return self.split_heads(rows, self.step.arguments[index].shape[1])
-
-    def split_heads(self, rows: Tensor, heads: int) -> Tensor:
-        """Split joined heads: [B, 1, L, h * D] to [B, h, L, D]; see `kvpass.rewrite.computed_keys.join_heads`."""
-        return rows if rows.shape[1] == heads else torch.unflatten(rows[:, 0], -1, (heads, -1)).transpose(1, 2)
+        return split_heads(rows, self.step.arguments[index].shape[1])
 
     def _as_cached(self, layer: int, key: Tensor) -> Tensor:
         """Return keys as the model caches them, rotated."""

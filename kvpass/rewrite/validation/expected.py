@@ -92,7 +92,9 @@ class Expected:
         on_slots = _by_query_head(on_slots, heads).expand(rows, heads, queries, -1)
         groups = heads // columns.shape[1]
         chosen = columns.repeat_interleave(groups, 1)[:, :, None].expand(-1, -1, queries, -1)
-        on_keys = self._on_all(rows, heads, queries).gather(-1, chosen.clamp(min=0)).masked_fill(chosen < 0, -torch.inf)
+        on_keys = self.output.new_zeros(()) if self.bias is None else self.bias
+        on_keys = on_keys.expand(rows, heads, queries, self.keys).gather(-1, chosen.clamp(min=0))
+        on_keys = on_keys.masked_fill(chosen < 0, -torch.inf)
         sees = self.sees[..., None]
         hidden = on_keys <= HIDDEN
         if bool((((on_slots <= HIDDEN) != hidden) & sees).any()):
@@ -100,11 +102,6 @@ class Expected:
         eps = 0.0 if bias is None else _eps(bias)
         close = (on_slots - on_keys).abs() <= SAME * max(eps, self.bias_eps) * on_keys.abs()
         return bool((close | hidden | ~sees).all())
-
-    def _on_all(self, rows: int, heads: int, queries: int) -> Tensor:
-        if self.bias is None:
-            return self.output.new_zeros(()).expand(rows, heads, queries, self.keys)
-        return self.bias.expand(rows, heads, queries, -1)
 
 
 def _largest_share(difference: Tensor, allowed: Tensor, only: Tensor) -> float:

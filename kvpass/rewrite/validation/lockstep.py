@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass.capture.canonical import ATTENTION
-from kvpass.capture.sites import AttentionSite
+from kvpass.capture.canonical import ATTENTION, AttentionSite
 from kvpass.errors import KVPassError, UnsupportedGraph
 from kvpass.fx import op_table, walk
 from kvpass.fx.walk import source_line
@@ -45,14 +45,7 @@ class Validation:
     left_out: tuple[str, ...] = ()
 
 
-class MadeUpCall(Protocol):
-    """A made-up call; `label` describes it in a message."""
-
-    @property
-    def label(self) -> str: ...
-
-
-Made = TypeVar("Made", bound=MadeUpCall)
+Made = TypeVar("Made")
 
 
 class Unfit(Exception):
@@ -71,7 +64,7 @@ def as_unfit(label: str) -> Iterator[None]:
     except (KVPassError, Unfit):
         raise
     except Exception as error:
-        raise Unfit(failed_comparison(label, error)) from error
+        raise Unfit(f"the comparison {label} failed with {type(error).__name__}: {error}") from error
 
 
 @contextlib.contextmanager
@@ -84,11 +77,7 @@ def noting_unfit(skipped: list[str], label: str) -> Iterator[None]:
         skipped.append(str(failure))
 
 
-def failed_comparison(label: str, error: Exception) -> str:
-    """Describe an error of the validation's own code as the reason why nothing was compared."""
-    return f"the comparison {label} failed with {type(error).__name__}: {error}"
-
-
+@dataclasses.dataclass
 class Lockstep:
     """Run Dynamo's graph and its canonical form on the same arguments, and compare a third graph with them.
 
@@ -105,28 +94,25 @@ class Lockstep:
         blind: whether in some call a query does not see its own key, so that it may see none.
     """
 
-    def __init__(
-        self,
-        gm: fx.GraphModule,
-        canonical: fx.GraphModule,
-        sites: Sequence[AttentionSite],
-        argument: Callable[[int], Any],
-        new: int,
-        label: str,
-        last: fx.Node | None = None,
-        queries: Tensor | None = None,
-        real: Tensor | None = None,
-    ) -> None:
-        self.gm, self.canonical, self.sites, self.argument, self.label = gm, canonical, sites, argument, label
-        self.new, self.last, self.queries, self.real = new, last, queries, real
-        self._indices = {node: index for index, node in enumerate(walk.placeholders(canonical.graph))}
-        self.caches = [index for site in sites for index in (site.keys_out, site.values_out)]
-        self.calls = [(i, each) for i, site in enumerate(sites) for each in site.all]
-        self.wanted: dict[str, Expected] = {}
-        self.inputs: dict[str, Tensor] = {}
-        self.blind = False
-        self._model_values: dict[str, Tensor] = {}
-        self._finite: dict[str, Tensor] = {}
+    gm: fx.GraphModule
+    canonical: fx.GraphModule
+    sites: Sequence[AttentionSite]
+    argument: Callable[[int], Any]
+    new: int
+    label: str
+    last: fx.Node | None = None
+    queries: Tensor | None = None
+    real: Tensor | None = None
+    wanted: dict[str, Expected] = dataclasses.field(default_factory=dict, init=False)
+    inputs: dict[str, Tensor] = dataclasses.field(default_factory=dict, init=False)
+    blind: bool = dataclasses.field(default=False, init=False)
+    _model_values: dict[str, Tensor] = dataclasses.field(default_factory=dict, init=False)
+    _finite: dict[str, Tensor] = dataclasses.field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self._indices = {node: index for index, node in enumerate(walk.placeholders(self.canonical.graph))}
+        self.caches = [index for site in self.sites for index in (site.keys_out, site.values_out)]
+        self.calls = [(i, each) for i, site in enumerate(self.sites) for each in site.all]
 
     # -- Dynamo's graph ----------------------------------------------------------------------------------------------
 
@@ -143,7 +129,7 @@ class Lockstep:
                 if node is not None:
                     visits[named[_in_model(node)]] = self._keep_result
             for node, past in ((site.grown_key, site.past_key), (site.grown_value, site.past_value)):
-                visits[named[_in_model(node)]] = self._keep_new_rows(site, past)
+                visits[named[_in_model(node)]] = functools.partial(self._keep_new_rows, site, past)
         try:
             last = None if self.last is None else named[_in_model(self.last)]
             return GraphRun(self.gm, self.argument, visits, self.caches).run_to(last)
@@ -156,21 +142,15 @@ class Lockstep:
         self._finite[node.name] = finite
         return self._model_values[node.name].clone()
 
-    def _keep_new_rows(self, site: AttentionSite, past: fx.Node | None) -> Visit:
-        """Return a visit that keeps the new tokens of a grown cache, and checks that the past precedes them."""
-
-        def visit(walk: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
-            before = result.shape[2] - self.new
-            if past is not None and not torch.equal(result[:, :, :before], self.argument(self._indices[past])):
-                self.refuse(site, NOT_APPENDED)
-            self._model_values[node.name] = result[:, :, before:].clone()
-            return result
-
-        return visit
-
-    def model_value(self, node: fx.Node) -> Tensor:
-        """Return the model's own value for a canonical call."""
-        return self._model_values[_in_model(node)]
+    def _keep_new_rows(
+        self, site: AttentionSite, past: fx.Node | None, walk: GraphRun, node: fx.Node, result: Tensor
+    ) -> Tensor:
+        """Visit a grown cache: keep its new tokens, and check that the past precedes them."""
+        before = result.shape[2] - self.new
+        if past is not None and not torch.equal(result[:, :, :before], self.argument(self._indices[past])):
+            self.refuse(site, NOT_APPENDED)
+        self._model_values[node.name] = result[:, :, before:].clone()
+        return result
 
     # -- the canonical graph -----------------------------------------------------------------------------------------
 
@@ -188,12 +168,11 @@ class Lockstep:
         """
         visits: dict[fx.Node, Visit] = {}
         for layer, site in self.calls:
-            chosen = columns(layer)
-            visits[site.call] = self._at_call(site, chosen, compares=rounding is None)
-            if site.lse is not None:
-                visits[site.lse] = self._at_call(site, chosen, compares=rounding is None)
+            at_call = functools.partial(self._compare_with_model, site, columns(layer), rounding is None)
+            visits |= {node: at_call for node in (site.call, site.lse) if node is not None}
             if rounding is None:
-                visits |= {node: self._at_append(site) for node in (site.grown_key, site.grown_value)}
+                at_append = functools.partial(self._check_append, site)
+                visits |= dict.fromkeys((site.grown_key, site.grown_value), at_append)
             for node in (site.query, site.key, site.value):
                 visits.setdefault(node, self._keep_input)
         try:
@@ -205,28 +184,26 @@ class Lockstep:
         self.inputs[node.name] = result.clone()
         return result
 
-    def _at_append(self, site: AttentionSite) -> Visit:
-        def visit(walk: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
-            new_rows = self._model_values.get(_in_model(node))
-            if new_rows is not None and not same(result[:, :, result.shape[2] - self.new :], new_rows):
-                self.refuse(site, NOT_APPENDED)
-            return result
+    def _check_append(self, site: AttentionSite, walk: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
+        """Visit an append: compare its new rows with the model's."""
+        new_rows = self._model_values.get(_in_model(node))
+        if new_rows is not None and not same(result[:, :, result.shape[2] - self.new :], new_rows):
+            self.refuse(site, NOT_APPENDED)
+        return result
 
-        return visit
-
-    def _at_call(self, site: AttentionSite, columns: Tensor | None, compares: bool) -> Visit:
-        def visit(walk: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
-            call = {name: walk.load(x) if isinstance(x, fx.Node) else x for name, x in op_table.bound(node).items()}
-            model_value = self._shaped(site, self.model_value(node), result)
-            call = as_computed(call, model_value.dtype)
-            exact = expected(call, None if compares else columns, self.queries)
-            if compares:
-                self.blind = self.blind or exact.hides_new_keys()
-                self.check(self._excess(node, exact, model_value), site, "attention differs from the canonical form")
-            self.wanted[node.name] = exact if columns is None or not compares else expected(call, columns, self.queries)
-            return model_value.clone()
-
-        return visit
+    def _compare_with_model(
+        self, site: AttentionSite, columns: Tensor | None, compares: bool, walk: GraphRun, node: fx.Node, result: Tensor
+    ) -> Tensor:
+        """Visit a canonical call: keep its exact result, compare the model's, and continue with that."""
+        call = {name: walk.load(x) if isinstance(x, fx.Node) else x for name, x in op_table.bound(node).items()}
+        model_value = self._shaped(site, self._model_values[_in_model(node)], result)
+        call = as_computed(call, model_value.dtype)
+        exact = expected(call, None if compares else columns, self.queries)
+        if compares:
+            self.blind = self.blind or exact.hides_new_keys()
+            self.check(self._excess(node, exact, model_value), site, "attention differs from the canonical form")
+        self.wanted[node.name] = exact if columns is None or not compares else expected(call, columns, self.queries)
+        return model_value.clone()
 
     # -- the third graph ---------------------------------------------------------------------------------------------
 
@@ -240,7 +217,7 @@ class Lockstep:
         """
 
         def visit(walk: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
-            model_value = self._shaped(site, self.model_value(call), result)
+            model_value = self._shaped(site, self._model_values[_in_model(call)], result)
             self.check(self._excess(call, self.wanted[call.name], result, padded), site, problem)
             return model_value.clone()
 
@@ -303,20 +280,8 @@ def _in_model(node: fx.Node) -> str:
     return str(node.meta["kvpass_stands_for"])
 
 
-def without_side_effects() -> contextlib.ExitStack:
-    """Return a context that disables gradients and preserves the caller's random numbers and autocast.
-
-    A graph that fails between the nodes that enter and exit a region of autocast leaves it entered.
-    """
-    stack = contextlib.ExitStack()
-    stack.enter_context(fx_nodes.autocast_preserved())
-    stack.enter_context(torch.no_grad())
-    stack.enter_context(torch.random.fork_rng(devices=[]))
-    return stack
-
-
 def validated(
-    calls: Iterable[Made],
+    calls: Iterable[tuple[str, Made]],
     compare: Callable[[Made], object],
     further: Callable[[Made, list[str]], None],
     kind: str,
@@ -325,7 +290,7 @@ def validated(
     """Compare on the first call that the model's own graph runs on, then on further calls.
 
     Args:
-        calls: made-up calls, each created on demand.
+        calls: made-up calls, each created on demand, with a label for messages.
         compare: compares the graphs on one call.
         further: compares on further calls after the first, and notes those that are left out.
         kind: the name of the calls, for notes.
@@ -335,20 +300,21 @@ def validated(
         UnsupportedGraph: the graphs differ; the message names the first attention call that does.
     """
     start, left_out = time.perf_counter(), list[str]()
-    with without_side_effects():
+    # The caller's random numbers and autocast stay as they are: a graph that fails between the nodes that enter and
+    # exit a region of autocast leaves it entered.
+    with fx_nodes.autocast_preserved(), torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:
-            for call in calls:
-                try:
-                    with as_unfit(call.label):
-                        compare(call)
-                except Unfit as failure:
-                    why = str(failure)
-                else:
+            with as_unfit(f"on {kind}"):
+                for label, call in calls:
+                    try:
+                        with as_unfit(label):
+                            compare(call)
+                    except Unfit as failure:
+                        why = str(failure)
+                        continue
                     with noting_unfit(left_out, f"on further {kind}"):
                         further(call, left_out)
                     return Validation(time.perf_counter() - start, None, tuple(left_out))
-        except KVPassError:
-            raise
-        except Exception as error:
-            why = failed_comparison(f"on {kind}", error)
+        except Unfit as failure:
+            why = str(failure)
     return Validation(time.perf_counter() - start, why)

@@ -17,14 +17,13 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass.capture.sites import AttentionSite
+from kvpass.capture.canonical import AttentionSite
 from kvpass.fx import shapes, walk
 from kvpass.fx.shapes import expr
 from kvpass.fx.walk import value
 from kvpass.rewrite.prompt import PromptRewrite
-from kvpass.rewrite.validation.constants import length_constants, smallest_table
+from kvpass.rewrite.validation.coverage import last_new_kind, length_constants, smallest_table
 from kvpass.rewrite.validation.interpreter import DoesNotRun, GraphRun, Visit, copied
-from kvpass.rewrite.validation.kinds import last_new_kind
 from kvpass.rewrite.validation.lockstep import Lockstep, Validation, noting_unfit, validated
 from kvpass.torch_private import symbolic_shapes
 
@@ -65,7 +64,7 @@ def validate_prompt(prompt: PromptCase, arguments: tuple[Any, ...]) -> Validatio
         UnsupportedGraph: they differ; the message names the first attention call that does.
     """
     return validated(
-        _calls(prompt, arguments),
+        ((call.label, call) for call in _calls(prompt, arguments)),
         lambda call: _compare(prompt, call),
         lambda _, left_out: _try_longer(prompt, arguments, left_out),
         "prompts",

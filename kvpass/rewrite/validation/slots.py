@@ -7,7 +7,7 @@ demand, and equal layers share them, or at least their rows.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,16 +26,28 @@ class MadeUpSlots:
         self.conversation, self.step = conversation, conversation.step
         self._slots: dict[Any, Slots] = {}
 
-    def flat(self) -> FlatArguments:
-        """Return the arguments of the rewritten graph."""
+    def flat(self) -> Callable[[int], Any]:
+        """Return a function that creates an argument of the rewritten graph: slots are copied on demand."""
         conversation = self.conversation
         arguments = tuple(map(copied, conversation.plain))
         slots = [self.of(layer) for layer in range(len(self.step.layouts))]
-        others = conversation.rewrite.call_arguments(
-            arguments, conversation.rewrite.host_precomputed(arguments), slots, conversation.count
-        )
-        shares_rows = [not self._rewrites_rows(layer) for layer in range(len(slots))]
-        return FlatArguments(slots, shares_rows, [*conversation.rewrite.weights, *others])
+        host_inputs = conversation.rewrite.host_precomputed(arguments)
+        others = conversation.rewrite.call_arguments(arguments, host_inputs, slots, conversation.count)
+        shared = [set() if self._rewrites_rows(layer) else set(x.stored) for layer, x in enumerate(slots)]
+        of_slots = [
+            (tensor, name in unchanged)
+            for each, unchanged in zip(slots, shared, strict=True)
+            for name, tensor in zip(each.names, each.tensors(), strict=True)
+        ]
+        rest = [*conversation.rewrite.weights, *others]
+
+        def argument(index: int) -> Any:
+            if index >= len(of_slots):
+                return rest[index - len(of_slots)]
+            tensor, is_unchanged = of_slots[index]
+            return tensor if is_unchanged else tensor.clone()
+
+        return argument
 
     def _rewrites_rows(self, layer: int) -> bool:
         """Return whether a step reads a layer's rows after a write, or writes to more than the free slot."""
@@ -96,26 +108,3 @@ class MadeUpSlots:
 def _order(shape: torch.Size) -> Tensor:
     """Return the random index of each slot's token, int64 [B, H', C]; it is larger for free slots."""
     return torch.rand(shape, generator=torch.Generator().manual_seed(shape[-1])).argsort(-1)
-
-
-@dataclasses.dataclass(frozen=True)
-class FlatArguments:
-    """The arguments of a rewritten graph: copies of each layer's slots on demand, then the others.
-
-    Attributes:
-        templates: the slots of each layer.
-        shares_rows: for each layer, whether its rows need no copy.
-    """
-
-    templates: Sequence[Slots]
-    shares_rows: Sequence[bool]
-    others: Sequence[Any]
-
-    def __call__(self, index: int) -> Any:
-        for slots, shares_rows in zip(self.templates, self.shares_rows, strict=True):
-            names = slots.names
-            if index < len(names):
-                tensor = slots.tensors()[index]
-                return tensor if shares_rows and names[index] in slots.stored else tensor.clone()
-            index -= len(names)
-        return self.others[index]

@@ -21,14 +21,14 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from kvpass.capture.sites import AttentionSite
+from kvpass.capture.canonical import AttentionSite
 from kvpass.fx import op_table, shapes, walk
 from kvpass.fx.walk import value
 from kvpass.lowering.formats import Rows
-from kvpass.rewrite.validation.constants import length_constants, smallest_table
+from kvpass.rewrite.computed_keys import join_heads, split_heads
 from kvpass.rewrite.validation.conversation import Conversation, ConversationPlan, StepCase
+from kvpass.rewrite.validation.coverage import last_new_kind, length_constants, smallest_table
 from kvpass.rewrite.validation.interpreter import DoesNotRun, GraphRun, Visit
-from kvpass.rewrite.validation.kinds import last_new_kind
 from kvpass.rewrite.validation.lockstep import Lockstep, Validation, noting_unfit, validated
 from kvpass.rewrite.validation.slots import MadeUpSlots
 from kvpass.torch_private import symbolic_shapes
@@ -50,7 +50,7 @@ def validate(step: StepCase) -> Validation:
         UnsupportedGraph: they differ; the message names the first attention call that does.
     """
     return validated(
-        _first_plans(step),
+        ((plan.label, plan) for plan in _first_plans(step)),
         lambda plan: _compare(step, Conversation(step, plan), None),
         lambda first, left_out: _try_others(step, first, left_out),
         "conversations",
@@ -166,7 +166,8 @@ def _fits(step: StepCase, count: int) -> bool:
 
 def _serves(step: StepCase, count: int) -> bool:
     """Return whether Dynamo's guards allow `count` tokens in every past that is wholly cached."""
-    lengths = _past_lengths(step)
+    sites = [site for site, window in zip(step.sites, step.context.windows, strict=True) if window is None]
+    lengths = [value(past).shape[2] for site in sites for past in site.pasts]
     symbols = {symbol for length in lengths for symbol in shapes.expr(length).free_symbols}
     known = {symbol: sympy.Integer(count) for symbol in symbols if len(symbols) == 1}
     violated = any(guard.xreplace(known) == sympy.false for guard in shapes.guards(step.gm.graph))
@@ -190,12 +191,6 @@ def _inputs_serve(step: StepCase, count: int) -> bool:
         if not all(symbolic_shapes.may_equal(size, current - step.seen + count) for size, current in growing):
             return False
     return True
-
-
-def _past_lengths(step: StepCase) -> list[Any]:
-    """Return the lengths of the pasts that are wholly cached, as the graph's sizes."""
-    sites = [site for site, window in zip(step.sites, step.context.windows, strict=True) if window is None]
-    return [value(past).shape[2] for site in sites for past in site.pasts]
 
 
 def _compare(step: StepCase, conversation: Conversation, last: fx.Node | None) -> bool:
@@ -276,9 +271,7 @@ def _round_as_stored(format: Any, heads: int, dtype: torch.dtype) -> Visit:
     """Return a visit that rounds rows [B, h, q, D] as storage does; it joins heads that are stored as one."""
 
     def visit(walk: GraphRun, node: fx.Node, result: Tensor) -> Tensor:
-        joins = result.shape[1] != heads
-        rows = result.transpose(1, 2).flatten(2)[:, None] if joins else result
-        read = Rows.of(format, rows).read_as(dtype)
-        return torch.unflatten(read[:, 0], -1, (result.shape[1], -1)).transpose(1, 2) if joins else read
+        rows = result if result.shape[1] == heads else join_heads(result)
+        return split_heads(Rows.of(format, rows).read_as(dtype), result.shape[1])
 
     return visit

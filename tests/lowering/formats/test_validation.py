@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 
 import kvpass
-from kvpass.capture import sites
+from kvpass.capture import canonical
 from kvpass.lowering.formats.base import Parts
 from kvpass.lowering.formats.int8 import Int8
 from kvpass.runtime.recorder import Recorder
@@ -22,7 +22,7 @@ def test_a_step_is_validated_and_a_call_that_is_read_wrongly_refused(monkeypatch
     run(model, recorder, policy="h2o", budget=12, kv_dtype="int4")
     assert notes(recorder)
     assert all("equal" in note for note in notes(recorder))
-    monkeypatch.setattr(sites, "_site", values_for_keys(sites._site))
+    monkeypatch.setattr(canonical, "_site", values_for_keys(canonical._site))
     with pytest.raises(kvpass.UnsupportedGraph, match="is not the model's"):
         run(model, policy="full", kv_dtype="int4")
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 import kvpass
+from kvpass.lowering.graph_passes import look_up_unchecked
 from kvpass.lowering.layer_dedup import link
 from kvpass.lowering.layer_dedup.segments import Segment
-from kvpass.lowering.unchecked_index import look_up_unchecked
 from tests.models import build, force, graphs, prompt
 from tests.test_compiled import last_line
 from tests.traces import Traced

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvpass.rewrite.validation.kinds import last_new_kind
+from kvpass.rewrite.validation.coverage import last_new_kind
 from tests.adversary.models import Small, plain, sdpa
 from tests.rewrite.stages import staged
 

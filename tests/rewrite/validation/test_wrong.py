@@ -18,7 +18,7 @@ import torch.fx as fx
 from torch import Tensor
 
 from kvpass.cache import step as layer_step
-from kvpass.capture import canonical, sites
+from kvpass.capture import canonical
 from kvpass.fx import walk
 from kvpass.rewrite.mask_slice import MaskSlice
 from kvpass.rewrite.passes import attention, ranks, slots
@@ -75,8 +75,8 @@ def changed_site(**change: Any) -> Patch:
     """A part of an attention call is read wrongly, where steps are rewritten and not in the canonical graph."""
 
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
-        found = sites._site
-        monkeypatch.setattr(sites, "_site", lambda *args: dataclasses.replace(found(*args), **change))
+        found = canonical._site
+        monkeypatch.setattr(canonical, "_site", lambda *args: dataclasses.replace(found(*args), **change))
 
     return patch
 

@@ -1,0 +1,176 @@
+"""Private names of tensors: subclasses, views, shared memory, and fake tensors with tracing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from kvpass.torch_private.symbolic_shapes import SymbolicSizes, symbols
+
+QUESTIONS = frozenset(
+    [
+        "size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "data_ptr",
+        "type", "get_device", "has_names", "is_contiguous", "is_floating_point", "is_complex", "is_signed",
+        "is_inference", "is_same_size", "is_pinned", "is_shared", "_is_view", "untyped_storage",
+        "is_conj", "is_neg", "_is_zerotensor",
+        "__len__", "__repr__", "__hash__", "__format__", "__dir__",
+    ]
+)  # fmt: skip
+"""Tensor methods that read only metadata such as shape and dtype.
+
+torch versions differ in which of them they call on a tensor subclass.  2.11 calls them while Dynamo inspects the inputs
+of a graph, before it reports that it compiles.
+"""
+
+
+def share_memory(one: Tensor, other: Tensor) -> bool:
+    """Check whether two tensors, which may be fake, share one storage."""
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+
+
+def without_torch_function() -> contextlib.AbstractContextManager[None]:
+    """Treat tensor subclasses as plain tensors inside the context."""
+    context: contextlib.AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return context
+
+
+def without_torch_functions() -> contextlib.AbstractContextManager[None]:
+    """Disable `__torch_function__` of tensor subclasses and of function modes, such as a default device, inside.
+
+    Inside of `without_torch_function`, Dynamo dispatches on a mode again, so a traced `__torch_function__` recurses
+    without end.
+    """
+    context: contextlib.AbstractContextManager[None] = torch._C.DisableTorchFunction()
+    return context
+
+
+def with_torch_function() -> contextlib.AbstractContextManager[None]:
+    """Enable `__torch_function__` of subclasses inside, also where Dynamo has disabled it around a graph."""
+    context: contextlib.AbstractContextManager[None] = torch._C._EnableTorchFunction()
+    return context
+
+
+def is_wrapper(value: Any) -> bool:
+    """Check whether a tensor's class wraps other tensors, as quantised weights do.
+
+    Dynamo does not look into the operations of such a class.
+    """
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    return isinstance(value, Tensor) and is_traceable_wrapper_subclass(value)
+
+
+def was_inlined(value: Any) -> bool:
+    """Check whether Dynamo traces through the `__torch_function__` of a tensor's class.
+
+    Dynamo's graphs then hold a plain tensor.
+    """
+    plain = (Tensor.__torch_function__, torch._C._disabled_torch_function_impl)
+    return isinstance(value, Tensor) and type(value).__torch_function__ not in plain and not is_wrapper(value)
+
+
+def as_plain(value: Tensor) -> Tensor:
+    """Return the same data as a plain Tensor."""
+    with without_torch_function():
+        return value.as_subclass(Tensor)
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Check whether a tensor is a view of another one; torch.compile guards on this."""
+    return tensor._is_view()
+
+
+def stays(tensor: torch.Tensor, dim: int) -> None:
+    """Mark a dimension as static for torch.compile, even if it had other sizes in earlier calls."""
+    torch._dynamo.mark_static(tensor, dim)
+
+
+def is_fake(value: Any) -> bool:
+    return isinstance(value, torch._subclasses.FakeTensor)
+
+
+def propagate(function: Callable[..., Tensor], *args: Any) -> Tensor:
+    """Run a function on example values, some of which may be real tensors such as constants."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    modes = [arg.fake_mode for arg in args if isinstance(arg, FakeTensor)]
+    real = [isinstance(arg, Tensor) and not isinstance(arg, FakeTensor) for arg in args]
+    if not modes or not any(real):
+        return function(*args)
+    return function(*(modes[0].from_tensor(a, static_shapes=True) if r else a for a, r in zip(args, real, strict=True)))
+
+
+@contextlib.contextmanager
+def real_tensors() -> Iterator[None]:
+    """Compute with real tensors inside the context, even while Dynamo is tracing."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes(), torch.no_grad():
+        yield
+
+
+@contextlib.contextmanager
+def fake_mode(open_sizes: SymbolicSizes | None = None) -> Iterator[Callable[[Any], Any]]:
+    """Enter a mode in which tensors have no data; yield a function that makes static fakes of real tensors.
+
+    Args:
+        open_sizes: the dynamic sizes of the fakes that a function traced inside receives.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode = open_sizes.mode if open_sizes else FakeTensorMode()
+    with torch.inference_mode(False), torch.no_grad(), mode:
+        yield lambda x: mode.from_tensor(x, static_shapes=True) if isinstance(x, Tensor) and not is_fake(x) else x
+
+
+def trace(function: Callable[..., Any], examples: Sequence[Any]) -> fx.GraphModule:
+    """Trace a function into an aten graph; call inside `fake_mode` with its tensors or sizes.
+
+    Symbolic examples need Python's dispatcher, without which some operators read the numbers behind dynamic sizes; see
+    `CompiledParts`.
+    """
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    if not any(map(symbols, examples)):
+        return make_fx(function)(*examples)
+    with enable_python_dispatcher():
+        return make_fx(function)(*examples)
+
+
+class UnwrappedSubclasses:
+    """Conversion of the arguments of one graph that are tensor subclasses to what the graph expects.
+
+    Dynamo traces through the `__torch_function__` of some classes, a handle's among them: their tensors are plain
+    tensors in the graph.  In that case it turns `__torch_function__` off around the graph, for all tensors.  But
+    quantized weights that wrap tensors define their operations in `__torch_function__`, and the graph's operations rely
+    on that.  So the runtime turns it on again inside, and passes tensors of the traced classes as plain tensors.
+    """
+
+    def __init__(self, handles: Iterable[int] = ()) -> None:
+        """
+        Args:
+            handles: the indices of arguments that are handles, which never reach the graph.
+        """
+        self._handles = set(handles)
+        self._inlined: list[int] | None = None
+
+    def __call__(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the arguments, with tensors of classes that Dynamo traced through as plain tensors.
+
+        The argument indices are found once, as Dynamo guards on the classes.
+        """
+        if self._inlined is None:
+            given = enumerate(arguments)
+            self._inlined = [index for index, x in given if index not in self._handles and was_inlined(x)]
+        if not self._inlined:
+            return arguments
+        made = list(arguments)
+        for index in self._inlined:
+            made[index] = as_plain(made[index])
+        return tuple(made)
