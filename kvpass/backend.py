@@ -67,8 +67,7 @@ class Backend(Compiler):
     ) -> Callable[..., Any]:
         """Compile one graph of Dynamo.
 
-        A refusal is raised when the graph runs, because Dynamo would wrap an error that is raised here.  With layers as
-        regions it is noted and raised here, so that Dynamo keeps no graph that refuses: the call is made again.
+        A refusal is raised when the graph runs, because Dynamo would wrap an error that is raised here.
 
         Args:
             gm: the graph.
@@ -84,8 +83,6 @@ class Backend(Compiler):
                     regions.check_weights(gm)
                 return self._with(mode, options)._compile(gm, examples)
         except (KVPassError, regions.LayersDiffer) as error:
-            if regions.note_refused(error):
-                raise
             return _refusal(error)
 
     def _with(self, mode: str | None, options: dict[str, Any] | None) -> Backend:

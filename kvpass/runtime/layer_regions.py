@@ -13,6 +13,7 @@ Dynamo cannot trace or reuse the regions of a model, its layers are traced one b
 from __future__ import annotations
 
 import sys
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,10 +34,12 @@ class LayerRegions:
     Attributes:
         indices: the attributes that hold the index of a layer, as paths from the layer; none if no layer is a region.
         usable: false once Dynamo could not trace a layer of the model as a region.
+        marks: has an attribute for each call in which Dynamo has traced regions, false once their graphs were refused.
     """
 
     def __init__(self, indices: frozenset[str] = frozenset()) -> None:
         self.indices, self.usable = indices, bool(indices)
+        self.marks = types.SimpleNamespace()
 
     def run(self, call: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Call the compiled model with its layers as regions, or again without if that is refused.
@@ -46,15 +49,13 @@ class LayerRegions:
         """
         if not self.usable or regions.are_errors_suppressed():
             return call(*arguments, **named)
-        with regions.tracing(self.indices) as tracing:
+        with regions.tracing(self.indices, self.marks) as tracing:
             try:
                 return call(*arguments, **named)
             except Exception as error:
-                cause = tracing.refused or error
-                if tracing.ran or not (regions.may_cause(cause) or isinstance(cause, UnsupportedGraph)):
-                    if tracing.refused is None:
-                        raise
-                    raise tracing.refused from None  # without what Dynamo put around it
+                if tracing.ran or not (regions.may_cause(error) or isinstance(error, UnsupportedGraph)):
+                    raise
+                tracing.forget()
         self.usable = False
         return call(*arguments, **named)
 
@@ -73,7 +74,7 @@ class LayerCall:
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         layer = self.layers[self.index]
-        where, own = self._own_cache(args, named) if regions.are_traced() else (None, None)
+        where, own = self._own_cache(args, named) if self._is_region() else (None, None)
         if own is None:
             return type(layer).forward(layer, *args, **named)
         past = (own.keys, own.values) if own.is_initialized else (None, None)
@@ -81,6 +82,10 @@ class LayerCall:
             out, keys, values = _run_layer(layer, *past, where, *_flattened(args, named, where))
         _fill(own, keys, values)
         return out
+
+    def _is_region(self) -> bool:
+        """Return whether the layer is traced as a region; Dynamo guards on the mark of this call's graphs alone."""
+        return regions.are_traced() and getattr(self.regions.marks, regions.mark())
 
     def _own_cache(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[int | str | None, Any]:
         """Return the index or name of the cache among the arguments, and the layer's part of it, or None."""

@@ -92,22 +92,29 @@ class Tracing:
 
     Attributes:
         indices: the attributes that hold the index of a layer, such as "self_attn.layer_idx".
+        marks: the object with an attribute for each call in which Dynamo has traced; Dynamo guards on it.
         ran: whether a prompt or step has run in the call.
-        refused: why the backend has refused a graph of the call.
+        mark: the name of this call's attribute; "" if Dynamo has traced nothing in it.
     """
 
     indices: frozenset[str]
+    marks: Any
     ran: bool = False
-    refused: Exception | None = None
+    mark: str = ""
+
+    def forget(self) -> None:
+        """Let Dynamo use none of the graphs again that it has traced in the call."""
+        if self.mark:
+            setattr(self.marks, self.mark, False)
 
 
 _TRACING: contextvars.ContextVar[Tracing | None] = contextvars.ContextVar("_TRACING", default=None)
 
 
 @contextlib.contextmanager
-def tracing(indices: frozenset[str]) -> Iterator[Tracing]:
+def tracing(indices: frozenset[str], marks: Any) -> Iterator[Tracing]:
     """Return a context in which layers are traced as regions."""
-    now = Tracing(indices)
+    now = Tracing(indices, marks)
     token = _TRACING.set(now)
     try:
         yield now
@@ -124,15 +131,18 @@ def are_traced() -> bool:
     return _TRACING.get() is not None
 
 
-are_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result, which imports Dynamo
-
-
-def note_refused(error: Exception) -> bool:
-    """Note that the backend refuses a graph; return whether layers are traced as regions, so that the call fails."""
+def mark() -> str:
+    """Return the name of the attribute of the marks that a graph depends on which is being traced."""
     now = _TRACING.get()
-    if now is not None:
-        now.refused = error
-    return now is not None
+    assert now is not None
+    if not now.mark:
+        now.mark = f"call_{len(vars(now.marks))}"
+        setattr(now.marks, now.mark, True)
+    return now.mark
+
+
+for _function in (are_traced, mark):  # as torch.compiler.assume_constant_result does, which imports Dynamo
+    _function._dynamo_marked_constant = True  # type: ignore[union-attr]
 
 
 def note_run() -> None:
