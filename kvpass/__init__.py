@@ -5,6 +5,7 @@ torch.compile(model, backend=kvpass.backend(policy="h2o", budget=1024))
 
 from kvpass import policies
 from kvpass.backend import Backend, backend, compile
+from kvpass.decoding.artifacts import export, load
 from kvpass.decoding.cache_files import load_cache, save_cache
 from kvpass.decoding.loop import DecodeLoop
 from kvpass.decoding.prefill import prefill
@@ -13,6 +14,7 @@ from kvpass.diagnostics.report import CacheReport, ExplainReport, explain, inspe
 from kvpass.diagnostics.simulate import Trace, simulate
 from kvpass.diagnostics.warm import warm
 from kvpass.errors import (
+    ArtifactError,
     BudgetError,
     CacheFileError,
     CacheHandleError,
@@ -24,6 +26,7 @@ from kvpass.errors import (
 )
 
 __all__ = [
+    "ArtifactError",
     "Backend",
     "BudgetError",
     "CacheFileError",
@@ -42,7 +45,9 @@ __all__ = [
     "backend",
     "compile",
     "explain",
+    "export",
     "inspect",
+    "load",
     "load_cache",
     "policies",
     "prefill",

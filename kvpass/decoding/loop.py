@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any
 
 import torch
@@ -105,9 +105,7 @@ class DecodeLoop:
         )
         if prefill_chunk is not None:
             check_budget(self.chosen.budget)
-        compiled = torch.compile(model, backend=self.chosen)
-        self.compiled = CompiledCall(compiled, self.chosen.strict, model, regions=layer_regions.install(model))
-        self.chosen.start_builds(model)
+        self.compiled = self._compiled()
         self.parts = ModelParts(model)
         self.device = next(itertools.chain(model.parameters(), model.buffers(), [torch.empty(0)])).device
         require(self.device.type != "meta", "model", type(model).__name__, "has no weights: it is on the device meta")
@@ -117,6 +115,13 @@ class DecodeLoop:
         self.state: LoopState | None = None
         self.prefix: Any = None
         self.requests = None if rows is None else Requests.of(self, rows)
+
+    def _compiled(self) -> Callable[..., Any]:
+        """Return what the loop calls as its model."""
+        compiled = torch.compile(self.model, backend=self.chosen)
+        self.chosen.start_builds(self.model)
+        regions = layer_regions.install(self.model)
+        return CompiledCall(compiled, self.chosen.strict, self.model, regions=regions)
 
     @checked
     def warm(self, rows: Positive = 1) -> None:

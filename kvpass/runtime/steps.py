@@ -127,7 +127,7 @@ class StepRunner:
         rewrite, results, host_inputs = self.advance(caches, arguments, others, known)
         self._note_padding(caches, arguments, before)
         if listener is not None:
-            listener.append(StepResult(self, caches, arguments, others, known, results, step, rewrite.repeats))
+            listener.append(StepResult(self, caches, arguments, others, known, results, step, rewrite, before))
         return self._outputs(rewrite, results, host_inputs, caches, arguments)
 
     def advance(
@@ -444,7 +444,7 @@ class StepRunner:
 
     def lasts(self, ran: StepResult) -> Callable[[int], bool]:
         """Return a predicate that tells whether this graph's guards hold a number of tokens after a step that ran."""
-        seen = ran.caches[0].seen - 1
+        seen = ran.before
         following = {symbol for symbol, size in zip(self.others, ran.others, strict=True) if size is None}
         counting = {symbol for symbol, index in self.counters.items() if ran.arguments[index] == seen}
         now = shapes.measured(self.gm.graph, ran.arguments)
@@ -635,7 +635,8 @@ class StepResult:
         others, known: as of `StepRunner.advance`.
         results: the results of the rewritten graph.
         kind: a key that is equal for two decode steps with the same code and the same buffers.
-        repeats: whether later steps can reuse the arguments; False if some arguments follow the cache.
+        rewrite: the rewrite of the graph.
+        before: the tokens seen before the run.
     """
 
     runner: StepRunner
@@ -645,7 +646,8 @@ class StepResult:
     known: frozenset[int]
     results: Sequence[Any]
     kind: Any
-    repeats: bool
+    rewrite: StepRewrite
+    before: int
 
 
 _LISTENER: contextvars.ContextVar[list[StepResult] | None] = contextvars.ContextVar("kvpass_listener", default=None)
@@ -660,3 +662,10 @@ def listening() -> Iterator[list[StepResult]]:
         yield ran
     finally:
         _LISTENER.reset(token)
+
+
+def announce(ran: Sequence[StepResult]) -> None:
+    """Tell the context of `listening`, if there is one, of steps that ran elsewhere."""
+    listener = _LISTENER.get()
+    if listener is not None:
+        listener.extend(ran)

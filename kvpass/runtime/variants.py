@@ -193,6 +193,10 @@ class VariantCache:
         ready = self._ready.get(call)
         return ready if ready is not None and ready.serves(measures) else None
 
+    def with_rewrite(self, rewrite: StepRewrite) -> CompiledVariant:
+        """Return the variant that a rewrite of a call belongs to."""
+        return next(ready for ready in self._ready.values() if any(rewrite is x for x in ready.described.values()))
+
     def made(self, call: Any, alike: Any, measures: ShapeKey, decodes: bool, rewrite: Rewrite) -> CompiledVariant:
         """Return a variant for a call, from an existing one with dynamic sizes or from a new rewrite.
 

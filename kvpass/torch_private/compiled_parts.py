@@ -11,6 +11,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
+from kvpass.torch_private.exported_code import WithLeading
 from kvpass.torch_private.inductor import Boxed, _tracing
 from kvpass.torch_private.symbolic_shapes import expression, symbols
 from kvpass.torch_private.tensor_types import share_memory
@@ -62,8 +63,9 @@ class CompiledParts:
             return None
         laid_out = [None if view else strides for view, strides in zip(views, code.output_strides, strict=True)]
         given = [self._strided(value, strides) for value, strides in zip(made, laid_out, strict=True)]
-        if any(True for _ in (*module.parameters(), *module.buffers())):  # compile_fx puts these before the arguments
-            return (lambda arguments: run(*arguments)), given
+        leading = [*module.parameters(), *module.buffers()]
+        if leading:  # compile_fx puts these before the arguments
+            return WithLeading(run, leading), given
         if any(views) or any(map(symbols, made)):  # the wrapper marks sizes of results as dynamic
             return cast(Boxed, next(wrapper for wrapper in wrappers if _name(wrapper) != "forward")), given
         return cast(Boxed, code.current_callable), given

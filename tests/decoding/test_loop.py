@@ -366,7 +366,7 @@ def test_a_decode_loop_runs_no_generated_python(policy: str) -> None:
     for run in runs:
         assert isinstance(run, Replayed)
         assert None not in run._programs.values()
-        run._run = None  # type: ignore[assignment]
+        run.compiled = None  # type: ignore[assignment]
     assert loop.generate(6).shape == (1, 6)
 
 

@@ -1,0 +1,302 @@
+"""Record which compiled graphs a `DecodeLoop` runs and what their arguments are, for `kvpass.export`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpass import cache_names
+from kvpass.cache.handle import Handle, caches_in
+from kvpass.decoding.cache_files import CacheObjectWriter
+from kvpass.decoding.loop import DecodeLoop
+from kvpass.decoding.made_up import TURN, prompt_lengths, steps_until_compaction
+from kvpass.decoding.prefill import chunks, last_of
+from kvpass.decoding.stepping import RepeatedStep
+from kvpass.errors import UnsupportedGraph
+from kvpass.lowering import exported_run
+from kvpass.lowering.exported_run import ExportFiles
+from kvpass.runtime import exported_graphs, prompts, steps
+
+STEPS_OF_A_TURN = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordedCall:
+    """One call of the model in one graph.
+
+    Attributes:
+        inputs: the tensors of the call by name: ids [B, q] and, if the model was given them, mask and positions.
+        before: the tokens seen before.
+        ran: what ran.
+        logits: [B, 1, vocabulary].
+        cache: the model's cache object after a prompt, as of `CacheObjectWriter`.
+    """
+
+    inputs: dict[str, Tensor]
+    before: int
+    ran: prompts.PromptResult | steps.StepResult
+    logits: Tensor
+    cache: Any
+
+    @property
+    def kind(self) -> tuple[str, int, bool]:
+        """The kind of the call: what runs, the rows, and whether the model was given a mask."""
+        rows, new = self.inputs["ids"].shape
+        what = "prompt" if isinstance(self.ran, prompts.PromptResult) else "step" if new == 1 else "chunk"
+        return what, rows, len(self.inputs) > 1
+
+    def count(self, name: str) -> int:
+        """Return a count by its name in an argument's entry."""
+        rows, new = self.inputs["ids"].shape
+        return {"seen": self.before, "new": new, "total": self.before + new, "rows": rows}[name]
+
+
+COUNTS = ("seen", "new", "total", "rows")
+
+
+class RecordedModel:
+    """The model as a loop calls it, which records each call.
+
+    Attributes:
+        call: of the loop's `Caller`.
+        calls: the last calls of each kind, oldest first.
+    """
+
+    def __init__(self, call: Callable[..., Any], backend: Any) -> None:
+        self.call, self.backend = call, backend
+        self.calls: list[RecordedCall] = []
+
+    def __call__(self, ids: Tensor, **named: Any) -> Any:
+        cache = next(named[name] for name in (cache_names.OLD, cache_names.NEW) if name in named)
+        before = caches_in(cache)[0].seen if caches_in(cache) else 0
+        with steps.listening() as ran, prompts.listening() as admitted:
+            out = self.call(ids, **named)
+        steps.announce(ran)
+        graphs = len(ran) + len(admitted)
+        if graphs != 1:
+            raise UnsupportedGraph(
+                f"this model cannot be exported: a call ran {graphs} graphs of kvpass instead of one; see what breaks "
+                "the graph with TORCH_LOGS=graph_breaks"
+            )
+        names = {"attention_mask": "mask", "position_ids": "positions"}
+        inputs = {"ids": ids} | {names[name]: value for name, value in named.items() if name in names}
+        made = self._object(cache_names.returned(out)) if admitted else None
+        self.calls.append(RecordedCall(inputs, before, (*ran, *admitted)[0], out.logits, made))
+        return out
+
+    def _object(self, cache: Any) -> Any:
+        tensors: dict[str, Tensor] = {}
+        encoded = CacheObjectWriter(caches_in(cache), self.backend, tensors).encoded(cache, "cache")
+        if tensors:
+            raise UnsupportedGraph(f"this model cannot be exported: its cache holds tensors: {', '.join(tensors)}")
+        return encoded
+
+
+@contextlib.contextmanager
+def recorded(loop: DecodeLoop) -> Iterator[RecordedModel]:
+    """Record all calls that the loop makes inside."""
+    before = loop.caller
+    made = RecordedModel(before.call, loop.chosen)
+    loop.caller = dataclasses.replace(before, call=made)
+    try:
+        yield made
+    finally:
+        loop.caller = before
+
+
+def tokens(loop: DecodeLoop, count: int, rows: int = 1) -> Tensor:
+    """Return made-up token ids [rows, count], which are not all alike."""
+    known = loop.caller.vocabulary or 2
+    return (torch.arange(rows * count, device=loop.device) * 7919 % known).view(rows, count)
+
+
+def run_all_kinds(loop: DecodeLoop, batch: int) -> list[RepeatedStep]:
+    """Run made-up conversations in which every graph runs that the loop's settings need.
+
+    Args:
+        batch: the rows of prompts.
+
+    Returns:
+        The repeated steps of the conversations.
+    """
+    budget, policy = loop.chosen.budget, loop.chosen.policy
+    assert isinstance(budget, int)
+    made: list[RepeatedStep] = []
+    for length in _lengths(loop, budget):
+        count = loop.every + 1 + steps_until_compaction(policy, budget, policy.clock((), length, budget))
+        count = count if policy.evicts else min(count, budget - length - 4 * TURN)
+        run = _conversations if loop.requests is None else _requests
+        made += run(loop, batch, length, count)
+    return made
+
+
+def _lengths(loop: DecodeLoop, budget: int) -> Sequence[int]:
+    """Return lengths of prompts; a policy that keeps every token has room for short ones only."""
+    if loop.chosen.policy.evicts:
+        return prompt_lengths(budget, loop.prefill_chunk)
+    most = max(2, budget // 2)
+    return most // 2 + 1, most
+
+
+def _conversations(loop: DecodeLoop, batch: int, length: int, count: int) -> Iterator[RepeatedStep]:
+    """Run a conversation without padding, and one with padding if there are several rows."""
+    for padded in (False, True)[: 1 + (batch > 1)]:
+        ids = tokens(loop, length, batch)
+        mask = torch.ones_like(ids)
+        mask[0, 0] = not padded
+        loop.state = None
+        loop.prompt(ids, mask)
+        loop.generate(count)
+        for turn in (TURN, TURN + 2):
+            loop.prompt(tokens(loop, turn, batch))
+            loop.generate(STEPS_OF_A_TURN)
+            assert loop.state is not None
+            if loop.state.step is not None:
+                yield loop.state.step
+
+
+def _requests(loop: DecodeLoop, batch: int, length: int, count: int) -> Iterator[RepeatedStep]:
+    """Run a prompt and turns behind it in one row, as requests do, and requests in all rows."""
+    assert loop.requests is not None
+    cache, seen = None, 0
+    for new in (length, TURN, TURN + 2, 1):
+        ids, mask = tokens(loop, new), torch.ones(1, seen + new, dtype=torch.int64, device=loop.device)
+        with torch.no_grad():
+            made = chunks(loop.caller, ids, mask, cache, loop.prefill_chunk)
+            cache, seen = cache_names.returned(last_of(made)), seen + new
+    rows = loop.requests.count
+    loop.generate_batch(list(tokens(loop, length, rows + 1)), max_new_tokens=count, stop=[])
+    batch_of_rows = loop.requests.batch
+    if batch_of_rows is not None and batch_of_rows.step is not None:
+        yield batch_of_rows.step
+
+
+# -- what is written of it ---------------------------------------------------------------------------------------------
+
+
+def graph_entries(
+    model: torch.nn.Module, calls: Sequence[RecordedCall], repeated: Sequence[RepeatedStep], files: ExportFiles
+) -> list[dict[str, Any]]:
+    """Return what an artifact's manifest has about the graph of each kind of call.
+
+    Raises:
+        UnsupportedGraph: a graph cannot be exported.
+    """
+    by_kind: dict[Any, list[RecordedCall]] = {}
+    for call in calls:
+        by_kind.setdefault(call.kind, []).append(call)
+    writer = _GraphWriter(tensor_names(model), repeated, files)
+    return [writer.entry(kind, of_kind) for kind, of_kind in by_kind.items()]
+
+
+def tensor_names(model: torch.nn.Module) -> dict[int, str]:
+    """Return the names of a model's parameters and buffers by their ids."""
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {id(tensor): name for name, tensor in reversed(named)}
+
+
+class _GraphWriter:
+    def __init__(self, names: Mapping[int, str], repeated: Sequence[RepeatedStep], files: ExportFiles) -> None:
+        self.names, self.repeated, self.files = names, repeated, files
+
+    def entry(self, kind: tuple[str, int, bool], calls: Sequence[RecordedCall]) -> dict[str, Any]:
+        """Return the entry of one kind of call, for the graph of the last call."""
+        last = calls[-1]
+        alike = [call for call in calls if call.ran.runner is last.ran.runner]
+        ids = next(i for i, x in enumerate(last.ran.arguments) if x is last.inputs["ids"])
+        write = self._prompt if kind[0] == "prompt" else self._step
+        entry, read = write(last, ids)
+        results = last.ran.results
+        logits = next((i for i, x in enumerate(results) if _is_same(x, last.logits)), None)
+        if logits is None:
+            raise UnsupportedGraph("this model cannot be exported: its logits are not computed in its graph")
+        arguments = {str(index): self._argument(index, alike) for index in sorted(read)}
+        common = dict(kind=kind[0], rows=kind[1], masked=kind[2], logits=logits, arguments=arguments)
+        return {**common, "count": len(last.ran.arguments), **entry}
+
+    def _prompt(self, last: RecordedCall, ids: int) -> tuple[dict[str, Any], set[int]]:
+        ran = last.ran
+        assert isinstance(ran, prompts.PromptResult)
+        entry = exported_graphs.prompt_entry(ran.runner)
+        code = self._code(ran.runner.inner)
+        read = exported_run.arguments_read(code)
+        most = exported_graphs.most_of_prompt(ran.runner, ran.arguments, ids)
+        needed = set(range(len(ran.arguments))) if read is None else read
+        needed |= {*entry["owned"], *(index for indices in entry["projecting"] for index in indices)}
+        of_object = {"object": last.cache, "tokens": last.inputs["ids"].shape[1]}
+        return {**entry, "code": code, "most": most, "cache": of_object}, needed
+
+    def _step(self, last: RecordedCall, ids: int) -> tuple[dict[str, Any], set[int]]:
+        ran = last.ran
+        assert isinstance(ran, steps.StepResult)
+        entry, variants = exported_graphs.step_entry(ran.runner, ran, ids), {}
+        for compact, rewrite, run in self._variants(ran):
+            most = 1 if ran.rewrite.queries == 1 else exported_graphs.most_of_chunk(ran.runner, ran, ids)
+            variants[compact] = {**exported_graphs.variant_entry(rewrite, most), "code": self._code(run)}
+        read = {ids, *entry["counters"], *(index for indices in entry["told"] for index in indices)}
+        read |= {index for each in variants.values() for index in (*each["inputs"], *each["columns"])}
+        return {**entry, "variants": [[compact, each] for compact, each in variants.items()]}, read
+
+    def _variants(self, ran: steps.StepResult) -> Iterator[tuple[bool, Any, Any]]:
+        """Yield whether a variant of a step compacts, its rewrite and its compiled code."""
+        yield ran.kind[0] and ran.rewrite.queries == 1, ran.rewrite, ran.runner.ready.with_rewrite(ran.rewrite).run
+        if ran.rewrite.queries > 1:
+            return
+        for step in self.repeated:
+            if step.runner is ran.runner:
+                for (_, compact), fast in step.bound.items():
+                    yield compact, fast.rewrite, fast.run  # type: ignore[attr-defined]
+
+    def _code(self, run: Any) -> dict[str, Any]:
+        entry = exported_run.entry_of(run, self.files)
+        if entry is None:
+            raise UnsupportedGraph(
+                "this model cannot be exported: Inductor's code for it needs more than its kernels; pass "
+                "inner='inductor' without a mode and without options"
+            )
+        return entry
+
+    def _argument(self, index: int, calls: Sequence[RecordedCall]) -> dict[str, Any]:
+        """Return how to find one of Dynamo's arguments in a later call, which must hold for all recorded ones."""
+        values = [call.ran.arguments[index] for call in calls]
+        first = values[0]
+        if isinstance(first, Handle):
+            return {"value": None}
+        if isinstance(first, Tensor):
+            return self._tensor(index, values, calls)
+        if all(type(value) is type(first) and value == first for value in values):
+            return {"value": first}
+        counted = [n for n in COUNTS if all(call.count(n) == x for call, x in zip(calls, values, strict=True))]
+        return {"count": counted[0]} if counted else self._unknown(index, values)
+
+    def _tensor(self, index: int, values: Sequence[Tensor], calls: Sequence[RecordedCall]) -> dict[str, Any]:
+        first = values[0]
+        if all(value is first for value in values) and id(first) in self.names:
+            return {"tensor": self.names[id(first)]}
+        pairs = [*zip(values, calls, strict=True)]
+        for name in calls[0].inputs:
+            if all(value is call.inputs[name] for value, call in pairs):
+                return {"input": name}
+        if all(_is_equal(value, first) for value in values):
+            return {"saved": self.files.add_tensor(first)}
+        return self._unknown(index, values)
+
+    def _unknown(self, index: int, values: Iterable[Any]) -> dict[str, Any]:
+        kinds = ", ".join(sorted({type(value).__name__ for value in values}))
+        raise UnsupportedGraph(
+            f"this model cannot be exported: argument {index} of its graph, {kinds}, is neither a tensor of the model, "
+            "nor given to it, nor a constant"
+        )
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)
+
+
+def _is_same(made: Any, wanted: Tensor) -> bool:
+    return isinstance(made, Tensor) and made.shape == wanted.shape and made.data_ptr() == wanted.data_ptr()
