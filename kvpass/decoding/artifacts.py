@@ -94,10 +94,10 @@ def export(
     if not isinstance(loop.chosen.budget, int):
         raise BudgetError(f"budget={loop.chosen.budget}: an artifact has code for fixed slots; give their number")
     with recorded(loop) as made:
-        repeated = run_all_kinds(loop, batch)
+        run_all_kinds(loop, batch)
     target = Path(path)
     with _Writing(target) as files:
-        graphs = graph_entries(model, made.calls, repeated, files)
+        graphs = graph_entries(model, made.calls, files)
         libraries = {name: files.add_library(file) for name, file in generated_code.built_libraries().items()}
         manifest = dict(
             version=VERSION,
@@ -186,10 +186,7 @@ class ExportedCall:
         tensors = _tensors(folder) if TENSORS in manifest["files"] else {}
         generated_code.use_libraries({name: str(folder / file) for name, file in manifest["libraries"].items()})
         self.shapes = manifest["model"]["tensors"]
-        self.graphs = {
-            (entry["kind"], entry["rows"], entry["masked"]): ExportedGraph(chosen, entry, folder, tensors)
-            for entry in manifest["graphs"]
-        }
+        self.graphs = [ExportedGraph(chosen, entry, folder, tensors) for entry in manifest["graphs"]]
 
     def __call__(
         self,
@@ -208,22 +205,33 @@ class ExportedCall:
         layers = usable_caches_in(before, self.chosen)
         rows, new = ids.shape
         kind = "prompt" if not layers else "step" if new == 1 else "chunk"
-        graph = self.graphs.get((kind, rows, attention_mask is not None))
-        if graph is None:
-            known = ", ".join(f"{k} of {n} row(s){' with padding' * m}" for k, n, m in self.graphs if k == kind)
-            raise ArtifactError(
-                f"a {kind} of {rows} row(s){' with padding' * (attention_mask is not None)}: the artifact has code for "
-                f"{known or f'no {kind}'}: export it with the `batch` that is needed"
-            )
+        graph = self._graph(kind, rows, attention_mask is not None, new)
         inputs = {"ids": ids, "mask": attention_mask, "positions": position_ids}
         counts = {"seen": layers[0].seen if layers else 0, "new": new, "rows": rows}
         arguments = graph.arguments(inputs, counts | {"total": counts["seen"] + new}, self._module_tensors())
         if isinstance(graph.runner, ExportedStep):
             ran = graph.runner.call(layers, arguments)
             return types.SimpleNamespace(logits=ran.results[graph.logits], **{name: refreshed(before, new)})
-        results = graph.prompt(arguments, new)
+        results = graph.runner(*arguments)
         made = graph.cache_object(results, new, self.model)
         return types.SimpleNamespace(logits=results[graph.logits], **{name: made})
+
+    def _graph(self, kind: str, rows: int, masked: bool, new: int) -> ExportedGraph:
+        """Return the code for a kind of call of `new` tokens in each row."""
+        alike = [
+            x for x in self.graphs if (x.entry["kind"], x.entry["rows"], x.entry["masked"]) == (kind, rows, masked)
+        ]
+        found = next((x for x in alike if x.entry["lengths"][0] <= new <= x.entry["lengths"][1]), None)
+        if found is not None:
+            return found
+        call = f"a {kind} of {rows} row(s){', with a mask' if masked and kind == 'prompt' else ''}"
+        if alike:
+            known = " or ".join("{} to {}".format(*x.entry["lengths"]) for x in alike)
+            raise ArtifactError(f"{call} and {new} token(s): the artifact has code for {known} tokens")
+        known = ", ".join(sorted({str(x.entry["rows"]) for x in self.graphs if x.entry["kind"] == kind}))
+        raise ArtifactError(
+            f"{call}: the artifact has code for {known or 'no'} row(s): export with another `batch` or `rows`"
+        )
 
     def _module_tensors(self) -> dict[str, Tensor]:
         """Return the tensors of the model by name, which the user may have replaced."""
@@ -270,13 +278,6 @@ class ExportedGraph:
             ((kind, value),) = argument.items()
             made[int(index)] = value if kind == "value" else sources[kind][value]
         return tuple(made)
-
-    def prompt(self, arguments: tuple[Any, ...], new: int) -> tuple[Any, ...]:
-        """Run a prompt of `new` tokens."""
-        if not 2 <= new <= self.entry["most"]:
-            raise ArtifactError(f"a prompt of {new} tokens: the artifact has code for 2 to {self.entry['most']}")
-        assert isinstance(self.runner, ExportedPrompt)
-        return self.runner(*arguments)
 
     def cache_object(self, results: tuple[Any, ...], new: int, model: torch.nn.Module) -> Any:
         """Return the model's cache object after a prompt."""

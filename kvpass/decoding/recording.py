@@ -16,7 +16,6 @@ from kvpass.decoding.cache_files import CacheObjectWriter
 from kvpass.decoding.loop import DecodeLoop
 from kvpass.decoding.made_up import TURN, prompt_lengths, steps_until_compaction
 from kvpass.decoding.prefill import chunks, last_of
-from kvpass.decoding.stepping import RepeatedStep
 from kvpass.errors import UnsupportedGraph
 from kvpass.lowering import exported_run
 from kvpass.lowering.exported_run import ExportFiles
@@ -86,7 +85,7 @@ class RecordedModel:
         names = {"attention_mask": "mask", "position_ids": "positions"}
         inputs = {"ids": ids} | {names[name]: value for name, value in named.items() if name in names}
         made = self._object(cache_names.returned(out)) if admitted else None
-        self.calls.append(RecordedCall(inputs, before, (*ran, *admitted)[0], out.logits, made))
+        self.calls.append(RecordedCall(inputs, before, ran[0] if ran else admitted[0], out.logits, made))
         return out
 
     def _object(self, cache: Any) -> Any:
@@ -115,24 +114,21 @@ def tokens(loop: DecodeLoop, count: int, rows: int = 1) -> Tensor:
     return (torch.arange(rows * count, device=loop.device) * 7919 % known).view(rows, count)
 
 
-def run_all_kinds(loop: DecodeLoop, batch: int) -> list[RepeatedStep]:
+def run_all_kinds(loop: DecodeLoop, batch: int) -> None:
     """Run made-up conversations in which every graph runs that the loop's settings need.
 
     Args:
         batch: the rows of prompts.
-
-    Returns:
-        The repeated steps of the conversations.
     """
     budget, policy = loop.chosen.budget, loop.chosen.policy
     assert isinstance(budget, int)
-    made: list[RepeatedStep] = []
     for length in _lengths(loop, budget):
         count = loop.every + 1 + steps_until_compaction(policy, budget, policy.clock((), length, budget))
         count = count if policy.evicts else min(count, budget - length - 4 * TURN)
-        run = _conversations if loop.requests is None else _requests
-        made += run(loop, batch, length, count)
-    return made
+        if loop.requests is None:
+            _run_conversations(loop, batch, length, count)
+        else:
+            _run_requests(loop, length, count)
 
 
 def _lengths(loop: DecodeLoop, budget: int) -> Sequence[int]:
@@ -143,7 +139,7 @@ def _lengths(loop: DecodeLoop, budget: int) -> Sequence[int]:
     return most // 2 + 1, most
 
 
-def _conversations(loop: DecodeLoop, batch: int, length: int, count: int) -> Iterator[RepeatedStep]:
+def _run_conversations(loop: DecodeLoop, batch: int, length: int, count: int) -> None:
     """Run a conversation without padding, and one with padding if there are several rows."""
     for padded in (False, True)[: 1 + (batch > 1)]:
         ids = tokens(loop, length, batch)
@@ -155,12 +151,9 @@ def _conversations(loop: DecodeLoop, batch: int, length: int, count: int) -> Ite
         for turn in (TURN, TURN + 2):
             loop.prompt(tokens(loop, turn, batch))
             loop.generate(STEPS_OF_A_TURN)
-            assert loop.state is not None
-            if loop.state.step is not None:
-                yield loop.state.step
 
 
-def _requests(loop: DecodeLoop, batch: int, length: int, count: int) -> Iterator[RepeatedStep]:
+def _run_requests(loop: DecodeLoop, length: int, count: int) -> None:
     """Run a prompt and turns behind it in one row, as requests do, and requests in all rows."""
     assert loop.requests is not None
     cache, seen = None, 0
@@ -169,20 +162,14 @@ def _requests(loop: DecodeLoop, batch: int, length: int, count: int) -> Iterator
         with torch.no_grad():
             made = chunks(loop.caller, ids, mask, cache, loop.prefill_chunk)
             cache, seen = cache_names.returned(last_of(made)), seen + new
-    rows = loop.requests.count
-    loop.generate_batch(list(tokens(loop, length, rows + 1)), max_new_tokens=count, stop=[])
-    batch_of_rows = loop.requests.batch
-    if batch_of_rows is not None and batch_of_rows.step is not None:
-        yield batch_of_rows.step
+    loop.generate_batch(list(tokens(loop, length, loop.requests.count + 1)), max_new_tokens=count, stop=[])
 
 
 # -- what is written of it ---------------------------------------------------------------------------------------------
 
 
-def graph_entries(
-    model: torch.nn.Module, calls: Sequence[RecordedCall], repeated: Sequence[RepeatedStep], files: ExportFiles
-) -> list[dict[str, Any]]:
-    """Return what an artifact's manifest has about the graph of each kind of call.
+def graph_entries(model: torch.nn.Module, calls: Sequence[RecordedCall], files: ExportFiles) -> list[dict[str, Any]]:
+    """Return what an artifact's manifest has about the graphs of each kind of call.
 
     Raises:
         UnsupportedGraph: a graph cannot be exported.
@@ -190,8 +177,8 @@ def graph_entries(
     by_kind: dict[Any, list[RecordedCall]] = {}
     for call in calls:
         by_kind.setdefault(call.kind, []).append(call)
-    writer = _GraphWriter(tensor_names(model), repeated, files)
-    return [writer.entry(kind, of_kind) for kind, of_kind in by_kind.items()]
+    writer = _GraphWriter(tensor_names(model), files)
+    return [entry for kind, of_kind in by_kind.items() for entry in writer.entries(kind, of_kind)]
 
 
 def tensor_names(model: torch.nn.Module) -> dict[int, str]:
@@ -201,16 +188,21 @@ def tensor_names(model: torch.nn.Module) -> dict[int, str]:
 
 
 class _GraphWriter:
-    def __init__(self, names: Mapping[int, str], repeated: Sequence[RepeatedStep], files: ExportFiles) -> None:
-        self.names, self.repeated, self.files = names, repeated, files
+    def __init__(self, names: Mapping[int, str], files: ExportFiles) -> None:
+        self.names, self.files = names, files
 
-    def entry(self, kind: tuple[str, int, bool], calls: Sequence[RecordedCall]) -> dict[str, Any]:
-        """Return the entry of one kind of call, for the graph of the last call."""
-        last = calls[-1]
-        alike = [call for call in calls if call.ran.runner is last.ran.runner]
+    def entries(self, kind: tuple[str, int, bool], calls: Sequence[RecordedCall]) -> list[dict[str, Any]]:
+        """Return the entries of one kind of call, for the graph of the last call.
+
+        A policy under which the code of a chunk depends on its length has one for each length.
+        """
+        alike = [call for call in calls if call.ran.runner is calls[-1].ran.runner]
+        by_code = {id(code): call for call in alike if (code := _code_of_chunk(call)) is not None}
+        return [self._entry(kind, last, alike) for last in by_code.values() or alike[-1:]]
+
+    def _entry(self, kind: tuple[str, int, bool], last: RecordedCall, alike: Sequence[RecordedCall]) -> dict[str, Any]:
         ids = next(i for i, x in enumerate(last.ran.arguments) if x is last.inputs["ids"])
-        write = self._prompt if kind[0] == "prompt" else self._step
-        entry, read = write(last, ids)
+        entry, read = self._prompt(last, ids) if kind[0] == "prompt" else self._step(last, alike, ids)
         results = last.ran.results
         logits = next((i for i, x in enumerate(results) if _is_same(x, last.logits)), None)
         if logits is None:
@@ -229,28 +221,22 @@ class _GraphWriter:
         needed = set(range(len(ran.arguments))) if read is None else read
         needed |= {*entry["owned"], *(index for indices in entry["projecting"] for index in indices)}
         of_object = {"object": last.cache, "tokens": last.inputs["ids"].shape[1]}
-        return {**entry, "code": code, "most": most, "cache": of_object}, needed
+        return {**entry, "code": code, "lengths": [2, most], "cache": of_object}, needed
 
-    def _step(self, last: RecordedCall, ids: int) -> tuple[dict[str, Any], set[int]]:
-        ran = last.ran
+    def _step(self, last: RecordedCall, alike: Sequence[RecordedCall], ids: int) -> tuple[dict[str, Any], set[int]]:
+        ran, variants = last.ran, {}
         assert isinstance(ran, steps.StepResult)
-        entry, variants = exported_graphs.step_entry(ran.runner, ran, ids), {}
-        for compact, rewrite, run in self._variants(ran):
-            most = 1 if ran.rewrite.queries == 1 else exported_graphs.most_of_chunk(ran.runner, ran, ids)
-            variants[compact] = {**exported_graphs.variant_entry(rewrite, most), "code": self._code(run)}
+        entry = exported_graphs.step_entry(ran.runner, ran, ids)
+        chunk = ran.rewrite.queries > 1
+        lengths = exported_graphs.lengths_of_chunk(ran.runner, ran, ids) if chunk else (1, 1)
+        for each in [ran] if chunk else [call.ran for call in alike]:
+            assert isinstance(each, steps.StepResult)
+            if each.compact not in variants:
+                code = self._code(each.runner.ready.with_rewrite(each.rewrite).run)
+                variants[each.compact] = {**exported_graphs.variant_entry(each.rewrite), "code": code}
         read = {ids, *entry["counters"], *(index for indices in entry["told"] for index in indices)}
         read |= {index for each in variants.values() for index in (*each["inputs"], *each["columns"])}
-        return {**entry, "variants": [[compact, each] for compact, each in variants.items()]}, read
-
-    def _variants(self, ran: steps.StepResult) -> Iterator[tuple[bool, Any, Any]]:
-        """Yield whether a variant of a step compacts, its rewrite and its compiled code."""
-        yield ran.kind[0] and ran.rewrite.queries == 1, ran.rewrite, ran.runner.ready.with_rewrite(ran.rewrite).run
-        if ran.rewrite.queries > 1:
-            return
-        for step in self.repeated:
-            if step.runner is ran.runner:
-                for (_, compact), fast in step.bound.items():
-                    yield compact, fast.rewrite, fast.run  # type: ignore[attr-defined]
+        return {**entry, "lengths": lengths, "variants": [[compact, each] for compact, each in variants.items()]}, read
 
     def _code(self, run: Any) -> dict[str, Any]:
         entry = exported_run.entry_of(run, self.files)
@@ -292,6 +278,14 @@ class _GraphWriter:
             f"this model cannot be exported: argument {index} of its graph, {kinds}, is neither a tensor of the model, "
             "nor given to it, nor a constant"
         )
+
+
+def _code_of_chunk(call: RecordedCall) -> Any:
+    """Return the compiled code of a chunk; None for other calls, and for a chunk that ran uncompiled."""
+    ran = call.ran
+    if not isinstance(ran, steps.StepResult) or ran.rewrite.queries == 1:
+        return None
+    return ran.runner.ready.with_rewrite(ran.rewrite).run
 
 
 def _is_equal(one: Tensor, other: Tensor) -> bool:

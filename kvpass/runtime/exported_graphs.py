@@ -49,12 +49,10 @@ class ExportedVariant:
     Attributes:
         rewrite: the rewrite without its graph.
         run: the compiled code.
-        most: the largest number of new tokens.
     """
 
     rewrite: StepRewrite
     run: inductor.Compiled
-    most: int
 
 
 class ExportedPrompt(PromptRunner):
@@ -70,8 +68,8 @@ class ExportedPrompt(PromptRunner):
         self.sites = [ExportedSite(**site) for site in entry["sites"]]  # type: ignore[misc]
         count = len(self.sites)
         self.policies = [backend.policy.for_layer(index, count) for index in range(count)]
-        indices = (entry[name] for name in ("raw", "values", "valid", "statistics"))
-        self.rewrite = PromptRewrite(None, [], *indices, [])  # type: ignore[arg-type]
+        indices = {name: entry[name] for name in ("raw", "values", "valid", "statistics")}
+        self.rewrite = PromptRewrite(gm=None, sites=[], extras=[], **indices)  # type: ignore[arg-type]
         self.owned, self.projecting = entry["owned"], [tuple(indices) for indices in entry["projecting"]]
         self.outputs = entry["outputs"]
         self.as_traced = UnwrappedSubclasses()
@@ -146,14 +144,13 @@ class ExportedStep(StepRunner):
             runs: for each variant by whether it compacts, the entry of `variant_entry` and the compiled code.
         """
         self.backend = backend
-        self.padding_inputs = [tuple(map(str, told)) for told in entry["told"]]  # type: ignore[misc]
-        self.told = {name: int(name) for told in self.padding_inputs for name in told}  # type: ignore[misc,call-overload]
+        self.padding_inputs = [tuple(told) for told in entry["told"]]
+        self.told = {index: index for told in entry["told"] for index in told}
         self.counters = dict(enumerate(entry["counters"]))
         self.sites = [ExportedSite(-1, -1, False) for _ in self.padding_inputs]  # type: ignore[misc]
         self.last, self.ids, self.layouts = entry["last"], entry["ids"], entry["layouts"]
         self.variants = {
-            compact: ExportedVariant(_rewrite_of(variant), run, variant["most"])
-            for compact, (variant, run) in runs.items()
+            compact: ExportedVariant(_rewrite_of(variant), run) for compact, (variant, run) in runs.items()
         }
 
     def call(self, caches: list[LayerCache], arguments: tuple[Any, ...]) -> StepResult:
@@ -172,9 +169,9 @@ class ExportedStep(StepRunner):
                 f"{_different(self.layouts, found)}: run it by a DecodeLoop that is not loaded"
             )
         step = kind(caches)
-        rewrite, results, _ = self.advance(caches, arguments, (), frozenset())
+        rewrite, results, _, compact = self.advance(caches, arguments, (), frozenset())
         self._note_padding(caches, arguments, before)
-        ran = StepResult(self, caches, arguments, (), frozenset(), results, step, rewrite, before)
+        ran = StepResult(self, caches, arguments, (), frozenset(), results, step, rewrite, before, compact)
         announce([ran])
         return ran
 
@@ -192,11 +189,10 @@ class ExportedStep(StepRunner):
     ) -> tuple[StepRewrite, list[Any], list[Any], inductor.Compiled]:
         _, _, compact = how
         variant, queries, seen = self.variants.get(compact), self._queries(self._numbers(arguments)), caches[0].seen
-        if variant is None or queries > variant.most or seen > self.last:
-            count = 0 if variant is None else min(variant.most, self.last - seen)
+        if variant is None or seen > self.last:
+            reason = "with a compaction" if variant is None else f"behind {seen} tokens instead of {self.last} at most"
             raise ArtifactError(
-                f"{queries} tokens behind {seen}{' with a compaction' if compact else ''}: the artifact has code for "
-                f"{count} there; run the conversation by a DecodeLoop that is not loaded"
+                f"the artifact has no code for a step {reason}: run the conversation by a DecodeLoop that is not loaded"
             )
         rewrite = dataclasses.replace(variant.rewrite, queries=queries)
         return rewrite, [], rewrite.flat([cache.slots for cache in caches], arguments, [], seen), variant.run
@@ -223,11 +219,8 @@ def _rewrite_of(entry: Mapping[str, Any]) -> StepRewrite:
     )
 
 
-def variant_entry(rewrite: StepRewrite, most: int) -> dict[str, Any]:
+def variant_entry(rewrite: StepRewrite) -> dict[str, Any]:
     """Return what an artifact's manifest has about a rewritten step graph.
-
-    Args:
-        most: the largest number of new tokens that its code serves.
 
     Raises:
         UnsupportedGraph: the step needs more than compiled code.
@@ -239,7 +232,7 @@ def variant_entry(rewrite: StepRewrite, most: int) -> dict[str, Any]:
         }
     )
     fields = dict(inputs=rewrite.inputs, loose_inputs=sorted(rewrite.loose_inputs), columns=rewrite.columns)
-    return dict(**fields, chunks=rewrite.chunks, valid=rewrite.valid, most=most)
+    return dict(**fields, chunks=rewrite.chunks, valid=rewrite.valid)
 
 
 def step_entry(runner: StepRunner, ran: StepResult, ids_index: int) -> dict[str, Any]:
@@ -271,21 +264,22 @@ def _last_of(runner: StepRunner, ran: StepResult) -> int:
     return ran.before + _largest(runner.lasts(ran), MOST_TOKENS - ran.before)
 
 
-def most_of_chunk(runner: StepRunner, ran: StepResult, ids_index: int) -> int:
-    """Return the largest number of tokens that the code of a chunk serves; at most `MOST_IN_A_CHUNK`."""
-    graph, variant = runner.gm.graph, runner.ready.with_rewrite(ran.rewrite)
+def lengths_of_chunk(runner: StepRunner, ran: StepResult, ids_index: int) -> tuple[int, int]:
+    """Return the smallest and the largest number of tokens that a chunk's code serves, up to `MOST_IN_A_CHUNK`."""
+    graph, variant, queries = runner.gm.graph, runner.ready.with_rewrite(ran.rewrite), int(ran.rewrite.queries)
     places = {symbol: at == (ids_index, 1) for symbol, at in runner.sizes.items()}
     new = {symbol for symbol, counts in places.items() if counts}
     all_tokens = {symbol for symbol, size in zip(runner.others, ran.others, strict=True) if size is None}
     now = shapes.measured(graph, ran.arguments) | dict.fromkeys(new, 2) | dict.fromkeys(all_tokens, ran.before + 2)
     holds = lasting(shapes.guards(graph), now, new | all_tokens)
 
-    def serves(more: int) -> bool:
+    def serves(length: int) -> bool:
         pairs = zip(places.values(), variant.measures.numbers, strict=True)
-        numbers = tuple(2 + more if counts else number for counts, number in pairs)
-        return holds(more) and variant.serves(dataclasses.replace(variant.measures, numbers=numbers))
+        numbers = tuple(length if counts else number for counts, number in pairs)
+        return holds(length - 2) and variant.serves(dataclasses.replace(variant.measures, numbers=numbers))
 
-    return _largest(serves, MOST_IN_A_CHUNK - 2) + 2
+    least = queries - _largest(lambda fewer: serves(queries - fewer), queries - 2)
+    return least, queries + _largest(lambda more: serves(queries + more), MOST_IN_A_CHUNK - queries)
 
 
 def layout_entries(caches: list[LayerCache]) -> list[dict[str, Any]]:

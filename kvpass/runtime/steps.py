@@ -124,10 +124,10 @@ class StepRunner:
         others = self._others(caches, arguments, known)
         self._check_positions(caches, arguments)
         self._check_angles(caches, arguments, others)
-        rewrite, results, host_inputs = self.advance(caches, arguments, others, known)
+        rewrite, results, host_inputs, compact = self.advance(caches, arguments, others, known)
         self._note_padding(caches, arguments, before)
         if listener is not None:
-            listener.append(StepResult(self, caches, arguments, others, known, results, step, rewrite, before))
+            listener.append(StepResult(self, caches, arguments, others, known, results, step, rewrite, before, compact))
         return self._outputs(rewrite, results, host_inputs, caches, arguments)
 
     def advance(
@@ -136,7 +136,7 @@ class StepRunner:
         arguments: tuple[Any, ...],
         others: tuple[int | None, ...],
         known: frozenset[int],
-    ) -> tuple[StepRewrite, Sequence[Any], list[Any]]:
+    ) -> tuple[StepRewrite, Sequence[Any], list[Any], bool]:
         """Run the new tokens in Dynamo's arguments, and update the caches.
 
         Args:
@@ -144,7 +144,8 @@ class StepRunner:
             known: argument indices, see `_known`.
 
         Returns:
-            The rewrite of the graph, the results of the graph, and the results of `StepRewrite.host_precomputed`.
+            The rewrite of the graph, the results of the graph, the results of `StepRewrite.host_precomputed`, and
+            whether the step has compacted the slots.
         """
         queries = self._queries(self._numbers(arguments))
         for cache in caches:
@@ -171,7 +172,7 @@ class StepRunner:
         ]
         count(caches, queries, clocks)
         remember(caches, calls, taken)
-        return rewrite, results, host_inputs
+        return rewrite, results, host_inputs, compact
 
     def _make_room_for_pins(self, caches: list[LayerCache], queries: int) -> None:
         """Prepare the caches for the pins of the call that is running.
@@ -637,6 +638,7 @@ class StepResult:
         kind: a key that is equal for two decode steps with the same code and the same buffers.
         rewrite: the rewrite of the graph.
         before: the tokens seen before the run.
+        compact: whether the step has compacted the slots.
     """
 
     runner: StepRunner
@@ -648,6 +650,7 @@ class StepResult:
     kind: Any
     rewrite: StepRewrite
     before: int
+    compact: bool
 
 
 _LISTENER: contextvars.ContextVar[list[StepResult] | None] = contextvars.ContextVar("kvpass_listener", default=None)

@@ -151,7 +151,8 @@ def imported(code: ExportedCode, name: str) -> Boxed:
 
 def _kernel(path: str) -> Any:
     """Return the function of a kernel's library, which is a module of Python."""
-    address = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr
+    guards: Any = torch._C._dynamo.guards
+    address = guards._torchinductor_pyobject_tensor_data_ptr
     os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(address)  # which the library reads when it is loaded
     found = importlib.util.spec_from_file_location(f"{Path(path).stem}.{generated_code.KERNEL}", path)
     assert found is not None
@@ -161,6 +162,13 @@ def _kernel(path: str) -> Any:
     return getattr(module, generated_code.KERNEL)
 
 
+INSTRUCTIONS = (
+    *("avx", "amx", "sse", "ssse", "fma", "f16c", "bmi", "abm", "movbe", "gfni", "vaes", "vpcl"),
+    *("asimd", "sve", "sme", "bf16", "i8mm", "fphp", "atomics"),
+)
+"""Beginnings of the names of instructions that compilers use."""
+
+
 def flags_of_processor() -> frozenset[str]:
     """Return the vector and matrix instructions of this processor, as Linux names them; empty where it does not."""
     try:
@@ -168,6 +176,4 @@ def flags_of_processor() -> frozenset[str]:
     except OSError:
         return frozenset()
     flags = next((line.partition(":")[2] for line in lines if line.startswith(("flags", "Features"))), "")
-    families = ("avx", "amx", "sse", "ssse", "fma", "f16c", "bmi", "abm", "movbe", "gfni", "vaes", "vpcl")
-    families += ("asimd", "sve", "sme", "bf16", "i8mm", "fphp", "atomics")
-    return frozenset(flag for flag in flags.split() if flag.startswith(families))
+    return frozenset(flag for flag in flags.split() if flag.startswith(INSTRUCTIONS))
