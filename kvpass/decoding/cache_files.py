@@ -20,6 +20,7 @@ from kvpass.backend import Backend, backend
 from kvpass.cache.handle import Handle, LayerCache, caches_in, current
 from kvpass.cache.serial import cache_of, entry_of
 from kvpass.decoding.loop import DecodeLoop
+from kvpass.decoding.saved_calls import calls_of, entries_of
 from kvpass.decoding.stepping import LoopState
 from kvpass.errors import CacheFileError, CacheHandleError, KVPassError
 from kvpass.policies.base import Policy
@@ -43,8 +44,8 @@ FilePath = str | os.PathLike[str]
 def save_cache(cache: Any, path: FilePath) -> None:
     """Write the cache of a conversation to a file, which `load_cache` reads in this or another process.
 
-    The file appears at once, when it is complete.  The cache itself may go on.  What a crop would need is not saved:
-    tokens from before `load_cache` cannot be cropped.
+    The file appears at once, when it is complete.  The cache itself may go on.  With `crop` the file also has what the
+    last calls overwrote, but for a prompt: until the next call, none of its tokens can be cropped after `load_cache`.
 
     >>> kvpass.save_cache(out.cache, "talk.safetensors")
     >>> kvpass.save_cache(loop, "talk.safetensors")
@@ -62,7 +63,10 @@ def save_cache(cache: Any, path: FilePath) -> None:
     """
     loop = cache if isinstance(cache, DecodeLoop) else None
     if loop is not None and (loop.requests is not None or loop.state is None):
-        raise CacheHandleError("a DecodeLoop is saved after a prompt, and not while it serves requests (`rows`)")
+        raise CacheHandleError(
+            "a DecodeLoop is saved after a prompt, and not while it serves requests (`rows`): save the tokens of each "
+            "GenerationOutput, to add them again as prompts, and the cache of a `prefix` that requests share"
+        )
     found = cache_names.returned(cache)
     found = cache if found is None else found
     layers = caches_in(found)
@@ -78,7 +82,11 @@ def save_cache(cache: Any, path: FilePath) -> None:
         config={} if loop is None else settings_of(loop.model),
         object=CacheObjectWriter(layers, chosen, tensors).encoded(found, "cache"),
         layers=[
-            {**entry_of(layer, f"{index}.", tensors), "policy": _layer_policy(layer)}
+            {
+                **entry_of(layer, f"{index}.", tensors),
+                "policy": _layer_policy(layer),
+                "calls": entries_of(layer, f"{index}.", tensors),
+            }
             for index, layer in enumerate(layers)
         ],
     )
@@ -272,6 +280,7 @@ def _layers_of(
         cache = cache_of(entry, mine, chosen, layer_policy, _device_of(model))
         cache.model = weights
         keep_address(cache.slots)
+        cache.calls = calls_of(entry.get("calls", ()), mine, cache)
         yield cache
 
 

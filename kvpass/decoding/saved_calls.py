@@ -15,11 +15,10 @@ from torch import Tensor
 
 from kvpass.cache import history, serial
 from kvpass.cache.handle import LayerCache
-from kvpass.cache.slots import Chunk, Slots
+from kvpass.cache.slots import Chunk, Layout, Slots, rows_at
 from kvpass.cache.snapshot import SlotSnapshot, UnchangedSlots
 from kvpass.cache.statistics import StatisticsSpec
 from kvpass.errors import CacheFileError
-from kvpass.lowering.formats import Rows
 from kvpass.policies.pinned_tokens import Pins
 from kvpass.policies.types import Attention
 from kvpass.runtime.caches import keep_address
@@ -37,9 +36,7 @@ def entries_of(cache: LayerCache, prefix: str, tensors: dict[str, Tensor]) -> li
     return [writer.entry(index, call) for index, call in enumerate(cache.calls) if call.snapshot is not None]
 
 
-def calls_of(
-    entries: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tensor], cache: LayerCache
-) -> history.Calls:
+def calls_of(entries: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tensor], cache: LayerCache) -> history.Calls:
     """Return the last calls on a layer's cache, from what `entries_of` has put into a file.
 
     Args:
@@ -81,7 +78,10 @@ class _CallWriter:
             return {**common, "before": self._slots(snapshot.slots), "chunk": self._chunk(name, call.repeat)}
         assert isinstance(snapshot, SlotSnapshot)
         self._put(name, **dict(zip(snapshot.slots.names[2:], snapshot.others, strict=False)))
-        for part, rows, parts in (("key", snapshot.slots.key, snapshot.key), ("value", snapshot.slots.value, snapshot.value)):
+        for part, rows, parts in (
+            ("key", snapshot.slots.key, snapshot.key),
+            ("value", snapshot.slots.value, snapshot.value),
+        ):
             whole = parts if snapshot.slot_index is None else tuple(each[:, :, None] for each in parts)
             stored = rows.format.ordered(whole)
             self._put(name, **{f"{part}.{i}": each for i, each in enumerate(stored)})
@@ -129,32 +129,31 @@ class _CallReader:
         self.known: dict[int, Slots] = {0: cache.slots}
 
     def call(self, entry: Mapping[str, Any]) -> history.PastCall:
-        layout = serial.layout_like(self.cache.layout, entry["layout"])
+        layout = dataclasses.replace(self.cache.layout, **serial.layout_fields(entry["layout"]))
         limits, clocks = serial.host_counts(entry, layout)
         seen, new, name = serial.count(entry, "seen"), serial.count(entry, "new"), str(entry["name"])
         absent = self._tensor(f"{name}absent")
         snapshot: history.Restorable
         repeat = None
         if "before" in entry:
-            snapshot = UnchangedSlots(self._slots(entry["before"], layout, seen, limits))
+            before = self._slots(entry["before"], layout, seen, limits)
+            serial.check_numbers(before, layout, seen, before.capacity, limits)
+            snapshot = UnchangedSlots(before)
             if entry["chunk"] is not None:
                 repeat = RepeatedPrompt(self._chunk(name, entry["chunk"], new))
         else:
             snapshot = self._snapshot(name, entry, layout, seen, limits)
         return history.PastCall(new, snapshot, repeat, layout, seen, clocks, absent, limits)
 
-    def _snapshot(self, name: str, entry: Mapping[str, Any], layout: Any, seen: int, limits: Any) -> SlotSnapshot:
+    def _snapshot(
+        self, name: str, entry: Mapping[str, Any], layout: Layout, seen: int, limits: tuple[int, ...]
+    ) -> SlotSnapshot:
         slots = self._slots(entry["of"], layout, seen, limits)
-        others = tuple(
-            self._like(f"{name}{field}", tensor) for field, tensor in zip(slots.names[2:], slots.metadata, strict=False)
-        )
-        free = others[2]
-        serial.check_numbers(_with_metadata(slots, others), layout, seen, slots.capacity, limits)
-        slot_index = None
-        if entry["rows"] == "free":
-            from kvpass.cache.slots import rows_at
-
-            slot_index = rows_at(free, layout.heads)
+        named = zip(slots.names[2:], slots.metadata, strict=False)
+        others = tuple(self._like(f"{name}{field}", tensor) for field, tensor in named)
+        before = Slots.of([*slots.tensors()[:2], *others, *slots.tensors()[2 + len(others) :]], slots)
+        serial.check_numbers(before, layout, seen, slots.capacity, limits)
+        slot_index = rows_at(before.free, layout.heads) if entry["rows"] == "free" else None
         parts = []
         for part, rows in (("key", slots.key), ("value", slots.value)):
             shapes = [x if slot_index is None else x[:, :, :1] for x in rows.parts]
@@ -175,17 +174,17 @@ class _CallReader:
         if entry["spec"] is not None:
             fields = dict(entry["spec"])
             given = {field: self._tensor(f"{name}spec_{field}") for field in fields.pop("given")}
-            spec = StatisticsSpec(**(dict.fromkeys(_SPEC) | given), **fields, spread=None)
+            spec = StatisticsSpec(**(dict.fromkeys(_SPEC) | given), **fields, spread=None)  # type: ignore[arg-type]
+            _check_spec(spec, layout, new)
         into = self._slots(entry["into"], layout, cache.seen, cache.limits)
         return TakenChunk(Chunk(key, value, valid, Attention(), pins), spec, into)
 
-    def _slots(self, number: int, layout: Any, seen: int, limits: Any) -> Slots:
+    def _slots(self, number: int, layout: Layout, seen: int, limits: tuple[int, ...]) -> Slots:
         if number not in self.known:
             prefix = f"slots.{number}."
             mine = {name.removeprefix(prefix): x for name, x in self.tensors.items() if name.startswith(prefix)}
             capacity = mine["position"].shape[-1]
-            slots = serial.slots_of(mine, dataclasses.replace(layout, capacity=capacity), layout.device)
-            serial.check_numbers(slots, layout, seen, capacity, limits)
+            slots = serial.slots_of(mine, layout, capacity, seen, limits)
             keep_address(slots)
             self.known[number] = slots
         return self.known[number]
@@ -200,9 +199,13 @@ class _CallReader:
         return self._tensor(name)
 
 
-def _with_metadata(slots: Slots, others: Sequence[Tensor]) -> Slots:
-    count = 6 + len(slots.state)
-    return Slots.of([slots.key.codes, slots.value.codes, *others[:count], *slots.tensors()[2 + count :]], slots)
-
-
-assert Rows
+def _check_spec(spec: StatisticsSpec, layout: Layout, new: int) -> None:
+    """Raise CacheFileError unless the tensors fit each other: statistics are computed by code that does not check."""
+    (batch, q_heads, queries, dim), (key_batch, heads, keys, key_dim) = spec.query.shape, spec.key.shape
+    right = batch == key_batch == layout.batch and queries == new and dim == key_dim and keys >= new
+    right = right and spec.heads == layout.heads and heads % layout.heads == q_heads % heads == 0
+    for part, last in ((spec.mask, keys), (spec.sink_logit, 1)):
+        right = right and (part is None or (part.ndim >= 4 and part.shape[-1] == last and part.shape[-2] in (1, new)))
+        right = right and (part is None or all(n in (1, batch, q_heads, heads) for n in part.shape[:-2]))
+    if not right:
+        raise CacheFileError(f"the attention of its last call is not that of {new} tokens")
