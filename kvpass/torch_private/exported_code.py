@@ -55,7 +55,7 @@ class WithLeading:
 
 def exported(run: Any) -> ExportedCode | None:
     """Return the code behind a callable that Inductor made for a CPU; None if it needs more than this module saves."""
-    leading = run.leading if isinstance(run, WithLeading) else []
+    leading = list(getattr(run, "leading", ()))
     run = run.run if isinstance(run, WithLeading) else run
     while hasattr(run, "__wrapped__"):
         run = run.__wrapped__

@@ -143,7 +143,10 @@ def inductor(gm: fx.GraphModule, examples: Sequence[Any], patches: dict[str, Any
     from torch._inductor.compile_fx import compile_fx
 
     with _tracing(examples) as inputs:
-        return cast(Compiled, compile_fx(gm, inputs, config_patches=patches))
+        run: Any = compile_fx(gm, inputs, config_patches=patches)
+    if leading := [*gm.parameters(), *gm.buffers()]:  # which it puts before the arguments, see `exported_code`
+        run.leading = leading
+    return cast(Compiled, run)
 
 
 @contextlib.contextmanager

@@ -26,6 +26,7 @@ pytest.importorskip("safetensors.torch")
 ROOT = Path(__file__).parents[2]
 H2O: dict[str, Any] = dict(policy="h2o", budget=16)
 STOP = [5, 77]
+LAYERS = 4  # enough for layers to share code
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,7 +38,7 @@ def fresh_dynamo() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def model(fresh_dynamo: None) -> Any:
-    return build("Llama")
+    return build("Llama", layers=LAYERS)
 
 
 @pytest.fixture(scope="module")
@@ -75,14 +76,14 @@ def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
 
 DECODE = """
 import sys, torch, kvpass
-from tests.decoding.test_artifacts import STOP, talk
+from tests.decoding.test_artifacts import LAYERS, STOP, talk
 from tests.models import build
 path, digest, out, threads = sys.argv[1:]
 torch.set_num_threads(int(threads))
 def refuse(*_, **__):
     raise AssertionError("torch.compile was called")
 torch.compile = refuse
-loop = kvpass.load(path, build("Llama"), digest=digest, stop=STOP)
+loop = kvpass.load(path, build("Llama", layers=LAYERS), digest=digest, stop=STOP)
 torch.save(talk(loop), out)
 assert "torch._inductor.compile_fx" not in sys.modules
 """
@@ -121,7 +122,7 @@ def test_it_goes_on_with_saved_caches_samples_and_branches(
 
 
 def test_weights_that_are_replaced_are_followed(exported: tuple[Path, str]) -> None:
-    model, ids = build("Llama"), prompt(1, 11, ())[0]
+    model, ids = build("Llama", layers=LAYERS), prompt(1, 11, ())[0]
     loop = kvpass.load(exported[0], model, every=2)
     loop.prompt(ids)
     loop.generate(4)
@@ -149,17 +150,17 @@ def test_calls_without_code_are_refused(model: Any, exported: tuple[Path, str]) 
 
 def test_other_models_are_refused(exported: tuple[Path, str]) -> None:
     path, _ = exported
-    other = build("Llama")
+    other = build("Llama", layers=LAYERS)
     with torch.no_grad():
         other.model.layers[1].mlp.up_proj.weight.add_(1e-3)
     with pytest.raises(ArtifactError, match=r"other weights: model.layers.1.mlp.up_proj.weight differ, 1 in all"):
         kvpass.load(path, other)
     with pytest.raises(ArtifactError, match="is for a LlamaForCausalLM, not for a GPT2LMHeadModel"):
         kvpass.load(path, build("GPT2"))
-    with pytest.raises(ArtifactError, match="another configuration: num_hidden_layers is 1, not 2"):
+    with pytest.raises(ArtifactError, match="another configuration: num_hidden_layers is 1, not 4"):
         kvpass.load(path, build("Llama", layers=1))
     with pytest.raises(ArtifactError, match=r"whose .* is float32 .*, and here it is bfloat16"):
-        kvpass.load(path, build("Llama", torch.bfloat16))
+        kvpass.load(path, build("Llama", torch.bfloat16, layers=LAYERS))
 
 
 Change = Callable[[dict[str, Any]], object]
