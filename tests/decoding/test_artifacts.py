@@ -64,7 +64,7 @@ def compiled(model: Any, batch: int = 1, **settings: Any) -> kvpass.DecodeLoop:
     """A loop that has compiled all its graphs, as the first chunk on slots runs uncompiled."""
     loop = kvpass.DecodeLoop(model, **settings)
     run_all_kinds(loop, batch)
-    loop.state = None
+    loop.state, loop.generator = None, loop.sampling.generator(loop.device)
     return loop
 
 
