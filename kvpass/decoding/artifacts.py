@@ -63,7 +63,7 @@ def export(
     """Write an artifact with which `load` makes a `DecodeLoop` in another process, without compiling anything.
 
     The loop of these settings is compiled and run on made-up conversations; then a loop is loaded from the artifact and
-    must make equal logits and equal slots.
+    must make equal tokens and equal slots.
 
     >>> kvpass.export(model, "smollm2-h2o", policy="h2o", budget=1024)
     >>> loop = kvpass.load("smollm2-h2o", model, stop=[tokenizer.eos_token_id])   # in another process
