@@ -33,7 +33,8 @@ from kvpass.arguments import Positive, checked, require
 from kvpass.cache.handle import Handle, caches_in, usable_caches_in
 from kvpass.decoding.cache_files import CacheObjectReader, FilePath, policy_of, settings_entry
 from kvpass.decoding.loop import DecodeLoop
-from kvpass.decoding.recording import graph_entries, recorded, run_all_kinds, tensor_names, tokens
+from kvpass.decoding.made_up import made_up_tokens, visit_graphs
+from kvpass.decoding.recording import graph_entries, recorded, tensor_names
 from kvpass.decoding.stepping import refreshed
 from kvpass.errors import ArtifactError, BudgetError, KVPassError, PolicyError
 from kvpass.lowering import exported_run
@@ -94,7 +95,7 @@ def export(
     if not isinstance(loop.chosen.budget, int):
         raise BudgetError(f"budget={loop.chosen.budget}: an artifact has code for fixed slots; give their number")
     with recorded(loop) as made:
-        run_all_kinds(loop, batch)
+        visit_graphs(loop, batch, prefixes=True)
     target = Path(path)
     with _Writing(target) as files:
         graphs = graph_entries(model, made.calls, files)
@@ -498,11 +499,13 @@ def _check_equal(loop: DecodeLoop, loaded: DecodeLoop, batch: int) -> None:
     for each in (loop, loaded):
         if each.requests is not None:
             each.requests = type(each.requests).of(each, each.requests.count)
-            done = each.generate_batch(list(tokens(each, length, each.requests.count)), max_new_tokens=6, stop=[])
+            done = each.generate_batch(
+                list(made_up_tokens(each, length, each.requests.count)), max_new_tokens=6, stop=[]
+            )
             made.append((torch.tensor([output.generated_tokens for output in done.values()]), each.cache))
         else:
             each.state = None
-            each.prompt(tokens(each, length, batch))
+            each.prompt(made_up_tokens(each, length, batch))
             made.append((each.generate(6), each.cache))
     (expected, theirs), (found, ours) = made
     pairs = zip(caches_in(theirs), caches_in(ours), strict=True)

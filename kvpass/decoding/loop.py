@@ -20,7 +20,7 @@ from torch import Tensor
 from kvpass import cache_names
 from kvpass.arguments import Natural, Positive, checked, require
 from kvpass.backend import backend
-from kvpass.decoding.made_up import TOKEN, TURN, prompt_lengths, steps_until_compaction
+from kvpass.decoding.made_up import visit_graphs
 from kvpass.decoding.pin_masks import Pin, pin_mask
 from kvpass.decoding.prefill import Caller, PaddingMask, TokenIds, check_budget, chunks, last_of, padding, prefix_mask
 from kvpass.decoding.requests import FAILS, GenerationOutput, Prompt, Requests
@@ -137,21 +137,7 @@ class DecodeLoop:
             UnsupportedGraph: the model cannot be rewritten.
             BudgetError: the policy cannot work with the budget.
         """
-        apart = copy.copy(self)
-        apart.state = apart.prefix = None
-        apart.stop, apart.generator = self.stop[:0], self.sampling.generator(self.device)
-        budget, policy = self.chosen.budget, self.chosen.policy
-        for length in prompt_lengths(budget, self.prefill_chunk):
-            slots = budget if isinstance(budget, int) else length
-            steps = self.every + 1 + steps_until_compaction(policy, slots, policy.clock((), length, slots))
-            if self.requests is None:
-                apart.state = None
-                for tokens, count in ((length, steps), (TURN, 2)):
-                    apart.prompt(torch.full((rows, tokens), TOKEN))
-                    apart.generate(count)
-            else:
-                apart.requests = Requests.of(apart, self.requests.count)
-                apart.generate_batch([[TOKEN] * length] * (self.requests.count + 1), max_new_tokens=steps)
+        visit_graphs(self, rows)
 
     @property
     def cache(self) -> Any:

@@ -14,14 +14,10 @@ from kvpass import cache_names
 from kvpass.cache.handle import Handle, caches_in
 from kvpass.decoding.cache_files import CacheObjectWriter
 from kvpass.decoding.loop import DecodeLoop
-from kvpass.decoding.made_up import TURN, prompt_lengths, steps_until_compaction
-from kvpass.decoding.prefill import chunks, last_of
 from kvpass.errors import UnsupportedGraph
 from kvpass.lowering import exported_run
 from kvpass.lowering.exported_run import ExportFiles
 from kvpass.runtime import exported_graphs, prompts, steps
-
-STEPS_OF_A_TURN = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,63 +102,6 @@ def recorded(loop: DecodeLoop) -> Iterator[RecordedModel]:
         yield made
     finally:
         loop.caller = before
-
-
-def tokens(loop: DecodeLoop, count: int, rows: int = 1) -> Tensor:
-    """Return made-up token ids [rows, count], which are not all alike."""
-    known = loop.caller.vocabulary or 2
-    return (torch.arange(rows * count, device=loop.device) * 7919 % known).view(rows, count)
-
-
-def run_all_kinds(loop: DecodeLoop, batch: int) -> None:
-    """Run made-up conversations in which every graph runs that the loop's settings need.
-
-    Args:
-        batch: the rows of prompts.
-    """
-    budget, policy = loop.chosen.budget, loop.chosen.policy
-    assert isinstance(budget, int)
-    for length in _lengths(loop, budget):
-        count = loop.every + 1 + steps_until_compaction(policy, budget, policy.clock((), length, budget))
-        count = count if policy.evicts else min(count, budget - length - 4 * TURN)
-        if loop.requests is None:
-            _run_conversations(loop, batch, length, count)
-        else:
-            _run_requests(loop, length, count)
-
-
-def _lengths(loop: DecodeLoop, budget: int) -> Sequence[int]:
-    """Return lengths of prompts; a policy that keeps every token has room for short ones only."""
-    if loop.chosen.policy.evicts:
-        return prompt_lengths(budget, loop.prefill_chunk)
-    most = max(2, budget // 2)
-    return most // 2 + 1, most
-
-
-def _run_conversations(loop: DecodeLoop, batch: int, length: int, count: int) -> None:
-    """Run a conversation without padding, and one with padding if there are several rows."""
-    for padded in (False, True)[: 1 + (batch > 1)]:
-        ids = tokens(loop, length, batch)
-        mask = torch.ones_like(ids)
-        mask[0, 0] = not padded
-        loop.state = None
-        loop.prompt(ids, mask)
-        loop.generate(count)
-        for turn in (TURN, TURN + 2):
-            loop.prompt(tokens(loop, turn, batch))
-            loop.generate(STEPS_OF_A_TURN)
-
-
-def _run_requests(loop: DecodeLoop, length: int, count: int) -> None:
-    """Run a prompt and turns behind it in one row, as requests do, and requests in all rows."""
-    assert loop.requests is not None
-    cache, seen = None, 0
-    for new in (length, TURN, TURN + 2, 1):
-        ids, mask = tokens(loop, new), torch.ones(1, seen + new, dtype=torch.int64, device=loop.device)
-        with torch.no_grad():
-            made = chunks(loop.caller, ids, mask, cache, loop.prefill_chunk)
-            cache, seen = cache_names.returned(last_of(made)), seen + new
-    loop.generate_batch(list(tokens(loop, length, loop.requests.count + 1)), max_new_tokens=count, stop=[])
 
 
 # -- what is written of it ---------------------------------------------------------------------------------------------

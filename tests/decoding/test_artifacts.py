@@ -18,7 +18,7 @@ from torch import Tensor
 import kvpass
 from kvpass.cache.handle import caches_in
 from kvpass.decoding import artifacts
-from kvpass.decoding.recording import run_all_kinds
+from kvpass.decoding.made_up import visit_graphs
 from kvpass.errors import ArtifactError, BudgetError, PolicyError, UnsupportedGraph
 from tests.models import build, lasting, prompt
 
@@ -63,8 +63,7 @@ def talk(loop: kvpass.DecodeLoop, rows: int = 1) -> list[Tensor]:
 def compiled(model: Any, batch: int = 1, **settings: Any) -> kvpass.DecodeLoop:
     """A loop that has compiled all its graphs, as the first chunk on slots runs uncompiled."""
     loop = kvpass.DecodeLoop(model, **settings)
-    run_all_kinds(loop, batch)
-    loop.state, loop.generator = None, loop.sampling.generator(loop.device)
+    visit_graphs(loop, batch, prefixes=True)
     return loop
 
 
